@@ -1,0 +1,140 @@
+"""Builds ``attn_plugins`` from ``plugins/`` and its two binaries from ``csrc/``.
+
+``_C`` holds the operator schemas and the CPU kernels, ``_C_cuda`` the CUDA kernels. Both use torch's
+stable ABI only: one wheel serves every CPython >= 3.10 and every torch >= 2.10.
+
+Environment variables:
+    ATTN_PLUGINS_BUILD   ``auto`` (default): CPU binary always, CUDA binary where nvcc is found;
+                         ``cpu``: CPU binary only; ``cuda``: fail where nvcc is missing;
+                         ``none``: pure Python, every operator runs on its PyTorch reference.
+    TORCH_CUDA_ARCH_LIST CUDA targets, default ``8.0;9.0``.
+    CUDA_HOME            where nvcc's toolkit lies, if it is not on the PATH.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+from pathlib import Path
+
+from setuptools import setup
+
+ROOT = Path(__file__).parent
+TORCH_TARGET_VERSION = "0x020a000000000000"  # the oldest torch whose stable ABI we use: 2.10
+PACKAGES = ["", ".ops", ".terms", ".modules", ".mmcv", ".timm", ".fairseq"]
+
+
+def version() -> str:
+    match = re.search(r'^__version__ = "(.+)"', (ROOT / "plugins/__init__.py").read_text(), re.M)
+    assert match, "plugins/__init__.py defines no __version__"
+    return match.group(1)
+
+
+def sources(folder: str, suffix: str) -> list[str]:
+    return sorted(str(p.relative_to(ROOT)) for p in (ROOT / folder).glob(f"*{suffix}"))
+
+
+def cuda_home() -> str | None:
+    if home := os.environ.get("CUDA_HOME"):
+        return home
+    nvcc = shutil.which("nvcc")
+    return str(Path(nvcc).resolve().parent.parent) if nvcc else None
+
+
+def nvidia_headers() -> list[str]:
+    """The CUDA headers that torch's own nvidia packages bring (cuBLAS, cuSPARSE, ... lie only there)."""
+    import torch
+
+    site = Path(torch.__file__).parent.parent
+    return [str(p) for p in sorted(site.glob("nvidia/cu*/include"))]
+
+
+def extensions(build: str) -> list:
+    try:
+        import torch
+        from torch.utils.cpp_extension import CppExtension, CUDAExtension
+    except ImportError as error:
+        raise SystemExit(
+            f"attn_plugins: torch cannot be imported ({error}), so the binary cannot be compiled. Install "
+            "torch >= 2.10 first or drop --no-build-isolation; for a slow build-free install set "
+            "ATTN_PLUGINS_BUILD=none."
+        ) from error
+    if tuple(int(n) for n in torch.__version__.split(".")[:2]) < (2, 10):
+        raise SystemExit(
+            f"attn_plugins: compiling needs torch >= 2.10, found {torch.__version__}. Drop "
+            "--no-build-isolation (pip then compiles with a newer torch of its own), or set "
+            "ATTN_PLUGINS_BUILD=none to install without the binary."
+        )
+
+    defines = ["-DTORCH_TARGET_VERSION=" + TORCH_TARGET_VERSION, "-DPy_LIMITED_API=0x030a0000"]
+    cxx = ["-O3", "-std=c++20", "-fno-math-errno", "-fno-trapping-math", "-Wall", *defines]
+    common = dict(include_dirs=[str(ROOT / "csrc")], py_limited_api=True)
+    # A debug-free library is a tenth of the size; the kernels keep no symbols that a user could need.
+    link = [] if sys.platform == "darwin" else ["-Wl,--strip-all"]
+    found = [
+        CppExtension(
+            "attn_plugins._C",
+            ["csrc/schema.cpp", *sources("csrc/cpu", ".cpp")],
+            extra_compile_args={"cxx": cxx},
+            extra_link_args=link,
+            **common,
+        )
+    ]
+    cuda_sources = sources("csrc/cuda", ".cu")
+    if build == "cpu" or not cuda_sources:
+        return found
+    if cuda_home() is None:
+        if build == "cuda":
+            raise SystemExit("attn_plugins: ATTN_PLUGINS_BUILD=cuda, but nvcc is not on the PATH and "
+                             "CUDA_HOME is not set.")
+        print("attn_plugins: no nvcc found, building the CPU binary only")
+        return found
+    if torch.version.cuda is None:
+        if build == "cuda":
+            raise SystemExit("attn_plugins: ATTN_PLUGINS_BUILD=cuda, but this torch is a CPU-only build.")
+        print("attn_plugins: this torch is a CPU-only build, building the CPU binary only")
+        return found
+    os.environ["CUDA_HOME"] = cuda_home()
+    os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "8.0;9.0")
+    common["include_dirs"] += nvidia_headers()
+    nvcc = ["-O3", "-std=c++20", "--expt-relaxed-constexpr", "-lineinfo", *defines, "-DUSE_CUDA"]
+    found.append(
+        CUDAExtension(
+            "attn_plugins._C_cuda",
+            cuda_sources,
+            extra_compile_args={"cxx": [*cxx, "-DUSE_CUDA"], "nvcc": nvcc},
+            extra_link_args=link,
+            **common,
+        )
+    )
+    return found
+
+
+def build_arguments() -> dict:
+    build = os.environ.get("ATTN_PLUGINS_BUILD", "auto")
+    if build not in ("auto", "cpu", "cuda", "none"):
+        raise SystemExit(f"ATTN_PLUGINS_BUILD must be auto, cpu, cuda or none, got {build!r}")
+    # `sdist` and `egg_info` need no compiler and must not fail for lack of torch.
+    if build == "none" or not {"build_ext", "bdist_wheel", "editable_wheel", "develop", "install", "build"} & set(
+        sys.argv
+    ):
+        return {}
+    from torch.utils.cpp_extension import BuildExtension
+
+    return dict(
+        ext_modules=extensions(build),
+        cmdclass={"build_ext": BuildExtension},
+        options={"bdist_wheel": {"py_limited_api": "cp310"}},
+    )
+
+
+setup(
+    version=version(),
+    packages=[f"attn_plugins{name}" for name in PACKAGES],
+    package_dir={"attn_plugins": "plugins"},
+    package_data={"attn_plugins": ["py.typed"]},
+    zip_safe=False,
+    **build_arguments(),
+)
