@@ -68,7 +68,7 @@ def extensions(build: str) -> list:
             "ATTN_PLUGINS_BUILD=none to install without the binary."
         )
 
-    defines = ["-DTORCH_TARGET_VERSION=" + TORCH_TARGET_VERSION, "-DPy_LIMITED_API=0x030a0000"]
+    defines = ["-DTORCH_TARGET_VERSION=" + TORCH_TARGET_VERSION]
     cxx = ["-O3", "-std=c++20", "-fno-math-errno", "-fno-trapping-math", "-Wall", *defines]
     common = dict(include_dirs=[str(ROOT / "csrc")], py_limited_api=True)
     # A debug-free library is a tenth of the size; the kernels keep no symbols that a user could need.

@@ -64,3 +64,42 @@ def explain_once(device_type: str) -> None:
     """Log, once per device type, why the reference serves it."""
     reason = _FAILURES.get(device_type, f"there are no kernels for {device_type}")
     logger.warning("attn_plugins runs on its PyTorch reference on %s: %s", device_type, reason)
+
+
+def serves(device_type: str) -> bool:
+    """True where ``torch.ops.attn_plugins`` can take tensors of this device; logs once where it cannot."""
+    if has_kernel(device_type) or (device_type == "meta" and has_schemas()):
+        return True
+    explain_once(device_type)
+    return False
+
+
+if has_schemas():
+    _FRAGMENT = torch.library.Library("attn_plugins", "FRAGMENT")
+    _AUTOCAST_KEYS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}
+
+
+def register_autocast(name: str, *, cast: bool) -> None:
+    """Give operator ``name`` its autocast rule.
+
+    With ``cast`` its float16, bfloat16 and float32 tensors take autocast's dtype, as a convolution's do. In
+    any case autocast is off inside the operator, whose own matrix products choose their dtypes themselves.
+    """
+    operator = getattr(torch.ops.attn_plugins, name).default
+    for device_type, key in _AUTOCAST_KEYS.items():
+        keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
+
+        def rule(*args, _keys=keys, _device_type=device_type):
+            with torch._C._ExcludeDispatchKeyGuard(_keys):
+                if cast:
+                    dtype = torch.get_autocast_dtype(_device_type)
+                    args = tuple(_cast(a, dtype) for a in args)
+                return operator(*args)
+
+        _FRAGMENT.impl(name, rule, key)
+
+
+def _cast(argument, dtype: torch.dtype):
+    if isinstance(argument, torch.Tensor) and argument.is_floating_point() and argument.dtype != torch.float64:
+        return argument.to(dtype)
+    return argument

@@ -1,0 +1,64 @@
+// The few ATen operators that the kernels' drivers call, through torch's stable dispatcher.
+#pragma once
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <array>
+#include <initializer_list>
+#include <utility>
+#include <vector>
+
+namespace attn_plugins {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+// Calls operator `name.overload` with `arguments` and returns its first result.
+template <class... Arguments>
+Tensor call(const char* name, const char* overload, const Arguments&... arguments) {
+  std::array<StableIValue, sizeof...(Arguments)> stack{torch::stable::detail::from(arguments)...};
+  TORCH_ERROR_CODE_CHECK(torch_call_dispatcher(name, overload, stack.data(), TORCH_ABI_VERSION));
+  return torch::stable::detail::to<Tensor>(stack[0]);
+}
+
+inline Tensor permute(const Tensor& self, std::vector<int64_t> dims) {
+  return call("aten::permute", "", self, dims);
+}
+
+// (Not `reshape` and `narrow`: argument-dependent look-up would find torch::stable's as well.)
+inline Tensor reshaped(const Tensor& self, std::vector<int64_t> sizes) {
+  return torch::stable::reshape(self, sizes);
+}
+
+inline Tensor narrowed(Tensor self, int64_t dim, int64_t start, int64_t length) {
+  return torch::stable::narrow(self, dim, start, length);
+}
+
+inline Tensor to_dtype(const Tensor& self, ScalarType dtype) {
+  return torch::stable::to(self, dtype);
+}
+
+inline Tensor empty_like_options(const Tensor& self, std::vector<int64_t> sizes) {
+  return torch::stable::new_empty(self, sizes);
+}
+
+inline Tensor zeros_like_options(const Tensor& self, std::vector<int64_t> sizes) {
+  return torch::stable::new_zeros(self, sizes);
+}
+
+// out = a @ b for matrices.
+inline void mm_out(const Tensor& out, const Tensor& a, const Tensor& b) {
+  call("aten::mm", "out", a, b, out);
+}
+
+// out[g] = a[g] @ b[g].
+inline void bmm_out(const Tensor& out, const Tensor& a, const Tensor& b) {
+  call("aten::bmm", "out", a, b, out);
+}
+
+// a + b, broadcast. (The stable dispatcher takes no Scalar, so no add_ and no addmm: this is its one sum.)
+inline Tensor add(const Tensor& a, const Tensor& b) { return torch::stable::subtract(a, b, -1.0); }
+
+}  // namespace attn_plugins

@@ -1,0 +1,40 @@
+"""What the operators' argument checks share: one clear error before any kernel runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def expand(name: str, value: int | Sequence[int], length: int, minimum: int) -> tuple[int, ...]:
+    """``value`` or ``length`` values, as a tuple of ints of at least ``minimum``."""
+    values = (value,) * length if isinstance(value, int) else tuple(value)
+    if len(values) != length or not all(isinstance(v, int) and v >= minimum for v in values):
+        raise ValueError(f"{name} must be an int or {length} ints, each at least {minimum}, got {value!r}")
+    return values
+
+
+def check_tensors(first: str, **tensors: Tensor | None) -> None:
+    """Check that all tensors are floating, share the dtype and the device of the one named ``first``."""
+    leader = tensors[first]
+    for name, tensor in tensors.items():
+        if tensor is None:
+            continue
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} must be a Tensor, got {type(tensor).__name__}")
+        if tensor.dtype not in FLOATS:
+            raise TypeError(f"{name} must be float16, bfloat16, float32 or float64, got {tensor.dtype}")
+        if tensor.device != leader.device:
+            raise ValueError(f"{name} must be on {first}'s device {leader.device}, got {tensor.device}")
+        if tensor.dtype != leader.dtype and not torch.is_autocast_enabled(leader.device.type):
+            raise TypeError(f"{name} must have {first}'s dtype {leader.dtype}, got {tensor.dtype}")
+
+
+def check_dim(name: str, tensor: Tensor, shape: str) -> None:
+    """Check that ``tensor`` has as many axes as ``shape``, written as ``'(B, C, H, W)'``, names."""
+    if tensor.dim() != shape.count(",") + 1:
+        raise ValueError(f"{name} must have shape {shape}, got {tuple(tensor.shape)}")
