@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -37,10 +39,25 @@ def sources(folder: str, suffix: str) -> list[str]:
 
 
 def cuda_home() -> str | None:
+    """CUDA_HOME, else the toolkit nvcc says it belongs to (the nvcc on the PATH may be a wrapper script)."""
     if home := os.environ.get("CUDA_HOME"):
         return home
     nvcc = shutil.which("nvcc")
-    return str(Path(nvcc).resolve().parent.parent) if nvcc else None
+    if nvcc is None:
+        return None
+    said = subprocess.run([nvcc, "--dryrun", "-x", "cu", "-c", os.devnull], capture_output=True, text=True)
+    top = re.search(r"^#\$ TOP=(.+?)\s*$", said.stderr, re.M)
+    return str(Path(top[1]).resolve() if top else Path(nvcc).resolve().parent.parent)
+
+
+def need_compiler() -> None:
+    compiler = shlex.split(os.environ.get("CXX", "c++"))[0]
+    if shutil.which(compiler) is None:
+        raise SystemExit(
+            f"attn_plugins: the C++ compiler {compiler!r} is not on the PATH, so the binary cannot be "
+            "compiled. Install one (Debian/Ubuntu: apt install g++ python3-dev) or set CXX; to install without "
+            "the binary, with every operator on its slower PyTorch reference, set ATTN_PLUGINS_BUILD=none."
+        )
 
 
 def nvidia_headers() -> list[str]:
@@ -61,6 +78,7 @@ def extensions(build: str) -> list:
             "torch >= 2.10 first or drop --no-build-isolation; for a slow build-free install set "
             "ATTN_PLUGINS_BUILD=none."
         ) from error
+    need_compiler()
     if tuple(int(n) for n in torch.__version__.split(".")[:2]) < (2, 10):
         raise SystemExit(
             f"attn_plugins: compiling needs torch >= 2.10, found {torch.__version__}. Drop "
@@ -70,7 +88,8 @@ def extensions(build: str) -> list:
 
     defines = ["-DTORCH_TARGET_VERSION=" + TORCH_TARGET_VERSION]
     cxx = ["-O3", "-std=c++20", "-fno-math-errno", "-fno-trapping-math", "-Wall", *defines]
-    common = dict(include_dirs=[str(ROOT / "csrc")], py_limited_api=True)
+    headers = sorted(str(p.relative_to(ROOT)) for p in (ROOT / "csrc").rglob("*.*h"))  # .h, .cuh
+    common = dict(include_dirs=[str(ROOT / "csrc")], py_limited_api=True, depends=["setup.py", *headers])
     # A debug-free library is a tenth of the size; the kernels keep no symbols that a user could need.
     link = [] if sys.platform == "darwin" else ["-Wl,--strip-all"]
     found = [
@@ -87,8 +106,9 @@ def extensions(build: str) -> list:
         return found
     if cuda_home() is None:
         if build == "cuda":
-            raise SystemExit("attn_plugins: ATTN_PLUGINS_BUILD=cuda, but nvcc is not on the PATH and "
-                             "CUDA_HOME is not set.")
+            raise SystemExit(
+                "attn_plugins: ATTN_PLUGINS_BUILD=cuda, but nvcc is not on the PATH and CUDA_HOME is not set."
+            )
         print("attn_plugins: no nvcc found, building the CPU binary only")
         return found
     if torch.version.cuda is None:
@@ -117,14 +137,14 @@ def build_arguments() -> dict:
     if build not in ("auto", "cpu", "cuda", "none"):
         raise SystemExit(f"ATTN_PLUGINS_BUILD must be auto, cpu, cuda or none, got {build!r}")
     # `sdist` and `egg_info` need no compiler and must not fail for lack of torch.
-    if build == "none" or not {"build_ext", "bdist_wheel", "editable_wheel", "develop", "install", "build"} & set(
-        sys.argv
-    ):
+    compiling = {"build_ext", "bdist_wheel", "editable_wheel", "develop", "install", "build"} & set(sys.argv)
+    if build == "none" or not compiling:
         return {}
+    found = extensions(build)  # first: it says in words what is missing
     from torch.utils.cpp_extension import BuildExtension
 
     return dict(
-        ext_modules=extensions(build),
+        ext_modules=found,
         cmdclass={"build_ext": BuildExtension},
         options={"bdist_wheel": {"py_limited_api": "cp310"}},
     )

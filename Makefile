@@ -1,0 +1,65 @@
+# `make demo` and `make test` need nothing but Python >= 3.10 and a C++ compiler; the rest builds on their set-up.
+# VENV=path uses another environment (your own: nothing in it is replaced), PYTHON=path the interpreter to make it.
+
+VENV ?= .venv
+PY := $(VENV)/bin/python
+BIN := $(VENV)/bin
+CXX_SOURCES := $(wildcard csrc/*.cpp csrc/*.h csrc/*/*.cpp csrc/*/*.h csrc/*/*.cu csrc/*/*.cuh)
+PYTHON_SOURCES := plugins tools tests setup.py $(wildcard configs benchmarks)
+PYTEST ?= -q --durations=10
+export VENV
+
+.DEFAULT_GOAL := help
+.PHONY: help env demo test test-all test-abi lint format types build cuda wheel benchmark doctor clean
+
+help:  ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "  make %-10s %s\n", $$1, $$2}'
+
+env:  ## set up $(VENV): the pinned stack and the compiled extension (resumes, quick when done)
+	@tools/environment.sh
+
+demo: env  ## train a small detector with the attended block on real pictures, a few minutes
+	$(PY) -m tools.demo
+
+test: env  ## the test suite
+	$(PY) -m pytest -m "not slow" $(PYTEST)
+
+test-all: env  ## the test suite with the slow tests
+	$(PY) -m pytest $(PYTEST)
+
+test-abi: env  ## the operator tests under another torch (ABI_TORCH=2.13.0), with the wheel built by ours
+	tools/test_abi.sh
+
+lint: env  ## ruff and clang-format
+	$(BIN)/ruff check $(PYTHON_SOURCES)
+	$(BIN)/ruff format --check $(PYTHON_SOURCES)
+	$(BIN)/clang-format --dry-run -Werror $(CXX_SOURCES)
+
+format: env  ## let ruff and clang-format rewrite the sources
+	$(BIN)/ruff check --fix $(PYTHON_SOURCES)
+	$(BIN)/ruff format $(PYTHON_SOURCES)
+	$(BIN)/clang-format -i $(CXX_SOURCES)
+
+# mypy does not follow the editable install's mapping attn_plugins -> plugins; a link says it in its own terms.
+types: env  ## mypy
+	@mkdir -p build/types && ln -sfn ../../plugins build/types/attn_plugins
+	MYPYPATH=build/types $(BIN)/mypy -p attn_plugins
+
+build: env  ## compile the operators in place (only what changed)
+	$(PY) setup.py -q build_ext --inplace
+
+cuda: env  ## compile the CUDA operators for sm_80 and sm_90 (needs nvcc, no GPU)
+	ATTN_PLUGINS_BUILD=cuda $(PY) setup.py -q build_ext --inplace
+
+wheel: env  ## build dist/*.whl
+	$(PY) -m pip wheel --disable-pip-version-check -q --no-build-isolation --no-deps -w dist .
+	@ls -l dist
+
+benchmark: env  ## our operators beside their peers
+	$(PY) -m tools.benchmark
+
+doctor: env  ## what is installed, loaded and registered
+	$(PY) -m attn_plugins
+
+clean:  ## remove what was built here (not $(VENV))
+	rm -rf build dist *.egg-info plugins/_C*.so
