@@ -57,9 +57,9 @@ inline bool is_channels_last(const Tensor& t) {
 }
 
 // (N, H, W, C) -> (N, C, H, W), laid out as `like` is.
-inline Tensor from_channels_last(const Tensor& t, const Tensor& like) {
-  const Tensor view = permute(t, {0, 3, 1, 2});
-  return is_channels_last(like) ? view : contiguous(view);
+template <class Kernels>
+Tensor from_channels_last(const Tensor& t, const Tensor& like) {
+  return is_channels_last(like) ? permute(t, {0, 3, 1, 2}) : Kernels::channels_first(t);
 }
 
 // (out_channels, Cg, Kh, Kw) -> (G, out_channels / G, K * Cg).
@@ -90,6 +90,7 @@ inline int64_t block_pixels(const DeformConvGeometry& g, int64_t element_bytes, 
 //                               grad_mask, start, length)
 //       columns as above where it is defined; grad_input (N, H, W, C), of dtype accumulate_type, += ;
 //       grad_offset, grad_mask = ; what is not needed is undefined (a default-constructed Tensor).
+//   static Tensor channels_first(t)        (N, H, W, C) -> (N, C, H, W), contiguous
 //   static void add_bias(rows, bias)       rows (length, out_channels) += bias
 //   static ScalarType accumulate_type(t)   what grad_input is summed in
 //   static ScalarType compute_type(t)      what t is computed in
@@ -124,7 +125,7 @@ Tensor deform_conv2d_driver(const Tensor& input_, const Tensor& offset_, const T
     if (bias_) Kernels::add_bias(rows, to_dtype(*bias_, type));
   }
   const Tensor result = reshaped(output, {g.N, g.Ho, g.Wo, g.out_channels});
-  return to_dtype(from_channels_last(result, input_), input_.scalar_type());
+  return to_dtype(from_channels_last<Kernels>(result, input_), input_.scalar_type());
 }
 
 template <class Kernels>
@@ -187,7 +188,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> deform_conv2d_backward_driver(
     grad_weight = contiguous(
         permute(reshaped(grad_weight, {g.out_channels, g.Kh, g.Kw, g.channels_per_group()}), {0, 3, 1, 2}));
   }
-  return {needs_input ? to_dtype(from_channels_last(to_dtype(grad_input, type), input_), out) : none,
+  return {needs_input ? to_dtype(from_channels_last<Kernels>(to_dtype(grad_input, type), input_), out) : none,
           needs_offset ? to_dtype(grad_offset, out) : none,
           needs_weight ? to_dtype(grad_weight, out) : none,
           needs_offset && mask_ ? to_dtype(grad_mask, out) : none};
