@@ -55,8 +55,8 @@ def need_compiler() -> None:
     if shutil.which(compiler) is None:
         raise SystemExit(
             f"attn_plugins: the C++ compiler {compiler!r} is not on the PATH, so the binary cannot be "
-            "compiled. Install one (Debian/Ubuntu: apt install g++ python3-dev) or set CXX; to install without "
-            "the binary, with every operator on its slower PyTorch reference, set ATTN_PLUGINS_BUILD=none."
+            "compiled. Install one (Debian/Ubuntu: apt install g++ python3-dev) or set CXX; to install "
+            "without the binary, every operator on its slower PyTorch reference: ATTN_PLUGINS_BUILD=none."
         )
 
 

@@ -71,8 +71,8 @@ class _PostImportFinder(MetaPathFinder):
                 del loader.exec_module
                 self._finish(fullname, module)
 
-        # On the instance, so that the loader keeps its class, which inspect, pkgutil and importlib.resources use.
-        loader.exec_module = exec_module  # type: ignore[method-assign]
+        # On the instance: the loader keeps its class, which inspect, pkgutil and importlib.resources look at.
+        loader.exec_module = exec_module
         return spec
 
     def _others(self):

@@ -1,7 +1,7 @@
 """Prints the lines of a requirement file that the running environment lacks, by distribution or import name.
 
-``python tools/missing_requirements.py requirements/mm.txt``: ``tools/environment.sh`` asks it in an environment
-of the user's own, where whatever is there already stays, whichever version or fork it is.
+``python tools/missing_requirements.py requirements/mm.txt`` is what ``tools/environment.sh`` asks in an
+environment of the user's own, where whatever is there already stays, whichever version or fork it is.
 """
 
 from __future__ import annotations

@@ -1,0 +1,185 @@
+"""``attn-plugins doctor``: what is installed, loaded and registered, and what is broken.
+
+A toolkit or a binary that is merely absent is reported and fine; one that is there and fails is broken.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import platform
+from collections.abc import Callable, Iterable
+from importlib.metadata import PackageNotFoundError, entry_points, packages_distributions, version
+from importlib.util import find_spec
+
+import attn_plugins
+from attn_plugins.autoload import FAIRSEQ_USER_DIR, PACKAGE
+
+
+class Report:
+    """Prints lines as they come and remembers the broken ones."""
+
+    def __init__(self) -> None:
+        self.broken: list[str] = []
+
+    def line(self, name: str, text: str) -> None:
+        print(f"  {name:<18} {text}")
+
+    def fail(self, name: str, text: str) -> None:
+        self.broken.append(f"{name}: {text}")
+        self.line(name, f"BROKEN: {text}")
+
+
+def main() -> int:
+    """Print the report; return the exit status, 1 where something is broken."""
+    report = Report()
+    print("versions")
+    report.line("attn_plugins", f"{attn_plugins.__version__} in {PACKAGE}")
+    report.line("python", platform.python_version())
+    try:
+        import torch
+    except Exception as error:
+        report.fail("torch", _words(error))
+    else:
+        cuda = f"CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
+        report.line("torch", f"{torch.__version__} ({cuda}, {torch.cuda.device_count()} GPUs visible)")
+        print("binaries")
+        _binaries(report)
+        print("toolkits")
+        for toolkit, (modules, registered) in TOOLKITS.items():
+            _toolkit(report, toolkit, modules, registered)
+        print("hooks")
+        _hooks(report)
+    print()
+    for text in report.broken:
+        print(f"broken: {text}")
+    print("attn_plugins: " + (f"{len(report.broken)} broken" if report.broken else "all is well"))
+    return 1 if report.broken else 0
+
+
+def _words(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _binaries(report: Report) -> None:
+    import torch
+
+    try:
+        from attn_plugins.ops import _library
+    except Exception as error:
+        return report.fail("ops", _words(error))
+    for device, name in (("cpu", "_C"), ("cuda", "_C_cuda")):
+        reason = _library.failures()[device]
+        if reason is None:
+            file = next(PACKAGE.glob(f"{name}.*so")).name
+            if device == "cuda" and not torch.cuda.is_available():
+                report.line(device, f"{file} loaded; no GPU to run it on")
+                continue
+            for operator, check in SELF_CHECKS.items():
+                try:
+                    off = check(device)
+                except Exception as error:
+                    report.fail(f"{device} {operator}", _words(error))
+                else:
+                    if off < 1e-4:
+                        report.line(device, f"{file}: {operator} runs, {off:.0e} from the reference")
+                    else:
+                        report.fail(f"{device} {operator}", f"{off:.0e} from the reference")
+        elif any(PACKAGE.glob(f"{name}.*so")) and (device == "cpu" or torch.version.cuda):
+            report.fail(device, reason)
+        else:
+            report.line(device, f"served by the PyTorch reference: {reason}")
+
+
+def _deform_conv2d(device: str) -> float:
+    import torch
+
+    from attn_plugins.ops import deform_conv, reference
+
+    generator = torch.Generator().manual_seed(0)
+    shapes = dict(input=(2, 8, 7, 9), offset=(2, 18, 7, 9), weight=(8, 8, 3, 3), mask=(2, 9, 7, 9))
+    t = {k: torch.randn(shape, generator=generator).to(device) for k, shape in shapes.items()}
+    ours = deform_conv.deform_conv2d(t["input"], t["offset"], t["weight"], padding=1, mask=t["mask"])
+    expected = reference.deform_conv2d(
+        t["input"].double(),
+        t["offset"].double(),
+        t["weight"].double(),
+        None,
+        t["mask"].double(),
+        (1, 1),
+        (1, 1),
+        (1, 1),
+    )
+    return float((ours - expected).abs().max() / expected.abs().max())
+
+
+SELF_CHECKS: dict[str, Callable[[str], float]] = {"deform_conv2d": _deform_conv2d}
+
+
+def _toolkit(
+    report: Report, toolkit: str, modules: tuple[str, ...], registered: Callable[[], Iterable[str]]
+) -> None:
+    found = [m for m in modules if find_spec(m) is not None]
+    if modules[0] not in found:
+        return report.line(toolkit, f"not found ({modules[0]} is not installed)")
+    versions = ", ".join(f"{m} {_version_of(m)}" for m in found)
+    try:
+        names = sorted(registered())
+    except Exception as error:
+        return report.fail(toolkit, f"{versions}: {_words(error)}")
+    report.line(toolkit, f"{versions}: {', '.join(names) or 'nothing registered yet'}")
+
+
+def _version_of(module: str) -> str:
+    names = packages_distributions().get(module, [module])
+    try:
+        return " / ".join(f"{version(n)} ({n})" if n != module else version(n) for n in sorted(set(names)))
+    except PackageNotFoundError:
+        return "of unknown version"
+
+
+def _ours(registry: dict) -> list[str]:
+    return [name for name, entry in registry.items() if entry.__module__.startswith("attn_plugins")]
+
+
+def _timm() -> Iterable[str]:
+    importlib.import_module("attn_plugins.timm")
+    from timm.models import list_models, model_entrypoint
+
+    return _ours({name: model_entrypoint(name) for name in list_models()})
+
+
+def _mmcv() -> Iterable[str]:
+    importlib.import_module("attn_plugins.mmcv")
+    from mmengine.registry import MODELS
+
+    return _ours(MODELS.module_dict)
+
+
+def _fairseq() -> Iterable[str]:
+    importlib.import_module("attn_plugins.fairseq")
+    from fairseq import criterions, models, tasks
+
+    found = {f"model {n}": c for n, c in models.MODEL_REGISTRY.items()}
+    found |= {f"task {n}": c for n, c in tasks.TASK_REGISTRY.items()}
+    found |= {f"criterion {n}": c for n, c in criterions.CRITERION_REGISTRY.items()}
+    return [*_ours(found), f"--user-dir {FAIRSEQ_USER_DIR}"]
+
+
+# toolkit -> the modules to look for (the first decides), and what we registered in it
+TOOLKITS: dict[str, tuple[tuple[str, ...], Callable[[], Iterable[str]]]] = {
+    "timm": (("timm",), _timm),
+    "mmcv": (("mmcv", "mmengine", "mmdet", "mmseg"), _mmcv),
+    "fairseq": (("fairseq",), _fairseq),
+}
+
+
+def _hooks(report: Report) -> None:
+    switches = ("ATTN_PLUGINS_AUTOLOAD", "TORCH_DEVICE_BACKEND_AUTOLOAD")
+    off = [f"{name}=0" for name in switches if os.environ.get(name, "1") == "0"]
+    if off:
+        report.line("autoload", f"switched off by {' and '.join(off)}")
+    elif any(e.value == "attn_plugins.autoload:activate" for e in entry_points(group="torch.backends")):
+        report.line("autoload", "on: timm and fairseq know the plug-ins without an import line")
+    else:
+        report.line("autoload", "off: this copy was not installed by pip, import attn_plugins.timm yourself")

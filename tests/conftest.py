@@ -1,0 +1,51 @@
+"""Fixtures for the whole suite. Importable without any toolkit: a GPU test bed may have none of them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+def pytest_collection_modifyitems(items):
+    import torch
+
+    if not torch.cuda.is_available():
+        skip = pytest.mark.skip(reason="no CUDA device")
+        for item in items:
+            if item.get_closest_marker("cuda"):
+                item.add_marker(skip)
+
+
+@pytest.fixture
+def python(tmp_path) -> Callable[..., subprocess.CompletedProcess]:
+    """Run code in a fresh interpreter, outside the repository: ``python("import torch", SOME_VARIABLE="0")``.
+
+    ``packages`` maps file names to sources that come first on the path, to stand in for installed packages.
+    """
+
+    def run(code: str, *, packages: dict[str, str] | None = None, check: bool = True, **environment: str):
+        for name, source in (packages or {}).items():
+            file = tmp_path / "path" / name
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(source)
+        path = os.pathsep.join(filter(None, [str(tmp_path / "path"), os.environ.get("PYTHONPATH", "")]))
+        result = subprocess.run(
+            [sys.executable, "-c", code],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": path, **environment},
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        if check:
+            assert result.returncode == 0, f"{code}\n{result.stdout}\n{result.stderr}"
+        return result
+
+    return run

@@ -1,0 +1,158 @@
+"""The hooks of attn_plugins.autoload, each in a fresh interpreter."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+
+import pytest
+
+pytestmark = pytest.mark.skipif(
+    not any(
+        e.value == "attn_plugins.autoload:activate"
+        for e in importlib.metadata.entry_points(group="torch.backends")
+    ),
+    reason="attn_plugins is not installed, so torch cannot know its entry point",
+)
+needs_timm = pytest.mark.skipif(importlib.util.find_spec("timm") is None, reason="timm is not installed")
+
+# A package in timm's place that our adapter cannot register in.
+ODD_TIMM = {"timm/__init__.py": "import torch\nfrom . import models\nname = 'odd'", "timm/models.py": "x = 1"}
+KNOWN = "print(timm.is_model('attn_resnet50'))"
+LOADED = "print('attn_plugins.timm' in sys.modules)"
+WAITING = "print(any(type(f).__module__ == 'attn_plugins.autoload' for f in sys.meta_path))"
+
+
+@needs_timm
+@pytest.mark.parametrize(
+    "imports", ["import torch, timm", "import timm", "import timm.models", "import timm.layers"]
+)
+def test_timm_knows_our_models(python, imports):
+    result = python(f"import sys\n{imports}\n{LOADED}\nimport timm\n{KNOWN}")
+    assert result.stdout.split() == ["True", "True"]
+    assert "attn_plugins" not in result.stderr
+
+
+@needs_timm
+@pytest.mark.parametrize("switch", ["ATTN_PLUGINS_AUTOLOAD", "TORCH_DEVICE_BACKEND_AUTOLOAD"])
+def test_switched_off(python, switch):
+    code = f"import sys, timm\n{LOADED}\n{WAITING}\nimport attn_plugins.timm\n{KNOWN}"
+    assert python(code, **{switch: "0"}).stdout.split() == ["False", "False", "True"]
+
+
+def test_torch_alone_loads_nothing(python):
+    code = (
+        "import sys, torch\n"
+        "print([m for m in sys.modules if m.startswith('attn_plugins')])\n"
+        "print([m for m in ('timm', 'fairseq', 'mmengine', 'mmcv') if m in sys.modules])"
+    )
+    assert python(code).stdout.splitlines() == ["['attn_plugins', 'attn_plugins.autoload']", "[]"]
+
+
+def test_absent_toolkits_stay_absent(python):
+    blocked = "import sys\nfor m in ('timm', 'fairseq', 'mmengine'): sys.modules[m] = None\n"
+    attempt = "import torch\ntry:\n    import timm\nexcept ModuleNotFoundError: print('absent')"
+    result = python(blocked + attempt)
+    assert result.stdout.split() == ["absent"]
+    assert result.stderr == ""
+
+
+def test_a_failing_adapter_warns_once_and_breaks_nothing(python):
+    result = python("import torch, timm\nimport timm.models\nprint(timm.name)", packages=ODD_TIMM)
+    assert result.stdout.split() == ["odd"]
+    assert result.stderr.count("attn_plugins is not available in timm") == 1
+
+
+def test_a_failing_toolkit_fails_as_without_us(python):
+    broken = {
+        "timm/__init__.py": "import torch\nfrom . import models",
+        "timm/models.py": "raise KeyError('theirs')",
+    }
+    code = f"import sys, torch\ntry:\n    import timm\nexcept KeyError as e: print(e)\n{LOADED}\n{WAITING}"
+    assert python(code, packages=broken).stdout.split() == ["'theirs'", "False", "True"]
+
+
+def test_modules_keep_their_loader(python):
+    code = (
+        "import importlib.machinery, inspect, torch, timm.models as m\n"
+        "loader = m.__spec__.loader\n"
+        "print(type(loader) is importlib.machinery.SourceFileLoader, loader is m.__loader__)\n"
+        "print('exec_module' in vars(m.__loader__), inspect.getsource(m).strip())"
+    )
+    assert python(code, packages=ODD_TIMM).stdout.splitlines() == ["True True", "False x = 1"]
+
+
+def test_the_finder_leaves_when_all_is_done(python):
+    code = f"""
+import sys, torch, attn_plugins.autoload as a
+names = dict.fromkeys(a.ACTIONS)
+{WAITING}
+a._finder.waiting = {{"odd.inner": lambda module: print("after", module.value)}}
+import odd.inner
+{WAITING}
+"""
+    packages = {"odd/__init__.py": "", "odd/inner.py": "value = 7"}
+    assert python(code, packages=packages).stdout.split() == ["True", "after", "7", "False"]
+
+
+def test_activating_twice_changes_nothing(python):
+    code = "import sys, torch, attn_plugins.autoload as a\na.activate()\n"
+    code += "print(sys.meta_path.count(a._finder))"
+    assert python(code).stdout.split() == ["1"]
+
+
+def test_activation_is_quick(python):
+    code = (
+        "import importlib.metadata, logging, time, torch\n"
+        "start = time.perf_counter()\n"
+        "from attn_plugins.autoload import activate\n"
+        "activate()\n"
+        "print(1e3 * (time.perf_counter() - start))"
+    )
+    took = min(float(python(code, TORCH_DEVICE_BACKEND_AUTOLOAD="0").stdout) for _ in range(3))
+    print(f"autoload: {took:.2f} ms (goal: 5 ms)")
+    assert took < 50  # a machine may be busy; this is to catch an accidental import
+
+
+class TestMmengine:
+    """The name under which ``_base_ = 'mmseg::...'`` looks for mmsegmentation."""
+
+    utils = "MODULE2PACKAGE = {'mmseg': 'mmsegmentation', 'mmdet': 'mmdet'}"
+    packages = {
+        "mmengine/__init__.py": "",
+        "mmengine/config/__init__.py": "",
+        "mmengine/config/utils.py": utils,
+    }
+    mmseg = {"mmseg/__init__.py": "raise ImportError('looking for mmseg must not import it')"}
+    distribution = {
+        "mmsegmentation-1.dist-info/METADATA": "Metadata-Version: 2.1\nName: mmsegmentation\nVersion: 1\n"
+    }
+    show = "from mmengine.config.utils import MODULE2PACKAGE as m\nprint(m['mmseg'], m['mmdet'])"
+
+    @pytest.mark.parametrize(
+        "order", ["import torch, mmengine.config.utils", "import mmengine.config.utils, torch"]
+    )
+    def test_repaired_where_the_distribution_is_missing(self, python, order):
+        result = python(f"{order}\n{self.show}", packages={**self.packages, **self.mmseg})
+        assert result.stdout.split() == ["mmseg", "mmdet"]
+
+    def test_left_alone_where_the_distribution_is_there(self, python):
+        result = python(
+            f"import torch\n{self.show}", packages={**self.packages, **self.mmseg, **self.distribution}
+        )
+        assert result.stdout.split() == ["mmsegmentation", "mmdet"]
+
+    def test_left_alone_without_mmseg(self, python):
+        code = f"import sys, torch\nsys.modules['mmseg'] = None\n{self.show}"
+        result = python(code, packages=self.packages)
+        assert result.stdout.split() == ["mmsegmentation", "mmdet"]
+        assert result.stderr == ""
+
+    def test_a_stock_config_resolves(self, python):
+        pytest.importorskip("mmseg")
+        code = (
+            "import torch\nfrom mmengine.config import Config\n"
+            "name = 'pspnet/pspnet_r50-d8_4xb2-40k_cityscapes-512x1024.py'\n"
+            "print(Config._get_cfg_path('mmseg::' + name, 'x.py')[0])"
+        )
+        assert "pspnet_r50-d8_4xb2-40k" in python(code).stdout

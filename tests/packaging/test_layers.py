@@ -1,0 +1,77 @@
+"""The import rule: ops -> terms -> modules -> adapters, never back, and no toolkit above the adapters."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+PLUGINS = Path(__file__).parents[2] / "plugins"
+LAYERS = ["ops", "terms", "modules"]
+ADAPTERS = {
+    "mmcv": {"mmcv", "mmengine", "mmdet", "mmseg"},
+    "timm": {"timm"},
+    "fairseq": {"fairseq", "omegaconf", "hydra"},
+}
+TOOLKITS = set().union(*ADAPTERS.values(), {"torchvision", "natten", "xformers"})
+FILES = sorted(PLUGINS.rglob("*.py"))
+
+
+def imported_modules(file: Path, top_level_only: bool = False) -> set[str]:
+    """Absolute dotted names of what ``file`` imports; ``from x import y`` counts as x and x.y."""
+    package = ["attn_plugins", *file.relative_to(PLUGINS).parent.parts]
+    tree = ast.parse(file.read_text())
+    names = set()
+    for node in tree.body if top_level_only else ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*base, *filter(None, [node.module])])
+            names |= {module, *(f"{module}.{alias.name}" for alias in node.names)}
+    return names
+
+
+def room_of(name: str) -> str | None:
+    """``'attn_plugins.ops.x'`` -> ``'ops'``; None for what is not ours or lies beside the rooms."""
+    parts = name.split(".")
+    known = [*LAYERS, *ADAPTERS]
+    return parts[1] if parts[0] == "attn_plugins" and len(parts) > 1 and parts[1] in known else None
+
+
+def test_the_files_are_found():
+    assert {f.relative_to(PLUGINS).parts[0] for f in FILES} >= {*LAYERS, *ADAPTERS, "__init__.py"}
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda f: str(f.relative_to(PLUGINS)))
+def test_imports_follow_the_rule(file):
+    room = file.relative_to(PLUGINS).parts[0]
+    rooms = {room_of(name) for name in imported_modules(file)} - {None}
+    toolkits = {name.partition(".")[0] for name in imported_modules(file)} & TOOLKITS
+    if room in LAYERS:
+        assert rooms <= set(LAYERS[: LAYERS.index(room) + 1]), f"{room} must not import {rooms}"
+        assert not toolkits, f"{room} must not import {toolkits}"
+    elif room in ADAPTERS:
+        assert rooms <= {*LAYERS, room}, "an adapter must not import another adapter"
+        assert toolkits <= ADAPTERS[room], f"the {room} adapter must not import {toolkits - ADAPTERS[room]}"
+    else:  # __init__, autoload, doctor: nothing heavy while they are imported themselves
+        top_level = {name.partition(".")[0] for name in imported_modules(file, top_level_only=True)}
+        assert not top_level & {"torch", *TOOLKITS}
+
+
+def test_importing_the_package_imports_nothing_heavy(python):
+    heavy = sorted({"torch", "numpy", *TOOLKITS})
+    result = python(f"import sys, attn_plugins; print([m for m in {heavy} if m in sys.modules])")
+    assert result.stdout.strip() == "[]"
+
+
+def test_importing_the_rooms_imports_no_toolkit(python):
+    modules = [
+        ".".join(["attn_plugins", *file.relative_to(PLUGINS).with_suffix("").parts])
+        for file in FILES
+        if file.relative_to(PLUGINS).parts[0] in LAYERS and file.name != "__init__.py"
+    ]
+    code = f"import importlib, sys\nfor m in {modules}: importlib.import_module(m)\n"
+    result = python(code + f"print([m for m in {sorted(TOOLKITS)} if m in sys.modules])")
+    assert result.stdout.strip() == "[]"
