@@ -1,0 +1,168 @@
+"""Deformable convolution layers with their own offset predictor (Zhu et al. 2019, Eq. 4; Dai et al. 2017)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from ..ops._arguments import expand
+from ..ops.deform_conv import deform_conv1d, deform_conv2d
+
+
+class _DeformableConv(nn.Module):
+    """What the one- and the two-dimensional layer share; a subclass names its convolution and its operator."""
+
+    _dims: int
+    _components: int  # offset components per tap
+    _predictor: type[nn.Conv1d] | type[nn.Conv2d]
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int | Sequence[int],
+        stride: int | Sequence[int] = 1,
+        padding: int | Sequence[int] = 0,
+        dilation: int | Sequence[int] = 1,
+        groups: int = 1,
+        offset_groups: int = 1,
+        bias: bool = True,
+        modulated: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__()
+        for name, value in (("groups", groups), ("offset_groups", offset_groups)):
+            if value < 1 or in_channels % value:
+                raise ValueError(f"{name} must be positive and divide in_channels {in_channels}, got {value}")
+        if out_channels < 1 or out_channels % groups:
+            raise ValueError(f"out_channels must be a positive multiple of groups {groups}, got {out_channels}")
+        self.kernel_size = expand("kernel_size", kernel_size, self._dims, 1)
+        self.stride = expand("stride", stride, self._dims, 1)
+        self.padding = expand("padding", padding, self._dims, 0)
+        self.dilation = expand("dilation", dilation, self._dims, 1)
+        self.in_channels = in_channels
+        self.out_channels = out_channels
+        self.groups = groups
+        self.offset_groups = offset_groups
+        self.modulated = modulated
+        self.transposed = False  # as torch's convolutions say it: toolkits' weight initialisers ask
+        self.output_padding = (0,) * self._dims
+        options = dict(device=device, dtype=dtype)
+        self.weight = nn.Parameter(torch.empty(out_channels, in_channels // groups, *self.kernel_size, **options))
+        self.bias = nn.Parameter(torch.empty(out_channels, **options)) if bias else None
+        per_tap = self._components + int(modulated)
+        self.conv_offset = self._predictor(
+            in_channels,
+            offset_groups * per_tap * math.prod(self.kernel_size),
+            self.kernel_size,
+            self.stride,
+            self.padding,
+            self.dilation,
+            **options,
+        )
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the weight as ``nn.Conv2d`` does and zero the predictor."""
+        nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+        self.zero_offset()
+
+    def zero_offset(self) -> None:
+        """Zero the predictor: the layer then samples where a plain convolution does."""
+        nn.init.zeros_(self.conv_offset.weight)
+        if self.conv_offset.bias is not None:
+            nn.init.zeros_(self.conv_offset.bias)
+
+    def predict(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The offsets of every output position and, if modulated, the masks, as the operator takes them."""
+        predicted = self.conv_offset(x)
+        if not self.modulated:
+            return predicted, None
+        taps = self.offset_groups * math.prod(self.kernel_size)
+        offset, mask = predicted.split((self._components * taps, taps), dim=1)
+        return offset, mask.sigmoid()
+
+    def extra_repr(self) -> str:
+        return (
+            f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, stride={self.stride}, "
+            f"padding={self.padding}, dilation={self.dilation}, groups={self.groups}, "
+            f"offset_groups={self.offset_groups}, bias={self.bias is not None}, modulated={self.modulated}"
+        )
+
+
+class DeformableConv2d(_DeformableConv):
+    """A 2-D convolution that learns where to sample; stands wherever ``nn.Conv2d`` stands.
+
+    Equation 4 of Zhu et al. (2019): tap m of query q reads the map at ``q + p_m + w_m x_q`` by bilinear
+    interpolation. The offsets come from ``conv_offset``, a zero-initialised convolution of the layer's own shape,
+    so at the start the layer equals ``nn.Conv2d`` with the same weight. Train ``conv_offset`` at 0.1 times the
+    learning rate (the paper's footnote 2).
+
+    The state_dict is that of mmcv's ``DCN`` pack, with ``modulated`` that of its ``DCNv2`` pack.
+
+    Args:
+        in_channels: Channels C of the input.
+        out_channels: Channels of the output.
+        kernel_size: Kh, Kw or one int for both; likewise the next three.
+        stride: Distance of neighbouring output pixels.
+        padding: Zeros around the input.
+        dilation: Distance of neighbouring taps.
+        groups: Blocks of channels with weights of their own.
+        offset_groups: Blocks of channels with offsets of their own.
+        bias: Whether to add a bias, zero at the start.
+        modulated: Deformable convolution v2: every sample is weighted by a sigmoid mask, which is 1/2 at the start
+            (so the layer then equals half a convolution).
+        device: Where to make the parameters.
+        dtype: Their dtype.
+
+    Shapes:
+        (B, C, H, W) -> (B, out_channels, Ho, Wo)
+
+    Raises:
+        ValueError: an argument or the input's shape does not fit.
+        TypeError: the input is not floating or not of the weight's dtype.
+    """
+
+    _dims, _components, _predictor = 2, 2, nn.Conv2d
+
+    def forward(self, x: Tensor) -> Tensor:
+        _check_input(x, self.in_channels, "(B, C, H, W)")
+        offset, mask = self.predict(x)
+        return deform_conv2d(x, offset, self.weight, self.bias, self.stride, self.padding, self.dilation, mask)
+
+
+class DeformableConv1d(_DeformableConv):
+    """A 1-D convolution that learns where to sample: :class:`DeformableConv2d` for sequences.
+
+    Arguments are those of :class:`DeformableConv2d`; offsets have one component per tap.
+
+    Shapes:
+        (B, C, L) -> (B, out_channels, L_out)
+
+    Raises:
+        ValueError: an argument or the input's shape does not fit.
+        TypeError: the input is not floating or not of the weight's dtype.
+    """
+
+    _dims, _components, _predictor = 1, 1, nn.Conv1d
+
+    def forward(self, x: Tensor) -> Tensor:
+        _check_input(x, self.in_channels, "(B, C, L)")
+        offset, mask = self.predict(x)
+        return deform_conv1d(
+            x, offset, self.weight, self.bias, self.stride[0], self.padding[0], self.dilation[0], mask
+        )
+
+
+def _check_input(x: Tensor, channels: int, shape: str) -> None:
+    """Check what the predictor, a stock convolution, would refuse in less clear words."""
+    if x.dim() != shape.count(",") + 1 or x.shape[1] != channels:
+        raise ValueError(f"input must have shape {shape} with C = {channels}, got {tuple(x.shape)}")
+    if not x.is_floating_point():
+        raise TypeError(f"input must be floating, got {x.dtype}")
