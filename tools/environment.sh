@@ -20,6 +20,7 @@ if [[ -z ${ATTN_PLUGINS_BUILD:-} ]]; then # CUDA kernels only where a GPU could 
     command -v nvidia-smi >/dev/null && ATTN_PLUGINS_BUILD=auto || ATTN_PLUGINS_BUILD=cpu
 fi
 export ATTN_PLUGINS_BUILD
+export TORCH_DEVICE_BACKEND_AUTOLOAD=0 # what imports torch here must not meet a half-installed attn_plugins
 STEPS=(venv build torch timm mm mmcv fairseq test lint package binary)
 
 about() {

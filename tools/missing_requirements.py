@@ -11,6 +11,8 @@ from importlib.metadata import PackageNotFoundError, distribution
 from importlib.util import find_spec
 from pathlib import Path
 
+from pip._vendor.packaging.requirements import Requirement  # pip itself is all that is sure to be there
+
 # Distributions whose module has another name: a fork that brings the same module serves as well.
 MODULES = {
     "onedl-mmcv": "mmcv",
@@ -32,9 +34,13 @@ def is_there(name: str) -> bool:
 
 def main() -> None:
     for line in Path(sys.argv[1]).read_text().splitlines():
-        requirement = line.partition("#")[0].strip()
-        if requirement and not is_there(requirement.partition("==")[0].strip()):
-            print(requirement)
+        text = line.partition("#")[0].strip()
+        if not text:
+            continue
+        requirement = Requirement(text)
+        wanted = requirement.marker is None or requirement.marker.evaluate()
+        if wanted and not is_there(requirement.name):
+            print(text)
 
 
 if __name__ == "__main__":
