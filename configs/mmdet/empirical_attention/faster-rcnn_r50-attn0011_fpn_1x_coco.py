@@ -1,0 +1,3 @@
+_base_ = "./faster-rcnn_r50_fpn_1x_coco.py"
+attention = dict(_base_.attention, attention_type="0011")
+model = dict(backbone=dict(plugins=[dict(_base_.after_conv2, cfg=attention)]))
