@@ -1,0 +1,158 @@
+"""Stock fairseq with ``--user-dir plugins/fairseq``: the hook of attn_plugins.autoload and the folder."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("fairseq")
+
+ROOT = Path(__file__).parents[2]
+WORDS = "the a cat dog bird sees likes finds red blue small big house tree book on in under".split()
+TINY = {
+    "--arch": "transformer_iwslt_de_en",
+    "--encoder-layers": 1,
+    "--decoder-layers": 1,
+    "--encoder-embed-dim": 16,
+    "--decoder-embed-dim": 16,
+    "--encoder-ffn-embed-dim": 32,
+    "--decoder-ffn-embed-dim": 32,
+    "--encoder-attention-heads": 2,
+    "--decoder-attention-heads": 2,
+}
+
+
+def fairseq(command: str, *arguments) -> str:
+    """Run a stock fairseq console command from the repository root."""
+    result = subprocess.run(
+        [str(Path(sys.executable).with_name(f"fairseq-{command}")), *map(str, arguments)],
+        cwd=ROOT,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout + result.stderr
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    """A few lines of a toy language pair, preprocessed: every word spelled backwards, in the same order."""
+    folder = tmp_path_factory.mktemp("text")
+    draw = random.Random(0)
+    for split, lines in (("train", 60), ("valid", 8), ("test", 8)):
+        english = [draw.choices(WORDS, k=draw.randint(3, 8)) for _ in range(lines)]
+        folder.joinpath(f"{split}.en").write_text("\n".join(" ".join(line) for line in english) + "\n")
+        german = "\n".join(" ".join(word[::-1] for word in line) for line in english)
+        folder.joinpath(f"{split}.de").write_text(german + "\n")
+    prefixes = [
+        f(split) for split in ("train", "valid", "test") for f in ("--{}pref".format, folder.joinpath)
+    ]
+    fairseq("preprocess", "--source-lang=en", "--target-lang=de", *prefixes, "--destdir", folder / "bin")
+    return folder / "bin"
+
+
+def test_stock_commands_train_and_generate(data, tmp_path):
+    options = [part for option in TINY.items() for part in option]
+    options += [
+        "--optimizer=adam",
+        "--lr=0.01",
+        "--max-tokens=400",
+        "--max-update=2",
+        "--num-workers=0",
+        "--cpu",
+    ]
+    log = fairseq("train", data, "--user-dir", "plugins/fairseq", *options, "--save-dir", tmp_path)
+    assert "num_updates 2" in log
+    checkpoint = tmp_path / "checkpoint_last.pt"
+    log = fairseq(
+        "generate", data, "--user-dir", "plugins/fairseq/", "--path", checkpoint, "--cpu", "--num-workers=0"
+    )
+    assert "Translated 8 sentences" in log
+
+
+def test_every_spelling_of_our_folder(python):
+    code = f"""
+import argparse, os, sys
+from fairseq import utils
+os.chdir({str(ROOT)!r})
+before = list(sys.path)
+print("attn_plugins.fairseq" in sys.modules)
+absolute = os.path.abspath("plugins/fairseq")
+for path in ("plugins/fairseq", "plugins/fairseq/", "./plugins/fairseq", absolute, absolute + "/", None):
+    utils.import_user_module(argparse.Namespace(user_dir=path))
+utils.import_user_module(argparse.Namespace())
+print("attn_plugins.fairseq" in sys.modules, sys.path == before, sys.modules["fairseq"].__name__)
+"""
+    assert python(code).stdout.splitlines()[-2:] == ["False", "True True fairseq"]
+
+
+def test_other_folders_go_to_fairseq_untouched(python, tmp_path):
+    (tmp_path / "my_plugins").mkdir()
+    (tmp_path / "my_plugins" / "__init__.py").write_text("print('theirs', __name__)")
+    code = """
+import argparse, sys
+from fairseq import utils
+for _ in range(2):  # the second time fairseq itself remembers it
+    utils.import_user_module(argparse.Namespace(user_dir="my_plugins"))
+print("attn_plugins.fairseq" in sys.modules)
+try:
+    utils.import_user_module(argparse.Namespace(user_dir="nowhere/fairseq"))
+except FileNotFoundError as error:
+    print("not found", str(error).endswith("nowhere/fairseq"))
+"""
+    assert python(code).stdout.splitlines()[-3:] == ["theirs my_plugins", "False", "not found True"]
+
+
+def test_another_copy_of_the_folder_is_served_by_the_installed_one(python, tmp_path):
+    shutil.copytree(
+        ROOT / "plugins", tmp_path / "checkout" / "plugins", ignore=shutil.ignore_patterns("*.so")
+    )
+    code = """
+import argparse, os, sys
+from fairseq import utils
+os.chdir("checkout")
+utils.import_user_module(argparse.Namespace(user_dir="plugins/fairseq"))
+print(os.getcwd() in sys.modules["attn_plugins.fairseq"].__file__)
+"""
+    result = python(code)
+    assert result.stdout.splitlines()[-1] == "False"
+    assert "using the installed attn_plugins" in result.stderr
+
+
+def test_without_the_hook_fairseq_refuses_the_folder(python):
+    """Why the hook exists; once fairseq accepts the folder by itself it can go."""
+    code = f"""
+import argparse
+from fairseq import utils
+try:
+    utils.import_user_module(argparse.Namespace(user_dir={str(ROOT / "plugins/fairseq")!r}))
+except ImportError as error:
+    print("not globally unique" in str(error))
+"""
+    assert python(code, ATTN_PLUGINS_AUTOLOAD="0").stdout.splitlines()[-1] == "True"
+
+
+def test_namespaces_load_safely(python):
+    code = """
+import argparse, io, pickle, torch
+buffer = io.BytesIO()
+torch.save({"args": argparse.Namespace(lr=0.5)}, buffer)
+def load():
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=True)["args"].lr
+try:
+    load()
+except pickle.UnpicklingError:
+    print("refused")
+import attn_plugins.fairseq
+print(load())
+"""
+    assert python(code).stdout.split() == ["refused", "0.5"]
