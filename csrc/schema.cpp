@@ -17,7 +17,7 @@ STABLE_TORCH_LIBRARY(attn_plugins, m) {
       "global_attention_softmax_(Tensor(a!) logits, Tensor? row_logits, Tensor? column_logits, "
       "Tensor? key_logits, Tensor(b!) log_sum_exp, int key_rows, bool content, bool known) -> ()");
   // In place: gradient of the probabilities -> gradient of the logits; its sums go to row_gradient and
-  // column_gradient (written) and key_gradient (slots, B, M, Hk * Wk) (added to).
+  // column_gradient (written) and key_gradient (B, M, slots, Hk * Wk) (added to).
   m.def(
       "global_attention_logit_gradient_(Tensor probabilities, Tensor(a!) gradient, "
       "Tensor(b!)? row_gradient, Tensor(c!)? column_gradient, Tensor(d!)? key_gradient, int key_rows, "

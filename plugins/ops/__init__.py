@@ -1,5 +1,6 @@
 """Operators, one per key region: functionals, schemas' fake functions, gradients and FLOP formulas."""
 
 from .deform_conv import deform_conv1d, deform_conv2d
+from .global_attention import global_attention
 
-__all__ = ["deform_conv1d", "deform_conv2d"]
+__all__ = ["deform_conv1d", "deform_conv2d", "global_attention"]

@@ -39,10 +39,11 @@ def bilinear_samples(input: Tensor, y: Tensor, x: Tensor) -> Tensor:
     inside = (y >= -1) & (y < H) & (x >= -1) & (x < W)
     y, x = torch.where(inside, y, -2), torch.where(inside, x, -2)
     y0, x0 = y.detach().floor(), x.detach().floor()
+    dy, dx = y - y0, x - x0  # at a pixel itself the derivative is the one to its right, as in torchvision
     total = input.new_zeros(*y.shape, C)
-    for row in (y0, y0 + 1):
-        for column in (x0, x0 + 1):
-            weight = (1 - (y - row).abs()) * (1 - (x - column).abs())
+    for row, row_weight in ((y0, 1 - dy), (y0 + 1, dy)):
+        for column, column_weight in ((x0, 1 - dx), (x0 + 1, dx)):
+            weight = row_weight * column_weight
             exists = inside & (row >= 0) & (row < H) & (column >= 0) & (column < W)
             index = torch.where(exists, image + row.long() * W + column.long(), 0)
             values = pixels.index_select(0, index.flatten()).view(*y.shape, C)
@@ -87,3 +88,56 @@ def deform_conv2d(
     if bias is not None:
         output = output + bias.view(-1, 1, 1)
     return output.to(dtype)
+
+
+# --- region "everywhere" --------------------------------------------------------------------------------------
+
+
+def masked_softmax(logits: Tensor) -> Tensor:
+    """Softmax over the last axis; where every logit is -inf the result is 0, and so is the gradient."""
+    masked = (logits == float("-inf")).all(-1, keepdim=True)
+    return logits.masked_fill(masked, 0).softmax(-1).masked_fill(masked, 0)
+
+
+def global_attention_probabilities(
+    query: Tensor | None,
+    key: Tensor | None,
+    value: Tensor,
+    row_logits: Tensor | None,
+    column_logits: Tensor | None,
+    key_logits: Tensor | None,
+    scale: float,
+) -> Tensor:
+    """The attention weights themselves, (B, M, Hq, Wq, Hk, Wk); Hq = Wq = 1 where no argument has query axes.
+
+    A query whose keys are all masked (logit -inf) has the weight 0 everywhere.
+    """
+    B, M, Hk, Wk, _ = value.shape
+    query, key, row_logits, column_logits, key_logits = _at_least_float32(
+        query, key, row_logits, column_logits, key_logits
+    )
+    logits = _at_least_float32(value)[0].new_zeros(B, M, 1, 1, Hk, Wk)
+    if query is not None and key is not None:
+        logits = logits + torch.einsum("bmhwd,bmyxd->bmhwyx", query, key) * scale
+    if row_logits is not None:
+        logits = logits + row_logits.unsqueeze(-1)
+    if column_logits is not None:
+        logits = logits + column_logits.unsqueeze(-2)
+    if key_logits is not None:
+        logits = logits + key_logits[:, :, None, None]
+    probabilities = masked_softmax(logits.flatten(-2))
+    return probabilities.unflatten(-1, (Hk, Wk))
+
+
+def global_attention(
+    query: Tensor | None,
+    key: Tensor | None,
+    value: Tensor,
+    row_logits: Tensor | None,
+    column_logits: Tensor | None,
+    key_logits: Tensor | None,
+    scale: float,
+) -> Tensor:
+    """See :func:`attn_plugins.ops.global_attention`."""
+    weights = global_attention_probabilities(query, key, value, row_logits, column_logits, key_logits, scale)
+    return torch.einsum("bmhwyx,bmyxd->bmhwd", weights, value.to(weights.dtype)).to(value.dtype)

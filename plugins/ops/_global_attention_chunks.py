@@ -1,0 +1,271 @@
+"""Global attention over chunks of queries: GEMM, fused softmax, GEMM, in a workspace that stays in cache.
+
+Only one chunk's logits exist at a time, so memory is O(N). The fused passes between the GEMMs are compiled
+(``csrc/cpu/global_attention.cpp``); where no binary serves the device, plain torch operators take their place.
+
+Shapes: B batch, M heads, (Hq, Wq) queries, (Hk, Wk) keys, d and dv widths; (b, h, w) a chunk's slices of
+batch, query rows and query columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from . import _library
+
+# Bytes of one chunk's logits. On a CPU they should stay in the second-level caches between the GEMMs.
+WORKSPACE = {"cpu": 3 << 20, "cuda": 64 << 20}
+_KEY_SLOTS = 4  # partial sums of the key logits' gradient per head: work for threads, whatever their number
+
+
+def chunks(B: int, M: int, Hq: int, Wq: int, keys: int, budget: int) -> Iterator[tuple[slice, slice, slice]]:
+    """Cut the queries so that a chunk holds about ``budget`` logits: whole images, else rows, else a row's part."""
+    per_query = max(1, M * keys)
+    images = max(1, budget // max(1, per_query * Hq * Wq))
+    rows = max(1, budget // max(1, per_query * Wq)) if images == 1 else Hq
+    columns = max(1, budget // per_query) if rows == 1 else Wq
+    for b in range(0, B, images):
+        for h in range(0, Hq, rows):
+            for w in range(0, Wq, columns):
+                yield slice(b, min(b + images, B)), slice(h, min(h + rows, Hq)), slice(w, min(w + columns, Wq))
+
+
+class Problem:
+    """The arguments of one call in the dtype of the arithmetic, and what forward and backward do with a chunk."""
+
+    def __init__(
+        self,
+        query: Tensor | None,
+        key: Tensor | None,
+        value: Tensor,
+        row_logits: Tensor | None,
+        column_logits: Tensor | None,
+        key_logits: Tensor | None,
+        scale: float,
+        grid: tuple[int, int],
+    ) -> None:
+        self.dtype = dtype = arithmetic_dtype(value.dtype)
+        B, M, self.Hk, self.Wk, _ = value.shape
+        self.shape = (B, M, *grid)
+        self.keys = self.Hk * self.Wk
+        self.query = None if query is None else query.to(dtype)
+        self.key = None if key is None else _batch_of_keys(key).to(dtype) * scale
+        self.value = _batch_of_keys(value).to(dtype)
+        self.row = _expand(row_logits, (*self.shape, self.Hk), dtype)
+        self.column = _expand(column_logits, (*self.shape, self.Wk), dtype)
+        self.key_logits = None
+        if key_logits is not None:
+            self.key_logits = key_logits.to(dtype).flatten(2).contiguous().expand(B, M, self.keys)
+        self.device = value.device
+        budget = WORKSPACE["cpu" if self.device.type == "cpu" else "cuda"] // self.value.element_size()
+        self.chunks = list(chunks(*self.shape, self.keys, budget))
+
+    def workspace(self) -> Tensor:
+        """Room for the logits of the largest chunk, which is the first."""
+        queries = (self._queries(*self.chunks[0]) if self.chunks else 0) * self.shape[1]
+        return torch.empty(queries * self.keys, dtype=self.dtype, device=self.device)
+
+    def _queries(self, b: slice, h: slice, w: slice) -> int:
+        return (b.stop - b.start) * (h.stop - h.start) * (w.stop - w.start)
+
+    def matrices(self, workspace: Tensor, chunk: tuple[slice, slice, slice]) -> Tensor:
+        """The workspace as (b * M, h * w, keys)."""
+        M = self.shape[1]
+        images = (chunk[0].stop - chunk[0].start) * M
+        queries = self._queries(*chunk) * M // images
+        return workspace[: images * queries * self.keys].view(images, queries, self.keys)
+
+    def grid(self, matrices: Tensor, chunk: tuple[slice, slice, slice]) -> Tensor:
+        """(b * M, h * w, ·) as (b, M, h, w, ·)."""
+        b, h, w = chunk
+        return matrices.view(-1, self.shape[1], h.stop - h.start, w.stop - w.start, matrices.shape[-1])
+
+    def probabilities(self, workspace: Tensor, chunk: tuple[slice, slice, slice], lse: Tensor, known: bool) -> Tensor:
+        """Fill the workspace with the attention weights of a chunk, (b * M, h * w, keys).
+
+        ``lse`` is the log-sum-exp of all queries, (B, M, Hq, Wq): read where ``known``, else written. It is +inf
+        where all keys are masked, which makes every weight 0 again in the backward.
+        """
+        b, h, w = chunk
+        matrices = self.matrices(workspace, chunk)
+        if self.query is not None and self.key is not None:
+            query = rows_of(self.query[b, :, h, w])
+            torch.bmm(query, self.key[b].flatten(0, 1).transpose(1, 2), out=matrices)
+        fused = torch.ops.attn_plugins.global_attention_softmax_ if self.compiled else _softmax_
+        fused(
+            self.grid(matrices, chunk),
+            None if self.row is None else self.row[b, :, h, w],
+            None if self.column is None else self.column[b, :, h, w],
+            None if self.key_logits is None else self.key_logits[b],
+            lse[b, :, h, w],
+            self.Hk,
+            self.query is not None,
+            known,
+        )
+        return matrices
+
+    @property
+    def compiled(self) -> bool:
+        return self.device.type == "cpu" and _library.has_kernel("cpu")
+
+
+def arithmetic_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def rows_of(block: Tensor) -> Tensor:
+    """(b, M, h, w, ·) as (b * M, h * w, ·): a view wherever strides allow, else a copy of one chunk."""
+    return block.flatten(2, 3).flatten(0, 1)
+
+
+def _batch_of_keys(tensor: Tensor) -> Tensor:
+    return tensor.flatten(2, 3)
+
+
+def _expand(logits: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
+    return None if logits is None else logits.to(dtype).expand(shape)
+
+
+def forward(problem: Problem, output: Tensor, lse: Tensor) -> None:
+    """Write the attention's output (B, M, Hq, Wq, dv) and log-sum-exp (B, M, Hq, Wq)."""
+    workspace = problem.workspace()
+    for chunk in problem.chunks:
+        b, h, w = chunk
+        weights = problem.probabilities(workspace, chunk, lse, known=False)
+        mixed = torch.bmm(weights, problem.value[b].flatten(0, 1))
+        output[b, :, h, w] = problem.grid(mixed, chunk)
+
+
+def backward(problem: Problem, grad_output: Tensor, lse: Tensor, scale: float, grads: list[Tensor | None]) -> None:
+    """Fill the wanted gradients (those not None) of query, key, value, row, column and key logits."""
+    grad_query, grad_key, grad_value, grad_row, grad_column, grad_key_logits = grads
+    B, M, Hq, Wq = problem.shape
+    row_sum = _BroadcastSum(grad_row, (*problem.shape, problem.Hk), problem.dtype)
+    column_sum = _BroadcastSum(grad_column, (*problem.shape, problem.Wk), problem.dtype)
+    zeros = dict(dtype=problem.dtype, device=problem.device)
+    sum_value = None if grad_value is None else torch.zeros(B, M, problem.keys, grad_value.shape[-1], **zeros)
+    sum_key = None if grad_key is None else torch.zeros(B, M, problem.keys, grad_key.shape[-1], **zeros)
+    key_sums = None if grad_key_logits is None else torch.zeros(B, M, _KEY_SLOTS, problem.keys, **zeros)
+    first = problem.workspace()
+    second = problem.workspace() if any(g is not None for i, g in enumerate(grads) if i != 2) else None
+    fused = torch.ops.attn_plugins.global_attention_logit_gradient_ if problem.compiled else _logit_gradient_
+    for chunk in problem.chunks:
+        b, h, w = chunk
+        weights = problem.probabilities(first, chunk, lse, known=True)
+        grad = rows_of(grad_output[b, :, h, w]).to(problem.dtype)
+        if sum_value is not None:
+            sum_value[b].flatten(0, 1).baddbmm_(weights.transpose(1, 2), grad)
+        if second is None:
+            continue
+        slopes = problem.matrices(second, chunk)
+        torch.bmm(grad, problem.value[b].flatten(0, 1).transpose(1, 2), out=slopes)
+        fused(
+            problem.grid(weights, chunk),
+            problem.grid(slopes, chunk),
+            row_sum.room(chunk),
+            column_sum.room(chunk),
+            None if key_sums is None else key_sums[b],
+            problem.Hk,
+            _KEY_SLOTS,
+        )
+        row_sum.add(chunk)
+        column_sum.add(chunk)
+        if grad_query is not None and problem.key is not None:
+            grad_query[b, :, h, w] = problem.grid(torch.bmm(slopes, problem.key[b].flatten(0, 1)), chunk)
+        if sum_key is not None and problem.query is not None:
+            sum_key[b].flatten(0, 1).baddbmm_(slopes.transpose(1, 2), rows_of(problem.query[b, :, h, w]))
+    row_sum.finish()
+    column_sum.finish()
+    if grad_value is not None and sum_value is not None:
+        grad_value.copy_(sum_value.view(grad_value.shape))
+    if grad_key is not None and sum_key is not None:
+        grad_key.copy_(sum_key.mul_(scale).view(grad_key.shape))
+    if grad_key_logits is not None and key_sums is not None:
+        total = key_sums.sum(2).view(B, M, problem.Hk, problem.Wk)
+        grad_key_logits.copy_(total.sum_to_size(grad_key_logits.shape))
+
+
+class _BroadcastSum:
+    """The gradient of row or column logits, summed chunk by chunk over the axes along which they broadcast."""
+
+    def __init__(self, grad: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        self.grad = grad
+        self.direct = grad is not None and tuple(grad.shape) == shape and grad.dtype == dtype
+        self.buffer: Tensor | None = None
+        if grad is not None and not self.direct:
+            self.sum = torch.zeros(grad.shape, dtype=dtype, device=grad.device)
+        self.shape, self.dtype = shape, dtype
+
+    def room(self, chunk: tuple[slice, slice, slice]) -> Tensor | None:
+        """Where the chunk's gradient (b, M, h, w, ·) is to be written."""
+        if self.grad is None:
+            return None
+        b, h, w = chunk
+        if self.direct:
+            return self.grad[b, :, h, w]
+        sizes = (b.stop - b.start, self.shape[1], h.stop - h.start, w.stop - w.start, self.shape[4])
+        self.buffer = torch.empty(sizes, dtype=self.dtype, device=self.grad.device)
+        return self.buffer
+
+    def add(self, chunk: tuple[slice, slice, slice]) -> None:
+        if self.grad is None or self.direct or self.buffer is None:
+            return
+        everything = slice(None)
+        b, h, w = (s if self.sum.shape[i] > 1 else everything for s, i in zip(chunk, (0, 2, 3)))
+        target = self.sum[b, :, h, w]
+        target += self.buffer.sum_to_size(target.shape)
+
+    def finish(self) -> None:
+        if self.grad is not None and not self.direct:
+            self.grad.copy_(self.sum)
+
+
+# --- the fused passes in plain torch, for devices that no binary serves -------------------------------------------
+
+
+def _softmax_(
+    logits: Tensor,
+    row_logits: Tensor | None,
+    column_logits: Tensor | None,
+    key_logits: Tensor | None,
+    log_sum_exp: Tensor,
+    key_rows: int,
+    content: bool,
+    known: bool,
+) -> None:
+    grid = logits.unflatten(-1, (key_rows, -1))
+    if not content:
+        logits.zero_()
+    if row_logits is not None:
+        grid += row_logits.unsqueeze(-1)
+    if column_logits is not None:
+        grid += column_logits.unsqueeze(-2)
+    if key_logits is not None:
+        logits += key_logits[:, :, None, None]
+    if not known:
+        total = logits.logsumexp(-1)
+        log_sum_exp.copy_(torch.where(total == float("-inf"), float("inf"), total))
+    logits.sub_(log_sum_exp.unsqueeze(-1)).exp_()
+
+
+def _logit_gradient_(
+    probabilities: Tensor,
+    gradient: Tensor,
+    row_gradient: Tensor | None,
+    column_gradient: Tensor | None,
+    key_gradient: Tensor | None,
+    key_rows: int,
+    slots: int,
+) -> None:
+    gradient.mul_(probabilities)
+    gradient.addcmul_(probabilities, gradient.sum(-1, keepdim=True), value=-1)
+    grid = gradient.unflatten(-1, (key_rows, -1))
+    if row_gradient is not None:
+        row_gradient.copy_(grid.sum(-1))
+    if column_gradient is not None:
+        column_gradient.copy_(grid.sum(-2))
+    if key_gradient is not None:
+        key_gradient[:, :, 0] += gradient.sum((2, 3))
