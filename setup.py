@@ -50,6 +50,21 @@ def cuda_home() -> str | None:
     return str(Path(top[1]).resolve() if top else Path(nvcc).resolve().parent.parent)
 
 
+def missing_for_cuda(torch_cuda: str | None) -> str | None:
+    """Why the CUDA binary cannot be compiled here, in words; None where it can."""
+    home = cuda_home()
+    if home is None:
+        return "nvcc is not on the PATH and CUDA_HOME is not set"
+    if torch_cuda is None:
+        return "this torch is a CPU-only build"
+    said = subprocess.run([f"{home}/bin/nvcc", "--version"], capture_output=True, text=True).stdout
+    release = re.search(r"release (\d+)\.\d+", said)
+    if release is None or release[1] != torch_cuda.split(".")[0]:
+        found = f"that of CUDA {release[1]}" if release else "of no known release"
+        return f"the nvcc in {home} is {found} and this torch was built with CUDA {torch_cuda}"
+    return None
+
+
 def need_compiler() -> None:
     compiler = shlex.split(os.environ.get("CXX", "c++"))[0]
     if shutil.which(compiler) is None:
@@ -89,41 +104,36 @@ def extensions(build: str) -> list:
     defines = ["-DTORCH_TARGET_VERSION=" + TORCH_TARGET_VERSION]
     cxx = ["-O3", "-std=c++20", "-fno-math-errno", "-fno-trapping-math", "-Wall", *defines]
     headers = sorted(str(p.relative_to(ROOT)) for p in (ROOT / "csrc").rglob("*.*h"))  # .h, .cuh
-    common = dict(include_dirs=[str(ROOT / "csrc")], py_limited_api=True, depends=["setup.py", *headers])
+    common = dict(py_limited_api=True, depends=["setup.py", *headers])
     # A debug-free library is a tenth of the size; the kernels keep no symbols that a user could need.
     link = [] if sys.platform == "darwin" else ["-Wl,--strip-all"]
     found = [
         CppExtension(
             "attn_plugins._C",
             ["csrc/schema.cpp", *sources("csrc/cpu", ".cpp")],
+            include_dirs=[str(ROOT / "csrc")],
             extra_compile_args={"cxx": cxx},
             extra_link_args=link,
             **common,
         )
     ]
+    if build == "cpu":
+        return found
     cuda_sources = sources("csrc/cuda", ".cu")
-    if build == "cpu" or not cuda_sources:
-        return found
-    if cuda_home() is None:
+    missing = missing_for_cuda(torch.version.cuda) or (None if cuda_sources else "there are no CUDA sources")
+    if missing:
         if build == "cuda":
-            raise SystemExit(
-                "attn_plugins: ATTN_PLUGINS_BUILD=cuda, but nvcc is not on the PATH and CUDA_HOME is not set."
-            )
-        print("attn_plugins: no nvcc found, building the CPU binary only")
-        return found
-    if torch.version.cuda is None:
-        if build == "cuda":
-            raise SystemExit("attn_plugins: ATTN_PLUGINS_BUILD=cuda, but this torch is a CPU-only build.")
-        print("attn_plugins: this torch is a CPU-only build, building the CPU binary only")
+            raise SystemExit(f"attn_plugins: ATTN_PLUGINS_BUILD=cuda, but {missing}.")
+        print(f"attn_plugins: building the CPU binary only: {missing}", file=sys.stderr)
         return found
     os.environ["CUDA_HOME"] = cuda_home()
     os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "8.0;9.0")
-    common["include_dirs"] += nvidia_headers()
     nvcc = ["-O3", "-std=c++20", "--expt-relaxed-constexpr", "-lineinfo", *defines, "-DUSE_CUDA"]
     found.append(
         CUDAExtension(
             "attn_plugins._C_cuda",
             cuda_sources,
+            include_dirs=[str(ROOT / "csrc"), *nvidia_headers()],
             extra_compile_args={"cxx": [*cxx, "-DUSE_CUDA"], "nvcc": nvcc},
             extra_link_args=link,
             **common,

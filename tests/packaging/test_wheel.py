@@ -1,0 +1,128 @@
+"""What a wheel holds, and that it works on its own."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
+    """A CPU wheel, made with the objects that the in-place build left, so that little is compiled again."""
+    pytest.importorskip("wheel")
+    if shutil.which(os.environ.get("CXX", "c++")) is None:
+        pytest.skip("no C++ compiler")
+    folder = tmp_path_factory.mktemp("wheel")
+    subprocess.run(
+        [
+            *(sys.executable, "setup.py", "-q"),
+            *("build", "--build-lib", folder / "lib"),
+            *("egg_info", "--egg-base", folder),
+            *("bdist_wheel", "--bdist-dir", folder / "bdist", "--dist-dir", folder / "dist"),
+        ],
+        cwd=ROOT,
+        env={**os.environ, "ATTN_PLUGINS_BUILD": "cpu"},
+        check=True,
+        timeout=600,
+    )
+    (found,) = (folder / "dist").glob("*.whl")
+    return found
+
+
+@pytest.fixture(scope="module")
+def installed(wheel, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "-q",
+        "--no-deps",
+        "--no-index",
+        "--target",
+        folder,
+        wheel,
+    ]
+    subprocess.run(command, check=True)
+    return folder
+
+
+def test_tag_is_that_of_the_stable_abi(wheel):
+    assert wheel.name.split("-")[2:4] == ["cp310", "abi3"]
+
+
+def test_contents(wheel):
+    names = zipfile.ZipFile(wheel).namelist()
+    assert "attn_plugins/_C.abi3.so" in names
+    assert "attn_plugins/py.typed" in names
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+    in_tree = {f"attn_plugins/{p.relative_to(ROOT / 'plugins')}" for p in (ROOT / "plugins").rglob("*.py")}
+    assert {name for name in names if name.endswith(".py")} == in_tree
+    unwanted = [
+        n for n in names if n.endswith((".cpp", ".cu", ".h", ".cuh")) or n.startswith(("csrc", "tests"))
+    ]
+    assert not unwanted
+
+
+def test_works_on_its_own(python, installed):
+    result = python(
+        "import runpy; runpy.run_module('attn_plugins', run_name='__main__')", PYTHONPATH=str(installed)
+    )
+    assert str(installed / "attn_plugins") in result.stdout
+    assert "deform_conv2d runs" in result.stdout
+    assert "all is well" in result.stdout
+
+
+@pytest.mark.skipif(find_spec("fairseq") is None, reason="fairseq is not installed")
+def test_literal_user_dir_with_an_installed_wheel(python, installed):
+    """A user stands in a checkout, types ``--user-dir plugins/fairseq`` and has the wheel installed."""
+    code = f"""
+import argparse, os, sys
+from fairseq import utils
+os.chdir({str(ROOT)!r})
+utils.import_user_module(argparse.Namespace(user_dir="plugins/fairseq"))
+utils.import_user_module(argparse.Namespace(user_dir={str(installed / "attn_plugins/fairseq")!r}))
+print(sys.modules["attn_plugins.fairseq"].__file__)
+"""
+    result = python(code, PYTHONPATH=str(installed))
+    assert result.stdout.splitlines()[-1] == str(installed / "attn_plugins/fairseq/__init__.py")
+
+
+def compile_setup(**environment: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "setup.py", "-q", "build_ext", "--dry-run"],
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+@pytest.mark.parametrize(
+    "environment, words",
+    [
+        ({"CXX": "no-such-compiler"}, ["'no-such-compiler' is not on the PATH", "ATTN_PLUGINS_BUILD=none"]),
+        ({"ATTN_PLUGINS_BUILD": "gpu"}, ["must be auto, cpu, cuda or none, got 'gpu'"]),
+        (
+            {"ATTN_PLUGINS_BUILD": "cuda", "PATH": "/nowhere", "CXX": sys.executable, "CUDA_HOME": ""},
+            ["nvcc"],
+        ),
+    ],
+    ids=["no compiler", "bad value", "no nvcc"],
+)
+def test_set_up_says_what_is_missing(environment, words):
+    result = compile_setup(**environment)
+    assert result.returncode != 0
+    assert all(word in result.stderr for word in words)
+    assert "Traceback" not in result.stderr
