@@ -155,9 +155,7 @@ class DeformableConv1d(_DeformableConv):
     def forward(self, x: Tensor) -> Tensor:
         _check_input(x, self.in_channels, "(B, C, L)")
         offset, mask = self.predict(x)
-        return deform_conv1d(
-            x, offset, self.weight, self.bias, self.stride[0], self.padding[0], self.dilation[0], mask
-        )
+        return deform_conv1d(x, offset, self.weight, self.bias, self.stride[0], self.padding[0], self.dilation[0], mask)
 
 
 def _check_input(x: Tensor, channels: int, shape: str) -> None:

@@ -12,7 +12,7 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 def expand(name: str, value: int | Sequence[int], length: int, minimum: int) -> tuple[int, ...]:
     """``value`` or ``length`` values, as a tuple of ints of at least ``minimum``."""
-    values = (value,) * length if isinstance(value, int) else tuple(value)
+    values = tuple(value) if isinstance(value, Sequence) else (value,) * length
     if len(values) != length or not all(isinstance(v, int) and v >= minimum for v in values):
         raise ValueError(f"{name} must be an int or {length} ints, each at least {minimum}, got {value!r}")
     return values

@@ -7,7 +7,7 @@ The functionals ask :func:`has_kernel`; where it answers no they run the PyTorch
 from __future__ import annotations
 
 import logging
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -33,7 +33,7 @@ def _load(name: str) -> str | None:
     return None
 
 
-@lru_cache(maxsize=None)
+@cache
 def failures() -> dict[str, str | None]:
     """Device type -> None where its binary loaded, else the reason why not. Loads on the first call."""
     reasons = {"cpu": _load("_C")}
@@ -59,7 +59,7 @@ def has_schemas() -> bool:
     return _FAILURES["cpu"] is None
 
 
-@lru_cache(maxsize=None)
+@cache
 def explain_once(device_type: str) -> None:
     """Log, once per device type, why the reference serves it."""
     reason = _FAILURES.get(device_type, f"there are no kernels for {device_type}")

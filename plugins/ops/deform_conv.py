@@ -57,8 +57,8 @@ def deform_conv2d(
     B, C, *size = input.shape
     Kh, Kw = weight.shape[2:]
     Ho, Wo = (_output_size(*sizes) for sizes in zip(size, (Kh, Kw), stride, padding, dilation))
-    offset_groups, rest = divmod(offset.shape[1], 2 * Kh * Kw)
-    if rest or offset_groups == 0 or C % offset_groups or offset.shape != (B, offset.shape[1], Ho, Wo):
+    offset_groups = offset.shape[1] // (2 * Kh * Kw)
+    if offset_groups == 0 or C % offset_groups or offset.shape != (B, 2 * offset_groups * Kh * Kw, Ho, Wo):
         raise ValueError(
             f"offset must have shape (B, D * {2 * Kh * Kw}, Ho, Wo) = ({B}, D * {2 * Kh * Kw}, {Ho}, {Wo}) with "
             f"D dividing the {C} channels, got {tuple(offset.shape)}"
@@ -115,8 +115,8 @@ def deform_conv1d(
     B, C, length = input.shape
     K = weight.shape[2]
     L_out = _output_size(length, K, stride, padding, dilation)
-    offset_groups, rest = divmod(offset.shape[1], K)
-    if rest or offset_groups == 0 or C % offset_groups or offset.shape != (B, offset.shape[1], L_out):
+    offset_groups = offset.shape[1] // K
+    if offset_groups == 0 or C % offset_groups or offset.shape != (B, offset_groups * K, L_out):
         raise ValueError(
             f"offset must have shape (B, D * {K}, L_out) = ({B}, D * {K}, {L_out}) with D dividing the {C} "
             f"channels, got {tuple(offset.shape)}"
@@ -154,8 +154,8 @@ def _check_weight(input: Tensor, weight: Tensor, bias: Tensor | None) -> int:
     out_channels, group_channels, *kernel = weight.shape
     if min(out_channels, group_channels, *kernel) < 1:
         raise ValueError(f"weight must have no axis of size 0, got shape {tuple(weight.shape)}")
-    groups, rest = divmod(C, group_channels)
-    if rest or groups == 0 or out_channels % groups:
+    groups = C // group_channels
+    if groups == 0 or groups * group_channels != C or out_channels % groups:
         raise ValueError(
             f"weight of shape {tuple(weight.shape)} does not fit input of {C} channels: its second size must divide "
             f"the channels, and the number of groups so given must divide its first"
