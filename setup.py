@@ -84,6 +84,8 @@ def nvidia_headers() -> list[str]:
 
 
 def extensions(build: str) -> list:
+    if build != "cpu" and (home := cuda_home()):
+        os.environ["CUDA_HOME"] = home  # torch.utils.cpp_extension looks once, while it is imported
     try:
         import torch
         from torch.utils.cpp_extension import CppExtension, CUDAExtension
@@ -126,7 +128,6 @@ def extensions(build: str) -> list:
             raise SystemExit(f"attn_plugins: ATTN_PLUGINS_BUILD=cuda, but {missing}.")
         print(f"attn_plugins: building the CPU binary only: {missing}", file=sys.stderr)
         return found
-    os.environ["CUDA_HOME"] = cuda_home()
     os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "8.0;9.0")
     nvcc = ["-O3", "-std=c++20", "--expt-relaxed-constexpr", "-lineinfo", *defines, "-DUSE_CUDA"]
     found.append(
@@ -154,9 +155,7 @@ def build_arguments() -> dict:
     from torch.utils.cpp_extension import BuildExtension
 
     return dict(
-        ext_modules=found,
-        cmdclass={"build_ext": BuildExtension},
-        options={"bdist_wheel": {"py_limited_api": "cp310"}},
+        ext_modules=found, cmdclass={"build_ext": BuildExtension}, options={"bdist_wheel": {"py_limited_api": "cp310"}}
     )
 
 
