@@ -132,7 +132,7 @@ class DeformableConv2d(_DeformableConv):
     _dims, _components, _predictor = 2, 2, nn.Conv2d
 
     def forward(self, x: Tensor) -> Tensor:
-        _check_input(x, self.in_channels, "(B, C, H, W)")
+        _check_input(x, self, "(B, C, H, W)")
         offset, mask = self.predict(x)
         return deform_conv2d(x, offset, self.weight, self.bias, self.stride, self.padding, self.dilation, mask)
 
@@ -153,14 +153,24 @@ class DeformableConv1d(_DeformableConv):
     _dims, _components, _predictor = 1, 1, nn.Conv1d
 
     def forward(self, x: Tensor) -> Tensor:
-        _check_input(x, self.in_channels, "(B, C, L)")
+        _check_input(x, self, "(B, C, L)")
         offset, mask = self.predict(x)
         return deform_conv1d(x, offset, self.weight, self.bias, self.stride[0], self.padding[0], self.dilation[0], mask)
 
 
-def _check_input(x: Tensor, channels: int, shape: str) -> None:
+def _check_input(x: Tensor, layer: _DeformableConv, shape: str) -> None:
     """Check what the predictor, a stock convolution, would refuse in less clear words."""
-    if x.dim() != shape.count(",") + 1 or x.shape[1] != channels:
-        raise ValueError(f"input must have shape {shape} with C = {channels}, got {tuple(x.shape)}")
+    if x.dim() != shape.count(",") + 1 or x.shape[1] != layer.in_channels:
+        raise ValueError(f"input must have shape {shape} with C = {layer.in_channels}, got {tuple(x.shape)}")
     if not x.is_floating_point():
         raise TypeError(f"input must be floating, got {x.dtype}")
+    if x.device != layer.weight.device:
+        raise ValueError(f"input must be on the weight's device {layer.weight.device}, got {x.device}")
+    if x.dtype != layer.weight.dtype and not torch.is_autocast_enabled(x.device.type):
+        raise TypeError(f"input must have the weight's dtype {layer.weight.dtype}, got {x.dtype}")
+    sizes = zip(x.shape[2:], layer.kernel_size, layer.padding, layer.dilation)
+    if any(size + 2 * padding <= dilation * (kernel - 1) for size, kernel, padding, dilation in sizes):
+        raise ValueError(
+            f"input is too small: {tuple(x.shape[2:])} with padding {layer.padding} has no room for a kernel of "
+            f"{layer.kernel_size} with dilation {layer.dilation}"
+        )

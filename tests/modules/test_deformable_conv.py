@@ -1,0 +1,146 @@
+"""DeformableConv2d and DeformableConv1d: identity with a convolution at the start, state, bad input."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from attn_plugins.modules import DeformableConv1d, DeformableConv2d
+from attn_plugins.ops import deform_conv1d, deform_conv2d
+
+LAYERS = {
+    "2d": (DeformableConv2d, (2, 6, 5, 8), F.conv2d),
+    "1d": (DeformableConv1d, (2, 6, 9), F.conv1d),
+}
+OPTIONS = {
+    "plain": dict(kernel_size=3, padding=1),
+    "strided": dict(kernel_size=3, stride=2, padding=2, dilation=2),
+    "grouped": dict(kernel_size=1, groups=2, offset_groups=3, bias=False),
+    "even": dict(kernel_size=2, offset_groups=2),
+}
+
+
+def perturbed(layer):
+    """The layer after some training, as it were: with offsets that are not 0."""
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for p in layer.parameters():
+            p.add_(torch.randn(p.shape, generator=generator), alpha=0.3)
+    return layer
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("layer", LAYERS)
+def test_starts_as_the_convolution_it_replaces(layer: str, options: str) -> None:
+    cls, shape, convolve = LAYERS[layer]
+    options = OPTIONS[options]
+    x = torch.randn(shape)
+    module = cls(6, 4, **options)
+    arguments = {k: v for k, v in options.items() if k in ("stride", "padding", "dilation", "groups")}
+    plain = convolve(x, module.weight, module.bias, **arguments)
+    torch.testing.assert_close(module(x), plain, rtol=1e-5, atol=1e-5)
+    # v2's masks are 1/2 at the start: half of the convolution, before the bias
+    modulated = cls(6, 4, modulated=True, **{**options, "bias": False})
+    plain = convolve(x, modulated.weight, None, **arguments)
+    torch.testing.assert_close(modulated(x), plain / 2, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("modulated", [True, False])
+@pytest.mark.parametrize("layer", LAYERS)
+def test_is_its_operator_on_what_it_predicts(layer: str, modulated: bool) -> None:
+    cls, shape, _ = LAYERS[layer]
+    module = perturbed(cls(6, 4, 3, padding=1, offset_groups=3, modulated=modulated))
+    x = torch.randn(shape)
+    predicted = module.conv_offset(x)
+    components = 2 if layer == "2d" else 1
+    taps = 3 * 3**components
+    offset, mask = predicted[:, : components * taps], predicted[:, components * taps :]
+    operator = deform_conv2d if layer == "2d" else deform_conv1d
+    expected = operator(x, offset, module.weight, module.bias, 1, 1, 1, mask.sigmoid() if modulated else None)
+    assert predicted.abs().max() > 0.5
+    torch.testing.assert_close(module(x), expected)
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_every_parameter_gets_a_gradient_at_the_start(layer: str) -> None:
+    cls, shape, _ = LAYERS[layer]
+    module = cls(6, 4, 3, padding=1, modulated=True)
+    module(torch.randn(shape)).square().sum().backward()
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in module.parameters())
+
+
+@pytest.mark.parametrize("modulated", [True, False])
+@pytest.mark.parametrize("layer", LAYERS)
+def test_state_dict_round_trip(layer: str, modulated: bool) -> None:
+    cls, shape, _ = LAYERS[layer]
+    module, other = (perturbed(cls(6, 4, 3, modulated=modulated)), cls(6, 4, 3, modulated=modulated))
+    assert set(module.state_dict()) == {"weight", "bias", "conv_offset.weight", "conv_offset.bias"}
+    other.load_state_dict(module.state_dict())
+    x = torch.randn(shape)
+    assert torch.equal(module(x), other(x))
+    assert torch.equal(copy.deepcopy(module)(x), module(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("layer", LAYERS)
+def test_dtypes(layer: str, dtype: torch.dtype) -> None:
+    cls, shape, _ = LAYERS[layer]
+    module = cls(6, 4, 3, padding=1, modulated=True).to(dtype)
+    x = torch.randn(shape, dtype=dtype)
+    output = module(x)
+    assert output.dtype == dtype
+    torch.testing.assert_close(output.float(), module.float()(x.float()), rtol=0.02, atol=0.02)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert module(x.float()).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_compiles(layer: str) -> None:
+    cls, shape, _ = LAYERS[layer]
+    module, x = perturbed(cls(6, 4, 3, padding=1, modulated=True)), torch.randn(shape)
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), module(x))
+
+
+@pytest.mark.parametrize(
+    "change,message",
+    [
+        (dict(kernel_size=0), "kernel_size must be"),
+        (dict(kernel_size=(3, 0)), "kernel_size must be"),
+        (dict(stride=0), "stride must be"),
+        (dict(padding=-1), "padding must be"),
+        (dict(dilation=0), "dilation must be"),
+        (dict(groups=4), "groups must be positive and divide in_channels 6"),
+        (dict(groups=0), "groups must be positive"),
+        (dict(offset_groups=5), "offset_groups must be positive and divide in_channels 6"),
+        (dict(out_channels=5, groups=2), "out_channels must be a positive multiple of groups 2"),
+        (dict(out_channels=0), "out_channels must be a positive multiple"),
+    ],
+)
+def test_bad_arguments(change: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        DeformableConv2d(**{**dict(in_channels=6, out_channels=4, kernel_size=3), **change})
+
+
+@pytest.mark.parametrize(
+    "x,error,message",
+    [
+        (torch.zeros(1, 5, 4, 4), ValueError, r"with C = 6, got \(1, 5, 4, 4\)"),
+        (torch.zeros(6, 4, 4), ValueError, "input must have shape"),
+        (torch.zeros(1, 6, 4, 4, dtype=torch.int64), TypeError, "input must be floating"),
+        (torch.zeros(1, 6, 4, 4, dtype=torch.float64), TypeError, "input must have the weight's dtype"),
+        (torch.zeros(1, 6, 4, 4, device="meta"), ValueError, "input must be on the weight's device"),
+        (torch.zeros(1, 6, 1, 1), ValueError, "input is too small"),
+    ],
+)
+def test_bad_input(x: torch.Tensor, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        DeformableConv2d(6, 4, 3)(x)
+
+
+@pytest.mark.parametrize("shape", [(0, 6, 4, 7), (1, 6, 1, 1), (2, 6, 1, 9)])
+def test_any_size(shape: tuple[int, ...]) -> None:
+    assert DeformableConv2d(6, 4, 3, padding=1)(torch.randn(shape)).shape == (shape[0], 4, *shape[2:])
