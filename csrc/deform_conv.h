@@ -170,7 +170,7 @@ Tensor deform_conv2d_driver(const Tensor& input_, const Tensor& offset_, const T
 }
 
 // What a chunk of the backward pass reads, and where its gradients go (undefined where not needed).
-struct DeformConvBackward {
+struct __attribute__((visibility("hidden"))) DeformConvBackward {
   Tensor grad_output, input, offset, mask;  // (N, channels, height, width)
   Tensor grad_input;                        // (N, H, W, C), of dtype accumulate_type, +=
   Tensor grad_offset, grad_mask;            // =

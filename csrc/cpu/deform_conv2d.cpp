@@ -1,6 +1,6 @@
-// CPU kernels of deformable convolution: vectors run over a pixel's channels, threads over output pixels (and,
-// where input gradients are summed, over images and slices of channels: no atomics, so the result does not
-// depend on the number of threads).
+// CPU kernels of deformable convolution: vectors run over a pixel's channels, threads over output pixels
+// (and, where input gradients are summed, over images and slices of channels: no atomics, so the result does
+// not depend on the number of threads).
 #include <cmath>
 #include <cstring>
 
@@ -70,10 +70,12 @@ ATTN_INLINE bool is_outside(const Sample<T>& s) {
   return s.corner[0] < 0 && s.corner[1] < 0 && s.corner[2] < 0 && s.corner[3] < 0;
 }
 
-// Calls body(n, pixel index in the block, oy, ox) for pixels [begin, end) of the block that starts at `start`.
+// Calls body(n, pixel index in the block, oy, ox) for pixels [begin, end) of the block that starts at
+// `start`.
 template <class Body>
 ATTN_INLINE void for_pixels(const Geometry& g, int64_t start, int64_t begin, int64_t end, const Body& body) {
-  int64_t ox = (start + begin) % g.Wo, oy = (start + begin) / g.Wo % g.Ho, n = (start + begin) / (g.Wo * g.Ho);
+  int64_t ox = (start + begin) % g.Wo, oy = (start + begin) / g.Wo % g.Ho,
+          n = (start + begin) / (g.Wo * g.Ho);
   for (int64_t p = begin; p < end; ++p) {
     body(n, p, oy, ox);
     if (++ox == g.Wo) {
@@ -224,10 +226,11 @@ ATTN_INLINE void accumulate(T* __restrict out, const T* __restrict grad, T weigh
   for (int64_t i = 0; i < count; ++i) out[i] += weight * grad[i];
 }
 
-// Adds the gradients of pixels [begin, end), all of one image, to channels [first, last) of the input gradient.
+// Adds the gradients of pixels [begin, end), all of one image, to channels [first, last) of the input
+// gradient.
 template <class T>
-ATTN_INLINE void scatter_range(const Block<T>& b, const T* grad_columns, const Sample<T>* samples, T* grad_image,
-                               int64_t begin, int64_t end, int64_t first, int64_t last) {
+ATTN_INLINE void scatter_range(const Block<T>& b, const T* grad_columns, const Sample<T>* samples,
+                               T* grad_image, int64_t begin, int64_t end, int64_t first, int64_t last) {
   const Geometry& g = b.g;
   const int64_t per_offset_group = g.channels_per_offset_group();
   for (int64_t p = begin; p < end; ++p) {
@@ -248,21 +251,21 @@ ATTN_INLINE void scatter_range(const Block<T>& b, const T* grad_columns, const S
 }
 
 // The functions that are compiled once per instruction set (templates cannot be).
-#define ATTN_DEFORM_KERNELS(T)                                                                              \
-  ATTN_TARGETS void sample(const Block<T>& b, T* columns, int64_t begin, int64_t end) {                     \
-    sample_range(b, columns, begin, end);                                                                   \
-  }                                                                                                         \
-  ATTN_TARGETS void tap_gradients(const Block<T>& b, const T* grad_columns, T* columns,                     \
-                                  const TapGradients<T>& grads, Sample<T>* samples, int64_t begin,          \
-                                  int64_t end) {                                                            \
-    tap_gradients_range(b, grad_columns, columns, grads, samples, begin, end);                              \
-  }                                                                                                         \
-  ATTN_TARGETS void scatter(const Block<T>& b, const T* grad_columns, const Sample<T>* samples,             \
-                            T* grad_image, int64_t begin, int64_t end, int64_t first, int64_t last) {       \
-    scatter_range(b, grad_columns, samples, grad_image, begin, end, first, last);                           \
-  }                                                                                                         \
-  ATTN_TARGETS void add_row(T* __restrict rows, const T* __restrict bias, int64_t count, int64_t width) {   \
-    for (int64_t i = 0; i < count; ++i) accumulate(rows + i * width, bias, T(1), width);                    \
+#define ATTN_DEFORM_KERNELS(T)                                                                            \
+  ATTN_TARGETS void sample(const Block<T>& b, T* columns, int64_t begin, int64_t end) {                   \
+    sample_range(b, columns, begin, end);                                                                 \
+  }                                                                                                       \
+  ATTN_TARGETS void tap_gradients(const Block<T>& b, const T* grad_columns, T* columns,                   \
+                                  const TapGradients<T>& grads, Sample<T>* samples, int64_t begin,        \
+                                  int64_t end) {                                                          \
+    tap_gradients_range(b, grad_columns, columns, grads, samples, begin, end);                            \
+  }                                                                                                       \
+  ATTN_TARGETS void scatter(const Block<T>& b, const T* grad_columns, const Sample<T>* samples,           \
+                            T* grad_image, int64_t begin, int64_t end, int64_t first, int64_t last) {     \
+    scatter_range(b, grad_columns, samples, grad_image, begin, end, first, last);                         \
+  }                                                                                                       \
+  ATTN_TARGETS void add_row(T* __restrict rows, const T* __restrict bias, int64_t count, int64_t width) { \
+    for (int64_t i = 0; i < count; ++i) accumulate(rows + i * width, bias, T(1), width);                  \
   }
 ATTN_DEFORM_KERNELS(float)
 ATTN_DEFORM_KERNELS(double)
@@ -313,7 +316,8 @@ constexpr int64_t kChannelsPerSlice = 16;  // one cache line of floats: no two t
 template <class T>
 void sample_backward_block(const Geometry& g, const Tensor& input, const Tensor& offset, const Tensor& mask,
                            const Tensor& grad_columns, const Tensor& columns, const Tensor& grad_input,
-                           const Tensor& grad_offset, const Tensor& grad_mask, int64_t start, int64_t length) {
+                           const Tensor& grad_offset, const Tensor& grad_mask, int64_t start,
+                           int64_t length) {
   const std::vector<T> zero_row(g.C, T(0));
   const Block<T> block = make_block<T>(g, input, offset, mask, zero_row, start, length);
   TapGradients<T> grads{data<T>(grad_offset), data<T>(grad_mask), {}, {}};
@@ -340,19 +344,27 @@ void sample_backward_block(const Geometry& g, const Tensor& input, const Tensor&
       const int64_t to = std::min((n + 1) * image, start + length) - start;
       const int64_t last = std::min(first + width, g.C);
       if (first >= last) continue;
-      scatter(block, data<T>(grad_columns), samples.data(), data<T>(grad_input) + n * g.H * g.W * g.C, from, to,
-              first, last);
+      scatter(block, data<T>(grad_columns), samples.data(), data<T>(grad_input) + n * g.H * g.W * g.C, from,
+              to, first, last);
     }
   });
 }
 
-bool is_double(const Tensor& t) { return t.scalar_type() == ScalarType::Double; }
+bool is_double(const Tensor& t) {
+  return t.scalar_type() == ScalarType::Double;
+}
 
 struct CpuKernels {
   // Columns of a block, and in the backward their gradients too, stay in the second-level cache of two cores.
-  static constexpr int64_t block_bytes = 4 << 20;
+  static int64_t block_pixels(const Geometry& g, int64_t element_bytes) {
+    return pixels_of_bytes(g, element_bytes, 4 << 20);
+  }
+  static int64_t images_per_chunk(const Geometry& g, int64_t) { return std::max<int64_t>(1, g.N); }
+  static constexpr bool columns_replace_gradients = false;
 
-  static ScalarType compute_type(const Tensor& t) { return is_double(t) ? ScalarType::Double : ScalarType::Float; }
+  static ScalarType compute_type(const Tensor& t) {
+    return is_double(t) ? ScalarType::Double : ScalarType::Float;
+  }
   static ScalarType accumulate_type(const Tensor& t) { return t.scalar_type(); }
 
   template <class T>
@@ -371,20 +383,20 @@ struct CpuKernels {
                      : sample_block<float>(g, input, offset, mask, columns, start, length);
   }
 
-  static void sample_backward(const Geometry& g, const Tensor& input, const Tensor& offset, const Tensor& mask,
-                              const Tensor& grad_columns, const Tensor& columns, const Tensor& grad_input,
-                              const Tensor& grad_offset, const Tensor& grad_mask, int64_t start,
-                              int64_t length) {
+  static void sample_backward(const Geometry& g, const Tensor& input, const Tensor& offset,
+                              const Tensor& mask, const Tensor& grad_columns, const Tensor& columns,
+                              const Tensor& grad_input, const Tensor& grad_offset, const Tensor& grad_mask,
+                              int64_t start, int64_t length) {
     const auto run = is_double(input) ? sample_backward_block<double> : sample_backward_block<float>;
     run(g, input, offset, mask, grad_columns, columns, grad_input, grad_offset, grad_mask, start, length);
   }
 
-  static Tensor channels_first(const Tensor& t) {
+  static Tensor channels_last(const Tensor& t) { return to_channels_last(t); }
+
+  static void channels_first(const Tensor& t, const Tensor& out) {
     const int64_t images = t.size(0), pixels = t.size(1) * t.size(2), channels = t.size(3);
-    const Tensor out = empty_like_options(t, {images, channels, t.size(1), t.size(2)});
     is_double(t) ? transpose_images(data<double>(out), data<double>(t), images, pixels, channels)
                  : transpose_images(data<float>(out), data<float>(t), images, pixels, channels);
-    return out;
   }
 
   template <class T>
