@@ -1,0 +1,347 @@
+"""Generalized attention on maps: any of the four terms of Transformer attention (Zhu et al. 2019).
+
+Shapes: B batch, C channels, M heads, d width per head, (Hq, Wq) queries, (Hk, Wk) keys, D offsets of one axis.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..ops import global_attention, reference
+from ..terms.relative_position import axis_offsets, relative_logits, spread
+from ..terms.saliency import add_vector, key_saliency
+from ..terms.sine_position import sine_encoding
+from ..terms.window import axis_window, window_logits
+
+
+def parse_attention_type(attention_type: str) -> tuple[bool, bool, bool, bool]:
+    """Which of ε1 ... ε4 are on: ``'0110'`` is (False, True, True, False)."""
+    if not isinstance(attention_type, str) or len(attention_type) != 4 or set(attention_type) - {"0", "1"}:
+        raise ValueError(f"attention_type must be a string of four bits such as '1111', got {attention_type!r}")
+    e1, e2, e3, e4 = (bit == "1" for bit in attention_type)
+    return e1, e2, e3, e4
+
+
+class GeneralizedAttention2d(nn.Module):
+    """Multi-head attention on a map as ``x + gamma * f(x)``, with any of the four terms as logits.
+
+    Source: Zhu et al. (2019), Eq. 1, 2 and 8. The logit of key k for query q is the sum of the chosen terms:
+
+        1000  ε1 = q·k            query content and key content
+        0100  ε2 = q·R[k - q]     query content and relative position
+        0010  ε3 = u·k            key content alone; needs no more than one query, computed once
+        0001  ε4 = v·R[k - q]     relative position alone
+
+    With ``'0000'`` the output is the mean of the values. gamma starts at 0, so a new module is the identity.
+
+    Args:
+        in_channels: C, of the map and of ``context``.
+        num_heads: M; must divide C.
+        attention_type: Four bits, ε1 to ε4.
+        spatial_range: n_k, odd: keys are limited to |Δ| <= (n_k - 1) / 2 pixels on both axes, exactly; -1: all
+            keys. A query without any key in range (possible where ``kv_stride`` > 1) gets only the bias of
+            the output projection.
+        q_stride: Only every q_stride-th pixel is a query; the result is brought back by bilinear interpolation
+            between exactly those pixels (beyond the last of them it is repeated).
+        kv_stride: Only every kv_stride-th pixel is a key, at pixel j * kv_stride.
+        position_embedding_dim: Width of the sine encoding of each axis, even; -1: C.
+        position_magnitude: Factor of the offsets before they are encoded.
+        scale: Factor of the sum of all terms, such as d ** -0.5; the paper uses 1.
+
+    Raises:
+        ValueError: an argument is out of its range.
+    """
+
+    _abbr_ = "gen_attention_block"  # under which mmengine and mmcv file the plug-in in checkpoints
+
+    wavelength = 10000.0
+    offset_sign = 1  # R encodes k - q
+    position_factor = 1.0  # of the projected R
+
+    def __init__(
+        self,
+        in_channels: int,
+        num_heads: int = 8,
+        attention_type: str = "1111",
+        spatial_range: int = -1,
+        q_stride: int = 1,
+        kv_stride: int = 1,
+        position_embedding_dim: int = -1,
+        position_magnitude: float = 1,
+        *,
+        scale: float = 1.0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        for name, number in (("num_heads", num_heads), ("q_stride", q_stride), ("kv_stride", kv_stride)):
+            if not isinstance(number, int) or number < 1:
+                raise ValueError(f"{name} must be a positive int, got {number!r}")
+        if not isinstance(in_channels, int) or in_channels < num_heads:
+            raise ValueError(f"in_channels must be an int of at least num_heads = {num_heads}, got {in_channels!r}")
+        self.attention_type = attention_type
+        self.terms = e1, e2, e3, e4 = parse_attention_type(attention_type)
+        self.in_channels, self.num_heads = in_channels, num_heads
+        self.spatial_range, self.q_stride, self.kv_stride = spatial_range, q_stride, kv_stride
+        self.position_embedding_dim = position_embedding_dim if position_embedding_dim > 0 else in_channels
+        self.position_magnitude, self.scale = position_magnitude, scale
+        self.check_variant()
+        width = in_channels // num_heads * num_heads
+        factory: dict[str, Any] = dict(device=device, dtype=dtype)
+
+        def projection() -> nn.Conv2d:
+            return nn.Conv2d(in_channels, width, 1, bias=False, **factory)
+
+        if e1 or e2:
+            self.query_conv = projection()
+        if e1 or e3:
+            self.key_conv = projection()
+        self.value_conv = projection()
+        if e2 or e4:
+            self.appr_geom_fc_x = nn.Linear(self.axis_width(), width, bias=False, **factory)
+            self.appr_geom_fc_y = nn.Linear(self.axis_width(), width, bias=False, **factory)
+        if e3:
+            self.appr_bias = nn.Parameter(torch.empty(width, **factory))  # u
+        if e4:
+            self.geom_bias = nn.Parameter(torch.empty(width, **factory))  # v
+        self.proj_conv = nn.Conv2d(width, in_channels, 1, **factory)
+        self.gamma = nn.Parameter(torch.empty(1, **factory))
+        self.init_weights()
+
+    @staticmethod
+    def mmcv_compatible(
+        in_channels: int,
+        spatial_range: int = -1,
+        num_heads: int = 9,
+        position_embedding_dim: int = -1,
+        position_magnitude: float = 1,
+        kv_stride: int = 2,
+        q_stride: int = 1,
+        attention_type: str = "1111",
+    ) -> GeneralizedAttention2d:
+        """The variant of mmcv's ``GeneralizedAttention``; see :class:`MMCVGeneralizedAttention2d`."""
+        return MMCVGeneralizedAttention2d(
+            in_channels=in_channels,
+            num_heads=num_heads,
+            attention_type=attention_type,
+            spatial_range=spatial_range,
+            q_stride=q_stride,
+            kv_stride=kv_stride,
+            position_embedding_dim=position_embedding_dim,
+            position_magnitude=position_magnitude,
+        )
+
+    # --- where the paper's and mmcv's variant differ --------------------------------------------------------------
+
+    def check_variant(self) -> None:
+        """Raise ValueError where the arguments do not fit this variant."""
+        if self.in_channels % self.num_heads:
+            raise ValueError(f"num_heads must divide in_channels = {self.in_channels}, got {self.num_heads}")
+        n_k = self.spatial_range
+        if not isinstance(n_k, int) or (n_k != -1 and (n_k < 1 or n_k % 2 == 0)):
+            raise ValueError(f"spatial_range must be -1 (all keys) or a positive odd int (n_k), got {n_k!r}")
+        if (self.terms[1] or self.terms[3]) and self.position_embedding_dim % 2:
+            raise ValueError(
+                f"position_embedding_dim must be even (sines and cosines), got {self.position_embedding_dim}"
+            )
+
+    def axis_width(self) -> int:
+        """Width of one axis' position encoding."""
+        return self.position_embedding_dim
+
+    def axis_range(self, queries: int, keys: int, device: torch.device) -> Tensor:
+        """0 where a key is in range of the query on one axis, else -inf: (queries, keys)."""
+        return axis_window(queries, keys, (self.spatial_range - 1) // 2, self.q_stride, self.kv_stride, device)
+
+    def upsample(self, output: Tensor, size: tuple[int, int]) -> Tensor:
+        """Bring the queries' outputs, at every ``q_stride``-th pixel, to all pixels."""
+        covered = tuple((n - 1) * self.q_stride + 1 for n in output.shape[2:])
+        output = F.interpolate(output, covered, mode="bilinear", align_corners=True)
+        return F.pad(output, (0, size[1] - covered[1], 0, size[0] - covered[0]), mode="replicate")
+
+    # --------------------------------------------------------------------------------------------------------------
+
+    def init_weights(self) -> None:
+        """Projections uniform by fan-in, u and v uniform, gamma and the output bias 0."""
+        for module in self.children():
+            assert isinstance(module, (nn.Conv2d, nn.Linear))
+            nn.init.kaiming_uniform_(module.weight, a=1)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+        bound = 1 / math.sqrt(2 * (self.in_channels // self.num_heads))
+        for name in ("appr_bias", "geom_bias"):
+            if hasattr(self, name):
+                nn.init.uniform_(getattr(self, name), -bound, bound)
+        nn.init.zeros_(self.gamma)
+
+    def forward(
+        self, x: Tensor, context: Tensor | None = None, return_attention: bool = False
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Attend from the pixels of ``x`` to those of ``context``.
+
+        Args:
+            x: (B, C, H, W), of any size and memory format.
+            context: (B, C, H', W'), another map in the same coordinates (cross-attention); None: ``x``.
+            return_attention: Also return the attention weights. They are O(N²): for inspection.
+
+        Returns:
+            (B, C, H, W), and with ``return_attention`` also (B, M, Hq, Wq, Hk, Wk).
+
+        Raises:
+            ValueError: a shape or a device does not fit.
+            TypeError: a map is not of the module's floating dtype.
+        """
+        self._check("x", x)
+        if context is not None:
+            self._check("context", context)
+            if context.shape[0] != x.shape[0]:
+                raise ValueError(f"context must have x's batch size {x.shape[0]}, got {context.shape[0]}")
+        # Channels-last, every projection is one plain GEMM and its heads are views with a contiguous width.
+        queries = x.contiguous(memory_format=torch.channels_last)
+        keys = queries if context is None else context.contiguous(memory_format=torch.channels_last)
+        queries, keys = _every(queries, self.q_stride), _every(keys, self.kv_stride)
+        terms = self._terms(queries, keys)
+        output = global_attention(*terms[:3], row_logits=terms[3], column_logits=terms[4], key_logits=terms[5])
+        output = self.proj_conv(output.permute(0, 1, 4, 2, 3).flatten(1, 2))
+        if self.q_stride > 1 and output.shape[2:] != (1, 1):
+            output = self.upsample(output, (x.shape[2], x.shape[3]))
+        result = torch.addcmul(x, self.gamma, output) if output.dtype == x.dtype else x + self.gamma * output
+        if not return_attention:
+            return result
+        attention = reference.global_attention_probabilities(*terms, 1.0)
+        size = (*attention.shape[:2], *queries.shape[2:], *attention.shape[4:])
+        return result, attention.expand(size)
+
+    def _terms(self, queries: Tensor, keys: Tensor) -> tuple:
+        """The arguments of ``global_attention``: query, key, value, row, column and key logits."""
+        e1, e2, e3, e4 = self.terms
+        key = self._heads(self.key_conv(keys)) if e1 or e3 else None
+        value = self._heads(self.value_conv(keys))
+        query = self._scaled(self._heads(self.query_conv(queries))) if e1 or e2 else None
+        content_query, key_logits = query if e1 else None, None
+        if e3 and key is not None:
+            u = self._scaled(self._vector(self.appr_bias))
+            if content_query is not None:
+                content_query = add_vector(content_query, u)
+            else:
+                key_logits = key_saliency(key, u)
+        position_query = query if e2 else None
+        row = self._axis_logits(position_query, queries.shape[2], keys.shape[2], "row", queries)
+        column = self._axis_logits(position_query, queries.shape[3], keys.shape[3], "column", queries)
+        return content_query, key if e1 else None, value, row, column, key_logits
+
+    def _axis_logits(self, query: Tensor | None, queries: int, keys: int, axis: str, like: Tensor) -> Tensor | None:
+        """ε2 + ε4 of one axis plus its range; of size 1 along the axes that it does not depend on."""
+        logits = None
+        if self.terms[1] or self.terms[3]:
+            linear = self.appr_geom_fc_y if axis == "row" else self.appr_geom_fc_x
+            offsets = axis_offsets(queries, keys, self.q_stride, self.kv_stride, like.device)
+            offsets = offsets * (self.offset_sign * self.position_magnitude)
+            encoding = sine_encoding(offsets, self.axis_width(), self.wavelength).to(linear.weight.dtype)
+            table = linear(encoding).unflatten(-1, (self.num_heads, -1)).permute(1, 2, 0)  # (M, d, D)
+            if self.position_factor != 1:
+                table = table * self.position_factor
+            v = self._scaled(self._vector(self.geom_bias)) if self.terms[3] else None
+            if query is not None:
+                query = query if v is None else add_vector(query, v)
+                logits = relative_logits(query, table, keys, axis, self.q_stride, self.kv_stride)
+            elif v is not None:
+                bias = torch.einsum("md,mdn->mn", v, table)
+                logits = _along(spread(bias, queries, keys, self.q_stride, self.kv_stride), axis)
+        if self.spatial_range != -1:
+            window = _along(self.axis_range(queries, keys, like.device).to(like.dtype).unsqueeze(0), axis)
+            logits = window if logits is None else logits + window
+        return logits
+
+    def _heads(self, projected: Tensor) -> Tensor:
+        """(B, M * d, H, W) as (B, M, H, W, d), a view."""
+        return projected.unflatten(1, (self.num_heads, -1)).permute(0, 1, 3, 4, 2)
+
+    def _vector(self, parameter: Tensor) -> Tensor:
+        return parameter.view(self.num_heads, -1)
+
+    def _scaled(self, tensor: Tensor) -> Tensor:
+        return tensor if self.scale == 1 else tensor * self.scale
+
+    def _check(self, name: str, tensor: Tensor) -> None:
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} must be a Tensor, got {type(tensor).__name__}")
+        if tensor.dim() != 4 or tensor.shape[1] != self.in_channels or 0 in tensor.shape[2:]:
+            raise ValueError(
+                f"{name} must have shape (B, {self.in_channels}, H, W) with at least one pixel, "
+                f"got {tuple(tensor.shape)}"
+            )
+        weight = self.value_conv.weight
+        if tensor.device != weight.device:
+            raise ValueError(f"{name} must be on the module's device {weight.device}, got {tensor.device}")
+        autocast = torch.is_autocast_enabled(tensor.device.type) and tensor.is_floating_point()
+        if tensor.dtype != weight.dtype and not autocast:
+            raise TypeError(f"{name} must have the module's dtype {weight.dtype}, got {tensor.dtype}")
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        # mmcv stores the range as a constant (84, 84, ...) mask, which is a function of the arguments.
+        state_dict.pop(prefix + "local_constraint_map", None)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+    def extra_repr(self) -> str:
+        text = f"{self.in_channels}, num_heads={self.num_heads}, attention_type={self.attention_type!r}"
+        for name, default in (("spatial_range", -1), ("q_stride", 1), ("kv_stride", 1), ("scale", 1.0)):
+            if getattr(self, name) != default:
+                text += f", {name}={getattr(self, name)}"
+        return text
+
+
+class MMCVGeneralizedAttention2d(GeneralizedAttention2d):
+    """The numerics of mmcv's ``GeneralizedAttention``, from the same state_dict.
+
+    What differs from :class:`GeneralizedAttention2d`: R encodes q - k, with wavelength 1000, half of
+    ``position_embedding_dim`` per axis, and is divided by √2; C // M channels per head, also where M does not
+    divide C; queries come back from ``q_stride`` by interpolation with half-pixel centres; ``spatial_range`` r is
+    a half-range in pixels, any number from 0: key j is in range of the query at pixel p where
+    ⌊(p - r) / kv_stride⌋ <= j <= ⌊(p + r + 1) / kv_stride⌋, on maps of any size and channel count (mmcv's own
+    mask ends at 84 pixels, needs 256 or 512 channels, and forgets ``q_stride``).
+
+    mmcv's results for '0100', '0110', '1100' and '1110' are wrong (queries transposed, an error where H ≠ W);
+    here these four are right.
+    """
+
+    wavelength = 1000.0
+    offset_sign = -1
+    position_factor = 1 / math.sqrt(2)
+
+    def check_variant(self) -> None:
+        r = self.spatial_range
+        if not isinstance(r, int) or r < -1:
+            raise ValueError(f"spatial_range must be -1 (all keys) or a half-range of at least 0, got {r!r}")
+        if (self.terms[1] or self.terms[3]) and self.position_embedding_dim % 4:
+            raise ValueError(
+                "position_embedding_dim must be a multiple of 4 (sines and cosines of two axes), "
+                f"got {self.position_embedding_dim}"
+            )
+
+    def axis_width(self) -> int:
+        return self.position_embedding_dim // 2
+
+    def axis_range(self, queries: int, keys: int, device: torch.device) -> Tensor:
+        pixel = torch.arange(queries, device=device).unsqueeze(1) * self.q_stride
+        key = torch.arange(keys, device=device)
+        first = (pixel - self.spatial_range).div(self.kv_stride, rounding_mode="floor")
+        last = (pixel + self.spatial_range + 1).div(self.kv_stride, rounding_mode="floor")
+        return window_logits((first <= key) & (key <= last))
+
+    def upsample(self, output: Tensor, size: tuple[int, int]) -> Tensor:
+        return F.interpolate(output, size, mode="bilinear", align_corners=False)
+
+
+def _every(x: Tensor, stride: int) -> Tensor:
+    return x if stride == 1 else x[:, :, ::stride, ::stride]
+
+
+def _along(pairs: Tensor, axis: str) -> Tensor:
+    """(·, queries, keys) of one axis as logits (1, ·, Hq, 1, keys) or (1, ·, 1, Wq, keys)."""
+    return pairs.unsqueeze(0).unsqueeze(3 if axis == "row" else 2)
