@@ -1,0 +1,1 @@
+"""Benchmarks of our operators against their peers: ``python -m tools.benchmark --help``."""
