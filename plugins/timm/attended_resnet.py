@@ -1,0 +1,159 @@
+"""ResNet-50 with attended residual blocks in its last two stages (Empirical, Fig. 2a and section 4.1)."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+from timm.models.resnet import Bottleneck, ResNet
+from torch import Tensor, nn
+
+from ..modules.deformable_conv import DeformableConv2d
+from ..modules.generalized_attention import GeneralizedAttention2d
+
+
+class AttendedBottleneck(Bottleneck):
+    """timm's bottleneck with attention on the output of its 3×3 convolution, which may be deformable.
+
+    At the start the attention's γ and the deformable convolution's offsets are 0: the block then equals timm's
+    with the same weights. Other arguments are those of timm's ``Bottleneck``.
+
+    Args:
+        attention_type: The four bits of :class:`GeneralizedAttention2d`; None for no attention.
+        deformable: Replace the 3×3 convolution by a deformable one.
+        num_heads: Heads of the attention.
+
+    Shapes:
+        (B, inplanes, H, W) -> (B, 4 * planes, H / stride, W / stride)
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        attention_type: str | None = "1111",
+        deformable: bool = False,
+        num_heads: int = 8,
+        **kwargs: Any,
+    ):
+        super().__init__(*args, **kwargs)
+        options: dict[str, Any] = dict(device=kwargs.get("device"), dtype=kwargs.get("dtype"))
+        conv: Any = self.conv2
+        self.attention: nn.Module | None = None
+        if attention_type is not None:
+            self.attention = GeneralizedAttention2d(conv.out_channels, num_heads, attention_type, **options)
+        if deformable:
+            self.conv2 = DeformableConv2d(  # type: ignore[assignment]
+                conv.in_channels,
+                conv.out_channels,
+                conv.kernel_size,
+                conv.stride,
+                conv.padding,
+                conv.dilation,
+                conv.groups,
+                bias=False,
+                **options,
+            )
+
+    def forward(self, x: Tensor) -> Tensor:
+        shortcut = x if self.downsample is None else self.downsample(x)
+        x = self.act1(self.bn1(self.conv1(x)))
+        x = self.act2(self.drop_block(self.bn2(self.conv2(x))))
+        x = self.aa(x)  # type: ignore[misc]
+        if self.attention is not None:
+            x = self.attention(x)
+        x = self.bn3(self.conv3(x))
+        if self.se is not None:
+            x = self.se(x)
+        if self.drop_path is not None:
+            x = self.drop_path(x)
+        return self.act3(x + shortcut)
+
+
+class AttendedResNet(ResNet):
+    """timm's ResNet; its weight initialisation leaves ours as they were made."""
+
+    def init_weights(self, zero_init_last: bool = True) -> None:
+        # timm draws every Conv2d anew, the predictors of offsets and the projections of attention among them.
+        super().init_weights(zero_init_last=zero_init_last)
+        for module in self.modules():
+            if isinstance(module, DeformableConv2d):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+                module.zero_offset()
+            elif isinstance(module, GeneralizedAttention2d):
+                module.init_weights()
+
+
+def param_groups(model: nn.Module, lr: float, offset_lr_scale: float = 0.1) -> list[dict[str, Any]]:
+    """Parameter groups that train the predictors of sampling offsets more slowly (Empirical, footnote 2).
+
+    For any optimizer of torch's, or ``timm.optim.create_optimizer_v2(model, lr=lr, param_group_fn=partial(
+    param_groups, lr=lr))``; learning-rate schedules keep the ratio.
+    """
+    offsets = [
+        parameter
+        for module in model.modules()
+        if isinstance(module, DeformableConv2d)
+        for parameter in module.conv_offset.parameters()
+        if parameter.requires_grad
+    ]
+    known = {id(parameter) for parameter in offsets}
+    rest = [p for p in model.parameters() if p.requires_grad and id(p) not in known]
+    groups = [dict(params=rest, lr=lr), dict(params=offsets, lr=lr * offset_lr_scale)]
+    return [group for group in groups if group["params"]]
+
+
+def _cfg() -> dict[str, Any]:
+    return dict(
+        url="",
+        num_classes=1000,
+        input_size=(3, 224, 224),
+        pool_size=(7, 7),
+        crop_pct=0.875,
+        interpolation="bilinear",
+        mean=IMAGENET_DEFAULT_MEAN,
+        std=IMAGENET_DEFAULT_STD,
+        first_conv="conv1",
+        classifier="fc",
+    )
+
+
+default_cfgs = generate_default_cfgs(
+    {name: _cfg() for name in ("attn_resnet50", "attn1111_resnet50", "attn0010_dcn_resnet50", "dcn_resnet50")}
+)
+
+
+def _create(
+    variant: str, pretrained: bool, attention_type: str | None, deformable: bool, **kwargs: Any
+) -> AttendedResNet:
+    attended = partial(AttendedBottleneck, attention_type=attention_type, deformable=deformable)
+    attended.expansion = Bottleneck.expansion  # type: ignore[attr-defined]
+    arguments = dict(block=(Bottleneck, Bottleneck, attended, attended), layers=(3, 4, 6, 3))
+    return build_model_with_cfg(AttendedResNet, variant, pretrained, **{**arguments, **kwargs})
+
+
+@register_model
+def attn_resnet50(
+    pretrained: bool = False, attention_type: str = "1111", deformable: bool = False, **kwargs: Any
+) -> AttendedResNet:
+    """ResNet-50 with the four-bit ``attention_type``, and deformable 3×3 convolutions, in conv4 and conv5."""
+    return _create("attn_resnet50", pretrained, attention_type, deformable, **kwargs)
+
+
+@register_model
+def attn1111_resnet50(pretrained: bool = False, **kwargs: Any) -> AttendedResNet:
+    """All four attention terms."""
+    return _create("attn1111_resnet50", pretrained, "1111", False, **kwargs)
+
+
+@register_model
+def attn0010_dcn_resnet50(pretrained: bool = False, **kwargs: Any) -> AttendedResNet:
+    """Key saliency and deformable convolution: the paper's recommended trade-off (Table 2)."""
+    return _create("attn0010_dcn_resnet50", pretrained, "0010", True, **kwargs)
+
+
+@register_model
+def dcn_resnet50(pretrained: bool = False, **kwargs: Any) -> AttendedResNet:
+    """Deformable convolution alone."""
+    return _create("dcn_resnet50", pretrained, None, True, **kwargs)

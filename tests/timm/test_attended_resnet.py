@@ -1,0 +1,123 @@
+"""The attended ResNets in timm's registry."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+
+timm = pytest.importorskip("timm")
+
+from timm.optim import create_optimizer_v2  # noqa: E402
+from timm.scheduler import create_scheduler_v2  # noqa: E402
+
+from attn_plugins.modules.deformable_conv import DeformableConv2d  # noqa: E402
+from attn_plugins.modules.generalized_attention import GeneralizedAttention2d  # noqa: E402
+from attn_plugins.timm import param_groups  # noqa: E402
+
+MODELS = timm.list_models(module="attended_resnet")
+NEW_LAYERS = (".attention.", ".conv2.conv_offset.")
+
+
+@pytest.fixture(scope="module")
+def stock() -> torch.nn.Module:
+    """A stock resnet50 in which every layer matters, as if it were trained."""
+    torch.manual_seed(0)
+    model = timm.create_model("resnet50", zero_init_last=False, num_classes=10)
+    for module in model.modules():
+        if isinstance(module, torch.nn.BatchNorm2d):
+            module.running_mean.normal_(std=0.1)
+            module.running_var.uniform_(0.5, 1.5)
+            torch.nn.init.uniform_(module.weight, 0.5, 1.0)
+    return model.eval()
+
+
+def test_the_contract_is_registered():
+    assert set(MODELS) >= {"attn_resnet50", "attn1111_resnet50", "attn0010_dcn_resnet50", "dcn_resnet50"}
+
+
+def test_create_model_in_a_fresh_interpreter(python):
+    code = "import timm\nprint(type(timm.create_model('attn0010_dcn_resnet50')).__module__)"
+    assert python(code).stdout.split() == ["attn_plugins.timm.attended_resnet"]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_stock_weights_load_and_give_the_same_logits(name, stock):
+    model = timm.create_model(name, num_classes=10).eval()
+    missing, unexpected = model.load_state_dict(stock.state_dict(), strict=False)
+    assert not unexpected
+    assert missing
+    assert all(any(part in key for part in NEW_LAYERS) for key in missing)
+    assert all(key.startswith(("layer3.", "layer4.")) for key in missing)
+    x = torch.randn(2, 3, 64, 96)
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), stock(x), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("zero_init_last", [True, False])
+def test_initialisation_leaves_the_start_an_identity(zero_init_last):
+    model = timm.create_model("attn0010_dcn_resnet50", zero_init_last=zero_init_last)
+    deformable = [m for m in model.modules() if isinstance(m, DeformableConv2d)]
+    attention = [m for m in model.modules() if isinstance(m, GeneralizedAttention2d)]
+    assert len(deformable) == len(attention) == 9
+    for module in deformable:
+        assert not any(parameter.any() for parameter in module.conv_offset.parameters())
+        fan_out = module.weight[:, 0].numel()
+        assert module.weight.std().item() == pytest.approx((2 / fan_out) ** 0.5, rel=0.05)
+    assert not any(module.gamma.any() for module in attention)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_features_only(name):
+    model = timm.create_model(name, features_only=True).eval()
+    with torch.no_grad():
+        features = model(torch.randn(1, 3, 64, 96))
+    assert [tuple(f.shape[1:]) for f in features] == [
+        (64, 32, 48), (256, 16, 24), (512, 8, 12), (1024, 4, 6), (2048, 2, 3)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_parameter_learns(name):
+    torch.manual_seed(0)
+    model = timm.create_model(name, num_classes=5, zero_init_last=False)
+    for module in model.modules():
+        if isinstance(module, GeneralizedAttention2d):
+            torch.nn.init.ones_(module.gamma)  # at 0 nothing behind it has a gradient other than 0
+    model(torch.randn(2, 3, 64, 96)).square().sum().backward()
+    for key, parameter in model.named_parameters():
+        assert parameter.grad is not None, f"{key} has no gradient"
+        assert parameter.grad.isfinite().all(), f"{key} has a gradient that is not finite"
+        assert parameter.grad.any(), f"{key} has gradient 0"
+
+
+def test_options_reach_the_blocks():
+    options = dict(attention_type="0110", deformable=True, output_stride=8, in_chans=4, zero_init_last=False)
+    model = timm.create_model("attn_resnet50", **options)
+    model.set_grad_checkpointing()
+    model.train()(torch.randn(2, 4, 33, 47)).square().sum().backward()
+    assert model.layer4[0].conv2.weight.grad.any()
+    assert model.layer4[1].conv2.dilation == (4, 4)
+    assert timm.create_model("dcn_resnet50").layer4[0].attention is None
+
+
+@pytest.mark.parametrize("attention_type", ["011", "01012", "01a0", ""])
+def test_bad_attention_type(attention_type):
+    with pytest.raises(ValueError, match="attention_type"):
+        timm.create_model("attn_resnet50", attention_type=attention_type)
+
+
+@pytest.mark.parametrize("name", ["dcn_resnet50", "attn1111_resnet50"])
+def test_offsets_learn_more_slowly(name):
+    model = timm.create_model(name)
+    groups = param_groups(model, lr=0.1)
+    assert sum(len(g["params"]) for g in groups) == len(list(model.parameters()))
+    assert [g["lr"] for g in groups] == ([0.1, pytest.approx(0.01)] if name == "dcn_resnet50" else [0.1])
+    grouping = partial(param_groups, lr=0.1)
+    optimizer = create_optimizer_v2(model, "sgd", lr=0.1, param_group_fn=grouping)
+    scheduler, _ = create_scheduler_v2(optimizer, num_epochs=10, warmup_epochs=0)
+    scheduler.step(5)
+    rates = [g["lr"] for g in optimizer.param_groups]
+    assert 0 < rates[0] < 0.1
+    assert rates[-1] == pytest.approx(rates[0] * (0.1 if name == "dcn_resnet50" else 1))
