@@ -1,0 +1,27 @@
+"""Registers our layers in mmengine's root ``MODELS``, for mmdet, mmsegmentation and their like.
+
+One line in any config is enough::
+
+    custom_imports = dict(imports=["attn_plugins.mmcv"], allow_failed_imports=False)
+
+================================ =======================================================================
+``GeneralizedAttention2d``       plug-in layer: ``plugins=[dict(cfg=dict(type=...), position=...)]``
+``DeformableConv2d``             convolution: ``dcn=dict(type=...)`` and ``conv_cfg=dict(type=...)``
+``DeformableConv1d``             convolution: ``conv_cfg=dict(type=...)``
+================================ =======================================================================
+
+To put our operators under configs that name mmcv's own layers, import
+:mod:`attn_plugins.mmcv.drop_in` instead.
+"""
+
+from __future__ import annotations
+
+from mmengine.registry import MODELS
+
+from ..modules.generalized_attention import GeneralizedAttention2d
+from .layers import DeformableConv1d, DeformableConv2d
+
+__all__ = ["DeformableConv1d", "DeformableConv2d", "GeneralizedAttention2d"]
+
+for _layer in (GeneralizedAttention2d, DeformableConv2d, DeformableConv1d):
+    MODELS.register_module(module=_layer)

@@ -1,0 +1,97 @@
+"""Puts our operators under configs that name mmcv's own layers; their checkpoints' keys stay what they are.
+
+::
+
+    _base_ = "mmdet::empirical_attention/faster-rcnn_r50-attn0010-dcn_fpn_1x_coco.py"
+    custom_imports = dict(imports=["attn_plugins.mmcv.drop_in"], allow_failed_imports=False)
+
+Importing this module replaces ``GeneralizedAttention``, ``DCN`` and ``DCNv2`` in mmengine's root ``MODELS``:
+all of them or, where one cannot be replaced, none, with an error. Models built before the import keep mmcv's.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import mmcv.cnn  # noqa: F401  registers GeneralizedAttention, as mmcv.ops does DCN and DCNv2
+from mmcv.ops import DeformConv2dPack, ModulatedDeformConv2dPack
+from mmengine.registry import MODELS
+from torch import Tensor
+
+from .. import ops
+from ..modules.generalized_attention import GeneralizedAttention2d, MMCVGeneralizedAttention2d
+
+
+class GeneralizedAttention(MMCVGeneralizedAttention2d):
+    """mmcv's ``GeneralizedAttention``: its arguments, defaults and numerics, computed by our operator."""
+
+    def __init__(self, *args: Any, **options: Any):
+        given = inspect.signature(GeneralizedAttention2d.mmcv_compatible).bind(*args, **options)
+        given.apply_defaults()
+        super().__init__(**given.arguments)
+
+
+class DCN(DeformConv2dPack):
+    """mmcv's ``DCN`` (deformable convolution v1 with its predictor), computed by our operator."""
+
+    def init_weights(self) -> None:
+        """Zero the predictor again: ``init_cfg`` rules for Conv2d reach it (mmcv's ``DCN`` leaves it so)."""
+        self.init_offset()
+
+    def forward(self, x: Tensor) -> Tensor:
+        offset = self.conv_offset(x)
+        return ops.deform_conv2d(x, offset, self.weight, None, self.stride, self.padding, self.dilation)
+
+
+class DCNv2(ModulatedDeformConv2dPack):
+    """mmcv's ``DCNv2`` (modulated, with its predictor), computed by our operator."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        taps = self.deform_groups * self.kernel_size[0] * self.kernel_size[1]
+        offset, mask = self.conv_offset(x).split((2 * taps, taps), dim=1)
+        return ops.deform_conv2d(
+            x, offset, self.weight, self.bias, self.stride, self.padding, self.dilation, mask.sigmoid()
+        )
+
+
+def upgrade_keys(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A checkpoint from before version 2 of mmcv's packs, with today's keys; others come back as they are.
+
+    Those kept the predictor beside the layer: ``conv2_offset.weight`` is ``conv2.conv_offset.weight`` now.
+    mmcv's own layers still try to rename them, but a layer no longer sees its parent's
+    keys, so that they are skipped with a warning. Use:
+    ``torch.save(dict(state_dict=upgrade_keys(old["state_dict"])), file)``.
+    """
+    renamed = {}
+    for key, value in state_dict.items():
+        layer, found, kind = key.rpartition("_offset.")
+        if found and not layer.endswith(".conv") and f"{layer}.weight" in state_dict:
+            key = f"{layer}.conv_offset.{kind}"
+        renamed[key] = value
+    return renamed
+
+
+REPLACEMENTS = {layer.__name__: layer for layer in (GeneralizedAttention, DCN, DCNv2)}
+
+
+def replace() -> None:
+    """Put ``REPLACEMENTS`` in the place of mmcv's layers, all or none; nothing changes where they are there.
+
+    Raises:
+        RuntimeError: one of the names belongs to neither mmcv nor us.
+    """
+    for name in REPLACEMENTS:
+        layer = MODELS.module_dict.get(name)
+        owner = getattr(layer, "__module__", None)
+        if owner != __name__ and not (owner or "").startswith("mmcv."):
+            raise RuntimeError(
+                f"attn_plugins.mmcv.drop_in replaces mmcv's {name}, but MODELS holds {layer} there; nothing "
+                "was replaced. Register that layer under another name, or import attn_plugins.mmcv and name "
+                "our layers in the config."
+            )
+    for name, layer in REPLACEMENTS.items():
+        MODELS.register_module(name=name, module=layer, force=True)
+
+
+replace()

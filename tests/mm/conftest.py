@@ -1,0 +1,20 @@
+"""A small data set, and no mm test where mmdet is missing (a GPU test bed)."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+collect_ignore_glob = [] if importlib.util.find_spec("mmdet") else ["test_*.py"]
+
+
+@pytest.fixture(scope="session")
+def digits(tmp_path_factory) -> Path:
+    """A digits-on-photographs set of 16 training and 4 validation images."""
+    from tools.datasets.digits_on_photographs import Recipe, build
+
+    folder = tmp_path_factory.mktemp("data") / "digits"
+    assert build(folder, Recipe(train=16, val=4, seed=3))
+    return folder

@@ -1,0 +1,104 @@
+"""Every mmdet config of ours: built by mmdet, one training step and one inference step on a small picture."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from mm_helpers import ROOT, without_downloads
+from mmdet.registry import MODELS
+from mmdet.structures import DetDataSample
+from mmengine.config import Config
+from mmengine.optim import build_optim_wrapper
+from mmengine.registry import init_default_scope
+from mmengine.structures import InstanceData
+
+from attn_plugins import modules
+
+CONFIGS = sorted(p for p in (ROOT / "configs/mmdet").glob("*/*.py"))
+SIZE = (96, 128)
+
+
+def load(path: Path) -> Config:
+    config = Config.fromfile(path)
+    init_default_scope("mmdet")
+    return without_downloads(config)
+
+
+def picture(config: Config) -> dict:
+    """A batch of one random picture with two objects, as mmdet's collate function hands it over."""
+    generator = torch.Generator().manual_seed(0)
+    sample = DetDataSample(
+        metainfo=dict(img_shape=SIZE, ori_shape=SIZE, scale_factor=(1.0, 1.0), img_id=0, pad_shape=SIZE)
+    )
+    boxes = torch.tensor([[10.0, 12.0, 60.0, 50.0], [70.0, 20.0, 120.0, 90.0]])
+    sample.gt_instances = InstanceData(bboxes=boxes, labels=torch.tensor([1, 3]))
+    if config.model.get("roi_head", {}).get("mask_head") is not None:
+        from mmdet.structures.mask import BitmapMasks
+
+        sample.gt_instances.masks = BitmapMasks(torch.ones(2, *SIZE, dtype=torch.uint8).numpy(), *SIZE)
+    sample.ignored_instances = InstanceData(bboxes=torch.zeros(0, 4), labels=torch.zeros(0, dtype=torch.long))
+    image = torch.randint(0, 256, (3, *SIZE), generator=generator, dtype=torch.uint8)
+    return dict(inputs=[image], data_samples=[sample])
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
+def test_a_config_trains_and_infers(path):
+    torch.manual_seed(0)
+    config = load(path)
+    model = MODELS.build(config.model)
+    model.init_weights()
+    optimizer = build_optim_wrapper(model, config.optim_wrapper)
+
+    model.train()
+    losses = model(**model.data_preprocessor(picture(config), True), mode="loss")
+    loss, _ = model.parse_losses(losses)
+    assert torch.isfinite(loss)
+    optimizer.backward(loss)
+    ours = {
+        name: parameter
+        for prefix, layer in model.named_modules()
+        if isinstance(layer, (modules.DeformableConv2d, modules.GeneralizedAttention2d))
+        for name, parameter in layer.named_parameters(prefix)
+    }
+    without_gradient = [name for name, p in ours.items() if p.grad is None or not p.grad.isfinite().all()]
+    assert not without_gradient
+    optimizer.step()
+
+    model.eval()
+    with torch.no_grad():
+        (result,) = model.test_step(picture(config))
+    assert result.pred_instances.bboxes.shape[1] == 4
+    assert torch.isfinite(result.pred_instances.scores).all()
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
+def test_a_config_says_what_its_name_says(path):
+    config = load(path)
+    backbone = MODELS.build(config.model.backbone)
+    attention = {n for n, m in backbone.named_modules() if isinstance(m, modules.GeneralizedAttention2d)}
+    deformable = {n for n, m in backbone.named_modules() if isinstance(m, modules.DeformableConv2d)}
+    blocks = [f"layer3.{n}" for n in range(6)] + [f"layer4.{n}" for n in range(3)]
+    assert deformable == ({f"{b}.conv2" for b in blocks} if "-dcn" in path.stem else set())
+    assert attention == ({f"{b}.gen_attention_block" for b in blocks} if "-attn" in path.stem else set())
+    for name in attention:
+        layer = backbone.get_submodule(name)
+        assert f"-attn{layer.attention_type}" in path.stem
+        assert layer.num_heads == 8
+        assert layer.spatial_range == (int(path.stem.split("-nk")[1][:2]) if "-nk" in path.stem else -1)
+
+
+def test_offsets_learn_at_a_tenth_of_the_rate():
+    for path in CONFIGS:
+        if "-dcn" not in path.stem:
+            continue
+        config = load(path)
+        model = MODELS.build(config.model)
+        rates = {}
+        names = {id(p): name for name, p in model.named_parameters()}
+        for group in build_optim_wrapper(model, copy.deepcopy(config.optim_wrapper)).param_groups:
+            rates.update({names[id(p)]: group["lr"] for p in group["params"]})
+        offset, weight = (rates["backbone.layer4.2.conv2.conv_offset.weight"], rates["backbone.layer4.2.conv2.weight"])
+        assert offset == pytest.approx(0.1 * weight), path.stem

@@ -1,0 +1,147 @@
+"""The drop-in: mmdet's own empirical_attention configs on our operators, with mmcv's checkpoint keys."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from mm_helpers import without_downloads
+from mmcv.cnn.bricks.generalized_attention import GeneralizedAttention
+from mmcv.ops import DeformConv2dPack, ModulatedDeformConv2dPack
+from mmdet.registry import MODELS as MMDET_MODELS
+from mmengine.config import Config
+from mmengine.registry import MODELS, init_default_scope
+from mmengine.utils import get_installed_path
+
+from attn_plugins.mmcv import drop_in
+
+STOCK = dict(GeneralizedAttention=GeneralizedAttention, DCN=DeformConv2dPack, DCNv2=ModulatedDeformConv2dPack)
+CONFIGS = [f"faster-rcnn_r50-attn{kind}_fpn_1x_coco" for kind in ("0010", "1111", "0010-dcn", "1111-dcn")]
+
+
+@pytest.fixture(autouse=True)
+def _stock_registry():
+    """Every test starts and ends with mmcv's own layers in the registry."""
+    MODELS.module_dict.update(STOCK)
+    yield
+    MODELS.module_dict.update(STOCK)
+
+
+def upstream(name: str) -> Config:
+    """An upstream config, unchanged but for its widths (a quarter) and the download of weights."""
+    folder = f"{get_installed_path('mmdet')}/.mim/configs/empirical_attention"
+    config = without_downloads(Config.fromfile(f"{folder}/{name}.py"))
+    init_default_scope("mmdet")
+    config.model.backbone.base_channels = 16
+    config.model.neck.update(in_channels=[64, 128, 256, 512], out_channels=32)
+    config.model.rpn_head.update(in_channels=32, feat_channels=32)
+    return config
+
+
+def randomise(model: torch.nn.Module) -> None:
+    """Give what starts at zero a value, so that attention and offsets matter."""
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if name.endswith(("gamma", "conv_offset.weight", "conv_offset.bias", "norm3.weight", "bn3.weight")):
+            parameter.data = 0.1 + 0.1 * torch.rand(parameter.shape, generator=generator)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_upstream_config_has_the_same_keys_outputs_and_gradients(name):
+    torch.manual_seed(0)
+    config = upstream(name)
+    stock = MMDET_MODELS.build(config.model)
+    drop_in.replace()
+    ours = MMDET_MODELS.build(config.model)
+    replaced = [type(m) for m in ours.modules() if type(m) in drop_in.REPLACEMENTS.values()]
+    assert len(replaced) == (9 + 13 if "dcn" in name else 9)
+    assert not [m for m in ours.modules() if type(m) in STOCK.values()]
+
+    randomise(stock)
+    weights = stock.state_dict()
+    assert {n: v.shape for n, v in ours.state_dict().items()} == {n: v.shape for n, v in weights.items()}
+    assert list(ours.state_dict()) == list(weights)
+    ours.load_state_dict(weights, strict=True)
+    stock.load_state_dict(ours.state_dict(), strict=True)
+
+    x = torch.randn(2, 3, 96, 160)
+    features = {}
+    for kind, model in (("stock", stock), ("ours", ours)):
+        model.eval()
+        features[kind] = model.extract_feat(x)
+        sum(f.square().mean() for f in features[kind]).backward()
+    for got, expected in zip(features["ours"], features["stock"]):
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4 * expected.abs().max().item())
+    gradients = dict(ours.named_parameters())
+    for key, parameter in stock.named_parameters():
+        expected = parameter.grad
+        if expected is not None and "rpn_head" not in key and "roi_head" not in key:
+            scale = expected.abs().max().item()
+            torch.testing.assert_close(gradients[key].grad, expected, rtol=1e-2, atol=1e-3 * scale, msg=key)
+
+
+@pytest.mark.parametrize("name", ["DCN", "DCNv2"])
+def test_old_checkpoints_load(name):
+    layer = drop_in.REPLACEMENTS[name](4, 6, 3, padding=1)
+    model = torch.nn.ModuleDict({"conv1": torch.nn.Conv2d(3, 4, 1), "conv2": layer})
+    wanted = {key: torch.randn_like(value) for key, value in model.state_dict().items()}
+    old = {key.replace("conv2.conv_offset", "conv2_offset"): value for key, value in wanted.items()}
+    assert "conv2_offset.weight" in old
+    model.load_state_dict(drop_in.upgrade_keys(old), strict=True)
+    for key, value in model.state_dict().items():
+        assert torch.equal(value, wanted[key])
+    assert drop_in.upgrade_keys(wanted) == wanted
+
+    # and, handed all keys, the layer itself renames them, as mmcv's does
+    missing = []
+    layer._load_from_state_dict(dict(old), "conv2.", {}, True, missing, [], [])
+    assert not missing
+
+
+@pytest.mark.parametrize("options", [dict(), dict(stride=2, groups=2), dict(dilation=2, deform_groups=2)])
+@pytest.mark.parametrize("name", ["DCN", "DCNv2"])
+def test_a_layer_equals_mmcvs(name, options):
+    torch.manual_seed(0)
+    stock = STOCK[name](4, 6, 3, padding=1, **options)
+    torch.nn.init.normal_(stock.conv_offset.weight, std=0.3)
+    ours = drop_in.REPLACEMENTS[name](4, 6, 3, padding=1, **options)
+    ours.load_state_dict(stock.state_dict(), strict=True)
+    x = torch.randn(2, 4, 11, 15)
+    torch.testing.assert_close(ours(x), stock(x), rtol=1e-4, atol=1e-5)
+
+
+def test_replacing_twice_changes_nothing():
+    drop_in.replace()
+    once = dict(MODELS.module_dict)
+    drop_in.replace()
+    assert MODELS.module_dict == once
+
+
+def test_a_foreign_layer_is_an_error_and_nothing_is_replaced(monkeypatch):
+    class Theirs(torch.nn.Module):
+        pass
+
+    monkeypatch.setitem(MODELS.module_dict, "DCNv2", Theirs)
+    with pytest.raises(RuntimeError, match=r"DCNv2.*Theirs.*nothing was replaced"):
+        drop_in.replace()
+    assert MODELS.get("DCN") is DeformConv2dPack
+    assert MODELS.get("GeneralizedAttention") is GeneralizedAttention
+
+
+def test_one_line_over_an_upstream_config(python, tmp_path):
+    config = tmp_path / "mine.py"
+    config.write_text(
+        '_base_ = "mmdet::empirical_attention/faster-rcnn_r50-attn0010-dcn_fpn_1x_coco.py"\n'
+        'custom_imports = dict(imports=["attn_plugins.mmcv.drop_in"], allow_failed_imports=False)\n'
+    )
+    result = python(f"""
+from mmengine.config import Config
+from mmengine.registry import init_default_scope
+from mmdet.registry import MODELS
+import mmdet.models
+config = Config.fromfile({str(config)!r})
+init_default_scope("mmdet")
+config.model.backbone.init_cfg = None
+block = MODELS.build(config.model.backbone).layer4[2]
+print(type(block.conv2).__module__, type(block.gen_attention_block).__module__)
+""")
+    assert result.stdout.split()[-2:] == ["attn_plugins.mmcv.drop_in"] * 2

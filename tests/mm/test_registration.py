@@ -1,0 +1,100 @@
+"""Our layers as mmcv's and mmdet's builders make them."""
+
+from __future__ import annotations
+
+import mmdet.models
+import pytest
+import torch
+from mmcv.cnn import ConvModule, build_conv_layer, build_plugin_layer
+from mmdet.registry import MODELS as MMDET_MODELS
+from mmengine.registry import MODELS
+
+import attn_plugins.mmcv  # noqa: F401
+from attn_plugins import modules
+from attn_plugins.modules.generalized_attention import GeneralizedAttention2d
+
+
+def resnet(**options):
+    return mmdet.models.ResNet(50, base_channels=8, **options)
+
+
+ATTENDED = dict(
+    plugins=[
+        dict(
+            cfg=dict(type="GeneralizedAttention2d", num_heads=4, attention_type="0010"),
+            stages=(False, False, True, True),
+            position="after_conv2",
+        )
+    ],
+    dcn=dict(type="DeformableConv2d", offset_groups=1),
+    stage_with_dcn=(False, False, True, True),
+)
+
+
+@pytest.mark.parametrize("name", ["GeneralizedAttention2d", "DeformableConv2d", "DeformableConv1d"])
+def test_names_are_registered_and_seen_from_mmdet(name):
+    assert MODELS.get(name).__name__ == name
+    assert MMDET_MODELS.get(name) is MODELS.get(name)
+
+
+def test_plugin_layer_has_mmcvs_name_and_our_class():
+    name, layer = build_plugin_layer(dict(type="GeneralizedAttention2d", num_heads=4), in_channels=16)
+    assert name == "gen_attention_block"
+    assert isinstance(layer, GeneralizedAttention2d)
+    assert layer.in_channels == 16
+    assert layer.num_heads == 4
+
+
+@pytest.mark.parametrize("option", ["offset_groups", "deform_groups"])
+def test_conv_layer_takes_both_names_of_the_offset_groups(option):
+    layer = build_conv_layer({"type": "DeformableConv2d", option: 2}, 8, 6, 3, stride=2, padding=1, bias=False)
+    assert isinstance(layer, modules.DeformableConv2d)
+    assert layer.offset_groups == 2
+    assert layer.bias is None
+    assert layer(torch.randn(1, 8, 9, 13)).shape == (1, 6, 5, 7)
+
+
+def test_both_names_together_are_an_error():
+    with pytest.raises(ValueError, match="deform_groups=2 and offset_groups=4"):
+        build_conv_layer(dict(type="DeformableConv2d", deform_groups=2, offset_groups=4), 8, 8, 3)
+
+
+def test_conv_module_in_one_and_two_dimensions():
+    two = ConvModule(4, 6, 3, padding=1, conv_cfg=dict(type="DeformableConv2d"), norm_cfg=dict(type="BN"))
+    assert two(torch.randn(2, 4, 7, 9)).shape == (2, 6, 7, 9)
+    one = ConvModule(4, 6, 3, padding=1, conv_cfg=dict(type="DeformableConv1d"))
+    assert one(torch.randn(2, 4, 11)).shape == (2, 6, 11)
+
+
+def test_every_convolution_of_a_resnet_can_be_ours():
+    model = resnet(conv_cfg=dict(type="DeformableConv2d"))
+    assert all(f.isfinite().all() for f in model(torch.randn(1, 3, 64, 96)))
+
+
+def test_bad_arguments_surface_with_their_names():
+    with pytest.raises(ValueError, match="attention_type"):
+        resnet(plugins=[dict(cfg=dict(type="GeneralizedAttention2d", attention_type="01012"), position="after_conv2")])
+    with pytest.raises(ValueError, match="offset_groups"):
+        resnet(dcn=dict(type="DeformableConv2d", offset_groups=3), stage_with_dcn=(False, False, True, True))
+
+
+def test_initialised_from_scratch_the_block_still_starts_as_the_plain_one():
+    torch.manual_seed(0)
+    attended, plain = resnet(**ATTENDED), resnet()
+    attended.init_weights()  # Kaiming for every Conv2d, which includes predictors and projections
+    for name, parameter in attended.named_parameters():
+        if "conv_offset" in name or name.endswith("gamma"):
+            assert not parameter.any(), name
+        elif "gen_attention_block" in name and not name.endswith("bias"):
+            assert parameter.any(), name
+    missing, unexpected = plain.load_state_dict(attended.state_dict(), strict=False)
+    assert not missing
+    assert all("conv_offset" in name or "gen_attention_block" in name for name in unexpected)
+    x = torch.randn(1, 3, 64, 96)
+    for block in [*attended.modules(), *plain.modules()]:
+        if hasattr(block, "norm3_name"):  # zero-initialised: would hide whatever the block does
+            torch.nn.init.ones_(block.norm3.weight)
+    attended.eval()
+    plain.eval()
+    for got, expected in zip(attended(x), plain(x)):
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
