@@ -7,11 +7,16 @@ import math
 
 import pytest
 import torch
-import torchvision
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from attn_plugins.ops import _library, deform_conv1d, deform_conv2d, reference
+
+try:
+    import torchvision
+except ImportError:  # under another torch there may be no torchvision that fits
+    torchvision = None
+needs_torchvision = pytest.mark.skipif(torchvision is None, reason="torchvision is not installed")
 
 # name -> (B, C, H, W, C_out, kernel, stride, padding, dilation, groups, offset groups)
 GEOMETRIES = {
@@ -105,6 +110,7 @@ def test_equals_plain_loops(name: str, masked: bool) -> None:
     assert relative_error(through_reference(**operands), expected) < 1e-12
 
 
+@needs_torchvision
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("masked", [True, False])
 @pytest.mark.parametrize("name", GEOMETRIES)
@@ -132,6 +138,7 @@ def test_half_precision(dtype: torch.dtype, tolerance: float) -> None:
         assert relative_error(a, b) < tolerance
 
 
+@needs_torchvision
 def test_derivative_at_a_pixel_is_the_one_to_its_right() -> None:
     operands = make(GEOMETRIES["wide"])
     operands["offset"].round_()
