@@ -4,8 +4,8 @@ mmengine's launcher calls ``torch.cuda.set_device`` whatever the backend, which 
 alone a process group that exists. Importing this module makes one (gloo) where ``torch.distributed.run``
 started the process and CUDA is absent; everywhere else it does nothing. In a config::
 
-    custom_imports = dict(imports=["attn_plugins.mmcv", "attn_plugins.mmcv.cpu_launch"], ...)
-    model_wrapper_cfg = dict(type="MMDistributedDataParallel")  # the default names a GPU
+    custom_imports = dict(imports=["attn_plugins.mmcv", "attn_plugins.mmcv.cpu_launch"])
+    model_wrapper_cfg = dict(device_ids=None)  # the default names a GPU
 """
 
 from __future__ import annotations

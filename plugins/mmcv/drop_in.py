@@ -59,8 +59,8 @@ def upgrade_keys(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
     """A checkpoint from before version 2 of mmcv's packs, with today's keys; others come back as they are.
 
     Those kept the predictor beside the layer: ``conv2_offset.weight`` is ``conv2.conv_offset.weight`` now.
-    mmcv's own layers still try to rename them, but a layer no longer sees its parent's
-    keys, so that they are skipped with a warning. Use:
+    mmcv's own layers still try to rename them, but today's loaders show a layer none of its parent's keys, so
+    that these are skipped with a warning. Use:
     ``torch.save(dict(state_dict=upgrade_keys(old["state_dict"])), file)``.
     """
     renamed = {}

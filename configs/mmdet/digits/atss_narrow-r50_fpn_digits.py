@@ -2,7 +2,7 @@
 # widths are a quarter of the usual ones. Data: python -m tools.datasets.digits_on_photographs data/digits
 _base_ = ["mmdet::atss/atss_r50_fpn_1x_coco.py", "../empirical_attention/_base_/attended_block.py"]
 custom_imports = dict(imports=["attn_plugins.mmcv", "attn_plugins.mmcv.cpu_launch"])
-model_wrapper_cfg = dict(type="MMDistributedDataParallel")  # several processes, with or without GPUs
+model_wrapper_cfg = dict(device_ids=None, broadcast_buffers=False)  # several processes, also without GPUs
 
 narrow = 16  # channels of the stem; 64 in a full ResNet-50
 model = dict(
@@ -10,6 +10,7 @@ model = dict(
         base_channels=narrow,
         frozen_stages=-1,
         norm_eval=False,  # nothing pretrained here: batch norm learns
+        zero_init_residual=False,
         init_cfg=None,
     ),
     neck=dict(in_channels=[4 * narrow, 8 * narrow, 16 * narrow, 32 * narrow], out_channels=64, num_outs=3),
