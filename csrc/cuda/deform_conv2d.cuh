@@ -1,0 +1,244 @@
+// The kernels that the drivers of csrc/deform_conv.h call on a GPU. Matrix products go to ATen, so torch's
+// own switches (allow_tf32, float32_matmul_precision, reduced-precision reductions) rule them.
+#pragma once
+
+#include <cstdlib>
+
+#include "../deform_conv.h"
+#include "sampling.cuh"
+#include "transpose.cuh"
+
+namespace attn_plugins {
+namespace {
+
+inline int64_t divide_up(int64_t a, int64_t b) {
+  return (a + b - 1) / b;
+}
+
+// Calls body(T()) with the device type of `type`.
+template <class Body>
+void for_type(ScalarType type, const Body& body) {
+  switch (type) {
+    case ScalarType::Float:
+      return body(float());
+    case ScalarType::Double:
+      return body(double());
+    case ScalarType::Half:
+      return body(__half());
+    case ScalarType::BFloat16:
+      return body(__nv_bfloat16());
+    default:
+      STD_TORCH_CHECK(false, "attn_plugins: expected float16, bfloat16, float32 or float64");
+  }
+}
+
+template <class T>
+T* data_of(const Tensor& t) {
+  return t.defined() ? static_cast<T*>(t.data_ptr()) : nullptr;
+}
+
+// True where vectors of N elements fit: N divides every count, and every pointer is aligned to a vector.
+template <class T, int N>
+bool vectors_fit(std::initializer_list<int64_t> counts, std::initializer_list<const void*> pointers) {
+  for (const int64_t count : counts) {
+    if (count % N != 0) return false;
+  }
+  for (const void* pointer : pointers) {
+    if (reinterpret_cast<uintptr_t>(pointer) % (N * sizeof(T)) != 0) return false;
+  }
+  return true;
+}
+
+// Calls body(T(), std::integral_constant<int, N>()) with the widest vector that fits: 16 bytes, else 4, else
+// one element.
+template <class T, class Body>
+void for_width(std::initializer_list<int64_t> counts, std::initializer_list<const void*> pointers,
+               const Body& body) {
+  constexpr int kWide = 16 / sizeof(T), kPair = sizeof(T) == 2 ? 2 : 1;
+  if (vectors_fit<T, kWide>(counts, pointers)) {
+    body(T(), std::integral_constant<int, kWide>());
+  } else if (kPair > 1 && vectors_fit<T, kPair>(counts, pointers)) {
+    body(T(), std::integral_constant<int, kPair>());
+  } else {
+    body(T(), std::integral_constant<int, 1>());
+  }
+}
+
+struct CudaKernels {
+  using Geometry = DeformConvGeometry;
+
+  static ScalarType compute_type(const Tensor& t) { return t.scalar_type(); }
+  static ScalarType accumulate_type(const Tensor& t) {
+    return t.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
+  }
+  // One buffer instead of two: half the memory, and half the cache that a block needs.
+  static constexpr bool columns_replace_gradients = true;
+
+  // Output pixels of one GEMM, about. Two wishes meet here. Its tiles should fill the chip: with tiles of 128
+  // pixels x 64 output channels one wave is multiprocessors * 128 * 64 / out_channels pixels; the columns of
+  // such a block take 19.5 MB in half precision and 39 MB in float32 on 132 multiprocessors where C =
+  // out_channels and K = 9, whatever C is. And the columns should still be in the second-level cache when the
+  // GEMM reads them, so they get at most two thirds of it (40 of 60 MB on an H200, 27 of 40 MB on an A100). A
+  // working set so small also keeps the memory at a tenth of a whole-batch column buffer.
+  // ATTN_PLUGINS_BLOCK_PIXELS overrides it, for tuning runs.
+  static int64_t target_pixels(const Geometry& g, int64_t element_bytes) {
+    if (const char* forced = std::getenv("ATTN_PLUGINS_BLOCK_PIXELS")) {
+      return std::max<int64_t>(1, std::strtoll(forced, nullptr, 10));
+    }
+    const DeviceLimits device = device_limits();
+    const int64_t wave = device.multiprocessors * 128 * 64 / g.out_channels;
+    const int64_t cached = device.l2_bytes * 2 / 3 / (g.taps() * g.C * element_bytes);
+    return std::max<int64_t>(256, std::min(wave, cached));
+  }
+
+  // Images whose pixels make about one block: their channels-last copies and their gradient sums (float32,
+  // also of half inputs) are then a few MB and stay in cache as well.
+  static int64_t images_per_chunk(const Geometry& g, int64_t element_bytes) {
+    const int64_t image = std::max<int64_t>(1, g.Ho * g.Wo);
+    const int64_t target = target_pixels(g, element_bytes);
+    const int64_t images = std::clamp<int64_t>((target + image / 2) / image, 1, std::max<int64_t>(1, g.N));
+    return divide_up(g.N, std::max<int64_t>(1, divide_up(g.N, images)));  // chunks of equal size
+  }
+
+  // The blocks of a chunk, of equal size but for whole tiles of 128 rows.
+  static int64_t block_pixels(const Geometry& g, int64_t element_bytes) {
+    const int64_t target = target_pixels(g, element_bytes);
+    const int64_t blocks = std::max<int64_t>(1, (g.pixels() + target / 2) / target);
+    return std::max<int64_t>(1, divide_up(divide_up(g.pixels(), blocks), 128) * 128);
+  }
+
+  template <class T>
+  static SamplingProblem<T> problem(const Geometry& g, const Tensor& input, const Tensor& offset,
+                                    const Tensor& mask, int64_t start, int64_t length) {
+    // Pixel coordinates and channels are 32-bit in the kernels; what they address is not.
+    constexpr int64_t limit = std::numeric_limits<int32_t>::max();
+    STD_TORCH_CHECK(g.C <= limit && g.H + 2 * g.pad_h <= limit && g.W + 2 * g.pad_w <= limit &&
+                        g.Ho <= limit && g.Wo <= limit && g.taps() <= limit && g.stride_h <= limit &&
+                        g.stride_w <= limit && g.dilation_h <= limit && g.dilation_w <= limit,
+                    "attn_plugins: no size or step of a deformable convolution may exceed 2^31 - 1 on CUDA");
+    SamplingProblem<T> p{};
+    p.input = data_of<const T>(input);
+    p.offset = data_of<const T>(offset);
+    p.mask = data_of<const T>(mask);
+    p.offset_strides = plane_strides(offset);
+    if (mask.defined()) p.mask_strides = plane_strides(mask);
+    p.start = start;
+    p.length = length;
+    p.C = g.C;
+    p.H = int(g.H), p.W = int(g.W), p.Ho = int(g.Ho), p.Wo = int(g.Wo);
+    p.Kw = int(g.Kw), p.taps = int(g.taps()), p.groups = int(g.groups),
+    p.offset_groups = int(g.offset_groups);
+    p.stride_h = int(g.stride_h), p.stride_w = int(g.stride_w), p.pad_h = int(g.pad_h),
+    p.pad_w = int(g.pad_w);
+    p.dilation_h = int(g.dilation_h), p.dilation_w = int(g.dilation_w);
+    p.group_channels = int(g.channels_per_group());
+    p.offset_group_channels = int(g.channels_per_offset_group());
+    return p;
+  }
+
+  static PlaneStrides plane_strides(const Tensor& t) {
+    return {t.stride(0), t.stride(1), t.stride(2), t.stride(3)};
+  }
+
+  // Chooses the teams for vectors of `width` channels and returns how many blocks of threads they fill. A
+  // pixel's taps are shared out among several teams where there are too few pixels to fill the chip with
+  // warps.
+  template <class T>
+  static int64_t assign_teams(SamplingProblem<T>& p, int width, bool slice_channels) {
+    const int vectors = p.offset_group_channels / width;
+    p.lanes_log2 = 0;
+    while ((1 << p.lanes_log2) < std::min(vectors, 32)) ++p.lanes_log2;
+    const int64_t lanes = int64_t(1) << p.lanes_log2;
+    p.channel_slices = slice_channels ? int(divide_up(vectors, lanes)) : 1;
+    const int64_t threads = p.length * p.offset_groups * p.channel_slices * lanes;
+    const int64_t wanted = device_limits().multiprocessors * 1024;  // threads in flight
+    p.tap_slices = int(std::clamp<int64_t>(wanted / std::max<int64_t>(threads, 1), 1, p.taps));
+    return divide_up(threads * p.tap_slices, kThreads);
+  }
+
+  static void sample(const Geometry& g, const Tensor& input, const Tensor& offset, const Tensor& mask,
+                     const Tensor& columns, int64_t start, int64_t length) {
+    for_type(input.scalar_type(), [&](auto zero) {
+      using T = decltype(zero);
+      SamplingProblem<T> p = problem<T>(g, input, offset, mask, start, length);
+      T* out = data_of<T>(columns);
+      for_width<T>({p.group_channels, p.offset_group_channels}, {p.input, out}, [&](auto, auto width) {
+        const int64_t blocks = assign_teams(p, width, true);
+        launch(sample_kernel<T, width>, blocks, p, out);
+      });
+    });
+  }
+
+  static void sample_backward(const Geometry& g, const Tensor& input, const Tensor& offset,
+                              const Tensor& mask, const Tensor& grad_columns, const Tensor& columns,
+                              const Tensor& grad_input, const Tensor& grad_offset, const Tensor& grad_mask,
+                              int64_t start, int64_t length) {
+    for_type(input.scalar_type(), [&](auto zero) {
+      using T = decltype(zero);
+      SamplingProblem<T> p = problem<T>(g, input, offset, mask, start, length);
+      SamplingGradients<T> grads{};
+      grads.grad_columns = data_of<const T>(grad_columns);
+      grads.columns = data_of<T>(columns);
+      grads.grad_input = data_of<accumulate_t<T>>(grad_input);
+      grads.grad_offset = data_of<T>(grad_offset);
+      grads.grad_mask = data_of<T>(grad_mask);
+      if (grad_offset.defined()) grads.offset_strides = plane_strides(grad_offset);
+      if (grad_mask.defined()) grads.mask_strides = plane_strides(grad_mask);
+      // grad_input is a fresh array, aligned to far more than four floats.
+      for_width<T>({p.group_channels, p.offset_group_channels}, {p.input, grads.grad_columns, grads.columns},
+                   [&](auto, auto width) {
+                     const int64_t blocks = assign_teams(p, width, false);
+                     launch(sample_backward_kernel<T, width>, blocks, p, grads);
+                   });
+    });
+  }
+
+  // out (images, columns, rows) = t (images, rows, columns), with the strides given.
+  static void transpose_images(const Tensor& t, const Tensor& out, int64_t images, int64_t rows,
+                               int64_t columns, int64_t image_stride, int64_t row_stride) {
+    const int64_t row_tiles = divide_up(rows, kTile), column_tiles = divide_up(columns, kTile);
+    const int64_t blocks = images * row_tiles * column_tiles;
+    for_type(out.scalar_type(), [&](auto zero) {
+      using Out = decltype(zero);
+      Out* to = data_of<Out>(out);
+      if (t.scalar_type() == out.scalar_type()) {
+        launch(transpose_kernel<Out, Out>, blocks, data_of<const Out>(t), to, rows, columns, image_stride,
+               row_stride, row_tiles, column_tiles);
+      } else {
+        using In = accumulate_t<Out>;  // the sums of half gradients
+        launch(transpose_kernel<In, Out>, blocks, data_of<const In>(t), to, rows, columns, image_stride,
+               row_stride, row_tiles, column_tiles);
+      }
+    });
+  }
+
+  static Tensor channels_last(const Tensor& t) {
+    const int64_t N = t.size(0), C = t.size(1), H = t.size(2), W = t.size(3);
+    const bool planes = (W == 1 || t.stride(3) == 1) && (H == 1 || t.stride(2) == W);
+    if (is_channels_last(t) || !planes || C == 1) return to_channels_last(t);
+    const Tensor out = empty_like_options(t, {N, H, W, C});
+    transpose_images(t, out, N, C, H * W, t.stride(0), t.stride(1));
+    return out;
+  }
+
+  static void channels_first(const Tensor& t, const Tensor& out) {
+    const int64_t N = t.size(0), C = t.size(3), pixels = t.size(1) * t.size(2);
+    transpose_images(t, out, N, pixels, C, pixels * C, C);
+  }
+
+  static void add_bias(const Tensor& rows, const Tensor& bias) {
+    const int64_t count = rows.size(0), width = rows.size(1);
+    const Tensor row = contiguous(bias);
+    for_type(rows.scalar_type(), [&](auto zero) {
+      using T = decltype(zero);
+      T* to = data_of<T>(rows);
+      const T* from = data_of<const T>(row);
+      for_width<T>({width}, {to, from}, [&](auto, auto n) {
+        launch(add_bias_kernel<T, n>, divide_up(count * width / n, kThreads), to, from, count, width);
+      });
+    });
+  }
+};
+
+}  // namespace
+}  // namespace attn_plugins

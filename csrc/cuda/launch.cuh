@@ -1,0 +1,54 @@
+// Launching a kernel from code that sees torch through its stable ABI only.
+#ifndef ATTN_PLUGINS_CUDA_LAUNCH
+#define ATTN_PLUGINS_CUDA_LAUNCH
+
+#include <cuda_runtime.h>
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/macros.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/util/Exception.h>
+
+#include <cstdint>
+#include <limits>
+
+namespace attn_plugins {
+
+constexpr int kThreads = 256;  // of every block of every kernel here
+
+// Makes the device of `t` the current one.
+struct OnDeviceOf {
+  explicit OnDeviceOf(const torch::stable::Tensor& t) : guard(t.get_device_index()) {}
+  torch::stable::accelerator::DeviceGuard guard;
+};
+
+struct DeviceLimits {
+  int64_t multiprocessors, l2_bytes;
+};
+
+// Of the current device.
+inline DeviceLimits device_limits() {
+  int device = 0, multiprocessors = 0, l2_bytes = 0;
+  STD_CUDA_CHECK(cudaGetDevice(&device));
+  STD_CUDA_CHECK(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device));
+  STD_CUDA_CHECK(cudaDeviceGetAttribute(&l2_bytes, cudaDevAttrL2CacheSize, device));
+  return {multiprocessors, l2_bytes};
+}
+
+// Runs kernel<<<blocks, kThreads>>>(arguments...) on the current stream of the current device.
+template <class... Parameters, class... Arguments>
+void launch(void (*kernel)(Parameters...), int64_t blocks, const Arguments&... arguments) {
+  if (blocks == 0) return;
+  STD_TORCH_CHECK(blocks <= std::numeric_limits<int32_t>::max(), "attn_plugins: a grid of ", blocks,
+                  " blocks is too large for CUDA");
+  int device = 0;
+  STD_CUDA_CHECK(cudaGetDevice(&device));
+  void* stream = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
+  kernel<<<static_cast<unsigned>(blocks), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(arguments...);
+  STD_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
+}  // namespace attn_plugins
+
+#endif

@@ -1,0 +1,55 @@
+// Moving between (images, pixels, channels) and (images, channels, pixels), and adding a bias to rows of
+// pixels.
+#pragma once
+
+#include "launch.cuh"
+#include "vector.cuh"
+
+namespace attn_plugins {
+
+constexpr int kTile = 32;
+
+// out (images, columns, rows), contiguous = in (images, rows, columns), whose elements lie at
+// image * image_stride + row * row_stride + column.
+template <class In, class Out>
+__global__ void __launch_bounds__(kThreads)
+    transpose_kernel(const In* __restrict__ in, Out* __restrict__ out, int64_t rows, int64_t columns,
+                     int64_t image_stride, int64_t row_stride, int64_t row_tiles, int64_t column_tiles) {
+  __shared__ Out
+      tile[kTile][kTile + (sizeof(Out) == 2 ? 2 : 1)];  // an odd number of words a row: no bank conflicts
+  const int64_t image = blockIdx.x / (row_tiles * column_tiles);
+  const int64_t in_image = blockIdx.x % (row_tiles * column_tiles);
+  const int64_t row = in_image / column_tiles * kTile, column = in_image % column_tiles * kTile;
+  const int x = threadIdx.x % kTile, y = threadIdx.x / kTile;
+#pragma unroll
+  for (int i = y; i < kTile; i += kThreads / kTile) {
+    if (row + i < rows && column + x < columns) {
+      const In value = in[image * image_stride + (row + i) * row_stride + column + x];
+      tile[i][x] = narrow_to<Out>(widen(value));
+    }
+  }
+  __syncthreads();
+#pragma unroll
+  for (int i = y; i < kTile; i += kThreads / kTile) {
+    if (column + i < columns && row + x < rows) {
+      out[(image * columns + column + i) * rows + row + x] = tile[x][i];
+    }
+  }
+}
+
+// rows (count, width) += bias (width); N elements to a thread, N divides width.
+template <class T, int N>
+__global__ void __launch_bounds__(kThreads)
+    add_bias_kernel(T* __restrict__ rows, const T* __restrict__ bias, int64_t count, int64_t width) {
+  const int64_t at = (int64_t(blockIdx.x) * kThreads + threadIdx.x) * N;
+  if (at >= count * width) return;
+  Vector<T, N> value = load<T, N>(rows + at);
+  const Vector<T, N> addend = load_constant<T, N>(bias + at % width);
+#pragma unroll
+  for (int e = 0; e < N; ++e) {
+    value.element[e] = narrow_to<T>(widen(value.element[e]) + widen(addend.element[e]));
+  }
+  store(rows + at, value);
+}
+
+}  // namespace attn_plugins

@@ -1,0 +1,122 @@
+// Short vectors of the four floating types: one memory access each, arithmetic in float (double for double).
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <torch/headeronly/core/ScalarType.h>
+#include <cstdint>
+
+namespace attn_plugins {
+
+template <class T>
+struct Accumulate {
+  using type = float;
+};
+template <>
+struct Accumulate<double> {
+  using type = double;
+};
+template <class T>
+using accumulate_t = typename Accumulate<T>::type;
+
+__device__ __forceinline__ float widen(float x) {
+  return x;
+}
+__device__ __forceinline__ double widen(double x) {
+  return x;
+}
+__device__ __forceinline__ float widen(__half x) {
+  return __half2float(x);
+}
+__device__ __forceinline__ float widen(__nv_bfloat16 x) {
+  return __bfloat162float(x);
+}
+
+template <class T>
+__device__ __forceinline__ T narrow_to(accumulate_t<T> x) {
+  return x;
+}
+template <>
+__device__ __forceinline__ __half narrow_to<__half>(float x) {
+  return __float2half_rn(x);
+}
+template <>
+__device__ __forceinline__ __nv_bfloat16 narrow_to<__nv_bfloat16>(float x) {
+  return __float2bfloat16_rn(x);
+}
+
+template <int bytes>
+struct Bits;
+template <>
+struct Bits<16> {
+  using type = uint4;
+};
+template <>
+struct Bits<8> {
+  using type = uint2;
+};
+template <>
+struct Bits<4> {
+  using type = unsigned;
+};
+template <>
+struct Bits<2> {
+  using type = unsigned short;
+};
+
+// N elements of T, aligned to their size, as one register group.
+template <class T, int N>
+union Vector {
+  using Word = typename Bits<N * sizeof(T)>::type;
+  Word word;
+  T element[N];
+
+  __device__ __forceinline__ Vector() : word{} {}  // zeros
+};
+
+// Of memory that no thread writes while the kernel runs.
+template <class T, int N>
+__device__ __forceinline__ Vector<T, N> load_constant(const T* from) {
+  Vector<T, N> v;
+  v.word = __ldg(reinterpret_cast<const typename Vector<T, N>::Word*>(from));
+  return v;
+}
+
+template <class T, int N>
+__device__ __forceinline__ Vector<T, N> load(const T* from) {
+  Vector<T, N> v;
+  v.word = *reinterpret_cast<const typename Vector<T, N>::Word*>(from);
+  return v;
+}
+
+template <class T, int N>
+__device__ __forceinline__ void store(T* to, const Vector<T, N>& v) {
+  *reinterpret_cast<typename Vector<T, N>::Word*>(to) = v.word;
+}
+
+// to[i] += x[i], atomically each. Four floats travel as one request where the chip can (sm_90). (No memory
+// clobber: no kernel here reads what it adds to, so loads may move past.)
+template <int N>
+__device__ __forceinline__ void add_atomically(float* to, const float (&x)[N]) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  constexpr int kFours = N / 4 * 4;
+#pragma unroll
+  for (int i = 0; i < kFours; i += 4) {
+    asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to + i), "f"(x[i]),
+                 "f"(x[i + 1]), "f"(x[i + 2]), "f"(x[i + 3]));
+  }
+#else
+  constexpr int kFours = 0;
+#endif
+#pragma unroll
+  for (int i = kFours; i < N; ++i) atomicAdd(to + i, x[i]);
+}
+
+template <int N>
+__device__ __forceinline__ void add_atomically(double* to, const double (&x)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) atomicAdd(to + i, x[i]);
+}
+
+}  // namespace attn_plugins

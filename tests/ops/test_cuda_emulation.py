@@ -1,0 +1,192 @@
+"""The CUDA kernels' own source, run thread by thread on the CPU: what a machine without a GPU can know of them.
+
+``emulation/cuda_emulator.h`` says how. Not covered: what only a GPU has (vector atomics, real concurrency, speed);
+``test_cuda.py`` tests the compiled kernels where there is a GPU.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from attn_plugins.ops import reference
+
+ROOT = Path(__file__).resolve().parents[2]
+EMULATION = ROOT / "tests/ops/emulation"
+COMPILER = shlex.split(os.environ.get("CXX", "c++"))
+
+pytestmark = [
+    pytest.mark.skipif(shutil.which(COMPILER[0]) is None, reason="no C++ compiler"),
+    pytest.mark.skipif(torch.__version__ < (2, 10), reason="torch's stable ABI begins with 2.10"),
+]
+
+# Undefined behaviour (a misaligned vector, an overflowing conversion) ends the process instead of passing unseen.
+FLAGS = """-shared -fPIC -O1 -std=c++20 -fsanitize=alignment,bounds,integer-divide-by-zero,float-cast-overflow
+    -fsanitize=signed-integer-overflow -fsanitize-undefined-trap-on-error -DTORCH_TARGET_VERSION=0x020a000000000000"""
+
+
+@pytest.fixture(scope="module")
+def emulated(tmp_path_factory):
+    library = tmp_path_factory.mktemp("emulation") / "emulated.so"
+    site = Path(torch.__file__).parent
+    folders = [EMULATION, ROOT / "csrc", site / "include"]
+    command = [*COMPILER, *FLAGS.split(), *(f"-I{folder}" for folder in folders)]
+    command += [str(EMULATION / "deform_conv2d.cpp"), "-o", str(library), f"-L{site / 'lib'}", "-ltorch_cpu"]
+    subprocess.run(command, check=True)
+    torch.ops.load_library(str(library))
+    return torch.ops.attn_plugins_emulated
+
+
+def problem(
+    *, B=2, C=16, H=5, W=7, out=8, kernel=3, stride=1, padding=1, dilation=1, groups=1, offset_groups=1,
+    mask=True, bias=True, spread=1.5, seed=0,
+):  # fmt: skip
+    """Random arguments of the operator, in float64 but exact in bfloat16."""
+    random = torch.Generator().manual_seed(seed)
+
+    def tensor(*shape, scale=1.0):
+        values = torch.randn(shape, generator=random, dtype=torch.float64) * scale
+        return values.bfloat16().double()
+
+    size = [(n + 2 * padding - dilation * (kernel - 1) - 1) // stride + 1 for n in (H, W)]
+    taps = offset_groups * kernel**2
+    tensors = (
+        tensor(B, C, H, W),
+        tensor(B, 2 * taps, *size, scale=spread),
+        tensor(out, C // groups, kernel, kernel, scale=0.1),
+        tensor(out) if bias else None,
+        tensor(B, taps, *size).sigmoid().bfloat16().double() if mask else None,
+    )
+    return tensors, ([stride] * 2, [padding] * 2, [dilation] * 2, groups, offset_groups)
+
+
+CASES = {
+    "plain": {},
+    "unmasked, unbiased": dict(mask=False, bias=False),
+    "many channels": dict(C=288, B=1, H=3, W=4, out=3),  # 72 float vectors: three slices of a warp
+    "odd": dict(C=15, offset_groups=3, groups=5, out=10),
+    "pairs": dict(C=12, groups=2, offset_groups=2, out=6),
+    "runs within runs": dict(C=24, groups=2, offset_groups=3, out=6),
+    "stride and dilation": dict(stride=2, dilation=2, padding=2, H=9, W=8),
+    "one tap": dict(C=3, kernel=1, padding=0, out=4),
+    "one pixel": dict(H=1, W=1, B=1),
+    "far offsets": dict(spread=1e9),
+    "no images": dict(B=0),
+}
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.float16: 3e-3, torch.bfloat16: 2e-2}
+
+
+def error(found, expected):
+    return ((found.double() - expected).norm() / expected.norm().clamp_min(1e-30)).item()
+
+
+@pytest.fixture(params=[None, "13"], ids=["own blocks", "blocks of 13 pixels"])
+def blocks(request, monkeypatch):
+    """With 13, chunks hold one image or less, and blocks end in the middle of a row."""
+    if request.param:
+        monkeypatch.setenv("ATTN_PLUGINS_BLOCK_PIXELS", request.param)
+    else:
+        monkeypatch.delenv("ATTN_PLUGINS_BLOCK_PIXELS", raising=False)
+
+
+def expected_gradients(tensors, parameters, grad_output):
+    leaves = [None if t is None else t.clone().requires_grad_() for t in tensors]
+    output = reference.deform_conv2d(*leaves, *map(tuple, parameters[:3]))
+    wanted = [leaves[i] for i in (0, 1, 2, 4) if leaves[i] is not None]
+    return output.detach(), torch.autograd.grad(output, wanted, grad_output)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("case", CASES)
+def test_equals_reference(emulated, blocks, case, dtype):
+    tensors, parameters = problem(**CASES[case])
+    shape = (tensors[0].shape[0], tensors[2].shape[0], *tensors[1].shape[2:])
+    grad_output = torch.randn(shape, generator=torch.Generator().manual_seed(1)).bfloat16().double()
+    expected, gradients = expected_gradients(tensors, parameters, grad_output)
+    cast = [None if t is None else t.to(dtype) for t in tensors]
+    found = emulated.deform_conv2d(*cast, *parameters)
+    assert found.dtype == dtype
+    assert error(found, expected) < TOLERANCE[dtype]
+    input, offset, weight, _, mask = cast
+    results = emulated.deform_conv2d_backward(
+        grad_output.to(dtype), input, offset, weight, mask, *parameters, True, True, True
+    )
+    assert len(results) == 4
+    for name, result, gradient in zip(("input", "offset", "weight", "mask"), results, gradients):
+        assert result.dtype == dtype, name
+        assert error(result, gradient) < TOLERANCE[dtype], name
+
+
+@pytest.mark.parametrize("needs", [(1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 0, 1), (0, 1, 1)], ids=str)
+def test_writes_only_what_is_needed(emulated, blocks, needs):
+    tensors, parameters = problem()
+    input, offset, weight, _, mask = tensors
+    grad_output = torch.randn(input.shape[0], weight.shape[0], *offset.shape[2:], dtype=torch.float64)
+    _, gradients = expected_gradients(tensors, parameters, grad_output)
+    results = emulated.deform_conv2d_backward(grad_output, input, offset, weight, mask, *parameters, *map(bool, needs))
+    for result, gradient, needed in zip(results, gradients, (*needs, needs[1])):
+        assert (error(result, gradient) < 1e-12) if needed else (result.numel() == 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_channels_last_and_strided(emulated, blocks, dtype):
+    tensors, parameters = problem()
+    plain = [t.to(dtype) for t in tensors]
+    input, offset, weight, bias, mask = plain
+    padded = torch.full((2, 18, 7, 9), float("nan"), dtype=dtype)
+    padded[:, 1:17, 1:6, 1:8] = input  # neither contiguous nor aligned
+    expected = emulated.deform_conv2d(*plain, *parameters)
+    for variant in (input.to(memory_format=torch.channels_last), padded[:, 1:17, 1:6, 1:8]):
+        wide = torch.stack((offset, offset), -1)[..., 0]
+        found = emulated.deform_conv2d(variant, wide, weight, bias, mask.mT.contiguous().mT, *parameters)
+        last = variant.is_contiguous(memory_format=torch.channels_last)
+        assert found.is_contiguous(memory_format=torch.channels_last if last else torch.contiguous_format)
+        assert torch.equal(found, expected)
+        arguments = (weight, mask, *parameters, True, True, True)
+        a = emulated.deform_conv2d_backward(expected, input, offset, *arguments)
+        b = emulated.deform_conv2d_backward(found, variant, wide, *arguments)
+        for x, y in zip(a, b):
+            torch.testing.assert_close(x, y)
+
+
+def test_misaligned_input(emulated):
+    tensors, parameters = problem(C=8, B=1)
+    input, *rest = (t.half() for t in tensors)
+    shifted = torch.zeros(input.numel() + 1).half()[1:].view(1, 5, 7, 8).permute(0, 3, 1, 2).copy_(input)
+    last = input.to(memory_format=torch.channels_last)
+    assert torch.equal(
+        emulated.deform_conv2d(shifted, *rest, *parameters), emulated.deform_conv2d(last, *rest, *parameters)
+    )
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 1e9, -1e9, 3e38])
+def test_positions_outside_read_zero(emulated, value):
+    (input, offset, weight, bias, mask), parameters = problem()
+    offset[:, ::4] = value
+    expected, _ = expected_gradients((input, offset, weight, bias, mask), parameters, torch.ones(2, 8, 5, 7).double())
+    single = [t.float() for t in (input, offset, weight, bias, mask)]
+    assert error(emulated.deform_conv2d(*single, *parameters), expected) < 2e-6
+    grads = emulated.deform_conv2d_backward(
+        torch.ones(2, 8, 5, 7), *single[:3], single[4], *parameters, True, True, True
+    )
+    assert all(torch.isfinite(g).all() for g in grads)
+
+
+def test_borders_exactly(emulated):
+    """Samples on -1, 0, H - 1 and H, where corners leave the map one by one."""
+    input = torch.randn(1, 8, 4, 4).double()
+    rows = torch.tensor([-1.0, -0.5, 0.0, 2.5, 3.0, 3.5, 4.0, -1.0000001]).double()
+    y, x = torch.meshgrid(rows, rows, indexing="ij")
+    grid = torch.arange(8).double()
+    offset = torch.stack((y - grid.view(8, 1), x - grid.view(1, 8)))[None]
+    input_grid = torch.zeros(1, 8, 8, 8).double()
+    input_grid[:, :, :4, :4] = input
+    weight = torch.eye(8).double().view(8, 8, 1, 1)
+    found = emulated.deform_conv2d(input_grid, offset, weight, None, None, [1, 1], [0, 0], [1, 1], 1, 1)
+    assert error(found, reference.bilinear_samples(input_grid, y[None], x[None]).permute(0, 3, 1, 2)) < 1e-14
