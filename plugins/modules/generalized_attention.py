@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..ops import global_attention, reference
+from ..ops.global_attention import Terms
 from ..terms.relative_position import axis_offsets, relative_logits, spread
 from ..terms.saliency import add_vector, key_saliency
 from ..terms.sine_position import sine_encoding
@@ -213,11 +214,11 @@ class GeneralizedAttention2d(nn.Module):
         result = torch.addcmul(x, self.gamma, output) if output.dtype == x.dtype else x + self.gamma * output
         if not return_attention:
             return result
-        attention = reference.global_attention_probabilities(*terms, 1.0)
+        attention = reference.global_attention_probabilities(*terms, scale=1.0)
         size = (*attention.shape[:2], *queries.shape[2:], *attention.shape[4:])
         return result, attention.expand(size)
 
-    def _terms(self, queries: Tensor, keys: Tensor) -> tuple:
+    def _terms(self, queries: Tensor, keys: Tensor) -> Terms:
         """The arguments of ``global_attention``: query, key, value, row, column and key logits."""
         e1, e2, e3, e4 = self.terms
         key = self._heads(self.key_conv(keys)) if e1 or e3 else None
@@ -241,6 +242,7 @@ class GeneralizedAttention2d(nn.Module):
         if self.terms[1] or self.terms[3]:
             linear = self.appr_geom_fc_y if axis == "row" else self.appr_geom_fc_x
             offsets = axis_offsets(queries, keys, self.q_stride, self.kv_stride, like.device)
+            offsets = offsets.to(torch.promote_types(linear.weight.dtype, torch.float32))
             offsets = offsets * (self.offset_sign * self.position_magnitude)
             encoding = sine_encoding(offsets, self.axis_width(), self.wavelength).to(linear.weight.dtype)
             table = linear(encoding).unflatten(-1, (self.num_heads, -1)).permute(1, 2, 0)  # (M, d, D)

@@ -16,21 +16,27 @@ from torch import Tensor
 
 from . import _library
 
-# Bytes of one chunk's logits. On a CPU they should stay in the second-level caches between the GEMMs.
-WORKSPACE = {"cpu": 3 << 20, "cuda": 64 << 20}
+# Bytes of one chunk's logits, per thread on a CPU, where they should stay in the caches between the GEMMs.
+WORKSPACE = {"cpu": 2 << 20, "cuda": 64 << 20}
 _KEY_SLOTS = 4  # partial sums of the key logits' gradient per head: work for threads, whatever their number
 
 
 def chunks(B: int, M: int, Hq: int, Wq: int, keys: int, budget: int) -> Iterator[tuple[slice, slice, slice]]:
     """Cut the queries so that a chunk holds about ``budget`` logits: whole images, else rows, else a row's part."""
     per_query = max(1, M * keys)
-    images = max(1, budget // max(1, per_query * Hq * Wq))
-    rows = max(1, budget // max(1, per_query * Wq)) if images == 1 else Hq
-    columns = max(1, budget // per_query) if rows == 1 else Wq
+    images = _even(B, budget // max(1, per_query * Hq * Wq))
+    rows = Hq if images > 1 else _even(Hq, budget // max(1, per_query * Wq))
+    columns = Wq if rows > 1 else _even(Wq, budget // per_query)
     for b in range(0, B, images):
         for h in range(0, Hq, rows):
             for w in range(0, Wq, columns):
                 yield slice(b, min(b + images, B)), slice(h, min(h + rows, Hq)), slice(w, min(w + columns, Wq))
+
+
+def _even(total: int, most: int) -> int:
+    """The size, at most ``most`` if that is positive, of as few and as equal pieces of ``total`` as can be."""
+    pieces = -(-total // max(1, most))
+    return max(1, -(-total // max(1, pieces)))
 
 
 class Problem:
@@ -60,7 +66,10 @@ class Problem:
         if key_logits is not None:
             self.key_logits = key_logits.to(dtype).flatten(2).contiguous().expand(B, M, self.keys)
         self.device = value.device
-        budget = WORKSPACE["cpu" if self.device.type == "cpu" else "cuda"] // self.value.element_size()
+        budget = WORKSPACE["cuda"]
+        if self.device.type == "cpu":
+            budget = WORKSPACE["cpu"] * max(2, torch.get_num_threads())
+        budget //= self.value.element_size()
         self.chunks = list(chunks(*self.shape, self.keys, budget))
 
     def workspace(self) -> Tensor:
@@ -113,7 +122,7 @@ class Problem:
 
 
 def arithmetic_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
+    return torch.promote_types(dtype, torch.float32)
 
 
 def rows_of(block: Tensor) -> Tensor:
@@ -145,10 +154,14 @@ def backward(problem: Problem, grad_output: Tensor, lse: Tensor, scale: float, g
     B, M, Hq, Wq = problem.shape
     row_sum = _BroadcastSum(grad_row, (*problem.shape, problem.Hk), problem.dtype)
     column_sum = _BroadcastSum(grad_column, (*problem.shape, problem.Wk), problem.dtype)
-    zeros = dict(dtype=problem.dtype, device=problem.device)
-    sum_value = None if grad_value is None else torch.zeros(B, M, problem.keys, grad_value.shape[-1], **zeros)
-    sum_key = None if grad_key is None else torch.zeros(B, M, problem.keys, grad_key.shape[-1], **zeros)
-    key_sums = None if grad_key_logits is None else torch.zeros(B, M, _KEY_SLOTS, problem.keys, **zeros)
+    value = problem.value
+
+    def zeros(grad: Tensor | None, *shape: int) -> Tensor | None:
+        return None if grad is None else value.new_zeros(B, M, *shape)
+
+    sum_value = zeros(grad_value, problem.keys, value.shape[-1])
+    sum_key = zeros(grad_key, problem.keys, 0 if problem.key is None else problem.key.shape[-1])
+    key_sums = zeros(grad_key_logits, _KEY_SLOTS, problem.keys)
     first = problem.workspace()
     second = problem.workspace() if any(g is not None for i, g in enumerate(grads) if i != 2) else None
     fused = torch.ops.attn_plugins.global_attention_logit_gradient_ if problem.compiled else _logit_gradient_
@@ -161,7 +174,7 @@ def backward(problem: Problem, grad_output: Tensor, lse: Tensor, scale: float, g
         if second is None:
             continue
         slopes = problem.matrices(second, chunk)
-        torch.bmm(grad, problem.value[b].flatten(0, 1).transpose(1, 2), out=slopes)
+        torch.bmm(grad, value[b].flatten(0, 1).transpose(1, 2), out=slopes)
         fused(
             problem.grid(weights, chunk),
             problem.grid(slopes, chunk),

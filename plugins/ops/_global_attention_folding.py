@@ -16,6 +16,7 @@ WIDEST = 256  # of q'; beyond it the fused kernels fall to slow paths
 _MULTIPLE = 8  # of the width, for the kernels' alignment
 _LSE_ALIGNMENT = 32  # the CUDA kernel's log-sum-exp comes and goes padded to this many queries
 
+# query, key, value, row, column and key logits
 Terms = tuple[Tensor | None, Tensor | None, Tensor, Tensor | None, Tensor | None, Tensor | None]
 
 

@@ -17,6 +17,7 @@ from . import _global_attention_chunks as chunked
 from . import _global_attention_folding as folding
 from . import _library, reference
 from ._arguments import check_dim, check_tensors
+from ._global_attention_folding import Terms
 
 _HAS_OPERATORS = hasattr(torch.library, "custom_op")  # torch >= 2.4
 
@@ -69,7 +70,7 @@ def global_attention(
     return _attend(terms, float(scale), grid)
 
 
-def _attend(terms: folding.Terms, scale: float, grid: tuple[int, int]) -> Tensor:
+def _attend(terms: Terms, scale: float, grid: tuple[int, int]) -> Tensor:
     query, _, value, row_logits, column_logits, key_logits = terms
     if query is None and row_logits is None and column_logits is None:
         return _attend_by_keys(value, key_logits)
@@ -128,10 +129,9 @@ def _check(
         raise ValueError(f"value must have at least one key, got shape {tuple(value.shape)}")
     if (query is None) != (key is None):
         raise ValueError("query and key must be given together, or both be None for no content term")
-    Hq = Wq = 1
     if query is not None and key is not None:
         check_dim("query", query, "(B, M, Hq, Wq, d)")
-        Hq, Wq, d = query.shape[2:]
+        d = query.shape[4]
         if query.shape[:2] != (B, M):
             raise ValueError(f"query must have value's batch and heads ({B}, {M}), got shape {tuple(query.shape)}")
         if key.shape != (B, M, Hk, Wk, d):
@@ -139,11 +139,10 @@ def _check(
                 f"key must have shape {(B, M, Hk, Wk, d)} = (B, M, Hk, Wk, d) of value and query, "
                 f"got {tuple(key.shape)}"
             )
-    for name, logits, keys in (("row_logits", row_logits, Hk), ("column_logits", column_logits, Wk)):
+    for name, logits, axes in (("row_logits", row_logits, "Hk"), ("column_logits", column_logits, "Wk")):
         if logits is not None:
-            check_dim(name, logits, "(B, M, Hq, Wq, keys)")
-            Hq = logits.shape[2] if Hq == 1 else Hq
-            Wq = logits.shape[3] if Wq == 1 else Wq
+            check_dim(name, logits, f"(B, M, Hq, Wq, {axes})")
+    Hq, Wq = _grid((query, key, value, row_logits, column_logits, key_logits))
     shapes = {
         "row_logits": (row_logits, (B, M, Hq, Wq, Hk)),
         "column_logits": (column_logits, (B, M, Hq, Wq, Wk)),
@@ -152,11 +151,11 @@ def _check(
     for name, (logits, shape) in shapes.items():
         if logits is None:
             continue
-        axes = 4 if len(shape) == 5 else 2  # those that may broadcast
-        fits = logits.dim() == len(shape) and logits.shape[axes:] == shape[axes:]
-        if not fits or any(n not in (1, m) for n, m in zip(logits.shape[:axes], shape[:axes])):
+        broadcast = 4 if len(shape) == 5 else 2  # of the first axes
+        fits = logits.dim() == len(shape) and logits.shape[broadcast:] == shape[broadcast:]
+        if not fits or any(n not in (1, m) for n, m in zip(logits.shape[:broadcast], shape[:broadcast])):
             raise ValueError(
-                f"{name} must have shape {shape}, or size 1 in any of the first {axes} axes, "
+                f"{name} must have shape {shape}, or size 1 in any of the first {broadcast} axes, "
                 f"got {tuple(logits.shape)}"
             )
     return Hq, Wq
@@ -165,7 +164,7 @@ def _check(
 # --- the operators: kernels, fake functions, gradients, FLOPs -----------------------------------------------------
 
 
-def _grid(terms: folding.Terms) -> tuple[int, int]:
+def _grid(terms: Terms) -> tuple[int, int]:
     query, _, _, row_logits, column_logits, _ = terms
     Hq = Wq = 1
     for tensor in (query, row_logits, column_logits):
@@ -175,7 +174,7 @@ def _grid(terms: folding.Terms) -> tuple[int, int]:
     return Hq, Wq
 
 
-def _outputs(terms: folding.Terms) -> tuple[Tensor, Tensor]:
+def _outputs(terms: Terms) -> tuple[Tensor, Tensor]:
     """Uninitialised output, heads innermost but for the width as a projection wants them, and log-sum-exp."""
     value = terms[2]
     B, M, _, _, dv = value.shape
@@ -184,15 +183,13 @@ def _outputs(terms: folding.Terms) -> tuple[Tensor, Tensor]:
     return value.new_empty((B, Hq, Wq, M, dv)).permute(0, 3, 1, 2, 4), lse
 
 
-def _gradients(terms: folding.Terms, needs: list[bool]) -> list[Tensor]:
+def _gradients(terms: Terms, needs: list[bool]) -> list[Tensor]:
     """Uninitialised gradients, in the memory layout of what they are the gradients of; empty where not needed."""
     value = terms[2]
-    return [
-        torch.empty_like(t) if t is not None and need else value.new_empty(0) for t, need in zip(terms, needs)
-    ]
+    return [torch.empty_like(t) if t is not None and need else value.new_empty(0) for t, need in zip(terms, needs)]
 
 
-def _folds(terms: folding.Terms) -> bool:
+def _folds(terms: Terms) -> bool:
     value = terms[2]
     return value.is_cuda and value.dtype != torch.float64 and folding.width(terms) <= folding.WIDEST
 
@@ -236,9 +233,7 @@ def _fake_forward(query, key, value, row_logits, column_logits, key_logits, scal
     return _outputs((query, key, value, row_logits, column_logits, key_logits))
 
 
-def _fake_backward(
-    grad_output, query, key, value, row_logits, column_logits, key_logits, output, lse, scale, needs
-):
+def _fake_backward(grad_output, query, key, value, row_logits, column_logits, key_logits, output, lse, scale, needs):
     return tuple(_gradients((query, key, value, row_logits, column_logits, key_logits), needs))
 
 
@@ -270,7 +265,7 @@ def _differentiate_twice(ctx: Any, *grads: Tensor | None) -> tuple:
             t if t is None or (create_graph and t.requires_grad) else t.detach().requires_grad_()
             for t in ctx.saved_tensors
         )
-        output = reference.global_attention(*terms, ctx.scale)
+        output = reference.global_attention(*terms, ctx.scale)  # type: ignore[call-arg]
         chosen = [(t, g) for t, g, need in zip(terms, grads, ctx.needs) if t is not None and need and g is not None]
         first = torch.autograd.grad(output, [t for t, _ in chosen], grad_output, create_graph=True)
         variables = (grad_output, *terms)
@@ -285,7 +280,12 @@ def _differentiate_twice(ctx: Any, *grads: Tensor | None) -> tuple:
     return (*(next(found) if want else None for want in wanted), None, None, None, None)
 
 
-def _products(query_shape, value_shape, row_shape, column_shape) -> tuple[int, int]:
+Shape = tuple[int, ...]
+
+
+def _products(
+    query_shape: Shape | None, value_shape: Shape, row_shape: Shape | None, column_shape: Shape | None
+) -> tuple[int, int]:
     """Operations of one content GEMM and of one value GEMM."""
     B, M, Hk, Wk, dv = value_shape
     shapes = [s for s in (query_shape, row_shape, column_shape) if s is not None]
@@ -294,14 +294,12 @@ def _products(query_shape, value_shape, row_shape, column_shape) -> tuple[int, i
     return (0 if query_shape is None else pairs * query_shape[4]), pairs * dv
 
 
-def _flops(query, key, value, row_logits, column_logits, *args, out_shape=None, **kwargs) -> int:
+def _flops(query, key, value, row_logits, column_logits, *args, out_shape=None, **kwargs):
     """Two per multiply-add of both matrix products."""
     return sum(_products(query, value, row_logits, column_logits))
 
 
-def _flops_backward(
-    grad_output, query, key, value, row_logits, column_logits, *args, out_shape=None, **kwargs
-) -> int:
+def _flops_backward(grad_output, query, key, value, row_logits, column_logits, *args, out_shape=None, **kwargs):
     """Recomputed logits, gradients of query and key; gradients of weights and value."""
     content, mixing = _products(query, value, row_logits, column_logits)
     return 3 * content + 2 * mixing

@@ -116,7 +116,8 @@ def global_attention_probabilities(
     query, key, row_logits, column_logits, key_logits = _at_least_float32(
         query, key, row_logits, column_logits, key_logits
     )
-    logits = _at_least_float32(value)[0].new_zeros(B, M, 1, 1, Hk, Wk)
+    dtype = torch.promote_types(value.dtype, torch.float32)
+    logits = value.new_zeros(B, M, 1, 1, Hk, Wk, dtype=dtype)
     if query is not None and key is not None:
         logits = logits + torch.einsum("bmhwd,bmyxd->bmhwyx", query, key) * scale
     if row_logits is not None:

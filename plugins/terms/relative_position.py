@@ -40,7 +40,9 @@ def spread(table: Tensor, queries: int, keys: int, q_stride: int = 1, kv_stride:
     return windows[..., :: kv_stride // step].flip(-2)
 
 
-def relative_logits(query: Tensor, table: Tensor, keys: int, axis: str, q_stride: int = 1, kv_stride: int = 1) -> Tensor:
+def relative_logits(
+    query: Tensor, table: Tensor, keys: int, axis: str, q_stride: int = 1, kv_stride: int = 1
+) -> Tensor:
     """The products of all queries with the encoded offsets to all rows (``axis='row'``) or columns of keys.
 
     Args:

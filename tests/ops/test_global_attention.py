@@ -5,10 +5,11 @@ import math
 
 import pytest
 import torch
+from torch.autograd import gradcheck, gradgradcheck
+
 from attn_plugins.ops import _global_attention_chunks as chunked
 from attn_plugins.ops import _global_attention_folding as folding
 from attn_plugins.ops import _library, global_attention, reference
-from torch.autograd import gradcheck, gradgradcheck
 
 NAMES = ("query", "key", "value", "row_logits", "column_logits", "key_logits")
 ALL = (True, True, True, True)
