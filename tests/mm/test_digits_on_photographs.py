@@ -1,0 +1,98 @@
+"""The digits-on-photographs set: what it holds, that it is the same every time, that it spares other files."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from mmdet.datasets import CocoDataset
+from PIL import Image
+
+from tools.datasets import digits_on_photographs as tool
+
+
+def files(folder):
+    return {p.relative_to(folder): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def test_the_same_recipe_gives_the_same_bytes_and_another_seed_others(digits, tmp_path):
+    assert tool.build(tmp_path / "again", tool.Recipe(train=16, val=4, seed=3))
+    assert files(tmp_path / "again") == files(digits)
+    assert tool.build(tmp_path / "other", tool.Recipe(train=16, val=4, seed=4))
+    assert files(tmp_path / "other") != files(digits)
+    assert not (tmp_path / "again.partial").exists()
+
+
+def test_mmdet_reads_it_and_boxes_masks_and_semantics_agree(digits):
+    data = CocoDataset(
+        data_root=str(digits),
+        ann_file="annotations/train.json",
+        data_prefix=dict(img="train/"),
+        metainfo=dict(classes=tool.CLASSES),
+        pipeline=[dict(type="LoadImageFromFile"), dict(type="mmdet.LoadAnnotations", with_bbox=True, with_mask=True)],
+    )
+    assert len(data) == 16
+    seen = set()
+    for sample in data:
+        height, width = sample["img"].shape[:2]
+        assert height != width
+        name = sample["img_path"].rsplit("/", 1)[1]
+        semantic = np.asarray(Image.open(digits / "semantic/train" / name))
+        assert semantic.shape == (height, width)
+        union = np.zeros((height, width), bool)
+        for box, mask, label in zip(sample["gt_bboxes"].numpy(), sample["gt_masks"].masks, sample["gt_bboxes_labels"]):
+            rows, columns = np.nonzero(mask)
+            assert box.tolist() == [columns.min(), rows.min(), columns.max() + 1, rows.max() + 1]
+            assert (semantic[mask > 0] == label + 1).all()
+            assert not (union & (mask > 0)).any()
+            union |= mask > 0
+            seen.add(int(label))
+        assert (semantic[~union] == 0).all()
+    assert len(seen) == 10
+
+
+def test_train_and_val_share_no_digit_and_no_pixel(monkeypatch, tmp_path):
+    given = []
+    real = tool.compose
+
+    def compose(rng, regions, samples, targets):
+        given.append((regions, samples))
+        return real(rng, regions, samples, targets)
+
+    pictures = [np.stack([np.arange(300 * 400).reshape(300, 400) % 251] * 3, -1).astype(np.uint8)]
+    monkeypatch.setattr(tool, "photographs", lambda: pictures)
+    monkeypatch.setattr(tool, "compose", compose)
+    tool.build(tmp_path / "set", tool.Recipe(train=1, val=1))
+    (train_regions, train_samples), (val_regions, val_samples) = given
+    assert len(train_samples) + len(val_samples) == 1797
+    whole, _ = tool.digit_samples()
+    both = np.concatenate([train_samples, val_samples]).reshape(1797, -1)
+    assert np.array_equal(np.sort(both, 0), np.sort(whole.reshape(1797, -1), 0))  # a partition of all samples
+    assert not np.shares_memory(train_regions[0], val_regions[0][:, 1:])
+    assert train_regions[0].shape[1] + val_regions[0].shape[1] < 400
+
+
+def test_it_spares_what_it_did_not_make(digits, tmp_path):
+    before = files(digits)
+    recipe = tool.Recipe(train=16, val=4, seed=3)
+    assert not tool.build(digits, recipe)
+    with pytest.raises(ValueError, match="another recipe"):
+        tool.build(digits, tool.Recipe(train=17, val=4, seed=3))
+    assert files(digits) == before
+    (tmp_path / "mine").write_text("keep")
+    with pytest.raises(ValueError, match="holds other files"):
+        tool.build(tmp_path, recipe)
+    assert (tmp_path / "mine").read_text() == "keep"
+
+
+def test_command_line(tmp_path, capsys):
+    assert tool.main([str(tmp_path / "set"), "--train", "2", "--val", "1"]) == 0
+    assert "2 training and 1 validation images written to" in capsys.readouterr().out
+    assert json.loads((tmp_path / "set/recipe.json").read_text())["train"] == 2
+    with pytest.raises(SystemExit) as stop:
+        tool.main([str(tmp_path / "set"), "--train", "3", "--val", "1"])
+    assert stop.value.code == 2
+    assert "another recipe" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="train must be at least 1 image, got 0"):
+        tool.Recipe(train=0)

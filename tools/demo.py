@@ -1,0 +1,157 @@
+"""The main job in small: trains a detector with the "0010 + deformable" block on real pictures and draws it.
+
+::
+
+    python -m tools.demo                  the attended detector, into work_dirs/demo
+    python -m tools.demo --no-attention   the same detector without the block, into work_dirs/demo-plain
+
+Builds the digits-on-photographs set, runs mmdet's own training tool on ``configs/mmdet/digits/`` (minutes
+on two CPU cores) and leaves ``detections.png`` and ``sampling.png`` beside the checkpoint. An interrupted
+run resumes from its last checkpoint; a finished one only draws again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+import time
+from collections import deque
+from pathlib import Path
+
+from tools.datasets.digits_on_photographs import Recipe, build
+
+ROOT = Path(__file__).parent.parent
+DATA = ROOT / "data/digits"
+CONFIGS = ROOT / "configs/mmdet/digits"
+PROGRESS = re.compile(r"Epoch\(train\)\s+\[(\d+)\]\[ *(\d+)/(\d+)\].*?eta: (\S+).*?loss: (\S+)")
+ACCURACY = re.compile(r"coco/bbox_mAP: (\S+)\s+coco/bbox_mAP_50: (\S+)")
+
+
+def training_tool() -> Path:
+    """mmdet's ``tools/train.py``, which its package brings along."""
+    spec = importlib.util.find_spec("mmdet")
+    if spec is None or spec.origin is None:
+        raise SystemExit("tools.demo: mmdet is not installed; `make env` sets up everything this needs")
+    return Path(spec.origin).parent / ".mim/tools/train.py"
+
+
+def final_checkpoint(work_dir: Path) -> Path | None:
+    """The checkpoint of a finished training, None where it has not finished."""
+    done = work_dir / "finished.json"
+    return work_dir / json.loads(done.read_text())["checkpoint"] if done.is_file() else None
+
+
+def train(config: Path, work_dir: Path) -> Path:
+    """Run mmdet's tool on ``config``, showing its progress, and return the last checkpoint."""
+    command = [
+        sys.executable,
+        "-u",
+        str(training_tool()),
+        str(config),
+        "--work-dir",
+        str(work_dir),
+        "--resume",
+    ]
+    began, recent = time.monotonic(), deque[str](maxlen=40)
+    with subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            recent.append(line)
+            if "resumed epoch" in line:
+                print(f"  {line.split(' - ')[-1].strip()}", flush=True)
+            elif match := PROGRESS.search(line):
+                epoch, step, steps, eta, loss = match.groups()
+                print(f"  epoch {epoch:>2} {step:>3}/{steps}  loss {float(loss):.3f}  left {eta}", flush=True)
+            elif match := ACCURACY.search(line):
+                print(f"  validation: mAP {match[1]}, at IoU 0.5 {match[2]}", flush=True)
+    if process.returncode:
+        raise SystemExit(
+            f"{''.join(recent)}\ntools.demo: the training tool ended with code {process.returncode}"
+        )
+    checkpoint = Path((work_dir / "last_checkpoint").read_text().strip())
+    done = dict(checkpoint=checkpoint.name, minutes=round((time.monotonic() - began) / 60, 1))
+    (work_dir / "finished.json").write_text(json.dumps(done))
+    return checkpoint
+
+
+def history(work_dir: Path) -> tuple[list[float], list[float]]:
+    """The losses and the validation mAPs of a training, through all its interruptions."""
+    losses, accuracies = {}, {}
+    for file in sorted(work_dir.glob("*/vis_data/scalars.json")):
+        for entry in map(json.loads, file.read_text().splitlines()):
+            if "loss" in entry:
+                losses[entry["step"]] = entry["loss"]
+            elif "coco/bbox_mAP" in entry:
+                accuracies[entry["step"]] = entry["coco/bbox_mAP"]
+    return [losses[n] for n in sorted(losses)], [accuracies[n] for n in sorted(accuracies)]
+
+
+def draw_detections(config: Path, checkpoint: Path, out: Path, count: int = 6) -> None:
+    """Save ``count`` validation images with what the detector finds on them (score above 0.3)."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    from mmdet.apis import inference_detector, init_detector
+    from PIL import Image
+
+    model = init_detector(str(config), str(checkpoint), device="cpu")
+    names = model.dataset_meta["classes"]
+    figure, axes = plt.subplots(2, count // 2, figsize=(9, 6.2), dpi=80)
+    for axis, file in zip(axes.flat, sorted((DATA / "val").glob("*.png"))):
+        found = inference_detector(model, str(file)).pred_instances
+        axis.imshow(Image.open(file))
+        for (left, top, right, bottom), score, label in zip(found.bboxes, found.scores, found.labels):
+            if score > 0.3:
+                colour = plt.cm.tab10(int(label))
+                box = plt.Rectangle((left, top), right - left, bottom - top, fill=False, lw=2, color=colour)
+                axis.add_patch(box)
+                text = f"{names[label]} {score:.2f}"
+                axis.text(left, top - 2, text, size=8, color="white", backgroundcolor=colour)
+        axis.axis("off")
+    figure.tight_layout()
+    figure.savefig(out)
+    plt.close(figure)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    plain = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=plain)
+    parser.add_argument("--no-attention", action="store_true", help="the same detector without the block")
+    parser.add_argument("--work-dir", type=Path, help="default: work_dirs/demo or work_dirs/demo-plain")
+    options = parser.parse_args(arguments)
+    name, folder = ("atss_narrow-r50_fpn_digits", "demo-plain")
+    if not options.no_attention:
+        name, folder = ("atss_narrow-r50-attn0010-dcn_fpn_digits", "demo")
+    config, work_dir = CONFIGS / f"{name}.py", (options.work_dir or ROOT / "work_dirs" / folder).resolve()
+
+    recipe = Recipe()
+    print(f"1/3 data: {recipe.train} + {recipe.val} images of digits on photographs in {DATA}", flush=True)
+    build(DATA, recipe)
+    print(f"2/3 training: {config.name}, log and checkpoints in {work_dir}", flush=True)
+    checkpoint = final_checkpoint(work_dir)
+    if checkpoint is None:
+        checkpoint = train(config, work_dir)
+    losses, accuracies = history(work_dir)
+    print(f"  loss {losses[0]:.2f} -> {losses[-1]:.2f}, validation mAP {accuracies[-1]:.3f}")
+    print("3/3 pictures", flush=True)
+    pictures = [work_dir / "detections.png"]
+    draw_detections(config, checkpoint, pictures[0])
+    if not options.no_attention:
+        from tools.show_sampling import show
+
+        pictures.append(work_dir / "sampling.png")
+        show(config, checkpoint, sorted((DATA / "val").glob("*.png"))[0], pictures[1])
+    for picture in pictures:
+        print(f"  {picture}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
