@@ -111,6 +111,7 @@ inline int64_t pixels_of_bytes(const DeformConvGeometry& g, int64_t element_byte
 //       columns as above where it is defined; grad_input (N, H, W, C), of dtype accumulate_type, += ;
 //       grad_offset, grad_mask = ; what is not needed is undefined (a default-constructed Tensor).
 //   static void add_bias(rows, bias)       rows (length, out_channels) += bias
+//   static void accumulate(sum, part)      sum += part, in accumulate_type; an undefined sum is 0
 //   static ScalarType accumulate_type(t)   what gradients of input and weight are summed in
 //   static ScalarType compute_type(t)      what t is computed in
 
@@ -207,11 +208,8 @@ void deform_conv2d_backward_rows(const DeformConvGeometry& g, const DeformConvBa
     } else if (needs_weight) {
       Kernels::sample(g, input, c.offset, c.mask, columns, start, length);
     }
-    if (needs_weight) {
-      const Tensor part = to_dtype(torch::stable::matmul(transpose(grad_rows, 1, 2), columns),
-                                   Kernels::accumulate_type(columns));
-      grad_weight = grad_weight.defined() ? add(grad_weight, part) : part;
-    }
+    if (needs_weight)
+      Kernels::accumulate(grad_weight, torch::stable::matmul(transpose(grad_rows, 1, 2), columns));
   }
 }
 

@@ -391,6 +391,8 @@ struct CpuKernels {
     run(g, input, offset, mask, grad_columns, columns, grad_input, grad_offset, grad_mask, start, length);
   }
 
+  static void accumulate(Tensor& sum, const Tensor& part) { sum = sum.defined() ? add(sum, part) : part; }
+
   static Tensor channels_last(const Tensor& t) { return to_channels_last(t); }
 
   static void channels_first(const Tensor& t, const Tensor& out) {

@@ -193,6 +193,18 @@ struct CudaKernels {
     });
   }
 
+  static void accumulate(Tensor& sum, const Tensor& part) {
+    if (!sum.defined()) {
+      sum = to_dtype(part, accumulate_type(part));
+      return;
+    }
+    for_type(part.scalar_type(), [&](auto zero) {
+      using T = decltype(zero);
+      launch(accumulate_kernel<T>, divide_up(part.numel(), kThreads), data_of<accumulate_t<T>>(sum),
+             data_of<const T>(part), int64_t(part.numel()));
+    });
+  }
+
   // out (images, columns, rows) = t (images, rows, columns), with the strides given.
   static void transpose_images(const Tensor& t, const Tensor& out, int64_t images, int64_t rows,
                                int64_t columns, int64_t image_stride, int64_t row_stride) {

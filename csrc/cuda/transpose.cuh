@@ -37,6 +37,14 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
+// sum += part, both contiguous.
+template <class T>
+__global__ void __launch_bounds__(kThreads)
+    accumulate_kernel(accumulate_t<T>* __restrict__ sum, const T* __restrict__ part, int64_t count) {
+  const int64_t at = int64_t(blockIdx.x) * kThreads + threadIdx.x;
+  if (at < count) sum[at] += widen(part[at]);
+}
+
 // rows (count, width) += bias (width); N elements to a thread, N divides width.
 template <class T, int N>
 __global__ void __launch_bounds__(kThreads)

@@ -220,7 +220,7 @@ def _backward(ctx: Any, grad_output: Tensor) -> tuple:
         arguments = (grad_output, input, offset, weight, mask, *ctx.parameters, needs[0], needs_offset, needs[2])
         if input.is_cuda and torch.are_deterministic_algorithms_enabled():
             # The CUDA kernel adds with atomics; the reference's index_add has a deterministic form.
-            grads = _reference_backward(*arguments)
+            grads = _backward_by_image(*arguments)
         else:
             grads = torch.ops.attn_plugins.deform_conv2d_backward(*arguments)
     return (
@@ -235,6 +235,23 @@ def _backward(ctx: Any, grad_output: Tensor) -> tuple:
         None,
         None,
     )
+
+
+def _backward_by_image(
+    grad_output: Tensor, input: Tensor, offset: Tensor, weight: Tensor, mask: Tensor | None, *parameters: Any
+) -> tuple[Tensor, ...]:
+    """:func:`_reference_backward`, an image at a time: it holds all samples of what it is given."""
+    if input.shape[0] < 2:
+        return _reference_backward(grad_output, input, offset, weight, mask, *parameters)
+    images = [
+        _reference_backward(grad, x, o, weight, m, *parameters)
+        for grad, x, o, m in zip(
+            grad_output.split(1), input.split(1), offset.split(1),
+            [None] * len(input) if mask is None else mask.split(1),
+        )
+    ]  # fmt: skip
+    grad_input, grad_offset, grad_weight, grad_mask = zip(*images)
+    return torch.cat(grad_input), torch.cat(grad_offset), torch.stack(grad_weight).sum(0), torch.cat(grad_mask)
 
 
 def _reference_backward(
