@@ -139,7 +139,8 @@ def main(arguments: list[str] | None = None) -> int:
     if checkpoint is None:
         checkpoint = train(config, work_dir)
     losses, accuracies = history(work_dir)
-    print(f"  loss {losses[0]:.2f} -> {losses[-1]:.2f}, validation mAP {accuracies[-1]:.3f}")
+    accuracy = f"{accuracies[-1]:.3f}" if accuracies else "unknown: it detected nothing"
+    print(f"  loss {losses[0]:.2f} -> {losses[-1]:.2f}, validation mAP {accuracy}")
     print("3/3 pictures", flush=True)
     pictures = [work_dir / "detections.png"]
     draw_detections(config, checkpoint, pictures[0])

@@ -1,0 +1,75 @@
+"""The demo on a minute set and two epochs: it trains with mmdet's tool, resumes, and then only draws."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from mm_helpers import ROOT
+from PIL import Image
+
+from tools import demo
+from tools.datasets.digits_on_photographs import Recipe
+
+CONFIG = """
+_base_ = {base!r}
+data_root = {data!r}
+train_dataloader = dict(batch_size=4, num_workers=0, persistent_workers=False, dataset=dict(data_root=data_root))
+val_dataloader = dict(num_workers=0, persistent_workers=False, dataset=dict(data_root=data_root))
+val_evaluator = dict(ann_file=data_root + "annotations/val.json")
+train_cfg = dict(max_epochs={epochs}, val_interval=1)
+default_hooks = dict(logger=dict(interval=1))
+model = dict(test_cfg=dict(score_thr=0.0))  # it hardly learns here: let it detect something
+"""
+
+
+@pytest.fixture
+def small(monkeypatch, tmp_path, digits):
+    """The demo's configs on the tests' small data; call it with a number of epochs."""
+    monkeypatch.setattr(demo, "DATA", digits)
+    monkeypatch.setattr(demo, "Recipe", lambda: Recipe(train=16, val=4, seed=3))
+    monkeypatch.setattr(demo, "CONFIGS", tmp_path)
+
+    def write(epochs: int) -> None:
+        for base in (ROOT / "configs/mmdet/digits").glob("*.py"):
+            text = CONFIG.format(base=str(base), data=f"{digits}/", epochs=epochs)
+            (tmp_path / base.name).write_text(text)
+
+    return write
+
+
+def test_demo_trains_resumes_and_then_only_draws(small, tmp_path, capsys, monkeypatch):
+    work = tmp_path / "work"
+    small(epochs=1)
+    assert demo.main(["--work-dir", str(work)]) == 0
+    printed = capsys.readouterr().out
+    assert "epoch  1   4/4" in printed
+    assert "validation: mAP" in printed
+    for name in ("detections.png", "sampling.png"):
+        assert min(Image.open(work / name).size) > 200
+
+    small(epochs=2)
+    (work / "finished.json").unlink()  # as if it had been interrupted after its first epoch
+    assert demo.main(["--work-dir", str(work)]) == 0
+    printed = capsys.readouterr().out
+    assert "resumed epoch: 1" in printed
+    assert "epoch  2" in printed
+    assert "epoch  1" not in printed
+    losses, accuracies = demo.history(work)
+    assert len(losses) == 8
+    assert len(accuracies) == 2
+    assert json.loads((work / "finished.json").read_text())["checkpoint"] == "epoch_2.pth"
+
+    monkeypatch.setattr(demo, "train", lambda *_: pytest.fail("trained again"))
+    (work / "detections.png").unlink()
+    assert demo.main(["--work-dir", str(work)]) == 0
+    assert (work / "detections.png").exists()
+
+
+def test_demo_shows_why_the_training_tool_failed(small, tmp_path):
+    small(epochs=1)
+    for config in tmp_path.glob("*.py"):
+        config.write_text(config.read_text() + "custom_imports = dict(imports=['not_there'])\n")
+    with pytest.raises(SystemExit, match=r"not_there[\s\S]*ended with code 1"):
+        demo.main(["--no-attention", "--work-dir", str(tmp_path / "work")])
+    assert not (tmp_path / "work/finished.json").exists()
