@@ -1,0 +1,433 @@
+"""The operators on a CUDA device, against their float64 reference (plain PyTorch), by relative norm."""
+
+from __future__ import annotations
+
+import functools
+import os
+import runpy
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from attn_plugins.ops import _library, deform_conv1d, deform_conv2d, global_attention, reference
+from attn_plugins.ops.deform_conv import _backward_by_image, _reference_backward
+
+# The cases and helpers of the CPU's tests. (Test files are no modules under pytest's importlib mode.)
+_CPU_TESTS = runpy.run_path(str(Path(__file__).with_name("test_deform_conv.py")))
+GEOMETRIES, make, relative_error, through_reference = (
+    _CPU_TESTS[name] for name in ("GEOMETRIES", "make", "relative_error", "through_reference")
+)
+
+# cuBLAS reads it once, at its first product; without it no product runs in deterministic mode.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+cuda = pytest.mark.cuda
+DTYPES = {torch.float64: 1e-11, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+# name -> (B, C, H, W, C_out, kernel, stride, padding, dilation, groups, offset groups)
+CASES = {
+    **GEOMETRIES,
+    "a block and more": (3, 256, 50, 68, 256, (3, 3), 1, 1, 1, 1, 1),
+    "vectors": (2, 64, 17, 23, 48, (3, 3), 1, 1, 1, 2, 4),
+    "three slices": (1, 520, 9, 7, 16, (3, 3), 1, 1, 1, 1, 1),
+    "5 x 5": (2, 32, 12, 13, 24, (5, 5), 2, 2, 1, 1, 2),
+}
+
+
+def on_cuda(operands: dict, dtype: torch.dtype | None = None) -> dict:
+    return {k: v.to("cuda", dtype) if isinstance(v, Tensor) else v for k, v in operands.items()}
+
+
+def exact(operands: dict) -> dict:
+    return {k: v.detach().double() if isinstance(v, Tensor) else v for k, v in operands.items()}
+
+
+@pytest.fixture(autouse=True)
+def full_float32():
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    yield
+    torch.backends.cuda.matmul.allow_tf32 = before
+
+
+@pytest.fixture
+def deterministic():
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_backward_by_image_equals_the_whole(masked):
+    """The path of deterministic mode; it needs no GPU to be right."""
+    operands = make(GEOMETRIES["tall, stride, dilation"], masked=masked)
+    names = ("input", "offset", "weight", "mask", "stride", "padding", "dilation")
+    grad = torch.randn(deform_conv2d(**operands).shape).double()
+    arguments = (grad, *(operands[n] for n in names), 2, 2, True, True, True)
+    for part, whole in zip(_backward_by_image(*arguments), _reference_backward(*arguments)):
+        assert part.shape == whole.shape
+        assert relative_error(part, whole) < 1e-12 or whole.numel() == 0
+
+
+@cuda
+def test_the_binary_is_there():
+    assert _library.has_kernel("cuda"), _library.failures()["cuda"]
+
+
+@cuda
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("masked", [True, False], ids=["masked", "plain"])
+@pytest.mark.parametrize("name", CASES)
+def test_equals_the_reference(name, masked, dtype):
+    operands = on_cuda(make(CASES[name], dtype=dtype, masked=masked))
+    expected = cuda_gradients(through_reference, exact(operands))
+    function = poisoned(deform_conv2d)
+    for tensor, (found, wanted) in enumerate(zip(cuda_gradients(function, operands), expected)):
+        assert found.dtype == dtype
+        assert relative_error(found, wanted) < DTYPES[dtype], f"result {tensor}"
+
+
+def poisoned(function):
+    """What the allocator hands out next is NaN, so that an element that is never written shows."""
+
+    @functools.wraps(function)
+    def run(**operands):
+        junk = [torch.full((1 << n,), float("nan"), device="cuda") for n in range(8, 25, 2)]
+        del junk
+        return function(**operands)
+
+    return run
+
+
+def cuda_gradients(function, operands: dict) -> list[Tensor]:
+    names = [n for n in ("input", "offset", "weight", "bias", "mask") if operands[n] is not None]
+    leaves = {n: operands[n].detach().requires_grad_() for n in names}
+    output = function(**{**operands, **leaves})
+    grad = torch.randn(output.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return [output, *torch.autograd.grad(output, list(leaves.values()), grad.to(output))]
+
+
+@cuda
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("layout", ["channels last", "window", "transposed", "misaligned"])
+def test_layouts(layout, dtype):
+    operands = on_cuda(make(CASES["vectors"], dtype=dtype))
+    expected = cuda_gradients(through_reference, exact(operands))
+    x = operands["input"]
+    if layout == "channels last":
+        operands["input"] = x.to(memory_format=torch.channels_last)
+    elif layout == "window":
+        wide = torch.full((2, 70, 21, 29), float("nan"), dtype=dtype, device="cuda")
+        wide[:, 3:67, 2:19, 4:27] = x
+        operands["input"] = wide[:, 3:67, 2:19, 4:27]
+    elif layout == "transposed":
+        operands = {
+            k: v.mT.contiguous().mT if isinstance(v, Tensor) and v.dim() == 4 and k != "weight" else v
+            for k, v in operands.items()
+        }
+    else:
+        shifted = torch.empty(x.numel() + 1, dtype=dtype, device="cuda")[1:].view(2, 17, 23, 64).permute(0, 3, 1, 2)
+        operands["input"] = shifted.copy_(x)
+    found = cuda_gradients(deform_conv2d, operands)
+    last = layout in ("channels last", "misaligned")
+    assert found[0].is_contiguous(memory_format=torch.channels_last if last else torch.contiguous_format)
+    for a, b in zip(found, expected):
+        assert relative_error(a, b) < DTYPES[dtype]
+
+
+@cuda
+@pytest.mark.parametrize("pixels", ["64", "200", "1000000"])
+def test_any_block_size(pixels, monkeypatch):
+    monkeypatch.setenv("ATTN_PLUGINS_BLOCK_PIXELS", pixels)
+    operands = on_cuda(make(CASES["vectors"], dtype=torch.float32))
+    for found, wanted in zip(
+        cuda_gradients(deform_conv2d, operands), cuda_gradients(through_reference, exact(operands))
+    ):
+        assert relative_error(found, wanted) < 1e-5
+
+
+@cuda
+@pytest.mark.parametrize("empty", ["batch"])
+def test_empty(empty):
+    operands = on_cuda(make((0, *GEOMETRIES["square"][1:])))
+    output, *grads = cuda_gradients(deform_conv2d, operands)
+    assert output.shape == (0, 3, 6, 6)
+    assert all(torch.equal(g, torch.zeros_like(g)) for g in grads)
+
+
+@cuda
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 6e4, -6e4, 1e9, -1e9])
+def test_far_offsets_read_zero(value, dtype):
+    operands = on_cuda(make(GEOMETRIES["wide"], dtype=dtype))
+    operands["offset"][:, ::2] = value
+    output, *grads = cuda_gradients(deform_conv2d, operands)
+    bias = operands["bias"].view(1, -1, 1, 1)
+    assert torch.equal(output, bias.expand_as(output))
+    assert all(torch.isfinite(g).all() for g in grads)
+    assert not grads[0].any()
+
+
+@cuda
+def test_infinite_pixels_stay_where_they_are():
+    operands = on_cuda(make(GEOMETRIES["square"]))
+    operands["input"][:, :, 0, 0] = float("inf")
+    finite = torch.isfinite(deform_conv2d(**operands))
+    expected = torch.isfinite(through_reference(**exact(operands)))
+    assert torch.equal(finite, expected)
+
+
+@cuda
+def test_1d():
+    random = torch.Generator().manual_seed(0)
+    shapes = ((2, 24, 40), (2, 6, 40), (16, 24, 3))
+    x, offset, weight = (torch.randn(s, generator=random, dtype=torch.float64) for s in shapes)
+    found = deform_conv1d(x.cuda(), offset.cuda(), weight.cuda(), padding=1)
+    assert relative_error(found.cpu(), deform_conv1d(x, offset, weight, padding=1)) < 1e-12
+
+
+@cuda
+@pytest.mark.parametrize("masked", [True, False])
+def test_gradcheck_of_both_orders(masked):
+    operands = on_cuda(make((1, 4, 4, 5, 2, (3, 2), 1, 1, 1, 1, 2), masked=masked, spread=0.7))
+    # away from pixel borders, where the derivative jumps
+    offset = operands["offset"]
+    offset = offset.floor() + 0.1 + 0.8 * (offset - offset.floor())
+    rest = [operands[n] for n in ("input", "weight", "bias", "mask")]
+    leaves = [t if t is None else t.clone().requires_grad_() for t in (offset, *rest)]
+
+    def function(offset, input, weight, bias, mask):
+        parameters = (operands["stride"], operands["padding"], operands["dilation"])
+        return deform_conv2d(input, offset, weight, bias, *parameters, mask)
+
+    torch.autograd.gradcheck(function, leaves, nondet_tol=1e-10)
+    torch.autograd.gradgradcheck(function, leaves, nondet_tol=1e-10)
+
+
+@cuda
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
+def test_opcheck(layout):
+    operands = on_cuda(make(GEOMETRIES["groups cut offset groups"], dtype=torch.float32))
+    names = ("input", "offset", "weight", "bias", "mask")
+    leaves = [operands[n].clone().requires_grad_() for n in names]
+    leaves[0] = operands["input"].to(memory_format=layout).detach().requires_grad_()
+    parameters = ([1, 1], [0, 1], [1, 1], 3, 2)
+    torch.library.opcheck(torch.ops.attn_plugins.deform_conv2d.default, (*leaves, *parameters), rtol=1e-4, atol=1e-4)
+
+
+@cuda
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiles_without_graph_breaks(dynamic):
+    operands = on_cuda(make(GEOMETRIES["wide"], dtype=torch.float32))
+    compiled = torch.compile(deform_conv2d, fullgraph=True, dynamic=dynamic)
+    for found, wanted in zip(cuda_gradients(compiled, operands), cuda_gradients(deform_conv2d, operands)):
+        assert relative_error(found, wanted) < 1e-5
+
+
+@cuda
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_autocast(dtype):
+    operands = on_cuda(make(CASES["vectors"], dtype=torch.float32))
+    with torch.autocast("cuda", dtype):
+        found = cuda_gradients(deform_conv2d, operands)
+    assert found[0].dtype == dtype
+    assert all(g.dtype == torch.float32 for g in found[1:])
+    # offsets, too, are rounded
+    rounded = {k: v.to(dtype) if isinstance(v, Tensor) else v for k, v in operands.items()}
+    for a, b in zip(found, cuda_gradients(through_reference, exact(rounded))):
+        assert relative_error(a, b) < DTYPES[dtype]
+
+
+@cuda
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_deterministic_mode(deterministic, dtype):
+    operands = on_cuda(make(CASES["vectors"], dtype=dtype, spread=0.2))  # many samples to a pixel
+    first = cuda_gradients(deform_conv2d, operands)
+    for _ in range(3):
+        assert all(torch.equal(a, b) for a, b in zip(first, cuda_gradients(deform_conv2d, operands)))
+    for a, b in zip(first, cuda_gradients(through_reference, exact(operands))):
+        assert relative_error(a, b) < DTYPES[dtype]
+
+
+@cuda
+def test_side_stream_and_graph():
+    operands = on_cuda(make(CASES["vectors"], dtype=torch.float32))
+    expected = deform_conv2d(**operands)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        on_stream = deform_conv2d(**operands)
+    torch.cuda.current_stream().wait_stream(stream)
+    assert torch.equal(on_stream, expected)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = deform_conv2d(**operands)
+    operands["input"].mul_(2)
+    graph.replay()
+    assert relative_error(captured, deform_conv2d(**operands)) < 1e-6
+
+
+@cuda
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two devices")
+def test_runs_where_its_input_is():
+    operands = {k: v.to("cuda:1") if isinstance(v, Tensor) else v for k, v in make(CASES["vectors"]).items()}
+    found = cuda_gradients(deform_conv2d, operands)
+    assert all(t.device.index == 1 for t in found)
+    for a, b in zip(found, cuda_gradients(through_reference, exact(operands))):
+        assert relative_error(a, b) < 1e-11
+
+
+@cuda
+def test_devices_must_agree():
+    operands = on_cuda(make(GEOMETRIES["square"]))
+    with pytest.raises(ValueError, match=r"offset must be on input's device cuda:0, got cpu"):
+        deform_conv2d(**{**operands, "offset": operands["offset"].cpu()})
+
+
+@cuda
+def test_more_than_2_to_the_31_elements():
+    if torch.cuda.mem_get_info()[0] < 24 << 30:
+        pytest.skip("needs 24 GiB of free GPU memory")
+    side, step, C = 16400, 100, 8  # 2.15e9 elements
+    x = torch.empty(1, C, side, side, dtype=torch.float16, device="cuda")
+    for c in range(C):
+        x[0, c] = torch.randn(side, side, device="cuda")
+    weight = torch.eye(C, dtype=x.dtype, device="cuda").view(C, C, 1, 1)
+    offset = torch.zeros(1, 2, side // step, side // step, dtype=x.dtype, device="cuda")
+    expected = x[:, :, ::step, ::step]
+    for source in (x, x.to(memory_format=torch.channels_last)):
+        assert torch.equal(deform_conv2d(source, offset, weight, stride=step), expected)
+
+
+@cuda
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_memory(dtype):
+    """What a call needs beyond its results, against the column buffer of a whole batch: C * 9 * N * H * W elements.
+
+    In half precision the backward's float32 sums weigh double: 11 % instead of 10.
+    """
+    N, C, H, W = 16, 256, 64, 64
+    operands = on_cuda(make((N, C, H, W, C, (3, 3), 1, 1, 1, 1, 1)), dtype)
+    operands["bias"] = None
+    cuda_gradients(deform_conv2d, operands)  # cuBLAS takes its workspace
+    buffer = C * 9 * N * H * W * dtype.itemsize
+    leaves = {k: v.requires_grad_() if isinstance(v, Tensor) else v for k, v in operands.items()}
+
+    def extra(run) -> float:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        results = run()
+        sizes = sum(r.numel() * r.element_size() for r in results)
+        return (torch.cuda.max_memory_allocated() - before - sizes) / buffer
+
+    output = deform_conv2d(**leaves)
+    grad = torch.randn_like(output)
+    wanted = [v for v in leaves.values() if isinstance(v, Tensor)]
+    with torch.no_grad():
+        assert extra(lambda: [deform_conv2d(**leaves)]) <= 0.10
+    assert extra(lambda: torch.autograd.grad(output, wanted, grad)) <= (0.10 if dtype == torch.float32 else 0.11)
+
+
+# --- global attention -----------------------------------------------------------------------------------------
+
+ATTENTION = ("query", "key", "value", "row_logits", "column_logits", "key_logits")
+
+
+def attention_operands(dtype, *, B=2, M=3, Hq=7, Wq=9, Hk=5, Wk=6, d=16, absent=()) -> dict:
+    random = torch.Generator().manual_seed(0)
+    shapes = dict(
+        query=(B, M, Hq, Wq, d), key=(B, M, Hk, Wk, d), value=(B, M, Hk, Wk, d), row_logits=(B, M, Hq, Wq, Hk),
+        column_logits=(B, M, Hq, Wq, Wk), key_logits=(1, M, Hk, Wk),
+    )  # fmt: skip
+    return {
+        name: None
+        if name in absent
+        else (torch.randn(shapes[name], generator=random, dtype=torch.float64) * 0.7).to("cuda", dtype)
+        for name in ATTENTION
+    }
+
+
+def attend(query, key, value, **logits) -> Tensor:
+    return global_attention(query, key, value, **logits, scale=0.5)
+
+
+def attention_reference(query, key, value, row_logits, column_logits, key_logits) -> Tensor:
+    return reference.global_attention(query, key, value, row_logits, column_logits, key_logits, 0.5)
+
+
+def attention_gradients(function, operands: dict) -> list[Tensor]:
+    leaves = {k: None if v is None else v.detach().requires_grad_() for k, v in operands.items()}
+    output = function(**leaves)
+    grad = torch.randn(output.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    wanted = [v for v in leaves.values() if v is not None]
+    return [output, *torch.autograd.grad(output, wanted, grad.to(output))]
+
+
+@cuda
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "absent",
+    [(), ("query", "key"), ("row_logits",), ("row_logits", "column_logits", "key_logits"),
+     ("query", "key", "row_logits", "column_logits"), ("key_logits",)],
+    ids=lambda names: "without " + ", ".join(names) if names else "all terms",
+)  # fmt: skip
+@pytest.mark.parametrize("width", [16, 28, 300])  # 300: too wide to fold
+def test_global_attention(absent, dtype, width):
+    operands = attention_operands(dtype, absent=absent, d=width)
+    expected = attention_gradients(attention_reference, exact(operands))
+    for found, wanted in zip(attention_gradients(attend, operands), expected):
+        assert found.dtype == dtype
+        assert relative_error(found, wanted) < DTYPES[dtype]
+
+
+@cuda
+def test_global_attention_in_strided_and_large_maps():
+    operands = attention_operands(torch.float32, B=1, M=2, Hq=40, Wq=52, Hk=20, Wk=26)
+    operands["query"] = operands["query"].permute(0, 2, 3, 1, 4).contiguous().permute(0, 3, 1, 2, 4)
+    for a, b in zip(attention_gradients(attend, operands), attention_gradients(attention_reference, exact(operands))):
+        assert relative_error(a, b) < 1e-5
+
+
+@cuda
+def test_global_attention_masked_keys():
+    operands = attention_operands(torch.float32)
+    operands["row_logits"][..., 0] = -float("inf")
+    operands["key_logits"][..., -1] = -float("inf")
+    found = attention_gradients(attend, operands)
+    expected = attention_gradients(attention_reference, exact(operands))
+    assert all(torch.isfinite(t).all() for t in found)
+    assert relative_error(found[0], expected[0]) < 1e-5
+
+
+@cuda
+def test_global_attention_gradcheck():
+    operands = attention_operands(torch.float64, B=1, M=1, Hq=2, Wq=3, Hk=2, Wk=2, d=4)
+    leaves = tuple(t.requires_grad_() for t in operands.values())
+    function = lambda *terms: attend(**dict(zip(ATTENTION, terms)))  # noqa: E731
+    torch.autograd.gradcheck(function, leaves, nondet_tol=1e-10)
+    torch.autograd.gradgradcheck(function, leaves, nondet_tol=1e-10)
+
+
+@cuda
+def test_global_attention_opcheck_compile_autocast():
+    operands = attention_operands(torch.float32)
+    leaves = [t.requires_grad_() for t in operands.values()]
+    torch.library.opcheck(torch.ops.attn_plugins.global_attention.default, (*leaves, 0.5), rtol=1e-4, atol=1e-4)
+    compiled = torch.compile(attend, fullgraph=True)
+    eager = attention_gradients(attend, operands)
+    for a, b in zip(attention_gradients(compiled, operands), eager):
+        assert relative_error(a, b) < 1e-5
+    with torch.autocast("cuda", torch.bfloat16):
+        halved = attention_gradients(attend, operands)
+    assert halved[0].dtype == torch.bfloat16
+    assert relative_error(halved[0], eager[0]) < 3e-2
+
+
+@cuda
+def test_global_attention_deterministic_mode(deterministic):
+    operands = attention_operands(torch.bfloat16, Hq=20, Wq=20)
+    first = attention_gradients(attend, operands)
+    for _ in range(3):
+        assert all(torch.equal(a, b) for a, b in zip(first, attention_gradients(attend, operands)))
