@@ -11,15 +11,17 @@ STABLE_TORCH_LIBRARY(attn_plugins, m) {
       "Tensor? mask, int[] stride, int[] padding, int[] dilation, int groups, int offset_groups, "
       "bool needs_input, bool needs_offset, bool needs_weight) "
       "-> (Tensor grad_input, Tensor grad_offset, Tensor grad_weight, Tensor grad_mask)");
-  // One chunk of queries, in place: logits (B, M, Hc, Wc, Hk * Wk) become probabilities. `known`: the
-  // log-sum-exp is given, else written. `content`: the chunk already holds the content logits.
+  // The CPU kernels under attn_plugins::global_attention, which plugins/ops defines for every device.
+  // *_columns and *_rows are packed: (B, M, width, keys) and (B, M, keys, width), the last axis padded.
   m.def(
-      "global_attention_softmax_(Tensor(a!) logits, Tensor? row_logits, Tensor? column_logits, "
-      "Tensor? key_logits, Tensor(b!) log_sum_exp, int key_rows, bool content, bool known) -> ()");
-  // In place: gradient of the probabilities -> gradient of the logits; its sums go to row_gradient and
-  // column_gradient (written) and key_gradient (B, M, slots, Hk * Wk) (added to).
+      "global_attention_forward_(Tensor? query, Tensor? key_columns, Tensor value_rows, Tensor? row_logits, "
+      "Tensor? column_logits, Tensor? key_logits, Tensor(a!) output, Tensor(b!) log_sum_exp, int key_rows) "
+      "-> ()");
+  // Gradients of keys, values and key logits have an axis of slots after (B, M), and are added to.
   m.def(
-      "global_attention_logit_gradient_(Tensor probabilities, Tensor(a!) gradient, "
-      "Tensor(b!)? row_gradient, Tensor(c!)? column_gradient, Tensor(d!)? key_gradient, int key_rows, "
-      "int slots) -> ()");
+      "global_attention_backward_(Tensor grad_output, Tensor? query, Tensor? key_columns, Tensor? key_rows, "
+      "Tensor value_columns, Tensor? row_logits, Tensor? column_logits, Tensor? key_logits, "
+      "Tensor log_sum_exp, Tensor(a!)? grad_query, Tensor(b!)? grad_key, Tensor(c!)? grad_value, "
+      "Tensor(d!)? grad_row_logits, Tensor(e!)? grad_column_logits, Tensor(f!)? grad_key_logits, int keys, "
+      "int height, int slots) -> ()");
 }

@@ -1,12 +1,11 @@
-// The two fused passes of global attention over one chunk of queries. The dot products around them are
-// batched GEMMs of the library; what is left, and would cost a walk over the chunk per torch operator, is
-//   softmax:  s = content + row + column + key  ->  p = exp(s - max) / sum, log-sum-exp
-//   backward: dp -> ds = p * (dp - sum(p * dp)), and ds summed over rows, columns and queries.
-// A chunk is (B, M, Hc, Wc, Hk * Wk), contiguous; every logit is a strided view of it (stride 0 = broadcast).
+// Global attention on the CPU: everything between the projections in one pass over blocks of queries, one
+// parallel region a call. Here are the arguments, the choice of the instruction set and the entry points; the
+// arithmetic is in global_attention_kernel.h.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <algorithm>
 #include <bit>
 #include <cmath>
 #include <cstdint>
@@ -16,13 +15,12 @@
 
 #include "simd.h"
 
+#pragma GCC diagnostic ignored "-Wpsabi"  // vectors are never passed between functions of different targets
+
 namespace {
 
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
-
-// Partial results per vector lane: what lets the compiler vectorise a sum or a maximum without -ffast-math.
-constexpr int64_t LANES = 32;
 
 // exp(x) for x <= 0 in plain arithmetic, so that a loop over it vectorises: 2^n * e^r, |r| <= ln(2) / 2, with
 // a Taylor polynomial whose error is below one rounding. Below LOWEST the result is an exact 0; NaN stays NaN.
@@ -79,246 +77,172 @@ struct Exp<double> {
   }
 };
 
-// A (B, M, Hc, Wc, ·) view, or nothing.
+// A (B, M, Hq, Wq, ·) view, or nothing; stride 0 where it broadcasts.
 template <typename T>
 struct View {
   T* data = nullptr;
   int64_t stride[5] = {0, 0, 0, 0, 0};
 
   View() = default;
-  explicit View(const Tensor& tensor) : data(static_cast<T*>(tensor.data_ptr())) {
-    for (int64_t i = 0; i < tensor.dim(); ++i) stride[i] = tensor.stride(i);
-  }
   explicit View(const std::optional<Tensor>& tensor) {
-    if (tensor.has_value()) *this = View(*tensor);
+    if (!tensor.has_value()) return;
+    data = static_cast<T*>(tensor->data_ptr());
+    for (int64_t i = 0; i < tensor->dim(); ++i) stride[i] = tensor->stride(i);
   }
   ATTN_INLINE T* at(int64_t b, int64_t m, int64_t h, int64_t w) const {
     return data + b * stride[0] + m * stride[1] + h * stride[2] + w * stride[3];
   }
 };
 
-// Adds what there is of row, column and key logits to one query's content logits; returns the maximum.
+// What one call works on. Packed matrices are contiguous, one after the other per (b, m); null where absent.
 template <typename T>
-ATTN_INLINE T add_logits(T* __restrict s, int64_t Hk, int64_t Wk, bool content, const T* __restrict row,
-                    int64_t row_stride, const T* __restrict column, const T* __restrict key) {
-  T lane[LANES];
-  for (int64_t l = 0; l < LANES; ++l) lane[l] = -std::numeric_limits<T>::infinity();
-  T rest = -std::numeric_limits<T>::infinity();
-  for (int64_t h = 0; h < Hk; ++h) {
-    T* __restrict line = s + h * Wk;
-    const T base = row ? row[h * row_stride] : T(0);
-    if (key) {
-      const T* __restrict key_line = key + h * Wk;
-      if (content) {
-        for (int64_t w = 0; w < Wk; ++w) line[w] += column[w] + key_line[w] + base;
-      } else {
-        for (int64_t w = 0; w < Wk; ++w) line[w] = column[w] + key_line[w] + base;
-      }
-    } else if (content) {
-      for (int64_t w = 0; w < Wk; ++w) line[w] += column[w] + base;
-    } else {
-      for (int64_t w = 0; w < Wk; ++w) line[w] = column[w] + base;
-    }
-  }
-  const int64_t keys = Hk * Wk;
-  int64_t i = 0;
-  for (; i + LANES <= keys; i += LANES)
-    for (int64_t l = 0; l < LANES; ++l) lane[l] = s[i + l] > lane[l] ? s[i + l] : lane[l];
-  for (; i < keys; ++i) rest = s[i] > rest ? s[i] : rest;
-  for (int64_t l = 0; l < LANES; ++l) rest = lane[l] > rest ? lane[l] : rest;
-  return rest;
-}
-
-template <typename T>
-ATTN_INLINE T exponentials(T* __restrict s, int64_t keys, T shift) {
-  T lane[LANES] = {};
-  int64_t i = 0;
-  for (; i + LANES <= keys; i += LANES)
-    for (int64_t l = 0; l < LANES; ++l) {
-      const T p = Exp<T>::of(s[i + l] - shift);
-      s[i + l] = p;
-      lane[l] += p;
-    }
-  T sum = 0;
-  for (; i < keys; ++i) sum += (s[i] = Exp<T>::of(s[i] - shift));
-  for (int64_t l = 0; l < LANES; ++l) sum += lane[l];
-  return sum;
-}
-
-template <typename T>
-struct SoftmaxArguments {
-  int64_t B, M, H, W, Hk, Wk;
-  T* logits;
-  View<const T> row, column, key;
-  View<T> log_sum_exp;
-  bool content, known;  // known: the log-sum-exp is given, only the probabilities are wanted
+struct Problem {
+  int64_t B, M, Hq, Wq, Hk, Wk, d = 0, d_padded = 0, dv = 0, dv_padded = 0, keys_padded = 0, slots = 1;
+  View<T> query, row, column, key_logits, log_sum_exp, output, grad_output, grad_query, grad_row, grad_column;
+  const T* key_columns = nullptr;    // (d, keys_padded)
+  const T* key_rows = nullptr;       // (keys, d_padded)
+  const T* value_rows = nullptr;     // (keys, dv_padded)
+  const T* value_columns = nullptr;  // (dv, keys_padded)
+  T* grad_key = nullptr;             // (slots, keys, d_padded), added to
+  T* grad_value = nullptr;           // (slots, keys, dv_padded), added to
+  T* grad_key_logits = nullptr;      // (slots, keys), added to
+  bool logits_wanted = false;
 };
 
+namespace baseline {
+#define VECTOR_BYTES 16
+#include "global_attention_kernel.h"
+#undef VECTOR_BYTES
+}  // namespace baseline
+
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#define HAS_TARGETS
+#pragma GCC push_options
+#pragma GCC target("arch=x86-64-v3")
+namespace v3 {
+#define VECTOR_BYTES 32
+#include "global_attention_kernel.h"
+#undef VECTOR_BYTES
+}  // namespace v3
+#pragma GCC pop_options
+#pragma GCC push_options
+#pragma GCC target("arch=x86-64-v4,prefer-vector-width=512")
+namespace v4 {
+#define VECTOR_BYTES 64
+#include "global_attention_kernel.h"
+#undef VECTOR_BYTES
+}  // namespace v4
+#pragma GCC pop_options
+
+int instruction_set() {
+  static const int level = [] {
+    __builtin_cpu_init();
+    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return 1;
+    const bool wide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+    return wide ? 4 : 3;
+  }();
+  return level;
+}
+#endif
+
 template <typename T>
-ATTN_INLINE void softmax_queries(const SoftmaxArguments<T>& a, int64_t begin, int64_t end, T* scratch) {
-  const int64_t keys = a.Hk * a.Wk;
-  for (int64_t i = begin; i < end; ++i) {
-    const int64_t w = i % a.W, h = i / a.W % a.H, m = i / (a.W * a.H) % a.M, b = i / (a.W * a.H * a.M);
-    T* s = a.logits + i * keys;
-    const T* column = scratch;
-    if (a.column.data) {
-      const T* from = a.column.at(b, m, h, w);
-      if (a.column.stride[4] == 1) {
-        column = from;
-      } else {
-        for (int64_t k = 0; k < a.Wk; ++k) scratch[k] = from[k * a.column.stride[4]];
-      }
-    }
-    const T* row = a.row.data ? a.row.at(b, m, h, w) : nullptr;
-    const T* key = a.key.data ? a.key.data + b * a.key.stride[0] + m * a.key.stride[1] : nullptr;
-    const T top = add_logits(s, a.Hk, a.Wk, a.content, row, a.row.stride[4], column, key);
-    T* stored = a.log_sum_exp.at(b, m, h, w);
-    if (a.known) {
-      exponentials(s, keys, *stored);
-      continue;
-    }
-    // All keys masked: no probability anywhere, and a log-sum-exp that repeats this in the backward.
-    const bool masked = top == -std::numeric_limits<T>::infinity();
-    const T sum = exponentials(s, keys, masked ? T(0) : top);
-    const T scale = masked ? T(0) : T(1) / sum;
-    for (int64_t k = 0; k < keys; ++k) s[k] *= scale;
-    *stored = masked ? std::numeric_limits<T>::infinity() : top + std::log(sum);
+void run(const Problem<T>& p, bool backward) {
+  auto* range = backward ? static_cast<void (*)(const Problem<T>&, int64_t, int64_t)>(baseline::backward_range)
+                         : static_cast<void (*)(const Problem<T>&, int64_t, int64_t)>(baseline::forward_range);
+#ifdef HAS_TARGETS
+  if (instruction_set() == 4) {
+    range = backward ? static_cast<decltype(range)>(v4::backward_range)
+                     : static_cast<decltype(range)>(v4::forward_range);
+  } else if (instruction_set() == 3) {
+    range = backward ? static_cast<decltype(range)>(v3::backward_range)
+                     : static_cast<decltype(range)>(v3::forward_range);
   }
-}
-
-ATTN_TARGETS void softmax_range(const SoftmaxArguments<float>& a, int64_t begin, int64_t end, float* scratch) {
-  softmax_queries(a, begin, end, scratch);
-}
-ATTN_TARGETS void softmax_range(const SoftmaxArguments<double>& a, int64_t begin, int64_t end, double* scratch) {
-  softmax_queries(a, begin, end, scratch);
+#endif
+  const int64_t blocks = (p.Hq * p.Wq + baseline::BLOCK - 1) / baseline::BLOCK;
+  const int64_t tasks = p.B * p.M * (backward ? p.slots : blocks);
+  torch::stable::parallel_for(0, tasks, 1, [&](int64_t begin, int64_t end) { range(p, begin, end); });
 }
 
 template <typename T>
-void softmax(Tensor& logits, const std::optional<Tensor>& row, const std::optional<Tensor>& column,
-             const std::optional<Tensor>& key, Tensor& log_sum_exp, int64_t Hk, bool content, bool known) {
-  SoftmaxArguments<T> a;
-  a.B = logits.size(0), a.M = logits.size(1), a.H = logits.size(2), a.W = logits.size(3);
-  a.Hk = Hk, a.Wk = logits.size(4) / Hk;
-  a.logits = static_cast<T*>(logits.data_ptr());
-  a.row = View<const T>(row), a.column = View<const T>(column), a.key = View<const T>(key);
-  a.log_sum_exp = View<T>(log_sum_exp);
-  a.content = content, a.known = known;
-  torch::stable::parallel_for(0, a.B * a.M * a.H * a.W, 8, [&](int64_t begin, int64_t end) {
-    std::vector<T> scratch(a.Wk, T(0));  // one query's column logits where they are strided or absent
-    softmax_range(a, begin, end, scratch.data());
-  });
+T* pointer(const std::optional<Tensor>& tensor) {
+  return tensor.has_value() ? static_cast<T*>(tensor->data_ptr()) : nullptr;
 }
 
 template <typename T>
-struct GradientArguments {
-  int64_t B, M, H, W, Hk, Wk, slots;
-  const T* probabilities;
-  T* gradient;
-  View<T> row, column;
-  T* key;  // (B, M, slots, Hk * Wk) partial sums over the queries, added to
-};
-
-template <typename T>
-ATTN_INLINE T dot(const T* __restrict p, const T* __restrict g, int64_t keys) {
-  T lane[LANES] = {};
-  int64_t i = 0;
-  for (; i + LANES <= keys; i += LANES)
-    for (int64_t l = 0; l < LANES; ++l) lane[l] += p[i + l] * g[i + l];
-  T sum = 0;
-  for (; i < keys; ++i) sum += p[i] * g[i];
-  for (int64_t l = 0; l < LANES; ++l) sum += lane[l];
-  return sum;
-}
-
-// Task t = (b, m, slot): all queries h, w of one head whose number falls into the slot, in order.
-template <typename T>
-ATTN_INLINE void gradient_tasks(const GradientArguments<T>& a, int64_t begin, int64_t end, T* scratch) {
-  const int64_t keys = a.Hk * a.Wk, queries = a.H * a.W;
-  for (int64_t task = begin; task < end; ++task) {
-    const int64_t slot = task % a.slots, m = task / a.slots % a.M, b = task / (a.slots * a.M);
-    T* key = a.key ? a.key + task * keys : nullptr;
-    for (int64_t q = queries * slot / a.slots; q < queries * (slot + 1) / a.slots; ++q) {
-      const int64_t h = q / a.W, w = q % a.W, offset = ((b * a.M + m) * queries + q) * keys;
-      const T* __restrict p = a.probabilities + offset;
-      T* __restrict g = a.gradient + offset;
-      const T mean = dot(p, g, keys);
-      for (int64_t k = 0; k < keys; ++k) g[k] = p[k] * (g[k] - mean);
-      if (key)
-        for (int64_t k = 0; k < keys; ++k) key[k] += g[k];
-      if (a.row.data) {
-        T* row = a.row.at(b, m, h, w);
-        for (int64_t y = 0; y < a.Hk; ++y) {
-          T lane[LANES] = {};
-          const T* line = g + y * a.Wk;
-          int64_t x = 0;
-          for (; x + LANES <= a.Wk; x += LANES)
-            for (int64_t l = 0; l < LANES; ++l) lane[l] += line[x + l];
-          T sum = 0;
-          for (; x < a.Wk; ++x) sum += line[x];
-          if (a.Wk >= LANES)
-            for (int64_t l = 0; l < LANES; ++l) sum += lane[l];
-          row[y * a.row.stride[4]] = sum;
-        }
-      }
-      if (a.column.data) {
-        for (int64_t x = 0; x < a.Wk; ++x) scratch[x] = g[x];
-        for (int64_t y = 1; y < a.Hk; ++y)
-          for (int64_t x = 0; x < a.Wk; ++x) scratch[x] += g[y * a.Wk + x];
-        T* column = a.column.at(b, m, h, w);
-        for (int64_t x = 0; x < a.Wk; ++x) column[x * a.column.stride[4]] = scratch[x];
-      }
-    }
-  }
-}
-
-ATTN_TARGETS void gradient_range(const GradientArguments<float>& a, int64_t begin, int64_t end, float* scratch) {
-  gradient_tasks(a, begin, end, scratch);
-}
-ATTN_TARGETS void gradient_range(const GradientArguments<double>& a, int64_t begin, int64_t end, double* scratch) {
-  gradient_tasks(a, begin, end, scratch);
+Problem<T> problem(const std::optional<Tensor>& query, const std::optional<Tensor>& key_columns,
+                   const std::optional<Tensor>& row, const std::optional<Tensor>& column,
+                   const std::optional<Tensor>& key_logits, const Tensor& log_sum_exp, int64_t Hk, int64_t keys) {
+  Problem<T> p;
+  p.B = log_sum_exp.size(0), p.M = log_sum_exp.size(1), p.Hq = log_sum_exp.size(2), p.Wq = log_sum_exp.size(3);
+  p.Hk = Hk, p.Wk = keys / Hk;
+  p.query = View<T>(query), p.row = View<T>(row), p.column = View<T>(column), p.key_logits = View<T>(key_logits);
+  p.log_sum_exp = View<T>(log_sum_exp);
+  p.key_columns = pointer<T>(key_columns);
+  if (query.has_value()) p.d = query->size(4);
+  // The paddings follow the packing: whole vectors of 64 bytes, and four of them for the keys.
+  const int64_t lanes = 64 / sizeof(T);
+  p.d_padded = (p.d + lanes - 1) / lanes * lanes;
+  p.keys_padded = (keys + 4 * lanes - 1) / (4 * lanes) * (4 * lanes);
+  return p;
 }
 
 template <typename T>
-void logit_gradient(const Tensor& probabilities, Tensor& gradient, const std::optional<Tensor>& row,
-                    const std::optional<Tensor>& column, const std::optional<Tensor>& key, int64_t Hk,
-                    int64_t slots) {
-  GradientArguments<T> a;
-  a.B = gradient.size(0), a.M = gradient.size(1), a.H = gradient.size(2), a.W = gradient.size(3);
-  a.Hk = Hk, a.Wk = gradient.size(4) / Hk, a.slots = slots;
-  a.probabilities = static_cast<const T*>(probabilities.data_ptr());
-  a.gradient = static_cast<T*>(gradient.data_ptr());
-  a.row = View<T>(row), a.column = View<T>(column);
-  a.key = key.has_value() ? static_cast<T*>(key->data_ptr()) : nullptr;
-  torch::stable::parallel_for(0, a.B * a.M * slots, 1, [&](int64_t begin, int64_t end) {
-    std::vector<T> scratch(a.Wk);
-    gradient_range(a, begin, end, scratch.data());
-  });
+void forward(const std::optional<Tensor>& query, const std::optional<Tensor>& key_columns, const Tensor& value_rows,
+             const std::optional<Tensor>& row, const std::optional<Tensor>& column,
+             const std::optional<Tensor>& key_logits, const Tensor& output, const Tensor& log_sum_exp, int64_t Hk) {
+  auto p = problem<T>(query, key_columns, row, column, key_logits, log_sum_exp, Hk, value_rows.size(2));
+  p.value_rows = static_cast<const T*>(value_rows.data_ptr());
+  p.output = View<T>(output);
+  p.dv = output.size(4), p.dv_padded = value_rows.size(3);
+  run(p, false);
 }
 
-void softmax_entry(Tensor logits, std::optional<Tensor> row, std::optional<Tensor> column,
-                   std::optional<Tensor> key, Tensor log_sum_exp, int64_t key_rows, bool content, bool known) {
-  if (logits.scalar_type() == ScalarType::Double) {
-    softmax<double>(logits, row, column, key, log_sum_exp, key_rows, content, known);
-  } else {
-    STD_TORCH_CHECK(logits.scalar_type() == ScalarType::Float, "logits must be float32 or float64");
-    softmax<float>(logits, row, column, key, log_sum_exp, key_rows, content, known);
-  }
+template <typename T>
+void backward(const Tensor& grad_output, const std::optional<Tensor>& query,
+              const std::optional<Tensor>& key_columns, const std::optional<Tensor>& key_rows,
+              const Tensor& value_columns, const std::optional<Tensor>& row, const std::optional<Tensor>& column,
+              const std::optional<Tensor>& key_logits, const Tensor& log_sum_exp,
+              const std::optional<Tensor>& grad_query, const std::optional<Tensor>& grad_key,
+              const std::optional<Tensor>& grad_value, const std::optional<Tensor>& grad_row,
+              const std::optional<Tensor>& grad_column, const std::optional<Tensor>& grad_key_logits, int64_t keys,
+              int64_t Hk, int64_t slots) {
+  auto p = problem<T>(query, key_columns, row, column, key_logits, log_sum_exp, Hk, keys);
+  p.key_rows = pointer<const T>(key_rows);
+  p.value_columns = static_cast<const T*>(value_columns.data_ptr());
+  p.grad_output = View<T>(grad_output), p.grad_query = View<T>(grad_query);
+  p.grad_row = View<T>(grad_row), p.grad_column = View<T>(grad_column);
+  p.grad_key = pointer<T>(grad_key), p.grad_value = pointer<T>(grad_value);
+  p.grad_key_logits = pointer<T>(grad_key_logits);
+  const int64_t lanes = 64 / sizeof(T);
+  p.dv = grad_output.size(4), p.dv_padded = (p.dv + lanes - 1) / lanes * lanes;
+  p.slots = slots;
+  p.logits_wanted = p.grad_query.data || p.grad_key || p.grad_row.data || p.grad_column.data || p.grad_key_logits;
+  run(p, true);
 }
 
-void gradient_entry(Tensor probabilities, Tensor gradient, std::optional<Tensor> row,
-                    std::optional<Tensor> column, std::optional<Tensor> key, int64_t key_rows,
-                    int64_t slots) {
-  if (gradient.scalar_type() == ScalarType::Double) {
-    logit_gradient<double>(probabilities, gradient, row, column, key, key_rows, slots);
-  } else {
-    STD_TORCH_CHECK(gradient.scalar_type() == ScalarType::Float, "gradient must be float32 or float64");
-    logit_gradient<float>(probabilities, gradient, row, column, key, key_rows, slots);
-  }
+void forward_entry(std::optional<Tensor> query, std::optional<Tensor> key_columns, Tensor value_rows,
+                   std::optional<Tensor> row, std::optional<Tensor> column, std::optional<Tensor> key_logits,
+                   Tensor output, Tensor log_sum_exp, int64_t Hk) {
+  auto* typed = value_rows.scalar_type() == ScalarType::Double ? forward<double> : forward<float>;
+  typed(query, key_columns, value_rows, row, column, key_logits, output, log_sum_exp, Hk);
+}
+
+void backward_entry(Tensor grad_output, std::optional<Tensor> query, std::optional<Tensor> key_columns,
+                    std::optional<Tensor> key_rows, Tensor value_columns, std::optional<Tensor> row,
+                    std::optional<Tensor> column, std::optional<Tensor> key_logits, Tensor log_sum_exp,
+                    std::optional<Tensor> grad_query, std::optional<Tensor> grad_key,
+                    std::optional<Tensor> grad_value, std::optional<Tensor> grad_row,
+                    std::optional<Tensor> grad_column, std::optional<Tensor> grad_key_logits, int64_t keys,
+                    int64_t Hk, int64_t slots) {
+  auto* typed = value_columns.scalar_type() == ScalarType::Double ? backward<double> : backward<float>;
+  typed(grad_output, query, key_columns, key_rows, value_columns, row, column, key_logits, log_sum_exp, grad_query,
+        grad_key, grad_value, grad_row, grad_column, grad_key_logits, keys, Hk, slots);
 }
 
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(attn_plugins, CPU, m) {
-  m.impl("global_attention_softmax_", TORCH_BOX(&softmax_entry));
-  m.impl("global_attention_logit_gradient_", TORCH_BOX(&gradient_entry));
+  m.impl("global_attention_forward_", TORCH_BOX(&forward_entry));
+  m.impl("global_attention_backward_", TORCH_BOX(&backward_entry));
 }

@@ -1,7 +1,6 @@
-"""Global attention over chunks of queries: GEMM, fused softmax, GEMM, in a workspace that stays in cache.
+"""Global attention in plain PyTorch, chunk by chunk: for devices and widths that no other path serves.
 
-Only one chunk's logits exist at a time, so memory is O(N). The fused passes between the GEMMs are compiled
-(``csrc/cpu/global_attention.cpp``); where no binary serves the device, plain torch operators take their place.
+Only one chunk of queries has its logits written out at a time, so memory is O(N).
 
 Shapes: B batch, M heads, (Hq, Wq) queries, (Hk, Wk) keys, d and dv widths; (b, h, w) a chunk's slices of
 batch, query rows and query columns.
@@ -14,11 +13,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from . import _library
-
-# Bytes of one chunk's logits, per thread on a CPU, where they should stay in the caches between the GEMMs.
-WORKSPACE = {"cpu": 2 << 20, "cuda": 64 << 20}
-_KEY_SLOTS = 4  # partial sums of the key logits' gradient per head: work for threads, whatever their number
+WORKSPACE = {"cpu": 4 << 20, "cuda": 64 << 20}  # bytes of one chunk's logits
 
 
 def chunks(B: int, M: int, Hq: int, Wq: int, keys: int, budget: int) -> Iterator[tuple[slice, slice, slice]]:
@@ -66,10 +61,7 @@ class Problem:
         if key_logits is not None:
             self.key_logits = key_logits.to(dtype).flatten(2).contiguous().expand(B, M, self.keys)
         self.device = value.device
-        budget = WORKSPACE["cuda"]
-        if self.device.type == "cpu":
-            budget = WORKSPACE["cpu"] * max(2, torch.get_num_threads())
-        budget //= self.value.element_size()
+        budget = WORKSPACE["cpu" if self.device.type == "cpu" else "cuda"] // self.value.element_size()
         self.chunks = list(chunks(*self.shape, self.keys, budget))
 
     def workspace(self) -> Tensor:
@@ -103,8 +95,7 @@ class Problem:
         if self.query is not None and self.key is not None:
             query = rows_of(self.query[b, :, h, w])
             torch.bmm(query, self.key[b].flatten(0, 1).transpose(1, 2), out=matrices)
-        fused = torch.ops.attn_plugins.global_attention_softmax_ if self.compiled else _softmax_
-        fused(
+        _softmax_(
             self.grid(matrices, chunk),
             None if self.row is None else self.row[b, :, h, w],
             None if self.column is None else self.column[b, :, h, w],
@@ -115,10 +106,6 @@ class Problem:
             known,
         )
         return matrices
-
-    @property
-    def compiled(self) -> bool:
-        return self.device.type == "cpu" and _library.has_kernel("cpu")
 
 
 def arithmetic_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -161,10 +148,9 @@ def backward(problem: Problem, grad_output: Tensor, lse: Tensor, scale: float, g
 
     sum_value = zeros(grad_value, problem.keys, value.shape[-1])
     sum_key = zeros(grad_key, problem.keys, 0 if problem.key is None else problem.key.shape[-1])
-    key_sums = zeros(grad_key_logits, _KEY_SLOTS, problem.keys)
+    key_sums = zeros(grad_key_logits, problem.keys)
     first = problem.workspace()
     second = problem.workspace() if any(g is not None for i, g in enumerate(grads) if i != 2) else None
-    fused = torch.ops.attn_plugins.global_attention_logit_gradient_ if problem.compiled else _logit_gradient_
     for chunk in problem.chunks:
         b, h, w = chunk
         weights = problem.probabilities(first, chunk, lse, known=True)
@@ -175,14 +161,13 @@ def backward(problem: Problem, grad_output: Tensor, lse: Tensor, scale: float, g
             continue
         slopes = problem.matrices(second, chunk)
         torch.bmm(grad, value[b].flatten(0, 1).transpose(1, 2), out=slopes)
-        fused(
+        _logit_gradient_(
             problem.grid(weights, chunk),
             problem.grid(slopes, chunk),
             row_sum.room(chunk),
             column_sum.room(chunk),
             None if key_sums is None else key_sums[b],
             problem.Hk,
-            _KEY_SLOTS,
         )
         row_sum.add(chunk)
         column_sum.add(chunk)
@@ -197,7 +182,7 @@ def backward(problem: Problem, grad_output: Tensor, lse: Tensor, scale: float, g
     if grad_key is not None and sum_key is not None:
         grad_key.copy_(sum_key.mul_(scale).view(grad_key.shape))
     if grad_key_logits is not None and key_sums is not None:
-        total = key_sums.sum(2).view(B, M, problem.Hk, problem.Wk)
+        total = key_sums.view(B, M, problem.Hk, problem.Wk)
         grad_key_logits.copy_(total.sum_to_size(grad_key_logits.shape))
 
 
@@ -236,7 +221,7 @@ class _BroadcastSum:
             self.grad.copy_(self.sum)
 
 
-# --- the fused passes in plain torch, for devices that no binary serves -------------------------------------------
+# --- the two passes between the matrix products -------------------------------------------------------------------
 
 
 def _softmax_(
@@ -271,7 +256,6 @@ def _logit_gradient_(
     column_gradient: Tensor | None,
     key_gradient: Tensor | None,
     key_rows: int,
-    slots: int,
 ) -> None:
     gradient.mul_(probabilities)
     gradient.addcmul_(probabilities, gradient.sum(-1, keepdim=True), value=-1)
@@ -281,4 +265,4 @@ def _logit_gradient_(
     if column_gradient is not None:
         column_gradient.copy_(grid.sum(-2))
     if key_gradient is not None:
-        key_gradient[:, :, 0] += gradient.sum((2, 3))
+        key_gradient += gradient.sum((2, 3))

@@ -1,9 +1,10 @@
 """Region "everywhere": two-dimensional attention over all keys, with factored position logits.
 
-Three ways to compute it, chosen by what the arguments hold, never by a flag:
-    * no term depends on both a query and a key position: the weights factorise and plain matrix products do;
+Four ways to compute it, chosen by what the arguments hold, never by a flag:
+    * the weights are the same for all queries, or a product of rows' and columns': plain matrix products do;
+    * CPU: one compiled pass over blocks of queries (``_global_attention_cpu``);
     * CUDA and not too wide: all terms folded into the library's fused attention (``_global_attention_folding``);
-    * else chunks of queries through GEMMs and fused passes (``_global_attention_chunks``).
+    * else plain PyTorch over chunks of queries (``_global_attention_chunks``).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from . import _global_attention_chunks as chunked
+from . import _global_attention_cpu as cpu
 from . import _global_attention_folding as folding
 from . import _library, reference
 from ._arguments import check_dim, check_tensors
@@ -202,8 +204,9 @@ def _forward(query, key, value, row_logits, column_logits, key_logits, scale):
             lse.fill_(float("inf"))
         elif _folds(terms):
             folding.forward(terms, scale, output, lse)
+        elif _compiled(value):
+            cpu.forward(terms, scale, output, lse)
         else:
-            _explain(value.device.type)
             chunked.forward(chunked.Problem(*terms, scale, _grid(terms)), output, lse)
     return output, lse
 
@@ -219,14 +222,15 @@ def _backward(grad_output, query, key, value, row_logits, column_logits, key_log
         # The fused backward adds with atomics on CUDA; the chunks' sums have a fixed order.
         elif _folds(terms) and not torch.are_deterministic_algorithms_enabled():
             folding.backward(grad_output, terms, output, lse, scale, grads)
+        elif _compiled(value):
+            cpu.backward(grad_output, terms, lse, scale, grads)
         else:
             chunked.backward(chunked.Problem(*terms, scale, _grid(terms)), grad_output, lse, scale, grads)
     return tuple(results)
 
 
-def _explain(device_type: str) -> None:
-    if device_type == "cpu" and not _library.has_kernel("cpu"):
-        _library.explain_once("cpu")
+def _compiled(value: Tensor) -> bool:
+    return value.device.type == "cpu" and _library.serves("cpu")
 
 
 def _fake_forward(query, key, value, row_logits, column_logits, key_logits, scale):

@@ -98,32 +98,48 @@ def test_equals_the_definition_in_loops(terms, broadcast):
     close(reference.global_attention(*arguments, 0.7), expected)
 
 
+@pytest.fixture(params=["compiled", "plain"])
+def path(request, monkeypatch):
+    """The compiled kernels, and what stands in for them where there are none."""
+    if request.param == "plain":
+        monkeypatch.setattr(_library, "serves", lambda device_type: False)
+    elif not _library.has_kernel("cpu"):
+        pytest.skip("no CPU binary")
+    return request.param
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("broadcast", [False, True])
 @pytest.mark.parametrize("terms", COMBINATIONS)
-def test_gradients_equal_the_reference(terms, broadcast, dtype):
-    arguments = make(terms, broadcast=broadcast, dtype=dtype)
+def test_gradients_equal_the_reference(terms, broadcast, dtype, path):
+    check_against_reference(make(terms, broadcast=broadcast, dtype=dtype), dtype)
+
+
+@pytest.mark.parametrize("terms", [ALL, (False, True, True, True), (True, False, True, False)])
+@pytest.mark.parametrize("budget", [1, 40, 130, 10**6])
+def test_chunks_of_any_size(terms, budget, monkeypatch):
+    monkeypatch.setitem(chunked.WORKSPACE, "cpu", budget * 8)
+    monkeypatch.setattr(_library, "serves", lambda device_type: False)
+    for broadcast in (False, True):
+        check_against_reference(make(terms, B=3, broadcast=broadcast))
+
+
+def check_against_reference(arguments, dtype=torch.float64):
     exact = tuple(None if t is None else t.double() for t in arguments)
+    half = dtype in (torch.float16, torch.bfloat16)
     expected = gradients(lambda a: reference.global_attention(*a, 0.7), exact)
     for actual, wanted in zip(gradients(attend, arguments), expected):
         assert actual.dtype == dtype
-        close(actual, wanted, dtype, factor=20 if dtype in (torch.float16, torch.bfloat16) else 4)
+        close(actual, wanted, dtype, factor=20 if half else 4)
     close(attend(arguments), reference.global_attention(*exact, 0.7), dtype, factor=2)
 
 
-@pytest.mark.parametrize("budget", [1, 40, 130, 10**6])
-@pytest.mark.parametrize("compiled", [True, False])
-def test_chunks_of_any_size_and_plain_torch_passes(budget, compiled, monkeypatch):
-    if compiled and not _library.has_kernel("cpu"):
-        pytest.skip("no CPU binary")
-    monkeypatch.setitem(chunked.WORKSPACE, "cpu", budget * 8)
-    monkeypatch.setattr(chunked.Problem, "compiled", compiled)
-    for terms, broadcast in itertools.product([ALL, (False, True, True, True), (True, False, True, False)], (0, 1)):
-        arguments = make(terms, B=3, broadcast=bool(broadcast))
-        close(attend(arguments), reference.global_attention(*arguments, 0.7))
-        expected = gradients(lambda a: reference.global_attention(*a, 0.7), arguments)
-        for actual, wanted in zip(gradients(attend, arguments), expected):
-            close(actual, wanted)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("d, dv", [(1, 1), (16, 8), (17, 33), (40, 70)])
+def test_sizes_around_the_blocks_and_vectors(d, dv, dtype):
+    """Widths and numbers of keys below, at and above whole vectors; queries around whole blocks."""
+    for grid, keys in (((4, 6), (8, 8)), ((5, 5), (1, 65)), ((1, 47), (3, 43))):
+        check_against_reference(make(ALL, B=1, M=2, grid=grid, keys=keys, d=d, dv=dv, dtype=dtype), dtype)
 
 
 def test_chunks_cover_every_query_once():
@@ -148,7 +164,7 @@ def test_gradcheck(terms):
         return attend([None if t is None else next(found) for t in arguments])
 
     assert gradcheck(function, present)
-    assert gradgradcheck(function, present)
+    assert gradgradcheck(function, present, fast_mode=True)
 
 
 def test_gradgradcheck_of_a_part():
@@ -187,11 +203,7 @@ def masked_arguments(dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("compiled", [True, False])
-def test_masked_keys(dtype, compiled, monkeypatch):
-    if compiled and not _library.has_kernel("cpu"):
-        pytest.skip("no CPU binary")
-    monkeypatch.setattr(chunked.Problem, "compiled", compiled)
+def test_masked_keys(dtype, path):
     arguments = masked_arguments(dtype)
     output = attend(arguments)
     close(output[:, :, 0], arguments[2][:, :, :1, 0].expand_as(output[:, :, 0]), dtype)

@@ -1,0 +1,298 @@
+// The arithmetic of global attention for one instruction set. global_attention.cpp includes this file once per
+// set, inside a namespace and under a target pragma, with VECTOR_BYTES defined; so no include guard and no
+// include of its own. Explicit vectors keep the accumulators of the products in registers.
+//
+// A task works on blocks of BLOCK queries of one head. Its logits stay in the second-level cache from the first
+// product to the last. Keys, values and gradients are padded to whole vectors of 64 bytes; pads hold zeros.
+
+constexpr int64_t BLOCK = 24;
+constexpr int64_t LANES = 32;  // partial sums that let a plain loop vectorise without -ffast-math
+
+template <typename T>
+struct Vector {
+  typedef T type __attribute__((vector_size(VECTOR_BYTES), aligned(alignof(T)), may_alias));
+  static constexpr int64_t lanes = VECTOR_BYTES / sizeof(T);
+};
+
+// --- C (rows x columns) (+)= A (rows x depth, any strides) * B (depth x columns, rows contiguous) --------------
+
+template <typename T, int ROWS, int VECTORS>
+ATTN_INLINE void product_tile(const T* A, int64_t a_row, int64_t a_depth, const T* B, int64_t b_row, T* C,
+                              int64_t c_row, int64_t depth, bool add) {
+  using V = typename Vector<T>::type;
+  constexpr int64_t lanes = Vector<T>::lanes;
+  V sum[ROWS][VECTORS];
+#pragma GCC unroll 16
+  for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 4
+    for (int v = 0; v < VECTORS; ++v)
+      sum[r][v] = add ? *reinterpret_cast<const V*>(C + r * c_row + v * lanes) : V{};
+  for (int64_t k = 0; k < depth; ++k) {
+    V b[VECTORS];
+#pragma GCC unroll 4
+    for (int v = 0; v < VECTORS; ++v) b[v] = *reinterpret_cast<const V*>(B + k * b_row + v * lanes);
+#pragma GCC unroll 16
+    for (int r = 0; r < ROWS; ++r) {
+      const T a = A[r * a_row + k * a_depth];
+#pragma GCC unroll 4
+      for (int v = 0; v < VECTORS; ++v) sum[r][v] += a * b[v];
+    }
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 4
+    for (int v = 0; v < VECTORS; ++v) *reinterpret_cast<V*>(C + r * c_row + v * lanes) = sum[r][v];
+}
+
+template <typename T, int ROWS, int VECTORS>
+void product_columns(const T* A, int64_t a_row, int64_t a_depth, const T* B, int64_t b_row, T* C, int64_t c_row,
+                     int64_t rows, int64_t depth, bool add) {
+  int64_t i = 0;
+  for (; i + ROWS <= rows; i += ROWS)
+    product_tile<T, ROWS, VECTORS>(A + i * a_row, a_row, a_depth, B, b_row, C + i * c_row, c_row, depth, add);
+  for (; i < rows; ++i)
+    product_tile<T, 1, VECTORS>(A + i * a_row, a_row, a_depth, B, b_row, C + i * c_row, c_row, depth, add);
+}
+
+// Tiles fill the registers: 32 of 64 bytes (x86-64-v4), else 16.
+template <typename T>
+void product(const T* A, int64_t a_row, int64_t a_depth, const T* B, int64_t b_row, T* C, int64_t c_row,
+             int64_t rows, int64_t columns, int64_t depth, bool add) {
+  constexpr int64_t lanes = Vector<T>::lanes;
+  int64_t j = 0;
+  if constexpr (VECTOR_BYTES == 64) {
+    for (; j + 4 * lanes <= columns; j += 4 * lanes)
+      product_columns<T, 6, 4>(A, a_row, a_depth, B + j, b_row, C + j, c_row, rows, depth, add);
+    for (; j + 2 * lanes <= columns; j += 2 * lanes)
+      product_columns<T, 12, 2>(A, a_row, a_depth, B + j, b_row, C + j, c_row, rows, depth, add);
+    for (; j < columns; j += lanes)
+      product_columns<T, 12, 1>(A, a_row, a_depth, B + j, b_row, C + j, c_row, rows, depth, add);
+  } else {
+    for (; j < columns; j += 2 * lanes)
+      product_columns<T, 6, 2>(A, a_row, a_depth, B + j, b_row, C + j, c_row, rows, depth, add);
+  }
+}
+
+// --- softmax and its gradient over one query's row of logits ---------------------------------------------------
+
+// Adds what there is of row, column and key logits to the content logits.
+template <typename T>
+ATTN_INLINE void add_logits(T* __restrict s, int64_t Hk, int64_t Wk, const T* row, int64_t row_stride,
+                            const T* __restrict column, const T* __restrict key) {
+  for (int64_t h = 0; h < Hk; ++h) {
+    T* __restrict line = s + h * Wk;
+    const T base = row ? row[h * row_stride] : T(0);
+    if (key) {
+      const T* __restrict key_line = key + h * Wk;
+      for (int64_t w = 0; w < Wk; ++w) line[w] += column[w] + key_line[w] + base;
+    } else {
+      for (int64_t w = 0; w < Wk; ++w) line[w] += column[w] + base;
+    }
+  }
+}
+
+template <typename T>
+ATTN_INLINE T maximum(const T* s, int64_t keys) {
+  T lane[LANES];
+  T result = -std::numeric_limits<T>::infinity();
+  for (int64_t l = 0; l < LANES; ++l) lane[l] = result;
+  int64_t i = 0;
+  for (; i + LANES <= keys; i += LANES)
+    for (int64_t l = 0; l < LANES; ++l) lane[l] = s[i + l] > lane[l] ? s[i + l] : lane[l];
+  for (; i < keys; ++i) result = s[i] > result ? s[i] : result;
+  for (int64_t l = 0; l < LANES; ++l) result = lane[l] > result ? lane[l] : result;
+  return result;
+}
+
+// s -> exp(s - shift); returns the sum.
+template <typename T>
+ATTN_INLINE T exponentials(T* s, int64_t keys, T shift) {
+  T lane[LANES] = {};
+  int64_t i = 0;
+  for (; i + LANES <= keys; i += LANES)
+    for (int64_t l = 0; l < LANES; ++l) {
+      const T p = Exp<T>::of(s[i + l] - shift);
+      s[i + l] = p;
+      lane[l] += p;
+    }
+  T sum = 0;
+  for (; i < keys; ++i) sum += (s[i] = Exp<T>::of(s[i] - shift));
+  for (int64_t l = 0; l < LANES; ++l) sum += lane[l];
+  return sum;
+}
+
+template <typename T>
+ATTN_INLINE T dot(const T* __restrict p, const T* __restrict g, int64_t keys) {
+  T lane[LANES] = {};
+  int64_t i = 0;
+  for (; i + LANES <= keys; i += LANES)
+    for (int64_t l = 0; l < LANES; ++l) lane[l] += p[i + l] * g[i + l];
+  T sum = 0;
+  for (; i < keys; ++i) sum += p[i] * g[i];
+  for (int64_t l = 0; l < LANES; ++l) sum += lane[l];
+  return sum;
+}
+
+template <typename T>
+ATTN_INLINE T sum_of(const T* g, int64_t keys) {
+  constexpr int64_t few = 8;  // a row of keys is short
+  T lane[few] = {};
+  int64_t i = 0;
+  for (; i + few <= keys; i += few)
+    for (int64_t l = 0; l < few; ++l) lane[l] += g[i + l];
+  T sum = 0;
+  for (; i < keys; ++i) sum += g[i];
+  for (int64_t l = 0; l < few; ++l) sum += lane[l];
+  return sum;
+}
+
+// --- blocks of queries -----------------------------------------------------------------------------------------
+
+template <typename T>
+struct Scratch {
+  std::vector<T> query, gradient, mixed, column, weights, slopes;
+  Scratch(const Problem<T>& p, bool backward)
+      : query(BLOCK * p.d_padded),
+        gradient(backward ? BLOCK * p.dv_padded : 0),
+        mixed(BLOCK * (backward ? p.d_padded : p.dv_padded)),
+        column(p.Wk, T(0)),
+        weights(BLOCK * p.keys_padded),
+        slopes(backward ? BLOCK * p.keys_padded : 0) {}
+};
+
+// Rows of a (B, M, Hq, Wq, width) view, one after the other.
+template <typename T>
+ATTN_INLINE void gather(const View<T>& view, const Problem<T>& p, int64_t b, int64_t m, int64_t first,
+                        int64_t count, int64_t width, int64_t padded, T* to) {
+  for (int64_t i = 0; i < count; ++i) {
+    const T* from = view.at(b, m, (first + i) / p.Wq, (first + i) % p.Wq);
+    for (int64_t c = 0; c < width; ++c) to[i * padded + c] = from[c * view.stride[4]];
+  }
+}
+
+template <typename T>
+ATTN_INLINE void scatter(const View<T>& view, const Problem<T>& p, int64_t b, int64_t m, int64_t first,
+                         int64_t count, int64_t width, int64_t padded, const T* from) {
+  for (int64_t i = 0; i < count; ++i) {
+    T* to = view.at(b, m, (first + i) / p.Wq, (first + i) % p.Wq);
+    for (int64_t c = 0; c < width; ++c) to[c * view.stride[4]] = from[i * padded + c];
+  }
+}
+
+// scratch.weights = attention weights of queries first ... first + count - 1. `known`: the log-sum-exp is read.
+template <typename T>
+ATTN_INLINE void attention_weights(const Problem<T>& p, Scratch<T>& s, int64_t b, int64_t m, int64_t first,
+                                   int64_t count, bool known) {
+  const int64_t keys = p.Hk * p.Wk, head = b * p.M + m;
+  T* weights = s.weights.data();
+  if (p.query.data) {
+    gather(p.query, p, b, m, first, count, p.d, p.d_padded, s.query.data());
+    product(s.query.data(), p.d_padded, int64_t(1), p.key_columns + head * p.d * p.keys_padded, p.keys_padded,
+            weights, p.keys_padded, count, p.keys_padded, p.d, false);
+  } else {
+    for (int64_t i = 0; i < count * p.keys_padded; ++i) weights[i] = T(0);
+  }
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t h = (first + i) / p.Wq, w = (first + i) % p.Wq;
+    T* line = weights + i * p.keys_padded;
+    if (p.column.data) {
+      const T* from = p.column.at(b, m, h, w);
+      for (int64_t x = 0; x < p.Wk; ++x) s.column[x] = from[x * p.column.stride[4]];
+    }
+    const T* row = p.row.data ? p.row.at(b, m, h, w) : nullptr;
+    const T* key = p.key_logits.data ? p.key_logits.at(b, m, 0, 0) : nullptr;
+    if (row || key || p.column.data)
+      add_logits(line, p.Hk, p.Wk, row, p.row.stride[4], s.column.data(), key);
+    T* stored = p.log_sum_exp.at(b, m, h, w);
+    if (known) {
+      exponentials(line, keys, *stored);
+      continue;
+    }
+    // All keys masked: no weight anywhere, and a log-sum-exp that repeats this in the backward.
+    const T top = maximum(line, keys);
+    const bool masked = top == -std::numeric_limits<T>::infinity();
+    const T sum = exponentials(line, keys, masked ? T(0) : top);
+    const T scale = masked ? T(0) : T(1) / sum;
+    for (int64_t k = 0; k < keys; ++k) line[k] *= scale;
+    *stored = masked ? std::numeric_limits<T>::infinity() : top + std::log(sum);
+  }
+}
+
+// Tasks are blocks of queries, all independent.
+template <typename T>
+void forward_tasks(const Problem<T>& p, int64_t begin, int64_t end) {
+  Scratch<T> s(p, false);
+  const int64_t queries = p.Hq * p.Wq, blocks = (queries + BLOCK - 1) / BLOCK, keys = p.Hk * p.Wk;
+  for (int64_t task = begin; task < end; ++task) {
+    const int64_t m = task / blocks % p.M, b = task / blocks / p.M, first = task % blocks * BLOCK;
+    const int64_t count = std::min(BLOCK, queries - first);
+    attention_weights(p, s, b, m, first, count, false);
+    product(s.weights.data(), p.keys_padded, int64_t(1), p.value_rows + (b * p.M + m) * keys * p.dv_padded,
+            p.dv_padded, s.mixed.data(), p.dv_padded, count, p.dv_padded, keys, false);
+    scatter(p.output, p, b, m, first, count, p.dv, p.dv_padded, s.mixed.data());
+  }
+}
+
+// Tasks are (b, m, slot): a slot's blocks follow each other and add to the slot's own gradients of the keys, so
+// the sums have one order whatever the number of threads.
+template <typename T>
+void backward_tasks(const Problem<T>& p, int64_t begin, int64_t end) {
+  Scratch<T> s(p, true);
+  const int64_t queries = p.Hq * p.Wq, blocks = (queries + BLOCK - 1) / BLOCK, keys = p.Hk * p.Wk;
+  const int64_t line = p.keys_padded;
+  T* weights = s.weights.data();
+  T* slopes = s.slopes.data();
+  for (int64_t task = begin; task < end; ++task) {
+    const int64_t slot = task % p.slots, head = task / p.slots, m = head % p.M, b = head / p.M;
+    for (int64_t block = blocks * slot / p.slots; block < blocks * (slot + 1) / p.slots; ++block) {
+      const int64_t first = block * BLOCK, count = std::min(BLOCK, queries - first);
+      attention_weights(p, s, b, m, first, count, true);
+      gather(p.grad_output, p, b, m, first, count, p.dv, p.dv_padded, s.gradient.data());
+      if (p.grad_value)
+        product(weights, int64_t(1), line, s.gradient.data(), p.dv_padded,
+                p.grad_value + task * keys * p.dv_padded, p.dv_padded, keys, p.dv_padded, count, true);
+      if (!p.logits_wanted) continue;
+      product(s.gradient.data(), p.dv_padded, int64_t(1), p.value_columns + head * p.dv * line, line, slopes, line,
+              count, line, p.dv, false);
+      for (int64_t i = 0; i < count; ++i) {
+        const int64_t h = (first + i) / p.Wq, w = (first + i) % p.Wq;
+        const T* __restrict weight = weights + i * line;
+        T* __restrict slope = slopes + i * line;
+        const T mean = dot(weight, slope, keys);
+        for (int64_t k = 0; k < keys; ++k) slope[k] = weight[k] * (slope[k] - mean);
+        if (p.grad_key_logits) {
+          T* __restrict total = p.grad_key_logits + task * keys;
+          for (int64_t k = 0; k < keys; ++k) total[k] += slope[k];
+        }
+        if (p.grad_row.data) {
+          T* row = p.grad_row.at(b, m, h, w);
+          for (int64_t y = 0; y < p.Hk; ++y) row[y * p.grad_row.stride[4]] = sum_of(slope + y * p.Wk, p.Wk);
+        }
+        if (p.grad_column.data) {
+          T* __restrict total = s.column.data();
+          for (int64_t x = 0; x < p.Wk; ++x) total[x] = slope[x];
+          for (int64_t y = 1; y < p.Hk; ++y)
+            for (int64_t x = 0; x < p.Wk; ++x) total[x] += slope[y * p.Wk + x];
+          T* column = p.grad_column.at(b, m, h, w);
+          for (int64_t x = 0; x < p.Wk; ++x) {
+            column[x * p.grad_column.stride[4]] = total[x];
+            total[x] = 0;  // what absent column logits read
+          }
+        }
+      }
+      if (p.grad_key)
+        product(slopes, int64_t(1), line, s.query.data(), p.d_padded, p.grad_key + task * keys * p.d_padded,
+                p.d_padded, keys, p.d_padded, count, true);
+      if (p.grad_query.data) {
+        product(slopes, line, int64_t(1), p.key_rows + head * keys * p.d_padded, p.d_padded, s.mixed.data(),
+                p.d_padded, count, p.d_padded, keys, false);
+        scatter(p.grad_query, p, b, m, first, count, p.d, p.d_padded, s.mixed.data());
+      }
+    }
+  }
+}
+
+void forward_range(const Problem<float>& p, int64_t begin, int64_t end) { forward_tasks(p, begin, end); }
+void forward_range(const Problem<double>& p, int64_t begin, int64_t end) { forward_tasks(p, begin, end); }
+void backward_range(const Problem<float>& p, int64_t begin, int64_t end) { backward_tasks(p, begin, end); }
+void backward_range(const Problem<double>& p, int64_t begin, int64_t end) { backward_tasks(p, begin, end); }

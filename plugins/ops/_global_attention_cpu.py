@@ -1,0 +1,111 @@
+"""Packs the arguments of global attention for the CPU kernels (``csrc/cpu/global_attention.cpp``) and calls them.
+
+Half precision is computed in float32. All copies made here are O(N): the kernels read keys and values as packed
+rows and columns, and queries, logits and gradients through whatever strides they have.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ._global_attention_folding import Terms
+
+_VECTOR = 64  # bytes, the padding of packed rows
+_TASKS = 16  # at least so many independent sums over queries in the backward, for threads to share
+
+
+def _padded(size: int, dtype: torch.dtype, vectors: int = 1) -> int:
+    lanes = vectors * _VECTOR // dtype.itemsize
+    return -(-size // lanes) * lanes
+
+
+def _rows(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """(B, M, Hk, Wk, width) as (B, M, Hk * Wk, padded width)."""
+    rows = tensor.to(dtype).flatten(2, 3)
+    return pad(rows, (0, _padded(rows.shape[-1], dtype) - rows.shape[-1])).contiguous()
+
+
+def _columns(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """(B, M, Hk, Wk, width) as (B, M, width, padded Hk * Wk)."""
+    columns = tensor.to(dtype).flatten(2, 3).transpose(2, 3)
+    return pad(columns, (0, _padded(columns.shape[-1], dtype, 4) - columns.shape[-1])).contiguous()
+
+
+def _logits(terms: Terms, shape: torch.Size, dtype: torch.dtype) -> list[Tensor | None]:
+    """Row, column and key logits, expanded: (B, M, Hq, Wq, Hk), (B, M, Hq, Wq, Wk), (B, M, Hk * Wk)."""
+    _, _, value, row_logits, column_logits, key_logits = terms
+    Hk, Wk = value.shape[2:4]
+    return [
+        None if row_logits is None else row_logits.to(dtype).expand(*shape, Hk),
+        None if column_logits is None else column_logits.to(dtype).expand(*shape, Wk),
+        None if key_logits is None else key_logits.to(dtype).flatten(2).contiguous().expand(*shape[:2], Hk * Wk),
+    ]
+
+
+def forward(terms: Terms, scale: float, output: Tensor, lse: Tensor) -> None:
+    """Write the output (B, M, Hq, Wq, dv) and the log-sum-exp (B, M, Hq, Wq), +inf where all keys are masked."""
+    query, key, value, *_ = terms
+    dtype = lse.dtype
+    target = output if output.dtype == dtype else torch.empty_like(output, dtype=dtype)
+    torch.ops.attn_plugins.global_attention_forward_(
+        None if query is None else query.to(dtype),
+        None if key is None else _columns(key, dtype) * scale,
+        _rows(value, dtype),
+        *_logits(terms, lse.shape, dtype),
+        target,
+        lse,
+        value.shape[2],
+    )
+    if target is not output:
+        output.copy_(target)
+
+
+def backward(grad_output: Tensor, terms: Terms, lse: Tensor, scale: float, grads: list[Tensor | None]) -> None:
+    """Fill the wanted gradients (those not None) of query, key, value, row, column and key logits."""
+    query, key, value, *_ = terms
+    dtype = lse.dtype
+    B, M, Hk, Wk, dv = value.shape
+    keys, d = Hk * Wk, 0 if query is None else query.shape[-1]
+    slots = max(1, -(-_TASKS // (B * M)))
+
+    def full(grad: Tensor | None, *shape: int) -> Tensor | None:
+        """Where the kernel writes: the gradient itself unless it is of another dtype or broadcasts."""
+        if grad is None or (grad.shape == shape and grad.dtype == dtype):
+            return grad
+        return value.new_empty(shape, dtype=dtype)
+
+    def sums(grad: Tensor | None, *shape: int) -> Tensor | None:
+        return None if grad is None else value.new_zeros((B, M, slots, *shape), dtype=dtype)
+
+    written = (
+        full(grads[0], *lse.shape, d),
+        sums(grads[1], keys, _padded(d, dtype)),
+        sums(grads[2], keys, _padded(dv, dtype)),
+        full(grads[3], *lse.shape, Hk),
+        full(grads[4], *lse.shape, Wk),
+        sums(grads[5], keys),
+    )
+    torch.ops.attn_plugins.global_attention_backward_(
+        grad_output.to(dtype),
+        None if query is None else query.to(dtype),
+        None if key is None else _columns(key, dtype) * scale,
+        None if key is None else _rows(key, dtype) * scale,
+        _columns(value, dtype),
+        *_logits(terms, lse.shape, dtype),
+        lse,
+        *written,
+        keys,
+        Hk,
+        slots,
+    )
+    for i, (grad, result) in enumerate(zip(grads, written)):
+        if grad is None or result is None or grad is result:
+            continue
+        if i in (1, 2, 5):
+            result = result.sum(2)
+            if i != 5:
+                result = result[..., : grad.shape[-1]] * (scale if i == 1 else 1)
+            result = result.unflatten(2, (Hk, Wk))
+        grad.copy_(result.sum_to_size(grad.shape))
