@@ -123,27 +123,29 @@ do_timm() { pip_install requirements/timm.txt; }
 do_mm() { pip_install requirements/mm.txt --no-build-isolation --no-deps; }
 do_mmcv() {
     export MMCV_WITH_OPS=1 FORCE_CUDA=0 MAX_JOBS="${MAX_JOBS:-$(nproc)}"
-    local check='import mmcv.ops, mmengine'
-    if "$PY" -c "$check"; then
-        [[ -f $STATE/ours ]] || return 0
+    if [[ ! -f $STATE/ours ]] && "$PY" -c 'import mmcv.ops, mmengine'; then
+        return 0
     fi
     need_compiler
     pip_install requirements/mmcv.txt --no-build-isolation --no-deps
-    if ! "$PY" -c "$check"; then
-        echo "The wheel does not fit this torch: compiling it anew."
-        pip install --no-build-isolation --no-deps --no-cache-dir --force-reinstall -r requirements/mmcv.txt
-        "$PY" -c "$check"
-    fi
+    "$PY" -c 'import mmcv, mmengine' # a missing package is not what compiling anew could mend
+    "$PY" -c 'import mmcv.ops' || compile_anew onedl-mmcv requirements/mmcv.txt
+    "$PY" -c 'import mmcv.ops'
 }
 do_fairseq() {
     need_compiler
     pip_install requirements/fairseq.txt --no-build-isolation --no-deps
-    "$PY" -c "import fairseq.data.data_utils_fast" || {
-        echo "The wheel does not fit this environment: compiling it anew."
-        pip install --no-build-isolation --no-deps --no-cache-dir --force-reinstall -r requirements/fairseq.txt
-        "$PY" -c "import fairseq.data.data_utils_fast"
-    }
+    "$PY" -c 'import fairseq'
+    "$PY" -c 'import fairseq.data.data_utils_fast' || compile_anew fairseq-fixed requirements/fairseq.txt
+    "$PY" -c 'import fairseq.data.data_utils_fast'
 }
+
+# compile_anew DISTRIBUTION FILE: where pip kept a wheel that an incompatible torch or numpy compiled.
+compile_anew() {
+    echo "The wheel of $1 does not fit this environment: compiling it anew."
+    pip install --no-build-isolation --no-deps --no-cache-dir --force-reinstall "$(grep "^$1==" "$2")"
+}
+
 do_test() { pip_install requirements/test.txt; }
 do_lint() { pip_install requirements/lint.txt; }
 do_package() { ATTN_PLUGINS_BUILD=none pip install --no-build-isolation --no-deps -e .; }
