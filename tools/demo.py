@@ -16,6 +16,7 @@ import argparse
 import importlib.util
 import json
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -23,6 +24,7 @@ from collections import deque
 from pathlib import Path
 
 from tools.datasets.digits_on_photographs import Recipe, build
+from tools.show_sampling import save, show
 
 ROOT = Path(__file__).parent.parent
 DATA = ROOT / "data/digits"
@@ -45,38 +47,37 @@ def final_checkpoint(work_dir: Path) -> Path | None:
     return work_dir / json.loads(done.read_text())["checkpoint"] if done.is_file() else None
 
 
+def show_progress(line: str) -> None:
+    """Print what a line of the training log tells about the progress, if anything."""
+    if "resumed epoch" in line:
+        print(f"  {line.split(' - ')[-1].strip()}", flush=True)
+    elif match := PROGRESS.search(line):
+        epoch, step, steps, eta, loss = match.groups()
+        print(f"  epoch {epoch:>2} {step:>3}/{steps}  loss {float(loss):.3f}  left {eta}", flush=True)
+    elif match := ACCURACY.search(line):
+        print(f"  validation: mAP {match[1]}, at IoU 0.5 {match[2]}", flush=True)
+
+
 def train(config: Path, work_dir: Path) -> Path:
     """Run mmdet's tool on ``config``, showing its progress, and return the last checkpoint."""
-    command = [
-        sys.executable,
-        "-u",
-        str(training_tool()),
-        str(config),
-        "--work-dir",
-        str(work_dir),
-        "--resume",
-    ]
+    command = [sys.executable, "-u", str(training_tool()), str(config), "--work-dir", str(work_dir), "--resume"]
     began, recent = time.monotonic(), deque[str](maxlen=40)
     with subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
     ) as process:
         assert process.stdout is not None
-        for line in process.stdout:
-            recent.append(line)
-            if "resumed epoch" in line:
-                print(f"  {line.split(' - ')[-1].strip()}", flush=True)
-            elif match := PROGRESS.search(line):
-                epoch, step, steps, eta, loss = match.groups()
-                print(f"  epoch {epoch:>2} {step:>3}/{steps}  loss {float(loss):.3f}  left {eta}", flush=True)
-            elif match := ACCURACY.search(line):
-                print(f"  validation: mAP {match[1]}, at IoU 0.5 {match[2]}", flush=True)
+        try:
+            for line in process.stdout:
+                recent.append(line)
+                show_progress(line)
+        except BaseException:  # interrupted or terminated: the training must not go on unseen
+            process.terminate()
+            raise
     if process.returncode:
-        raise SystemExit(
-            f"{''.join(recent)}\ntools.demo: the training tool ended with code {process.returncode}"
-        )
+        raise SystemExit(f"{''.join(recent)}\ntools.demo: the training tool ended with code {process.returncode}")
     checkpoint = Path((work_dir / "last_checkpoint").read_text().strip())
-    done = dict(checkpoint=checkpoint.name, minutes=round((time.monotonic() - began) / 60, 1))
-    (work_dir / "finished.json").write_text(json.dumps(done))
+    (work_dir / "finished.json").write_text(json.dumps(dict(checkpoint=checkpoint.name)))
+    print(f"  trained in {(time.monotonic() - began) / 60:.1f} minutes", flush=True)
     return checkpoint
 
 
@@ -116,7 +117,7 @@ def draw_detections(config: Path, checkpoint: Path, out: Path, count: int = 6) -
                 axis.text(left, top - 2, text, size=8, color="white", backgroundcolor=colour)
         axis.axis("off")
     figure.tight_layout()
-    figure.savefig(out)
+    save(figure, out)
     plt.close(figure)
 
 
@@ -145,14 +146,13 @@ def main(arguments: list[str] | None = None) -> int:
     pictures = [work_dir / "detections.png"]
     draw_detections(config, checkpoint, pictures[0])
     if not options.no_attention:
-        from tools.show_sampling import show
-
         pictures.append(work_dir / "sampling.png")
-        show(config, checkpoint, sorted((DATA / "val").glob("*.png"))[0], pictures[1])
+        show(config, checkpoint, DATA / "val/000001.png", pictures[1], layer="layer3.5.conv2")
     for picture in pictures:
         print(f"  {picture}")
     return 0
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("tools.demo: terminated; run it again to resume"))
     raise SystemExit(main())

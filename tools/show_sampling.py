@@ -1,13 +1,13 @@
 """Draws where an attended detector looks: sampling points of deformable convolutions and key-saliency maps.
 
-For any mm config with our layers, its checkpoint and an image::
+For any mm detector config with our layers, its checkpoint and an image::
 
     python -m tools.show_sampling CONFIG CHECKPOINT IMAGE OUT.png
-    python -m tools.show_sampling CONFIG CHECKPOINT IMAGE OUT.png --query 60,80 --query 100,40 --layers 2
+    python -m tools.show_sampling CONFIG CHECKPOINT IMAGE OUT.png --layer layer3.5.conv2 --query 60,80 --depth 3
 
-Left: for each query pixel (a ring) the points that the last ``--layers`` deformable convolutions of the
-last stage read for it; a point's own points are followed one layer down. Right: what the key-content term
-(epsilon 3, "0010") attends to, one map per head, of the last attention layer that has that term alone.
+Left: for each query pixel (a ring; by default the centres of the surest detections) the points that a deformable
+convolution reads for it, followed down through ``--depth`` deformable layers on maps of the same size. Right: what
+the key-content term (epsilon 3, "0010") of the same block attends to, one map per head.
 """
 
 from __future__ import annotations
@@ -85,10 +85,22 @@ def follow(layers: list[Seen], query: np.ndarray, image: tuple[int, int]) -> np.
     return points
 
 
-def last_stage(layers: list[Seen], count: int) -> list[Seen]:
-    """The last ``count`` layers that read a map of the size that the last one reads."""
-    size = layers[-1].input.shape[2:]
-    return [seen for seen in layers if seen.input.shape[2:] == size][-count:]
+def pick(layers: list[Seen], name: str | None, kind: str) -> int:
+    """Index of the layer whose name ends on ``name``; of the last one where ``name`` is None.
+
+    Raises:
+        ValueError: no layer is called so.
+    """
+    found = [n for n, seen in enumerate(layers) if name is None or seen.name.endswith(name)]
+    if not found:
+        raise ValueError(f"no {kind} is called {name!r}; there are: {', '.join(seen.name for seen in layers)}")
+    return found[-1]
+
+
+def chain(layers: list[Seen], last: int, depth: int) -> list[Seen]:
+    """Up to ``depth`` layers that end on number ``last`` and read maps of the size that it reads."""
+    size = layers[last].input.shape[2:]
+    return [seen for seen in layers[: last + 1] if seen.input.shape[2:] == size][-depth:]
 
 
 def saliency(seen: Seen) -> np.ndarray:
@@ -98,9 +110,27 @@ def saliency(seen: Seen) -> np.ndarray:
     return attention[0, :, 0, 0].float().cpu().numpy()
 
 
-def default_queries(image: tuple[int, int]) -> list[tuple[int, int]]:
+def default_queries(found: Any, image: tuple[int, int], count: int = 3) -> list[tuple[int, int]]:
+    """The centres of the surest detections, filled up with points spread over the picture."""
     height, width = image
-    return [(height // 3, width // 4), (height // 2, width // 2), (2 * height // 3, 3 * width // 4)]
+    spread = [(height // 3, width // 4), (height // 2, width // 2), (2 * height // 3, 3 * width // 4)]
+    centres: list[tuple[int, int]] = []
+    for left, top, right, bottom in found.bboxes[found.scores.argsort(descending=True)].tolist():
+        if not any(top <= y <= bottom and left <= x <= right for y, x in centres):  # another object than before
+            centres.append((round((top + bottom) / 2), round((left + right) / 2)))
+    return (centres + spread)[:count]
+
+
+def save(figure: Any, out: Path) -> None:
+    """Save a figure as a PNG of 256 colours, a third of the size."""
+    from PIL import Image
+
+    figure.savefig(out, bbox_inches="tight")
+    with Image.open(out) as file:
+        picture = file.convert("RGB")
+    colours = picture.quantize(256, Image.Quantize.MAXCOVERAGE)  # keeps the few pixels of a ring in their colour
+    small = picture.quantize(palette=colours, dither=Image.Dither.FLOYDSTEINBERG)
+    small.save(out, optimize=True)
 
 
 def draw(
@@ -116,13 +146,13 @@ def draw(
     heads = np.zeros((0, 1, 1)) if heads is None else heads
     count = len(heads)
     columns = 2 + (count + 1) // 2
-    figure = plt.figure(figsize=(2.2 * columns * width / height, 4.6), dpi=90)
+    figure = plt.figure(figsize=(2.2 * columns * width / height, 4.6), dpi=80)
     grid = figure.add_gridspec(2, columns, wspace=0.05, hspace=0.15)
     axes = figure.add_subplot(grid[:, :2])
     axes.imshow(picture)
     for number, (query, read) in enumerate(zip(queries, points)):
         colour = plt.cm.Set1(number % 9)
-        axes.scatter(read[:, 1], read[:, 0], s=7, color=colour, linewidths=0)
+        axes.scatter(read[:, 1], read[:, 0], s=11, color=colour, linewidths=0)
         axes.scatter(query[1], query[0], s=90, facecolors="none", edgecolors="white", linewidths=3.5)
         axes.scatter(query[1], query[0], s=90, facecolors="none", edgecolors=colour, linewidths=2)
     axes.set(xlim=(-0.5, width - 0.5), ylim=(height - 0.5, -0.5), title=title)
@@ -139,7 +169,7 @@ def draw(
         )
         axes.set_title(f"saliency, head {head}", fontsize=8)
         axes.axis("off")
-    figure.savefig(out, bbox_inches="tight")
+    save(figure, out)
     plt.close(figure)
 
 
@@ -149,42 +179,43 @@ def show(
     image: str | Path,
     out: Path,
     queries: list[tuple[int, int]] | None = None,
-    layers: int = 2,
+    layer: str | None = None,
+    depth: int = 2,
     device: str = "cpu",
 ) -> None:
     """Run the detector on ``image`` and save the drawing.
 
     Raises:
-        ValueError: the model has neither a deformable convolution nor a '0010' attention of ours.
+        ValueError: the model has no deformable convolution of ours, or none called ``layer``.
     """
     from mmdet.apis import inference_detector, init_detector
     from PIL import Image
 
     model = init_detector(str(config), str(checkpoint), device=device)
     picture = np.asarray(Image.open(image).convert("RGB"))
+    size = picture.shape[0], picture.shape[1]
+    results: list[Any] = []
     kinds = (DeformableConv2d, GeneralizedAttention2d)
-    result = []
-    seen = record(model, kinds, lambda: result.append(inference_detector(model, str(image))))
+    seen = record(model, kinds, lambda: results.append(inference_detector(model, str(image))))
     deformable = [s for s in seen if isinstance(s.layer, DeformableConv2d)]
-    salient = [s for s in seen if getattr(s.layer, "attention_type", None) == "0010"]
-    if not deformable and not salient:
-        raise ValueError(f"{config} has neither a DeformableConv2d nor a GeneralizedAttention2d of type '0010'")
+    if not deformable:
+        raise ValueError(f"{config} has no DeformableConv2d of attn_plugins")
+    last = pick(deformable, layer, "deformable convolution")
 
     # The network saw a resized picture, padded below and to the right: work there, draw in the file's pixels.
-    scale = np.array(result[0].metainfo["scale_factor"])[::-1]
-    padded = tuple(result[0].metainfo["batch_input_shape"])
-    if queries is None:
-        queries = default_queries((picture.shape[0], picture.shape[1]))
-    points = []
-    if deformable:
-        deformable = last_stage(deformable, layers)
-        points = [follow(deformable, np.array(q) * scale, padded) / scale for q in queries]
+    scale = np.array(results[0].metainfo["scale_factor"])[::-1]
+    padded = tuple(results[0].metainfo["batch_input_shape"])
+    queries = queries or default_queries(results[0].pred_instances.cpu(), size)
+    followed = chain(deformable, last, depth)
+    points = [follow(followed, np.array(q) * scale, padded) / scale for q in queries]
+
     heads = None
-    if salient:
-        maps = saliency(salient[-1])
-        heads = np.stack([_unpad(m, np.array(picture.shape[:2]) * scale, padded) for m in maps])
-    title = ", ".join(s.name.removeprefix("backbone.") for s in deformable[::-1])
-    draw(picture, queries if points else [], points, heads, f"read by {title}" if title else "", out)
+    block = deformable[last].name.rpartition(".")[0]
+    for s in seen:
+        if s.name.startswith(f"{block}.") and getattr(s.layer, "attention_type", None) == "0010":
+            heads = np.stack([_unpad(m, np.array(size) * scale, padded) for m in saliency(s)])
+    title = " and ".join(s.name.removeprefix("backbone.") for s in followed[::-1])
+    draw(picture, queries, points, heads, f"read by {title}", out)
 
 
 def _unpad(heat: np.ndarray, inside: np.ndarray, padded: tuple[int, int]) -> np.ndarray:
@@ -209,10 +240,20 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("image")
     parser.add_argument("out", type=Path)
     parser.add_argument("--query", type=_query, action="append", help="y,x of a query pixel; may be repeated")
-    parser.add_argument("--layers", type=int, default=2, help="how many deformable layers to follow")
+    parser.add_argument("--layer", help="the deformable convolution to start from, by the end of its name")
+    parser.add_argument("--depth", type=int, default=2, help="how many deformable layers to follow, default 2")
     parser.add_argument("--device", default="cpu")
     options = parser.parse_args(arguments)
-    show(options.config, options.checkpoint, options.image, options.out, options.query, options.layers, options.device)
+    show(
+        options.config,
+        options.checkpoint,
+        options.image,
+        options.out,
+        options.query,
+        options.layer,
+        options.depth,
+        options.device,
+    )
     print(f"written: {options.out}")
     return 0
 

@@ -65,6 +65,8 @@ def test_a_detectors_picture_is_drawn(tmp_path, digits):
     picture = np.asarray(Image.open(out).convert("RGB"))
     assert picture.shape[1] > picture.shape[0] > 200
     assert picture.std() > 20
+    with pytest.raises(ValueError, match=r"called 'layer9'; there are: backbone.layer3.0.conv2"):
+        show_sampling.main([*map(str, arguments[:4]), "--layer", "layer9"])
     with pytest.raises(SystemExit):
         show_sampling.main([*map(str, arguments[:4]), "--query", "40"])
 
@@ -74,7 +76,7 @@ def test_a_model_without_our_layers_is_an_error(tmp_path, digits):
     init_default_scope("mmdet")
     config.dump(tmp_path / "config.py")
     torch.save(dict(state_dict=MODELS.build(config.model).state_dict()), tmp_path / "model.pth")
-    with pytest.raises(ValueError, match="neither a DeformableConv2d nor"):
+    with pytest.raises(ValueError, match="no DeformableConv2d of attn_plugins"):
         show_sampling.show(
             tmp_path / "config.py", tmp_path / "model.pth", digits / "val/000000.png", tmp_path / "no.png"
         )

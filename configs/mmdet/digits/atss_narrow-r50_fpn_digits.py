@@ -10,7 +10,6 @@ model = dict(
         base_channels=narrow,
         frozen_stages=-1,
         norm_eval=False,  # nothing pretrained here: batch norm learns
-        zero_init_residual=False,
         init_cfg=None,
     ),
     neck=dict(in_channels=[4 * narrow, 8 * narrow, 16 * narrow, 32 * narrow], out_channels=64, num_outs=3),
