@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,7 +40,7 @@ def sanitize() -> None:
     sizes = ((2, 16, 9, 11, 2, 1), (1, 36, 5, 6, 3, 2), (3, 6, 7, 5, 1, 1), (1, 520, 3, 4, 1, 1), (2, 5, 1, 1, 5, 1))
     for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
         for B, C, H, W, D, groups in sizes:
-            make = dict(device="cuda", dtype=dtype)
+            make: dict[str, Any] = dict(device="cuda", dtype=dtype)
             offset = torch.randn(B, 18 * D, H, W, **make) * 3
             offset[:, ::5] = float("nan")
             offset[:, 1::7] = 6e4

@@ -74,13 +74,25 @@ struct CudaKernels {
   // One buffer instead of two: half the memory, and half the cache that a block needs.
   static constexpr bool columns_replace_gradients = true;
 
-  // Output pixels of one GEMM, about. Two wishes meet here. Its tiles should fill the chip: with tiles of 128
-  // pixels x 64 output channels one wave is multiprocessors * 128 * 64 / out_channels pixels; the columns of
-  // such a block take 19.5 MB in half precision and 39 MB in float32 on 132 multiprocessors where C =
-  // out_channels and K = 9, whatever C is. And the columns should still be in the second-level cache when the
-  // GEMM reads them, so they get at most two thirds of it (40 of 60 MB on an H200, 27 of 40 MB on an A100). A
-  // working set so small also keeps the memory at a tenth of a whole-batch column buffer.
-  // ATTN_PLUGINS_BLOCK_PIXELS overrides it, for tuning runs.
+  // Output pixels of one GEMM, about. Two wishes meet here. Its tiles should fill the chip: with tiles of
+  // 128 pixels x 64 output channels one wave is multiprocessors * 128 * 64 / out_channels pixels; the columns
+  // of such a block take 19.5 MB in half precision and 39 MB in float32 on 132 multiprocessors where
+  // C = out_channels and K = 9, whatever C is. And the columns should still be in the second-level cache when
+  // the GEMM reads them, so they get at most two thirds of it (40 of 60 MB on an H200, 27 of 40 MB on an
+  // A100). ATTN_PLUGINS_BLOCK_PIXELS overrides it, for tuning runs.
+  //
+  // Working memory that follows, in MB, for N = 16, C = out_channels = 256, 64 x 64 pixels, K = 9 on 132
+  // multiprocessors, against the column buffer of the whole batch (chunks of one image, blocks of 4096
+  // pixels):
+  //                                                     bfloat16                   float32
+  //   columns (over their own gradients in backward)    18.9                       37.7
+  //   input and rows of a chunk, channels-last          2.1 + 2.1                  4.2 + 4.2
+  //   packed weight                                     1.2                        2.4
+  //   forward                                           24.3 of 302 (8.0 %)        48.5 of 604 (8.0 %)
+  //   sums of a chunk's input gradient, float32         4.2                        4.2
+  //   sum and part of the weight gradient               2.4 + 1.2                  2.4 + 2.4
+  //   backward                                          32.1 of 302 (10.6 %)       57.5 of 604 (9.5 %)
+  // tests/ops/test_cuda.py holds it to that. A channels-last input needs no copy of input and rows.
   static int64_t target_pixels(const Geometry& g, int64_t element_bytes) {
     if (const char* forced = std::getenv("ATTN_PLUGINS_BLOCK_PIXELS")) {
       return std::max<int64_t>(1, std::strtoll(forced, nullptr, 10));
