@@ -10,7 +10,7 @@ import argparse
 import os
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -63,7 +63,7 @@ def median(run: Run, repeats: int = 15) -> float:
 
 
 @contextmanager
-def tf32(allowed: bool):
+def tf32(allowed: bool) -> Iterator[None]:
     before = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = allowed
     try:
@@ -89,7 +89,9 @@ def attention_cases() -> list[Case]:
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         for passes, build in (("forward", forward), ("forward+backward", forward_backward)):
 
-            def prepare(function: Callable[..., Tensor], dtype=dtype, build=build) -> Callable[[], Run]:
+            def prepare(
+                function: Callable[..., Tensor], dtype: torch.dtype = dtype, build: Callable[..., Run] = build
+            ) -> Callable[[], Run]:
                 def run() -> Run:
                     torch.backends.cuda.matmul.allow_tf32 = False
                     shapes = ((Hq, Wq, d), (Hk, Wk, d), (Hk, Wk, d), (Hq, Wq, Hk), (Hq, Wq, Wk))
@@ -138,7 +140,7 @@ def floors() -> list[dict]:
 
 
 @contextmanager
-def block_pixels(count: int | None):
+def block_pixels(count: int | None) -> Iterator[None]:
     if count is not None:
         os.environ["ATTN_PLUGINS_BLOCK_PIXELS"] = str(count)
     try:
