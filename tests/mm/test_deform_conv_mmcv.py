@@ -1,0 +1,61 @@
+"""Our deformable convolution and its layers against mmcv's, from the same operands and the same weights."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from mmcv.ops import DeformConv2dPack, ModulatedDeformConv2dPack, deform_conv2d, modulated_deform_conv2d
+
+from attn_plugins import ops
+from attn_plugins.modules import DeformableConv2d
+
+# (B, C, H, W, C_out, kernel, stride, padding, dilation, groups, offset groups)
+GEOMETRIES = {
+    "square": (2, 4, 6, 6, 4, 3, 1, 1, 1, 1, 1),
+    "wide, groups": (2, 8, 5, 9, 4, 3, 1, 1, 1, 2, 4),
+    "stride and dilation": (1, 6, 11, 8, 3, 3, 2, 2, 2, 3, 2),
+}
+
+
+def gradients(output: torch.Tensor, *leaves: torch.Tensor) -> list[torch.Tensor]:
+    grad = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(output.dtype)
+    return [output, *torch.autograd.grad(output, leaves, grad)]
+
+
+@pytest.mark.parametrize("modulated", [True, False])
+@pytest.mark.parametrize("name", GEOMETRIES)
+def test_operator_equals_mmcv(name: str, modulated: bool) -> None:
+    B, C, H, W, C_out, K, stride, padding, dilation, groups, D = GEOMETRIES[name]
+    torch.manual_seed(0)
+    size = [(n + 2 * padding - dilation * (K - 1) - 1) // stride + 1 for n in (H, W)]
+    input = torch.randn(B, C, H, W).requires_grad_()
+    offset = (2 * torch.randn(B, 2 * D * K * K, *size)).requires_grad_()
+    weight = torch.randn(C_out, C // groups, K, K).requires_grad_()
+    if modulated:
+        mask, bias = torch.rand(B, D * K * K, *size).requires_grad_(), torch.randn(C_out).requires_grad_()
+        leaves = (input, offset, weight, mask, bias)
+        theirs = modulated_deform_conv2d(input, offset, mask, weight, bias, stride, padding, dilation, groups, D)
+        ours = ops.deform_conv2d(input, offset, weight, bias, stride, padding, dilation, mask)
+    else:
+        leaves = (input, offset, weight)
+        theirs = deform_conv2d(input, offset, weight, stride, padding, dilation, groups, D)
+        ours = ops.deform_conv2d(input, offset, weight, None, stride, padding, dilation)
+    for a, b in zip(gradients(ours, *leaves), gradients(theirs, *leaves)):
+        assert float((a - b).norm() / b.norm()) < 2e-6
+
+
+@pytest.mark.parametrize("modulated", [True, False])
+def test_layer_takes_mmcvs_weights_and_gives_its_output(modulated: bool) -> None:
+    torch.manual_seed(0)
+    pack = ModulatedDeformConv2dPack if modulated else DeformConv2dPack
+    theirs = pack(8, 6, 3, stride=2, padding=1, groups=2, deform_groups=2, bias=modulated)
+    ours = DeformableConv2d(
+        8, 6, 3, stride=2, padding=1, groups=2, offset_groups=2, bias=modulated, modulated=modulated
+    )
+    with torch.no_grad():
+        for p in theirs.parameters():
+            p.normal_(std=0.5)
+    ours.load_state_dict(theirs.state_dict(), strict=True)
+    x = torch.randn(2, 8, 9, 12)
+    torch.testing.assert_close(ours(x), theirs(x), rtol=1e-4, atol=1e-5)
+    theirs.load_state_dict(ours.state_dict(), strict=True)
