@@ -5,7 +5,7 @@
 // A task works on blocks of BLOCK queries of one head. Its logits stay in the second-level cache from the first
 // product to the last. Keys, values and gradients are padded to whole vectors of 64 bytes; pads hold zeros.
 
-constexpr int64_t BLOCK = 24;
+constexpr int64_t BLOCK = 48;
 constexpr int64_t LANES = 32;  // partial sums that let a plain loop vectorise without -ffast-math
 
 template <typename T>

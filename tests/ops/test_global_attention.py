@@ -139,7 +139,8 @@ def check_against_reference(arguments, dtype=torch.float64):
 def test_sizes_around_the_blocks_and_vectors(d, dv, dtype):
     """Widths and numbers of keys below, at and above whole vectors; queries around whole blocks."""
     for grid, keys in (((4, 6), (8, 8)), ((5, 5), (1, 65)), ((1, 47), (3, 43))):
-        check_against_reference(make(ALL, B=1, M=2, grid=grid, keys=keys, d=d, dv=dv, dtype=dtype), dtype)
+        for terms in (ALL, (True, False, False, False)):
+            check_against_reference(make(terms, B=1, M=2, grid=grid, keys=keys, d=d, dv=dv, dtype=dtype), dtype)
 
 
 def test_chunks_cover_every_query_once():
