@@ -414,3 +414,32 @@ def test_bad_input(replacements, error, message):
     tensors = {n: arguments.pop(n) for n in NAMES[:3]}
     with pytest.raises(error, match=message):
         global_attention(tensors["query"], tensors["key"], tensors["value"], **arguments)
+
+
+@pytest.mark.skipif(torch.version.cuda is None, reason="a CPU-only torch")
+def test_folding_calls_what_cuda_offers():
+    """Without a GPU: names, arguments and shapes of the CUDA calls, on tensors that hold no data."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        terms = tuple(t.to("cuda", torch.float16) for t in make(broadcast=True))
+        output, lse = torch.empty(2, 3, 3, 4, 6, device="cuda").half(), torch.empty(2, 3, 3, 4, device="cuda")
+        grads = [torch.empty_like(t) for t in terms]
+        folding.forward(terms, 0.7, output, lse)
+        folding.backward(torch.empty_like(output), terms, output, lse, 0.7, grads)
+        assert [g.shape for g in grads] == [t.shape for t in terms]
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("keys", [(5, 7), (200, 90)])  # the second is too wide to fold
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_cuda(dtype, keys, deterministic):
+    for broadcast in (False, True):
+        arguments = make(B=2, M=2, grid=(6, 7), keys=keys, d=16, dv=16, dtype=dtype, broadcast=broadcast)
+        arguments = tuple(t.cuda() for t in arguments)
+        torch.use_deterministic_algorithms(deterministic, warn_only=True)
+        try:
+            check_against_reference(arguments, dtype)
+        finally:
+            torch.use_deterministic_algorithms(False)
