@@ -47,7 +47,7 @@ inline DeformConvGeometry deform_conv_geometry(const Tensor& input, const Tensor
 
 // (N, C, H, W) of any strides -> (N, H, W, C), contiguous; no copy where the input is channels-last.
 inline Tensor to_channels_last(const Tensor& t) {
-  return contiguous(permute(t, {0, 2, 3, 1}));
+  return contiguous(permuted(t, {0, 2, 3, 1}));
 }
 
 // The rule of plugins/ops/deform_conv.py's fake functions: a result is channels-last where its source is.
@@ -64,7 +64,7 @@ inline bool is_channels_last(const Tensor& t) {
 // An uninitialised (N, channels, height, width) of like_type's dtype, channels-last or not.
 inline Tensor empty_images(const Tensor& like_type, bool channels_last, int64_t N, int64_t channels,
                            int64_t height, int64_t width) {
-  return channels_last ? permute(empty_like_options(like_type, {N, height, width, channels}), {0, 3, 1, 2})
+  return channels_last ? permuted(empty_like_options(like_type, {N, height, width, channels}), {0, 3, 1, 2})
                        : empty_like_options(like_type, {N, channels, height, width});
 }
 
@@ -75,13 +75,13 @@ inline Tensor images(const Tensor& t, int64_t start, int64_t count) {
 
 // (out_channels, Cg, Kh, Kw) -> (G, out_channels / G, K * Cg).
 inline Tensor pack_weight(const Tensor& weight, const DeformConvGeometry& g) {
-  return reshaped(permute(weight, {0, 2, 3, 1}),
+  return reshaped(permuted(weight, {0, 2, 3, 1}),
                   {g.groups, g.out_channels / g.groups, g.taps() * g.channels_per_group()});
 }
 
 // A chunk's rows [start, start + length) of (pixels, out_channels) as (G, length, out_channels / G).
 inline Tensor group_rows(const Tensor& rows, int64_t start, int64_t length, const DeformConvGeometry& g) {
-  return permute(reshaped(narrowed(rows, 0, start, length), {length, g.groups, g.out_channels / g.groups}),
+  return permuted(reshaped(narrowed(rows, 0, start, length), {length, g.groups, g.out_channels / g.groups}),
                  {1, 0, 2});
 }
 
@@ -160,7 +160,7 @@ Tensor deform_conv2d_driver(const Tensor& input_, const Tensor& offset_, const T
     DeformConvGeometry part = g;
     part.N = std::min(chunk, g.N - n);
     const Tensor out = images(result, n, part.N);
-    const Tensor rows = channels_last ? permute(out, {0, 2, 3, 1})
+    const Tensor rows = channels_last ? permuted(out, {0, 2, 3, 1})
                                       : empty_like_options(input, {part.N, g.Ho, g.Wo, g.out_channels});
     deform_conv2d_rows<Kernels>(part, images(input, n, part.N), images(offset, n, part.N),
                                 images(mask, n, part.N), weight, bias,
@@ -251,7 +251,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> deform_conv2d_backward_driver(
                          images(grad_mask, n, part.N)};
     Tensor out = images(grad_input, n, part.N);
     if (in_place && needs_input) {
-      c.grad_input = permute(out, {0, 2, 3, 1});
+      c.grad_input = permuted(out, {0, 2, 3, 1});
       torch::stable::zero_(c.grad_input);
     } else if (needs_input) {
       c.grad_input = torch::stable::new_zeros(input, std::vector<int64_t>{part.N, g.H, g.W, g.C}, sum_type);
@@ -259,7 +259,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> deform_conv2d_backward_driver(
     deform_conv2d_backward_rows<Kernels>(part, c, weight, needs_weight, grad_weight);
     if (!needs_input || in_place) continue;
     if (channels_last) {
-      torch::stable::copy_(out, permute(c.grad_input, {0, 3, 1, 2}));
+      torch::stable::copy_(out, permuted(c.grad_input, {0, 3, 1, 2}));
     } else {
       Kernels::channels_first(c.grad_input, out);
     }
@@ -273,7 +273,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> deform_conv2d_backward_driver(
           weight, {g.groups, g.out_channels / g.groups, g.taps() * g.channels_per_group()});
     }
     grad_weight = contiguous(
-        permute(reshaped(grad_weight, {g.out_channels, g.Kh, g.Kw, g.channels_per_group()}), {0, 3, 1, 2}));
+        permuted(reshaped(grad_weight, {g.out_channels, g.Kh, g.Kw, g.channels_per_group()}), {0, 3, 1, 2}));
   }
   return {needs_input ? to_dtype(grad_input, out) : none(),
           needs_offset ? to_dtype(grad_offset, out) : none(),

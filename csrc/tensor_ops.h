@@ -23,11 +23,12 @@ Tensor call(const char* name, const char* overload, const Arguments&... argument
   return torch::stable::detail::to<Tensor>(stack[0]);
 }
 
-inline Tensor permute(const Tensor& self, std::vector<int64_t> dims) {
+// (Not `permute`, `reshape`, `narrow`: argument-dependent look-up finds torch::stable's as well, where the
+// torch that compiles this has them.)
+inline Tensor permuted(const Tensor& self, std::vector<int64_t> dims) {
   return call("aten::permute", "", self, dims);
 }
 
-// (Not `reshape` and `narrow`: argument-dependent look-up would find torch::stable's as well.)
 inline Tensor reshaped(const Tensor& self, std::vector<int64_t> sizes) {
   return torch::stable::reshape(self, sizes);
 }
