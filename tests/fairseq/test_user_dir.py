@@ -52,29 +52,18 @@ def data(tmp_path_factory) -> Path:
         folder.joinpath(f"{split}.en").write_text("\n".join(" ".join(line) for line in english) + "\n")
         german = "\n".join(" ".join(word[::-1] for word in line) for line in english)
         folder.joinpath(f"{split}.de").write_text(german + "\n")
-    prefixes = [
-        f(split) for split in ("train", "valid", "test") for f in ("--{}pref".format, folder.joinpath)
-    ]
+    prefixes = [f(split) for split in ("train", "valid", "test") for f in ("--{}pref".format, folder.joinpath)]
     fairseq("preprocess", "--source-lang=en", "--target-lang=de", *prefixes, "--destdir", folder / "bin")
     return folder / "bin"
 
 
 def test_stock_commands_train_and_generate(data, tmp_path):
     options = [part for option in TINY.items() for part in option]
-    options += [
-        "--optimizer=adam",
-        "--lr=0.01",
-        "--max-tokens=400",
-        "--max-update=2",
-        "--num-workers=0",
-        "--cpu",
-    ]
+    options += ["--optimizer=adam", "--lr=0.01", "--max-tokens=400", "--max-update=2", "--num-workers=0", "--cpu"]
     log = fairseq("train", data, "--user-dir", "plugins/fairseq", *options, "--save-dir", tmp_path)
     assert "num_updates 2" in log
     checkpoint = tmp_path / "checkpoint_last.pt"
-    log = fairseq(
-        "generate", data, "--user-dir", "plugins/fairseq/", "--path", checkpoint, "--cpu", "--num-workers=0"
-    )
+    log = fairseq("generate", data, "--user-dir", "plugins/fairseq/", "--path", checkpoint, "--cpu", "--num-workers=0")
     assert "Translated 8 sentences" in log
 
 
@@ -112,9 +101,7 @@ except FileNotFoundError as error:
 
 
 def test_another_copy_of_the_folder_is_served_by_the_installed_one(python, tmp_path):
-    shutil.copytree(
-        ROOT / "plugins", tmp_path / "checkout" / "plugins", ignore=shutil.ignore_patterns("*.so")
-    )
+    shutil.copytree(ROOT / "plugins", tmp_path / "checkout" / "plugins", ignore=shutil.ignore_patterns("*.so"))
     code = """
 import argparse, os, sys
 from fairseq import utils

@@ -9,8 +9,7 @@ import pytest
 
 pytestmark = pytest.mark.skipif(
     not any(
-        e.value == "attn_plugins.autoload:activate"
-        for e in importlib.metadata.entry_points(group="torch.backends")
+        e.value == "attn_plugins.autoload:activate" for e in importlib.metadata.entry_points(group="torch.backends")
     ),
     reason="attn_plugins is not installed, so torch cannot know its entry point",
 )
@@ -24,9 +23,7 @@ WAITING = "print(any(type(f).__module__ == 'attn_plugins.autoload' for f in sys.
 
 
 @needs_timm
-@pytest.mark.parametrize(
-    "imports", ["import torch, timm", "import timm", "import timm.models", "import timm.layers"]
-)
+@pytest.mark.parametrize("imports", ["import torch, timm", "import timm", "import timm.models", "import timm.layers"])
 def test_timm_knows_our_models(python, imports):
     result = python(f"import sys\n{imports}\n{LOADED}\nimport timm\n{KNOWN}")
     assert result.stdout.split() == ["True", "True"]
@@ -64,10 +61,7 @@ def test_a_failing_adapter_warns_once_and_breaks_nothing(python):
 
 
 def test_a_failing_toolkit_fails_as_without_us(python):
-    broken = {
-        "timm/__init__.py": "import torch\nfrom . import models",
-        "timm/models.py": "raise KeyError('theirs')",
-    }
+    broken = {"timm/__init__.py": "import torch\nfrom . import models", "timm/models.py": "raise KeyError('theirs')"}
     code = f"import sys, torch\ntry:\n    import timm\nexcept KeyError as e: print(e)\n{LOADED}\n{WAITING}"
     assert python(code, packages=broken).stdout.split() == ["'theirs'", "False", "True"]
 
@@ -118,28 +112,18 @@ class TestMmengine:
     """The name under which ``_base_ = 'mmseg::...'`` looks for mmsegmentation."""
 
     utils = "MODULE2PACKAGE = {'mmseg': 'mmsegmentation', 'mmdet': 'mmdet'}"
-    packages = {
-        "mmengine/__init__.py": "",
-        "mmengine/config/__init__.py": "",
-        "mmengine/config/utils.py": utils,
-    }
+    packages = {"mmengine/__init__.py": "", "mmengine/config/__init__.py": "", "mmengine/config/utils.py": utils}
     mmseg = {"mmseg/__init__.py": "raise ImportError('looking for mmseg must not import it')"}
-    distribution = {
-        "mmsegmentation-1.dist-info/METADATA": "Metadata-Version: 2.1\nName: mmsegmentation\nVersion: 1\n"
-    }
+    distribution = {"mmsegmentation-1.dist-info/METADATA": "Metadata-Version: 2.1\nName: mmsegmentation\nVersion: 1\n"}
     show = "from mmengine.config.utils import MODULE2PACKAGE as m\nprint(m['mmseg'], m['mmdet'])"
 
-    @pytest.mark.parametrize(
-        "order", ["import torch, mmengine.config.utils", "import mmengine.config.utils, torch"]
-    )
+    @pytest.mark.parametrize("order", ["import torch, mmengine.config.utils", "import mmengine.config.utils, torch"])
     def test_repaired_where_the_distribution_is_missing(self, python, order):
         result = python(f"{order}\n{self.show}", packages={**self.packages, **self.mmseg})
         assert result.stdout.split() == ["mmseg", "mmdet"]
 
     def test_left_alone_where_the_distribution_is_there(self, python):
-        result = python(
-            f"import torch\n{self.show}", packages={**self.packages, **self.mmseg, **self.distribution}
-        )
+        result = python(f"import torch\n{self.show}", packages={**self.packages, **self.mmseg, **self.distribution})
         assert result.stdout.split() == ["mmsegmentation", "mmdet"]
 
     def test_left_alone_without_mmseg(self, python):

@@ -13,9 +13,7 @@ PLUGINS = Path(__file__).parents[2] / "plugins"
 BINARIES = sorted(PLUGINS.glob("_C*.so"))
 pytestmark = [
     pytest.mark.skipif(not BINARIES, reason="nothing is compiled in place"),
-    pytest.mark.skipif(
-        not shutil.which("readelf") or not shutil.which("nm"), reason="binutils are not installed"
-    ),
+    pytest.mark.skipif(not shutil.which("readelf") or not shutil.which("nm"), reason="binutils are not installed"),
 ]
 SYSTEM = {"libstdc++", "libm", "libgcc_s", "libc", "libpthread", "ld-linux-x86-64"}
 TORCH = {"libc10", "libtorch", "libtorch_cpu"}
@@ -33,9 +31,7 @@ def test_name_promises_the_stable_abi(binary):
 
 @pytest.mark.parametrize("binary", BINARIES, ids=lambda p: p.name)
 def test_links_only_torch(binary):
-    needed = {
-        name.split(".so")[0] for name in re.findall(r"NEEDED.*\[(.+?)\]", output("readelf", "-d", binary))
-    }
+    needed = {name.split(".so")[0] for name in re.findall(r"NEEDED.*\[(.+?)\]", output("readelf", "-d", binary))}
     assert needed <= SYSTEM | TORCH | (CUDA if "cuda" in binary.name else set())
     assert needed & TORCH
 
@@ -47,9 +43,7 @@ def test_imports_no_unstable_symbol(binary):
         for line in output("nm", "-DC", "--undefined-only", binary).splitlines()
         if " U " in line
     ]
-    assert any(name.startswith("aoti_torch_") for name in symbols), (
-        "the C shim is not used: was this the library?"
-    )
+    assert any(name.startswith("aoti_torch_") for name in symbols), "the C shim is not used: was this the library?"
     unstable = [name for name in symbols if re.search(r"\b(at|c10|torch|caffe2)::", name)]
     assert not unstable
     assert not [name for name in symbols if re.match(r"_?Py[A-Z_]", name)]

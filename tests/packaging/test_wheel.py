@@ -41,18 +41,7 @@ def wheel(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def installed(wheel, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("site")
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "-q",
-        "--no-deps",
-        "--no-index",
-        "--target",
-        folder,
-        wheel,
-    ]
+    command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--target", folder, wheel]
     subprocess.run(command, check=True)
     return folder
 
@@ -68,16 +57,12 @@ def test_contents(wheel):
     assert any(name.endswith("licenses/LICENSE") for name in names)
     in_tree = {f"attn_plugins/{p.relative_to(ROOT / 'plugins')}" for p in (ROOT / "plugins").rglob("*.py")}
     assert {name for name in names if name.endswith(".py")} == in_tree
-    unwanted = [
-        n for n in names if n.endswith((".cpp", ".cu", ".h", ".cuh")) or n.startswith(("csrc", "tests"))
-    ]
+    unwanted = [n for n in names if n.endswith((".cpp", ".cu", ".h", ".cuh")) or n.startswith(("csrc", "tests"))]
     assert not unwanted
 
 
 def test_works_on_its_own(python, installed):
-    result = python(
-        "import runpy; runpy.run_module('attn_plugins', run_name='__main__')", PYTHONPATH=str(installed)
-    )
+    result = python("import runpy; runpy.run_module('attn_plugins', run_name='__main__')", PYTHONPATH=str(installed))
     assert str(installed / "attn_plugins") in result.stdout
     assert "deform_conv2d runs" in result.stdout
     assert "all is well" in result.stdout
@@ -114,10 +99,7 @@ def compile_setup(**environment: str) -> subprocess.CompletedProcess:
     [
         ({"CXX": "no-such-compiler"}, ["'no-such-compiler' is not on the PATH", "ATTN_PLUGINS_BUILD=none"]),
         ({"ATTN_PLUGINS_BUILD": "gpu"}, ["must be auto, cpu, cuda or none, got 'gpu'"]),
-        (
-            {"ATTN_PLUGINS_BUILD": "cuda", "PATH": "/nowhere", "CXX": sys.executable, "CUDA_HOME": ""},
-            ["nvcc"],
-        ),
+        ({"ATTN_PLUGINS_BUILD": "cuda", "PATH": "/nowhere", "CXX": sys.executable, "CUDA_HOME": ""}, ["nvcc"]),
     ],
     ids=["no compiler", "bad value", "no nvcc"],
 )
