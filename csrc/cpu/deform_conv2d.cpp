@@ -355,11 +355,21 @@ bool is_double(const Tensor& t) {
 }
 
 struct CpuKernels {
-  // Columns of a block, and in the backward their gradients too, stay in the second-level cache of two cores.
+  // A block's columns: few blocks, for all threads meet after each, yet a small part of a whole batch's.
+  static constexpr int64_t kBlockBytes = 12 << 20;
+
+  // The blocks of a chunk, of equal size.
   static int64_t block_pixels(const Geometry& g, int64_t element_bytes) {
-    return pixels_of_bytes(g, element_bytes, 4 << 20);
+    const int64_t most = pixels_of_bytes(g, element_bytes, kBlockBytes);
+    const int64_t blocks = std::max<int64_t>(1, (g.pixels() + most - 1) / most);
+    return std::max<int64_t>(1, (g.pixels() + blocks - 1) / blocks);
   }
-  static int64_t images_per_chunk(const Geometry& g, int64_t) { return std::max<int64_t>(1, g.N); }
+
+  // Images of about two blocks: their channels-last copies stay small as well.
+  static int64_t images_per_chunk(const Geometry& g, int64_t element_bytes) {
+    const int64_t pixels = 2 * pixels_of_bytes(g, element_bytes, kBlockBytes);
+    return std::clamp<int64_t>(pixels / std::max<int64_t>(1, g.Ho * g.Wo), 1, std::max<int64_t>(1, g.N));
+  }
   static constexpr bool columns_replace_gradients = false;
 
   static ScalarType compute_type(const Tensor& t) {
