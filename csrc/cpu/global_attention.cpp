@@ -23,7 +23,8 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
 // exp(x) for x <= 0 in plain arithmetic, so that a loop over it vectorises: 2^n * e^r, |r| <= ln(2) / 2, with
-// a Taylor polynomial whose error is below one rounding. Below LOWEST the result is an exact 0; NaN stays NaN.
+// a Taylor polynomial whose error is below one rounding. Below LOWEST the result is an exact 0; NaN stays
+// NaN.
 template <typename T>
 struct Exp;
 
@@ -148,8 +149,9 @@ int instruction_set() {
 
 template <typename T>
 void run(const Problem<T>& p, bool backward) {
-  auto* range = backward ? static_cast<void (*)(const Problem<T>&, int64_t, int64_t)>(baseline::backward_range)
-                         : static_cast<void (*)(const Problem<T>&, int64_t, int64_t)>(baseline::forward_range);
+  auto* range = backward
+                    ? static_cast<void (*)(const Problem<T>&, int64_t, int64_t)>(baseline::backward_range)
+                    : static_cast<void (*)(const Problem<T>&, int64_t, int64_t)>(baseline::forward_range);
 #ifdef HAS_TARGETS
   if (instruction_set() == 4) {
     range = backward ? static_cast<decltype(range)>(v4::backward_range)
@@ -172,11 +174,14 @@ T* pointer(const std::optional<Tensor>& tensor) {
 template <typename T>
 Problem<T> problem(const std::optional<Tensor>& query, const std::optional<Tensor>& key_columns,
                    const std::optional<Tensor>& row, const std::optional<Tensor>& column,
-                   const std::optional<Tensor>& key_logits, const Tensor& log_sum_exp, int64_t Hk, int64_t keys) {
+                   const std::optional<Tensor>& key_logits, const Tensor& log_sum_exp, int64_t Hk,
+                   int64_t keys) {
   Problem<T> p;
-  p.B = log_sum_exp.size(0), p.M = log_sum_exp.size(1), p.Hq = log_sum_exp.size(2), p.Wq = log_sum_exp.size(3);
+  p.B = log_sum_exp.size(0), p.M = log_sum_exp.size(1), p.Hq = log_sum_exp.size(2),
+  p.Wq = log_sum_exp.size(3);
   p.Hk = Hk, p.Wk = keys / Hk;
-  p.query = View<T>(query), p.row = View<T>(row), p.column = View<T>(column), p.key_logits = View<T>(key_logits);
+  p.query = View<T>(query), p.row = View<T>(row), p.column = View<T>(column),
+  p.key_logits = View<T>(key_logits);
   p.log_sum_exp = View<T>(log_sum_exp);
   p.key_columns = pointer<T>(key_columns);
   if (query.has_value()) p.d = query->size(4);
@@ -188,9 +193,10 @@ Problem<T> problem(const std::optional<Tensor>& query, const std::optional<Tenso
 }
 
 template <typename T>
-void forward(const std::optional<Tensor>& query, const std::optional<Tensor>& key_columns, const Tensor& value_rows,
-             const std::optional<Tensor>& row, const std::optional<Tensor>& column,
-             const std::optional<Tensor>& key_logits, const Tensor& output, const Tensor& log_sum_exp, int64_t Hk) {
+void forward(const std::optional<Tensor>& query, const std::optional<Tensor>& key_columns,
+             const Tensor& value_rows, const std::optional<Tensor>& row, const std::optional<Tensor>& column,
+             const std::optional<Tensor>& key_logits, const Tensor& output, const Tensor& log_sum_exp,
+             int64_t Hk) {
   auto p = problem<T>(query, key_columns, row, column, key_logits, log_sum_exp, Hk, value_rows.size(2));
   p.value_rows = static_cast<const T*>(value_rows.data_ptr());
   p.output = View<T>(output);
@@ -201,12 +207,12 @@ void forward(const std::optional<Tensor>& query, const std::optional<Tensor>& ke
 template <typename T>
 void backward(const Tensor& grad_output, const std::optional<Tensor>& query,
               const std::optional<Tensor>& key_columns, const std::optional<Tensor>& key_rows,
-              const Tensor& value_columns, const std::optional<Tensor>& row, const std::optional<Tensor>& column,
-              const std::optional<Tensor>& key_logits, const Tensor& log_sum_exp,
-              const std::optional<Tensor>& grad_query, const std::optional<Tensor>& grad_key,
-              const std::optional<Tensor>& grad_value, const std::optional<Tensor>& grad_row,
-              const std::optional<Tensor>& grad_column, const std::optional<Tensor>& grad_key_logits, int64_t keys,
-              int64_t Hk, int64_t slots) {
+              const Tensor& value_columns, const std::optional<Tensor>& row,
+              const std::optional<Tensor>& column, const std::optional<Tensor>& key_logits,
+              const Tensor& log_sum_exp, const std::optional<Tensor>& grad_query,
+              const std::optional<Tensor>& grad_key, const std::optional<Tensor>& grad_value,
+              const std::optional<Tensor>& grad_row, const std::optional<Tensor>& grad_column,
+              const std::optional<Tensor>& grad_key_logits, int64_t keys, int64_t Hk, int64_t slots) {
   auto p = problem<T>(query, key_columns, row, column, key_logits, log_sum_exp, Hk, keys);
   p.key_rows = pointer<const T>(key_rows);
   p.value_columns = static_cast<const T*>(value_columns.data_ptr());
@@ -217,7 +223,8 @@ void backward(const Tensor& grad_output, const std::optional<Tensor>& query,
   const int64_t lanes = 64 / sizeof(T);
   p.dv = grad_output.size(4), p.dv_padded = (p.dv + lanes - 1) / lanes * lanes;
   p.slots = slots;
-  p.logits_wanted = p.grad_query.data || p.grad_key || p.grad_row.data || p.grad_column.data || p.grad_key_logits;
+  p.logits_wanted =
+      p.grad_query.data || p.grad_key || p.grad_row.data || p.grad_column.data || p.grad_key_logits;
   run(p, true);
 }
 
@@ -236,8 +243,8 @@ void backward_entry(Tensor grad_output, std::optional<Tensor> query, std::option
                     std::optional<Tensor> grad_column, std::optional<Tensor> grad_key_logits, int64_t keys,
                     int64_t Hk, int64_t slots) {
   auto* typed = value_columns.scalar_type() == ScalarType::Double ? backward<double> : backward<float>;
-  typed(grad_output, query, key_columns, key_rows, value_columns, row, column, key_logits, log_sum_exp, grad_query,
-        grad_key, grad_value, grad_row, grad_column, grad_key_logits, keys, Hk, slots);
+  typed(grad_output, query, key_columns, key_rows, value_columns, row, column, key_logits, log_sum_exp,
+        grad_query, grad_key, grad_value, grad_row, grad_column, grad_key_logits, keys, Hk, slots);
 }
 
 }  // namespace

@@ -1,9 +1,10 @@
-// The arithmetic of global attention for one instruction set. global_attention.cpp includes this file once per
-// set, inside a namespace and under a target pragma, with VECTOR_BYTES defined; so no include guard and no
-// include of its own. Explicit vectors keep the accumulators of the products in registers.
+// The arithmetic of global attention for one instruction set. global_attention.cpp includes this file once
+// per set, inside a namespace and under a target pragma, with VECTOR_BYTES defined; so no include guard and
+// no include of its own. Explicit vectors keep the accumulators of the products in registers.
 //
-// A task works on blocks of BLOCK queries of one head. Its logits stay in the second-level cache from the first
-// product to the last. Keys, values and gradients are padded to whole vectors of 64 bytes; pads hold zeros.
+// A task works on blocks of BLOCK queries of one head. Its logits stay in the second-level cache from the
+// first product to the last. Keys, values and gradients are padded to whole vectors of 64 bytes; pads hold
+// zeros.
 
 constexpr int64_t BLOCK = 48;
 constexpr int64_t LANES = 32;  // partial sums that let a plain loop vectorise without -ffast-math
@@ -14,7 +15,8 @@ struct Vector {
   static constexpr int64_t lanes = VECTOR_BYTES / sizeof(T);
 };
 
-// --- C (rows x columns) (+)= A (rows x depth, any strides) * B (depth x columns, rows contiguous) --------------
+// --- C (rows x columns) (+)= A (rows x depth, any strides) * B (depth x columns, rows contiguous)
+// --------------
 
 template <typename T, int ROWS, int VECTORS>
 ATTN_INLINE void product_tile(const T* A, int64_t a_row, int64_t a_depth, const T* B, int64_t b_row, T* C,
@@ -45,8 +47,8 @@ ATTN_INLINE void product_tile(const T* A, int64_t a_row, int64_t a_depth, const 
 }
 
 template <typename T, int ROWS, int VECTORS>
-void product_columns(const T* A, int64_t a_row, int64_t a_depth, const T* B, int64_t b_row, T* C, int64_t c_row,
-                     int64_t rows, int64_t depth, bool add) {
+void product_columns(const T* A, int64_t a_row, int64_t a_depth, const T* B, int64_t b_row, T* C,
+                     int64_t c_row, int64_t rows, int64_t depth, bool add) {
   int64_t i = 0;
   for (; i + ROWS <= rows; i += ROWS)
     product_tile<T, ROWS, VECTORS>(A + i * a_row, a_row, a_depth, B, b_row, C + i * c_row, c_row, depth, add);
@@ -73,7 +75,8 @@ void product(const T* A, int64_t a_row, int64_t a_depth, const T* B, int64_t b_r
   }
 }
 
-// --- softmax and its gradient over one query's row of logits ---------------------------------------------------
+// --- softmax and its gradient over one query's row of logits
+// ---------------------------------------------------
 
 // Adds what there is of row, column and key logits to the content logits.
 template <typename T>
@@ -146,7 +149,8 @@ ATTN_INLINE T sum_of(const T* g, int64_t keys) {
   return sum;
 }
 
-// --- blocks of queries -----------------------------------------------------------------------------------------
+// --- blocks of queries
+// -----------------------------------------------------------------------------------------
 
 template <typename T>
 struct Scratch {
@@ -179,7 +183,8 @@ ATTN_INLINE void scatter(const View<T>& view, const Problem<T>& p, int64_t b, in
   }
 }
 
-// scratch.weights = attention weights of queries first ... first + count - 1. `known`: the log-sum-exp is read.
+// scratch.weights = attention weights of queries first ... first + count - 1. `known`: the log-sum-exp is
+// read.
 template <typename T>
 ATTN_INLINE void attention_weights(const Problem<T>& p, Scratch<T>& s, int64_t b, int64_t m, int64_t first,
                                    int64_t count, bool known) {
@@ -201,8 +206,7 @@ ATTN_INLINE void attention_weights(const Problem<T>& p, Scratch<T>& s, int64_t b
     }
     const T* row = p.row.data ? p.row.at(b, m, h, w) : nullptr;
     const T* key = p.key_logits.data ? p.key_logits.at(b, m, 0, 0) : nullptr;
-    if (row || key || p.column.data)
-      add_logits(line, p.Hk, p.Wk, row, p.row.stride[4], s.column.data(), key);
+    if (row || key || p.column.data) add_logits(line, p.Hk, p.Wk, row, p.row.stride[4], s.column.data(), key);
     T* stored = p.log_sum_exp.at(b, m, h, w);
     if (known) {
       exponentials(line, keys, *stored);
@@ -233,8 +237,8 @@ void forward_tasks(const Problem<T>& p, int64_t begin, int64_t end) {
   }
 }
 
-// Tasks are (b, m, slot): a slot's blocks follow each other and add to the slot's own gradients of the keys, so
-// the sums have one order whatever the number of threads.
+// Tasks are (b, m, slot): a slot's blocks follow each other and add to the slot's own gradients of the keys,
+// so the sums have one order whatever the number of threads.
 template <typename T>
 void backward_tasks(const Problem<T>& p, int64_t begin, int64_t end) {
   Scratch<T> s(p, true);
@@ -252,8 +256,8 @@ void backward_tasks(const Problem<T>& p, int64_t begin, int64_t end) {
         product(weights, int64_t(1), line, s.gradient.data(), p.dv_padded,
                 p.grad_value + task * keys * p.dv_padded, p.dv_padded, keys, p.dv_padded, count, true);
       if (!p.logits_wanted) continue;
-      product(s.gradient.data(), p.dv_padded, int64_t(1), p.value_columns + head * p.dv * line, line, slopes, line,
-              count, line, p.dv, false);
+      product(s.gradient.data(), p.dv_padded, int64_t(1), p.value_columns + head * p.dv * line, line, slopes,
+              line, count, line, p.dv, false);
       for (int64_t i = 0; i < count; ++i) {
         const int64_t h = (first + i) / p.Wq, w = (first + i) % p.Wq;
         const T* __restrict weight = weights + i * line;
@@ -292,7 +296,15 @@ void backward_tasks(const Problem<T>& p, int64_t begin, int64_t end) {
   }
 }
 
-void forward_range(const Problem<float>& p, int64_t begin, int64_t end) { forward_tasks(p, begin, end); }
-void forward_range(const Problem<double>& p, int64_t begin, int64_t end) { forward_tasks(p, begin, end); }
-void backward_range(const Problem<float>& p, int64_t begin, int64_t end) { backward_tasks(p, begin, end); }
-void backward_range(const Problem<double>& p, int64_t begin, int64_t end) { backward_tasks(p, begin, end); }
+void forward_range(const Problem<float>& p, int64_t begin, int64_t end) {
+  forward_tasks(p, begin, end);
+}
+void forward_range(const Problem<double>& p, int64_t begin, int64_t end) {
+  forward_tasks(p, begin, end);
+}
+void backward_range(const Problem<float>& p, int64_t begin, int64_t end) {
+  backward_tasks(p, begin, end);
+}
+void backward_range(const Problem<double>& p, int64_t begin, int64_t end) {
+  backward_tasks(p, begin, end);
+}
