@@ -130,11 +130,13 @@ def extensions(build: str) -> list:
         return found
     os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "8.0;9.0")
     nvcc = ["-O3", "-std=c++20", "--expt-relaxed-constexpr", "-lineinfo", *defines, "-DUSE_CUDA"]
+    # After the toolkit's own headers: torch's packages may be of another minor version than nvcc.
+    nvcc += [part for folder in nvidia_headers() for part in ("-isystem", folder)]
     found.append(
         CUDAExtension(
             "attn_plugins._C_cuda",
             cuda_sources,
-            include_dirs=[str(ROOT / "csrc"), *nvidia_headers()],
+            include_dirs=[str(ROOT / "csrc")],
             extra_compile_args={"cxx": [*cxx, "-DUSE_CUDA"], "nvcc": nvcc},
             extra_link_args=link,
             **common,
