@@ -52,6 +52,7 @@ cuda: env  ## compile the CUDA operators for sm_80 and sm_90 (needs nvcc, no GPU
 	ATTN_PLUGINS_BUILD=cuda $(PY) setup.py -q build_ext --inplace
 
 wheel: env  ## build dist/*.whl
+	@rm -rf build/lib* build/bdist*  # setuptools would pack what a deleted file left there
 	$(PY) -m pip wheel --disable-pip-version-check -q --no-build-isolation --no-deps -w dist .
 	@ls -l dist
 
