@@ -82,7 +82,7 @@ inline Tensor pack_weight(const Tensor& weight, const DeformConvGeometry& g) {
 // A chunk's rows [start, start + length) of (pixels, out_channels) as (G, length, out_channels / G).
 inline Tensor group_rows(const Tensor& rows, int64_t start, int64_t length, const DeformConvGeometry& g) {
   return permuted(reshaped(narrowed(rows, 0, start, length), {length, g.groups, g.out_channels / g.groups}),
-                 {1, 0, 2});
+                  {1, 0, 2});
 }
 
 inline Tensor first(const Tensor& t) {

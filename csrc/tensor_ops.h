@@ -60,6 +60,8 @@ inline void bmm_out(const Tensor& out, const Tensor& a, const Tensor& b) {
 }
 
 // a + b, broadcast. (The stable dispatcher takes no Scalar, so no add_ and no addmm: this is its one sum.)
-inline Tensor add(const Tensor& a, const Tensor& b) { return torch::stable::subtract(a, b, -1.0); }
+inline Tensor add(const Tensor& a, const Tensor& b) {
+  return torch::stable::subtract(a, b, -1.0);
+}
 
 }  // namespace attn_plugins

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ class _DeformableConv(nn.Module):
 
     _dims: int
     _components: int  # offset components per tap
-    _predictor: type[nn.Conv1d] | type[nn.Conv2d]
+    _predictor: Any  # nn.Conv1d or nn.Conv2d
 
     def __init__(
         self,
@@ -51,7 +52,7 @@ class _DeformableConv(nn.Module):
         self.modulated = modulated
         self.transposed = False  # as torch's convolutions say it: toolkits' weight initialisers ask
         self.output_padding = (0,) * self._dims
-        options = dict(device=device, dtype=dtype)
+        options: dict[str, Any] = dict(device=device, dtype=dtype)
         self.weight = nn.Parameter(torch.empty(out_channels, in_channels // groups, *self.kernel_size, **options))
         self.bias = nn.Parameter(torch.empty(out_channels, **options)) if bias else None
         per_tap = self._components + int(modulated)

@@ -21,6 +21,8 @@ def expand(name: str, value: int | Sequence[int], length: int, minimum: int) -> 
 def check_tensors(first: str, **tensors: Tensor | None) -> None:
     """Check that all tensors are floating, share the dtype and the device of the one named ``first``."""
     leader = tensors[first]
+    if not isinstance(leader, Tensor):
+        raise TypeError(f"{first} must be a Tensor, got {type(leader).__name__}")
     for name, tensor in tensors.items():
         if tensor is None:
             continue

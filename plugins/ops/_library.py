@@ -99,7 +99,7 @@ def register_autocast(name: str, *, cast: bool) -> None:
         _FRAGMENT.impl(name, rule, key)
 
 
-def _cast(argument, dtype: torch.dtype):
+def _cast(argument: object, dtype: torch.dtype) -> object:
     if isinstance(argument, torch.Tensor) and argument.is_floating_point() and argument.dtype != torch.float64:
         return argument.to(dtype)
     return argument

@@ -260,9 +260,9 @@ def _reference_backward(
     offset: Tensor,
     weight: Tensor,
     mask: Tensor | None,
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
     groups: int,
     offset_groups: int,
     needs_input: bool,
@@ -271,20 +271,20 @@ def _reference_backward(
 ) -> tuple[Tensor, ...]:
     """``deform_conv2d_backward`` by differentiating the reference: differentiable itself, on any device."""
     create_graph = torch.is_grad_enabled()
-    wanted = (needs_input, needs_offset, needs_weight, needs_offset and mask is not None)
     with torch.enable_grad():
-        tensors = [
-            t if t is None or (create_graph and t.requires_grad) else t.detach().requires_grad_()
-            for t in (input, offset, weight, mask)
-        ]
-        output = reference.deform_conv2d(
-            tensors[0], tensors[1], tensors[2], None, tensors[3], tuple(stride), tuple(padding), tuple(dilation)
-        )
-        found = torch.autograd.grad(
-            output, [t for t, w in zip(tensors, wanted) if w], grad_output, create_graph=create_graph
-        )
+        x, o, w = (_variable(t, create_graph) for t in (input, offset, weight))
+        m = None if mask is None else _variable(mask, create_graph)
+        output = reference.deform_conv2d(x, o, w, None, m, stride, padding, dilation)
+        variables = ((x, needs_input), (o, needs_offset), (w, needs_weight), (m, needs_offset))
+        wanted = [t for t, need in variables if t is not None and need]
+        found = torch.autograd.grad(output, wanted, grad_output, create_graph=create_graph)
     grads = iter(found)
-    return tuple(next(grads) if w else input.new_empty(0) for w in wanted)
+    return tuple(next(grads) if t is not None and need else input.new_empty(0) for t, need in variables)
+
+
+def _variable(tensor: Tensor, create_graph: bool) -> Tensor:
+    """``tensor`` itself where its own graph is to be continued, else a leaf that requires a gradient."""
+    return tensor if create_graph and tensor.requires_grad else tensor.detach().requires_grad_()
 
 
 def _setup_context_double(ctx: Any, inputs: tuple, output: tuple) -> None:
@@ -296,12 +296,9 @@ def _double_backward(ctx: Any, *grads: Tensor | None) -> tuple:
     create_graph = torch.is_grad_enabled()
     needs = ctx.needs_input_grad[:5]
     with torch.enable_grad():
-        tensors = [
-            t if t is None or (create_graph and t.requires_grad) else t.detach().requires_grad_()
-            for t in ctx.saved_tensors
-        ]
+        tensors: list[Any] = [None if t is None else _variable(t, create_graph) for t in ctx.saved_tensors]
         outputs = _reference_backward(*tensors, *ctx.parameters)
-        pairs = [(o, g) for o, g in zip(outputs, grads) if o.requires_grad and g is not None and g.numel() == o.numel()]
+        pairs = [(o, g) for o, g in zip(outputs, grads) if o.requires_grad and g is not None]
         found = torch.autograd.grad(
             [o for o, _ in pairs],
             [t for t, need in zip(tensors, needs) if need],
@@ -313,13 +310,15 @@ def _double_backward(ctx: Any, *grads: Tensor | None) -> tuple:
     return (*(next(result) if need else None for need in needs), *(None,) * len(ctx.parameters))
 
 
-def _flops(input_shape, offset_shape, weight_shape, *args, out_shape=None, **kwargs) -> int:
+def _flops(input_shape: Any, offset_shape: Any, weight_shape: Any, *args: Any, **kwargs: Any) -> int:
     """Two per multiply-add of the weights' product; sampling is free, as in Zhu et al. (2019)."""
     out_channels, group_channels, Kh, Kw = weight_shape
     return 2 * offset_shape[0] * offset_shape[2] * offset_shape[3] * out_channels * group_channels * Kh * Kw
 
 
-def _flops_backward(grad_shape, input_shape, offset_shape, weight_shape, *args, out_shape=None, **kwargs) -> int:
+def _flops_backward(
+    grad_shape: Any, input_shape: Any, offset_shape: Any, weight_shape: Any, *args: Any, **kwargs: Any
+) -> int:
     *_, needs_input, needs_offset, needs_weight = args
     products = int(needs_input or needs_offset) + int(needs_weight)
     return products * _flops(input_shape, offset_shape, weight_shape)

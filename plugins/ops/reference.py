@@ -6,13 +6,16 @@ second derivatives come from here. Arguments arrive validated.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
 
-def _at_least_float32(*tensors: Tensor | None) -> list[Tensor | None]:
-    """Half tensors as float32: sums of many products are never taken in half precision."""
-    return [t.float() if t is not None and t.dtype in (torch.float16, torch.bfloat16) else t for t in tensors]
+def _at_least_float32(*tensors: Any) -> Iterator[Any]:
+    """Half tensors as float32, None as None: sums of many products are never taken in half precision."""
+    return (t.float() if t is not None and t.dtype in (torch.float16, torch.bfloat16) else t for t in tensors)
 
 
 # --- sampled region -------------------------------------------------------------------------------------------
@@ -58,9 +61,9 @@ def deform_conv2d(
     weight: Tensor,
     bias: Tensor | None,
     mask: Tensor | None,
-    stride: tuple[int, int],
-    padding: tuple[int, int],
-    dilation: tuple[int, int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
 ) -> Tensor:
     """See :func:`attn_plugins.ops.deform_conv2d`."""
     dtype = input.dtype
