@@ -24,7 +24,7 @@ from collections import deque
 from pathlib import Path
 
 from tools.datasets.digits_on_photographs import Recipe, build
-from tools.show_sampling import save, show
+from tools.show_sampling import distinct, save, show
 
 ROOT = Path(__file__).parent.parent
 DATA = ROOT / "data/digits"
@@ -94,7 +94,7 @@ def history(work_dir: Path) -> tuple[list[float], list[float]]:
 
 
 def draw_detections(config: Path, checkpoint: Path, out: Path, count: int = 6) -> None:
-    """Save ``count`` validation images with what the detector finds on them (score above 0.3)."""
+    """Save ``count`` validation images with what the detector finds on them."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -108,9 +108,11 @@ def draw_detections(config: Path, checkpoint: Path, out: Path, count: int = 6) -
     for axis, file in zip(axes.flat, sorted((DATA / "val").glob("*.png"))):
         found = inference_detector(model, str(file)).pred_instances
         axis.imshow(Image.open(file))
-        for (left, top, right, bottom), score, label in zip(found.bboxes, found.scores, found.labels):
-            if score > 0.3:
-                colour = plt.cm.tab10(int(label))
+        for number in distinct(found):
+            left, top, right, bottom = found.bboxes[number].tolist()
+            score, label = float(found.scores[number]), int(found.labels[number])
+            if score > 0.2:  # a class score times a centredness: 0.2 is sure
+                colour = plt.cm.tab10(label)
                 box = plt.Rectangle((left, top), right - left, bottom - top, fill=False, lw=2, color=colour)
                 axis.add_patch(box)
                 text = f"{names[label]} {score:.2f}"

@@ -110,14 +110,22 @@ def saliency(seen: Seen) -> np.ndarray:
     return attention[0, :, 0, 0].float().cpu().numpy()
 
 
+def distinct(found: Any) -> list[int]:
+    """The detections, surest first, without those that lie on a surer one, whatever their class."""
+    boxes, kept = found.bboxes.tolist(), list[int]()
+    for n in found.scores.argsort(descending=True).tolist():
+        y, x = (boxes[n][1] + boxes[n][3]) / 2, (boxes[n][0] + boxes[n][2]) / 2
+        if not any(boxes[k][0] <= x <= boxes[k][2] and boxes[k][1] <= y <= boxes[k][3] for k in kept):
+            kept.append(n)
+    return kept
+
+
 def default_queries(found: Any, image: tuple[int, int], count: int = 3) -> list[tuple[int, int]]:
     """The centres of the surest detections, filled up with points spread over the picture."""
     height, width = image
+    boxes = [found.bboxes[n].tolist() for n in distinct(found)]
     spread = [(height // 3, width // 4), (height // 2, width // 2), (2 * height // 3, 3 * width // 4)]
-    centres: list[tuple[int, int]] = []
-    for left, top, right, bottom in found.bboxes[found.scores.argsort(descending=True)].tolist():
-        if not any(top <= y <= bottom and left <= x <= right for y, x in centres):  # another object than before
-            centres.append((round((top + bottom) / 2), round((left + right) / 2)))
+    centres = [(round((top + bottom) / 2), round((left + right) / 2)) for left, top, right, bottom in boxes]
     return (centres + spread)[:count]
 
 

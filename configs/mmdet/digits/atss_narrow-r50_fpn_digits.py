@@ -19,7 +19,7 @@ model = dict(
         feat_channels=64,
         stacked_convs=2,
         norm_cfg=dict(type="GN", num_groups=8, requires_grad=True),
-        anchor_generator=dict(strides=[8, 16, 32], octave_base_scale=4),
+        anchor_generator=dict(strides=[8, 16, 32], octave_base_scale=3),
     ),
     test_cfg=dict(nms_pre=200, max_per_img=30),
 )
@@ -29,13 +29,13 @@ classes = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight
 train_pipeline = [
     dict(type="LoadImageFromFile"),
     dict(type="LoadAnnotations", with_bbox=True),
-    dict(type="RandomResize", scale=(208, 208), ratio_range=(0.8, 1.1), keep_ratio=True),
+    dict(type="RandomResize", scale=(160, 160), ratio_range=(0.8, 1.1), keep_ratio=True),
     dict(type="PhotoMetricDistortion"),
     dict(type="PackDetInputs"),
 ]
 test_pipeline = [
     dict(type="LoadImageFromFile"),
-    dict(type="Resize", scale=(208, 208), keep_ratio=True),
+    dict(type="Resize", scale=(160, 160), keep_ratio=True),
     dict(type="LoadAnnotations", with_bbox=True),
     dict(type="PackDetInputs", meta_keys=("img_id", "img_path", "ori_shape", "img_shape", "scale_factor")),
 ]
@@ -66,10 +66,10 @@ test_dataloader = val_dataloader
 val_evaluator = dict(ann_file=data_root + "annotations/val.json")
 test_evaluator = val_evaluator
 
-max_epochs = 12
+max_epochs = 20
 train_cfg = dict(max_epochs=max_epochs, val_interval=4)
 optim_wrapper = dict(
-    optimizer=dict(_delete_=True, type="AdamW", lr=2e-3, weight_decay=0.02), clip_grad=dict(max_norm=10.0)
+    optimizer=dict(_delete_=True, type="AdamW", lr=3e-3, weight_decay=0.02), clip_grad=dict(max_norm=10.0)
 )
 param_scheduler = [
     dict(type="LinearLR", start_factor=0.01, by_epoch=False, begin=0, end=50),
