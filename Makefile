@@ -10,7 +10,7 @@ PYTEST ?= -q --durations=10
 export VENV
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-all test-abi lint format types build cuda wheel benchmark doctor clean
+.PHONY: help env demo test test-all test-abi lint format types build cuda wheel benchmark gpu-check doctor clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -58,6 +58,9 @@ wheel: env  ## build dist/*.whl
 
 benchmark: env  ## our operators beside their peers
 	$(PY) -m tools.benchmark
+
+gpu-check:  ## build, test, memory-check and benchmark on this machine's GPU (tools/gpu_check.sh)
+	bash tools/gpu_check.sh
 
 doctor: env  ## what is installed, loaded and registered
 	$(PY) -m attn_plugins
