@@ -24,18 +24,18 @@ BENCHMARKS = ("deform_conv", "global_attention")
 
 def measure(case: Case, device: str, repeats: int) -> dict:
     """One row: medians, memory, and the ratios to the fastest peer."""
-    runs, errors = {"ours": case.ours()}, {}
+    runs, memory, errors = {"ours": case.ours()}, {}, {}
+    memory["ours"] = peak_memory(runs["ours"], device)
     for name, prepare in case.peers.items():
         try:
             run = prepare()
-            run()
+            memory[name] = peak_memory(run, device)
             runs[name] = run
         except (ImportError, RuntimeError) as error:
             errors[name] = {"error": f"cannot run: {str(error).splitlines()[0][:80]}"}
     times = interleaved(runs, device, repeats)
     found = {
-        name: {"median": statistics.median(times[name]), "times": times[name], "memory": peak_memory(run, device)}
-        for name, run in runs.items()
+        name: {"median": statistics.median(times[name]), "times": times[name], "memory": memory[name]} for name in runs
     }
     ours = found.pop("ours")
     best = min(found, key=lambda name: found[name]["median"], default=None)

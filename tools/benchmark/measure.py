@@ -24,15 +24,12 @@ def seconds(run: Run, device: str) -> float:
     return time.perf_counter() - begin
 
 
-def interleaved(runs: dict[str, Run], device: str, repeats: int, budget: float = 60.0) -> dict[str, list[float]]:
+def interleaved(runs: dict[str, Run], device: str, repeats: int, budget: float = 30.0) -> dict[str, list[float]]:
     """Times of all runs in turn, A B A B …, so that a machine that slows down slows all of them alike.
 
-    Two warm-up rounds come first; fewer than ``repeats`` rounds follow where they would take over ``budget`` seconds,
-    but never fewer than three.
+    The runs are warm (their memory was measured). Rounds end after ``repeats`` or, where they take long, after
+    ``budget`` seconds, but never before three.
     """
-    for _ in range(2):
-        for run in runs.values():
-            run()
     times: dict[str, list[float]] = {name: [] for name in runs}
     begin = time.perf_counter()
     for round in range(repeats):
@@ -49,9 +46,12 @@ def paired_ratio(peer: list[float], ours: list[float]) -> float:
 
 
 def peak_memory(run: Run, device: str) -> int:
-    """The most bytes that torch's allocator held at once for the run, beyond what it held before."""
-    run()
+    """The most bytes that torch's allocator held at once for the run, beyond what it held before.
+
+    On CUDA a warm-up comes first: the first run of a kernel also allocates workspaces that stay.
+    """
     if device == "cuda":
+        run()
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
