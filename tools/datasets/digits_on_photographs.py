@@ -231,9 +231,7 @@ def main(arguments: list[str] | None = None) -> int:
     plain = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=plain)
     parser.add_argument("folder", type=Path, help="where the set goes")
-    parser.add_argument(
-        "--train", type=int, default=Recipe.train, help="training images, default %(default)s"
-    )
+    parser.add_argument("--train", type=int, default=Recipe.train, help="training images, default %(default)s")
     parser.add_argument("--val", type=int, default=Recipe.val, help="validation images, default %(default)s")
     parser.add_argument("--seed", type=int, default=Recipe.seed, help="default %(default)s")
     options = parser.parse_args(arguments)
