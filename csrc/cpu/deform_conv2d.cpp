@@ -6,6 +6,7 @@
 
 #include "../deform_conv.h"
 #include "simd.h"
+#include "transpose.h"
 
 namespace attn_plugins {
 namespace {
@@ -270,32 +271,6 @@ ATTN_INLINE void scatter_range(const Block<T>& b, const T* grad_columns, const S
 ATTN_DEFORM_KERNELS(float)
 ATTN_DEFORM_KERNELS(double)
 #undef ATTN_DEFORM_KERNELS
-
-// One tile of a transposition: out (channels, pixels) = in (pixels, channels).
-template <class T>
-void transpose_tile(T* __restrict out, const T* __restrict in, int64_t pixels, int64_t channels, int64_t row,
-                    int64_t column) {
-  constexpr int64_t tile = 16;
-  const int64_t rows = std::min(tile, pixels - row), columns = std::min(tile, channels - column);
-  for (int64_t c = 0; c < columns; ++c) {
-    T* to = out + (column + c) * pixels + row;
-    const T* from = in + row * channels + column + c;
-    for (int64_t r = 0; r < rows; ++r) to[r] = from[r * channels];
-  }
-}
-
-template <class T>
-void transpose_images(T* out, const T* in, int64_t images, int64_t pixels, int64_t channels) {
-  const int64_t strips = (pixels + 15) / 16;
-  torch::stable::parallel_for(0, images * strips, 4, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) {
-      const int64_t image = i / strips * pixels * channels;
-      for (int64_t c = 0; c < channels; c += 16) {
-        transpose_tile(out + image, in + image, pixels, channels, i % strips * 16, c);
-      }
-    }
-  });
-}
 
 template <class T>
 T* data(const Tensor& t) {

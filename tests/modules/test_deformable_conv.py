@@ -11,10 +11,7 @@ import torch.nn.functional as F
 from attn_plugins.modules import DeformableConv1d, DeformableConv2d
 from attn_plugins.ops import deform_conv1d, deform_conv2d
 
-LAYERS = {
-    "2d": (DeformableConv2d, (2, 6, 5, 8), F.conv2d),
-    "1d": (DeformableConv1d, (2, 6, 9), F.conv1d),
-}
+LAYERS = {"2d": (DeformableConv2d, (2, 6, 5, 8), F.conv2d), "1d": (DeformableConv1d, (2, 6, 9), F.conv1d)}
 OPTIONS = {
     "plain": dict(kernel_size=3, padding=1),
     "strided": dict(kernel_size=3, stride=2, padding=2, dilation=2),
