@@ -1,0 +1,302 @@
+"""Attention-augmented convolution: a convolution beside two-dimensional relative self-attention (Bello et al. 2019).
+
+Shapes: B batch, F channels, M heads, (H, W) the attention's map, d_k and d_v the widths of all heads together.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..ops import global_attention, reference
+from ..terms.relative_position import relative_logits
+from ..terms.relative_table import resize_table
+from ..terms.sine_position import sine_encoding
+
+POSITIONS = ("relative", "none", "sine", "coordconv")
+
+
+class AAConv2d(nn.Module):
+    """``out_channels - dv`` channels of a convolution and ``dv`` of multi-head self-attention, concatenated.
+
+    Source: Bello et al. (2019), Eq. 1 to 4 and Figure 8. The logit of pixel j for pixel i, in every head, is
+
+        d^-1/2 * q_i·(k_j + r_W[j_x - i_x] + r_H[j_y - i_y])        d = dk / num_heads
+
+    with learned tables r_W (2W - 1, d) and r_H (2H - 1, d) that the heads share. ``dv = out_channels`` is a fully
+    attentional layer, ``dv = 0`` a plain convolution. The attention runs at the output's resolution: with a stride
+    its input is averaged over windows of 2 * stride - 1 pixels.
+
+    Args:
+        in_channels: F_in.
+        out_channels: F_out, of convolution and attention together.
+        kernel_size: Of the convolution, odd.
+        dk: Width of queries and of keys, all heads together; a multiple of ``num_heads``.
+        dv: Width of values and number of attention channels; a multiple of ``num_heads``.
+        num_heads: M.
+        stride: Of the layer.
+        padding: None or the padding that keeps the size: a map of H rows gives ⌈H / stride⌉.
+        position: ``'relative'`` (above), ``'none'``, ``'sine'`` (sines and cosines of both axes are added to the
+            attention's input; ``in_channels`` must be a multiple of 4) or ``'coordconv'`` (both coordinates, from
+            -1 to 1, are two more channels of the attention's input).
+        input_size: (H, W) of the layer's input, for which the relative tables are made.
+        pool: Average the attention's input once more, 3×3 with stride 2, and bring its output back by bilinear
+            interpolation: a sixteenth of the logits.
+        resize_tables: On a map of another size than ``input_size``, interpolate the tables; False: an error.
+        dilation: Of the convolution.
+        groups: Of the convolution.
+        bias: Whether the convolution has one; the attention's projections have none.
+
+    Shapes:
+        (B, in_channels, H, W) -> (B, out_channels, ⌈H / stride⌉, ⌈W / stride⌉)
+
+    Raises:
+        ValueError: an argument is out of its range, or does not fit the others.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int | Sequence[int],
+        dk: int,
+        dv: int,
+        num_heads: int,
+        stride: int = 1,
+        padding: int | Sequence[int] | None = None,
+        position: str = "relative",
+        input_size: int | Sequence[int] | None = None,
+        pool: bool = False,
+        *,
+        resize_tables: bool = True,
+        dilation: int = 1,
+        groups: int = 1,
+        bias: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        for name, number in dict(
+            in_channels=in_channels, out_channels=out_channels, num_heads=num_heads, stride=stride, dilation=dilation
+        ).items():
+            if not isinstance(number, int) or number < 1:
+                raise ValueError(f"{name} must be a positive int, got {number!r}")
+        if position not in POSITIONS:
+            raise ValueError(f"position must be one of {', '.join(POSITIONS)}, got {position!r}")
+        if not isinstance(dv, int) or dv < 0 or dv > out_channels or dv % num_heads:
+            raise ValueError(
+                f"dv must be a multiple of num_heads = {num_heads} from 0 to out_channels = {out_channels}, got {dv!r}"
+            )
+        if dv and (not isinstance(dk, int) or dk < num_heads or dk % num_heads):
+            raise ValueError(f"dk must be a positive multiple of num_heads = {num_heads}, got {dk!r}")
+        if dv and position == "sine" and in_channels % 4:
+            raise ValueError(f"position 'sine' needs in_channels in multiples of 4, got {in_channels}")
+        kernel, same = _same_padding(kernel_size, dilation, padding)
+        self.in_channels, self.out_channels, self.kernel_size, self.stride = in_channels, out_channels, kernel, stride
+        self.dk, self.dv, self.num_heads = dk if dv else 0, dv, num_heads
+        self.position, self.pool, self.resize_tables = position, pool, resize_tables
+        self.input_size: tuple[int, int] | None = None
+        factory: dict[str, Any] = dict(device=device, dtype=dtype)
+        self.conv: nn.Conv2d | None = None
+        if dv < out_channels:
+            self.conv = nn.Conv2d(
+                in_channels, out_channels - dv, kernel, stride, same, dilation, groups, bias=bias, **factory
+            )
+        if not dv:
+            return
+        attended_channels = in_channels + 2 * (position == "coordconv")
+        self.qkv = nn.Conv2d(attended_channels, 2 * dk + dv, 1, bias=False, **factory)
+        self.proj = nn.Conv2d(dv, dv, 1, bias=False, **factory)
+        if position == "relative":
+            self.input_size = _pair("input_size", input_size)
+            H, W = self.attention_size(self.input_size)
+            self.height_rel = nn.Parameter(torch.empty(2 * H - 1, dk // num_heads, **factory))
+            self.width_rel = nn.Parameter(torch.empty(2 * W - 1, dk // num_heads, **factory))
+        self.reset_tables()
+
+    @classmethod
+    def from_ratios(
+        cls,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int | Sequence[int],
+        kappa: float,
+        nu: float,
+        num_heads: int = 8,
+        min_key_dim_per_head: int = 20,
+        **options: Any,
+    ) -> AAConv2d:
+        """Make the layer from the paper's ratios κ = d_k / F_out and υ = d_v / F_out (Bello et al. 2019, 3.2).
+
+        Both widths are rounded down to multiples of ``num_heads``; d_k is at least ``min_key_dim_per_head`` *
+        ``num_heads``.
+
+        Args:
+            kappa: κ, at least 0.
+            nu: υ, from 0 (a plain convolution) to 1 (fully attentional).
+            min_key_dim_per_head: The paper's 20 for its ResNets and Wide-ResNet; 0 for none.
+            options: All further arguments of the class.
+
+        Raises:
+            ValueError: as the class; or a ratio is out of its range, or too small for one channel per head.
+        """
+        return cls(
+            in_channels,
+            out_channels,
+            kernel_size,
+            *widths(out_channels, kappa, nu, num_heads, min_key_dim_per_head),
+            num_heads,
+            **options,
+        )
+
+    def attention_size(self, size: Sequence[int]) -> tuple[int, int]:
+        """The map on which attention runs, for an input of ``size`` (H, W)."""
+        divisors = (self.stride, 2 if self.pool else 1)
+        H, W = size
+        for divisor in divisors:
+            H, W = -(-H // divisor), -(-W // divisor)
+        return H, W
+
+    def reset_tables(self) -> None:
+        """Draw the relative tables from a normal distribution of deviation d^-1/2 (Bello et al. 2019, Figure 8)."""
+        if self.dv and self.position == "relative":
+            for table in (self.height_rel, self.width_rel):
+                nn.init.normal_(table, std=table.shape[1] ** -0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, in_channels, H, W) -> (B, out_channels, ⌈H / stride⌉, ⌈W / stride⌉).
+
+        Raises:
+            ValueError: the shape does not fit, or needs other tables and ``resize_tables`` is off.
+        """
+        self._check(x)
+        if not self.dv:
+            assert self.conv is not None
+            return self.conv(x)
+        query, key, value, row, column = self._terms(x)
+        attended = global_attention(query, key, value, row_logits=row, column_logits=column)
+        attended = self.proj(attended.permute(0, 1, 4, 2, 3).flatten(1, 2))
+        if self.pool:
+            size = (-(-x.shape[2] // self.stride), -(-x.shape[3] // self.stride))
+            attended = F.interpolate(attended, size, mode="bilinear", align_corners=False)
+        return attended if self.conv is None else torch.cat((self.conv(x), attended), 1)
+
+    def attention_maps(self, x: Tensor) -> Tensor:
+        """The attention weights for an input: (B, M, H, W, H, W), queries before keys. O(N²): for inspection."""
+        self._check(x)
+        if not self.dv:
+            raise ValueError("dv is 0: a plain convolution has no attention")
+        query, key, value, row, column = self._terms(x)
+        return reference.global_attention_probabilities(query, key, value, row, column, None, 1.0)
+
+    def _terms(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+        """Scaled query, key and value (B, M, H, W, ·), row and column logits."""
+        if self.stride > 1:
+            window = 2 * self.stride - 1
+            x = F.avg_pool2d(x, window, self.stride, window // 2, count_include_pad=False)
+        if self.pool:
+            x = F.avg_pool2d(x, 3, 2, 1, count_include_pad=False)
+        if self.position == "sine":
+            x = x + _sine_map(x)
+        elif self.position == "coordconv":
+            x = torch.cat((x, _coordinates(x)), 1)
+        # Channels-last, the projection is one plain GEMM and the heads are views with a contiguous width.
+        qkv = self.qkv(x.contiguous(memory_format=torch.channels_last)).permute(0, 2, 3, 1)
+        query, key, value = (
+            part.unflatten(-1, (self.num_heads, -1)).permute(0, 3, 1, 2, 4)
+            for part in qkv.split((self.dk, self.dk, self.dv), -1)
+        )
+        query = query * (self.dk // self.num_heads) ** -0.5
+        if self.position != "relative":
+            return query, key, value, None, None
+        H, W = query.shape[2:4]
+        row = relative_logits(query, self._table(self.height_rel, H), H, "row")
+        column = relative_logits(query, self._table(self.width_rel, W), W, "column")
+        return query, key, value, row, column
+
+    def _table(self, table: Tensor, size: int) -> Tensor:
+        """(M, d, 2 * size - 1)."""
+        return resize_table(table, size).t().expand(self.num_heads, -1, -1)
+
+    def _check(self, x: Tensor) -> None:
+        if not isinstance(x, Tensor):
+            raise TypeError(f"x must be a Tensor, got {type(x).__name__}")
+        if x.dim() != 4 or x.shape[1] != self.in_channels or 0 in x.shape[2:]:
+            raise ValueError(
+                f"x must have shape (B, {self.in_channels}, H, W) with at least one pixel, got {tuple(x.shape)}"
+            )
+        if self.input_size is not None and not self.resize_tables:
+            made, found = self.attention_size(self.input_size), self.attention_size(x.shape[2:])
+            if made != found:
+                raise ValueError(
+                    f"x of size {tuple(x.shape[2:])} attends on a {found} map, but the relative tables are made for "
+                    f"{made} (input_size={self.input_size}): give inputs of that size, or resize_tables=True"
+                )
+
+    def extra_repr(self) -> str:
+        text = f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, dk={self.dk}, dv={self.dv}"
+        text += f", num_heads={self.num_heads}, stride={self.stride}, position={self.position!r}"
+        if self.input_size is not None:
+            text += f", input_size={self.input_size}"
+        return text + (", pool=True" if self.pool else "")
+
+
+def widths(
+    out_channels: int, kappa: float, nu: float, num_heads: int = 8, min_key_dim_per_head: int = 20
+) -> tuple[int, int]:
+    """d_k and d_v of an augmented convolution; see :meth:`AAConv2d.from_ratios`."""
+    if not kappa >= 0:
+        raise ValueError(f"kappa must be at least 0, got {kappa!r}")
+    if not 0 <= nu <= 1:
+        raise ValueError(f"nu must be from 0 to 1, got {nu!r}")
+
+    def multiple(ratio: float) -> int:
+        # 0.29 * 100 is 28.999...: what is a whole number but for rounding counts as one.
+        return math.floor(round(ratio * out_channels, 6)) // num_heads * num_heads
+
+    dk, dv = max(multiple(kappa), min_key_dim_per_head * num_heads), multiple(nu)
+    if nu > 0 and dv == 0:
+        raise ValueError(f"nu = {nu} of {out_channels} channels is less than one value channel for {num_heads} heads")
+    if nu > 0 and dk == 0:
+        raise ValueError(f"kappa = {kappa} of {out_channels} channels is less than one key channel for {num_heads} heads")
+    return dk, dv
+
+
+def _pair(name: str, value: int | Sequence[int] | None) -> tuple[int, int]:
+    pair = (value, value) if isinstance(value, int) else tuple(value) if isinstance(value, Sequence) else ()
+    if len(pair) != 2 or not all(isinstance(n, int) and n > 0 for n in pair):
+        raise ValueError(f"{name} must be a positive int or two, (H, W), got {value!r}")
+    return pair  # type: ignore[return-value]
+
+
+def _same_padding(
+    kernel_size: int | Sequence[int], dilation: int, padding: int | Sequence[int] | None
+) -> tuple[tuple[int, int], tuple[int, int]]:
+    kernel = _pair("kernel_size", kernel_size)
+    if any(k % 2 == 0 for k in kernel):
+        raise ValueError(f"kernel_size must be odd, so that convolution and attention align, got {kernel_size!r}")
+    same = (dilation * (kernel[0] - 1) // 2, dilation * (kernel[1] - 1) // 2)
+    if padding is not None and ((padding, padding) if isinstance(padding, int) else tuple(padding)) != same:
+        raise ValueError(f"padding must be None or {same}, which keeps the size as attention does, got {padding!r}")
+    return kernel, same
+
+
+def _sine_map(x: Tensor) -> Tensor:
+    """(1, C, H, W): the first half of the channels encodes the row, the second the column."""
+    C, H, W = x.shape[1:]
+    rows = sine_encoding(torch.arange(H, device=x.device), C // 2).t().unsqueeze(2).expand(-1, -1, W)
+    columns = sine_encoding(torch.arange(W, device=x.device), C // 2).t().unsqueeze(1).expand(-1, H, -1)
+    return torch.cat((rows, columns)).unsqueeze(0).to(x.dtype)
+
+
+def _coordinates(x: Tensor) -> Tensor:
+    """(B, 2, H, W): row and column from -1 to 1."""
+    B, _, H, W = x.shape
+    rows = torch.linspace(-1, 1, H, device=x.device, dtype=x.dtype).view(1, 1, H, 1).expand(B, 1, H, W)
+    columns = torch.linspace(-1, 1, W, device=x.device, dtype=x.dtype).view(1, 1, 1, W).expand(B, 1, H, W)
+    return torch.cat((rows, columns), 1)
