@@ -8,6 +8,8 @@ One line in any config is enough::
 ``GeneralizedAttention2d``       plug-in layer: ``plugins=[dict(cfg=dict(type=...), position=...)]``
 ``DeformableConv2d``             convolution: ``dcn=dict(type=...)`` and ``conv_cfg=dict(type=...)``
 ``DeformableConv1d``             convolution: ``conv_cfg=dict(type=...)``
+``AAConv2d``                     convolution: ``conv_cfg=dict(type=..., kappa=..., nu=...)``
+``AAResNet``                     backbone: ``backbone=dict(type=..., depth=50)``; needs timm
 ================================ =======================================================================
 
 To put our operators under configs that name mmcv's own layers, import
@@ -17,11 +19,14 @@ To put our operators under configs that name mmcv's own layers, import
 from __future__ import annotations
 
 from mmengine.registry import MODELS
+from mmengine.runner import CheckpointLoader
 
 from ..modules.generalized_attention import GeneralizedAttention2d
-from .layers import DeformableConv1d, DeformableConv2d
+from .backbones import AAResNet, load_from_safetensors
+from .layers import AAConv2d, DeformableConv1d, DeformableConv2d
 
-__all__ = ["DeformableConv1d", "DeformableConv2d", "GeneralizedAttention2d"]
+__all__ = ["AAConv2d", "AAResNet", "DeformableConv1d", "DeformableConv2d", "GeneralizedAttention2d"]
 
-for _layer in (GeneralizedAttention2d, DeformableConv2d, DeformableConv1d):
+for _layer in (GeneralizedAttention2d, DeformableConv2d, DeformableConv1d, AAConv2d, AAResNet):
     MODELS.register_module(module=_layer)
+CheckpointLoader.register_scheme(r".*\.safetensors$", load_from_safetensors, force=True)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from .. import modules
+from ..modules.augmented_conv import widths
 
 
 def _offset_groups(options: dict[str, Any]) -> dict[str, Any]:
@@ -41,3 +43,37 @@ class DeformableConv1d(modules.DeformableConv1d):
     def init_weights(self) -> None:
         """Zero the predictor again: ``init_cfg`` rules for Conv1d reach it from the outside."""
         self.zero_offset()
+
+
+class AAConv2d(modules.AAConv2d):
+    """:class:`attn_plugins.modules.AAConv2d`, which also takes the paper's ratios in place of its widths.
+
+    One ``conv_cfg`` serves convolutions of any width by ``kappa`` and ``nu``; see
+    :meth:`attn_plugins.modules.AAConv2d.from_ratios`.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int | Sequence[int],
+        dk: int | None = None,
+        dv: int | None = None,
+        num_heads: int = 8,
+        *,
+        kappa: float | None = None,
+        nu: float | None = None,
+        min_key_dim_per_head: int = 20,
+        **options: Any,
+    ):
+        if (dk is None) != (dv is None) or (kappa is None) != (nu is None) or (dk is None) == (kappa is None):
+            raise ValueError(f"give dk and dv, or kappa and nu, got dk={dk!r}, dv={dv!r}, kappa={kappa!r}, nu={nu!r}")
+        if kappa is not None and nu is not None:
+            dk, dv = widths(out_channels, kappa, nu, num_heads, min_key_dim_per_head)
+        assert dk is not None
+        assert dv is not None
+        super().__init__(in_channels, out_channels, kernel_size, dk, dv, num_heads, **options)
+
+    def init_weights(self) -> None:
+        """Draw projections and tables again: ``init_cfg`` rules for Conv2d reach them from the outside."""
+        self.reset_attention()

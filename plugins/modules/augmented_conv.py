@@ -117,7 +117,7 @@ class AAConv2d(nn.Module):
             H, W = self.attention_size(self.input_size)
             self.height_rel = nn.Parameter(torch.empty(2 * H - 1, dk // num_heads, **factory))
             self.width_rel = nn.Parameter(torch.empty(2 * W - 1, dk // num_heads, **factory))
-        self.reset_tables()
+        self.reset_attention()
 
     @classmethod
     def from_ratios(
@@ -162,9 +162,13 @@ class AAConv2d(nn.Module):
             H, W = -(-H // divisor), -(-W // divisor)
         return H, W
 
-    def reset_tables(self) -> None:
-        """Draw the relative tables from a normal distribution of deviation d^-1/2 (Bello et al. 2019, Figure 8)."""
-        if self.dv and self.position == "relative":
+    def reset_attention(self) -> None:
+        """Draw the projections uniformly by Glorot and the tables with deviation d^-1/2 (Bello et al. 2019, Figure 8)."""
+        if not self.dv:
+            return
+        for projection in (self.qkv, self.proj):
+            nn.init.xavier_uniform_(projection.weight)
+        if self.position == "relative":
             for table in (self.height_rel, self.width_rel):
                 nn.init.normal_(table, std=table.shape[1] ** -0.5)
 
@@ -263,7 +267,9 @@ def widths(
     if nu > 0 and dv == 0:
         raise ValueError(f"nu = {nu} of {out_channels} channels is less than one value channel for {num_heads} heads")
     if nu > 0 and dk == 0:
-        raise ValueError(f"kappa = {kappa} of {out_channels} channels is less than one key channel for {num_heads} heads")
+        raise ValueError(
+            f"kappa = {kappa} of {out_channels} channels is less than one key channel for {num_heads} heads"
+        )
     return dk, dv
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 from timm.models.resnet import Bottleneck, ResNet
 from torch import Tensor, nn
 
 from ..modules.deformable_conv import DeformableConv2d
 from ..modules.generalized_attention import GeneralizedAttention2d
+from .conventions import imagenet_cfg, initialise_ours
 
 
 class AttendedBottleneck(Bottleneck):
@@ -75,52 +75,12 @@ class AttendedResNet(ResNet):
     """timm's ResNet; its weight initialisation leaves ours as they were made."""
 
     def init_weights(self, zero_init_last: bool = True) -> None:
-        # timm draws every Conv2d anew, the predictors of offsets and the projections of attention among them.
         super().init_weights(zero_init_last=zero_init_last)
-        for module in self.modules():
-            if isinstance(module, DeformableConv2d):
-                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
-                module.zero_offset()
-            elif isinstance(module, GeneralizedAttention2d):
-                module.init_weights()
-
-
-def param_groups(model: nn.Module, lr: float, offset_lr_scale: float = 0.1) -> list[dict[str, Any]]:
-    """Parameter groups that train the predictors of sampling offsets more slowly (Empirical, footnote 2).
-
-    For any optimizer of torch's, or ``timm.optim.create_optimizer_v2(model, lr=lr, param_group_fn=partial(
-    param_groups, lr=lr))``; learning-rate schedules keep the ratio.
-    """
-    offsets = [
-        parameter
-        for module in model.modules()
-        if isinstance(module, DeformableConv2d)
-        for parameter in module.conv_offset.parameters()
-        if parameter.requires_grad
-    ]
-    known = {id(parameter) for parameter in offsets}
-    rest = [p for p in model.parameters() if p.requires_grad and id(p) not in known]
-    groups = [dict(params=rest, lr=lr), dict(params=offsets, lr=lr * offset_lr_scale)]
-    return [group for group in groups if group["params"]]
-
-
-def _cfg() -> dict[str, Any]:
-    return dict(
-        url="",
-        num_classes=1000,
-        input_size=(3, 224, 224),
-        pool_size=(7, 7),
-        crop_pct=0.875,
-        interpolation="bilinear",
-        mean=IMAGENET_DEFAULT_MEAN,
-        std=IMAGENET_DEFAULT_STD,
-        first_conv="conv1",
-        classifier="fc",
-    )
+        initialise_ours(self)
 
 
 default_cfgs = generate_default_cfgs(
-    {name: _cfg() for name in ("attn_resnet50", "attn1111_resnet50", "attn0010_dcn_resnet50", "dcn_resnet50")}
+    {name: imagenet_cfg() for name in ("attn_resnet50", "attn1111_resnet50", "attn0010_dcn_resnet50", "dcn_resnet50")}
 )
 
 

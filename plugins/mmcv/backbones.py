@@ -1,0 +1,132 @@
+"""The attention-augmented ResNets as backbones of mmdet and mmsegmentation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from mmcv.cnn import build_norm_layer
+from mmengine.model import BaseModule
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.checkpoint import checkpoint
+
+
+class AAResNet(BaseModule):
+    """timm's ``aa_resnet{depth}`` with the arguments of the toolkits' ``ResNet`` (Bello et al. 2019, section 4.4).
+
+    In a config over an upstream one, ``type='AAResNet'`` takes the place of ``type='ResNet'``. The keys of the
+    state_dict are those of the timm model: what ``tools/train_classifier.py`` writes loads by
+    ``init_cfg=dict(type='Pretrained', checkpoint='….safetensors')``.
+
+    Args:
+        depth: 34, 50, 101 or 152.
+        in_channels: Of the images.
+        num_stages: How many of the four stages to build.
+        out_indices: Whose outputs are returned, 0 to ``num_stages`` - 1.
+        frozen_stages: The stem (0) and the stages up to this number do not train; -1: all train.
+        norm_cfg: Of all normalisations.
+        norm_eval: Normalisations keep their running statistics in training.
+        with_cp: Checkpoint the stages' activations.
+        style: ``'pytorch'``: the stride lies in the 3×3 convolutions, as it does here.
+        input_size: (H, W) for which the relative positions' tables are made; they are interpolated to others.
+        init_cfg: None trains from scratch, as the paper does.
+        options: Of the timm model: ``kappa``, ``nu``, ``num_heads``, ``position``, ...
+
+    Shapes:
+        (B, in_channels, H, W) -> tuple of (B, C_i, ⌈H / 2^(i + 2)⌉, ⌈W / 2^(i + 2)⌉)
+
+    Raises:
+        ImportError: timm is not installed.
+        ValueError: an argument is out of its range.
+    """
+
+    def __init__(
+        self,
+        depth: int = 50,
+        in_channels: int = 3,
+        num_stages: int = 4,
+        out_indices: Sequence[int] = (0, 1, 2, 3),
+        frozen_stages: int = -1,
+        norm_cfg: dict[str, Any] | None = None,
+        norm_eval: bool = False,
+        with_cp: bool = False,
+        style: str = "pytorch",
+        input_size: int | Sequence[int] = (224, 224),
+        init_cfg: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(init_cfg)
+        if depth not in (34, 50, 101, 152):
+            raise ValueError(f"depth must be 34, 50, 101 or 152, got {depth!r}")
+        if not 1 <= num_stages <= 4:
+            raise ValueError(f"num_stages must be from 1 to 4, got {num_stages!r}")
+        if not out_indices or any(i not in range(num_stages) for i in out_indices):
+            raise ValueError(f"out_indices must be from 0 to num_stages - 1 = {num_stages - 1}, got {out_indices!r}")
+        if not -1 <= frozen_stages <= num_stages:
+            raise ValueError(f"frozen_stages must be from -1 to num_stages = {num_stages}, got {frozen_stages!r}")
+        if style != "pytorch":
+            raise ValueError(f"style must be 'pytorch', the only one there is, got {style!r}")
+        timm = _timm()
+        norm_cfg = dict(type="BN", requires_grad=True) if norm_cfg is None else norm_cfg
+
+        def norm_layer(channels: int, **_: Any) -> nn.Module:
+            return build_norm_layer(norm_cfg, channels)[1]
+
+        size = (input_size, input_size) if isinstance(input_size, int) else tuple(input_size)
+        model = timm.create_model(
+            f"aa_resnet{depth}", in_chans=in_channels, norm_layer=norm_layer, img_size=size, **options
+        )
+        self.out_indices, self.frozen_stages = tuple(out_indices), frozen_stages
+        self.norm_eval, self.with_cp = norm_eval, with_cp
+        self.stem = ("conv1", "bn1", "act1", "maxpool")
+        self.stages = tuple(f"layer{n + 1}" for n in range(num_stages))
+        for name in (*self.stem, *self.stages):
+            self.add_module(name, getattr(model, name))
+        self._freeze()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        """The outputs of the stages in ``out_indices``."""
+        for name in self.stem:
+            x = getattr(self, name)(x)
+        outputs = []
+        for i, name in enumerate(self.stages):
+            for block in getattr(self, name):
+                x = checkpoint(block, x, use_reentrant=False) if self.with_cp and self.training else block(x)
+            if i in self.out_indices:
+                outputs.append(x)
+        return tuple(outputs)
+
+    def train(self, mode: bool = True) -> AAResNet:
+        """As ``nn.Module.train``; what is frozen stays as it is."""
+        super().train(mode)
+        self._freeze()
+        if mode and self.norm_eval:
+            for module in self.modules():
+                if isinstance(module, _BatchNorm):
+                    module.eval()
+        return self
+
+    def _freeze(self) -> None:
+        if self.frozen_stages < 0:
+            return
+        for name in (*self.stem, *self.stages[: self.frozen_stages]):
+            getattr(self, name).eval().requires_grad_(False)
+
+
+def _timm() -> Any:
+    """timm with our models; mm users who want none of them need no timm."""
+    try:
+        import timm
+    except ImportError as error:
+        raise ImportError("AAResNet is a timm model: pip install timm") from error
+    from .. import timm as _registers_our_models  # noqa: F401
+
+    return timm
+
+
+def load_from_safetensors(filename: str, map_location: Any = None) -> dict[str, Tensor]:
+    """mmengine's loader of local ``.safetensors`` files."""
+    from safetensors.torch import load_file
+
+    return load_file(filename, device=str(map_location or "cpu"))
