@@ -52,6 +52,8 @@ class AAConv2d(modules.AAConv2d):
     :meth:`attn_plugins.modules.AAConv2d.from_ratios`.
     """
 
+    transposed, output_padding = False, (0, 0)  # mmcv's ConvModule repeats these of its convolution
+
     def __init__(
         self,
         in_channels: int,

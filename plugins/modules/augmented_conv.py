@@ -98,6 +98,7 @@ class AAConv2d(nn.Module):
             raise ValueError(f"position 'sine' needs in_channels in multiples of 4, got {in_channels}")
         kernel, same = _same_padding(kernel_size, dilation, padding)
         self.in_channels, self.out_channels, self.kernel_size, self.stride = in_channels, out_channels, kernel, stride
+        self.padding, self.dilation, self.groups = same, dilation, groups
         self.dk, self.dv, self.num_heads = dk if dv else 0, dv, num_heads
         self.position, self.pool, self.resize_tables = position, pool, resize_tables
         self.input_size: tuple[int, int] | None = None
@@ -163,7 +164,7 @@ class AAConv2d(nn.Module):
         return H, W
 
     def reset_attention(self) -> None:
-        """Draw the projections uniformly by Glorot and the tables with deviation d^-1/2 (Bello et al. 2019, Figure 8)."""
+        """Draw the projections by Glorot, uniform, the tables with deviation d^-1/2 (Bello et al. 2019, Figure 8)."""
         if not self.dv:
             return
         for projection in (self.qkv, self.proj):

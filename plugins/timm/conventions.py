@@ -30,7 +30,7 @@ def imagenet_cfg(**changes: Any) -> dict[str, Any]:
 
 
 def initialise_ours(model: nn.Module) -> None:
-    """Draw anew what timm's loops over every ``Conv2d`` have spoiled: attention's projections, predictors of offsets."""
+    """Draw anew what timm's loops over every ``Conv2d`` spoil: attention's projections and offset predictors."""
     for module in model.modules():
         if isinstance(module, DeformableConv2d):
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
