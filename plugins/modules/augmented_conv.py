@@ -130,17 +130,19 @@ class AAConv2d(nn.Module):
         nu: float,
         num_heads: int = 8,
         min_key_dim_per_head: int = 20,
+        min_value_dim_per_head: int = 0,
         **options: Any,
     ) -> AAConv2d:
         """Make the layer from the paper's ratios κ = d_k / F_out and υ = d_v / F_out (Bello et al. 2019, 3.2).
 
         Both widths are rounded down to multiples of ``num_heads``; d_k is at least ``min_key_dim_per_head`` *
-        ``num_heads``.
+        ``num_heads``, and d_v likewise unless υ = 0.
 
         Args:
             kappa: κ, at least 0.
             nu: υ, from 0 (a plain convolution) to 1 (fully attentional).
             min_key_dim_per_head: The paper's 20 for its ResNets and Wide-ResNet; 0 for none.
+            min_value_dim_per_head: 1 for the paper's MnasNets, else 0.
             options: All further arguments of the class.
 
         Raises:
@@ -150,7 +152,7 @@ class AAConv2d(nn.Module):
             in_channels,
             out_channels,
             kernel_size,
-            *widths(out_channels, kappa, nu, num_heads, min_key_dim_per_head),
+            *widths(out_channels, kappa, nu, num_heads, min_key_dim_per_head, min_value_dim_per_head),
             num_heads,
             **options,
         )
@@ -252,7 +254,12 @@ class AAConv2d(nn.Module):
 
 
 def widths(
-    out_channels: int, kappa: float, nu: float, num_heads: int = 8, min_key_dim_per_head: int = 20
+    out_channels: int,
+    kappa: float,
+    nu: float,
+    num_heads: int = 8,
+    min_key_dim_per_head: int = 20,
+    min_value_dim_per_head: int = 0,
 ) -> tuple[int, int]:
     """d_k and d_v of an augmented convolution; see :meth:`AAConv2d.from_ratios`."""
     if not kappa >= 0:
@@ -264,10 +271,13 @@ def widths(
         # 0.29 * 100 is 28.999...: what is a whole number but for rounding counts as one.
         return math.floor(round(ratio * out_channels, 6)) // num_heads * num_heads
 
-    dk, dv = max(multiple(kappa), min_key_dim_per_head * num_heads), multiple(nu)
-    if nu > 0 and dv == 0:
+    if nu == 0:
+        return 0, 0
+    dk = max(multiple(kappa), min_key_dim_per_head * num_heads)
+    dv = max(multiple(nu), min_value_dim_per_head * num_heads)
+    if dv == 0:
         raise ValueError(f"nu = {nu} of {out_channels} channels is less than one value channel for {num_heads} heads")
-    if nu > 0 and dk == 0:
+    if dk == 0:
         raise ValueError(
             f"kappa = {kappa} of {out_channels} channels is less than one key channel for {num_heads} heads"
         )
