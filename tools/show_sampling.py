@@ -106,7 +106,7 @@ def chain(layers: list[Seen], last: int, depth: int) -> list[Seen]:
 def saliency(seen: Seen) -> np.ndarray:
     """The attention of a '0010' layer, the same for every query: (heads, H, W)."""
     with torch.no_grad():
-        _, attention = seen.layer(seen.input, return_attention=True)
+        attention = seen.layer.attention_maps(seen.input)
     return attention[0, :, 0, 0].float().cpu().numpy()
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..ops import global_attention, reference
+from ..ops.global_attention import scripted_global_attention
 from ..terms.relative_position import relative_logits
 from ..terms.relative_table import resize_table
 from ..terms.sine_position import sine_encoding
@@ -108,12 +109,20 @@ class AAConv2d(nn.Module):
             self.conv = nn.Conv2d(
                 in_channels, out_channels - dv, kernel, stride, same, dilation, groups, bias=bias, **factory
             )
+        self.qkv: nn.Conv2d | None = None
+        self.proj: nn.Conv2d | None = None
+        self.height_rel: nn.Parameter | None = None
+        self.width_rel: nn.Parameter | None = None
         if not dv:
             return
-        attended_channels = in_channels + 2 * (position == "coordconv")
-        self.qkv = nn.Conv2d(attended_channels, 2 * dk + dv, 1, bias=False, **factory)
+        self.qkv = nn.Conv2d(in_channels + 2 * (position == "coordconv"), 2 * dk + dv, 1, bias=False, **factory)
         self.proj = nn.Conv2d(dv, dv, 1, bias=False, **factory)
         if position == "relative":
+            if input_size is None:
+                raise ValueError(
+                    "position 'relative' needs input_size=(H, W), the size of the layer's input, for its tables; "
+                    "'none', 'sine' and 'coordconv' need none"
+                )
             self.input_size = _pair("input_size", input_size)
             H, W = self.attention_size(self.input_size)
             self.height_rel = nn.Parameter(torch.empty(2 * H - 1, dk // num_heads, **factory))
@@ -167,12 +176,11 @@ class AAConv2d(nn.Module):
 
     def reset_attention(self) -> None:
         """Draw the projections by Glorot, uniform, the tables with deviation d^-1/2 (Bello et al. 2019, Figure 8)."""
-        if not self.dv:
-            return
         for projection in (self.qkv, self.proj):
-            nn.init.xavier_uniform_(projection.weight)
-        if self.position == "relative":
-            for table in (self.height_rel, self.width_rel):
+            if projection is not None:
+                nn.init.xavier_uniform_(projection.weight)
+        for table in (self.height_rel, self.width_rel):
+            if table is not None:
                 nn.init.normal_(table, std=table.shape[1] ** -0.5)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -181,17 +189,14 @@ class AAConv2d(nn.Module):
         Raises:
             ValueError: the shape does not fit, or needs other tables and ``resize_tables`` is off.
         """
-        self._check(x)
-        if not self.dv:
-            assert self.conv is not None
+        if not torch.jit.is_scripting():
+            self._check(x)
+        if self.conv is None:
+            return self._attend(x)
+        elif self.qkv is None:
             return self.conv(x)
-        query, key, value, row, column = self._terms(x)
-        attended = global_attention(query, key, value, row_logits=row, column_logits=column)
-        attended = self.proj(attended.permute(0, 1, 4, 2, 3).flatten(1, 2))
-        if self.pool:
-            size = (-(-x.shape[2] // self.stride), -(-x.shape[3] // self.stride))
-            attended = F.interpolate(attended, size, mode="bilinear", align_corners=False)
-        return attended if self.conv is None else torch.cat((self.conv(x), attended), 1)
+        else:
+            return torch.cat((self.conv(x), self._attend(x)), 1)
 
     def attention_maps(self, x: Tensor) -> Tensor:
         """The attention weights for an input: (B, M, H, W, H, W), queries before keys. O(N²): for inspection."""
@@ -200,6 +205,21 @@ class AAConv2d(nn.Module):
             raise ValueError("dv is 0: a plain convolution has no attention")
         query, key, value, row, column = self._terms(x)
         return reference.global_attention_probabilities(query, key, value, row, column, None, 1.0)
+
+    def _attend(self, x: Tensor) -> Tensor:
+        """(B, dv, ⌈H / stride⌉, ⌈W / stride⌉)."""
+        query, key, value, row, column = self._terms(x)
+        if torch.jit.is_scripting():
+            attended = scripted_global_attention(query, key, value, row, column, None)
+        else:
+            attended = global_attention(query, key, value, row_logits=row, column_logits=column)
+        attended = attended.permute(0, 1, 4, 2, 3).flatten(1, 2)
+        if self.proj is not None:
+            attended = self.proj(attended)
+        if self.pool:
+            size = [-(-x.shape[2] // self.stride), -(-x.shape[3] // self.stride)]
+            attended = F.interpolate(attended, size, mode="bilinear", align_corners=False)
+        return attended
 
     def _terms(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
         """Scaled query, key and value (B, M, H, W, ·), row and column logits."""
@@ -213,17 +233,18 @@ class AAConv2d(nn.Module):
         elif self.position == "coordconv":
             x = torch.cat((x, _coordinates(x)), 1)
         # Channels-last, the projection is one plain GEMM and the heads are views with a contiguous width.
+        assert self.qkv is not None
         qkv = self.qkv(x.contiguous(memory_format=torch.channels_last)).permute(0, 2, 3, 1)
         query, key, value = (
             part.unflatten(-1, (self.num_heads, -1)).permute(0, 3, 1, 2, 4)
             for part in qkv.split((self.dk, self.dk, self.dv), -1)
         )
         query = query * (self.dk // self.num_heads) ** -0.5
-        if self.position != "relative":
-            return query, key, value, None, None
-        H, W = query.shape[2:4]
-        row = relative_logits(query, self._table(self.height_rel, H), H, "row")
-        column = relative_logits(query, self._table(self.width_rel, W), W, "column")
+        row, column = None, None
+        if self.height_rel is not None and self.width_rel is not None:
+            H, W = query.shape[2], query.shape[3]
+            row = relative_logits(query, self._table(self.height_rel, H), H, "row")
+            column = relative_logits(query, self._table(self.width_rel, W), W, "column")
         return query, key, value, row, column
 
     def _table(self, table: Tensor, size: int) -> Tensor:

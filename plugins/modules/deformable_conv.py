@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..ops._arguments import expand
+from ..ops._arguments import autocast_dtype, expand
 from ..ops.deform_conv import deform_conv1d, deform_conv2d
 
 
@@ -85,8 +85,8 @@ class _DeformableConv(nn.Module):
         predicted = self.conv_offset(x)
         if not self.modulated:
             return predicted, None
-        taps = self.offset_groups * math.prod(self.kernel_size)
-        offset, mask = predicted.split((self._components * taps, taps), dim=1)
+        samples = predicted.shape[1] // (len(self.kernel_size) + 1)  # a component per axis, and the mask
+        offset, mask = predicted.split((predicted.shape[1] - samples, samples), dim=1)
         return offset, mask.sigmoid()
 
     def extra_repr(self) -> str:
@@ -133,9 +133,24 @@ class DeformableConv2d(_DeformableConv):
     _dims, _components, _predictor = 2, 2, nn.Conv2d
 
     def forward(self, x: Tensor) -> Tensor:
-        _check_input(x, self, "(B, C, H, W)")
+        if not torch.jit.is_scripting():
+            _check_input(x, self, "(B, C, H, W)")
         offset, mask = self.predict(x)
-        return deform_conv2d(x, offset, self.weight, self.bias, self.stride, self.padding, self.dilation, mask)
+        if torch.jit.is_scripting():
+            return torch.ops.attn_plugins.deform_conv2d(
+                x,
+                offset,
+                self.weight,
+                self.bias,
+                mask,
+                list(self.stride),
+                list(self.padding),
+                list(self.dilation),
+                self.groups,
+                self.offset_groups,
+            )
+        else:
+            return deform_conv2d(x, offset, self.weight, self.bias, self.stride, self.padding, self.dilation, mask)
 
 
 class DeformableConv1d(_DeformableConv):
@@ -167,7 +182,7 @@ def _check_input(x: Tensor, layer: _DeformableConv, shape: str) -> None:
         raise TypeError(f"input must be floating, got {x.dtype}")
     if x.device != layer.weight.device:
         raise ValueError(f"input must be on the weight's device {layer.weight.device}, got {x.device}")
-    if x.dtype != layer.weight.dtype and not torch.is_autocast_enabled(x.device.type):
+    if x.dtype != layer.weight.dtype and autocast_dtype(x.device.type) is None:
         raise TypeError(f"input must have the weight's dtype {layer.weight.dtype}, got {x.dtype}")
     sizes = zip(x.shape[2:], layer.kernel_size, layer.padding, layer.dilation)
     if any(size + 2 * padding <= dilation * (kernel - 1) for size, kernel, padding, dilation in sizes):

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..ops import global_attention, reference
-from ..ops.global_attention import Terms
+from ..ops._arguments import autocast_dtype
+from ..ops.global_attention import scripted_global_attention
 from ..terms.relative_position import axis_offsets, relative_logits, spread
 from ..terms.saliency import add_vector, key_saliency
 from ..terms.sine_position import sine_encoding
@@ -86,6 +87,9 @@ class GeneralizedAttention2d(nn.Module):
         if not isinstance(in_channels, int) or in_channels < num_heads:
             raise ValueError(f"in_channels must be an int of at least num_heads = {num_heads}, got {in_channels!r}")
         self.attention_type = attention_type
+        # On the instance, where TorchScript finds them.
+        self.wavelength, self.offset_sign = type(self).wavelength, type(self).offset_sign
+        self.position_factor = type(self).position_factor
         self.terms = e1, e2, e3, e4 = parse_attention_type(attention_type)
         self.in_channels, self.num_heads = in_channels, num_heads
         self.spatial_range, self.q_stride, self.kv_stride = spatial_range, q_stride, kv_stride
@@ -98,18 +102,17 @@ class GeneralizedAttention2d(nn.Module):
         def projection() -> nn.Conv2d:
             return nn.Conv2d(in_channels, width, 1, bias=False, **factory)
 
-        if e1 or e2:
-            self.query_conv = projection()
-        if e1 or e3:
-            self.key_conv = projection()
+        def table() -> nn.Linear:
+            return nn.Linear(self.axis_width(), width, bias=False, **factory)
+
+        # What a term does not need is None: TorchScript wants every name to exist.
+        self.query_conv = projection() if e1 or e2 else None
+        self.key_conv = projection() if e1 or e3 else None
         self.value_conv = projection()
-        if e2 or e4:
-            self.appr_geom_fc_x = nn.Linear(self.axis_width(), width, bias=False, **factory)
-            self.appr_geom_fc_y = nn.Linear(self.axis_width(), width, bias=False, **factory)
-        if e3:
-            self.appr_bias = nn.Parameter(torch.empty(width, **factory))  # u
-        if e4:
-            self.geom_bias = nn.Parameter(torch.empty(width, **factory))  # v
+        self.appr_geom_fc_x = table() if e2 or e4 else None
+        self.appr_geom_fc_y = table() if e2 or e4 else None
+        self.appr_bias = nn.Parameter(torch.empty(width, **factory)) if e3 else None  # u
+        self.geom_bias = nn.Parameter(torch.empty(width, **factory)) if e4 else None  # v
         self.proj_conv = nn.Conv2d(width, in_channels, 1, **factory)
         self.gamma = nn.Parameter(torch.empty(1, **factory))
         self.init_weights()
@@ -159,9 +162,9 @@ class GeneralizedAttention2d(nn.Module):
         """0 where a key is in range of the query on one axis, else -inf: (queries, keys)."""
         return axis_window(queries, keys, (self.spatial_range - 1) // 2, self.q_stride, self.kv_stride, device)
 
-    def upsample(self, output: Tensor, size: tuple[int, int]) -> Tensor:
+    def upsample(self, output: Tensor, size: list[int]) -> Tensor:
         """Bring the queries' outputs, at every ``q_stride``-th pixel, to all pixels."""
-        covered = tuple((n - 1) * self.q_stride + 1 for n in output.shape[2:])
+        covered = [(n - 1) * self.q_stride + 1 for n in output.shape[2:]]
         output = F.interpolate(output, covered, mode="bilinear", align_corners=True)
         return F.pad(output, (0, size[1] - covered[1], 0, size[0] - covered[0]), mode="replicate")
 
@@ -175,90 +178,111 @@ class GeneralizedAttention2d(nn.Module):
             if module.bias is not None:
                 nn.init.zeros_(module.bias)
         bound = 1 / math.sqrt(2 * (self.in_channels // self.num_heads))
-        for name in ("appr_bias", "geom_bias"):
-            if hasattr(self, name):
-                nn.init.uniform_(getattr(self, name), -bound, bound)
+        for vector in (self.appr_bias, self.geom_bias):
+            if vector is not None:
+                nn.init.uniform_(vector, -bound, bound)
         nn.init.zeros_(self.gamma)
 
-    def forward(
-        self, x: Tensor, context: Tensor | None = None, return_attention: bool = False
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
         """Attend from the pixels of ``x`` to those of ``context``.
 
         Args:
             x: (B, C, H, W), of any size and memory format.
             context: (B, C, H', W'), another map in the same coordinates (cross-attention); None: ``x``.
-            return_attention: Also return the attention weights. They are O(N²): for inspection.
 
         Returns:
-            (B, C, H, W), and with ``return_attention`` also (B, M, Hq, Wq, Hk, Wk).
+            (B, C, H, W).
 
         Raises:
             ValueError: a shape or a device does not fit.
             TypeError: a map is not of the module's floating dtype.
         """
-        self._check("x", x)
-        if context is not None:
-            self._check("context", context)
-            if context.shape[0] != x.shape[0]:
-                raise ValueError(f"context must have x's batch size {x.shape[0]}, got {context.shape[0]}")
+        query, key, value, row, column, key_logits = self._terms(x, context)
+        if torch.jit.is_scripting():
+            output = scripted_global_attention(query, key, value, row, column, key_logits)
+        else:
+            output = global_attention(query, key, value, row_logits=row, column_logits=column, key_logits=key_logits)
+        output = self.proj_conv(output.permute(0, 1, 4, 2, 3).flatten(1, 2))
+        if self.q_stride > 1 and output.shape[2] * output.shape[3] > 1:
+            output = self.upsample(output, [x.shape[2], x.shape[3]])
+        return torch.addcmul(x, self.gamma, output) if output.dtype == x.dtype else x + self.gamma * output
+
+    @torch.jit.unused
+    def attention_maps(self, x: Tensor, context: Tensor | None = None) -> Tensor:
+        """The attention weights for the maps that ``forward`` takes, queries before keys. O(N²): for inspection.
+
+        Returns:
+            (B, M, Hq, Wq, Hk, Wk).
+        """
+        maps = reference.global_attention_probabilities(*self._terms(x, context), scale=1.0)
+        queries = tuple(-(-n // self.q_stride) for n in x.shape[2:])
+        return maps.expand(*maps.shape[:2], *queries, *maps.shape[4:])
+
+    def _terms(
+        self, x: Tensor, context: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor | None, Tensor | None, Tensor | None]:
+        """The arguments of ``global_attention``: query, key, value, row, column and key logits."""
+        if not torch.jit.is_scripting():
+            self._check("x", x)
+            if context is not None:
+                self._check("context", context)
+                if context.shape[0] != x.shape[0]:
+                    raise ValueError(f"context must have x's batch size {x.shape[0]}, got {context.shape[0]}")
         # Channels-last, every projection is one plain GEMM and its heads are views with a contiguous width.
         queries = x.contiguous(memory_format=torch.channels_last)
         keys = queries if context is None else context.contiguous(memory_format=torch.channels_last)
         queries, keys = _every(queries, self.q_stride), _every(keys, self.kv_stride)
-        terms = self._terms(queries, keys)
-        output = global_attention(*terms[:3], row_logits=terms[3], column_logits=terms[4], key_logits=terms[5])
-        output = self.proj_conv(output.permute(0, 1, 4, 2, 3).flatten(1, 2))
-        if self.q_stride > 1 and output.shape[2:] != (1, 1):
-            output = self.upsample(output, (x.shape[2], x.shape[3]))
-        result = torch.addcmul(x, self.gamma, output) if output.dtype == x.dtype else x + self.gamma * output
-        if not return_attention:
-            return result
-        attention = reference.global_attention_probabilities(*terms, scale=1.0)
-        size = (*attention.shape[:2], *queries.shape[2:], *attention.shape[4:])
-        return result, attention.expand(size)
-
-    def _terms(self, queries: Tensor, keys: Tensor) -> Terms:
-        """The arguments of ``global_attention``: query, key, value, row, column and key logits."""
-        e1, e2, e3, e4 = self.terms
-        key = self._heads(self.key_conv(keys)) if e1 or e3 else None
         value = self._heads(self.value_conv(keys))
-        query = self._scaled(self._heads(self.query_conv(queries))) if e1 or e2 else None
-        content_query, key_logits = query if e1 else None, None
-        if e3 and key is not None:
+        query: Tensor | None = None
+        key: Tensor | None = None
+        if self.query_conv is not None:
+            query = self._scaled(self._heads(self.query_conv(queries)))
+        if self.key_conv is not None:
+            key = self._heads(self.key_conv(keys))
+        content = query if self.terms[0] else None
+        key_logits: Tensor | None = None
+        if self.appr_bias is not None and key is not None:
             u = self._scaled(self._vector(self.appr_bias))
-            if content_query is not None:
-                content_query = add_vector(content_query, u)
+            if content is not None:
+                content = add_vector(content, u)
             else:
                 key_logits = key_saliency(key, u)
-        position_query = query if e2 else None
-        row = self._axis_logits(position_query, queries.shape[2], keys.shape[2], "row", queries)
-        column = self._axis_logits(position_query, queries.shape[3], keys.shape[3], "column", queries)
-        return content_query, key if e1 else None, value, row, column, key_logits
+        position_query = query if self.terms[1] else None
+        row, column = self._range_logits(queries, keys)
+        if self.appr_geom_fc_y is not None and self.appr_geom_fc_x is not None:
+            geometry = self.appr_geom_fc_y.weight, self.appr_geom_fc_x.weight
+            row = _sum(self._axis_logits(geometry[0], position_query, queries.shape[2], keys.shape[2], "row"), row)
+            column = _sum(
+                self._axis_logits(geometry[1], position_query, queries.shape[3], keys.shape[3], "column"), column
+            )
+        return content, key if self.terms[0] else None, value, row, column, key_logits
 
-    def _axis_logits(self, query: Tensor | None, queries: int, keys: int, axis: str, like: Tensor) -> Tensor | None:
-        """ε2 + ε4 of one axis plus its range; of size 1 along the axes that it does not depend on."""
-        logits = None
-        if self.terms[1] or self.terms[3]:
-            linear = self.appr_geom_fc_y if axis == "row" else self.appr_geom_fc_x
-            offsets = axis_offsets(queries, keys, self.q_stride, self.kv_stride, like.device)
-            offsets = offsets.to(torch.promote_types(linear.weight.dtype, torch.float32))
-            offsets = offsets * (self.offset_sign * self.position_magnitude)
-            encoding = sine_encoding(offsets, self.axis_width(), self.wavelength).to(linear.weight.dtype)
-            table = linear(encoding).unflatten(-1, (self.num_heads, -1)).permute(1, 2, 0)  # (M, d, D)
-            if self.position_factor != 1:
-                table = table * self.position_factor
-            v = self._scaled(self._vector(self.geom_bias)) if self.terms[3] else None
-            if query is not None:
-                query = query if v is None else add_vector(query, v)
-                logits = relative_logits(query, table, keys, axis, self.q_stride, self.kv_stride)
-            elif v is not None:
-                bias = torch.einsum("md,mdn->mn", v, table)
-                logits = _along(spread(bias, queries, keys, self.q_stride, self.kv_stride), axis)
-        if self.spatial_range != -1:
-            window = _along(self.axis_range(queries, keys, like.device).to(like.dtype).unsqueeze(0), axis)
-            logits = window if logits is None else logits + window
-        return logits
+    def _range_logits(self, queries: Tensor, keys: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """0 in range and -inf out of it, for rows and for columns; None where all keys are in range."""
+        if self.spatial_range == -1:
+            return None, None
+        rows = self.axis_range(queries.shape[2], keys.shape[2], queries.device).to(queries.dtype)
+        columns = self.axis_range(queries.shape[3], keys.shape[3], queries.device).to(queries.dtype)
+        return _along(rows.unsqueeze(0), "row"), _along(columns.unsqueeze(0), "column")
+
+    def _axis_logits(self, weight: Tensor, query: Tensor | None, queries: int, keys: int, axis: str) -> Tensor:
+        """ε2 + ε4 of one axis, by its projection of encodings; of size 1 along axes that it does not depend on."""
+        offsets = axis_offsets(queries, keys, self.q_stride, self.kv_stride, weight.device)
+        offsets = offsets.to(torch.float64 if weight.dtype == torch.float64 else torch.float32)
+        offsets = offsets * (self.offset_sign * self.position_magnitude)
+        encoding = sine_encoding(offsets, self.axis_width(), self.wavelength).to(weight.dtype)
+        table = F.linear(encoding, weight).unflatten(-1, (self.num_heads, -1)).permute(1, 2, 0)  # (M, d, D)
+        if self.position_factor != 1.0:
+            table = table * self.position_factor
+        v: Tensor | None = None
+        if self.geom_bias is not None:
+            v = self._scaled(self._vector(self.geom_bias))
+        if query is not None:
+            query = query if v is None else add_vector(query, v)
+            return relative_logits(query, table, keys, axis, self.q_stride, self.kv_stride)
+        assert v is not None
+        bias = torch.einsum("md,mdn->mn", v, table)
+        return _along(spread(bias, queries, keys, self.q_stride, self.kv_stride), axis)
 
     def _heads(self, projected: Tensor) -> Tensor:
         """(B, M * d, H, W) as (B, M, H, W, d), a view."""
@@ -281,7 +305,7 @@ class GeneralizedAttention2d(nn.Module):
         weight = self.value_conv.weight
         if tensor.device != weight.device:
             raise ValueError(f"{name} must be on the module's device {weight.device}, got {tensor.device}")
-        autocast = torch.is_autocast_enabled(tensor.device.type) and tensor.is_floating_point()
+        autocast = autocast_dtype(tensor.device.type) is not None and tensor.is_floating_point()
         if tensor.dtype != weight.dtype and not autocast:
             raise TypeError(f"{name} must have the module's dtype {weight.dtype}, got {tensor.dtype}")
 
@@ -336,12 +360,16 @@ class MMCVGeneralizedAttention2d(GeneralizedAttention2d):
         last = (pixel + self.spatial_range + 1).div(self.kv_stride, rounding_mode="floor")
         return window_logits((first <= key) & (key <= last))
 
-    def upsample(self, output: Tensor, size: tuple[int, int]) -> Tensor:
+    def upsample(self, output: Tensor, size: list[int]) -> Tensor:
         return F.interpolate(output, size, mode="bilinear", align_corners=False)
 
 
 def _every(x: Tensor, stride: int) -> Tensor:
     return x if stride == 1 else x[:, :, ::stride, ::stride]
+
+
+def _sum(logits: Tensor, more: Tensor | None) -> Tensor:
+    return logits if more is None else logits + more
 
 
 def _along(pairs: Tensor, axis: str) -> Tensor:

@@ -18,6 +18,17 @@ def expand(name: str, value: int | Sequence[int], length: int, minimum: int) -> 
     return values
 
 
+def autocast_dtype(device_type: str) -> torch.dtype | None:
+    """The dtype that autocast asks for on a device, None where it is off."""
+    if device_type == "meta":
+        return None
+    if hasattr(torch, "get_autocast_dtype"):  # torch >= 2.4
+        return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
+    if device_type == "cpu":
+        return torch.get_autocast_cpu_dtype() if torch.is_autocast_cpu_enabled() else None
+    return torch.get_autocast_gpu_dtype() if torch.is_autocast_enabled() else None
+
+
 def check_tensors(first: str, **tensors: Tensor | None) -> None:
     """Check that all tensors are floating, share the dtype and the device of the one named ``first``."""
     leader = tensors[first]
@@ -32,7 +43,7 @@ def check_tensors(first: str, **tensors: Tensor | None) -> None:
             raise TypeError(f"{name} must be float16, bfloat16, float32 or float64, got {tensor.dtype}")
         if tensor.device != leader.device:
             raise ValueError(f"{name} must be on {first}'s device {leader.device}, got {tensor.device}")
-        if tensor.dtype != leader.dtype and not torch.is_autocast_enabled(leader.device.type):
+        if tensor.dtype != leader.dtype and autocast_dtype(leader.device.type) is None:
             raise TypeError(f"{name} must have {first}'s dtype {leader.dtype}, got {tensor.dtype}")
 
 

@@ -19,7 +19,7 @@ from . import _global_attention_chunks as chunked
 from . import _global_attention_cpu as cpu
 from . import _global_attention_folding as folding
 from . import _library, reference
-from ._arguments import check_dim, check_tensors
+from ._arguments import autocast_dtype, check_dim, check_tensors
 from ._global_attention_folding import Terms
 
 _HAS_OPERATORS = hasattr(torch.library, "custom_op")  # torch >= 2.4
@@ -65,12 +65,24 @@ def global_attention(
     """
     terms = (query, key, value, row_logits, column_logits, key_logits)
     grid = _check(*terms)
-    if torch.is_autocast_enabled(value.device.type):
-        dtype = torch.get_autocast_dtype(value.device.type)
+    dtype = autocast_dtype(value.device.type)
+    if dtype is not None:
         terms = tuple(t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in terms)  # type: ignore
         with torch.autocast(value.device.type, enabled=False):
             return _attend(terms, float(scale), grid)
     return _attend(terms, float(scale), grid)
+
+
+def scripted_global_attention(
+    query: Tensor | None,
+    key: Tensor | None,
+    value: Tensor,
+    row_logits: Tensor | None,
+    column_logits: Tensor | None,
+    key_logits: Tensor | None,
+) -> Tensor:
+    """:func:`global_attention` for TorchScript, which has no keyword-only arguments and compiles no checks."""
+    return torch.ops.attn_plugins.global_attention(query, key, value, row_logits, column_logits, key_logits, 1.0)[0]
 
 
 def _attend(terms: Terms, scale: float, grid: tuple[int, int]) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 
 def axis_offsets(
-    queries: int, keys: int, q_stride: int = 1, kv_stride: int = 1, device: torch.device | str | None = None
+    queries: int, keys: int, q_stride: int = 1, kv_stride: int = 1, device: torch.device | None = None
 ) -> Tensor:
     """The distinct offsets k - q in pixels, rising: D integers."""
     step = math.gcd(q_stride, kv_stride)
@@ -55,6 +55,6 @@ def relative_logits(
         (B, M, Hq, Wq, keys).
     """
     if axis not in ("row", "column"):
-        raise ValueError(f"axis must be 'row' or 'column', got {axis!r}")
+        raise ValueError(f"axis must be 'row' or 'column', got '{axis}'")
     pairs = spread(table, query.shape[2 if axis == "row" else 3], keys, q_stride, kv_stride)
     return torch.einsum("bmhwd,mdhk->bmhwk" if axis == "row" else "bmhwd,mdwk->bmhwk", query, pairs)

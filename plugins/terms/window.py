@@ -10,12 +10,7 @@ from torch import Tensor
 
 
 def axis_window(
-    queries: int,
-    keys: int,
-    radius: int,
-    q_stride: int = 1,
-    kv_stride: int = 1,
-    device: torch.device | str | None = None,
+    queries: int, keys: int, radius: int, q_stride: int = 1, kv_stride: int = 1, device: torch.device | None = None
 ) -> Tensor:
     """Keys at most ``radius`` pixels from the query: |k * kv_stride - q * q_stride| <= radius.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+from timm.layers import register_notrace_module
 from torch import nn
 
 from ..modules.augmented_conv import AAConv2d
@@ -48,7 +49,7 @@ def table_names(model: nn.Module) -> set[str]:
         for prefix, module in model.named_modules()
         if isinstance(module, AAConv2d)
         for name in ("height_rel", "width_rel")
-        if hasattr(module, name)
+        if getattr(module, name) is not None
     }
 
 
@@ -69,3 +70,8 @@ def param_groups(model: nn.Module, lr: float, offset_lr_scale: float = 0.1) -> l
     rest = [p for p in model.parameters() if p.requires_grad and id(p) not in known]
     groups = [dict(params=rest, lr=lr), dict(params=offsets, lr=lr * offset_lr_scale)]
     return [group for group in groups if group["params"]]
+
+
+# Leaves to timm's feature extraction by FX: their argument checks look at shapes.
+for _module in (AAConv2d, DeformableConv2d, GeneralizedAttention2d):
+    register_notrace_module(_module)

@@ -117,7 +117,7 @@ def test_equals_the_equations(attention_type, variant):
     (x,) = maps((2, 8, 4, 6))
     expected, weights = loops(module, x)
     torch.testing.assert_close(module(x), expected, rtol=1e-10, atol=1e-10)
-    output, attention = module(x, return_attention=True)
+    output, attention = module(x), module.attention_maps(x)
     torch.testing.assert_close(output, expected, rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(attention, weights, rtol=1e-10, atol=1e-10)
 
