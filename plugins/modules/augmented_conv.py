@@ -309,7 +309,7 @@ def _pair(name: str, value: int | Sequence[int] | None) -> tuple[int, int]:
     pair = (value, value) if isinstance(value, int) else tuple(value) if isinstance(value, Sequence) else ()
     if len(pair) != 2 or not all(isinstance(n, int) and n > 0 for n in pair):
         raise ValueError(f"{name} must be a positive int or two, (H, W), got {value!r}")
-    return pair  # type: ignore[return-value]
+    return pair
 
 
 def _same_padding(

@@ -122,12 +122,12 @@ class AAResNet(ResNet):
 
         def stage(reduction: int, pool: bool = False) -> Any:
             reduction = min(reduction, stride)
-            block = partial(
+            block: Any = partial(
                 augmented,
                 output_size=tuple(-(-n // reduction) for n in size),
                 augmentation=dict(augmentation, pool=pool),
             )
-            block.expansion = augmented.expansion  # type: ignore[attr-defined]
+            block.expansion = augmented.expansion
             return block
 
         super().__init__((block, stage(8, pool), stage(16), stage(32)), layers, **kwargs)  # type: ignore[arg-type]

@@ -1,6 +1,5 @@
 """The attention-augmented Wide-ResNet of the CIFAR experiments (Bello et al. 2019, section 4.1)."""
-
-from __future__ import annotations
+# No postponed annotations here: FX writes them into the code it generates, where TorchScript must know the names.
 
 from typing import Any
 
@@ -243,9 +242,9 @@ class AAWideResNet(nn.Module):
         if self.grad_checkpointing and not torch.jit.is_scripting():
             x = checkpoint_seq([self.layer1, self.layer2, self.layer3], x, flatten=True)
         else:
-            x = self.layer1(x)
-            x = self.layer2(x)
-            x = self.layer3(x)
+            x = self.layer1(x)  # type: ignore[operator]
+            x = self.layer2(x)  # type: ignore[operator]
+            x = self.layer3(x)  # type: ignore[operator]
         return self.act(self.bn(x))
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
