@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..ops import global_attention, reference
+from ..ops._arguments import autocast_dtype
 from ..ops.global_attention import scripted_global_attention
 from ..terms.relative_position import relative_logits
 from ..terms.relative_table import resize_table
@@ -258,6 +259,11 @@ class AAConv2d(nn.Module):
             raise ValueError(
                 f"x must have shape (B, {self.in_channels}, H, W) with at least one pixel, got {tuple(x.shape)}"
             )
+        weight = next(self.parameters())
+        if x.device != weight.device:
+            raise ValueError(f"x must be on the layer's device {weight.device}, got {x.device}")
+        if x.dtype != weight.dtype and not (x.is_floating_point() and autocast_dtype(x.device.type) is not None):
+            raise TypeError(f"x must have the layer's dtype {weight.dtype}, got {x.dtype}")
         if self.input_size is not None and not self.resize_tables:
             made, found = self.attention_size(self.input_size), self.attention_size(x.shape[2:])
             if made != found:
@@ -297,10 +303,10 @@ def widths(
     dk = max(multiple(kappa), min_key_dim_per_head * num_heads)
     dv = max(multiple(nu), min_value_dim_per_head * num_heads)
     if dv == 0:
-        raise ValueError(f"nu = {nu} of {out_channels} channels is less than one value channel for {num_heads} heads")
+        raise ValueError(f"nu = {nu} of {out_channels} channels is less than one value channel of {num_heads} heads")
     if dk == 0:
         raise ValueError(
-            f"kappa = {kappa} of {out_channels} channels is less than one key channel for {num_heads} heads"
+            f"kappa = {kappa} of {out_channels} channels is less than one key channel of {num_heads} heads"
         )
     return dk, dv
 
