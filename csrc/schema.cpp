@@ -14,8 +14,10 @@ STABLE_TORCH_LIBRARY(attn_plugins, m) {
   // The CPU kernels under attn_plugins::global_attention, which plugins/ops defines for every device.
   // *_columns and *_rows are packed: (B, M, width, keys) and (B, M, keys, width), the last axis padded.
   m.def(
-      "global_attention_forward_(Tensor? query, Tensor? key_columns, Tensor value_rows, Tensor? row_logits, "
-      "Tensor? column_logits, Tensor? key_logits, Tensor(a!) output, Tensor(b!) log_sum_exp, int key_rows) "
+      "global_attention_forward_(Tensor? query, Tensor? key_columns, Tensor? value_rows, Tensor? "
+      "value_columns, Tensor? row_logits, "
+      "Tensor? column_logits, Tensor? key_logits, Tensor(a!) output, Tensor(b!) log_sum_exp, int keys, "
+      "int height) "
       "-> ()");
   // Gradients of keys, values and key logits have an axis of slots after (B, M), and are added to.
   m.def(

@@ -6,9 +6,9 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <algorithm>
-#include <bit>
 #include <cmath>
 #include <cstdint>
+#include <iterator>
 #include <limits>
 #include <optional>
 #include <vector>
@@ -22,60 +22,42 @@ namespace {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-// exp(x) for x <= 0 in plain arithmetic, so that a loop over it vectorises: 2^n * e^r, |r| <= ln(2) / 2, with
-// a Taylor polynomial whose error is below one rounding. Below LOWEST the result is an exact 0; NaN stays
-// NaN.
+// The constants of exp(x) for x <= 0: adding SHIFTER leaves a number's integer part in the low bits; the
+// Taylor polynomial's error, highest power first, is below one rounding.
 template <typename T>
 struct Exp;
 
 template <>
 struct Exp<float> {
-  static constexpr float LOWEST = -87.0f;
-  static ATTN_INLINE float of(float x) {
-    const float clamped = x < LOWEST ? LOWEST : x;
-    const float shifted = clamped * 1.44269504f + 12582912.0f;  // 1.5 * 2^23: n lands in the low bits
-    const float n = shifted - 12582912.0f;
-    float r = clamped - n * 0.693145752f;
-    r = r - n * 1.42860677e-6f;
-    float p = 1.0f / 5040;
-    p = p * r + 1.0f / 720;
-    p = p * r + 1.0f / 120;
-    p = p * r + 1.0f / 24;
-    p = p * r + 1.0f / 6;
-    p = p * r + 0.5f;
-    p = p * r + 1.0f;
-    p = p * r + 1.0f;
-    const float power = std::bit_cast<float>((std::bit_cast<int32_t>(shifted) + 127) << 23);
-    return x < LOWEST ? 0.0f : p * power;
-  }
+  using Bits = int32_t;
+  static constexpr float LOWEST = -87.0f, LOG2E = 1.44269504f, SHIFTER = 12582912.0f;  // 1.5 * 2^23
+  static constexpr float LN2_HIGH = 0.693145752f, LN2_LOW = 1.42860677e-6f;
+  static constexpr float TAYLOR[] = {1.0f / 5040, 1.0f / 720, 1.0f / 120, 1.0f / 24,
+                                     1.0f / 6,    0.5f,       1.0f,       1.0f};
+  static constexpr Bits BIAS = 127, MANTISSA = 23;
 };
 
 template <>
 struct Exp<double> {
-  static constexpr double LOWEST = -708.0;
-  static ATTN_INLINE double of(double x) {
-    const double clamped = x < LOWEST ? LOWEST : x;
-    const double shifted = clamped * 1.4426950408889634 + 6755399441055744.0;  // 1.5 * 2^52
-    const double n = shifted - 6755399441055744.0;
-    double r = clamped - n * 6.93147180369123816490e-01;
-    r = r - n * 1.90821492927058770002e-10;
-    double p = 1.0 / 6227020800.0;
-    p = p * r + 1.0 / 479001600.0;
-    p = p * r + 1.0 / 39916800.0;
-    p = p * r + 1.0 / 3628800.0;
-    p = p * r + 1.0 / 362880.0;
-    p = p * r + 1.0 / 40320.0;
-    p = p * r + 1.0 / 5040.0;
-    p = p * r + 1.0 / 720.0;
-    p = p * r + 1.0 / 120.0;
-    p = p * r + 1.0 / 24.0;
-    p = p * r + 1.0 / 6.0;
-    p = p * r + 0.5;
-    p = p * r + 1.0;
-    p = p * r + 1.0;
-    const double power = std::bit_cast<double>((std::bit_cast<int64_t>(shifted) + 1023) << 52);
-    return x < LOWEST ? 0.0 : p * power;
-  }
+  using Bits = int64_t;
+  static constexpr double LOWEST = -708.0, LOG2E = 1.4426950408889634,
+                          SHIFTER = 6755399441055744.0;  // 1.5 * 2^52
+  static constexpr double LN2_HIGH = 6.93147180369123816490e-01, LN2_LOW = 1.90821492927058770002e-10;
+  static constexpr double TAYLOR[] = {1.0 / 6227020800.0,
+                                      1.0 / 479001600.0,
+                                      1.0 / 39916800.0,
+                                      1.0 / 3628800.0,
+                                      1.0 / 362880.0,
+                                      1.0 / 40320.0,
+                                      1.0 / 5040.0,
+                                      1.0 / 720.0,
+                                      1.0 / 120.0,
+                                      1.0 / 24.0,
+                                      1.0 / 6.0,
+                                      0.5,
+                                      1.0,
+                                      1.0};
+  static constexpr Bits BIAS = 1023, MANTISSA = 52;
 };
 
 // A (B, M, Hq, Wq, ·) view, or nothing; stride 0 where it broadcasts.
@@ -101,11 +83,11 @@ struct Problem {
   int64_t B, M, Hq, Wq, Hk, Wk, d = 0, d_padded = 0, dv = 0, dv_padded = 0, keys_padded = 0, slots = 1;
   View<T> query, row, column, key_logits, log_sum_exp, output, grad_output, grad_query, grad_row, grad_column;
   const T* key_columns = nullptr;    // (d, keys_padded)
-  const T* key_rows = nullptr;       // (keys, d_padded)
-  const T* value_rows = nullptr;     // (keys, dv_padded)
+  const T* key_rows = nullptr;       // (keys, d_padded); null: key_columns serve the query's gradient
+  const T* value_rows = nullptr;     // (keys, dv_padded); in the forward, one of the two
   const T* value_columns = nullptr;  // (dv, keys_padded)
-  T* grad_key = nullptr;             // (slots, keys, d_padded), added to
-  T* grad_value = nullptr;           // (slots, keys, dv_padded), added to
+  T* grad_key = nullptr;             // (slots, d, keys_padded), added to
+  T* grad_value = nullptr;           // (slots, dv, keys_padded), added to
   T* grad_key_logits = nullptr;      // (slots, keys), added to
   bool logits_wanted = false;
 };
@@ -185,22 +167,24 @@ Problem<T> problem(const std::optional<Tensor>& query, const std::optional<Tenso
   p.log_sum_exp = View<T>(log_sum_exp);
   p.key_columns = pointer<T>(key_columns);
   if (query.has_value()) p.d = query->size(4);
-  // The paddings follow the packing: whole vectors of 64 bytes, and four of them for the keys.
+  // The paddings follow the packing: whole vectors of 64 bytes.
   const int64_t lanes = 64 / sizeof(T);
   p.d_padded = (p.d + lanes - 1) / lanes * lanes;
-  p.keys_padded = (keys + 4 * lanes - 1) / (4 * lanes) * (4 * lanes);
+  p.keys_padded = (keys + lanes - 1) / lanes * lanes;
   return p;
 }
 
 template <typename T>
 void forward(const std::optional<Tensor>& query, const std::optional<Tensor>& key_columns,
-             const Tensor& value_rows, const std::optional<Tensor>& row, const std::optional<Tensor>& column,
+             const std::optional<Tensor>& value_rows, const std::optional<Tensor>& value_columns,
+             const std::optional<Tensor>& row, const std::optional<Tensor>& column,
              const std::optional<Tensor>& key_logits, const Tensor& output, const Tensor& log_sum_exp,
-             int64_t Hk) {
-  auto p = problem<T>(query, key_columns, row, column, key_logits, log_sum_exp, Hk, value_rows.size(2));
-  p.value_rows = static_cast<const T*>(value_rows.data_ptr());
+             int64_t keys, int64_t Hk) {
+  auto p = problem<T>(query, key_columns, row, column, key_logits, log_sum_exp, Hk, keys);
+  p.value_rows = pointer<const T>(value_rows), p.value_columns = pointer<const T>(value_columns);
   p.output = View<T>(output);
-  p.dv = output.size(4), p.dv_padded = value_rows.size(3);
+  const int64_t lanes = 64 / sizeof(T);
+  p.dv = output.size(4), p.dv_padded = (p.dv + lanes - 1) / lanes * lanes;
   run(p, false);
 }
 
@@ -228,11 +212,13 @@ void backward(const Tensor& grad_output, const std::optional<Tensor>& query,
   run(p, true);
 }
 
-void forward_entry(std::optional<Tensor> query, std::optional<Tensor> key_columns, Tensor value_rows,
+void forward_entry(std::optional<Tensor> query, std::optional<Tensor> key_columns,
+                   std::optional<Tensor> value_rows, std::optional<Tensor> value_columns,
                    std::optional<Tensor> row, std::optional<Tensor> column, std::optional<Tensor> key_logits,
-                   Tensor output, Tensor log_sum_exp, int64_t Hk) {
-  auto* typed = value_rows.scalar_type() == ScalarType::Double ? forward<double> : forward<float>;
-  typed(query, key_columns, value_rows, row, column, key_logits, output, log_sum_exp, Hk);
+                   Tensor output, Tensor log_sum_exp, int64_t keys, int64_t Hk) {
+  auto* typed = output.scalar_type() == ScalarType::Double ? forward<double> : forward<float>;
+  typed(query, key_columns, value_rows, value_columns, row, column, key_logits, output, log_sum_exp, keys,
+        Hk);
 }
 
 void backward_entry(Tensor grad_output, std::optional<Tensor> query, std::optional<Tensor> key_columns,

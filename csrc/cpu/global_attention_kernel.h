@@ -7,11 +7,11 @@
 // zeros.
 
 constexpr int64_t BLOCK = 48;
-constexpr int64_t LANES = 32;  // partial sums that let a plain loop vectorise without -ffast-math
 
 template <typename T>
 struct Vector {
   typedef T type __attribute__((vector_size(VECTOR_BYTES), aligned(alignof(T)), may_alias));
+  typedef typename Exp<T>::Bits bits __attribute__((vector_size(VECTOR_BYTES)));
   static constexpr int64_t lanes = VECTOR_BYTES / sizeof(T);
 };
 
@@ -52,6 +52,8 @@ void product_columns(const T* A, int64_t a_row, int64_t a_depth, const T* B, int
   int64_t i = 0;
   for (; i + ROWS <= rows; i += ROWS)
     product_tile<T, ROWS, VECTORS>(A + i * a_row, a_row, a_depth, B, b_row, C + i * c_row, c_row, depth, add);
+  for (; i + 2 <= rows; i += 2)
+    product_tile<T, 2, VECTORS>(A + i * a_row, a_row, a_depth, B, b_row, C + i * c_row, c_row, depth, add);
   for (; i < rows; ++i)
     product_tile<T, 1, VECTORS>(A + i * a_row, a_row, a_depth, B, b_row, C + i * c_row, c_row, depth, add);
 }
@@ -75,6 +77,68 @@ void product(const T* A, int64_t a_row, int64_t a_depth, const T* B, int64_t b_r
   }
 }
 
+// --- C (rows x columns) = A (rows x depth) * B^T (columns x depth), depth contiguous in both and whole
+// vectors
+//
+// The form for few columns: what they lack of a whole vector costs nothing here.
+
+template <typename T>
+ATTN_INLINE T lanes_sum(typename Vector<T>::type vector) {
+  constexpr int64_t lanes = Vector<T>::lanes;
+  typename Vector<T>::bits lane;
+  for (int64_t l = 0; l < lanes; ++l) lane[l] = l;
+#pragma GCC unroll 4
+  for (int64_t half = lanes / 2; half > 0; half /= 2)
+    vector += __builtin_shuffle(vector, lane ^ typename Exp<T>::Bits(half));
+  return vector[0];
+}
+
+template <typename T, int ROWS, int COLUMNS>
+void dot_tile(const T* A, int64_t a_row, const T* B, int64_t b_row, T* C, int64_t c_row, int64_t depth) {
+  using V = typename Vector<T>::type;
+  V sum[ROWS][COLUMNS] = {};
+  for (int64_t k = 0; k < depth; k += Vector<T>::lanes) {
+    V b[COLUMNS];
+#pragma GCC unroll 8
+    for (int c = 0; c < COLUMNS; ++c) b[c] = *reinterpret_cast<const V*>(B + c * b_row + k);
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; ++r) {
+      const V a = *reinterpret_cast<const V*>(A + r * a_row + k);
+#pragma GCC unroll 8
+      for (int c = 0; c < COLUMNS; ++c) sum[r][c] += a * b[c];
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 8
+    for (int c = 0; c < COLUMNS; ++c) C[r * c_row + c] = lanes_sum<T>(sum[r][c]);
+}
+
+template <typename T, int COLUMNS>
+void dot_columns(const T* A, int64_t a_row, const T* B, int64_t b_row, T* C, int64_t c_row, int64_t rows,
+                 int64_t depth) {
+  constexpr int ROWS = VECTOR_BYTES == 64 ? 4 : 2;  // with five columns, they fill the registers
+  int64_t i = 0;
+  for (; i + ROWS <= rows; i += ROWS)
+    dot_tile<T, ROWS, COLUMNS>(A + i * a_row, a_row, B, b_row, C + i * c_row, c_row, depth);
+  for (; i < rows; ++i) dot_tile<T, 1, COLUMNS>(A + i * a_row, a_row, B, b_row, C + i * c_row, c_row, depth);
+}
+
+template <typename T>
+void dot_product(const T* A, int64_t a_row, const T* B, int64_t b_row, T* C, int64_t c_row, int64_t rows,
+                 int64_t columns, int64_t depth) {
+  for (int64_t tiles = (columns + 4) / 5; tiles > 0; --tiles) {
+    const int64_t width = (columns + tiles - 1) / tiles;  // of what is left, evenly
+    auto* tile = width == 5   ? dot_columns<T, 5>
+                 : width == 4 ? dot_columns<T, 4>
+                 : width == 3 ? dot_columns<T, 3>
+                 : width == 2 ? dot_columns<T, 2>
+                              : dot_columns<T, 1>;
+    tile(A, a_row, B, b_row, C, c_row, rows, depth);
+    B += width * b_row, C += width, columns -= width;
+  }
+}
+
 // --- softmax and its gradient over one query's row of logits
 // ---------------------------------------------------
 
@@ -94,46 +158,60 @@ ATTN_INLINE void add_logits(T* __restrict s, int64_t Hk, int64_t Wk, const T* ro
   }
 }
 
+// Rows are padded to whole vectors.
 template <typename T>
-ATTN_INLINE T maximum(const T* s, int64_t keys) {
-  T lane[LANES];
-  T result = -std::numeric_limits<T>::infinity();
-  for (int64_t l = 0; l < LANES; ++l) lane[l] = result;
-  int64_t i = 0;
-  for (; i + LANES <= keys; i += LANES)
-    for (int64_t l = 0; l < LANES; ++l) lane[l] = s[i + l] > lane[l] ? s[i + l] : lane[l];
-  for (; i < keys; ++i) result = s[i] > result ? s[i] : result;
-  for (int64_t l = 0; l < LANES; ++l) result = lane[l] > result ? lane[l] : result;
+ATTN_INLINE T maximum(const T* s, int64_t padded) {
+  using V = typename Vector<T>::type;
+  constexpr int64_t lanes = Vector<T>::lanes;
+  V top = *reinterpret_cast<const V*>(s);
+  for (int64_t i = lanes; i < padded; i += lanes) {
+    const V v = *reinterpret_cast<const V*>(s + i);
+    top = v > top ? v : top;
+  }
+  T result = top[0];
+  for (int64_t l = 1; l < lanes; ++l) result = top[l] > result ? T(top[l]) : result;
   return result;
+}
+
+// exp(x) for x <= 0, by Exp's constants: 2^n * e^r, |r| <= ln(2) / 2. Below LOWEST the result is an exact 0;
+// NaN stays NaN.
+template <typename T>
+ATTN_INLINE typename Vector<T>::type exponential(typename Vector<T>::type x) {
+  using V = typename Vector<T>::type;
+  using B = typename Vector<T>::bits;
+  using E = Exp<T>;
+  const V zero = {}, lowest = zero + E::LOWEST;
+  const V clamped = x < lowest ? lowest : x;
+  const V shifted = clamped * E::LOG2E + E::SHIFTER;  // n lands in the low bits
+  const V n = shifted - E::SHIFTER;
+  const V r = (clamped - n * E::LN2_HIGH) - n * E::LN2_LOW;
+  V p = zero + E::TAYLOR[0];
+  for (int i = 1; i < int(std::size(E::TAYLOR)); ++i) p = p * r + E::TAYLOR[i];
+  const B power = ((B)shifted + E::BIAS) << E::MANTISSA;
+  return x < lowest ? zero : p * (V)power;
 }
 
 // s -> exp(s - shift); returns the sum.
 template <typename T>
-ATTN_INLINE T exponentials(T* s, int64_t keys, T shift) {
-  T lane[LANES] = {};
-  int64_t i = 0;
-  for (; i + LANES <= keys; i += LANES)
-    for (int64_t l = 0; l < LANES; ++l) {
-      const T p = Exp<T>::of(s[i + l] - shift);
-      s[i + l] = p;
-      lane[l] += p;
-    }
-  T sum = 0;
-  for (; i < keys; ++i) sum += (s[i] = Exp<T>::of(s[i] - shift));
-  for (int64_t l = 0; l < LANES; ++l) sum += lane[l];
-  return sum;
+ATTN_INLINE T exponentials(T* s, int64_t padded, T shift) {
+  using V = typename Vector<T>::type;
+  V sum = {};
+  for (int64_t i = 0; i < padded; i += Vector<T>::lanes) {
+    V* at = reinterpret_cast<V*>(s + i);
+    const V p = exponential<T>(*at - shift);
+    *at = p;
+    sum += p;
+  }
+  return lanes_sum<T>(sum);
 }
 
 template <typename T>
-ATTN_INLINE T dot(const T* __restrict p, const T* __restrict g, int64_t keys) {
-  T lane[LANES] = {};
-  int64_t i = 0;
-  for (; i + LANES <= keys; i += LANES)
-    for (int64_t l = 0; l < LANES; ++l) lane[l] += p[i + l] * g[i + l];
-  T sum = 0;
-  for (; i < keys; ++i) sum += p[i] * g[i];
-  for (int64_t l = 0; l < LANES; ++l) sum += lane[l];
-  return sum;
+ATTN_INLINE T dot(const T* p, const T* g, int64_t padded) {
+  using V = typename Vector<T>::type;
+  V sum = {};
+  for (int64_t i = 0; i < padded; i += Vector<T>::lanes)
+    sum += *reinterpret_cast<const V*>(p + i) * *reinterpret_cast<const V*>(g + i);
+  return lanes_sum<T>(sum);
 }
 
 template <typename T>
@@ -152,16 +230,34 @@ ATTN_INLINE T sum_of(const T* g, int64_t keys) {
 // --- blocks of queries
 // -----------------------------------------------------------------------------------------
 
+// Zeros that begin on a cache line, so that no vector of a row spans two.
+template <typename T>
+class Buffer {
+ public:
+  explicit Buffer(int64_t size) : storage_(size + 64 / sizeof(T), T(0)) {
+    const auto address = reinterpret_cast<uintptr_t>(storage_.data());
+    data_ = storage_.data() + (64 - address % 64) % 64 / sizeof(T);
+  }
+  Buffer(const Buffer&) = delete;
+  T* data() { return data_; }
+  T& operator[](int64_t i) { return data_[i]; }
+
+ private:
+  std::vector<T> storage_;
+  T* data_;
+};
+
 template <typename T>
 struct Scratch {
-  std::vector<T> query, gradient, mixed, column, weights, slopes;
+  Buffer<T> query, gradient, mixed, column, weights, slopes, scale;
   Scratch(const Problem<T>& p, bool backward)
       : query(BLOCK * p.d_padded),
         gradient(backward ? BLOCK * p.dv_padded : 0),
         mixed(BLOCK * (backward ? p.d_padded : p.dv_padded)),
-        column(p.Wk, T(0)),
+        column(p.Wk),
         weights(BLOCK * p.keys_padded),
-        slopes(backward ? BLOCK * p.keys_padded : 0) {}
+        slopes(backward ? BLOCK * p.keys_padded : 0),
+        scale(BLOCK) {}
 };
 
 // Rows of a (B, M, Hq, Wq, width) view, one after the other.
@@ -183,8 +279,8 @@ ATTN_INLINE void scatter(const View<T>& view, const Problem<T>& p, int64_t b, in
   }
 }
 
-// scratch.weights = attention weights of queries first ... first + count - 1. `known`: the log-sum-exp is
-// read.
+// scratch.weights = attention weights of queries first ... first + count - 1, 0 in the padding. `known`: the
+// log-sum-exp is read; else it is written, and the weights are still to be multiplied by scratch.scale.
 template <typename T>
 ATTN_INLINE void attention_weights(const Problem<T>& p, Scratch<T>& s, int64_t b, int64_t m, int64_t first,
                                    int64_t count, bool known) {
@@ -207,17 +303,17 @@ ATTN_INLINE void attention_weights(const Problem<T>& p, Scratch<T>& s, int64_t b
     const T* row = p.row.data ? p.row.at(b, m, h, w) : nullptr;
     const T* key = p.key_logits.data ? p.key_logits.at(b, m, 0, 0) : nullptr;
     if (row || key || p.column.data) add_logits(line, p.Hk, p.Wk, row, p.row.stride[4], s.column.data(), key);
+    for (int64_t k = keys; k < p.keys_padded; ++k) line[k] = -std::numeric_limits<T>::infinity();
     T* stored = p.log_sum_exp.at(b, m, h, w);
     if (known) {
-      exponentials(line, keys, *stored);
+      exponentials(line, p.keys_padded, *stored);
       continue;
     }
     // All keys masked: no weight anywhere, and a log-sum-exp that repeats this in the backward.
-    const T top = maximum(line, keys);
+    const T top = maximum(line, p.keys_padded);
     const bool masked = top == -std::numeric_limits<T>::infinity();
-    const T sum = exponentials(line, keys, masked ? T(0) : top);
-    const T scale = masked ? T(0) : T(1) / sum;
-    for (int64_t k = 0; k < keys; ++k) line[k] *= scale;
+    const T sum = exponentials(line, p.keys_padded, masked ? T(0) : top);
+    s.scale[i] = masked ? T(0) : T(1) / sum;
     *stored = masked ? std::numeric_limits<T>::infinity() : top + std::log(sum);
   }
 }
@@ -231,8 +327,16 @@ void forward_tasks(const Problem<T>& p, int64_t begin, int64_t end) {
     const int64_t m = task / blocks % p.M, b = task / blocks / p.M, first = task % blocks * BLOCK;
     const int64_t count = std::min(BLOCK, queries - first);
     attention_weights(p, s, b, m, first, count, false);
-    product(s.weights.data(), p.keys_padded, int64_t(1), p.value_rows + (b * p.M + m) * keys * p.dv_padded,
-            p.dv_padded, s.mixed.data(), p.dv_padded, count, p.dv_padded, keys, false);
+    T* mixed = s.mixed.data();
+    if (p.value_columns) {
+      dot_product(s.weights.data(), p.keys_padded, p.value_columns + (b * p.M + m) * p.dv * p.keys_padded,
+                  p.keys_padded, mixed, p.dv_padded, count, p.dv, p.keys_padded);
+    } else {
+      product(s.weights.data(), p.keys_padded, int64_t(1), p.value_rows + (b * p.M + m) * keys * p.dv_padded,
+              p.dv_padded, mixed, p.dv_padded, count, p.dv_padded, keys, false);
+    }
+    for (int64_t i = 0; i < count; ++i)
+      for (int64_t c = 0; c < p.dv; ++c) mixed[i * p.dv_padded + c] *= s.scale[i];
     scatter(p.output, p, b, m, first, count, p.dv, p.dv_padded, s.mixed.data());
   }
 }
@@ -253,8 +357,8 @@ void backward_tasks(const Problem<T>& p, int64_t begin, int64_t end) {
       attention_weights(p, s, b, m, first, count, true);
       gather(p.grad_output, p, b, m, first, count, p.dv, p.dv_padded, s.gradient.data());
       if (p.grad_value)
-        product(weights, int64_t(1), line, s.gradient.data(), p.dv_padded,
-                p.grad_value + task * keys * p.dv_padded, p.dv_padded, keys, p.dv_padded, count, true);
+        product(s.gradient.data(), int64_t(1), p.dv_padded, weights, line, p.grad_value + task * p.dv * line,
+                line, p.dv, line, count, true);
       if (!p.logits_wanted) continue;
       product(s.gradient.data(), p.dv_padded, int64_t(1), p.value_columns + head * p.dv * line, line, slopes,
               line, count, line, p.dv, false);
@@ -262,8 +366,8 @@ void backward_tasks(const Problem<T>& p, int64_t begin, int64_t end) {
         const int64_t h = (first + i) / p.Wq, w = (first + i) % p.Wq;
         const T* __restrict weight = weights + i * line;
         T* __restrict slope = slopes + i * line;
-        const T mean = dot(weight, slope, keys);
-        for (int64_t k = 0; k < keys; ++k) slope[k] = weight[k] * (slope[k] - mean);
+        const T mean = dot(weight, slope, line);
+        for (int64_t k = 0; k < line; ++k) slope[k] = weight[k] * (slope[k] - mean);
         if (p.grad_key_logits) {
           T* __restrict total = p.grad_key_logits + task * keys;
           for (int64_t k = 0; k < keys; ++k) total[k] += slope[k];
@@ -285,11 +389,15 @@ void backward_tasks(const Problem<T>& p, int64_t begin, int64_t end) {
         }
       }
       if (p.grad_key)
-        product(slopes, int64_t(1), line, s.query.data(), p.d_padded, p.grad_key + task * keys * p.d_padded,
-                p.d_padded, keys, p.d_padded, count, true);
+        product(s.query.data(), int64_t(1), p.d_padded, slopes, line, p.grad_key + task * p.d * line, line,
+                p.d, line, count, true);
       if (p.grad_query.data) {
-        product(slopes, line, int64_t(1), p.key_rows + head * keys * p.d_padded, p.d_padded, s.mixed.data(),
-                p.d_padded, count, p.d_padded, keys, false);
+        if (p.key_rows)
+          product(slopes, line, int64_t(1), p.key_rows + head * keys * p.d_padded, p.d_padded, s.mixed.data(),
+                  p.d_padded, count, p.d_padded, keys, false);
+        else
+          dot_product(slopes, line, p.key_columns + head * p.d * line, line, s.mixed.data(), p.d_padded,
+                      count, p.d, line);
         scatter(p.grad_query, p, b, m, first, count, p.d, p.d_padded, s.mixed.data());
       }
     }

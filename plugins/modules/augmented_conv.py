@@ -103,6 +103,7 @@ class AAConv2d(nn.Module):
         self.padding, self.dilation, self.groups = same, dilation, groups
         self.dk, self.dv, self.num_heads = dk if dv else 0, dv, num_heads
         self.position, self.pool, self.resize_tables = position, pool, resize_tables
+        self.scale = (self.dk // num_heads) ** -0.5 if dv else 1.0
         self.input_size: tuple[int, int] | None = None
         factory: dict[str, Any] = dict(device=device, dtype=dtype)
         self.conv: nn.Conv2d | None = None
@@ -205,15 +206,15 @@ class AAConv2d(nn.Module):
         if not self.dv:
             raise ValueError("dv is 0: a plain convolution has no attention")
         query, key, value, row, column = self._terms(x)
-        return reference.global_attention_probabilities(query, key, value, row, column, None, 1.0)
+        return reference.global_attention_probabilities(query, key, value, row, column, None, self.scale)
 
     def _attend(self, x: Tensor) -> Tensor:
         """(B, dv, ⌈H / stride⌉, ⌈W / stride⌉)."""
         query, key, value, row, column = self._terms(x)
         if torch.jit.is_scripting():
-            attended = scripted_global_attention(query, key, value, row, column, None)
+            attended = scripted_global_attention(query, key, value, row, column, None, self.scale)
         else:
-            attended = global_attention(query, key, value, row_logits=row, column_logits=column)
+            attended = global_attention(query, key, value, row_logits=row, column_logits=column, scale=self.scale)
         attended = attended.permute(0, 1, 4, 2, 3).flatten(1, 2)
         if self.proj is not None:
             attended = self.proj(attended)
@@ -223,7 +224,7 @@ class AAConv2d(nn.Module):
         return attended
 
     def _terms(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-        """Scaled query, key and value (B, M, H, W, ·), row and column logits."""
+        """Query, key and value (B, M, H, W, ·), row and column logits."""
         if self.stride > 1:
             window = 2 * self.stride - 1
             x = F.avg_pool2d(x, window, self.stride, window // 2, count_include_pad=False)
@@ -240,7 +241,6 @@ class AAConv2d(nn.Module):
             part.unflatten(-1, (self.num_heads, -1)).permute(0, 3, 1, 2, 4)
             for part in qkv.split((self.dk, self.dk, self.dv), -1)
         )
-        query = query * (self.dk // self.num_heads) ** -0.5
         row, column = None, None
         if self.height_rel is not None and self.width_rel is not None:
             H, W = query.shape[2], query.shape[3]
@@ -249,8 +249,8 @@ class AAConv2d(nn.Module):
         return query, key, value, row, column
 
     def _table(self, table: Tensor, size: int) -> Tensor:
-        """(M, d, 2 * size - 1)."""
-        return resize_table(table, size).t().expand(self.num_heads, -1, -1)
+        """(M, d, 2 * size - 1), scaled: the tables are smaller than the queries."""
+        return (resize_table(table, size).t() * self.scale).expand(self.num_heads, -1, -1)
 
     def _check(self, x: Tensor) -> None:
         if not isinstance(x, Tensor):

@@ -199,7 +199,7 @@ class GeneralizedAttention2d(nn.Module):
         """
         query, key, value, row, column, key_logits = self._terms(x, context)
         if torch.jit.is_scripting():
-            output = scripted_global_attention(query, key, value, row, column, key_logits)
+            output = scripted_global_attention(query, key, value, row, column, key_logits, 1.0)
         else:
             output = global_attention(query, key, value, row_logits=row, column_logits=column, key_logits=key_logits)
         output = self.proj_conv(output.permute(0, 1, 4, 2, 3).flatten(1, 2))

@@ -16,9 +16,14 @@ _VECTOR = 64  # bytes, the padding of packed rows
 _TASKS = 16  # at least so many independent sums over queries in the backward, for threads to share
 
 
-def _padded(size: int, dtype: torch.dtype, vectors: int = 1) -> int:
-    lanes = vectors * _VECTOR // dtype.itemsize
+def _padded(size: int, dtype: torch.dtype) -> int:
+    lanes = _VECTOR // dtype.itemsize
     return -(-size // lanes) * lanes
+
+
+def _narrow(width: int, dtype: torch.dtype) -> bool:
+    """Whether padded rows of this width are so empty that products over the keys are cheaper."""
+    return 4 * width <= 3 * _padded(width, dtype)
 
 
 def _rows(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -30,7 +35,11 @@ def _rows(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 def _columns(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """(B, M, Hk, Wk, width) as (B, M, width, padded Hk * Wk)."""
     columns = tensor.to(dtype).flatten(2, 3).transpose(2, 3)
-    return pad(columns, (0, _padded(columns.shape[-1], dtype, 4) - columns.shape[-1])).contiguous()
+    return pad(columns, (0, _padded(columns.shape[-1], dtype) - columns.shape[-1])).contiguous()
+
+
+def _scaled(tensor: Tensor, scale: float) -> Tensor:
+    return tensor if scale == 1 else tensor * scale
 
 
 def _logits(terms: Terms, shape: torch.Size, dtype: torch.dtype) -> list[Tensor | None]:
@@ -47,15 +56,17 @@ def _logits(terms: Terms, shape: torch.Size, dtype: torch.dtype) -> list[Tensor 
 def forward(terms: Terms, scale: float, output: Tensor, lse: Tensor) -> None:
     """Write the output (B, M, Hq, Wq, dv) and the log-sum-exp (B, M, Hq, Wq), +inf where all keys are masked."""
     query, key, value, *_ = terms
-    dtype = lse.dtype
+    dtype, narrow = lse.dtype, _narrow(value.shape[-1], lse.dtype)
     target = output if output.dtype == dtype else torch.empty_like(output, dtype=dtype)
     torch.ops.attn_plugins.global_attention_forward_(
         None if query is None else query.to(dtype),
-        None if key is None else _columns(key, dtype) * scale,
-        _rows(value, dtype),
+        None if key is None else _scaled(_columns(key, dtype), scale),
+        None if narrow else _rows(value, dtype),
+        _columns(value, dtype) if narrow else None,
         *_logits(terms, lse.shape, dtype),
         target,
         lse,
+        value.shape[2] * value.shape[3],
         value.shape[2],
     )
     if target is not output:
@@ -81,8 +92,8 @@ def backward(grad_output: Tensor, terms: Terms, lse: Tensor, scale: float, grads
 
     written = (
         full(grads[0], *lse.shape, d),
-        sums(grads[1], keys, _padded(d, dtype)),
-        sums(grads[2], keys, _padded(dv, dtype)),
+        sums(grads[1], d, _padded(keys, dtype)),
+        sums(grads[2], dv, _padded(keys, dtype)),
         full(grads[3], *lse.shape, Hk),
         full(grads[4], *lse.shape, Wk),
         sums(grads[5], keys),
@@ -90,8 +101,8 @@ def backward(grad_output: Tensor, terms: Terms, lse: Tensor, scale: float, grads
     torch.ops.attn_plugins.global_attention_backward_(
         grad_output.to(dtype),
         None if query is None else query.to(dtype),
-        None if key is None else _columns(key, dtype) * scale,
-        None if key is None else _rows(key, dtype) * scale,
+        None if key is None else _scaled(_columns(key, dtype), scale),
+        None if key is None or _narrow(d, dtype) else _scaled(_rows(key, dtype), scale),
         _columns(value, dtype),
         *_logits(terms, lse.shape, dtype),
         lse,
@@ -106,6 +117,6 @@ def backward(grad_output: Tensor, terms: Terms, lse: Tensor, scale: float, grads
         if i in (1, 2, 5):
             result = result.sum(2)
             if i != 5:
-                result = result[..., : grad.shape[-1]] * (scale if i == 1 else 1)
+                result = _scaled(result[..., :keys].transpose(2, 3), scale if i == 1 else 1)
             result = result.unflatten(2, (Hk, Wk))
         grad.copy_(result.sum_to_size(grad.shape))

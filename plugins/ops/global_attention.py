@@ -80,9 +80,10 @@ def scripted_global_attention(
     row_logits: Tensor | None,
     column_logits: Tensor | None,
     key_logits: Tensor | None,
+    scale: float,
 ) -> Tensor:
     """:func:`global_attention` for TorchScript, which has no keyword-only arguments and compiles no checks."""
-    return torch.ops.attn_plugins.global_attention(query, key, value, row_logits, column_logits, key_logits, 1.0)[0]
+    return torch.ops.attn_plugins.global_attention(query, key, value, row_logits, column_logits, key_logits, scale)[0]
 
 
 def _attend(terms: Terms, scale: float, grid: tuple[int, int]) -> Tensor:
