@@ -67,7 +67,12 @@ def explain_once(device_type: str) -> None:
 
 
 def serves(device_type: str) -> bool:
-    """True where ``torch.ops.attn_plugins`` can take tensors of this device; logs once where it cannot."""
+    """True where ``torch.ops.attn_plugins`` can take tensors of this device; logs once where it cannot.
+
+    An export to ONNX, which knows no operators of ours, gets the reference, written in standard ones.
+    """
+    if torch.onnx.is_in_onnx_export():
+        return False
     if has_kernel(device_type) or (device_type == "meta" and has_schemas()):
         return True
     explain_once(device_type)

@@ -94,7 +94,7 @@ def _attend(terms: Terms, scale: float, grid: tuple[int, int]) -> Tensor:
     columns_alone = column_logits is None or column_logits.shape[2] == 1
     if query is None and key_logits is None and rows_alone and columns_alone:
         return _attend_by_axes(value, row_logits, column_logits)
-    if not _HAS_OPERATORS:
+    if not _HAS_OPERATORS or torch.onnx.is_in_onnx_export():  # ONNX knows no operators of ours
         return reference.global_attention(*terms, scale)
     return torch.ops.attn_plugins.global_attention(*terms, scale)[0]
 

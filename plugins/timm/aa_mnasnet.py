@@ -28,13 +28,14 @@ STAGES = (
     ("ir_r1_k3_s1_e6_c320",),
 )
 FIRST_AUGMENTED = 2  # the stage that begins with the change from 56×56 to 28×28
+POOLED_REDUCTION = 8
 
 
 class AAMnasNet(EfficientNet):
     """MnasNet-A1 whose pointwise expansions are augmented in its last 13 blocks (Bello et al. 2019, section 4.3).
 
-    An expansion runs at its block's input resolution. In the first augmented stage, the largest maps, attention runs
-    on an average of 3×3 windows with stride 2.
+    An expansion runs at its block's input resolution. Down to an eighth of the image (28×28 of 224×224), attention
+    runs on an average of 3×3 windows with stride 2.
 
     Args:
         kappa: κ, ratio of key depth to an expansion's channels.
@@ -43,7 +44,7 @@ class AAMnasNet(EfficientNet):
         min_key_dim_per_head: The least key depth of a head.
         position: ``'relative'``, ``'none'``, ``'sine'`` or ``'coordconv'``; see :class:`AAConv2d`.
         img_size: Image size (H, W) for which relative positions are made; they are interpolated to others.
-        pool: Whether the first augmented stage attends on pooled maps.
+        pool: Whether expansions at an eighth of the image's resolution, or above, attend on pooled maps.
         kwargs: Those of timm's ``EfficientNet``.
 
     Shapes:
@@ -66,6 +67,7 @@ class AAMnasNet(EfficientNet):
     ) -> None:
         super().__init__(**kwargs)
         H, W = (-(-n // 2) for n in to_2tuple(img_size))
+        reduction = 2
         for i, stage in enumerate(self.blocks):
             for block in stage:  # type: ignore[attr-defined]
                 if i >= FIRST_AUGMENTED and isinstance(block, InvertedResidual):
@@ -78,11 +80,11 @@ class AAMnasNet(EfficientNet):
                         min_key_dim_per_head=min_key_dim_per_head,
                         min_value_dim_per_head=1,
                         position=position,
-                        pool=pool and i == FIRST_AUGMENTED,
+                        pool=pool and reduction <= POOLED_REDUCTION,
                     )
                     _initialise(block.conv_pw)
                 stride = block.conv_dw.stride[0]
-                H, W = -(-H // stride), -(-W // stride)
+                H, W, reduction = -(-H // stride), -(-W // stride), reduction * stride
 
     @torch.jit.ignore
     def no_weight_decay(self) -> set[str]:

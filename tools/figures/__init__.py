@@ -1,0 +1,1 @@
+"""The papers' figures that an architecture alone determines, beside our models' own."""
