@@ -49,7 +49,8 @@ class AAConv2d(nn.Module):
         input_size: (H, W) of the layer's input, for which the relative tables are made.
         pool: Average the attention's input once more, 3×3 with stride 2, and bring its output back by bilinear
             interpolation: a sixteenth of the logits.
-        resize_tables: On a map of another size than ``input_size``, interpolate the tables; False: an error.
+        resize_tables: Interpolate the tables where a map, or a loaded state_dict, is made for another size than
+            ``input_size``; False: an error.
         dilation: Of the convolution.
         groups: Of the convolution.
         bias: Whether the convolution has one; the attention's projections have none.
@@ -272,6 +273,14 @@ class AAConv2d(nn.Module):
                     f"{made} (input_size={self.input_size}): give inputs of that size, or resize_tables=True"
                 )
 
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        # A net trained at one image size is built for another: the same tables as its forward would interpolate.
+        for name in ("height_rel", "width_rel"):
+            made, loaded = getattr(self, name), state_dict.get(prefix + name)
+            if self.resize_tables and made is not None and loaded is not None and loaded.shape[1:] == made.shape[1:]:
+                state_dict[prefix + name] = resize_table(loaded, (made.shape[0] + 1) // 2)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
     def extra_repr(self) -> str:
         text = f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, dk={self.dk}, dv={self.dv}"
         text += f", num_heads={self.num_heads}, stride={self.stride}, position={self.position!r}"
@@ -289,6 +298,8 @@ def widths(
     min_value_dim_per_head: int = 0,
 ) -> tuple[int, int]:
     """d_k and d_v of an augmented convolution; see :meth:`AAConv2d.from_ratios`."""
+    if not isinstance(num_heads, int) or num_heads < 1:
+        raise ValueError(f"num_heads must be a positive int, got {num_heads!r}")
     if not kappa >= 0:
         raise ValueError(f"kappa must be at least 0, got {kappa!r}")
     if not 0 <= nu <= 1:

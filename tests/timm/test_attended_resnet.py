@@ -37,9 +37,10 @@ def test_the_contract_is_registered():
     assert set(MODELS) >= {"attn_resnet50", "attn1111_resnet50", "attn0010_dcn_resnet50", "dcn_resnet50"}
 
 
-def test_create_model_in_a_fresh_interpreter(python):
-    code = "import timm\nprint(type(timm.create_model('attn0010_dcn_resnet50')).__module__)"
-    assert python(code).stdout.split() == ["attn_plugins.timm.attended_resnet"]
+@pytest.mark.parametrize("name, room", [("attn0010_dcn_resnet50", "attended_resnet"), ("aa_resnet50", "aa_resnet")])
+def test_create_model_in_a_fresh_interpreter(name, room, python):
+    code = f"import timm; print(type(timm.create_model({name!r})).__module__)"
+    assert python(code).stdout.split() == [f"attn_plugins.timm.{room}"]
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -1,0 +1,271 @@
+"""timm's conventions, over every model that we register; its own test-suite runs over the same names."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+timm = pytest.importorskip("timm")
+
+from timm.optim import create_optimizer_v2  # noqa: E402
+
+import attn_plugins.timm  # noqa: E402
+from attn_plugins.modules.deformable_conv import DeformableConv2d  # noqa: E402
+from attn_plugins.modules.generalized_attention import GeneralizedAttention2d  # noqa: E402
+
+ROOMS = ("aa_resnet", "aa_mnasnet", "aa_wide_resnet", "attended_resnet")
+MODELS = sorted(name for room in ROOMS for name in timm.list_models(module=room))
+# One of each kind, small enough to run.
+KINDS = ["aa_resnet34", "aa_resnet50", "aa_mnasnet_075", "aa_wide_resnet28_10", "attn0010_dcn_resnet50"]
+SMALL = {"aa_wide_resnet28_10": dict(depth=10, width=5)}
+SIZE = (64, 96)
+
+
+def small(name: str, **options) -> nn.Module:
+    """The model on small images, its attention at work: nothing of it is 0, as if it were trained."""
+    torch.manual_seed(0)
+    model = timm.create_model(name, num_classes=10, **SMALL.get(name, {}), **options)
+    for module in model.modules():
+        if isinstance(module, GeneralizedAttention2d):
+            nn.init.ones_(module.gamma)
+        elif isinstance(module, DeformableConv2d):
+            nn.init.normal_(module.conv_offset.weight, std=0.05)
+    return model.eval()
+
+
+@pytest.fixture(params=KINDS)
+def name(request) -> str:
+    return request.param
+
+
+def test_the_names_are_registered():
+    assert {
+        "aa_mnasnet_075", "aa_mnasnet_100", "aa_mnasnet_125", "aa_mnasnet_140", "aa_resnet34", "aa_resnet50",
+        "aa_resnet101", "aa_resnet152", "aa_wide_resnet28_10", "attn0010_dcn_resnet50", "attn1111_resnet50",
+        "attn_resnet50", "dcn_resnet50",
+    } == set(MODELS)  # fmt: skip
+    assert set(MODELS) <= set(attn_plugins.timm.__all__)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_default_configuration(name):
+    with torch.device("meta"):
+        model = timm.create_model(name)
+    cfg = timm.get_pretrained_cfg(name)
+    config = timm.data.resolve_model_data_config(model)
+    assert config["input_size"] == cfg.input_size
+    assert config["mean"] == cfg.mean
+    first = model.get_submodule(cfg.first_conv)
+    classifier = model.get_submodule(cfg.classifier)
+    assert first.in_channels == 3
+    assert classifier.out_features == cfg.num_classes == model.num_classes
+    assert model.get_classifier() is classifier
+    features = model.forward_features(torch.empty(1, *cfg.input_size, device="meta"))
+    assert features.shape[-2:] == cfg.pool_size
+    assert features.shape[1] == model.num_features
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_weights_that_do_not_exist_are_not_promised(name):
+    assert not timm.is_model_pretrained(name)
+    with pytest.raises(RuntimeError, match="No pretrained weights exist"):
+        timm.create_model(name, pretrained=True)
+
+
+def test_the_head(name):
+    model, x = small(name), torch.randn(2, 3, *SIZE)
+    with torch.no_grad():
+        features = model.forward_features(x)
+        torch.testing.assert_close(model.forward_head(features), model(x))
+        pooled = model.forward_head(features, pre_logits=True)
+        assert pooled.shape == (2, model.head_hidden_size)
+        torch.testing.assert_close(model.get_classifier()(pooled), model(x))
+        model.reset_classifier(7, "max")
+        assert model(x).shape == (2, 7)
+        model.reset_classifier(0)
+        assert isinstance(model.get_classifier(), nn.Identity)
+        torch.testing.assert_close(model(x), features.amax((2, 3)))
+
+
+def test_features(name):
+    model, x = small(name), torch.randn(1, 3, *SIZE)
+    backbone = timm.create_model(name, features_only=True, out_indices=(1, 3), **SMALL.get(name, {})).eval()
+    getattr(backbone, "model", backbone).load_state_dict(model.state_dict(), strict=False)
+    assert len(timm.create_model(name, features_only=True, **SMALL.get(name, {})).feature_info.channels()) >= 4
+    with torch.no_grad():
+        features = backbone(x)
+        last, intermediates = model.forward_intermediates(x, indices=[1, 3])
+        torch.testing.assert_close(last, model.forward_features(x))
+        alone = model.forward_intermediates(x, indices=[1, 3], intermediates_only=True, stop_early=True)
+    for feature, intermediate, other, channels, reduction in zip(
+        features, intermediates, alone, backbone.feature_info.channels(), backbone.feature_info.reduction()
+    ):
+        assert feature.shape == (1, channels, *(n // reduction for n in SIZE))
+        torch.testing.assert_close(feature, intermediate)
+        torch.testing.assert_close(feature, other)
+
+
+def test_pruned_to_intermediate_layers(name):
+    model, x = small(name), torch.randn(1, 3, *SIZE)
+    with torch.no_grad():
+        expected = model.forward_intermediates(x, indices=[1, 2], intermediates_only=True)
+        before = sum(p.numel() for p in model.parameters())
+        assert model.prune_intermediate_layers([1, 2]) == [1, 2]
+        assert sum(p.numel() for p in model.parameters()) < before
+        torch.testing.assert_close(model.forward_intermediates(x, indices=[1, 2], intermediates_only=True), expected)
+
+
+def test_parameters_are_grouped_by_depth(name):
+    model = small(name)
+    groups = timm.models.group_parameters(model, model.group_matcher())
+    assert sorted(key for keys in groups.values() for key in keys) == sorted(k for k, _ in model.named_parameters())
+    coarse = timm.models.group_parameters(model, model.group_matcher(coarse=True))
+    assert 3 <= len(coarse) <= len(groups)
+    decayed = create_optimizer_v2(model, "sgd", lr=0.1, layer_decay=0.5, weight_decay=0.1).param_groups
+    assert min(g["lr_scale"] for g in decayed) < 0.3
+    assert max(g["lr_scale"] for g in decayed) == 1
+
+
+def test_position_tables_take_no_weight_decay(name):
+    model = small(name)
+    tables = {k for k, _ in model.named_parameters() if k.endswith(("height_rel", "width_rel"))}
+    optimizer = create_optimizer_v2(model, "sgd", lr=0.1, weight_decay=0.1)
+    free = {id(p) for g in optimizer.param_groups if g["weight_decay"] == 0 for p in g["params"]}
+    assert all(id(model.get_parameter(key)) in free for key in tables)
+    assert bool(tables) == name.startswith("aa_")
+
+
+def test_gradient_checkpointing_changes_no_gradient(name):
+    x, gradients = torch.randn(2, 3, *SIZE), []
+    for enable in (False, True):
+        model = small(name)  # evaluated, so that no running statistics move
+        model.set_grad_checkpointing(enable)
+        model(x).square().sum().backward()
+        gradients.append([p.grad for p in model.parameters()])
+    for plain, checkpointed in zip(*gradients):
+        torch.testing.assert_close(checkpointed, plain)
+
+
+def test_half_precision_on_the_cpu(name):
+    model, x = small(name), torch.randn(2, 3, *SIZE)
+    with torch.no_grad():
+        expected = model(x)
+        with torch.autocast("cpu", torch.bfloat16):
+            torch.testing.assert_close(model(x).float(), expected, rtol=0.1, atol=0.1 * expected.abs().max())
+        halved = model.bfloat16()(x.bfloat16())
+    assert halved.dtype == torch.bfloat16
+    torch.testing.assert_close(halved.float(), expected, rtol=0.1, atol=0.1 * expected.abs().max())
+
+
+def test_state_dict_round_trip(name, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    model, x = small(name), torch.randn(1, 3, *SIZE)
+    save_file({k: v.contiguous() for k, v in model.state_dict().items()}, tmp_path / "weights.safetensors")
+    again = timm.create_model(name, num_classes=10, **SMALL.get(name, {})).eval()
+    again.load_state_dict(load_file(tmp_path / "weights.safetensors"))
+    with torch.no_grad():
+        torch.testing.assert_close(again(x), model(x), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", ["aa_resnet34", "attn0010_dcn_resnet50"])
+def test_compiled_whole(name):
+    model, x = small(name), torch.randn(1, 3, *SIZE)
+    with torch.no_grad():
+        torch.testing.assert_close(
+            torch.compile(model, fullgraph=True, backend="aot_eager")(x), model(x), rtol=1e-4, atol=1e-4
+        )
+
+
+def test_exported(name):
+    model, x = small(name), torch.randn(2, 3, *SIZE)
+    exported = torch.export.export(model, (x,), dynamic_shapes=({0: torch.export.Dim("batch")},)).module()
+    more = torch.randn(3, 3, *SIZE)
+    with torch.no_grad():
+        torch.testing.assert_close(exported(more), model(more), rtol=1e-4, atol=1e-4)
+
+
+def test_scripted(name):
+    model, x = small(name), torch.randn(2, 3, *SIZE)
+    with torch.no_grad():
+        torch.testing.assert_close(torch.jit.script(model)(x), model(x), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["aa_resnet34", "attn0010_dcn_resnet50"])
+def test_onnx_runtime_gives_the_same(name, tmp_path):
+    onnxruntime = pytest.importorskip("onnxruntime")
+    model, x = small(name), torch.randn(2, 3, 32, 48)
+    file = tmp_path / "model.onnx"
+    torch.onnx.export(model, (x,), file, dynamo=True, verbose=False)
+    session = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
+    (found,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+    with torch.no_grad():
+        torch.testing.assert_close(torch.from_numpy(found), model(x), rtol=1e-4, atol=1e-4)
+
+
+BAD_ARGUMENTS = [
+    (dict(position="rotary"), "position must be one of relative, none, sine, coordconv, got 'rotary'"),
+    (dict(nu=1.5), "nu must be from 0 to 1, got 1.5"),
+    (dict(kappa=-0.1), "kappa must be at least 0, got -0.1"),
+    (dict(num_heads=0), "num_heads must be a positive int, got 0"),
+]
+
+
+@pytest.mark.parametrize("name", ["aa_resnet34", "aa_mnasnet_075", "aa_wide_resnet28_10"])
+@pytest.mark.parametrize("options, words", BAD_ARGUMENTS)
+def test_a_bad_argument_is_one_clear_error(name, options, words):
+    with pytest.raises(ValueError, match=words):
+        timm.create_model(name, **SMALL.get(name, {}), **options)
+
+
+@pytest.mark.parametrize("name", ["aa_resnet34", "aa_wide_resnet28_10"])  # the MnasNets round up to one channel a head
+def test_a_ratio_that_leaves_a_head_nothing(name):
+    with pytest.raises(ValueError, match="nu = 0.0001 of .* less than one value channel of 8 heads"):
+        timm.create_model(name, **SMALL.get(name, {}), nu=0.0001)
+
+
+def test_an_unknown_keyword_is_named(name):
+    with pytest.raises(TypeError, match="kapa"):
+        timm.create_model(name, kapa=0.2)
+
+
+@pytest.mark.parametrize("shape", [(1, 4, 64, 64), (1, 3, 64), (3, 0, 64)])
+def test_an_image_that_does_not_fit(shape):
+    with pytest.raises((RuntimeError, ValueError)):
+        small("aa_resnet34")(torch.randn(shape))
+
+
+@pytest.mark.parametrize("size", [(1, 1), (7, 300), (33, 47)])
+def test_any_image_size_works(name, size):
+    with torch.no_grad():
+        assert small(name)(torch.randn(2, 3, *size)).isfinite().all()
+
+
+@pytest.mark.parametrize("options", [dict(), dict(attention_type="0010"), dict(spatial_range=3, kv_stride=2)])
+def test_generalized_attention_through_timms_own_hook(options):
+    stock = timm.create_model("resnet50", num_classes=10, zero_init_last=False).eval()
+    hook = partial(GeneralizedAttention2d, num_heads=8, **options)
+    model = timm.create_model("resnet50", num_classes=10, block_args=dict(attn_layer=hook)).eval()
+    assert sum(isinstance(m, GeneralizedAttention2d) for m in model.modules()) == 16
+    missing, unexpected = model.load_state_dict(stock.state_dict(), strict=False)
+    assert not unexpected
+    assert all(".se." in key for key in missing)  # timm's name of the place
+    x = torch.randn(1, 3, *SIZE)
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), stock(x), rtol=1e-4, atol=1e-4)
+    model.train()(torch.randn(2, 3, *SIZE)).square().sum().backward()
+    assert all(m.gamma.grad.any() for m in model.modules() if isinstance(m, GeneralizedAttention2d))
+
+
+def test_one_checkpoint_serves_other_image_sizes():
+    """Tables are interpolated the same when they are loaded into a net of another size as when they meet its maps."""
+    model = small("aa_resnet34", img_size=64)
+    other = timm.create_model("aa_resnet34", num_classes=10, img_size=SIZE).eval()
+    other.load_state_dict(model.state_dict())
+    assert other.layer2[0].conv1.width_rel.shape != model.layer2[0].conv1.width_rel.shape
+    x = torch.randn(1, 3, *SIZE)
+    with torch.no_grad():
+        torch.testing.assert_close(other(x), model(x), rtol=1e-4, atol=1e-4)
