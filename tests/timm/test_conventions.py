@@ -223,7 +223,7 @@ def test_a_bad_argument_is_one_clear_error(name, options, words):
 
 @pytest.mark.parametrize("name", ["aa_resnet34", "aa_wide_resnet28_10"])  # the MnasNets round up to one channel a head
 def test_a_ratio_that_leaves_a_head_nothing(name):
-    with pytest.raises(ValueError, match="nu = 0.0001 of .* less than one value channel of 8 heads"):
+    with pytest.raises(ValueError, match=r"nu = 0.0001 of .* less than one value channel of 8 heads"):
         timm.create_model(name, **SMALL.get(name, {}), nu=0.0001)
 
 
