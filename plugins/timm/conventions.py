@@ -53,23 +53,39 @@ def table_names(model: nn.Module) -> set[str]:
     }
 
 
-def param_groups(model: nn.Module, lr: float, offset_lr_scale: float = 0.1) -> list[dict[str, Any]]:
+def param_groups(
+    model: nn.Module, lr: float, offset_lr_scale: float = 0.1, weight_decay: float | None = None
+) -> list[dict[str, Any]]:
     """Parameter groups that train the predictors of sampling offsets more slowly (Empirical, footnote 2).
 
     For any optimizer of torch's, or ``timm.optim.create_optimizer_v2(model, lr=lr, param_group_fn=partial(
     param_groups, lr=lr))``; learning-rate schedules keep the ratio.
+
+    Args:
+        model: Any model.
+        lr: Learning rate of all other parameters.
+        offset_lr_scale: The predictors' share of it.
+        weight_decay: Give it to the groups by timm's rule: none for biases, normalisations and what the model's
+            ``no_weight_decay()`` names. None leaves it to the optimizer.
     """
-    offsets = [
-        parameter
+    offsets = {
+        id(parameter)
         for module in model.modules()
         if isinstance(module, DeformableConv2d)
         for parameter in module.conv_offset.parameters()
-        if parameter.requires_grad
+    }
+    exempt = model.no_weight_decay() if hasattr(model, "no_weight_decay") else set()  # type: ignore[operator]
+    groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            decays = parameter.ndim > 1 and name not in exempt and not name.endswith(".bias")
+            key = (id(parameter) in offsets, decays or weight_decay is None)
+            groups.setdefault(key, []).append(parameter)
+    return [
+        dict(params=groups[slow, decays], lr=lr * (offset_lr_scale if slow else 1))
+        | ({} if weight_decay is None else dict(weight_decay=weight_decay if decays else 0.0))
+        for slow, decays in sorted(groups)
     ]
-    known = {id(parameter) for parameter in offsets}
-    rest = [p for p in model.parameters() if p.requires_grad and id(p) not in known]
-    groups = [dict(params=rest, lr=lr), dict(params=offsets, lr=lr * offset_lr_scale)]
-    return [group for group in groups if group["params"]]
 
 
 # Leaves to timm's feature extraction by FX: their argument checks look at shapes.

@@ -9,7 +9,7 @@ import torch
 
 timm = pytest.importorskip("timm")
 
-from timm.optim import create_optimizer_v2  # noqa: E402
+from timm.optim import create_optimizer_v2, param_groups_weight_decay  # noqa: E402
 from timm.scheduler import create_scheduler_v2  # noqa: E402
 
 from attn_plugins.modules.deformable_conv import DeformableConv2d  # noqa: E402
@@ -122,3 +122,14 @@ def test_offsets_learn_more_slowly(name):
     rates = [g["lr"] for g in optimizer.param_groups]
     assert 0 < rates[0] < 0.1
     assert rates[-1] == pytest.approx(rates[0] * (0.1 if name == "dcn_resnet50" else 1))
+
+
+def test_groups_with_weight_decay_follow_timms_rule():
+    model = timm.create_model("dcn_resnet50")
+    groups = param_groups(model, lr=0.1, weight_decay=0.3)
+    assert {(round(g["lr"], 6), g["weight_decay"]) for g in groups} == {
+        (0.1, 0.0), (0.1, 0.3), (0.01, 0.0), (0.01, 0.3)
+    }  # fmt: skip
+    ours = {id(p) for g in groups if g["weight_decay"] == 0 for p in g["params"]}
+    theirs = {id(p) for g in param_groups_weight_decay(model, 0.3) if g["weight_decay"] == 0 for p in g["params"]}
+    assert ours == theirs

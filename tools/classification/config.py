@@ -1,0 +1,193 @@
+"""The configuration of a training: a flat YAML file, every key of which is a field here."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+SCHEDULES = ("cosine", "multistep", "exponential")
+CROPS = ("random_resized", "pad", "none")
+PRECISIONS = ("float32", "bfloat16", "float16")
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be meant."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """A training from beginning to end.
+
+    Attributes:
+        model: timm's name.
+        model_args: Keyword arguments of the model: ``kappa``, ``nu``, ``num_heads``, ``img_size``, ...
+        dataset: ``'folder'`` (``train/CLASS/*.png`` and ``val/CLASS/*.png``), or one of timm's datasets, such as
+            ``'torch/cifar100'``.
+        input_size: (H, W) in pixels; None: the model's own.
+        epochs: Passes over the training images.
+        batch_size: Images of one optimizer step, over all processes and accumulated parts.
+        accumulate: Parts in which a process computes its share of a step.
+        optimizer: timm's name; ``'momentum'`` is SGD without Nesterov's correction.
+        optimizer_args: Further arguments of the optimizer.
+        momentum: Of the optimizer.
+        weight_decay: Of all parameters but biases, normalisations and position tables.
+        lr: Learning rate for a step of ``lr_batch_size`` images, in proportion for another.
+        lr_batch_size: None: ``lr`` as it is.
+        offset_lr_scale: Factor of the learning rate of sampling offsets.
+        schedule: ``'cosine'`` to 0, ``'multistep'`` at ``milestones``, or ``'exponential'`` in steps of
+            ``decay_epochs``.
+        warmup: Share of all epochs in which the learning rate rises linearly from 0.
+        milestones: Epochs at which ``'multistep'`` multiplies by ``decay_rate``.
+        decay_epochs: Distance of ``'exponential'``'s steps.
+        decay_rate: Factor of one step.
+        clip_grad: Greatest norm of the gradient; None for no limit.
+        crop: Of training images: ``'random_resized'``, ``'pad'`` (an eighth of the size on each side, then a random
+            crop), or ``'none'``.
+        scale: Share of the area that random resized crops show.
+        hflip: Probability of mirroring a training image.
+        color_jitter: Strength of changes of brightness, contrast and saturation.
+        auto_augment: timm's notation, such as ``'rand-m9-mstd0.5'``.
+        erasing: Probability of erasing a rectangle.
+        mixup: Of timm's ``Mixup``.
+        cutmix: Of timm's ``Mixup``.
+        label_smoothing: Share of the target that all classes share.
+        precision: ``'float32'``, or ``'bfloat16'`` or ``'float16'`` by autocast.
+        channels_last: Memory format of images and weights.
+        ema: Decay of the averaged weights, which then are what is evaluated and kept; None for no average.
+        workers: Processes that load images, for each training process.
+        seed: Of weights, order and augmentation.
+    """
+
+    model: str
+    model_args: dict[str, Any] = field(default_factory=dict)
+    dataset: str = "folder"
+    input_size: tuple[int, int] | None = None
+    epochs: int = 100
+    batch_size: int = 256
+    accumulate: int = 1
+    optimizer: str = "momentum"
+    optimizer_args: dict[str, Any] = field(default_factory=dict)
+    momentum: float = 0.9
+    weight_decay: float = 1e-4
+    lr: float = 0.1
+    lr_batch_size: int | None = 256
+    offset_lr_scale: float = 0.1
+    schedule: str = "cosine"
+    warmup: float = 0.05
+    milestones: tuple[int, ...] = ()
+    decay_epochs: float = 1.0
+    decay_rate: float = 0.1
+    clip_grad: float | None = None
+    crop: str = "random_resized"
+    scale: tuple[float, float] = (0.08, 1.0)
+    hflip: float = 0.5
+    color_jitter: float = 0.0
+    auto_augment: str | None = None
+    erasing: float = 0.0
+    mixup: float = 0.0
+    cutmix: float = 0.0
+    label_smoothing: float = 0.0
+    precision: str = "float32"
+    channels_last: bool = False
+    ema: float | None = None
+    workers: int = 4
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, choices in (("schedule", SCHEDULES), ("crop", CROPS), ("precision", PRECISIONS)):
+            if getattr(self, name) not in choices:
+                raise ConfigError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
+        for name in ("epochs", "batch_size", "accumulate"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)!r}")
+        for name in ("warmup", "hflip", "erasing", "label_smoothing"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ConfigError(f"{name} must be from 0 to 1, got {getattr(self, name)!r}")
+        for name in ("lr", "decay_epochs", "decay_rate"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name} must be more than 0, got {getattr(self, name)!r}")
+        if self.schedule == "multistep" and not self.milestones:
+            raise ConfigError("schedule 'multistep' needs milestones, such as [30, 60, 80, 90]")
+
+    def share(self, processes: int) -> int:
+        """Images that one process computes at once."""
+        parts = processes * self.accumulate
+        if self.batch_size % parts:
+            raise ConfigError(
+                f"batch_size {self.batch_size} must be a multiple of processes × accumulate = {processes} × "
+                f"{self.accumulate}"
+            )
+        return self.batch_size // parts
+
+    def scaled_lr(self) -> float:
+        """The learning rate for a step of ``batch_size`` images."""
+        return self.lr * (self.batch_size / self.lr_batch_size if self.lr_batch_size else 1.0)
+
+
+FIELDS = {f.name: f for f in dataclasses.fields(Config)}
+
+
+def load(file: Path | None, overrides: Sequence[str] = (), **more: Any) -> Config:
+    """Read a YAML file, then ``'key=value'`` overrides (values in YAML), then keywords that are not None.
+
+    Raises:
+        ConfigError: the file is not there or not YAML, a key is not known, or a value is not of its key's kind.
+    """
+    values: dict[str, Any] = {}
+    if file is not None:
+        try:
+            found = yaml.safe_load(file.read_text())
+        except OSError as error:
+            raise ConfigError(f"CONFIG {file} cannot be read: {error.strerror}") from error
+        except yaml.YAMLError as error:
+            raise ConfigError(f"CONFIG {file} is not YAML: {error}") from error
+        if not isinstance(found, Mapping):
+            raise ConfigError(f"CONFIG {file} must hold keys and values, got {type(found).__name__}")
+        values.update(found)
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        if not equals:
+            raise ConfigError(f"--set must be KEY=VALUE, got {override!r}")
+        key, dot, inner = key.partition(".")
+        value = yaml.safe_load(text)
+        values[key] = {**(values.get(key) or {}), inner: value} if dot else value
+    values.update({key: value for key, value in more.items() if value is not None})
+    if "model" not in values:
+        raise ConfigError("no model is named: give a CONFIG that does, or --model NAME")
+    return Config(**{key: _value(key, value) for key, value in values.items()})
+
+
+def _value(key: str, value: Any) -> Any:
+    """``value`` as its field wants it."""
+    if key not in FIELDS:
+        near = difflib.get_close_matches(str(key), FIELDS, 1)
+        raise ConfigError(f"unknown key {key!r}" + (f": did you mean {near[0]!r}?" if near else ""))
+    kind = str(FIELDS[key].type)
+    if value is None:
+        if "None" not in kind:
+            raise ConfigError(f"{key} must be {kind}, got nothing")
+        return None
+    kind = kind.removesuffix(" | None")
+    if kind.startswith("tuple"):
+        of = int if "int" in kind else float
+        fixed = None if "..." in kind else 2
+        if isinstance(value, int) and key == "input_size":
+            value = (value, value)
+        good = isinstance(value, (list, tuple)) and fixed in (None, len(value))
+        if not good or not all(isinstance(v, (int, of)) and not isinstance(v, bool) for v in value):
+            raise ConfigError(f"{key} must be {kind}, got {value!r}")
+        return tuple(of(v) for v in value)
+    if kind == "float" and isinstance(value, str):
+        with contextlib.suppress(ValueError):
+            value = float(value)  # YAML reads 5e-4 as a string
+    kinds = {"str": str, "int": int, "float": (int, float), "bool": bool, "dict[str, Any]": dict}
+    if not isinstance(value, kinds[kind]) or (isinstance(value, bool) and kind != "bool"):
+        raise ConfigError(f"{key} must be {kind}, got {value!r}")
+    return float(value) if kind == "float" else value

@@ -1,0 +1,159 @@
+"""Images for training and validation, on timm's transforms."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from timm.data import create_dataset, create_transform
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset
+from torchvision import transforms
+from torchvision.datasets import ImageFolder
+
+from .config import Config, ConfigError
+
+
+class BadImage(RuntimeError):
+    """A file that is no image."""
+
+
+def open_image(file: str) -> Image.Image:
+    """The image in RGB."""
+    try:
+        with Image.open(file) as image:
+            return image.convert("RGB")
+    except Exception as error:
+        raise BadImage(f"{file} is not an image that can be read: {error}") from error
+
+
+def datasets(config: Config, root: Path) -> tuple[Dataset, Dataset, list[str]]:
+    """Training and validation images, without transforms, and the classes' names.
+
+    Raises:
+        ConfigError: a folder is missing or empty, or both halves do not have the same classes.
+    """
+    if config.dataset == "folder":
+        halves = [_folder(root / name) for name in ("train", "val")]
+        train, val = (half.classes for half in halves)
+        if train != val:
+            odd = sorted(set(train) ^ set(val))
+            raise ConfigError(f"{root}/train and {root}/val must hold the same classes; not in both: {', '.join(odd)}")
+        return halves[0], halves[1], train
+    try:
+        halves = [
+            create_dataset(config.dataset, root=str(root), split=split, is_training=split == "train", download=True)
+            for split in ("train", "validation")
+        ]
+    except Exception as error:
+        raise ConfigError(f"dataset {config.dataset!r} is not to be had in {root}: {error}") from error
+    classes = getattr(halves[0], "classes", None)
+    if classes is None:
+        raise ConfigError(f"dataset {config.dataset!r} does not tell its classes: lay it out as folders")
+    return halves[0], halves[1], list(classes)
+
+
+def _folder(path: Path) -> ImageFolder:
+    if not path.is_dir():
+        raise ConfigError(f"--data must hold train/CLASS/… and val/CLASS/…: there is no folder {path}")
+    try:
+        return ImageFolder(str(path), loader=open_image)
+    except FileNotFoundError as error:  # no class at all, or a class without an image
+        raise ConfigError(f"{path}: {str(error).splitlines()[0]}") from error
+
+
+class Transformed(Dataset):
+    """A dataset whose images pass a transform."""
+
+    def __init__(self, dataset: Any, transform: Any) -> None:
+        self.dataset, self.transform = dataset, transform
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        image, label = self.dataset[index]
+        return self.transform(image.convert("RGB")), int(label)
+
+
+def training_transform(config: Config, data: dict[str, Any]) -> Any:
+    """What a training image passes; ``data`` is timm's data configuration."""
+    size, interpolation = data["input_size"], data["interpolation"]
+    if config.crop == "random_resized":
+        return create_transform(
+            size,
+            is_training=True,
+            scale=config.scale,
+            hflip=config.hflip,
+            color_jitter=config.color_jitter or None,
+            auto_augment=config.auto_augment,
+            re_prob=config.erasing,
+            interpolation=interpolation,
+            mean=data["mean"],
+            std=data["std"],
+        )
+    if config.color_jitter or config.auto_augment or config.erasing:
+        raise ConfigError(f"crop {config.crop!r} goes without color_jitter, auto_augment and erasing")
+    mode = transforms.InterpolationMode(interpolation)
+    steps: list[Any] = [transforms.Resize(size[1:], mode)]
+    if config.crop == "pad":
+        steps.append(transforms.RandomCrop(size[1:], padding=[size[2] // 8, size[1] // 8]))
+    if config.hflip:
+        steps.append(transforms.RandomHorizontalFlip(config.hflip))
+    return transforms.Compose([*steps, transforms.ToTensor(), transforms.Normalize(data["mean"], data["std"])])
+
+
+def validation_transform(config: Config, data: dict[str, Any]) -> Any:
+    """What an image passes otherwise: the whole of it where training sees the whole, else timm's centre crop."""
+    size, mode = data["input_size"], transforms.InterpolationMode(data["interpolation"])
+    if config.crop == "random_resized":
+        return create_transform(
+            size, crop_pct=data["crop_pct"], interpolation=data["interpolation"], mean=data["mean"], std=data["std"]
+        )
+    normalize = transforms.Normalize(data["mean"], data["std"])
+    return transforms.Compose([transforms.Resize(size[1:], mode), transforms.ToTensor(), normalize])
+
+
+class TrainingLoader:
+    """Batches of one process's share; what an epoch holds depends on seed and epoch alone."""
+
+    def __init__(self, dataset: Dataset, config: Config, rank: int, processes: int, pin: bool) -> None:
+        self.config, self.rank = config, rank
+        self.generator = torch.Generator()
+        self.sampler: DistributedSampler = DistributedSampler(
+            dataset, processes, rank, shuffle=True, seed=config.seed, drop_last=processes > 1
+        )
+        self.batches: DataLoader = DataLoader(
+            dataset,
+            config.share(processes),
+            sampler=self.sampler,
+            num_workers=config.workers,
+            pin_memory=pin,
+            drop_last=True,
+            generator=self.generator,
+        )
+        self.steps = len(self.batches) // config.accumulate
+        if self.steps == 0:
+            raise ConfigError(
+                f"batch_size {config.batch_size} is more than the {len(dataset)} training images"  # type: ignore[arg-type]
+            )
+
+    def epoch(self, number: int) -> Any:
+        """The batches of an epoch, whole steps only."""
+        seed = (self.config.seed * 1_000_003 + number) * 4_099 + self.rank
+        random.seed(seed)
+        np.random.seed(seed % 2**32)  # noqa: NPY002 - timm's Mixup draws from it
+        torch.manual_seed(seed)
+        self.generator.manual_seed(seed)
+        self.sampler.set_epoch(number)
+        for _, batch in zip(range(self.steps * self.config.accumulate), self.batches):
+            yield batch
+
+
+def validation_loader(dataset: Any, config: Config, rank: int, processes: int, pin: bool) -> DataLoader:
+    """Every image once, over all processes together."""
+    share = Subset(dataset, range(rank, len(dataset), processes))
+    return DataLoader(share, config.share(processes), num_workers=config.workers, pin_memory=pin)

@@ -1,0 +1,72 @@
+"""The course of a training: a line on the terminal, a CSV file, TensorBoard."""
+
+from __future__ import annotations
+
+import csv
+import io
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from tools.files import write_text
+
+
+class Log:
+    """Keeps one row an epoch, and tells how far the training is.
+
+    Args:
+        folder: Where ``log.csv`` and TensorBoard's files go.
+        tensorboard: Whether to write the latter.
+        rows: Of a training that goes on.
+        silent: Whether this process has nothing to say.
+    """
+
+    def __init__(self, folder: Path, tensorboard: bool = False, rows: list[dict] | None = None, silent: bool = False):
+        self.folder, self.rows, self.silent = folder, list(rows or []), silent
+        self.began = time.monotonic()
+        self.writer: Any = None
+        if tensorboard and not silent:
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+            except ImportError as error:
+                raise SystemExit("--tensorboard needs TensorBoard: pip install tensorboard") from error
+            self.writer = SummaryWriter(str(folder / "tensorboard"), purge_step=len(self.rows))
+
+    def say(self, text: str) -> None:
+        """Print a line that stays."""
+        if not self.silent:
+            print(text, flush=True)
+
+    def progress(self, epoch: int, epochs: int, step: int, steps: int, loss: float, lr: float, images: float) -> None:
+        """Print a line that the next one replaces; on what is not a terminal, five times an epoch."""
+        if self.silent:
+            return
+        line = (
+            f"epoch {epoch + 1}/{epochs}  step {step + 1}/{steps}  loss {loss:.4f}  lr {lr:.2g}  {images:.0f} images/s"
+        )
+        if sys.stdout.isatty():
+            print(f"\r{line:<78}", end="" if step + 1 < steps else "\n", flush=True)
+        elif (step + 1) % max(1, steps // 5) == 0:
+            print(line, flush=True)
+
+    def row(self, **values: Any) -> None:
+        """Add an epoch."""
+        self.rows.append(values)
+        if self.silent:
+            return
+        text = io.StringIO()
+        table = csv.DictWriter(text, list(values), lineterminator="\n")
+        table.writeheader()
+        table.writerows(self.rows)
+        write_text(self.folder / "log.csv", text.getvalue())
+        if self.writer is not None:
+            for name, value in values.items():
+                if name != "epoch":
+                    self.writer.add_scalar(name, value, values["epoch"])
+            self.writer.flush()
+
+    def close(self) -> None:
+        """Close TensorBoard's file."""
+        if self.writer is not None:
+            self.writer.close()
