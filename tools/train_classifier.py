@@ -33,7 +33,7 @@ from timm.loss import LabelSmoothingCrossEntropy, SoftTargetCrossEntropy
 from timm.optim import create_optimizer_v2
 from timm.scheduler import create_scheduler_v2
 from timm.utils import ModelEmaV3
-from timm.utils.distributed import init_distributed_device_so
+from timm.utils.distributed import distribute_bn, init_distributed_device_so
 from torch import nn
 
 from attn_plugins.timm import param_groups
@@ -218,6 +218,9 @@ class Trainer:
                 self.ema.update(self.model, step=update)
             speed = (step + 1) * config.batch_size / (time.monotonic() - began)
             log.progress(number, config.epochs, step, steps, float(loss.detach()), rate, speed)
+        if place.processes > 1:  # running statistics of all processes' images, the same everywhere
+            for model in [self.model] if self.ema is None else [self.model, self.ema.module]:
+                distribute_bn(model, place.processes, reduce=True)
         mean = place.sum(total) / (steps * config.accumulate * place.processes)
         return dict(lr=rate, train_loss=float(mean))
 

@@ -21,14 +21,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from tools.datasets.digits_on_photographs import (
-    CLASSES,
-    GAP,
-    PHOTOGRAPHS,
-    TRAIN_WIDTH,
-    digit_samples,
-    photographs,
-)
+from tools.datasets.digits_on_photographs import CLASSES, GAP, PHOTOGRAPHS, TRAIN_WIDTH, digit_samples, photographs
 
 NAMES = ("china", "flower", *PHOTOGRAPHS)
 ZOOM = (1.0, 2.0)  # how much more of a photograph a crop shows than it has pixels

@@ -1,0 +1,299 @@
+"""The classifier's trainer by its command line, on real pictures of its own making."""
+
+from __future__ import annotations
+
+import csv
+import math
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+timm = pytest.importorskip("timm")
+
+from tools.classification.checkpoint import read_weights  # noqa: E402
+from tools.classification.config import ConfigError, load  # noqa: E402
+from tools.datasets import image_folders  # noqa: E402
+from tools.train_classifier import create_scheduler, main  # noqa: E402
+
+ROOT = Path(__file__).parents[2]
+CONFIGS = sorted((ROOT / "configs/timm").glob("*.yaml"))
+SMALL = ["--set", "workers=0", "--set", "batch_size=8"]
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory) -> Path:
+    """A sixth of the digits: 240 for training, 60 for validation."""
+    everything = tmp_path_factory.mktemp("digits") / "all"
+    assert image_folders.main(["digits", str(everything)]) == 0
+    for folder in everything.glob("*/*"):
+        for file in sorted(folder.iterdir())[{"train": 24, "val": 6}[folder.parent.name] :]:
+            file.unlink()
+    return everything
+
+
+def rows(folder: Path) -> list[dict[str, float]]:
+    with open(folder / "log.csv") as file:
+        return [{k: float(v) for k, v in row.items() if k != "seconds"} for row in csv.DictReader(file)]
+
+
+def run(digits: Path, output: Path, *arguments: str, config: str = "digits") -> int:
+    return main(
+        [str(ROOT / f"configs/timm/{config}.yaml"), "--data", str(digits), "--output", str(output), *SMALL, *arguments]
+    )
+
+
+@pytest.fixture(scope="module")
+def trained(digits, tmp_path_factory) -> Path:
+    output = tmp_path_factory.mktemp("trained")
+    assert run(digits, output, "--epochs", "6", "--tensorboard", "--set", "ema=0.9") == 0
+    return output
+
+
+def test_it_learns_and_leaves_its_files(trained):
+    log = rows(trained)
+    assert [row["epoch"] for row in log] == [1, 2, 3, 4, 5, 6]
+    assert log[-1]["train_loss"] < 0.7 * log[0]["train_loss"]
+    assert log[-1]["top1"] > 40  # of ten classes
+    assert log[-1]["top5"] >= log[-1]["top1"]
+    names = {file.name for file in trained.iterdir()}
+    assert names == {"log.csv", "best.safetensors", "last.safetensors", "state.pt", "tensorboard"}
+    assert any((trained / "tensorboard").iterdir())
+
+
+def test_the_weights_load_into_timm_and_evaluate_the_same(trained, digits, capsys):
+    tensors, metadata = read_weights(trained / "best.safetensors")
+    assert metadata["model"] == "aa_wide_resnet28_10"
+    options = dict(depth=10, width=2, nu=0.25, kappa=0.25, num_heads=4, min_key_dim_per_head=8, img_size=16)
+    weights = str(trained / "best.safetensors")
+    model = timm.create_model("aa_wide_resnet28_10", num_classes=10, checkpoint_path=weights, **options)
+    assert all(torch.equal(tensors[key], value) for key, value in model.state_dict().items())
+    capsys.readouterr()
+    assert run(digits, trained, "--evaluate", str(trained / "best.safetensors")) == 0
+    best = max(row["top1"] for row in rows(trained))
+    assert f"top-1 {best:.2f} %" in capsys.readouterr().out
+
+
+def test_a_killed_training_goes_on_as_if_it_had_not_been(digits, tmp_path, monkeypatch):
+    options = ["--epochs", "3", "--set", "ema=0.9", "--set", "accumulate=2", "--set", "clip_grad=1", "--set",
+               "mixup=0.2", "--set", "label_smoothing=0.1"]  # fmt: skip
+    assert run(digits, tmp_path / "whole", *options) == 0
+    from tools.classification.log import Log
+
+    row = Log.row
+
+    def killed(self, **values):
+        if values["epoch"] == 2:
+            raise KeyboardInterrupt
+        row(self, **values)
+
+    monkeypatch.setattr(Log, "row", killed)
+    with pytest.raises(KeyboardInterrupt):
+        run(digits, tmp_path / "parts", *options)
+    monkeypatch.undo()
+    assert len(rows(tmp_path / "parts")) == 1
+    assert run(digits, tmp_path / "parts", *options, "--resume") == 0
+    assert rows(tmp_path / "parts") == rows(tmp_path / "whole")
+    whole, parts = (read_weights(tmp_path / name / "last.safetensors")[0] for name in ("whole", "parts"))
+    assert all(torch.equal(whole[key], parts[key]) for key in whole)
+
+
+def test_two_processes(digits, tmp_path):
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m",
+        "tools.train_classifier", "configs/timm/digits.yaml", "--data", str(digits), "--output", str(tmp_path / "out"),
+        "--epochs", "2", "--device", "cpu", *SMALL,
+    ]  # fmt: skip
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    log = rows(tmp_path / "out")
+    assert [row["epoch"] for row in log] == [1, 2]
+    assert log[1]["train_loss"] < log[0]["train_loss"]
+    # What both evaluated together is what one evaluates alone: every image counts once.
+    shutil.copy(tmp_path / "out/last.safetensors", tmp_path / "last.safetensors")
+    assert result.stdout.count("epoch 2/2: loss") == 1
+    options = ["--evaluate", str(tmp_path / "last.safetensors"), "--device", "cpu"]
+    alone = subprocess.run(
+        [sys.executable, "-m", "tools.train_classifier", "configs/timm/digits.yaml", "--data", str(digits), *options,
+         *SMALL], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert f"top-1 {log[1]['top1']:.2f} %" in alone.stdout
+    assert f"loss {log[1]['val_loss']:.4f}" in alone.stdout
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda file: file.stem)
+def test_a_config_trains_and_infers(config, digits, tmp_path):
+    few = tmp_path / "few"
+    for folder in digits.glob("*/*"):
+        target = few / folder.relative_to(digits)
+        target.mkdir(parents=True)
+        shutil.copy(next(folder.iterdir()), target)
+    size = "16" if "imagenet" not in config.stem and "image" not in config.stem else "64"
+    arguments = [
+        str(config),
+        "--data",
+        str(few),
+        "--output",
+        str(tmp_path / "out"),
+        "--epochs",
+        "1",
+        "--batch-size",
+        "5",
+    ]
+    changes = ["dataset=folder", "workers=0", f"input_size={size}"]
+    if "cifar" in config.stem:
+        changes += ["model_args.depth=10", "model_args.width=5"]
+    assert main([*arguments, *(part for change in changes for part in ("--set", change))]) == 0
+    (row,) = rows(tmp_path / "out")
+    assert math.isfinite(row["train_loss"])
+    assert 0 <= row["top1"] <= row["top5"] <= 100
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda file: file.stem)
+def test_a_config_names_the_paper_and_the_readme_names_it(config):
+    assert config.name in (ROOT / "configs/timm/README.md").read_text()
+    first = config.read_text().splitlines()[0]
+    assert first.startswith("#")
+    assert ("Bello" in first) == config.stem.startswith(("cifar", "imagenet"))
+
+
+def test_schedules():
+    """The papers' courses of the learning rate, a step being a tenth of an epoch."""
+
+    def course(name: str, epochs: list[float]) -> list[float]:
+        config = load(ROOT / f"configs/timm/{name}.yaml")
+        optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], config.scaled_lr())
+        scheduler = create_scheduler(config, optimizer, 10)
+        found = []
+        for epoch in epochs:
+            scheduler.step_update(round(epoch * 10))
+            found.append(optimizer.param_groups[0]["lr"])
+        return found
+
+    lr = 0.128 * 1024 / 256
+    assert course("imagenet_aa_resnet50", [0, 2.5, 5, 29, 30, 60, 80, 90]) == pytest.approx(
+        [0, lr / 2, lr, lr, lr / 10, lr / 100, lr / 1000, lr / 10000]
+    )
+    assert course("cifar100_aa_wide_resnet28_10", [0, 12.5, 25, 262.5]) == pytest.approx([0, 0.1, 0.2, 0.1])
+    assert course("cifar100_wide_resnet28_10", [25]) == pytest.approx([0.8])
+    # "adjusted the learning rate decay so that the final learning rate stays the same"
+    (final,) = course("imagenet_aa_mnasnet_100", [349.9])
+    assert final == pytest.approx(0.256 * 0.97**145, rel=2e-3)
+
+
+def test_offsets_learn_at_a_tenth_of_the_rate(digits, tmp_path):
+    options = ["--model", "dcn_resnet50", "--epochs", "1", "--set", "model_args={}", "--set", "input_size=32"]
+    for folder in digits.glob("*/*"):
+        target = tmp_path / "few" / folder.relative_to(digits)
+        target.mkdir(parents=True)
+        shutil.copy(next(folder.iterdir()), target)
+    assert run(tmp_path / "few", tmp_path / "out", *options) == 0
+    state = torch.load(tmp_path / "out/state.pt", weights_only=True)
+    rates = {group["initial_lr"] for group in state["parts"]["optimizer"]["param_groups"]}
+    assert len(rates) == 2
+    assert min(rates) == pytest.approx(max(rates) / 10)
+
+
+def test_a_diverging_training_stops_and_keeps_what_it_has(digits, tmp_path, capsys):
+    assert run(digits, tmp_path, "--lr", "1e12", "--epochs", "2", "--set", "warmup=0") == 2
+    assert "the loss is" in capsys.readouterr().err
+    assert not list(tmp_path.glob("*.safetensors"))
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["--set", "epoch=3"], "unknown key 'epoch': did you mean 'epochs'?"),
+        (["--set", "epochs"], "--set must be KEY=VALUE, got 'epochs'"),
+        (["--set", "epochs=many"], "epochs must be int, got 'many'"),
+        (["--set", "schedule=linear"], "schedule must be one of cosine, multistep, exponential, got 'linear'"),
+        (["--set", "schedule=multistep"], "schedule 'multistep' needs milestones"),
+        (["--set", "hflip=2"], "hflip must be from 0 to 1, got 2.0"),
+        (["--set", "batch_size=7", "--set", "accumulate=2"], "batch_size 7 must be a multiple"),
+        (["--set", "batch_size=4000"], "batch_size 4000 is more than the 240 training images"),
+        (["--set", "precision=float16", "--device", "cpu"], "precision 'float16' needs a GPU"),
+        (["--set", "model_args.kapa=1"], "model aa_wide_resnet28_10 with .*kapa"),
+        (["--set", "model_args.nu=3"], "nu must be from 0 to 1, got 3"),
+        (["--model", "aa_resnet51"], "model 'aa_resnet51' is not one of timm's: near are aa_"),
+        (["--set", "erasing=0.5"], "crop 'pad' goes without"),
+        (["--evaluate", "nothing.safetensors"], "nothing.safetensors is not a checkpoint in safetensors"),
+    ],
+)
+def test_bad_arguments(digits, tmp_path, capsys, arguments, words):
+    import re
+
+    assert run(digits, tmp_path / "out", *arguments) == 2
+    (error,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("train_classifier: ")]
+    assert re.search(words if ".*" in words else re.escape(words), error)
+    assert not (tmp_path / "out").exists()
+
+
+def test_bad_data(digits, tmp_path, capsys):
+    def error_of(root: Path) -> str:
+        assert run(root, tmp_path / "out", "--epochs", "1") == 2
+        return capsys.readouterr().err
+
+    assert f"there is no folder {tmp_path / 'nowhere/train'}" in error_of(tmp_path / "nowhere")
+    copy = tmp_path / "copy"
+    shutil.copytree(digits, copy)
+    shutil.rmtree(copy / "val/zero")
+    assert "not in both: zero" in error_of(copy)
+    (copy / "val/zero").mkdir()
+    assert "no valid file for the classes zero" in error_of(copy)
+    image = next((digits / "val/zero").iterdir())
+    shutil.copy(image, copy / "val/zero")
+    broken = copy / "train/one/broken.png"
+    broken.write_bytes(image.read_bytes()[:40])
+    assert f"{broken} is not an image that can be read" in error_of(copy)
+
+
+def test_a_training_is_not_overwritten_nor_mixed_with_another(trained, digits, capsys):
+    before = (trained / "log.csv").read_bytes()
+    assert run(digits, trained, "--epochs", "6", "--set", "ema=0.9") == 2
+    assert "holds a training already: add --resume" in capsys.readouterr().err
+    assert run(digits, trained, "--epochs", "6", "--set", "ema=0.9", "--resume", "--set", "seed=7") == 2
+    assert "was trained with seed = 0, but now it is 7" in capsys.readouterr().err
+    weights = str(trained / "best.safetensors")
+    assert run(digits, trained, "--evaluate", weights, "--set", "model_args.width=5") == 2
+    assert "does not fit aa_wide_resnet28_10" in capsys.readouterr().err
+    assert run(digits, trained, "--evaluate", weights, "--model", "resnet18", "--set", "model_args={}") == 2
+    assert "holds a aa_wide_resnet28_10, but the model is a resnet18" in capsys.readouterr().err
+    assert (trained / "log.csv").read_bytes() == before
+
+
+def test_a_config_file_that_is_none(tmp_path):
+    for text, words in (("- a\n- b\n", "must hold keys and values"), ("a: [", "is not YAML")):
+        (tmp_path / "x.yaml").write_text(text)
+        with pytest.raises(ConfigError, match=words):
+            load(tmp_path / "x.yaml")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load(tmp_path / "y.yaml")
+    with pytest.raises(ConfigError, match="no model is named"):
+        load(None)
+
+
+def test_crops_keep_their_halves_apart(tmp_path):
+    """Training sees nothing of the columns that validation crops come from."""
+    assert image_folders.main(["crops", str(tmp_path / "a"), "--train", "3", "--val", "2", "--side", "16"]) == 0
+    assert image_folders.main(["crops", str(tmp_path / "b"), "--train", "3", "--val", "2", "--side", "16"]) == 0
+    files = sorted(p.relative_to(tmp_path / "a") for p in (tmp_path / "a").rglob("*.png"))
+    assert len(files) == 11 * 5
+    assert all((tmp_path / "a" / f).read_bytes() == (tmp_path / "b" / f).read_bytes() for f in files)
+    assert np.asarray(Image.open(tmp_path / "a" / files[0])).shape == (16, 16, 3)
+    wide = np.tile(np.arange(1000)[None, :, None], (300, 1, 3))
+    shown = {"train": [], "val": []}
+    with pytest.MonkeyPatch.context() as patch:
+        columns = (wide * 255 // 1000).astype(np.uint8)  # brightness tells the column
+        patch.setattr(image_folders, "photographs", lambda: [columns] * len(image_folders.NAMES))
+        for half, _, crop in image_folders.crops(20, 20, 16, 0):
+            shown[half] += [crop.min(), crop.max()]
+    assert max(shown["train"]) < min(shown["val"])
+    with pytest.raises(SystemExit, match="exists already"):
+        image_folders.main(["digits", str(tmp_path / "a")])
