@@ -1,7 +1,15 @@
 """Attention modules: toolkit-free ``nn.Module``s, one idea a file."""
 
 from .augmented_conv import AAConv2d
+from .capture import attention_layers, capture_attention
 from .deformable_conv import DeformableConv1d, DeformableConv2d
 from .generalized_attention import GeneralizedAttention2d
 
-__all__ = ["AAConv2d", "DeformableConv1d", "DeformableConv2d", "GeneralizedAttention2d"]
+__all__ = [
+    "AAConv2d",
+    "DeformableConv1d",
+    "DeformableConv2d",
+    "GeneralizedAttention2d",
+    "attention_layers",
+    "capture_attention",
+]

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..ops import global_attention, reference
+from ..ops import global_attention
 from ..ops._arguments import autocast_dtype
 from ..ops.global_attention import scripted_global_attention
 from ..terms.relative_position import relative_logits
 from ..terms.relative_table import resize_table
 from ..terms.sine_position import sine_encoding
+from .capture import maps_of
 
 POSITIONS = ("relative", "none", "sine", "coordconv")
 
@@ -201,13 +202,24 @@ class AAConv2d(nn.Module):
         else:
             return torch.cat((self.conv(x), self._attend(x)), 1)
 
-    def attention_maps(self, x: Tensor) -> Tensor:
-        """The attention weights for an input: (B, M, H, W, H, W), queries before keys. O(N²): for inspection."""
+    @torch.jit.unused
+    def attention_maps(self, x: Tensor, queries: Tensor | None = None) -> Tensor:
+        """The attention weights for the map that ``forward`` takes: for inspection, O(N²) without ``queries``.
+
+        Args:
+            x: As ``forward``.
+            queries: (Q, 2), rows and columns on the attention's map; None for all.
+
+        Returns:
+            (B, M, H, W, H, W), queries before keys, or (B, M, Q, H, W) of ``queries``.
+
+        Raises:
+            ValueError: as ``forward``; or a query lies outside the map.
+        """
         self._check(x)
         if not self.dv:
             raise ValueError("dv is 0: a plain convolution has no attention")
-        query, key, value, row, column = self._terms(x)
-        return reference.global_attention_probabilities(query, key, value, row, column, None, self.scale)
+        return maps_of((*self._terms(x), None), self.scale, self.attention_size(x.shape[2:]), queries)
 
     def _attend(self, x: Tensor) -> Tensor:
         """(B, dv, ⌈H / stride⌉, ⌈W / stride⌉)."""

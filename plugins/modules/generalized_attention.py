@@ -6,19 +6,21 @@ Shapes: B batch, C channels, M heads, d width per head, (Hq, Wq) queries, (Hk, W
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..ops import global_attention, reference
+from ..ops import global_attention
 from ..ops._arguments import autocast_dtype
 from ..ops.global_attention import scripted_global_attention
 from ..terms.relative_position import axis_offsets, relative_logits, spread
 from ..terms.saliency import add_vector, key_saliency
 from ..terms.sine_position import sine_encoding
 from ..terms.window import axis_window, window_logits
+from .capture import maps_of
 
 
 def parse_attention_type(attention_type: str) -> tuple[bool, bool, bool, bool]:
@@ -207,16 +209,27 @@ class GeneralizedAttention2d(nn.Module):
             output = self.upsample(output, [x.shape[2], x.shape[3]])
         return torch.addcmul(x, self.gamma, output) if output.dtype == x.dtype else x + self.gamma * output
 
+    def attention_size(self, size: Sequence[int]) -> tuple[int, int]:
+        """The map of queries, for an input of ``size`` (H, W)."""
+        H, W = (-(-n // self.q_stride) for n in size)
+        return H, W
+
     @torch.jit.unused
-    def attention_maps(self, x: Tensor, context: Tensor | None = None) -> Tensor:
-        """The attention weights for the maps that ``forward`` takes, queries before keys. O(N²): for inspection.
+    def attention_maps(self, x: Tensor, context: Tensor | None = None, queries: Tensor | None = None) -> Tensor:
+        """The attention weights for the maps that ``forward`` takes: for inspection, O(N²) without ``queries``.
+
+        Args:
+            x: As ``forward``.
+            context: As ``forward``.
+            queries: (Q, 2), rows and columns on the map of queries; None for all.
 
         Returns:
-            (B, M, Hq, Wq, Hk, Wk).
+            (B, M, Hq, Wq, Hk, Wk), or (B, M, Q, Hk, Wk) of ``queries``.
+
+        Raises:
+            ValueError: as ``forward``; or a query lies outside the map.
         """
-        maps = reference.global_attention_probabilities(*self._terms(x, context), scale=1.0)
-        queries = tuple(-(-n // self.q_stride) for n in x.shape[2:])
-        return maps.expand(*maps.shape[:2], *queries, *maps.shape[4:])
+        return maps_of(self._terms(x, context), 1.0, self.attention_size(x.shape[2:]), queries)
 
     def _terms(
         self, x: Tensor, context: Tensor | None

@@ -50,6 +50,18 @@ def read_weights(file: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
         raise ConfigError(f"{file} is not a checkpoint in safetensors: {error}") from error
 
 
+def model_options(file: Path) -> dict[str, Any]:
+    """The keyword arguments of ``timm.create_model`` that fit the weights of a file; none where it tells nothing."""
+    metadata = read_weights(file)[1]
+    if "model_args" not in metadata:
+        return {}
+    options = dict(json.loads(metadata["model_args"]), num_classes=len(json.loads(metadata["classes"])))
+    size = json.loads(metadata["input_size"])
+    if size is not None and metadata["model"].startswith("aa_"):
+        options.setdefault("img_size", tuple(size))
+    return options
+
+
 def load_weights(model: nn.Module, file: Path, config: Config) -> None:
     """Load what :func:`save_weights` wrote, into the same model."""
     tensors, metadata = read_weights(file)

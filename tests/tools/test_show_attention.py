@@ -1,0 +1,348 @@
+"""Attention maps of real models on a photograph: in Python, as PNG grids, and on the page in a browser."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+timm = pytest.importorskip("timm")
+
+from skimage import data  # noqa: E402
+
+from attn_plugins.modules import AAConv2d, GeneralizedAttention2d, attention_layers, capture_attention  # noqa: E402
+from tools.attention_view import page, view  # noqa: E402
+from tools.show_attention import main  # noqa: E402
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def photograph(tmp_path_factory) -> Path:
+    file = tmp_path_factory.mktemp("photograph") / "cat <1>.png"
+    Image.fromarray(data.chelsea()).save(file)
+    return file
+
+
+def small() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return timm.create_model("aa_resnet34", img_size=64).eval()
+
+
+# --- capturing ----------------------------------------------------------------------------------------------------
+
+
+def test_what_is_captured_is_what_the_layer_computes():
+    model, x = small(), torch.randn(2, 3, 64, 96)
+    inputs = {}
+    handle = model.layer3[1].conv1.register_forward_pre_hook(lambda _, given: inputs.update(x=given[0]))
+    expected = model(x)
+    handle.remove()
+    with capture_attention(model, ["layer3.*", "layer4.2.conv1"]) as captured, torch.no_grad():
+        torch.testing.assert_close(model(x), expected, rtol=0, atol=0)
+        inside = sum(len(m._forward_pre_hooks) for m in model.modules())
+    assert inside == len(captured) == 7
+    assert not any(m._forward_pre_hooks for m in model.modules())
+    assert next(iter(captured)) == "layer3.0.conv1"
+    layer = captured["layer3.1.conv1"]
+    maps = layer.maps()
+    assert layer.size == (4, 6)
+    assert maps.shape == (2, 8, 4, 6, 4, 6)
+    torch.testing.assert_close(maps, model.layer3[1].conv1.attention_maps(inputs["x"]))
+    torch.testing.assert_close(maps.sum((-2, -1)), torch.ones(2, 8, 4, 6))
+    some = layer.maps(torch.tensor([[0, 5], [3, 1]]))
+    torch.testing.assert_close(some, torch.stack([maps[:, :, 0, 5], maps[:, :, 3, 1]], 2))
+
+
+@pytest.mark.parametrize("attention_type", ["1111", "0010", "0001", "1000", "0100"])
+@pytest.mark.parametrize("kv_stride", [1, 2])
+def test_chosen_queries_of_generalized_attention(attention_type, kv_stride):
+    torch.manual_seed(0)
+    layer = GeneralizedAttention2d(16, 4, attention_type, kv_stride=kv_stride, q_stride=2).eval()
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter)
+    x, queries = torch.randn(2, 16, 9, 7), torch.tensor([[4, 3], [0, 0], [2, 1]])
+    maps = layer.attention_maps(x)
+    assert maps.shape[2:4] == layer.attention_size((9, 7)) == (5, 4)
+    chosen = maps[:, :, queries[:, 0], queries[:, 1]]
+    torch.testing.assert_close(layer.attention_maps(x, queries=queries), chosen)
+
+
+def test_the_context_is_captured():
+    layer = GeneralizedAttention2d(16, 4, "1111")
+    x, context = torch.randn(1, 16, 4, 5), torch.randn(1, 16, 3, 6)
+    holder = torch.nn.ModuleDict({"layer": layer})
+    with capture_attention(holder) as captured:
+        layer(x, context=context)
+    torch.testing.assert_close(captured["layer"].maps(), layer.attention_maps(x, context))
+
+
+def test_hooks_go_where_the_forward_fails():
+    model = small()
+    with pytest.raises(RuntimeError), capture_attention(model):
+        model(torch.randn(1, 5, 64, 64))
+    assert not any(m._forward_pre_hooks for m in model.modules())
+
+
+def test_bad_capturing():
+    with pytest.raises(ValueError, match="ResNet has none"), capture_attention(timm.create_model("resnet18")):
+        pass
+    with pytest.raises(ValueError, match=r"none is called 'stage\*': layer2.0.conv1, "):  # noqa: SIM117
+        with capture_attention(small(), "stage*"):
+            pass
+    assert not attention_layers(timm.create_model("aa_resnet34", nu=0.0))
+    layer, x = AAConv2d(8, 8, 3, 4, 4, 2, input_size=5), torch.randn(1, 8, 5, 5)
+    for queries in ([[5, 0]], [[0, -1]]):
+        with pytest.raises(ValueError, match="queries must lie on the map of 5 rows and 5 columns"):
+            layer.attention_maps(x, torch.tensor(queries))
+    with pytest.raises(ValueError, match=r"queries must be whole numbers of shape \(Q, 2\)"):
+        layer.attention_maps(x, torch.tensor([[0.5, 1.0]]))
+
+
+# --- the command --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def shown(photograph, tmp_path_factory) -> Path:
+    output = tmp_path_factory.mktemp("shown")
+    arguments = ["aa_resnet34", str(photograph), "--output", str(output), "--input-size", "96", "128"]
+    torch.manual_seed(0)
+    assert main([*arguments, "--pixels", "60,80", "--pixels", "299,450", "--model-args", "img_size=[96, 128]"]) == 0
+    return output
+
+
+def test_a_grid_for_every_stage(shown):
+    assert {f.name for f in shown.iterdir()} == {
+        "layer2.3.conv1.png", "layer3.5.conv1.png", "layer4.2.conv1.png", "attention.html"
+    }  # fmt: skip
+    grid = np.asarray(Image.open(shown / "layer3.5.conv1.png").convert("RGB")).astype(int)
+    red = (grid[..., 0] > 200) & (grid[..., 1] < 60) & (grid[..., 2] < 60)
+    assert red.sum() > 50  # the crosses
+    assert grid.shape[0] > grid.shape[1]  # nine rows, two columns
+
+
+def page_data(file: Path) -> dict:
+    found = re.search(r"const data = (\{.*\});", file.read_text())
+    assert found is not None
+    return json.loads(found[1])
+
+
+def test_the_page_holds_the_maps_and_nothing_from_elsewhere(shown):
+    text = (shown / "attention.html").read_text()
+    assert "cat &lt;1&gt;.png" in text
+    assert "cat <1>" not in text
+    assert not re.search(r"(src|href|url)\s*[=(]\s*[\"']?(https?:)?//", text)
+    assert "@" not in re.sub(r"@media[^{]*", "", text.partition("const data")[0])
+    assert [layer["name"] for layer in page_data(shown / "attention.html")["layers"]] == [
+        "layer2.3.conv1", "layer3.5.conv1", "layer4.2.conv1"
+    ]  # fmt: skip
+
+
+def test_large_maps_are_thinned_and_it_is_said(photograph):
+    model = timm.create_model("aa_wide_resnet28_10", depth=10, width=5, img_size=36).eval()
+    seen = view.see_timm(model, view.read(photograph), ["layer1.0.conv1"], (36, 12))
+    (layer,) = seen.captured.values()
+    maps, notes = page.thinned(layer)
+    assert maps.shape == (8, 16, 12, 28, 12)
+    assert notes == ["16×12 of 36×12 queries", "36×12 keys averaged to 28×12"]
+    row = (2 * 5 + 1) * 36 // 32
+    whole = layer.maps(torch.tensor([[row, 7]]))[0, :, 0]
+    expected = torch.nn.functional.adaptive_avg_pool2d(whole, (28, 12)).numpy()
+    np.testing.assert_allclose(maps[:, 5, 7], expected, rtol=1e-4)
+    bytes_, peaks = page.quantised(maps)
+    assert np.abs(bytes_ / 255 * peaks[..., None, None] - maps).max() <= 0.51 / 255 * peaks.max()
+
+
+def test_pixels_find_their_cells(photograph):
+    model = small()
+    seen = view.see_timm(model, view.read(photograph), ["layer4.2.conv1"], (64, 128))  # 2×4 cells
+    (layer,) = seen.captured.values()
+    assert seen.file_size == (300, 451)
+    assert [seen.cell(layer, p) for p in [(0, 0), (149, 112), (150, 113), (299, 450)]] == [
+        (0, 0), (0, 0), (1, 1), (1, 3)
+    ]  # fmt: skip
+
+
+def test_a_trained_checkpoint_brings_its_own_arguments(tmp_path, photograph):
+    from tools.classification.checkpoint import save_weights
+    from tools.classification.config import Config
+
+    options = dict(depth=10, width=5, position="sine")
+    torch.manual_seed(1)
+    model = timm.create_model("aa_wide_resnet28_10", num_classes=3, img_size=(16, 24), **options)
+    config = Config("aa_wide_resnet28_10", options, input_size=(16, 24))
+    save_weights(tmp_path / "best.safetensors", model, config, ["a", "b", "c"])
+    loaded = view.load_timm("aa_wide_resnet28_10", tmp_path / "best.safetensors", {})
+    assert all(torch.equal(value, loaded.state_dict()[key]) for key, value in model.state_dict().items())
+
+
+def test_listing(capsys):
+    assert main(["attn1111_resnet50", "--list"]) == 0
+    assert capsys.readouterr().out.split() == [f"layer{s}.{n}.attention" for s, m in ((3, 6), (4, 3)) for n in range(m)]
+
+
+def test_a_detector_by_its_config(photograph, tmp_path, capsys):
+    pytest.importorskip("mmdet", reason="mmdet is not installed")
+    config = ROOT / "configs/mmdet/digits/atss_narrow-r50-attn0010-dcn_fpn_digits.py"
+    pixels = ["--pixels", "10,20", "--pixels", "200,300"]
+    assert main([str(config), str(photograph), "--output", str(tmp_path), *pixels]) == 0
+    written = [Path(line) for line in capsys.readouterr().out.splitlines() if line.endswith((".png", ".html"))]
+    assert len(written) >= 2
+    assert all(file.is_file() for file in written)
+    assert all("backbone" in layer["name"] for layer in page_data(tmp_path / "attention.html")["layers"])
+
+
+def test_the_picture_is_what_the_detector_sees(photograph):
+    pytest.importorskip("mmdet", reason="mmdet is not installed")
+    config = ROOT / "configs/mmdet/digits/atss_narrow-r50-attn0010-dcn_fpn_digits.py"
+    seen = view.see_mm(view.load_mm(str(config), None), photograph, [])
+    h, w = (round(n * s) for n, s in zip(seen.file_size, seen.scale))
+    assert seen.file_size == (300, 451)
+    assert seen.picture.shape[0] >= h
+    resized = Image.open(photograph).convert("RGB").resize((w, h), Image.Resampling.BILINEAR)
+    difference = np.abs(seen.picture[:h, :w].astype(int) - np.asarray(resized).astype(int))
+    assert difference.mean() < 6  # colours in their order, the picture in its place
+    padding = seen.picture[h:].reshape(-1, 3)
+    assert (padding == padding[:1]).all()
+
+
+def test_a_segmentor_by_its_config(photograph, tmp_path):
+    pytest.importorskip("mmseg", reason="mmseg is not installed")
+    config = tmp_path / "segmentor.py"
+    config.write_text(
+        "_base_ = 'mmseg::_base_/models/fcn_r50-d8.py'\n"
+        "custom_imports = dict(imports='attn_plugins.mmcv')\n"
+        "default_scope = 'mmseg'\n"
+        "norm = dict(type='BN', requires_grad=True)\n"
+        "model = dict(pretrained=None, data_preprocessor=dict(size=(64, 96)), backbone=dict(norm_cfg=norm, plugins=[\n"
+        "    dict(cfg=dict(type='GeneralizedAttention2d', num_heads=8, attention_type='1111'),\n"
+        "         stages=(False, False, False, True), position='after_conv2')]),\n"
+        "    decode_head=dict(norm_cfg=norm), auxiliary_head=dict(norm_cfg=norm))\n"
+        "test_pipeline = [dict(type='LoadImageFromFile'), dict(type='Resize', scale=(96, 64)),\n"
+        "                 dict(type='PackSegInputs')]\n"
+        "test_dataloader = dict(dataset=dict(type='CityscapesDataset', pipeline=test_pipeline))\n"
+    )
+    assert main([str(config), str(photograph), "--output", str(tmp_path / "out")]) == 0
+    (layer,) = page_data(tmp_path / "out/attention.html")["layers"]
+    assert layer["heads"] == 8
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["resnet18", "IMAGE"], "ResNet has none"),
+        (["no_such_model", "IMAGE"], "'no_such_model' is neither a model of timm's nor a config"),
+        (["nowhere.py", "IMAGE"], "MODEL nowhere.py cannot be read as a config"),
+        (["aa_resnet34", "IMAGE", "--layers", "stage*"], "none is called 'stage*'"),
+        (["aa_resnet34", "IMAGE", "--pixels", "300,10"], "must lie in the picture of 300 rows and 451 columns"),
+        (["aa_resnet34", "IMAGE", "--pixels", "3;4"], "--pixels must be Y,X in pixels of the picture, got '3;4'"),
+        (["aa_resnet34", "nowhere.png"], "nowhere.png cannot be read as a picture"),
+        (["aa_resnet34"], "IMAGE is missing"),
+        (["aa_resnet34", "IMAGE", "--checkpoint", "nowhere.pth"], "--checkpoint nowhere.pth is not a file"),
+        (["aa_resnet34", "IMAGE", "--model-args", "kappa"], "--model-args must be KEY=VALUE, got 'kappa'"),
+        (["aa_resnet34", "IMAGE", "--model-args", "nu=2"], "nu must be from 0 to 1, got 2"),
+    ],
+)
+def test_bad_arguments(arguments, words, photograph, tmp_path, capsys):
+    if arguments[0].endswith(".py"):
+        pytest.importorskip("mmengine", reason="mmengine is not installed")
+    arguments = [str(photograph) if a == "IMAGE" else a for a in arguments]
+    assert main([*arguments, "--output", str(tmp_path / "out")]) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()[-1:]
+    assert words in line
+    assert not (tmp_path / "out").exists()
+
+
+# --- the page in a browser ----------------------------------------------------------------------------------------
+
+
+def maps_in(file: Path) -> list[np.ndarray]:
+    """The page's bytes, decoded here: (M, Hq, Wq, Hk, Wk) of each layer."""
+    return [
+        np.frombuffer(base64.b64decode(layer["maps"]), np.uint8).reshape(
+            layer["heads"], *layer["queries"], *layer["keys"]
+        )
+        for layer in page_data(file)["layers"]
+    ]
+
+
+def painted(browser, panel: int) -> list[int]:
+    """The colours in the middle of every key's cell of a panel, the picture taken away."""
+    return browser.run(
+        f"""(() => {{
+            const {{ layer, canvas }} = panels[{panel}], [Hk, Wk] = layer.keys, found = [];
+            const context = canvas.getContext('2d');
+            for (let y = 0; y < Hk; y++) for (let x = 0; x < Wk; x++) {{
+                const at = [(x + 0.5) * canvas.width / Wk, (y + 0.5) * canvas.height / Hk].map(Math.floor);
+                found.push(...context.getImageData(...at, 1, 1).data.slice(0, 3));
+            }}
+            return found;
+        }})()"""
+    )
+
+
+def same_picture(browser, file: Path, panel: int, head: int, layer: int, cell: tuple[int, int]) -> None:
+    """What a panel shows is the head's map for the query's cell, in the page's colours."""
+    colours = np.frombuffer(base64.b64decode(page_data(file)["colours"]), np.uint8).reshape(256, 3).astype(int)
+    expected = colours[maps_in(file)[layer][head][cell]]
+    found = np.array(painted(browser, panel)).reshape(expected.shape)
+    frame = np.zeros(expected.shape[:2], bool)
+    frame[cell] = True  # the query's frame may lie over its own cell
+    assert np.abs(found - expected)[~frame].max() <= 2
+
+
+def test_a_click_and_the_arrow_keys_change_every_map(shown, browser):
+    file = shown / "attention.html"
+    browser.open(file)
+    browser.run("image.decode()")
+    browser.run("(() => { opacity.value = 0; opacity.dispatchEvent(new Event('input')); })()")
+    assert browser.run("panels.length") == 24
+    box = browser.run(
+        "(() => { const b = picture.getBoundingClientRect(); return [b.left, b.top, b.width, b.height]; })()"
+    )
+    browser.click(box[0] + 0.9 * box[2], box[1] + 0.2 * box[3])
+    # Maps of 6×8 (pooled), 6×8 and 3×4 cells.
+    for layer, cell in ((0, (1, 7)), (1, (1, 7)), (2, (0, 3))):
+        for head in (0, 5):
+            same_picture(browser, file, 8 * layer + head, head, layer, cell)
+    assert browser.run("where.textContent") == "Query: pixel (60, 405) of 300 rows and 451 columns"
+    browser.run("picture.focus()")
+    browser.key("ArrowLeft")
+    browser.key("ArrowDown")
+    browser.key("ArrowDown")
+    for layer, cell in ((0, (3, 6)), (2, (1, 3))):
+        same_picture(browser, file, 8 * layer + 2, 2, layer, cell)
+    for _ in range(9):
+        browser.key("ArrowUp")
+    same_picture(browser, file, 3, 3, 0, (0, 6))
+    browser.key("ArrowLeft", modifiers=8)
+    same_picture(browser, file, 3, 3, 0, (0, 2))
+    assert browser.run("where.getAttribute('aria-live')") == "polite"
+    assert all(url.startswith(("file:", "data:")) for url in browser.requests)
+
+
+def test_the_controls_work_by_keyboard_and_on_a_narrow_screen(shown, browser):
+    browser.send("Emulation.setDeviceMetricsOverride", width=360, height=700, deviceScaleFactor=1, mobile=True)
+    browser.open(shown / "attention.html")
+    browser.run("image.decode()")
+    assert browser.run("document.documentElement.scrollWidth") <= 360
+    order = []
+    for _ in range(4):
+        browser.send("Input.dispatchKeyEvent", type="rawKeyDown", key="Tab", code="Tab", windowsVirtualKeyCode=9)
+        order.append(browser.run("document.activeElement.id || document.activeElement.className"))
+        assert browser.run("getComputedStyle(document.activeElement).outlineStyle") != "none"
+    assert order == ["picture", "layer", "opacity", "head"]
+    browser.run("(() => { select.value = '2'; select.dispatchEvent(new Event('change')); })()")
+    assert browser.run("panels.map(p => p.section.hidden)") == [True] * 16 + [False] * 8
+    browser.run("panels[16].canvas.closest('button').click()")
+    wide, other = (browser.run(f"panels[{n}].canvas.getBoundingClientRect().width") for n in (16, 17))
+    assert wide > 1.5 * other
+    assert browser.run("panels[16].canvas.closest('button').getAttribute('aria-pressed')") == "true"
+    assert re.fullmatch(r"head 1: max [\d.]+ % at row \d+, column \d+", browser.run("panels[16].text.textContent"))
+    browser.send("Emulation.clearDeviceMetricsOverride")

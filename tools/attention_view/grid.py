@@ -1,0 +1,56 @@
+"""PNG grids after Bello et al. (2019), Fig. 9 and 10: heads in rows, query pixels in columns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from attn_plugins.modules.capture import Captured
+from tools.files import write
+from tools.show_sampling import save
+
+from .view import View
+
+
+def draw(view: View, layer: Captured, pixels: Sequence[tuple[int, int]], out: Path) -> None:
+    """Save the picture with its numbered query pixels, and below every head's map for each of them."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    cells = [view.cell(layer, pixel) for pixel in pixels]
+    maps = layer.maps(torch.tensor(cells))[0].float().cpu().numpy()  # (M, Q, Hk, Wk)
+    heads, queries = maps.shape[:2]
+    H, W = view.picture.shape[:2]
+    width = 1.5 * max(1.0, W / H)
+    height = width * H / W
+    figure, axes = plt.subplots(
+        heads + 1,
+        queries,
+        squeeze=False,
+        dpi=90,
+        layout="constrained",
+        figsize=(width * queries + 0.4, (height + 0.14) * (heads + 1) + 0.3),
+    )
+    for q, pixel in enumerate(pixels):
+        y, x = (n * scale for n, scale in zip(pixel, view.scale))
+        axes[0, q].imshow(view.picture)
+        axes[0, q].plot(x, y, "+", color="red", markersize=10, markeredgewidth=2)
+        axes[0, q].set_title(f"{q + 1}: ({pixel[0]}, {pixel[1]})", fontsize=8, pad=3)
+        for head in range(heads):
+            panel = axes[head + 1, q]
+            panel.imshow(maps[head, q], cmap="viridis", vmin=0, extent=(0, W, H, 0), interpolation="nearest")
+            panel.plot(x, y, "+", color="red", markersize=6)
+            panel.set_title(f"max {maps[head, q].max():.2g}", fontsize=6, pad=2)
+            if q == 0:
+                panel.set_ylabel(f"head {head + 1}", fontsize=8)
+    for panel in axes.flat:
+        panel.set_xticks([])
+        panel.set_yticks([])
+    Hq, Wq = layer.size
+    figure.suptitle(f"{layer.name}: {Hq}×{Wq} queries, {maps.shape[2]}×{maps.shape[3]} keys", fontsize=9)
+    write(out, lambda partial: save(figure, partial))
+    plt.close(figure)

@@ -1,0 +1,181 @@
+"""A timm or OpenMMLab model that has seen a picture."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from attn_plugins.modules.capture import Captured, capture_attention
+
+
+class ViewError(ValueError):
+    """A model, a picture or a pixel that cannot be shown."""
+
+
+@dataclass
+class View:
+    """What a model saw.
+
+    Attributes:
+        picture: (H, W, 3) uint8, the picture as it came to the model, padding included.
+        scale: Rows and columns of ``picture`` per row and column of the file.
+        file_size: (H, W) of the file.
+        captured: The attention layers, in the order of their calls.
+    """
+
+    picture: np.ndarray
+    scale: tuple[float, float]
+    file_size: tuple[int, int]
+    captured: dict[str, Captured]
+
+    def cell(self, layer: Captured, pixel: Sequence[int]) -> tuple[int, int]:
+        """Where the query of a pixel (y, x) of the file lies on a layer's map."""
+        found = []
+        for n, scale, size, cells in zip(pixel, self.scale, self.picture.shape, layer.size):
+            found.append(min(int((n + 0.5) * scale * cells / size), cells - 1))
+        return found[0], found[1]
+
+
+def is_mm(model: str) -> bool:
+    """Whether ``model`` is a config of OpenMMLab's, by file or by ``'mmdet::…'``."""
+    return model.endswith(".py") or "::" in model
+
+
+def read(file: Path) -> Image.Image:
+    """The picture in RGB."""
+    try:
+        with Image.open(file) as image:
+            return image.convert("RGB")
+    except Exception as error:
+        raise ViewError(f"IMAGE {file} cannot be read as a picture: {error}") from error
+
+
+def default_layers(model: nn.Module, run: Any) -> list[str]:
+    """The last attention layer of every stage: of every name up to the first number, and every size of map."""
+    with capture_attention(model) as captured:
+        run()
+    stages = {(re.split(r"\.\d+(?:\.|$)", name)[0], layer.size): name for name, layer in captured.items()}
+    return list(stages.values())
+
+
+def load_timm(name: str, checkpoint: Path | None, options: dict[str, Any]) -> nn.Module:
+    """A timm model in evaluation."""
+    import timm
+
+    import attn_plugins.timm  # noqa: F401
+
+    if not timm.is_model(name):
+        raise ViewError(f"MODEL {name!r} is neither a model of timm's nor a config file (*.py) of mmdet's or mmseg's")
+    if checkpoint is not None and not checkpoint.is_file():
+        raise ViewError(f"--checkpoint {checkpoint} is not a file")
+    if checkpoint is not None and checkpoint.suffix == ".safetensors":
+        from tools.classification.checkpoint import model_options
+
+        options = {**model_options(checkpoint), **options}
+    try:
+        return timm.create_model(name, checkpoint_path=str(checkpoint or ""), **options).eval()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ViewError(f"MODEL {name} with {options}: {error}") from error
+
+
+def see_timm(model: Any, image: Image.Image, layers: Sequence[str], size: tuple[int, int] | None) -> View:
+    """Show a timm model the whole picture, resized to its input size."""
+    from timm.data import resolve_model_data_config
+
+    config = resolve_model_data_config(model)
+    H, W = size or config["input_size"][1:]
+    picture = np.array(image.resize((W, H), Image.Resampling.BICUBIC))
+    mean, std = (torch.tensor(config[key]).view(3, 1, 1) for key in ("mean", "std"))
+    x = ((torch.from_numpy(picture).permute(2, 0, 1) / 255 - mean) / std).unsqueeze(0)
+
+    def run() -> None:
+        with torch.no_grad():
+            model(x)
+
+    with capture_attention(model, layers or default_layers(model, run)) as captured:
+        run()
+    return View(picture, (H / image.height, W / image.width), (image.height, image.width), captured)
+
+
+def load_mm(name: str, checkpoint: Path | None) -> nn.Module:
+    """A detector or segmentor of OpenMMLab's on the CPU."""
+    from mmengine.config import Config
+
+    import attn_plugins.mmcv  # noqa: F401
+
+    if checkpoint is not None and not checkpoint.is_file():
+        raise ViewError(f"--checkpoint {checkpoint} is not a file")
+    try:
+        if "::" in name:
+            from mmengine.hub import get_config
+
+            config: Any = get_config(name)
+        else:
+            config = Config.fromfile(name)
+    except Exception as error:
+        raise ViewError(f"MODEL {name} cannot be read as a config: {error}") from error
+    weights = None if checkpoint is None else str(checkpoint)
+    if config.get("default_scope") == "mmseg":
+        from mmseg.apis import init_model
+
+        return init_model(config, weights, device="cpu")
+    from mmdet.apis import init_detector
+
+    return init_detector(config, weights, device="cpu")
+
+
+def see_mm(model: Any, file: Path, layers: Sequence[str]) -> View:
+    """Show an OpenMMLab model the picture through its config's own test pipeline."""
+    if model.cfg.get("default_scope") == "mmseg":
+        from mmseg.apis import inference_model as infer
+    else:
+        from mmdet.apis import inference_detector as infer
+    seen: dict[str, Any] = {}
+
+    def run() -> None:
+        with torch.no_grad():
+            seen["result"] = infer(model, str(file))
+
+    def remember(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        seen["input"] = inputs[0]
+
+    handle = model.backbone.register_forward_pre_hook(remember)
+    try:
+        with capture_attention(model, layers or default_layers(model, run)) as captured:
+            run()
+    finally:
+        handle.remove()
+    pixels, preprocessor = seen["input"][0], model.data_preprocessor
+    if hasattr(preprocessor, "mean"):
+        pixels = pixels * preprocessor.std.view(-1, 1, 1) + preprocessor.mean.view(-1, 1, 1)
+    if not model.cfg.model.get("data_preprocessor", {}).get("bgr_to_rgb", False):
+        pixels = pixels.flip(0)
+    picture = pixels.permute(1, 2, 0).round().clamp(0, 255).byte().numpy()
+    facts = seen["result"].metainfo
+    (h, w), (H, W) = facts["img_shape"][:2], facts["ori_shape"][:2]
+    return View(picture, (h / H, w / W), (H, W), captured)
+
+
+def parse_pixels(texts: Sequence[str], size: tuple[int, int]) -> list[tuple[int, int]]:
+    """``'y,x'`` texts as pixels of a file of ``size``; where there is none, four spread over it."""
+    H, W = size
+    if not texts:
+        return [(H * i // 3, W * j // 3) for i in (1, 2) for j in (1, 2)]
+    found = []
+    for text in texts:
+        match = re.fullmatch(r"(\d+),(\d+)", text)
+        if match is None:
+            raise ViewError(f"--pixels must be Y,X in pixels of the picture, got {text!r}")
+        y, x = int(match[1]), int(match[2])
+        if y >= H or x >= W:
+            raise ViewError(f"--pixels must lie in the picture of {H} rows and {W} columns, got {text!r}")
+        found.append((y, x))
+    return found
