@@ -20,7 +20,7 @@ from torch import Tensor
 
 from attn_plugins.ops import _library, deform_conv2d
 
-from .benchmark import deform_conv, global_attention, report
+from .benchmark import augmented_conv, deform_conv, global_attention, report
 from .benchmark.__main__ import measure
 from .benchmark.case import Case, Run, forward, forward_backward
 from .benchmark.measure import seconds
@@ -112,6 +112,11 @@ def attention_cases() -> list[Case]:
                 )
             )
     return found
+
+
+def augmented_cases() -> list[Case]:
+    """Relative attention and layers; the networks too where timm is."""
+    return [case for case in augmented_conv.cases("cuda") if find_spec("timm") or not case.name.startswith("aa_")]
 
 
 def copy_bandwidth() -> float:
@@ -220,7 +225,11 @@ def benchmark() -> None:
 
     rows = floors()
     keep("floors", rows, table("Floors", rows))
-    for name, cases in (("deform_conv", deform_conv.cases("cuda")), ("global_attention", attention_cases())):
+    for name, cases in (
+        ("deform_conv", deform_conv.cases("cuda")),
+        ("global_attention", attention_cases()),
+        ("augmented_conv", augmented_cases()),
+    ):
         rows = []
         for case in cases:
             rows.append(measure(case, "cuda", 15))

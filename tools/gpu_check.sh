@@ -55,7 +55,7 @@ sanitize() {
     return $failed
 }
 
-benchmark() { timeout $((150 * PATIENCE)) "$PYTHON" -m tools.gpu_check benchmark; }
+benchmark() { timeout $((200 * PATIENCE)) "$PYTHON" -m tools.gpu_check benchmark; }
 
 status=0
 declare -A result
