@@ -26,4 +26,14 @@ STABLE_TORCH_LIBRARY(attn_plugins, m) {
       "Tensor log_sum_exp, Tensor(a!)? grad_query, Tensor(b!)? grad_key, Tensor(c!)? grad_value, "
       "Tensor(d!)? grad_row_logits, Tensor(e!)? grad_column_logits, Tensor(f!)? grad_key_logits, int keys, "
       "int height, int slots) -> ()");
+  // The same for attn_plugins::window_attention; geometry: kernel size, stride, padding and dilation of rows
+  // and columns. Gradients are written, not added to.
+  m.def(
+      "window_attention_forward_(Tensor? query, Tensor? key, Tensor value, Tensor? position_logits, "
+      "Tensor(a!) output, Tensor(b!) log_sum_exp, int[] geometry, bool zero_border, float scale) -> ()");
+  m.def(
+      "window_attention_backward_(Tensor grad_output, Tensor? query, Tensor? key, Tensor value, "
+      "Tensor? position_logits, Tensor log_sum_exp, Tensor(a!)? grad_query, Tensor(b!)? grad_key, "
+      "Tensor(c!)? grad_value, Tensor(d!)? grad_position_logits, int[] geometry, bool zero_border, "
+      "float scale) -> ()");
 }

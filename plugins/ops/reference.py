@@ -145,3 +145,49 @@ def global_attention(
     """See :func:`attn_plugins.ops.global_attention`."""
     weights = global_attention_probabilities(query, key, value, row_logits, column_logits, key_logits, scale)
     return torch.einsum("bmhwyx,bmyxd->bmhwd", weights, value.to(weights.dtype)).to(value.dtype)
+
+
+# --- region "window" ------------------------------------------------------------------------------------------
+
+
+def window_attention(
+    query: Tensor | None,
+    key: Tensor | None,
+    value: Tensor,
+    position_logits: Tensor | None,
+    kernel_size: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    zero_border: bool,
+    scale: float,
+) -> Tensor:
+    """See :func:`attn_plugins.ops.window_attention`; of maps, and every query's keys are written out."""
+    dtype = value.dtype
+    query, key, value, position_logits = _at_least_float32(query, key, value, position_logits)
+    Hk, Wk = value.shape[2:4]
+    leader = position_logits if query is None else query
+    assert leader is not None
+    Hq, Wq = leader.shape[2:4]
+
+    def positions(queries: int, axis: int) -> Tensor:
+        """Of the keys of every query along one axis, (queries, taps)."""
+        centre = torch.arange(queries, device=value.device) * stride[axis] - padding[axis]
+        return centre.unsqueeze(1) + torch.arange(kernel_size[axis], device=value.device) * dilation[axis]
+
+    rows, columns = positions(Hq, 0), positions(Wq, 1)
+    inside = ((rows >= 0) & (rows < Hk))[:, None, :, None] & ((columns >= 0) & (columns < Wk))[:, None, :]
+
+    def neighbours(tensor: Tensor) -> Tensor:
+        """(B, M, Hk, Wk, width) -> (B, M, Hq, Wq, taps, width), 0 outside the map."""
+        found = tensor[:, :, rows.clamp(0, Hk - 1)][:, :, :, :, columns.clamp(0, Wk - 1)].transpose(3, 4)
+        return torch.where(inside[..., None], found, 0).flatten(4, 5)
+
+    logits = value.new_zeros((*leader.shape[:4], kernel_size[0] * kernel_size[1]))
+    if query is not None and key is not None:
+        logits = logits + torch.einsum("bmhwd,bmhwtd->bmhwt", query, neighbours(key)) * scale
+    if position_logits is not None:
+        logits = logits + position_logits
+    if not zero_border:
+        logits = logits.masked_fill(~inside.flatten(2), float("-inf"))
+    return torch.einsum("bmhwt,bmhwtd->bmhwd", masked_softmax(logits), neighbours(value)).to(dtype)

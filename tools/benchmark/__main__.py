@@ -19,7 +19,7 @@ from . import report
 from .case import Case
 from .measure import interleaved, paired_ratio, peak_memory
 
-BENCHMARKS = ("deform_conv", "global_attention", "augmented_conv")
+BENCHMARKS = ("deform_conv", "global_attention", "augmented_conv", "window_attention")
 
 
 def measure(case: Case, device: str, repeats: int) -> dict:

@@ -1,0 +1,44 @@
+// Vectors of one instruction set, for kernels that are compiled once per set: like them without an include
+// guard, and with VECTOR_BYTES defined by who includes it.
+
+template <typename T>
+struct Vector {
+  typedef T type __attribute__((vector_size(VECTOR_BYTES), aligned(alignof(T)), may_alias));
+  typedef typename Exp<T>::Bits bits __attribute__((vector_size(VECTOR_BYTES)));
+  static constexpr int64_t lanes = VECTOR_BYTES / sizeof(T);
+};
+
+// exp(x) for x <= 0, by Exp's constants: 2^n * e^r, |r| <= ln(2) / 2. Below LOWEST the result is an exact 0;
+// NaN stays NaN.
+template <typename T>
+ATTN_INLINE typename Vector<T>::type exponential(typename Vector<T>::type x) {
+  using V = typename Vector<T>::type;
+  using B = typename Vector<T>::bits;
+  using E = Exp<T>;
+  const V zero = {}, lowest = zero + E::LOWEST;
+  const V clamped = x < lowest ? lowest : x;
+  const V shifted = clamped * E::LOG2E + E::SHIFTER;  // n lands in the low bits
+  const V n = shifted - E::SHIFTER;
+  const V r = (clamped - n * E::LN2_HIGH) - n * E::LN2_LOW;
+  V p = zero + E::TAYLOR[0];
+  for (int i = 1; i < int(std::size(E::TAYLOR)); ++i) p = p * r + E::TAYLOR[i];
+  const B power = ((B)shifted + E::BIAS) << E::MANTISSA;
+  return x < lowest ? zero : p * (V)power;
+}
+
+// Zeros that begin on a cache line, so that no vector of a row spans two.
+template <typename T>
+class Buffer {
+ public:
+  explicit Buffer(int64_t size) : storage_(size + 64 / sizeof(T), T(0)) {
+    const auto address = reinterpret_cast<uintptr_t>(storage_.data());
+    data_ = storage_.data() + (64 - address % 64) % 64 / sizeof(T);
+  }
+  Buffer(const Buffer&) = delete;
+  T* data() { return data_; }
+  T& operator[](int64_t i) { return data_[i]; }
+
+ private:
+  std::vector<T> storage_;
+  T* data_;
+};

@@ -1,0 +1,226 @@
+// Window attention on the CPU: no window is written out. Here are the arguments, the packing's geometry, the
+// choice of the instruction set and the entry points; the arithmetic is in window_attention_kernel.h.
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <iterator>
+#include <limits>
+#include <optional>
+#include <vector>
+
+#include "../tensor_ops.h"
+#include "vectors.h"
+
+namespace {
+
+using attn_plugins::zeros_like_options;
+using torch::headeronly::ScalarType;
+
+// What one call works on; null where absent.
+template <typename T>
+struct Problem {
+  int64_t B, M, Hq, Wq, Hk, Wk, d = 0, dv;
+  int64_t kernel[2], stride[2], padding[2], dilation[2];
+  bool zero_border;
+  T scale;
+  View<T> position, output, log_sum_exp, grad_query, grad_key, grad_value, grad_position;
+  // Packed: (heads, rows, phases, width, line) of keys, (heads, rows, width, line) of queries, which begin at
+  // `margin`, the farthest distance of a tap in its phase.
+  int64_t line, margin;
+  const T *key = nullptr, *value = nullptr, *query = nullptr, *gradient = nullptr;
+  const T* outside = nullptr;  // (phases, line): 0 on the map, -inf beside it
+  // The backward's, of `heads` heads from `first_head`: (heads, rows, taps, line).
+  T *weights = nullptr, *slopes = nullptr;
+  int64_t first_head = 0, heads = 0;
+  bool logits_wanted = false;
+
+  int64_t taps() const { return kernel[0] * kernel[1]; }
+};
+
+// A (B, M, rows, columns, width) view to be packed.
+template <typename T>
+struct Packing {
+  View<T> view;
+  int64_t M, rows, columns, width, phases, first, line;
+  T* to;
+};
+
+enum class Stage { FORWARD, QUERIES, KEYS };
+
+namespace baseline {
+#define VECTOR_BYTES 16
+#include "window_attention_kernel.h"
+#undef VECTOR_BYTES
+}  // namespace baseline
+
+#ifdef HAS_TARGETS
+#pragma GCC push_options
+#pragma GCC target("arch=x86-64-v3")
+namespace v3 {
+#define VECTOR_BYTES 32
+#include "window_attention_kernel.h"
+#undef VECTOR_BYTES
+}  // namespace v3
+#pragma GCC pop_options
+#pragma GCC push_options
+#pragma GCC target("arch=x86-64-v4,prefer-vector-width=512")
+namespace v4 {
+#define VECTOR_BYTES 64
+#include "window_attention_kernel.h"
+#undef VECTOR_BYTES
+}  // namespace v4
+#pragma GCC pop_options
+#endif
+
+template <typename T>
+void run(Stage stage, const Problem<T>& p, int64_t tasks) {
+  torch::stable::parallel_for(0, tasks, 1, [&](int64_t begin, int64_t end) {
+#ifdef HAS_TARGETS
+    if (instruction_set() == 4) return v4::run_range(stage, p, begin, end);
+    if (instruction_set() == 3) return v3::run_range(stage, p, begin, end);
+#endif
+    baseline::run_range(stage, p, begin, end);
+  });
+}
+
+// `tensor` packed, in a new tensor of zeros.
+template <typename T>
+Tensor packed(const std::optional<Tensor>& tensor, int64_t phases, int64_t first, int64_t line) {
+  Packing<T> p;
+  p.view = View<T>(tensor);
+  p.M = tensor->size(1), p.rows = tensor->size(2), p.columns = tensor->size(3), p.width = tensor->size(4);
+  p.phases = phases, p.first = first, p.line = line;
+  const int64_t tasks = tensor->size(0) * p.M * p.rows;
+  Tensor result = zeros_like_options(*tensor, {tasks, phases, p.width, line});
+  p.to = static_cast<T*>(result.data_ptr());
+  torch::stable::parallel_for(0, tasks, 16, [&](int64_t begin, int64_t end) {
+#ifdef HAS_TARGETS
+    if (instruction_set() == 4) return v4::pack_range(p, begin, end);
+    if (instruction_set() == 3) return v3::pack_range(p, begin, end);
+#endif
+    baseline::pack_range(p, begin, end);
+  });
+  return result;
+}
+
+template <typename T>
+const T* data(const Tensor& tensor) {
+  return static_cast<const T*>(tensor.data_ptr());
+}
+
+// A problem and the packed tensors that it points into.
+template <typename T>
+struct Packed {
+  Problem<T> p;
+  std::vector<Tensor> owned;
+  std::vector<T> outside;
+
+  Packed(const std::optional<Tensor>& query, const std::optional<Tensor>& key, const Tensor& value,
+         const std::optional<Tensor>& position, const Tensor& log_sum_exp,
+         const std::vector<int64_t>& geometry, bool zero_border, double scale) {
+    p.B = log_sum_exp.size(0), p.M = log_sum_exp.size(1), p.Hq = log_sum_exp.size(2);
+    p.Wq = log_sum_exp.size(3), p.Hk = value.size(2), p.Wk = value.size(3), p.dv = value.size(4);
+    for (int axis = 0; axis < 2; ++axis) {
+      p.kernel[axis] = geometry[axis], p.stride[axis] = geometry[2 + axis];
+      p.padding[axis] = geometry[4 + axis], p.dilation[axis] = geometry[6 + axis];
+    }
+    p.zero_border = zero_border, p.scale = T(scale);
+    p.position = View<T>(position), p.log_sum_exp = View<T>(log_sum_exp);
+    const int64_t lanes = 64 / sizeof(T), step = p.stride[1];
+    auto whole = [&](int64_t n) { return (n + lanes - 1) / lanes * lanes; };
+    p.margin = (p.kernel[1] - 1) * p.dilation[1] / step;
+    const int64_t keys = (p.Wk + p.padding[1] + step - 1) / step;
+    p.line = whole(p.margin + std::max(whole(p.Wq), whole(keys)));
+    p.value = keep(packed<T>(value, step, p.padding[1], p.line));
+    if (query.has_value()) {
+      p.d = query->size(4);
+      p.key = keep(packed<T>(key, step, p.padding[1], p.line));
+      p.query = keep(packed<T>(query, 1, p.margin, p.line));
+    }
+    if (!zero_border) {
+      outside.assign(step * p.line, -std::numeric_limits<T>::infinity());
+      for (int64_t x = 0; x < p.Wk; ++x) {
+        const int64_t column = x + p.padding[1];
+        outside[column % step * p.line + column / step] = T(0);
+      }
+      p.outside = outside.data();
+    }
+  }
+
+  const T* keep(Tensor tensor) {
+    owned.push_back(tensor);
+    return data<T>(tensor);
+  }
+};
+
+template <typename T>
+void forward(const std::optional<Tensor>& query, const std::optional<Tensor>& key, const Tensor& value,
+             const std::optional<Tensor>& position, const Tensor& output, const Tensor& log_sum_exp,
+             const std::vector<int64_t>& geometry, bool zero_border, double scale) {
+  Packed<T> packed(query, key, value, position, log_sum_exp, geometry, zero_border, scale);
+  auto& p = packed.p;
+  p.output = View<T>(output);
+  run(Stage::FORWARD, p, p.B * p.M * p.Hq * ((p.Wq + baseline::TILE - 1) / baseline::TILE));
+}
+
+template <typename T>
+void backward(const Tensor& grad_output, const std::optional<Tensor>& query, const std::optional<Tensor>& key,
+              const Tensor& value, const std::optional<Tensor>& position, const Tensor& log_sum_exp,
+              const std::optional<Tensor>& grad_query, const std::optional<Tensor>& grad_key,
+              const std::optional<Tensor>& grad_value, const std::optional<Tensor>& grad_position,
+              const std::vector<int64_t>& geometry, bool zero_border, double scale) {
+  Packed<T> packed_problem(query, key, value, position, log_sum_exp, geometry, zero_border, scale);
+  auto& p = packed_problem.p;
+  p.gradient = packed_problem.keep(packed<T>(grad_output, 1, p.margin, p.line));
+  p.grad_query = View<T>(grad_query), p.grad_key = View<T>(grad_key), p.grad_value = View<T>(grad_value);
+  p.grad_position = View<T>(grad_position);
+  p.logits_wanted = p.grad_query.data || p.grad_key.data || p.grad_position.data;
+  // As many heads at once as share a bounded workspace, so that few heads as well as small maps occupy all
+  // threads. Zeros: margins are read, and never written.
+  constexpr int64_t WORKSPACE = int64_t(1) << 23;  // elements
+  const int64_t all = p.B * p.M, one = p.Hq * p.taps() * p.line;
+  const bool keys_wanted = p.grad_key.data || p.grad_value.data;
+  const int64_t heads =
+      keys_wanted ? std::clamp(WORKSPACE / std::max(one, int64_t(1)), int64_t(1), all) : all;
+  Tensor weights, slopes;
+  if (keys_wanted) {
+    weights = zeros_like_options(value, {heads, one}), slopes = zeros_like_options(value, {heads, one});
+    p.weights = static_cast<T*>(weights.data_ptr()), p.slopes = static_cast<T*>(slopes.data_ptr());
+  }
+  const int64_t tiles = (p.Wq + baseline::TILE - 1) / baseline::TILE;
+  const int64_t columns = (p.Wk + p.padding[1] + p.stride[1] - 1) / p.stride[1];
+  const int64_t key_tiles = (columns + baseline::TILE - 1) / baseline::TILE * p.stride[1];
+  for (int64_t first = 0; first < all; first += heads) {
+    p.first_head = first, p.heads = std::min(heads, all - first);
+    run(Stage::QUERIES, p, p.heads * p.Hq * tiles);
+    if (keys_wanted) run(Stage::KEYS, p, p.heads * p.Hk * key_tiles);
+  }
+}
+
+void forward_entry(std::optional<Tensor> query, std::optional<Tensor> key, Tensor value,
+                   std::optional<Tensor> position, Tensor output, Tensor log_sum_exp,
+                   std::vector<int64_t> geometry, bool zero_border, double scale) {
+  auto* typed = value.scalar_type() == ScalarType::Double ? forward<double> : forward<float>;
+  typed(query, key, value, position, output, log_sum_exp, geometry, zero_border, scale);
+}
+
+void backward_entry(Tensor grad_output, std::optional<Tensor> query, std::optional<Tensor> key, Tensor value,
+                    std::optional<Tensor> position, Tensor log_sum_exp, std::optional<Tensor> grad_query,
+                    std::optional<Tensor> grad_key, std::optional<Tensor> grad_value,
+                    std::optional<Tensor> grad_position, std::vector<int64_t> geometry, bool zero_border,
+                    double scale) {
+  auto* typed = value.scalar_type() == ScalarType::Double ? backward<double> : backward<float>;
+  typed(grad_output, query, key, value, position, log_sum_exp, grad_query, grad_key, grad_value,
+        grad_position, geometry, zero_border, scale);
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(attn_plugins, CPU, m) {
+  m.impl("window_attention_forward_", TORCH_BOX(&forward_entry));
+  m.impl("window_attention_backward_", TORCH_BOX(&backward_entry));
+}

@@ -1,0 +1,367 @@
+// The arithmetic of window attention for one instruction set. window_attention.cpp includes this file once
+// per set, inside a namespace and under a target pragma, with VECTOR_BYTES defined; so no include guard and
+// no include but of the same kind.
+//
+// Vectors run along the queries of a row. Keys, values, queries and gradients are packed as (row, phase,
+// channel, column), so that the key of a tap lies at one distance from its query for a whole vector: column j
+// of the padded map is element j / stride of phase j % stride. Two products remain, and both are sums over a
+// list of pointers: `dots` of a query with the keys of its taps, and `mixes` of rows by weights.
+
+#include "vector_kernel.h"
+
+constexpr int64_t TILE = 64;  // queries of a row that are computed together
+
+// --- out[t] += scale * sum over c of left[c] * sources[t][c], one vector of columns
+// ---------------------------
+
+template <typename T, int TAPS>
+ATTN_INLINE void dots_of(const T* left, const T* const* sources, int64_t shift, int64_t width, int64_t line,
+                         T* const* out, int64_t out_shift, T scale) {
+  using V = typename Vector<T>::type;
+  V sum[TAPS] = {};
+  for (int64_t c = 0; c < width; ++c) {
+    const V a = *reinterpret_cast<const V*>(left + c * line);
+#pragma GCC unroll 16
+    for (int t = 0; t < TAPS; ++t) sum[t] += a * *reinterpret_cast<const V*>(sources[t] + shift + c * line);
+  }
+#pragma GCC unroll 16
+  for (int t = 0; t < TAPS; ++t) *reinterpret_cast<V*>(out[t] + out_shift) += sum[t] * scale;
+}
+
+template <typename T>
+void dots(const T* left, const T* const* sources, int64_t taps, int64_t shift, int64_t width, int64_t line,
+          T* const* out, int64_t out_shift, T scale) {
+  int64_t t = 0;
+  if constexpr (VECTOR_BYTES == 64)
+    for (; t + 16 <= taps; t += 16)
+      dots_of<T, 16>(left, sources + t, shift, width, line, out + t, out_shift, scale);
+  for (; t + 8 <= taps; t += 8)
+    dots_of<T, 8>(left, sources + t, shift, width, line, out + t, out_shift, scale);
+  for (; t + 3 <= taps; t += 3)
+    dots_of<T, 3>(left, sources + t, shift, width, line, out + t, out_shift, scale);
+  for (; t < taps; ++t) dots_of<T, 1>(left, sources + t, shift, width, line, out + t, out_shift, scale);
+}
+
+// --- out[c] = sum over t of weights[t] * sources[t][c], one vector of columns
+// ------------------------------------
+
+template <typename T, int ROWS>
+ATTN_INLINE void mixes_of(const T* const* weights, int64_t weight_shift, const T* const* sources,
+                          int64_t shift, int64_t taps, int64_t line, T* out) {
+  using V = typename Vector<T>::type;
+  V sum[ROWS] = {};
+  for (int64_t t = 0; t < taps; ++t) {
+    const V w = *reinterpret_cast<const V*>(weights[t] + weight_shift);
+    const T* source = sources[t] + shift;
+#pragma GCC unroll 16
+    for (int c = 0; c < ROWS; ++c) sum[c] += w * *reinterpret_cast<const V*>(source + c * line);
+  }
+#pragma GCC unroll 16
+  for (int c = 0; c < ROWS; ++c) *reinterpret_cast<V*>(out + c * TILE) = sum[c];
+}
+
+template <typename T>
+void mixes(const T* const* weights, int64_t weight_shift, const T* const* sources, int64_t shift,
+           int64_t taps, int64_t width, int64_t line, T* out) {
+  int64_t c = 0;
+  if constexpr (VECTOR_BYTES == 64)
+    for (; c + 16 <= width; c += 16)
+      mixes_of<T, 16>(weights, weight_shift, sources, shift + c * line, taps, line, out + c * TILE);
+  for (; c + 8 <= width; c += 8)
+    mixes_of<T, 8>(weights, weight_shift, sources, shift + c * line, taps, line, out + c * TILE);
+  for (; c + 2 <= width; c += 2)
+    mixes_of<T, 2>(weights, weight_shift, sources, shift + c * line, taps, line, out + c * TILE);
+  for (; c < width; ++c)
+    mixes_of<T, 1>(weights, weight_shift, sources, shift + c * line, taps, line, out + c * TILE);
+}
+
+// --- packing
+// -----------------------------------------------------------------------------------------------------
+
+// Columns 0 ... count - 1 of a row, to elements that begin at column `first` of the padded map.
+template <typename T>
+ATTN_INLINE void pack_row(const T* from, int64_t column_stride, int64_t channel_stride, int64_t count,
+                          int64_t width, int64_t phases, int64_t first, int64_t line, T* to) {
+  constexpr int64_t tile = 16;  // both sides of a transposition stay in the first-level cache
+  for (int64_t x0 = 0; x0 < count; x0 += tile) {
+    const int64_t end = std::min(count, x0 + tile);
+    for (int64_t c = 0; c < width; ++c) {
+      const T* source = from + c * channel_stride;
+      if (phases == 1) {
+        T* row = to + c * line + first;
+        for (int64_t x = x0; x < end; ++x) row[x] = source[x * column_stride];
+      } else {
+        for (int64_t x = x0; x < end; ++x) {
+          const int64_t column = x + first;
+          to[(column % phases * width + c) * line + column / phases] = source[x * column_stride];
+        }
+      }
+    }
+  }
+}
+
+template <typename T>
+void pack_tasks(const Packing<T>& p, int64_t begin, int64_t end) {
+  for (int64_t task = begin; task < end; ++task) {
+    const int64_t y = task % p.rows, m = task / p.rows % p.M, b = task / p.rows / p.M;
+    pack_row(p.view.at(b, m, y, 0), p.view.stride[3], p.view.stride[4], p.columns, p.width, p.phases, p.first,
+             p.line, p.to + task * p.phases * p.width * p.line);
+  }
+}
+
+// --- a tile of queries
+// -------------------------------------------------------------------------------------------
+
+template <typename T>
+struct Scratch {
+  Buffer<T> weights, slopes, mixed;
+  std::vector<const T*> keys, values, weight_rows, slope_rows;
+  std::vector<T*> weight_out, slope_out;
+  std::vector<int64_t> taps;  // those whose row is on the map
+
+  Scratch(const Problem<T>& p, bool backward)
+      : weights(p.weights ? 0 : p.taps() * TILE),
+        slopes(backward && !p.slopes ? p.taps() * TILE : 0),
+        mixed(std::max(p.d, p.dv) * TILE) {
+    for (auto* list : {&keys, &values, &weight_rows, &slope_rows}) list->reserve(p.taps());
+    weight_out.reserve(p.taps()), slope_out.reserve(p.taps()), taps.reserve(p.taps());
+  }
+};
+
+// A tile's lists of pointers; the weights of tap t are at weights + t * step.
+template <typename T>
+ATTN_INLINE void list_taps(const Problem<T>& p, Scratch<T>& s, int64_t head, int64_t y, int64_t x0,
+                           T* weights, T* slopes, int64_t step) {
+  s.keys.clear(), s.values.clear(), s.weight_rows.clear(), s.slope_rows.clear();
+  s.weight_out.clear(), s.slope_out.clear(), s.taps.clear();
+  for (int64_t i = 0; i < p.kernel[0]; ++i) {
+    const int64_t row = y * p.stride[0] - p.padding[0] + i * p.dilation[0];
+    if (row < 0 || row >= p.Hk) continue;
+    for (int64_t j = 0; j < p.kernel[1]; ++j) {
+      const int64_t t = i * p.kernel[1] + j, offset = j * p.dilation[1];
+      const int64_t phase = (head * p.Hk + row) * p.stride[1] + offset % p.stride[1];
+      const int64_t column = offset / p.stride[1] + x0;
+      if (p.key) s.keys.push_back(p.key + phase * p.d * p.line + column);
+      s.values.push_back(p.value + phase * p.dv * p.line + column);
+      s.weight_rows.push_back(weights + t * step), s.weight_out.push_back(weights + t * step);
+      if (slopes) s.slope_rows.push_back(slopes + t * step), s.slope_out.push_back(slopes + t * step);
+      s.taps.push_back(t);
+    }
+  }
+}
+
+// The logits of a tile, all taps; -inf outside the map unless the border is zeros.
+template <typename T>
+ATTN_INLINE void tile_logits(const Problem<T>& p, Scratch<T>& s, int64_t head, int64_t b, int64_t m,
+                             int64_t y, int64_t x0, int64_t count, int64_t padded, T* weights, int64_t step) {
+  using V = typename Vector<T>::type;
+  constexpr int64_t lanes = Vector<T>::lanes;
+  const int64_t taps = p.taps();
+  for (int64_t t = 0; t < taps; ++t)
+    for (int64_t x = p.position.data ? count : 0; x < padded; ++x) weights[t * step + x] = T(0);
+  if (p.position.data) {
+    for (int64_t x = 0; x < count; ++x) {
+      const T* from = p.position.at(b, m, y, x0 + x);
+      for (int64_t t = 0; t < taps; ++t) weights[t * step + x] = from[t * p.position.stride[4]];
+    }
+  }
+  if (p.query) {
+    const T* left = p.query + (head * p.Hq + y) * p.d * p.line + p.margin + x0;
+    for (int64_t x = 0; x < padded; x += lanes)
+      dots(left + x, s.keys.data(), int64_t(s.keys.size()), x, p.d, p.line, s.weight_out.data(), x, p.scale);
+  }
+  if (p.zero_border) return;
+  size_t next = 0;
+  for (int64_t t = 0; t < taps; ++t) {
+    T* row = weights + t * step;
+    if (next < s.taps.size() && s.taps[next] == t) {
+      ++next;
+      const int64_t offset = t % p.kernel[1] * p.dilation[1];
+      const T* outside = p.outside + offset % p.stride[1] * p.line + offset / p.stride[1] + x0;
+      for (int64_t x = 0; x < padded; x += lanes)
+        *reinterpret_cast<V*>(row + x) += *reinterpret_cast<const V*>(outside + x);
+    } else {
+      for (int64_t x = 0; x < padded; ++x) row[x] = -std::numeric_limits<T>::infinity();
+    }
+  }
+}
+
+template <typename T>
+ATTN_INLINE void scatter(const View<T>& view, int64_t b, int64_t m, int64_t y, int64_t first, int64_t step,
+                         int64_t begin, int64_t end, int64_t width, const T* from) {
+  for (int64_t x = begin; x < end; ++x) {
+    T* to = view.at(b, m, y, first + x * step);
+    for (int64_t c = 0; c < width; ++c) to[c * view.stride[4]] = from[c * TILE + x];
+  }
+}
+
+template <typename T>
+void forward_tasks(const Problem<T>& p, int64_t begin, int64_t end) {
+  using V = typename Vector<T>::type;
+  constexpr int64_t lanes = Vector<T>::lanes;
+  Scratch<T> s(p, false);
+  const int64_t tiles = (p.Wq + TILE - 1) / TILE, taps = p.taps();
+  for (int64_t task = begin; task < end; ++task) {
+    const int64_t x0 = task % tiles * TILE, y = task / tiles % p.Hq, head = task / tiles / p.Hq;
+    const int64_t m = head % p.M, b = head / p.M, count = std::min(TILE, p.Wq - x0);
+    const int64_t padded = (count + lanes - 1) / lanes * lanes;
+    T* weights = s.weights.data();
+    list_taps(p, s, head, y, x0, weights, static_cast<T*>(nullptr), TILE);
+    tile_logits(p, s, head, b, m, y, x0, count, padded, weights, TILE);
+    for (int64_t x = 0; x < padded; x += lanes) {
+      const V lowest = V{} - std::numeric_limits<T>::infinity();
+      V top = lowest;
+      for (int64_t t = 0; t < taps; ++t) {
+        const V l = *reinterpret_cast<const V*>(weights + t * TILE + x);
+        top = (l > top) | (l != l) ? l : top;  // NaN stays NaN
+      }
+      const V shift = top == lowest ? V{} : top;
+      V sum = {};
+      for (int64_t t = 0; t < taps; ++t) {
+        V* at = reinterpret_cast<V*>(weights + t * TILE + x);
+        *at = exponential<T>(*at - shift);
+        sum += *at;
+      }
+      mixes(s.weight_rows.data(), x, s.values.data(), x, int64_t(s.values.size()), p.dv, p.line,
+            s.mixed.data() + x);
+      // All keys masked: no weight anywhere, and a log-sum-exp that repeats this in the backward.
+      const V scale = top == lowest ? V{} : T(1) / sum;
+      for (int64_t c = 0; c < p.dv; ++c) *reinterpret_cast<V*>(s.mixed.data() + c * TILE + x) *= scale;
+      for (int64_t l = 0; l < lanes && x + l < count; ++l) {
+        const bool masked = top[l] == -std::numeric_limits<T>::infinity();
+        *p.log_sum_exp.at(b, m, y, x0 + x + l) =
+            masked ? std::numeric_limits<T>::infinity() : shift[l] + std::log(sum[l]);
+      }
+    }
+    scatter(p.output, b, m, y, x0, int64_t(1), int64_t(0), count, p.dv, s.mixed.data());
+  }
+}
+
+// Weights and slopes (the logits' gradients) of a tile; gradients of query and position logits.
+template <typename T>
+void query_tasks(const Problem<T>& p, int64_t begin, int64_t end) {
+  using V = typename Vector<T>::type;
+  constexpr int64_t lanes = Vector<T>::lanes;
+  Scratch<T> s(p, true);
+  const int64_t tiles = (p.Wq + TILE - 1) / TILE, taps = p.taps();
+  for (int64_t task = begin; task < end; ++task) {
+    const int64_t x0 = task % tiles * TILE, y = task / tiles % p.Hq, local = task / tiles / p.Hq;
+    const int64_t head = p.first_head + local, m = head % p.M, b = head / p.M;
+    const int64_t count = std::min(TILE, p.Wq - x0), padded = (count + lanes - 1) / lanes * lanes;
+    const int64_t stored = (local * p.Hq + y) * taps * p.line + p.margin + x0;
+    const bool keep = p.weights != nullptr;
+    T* weights = keep ? p.weights + stored : s.weights.data();
+    T* slopes = keep ? p.slopes + stored : s.slopes.data();
+    const int64_t step = keep ? p.line : TILE;
+    list_taps(p, s, head, y, x0, weights, slopes, step);
+    tile_logits(p, s, head, b, m, y, x0, count, padded, weights, step);
+    T lse[TILE] = {};
+    for (int64_t x = 0; x < count; ++x) lse[x] = *p.log_sum_exp.at(b, m, y, x0 + x);
+    for (int64_t t = 0; t < taps; ++t)
+      for (int64_t x = 0; x < padded; x += lanes) *reinterpret_cast<V*>(slopes + t * step + x) = V{};
+    const T* left = p.gradient + (head * p.Hq + y) * p.dv * p.line + p.margin + x0;
+    for (int64_t x = 0; x < padded; x += lanes) {
+      const V shift = *reinterpret_cast<const V*>(lse + x);
+      for (int64_t t = 0; t < taps; ++t) {
+        V* at = reinterpret_cast<V*>(weights + t * step + x);
+        *at = exponential<T>(*at - shift);
+      }
+      if (!p.logits_wanted) continue;
+      dots(left + x, s.values.data(), int64_t(s.values.size()), x, p.dv, p.line, s.slope_out.data(), x, T(1));
+      V mean = {};
+      for (int64_t t = 0; t < taps; ++t)
+        mean += *reinterpret_cast<const V*>(weights + t * step + x) *
+                *reinterpret_cast<const V*>(slopes + t * step + x);
+      for (int64_t t = 0; t < taps; ++t) {
+        V* at = reinterpret_cast<V*>(slopes + t * step + x);
+        *at = *reinterpret_cast<const V*>(weights + t * step + x) * (*at - mean);
+      }
+      if (p.grad_query.data) {
+        mixes(s.slope_rows.data(), x, s.keys.data(), x, int64_t(s.keys.size()), p.d, p.line,
+              s.mixed.data() + x);
+        for (int64_t c = 0; c < p.d; ++c) *reinterpret_cast<V*>(s.mixed.data() + c * TILE + x) *= p.scale;
+      }
+    }
+    // Queries beyond the row take no part in the sums over queries.
+    if (keep) {
+      for (int64_t t = 0; t < taps; ++t)
+        for (int64_t x = count; x < padded; ++x) weights[t * step + x] = slopes[t * step + x] = T(0);
+    }
+    if (p.grad_query.data)
+      scatter(p.grad_query, b, m, y, x0, int64_t(1), int64_t(0), count, p.d, s.mixed.data());
+    if (p.grad_position.data) {
+      for (int64_t x = 0; x < count; ++x) {
+        T* to = p.grad_position.at(b, m, y, x0 + x);
+        for (int64_t t = 0; t < taps; ++t) to[t * p.grad_position.stride[4]] = slopes[t * step + x];
+      }
+    }
+  }
+}
+
+// Gradients of keys and values, gathered: every key sums over the queries whose windows hold it.
+template <typename T>
+void key_tasks(const Problem<T>& p, int64_t begin, int64_t end) {
+  constexpr int64_t lanes = Vector<T>::lanes;
+  Buffer<T> mixed(std::max(p.d, p.dv) * TILE);
+  std::vector<const T*> weights, slopes, gradients, queries;
+  const int64_t columns = (p.Wk + p.padding[1] + p.stride[1] - 1) / p.stride[1];  // of a phase
+  const int64_t tiles = (columns + TILE - 1) / TILE, taps = p.taps();
+  for (int64_t task = begin; task < end; ++task) {
+    const int64_t u0 = task % tiles * TILE, phase = task / tiles % p.stride[1];
+    const int64_t row = task / tiles / p.stride[1] % p.Hk, local = task / tiles / p.stride[1] / p.Hk;
+    const int64_t head = p.first_head + local, m = head % p.M, b = head / p.M;
+    const int64_t count = std::min(TILE, columns - u0), padded = (count + lanes - 1) / lanes * lanes;
+    // Elements of this tile that are columns of the map.
+    const int64_t first = u0 * p.stride[1] + phase - p.padding[1];
+    int64_t from = 0, to = 0;
+    if (first < 0) from = (-first + p.stride[1] - 1) / p.stride[1];
+    if (p.Wk > first) to = std::min(count, (p.Wk - first + p.stride[1] - 1) / p.stride[1]);
+    if (from >= to) continue;
+    weights.clear(), slopes.clear(), gradients.clear(), queries.clear();
+    for (int64_t i = 0; i < p.kernel[0]; ++i) {
+      const int64_t up = row + p.padding[0] - i * p.dilation[0], y = up / p.stride[0];
+      if (up < 0 || up % p.stride[0] || y >= p.Hq) continue;
+      for (int64_t j = 0; j < p.kernel[1]; ++j) {
+        const int64_t offset = j * p.dilation[1];
+        if (offset % p.stride[1] != phase) continue;
+        const int64_t x = p.margin - offset / p.stride[1] + u0;
+        const int64_t stored = ((local * p.Hq + y) * taps + i * p.kernel[1] + j) * p.line + x;
+        weights.push_back(p.weights + stored), slopes.push_back(p.slopes + stored);
+        gradients.push_back(p.gradient + (head * p.Hq + y) * p.dv * p.line + x);
+        if (p.query) queries.push_back(p.query + (head * p.Hq + y) * p.d * p.line + x);
+      }
+    }
+    const int64_t pairs = int64_t(weights.size());
+    if (p.grad_value.data) {
+      for (int64_t u = 0; u < padded; u += lanes)
+        mixes(weights.data(), u, gradients.data(), u, pairs, p.dv, p.line, mixed.data() + u);
+      scatter(p.grad_value, b, m, row, first, p.stride[1], from, to, p.dv, mixed.data());
+    }
+    if (p.grad_key.data) {
+      for (int64_t u = 0; u < padded; u += lanes)
+        mixes(slopes.data(), u, queries.data(), u, pairs, p.d, p.line, mixed.data() + u);
+      for (int64_t i = 0; i < p.d * TILE; ++i) mixed[i] *= p.scale;
+      scatter(p.grad_key, b, m, row, first, p.stride[1], from, to, p.d, mixed.data());
+    }
+  }
+}
+
+template <typename T>
+void run_tasks(Stage stage, const Problem<T>& p, int64_t begin, int64_t end) {
+  if (stage == Stage::FORWARD) return forward_tasks(p, begin, end);
+  if (stage == Stage::QUERIES) return query_tasks(p, begin, end);
+  key_tasks(p, begin, end);
+}
+
+void run_range(Stage stage, const Problem<float>& p, int64_t begin, int64_t end) {
+  run_tasks(stage, p, begin, end);
+}
+void run_range(Stage stage, const Problem<double>& p, int64_t begin, int64_t end) {
+  run_tasks(stage, p, begin, end);
+}
+void pack_range(const Packing<float>& p, int64_t begin, int64_t end) {
+  pack_tasks(p, begin, end);
+}
+void pack_range(const Packing<double>& p, int64_t begin, int64_t end) {
+  pack_tasks(p, begin, end);
+}

@@ -1,0 +1,68 @@
+"""Calls the CPU kernels of window attention (``csrc/cpu/window_attention.cpp``), which read and write any strides.
+
+Half precision is computed in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+Terms = tuple[Tensor | None, Tensor | None, Tensor, Tensor | None]  # query, key, value, position logits
+
+
+class Geometry(NamedTuple):
+    """Which key a tap is: query * stride - padding + tap * dilation, for rows and for columns."""
+
+    kernel: Sequence[int]
+    stride: Sequence[int]
+    padding: Sequence[int]
+    dilation: Sequence[int]
+    zero_border: bool
+
+    def numbers(self) -> list[int]:
+        """All, as the kernels take them."""
+        return [*self.kernel, *self.stride, *self.padding, *self.dilation]
+
+
+def _operands(terms: Terms, dtype: torch.dtype) -> list[Tensor | None]:
+    query, key, value, position_logits = terms
+    if position_logits is not None:
+        position_logits = position_logits.to(dtype).expand(*value.shape[:2], -1, -1, -1)
+    return [None if query is None else query.to(dtype), None if key is None else key.to(dtype), value.to(dtype),
+            position_logits]  # fmt: skip
+
+
+def forward(terms: Terms, geometry: Geometry, scale: float, output: Tensor, lse: Tensor) -> None:
+    """Write the output (B, M, Hq, Wq, dv) and the log-sum-exp (B, M, Hq, Wq), +inf where all keys are masked."""
+    target = output if output.dtype == lse.dtype else torch.empty_like(output, dtype=lse.dtype)
+    torch.ops.attn_plugins.window_attention_forward_(
+        *_operands(terms, lse.dtype), target, lse, geometry.numbers(), geometry.zero_border, scale
+    )
+    if target is not output:
+        output.copy_(target)
+
+
+def backward(
+    grad_output: Tensor, terms: Terms, geometry: Geometry, lse: Tensor, scale: float, grads: Sequence[Tensor | None]
+) -> None:
+    """Fill the wanted gradients (those not None) of query, key, value and position logits."""
+    value, dtype = terms[2], lse.dtype
+
+    def full(grad: Tensor | None) -> Tensor | None:
+        """Where the kernel writes: the gradient itself unless it is of another dtype or broadcasts."""
+        if grad is None:
+            return None
+        shape = (*value.shape[:2], *grad.shape[2:])
+        return grad if grad.shape == shape and grad.dtype == dtype else value.new_empty(shape, dtype=dtype)
+
+    written = [full(grad) for grad in grads]
+    torch.ops.attn_plugins.window_attention_backward_(
+        grad_output.to(dtype), *_operands(terms, dtype), lse, *written, geometry.numbers(), geometry.zero_border, scale
+    )
+    for grad, result in zip(grads, written):
+        if grad is not None and result is not None and grad is not result:
+            grad.copy_(result.sum_to_size(grad.shape))

@@ -1,0 +1,364 @@
+"""Window attention: the reference against plain loops, the kernels against the reference, and torch's machinery."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import sys
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from attn_plugins.ops import _library, reference, window_attention
+
+needs_kernel = pytest.mark.skipif(not _library.has_kernel("cpu"), reason="no CPU binary is compiled")
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
+LOGITS = ["content", "position", "both"]
+
+
+def operands(
+    size=(5, 7), kernel=(3, 3), logits="both", *, batch=2, heads=3, d=4, dv=5, stride=(1, 1), dtype=torch.float64,
+    device="cpu", grad=True,
+) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor | None]:  # fmt: skip
+    grid = tuple(-(-n // s) for n, s in zip(size, stride))
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(batch, heads, *shape, dtype=dtype, device=device, requires_grad=grad)
+
+    content = logits in ("content", "both")
+    return (
+        draw(*grid, d) if content else None,
+        draw(*size, d) if content else None,
+        draw(*size, dv),
+        draw(*grid, math.prod(kernel)) if logits in ("position", "both") else None,
+    )
+
+
+def given(*tensors: Tensor | None) -> list[Tensor]:
+    return [t for t in tensors if t is not None]
+
+
+def by_loops(query, key, value, position, kernel, stride, padding, dilation, zero_border, scale) -> Tensor:
+    """Every query, tap and channel by itself."""
+    B, M, H, W, dv = value.shape
+    grid = (query if position is None else position).shape[2:4]
+    output = value.new_zeros(B, M, *grid, dv)
+    for b, m, y, x in itertools.product(range(B), range(M), range(grid[0]), range(grid[1])):
+        pairs = []
+        for i, j in itertools.product(range(kernel[0]), range(kernel[1])):
+            r = y * stride[0] - padding[0] + i * dilation[0]
+            c = x * stride[1] - padding[1] + j * dilation[1]
+            inside = 0 <= r < H and 0 <= c < W
+            if not inside and not zero_border:
+                continue
+            logit = 0.0 if position is None else position[b, m, y, x, i * kernel[1] + j].item()
+            if query is not None and inside:
+                logit += scale * sum(
+                    query[b, m, y, x, n].item() * key[b, m, r, c, n].item() for n in range(query.shape[-1])
+                )
+            pairs.append((logit, value[b, m, r, c] if inside else value.new_zeros(dv)))
+        total = sum(math.exp(logit) for logit, _ in pairs)
+        for logit, v in pairs:
+            output[b, m, y, x] += math.exp(logit) / total * v
+    return output
+
+
+GEOMETRIES = [  # kernel, stride, padding, dilation
+    ((3, 3), (1, 1), (1, 1), (1, 1)),
+    ((1, 5), (1, 2), (0, 2), (1, 1)),
+    ((5, 3), (2, 3), (4, 2), (2, 2)),
+    ((2, 4), (1, 1), (1, 3), (1, 1)),
+    ((3, 3), (2, 2), (0, 0), (1, 3)),
+]
+
+
+@pytest.mark.parametrize("border", ["exclude", "zero"])
+@pytest.mark.parametrize("logits", LOGITS)
+@pytest.mark.parametrize("kernel, stride, padding, dilation", GEOMETRIES)
+def test_reference_is_the_formula(kernel, stride, padding, dilation, logits, border):
+    terms = operands((4, 5), kernel, logits, batch=1, heads=2, stride=stride, grad=False)
+    expected = by_loops(*terms, kernel, stride, padding, dilation, border == "zero", 0.7)
+    found = reference.window_attention(*terms, kernel, stride, padding, dilation, border == "zero", 0.7)
+    torch.testing.assert_close(found, expected)
+
+
+@needs_kernel
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("border", ["exclude", "zero"])
+@pytest.mark.parametrize("logits", LOGITS)
+@pytest.mark.parametrize("size", [(6, 7), (1, 1), (9, 1), (1, 130), (3, 70)])
+@pytest.mark.parametrize("kernel, stride, padding, dilation", GEOMETRIES)
+def test_kernel_equals_the_reference(kernel, stride, padding, dilation, size, logits, border, dtype):
+    torch.manual_seed(0)
+    terms = operands(size, kernel, logits, stride=stride, dtype=dtype, d=19, dv=18)
+    arguments = (kernel, stride, padding, dilation)
+    expected = reference.window_attention(*terms, *arguments, border == "zero", 0.3)
+    found = window_attention(
+        *terms, kernel, stride=stride, padding=padding, dilation=dilation, border=border, scale=0.3
+    )
+    torch.testing.assert_close(found, expected)
+    grad = torch.randn_like(expected)
+    wanted = torch.autograd.grad(expected, given(*terms), grad)
+    for gradient, other in zip(torch.autograd.grad(found, given(*terms), grad), wanted):
+        torch.testing.assert_close(gradient, other, rtol=1e-4 if dtype == torch.float32 else 1e-9, atol=1e-5)
+
+
+@needs_kernel
+def test_a_workspace_smaller_than_all_heads():
+    """The gradients of large problems are computed some heads at a time."""
+    terms = operands((40, 129), (9, 9), batch=1, heads=4, d=2, dv=3, dtype=torch.float32)
+    assert 40 * 81 * 192 * 4 > 1 << 20
+    big = [None if t is None else t.detach().repeat(1, 4, 1, 1, 1).requires_grad_() for t in terms]
+    grad = torch.randn(1, 4, 40, 129, 3)
+    few = torch.autograd.grad(window_attention(*terms, 9), terms, grad)
+    many = torch.autograd.grad(window_attention(*big, 9), big, grad.repeat(1, 4, 1, 1, 1))
+    for a, b in zip(few, many):
+        torch.testing.assert_close(a.repeat(1, 4, 1, 1, 1), b, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("border", ["exclude", "zero"])
+@pytest.mark.parametrize("logits", LOGITS)
+@pytest.mark.parametrize("kernel, stride, padding, dilation", GEOMETRIES)
+def test_plain_path_equals_the_reference(kernel, stride, padding, dilation, logits, border, device, monkeypatch):
+    monkeypatch.setattr(sys.modules["attn_plugins.ops.window_attention"], "_compiled", lambda value: False)
+    terms = operands((7, 5), kernel, logits, stride=stride, device=device)
+    expected = reference.window_attention(*terms, kernel, stride, padding, dilation, border == "zero", 0.3)
+    found = window_attention(
+        *terms, kernel, stride=stride, padding=padding, dilation=dilation, border=border, scale=0.3
+    )
+    torch.testing.assert_close(found, expected)
+    grad = torch.randn_like(expected)
+    wanted = torch.autograd.grad(expected, given(*terms), grad)
+    for gradient, other in zip(torch.autograd.grad(found, given(*terms), grad), wanted):
+        torch.testing.assert_close(gradient, other)
+
+
+def test_sequences_are_maps_of_one_row():
+    terms = operands((1, 9), (1, 5))
+    flat = [t.squeeze(2) for t in terms]
+    torch.testing.assert_close(
+        window_attention(*flat, 5, dilation=2, border="zero"),
+        window_attention(*terms, (1, 5), dilation=(1, 2), border="zero").squeeze(2),
+    )
+
+
+def test_a_causal_sequence_sees_nothing_of_the_future():
+    query, key, value, position = operands((9,), (4,), grad=False)
+    before = window_attention(query, key, value, position, 4, padding=3)
+    assert before.shape == (2, 3, 9, 5)
+    value[:, :, 5:] += 1
+    key[:, :, 5:] += 1
+    after = window_attention(query, key, value, position, 4, padding=3)
+    torch.testing.assert_close(after[:, :, :5], before[:, :, :5], rtol=0, atol=0)
+    assert (after[:, :, 5:] != before[:, :, 5:]).all()
+
+
+def test_a_window_over_everything_is_global_attention():
+    from attn_plugins.ops import global_attention
+
+    query, key, value, _ = operands((4, 5), grad=False)
+    torch.testing.assert_close(
+        window_attention(query, key, value, None, (7, 9), scale=0.5), global_attention(query, key, value, scale=0.5)
+    )
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_position_logits_are_dynamic_convolution(device):
+    """Softmax weights of a tap for a group of channels, borders of zeros: an unfold and a product."""
+    B, M, C, H, W, k = 2, 4, 12, 6, 5, 3
+    x = torch.randn(B, C, H, W, dtype=torch.float64, device=device)
+    logits = torch.randn(B, M, H, W, k * k, dtype=torch.float64, device=device)
+    columns = torch.nn.functional.unfold(x, k, padding=1).view(B, M, C // M, k * k, H, W)
+    expected = torch.einsum("bmcthw,bmhwt->bmchw", columns, logits.softmax(-1)).reshape(B, C, H, W)
+    value = x.view(B, M, C // M, H, W).permute(0, 1, 3, 4, 2)
+    found = window_attention(None, None, value, logits, k, border="zero").permute(0, 1, 4, 2, 3).reshape(B, C, H, W)
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("border", ["exclude", "zero"])
+@pytest.mark.parametrize("logits", LOGITS)
+def test_gradients_of_both_orders(logits, border, device):
+    terms = operands((3, 4), (3, 3), logits, batch=1, heads=2, d=2, dv=3, stride=(1, 2), device=device)
+
+    def function(*tensors: Tensor) -> Tensor:
+        found = iter(tensors)
+        return window_attention(*(None if t is None else next(found) for t in terms), 3, stride=(1, 2), border=border)
+
+    assert torch.autograd.gradcheck(function, given(*terms))
+    assert torch.autograd.gradgradcheck(function, given(*terms))
+
+
+@pytest.mark.parametrize("logits", LOGITS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_opcheck(logits, dtype):
+    terms = operands((4, 5), (3, 3), logits, batch=1, heads=2, dtype=dtype)
+    arguments = (*terms, [3, 3], [1, 1], [1, 1], [1, 1], False, 0.5)
+    torch.library.opcheck(torch.ops.attn_plugins.window_attention, arguments)
+    output, lse = torch.ops.attn_plugins.window_attention(*arguments)
+    needs = [t is not None for t in terms]
+    detached = [None if t is None else t.detach() for t in terms]
+    torch.library.opcheck(
+        torch.ops.attn_plugins.window_attention_backward,
+        (torch.randn_like(output), *detached, output.detach(), lse.detach(), *arguments[4:], needs),
+    )
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_accumulates_in_float32(dtype, device):
+    terms = operands((8, 9), (5, 5), d=32, dv=32, dtype=dtype, device=device)
+    exact = [t.detach().double().requires_grad_() for t in terms]
+    found = window_attention(*terms, 5, scale=32**-0.5)
+    expected = window_attention(*exact, 5, scale=32**-0.5)
+    assert found.dtype == dtype
+    tolerance = torch.finfo(dtype).eps
+    torch.testing.assert_close(found.double(), expected, rtol=2 * tolerance, atol=2 * tolerance)
+    grad = torch.randn_like(found)
+    wanted = torch.autograd.grad(expected, exact, grad.double())
+    for a, b in zip(torch.autograd.grad(found, terms, grad), wanted):
+        torch.testing.assert_close(a.double(), b, rtol=4 * tolerance, atol=4 * tolerance * b.abs().max().item())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_autocast(device):
+    terms = operands(dtype=torch.float32, device=device)
+    with torch.autocast(device, torch.bfloat16):
+        output = window_attention(*terms, 3)
+    assert output.dtype == torch.bfloat16
+    output.sum().backward()
+    assert all(t.grad.dtype == torch.float32 for t in terms)
+
+
+@pytest.mark.parametrize("logits", LOGITS)
+def test_compiled_and_exported(logits):
+    terms = operands(logits=logits, dtype=torch.float32, grad=False)
+
+    class Layer(torch.nn.Module):
+        def forward(self, query, key, value, position):
+            return window_attention(query, key, value, position, 3, scale=0.5)
+
+    layer = Layer()
+    expected = layer(*terms)
+    torch.testing.assert_close(torch.compile(layer, fullgraph=True, backend="aot_eager")(*terms), expected)
+    torch.testing.assert_close(torch.export.export(layer, terms).module()(*terms), expected)
+
+
+def test_views_give_what_copies_give():
+    """Heads of a channels-last projection, a stretched head, a row of a larger map."""
+    B, M, H, W, d = 2, 3, 5, 6, 4
+    projected = torch.randn(B, H, W, 3 * M * d + M * 9)
+    q, k, v = (part.unflatten(-1, (M, d)).permute(0, 3, 1, 2, 4) for part in projected[..., : 3 * M * d].chunk(3, -1))
+    position = projected[..., 3 * M * d :].unflatten(-1, (M, 9)).permute(0, 3, 1, 2, 4)
+    expected = window_attention(*(t.contiguous() for t in (q, k, v, position)), 3)
+    torch.testing.assert_close(window_attention(q, k, v, position, 3), expected)
+    shared = position[:1, :1].detach().requires_grad_()
+    spread = shared.expand(B, M, -1, -1, -1).clone().detach().requires_grad_()
+    one, other = window_attention(q, k, v, shared, 3), window_attention(q, k, v, spread, 3)
+    torch.testing.assert_close(one, other)
+    grad = torch.randn_like(one)
+    one.backward(grad)
+    other.backward(grad)
+    torch.testing.assert_close(shared.grad, spread.grad.sum((0, 1), keepdim=True))
+    first = v.expand(B, M, H, W, d)[..., ::2]
+    torch.testing.assert_close(window_attention(q, k, first, None, 3), window_attention(q, k, first.clone(), None, 3))
+
+
+def test_masked_windows_and_extreme_logits():
+    query, key, value, position = operands((3, 4), grad=False)
+    position[0, 0, 1, 2] = -math.inf
+    position.requires_grad_()
+    output = window_attention(query, key, value, position, 3)
+    assert not output[0, 0, 1, 2].any()
+    output.sum().backward()
+    assert position.grad.isfinite().all()
+    assert not position.grad[0, 0, 1, 2].any()
+    large = torch.full((1, 1, 2, 2, 9), 3e4)
+    large[..., 4] = 6e4
+    one = torch.randn(1, 1, 2, 2, 3)
+    torch.testing.assert_close(window_attention(None, None, one, large, 3), one)
+    # A query beyond the map sees nothing at all.
+    beyond = window_attention(None, None, one, torch.zeros(1, 1, 2, 6, 9), 3)
+    assert beyond[:, :, :, :3].any()
+    assert not beyond[:, :, :, 3:].any()
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("batch", [0, 2])
+def test_empty_batches_and_shapes_without_data(batch, device):
+    terms = operands(batch=batch, dtype=torch.float32, device=device)
+    output = window_attention(*terms, 3)
+    assert output.shape == (batch, 3, 5, 7, 5)
+    if device == "cpu":
+        output.sum().backward()
+        assert all(t.grad.shape == t.shape for t in terms)
+
+
+def test_flops():
+    query, key, value, position = operands((6, 7), (3, 5), batch=2, heads=3, d=4, dv=5)
+    with FlopCounterMode(display=False) as counter:
+        output = window_attention(query, key, value, position, (3, 5))
+    pairs = 2 * 2 * 3 * 42 * 15
+    assert counter.get_total_flops() == pairs * (4 + 5)
+    with FlopCounterMode(display=False) as counter:
+        output.sum().backward()
+    assert counter.get_total_flops() == pairs * (3 * 4 + 2 * 5)
+
+
+def test_only_wanted_gradients():
+    query, key, value, position = operands(grad=False)
+    every = [t.clone().requires_grad_() for t in (query, key, value, position)]
+    expected = torch.autograd.grad(window_attention(*every, 3).square().sum(), every)
+    for wanted in range(4):
+        terms = [query, key, value, position]
+        terms[wanted] = terms[wanted].clone().requires_grad_()
+        window_attention(*terms, 3).square().sum().backward()
+        torch.testing.assert_close(terms[wanted].grad, expected[wanted])
+
+
+def test_threads_change_nothing():
+    terms = operands((20, 30), (5, 5), dtype=torch.float32)
+    threads, results = torch.get_num_threads(), []
+    try:
+        for n in (1, 2):
+            torch.set_num_threads(n)
+            output = window_attention(*terms, 5)
+            results.append([output, *torch.autograd.grad(output.square().sum(), terms)])
+    finally:
+        torch.set_num_threads(threads)
+    for a, b in zip(*results):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (dict(kernel_size=4), "kernel_size must be odd where padding centres the window, got 4"),
+        (dict(kernel_size=0), "kernel_size must be an int or 2 ints, each at least 1, got 0"),
+        (dict(kernel_size=(3, 3, 3)), "kernel_size must be an int or 2 ints"),
+        (dict(dilation=0), "dilation must be"),
+        (dict(stride=0), "stride must be"),
+        (dict(padding=-1), "padding must be"),
+        (dict(border="reflect"), "border must be one of exclude, zero, got 'reflect'"),
+        (dict(kernel_size=5), r"position_logits must have shape \(2, 3, 5, 7, 25\), 25 taps of kernel_size"),
+        (dict(key=None), "query and key must be given together"),
+        (dict(query=None, key=None, position_logits=None), "query or position_logits must be given"),
+        (dict(value=torch.randn(2, 3, 0, 7, 5)), "value must have at least one key"),
+        (dict(value=torch.randn(2, 3)), r"value must have shape \(B, M, T, dv\) or \(B, M, H, W, dv\)"),
+        (dict(key=torch.randn(2, 3, 5, 6, 4)), r"key must have shape \(2, 3, 5, 7, 4\)"),
+        (dict(query=torch.randn(2, 2, 5, 7, 4)), r"query must have value's batch and heads \(2, 3\)"),
+        (dict(query=torch.randn(2, 3, 5, 4)), r"query must have shape \(B, M, H, W, d\)"),
+        (dict(position_logits=torch.randn(2, 3, 4, 7, 9)), "position_logits must have shape"),
+        (dict(value=torch.zeros(2, 3, 5, 7, 5, dtype=torch.int64)), "value must be float16"),
+        (dict(key=torch.randn(2, 3, 5, 7, 4, dtype=torch.float64)), "key must have value's dtype"),
+        (dict(position_logits=[1.0]), "position_logits must be a Tensor, got list"),
+    ],
+)
+def test_bad_input_is_one_clear_error(change, words):
+    query, key, value, position = operands(dtype=torch.float32, grad=False)
+    arguments = dict(query=query, key=key, value=value, position_logits=position, kernel_size=3) | change
+    with pytest.raises((ValueError, TypeError), match=words):
+        window_attention(**arguments)
