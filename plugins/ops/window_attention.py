@@ -138,7 +138,7 @@ def _check(terms: Terms, axes: int, geometry: Geometry) -> None:
 
 def _attend(terms: Terms, geometry: Geometry, scale: float) -> Tensor:
     if not _HAS_OPERATORS or torch.onnx.is_in_onnx_export():  # ONNX knows no operators of ours
-        return reference.window_attention(*terms, *geometry, scale)
+        return reference.window_attention(*terms, *_flat(geometry), scale)  # type: ignore[arg-type]
     return torch.ops.attn_plugins.window_attention(*terms, *_flat(geometry), scale)[0]
 
 
@@ -249,7 +249,7 @@ def _differentiate_twice(ctx: Any, *grads: Tensor | None) -> tuple:
             t if t is None or (create_graph and t.requires_grad) else t.detach().requires_grad_()
             for t in ctx.saved_tensors
         )
-        output = reference.window_attention(*terms, *ctx.arguments)  # type: ignore[call-arg]
+        output = reference.window_attention(*terms, *ctx.arguments)
         chosen = [(t, g) for t, g, need in zip(terms, grads, ctx.needs) if t is not None and need and g is not None]
         first = torch.autograd.grad(output, [t for t, _ in chosen], grad_output, create_graph=True)
         variables = (grad_output, *terms)
