@@ -353,9 +353,7 @@ def test_bad_ratios(arguments, message):
 
 def test_bad_input():
     layer = make()
-    with pytest.raises(
-        ValueError, match=r"x must have shape .* got \(2, 8, 5, 7\)"
-    ):
+    with pytest.raises(ValueError, match=r"x must have shape .* got \(2, 8, 5, 7\)"):
         layer(torch.randn(2, 8, 5, 7, dtype=torch.float64))
     with pytest.raises(ValueError, match=r"got \(2, 16, 0, 7\)"):
         layer(torch.randn(2, 16, 0, 7, dtype=torch.float64))
