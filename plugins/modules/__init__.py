@@ -3,13 +3,18 @@
 from .augmented_conv import AAConv2d
 from .capture import attention_layers, capture_attention
 from .deformable_conv import DeformableConv1d, DeformableConv2d
+from .dynamic_conv import DynamicConv1d, DynamicConv2d
 from .generalized_attention import GeneralizedAttention2d
+from .local_bilateral import LocalBilateralConv2d
 
 __all__ = [
     "AAConv2d",
     "DeformableConv1d",
     "DeformableConv2d",
+    "DynamicConv1d",
+    "DynamicConv2d",
     "GeneralizedAttention2d",
+    "LocalBilateralConv2d",
     "attention_layers",
     "capture_attention",
 ]

@@ -127,12 +127,7 @@ def maps_of(
     if queries is None:
         maps = reference.global_attention_probabilities(query, key, value, row, column, key_logits, scale)
         return maps.expand(*maps.shape[:2], *size, *maps.shape[4:])
-    H, W = size
-    if queries.dim() != 2 or queries.shape[1] != 2 or queries.is_floating_point():
-        raise ValueError(f"queries must be whole numbers of shape (Q, 2), got {queries.dtype} {tuple(queries.shape)}")
-    y, x = queries.to(value.device).unbind(1)
-    if len(queries) and not (y.min() >= 0 and y.max() < H and x.min() >= 0 and x.max() < W):
-        raise ValueError(f"queries must lie on the map of {H} rows and {W} columns, got {queries.tolist()}")
+    y, x = _checked(queries, size, value.device)
 
     def chosen(tensor: Tensor | None) -> Tensor | None:
         if tensor is None:
@@ -143,3 +138,57 @@ def maps_of(
         chosen(query), key, value, chosen(row), chosen(column), key_logits, scale
     )
     return maps.squeeze(3).expand(-1, -1, len(queries), -1, -1)
+
+
+def window_maps_of(
+    query: Tensor | None,
+    key: Tensor | None,
+    position_logits: Tensor | None,
+    keys: Sequence[int],
+    geometry: tuple[Sequence[int], Sequence[int], Sequence[int], Sequence[int]],
+    queries: Tensor | None = None,
+    zero_border: bool = False,
+) -> Tensor:
+    """What the ``attention_maps`` of a module of windows returns: weights on the whole map, 0 outside the windows.
+
+    Args:
+        query: Of ``window_attention``.
+        key: Of ``window_attention``.
+        position_logits: Of ``window_attention``.
+        keys: (Hk, Wk).
+        geometry: Kernel size, stride, padding and dilation.
+        queries: (Q, 2), rows and columns; None for all.
+        zero_border: Whether positions outside the map have their share of the weight, which is lost.
+
+    Returns:
+        (B, M, Hq, Wq, Hk, Wk), or (B, M, Q, Hk, Wk) of ``queries``.
+
+    Raises:
+        ValueError: ``queries`` are not positions on the map.
+    """
+    leader = position_logits if query is None else query
+    assert leader is not None
+    Hq, Wq = leader.shape[2:4]
+    windows = reference.Windows((Hq, Wq), keys, *geometry, leader.device)
+    weights = reference.window_attention_probabilities(query, key, position_logits, windows, zero_border, 1.0)
+    index = (windows.rows[:, None, :, None] * keys[1] + windows.columns[:, None, :]).flatten(2)
+    weights = (weights * windows.inside.flatten(2)).flatten(2, 3)
+    index = index.flatten(0, 1)
+    if queries is not None:
+        y, x = _checked(queries, (Hq, Wq), leader.device)
+        weights, index = weights[:, :, y * Wq + x], index[y * Wq + x]
+    maps = weights.new_zeros((*weights.shape[:3], keys[0] * keys[1]))
+    maps.scatter_add_(3, index.expand_as(weights), weights)
+    maps = maps.unflatten(3, (keys[0], keys[1]))
+    return maps.unflatten(2, (Hq, Wq)) if queries is None else maps
+
+
+def _checked(queries: Tensor, size: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Rows and columns of ``queries`` on a map of ``size``."""
+    H, W = size
+    if queries.dim() != 2 or queries.shape[1] != 2 or queries.is_floating_point():
+        raise ValueError(f"queries must be whole numbers of shape (Q, 2), got {queries.dtype} {tuple(queries.shape)}")
+    y, x = queries.to(device).unbind(1)
+    if len(queries) and (min(y.min(), x.min()) < 0 or y.max() >= H or x.max() >= W):
+        raise ValueError(f"queries must lie on the map of {H} rows and {W} columns, got {queries.tolist()}")
+    return y, x

@@ -88,6 +88,24 @@ def window_attention(
     return output.squeeze(2) if axes == 1 else output
 
 
+def scripted_window_attention(
+    query: Tensor | None,
+    key: Tensor | None,
+    value: Tensor,
+    position_logits: Tensor | None,
+    kernel_size: list[int],
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    zero_border: bool,
+    scale: float,
+) -> Tensor:
+    """:func:`window_attention` of maps for TorchScript, which has no keyword-only arguments and compiles no checks."""
+    return torch.ops.attn_plugins.window_attention(
+        query, key, value, position_logits, kernel_size, stride, padding, dilation, zero_border, scale
+    )[0]
+
+
 def _geometry(axes: int, kernel_size: Any, stride: Any, padding: Any, dilation: Any, border: str) -> Geometry:
     if border not in BORDERS:
         raise ValueError(f"border must be one of {', '.join(BORDERS)}, got {border!r}")

@@ -1,0 +1,208 @@
+"""Dynamic convolution: depthwise kernels that every position predicts for itself (Empirical, section 3; Eq. 9).
+
+Shapes: B batch, G groups, C channels, (H, W) or T positions, taps of the kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..ops import window_attention
+from ..ops.window_attention import scripted_window_attention
+from .capture import window_maps_of
+from .checks import check_map, pair
+
+
+class DynamicConv2d(nn.Module):
+    """``x + gamma * f(x)``, f a gated linear unit, a dynamic convolution and an output projection.
+
+    With v = GLU(W_1 x), each position's softmax over W_K v, ``groups`` kernels of as many taps as the window has, is
+    the weight of v's channels around it; channels of a group share their kernel. Taps outside the map read 0 and keep
+    their share of the softmax (the rule of dynamic convolution in fairseq). ``gamma`` starts at 0: put into a
+    trained network, the layer changes nothing at first.
+
+    Args:
+        in_channels: C; a multiple of ``num_groups``.
+        kernel_size: Odd; the papers' n_k: 13 to 31 in images.
+        num_groups: G.
+        dilation: Distance of neighbouring taps.
+        bias: Of both linear layers; the kernels' predictor has none.
+        residual: Return ``x + gamma * f(x)``; False: f(x) itself, which has no ``gamma``.
+
+    Shapes:
+        (B, C, H, W) -> (B, C, H, W)
+
+    Raises:
+        ValueError: an argument is out of its range, or does not fit the others.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        kernel_size: int | Sequence[int] = 31,
+        num_groups: int = 16,
+        dilation: int | Sequence[int] = 1,
+        bias: bool = True,
+        residual: bool = True,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        _check_groups(in_channels, num_groups)
+        self.in_channels, self.num_groups = in_channels, num_groups
+        self.kernel_size, self.dilation = pair("kernel_size", kernel_size), pair("dilation", dilation)
+        if any(n % 2 == 0 for n in self.kernel_size):
+            raise ValueError(f"kernel_size must be odd, got {kernel_size!r}")
+        self.padding = tuple(k // 2 * step for k, step in zip(self.kernel_size, self.dilation))
+        factory: dict[str, Any] = dict(device=device, dtype=dtype)
+        taps = self.kernel_size[0] * self.kernel_size[1]
+        self.input = nn.Conv2d(in_channels, 2 * in_channels, 1, bias=bias, **factory)
+        self.kernel = nn.Conv2d(in_channels, num_groups * taps, 1, bias=False, **factory)
+        self.output = nn.Conv2d(in_channels, in_channels, 1, bias=bias, **factory)
+        self.gamma = nn.Parameter(torch.zeros(1, **factory)) if residual else None
+        self.init_weights()
+
+    def init_weights(self) -> None:
+        """Draw all layers by Glorot, uniform, biases and ``gamma`` 0."""
+        for layer in (self.input, self.kernel, self.output):
+            nn.init.xavier_uniform_(layer.weight)
+            if layer.bias is not None:
+                nn.init.zeros_(layer.bias)
+        if self.gamma is not None:
+            nn.init.zeros_(self.gamma)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, C, H, W) -> (B, C, H, W)."""
+        value, logits = self._terms(x)
+        if torch.jit.is_scripting():
+            convolved = scripted_window_attention(
+                None, None, value, logits, list(self.kernel_size), [1, 1], list(self.padding), list(self.dilation),
+                True, 1.0,
+            )  # fmt: skip
+        else:
+            convolved = window_attention(
+                None, None, value, logits, self.kernel_size, dilation=self.dilation, border="zero"
+            )
+        output = self.output(convolved.permute(0, 1, 4, 2, 3).flatten(1, 2))
+        return output if self.gamma is None else x + self.gamma * output
+
+    def attention_size(self, size: Sequence[int]) -> tuple[int, int]:
+        """The map of queries, for an input of ``size`` (H, W)."""
+        return size[0], size[1]
+
+    @torch.jit.unused
+    def attention_maps(self, x: Tensor, queries: Tensor | None = None) -> Tensor:
+        """The kernels laid on the map, for inspection, O(N²) without ``queries``; taps outside the map are lost.
+
+        Args:
+            x: As ``forward``.
+            queries: (Q, 2), rows and columns; None for all.
+
+        Returns:
+            (B, G, H, W, H, W), or (B, G, Q, H, W) of ``queries``.
+        """
+        _, logits = self._terms(x)
+        geometry = (self.kernel_size, (1, 1), self.padding, self.dilation)
+        return window_maps_of(None, None, logits, x.shape[2:], geometry, queries, zero_border=True)
+
+    def _terms(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Value (B, G, H, W, C / G) and kernels' logits (B, G, H, W, taps)."""
+        if not torch.jit.is_scripting():
+            check_map(x, self.in_channels, self.input.weight)
+        # Channels-last, a projection is one plain GEMM and the groups are views with a contiguous width.
+        value = F.glu(self.input(x.contiguous(memory_format=torch.channels_last)), 1)
+        value = value.contiguous(memory_format=torch.channels_last)
+        return self._grouped(value), self._grouped(self.kernel(value))
+
+    def _grouped(self, projected: Tensor) -> Tensor:
+        return projected.unflatten(1, (self.num_groups, -1)).permute(0, 1, 3, 4, 2)
+
+    def extra_repr(self) -> str:
+        return f"{self.in_channels}, kernel_size={self.kernel_size}, num_groups={self.num_groups}"
+
+
+class DynamicConv1d(nn.Module):
+    """A gated linear unit, a dynamic convolution along the sequence and an output projection.
+
+    As :class:`DynamicConv2d` without the residual: it takes self-attention's place in a Transformer (Empirical, 4.1).
+
+    Args:
+        in_channels: C; a multiple of ``num_groups``.
+        kernel_size: Odd, or any with ``causal``.
+        num_groups: G.
+        causal: A position sees itself and the ``kernel_size`` - 1 before it.
+        bias: Of both linear layers; the kernels' predictor has none.
+
+    Shapes:
+        (B, C, T) -> (B, C, T)
+
+    Raises:
+        ValueError: an argument is out of its range, or does not fit the others.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        kernel_size: int = 31,
+        num_groups: int = 16,
+        causal: bool = False,
+        bias: bool = True,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        _check_groups(in_channels, num_groups)
+        if not isinstance(kernel_size, int) or kernel_size < 1 or (kernel_size % 2 == 0 and not causal):
+            raise ValueError(f"kernel_size must be a positive odd int, or any with causal, got {kernel_size!r}")
+        self.in_channels, self.num_groups, self.kernel_size, self.causal = in_channels, num_groups, kernel_size, causal
+        factory: dict[str, Any] = dict(device=device, dtype=dtype)
+        self.input = nn.Linear(in_channels, 2 * in_channels, bias=bias, **factory)
+        self.kernel = nn.Linear(in_channels, num_groups * kernel_size, bias=False, **factory)
+        self.output = nn.Linear(in_channels, in_channels, bias=bias, **factory)
+        self.init_weights()
+
+    def init_weights(self) -> None:
+        """Draw all layers by Glorot, uniform, biases 0."""
+        for layer in (self.input, self.kernel, self.output):
+            nn.init.xavier_uniform_(layer.weight)
+            if layer.bias is not None:
+                nn.init.zeros_(layer.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, C, T) -> (B, C, T)."""
+        if x.dim() != 3 or x.shape[1] != self.in_channels or x.shape[2] == 0:
+            raise ValueError(f"x must have shape (B, {self.in_channels}, T) with T > 0, got {tuple(x.shape)}")
+        value = F.glu(self.input(x.transpose(1, 2)), -1)
+        convolved = window_attention(
+            None,
+            None,
+            self._grouped(value),
+            self._grouped(self.kernel(value)),
+            self.kernel_size,
+            padding=self.kernel_size - 1 if self.causal else self.kernel_size // 2,
+            border="zero",
+        )
+        return self.output(convolved.transpose(1, 2).flatten(2)).transpose(1, 2)
+
+    def _grouped(self, projected: Tensor) -> Tensor:
+        """(B, T, G * n) as (B, G, T, n), a view."""
+        return projected.unflatten(2, (self.num_groups, -1)).transpose(1, 2)
+
+    def extra_repr(self) -> str:
+        text = f"{self.in_channels}, kernel_size={self.kernel_size}, num_groups={self.num_groups}"
+        return text + (", causal=True" if self.causal else "")
+
+
+def _check_groups(in_channels: int, num_groups: int) -> None:
+    for name, number in dict(in_channels=in_channels, num_groups=num_groups).items():
+        if not isinstance(number, int) or number < 1:
+            raise ValueError(f"{name} must be a positive int, got {number!r}")
+    if in_channels % num_groups:
+        raise ValueError(f"in_channels must be a multiple of num_groups = {num_groups}, got {in_channels}")

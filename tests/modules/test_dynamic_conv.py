@@ -1,0 +1,176 @@
+"""Dynamic convolution against plain loops and against fairseq's rule, and its edges."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from attn_plugins.modules import DynamicConv1d, DynamicConv2d
+
+
+def map_layer(*, dtype=torch.float64, **options) -> DynamicConv2d:
+    torch.manual_seed(0)
+    made = DynamicConv2d(**{"in_channels": 6, "kernel_size": 3, "num_groups": 3, **options}).to(dtype)
+    for name, parameter in made.named_parameters():
+        if name == "gamma" or name.endswith("bias"):
+            nn.init.normal_(parameter)
+    return made
+
+
+def gated(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """A position's vector: half of a linear layer's output times the other half's sigmoid."""
+    weight, bias = layer.weight.flatten(1), layer.bias
+    a, b = (weight @ x + bias).chunk(2)
+    return a * torch.sigmoid(b)
+
+
+@torch.no_grad()
+def by_loops(module: DynamicConv2d, x: torch.Tensor) -> torch.Tensor:
+    B, C, H, W = x.shape
+    (ky, kx), (dy, dx), G = module.kernel_size, module.dilation, module.num_groups
+    v = torch.stack([gated(module.input, x[b, :, y, z]) for b, y, z in itertools.product(range(B), range(H), range(W))])
+    v = v.view(B, H, W, C)
+    output = torch.zeros_like(x)
+    for b, y, z in itertools.product(range(B), range(H), range(W)):
+        kernels = (module.kernel.weight.flatten(1) @ v[b, y, z]).view(G, ky * kx).softmax(1)
+        convolved = torch.zeros(C, dtype=x.dtype)
+        for i, j, c in itertools.product(range(ky), range(kx), range(C)):
+            r, s = y + (i - ky // 2) * dy, z + (j - kx // 2) * dx
+            if 0 <= r < H and 0 <= s < W:
+                convolved[c] += kernels[c // (C // G), i * kx + j] * v[b, r, s, c]
+        f = module.output.weight.flatten(1) @ convolved + module.output.bias
+        output[b, :, y, z] = f if module.gamma is None else x[b, :, y, z] + module.gamma * f
+    return output
+
+
+@pytest.mark.parametrize("options", [dict(), dict(kernel_size=(5, 1)), dict(dilation=(1, 2)), dict(residual=False)])
+def test_equals_the_formula(options):
+    module, x = map_layer(**options), torch.randn(2, 6, 4, 5, dtype=torch.float64)
+    torch.testing.assert_close(module(x), by_loops(module, x))
+
+
+def test_changes_nothing_at_the_start():
+    module, x = DynamicConv2d(32, 5), torch.randn(2, 32, 6, 7)
+    torch.testing.assert_close(module(x), x, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_sequence_is_convolved_as_in_fairseq(causal):
+    """Weights of kernel taps in the order of positions, softmax over all taps, zeros beyond the ends."""
+    torch.manual_seed(0)
+    B, C, T, K, G = 2, 8, 9, 5, 4
+    module = DynamicConv1d(C, K, G, causal=causal).double()
+    x = torch.randn(B, C, T, dtype=torch.float64)
+    v = nn.functional.glu(module.input(x.transpose(1, 2)), -1)
+    weights = module.kernel(v).view(B, T, G, K).softmax(-1)
+    left = K - 1 if causal else K // 2
+    padded = nn.functional.pad(v, (0, 0, left, K - 1 - left))
+    expected = torch.zeros_like(v)
+    for t, k, c in itertools.product(range(T), range(K), range(C)):
+        expected[:, t, c] += weights[:, t, c // (C // G), k] * padded[:, t + k, c]
+    torch.testing.assert_close(module(x), module.output(expected).transpose(1, 2))
+
+
+def test_fairseqs_own_module_agrees():
+    fairseq = pytest.importorskip("fairseq.modules.dynamic_convolution", reason="fairseq is not installed")
+    torch.manual_seed(0)
+    theirs = fairseq.DynamicConv1dTBC(8, 5, padding_l=2, num_heads=4, weight_softmax=True, bias=False).double()
+    ours = DynamicConv1d(8, 5, 4).double()
+    ours.kernel.load_state_dict(theirs.weight_linear.state_dict())
+    x = torch.randn(2, 8, 7, dtype=torch.float64)
+    v = nn.functional.glu(ours.input(x.transpose(1, 2)), -1)
+    expected = ours.output(theirs(v.transpose(0, 1).contiguous()).transpose(0, 1)).transpose(1, 2)
+    torch.testing.assert_close(ours(x), expected)
+
+
+def test_causal_sees_no_future():
+    module, x = DynamicConv1d(8, 4, 4, causal=True).double(), torch.randn(1, 8, 10, dtype=torch.float64)
+    changed = x.clone()
+    changed[..., 6:] += 1
+    before, after = module(x), module(changed)
+    torch.testing.assert_close(after[..., :6], before[..., :6], rtol=0, atol=0)
+    assert (after[..., 6:] != before[..., 6:]).any()
+
+
+@pytest.mark.parametrize("size", [(1, 1), (1, 9), (9, 1), (12, 7)])
+def test_any_size_and_an_empty_batch(size):
+    module = map_layer(dtype=torch.float32, kernel_size=7)
+    assert module(torch.randn(2, 6, *size)).shape == (2, 6, *size)
+    assert module(torch.randn(0, 6, *size)).shape == (0, 6, *size)
+
+
+def test_gradients_and_every_parameter_learns():
+    module, x = map_layer(), torch.randn(1, 6, 3, 4, dtype=torch.float64, requires_grad=True)
+    module(x).square().sum().backward()
+    assert all(p.grad.any() for p in module.parameters())
+    for parameter in module.parameters():
+        parameter.requires_grad_(False)
+    assert torch.autograd.gradcheck(module, (x,))
+    assert torch.autograd.gradgradcheck(module, (x,))
+
+
+def test_compile_export_and_script():
+    module, x = map_layer(dtype=torch.float32), torch.randn(2, 6, 4, 5)
+    expected = module(x)
+    torch.testing.assert_close(torch.compile(module, fullgraph=True, backend="aot_eager")(x), expected)
+    torch.testing.assert_close(torch.export.export(module, (x,)).module()(x), expected)
+    torch.testing.assert_close(torch.jit.script(module)(x), expected)
+    sequence, s = DynamicConv1d(8, 3, 4), torch.randn(2, 8, 6)
+    torch.testing.assert_close(torch.compile(sequence, fullgraph=True, backend="aot_eager")(s), sequence(s))
+
+
+def test_half_precision():
+    module, x = map_layer(dtype=torch.float32), torch.randn(2, 6, 4, 5)
+    expected = module(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(module(x).float(), expected, rtol=0.1, atol=0.1)
+    torch.testing.assert_close(module.bfloat16()(x.bfloat16()).float(), expected, rtol=0.1, atol=0.1)
+
+
+def test_state_dict_round_trip():
+    module, x = map_layer(), torch.randn(1, 6, 4, 5, dtype=torch.float64)
+    other = map_layer()
+    for parameter in other.parameters():
+        nn.init.normal_(parameter)
+    other.load_state_dict(module.state_dict())
+    torch.testing.assert_close(other(x), module(x))
+
+
+def test_attention_maps():
+    module, x = map_layer(), torch.randn(1, 6, 4, 5, dtype=torch.float64)
+    maps = module.attention_maps(x)
+    assert maps.shape == (1, 3, 4, 5, 4, 5)
+    total = maps.sum((-2, -1))
+    torch.testing.assert_close(total[:, :, 1:-1, 1:-1], torch.ones(1, 3, 2, 3, dtype=torch.float64))
+    assert (total[:, :, 0] < 1).all()  # the share of the taps outside
+    value, _ = module._terms(x)
+    convolved = torch.einsum("bmhwyx,bmyxd->bmdhw", maps, value).flatten(1, 2)
+    torch.testing.assert_close(x + module.gamma * module.output(convolved), module(x))
+
+
+def test_parameters_of_the_papers_module():
+    """2C² of the gated unit, C² of the output, 16 C n² of the predictor, biases and gamma."""
+    C, n = 512, 31
+    module = DynamicConv2d(C, n, device="meta")
+    assert sum(p.numel() for p in module.parameters()) == 3 * C * C + 16 * C * n * n + 3 * C + 1
+    assert math.prod(module.kernel.weight.shape) == 16 * C * n * n
+
+
+@pytest.mark.parametrize(
+    "make, words",
+    [
+        (lambda: DynamicConv2d(16, 4), "kernel_size must be odd, got 4"),
+        (lambda: DynamicConv2d(20), "in_channels must be a multiple of num_groups = 16, got 20"),
+        (lambda: DynamicConv2d(16, num_groups=0), "num_groups must be a positive int, got 0"),
+        (lambda: DynamicConv1d(16, 4), "kernel_size must be a positive odd int, or any with causal, got 4"),
+        (lambda: DynamicConv1d(16)(torch.randn(1, 8, 4)), r"x must have shape \(B, 16, T\)"),
+        (lambda: map_layer()(torch.randn(1, 5, 4, 4)), r"x must have shape \(B, 6, H, W\)"),
+    ],
+)
+def test_bad_input(make, words):
+    with pytest.raises(ValueError, match=words):
+        make()

@@ -1,0 +1,244 @@
+"""Local bilateral attention against the thesis' formulas in plain loops, its parameter counts, and its edges."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from attn_plugins.modules import LocalBilateralConv2d
+
+KINDS = [
+    dict(geometric=False),
+    dict(content=False),
+    dict(),
+    dict(geometric=False, iterations=3),
+    dict(iterations=3),
+    dict(shared=True),
+    dict(shared=True, iterations=3),
+    dict(content=False, shared=True),
+]
+
+
+def layer(in_channels=6, out_channels=8, kernel_size=3, *, dtype=torch.float64, **options) -> LocalBilateralConv2d:
+    torch.manual_seed(0)
+    made = LocalBilateralConv2d(in_channels, out_channels, kernel_size, **{"num_heads": 2, **options}).to(dtype).eval()
+    for module in made.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.running_mean.normal_(std=0.2)
+            module.running_var.uniform_(0.5, 1.5)
+            nn.init.uniform_(module.weight, 0.5, 1.5)
+            nn.init.normal_(module.bias, std=0.2)
+    return made
+
+
+def linear(projection: nn.Module, x: np.ndarray) -> np.ndarray:
+    """A projection of one position's vector."""
+    vector = torch.from_numpy(x).view(1, -1, 1, 1)
+    return projection(vector).detach().flatten().numpy()
+
+
+def by_loops(module: LocalBilateralConv2d, image: torch.Tensor) -> torch.Tensor:
+    """Equation 4.9 and Algorithm 1, position by position and head by head."""
+    x = image.numpy()
+    _, _, H, W = x.shape
+    (ky, kx), (sy, sx), (py, px), (dy, dx) = module.kernel_size, module.stride, module.padding, module.dilation
+    Hq, Wq = module.attention_size((H, W))
+    M, d = module.num_heads, module.out_channels // module.num_heads
+    output = np.zeros((1, module.out_channels, Hq, Wq))
+    for y, z in itertools.product(range(Hq), range(Wq)):
+        centre = x[0, :, y * sy - py + ky // 2 * dy, z * sx - px + kx // 2 * dx]
+        v = linear(module.query, centre)
+        gamma = linear(module.position, v).reshape(M, ky * kx) if module.geometric else None
+        attended = np.zeros(module.out_channels)
+        for m in range(M):
+            head = slice(m * d, (m + 1) * d)
+            places = [
+                (i * kx + j, y * sy - py + i * dy, z * sx - px + j * dx)
+                for i, j in itertools.product(range(ky), range(kx))
+                if 0 <= y * sy - py + i * dy < H and 0 <= z * sx - px + j * dx < W
+            ]
+            values = [
+                linear(module.query if module.shared else module.value, x[0, :, r, c])[head] for _, r, c in places
+            ]
+            logits = np.zeros(len(places))
+            if module.content:
+                keys = [
+                    linear(module.query if module.shared else module.key, x[0, :, r, c])[head] for _, r, c in places
+                ]
+                logits = np.array([v[head] @ key for key in keys])  # c_j
+                for _ in range(module.iterations - 1):
+                    a = np.exp(logits) / np.exp(logits).sum()
+                    updated = sum(weight * key for weight, key in zip(a, keys))
+                    square = updated @ updated
+                    u = square / (1 + square) * updated / math.sqrt(square)
+                    logits = logits + np.array([u @ key for key in keys])
+            if gamma is not None:
+                logits = logits + gamma[m, [tap for tap, _, _ in places]]
+            weights = np.exp(logits) / np.exp(logits).sum()
+            attended[head] = sum(weight * value for weight, value in zip(weights, values))
+        output[0, :, y, z] = linear(module.output, attended)
+    return torch.from_numpy(output)
+
+
+@pytest.mark.parametrize("options", KINDS, ids=str)
+@pytest.mark.parametrize(
+    "geometry",
+    [
+        dict(),
+        dict(stride=2),
+        dict(dilation=2),
+        dict(kernel_size=(1, 5)),
+        dict(padding=0, stride=(1, 2)),
+        dict(kernel_size=1),
+    ],
+    ids=str,
+)
+def test_equals_the_formula(geometry, options):
+    module = layer(**geometry, **options)
+    image = torch.randn(1, 6, 5, 7, dtype=torch.float64)
+    with torch.no_grad():
+        torch.testing.assert_close(module(image), by_loops(module, image), rtol=1e-4, atol=1e-5)  # squash's eps
+
+
+@pytest.mark.parametrize(
+    "channels, options, parameters",
+    [  # Table 4.2, a to i
+        ((256, 256), dict(geometric=False), 265_216),
+        ((256, 256), dict(content=False), 217_560),
+        ((256, 256), dict(num_heads=1), 267_547),
+        ((256, 256), dict(num_heads=4), 274_540),
+        ((256, 256), dict(), 283_864),
+        ((256, 256), dict(num_heads=16), 302_512),
+        ((256, 256), dict(geometric=False, shared=True, iterations=3), 131_840),
+        ((256, 256), dict(shared=True), 150_272),
+        ((256, 256), dict(shared=True, iterations=3), 150_272),
+        # Table 4.5, up-1 to up-4
+        ((768, 512), dict(shared=True, iterations=3), 693_760),
+        ((640, 256), dict(), 578_776),
+        ((320, 256), dict(num_heads=4), 323_692),
+        ((320, 128), dict(num_heads=4), 145_516),
+    ],
+)
+def test_parameters_are_the_thesis(channels, options, parameters):
+    module = LocalBilateralConv2d(*channels, 3, device="meta", **options)
+    assert sum(p.numel() for p in module.parameters()) == parameters
+
+
+@pytest.mark.parametrize("geometry", [dict(), dict(stride=2), dict(dilation=3, kernel_size=5), dict(padding=0)])
+def test_output_has_a_convolutions_size(geometry):
+    geometry = {"kernel_size": 3, **geometry}
+    same = geometry["kernel_size"] // 2 * geometry.get("dilation", 1)
+    convolution = nn.Conv2d(6, 8, **{"padding": same, **geometry})
+    for size in ((13, 17), (24, 13)):
+        x = torch.randn(2, 6, *size)
+        assert layer(dtype=torch.float32, **geometry)(x).shape == convolution(x).shape
+
+
+@pytest.mark.parametrize("size", [(1, 1), (1, 9), (9, 1), (33, 20)])
+def test_any_size_and_an_empty_batch(size):
+    module = layer(dtype=torch.float32, iterations=2, kernel_size=5)
+    assert module(torch.randn(2, 6, *size)).isfinite().all()
+    assert module(torch.randn(0, 6, *size)).shape == (0, 8, *size)
+
+
+@pytest.mark.parametrize("options", KINDS, ids=str)
+def test_every_parameter_learns(options):
+    module = layer(**options)  # evaluated: in training, a BatchNorm takes a bias before it away
+    module(torch.randn(2, 6, 5, 7, dtype=torch.float64)).square().sum().backward()
+    for name, parameter in module.named_parameters():
+        if name.startswith("key") and name.endswith("bias") and not options.get("iterations"):
+            continue  # what is added to every key of a window is added to all of its logits
+        assert parameter.grad is not None, name
+        assert parameter.grad.abs().max() > 1e-9, name
+
+
+def test_gradients():
+    module = layer(4, 4, iterations=2, stride=2)
+    for parameter in module.parameters():
+        parameter.requires_grad_(False)
+    x = torch.randn(1, 4, 4, 3, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(module, (x,))
+    assert torch.autograd.gradgradcheck(module, (x,))
+
+
+@pytest.mark.parametrize("options", KINDS, ids=str)
+def test_compile_export_and_script(options):
+    module, x = layer(dtype=torch.float32, **options), torch.randn(2, 6, 5, 7)
+    expected = module(x)
+    torch.testing.assert_close(torch.compile(module, fullgraph=True, backend="aot_eager")(x), expected)
+    torch.testing.assert_close(torch.export.export(module, (x,)).module()(x), expected)
+    torch.testing.assert_close(torch.jit.script(module)(x), expected)
+
+
+def test_half_precision():
+    module, x = layer(dtype=torch.float32, iterations=3), torch.randn(2, 6, 5, 7)
+    expected = module(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(module(x).float(), expected, rtol=0.1, atol=0.1)
+    torch.testing.assert_close(module.bfloat16()(x.bfloat16()).float(), expected, rtol=0.1, atol=0.1)
+
+
+def test_state_dict_round_trip():
+    module, other = layer(), layer(in_channels=6)
+    for parameter in other.parameters():
+        nn.init.normal_(parameter)
+    other.load_state_dict(module.state_dict())
+    x = torch.randn(1, 6, 5, 7, dtype=torch.float64)
+    torch.testing.assert_close(other(x), module(x))
+
+
+@pytest.mark.parametrize("options", [dict(), dict(shared=True, iterations=3, stride=2)])
+def test_attention_maps(options):
+    """Maps of weights that sum to 1, and that give the output where values are one-hot positions."""
+    module, x = layer(**options), torch.randn(2, 6, 5, 7, dtype=torch.float64)
+    maps = module.attention_maps(x)
+    Hq, Wq = module.attention_size((5, 7))
+    assert maps.shape == (2, 2, Hq, Wq, 5, 7)
+    torch.testing.assert_close(maps.sum((-2, -1)), torch.ones(2, 2, Hq, Wq, dtype=torch.float64))
+    value = module._terms(x)[2]
+    attended = torch.einsum("bmhwyx,bmyxd->bmdhw", maps, value).flatten(1, 2)
+    torch.testing.assert_close(module.output(attended), module(x))
+    queries = torch.tensor([[0, 1], [2, 2]])
+    torch.testing.assert_close(module.attention_maps(x, queries), torch.stack([maps[:, :, 0, 1], maps[:, :, 2, 2]], 2))
+    with pytest.raises(ValueError, match="queries must lie on the map"):
+        module.attention_maps(x, torch.tensor([[9, 0]]))
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        (dict(kernel_size=4), "kernel_size must be odd, got 4"),
+        (dict(num_heads=3), "out_channels must be a multiple of num_heads = 3, got 8"),
+        (dict(iterations=0), "iterations must be a positive int, got 0"),
+        (dict(iterations=2, content=False), "iterations must be 1 without content"),
+        (dict(content=False, geometric=False), "content or geometric must be True"),
+        (dict(padding=2), r"padding must be at most \(1, 1\)"),
+        (dict(padding=-1), "padding must be an int or two ints, each at least 0"),
+        (dict(stride=0), "stride must be an int or two ints, each at least 1, got 0"),
+        (dict(dilation=(1, 2, 3)), "dilation must be an int or two ints"),
+        (dict(groups=2), "groups must be 1"),
+    ],
+)
+def test_bad_arguments(options, words):
+    with pytest.raises(ValueError, match=words):
+        layer(**options)
+
+
+@pytest.mark.parametrize(
+    "x, words",
+    [
+        (torch.randn(1, 5, 4, 4), r"x must have shape \(B, 6, H, W\)"),
+        (torch.randn(1, 6, 0, 4), "with at least one pixel"),
+        (torch.randn(1, 6, 4, 4).double(), "x must have the module's dtype torch.float32, got torch.float64"),
+        (torch.randn(1, 6, 2, 4), r"x of size \(2, 4\) with padding \(0, 0\) is smaller than a window"),
+        ([1.0], "x must be a Tensor, got list"),
+    ],
+)
+def test_bad_input(x, words):
+    with pytest.raises((ValueError, TypeError), match=words):
+        layer(dtype=torch.float32, padding=0)(x)
