@@ -1,4 +1,4 @@
-"""Registers our layers in mmengine's root ``MODELS``, for mmdet, mmsegmentation and their like.
+"""Registers our layers and data sets in mmengine's root registries, for mmdet, mmsegmentation and their like.
 
 One line in any config is enough::
 
@@ -10,6 +10,8 @@ One line in any config is enough::
 ``DeformableConv1d``             convolution: ``conv_cfg=dict(type=...)``
 ``AAConv2d``                     convolution: ``conv_cfg=dict(type=..., kappa=..., nu=...)``
 ``AAResNet``                     backbone: ``backbone=dict(type=..., depth=50)``; needs timm
+``HELENDataset, LFWPLDataset``   faces: ``dataset=dict(type=..., data_root=..., ...)``; need mmsegmentation
+``FaceParsingMetric``            their scores: ``val_evaluator=dict(type=...)``; needs mmsegmentation
 ================================ =======================================================================
 
 To put our operators under configs that name mmcv's own layers, import
@@ -18,15 +20,18 @@ To put our operators under configs that name mmcv's own layers, import
 
 from __future__ import annotations
 
-from mmengine.registry import MODELS
+from mmengine.registry import DATASETS, METRICS, MODELS
 from mmengine.runner import CheckpointLoader
 
 from ..modules.generalized_attention import GeneralizedAttention2d
 from .backbones import AAResNet, load_from_safetensors
 from .layers import AAConv2d, DeformableConv1d, DeformableConv2d
+from .lazy import register_lazily
 
 __all__ = ["AAConv2d", "AAResNet", "DeformableConv1d", "DeformableConv2d", "GeneralizedAttention2d"]
 
 for _layer in (GeneralizedAttention2d, DeformableConv2d, DeformableConv1d, AAConv2d, AAResNet):
     MODELS.register_module(module=_layer)
+register_lazily(DATASETS, "face_parsing", "HELENDataset", "LFWPLDataset")
+register_lazily(METRICS, "face_parsing", "FaceParsingMetric")
 CheckpointLoader.register_scheme(r".*\.safetensors$", load_from_safetensors, force=True)

@@ -1,0 +1,198 @@
+"""Face parsing in mmsegmentation: HELEN, LFW-PL and their scores.
+
+``python -m tools.datasets.face_parsing`` makes the folders that the two data sets read::
+
+    data/helen/{images,labels}/{train,val,test}/NAME.{jpg,png}
+
+    dataset=dict(type="HELENDataset", data_root="data/helen",
+                 data_prefix=dict(img_path="images/train", seg_map_path="labels/train"), pipeline=...)
+    val_evaluator = dict(type="FaceParsingMetric")
+
+A mirrored face has its left eye where the right one was: give HELEN's ``RandomFlip`` the argument
+``swap_seg_labels=[(2, 3), (4, 5)]``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from mmengine import fileio
+from mmengine.evaluator import BaseMetric
+from mmengine.logging import print_log
+from mmengine.registry import DATASETS, METRICS
+from mmseg.datasets import BaseSegDataset
+from torch import Tensor
+
+__all__ = ["FaceParsingMetric", "HELENDataset", "LFWPLDataset"]
+
+
+class _FaceDataset(BaseSegDataset):
+    """A BaseSegDataset that misses no image and no label image when it is made, rather than an hour into training."""
+
+    def load_data_list(self) -> list[dict[str, Any]]:
+        """The samples; labels are looked for where ``data_prefix`` names their folder.
+
+        Raises:
+            FileNotFoundError: there is no image, or an image or its label image is missing.
+        """
+        samples = super().load_data_list()
+        advice = "`python -m tools.datasets.face_parsing` makes these folders"
+        if not samples:
+            folder = self.data_prefix["img_path"]
+            raise FileNotFoundError(f"{folder or 'img_path'} holds no image *{self.img_suffix}: {advice}")
+        paths = [sample[key] for sample in samples for key in ("img_path", "seg_map_path") if key in sample]
+        missing = [path for path in paths if not fileio.isfile(path, backend_args=self.backend_args)]
+        if missing:
+            raise FileNotFoundError(
+                f"{len(missing)} files of {len(samples)} faces are missing, {missing[0]} first: {advice}"
+            )
+        return samples
+
+
+@DATASETS.register_module(force=True)
+class HELENDataset(_FaceDataset):
+    """HELEN with the eleven labels of Smith et al. 2013; the arguments are mmseg's ``BaseSegDataset``'s."""
+
+    METAINFO = dict(
+        classes=(
+            "background",
+            "skin",
+            "left brow",
+            "right brow",
+            "left eye",
+            "right eye",
+            "nose",
+            "upper lip",
+            "inner mouth",
+            "lower lip",
+            "hair",
+        ),
+        palette=[
+            [0, 0, 0],
+            [230, 190, 140],
+            [120, 60, 20],
+            [190, 110, 40],
+            [40, 90, 220],
+            [90, 200, 250],
+            [250, 210, 40],
+            [220, 40, 60],
+            [110, 10, 60],
+            [250, 120, 150],
+            [60, 150, 70],
+        ],
+    )
+
+
+@DATASETS.register_module(force=True)
+class LFWPLDataset(_FaceDataset):
+    """LFW Part Labels with the three labels of Kae et al. 2013; the arguments are mmseg's ``BaseSegDataset``'s."""
+
+    METAINFO = dict(classes=("background", "skin", "hair"), palette=[[0, 0, 255], [0, 255, 0], [255, 0, 0]])
+
+
+# What Table 4.3 scores beside single classes; the parts of a face are merged before they are compared.
+GROUPS: dict[str, tuple[str, ...]] = {
+    "brows": ("left brow", "right brow"),
+    "eyes": ("left eye", "right eye"),
+    "mouth": ("upper lip", "inner mouth", "lower lip"),
+}
+GROUPS["overall"] = (*GROUPS["brows"], *GROUPS["eyes"], "nose", *GROUPS["mouth"])
+
+
+@METRICS.register_module(force=True)
+class FaceParsingMetric(BaseMetric):
+    """F1 of every class and of merged classes, and pixel accuracy, in percent, over all pixels of the set.
+
+    They are the columns of Tables 4.3 and 4.4 of the thesis this package follows: ``face/<class>`` (a blank becomes
+    ``_``), ``face/brows``, ``face/eyes``, ``face/mouth``, ``face/overall`` and ``face/accuracy``. A group is one
+    label: a left eye taken for the right one counts as hit. ``overall`` is the group of all inner components (brows,
+    eyes, nose and mouth), without skin and hair. A score is NaN where neither prediction nor truth has its class.
+
+    Args:
+        groups: Classes merged into one, by name; None: those of Table 4.3 whose classes the data set has.
+        ignore_index: Label of pixels that are not scored.
+        collect_device: As mmengine's ``BaseMetric``.
+        prefix: Of the scores' names, in place of ``face``.
+        collect_dir: As mmengine's ``BaseMetric``.
+
+    Raises:
+        ValueError: a group is empty, is called like a class, or has classes that the data set has not; prediction
+            and truth differ in size; a label is out of range.
+    """
+
+    default_prefix = "face"
+
+    def __init__(
+        self,
+        groups: Mapping[str, Sequence[str]] | None = None,
+        ignore_index: int = 255,
+        collect_device: str = "cpu",
+        prefix: str | None = None,
+        collect_dir: str | None = None,
+    ) -> None:
+        super().__init__(collect_device=collect_device, prefix=prefix, collect_dir=collect_dir)
+        for name, parts in (groups or {}).items():
+            if isinstance(parts, str) or not parts:
+                raise ValueError(f"groups[{name!r}] must be a sequence of class names, got {parts!r}")
+        self.groups, self.ignore_index = groups, ignore_index
+
+    def process(self, data_batch: Any, data_samples: Sequence[dict[str, Any]]) -> None:
+        """Count every image's (truth, prediction) pairs."""
+        count = len(self._classes())
+        for sample in data_samples:
+            where = sample.get("img_path", "an image")
+            predicted, truth = sample["pred_sem_seg"]["data"], sample["gt_sem_seg"]["data"]
+            if predicted.shape != truth.shape:
+                raise ValueError(
+                    f"prediction {tuple(predicted.shape)} and truth {tuple(truth.shape)} of {where} differ"
+                )
+            truth = truth.to(predicted.device)
+            scored = truth != self.ignore_index
+            pair = {"predicted": predicted[scored].long(), "true": truth[scored].long()}
+            for kind, labels in pair.items():
+                if ((labels < 0) | (labels >= count)).any():
+                    found = f"from {int(labels.min())} to {int(labels.max())}"
+                    raise ValueError(f"{kind} labels of {where} must be from 0 to {count - 1}, got {found}")
+            self.results.append(self._confusion(pair["true"], pair["predicted"], count))
+
+    @staticmethod
+    def _confusion(truth: Tensor, predicted: Tensor, count: int) -> Tensor:
+        """(count, count) numbers of pixels, by true label and predicted label."""
+        return torch.bincount(truth * count + predicted, minlength=count * count).view(count, count).cpu()
+
+    def compute_metrics(self, results: list[Tensor]) -> dict[str, float]:
+        """The scores over all images, in percent."""
+        classes = self._classes()
+        total = sum(results, torch.zeros(len(classes), len(classes), dtype=torch.long))
+        parts = {name.replace(" ", "_"): [i] for i, name in enumerate(classes)}
+        for name, members in self._groups(classes).items():
+            if name in parts:
+                raise ValueError(f"groups has {name!r}, which is a class: call the group otherwise")
+            parts[name] = sorted({classes.index(member) for member in members})
+        scores = {
+            name: _percent(2 * total[i][:, i].sum(), total[i].sum() + total[:, i].sum()) for name, i in parts.items()
+        }
+        scores["accuracy"] = _percent(total.trace(), total.sum())
+        width = max(map(len, scores))
+        lines = [f"{name:{width}}  {score:6.2f}" for name, score in scores.items()]
+        print_log("\n".join(["F1 of classes and groups, and pixel accuracy (%):", *lines]), logger="current")
+        return scores
+
+    def _classes(self) -> list[str]:
+        if not self.dataset_meta or not self.dataset_meta.get("classes"):
+            raise ValueError("FaceParsingMetric needs the class names: dataset_meta must have 'classes'")
+        return list(self.dataset_meta["classes"])
+
+    def _groups(self, classes: Sequence[str]) -> Mapping[str, Sequence[str]]:
+        if self.groups is None:
+            return {name: parts for name, parts in GROUPS.items() if set(parts) <= set(classes)}
+        for name, parts in self.groups.items():
+            if unknown := sorted(set(parts) - set(classes)):
+                raise ValueError(f"groups[{name!r}] has {unknown}, the data set's classes are {list(classes)}")
+        return self.groups
+
+
+def _percent(part: Tensor, whole: Tensor) -> float:
+    return 100 * int(part) / int(whole) if whole else float("nan")

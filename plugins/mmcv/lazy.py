@@ -1,0 +1,29 @@
+"""Registered names whose classes are imported when they are first built: mmdet's users need no mmsegmentation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+from mmengine.registry import Registry
+
+
+def register_lazily(registry: Registry, module: str, *names: str) -> None:
+    """Let ``registry`` build the classes ``names`` of ``module``, a module of this package that needs mmseg.
+
+    ``module`` registers the classes themselves when it is imported, by ``register_module(force=True)``.
+    """
+    for name in names:
+        registry.register_module(name=name, module=_builder(module, name))
+
+
+def _builder(module: str, name: str) -> Callable[..., Any]:
+    def build(*args: Any, **options: Any) -> Any:
+        if find_spec("mmseg") is None:
+            raise ImportError(f"{name} belongs to mmsegmentation: pip install onedl-mmsegmentation")
+        return getattr(import_module(f".{module}", __package__), name)(*args, **options)
+
+    build.__name__ = name
+    return build

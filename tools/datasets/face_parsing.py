@@ -1,0 +1,278 @@
+"""Makes mmsegmentation's folders from the published archives of HELEN and LFW Part Labels.
+
+::
+
+    python -m tools.datasets.face_parsing helen SmithCVPR2013_dataset_resized data/helen
+    python -m tools.datasets.face_parsing lfw_pl lfw data/lfw_pl
+
+HELEN (Smith et al. 2013; 2,000 + 230 + 100 faces) is read from one folder, as its archive unpacks::
+
+    exemplars.txt, tuning.txt, testing.txt      lines "1 , 100032540_1": train, val and test
+    images/NAME.jpg
+    labels/NAME/NAME_lbl00.png ... _lbl10.png   how probable each label is, 0 to 255
+
+LFW-PL (Kae et al. 2013; 1,500 + 500 + 927 faces) from a folder with two archives and three lists::
+
+    parts_train.txt, parts_validation.txt, parts_test.txt     lines "Aaron_Eckhart 1"
+    lfw_funneled/PERSON/PERSON_0001.jpg
+    parts_lfw_funneled_gt_images/PERSON_0001.ppm              red hair, green skin, blue background
+
+Written are ``images/{train,val,test}/NAME.jpg``, the published pixels untouched, and
+``labels/{train,val,test}/NAME.png`` with one number a pixel. HELEN: 0 background, 1 skin, 2 and 3 left and right
+brow, 4 and 5 left and right eye, 6 nose, 7 upper lip, 8 inner mouth, 9 lower lip, 10 hair, whichever is the most
+probable, the first of equals. LFW-PL: 0 background, 1 skin, 2 hair. Faces are not aligned.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shutil
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+SPLITS = ("train", "val", "test")
+ORIENTATION = 0x0112  # EXIF: how a viewer is to turn the picture
+HELEN_MAPS = 11
+HELEN_PALETTE = (
+    (0, 0, 0),
+    (230, 190, 140),
+    (120, 60, 20),
+    (190, 110, 40),
+    (40, 90, 220),
+    (90, 200, 250),
+    (250, 210, 40),
+    (220, 40, 60),
+    (110, 10, 60),
+    (250, 120, 150),
+    (60, 150, 70),
+)
+LFW_PL_COLOURS = ((0, 0, 255), (0, 255, 0), (255, 0, 0))  # background, skin, hair
+
+
+@dataclass(frozen=True)
+class Face:
+    """One image and the files its labels come from."""
+
+    name: str
+    image: Path
+    labels: tuple[Path, ...]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a data set is published, and how its labels are read."""
+
+    lists: tuple[tuple[str, int], ...]  # file and published number of faces, in the order of SPLITS
+    folders: tuple[str, ...]
+    line: re.Pattern[str]
+    example: str
+    face: Callable[[Path, re.Match[str]], Face]
+    read_labels: Callable[[Face], np.ndarray]
+    palette: tuple[tuple[int, int, int], ...]
+
+
+def load(path: Path, mode: str) -> np.ndarray:
+    """Pixels of an image that must be of ``mode``."""
+    try:
+        with Image.open(path) as image:
+            pixels = np.asarray(image)
+            found = image.mode
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read as an image: {error}") from error
+    if found != mode:
+        raise ValueError(f"{path} must be an 8-bit {mode} image, got {found}")
+    return pixels
+
+
+def helen_face(source: Path, line: re.Match[str]) -> Face:
+    name = line["name"]
+    labels = tuple(source / "labels" / name / f"{name}_lbl{number:02d}.png" for number in range(HELEN_MAPS))
+    return Face(name, source / "images" / f"{name}.jpg", labels)
+
+
+def helen_labels(face: Face) -> np.ndarray:
+    """(H, W) uint8: which of the eleven probability maps is the highest."""
+    maps = [load(path, "L") for path in face.labels]
+    for path, pixels in zip(face.labels, maps):
+        if pixels.shape != maps[0].shape:
+            raise ValueError(
+                f"{path} has {size(pixels)} pixels, {face.labels[0].name} beside it {size(maps[0])}: "
+                "the maps of a face must be of one size"
+            )
+    return np.argmax(maps, 0).astype(np.uint8)
+
+
+def lfw_pl_face(source: Path, line: re.Match[str]) -> Face:
+    name = f"{line['person']}_{int(line['number']):04d}"
+    labels = (source / "parts_lfw_funneled_gt_images" / f"{name}.ppm",)
+    return Face(name, source / "lfw_funneled" / line["person"] / f"{name}.jpg", labels)
+
+
+def lfw_pl_labels(face: Face) -> np.ndarray:
+    """(H, W) uint8: which of the three colours each pixel has."""
+    pixels = load(face.labels[0], "RGB")
+    labels = np.full(pixels.shape[:2], 255, np.uint8)
+    for label, colour in enumerate(LFW_PL_COLOURS):
+        labels[(pixels == colour).all(2)] = label
+    if (labels == 255).any():
+        row, column = np.argwhere(labels == 255)[0]
+        raise ValueError(
+            f"{face.labels[0]} must be pure red (hair), green (skin) and blue (background), "
+            f"got {tuple(pixels[row, column].tolist())} at row {row}, column {column}"
+        )
+    return labels
+
+
+LAYOUTS = {
+    "helen": Layout(
+        lists=(("exemplars.txt", 2000), ("tuning.txt", 230), ("testing.txt", 100)),
+        folders=("images", "labels"),
+        line=re.compile(r"\s*\d+\s*,\s*(?P<name>[^\s,/\\]+)\s*"),
+        example="1 , 100032540_1",
+        face=helen_face,
+        read_labels=helen_labels,
+        palette=HELEN_PALETTE,
+    ),
+    "lfw_pl": Layout(
+        lists=(("parts_train.txt", 1500), ("parts_validation.txt", 500), ("parts_test.txt", 927)),
+        folders=("lfw_funneled", "parts_lfw_funneled_gt_images"),
+        line=re.compile(r"\s*(?P<person>[^\s/\\]+)\s+(?P<number>\d+)\s*"),
+        example="Aaron_Eckhart 1",
+        face=lfw_pl_face,
+        read_labels=lfw_pl_labels,
+        palette=LFW_PL_COLOURS,
+    ),
+}
+
+
+def size(pixels: np.ndarray) -> str:
+    return f"{pixels.shape[0]}x{pixels.shape[1]}"
+
+
+def read_lists(layout: Layout, source: Path) -> dict[str, list[Face]]:
+    """The faces of every split.
+
+    Raises:
+        ValueError: a list is missing, empty or has a line of another form, or a face is listed twice.
+    """
+    lacking = [name for name, _ in layout.lists if not (source / name).is_file()]
+    lacking += [f"{name}/" for name in layout.folders if not (source / name).is_dir()]
+    if lacking:
+        raise ValueError(f"{source} lacks {', '.join(lacking)}: name the folder that holds what the archives unpack")
+    seen: dict[str, str] = {}
+    faces: dict[str, list[Face]] = {}
+    for split, (name, _) in zip(SPLITS, layout.lists):
+        faces[split] = []
+        for number, text in enumerate((source / name).read_text().splitlines(), 1):
+            if not text.strip():
+                continue
+            line, place = layout.line.fullmatch(text), f"{name}, line {number}"
+            if line is None:
+                raise ValueError(f"{source / name}, line {number}: expected one like {layout.example!r}, got {text!r}")
+            face = layout.face(source, line)
+            if face.name in seen:
+                raise ValueError(f"{face.name} is listed twice: {seen[face.name]} and {place}")
+            seen[face.name] = place
+            faces[split].append(face)
+        if not faces[split]:
+            raise ValueError(f"{source / name} lists no face")
+    return faces
+
+
+def check_files(faces: Iterable[Face]) -> None:
+    """All that are missing are told at once, before anything is written."""
+    missing = [path for face in faces for path in (face.image, *face.labels) if not path.is_file()]
+    if missing:
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        raise ValueError(f"{len(missing)} listed files are missing: {', '.join(map(str, missing[:3]))}{more}")
+
+
+def write_image(face: Face, target: Path) -> tuple[int, int]:
+    """Copy the image; its (H, W). Labels follow the stored pixels: a tag that would turn them goes."""
+    try:
+        with Image.open(face.image) as image:
+            image.load()
+            turned = image.getexif().get(ORIENTATION, 1) != 1
+            if turned:
+                image.save(target, quality="keep", exif=b"")
+            shape = image.height, image.width
+    except OSError as error:
+        raise ValueError(f"{face.image} cannot be read as an image: {error}") from error
+    if not turned:
+        shutil.copyfile(face.image, target)
+    return shape
+
+
+def write_face(layout: Layout, face: Face, folder: Path, split: str) -> None:
+    shape = write_image(face, folder / "images" / split / f"{face.name}.jpg")
+    labels = layout.read_labels(face)
+    if labels.shape != shape:
+        raise ValueError(f"{face.image} has {shape[0]}x{shape[1]} pixels, its labels {face.labels[0]} {size(labels)}")
+    image = Image.fromarray(labels)
+    image.putpalette([channel for colour in layout.palette for channel in colour])
+    image.save(folder / "labels" / split / f"{face.name}.png")
+
+
+def build(name: str, source: Path, output: Path, show: Callable[[str], None] = lambda line: None) -> dict[str, int]:
+    """Write the set beside ``output``, then rename it; how many faces each split has.
+
+    Raises:
+        ValueError: ``output`` holds something, or ``source`` is not as published.
+    """
+    layout = LAYOUTS[name]
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ValueError(f"{output} exists already; remove it or name another folder")
+    faces = read_lists(layout, source)
+    check_files(face for split in SPLITS for face in faces[split])
+    partial = output.with_name(f".{output.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        for split in SPLITS:
+            for kind in ("images", "labels"):
+                (partial / kind / split).mkdir(parents=True)
+            for done, face in enumerate(faces[split], 1):
+                write_face(layout, face, partial, split)
+                show(f"{split}: {done}/{len(faces[split])} faces")
+        if output.is_dir():
+            output.rmdir()  # empty, seen above
+        partial.rename(output)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return {split: len(faces[split]) for split in SPLITS}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.datasets.face_parsing",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("set", choices=tuple(LAYOUTS))
+    parser.add_argument("source", type=Path, help="folder of the published files")
+    parser.add_argument("output", type=Path, help="where the set goes")
+    options = parser.parse_args(arguments)
+    tty = sys.stdout.isatty()
+
+    def show(line: str) -> None:
+        if tty or line.split("/")[0].endswith("00"):
+            print(f"{line}   ", end="\r" if tty else "\n", flush=True)
+
+    try:
+        counts = build(options.set, options.source, options.output, show)
+    except ValueError as error:
+        parser.exit(2, f"face_parsing: {error}\n")
+    for split, (name, published) in zip(SPLITS, LAYOUTS[options.set].lists):
+        if counts[split] != published:
+            print(f"{name} lists {counts[split]} faces, the published one {published}")
+    print(", ".join(f"{count} {split}" for split, count in counts.items()), f"faces in {options.output}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
