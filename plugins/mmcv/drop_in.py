@@ -20,7 +20,8 @@ from mmengine.registry import MODELS
 from torch import Tensor
 
 from .. import ops
-from ..modules.generalized_attention import GeneralizedAttention2d, MMCVGeneralizedAttention2d
+from ..modules.generalized_attention import GeneralizedAttention2d
+from ..modules.generalized_attention_mmcv import MMCVGeneralizedAttention2d
 
 
 class GeneralizedAttention(MMCVGeneralizedAttention2d):

@@ -13,13 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..ops import global_attention
+from ..ops import global_attention, window_attention
 from ..ops._arguments import autocast_dtype
 from ..ops.global_attention import scripted_global_attention
+from ..ops.window_attention import scripted_window_attention
 from ..terms.relative_position import axis_offsets, relative_logits, spread
 from ..terms.saliency import add_vector, key_saliency
 from ..terms.sine_position import sine_encoding
-from ..terms.window import axis_window, window_logits
+from ..terms.window import axis_window, window_position_logits
 from .capture import maps_of
 
 
@@ -66,6 +67,7 @@ class GeneralizedAttention2d(nn.Module):
     wavelength = 10000.0
     offset_sign = 1  # R encodes k - q
     position_factor = 1.0  # of the projected R
+    windowed = True  # a range is a window centred on the query
 
     def __init__(
         self,
@@ -98,6 +100,7 @@ class GeneralizedAttention2d(nn.Module):
         self.position_embedding_dim = position_embedding_dim if position_embedding_dim > 0 else in_channels
         self.position_magnitude, self.scale = position_magnitude, scale
         self.check_variant()
+        self.in_windows = self.windowed and spatial_range != -1 and q_stride == kv_stride == 1
         width = in_channels // num_heads * num_heads
         factory: dict[str, Any] = dict(device=device, dtype=dtype)
 
@@ -130,7 +133,9 @@ class GeneralizedAttention2d(nn.Module):
         q_stride: int = 1,
         attention_type: str = "1111",
     ) -> GeneralizedAttention2d:
-        """The variant of mmcv's ``GeneralizedAttention``; see :class:`MMCVGeneralizedAttention2d`."""
+        """The variant of mmcv's ``GeneralizedAttention``; see ``MMCVGeneralizedAttention2d``."""
+        from .generalized_attention_mmcv import MMCVGeneralizedAttention2d  # which is made from this class
+
         return MMCVGeneralizedAttention2d(
             in_channels=in_channels,
             num_heads=num_heads,
@@ -199,11 +204,10 @@ class GeneralizedAttention2d(nn.Module):
             ValueError: a shape or a device does not fit.
             TypeError: a map is not of the module's floating dtype.
         """
-        query, key, value, row, column, key_logits = self._terms(x, context)
-        if torch.jit.is_scripting():
-            output = scripted_global_attention(query, key, value, row, column, key_logits, 1.0)
+        if self.in_windows and context is None:
+            output = self._attend_in_windows(x)
         else:
-            output = global_attention(query, key, value, row_logits=row, column_logits=column, key_logits=key_logits)
+            output = self._attend(x, context)
         output = self.proj_conv(output.permute(0, 1, 4, 2, 3).flatten(1, 2))
         if self.q_stride > 1 and output.shape[2] * output.shape[3] > 1:
             output = self.upsample(output, [x.shape[2], x.shape[3]])
@@ -231,10 +235,68 @@ class GeneralizedAttention2d(nn.Module):
         """
         return maps_of(self._terms(x, context), 1.0, self.attention_size(x.shape[2:]), queries)
 
+    def _attend(self, x: Tensor, context: Tensor | None) -> Tensor:
+        """(B, M, Hq, Wq, d), all keys being looked at."""
+        query, key, value, row, column, key_logits = self._terms(x, context)
+        if torch.jit.is_scripting():
+            return scripted_global_attention(query, key, value, row, column, key_logits, 1.0)
+        else:
+            return global_attention(query, key, value, row_logits=row, column_logits=column, key_logits=key_logits)
+
+    def _attend_in_windows(self, x: Tensor) -> Tensor:
+        """The same where the range is a window around the query: only its keys are looked at."""
+        position_query, query, key, value, key_logits = self._projected(x, None)
+        # A window wider than the map has no key beyond it.
+        H, W = x.shape[2], x.shape[3]
+        radius = [min(self.spatial_range // 2, H - 1), min(self.spatial_range // 2, W - 1)]
+        if key_logits is not None:  # a key's own logit is the product with a query of 1
+            query, key = torch.ones_like(key_logits).unsqueeze(-1), key_logits.unsqueeze(-1)
+        position: Tensor | None = None
+        if self.appr_geom_fc_y is not None and self.appr_geom_fc_x is not None:
+            position = window_position_logits(
+                self._along_window(self.appr_geom_fc_y.weight, position_query, radius[0]),
+                self._along_window(self.appr_geom_fc_x.weight, position_query, radius[1]),
+                H,
+                W,
+            )
+        elif query is None:
+            taps = (2 * radius[0] + 1) * (2 * radius[1] + 1)
+            position = value.new_zeros(1).expand(1, self.num_heads, H, W, taps)
+        kernel = [2 * radius[0] + 1, 2 * radius[1] + 1]
+        if torch.jit.is_scripting():
+            return scripted_window_attention(query, key, value, position, kernel, [1, 1], radius, [1, 1], False, 1.0)
+        else:
+            return window_attention(query, key, value, position, kernel)
+
+    def _along_window(self, weight: Tensor, query: Tensor | None, radius: int) -> Tensor:
+        """ε2 + ε4 of one axis for the offsets -radius ... radius: (B, M, H, W, n), or (1, M, 1, 1, n) without ε2."""
+        table = self._table(weight, torch.arange(-radius, radius + 1, device=weight.device))
+        v: Tensor | None = None
+        if self.geom_bias is not None:
+            v = self._scaled(self._vector(self.geom_bias))
+        if query is not None:
+            return torch.einsum("bmhwd,mdn->bmhwn", query if v is None else add_vector(query, v), table)
+        assert v is not None
+        return torch.einsum("md,mdn->mn", v, table)[None, :, None, None]
+
     def _terms(
         self, x: Tensor, context: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor | None, Tensor | None, Tensor | None]:
         """The arguments of ``global_attention``: query, key, value, row, column and key logits."""
+        position_query, query, key, value, key_logits = self._projected(x, context)
+        Hq, Wq = -(-x.shape[2] // self.q_stride), -(-x.shape[3] // self.q_stride)
+        Hk, Wk = value.shape[2], value.shape[3]
+        row, column = self._range_logits([Hq, Wq], [Hk, Wk], x)
+        if self.appr_geom_fc_y is not None and self.appr_geom_fc_x is not None:
+            geometry = self.appr_geom_fc_y.weight, self.appr_geom_fc_x.weight
+            row = _sum(self._axis_logits(geometry[0], position_query, Hq, Hk, "row"), row)
+            column = _sum(self._axis_logits(geometry[1], position_query, Wq, Wk, "column"), column)
+        return query, key, value, row, column, key_logits
+
+    def _projected(
+        self, x: Tensor, context: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor, Tensor | None]:
+        """The position terms' query; query and key of the content term, with u; value; key logits."""
         if not torch.jit.is_scripting():
             self._check("x", x)
             if context is not None:
@@ -261,32 +323,19 @@ class GeneralizedAttention2d(nn.Module):
             else:
                 key_logits = key_saliency(key, u)
         position_query = query if self.terms[1] else None
-        row, column = self._range_logits(queries, keys)
-        if self.appr_geom_fc_y is not None and self.appr_geom_fc_x is not None:
-            geometry = self.appr_geom_fc_y.weight, self.appr_geom_fc_x.weight
-            row = _sum(self._axis_logits(geometry[0], position_query, queries.shape[2], keys.shape[2], "row"), row)
-            column = _sum(
-                self._axis_logits(geometry[1], position_query, queries.shape[3], keys.shape[3], "column"), column
-            )
-        return content, key if self.terms[0] else None, value, row, column, key_logits
+        return position_query, content, key if self.terms[0] else None, value, key_logits
 
-    def _range_logits(self, queries: Tensor, keys: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    def _range_logits(self, queries: list[int], keys: list[int], like: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """0 in range and -inf out of it, for rows and for columns; None where all keys are in range."""
         if self.spatial_range == -1:
             return None, None
-        rows = self.axis_range(queries.shape[2], keys.shape[2], queries.device).to(queries.dtype)
-        columns = self.axis_range(queries.shape[3], keys.shape[3], queries.device).to(queries.dtype)
+        rows = self.axis_range(queries[0], keys[0], like.device).to(like.dtype)
+        columns = self.axis_range(queries[1], keys[1], like.device).to(like.dtype)
         return _along(rows.unsqueeze(0), "row"), _along(columns.unsqueeze(0), "column")
 
     def _axis_logits(self, weight: Tensor, query: Tensor | None, queries: int, keys: int, axis: str) -> Tensor:
         """ε2 + ε4 of one axis, by its projection of encodings; of size 1 along axes that it does not depend on."""
-        offsets = axis_offsets(queries, keys, self.q_stride, self.kv_stride, weight.device)
-        offsets = offsets.to(torch.float64 if weight.dtype == torch.float64 else torch.float32)
-        offsets = offsets * (self.offset_sign * self.position_magnitude)
-        encoding = sine_encoding(offsets, self.axis_width(), self.wavelength).to(weight.dtype)
-        table = F.linear(encoding, weight).unflatten(-1, (self.num_heads, -1)).permute(1, 2, 0)  # (M, d, D)
-        if self.position_factor != 1.0:
-            table = table * self.position_factor
+        table = self._table(weight, axis_offsets(queries, keys, self.q_stride, self.kv_stride, weight.device))
         v: Tensor | None = None
         if self.geom_bias is not None:
             v = self._scaled(self._vector(self.geom_bias))
@@ -296,6 +345,16 @@ class GeneralizedAttention2d(nn.Module):
         assert v is not None
         bias = torch.einsum("md,mdn->mn", v, table)
         return _along(spread(bias, queries, keys, self.q_stride, self.kv_stride), axis)
+
+    def _table(self, weight: Tensor, offsets: Tensor) -> Tensor:
+        """The projected encodings of offsets in pixels, (M, d, D)."""
+        offsets = offsets.to(torch.float64 if weight.dtype == torch.float64 else torch.float32)
+        offsets = offsets * (self.offset_sign * self.position_magnitude)
+        encoding = sine_encoding(offsets, self.axis_width(), self.wavelength).to(weight.dtype)
+        table = F.linear(encoding, weight).unflatten(-1, (self.num_heads, -1)).permute(1, 2, 0)  # (M, d, D)
+        if self.position_factor != 1.0:
+            table = table * self.position_factor
+        return table
 
     def _heads(self, projected: Tensor) -> Tensor:
         """(B, M * d, H, W) as (B, M, H, W, d), a view."""
@@ -333,48 +392,6 @@ class GeneralizedAttention2d(nn.Module):
             if getattr(self, name) != default:
                 text += f", {name}={getattr(self, name)}"
         return text
-
-
-class MMCVGeneralizedAttention2d(GeneralizedAttention2d):
-    """The numerics of mmcv's ``GeneralizedAttention``, from the same state_dict.
-
-    What differs from :class:`GeneralizedAttention2d`: R encodes q - k, with wavelength 1000, half of
-    ``position_embedding_dim`` per axis, and is divided by √2; C // M channels per head, also where M does not
-    divide C; queries come back from ``q_stride`` by interpolation with half-pixel centres; ``spatial_range`` r is
-    a half-range in pixels, any number from 0: key j is in range of the query at pixel p where
-    ⌊(p - r) / kv_stride⌋ <= j <= ⌊(p + r + 1) / kv_stride⌋, on maps of any size and channel count (mmcv's own
-    mask ends at 84 pixels, needs 256 or 512 channels, and forgets ``q_stride``).
-
-    mmcv's results for '0100', '0110', '1100' and '1110' are wrong (queries transposed, an error where H ≠ W);
-    here these four are right.
-    """
-
-    wavelength = 1000.0
-    offset_sign = -1
-    position_factor = 1 / math.sqrt(2)
-
-    def check_variant(self) -> None:
-        r = self.spatial_range
-        if not isinstance(r, int) or r < -1:
-            raise ValueError(f"spatial_range must be -1 (all keys) or a half-range of at least 0, got {r!r}")
-        if (self.terms[1] or self.terms[3]) and self.position_embedding_dim % 4:
-            raise ValueError(
-                "position_embedding_dim must be a multiple of 4 (sines and cosines of two axes), "
-                f"got {self.position_embedding_dim}"
-            )
-
-    def axis_width(self) -> int:
-        return self.position_embedding_dim // 2
-
-    def axis_range(self, queries: int, keys: int, device: torch.device) -> Tensor:
-        pixel = torch.arange(queries, device=device).unsqueeze(1) * self.q_stride
-        key = torch.arange(keys, device=device)
-        first = (pixel - self.spatial_range).div(self.kv_stride, rounding_mode="floor")
-        last = (pixel + self.spatial_range + 1).div(self.kv_stride, rounding_mode="floor")
-        return window_logits((first <= key) & (key <= last))
-
-    def upsample(self, output: Tensor, size: list[int]) -> Tensor:
-        return F.interpolate(output, size, mode="bilinear", align_corners=False)
 
 
 def _every(x: Tensor, stride: int) -> Tensor:

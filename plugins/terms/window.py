@@ -25,3 +25,19 @@ def axis_window(
 def window_logits(inside: Tensor) -> Tensor:
     """0 where ``inside``, else -inf, float32."""
     return torch.zeros(inside.shape, device=inside.device).masked_fill(~inside, float("-inf"))
+
+
+def window_position_logits(row: Tensor, column: Tensor, height: int, width: int) -> Tensor:
+    """The sum of two axes' logits for every offset of a window.
+
+    Args:
+        row: (B, M, H, W, ny), of size 1 along axes that it does not depend on.
+        column: (B, M, H, W, nx), likewise.
+        height: H.
+        width: W.
+
+    Returns:
+        (B, M, H, W, ny * nx), offsets row-major, as ``window_attention`` takes them.
+    """
+    logits = (row.unsqueeze(-1) + column.unsqueeze(-2)).flatten(-2)
+    return logits.expand(logits.shape[0], logits.shape[1], height, width, logits.shape[4])
