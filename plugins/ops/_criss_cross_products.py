@@ -1,0 +1,170 @@
+"""Criss-cross attention as batched matrix products, for every device.
+
+All keys of a column's queries are that column, so its logits are one H x H product, and a row's one W x W product.
+Both read strided views: nothing is gathered, transposed or concatenated. A query's logits lie side by side in one
+scratch, the column's before the row's, and one softmax in place makes the weights of both.
+
+Shapes: B batch, M heads, (H, W) the map, d and dv widths per head, S a query's logits with their padding.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import pairwise, permutations, product
+
+import torch
+from torch import Tensor
+
+Terms = tuple["Tensor | None", "Tensor | None", Tensor, "Tensor | None"]  # query, key, value, position logits
+_ALIGNMENT = 8  # of both parts of a query's logits, in elements: tensor cores read half numbers 16 bytes at a time
+_MIXES = hasattr(torch.ops.aten.baddbmm, "dtype_out")  # half operands with float32 results, torch >= 2.8, on CUDA
+
+
+def aligned(size: int) -> int:
+    return (size + _ALIGNMENT - 1) // _ALIGNMENT * _ALIGNMENT
+
+
+def arithmetic_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of logits and sums."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _operand_dtype(value: Tensor) -> torch.dtype:
+    """The dtype that the products read."""
+    return value.dtype if value.is_cuda and _MIXES else arithmetic_dtype(value.dtype)
+
+
+def heads_innermost(tensor: Tensor) -> Tensor:
+    """The memory (B, H, W, M, x) of a (B, M, H, W, x) view of it."""
+    return tensor.permute(0, 2, 3, 1, 4)
+
+
+def _packed(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """``tensor`` in ``dtype`` with a contiguous last axis, copied where it must."""
+    tensor = tensor.to(dtype)
+    if tensor.stride(-1) == 1 or tensor.shape[-1] == 1:
+        return tensor
+    return heads_innermost(tensor).contiguous().permute(0, 3, 1, 2, 4)
+
+
+def _columns(tensor: Tensor) -> Tensor:
+    """(B, M, H, W, x) as one matrix per column, (B, M, W, H, x)."""
+    return tensor.transpose(2, 3)
+
+
+def _parts(logits: Tensor, H: int, W: int) -> tuple[Tensor, Tensor]:
+    """Of (B, M, H, W, S): those of the columns (B, M, W, H, H), and of the rows (B, M, H, W, W)."""
+    start = aligned(H)
+    return _columns(logits[..., :H]), logits[..., start : start + W]
+
+
+def _fill_padding(logits: Tensor, H: int, W: int, number: float) -> None:
+    start = aligned(H)
+    logits[..., H:start] = number
+    logits[..., start + W :] = number
+
+
+def _batches(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Views (batch, rows, columns) of tensors (B, M, N, rows, columns), as few as their strides allow."""
+    sizes = tensors[0].shape[:3]
+    axes = [n for n in range(3) if sizes[n] > 1] or [2]
+
+    def merges(order: Sequence[int]) -> bool:
+        pairs = list(pairwise(order))
+        return all(t.stride(outer) == t.stride(inner) * sizes[inner] for t in tensors for outer, inner in pairs)
+
+    orders = [order for length in range(1, len(axes) + 1) for order in permutations(axes, length) if merges(order)]
+    batch = max(orders, key=lambda order: math.prod(sizes[n] for n in order))
+    rest = [n for n in range(3) if n not in batch]
+    views = [t.permute(*rest, *batch, 3, 4) for t in tensors]
+    for index in product(*(range(sizes[n]) for n in rest)):
+        yield tuple(view[index].flatten(0, -3) for view in views)
+
+
+def _multiply(result: Tensor, left: Tensor, right: Tensor, *, add: bool = False, scale: float = 1.0) -> None:
+    """``result`` = scale * left @ right, or what it holds and that, all (B, M, N, rows, columns)."""
+    beta = 1 if add else 0
+    for c, a, b in _batches(result, left, right):
+        if a.dtype == c.dtype:
+            c.baddbmm_(a, b, beta=beta, alpha=scale)
+        else:
+            torch.ops.aten.baddbmm.dtype_out(c, a, b, c.dtype, beta=beta, alpha=scale, out=c)
+
+
+def _write_weights(
+    query: Tensor | None, key: Tensor | None, position_logits: Tensor | None, scale: float, logits: Tensor
+) -> None:
+    """Fill a scratch (B, M, H, W, S) with the softmax over each query's keys, 0 where all are masked."""
+    H, W = logits.shape[2:4]
+    column, row = _parts(logits, H, W)
+    _fill_padding(logits, H, W, float("-inf"))
+    if position_logits is not None:
+        column.copy_(_columns(position_logits[..., :H]))
+        row.copy_(position_logits[..., H:])
+    if query is not None and key is not None:
+        add = position_logits is not None
+        _multiply(column, _columns(query), _columns(key).mT, add=add, scale=scale)
+        _multiply(row, query, key.mT, add=add, scale=scale)
+    column.diagonal(dim1=3, dim2=4).fill_(float("-inf"))  # the own position counts in the row
+    scratch = heads_innermost(logits)
+    masked = None
+    if position_logits is not None:
+        masked = scratch.amax(-1, keepdim=True) == float("-inf")
+    torch.softmax(scratch, -1, out=scratch)
+    if masked is not None:
+        scratch.masked_fill_(masked, 0)
+
+
+def _mix(result: Tensor, column: Tensor, row: Tensor, tensor: Tensor, scale: float = 1.0) -> None:
+    """``result`` = the sum of both parts' products with ``tensor``; both (B, M, H, W, x)."""
+    total = result if result.dtype == tensor.dtype else torch.empty_like(result, dtype=tensor.dtype)
+    _multiply(_columns(total), column, _columns(tensor), scale=scale)
+    _multiply(total, row, tensor, add=True, scale=scale)
+    if total is not result:
+        result.copy_(total)
+
+
+def forward(terms: Terms, scale: float, output: Tensor, weights: Tensor) -> None:
+    """Write the output (B, M, H, W, dv) and the weights (B, M, H, W, S)."""
+    H, W = weights.shape[2:4]
+    dtype, arithmetic = _operand_dtype(terms[2]), arithmetic_dtype(terms[2].dtype)
+    query, key, value = (None if t is None else _packed(t, dtype) for t in terms[:3])
+    assert value is not None
+    logits = weights if weights.dtype == arithmetic else torch.empty_like(weights, dtype=arithmetic)
+    _write_weights(query, key, terms[3], scale, logits)
+    if logits is not weights:
+        weights.copy_(logits)
+    _mix(output, *_parts(weights if weights.dtype == dtype else logits, H, W), value)
+
+
+def backward(grad_output: Tensor, terms: Terms, weights: Tensor, scale: float, grads: Sequence[Tensor | None]) -> None:
+    """Fill the wanted gradients (those not None) of query, key, value and position logits."""
+    H, W = weights.shape[2:4]
+    dtype, arithmetic = _operand_dtype(terms[2]), arithmetic_dtype(terms[2].dtype)
+    query, key, value, gradient = (None if t is None else _packed(t, dtype) for t in (*terms[:3], grad_output))
+    assert value is not None
+    assert gradient is not None
+    grad_query, grad_key, grad_value, grad_position = grads
+    weights_read = weights.to(dtype)
+    if grad_value is not None:
+        column, row = _parts(weights_read, H, W)
+        _mix(grad_value, column.mT, row.mT, gradient)
+    if grad_query is None and grad_key is None and grad_position is None:
+        return
+    slopes = torch.empty_like(weights, dtype=arithmetic)
+    _fill_padding(slopes, H, W, 0)
+    column, row = _parts(slopes, H, W)
+    _multiply(column, _columns(gradient), _columns(value).mT)
+    _multiply(row, gradient, value.mT)
+    scratch, probabilities = heads_innermost(slopes), heads_innermost(weights.to(arithmetic))
+    torch.ops.aten._softmax_backward_data.out(scratch, probabilities, -1, arithmetic, grad_input=scratch)
+    if grad_position is not None:
+        shape = (*grad_position.shape[:4], H)
+        grad_position[..., :H] = _columns(column).sum_to_size(shape)
+        grad_position[..., H:] = row.sum_to_size((*shape[:4], W))
+    column, row = _parts(slopes.to(dtype), H, W)
+    if grad_query is not None and key is not None:
+        _mix(grad_query, column, row, key, scale)
+    if grad_key is not None and query is not None:
+        _mix(grad_key, column.mT, row.mT, query, scale)

@@ -1,0 +1,236 @@
+"""Region "criss-cross": attention to the keys in the row and in the column of each query.
+
+Criss-cross attention (CCNet) and bilateral criss-cross attention are this operator, without and with position
+logits. It is batched matrix products around one softmax, on every device (``_criss_cross_products``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import _criss_cross_products as products
+from . import reference
+from ._arguments import autocast_dtype, check_dim, check_tensors
+from ._criss_cross_products import Terms
+
+_HAS_OPERATORS = hasattr(torch.library, "custom_op")  # torch >= 2.4
+
+
+def criss_cross_attention(
+    query: Tensor | None,
+    key: Tensor | None,
+    value: Tensor,
+    position_logits: Tensor | None = None,
+    *,
+    scale: float = 1.0,
+) -> Tensor:
+    """Attend from every position of a map to its column and its row (Huang et al. 2019; Thesis, section 3.3).
+
+    The weight of key k for query q = (h, w) is the softmax over the H + W - 1 positions of column w and row h of
+
+        scale * query[q]·key[k] + position_logits[q, k]
+
+    with an absent term 0. The query's own position, in both, counts once: in the row. Its entry in the column, number
+    h, is read as -inf and gets no gradient. A logit of -inf masks; a query whose keys are all masked gets zeros.
+    The memory beyond arguments and results is that of the weights, H + W numbers per query and head, which are kept
+    for the gradient, and in the gradient twice that. Strided views are read without a copy where the last axis is
+    contiguous and the dtype is not a half on the CPU.
+
+    Args:
+        query: (B, M, H, W, d); None, together with ``key``, for position logits alone.
+        key: (B, M, H, W, d).
+        value: (B, M, H, W, dv).
+        position_logits: (B, M, H, W, H + W), of size 1 where it does not depend on batch or head: first of the H rows
+            of the query's column, then of the W columns of its row; None for content alone.
+        scale: Factor of the content term.
+
+    Returns:
+        (B, M, H, W, dv).
+
+    Raises:
+        ValueError: a shape or a device does not fit, or the map has no position.
+        TypeError: the tensors are not floating or not of one dtype.
+    """
+    terms = (query, key, value, position_logits)
+    _check(*terms)
+    dtype = autocast_dtype(value.device.type)
+    if dtype is not None:
+        terms = tuple(t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in terms)  # type: ignore
+        with torch.autocast(value.device.type, enabled=False):
+            return _attend(terms, float(scale))
+    return _attend(terms, float(scale))
+
+
+def _attend(terms: Terms, scale: float) -> Tensor:
+    if not _HAS_OPERATORS or torch.onnx.is_in_onnx_export():  # ONNX knows no operators of ours
+        return reference.criss_cross_attention(*terms, scale)
+    return torch.ops.attn_plugins.criss_cross_attention(*terms, scale)[0]
+
+
+def _check(query: Tensor | None, key: Tensor | None, value: Tensor, position_logits: Tensor | None) -> None:
+    check_tensors("value", value=value, query=query, key=key, position_logits=position_logits)
+    check_dim("value", value, "(B, M, H, W, dv)")
+    B, M, H, W, _ = value.shape
+    if H * W == 0:
+        raise ValueError(f"value must have at least one position, got shape {tuple(value.shape)}")
+    if (query is None) != (key is None):
+        raise ValueError("query and key must be given together, or both be None for position logits alone")
+    if query is None and position_logits is None:
+        raise ValueError("query and key, or position_logits, must be given")
+    if query is not None and key is not None:
+        check_dim("query", query, "(B, M, H, W, d)")
+        if query.shape[:4] != (B, M, H, W):
+            raise ValueError(f"query must have value's first axes {(B, M, H, W)}, got shape {tuple(query.shape)}")
+        if key.shape != query.shape:
+            raise ValueError(f"key must have query's shape {tuple(query.shape)}, got {tuple(key.shape)}")
+    if position_logits is not None:
+        shape = (B, M, H, W, H + W)
+        check_dim("position_logits", position_logits, "(B, M, H, W, H + W)")
+        fits = position_logits.shape[2:] == shape[2:]
+        if not fits or any(n not in (1, m) for n, m in zip(position_logits.shape[:2], shape[:2])):
+            raise ValueError(
+                f"position_logits must have shape {shape}, H + W logits per query, or size 1 in either of the first "
+                f"two axes, got {tuple(position_logits.shape)}"
+            )
+
+
+# --- the operators: kernels, fake functions, gradients, FLOPs -----------------------------------------------------
+
+
+def _outputs(value: Tensor) -> tuple[Tensor, Tensor]:
+    """Uninitialised output and weights, heads innermost but for the width as a projection wants them."""
+    B, M, H, W, dv = value.shape
+    width = products.aligned(H) + products.aligned(W)
+    output, weights = value.new_empty((B, H, W, M, dv)), value.new_empty((B, H, W, M, width))
+    return output.permute(0, 3, 1, 2, 4), weights.permute(0, 3, 1, 2, 4)
+
+
+def _gradients(terms: Terms, needs: Sequence[bool]) -> list[Tensor]:
+    """Uninitialised gradients, laid out as what they are the gradients of; empty where not needed."""
+    value = terms[2]
+    return [torch.empty_like(t) if t is not None and need else value.new_empty(0) for t, need in zip(terms, needs)]
+
+
+def _forward(query, key, value, position_logits, scale):
+    output, weights = _outputs(value)
+    with torch.autocast(value.device.type, enabled=False):
+        if output.numel() == 0:
+            weights.zero_()
+        else:
+            products.forward((query, key, value, position_logits), scale, output, weights)
+    return output, weights
+
+
+def _backward(grad_output, query, key, value, position_logits, weights, scale, needs):
+    terms = query, key, value, position_logits
+    results = _gradients(terms, needs)
+    with torch.autocast(value.device.type, enabled=False):
+        if grad_output.numel() == 0:
+            for grad in results:
+                grad.zero_()
+        else:
+            grads = [g if t is not None and need else None for t, g, need in zip(terms, results, needs)]
+            products.backward(grad_output, terms, weights, scale, grads)
+    return tuple(results)
+
+
+def _fake_forward(query, key, value, position_logits, scale):
+    return _outputs(value)
+
+
+def _fake_backward(grad_output, query, key, value, position_logits, weights, scale, needs):
+    return tuple(_gradients((query, key, value, position_logits), needs))
+
+
+def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
+    *terms, ctx.scale = inputs
+    ctx.save_for_backward(*terms, output[1])
+
+
+def _differentiate(ctx: Any, grad_output: Tensor | None, _: Tensor | None) -> tuple:
+    *terms, weights = ctx.saved_tensors
+    needs = list(ctx.needs_input_grad[:4])
+    if grad_output is None:
+        return (None,) * 5
+    grads = torch.ops.attn_plugins.criss_cross_attention_backward(grad_output, *terms, weights, ctx.scale, needs)
+    return (*(grad if need else None for grad, need in zip(grads, needs)), None)
+
+
+def _setup_context_double(ctx: Any, inputs: tuple, output: tuple) -> None:
+    grad_output, *terms, _, ctx.scale, ctx.needs = inputs
+    ctx.save_for_backward(grad_output, *terms)
+
+
+def _differentiate_twice(ctx: Any, *grads: Tensor | None) -> tuple:
+    """Differentiate the reference twice: the weights are a function of the terms, not a variable."""
+    create_graph = torch.is_grad_enabled()
+    wanted = ctx.needs_input_grad[:5]
+    with torch.enable_grad():
+        grad_output, *terms = (
+            t if t is None or (create_graph and t.requires_grad) else t.detach().requires_grad_()
+            for t in ctx.saved_tensors
+        )
+        output = reference.criss_cross_attention(*terms, ctx.scale)
+        chosen = [(t, g) for t, g, need in zip(terms, grads, ctx.needs) if t is not None and need and g is not None]
+        first = torch.autograd.grad(output, [t for t, _ in chosen], grad_output, create_graph=True)
+        variables = (grad_output, *terms)
+        second = torch.autograd.grad(
+            first,
+            [t for t, want in zip(variables, wanted) if want],
+            [g for _, g in chosen],
+            create_graph=create_graph,
+            allow_unused=True,
+        )
+    found = iter(second)
+    return (*(next(found) if want else None for want in wanted), None, None, None)
+
+
+Shape = tuple[int, ...]
+
+
+def _operations(query_shape: Shape | None, value_shape: Shape) -> tuple[int, int]:
+    """Of one content product and of one value product; the own position counts in both parts."""
+    B, M, H, W, dv = value_shape
+    pairs = 2 * B * M * H * W * (H + W)
+    return (0 if query_shape is None else pairs * query_shape[4]), pairs * dv
+
+
+def _flops(query, key, value, *args, out_shape=None, **kwargs):
+    """Two per multiply-add of both products."""
+    return sum(_operations(query, value))
+
+
+def _flops_backward(grad_output, query, key, value, *args, out_shape=None, **kwargs):
+    """Gradients of query and key; gradients of weights and value."""
+    content, mixing = _operations(query, value)
+    return 2 * content + 2 * mixing
+
+
+if _HAS_OPERATORS:
+    from torch.utils.flop_counter import register_flop_formula
+
+    _TERMS = "Tensor? query, Tensor? key, Tensor value, Tensor? position_logits"
+    _criss_cross_attention = torch.library.custom_op(
+        "attn_plugins::criss_cross_attention",
+        _forward,
+        mutates_args=(),
+        schema=f"({_TERMS}, float scale) -> (Tensor output, Tensor weights)",
+    )
+    _criss_cross_attention_backward = torch.library.custom_op(
+        "attn_plugins::criss_cross_attention_backward",
+        _backward,
+        mutates_args=(),
+        # Gradients that are not needed come back empty.
+        schema=f"(Tensor grad_output, {_TERMS}, Tensor weights, float scale, bool[] needs) "
+        "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_position_logits)",
+    )
+    _criss_cross_attention.register_fake(_fake_forward)
+    _criss_cross_attention_backward.register_fake(_fake_backward)
+    _criss_cross_attention.register_autograd(_differentiate, setup_context=_setup_context)
+    _criss_cross_attention_backward.register_autograd(_differentiate_twice, setup_context=_setup_context_double)
+    register_flop_formula(torch.ops.attn_plugins.criss_cross_attention)(_flops)
+    register_flop_formula(torch.ops.attn_plugins.criss_cross_attention_backward)(_flops_backward)
