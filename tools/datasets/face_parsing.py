@@ -193,19 +193,31 @@ def check_files(faces: Iterable[Face]) -> None:
         raise ValueError(f"{len(missing)} listed files are missing: {', '.join(map(str, missing[:3]))}{more}")
 
 
+def without_exif(jpeg: bytes) -> bytes:
+    """The file less its EXIF segments; the compressed pixels stay as they are."""
+    kept, at = jpeg[:2], 2
+    while jpeg[at] == 0xFF and jpeg[at + 1] != 0xDA:  # up to the first scan
+        if jpeg[at + 1] == 0xFF:  # a fill byte
+            kept, at = kept + jpeg[at : at + 1], at + 1
+            continue
+        end = at + 2 + int.from_bytes(jpeg[at + 2 : at + 4], "big")
+        if jpeg[at + 1] != 0xE1 or jpeg[at + 4 : at + 10] != b"Exif\0\0":
+            kept += jpeg[at:end]
+        at = end
+    return kept + jpeg[at:]
+
+
 def write_image(face: Face, target: Path) -> tuple[int, int]:
-    """Copy the image; its (H, W). Labels follow the stored pixels: a tag that would turn them goes."""
+    """Copy the image; its (H, W). Labels follow the stored pixels, so a tag by which readers turn them goes."""
     try:
-        with Image.open(face.image) as image:
+        with Image.open(face.image, formats=["JPEG"]) as image:
             image.load()
             turned = image.getexif().get(ORIENTATION, 1) != 1
-            if turned:
-                image.save(target, quality="keep", exif=b"")
             shape = image.height, image.width
     except OSError as error:
-        raise ValueError(f"{face.image} cannot be read as an image: {error}") from error
-    if not turned:
-        shutil.copyfile(face.image, target)
+        raise ValueError(f"{face.image} cannot be read as a JPEG image: {error}") from error
+    jpeg = face.image.read_bytes()
+    target.write_bytes(without_exif(jpeg) if turned else jpeg)
     return shape
 
 

@@ -1,0 +1,525 @@
+"""HELEN and LFW-PL: made-up faces in the published layouts, through the converter, mmseg's pipeline and the scores."""
+
+from __future__ import annotations
+
+import math
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from mmengine.config import Config
+from mmengine.evaluator import Evaluator
+from mmengine.registry import DATASETS as ROOT_DATASETS
+from mmengine.runner import Runner
+from mmengine.structures import PixelData
+from mmseg.datasets import BaseSegDataset
+from mmseg.registry import DATASETS, METRICS
+from mmseg.structures import SegDataSample
+from PIL import Image
+
+import attn_plugins.mmcv  # noqa: F401
+from attn_plugins.mmcv.face_parsing import FaceParsingMetric, HELENDataset, LFWPLDataset
+from tools.datasets import face_parsing as tool
+
+HELEN = {"exemplars.txt": ["100032540_1", "1001545525_1"], "tuning.txt": ["11564757_2"], "testing.txt": ["10405146_1"]}
+LFW = {
+    "parts_train.txt": ["Aaron_Eckhart 1", "Jean-Pierre_Bemba 13"],
+    "parts_validation.txt": ["Aaron_Eckhart 2"],
+    "parts_test.txt": ["Zico 3"],
+}
+SPLIT_OF = dict(zip([*HELEN, *LFW], tool.SPLITS * 2))
+SWAPPED = [0, 1, 3, 2, 5, 4, 6, 7, 8, 9, 10]  # what a mirror makes of HELEN's labels
+
+
+def draw_face(rng, H, W):
+    """(H, W) labels 0 to 10 of a face in hair, somewhere near the middle."""
+    labels = np.zeros((H, W), np.uint8)
+    y, x = np.mgrid[:H, :W]
+    y, x = y - H / 2 + rng.integers(-2, 3), x - W / 2 + rng.integers(-2, 3)
+    labels[(y / (0.45 * H)) ** 2 + (x / (0.4 * W)) ** 2 < 1] = 10
+    labels[((y - 2) / (0.38 * H)) ** 2 + (x / (0.3 * W)) ** 2 < 1] = 1
+    for label, top, left, height, width in (
+        (2, -10, -11, 3, 8),
+        (3, -10, 3, 3, 8),
+        (4, -6, -10, 3, 6),
+        (5, -6, 4, 3, 6),
+        (6, -5, -2, 9, 4),
+        (7, 6, -6, 2, 12),
+        (8, 8, -6, 2, 12),
+        (9, 10, -6, 3, 12),
+    ):
+        labels[(y >= top) & (y < top + height) & (x >= left) & (x < left + width)] = label
+    return labels
+
+
+def photograph(rng, labels, palette):
+    """The face in its palette's colours, with noise."""
+    pixels = np.asarray(palette)[labels] + rng.normal(0, 12, (*labels.shape, 3))
+    return Image.fromarray(pixels.clip(0, 255).astype(np.uint8))
+
+
+def soft_maps(rng, labels):
+    """Eleven maps in which the true label leads by at least one grey level."""
+    maps = rng.integers(0, 100, (11, *labels.shape))
+    np.put_along_axis(maps, labels[None].astype(int), rng.integers(100, 256, (1, *labels.shape)), 0)
+    return maps.astype(np.uint8)
+
+
+@pytest.fixture
+def helen(tmp_path):
+    """A folder as ``SmithCVPR2013_dataset_resized``, and its true labels by name."""
+    rng, folder, truth = np.random.default_rng(0), tmp_path / "SmithCVPR2013_dataset_resized", {}
+    (folder / "images").mkdir(parents=True)
+    for n, (file, names) in enumerate(HELEN.items()):
+        (folder / file).write_text("".join(f"{i} , {name} \r\n" for i, name in enumerate(names, 1)))
+        for name in names:
+            truth[name] = draw_face(rng, 48 + 2 * n, 64)
+            photograph(rng, truth[name], tool.HELEN_PALETTE).save(folder / f"images/{name}.jpg", quality=95)
+            (folder / "labels" / name).mkdir(parents=True)
+            for label, pixels in enumerate(soft_maps(rng, truth[name])):
+                Image.fromarray(pixels).save(folder / f"labels/{name}/{name}_lbl{label:02d}.png")
+    return folder, truth
+
+
+@pytest.fixture
+def lfw(tmp_path):
+    """A folder with LFW-PL's three lists and two archives, and the true labels by name."""
+    rng, folder, truth = np.random.default_rng(1), tmp_path / "lfw", {}
+    (folder / "parts_lfw_funneled_gt_images").mkdir(parents=True)
+    for file, lines in LFW.items():
+        (folder / file).write_text("\n".join(lines) + "\n")
+        for person, number in map(str.split, lines):
+            name = f"{person}_{int(number):04d}"
+            labels = draw_face(rng, 50, 60)
+            truth[name] = np.select([labels == 0, labels == 10], [0, 2], 1).astype(np.uint8)
+            (folder / "lfw_funneled" / person).mkdir(parents=True, exist_ok=True)
+            photograph(rng, labels, tool.HELEN_PALETTE).save(folder / f"lfw_funneled/{person}/{name}.jpg")
+            colours = np.asarray([[0, 0, 255], [0, 255, 0], [255, 0, 0]], np.uint8)[truth[name]]
+            Image.fromarray(colours).save(folder / f"parts_lfw_funneled_gt_images/{name}.ppm")
+    return folder, truth
+
+
+def dataset(kind, root, split="train", pipeline=(), **options):
+    prefix = dict(img_path=f"images/{split}", seg_map_path=f"labels/{split}")
+    return DATASETS.build(
+        dict(type=kind, data_root=str(root), data_prefix=prefix, pipeline=list(pipeline), _scope_="mmseg", **options)
+    )
+
+
+LOAD = [dict(type="LoadImageFromFile"), dict(type="LoadAnnotations")]
+
+
+# The converter -------------------------------------------------------------------------------------------------------
+
+
+def test_helen_is_split_as_published_and_the_most_probable_label_wins(helen, tmp_path):
+    source, truth = helen
+    name = "11564757_2"
+    maps = [source / f"labels/{name}/{name}_lbl{n:02d}.png" for n in range(11)]
+    edited = np.stack([np.asarray(Image.open(path)) for path in maps])
+    edited[:, 0, 0] = 0  # no label at all: background
+    edited[:, 0, 1] = 7
+    edited[[3, 6], 0, 1] = 128  # equals: the first one
+    for path, pixels in zip(maps, edited):
+        Image.fromarray(pixels).save(path)
+    truth[name][0, :2] = 0, 3
+
+    assert tool.build("helen", source, tmp_path / "out") == {"train": 2, "val": 1, "test": 1}
+    written = sorted(p.relative_to(tmp_path / "out").as_posix() for p in (tmp_path / "out").rglob("*") if p.is_file())
+    split_of = {name: SPLIT_OF[file] for file, names in HELEN.items() for name in names}
+    assert written == sorted(
+        f"{kind}/{split}/{name}.{suffix}"
+        for name, split in split_of.items()
+        for kind, suffix in (("images", "jpg"), ("labels", "png"))
+    )
+    for name, split in split_of.items():
+        labels = Image.open(tmp_path / f"out/labels/{split}/{name}.png")
+        assert labels.mode == "P"
+        assert np.array_equal(labels, truth[name])
+        copied = tmp_path / f"out/images/{split}/{name}.jpg"
+        assert copied.read_bytes() == (source / f"images/{name}.jpg").read_bytes()
+
+
+def test_lfw_pl_is_split_as_published_and_its_colours_become_labels(lfw, tmp_path):
+    source, truth = lfw
+    assert tool.build("lfw_pl", source, tmp_path / "out") == {"train": 2, "val": 1, "test": 1}
+    for name, split in (
+        ("Aaron_Eckhart_0001", "train"),
+        ("Jean-Pierre_Bemba_0013", "train"),
+        ("Aaron_Eckhart_0002", "val"),
+        ("Zico_0003", "test"),
+    ):
+        assert np.array_equal(Image.open(tmp_path / f"out/labels/{split}/{name}.png"), truth[name])
+        assert (tmp_path / f"out/images/{split}/{name}.jpg").is_file()
+        assert set(np.unique(truth[name])) == {0, 1, 2}
+
+
+def test_an_image_that_viewers_turn_keeps_its_stored_pixels(helen, tmp_path):
+    source, truth = helen
+    name = "10405146_1"
+    path = source / f"images/{name}.jpg"
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    photograph(np.random.default_rng(4), truth[name], tool.HELEN_PALETTE).save(path, exif=exif)
+    stored = Image.open(path)
+    tool.build("helen", source, tmp_path / "out")
+    sample = dataset("HELENDataset", tmp_path / "out", "test", LOAD)[0]
+    assert sample["img"].shape[:2] == sample["gt_seg_map"].shape == truth[name].shape
+    written = tmp_path / f"out/images/test/{name}.jpg"
+    assert np.array_equal(Image.open(written), stored)
+    assert written.read_bytes() != path.read_bytes()
+
+
+def remove(name):
+    def change(source):
+        path = source / name
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+    return change
+
+
+def write(name, text):
+    return lambda source: (source / name).write_text(text)
+
+
+def change_image(name, change):
+    def apply(source):
+        change(Image.open(source / name)).save(source / name)
+
+    return apply
+
+
+def narrower(image):
+    return image.crop((0, 0, image.width - 1, image.height))
+
+
+def one_white_pixel(image):
+    image.putpixel((5, 3), (255, 255, 255))
+    return image
+
+
+FIRST = "labels/100032540_1/100032540_1_lbl"
+GT = "parts_lfw_funneled_gt_images"
+
+
+@pytest.mark.parametrize(
+    "kind, spoil, message",
+    [
+        ("helen", remove("tuning.txt"), r"lacks tuning.txt: name the folder"),
+        ("helen", remove("labels"), r"lacks labels/: name the folder"),
+        ("helen", remove(f"{FIRST}10.png"), r"1 listed files are missing: .*_lbl10.png"),
+        ("helen", remove("labels/100032540_1"), r"11 listed files are missing: .*_lbl02.png and 8 more"),
+        ("helen", remove("images/10405146_1.jpg"), r"1 listed files are missing: .*10405146_1.jpg"),
+        ("helen", write("tuning.txt", "1 11564757_2\n"), r"tuning.txt, line 1: expected one like '1 , 1000"),
+        ("helen", write("tuning.txt", "1 , ../11564757_2\n"), r"tuning.txt, line 1: expected one like"),
+        ("helen", write("tuning.txt", "\n"), r"tuning.txt lists no face"),
+        ("helen", write("testing.txt", "1 , 11564757_2\n"), r"twice: tuning.txt, line 1 and testing.txt, line 1"),
+        ("helen", change_image(f"{FIRST}04.png", narrower), r"_lbl04.png has 48x63 pixels, .*_lbl00.png .* 48x64"),
+        ("helen", change_image("images/100032540_1.jpg", narrower), r"has 48x63 pixels, its labels .* 48x64"),
+        ("helen", change_image(f"{FIRST}04.png", lambda i: i.convert("RGB")), r"must be an 8-bit L image, got RGB"),
+        ("helen", write(f"{FIRST}04.png", "not an image"), r"_lbl04.png cannot be read as an image"),
+        ("helen", write("images/11564757_2.jpg", "not an image"), r"11564757_2.jpg cannot be read as a JPEG image"),
+        ("lfw_pl", remove("parts_test.txt"), r"lacks parts_test.txt"),
+        ("lfw_pl", remove(GT), r"lacks parts_lfw_funneled_gt_images/"),
+        ("lfw_pl", remove("lfw_funneled/Zico"), r"1 listed files are missing: .*Zico_0003.jpg"),
+        ("lfw_pl", write("parts_test.txt", "Zico\n"), r"parts_test.txt, line 1: expected one like 'Aaron_Eckhart 1'"),
+        ("lfw_pl", change_image(f"{GT}/Zico_0003.ppm", narrower), r"has 50x60 pixels, its labels .* 50x59"),
+        ("lfw_pl", change_image(f"{GT}/Zico_0003.ppm", one_white_pixel), r"\(255, 255, 255\) at row 3, column 5"),
+    ],
+)
+def test_a_folder_that_is_not_as_published_is_named_and_leaves_nothing(kind, spoil, message, request, tmp_path):
+    source, _ = request.getfixturevalue("helen" if kind == "helen" else "lfw")
+    spoil(source)
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(ValueError, match=message):
+        tool.build(kind, source, tmp_path / "out")
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_what_stands_there_is_spared(lfw, tmp_path):
+    source, _ = lfw
+    (tmp_path / "out").mkdir()
+    tool.build("lfw_pl", source, tmp_path / "out")  # an empty folder is as good as none
+    kept = sorted((tmp_path / "out").rglob("*"))
+    with pytest.raises(ValueError, match="exists already; remove it or name another folder"):
+        tool.build("lfw_pl", source, tmp_path / "out")
+    assert sorted((tmp_path / "out").rglob("*")) == kept
+
+
+def test_command_line(lfw, tmp_path, capsys):
+    assert tool.main(["lfw_pl", str(lfw[0]), str(tmp_path / "out")]) == 0
+    shown = capsys.readouterr().out
+    assert "parts_train.txt lists 2 faces, the published one 1500" in shown
+    assert f"2 train, 1 val, 1 test faces in {tmp_path / 'out'}" in shown
+    with pytest.raises(SystemExit) as stop:
+        tool.main(["helen", str(lfw[0]), str(tmp_path / "other")])
+    assert stop.value.code == 2
+    assert "lacks exemplars.txt, tuning.txt, testing.txt, images/, labels/" in capsys.readouterr().err
+
+
+# The data sets -------------------------------------------------------------------------------------------------------
+
+
+def test_mmsegs_pipeline_loads_helen_and_a_mirror_swaps_left_and_right(helen, tmp_path):
+    source, truth = helen
+    tool.build("helen", source, tmp_path / "out")
+    mirror = dict(type="RandomFlip", prob=1.0, direction="horizontal", swap_seg_labels=[(2, 3), (4, 5)])
+    plain = dataset("HELENDataset", tmp_path / "out", "train", [*LOAD, dict(type="PackSegInputs")])
+    mirrored = dataset("HELENDataset", tmp_path / "out", "train", [*LOAD, mirror, dict(type="PackSegInputs")])
+    assert isinstance(plain, HELENDataset)
+    assert isinstance(plain, BaseSegDataset)
+    assert len(plain) == len(mirrored) == 2
+    for name, sample, flipped in zip(HELEN["exemplars.txt"], plain, mirrored):
+        labels = sample["data_samples"].gt_sem_seg.data
+        assert sample["inputs"].shape == (3, *truth[name].shape)
+        assert labels.shape == (1, *truth[name].shape)
+        assert np.array_equal(labels[0], truth[name])
+        assert set(labels.unique().tolist()) == set(range(11))
+        expected = np.asarray(SWAPPED)[truth[name]][:, ::-1]
+        assert np.array_equal(flipped["data_samples"].gt_sem_seg.data[0], expected)
+
+
+def test_mmsegs_pipeline_loads_lfw_pl(lfw, tmp_path):
+    source, truth = lfw
+    tool.build("lfw_pl", source, tmp_path / "out")
+    data = dataset("LFWPLDataset", tmp_path / "out", "val", [*LOAD, dict(type="PackSegInputs")], test_mode=True)
+    assert isinstance(data, LFWPLDataset)
+    assert np.array_equal(data[0]["data_samples"].gt_sem_seg.data[0], truth["Aaron_Eckhart_0002"])
+
+
+def test_classes_and_palettes_are_those_of_the_converter():
+    assert len(HELENDataset.METAINFO["classes"]) == tool.HELEN_MAPS == len(tool.HELEN_PALETTE)
+    assert [tuple(colour) for colour in HELENDataset.METAINFO["palette"]] == list(tool.HELEN_PALETTE)
+    assert [tuple(colour) for colour in LFWPLDataset.METAINFO["palette"]] == list(tool.LFW_PL_COLOURS)
+    assert LFWPLDataset.METAINFO["classes"] == ("background", "skin", "hair")
+
+
+def test_some_of_the_classes_by_name(helen, tmp_path):
+    source, truth = helen
+    tool.build("helen", source, tmp_path / "out")
+    data = dataset("HELENDataset", tmp_path / "out", "test", LOAD, metainfo=dict(classes=("nose", "hair")))
+    want = np.select([truth["10405146_1"] == 6, truth["10405146_1"] == 10], [0, 1], 255)
+    assert np.array_equal(data[0]["gt_seg_map"], want)
+
+
+def test_a_missing_mask_is_told_when_the_data_set_is_made(lfw, tmp_path):
+    tool.build("lfw_pl", lfw[0], tmp_path / "out")
+    (tmp_path / "out/labels/train/Aaron_Eckhart_0001.png").unlink()
+    with pytest.raises(
+        FileNotFoundError, match=r"1 files of 2 faces are missing, .*Aaron_Eckhart_0001.png first: `pyth"
+    ):
+        dataset("LFWPLDataset", tmp_path / "out")
+    images = dataset("LFWPLDataset", tmp_path / "out", seg_map_suffix=".png", lazy_init=True)
+    images.data_prefix.pop("seg_map_path")  # inference: there are no labels
+    assert len(images.load_data_list()) == 2
+    (tmp_path / "names.txt").write_text("Zico_0003\nZico_0004\n")
+    with pytest.raises(FileNotFoundError, match=r"2 files of 2 faces are missing, .*images/test/Zico_0004.jpg first"):
+        dataset("LFWPLDataset", tmp_path / "out", "test", ann_file=str(tmp_path / "names.txt"))
+    shutil.rmtree(tmp_path / "out/images/val")
+    (tmp_path / "out/images/val").mkdir()
+    with pytest.raises(FileNotFoundError, match=r"images/val holds no image \*.jpg: `python -m tools.datasets"):
+        dataset("LFWPLDataset", tmp_path / "out", "val")
+
+
+def test_names_need_mmseg_only_when_they_are_built(python):
+    shown = python(
+        "import sys; sys.modules['mmseg'] = None\n"
+        "import attn_plugins.mmcv\n"
+        "from mmengine.registry import DATASETS, METRICS\n"
+        "for name in 'HELENDataset', 'LFWPLDataset', 'FaceParsingMetric':\n"
+        "    try: (METRICS if 'Metric' in name else DATASETS).build(dict(type=name))\n"
+        "    except ImportError as error: print(error)\n"
+    ).stdout
+    for name in ("HELENDataset", "LFWPLDataset", "FaceParsingMetric"):
+        assert f"{name} belongs to mmsegmentation: pip install" in shown
+    shown = python(
+        "import sys, attn_plugins.mmcv\n"
+        "print('before:', 'mmseg' in sys.modules)\n"
+        "from mmseg.registry import METRICS\n"
+        "print('built:', METRICS.build(dict(type='FaceParsingMetric', ignore_index=7)).ignore_index)\n"
+        "print('then:', METRICS.get('FaceParsingMetric'))\n"
+    ).stdout.splitlines()
+    assert {"before: False", "built: 7", f"then: {FaceParsingMetric}"} <= set(shown)
+    assert ROOT_DATASETS.get("HELENDataset") is HELENDataset
+
+
+# The scores ----------------------------------------------------------------------------------------------------------
+
+
+def samples_of(predictions, truths):
+    made = []
+    for n, (predicted, truth) in enumerate(zip(predictions, truths)):
+        sample = SegDataSample(metainfo=dict(img_path=f"face_{n}.jpg"))
+        sample.pred_sem_seg = PixelData(data=torch.as_tensor(predicted)[None])
+        sample.gt_sem_seg = PixelData(data=torch.as_tensor(truth)[None])
+        made.append(sample)
+    return made
+
+
+def evaluate(metric, data, predictions, truths):
+    evaluator = Evaluator(metric)
+    evaluator.dataset_meta = data.METAINFO
+    for sample in samples_of(predictions, truths):
+        evaluator.process([sample])
+    return evaluator.evaluate(len(predictions))
+
+
+def f1_by_loops(predictions, truths, members):
+    hits = false_alarms = misses = 0
+    for predicted, truth in zip(predictions, truths):
+        for row, column in np.ndindex(*truth.shape):
+            if truth[row, column] == 255:
+                continue
+            found, there = predicted[row, column] in members, truth[row, column] in members
+            hits += found and there
+            false_alarms += found and not there
+            misses += there and not found
+    precision, recall = hits / (hits + false_alarms), hits / (hits + misses)
+    return 100 * 2 * precision * recall / (precision + recall)
+
+
+def noisy_faces(count=3, wrong=0.4):
+    """(predictions, truths): int64 and uint8 (H, W) of different sizes, with pixels to ignore."""
+    rng = np.random.default_rng(5)
+    truths = [draw_face(rng, 40 + n, 44 + 3 * n) for n in range(count)]
+    predictions = [np.where(rng.random(t.shape) < wrong, rng.integers(0, 11, t.shape), t) for t in truths]
+    for truth in truths:
+        truth[rng.random(truth.shape) < 0.1] = 255
+    return predictions, truths
+
+
+def test_scores_of_table_4_3_against_loops():
+    predictions, truths = noisy_faces()
+    scores = evaluate(METRICS.build(dict(type="FaceParsingMetric", _scope_="mmseg")), HELENDataset, predictions, truths)
+    members = {name.replace(" ", "_"): {n} for n, name in enumerate(HELENDataset.METAINFO["classes"])}
+    members |= dict(brows={2, 3}, eyes={4, 5}, mouth={7, 8, 9}, overall={2, 3, 4, 5, 6, 7, 8, 9})
+    assert set(scores) == {f"face/{name}" for name in members} | {"face/accuracy"}
+    for name, labels in members.items():
+        assert scores[f"face/{name}"] == pytest.approx(f1_by_loops(predictions, truths, labels)), name
+    right = sum(int(((p == t) & (t != 255)).sum()) for p, t in zip(predictions, truths))
+    assert scores["face/accuracy"] == pytest.approx(100 * right / sum(int((t != 255).sum()) for t in truths))
+
+
+def test_a_group_is_one_label():
+    truth = draw_face(np.random.default_rng(2), 48, 64)
+    swapped = np.asarray(SWAPPED)[truth]  # every left part taken for the right one
+    scores = evaluate(FaceParsingMetric(), HELENDataset, [swapped], [truth])
+    assert scores["face/left_eye"] == scores["face/right_brow"] == 0
+    assert scores["face/eyes"] == scores["face/brows"] == scores["face/overall"] == scores["face/nose"] == 100
+    assert scores["face/accuracy"] < 100
+
+
+def test_scores_of_table_4_4_and_own_groups():
+    rng = np.random.default_rng(3)
+    truths = [rng.integers(0, 3, (9, 13)) for _ in range(2)]
+    predictions = [rng.integers(0, 3, (9, 13)) for _ in range(2)]
+    scores = evaluate(FaceParsingMetric(), LFWPLDataset, predictions, truths)
+    assert set(scores) == {"face/background", "face/skin", "face/hair", "face/accuracy"}
+    assert scores["face/hair"] == pytest.approx(f1_by_loops(predictions, truths, {2}))
+    metric = FaceParsingMetric(groups=dict(head=["skin", "hair", "hair"]), prefix="test")
+    scores = evaluate(metric, LFWPLDataset, predictions, truths)
+    assert scores["test/head"] == pytest.approx(f1_by_loops(predictions, truths, {1, 2}))
+
+
+def test_a_class_that_is_nowhere_has_no_score():
+    zeros = np.zeros((3, 4), np.int64)
+    scores = evaluate(FaceParsingMetric(), LFWPLDataset, [zeros], [zeros])
+    assert scores["face/background"] == scores["face/accuracy"] == 100
+    assert math.isnan(scores["face/hair"])
+    nothing = evaluate(FaceParsingMetric(), LFWPLDataset, [zeros], [zeros + 255])
+    assert all(math.isnan(score) for score in nothing.values())
+
+
+@pytest.mark.parametrize(
+    "predicted, truth, options, message",
+    [
+        (np.zeros((3, 4), int), np.zeros((4, 3), int), {}, r"\(1, 3, 4\) and truth \(1, 4, 3\) of face_0.jpg differ"),
+        (np.zeros((3, 4), int), np.full((3, 4), 3), {}, r"true labels of face_0.jpg must be from 0 to 2, got from 3"),
+        (np.full((3, 4), -1), np.zeros((3, 4), int), {}, r"predicted labels of face_0.jpg .* got from -1 to -1"),
+        (np.zeros((3, 4), int), np.zeros((3, 4), int), dict(groups=dict(a=["ear"])), r"groups\['a'\] has \['ear'\]"),
+        (np.zeros((3, 4), int), np.zeros((3, 4), int), dict(groups=dict(hair=["skin"])), r"groups has 'hair'"),
+        (None, None, dict(groups=dict(a=[])), r"groups\['a'\] must be a sequence of class names, got \[\]"),
+        (None, None, dict(groups=dict(a="hair")), r"groups\['a'\] must be a sequence of class names, got 'hair'"),
+    ],
+)
+def test_bad_input_to_the_scores(predicted, truth, options, message):
+    with pytest.raises(ValueError, match=message):
+        evaluate(FaceParsingMetric(**options), LFWPLDataset, [predicted], [truth])
+
+
+def test_the_scores_need_class_names():
+    with pytest.raises(ValueError, match="dataset_meta must have 'classes'"):
+        FaceParsingMetric().process({}, [])
+
+
+# All of it -----------------------------------------------------------------------------------------------------------
+
+
+def test_mmengines_runner_trains_and_scores_helen(helen, tmp_path):
+    tool.build("helen", helen[0], tmp_path / "out")
+    norm = dict(type="BN", requires_grad=True)
+
+    def loader(split, pipeline, **options):
+        prefix = dict(img_path=f"images/{split}", seg_map_path=f"labels/{split}")
+        data = dict(type="HELENDataset", data_root=str(tmp_path / "out"), data_prefix=prefix, pipeline=pipeline)
+        return dict(batch_size=2, num_workers=0, dataset=data, **options)
+
+    resize = dict(type="Resize", scale=(64, 48), keep_ratio=False)
+    flip = dict(type="RandomFlip", prob=0.5, swap_seg_labels=[(2, 3), (4, 5)])
+    pack = dict(type="PackSegInputs")
+    config = Config(
+        dict(
+            default_scope="mmseg",
+            custom_imports=dict(imports=["attn_plugins.mmcv"], allow_failed_imports=False),
+            work_dir=str(tmp_path / "work"),
+            randomness=dict(seed=0),
+            model=dict(
+                type="EncoderDecoder",
+                data_preprocessor=dict(
+                    type="SegDataPreProcessor", mean=[128.0] * 3, std=[64.0] * 3, size=(48, 64), seg_pad_val=255
+                ),
+                backbone=dict(
+                    type="ResNetV1c",
+                    depth=18,
+                    base_channels=16,
+                    stem_channels=16,
+                    num_stages=1,
+                    strides=(1,),
+                    dilations=(1,),
+                    out_indices=(0,),
+                    norm_cfg=norm,
+                    norm_eval=False,
+                ),
+                decode_head=dict(
+                    type="FCNHead",
+                    in_channels=16,
+                    channels=16,
+                    num_convs=1,
+                    num_classes=11,
+                    norm_cfg=norm,
+                    dropout_ratio=0.0,
+                ),
+                test_cfg=dict(mode="whole"),
+            ),
+            train_dataloader=loader("train", [*LOAD, resize, flip, pack], sampler=dict(type="InfiniteSampler")),
+            val_dataloader=loader("val", [LOAD[0], resize, LOAD[1], pack], sampler=dict(type="DefaultSampler")),
+            train_cfg=dict(type="IterBasedTrainLoop", max_iters=40, val_interval=40),
+            val_cfg=dict(type="ValLoop"),
+            val_evaluator=dict(type="FaceParsingMetric"),
+            optim_wrapper=dict(type="OptimWrapper", optimizer=dict(type="Adam", lr=0.01)),
+            default_hooks=dict(
+                logger=dict(type="LoggerHook", interval=100), checkpoint=dict(type="CheckpointHook", interval=100)
+            ),
+        )
+    )
+    runner = Runner.from_cfg(config)
+    before = runner.val()
+    runner.train()
+    after = runner.val()
+    assert after["face/accuracy"] > before["face/accuracy"] + 20
+    assert after["face/skin"] > 60
+    assert {"face/overall", "face/brows", "face/mouth", "face/upper_lip"} <= set(after)
