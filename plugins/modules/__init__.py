@@ -1,6 +1,7 @@
 """Attention modules: toolkit-free ``nn.Module``s, one idea a file."""
 
 from .augmented_conv import AAConv2d
+from .bilateral import BilateralCrissCross2d, BilateralNonLocal2d
 from .capture import attention_layers, capture_attention
 from .deformable_conv import DeformableConv1d, DeformableConv2d
 from .dynamic_conv import DynamicConv1d, DynamicConv2d
@@ -9,6 +10,8 @@ from .local_bilateral import LocalBilateralConv2d
 
 __all__ = [
     "AAConv2d",
+    "BilateralCrissCross2d",
+    "BilateralNonLocal2d",
     "DeformableConv1d",
     "DeformableConv2d",
     "DynamicConv1d",

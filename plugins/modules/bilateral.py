@@ -1,0 +1,311 @@
+"""Bilateral non-local and criss-cross attention: content and non-localized position logits (Thesis, chapter 3).
+
+Shapes: B batch, C channels, d width of queries and keys, N = H * W positions, k side of the position logits' window.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ..ops import criss_cross_attention
+from ..terms.nonlocal_position import PADDINGS, axis_index, predicted_values, realign, standardised, with_padding
+from .checks import check_map, pair
+
+SMOOTHINGS = ("sqrt_d", "zscore")
+CHUNK = 1 << 26  # logits that BilateralNonLocal2d holds at once
+
+
+class PositionPredictor(nn.Sequential):
+    """f of Eq. 3.11: an embedding and a mapping to one value for each offset, both linear.
+
+    Shapes:
+        (B, in_channels, H, W) -> (B, values, H, W)
+    """
+
+    def __init__(self, in_channels: int, width: int, values: int, **factory: Any) -> None:
+        super().__init__(nn.Conv2d(in_channels, width, 1, **factory), nn.Conv2d(width, values, 1, **factory))
+
+
+class _Bilateral(nn.Module):
+    """What both have in common: arguments, smoothing, and what ``attention_maps`` needs."""
+
+    def __init__(
+        self, in_channels: int, reduction: int, kernel_size: int | Sequence[int], padding: str, smoothing: str
+    ) -> None:
+        super().__init__()
+        for name, number in (("in_channels", in_channels), ("reduction", reduction)):
+            if not isinstance(number, int) or number < 1:
+                raise ValueError(f"{name} must be a positive int, got {number!r}")
+        if padding not in PADDINGS:
+            raise ValueError(f"padding must be one of {', '.join(PADDINGS)}, got {padding!r}")
+        if smoothing not in SMOOTHINGS:
+            raise ValueError(f"smoothing must be one of {', '.join(SMOOTHINGS)}, got {smoothing!r}")
+        if padding == "-inf" and smoothing == "zscore":
+            raise ValueError("smoothing 'zscore' needs another padding than '-inf', of which there is no mean")
+        self.kernel_size = pair("kernel_size", kernel_size)
+        if any(n % 2 == 0 for n in self.kernel_size):
+            raise ValueError(f"kernel_size must be odd, got {kernel_size!r}")
+        self.in_channels, self.reduction, self.padding, self.smoothing = in_channels, reduction, padding, smoothing
+        self.width = max(in_channels // reduction, 1)
+
+    def attention_size(self, size: Sequence[int]) -> tuple[int, int]:
+        """The map of queries, for an input of ``size`` (H, W)."""
+        return size[0], size[1]
+
+    def smoothed(self, logits: Tensor, counted: Tensor | None = None) -> Tensor:
+        """Position logits over their smoothing factor."""
+        return logits / math.sqrt(self.width) if self.smoothing == "sqrt_d" else standardised(logits, counted)
+
+    def extra_repr(self) -> str:
+        return (
+            f"{self.in_channels}, kernel_size={self.kernel_size}, padding={self.padding!r}, "
+            f"smoothing={self.smoothing!r}"
+        )
+
+
+class BilateralNonLocal2d(_Bilateral):
+    """``x + conv_out(attention)`` over all positions, their logits of content and of position.
+
+    Source: Thesis, Eq. 3.9 to 3.12, on the non-local block of Wang et al. (2018) as mmcv has it. The logit of key j
+    for query i is θ(x_i)·φ(x_j) / √d + δ_p(x_i, i, j) / σ_p, where δ_p is predicted for the k × k window around i and
+    v_i outside it. ``conv_out`` starts at 0: put into a trained network, the layer changes nothing at first.
+
+    The logits of all N² pairs are needed. They are computed a few rows of queries at a time, and again in the
+    backward pass: about 2²⁶ logits are held at once (256 MiB in float32, three such maps in the gradient), where
+    those of 97 × 97 positions would be 354 MB an image. Time stays N² (d + C) operations.
+
+    Args:
+        in_channels: C.
+        reduction: d = C / reduction, of queries, keys, values and the position predictor.
+        kernel_size: k, odd, or two for rows and columns.
+        padding: v: ``'learned'`` (one more predicted value), ``'zero'``, ``'-inf'``, ``'min'``, ``'mean'``.
+        smoothing: σ_p: ``'zscore'`` standardises a query's position logits over all keys, ``'sqrt_d'`` divides them.
+
+    Shapes:
+        (B, C, H, W) -> (B, C, H, W)
+
+    Raises:
+        ValueError: an argument is out of its range, or does not fit the others.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        reduction: int = 2,
+        kernel_size: int | Sequence[int] = 31,
+        padding: str = "learned",
+        smoothing: str = "zscore",
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(in_channels, reduction, kernel_size, padding, smoothing)
+        factory: dict[str, Any] = dict(device=device, dtype=dtype)
+        values = predicted_values(self.kernel_size[0] * self.kernel_size[1], padding)
+        self.theta, self.phi, self.g = (nn.Conv2d(in_channels, self.width, 1, **factory) for _ in range(3))
+        self.position = PositionPredictor(in_channels, self.width, values, **factory)
+        self.conv_out = nn.Conv2d(self.width, in_channels, 1, **factory)
+        self.init_weights()
+
+    def init_weights(self) -> None:
+        """Projections normal with deviation 0.01, as in mmcv; ``conv_out`` 0."""
+        for module in (self.theta, self.phi, self.g, *self.position):
+            nn.init.normal_(module.weight, std=0.01)
+            nn.init.zeros_(module.bias)
+        nn.init.zeros_(self.conv_out.weight)
+        nn.init.zeros_(self.conv_out.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, C, H, W) -> (B, C, H, W)."""
+        query, key, value, values = self._terms(x)
+        B, _, H, W = x.shape
+        rows = max(1, CHUNK // max(1, B * W * H * W))
+        parts = []
+        for first in range(0, H, rows):
+            here = slice(first * W, min(first + rows, H) * W)
+            positions = torch.arange(here.start, here.stop, device=x.device)
+            arguments = (query[:, here], key, value, values[:, here], positions, H, W)
+            if torch.is_grad_enabled() and rows < H:
+                parts.append(checkpoint(self._attend, *arguments, use_reentrant=False))
+            else:
+                parts.append(self._attend(*arguments))
+        attended = torch.cat(parts, 1).transpose(1, 2).unflatten(2, (H, W))
+        return x + self.conv_out(attended)
+
+    def attention_maps(self, x: Tensor, queries: Tensor | None = None) -> Tensor:
+        """The attention weights for an input: for inspection, O(N²) without ``queries``.
+
+        Args:
+            x: As ``forward``.
+            queries: (Q, 2), rows and columns; None for all.
+
+        Returns:
+            (B, 1, H, W, H, W), or (B, 1, Q, H, W) of ``queries``.
+        """
+        query, key, _, values = self._terms(x)
+        H, W = x.shape[2:]
+        positions = torch.arange(H * W, device=x.device)
+        if queries is not None:
+            check_queries(queries, H, W)
+            positions = queries[:, 0].to(x.device) * W + queries[:, 1].to(x.device)
+        logits = self._logits(query[:, positions], key, values[:, positions], positions, H, W)
+        maps = logits.softmax(-1).unflatten(2, (H, W)).unsqueeze(1)
+        return maps.unflatten(2, (H, W)) if queries is None else maps
+
+    def _terms(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Queries (scaled), keys, values (B, N, d) and predicted values with the padding (B, N, n + 1)."""
+        check_map(x, self.in_channels, self.theta.weight)
+        x = x.contiguous(memory_format=torch.channels_last)
+        query, key, value, predicted = (
+            layer(x).flatten(2).transpose(1, 2) for layer in (self.theta, self.phi, self.g, self.position)
+        )
+        return query * self.width**-0.5, key, value, with_padding(predicted, self.padding)
+
+    def _logits(self, query: Tensor, key: Tensor, values: Tensor, positions: Tensor, H: int, W: int) -> Tensor:
+        """(B, Q, N) for the queries at ``positions``, in float32 at least."""
+        rows = axis_index(positions // W, H, self.kernel_size[0])
+        columns = axis_index(positions % W, W, self.kernel_size[1])
+        index = rows.unsqueeze(2) * self.kernel_size[1] + columns.unsqueeze(1)
+        index = torch.where((rows < 0).unsqueeze(2) | (columns < 0).unsqueeze(1), -1, index).flatten(1)
+        content = torch.matmul(query, key.transpose(1, 2))
+        position = self.smoothed(realign(values, index))
+        return content.float() + position.float() if content.dtype != torch.float64 else content + position
+
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, values: Tensor, positions: Tensor, H: int, W: int
+    ) -> Tensor:
+        """(B, Q, d)."""
+        weights = self._logits(query, key, values, positions, H, W).softmax(-1)
+        return torch.matmul(weights.to(value.dtype), value)
+
+
+class BilateralCrissCross2d(_Bilateral):
+    """``x + gamma * attention`` along each position's row and column, logits of content and of position.
+
+    Source: Thesis, Eq. 3.9 to 3.12, on criss-cross attention (Huang et al. 2019). The position logits are predicted
+    for the k rows and k columns around the query, the query itself once, and v_i beyond. ``gamma`` starts at 0: put
+    into a trained network, the layer changes nothing at first. Parameters have the names of mmcv's
+    ``CrissCrossAttention``, whose checkpoints load but for ``position``.
+
+    Args:
+        in_channels: C.
+        reduction: d = C / reduction, of queries, keys and the position predictor.
+        kernel_size: k, odd, or two for rows and columns.
+        padding: v: ``'learned'`` (one more predicted value), ``'zero'``, ``'-inf'``, ``'min'``, ``'mean'``.
+        smoothing: σ_p: ``'zscore'`` standardises a query's position logits over its keys, ``'sqrt_d'`` divides them.
+        content_scale: Factor of the content logits; None: d^-1/2. (mmcv's content-only module has 1.)
+
+    Shapes:
+        (B, C, H, W) -> (B, C, H, W)
+
+    Raises:
+        ValueError: an argument is out of its range, or does not fit the others.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        reduction: int = 8,
+        kernel_size: int | Sequence[int] = 31,
+        padding: str = "learned",
+        smoothing: str = "zscore",
+        content_scale: float | None = None,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(in_channels, reduction, kernel_size, padding, smoothing)
+        factory: dict[str, Any] = dict(device=device, dtype=dtype)
+        values = predicted_values(sum(self.kernel_size) - 1, padding)
+        self.query_conv = nn.Conv2d(in_channels, self.width, 1, **factory)
+        self.key_conv = nn.Conv2d(in_channels, self.width, 1, **factory)
+        self.value_conv = nn.Conv2d(in_channels, in_channels, 1, **factory)
+        self.position = PositionPredictor(in_channels, self.width, values, **factory)
+        self.gamma = Gamma(**factory)
+        self.content_scale = self.width**-0.5 if content_scale is None else content_scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, C, H, W) -> (B, C, H, W)."""
+        query, key, value, logits = self._terms(x)
+        attended = criss_cross_attention(query, key, value, logits, scale=self.content_scale)
+        return x + self.gamma.scale * attended.squeeze(1).permute(0, 3, 1, 2)
+
+    def attention_maps(self, x: Tensor, queries: Tensor | None = None) -> Tensor:
+        """The attention weights for an input, 0 off the cross: for inspection, O(N²) without ``queries``.
+
+        Args:
+            x: As ``forward``.
+            queries: (Q, 2), rows and columns; None for all.
+
+        Returns:
+            (B, 1, H, W, H, W), or (B, 1, Q, H, W) of ``queries``.
+        """
+        query, key, _, logits = self._terms(x)
+        H, W = x.shape[2:]
+        if queries is not None:
+            check_queries(queries, H, W)
+        # Where every value is another key's one-hot vector, the output is the weights.
+        keys = torch.eye(H * W, dtype=query.dtype, device=x.device).view(1, 1, H, W, H * W)
+        maps = criss_cross_attention(query, key, keys.expand(len(x), -1, -1, -1, -1), logits, scale=self.content_scale)
+        maps = maps.unflatten(-1, (H, W))
+        if queries is None:
+            return maps
+        rows, columns = queries.to(x.device).unbind(1)
+        return maps[:, :, rows, columns]
+
+    def _terms(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Query, key, value (B, 1, H, W, ·) and position logits (B, 1, H, W, H + W)."""
+        check_map(x, self.in_channels, self.query_conv.weight)
+        x = x.contiguous(memory_format=torch.channels_last)
+        query, key, value, predicted = (
+            layer(x).permute(0, 2, 3, 1) for layer in (self.query_conv, self.key_conv, self.value_conv, self.position)
+        )
+        logits = self.position_logits(with_padding(predicted, self.padding))
+        return query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1), logits.unsqueeze(1)
+
+    def position_logits(self, values: Tensor) -> Tensor:
+        """Predicted values along both arms, laid out over the rows and the columns of the map.
+
+        Args:
+            values: (B, H, W, kernel rows + kernel columns - 1 + 1): the offsets of rows, the centre among them, then
+                those of columns without the centre, then the padding.
+
+        Returns:
+            (B, H, W, H + W), smoothed.
+        """
+        H, W = values.shape[1:3]
+        ky, kx = self.kernel_size
+        rows = axis_index(torch.arange(H, device=values.device), H, ky)
+        columns = axis_index(torch.arange(W, device=values.device), W, kx)
+        # The columns' centre is the rows': the query itself. Beyond it one value less comes before.
+        centre = kx // 2
+        beside = ky + columns - (columns > centre).to(columns.dtype)
+        columns = torch.where(columns < 0, -1, torch.where(columns == centre, ky // 2, beside))
+        index = torch.cat((rows.unsqueeze(1).expand(H, W, H), columns.unsqueeze(0).expand(H, W, W)), -1)
+        last = values.shape[-1] - 1
+        logits = values.gather(-1, torch.where(index < 0, last, index).expand(len(values), -1, -1, -1))
+        own = torch.eye(H, dtype=torch.bool, device=values.device).unsqueeze(1).expand(H, W, H)
+        counted = torch.cat((~own, own.new_ones(H, W, W)), -1)
+        return self.smoothed(logits, counted)
+
+
+class Gamma(nn.Module):
+    """A learned factor, 0 at first, under the name that mmcv gives it."""
+
+    def __init__(self, **factory: Any) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.zeros((), **factory))
+
+
+def check_queries(queries: Tensor, H: int, W: int) -> None:
+    """Check that ``queries`` are positions (Q, 2) on an H × W map."""
+    if queries.dim() != 2 or queries.shape[1] != 2 or queries.is_floating_point():
+        raise ValueError(f"queries must be whole numbers of shape (Q, 2), got {queries.dtype} {tuple(queries.shape)}")
+    if len(queries) and (queries.min() < 0 or queries[:, 0].max() >= H or queries[:, 1].max() >= W):
+        raise ValueError(f"queries must lie on the map of {H} rows and {W} columns, got {queries.tolist()}")
