@@ -1,4 +1,4 @@
-"""HELEN and LFW-PL: made-up faces in the published layouts, through the converter, mmseg's pipeline and the scores."""
+"""HELEN and LFW-PL: made-up faces in the published layouts, through mmseg's pipeline, runner and the scores."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
+from made_up_faces import HELEN, SWAPPED, draw_face, helen_folder, lfw_folder
 from mmengine.config import Config
 from mmengine.evaluator import Evaluator
 from mmengine.registry import DATASETS as ROOT_DATASETS
@@ -16,88 +17,20 @@ from mmengine.structures import PixelData
 from mmseg.datasets import BaseSegDataset
 from mmseg.registry import DATASETS, METRICS
 from mmseg.structures import SegDataSample
-from PIL import Image
 
 import attn_plugins.mmcv  # noqa: F401
 from attn_plugins.mmcv.face_parsing import FaceParsingMetric, HELENDataset, LFWPLDataset
 from tools.datasets import face_parsing as tool
 
-HELEN = {"exemplars.txt": ["100032540_1", "1001545525_1"], "tuning.txt": ["11564757_2"], "testing.txt": ["10405146_1"]}
-LFW = {
-    "parts_train.txt": ["Aaron_Eckhart 1", "Jean-Pierre_Bemba 13"],
-    "parts_validation.txt": ["Aaron_Eckhart 2"],
-    "parts_test.txt": ["Zico 3"],
-}
-SPLIT_OF = dict(zip([*HELEN, *LFW], tool.SPLITS * 2))
-SWAPPED = [0, 1, 3, 2, 5, 4, 6, 7, 8, 9, 10]  # what a mirror makes of HELEN's labels
-
-
-def draw_face(rng, H, W):
-    """(H, W) labels 0 to 10 of a face in hair, somewhere near the middle."""
-    labels = np.zeros((H, W), np.uint8)
-    y, x = np.mgrid[:H, :W]
-    y, x = y - H / 2 + rng.integers(-2, 3), x - W / 2 + rng.integers(-2, 3)
-    labels[(y / (0.45 * H)) ** 2 + (x / (0.4 * W)) ** 2 < 1] = 10
-    labels[((y - 2) / (0.38 * H)) ** 2 + (x / (0.3 * W)) ** 2 < 1] = 1
-    for label, top, left, height, width in (
-        (2, -10, -11, 3, 8),
-        (3, -10, 3, 3, 8),
-        (4, -6, -10, 3, 6),
-        (5, -6, 4, 3, 6),
-        (6, -5, -2, 9, 4),
-        (7, 6, -6, 2, 12),
-        (8, 8, -6, 2, 12),
-        (9, 10, -6, 3, 12),
-    ):
-        labels[(y >= top) & (y < top + height) & (x >= left) & (x < left + width)] = label
-    return labels
-
-
-def photograph(rng, labels, palette):
-    """The face in its palette's colours, with noise."""
-    pixels = np.asarray(palette)[labels] + rng.normal(0, 12, (*labels.shape, 3))
-    return Image.fromarray(pixels.clip(0, 255).astype(np.uint8))
-
-
-def soft_maps(rng, labels):
-    """Eleven maps in which the true label leads by at least one grey level."""
-    maps = rng.integers(0, 100, (11, *labels.shape))
-    np.put_along_axis(maps, labels[None].astype(int), rng.integers(100, 256, (1, *labels.shape)), 0)
-    return maps.astype(np.uint8)
-
 
 @pytest.fixture
 def helen(tmp_path):
-    """A folder as ``SmithCVPR2013_dataset_resized``, and its true labels by name."""
-    rng, folder, truth = np.random.default_rng(0), tmp_path / "SmithCVPR2013_dataset_resized", {}
-    (folder / "images").mkdir(parents=True)
-    for n, (file, names) in enumerate(HELEN.items()):
-        (folder / file).write_text("".join(f"{i} , {name} \r\n" for i, name in enumerate(names, 1)))
-        for name in names:
-            truth[name] = draw_face(rng, 48 + 2 * n, 64)
-            photograph(rng, truth[name], tool.HELEN_PALETTE).save(folder / f"images/{name}.jpg", quality=95)
-            (folder / "labels" / name).mkdir(parents=True)
-            for label, pixels in enumerate(soft_maps(rng, truth[name])):
-                Image.fromarray(pixels).save(folder / f"labels/{name}/{name}_lbl{label:02d}.png")
-    return folder, truth
+    return helen_folder(tmp_path)
 
 
 @pytest.fixture
 def lfw(tmp_path):
-    """A folder with LFW-PL's three lists and two archives, and the true labels by name."""
-    rng, folder, truth = np.random.default_rng(1), tmp_path / "lfw", {}
-    (folder / "parts_lfw_funneled_gt_images").mkdir(parents=True)
-    for file, lines in LFW.items():
-        (folder / file).write_text("\n".join(lines) + "\n")
-        for person, number in map(str.split, lines):
-            name = f"{person}_{int(number):04d}"
-            labels = draw_face(rng, 50, 60)
-            truth[name] = np.select([labels == 0, labels == 10], [0, 2], 1).astype(np.uint8)
-            (folder / "lfw_funneled" / person).mkdir(parents=True, exist_ok=True)
-            photograph(rng, labels, tool.HELEN_PALETTE).save(folder / f"lfw_funneled/{person}/{name}.jpg")
-            colours = np.asarray([[0, 0, 255], [0, 255, 0], [255, 0, 0]], np.uint8)[truth[name]]
-            Image.fromarray(colours).save(folder / f"parts_lfw_funneled_gt_images/{name}.ppm")
-    return folder, truth
+    return lfw_folder(tmp_path)
 
 
 def dataset(kind, root, split="train", pipeline=(), **options):
@@ -108,157 +41,6 @@ def dataset(kind, root, split="train", pipeline=(), **options):
 
 
 LOAD = [dict(type="LoadImageFromFile"), dict(type="LoadAnnotations")]
-
-
-# The converter -------------------------------------------------------------------------------------------------------
-
-
-def test_helen_is_split_as_published_and_the_most_probable_label_wins(helen, tmp_path):
-    source, truth = helen
-    name = "11564757_2"
-    maps = [source / f"labels/{name}/{name}_lbl{n:02d}.png" for n in range(11)]
-    edited = np.stack([np.asarray(Image.open(path)) for path in maps])
-    edited[:, 0, 0] = 0  # no label at all: background
-    edited[:, 0, 1] = 7
-    edited[[3, 6], 0, 1] = 128  # equals: the first one
-    for path, pixels in zip(maps, edited):
-        Image.fromarray(pixels).save(path)
-    truth[name][0, :2] = 0, 3
-
-    assert tool.build("helen", source, tmp_path / "out") == {"train": 2, "val": 1, "test": 1}
-    written = sorted(p.relative_to(tmp_path / "out").as_posix() for p in (tmp_path / "out").rglob("*") if p.is_file())
-    split_of = {name: SPLIT_OF[file] for file, names in HELEN.items() for name in names}
-    assert written == sorted(
-        f"{kind}/{split}/{name}.{suffix}"
-        for name, split in split_of.items()
-        for kind, suffix in (("images", "jpg"), ("labels", "png"))
-    )
-    for name, split in split_of.items():
-        labels = Image.open(tmp_path / f"out/labels/{split}/{name}.png")
-        assert labels.mode == "P"
-        assert np.array_equal(labels, truth[name])
-        copied = tmp_path / f"out/images/{split}/{name}.jpg"
-        assert copied.read_bytes() == (source / f"images/{name}.jpg").read_bytes()
-
-
-def test_lfw_pl_is_split_as_published_and_its_colours_become_labels(lfw, tmp_path):
-    source, truth = lfw
-    assert tool.build("lfw_pl", source, tmp_path / "out") == {"train": 2, "val": 1, "test": 1}
-    for name, split in (
-        ("Aaron_Eckhart_0001", "train"),
-        ("Jean-Pierre_Bemba_0013", "train"),
-        ("Aaron_Eckhart_0002", "val"),
-        ("Zico_0003", "test"),
-    ):
-        assert np.array_equal(Image.open(tmp_path / f"out/labels/{split}/{name}.png"), truth[name])
-        assert (tmp_path / f"out/images/{split}/{name}.jpg").is_file()
-        assert set(np.unique(truth[name])) == {0, 1, 2}
-
-
-def test_an_image_that_viewers_turn_keeps_its_stored_pixels(helen, tmp_path):
-    source, truth = helen
-    name = "10405146_1"
-    path = source / f"images/{name}.jpg"
-    exif = Image.Exif()
-    exif[0x0112] = 6
-    photograph(np.random.default_rng(4), truth[name], tool.HELEN_PALETTE).save(path, exif=exif)
-    stored = Image.open(path)
-    tool.build("helen", source, tmp_path / "out")
-    sample = dataset("HELENDataset", tmp_path / "out", "test", LOAD)[0]
-    assert sample["img"].shape[:2] == sample["gt_seg_map"].shape == truth[name].shape
-    written = tmp_path / f"out/images/test/{name}.jpg"
-    assert np.array_equal(Image.open(written), stored)
-    assert written.read_bytes() != path.read_bytes()
-
-
-def remove(name):
-    def change(source):
-        path = source / name
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
-
-    return change
-
-
-def write(name, text):
-    return lambda source: (source / name).write_text(text)
-
-
-def change_image(name, change):
-    def apply(source):
-        change(Image.open(source / name)).save(source / name)
-
-    return apply
-
-
-def narrower(image):
-    return image.crop((0, 0, image.width - 1, image.height))
-
-
-def one_white_pixel(image):
-    image.putpixel((5, 3), (255, 255, 255))
-    return image
-
-
-FIRST = "labels/100032540_1/100032540_1_lbl"
-GT = "parts_lfw_funneled_gt_images"
-
-
-@pytest.mark.parametrize(
-    "kind, spoil, message",
-    [
-        ("helen", remove("tuning.txt"), r"lacks tuning.txt: name the folder"),
-        ("helen", remove("labels"), r"lacks labels/: name the folder"),
-        ("helen", remove(f"{FIRST}10.png"), r"1 listed files are missing: .*_lbl10.png"),
-        ("helen", remove("labels/100032540_1"), r"11 listed files are missing: .*_lbl02.png and 8 more"),
-        ("helen", remove("images/10405146_1.jpg"), r"1 listed files are missing: .*10405146_1.jpg"),
-        ("helen", write("tuning.txt", "1 11564757_2\n"), r"tuning.txt, line 1: expected one like '1 , 1000"),
-        ("helen", write("tuning.txt", "1 , ../11564757_2\n"), r"tuning.txt, line 1: expected one like"),
-        ("helen", write("tuning.txt", "\n"), r"tuning.txt lists no face"),
-        ("helen", write("testing.txt", "1 , 11564757_2\n"), r"twice: tuning.txt, line 1 and testing.txt, line 1"),
-        ("helen", change_image(f"{FIRST}04.png", narrower), r"_lbl04.png has 48x63 pixels, .*_lbl00.png .* 48x64"),
-        ("helen", change_image("images/100032540_1.jpg", narrower), r"has 48x63 pixels, its labels .* 48x64"),
-        ("helen", change_image(f"{FIRST}04.png", lambda i: i.convert("RGB")), r"must be an 8-bit L image, got RGB"),
-        ("helen", write(f"{FIRST}04.png", "not an image"), r"_lbl04.png cannot be read as an image"),
-        ("helen", write("images/11564757_2.jpg", "not an image"), r"11564757_2.jpg cannot be read as a JPEG image"),
-        ("lfw_pl", remove("parts_test.txt"), r"lacks parts_test.txt"),
-        ("lfw_pl", remove(GT), r"lacks parts_lfw_funneled_gt_images/"),
-        ("lfw_pl", remove("lfw_funneled/Zico"), r"1 listed files are missing: .*Zico_0003.jpg"),
-        ("lfw_pl", write("parts_test.txt", "Zico\n"), r"parts_test.txt, line 1: expected one like 'Aaron_Eckhart 1'"),
-        ("lfw_pl", change_image(f"{GT}/Zico_0003.ppm", narrower), r"has 50x60 pixels, its labels .* 50x59"),
-        ("lfw_pl", change_image(f"{GT}/Zico_0003.ppm", one_white_pixel), r"\(255, 255, 255\) at row 3, column 5"),
-    ],
-)
-def test_a_folder_that_is_not_as_published_is_named_and_leaves_nothing(kind, spoil, message, request, tmp_path):
-    source, _ = request.getfixturevalue("helen" if kind == "helen" else "lfw")
-    spoil(source)
-    before = sorted(tmp_path.iterdir())
-    with pytest.raises(ValueError, match=message):
-        tool.build(kind, source, tmp_path / "out")
-    assert sorted(tmp_path.iterdir()) == before
-
-
-def test_what_stands_there_is_spared(lfw, tmp_path):
-    source, _ = lfw
-    (tmp_path / "out").mkdir()
-    tool.build("lfw_pl", source, tmp_path / "out")  # an empty folder is as good as none
-    kept = sorted((tmp_path / "out").rglob("*"))
-    with pytest.raises(ValueError, match="exists already; remove it or name another folder"):
-        tool.build("lfw_pl", source, tmp_path / "out")
-    assert sorted((tmp_path / "out").rglob("*")) == kept
-
-
-def test_command_line(lfw, tmp_path, capsys):
-    assert tool.main(["lfw_pl", str(lfw[0]), str(tmp_path / "out")]) == 0
-    shown = capsys.readouterr().out
-    assert "parts_train.txt lists 2 faces, the published one 1500" in shown
-    assert f"2 train, 1 val, 1 test faces in {tmp_path / 'out'}" in shown
-    with pytest.raises(SystemExit) as stop:
-        tool.main(["helen", str(lfw[0]), str(tmp_path / "other")])
-    assert stop.value.code == 2
-    assert "lacks exemplars.txt, tuning.txt, testing.txt, images/, labels/" in capsys.readouterr().err
 
 
 # The data sets -------------------------------------------------------------------------------------------------------

@@ -1,0 +1,171 @@
+"""From the published layouts of HELEN and LFW-PL to mmseg's: made-up faces, and folders that are not as published."""
+
+from __future__ import annotations
+
+import shutil
+
+import mmcv
+import numpy as np
+import pytest
+from made_up_faces import HELEN, SPLIT_OF, helen_folder, lfw_folder, photograph
+from PIL import Image
+
+from tools.datasets import face_parsing as tool
+
+
+@pytest.fixture
+def helen(tmp_path):
+    return helen_folder(tmp_path)
+
+
+@pytest.fixture
+def lfw(tmp_path):
+    return lfw_folder(tmp_path)
+
+
+def test_helen_is_split_as_published_and_the_most_probable_label_wins(helen, tmp_path):
+    source, truth = helen
+    name = "11564757_2"
+    maps = [source / f"labels/{name}/{name}_lbl{n:02d}.png" for n in range(11)]
+    edited = np.stack([np.asarray(Image.open(path)) for path in maps])
+    edited[:, 0, 0] = 0  # no label at all: background
+    edited[:, 0, 1] = 7
+    edited[[3, 6], 0, 1] = 128  # equals: the first one
+    for path, pixels in zip(maps, edited):
+        Image.fromarray(pixels).save(path)
+    truth[name][0, :2] = 0, 3
+
+    assert tool.build("helen", source, tmp_path / "out") == {"train": 2, "val": 1, "test": 1}
+    written = sorted(p.relative_to(tmp_path / "out").as_posix() for p in (tmp_path / "out").rglob("*") if p.is_file())
+    split_of = {name: SPLIT_OF[file] for file, names in HELEN.items() for name in names}
+    assert written == sorted(
+        f"{kind}/{split}/{name}.{suffix}"
+        for name, split in split_of.items()
+        for kind, suffix in (("images", "jpg"), ("labels", "png"))
+    )
+    for name, split in split_of.items():
+        labels = Image.open(tmp_path / f"out/labels/{split}/{name}.png")
+        assert labels.mode == "P"
+        assert np.array_equal(labels, truth[name])
+        copied = tmp_path / f"out/images/{split}/{name}.jpg"
+        assert copied.read_bytes() == (source / f"images/{name}.jpg").read_bytes()
+
+
+def test_lfw_pl_is_split_as_published_and_its_colours_become_labels(lfw, tmp_path):
+    source, truth = lfw
+    assert tool.build("lfw_pl", source, tmp_path / "out") == {"train": 2, "val": 1, "test": 1}
+    for name, split in (
+        ("Aaron_Eckhart_0001", "train"),
+        ("Jean-Pierre_Bemba_0013", "train"),
+        ("Aaron_Eckhart_0002", "val"),
+        ("Zico_0003", "test"),
+    ):
+        assert np.array_equal(Image.open(tmp_path / f"out/labels/{split}/{name}.png"), truth[name])
+        assert (tmp_path / f"out/images/{split}/{name}.jpg").is_file()
+        assert set(np.unique(truth[name])) == {0, 1, 2}
+
+
+def test_an_image_that_viewers_turn_keeps_its_stored_pixels(helen, tmp_path):
+    source, truth = helen
+    name = "10405146_1"
+    path = source / f"images/{name}.jpg"
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    photograph(np.random.default_rng(4), truth[name], tool.HELEN_PALETTE).save(path, exif=exif)
+    stored = Image.open(path)
+    tool.build("helen", source, tmp_path / "out")
+    written = tmp_path / f"out/images/test/{name}.jpg"
+    assert mmcv.imread(path).shape[:2] == truth[name].shape[::-1]
+    assert mmcv.imread(written).shape[:2] == truth[name].shape
+    assert np.array_equal(Image.open(written), stored)
+    assert written.read_bytes() != path.read_bytes()
+
+
+def remove(name):
+    def change(source):
+        path = source / name
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+    return change
+
+
+def write(name, text):
+    return lambda source: (source / name).write_text(text)
+
+
+def change_image(name, change):
+    def apply(source):
+        change(Image.open(source / name)).save(source / name)
+
+    return apply
+
+
+def narrower(image):
+    return image.crop((0, 0, image.width - 1, image.height))
+
+
+def one_white_pixel(image):
+    image.putpixel((5, 3), (255, 255, 255))
+    return image
+
+
+FIRST = "labels/100032540_1/100032540_1_lbl"
+GT = "parts_lfw_funneled_gt_images"
+
+
+@pytest.mark.parametrize(
+    "kind, spoil, message",
+    [
+        ("helen", remove("tuning.txt"), r"lacks tuning.txt: name the folder"),
+        ("helen", remove("labels"), r"lacks labels/: name the folder"),
+        ("helen", remove(f"{FIRST}10.png"), r"1 listed files are missing: .*_lbl10.png"),
+        ("helen", remove("labels/100032540_1"), r"11 listed files are missing: .*_lbl02.png and 8 more"),
+        ("helen", remove("images/10405146_1.jpg"), r"1 listed files are missing: .*10405146_1.jpg"),
+        ("helen", write("tuning.txt", "1 11564757_2\n"), r"tuning.txt, line 1: expected one like '1 , 1000"),
+        ("helen", write("tuning.txt", "1 , ../11564757_2\n"), r"tuning.txt, line 1: expected one like"),
+        ("helen", write("tuning.txt", "\n"), r"tuning.txt lists no face"),
+        ("helen", write("testing.txt", "1 , 11564757_2\n"), r"twice: tuning.txt, line 1 and testing.txt, line 1"),
+        ("helen", change_image(f"{FIRST}04.png", narrower), r"_lbl04.png has 48x63 pixels, .*_lbl00.png .* 48x64"),
+        ("helen", change_image("images/100032540_1.jpg", narrower), r"has 48x63 pixels, its labels .* 48x64"),
+        ("helen", change_image(f"{FIRST}04.png", lambda i: i.convert("RGB")), r"must be an 8-bit L image, got RGB"),
+        ("helen", write(f"{FIRST}04.png", "not an image"), r"_lbl04.png cannot be read as an image"),
+        ("helen", write("images/11564757_2.jpg", "not an image"), r"11564757_2.jpg cannot be read as a JPEG image"),
+        ("lfw_pl", remove("parts_test.txt"), r"lacks parts_test.txt"),
+        ("lfw_pl", remove(GT), r"lacks parts_lfw_funneled_gt_images/"),
+        ("lfw_pl", remove("lfw_funneled/Zico"), r"1 listed files are missing: .*Zico_0003.jpg"),
+        ("lfw_pl", write("parts_test.txt", "Zico\n"), r"parts_test.txt, line 1: expected one like 'Aaron_Eckhart 1'"),
+        ("lfw_pl", change_image(f"{GT}/Zico_0003.ppm", narrower), r"has 50x60 pixels, its labels .* 50x59"),
+        ("lfw_pl", change_image(f"{GT}/Zico_0003.ppm", one_white_pixel), r"\(255, 255, 255\) at row 3, column 5"),
+    ],
+)
+def test_a_folder_that_is_not_as_published_is_named_and_leaves_nothing(kind, spoil, message, request, tmp_path):
+    source, _ = request.getfixturevalue("helen" if kind == "helen" else "lfw")
+    spoil(source)
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(ValueError, match=message):
+        tool.build(kind, source, tmp_path / "out")
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_what_stands_there_is_spared(lfw, tmp_path):
+    source, _ = lfw
+    (tmp_path / "out").mkdir()
+    tool.build("lfw_pl", source, tmp_path / "out")  # an empty folder is as good as none
+    kept = sorted((tmp_path / "out").rglob("*"))
+    with pytest.raises(ValueError, match="exists already; remove it or name another folder"):
+        tool.build("lfw_pl", source, tmp_path / "out")
+    assert sorted((tmp_path / "out").rglob("*")) == kept
+
+
+def test_command_line(lfw, tmp_path, capsys):
+    assert tool.main(["lfw_pl", str(lfw[0]), str(tmp_path / "out")]) == 0
+    shown = capsys.readouterr().out
+    assert "parts_train.txt lists 2 faces, the published one 1500" in shown
+    assert f"2 train, 1 val, 1 test faces in {tmp_path / 'out'}" in shown
+    with pytest.raises(SystemExit) as stop:
+        tool.main(["helen", str(lfw[0]), str(tmp_path / "other")])
+    assert stop.value.code == 2
+    assert "lacks exemplars.txt, tuning.txt, testing.txt, images/, labels/" in capsys.readouterr().err
