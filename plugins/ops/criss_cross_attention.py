@@ -110,9 +110,16 @@ def _outputs(value: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _gradients(terms: Terms, needs: Sequence[bool]) -> list[Tensor]:
-    """Uninitialised gradients, laid out as what they are the gradients of; empty where not needed."""
+    """Uninitialised gradients, empty where not needed; laid out as the terms where these have a contiguous width."""
     value = terms[2]
-    return [torch.empty_like(t) if t is not None and need else value.new_empty(0) for t, need in zip(terms, needs)]
+
+    def gradient(term: Tensor) -> Tensor:
+        if term.stride(-1) == 1:
+            return torch.empty_like(term)
+        B, M, H, W, width = term.shape
+        return term.new_empty((B, H, W, M, width)).permute(0, 3, 1, 2, 4)
+
+    return [gradient(t) if t is not None and need else value.new_empty(0) for t, need in zip(terms, needs)]
 
 
 def _forward(query, key, value, position_logits, scale):
