@@ -36,4 +36,10 @@ STABLE_TORCH_LIBRARY(attn_plugins, m) {
       "Tensor? position_logits, Tensor log_sum_exp, Tensor(a!)? grad_query, Tensor(b!)? grad_key, "
       "Tensor(c!)? grad_value, Tensor(d!)? grad_position_logits, int[] geometry, bool zero_border, "
       "float scale) -> ()");
+  // The backward on CUDA, where all gradients are gathered; it reads the output as well.
+  m.def(
+      "window_attention_gather_backward_(Tensor grad_output, Tensor? query, Tensor? key, Tensor value, "
+      "Tensor? position_logits, Tensor output, Tensor log_sum_exp, Tensor(a!)? grad_query, "
+      "Tensor(b!)? grad_key, Tensor(c!)? grad_value, Tensor(d!)? grad_position_logits, int[] geometry, "
+      "bool zero_border, float scale) -> ()");
 }

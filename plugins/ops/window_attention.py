@@ -1,8 +1,8 @@
 """Region "window": attention to the keys around each query, of sequences and of maps.
 
 Local bilateral attention, dynamic convolution, stand-alone local attention and range-limited generalized attention
-are this operator with other logits. On the CPU a compiled kernel computes it (``csrc/cpu/window_attention.cpp``);
-elsewhere plain PyTorch does, tap by tap.
+are this operator with other logits. Compiled kernels compute it on the CPU (``csrc/cpu/window_attention.cpp``) and on
+CUDA (``csrc/cuda/window_attention.cuh``); elsewhere plain PyTorch does, tap by tap.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from . import _library, reference
 from . import _window_attention_cpu as cpu
+from . import _window_attention_cuda as cuda
 from . import _window_attention_plain as plain
 from ._arguments import autocast_dtype, check_dim, check_tensors, expand
 from ._window_attention_cpu import Geometry, Terms
@@ -198,8 +199,12 @@ def _forward(query, key, value, position_logits, kernel_size, stride, padding, d
     with torch.autocast(value.device.type, enabled=False):
         if output.numel() == 0:
             lse.fill_(float("inf"))
-        elif _compiled(value):
+        elif not _compiled(value):
+            plain.forward(terms, geometry, scale, output, lse)
+        elif value.device.type == "cpu":
             cpu.forward(terms, geometry, scale, output, lse)
+        elif cuda.serves(terms):
+            cuda.forward(terms, geometry, scale, output, lse)
         else:
             plain.forward(terms, geometry, scale, output, lse)
     return output, lse
@@ -219,15 +224,19 @@ def _backward(
         if output.numel() == 0:
             for grad in results:
                 grad.zero_()
-        elif _compiled(value):
+        elif not _compiled(value):
+            plain.backward(grad_output, terms, geometry, lse, scale, grads)
+        elif value.device.type == "cpu":
             cpu.backward(grad_output, terms, geometry, lse, scale, grads)
+        elif cuda.serves(terms):
+            cuda.backward(grad_output, terms, geometry, output, lse, scale, grads)
         else:
             plain.backward(grad_output, terms, geometry, lse, scale, grads)
     return tuple(results)
 
 
 def _compiled(value: Tensor) -> bool:
-    return value.device.type == "cpu" and _library.serves("cpu")
+    return value.device.type in ("cpu", "cuda") and _library.serves(value.device.type)
 
 
 def _fake_forward(query, key, value, position_logits, *geometry):

@@ -1,0 +1,206 @@
+// Window attention's entry points on a GPU: arguments, and the choice of window_kernels.cuh's kernels.
+#pragma once
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+
+#include <algorithm>
+#include <numeric>
+#include <optional>
+#include <vector>
+
+#include "../tensor_ops.h"
+#include "window_kernels.cuh"
+
+namespace attn_plugins {
+namespace {
+
+constexpr int kOwnChannels = 8;     // of a lane
+constexpr int kWideChannels = 16;   // of a lane, where 32 lanes of eight are too few
+constexpr int kForwardQueries = 4;  // of a team
+constexpr int kBackwardQueries = 2, kBackwardKeys = 2;
+
+template <class T>
+Maps<T> maps(const std::optional<Tensor>& t) {
+  Maps<T> m;
+  if (!t.has_value() || !t->defined()) return m;
+  const auto stride = [&](int64_t axis) { return t->size(axis) == 1 ? 0 : t->stride(axis); };
+  m.data = static_cast<T*>(t->data_ptr());
+  m.batch = stride(0), m.head = stride(1), m.row = stride(2), m.column = stride(3), m.channel = stride(4);
+  return m;
+}
+
+// True where vectors of N elements can be read and written.
+template <int N, class T>
+bool aligned(const Maps<T>& m) {
+  const bool whole = m.batch % N == 0 && m.head % N == 0 && m.row % N == 0 && m.column % N == 0;
+  return whole && reinterpret_cast<uintptr_t>(m.data) % (N * sizeof(T)) == 0;
+}
+
+template <class T>
+void check_channels(const char* name, const Maps<T>& m) {
+  STD_TORCH_CHECK(m.channel <= 1, "attn_plugins: ", name,
+                  "'s last axis must be contiguous on CUDA, got stride ", m.channel);
+}
+
+WindowAxis window_axis(int64_t queries, int64_t keys, const std::vector<int64_t>& geometry, int axis) {
+  const int64_t taps = geometry[axis], stride = geometry[2 + axis], padding = geometry[4 + axis],
+                dilation = geometry[6 + axis];
+  // Places and taps are 32-bit in the kernels; what they address is not.
+  constexpr int64_t limit = int64_t(1) << 27;
+  for (const int64_t n : {queries, keys, taps, stride, padding, dilation}) {
+    STD_TORCH_CHECK(n < limit, "attn_plugins: no size of a window may reach 2^27 on CUDA, got ", n);
+  }
+  STD_TORCH_CHECK(std::max(queries, keys) * stride < limit && taps * dilation < limit,
+                  "attn_plugins: a window's stride and dilation reach beyond 2^27 keys, too far for CUDA");
+  const int64_t divisor = std::gcd(stride, dilation), step = dilation / divisor, shift = stride / divisor;
+  int64_t inverse = 0;
+  while (inverse < shift && inverse * step % shift != 1 % shift) ++inverse;
+  return {int(queries),  int(keys), int(taps),  int(stride),  int(padding),
+          int(dilation), int(step), int(shift), int(divisor), int(inverse)};
+}
+
+template <class T>
+struct WindowArguments {
+  WindowProblem<T> p{};
+  int64_t heads;  // of the whole batch
+  bool vectors;   // 16 bytes at a time
+
+  WindowArguments(const std::optional<Tensor>& query, const std::optional<Tensor>& key, const Tensor& value,
+                  const std::optional<Tensor>& position, const Tensor& log_sum_exp,
+                  const std::vector<int64_t>& geometry, bool zero_border, double scale) {
+    p.query = maps<const T>(query), p.key = maps<const T>(key), p.value = maps<const T>(value);
+    p.position = maps<const T>(position);
+    check_channels("query", p.query), check_channels("key", p.key), check_channels("value", p.value);
+    p.log_sum_exp = static_cast<float*>(log_sum_exp.data_ptr());
+    const int64_t B = log_sum_exp.size(0), M = log_sum_exp.size(1);
+    p.M = int(M), heads = B * M;
+    p.y = window_axis(log_sum_exp.size(2), value.size(2), geometry, 0);
+    p.x = window_axis(log_sum_exp.size(3), value.size(3), geometry, 1);
+    constexpr int64_t limit = int64_t(1) << 27;
+    STD_TORCH_CHECK(int64_t(p.y.queries + kBand) * p.x.queries < limit &&
+                        int64_t(p.y.keys + kBand) * p.x.keys < limit &&
+                        int64_t(p.y.taps) * p.x.taps < limit && M < limit,
+                    "attn_plugins: a map of queries, of keys or of taps may not reach 2^27 places on CUDA");
+    p.d = query.has_value() ? int(query->size(4)) : 0, p.dv = int(value.size(4));
+    STD_TORCH_CHECK(width() <= 32 * kWideChannels, "attn_plugins: a head may have up to ", 32 * kWideChannels,
+                    " channels on CUDA, got ", width());
+    p.scale = float(scale), p.zero_border = zero_border;
+    vectors = p.d % kVector == 0 && p.dv % kVector == 0 && aligned<kVector>(p.query) &&
+              aligned<kVector>(p.key) && aligned<kVector>(p.value);
+  }
+
+  static constexpr int kVector = 16 / sizeof(T);
+
+  int width() const { return std::max(p.d, p.dv); }
+
+  template <class U>
+  void add_rows(const char* name, const Maps<U>& m) {
+    check_channels(name, m);
+    vectors = vectors && aligned<kVector>(m);
+  }
+
+  // Teams of `count` places at a distance of `step`, of rows x columns places.
+  void assign(int64_t rows, int64_t columns, int64_t step, int64_t count) {
+    const int64_t in_phase = (columns + step - 1) / step;
+    p.columns = int(std::min(step, columns) * ((in_phase + count - 1) / count));
+    p.teams = heads * rows * p.columns;
+  }
+
+  int64_t blocks() const {
+    const int64_t teams = kThreads / p.lanes;
+    return (p.teams + teams - 1) / teams;
+  }
+};
+
+// Calls body(Team, wide), where wide teams work on one place only, with the narrowest team that holds a head.
+template <class T, class Body>
+void for_team(WindowArguments<T>& a, const Body& body) {
+  constexpr int kVector = a.kVector, kChunks = kOwnChannels / kVector;
+  const int width = a.width();
+  const auto call = [&](auto team, auto wide) {
+    using Chosen = typename decltype(team)::type;
+    a.p.lanes = Chosen::LANES;
+    if (Chosen::LANES == 0) {
+      for (a.p.lanes = 1; a.p.lanes * Chosen::OWN < width;) a.p.lanes *= 2;
+    }
+    body(team, wide);
+  };
+  if (width > 32 * kOwnChannels) {
+    call(std::type_identity<Team<0, 1, kWideChannels>>(), std::true_type());
+  } else if (!a.vectors) {
+    call(std::type_identity<Team<0, 1, kOwnChannels>>(), std::false_type());
+  } else if (width <= 2 * kOwnChannels) {
+    call(std::type_identity<Team<2, kVector, kChunks>>(), std::false_type());
+  } else if (width <= 4 * kOwnChannels) {
+    call(std::type_identity<Team<4, kVector, kChunks>>(), std::false_type());
+  } else if (width <= 8 * kOwnChannels) {
+    call(std::type_identity<Team<8, kVector, kChunks>>(), std::false_type());
+  } else {
+    call(std::type_identity<Team<0, kVector, kChunks>>(), std::false_type());
+  }
+}
+
+template <class Body>
+void for_window_type(ScalarType type, const Body& body) {
+  if (type == ScalarType::Float) return body(float());
+  if (type == ScalarType::Half) return body(__half());
+  if (type == ScalarType::BFloat16) return body(__nv_bfloat16());
+  STD_TORCH_CHECK(false, "attn_plugins: window attention on CUDA expects float16, bfloat16 or float32");
+}
+
+void window_attention_forward(std::optional<Tensor> query, std::optional<Tensor> key, Tensor value,
+                              std::optional<Tensor> position, Tensor output, Tensor log_sum_exp,
+                              std::vector<int64_t> geometry, bool zero_border, double scale) {
+  for_window_type(value.scalar_type(), [&](auto zero) {
+    using T = decltype(zero);
+    WindowArguments<T> a(query, key, value, position, log_sum_exp, geometry, zero_border, scale);
+    a.p.output = maps<T>(output);
+    a.add_rows("output", a.p.output);
+    for_team(a, [&](auto team, auto wide) {
+      using Chosen = typename decltype(team)::type;
+      constexpr int kQueries = decltype(wide)::value ? 1 : kForwardQueries;
+      a.assign(a.p.y.queries, a.p.x.queries, a.p.x.step, kQueries);
+      launch(window_forward_kernel<T, Chosen, kQueries>, a.blocks(), a.p);
+    });
+  });
+}
+
+void window_attention_backward(Tensor grad_output, std::optional<Tensor> query, std::optional<Tensor> key,
+                               Tensor value, std::optional<Tensor> position, Tensor output,
+                               Tensor log_sum_exp, std::optional<Tensor> grad_query,
+                               std::optional<Tensor> grad_key, std::optional<Tensor> grad_value,
+                               std::optional<Tensor> grad_position, std::vector<int64_t> geometry,
+                               bool zero_border, double scale) {
+  for_window_type(value.scalar_type(), [&](auto zero) {
+    using T = decltype(zero);
+    WindowArguments<T> a(query, key, value, position, log_sum_exp, geometry, zero_border, scale);
+    auto& p = a.p;
+    p.grad_output = maps<const T>(grad_output), p.output_read = maps<const T>(output);
+    p.grad_query = maps<T>(grad_query), p.grad_key = maps<T>(grad_key), p.grad_value = maps<T>(grad_value);
+    p.grad_position = maps<T>(grad_position);
+    a.add_rows("grad_output", p.grad_output), a.add_rows("output", p.output_read);
+    a.add_rows("grad_query", p.grad_query), a.add_rows("grad_key", p.grad_key);
+    a.add_rows("grad_value", p.grad_value);
+    const Tensor stats = empty_like_options(log_sum_exp, {log_sum_exp.numel(), 2});
+    p.stats = static_cast<float*>(stats.data_ptr());
+    for_team(a, [&](auto team, auto wide) {
+      using Chosen = typename decltype(team)::type;
+      constexpr int kQueries = decltype(wide)::value ? 1 : kBackwardQueries;
+      constexpr int kKeys = decltype(wide)::value ? 1 : kBackwardKeys;
+      a.assign(p.y.queries, p.x.queries, 1, 1);
+      launch(window_stats_kernel<T, Chosen>, a.blocks(), p);
+      if (p.grad_query.data || p.grad_position.data) {
+        a.assign(p.y.queries, p.x.queries, p.x.step, kQueries);
+        launch(window_query_gradient_kernel<T, Chosen, kQueries>, a.blocks(), p);
+      }
+      if (p.grad_key.data || p.grad_value.data) {
+        a.assign(p.y.keys, p.x.keys, p.x.dilation, kKeys);
+        launch(window_key_gradient_kernel<T, Chosen, kKeys>, a.blocks(), p);
+      }
+    });
+  });
+}
+
+}  // namespace
+}  // namespace attn_plugins

@@ -1,0 +1,407 @@
+// The kernels of window attention. Nothing is unfolded, nothing added atomically: a sum's order is fixed.
+//
+// A team of lanes shares out the channels of a few queries of one row (in the keys' gradients: of a few
+// keys), chosen so that their windows overlap tap on tap: a key row is read once for all of them.
+// Neighbouring teams walk along bands of rows, so the halo that their windows share stays in the first-level
+// cache. Arithmetic is in float; logits are in units of log 2, for exp2.
+#pragma once
+
+#include <cmath>
+
+#include "launch.cuh"
+#include "vector.cuh"
+
+namespace attn_plugins {
+
+constexpr float kLog2E = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
+constexpr int kBand = 8;  // rows of maps that teams walk along together
+
+// A (B, M, rows, columns, channels) tensor.
+template <class T>
+struct Maps {
+  T* data = nullptr;
+  int64_t batch = 0, head = 0, row = 0, column = 0, channel = 0;
+
+  __device__ __forceinline__ T* at(int64_t b, int64_t m, int64_t y, int64_t x) const {
+    return data + (b * batch + m * head + y * row + x * column);
+  }
+};
+
+// One axis: tap t of query q is key q * stride - padding + t * dilation.
+struct WindowAxis {
+  int queries, keys, taps, stride, padding, dilation;
+  int step, shift;  // smallest with: tap t of query q is the key of tap t - shift of query q + step
+  int divisor;      // of stride and dilation, the greatest
+  int inverse;      // inverse * step = 1 modulo shift
+};
+
+template <class T>
+struct WindowProblem {
+  Maps<const T> query, key, value, position, output_read, grad_output;
+  Maps<T> output, grad_query, grad_key, grad_value, grad_position;
+  float* log_sum_exp;  // (B, M, Hq, Wq); natural, +inf where a window is empty
+  float* stats;        // (B, M, Hq, Wq, 2): log-sum-exp in units of log 2, and grad_output · output
+  WindowAxis y, x;
+  int64_t teams;
+  int M, d, dv;  // d is 0 without content
+  int columns;   // teams of a row
+  int lanes;     // of a team, where the kernel does not fix them
+  float scale;
+  bool zero_border;
+};
+
+// The lanes that hold a row of channels: LANES of them, or as many as the problem says where LANES is 0. A
+// lane has CHUNKS vectors of VECTOR elements, dealt out in turn.
+template <int LANES_, int VECTOR_, int CHUNKS_>
+struct Team {
+  static constexpr int LANES = LANES_, VECTOR = VECTOR_, OWN = VECTOR_ * CHUNKS_;
+  int lanes, lane;
+  int64_t index;
+
+  __device__ __forceinline__ explicit Team(int given) : lanes(LANES > 0 ? LANES : given) {
+    lane = int(threadIdx.x) % lanes;
+    index = int64_t(blockIdx.x) * (kThreads / lanes) + int(threadIdx.x) / lanes;
+  }
+
+  // Over the team's lanes; all threads of a warp must come here together.
+  __device__ __forceinline__ float sum(float x) const {
+    if constexpr (LANES > 0) {
+#pragma unroll
+      for (int step = LANES / 2; step > 0; step /= 2) x += __shfl_xor_sync(0xffffffffu, x, step, 32);
+    } else {
+      for (int step = lanes / 2; step > 0; step /= 2) x += __shfl_xor_sync(0xffffffffu, x, step, 32);
+    }
+    return x;
+  }
+
+  // This lane's channels of a row of `width`; zeros where it is not present.
+  template <class T>
+  __device__ __forceinline__ void read(const T* row, bool present, int width, float (&to)[OWN]) const {
+#pragma unroll
+    for (int chunk = 0; chunk < CHUNKS_; ++chunk) {
+      const int first = (chunk * lanes + lane) * VECTOR;
+      Vector<T, VECTOR> v;
+      if (present && first < width) v = load_constant<T, VECTOR>(row + first);
+#pragma unroll
+      for (int e = 0; e < VECTOR; ++e) to[chunk * VECTOR + e] = widen(v.element[e]);
+    }
+  }
+
+  template <class T>
+  __device__ __forceinline__ void write(T* row, int width, const float (&from)[OWN], float factor) const {
+#pragma unroll
+    for (int chunk = 0; chunk < CHUNKS_; ++chunk) {
+      const int first = (chunk * lanes + lane) * VECTOR;
+      Vector<T, VECTOR> v;
+#pragma unroll
+      for (int e = 0; e < VECTOR; ++e) v.element[e] = narrow_to<T>(from[chunk * VECTOR + e] * factor);
+      if (first < width) store(row + first, v);
+    }
+  }
+};
+
+template <int N>
+__device__ __forceinline__ float dot(const float (&a)[N], const float (&b)[N]) {
+  float sum = 0;
+#pragma unroll
+  for (int c = 0; c < N; ++c) sum += a[c] * b[c];
+  return sum;
+}
+
+template <int N>
+__device__ __forceinline__ void add_scaled(float (&to)[N], float factor, const float (&x)[N]) {
+#pragma unroll
+  for (int c = 0; c < N; ++c) to[c] += factor * x[c];
+}
+
+template <class T>
+__device__ __forceinline__ float load_one(const T* from) {
+  return widen(load_constant<T, 1>(from).element[0]);
+}
+
+// Where a team works: COUNT places x, x + step, ... of row y.
+struct Place {
+  int b, m, y, x;
+  bool exists;
+};
+
+template <int COUNT>
+__device__ __forceinline__ Place locate(int64_t team, int64_t teams, int M, int rows, int columns, int step) {
+  const int per_head = rows * columns, per_band = kBand * columns;
+  const bool exists = team < teams;
+  const int64_t index = exists ? team : 0, head = index / per_head;
+  const int in_head = int(index % per_head), band = in_head / per_band, in_band = in_head % per_band;
+  const int height = min(kBand, rows - band * kBand), column = in_band / height;
+  return {int(head / M), int(head % M), band * kBand + in_band % height,
+          column / step * (step * COUNT) + column % step, exists};
+}
+
+__device__ __forceinline__ bool within(int i, int count) {
+  return unsigned(i) < unsigned(count);
+}
+
+template <class T, class Team, int QUERIES>
+__global__ void __launch_bounds__(kThreads) window_forward_kernel(const WindowProblem<T> p) {
+  constexpr float kSlack = 8;  // weights may grow to 2^8 before sums are scaled down to a new greatest logit
+  const Team team(p.lanes);
+  const Place at = locate<QUERIES>(team.index, p.teams, p.M, p.y.queries, p.columns, p.x.step);
+  const bool content = p.d > 0, biased = p.position.data != nullptr;
+  float query[QUERIES][Team::OWN], sum[QUERIES][Team::OWN], top[QUERIES], total[QUERIES];
+  bool valid[QUERIES];
+#pragma unroll
+  for (int r = 0; r < QUERIES; ++r) {
+    const int x = at.x + r * p.x.step;
+    valid[r] = at.exists && x < p.x.queries;
+    team.read(p.query.at(at.b, at.m, at.y, x), valid[r], p.d, query[r]);
+    top[r] = -INFINITY, total[r] = 0;
+#pragma unroll
+    for (int c = 0; c < Team::OWN; ++c) query[r][c] *= p.scale * kLog2E, sum[r][c] = 0;
+  }
+  const T* position = p.position.at(at.b, at.m, at.y, at.x);
+  const int64_t next = p.x.step * p.position.column - p.x.shift * p.position.channel;  // query's, of one key
+  const int columns = p.x.taps + (QUERIES - 1) * p.x.shift;
+  for (int i = 0; i < p.y.taps; ++i) {
+    const int row = at.y * p.y.stride - p.y.padding + i * p.y.dilation;
+    const bool row_inside = at.exists && within(row, p.y.keys);
+    for (int j = 0; j < columns; ++j) {  // tap j of the first query, tap j - r * shift of query r
+      const int column = at.x * p.x.stride - p.x.padding + j * p.x.dilation;
+      const bool inside = row_inside && within(column, p.x.keys), counts = inside || p.zero_border;
+      float key[Team::OWN], value[Team::OWN], logit[QUERIES], bias[QUERIES];
+#pragma unroll
+      for (int r = 0; r < QUERIES; ++r) {
+        bias[r] = counts ? 0 : -INFINITY;
+        if (biased && counts && valid[r] && within(j - r * p.x.shift, p.x.taps)) {
+          bias[r] = kLog2E * load_one(position + (i * p.x.taps + j) * p.position.channel + r * next);
+        }
+      }
+      team.read(p.value.at(at.b, at.m, row, column), inside, p.dv, value);
+#pragma unroll
+      for (int r = 0; r < QUERIES; ++r) logit[r] = 0;
+      if (content) {
+        team.read(p.key.at(at.b, at.m, row, column), inside, p.d, key);
+#pragma unroll
+        for (int r = 0; r < QUERIES; ++r) {
+          if (within(j - r * p.x.shift, p.x.taps)) logit[r] = dot(query[r], key);
+        }
+#pragma unroll
+        for (int r = 0; r < QUERIES; ++r) logit[r] = team.sum(logit[r]);
+      }
+#pragma unroll
+      for (int r = 0; r < QUERIES; ++r) {
+        if (!within(j - r * p.x.shift, p.x.taps)) continue;  // for all threads alike
+        logit[r] += bias[r];
+        if (logit[r] > top[r] + kSlack) {
+          const float factor = exp2f(top[r] - logit[r]);
+          top[r] = logit[r], total[r] *= factor;
+#pragma unroll
+          for (int c = 0; c < Team::OWN; ++c) sum[r][c] *= factor;
+        }
+        const float weight = logit[r] == -INFINITY ? 0 : exp2f(logit[r] - top[r]);
+        total[r] += weight;
+        add_scaled(sum[r], weight, value);
+      }
+    }
+  }
+#pragma unroll
+  for (int r = 0; r < QUERIES; ++r) {
+    if (!valid[r]) continue;
+    const int x = at.x + r * p.x.step;
+    const bool empty = total[r] == 0;
+    team.write(p.output.at(at.b, at.m, at.y, x), p.dv, sum[r], empty ? 0 : 1 / total[r]);
+    if (team.lane == 0) {
+      const int64_t query_index = ((int64_t(at.b) * p.M + at.m) * p.y.queries + at.y) * p.x.queries + x;
+      p.log_sum_exp[query_index] = empty ? INFINITY : kLn2 * top[r] + logf(total[r]);
+    }
+  }
+}
+
+// The backward kernels' statistics, one team a query.
+template <class T, class Team>
+__global__ void __launch_bounds__(kThreads) window_stats_kernel(const WindowProblem<T> p) {
+  const Team team(p.lanes);
+  const Place at = locate<1>(team.index, p.teams, p.M, p.y.queries, p.x.queries, 1);
+  float output[Team::OWN], gradient[Team::OWN];
+  team.read(p.output_read.at(at.b, at.m, at.y, at.x), at.exists, p.dv, output);
+  team.read(p.grad_output.at(at.b, at.m, at.y, at.x), at.exists, p.dv, gradient);
+  const float product = team.sum(dot(output, gradient));
+  if (at.exists && team.lane == 0) {
+    const int64_t query_index = ((int64_t(at.b) * p.M + at.m) * p.y.queries + at.y) * p.x.queries + at.x;
+    Vector<float, 2> stats;
+    stats.element[0] = kLog2E * p.log_sum_exp[query_index], stats.element[1] = product;
+    store(p.stats + 2 * query_index, stats);
+  }
+}
+
+// Gradients of queries and position logits.
+template <class T, class Team, int QUERIES>
+__global__ void __launch_bounds__(kThreads) window_query_gradient_kernel(const WindowProblem<T> p) {
+  const Team team(p.lanes);
+  const Place at = locate<QUERIES>(team.index, p.teams, p.M, p.y.queries, p.columns, p.x.step);
+  const bool content = p.d > 0, biased = p.position.data != nullptr;
+  const int taps = p.y.taps * p.x.taps;
+  float query[QUERIES][Team::OWN], gradient[QUERIES][Team::OWN], sum[QUERIES][Team::OWN];
+  float kept[QUERIES];  // gradients of position logits that the team's lanes write together
+  Vector<float, 2> stats[QUERIES];
+  bool valid[QUERIES];
+#pragma unroll
+  for (int r = 0; r < QUERIES; ++r) {
+    const int x = at.x + r * p.x.step;
+    valid[r] = at.exists && x < p.x.queries, kept[r] = 0;
+    team.read(p.query.at(at.b, at.m, at.y, x), valid[r], p.d, query[r]);
+    team.read(p.grad_output.at(at.b, at.m, at.y, x), valid[r], p.dv, gradient[r]);
+    const int64_t query_index = ((int64_t(at.b) * p.M + at.m) * p.y.queries + at.y) * p.x.queries + x;
+    if (valid[r]) stats[r] = load_constant<float, 2>(p.stats + 2 * query_index);
+#pragma unroll
+    for (int c = 0; c < Team::OWN; ++c) query[r][c] *= p.scale * kLog2E, sum[r][c] = 0;
+  }
+  const T* position = p.position.at(at.b, at.m, at.y, at.x);
+  const int64_t next = p.x.step * p.position.column - p.x.shift * p.position.channel;
+  const int columns = p.x.taps + (QUERIES - 1) * p.x.shift;
+  for (int i = 0; i < p.y.taps; ++i) {
+    const int row = at.y * p.y.stride - p.y.padding + i * p.y.dilation;
+    const bool row_inside = at.exists && within(row, p.y.keys);
+    for (int j = 0; j < columns; ++j) {
+      const int column = at.x * p.x.stride - p.x.padding + j * p.x.dilation;
+      const bool inside = row_inside && within(column, p.x.keys), counts = inside || p.zero_border;
+      float key[Team::OWN], value[Team::OWN], logit[QUERIES], slope[QUERIES], bias[QUERIES];
+#pragma unroll
+      for (int r = 0; r < QUERIES; ++r) {
+        bias[r] = counts ? 0 : -INFINITY;
+        if (biased && counts && valid[r] && within(j - r * p.x.shift, p.x.taps)) {
+          bias[r] = kLog2E * load_one(position + (i * p.x.taps + j) * p.position.channel + r * next);
+        }
+      }
+      team.read(p.value.at(at.b, at.m, row, column), inside, p.dv, value);
+      team.read(p.key.at(at.b, at.m, row, column), inside, p.d, key);
+#pragma unroll
+      for (int r = 0; r < QUERIES; ++r) {
+        logit[r] = 0, slope[r] = 0;
+        if (within(j - r * p.x.shift, p.x.taps)) {
+          logit[r] = dot(query[r], key), slope[r] = dot(gradient[r], value);
+        }
+      }
+#pragma unroll
+      for (int r = 0; r < QUERIES; ++r) {
+        slope[r] = team.sum(slope[r]);
+        if (content) logit[r] = team.sum(logit[r]);
+      }
+#pragma unroll
+      for (int r = 0; r < QUERIES; ++r) {
+        const int tap = j - r * p.x.shift;
+        if (!within(tap, p.x.taps)) continue;
+        slope[r] = exp2f(logit[r] + bias[r] - stats[r].element[0]) * (slope[r] - stats[r].element[1]);
+        add_scaled(sum[r], slope[r], key);
+        if (p.grad_position.data) {
+          const int t = i * p.x.taps + tap, lane = t & (team.lanes - 1);
+          if (lane == team.lane) kept[r] = slope[r];
+          if (lane == team.lanes - 1 || t == taps - 1) {
+            const int mine = t - lane + team.lane;
+            if (valid[r] && mine <= t) {
+              p.grad_position.at(at.b, at.m, at.y, at.x + r * p.x.step)[mine * p.grad_position.channel] =
+                  narrow_to<T>(kept[r]);
+            }
+          }
+        }
+      }
+    }
+  }
+#pragma unroll
+  for (int r = 0; r < QUERIES; ++r) {
+    if (valid[r] && p.grad_query.data) {
+      team.write(p.grad_query.at(at.b, at.m, at.y, at.x + r * p.x.step), p.d, sum[r], p.scale);
+    }
+  }
+}
+
+// The greatest tap by which a query may see key `at` of an axis, and that query; tap - n * shift belongs to
+// query + n * step. None may, whatever the tap, where `exists` comes out false.
+struct Reach {
+  int tap, query;
+  bool exists;
+
+  __device__ __forceinline__ Reach(const WindowAxis& axis, int at) {
+    const int padded = at + axis.padding;
+    const int residue = int(int64_t(padded / axis.divisor % axis.shift) * axis.inverse % axis.shift);
+    exists = padded % axis.divisor == 0;
+    // of the taps = residue (mod shift): one less than a multiple away from the last
+    tap = axis.taps - 1 - ((axis.taps - 1 - residue) % axis.shift + axis.shift) % axis.shift;
+    query = (padded - tap * axis.dilation) / axis.stride;
+  }
+};
+
+// Gradients of keys and values, each gathered from the queries that see the key.
+template <class T, class Team, int KEYS>
+__global__ void __launch_bounds__(kThreads) window_key_gradient_kernel(const WindowProblem<T> p) {
+  const Team team(p.lanes);
+  const Place at = locate<KEYS>(team.index, p.teams, p.M, p.y.keys, p.columns, p.x.dilation);
+  const bool content = p.d > 0, biased = p.position.data != nullptr, slopes = p.grad_key.data != nullptr;
+  float key[KEYS][Team::OWN], value[KEYS][Team::OWN], key_sum[KEYS][Team::OWN], value_sum[KEYS][Team::OWN];
+#pragma unroll
+  for (int r = 0; r < KEYS; ++r) {
+    const int x = at.x + r * p.x.dilation;
+    const bool valid = at.exists && x < p.x.keys;
+    team.read(p.key.at(at.b, at.m, at.y, x), valid, p.d, key[r]);
+    team.read(p.value.at(at.b, at.m, at.y, x), valid, p.dv, value[r]);
+#pragma unroll
+    for (int c = 0; c < Team::OWN; ++c) {
+      key[r][c] *= p.scale * kLog2E, key_sum[r][c] = 0, value_sum[r][c] = 0;
+    }
+  }
+  const Reach rows(p.y, at.y), columns(p.x, at.x);
+  const bool exists = at.exists && rows.exists && columns.exists;
+  for (int n = 0; n * p.y.shift < p.y.taps; ++n) {
+    const int i = rows.tap - n * p.y.shift, y = rows.query + n * p.y.step;
+    const bool row_inside = exists && i >= 0 && within(y, p.y.queries);
+    for (int l = 0; l * p.x.shift < p.x.taps + KEYS - 1; ++l) {
+      // The query sees the first key by tap j, key r by tap j + r; greatest: the most that j can be in any
+      // team.
+      const int j = columns.tap - l * p.x.shift, x = columns.query + l * p.x.step;
+      const int greatest = p.x.taps - 1 - l * p.x.shift;
+      const bool inside = row_inside && within(x, p.x.queries);
+      float query[Team::OWN], gradient[Team::OWN], logit[KEYS], slope[KEYS], bias[KEYS];
+      Vector<float, 2> stats;
+      const int64_t query_index = ((int64_t(at.b) * p.M + at.m) * p.y.queries + y) * p.x.queries + x;
+      if (inside) stats = load_constant<float, 2>(p.stats + 2 * query_index);
+      const T* position = p.position.at(at.b, at.m, y, x);
+#pragma unroll
+      for (int r = 0; r < KEYS; ++r) {
+        const bool sees = inside && within(j + r, p.x.taps);
+        bias[r] = sees ? 0 : -INFINITY;
+        if (biased && sees)
+          bias[r] = kLog2E * load_one(position + (i * p.x.taps + j + r) * p.position.channel);
+      }
+      team.read(p.query.at(at.b, at.m, y, x), inside, p.d, query);
+      team.read(p.grad_output.at(at.b, at.m, y, x), inside, p.dv, gradient);
+#pragma unroll
+      for (int r = 0; r < KEYS; ++r) {
+        logit[r] = 0, slope[r] = 0;
+        if (greatest + r >= 0 &&
+            greatest + r < p.x.taps + p.x.shift - 1) {  // else no team's query sees key r
+          if (content) logit[r] = dot(key[r], query);
+          if (slopes) slope[r] = dot(value[r], gradient);
+        }
+      }
+#pragma unroll
+      for (int r = 0; r < KEYS; ++r) {
+        if (content) logit[r] = team.sum(logit[r]);
+        if (slopes) slope[r] = team.sum(slope[r]);
+      }
+#pragma unroll
+      for (int r = 0; r < KEYS; ++r) {
+        if (greatest + r < 0 || greatest + r >= p.x.taps + p.x.shift - 1) continue;
+        const float weight = exp2f(logit[r] + bias[r] - stats.element[0]);
+        add_scaled(value_sum[r], weight, gradient);
+        if (slopes) add_scaled(key_sum[r], weight * (slope[r] - stats.element[1]), query);
+      }
+    }
+  }
+#pragma unroll
+  for (int r = 0; r < KEYS; ++r) {
+    const int x = at.x + r * p.x.dilation;
+    if (!at.exists || x >= p.x.keys) continue;
+    if (p.grad_key.data) team.write(p.grad_key.at(at.b, at.m, at.y, x), p.d, key_sum[r], p.scale);
+    if (p.grad_value.data) team.write(p.grad_value.at(at.b, at.m, at.y, x), p.dv, value_sum[r], 1);
+  }
+}
+
+}  // namespace attn_plugins

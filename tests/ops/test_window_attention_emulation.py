@@ -1,0 +1,220 @@
+"""Window attention's CUDA source, run thread by thread on the CPU (see test_cuda_emulation.py for what that means)."""
+
+from __future__ import annotations
+
+import math
+import os
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from attn_plugins.ops import _window_attention_cuda as cuda
+from attn_plugins.ops import reference
+from attn_plugins.ops._window_attention_cpu import Geometry
+
+ROOT = Path(__file__).resolve().parents[2]
+EMULATION = ROOT / "tests/ops/emulation"
+COMPILER = shlex.split(os.environ.get("CXX", "c++"))
+
+pytestmark = [
+    pytest.mark.skipif(shutil.which(COMPILER[0]) is None, reason="no C++ compiler"),
+    pytest.mark.skipif(torch.__version__ < (2, 10), reason="torch's stable ABI begins with 2.10"),
+]
+
+# Undefined behaviour (a misaligned vector, an overflowing conversion) ends the process instead of passing unseen.
+FLAGS = """-shared -fPIC -O1 -std=c++20 -fsanitize=alignment,bounds,integer-divide-by-zero,float-cast-overflow
+    -fsanitize=signed-integer-overflow -fsanitize-undefined-trap-on-error -DTORCH_TARGET_VERSION=0x020a000000000000"""
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def emulated(tmp_path_factory):
+    """plugins/ops/_window_attention_cuda.py, with the emulated kernels in the place of the compiled ones."""
+    library = tmp_path_factory.mktemp("emulation") / "emulated.so"
+    site = Path(torch.__file__).parent
+    folders = [EMULATION, ROOT / "csrc", site / "include"]
+    command = [*COMPILER, *FLAGS.split(), *(f"-I{folder}" for folder in folders)]
+    command += [str(EMULATION / "window_attention.cpp"), "-o", str(library), f"-L{site / 'lib'}", "-ltorch_cpu"]
+    subprocess.run(command, check=True)
+    torch.ops.load_library(str(library))
+    with pytest.MonkeyPatch.context() as patch:
+        operators = torch.ops.attn_plugins_emulated_window
+        patch.setattr(cuda, "forward_kernels", operators.forward_)
+        patch.setattr(cuda, "backward_kernels", operators.backward_)
+        yield
+
+
+def error(found, expected):
+    return ((found.double() - expected).norm() / expected.norm().clamp_min(1e-30)).item()
+
+
+def problem(
+    *, B=2, M=2, size=(5, 7), kernel=(3, 3), stride=(1, 1), padding=None, dilation=(1, 1), logits="both", d=16, dv=16,
+    zero_border=False, seed=0,
+):  # fmt: skip
+    """Random terms in float64 but exact in bfloat16, geometry and a gradient of the output."""
+    random = torch.Generator().manual_seed(seed)
+    padding = padding or tuple(n // 2 * step for n, step in zip(kernel, dilation))
+    grid = tuple(-(-n // s) for n, s in zip(size, stride))
+
+    def draw(*shape):
+        return torch.randn(B, M, *shape, generator=random, dtype=torch.float64).bfloat16().double()
+
+    content, position = logits != "position", logits != "content"
+    terms = (
+        draw(*grid, d) if content else None,
+        draw(*size, d) if content else None,
+        draw(*size, dv),
+        draw(*grid, math.prod(kernel)) if position else None,
+    )
+    return terms, Geometry(kernel, stride, padding, dilation, zero_border), draw(*grid, dv)
+
+
+def expected_of(terms, geometry, grad_output, scale=0.3):
+    """Output, log-sum-exp and gradients of the terms (None where there is none)."""
+    leaves = [None if t is None else t.clone().requires_grad_() for t in terms]
+    output = reference.window_attention(*leaves, *geometry, scale)
+    found = iter(torch.autograd.grad(output, [t for t in leaves if t is not None], grad_output))
+    return output.detach(), [None if t is None else next(found) for t in leaves]
+
+
+def compute(terms, geometry, grad_output, scale=0.3, needs=(True,) * 4):
+    """The same by the kernels; where memory is not written, NaN stays."""
+    value = terms[2]
+    output = torch.full(grad_output.shape, math.nan, dtype=value.dtype)
+    lse = torch.full(grad_output.shape[:-1], math.nan)
+    cuda.forward(terms, geometry, scale, output, lse)
+    grads = [None if t is None or not need else torch.empty_like(t).fill_(math.nan) for t, need in zip(terms, needs)]
+    cuda.backward(grad_output, terms, geometry, output, lse, scale, grads)
+    return output, grads
+
+
+def compare(terms, geometry, grad_output, dtype=torch.float32):
+    expected, gradients = expected_of(terms, geometry, grad_output)
+    output, grads = compute([None if t is None else t.to(dtype) for t in terms], geometry, grad_output.to(dtype))
+    assert error(output, expected) < TOLERANCE[dtype]
+    for name, grad, gradient in zip(("query", "key", "value", "position_logits"), grads, gradients):
+        assert (grad is None) == (gradient is None)
+        if grad is not None:
+            assert grad.dtype == dtype
+            assert error(grad, gradient) < TOLERANCE[dtype], name
+
+
+CASES = {
+    "two lanes": {},
+    "four lanes": dict(d=32, dv=24, B=1),
+    "eight lanes": dict(d=64, dv=40, B=1),
+    "sixteen lanes": dict(d=96, dv=128, B=1, M=1),
+    "odd widths": dict(d=19, dv=5),
+    "a lone channel": dict(d=1, dv=1),
+    "256 < width": dict(d=300, dv=40, B=1, M=1, size=(3, 4)),
+    "widest": dict(d=512, dv=512, B=1, M=1, size=(2, 3)),
+    "stride 2": dict(stride=(2, 2), size=(7, 10)),
+    "dilation 2": dict(dilation=(2, 2)),
+    "stride and dilation": dict(kernel=(5, 3), stride=(2, 3), padding=(4, 2), dilation=(2, 2)),
+    "steps with divisors": dict(kernel=(3, 4), stride=(4, 6), dilation=(6, 4), size=(11, 13), padding=(6, 6)),
+    "keys that none sees": dict(kernel=(1, 2), stride=(3, 4), padding=(0, 0), dilation=(1, 2), size=(7, 12)),
+    "even kernel": dict(kernel=(2, 4), padding=(1, 3)),
+    "causal sequence": dict(kernel=(1, 31), size=(1, 40), padding=(0, 30), M=1),
+    "a column": dict(kernel=(3, 3), size=(19, 1), M=1),
+    "larger than the map": dict(kernel=(7, 9), size=(3, 4), B=1),
+    "one key": dict(size=(1, 1)),
+    "several blocks": dict(size=(19, 23), B=1, kernel=(3, 1)),
+}
+
+
+@pytest.mark.parametrize("zero_border", [False, True], ids=["exclude", "zero"])
+@pytest.mark.parametrize("logits", ["content", "position", "both"])
+@pytest.mark.parametrize("case", CASES)
+def test_equals_the_reference(case, logits, zero_border):
+    compare(*problem(**CASES[case], logits=logits, zero_border=zero_border))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", ["two lanes", "four lanes", "sixteen lanes", "odd widths", "stride and dilation"])
+def test_half_precision(case, dtype):
+    compare(*problem(**CASES[case]), dtype)
+
+
+@pytest.mark.parametrize("needs", [(1, 0, 0, 0), (0, 1, 0, 0), (0, 0, 1, 0), (0, 0, 0, 1), (1, 0, 0, 1)], ids=str)
+def test_only_wanted_gradients(needs):
+    terms, geometry, grad_output = problem(B=1)
+    _, gradients = expected_of(terms, geometry, grad_output)
+    _, grads = compute([t.float() for t in terms], geometry, grad_output.float(), needs=needs)
+    for grad, gradient, need in zip(grads, gradients, needs):
+        assert (grad is not None) == bool(need)
+        assert grad is None or error(grad, gradient) < 2e-6
+
+
+def test_views_give_what_copies_give():
+    """Heads of a channels-last projection, logits of planes, misaligned rows, strided channels."""
+    terms, geometry, grad_output = problem(kernel=(3, 5))
+    query, key, value, position = (t.float() for t in terms)
+
+    def heads_last(t):
+        return t.permute(0, 2, 3, 1, 4).contiguous().permute(0, 3, 1, 2, 4)
+
+    planes = position.permute(0, 1, 4, 2, 3).contiguous().permute(0, 1, 3, 4, 2)
+    misaligned = torch.zeros(key.numel() + 1)[1:].view(key.shape).copy_(key)
+    strided = torch.stack((value, value), -1)[..., 0]
+    grad = grad_output.float()
+    expected, wanted = compute([query, key, value, position], geometry, grad)
+    for views in (
+        (heads_last(query), heads_last(key), heads_last(value), planes),
+        (query, misaligned, strided, position),
+    ):
+        output, grads = compute(views, geometry, heads_last(grad))
+        torch.testing.assert_close(output, expected)
+        for a, b in zip(grads, wanted):
+            torch.testing.assert_close(a, b)
+    # One set of logits for all, and the gradient of a sum.
+    shared = position[:1, :1]
+    spread = shared.expand_as(position).contiguous()
+    ones = torch.ones(()).expand_as(grad)
+    output, grads = compute([query, key, value, shared], geometry, ones)
+    expected, wanted = compute([query, key, value, spread], geometry, ones.contiguous())
+    torch.testing.assert_close(output, expected, rtol=0, atol=0)
+    torch.testing.assert_close(grads[3], wanted[3].sum((0, 1), keepdim=True))
+
+
+def test_masked_windows_and_extreme_logits():
+    (query, key, value, position), geometry, grad_output = problem(B=1)
+    position[0, 0, 1, 2] = -math.inf
+    position[0, 1, 2, :, 3] = -math.inf
+    output, grads = compute([t.float() for t in (query, key, value, position)], geometry, grad_output.float())
+    expected, gradients = expected_of((query, key, value, position), geometry, grad_output)
+    assert error(output, expected) < 2e-6
+    assert not output[0, 0, 1, 2].any()
+    assert not grads[3][0, 0, 1, 2].any()
+    for grad, gradient in zip(grads, gradients):
+        assert error(grad, gradient) < 2e-6
+    rising = torch.linspace(-3e4, 6e4, 9).expand(1, 1, 2, 2, 9)  # every tap is the new greatest
+    one = torch.randn(1, 1, 2, 2, 3)
+    output, _ = compute([None, None, one, rising], geometry, torch.randn(1, 1, 2, 2, 3))
+    torch.testing.assert_close(output, one[:, :, 1:, 1:].expand_as(one))
+
+
+def test_queries_beyond_the_map():
+    """Position logits alone may have any grid of queries; a window without a key gives 0."""
+    (_, _, value, _), geometry, _ = problem(B=1)
+    position, grad_output = torch.randn(1, 2, 9, 12, 9), torch.randn(1, 2, 9, 12, 16)
+    expected, gradients = expected_of((None, None, value, position.double()), geometry, grad_output.double())
+    output, grads = compute([None, None, value.float(), position], geometry, grad_output)
+    assert not output[:, :, 6:].any()
+    assert error(output, expected) < 2e-6
+    assert error(grads[2], gradients[2]) < 2e-6
+    assert error(grads[3], gradients[3]) < 2e-6
+
+
+def test_what_the_kernels_serve():
+    terms, _, _ = problem(B=1)
+    assert not cuda.serves(terms)  # float64
+    assert cuda.serves(tuple(t.half() for t in terms))
+    wide = torch.zeros(1, 1, 1, 2, 513)
+    assert not cuda.serves((None, None, wide, None))
+    with pytest.raises(RuntimeError, match="up to 512 channels"):
+        compute([None, None, wide, torch.zeros(1, 1, 1, 2, 9)], problem()[1], wide)
