@@ -181,7 +181,7 @@ def _differentiate_twice(ctx: Any, *grads: Tensor | None) -> tuple:
             t if t is None or (create_graph and t.requires_grad) else t.detach().requires_grad_()
             for t in ctx.saved_tensors
         )
-        output = reference.criss_cross_attention(*terms, ctx.scale)
+        output = reference.criss_cross_attention(*terms, ctx.scale)  # type: ignore[call-arg]
         chosen = [(t, g) for t, g, need in zip(terms, grads, ctx.needs) if t is not None and need and g is not None]
         first = torch.autograd.grad(output, [t for t, _ in chosen], grad_output, create_graph=True)
         variables = (grad_output, *terms)
