@@ -9,6 +9,11 @@ One line in any config is enough::
 ``DeformableConv2d``             convolution: ``dcn=dict(type=...)`` and ``conv_cfg=dict(type=...)``
 ``DeformableConv1d``             convolution: ``conv_cfg=dict(type=...)``
 ``AAConv2d``                     convolution: ``conv_cfg=dict(type=..., kappa=..., nu=...)``
+``LocalBilateralConv2d``         convolution: ``conv_cfg=dict(type=..., num_heads=8)``
+``DynamicConv2d``                plug-in layer, as ``GeneralizedAttention2d``
+``BilateralNonLocal2d``          plug-in layer; ``decode_head=dict(type='NonLocalAttentionHead', attention=...)``
+``BilateralCrissCross2d``        plug-in layer; ``decode_head=dict(type='AttentionHead', attention=...)``
+``AttentionHead`` and others     segmentation heads, see :mod:`.heads`; need mmsegmentation
 ``AAResNet``                     backbone: ``backbone=dict(type=..., depth=50)``; needs timm
 ``HELENDataset, LFWPLDataset``   faces: ``dataset=dict(type=..., data_root=..., ...)``; need mmsegmentation
 ``FaceParsingMetric``            their scores: ``val_evaluator=dict(type=...)``; needs mmsegmentation
@@ -23,15 +28,40 @@ from __future__ import annotations
 from mmengine.registry import DATASETS, METRICS, MODELS
 from mmengine.runner import CheckpointLoader
 
+from ..modules import BilateralCrissCross2d, BilateralNonLocal2d, DynamicConv2d
 from ..modules.generalized_attention import GeneralizedAttention2d
 from .backbones import AAResNet, load_from_safetensors
-from .layers import AAConv2d, DeformableConv1d, DeformableConv2d
+from .layers import AAConv2d, DeformableConv1d, DeformableConv2d, LocalBilateralConv2d
 from .lazy import register_lazily
 
-__all__ = ["AAConv2d", "AAResNet", "DeformableConv1d", "DeformableConv2d", "GeneralizedAttention2d"]
+LAYERS = (
+    AAConv2d,
+    AAResNet,
+    BilateralCrissCross2d,
+    BilateralNonLocal2d,
+    DeformableConv1d,
+    DeformableConv2d,
+    DynamicConv2d,
+    GeneralizedAttention2d,
+    LocalBilateralConv2d,
+)
+__all__ = [
+    "AAConv2d",
+    "AAResNet",
+    "BilateralCrissCross2d",
+    "BilateralNonLocal2d",
+    "DeformableConv1d",
+    "DeformableConv2d",
+    "DynamicConv2d",
+    "GeneralizedAttention2d",
+    "LocalBilateralConv2d",
+]
 
-for _layer in (GeneralizedAttention2d, DeformableConv2d, DeformableConv1d, AAConv2d, AAResNet):
+for _layer in LAYERS:
     MODELS.register_module(module=_layer)
+register_lazily(
+    MODELS, "heads", "AttentionHead", "NonLocalAttentionHead", "SingleConvASPPHead", "StemResNet", "UNetHead"
+)
 register_lazily(DATASETS, "face_parsing", "HELENDataset", "LFWPLDataset")
 register_lazily(METRICS, "face_parsing", "FaceParsingMetric")
 CheckpointLoader.register_scheme(r".*\.safetensors$", load_from_safetensors, force=True)

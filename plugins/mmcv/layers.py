@@ -79,3 +79,12 @@ class AAConv2d(modules.AAConv2d):
     def init_weights(self) -> None:
         """Draw projections and tables again: ``init_cfg`` rules for Conv2d reach them from the outside."""
         self.reset_attention()
+
+
+class LocalBilateralConv2d(modules.LocalBilateralConv2d):
+    """:class:`attn_plugins.modules.LocalBilateralConv2d`."""
+
+    transposed, output_padding = False, (0, 0)  # mmcv's ConvModule repeats these of its convolution
+
+    def init_weights(self) -> None:
+        """Its projections are plain convolutions and stay as they were made."""

@@ -1,0 +1,6 @@
+# The baseline, the criss-cross network, content alone.
+_base_ = "mmseg::ccnet/ccnet_r50-d8_4xb2-80k_cityscapes-769x769.py"
+custom_imports = dict(imports=["attn_plugins.mmcv"], allow_failed_imports=False)
+# The thesis scales training images by 0.75 to 2.0; upstream by 0.5 to 2.0.
+train_pipeline = [dict(t, ratio_range=(0.75, 2.0)) if t["type"] == "RandomResize" else t for t in _base_.train_pipeline]
+train_dataloader = dict(dataset=dict(pipeline=train_pipeline))

@@ -1,0 +1,169 @@
+"""Every mmseg config of ours: built by mmseg, one training step and one inference step on a small picture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from mm_helpers import ROOT, without_downloads
+from mmengine.config import Config
+from mmengine.optim import build_optim_wrapper
+from mmengine.registry import init_default_scope
+from mmengine.structures import PixelData
+from mmseg.registry import MODELS
+from mmseg.structures import SegDataSample
+
+from attn_plugins import modules
+
+CONFIGS = sorted(p for p in (ROOT / "configs/mmseg").glob("*/*.py"))
+SIZE = (48, 64)
+OURS = tuple(getattr(modules, name) for name in modules.__all__ if name[0].isupper())
+LAYER_OF = {
+    "bi-nl": modules.BilateralNonLocal2d,
+    "bi-cc": modules.BilateralCrissCross2d,
+    "ccnet-attn": modules.GeneralizedAttention2d,
+    "ccnet-dynamic": modules.DynamicConv2d,
+    "unet-ba": modules.LocalBilateralConv2d,
+}
+PLAIN = ("nl_", "cc_", "ccnet-none", "deeplabv3plus-j", "unet_", "fcn_")
+
+
+def for_one_cpu(node: Any) -> Any:
+    """BatchNorm for SyncBN, which needs several processes with GPUs."""
+    if isinstance(node, dict):
+        if node.get("type") == "SyncBN":
+            node["type"] = "BN"
+        for value in node.values():
+            for_one_cpu(value)
+    elif isinstance(node, (list, tuple)):
+        for value in node:
+            for_one_cpu(value)
+    return node
+
+
+def load(path: Path) -> Config:
+    config = Config.fromfile(path)
+    init_default_scope("mmseg")
+    for_one_cpu(config.model)
+    config.model.pretrained = None
+    config.model.data_preprocessor.size = SIZE
+    config.model.test_cfg = dict(mode="whole")
+    return without_downloads(config)
+
+
+def pictures(classes: int) -> dict:
+    """A batch of two random pictures with labels, as mmseg's collate function hands it over."""
+    generator = torch.Generator().manual_seed(0)
+    samples, images = [], []
+    for _ in range(2):
+        sample = SegDataSample(metainfo=dict(img_shape=SIZE, ori_shape=SIZE, pad_shape=SIZE, scale_factor=(1.0, 1.0)))
+        labels = torch.randint(0, classes, (1, *SIZE), generator=generator)
+        sample.gt_sem_seg = PixelData(data=labels)
+        samples.append(sample)
+        images.append(torch.randint(0, 256, (3, *SIZE), generator=generator, dtype=torch.uint8))
+    return dict(inputs=images, data_samples=samples)
+
+
+def layers(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    return {name: layer for name, layer in model.named_modules() if isinstance(layer, OURS)}
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
+def test_a_config_trains_and_infers(path):
+    torch.manual_seed(0)
+    config = load(path)
+    model = MODELS.build(config.model)
+    model.init_weights()
+    optimizer = build_optim_wrapper(model, config.optim_wrapper)
+    ours, classes = layers(model), config.model.decode_head.num_classes
+    expected = next((kind for prefix, kind in LAYER_OF.items() if path.name.startswith(prefix)), None)
+    if expected is not None:
+        assert any(isinstance(layer, expected) for layer in ours.values())
+    assert bool(ours) != path.name.startswith(PLAIN)
+
+    model.train()
+    losses = model(**model.data_preprocessor(pictures(classes), True), mode="loss")
+    loss, _ = model.parse_losses(losses)
+    assert torch.isfinite(loss)
+    optimizer.backward(loss)
+    without_gradient = [
+        f"{prefix}.{name}"
+        for prefix, layer in ours.items()
+        for name, p in layer.named_parameters()
+        if p.grad is None or not p.grad.isfinite().all()
+    ]
+    assert not without_gradient
+    optimizer.step()
+
+    model.eval()
+    with torch.no_grad():
+        results = model.test_step(pictures(classes))
+    assert [tuple(result.pred_sem_seg.data.shape) for result in results] == [(1, *SIZE)] * 2
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
+def test_the_readme_beside_a_config_names_it(path):
+    assert path.name in (path.parent / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    "row, parameters",
+    [  # of Table 4.2, the 3×3 layer alone
+        ("a-content", 265_216),
+        ("b-geometric", 217_560),
+        ("c-m1", 267_547),
+        ("d-m4", 274_540),
+        ("e-m8", 283_864),
+        ("f-m16", 302_512),
+        ("g-content-shared-t3", 131_840),
+        ("h-shared", 150_272),
+        ("i-shared-t3", 150_272),
+        ("j-conv", 590_080),
+    ],
+)
+def test_the_fusion_has_the_parameters_of_its_row(row, parameters):
+    (path,) = (p for p in CONFIGS if p.name.startswith(f"deeplabv3plus-{row}_"))
+    with torch.device("meta"):
+        head = MODELS.build(load(path).model.decode_head)
+    assert sum(p.numel() for p in head.sep_bottleneck[1].conv.parameters()) == parameters
+
+
+@pytest.mark.parametrize(
+    "name, parameters",
+    [  # of Table 4.5's four fusions
+        ("unet_r18", [3_539_456, 1_474_816, 737_536, 368_768]),
+        ("unet-ba_r18", [693_760, 578_776, 323_692, 145_516]),
+    ],
+)
+@pytest.mark.parametrize("data", ["helen", "lfw-pl"])
+def test_the_u_nets_fusions_have_the_thesis_parameters(name, parameters, data):
+    (path,) = (p for p in CONFIGS if p.name.startswith(name) and data in p.name)
+    with torch.device("meta"):
+        head = MODELS.build(load(path).model.decode_head)
+    assert [sum(p.numel() for p in fusion.conv.parameters()) for fusion in head.fusions] == parameters
+
+
+def test_three_lines_turn_ccnet_into_bi_cc(tmp_path):
+    """The README's example, literally."""
+    readme = (ROOT / "README.md").read_text()
+    start = readme.index('_base_ = "mmseg::ccnet/')
+    example = readme[start : readme.index("```", start)]
+    assert len(example.strip().splitlines()) == 3
+    (tmp_path / "bi_cc.py").write_text(example)
+    model = MODELS.build(load(tmp_path / "bi_cc.py").model)
+    assert any(isinstance(layer, modules.BilateralCrissCross2d) for layer in layers(model).values())
+
+
+def test_bad_heads():
+    head = dict(
+        type="UNetHead", in_channels=[8, 8, 8], in_index=[0, 1, 2], num_classes=3, fusion_channels=[8, 8],
+        fusion_cfgs=[None], norm_cfg=dict(type="BN"),
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="fusion_cfgs must be 2"):
+        MODELS.build(head)
+    with pytest.raises(ValueError, match="in_channels must be one more than fusion_channels, 2, got"):
+        MODELS.build(dict(head, fusion_channels=[8], fusion_cfgs=None))
+    with pytest.raises(ValueError, match="recurrence must be a positive int, got 0"):
+        MODELS.build(dict(type="AttentionHead", recurrence=0, in_channels=8, channels=8, num_classes=3))
