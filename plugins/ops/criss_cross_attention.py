@@ -101,12 +101,19 @@ def _check(query: Tensor | None, key: Tensor | None, value: Tensor, position_log
 # --- the operators: kernels, fake functions, gradients, FLOPs -----------------------------------------------------
 
 
+def _empty(like: Tensor, width: int) -> Tensor:
+    """Uninitialised (B, M, H, W, width), heads innermost but for the width as a projection wants them.
+
+    Not a view: its owner may add to it in place.
+    """
+    B, M, H, W, _ = like.shape
+    return like.new_empty_strided((B, M, H, W, width), (H * W * M * width, width, W * M * width, M * width, 1))
+
+
 def _outputs(value: Tensor) -> tuple[Tensor, Tensor]:
-    """Uninitialised output and weights, heads innermost but for the width as a projection wants them."""
-    B, M, H, W, dv = value.shape
-    width = products.aligned(H) + products.aligned(W)
-    output, weights = value.new_empty((B, H, W, M, dv)), value.new_empty((B, H, W, M, width))
-    return output.permute(0, 3, 1, 2, 4), weights.permute(0, 3, 1, 2, 4)
+    """Uninitialised output and weights."""
+    _, _, H, W, dv = value.shape
+    return _empty(value, dv), _empty(value, products.aligned(H) + products.aligned(W))
 
 
 def _gradients(terms: Terms, needs: Sequence[bool]) -> list[Tensor]:
@@ -114,10 +121,7 @@ def _gradients(terms: Terms, needs: Sequence[bool]) -> list[Tensor]:
     value = terms[2]
 
     def gradient(term: Tensor) -> Tensor:
-        if term.stride(-1) == 1:
-            return torch.empty_like(term)
-        B, M, H, W, width = term.shape
-        return term.new_empty((B, H, W, M, width)).permute(0, 3, 1, 2, 4)
+        return torch.empty_like(term) if term.stride(-1) == 1 else _empty(term, term.shape[-1])
 
     return [gradient(t) if t is not None and need else value.new_empty(0) for t, need in zip(terms, needs)]
 

@@ -336,6 +336,17 @@ def test_empty_batches_and_shapes_without_data(batch, device):
         assert all(t.grad.shape == t.shape for t in terms)
 
 
+def test_the_result_may_be_changed_in_place():
+    """The gradient does not read it: a residual costs no memory."""
+    terms, x = operands(), torch.randn(2, 3, 5, 7, 5, dtype=torch.float64)
+    expected = torch.autograd.grad(criss_cross_attention(*terms).square().sum(), terms)
+    output = criss_cross_attention(*terms)
+    output += x
+    found = torch.autograd.grad((output - x).square().sum(), terms)
+    for a, b in zip(found, expected):
+        torch.testing.assert_close(a, b)
+
+
 def test_flops():
     terms = operands((6, 7), batch=2, heads=3, d=4, dv=5)
     with FlopCounterMode(display=False) as counter:

@@ -32,15 +32,23 @@ class Projections(nn.Module):
 
 
 class Ours(Projections):
-    """Channels-last throughout: the operator reads the projections as they lie."""
+    """One product for all projections, which the operator reads as they lie; gamma on the values.
+
+    The product reads maps of any memory format, its result is channels-last; and so is the output, to which ``x`` is
+    added in place: of C channels, only the values and the output are written.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x.contiguous(memory_format=torch.channels_last)
-        query, key, value = (
-            layer(x).unsqueeze(1).permute(0, 1, 3, 4, 2) for layer in (self.query_conv, self.key_conv, self.value_conv)
-        )
-        output = criss_cross_attention(query, key, value).squeeze(1).permute(0, 3, 1, 2)
-        return torch.addcmul(x, self.gamma.scale, output)
+        value, gamma = self.value_conv, self.gamma.scale
+        weight = torch.cat((self.query_conv.weight, self.key_conv.weight, value.weight * gamma)).flatten(1)
+        bias = torch.cat((self.query_conv.bias, self.key_conv.bias, value.bias * gamma))
+        pixels = x.flatten(2).transpose(1, 2)  # (B, H * W, C)
+        projected = torch.baddbmm(bias, pixels, weight.t().expand(len(x), -1, -1))
+        widths = [layer.out_channels for layer in (self.query_conv, self.key_conv, value)]
+        query, key, values = projected.unflatten(1, x.shape[2:]).unsqueeze(1).split(widths, -1)
+        output = criss_cross_attention(query, key, values)
+        output += x.permute(0, 2, 3, 1).unsqueeze(1)
+        return output.squeeze(1).permute(0, 3, 1, 2)
 
 
 class Plain(Projections):
