@@ -5,12 +5,14 @@
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
+#include <cstdlib>
 #include <numeric>
 #include <optional>
 #include <vector>
 
 #include "../tensor_ops.h"
 #include "window_kernels.cuh"
+#include "window_tensor_kernels.cuh"
 
 namespace attn_plugins {
 namespace {
@@ -100,11 +102,14 @@ struct WindowArguments {
     vectors = vectors && aligned<kVector>(m);
   }
 
-  // Teams of `count` places at a distance of `step`, of rows x columns places.
-  void assign(int64_t rows, int64_t columns, int64_t step, int64_t count) {
-    const int64_t in_phase = (columns + step - 1) / step;
-    p.columns = int(std::min(step, columns) * ((in_phase + count - 1) / count));
-    p.teams = heads * rows * p.columns;
+  // Teams of `height` x `width` places at these distances, of a map of rows x columns.
+  void assign(int64_t rows, int64_t columns, int64_t row_step, int64_t column_step, int64_t height,
+              int64_t width) {
+    const auto runs = [](int64_t size, int64_t step, int64_t count) {
+      return std::min(step, size) * ((size + step * count - 1) / (step * count));
+    };
+    p.rows = int(runs(rows, row_step, height)), p.columns = int(runs(columns, column_step, width));
+    p.teams = heads * p.rows * p.columns;
   }
 
   int64_t blocks() const {
@@ -141,6 +146,52 @@ void for_team(WindowArguments<T>& a, const Body& body) {
   }
 }
 
+// Half numbers in vectors, heads that registers hold, and windows of neighbours that overlap tap on tap,
+// about. ATTN_PLUGINS_WINDOW_TENSOR_CORES=0 does without, for comparisons.
+template <class T>
+bool tensor_cores_fit(const WindowArguments<T>& a) {
+  if (std::is_same_v<T, float> || !a.vectors || a.width() > 64 || a.p.x.shift > 2 || !has_tensor_cores())
+    return false;
+  const auto& p = a.p;
+  for (const int64_t stride :
+       {p.query.column, p.key.column, p.value.column, p.position.column, p.grad_output.column}) {
+    if (stride >= int64_t(1) << 31) return false;
+  }
+  const char* wanted = std::getenv("ATTN_PLUGINS_WINDOW_TENSOR_CORES");
+  return wanted == nullptr || wanted[0] != '0';
+}
+
+// Calls body(width) with the narrowest of the tensor kernels' widths that holds a head.
+template <class T, class Body>
+void for_tile(WindowArguments<T>& a, const Body& body) {
+  a.p.lanes = 32;
+  if (a.width() <= 16) return body(std::integral_constant<int, 16>());
+  if (a.width() <= 32) return body(std::integral_constant<int, 32>());
+  body(std::integral_constant<int, 64>());
+}
+
+// A warp to each tile of queries, in the shape whose windows take fewer products: per tile, of rows of other
+// places and runs of 16 of them.
+template <class T>
+void assign_queries(WindowArguments<T>& a) {
+  auto& p = a.p;
+  const int64_t tall = int64_t(p.y.taps + p.y.shift) * ((p.x.taps + 7 * p.x.shift + 15) / 16);
+  const int64_t flat = int64_t(p.y.taps) * ((p.x.taps + 15 * p.x.shift + 15) / 16);
+  p.tall = p.y.queries > p.y.step && tall <= flat;
+  a.assign(p.y.queries, p.x.queries, p.y.step, p.x.step, p.tall ? 2 : 1, p.tall ? 8 : 16);
+}
+
+// The same of keys.
+template <class T>
+void assign_keys(WindowArguments<T>& a) {
+  auto& p = a.p;
+  const auto runs = [](int64_t count, int64_t of) { return (count + of - 1) / of; };
+  const int64_t tall = runs(p.y.taps + 1, p.y.shift) * runs(p.x.taps + 7, 16 * p.x.shift);
+  const int64_t flat = runs(p.y.taps, p.y.shift) * runs(p.x.taps + 15, 16 * p.x.shift);
+  p.tall = p.y.keys > p.y.dilation && tall <= flat;
+  a.assign(p.y.keys, p.x.keys, p.y.dilation, p.x.dilation, p.tall ? 2 : 1, p.tall ? 8 : 16);
+}
+
 template <class Body>
 void for_window_type(ScalarType type, const Body& body) {
   if (type == ScalarType::Float) return body(float());
@@ -157,10 +208,18 @@ void window_attention_forward(std::optional<Tensor> query, std::optional<Tensor>
     WindowArguments<T> a(query, key, value, position, log_sum_exp, geometry, zero_border, scale);
     a.p.output = maps<T>(output);
     a.add_rows("output", a.p.output);
+    if constexpr (!std::is_same_v<T, float>) {
+      if (tensor_cores_fit(a)) {
+        return for_tile(a, [&](auto width) {
+          assign_queries(a);
+          launch(window_forward_tensor_kernel<T, decltype(width)::value>, a.blocks(), a.p);
+        });
+      }
+    }
     for_team(a, [&](auto team, auto wide) {
       using Chosen = typename decltype(team)::type;
       constexpr int kQueries = decltype(wide)::value ? 1 : kForwardQueries;
-      a.assign(a.p.y.queries, a.p.x.queries, a.p.x.step, kQueries);
+      a.assign(a.p.y.queries, a.p.x.queries, 1, a.p.x.step, 1, kQueries);
       launch(window_forward_kernel<T, Chosen, kQueries>, a.blocks(), a.p);
     });
   });
@@ -184,21 +243,37 @@ void window_attention_backward(Tensor grad_output, std::optional<Tensor> query, 
     a.add_rows("grad_value", p.grad_value);
     const Tensor stats = empty_like_options(log_sum_exp, {log_sum_exp.numel(), 2});
     p.stats = static_cast<float*>(stats.data_ptr());
+    const bool queries_wanted = p.grad_query.data || p.grad_position.data;
+    const bool keys_wanted = p.grad_key.data || p.grad_value.data;
     for_team(a, [&](auto team, auto wide) {
       using Chosen = typename decltype(team)::type;
       constexpr int kQueries = decltype(wide)::value ? 1 : kBackwardQueries;
       constexpr int kKeys = decltype(wide)::value ? 1 : kBackwardKeys;
-      a.assign(p.y.queries, p.x.queries, 1, 1);
+      a.assign(p.y.queries, p.x.queries, 1, 1, 1, 1);
       launch(window_stats_kernel<T, Chosen>, a.blocks(), p);
-      if (p.grad_query.data || p.grad_position.data) {
-        a.assign(p.y.queries, p.x.queries, p.x.step, kQueries);
+      if (tensor_cores_fit(a)) return;
+      if (queries_wanted) {
+        a.assign(p.y.queries, p.x.queries, 1, p.x.step, 1, kQueries);
         launch(window_query_gradient_kernel<T, Chosen, kQueries>, a.blocks(), p);
       }
-      if (p.grad_key.data || p.grad_value.data) {
-        a.assign(p.y.keys, p.x.keys, p.x.dilation, kKeys);
+      if (keys_wanted) {
+        a.assign(p.y.keys, p.x.keys, 1, p.x.dilation, 1, kKeys);
         launch(window_key_gradient_kernel<T, Chosen, kKeys>, a.blocks(), p);
       }
     });
+    if constexpr (!std::is_same_v<T, float>) {
+      if (!tensor_cores_fit(a)) return;
+      for_tile(a, [&](auto width) {
+        if (queries_wanted) {
+          assign_queries(a);
+          launch(window_query_gradient_tensor_kernel<T, decltype(width)::value>, a.blocks(), p);
+        }
+        if (keys_wanted) {
+          assign_keys(a);
+          launch(window_key_gradient_tensor_kernel<T, decltype(width)::value>, a.blocks(), p);
+        }
+      });
+    }
   });
 }
 

@@ -22,8 +22,11 @@ struct Maps {
   T* data = nullptr;
   int64_t batch = 0, head = 0, row = 0, column = 0, channel = 0;
 
+  __device__ __forceinline__ int64_t offset(int64_t b, int64_t m, int64_t y, int64_t x) const {
+    return b * batch + m * head + y * row + x * column;
+  }
   __device__ __forceinline__ T* at(int64_t b, int64_t m, int64_t y, int64_t x) const {
-    return data + (b * batch + m * head + y * row + x * column);
+    return data + offset(b, m, y, x);
   }
 };
 
@@ -43,11 +46,16 @@ struct WindowProblem {
   float* stats;        // (B, M, Hq, Wq, 2): log-sum-exp in units of log 2, and grad_output · output
   WindowAxis y, x;
   int64_t teams;
-  int M, d, dv;  // d is 0 without content
-  int columns;   // teams of a row
-  int lanes;     // of a team, where the kernel does not fix them
+  int M, d, dv;       // d is 0 without content
+  int rows, columns;  // of teams
+  int lanes;          // of a team, where the kernel does not fix them
   float scale;
   bool zero_border;
+  bool tall;  // a warp's tile has two rows
+
+  __device__ __forceinline__ int64_t query_index(int b, int m, int row, int column) const {
+    return ((int64_t(b) * M + m) * y.queries + row) * x.queries + column;
+  }
 };
 
 // The lanes that hold a row of channels: LANES of them, or as many as the problem says where LANES is 0. A
@@ -119,21 +127,24 @@ __device__ __forceinline__ float load_one(const T* from) {
   return widen(load_constant<T, 1>(from).element[0]);
 }
 
-// Where a team works: COUNT places x, x + step, ... of row y.
+// Where a team works: in head m of image b, in row y, on the x-th run of that row.
 struct Place {
   int b, m, y, x;
   bool exists;
 };
 
-template <int COUNT>
-__device__ __forceinline__ Place locate(int64_t team, int64_t teams, int M, int rows, int columns, int step) {
+__device__ __forceinline__ Place locate(int64_t team, int64_t teams, int M, int rows, int columns) {
   const int per_head = rows * columns, per_band = kBand * columns;
   const bool exists = team < teams;
   const int64_t index = exists ? team : 0, head = index / per_head;
   const int in_head = int(index % per_head), band = in_head / per_band, in_band = in_head % per_band;
-  const int height = min(kBand, rows - band * kBand), column = in_band / height;
-  return {int(head / M), int(head % M), band * kBand + in_band % height,
-          column / step * (step * COUNT) + column % step, exists};
+  const int height = min(kBand, rows - band * kBand);
+  return {int(head / M), int(head % M), band * kBand + in_band % height, in_band / height, exists};
+}
+
+// The first place of the n-th run of `count` places at distances of `step`.
+__device__ __forceinline__ int spread(int n, int step, int count) {
+  return n / step * (step * count) + n % step;
 }
 
 __device__ __forceinline__ bool within(int i, int count) {
@@ -144,7 +155,8 @@ template <class T, class Team, int QUERIES>
 __global__ void __launch_bounds__(kThreads) window_forward_kernel(const WindowProblem<T> p) {
   constexpr float kSlack = 8;  // weights may grow to 2^8 before sums are scaled down to a new greatest logit
   const Team team(p.lanes);
-  const Place at = locate<QUERIES>(team.index, p.teams, p.M, p.y.queries, p.columns, p.x.step);
+  Place at = locate(team.index, p.teams, p.M, p.rows, p.columns);
+  at.x = spread(at.x, p.x.step, QUERIES);
   const bool content = p.d > 0, biased = p.position.data != nullptr;
   float query[QUERIES][Team::OWN], sum[QUERIES][Team::OWN], top[QUERIES], total[QUERIES];
   bool valid[QUERIES];
@@ -209,7 +221,7 @@ __global__ void __launch_bounds__(kThreads) window_forward_kernel(const WindowPr
     const bool empty = total[r] == 0;
     team.write(p.output.at(at.b, at.m, at.y, x), p.dv, sum[r], empty ? 0 : 1 / total[r]);
     if (team.lane == 0) {
-      const int64_t query_index = ((int64_t(at.b) * p.M + at.m) * p.y.queries + at.y) * p.x.queries + x;
+      const int64_t query_index = p.query_index(at.b, at.m, at.y, x);
       p.log_sum_exp[query_index] = empty ? INFINITY : kLn2 * top[r] + logf(total[r]);
     }
   }
@@ -219,13 +231,13 @@ __global__ void __launch_bounds__(kThreads) window_forward_kernel(const WindowPr
 template <class T, class Team>
 __global__ void __launch_bounds__(kThreads) window_stats_kernel(const WindowProblem<T> p) {
   const Team team(p.lanes);
-  const Place at = locate<1>(team.index, p.teams, p.M, p.y.queries, p.x.queries, 1);
+  const Place at = locate(team.index, p.teams, p.M, p.rows, p.columns);
   float output[Team::OWN], gradient[Team::OWN];
   team.read(p.output_read.at(at.b, at.m, at.y, at.x), at.exists, p.dv, output);
   team.read(p.grad_output.at(at.b, at.m, at.y, at.x), at.exists, p.dv, gradient);
   const float product = team.sum(dot(output, gradient));
   if (at.exists && team.lane == 0) {
-    const int64_t query_index = ((int64_t(at.b) * p.M + at.m) * p.y.queries + at.y) * p.x.queries + at.x;
+    const int64_t query_index = p.query_index(at.b, at.m, at.y, at.x);
     Vector<float, 2> stats;
     stats.element[0] = kLog2E * p.log_sum_exp[query_index], stats.element[1] = product;
     store(p.stats + 2 * query_index, stats);
@@ -236,7 +248,8 @@ __global__ void __launch_bounds__(kThreads) window_stats_kernel(const WindowProb
 template <class T, class Team, int QUERIES>
 __global__ void __launch_bounds__(kThreads) window_query_gradient_kernel(const WindowProblem<T> p) {
   const Team team(p.lanes);
-  const Place at = locate<QUERIES>(team.index, p.teams, p.M, p.y.queries, p.columns, p.x.step);
+  Place at = locate(team.index, p.teams, p.M, p.rows, p.columns);
+  at.x = spread(at.x, p.x.step, QUERIES);
   const bool content = p.d > 0, biased = p.position.data != nullptr;
   const int taps = p.y.taps * p.x.taps;
   float query[QUERIES][Team::OWN], gradient[QUERIES][Team::OWN], sum[QUERIES][Team::OWN];
@@ -249,7 +262,7 @@ __global__ void __launch_bounds__(kThreads) window_query_gradient_kernel(const W
     valid[r] = at.exists && x < p.x.queries, kept[r] = 0;
     team.read(p.query.at(at.b, at.m, at.y, x), valid[r], p.d, query[r]);
     team.read(p.grad_output.at(at.b, at.m, at.y, x), valid[r], p.dv, gradient[r]);
-    const int64_t query_index = ((int64_t(at.b) * p.M + at.m) * p.y.queries + at.y) * p.x.queries + x;
+    const int64_t query_index = p.query_index(at.b, at.m, at.y, x);
     if (valid[r]) stats[r] = load_constant<float, 2>(p.stats + 2 * query_index);
 #pragma unroll
     for (int c = 0; c < Team::OWN; ++c) query[r][c] *= p.scale * kLog2E, sum[r][c] = 0;
@@ -333,7 +346,8 @@ struct Reach {
 template <class T, class Team, int KEYS>
 __global__ void __launch_bounds__(kThreads) window_key_gradient_kernel(const WindowProblem<T> p) {
   const Team team(p.lanes);
-  const Place at = locate<KEYS>(team.index, p.teams, p.M, p.y.keys, p.columns, p.x.dilation);
+  Place at = locate(team.index, p.teams, p.M, p.rows, p.columns);
+  at.x = spread(at.x, p.x.dilation, KEYS);
   const bool content = p.d > 0, biased = p.position.data != nullptr, slopes = p.grad_key.data != nullptr;
   float key[KEYS][Team::OWN], value[KEYS][Team::OWN], key_sum[KEYS][Team::OWN], value_sum[KEYS][Team::OWN];
 #pragma unroll
@@ -360,7 +374,7 @@ __global__ void __launch_bounds__(kThreads) window_key_gradient_kernel(const Win
       const bool inside = row_inside && within(x, p.x.queries);
       float query[Team::OWN], gradient[Team::OWN], logit[KEYS], slope[KEYS], bias[KEYS];
       Vector<float, 2> stats;
-      const int64_t query_index = ((int64_t(at.b) * p.M + at.m) * p.y.queries + y) * p.x.queries + x;
+      const int64_t query_index = p.query_index(at.b, at.m, y, x);
       if (inside) stats = load_constant<float, 2>(p.stats + 2 * query_index);
       const T* position = p.position.at(at.b, at.m, y, x);
 #pragma unroll

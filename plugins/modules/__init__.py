@@ -3,21 +3,25 @@
 from .augmented_conv import AAConv2d
 from .bilateral import BilateralCrissCross2d, BilateralNonLocal2d
 from .capture import attention_layers, capture_attention
+from .criss_cross import CrissCrossAttention2d
 from .deformable_conv import DeformableConv1d, DeformableConv2d
 from .dynamic_conv import DynamicConv1d, DynamicConv2d
 from .generalized_attention import GeneralizedAttention2d
 from .local_bilateral import LocalBilateralConv2d
+from .non_local import NonLocal2d
 
 __all__ = [
     "AAConv2d",
     "BilateralCrissCross2d",
     "BilateralNonLocal2d",
+    "CrissCrossAttention2d",
     "DeformableConv1d",
     "DeformableConv2d",
     "DynamicConv1d",
     "DynamicConv2d",
     "GeneralizedAttention2d",
     "LocalBilateralConv2d",
+    "NonLocal2d",
     "attention_layers",
     "capture_attention",
 ]

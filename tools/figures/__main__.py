@@ -12,10 +12,10 @@ from pathlib import Path
 
 from tools.files import write_text
 
-from . import aaconv
+from . import aaconv, local_bilateral
 from .row import markdown
 
-PAPERS = {"aaconv": aaconv}
+PAPERS = {"aaconv": aaconv, "local_bilateral": local_bilateral}
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from attn_plugins.modules.augmented_conv import AAConv2d
 
+from . import convention
 from .row import Row
 
 TITLE = "Attention-augmented convolution (Bello et al. 2019)"
@@ -33,21 +33,9 @@ def parameters(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def operations(module: nn.Module, size: int) -> float:
+def operations(module: nn.Module, size: int) -> int:
     """Of one image, by the paper's convention."""
-    counter = FlopCounterMode(display=False)
-    with counter, torch.no_grad():
-        module(torch.empty(1, 3, size, size, device="meta"))
-    total = 0.0
-    for operator, count in counter.get_flop_counts()["Global"].items():
-        name = str(operator)
-        if name.startswith("attn_plugins.global_attention"):
-            total += count / 2
-        elif name in ("aten.convolution", "aten.addmm"):
-            total += count
-        elif name != "aten.bmm":  # the relative logits
-            raise RuntimeError(f"the paper's convention says nothing of {name}")
-    return total
+    return convention.bello_2019(convention.calls(module, 1, 3, size, size))
 
 
 # Table, model, options, printed parameters (M), printed GFLOPs, remarks on both.

@@ -16,6 +16,7 @@ class Row:
         printed: The paper's figure, in this unit; its digits after the point are its precision.
         ours: Our count, in this unit.
         remark: Why it differs, where it does.
+        executed: What we really execute, in this unit, where the paper's convention charges something else.
     """
 
     name: str
@@ -23,6 +24,7 @@ class Row:
     printed: str
     ours: float
     remark: str = ""
+    executed: float | None = None
 
     @property
     def agrees(self) -> bool:
@@ -33,9 +35,22 @@ class Row:
 
 def markdown(rows: Sequence[Row]) -> str:
     """The rows as a table; ``=`` where ours rounds to the printed figure, else the difference."""
-    lines = ["| | unit | paper | ours | | remark |", "|---|---|---:|---:|---|---|"]
+    with_executed = any(row.executed is not None for row in rows)
+    lines = ["| | unit | paper | ours | |" + " executed |" * with_executed + " remark |"]
+    lines.append("|---|---|---:|---:|---|" + "---:|" * with_executed + "---|")
     for row in rows:
-        ours = f"{row.ours:,.0f}" if row.ours == int(row.ours) else f"{row.ours:.6g}"
-        verdict = "=" if row.agrees else f"{row.ours / float(row.printed) - 1:+.1%}"
-        lines.append(f"| {row.name} | {row.unit} | {row.printed} | {ours} | {verdict} | {row.remark} |")
+        verdict = "=" if row.agrees else f"{row.ours / float(row.printed) - 1:+.{_digits(row)}%}"
+        executed = f" {'' if row.executed is None else _figure(row.executed)} |" * with_executed
+        lines.append(
+            f"| {row.name} | {row.unit} | {row.printed} | {_figure(row.ours)} | {verdict} |{executed} {row.remark} |"
+        )
     return "\n".join(lines) + "\n"
+
+
+def _figure(number: float) -> str:
+    return f"{number:,.0f}" if number == int(number) else f"{number:.6g}"
+
+
+def _digits(row: Row) -> int:
+    """As many as show the difference."""
+    return 1 if abs(row.ours / float(row.printed) - 1) >= 5e-4 else 3
