@@ -153,10 +153,9 @@ bool tensor_cores_fit(const WindowArguments<T>& a) {
   if (std::is_same_v<T, float> || !a.vectors || a.width() > 64 || a.p.x.shift > 2 || !has_tensor_cores())
     return false;
   const auto& p = a.p;
-  for (const int64_t stride :
-       {p.query.column, p.key.column, p.value.column, p.position.column, p.grad_output.column}) {
-    if (stride >= int64_t(1) << 31) return false;
-  }
+  const int64_t farthest =
+      std::max({p.query.column, p.key.column, p.value.column, p.position.column, p.grad_output.column});
+  if (farthest >= int64_t(1) << 31) return false;
   const char* wanted = std::getenv("ATTN_PLUGINS_WINDOW_TENSOR_CORES");
   return wanted == nullptr || wanted[0] != '0';
 }

@@ -134,80 +134,97 @@ def test_equals_the_reference(case, logits, zero_border):
     compare(*problem(**CASES[case], logits=logits, zero_border=zero_border))
 
 
+@pytest.fixture(params=["1", "0"], ids=["tensor cores", "no tensor cores"])
+def tensor_cores(request, monkeypatch):
+    monkeypatch.setenv("ATTN_PLUGINS_WINDOW_TENSOR_CORES", request.param)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("case", ["two lanes", "four lanes", "sixteen lanes", "odd widths", "stride and dilation"])
-def test_half_precision(case, dtype):
+@pytest.mark.parametrize("case", CASES)
+def test_half_precision(case, dtype, tensor_cores):
     compare(*problem(**CASES[case]), dtype)
 
 
+@pytest.mark.parametrize("zero_border", [False, True], ids=["exclude", "zero"])
+@pytest.mark.parametrize("logits", ["content", "position"])
+@pytest.mark.parametrize("case", ["two lanes", "four lanes", "stride 2", "keys that none sees", "causal sequence"])
+def test_terms_on_tensor_cores(case, logits, zero_border):
+    compare(*problem(**CASES[case], logits=logits, zero_border=zero_border), torch.float16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("needs", [(1, 0, 0, 0), (0, 1, 0, 0), (0, 0, 1, 0), (0, 0, 0, 1), (1, 0, 0, 1)], ids=str)
-def test_only_wanted_gradients(needs):
+def test_only_wanted_gradients(needs, dtype):
     terms, geometry, grad_output = problem(B=1)
     _, gradients = expected_of(terms, geometry, grad_output)
-    _, grads = compute([t.float() for t in terms], geometry, grad_output.float(), needs=needs)
+    _, grads = compute([t.to(dtype) for t in terms], geometry, grad_output.to(dtype), needs=needs)
     for grad, gradient, need in zip(grads, gradients, needs):
         assert (grad is not None) == bool(need)
-        assert grad is None or error(grad, gradient) < 2e-6
+        assert grad is None or error(grad, gradient) < TOLERANCE[dtype]
 
 
-def test_views_give_what_copies_give():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_views_give_what_copies_give(dtype):
     """Heads of a channels-last projection, logits of planes, misaligned rows, strided channels."""
     terms, geometry, grad_output = problem(kernel=(3, 5))
-    query, key, value, position = (t.float() for t in terms)
+    query, key, value, position = (t.to(dtype) for t in terms)
+    close = {} if dtype == torch.float32 else dict(rtol=4e-3, atol=4e-3)
 
     def heads_last(t):
         return t.permute(0, 2, 3, 1, 4).contiguous().permute(0, 3, 1, 2, 4)
 
     planes = position.permute(0, 1, 4, 2, 3).contiguous().permute(0, 1, 3, 4, 2)
-    misaligned = torch.zeros(key.numel() + 1)[1:].view(key.shape).copy_(key)
+    misaligned = torch.zeros(key.numel() + 1, dtype=dtype)[1:].view(key.shape).copy_(key)
     strided = torch.stack((value, value), -1)[..., 0]
-    grad = grad_output.float()
+    grad = grad_output.to(dtype)
     expected, wanted = compute([query, key, value, position], geometry, grad)
     for views in (
         (heads_last(query), heads_last(key), heads_last(value), planes),
         (query, misaligned, strided, position),
     ):
         output, grads = compute(views, geometry, heads_last(grad))
-        torch.testing.assert_close(output, expected)
+        torch.testing.assert_close(output, expected, **close)
         for a, b in zip(grads, wanted):
-            torch.testing.assert_close(a, b)
+            torch.testing.assert_close(a, b, **close)
     # One set of logits for all, and the gradient of a sum.
     shared = position[:1, :1]
     spread = shared.expand_as(position).contiguous()
-    ones = torch.ones(()).expand_as(grad)
+    ones = torch.ones((), dtype=dtype).expand_as(grad)
     output, grads = compute([query, key, value, shared], geometry, ones)
     expected, wanted = compute([query, key, value, spread], geometry, ones.contiguous())
     torch.testing.assert_close(output, expected, rtol=0, atol=0)
-    torch.testing.assert_close(grads[3], wanted[3].sum((0, 1), keepdim=True))
+    torch.testing.assert_close(grads[3], wanted[3].sum((0, 1), keepdim=True), **close)
 
 
-def test_masked_windows_and_extreme_logits():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_masked_windows_and_extreme_logits(dtype):
     (query, key, value, position), geometry, grad_output = problem(B=1)
     position[0, 0, 1, 2] = -math.inf
     position[0, 1, 2, :, 3] = -math.inf
-    output, grads = compute([t.float() for t in (query, key, value, position)], geometry, grad_output.float())
+    output, grads = compute([t.to(dtype) for t in (query, key, value, position)], geometry, grad_output.to(dtype))
     expected, gradients = expected_of((query, key, value, position), geometry, grad_output)
-    assert error(output, expected) < 2e-6
+    assert error(output, expected) < TOLERANCE[dtype]
     assert not output[0, 0, 1, 2].any()
     assert not grads[3][0, 0, 1, 2].any()
     for grad, gradient in zip(grads, gradients):
-        assert error(grad, gradient) < 2e-6
-    rising = torch.linspace(-3e4, 6e4, 9).expand(1, 1, 2, 2, 9)  # every tap is the new greatest
-    one = torch.randn(1, 1, 2, 2, 3)
-    output, _ = compute([None, None, one, rising], geometry, torch.randn(1, 1, 2, 2, 3))
+        assert error(grad, gradient) < TOLERANCE[dtype]
+    rising = torch.linspace(-3e4, 6e4, 9, dtype=dtype).expand(1, 1, 2, 2, 9)  # every tap is the new greatest
+    one = torch.randn(1, 1, 2, 2, 8, dtype=dtype)
+    output, _ = compute([None, None, one, rising], geometry, torch.randn_like(one))
     torch.testing.assert_close(output, one[:, :, 1:, 1:].expand_as(one))
 
 
-def test_queries_beyond_the_map():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_queries_beyond_the_map(dtype):
     """Position logits alone may have any grid of queries; a window without a key gives 0."""
     (_, _, value, _), geometry, _ = problem(B=1)
     position, grad_output = torch.randn(1, 2, 9, 12, 9), torch.randn(1, 2, 9, 12, 16)
     expected, gradients = expected_of((None, None, value, position.double()), geometry, grad_output.double())
-    output, grads = compute([None, None, value.float(), position], geometry, grad_output)
+    output, grads = compute([None, None, value.to(dtype), position.to(dtype)], geometry, grad_output.to(dtype))
     assert not output[:, :, 6:].any()
-    assert error(output, expected) < 2e-6
-    assert error(grads[2], gradients[2]) < 2e-6
-    assert error(grads[3], gradients[3]) < 2e-6
+    assert error(output, expected) < TOLERANCE[dtype]
+    assert error(grads[2], gradients[2]) < TOLERANCE[dtype]
+    assert error(grads[3], gradients[3]) < TOLERANCE[dtype]
 
 
 def test_what_the_kernels_serve():

@@ -1,0 +1,65 @@
+// Tensor cores: products of 16 x 16 and 16 x 8 matrices of half numbers, spread over a warp, summed in float.
+//
+// Lane 4 g + c holds of A (16 x 16) rows g and g + 8, columns 2c, 2c + 1, 2c + 8 and 2c + 9; of B (16 x 8)
+// those rows of column g; of the sum (16 x 8) rows g and g + 8, columns 2c and 2c + 1.
+#pragma once
+
+#include "vector.cuh"
+
+namespace attn_plugins {
+
+// Two neighbouring elements in a register.
+template <class T>
+__device__ __forceinline__ unsigned pack(float first, float second) {
+  Vector<T, 2> v;
+  v.element[0] = narrow_to<T>(first), v.element[1] = narrow_to<T>(second);
+  return v.word;
+}
+
+#ifdef __CUDACC__
+
+// False in a kernel compiled for an older chip, which then must not call `multiply_add`.
+inline bool has_tensor_cores() {
+  int device = 0, major = 0;
+  STD_CUDA_CHECK(cudaGetDevice(&device));
+  STD_CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
+  return major >= 8;
+}
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+template <>
+__device__ __forceinline__ unsigned pack<__half>(float first, float second) {
+  unsigned pair;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(second), "f"(first));
+  return pair;
+}
+template <>
+__device__ __forceinline__ unsigned pack<__nv_bfloat16>(float first, float second) {
+  unsigned pair;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(second), "f"(first));
+  return pair;
+}
+#endif
+
+// sum += A B; A's pairs: row g, row g + 8, then the same of columns + 8. All threads of a warp together.
+template <class T>
+__device__ __forceinline__ void multiply_add(float (&sum)[4], unsigned a0, unsigned a1, unsigned a2,
+                                             unsigned a3, unsigned b0, unsigned b1) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  if constexpr (std::is_same_v<T, __half>) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+  } else {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+  }
+#endif
+}
+
+#endif
+
+}  // namespace attn_plugins

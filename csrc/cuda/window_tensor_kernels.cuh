@@ -1,0 +1,360 @@
+// window_kernels.cuh's kernels on tensor cores, for half numbers.
+//
+// A warp has a tile of 16 queries (in the keys' gradients: keys): two rows of eight, or one row of 16, whose
+// windows overlap tap on tap. It multiplies them with 16 keys of a row at a time; the products of queries and
+// keys that are in no common window are masked, as are the weights (so an infinite value spoils its
+// neighbours). Everything is in registers: the order of channels is the threads' own, since sums over
+// channels have none.
+#pragma once
+
+#include "tensor_core.cuh"
+#include "window_kernels.cuh"
+
+namespace attn_plugins {
+
+// Channels 0 ... WIDTH - 1 of rows, as operands of products.
+template <class T, int WIDTH>
+struct Tile {
+  static constexpr int WORDS = WIDTH / 8;            // a lane's pairs of channels of one row
+  static constexpr int CHUNK = WIDTH >= 32 ? 8 : 4;  // channels of one load of a row
+  static constexpr int COLUMNS = WIDTH / 8;          // channels of a lane in products over rows
+  const int group = int(threadIdx.x) % 32 / 4, member = int(threadIdx.x) % 4;  // g and c of tensor_core.cuh
+
+  // A's rows g (or g + 8), or B's column g, of a product over channels.
+  __device__ __forceinline__ void read(const T* row, bool present, int width,
+                                       unsigned (&words)[WORDS]) const {
+#pragma unroll
+    for (int part = 0; part < WIDTH / (4 * CHUNK); ++part) {
+      const int first = (part * 4 + member) * CHUNK;
+      Vector<T, CHUNK> v;
+      if (present && first < width) v = load_constant<T, CHUNK>(row + first);
+      memcpy(words + part * (CHUNK / 2), &v, sizeof v);
+    }
+  }
+
+  // sum (16 rows, 8 columns) += rows of `low` and `high` times rows of `right`.
+  __device__ __forceinline__ void dots(float (&sum)[4], const unsigned (&low)[WORDS],
+                                       const unsigned (&high)[WORDS], const unsigned (&right)[WORDS]) const {
+#pragma unroll
+    for (int k = 0; k < WORDS; k += 2) {
+      multiply_add<T>(sum, low[k], high[k], low[k + 1], high[k + 1], right[k], right[k + 1]);
+    }
+  }
+
+  // sum (16 rows, channels) += weights (16 rows, 16 places) times the rows of those places, which `row(n)`
+  // gives for place n, or null.
+  template <class Row>
+  __device__ __forceinline__ void mix(float (&sum)[COLUMNS][4], const float (&weights)[2][4], int width,
+                                      const Row& row) const {
+    unsigned words[4][COLUMNS / 2];
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+      const T* from = row(n / 2 * 8 + 2 * member + n % 2);
+      const int first = group * COLUMNS;
+      Vector<T, COLUMNS> v;
+      if (from != nullptr && first < width) v = load_constant<T, COLUMNS>(from + first);
+      memcpy(words[n], &v, sizeof v);
+    }
+    const unsigned a0 = pack<T>(weights[0][0], weights[0][1]), a1 = pack<T>(weights[0][2], weights[0][3]);
+    const unsigned a2 = pack<T>(weights[1][0], weights[1][1]), a3 = pack<T>(weights[1][2], weights[1][3]);
+#pragma unroll
+    for (int i = 0; i < COLUMNS; ++i) {
+      multiply_add<T>(sum[i], a0, a1, a2, a3, pair(words[0][i / 2], words[1][i / 2], i % 2),
+                      pair(words[2][i / 2], words[3][i / 2], i % 2));
+    }
+  }
+
+  // Row g of a sum over places, or row g + 8 where `half` is 1.
+  __device__ __forceinline__ void write(T* row, int width, const float (&sum)[COLUMNS][4], int half,
+                                        float factor) const {
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const int first = (2 * member + e) * COLUMNS;
+      Vector<T, COLUMNS> v;
+#pragma unroll
+      for (int i = 0; i < COLUMNS; ++i) v.element[i] = narrow_to<T>(sum[i][2 * half + e] * factor);
+      if (first < width) store(row + first, v);
+    }
+  }
+
+ private:
+  // The low halves of both words, or the high ones.
+  static __device__ __forceinline__ unsigned pair(unsigned first, unsigned second, bool high) {
+    return high ? first >> 16 | (second & 0xffff0000u) : (first & 0xffffu) | second << 16;
+  }
+};
+
+__device__ __forceinline__ float greatest_of_four_lanes(float x) {
+  x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1, 32));
+  return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2, 32));
+}
+
+__device__ __forceinline__ float sum_of_four_lanes(float x) {
+  x += __shfl_xor_sync(0xffffffffu, x, 1, 32);
+  return x + __shfl_xor_sync(0xffffffffu, x, 2, 32);
+}
+
+// Row pointers in products are 64-bit, distances along them 32-bit times 32-bit.
+template <class T>
+__device__ __forceinline__ const T* along(const T* row, const Maps<const T>& maps, int column) {
+  return row + int64_t(column) * int(maps.column);
+}
+
+// Where a warp's tile is: places (y, x) of halves 0 and 1, steps being those of neighbours in the tile.
+struct TilePlace {
+  int b, m, y0, x0, y[2], x[2];
+  bool exists, valid[2];
+};
+
+template <class T>
+__device__ __forceinline__ TilePlace locate_tile(const WindowProblem<T>& p, int rows, int columns,
+                                                 int row_step, int column_step, int group) {
+  const int64_t index = int64_t(blockIdx.x) * (kThreads / 32) + int(threadIdx.x) / 32;
+  const Place tile = locate(index, p.teams, p.M, p.rows, p.columns);
+  TilePlace at;
+  at.b = tile.b, at.m = tile.m, at.exists = tile.exists;
+  at.y0 = spread(tile.y, row_step, p.tall ? 2 : 1), at.x0 = spread(tile.x, column_step, p.tall ? 8 : 16);
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    at.y[h] = at.y0 + (p.tall ? h * row_step : 0);
+    at.x[h] = at.x0 + (group + (p.tall ? 0 : 8 * h)) * column_step;
+    at.valid[h] = at.exists && at.y[h] < rows && at.x[h] < columns;
+  }
+  return at;
+}
+
+template <class T, int WIDTH>
+__global__ void __launch_bounds__(kThreads) window_forward_tensor_kernel(const WindowProblem<T> p) {
+  constexpr float kSlack = 8;
+  const Tile<T, WIDTH> tile;
+  const TilePlace at = locate_tile(p, p.y.queries, p.x.queries, p.y.step, p.x.step, tile.group);
+  if (!at.exists) return;
+  const bool content = p.d > 0, biased = p.position.data != nullptr;
+  unsigned query[2][tile.WORDS];
+  float sum[tile.COLUMNS][4] = {}, top[2] = {-INFINITY, -INFINITY}, total[2] = {};
+  const T* position[2];
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    tile.read(p.query.at(at.b, at.m, at.y[h], at.x[h]), at.valid[h], p.d, query[h]);
+    position[h] = p.position.at(at.b, at.m, at.y[h], at.x[h]);
+  }
+  const int rows = p.y.taps + (p.tall ? p.y.shift : 0), columns = p.x.taps + (p.tall ? 7 : 15) * p.x.shift;
+  for (int i = 0; i < rows; ++i) {
+    const int row = at.y0 * p.y.stride - p.y.padding + i * p.y.dilation;
+    const bool row_inside = within(row, p.y.keys);
+    if (!row_inside && !p.zero_border) continue;
+    const T* keys = p.key.at(at.b, at.m, row, 0);
+    const T* values = p.value.at(at.b, at.m, row, 0);
+    for (int first = 0; first < columns; first += 16) {
+      const int column = at.x0 * p.x.stride - p.x.padding + first * p.x.dilation;
+      const auto inside = [&](int n) { return row_inside && within(column + n * p.x.dilation, p.x.keys); };
+      float logit[2][4] = {}, greatest[2] = {-INFINITY, -INFINITY};
+      if (content) {
+#pragma unroll
+        for (int n = 0; n < 2; ++n) {
+          const int place = 8 * n + tile.group;
+          unsigned key[tile.WORDS];
+          tile.read(along(keys, p.key, column + place * p.x.dilation), inside(place), p.d, key);
+          tile.dots(logit[n], query[0], query[1], key);
+        }
+      }
+#pragma unroll
+      for (int n = 0; n < 8; ++n) {  // half h, place
+        const int h = n / 2 % 2, place = n / 4 * 8 + 2 * tile.member + n % 2;
+        const int tap_row = i - (p.tall ? h * p.y.shift : 0);
+        const int tap = first + place - (tile.group + (p.tall ? 0 : 8 * h)) * p.x.shift;
+        float& x = logit[n / 4][n % 4];
+        const bool sees = at.valid[h] && within(tap_row, p.y.taps) && within(tap, p.x.taps) &&
+                          (p.zero_border || inside(place));
+        x = sees ? x * (p.scale * kLog2E) : -INFINITY;
+        if (biased && sees)
+          x += kLog2E * load_one(position[h] + (tap_row * p.x.taps + tap) * p.position.channel);
+        greatest[h] = fmaxf(greatest[h], x);
+      }
+      if (__any_sync(0xffffffffu, greatest[0] > top[0] + kSlack || greatest[1] > top[1] + kSlack)) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const float next = fmaxf(top[h], greatest_of_four_lanes(greatest[h]));
+          const float factor = next == -INFINITY ? 1 : exp2f(top[h] - next);
+          top[h] = next, total[h] *= factor;
+#pragma unroll
+          for (int c = 0; c < tile.COLUMNS; ++c) sum[c][2 * h] *= factor, sum[c][2 * h + 1] *= factor;
+        }
+      }
+#pragma unroll
+      for (int n = 0; n < 8; ++n) {
+        const int h = n / 2 % 2;
+        float& x = logit[n / 4][n % 4];
+        x = x == -INFINITY ? 0 : exp2f(x - top[h]);
+        total[h] += x;
+      }
+      tile.mix(sum, logit, p.dv, [&](int n) {
+        return inside(n) ? along(values, p.value, column + n * p.x.dilation) : nullptr;
+      });
+    }
+  }
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    total[h] = sum_of_four_lanes(total[h]);
+    const bool empty = total[h] == 0;
+    if (!at.valid[h]) continue;
+    tile.write(p.output.at(at.b, at.m, at.y[h], at.x[h]), p.dv, sum, h, empty ? 0 : 1 / total[h]);
+    if (tile.member == 0) {
+      p.log_sum_exp[p.query_index(at.b, at.m, at.y[h], at.x[h])] =
+          empty ? INFINITY : kLn2 * top[h] + logf(total[h]);
+    }
+  }
+}
+
+// Gradients of queries and position logits.
+template <class T, int WIDTH>
+__global__ void __launch_bounds__(kThreads) window_query_gradient_tensor_kernel(const WindowProblem<T> p) {
+  const Tile<T, WIDTH> tile;
+  const TilePlace at = locate_tile(p, p.y.queries, p.x.queries, p.y.step, p.x.step, tile.group);
+  if (!at.exists) return;
+  const bool content = p.d > 0, biased = p.position.data != nullptr;
+  unsigned query[2][tile.WORDS], gradient[2][tile.WORDS];
+  float sum[tile.COLUMNS][4] = {};
+  Vector<float, 2> stats[2];
+  int64_t position[2], grad_position[2];
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    tile.read(p.query.at(at.b, at.m, at.y[h], at.x[h]), at.valid[h], p.d, query[h]);
+    tile.read(p.grad_output.at(at.b, at.m, at.y[h], at.x[h]), at.valid[h], p.dv, gradient[h]);
+    if (at.valid[h])
+      stats[h] = load_constant<float, 2>(p.stats + 2 * p.query_index(at.b, at.m, at.y[h], at.x[h]));
+    position[h] = p.position.offset(at.b, at.m, at.y[h], at.x[h]);
+    grad_position[h] = p.grad_position.offset(at.b, at.m, at.y[h], at.x[h]);
+  }
+  const int rows = p.y.taps + (p.tall ? p.y.shift : 0), columns = p.x.taps + (p.tall ? 7 : 15) * p.x.shift;
+  for (int i = 0; i < rows; ++i) {
+    const int row = at.y0 * p.y.stride - p.y.padding + i * p.y.dilation;
+    const bool row_inside = within(row, p.y.keys);
+    if (!row_inside && !p.zero_border && !p.grad_position.data) continue;
+    const T* keys = p.key.at(at.b, at.m, row, 0);
+    const T* values = p.value.at(at.b, at.m, row, 0);
+    for (int first = 0; first < columns; first += 16) {
+      const int column = at.x0 * p.x.stride - p.x.padding + first * p.x.dilation;
+      const auto inside = [&](int n) { return row_inside && within(column + n * p.x.dilation, p.x.keys); };
+      float logit[2][4] = {}, slope[2][4] = {};
+#pragma unroll
+      for (int n = 0; n < 2; ++n) {
+        const int place = 8 * n + tile.group, key_column = column + place * p.x.dilation;
+        unsigned words[tile.WORDS];
+        if (content) {
+          tile.read(along(keys, p.key, key_column), inside(place), p.d, words);
+          tile.dots(logit[n], query[0], query[1], words);
+        }
+        tile.read(along(values, p.value, key_column), inside(place), p.dv, words);
+        tile.dots(slope[n], gradient[0], gradient[1], words);
+      }
+#pragma unroll
+      for (int n = 0; n < 8; ++n) {
+        const int h = n / 2 % 2, place = n / 4 * 8 + 2 * tile.member + n % 2;
+        const int tap_row = i - (p.tall ? h * p.y.shift : 0);
+        const int tap = first + place - (tile.group + (p.tall ? 0 : 8 * h)) * p.x.shift;
+        const int t = tap_row * p.x.taps + tap;
+        const bool exists = at.valid[h] && within(tap_row, p.y.taps) && within(tap, p.x.taps);
+        const bool sees = exists && (p.zero_border || inside(place));
+        float x = logit[n / 4][n % 4] * (p.scale * kLog2E), &s = slope[n / 4][n % 4];
+        if (biased && sees) x += kLog2E * load_one(p.position.data + position[h] + t * p.position.channel);
+        s = sees ? exp2f(x - stats[h].element[0]) * (s - stats[h].element[1]) : 0;
+        if (p.grad_position.data && exists) {
+          p.grad_position.data[grad_position[h] + t * p.grad_position.channel] = narrow_to<T>(s);
+        }
+      }
+      if (content) {
+        tile.mix(sum, slope, p.d,
+                 [&](int n) { return inside(n) ? along(keys, p.key, column + n * p.x.dilation) : nullptr; });
+      }
+    }
+  }
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    if (p.grad_query.data && at.valid[h]) {
+      tile.write(p.grad_query.at(at.b, at.m, at.y[h], at.x[h]), p.d, sum, h, p.scale);
+    }
+  }
+}
+
+// Gradients of keys and values.
+template <class T, int WIDTH>
+__global__ void __launch_bounds__(kThreads) window_key_gradient_tensor_kernel(const WindowProblem<T> p) {
+  const Tile<T, WIDTH> tile;
+  const TilePlace at = locate_tile(p, p.y.keys, p.x.keys, p.y.dilation, p.x.dilation, tile.group);
+  if (!at.exists) return;
+  const bool content = p.d > 0, biased = p.position.data != nullptr, slopes = p.grad_key.data != nullptr;
+  unsigned key[2][tile.WORDS], value[2][tile.WORDS];
+  float key_sum[tile.COLUMNS][4] = {}, value_sum[tile.COLUMNS][4] = {};
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    tile.read(p.key.at(at.b, at.m, at.y[h], at.x[h]), at.valid[h], p.d, key[h]);
+    tile.read(p.value.at(at.b, at.m, at.y[h], at.x[h]), at.valid[h], p.dv, value[h]);
+  }
+  const Reach row_reach(p.y, at.y0), column_reach(p.x, at.x0);
+  const bool seen = row_reach.exists && column_reach.exists;
+  for (int i = 0; seen && i * p.y.shift < p.y.taps + (p.tall ? 1 : 0); ++i) {
+    const int y = row_reach.query + i * p.y.step;
+    if (!within(y, p.y.queries)) continue;
+    const T* queries = p.query.at(at.b, at.m, y, 0);
+    const T* gradients = p.grad_output.at(at.b, at.m, y, 0);
+    const T* positions = p.position.at(at.b, at.m, y, 0);
+    const float* row_stats = p.stats + 2 * p.query_index(at.b, at.m, y, 0);
+    for (int first = 0; first * p.x.shift < p.x.taps + (p.tall ? 7 : 15); first += 16) {
+      const int column = column_reach.query + first * p.x.step;
+      const auto inside = [&](int n) { return within(column + n * p.x.step, p.x.queries); };
+      float logit[2][4] = {}, slope[2][4] = {};
+#pragma unroll
+      for (int n = 0; n < 2; ++n) {
+        const int place = 8 * n + tile.group, query_column = column + place * p.x.step;
+        unsigned words[tile.WORDS];
+        if (content) {
+          tile.read(along(queries, p.query, query_column), inside(place), p.d, words);
+          tile.dots(logit[n], key[0], key[1], words);
+        }
+        if (slopes) {
+          tile.read(along(gradients, p.grad_output, query_column), inside(place), p.dv, words);
+          tile.dots(slope[n], value[0], value[1], words);
+        }
+      }
+#pragma unroll
+      for (int m = 0; m < 4; ++m) {
+        const int place = m / 2 * 8 + 2 * tile.member + m % 2, x = column + place * p.x.step;
+        Vector<float, 2> stats;
+        if (inside(place)) stats = load_constant<float, 2>(row_stats + 2 * int64_t(x));
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const int tap_row = row_reach.tap - i * p.y.shift + (p.tall ? h : 0);
+          const int tap = column_reach.tap - (first + place) * p.x.shift + tile.group + (p.tall ? 0 : 8 * h);
+          const bool sees =
+              at.valid[h] && inside(place) && within(tap_row, p.y.taps) && within(tap, p.x.taps);
+          float &w = logit[m / 2][2 * h + m % 2], &s = slope[m / 2][2 * h + m % 2];
+          w *= p.scale * kLog2E;
+          if (biased && sees) {
+            w += kLog2E *
+                 load_one(along(positions, p.position, x) + (tap_row * p.x.taps + tap) * p.position.channel);
+          }
+          w = sees ? exp2f(w - stats.element[0]) : 0;
+          s = w * (s - stats.element[1]);
+        }
+      }
+      if (p.grad_value.data) {
+        tile.mix(value_sum, logit, p.dv, [&](int n) {
+          return inside(n) ? along(gradients, p.grad_output, column + n * p.x.step) : nullptr;
+        });
+      }
+      if (slopes) {
+        tile.mix(key_sum, slope, p.d,
+                 [&](int n) { return inside(n) ? along(queries, p.query, column + n * p.x.step) : nullptr; });
+      }
+    }
+  }
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    if (!at.valid[h]) continue;
+    if (p.grad_key.data) tile.write(p.grad_key.at(at.b, at.m, at.y[h], at.x[h]), p.d, key_sum, h, p.scale);
+    if (p.grad_value.data) tile.write(p.grad_value.at(at.b, at.m, at.y[h], at.x[h]), p.dv, value_sum, h, 1);
+  }
+}
+
+}  // namespace attn_plugins
