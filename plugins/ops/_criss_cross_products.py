@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from itertools import pairwise, permutations, product
 
 import torch
@@ -61,25 +62,37 @@ def _parts(logits: Tensor, H: int, W: int) -> tuple[Tensor, Tensor]:
 
 def _fill_padding(logits: Tensor, H: int, W: int, number: float) -> None:
     start = aligned(H)
-    logits[..., H:start] = number
-    logits[..., start + W :] = number
+    if start > H:
+        logits[..., H:start] = number
+    if logits.shape[-1] > start + W:
+        logits[..., start + W :] = number
 
 
-def _batches(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Views (batch, rows, columns) of tensors (B, M, N, rows, columns), as few as their strides allow."""
-    sizes = tensors[0].shape[:3]
+@lru_cache(maxsize=1024)
+def _merged_axes(sizes: tuple[int, ...], strides: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:
+    """Of three batch axes, in the order of memory, those that are one axis in all tensors: as many items as can be."""
     axes = [n for n in range(3) if sizes[n] > 1] or [2]
 
-    def merges(order: Sequence[int]) -> bool:
-        pairs = list(pairwise(order))
-        return all(t.stride(outer) == t.stride(inner) * sizes[inner] for t in tensors for outer, inner in pairs)
+    def merge(order: tuple[int, ...]) -> bool:
+        return all(s[outer] == s[inner] * sizes[inner] for s in strides for outer, inner in pairwise(order))
 
-    orders = [order for length in range(1, len(axes) + 1) for order in permutations(axes, length) if merges(order)]
-    batch = max(orders, key=lambda order: math.prod(sizes[n] for n in order))
-    rest = [n for n in range(3) if n not in batch]
-    views = [t.permute(*rest, *batch, 3, 4) for t in tensors]
+    orders = [order for length in range(1, len(axes) + 1) for order in permutations(axes, length) if merge(order)]
+    return max(orders, key=lambda order: math.prod(sizes[n] for n in order))
+
+
+def _batches(*tensors: Tensor) -> Iterator[list[Tensor]]:
+    """Views (batch, rows, columns) of tensors (B, M, N, rows, columns), as few as their strides allow."""
+    sizes, strides = tuple(tensors[0].shape[:3]), tuple(t.stride() for t in tensors)
+    merged = _merged_axes(sizes, strides)
+    rest = [n for n in range(3) if n not in merged]
+    count, inner = math.prod(sizes[n] for n in merged), merged[-1]
+    views = [(t, (count, *t.shape[3:]), (s[inner], *s[3:]), t.storage_offset()) for t, s in zip(tensors, strides)]
     for index in product(*(range(sizes[n]) for n in rest)):
-        yield tuple(view[index].flatten(0, -3) for view in views)
+        steps = tuple(zip(index, rest))
+        yield [
+            t.as_strided(shape, stride, start + sum(i * s[n] for i, n in steps))
+            for (t, shape, stride, start), s in zip(views, strides)
+        ]
 
 
 def _multiply(result: Tensor, left: Tensor, right: Tensor, *, add: bool = False, scale: float = 1.0) -> None:
