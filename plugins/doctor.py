@@ -165,9 +165,9 @@ def _timm() -> Iterable[str]:
 
 def _mmcv() -> Iterable[str]:
     importlib.import_module("attn_plugins.mmcv")
-    from mmengine.registry import MODELS
+    from mmengine.registry import DATASETS, METRICS, MODELS
 
-    return _ours(MODELS.module_dict)
+    return _ours({**MODELS.module_dict, **DATASETS.module_dict, **METRICS.module_dict})
 
 
 def _fairseq() -> Iterable[str]:

@@ -9,7 +9,7 @@ from mmcv.cnn import ConvModule, build_conv_layer, build_plugin_layer
 from mmdet.registry import MODELS as MMDET_MODELS
 from mmengine.registry import MODELS
 
-import attn_plugins.mmcv  # noqa: F401
+import attn_plugins.mmcv
 from attn_plugins import modules
 from attn_plugins.modules.generalized_attention import GeneralizedAttention2d
 
@@ -31,7 +31,7 @@ ATTENDED = dict(
 )
 
 
-@pytest.mark.parametrize("name", ["GeneralizedAttention2d", "DeformableConv2d", "DeformableConv1d"])
+@pytest.mark.parametrize("name", attn_plugins.mmcv.__all__)
 def test_names_are_registered_and_seen_from_mmdet(name):
     assert MODELS.get(name).__name__ == name
     assert MMDET_MODELS.get(name) is MODELS.get(name)
@@ -98,3 +98,28 @@ def test_initialised_from_scratch_the_block_still_starts_as_the_plain_one():
     plain.eval()
     for got, expected in zip(attended(x), plain(x)):
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["DynamicConv2d", "BilateralNonLocal2d", "BilateralCrissCross2d"])
+def test_plugin_layers_in_a_resnet(name):
+    plugin = dict(cfg=dict(type=name, kernel_size=3), stages=(False, False, True, True), position="after_conv2")
+    model, stock = resnet(plugins=[plugin]), resnet()
+    model.eval()
+    stock.eval()
+    missing, unexpected = model.load_state_dict(stock.state_dict(), strict=False)
+    assert not unexpected
+    assert missing
+    x = torch.randn(1, 3, 64, 96)
+    with torch.no_grad():
+        for attended, plain in zip(model(x), stock(x)):
+            torch.testing.assert_close(attended, plain, rtol=1e-4, atol=1e-4)
+
+
+def test_local_bilateral_attention_in_a_conv_module():
+    module = ConvModule(
+        8, 12, 3, stride=2, padding=1, conv_cfg=dict(type="LocalBilateralConv2d", num_heads=4), norm_cfg=dict(type="BN")
+    )
+    module.init_weights()
+    assert isinstance(module.conv, modules.LocalBilateralConv2d)
+    assert module(torch.randn(2, 8, 9, 13)).shape == (2, 12, 5, 7)
+    assert build_conv_layer(dict(type="LocalBilateralConv2d"), 8, 16, 3, padding=1, bias=False).query[0].bias is None
