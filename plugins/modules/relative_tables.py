@@ -1,0 +1,103 @@
+"""Learned relative positions of both axes, for the modules that add them to content-only attention."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..terms.relative_position import relative_logits
+from ..terms.relative_table import resize_table
+from .checks import pair
+
+POSITIONS = ("none", "relative")
+
+
+class RelativeTables(nn.Module):
+    """Base of a module with tables ``height_rel`` (2H - 1, d) and ``width_rel`` (2W - 1, d), or with none.
+
+    Row H - 1 + o of ``height_rel`` belongs to the keys o rows below the query (Shaw et al. 2018; Bello et al. 2019).
+    """
+
+    def __init__(
+        self,
+        position: str,
+        input_size: int | Sequence[int] | None,
+        width: int,
+        resize_tables: bool,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if position not in POSITIONS:
+            raise ValueError(f"position must be one of {', '.join(POSITIONS)}, got {position!r}")
+        self.position, self.resize_tables = position, resize_tables
+        self.input_size: tuple[int, int] | None = None
+        self.height_rel: nn.Parameter | None = None
+        self.width_rel: nn.Parameter | None = None
+        if position == "none":
+            return
+        if input_size is None:
+            raise ValueError(
+                "position 'relative' needs input_size=(H, W), the size of the module's input, for its tables; "
+                "'none' needs none"
+            )
+        H, W = self.input_size = pair("input_size", input_size)
+        self.height_rel = nn.Parameter(torch.empty(2 * H - 1, width, device=device, dtype=dtype))
+        self.width_rel = nn.Parameter(torch.empty(2 * W - 1, width, device=device, dtype=dtype))
+        self.reset_tables()
+
+    def attention_size(self, size: Sequence[int]) -> tuple[int, int]:
+        """The map of queries, for an input of ``size`` (H, W)."""
+        return size[0], size[1]
+
+    def reset_tables(self) -> None:
+        """Draw the tables with deviation d^-1/2 (Bello et al. 2019, Figure 8)."""
+        for table in (self.height_rel, self.width_rel):
+            if table is not None:
+                nn.init.normal_(table, std=table.shape[1] ** -0.5)
+
+    def table_logits(
+        self, query: Tensor, scale: float, keys: Sequence[int], stride: Sequence[int] = (1, 1)
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """The products of queries and tables, scaled.
+
+        Args:
+            query: (B, 1, H, W, d).
+            scale: Their factor.
+            keys: Number of key rows and of key columns.
+            stride: Of the keys in rows and columns of queries.
+
+        Returns:
+            (B, 1, H, W, keys[0]) and (B, 1, H, W, keys[1]); None, None without tables.
+        """
+        if self.height_rel is None or self.width_rel is None:
+            return None, None
+        logits = []
+        for n, (axis, table) in enumerate((("row", self.height_rel), ("column", self.width_rel))):
+            size = query.shape[2 + n]
+            # Strided keys end before the last row of queries: the offsets up to theirs.
+            offsets = resize_table(table, size)[: size + (keys[n] - 1) * stride[n]]
+            encoded = (offsets.t() * scale).unsqueeze(0)  # scaled here: the table is smaller than the queries
+            logits.append(relative_logits(query, encoded, keys[n], axis, 1, stride[n]))
+        return logits[0], logits[1]
+
+    def check_size(self, x: Tensor) -> None:
+        """Check that the tables serve a map of the size of ``x``."""
+        made, found = self.input_size, (x.shape[2], x.shape[3])
+        if made is not None and not self.resize_tables and made != found:
+            raise ValueError(
+                f"x has a map of {found}, but the relative tables are made for input_size={made}: give inputs of that "
+                "size, or resize_tables=True"
+            )
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        # A net trained at one image size is built for another: the same tables as its forward would interpolate.
+        for name in ("height_rel", "width_rel"):
+            made, loaded = getattr(self, name), state_dict.get(prefix + name)
+            if self.resize_tables and made is not None and loaded is not None and loaded.shape[1:] == made.shape[1:]:
+                state_dict[prefix + name] = resize_table(loaded, (made.shape[0] + 1) // 2)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
