@@ -12,10 +12,10 @@ from pathlib import Path
 
 from tools.files import write_text
 
-from . import aaconv, local_bilateral
+from . import aaconv, empirical, local_bilateral
 from .row import markdown
 
-PAPERS = {"aaconv": aaconv, "local_bilateral": local_bilateral}
+PAPERS = {"aaconv": aaconv, "empirical": empirical, "local_bilateral": local_bilateral}
 
 
 def main(arguments: list[str] | None = None) -> int:

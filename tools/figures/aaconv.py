@@ -8,6 +8,7 @@ from torch import nn
 from attn_plugins.modules.augmented_conv import AAConv2d
 
 from . import convention
+from .convention import parameters
 from .row import Row
 
 TITLE = "Attention-augmented convolution (Bello et al. 2019)"
@@ -26,11 +27,6 @@ def model(name: str, **options: object) -> nn.Module:
 
     with torch.device("meta"):
         return timm.create_model(name, **options).eval()
-
-
-def parameters(module: nn.Module) -> int:
-    """How many there are."""
-    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def operations(module: nn.Module, size: int) -> int:

@@ -1,0 +1,157 @@
+"""How operations are counted: by torch's flop counter on a module that runs on shapes alone, then as a paper does.
+
+A convention is a function of the counted calls; all of them are in this file.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
+from torch.utils.module_tracker import ModuleTracker
+
+_BATCH_NORM = "aten._native_batch_norm_legit_no_training"
+# What the counter passes over and a convention may charge: counted as 0 here, so that its shapes are known.
+_NOTED = (torch.ops.aten._native_batch_norm_legit_no_training,)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One operator's call.
+
+    Attributes:
+        operator: Such as ``'aten.bmm'``.
+        module: The dotted name of the innermost module that called it.
+        shapes: The arguments, tensors as their shapes.
+        operations: By the operator's formula, two a multiply-add.
+    """
+
+    operator: str
+    module: str
+    shapes: tuple[Any, ...]
+    operations: int
+
+    @property
+    def products(self) -> int:
+        """Multiply-adds."""
+        return self.operations // 2
+
+
+def calls(module: nn.Module, *shape: int) -> list[Call]:
+    """The counted calls of a forward pass in inference.
+
+    Args:
+        module: On the meta device.
+        shape: Of its input.
+    """
+    found: list[Call] = []
+    tracker = ModuleTracker()
+
+    def noting(operator: Any, formula: Callable[..., int]) -> Callable[..., int]:
+        def count(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
+            operations = formula(*args, out_val=out_val, **kwargs)
+            shapes = tree_map(lambda a: tuple(a.shape) if isinstance(a, Tensor) else a, args)
+            found.append(Call(str(operator), max(tracker.parents, key=len), shapes, operations))
+            return operations
+
+        count._get_raw = True  # type: ignore[attr-defined]  # the counter's mark of formulas that take tensors
+        return count
+
+    formulas = {**dict.fromkeys(_NOTED, lambda *args, **kwargs: 0), **flop_registry}
+    counter = FlopCounterMode(display=False, custom_mapping={k: noting(k, f) for k, f in formulas.items()})
+    with tracker, counter, torch.no_grad():
+        module.eval()(torch.empty(shape, device="meta"))
+    if counter.get_total_flops() != sum(call.operations for call in found):
+        raise RuntimeError("the calls' operations do not make the counter's total")
+    return found
+
+
+def parameters(module: nn.Module) -> int:
+    """How many there are."""
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def executed(found: Sequence[Call]) -> int:
+    """All multiply-adds, as they are."""
+    return sum(call.products for call in found)
+
+
+_ATTENTION = ("attn_plugins.global_attention", "attn_plugins.window_attention")
+
+
+def _unknown(call: Call, paper: str) -> RuntimeError:
+    return RuntimeError(f"{paper} says nothing of {call.operator}, called by {call.module}")
+
+
+def bello_2019(found: Sequence[Call]) -> int:
+    """Bello et al. (2019): 2 a multiply-add in convolutions, linear layers and projections, 1 in QKᵀ and AV."""
+    total = 0
+    for call in found:
+        if call.operator in _ATTENTION:
+            total += call.products
+        elif call.operator in ("aten.convolution", "aten.addmm"):
+            total += call.operations
+        elif call.operator not in ("aten.bmm", _BATCH_NORM):  # bmm: the relative logits
+            raise _unknown(call, "Bello et al. (2019)")
+    return total
+
+
+def zhu_2019(found: Sequence[Call], positions: int, head_width: int) -> int:
+    """Zhu et al. (2019): 1 a multiply-add; softmax, biases, sampling and the prediction of offsets are free.
+
+    Beyond that, the paper's figures follow from these rules:
+
+    * all projections run at every position, also where we run one for all queries;
+    * a query's products with offsets (q·R) are free beside its products with keys (q·k);
+    * all weighted sums run over all keys at once, also where we sum over columns and then over rows.
+
+    Args:
+        found: The calls of a module of stride 1.
+        positions: N, of the map.
+        head_width: d; an inner product of this length is a logit, any other a sum over keys.
+    """
+    has_content = any(call.operator in _ATTENTION and call.shapes[0] is not None for call in found)
+    total, sums, keys = 0, 0, 1
+    for call in found:
+        if call.operator in ("aten.convolution", "attn_plugins.deform_conv2d"):
+            if not call.module.endswith("conv_offset"):
+                total += call.products // math.prod(call.shapes[0][2:]) * positions
+        elif call.operator == "aten.mm" or call.operator in _ATTENTION:  # mm: the encodings' projection
+            total += call.products
+        elif call.operator == "aten.bmm":
+            (heads, rows, inner), (_, _, columns) = call.shapes[:2]
+            if inner == head_width:
+                total += 0 if has_content else call.products
+            else:
+                sums, keys = heads * rows * columns, keys * inner
+        else:
+            raise _unknown(call, "Zhu et al. (2019)")
+    return total + sums * keys
+
+
+def thesis(found: Sequence[Call]) -> int:
+    """Thesis, Table 4.2: multiply-adds of linear layers, and 1 a bias, 2 a BatchNorm and 1 a ReLU for each output.
+
+    Attention itself is free. The counts suppose a ReLU after every BatchNorm but the geometric logits'; Eq. 4.6 to
+    4.9 and our modules have none, and are charged it here.
+    """
+    total = 0
+    for call in found:
+        if call.operator == "aten.convolution":
+            image, weight, bias = call.shapes[:3]
+            stride, padding, dilation = call.shapes[3:6]
+            outputs = image[0] * weight[0]
+            for n, k, s, p, d in zip(image[2:], weight[2:], stride, padding, dilation):
+                outputs *= (n + 2 * p - d * (k - 1) - 1) // s + 1
+            total += call.products + (0 if bias is None else outputs)
+        elif call.operator == _BATCH_NORM:
+            total += math.prod(call.shapes[0]) * (2 if ".position." in call.module else 3)
+        elif call.operator not in _ATTENTION:
+            raise _unknown(call, "the thesis")
+    return total

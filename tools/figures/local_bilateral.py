@@ -1,0 +1,91 @@
+"""Figures of the thesis, chapter 4: Tables 4.2 and 4.5."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import nn
+
+from attn_plugins.modules import LocalBilateralConv2d
+
+from . import convention
+from .convention import parameters
+from .row import Row
+
+TITLE = "Local bilateral attention (Thesis, chapter 4)"
+CONVENTION = (
+    "One 3×3 layer, 256 → 256 channels, on 96×96 positions. Operations as the thesis must have counted them: 1 a "
+    "multiply-add of a linear layer, 1 a bias, 2 a BatchNorm and 1 a ReLU for each output; QKᵀ, AV, the softmax and "
+    "the refinement of attention are free. The count supposes a ReLU after every BatchNorm but the geometric logits'; "
+    "Eq. 4.6 to 4.9 and our module have none. `=`: ours rounds to the printed figure. *executed*: the multiply-adds "
+    "that our module runs, those of attention included."
+)
+
+SIZE = (96, 96)
+
+# Table 4.2: label, arguments, printed parameters (K), printed GFLOPs, remarks on both.
+LAYERS = (
+    ("a: content", dict(geometric=False), "265.22", "2.45", "", ""),
+    ("b: geometric", dict(content=False), "217.56", "2.01", "", ""),
+    ("c: both, 1 head", dict(num_heads=1), "267.55", "2.48", "", ""),
+    ("d: both, 4 heads", dict(num_heads=4), "274.54", "2.54", "", ""),
+    ("e: both", {}, "283.86", "2.63", "", ""),
+    ("f: both, 16 heads", dict(num_heads=16), "302.51", "2.80", "", ""),
+    (
+        "g: content, shared, 3 iterations", dict(geometric=False, shared=True, iterations=3), "1.3184", "1.22",
+        "a misprint of 131.84", "",
+    ),
+    ("h: both, shared", dict(shared=True), "150.27", "1.39", "", ""),
+    (
+        "i: both, shared, 3 iterations", dict(shared=True, iterations=3), "150.27", "1.71", "",
+        "counts some of the refinement, where row g counts none",
+    ),
+    ("j: 3×3 convolution", None, "590.08", "5.44", "", ""),
+)  # fmt: skip
+
+# Table 4.5: label, channels, arguments, parameters of the attention and of the convolution in its place.
+DECODER = (
+    ("up-1", (768, 512), dict(num_heads=8, shared=True, iterations=3), 693_760, 3_539_456),
+    ("up-2", (640, 256), dict(num_heads=8), 578_776, 1_474_816),
+    ("up-3", (320, 256), dict(num_heads=4), 323_692, 737_536),
+    ("up-4", (320, 128), dict(num_heads=4), 145_516, 368_768),
+)
+NOT_PRINTED = "not printed: counted by hand from the table's configuration"
+
+
+def layer(in_channels: int, out_channels: int, options: Mapping | None) -> nn.Module:
+    """A bilateral layer, or a 3×3 convolution if ``options`` is None, without memory."""
+    with torch.device("meta"):
+        if options is None:
+            return nn.Conv2d(in_channels, out_channels, 3, padding=1)
+        return LocalBilateralConv2d(in_channels, out_channels, **options)
+
+
+def rows() -> list[Row]:
+    """All figures."""
+    found = []
+    for name, options, thousands, giga, remark, remark_on_operations in LAYERS:
+        module = layer(256, 256, options)
+        calls = convention.calls(module, 1, 256, *SIZE)
+        label = f"Table 4.2 {name}"
+        found.append(Row(label, "K parameters", thousands, parameters(module) / 1e3, remark))
+        found.append(
+            Row(
+                label, "GFLOPs", giga, convention.thesis(calls) / 1e9, remark_on_operations,
+                convention.executed(calls) / 1e9,
+            )
+        )  # fmt: skip
+    totals = [0, 0, 0, 0]
+    for name, channels, options, attention, convolution in DECODER:
+        ours = parameters(layer(*channels, options)), parameters(layer(*channels, None))
+        found += _decoder_rows(name, (attention, convolution), ours)
+        totals = [a + b for a, b in zip(totals, (attention, convolution, *ours))]
+    return found + _decoder_rows("all four", totals[:2], totals[2:])
+
+
+def _decoder_rows(name: str, expected: Sequence[int], ours: Sequence[int]) -> list[Row]:
+    return [
+        Row(f"Table 4.5 {name}, {kind}", "parameters", str(number), count, NOT_PRINTED)
+        for kind, number, count in zip(("attention", "3×3 convolution"), expected, ours)
+    ]
