@@ -20,6 +20,7 @@ from . import _global_attention_cpu as cpu
 from . import _global_attention_folding as folding
 from . import _library, reference
 from ._arguments import autocast_dtype, check_dim, check_tensors
+from ._double_backward import differentiate_twice
 from ._global_attention_folding import Terms
 
 _HAS_OPERATORS = hasattr(torch.library, "custom_op")  # torch >= 2.4
@@ -282,27 +283,14 @@ def _setup_context_double(ctx: Any, inputs: tuple, output: tuple) -> None:
 
 
 def _differentiate_twice(ctx: Any, *grads: Tensor | None) -> tuple:
-    """Differentiate the reference twice: log-sum-exp and output are functions of the terms, not variables."""
-    create_graph = torch.is_grad_enabled()
-    wanted = ctx.needs_input_grad[:7]
-    with torch.enable_grad():
-        grad_output, *terms = (
-            t if t is None or (create_graph and t.requires_grad) else t.detach().requires_grad_()
-            for t in ctx.saved_tensors
-        )
-        output = reference.global_attention(*terms, ctx.scale)  # type: ignore[call-arg]
-        chosen = [(t, g) for t, g, need in zip(terms, grads, ctx.needs) if t is not None and need and g is not None]
-        first = torch.autograd.grad(output, [t for t, _ in chosen], grad_output, create_graph=True)
-        variables = (grad_output, *terms)
-        second = torch.autograd.grad(
-            first,
-            [t for t, want in zip(variables, wanted) if want],
-            [g for _, g in chosen],
-            create_graph=create_graph,
-            allow_unused=True,
-        )
-    found = iter(second)
-    return (*(next(found) if want else None for want in wanted), None, None, None, None)
+    found = differentiate_twice(
+        lambda *terms: reference.global_attention(*terms, ctx.scale),
+        ctx.saved_tensors,
+        ctx.needs,
+        ctx.needs_input_grad[:7],
+        grads,
+    )
+    return (*found, None, None, None, None)
 
 
 Shape = tuple[int, ...]

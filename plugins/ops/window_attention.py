@@ -18,6 +18,7 @@ from . import _window_attention_cpu as cpu
 from . import _window_attention_cuda as cuda
 from . import _window_attention_plain as plain
 from ._arguments import autocast_dtype, check_dim, check_tensors, expand
+from ._double_backward import differentiate_twice
 from ._window_attention_cpu import Geometry, Terms
 
 BORDERS = ("exclude", "zero")
@@ -268,27 +269,14 @@ def _setup_context_double(ctx: Any, inputs: tuple, output: tuple) -> None:
 
 
 def _differentiate_twice(ctx: Any, *grads: Tensor | None) -> tuple:
-    """Differentiate the reference twice: log-sum-exp and output are functions of the terms, not variables."""
-    create_graph = torch.is_grad_enabled()
-    wanted = ctx.needs_input_grad[:5]
-    with torch.enable_grad():
-        grad_output, *terms = (
-            t if t is None or (create_graph and t.requires_grad) else t.detach().requires_grad_()
-            for t in ctx.saved_tensors
-        )
-        output = reference.window_attention(*terms, *ctx.arguments)
-        chosen = [(t, g) for t, g, need in zip(terms, grads, ctx.needs) if t is not None and need and g is not None]
-        first = torch.autograd.grad(output, [t for t, _ in chosen], grad_output, create_graph=True)
-        variables = (grad_output, *terms)
-        second = torch.autograd.grad(
-            first,
-            [t for t, want in zip(variables, wanted) if want],
-            [g for _, g in chosen],
-            create_graph=create_graph,
-            allow_unused=True,
-        )
-    found = iter(second)
-    return (*(next(found) if want else None for want in wanted), *(None,) * 9)
+    found = differentiate_twice(
+        lambda *terms: reference.window_attention(*terms, *ctx.arguments),
+        ctx.saved_tensors,
+        ctx.needs,
+        ctx.needs_input_grad[:5],
+        grads,
+    )
+    return (*found, *(None,) * 9)
 
 
 Shape = tuple[int, ...]

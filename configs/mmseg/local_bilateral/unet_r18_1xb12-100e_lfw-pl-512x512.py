@@ -1,94 +1,14 @@
-# The U-Net of the thesis' section 4.4.2 on a ResNet-18 without its last two subsamplings; 100 epochs are 12,500 steps.
-# Data: python -m tools.datasets.face_parsing lfw_pl SOURCE data/lfw_pl. The thesis does not tell the image size.
-_base_ = ["mmseg::_base_/default_runtime.py"]
-default_scope = "mmseg"
-custom_imports = dict(imports=["attn_plugins.mmcv"], allow_failed_imports=False)
-
-size = (512, 512)
-norm_cfg = dict(type="SyncBN", requires_grad=True)
-model = dict(
-    type="EncoderDecoder",
-    data_preprocessor=dict(
-        type="SegDataPreProcessor",
-        mean=[123.675, 116.28, 103.53],
-        std=[58.395, 57.12, 57.375],
-        bgr_to_rgb=True,
-        pad_val=0,
-        seg_pad_val=255,
-        size=size,
-    ),
-    backbone=dict(
-        type="StemResNet",
-        depth=18,
-        strides=(1, 2, 1, 1),
-        dilations=(1, 1, 2, 4),
-        norm_cfg=norm_cfg,
-        init_cfg=dict(type="Pretrained", checkpoint="torchvision://resnet18"),
-    ),
-    decode_head=dict(
-        type="UNetHead",
-        in_channels=[64, 64, 128, 256, 512],
-        in_index=[0, 1, 2, 3, 4],
-        fusion_channels=[512, 256, 256, 128],
-        num_classes=3,
-        norm_cfg=norm_cfg,
-        loss_decode=dict(type="CrossEntropyLoss", use_sigmoid=False),
-    ),
-    train_cfg=dict(),
-    test_cfg=dict(mode="whole"),
-)
-train_pipeline = [
-    dict(type="LoadImageFromFile"),
-    dict(type="LoadAnnotations"),
-    dict(type="Resize", scale=size, keep_ratio=False),
-    dict(type="RandomFlip", prob=0.5),
-    dict(type="PackSegInputs"),
-]
-test_pipeline = [
-    dict(type="LoadImageFromFile"),
-    dict(type="Resize", scale=size, keep_ratio=False),
-    dict(type="LoadAnnotations"),
-    dict(type="PackSegInputs"),
-]
+# The U-Net of the thesis' section 4.4.2 on LFW-PL; 100 epochs are 12,500 steps.
+# Data: python -m tools.datasets.face_parsing lfw_pl SOURCE data/lfw_pl
+_base_ = ["./unet_r18_1xb12-100e_helen-512x512.py"]
 faces = dict(type="LFWPLDataset", data_root="data/lfw_pl")
-train_dataloader = dict(
-    batch_size=12,
-    num_workers=4,
-    persistent_workers=True,
-    sampler=dict(type="InfiniteSampler", shuffle=True),
-    dataset=dict(
-        **faces, data_prefix=dict(img_path="images/train", seg_map_path="labels/train"), pipeline=train_pipeline
-    ),
-)
-val_dataloader = dict(
-    batch_size=1,
-    num_workers=4,
-    persistent_workers=True,
-    sampler=dict(type="DefaultSampler", shuffle=False),
-    dataset=dict(
-        **faces,
-        data_prefix=dict(img_path="images/val", seg_map_path="labels/val"),
-        pipeline=test_pipeline,
-        test_mode=True,
-    ),
-)
-test_dataloader = dict(
-    batch_size=1,
-    num_workers=4,
-    sampler=dict(type="DefaultSampler", shuffle=False),
-    dataset=dict(
-        **faces,
-        data_prefix=dict(img_path="images/test", seg_map_path="labels/test"),
-        pipeline=test_pipeline,
-        test_mode=True,
-    ),
-)
-val_evaluator = test_evaluator = dict(type="FaceParsingMetric")
+model = dict(decode_head=dict(num_classes=3))
+# A mirrored face has no other labels here.
+train_pipeline = [dict(type="RandomFlip", prob=0.5) if t["type"] == "RandomFlip" else t for t in _base_.train_pipeline]
+train_dataloader = dict(dataset=dict(faces, pipeline=train_pipeline))
+val_dataloader = dict(dataset=faces)
+test_dataloader = dict(dataset=faces)
 max_iters = 12500
-train_cfg = dict(type="IterBasedTrainLoop", max_iters=max_iters, val_interval=max_iters // 10)
-val_cfg, test_cfg = dict(type="ValLoop"), dict(type="TestLoop")
-optim_wrapper = dict(type="OptimWrapper", optimizer=dict(type="Adam", lr=3e-4, weight_decay=1e-5))
+train_cfg = dict(max_iters=max_iters, val_interval=1250)
 param_scheduler = [dict(type="PolyLR", power=0.9, eta_min=0.0, begin=0, end=max_iters, by_epoch=False)]
-default_hooks = dict(
-    checkpoint=dict(type="CheckpointHook", by_epoch=False, interval=max_iters // 10, save_best="face/accuracy")
-)
+default_hooks = dict(checkpoint=dict(interval=1250, save_best="face/accuracy"))
