@@ -28,7 +28,7 @@ def criss_cross_attention(
     *,
     scale: float = 1.0,
 ) -> Tensor:
-    """Attend from every position of a map to its column and its row (Huang et al. 2019; Thesis, section 3.3).
+    """Attend from every position of a map to its column and its row (Huang et al. 2019; Thesis, section 3.4.4).
 
     The weight of key k for query q = (h, w) is the softmax over the H + W - 1 positions of column w and row h of
 
@@ -36,9 +36,9 @@ def criss_cross_attention(
 
     with an absent term 0. The query's own position, in both, counts once: in the row. Its entry in the column, number
     h, is read as -inf and gets no gradient. A logit of -inf masks; a query whose keys are all masked gets zeros.
-    The memory beyond arguments and results is that of the weights, H + W numbers per query and head, which are kept
-    for the gradient, and in the gradient twice that. Strided views are read without a copy where the last axis is
-    contiguous and the dtype is not a half on the CPU.
+    The memory beyond arguments and results is that of the weights, H + W numbers per query and head, kept for the
+    gradient, which needs as much again; half inputs add a map of weights in float32. Strided views are read without
+    a copy where the last axis is contiguous; on the CPU, half inputs are copied to float32.
 
     Args:
         query: (B, M, H, W, d); None, together with ``key``, for position logits alone.
@@ -49,7 +49,7 @@ def criss_cross_attention(
         scale: Factor of the content term.
 
     Returns:
-        (B, M, H, W, dv).
+        (B, M, H, W, dv), heads innermost in memory but for the width; may be changed in place.
 
     Raises:
         ValueError: a shape or a device does not fit, or the map has no position.
