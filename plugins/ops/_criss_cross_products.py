@@ -3,8 +3,8 @@
 All keys of a column's queries are that column, so its logits are one H x H product, and a row's one W x W product.
 Both read strided views: nothing is gathered, transposed or concatenated. A query's logits lie side by side in one
 scratch, the column's before the row's, and one softmax in place makes the weights of both.
-The gradient reads the weights that were kept: to recompute them would cost a twelfth of the time (6 of 81 ms at 97 x 97,
-d 64, dv 512) and free 7.5 of the 30.5 MiB kept between the passes, but not lower the peak, which is the gradient's.
+The gradient reads the weights that were kept. To recompute them would cost a twelfth of the time (6 of 81 ms at
+97 x 97, d 64, dv 512) and free 7.5 of the 30.5 MiB kept between the passes, but not lower the peak, the gradient's.
 
 Shapes: B batch, M heads, (H, W) the map, d and dv widths per head, S a query's logits with their padding.
 """
