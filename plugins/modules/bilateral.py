@@ -115,11 +115,11 @@ class BilateralNonLocal2d(_Bilateral):
 
     def init_weights(self) -> None:
         """Projections normal with deviation 0.01, as in mmcv; ``conv_out`` 0."""
-        for module in (self.theta, self.phi, self.g, *self.position):
-            nn.init.normal_(module.weight, std=0.01)
+        for module in (self.theta, self.phi, self.g, *self.position, self.conv_out):
+            assert isinstance(module, nn.Conv2d)
+            assert module.bias is not None
+            nn.init.normal_(module.weight, std=0.0 if module is self.conv_out else 0.01)
             nn.init.zeros_(module.bias)
-        nn.init.zeros_(self.conv_out.weight)
-        nn.init.zeros_(self.conv_out.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, C, H, W) -> (B, C, H, W)."""

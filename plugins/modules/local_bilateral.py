@@ -155,8 +155,8 @@ class LocalBilateralConv2d(nn.Module):
     def _terms(self, x: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor | None]:
         """Refined query, key, value (B, M, ·, ·, d) and geometric logits (B, M, Hq, Wq, taps)."""
         if not torch.jit.is_scripting():
-            check_map(x, self.in_channels, self.query[0].weight)
-            if min(self.attention_size(x.shape[2:])) < 1:
+            check_map(x, self.in_channels, next(self.parameters()))
+            if min(self.attention_size([x.shape[2], x.shape[3]])) < 1:
                 raise ValueError(
                     f"x of size {tuple(x.shape[2:])} with padding {self.padding} is smaller than a window of "
                     f"kernel_size {self.kernel_size} and dilation {self.dilation}"
@@ -188,7 +188,7 @@ class LocalBilateralConv2d(nn.Module):
         """What lies in the middle of every window."""
         if self.stride == (1, 1) and self.first_centre == (0, 0):
             return x
-        Hq, Wq = self.attention_size(x.shape[2:])
+        Hq, Wq = self.attention_size([x.shape[2], x.shape[3]])
         top, left = self.first_centre
         down, right = self.stride
         x = x[:, :, top : top + (Hq - 1) * down + 1 : down, left : left + (Wq - 1) * right + 1 : right]

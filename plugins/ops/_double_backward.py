@@ -39,7 +39,7 @@ def differentiate_twice(
         first = torch.autograd.grad(output, [t for t, _ in chosen], grad_output, create_graph=True)
         second = torch.autograd.grad(
             first,
-            [t for t, want in zip((grad_output, *terms), wanted) if want],
+            [t for t, want in zip((grad_output, *terms), wanted) if want and t is not None],
             [g for _, g in chosen],
             create_graph=create_graph,
             allow_unused=True,

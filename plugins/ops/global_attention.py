@@ -284,7 +284,7 @@ def _setup_context_double(ctx: Any, inputs: tuple, output: tuple) -> None:
 
 def _differentiate_twice(ctx: Any, *grads: Tensor | None) -> tuple:
     found = differentiate_twice(
-        lambda *terms: reference.global_attention(*terms, ctx.scale),
+        lambda *terms: reference.global_attention(*terms, ctx.scale),  # type: ignore[call-arg]
         ctx.saved_tensors,
         ctx.needs,
         ctx.needs_input_grad[:7],
