@@ -5,13 +5,16 @@
     _base_ = "mmdet::empirical_attention/faster-rcnn_r50-attn0010-dcn_fpn_1x_coco.py"
     custom_imports = dict(imports=["attn_plugins.mmcv.drop_in"], allow_failed_imports=False)
 
-Importing this module replaces ``GeneralizedAttention``, ``DCN`` and ``DCNv2`` in mmengine's root ``MODELS``:
+Importing this module replaces ``GeneralizedAttention``, ``CrissCrossAttention``, ``DCN`` and ``DCNv2`` in mmengine's
+root ``MODELS``, and ``CrissCrossAttention`` also in mmcv and where mmseg's ``CCHead`` takes it from, by its name:
 all of them or, where one cannot be replaced, none, with an error. Models built before the import keep mmcv's.
 """
 
 from __future__ import annotations
 
 import inspect
+import sys
+from collections.abc import Iterator
 from typing import Any
 
 import mmcv.cnn  # noqa: F401  registers GeneralizedAttention, as mmcv.ops does DCN and DCNv2
@@ -20,6 +23,7 @@ from mmengine.registry import MODELS
 from torch import Tensor
 
 from .. import ops
+from ..modules import CrissCrossAttention2d
 from ..modules.generalized_attention import GeneralizedAttention2d
 from ..modules.generalized_attention_mmcv import MMCVGeneralizedAttention2d
 
@@ -31,6 +35,13 @@ class GeneralizedAttention(MMCVGeneralizedAttention2d):
         given = inspect.signature(GeneralizedAttention2d.mmcv_compatible).bind(*args, **options)
         given.apply_defaults()
         super().__init__(**given.arguments)
+
+
+class CrissCrossAttention(CrissCrossAttention2d):
+    """mmcv's ``CrissCrossAttention``, computed by our operator."""
+
+    def __init__(self, in_channels: int) -> None:
+        super().__init__(in_channels)
 
 
 class DCN(DeformConv2dPack):
@@ -73,7 +84,9 @@ def upgrade_keys(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
     return renamed
 
 
-REPLACEMENTS = {layer.__name__: layer for layer in (GeneralizedAttention, DCN, DCNv2)}
+REPLACEMENTS = {layer.__name__: layer for layer in (GeneralizedAttention, CrissCrossAttention, DCN, DCNv2)}
+# Modules that hold a layer under its name, whose users do not ask a registry.
+HOLDERS = {"CrissCrossAttention": ("mmcv.ops.cc_attention", "mmcv.ops", "mmseg.models.decode_heads.cc_head")}
 
 
 def replace() -> None:
@@ -83,16 +96,29 @@ def replace() -> None:
         RuntimeError: one of the names belongs to neither mmcv nor us.
     """
     for name in REPLACEMENTS:
-        layer = MODELS.module_dict.get(name)
-        owner = getattr(layer, "__module__", None)
-        if owner != __name__ and not (owner or "").startswith("mmcv."):
-            raise RuntimeError(
-                f"attn_plugins.mmcv.drop_in replaces mmcv's {name}, but MODELS holds {layer} there; nothing "
-                "was replaced. Register that layer under another name, or import attn_plugins.mmcv and name "
-                "our layers in the config."
-            )
+        _check(name, "MODELS", MODELS.module_dict.get(name))
+    for name, holder in _holders():
+        _check(name, holder, getattr(sys.modules[holder], name))
     for name, layer in REPLACEMENTS.items():
         MODELS.register_module(name=name, module=layer, force=True)
+    for name, holder in _holders():
+        setattr(sys.modules[holder], name, REPLACEMENTS[name])
+
+
+def _holders() -> Iterator[tuple[str, str]]:
+    """Names and their ``HOLDERS`` so far imported; those imported later take the name from mmcv."""
+    for name, holders in HOLDERS.items():
+        yield from ((name, holder) for holder in holders if hasattr(sys.modules.get(holder), name))
+
+
+def _check(name: str, place: str, layer: Any) -> None:
+    owner = getattr(layer, "__module__", None)
+    if owner != __name__ and not (owner or "").startswith("mmcv."):
+        raise RuntimeError(
+            f"attn_plugins.mmcv.drop_in replaces mmcv's {name}, but {place} holds {layer} there; nothing "
+            "was replaced. Register that layer under another name, or import attn_plugins.mmcv and name "
+            "our layers in the config."
+        )
 
 
 replace()

@@ -1,12 +1,14 @@
-"""The drop-in: mmdet's own empirical_attention configs on our operators, with mmcv's checkpoint keys."""
+"""The drop-in: mmdet's empirical_attention and mmseg's CCNet configs on our operators, with mmcv's checkpoint keys."""
 
 from __future__ import annotations
+
+import sys
 
 import pytest
 import torch
 from mm_helpers import without_downloads
 from mmcv.cnn.bricks.generalized_attention import GeneralizedAttention
-from mmcv.ops import DeformConv2dPack, ModulatedDeformConv2dPack
+from mmcv.ops import CrissCrossAttention, DeformConv2dPack, ModulatedDeformConv2dPack
 from mmdet.registry import MODELS as MMDET_MODELS
 from mmengine.config import Config
 from mmengine.registry import MODELS, init_default_scope
@@ -14,16 +16,33 @@ from mmengine.utils import get_installed_path
 
 from attn_plugins.mmcv import drop_in
 
-STOCK = dict(GeneralizedAttention=GeneralizedAttention, DCN=DeformConv2dPack, DCNv2=ModulatedDeformConv2dPack)
+STOCK = dict(
+    GeneralizedAttention=GeneralizedAttention,
+    CrissCrossAttention=CrissCrossAttention,
+    DCN=DeformConv2dPack,
+    DCNv2=ModulatedDeformConv2dPack,
+)
 CONFIGS = [f"faster-rcnn_r50-attn{kind}_fpn_1x_coco" for kind in ("0010", "1111", "0010-dcn", "1111-dcn")]
 
 
+def restore() -> None:
+    """mmcv's own layers in the registry, and under their names."""
+    MODELS.module_dict.update(STOCK)
+    for name, holders in drop_in.HOLDERS.items():
+        for holder in holders:
+            if holder in sys.modules:
+                setattr(sys.modules[holder], name, STOCK[name])
+
+
+restore()  # after the import of drop_in: other tests compare with mmcv's layers
+
+
 @pytest.fixture(autouse=True)
-def _stock_registry():
-    """Every test starts and ends with mmcv's own layers in the registry."""
-    MODELS.module_dict.update(STOCK)
+def _stock_layers():
+    """Every test starts and ends with mmcv's own layers."""
+    restore()
     yield
-    MODELS.module_dict.update(STOCK)
+    restore()
 
 
 def upstream(name: str) -> Config:
@@ -126,6 +145,91 @@ def test_a_foreign_layer_is_an_error_and_nothing_is_replaced(monkeypatch):
         drop_in.replace()
     assert MODELS.get("DCN") is DeformConv2dPack
     assert MODELS.get("GeneralizedAttention") is GeneralizedAttention
+
+
+def test_a_foreign_layer_under_a_name_is_an_error_and_nothing_is_replaced(monkeypatch):
+    class Theirs(torch.nn.Module):
+        pass
+
+    import mmcv.ops
+
+    monkeypatch.setattr(mmcv.ops, "CrissCrossAttention", Theirs)
+    with pytest.raises(RuntimeError, match=r"CrissCrossAttention, but mmcv\.ops holds .*Theirs.*nothing was replaced"):
+        drop_in.replace()
+    assert MODELS.get("DCN") is DeformConv2dPack
+    assert MODELS.get("CrissCrossAttention") is CrissCrossAttention
+    assert sys.modules["mmcv.ops.cc_attention"].CrissCrossAttention is CrissCrossAttention
+
+
+# --- mmseg's CCNet ------------------------------------------------------------------------------------------------
+
+# An eighth of the widths, and BatchNorm for SyncBN, which needs several processes with GPUs.
+CCNET = """
+_base_ = "mmseg::ccnet/ccnet_r50-d8_4xb2-80k_cityscapes-769x769.py"
+norm = dict(type="BN", requires_grad=True)
+model = dict(
+    pretrained=None,
+    data_preprocessor=dict(size=(97, 97)),
+    backbone=dict(base_channels=8, stem_channels=8, norm_cfg=norm),
+    decode_head=dict(in_channels=256, channels=64, norm_cfg=norm),
+    auxiliary_head=dict(in_channels=128, channels=32, norm_cfg=norm),
+    test_cfg=dict(_delete_=True, mode="whole"),
+)
+"""
+
+
+def test_ccnet_of_mmseg_takes_ours(python, tmp_path):
+    """Where mmseg is imported before the drop-in, here, and after it, in a fresh interpreter."""
+    registry = pytest.importorskip("mmseg.registry", reason="mmsegmentation is not installed")
+    (tmp_path / "ccnet.py").write_text(CCNET)
+    init_default_scope("mmseg")
+    torch.manual_seed(0)
+    stock = registry.MODELS.build(Config.fromfile(tmp_path / "ccnet.py").model).eval()
+    assert type(stock.decode_head.cca) is CrissCrossAttention
+    torch.nn.init.constant_(stock.decode_head.cca.gamma.scale, 0.5)
+    torch.nn.init.normal_(stock.decode_head.cca.query_conv.weight, std=0.5)
+    weights, x = stock.state_dict(), torch.randn(1, 3, 97, 65)
+    logits = stock(x).detach()
+    tolerance = dict(rtol=1e-4, atol=1e-4 * logits.abs().max().item())
+
+    drop_in.replace()
+    ours = registry.MODELS.build(Config.fromfile(tmp_path / "ccnet.py").model).eval()
+    assert type(ours.decode_head.cca) is drop_in.CrissCrossAttention
+    assert list(ours.state_dict()) == list(weights)
+    ours.load_state_dict(weights, strict=True)
+    torch.testing.assert_close(ours(x), logits, **tolerance)
+    torch.nn.init.zeros_(ours.decode_head.cca.gamma.scale)
+    assert (ours(x) - logits).abs().max() > 0.05 * logits.abs().max()  # the attention matters
+
+    torch.save(weights, tmp_path / "weights.pt")
+    torch.save(x, tmp_path / "x.pt")
+    imports = 'custom_imports = dict(imports=["attn_plugins.mmcv.drop_in"], allow_failed_imports=False)\n'
+    (tmp_path / "ccnet_drop_in.py").write_text(CCNET + imports)
+    result = python("""
+import sys, torch
+from mmengine.config import Config
+from mmengine.registry import init_default_scope
+config = Config.fromfile("ccnet_drop_in.py")
+assert not [name for name in sys.modules if name.startswith("mmseg.models")]
+from mmseg.registry import MODELS
+init_default_scope("mmseg")
+model = MODELS.build(config.model).eval()
+model.load_state_dict(torch.load("weights.pt"), strict=True)
+torch.save(model(torch.load("x.pt")).detach(), "logits.pt")
+print(type(model.decode_head.cca).__module__)
+""")
+    assert result.stdout.split()[-1] == "attn_plugins.mmcv.drop_in"
+    torch.testing.assert_close(torch.load(tmp_path / "logits.pt"), logits, **tolerance)
+
+
+def test_criss_cross_attention_equals_mmcvs():
+    torch.manual_seed(0)
+    stock, ours = CrissCrossAttention(16), drop_in.CrissCrossAttention(16)
+    torch.nn.init.constant_(stock.gamma.scale, 0.7)
+    ours.load_state_dict(stock.state_dict(), strict=True)
+    x = torch.randn(2, 16, 11, 15)
+    torch.testing.assert_close(ours(x), stock(x), rtol=1e-4, atol=1e-5)
+    assert ours(x).is_contiguous()
 
 
 def test_one_line_over_an_upstream_config(python, tmp_path):
