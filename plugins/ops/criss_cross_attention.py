@@ -16,6 +16,7 @@ from . import _criss_cross_products as products
 from . import reference
 from ._arguments import autocast_dtype, check_dim, check_tensors
 from ._criss_cross_products import Terms
+from ._double_backward import differentiate_twice
 
 _HAS_OPERATORS = hasattr(torch.library, "custom_op")  # torch >= 2.4
 
@@ -177,27 +178,14 @@ def _setup_context_double(ctx: Any, inputs: tuple, output: tuple) -> None:
 
 
 def _differentiate_twice(ctx: Any, *grads: Tensor | None) -> tuple:
-    """Differentiate the reference twice: the weights are a function of the terms, not a variable."""
-    create_graph = torch.is_grad_enabled()
-    wanted = ctx.needs_input_grad[:5]
-    with torch.enable_grad():
-        grad_output, *terms = (
-            t if t is None or (create_graph and t.requires_grad) else t.detach().requires_grad_()
-            for t in ctx.saved_tensors
-        )
-        output = reference.criss_cross_attention(*terms, ctx.scale)  # type: ignore[call-arg]
-        chosen = [(t, g) for t, g, need in zip(terms, grads, ctx.needs) if t is not None and need and g is not None]
-        first = torch.autograd.grad(output, [t for t, _ in chosen], grad_output, create_graph=True)
-        variables = (grad_output, *terms)
-        second = torch.autograd.grad(
-            first,
-            [t for t, want in zip(variables, wanted) if want],
-            [g for _, g in chosen],
-            create_graph=create_graph,
-            allow_unused=True,
-        )
-    found = iter(second)
-    return (*(next(found) if want else None for want in wanted), None, None, None)
+    found = differentiate_twice(
+        lambda *terms: reference.criss_cross_attention(*terms, ctx.scale),
+        ctx.saved_tensors,
+        ctx.needs,
+        ctx.needs_input_grad[:5],
+        grads,
+    )
+    return (*found, None, None, None)
 
 
 Shape = tuple[int, ...]
