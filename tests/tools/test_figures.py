@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+import torch
+from torch import nn
 
-pytest.importorskip("timm")
-
-from attn_plugins.modules.augmented_conv import AAConv2d
-from tools.figures import aaconv
+from attn_plugins.modules import AAConv2d
+from tools.figures import aaconv, convention, empirical, local_bilateral, networks
 from tools.figures.__main__ import main
 from tools.figures.row import Row, markdown
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+def needs(*packages):
+    """Skip where a toolkit is not installed."""
+    for package in packages:
+        pytest.importorskip(package)
+
 
 # Model, options, parameters and GFLOPs, counted from Bello et al. (2019), Tables 3, 4 and 6, independently of us.
 DETERMINED = [
@@ -32,27 +43,159 @@ DETERMINED = [
 
 @pytest.mark.parametrize("name, options, parameters, gflops", DETERMINED)
 def test_a_model_has_the_papers_size(name, options, parameters, gflops):
+    needs("timm")
     model = aaconv.model(name, **options)
     size = model.default_cfg["input_size"][-1]
-    found = aaconv.parameters(model)
+    found = convention.parameters(model)
     assert (round(found, -3) if parameters % 1000 == 0 else found) == parameters
     # abs: the counts above are rounded to three digits.
     assert aaconv.operations(model, size) / 1e9 == pytest.approx(gflops, abs=6e-4)
 
 
 def test_the_layers_of_table_9():
+    needs("timm")
     model = aaconv.model("aa_resnet50")
     for stage, parameters in (("layer2", 43_128), ("layer3", 89_720), ("layer4", 191_240)):
         layers = [m for m in getattr(model, stage).modules() if isinstance(m, AAConv2d)]
-        assert {aaconv.parameters(m) - aaconv.parameters(m.conv) for m in layers} == {parameters}
+        assert {convention.parameters(m) - convention.parameters(m.conv) for m in layers} == {parameters}
 
 
-def test_the_table_is_written_and_every_difference_has_its_reason(tmp_path, capsys):
+# What an independent count of Zhu et al. (2019), Tables 2 and 3, gives: detection, segmentation, in GFLOPs.
+COUNTED = {
+    ("1111", "1110", "1101", "1100", "1011", "1001"): (281.394, 1112.01),
+    ("1010", "1000"): (281.186, 1111.46),
+    ("0111", "0110"): (253.587, 813.98),
+    ("0101", "0100"): (251.101, 800.66),
+    ("0011",): (250.137, 794.35),
+    ("0010",): (221.148, 489.43),
+    ("0001",): (247.652, 781.03),
+    ("deformable",): (213.7, 449.5),
+    ("dynamic n=31",): (352.873, 1028.98),
+    ("dynamic n=25",): (306.812, 840.31),
+    ("dynamic n=19",): (270.621, 692.07),
+    ("dynamic n=13",): (244.300, 584.26),
+}
+BY_SETTING = {setting: giga for settings, giga in COUNTED.items() for setting in settings}
+PRINTED = {setting: printed for setting, *printed, _ in empirical.SETTINGS}
+
+
+def by_formula(setting: str, C: int, H: int, W: int) -> int:
+    """What a module adds to a network in the paper's convention, on paper."""
+    kind, _, n = setting.partition(" n=")
+    N, taps = H * W, int(n or 0) ** 2
+    if kind == "deformable":
+        return 0
+    if kind == "dynamic":
+        return N * (2 * C * C + C * C + 16 * C * taps + C * taps)
+    e1, e2, e3, e4 = (bit == "1" for bit in kind)
+    projections = N * C * C * (2 + (e1 or e2) + (e1 or e3))
+    offsets = 2 * int(n) if n else 2 * W - 1 + 2 * H - 1
+    table = offsets * C * C if e2 or e4 else 0
+    aggregation = N * (taps or N) * C if e1 or e2 or e4 else N * C
+    if e1:
+        logits = N * (taps or N) * C
+    else:
+        query_position = N * (2 * int(n) if n else H + W) * C
+        logits = query_position * e2 + N * C * e3 + offsets * C * (e4 and not e2)
+    return projections + table + logits + aggregation
+
+
+@pytest.mark.parametrize("shape", [(256, 50, 84), (512, 25, 42), (128, 33, 35)], ids=str)
+@pytest.mark.parametrize("setting", PRINTED)
+def test_a_module_costs_what_the_paper_charges(setting, shape):
+    assert empirical.operations(setting, *shape)[0] == by_formula(setting, *shape)
+
+
+@pytest.mark.parametrize("task, column, digits", [("detection", 0, 3), ("segmentation", 1, 2)])
+def test_the_empirical_study_is_met(task, column, digits):
+    baseline = float(empirical.TASKS[task][0])
+    increments = {setting: empirical.added(setting, task)[0] for setting in PRINTED}
+    for setting, giga in BY_SETTING.items():
+        assert round(baseline + increments[setting], digits) == giga[column], setting
+    # One figure without attention, which rounds to the printed one, makes all others round to theirs.
+    unrounded = empirical.UNROUNDED[task]
+    assert round(unrounded, 1) == baseline
+    missed = {s for s, printed in PRINTED.items() if round(unrounded + increments[s], 1) != float(printed[column])}
+    assert missed == (set() if task == "detection" else {"1010", "1000"})
+
+
+def test_shortcuts_execute_less_than_is_charged():
+    for setting, charged in (("0010", 1_000_000), ("0001", 4_000_000_000)):
+        counted, executed = empirical.operations(setting, 256, 50, 84)
+        assert executed < counted - charged
+
+
+@pytest.mark.parametrize(
+    "config, settings",
+    [("attn1111", ["1111"]), ("attn0010-dcn", ["0010", "deformable"]), ("attn0100-nk13", ["0100 n=13"])],
+)
+def test_a_detector_of_ours_has_the_modules_that_are_counted(config, settings):
+    needs("mmdet")
+    plain, attended = (
+        convention.executed(networks.faster_rcnn(f"empirical_attention/faster-rcnn_r50{infix}_fpn_1x_coco.py"))
+        for infix in ("", f"-{config}")
+    )
+    expected = sum(empirical.added(setting, "detection")[1] for setting in settings)
+    assert (attended - plain) / 1e9 == pytest.approx(expected, rel=1e-12)
+
+
+# Table 4.2 of the thesis, counted independently: parameters, GFLOPs (None: the table counts it in another way).
+LOCAL_BILATERAL = dict(zip("abcdefghij", [
+    (265_216, 2.454), (217_560, 2.012), (267_547, 2.475), (274_540, 2.540), (283_864, 2.626), (302_512, 2.797),
+    (131_840, 1.217), (150_272, 1.387), (150_272, None), (590_080, 5.438),
+]))  # fmt: skip
+
+
+@pytest.mark.parametrize("entry", local_bilateral.LAYERS, ids=lambda entry: entry[0])
+def test_local_bilateral_attention_is_met(entry):
+    parameters, giga = LOCAL_BILATERAL[entry[0][0]]
+    module = local_bilateral.layer(256, 256, entry[1])
+    assert convention.parameters(module) == parameters
+    if giga is not None:
+        assert round(convention.thesis(convention.calls(module, 1, 256, 96, 96)) / 1e9, 3) == giga
+
+
+def test_calls_are_named_and_counted():
+    with torch.device("meta"):
+        module = nn.Sequential(nn.Conv2d(3, 5, 3, stride=2), nn.BatchNorm2d(5))
+    convolution, norm = convention.calls(module, 2, 3, 9, 7)
+    assert (convolution.operator, convolution.module) == ("aten.convolution", "Sequential.0")
+    assert convolution.shapes[:3] == ((2, 3, 9, 7), (5, 3, 3, 3), (5,))
+    assert convolution.products == 2 * 5 * 4 * 3 * 3 * 9
+    assert (norm.module, norm.shapes[0], norm.operations) == ("Sequential.1", (2, 5, 4, 3), 0)
+    assert convention.executed([convolution, norm]) == convolution.products
+    assert convention.thesis([convolution, norm]) == convolution.products + 2 * 5 * 4 * 3 * (1 + 3)
+
+
+def test_a_convention_refuses_what_the_paper_does_not_count():
+    with torch.device("meta"):
+        calls = convention.calls(nn.Linear(4, 4), 2, 4)
+    for count in (lambda: convention.zhu_2019(calls, 2, 4), lambda: convention.thesis(calls)):
+        with pytest.raises(RuntimeError, match=r"says nothing of aten\.addmm, called by Linear"):
+            count()
+
+
+@pytest.mark.parametrize(
+    "paper, toolkits, line, differing",
+    [
+        ("aaconv", ["timm"], "| Table 3: aa_resnet50 | M parameters | 25.8 | 25.8094 | = |  |", 9),
+        (
+            "empirical", ["mmdet", "mmseg"],
+            f"| detection: 0010 | GFLOPs | 221.1 | 221.148 | = | 218.672 | {empirical.ONCE} |", 18,
+        ),
+        ("local_bilateral", [], "| Table 4.2 e: both | GFLOPs | 2.63 | 2.62553 | = | 2.62826 |  |", 2),
+    ],
+)  # fmt: skip
+def test_a_table_is_written_and_every_difference_has_its_reason(tmp_path, capsys, paper, toolkits, line, differing):
+    needs(*toolkits)
     file = tmp_path / "deep" / "figures.md"
-    assert main(["aaconv", "--markdown", str(file)]) == 0
+    assert main([paper, "--markdown", str(file)]) == 0
     text = file.read_text()
     assert text.strip() == capsys.readouterr().out.strip()
-    assert "| Table 3: aa_resnet50 | M parameters | 25.8 | 25.8094 | = |  |" in text
+    assert text == (BENCHMARKS / f"figures-{paper}.md").read_text()  # what is committed is up to date
+    rows = [row for row in text.splitlines() if row.startswith("| ")][1:]
+    assert line in rows
+    assert sum("%" in row for row in rows) == differing
     assert [f.name for f in file.parent.iterdir()] == ["figures.md"]
 
 

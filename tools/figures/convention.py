@@ -57,7 +57,7 @@ def calls(module: nn.Module, *shape: int) -> list[Call]:
         def count(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
             operations = formula(*args, out_val=out_val, **kwargs)
             shapes = tree_map(lambda a: tuple(a.shape) if isinstance(a, Tensor) else a, args)
-            found.append(Call(str(operator), max(tracker.parents, key=len), shapes, operations))
+            found.append(Call(str(operator), max(tracker.parents - {"Global"}, key=len), shapes, operations))
             return operations
 
         count._get_raw = True  # type: ignore[attr-defined]  # the counter's mark of formulas that take tensors
