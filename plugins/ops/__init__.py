@@ -3,6 +3,14 @@
 from .criss_cross_attention import criss_cross_attention
 from .deform_conv import deform_conv1d, deform_conv2d
 from .global_attention import global_attention
+from .sequence_attention import sequence_attention
 from .window_attention import window_attention
 
-__all__ = ["criss_cross_attention", "deform_conv1d", "deform_conv2d", "global_attention", "window_attention"]
+__all__ = [
+    "criss_cross_attention",
+    "deform_conv1d",
+    "deform_conv2d",
+    "global_attention",
+    "sequence_attention",
+    "window_attention",
+]

@@ -254,3 +254,64 @@ def criss_cross_attention(
     column = torch.einsum("bmhwi,bmiwd->bmhwd", weights[..., :H], values)
     row = torch.einsum("bmhwj,bmhjd->bmhwd", weights[..., H:], values)
     return (column + row).to(value.dtype)
+
+
+# --- region "everywhere" of a sequence ------------------------------------------------------------------------
+
+
+def sequence_attention_probabilities(
+    query: Tensor | None,
+    key: Tensor | None,
+    value: Tensor,
+    band_logits: Tensor | None,
+    outside_logits: Tensor | None,
+    position_logits: Tensor | None,
+    key_padding_mask: Tensor | None,
+    start: int,
+    causal: bool,
+    scale: float,
+) -> Tensor:
+    """The attention weights themselves, (B, M, T, S); 0 everywhere for a query whose keys are all masked."""
+    query, key, band_logits, outside_logits, position_logits = _at_least_float32(
+        query, key, band_logits, outside_logits, position_logits
+    )
+    B, M, S, _ = value.shape
+    leaders = (query,) if query is not None else (band_logits, outside_logits, position_logits)
+    T = max(t.shape[2] for t in leaders if t is not None)
+    logits = value.new_zeros(B, M, T, S, dtype=torch.promote_types(value.dtype, torch.float32))
+    positions = torch.arange(T, device=value.device).unsqueeze(1) + start
+    offset = torch.arange(S, device=value.device) - positions  # (T, S)
+    if query is not None and key is not None:
+        logits = logits + torch.einsum("bmtd,bmsd->bmts", query, key) * scale
+    if position_logits is not None:
+        logits = logits + position_logits
+    if band_logits is not None:
+        b, m, _, K = band_logits.shape
+        tap = offset + (K - 1 if causal else K // 2)
+        found = band_logits.expand(b, m, T, K).gather(3, tap.clamp(0, K - 1).expand(b, m, T, S))
+        outside = 0.0 if outside_logits is None else outside_logits.unsqueeze(-1)
+        logits = logits + torch.where((tap >= 0) & (tap < K), found, outside)
+    if causal:
+        logits = logits.masked_fill(offset > 0, float("-inf"))
+    if key_padding_mask is not None:
+        logits = logits.masked_fill(key_padding_mask[:, None, None], float("-inf"))
+    return masked_softmax(logits)
+
+
+def sequence_attention(
+    query: Tensor | None,
+    key: Tensor | None,
+    value: Tensor,
+    band_logits: Tensor | None,
+    outside_logits: Tensor | None,
+    position_logits: Tensor | None,
+    key_padding_mask: Tensor | None,
+    start: int,
+    causal: bool,
+    scale: float,
+) -> Tensor:
+    """See :func:`attn_plugins.ops.sequence_attention`."""
+    weights = sequence_attention_probabilities(
+        query, key, value, band_logits, outside_logits, position_logits, key_padding_mask, start, causal, scale
+    )
+    return torch.matmul(weights, value.to(weights.dtype)).to(value.dtype)
