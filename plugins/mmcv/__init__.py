@@ -13,6 +13,8 @@ One line in any config is enough::
 ``DynamicConv2d``                plug-in layer, as ``GeneralizedAttention2d``
 ``BilateralNonLocal2d``          plug-in layer; ``decode_head=dict(type='NonLocalAttentionHead', attention=...)``
 ``BilateralCrissCross2d``        plug-in layer; ``decode_head=dict(type='AttentionHead', attention=...)``
+``CrissCrossAttention2d``        plug-in layer, content alone or with relative positions
+``NonLocalAttention2d``          :class:`attn_plugins.modules.NonLocal2d`, a plug-in layer
 ``AttentionHead`` and others     segmentation heads, see :mod:`.heads`; need mmsegmentation
 ``AAResNet``                     backbone: ``backbone=dict(type=..., depth=50)``; needs timm
 ``HELENDataset, LFWPLDataset``   faces: ``dataset=dict(type=..., data_root=..., ...)``; need mmsegmentation
@@ -28,7 +30,7 @@ from __future__ import annotations
 from mmengine.registry import DATASETS, METRICS, MODELS
 from mmengine.runner import CheckpointLoader
 
-from ..modules import BilateralCrissCross2d, BilateralNonLocal2d, DynamicConv2d
+from ..modules import BilateralCrissCross2d, BilateralNonLocal2d, CrissCrossAttention2d, DynamicConv2d, NonLocal2d
 from ..modules.generalized_attention import GeneralizedAttention2d
 from .backbones import AAResNet, load_from_safetensors
 from .layers import AAConv2d, DeformableConv1d, DeformableConv2d, LocalBilateralConv2d
@@ -39,6 +41,7 @@ LAYERS = (
     AAResNet,
     BilateralCrissCross2d,
     BilateralNonLocal2d,
+    CrissCrossAttention2d,
     DeformableConv1d,
     DeformableConv2d,
     DynamicConv2d,
@@ -50,6 +53,7 @@ __all__ = [
     "AAResNet",
     "BilateralCrissCross2d",
     "BilateralNonLocal2d",
+    "CrissCrossAttention2d",
     "DeformableConv1d",
     "DeformableConv2d",
     "DynamicConv2d",
@@ -59,6 +63,7 @@ __all__ = [
 
 for _layer in LAYERS:
     MODELS.register_module(module=_layer)
+MODELS.register_module(name="NonLocalAttention2d", module=NonLocal2d)  # mmcv owns the name of the class
 register_lazily(
     MODELS, "heads", "AttentionHead", "NonLocalAttentionHead", "SingleConvASPPHead", "StemResNet", "UNetHead"
 )
