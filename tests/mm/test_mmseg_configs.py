@@ -27,7 +27,7 @@ LAYER_OF = {
     "ccnet-dynamic": modules.DynamicConv2d,
     "unet-ba": modules.LocalBilateralConv2d,
 }
-PLAIN = ("nl_", "cc_", "ccnet-none", "deeplabv3plus-j", "unet_", "fcn_")
+PLAIN = ("nl_r", "cc_r", "ccnet-none", "deeplabv3plus-j", "unet_", "fcn_")
 
 
 def for_one_cpu(node: Any) -> Any:
