@@ -179,7 +179,7 @@ def _setup_context_double(ctx: Any, inputs: tuple, output: tuple) -> None:
 
 def _differentiate_twice(ctx: Any, *grads: Tensor | None) -> tuple:
     found = differentiate_twice(
-        lambda *terms: reference.criss_cross_attention(*terms, ctx.scale),
+        lambda *terms: reference.criss_cross_attention(*terms, ctx.scale),  # type: ignore[call-arg]
         ctx.saved_tensors,
         ctx.needs,
         ctx.needs_input_grad[:5],
