@@ -3,7 +3,7 @@
 // A team of lanes shares out the channels of a few queries of one row (in the keys' gradients: of a few
 // keys), chosen so that their windows overlap tap on tap: a key row is read once for all of them.
 // Neighbouring teams walk along bands of rows, so the halo that their windows share stays in the first-level
-// cache. Arithmetic is in float; logits are in units of log 2, for exp2.
+// cache. Arithmetic is in float.
 #pragma once
 
 #include <cmath>
@@ -13,8 +13,9 @@
 
 namespace attn_plugins {
 
-constexpr float kLog2E = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
-constexpr int kBand = 8;  // rows of maps that teams walk along together
+constexpr float kLowest = -3.4028235e38f;  // finite, so that a masked logit, -inf, is infinitely below it
+constexpr float kSlack = 5;  // weights may grow to e^5 before sums are scaled down to a new greatest logit
+constexpr int kBand = 8;     // rows of maps that teams walk along together
 
 // A (B, M, rows, columns, channels) tensor.
 template <class T>
@@ -43,7 +44,7 @@ struct WindowProblem {
   Maps<const T> query, key, value, position, output_read, grad_output;
   Maps<T> output, grad_query, grad_key, grad_value, grad_position;
   float* log_sum_exp;  // (B, M, Hq, Wq); natural, +inf where a window is empty
-  float* stats;        // (B, M, Hq, Wq, 2): log-sum-exp in units of log 2, and grad_output · output
+  float* stats;        // (B, M, Hq, Wq, 2): log-sum-exp, and grad_output · output
   WindowAxis y, x;
   int64_t teams;
   int M, d, dv;       // d is 0 without content
@@ -122,6 +123,17 @@ __device__ __forceinline__ void add_scaled(float (&to)[N], float factor, const f
   for (int c = 0; c < N; ++c) to[c] += factor * x[c];
 }
 
+__device__ __forceinline__ float exponential(float x) {
+  const float power = x * 1.4426950408889634f;
+#ifdef __CUDA_ARCH__
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(power));
+  return y;
+#else
+  return exp2f(power);
+#endif
+}
+
 template <class T>
 __device__ __forceinline__ float load_one(const T* from) {
   return widen(load_constant<T, 1>(from).element[0]);
@@ -151,9 +163,33 @@ __device__ __forceinline__ bool within(int i, int count) {
   return unsigned(i) < unsigned(count);
 }
 
+// Places n of a line: first <= n < first + count.
+struct Span {
+  int first, count;
+
+  // Those n >= 0 for which start + n * step is on an axis of `size`.
+  static __device__ __forceinline__ Span on_axis(int start, int step, int size) {
+    const int first = start < 0 ? (step - 1 - start) / step : 0;
+    const int end = start < size ? (size - start + step - 1) / step : 0;
+    return {first, end > first ? end - first : 0};
+  }
+  __device__ __forceinline__ bool has(int n) const { return within(n - first, count); }
+  // Those that are in other_first <= n < other_end, too.
+  __device__ __forceinline__ Span common(int other_first, int other_end) const {
+    const int low = first > other_first ? first : other_first, end = min(first + count, other_end);
+    return {low, end > low ? end - low : 0};
+  }
+  __device__ __forceinline__ Span only_if(bool condition) const { return {first, condition ? count : 0}; }
+};
+
+// Distances along a row are 32-bit.
+template <class T>
+__device__ __forceinline__ T* along(T* row, int place, int64_t distance) {
+  return row + int64_t(place) * int(distance);
+}
+
 template <class T, class Team, int QUERIES>
 __global__ void __launch_bounds__(kThreads) window_forward_kernel(const WindowProblem<T> p) {
-  constexpr float kSlack = 8;  // weights may grow to 2^8 before sums are scaled down to a new greatest logit
   const Team team(p.lanes);
   Place at = locate(team.index, p.teams, p.M, p.rows, p.columns);
   at.x = spread(at.x, p.x.step, QUERIES);
@@ -165,32 +201,38 @@ __global__ void __launch_bounds__(kThreads) window_forward_kernel(const WindowPr
     const int x = at.x + r * p.x.step;
     valid[r] = at.exists && x < p.x.queries;
     team.read(p.query.at(at.b, at.m, at.y, x), valid[r], p.d, query[r]);
-    top[r] = -INFINITY, total[r] = 0;
+    top[r] = kLowest, total[r] = 0;
 #pragma unroll
-    for (int c = 0; c < Team::OWN; ++c) query[r][c] *= p.scale * kLog2E, sum[r][c] = 0;
+    for (int c = 0; c < Team::OWN; ++c) query[r][c] *= p.scale, sum[r][c] = 0;
   }
-  const T* position = p.position.at(at.b, at.m, at.y, at.x);
-  const int64_t next = p.x.step * p.position.column - p.x.shift * p.position.channel;  // query's, of one key
+  const T* first_position = p.position.at(at.b, at.m, at.y, at.x);
+  // From the logit of a query to that of the next of the team, for one key.
+  const int next = int(p.x.step * p.position.column - p.x.shift * p.position.channel);
   const int columns = p.x.taps + (QUERIES - 1) * p.x.shift;
+  const int column = at.x * p.x.stride - p.x.padding;
+  const Span on_map = Span::on_axis(column, p.x.dilation, p.x.keys);
+  const int64_t key_step = p.x.dilation * p.key.column, value_step = p.x.dilation * p.value.column;
   for (int i = 0; i < p.y.taps; ++i) {
     const int row = at.y * p.y.stride - p.y.padding + i * p.y.dilation;
     const bool row_inside = at.exists && within(row, p.y.keys);
+    const T* keys = p.key.at(at.b, at.m, row, column);
+    const T* values = p.value.at(at.b, at.m, row, column);
+    const T* positions = along(first_position, i * p.x.taps, p.position.channel);
     for (int j = 0; j < columns; ++j) {  // tap j of the first query, tap j - r * shift of query r
-      const int column = at.x * p.x.stride - p.x.padding + j * p.x.dilation;
-      const bool inside = row_inside && within(column, p.x.keys), counts = inside || p.zero_border;
+      const bool inside = row_inside && on_map.has(j), counts = inside || p.zero_border;
       float key[Team::OWN], value[Team::OWN], logit[QUERIES], bias[QUERIES];
 #pragma unroll
       for (int r = 0; r < QUERIES; ++r) {
         bias[r] = counts ? 0 : -INFINITY;
         if (biased && counts && valid[r] && within(j - r * p.x.shift, p.x.taps)) {
-          bias[r] = kLog2E * load_one(position + (i * p.x.taps + j) * p.position.channel + r * next);
+          bias[r] = load_one(positions + (j * int(p.position.channel) + r * next));
         }
       }
-      team.read(p.value.at(at.b, at.m, row, column), inside, p.dv, value);
+      team.read(along(values, j, value_step), inside, p.dv, value);
 #pragma unroll
       for (int r = 0; r < QUERIES; ++r) logit[r] = 0;
       if (content) {
-        team.read(p.key.at(at.b, at.m, row, column), inside, p.d, key);
+        team.read(along(keys, j, key_step), inside, p.d, key);
 #pragma unroll
         for (int r = 0; r < QUERIES; ++r) {
           if (within(j - r * p.x.shift, p.x.taps)) logit[r] = dot(query[r], key);
@@ -203,12 +245,12 @@ __global__ void __launch_bounds__(kThreads) window_forward_kernel(const WindowPr
         if (!within(j - r * p.x.shift, p.x.taps)) continue;  // for all threads alike
         logit[r] += bias[r];
         if (logit[r] > top[r] + kSlack) {
-          const float factor = exp2f(top[r] - logit[r]);
+          const float factor = exponential(top[r] - logit[r]);
           top[r] = logit[r], total[r] *= factor;
 #pragma unroll
           for (int c = 0; c < Team::OWN; ++c) sum[r][c] *= factor;
         }
-        const float weight = logit[r] == -INFINITY ? 0 : exp2f(logit[r] - top[r]);
+        const float weight = exponential(logit[r] - top[r]);
         total[r] += weight;
         add_scaled(sum[r], weight, value);
       }
@@ -222,7 +264,7 @@ __global__ void __launch_bounds__(kThreads) window_forward_kernel(const WindowPr
     team.write(p.output.at(at.b, at.m, at.y, x), p.dv, sum[r], empty ? 0 : 1 / total[r]);
     if (team.lane == 0) {
       const int64_t query_index = p.query_index(at.b, at.m, at.y, x);
-      p.log_sum_exp[query_index] = empty ? INFINITY : kLn2 * top[r] + logf(total[r]);
+      p.log_sum_exp[query_index] = empty ? INFINITY : top[r] + logf(total[r]);
     }
   }
 }
@@ -239,7 +281,7 @@ __global__ void __launch_bounds__(kThreads) window_stats_kernel(const WindowProb
   if (at.exists && team.lane == 0) {
     const int64_t query_index = p.query_index(at.b, at.m, at.y, at.x);
     Vector<float, 2> stats;
-    stats.element[0] = kLog2E * p.log_sum_exp[query_index], stats.element[1] = product;
+    stats.element[0] = p.log_sum_exp[query_index], stats.element[1] = product;
     store(p.stats + 2 * query_index, stats);
   }
 }
@@ -265,27 +307,33 @@ __global__ void __launch_bounds__(kThreads) window_query_gradient_kernel(const W
     const int64_t query_index = p.query_index(at.b, at.m, at.y, x);
     if (valid[r]) stats[r] = load_constant<float, 2>(p.stats + 2 * query_index);
 #pragma unroll
-    for (int c = 0; c < Team::OWN; ++c) query[r][c] *= p.scale * kLog2E, sum[r][c] = 0;
+    for (int c = 0; c < Team::OWN; ++c) query[r][c] *= p.scale, sum[r][c] = 0;
   }
-  const T* position = p.position.at(at.b, at.m, at.y, at.x);
-  const int64_t next = p.x.step * p.position.column - p.x.shift * p.position.channel;
+  const T* first_position = p.position.at(at.b, at.m, at.y, at.x);
+  // From the logit of a query to that of the next of the team, for one key.
+  const int next = int(p.x.step * p.position.column - p.x.shift * p.position.channel);
   const int columns = p.x.taps + (QUERIES - 1) * p.x.shift;
+  const int column = at.x * p.x.stride - p.x.padding;
+  const Span on_map = Span::on_axis(column, p.x.dilation, p.x.keys);
+  const int64_t key_step = p.x.dilation * p.key.column, value_step = p.x.dilation * p.value.column;
   for (int i = 0; i < p.y.taps; ++i) {
     const int row = at.y * p.y.stride - p.y.padding + i * p.y.dilation;
     const bool row_inside = at.exists && within(row, p.y.keys);
-    for (int j = 0; j < columns; ++j) {
-      const int column = at.x * p.x.stride - p.x.padding + j * p.x.dilation;
-      const bool inside = row_inside && within(column, p.x.keys), counts = inside || p.zero_border;
+    const T* keys = p.key.at(at.b, at.m, row, column);
+    const T* values = p.value.at(at.b, at.m, row, column);
+    const T* positions = along(first_position, i * p.x.taps, p.position.channel);
+    for (int j = 0; j < columns; ++j) {  // tap j of the first query, tap j - r * shift of query r
+      const bool inside = row_inside && on_map.has(j), counts = inside || p.zero_border;
       float key[Team::OWN], value[Team::OWN], logit[QUERIES], slope[QUERIES], bias[QUERIES];
 #pragma unroll
       for (int r = 0; r < QUERIES; ++r) {
         bias[r] = counts ? 0 : -INFINITY;
         if (biased && counts && valid[r] && within(j - r * p.x.shift, p.x.taps)) {
-          bias[r] = kLog2E * load_one(position + (i * p.x.taps + j) * p.position.channel + r * next);
+          bias[r] = load_one(positions + (j * int(p.position.channel) + r * next));
         }
       }
-      team.read(p.value.at(at.b, at.m, row, column), inside, p.dv, value);
-      team.read(p.key.at(at.b, at.m, row, column), inside, p.d, key);
+      team.read(along(values, j, value_step), inside, p.dv, value);
+      team.read(along(keys, j, key_step), inside, p.d, key);
 #pragma unroll
       for (int r = 0; r < QUERIES; ++r) {
         logit[r] = 0, slope[r] = 0;
@@ -302,7 +350,7 @@ __global__ void __launch_bounds__(kThreads) window_query_gradient_kernel(const W
       for (int r = 0; r < QUERIES; ++r) {
         const int tap = j - r * p.x.shift;
         if (!within(tap, p.x.taps)) continue;
-        slope[r] = exp2f(logit[r] + bias[r] - stats[r].element[0]) * (slope[r] - stats[r].element[1]);
+        slope[r] = exponential(logit[r] + bias[r] - stats[r].element[0]) * (slope[r] - stats[r].element[1]);
         add_scaled(sum[r], slope[r], key);
         if (p.grad_position.data) {
           const int t = i * p.x.taps + tap, lane = t & (team.lanes - 1);
@@ -358,34 +406,38 @@ __global__ void __launch_bounds__(kThreads) window_key_gradient_kernel(const Win
     team.read(p.value.at(at.b, at.m, at.y, x), valid, p.dv, value[r]);
 #pragma unroll
     for (int c = 0; c < Team::OWN; ++c) {
-      key[r][c] *= p.scale * kLog2E, key_sum[r][c] = 0, value_sum[r][c] = 0;
+      key[r][c] *= p.scale, key_sum[r][c] = 0, value_sum[r][c] = 0;
     }
   }
   const Reach rows(p.y, at.y), columns(p.x, at.x);
   const bool exists = at.exists && rows.exists && columns.exists;
+  const Span on_map = Span::on_axis(columns.query, p.x.step, p.x.queries);
+  const int64_t query_step = p.x.step * p.query.column, gradient_step = p.x.step * p.grad_output.column;
+  const int64_t position_step = p.x.step * p.position.column;
   for (int n = 0; n * p.y.shift < p.y.taps; ++n) {
     const int i = rows.tap - n * p.y.shift, y = rows.query + n * p.y.step;
     const bool row_inside = exists && i >= 0 && within(y, p.y.queries);
+    const T* queries = p.query.at(at.b, at.m, y, columns.query);
+    const T* gradients = p.grad_output.at(at.b, at.m, y, columns.query);
+    const T* positions = p.position.at(at.b, at.m, y, columns.query);
+    const float* row_stats = p.stats + 2 * p.query_index(at.b, at.m, y, columns.query);
     for (int l = 0; l * p.x.shift < p.x.taps + KEYS - 1; ++l) {
       // The query sees the first key by tap j, key r by tap j + r; greatest: the most that j can be in any
       // team.
-      const int j = columns.tap - l * p.x.shift, x = columns.query + l * p.x.step;
-      const int greatest = p.x.taps - 1 - l * p.x.shift;
-      const bool inside = row_inside && within(x, p.x.queries);
+      const int j = columns.tap - l * p.x.shift, greatest = p.x.taps - 1 - l * p.x.shift;
+      const bool inside = row_inside && on_map.has(l);
       float query[Team::OWN], gradient[Team::OWN], logit[KEYS], slope[KEYS], bias[KEYS];
       Vector<float, 2> stats;
-      const int64_t query_index = p.query_index(at.b, at.m, y, x);
-      if (inside) stats = load_constant<float, 2>(p.stats + 2 * query_index);
-      const T* position = p.position.at(at.b, at.m, y, x);
+      if (inside) stats = load_constant<float, 2>(along(row_stats, l, 2 * p.x.step));
+      const T* position = along(positions, l, position_step);
 #pragma unroll
       for (int r = 0; r < KEYS; ++r) {
         const bool sees = inside && within(j + r, p.x.taps);
         bias[r] = sees ? 0 : -INFINITY;
-        if (biased && sees)
-          bias[r] = kLog2E * load_one(position + (i * p.x.taps + j + r) * p.position.channel);
+        if (biased && sees) bias[r] = load_one(along(position, i * p.x.taps + j + r, p.position.channel));
       }
-      team.read(p.query.at(at.b, at.m, y, x), inside, p.d, query);
-      team.read(p.grad_output.at(at.b, at.m, y, x), inside, p.dv, gradient);
+      team.read(along(queries, l, query_step), inside, p.d, query);
+      team.read(along(gradients, l, gradient_step), inside, p.dv, gradient);
 #pragma unroll
       for (int r = 0; r < KEYS; ++r) {
         logit[r] = 0, slope[r] = 0;
@@ -403,7 +455,7 @@ __global__ void __launch_bounds__(kThreads) window_key_gradient_kernel(const Win
 #pragma unroll
       for (int r = 0; r < KEYS; ++r) {
         if (greatest + r < 0 || greatest + r >= p.x.taps + p.x.shift - 1) continue;
-        const float weight = exp2f(logit[r] + bias[r] - stats.element[0]);
+        const float weight = exponential(logit[r] + bias[r] - stats.element[0]);
         add_scaled(value_sum[r], weight, gradient);
         if (slopes) add_scaled(key_sum[r], weight * (slope[r] - stats.element[1]), query);
       }

@@ -41,18 +41,18 @@ struct Tile {
     }
   }
 
-  // sum (16 rows, channels) += weights (16 rows, 16 places) times the rows of those places, which `row(n)`
-  // gives for place n, or null.
-  template <class Row>
-  __device__ __forceinline__ void mix(float (&sum)[COLUMNS][4], const float (&weights)[2][4], int width,
-                                      const Row& row) const {
+  // sum (16 rows, channels) += weights (16 rows, 16 places) times the rows of places first ... first + 15 of
+  // a line.
+  __device__ __forceinline__ void mix(float (&sum)[COLUMNS][4], const float (&weights)[2][4], const T* line,
+                                      int64_t distance, int first, Span present, int width) const {
     unsigned words[4][COLUMNS / 2];
 #pragma unroll
     for (int n = 0; n < 4; ++n) {
-      const T* from = row(n / 2 * 8 + 2 * member + n % 2);
-      const int first = group * COLUMNS;
+      const int place = first + n / 2 * 8 + 2 * member + n % 2, channel = group * COLUMNS;
       Vector<T, COLUMNS> v;
-      if (from != nullptr && first < width) v = load_constant<T, COLUMNS>(from + first);
+      if (present.has(place) && channel < width) {
+        v = load_constant<T, COLUMNS>(along(line, place, distance) + channel);
+      }
       memcpy(words[n], &v, sizeof v);
     }
     const unsigned a0 = pack<T>(weights[0][0], weights[0][1]), a1 = pack<T>(weights[0][2], weights[0][3]);
@@ -94,12 +94,6 @@ __device__ __forceinline__ float sum_of_four_lanes(float x) {
   return x + __shfl_xor_sync(0xffffffffu, x, 2, 32);
 }
 
-// Row pointers in products are 64-bit, distances along them 32-bit times 32-bit.
-template <class T>
-__device__ __forceinline__ const T* along(const T* row, const Maps<const T>& maps, int column) {
-  return row + int64_t(column) * int(maps.column);
-}
-
 // Where a warp's tile is: places (y, x) of halves 0 and 1, steps being those of neighbours in the tile.
 struct TilePlace {
   int b, m, y0, x0, y[2], x[2];
@@ -124,58 +118,74 @@ __device__ __forceinline__ TilePlace locate_tile(const WindowProblem<T>& p, int 
 }
 
 template <class T, int WIDTH>
-__global__ void __launch_bounds__(kThreads) window_forward_tensor_kernel(const WindowProblem<T> p) {
-  constexpr float kSlack = 8;
+__global__ void __launch_bounds__(kThreads, WIDTH > 32 ? 1 : 2)
+    window_forward_tensor_kernel(const WindowProblem<T> p) {
   const Tile<T, WIDTH> tile;
   const TilePlace at = locate_tile(p, p.y.queries, p.x.queries, p.y.step, p.x.step, tile.group);
   if (!at.exists) return;
   const bool content = p.d > 0, biased = p.position.data != nullptr;
   unsigned query[2][tile.WORDS];
-  float sum[tile.COLUMNS][4] = {}, top[2] = {-INFINITY, -INFINITY}, total[2] = {};
-  const T* position[2];
+  float sum[tile.COLUMNS][4] = {}, top[2] = {kLowest, kLowest}, total[2] = {};
+  const int columns = p.x.taps + (p.tall ? 7 : 15) * p.x.shift, column = at.x0 * p.x.stride - p.x.padding;
+  const Span on_map = Span::on_axis(column, p.x.dilation, p.x.keys);
+  const Span counting = p.zero_border ? Span{0, columns} : on_map;
+  Span window[2];     // of the line of keys; the tap of place j is j - origin
+  int64_t origin[2];  // of position logits: that of place 0 of key row 0
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
+    const int first = (tile.group + (p.tall ? 0 : 8 * h)) * p.x.shift, row = p.tall ? h * p.y.shift : 0;
     tile.read(p.query.at(at.b, at.m, at.y[h], at.x[h]), at.valid[h], p.d, query[h]);
-    position[h] = p.position.at(at.b, at.m, at.y[h], at.x[h]);
+    window[h] = counting.common(first, first + p.x.taps).only_if(at.valid[h]);
+    origin[h] =
+        p.position.offset(at.b, at.m, at.y[h], at.x[h]) - (row * p.x.taps + first) * p.position.channel;
   }
-  const int rows = p.y.taps + (p.tall ? p.y.shift : 0), columns = p.x.taps + (p.tall ? 7 : 15) * p.x.shift;
+  const int64_t key_step = p.x.dilation * p.key.column, value_step = p.x.dilation * p.value.column;
+  const int rows = p.y.taps + (p.tall ? p.y.shift : 0);
   for (int i = 0; i < rows; ++i) {
     const int row = at.y0 * p.y.stride - p.y.padding + i * p.y.dilation;
     const bool row_inside = within(row, p.y.keys);
     if (!row_inside && !p.zero_border) continue;
-    const T* keys = p.key.at(at.b, at.m, row, 0);
-    const T* values = p.value.at(at.b, at.m, row, 0);
+    const T* keys = p.key.at(at.b, at.m, row, column);
+    const T* values = p.value.at(at.b, at.m, row, column);
+    const Span present = on_map.only_if(row_inside);
+    Span seen[2];
+    const T* position[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      seen[h] = window[h].only_if(within(i - (p.tall ? h * p.y.shift : 0), p.y.taps));
+      position[h] = p.position.data + (origin[h] + i * p.x.taps * p.position.channel);
+    }
     for (int first = 0; first < columns; first += 16) {
-      const int column = at.x0 * p.x.stride - p.x.padding + first * p.x.dilation;
-      const auto inside = [&](int n) { return row_inside && within(column + n * p.x.dilation, p.x.keys); };
-      float logit[2][4] = {}, greatest[2] = {-INFINITY, -INFINITY};
+      float logit[2][4] = {}, bias[2][4] = {}, greatest[2] = {-INFINITY, -INFINITY};
+      if (biased) {
+#pragma unroll
+        for (int n = 0; n < 8; ++n) {  // half h of the tile, and a place of the line
+          const int h = n / 2 % 2, place = first + n / 4 * 8 + 2 * tile.member + n % 2;
+          if (seen[h].has(place))
+            bias[n / 4][n % 4] = load_one(along(position[h], place, p.position.channel));
+        }
+      }
       if (content) {
 #pragma unroll
         for (int n = 0; n < 2; ++n) {
-          const int place = 8 * n + tile.group;
+          const int place = first + 8 * n + tile.group;
           unsigned key[tile.WORDS];
-          tile.read(along(keys, p.key, column + place * p.x.dilation), inside(place), p.d, key);
+          tile.read(along(keys, place, key_step), present.has(place), p.d, key);
           tile.dots(logit[n], query[0], query[1], key);
         }
       }
 #pragma unroll
-      for (int n = 0; n < 8; ++n) {  // half h, place
-        const int h = n / 2 % 2, place = n / 4 * 8 + 2 * tile.member + n % 2;
-        const int tap_row = i - (p.tall ? h * p.y.shift : 0);
-        const int tap = first + place - (tile.group + (p.tall ? 0 : 8 * h)) * p.x.shift;
+      for (int n = 0; n < 8; ++n) {
+        const int h = n / 2 % 2, place = first + n / 4 * 8 + 2 * tile.member + n % 2;
         float& x = logit[n / 4][n % 4];
-        const bool sees = at.valid[h] && within(tap_row, p.y.taps) && within(tap, p.x.taps) &&
-                          (p.zero_border || inside(place));
-        x = sees ? x * (p.scale * kLog2E) : -INFINITY;
-        if (biased && sees)
-          x += kLog2E * load_one(position[h] + (tap_row * p.x.taps + tap) * p.position.channel);
+        x = seen[h].has(place) ? x * p.scale + bias[n / 4][n % 4] : -INFINITY;
         greatest[h] = fmaxf(greatest[h], x);
       }
       if (__any_sync(0xffffffffu, greatest[0] > top[0] + kSlack || greatest[1] > top[1] + kSlack)) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           const float next = fmaxf(top[h], greatest_of_four_lanes(greatest[h]));
-          const float factor = next == -INFINITY ? 1 : exp2f(top[h] - next);
+          const float factor = exponential(top[h] - next);
           top[h] = next, total[h] *= factor;
 #pragma unroll
           for (int c = 0; c < tile.COLUMNS; ++c) sum[c][2 * h] *= factor, sum[c][2 * h + 1] *= factor;
@@ -185,12 +195,10 @@ __global__ void __launch_bounds__(kThreads) window_forward_tensor_kernel(const W
       for (int n = 0; n < 8; ++n) {
         const int h = n / 2 % 2;
         float& x = logit[n / 4][n % 4];
-        x = x == -INFINITY ? 0 : exp2f(x - top[h]);
+        x = exponential(x - top[h]);
         total[h] += x;
       }
-      tile.mix(sum, logit, p.dv, [&](int n) {
-        return inside(n) ? along(values, p.value, column + n * p.x.dilation) : nullptr;
-      });
+      tile.mix(sum, logit, values, value_step, first, present, p.dv);
     }
   }
 #pragma unroll
@@ -200,15 +208,15 @@ __global__ void __launch_bounds__(kThreads) window_forward_tensor_kernel(const W
     if (!at.valid[h]) continue;
     tile.write(p.output.at(at.b, at.m, at.y[h], at.x[h]), p.dv, sum, h, empty ? 0 : 1 / total[h]);
     if (tile.member == 0) {
-      p.log_sum_exp[p.query_index(at.b, at.m, at.y[h], at.x[h])] =
-          empty ? INFINITY : kLn2 * top[h] + logf(total[h]);
+      p.log_sum_exp[p.query_index(at.b, at.m, at.y[h], at.x[h])] = empty ? INFINITY : top[h] + logf(total[h]);
     }
   }
 }
 
 // Gradients of queries and position logits.
 template <class T, int WIDTH>
-__global__ void __launch_bounds__(kThreads) window_query_gradient_tensor_kernel(const WindowProblem<T> p) {
+__global__ void __launch_bounds__(kThreads, WIDTH > 32 ? 1 : 2)
+    window_query_gradient_tensor_kernel(const WindowProblem<T> p) {
   const Tile<T, WIDTH> tile;
   const TilePlace at = locate_tile(p, p.y.queries, p.x.queries, p.y.step, p.x.step, tile.group);
   if (!at.exists) return;
@@ -216,57 +224,78 @@ __global__ void __launch_bounds__(kThreads) window_query_gradient_tensor_kernel(
   unsigned query[2][tile.WORDS], gradient[2][tile.WORDS];
   float sum[tile.COLUMNS][4] = {};
   Vector<float, 2> stats[2];
-  int64_t position[2], grad_position[2];
+  const int columns = p.x.taps + (p.tall ? 7 : 15) * p.x.shift, column = at.x0 * p.x.stride - p.x.padding;
+  const Span on_map = Span::on_axis(column, p.x.dilation, p.x.keys);
+  const Span counting = p.zero_border ? Span{0, columns} : on_map;
+  Span taps[2], window[2];  // of the line of keys; window: those taps that count
+  int64_t origin[2], grad_origin[2];
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
+    const int first = (tile.group + (p.tall ? 0 : 8 * h)) * p.x.shift, row = p.tall ? h * p.y.shift : 0;
     tile.read(p.query.at(at.b, at.m, at.y[h], at.x[h]), at.valid[h], p.d, query[h]);
     tile.read(p.grad_output.at(at.b, at.m, at.y[h], at.x[h]), at.valid[h], p.dv, gradient[h]);
-    if (at.valid[h])
+    if (at.valid[h]) {
       stats[h] = load_constant<float, 2>(p.stats + 2 * p.query_index(at.b, at.m, at.y[h], at.x[h]));
-    position[h] = p.position.offset(at.b, at.m, at.y[h], at.x[h]);
-    grad_position[h] = p.grad_position.offset(at.b, at.m, at.y[h], at.x[h]);
+    }
+    taps[h] = {first, at.valid[h] ? p.x.taps : 0};
+    window[h] = counting.common(first, first + p.x.taps).only_if(at.valid[h]);
+    const int tap = row * p.x.taps + first;
+    origin[h] = p.position.offset(at.b, at.m, at.y[h], at.x[h]) - tap * p.position.channel;
+    grad_origin[h] = p.grad_position.offset(at.b, at.m, at.y[h], at.x[h]) - tap * p.grad_position.channel;
   }
-  const int rows = p.y.taps + (p.tall ? p.y.shift : 0), columns = p.x.taps + (p.tall ? 7 : 15) * p.x.shift;
+  const int64_t key_step = p.x.dilation * p.key.column, value_step = p.x.dilation * p.value.column;
+  const int rows = p.y.taps + (p.tall ? p.y.shift : 0);
   for (int i = 0; i < rows; ++i) {
     const int row = at.y0 * p.y.stride - p.y.padding + i * p.y.dilation;
     const bool row_inside = within(row, p.y.keys);
     if (!row_inside && !p.zero_border && !p.grad_position.data) continue;
-    const T* keys = p.key.at(at.b, at.m, row, 0);
-    const T* values = p.value.at(at.b, at.m, row, 0);
+    const T* keys = p.key.at(at.b, at.m, row, column);
+    const T* values = p.value.at(at.b, at.m, row, column);
+    const Span present = on_map.only_if(row_inside);
+    Span seen[2], written[2];
+    const T* position[2];
+    T* grad_position[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const bool in_window = within(i - (p.tall ? h * p.y.shift : 0), p.y.taps);
+      seen[h] = window[h].only_if(in_window && (row_inside || p.zero_border));
+      written[h] = taps[h].only_if(in_window && p.grad_position.data);
+      position[h] = p.position.data + (origin[h] + i * p.x.taps * p.position.channel);
+      grad_position[h] = p.grad_position.data + (grad_origin[h] + i * p.x.taps * p.grad_position.channel);
+    }
     for (int first = 0; first < columns; first += 16) {
-      const int column = at.x0 * p.x.stride - p.x.padding + first * p.x.dilation;
-      const auto inside = [&](int n) { return row_inside && within(column + n * p.x.dilation, p.x.keys); };
-      float logit[2][4] = {}, slope[2][4] = {};
+      float logit[2][4] = {}, slope[2][4] = {}, bias[2][4] = {};
+      if (biased) {
+#pragma unroll
+        for (int n = 0; n < 8; ++n) {
+          const int h = n / 2 % 2, place = first + n / 4 * 8 + 2 * tile.member + n % 2;
+          if (seen[h].has(place))
+            bias[n / 4][n % 4] = load_one(along(position[h], place, p.position.channel));
+        }
+      }
 #pragma unroll
       for (int n = 0; n < 2; ++n) {
-        const int place = 8 * n + tile.group, key_column = column + place * p.x.dilation;
+        const int place = first + 8 * n + tile.group;
+        const bool inside = present.has(place);
         unsigned words[tile.WORDS];
         if (content) {
-          tile.read(along(keys, p.key, key_column), inside(place), p.d, words);
+          tile.read(along(keys, place, key_step), inside, p.d, words);
           tile.dots(logit[n], query[0], query[1], words);
         }
-        tile.read(along(values, p.value, key_column), inside(place), p.dv, words);
+        tile.read(along(values, place, value_step), inside, p.dv, words);
         tile.dots(slope[n], gradient[0], gradient[1], words);
       }
 #pragma unroll
       for (int n = 0; n < 8; ++n) {
-        const int h = n / 2 % 2, place = n / 4 * 8 + 2 * tile.member + n % 2;
-        const int tap_row = i - (p.tall ? h * p.y.shift : 0);
-        const int tap = first + place - (tile.group + (p.tall ? 0 : 8 * h)) * p.x.shift;
-        const int t = tap_row * p.x.taps + tap;
-        const bool exists = at.valid[h] && within(tap_row, p.y.taps) && within(tap, p.x.taps);
-        const bool sees = exists && (p.zero_border || inside(place));
-        float x = logit[n / 4][n % 4] * (p.scale * kLog2E), &s = slope[n / 4][n % 4];
-        if (biased && sees) x += kLog2E * load_one(p.position.data + position[h] + t * p.position.channel);
-        s = sees ? exp2f(x - stats[h].element[0]) * (s - stats[h].element[1]) : 0;
-        if (p.grad_position.data && exists) {
-          p.grad_position.data[grad_position[h] + t * p.grad_position.channel] = narrow_to<T>(s);
+        const int h = n / 2 % 2, place = first + n / 4 * 8 + 2 * tile.member + n % 2;
+        const float x = logit[n / 4][n % 4] * p.scale + bias[n / 4][n % 4];
+        float& s = slope[n / 4][n % 4];
+        s = seen[h].has(place) ? exponential(x - stats[h].element[0]) * (s - stats[h].element[1]) : 0;
+        if (written[h].has(place)) {
+          *along(grad_position[h], place, p.grad_position.channel) = narrow_to<T>(s);
         }
       }
-      if (content) {
-        tile.mix(sum, slope, p.d,
-                 [&](int n) { return inside(n) ? along(keys, p.key, column + n * p.x.dilation) : nullptr; });
-      }
+      if (content) tile.mix(sum, slope, keys, key_step, first, present, p.d);
     }
   }
 #pragma unroll
@@ -279,7 +308,8 @@ __global__ void __launch_bounds__(kThreads) window_query_gradient_tensor_kernel(
 
 // Gradients of keys and values.
 template <class T, int WIDTH>
-__global__ void __launch_bounds__(kThreads) window_key_gradient_tensor_kernel(const WindowProblem<T> p) {
+__global__ void __launch_bounds__(kThreads, WIDTH > 32 ? 1 : 2)
+    window_key_gradient_tensor_kernel(const WindowProblem<T> p) {
   const Tile<T, WIDTH> tile;
   const TilePlace at = locate_tile(p, p.y.keys, p.x.keys, p.y.dilation, p.x.dilation, tile.group);
   if (!at.exists) return;
@@ -292,61 +322,72 @@ __global__ void __launch_bounds__(kThreads) window_key_gradient_tensor_kernel(co
     tile.read(p.value.at(at.b, at.m, at.y[h], at.x[h]), at.valid[h], p.dv, value[h]);
   }
   const Reach row_reach(p.y, at.y0), column_reach(p.x, at.x0);
-  const bool seen = row_reach.exists && column_reach.exists;
-  for (int i = 0; seen && i * p.y.shift < p.y.taps + (p.tall ? 1 : 0); ++i) {
+  const bool any = row_reach.exists && column_reach.exists;
+  const int column = column_reach.query, places = (p.x.taps + (p.tall ? 7 : 15) + p.x.shift - 1) / p.x.shift;
+  const Span on_map = Span::on_axis(column, p.x.step, p.x.queries);
+  Span window[2];  // of the line of queries; place l sees the first key by tap - l * shift
+  int tap[2];
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    tap[h] = column_reach.tap + tile.group + (p.tall ? 0 : 8 * h);
+    const Span reach =
+        Span::on_axis(p.x.taps - 1 - tap[h], p.x.shift, p.x.taps);  // taps - 1 - tap is on the kernel
+    window[h] = on_map.common(reach.first, reach.first + reach.count).only_if(at.valid[h]);
+  }
+  const int64_t query_step = p.x.step * p.query.column, gradient_step = p.x.step * p.grad_output.column;
+  const int64_t position_step = p.x.step * p.position.column - p.x.shift * p.position.channel;
+  for (int i = 0; any && i * p.y.shift < p.y.taps + (p.tall ? 1 : 0); ++i) {
     const int y = row_reach.query + i * p.y.step;
     if (!within(y, p.y.queries)) continue;
-    const T* queries = p.query.at(at.b, at.m, y, 0);
-    const T* gradients = p.grad_output.at(at.b, at.m, y, 0);
-    const T* positions = p.position.at(at.b, at.m, y, 0);
-    const float* row_stats = p.stats + 2 * p.query_index(at.b, at.m, y, 0);
-    for (int first = 0; first * p.x.shift < p.x.taps + (p.tall ? 7 : 15); first += 16) {
-      const int column = column_reach.query + first * p.x.step;
-      const auto inside = [&](int n) { return within(column + n * p.x.step, p.x.queries); };
-      float logit[2][4] = {}, slope[2][4] = {};
+    const T* queries = p.query.at(at.b, at.m, y, column);
+    const T* gradients = p.grad_output.at(at.b, at.m, y, column);
+    const float* row_stats = p.stats + 2 * p.query_index(at.b, at.m, y, column);
+    Span seen[2];
+    const T* position[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int tap_row = row_reach.tap - i * p.y.shift + (p.tall ? h : 0);
+      seen[h] = window[h].only_if(within(tap_row, p.y.taps));
+      position[h] = p.position.at(at.b, at.m, y, column) + (tap_row * p.x.taps + tap[h]) * p.position.channel;
+    }
+    for (int first = 0; first < places; first += 16) {
+      float logit[2][4] = {}, slope[2][4] = {}, bias[2][4] = {};
+      if (biased) {
+#pragma unroll
+        for (int n = 0; n < 8; ++n) {
+          const int h = n / 2 % 2, place = first + n / 4 * 8 + 2 * tile.member + n % 2;
+          if (seen[h].has(place)) bias[n / 4][n % 4] = load_one(along(position[h], place, position_step));
+        }
+      }
 #pragma unroll
       for (int n = 0; n < 2; ++n) {
-        const int place = 8 * n + tile.group, query_column = column + place * p.x.step;
+        const int place = first + 8 * n + tile.group;
+        const bool inside = on_map.has(place);
         unsigned words[tile.WORDS];
         if (content) {
-          tile.read(along(queries, p.query, query_column), inside(place), p.d, words);
+          tile.read(along(queries, place, query_step), inside, p.d, words);
           tile.dots(logit[n], key[0], key[1], words);
         }
         if (slopes) {
-          tile.read(along(gradients, p.grad_output, query_column), inside(place), p.dv, words);
+          tile.read(along(gradients, place, gradient_step), inside, p.dv, words);
           tile.dots(slope[n], value[0], value[1], words);
         }
       }
 #pragma unroll
       for (int m = 0; m < 4; ++m) {
-        const int place = m / 2 * 8 + 2 * tile.member + m % 2, x = column + place * p.x.step;
+        const int place = first + m / 2 * 8 + 2 * tile.member + m % 2;
         Vector<float, 2> stats;
-        if (inside(place)) stats = load_constant<float, 2>(row_stats + 2 * int64_t(x));
+        if (on_map.has(place)) stats = load_constant<float, 2>(along(row_stats, place, 2 * p.x.step));
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-          const int tap_row = row_reach.tap - i * p.y.shift + (p.tall ? h : 0);
-          const int tap = column_reach.tap - (first + place) * p.x.shift + tile.group + (p.tall ? 0 : 8 * h);
-          const bool sees =
-              at.valid[h] && inside(place) && within(tap_row, p.y.taps) && within(tap, p.x.taps);
           float &w = logit[m / 2][2 * h + m % 2], &s = slope[m / 2][2 * h + m % 2];
-          w *= p.scale * kLog2E;
-          if (biased && sees) {
-            w += kLog2E *
-                 load_one(along(positions, p.position, x) + (tap_row * p.x.taps + tap) * p.position.channel);
-          }
-          w = sees ? exp2f(w - stats.element[0]) : 0;
+          const float x = w * p.scale + bias[m / 2][2 * h + m % 2];
+          w = seen[h].has(place) ? exponential(x - stats.element[0]) : 0;
           s = w * (s - stats.element[1]);
         }
       }
-      if (p.grad_value.data) {
-        tile.mix(value_sum, logit, p.dv, [&](int n) {
-          return inside(n) ? along(gradients, p.grad_output, column + n * p.x.step) : nullptr;
-        });
-      }
-      if (slopes) {
-        tile.mix(key_sum, slope, p.d,
-                 [&](int n) { return inside(n) ? along(queries, p.query, column + n * p.x.step) : nullptr; });
-      }
+      if (p.grad_value.data) tile.mix(value_sum, logit, gradients, gradient_step, first, on_map, p.dv);
+      if (slopes) tile.mix(key_sum, slope, queries, query_step, first, on_map, p.d);
     }
   }
 #pragma unroll
