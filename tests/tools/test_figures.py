@@ -126,17 +126,27 @@ def test_shortcuts_execute_less_than_is_charged():
 
 
 @pytest.mark.parametrize(
-    "config, settings",
-    [("attn1111", ["1111"]), ("attn0010-dcn", ["0010", "deformable"]), ("attn0100-nk13", ["0100 n=13"])],
+    "infix, settings",
+    [("-attn1111", ["1111"]), ("-attn0010-dcn", ["0010", "deformable"]), ("-attn0100-nk13", ["0100 n=13"])],
 )
-def test_a_detector_of_ours_has_the_modules_that_are_counted(config, settings):
+def test_a_detector_of_ours_has_the_modules_that_are_counted(infix, settings):
     needs("mmdet")
-    plain, attended = (
-        convention.executed(networks.faster_rcnn(f"empirical_attention/faster-rcnn_r50{infix}_fpn_1x_coco.py"))
-        for infix in ("", f"-{config}")
-    )
+    attended = networks.faster_rcnn(empirical.DETECTOR.format(infix))
+    added = convention.executed(attended) - convention.executed(empirical.without("detection"))
     expected = sum(empirical.added(setting, "detection")[1] for setting in settings)
-    assert (attended - plain) / 1e9 == pytest.approx(expected, rel=1e-12)
+    assert added / 1e9 == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    "infix, settings",
+    [("attn0110", ["0110"]), ("attn0010-dcn", ["0010", "deformable"]), ("dynamic-nk31", ["dynamic n=31"])],
+)
+def test_a_segmentor_of_ours_has_the_modules_that_are_counted(infix, settings):
+    needs("mmseg")
+    attended = networks.segmentor(empirical.SEGMENTOR.format(infix))
+    added = convention.executed(attended) - convention.executed(empirical.without("segmentation"))
+    expected = sum(empirical.added(setting, "segmentation")[1] for setting in settings)
+    assert added / 1e9 == pytest.approx(expected, rel=1e-12)
 
 
 # Table 4.2 of the thesis, counted independently: parameters, GFLOPs (None: the table counts it in another way).
@@ -185,6 +195,7 @@ def test_a_convention_refuses_what_the_paper_does_not_count():
         ),
         ("local_bilateral", [], "| Table 4.2 e: both | GFLOPs | 2.63 | 2.62553 | = | 2.62826 |  |", 2),
     ],
+    ids=["aaconv", "empirical", "local_bilateral"],
 )  # fmt: skip
 def test_a_table_is_written_and_every_difference_has_its_reason(tmp_path, capsys, paper, toolkits, line, differing):
     needs(*toolkits)

@@ -46,13 +46,19 @@ def faster_rcnn(config: str, height: int = 800, width: int = 1344) -> list[conve
     return convention.calls(network, 1, 3, height, width)
 
 
-def fcn(height: int = 768, width: int = 768) -> list[convention.Call]:
-    """The calls of mmseg's FCN for Cityscapes: ResNet-50 at output stride 8 and CCNet's head without its attention."""
-    from mmengine.hub import get_config
+def segmentor(config: str, height: int = 768, width: int = 768) -> list[convention.Call]:
+    """The calls of a segmentor for one image.
+
+    Args:
+        config: A file of ours, under ``configs/mmseg``.
+        height: Of the image.
+        width: Likewise.
+    """
+    from mmengine.config import Config
     from mmseg.registry import MODELS
 
-    model = get_config("mmseg::fcn/fcn_r50-d8_4xb2-40k_cityscapes-769x769.py").model
-    model.update(pretrained=None, auxiliary_head=None, data_preprocessor=None)
+    model = Config.fromfile(CONFIGS / "mmseg" / config).model
+    model.update(pretrained=None, auxiliary_head=None, data_preprocessor=None)  # none of which runs at inference
     model.backbone.norm_cfg = model.decode_head.norm_cfg = dict(type="BN")  # SyncBN runs on GPUs alone
     with torch.device("meta"):
         network = MODELS.build(model)
