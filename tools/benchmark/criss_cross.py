@@ -1,4 +1,4 @@
-"""Criss-cross attention against mmcv's module, and the operator with position logits against plain einsums."""
+"""Criss-cross attention against mmcv's module, as a module and as the operator, and with position logits."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from attn_plugins.modules.criss_cross import CrissCrossAttention2d
 from attn_plugins.ops import criss_cross_attention
 
 from .case import Case, Run, forward, forward_backward
@@ -31,8 +32,8 @@ class Projections(nn.Module):
         self.gamma.scale = nn.Parameter(torch.tensor(0.5))  # at 0, no gradient would reach the attention
 
 
-class Ours(Projections):
-    """One product for all projections, which the operator reads as they lie; gamma on the values.
+class Operator(Projections):
+    """The operator, with as little around it as can be: one product for all projections, which the operator reads as they lie; gamma on the values.
 
     The product reads maps of any memory format, its result is channels-last; and so is the output, to which ``x`` is
     added in place: of C channels, only the values and the output are written.
@@ -73,6 +74,12 @@ def einsums(query: Tensor, key: Tensor, value: Tensor, position_logits: Tensor |
     return column + torch.einsum("bmhwj,bmchj->bmchw", weights[..., H:], value)
 
 
+def ours(C: int) -> nn.Module:
+    module = CrissCrossAttention2d(C)
+    module.load_state_dict(Projections(C).state_dict())
+    return module
+
+
 def mmcv(C: int) -> nn.Module:
     from mmcv.ops.cc_attention import CrissCrossAttention
 
@@ -85,7 +92,15 @@ def compiled(make: Callable[[int], nn.Module]) -> Callable[[int], nn.Module]:
     return lambda C: torch.compile(make(C))  # type: ignore[return-value]
 
 
-def module_case(shape: tuple, device: str, dtype: torch.dtype, passes: str, build: Callable[..., Run]) -> Case:
+def module_case(
+    title: str,
+    make_ours: Callable[[int], nn.Module],
+    shape: tuple,
+    device: str,
+    dtype: torch.dtype,
+    passes: str,
+    build: Callable[..., Run],
+) -> Case:
     def prepare(make: Callable[[int], nn.Module]) -> Callable[[], Run]:
         def run() -> Run:
             module = make(shape[1]).to(device, dtype)
@@ -100,14 +115,14 @@ def module_case(shape: tuple, device: str, dtype: torch.dtype, passes: str, buil
     if device == "cuda":
         peers |= {f"{name}, compiled": compiled(make) for name, make in tuple(peers.items())}
     return Case(
-        f"module, {shape}, {str(dtype).removeprefix('torch.')}, {passes}",
-        prepare(Ours),
+        f"{title}, {shape}, {str(dtype).removeprefix('torch.')}, {passes}",
+        prepare(make_ours),
         {name: prepare(make) for name, make in peers.items()},
         GOALS[device],
     )
 
 
-def ours(query: Tensor, key: Tensor, value: Tensor, position_logits: Tensor) -> Tensor:
+def on_channels_last(query: Tensor, key: Tensor, value: Tensor, position_logits: Tensor) -> Tensor:
     output = criss_cross_attention(*(t.permute(0, 1, 3, 4, 2) for t in (query, key, value)), position_logits)
     return output.permute(0, 1, 4, 2, 3)
 
@@ -135,7 +150,7 @@ def operator_case(setting: tuple, device: str, dtype: torch.dtype, passes: str, 
     return Case(
         f"operator with position logits, B {B}, {M} heads, {H}x{W}, d {d}, dv {dv}, "
         f"{str(dtype).removeprefix('torch.')}, {passes}",
-        prepare(ours, True),
+        prepare(on_channels_last, True),
         peers,
         GOALS[device],
     )
@@ -144,5 +159,6 @@ def operator_case(setting: tuple, device: str, dtype: torch.dtype, passes: str, 
 def cases(device: str) -> list[Case]:
     dtypes = (torch.float32,) if device == "cpu" else (torch.float32, torch.float16, torch.bfloat16)
     every = [(device, dtype, passes, build) for dtype in dtypes for passes, build in PASSES]
-    found = [module_case(shape, *rest) for shape in MODULES[device] for rest in every]
+    kinds = (("module", ours), ("operator and projections", Operator))
+    found = [module_case(*kind, shape, *rest) for shape in MODULES[device] for kind in kinds for rest in every]
     return found + [operator_case(setting, *rest) for setting in OPERATORS for rest in every]
