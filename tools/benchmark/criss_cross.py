@@ -33,7 +33,7 @@ class Projections(nn.Module):
 
 
 class Operator(Projections):
-    """The operator, with as little around it as can be: one product for all projections, which the operator reads as they lie; gamma on the values.
+    """The operator with as little around it as can be: one product for all projections, gamma on the values.
 
     The product reads maps of any memory format, its result is channels-last; and so is the output, to which ``x`` is
     added in place: of C channels, only the values and the output are written.
