@@ -7,10 +7,10 @@ tells which translations are fuzzy. Test-suites' catalogues (below ``tests/``) a
 
 from __future__ import annotations
 
-import io
 import re
 import tarfile
 import zipfile
+from codecs import BOM_UTF8
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from importlib import metadata
@@ -18,12 +18,13 @@ from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 try:
-    from babel.messages.mofile import read_mo
-    from babel.messages.pofile import read_po
+    import polib
 except ImportError as error:
-    raise SystemExit("tools.datasets: reading gettext catalogues needs Babel: pip install Babel") from error
+    raise SystemExit("tools.datasets: reading gettext catalogues needs polib: pip install polib") from error
 
 CATALOGUE = re.compile(r"(?:^|/)([^/]+)/LC_MESSAGES/[^/]+\.(?:po|mo)$")
+NAME_VERSION = re.compile(r"(.+?)-(\d[^-]*)")  # a wheel's name goes on with -python-abi-platform
+SUFFIXES = (".po", ".mo")
 TARBALLS = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
 ARCHIVES = (".whl", ".zip", *TARBALLS)
 
@@ -70,9 +71,11 @@ def installed(language: str) -> list[Package]:
     """The packages of the running interpreter, those without a catalogue too."""
     packages = []
     for distribution in metadata.distributions():
-        package = Package(distribution.metadata["Name"], distribution.version)
-        located = ((str(file), Path(str(file.locate()))) for file in distribution.files or [])
-        collect(package, ((path, at.read_bytes) for path, at in located if at.is_file()), language)
+        package = Package(distribution.metadata["Name"] or "unnamed", distribution.version)
+        files = {
+            file.as_posix(): Path(str(file.locate())) for file in distribution.files or [] if file.suffix in SUFFIXES
+        }
+        collect(package, ((path, file.read_bytes) for path, file in files.items() if file.is_file()), language)
         packages.append(package)
     return packages
 
@@ -83,11 +86,9 @@ def archive(path: Path, language: str) -> Package:
     Raises:
         ValueError: it is damaged.
     """
-    stem = next(path.name[: -len(suffix)] for suffix in ARCHIVES if path.name.endswith(suffix))
-    name, version, *_ = *stem.split("-"), None  # wheels: name-version-python-abi-platform; others: name-version
-    if not path.name.endswith(".whl") and stem.count("-") > 0:
-        name, version = stem.rsplit("-", 1)
-    package = Package(name, version)
+    stem = next(path.name.removesuffix(suffix) for suffix in ARCHIVES if path.name.endswith(suffix))
+    match = NAME_VERSION.match(stem)
+    package = Package(match[1], match[2]) if match else Package(stem)
     try:
         if path.name.endswith(TARBALLS):
             with tarfile.open(path) as tar:
@@ -103,7 +104,7 @@ def archive(path: Path, language: str) -> Package:
 
 def below(path: Path, language: str) -> list[Package]:
     """A folder: its own catalogues as one package, and each archive that lies directly in it as another."""
-    files = sorted(file for file in path.rglob("*.[pm]o") if file.is_file())
+    files = sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES and file.is_file())
     package = Package(path.resolve().name)
     located = ((file.relative_to(path).as_posix(), file.read_bytes) for file in files)
     collect(package, located, language, prefix=f"{path.resolve().as_posix()}/")
@@ -136,15 +137,19 @@ def entries(path: str, content: bytes) -> Iterator[Entry]:
         ValueError: the content is no catalogue.
     """
     try:
-        file = io.BytesIO(content)
-        catalogue = read_mo(file) if path.endswith(".mo") else read_po(file, ignore_obsolete=True, abort_invalid=True)
-    except Exception as error:  # Babel documents none of what damaged files raise in it
+        if path.endswith(".mo"):
+            catalogue = polib.mofile(content)
+        else:
+            catalogue = polib.pofile(content.removeprefix(BOM_UTF8).decode(polib.detect_encoding(content)))
+    except Exception as error:  # polib documents none of what damaged files raise in it
         raise ValueError(f"{path} is not a readable catalogue: {error}") from error
-    for message in catalogue:
-        if not message.id:
+    for entry in catalogue:
+        if entry.obsolete:
             continue
-        sources = message.id if isinstance(message.id, list | tuple) else (message.id,)
-        targets = message.string if isinstance(message.string, list | tuple) else (message.string,)
-        forms = ((0, 0), (-1, -1)) if len(sources) > 1 else ((0, 0),)
-        for source, target in forms:
-            yield Entry(sources[source], targets[target] or "", message.fuzzy)
+        fuzzy = getattr(entry, "fuzzy", False)  # a .mo holds no flags
+        if entry.msgid_plural:
+            forms = [entry.msgstr_plural[n] for n in sorted(entry.msgstr_plural)] or [""]
+            yield Entry(entry.msgid, forms[0], fuzzy)
+            yield Entry(entry.msgid_plural, forms[-1], fuzzy)
+        else:
+            yield Entry(entry.msgid, entry.msgstr, fuzzy)

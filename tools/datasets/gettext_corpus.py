@@ -4,7 +4,7 @@
 
     python -m tools.datasets.gettext_corpus data/gettext --download --bpe 4000    # five pinned packages, by pip
     python -m tools.datasets.gettext_corpus data/gettext                          # of the installed packages
-    python -m tools.datasets.gettext_corpus data/gettext wheels/ Django.whl       # of wheels, archives, folders
+    python -m tools.datasets.gettext_corpus data/gettext wheels/ django-5.2.19.tar.gz    # of folders, wheels, archives
 
     data/gettext/{train,valid,test}.{en,de}        one entry a line, UTF-8
     data/gettext/recipe.json                       counts, packages and their versions
@@ -44,13 +44,13 @@ PLACEHOLDER = re.compile(
     r"|%(?:\([^()]*\)|\d+\$)?[-+#0]*\d*(?:\.\d+)?(?:hh|h|ll|l|z|j|t)?[sdiuoxXeEfFgGcrap]"  # not "100 % sure"
     r"|\$?\{[^{}]*\}"
 )
-INVISIBLE = dict.fromkeys(map(ord, "\u00ad\u200b\u2060\ufeff"))  # soft hyphen, zero-width spaces, byte order mark
+CONTROLS = [code for code in (*range(32), *range(127, 160)) if not chr(code).isspace()]
+INVISIBLE = dict.fromkeys([*CONTROLS, *map(ord, "\u00ad\u200b\u2060\ufeff")])  # and soft hyphen, zero-width spaces
 
 
 def normalise(text: str) -> str:
     """One line in Unicode's composed form, single spaces, nothing invisible."""
-    line = " ".join(unicodedata.normalize("NFC", text).translate(INVISIBLE).split())
-    return "".join(c for c in line if unicodedata.category(c) != "Cc")
+    return " ".join(unicodedata.normalize("NFC", text).translate(INVISIBLE).split())
 
 
 def placeholders(text: str) -> Counter[str]:
@@ -277,6 +277,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
             parser.error(f"--{name} must be at least 1, got {value}")
     if not re.fullmatch(r"[A-Za-z]{2,}([_@-][A-Za-z0-9]+)*", options.language) or canonical(options.language) == "en":
         parser.error(f"--language must be a language other than en, such as de or pt_BR, got {options.language!r}")
+    options.language = options.language.replace("-", "_")  # fairseq parts the two languages at a hyphen
     return options
 
 
