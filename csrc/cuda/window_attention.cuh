@@ -39,12 +39,6 @@ bool aligned(const Maps<T>& m) {
   return whole && reinterpret_cast<uintptr_t>(m.data) % (N * sizeof(T)) == 0;
 }
 
-template <class T>
-void check_channels(const char* name, const Maps<T>& m) {
-  STD_TORCH_CHECK(m.channel <= 1, "attn_plugins: ", name,
-                  "'s last axis must be contiguous on CUDA, got stride ", m.channel);
-}
-
 WindowAxis window_axis(int64_t queries, int64_t keys, const std::vector<int64_t>& geometry, int axis) {
   const int64_t taps = geometry[axis], stride = geometry[2 + axis], padding = geometry[4 + axis],
                 dilation = geometry[6 + axis];
@@ -73,7 +67,6 @@ struct WindowArguments {
                   const std::vector<int64_t>& geometry, bool zero_border, double scale) {
     p.query = maps<const T>(query), p.key = maps<const T>(key), p.value = maps<const T>(value);
     p.position = maps<const T>(position);
-    check_channels("query", p.query), check_channels("key", p.key), check_channels("value", p.value);
     p.log_sum_exp = static_cast<float*>(log_sum_exp.data_ptr());
     const int64_t B = log_sum_exp.size(0), M = log_sum_exp.size(1);
     p.M = int(M), heads = B * M;
@@ -88,18 +81,35 @@ struct WindowArguments {
     STD_TORCH_CHECK(width() <= 32 * kWideChannels, "attn_plugins: a head may have up to ", 32 * kWideChannels,
                     " channels on CUDA, got ", width());
     p.scale = float(scale), p.zero_border = zero_border;
-    vectors = p.d % kVector == 0 && p.dv % kVector == 0 && aligned<kVector>(p.query) &&
-              aligned<kVector>(p.key) && aligned<kVector>(p.value);
+    vectors = p.d % kVector == 0 && p.dv % kVector == 0;
+    add_rows("query", p.query), add_rows("key", p.key), add_rows("value", p.value);
+    check_distance("position_logits", p.position.column, p.x.dilation);
+    check_taps("position_logits", p.position.channel);
   }
 
   static constexpr int kVector = 16 / sizeof(T);
 
   int width() const { return std::max(p.d, p.dv); }
 
+  // What kernels read or write in vectors, where it permits.
   template <class U>
   void add_rows(const char* name, const Maps<U>& m) {
-    check_channels(name, m);
+    STD_TORCH_CHECK(m.channel <= 1, "attn_plugins: ", name,
+                    "'s last axis must be contiguous on CUDA, got stride ", m.channel);
+    check_distance(name, m.column, p.x.dilation);
     vectors = vectors && aligned<kVector>(m);
+  }
+
+  // Within a row kernels compute in 32 bits: as far as all windows of a tile reach.
+  void check_distance(const char* name, int64_t stride, int64_t step) const {
+    const int64_t places = (int64_t(p.x.taps) + 32 * p.x.shift) * std::max<int64_t>(step, 2);
+    STD_TORCH_CHECK(stride < (int64_t(1) << 31) / places, "attn_plugins: ", name, "'s windows span ", places,
+                    " places of stride ", stride, ", too far apart on CUDA; make it contiguous");
+  }
+  void check_taps(const char* name, int64_t stride) const {
+    const int64_t taps = int64_t(p.y.taps) * p.x.taps + 32 * p.x.shift;
+    STD_TORCH_CHECK(stride < (int64_t(1) << 31) / taps, "attn_plugins: ", name, "'s ", taps,
+                    " taps have stride ", stride, ", too far apart on CUDA; make it contiguous");
   }
 
   // Teams of `height` x `width` places at these distances, of a map of rows x columns.
@@ -152,10 +162,6 @@ template <class T>
 bool tensor_cores_fit(const WindowArguments<T>& a) {
   if (std::is_same_v<T, float> || !a.vectors || a.width() > 64 || a.p.x.shift > 2 || !has_tensor_cores())
     return false;
-  const auto& p = a.p;
-  const int64_t farthest =
-      std::max({p.query.column, p.key.column, p.value.column, p.position.column, p.grad_output.column});
-  if (farthest >= int64_t(1) << 31) return false;
   const char* wanted = std::getenv("ATTN_PLUGINS_WINDOW_TENSOR_CORES");
   return wanted == nullptr || wanted[0] != '0';
 }
@@ -237,6 +243,7 @@ void window_attention_backward(Tensor grad_output, std::optional<Tensor> query, 
     p.grad_output = maps<const T>(grad_output), p.output_read = maps<const T>(output);
     p.grad_query = maps<T>(grad_query), p.grad_key = maps<T>(grad_key), p.grad_value = maps<T>(grad_value);
     p.grad_position = maps<T>(grad_position);
+    a.check_taps("grad_position_logits", p.grad_position.channel);
     a.add_rows("grad_output", p.grad_output), a.add_rows("output", p.output_read);
     a.add_rows("grad_query", p.grad_query), a.add_rows("grad_key", p.grad_key);
     a.add_rows("grad_value", p.grad_value);

@@ -182,10 +182,10 @@ struct Span {
   __device__ __forceinline__ Span only_if(bool condition) const { return {first, condition ? count : 0}; }
 };
 
-// Distances along a row are 32-bit.
+// Distances along a row are 32-bit (window_attention.cuh sees to it).
 template <class T>
 __device__ __forceinline__ T* along(T* row, int place, int64_t distance) {
-  return row + int64_t(place) * int(distance);
+  return row + place * int(distance);
 }
 
 template <class T, class Team, int QUERIES>
@@ -205,19 +205,21 @@ __global__ void __launch_bounds__(kThreads) window_forward_kernel(const WindowPr
 #pragma unroll
     for (int c = 0; c < Team::OWN; ++c) query[r][c] *= p.scale, sum[r][c] = 0;
   }
-  const T* first_position = p.position.at(at.b, at.m, at.y, at.x);
   // From the logit of a query to that of the next of the team, for one key.
   const int next = int(p.x.step * p.position.column - p.x.shift * p.position.channel);
   const int columns = p.x.taps + (QUERIES - 1) * p.x.shift;
   const int column = at.x * p.x.stride - p.x.padding;
   const Span on_map = Span::on_axis(column, p.x.dilation, p.x.keys);
   const int64_t key_step = p.x.dilation * p.key.column, value_step = p.x.dilation * p.value.column;
-  for (int i = 0; i < p.y.taps; ++i) {
-    const int row = at.y * p.y.stride - p.y.padding + i * p.y.dilation;
+  const int64_t key_row = p.y.dilation * p.key.row, value_row = p.y.dilation * p.value.row;
+  // Pointers are carried from row to row, else the compiler computes each anew for every load.
+  int row = at.y * p.y.stride - p.y.padding;
+  const T* keys = p.key.at(at.b, at.m, row, column);
+  const T* values = p.value.at(at.b, at.m, row, column);
+  const T* positions = p.position.at(at.b, at.m, at.y, at.x);
+  for (int i = 0; i < p.y.taps; ++i, row += p.y.dilation, keys += key_row, values += value_row,
+           positions += p.x.taps * p.position.channel) {
     const bool row_inside = at.exists && within(row, p.y.keys);
-    const T* keys = p.key.at(at.b, at.m, row, column);
-    const T* values = p.value.at(at.b, at.m, row, column);
-    const T* positions = along(first_position, i * p.x.taps, p.position.channel);
     for (int j = 0; j < columns; ++j) {  // tap j of the first query, tap j - r * shift of query r
       const bool inside = row_inside && on_map.has(j), counts = inside || p.zero_border;
       float key[Team::OWN], value[Team::OWN], logit[QUERIES], bias[QUERIES];
@@ -309,19 +311,21 @@ __global__ void __launch_bounds__(kThreads) window_query_gradient_kernel(const W
 #pragma unroll
     for (int c = 0; c < Team::OWN; ++c) query[r][c] *= p.scale, sum[r][c] = 0;
   }
-  const T* first_position = p.position.at(at.b, at.m, at.y, at.x);
   // From the logit of a query to that of the next of the team, for one key.
   const int next = int(p.x.step * p.position.column - p.x.shift * p.position.channel);
   const int columns = p.x.taps + (QUERIES - 1) * p.x.shift;
   const int column = at.x * p.x.stride - p.x.padding;
   const Span on_map = Span::on_axis(column, p.x.dilation, p.x.keys);
   const int64_t key_step = p.x.dilation * p.key.column, value_step = p.x.dilation * p.value.column;
-  for (int i = 0; i < p.y.taps; ++i) {
-    const int row = at.y * p.y.stride - p.y.padding + i * p.y.dilation;
+  const int64_t key_row = p.y.dilation * p.key.row, value_row = p.y.dilation * p.value.row;
+  // Pointers are carried from row to row, else the compiler computes each anew for every load.
+  int row = at.y * p.y.stride - p.y.padding;
+  const T* keys = p.key.at(at.b, at.m, row, column);
+  const T* values = p.value.at(at.b, at.m, row, column);
+  const T* positions = p.position.at(at.b, at.m, at.y, at.x);
+  for (int i = 0; i < p.y.taps; ++i, row += p.y.dilation, keys += key_row, values += value_row,
+           positions += p.x.taps * p.position.channel) {
     const bool row_inside = at.exists && within(row, p.y.keys);
-    const T* keys = p.key.at(at.b, at.m, row, column);
-    const T* values = p.value.at(at.b, at.m, row, column);
-    const T* positions = along(first_position, i * p.x.taps, p.position.channel);
     for (int j = 0; j < columns; ++j) {  // tap j of the first query, tap j - r * shift of query r
       const bool inside = row_inside && on_map.has(j), counts = inside || p.zero_border;
       float key[Team::OWN], value[Team::OWN], logit[QUERIES], slope[QUERIES], bias[QUERIES];

@@ -129,31 +129,32 @@ __global__ void __launch_bounds__(kThreads, WIDTH > 32 ? 1 : 2)
   const int columns = p.x.taps + (p.tall ? 7 : 15) * p.x.shift, column = at.x0 * p.x.stride - p.x.padding;
   const Span on_map = Span::on_axis(column, p.x.dilation, p.x.keys);
   const Span counting = p.zero_border ? Span{0, columns} : on_map;
-  Span window[2];     // of the line of keys; the tap of place j is j - origin
-  int64_t origin[2];  // of position logits: that of place 0 of key row 0
+  Span window[2];  // of the line of keys; the tap of place j is j - origin
+  // Pointers are carried from row to row, else the compiler computes each anew for every load.
+  const T* position[2];  // the logit of place 0 of a key row
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     const int first = (tile.group + (p.tall ? 0 : 8 * h)) * p.x.shift, row = p.tall ? h * p.y.shift : 0;
     tile.read(p.query.at(at.b, at.m, at.y[h], at.x[h]), at.valid[h], p.d, query[h]);
     window[h] = counting.common(first, first + p.x.taps).only_if(at.valid[h]);
-    origin[h] =
-        p.position.offset(at.b, at.m, at.y[h], at.x[h]) - (row * p.x.taps + first) * p.position.channel;
+    position[h] = p.position.at(at.b, at.m, at.y[h], at.x[h]) - (row * p.x.taps + first) * p.position.channel;
   }
   const int64_t key_step = p.x.dilation * p.key.column, value_step = p.x.dilation * p.value.column;
+  const int64_t key_row = p.y.dilation * p.key.row, value_row = p.y.dilation * p.value.row;
+  const int64_t position_row = p.x.taps * p.position.channel;
   const int rows = p.y.taps + (p.tall ? p.y.shift : 0);
-  for (int i = 0; i < rows; ++i) {
-    const int row = at.y0 * p.y.stride - p.y.padding + i * p.y.dilation;
+  int row = at.y0 * p.y.stride - p.y.padding;
+  const T* keys = p.key.at(at.b, at.m, row, column);
+  const T* values = p.value.at(at.b, at.m, row, column);
+  for (int i = 0; i < rows; ++i, row += p.y.dilation, keys += key_row, values += value_row,
+           position[0] += position_row, position[1] += position_row) {
     const bool row_inside = within(row, p.y.keys);
     if (!row_inside && !p.zero_border) continue;
-    const T* keys = p.key.at(at.b, at.m, row, column);
-    const T* values = p.value.at(at.b, at.m, row, column);
     const Span present = on_map.only_if(row_inside);
     Span seen[2];
-    const T* position[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       seen[h] = window[h].only_if(within(i - (p.tall ? h * p.y.shift : 0), p.y.taps));
-      position[h] = p.position.data + (origin[h] + i * p.x.taps * p.position.channel);
     }
     for (int first = 0; first < columns; first += 16) {
       float logit[2][4] = {}, bias[2][4] = {}, greatest[2] = {-INFINITY, -INFINITY};
@@ -228,7 +229,8 @@ __global__ void __launch_bounds__(kThreads, WIDTH > 32 ? 1 : 2)
   const Span on_map = Span::on_axis(column, p.x.dilation, p.x.keys);
   const Span counting = p.zero_border ? Span{0, columns} : on_map;
   Span taps[2], window[2];  // of the line of keys; window: those taps that count
-  int64_t origin[2], grad_origin[2];
+  const T* position[2];
+  T* grad_position[2];
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     const int first = (tile.group + (p.tall ? 0 : 8 * h)) * p.x.shift, row = p.tall ? h * p.y.shift : 0;
@@ -240,28 +242,29 @@ __global__ void __launch_bounds__(kThreads, WIDTH > 32 ? 1 : 2)
     taps[h] = {first, at.valid[h] ? p.x.taps : 0};
     window[h] = counting.common(first, first + p.x.taps).only_if(at.valid[h]);
     const int tap = row * p.x.taps + first;
-    origin[h] = p.position.offset(at.b, at.m, at.y[h], at.x[h]) - tap * p.position.channel;
-    grad_origin[h] = p.grad_position.offset(at.b, at.m, at.y[h], at.x[h]) - tap * p.grad_position.channel;
+    position[h] = p.position.at(at.b, at.m, at.y[h], at.x[h]) - tap * p.position.channel;
+    grad_position[h] = p.grad_position.at(at.b, at.m, at.y[h], at.x[h]) - tap * p.grad_position.channel;
   }
   const int64_t key_step = p.x.dilation * p.key.column, value_step = p.x.dilation * p.value.column;
+  const int64_t key_row = p.y.dilation * p.key.row, value_row = p.y.dilation * p.value.row;
+  const int64_t position_row = p.x.taps * p.position.channel;
+  const int64_t grad_position_row = p.x.taps * p.grad_position.channel;
   const int rows = p.y.taps + (p.tall ? p.y.shift : 0);
-  for (int i = 0; i < rows; ++i) {
-    const int row = at.y0 * p.y.stride - p.y.padding + i * p.y.dilation;
+  int row = at.y0 * p.y.stride - p.y.padding;
+  const T* keys = p.key.at(at.b, at.m, row, column);
+  const T* values = p.value.at(at.b, at.m, row, column);
+  for (int i = 0; i < rows; ++i, row += p.y.dilation, keys += key_row, values += value_row,
+           position[0] += position_row, position[1] += position_row, grad_position[0] += grad_position_row,
+           grad_position[1] += grad_position_row) {
     const bool row_inside = within(row, p.y.keys);
     if (!row_inside && !p.zero_border && !p.grad_position.data) continue;
-    const T* keys = p.key.at(at.b, at.m, row, column);
-    const T* values = p.value.at(at.b, at.m, row, column);
     const Span present = on_map.only_if(row_inside);
     Span seen[2], written[2];
-    const T* position[2];
-    T* grad_position[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const bool in_window = within(i - (p.tall ? h * p.y.shift : 0), p.y.taps);
       seen[h] = window[h].only_if(in_window && (row_inside || p.zero_border));
       written[h] = taps[h].only_if(in_window && p.grad_position.data);
-      position[h] = p.position.data + (origin[h] + i * p.x.taps * p.position.channel);
-      grad_position[h] = p.grad_position.data + (grad_origin[h] + i * p.x.taps * p.grad_position.channel);
     }
     for (int first = 0; first < columns; first += 16) {
       float logit[2][4] = {}, slope[2][4] = {}, bias[2][4] = {};
@@ -336,19 +339,27 @@ __global__ void __launch_bounds__(kThreads, WIDTH > 32 ? 1 : 2)
   }
   const int64_t query_step = p.x.step * p.query.column, gradient_step = p.x.step * p.grad_output.column;
   const int64_t position_step = p.x.step * p.position.column - p.x.shift * p.position.channel;
-  for (int i = 0; any && i * p.y.shift < p.y.taps + (p.tall ? 1 : 0); ++i) {
-    const int y = row_reach.query + i * p.y.step;
+  const int64_t query_row = p.y.step * p.query.row, gradient_row = p.y.step * p.grad_output.row;
+  const int64_t position_row = p.y.step * p.position.row - p.y.shift * p.x.taps * p.position.channel;
+  const int64_t stats_row = 2 * int64_t(p.y.step) * p.x.queries;
+  int y = row_reach.query;
+  const T* queries = p.query.at(at.b, at.m, y, column);
+  const T* gradients = p.grad_output.at(at.b, at.m, y, column);
+  const float* stats = p.stats + 2 * p.query_index(at.b, at.m, y, column);
+  const T* position[2];
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const int tap_row = row_reach.tap + (p.tall ? h : 0);
+    position[h] = p.position.at(at.b, at.m, y, column) + (tap_row * p.x.taps + tap[h]) * p.position.channel;
+  }
+  for (int i = 0; any && i * p.y.shift < p.y.taps + (p.tall ? 1 : 0); ++i, y += p.y.step,
+           queries += query_row, gradients += gradient_row, stats += stats_row, position[0] += position_row,
+           position[1] += position_row) {
     if (!within(y, p.y.queries)) continue;
-    const T* queries = p.query.at(at.b, at.m, y, column);
-    const T* gradients = p.grad_output.at(at.b, at.m, y, column);
-    const float* row_stats = p.stats + 2 * p.query_index(at.b, at.m, y, column);
     Span seen[2];
-    const T* position[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const int tap_row = row_reach.tap - i * p.y.shift + (p.tall ? h : 0);
-      seen[h] = window[h].only_if(within(tap_row, p.y.taps));
-      position[h] = p.position.at(at.b, at.m, y, column) + (tap_row * p.x.taps + tap[h]) * p.position.channel;
+      seen[h] = window[h].only_if(within(row_reach.tap - i * p.y.shift + (p.tall ? h : 0), p.y.taps));
     }
     for (int first = 0; first < places; first += 16) {
       float logit[2][4] = {}, slope[2][4] = {}, bias[2][4] = {};
@@ -376,14 +387,14 @@ __global__ void __launch_bounds__(kThreads, WIDTH > 32 ? 1 : 2)
 #pragma unroll
       for (int m = 0; m < 4; ++m) {
         const int place = first + m / 2 * 8 + 2 * tile.member + m % 2;
-        Vector<float, 2> stats;
-        if (on_map.has(place)) stats = load_constant<float, 2>(along(row_stats, place, 2 * p.x.step));
+        Vector<float, 2> known;
+        if (on_map.has(place)) known = load_constant<float, 2>(along(stats, place, 2 * p.x.step));
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           float &w = logit[m / 2][2 * h + m % 2], &s = slope[m / 2][2 * h + m % 2];
           const float x = w * p.scale + bias[m / 2][2 * h + m % 2];
-          w = seen[h].has(place) ? exponential(x - stats.element[0]) : 0;
-          s = w * (s - stats.element[1]);
+          w = seen[h].has(place) ? exponential(x - known.element[0]) : 0;
+          s = w * (s - known.element[1]);
         }
       }
       if (p.grad_value.data) tile.mix(value_sum, logit, gradients, gradient_step, first, on_map, p.dv);
