@@ -75,9 +75,12 @@ class CrissCrossAttention2d(RelativeTables):
         Raises:
             ValueError: the shape does not fit, or needs other tables and ``resize_tables`` is off.
         """
+        check_map(x, self.in_channels, self.query_conv.weight)
+        # Channels-last, as the result is: a sum of two memory formats takes ten times as long.
+        x = x.contiguous(memory_format=torch.channels_last)
         query, key, value, logits = self._terms(x)
         attended = criss_cross_attention(query, key, value, logits, scale=self.scale)
-        return x + self.gamma.scale * attended.squeeze(1).permute(0, 3, 1, 2)
+        return self.gamma(x, attended.squeeze(1).permute(0, 3, 1, 2))
 
     def attention_maps(self, x: Tensor, queries: Tensor | None = None) -> Tensor:
         """The attention weights for an input, 0 off the cross: for inspection, O(N²) without ``queries``.
