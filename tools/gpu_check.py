@@ -21,7 +21,7 @@ from torch import Tensor
 
 from attn_plugins.ops import _library, deform_conv2d
 
-from .benchmark import augmented_conv, deform_conv, global_attention, report
+from .benchmark import augmented_conv, criss_cross, deform_conv, global_attention, report, window_attention
 from .benchmark.__main__ import measure
 from .benchmark.case import Case, Run, forward, forward_backward
 from .benchmark.measure import seconds
@@ -230,6 +230,8 @@ def benchmark() -> None:
         ("deform_conv", deform_conv.cases("cuda")),
         ("global_attention", attention_cases()),
         ("augmented_conv", augmented_cases()),
+        ("window_attention", window_attention.cases("cuda")),
+        ("criss_cross", criss_cross.cases("cuda")),
     ):
         rows = []
         for case in cases:
