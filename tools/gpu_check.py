@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from attn_plugins.ops import _library, deform_conv2d
+from attn_plugins.ops import window_attention as window_attention_op
 
 from .benchmark import augmented_conv, criss_cross, deform_conv, global_attention, report, window_attention
 from .benchmark.__main__ import measure
@@ -53,8 +54,25 @@ def sanitize() -> None:
                 output = deform_conv2d(leaves[0], leaves[1], leaves[2], torch.randn(4, **make), 1, 1, 1, leaves[3])
                 for result in (output, *torch.autograd.grad(output, leaves, torch.randn_like(output))):
                     assert torch.isfinite(result).all()
+    sanitize_windows()
     torch.cuda.synchronize()
     print("computed all small problems")
+
+
+def sanitize_windows() -> None:
+    """Every data type, widths in and out of whole vectors, parts of tiles, strides, both borders."""
+    sizes = ((2, 9, 11, 32, 32, 3, 1), (1, 33, 5, 64, 16, 7, 1), (3, 1, 70, 5, 6, 5, 2), (1, 1, 1, 8, 8, 3, 1))
+    for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
+        for M, H, W, d, dv, k, stride in sizes:
+            grid = (-(-H // stride), -(-W // stride))
+            shapes = ((*grid, d), (H, W, d), (H, W, dv), (*grid, k * k))
+            leaves = [torch.randn(2, M, *s, device="cuda", dtype=dtype, requires_grad=True) for s in shapes]
+            for border in ("exclude", "zero"):
+                for terms in (leaves, [None, None, *leaves[2:]], [*leaves[:3], None]):
+                    output = window_attention_op(*terms, k, stride=stride, border=border)
+                    wanted = [t for t in terms if t is not None]
+                    for result in (output, *torch.autograd.grad(output, wanted, torch.randn_like(output))):
+                        assert torch.isfinite(result).all()
 
 
 def median(run: Run, repeats: int = 15) -> float:
