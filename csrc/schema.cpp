@@ -26,6 +26,18 @@ STABLE_TORCH_LIBRARY(attn_plugins, m) {
       "Tensor log_sum_exp, Tensor(a!)? grad_query, Tensor(b!)? grad_key, Tensor(c!)? grad_value, "
       "Tensor(d!)? grad_row_logits, Tensor(e!)? grad_column_logits, Tensor(f!)? grad_key_logits, int keys, "
       "int height, int slots) -> ()");
+  // The same for attn_plugins::sequence_attention, all tensors with an axis of slots after (B, M), of size 1
+  // but for gradients that are sums over queries. Those of logits are added to.
+  m.def(
+      "sequence_attention_forward_(Tensor? query, Tensor? key, Tensor value, Tensor? band_logits, "
+      "Tensor? outside_logits, Tensor? position_logits, Tensor? key_padding_mask, Tensor(a!) output, "
+      "Tensor(b!) log_sum_exp, int start, bool causal, float scale, int slots) -> ()");
+  m.def(
+      "sequence_attention_backward_(Tensor grad_output, Tensor? query, Tensor? key, Tensor value, "
+      "Tensor? band_logits, Tensor? outside_logits, Tensor? position_logits, Tensor? key_padding_mask, "
+      "Tensor log_sum_exp, Tensor(a!)? grad_query, Tensor(b!)? grad_key, Tensor(c!)? grad_value, "
+      "Tensor(d!)? grad_band_logits, Tensor(e!)? grad_outside_logits, Tensor(f!)? grad_position_logits, "
+      "int start, bool causal, float scale, int slots) -> ()");
   // The same for attn_plugins::window_attention; geometry: kernel size, stride, padding and dilation of rows
   // and columns. Gradients are written, not added to.
   m.def(

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from . import _library, reference
+from . import _sequence_attention_cpu as cpu
 from . import _sequence_attention_plain as plain
-from . import reference
 from ._arguments import autocast_dtype, check_dim, check_tensors
 from ._sequence_attention_plain import Terms, band_reach
 from .window_attention import window_attention
@@ -226,6 +227,8 @@ def _forward(query, key, value, band_logits, outside_logits, position_logits, ke
     with torch.autocast(value.device.type, enabled=False):
         if output.numel() == 0:
             lse.fill_(float("inf"))
+        elif _compiled(value):
+            cpu.forward(terms, key_padding_mask, start, causal, scale, output, lse)
         else:
             problem = plain.Problem(terms, key_padding_mask, start, causal, scale, lse.shape[2])
             plain.forward(problem, output, lse)
@@ -243,10 +246,16 @@ def _backward(
         if grad_output.numel() == 0:
             for grad in results:
                 grad.zero_()
+        elif _compiled(value):
+            cpu.backward(grad_output, terms, key_padding_mask, start, causal, scale, log_sum_exp, grads)
         else:
             problem = plain.Problem(terms, key_padding_mask, start, causal, scale, log_sum_exp.shape[2])
             plain.backward(problem, grad_output, log_sum_exp, scale, grads)
     return tuple(results)
+
+
+def _compiled(value: Tensor) -> bool:
+    return value.device.type == "cpu" and _library.serves("cpu")
 
 
 def _fake_forward(query, key, value, band_logits, outside_logits, position_logits, *rest):

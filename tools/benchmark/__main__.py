@@ -19,7 +19,14 @@ from . import report
 from .case import Case
 from .measure import interleaved, paired_ratio, peak_memory
 
-BENCHMARKS = ("deform_conv", "global_attention", "augmented_conv", "window_attention", "criss_cross")
+BENCHMARKS = (
+    "deform_conv",
+    "global_attention",
+    "augmented_conv",
+    "window_attention",
+    "criss_cross",
+    "sequence_attention",
+)
 
 
 def measure(case: Case, device: str, repeats: int) -> dict:

@@ -1,0 +1,158 @@
+// Sequence attention on the CPU: arguments, the choice of the instruction set and the entry points; the
+// arithmetic is in sequence_attention_kernel.h.
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <iterator>
+#include <limits>
+#include <optional>
+#include <vector>
+
+#include "vectors.h"
+
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+// What one call works on. Views are (B, M, 1, rows, width), those of gradients that are added to
+// (B, M, slots, rows, width); a stride is 0 where a tensor broadcasts.
+template <typename T>
+struct Problem {
+  int64_t B, M, queries, S, K = 0, left = 0, start, d = 0, d_padded = 0, dv, dv_padded, slots;
+  int64_t line;  // elements from one query's logits to the next one's
+  bool causal, logits_wanted = false;
+  bool direct = false;  // keys and values are read as they lie, for queries too few to pay for packing
+  T scale;
+  View<T> query, key, value, band, outside, position, log_sum_exp, output;
+  View<T> grad_output, grad_query, grad_key, grad_value, grad_band, grad_outside, grad_position;
+  const bool* padding = nullptr;  // (B, S), true where there is no key
+};
+
+namespace baseline {
+#define VECTOR_BYTES 16
+#include "sequence_attention_kernel.h"
+#undef VECTOR_BYTES
+}  // namespace baseline
+
+#ifdef HAS_TARGETS
+#pragma GCC push_options
+#pragma GCC target("arch=x86-64-v3")
+namespace v3 {
+#define VECTOR_BYTES 32
+#include "sequence_attention_kernel.h"
+#undef VECTOR_BYTES
+}  // namespace v3
+#pragma GCC pop_options
+#pragma GCC push_options
+#pragma GCC target("arch=x86-64-v4,prefer-vector-width=512")
+namespace v4 {
+#define VECTOR_BYTES 64
+#include "sequence_attention_kernel.h"
+#undef VECTOR_BYTES
+}  // namespace v4
+#pragma GCC pop_options
+#endif
+
+template <typename T>
+void run(const Problem<T>& p, bool backward) {
+  using Range = void (*)(const Problem<T>&, int64_t, int64_t);
+  Range range = backward ? Range(baseline::backward_range) : Range(baseline::forward_range);
+#ifdef HAS_TARGETS
+  if (instruction_set() == 4) {
+    range = backward ? Range(v4::backward_range) : Range(v4::forward_range);
+  } else if (instruction_set() == 3) {
+    range = backward ? Range(v3::backward_range) : Range(v3::forward_range);
+  }
+#endif
+  torch::stable::parallel_for(0, p.B * p.M * p.slots, 1,
+                              [&](int64_t begin, int64_t end) { range(p, begin, end); });
+}
+
+template <typename T>
+Problem<T> problem(const std::optional<Tensor>& query, const std::optional<Tensor>& key, const Tensor& value,
+                   const std::optional<Tensor>& band, const std::optional<Tensor>& outside,
+                   const std::optional<Tensor>& position, const std::optional<Tensor>& key_padding_mask,
+                   const Tensor& log_sum_exp, int64_t start, bool causal, double scale, int64_t slots) {
+  constexpr int64_t lanes = 64 / sizeof(T);  // of the widest vector
+  const auto padded = [](int64_t size) { return (size + lanes - 1) / lanes * lanes; };
+  Problem<T> p;
+  p.B = value.size(0), p.M = value.size(1), p.S = value.size(3), p.dv = value.size(4);
+  p.queries = log_sum_exp.size(3);
+  p.start = start, p.causal = causal, p.scale = static_cast<T>(scale), p.slots = slots;
+  p.query = View<T>(query), p.key = View<T>(key), p.value = View<T>(value);
+  p.band = View<T>(band), p.outside = View<T>(outside), p.position = View<T>(position);
+  p.log_sum_exp = View<T>(log_sum_exp);
+  if (query.has_value()) p.d = query->size(4);
+  if (band.has_value()) p.K = band->size(4), p.left = causal ? p.K - 1 : p.K / 2;
+  if (key_padding_mask.has_value()) p.padding = static_cast<const bool*>(key_padding_mask->data_ptr());
+  p.d_padded = padded(p.d), p.dv_padded = padded(p.dv);
+  // An odd number of cache lines: the logits of one key lie in many sets of a cache.
+  p.line = padded(p.S) / lanes % 2 ? padded(p.S) : padded(p.S) + lanes;
+  return p;
+}
+
+template <typename T>
+void forward(const std::optional<Tensor>& query, const std::optional<Tensor>& key, const Tensor& value,
+             const std::optional<Tensor>& band, const std::optional<Tensor>& outside,
+             const std::optional<Tensor>& position, const std::optional<Tensor>& key_padding_mask,
+             const Tensor& output, const Tensor& log_sum_exp, int64_t start, bool causal, double scale,
+             int64_t slots) {
+  auto p = problem<T>(query, key, value, band, outside, position, key_padding_mask, log_sum_exp, start,
+                      causal, scale, slots);
+  p.output = View<T>(output);
+  p.direct = p.queries <= 4 && p.value.stride[4] == 1 && (!p.query.data || p.key.stride[4] == 1);
+  run(p, false);
+}
+
+template <typename T>
+void backward(const Tensor& grad_output, const std::optional<Tensor>& query, const std::optional<Tensor>& key,
+              const Tensor& value, const std::optional<Tensor>& band, const std::optional<Tensor>& outside,
+              const std::optional<Tensor>& position, const std::optional<Tensor>& key_padding_mask,
+              const Tensor& log_sum_exp, const std::optional<Tensor>& grad_query,
+              const std::optional<Tensor>& grad_key, const std::optional<Tensor>& grad_value,
+              const std::optional<Tensor>& grad_band, const std::optional<Tensor>& grad_outside,
+              const std::optional<Tensor>& grad_position, int64_t start, bool causal, double scale,
+              int64_t slots) {
+  auto p = problem<T>(query, key, value, band, outside, position, key_padding_mask, log_sum_exp, start,
+                      causal, scale, slots);
+  p.grad_output = View<T>(grad_output);
+  p.grad_query = View<T>(grad_query), p.grad_key = View<T>(grad_key), p.grad_value = View<T>(grad_value);
+  p.grad_band = View<T>(grad_band), p.grad_outside = View<T>(grad_outside);
+  p.grad_position = View<T>(grad_position);
+  p.logits_wanted =
+      p.grad_query.data || p.grad_key.data || p.grad_band.data || p.grad_outside.data || p.grad_position.data;
+  run(p, true);
+}
+
+void forward_entry(std::optional<Tensor> query, std::optional<Tensor> key, Tensor value,
+                   std::optional<Tensor> band, std::optional<Tensor> outside, std::optional<Tensor> position,
+                   std::optional<Tensor> key_padding_mask, Tensor output, Tensor log_sum_exp, int64_t start,
+                   bool causal, double scale, int64_t slots) {
+  auto* typed = value.scalar_type() == ScalarType::Double ? forward<double> : forward<float>;
+  typed(query, key, value, band, outside, position, key_padding_mask, output, log_sum_exp, start, causal,
+        scale, slots);
+}
+
+void backward_entry(Tensor grad_output, std::optional<Tensor> query, std::optional<Tensor> key, Tensor value,
+                    std::optional<Tensor> band, std::optional<Tensor> outside, std::optional<Tensor> position,
+                    std::optional<Tensor> key_padding_mask, Tensor log_sum_exp,
+                    std::optional<Tensor> grad_query, std::optional<Tensor> grad_key,
+                    std::optional<Tensor> grad_value, std::optional<Tensor> grad_band,
+                    std::optional<Tensor> grad_outside, std::optional<Tensor> grad_position, int64_t start,
+                    bool causal, double scale, int64_t slots) {
+  auto* typed = value.scalar_type() == ScalarType::Double ? backward<double> : backward<float>;
+  typed(grad_output, query, key, value, band, outside, position, key_padding_mask, log_sum_exp, grad_query,
+        grad_key, grad_value, grad_band, grad_outside, grad_position, start, causal, scale, slots);
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(attn_plugins, CPU, m) {
+  m.impl("sequence_attention_forward_", TORCH_BOX(&forward_entry));
+  m.impl("sequence_attention_backward_", TORCH_BOX(&backward_entry));
+}

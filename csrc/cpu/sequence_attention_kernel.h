@@ -1,0 +1,315 @@
+// The arithmetic of sequence attention for one instruction set, included by sequence_attention.cpp once per
+// set as global_attention_kernel.h is by its own file.
+//
+// A task works on one head and on every slots-th block of BLOCK queries. It packs the head's keys and values
+// once, in panels that stay in the first-level cache while a block's logits are computed; these stay in the
+// second-level cache from the first product to the last.
+
+#include "vector_kernel.h"
+
+#include "product_kernel.h"
+
+constexpr int64_t BLOCK = 48;
+constexpr int64_t DEPTH = 96;  // rows of keys or values that a product over keys takes at a time
+
+template <typename T>
+constexpr int64_t PANEL = 256 / sizeof(T);  // columns of a panel: four of the widest vectors
+
+template <typename T>
+struct Scratch {
+  Buffer<T> query, gradient, mixed, weights, slopes, scale;
+  Buffer<T> key_panels, value_panels, key_rows, value_rows, grad_key, grad_value;
+  Scratch(const Problem<T>& p, bool backward)
+      : query(BLOCK * p.d_padded),
+        gradient(backward ? BLOCK * p.dv_padded : 0),
+        mixed(BLOCK * std::max(p.d_padded, p.dv_padded)),
+        weights(BLOCK * p.line),
+        slopes(backward ? BLOCK * p.line : 0),
+        scale(BLOCK),
+        key_panels(panels(p, p.query.data && !p.direct ? p.d : 0)),
+        value_panels(panels(p, backward && p.logits_wanted ? p.dv : 0)),
+        key_rows(backward && p.grad_query.data ? p.S * p.d_padded : 0),
+        value_rows(backward || p.direct ? 0 : p.S * p.dv_padded),
+        grad_key(p.grad_key.data ? p.S * p.d_padded : 0),
+        grad_value(p.grad_value.data ? p.S * p.dv_padded : 0) {}
+
+  static int64_t panels(const Problem<T>& p, int64_t width) {
+    return (p.S + PANEL<T> - 1) / PANEL<T> * PANEL<T> * width;
+  }
+};
+
+// Rows of a (B, M, 1, N, width) view, one after the other, times `scale`.
+template <typename T>
+ATTN_INLINE void gather(const View<T>& view, int64_t b, int64_t m, int64_t first, int64_t count,
+                        int64_t width, int64_t padded, T scale, T* __restrict to) {
+  for (int64_t i = 0; i < count; ++i) {
+    const T* __restrict from = view.at(b, m, 0, first + i);
+    if (view.stride[4] == 1)
+      for (int64_t c = 0; c < width; ++c) to[i * padded + c] = from[c] * scale;
+    else
+      for (int64_t c = 0; c < width; ++c) to[i * padded + c] = from[c * view.stride[4]] * scale;
+  }
+}
+
+template <typename T>
+ATTN_INLINE void scatter(const View<T>& view, int64_t b, int64_t m, int64_t slot, int64_t first,
+                         int64_t count, int64_t width, int64_t padded, const T* scale, int64_t scale_step,
+                         const T* __restrict from) {
+  for (int64_t i = 0; i < count; ++i) {
+    T* __restrict to = view.at(b, m, slot, first + i);
+    const T factor = scale[i * scale_step];
+    if (view.stride[4] == 1)
+      for (int64_t c = 0; c < width; ++c) to[c] = from[i * padded + c] * factor;
+    else
+      for (int64_t c = 0; c < width; ++c) to[c * view.stride[4]] = from[i * padded + c] * factor;
+  }
+}
+
+// Rows of keys (N, width) as panels (N / PANEL, width, PANEL).
+template <typename T>
+ATTN_INLINE void pack_panels(const View<T>& view, int64_t b, int64_t m, int64_t count, int64_t width,
+                             T* __restrict to) {
+  constexpr int64_t few = 16;
+  for (int64_t k = 0; k < count; k += few) {
+    T* __restrict panel = to + k / PANEL<T> * PANEL<T> * width + k % PANEL<T>;
+    const int64_t n = std::min(few, count - k);
+    const T* from[few];
+    for (int64_t i = 0; i < few; ++i) from[i] = view.at(b, m, 0, k + std::min(i, n - 1));
+    for (int64_t c = 0; c < width; ++c) {
+      for (int64_t i = 0; i < few; ++i) panel[c * PANEL<T> + i] = i < n ? from[i][c * view.stride[4]] : T(0);
+    }
+  }
+}
+
+// C (count x columns) = A (count x width) * panels.
+template <typename T>
+ATTN_INLINE void panel_product(const T* A, int64_t padded, const T* panels, int64_t width, T* C, int64_t line,
+                               int64_t count, int64_t columns) {
+  for (int64_t j = 0; j < columns; j += PANEL<T>)
+    product(A, padded, int64_t(1), panels + j * width, PANEL<T>, C + j, line, count,
+            std::min(PANEL<T>, columns - j), width, false);
+}
+
+// C (count x padded) = A (count x keys) * rows (keys x padded).
+template <typename T>
+ATTN_INLINE void row_product(const T* A, int64_t line, const T* rows, int64_t padded, T* C, int64_t count,
+                             int64_t keys) {
+  for (int64_t k = 0; k < keys; k += DEPTH)
+    product(A + k, line, int64_t(1), rows + k * padded, padded, C, padded, count, padded,
+            std::min(DEPTH, keys - k), k > 0);
+}
+
+// The same for few queries, without packing: weights (count x keys) of keys as they lie.
+template <typename T>
+ATTN_INLINE void direct_logits(const Problem<T>& p, Scratch<T>& s, int64_t b, int64_t m, int64_t count,
+                               int64_t keys) {
+  using V = typename Vector<T>::type;
+  constexpr int64_t lanes = Vector<T>::lanes;
+  const int64_t whole = p.d / lanes * lanes;
+  for (int64_t k = 0; k < keys; ++k) {
+    const T* key = p.key.at(b, m, 0, k);
+    for (int64_t i = 0; i < count; ++i) {
+      const T* query = s.query.data() + i * p.d_padded;
+      V sums = {};
+      for (int64_t c = 0; c < whole; c += lanes)
+        sums += *reinterpret_cast<const V*>(query + c) * *reinterpret_cast<const V*>(key + c);
+      T sum = lanes_sum<T>(sums);
+      for (int64_t c = whole; c < p.d; ++c) sum += query[c] * key[c];
+      s.weights[i * p.line + k] = sum;
+    }
+  }
+}
+
+template <typename T>
+ATTN_INLINE void direct_mixture(const Problem<T>& p, Scratch<T>& s, int64_t b, int64_t m, int64_t count,
+                                int64_t keys) {
+  std::fill_n(s.mixed.data(), count * p.dv_padded, T(0));
+  for (int64_t k = 0; k < keys; ++k) {
+    const T* __restrict value = p.value.at(b, m, 0, k);
+    for (int64_t i = 0; i < count; ++i) {
+      T* __restrict mixed = s.mixed.data() + i * p.dv_padded;
+      const T weight = s.weights[i * p.line + k];
+      for (int64_t c = 0; c < p.dv; ++c) mixed[c] += weight * value[c];
+    }
+  }
+}
+
+// The keys that query t sees, and of these its band: first ... last - 1.
+template <typename T>
+struct Reach {
+  int64_t position, keys, first, last;
+  ATTN_INLINE Reach(const Problem<T>& p, int64_t t) : position(p.start + t) {
+    keys = p.causal ? std::min(p.S, position + 1) : p.S;
+    first = std::min(std::max(position - p.left, int64_t(0)), keys);
+    last = std::max(first, std::min(position - p.left + p.K, keys));
+  }
+};
+
+// scratch.weights = attention weights of queries first ... first + count - 1 on `columns` keys, 0 where there
+// is no key. `known`: the log-sum-exp is read; else it is written, and the weights are still to be multiplied
+// by scratch.scale.
+template <typename T>
+ATTN_INLINE void attention_weights(const Problem<T>& p, Scratch<T>& s, int64_t b, int64_t m, int64_t first,
+                                   int64_t count, int64_t columns, bool known) {
+  constexpr T masked = -std::numeric_limits<T>::infinity();
+  T* weights = s.weights.data();
+  if (p.query.data) {
+    gather(p.query, b, m, first, count, p.d, p.d_padded, p.scale, s.query.data());
+    if (p.direct)
+      direct_logits(p, s, b, m, count, std::min(p.S, columns));
+    else
+      panel_product(s.query.data(), p.d_padded, s.key_panels.data(), p.d, weights, p.line, count, columns);
+  } else {
+    for (int64_t i = 0; i < count; ++i)
+      for (int64_t k = 0; k < columns; ++k) weights[i * p.line + k] = T(0);
+  }
+  for (int64_t i = 0; i < count; ++i) {
+    const Reach<T> reach(p, first + i);
+    T* __restrict line = weights + i * p.line;
+    if (p.position.data) {
+      const T* __restrict from = p.position.at(b, m, 0, first + i);
+      const int64_t step = p.position.stride[4];
+      for (int64_t k = 0; k < reach.keys; ++k) line[k] += from[k * step];
+    }
+    if (p.band.data) {
+      const T* __restrict from = p.band.at(b, m, 0, first + i);
+      const int64_t step = p.band.stride[4], shift = p.left - reach.position;
+      for (int64_t k = reach.first; k < reach.last; ++k) line[k] += from[(k + shift) * step];
+      if (p.outside.data) {
+        const T outside = *p.outside.at(b, m, 0, first + i);
+        for (int64_t k = 0; k < reach.first; ++k) line[k] += outside;
+        for (int64_t k = reach.last; k < reach.keys; ++k) line[k] += outside;
+      }
+    }
+    if (p.padding) {
+      const bool* __restrict padding = p.padding + b * p.S;
+      for (int64_t k = 0; k < reach.keys; ++k) line[k] = padding[k] ? masked : line[k];
+    }
+    for (int64_t k = reach.keys; k < columns; ++k) line[k] = masked;
+    T* stored = p.log_sum_exp.at(b, m, 0, first + i);
+    if (known) {
+      exponentials(line, columns, *stored);
+      continue;
+    }
+    // All keys masked: no weight anywhere, and a log-sum-exp that repeats this in the backward.
+    const T top = maximum(line, columns);
+    const bool nothing = top == masked;
+    const T sum = exponentials(line, columns, nothing ? T(0) : top);
+    s.scale[i] = nothing ? T(0) : T(1) / sum;
+    *stored = nothing ? std::numeric_limits<T>::infinity() : top + std::log(sum);
+  }
+}
+
+// How many keys a block computes: those its last query sees, in whole vectors of 64 bytes; at least one.
+template <typename T>
+ATTN_INLINE int64_t columns_of(const Problem<T>& p, int64_t last) {
+  constexpr int64_t lanes = 64 / sizeof(T);
+  return (Reach<T>(p, last).keys + lanes - 1) / lanes * lanes;
+}
+
+template <typename T>
+void forward_tasks(const Problem<T>& p, int64_t begin, int64_t end) {
+  Scratch<T> s(p, false);
+  const int64_t blocks = (p.queries + BLOCK - 1) / BLOCK;
+  for (int64_t task = begin; task < end; ++task) {
+    const int64_t slot = task % p.slots, head = task / p.slots, m = head % p.M, b = head / p.M;
+    if (p.query.data && !p.direct) pack_panels(p.key, b, m, p.S, p.d, s.key_panels.data());
+    if (!p.direct) gather(p.value, b, m, int64_t(0), p.S, p.dv, p.dv_padded, T(1), s.value_rows.data());
+    for (int64_t block = slot; block < blocks; block += p.slots) {
+      const int64_t first = block * BLOCK, count = std::min(BLOCK, p.queries - first);
+      const int64_t columns = columns_of(p, first + count - 1);
+      attention_weights(p, s, b, m, first, count, columns, false);
+      const int64_t keys = std::min(p.S, columns);
+      if (p.direct)
+        direct_mixture(p, s, b, m, count, keys);
+      else
+        row_product(s.weights.data(), p.line, s.value_rows.data(), p.dv_padded, s.mixed.data(), count, keys);
+      scatter(p.output, b, m, int64_t(0), first, count, p.dv, p.dv_padded, &s.scale[0], int64_t(1),
+              s.mixed.data());
+    }
+  }
+}
+
+// The gradients of the logits of one query: of its band, outside and position logits, all added to.
+template <typename T>
+ATTN_INLINE void add_logit_gradients(const Problem<T>& p, int64_t b, int64_t m, int64_t slot, int64_t t,
+                                     const T* __restrict slope) {
+  const Reach<T> reach(p, t);
+  if (p.grad_position.data) {
+    T* __restrict to = p.grad_position.at(b, m, slot, t);
+    for (int64_t k = 0; k < reach.keys; ++k) to[k] += slope[k];
+  }
+  if (p.grad_band.data) {
+    T* __restrict to = p.grad_band.at(b, m, slot, t);
+    const int64_t shift = p.left - reach.position;
+    for (int64_t k = reach.first; k < reach.last; ++k) to[k + shift] += slope[k];
+  }
+  if (p.grad_outside.data) {
+    T sum = 0;
+    for (int64_t k = 0; k < reach.first; ++k) sum += slope[k];
+    for (int64_t k = reach.last; k < reach.keys; ++k) sum += slope[k];
+    *p.grad_outside.at(b, m, slot, t) += sum;
+  }
+}
+
+template <typename T>
+void backward_tasks(const Problem<T>& p, int64_t begin, int64_t end) {
+  Scratch<T> s(p, true);
+  const int64_t blocks = (p.queries + BLOCK - 1) / BLOCK, line = p.line;
+  const T one = 1;
+  T* weights = s.weights.data();
+  T* slopes = s.slopes.data();
+  for (int64_t task = begin; task < end; ++task) {
+    const int64_t slot = task % p.slots, head = task / p.slots, m = head % p.M, b = head / p.M;
+    if (p.query.data) pack_panels(p.key, b, m, p.S, p.d, s.key_panels.data());
+    if (p.logits_wanted) pack_panels(p.value, b, m, p.S, p.dv, s.value_panels.data());
+    if (p.grad_query.data) gather(p.key, b, m, int64_t(0), p.S, p.d, p.d_padded, p.scale, s.key_rows.data());
+    if (p.grad_key.data) std::fill_n(s.grad_key.data(), p.S * p.d_padded, T(0));
+    if (p.grad_value.data) std::fill_n(s.grad_value.data(), p.S * p.dv_padded, T(0));
+    for (int64_t block = slot; block < blocks; block += p.slots) {
+      const int64_t first = block * BLOCK, count = std::min(BLOCK, p.queries - first);
+      const int64_t columns = columns_of(p, first + count - 1), keys = std::min(p.S, columns);
+      attention_weights(p, s, b, m, first, count, columns, true);
+      gather(p.grad_output, b, m, first, count, p.dv, p.dv_padded, one, s.gradient.data());
+      if (p.grad_value.data)
+        product(weights, int64_t(1), line, s.gradient.data(), p.dv_padded, s.grad_value.data(), p.dv_padded,
+                keys, p.dv_padded, count, true);
+      if (!p.logits_wanted) continue;
+      panel_product(s.gradient.data(), p.dv_padded, s.value_panels.data(), p.dv, slopes, line, count,
+                    columns);
+      for (int64_t i = 0; i < count; ++i) {
+        const T* __restrict weight = weights + i * line;
+        T* __restrict slope = slopes + i * line;
+        const T mean = dot(weight, slope, columns);
+        for (int64_t k = 0; k < columns; ++k) slope[k] = weight[k] * (slope[k] - mean);
+        add_logit_gradients(p, b, m, slot, first + i, slope);
+      }
+      if (p.grad_key.data)
+        product(slopes, int64_t(1), line, s.query.data(), p.d_padded, s.grad_key.data(), p.d_padded, keys,
+                p.d_padded, count, true);
+      if (p.grad_query.data) {
+        row_product(slopes, line, s.key_rows.data(), p.d_padded, s.mixed.data(), count, keys);
+        scatter(p.grad_query, b, m, int64_t(0), first, count, p.d, p.d_padded, &one, int64_t(0),
+                s.mixed.data());
+      }
+    }
+    if (p.grad_key.data)
+      scatter(p.grad_key, b, m, slot, int64_t(0), p.S, p.d, p.d_padded, &one, int64_t(0), s.grad_key.data());
+    if (p.grad_value.data)
+      scatter(p.grad_value, b, m, slot, int64_t(0), p.S, p.dv, p.dv_padded, &one, int64_t(0),
+              s.grad_value.data());
+  }
+}
+
+void forward_range(const Problem<float>& p, int64_t begin, int64_t end) {
+  forward_tasks(p, begin, end);
+}
+void forward_range(const Problem<double>& p, int64_t begin, int64_t end) {
+  forward_tasks(p, begin, end);
+}
+void backward_range(const Problem<float>& p, int64_t begin, int64_t end) {
+  backward_tasks(p, begin, end);
+}
+void backward_range(const Problem<double>& p, int64_t begin, int64_t end) {
+  backward_tasks(p, begin, end);
+}

@@ -1,0 +1,101 @@
+"""Hands sequence attention to the CPU kernels (``csrc/cpu/sequence_attention.cpp``).
+
+Half precision is computed in float32. Shapes as in ``_sequence_attention_plain``; the kernels want an axis of slots
+after (B, M): a slot is a share of a head's queries, whose sums over queries are its own.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ._sequence_attention_plain import Terms
+
+_TASKS = 16  # at least so many independent sums over queries, for threads to share
+_BLOCK = 48  # queries, of which a task takes at least one block
+
+
+def _slots(B: int, M: int, T: int) -> int:
+    """Shares per head. (They do not depend on the number of threads, so neither do the sums.)"""
+    return max(1, min(-(-_TASKS // max(1, B * M)), -(-T // _BLOCK)))
+
+
+def _inputs(terms: Terms, key_padding_mask: Tensor | None, lse: Tensor) -> list[Tensor | None]:
+    B, M, T = lse.shape
+    query, key, value, *logits = (None if t is None else t.to(lse.dtype) for t in terms)
+    expanded = [None if t is None else t.expand(B, M, T, *t.shape[3:]) for t in logits]
+    found = [None if t is None else t.unsqueeze(2) for t in (query, key, value, *expanded)]
+    return [*found, None if key_padding_mask is None else key_padding_mask.contiguous()]
+
+
+def forward(
+    terms: Terms, key_padding_mask: Tensor | None, start: int, causal: bool, scale: float, output: Tensor, lse: Tensor
+) -> None:
+    """Write the output (B, M, T, dv) and the log-sum-exp (B, M, T), +inf where all keys are masked."""
+    target = output if output.dtype == lse.dtype else torch.empty_like(output, dtype=lse.dtype)
+    torch.ops.attn_plugins.sequence_attention_forward_(
+        *_inputs(terms, key_padding_mask, lse),
+        target.unsqueeze(2),
+        lse.unsqueeze(2),
+        start,
+        causal,
+        scale,
+        _slots(*lse.shape),
+    )
+    if target is not output:
+        output.copy_(target)
+
+
+def backward(
+    grad_output: Tensor,
+    terms: Terms,
+    key_padding_mask: Tensor | None,
+    start: int,
+    causal: bool,
+    scale: float,
+    lse: Tensor,
+    grads: list[Tensor | None],
+) -> None:
+    """Fill the wanted gradients (those not None), in the order of :class:`Terms`."""
+    B, M, T = lse.shape
+    slots, dtype = _slots(B, M, T), lse.dtype
+
+    def per_slot(grad: Tensor | None) -> Tensor | None:
+        """Where the kernel writes sums over a slot's queries, (B, M, slots, S, width)."""
+        if grad is None:
+            return None
+        if slots == 1 and grad.dtype == dtype:
+            return grad.unsqueeze(2)
+        return grad.new_empty((B, M, slots, *grad.shape[2:]), dtype=dtype)
+
+    def logits(grad: Tensor | None) -> Tensor | None:
+        """Where the kernel adds, (B, M, slots or 1, T or 1, ...)."""
+        if grad is None:
+            return None
+        if grad.shape[:3] == (B, M, T) and grad.dtype == dtype and grad.stride(-1) == 1:
+            return grad.zero_().unsqueeze(2)
+        shared = grad.shape[2] == 1 and T > 1
+        return grad.new_zeros((B, M, slots if shared else 1, *grad.shape[2:]), dtype=dtype)
+
+    query = None
+    if grads[0] is not None:
+        query = grads[0] if grads[0].dtype == dtype else torch.empty_like(grads[0], dtype=dtype)
+    written = [
+        None if query is None else query.unsqueeze(2),
+        *(per_slot(g) for g in grads[1:3]),
+        *(logits(g) for g in grads[3:]),
+    ]
+    torch.ops.attn_plugins.sequence_attention_backward_(
+        grad_output.to(dtype).unsqueeze(2),
+        *_inputs(terms, key_padding_mask, lse),
+        lse.unsqueeze(2),
+        *written[:3],
+        *(None if t is None else t.expand(B, M, slots, T, *t.shape[4:]) for t in written[3:]),
+        start,
+        causal,
+        scale,
+        slots,
+    )
+    for grad, result in zip(grads, written):
+        if grad is not None and result is not None and result.data_ptr() != grad.data_ptr():
+            grad.copy_(result.sum(2).sum_to_size(grad.shape))
