@@ -1,5 +1,6 @@
 """Attention modules: toolkit-free ``nn.Module``s, one idea a file."""
 
+from .alignment_attention import AlignmentAttention
 from .augmented_conv import AAConv2d
 from .bilateral import BilateralCrissCross2d, BilateralNonLocal2d
 from .capture import attention_layers, capture_attention
@@ -12,6 +13,7 @@ from .non_local import NonLocal2d
 
 __all__ = [
     "AAConv2d",
+    "AlignmentAttention",
     "BilateralCrissCross2d",
     "BilateralNonLocal2d",
     "CrissCrossAttention2d",

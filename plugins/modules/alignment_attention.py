@@ -1,0 +1,216 @@
+"""Attention of an encoder-decoder RNN by one of five alignment scores (Lecture, "Attention for NMT").
+
+Shapes: B batch, T decoder states s, S encoder states h.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..ops._arguments import autocast_dtype
+from ..terms import alignment as terms
+
+
+class DotScore(nn.Module):
+    """s_t · h_i; has no parameters."""
+
+    def __init__(self, query_channels: int, source_channels: int, **_: Any) -> None:
+        super().__init__()
+        if query_channels != source_channels:
+            raise ValueError(
+                "query_channels and source_channels must be equal for a cosine, dot or scaled-dot alignment, got "
+                f"{query_channels} and {source_channels}; general and additive take any"
+            )
+
+    def project_keys(self, source: Tensor) -> Tensor:
+        """What the score reads of the source, whatever the query."""
+        return source
+
+    def forward(self, query: Tensor, keys: Tensor) -> Tensor:
+        return terms.dot_scores(query, keys)
+
+
+class ScaledDotScore(DotScore):
+    """s_t · h_i / √d; has no parameters."""
+
+    def forward(self, query: Tensor, keys: Tensor) -> Tensor:
+        return terms.scaled_dot_scores(query, keys)
+
+
+class CosineScore(DotScore):
+    """cos(s_t, h_i); has no parameters."""
+
+    def project_keys(self, source: Tensor) -> Tensor:
+        return terms.unit_vectors(source)
+
+    def forward(self, query: Tensor, keys: Tensor) -> Tensor:
+        return terms.dot_scores(terms.unit_vectors(query), keys)
+
+
+class GeneralScore(nn.Module):
+    """s_tᵀ W h_i."""
+
+    def __init__(self, query_channels: int, source_channels: int, **factory: Any) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(query_channels, source_channels, **factory))
+        self.init_weights()
+
+    def init_weights(self) -> None:
+        """Draw W by Glorot, uniform."""
+        nn.init.xavier_uniform_(self.weight)
+
+    def project_keys(self, source: Tensor) -> Tensor:
+        return source  # W goes to the query: a decoder has one at a time, and many encoder states
+
+    def forward(self, query: Tensor, keys: Tensor) -> Tensor:
+        return terms.general_scores(query, keys, self.weight)
+
+
+class AdditiveScore(nn.Module):
+    """w_1 · tanh(W_2 [s_t; h_i] + b_2): a network of two layers."""
+
+    def __init__(
+        self, query_channels: int, source_channels: int, hidden_channels: int | None = None, **factory: Any
+    ) -> None:
+        super().__init__()
+        hidden_channels = query_channels if hidden_channels is None else hidden_channels
+        self.query = nn.Linear(query_channels, hidden_channels, **factory)
+        self.source = nn.Linear(source_channels, hidden_channels, bias=False, **factory)
+        self.vector = nn.Parameter(torch.empty(hidden_channels, **factory))
+        self.init_weights()
+
+    def init_weights(self) -> None:
+        """Draw both layers by Glorot, uniform, W_2 as the one matrix it is; the bias 0."""
+        hidden, channels = len(self.vector), self.query.in_features + self.source.in_features
+        bound = math.sqrt(6 / (hidden + channels))
+        nn.init.uniform_(self.query.weight, -bound, bound)
+        nn.init.uniform_(self.source.weight, -bound, bound)
+        nn.init.zeros_(self.query.bias)
+        nn.init.xavier_uniform_(self.vector.unsqueeze(0))
+
+    def project_keys(self, source: Tensor) -> Tensor:
+        return self.source(source)
+
+    def forward(self, query: Tensor, keys: Tensor) -> Tensor:
+        return terms.additive_scores(self.query(query), keys, self.vector)
+
+
+ALIGNMENT_SCORES: dict[str, type[DotScore] | type[GeneralScore] | type[AdditiveScore]] = {
+    "cosine": CosineScore,
+    "additive": AdditiveScore,
+    "general": GeneralScore,
+    "dot": DotScore,
+    "scaled-dot": ScaledDotScore,
+}
+
+
+class AlignmentAttention(nn.Module):
+    """Context vectors c_t = Σ_i α_{t,i} h_i, with α_t the softmax of the alignment scores of s_t and all h_i.
+
+    The softmax runs in float32 for half inputs. A query whose keys are all padding gets zeros.
+
+    Args:
+        score: 'cosine', 'additive' (the concatenation-based one), 'general', 'dot' or 'scaled-dot'.
+        query_channels: Width of s.
+        source_channels: Width of h; that of s for the scores without parameters. None: that of s.
+        hidden_channels: A, the hidden layer of the additive score. None: ``query_channels``.
+
+    Shapes:
+        query (B, T, query_channels), source (B, S, source_channels)
+        -> context (B, T, source_channels), alignment (B, T, S)
+
+    Raises:
+        ValueError: an argument is out of its range, or does not fit the others.
+    """
+
+    def __init__(
+        self,
+        score: str,
+        query_channels: int,
+        source_channels: int | None = None,
+        hidden_channels: int | None = None,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if score not in ALIGNMENT_SCORES:
+            raise ValueError(f"score must be one of {', '.join(ALIGNMENT_SCORES)}, got {score!r}")
+        if hidden_channels is not None and score != "additive":
+            raise ValueError(f"hidden_channels is of the additive score alone, got {hidden_channels!r} for {score!r}")
+        source_channels = query_channels if source_channels is None else source_channels
+        hidden_channels = query_channels if hidden_channels is None else hidden_channels
+        widths = dict(query_channels=query_channels, source_channels=source_channels, hidden_channels=hidden_channels)
+        for name, number in widths.items():
+            if not isinstance(number, int) or number < 1:
+                raise ValueError(f"{name} must be a positive int, got {number!r}")
+        self.score_name, self.query_channels, self.source_channels = score, query_channels, source_channels
+        self.score = ALIGNMENT_SCORES[score](**widths, device=device, dtype=dtype)
+
+    def project_keys(self, source: Tensor) -> Tensor:
+        """What the score reads of the source: for a decoder that asks step by step to compute once.
+
+        Args:
+            source: (B, S, source_channels).
+
+        Returns:
+            (B, S, ·), for ``forward``'s ``keys``; ``source`` itself where the score reads it as it is.
+        """
+        return self.score.project_keys(source)
+
+    def forward(
+        self, query: Tensor, source: Tensor, key_padding_mask: Tensor | None = None, keys: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Attend from every decoder state to all encoder states.
+
+        Args:
+            query: s, (B, T, query_channels).
+            source: h, (B, S, source_channels).
+            key_padding_mask: (B, S) bool, True for states to be left out.
+            keys: ``project_keys(source)`` where it is known already.
+
+        Returns:
+            c, (B, T, source_channels), and α, (B, T, S), whose rows sum to one.
+        """
+        self._check(query, source, key_padding_mask)
+        scores = self.score(query, self.score.project_keys(source) if keys is None else keys)
+        if scores.dtype in (torch.float16, torch.bfloat16):
+            scores = scores.float()
+        if key_padding_mask is None:
+            alignment = scores.softmax(-1)
+        else:
+            mask = key_padding_mask.unsqueeze(1)
+            # The least finite value and not -inf: all keys masked must give zeros, in the gradient, too.
+            alignment = scores.masked_fill(mask, torch.finfo(scores.dtype).min).softmax(-1).masked_fill(mask, 0)
+        alignment = alignment.to(source.dtype)
+        return alignment @ source, alignment
+
+    def _check(self, query: Tensor, source: Tensor, key_padding_mask: Tensor | None) -> None:
+        widths = dict(query=("T", self.query_channels), source=("S", self.source_channels))
+        for (name, (axis, width)), x in zip(widths.items(), (query, source)):
+            if not isinstance(x, Tensor):
+                raise TypeError(f"{name} must be a Tensor, got {type(x).__name__}")
+            if x.dim() != 3 or x.shape[2] != width or x.shape[1] == 0:
+                raise ValueError(f"{name} must have shape (B, {axis}, {width}) with {axis} > 0, got {tuple(x.shape)}")
+        if source.shape[0] != query.shape[0]:
+            raise ValueError(f"source must have query's batch {query.shape[0]}, got {source.shape[0]}")
+        if source.device != query.device:
+            raise ValueError(f"source must be on query's device {query.device}, got {source.device}")
+        if source.dtype != query.dtype and autocast_dtype(query.device.type) is None:
+            raise TypeError(f"source must have query's dtype {query.dtype}, got {source.dtype}")
+        if key_padding_mask is not None:
+            if not isinstance(key_padding_mask, Tensor) or key_padding_mask.dtype != torch.bool:
+                kind = getattr(key_padding_mask, "dtype", type(key_padding_mask).__name__)
+                raise TypeError(f"key_padding_mask must be a bool Tensor, True for padding, got {kind}")
+            if key_padding_mask.shape != source.shape[:2]:
+                raise ValueError(
+                    f"key_padding_mask must have shape {tuple(source.shape[:2])} = (B, S) of source, "
+                    f"got {tuple(key_padding_mask.shape)}"
+                )
+
+    def extra_repr(self) -> str:
+        return f"{self.score_name}, query_channels={self.query_channels}, source_channels={self.source_channels}"

@@ -1,0 +1,215 @@
+"""Attention by alignment scores against the lecture's formulas in plain loops, its masks and its edges."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from attn_plugins.modules import AlignmentAttention
+from attn_plugins.terms import alignment as terms
+
+SCORES = ["cosine", "additive", "general", "dot", "scaled-dot"]
+
+
+def layer(score: str, *, dtype=torch.float64, width: int = 6) -> AlignmentAttention:
+    torch.manual_seed(0)
+    options = dict(source_channels=5) if score in ("general", "additive") and width == 6 else {}
+    if score == "additive":
+        options["hidden_channels"] = 7
+    module = AlignmentAttention(score, width, **options).to(dtype)
+    for name, parameter in module.named_parameters():
+        if name.endswith("bias"):
+            nn.init.normal_(parameter)
+    return module
+
+
+def states(module: AlignmentAttention, B: int = 3, T: int = 4, S: int = 5, dtype=torch.float64):
+    query = torch.randn(B, T, module.query_channels, dtype=torch.float64).to(dtype)
+    return query, torch.randn(B, S, module.source_channels, dtype=torch.float64).to(dtype)
+
+
+def score_of_a_pair(module: AlignmentAttention, s: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
+    """The lecture's table, one pair at a time."""
+    dot = sum(a * b for a, b in zip(s, h))
+    if module.score_name == "dot":
+        return dot
+    if module.score_name == "scaled-dot":
+        return dot / math.sqrt(len(s))
+    if module.score_name == "cosine":
+        return dot / (s.norm() * h.norm())
+    if module.score_name == "general":
+        return s @ module.score.weight @ h
+    concatenated = torch.cat([module.score.query.weight, module.score.source.weight], 1)
+    return module.score.vector @ torch.tanh(concatenated @ torch.cat([s, h]) + module.score.query.bias)
+
+
+@torch.no_grad()
+def by_loops(module, query, source, mask):
+    (B, T, _), S = query.shape, source.shape[1]
+    context, alignment = torch.zeros(B, T, source.shape[2]).double(), torch.zeros(B, T, S).double()
+    for b in range(B):
+        kept = [i for i in range(S) if not mask[b, i]]
+        for t in range(T):
+            exponentials = [torch.exp(score_of_a_pair(module, query[b, t], source[b, i])) for i in kept]
+            for i, e in zip(kept, exponentials):
+                alignment[b, t, i] = e / sum(exponentials)
+                context[b, t] += alignment[b, t, i] * source[b, i]
+    return context, alignment
+
+
+@pytest.mark.parametrize("score", SCORES)
+@pytest.mark.parametrize("masked", [False, True])
+def test_equals_the_formula(score, masked):
+    module = layer(score)
+    query, source = states(module)
+    mask = torch.zeros(3, 5, dtype=torch.bool)
+    if masked:
+        mask[0, 3:], mask[2, 1:] = True, True
+    context, alignment = module(query, source, mask if masked else None)
+    for got, expected in zip((context, alignment), by_loops(module, query, source, mask)):
+        torch.testing.assert_close(got, expected)
+    torch.testing.assert_close(alignment.sum(-1), torch.ones(3, 4, dtype=torch.float64))
+    again = module(query, source, mask if masked else None, keys=module.project_keys(source))
+    torch.testing.assert_close(again, (context, alignment), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("score", SCORES)
+def test_padding_is_never_read(score):
+    module = layer(score)
+    query, source = states(module)
+    mask = torch.tensor([[False, True, False, False, True]] * 3)
+    changed = source.masked_fill(mask.unsqueeze(2), 1e6)
+    for got, expected in zip(module(query, changed, mask), module(query, source, mask)):
+        torch.testing.assert_close(got, expected, rtol=0, atol=0)
+    source.requires_grad_()
+    context, alignment = module(query, source, mask)
+    grad = torch.autograd.grad((context.square().sum() + alignment.square().sum()), source)[0]
+    assert not grad[mask].any()
+    assert grad[~mask].any()
+    assert not alignment.transpose(1, 2)[mask].any()
+
+
+@pytest.mark.parametrize("score", SCORES)
+def test_a_source_of_padding_alone_gives_zeros(score):
+    module = layer(score)
+    query, source = (x.requires_grad_() for x in states(module))
+    mask = torch.zeros(3, 5, dtype=torch.bool)
+    mask[1] = True
+    context, alignment = module(query, source, mask)
+    assert not context[1].any()
+    assert not alignment[1].any()
+    assert context[0].any()
+    context.square().sum().backward()
+    for x in (query, source, *module.parameters()):
+        assert torch.isfinite(x.grad).all()
+
+
+@pytest.mark.parametrize("score", SCORES)
+def test_gradients(score):
+    module = layer(score)
+    query, source = (x.requires_grad_() for x in states(module, B=2, T=2, S=3))
+    mask = torch.tensor([[False, False, True], [False, False, False]])
+    names, parameters = zip(*module.named_parameters()) if list(module.parameters()) else ((), ())
+
+    def run(query, source, *values):
+        return torch.func.functional_call(module, dict(zip(names, values)), (query, source, mask))
+
+    assert torch.autograd.gradcheck(run, (query, source, *parameters))
+    assert torch.autograd.gradgradcheck(run, (query, source, *parameters))
+    output, _ = module(query, source, mask)
+    for gradient in torch.autograd.grad(output.square().sum(), parameters) if parameters else ():
+        assert gradient.any()
+
+
+@pytest.mark.parametrize("score", SCORES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_low_precision_stays_near_float64(score, dtype):
+    module = layer(score, dtype=dtype, width=32)
+    query, source = states(module, dtype=dtype)
+    mask = torch.tensor([[False, True, False, False, True]] * 3)
+    context, alignment = module(query, source, mask)
+    assert context.dtype == alignment.dtype == dtype
+    wide = module.double()(query.double(), source.double(), mask)
+    # Rounding of a logit as large as 15 (dot of 32 channels), then of the probability.
+    tolerance = 40 * torch.finfo(dtype).eps
+    torch.testing.assert_close(context.double(), wide[0], rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(alignment.double(), wide[1], rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("score", SCORES)
+def test_autocast(score):
+    module = layer(score, dtype=torch.float32)
+    query, source = states(module, dtype=torch.float32)
+    expected = module(query, source)
+    with torch.autocast("cpu", torch.bfloat16):
+        for got, wanted in zip(module(query, source.bfloat16()), expected):
+            torch.testing.assert_close(got.float(), wanted, rtol=0.1, atol=0.1)
+
+
+def test_half_cosine_of_long_vectors_does_not_overflow():
+    x = torch.full((1, 2, 16), 300.0, dtype=torch.float16)  # its square is over float16's 65504
+    scores = terms.cosine_scores(x, -x)
+    torch.testing.assert_close(scores, torch.full((1, 2, 2), -1.0, dtype=torch.float16), rtol=2e-3, atol=0)
+    assert not terms.cosine_scores(torch.zeros(1, 2, 16), x.float()).any()
+
+
+@pytest.mark.parametrize("score", SCORES)
+def test_strided_states_and_an_empty_batch(score):
+    """A decoder of the (T, B, C) kind passes transposed views."""
+    module = layer(score)
+    query, source = states(module)
+    strided = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in (query, source)]
+    for got, expected in zip(module(*strided), module(query, source)):
+        torch.testing.assert_close(got, expected)
+    context, alignment = module(query[:0], source[:0], torch.zeros(0, 5, dtype=torch.bool))
+    assert context.shape == (0, 4, module.source_channels)
+    assert alignment.shape == (0, 4, 5)
+
+
+@pytest.mark.parametrize("score", SCORES)
+def test_compiles_to_one_graph(score):
+    module = layer(score, dtype=torch.float32)
+    query, source = states(module, dtype=torch.float32)
+    mask = torch.tensor([[False, True, False, False, True]] * 3)
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    for got, expected in zip(compiled(query, source, mask), module(query, source, mask)):
+        torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (("bahdanau", 4), "score must be one of cosine, additive, general, dot, scaled-dot, got 'bahdanau'"),
+        (("dot", 4, 6), "query_channels and source_channels must be equal .* got 4 and 6"),
+        (("cosine", 4, 6), "must be equal"),
+        (("scaled-dot", 4, 6), "must be equal"),
+        (("general", 0), "query_channels must be a positive int, got 0"),
+        (("general", 4, 2.0), "source_channels must be a positive int, got 2.0"),
+        (("additive", 4, 4, -1), "hidden_channels must be a positive int, got -1"),
+        (("dot", 4, 4, 8), "hidden_channels is of the additive score alone, got 8 for 'dot'"),
+    ],
+)
+def test_bad_arguments(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        AlignmentAttention(*arguments)
+
+
+def test_bad_inputs():
+    module = AlignmentAttention("general", 4, 6)
+    query, source = torch.randn(2, 3, 4), torch.randn(2, 5, 6)
+    for arguments, error, message in [
+        ((query[0], source), ValueError, r"query must have shape \(B, T, 4\) with T > 0, got \(3, 4\)"),
+        ((query, source[:, :, :4]), ValueError, r"source must have shape \(B, S, 6\) with S > 0, got \(2, 5, 4\)"),
+        ((query, source[:, :0]), ValueError, r"with S > 0, got \(2, 0, 6\)"),
+        ((query, source[:1]), ValueError, "source must have query's batch 2, got 1"),
+        ((query, source.double()), TypeError, "source must have query's dtype torch.float32, got torch.float64"),
+        ((query, source.to("meta")), ValueError, "source must be on query's device cpu, got meta"),
+        ((query, None), TypeError, "source must be a Tensor, got NoneType"),
+        ((query, source, torch.zeros(2, 5)), TypeError, "key_padding_mask must be a bool Tensor, .* got torch.float32"),
+        ((query, source, torch.zeros(5, 2) > 0), ValueError, r"shape \(2, 5\) = \(B, S\) of source, got \(5, 2\)"),
+    ]:
+        with pytest.raises(error, match=message):
+            module(*arguments)
