@@ -141,18 +141,23 @@ void for_team(WindowArguments<T>& a, const Body& body) {
     }
     body(team, wide);
   };
+  if constexpr (std::is_same_v<T, float>) {  // half numbers of such widths go to tensor cores
+    if (a.vectors && width <= 2 * kOwnChannels) {
+      return call(std::type_identity<Team<2, kVector, kChunks>>(), std::false_type());
+    }
+    if (a.vectors && width <= 4 * kOwnChannels) {
+      return call(std::type_identity<Team<4, kVector, kChunks>>(), std::false_type());
+    }
+    if (a.vectors && width <= 8 * kOwnChannels) {
+      return call(std::type_identity<Team<8, kVector, kChunks>>(), std::false_type());
+    }
+  }
   if (width > 32 * kOwnChannels) {
     call(std::type_identity<Team<0, 1, kWideChannels>>(), std::true_type());
-  } else if (!a.vectors) {
-    call(std::type_identity<Team<0, 1, kOwnChannels>>(), std::false_type());
-  } else if (width <= 2 * kOwnChannels) {
-    call(std::type_identity<Team<2, kVector, kChunks>>(), std::false_type());
-  } else if (width <= 4 * kOwnChannels) {
-    call(std::type_identity<Team<4, kVector, kChunks>>(), std::false_type());
-  } else if (width <= 8 * kOwnChannels) {
-    call(std::type_identity<Team<8, kVector, kChunks>>(), std::false_type());
-  } else {
+  } else if (a.vectors) {
     call(std::type_identity<Team<0, kVector, kChunks>>(), std::false_type());
+  } else {
+    call(std::type_identity<Team<0, 1, kOwnChannels>>(), std::false_type());
   }
 }
 

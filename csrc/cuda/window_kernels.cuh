@@ -8,56 +8,12 @@
 
 #include <cmath>
 
-#include "launch.cuh"
-#include "vector.cuh"
+#include "window_geometry.cuh"
 
 namespace attn_plugins {
 
 constexpr float kLowest = -3.4028235e38f;  // finite, so that a masked logit, -inf, is infinitely below it
 constexpr float kSlack = 5;  // weights may grow to e^5 before sums are scaled down to a new greatest logit
-constexpr int kBand = 8;     // rows of maps that teams walk along together
-
-// A (B, M, rows, columns, channels) tensor.
-template <class T>
-struct Maps {
-  T* data = nullptr;
-  int64_t batch = 0, head = 0, row = 0, column = 0, channel = 0;
-
-  __device__ __forceinline__ int64_t offset(int64_t b, int64_t m, int64_t y, int64_t x) const {
-    return b * batch + m * head + y * row + x * column;
-  }
-  __device__ __forceinline__ T* at(int64_t b, int64_t m, int64_t y, int64_t x) const {
-    return data + offset(b, m, y, x);
-  }
-};
-
-// One axis: tap t of query q is key q * stride - padding + t * dilation.
-struct WindowAxis {
-  int queries, keys, taps, stride, padding, dilation;
-  int step, shift;  // smallest with: tap t of query q is the key of tap t - shift of query q + step
-  int divisor;      // of stride and dilation, the greatest
-  int inverse;      // inverse * step = 1 modulo shift
-};
-
-template <class T>
-struct WindowProblem {
-  Maps<const T> query, key, value, position, output_read, grad_output;
-  Maps<T> output, grad_query, grad_key, grad_value, grad_position;
-  float* log_sum_exp;  // (B, M, Hq, Wq); natural, +inf where a window is empty
-  float* stats;        // (B, M, Hq, Wq, 2): log-sum-exp, and grad_output · output
-  WindowAxis y, x;
-  int64_t teams;
-  int M, d, dv;       // d is 0 without content
-  int rows, columns;  // of teams
-  int lanes;          // of a team, where the kernel does not fix them
-  float scale;
-  bool zero_border;
-  bool tall;  // a warp's tile has two rows
-
-  __device__ __forceinline__ int64_t query_index(int b, int m, int row, int column) const {
-    return ((int64_t(b) * M + m) * y.queries + row) * x.queries + column;
-  }
-};
 
 // The lanes that hold a row of channels: LANES of them, or as many as the problem says where LANES is 0. A
 // lane has CHUNKS vectors of VECTOR elements, dealt out in turn.
@@ -137,55 +93,6 @@ __device__ __forceinline__ float exponential(float x) {
 template <class T>
 __device__ __forceinline__ float load_one(const T* from) {
   return widen(load_constant<T, 1>(from).element[0]);
-}
-
-// Where a team works: in head m of image b, in row y, on the x-th run of that row.
-struct Place {
-  int b, m, y, x;
-  bool exists;
-};
-
-__device__ __forceinline__ Place locate(int64_t team, int64_t teams, int M, int rows, int columns) {
-  const int per_head = rows * columns, per_band = kBand * columns;
-  const bool exists = team < teams;
-  const int64_t index = exists ? team : 0, head = index / per_head;
-  const int in_head = int(index % per_head), band = in_head / per_band, in_band = in_head % per_band;
-  const int height = min(kBand, rows - band * kBand);
-  return {int(head / M), int(head % M), band * kBand + in_band % height, in_band / height, exists};
-}
-
-// The first place of the n-th run of `count` places at distances of `step`.
-__device__ __forceinline__ int spread(int n, int step, int count) {
-  return n / step * (step * count) + n % step;
-}
-
-__device__ __forceinline__ bool within(int i, int count) {
-  return unsigned(i) < unsigned(count);
-}
-
-// Places n of a line: first <= n < first + count.
-struct Span {
-  int first, count;
-
-  // Those n >= 0 for which start + n * step is on an axis of `size`.
-  static __device__ __forceinline__ Span on_axis(int start, int step, int size) {
-    const int first = start < 0 ? (step - 1 - start) / step : 0;
-    const int end = start < size ? (size - start + step - 1) / step : 0;
-    return {first, end > first ? end - first : 0};
-  }
-  __device__ __forceinline__ bool has(int n) const { return within(n - first, count); }
-  // Those that are in other_first <= n < other_end, too.
-  __device__ __forceinline__ Span common(int other_first, int other_end) const {
-    const int low = first > other_first ? first : other_first, end = min(first + count, other_end);
-    return {low, end > low ? end - low : 0};
-  }
-  __device__ __forceinline__ Span only_if(bool condition) const { return {first, condition ? count : 0}; }
-};
-
-// Distances along a row are 32-bit (window_attention.cuh sees to it).
-template <class T>
-__device__ __forceinline__ T* along(T* row, int place, int64_t distance) {
-  return row + place * int(distance);
 }
 
 template <class T, class Team, int QUERIES>
@@ -377,22 +284,6 @@ __global__ void __launch_bounds__(kThreads) window_query_gradient_kernel(const W
     }
   }
 }
-
-// The greatest tap by which a query may see key `at` of an axis, and that query; tap - n * shift belongs to
-// query + n * step. None may, whatever the tap, where `exists` comes out false.
-struct Reach {
-  int tap, query;
-  bool exists;
-
-  __device__ __forceinline__ Reach(const WindowAxis& axis, int at) {
-    const int padded = at + axis.padding;
-    const int residue = int(int64_t(padded / axis.divisor % axis.shift) * axis.inverse % axis.shift);
-    exists = padded % axis.divisor == 0;
-    // of the taps = residue (mod shift): one less than a multiple away from the last
-    tap = axis.taps - 1 - ((axis.taps - 1 - residue) % axis.shift + axis.shift) % axis.shift;
-    query = (padded - tap * axis.dilation) / axis.stride;
-  }
-};
 
 // Gradients of keys and values, each gathered from the queries that see the key.
 template <class T, class Team, int KEYS>

@@ -118,8 +118,7 @@ __device__ __forceinline__ TilePlace locate_tile(const WindowProblem<T>& p, int 
 }
 
 template <class T, int WIDTH>
-__global__ void __launch_bounds__(kThreads, WIDTH > 32 ? 1 : 2)
-    window_forward_tensor_kernel(const WindowProblem<T> p) {
+__global__ void __launch_bounds__(kThreads, 2) window_forward_tensor_kernel(const WindowProblem<T> p) {
   const Tile<T, WIDTH> tile;
   const TilePlace at = locate_tile(p, p.y.queries, p.x.queries, p.y.step, p.x.step, tile.group);
   if (!at.exists) return;
@@ -129,7 +128,7 @@ __global__ void __launch_bounds__(kThreads, WIDTH > 32 ? 1 : 2)
   const int columns = p.x.taps + (p.tall ? 7 : 15) * p.x.shift, column = at.x0 * p.x.stride - p.x.padding;
   const Span on_map = Span::on_axis(column, p.x.dilation, p.x.keys);
   const Span counting = p.zero_border ? Span{0, columns} : on_map;
-  Span window[2];  // of the line of keys; the tap of place j is j - origin
+  Span window[2];  // places of the line of keys that halves see
   // Pointers are carried from row to row, else the compiler computes each anew for every load.
   const T* position[2];  // the logit of place 0 of a key row
 #pragma unroll

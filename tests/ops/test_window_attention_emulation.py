@@ -1,4 +1,7 @@
-"""Window attention's CUDA source, run thread by thread on the CPU (see test_cuda_emulation.py for what that means)."""
+"""Window attention's CUDA kernels: their source, run thread by thread on the CPU, and on a GPU where there is one.
+
+``test_cuda_emulation.py`` says what an emulation can know.
+"""
 
 from __future__ import annotations
 
@@ -31,9 +34,8 @@ FLAGS = """-shared -fPIC -O1 -std=c++20 -fsanitize=alignment,bounds,integer-divi
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(scope="module")
 def emulated(tmp_path_factory):
-    """plugins/ops/_window_attention_cuda.py, with the emulated kernels in the place of the compiled ones."""
     library = tmp_path_factory.mktemp("emulation") / "emulated.so"
     site = Path(torch.__file__).parent
     folders = [EMULATION, ROOT / "csrc", site / "include"]
@@ -41,11 +43,39 @@ def emulated(tmp_path_factory):
     command += [str(EMULATION / "window_attention.cpp"), "-o", str(library), f"-L{site / 'lib'}", "-ltorch_cpu"]
     subprocess.run(command, check=True)
     torch.ops.load_library(str(library))
-    with pytest.MonkeyPatch.context() as patch:
-        operators = torch.ops.attn_plugins_emulated_window
-        patch.setattr(cuda, "forward_kernels", operators.forward_)
-        patch.setattr(cuda, "backward_kernels", operators.backward_)
-        yield
+    return torch.ops.attn_plugins_emulated_window
+
+
+@pytest.fixture(params=["emulated", pytest.param("cuda", marks=pytest.mark.cuda)])
+def compute(request, monkeypatch):
+    """Window attention and its gradients, by emulated kernels or on a GPU; NaN stays where nothing is written."""
+    device = "cpu" if request.param == "emulated" else "cuda"
+    if device == "cpu":
+        operators = request.getfixturevalue("emulated")
+        monkeypatch.setattr(cuda, "forward_kernels", operators.forward_)
+        monkeypatch.setattr(cuda, "backward_kernels", operators.backward_)
+
+    def move(t):
+        """With its strides, also where they are 0."""
+        if t is None or device == "cpu":
+            return t
+        if 0 in t.stride():
+            return t.to(device).expand(t.shape)
+        return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device).copy_(t)
+
+    def run(terms, geometry, grad_output, scale=0.3, needs=(True,) * 4):
+        terms, grad_output = [move(t) for t in terms], move(grad_output)
+        value = terms[2]
+        output = value.new_full(grad_output.shape, math.nan)
+        lse = value.new_full(grad_output.shape[:-1], math.nan, dtype=torch.float32)
+        cuda.forward(terms, geometry, scale, output, lse)
+        grads = [
+            None if t is None or not need else torch.empty_like(t).fill_(math.nan) for t, need in zip(terms, needs)
+        ]
+        cuda.backward(grad_output, terms, geometry, output, lse, scale, grads)
+        return output.cpu(), [None if g is None else g.cpu() for g in grads]
+
+    return run
 
 
 def error(found, expected):
@@ -82,18 +112,7 @@ def expected_of(terms, geometry, grad_output, scale=0.3):
     return output.detach(), [None if t is None else next(found) for t in leaves]
 
 
-def compute(terms, geometry, grad_output, scale=0.3, needs=(True,) * 4):
-    """The same by the kernels; where memory is not written, NaN stays."""
-    value = terms[2]
-    output = torch.full(grad_output.shape, math.nan, dtype=value.dtype)
-    lse = torch.full(grad_output.shape[:-1], math.nan)
-    cuda.forward(terms, geometry, scale, output, lse)
-    grads = [None if t is None or not need else torch.empty_like(t).fill_(math.nan) for t, need in zip(terms, needs)]
-    cuda.backward(grad_output, terms, geometry, output, lse, scale, grads)
-    return output, grads
-
-
-def compare(terms, geometry, grad_output, dtype=torch.float32):
+def compare(compute, terms, geometry, grad_output, dtype=torch.float32):
     expected, gradients = expected_of(terms, geometry, grad_output)
     output, grads = compute([None if t is None else t.to(dtype) for t in terms], geometry, grad_output.to(dtype))
     assert error(output, expected) < TOLERANCE[dtype]
@@ -130,8 +149,8 @@ CASES = {
 @pytest.mark.parametrize("zero_border", [False, True], ids=["exclude", "zero"])
 @pytest.mark.parametrize("logits", ["content", "position", "both"])
 @pytest.mark.parametrize("case", CASES)
-def test_equals_the_reference(case, logits, zero_border):
-    compare(*problem(**CASES[case], logits=logits, zero_border=zero_border))
+def test_equals_the_reference(compute, case, logits, zero_border):
+    compare(compute, *problem(**CASES[case], logits=logits, zero_border=zero_border))
 
 
 @pytest.fixture(params=["1", "0"], ids=["tensor cores", "no tensor cores"])
@@ -141,20 +160,20 @@ def tensor_cores(request, monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", CASES)
-def test_half_precision(case, dtype, tensor_cores):
-    compare(*problem(**CASES[case]), dtype)
+def test_half_precision(compute, case, dtype, tensor_cores):
+    compare(compute, *problem(**CASES[case]), dtype)
 
 
 @pytest.mark.parametrize("zero_border", [False, True], ids=["exclude", "zero"])
 @pytest.mark.parametrize("logits", ["content", "position"])
 @pytest.mark.parametrize("case", ["two lanes", "four lanes", "stride 2", "keys that none sees", "causal sequence"])
-def test_terms_on_tensor_cores(case, logits, zero_border):
-    compare(*problem(**CASES[case], logits=logits, zero_border=zero_border), torch.float16)
+def test_terms_on_tensor_cores(compute, case, logits, zero_border):
+    compare(compute, *problem(**CASES[case], logits=logits, zero_border=zero_border), torch.float16)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("needs", [(1, 0, 0, 0), (0, 1, 0, 0), (0, 0, 1, 0), (0, 0, 0, 1), (1, 0, 0, 1)], ids=str)
-def test_only_wanted_gradients(needs, dtype):
+def test_only_wanted_gradients(compute, needs, dtype):
     terms, geometry, grad_output = problem(B=1)
     _, gradients = expected_of(terms, geometry, grad_output)
     _, grads = compute([t.to(dtype) for t in terms], geometry, grad_output.to(dtype), needs=needs)
@@ -164,7 +183,7 @@ def test_only_wanted_gradients(needs, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_views_give_what_copies_give(dtype):
+def test_views_give_what_copies_give(compute, dtype):
     """Heads of a channels-last projection, logits of planes, misaligned rows, strided channels."""
     terms, geometry, grad_output = problem(kernel=(3, 5))
     query, key, value, position = (t.to(dtype) for t in terms)
@@ -197,7 +216,7 @@ def test_views_give_what_copies_give(dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_masked_windows_and_extreme_logits(dtype):
+def test_masked_windows_and_extreme_logits(compute, dtype):
     (query, key, value, position), geometry, grad_output = problem(B=1)
     position[0, 0, 1, 2] = -math.inf
     position[0, 1, 2, :, 3] = -math.inf
@@ -215,7 +234,7 @@ def test_masked_windows_and_extreme_logits(dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_queries_beyond_the_map(dtype):
+def test_queries_beyond_the_map(compute, dtype):
     """Position logits alone may have any grid of queries; a window without a key gives 0."""
     (_, _, value, _), geometry, _ = problem(B=1)
     position, grad_output = torch.randn(1, 2, 9, 12, 9), torch.randn(1, 2, 9, 12, 16)
@@ -227,7 +246,7 @@ def test_queries_beyond_the_map(dtype):
     assert error(grads[3], gradients[3]) < TOLERANCE[dtype]
 
 
-def test_what_the_kernels_serve():
+def test_what_the_kernels_serve(compute):
     terms, _, _ = problem(B=1)
     assert not cuda.serves(terms)  # float64
     assert cuda.serves(tuple(t.half() for t in terms))
