@@ -3,6 +3,7 @@
 from .alignment_attention import AlignmentAttention
 from .augmented_conv import AAConv2d
 from .bilateral import BilateralCrissCross2d, BilateralNonLocal2d
+from .bilateral_1d import BilateralSelfAttention
 from .capture import attention_layers, capture_attention
 from .criss_cross import CrissCrossAttention2d
 from .deformable_conv import DeformableConv1d, DeformableConv2d
@@ -10,12 +11,15 @@ from .dynamic_conv import DynamicConv1d, DynamicConv2d
 from .generalized_attention import GeneralizedAttention2d
 from .local_bilateral import LocalBilateralConv2d
 from .non_local import NonLocal2d
+from .sequence_cache import SequenceCache
+from .spatial_attention_1d import MultiheadSpatialAttention
 
 __all__ = [
     "AAConv2d",
     "AlignmentAttention",
     "BilateralCrissCross2d",
     "BilateralNonLocal2d",
+    "BilateralSelfAttention",
     "CrissCrossAttention2d",
     "DeformableConv1d",
     "DeformableConv2d",
@@ -23,7 +27,9 @@ __all__ = [
     "DynamicConv2d",
     "GeneralizedAttention2d",
     "LocalBilateralConv2d",
+    "MultiheadSpatialAttention",
     "NonLocal2d",
+    "SequenceCache",
     "attention_layers",
     "capture_attention",
 ]

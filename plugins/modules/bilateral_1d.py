@@ -1,0 +1,198 @@
+"""Bilateral self-attention on sequences: content and non-localized position logits (Thesis, section 3.4.4).
+
+Shapes: B batch, C channels, M heads, T tokens, S keys, d width per head, k taps of the position logits' window.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..terms.nonlocal_band import counted_keys, standardised_band
+from ..terms.nonlocal_position import PADDINGS, predicted_values, with_padding
+from .bilateral import SMOOTHINGS
+from .sequence_cache import (
+    SequenceCache,
+    attended,
+    check_cache,
+    check_heads,
+    check_padding_mask,
+    check_sequence,
+    split_heads,
+    weights_of,
+)
+
+
+class BilateralSelfAttention(nn.Module):
+    """Multi-head self-attention whose logits are of content and of position.
+
+    Source: Thesis, Eq. 3.9 to 3.12 and section 3.4.4. In head m, the logit of key j for query i is
+    θ(x_i)·φ(x_j) / √d + δ_p(x_i, i, j) / σ_p. δ_p is f(x_i), two linear layers, one value for each of the k keys around
+    i, or with ``causal`` for i and the k - 1 before it; v_i for all other keys. Neither is laid out over T × T.
+
+    Args:
+        embed_dim: C.
+        num_heads: M; must divide C.
+        kernel_size: k, odd, or any with ``causal``; None: 21, with ``causal`` 11 (Table 3.7).
+        padding: v: ``'zero'``, ``'learned'`` (one more value predicted for each head), ``'-inf'``, ``'min'`` or
+            ``'mean'`` of the window's values.
+        smoothing: σ_p: ``'sqrt_d'`` divides the position logits by √d, ``'zscore'`` standardises a query's over all
+            the keys that it sees.
+        causal: No key after the query is seen.
+        dropout: Share of the weights that is dropped in training. Then T × T weights are written out.
+        bias: Of all layers but f's, which have theirs.
+
+    Shapes:
+        (B, T, C) -> (B, T, C)
+
+    Raises:
+        ValueError: an argument is out of its range, or does not fit the others.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int = 8,
+        kernel_size: int | None = None,
+        padding: str = "zero",
+        smoothing: str = "sqrt_d",
+        causal: bool = False,
+        dropout: float = 0.0,
+        bias: bool = True,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        check_heads(embed_dim, num_heads, dropout)
+        if kernel_size is None:
+            kernel_size = 11 if causal else 21
+        if not isinstance(kernel_size, int) or kernel_size < 1 or (kernel_size % 2 == 0 and not causal):
+            raise ValueError(f"kernel_size must be a positive odd int, or any with causal, got {kernel_size!r}")
+        if padding not in PADDINGS:
+            raise ValueError(f"padding must be one of {', '.join(PADDINGS)}, got {padding!r}")
+        if smoothing not in SMOOTHINGS:
+            raise ValueError(f"smoothing must be one of {', '.join(SMOOTHINGS)}, got {smoothing!r}")
+        if padding == "-inf" and smoothing == "zscore":
+            raise ValueError("smoothing 'zscore' needs another padding than '-inf', of which there is no mean")
+        self.embed_dim, self.num_heads, self.kernel_size = embed_dim, num_heads, kernel_size
+        self.padding, self.smoothing, self.causal, self.dropout = padding, smoothing, causal, dropout
+        factory: dict[str, Any] = dict(device=device, dtype=dtype)
+        self.q_proj, self.k_proj, self.v_proj, self.out_proj = (
+            nn.Linear(embed_dim, embed_dim, bias=bias, **factory) for _ in range(4)
+        )
+        self.position = nn.Sequential(  # f
+            nn.Linear(embed_dim, embed_dim, **factory),
+            nn.Linear(embed_dim, num_heads * predicted_values(kernel_size, padding), **factory),
+        )
+        self.init_weights()
+
+    def init_weights(self) -> None:
+        """Draw all layers by Glorot, uniform, those of queries, keys and values as one; biases 0."""
+        joint = (self.q_proj, self.k_proj, self.v_proj)
+        for layer in (*joint, self.out_proj, *self.position):
+            assert isinstance(layer, nn.Linear)
+            nn.init.xavier_uniform_(layer.weight, gain=1 / math.sqrt(2) if layer in joint else 1.0)
+            if layer.bias is not None:
+                nn.init.zeros_(layer.bias)
+
+    def forward(
+        self, query: Tensor, *, key_padding_mask: Tensor | None = None, cache: SequenceCache | None = None
+    ) -> Tensor:
+        """Attend from every token of ``query`` to all of them.
+
+        Args:
+            query: (B, T, C). With ``cache`` the next tokens, one or several.
+            key_padding_mask: (B, T) bool, True for tokens to be left out.
+            cache: For decoding step by step, with ``causal``: the same one in every step, which changes it.
+
+        Returns:
+            (B, T, C).
+
+        Raises:
+            ValueError: a shape, a device or a combination does not fit.
+            TypeError: a tensor is not of the module's dtype.
+        """
+        arguments = self._arguments(query, key_padding_mask, cache)
+        output = self.out_proj(attended(arguments, self.dropout if self.training else 0.0))
+        if cache is not None:
+            cache.steps += query.shape[1]
+            if self.padding == "-inf":
+                cache.keep(self.kernel_size - 1)
+        return output
+
+    @torch.no_grad()
+    def attention_maps(
+        self,
+        query: Tensor,
+        *,
+        key_padding_mask: Tensor | None = None,
+        cache: SequenceCache | None = None,
+        queries: Tensor | None = None,
+    ) -> Tensor:
+        """The attention weights that ``forward`` would have: for inspection, O(T S). The cache is left as it is.
+
+        Args:
+            query: As ``forward``, and so are the others.
+            queries: (Q,), positions in ``query``; None for all.
+
+        Returns:
+            (B, M, T, S), or (B, M, Q, S) of ``queries``; S counts the keys of the cache.
+        """
+        cache = None if cache is None else dataclasses.replace(cache)
+        maps = weights_of(self._arguments(query, key_padding_mask, cache))
+        return maps if queries is None else maps[:, :, queries]
+
+    def _arguments(self, query: Tensor, key_padding_mask: Tensor | None, cache: SequenceCache | None) -> dict[str, Any]:
+        """What ``sequence_attention`` takes."""
+        weight = self.out_proj.weight
+        check_sequence("query", query, self.embed_dim, weight)
+        B, T, _ = query.shape
+        check_padding_mask(key_padding_mask, B, T, weight.device)
+        if cache is not None:
+            if not self.causal:
+                raise ValueError("cache needs causal=True: other queries would change what was answered")
+            check_cache(cache, B)
+        content, key, value = (
+            split_heads(layer(query), self.num_heads) for layer in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        content = content * (self.embed_dim // self.num_heads) ** -0.5
+        if cache is not None:
+            cache.append(key, value, key_padding_mask)
+            assert cache.key is not None
+            assert cache.value is not None
+            key, value, key_padding_mask = cache.key, cache.value, cache.key_padding_mask
+        start = value.shape[2] - T
+        band, beyond = self._position_logits(query, value.shape[2], start, key_padding_mask)
+        return dict(
+            query=content, key=key, value=value, band_logits=band, outside_logits=beyond, causal=self.causal,
+            key_padding_mask=key_padding_mask, start=start, scale=1.0,
+        )  # fmt: skip
+
+    def _position_logits(
+        self, x: Tensor, S: int, start: int, key_padding_mask: Tensor | None
+    ) -> tuple[Tensor, Tensor | float | None]:
+        """δ_p / σ_p in the window, (B, M, T, k), and beyond it."""
+        k = self.kernel_size
+        predicted = split_heads(self.position(x), self.num_heads)
+        if self.smoothing == "sqrt_d":
+            predicted = predicted * (self.embed_dim // self.num_heads) ** -0.5
+        else:
+            values = with_padding(predicted, self.padding)
+            counted, number = counted_keys(x.shape[1], S, k, start, self.causal, key_padding_mask, x.device)
+            return standardised_band(values[..., :k], values[..., k], counted, number)
+        if self.padding in ("-inf", "zero"):
+            return predicted, -math.inf if self.padding == "-inf" else None
+        values = with_padding(predicted, self.padding)
+        return values[..., :k], values[..., k]
+
+    def extra_repr(self) -> str:
+        text = (
+            f"{self.embed_dim}, num_heads={self.num_heads}, kernel_size={self.kernel_size}, "
+            f"padding={self.padding!r}, smoothing={self.smoothing!r}"
+        )
+        return text + (", causal=True" if self.causal else "")

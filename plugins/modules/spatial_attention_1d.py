@@ -1,0 +1,371 @@
+"""Multi-head attention on sequences with any of the four terms of Transformer attention (Zhu et al. 2019).
+
+Shapes: B batch, C channels, M heads, T queries, S keys, d width per head, K offsets.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..terms.saliency import key_saliency
+from ..terms.sine_position import sine_encoding
+from .generalized_attention import parse_attention_type
+from .sequence_cache import (
+    SequenceCache,
+    attended,
+    check_cache,
+    check_heads,
+    check_padding_mask,
+    check_sequence,
+    split_heads,
+    weights_of,
+)
+
+
+class MultiheadSpatialAttention(nn.Module):
+    """Self-, causal self- and encoder-decoder attention whose logits are any of ε1 ... ε4.
+
+    Source: Zhu et al. (2019), Eq. 1, 2 and 8, with the relative positions of Transformer-XL (Dai et al. 2019). The
+    logit of key k for query q is ``scale`` times the sum of the chosen terms:
+
+        1000  ε1 = q·k            query content and key content
+        0100  ε2 = q·R[k - q]     query content and relative position
+        0010  ε3 = u·k            key content alone
+        0001  ε4 = v·R[k - q]     relative position alone
+
+    R is the sine encoding of k - q, of C features, projected. In encoder-decoder attention k and q are positions in
+    the source and in the target; those of the source count from its first key that is not padding, so that padding on
+    either side changes nothing. With ``'0000'`` the output is the mean of the values. No logit of T × S is kept for
+    the gradient, but with ``dropout``.
+
+    Queries and keys are projected without a bias, which would be a u or a v in disguise.
+
+    Args:
+        embed_dim: C.
+        num_heads: M; must divide C.
+        attention_type: Four bits, ε1 to ε4.
+        attention_range: n_k, odd: keys are limited to |k - q| <= (n_k - 1) / 2, with ``causal`` to the query and the
+            (n_k - 1) / 2 before it; -1: all keys. A query without a key in range gets the output's bias.
+        causal: Self-attention that sees no key after the query.
+        dropout: Share of the weights that is dropped in training. Then T × S weights are written out.
+        bias: Of values and outputs.
+        scale: Factor of the sum of all terms: the Transformer's is ``(embed_dim / num_heads) ** -0.5``; the paper's
+            Eq. 2 has 1.
+        kdim: Channels of ``key`` and ``value``; None: C.
+
+    Shapes:
+        query (B, T, C), key and value (B, S, kdim) -> (B, T, C)
+
+    Raises:
+        ValueError: an argument is out of its range, or does not fit the others.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int = 8,
+        attention_type: str = "1111",
+        attention_range: int = -1,
+        causal: bool = False,
+        dropout: float = 0.0,
+        bias: bool = True,
+        *,
+        scale: float = 1.0,
+        kdim: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        check_heads(embed_dim, num_heads, dropout)
+        self.terms = e1, e2, e3, e4 = parse_attention_type(attention_type)
+        if not isinstance(attention_range, int) or (
+            attention_range != -1 and (attention_range < 1 or attention_range % 2 == 0)
+        ):
+            raise ValueError(
+                f"attention_range must be -1 (all keys) or a positive odd int (n_k), got {attention_range!r}"
+            )
+        if (e2 or e4) and embed_dim % 2:
+            raise ValueError(f"embed_dim must be even for relative positions (sines and cosines), got {embed_dim}")
+        kdim = embed_dim if kdim is None else kdim
+        if not isinstance(kdim, int) or kdim < 1 or (causal and kdim != embed_dim):
+            raise ValueError(f"kdim must be a positive int, and embed_dim = {embed_dim} with causal, got {kdim!r}")
+        self.embed_dim, self.num_heads, self.kdim = embed_dim, num_heads, kdim
+        self.attention_type, self.attention_range, self.causal = attention_type, attention_range, causal
+        self.dropout, self.scale = dropout, scale
+        factory: dict[str, Any] = dict(device=device, dtype=dtype)
+        self.q_proj = nn.Linear(embed_dim, embed_dim, bias=False, **factory) if e1 or e2 else None
+        self.k_proj = nn.Linear(kdim, embed_dim, bias=False, **factory) if e1 or e3 else None
+        self.v_proj = nn.Linear(kdim, embed_dim, bias=bias, **factory)
+        self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias, **factory)
+        self.position_proj = nn.Linear(embed_dim, embed_dim, bias=False, **factory) if e2 or e4 else None
+        heads = num_heads, embed_dim // num_heads
+        self.content_bias = nn.Parameter(torch.empty(heads, **factory)) if e3 else None  # u
+        self.position_bias = nn.Parameter(torch.empty(heads, **factory)) if e4 else None  # v
+        self.init_weights()
+
+    def init_weights(self) -> None:
+        """Draw projections by Glorot, uniform, those of queries, keys and values as one; u and v uniform."""
+        for layer in self.children():
+            assert isinstance(layer, nn.Linear)
+            joint = layer in (self.q_proj, self.k_proj, self.v_proj)
+            nn.init.xavier_uniform_(layer.weight, gain=1 / math.sqrt(2) if joint else 1.0)
+            if layer.bias is not None:
+                nn.init.zeros_(layer.bias)
+        bound = 1 / math.sqrt(2 * (self.embed_dim // self.num_heads))
+        for vector in (self.content_bias, self.position_bias):
+            if vector is not None:
+                nn.init.uniform_(vector, -bound, bound)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor | None = None,
+        value: Tensor | None = None,
+        *,
+        key_padding_mask: Tensor | None = None,
+        cache: SequenceCache | None = None,
+    ) -> Tensor:
+        """Attend from ``query`` to ``key``, or to itself.
+
+        Args:
+            query: (B, T, C). With ``cache`` the next tokens, one or several.
+            key: (B, S, kdim); None or ``query`` itself: self-attention.
+            value: (B, S, kdim); None: ``key``.
+            key_padding_mask: (B, S) bool, True for keys to be left out. With ``causal`` and ``cache``, (B, T) of the
+                new tokens.
+            cache: For decoding step by step: the same one in every step, which changes it. In encoder-decoder
+                attention the first step's keys, values and mask stay.
+
+        Returns:
+            (B, T, C).
+
+        Raises:
+            ValueError: a shape, a device or a combination does not fit.
+            TypeError: a tensor is not of the module's dtype.
+        """
+        arguments, _ = self._arguments(query, key, value, key_padding_mask, cache)
+        output = self.out_proj(attended(arguments, self.dropout if self.training else 0.0))
+        if cache is not None:
+            cache.steps += query.shape[1]
+            if self.causal and self.attention_range != -1:
+                cache.keep(self.attention_range // 2)
+        return output.expand(-1, query.shape[1], -1)  # ε3 alone is the same for every query
+
+    @torch.no_grad()
+    def attention_maps(
+        self,
+        query: Tensor,
+        key: Tensor | None = None,
+        value: Tensor | None = None,
+        *,
+        key_padding_mask: Tensor | None = None,
+        cache: SequenceCache | None = None,
+        queries: Tensor | None = None,
+    ) -> Tensor:
+        """The attention weights that ``forward`` would have: for inspection, O(T S). The cache is left as it is.
+
+        Args:
+            query: As ``forward``, and so are the others.
+            queries: (Q,), positions in ``query``; None for all.
+
+        Returns:
+            (B, M, T, S), or (B, M, Q, S) of ``queries``; S counts the keys of the cache.
+        """
+        cache = None if cache is None else dataclasses.replace(cache)
+        arguments, shift = self._arguments(query, key, value, key_padding_mask, cache)
+        maps = weights_of(arguments).expand(-1, -1, query.shape[1], -1)
+        if shift is not None:
+            maps = maps.gather(3, _rotation(-shift, maps.shape[3])[:, None, None].expand_as(maps))
+        return maps if queries is None else maps[:, :, queries]
+
+    # --- the arguments of ``sequence_attention`` --------------------------------------------------------------------
+
+    def _arguments(
+        self,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        key_padding_mask: Tensor | None,
+        cache: SequenceCache | None,
+    ) -> tuple[dict[str, Any], Tensor | None]:
+        """What ``sequence_attention`` takes, and by how much the keys were moved."""
+        key = None if key is query else key
+        value = None if value is query and key is None else value
+        self._check(query, key, value, key_padding_mask, cache)
+        if key is None:
+            start, shift = 0, None
+            projected_key, projected_value, key_padding_mask = self._keys(query, query, key_padding_mask, cache)
+            if self.causal:
+                start = projected_value.shape[2] - query.shape[1]
+        else:
+            start = 0 if cache is None else cache.steps
+            value = key if value is None else value
+            projected_key, projected_value, key_padding_mask, shift = self._source(key, value, key_padding_mask, cache)
+        arguments = self._logits(query, projected_key, projected_value, start, cache)
+        arguments.update(
+            value=projected_value, causal=self.causal, key_padding_mask=key_padding_mask, start=start, scale=1.0
+        )
+        return arguments, shift
+
+    def _keys(
+        self, key: Tensor, value: Tensor, key_padding_mask: Tensor | None, cache: SequenceCache | None
+    ) -> tuple[Tensor | None, Tensor, Tensor | None]:
+        """Keys and values (B, M, S, d) and their mask, those of the cache before them."""
+        projected_key = None if self.k_proj is None else split_heads(self.k_proj(key), self.num_heads)
+        projected_value = split_heads(self.v_proj(value), self.num_heads)
+        if cache is None:
+            return projected_key, projected_value, key_padding_mask
+        cache.append(projected_key, projected_value, key_padding_mask)
+        assert cache.value is not None
+        return cache.key, cache.value, cache.key_padding_mask
+
+    def _source(
+        self, key: Tensor, value: Tensor, key_padding_mask: Tensor | None, cache: SequenceCache | None
+    ) -> tuple[Tensor | None, Tensor, Tensor | None, Tensor | None]:
+        """The same of another sequence, and by how much it was moved: projected in the first step alone."""
+        if cache is not None and cache.value is not None:
+            return cache.key, cache.value, cache.key_padding_mask, cache.shift
+        shift: Tensor | None = None
+        if key_padding_mask is not None and (self.position_proj is not None or self.attention_range != -1):
+            # Padding on the left would move all source positions: it goes to the end.
+            shift = key_padding_mask.logical_not().to(torch.int8).argmax(1)
+            order = _rotation(shift, key.shape[1])
+            same = value is key
+            key = key.gather(1, order.unsqueeze(2).expand_as(key))
+            value = key if same else value.gather(1, order.unsqueeze(2).expand_as(value))
+            key_padding_mask = key_padding_mask.gather(1, order)
+        projected_key, projected_value, key_padding_mask = self._keys(key, value, key_padding_mask, cache)
+        if cache is not None:
+            cache.shift = shift
+        return projected_key, projected_value, key_padding_mask, shift
+
+    def _logits(
+        self, query: Tensor, key: Tensor | None, value: Tensor, start: int, cache: SequenceCache | None
+    ) -> dict[str, Any]:
+        """Query and key with u, the band of ε2 + ε4, and ε3 where it stands alone."""
+        T, S = query.shape[1], value.shape[2]
+        projected = None
+        if self.q_proj is not None:
+            projected = self._scaled(split_heads(self.q_proj(query), self.num_heads))
+        band = self._band(projected, value, T, S, start, cache)
+        content, position_logits = None, None
+        if not self.terms[0]:
+            if key is not None and self.content_bias is not None:
+                saliency = key_saliency(key.unsqueeze(2), self._scaled(self.content_bias)).squeeze(2)
+                if self.attention_range == -1 and (band is not None or not self.causal):
+                    key, position_logits = None, saliency.unsqueeze(2)
+                else:  # a key's own logit is the product with a query of 1
+                    key, content = (
+                        saliency.unsqueeze(3),
+                        torch.ones_like(saliency[:, :, :1, None]).expand(-1, -1, T, -1),
+                    )
+            else:
+                key = None
+        else:
+            assert projected is not None
+            u = self.content_bias
+            content = projected if u is None else projected + self._scaled(u).unsqueeze(1)
+        if content is None and band is None and position_logits is None:  # '0000': all keys alike
+            if self.causal:
+                band = value.new_zeros(1, 1, 1, 1).expand(-1, -1, T, -1)
+            else:
+                position_logits = value.new_zeros(1, 1, 1, S)
+        outside = -math.inf if self.attention_range != -1 else None
+        return dict(query=content, key=key, band_logits=band, outside_logits=outside, position_logits=position_logits)
+
+    def _band(
+        self, query: Tensor | None, value: Tensor, T: int, S: int, start: int, cache: SequenceCache | None
+    ) -> Tensor | None:
+        """ε2 + ε4 of all offsets that occur, or of those in range: (B, M, T, K), of size 1 where it depends on none."""
+        if self.attention_range != -1:
+            reach = self.attention_range // 2
+        else:
+            reach = start + T - 1
+            if not self.causal:
+                reach = torch.sym_max(reach, S - 1 - start)
+        if self.position_proj is None:
+            if self.attention_range == -1:
+                return None
+            return value.new_zeros(1, 1, 1, reach + 1 if self.causal else 2 * reach + 1).expand(-1, -1, T, -1)
+        table = split_heads(self._encodings(self.position_proj, reach, cache).unsqueeze(0), self.num_heads)[0]
+        v = None if self.position_bias is None else self._scaled(self.position_bias)
+        if self.terms[1]:
+            assert query is not None
+            query = query if v is None else query + v.unsqueeze(1)
+            return torch.matmul(query, table.to(query.dtype).transpose(1, 2))
+        assert v is not None
+        band = torch.einsum("md,mkd->mk", v.to(table.dtype), table)
+        return band[None, :, None].expand(-1, -1, T, -1)
+
+    def _encodings(self, projection: nn.Linear, reach: int, cache: SequenceCache | None) -> Tensor:
+        """R: the projected encodings of the offsets -reach ... reach, with ``causal`` ... 0: (K, C)."""
+        if cache is None:
+            return self._encoded(projection, reach)
+        known = -1
+        if cache.table is not None:
+            known = len(cache.table) - 1 if self.causal else len(cache.table) // 2
+        if cache.table is None or known < reach:
+            known = max(2 * reach, 32)  # so that few steps need another one
+            cache.table = self._encoded(projection, known)
+        return cache.table[known - reach : known + 1 + (0 if self.causal else reach)]
+
+    def _encoded(self, projection: nn.Linear, reach: int) -> Tensor:
+        weight = projection.weight
+        dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
+        offsets = torch.arange(-reach, 1 if self.causal else reach + 1, device=weight.device, dtype=dtype)
+        return projection(sine_encoding(offsets, self.embed_dim).to(weight.dtype))
+
+    def _scaled(self, tensor: Tensor) -> Tensor:
+        return tensor if self.scale == 1 else tensor * self.scale
+
+    def _check(
+        self,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        key_padding_mask: Tensor | None,
+        cache: SequenceCache | None,
+    ) -> None:
+        weight = self.out_proj.weight
+        check_sequence("query", query, self.embed_dim, weight)
+        B, S = query.shape[0], query.shape[1]
+        if key is None:
+            if value is not None:
+                raise ValueError("value needs a key")
+            if self.kdim != self.embed_dim:
+                raise ValueError(f"key must be given: its kdim = {self.kdim} is not query's {self.embed_dim}")
+            if cache is not None and not self.causal:
+                raise ValueError("cache needs causal=True or a key: other queries would change what was answered")
+        else:
+            if self.causal:
+                raise ValueError("key must be None with causal=True, which is self-attention")
+            check_sequence("key", key, self.kdim, weight, B)
+            S = key.shape[1]
+            if value is not None:
+                check_sequence("value", value, self.kdim, weight, B)
+                if value.shape[1] != S:
+                    raise ValueError(f"value must have key's length {S}, got {value.shape[1]}")
+        check_padding_mask(key_padding_mask, B, S, weight.device)
+        if cache is not None:
+            check_cache(cache, B)
+            if key is not None and cache.value is not None and cache.value.shape[2] != S:
+                raise ValueError(f"key must be that of the cache, of length {cache.value.shape[2]}, got {S}")
+
+    def extra_repr(self) -> str:
+        text = f"{self.embed_dim}, num_heads={self.num_heads}, attention_type={self.attention_type!r}"
+        for name, default in (
+            ("attention_range", -1), ("causal", False), ("dropout", 0.0), ("scale", 1.0), ("kdim", self.embed_dim)
+        ):  # fmt: skip
+            if getattr(self, name) != default:
+                text += f", {name}={getattr(self, name)}"
+        return text
+
+
+def _rotation(shift: Tensor, length: int) -> Tensor:
+    """For every row, the places from ``shift`` on, then those before: (B, length)."""
+    return (torch.arange(length, device=shift.device) + shift.unsqueeze(1)) % length
