@@ -143,8 +143,9 @@ class AlignmentAttention(nn.Module):
         if hidden_channels is not None and score != "additive":
             raise ValueError(f"hidden_channels is of the additive score alone, got {hidden_channels!r} for {score!r}")
         source_channels = query_channels if source_channels is None else source_channels
-        hidden_channels = query_channels if hidden_channels is None else hidden_channels
-        widths = dict(query_channels=query_channels, source_channels=source_channels, hidden_channels=hidden_channels)
+        widths = dict(query_channels=query_channels, source_channels=source_channels)
+        if hidden_channels is not None:
+            widths["hidden_channels"] = hidden_channels
         for name, number in widths.items():
             if not isinstance(number, int) or number < 1:
                 raise ValueError(f"{name} must be a positive int, got {number!r}")
