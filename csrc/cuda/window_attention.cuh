@@ -85,6 +85,9 @@ struct WindowArguments {
     add_rows("query", p.query), add_rows("key", p.key), add_rows("value", p.value);
     check_distance("position_logits", p.position.column, p.x.dilation);
     check_taps("position_logits", p.position.channel);
+    p.key_step = int(p.x.dilation * p.key.column), p.value_step = int(p.x.dilation * p.value.column);
+    p.query_step = int(p.x.step * p.query.column);
+    p.position_step = int(p.x.step * p.position.column - p.x.shift * p.position.channel);
   }
 
   static constexpr int kVector = 16 / sizeof(T);
@@ -249,6 +252,7 @@ void window_attention_backward(Tensor grad_output, std::optional<Tensor> query, 
     p.grad_query = maps<T>(grad_query), p.grad_key = maps<T>(grad_key), p.grad_value = maps<T>(grad_value);
     p.grad_position = maps<T>(grad_position);
     a.check_taps("grad_position_logits", p.grad_position.channel);
+    p.gradient_step = int(p.x.step * p.grad_output.column);
     a.add_rows("grad_output", p.grad_output), a.add_rows("output", p.output_read);
     a.add_rows("grad_query", p.grad_query), a.add_rows("grad_key", p.grad_key);
     a.add_rows("grad_value", p.grad_value);

@@ -37,7 +37,10 @@ struct WindowProblem {
   int64_t teams;
   int M, d, dv;       // d is 0 without content
   int rows, columns;  // of teams
-  int lanes;          // of a team, where the kernel does not fix them
+  // Elements from place to place: of lines of keys, and of lines of queries; the logits' of the same key.
+  // (Here, for kernels read them from constant memory; products they would compute anew each time.)
+  int key_step, value_step, query_step, gradient_step, position_step;
+  int lanes;  // of a team, where the kernel does not fix them
   float scale;
   bool zero_border;
   bool tall;  // a warp's tile has two rows
@@ -92,8 +95,8 @@ struct Span {
 
 // Distances along a row are 32-bit (window_attention.cuh sees to it).
 template <class T>
-__device__ __forceinline__ T* along(T* row, int place, int64_t distance) {
-  return row + place * int(distance);
+__device__ __forceinline__ T* along(T* row, int place, int distance) {
+  return row + place * distance;
 }
 
 // The greatest tap by which a query may see key `at` of an axis, and that query; tap - n * shift belongs to

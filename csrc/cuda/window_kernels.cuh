@@ -112,12 +112,9 @@ __global__ void __launch_bounds__(kThreads) window_forward_kernel(const WindowPr
 #pragma unroll
     for (int c = 0; c < Team::OWN; ++c) query[r][c] *= p.scale, sum[r][c] = 0;
   }
-  // From the logit of a query to that of the next of the team, for one key.
-  const int next = int(p.x.step * p.position.column - p.x.shift * p.position.channel);
   const int columns = p.x.taps + (QUERIES - 1) * p.x.shift;
   const int column = at.x * p.x.stride - p.x.padding;
   const Span on_map = Span::on_axis(column, p.x.dilation, p.x.keys);
-  const int64_t key_step = p.x.dilation * p.key.column, value_step = p.x.dilation * p.value.column;
   const int64_t key_row = p.y.dilation * p.key.row, value_row = p.y.dilation * p.value.row;
   // Pointers are carried from row to row, else the compiler computes each anew for every load.
   int row = at.y * p.y.stride - p.y.padding;
@@ -134,14 +131,14 @@ __global__ void __launch_bounds__(kThreads) window_forward_kernel(const WindowPr
       for (int r = 0; r < QUERIES; ++r) {
         bias[r] = counts ? 0 : -INFINITY;
         if (biased && counts && valid[r] && within(j - r * p.x.shift, p.x.taps)) {
-          bias[r] = load_one(positions + (j * int(p.position.channel) + r * next));
+          bias[r] = load_one(positions + (j * int(p.position.channel) + r * p.position_step));
         }
       }
-      team.read(along(values, j, value_step), inside, p.dv, value);
+      team.read(along(values, j, p.value_step), inside, p.dv, value);
 #pragma unroll
       for (int r = 0; r < QUERIES; ++r) logit[r] = 0;
       if (content) {
-        team.read(along(keys, j, key_step), inside, p.d, key);
+        team.read(along(keys, j, p.key_step), inside, p.d, key);
 #pragma unroll
         for (int r = 0; r < QUERIES; ++r) {
           if (within(j - r * p.x.shift, p.x.taps)) logit[r] = dot(query[r], key);
@@ -218,12 +215,9 @@ __global__ void __launch_bounds__(kThreads) window_query_gradient_kernel(const W
 #pragma unroll
     for (int c = 0; c < Team::OWN; ++c) query[r][c] *= p.scale, sum[r][c] = 0;
   }
-  // From the logit of a query to that of the next of the team, for one key.
-  const int next = int(p.x.step * p.position.column - p.x.shift * p.position.channel);
   const int columns = p.x.taps + (QUERIES - 1) * p.x.shift;
   const int column = at.x * p.x.stride - p.x.padding;
   const Span on_map = Span::on_axis(column, p.x.dilation, p.x.keys);
-  const int64_t key_step = p.x.dilation * p.key.column, value_step = p.x.dilation * p.value.column;
   const int64_t key_row = p.y.dilation * p.key.row, value_row = p.y.dilation * p.value.row;
   // Pointers are carried from row to row, else the compiler computes each anew for every load.
   int row = at.y * p.y.stride - p.y.padding;
@@ -240,11 +234,11 @@ __global__ void __launch_bounds__(kThreads) window_query_gradient_kernel(const W
       for (int r = 0; r < QUERIES; ++r) {
         bias[r] = counts ? 0 : -INFINITY;
         if (biased && counts && valid[r] && within(j - r * p.x.shift, p.x.taps)) {
-          bias[r] = load_one(positions + (j * int(p.position.channel) + r * next));
+          bias[r] = load_one(positions + (j * int(p.position.channel) + r * p.position_step));
         }
       }
-      team.read(along(values, j, value_step), inside, p.dv, value);
-      team.read(along(keys, j, key_step), inside, p.d, key);
+      team.read(along(values, j, p.value_step), inside, p.dv, value);
+      team.read(along(keys, j, p.key_step), inside, p.d, key);
 #pragma unroll
       for (int r = 0; r < QUERIES; ++r) {
         logit[r] = 0, slope[r] = 0;
@@ -307,8 +301,6 @@ __global__ void __launch_bounds__(kThreads) window_key_gradient_kernel(const Win
   const Reach rows(p.y, at.y), columns(p.x, at.x);
   const bool exists = at.exists && rows.exists && columns.exists;
   const Span on_map = Span::on_axis(columns.query, p.x.step, p.x.queries);
-  const int64_t query_step = p.x.step * p.query.column, gradient_step = p.x.step * p.grad_output.column;
-  const int64_t position_step = p.x.step * p.position.column;
   for (int n = 0; n * p.y.shift < p.y.taps; ++n) {
     const int i = rows.tap - n * p.y.shift, y = rows.query + n * p.y.step;
     const bool row_inside = exists && i >= 0 && within(y, p.y.queries);
@@ -324,15 +316,16 @@ __global__ void __launch_bounds__(kThreads) window_key_gradient_kernel(const Win
       float query[Team::OWN], gradient[Team::OWN], logit[KEYS], slope[KEYS], bias[KEYS];
       Vector<float, 2> stats;
       if (inside) stats = load_constant<float, 2>(along(row_stats, l, 2 * p.x.step));
-      const T* position = along(positions, l, position_step);
+      const T* position = along(positions, l, p.x.step * int(p.position.column));
 #pragma unroll
       for (int r = 0; r < KEYS; ++r) {
         const bool sees = inside && within(j + r, p.x.taps);
         bias[r] = sees ? 0 : -INFINITY;
-        if (biased && sees) bias[r] = load_one(along(position, i * p.x.taps + j + r, p.position.channel));
+        if (biased && sees)
+          bias[r] = load_one(along(position, i * p.x.taps + j + r, int(p.position.channel)));
       }
-      team.read(along(queries, l, query_step), inside, p.d, query);
-      team.read(along(gradients, l, gradient_step), inside, p.dv, gradient);
+      team.read(along(queries, l, p.query_step), inside, p.d, query);
+      team.read(along(gradients, l, p.gradient_step), inside, p.dv, gradient);
 #pragma unroll
       for (int r = 0; r < KEYS; ++r) {
         logit[r] = 0, slope[r] = 0;

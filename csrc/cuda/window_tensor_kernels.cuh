@@ -44,7 +44,7 @@ struct Tile {
   // sum (16 rows, channels) += weights (16 rows, 16 places) times the rows of places first ... first + 15 of
   // a line.
   __device__ __forceinline__ void mix(float (&sum)[COLUMNS][4], const float (&weights)[2][4], const T* line,
-                                      int64_t distance, int first, Span present, int width) const {
+                                      int distance, int first, Span present, int width) const {
     unsigned words[4][COLUMNS / 2];
 #pragma unroll
     for (int n = 0; n < 4; ++n) {
@@ -138,7 +138,6 @@ __global__ void __launch_bounds__(kThreads, 2) window_forward_tensor_kernel(cons
     window[h] = counting.common(first, first + p.x.taps).only_if(at.valid[h]);
     position[h] = p.position.at(at.b, at.m, at.y[h], at.x[h]) - (row * p.x.taps + first) * p.position.channel;
   }
-  const int64_t key_step = p.x.dilation * p.key.column, value_step = p.x.dilation * p.value.column;
   const int64_t key_row = p.y.dilation * p.key.row, value_row = p.y.dilation * p.value.row;
   const int64_t position_row = p.x.taps * p.position.channel;
   const int rows = p.y.taps + (p.tall ? p.y.shift : 0);
@@ -162,7 +161,7 @@ __global__ void __launch_bounds__(kThreads, 2) window_forward_tensor_kernel(cons
         for (int n = 0; n < 8; ++n) {  // half h of the tile, and a place of the line
           const int h = n / 2 % 2, place = first + n / 4 * 8 + 2 * tile.member + n % 2;
           if (seen[h].has(place))
-            bias[n / 4][n % 4] = load_one(along(position[h], place, p.position.channel));
+            bias[n / 4][n % 4] = load_one(along(position[h], place, int(p.position.channel)));
         }
       }
       if (content) {
@@ -170,7 +169,7 @@ __global__ void __launch_bounds__(kThreads, 2) window_forward_tensor_kernel(cons
         for (int n = 0; n < 2; ++n) {
           const int place = first + 8 * n + tile.group;
           unsigned key[tile.WORDS];
-          tile.read(along(keys, place, key_step), present.has(place), p.d, key);
+          tile.read(along(keys, place, p.key_step), present.has(place), p.d, key);
           tile.dots(logit[n], query[0], query[1], key);
         }
       }
@@ -198,7 +197,7 @@ __global__ void __launch_bounds__(kThreads, 2) window_forward_tensor_kernel(cons
         x = exponential(x - top[h]);
         total[h] += x;
       }
-      tile.mix(sum, logit, values, value_step, first, present, p.dv);
+      tile.mix(sum, logit, values, p.value_step, first, present, p.dv);
     }
   }
 #pragma unroll
@@ -244,7 +243,6 @@ __global__ void __launch_bounds__(kThreads, WIDTH > 32 ? 1 : 2)
     position[h] = p.position.at(at.b, at.m, at.y[h], at.x[h]) - tap * p.position.channel;
     grad_position[h] = p.grad_position.at(at.b, at.m, at.y[h], at.x[h]) - tap * p.grad_position.channel;
   }
-  const int64_t key_step = p.x.dilation * p.key.column, value_step = p.x.dilation * p.value.column;
   const int64_t key_row = p.y.dilation * p.key.row, value_row = p.y.dilation * p.value.row;
   const int64_t position_row = p.x.taps * p.position.channel;
   const int64_t grad_position_row = p.x.taps * p.grad_position.channel;
@@ -272,7 +270,7 @@ __global__ void __launch_bounds__(kThreads, WIDTH > 32 ? 1 : 2)
         for (int n = 0; n < 8; ++n) {
           const int h = n / 2 % 2, place = first + n / 4 * 8 + 2 * tile.member + n % 2;
           if (seen[h].has(place))
-            bias[n / 4][n % 4] = load_one(along(position[h], place, p.position.channel));
+            bias[n / 4][n % 4] = load_one(along(position[h], place, int(p.position.channel)));
         }
       }
 #pragma unroll
@@ -281,10 +279,10 @@ __global__ void __launch_bounds__(kThreads, WIDTH > 32 ? 1 : 2)
         const bool inside = present.has(place);
         unsigned words[tile.WORDS];
         if (content) {
-          tile.read(along(keys, place, key_step), inside, p.d, words);
+          tile.read(along(keys, place, p.key_step), inside, p.d, words);
           tile.dots(logit[n], query[0], query[1], words);
         }
-        tile.read(along(values, place, value_step), inside, p.dv, words);
+        tile.read(along(values, place, p.value_step), inside, p.dv, words);
         tile.dots(slope[n], gradient[0], gradient[1], words);
       }
 #pragma unroll
@@ -294,10 +292,10 @@ __global__ void __launch_bounds__(kThreads, WIDTH > 32 ? 1 : 2)
         float& s = slope[n / 4][n % 4];
         s = seen[h].has(place) ? exponential(x - stats[h].element[0]) * (s - stats[h].element[1]) : 0;
         if (written[h].has(place)) {
-          *along(grad_position[h], place, p.grad_position.channel) = narrow_to<T>(s);
+          *along(grad_position[h], place, int(p.grad_position.channel)) = narrow_to<T>(s);
         }
       }
-      if (content) tile.mix(sum, slope, keys, key_step, first, present, p.d);
+      if (content) tile.mix(sum, slope, keys, p.key_step, first, present, p.d);
     }
   }
 #pragma unroll
@@ -336,8 +334,6 @@ __global__ void __launch_bounds__(kThreads, WIDTH > 32 ? 1 : 2)
         Span::on_axis(p.x.taps - 1 - tap[h], p.x.shift, p.x.taps);  // taps - 1 - tap is on the kernel
     window[h] = on_map.common(reach.first, reach.first + reach.count).only_if(at.valid[h]);
   }
-  const int64_t query_step = p.x.step * p.query.column, gradient_step = p.x.step * p.grad_output.column;
-  const int64_t position_step = p.x.step * p.position.column - p.x.shift * p.position.channel;
   const int64_t query_row = p.y.step * p.query.row, gradient_row = p.y.step * p.grad_output.row;
   const int64_t position_row = p.y.step * p.position.row - p.y.shift * p.x.taps * p.position.channel;
   const int64_t stats_row = 2 * int64_t(p.y.step) * p.x.queries;
@@ -366,7 +362,7 @@ __global__ void __launch_bounds__(kThreads, WIDTH > 32 ? 1 : 2)
 #pragma unroll
         for (int n = 0; n < 8; ++n) {
           const int h = n / 2 % 2, place = first + n / 4 * 8 + 2 * tile.member + n % 2;
-          if (seen[h].has(place)) bias[n / 4][n % 4] = load_one(along(position[h], place, position_step));
+          if (seen[h].has(place)) bias[n / 4][n % 4] = load_one(along(position[h], place, p.position_step));
         }
       }
 #pragma unroll
@@ -375,11 +371,11 @@ __global__ void __launch_bounds__(kThreads, WIDTH > 32 ? 1 : 2)
         const bool inside = on_map.has(place);
         unsigned words[tile.WORDS];
         if (content) {
-          tile.read(along(queries, place, query_step), inside, p.d, words);
+          tile.read(along(queries, place, p.query_step), inside, p.d, words);
           tile.dots(logit[n], key[0], key[1], words);
         }
         if (slopes) {
-          tile.read(along(gradients, place, gradient_step), inside, p.dv, words);
+          tile.read(along(gradients, place, p.gradient_step), inside, p.dv, words);
           tile.dots(slope[n], value[0], value[1], words);
         }
       }
@@ -396,8 +392,8 @@ __global__ void __launch_bounds__(kThreads, WIDTH > 32 ? 1 : 2)
           s = w * (s - known.element[1]);
         }
       }
-      if (p.grad_value.data) tile.mix(value_sum, logit, gradients, gradient_step, first, on_map, p.dv);
-      if (slopes) tile.mix(key_sum, slope, queries, query_step, first, on_map, p.d);
+      if (p.grad_value.data) tile.mix(value_sum, logit, gradients, p.gradient_step, first, on_map, p.dv);
+      if (slopes) tile.mix(key_sum, slope, queries, p.query_step, first, on_map, p.d);
     }
   }
 #pragma unroll
