@@ -58,6 +58,10 @@ def backward(
 ) -> None:
     """Fill the wanted gradients (those not None), in the order of :class:`Terms`."""
     B, M, T = lse.shape
+    position = grads[5]
+    if position is not None and position.shape[0] == 1 and B > 1 and T > 1:
+        _backward_by_batch(grad_output, terms, key_padding_mask, start, causal, scale, lse, grads)
+        return
     slots, dtype = _slots(B, M, T), lse.dtype
 
     def per_slot(grad: Tensor | None) -> Tensor | None:
@@ -99,3 +103,37 @@ def backward(
     for grad, result in zip(grads, written):
         if grad is not None and result is not None and result.data_ptr() != grad.data_ptr():
             grad.copy_(result.sum(2).sum_to_size(grad.shape))
+
+
+def _backward_by_batch(
+    grad_output: Tensor,
+    terms: Terms,
+    key_padding_mask: Tensor | None,
+    start: int,
+    causal: bool,
+    scale: float,
+    lse: Tensor,
+    grads: list[Tensor | None],
+) -> None:
+    """:func:`backward` where the batch shares position logits: their gradients (T, S) are never held for all of it."""
+    B = lse.shape[0]
+    sums = [g if g is None or g.shape[0] == B else torch.zeros_like(g, dtype=lse.dtype) for g in grads]
+    for b in range(B):
+        one = slice(b, b + 1)
+        parts = [None if g is None else g[one] if g.shape[0] == B else torch.empty_like(g) for g in sums]
+        backward(
+            grad_output[one],
+            Terms(*(t if t is None or t.shape[0] == 1 else t[one] for t in terms)),  # type: ignore[arg-type]
+            None if key_padding_mask is None else key_padding_mask[one],
+            start,
+            causal,
+            scale,
+            lse[one],
+            parts,
+        )
+        for total, part in zip(sums, parts):
+            if total is not None and part is not None and total.shape[0] == 1:
+                total += part
+    for grad, total in zip(grads, sums):
+        if grad is not None and total is not None and grad is not total:
+            grad.copy_(total)

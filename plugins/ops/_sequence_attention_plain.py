@@ -184,9 +184,9 @@ def backward(problem: Problem, grad_output: Tensor, lse: Tensor, scale: float, g
                 _add(sum_outside, chunk, band.sum(-1).neg_())
     if sum_key is not None:
         sum_key *= scale
-    for grad, total in zip(grads, sums):
-        if grad is not None and total is not None:
-            grad.copy_(total)
+    for wanted, total in zip(grads, sums):
+        if wanted is not None and total is not None:
+            wanted.copy_(total)
 
 
 def _add(total: Tensor, chunk: tuple[slice, slice], addend: Tensor) -> None:

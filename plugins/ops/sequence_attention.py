@@ -73,7 +73,8 @@ def sequence_attention(
     _check(terms, number, key_padding_mask, causal)
     T, S = _queries(terms), value.shape[2]
     start = _start(start, T, S, causal)
-    if number == float("-inf") and position_logits is None and band_logits is not None:
+    in_range = number == float("-inf") and position_logits is None
+    if in_range and band_logits is not None and isinstance(start, int):  # a symbol is no padding of a window
         return _attend_in_range(query, key, value, band_logits, key_padding_mask, start, causal, scale, T)
     if number:
         terms = terms._replace(outside_logits=value.new_full((1, 1, 1), number))
@@ -159,15 +160,14 @@ def _check(terms: Terms, number: float | None, key_padding_mask: Tensor | None, 
     if number is not None and not number < float("inf"):
         raise ValueError(f"outside_logits must be finite or -inf, got {number}")
     names = ("band_logits", "outside_logits", "position_logits")
-    for name, logits, shape in zip(names, terms[3:], ("(B, M, T, K)", "(B, M, T)", "(B, M, T, S)")):
+    for name, logits, axes in zip(names, terms[3:], ("(B, M, T, K)", "(B, M, T)", "(B, M, T, S)")):
         if logits is not None:
-            check_dim(name, logits, shape)
+            check_dim(name, logits, axes)
     T = _queries(terms)
     for name, logits in zip(names, terms[3:]):
         if logits is None:
             continue
-        last = {"band_logits": logits.shape[3:], "outside_logits": (), "position_logits": (S,)}[name]
-        shape = (B, M, T, *last)
+        shape = (B, M, T, S) if name == "position_logits" else (B, M, T, *logits.shape[3:])
         fits = logits.shape[3:] == shape[3:]
         if not fits or any(n not in (1, m) for n, m in zip(logits.shape[:3], shape[:3])):
             raise ValueError(
@@ -175,7 +175,7 @@ def _check(terms: Terms, number: float | None, key_padding_mask: Tensor | None, 
             )
     if band_logits is not None:
         K = band_logits.shape[3]
-        if K == 0 or (K % 2 == 0 and not causal):
+        if K == 0 or (not causal and K % 2 == 0):  # no guard on a parity that may be any
             raise ValueError(
                 f"band_logits must have at least one tap, and an odd number of them unless causal, got {K} "
                 f"in shape {tuple(band_logits.shape)}"
