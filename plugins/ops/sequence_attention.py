@@ -73,8 +73,8 @@ def sequence_attention(
     _check(terms, number, key_padding_mask, causal)
     T, S = _queries(terms), value.shape[2]
     start = _start(start, T, S, causal)
-    in_range = number == float("-inf") and position_logits is None
-    if in_range and band_logits is not None and isinstance(start, int):  # a symbol is no padding of a window
+    limited = number == float("-inf") and position_logits is None
+    if limited and band_logits is not None and _window_pays(value, band_logits.shape[3], start):
         return _attend_in_range(query, key, value, band_logits, key_padding_mask, start, causal, scale, T)
     if number:
         terms = terms._replace(outside_logits=value.new_full((1, 1, 1), number))
@@ -90,6 +90,16 @@ def _attend(terms: Terms, key_padding_mask: Tensor | None, start: int, causal: b
     if not _HAS_OPERATORS or torch.onnx.is_in_onnx_export():  # ONNX knows no operators of ours
         return reference.sequence_attention(*terms, key_padding_mask, start, causal, scale)
     return torch.ops.attn_plugins.sequence_attention(*terms, key_padding_mask, start, causal, scale)[0]
+
+
+def _window_pays(value: Tensor, K: int, start: int) -> bool:
+    """Whether a band of K keys is computed faster as windows.
+
+    (On the CPU up to a quarter of the keys: 40 against 119 ms for 31 of 1024 keys, forward and backward, 42 against
+    34 ms for 129 of 512. Symbols are not compared, and are no padding of a window.)
+    """
+    S = value.shape[2]
+    return isinstance(start, int) and (value.is_cuda or not isinstance(S, int) or 4 * K <= S)
 
 
 def _attend_in_range(
