@@ -2,8 +2,9 @@
 
 ``python -m attn_plugins fairseq-dir`` prints where it lies in an installed package. What it does today:
 fairseq's checkpoints hold an ``argparse.Namespace``, which ``torch.load`` (>= 2.6) refuses by default; it is
-declared safe here, so that ``fairseq-generate`` loads them without giving up safe loading. The models
-(``spatial_transformer``, ``eta_transformer``) and the ``captioning`` task are still to come.
+declared safe here, so that ``fairseq-generate`` loads them without giving up safe loading; the model
+``aligned_lstm`` is registered. The models ``spatial_transformer``, ``eta_transformer`` and the ``captioning`` task are
+still to come.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from __future__ import annotations
 import argparse
 
 import torch
+
+from . import aligned_lstm  # noqa: F401  registers the model
 
 if hasattr(torch.serialization, "add_safe_globals"):  # torch >= 2.4; older ones load everything
     torch.serialization.add_safe_globals([argparse.Namespace])

@@ -1,0 +1,209 @@
+"""``aligned_lstm``: fairseq's LSTM encoder-decoder, aligned by one of the lecture's five scores (``--alignment``).
+
+The encoder is bidirectional, h_i = [h→_i; h←_i]; the decoder's state s_t attends to all h_i, and
+tanh(W [c_t; s_t]) gives the word and feeds the next step, as in fairseq's ``lstm``, whose own score is ``general``.
+``fairseq-generate --print-alignment soft`` (or ``hard``) prints α_{t,i} (or its argmax) of each target token.
+
+Shapes: B sentences, T target tokens, S source tokens, C channels; fairseq keeps states as (S, B, C).
+"""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+from typing import Any
+
+import torch
+from fairseq import utils
+from fairseq.models import register_model, register_model_architecture
+from fairseq.models.lstm import LSTMDecoder, LSTMEncoder, LSTMModel, base_architecture
+from torch import Tensor, nn
+
+from ..modules import AlignmentAttention
+from ..modules.alignment_attention import ALIGNMENT_SCORES
+
+IncrementalState = dict[str, dict[str, Tensor | None]]
+
+
+@register_model("aligned_lstm")
+class AlignedLSTMModel(LSTMModel):
+    """LSTM encoder-decoder with a choice of alignment score; options as ``lstm`` has, but two."""
+
+    @staticmethod
+    def add_args(parser: ArgumentParser) -> None:
+        """Add the options of ``lstm`` and ours."""
+        LSTMModel.add_args(parser)
+        parser.add_argument(
+            "--alignment",
+            choices=list(ALIGNMENT_SCORES),
+            help="alignment score of decoder and encoder states; cosine, dot and scaled-dot need "
+            "--decoder-hidden-size to be twice --encoder-hidden-size (default: additive)",
+        )
+        parser.add_argument(
+            "--alignment-hidden-size",
+            type=int,
+            metavar="N",
+            help="hidden layer of the additive score (default: the decoder's hidden size)",
+        )
+
+    @classmethod
+    def build_model(cls, args: Namespace, task: Any) -> AlignedLSTMModel:
+        """Build the model, after the checks and with the embeddings of ``lstm``.
+
+        Raises:
+            ValueError: the options do not fit each other.
+        """
+        aligned_lstm(args)  # a checkpoint or Python caller may lack some options
+        _check(args)
+        stock = LSTMModel.build_model(args, task)
+        encoder = AlignedLSTMEncoder(
+            task.source_dictionary,
+            embed_dim=args.encoder_embed_dim,
+            hidden_size=args.encoder_hidden_size,
+            num_layers=args.encoder_layers,
+            dropout_in=args.encoder_dropout_in,
+            dropout_out=args.encoder_dropout_out,
+            bidirectional=args.encoder_bidirectional,
+            pretrained_embed=stock.encoder.embed_tokens,
+            max_source_positions=stock.encoder.max_source_positions,
+        )
+        layer = AlignmentLayer(
+            args.alignment, args.decoder_hidden_size, encoder.output_units, args.alignment_hidden_size
+        )
+        cutoff = utils.eval_str_list(args.adaptive_softmax_cutoff, type=int)
+        decoder = AlignedLSTMDecoder(
+            layer,
+            task.target_dictionary,
+            embed_dim=args.decoder_embed_dim,
+            hidden_size=args.decoder_hidden_size,
+            out_embed_dim=args.decoder_out_embed_dim,
+            num_layers=args.decoder_layers,
+            dropout_in=args.decoder_dropout_in,
+            dropout_out=args.decoder_dropout_out,
+            encoder_output_units=encoder.output_units,
+            pretrained_embed=stock.decoder.embed_tokens,
+            share_input_output_embed=args.share_decoder_input_output_embed,
+            adaptive_softmax_cutoff=cutoff if args.criterion == "adaptive_loss" else None,
+            max_target_positions=stock.decoder.max_target_positions,
+        )
+        return cls(encoder, decoder)
+
+
+class AlignedLSTMEncoder(LSTMEncoder):
+    """fairseq's LSTM encoder with its outputs at the places of the tokens they came from.
+
+    fairseq pads sources on the left and its LSTM moves them to the right: without the way back, the columns of the
+    alignment would be those of other tokens in every sentence shorter than the longest of its batch.
+    """
+
+    def forward(self, src_tokens: Tensor, src_lengths: Tensor, enforce_sorted: bool = True) -> tuple[Tensor, ...]:
+        """(B, S) tokens -> outputs (S, B, C), final hidden and cell states (layers, B, C), padding mask (S, B)."""
+        outputs, hiddens, cells, _ = super().forward(src_tokens, src_lengths, enforce_sorted)
+        padding = src_tokens.eq(self.padding_idx)
+        ahead = padding.cumprod(1).sum(1, keepdim=True)
+        position = torch.arange(src_tokens.shape[1], device=src_tokens.device)
+        index = (position - ahead).remainder(src_tokens.shape[1])
+        outputs = outputs.gather(0, index.t().unsqueeze(2).expand_as(outputs))
+        return outputs, hiddens, cells, padding.t()
+
+
+class AlignmentLayer(nn.Module):
+    """tanh(W [c_t; s_t]) with c_t of :class:`AlignmentAttention`, called as fairseq's LSTM decoder calls its own."""
+
+    def __init__(self, score: str, query_channels: int, source_channels: int, hidden_channels: int | None) -> None:
+        super().__init__()
+        self.attention = AlignmentAttention(score, query_channels, source_channels, hidden_channels)
+        self.output = nn.Linear(source_channels + query_channels, query_channels, bias=False)
+        nn.init.uniform_(self.output.weight, -0.1, 0.1)  # as all layers of fairseq's LSTM
+        self.keys: Tensor | None = None
+
+    def project_keys(self, source: Tensor) -> Tensor:
+        """(S, B, C) -> (S, B, ·), the same tensor where there is nothing to project."""
+        return self.attention.project_keys(source)
+
+    def forward(self, state: Tensor, source: Tensor, padding: Tensor | None) -> tuple[Tensor, Tensor]:
+        """s_t (B, C_s), h (S, B, C_h), padding (S, B) -> (B, C_s), α_t (S, B)."""
+        keys = self.project_keys(source) if self.keys is None else self.keys
+        context, alignment = self.attention(
+            state.unsqueeze(1), source.transpose(0, 1), None if padding is None else padding.t(), keys.transpose(0, 1)
+        )
+        return torch.tanh(self.output(torch.cat([context.squeeze(1), state], 1))), alignment.squeeze(1).t()
+
+
+class AlignedLSTMDecoder(LSTMDecoder):
+    """fairseq's LSTM decoder with an :class:`AlignmentLayer`, which projects the source's keys once a sentence."""
+
+    def __init__(self, attention: AlignmentLayer, dictionary: Any, **options: Any) -> None:
+        super().__init__(dictionary, attention=False, **options)
+        self.attention = attention
+
+    def extract_features(
+        self,
+        prev_output_tokens: Tensor,
+        encoder_out: tuple[Tensor, ...] | None = None,
+        incremental_state: IncrementalState | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """As fairseq's: features (B, T, C) and, in evaluation, the alignment (B, T, S)."""
+        if encoder_out is None:
+            raise ValueError("encoder_out must be the encoder's output: aligned_lstm is no language model")
+        source = encoder_out[0]
+        cached = self.get_incremental_state(incremental_state, "alignment_keys")
+        keys = self.attention.project_keys(source) if cached is None else cached["keys"]
+        self.attention.keys = keys
+        try:
+            features = super().extract_features(prev_output_tokens, encoder_out, incremental_state)
+        finally:
+            self.attention.keys = None
+        # Afterwards: fairseq's decoder takes a filled state for a step that is not the first.
+        if incremental_state is not None and keys is not source:
+            self.set_incremental_state(incremental_state, "alignment_keys", {"keys": keys})
+        return features
+
+    def reorder_incremental_state(self, incremental_state: IncrementalState, new_order: Tensor) -> None:
+        """Follow the beam; fairseq reorders the encoder's output itself."""
+        super().reorder_incremental_state(incremental_state, new_order)
+        cached = self.get_incremental_state(incremental_state, "alignment_keys")
+        if cached is not None:
+            keys = {"keys": cached["keys"].index_select(1, new_order)}
+            self.set_incremental_state(incremental_state, "alignment_keys", keys)
+
+
+def _check(args: Namespace) -> None:
+    if args.alignment not in ALIGNMENT_SCORES:
+        raise ValueError(f"--alignment must be one of {', '.join(ALIGNMENT_SCORES)}, got {args.alignment!r}")
+    if not utils.eval_bool(args.decoder_attention):
+        raise ValueError("--decoder-attention must be on for aligned_lstm; without attention use --arch lstm")
+    if not args.encoder_bidirectional:
+        raise ValueError("encoder_bidirectional must be True: the encoder of aligned_lstm is bidirectional")
+    width = 2 * args.encoder_hidden_size
+    if args.alignment in ("cosine", "dot", "scaled-dot") and args.decoder_hidden_size != width:
+        raise ValueError(
+            f"--alignment {args.alignment} compares states of one width: --decoder-hidden-size must be twice "
+            f"--encoder-hidden-size (both directions) = {width}, got {args.decoder_hidden_size}; "
+            "general and additive take any"
+        )
+    hidden = args.alignment_hidden_size
+    if hidden is not None and (hidden < 1 or args.alignment != "additive"):
+        raise ValueError(
+            f"--alignment-hidden-size must be at least 1, and only with --alignment additive, got {hidden} with "
+            f"{args.alignment}"
+        )
+
+
+@register_model_architecture("aligned_lstm", "aligned_lstm")
+def aligned_lstm(args: Namespace) -> None:
+    """256 channels a direction, 512 in the decoder, one layer; all embeddings 512."""
+    args.alignment = getattr(args, "alignment", "additive")
+    args.alignment_hidden_size = getattr(args, "alignment_hidden_size", None)
+    args.encoder_bidirectional = getattr(args, "encoder_bidirectional", True)
+    args.encoder_hidden_size = getattr(args, "encoder_hidden_size", 256)
+    args.decoder_hidden_size = getattr(args, "decoder_hidden_size", 2 * args.encoder_hidden_size)
+    base_architecture(args)
+
+
+@register_model_architecture("aligned_lstm", "aligned_lstm_tiny")
+def aligned_lstm_tiny(args: Namespace) -> None:
+    """32 channels a direction, 64 in the decoder and in the embeddings: minutes on a CPU."""
+    for name in ("encoder_embed_dim", "decoder_embed_dim", "decoder_out_embed_dim"):
+        setattr(args, name, getattr(args, name, 64))
+    args.encoder_hidden_size = getattr(args, "encoder_hidden_size", 32)
+    aligned_lstm(args)

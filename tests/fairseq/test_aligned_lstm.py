@@ -1,0 +1,274 @@
+"""The model ``aligned_lstm`` by fairseq's console scripts and, score by score, against what it is made of."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("fairseq")
+
+from fairseq.data import Dictionary
+from fairseq.models.lstm import LSTMModel
+from fairseq.sequence_generator import SequenceGenerator
+
+from attn_plugins.fairseq.aligned_lstm import AlignedLSTMModel, aligned_lstm_tiny
+
+ROOT = Path(__file__).parents[2]
+WORDS = "the a cat dog bird sees likes finds red blue small big house tree book on in under".split()
+SCORES = ["cosine", "additive", "general", "dot", "scaled-dot"]
+SMALL = dict(encoder_embed_dim=12, decoder_embed_dim=12, decoder_out_embed_dim=12, encoder_hidden_size=8)
+
+
+def fairseq(command: str, *arguments) -> str:
+    """Run a stock fairseq console command from the repository root."""
+    result = subprocess.run(
+        [str(Path(sys.executable).with_name(f"fairseq-{command}")), *map(str, arguments)],
+        cwd=ROOT,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout + result.stderr
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    """Lines of unequal lengths of a toy language pair, preprocessed: every word spelled backwards."""
+    folder = tmp_path_factory.mktemp("text")
+    draw = random.Random(0)
+    prefixes = []
+    for split, lines in (("train", 100), ("valid", 8), ("test", 8)):
+        english = [draw.choices(WORDS, k=3 + i % 6) for i in range(lines)]
+        folder.joinpath(f"{split}.en").write_text("\n".join(" ".join(line) for line in english) + "\n")
+        german = "\n".join(" ".join(word[::-1] for word in line) for line in english)
+        folder.joinpath(f"{split}.de").write_text(german + "\n")
+        prefixes += [f"--{split}pref", folder / split]
+    fairseq("preprocess", "--source-lang=en", "--target-lang=de", *prefixes, "--destdir", folder / "bin")
+    return folder / "bin"
+
+
+def train(data: Path, folder: Path, *options) -> Path:
+    options = ("--arch=aligned_lstm_tiny", *options, "--optimizer=adam", "--lr=0.01", "--max-tokens=400")
+    options += ("--max-update=12", "--num-workers=0", "--cpu", "--no-epoch-checkpoints", "--no-progress-bar")
+    log = fairseq("train", data, "--user-dir", "plugins/fairseq", *options, "--save-dir", folder)
+    assert "num_updates 12" in log
+    return folder / "checkpoint_last.pt"
+
+
+def generate(data: Path, checkpoint: Path, *options) -> dict[str, dict[int, str]]:
+    """Lines of the log by their letter and sentence: S source, H hypothesis, A alignment."""
+    options = ("--path", checkpoint, *options, "--cpu", "--num-workers=0", "--beam=3", "--min-len=3", "--max-len-b=9")
+    log = fairseq("generate", data, "--user-dir", "plugins/fairseq", *options)
+    assert "Translated 8 sentences" in log
+    lines: dict[str, dict[int, str]] = {letter: {} for letter in "SHA"}
+    for line in log.splitlines():
+        name, _, text = line.partition("\t")
+        letter, _, number = name.partition("-")
+        if letter in lines and number.isdigit():
+            lines[letter][int(number)] = text.rpartition("\t")[2]
+    return lines
+
+
+def test_console_scripts_print_soft_alignments(data, tmp_path):
+    checkpoint = train(data, tmp_path, "--alignment=additive", "--alignment-hidden-size=24")
+    lines = generate(data, checkpoint, "--print-alignment=soft")
+    assert len(lines["A"]) == 8
+    for number, line in lines["A"].items():
+        rows = [[float(p) for p in row.split(",")] for row in line.split()]
+        assert len(rows) == len(lines["H"][number].split()) + 1  # with the sentence's end
+        for row in rows:
+            assert len(row) == len(lines["S"][number].split()) + 1
+            assert sum(row) == pytest.approx(1, abs=1e-5)
+
+
+def test_console_scripts_print_hard_alignments(data, tmp_path):
+    """In one padded batch; they are the most probable words of each sentence alone, by the model loaded in Python."""
+    checkpoint = train(data, tmp_path, "--alignment=dot")
+    lines = generate(data, checkpoint, "--print-alignment=hard")
+    assert len({len(line.split()) for line in lines["S"].values()}) > 1
+    assert len(lines["A"]) == 8
+    hub = AlignedLSTMModel.from_pretrained(str(tmp_path), checkpoint.name, str(data), print_alignment="hard")
+    for number, line in lines["A"].items():
+        source = hub.src_dict.encode_line(lines["S"][number], add_if_not_exist=False).long()
+        target = hub.tgt_dict.encode_line(lines["H"][number], add_if_not_exist=False).long()
+        previous = torch.cat([target[-1:], target[:-1]])
+        matrix = hub.models[0](source[None], torch.tensor([len(source)]), previous[None])[1][0]
+        best = matrix[:-1, :-1].argmax(1).tolist()  # fairseq leaves out the ends of both
+        assert line.split() == [f"{i}-{t}" for t, i in enumerate(best)]
+
+
+class Task:
+    """What fairseq's models read of a task."""
+
+    def __init__(self) -> None:
+        self.source_dictionary = self.target_dictionary = Dictionary()
+        for word in WORDS:
+            self.target_dictionary.add_symbol(word)
+
+
+def build(alignment: str, **options) -> AlignedLSTMModel:
+    torch.manual_seed(0)
+    options = {**SMALL, "criterion": "cross_entropy", "dropout": 0.0, **options}
+    args = argparse.Namespace(alignment=alignment, **options)
+    aligned_lstm_tiny(args)
+    return AlignedLSTMModel.build_model(args, Task())
+
+
+def batch(model: AlignedLSTMModel, lengths=(6, 4, 2), T: int = 5) -> dict[str, torch.Tensor]:
+    """Sources padded on the left, longest first, and targets."""
+    words = len(model.encoder.dictionary)
+    tokens = torch.randint(4, words, (len(lengths), max(lengths)))
+    for row, length in zip(tokens, lengths):
+        row[: max(lengths) - length] = model.encoder.dictionary.pad()
+    previous = torch.randint(4, words, (len(lengths), T))
+    return dict(src_tokens=tokens, src_lengths=torch.tensor(lengths), prev_output_tokens=previous)
+
+
+@pytest.mark.parametrize("alignment", SCORES)
+def test_every_score_trains(alignment):
+    model = build(alignment, encoder_layers=2, decoder_layers=2)
+    sample = batch(model)
+    target = torch.randint(4, len(model.decoder.dictionary), sample["prev_output_tokens"].shape)
+    optimizer = torch.optim.Adam(model.parameters(), 0.02)
+    losses = []
+    for step in range(10):
+        output, alignment_matrix = model(**sample)
+        assert alignment_matrix is None  # fairseq gives it in evaluation alone
+        losses.append(torch.nn.functional.cross_entropy(output.flatten(0, 1), target.flatten()))
+        optimizer.zero_grad()
+        losses[-1].backward()
+        if step == 0:
+            without = [name for name, p in model.named_parameters() if p.grad is None or not p.grad.any()]
+            assert without == []
+        optimizer.step()
+    assert losses[-1] < losses[0] - 0.3
+
+
+@pytest.mark.parametrize("alignment", SCORES)
+def test_alignment_belongs_to_the_tokens_given(alignment):
+    """A sentence is aligned alike, alone, in a batch padded on the left and in one padded on the right."""
+    model = build(alignment).eval()
+    sample = batch(model)
+    output, matrix = model(**sample)
+    lengths = sample["src_lengths"].tolist()
+    assert matrix.shape == (3, 5, 6)
+    torch.testing.assert_close(matrix.sum(2), torch.ones(3, 5))
+    right = sample["src_tokens"].clone()
+    for b, length in enumerate(lengths):
+        right[b] = right[b].roll(length - 6)
+    right_output, right_matrix = model(**{**sample, "src_tokens": right})
+    torch.testing.assert_close(right_output, output)
+    for b, length in enumerate(lengths):
+        alone = {name: x[b : b + 1] for name, x in sample.items()}
+        alone["src_tokens"] = alone["src_tokens"][:, 6 - length :]
+        alone_output, alone_matrix = model(**alone)
+        torch.testing.assert_close(alone_output[0], output[b])
+        torch.testing.assert_close(alone_matrix[0], matrix[b, :, 6 - length :])
+        torch.testing.assert_close(alone_matrix[0], right_matrix[b, :, :length])
+        assert not matrix[b, :, : 6 - length].any()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("alignment", SCORES)
+def test_step_by_step_equals_the_full_pass_after_reorders(alignment):
+    model = build(alignment, encoder_layers=2, decoder_layers=2).eval()
+    sample = batch(model)
+    order = torch.tensor([2, 0, 0])
+    state: dict = {}
+    memory = model.encoder(sample["src_tokens"], sample["src_lengths"])
+    previous = sample["prev_output_tokens"]
+    steps = []
+    for t in range(5):
+        if t == 2:
+            model.decoder.reorder_incremental_state(state, order)
+            memory = model.encoder.reorder_encoder_out(memory, order)
+            previous = previous[order]
+        steps.append(model.decoder(previous[:, : t + 1], memory, state))
+    output, matrix = model.decoder(previous, memory)
+    for t in range(2, 5):
+        torch.testing.assert_close(steps[t][0][:, 0], output[:, t])
+        torch.testing.assert_close(steps[t][1][:, 0], matrix[:, t])
+    assert model.decoder.attention.keys is None
+
+
+def test_general_is_fairseqs_own_lstm():
+    """The same function of the same weights as fairseq's ``lstm`` has, whose score is sᵀ W h."""
+    model = build("general").eval()
+    args = argparse.Namespace(criterion="cross_entropy", dropout=0.0, encoder_bidirectional=True, **SMALL)
+    args.decoder_hidden_size = 16
+    stock = LSTMModel.build_model(args, Task()).eval()
+    weights = model.state_dict()
+    weights["decoder.attention.input_proj.weight"] = weights.pop("decoder.attention.attention.score.weight").t()
+    weights["decoder.attention.output_proj.weight"] = weights.pop("decoder.attention.output.weight")
+    stock.load_state_dict(weights)
+    sample = batch(model)
+    torch.testing.assert_close(stock(**sample)[0], model(**sample)[0])
+
+
+@torch.no_grad()
+def test_beam_search_projects_the_source_once():
+    model = build("additive").eval()
+    sample = batch(model)
+    calls = []
+    model.decoder.attention.attention.score.source.register_forward_hook(lambda *_: calls.append(1))
+    generator = SequenceGenerator([model], model.decoder.dictionary, beam_size=3, max_len_b=6, min_len=4)
+    hypotheses = generator.generate([model], {"net_input": sample})
+    assert len(calls) == 1
+    for beams, tokens, length in zip(hypotheses, sample["src_tokens"], (6, 4, 2)):
+        for hypothesis in beams:
+            matrix = hypothesis["attention"].t()
+            assert matrix.shape == (len(hypothesis["tokens"]), 6)
+            assert not matrix[:, : 6 - length].any()
+            previous = torch.cat([torch.tensor([model.decoder.dictionary.eos()]), hypothesis["tokens"][:-1]])
+            alone = model(tokens[None, 6 - length :], torch.tensor([length]), previous[None])[1][0]
+            torch.testing.assert_close(matrix[:, 6 - length :], alone)
+
+
+@pytest.mark.parametrize("alignment", SCORES)
+def test_half_precision(alignment):
+    """bfloat16, as ``--bf16`` trains: the model's own sums apart, softmax rows still sum to one."""
+    model = build(alignment).bfloat16().eval()
+    output, matrix = model(**batch(model))
+    assert output.dtype == matrix.dtype == torch.bfloat16
+    torch.testing.assert_close(matrix.float().sum(2), torch.ones(3, 5), rtol=0, atol=0.02)
+
+
+def test_adaptive_softmax_and_shared_embeddings():
+    model = build("scaled-dot", criterion="adaptive_loss", adaptive_softmax_cutoff="8,12", share_all_embeddings=True)
+    assert model.decoder.adaptive_softmax is not None
+    assert model.decoder.embed_tokens is model.encoder.embed_tokens
+    features, _ = model(**batch(model))
+    assert features.shape == (3, 5, 16)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (dict(alignment="bahdanau"), "--alignment must be one of cosine, .* got 'bahdanau'"),
+        (dict(alignment="dot", decoder_hidden_size=12), "--decoder-hidden-size must be twice .* = 16, got 12"),
+        (dict(alignment="general", decoder_attention="0"), "--decoder-attention must be on"),
+        (dict(alignment="general", encoder_bidirectional=False), "encoder_bidirectional must be True"),
+        (dict(alignment="dot", alignment_hidden_size=8), "only with --alignment additive, got 8 with dot"),
+        (dict(alignment="additive", alignment_hidden_size=0), "--alignment-hidden-size must be at least 1"),
+        (dict(alignment="dot", encoder_layers=2), "--encoder-layers must match --decoder-layers"),
+    ],
+)
+def test_bad_options(options, message):
+    with pytest.raises(ValueError, match=message):
+        build(**options)
+
+
+def test_general_and_additive_take_any_widths():
+    for alignment in ("general", "additive"):
+        assert build(alignment, decoder_hidden_size=10)(**batch(build(alignment)))[0].shape[:2] == (3, 5)
+    with pytest.raises(ValueError, match="no language model"):
+        build("dot").decoder(torch.tensor([[2]]))
