@@ -254,26 +254,20 @@ class MultiheadSpatialAttention(nn.Module):
             projected = self._scaled(split_heads(self.q_proj(query), self.num_heads))
         band = self._band(projected, value, T, S, start, cache)
         content, position_logits = None, None
-        if not self.terms[0]:
-            if key is not None and self.content_bias is not None:
-                saliency = key_saliency(key.unsqueeze(2), self._scaled(self.content_bias)).squeeze(2)
-                if self.attention_range == -1 and (band is not None or not self.causal):
-                    key, position_logits = None, saliency.unsqueeze(2)
-                else:  # a key's own logit is the product with a query of 1
-                    key, content = (
-                        saliency.unsqueeze(3),
-                        torch.ones_like(saliency[:, :, :1, None]).expand(-1, -1, T, -1),
-                    )
-            else:
-                key = None
-        else:
+        if self.terms[0]:
             assert projected is not None
             u = self.content_bias
             content = projected if u is None else projected + self._scaled(u).unsqueeze(1)
-        if content is None and band is None and position_logits is None:  # '0000': all keys alike
-            if self.causal:
+        elif key is not None and self.content_bias is not None:
+            saliency = key_saliency(key, self._scaled(self.content_bias))
+            if self.attention_range == -1:
+                key, position_logits = None, saliency.unsqueeze(2)
+            else:  # windows are of content: a key's own logit is the product with a query of 1
+                key, content = saliency.unsqueeze(3), torch.ones_like(saliency[:, :, :1, None]).expand(-1, -1, T, -1)
+        if content is None and band is None:
+            if self.causal:  # zeros, which tell the queries' number
                 band = value.new_zeros(1, 1, 1, 1).expand(-1, -1, T, -1)
-            else:
+            elif position_logits is None:  # '0000': all keys alike
                 position_logits = value.new_zeros(1, 1, 1, S)
         outside = -math.inf if self.attention_range != -1 else None
         return dict(query=content, key=key, band_logits=band, outside_logits=outside, position_logits=position_logits)

@@ -10,13 +10,13 @@ def key_saliency(key: Tensor, vector: Tensor) -> Tensor:
     """ε3 of every key.
 
     Args:
-        key: (B, M, Hk, Wk, d), projected.
+        key: (B, M, ..., d), projected: of a map (B, M, Hk, Wk, d), of a sequence (B, M, S, d).
         vector: u, (M, d).
 
     Returns:
-        (B, M, Hk, Wk).
+        (B, M, ...).
     """
-    return torch.einsum("bmhwd,md->bmhw", key, vector)
+    return torch.einsum("bm...d,md->bm...", key, vector)
 
 
 def add_vector(query: Tensor, vector: Tensor) -> Tensor:
