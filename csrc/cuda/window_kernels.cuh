@@ -175,7 +175,8 @@ __global__ void __launch_bounds__(kThreads) window_forward_kernel(const WindowPr
   }
 }
 
-// The backward kernels' statistics, one team a query.
+// The backward kernels' statistics, one team a query. Of half numbers the output is read as it was rounded: a
+// gradient carries the error of that, relative to the gradient of the output, as in FlashAttention.
 template <class T, class Team>
 __global__ void __launch_bounds__(kThreads) window_stats_kernel(const WindowProblem<T> p) {
   const Team team(p.lanes);
