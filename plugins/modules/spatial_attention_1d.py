@@ -40,8 +40,10 @@ class MultiheadSpatialAttention(nn.Module):
 
     R is the sine encoding of k - q, of C features, projected. In encoder-decoder attention k and q are positions in
     the source and in the target; those of the source count from its first key that is not padding, so that padding on
-    either side changes nothing. With ``'0000'`` the output is the mean of the values. No logit of T × S is kept for
-    the gradient, but with ``dropout``.
+    either side changes nothing. With ``'0000'`` the output is the mean of the values.
+
+    Of all terms only ε2 has its logits written out, (B, M, T, K), and kept for the gradient: K is ``attention_range``,
+    or 2 max(T, S) - 1 for all keys (T with ``causal``). The others take O(T + S) memory.
 
     Queries and keys are projected without a bias, which would be a u or a v in disguise.
 
@@ -233,7 +235,7 @@ class MultiheadSpatialAttention(nn.Module):
         shift: Tensor | None = None
         if key_padding_mask is not None and (self.position_proj is not None or self.attention_range != -1):
             # Padding on the left would move all source positions: it goes to the end.
-            shift = key_padding_mask.logical_not().to(torch.int8).argmax(1)
+            shift = key_padding_mask.int().cumprod(1).sum(1)
             order = _rotation(shift, key.shape[1])
             same = value is key
             key = key.gather(1, order.unsqueeze(2).expand_as(key))
