@@ -42,7 +42,7 @@ class ScaledDotScore(DotScore):
 
 
 class CosineScore(DotScore):
-    """cos(s_t, h_i); has no parameters."""
+    """cos(s_t, h_i), within ±1: no weight is more than e² times another; has no parameters."""
 
     def project_keys(self, source: Tensor) -> Tensor:
         return terms.unit_vectors(source)
