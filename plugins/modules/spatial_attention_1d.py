@@ -293,7 +293,8 @@ class MultiheadSpatialAttention(nn.Module):
         if self.terms[1]:
             assert query is not None
             query = query if v is None else query + v.unsqueeze(1)
-            return torch.matmul(query, table.to(query.dtype).transpose(1, 2))
+            # One product a head; matmul would copy the table for every sequence of the batch.
+            return torch.einsum("bmtd,mkd->bmtk", query, table.to(query.dtype))
         assert v is not None
         band = torch.einsum("md,mkd->mk", v.to(table.dtype), table)
         return band[None, :, None].expand(-1, -1, T, -1)
