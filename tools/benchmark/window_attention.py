@@ -63,13 +63,16 @@ def map_case(
     border = "exclude" if content else "zero"
 
     def prepare(function: Callable[..., Tensor]) -> Callable[[], Run]:
-        def run() -> Run:
-            def draw(*shape: int) -> Tensor:
-                return torch.randn(*shape, device=device, dtype=dtype)
+        # Each in the memory format that it works on.
+        layout = torch.channels_last if function is ours else torch.contiguous_format
 
-            maps = [draw(B, C, S, S) if content else None for _ in range(2)]
-            logits = draw(B, M, S, S, k * k) if geometric else None
-            return build(lambda *t: function(*t, k, border), *maps, draw(B, C, S, S), logits)
+        def run() -> Run:
+            def draw() -> Tensor:
+                return torch.randn(B, C, S, S, device=device, dtype=dtype).contiguous(memory_format=layout)
+
+            maps = [draw() if content else None for _ in range(2)]
+            logits = torch.randn(B, M, S, S, k * k, device=device, dtype=dtype) if geometric else None
+            return build(lambda *t: function(*t, k, border), *maps, draw(), logits)
 
         return run
 
@@ -97,6 +100,7 @@ def sequence_case(device: str, dtype: torch.dtype, passes: str, build: Callable[
 
         layer = DynamicConv1dTBC(C, K, padding_l=K // 2, num_heads=M, weight_softmax=True).to(device, dtype).eval()
         layer.weight_linear = torch.nn.Identity()
+        layer.weight_linear.out_features = M * K
         return lambda x, weights: getattr(layer, method)(x, None, weights)
 
     def own(x: Tensor, weights: Tensor) -> Tensor:
