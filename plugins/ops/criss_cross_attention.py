@@ -14,11 +14,9 @@ from torch import Tensor
 
 from . import _criss_cross_products as products
 from . import reference
-from ._arguments import autocast_dtype, check_dim, check_tensors
+from ._arguments import check_dim, check_tensors
 from ._criss_cross_products import Terms
-from ._double_backward import differentiate_twice
-
-_HAS_OPERATORS = hasattr(torch.library, "custom_op")  # torch >= 2.4
+from ._operators import by_reference, define, differentiate_twice, under_autocast
 
 
 def criss_cross_attention(
@@ -58,16 +56,11 @@ def criss_cross_attention(
     """
     terms = (query, key, value, position_logits)
     _check(*terms)
-    dtype = autocast_dtype(value.device.type)
-    if dtype is not None:
-        terms = tuple(t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in terms)  # type: ignore
-        with torch.autocast(value.device.type, enabled=False):
-            return _attend(terms, float(scale))
-    return _attend(terms, float(scale))
+    return under_autocast(lambda *cast: _attend(cast, float(scale)), terms, value.device.type)
 
 
 def _attend(terms: Terms, scale: float) -> Tensor:
-    if not _HAS_OPERATORS or torch.onnx.is_in_onnx_export():  # ONNX knows no operators of ours
+    if by_reference():
         return reference.criss_cross_attention(*terms, scale)
     return torch.ops.attn_plugins.criss_cross_attention(*terms, scale)[0]
 
@@ -209,27 +202,24 @@ def _flops_backward(grad_output, query, key, value, *args, out_shape=None, **kwa
     return 2 * content + 2 * mixing
 
 
-if _HAS_OPERATORS:
-    from torch.utils.flop_counter import register_flop_formula
-
-    _TERMS = "Tensor? query, Tensor? key, Tensor value, Tensor? position_logits"
-    _criss_cross_attention = torch.library.custom_op(
-        "attn_plugins::criss_cross_attention",
-        _forward,
-        mutates_args=(),
-        schema=f"({_TERMS}, float scale) -> (Tensor output, Tensor weights)",
-    )
-    _criss_cross_attention_backward = torch.library.custom_op(
-        "attn_plugins::criss_cross_attention_backward",
-        _backward,
-        mutates_args=(),
-        # Gradients that are not needed come back empty.
-        schema=f"(Tensor grad_output, {_TERMS}, Tensor weights, float scale, bool[] needs) "
-        "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_position_logits)",
-    )
-    _criss_cross_attention.register_fake(_fake_forward)
-    _criss_cross_attention_backward.register_fake(_fake_backward)
-    _criss_cross_attention.register_autograd(_differentiate, setup_context=_setup_context)
-    _criss_cross_attention_backward.register_autograd(_differentiate_twice, setup_context=_setup_context_double)
-    register_flop_formula(torch.ops.attn_plugins.criss_cross_attention)(_flops)
-    register_flop_formula(torch.ops.attn_plugins.criss_cross_attention_backward)(_flops_backward)
+_TERMS = "Tensor? query, Tensor? key, Tensor value, Tensor? position_logits"
+define(
+    "criss_cross_attention",
+    f"({_TERMS}, float scale) -> (Tensor output, Tensor weights)",
+    _forward,
+    _fake_forward,
+    _differentiate,
+    _setup_context,
+    _flops,
+)
+define(
+    "criss_cross_attention_backward",
+    # Gradients that are not needed come back empty.
+    f"(Tensor grad_output, {_TERMS}, Tensor weights, float scale, bool[] needs) "
+    "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_position_logits)",
+    _backward,
+    _fake_backward,
+    _differentiate_twice,
+    _setup_context_double,
+    _flops_backward,
+)

@@ -19,11 +19,9 @@ from . import _global_attention_chunks as chunked
 from . import _global_attention_cpu as cpu
 from . import _global_attention_folding as folding
 from . import _library, reference
-from ._arguments import autocast_dtype, check_dim, check_tensors
-from ._double_backward import differentiate_twice
+from ._arguments import check_dim, check_tensors
 from ._global_attention_folding import Terms
-
-_HAS_OPERATORS = hasattr(torch.library, "custom_op")  # torch >= 2.4
+from ._operators import by_reference, define, differentiate_twice, under_autocast
 
 
 def global_attention(
@@ -66,12 +64,7 @@ def global_attention(
     """
     terms = (query, key, value, row_logits, column_logits, key_logits)
     grid = _check(*terms)
-    dtype = autocast_dtype(value.device.type)
-    if dtype is not None:
-        terms = tuple(t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in terms)  # type: ignore
-        with torch.autocast(value.device.type, enabled=False):
-            return _attend(terms, float(scale), grid)
-    return _attend(terms, float(scale), grid)
+    return under_autocast(lambda *cast: _attend(cast, float(scale), grid), terms, value.device.type)
 
 
 def scripted_global_attention(
@@ -95,7 +88,7 @@ def _attend(terms: Terms, scale: float, grid: tuple[int, int]) -> Tensor:
     columns_alone = column_logits is None or column_logits.shape[2] == 1
     if query is None and key_logits is None and rows_alone and columns_alone:
         return _attend_by_axes(value, row_logits, column_logits)
-    if not _HAS_OPERATORS or torch.onnx.is_in_onnx_export():  # ONNX knows no operators of ours
+    if by_reference():
         return reference.global_attention(*terms, scale)
     return torch.ops.attn_plugins.global_attention(*terms, scale)[0]
 
@@ -318,28 +311,25 @@ def _flops_backward(grad_output, query, key, value, row_logits, column_logits, *
     return 3 * content + 2 * mixing
 
 
-if _HAS_OPERATORS:
-    from torch.utils.flop_counter import register_flop_formula
-
-    _TERMS = "Tensor? query, Tensor? key, Tensor value, Tensor? row_logits, Tensor? column_logits, Tensor? key_logits"
-    _global_attention = torch.library.custom_op(
-        "attn_plugins::global_attention",
-        _forward,
-        mutates_args=(),
-        schema=f"({_TERMS}, float scale) -> (Tensor output, Tensor log_sum_exp)",
-    )
-    _global_attention_backward = torch.library.custom_op(
-        "attn_plugins::global_attention_backward",
-        _backward,
-        mutates_args=(),
-        # Gradients that are not needed come back empty.
-        schema=f"(Tensor grad_output, {_TERMS}, Tensor output, Tensor log_sum_exp, float scale, bool[] needs) "
-        "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_row_logits, "
-        "Tensor grad_column_logits, Tensor grad_key_logits)",
-    )
-    _global_attention.register_fake(_fake_forward)
-    _global_attention_backward.register_fake(_fake_backward)
-    _global_attention.register_autograd(_differentiate, setup_context=_setup_context)
-    _global_attention_backward.register_autograd(_differentiate_twice, setup_context=_setup_context_double)
-    register_flop_formula(torch.ops.attn_plugins.global_attention)(_flops)
-    register_flop_formula(torch.ops.attn_plugins.global_attention_backward)(_flops_backward)
+_TERMS = "Tensor? query, Tensor? key, Tensor value, Tensor? row_logits, Tensor? column_logits, Tensor? key_logits"
+define(
+    "global_attention",
+    f"({_TERMS}, float scale) -> (Tensor output, Tensor log_sum_exp)",
+    _forward,
+    _fake_forward,
+    _differentiate,
+    _setup_context,
+    _flops,
+)
+define(
+    "global_attention_backward",
+    # Gradients that are not needed come back empty.
+    f"(Tensor grad_output, {_TERMS}, Tensor output, Tensor log_sum_exp, float scale, bool[] needs) "
+    "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_row_logits, "
+    "Tensor grad_column_logits, Tensor grad_key_logits)",
+    _backward,
+    _fake_backward,
+    _differentiate_twice,
+    _setup_context_double,
+    _flops_backward,
+)

@@ -15,11 +15,10 @@ from torch.nn.functional import pad
 from . import _library, reference
 from . import _sequence_attention_cpu as cpu
 from . import _sequence_attention_plain as plain
-from ._arguments import autocast_dtype, check_dim, check_tensors
+from ._arguments import check_dim, check_tensors
+from ._operators import by_reference, define, differentiate_twice, under_autocast
 from ._sequence_attention_plain import Terms, band_reach
 from .window_attention import window_attention
-
-_HAS_OPERATORS = hasattr(torch.library, "custom_op")  # torch >= 2.4
 
 
 def sequence_attention(
@@ -78,16 +77,13 @@ def sequence_attention(
         return _attend_in_range(query, key, value, band_logits, key_padding_mask, start, causal, scale, T)
     if number:
         terms = terms._replace(outside_logits=value.new_full((1, 1, 1), number))
-    dtype = autocast_dtype(value.device.type)
-    if dtype is not None:
-        terms = Terms(*(t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in terms))  # type: ignore
-        with torch.autocast(value.device.type, enabled=False):
-            return _attend(terms, key_padding_mask, start, causal, float(scale))
-    return _attend(terms, key_padding_mask, start, causal, float(scale))
+    return under_autocast(
+        lambda *cast: _attend(Terms(*cast), key_padding_mask, start, causal, float(scale)), terms, value.device.type
+    )
 
 
 def _attend(terms: Terms, key_padding_mask: Tensor | None, start: int, causal: bool, scale: float) -> Tensor:
-    if not _HAS_OPERATORS or torch.onnx.is_in_onnx_export():  # ONNX knows no operators of ours
+    if by_reference():
         return reference.sequence_attention(*terms, key_padding_mask, start, causal, scale)
     return torch.ops.attn_plugins.sequence_attention(*terms, key_padding_mask, start, causal, scale)[0]
 
@@ -295,27 +291,15 @@ def _setup_context_double(ctx: Any, inputs: tuple, output: tuple) -> None:
 
 
 def _differentiate_twice(ctx: Any, *grads: Tensor | None) -> tuple:
-    """Differentiate the reference twice: log-sum-exp is a function of the terms, not a variable."""
-    create_graph = torch.is_grad_enabled()
-    wanted = ctx.needs_input_grad[:7]
     *saved, mask = ctx.saved_tensors
-    with torch.enable_grad():
-        grad_output, *terms = (
-            t if t is None or (create_graph and t.requires_grad) else t.detach().requires_grad_() for t in saved
-        )
-        output = reference.sequence_attention(*terms, mask, *ctx.options)  # type: ignore[call-arg]
-        chosen = [(t, g) for t, g, need in zip(terms, grads, ctx.needs) if t is not None and need and g is not None]
-        first = torch.autograd.grad(output, [t for t, _ in chosen], grad_output, create_graph=True)
-        variables = (grad_output, *terms)
-        second = torch.autograd.grad(
-            first,
-            [t for t, want in zip(variables, wanted) if want],
-            [g for _, g in chosen],
-            create_graph=create_graph,
-            allow_unused=True,
-        )
-    found = iter(second)
-    return (*(next(found) if want else None for want in wanted), *(None,) * 6)
+    found = differentiate_twice(
+        lambda *terms: reference.sequence_attention(*terms, mask, *ctx.options),  # type: ignore[call-arg]
+        saved,
+        ctx.needs,
+        ctx.needs_input_grad[:7],
+        grads,
+    )
+    return (*found, *(None,) * 6)
 
 
 Shape = tuple[int, ...]
@@ -340,32 +324,29 @@ def _flops_backward(grad_output, query, key, value, band, outside, position, *ar
     return 3 * content + 2 * mixing
 
 
-if _HAS_OPERATORS:
-    from torch.utils.flop_counter import register_flop_formula
-
-    _TERMS = (
-        "Tensor? query, Tensor? key, Tensor value, Tensor? band_logits, Tensor? outside_logits, "
-        "Tensor? position_logits, Tensor? key_padding_mask"
-    )
-    _OPTIONS = "SymInt start, bool causal, float scale"
-    _sequence_attention = torch.library.custom_op(
-        "attn_plugins::sequence_attention",
-        _forward,
-        mutates_args=(),
-        schema=f"({_TERMS}, {_OPTIONS}) -> (Tensor output, Tensor log_sum_exp)",
-    )
-    _sequence_attention_backward = torch.library.custom_op(
-        "attn_plugins::sequence_attention_backward",
-        _backward,
-        mutates_args=(),
-        # Gradients that are not needed come back empty.
-        schema=f"(Tensor grad_output, {_TERMS}, Tensor log_sum_exp, {_OPTIONS}, bool[] needs) "
-        "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_band_logits, "
-        "Tensor grad_outside_logits, Tensor grad_position_logits)",
-    )
-    _sequence_attention.register_fake(_fake_forward)
-    _sequence_attention_backward.register_fake(_fake_backward)
-    _sequence_attention.register_autograd(_differentiate, setup_context=_setup_context)
-    _sequence_attention_backward.register_autograd(_differentiate_twice, setup_context=_setup_context_double)
-    register_flop_formula(torch.ops.attn_plugins.sequence_attention)(_flops)
-    register_flop_formula(torch.ops.attn_plugins.sequence_attention_backward)(_flops_backward)
+_TERMS = (
+    "Tensor? query, Tensor? key, Tensor value, Tensor? band_logits, Tensor? outside_logits, "
+    "Tensor? position_logits, Tensor? key_padding_mask"
+)
+_OPTIONS = "SymInt start, bool causal, float scale"
+define(
+    "sequence_attention",
+    f"({_TERMS}, {_OPTIONS}) -> (Tensor output, Tensor log_sum_exp)",
+    _forward,
+    _fake_forward,
+    _differentiate,
+    _setup_context,
+    _flops,
+)
+define(
+    "sequence_attention_backward",
+    # Gradients that are not needed come back empty.
+    f"(Tensor grad_output, {_TERMS}, Tensor log_sum_exp, {_OPTIONS}, bool[] needs) "
+    "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_band_logits, "
+    "Tensor grad_outside_logits, Tensor grad_position_logits)",
+    _backward,
+    _fake_backward,
+    _differentiate_twice,
+    _setup_context_double,
+    _flops_backward,
+)

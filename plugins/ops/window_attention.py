@@ -17,12 +17,11 @@ from . import _library, reference
 from . import _window_attention_cpu as cpu
 from . import _window_attention_cuda as cuda
 from . import _window_attention_plain as plain
-from ._arguments import autocast_dtype, check_dim, check_tensors, expand
-from ._double_backward import differentiate_twice
+from ._arguments import check_dim, check_tensors, expand
+from ._operators import by_reference, define, differentiate_twice, under_autocast
 from ._window_attention_cpu import Geometry, Terms
 
 BORDERS = ("exclude", "zero")
-_HAS_OPERATORS = hasattr(torch.library, "custom_op")  # torch >= 2.4
 
 
 def window_attention(
@@ -80,13 +79,7 @@ def window_attention(
     _check(terms, axes, geometry)
     if axes == 1:
         terms = tuple(t if t is None else t.unsqueeze(2) for t in terms)  # type: ignore[assignment]
-    dtype = autocast_dtype(value.device.type)
-    if dtype is not None:
-        terms = tuple(t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in terms)  # type: ignore
-        with torch.autocast(value.device.type, enabled=False):
-            output = _attend(terms, geometry, float(scale))
-    else:
-        output = _attend(terms, geometry, float(scale))
+    output = under_autocast(lambda *cast: _attend(cast, geometry, float(scale)), terms, value.device.type)
     return output.squeeze(2) if axes == 1 else output
 
 
@@ -157,7 +150,7 @@ def _check(terms: Terms, axes: int, geometry: Geometry) -> None:
 
 
 def _attend(terms: Terms, geometry: Geometry, scale: float) -> Tensor:
-    if not _HAS_OPERATORS or torch.onnx.is_in_onnx_export():  # ONNX knows no operators of ours
+    if by_reference():
         return reference.window_attention(*terms, *_flat(geometry), scale)  # type: ignore[arg-type]
     return torch.ops.attn_plugins.window_attention(*terms, *_flat(geometry), scale)[0]
 
@@ -303,28 +296,25 @@ def _flops_backward(
     return 3 * content + 2 * mixing
 
 
-if _HAS_OPERATORS:
-    from torch.utils.flop_counter import register_flop_formula
-
-    _TERMS = "Tensor? query, Tensor? key, Tensor value, Tensor? position_logits"
-    _GEOMETRY = "int[] kernel_size, int[] stride, int[] padding, int[] dilation, bool zero_border, float scale"
-    _window_attention = torch.library.custom_op(
-        "attn_plugins::window_attention",
-        _forward,
-        mutates_args=(),
-        schema=f"({_TERMS}, {_GEOMETRY}) -> (Tensor output, Tensor log_sum_exp)",
-    )
-    _window_attention_backward = torch.library.custom_op(
-        "attn_plugins::window_attention_backward",
-        _backward,
-        mutates_args=(),
-        # Gradients that are not needed come back empty.
-        schema=f"(Tensor grad_output, {_TERMS}, Tensor output, Tensor log_sum_exp, {_GEOMETRY}, bool[] needs) "
-        "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_position_logits)",
-    )
-    _window_attention.register_fake(_fake_forward)
-    _window_attention_backward.register_fake(_fake_backward)
-    _window_attention.register_autograd(_differentiate, setup_context=_setup_context)
-    _window_attention_backward.register_autograd(_differentiate_twice, setup_context=_setup_context_double)
-    register_flop_formula(torch.ops.attn_plugins.window_attention)(_flops)
-    register_flop_formula(torch.ops.attn_plugins.window_attention_backward)(_flops_backward)
+_TERMS = "Tensor? query, Tensor? key, Tensor value, Tensor? position_logits"
+_GEOMETRY = "int[] kernel_size, int[] stride, int[] padding, int[] dilation, bool zero_border, float scale"
+define(
+    "window_attention",
+    f"({_TERMS}, {_GEOMETRY}) -> (Tensor output, Tensor log_sum_exp)",
+    _forward,
+    _fake_forward,
+    _differentiate,
+    _setup_context,
+    _flops,
+)
+define(
+    "window_attention_backward",
+    # Gradients that are not needed come back empty.
+    f"(Tensor grad_output, {_TERMS}, Tensor output, Tensor log_sum_exp, {_GEOMETRY}, bool[] needs) "
+    "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_position_logits)",
+    _backward,
+    _fake_backward,
+    _differentiate_twice,
+    _setup_context_double,
+    _flops_backward,
+)

@@ -1,11 +1,51 @@
-"""Second derivatives of operators, from their references."""
+"""What the attention operators share around their kernels: definition for torch, autocast, second derivatives."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+from ._arguments import autocast_dtype
+
+_HAS_CUSTOM_OPERATORS = hasattr(torch.library, "custom_op")  # torch >= 2.4
+Result = TypeVar("Result")
+
+
+def define(
+    name: str,
+    schema: str,
+    kernel: Callable[..., Any],
+    fake: Callable[..., Any],
+    differentiate: Callable[..., tuple],
+    setup_context: Callable[..., None],
+    flops: Callable[..., int],
+) -> None:
+    """Define operator ``attn_plugins::name``: for all devices, with shapes, gradient and operation count."""
+    if not _HAS_CUSTOM_OPERATORS:
+        return
+    from torch.utils.flop_counter import register_flop_formula
+
+    operator = torch.library.custom_op(f"attn_plugins::{name}", kernel, mutates_args=(), schema=schema)
+    operator.register_fake(fake)
+    operator.register_autograd(differentiate, setup_context=setup_context)
+    register_flop_formula(getattr(torch.ops.attn_plugins, name))(flops)
+
+
+def by_reference() -> bool:
+    """Whether references stand for operators: an older torch has none, and ONNX knows none of ours."""
+    return not _HAS_CUSTOM_OPERATORS or torch.onnx.is_in_onnx_export()
+
+
+def under_autocast(function: Callable[..., Result], terms: Sequence[Tensor | None], device_type: str) -> Result:
+    """``function(*terms)``; where autocast is on, of terms in its dtype (but for float64) and with it off."""
+    dtype = autocast_dtype(device_type)
+    if dtype is None:
+        return function(*terms)
+    with torch.autocast(device_type, enabled=False):
+        return function(*(t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in terms))
 
 
 def differentiate_twice(
