@@ -35,45 +35,13 @@ struct Problem {
   bool logits_wanted = false;
 };
 
-namespace baseline {
-#define VECTOR_BYTES 16
-#include "global_attention_kernel.h"
-#undef VECTOR_BYTES
-}  // namespace baseline
-
-#ifdef HAS_TARGETS
-#pragma GCC push_options
-#pragma GCC target("arch=x86-64-v3")
-namespace v3 {
-#define VECTOR_BYTES 32
-#include "global_attention_kernel.h"
-#undef VECTOR_BYTES
-}  // namespace v3
-#pragma GCC pop_options
-#pragma GCC push_options
-#pragma GCC target("arch=x86-64-v4,prefer-vector-width=512")
-namespace v4 {
-#define VECTOR_BYTES 64
-#include "global_attention_kernel.h"
-#undef VECTOR_BYTES
-}  // namespace v4
-#pragma GCC pop_options
-#endif
+#define KERNEL "global_attention_kernel.h"
+#include "each_target.h"
 
 template <typename T>
 void run(const Problem<T>& p, bool backward) {
-  auto* range = backward
-                    ? static_cast<void (*)(const Problem<T>&, int64_t, int64_t)>(baseline::backward_range)
-                    : static_cast<void (*)(const Problem<T>&, int64_t, int64_t)>(baseline::forward_range);
-#ifdef HAS_TARGETS
-  if (instruction_set() == 4) {
-    range = backward ? static_cast<decltype(range)>(v4::backward_range)
-                     : static_cast<decltype(range)>(v4::forward_range);
-  } else if (instruction_set() == 3) {
-    range = backward ? static_cast<decltype(range)>(v3::backward_range)
-                     : static_cast<decltype(range)>(v3::forward_range);
-  }
-#endif
+  using Range = void (*)(const Problem<T>&, int64_t, int64_t);
+  const Range range = backward ? BEST(Range, backward_range) : BEST(Range, forward_range);
   const int64_t blocks = (p.Hq * p.Wq + baseline::BLOCK - 1) / baseline::BLOCK;
   const int64_t tasks = p.B * p.M * (backward ? p.slots : blocks);
   torch::stable::parallel_for(0, tasks, 1, [&](int64_t begin, int64_t end) { range(p, begin, end); });

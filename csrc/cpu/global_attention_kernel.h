@@ -1,4 +1,4 @@
-// The arithmetic of global attention for one instruction set. global_attention.cpp includes this file once
+// The arithmetic of global attention for one instruction set. each_target.h includes this file once
 // per set, inside a namespace and under a target pragma, with VECTOR_BYTES defined; so no include guard and
 // no include but of the same kind. Explicit vectors keep the accumulators of the products in registers.
 //

@@ -33,42 +33,13 @@ struct Problem {
   const bool* padding = nullptr;  // (B, S), true where there is no key
 };
 
-namespace baseline {
-#define VECTOR_BYTES 16
-#include "sequence_attention_kernel.h"
-#undef VECTOR_BYTES
-}  // namespace baseline
-
-#ifdef HAS_TARGETS
-#pragma GCC push_options
-#pragma GCC target("arch=x86-64-v3")
-namespace v3 {
-#define VECTOR_BYTES 32
-#include "sequence_attention_kernel.h"
-#undef VECTOR_BYTES
-}  // namespace v3
-#pragma GCC pop_options
-#pragma GCC push_options
-#pragma GCC target("arch=x86-64-v4,prefer-vector-width=512")
-namespace v4 {
-#define VECTOR_BYTES 64
-#include "sequence_attention_kernel.h"
-#undef VECTOR_BYTES
-}  // namespace v4
-#pragma GCC pop_options
-#endif
+#define KERNEL "sequence_attention_kernel.h"
+#include "each_target.h"
 
 template <typename T>
 void run(const Problem<T>& p, bool backward) {
   using Range = void (*)(const Problem<T>&, int64_t, int64_t);
-  Range range = backward ? Range(baseline::backward_range) : Range(baseline::forward_range);
-#ifdef HAS_TARGETS
-  if (instruction_set() == 4) {
-    range = backward ? Range(v4::backward_range) : Range(v4::forward_range);
-  } else if (instruction_set() == 3) {
-    range = backward ? Range(v3::backward_range) : Range(v3::forward_range);
-  }
-#endif
+  const Range range = backward ? BEST(Range, backward_range) : BEST(Range, forward_range);
   torch::stable::parallel_for(0, p.B * p.M * p.slots, 1,
                               [&](int64_t begin, int64_t end) { range(p, begin, end); });
 }

@@ -1,4 +1,4 @@
-// The arithmetic of sequence attention for one instruction set, included by sequence_attention.cpp once per
+// The arithmetic of sequence attention for one instruction set, included by each_target.h once per
 // set as global_attention_kernel.h is by its own file.
 //
 // A task works on one head and on every slots-th block of BLOCK queries. It packs the head's keys and values

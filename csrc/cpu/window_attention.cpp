@@ -51,40 +51,14 @@ struct Packing {
 
 enum class Stage { FORWARD, QUERIES, KEYS };
 
-namespace baseline {
-#define VECTOR_BYTES 16
-#include "window_attention_kernel.h"
-#undef VECTOR_BYTES
-}  // namespace baseline
-
-#ifdef HAS_TARGETS
-#pragma GCC push_options
-#pragma GCC target("arch=x86-64-v3")
-namespace v3 {
-#define VECTOR_BYTES 32
-#include "window_attention_kernel.h"
-#undef VECTOR_BYTES
-}  // namespace v3
-#pragma GCC pop_options
-#pragma GCC push_options
-#pragma GCC target("arch=x86-64-v4,prefer-vector-width=512")
-namespace v4 {
-#define VECTOR_BYTES 64
-#include "window_attention_kernel.h"
-#undef VECTOR_BYTES
-}  // namespace v4
-#pragma GCC pop_options
-#endif
+#define KERNEL "window_attention_kernel.h"
+#include "each_target.h"
 
 template <typename T>
 void run(Stage stage, const Problem<T>& p, int64_t tasks) {
-  torch::stable::parallel_for(0, tasks, 1, [&](int64_t begin, int64_t end) {
-#ifdef HAS_TARGETS
-    if (instruction_set() == 4) return v4::run_range(stage, p, begin, end);
-    if (instruction_set() == 3) return v3::run_range(stage, p, begin, end);
-#endif
-    baseline::run_range(stage, p, begin, end);
-  });
+  using Range = void (*)(Stage, const Problem<T>&, int64_t, int64_t);
+  const Range range = BEST(Range, run_range);
+  torch::stable::parallel_for(0, tasks, 1, [&](int64_t begin, int64_t end) { range(stage, p, begin, end); });
 }
 
 // `tensor` packed, in a new tensor of zeros.
@@ -97,13 +71,9 @@ Tensor packed(const std::optional<Tensor>& tensor, int64_t phases, int64_t first
   const int64_t tasks = tensor->size(0) * p.M * p.rows;
   Tensor result = zeros_like_options(*tensor, {tasks, phases, p.width, line});
   p.to = static_cast<T*>(result.data_ptr());
-  torch::stable::parallel_for(0, tasks, 16, [&](int64_t begin, int64_t end) {
-#ifdef HAS_TARGETS
-    if (instruction_set() == 4) return v4::pack_range(p, begin, end);
-    if (instruction_set() == 3) return v3::pack_range(p, begin, end);
-#endif
-    baseline::pack_range(p, begin, end);
-  });
+  using Range = void (*)(const Packing<T>&, int64_t, int64_t);
+  const Range range = BEST(Range, pack_range);
+  torch::stable::parallel_for(0, tasks, 16, [&](int64_t begin, int64_t end) { range(p, begin, end); });
   return result;
 }
 
