@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ..ops._arguments import autocast_dtype
 from ..terms import alignment as terms
+from .checks import positive
 
 
 class DotScore(nn.Module):
@@ -146,9 +147,7 @@ class AlignmentAttention(nn.Module):
         widths = dict(query_channels=query_channels, source_channels=source_channels)
         if hidden_channels is not None:
             widths["hidden_channels"] = hidden_channels
-        for name, number in widths.items():
-            if not isinstance(number, int) or number < 1:
-                raise ValueError(f"{name} must be a positive int, got {number!r}")
+        positive(**widths)
         self.score_name, self.query_channels, self.source_channels = score, query_channels, source_channels
         self.score = ALIGNMENT_SCORES[score](**widths, device=device, dtype=dtype)
 

@@ -14,12 +14,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..ops import global_attention
-from ..ops._arguments import autocast_dtype
 from ..ops.global_attention import scripted_global_attention
 from ..terms.relative_position import relative_logits
 from ..terms.relative_table import resize_table
 from ..terms.sine_position import sine_encoding
 from .capture import maps_of
+from .checks import check_map, pair, positive
+from .relative_tables import load_resized
 
 POSITIONS = ("relative", "none", "sine", "coordconv")
 
@@ -85,11 +86,9 @@ class AAConv2d(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        for name, number in dict(
+        positive(
             in_channels=in_channels, out_channels=out_channels, num_heads=num_heads, stride=stride, dilation=dilation
-        ).items():
-            if not isinstance(number, int) or number < 1:
-                raise ValueError(f"{name} must be a positive int, got {number!r}")
+        )
         if position not in POSITIONS:
             raise ValueError(f"position must be one of {', '.join(POSITIONS)}, got {position!r}")
         if not isinstance(dv, int) or dv < 0 or dv > out_channels or dv % num_heads:
@@ -127,7 +126,7 @@ class AAConv2d(nn.Module):
                     "position 'relative' needs input_size=(H, W), the size of the layer's input, for its tables; "
                     "'none', 'sine' and 'coordconv' need none"
                 )
-            self.input_size = _pair("input_size", input_size)
+            self.input_size = pair("input_size", input_size)
             H, W = self.attention_size(self.input_size)
             self.height_rel = nn.Parameter(torch.empty(2 * H - 1, dk // num_heads, **factory))
             self.width_rel = nn.Parameter(torch.empty(2 * W - 1, dk // num_heads, **factory))
@@ -266,17 +265,7 @@ class AAConv2d(nn.Module):
         return (resize_table(table, size).t() * self.scale).expand(self.num_heads, -1, -1)
 
     def _check(self, x: Tensor) -> None:
-        if not isinstance(x, Tensor):
-            raise TypeError(f"x must be a Tensor, got {type(x).__name__}")
-        if x.dim() != 4 or x.shape[1] != self.in_channels or 0 in x.shape[2:]:
-            raise ValueError(
-                f"x must have shape (B, {self.in_channels}, H, W) with at least one pixel, got {tuple(x.shape)}"
-            )
-        weight = next(self.parameters())
-        if x.device != weight.device:
-            raise ValueError(f"x must be on the layer's device {weight.device}, got {x.device}")
-        if x.dtype != weight.dtype and not (x.is_floating_point() and autocast_dtype(x.device.type) is not None):
-            raise TypeError(f"x must have the layer's dtype {weight.dtype}, got {x.dtype}")
+        check_map(x, self.in_channels, next(self.parameters()))
         if self.input_size is not None and not self.resize_tables:
             made, found = self.attention_size(self.input_size), self.attention_size(x.shape[2:])
             if made != found:
@@ -286,11 +275,7 @@ class AAConv2d(nn.Module):
                 )
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
-        # A net trained at one image size is built for another: the same tables as its forward would interpolate.
-        for name in ("height_rel", "width_rel"):
-            made, loaded = getattr(self, name), state_dict.get(prefix + name)
-            if self.resize_tables and made is not None and loaded is not None and loaded.shape[1:] == made.shape[1:]:
-                state_dict[prefix + name] = resize_table(loaded, (made.shape[0] + 1) // 2)
+        load_resized(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def extra_repr(self) -> str:
@@ -310,8 +295,7 @@ def widths(
     min_value_dim_per_head: int = 0,
 ) -> tuple[int, int]:
     """d_k and d_v of an augmented convolution; see :meth:`AAConv2d.from_ratios`."""
-    if not isinstance(num_heads, int) or num_heads < 1:
-        raise ValueError(f"num_heads must be a positive int, got {num_heads!r}")
+    positive(num_heads=num_heads)
     if not kappa >= 0:
         raise ValueError(f"kappa must be at least 0, got {kappa!r}")
     if not 0 <= nu <= 1:
@@ -334,17 +318,10 @@ def widths(
     return dk, dv
 
 
-def _pair(name: str, value: int | Sequence[int] | None) -> tuple[int, int]:
-    pair = (value, value) if isinstance(value, int) else tuple(value) if isinstance(value, Sequence) else ()
-    if len(pair) != 2 or not all(isinstance(n, int) and n > 0 for n in pair):
-        raise ValueError(f"{name} must be a positive int or two, (H, W), got {value!r}")
-    return pair
-
-
 def _same_padding(
     kernel_size: int | Sequence[int], dilation: int, padding: int | Sequence[int] | None
 ) -> tuple[tuple[int, int], tuple[int, int]]:
-    kernel = _pair("kernel_size", kernel_size)
+    kernel = pair("kernel_size", kernel_size)
     if any(k % 2 == 0 for k in kernel):
         raise ValueError(f"kernel_size must be odd, so that convolution and attention align, got {kernel_size!r}")
     same = (dilation * (kernel[0] - 1) // 2, dilation * (kernel[1] - 1) // 2)

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ..ops import criss_cross_attention
 from ..terms.nonlocal_position import PADDINGS, axis_index, predicted_values, realign, standardised, with_padding
-from .checks import check_map, pair
+from .capture import checked_queries
+from .checks import check_map, pair, positive
+from .criss_cross import CrissCross
 
 SMOOTHINGS = ("sqrt_d", "zscore")
 CHUNK = 1 << 26  # logits that BilateralNonLocal2d holds at once
@@ -39,9 +40,7 @@ class _Bilateral(nn.Module):
         self, in_channels: int, reduction: int, kernel_size: int | Sequence[int], padding: str, smoothing: str
     ) -> None:
         super().__init__()
-        for name, number in (("in_channels", in_channels), ("reduction", reduction)):
-            if not isinstance(number, int) or number < 1:
-                raise ValueError(f"{name} must be a positive int, got {number!r}")
+        positive(in_channels=in_channels, reduction=reduction)
         if padding not in PADDINGS:
             raise ValueError(f"padding must be one of {', '.join(PADDINGS)}, got {padding!r}")
         if smoothing not in SMOOTHINGS:
@@ -152,8 +151,8 @@ class BilateralNonLocal2d(_Bilateral):
         H, W = x.shape[2:]
         positions = torch.arange(H * W, device=x.device)
         if queries is not None:
-            check_queries(queries, H, W)
-            positions = queries[:, 0].to(x.device) * W + queries[:, 1].to(x.device)
+            y, z = checked_queries(queries, (H, W), x.device)
+            positions = y * W + z
         logits = self._logits(query[:, positions], key, values[:, positions], positions, H, W)
         maps = logits.softmax(-1).unflatten(2, (H, W)).unsqueeze(1)
         return maps.unflatten(2, (H, W)) if queries is None else maps
@@ -185,7 +184,7 @@ class BilateralNonLocal2d(_Bilateral):
         return torch.matmul(weights.to(value.dtype), value)
 
 
-class BilateralCrissCross2d(_Bilateral):
+class BilateralCrissCross2d(CrissCross, _Bilateral):
     """``x + gamma * attention`` along each position's row and column, logits of content and of position.
 
     Source: Thesis, Eq. 3.9 to 3.12, on criss-cross attention (Huang et al. 2019). The position logits are predicted
@@ -223,65 +222,14 @@ class BilateralCrissCross2d(_Bilateral):
         super().__init__(in_channels, reduction, kernel_size, padding, smoothing)
         factory: dict[str, Any] = dict(device=device, dtype=dtype)
         values = predicted_values(sum(self.kernel_size) - 1, padding)
-        self.query_conv = nn.Conv2d(in_channels, self.width, 1, **factory)
-        self.key_conv = nn.Conv2d(in_channels, self.width, 1, **factory)
-        self.value_conv = nn.Conv2d(in_channels, in_channels, 1, **factory)
+        self.make_layers(in_channels, self.width, **factory)
         self.position = PositionPredictor(in_channels, self.width, values, **factory)
-        self.gamma = Gamma(**factory)
-        self.content_scale = self.width**-0.5 if content_scale is None else content_scale
+        self.scale = self.width**-0.5 if content_scale is None else content_scale
 
-    def forward(self, x: Tensor) -> Tensor:
-        """(B, C, H, W) -> (B, C, H, W)."""
-        check_map(x, self.in_channels, self.query_conv.weight)
-        # Channels-last, as the result is: a sum of two memory formats takes ten times as long.
-        x = x.contiguous(memory_format=torch.channels_last)
-        query, key, value, logits = self._terms(x)
-        attended = criss_cross_attention(query, key, value, logits, scale=self.content_scale)
-        return self.gamma(x, attended.squeeze(1).permute(0, 3, 1, 2))
-
-    def attention_maps(self, x: Tensor, queries: Tensor | None = None) -> Tensor:
-        """The attention weights for an input, 0 off the cross: for inspection, O(N²) without ``queries``.
-
-        Args:
-            x: As ``forward``.
-            queries: (Q, 2), rows and columns; None for all.
-
-        Returns:
-            (B, 1, H, W, H, W), or (B, 1, Q, H, W) of ``queries``.
-        """
-        query, key, _, logits = self._terms(x)
-        H, W = x.shape[2:]
-        if queries is not None:
-            check_queries(queries, H, W)
-        # Where every value is another key's one-hot vector, the output is the weights.
-        keys = torch.eye(H * W, dtype=query.dtype, device=x.device).view(1, 1, H, W, H * W)
-        maps = criss_cross_attention(query, key, keys.expand(len(x), -1, -1, -1, -1), logits, scale=self.content_scale)
-        maps = maps.unflatten(-1, (H, W))
-        if queries is None:
-            return maps
-        rows, columns = queries.to(x.device).unbind(1)
-        return maps[:, :, rows, columns]
-
-    def _terms(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Query, key, value (B, 1, H, W, ·) and position logits (B, 1, H, W, H + W)."""
-        check_map(x, self.in_channels, self.query_conv.weight)
-        x = x.contiguous(memory_format=torch.channels_last)
-        query, key, value, predicted = (
-            layer(x).permute(0, 2, 3, 1) for layer in (self.query_conv, self.key_conv, self.value_conv, self.position)
-        )
-        logits = self.position_logits(with_padding(predicted, self.padding))
-        return query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1), logits.unsqueeze(1)
-
-    def position_logits(self, values: Tensor) -> Tensor:
-        """Predicted values along both arms, laid out over the rows and the columns of the map.
-
-        Args:
-            values: (B, H, W, kernel rows + kernel columns - 1 + 1): the offsets of rows, the centre among them, then
-                those of columns without the centre, then the padding.
-
-        Returns:
-            (B, H, W, H + W), smoothed.
-        """
+    def position_logits(self, x: Tensor, query: Tensor) -> Tensor:
+        """Predicted values along both arms, laid out over the rows and the columns of the map, and smoothed."""
+        # The offsets of rows, the centre among them, then those of columns without the centre, then the padding.
+        values = with_padding(self.position(x).permute(0, 2, 3, 1), self.padding)
         H, W = values.shape[1:3]
         ky, kx = self.kernel_size
         rows = axis_index(torch.arange(H, device=values.device), H, ky)
@@ -295,24 +243,4 @@ class BilateralCrissCross2d(_Bilateral):
         logits = values.gather(-1, torch.where(index < 0, last, index).expand(len(values), -1, -1, -1))
         own = torch.eye(H, dtype=torch.bool, device=values.device).unsqueeze(1).expand(H, W, H)
         counted = torch.cat((~own, own.new_ones(H, W, W)), -1)
-        return self.smoothed(logits, counted)
-
-
-class Gamma(nn.Module):
-    """A learned factor, 0 at first, under the name that mmcv gives it."""
-
-    def __init__(self, **factory: Any) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.zeros((), **factory))
-
-    def forward(self, x: Tensor, attended: Tensor) -> Tensor:
-        """``x + scale * attended``."""
-        return torch.addcmul(x, self.scale, attended) if x.dtype == attended.dtype else x + self.scale * attended
-
-
-def check_queries(queries: Tensor, H: int, W: int) -> None:
-    """Check that ``queries`` are positions (Q, 2) on an H × W map."""
-    if queries.dim() != 2 or queries.shape[1] != 2 or queries.is_floating_point():
-        raise ValueError(f"queries must be whole numbers of shape (Q, 2), got {queries.dtype} {tuple(queries.shape)}")
-    if len(queries) and (queries.min() < 0 or queries[:, 0].max() >= H or queries[:, 1].max() >= W):
-        raise ValueError(f"queries must lie on the map of {H} rows and {W} columns, got {queries.tolist()}")
+        return self.smoothed(logits, counted).unsqueeze(1)

@@ -127,7 +127,7 @@ def maps_of(
     if queries is None:
         maps = reference.global_attention_probabilities(query, key, value, row, column, key_logits, scale)
         return maps.expand(*maps.shape[:2], *size, *maps.shape[4:])
-    y, x = _checked(queries, size, value.device)
+    y, x = checked_queries(queries, size, value.device)
 
     def chosen(tensor: Tensor | None) -> Tensor | None:
         if tensor is None:
@@ -175,7 +175,7 @@ def window_maps_of(
     weights = (weights * windows.inside.flatten(2)).flatten(2, 3)
     index = index.flatten(0, 1)
     if queries is not None:
-        y, x = _checked(queries, (Hq, Wq), leader.device)
+        y, x = checked_queries(queries, (Hq, Wq), leader.device)
         weights, index = weights[:, :, y * Wq + x], index[y * Wq + x]
     maps = weights.new_zeros((*weights.shape[:3], keys[0] * keys[1]))
     maps.scatter_add_(3, index.expand_as(weights), weights)
@@ -183,8 +183,12 @@ def window_maps_of(
     return maps.unflatten(2, (Hq, Wq)) if queries is None else maps
 
 
-def _checked(queries: Tensor, size: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Rows and columns of ``queries`` on a map of ``size``."""
+def checked_queries(queries: Tensor, size: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Rows and columns of ``queries``, (Q, 2), on a map of ``size``.
+
+    Raises:
+        ValueError: they are not positions on the map.
+    """
     H, W = size
     if queries.dim() != 2 or queries.shape[1] != 2 or queries.is_floating_point():
         raise ValueError(f"queries must be whole numbers of shape (Q, 2), got {queries.dtype} {tuple(queries.shape)}")

@@ -12,12 +12,98 @@ import torch
 from torch import Tensor, nn
 
 from ..ops import criss_cross_attention, reference
-from .bilateral import Gamma, check_queries
-from .checks import check_map
+from .capture import checked_queries
+from .checks import check_map, positive
 from .relative_tables import RelativeTables
 
 
-class CrissCrossAttention2d(RelativeTables):
+class Gamma(nn.Module):
+    """A learned factor, 0 at first, under the name that mmcv gives it."""
+
+    def __init__(self, **factory: Any) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.zeros((), **factory))
+
+    def forward(self, x: Tensor, attended: Tensor) -> Tensor:
+        """``x + scale * attended``."""
+        return torch.addcmul(x, self.scale, attended) if x.dtype == attended.dtype else x + self.scale * attended
+
+
+class CrissCross(nn.Module):
+    """Base of attention along rows and columns: projections under mmcv's names, residual, maps.
+
+    A module of this kind calls ``make_layers``, sets ``scale``, and gives ``position_logits``.
+    """
+
+    in_channels: int
+    scale: float  # of the content logits
+
+    def make_layers(self, in_channels: int, width: int, **factory: Any) -> None:
+        """Make the projections, and the residual's factor."""
+        self.in_channels, self.width = in_channels, width
+        self.query_conv = nn.Conv2d(in_channels, width, 1, **factory)
+        self.key_conv = nn.Conv2d(in_channels, width, 1, **factory)
+        self.value_conv = nn.Conv2d(in_channels, in_channels, 1, **factory)
+        self.gamma = Gamma(**factory)
+
+    def position_logits(self, x: Tensor, query: Tensor) -> Tensor | None:
+        """Of the H rows of a query's column, then of the W columns of its row.
+
+        Args:
+            x: (B, C, H, W), in channels-last memory.
+            query: (B, 1, H, W, d).
+
+        Returns:
+            (B, 1, H, W, H + W); None for content alone.
+        """
+        raise NotImplementedError
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, C, H, W) -> (B, C, H, W).
+
+        Raises:
+            ValueError: the shape does not fit, or needs other relative tables than there are.
+        """
+        x, query, key, value, logits = self._terms(x)
+        attended = criss_cross_attention(query, key, value, logits, scale=self.scale)
+        return self.gamma(x, attended.squeeze(1).permute(0, 3, 1, 2))
+
+    def attention_maps(self, x: Tensor, queries: Tensor | None = None) -> Tensor:
+        """The attention weights for an input, 0 off the cross: for inspection, O(N²) without ``queries``.
+
+        Args:
+            x: As ``forward``.
+            queries: (Q, 2), rows and columns; None for all.
+
+        Returns:
+            (B, 1, H, W, H, W), or (B, 1, Q, H, W) of ``queries``.
+
+        Raises:
+            ValueError: as ``forward``; or a query lies outside the map.
+        """
+        _, query, key, value, logits = self._terms(x)
+        H, W = x.shape[2:]
+        rows, columns = torch.arange(H, device=x.device), torch.arange(W, device=x.device)
+        chosen = torch.cartesian_prod(rows, columns) if queries is None else queries
+        y, z = checked_queries(chosen, (H, W), x.device)
+        weights = reference.criss_cross_probabilities(query, key, value, logits, self.scale)[:, :, y, z]
+        keys = torch.cat((rows * W + z.unsqueeze(1), y.unsqueeze(1) * W + columns), 1)  # (Q, H + W)
+        maps = weights.new_zeros((*weights.shape[:3], H * W))
+        maps = maps.scatter_add(3, keys.expand_as(weights), weights).unflatten(3, (H, W))
+        return maps.unflatten(2, (H, W)) if queries is None else maps
+
+    def _terms(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+        """The input in channels-last memory; query, key and value (B, 1, H, W, ·); position logits."""
+        check_map(x, self.in_channels, self.query_conv.weight)
+        # As the result is: a sum of two memory formats takes ten times as long as one of one.
+        x = x.contiguous(memory_format=torch.channels_last)
+        query, key, value = (
+            layer(x).permute(0, 2, 3, 1).unsqueeze(1) for layer in (self.query_conv, self.key_conv, self.value_conv)
+        )
+        return x, query, key, value, self.position_logits(x, query)
+
+
+class CrissCrossAttention2d(CrissCross, RelativeTables):
     """``x + gamma * attention`` of every position to its row and its column.
 
     Source: Huang et al. (2019); with ``position='relative'`` the "CC+RPE" of the thesis' Table 3.2, by Shaw et al.
@@ -57,67 +143,18 @@ class CrissCrossAttention2d(RelativeTables):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        for name, number in (("in_channels", in_channels), ("reduction", reduction)):
-            if not isinstance(number, int) or number < 1:
-                raise ValueError(f"{name} must be a positive int, got {number!r}")
+        positive(in_channels=in_channels, reduction=reduction)
         factory: dict[str, Any] = dict(device=device, dtype=dtype)
         width = max(in_channels // reduction, 1)
         super().__init__(position, input_size, width, resize_tables, **factory)
-        self.in_channels, self.reduction, self.width, self.scale = in_channels, reduction, width, float(scale)
-        self.query_conv = nn.Conv2d(in_channels, width, 1, **factory)
-        self.key_conv = nn.Conv2d(in_channels, width, 1, **factory)
-        self.value_conv = nn.Conv2d(in_channels, in_channels, 1, **factory)
-        self.gamma = Gamma(**factory)
+        self.reduction, self.scale = reduction, float(scale)
+        self.make_layers(in_channels, width, **factory)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """(B, C, H, W) -> (B, C, H, W).
-
-        Raises:
-            ValueError: the shape does not fit, or needs other tables and ``resize_tables`` is off.
-        """
-        check_map(x, self.in_channels, self.query_conv.weight)
-        # Channels-last, as the result is: a sum of two memory formats takes ten times as long.
-        x = x.contiguous(memory_format=torch.channels_last)
-        query, key, value, logits = self._terms(x)
-        attended = criss_cross_attention(query, key, value, logits, scale=self.scale)
-        return self.gamma(x, attended.squeeze(1).permute(0, 3, 1, 2))
-
-    def attention_maps(self, x: Tensor, queries: Tensor | None = None) -> Tensor:
-        """The attention weights for an input, 0 off the cross: for inspection, O(N²) without ``queries``.
-
-        Args:
-            x: As ``forward``.
-            queries: (Q, 2), rows and columns; None for all.
-
-        Returns:
-            (B, 1, H, W, H, W), or (B, 1, Q, H, W) of ``queries``.
-
-        Raises:
-            ValueError: as ``forward``; or a query lies outside the map.
-        """
-        terms = self._terms(x)
-        H, W = x.shape[2:]
-        if queries is not None:
-            check_queries(queries, H, W)
-        rows, columns = torch.arange(H, device=x.device), torch.arange(W, device=x.device)
-        chosen = torch.cartesian_prod(rows, columns) if queries is None else queries.to(x.device)
-        y, z = chosen.unbind(1)
-        weights = reference.criss_cross_probabilities(*terms, self.scale)[:, :, y, z]
-        keys = torch.cat((rows * W + z.unsqueeze(1), y.unsqueeze(1) * W + columns), 1)  # (Q, H + W)
-        maps = weights.new_zeros((*weights.shape[:3], H * W))
-        maps = maps.scatter_add(3, keys.expand_as(weights), weights).unflatten(3, (H, W))
-        return maps.unflatten(2, (H, W)) if queries is None else maps
-
-    def _terms(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Query, key, value (B, 1, H, W, ·) and position logits (B, 1, H, W, H + W)."""
-        check_map(x, self.in_channels, self.query_conv.weight)
+    def position_logits(self, x: Tensor, query: Tensor) -> Tensor | None:
+        """The products of queries and tables; None without tables."""
         self.check_size(x)
-        x = x.contiguous(memory_format=torch.channels_last)
-        query, key, value = (
-            layer(x).permute(0, 2, 3, 1).unsqueeze(1) for layer in (self.query_conv, self.key_conv, self.value_conv)
-        )
         row, column = self.table_logits(query, self.scale, x.shape[2:])
-        return query, key, value, None if row is None or column is None else torch.cat((row, column), -1)
+        return None if row is None or column is None else torch.cat((row, column), -1)
 
     def extra_repr(self) -> str:
         text = f"{self.in_channels}, reduction={self.reduction}, position={self.position!r}, scale={self.scale:g}"

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from ..ops import window_attention
 from ..ops.window_attention import scripted_window_attention
 from .capture import window_maps_of
-from .checks import check_map, pair
+from .checks import check_map, pair, positive
 
 
 class DynamicConv2d(nn.Module):
@@ -201,8 +201,6 @@ class DynamicConv1d(nn.Module):
 
 
 def _check_groups(in_channels: int, num_groups: int) -> None:
-    for name, number in dict(in_channels=in_channels, num_groups=num_groups).items():
-        if not isinstance(number, int) or number < 1:
-            raise ValueError(f"{name} must be a positive int, got {number!r}")
+    positive(in_channels=in_channels, num_groups=num_groups)
     if in_channels % num_groups:
         raise ValueError(f"in_channels must be a multiple of num_groups = {num_groups}, got {in_channels}")

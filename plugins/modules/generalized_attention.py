@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..ops import global_attention, window_attention
-from ..ops._arguments import autocast_dtype
 from ..ops.global_attention import scripted_global_attention
 from ..ops.window_attention import scripted_window_attention
 from ..terms.relative_position import axis_offsets, relative_logits, spread
@@ -22,6 +21,7 @@ from ..terms.saliency import add_vector, key_saliency
 from ..terms.sine_position import sine_encoding
 from ..terms.window import axis_window, window_position_logits
 from .capture import maps_of
+from .checks import check_map, positive
 
 
 def parse_attention_type(attention_type: str) -> tuple[bool, bool, bool, bool]:
@@ -85,9 +85,7 @@ class GeneralizedAttention2d(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        for name, number in (("num_heads", num_heads), ("q_stride", q_stride), ("kv_stride", kv_stride)):
-            if not isinstance(number, int) or number < 1:
-                raise ValueError(f"{name} must be a positive int, got {number!r}")
+        positive(num_heads=num_heads, q_stride=q_stride, kv_stride=kv_stride)
         if not isinstance(in_channels, int) or in_channels < num_heads:
             raise ValueError(f"in_channels must be an int of at least num_heads = {num_heads}, got {in_channels!r}")
         self.attention_type = attention_type
@@ -298,9 +296,9 @@ class GeneralizedAttention2d(nn.Module):
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor, Tensor | None]:
         """The position terms' query; query and key of the content term, with u; value; key logits."""
         if not torch.jit.is_scripting():
-            self._check("x", x)
+            check_map(x, self.in_channels, self.value_conv.weight)
             if context is not None:
-                self._check("context", context)
+                check_map(context, self.in_channels, self.value_conv.weight, "context")
                 if context.shape[0] != x.shape[0]:
                     raise ValueError(f"context must have x's batch size {x.shape[0]}, got {context.shape[0]}")
         # Channels-last, every projection is one plain GEMM and its heads are views with a contiguous width.
@@ -365,21 +363,6 @@ class GeneralizedAttention2d(nn.Module):
 
     def _scaled(self, tensor: Tensor) -> Tensor:
         return tensor if self.scale == 1 else tensor * self.scale
-
-    def _check(self, name: str, tensor: Tensor) -> None:
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name} must be a Tensor, got {type(tensor).__name__}")
-        if tensor.dim() != 4 or tensor.shape[1] != self.in_channels or 0 in tensor.shape[2:]:
-            raise ValueError(
-                f"{name} must have shape (B, {self.in_channels}, H, W) with at least one pixel, "
-                f"got {tuple(tensor.shape)}"
-            )
-        weight = self.value_conv.weight
-        if tensor.device != weight.device:
-            raise ValueError(f"{name} must be on the module's device {weight.device}, got {tensor.device}")
-        autocast = autocast_dtype(tensor.device.type) is not None and tensor.is_floating_point()
-        if tensor.dtype != weight.dtype and not autocast:
-            raise TypeError(f"{name} must have the module's dtype {weight.dtype}, got {tensor.dtype}")
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         # mmcv stores the range as a constant (84, 84, ...) mask, which is a function of the arguments.

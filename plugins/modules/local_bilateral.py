@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..ops import window_attention
 from ..ops.window_attention import scripted_window_attention
 from .capture import window_maps_of
-from .checks import check_map, pair
+from .checks import check_map, pair, positive
 
 
 class Projection(nn.Sequential):
@@ -82,11 +82,7 @@ class LocalBilateralConv2d(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        for name, number in dict(
-            in_channels=in_channels, out_channels=out_channels, num_heads=num_heads, iterations=iterations
-        ).items():
-            if not isinstance(number, int) or number < 1:
-                raise ValueError(f"{name} must be a positive int, got {number!r}")
+        positive(in_channels=in_channels, out_channels=out_channels, num_heads=num_heads, iterations=iterations)
         if out_channels % num_heads:
             raise ValueError(f"out_channels must be a multiple of num_heads = {num_heads}, got {out_channels}")
         if groups != 1:

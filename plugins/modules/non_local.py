@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from ..ops import global_attention
 from .capture import maps_of
-from .checks import check_map
+from .checks import check_map, positive
 from .relative_tables import RelativeTables
 
 MODES = ("gaussian", "embedded_gaussian", "dot_product", "concatenation")
@@ -82,9 +82,7 @@ class NonLocal2d(RelativeTables):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        for name, number in (("in_channels", in_channels), ("reduction", reduction)):
-            if not isinstance(number, int) or number < 1:
-                raise ValueError(f"{name} must be a positive int, got {number!r}")
+        positive(in_channels=in_channels, reduction=reduction)
         if mode not in MODES:
             raise ValueError(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
         if position == "relative" and "gaussian" not in mode:

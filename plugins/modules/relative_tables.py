@@ -95,9 +95,13 @@ class RelativeTables(nn.Module):
             )
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
-        # A net trained at one image size is built for another: the same tables as its forward would interpolate.
-        for name in ("height_rel", "width_rel"):
-            made, loaded = getattr(self, name), state_dict.get(prefix + name)
-            if self.resize_tables and made is not None and loaded is not None and loaded.shape[1:] == made.shape[1:]:
-                state_dict[prefix + name] = resize_table(loaded, (made.shape[0] + 1) // 2)
+        load_resized(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+
+def load_resized(module: Any, state_dict: dict[str, Any], prefix: str) -> None:
+    """Bring the tables of a net trained at another image size to ``module``'s, as its forward would interpolate."""
+    for name in ("height_rel", "width_rel"):
+        made, loaded = getattr(module, name), state_dict.get(prefix + name)
+        if module.resize_tables and made is not None and loaded is not None and loaded.shape[1:] == made.shape[1:]:
+            state_dict[prefix + name] = resize_table(loaded, (made.shape[0] + 1) // 2)

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from ..ops import reference
 from ..ops import sequence_attention as attend  # the function: the module of this name is hidden by it
-from ..ops._arguments import autocast_dtype
+from .checks import check_fits, positive
 
 
 @dataclass
@@ -112,9 +112,7 @@ def weights_of(arguments: dict[str, Any]) -> Tensor:
 
 def check_heads(embed_dim: int, num_heads: int, dropout: float) -> None:
     """Check the arguments that all attention on sequences takes."""
-    for name, number in (("embed_dim", embed_dim), ("num_heads", num_heads)):
-        if not isinstance(number, int) or number < 1:
-            raise ValueError(f"{name} must be a positive int, got {number!r}")
+    positive(embed_dim=embed_dim, num_heads=num_heads)
     if embed_dim % num_heads:
         raise ValueError(f"num_heads must divide embed_dim = {embed_dim}, got {num_heads}")
     if not 0 <= dropout < 1:
@@ -129,10 +127,7 @@ def check_sequence(name: str, x: Tensor, channels: int, weight: Tensor, batch: i
         raise ValueError(f"{name} must have shape (B, T, {channels}) with at least one token, got {tuple(x.shape)}")
     if batch is not None and x.shape[0] != batch:
         raise ValueError(f"{name} must have query's batch size {batch}, got {x.shape[0]}")
-    if x.device != weight.device:
-        raise ValueError(f"{name} must be on the module's device {weight.device}, got {x.device}")
-    if x.dtype != weight.dtype and not (x.is_floating_point() and autocast_dtype(x.device.type) is not None):
-        raise TypeError(f"{name} must have the module's dtype {weight.dtype}, got {x.dtype}")
+    check_fits(name, x, weight)
 
 
 def check_padding_mask(mask: Tensor | None, B: int, S: int, device: torch.device) -> None:

@@ -322,7 +322,7 @@ def test_a_scripted_layer_can_be_saved(options, tmp_path):
         (dict(position="absolute"), "position must be one of relative, none, sine, coordconv, got 'absolute'"),
         (dict(position="sine", channels=18), "'sine' needs in_channels in multiples of 4, got 18"),
         (dict(input_size=None), r"'relative' needs input_size=\(H, W\)"),
-        (dict(input_size=(5, 0)), r"input_size must be a positive int or two, \(H, W\), got \(5, 0\)"),
+        (dict(input_size=(5, 0)), r"input_size must be an int or two ints, each at least 1, got \(5, 0\)"),
         (dict(padding=0), r"padding must be None or \(1, 1\)"),
         (dict(stride=0), "stride must be a positive int, got 0"),
     ],
@@ -357,7 +357,7 @@ def test_bad_input():
         layer(torch.randn(2, 8, 5, 7, dtype=torch.float64))
     with pytest.raises(ValueError, match=r"got \(2, 16, 0, 7\)"):
         layer(torch.randn(2, 16, 0, 7, dtype=torch.float64))
-    with pytest.raises(TypeError, match="x must have the layer's dtype"):
+    with pytest.raises(TypeError, match="x must have the module's dtype"):
         layer(torch.randn(2, 16, 5, 7))
     with pytest.raises(TypeError, match="x must be a Tensor, got list"):
         layer([1])

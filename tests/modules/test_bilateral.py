@@ -61,7 +61,7 @@ def by_loops(module: nn.Module, image: torch.Tensor) -> torch.Tensor:
             position = position / math.sqrt(d)
         else:
             position = (position - position.mean()) / math.sqrt(position.var() + 1e-6)
-        scale = module.content_scale if cross else 1 / math.sqrt(d)
+        scale = module.scale if cross else 1 / math.sqrt(d)
         logits = np.array([scale * (q[:, y, x] @ k[:, r, c]) for r, c in keys]) + position
         weights = np.exp(logits - logits.max())
         weights /= weights.sum()
