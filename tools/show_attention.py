@@ -25,12 +25,13 @@ import yaml
 from attn_plugins.modules.capture import attention_layers
 from tools.attention_view.grid import draw
 from tools.attention_view.page import write_page
-from tools.attention_view.view import ViewError, is_mm, load_mm, load_timm, parse_pixels, read, see_mm, see_timm
+from tools.attention_view.view import ViewError, is_mm, load_mm, load_timm, parse_pixels, see_mm, see_timm
+from tools.pictures import BadPicture, open_picture
 
 
 def show(options: argparse.Namespace) -> list[Path]:
     """Do what the command line asks for; the files written."""
-    image = None if options.image is None else read(options.image)
+    image = None if options.image is None else open_picture(options.image)
     arguments: dict[str, Any] = {}
     for text in options.model_args:
         key, equals, value = text.partition("=")
@@ -89,7 +90,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         for file in show(options):
             print(file)
-    except ViewError as error:
+    except (BadPicture, ViewError) as error:
         print(f"show_attention: {error}", file=sys.stderr)
         return 2
     return 0

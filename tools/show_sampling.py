@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from attn_plugins.modules import DeformableConv2d
+from attn_plugins.modules.capture import Captured, remember_calls
 from attn_plugins.modules.generalized_attention import GeneralizedAttention2d
 
 
@@ -37,18 +38,11 @@ class Seen:
 
 def record(model: nn.Module, kinds: tuple[type[nn.Module], ...], run: Callable[[], object]) -> list[Seen]:
     """The layers of ``kinds`` with their inputs, in the order in which ``run()`` calls them."""
-    seen: list[Seen] = []
-    hooks = [
-        layer.register_forward_pre_hook(lambda layer, inputs, name=name: seen.append(Seen(name, layer, inputs[0])))
-        for name, layer in model.named_modules()
-        if isinstance(layer, kinds)
-    ]
-    try:
+    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, kinds)}
+    calls: list[Captured] = []
+    with remember_calls(layers, calls.append):
         run()
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return seen
+    return [Seen(call.name, call.layer, call.arguments[0]) for call in calls]
 
 
 def sampled(seen: Seen, points: np.ndarray) -> np.ndarray:

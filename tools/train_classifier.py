@@ -40,7 +40,6 @@ from attn_plugins.timm import param_groups
 from tools.classification import checkpoint
 from tools.classification.config import Config, ConfigError, load
 from tools.classification.data import (
-    BadImage,
     TrainingLoader,
     Transformed,
     datasets,
@@ -49,6 +48,7 @@ from tools.classification.data import (
     validation_transform,
 )
 from tools.classification.log import Log
+from tools.pictures import BadPicture
 
 
 @dataclass
@@ -313,10 +313,10 @@ def main(arguments: list[str] | None = None) -> int:
         dtype = None if config.precision == "float32" else getattr(torch, config.precision)
         place = Place(torch.device(where["device"]), where["global_rank"], where["world_size"], dtype)
         train(config, options, place)
-    except (ConfigError, BadImage, FloatingPointError) as error:
+    except (ConfigError, BadPicture, FloatingPointError) as error:
         message = str(error).strip()
-        if isinstance(error, BadImage):  # a loading process prepends its traceback
-            message = message.splitlines()[-1].removeprefix("tools.classification.data.BadImage: ")
+        if isinstance(error, BadPicture):  # a loading process prepends its traceback
+            message = message.splitlines()[-1].removeprefix("tools.pictures.BadPicture: ")
         print(f"train_classifier: {message}", file=sys.stderr)
         return 2
     finally:

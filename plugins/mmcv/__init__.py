@@ -36,18 +36,6 @@ from .backbones import AAResNet, load_from_safetensors
 from .layers import AAConv2d, DeformableConv1d, DeformableConv2d, LocalBilateralConv2d
 from .lazy import register_lazily
 
-LAYERS = (
-    AAConv2d,
-    AAResNet,
-    BilateralCrissCross2d,
-    BilateralNonLocal2d,
-    CrissCrossAttention2d,
-    DeformableConv1d,
-    DeformableConv2d,
-    DynamicConv2d,
-    GeneralizedAttention2d,
-    LocalBilateralConv2d,
-)
 __all__ = [
     "AAConv2d",
     "AAResNet",
@@ -61,8 +49,8 @@ __all__ = [
     "LocalBilateralConv2d",
 ]
 
-for _layer in LAYERS:
-    MODELS.register_module(module=_layer)
+for _name in __all__:
+    MODELS.register_module(module=globals()[_name])
 MODELS.register_module(name="NonLocalAttention2d", module=NonLocal2d)  # mmcv owns the name of the class
 register_lazily(
     MODELS, "heads", "AttentionHead", "NonLocalAttentionHead", "SingleConvASPPHead", "StemResNet", "UNetHead"

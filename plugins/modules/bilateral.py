@@ -13,12 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ..terms.nonlocal_position import PADDINGS, axis_index, predicted_values, realign, standardised, with_padding
+from ..terms.nonlocal_position import axis_index, check_choices, predicted_values, realign, standardised, with_padding
 from .capture import checked_queries
 from .checks import check_map, pair, positive
 from .criss_cross import CrissCross
 
-SMOOTHINGS = ("sqrt_d", "zscore")
 CHUNK = 1 << 26  # logits that BilateralNonLocal2d holds at once
 
 
@@ -41,12 +40,7 @@ class _Bilateral(nn.Module):
     ) -> None:
         super().__init__()
         positive(in_channels=in_channels, reduction=reduction)
-        if padding not in PADDINGS:
-            raise ValueError(f"padding must be one of {', '.join(PADDINGS)}, got {padding!r}")
-        if smoothing not in SMOOTHINGS:
-            raise ValueError(f"smoothing must be one of {', '.join(SMOOTHINGS)}, got {smoothing!r}")
-        if padding == "-inf" and smoothing == "zscore":
-            raise ValueError("smoothing 'zscore' needs another padding than '-inf', of which there is no mean")
+        check_choices(padding, smoothing)
         self.kernel_size = pair("kernel_size", kernel_size)
         if any(n % 2 == 0 for n in self.kernel_size):
             raise ValueError(f"kernel_size must be odd, got {kernel_size!r}")

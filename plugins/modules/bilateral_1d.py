@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..terms.nonlocal_band import counted_keys, standardised_band
-from ..terms.nonlocal_position import PADDINGS, predicted_values, with_padding
-from .bilateral import SMOOTHINGS
+from ..terms.nonlocal_position import check_choices, predicted_values, with_padding
 from .sequence_cache import (
     SequenceCache,
     attended,
@@ -73,12 +72,7 @@ class BilateralSelfAttention(nn.Module):
             kernel_size = 11 if causal else 21
         if not isinstance(kernel_size, int) or kernel_size < 1 or (kernel_size % 2 == 0 and not causal):
             raise ValueError(f"kernel_size must be a positive odd int, or any with causal, got {kernel_size!r}")
-        if padding not in PADDINGS:
-            raise ValueError(f"padding must be one of {', '.join(PADDINGS)}, got {padding!r}")
-        if smoothing not in SMOOTHINGS:
-            raise ValueError(f"smoothing must be one of {', '.join(SMOOTHINGS)}, got {smoothing!r}")
-        if padding == "-inf" and smoothing == "zscore":
-            raise ValueError("smoothing 'zscore' needs another padding than '-inf', of which there is no mean")
+        check_choices(padding, smoothing)
         self.embed_dim, self.num_heads, self.kernel_size = embed_dim, num_heads, kernel_size
         self.padding, self.smoothing, self.causal, self.dropout = padding, smoothing, causal, dropout
         factory: dict[str, Any] = dict(device=device, dtype=dtype)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -90,16 +90,24 @@ def capture_attention(model: nn.Module, layers: str | Sequence[str] = "*") -> It
         chosen.update(found)
     captured: dict[str, Captured] = {}
 
-    def hook(name: str) -> Any:
-        def remember(layer: nn.Module, arguments: tuple, keywords: dict) -> None:
-            captured.pop(name, None)
-            captured[name] = Captured(name, layer, arguments, keywords)
+    def keep(call: Captured) -> None:
+        captured.pop(call.name, None)  # in the order of the last calls
+        captured[call.name] = call
 
-        return remember
-
-    handles = [layer.register_forward_pre_hook(hook(name), with_kwargs=True) for name, layer in chosen.items()]
-    try:
+    with remember_calls(chosen, keep):
         yield captured
+
+
+@contextmanager
+def remember_calls(layers: Mapping[str, nn.Module], keep: Callable[[Captured], None]) -> Iterator[None]:
+    """Hand every call of ``layers``, by their names, to ``keep`` before it runs."""
+
+    def hook(name: str) -> Any:
+        return lambda layer, arguments, keywords: keep(Captured(name, layer, arguments, keywords))
+
+    handles = [layer.register_forward_pre_hook(hook(name), with_kwargs=True) for name, layer in layers.items()]
+    try:
+        yield
     finally:
         for handle in handles:
             handle.remove()

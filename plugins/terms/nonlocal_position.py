@@ -13,6 +13,16 @@ import torch
 from torch import Tensor
 
 PADDINGS = ("-inf", "zero", "learned", "min", "mean")
+SMOOTHINGS = ("sqrt_d", "zscore")
+
+
+def check_choices(padding: str, smoothing: str) -> None:
+    """Check that both are known, and go together."""
+    for name, value, choices in (("padding", padding, PADDINGS), ("smoothing", smoothing, SMOOTHINGS)):
+        if value not in choices:
+            raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
+    if padding == "-inf" and smoothing == "zscore":
+        raise ValueError("smoothing 'zscore' needs another padding than '-inf', of which there is no mean")
 
 
 def predicted_values(window: int, padding: str) -> int:

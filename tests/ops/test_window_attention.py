@@ -107,9 +107,8 @@ def test_kernel_equals_the_reference(kernel, stride, padding, dilation, size, lo
 
 @needs_kernel
 def test_a_workspace_smaller_than_all_heads():
-    """The gradients of large problems are computed some heads at a time."""
+    """Sixteen heads' weights exceed the workspace of 2^23 elements, four heads' do not: the gradients are the same."""
     terms = operands((40, 129), (9, 9), batch=1, heads=4, d=2, dv=3, dtype=torch.float32)
-    assert 40 * 81 * 192 * 4 > 1 << 20
     big = [None if t is None else t.detach().repeat(1, 4, 1, 1, 1).requires_grad_() for t in terms]
     grad = torch.randn(1, 4, 40, 129, 3)
     few = torch.autograd.grad(window_attention(*terms, 9), terms, grad)

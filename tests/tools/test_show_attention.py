@@ -18,6 +18,7 @@ from skimage import data  # noqa: E402
 
 from attn_plugins.modules import AAConv2d, GeneralizedAttention2d, attention_layers, capture_attention  # noqa: E402
 from tools.attention_view import page, view  # noqa: E402
+from tools.pictures import open_picture  # noqa: E402
 from tools.show_attention import main  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
@@ -146,7 +147,7 @@ def test_the_page_holds_the_maps_and_nothing_from_elsewhere(shown):
 
 def test_large_maps_are_thinned_and_it_is_said(photograph):
     model = timm.create_model("aa_wide_resnet28_10", depth=10, width=5, img_size=36).eval()
-    seen = view.see_timm(model, view.read(photograph), ["layer1.0.conv1"], (36, 12))
+    seen = view.see_timm(model, open_picture(photograph), ["layer1.0.conv1"], (36, 12))
     (layer,) = seen.captured.values()
     maps, notes = page.thinned(layer)
     assert maps.shape == (8, 16, 12, 28, 12)
@@ -161,7 +162,7 @@ def test_large_maps_are_thinned_and_it_is_said(photograph):
 
 def test_pixels_find_their_cells(photograph):
     model = small()
-    seen = view.see_timm(model, view.read(photograph), ["layer4.2.conv1"], (64, 128))  # 2×4 cells
+    seen = view.see_timm(model, open_picture(photograph), ["layer4.2.conv1"], (64, 128))  # 2×4 cells
     (layer,) = seen.captured.values()
     assert seen.file_size == (300, 451)
     assert [seen.cell(layer, p) for p in [(0, 0), (149, 112), (150, 113), (299, 450)]] == [
@@ -324,6 +325,7 @@ def test_a_click_and_the_arrow_keys_change_every_map(shown, browser):
     browser.key("ArrowLeft", modifiers=8)
     same_picture(browser, file, 3, 3, 0, (0, 2))
     assert browser.run("where.getAttribute('aria-live')") == "polite"
+    assert file.as_uri() in browser.requests
     assert all(url.startswith(("file:", "data:")) for url in browser.requests)
 
 

@@ -251,7 +251,7 @@ def test_bad_data(digits, tmp_path, capsys):
     shutil.copy(image, copy / "val/zero")
     broken = copy / "train/one/broken.png"
     broken.write_bytes(image.read_bytes()[:40])
-    assert f"{broken} is not an image that can be read" in error_of(copy)
+    assert f"{broken} cannot be read as a picture" in error_of(copy)
 
 
 def test_a_training_is_not_overwritten_nor_mixed_with_another(trained, digits, capsys):

@@ -49,15 +49,6 @@ def is_mm(model: str) -> bool:
     return model.endswith(".py") or "::" in model
 
 
-def read(file: Path) -> Image.Image:
-    """The picture in RGB."""
-    try:
-        with Image.open(file) as image:
-            return image.convert("RGB")
-    except Exception as error:
-        raise ViewError(f"IMAGE {file} cannot be read as a picture: {error}") from error
-
-
 def default_layers(model: nn.Module, run: Any) -> list[str]:
     """The last attention layer of every stage: of every name up to the first number, and every size of map."""
     with capture_attention(model) as captured:

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import torch
 
+from tools.files import write_text
+
 
 def machine(device: str) -> dict[str, str]:
     """Where and with what a run was measured."""
@@ -72,10 +74,7 @@ def markdown(title: str, command: str, facts: dict[str, str], rows: list[dict]) 
 
 
 def write(folder: Path, name: str, text: str, data: dict) -> Path:
-    """Write ``name.md`` and ``name.json`` beside, then rename: a broken run leaves the old files."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for suffix, content in ((".md", text), (".json", json.dumps(data, indent=1) + "\n")):
-        partial = folder / f".{name}{suffix}.partial"
-        partial.write_text(content)
-        partial.replace(folder / f"{name}{suffix}")
+    """Write ``name.md`` and ``name.json``."""
+    write_text(folder / f"{name}.json", json.dumps(data, indent=1) + "\n")
+    write_text(folder / f"{name}.md", text)
     return folder / f"{name}.md"

@@ -8,26 +8,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
 from timm.data import create_dataset, create_transform
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset
 from torchvision import transforms
 from torchvision.datasets import ImageFolder
 
+from tools.pictures import open_picture
+
 from .config import Config, ConfigError
-
-
-class BadImage(RuntimeError):
-    """A file that is no image."""
-
-
-def open_image(file: str) -> Image.Image:
-    """The image in RGB."""
-    try:
-        with Image.open(file) as image:
-            return image.convert("RGB")
-    except Exception as error:
-        raise BadImage(f"{file} is not an image that can be read: {error}") from error
 
 
 def datasets(config: Config, root: Path) -> tuple[Dataset, Dataset, list[str]]:
@@ -60,7 +48,7 @@ def _folder(path: Path) -> ImageFolder:
     if not path.is_dir():
         raise ConfigError(f"--data must hold train/CLASS/… and val/CLASS/…: there is no folder {path}")
     try:
-        return ImageFolder(str(path), loader=open_image)
+        return ImageFolder(str(path), loader=open_picture)
     except FileNotFoundError as error:  # no class at all, or a class without an image
         raise ConfigError(f"{path}: {str(error).splitlines()[0]}") from error
 
