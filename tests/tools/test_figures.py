@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from attn_plugins.modules import AAConv2d
-from tools.figures import aaconv, convention, empirical, local_bilateral, networks
+from tools.figures import aaconv, convention, empirical, local_bilateral, networks, translation
 from tools.figures.__main__ import main
 from tools.figures.row import Row, markdown
 
@@ -149,6 +149,69 @@ def test_a_segmentor_of_ours_has_the_modules_that_are_counted(infix, settings):
     assert added / 1e9 == pytest.approx(expected, rel=1e-12)
 
 
+# What an independent count of the paper's translation gives, in GFLOPs; it leaves out u·k and v·R.
+TRANSLATION = {
+    "w/o": 1.744, "w/o + deformable": 2.216,
+    "1111": 2.715, "1110": 2.715, "1101": 2.715, "1100": 2.715,
+    "0111": 2.715, "0110": 2.715, "0101": 2.558, "0100": 2.558,
+    "1011 + deformable": 3.187, "1010 + deformable": 2.876, "0011 + deformable": 3.014,
+    "0010 + deformable": 2.688, "0001 + deformable": 2.857,
+    "0100 n=31": 2.332,
+    "dynamic n=31": 2.378, "dynamic n=25": 2.35, "dynamic n=19": 2.32, "dynamic n=13": 2.28,
+}  # fmt: skip
+# The paper's percentages, of operations, from a setting to another.
+PERCENTAGES = [
+    ("1111", "1011 + deformable", 17.3), ("1110", "1010 + deformable", 5.8), ("1101", "1001 + deformable", 17.3),
+    ("1100", "1000 + deformable", 5.8), ("0111", "0011 + deformable", 10.9), ("0110", "0010 + deformable", -1.1),
+    ("0101", "0001 + deformable", 11.6), ("0100", "w/o + deformable", -13.5), ("0100 n=31", "dynamic n=31", 1.8),
+    ("0100 n=25", "dynamic n=25", 1.4), ("0100 n=19", "dynamic n=19", 1.1), ("0100 n=13", "dynamic n=13", 0.7),
+]  # fmt: skip
+
+
+def bits_of(setting: str) -> list[bool]:
+    return [bit == "1" for bit in setting[:4]] if setting[0] in "01" else [False] * 4
+
+
+def sequence_formula(setting: str, C: int = 512, N: int = 50) -> tuple[int, int]:
+    """All self-attention in the paper's convention, on paper: 12 times; the share of u·k and v·R in it."""
+    size = int(setting.partition(" n=")[2] or 0)
+    total = 3 * N * C * C if setting.endswith("deformable") else 0
+    if setting.startswith("w/o"):
+        return 12 * total, 0
+    if setting.startswith("dynamic"):
+        return 12 * (total + N * (2 * C * C + C * C + 16 * C * size + C * size)), 0
+    e1, e2, e3, e4 = bits_of(setting)
+    total += N * C * C * (2 + (e1 or e2) + (e1 or e3)) + (size or 2 * N - 1) * C * C * (e2 or e4)
+    total += N * (size or N) * C * (e1 + (e2 and not e1)) + N * (size or N if e1 or e2 or e4 else 1) * C
+    salient = 0 if e1 else N * C * e3 + (size or N) * C * (e4 and not e2)
+    return 12 * (total + salient), 12 * salient
+
+
+@pytest.mark.parametrize("setting", [setting for setting, *_ in translation.SETTINGS])
+def test_translation_costs_what_the_paper_charges(setting):
+    C, N = 512, 50
+    rest = 6 * (2 * 8 * N * C * C + 4 * N * C * C + (2 * N - 1) * C * C + 2 * N * N * C)
+    total, salient = sequence_formula(setting)
+    assert translation.operations(setting)[0] == rest + total
+    if setting in TRANSLATION:
+        digits = len(str(TRANSLATION[setting]).partition(".")[2])
+        assert round((rest + total - salient) / 1e9, digits) == TRANSLATION[setting]
+
+
+def test_every_figure_of_translation_but_one_is_met():
+    assert {row.name for row in translation.rows() if not row.agrees} == {"translation: 0100 n=31"}
+    assert set(TRANSLATION) < {setting for setting, *_ in translation.SETTINGS}
+
+
+def test_one_offset_more_meets_the_percentages_of_translation():
+    def of(setting, more):
+        attentions = 6 + 12 * (bits_of(setting)[1] or bits_of(setting)[3])  # all that project offsets
+        return translation.operations(setting)[0] + attentions * more * 512**2
+
+    met = [[round(100 * (of(b, more) / of(a, more) - 1), 1) == p for a, b, p in PERCENTAGES] for more in (0, 1)]
+    assert [sum(of_all) for of_all in met] == [0, 10]
+
+
 # Table 4.2 of the thesis, counted independently: parameters, GFLOPs (None: the table counts it in another way).
 LOCAL_BILATERAL = dict(zip("abcdefghij", [
     (265_216, 2.454), (217_560, 2.012), (267_547, 2.475), (274_540, 2.540), (283_864, 2.626), (302_512, 2.797),
@@ -191,7 +254,7 @@ def test_a_convention_refuses_what_the_paper_does_not_count():
         ("aaconv", ["timm"], "| Table 3: aa_resnet50 | M parameters | 25.8 | 25.8094 | = |  |", 9),
         (
             "empirical", ["mmdet", "mmseg"],
-            f"| detection: 0010 | GFLOPs | 221.1 | 221.148 | = | 218.672 | {empirical.ONCE} |", 18,
+            f"| detection: 0010 | GFLOPs | 221.1 | 221.148 | = | 218.672 | {empirical.ONCE} |", 19,
         ),
         ("local_bilateral", [], "| Table 4.2 e: both | GFLOPs | 2.63 | 2.62553 | = | 2.62826 |  |", 2),
     ],

@@ -135,6 +135,38 @@ def zhu_2019(found: Sequence[Call], positions: int, head_width: int) -> int:
     return total + sums * keys
 
 
+def zhu_2019_sequence(found: Sequence[Call], tokens: int) -> int:
+    """Zhu et al. (2019) on sequences: by the rules of :func:`zhu_2019`, and
+
+    * a query's products with offsets are charged once a key, N or those in range, not once an offset, 2N - 1;
+    * keys out of range are free, also where we mask them.
+
+    The decoder is charged as the encoder, as though it looked both ways: count modules that are not causal.
+
+    Args:
+        found: The calls of a module on one sequence.
+        tokens: N, queries and keys.
+    """
+    attention = (*_ATTENTION, "attn_plugins.sequence_attention")
+    has_content = any(call.operator in attention and call.shapes[0] is not None for call in found)
+    total = 0
+    for call in found:
+        if call.operator in ("aten.mm", "aten.addmm"):  # of one row: where we project for all queries at once
+            rows = call.shapes[-2][0]
+            total += call.products * (tokens if rows == 1 else 1)
+        elif call.operator == "attn_plugins.sequence_attention":
+            keys, band, outside = call.shapes[2][2], call.shapes[3], call.shapes[4]
+            total += call.products // keys * (keys if outside is None else band[3])
+        elif call.operator in ("attn_plugins.window_attention", "attn_plugins.deform_conv2d"):
+            total += call.products
+        elif call.operator == "aten.bmm":
+            (heads, rows, width), (_, _, columns) = call.shapes[:2]
+            total += 0 if has_content else heads * rows * width * min(columns, tokens)
+        elif not call.module.endswith("conv_offset"):
+            raise _unknown(call, "Zhu et al. (2019)")
+    return total
+
+
 def thesis(found: Sequence[Call]) -> int:
     """Thesis, Table 4.2: multiply-adds of linear layers, and 1 a bias, 2 a BatchNorm and 1 a ReLU for each output.
 

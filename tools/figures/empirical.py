@@ -1,4 +1,4 @@
-"""Figures of Zhu et al. (2019), Tables 2 and 3: detection and segmentation."""
+"""Figures of Zhu et al. (2019), Tables 2 and 3: detection and segmentation here, translation in its own file."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import nn
 
 from attn_plugins.modules import DeformableConv2d, DynamicConv2d, GeneralizedAttention2d
 
-from . import convention, networks
+from . import convention, networks, translation
 from .row import Row
 
 TITLE = "An empirical study of spatial attention (Zhu et al. 2019)"
@@ -21,7 +21,7 @@ CONVENTION = (
     "256 and 4 of 512, one of them behind the backbone, at 96×96. `=`: ours rounds to the printed figure. The figures "
     "without attention are printed rounded, as 213.7 and 449.5: with 213.69 and 449.546 in their place ours rounds to "
     "every printed figure, but segmentation's 1010 and 1000. *executed*: with the multiply-adds that our modules run "
-    "in truth. The rows of machine translation are not here: those modules do not exist yet."
+    "in truth.\n\n" + translation.CONVENTION
 )
 
 HEADS = 8
@@ -138,4 +138,4 @@ def rows() -> list[Row]:
                 elif setting in ("1010", "1000"):
                     remarks.append(CONTENT_ALONE)
             found.append(Row(label, "GFLOPs", printed[column], ours, "; ".join(filter(None, remarks)), executed))
-    return found
+    return found + translation.rows()
