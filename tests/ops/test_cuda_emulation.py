@@ -6,40 +6,18 @@
 
 from __future__ import annotations
 
-import os
-import shlex
-import shutil
-import subprocess
-from pathlib import Path
-
 import pytest
 import torch
+from emulated_kernels import NEEDS, error, load
 
 from attn_plugins.ops import reference
 
-ROOT = Path(__file__).resolve().parents[2]
-EMULATION = ROOT / "tests/ops/emulation"
-COMPILER = shlex.split(os.environ.get("CXX", "c++"))
-
-pytestmark = [
-    pytest.mark.skipif(shutil.which(COMPILER[0]) is None, reason="no C++ compiler"),
-    pytest.mark.skipif(torch.__version__ < (2, 10), reason="torch's stable ABI begins with 2.10"),
-]
-
-# Undefined behaviour (a misaligned vector, an overflowing conversion) ends the process instead of passing unseen.
-FLAGS = """-shared -fPIC -O1 -std=c++20 -fsanitize=alignment,bounds,integer-divide-by-zero,float-cast-overflow
-    -fsanitize=signed-integer-overflow -fsanitize-undefined-trap-on-error -DTORCH_TARGET_VERSION=0x020a000000000000"""
+pytestmark = NEEDS
 
 
 @pytest.fixture(scope="module")
 def emulated(tmp_path_factory):
-    library = tmp_path_factory.mktemp("emulation") / "emulated.so"
-    site = Path(torch.__file__).parent
-    folders = [EMULATION, ROOT / "csrc", site / "include"]
-    command = [*COMPILER, *FLAGS.split(), *(f"-I{folder}" for folder in folders)]
-    command += [str(EMULATION / "deform_conv2d.cpp"), "-o", str(library), f"-L{site / 'lib'}", "-ltorch_cpu"]
-    subprocess.run(command, check=True)
-    torch.ops.load_library(str(library))
+    load("deform_conv2d.cpp", tmp_path_factory.mktemp("emulation"))
     return torch.ops.attn_plugins_emulated
 
 
@@ -80,10 +58,6 @@ CASES = {
     "no images": dict(B=0),
 }
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.float16: 3e-3, torch.bfloat16: 2e-2}
-
-
-def error(found, expected):
-    return ((found.double() - expected).norm() / expected.norm().clamp_min(1e-30)).item()
 
 
 @pytest.fixture(params=[None, "13"], ids=["own blocks", "blocks of 13 pixels"])

@@ -4,73 +4,18 @@ from __future__ import annotations
 
 import itertools
 import math
-import sys
 
 import pytest
 import torch
+from sequence_operands import TERMS, attend, gradients, operands, padding, take_path
 from torch import Tensor
 
 from attn_plugins.ops import _global_attention_chunks as chunked
-from attn_plugins.ops import _library, reference, sequence_attention
-
-OPERATOR = sys.modules["attn_plugins.ops.sequence_attention"]
-# Which of content, band, outside and position logits are there.
-TERMS = [
-    terms
-    for terms in itertools.product((True, False), repeat=4)
-    if (terms[0] or terms[1] or terms[3]) and (terms[1] or not terms[2])
-]
-ALL = (True, True, True, True)
-
-
-def operands(
-    terms=ALL, *, T=5, S=7, K=3, B=2, M=3, d=4, dv=5, dtype=torch.float64, device="cpu", grad=True, shared=False
-) -> tuple[Tensor | None, ...]:
-    """Random arguments; with ``shared``, one axis of each kind of logits is of size 1: batch, query, head."""
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(*shape, dtype=dtype, device=device, requires_grad=grad)
-
-    content, band, outside, position = terms
-    lone = 1 if shared else None
-    return (
-        draw(B, M, T, d) if content else None,
-        draw(B, M, S, d) if content else None,
-        draw(B, M, S, dv),
-        draw(B, M, lone or T if content or position else T, K) if band else None,
-        draw(B, lone or M, T) if outside else None,
-        draw(lone or B, M, T, S) if position else None,
-    )
-
-
-def attend(operands: tuple[Tensor | None, ...], mask: Tensor | None = None, **options) -> Tensor:
-    query, key, value, band, outside, position = operands
-    return sequence_attention(
-        query, key, value, band_logits=band, outside_logits=outside, position_logits=position, key_padding_mask=mask,
-        **options,
-    )  # fmt: skip
+from attn_plugins.ops import reference, sequence_attention
 
 
 def define(operands, mask=None, *, start=0, causal=False, scale=1.0) -> Tensor:
     return reference.sequence_attention(*operands, mask, start, causal, scale)
-
-
-def given(tensors) -> list[Tensor]:
-    return [t for t in tensors if t is not None]
-
-
-def gradients(output: Tensor, operands, grad: Tensor) -> list[Tensor]:
-    return list(torch.autograd.grad(output, given(operands), grad, retain_graph=True))
-
-
-def padding(B: int, S: int) -> Tensor:
-    """Padding behind the first sequence, in front of the second, everywhere in the third."""
-    mask = torch.zeros(B, S, dtype=torch.bool)
-    mask[0, S - S // 3 :] = True
-    if B > 1:
-        mask[1, : S // 3] = True
-    mask[2:] = True
-    return mask
 
 
 def by_loops(operands, mask, start, causal, scale) -> Tensor:
@@ -112,10 +57,7 @@ def by_loops(operands, mask, start, causal, scale) -> Tensor:
 @pytest.fixture(params=["compiled", "plain", "plain, one query a chunk"])
 def path(request, monkeypatch):
     """The compiled kernel, and what stands in for it where there is none."""
-    if request.param != "compiled":
-        monkeypatch.setattr(OPERATOR, "_compiled", lambda value: False)
-    elif not _library.has_kernel("cpu"):
-        pytest.skip("no CPU binary is compiled")
+    take_path(request.param, monkeypatch)
     if request.param == "plain, one query a chunk":
         monkeypatch.setitem(chunked.WORKSPACE, "cpu", 1)
     return request.param

@@ -8,13 +8,13 @@ import sys
 
 import pytest
 import torch
+from operator_checks import DEVICES, check_autocast, check_compiled_and_exported, given
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from attn_plugins.ops import _library, reference, window_attention
 
 needs_kernel = pytest.mark.skipif(not _library.has_kernel("cpu"), reason="no CPU binary is compiled")
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 LOGITS = ["content", "position", "both"]
 
 
@@ -34,10 +34,6 @@ def operands(
         draw(*size, dv),
         draw(*grid, math.prod(kernel)) if logits in ("position", "both") else None,
     )
-
-
-def given(*tensors: Tensor | None) -> list[Tensor]:
-    return [t for t in tensors if t is not None]
 
 
 def by_loops(query, key, value, position, kernel, stride, padding, dilation, zero_border, scale) -> Tensor:
@@ -224,26 +220,14 @@ def test_half_precision_accumulates_in_float32(dtype, device):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_autocast(device):
-    terms = operands(dtype=torch.float32, device=device)
-    with torch.autocast(device, torch.bfloat16):
-        output = window_attention(*terms, 3)
-    assert output.dtype == torch.bfloat16
-    output.sum().backward()
-    assert all(t.grad.dtype == torch.float32 for t in terms)
+    check_autocast(lambda *terms: window_attention(*terms, 3), operands(dtype=torch.float32, device=device), device)
 
 
 @pytest.mark.parametrize("logits", LOGITS)
 def test_compiled_and_exported(logits):
-    terms = operands(logits=logits, dtype=torch.float32, grad=False)
-
-    class Layer(torch.nn.Module):
-        def forward(self, query, key, value, position):
-            return window_attention(query, key, value, position, 3, scale=0.5)
-
-    layer = Layer()
-    expected = layer(*terms)
-    torch.testing.assert_close(torch.compile(layer, fullgraph=True, backend="aot_eager")(*terms), expected)
-    torch.testing.assert_close(torch.export.export(layer, terms).module()(*terms), expected)
+    check_compiled_and_exported(
+        lambda *terms: window_attention(*terms, 3, scale=0.5), operands(logits=logits, dtype=torch.float32, grad=False)
+    )
 
 
 def test_views_give_what_copies_give():

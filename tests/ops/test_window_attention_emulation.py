@@ -6,43 +6,22 @@
 from __future__ import annotations
 
 import math
-import os
-import shlex
-import shutil
-import subprocess
-from pathlib import Path
 
 import pytest
 import torch
+from emulated_kernels import NEEDS, error, load
 
 from attn_plugins.ops import _window_attention_cuda as cuda
 from attn_plugins.ops import reference
 from attn_plugins.ops._window_attention_cpu import Geometry
 
-ROOT = Path(__file__).resolve().parents[2]
-EMULATION = ROOT / "tests/ops/emulation"
-COMPILER = shlex.split(os.environ.get("CXX", "c++"))
-
-pytestmark = [
-    pytest.mark.skipif(shutil.which(COMPILER[0]) is None, reason="no C++ compiler"),
-    pytest.mark.skipif(torch.__version__ < (2, 10), reason="torch's stable ABI begins with 2.10"),
-]
-
-# Undefined behaviour (a misaligned vector, an overflowing conversion) ends the process instead of passing unseen.
-FLAGS = """-shared -fPIC -O1 -std=c++20 -fsanitize=alignment,bounds,integer-divide-by-zero,float-cast-overflow
-    -fsanitize=signed-integer-overflow -fsanitize-undefined-trap-on-error -DTORCH_TARGET_VERSION=0x020a000000000000"""
+pytestmark = NEEDS
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}
 
 
 @pytest.fixture(scope="module")
 def emulated(tmp_path_factory):
-    library = tmp_path_factory.mktemp("emulation") / "emulated.so"
-    site = Path(torch.__file__).parent
-    folders = [EMULATION, ROOT / "csrc", site / "include"]
-    command = [*COMPILER, *FLAGS.split(), *(f"-I{folder}" for folder in folders)]
-    command += [str(EMULATION / "window_attention.cpp"), "-o", str(library), f"-L{site / 'lib'}", "-ltorch_cpu"]
-    subprocess.run(command, check=True)
-    torch.ops.load_library(str(library))
+    load("window_attention.cpp", tmp_path_factory.mktemp("emulation"))
     return torch.ops.attn_plugins_emulated_window
 
 
@@ -76,10 +55,6 @@ def compute(request, monkeypatch):
         return output.cpu(), [None if g is None else g.cpu() for g in grads]
 
     return run
-
-
-def error(found, expected):
-    return ((found.double() - expected).norm() / expected.norm().clamp_min(1e-30)).item()
 
 
 def problem(

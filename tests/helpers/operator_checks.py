@@ -1,0 +1,38 @@
+"""What the tests of several operators share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
+
+
+def given(*tensors: Tensor | None) -> list[Tensor]:
+    """Those that are there."""
+    return [t for t in tensors if t is not None]
+
+
+def check_autocast(call: Callable[..., Tensor], terms: Sequence[Tensor], device: str) -> None:
+    """Float32 arguments give bfloat16 under autocast, and take float32 gradients."""
+    with torch.autocast(device, torch.bfloat16):
+        output = call(*terms)
+    assert output.dtype == torch.bfloat16
+    output.sum().backward()
+    assert all(t.grad.dtype == torch.float32 for t in terms)
+
+
+def check_compiled_and_exported(call: Callable[..., Tensor], terms: Sequence[Tensor | None]) -> None:
+    """One graph, and what it gives is what Python gives."""
+
+    class Layer(torch.nn.Module):
+        def forward(self, *terms):
+            return call(*terms)
+
+    layer = Layer()
+    expected = layer(*terms)
+    torch.testing.assert_close(torch.compile(layer, fullgraph=True, backend="aot_eager")(*terms), expected)
+    torch.testing.assert_close(torch.export.export(layer, tuple(terms)).module()(*terms), expected)
