@@ -7,9 +7,11 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <cstring>
 #include <iterator>
 #include <limits>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "../tensor_ops.h"
@@ -27,7 +29,7 @@ struct Problem {
   int64_t kernel[2], stride[2], padding[2], dilation[2];
   bool zero_border;
   T scale;
-  View<T> position, output, log_sum_exp, grad_query, grad_key, grad_value, grad_position;
+  View<T> value_view, position, output, log_sum_exp, grad_query, grad_key, grad_value, grad_position;
   // Packed: (heads, rows, phases, width, line) of keys, (heads, rows, width, line) of queries, which begin at
   // `margin`, the farthest distance of a tap in its phase.
   int64_t line, margin;
@@ -39,6 +41,12 @@ struct Problem {
   bool logits_wanted = false;
 
   int64_t taps() const { return kernel[0] * kernel[1]; }
+  // Without dot products, neighbouring windows over neighbouring keys; windows wide enough and channels
+  // enough for vectors along the channels to pay.
+  bool predicted() const {
+    const bool dense = stride[0] == 1 && stride[1] == 1 && dilation[0] == 1 && dilation[1] == 1;
+    return d == 0 && dense && kernel[1] >= 7 && dv * sizeof(T) >= 32;
+  }
 };
 
 // A (B, M, rows, columns, width) view to be packed.
@@ -49,7 +57,7 @@ struct Packing {
   T* to;
 };
 
-enum class Stage { FORWARD, QUERIES, KEYS };
+enum class Stage { FORWARD, PREDICTED, QUERIES, KEYS };
 
 #define KERNEL "window_attention_kernel.h"
 #include "each_target.h"
@@ -82,6 +90,24 @@ const T* data(const Tensor& tensor) {
   return static_cast<const T*>(tensor.data_ptr());
 }
 
+// A problem without its operands.
+template <typename T>
+Problem<T> described(const std::optional<Tensor>& query, const Tensor& value,
+                     const std::optional<Tensor>& position, const Tensor& log_sum_exp,
+                     const std::vector<int64_t>& geometry, bool zero_border, double scale) {
+  Problem<T> p;
+  p.B = log_sum_exp.size(0), p.M = log_sum_exp.size(1), p.Hq = log_sum_exp.size(2);
+  p.Wq = log_sum_exp.size(3), p.Hk = value.size(2), p.Wk = value.size(3), p.dv = value.size(4);
+  p.d = query.has_value() ? query->size(4) : 0;
+  for (int axis = 0; axis < 2; ++axis) {
+    p.kernel[axis] = geometry[axis], p.stride[axis] = geometry[2 + axis];
+    p.padding[axis] = geometry[4 + axis], p.dilation[axis] = geometry[6 + axis];
+  }
+  p.zero_border = zero_border, p.scale = T(scale);
+  p.value_view = View<T>(value), p.position = View<T>(position), p.log_sum_exp = View<T>(log_sum_exp);
+  return p;
+}
+
 // A problem and the packed tensors that it points into.
 template <typename T>
 struct Packed {
@@ -89,17 +115,9 @@ struct Packed {
   std::vector<Tensor> owned;
   std::vector<T> outside;
 
-  Packed(const std::optional<Tensor>& query, const std::optional<Tensor>& key, const Tensor& value,
-         const std::optional<Tensor>& position, const Tensor& log_sum_exp,
-         const std::vector<int64_t>& geometry, bool zero_border, double scale) {
-    p.B = log_sum_exp.size(0), p.M = log_sum_exp.size(1), p.Hq = log_sum_exp.size(2);
-    p.Wq = log_sum_exp.size(3), p.Hk = value.size(2), p.Wk = value.size(3), p.dv = value.size(4);
-    for (int axis = 0; axis < 2; ++axis) {
-      p.kernel[axis] = geometry[axis], p.stride[axis] = geometry[2 + axis];
-      p.padding[axis] = geometry[4 + axis], p.dilation[axis] = geometry[6 + axis];
-    }
-    p.zero_border = zero_border, p.scale = T(scale);
-    p.position = View<T>(position), p.log_sum_exp = View<T>(log_sum_exp);
+  Packed(const Problem<T>& problem, const std::optional<Tensor>& query, const std::optional<Tensor>& key,
+         const Tensor& value)
+      : p(problem) {
     const int64_t lanes = 64 / sizeof(T), step = p.stride[1];
     auto whole = [&](int64_t n) { return (n + lanes - 1) / lanes * lanes; };
     p.margin = (p.kernel[1] - 1) * p.dilation[1] / step;
@@ -107,11 +125,10 @@ struct Packed {
     p.line = whole(p.margin + std::max(whole(p.Wq), whole(keys)));
     p.value = keep(packed<T>(value, step, p.padding[1], p.line));
     if (query.has_value()) {
-      p.d = query->size(4);
       p.key = keep(packed<T>(key, step, p.padding[1], p.line));
       p.query = keep(packed<T>(query, 1, p.margin, p.line));
     }
-    if (!zero_border) {
+    if (!p.zero_border) {
       outside.assign(step * p.line, -std::numeric_limits<T>::infinity());
       for (int64_t x = 0; x < p.Wk; ++x) {
         const int64_t column = x + p.padding[1];
@@ -131,10 +148,12 @@ template <typename T>
 void forward(const std::optional<Tensor>& query, const std::optional<Tensor>& key, const Tensor& value,
              const std::optional<Tensor>& position, const Tensor& output, const Tensor& log_sum_exp,
              const std::vector<int64_t>& geometry, bool zero_border, double scale) {
-  Packed<T> packed(query, key, value, position, log_sum_exp, geometry, zero_border, scale);
-  auto& p = packed.p;
-  p.output = View<T>(output);
-  run(Stage::FORWARD, p, p.B * p.M * p.Hq * ((p.Wq + baseline::TILE - 1) / baseline::TILE));
+  auto problem = described<T>(query, value, position, log_sum_exp, geometry, zero_border, scale);
+  problem.output = View<T>(output);
+  const int64_t tasks =
+      problem.B * problem.M * problem.Hq * ((problem.Wq + baseline::TILE - 1) / baseline::TILE);
+  if (problem.predicted()) return run(Stage::PREDICTED, problem, tasks);
+  run(Stage::FORWARD, Packed<T>(problem, query, key, value).p, tasks);
 }
 
 template <typename T>
@@ -143,7 +162,8 @@ void backward(const Tensor& grad_output, const std::optional<Tensor>& query, con
               const std::optional<Tensor>& grad_query, const std::optional<Tensor>& grad_key,
               const std::optional<Tensor>& grad_value, const std::optional<Tensor>& grad_position,
               const std::vector<int64_t>& geometry, bool zero_border, double scale) {
-  Packed<T> packed_problem(query, key, value, position, log_sum_exp, geometry, zero_border, scale);
+  Packed<T> packed_problem(described<T>(query, value, position, log_sum_exp, geometry, zero_border, scale),
+                           query, key, value);
   auto& p = packed_problem.p;
   p.gradient = packed_problem.keep(packed<T>(grad_output, 1, p.margin, p.line));
   p.grad_query = View<T>(grad_query), p.grad_key = View<T>(grad_key), p.grad_value = View<T>(grad_value);

@@ -346,9 +346,12 @@ void key_tasks(const Problem<T>& p, int64_t begin, int64_t end) {
   }
 }
 
+#include "predicted_window_kernel.h"
+
 template <typename T>
 void run_tasks(Stage stage, const Problem<T>& p, int64_t begin, int64_t end) {
   if (stage == Stage::FORWARD) return forward_tasks(p, begin, end);
+  if (stage == Stage::PREDICTED) return predicted_tasks(p, begin, end);
   if (stage == Stage::QUERIES) return query_tasks(p, begin, end);
   key_tasks(p, begin, end);
 }

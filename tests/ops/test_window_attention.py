@@ -67,6 +67,7 @@ GEOMETRIES = [  # kernel, stride, padding, dilation
     ((5, 3), (2, 3), (4, 2), (2, 2)),
     ((2, 4), (1, 1), (1, 3), (1, 1)),
     ((3, 3), (2, 2), (0, 0), (1, 3)),
+    ((3, 9), (1, 1), (1, 4), (1, 1)),  # wide enough for the CPU's kernel of position logits alone
 ]
 
 
@@ -99,6 +100,27 @@ def test_kernel_equals_the_reference(kernel, stride, padding, dilation, size, lo
     wanted = torch.autograd.grad(expected, given(*terms), grad)
     for gradient, other in zip(torch.autograd.grad(found, given(*terms), grad), wanted):
         torch.testing.assert_close(gradient, other, rtol=1e-4 if dtype == torch.float32 else 1e-9, atol=1e-5)
+
+
+@needs_kernel
+@pytest.mark.parametrize("dv", [7, 8, 16, 48])
+@pytest.mark.parametrize("border", ["exclude", "zero"])
+@pytest.mark.parametrize("kernel, padding", [((1, 7), (0, 6)), ((2, 8), (1, 4)), ((1, 31), (0, 15))])
+def test_position_logits_alone_over_strided_heads(kernel, padding, border, dv):
+    """Heads side by side, logits of one sequence for all, a masked tap; an infinite value reaches its windows only."""
+    K = math.prod(kernel)
+    value = torch.randn(21, 2, 3, dv).permute(1, 2, 0, 3).unsqueeze(2)
+    logits = torch.randn(21, 3, K).permute(1, 0, 2)[None, :, None].expand(2, -1, -1, -1, -1).clone()
+    logits[..., 2] = -math.inf
+    value[0, 1, 0, 9] = math.inf
+    arguments = (None, None, value, logits[:1] if border == "zero" else logits)
+    size = 21 + 2 * padding[1] - kernel[1] + 1, 1 + 2 * padding[0] - kernel[0] + 1
+    if size != (21, 1):  # as many queries as the geometry has
+        arguments = (None, None, value, torch.randn(2, 3, size[1], size[0], K))
+    expected = reference.window_attention(*arguments, kernel, (1, 1), padding, (1, 1), border == "zero", 1.0)
+    found = window_attention(*arguments, kernel, padding=padding, border=border)
+    assert 0 < found.isfinite().sum() < found.numel()
+    torch.testing.assert_close(found, expected, equal_nan=True)
 
 
 @needs_kernel

@@ -1,0 +1,191 @@
+// Window attention by position logits alone, for one instruction set (see window_attention_kernel.h, which
+// includes this file): dynamic convolution. There are no dot products, so that nothing has to be packed along
+// the queries: vectors run along the value's channels, and a span of neighbouring queries shares every value
+// it loads.
+
+constexpr int64_t SPAN = VECTOR_BYTES == 64 ? 8 : 4;  // queries that are computed together
+
+// All lanes' greatest, NaN if there is one, or sum, in every lane.
+template <typename T, bool SUM>
+ATTN_INLINE typename Vector<T>::type over_lanes(typename Vector<T>::type v) {
+  using V = typename Vector<T>::type;
+  typename Vector<T>::bits order;
+#pragma GCC unroll 4
+  for (int distance = Vector<T>::lanes / 2; distance > 0; distance /= 2) {
+#pragma GCC unroll 16
+    for (int i = 0; i < Vector<T>::lanes; ++i) order[i] = i ^ distance;
+    const V other = __builtin_shuffle(v, order);
+    v = SUM ? v + other : ((other > v) | (other != other) ? other : v);
+  }
+  return v;
+}
+
+// weights = exp(logits - max) of `taps` >= lanes, those left out being -inf. Returns one over their sum, 0 if
+// there is none. The last vector overlaps the one before it and is written first, so that nothing behind the
+// last tap is read.
+template <typename T>
+ATTN_INLINE T exponentials(const T* logits, int64_t taps, T* weights, T* log_sum_exp) {
+  using V = typename Vector<T>::type;
+  constexpr int64_t lanes = Vector<T>::lanes;
+  constexpr T NONE = -std::numeric_limits<T>::infinity();
+  const int64_t last = taps - lanes, repeated = (lanes - taps % lanes) % lanes;
+  V top = *reinterpret_cast<const V*>(logits + last), sum = {};
+  for (int64_t t = 0; t < last; t += lanes) {
+    const V l = *reinterpret_cast<const V*>(logits + t);
+    top = (l > top) | (l != l) ? l : top;  // NaN stays NaN
+  }
+  top = over_lanes<T, false>(top);
+  const V shift = top == NONE ? V{} : top;
+  const V e = exponential<T>(*reinterpret_cast<const V*>(logits + last) - shift);
+  *reinterpret_cast<V*>(weights + last) = e;
+  typename Vector<T>::bits lane;
+#pragma GCC unroll 16
+  for (int i = 0; i < lanes; ++i) lane[i] = i;
+  sum = lane < typename Exp<T>::Bits(repeated) ? V{} : e;
+  for (int64_t t = 0; t < last; t += lanes) {
+    const V e = exponential<T>(*reinterpret_cast<const V*>(logits + t) - shift);
+    *reinterpret_cast<V*>(weights + t) = e;
+    sum += e;
+  }
+  sum = over_lanes<T, true>(sum);
+  const bool masked = top[0] == NONE;
+  *log_sum_exp = masked ? -NONE : shift[0] + std::log(sum[0]);
+  return masked ? T(0) : T(1) / sum[0];
+}
+
+// Adds the value at column j of the span's windows, which begin one column after another, to its queries.
+template <typename T, int FIRST, int LAST, int VECTORS>
+ATTN_INLINE void mix_column(const T* weights, int64_t taps, const T* value,
+                            typename Vector<T>::type (*sum)[VECTORS]) {
+  using V = typename Vector<T>::type;
+  V v[VECTORS];
+#pragma GCC unroll 4
+  for (int c = 0; c < VECTORS; ++c) v[c] = *reinterpret_cast<const V*>(value + c * Vector<T>::lanes);
+#pragma GCC unroll 8
+  for (int q = FIRST; q < LAST; ++q) {
+    const V weight = V{} + weights[q * (taps - 1)];
+#pragma GCC unroll 4
+    for (int c = 0; c < VECTORS; ++c) sum[q][c] += weight * v[c];
+  }
+}
+
+// The columns that only the first queries see, or only the last.
+template <typename T, int VECTORS, int... AT>
+ATTN_INLINE void mix_first(const T* weights, int64_t taps, const T* values, int64_t width,
+                           typename Vector<T>::type (*sum)[VECTORS], std::integer_sequence<int, AT...>) {
+  (mix_column<T, 0, AT + 1, VECTORS>(weights + AT, taps, values + AT * width, sum), ...);
+}
+template <typename T, int VECTORS, int... AT>
+ATTN_INLINE void mix_last(const T* weights, int64_t taps, const T* values, int64_t width,
+                          typename Vector<T>::type (*sum)[VECTORS], std::integer_sequence<int, AT...>) {
+  (mix_column<T, AT + 1, SPAN, VECTORS>(weights + AT, taps, values + AT * width, sum), ...);
+}
+
+// out[q] = scale[q] * sum over i and j of weights[q][i][j] * values[i][q + j], i of `rows`, j of `columns` >=
+// SPAN - 1.
+template <typename T, int VECTORS>
+ATTN_INLINE void mix_span(const T* weights, int64_t taps, int64_t columns, const T* values, int64_t value_row,
+                          int64_t rows, int64_t width, const T* scale, T* out) {
+  using V = typename Vector<T>::type;
+  using Edge = std::make_integer_sequence<int, int(SPAN) - 1>;
+  V sum[SPAN][VECTORS] = {};
+  for (int64_t i = 0; i < rows; ++i) {
+    const T* w = weights + i * columns;
+    const T* v = values + i * value_row;
+    mix_first<T, VECTORS>(w, taps, v, width, sum, Edge());
+    for (int64_t j = SPAN - 1; j < columns; ++j)
+      mix_column<T, 0, SPAN, VECTORS>(w + j, taps, v + j * width, sum);
+    mix_last<T, VECTORS>(w + columns, taps, v + columns * width, width, sum, Edge());
+  }
+#pragma GCC unroll 8
+  for (int q = 0; q < SPAN; ++q)
+#pragma GCC unroll 4
+    for (int c = 0; c < VECTORS; ++c)
+      *reinterpret_cast<V*>(out + q * width + c * Vector<T>::lanes) = sum[q][c] * scale[q];
+}
+
+// Copies `count` elements, in vectors where they lie side by side; the last two may overlap.
+template <typename T>
+ATTN_INLINE void copy_strided(const T* from, int64_t from_step, int64_t count, T* to, int64_t to_step = 1) {
+  using V = typename Vector<T>::type;
+  constexpr int64_t lanes = Vector<T>::lanes;
+  if (from_step != 1 || to_step != 1 || count < lanes) {
+    for (int64_t i = 0; i < count; ++i) to[i * to_step] = from[i * from_step];
+    return;
+  }
+  for (int64_t i = 0; i < count - lanes; i += lanes)
+    *reinterpret_cast<V*>(to + i) = *reinterpret_cast<const V*>(from + i);
+  *reinterpret_cast<V*>(to + count - lanes) = *reinterpret_cast<const V*>(from + count - lanes);
+}
+
+// The logits of one query as they are, or where taps lie beside the map, strides or few taps need it, copied
+// to `room` with -inf in the place of what is left out. `row` and `column` of the map are the window's first.
+template <typename T>
+ATTN_INLINE const T* readable(const Problem<T>& p, const T* logits, int64_t row, int64_t column, T* room) {
+  constexpr T NONE = -std::numeric_limits<T>::infinity();
+  const int64_t taps = p.taps(), columns = p.kernel[1];
+  const bool whole = row >= 0 && column >= 0 && row + p.kernel[0] <= p.Hk && column + columns <= p.Wk;
+  const bool direct = p.position.stride[4] == 1 && taps >= Vector<T>::lanes;
+  if (direct && (whole || p.zero_border)) return logits;
+  copy_strided(logits, p.position.stride[4], taps, room);
+  for (int64_t t = taps; t < Vector<T>::lanes; ++t) room[t] = NONE;
+  if (p.zero_border) return room;
+  const int64_t begin = std::clamp(-column, int64_t(0), columns),
+                end = std::clamp(p.Wk - column, begin, columns);
+  for (int64_t i = 0; i < p.kernel[0]; ++i) {
+    const bool inside = row + i >= 0 && row + i < p.Hk;
+    T* tap = room + i * columns;
+    std::fill(tap, tap + (inside ? begin : columns), NONE);
+    std::fill(tap + end, tap + columns, NONE);
+  }
+  return room;
+}
+
+template <typename T>
+void predicted_tasks(const Problem<T>& p, int64_t begin, int64_t end) {
+  constexpr int64_t lanes = Vector<T>::lanes;
+  auto whole = [](int64_t n) { return (n + lanes - 1) / lanes * lanes; };
+  const int64_t taps = p.taps(), columns = p.kernel[1], reach = TILE + columns - 1;
+  const int64_t step = whole(taps), width = whole(p.dv);
+  Buffer<T> room(step), weights(SPAN * step), values(p.kernel[0] * reach * width), mixed(SPAN * width);
+  const int64_t tiles = (p.Wq + TILE - 1) / TILE;
+  for (int64_t task = begin; task < end; ++task) {
+    const int64_t x0 = task % tiles * TILE, y = task / tiles % p.Hq, head = task / tiles / p.Hq;
+    const int64_t m = head % p.M, b = head / p.M, count = std::min(TILE, p.Wq - x0);
+    const int64_t top = y - p.padding[0], left = x0 - p.padding[1];
+    const int64_t first_row = std::clamp(-top, int64_t(0), p.kernel[0]);
+    const int64_t last_row = std::clamp(p.Hk - top, first_row, p.kernel[0]);
+    // The values that the tile sees, zeros beside the map.
+    const int64_t from = std::clamp(-left, int64_t(0), reach), to = std::clamp(p.Wk - left, from, reach);
+    for (int64_t i = first_row; i < last_row; ++i) {
+      T* row = values.data() + i * reach * width;
+      std::fill(row, row + from * width, T(0));
+      for (int64_t j = from; j < to; ++j)
+        copy_strided(p.value_view.at(b, m, top + i, left + j), p.value_view.stride[4], p.dv, row + j * width);
+      std::fill(row + to * width, row + reach * width, T(0));
+    }
+    for (int64_t x = 0; x < count; x += SPAN) {
+      const int64_t queries = std::min(SPAN, count - x);
+      T scale[SPAN] = {};
+      for (int64_t q = 0; q < queries; ++q) {
+        // Where heads lie side by side in memory, the hardware does not guess the next query's logits.
+        const T* ahead = p.position.at(b, m, y, std::min(x0 + x + q + SPAN, p.Wq - 1));
+        for (int64_t t = 0; t < taps; t += 64 / sizeof(T))
+          __builtin_prefetch(ahead + t * p.position.stride[4]);
+        const T* logits = readable(p, p.position.at(b, m, y, x0 + x + q), top, left + x + q, room.data());
+        scale[q] = exponentials(logits, std::max(taps, lanes), weights.data() + q * step,
+                                p.log_sum_exp.at(b, m, y, x0 + x + q));
+      }
+      const T* w = weights.data() + first_row * columns;
+      const T* v = values.data() + (first_row * reach + x) * width;
+      const int64_t rows = last_row - first_row;
+      int64_t c = 0;
+      for (; c + 2 * lanes <= width; c += 2 * lanes)
+        mix_span<T, 2>(w, step, columns, v + c, reach * width, rows, width, scale, mixed.data() + c);
+      for (; c < width; c += lanes)
+        mix_span<T, 1>(w, step, columns, v + c, reach * width, rows, width, scale, mixed.data() + c);
+      for (int64_t q = 0; q < queries; ++q)
+        copy_strided(mixed.data() + q * width, 1, p.dv, p.output.at(b, m, y, x0 + x + q), p.output.stride[4]);
+    }
+  }
+}
