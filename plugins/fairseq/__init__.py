@@ -13,7 +13,7 @@ import argparse
 
 import torch
 
-from . import aligned_lstm  # noqa: F401  registers the model
+from . import aligned_lstm, spatial_transformer  # noqa: F401  registers the models
 
 if hasattr(torch.serialization, "add_safe_globals"):  # torch >= 2.4; older ones load everything
     torch.serialization.add_safe_globals([argparse.Namespace])

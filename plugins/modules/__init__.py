@@ -6,7 +6,7 @@ from .bilateral import BilateralCrissCross2d, BilateralNonLocal2d
 from .bilateral_1d import BilateralSelfAttention
 from .capture import attention_layers, capture_attention
 from .criss_cross import CrissCrossAttention2d
-from .deformable_conv import DeformableConv1d, DeformableConv2d
+from .deformable_conv import CausalDeformableConv1d, DeformableConv1d, DeformableConv2d
 from .dynamic_conv import DynamicConv1d, DynamicConv2d
 from .generalized_attention import GeneralizedAttention2d
 from .local_bilateral import LocalBilateralConv2d
@@ -20,6 +20,7 @@ __all__ = [
     "BilateralCrissCross2d",
     "BilateralNonLocal2d",
     "BilateralSelfAttention",
+    "CausalDeformableConv1d",
     "CrissCrossAttention2d",
     "DeformableConv1d",
     "DeformableConv2d",

@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from ..ops._arguments import autocast_dtype, expand
 from ..ops.deform_conv import deform_conv1d, deform_conv2d
+from .sequence_cache import SequenceCache, check_cache
 
 
 class _DeformableConv(nn.Module):
@@ -34,8 +36,11 @@ class _DeformableConv(nn.Module):
         modulated: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        offset_scale: float = 1.0,
     ):
         super().__init__()
+        if not 0 < offset_scale < math.inf:
+            raise ValueError(f"offset_scale must be positive, got {offset_scale!r}")
         for name, value in (("groups", groups), ("offset_groups", offset_groups)):
             if value < 1 or in_channels % value:
                 raise ValueError(f"{name} must be positive and divide in_channels {in_channels}, got {value}")
@@ -50,6 +55,7 @@ class _DeformableConv(nn.Module):
         self.groups = groups
         self.offset_groups = offset_groups
         self.modulated = modulated
+        self.offset_scale = float(offset_scale)
         self.transposed = False  # as torch's convolutions say it: toolkits' weight initialisers ask
         self.output_padding = (0,) * self._dims
         options: dict[str, Any] = dict(device=device, dtype=dtype)
@@ -84,10 +90,13 @@ class _DeformableConv(nn.Module):
         """The offsets of every output position and, if modulated, the masks, as the operator takes them."""
         predicted = self.conv_offset(x)
         if not self.modulated:
-            return predicted, None
+            return self._scaled(predicted), None
         samples = predicted.shape[1] // (len(self.kernel_size) + 1)  # a component per axis, and the mask
         offset, mask = predicted.split((predicted.shape[1] - samples, samples), dim=1)
-        return offset, mask.sigmoid()
+        return self._scaled(offset), mask.sigmoid()
+
+    def _scaled(self, offset: Tensor) -> Tensor:
+        return offset if self.offset_scale == 1.0 else offset * self.offset_scale
 
     def extra_repr(self) -> str:
         return (
@@ -121,6 +130,8 @@ class DeformableConv2d(_DeformableConv):
             (so the layer then equals half a convolution).
         device: Where to make the parameters.
         dtype: Their dtype.
+        offset_scale: Factor of the predicted offsets. 0.1 is 0.1 times the learning rate where an optimiser's steps
+            do not depend on the gradient's size (Adam, Adafactor, LAMB) and has one rate for all parameters.
 
     Shapes:
         (B, C, H, W) -> (B, out_channels, Ho, Wo)
@@ -172,6 +183,98 @@ class DeformableConv1d(_DeformableConv):
         _check_input(x, self, "(B, C, L)")
         offset, mask = self.predict(x)
         return deform_conv1d(x, offset, self.weight, self.bias, self.stride[0], self.padding[0], self.dilation[0], mask)
+
+
+class CausalDeformableConv1d(_DeformableConv):
+    """A deformable convolution along a sequence of which no position reads anything that comes after it.
+
+    Its taps are -(kernel_size - 1) * dilation ... -dilation, 0, each with an offset that the same inputs predict. A
+    position after the query is moved to the query, before the first input it reads 0. The interpolation is taken from
+    the right: a tap on the query itself has the gradient of moving back, where one from the left would look ahead.
+
+    The ``state_dict`` is that of :class:`DeformableConv1d`.
+
+    Args:
+        in_channels: Channels C of the input.
+        out_channels: Channels of the output.
+        kernel_size: Number of taps.
+        dilation: Distance of neighbouring taps.
+        groups: This one and all others are those of :class:`DeformableConv2d`.
+
+    Shapes:
+        (B, C, L) -> (B, out_channels, L)
+
+    Raises:
+        ValueError: an argument or the input's shape does not fit.
+        TypeError: the input is not floating or not of the weight's dtype.
+    """
+
+    _dims, _components, _predictor = 1, 1, nn.Conv1d
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int,
+        dilation: int = 1,
+        groups: int = 1,
+        offset_groups: int = 1,
+        bias: bool = True,
+        modulated: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        offset_scale: float = 1.0,
+    ) -> None:
+        super().__init__(
+            in_channels, out_channels, kernel_size, 1, 0, dilation, groups, offset_groups, bias, modulated, device,
+            dtype, offset_scale,
+        )  # fmt: skip
+        self.reach = (self.kernel_size[0] - 1) * self.dilation[0]  # of the first tap
+
+    def forward(self, x: Tensor, cache: SequenceCache | None = None) -> Tensor:
+        """Convolve ``x``.
+
+        Args:
+            x: (B, C, L). With ``cache`` the next inputs, one or several.
+            cache: For one input after the other: the same one in every step, which changes it and keeps all inputs.
+
+        Returns:
+            (B, out_channels, L).
+        """
+        padded = F.pad(x, (self.reach, 0))
+        _check_input(padded, self, "(B, C, L)")
+        length = x.shape[2]
+        if cache is not None:
+            check_cache(cache, x.shape[0])
+            cache.append(None, x.transpose(1, 2).unsqueeze(1), None)
+            cache.steps += length
+            assert cache.value is not None
+            padded = F.pad(cache.value.squeeze(1).transpose(1, 2), (self.reach, 0))
+        offset, mask = self.predict(padded[:, :, padded.shape[2] - self.reach - length :])
+        # Time runs backwards from here on: then the operator's interpolation is from the right.
+        offset = self._backwards(-offset)
+        offset = offset.clamp(min=self._latest(offset))
+        mask = None if mask is None else self._backwards(mask)
+        outputs = padded.shape[2] - self.reach
+        stride = 1
+        if length == 1:
+            stride = outputs  # the newest position alone
+        elif length < outputs:
+            offset = F.pad(offset, (0, outputs - length))
+            mask = None if mask is None else F.pad(mask, (0, outputs - length))
+        output = deform_conv1d(
+            padded.flip(2), offset, self.weight.flip(2), self.bias, stride, 0, self.dilation[0], mask
+        )
+        return output[:, :, :length].flip(2)
+
+    def _backwards(self, predicted: Tensor) -> Tensor:
+        """(B, groups * taps, L) with taps and positions in reverse."""
+        return predicted.unflatten(1, (self.offset_groups, -1)).flip((2, 3)).flatten(1, 2)
+
+    def _latest(self, offset: Tensor) -> Tensor:
+        """The least offset of every tap, in reversed time, that does not lie after the query: (groups * taps, 1)."""
+        taps = torch.arange(self.kernel_size[0], device=offset.device, dtype=offset.dtype)
+        return (taps * -self.dilation[0]).repeat(self.offset_groups).unsqueeze(1)
 
 
 def _check_input(x: Tensor, layer: _DeformableConv, shape: str) -> None:

@@ -16,6 +16,7 @@ from ..ops import window_attention
 from ..ops.window_attention import scripted_window_attention
 from .capture import window_maps_of
 from .checks import check_map, pair, positive
+from .sequence_cache import SequenceCache, check_cache, check_padding_mask
 
 
 class DynamicConv2d(nn.Module):
@@ -175,20 +176,43 @@ class DynamicConv1d(nn.Module):
             if layer.bias is not None:
                 nn.init.zeros_(layer.bias)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """(B, C, T) -> (B, C, T)."""
+    def forward(
+        self, x: Tensor, *, key_padding_mask: Tensor | None = None, cache: SequenceCache | None = None
+    ) -> Tensor:
+        """Convolve along the sequence.
+
+        Args:
+            x: (B, C, T). With ``cache`` the next tokens, one or several.
+            key_padding_mask: (B, T) bool, True for tokens that are read as those outside the sequence: 0.
+            cache: For decoding step by step, with ``causal``: the same one in every step, which changes it.
+
+        Returns:
+            (B, C, T).
+
+        Raises:
+            ValueError: a shape, a device or a combination does not fit.
+            TypeError: ``key_padding_mask`` is not bool.
+        """
         if x.dim() != 3 or x.shape[1] != self.in_channels or x.shape[2] == 0:
             raise ValueError(f"x must have shape (B, {self.in_channels}, T) with T > 0, got {tuple(x.shape)}")
+        check_padding_mask(key_padding_mask, x.shape[0], x.shape[2], x.device)
         value = F.glu(self.input(x.transpose(1, 2)), -1)
-        convolved = window_attention(
-            None,
-            None,
-            self._grouped(value),
-            self._grouped(self.kernel(value)),
-            self.kernel_size,
-            padding=self.kernel_size - 1 if self.causal else self.kernel_size // 2,
-            border="zero",
-        )
+        logits = self._grouped(self.kernel(value))
+        if key_padding_mask is not None:
+            value = value.masked_fill(key_padding_mask.unsqueeze(2), 0)
+        value = self._grouped(value)
+        padding = self.kernel_size - 1 if self.causal else self.kernel_size // 2
+        if cache is not None:
+            if not self.causal:
+                raise ValueError("cache needs causal=True: other queries would change what was answered")
+            check_cache(cache, x.shape[0])
+            cache.append(None, value, None)
+            assert cache.value is not None
+            value = cache.value
+            padding -= value.shape[2] - x.shape[2]  # not negative: the cache keeps no more than the kernel reaches
+            cache.steps += x.shape[2]
+            cache.keep(self.kernel_size - 1)
+        convolved = window_attention(None, None, value, logits, self.kernel_size, padding=padding, border="zero")
         return self.output(convolved.transpose(1, 2).flatten(2)).transpose(1, 2)
 
     def _grouped(self, projected: Tensor) -> Tensor:

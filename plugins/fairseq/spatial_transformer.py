@@ -1,0 +1,204 @@
+"""``spatial_transformer``: fairseq's Transformer with a choice of attention for each of its three places.
+
+``--encoder-attention``, ``--decoder-attention`` and ``--cross-attention`` are four bits for the terms ε1 to ε4 of Zhu
+et al. (2019); the first two may also be ``dynamic`` (convolution), ``bilateral`` (the thesis' section 3.6) or ``none``,
+and ``--deformable`` puts a deformable convolution before each self-attention (the paper's Fig. 2c). Everything else is
+fairseq's own Transformer, through its build hooks.
+"""
+
+from __future__ import annotations
+
+import copy
+from argparse import Namespace
+from typing import Any
+
+from fairseq.distributed import fsdp_wrap
+from fairseq.models import register_model, register_model_architecture
+from fairseq.models.transformer import (
+    TransformerConfig,
+    TransformerDecoderBase,
+    TransformerEncoderBase,
+    TransformerModelBase,
+)
+from fairseq.modules.checkpoint_activations import checkpoint_wrapper
+from fairseq.modules.transformer_layer import TransformerDecoderLayerBase, TransformerEncoderLayerBase
+from torch import Tensor, nn
+
+from .spatial_transformer_attention import IncrementalState, SpatialEncoderAttention, SpatialSelfAttention
+from .spatial_transformer_options import SpatialTransformerConfig, transformer_config
+
+
+class SpatialEncoderLayer(TransformerEncoderLayerBase):
+    """fairseq's layer with our self-attention; ``cfg.kernel_size`` is this layer's."""
+
+    def __init__(self, cfg: TransformerConfig, return_fc: bool = False) -> None:
+        super().__init__(cfg, return_fc)
+        _leave_out_empty(self)
+
+    def build_self_attention(self, embed_dim: int, cfg: TransformerConfig) -> nn.Module:
+        """Ours."""
+        return SpatialSelfAttention(cfg, "encoder", cfg.kernel_size)
+
+
+class SpatialDecoderLayer(TransformerDecoderLayerBase):
+    """fairseq's layer with our attentions; it weighs the encoder's words where the decoder asks for the weights."""
+
+    def __init__(self, cfg: TransformerConfig, no_encoder_attn: bool = False) -> None:
+        super().__init__(cfg, no_encoder_attn)
+        self.need_attn = False
+        _leave_out_empty(self)
+
+    def build_self_attention(
+        self, embed_dim: int, cfg: TransformerConfig, add_bias_kv: bool = False, add_zero_attn: bool = False
+    ) -> nn.Module:
+        """Ours."""
+        return SpatialSelfAttention(cfg, "decoder", cfg.kernel_size)
+
+    def build_encoder_attention(self, embed_dim: int, cfg: TransformerConfig) -> nn.Module:
+        """Ours."""
+        return SpatialEncoderAttention(cfg)
+
+    def make_generation_fast_(self, need_attn: bool = False, **kwargs: Any) -> None:
+        """Change nothing: fairseq's would let every layer compute weights of which one's are used."""
+
+
+class SpatialEncoder(TransformerEncoderBase):
+    """fairseq's encoder of :class:`SpatialEncoderLayer`."""
+
+    def __init__(self, cfg: TransformerConfig, dictionary: Any, embed_tokens: nn.Module) -> None:
+        self.layers_built = 0
+        super().__init__(_of_side(cfg, "encoder"), dictionary, embed_tokens)
+
+    def build_encoder_layer(self, cfg: TransformerConfig) -> nn.Module:
+        """The next layer."""
+        layer = SpatialEncoderLayer(_of_layer(cfg, cfg.encoder, self.layers_built), return_fc=self.return_fc)
+        self.layers_built += 1
+        return _wrapped(layer, cfg)
+
+
+class SpatialDecoder(TransformerDecoderBase):
+    """fairseq's decoder of :class:`SpatialDecoderLayer`."""
+
+    def __init__(
+        self, cfg: TransformerConfig, dictionary: Any, embed_tokens: nn.Module, no_encoder_attn: bool = False
+    ) -> None:
+        self.layers_built = 0
+        self.need_alignment = True
+        super().__init__(_of_side(cfg, "decoder"), dictionary, embed_tokens, no_encoder_attn)
+
+    def build_decoder_layer(self, cfg: TransformerConfig, no_encoder_attn: bool = False) -> nn.Module:
+        """The next layer."""
+        layer = SpatialDecoderLayer(_of_layer(cfg, cfg.decoder, self.layers_built), no_encoder_attn)
+        self.layers_built += 1
+        return _wrapped(layer, cfg)
+
+    def extract_features(
+        self,
+        prev_output_tokens: Tensor,
+        encoder_out: dict[str, list[Tensor]] | None = None,
+        incremental_state: IncrementalState | None = None,
+        full_context_alignment: bool = False,
+        alignment_layer: int | None = None,
+        alignment_heads: int | None = None,
+    ) -> tuple[Tensor, dict[str, list[Tensor | None]]]:
+        """As fairseq's, but without an alignment in training, and in generation without ``--print-alignment``."""
+        if alignment_layer is None and (self.training or not self.need_alignment):
+            alignment_layer = -1  # of no layer
+        elif self.training:
+            raise ValueError("alignment_layer must be None in training: the alignment has no gradient")
+        return super().extract_features(
+            prev_output_tokens, encoder_out, incremental_state, full_context_alignment, alignment_layer, alignment_heads
+        )
+
+    def make_generation_fast_(self, need_attn: Any = False, **kwargs: Any) -> None:
+        """Remember whether ``--print-alignment`` is given."""
+        self.need_alignment = bool(need_attn)
+
+
+@register_model("spatial_transformer", dataclass=SpatialTransformerConfig)
+class SpatialTransformerModel(TransformerModelBase):
+    """fairseq's Transformer with a choice of attention; ``--arch`` names below, or hydra's ``model._name``."""
+
+    @classmethod
+    def add_args(cls, parser: Any) -> None:
+        """Add fairseq's options of the Transformer and ours."""
+        super(TransformerModelBase, cls).add_args(parser)
+
+    @classmethod
+    def build_model(cls, cfg: Any, task: Any) -> SpatialTransformerModel:
+        """Build the model of the dataclass, ``DictConfig`` or ``Namespace`` ``cfg``.
+
+        Raises:
+            ValueError: the options do not fit each other or the task.
+        """
+        cfg = transformer_config(cfg)
+        if getattr(getattr(task, "cfg", None), "left_pad_target", False) and "1" in cfg.cross_attention[1::2]:
+            raise ValueError(
+                "--left-pad-target must be False with the second or fourth bit of --cross-attention, got "
+                f"{cfg.cross_attention}: they count target positions from the left"
+            )
+        return super().build_model(cfg, task)
+
+    @classmethod
+    def build_encoder(cls, cfg: TransformerConfig, src_dict: Any, embed_tokens: nn.Module) -> SpatialEncoder:
+        """Ours."""
+        return SpatialEncoder(cfg, src_dict, embed_tokens)
+
+    @classmethod
+    def build_decoder(cls, cfg: TransformerConfig, tgt_dict: Any, embed_tokens: nn.Module) -> SpatialDecoder:
+        """Ours."""
+        return SpatialDecoder(cfg, tgt_dict, embed_tokens, no_encoder_attn=cfg.no_cross_attention)
+
+
+def _of_side(cfg: TransformerConfig, side: str) -> TransformerConfig:
+    """fairseq has one switch for the position embeddings of both sides."""
+    cfg = copy.copy(cfg)
+    cfg.no_token_positional_embeddings = getattr(cfg, side).positions == "none" or cfg.no_token_positional_embeddings
+    return cfg
+
+
+def _of_layer(cfg: TransformerConfig, part: Any, layer: int) -> TransformerConfig:
+    cfg = copy.copy(cfg)
+    cfg.kernel_size = part.kernel_sizes[layer]
+    return cfg
+
+
+def _wrapped(layer: nn.Module, cfg: TransformerConfig) -> nn.Module:
+    """With fairseq's checkpointing of activations and sharding of parameters, where they are asked for."""
+    if cfg.checkpoint_activations:
+        layer = checkpoint_wrapper(layer, offload_to_cpu=cfg.offload_activations)
+    return fsdp_wrap(layer, min_num_params=0 if cfg.checkpoint_activations else cfg.min_params_to_wrap)
+
+
+def _leave_out_empty(layer: Any) -> None:
+    """Without self-attention, its normalisation goes too: the layer then begins with what comes next."""
+    if layer.self_attn.empty:
+        layer.self_attn_layer_norm = nn.Identity()
+
+
+# --- architectures ----------------------------------------------------------------------------------------------------
+
+
+@register_model_architecture("spatial_transformer", "spatial_transformer_wmt_en_de")
+def spatial_transformer_wmt_en_de(args: Namespace) -> None:
+    """The base model: 6 layers, 512 channels, 8 heads, 2048 hidden; as ``spatial_transformer`` itself."""
+
+
+@register_model_architecture("spatial_transformer", "spatial_transformer_iwslt_de_en")
+def spatial_transformer_iwslt_de_en(args: Namespace) -> None:
+    """6 layers, 512 channels, 4 heads, 1024 hidden."""
+    for side in ("encoder", "decoder"):
+        _default(args, side, ffn_embed_dim=1024, attention_heads=4)
+
+
+@register_model_architecture("spatial_transformer", "spatial_transformer_tiny")
+def spatial_transformer_tiny(args: Namespace) -> None:
+    """2 layers, 64 channels, 4 heads, 128 hidden: minutes on a CPU."""
+    for side in ("encoder", "decoder"):
+        _default(args, side, embed_dim=64, ffn_embed_dim=128, attention_heads=4, layers=2)
+
+
+def _default(args: Namespace, side: str, **values: int) -> None:
+    for name, value in values.items():
+        if getattr(args, f"{side}_{name}", None) is None:
+            setattr(args, f"{side}_{name}", value)

@@ -1,0 +1,213 @@
+"""Our attention behind the interface of fairseq's ``MultiheadAttention``.
+
+Shapes: B sentences, T queries, S keys, C channels, M heads; fairseq keeps states as (T, B, C).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from fairseq.incremental_decoding_utils import FairseqIncrementalState
+from fairseq.models.transformer import TransformerConfig
+from fairseq.modules.quant_noise import quant_noise
+from torch import Tensor, nn
+
+from ..modules import (
+    BilateralSelfAttention,
+    CausalDeformableConv1d,
+    DeformableConv1d,
+    DynamicConv1d,
+    MultiheadSpatialAttention,
+    SequenceCache,
+)
+from .spatial_transformer_options import is_bits
+
+IncrementalState = dict[str, dict[str, Any]]
+
+
+class _CachedAttention(FairseqIncrementalState, nn.Module):
+    """What both attentions keep between two steps of decoding: one cache a unit."""
+
+    get_incremental_state: Any  # of fairseq
+    set_incremental_state: Any
+
+    def __init__(self, embed_dim: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads, self.head_dim = num_heads, embed_dim // num_heads  # fairseq's layer reads them
+
+    def caches(self, state: IncrementalState | None) -> dict[str, SequenceCache]:
+        """Those of ``state``, made in the first step; none without a state."""
+        if state is None:
+            return {}
+        caches = self.get_incremental_state(state, "caches")
+        if caches is None:
+            caches = {"attention": SequenceCache(), "deformable": SequenceCache()}
+            self.set_incremental_state(state, "caches", caches)
+        return caches
+
+    def reorder_incremental_state(self, state: IncrementalState, new_order: Tensor) -> IncrementalState:
+        """Follow the beam."""
+        for cache in (self.get_incremental_state(state, "caches") or {}).values():
+            cache.reorder(new_order)
+        return state
+
+    def _get_input_buffer(self, state: IncrementalState | None) -> dict[str, Tensor]:
+        """fairseq's decoder layer asks for it in every step, and reads it with cross+self-attention alone."""
+        return {}
+
+    def _set_input_buffer(self, state: IncrementalState, buffer: Any) -> None:
+        raise ValueError("prev_self_attn_state and prev_attn_state must be None: states are kept in incremental_state")
+
+
+class SpatialSelfAttention(_CachedAttention):
+    """Self-attention of one layer, after its deformable convolution where it has one.
+
+    Args:
+        cfg: As :func:`transformer_config` returns it.
+        side: ``'encoder'`` or ``'decoder'``, which is causal.
+        kernel_size: Of dynamic and bilateral.
+    """
+
+    def __init__(self, cfg: TransformerConfig, side: str, kernel_size: int | None) -> None:
+        part = getattr(cfg, side)
+        super().__init__(part.embed_dim, part.attention_heads)
+        self.causal = side == "decoder"
+        self.deformable = _deformable(cfg, part.embed_dim, self.causal) if cfg.deformable else None
+        self.attention = _self_attention(cfg, part, kernel_size, self.causal)
+        _add_noise(self, cfg)
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing in it: the paper's "w/o"."""
+        return self.attention is None and self.deformable is None
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor | None = None,
+        value: Tensor | None = None,
+        key_padding_mask: Tensor | None = None,
+        incremental_state: IncrementalState | None = None,
+        need_weights: bool = False,
+        attn_mask: Tensor | None = None,
+    ) -> tuple[Tensor, None]:
+        """(T, B, C) -> (T, B, C); ``key`` and ``value`` are ``query``.
+
+        ``attn_mask`` is fairseq's mask of the future, which the causal modules have in them; a decoder's pass without
+        it, and an encoder's with one, are refused.
+        """
+        if self.causal and attn_mask is None and incremental_state is None:
+            raise ValueError("full_context_alignment must be False: the decoder's self-attention is causal")
+        if not self.causal and attn_mask is not None:
+            raise ValueError("attn_mask must be None: the encoder's self-attention has no other mask than padding")
+        if self.empty:
+            return torch.zeros_like(query), None
+        caches = self.caches(incremental_state)
+        x = query.transpose(0, 1).contiguous()
+        if self.deformable is not None:
+            if key_padding_mask is not None:
+                x = x.masked_fill(key_padding_mask.unsqueeze(2), 0)
+            step = {"cache": caches.get("deformable")} if self.causal else {}
+            x = self.deformable(x.transpose(1, 2), **step).transpose(1, 2)
+        if self.attention is not None:
+            options: dict[str, Any] = {"key_padding_mask": key_padding_mask, "cache": caches.get("attention")}
+            if isinstance(self.attention, DynamicConv1d):
+                x = self.attention(x.transpose(1, 2), **options).transpose(1, 2)
+            else:
+                x = self.attention(x.contiguous(), **options)
+        return x.transpose(0, 1), None
+
+
+class SpatialEncoderAttention(_CachedAttention):
+    """Attention of a decoder's layer to the encoder's output.
+
+    Args:
+        cfg: As :func:`transformer_config` returns it.
+    """
+
+    def __init__(self, cfg: TransformerConfig) -> None:
+        part = cfg.decoder
+        super().__init__(part.embed_dim, part.attention_heads)
+        self.attention = MultiheadSpatialAttention(
+            part.embed_dim,
+            part.attention_heads,
+            cfg.cross_attention,
+            dropout=cfg.attention_dropout,
+            scale=self.head_dim**-0.5,
+            kdim=cfg.encoder.embed_dim,
+        )
+        _add_noise(self, cfg)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor | None = None,
+        key_padding_mask: Tensor | None = None,
+        incremental_state: IncrementalState | None = None,
+        static_kv: bool = True,
+        need_weights: bool = False,
+        need_head_weights: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """(T, B, C) and the encoder's (S, B, C') -> (T, B, C), weights (B, T, S) or (M, B, T, S) of each head.
+
+        Weights have no gradient, and are computed where they are asked for alone.
+        """
+        cache = self.caches(incremental_state).get("attention")
+        key = key.transpose(0, 1)
+        if cache is None or cache.value is None:  # later steps read no more of it than its shape
+            key = key.contiguous()
+        x = query.transpose(0, 1).contiguous()
+        options: dict[str, Any] = {"key_padding_mask": key_padding_mask, "cache": cache}
+        weights = None
+        if need_weights or need_head_weights:
+            weights = self.attention.attention_maps(x, key, **options).transpose(0, 1)
+            if not need_head_weights:
+                weights = weights.mean(0)
+        return self.attention(x, key, **options).transpose(0, 1), weights
+
+
+def _self_attention(cfg: TransformerConfig, part: Any, kernel_size: int | None, causal: bool) -> nn.Module | None:
+    if part.attention == "none":
+        return None
+    if part.attention == "dynamic":
+        assert kernel_size is not None
+        return DynamicConv1d(part.embed_dim, kernel_size, causal=causal)
+    if part.attention == "bilateral":
+        return BilateralSelfAttention(
+            part.embed_dim,
+            part.attention_heads,
+            kernel_size,
+            cfg.bilateral_padding,
+            cfg.bilateral_smoothing,
+            causal,
+            cfg.attention_dropout,
+        )
+    assert is_bits(part.attention)
+    return MultiheadSpatialAttention(
+        part.embed_dim,
+        part.attention_heads,
+        part.attention,
+        cfg.attention_range,
+        causal,
+        cfg.attention_dropout,
+        scale=(part.embed_dim // part.attention_heads) ** -0.5,
+    )
+
+
+def _deformable(cfg: TransformerConfig, channels: int, causal: bool) -> nn.Module:
+    scale = cfg.offset_lr_scale
+    if causal:
+        unit: Any = CausalDeformableConv1d(channels, channels, 3, offset_scale=scale)
+    else:
+        unit = DeformableConv1d(channels, channels, 3, padding=1, offset_scale=scale)
+    nn.init.xavier_uniform_(unit.weight)  # as all projections of fairseq's Transformer
+    return unit
+
+
+def _add_noise(attention: nn.Module, cfg: TransformerConfig) -> None:
+    """--quant-noise-pq, on every projection, as in fairseq's attention."""
+    for layer in attention.modules():
+        if isinstance(layer, nn.Linear):
+            quant_noise(layer, cfg.quant_noise.pq, cfg.quant_noise.pq_block_size)

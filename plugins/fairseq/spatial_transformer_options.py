@@ -1,0 +1,218 @@
+"""The options of ``spatial_transformer``: fairseq's of the Transformer, under their flat names, and ours.
+
+The dataclasses serve the command line (``--encoder-attention``) and hydra (``model.encoder_attention``) alike.
+"""
+
+# ruff: noqa: UP045  fairseq reads the types of the fields: neither as strings nor as X | None
+from argparse import Namespace
+from dataclasses import dataclass, field, fields, make_dataclass
+from typing import Any, Optional
+
+from fairseq.dataclass import ChoiceEnum, FairseqDataclass
+from fairseq.models.transformer import TransformerConfig
+from fairseq.models.transformer.transformer_config import DecoderConfig, EncDecBaseConfig, QuantNoiseConfig
+from omegaconf import OmegaConf
+
+from ..terms.nonlocal_position import PADDINGS, SMOOTHINGS
+
+POSITIONS = ("auto", "absolute", "none")
+KERNEL_SIZES = {"dynamic": {"encoder": 31, "decoder": 31}, "bilateral": {"encoder": 21, "decoder": 11}}
+SIZES = {"embed_dim": 512, "ffn_embed_dim": 2048, "attention_heads": 8, "layers": 6}
+KINDS = "four bits (ε1 to ε4, as 0110), dynamic, bilateral or none"
+
+
+@dataclass
+class SideOptions(FairseqDataclass):
+    """What encoder and decoder have each."""
+
+    attention: str = field(
+        default="1111",
+        metadata={
+            "help": "self-attention: four bits for the terms of content, query and position, key and position alone "
+            "(as 0110; in YAML quoted), dynamic (convolution), bilateral, or none"
+        },
+    )
+    kernel_sizes: Optional[str] = field(
+        default=None,
+        metadata={
+            "help": "of dynamic and bilateral: one number, or one for each layer (3,7,15); "
+            "default: dynamic 31, bilateral 21, in the decoder 11"
+        },
+    )
+    positions: ChoiceEnum(POSITIONS) = field(  # type: ignore[valid-type]
+        default="auto",
+        metadata={
+            "help": "absolute: add position embeddings to the words; none: do not; auto: where self-attention has no "
+            "relative positions (bits without the second and the fourth, none), and with bilateral"
+        },
+    )
+
+
+@dataclass
+class SharedOptions(FairseqDataclass):
+    """What encoder and decoder have in common."""
+
+    deformable: bool = field(
+        default=False, metadata={"help": "put a deformable convolution of kernel size 3 before every self-attention"}
+    )
+    offset_lr_scale: float = field(
+        default=0.1,
+        metadata={"help": "the learning rate of deformable convolution's offsets, in that of all others, with Adam"},
+    )
+    attention_range: int = field(
+        default=-1, metadata={"help": "keys of self-attention by four bits, odd: as many around the query; -1: all"}
+    )
+    bilateral_padding: ChoiceEnum(PADDINGS) = field(  # type: ignore[valid-type]
+        default="zero", metadata={"help": "position logits of bilateral beyond its kernel; write ...-padding=-inf"}
+    )
+    bilateral_smoothing: ChoiceEnum(SMOOTHINGS) = field(  # type: ignore[valid-type]
+        default="sqrt_d", metadata={"help": "divisor of bilateral's position logits"}
+    )
+
+
+@dataclass
+class CrossOptions(FairseqDataclass):
+    """What an encoder-decoder model has besides."""
+
+    cross_attention: str = field(
+        default="1111", metadata={"help": "attention of the decoder to the encoder: four bits, as --encoder-attention"}
+    )
+
+
+def _flat(options: type, prefix: str) -> list[tuple[str, Any, Any]]:
+    """The fields of a part of fairseq's configuration, with its prefix as on the command line."""
+    found = []
+    for part in fields(options):
+        name, kind, default = f"{prefix}_{part.name}", part.type, part.default
+        if part.name == "_name":
+            continue
+        if part.name == "layers_to_keep":  # fairseq splits a string
+            kind = Optional[str]
+        if part.name in (*SIZES, "input_dim", "output_dim"):  # None leaves them to the architecture, in hydra too
+            kind, default = Optional[int], None
+        found.append((name, kind, field(default=default, metadata=dict(part.metadata))))
+    return found
+
+
+def _all_fields() -> list[tuple[str, Any, Any]]:
+    sides = {"encoder": EncDecBaseConfig, "decoder": DecoderConfig}
+    found = []
+    for part in fields(TransformerConfig):
+        if part.name in sides:
+            found += _flat(sides[part.name], part.name) + _flat(SideOptions, part.name)
+        elif part.name == "quant_noise":
+            found += _flat(QuantNoiseConfig, part.name)
+        elif part.name != "_name":
+            found.append((part.name, part.type, field(default=part.default, metadata=dict(part.metadata))))
+    return found
+
+
+SpatialTransformerConfig = make_dataclass(
+    "SpatialTransformerConfig", _all_fields(), bases=(CrossOptions, SharedOptions), namespace={"__module__": __name__}
+)
+
+
+def transformer_config(options: Any, sides: tuple[str, ...] = ("encoder", "decoder")) -> TransformerConfig:
+    """fairseq's configuration of a Transformer with ours in it, checked: ``cfg.encoder.kernel_sizes`` and so on.
+
+    Args:
+        options: A dataclass, a ``DictConfig`` or a ``Namespace``; what it lacks has its default.
+        sides: What the model has of encoder and decoder.
+
+    Raises:
+        ValueError: an option is out of its range, or does not fit the others.
+    """
+    values = vars(SpatialTransformerConfig()).copy()
+    values.update(OmegaConf.to_container(options, resolve=True) if OmegaConf.is_config(options) else vars(options))
+    args = Namespace(**values)
+    for name, size in SIZES.items():
+        _default(args, f"encoder_{name}", size)
+        _default(args, f"decoder_{name}", getattr(args, f"encoder_{name}") if "embed_dim" in name else size)
+    _default(args, "decoder_input_dim", args.decoder_embed_dim)
+    _default(args, "decoder_output_dim", args.decoder_embed_dim)
+    args.bilateral_padding, args.bilateral_smoothing = str(args.bilateral_padding), str(args.bilateral_smoothing)
+    for side in sides:
+        _check_side(args, side)
+    _check_shared(args, sides)
+    return TransformerConfig.from_namespace(args)
+
+
+def _default(args: Namespace, name: str, value: Any) -> None:
+    if getattr(args, name) is None:
+        setattr(args, name, value)
+
+
+def is_bits(kind: str) -> bool:
+    """Whether ``kind`` is four bits."""
+    return len(kind) == 4 and set(kind) <= {"0", "1"}
+
+
+def _check_side(args: Namespace, side: str) -> None:
+    """Check the options of one side, and replace its kernel sizes and positions by what they come to."""
+    kind = getattr(args, f"{side}_attention")
+    if not is_bits(kind) and kind not in ("dynamic", "bilateral", "none"):
+        raise ValueError(f"--{side}-attention must be {KINDS} (in YAML the bits in quotes), got {kind!r}")
+    if getattr(args, f"{side}_xformers_att_config") is not None:
+        raise ValueError(f"--{side}-xformers-att-config is not possible: --{side}-attention chooses the attention")
+    sizes = _kernel_sizes(args, side, kind)
+    setattr(args, f"{side}_kernel_sizes", sizes)
+    positions = str(getattr(args, f"{side}_positions"))
+    if positions not in POSITIONS:
+        raise ValueError(f"--{side}-positions must be one of {', '.join(POSITIONS)}, got {positions!r}")
+    if positions == "auto":
+        # Zhu et al. (2019), section 4.1, have relative positions in place of absolute ones; the thesis' section 3.6
+        # changes nothing but self-attention in a Transformer, which has absolute ones.
+        relative = args.deformable or kind == "dynamic" or (is_bits(kind) and "1" in kind[1::2])
+        positions = "none" if relative and kind != "bilateral" else "absolute"
+    elif positions == "absolute" and args.no_token_positional_embeddings:
+        raise ValueError(f"--no-token-positional-embeddings contradicts --{side}-positions absolute")
+    setattr(args, f"{side}_positions", positions)
+
+
+def _kernel_sizes(args: Namespace, side: str, kind: str) -> list[Any]:
+    """The kernel size of each layer, None where it has no kernel."""
+    given, layers = getattr(args, f"{side}_kernel_sizes"), getattr(args, f"{side}_layers")
+    if kind not in KERNEL_SIZES:
+        if given is not None:
+            raise ValueError(
+                f"--{side}-kernel-sizes is of dynamic and bilateral, got {given!r} with --{side}-attention {kind}; "
+                "--attention-range limits four bits"
+            )
+        return [None] * layers
+    if given is None:
+        return [KERNEL_SIZES[kind][side]] * layers
+    try:
+        sizes = [int(size) for size in str(given).strip("[]() ").split(",")]
+    except ValueError:
+        sizes = []
+    if len(sizes) == 1:
+        sizes = sizes * layers
+    if len(sizes) != layers or any(size < 1 or (side == "encoder" and size % 2 == 0) for size in sizes):
+        parity = "odd " if side == "encoder" else ""
+        raise ValueError(
+            f"--{side}-kernel-sizes must be one positive {parity}number, or {layers} with commas, one for each layer, "
+            f"got {given!r}"
+        )
+    keep = getattr(args, f"{side}_layers_to_keep")
+    return sizes if not keep else [sizes[int(layer)] for layer in sorted(map(int, keep.split(",")))]
+
+
+def _check_shared(args: Namespace, sides: tuple[str, ...]) -> None:
+    kinds = [getattr(args, f"{side}_attention") for side in sides]
+    n = args.attention_range
+    if n != -1 and (n < 1 or n % 2 == 0):
+        raise ValueError(f"--attention-range must be -1 (all keys) or a positive odd number, got {n}")
+    if n != -1 and not any(map(is_bits, kinds)):
+        raise ValueError(f"--attention-range is of self-attention by four bits, got {n} with {' and '.join(kinds)}")
+    if not args.offset_lr_scale > 0:
+        raise ValueError(f"--offset-lr-scale must be positive, got {args.offset_lr_scale}")
+    if "encoder" not in sides:
+        return
+    if not is_bits(args.cross_attention):
+        raise ValueError(
+            f"--cross-attention must be four bits, got {args.cross_attention!r}: dynamic and bilateral know keys by "
+            "their distance in the query's own sequence, and a decoder without cross-attention is "
+            "--no-cross-attention"
+        )
+    if args.cross_self_attention:
+        raise ValueError("--cross-self-attention is not possible: encoder and decoder have no common positions")
