@@ -199,8 +199,34 @@ def test_translation_costs_what_the_paper_charges(setting):
 
 
 def test_every_figure_of_translation_but_one_is_met():
-    assert {row.name for row in translation.rows() if not row.agrees} == {"translation: 0100 n=31"}
-    assert set(TRANSLATION) < {setting for setting, *_ in translation.SETTINGS}
+    settings = [setting for setting, *_ in translation.SETTINGS]
+    assert set(TRANSLATION) < set(settings)
+    ours = {setting: translation.operations(setting)[0] / 1e9 for setting in settings}
+    missed = {setting for setting, printed, _ in translation.SETTINGS if round(ours[setting], 1) != float(printed)}
+    assert missed == {"0100 n=31"}
+
+
+def of_both_sides(attention, **options):
+    return dict(encoder_attention=attention, decoder_attention=attention, **options)
+
+
+@pytest.mark.parametrize(
+    "setting, options",
+    [
+        ("w/o", of_both_sides("none")),
+        ("1111", of_both_sides("1111")),
+        ("0010 + deformable", of_both_sides("0010", deformable=True)),
+        ("0100 n=13", of_both_sides("0100", attention_range=13)),
+        ("dynamic n=25", of_both_sides("dynamic", encoder_kernel_sizes="25", decoder_kernel_sizes="25")),
+    ],
+)
+def test_a_translator_of_ours_has_the_modules_that_are_counted(setting, options):
+    needs("fairseq")
+    calls = networks.translator(translation.TOKENS, **options)
+    counted, executed = translation.operations(setting)
+    assert convention.executed(calls) == executed
+    if setting == "w/o":
+        assert convention.zhu_2019_sequence(calls, translation.TOKENS) == counted
 
 
 def test_one_offset_more_meets_the_percentages_of_translation():
@@ -253,7 +279,7 @@ def test_a_convention_refuses_what_the_paper_does_not_count():
     [
         ("aaconv", ["timm"], "| Table 3: aa_resnet50 | M parameters | 25.8 | 25.8094 | = |  |", 9),
         (
-            "empirical", ["mmdet", "mmseg"],
+            "empirical", ["mmdet", "mmseg", "fairseq"],
             f"| detection: 0010 | GFLOPs | 221.1 | 221.148 | = | 218.672 | {empirical.ONCE} |", 19,
         ),
         ("local_bilateral", [], "| Table 4.2 e: both | GFLOPs | 2.63 | 2.62553 | = | 2.62826 |  |", 2),

@@ -1,4 +1,4 @@
-"""Whole networks of mmdetection and mmsegmentation, counted as at inference."""
+"""Whole networks of mmdetection, mmsegmentation and fairseq, counted as at inference."""
 
 from __future__ import annotations
 
@@ -63,3 +63,43 @@ def segmentor(config: str, height: int = 768, width: int = 768) -> list[conventi
     with torch.device("meta"):
         network = MODELS.build(model)
     return convention.calls(network, 1, 3, height, width)
+
+
+class _Translator(nn.Module):
+    """All layers of a translation model: it takes the source's and the target's shape, (B, T) both."""
+
+    def __init__(self, model: nn.Module, word: int) -> None:
+        super().__init__()
+        self.model, self.word = model, word
+
+    def forward(self, shape: Tensor) -> Tensor:
+        words = torch.full(shape.shape, self.word)
+        lengths = torch.full(shape.shape[:1], shape.shape[1])
+        return self.model(words, lengths, words)[0]
+
+
+def translator(tokens: int, **options: Any) -> list[convention.Call]:
+    """The calls of a base Transformer for one sentence and its translation, but those of the output layer.
+
+    Args:
+        tokens: Of both.
+        options: Of ``spatial_transformer``, such as ``encoder_attention='0110'``.
+    """
+    from argparse import Namespace
+
+    from fairseq.data import Dictionary
+    from fairseq.models import ARCH_CONFIG_REGISTRY, ARCH_MODEL_REGISTRY
+
+    import attn_plugins.fairseq  # noqa: F401  registers the model
+
+    name = "spatial_transformer_wmt_en_de"
+    dictionary = Dictionary()
+    word = dictionary.add_symbol("word")
+    args = Namespace(**options)
+    ARCH_CONFIG_REGISTRY[name](args)
+    # Not on the meta device: fairseq looks into the masks. With one word in it the model has 0.2 GB.
+    task = Namespace(source_dictionary=dictionary, target_dictionary=dictionary)
+    model = ARCH_MODEL_REGISTRY[name].build_model(args, task)
+    model.make_generation_fast_()  # else the last layer has its weights written out
+    found = convention.calls(_Translator(model, word), 1, tokens)
+    return [call for call in found if not call.module.endswith(".output_projection")]
