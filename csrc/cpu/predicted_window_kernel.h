@@ -20,11 +20,15 @@ ATTN_INLINE typename Vector<T>::type over_lanes(typename Vector<T>::type v) {
   return v;
 }
 
-// weights = exp(logits - max) of `taps` >= lanes, those left out being -inf. Returns one over their sum, 0 if
-// there is none. The last vector overlaps the one before it and is written first, so that nothing behind the
-// last tap is read.
 template <typename T>
-ATTN_INLINE T exponentials(const T* logits, int64_t taps, T* weights, T* log_sum_exp) {
+struct Softmax {
+  T top, sum;
+};
+
+// weights = exp(logits - max) of `taps` >= lanes, those left out being -inf; their maximum and sum. The last
+// vector overlaps the one before it and is written first, so that nothing behind the last tap is read.
+template <typename T>
+ATTN_INLINE Softmax<T> exponentials(const T* logits, int64_t taps, T* weights) {
   using V = typename Vector<T>::type;
   constexpr int64_t lanes = Vector<T>::lanes;
   constexpr T NONE = -std::numeric_limits<T>::infinity();
@@ -47,10 +51,20 @@ ATTN_INLINE T exponentials(const T* logits, int64_t taps, T* weights, T* log_sum
     *reinterpret_cast<V*>(weights + t) = e;
     sum += e;
   }
-  sum = over_lanes<T, true>(sum);
-  const bool masked = top[0] == NONE;
-  *log_sum_exp = masked ? -NONE : shift[0] + std::log(sum[0]);
-  return masked ? T(0) : T(1) / sum[0];
+  return {top[0], over_lanes<T, true>(sum)[0]};
+}
+
+// 1 / sum and log(sum) + top of a span's queries; 0 and +inf where all taps were left out.
+template <typename T>
+ATTN_INLINE void finish(const T* tops, const T* sums, T* scale, T* log_sum_exp) {
+  using V = typename Vector<T>::type;
+  for (int64_t q = 0; q < SPAN; q += Vector<T>::lanes) {
+    const V top = *reinterpret_cast<const V*>(tops + q), sum = *reinterpret_cast<const V*>(sums + q);
+    const auto masked = top == V{} - std::numeric_limits<T>::infinity();
+    *reinterpret_cast<V*>(scale + q) = masked ? V{} : T(1) / sum;
+    *reinterpret_cast<V*>(log_sum_exp + q) =
+        masked ? V{} + std::numeric_limits<T>::infinity() : top + logarithm<T>(sum);
+  }
 }
 
 // Adds the value at column j of the span's windows, which begin one column after another, to its queries.
@@ -143,7 +157,7 @@ ATTN_INLINE const T* readable(const Problem<T>& p, const T* logits, int64_t row,
 
 template <typename T>
 void predicted_tasks(const Problem<T>& p, int64_t begin, int64_t end) {
-  constexpr int64_t lanes = Vector<T>::lanes;
+  constexpr int64_t lanes = Vector<T>::lanes, ROOM = std::max(SPAN, lanes);
   auto whole = [](int64_t n) { return (n + lanes - 1) / lanes * lanes; };
   const int64_t taps = p.taps(), columns = p.kernel[1], reach = TILE + columns - 1;
   const int64_t step = whole(taps), width = whole(p.dv);
@@ -166,16 +180,20 @@ void predicted_tasks(const Problem<T>& p, int64_t begin, int64_t end) {
     }
     for (int64_t x = 0; x < count; x += SPAN) {
       const int64_t queries = std::min(SPAN, count - x);
-      T scale[SPAN] = {};
+      // Whole vectors; queries behind the row's last have a softmax of one key.
+      T tops[ROOM] = {}, sums[ROOM], scale[ROOM], log_sum_exp[ROOM];
+      std::fill(sums, sums + ROOM, T(1));
       for (int64_t q = 0; q < queries; ++q) {
         // Where heads lie side by side in memory, the hardware does not guess the next query's logits.
         const T* ahead = p.position.at(b, m, y, std::min(x0 + x + q + SPAN, p.Wq - 1));
         for (int64_t t = 0; t < taps; t += 64 / sizeof(T))
           __builtin_prefetch(ahead + t * p.position.stride[4]);
         const T* logits = readable(p, p.position.at(b, m, y, x0 + x + q), top, left + x + q, room.data());
-        scale[q] = exponentials(logits, std::max(taps, lanes), weights.data() + q * step,
-                                p.log_sum_exp.at(b, m, y, x0 + x + q));
+        const auto softmax = exponentials(logits, std::max(taps, lanes), weights.data() + q * step);
+        tops[q] = softmax.top, sums[q] = softmax.sum;
       }
+      finish(tops, sums, scale, log_sum_exp);
+      for (int64_t q = 0; q < queries; ++q) *p.log_sum_exp.at(b, m, y, x0 + x + q) = log_sum_exp[q];
       const T* w = weights.data() + first_row * columns;
       const T* v = values.data() + (first_row * reach + x) * width;
       const int64_t rows = last_row - first_row;

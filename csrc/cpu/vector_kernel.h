@@ -26,6 +26,27 @@ ATTN_INLINE typename Vector<T>::type exponential(typename Vector<T>::type x) {
   return x < lowest ? zero : p * (V)power;
 }
 
+// log(x) for finite x >= 1, by x = 2^n * m with m about 1: log(m) = 2 artanh(s), s = (m - 1) / (m + 1), |s| <
+// 0.1716, as the sum of 2 s^(2i + 1) / (2i + 1). NaN stays NaN.
+template <typename T>
+ATTN_INLINE typename Vector<T>::type logarithm(typename Vector<T>::type x) {
+  using V = typename Vector<T>::type;
+  using B = typename Vector<T>::bits;
+  using E = Exp<T>;
+  constexpr typename E::Bits one = E::BIAS << E::MANTISSA,
+                             mantissa = (typename E::Bits(1) << E::MANTISSA) - 1;
+  const V fraction = (V)(((B)x & mantissa) | one);
+  const B large = fraction > T(1.41421356);
+  const V m = large ? fraction * T(0.5) : fraction;
+  const V n = __builtin_convertvector(((B)x >> E::MANTISSA) - E::BIAS - large, V);  // a true lane is -1
+  const V s = (m - T(1)) / (m + T(1)), square = s * s;
+  constexpr int terms = sizeof(T) == 4 ? 6 : 12;
+  V p = V{} + T(1) / (2 * terms - 1);
+  for (int i = terms - 2; i >= 0; --i) p = p * square + T(1) / (2 * i + 1);
+  const V result = n * E::LN2_HIGH + (n * E::LN2_LOW + 2 * s * p);
+  return x != x ? x : result;
+}
+
 // Zeros that begin on a cache line, so that no vector of a row spans two.
 template <typename T>
 class Buffer {

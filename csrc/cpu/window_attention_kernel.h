@@ -227,11 +227,10 @@ void forward_tasks(const Problem<T>& p, int64_t begin, int64_t end) {
       // All keys masked: no weight anywhere, and a log-sum-exp that repeats this in the backward.
       const V scale = top == lowest ? V{} : T(1) / sum;
       for (int64_t c = 0; c < p.dv; ++c) *reinterpret_cast<V*>(s.mixed.data() + c * TILE + x) *= scale;
-      for (int64_t l = 0; l < lanes && x + l < count; ++l) {
-        const bool masked = top[l] == -std::numeric_limits<T>::infinity();
-        *p.log_sum_exp.at(b, m, y, x0 + x + l) =
-            masked ? std::numeric_limits<T>::infinity() : shift[l] + std::log(sum[l]);
-      }
+      const V infinite = V{} + std::numeric_limits<T>::infinity();
+      const V log_sum_exp = top == lowest ? infinite : shift + logarithm<T>(sum);
+      for (int64_t l = 0; l < lanes && x + l < count; ++l)
+        *p.log_sum_exp.at(b, m, y, x0 + x + l) = log_sum_exp[l];
     }
     scatter(p.output, b, m, y, x0, int64_t(1), int64_t(0), count, p.dv, s.mixed.data());
   }
