@@ -25,7 +25,7 @@ from fairseq.modules.transformer_layer import TransformerDecoderLayerBase, Trans
 from torch import Tensor, nn
 
 from .spatial_transformer_attention import IncrementalState, SpatialEncoderAttention, SpatialSelfAttention
-from .spatial_transformer_options import SpatialTransformerConfig, transformer_config
+from .spatial_transformer_options import SpatialTransformerConfig, checked
 
 
 class SpatialEncoderLayer(TransformerEncoderLayerBase):
@@ -106,6 +106,8 @@ class SpatialDecoder(TransformerDecoderBase):
             alignment_layer = -1  # of no layer
         elif self.training:
             raise ValueError("alignment_layer must be None in training: the alignment has no gradient")
+        if encoder_out is not None and incremental_state is None and not _any(encoder_out["encoder_padding_mask"]):
+            encoder_out = {**encoder_out, "encoder_padding_mask": []}  # it would cost every layer
         return super().extract_features(
             prev_output_tokens, encoder_out, incremental_state, full_context_alignment, alignment_layer, alignment_heads
         )
@@ -115,8 +117,34 @@ class SpatialDecoder(TransformerDecoderBase):
         self.need_alignment = bool(need_attn)
 
 
+class OwnCheckpoints:
+    """Says in one line why a checkpoint does not fit."""
+
+    def load_state_dict(self, state_dict: dict[str, Tensor], *args: Any, **kwargs: Any) -> Any:
+        """As fairseq's.
+
+        Raises:
+            ValueError: the checkpoint is of another model.
+        """
+        try:
+            return super().load_state_dict(state_dict, *args, **kwargs)  # type: ignore[misc]
+        except RuntimeError as error:
+            own = self.state_dict()  # type: ignore[attr-defined]
+            differ = [name for name in own if name in state_dict and own[name].shape != state_dict[name].shape]
+            parts = [("it lacks", own.keys() - state_dict.keys()), ("it has besides", state_dict.keys() - own.keys())]
+            found = [
+                f"{what} {', '.join(sorted(names)[:3])}{' ...' if len(names) > 3 else ''}"
+                for what, names in (*parts, ("of another size are", differ))
+                if names
+            ]
+            raise ValueError(
+                f"the checkpoint is not of this model: {'; '.join(found) or error}. Its --arch, --encoder-attention, "
+                "--decoder-attention, --cross-attention, --deformable, kernel sizes and dictionaries must be the same"
+            ) from error
+
+
 @register_model("spatial_transformer", dataclass=SpatialTransformerConfig)
-class SpatialTransformerModel(TransformerModelBase):
+class SpatialTransformerModel(OwnCheckpoints, TransformerModelBase):
     """fairseq's Transformer with a choice of attention; ``--arch`` names below, or hydra's ``model._name``."""
 
     @classmethod
@@ -131,7 +159,7 @@ class SpatialTransformerModel(TransformerModelBase):
         Raises:
             ValueError: the options do not fit each other or the task.
         """
-        cfg = transformer_config(cfg)
+        cfg = TransformerConfig.from_namespace(checked(cfg, SpatialTransformerConfig))
         if getattr(getattr(task, "cfg", None), "left_pad_target", False) and "1" in cfg.cross_attention[1::2]:
             raise ValueError(
                 "--left-pad-target must be False with the second or fourth bit of --cross-attention, got "
@@ -148,6 +176,10 @@ class SpatialTransformerModel(TransformerModelBase):
     def build_decoder(cls, cfg: TransformerConfig, tgt_dict: Any, embed_tokens: nn.Module) -> SpatialDecoder:
         """Ours."""
         return SpatialDecoder(cfg, tgt_dict, embed_tokens, no_encoder_attn=cfg.no_cross_attention)
+
+
+def _any(masks: list[Tensor]) -> bool:
+    return any(bool(mask.any()) for mask in masks)
 
 
 def _of_side(cfg: TransformerConfig, side: str) -> TransformerConfig:
@@ -188,17 +220,18 @@ def spatial_transformer_wmt_en_de(args: Namespace) -> None:
 def spatial_transformer_iwslt_de_en(args: Namespace) -> None:
     """6 layers, 512 channels, 4 heads, 1024 hidden."""
     for side in ("encoder", "decoder"):
-        _default(args, side, ffn_embed_dim=1024, attention_heads=4)
+        default_sizes(args, side, ffn_embed_dim=1024, attention_heads=4)
 
 
 @register_model_architecture("spatial_transformer", "spatial_transformer_tiny")
 def spatial_transformer_tiny(args: Namespace) -> None:
     """2 layers, 64 channels, 4 heads, 128 hidden: minutes on a CPU."""
     for side in ("encoder", "decoder"):
-        _default(args, side, embed_dim=64, ffn_embed_dim=128, attention_heads=4, layers=2)
+        default_sizes(args, side, embed_dim=64, ffn_embed_dim=128, attention_heads=4, layers=2)
 
 
-def _default(args: Namespace, side: str, **values: int) -> None:
+def default_sizes(args: Namespace, side: str, **values: int) -> None:
+    """Set what an architecture says and the user does not."""
     for name, value in values.items():
         if getattr(args, f"{side}_{name}", None) is None:
             setattr(args, f"{side}_{name}", value)

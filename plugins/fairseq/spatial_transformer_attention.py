@@ -64,7 +64,7 @@ class SpatialSelfAttention(_CachedAttention):
     """Self-attention of one layer, after its deformable convolution where it has one.
 
     Args:
-        cfg: As :func:`transformer_config` returns it.
+        cfg: fairseq's configuration, with our options as :func:`checked` leaves them.
         side: ``'encoder'`` or ``'decoder'``, which is causal.
         kernel_size: Of dynamic and bilateral.
     """
@@ -123,7 +123,7 @@ class SpatialEncoderAttention(_CachedAttention):
     """Attention of a decoder's layer to the encoder's output.
 
     Args:
-        cfg: As :func:`transformer_config` returns it.
+        cfg: fairseq's configuration, with our options as :func:`checked` leaves them.
     """
 
     def __init__(self, cfg: TransformerConfig) -> None:

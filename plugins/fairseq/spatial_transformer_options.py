@@ -11,6 +11,7 @@ from typing import Any, Optional
 from fairseq.dataclass import ChoiceEnum, FairseqDataclass
 from fairseq.models.transformer import TransformerConfig
 from fairseq.models.transformer.transformer_config import DecoderConfig, EncDecBaseConfig, QuantNoiseConfig
+from fairseq.models.transformer_lm import TransformerLanguageModelConfig
 from omegaconf import OmegaConf
 
 from ..terms.nonlocal_position import PADDINGS, SMOOTHINGS
@@ -112,29 +113,48 @@ SpatialTransformerConfig = make_dataclass(
 )
 
 
-def transformer_config(options: Any, sides: tuple[str, ...] = ("encoder", "decoder")) -> TransformerConfig:
-    """fairseq's configuration of a Transformer with ours in it, checked: ``cfg.encoder.kernel_sizes`` and so on.
+SpatialTransformerLMConfig = make_dataclass(
+    "SpatialTransformerLMConfig",
+    [
+        *(
+            (f"decoder_{name}", Optional[int], field(default=None, metadata={"help": f"decoder: {name}"}))
+            for name in SIZES
+        ),
+        *((f"decoder_{name}_dim", Optional[int], None) for name in ("input", "output")),
+        *_flat(SideOptions, "decoder"),
+    ],
+    bases=(SharedOptions, TransformerLanguageModelConfig),
+    namespace={"__module__": __name__},
+)
+
+
+def checked(options: Any, defaults: type, sides: tuple[str, ...] = ("encoder", "decoder")) -> Namespace:
+    """All options, with what follows from others, and lists of kernel sizes.
 
     Args:
         options: A dataclass, a ``DictConfig`` or a ``Namespace``; what it lacks has its default.
+        defaults: The dataclass.
         sides: What the model has of encoder and decoder.
 
     Raises:
         ValueError: an option is out of its range, or does not fit the others.
     """
-    values = vars(SpatialTransformerConfig()).copy()
+    values = vars(defaults()).copy()
     values.update(OmegaConf.to_container(options, resolve=True) if OmegaConf.is_config(options) else vars(options))
-    args = Namespace(**values)
+    # Outside hydra what refers to the task's options stays open, and is left to fairseq.
+    args = Namespace(**{name: v for name, v in values.items() if not (isinstance(v, str) and v.startswith("${"))})
     for name, size in SIZES.items():
-        _default(args, f"encoder_{name}", size)
-        _default(args, f"decoder_{name}", getattr(args, f"encoder_{name}") if "embed_dim" in name else size)
+        if "encoder" in sides:
+            _default(args, f"encoder_{name}", size)
+            size = getattr(args, f"encoder_{name}") if "embed_dim" in name else size
+        _default(args, f"decoder_{name}", size)
     _default(args, "decoder_input_dim", args.decoder_embed_dim)
     _default(args, "decoder_output_dim", args.decoder_embed_dim)
     args.bilateral_padding, args.bilateral_smoothing = str(args.bilateral_padding), str(args.bilateral_smoothing)
     for side in sides:
         _check_side(args, side)
     _check_shared(args, sides)
-    return TransformerConfig.from_namespace(args)
+    return args
 
 
 def _default(args: Namespace, name: str, value: Any) -> None:
