@@ -1,4 +1,4 @@
-"""A small data set, and no mm test where mmdet is missing (a GPU test bed)."""
+"""Small data sets, and no mm test where mmdet is missing (a GPU test bed)."""
 
 from __future__ import annotations
 
@@ -18,3 +18,19 @@ def digits(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("data") / "digits"
     assert build(folder, Recipe(train=16, val=4, seed=3))
     return folder
+
+
+@pytest.fixture
+def helen(tmp_path) -> tuple[Path, dict]:
+    """Made-up faces in HELEN's layout, and their labels."""
+    from made_up_faces import helen_folder
+
+    return helen_folder(tmp_path)
+
+
+@pytest.fixture
+def lfw(tmp_path) -> tuple[Path, dict]:
+    """Made-up faces in LFW-PL's layout, and their labels."""
+    from made_up_faces import lfw_folder
+
+    return lfw_folder(tmp_path)

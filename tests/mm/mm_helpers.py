@@ -1,10 +1,13 @@
-"""What the mm tests share: paths, mmdet's own training tool, configs without downloads."""
+"""What the mm tests share: paths, mmdet's own training tool, configs without downloads, a training step."""
 
 from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
 from typing import Any
+
+import torch
+from mmengine.optim import build_optim_wrapper
 
 ROOT = Path(__file__).parents[2]
 TRAIN_TOOL = Path(importlib.util.find_spec("mmdet").origin).parent / ".mim/tools/train.py"
@@ -26,3 +29,25 @@ def without_downloads(config: Any) -> Any:
 
     visit(config.model)
     return config
+
+
+def training_step(model: torch.nn.Module, optim_wrapper: dict, batch: dict) -> None:
+    """One step as mmengine's loop takes it; the gradients stay."""
+    optimizer = build_optim_wrapper(model, optim_wrapper)
+    model.train()
+    losses = model(**model.data_preprocessor(batch, True), mode="loss")
+    loss, _ = model.parse_losses(losses)
+    assert torch.isfinite(loss)
+    optimizer.backward(loss)
+    optimizer.step()
+
+
+def without_gradient(model: torch.nn.Module, kinds: tuple[type, ...]) -> list[str]:
+    """The parameters of layers of these kinds that have no gradient, or one that is not finite."""
+    return [
+        name
+        for prefix, layer in model.named_modules()
+        if isinstance(layer, kinds)
+        for name, p in layer.named_parameters(prefix)
+        if p.grad is None or not p.grad.isfinite().all()
+    ]

@@ -7,20 +7,10 @@ import shutil
 import mmcv
 import numpy as np
 import pytest
-from made_up_faces import HELEN, SPLIT_OF, helen_folder, lfw_folder, photograph
+from made_up_faces import HELEN, SPLIT_OF, photograph
 from PIL import Image
 
 from tools.datasets import face_parsing as tool
-
-
-@pytest.fixture
-def helen(tmp_path):
-    return helen_folder(tmp_path)
-
-
-@pytest.fixture
-def lfw(tmp_path):
-    return lfw_folder(tmp_path)
 
 
 def test_helen_is_split_as_published_and_the_most_probable_label_wins(helen, tmp_path):

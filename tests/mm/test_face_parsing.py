@@ -8,7 +8,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from made_up_faces import HELEN, SWAPPED, draw_face, helen_folder, lfw_folder
+from made_up_faces import HELEN, SWAPPED, draw_face
 from mmengine.config import Config
 from mmengine.evaluator import Evaluator
 from mmengine.registry import DATASETS as ROOT_DATASETS
@@ -21,16 +21,6 @@ from mmseg.structures import SegDataSample
 import attn_plugins.mmcv  # noqa: F401
 from attn_plugins.mmcv.face_parsing import FaceParsingMetric, HELENDataset, LFWPLDataset
 from tools.datasets import face_parsing as tool
-
-
-@pytest.fixture
-def helen(tmp_path):
-    return helen_folder(tmp_path)
-
-
-@pytest.fixture
-def lfw(tmp_path):
-    return lfw_folder(tmp_path)
 
 
 def dataset(kind, root, split="train", pipeline=(), **options):

@@ -23,8 +23,9 @@ WAITING = "print(any(type(f).__module__ == 'attn_plugins.autoload' for f in sys.
 
 
 @needs_timm
-@pytest.mark.parametrize("imports", ["import torch, timm", "import timm", "import timm.models", "import timm.layers"])
+@pytest.mark.parametrize("imports", ["import torch, timm", "import timm.layers"])
 def test_timm_knows_our_models(python, imports):
+    """Whoever imports a part of timm imports timm before it."""
     result = python(f"import sys\n{imports}\n{LOADED}\nimport timm\n{KNOWN}")
     assert result.stdout.split() == ["True", "True"]
     assert "attn_plugins" not in result.stderr
@@ -103,9 +104,11 @@ def test_activation_is_quick(python):
         "activate()\n"
         "print(1e3 * (time.perf_counter() - start))"
     )
-    took = min(float(python(code, TORCH_DEVICE_BACKEND_AUTOLOAD="0").stdout) for _ in range(3))
-    print(f"autoload: {took:.2f} ms (goal: 5 ms)")
-    assert took < 50  # a machine may be busy; this is to catch an accidental import
+    took = []
+    while len(took) < 3 and min(took, default=50) >= 50:  # a machine may be busy; this is to catch an accidental import
+        took.append(float(python(code, TORCH_DEVICE_BACKEND_AUTOLOAD="0").stdout))
+    print(f"autoload: {min(took):.2f} ms (goal: 5 ms)")
+    assert min(took) < 50
 
 
 class TestMmengine:

@@ -18,9 +18,15 @@ from attn_plugins.modules.generalized_attention import GeneralizedAttention2d  #
 
 ROOMS = ("aa_resnet", "aa_mnasnet", "aa_wide_resnet", "attended_resnet")
 MODELS = sorted(name for room in ROOMS for name in timm.list_models(module=room))
-# One of each kind, small enough to run.
+# One of each kind, made small enough to run: a stage of two blocks has both the first of a stage and one that follows.
 KINDS = ["aa_resnet34", "aa_resnet50", "aa_mnasnet_075", "aa_wide_resnet28_10", "attn0010_dcn_resnet50"]
-SMALL = {"aa_wide_resnet28_10": dict(depth=10, width=5)}
+FEW_BLOCKS = dict(layers=(1, 1, 2, 1))
+SMALL = {
+    "aa_resnet34": FEW_BLOCKS,
+    "aa_resnet50": FEW_BLOCKS,
+    "aa_wide_resnet28_10": dict(depth=10, width=5),
+    "attn0010_dcn_resnet50": FEW_BLOCKS,
+}
 SIZE = (64, 96)
 
 
@@ -246,10 +252,10 @@ def test_any_image_size_works(name, size):
 
 @pytest.mark.parametrize("options", [dict(), dict(attention_type="0010"), dict(spatial_range=3, kv_stride=2)])
 def test_generalized_attention_through_timms_own_hook(options):
-    stock = timm.create_model("resnet50", num_classes=10, zero_init_last=False).eval()
+    stock = timm.create_model("resnet50", num_classes=10, zero_init_last=False, **FEW_BLOCKS).eval()
     hook = partial(GeneralizedAttention2d, num_heads=8, **options)
-    model = timm.create_model("resnet50", num_classes=10, block_args=dict(attn_layer=hook)).eval()
-    assert sum(isinstance(m, GeneralizedAttention2d) for m in model.modules()) == 16
+    model = timm.create_model("resnet50", num_classes=10, block_args=dict(attn_layer=hook), **FEW_BLOCKS).eval()
+    assert sum(isinstance(m, GeneralizedAttention2d) for m in model.modules()) == 5
     missing, unexpected = model.load_state_dict(stock.state_dict(), strict=False)
     assert not unexpected
     assert all(".se." in key for key in missing)  # timm's name of the place
@@ -263,7 +269,7 @@ def test_generalized_attention_through_timms_own_hook(options):
 def test_one_checkpoint_serves_other_image_sizes():
     """Tables are interpolated the same when they are loaded into a net of another size as when they meet its maps."""
     model = small("aa_resnet34", img_size=64)
-    other = timm.create_model("aa_resnet34", num_classes=10, img_size=SIZE).eval()
+    other = timm.create_model("aa_resnet34", num_classes=10, img_size=SIZE, **FEW_BLOCKS).eval()
     other.load_state_dict(model.state_dict())
     assert other.layer2[0].conv1.width_rel.shape != model.layer2[0].conv1.width_rel.shape
     x = torch.randn(1, 3, *SIZE)
