@@ -3,83 +3,25 @@
 from __future__ import annotations
 
 import argparse
-import os
-import random
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 pytest.importorskip("fairseq")
 
-from fairseq.data import Dictionary
 from fairseq.models.lstm import LSTMModel
 from fairseq.sequence_generator import SequenceGenerator
+from fairseq_helpers import Task, batch, generate, step_by_step, train
 
 from attn_plugins.fairseq.aligned_lstm import AlignedLSTMModel, aligned_lstm_tiny
 
-ROOT = Path(__file__).parents[2]
-WORDS = "the a cat dog bird sees likes finds red blue small big house tree book on in under".split()
 SCORES = ["cosine", "additive", "general", "dot", "scaled-dot"]
 SMALL = dict(encoder_embed_dim=12, decoder_embed_dim=12, decoder_out_embed_dim=12, encoder_hidden_size=8)
-
-
-def fairseq(command: str, *arguments) -> str:
-    """Run a stock fairseq console command from the repository root."""
-    result = subprocess.run(
-        [str(Path(sys.executable).with_name(f"fairseq-{command}")), *map(str, arguments)],
-        cwd=ROOT,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-    return result.stdout + result.stderr
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory) -> Path:
-    """Lines of unequal lengths of a toy language pair, preprocessed: every word spelled backwards."""
-    folder = tmp_path_factory.mktemp("text")
-    draw = random.Random(0)
-    prefixes = []
-    for split, lines in (("train", 100), ("valid", 8), ("test", 8)):
-        english = [draw.choices(WORDS, k=3 + i % 6) for i in range(lines)]
-        folder.joinpath(f"{split}.en").write_text("\n".join(" ".join(line) for line in english) + "\n")
-        german = "\n".join(" ".join(word[::-1] for word in line) for line in english)
-        folder.joinpath(f"{split}.de").write_text(german + "\n")
-        prefixes += [f"--{split}pref", folder / split]
-    fairseq("preprocess", "--source-lang=en", "--target-lang=de", *prefixes, "--destdir", folder / "bin")
-    return folder / "bin"
-
-
-def train(data: Path, folder: Path, *options) -> Path:
-    options = ("--arch=aligned_lstm_tiny", *options, "--optimizer=adam", "--lr=0.01", "--max-tokens=400")
-    options += ("--max-update=12", "--num-workers=0", "--cpu", "--no-epoch-checkpoints", "--no-progress-bar")
-    log = fairseq("train", data, "--user-dir", "plugins/fairseq", *options, "--save-dir", folder)
-    assert "num_updates 12" in log
-    return folder / "checkpoint_last.pt"
-
-
-def generate(data: Path, checkpoint: Path, *options) -> dict[str, dict[int, str]]:
-    """Lines of the log by their letter and sentence: S source, H hypothesis, A alignment."""
-    options = ("--path", checkpoint, *options, "--cpu", "--num-workers=0", "--beam=3", "--min-len=3", "--max-len-b=9")
-    log = fairseq("generate", data, "--user-dir", "plugins/fairseq", *options)
-    assert "Translated 8 sentences" in log
-    lines: dict[str, dict[int, str]] = {letter: {} for letter in "SHA"}
-    for line in log.splitlines():
-        name, _, text = line.partition("\t")
-        letter, _, number = name.partition("-")
-        if letter in lines and number.isdigit():
-            lines[letter][int(number)] = text.rpartition("\t")[2]
-    return lines
+ARCH = "--arch=aligned_lstm_tiny"
 
 
 def test_console_scripts_print_soft_alignments(data, tmp_path):
-    checkpoint = train(data, tmp_path, "--alignment=additive", "--alignment-hidden-size=24")
+    checkpoint = train(data, tmp_path, ARCH, "--alignment=additive", "--alignment-hidden-size=24")
     lines = generate(data, checkpoint, "--print-alignment=soft")
     assert len(lines["A"]) == 8
     for number, line in lines["A"].items():
@@ -92,7 +34,7 @@ def test_console_scripts_print_soft_alignments(data, tmp_path):
 
 def test_console_scripts_print_hard_alignments(data, tmp_path):
     """In one padded batch; they are the most probable words of each sentence alone, by the model loaded in Python."""
-    checkpoint = train(data, tmp_path, "--alignment=dot")
+    checkpoint = train(data, tmp_path, ARCH, "--alignment=dot")
     lines = generate(data, checkpoint, "--print-alignment=hard")
     assert len({len(line.split()) for line in lines["S"].values()}) > 1
     assert len(lines["A"]) == 8
@@ -106,31 +48,12 @@ def test_console_scripts_print_hard_alignments(data, tmp_path):
         assert line.split() == [f"{i}-{t}" for t, i in enumerate(best)]
 
 
-class Task:
-    """What fairseq's models read of a task."""
-
-    def __init__(self) -> None:
-        self.source_dictionary = self.target_dictionary = Dictionary()
-        for word in WORDS:
-            self.target_dictionary.add_symbol(word)
-
-
 def build(alignment: str, **options) -> AlignedLSTMModel:
     torch.manual_seed(0)
     options = {**SMALL, "criterion": "cross_entropy", "dropout": 0.0, **options}
     args = argparse.Namespace(alignment=alignment, **options)
     aligned_lstm_tiny(args)
     return AlignedLSTMModel.build_model(args, Task())
-
-
-def batch(model: AlignedLSTMModel, lengths=(6, 4, 2), T: int = 5) -> dict[str, torch.Tensor]:
-    """Sources padded on the left, longest first, and targets."""
-    words = len(model.encoder.dictionary)
-    tokens = torch.randint(4, words, (len(lengths), max(lengths)))
-    for row, length in zip(tokens, lengths):
-        row[: max(lengths) - length] = model.encoder.dictionary.pad()
-    previous = torch.randint(4, words, (len(lengths), T))
-    return dict(src_tokens=tokens, src_lengths=torch.tensor(lengths), prev_output_tokens=previous)
 
 
 @pytest.mark.parametrize("alignment", SCORES)
@@ -182,17 +105,7 @@ def test_alignment_belongs_to_the_tokens_given(alignment):
 def test_step_by_step_equals_the_full_pass_after_reorders(alignment):
     model = build(alignment, encoder_layers=2, decoder_layers=2).eval()
     sample = batch(model)
-    order = torch.tensor([2, 0, 0])
-    state: dict = {}
-    memory = model.encoder(sample["src_tokens"], sample["src_lengths"])
-    previous = sample["prev_output_tokens"]
-    steps = []
-    for t in range(5):
-        if t == 2:
-            model.decoder.reorder_incremental_state(state, order)
-            memory = model.encoder.reorder_encoder_out(memory, order)
-            previous = previous[order]
-        steps.append(model.decoder(previous[:, : t + 1], memory, state))
+    steps, previous, memory = step_by_step(model, sample, {2: torch.tensor([2, 0, 0])})
     output, matrix = model.decoder(previous, memory)
     for t in range(2, 5):
         torch.testing.assert_close(steps[t][0][:, 0], output[:, t])

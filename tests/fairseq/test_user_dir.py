@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import random
 import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+from fairseq_helpers import ROOT, fairseq
 
 pytest.importorskip("fairseq")
 
-ROOT = Path(__file__).parents[2]
-WORDS = "the a cat dog bird sees likes finds red blue small big house tree book on in under".split()
 TINY = {
     "--arch": "transformer_iwslt_de_en",
     "--encoder-layers": 1,
@@ -26,35 +20,6 @@ TINY = {
     "--encoder-attention-heads": 2,
     "--decoder-attention-heads": 2,
 }
-
-
-def fairseq(command: str, *arguments) -> str:
-    """Run a stock fairseq console command from the repository root."""
-    result = subprocess.run(
-        [str(Path(sys.executable).with_name(f"fairseq-{command}")), *map(str, arguments)],
-        cwd=ROOT,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-    return result.stdout + result.stderr
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory) -> Path:
-    """A few lines of a toy language pair, preprocessed: every word spelled backwards, in the same order."""
-    folder = tmp_path_factory.mktemp("text")
-    draw = random.Random(0)
-    for split, lines in (("train", 60), ("valid", 8), ("test", 8)):
-        english = [draw.choices(WORDS, k=draw.randint(3, 8)) for _ in range(lines)]
-        folder.joinpath(f"{split}.en").write_text("\n".join(" ".join(line) for line in english) + "\n")
-        german = "\n".join(" ".join(word[::-1] for word in line) for line in english)
-        folder.joinpath(f"{split}.de").write_text(german + "\n")
-    prefixes = [f(split) for split in ("train", "valid", "test") for f in ("--{}pref".format, folder.joinpath)]
-    fairseq("preprocess", "--source-lang=en", "--target-lang=de", *prefixes, "--destdir", folder / "bin")
-    return folder / "bin"
 
 
 def test_stock_commands_train_and_generate(data, tmp_path):

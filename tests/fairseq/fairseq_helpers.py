@@ -1,0 +1,98 @@
+"""What the fairseq tests share: stock console commands on a toy language pair, and small models on random batches."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).parents[2]
+WORDS = "the a cat dog bird sees likes finds red blue small big house tree book on in under".split()
+
+
+def fairseq(command: str, *arguments: Any, check: bool = True) -> str:
+    """Run a stock fairseq console command from the repository root; what it printed."""
+    result = subprocess.run(
+        [str(Path(sys.executable).with_name(f"fairseq-{command}")), *map(str, arguments)],
+        cwd=ROOT,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert not check or result.returncode == 0, result.stdout + result.stderr
+    return result.stdout + result.stderr
+
+
+def write_text(folder: Path) -> None:
+    """Lines of unequal lengths of a toy language pair: every word spelled backwards, in the same order."""
+    draw = random.Random(0)
+    for split, lines in (("train", 100), ("valid", 8), ("test", 8)):
+        english = [draw.choices(WORDS, k=3 + i % 6) for i in range(lines)]
+        folder.joinpath(f"{split}.en").write_text("\n".join(" ".join(line) for line in english) + "\n")
+        german = "\n".join(" ".join(word[::-1] for word in line) for line in english)
+        folder.joinpath(f"{split}.de").write_text(german + "\n")
+
+
+def train(data: Path, folder: Path, *options: Any) -> Path:
+    """12 updates on the CPU; the checkpoint."""
+    options += ("--optimizer=adam", "--lr=0.01", "--max-tokens=400", "--max-update=12", "--num-workers=0", "--cpu")
+    options += ("--no-epoch-checkpoints", "--no-progress-bar", "--save-dir", folder)
+    log = fairseq("train", data, "--user-dir", "plugins/fairseq", *options)
+    assert "num_updates 12" in log
+    return folder / "checkpoint_last.pt"
+
+
+def generate(data: Path, checkpoint: Path, *options: Any) -> dict[str, dict[int, str]]:
+    """Lines of the log by their letter and sentence: S source, H hypothesis, A alignment."""
+    options = ("--path", checkpoint, *options, "--cpu", "--num-workers=0", "--beam=3", "--min-len=3", "--max-len-b=9")
+    log = fairseq("generate", data, "--user-dir", "plugins/fairseq", *options)
+    assert "Translated 8 sentences" in log
+    lines: dict[str, dict[int, str]] = {letter: {} for letter in "SHA"}
+    for line in log.splitlines():
+        name, _, text = line.partition("\t")
+        letter, _, number = name.partition("-")
+        if letter in lines and number.isdigit():
+            lines[letter][int(number)] = text.rpartition("\t")[2]
+    return lines
+
+
+class Task:
+    """What fairseq's models read of a task."""
+
+    def __init__(self) -> None:
+        from fairseq.data import Dictionary
+
+        self.source_dictionary = self.target_dictionary = Dictionary()
+        for word in WORDS:
+            self.target_dictionary.add_symbol(word)
+
+
+def batch(model: Any, lengths: tuple[int, ...] = (6, 4, 2), T: int = 5) -> dict[str, torch.Tensor]:
+    """Sources padded on the left, longest first, and targets."""
+    words = len(model.encoder.dictionary)
+    tokens = torch.randint(4, words, (len(lengths), max(lengths)))
+    for row, length in zip(tokens, lengths):
+        row[: max(lengths) - length] = model.encoder.dictionary.pad()
+    previous = torch.randint(4, words, (len(lengths), T))
+    return dict(src_tokens=tokens, src_lengths=torch.tensor(lengths), prev_output_tokens=previous)
+
+
+def step_by_step(model: Any, sample: dict[str, torch.Tensor], reorders: dict[int, torch.Tensor]) -> list[Any]:
+    """What the decoder returns in every step, and the reordered targets and encoder's output of the last one."""
+    state: dict = {}
+    memory = model.encoder(sample["src_tokens"], sample["src_lengths"])
+    previous = sample["prev_output_tokens"]
+    steps = []
+    for t in range(previous.shape[1]):
+        if t in reorders:
+            model.decoder.reorder_incremental_state_scripting(state, reorders[t])
+            memory = model.encoder.reorder_encoder_out(memory, reorders[t])
+            previous = previous[reorders[t]]
+        steps.append(model.decoder(previous[:, : t + 1], memory, state))
+    return [steps, previous, memory]
