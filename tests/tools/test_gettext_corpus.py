@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import gettext
 import io
 import itertools
 import json
 import os
-import struct
 import subprocess
 import sys
 import tarfile
@@ -15,77 +13,11 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from made_up_catalogues import NOUNS, folder, mo, po, sentences, wheel
 
 pytest.importorskip("polib", reason="polib is not installed")
 
-from tools.datasets import gettext_catalogues as catalogues
 from tools.datasets import gettext_corpus as corpus
-
-HEADER = (
-    'msgid ""\nmsgstr ""\n"Content-Type: text/plain; charset={}\\n"\n"Plural-Forms: nplurals=2; plural=(n != 1);\\n"\n'
-)
-NOUNS = {
-    "file": "Die Datei", "page": "Die Seite", "list": "Die Liste", "line": "Die Zeile", "task": "Die Aufgabe",
-    "message": "Die Nachricht", "language": "Die Sprache", "group": "Die Gruppe", "card": "Die Karte",
-    "table": "Die Tabelle",
-}  # fmt: skip
-VERBS = {
-    "deleted": "gelöscht", "saved": "gesichert", "moved": "verschoben", "opened": "geöffnet", "closed": "geschlossen",
-    "found": "gefunden", "changed": "geändert", "copied": "kopiert",
-}  # fmt: skip
-PLACES = {"": "", " by %(user)s": " von %(user)s", " at {time}": " um {time}"}
-
-
-def sentences(nouns=NOUNS) -> dict[str, str]:
-    """Pairs for a small corpus."""
-    return {
-        f"The {noun} was {verb}{place}.": f"{NOUNS[noun]} wurde{PLACES[place]} {VERBS[verb]}."
-        for noun, verb, place in itertools.product(nouns, VERBS, PLACES)
-    }
-
-
-def po(pairs: dict[str, str], charset: str = "UTF-8") -> bytes:
-    """A .po file of texts that need no escapes."""
-    body = "".join(f'\nmsgid "{source}"\nmsgstr "{target}"\n' for source, target in pairs.items())
-    return (HEADER.format(charset) + body).encode(charset)
-
-
-def mo(pairs: dict[str, str], charset: str = "UTF-8", order: str = "<") -> bytes:
-    """A .mo file packed by gettext's manual; plural forms and contexts as there (NUL, EOT)."""
-    header = f"Content-Type: text/plain; charset={charset}\nPlural-Forms: nplurals=2; plural=(n != 1);\n"
-    encoded = sorted((s.encode(charset), t.encode(charset)) for s, t in {"": header, **pairs}.items())
-    start = 28 + 16 * len(encoded)
-    tables, strings = [b"", b""], b""
-    for column in (0, 1):
-        for row in encoded:
-            tables[column] += struct.pack(f"{order}II", len(row[column]), start + len(strings))
-            strings += row[column] + b"\0"
-    head = struct.pack(f"{order}7I", 0x950412DE, 0, len(encoded), 28, 28 + 8 * len(encoded), 0, start)
-    return head + tables[0] + tables[1] + strings
-
-
-def folder(root: Path, files: dict[str, bytes]) -> Path:
-    for name, content in files.items():
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content)
-    return root
-
-
-def wheel(directory: Path, name: str, version: str, files: dict[str, bytes]) -> Path:
-    """A wheel that pip takes."""
-    info = f"{name}-{version}.dist-info"
-    metadata = {
-        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n".encode(),
-        f"{info}/WHEEL": b"Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
-        f"{info}/RECORD": b"",
-    }
-    directory.mkdir(parents=True, exist_ok=True)
-    path = directory / f"{name}-{version}-py3-none-any.whl"
-    with zipfile.ZipFile(path, "w") as file:
-        for member, content in {**files, **metadata}.items():
-            file.writestr(member, content)
-    return path
 
 
 def lines(path: Path) -> list[str]:
@@ -111,61 +43,6 @@ def refusal(capsys, *arguments) -> str:
     assert corpus.main(list(map(str, arguments))) == 2
     assert not list(Path(arguments[0]).parent.glob(".*partial*"))
     return capsys.readouterr().err
-
-
-def test_entries_of_po():
-    content = HEADER.format("UTF-8") + (
-        '\nmsgid "Save"\nmsgstr "Sichern"\n'
-        '\n#, fuzzy\n#| msgid "Old"\nmsgid "New"\nmsgstr "Alt"\n'
-        '\nmsgid "Unknown"\nmsgstr ""\n'
-        '\nmsgctxt "month"\nmsgid "May"\nmsgstr "Mai"\n'
-        '\nmsgctxt "verb"\nmsgid "May"\nmsgstr "Darf"\n'
-        '\nmsgid ""\n"A long \\"quoted\\"\\n"\n"back\\\\slash\\tö"\n'
-        'msgstr "Ein langer \\"zitierter\\"\\nRückwärts\\\\strich\\tö"\n'
-        '\nmsgid "%d file"\nmsgid_plural "%d files"\nmsgstr[0] "%d Datei"\nmsgstr[1] "%d Dateien"\n'
-        '\n#, fuzzy\n#~| msgid "Before"\n#~ msgid "Gone"\n#~ msgstr "Weg"\n'
-    )
-    assert set(catalogues.entries("x.po", content.encode())) == {
-        ("Save", "Sichern", False),
-        ("New", "Alt", True),
-        ("Unknown", "", False),
-        ("May", "Mai", False),
-        ("May", "Darf", False),
-        ('A long "quoted"\nback\\slash\tö', 'Ein langer "zitierter"\nRückwärts\\strich\tö', False),
-        ("%d file", "%d Datei", False),
-        ("%d files", "%d Dateien", False),
-    }
-
-
-@pytest.mark.parametrize("charset", ["UTF-8", "ISO-8859-1"])
-@pytest.mark.parametrize("order", ["<", ">"])
-def test_entries_of_mo(charset, order):
-    content = mo(
-        {"Save": "Für später", "month\x04May": "Mai", "%d file\0%d files": "%d Datei\0%d Dateien"}, charset, order
-    )
-    stock = gettext.GNUTranslations(io.BytesIO(content))
-    assert stock.gettext("Save") == "Für später"  # it is a .mo file indeed
-    assert stock.ngettext("%d file", "%d files", 5) == "%d Dateien"
-    found = {(entry.source, entry.target) for entry in catalogues.entries("x.mo", content)}
-    assert found == {
-        ("Save", "Für später"), ("May", "Mai"), ("%d file", "%d Datei"), ("%d files", "%d Dateien")
-    }  # fmt: skip
-
-
-def test_other_charsets_marks_and_numbers_of_plural_forms():
-    assert [entry.target for entry in catalogues.entries("x.po", po({"Key": "Schlüssel"}, "ISO-8859-1"))] == [
-        "Schlüssel"
-    ]
-    marked = b"\xef\xbb\xbf" + po({"Key": "Schlüssel"})
-    assert [entry.target for entry in catalogues.entries("x.po", marked)] == ["Schlüssel"]
-    three = (
-        po({})
-        + b'msgid "%d day"\nmsgid_plural "%d days"\n'
-        + 'msgstr[0] "%d день"\nmsgstr[1] "%d дня"\nmsgstr[2] "%d дней"\n'.encode()
-    )
-    assert [entry.target for entry in catalogues.entries("x.po", three)] == ["%d день", "%d дней"]
-    one = po({}) + 'msgid "%d day"\nmsgid_plural "%d days"\nmsgstr[0] "%d 日"\n'.encode()
-    assert [entry.target for entry in catalogues.entries("x.po", one)] == ["%d 日", "%d 日"]
 
 
 @pytest.mark.parametrize(
