@@ -8,8 +8,11 @@ from .capture import attention_layers, capture_attention
 from .criss_cross import CrissCrossAttention2d
 from .deformable_conv import CausalDeformableConv1d, DeformableConv1d, DeformableConv2d
 from .dynamic_conv import DynamicConv1d, DynamicConv2d
+from .entangled_attention import EntangledAttention, GatedBilateralController, Modality
+from .eta_transformer import DualWayEncoder, MultimodalDecoderBlock
 from .generalized_attention import GeneralizedAttention2d
 from .local_bilateral import LocalBilateralConv2d
+from .multihead_attention import MultiheadAttention
 from .non_local import NonLocal2d
 from .sequence_cache import SequenceCache
 from .spatial_attention_1d import MultiheadSpatialAttention
@@ -24,11 +27,17 @@ __all__ = [
     "CrissCrossAttention2d",
     "DeformableConv1d",
     "DeformableConv2d",
+    "DualWayEncoder",
     "DynamicConv1d",
     "DynamicConv2d",
+    "EntangledAttention",
+    "GatedBilateralController",
     "GeneralizedAttention2d",
     "LocalBilateralConv2d",
+    "Modality",
+    "MultiheadAttention",
     "MultiheadSpatialAttention",
+    "MultimodalDecoderBlock",
     "NonLocal2d",
     "SequenceCache",
     "attention_layers",

@@ -1,0 +1,199 @@
+"""Entangled attention to two modalities, and the gate between them (Thesis, sections 2.4.3 and 2.4.4).
+
+Shapes: B batch, C channels, T words, Sv regions, Ss attributes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .checks import check_fits, positive
+from .multihead_attention import MultiheadAttention
+from .sequence_cache import SequenceCache
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "identity": lambda x: x,
+    "relu": torch.relu,
+    "sigmoid": torch.sigmoid,
+    "tanh": torch.tanh,
+}
+
+
+class Modality(NamedTuple):
+    """What an encoder made of one modality.
+
+    Attributes:
+        features: (B, S, C).
+        padding_mask: (B, S) bool, True for padding; None where nothing is.
+    """
+
+    features: Tensor
+    padding_mask: Tensor | None = None
+
+
+class Entangled(NamedTuple):
+    """What entangled attention gives, all (B, T, C).
+
+    Attributes:
+        visual: v_t, drawn from the regions with the attributes' guidance (Eq. 2.10).
+        semantic: s_t, drawn from the attributes with the regions' guidance.
+        semantic_guidance: g^(s), what the attributes tell (Eq. 2.9).
+        visual_guidance: g^(v), what the regions tell.
+    """
+
+    visual: Tensor
+    semantic: Tensor
+    semantic_guidance: Tensor
+    visual_guidance: Tensor
+
+
+class GuidedAttention(nn.Module):
+    """LayerNorm(x + dropout(MultiHead(x, features, features))): one attention of a pathway.
+
+    Args:
+        embed_dim: C.
+        num_heads: Must divide C.
+        dropout: Of the weights, and of what is added to x.
+        causal: Self-attention that sees no word after its own.
+    """
+
+    def __init__(
+        self, embed_dim: int, num_heads: int = 8, dropout: float = 0.0, causal: bool = False, **factory: Any
+    ) -> None:
+        super().__init__()
+        self.attention = MultiheadAttention(embed_dim, num_heads, dropout, causal, **factory)
+        self.dropout = nn.Dropout(dropout)
+        self.norm = nn.LayerNorm(embed_dim, **factory)
+
+    def forward(
+        self,
+        x: Tensor,
+        modality: Modality | None = None,
+        cache: SequenceCache | None = None,
+        *,
+        padding_mask: Tensor | None = None,
+    ) -> Tensor:
+        """(B, T, C) -> (B, T, C), attending to ``modality``; without it to itself, whose padding is (B, T)."""
+        features, mask = (None, padding_mask) if modality is None else modality
+        return self.norm(x + self.dropout(self.attention(x, features, key_padding_mask=mask, cache=cache)))
+
+
+class EntangledAttention(nn.Module):
+    """Two pathways: each asks one modality for guidance, and with it attends to the other (Thesis, Eq. 2.9 and 2.10).
+
+        g^(s) = LN(a + MultiHead(a, S, S))        v = LN(g^(s) + MultiHead(g^(s), V, V))
+        g^(v) = LN(a + MultiHead(a, V, V))        s = LN(g^(v) + MultiHead(g^(v), S, S))
+
+    All four attentions have their own weights. :class:`GatedBilateralController` makes one output of them.
+
+    Args:
+        embed_dim: C.
+        num_heads: Must divide C.
+        dropout: Of the weights, and of each attention's output.
+
+    Raises:
+        ValueError: an argument is out of its range, or does not fit the others.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int = 8,
+        dropout: float = 0.0,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.semantic_injection, self.visual_attention, self.visual_injection, self.semantic_attention = (
+            GuidedAttention(embed_dim, num_heads, dropout, device=device, dtype=dtype) for _ in range(4)
+        )
+
+    def forward(
+        self, x: Tensor, visual: Modality, semantic: Modality, caches: dict[str, SequenceCache] | None = None
+    ) -> Entangled:
+        """Look at both modalities.
+
+        Args:
+            x: a, (B, T, C), the words' self-attention.
+            visual: V, (B, Sv, C).
+            semantic: S, (B, Ss, C).
+            caches: For decoding step by step: the same dict, empty at first, in every step.
+
+        Raises:
+            ValueError: a shape or a device does not fit.
+            TypeError: a tensor is not of the module's dtype.
+        """
+        semantic_guidance = self.semantic_injection(x, semantic, cache_of(caches, "semantic_injection"))
+        visual_guidance = self.visual_injection(x, visual, cache_of(caches, "visual_injection"))
+        return Entangled(
+            self.visual_attention(semantic_guidance, visual, cache_of(caches, "visual_attention")),
+            self.semantic_attention(visual_guidance, semantic, cache_of(caches, "semantic_attention")),
+            semantic_guidance,
+            visual_guidance,
+        )
+
+
+class GatedBilateralController(nn.Module):
+    """e = c * f(v) + (1 - c) * f(s), the gate c = σ(W_c [g^(s), g^(v), a]) of each channel (Thesis, Eq. 2.11, 2.12).
+
+    Args:
+        embed_dim: C.
+        activation: f: ``identity`` (the thesis' choice), ``relu``, ``sigmoid`` or ``tanh`` (Table 2.6).
+
+    Raises:
+        ValueError: an argument is out of its range.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        activation: str = "identity",
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        positive(embed_dim=embed_dim)
+        if activation not in ACTIVATIONS:
+            raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
+        self.embed_dim, self.activation = embed_dim, activation
+        self.gate = nn.Linear(3 * embed_dim, embed_dim, device=device, dtype=dtype)
+        self.init_weights()
+
+    def init_weights(self) -> None:
+        """Draw W_c by Glorot, uniform, its bias 0."""
+        nn.init.xavier_uniform_(self.gate.weight)
+        nn.init.zeros_(self.gate.bias)
+
+    def forward(self, pathways: Entangled, x: Tensor) -> Tensor:
+        """Blend the pathways, (B, T, C) each, to (B, T, C); ``x`` is the words' self-attention, a.
+
+        Raises:
+            ValueError: a shape or a device does not fit.
+            TypeError: a tensor is not of the module's dtype.
+        """
+        for name, tensor in (*pathways._asdict().items(), ("x", x)):
+            if tensor.dim() != 3 or tensor.shape != x.shape or tensor.shape[2] != self.embed_dim:
+                raise ValueError(
+                    f"{name} must have shape (B, T, {self.embed_dim}), as x has, got {tuple(tensor.shape)}"
+                )
+            check_fits(name, tensor, self.gate.weight)
+        f, gate = ACTIVATIONS[self.activation], self.visual_share(pathways, x)
+        return gate * f(pathways.visual) + (1 - gate) * f(pathways.semantic)
+
+    def visual_share(self, pathways: Entangled, x: Tensor) -> Tensor:
+        """c, (B, T, C): the share of the visual pathway in each channel."""
+        return torch.sigmoid(self.gate(torch.cat((pathways.semantic_guidance, pathways.visual_guidance, x), 2)))
+
+    def extra_repr(self) -> str:
+        return f"{self.embed_dim}, activation={self.activation!r}"
+
+
+def cache_of(caches: dict[str, SequenceCache] | None, name: str) -> SequenceCache | None:
+    """The cache called ``name``, made where there is none yet."""
+    return None if caches is None else caches.setdefault(name, SequenceCache())

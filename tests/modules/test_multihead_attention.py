@@ -1,0 +1,111 @@
+"""Multi-head attention against torch's, and step by step."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from attn_plugins.modules import MultiheadAttention, SequenceCache
+
+
+def build(dtype=torch.float64, **options) -> MultiheadAttention:
+    torch.manual_seed(0)
+    module = MultiheadAttention(**{"embed_dim": 6, "num_heads": 3, **options}).to(dtype)
+    for parameter in module.parameters():
+        nn.init.normal_(parameter, std=0.7)
+    return module
+
+
+def draw(*shape: int, dtype=torch.float64) -> torch.Tensor:
+    return torch.randn(*shape, 6, dtype=dtype)
+
+
+def torchs_own(module: MultiheadAttention) -> nn.MultiheadAttention:
+    own = nn.MultiheadAttention(6, 3, batch_first=True, dtype=torch.float64)
+    layers = (module.q_proj, module.k_proj, module.v_proj)
+    own.load_state_dict(
+        {
+            "in_proj_weight": torch.cat([layer.weight for layer in layers]),
+            "in_proj_bias": torch.cat([layer.bias for layer in layers]),
+            "out_proj.weight": module.out_proj.weight,
+            "out_proj.bias": module.out_proj.bias,
+        }
+    )
+    return own
+
+
+def test_equals_torchs():
+    module = build()
+    query, key = draw(2, 4), draw(2, 5)
+    mask = torch.tensor([[False] * 3 + [True] * 2, [True] + [False] * 4])
+    expected, weights = torchs_own(module)(query, key, key, key_padding_mask=mask, average_attn_weights=False)
+    torch.testing.assert_close(module(query, key, key_padding_mask=mask), expected)
+    torch.testing.assert_close(module.attention_maps(query, key, key_padding_mask=mask), weights)
+    torch.testing.assert_close(
+        module.attention_maps(query, key, key_padding_mask=mask, queries=torch.tensor([3, 1])), weights[:, :, [3, 1]]
+    )
+
+
+def test_causal_equals_torchs():
+    module, x = build(causal=True), draw(2, 5)
+    future = torch.ones(5, 5, dtype=torch.bool).triu(1)
+    torch.testing.assert_close(module(x), torchs_own(module)(x, x, x, attn_mask=future)[0])
+
+
+def test_step_by_step_equals_the_full_pass_after_a_reorder():
+    module, x = build(causal=True), draw(3, 6)
+    mask = torch.zeros(3, 6, dtype=torch.bool)
+    mask[0, :2] = True
+    cache, order = SequenceCache(), torch.tensor([2, 0, 0])
+    module(x[:, :2], key_padding_mask=mask[:, :2], cache=cache)
+    module.attention_maps(x[:, 2:3], cache=cache)  # changes nothing
+    module(x[:, 2:3], key_padding_mask=mask[:, 2:3], cache=cache)
+    cache.reorder(order)
+    rest = draw(3, 3)
+    found = module(rest, key_padding_mask=mask[order, 3:], cache=cache)
+    expected = module(torch.cat((x[order, :3], rest), 1), key_padding_mask=mask[order])
+    torch.testing.assert_close(found, expected[:, 3:])
+
+
+def test_another_sequence_is_projected_once():
+    module, query, key = build(), draw(2, 4), draw(2, 5)
+    calls = []
+    module.k_proj.register_forward_hook(lambda *_: calls.append(1))
+    full, cache = module(query, key), SequenceCache()
+    steps = [module(query[:, t : t + 1], key, cache=cache) for t in range(4)]
+    torch.testing.assert_close(torch.cat(steps, 1), full)
+    assert len(calls) == 2
+    assert cache.steps == 4
+
+
+def test_only_padding_and_empty_batch():
+    module = build()
+    hidden = module(draw(2, 3), draw(2, 4), key_padding_mask=torch.ones(2, 4, dtype=torch.bool))
+    torch.testing.assert_close(hidden, module.out_proj.bias.expand(2, 3, 6))
+    assert module(draw(0, 3), draw(0, 4)).shape == (0, 3, 6)
+
+
+def test_dropout_drops_weights_in_training_alone():
+    module, x = build(dropout=0.5), draw(2, 5)
+    torch.testing.assert_close(module.eval()(x), build()(x))
+    assert not torch.allclose(module.train()(x), module(x))
+
+
+@pytest.mark.parametrize(
+    "options, call, message",
+    [
+        (dict(num_heads=4), None, "num_heads must divide embed_dim = 6, got 4"),
+        (dict(dropout=1.0), None, "dropout must be at least 0 and below 1"),
+        ({}, dict(query=torch.zeros(2, 3, 5)), r"query must have shape \(B, T, 6\)"),
+        ({}, dict(query=torch.zeros(2, 3, 6), key=torch.zeros(1, 3, 6)), "key must have query's batch size 2"),
+        ({}, dict(query=torch.zeros(2, 3, 6), cache=SequenceCache()), "cache needs causal=True or key"),
+        (dict(causal=True), dict(query=torch.zeros(2, 3, 6), key=torch.zeros(2, 3, 6)), "key must be None with causal"),
+    ],
+)
+def test_bad_input(options, call, message):
+    def run() -> None:
+        build(torch.float32, **options)(**call)
+
+    with pytest.raises(ValueError, match=message):
+        run()
