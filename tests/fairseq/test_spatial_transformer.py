@@ -1,0 +1,241 @@
+"""What ``spatial_transformer`` computes, for every kind of attention."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+pytest.importorskip("fairseq")
+
+from fairseq.models.transformer import TransformerModel
+from fairseq.models.transformer.transformer_legacy import tiny_architecture
+from fairseq.sequence_generator import SequenceGenerator
+from fairseq_helpers import Task, batch, step_by_step
+
+from attn_plugins.fairseq.spatial_transformer import SpatialTransformerModel, spatial_transformer_tiny
+from attn_plugins.modules import MultiheadSpatialAttention
+
+BITS = [f"{number:04b}" for number in range(16)]
+KINDS = [*BITS, "dynamic", "bilateral", "none"]
+SETTINGS = [
+    *(dict(kind=kind, deformable=deformable) for kind in KINDS for deformable in (False, True)),
+    dict(kind="1111", attention_range=3),
+    dict(kind="0010", attention_range=3, deformable=True),
+    dict(kind="dynamic", encoder_kernel_sizes="3,5", decoder_kernel_sizes="2,3"),
+    dict(kind="bilateral", encoder_kernel_sizes="3", decoder_kernel_sizes="2", bilateral_padding="learned"),
+    dict(kind="bilateral", decoder_kernel_sizes="3,2", bilateral_padding="-inf"),
+    dict(kind="bilateral", encoder_kernel_sizes=3, bilateral_smoothing="zscore", bilateral_padding="mean"),
+]
+every_setting = pytest.mark.parametrize("setting", SETTINGS, ids=lambda s: "-".join(map(str, s.values())))
+
+
+def build(kind: str = "1111", **options: Any) -> SpatialTransformerModel:
+    """Two small layers a side, all of one kind but cross-attention; deformable convolution with offsets."""
+    torch.manual_seed(0)
+    side = dict(embed_dim=32, ffn_embed_dim=24, attention_heads=2)
+    sizes = {f"{s}_{name}": value for s in ("encoder", "decoder") for name, value in side.items()}
+    defaults = dict(encoder_attention=kind, decoder_attention=kind, dropout=0.0)
+    if kind in BITS:
+        defaults["cross_attention"] = kind
+    args = argparse.Namespace(**{**sizes, **defaults, **options})
+    spatial_transformer_tiny(args)
+    return SpatialTransformerModel.build_model(args, Task())
+
+
+def build_trained(setting: dict[str, Any], **options: Any) -> SpatialTransformerModel:
+    """In evaluation and float64, with parameters as after training: none is 0, offsets reach over several words."""
+    model = build(**setting, **options).eval().double()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "embed_tokens" not in name:
+                scale = 10.0 if "conv_offset" in name else 0.1
+                parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=scale)
+    return model
+
+
+@every_setting
+def test_every_setting_trains(setting):
+    model = build(**setting)
+    sample = batch(model)
+    target = torch.randint(4, len(model.decoder.dictionary), sample["prev_output_tokens"].shape)
+    optimizer = torch.optim.Adam(model.parameters(), 0.01)
+    losses = []
+    for step in range(6):
+        output, extra = model(**sample)
+        assert extra["attn"] == [None]  # nobody asked for it
+        losses.append(F.cross_entropy(output.flatten(0, 1), target.flatten()))
+        optimizer.zero_grad()
+        losses[-1].backward()
+        if step == 0:
+            without = [name for name, p in model.named_parameters() if p.grad is None or not p.grad.any()]
+            assert without == []
+        optimizer.step()
+    assert losses[-1] < losses[0] - 0.3
+
+
+@torch.no_grad()
+@every_setting
+def test_step_by_step_equals_the_full_pass_after_reorders(setting):
+    """With the batch's size changing as sentences end."""
+    model = build_trained(setting)
+    sample = batch(model, T=6)
+    reorders = {2: torch.tensor([2, 0, 0, 1]), 4: torch.tensor([3, 1])}
+    steps, previous, memory = step_by_step(model, sample, reorders)
+    output, extra = model.decoder(previous, memory)
+    assert output.std() > 0.05
+    for t in range(4, 6):
+        torch.testing.assert_close(steps[t][0][:, 0], output[:, t])
+        torch.testing.assert_close(steps[t][1]["attn"][0][:, 0].float(), extra["attn"][0][:, t].float())
+
+
+@torch.no_grad()
+@every_setting
+def test_no_position_sees_the_future(setting):
+    model = build_trained(setting)
+    sample = batch(model, T=7)
+    output = model(**sample)[0]
+    for t in (1, 4, 6):
+        changed = sample["prev_output_tokens"].clone()
+        changed[:, t:] = (changed[:, t:] - 3) % 15 + 4
+        other = model(**{**sample, "prev_output_tokens": changed})[0]
+        torch.testing.assert_close(other[:, :t], output[:, :t])
+        assert not torch.isclose(other[:, t], output[:, t]).all(1).any()
+
+
+@torch.no_grad()
+@every_setting
+def test_padding_changes_no_other_token(setting):
+    """Sources padded on the left and on the right, targets on the right, against each sentence alone."""
+    model = build_trained(setting)
+    sample = batch(model)
+    pad = model.encoder.dictionary.pad()
+    lengths = sample["src_lengths"].tolist()
+    right = torch.stack([row.roll(length - 6) for row, length in zip(sample["src_tokens"], lengths)])
+    padded_targets = F.pad(sample["prev_output_tokens"], (0, 3), value=pad)
+    outputs = [
+        model(**sample)[0],
+        model(**{**sample, "src_tokens": right})[0],
+        model(**{**sample, "prev_output_tokens": padded_targets})[0][:, :5],
+    ]
+    for b, length in enumerate(lengths):
+        alone = {name: x[b : b + 1] for name, x in sample.items()}
+        alone["src_tokens"] = alone["src_tokens"][:, 6 - length :]
+        expected = model(**alone)[0][0]
+        for output in outputs:
+            torch.testing.assert_close(output[b], expected)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("normalize_before", [False, True])
+def test_query_and_key_content_is_fairseqs_transformer(normalize_before):
+    """'1000' with absolute positions is fairseq's ``transformer`` of the same weights, without biases of q and k."""
+    options = dict(encoder_normalize_before=normalize_before, decoder_normalize_before=normalize_before)
+    model = build_trained(dict(kind="1000"), **options)
+    args = argparse.Namespace(
+        **{name: value for name, value in vars(model.cfg).items() if isinstance(value, (int, float))}
+    )
+    for side in ("encoder", "decoder"):
+        for name, value in vars(getattr(model.cfg, side)).items():
+            setattr(args, f"{side}_{name}", value)
+    tiny_architecture(args)
+    stock = TransformerModel.build_model(args, Task()).eval().double()
+    weights = {name.replace("_attn.attention.", "_attn."): value for name, value in model.state_dict().items()}
+    for name in stock.state_dict():
+        if name.endswith(("q_proj.bias", "k_proj.bias")):
+            weights[name] = torch.zeros(32)
+    stock.load_state_dict(weights)
+    sample = batch(model)
+    (expected, expected_extra), (output, extra) = stock(**sample), model(**sample)
+    torch.testing.assert_close(output, expected)
+    torch.testing.assert_close(extra["attn"][0].float(), expected_extra["attn"][0].float())
+
+
+@torch.no_grad()
+def test_alignment_is_computed_where_it_is_asked_for(monkeypatch):
+    calls = []
+    maps = MultiheadSpatialAttention.attention_maps
+    monkeypatch.setattr(
+        MultiheadSpatialAttention, "attention_maps", lambda *a, **k: calls.append(a[0]) or maps(*a, **k)
+    )
+    model = build_trained(dict(kind="0111"))
+    sample = batch(model)
+    layers = model.decoder.layers
+    matrix = model(**sample)[1]["attn"][0]
+    assert calls == [layers[1].encoder_attn.attention]
+    torch.testing.assert_close(matrix.sum(2).float(), torch.ones(3, 5))
+    assert not matrix[1, :, :2].any()
+    assert matrix[1, :, 2:].all()
+    first = model(**sample, alignment_layer=0, alignment_heads=1)[1]["attn"][0]
+    assert calls[1:] == [layers[0].encoder_attn.attention]
+    encoded = model.encoder(sample["src_tokens"])
+    mask = encoded["encoder_padding_mask"][0]
+    inputs = {}
+    layers[0].encoder_attn.attention.register_forward_pre_hook(
+        lambda _, args: inputs.update(query=args[0], key=args[1])
+    )
+    model(**sample)
+    every_head = maps(layers[0].encoder_attn.attention, inputs["query"], inputs["key"], key_padding_mask=mask)
+    torch.testing.assert_close(first.float(), every_head[:, 0].float())
+    calls.clear()
+    model.make_generation_fast_(need_attn=False)
+    assert model(**sample)[1]["attn"] == [None]
+    assert calls == []
+    model = build(kind="1111")
+    assert model(**sample)[1]["attn"] == [None]
+    assert calls == []
+    with pytest.raises(ValueError, match="alignment_layer must be None in training"):
+        model(**sample, alignment_layer=0)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "setting", [dict(kind=k, deformable=True) for k in ("1111", "0010", "dynamic", "bilateral", "none")]
+)
+def test_beam_search_scores_are_those_of_the_full_pass(setting):
+    model = build_trained(setting)
+    sample = batch(model)
+    generator = SequenceGenerator([model], model.decoder.dictionary, beam_size=3, max_len_b=6, min_len=3)
+    hypotheses = generator.generate([model], {"net_input": sample})
+    for beams, tokens, length in zip(hypotheses, sample["src_tokens"], (6, 4, 2)):
+        assert len({tuple(h["tokens"].tolist()) for h in beams}) == 3
+        for hypothesis in beams:
+            target = hypothesis["tokens"]
+            previous = torch.cat([target.new_tensor([model.decoder.dictionary.eos()]), target[:-1]])
+            output, extra = model(tokens[None, 6 - length :], torch.tensor([length]), previous[None])
+            scores = output.log_softmax(-1)[0].gather(1, target[:, None])[:, 0]
+            torch.testing.assert_close(hypothesis["positional_scores"], scores.float(), rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(
+                hypothesis["attention"].t()[:, 6 - length :].float(), extra["attn"][0][0].float()
+            )
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["1111", "0010", "dynamic", "bilateral"])
+def test_half_precision(kind, dtype):
+    """As ``--fp16`` and ``--bf16`` generate, near to float32's numbers; step by step too."""
+    model = build(kind, deformable=True).eval()
+    sample = batch(model)
+    expected = model(**sample)[0]
+    half = model.to(dtype)
+    output = half(**sample)[0]
+    assert output.dtype == dtype
+    torch.testing.assert_close(output.float(), expected, rtol=0.05, atol=0.1)
+    steps, _, _ = step_by_step(half, sample, {})
+    torch.testing.assert_close(torch.cat([step[0] for step in steps], 1).float(), expected, rtol=0.05, atol=0.1)
+
+
+@torch.no_grad()
+def test_a_deformable_unit_starts_as_a_convolution():
+    """In training the convolution's weight is that of all projections; offsets are 0 at first and learn slowly."""
+    for layer in build(deformable=True).encoder.layers:
+        unit = layer.self_attn.deformable
+        x = torch.randn(2, 32, 9)
+        torch.testing.assert_close(unit(x), F.conv1d(x, unit.weight, unit.bias, padding=1), rtol=1e-4, atol=1e-5)
+        assert unit.offset_scale == 0.1
+    assert build(deformable=True, offset_lr_scale=0.5).decoder.layers[1].self_attn.deformable.offset_scale == 0.5
