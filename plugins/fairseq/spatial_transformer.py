@@ -219,19 +219,19 @@ def spatial_transformer_wmt_en_de(args: Namespace) -> None:
 @register_model_architecture("spatial_transformer", "spatial_transformer_iwslt_de_en")
 def spatial_transformer_iwslt_de_en(args: Namespace) -> None:
     """6 layers, 512 channels, 4 heads, 1024 hidden."""
-    for side in ("encoder", "decoder"):
-        default_sizes(args, side, ffn_embed_dim=1024, attention_heads=4)
+    default_sizes(args, "encoder", ffn_embed_dim=1024, attention_heads=4)
+    default_sizes(args, "decoder", attention_heads=4)
 
 
 @register_model_architecture("spatial_transformer", "spatial_transformer_tiny")
 def spatial_transformer_tiny(args: Namespace) -> None:
     """2 layers, 64 channels, 4 heads, 128 hidden: minutes on a CPU."""
-    for side in ("encoder", "decoder"):
-        default_sizes(args, side, embed_dim=64, ffn_embed_dim=128, attention_heads=4, layers=2)
+    default_sizes(args, "encoder", embed_dim=64, ffn_embed_dim=128, attention_heads=4, layers=2)
+    default_sizes(args, "decoder", attention_heads=4, layers=2)
 
 
 def default_sizes(args: Namespace, side: str, **values: int) -> None:
-    """Set what an architecture says and the user does not."""
+    """Set what an architecture says and the user does not; the decoder's widths are the encoder's otherwise."""
     for name, value in values.items():
         if getattr(args, f"{side}_{name}", None) is None:
             setattr(args, f"{side}_{name}", value)

@@ -1,0 +1,173 @@
+"""The recipes in configs/fairseq: each as fairseq-hydra-train reads it, at small widths, trains and translates."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fairseq_helpers import ROOT, fairseq, write_text
+
+pytest.importorskip("fairseq")
+
+from fairseq import checkpoint_utils, tasks, utils
+from fairseq.dataclass.initialize import add_defaults
+from fairseq_cli import hydra_train, preprocess
+
+CONFIGS = ROOT / "configs/fairseq"
+RECIPES = sorted(path.stem for path in CONFIGS.glob("*.yaml") if path.stem != "shared")
+ATTENTIONS = sorted(path.stem for path in CONFIGS.glob("attention/*.yaml"))
+SMALL = ["embed_dim=16", "ffn_embed_dim=16", "attention_heads=2", "layers=2"]
+README = (CONFIGS / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def joined(tmp_path_factory) -> Path:
+    """The toy language pair, which fairseq reads in both directions, with one dictionary."""
+    folder = tmp_path_factory.mktemp("joined")
+    write_text(folder)
+    options = [f"--{split}pref={folder / split}" for split in ("train", "valid", "test")]
+    options += ["-s=en", "-t=de", "--joined-dictionary", f"--destdir={folder / 'bin'}"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["fairseq-preprocess", *options])
+        preprocess.cli_main()
+    return folder / "bin"
+
+
+def hydra(config: str, *overrides: Any) -> None:
+    """What the console script fairseq-hydra-train does, in this process."""
+    logging = ["hydra/job_logging=none", "hydra/hydra_logging=none"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(ROOT)
+        patch.setenv("HYDRA_FULL_ERROR", "1")  # errors as they are, not the process' end
+        command = ["fairseq-hydra-train", "--config-dir=configs/fairseq", f"--config-name={config}"]
+        patch.setattr(sys, "argv", [*command, *logging, *map(str, overrides)])
+        hydra_train.cli_main()
+
+
+def small(data: Path, folder: Path) -> list[str]:
+    """Overrides that make any recipe small, and nothing else."""
+    sizes = [f"++model.{side}_{size}" for side in ("encoder", "decoder") for size in SMALL]
+    run = ["common.cpu=true", "dataset.num_workers=0", "dataset.max_tokens=400", "optimization.max_update=1"]
+    return [*sizes, *run, f"task.data={data}", f"checkpoint.save_dir={folder}"]
+
+
+def trained(folder: Path) -> tuple[dict[str, Any], Any, Any]:
+    """The configuration, the model and the task of the checkpoint after one update."""
+    path = str(folder / "checkpoint_last.pt")
+    [model], _, task = checkpoint_utils.load_model_ensemble_and_task([path])
+    state = checkpoint_utils.load_checkpoint_to_cpu(path)
+    assert state["optimizer_history"][-1]["num_updates"] == 1
+    return state["cfg"], model, task
+
+
+@pytest.mark.parametrize(
+    "recipe, attention", [(recipe, None) for recipe in RECIPES] + [("gettext", attention) for attention in ATTENTIONS]
+)
+def test_every_recipe_trains_and_translates(recipe, attention, joined, tmp_path):
+    hydra(recipe, *small(joined, tmp_path), *([] if attention is None else [f"attention={attention}"]))
+    cfg, model, task = trained(tmp_path)
+    assert (cfg.criterion.label_smoothing, cfg.lr_scheduler._name) == (0.1, "inverse_sqrt")
+    assert model.encoder.embed_tokens.weight is model.decoder.output_projection.weight  # of one dictionary
+    source = task.source_dictionary.encode_line("the cat", append_eos=True, add_if_not_exist=False).long()
+    sample = {"net_input": {"src_tokens": source[None], "src_lengths": torch.tensor([len(source)])}}
+    hypotheses = task.build_generator([model], cfg.generation).generate([model], sample)
+    assert hypotheses[0][0]["score"].isfinite()
+
+
+PAPERS = {
+    "wmt14_en_de": {
+        "model": {"layers": 6, "embed_dim": 512, "ffn": 2048, "heads": 8, "kind": "MultiheadSpatialAttention"},
+        "optimization": {"max_update": 100_000, "lr": [0.001], "clip_norm": 0},
+        "optimizer": {"adam_betas": "(0.9, 0.98)", "adam_eps": 1e-9, "weight_decay": 0},
+        "lr_scheduler": {"warmup_updates": 4000, "warmup_init_lr": 1e-7},
+        "dataset": {"max_tokens": 30_000 // 8},
+        "checkpoint": {"save_dir": "checkpoints/wmt14_en_de_relative"},
+    },
+    "iwslt14_de_en": {
+        "model": {"layers": 6, "embed_dim": 512, "ffn": 1024, "heads": 4, "kind": "BilateralSelfAttention"},
+        "optimization": {"max_update": 50_000, "lr": [0.0005], "clip_norm": 0},
+        "optimizer": {"adam_betas": "(0.9, 0.98)", "weight_decay": 1e-4},
+        "lr_scheduler": {"warmup_updates": 4000, "warmup_init_lr": 1e-7},
+        "dataset": {"max_tokens": 4000},
+        "checkpoint": {"save_dir": "checkpoints/iwslt14_de_en_bilateral"},
+    },
+}
+
+
+@pytest.mark.parametrize("recipe", PAPERS)
+def test_the_papers_sizes_and_schedules(recipe, joined, tmp_path):
+    """At full size, with no override but the folders."""
+    cfg = composed(recipe, f"task.data={joined}", f"hydra.run.dir={tmp_path}")
+    with torch.device("meta"):
+        model = tasks.setup_task(cfg.task).build_model(cfg.model)
+    for part in model.encoder, model.decoder:
+        layer = part.layers[-1]
+        found = {"layers": len(part.layers), "embed_dim": part.embed_tokens.weight.shape[1]}
+        found |= {"ffn": layer.fc1.out_features, "heads": layer.self_attn.num_heads}
+        assert {**found, "kind": type(layer.self_attn.attention).__name__} == PAPERS[recipe]["model"]
+    for part, values in PAPERS[recipe].items():
+        if part != "model":
+            assert {name: cfg[part][name] for name in values} == values
+
+
+def composed(recipe: str, *overrides: Any) -> Any:
+    """The configuration that fairseq's training gets, with the defaults that it adds."""
+    seen: list[Any] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hydra_train, "pre_main", seen.append)
+        hydra(recipe, *overrides)
+    [cfg] = seen
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(ROOT)
+        utils.import_user_module(cfg.common)
+    add_defaults(cfg)
+    return cfg
+
+
+def documented() -> list[tuple[str, str]]:
+    """The overrides of the README's tables, by recipe."""
+    found = []
+    for section in re.split(r"^## ", README, flags=re.M):
+        recipe = re.search(r"--config-name (\w+)", section)
+        for row in re.findall(r"^\|[^|]*\| `((?:[\w.+]+=[^`]*)?)` \|", section, flags=re.M):
+            found.append((recipe[1], row))
+    return found
+
+
+@pytest.mark.parametrize("recipe, overrides", documented())
+def test_every_setting_of_the_readme_builds(recipe, overrides, joined, tmp_path):
+    cfg = composed(recipe, f"task.data={joined}", f"hydra.run.dir={tmp_path}", *overrides.split())
+    for override in overrides.split():
+        node, value = override.split("=", 1)
+        if node != "attention":
+            assert str(cfg.model[node.lstrip("+").removeprefix("model.")]).lower() == value.strip("\"'").lower()
+    with torch.device("meta"):
+        tasks.setup_task(cfg.task).build_model(cfg.model)
+
+
+@pytest.mark.parametrize(
+    "override, message",
+    [
+        ("+model.encoder_atention=1111", "encoder_atention"),
+        ("+optimization.max_updates=3", "max_updates"),
+        ("+criterion.label_smothing=0.1", "label_smothing"),
+        ("model.encoder_attention=0120", "four bits"),
+        ("+model.encoder_kernel_sizes=3", "--encoder-kernel-sizes"),
+        ("attention=convolution", "attention/convolution"),
+    ],
+)
+def test_wrong_overrides_are_refused(override, message, joined, tmp_path):
+    with pytest.raises(Exception, match=message):
+        hydra("gettext", *small(joined, tmp_path), override)
+
+
+def test_the_console_script(joined, tmp_path):
+    """Once as a process, from the repository root."""
+    options = ["--config-dir", "configs/fairseq", "--config-name", "gettext"]
+    log = fairseq("hydra-train", *options, *small(joined, tmp_path))
+    assert "num_updates 1" in log
+    assert trained(tmp_path)[1].encoder.layers[0].self_attn.deformable is not None

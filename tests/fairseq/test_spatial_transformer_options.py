@@ -1,0 +1,309 @@
+"""The options of ``spatial_transformer`` and ``spatial_transformer_lm``, their checkpoints and console scripts."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("fairseq")
+
+from fairseq.checkpoint_utils import load_model_ensemble
+from fairseq.data import Dictionary
+from fairseq.models import ARCH_CONFIG_REGISTRY, build_model
+from fairseq_helpers import Task, batch, fairseq, generate, train
+from omegaconf import OmegaConf
+
+from attn_plugins.fairseq.spatial_transformer import SpatialTransformerModel, spatial_transformer_tiny
+from attn_plugins.fairseq.spatial_transformer_lm import SpatialTransformerLanguageModel, spatial_transformer_lm_tiny
+from attn_plugins.modules import BilateralSelfAttention, DynamicConv1d
+
+SMALL = {
+    f"{side}_{name}": n for side in ("encoder", "decoder") for name, n in (("embed_dim", 32), ("ffn_embed_dim", 16))
+}
+
+
+def build(**options: Any) -> SpatialTransformerModel:
+    torch.manual_seed(0)
+    args = argparse.Namespace(**{**SMALL, **options})
+    spatial_transformer_tiny(args)
+    return SpatialTransformerModel.build_model(args, Task())
+
+
+def build_language_model(**options: Any) -> SpatialTransformerLanguageModel:
+    torch.manual_seed(0)
+    args = argparse.Namespace(**{"decoder_embed_dim": 32, "dropout": 0.0, **options})
+    spatial_transformer_lm_tiny(args)
+    return SpatialTransformerLanguageModel.build_model(args, Task())
+
+
+@pytest.mark.parametrize(
+    "options, encoder, decoder",
+    [
+        (dict(), False, False),
+        (dict(encoder_attention="1010", decoder_attention="0100"), True, False),
+        (dict(encoder_attention="0001", decoder_attention="none"), False, True),
+        (dict(encoder_attention="0010", decoder_attention="none", deformable=True), False, False),
+        (dict(encoder_attention="dynamic", decoder_attention="bilateral"), False, True),
+        (dict(encoder_attention="bilateral", decoder_attention="1000", deformable=True), True, False),
+        (dict(encoder_positions="absolute"), True, False),
+        (dict(encoder_attention="1000", decoder_attention="1000", decoder_positions="none"), True, False),
+        (dict(encoder_attention="1000", decoder_attention="1000", no_token_positional_embeddings=True), False, False),
+    ],
+)
+def test_absolute_positions(options, encoder, decoder):
+    model = build(**options)
+    assert (model.encoder.embed_positions is not None, model.decoder.embed_positions is not None) == (encoder, decoder)
+    assert model.max_positions() == (1024, 1024)
+    assert build(**options, max_source_positions=9, max_target_positions=7).max_positions() == (9, 7)
+
+
+def test_kernel_sizes():
+    def sizes(**options):
+        model = build(**options)
+        kinds = DynamicConv1d, BilateralSelfAttention
+        return [
+            [m.kernel_size for m in side.modules() if isinstance(m, kinds)] for side in (model.encoder, model.decoder)
+        ]
+
+    for kind, expected in (("dynamic", [[31, 31], [31, 31]]), ("bilateral", [[21, 21], [11, 11]])):
+        assert sizes(encoder_attention=kind, decoder_attention=kind) == expected
+    both = dict(encoder_attention="dynamic", decoder_attention="bilateral", encoder_layers=4, decoder_layers=3)
+    assert sizes(**both, encoder_kernel_sizes="3,7,15,31", decoder_kernel_sizes=6) == [[3, 7, 15, 31], [6, 6, 6]]
+    kept = dict(encoder_layers_to_keep="0,2,3", decoder_layers_to_keep="1", decoder_kernel_sizes="2,3,4")
+    assert sizes(**both, **kept, encoder_kernel_sizes="3,7,15,31") == [[3, 15, 31], [3]]
+
+
+@pytest.mark.parametrize(
+    "name, sizes",
+    [
+        ("spatial_transformer", (6, 512, 2048, 8)),
+        ("spatial_transformer_wmt_en_de", (6, 512, 2048, 8)),
+        ("spatial_transformer_iwslt_de_en", (6, 512, 1024, 4)),
+        ("spatial_transformer_tiny", (2, 64, 128, 4)),
+    ],
+)
+def test_architectures(name, sizes):
+    """By the command line's namespace and by hydra's configuration that names no size."""
+    args = argparse.Namespace(arch=name)
+    ARCH_CONFIG_REGISTRY[name](args)
+    by_arch = build_model(args, Task())
+    with torch.device("meta"):
+        by_name = build_model(OmegaConf.create({"_name": name, "decoder_attention": "0010"}), Task())
+    for model in (by_arch, by_name):
+        for side, layers in ((model.cfg.encoder, model.encoder.layers), (model.cfg.decoder, model.decoder.layers)):
+            assert (side.layers, side.embed_dim, side.ffn_embed_dim, side.attention_heads) == sizes
+            assert (len(layers), layers[0].embed_dim, layers[0].fc1.out_features) == sizes[:3]
+    assert build(encoder_embed_dim=96, decoder_embed_dim=None).decoder.embed_tokens.embedding_dim == 96
+
+
+FAIRSEQ = [
+    dict(encoder_normalize_before=True, decoder_normalize_before=True, layernorm_embedding=True),
+    dict(attention_dropout=0.3, activation_dropout=0.2, dropout=0.1, activation_fn="gelu"),
+    dict(encoder_layerdrop=0.4, decoder_layerdrop=0.4),
+    dict(quant_noise_pq=0.3, quant_noise_pq_block_size=8),
+    dict(checkpoint_activations=True),
+    dict(offload_activations=True),
+    dict(share_all_embeddings=True, no_scale_embedding=True),
+    dict(adaptive_softmax_cutoff=[8, 12]),
+    dict(
+        encoder_learned_pos=True, decoder_learned_pos=True, encoder_positions="absolute", decoder_positions="absolute"
+    ),
+    dict(decoder_embed_dim=64, decoder_attention_heads=8, decoder_input_dim=48, decoder_output_dim=24),
+    dict(scale_attn=True, scale_heads=True, scale_fc=True, scale_resids=True),
+    dict(no_cross_attention=True),
+]
+
+
+@pytest.mark.parametrize("attention", ["1111", "dynamic", "bilateral", "none"])
+@pytest.mark.parametrize("options", FAIRSEQ, ids=lambda options: next(iter(options)))
+def test_options_of_fairseqs_transformer(options, attention):
+    options = {"encoder_attention": attention, "decoder_attention": attention, "deformable": True, **options}
+    model = build(**options)
+    sample = batch(model)
+    features = model(**sample)[0]
+    features.square().mean().backward()
+    if "encoder_layerdrop" not in options and "no_cross_attention" not in options:
+        without = [name for name, p in model.named_parameters() if p.grad is None or not p.grad.any()]
+        assert [name for name in without if "adaptive_softmax" not in name] == []
+    model.eval()
+    with torch.no_grad():
+        torch.testing.assert_close(model(**sample)[0], model(**sample)[0])
+    other = build(**options).eval()
+    other.load_state_dict(model.state_dict())
+    torch.testing.assert_close(other(**sample)[0], model(**sample)[0])
+
+
+def test_checkpointed_activations_have_the_same_gradients():
+    options = dict(encoder_attention="1111", decoder_attention="bilateral", deformable=True, dropout=0.0)
+    models = [build(**options, checkpoint_activations=checkpoint) for checkpoint in (False, True)]
+    sample = batch(models[0])
+    for model in models:
+        model(**sample)[0].square().sum().backward()
+    for (name, one), two in zip(models[0].named_parameters(), models[1].parameters()):
+        torch.testing.assert_close(one.grad, two.grad, msg=name)
+
+
+def test_layerdrop_prunes_to_the_layers_to_keep():
+    options = dict(encoder_attention="dynamic", encoder_layers=3, decoder_layers=3, encoder_kernel_sizes="3,5,7")
+    keep = dict(encoder_layers_to_keep="0,2", decoder_layers_to_keep="1")
+    whole, pruned = build(**options).eval(), build(**options, **keep).eval()
+    pruned.load_state_dict(whole.state_dict(), model_cfg=OmegaConf.create({"_name": "spatial_transformer", **keep}))
+    whole.encoder.layers = torch.nn.ModuleList([whole.encoder.layers[0], whole.encoder.layers[2]])
+    whole.decoder.layers, whole.decoder.num_layers = whole.decoder.layers[1:2], 1
+    sample = batch(whole)
+    torch.testing.assert_close(pruned(**sample)[0], whole(**sample)[0])
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (dict(encoder_attention="011"), "--encoder-attention must be four bits .* got '011'"),
+        (dict(encoder_attention="72"), "in YAML the bits in quotes"),
+        (dict(decoder_attention="0120"), "--decoder-attention must be four bits"),
+        (dict(decoder_attention="conv"), "dynamic, bilateral or none .* got 'conv'"),
+        (dict(cross_attention="dynamic"), "--cross-attention must be four bits, got 'dynamic': .* distance"),
+        (dict(cross_attention="none"), "--no-cross-attention"),
+        (dict(cross_self_attention=True), "--cross-self-attention is not possible"),
+        (dict(attention_range=4), "--attention-range must be -1 .* odd number, got 4"),
+        (dict(attention_range=-3), "--attention-range must be -1"),
+        (
+            dict(attention_range=5, encoder_attention="dynamic", decoder_attention="none"),
+            "--attention-range is of self-attention by four bits, got 5 with dynamic and none",
+        ),
+        (dict(encoder_kernel_sizes="7"), "--encoder-kernel-sizes is of dynamic and bilateral, got '7' with .* 1111"),
+        (dict(encoder_attention="dynamic", encoder_kernel_sizes="4"), "positive odd number, or 2 with commas"),
+        (
+            dict(encoder_attention="dynamic", encoder_kernel_sizes="3,5,7"),
+            "2 with commas, one for each layer, got '3,5",
+        ),
+        (
+            dict(decoder_attention="bilateral", decoder_kernel_sizes="3;5"),
+            "--decoder-kernel-sizes must be one positive",
+        ),
+        (dict(decoder_attention="bilateral", decoder_kernel_sizes=0), "got 0"),
+        (dict(encoder_attention="bilateral", bilateral_padding="same"), "padding must be one of .* got 'same'"),
+        (
+            dict(encoder_attention="bilateral", bilateral_padding="-inf", bilateral_smoothing="zscore"),
+            "smoothing 'zscore' needs another padding",
+        ),
+        (dict(encoder_positions="relative"), "--encoder-positions must be one of auto, absolute, none, got 'relative'"),
+        (
+            dict(decoder_positions="absolute", no_token_positional_embeddings=True),
+            "--no-token-positional-embeddings contradicts --decoder-positions absolute",
+        ),
+        (dict(offset_lr_scale=0.0), "--offset-lr-scale must be positive, got 0.0"),
+        (dict(encoder_xformers_att_config="{}"), "--encoder-xformers-att-config is not possible"),
+        (dict(decoder_attention_heads=5), "num_heads must divide embed_dim = 32, got 5"),
+        (dict(encoder_attention="dynamic", encoder_embed_dim=40), "in_channels must be a multiple of num_groups = 16"),
+    ],
+)
+def test_bad_options(options, message):
+    with pytest.raises(ValueError, match=message):
+        build(**options)
+
+
+def test_targets_padded_on_the_left_need_no_absolute_place():
+    task = Task()
+    task.cfg = argparse.Namespace(left_pad_target=True)
+    args = argparse.Namespace(cross_attention="1001", **SMALL)
+    with pytest.raises(ValueError, match=r"--left-pad-target must be False .* got 1001"):
+        SpatialTransformerModel.build_model(args, task)
+    args.cross_attention = "1010"
+    SpatialTransformerModel.build_model(args, task)
+
+
+def test_a_decoder_cannot_see_the_future():
+    model = build()
+    with pytest.raises(ValueError, match="full_context_alignment must be False"):
+        model.decoder(torch.tensor([[2, 5]]), model.encoder(torch.tensor([[5, 2]])), full_context_alignment=True)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (dict(encoder_attention="0011"), r"it has besides encoder\.layers\.0.*q_proj\.weight"),
+        (dict(deformable=True), r"it lacks decoder\.layers\.0\.self_attn\.deformable\.bias, .* \.\.\."),
+        (dict(decoder_ffn_embed_dim=24), r"of another size are decoder\.layers\.0\.fc1\.bias, "),
+    ],
+)
+def test_another_models_checkpoint(options, message):
+    with pytest.raises(ValueError, match="the checkpoint is not of this model: .*" + message):
+        build(**options).load_state_dict(build().state_dict())
+
+
+@pytest.mark.parametrize("kind", ["1111", "0010", "dynamic", "bilateral", "none"])
+def test_language_model(kind):
+    """It trains, sees no future, and predicts step by step what it does at once."""
+    model = build_language_model(decoder_attention=kind, deformable=True, max_target_positions=30)
+    assert model.max_positions() == 30
+    tokens = torch.randint(4, len(Task().target_dictionary), (2, 7))
+    output, _ = model(tokens)
+    torch.nn.functional.cross_entropy(output[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()).backward()
+    assert [name for name, p in model.named_parameters() if p.grad is None or not p.grad.any()] == []
+    model.eval()
+    changed = tokens.clone()
+    changed[:, 4] = (tokens[:, 4] - 3) % 15 + 4
+    state: dict = {}
+    with torch.no_grad():
+        torch.testing.assert_close(model(changed)[0][:, :4], output[:, :4])
+        steps = [model(tokens[:, : t + 1], incremental_state=state)[0] for t in range(7)]
+    torch.testing.assert_close(torch.cat(steps, 1), output, rtol=1e-4, atol=1e-5)
+
+
+def test_language_model_has_the_options_of_fairseqs():
+    model = build_language_model(
+        decoder_attention="bilateral", decoder_layers=3, decoder_layers_to_keep="0,2", decoder_kernel_sizes="3,4,5",
+        decoder_normalize_before=True, adaptive_input=True, adaptive_input_cutoff="8", adaptive_softmax_cutoff="8",
+        tie_adaptive_weights=True, adaptive_softmax_factor=4, adaptive_input_factor=4, tokens_per_sample=12,
+    )  # fmt: skip
+    assert [layer.self_attn.attention.kernel_size for layer in model.decoder.layers] == [3, 5]
+    assert model.max_positions() == 12
+    assert model(torch.tensor([[2, 5]]))[0].shape == (1, 2, 32)
+    with pytest.raises(ValueError, match="--decoder-kernel-sizes is of dynamic and bilateral"):
+        build_language_model(decoder_kernel_sizes="3")
+
+
+# --- console scripts ------------------------------------------------------------------------------------------------
+
+
+def test_console_scripts_translate_and_align(data, tmp_path):
+    """Every choice at once; the alignment is that of the model loaded in Python."""
+    options = ["--arch=spatial_transformer_tiny", "--encoder-attention=0010", "--decoder-attention=bilateral"]
+    options += ["--cross-attention=1101", "--deformable", "--decoder-kernel-sizes=3,4", "--bilateral-padding=-inf"]
+    checkpoint = train(data, tmp_path, *options)
+    lines = generate(data, checkpoint, "--print-alignment=soft")
+    assert len(lines["A"]) == 8
+    hub = SpatialTransformerModel.from_pretrained(str(tmp_path), checkpoint.name, str(data), print_alignment="soft")
+    model = hub.models[0]
+    assert [layer.self_attn.attention.kernel_size for layer in model.decoder.layers] == [3, 4]
+    for number, line in lines["A"].items():
+        source = hub.src_dict.encode_line(lines["S"][number], add_if_not_exist=False).long()
+        target = hub.tgt_dict.encode_line(lines["H"][number], add_if_not_exist=False).long()
+        previous = torch.cat([target[-1:], target[:-1]])
+        matrix = model(source[None], torch.tensor([len(source)]), previous[None])[1]["attn"][0][0]
+        printed = torch.tensor([[float(p) for p in row.split(",")] for row in line.split()])
+        torch.testing.assert_close(printed, matrix, rtol=0, atol=2e-5)
+    with pytest.raises(ValueError, match="the checkpoint is not of this model: it lacks"):
+        load_model_ensemble([str(checkpoint)], {"decoder_attention": "0010", "decoder_kernel_sizes": None})
+
+
+def test_console_scripts_model_language(data, tmp_path):
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    shutil.copy(data / "dict.en.txt", folder / "dict.txt")
+    for split in ("train", "valid", "test"):
+        for end in ("bin", "idx"):
+            shutil.copy(data / f"{split}.en-de.en.{end}", folder / f"{split}.{end}")
+    options = ["--task=language_modeling", "--arch=spatial_transformer_lm_tiny", "--decoder-attention=0110"]
+    options += ["--deformable", "--tokens-per-sample=16", "--required-batch-size-multiple=1"]
+    checkpoint = train(folder, tmp_path, *options)
+    log = fairseq(
+        "eval-lm", folder, "--user-dir=plugins/fairseq", "--path", checkpoint, "--tokens-per-sample=16", "--cpu",
+        "--required-batch-size-multiple=1", "--num-workers=0",
+    )  # fmt: skip
+    perplexity = float(log.rpartition("Perplexity: ")[2].split()[0])
+    assert 1 < perplexity < len(Dictionary.load(str(folder / "dict.txt")))
