@@ -1,0 +1,165 @@
+"""The file formats of :mod:`attn_plugins.region_features`: npz, HDF5 and LMDB, opened and written.
+
+Every error names the file.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import io
+import os
+import struct
+import zipfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.lib import format as npy
+
+ARRAYS = ("image_ids", "offsets", "features", "boxes", "scores")
+PACKAGES = {".npz": None, ".h5": "h5py", ".hdf5": "h5py", ".lmdb": "lmdb"}
+BLOCK = 1 << 24  # bytes copied at a time
+
+
+def open_arrays(path: Path) -> dict[str, Any]:
+    """The arrays of the file, the large ones still in it; of LMDB its ``environment`` for boxes and scores."""
+    return {".npz": _open_npz, ".lmdb": _open_lmdb}.get(path.suffix, _open_hdf5)(path)
+
+
+def save_arrays(path: Path, arrays: dict[str, np.ndarray]) -> None:
+    """Write all five arrays, the large ones block by block."""
+    {".npz": _save_npz, ".lmdb": _save_lmdb}.get(path.suffix, _save_hdf5)(path, arrays)
+
+
+def package_of(path: Path) -> Any:
+    """What the format of ``path`` needs to be imported; None where nothing."""
+    if path.suffix not in PACKAGES:
+        raise ValueError(f"region features {path}: the suffix must be one of {', '.join(PACKAGES)}")
+    name = PACKAGES[path.suffix]
+    try:
+        return None if name is None else importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(f"region features {path}: a {path.suffix} file needs the package {name}") from error
+
+
+def _open_npz(path: Path) -> dict[str, Any]:
+    try:
+        with zipfile.ZipFile(path) as archive, path.open("rb") as file:
+            members = {Path(info.filename).stem: info for info in archive.infolist()}
+            _check_names(path, members)
+            arrays = {name: _mapped(path, file, members[name]) for name in ARRAYS}
+    except zipfile.BadZipFile as error:
+        raise ValueError(f"{path} is no npz file, or cut off: {error}") from error
+    return {**arrays, "image_ids": np.array(arrays["image_ids"]), "offsets": np.array(arrays["offsets"])}
+
+
+def _mapped(path: Path, file: Any, info: zipfile.ZipInfo) -> np.ndarray:
+    """A member of a zip file as an array that lies in the file; one that is compressed does not."""
+    if info.compress_type != zipfile.ZIP_STORED:
+        raise ValueError(f"{path}: {info.filename} is compressed and cannot be mapped: write it by numpy.savez")
+    file.seek(info.header_offset)
+    name, extra = struct.unpack("<HH", file.read(30)[26:])  # the local header's lengths, of which the index knows none
+    file.seek(name + extra, os.SEEK_CUR)
+    read = npy.read_array_header_1_0 if npy.read_magic(file) == (1, 0) else npy.read_array_header_2_0
+    shape, fortran, dtype = read(file)
+    if dtype.hasobject:
+        raise ValueError(f"{path}: {info.filename} must hold numbers or text, got {dtype}")
+    start = file.tell()
+    if start + int(np.prod(shape)) * dtype.itemsize > path.stat().st_size:
+        raise ValueError(f"{path}: {info.filename} is cut off")
+    if 0 in shape:
+        return np.empty(shape, dtype)
+    return np.memmap(path, dtype, "r", start, shape, "F" if fortran else "C")
+
+
+def _save_npz(path: Path, arrays: dict[str, np.ndarray]) -> None:
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
+        for name, array in arrays.items():
+            with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
+                npy.write_array_header_1_0(member, npy.header_data_from_array_1_0(array))
+                for start, stop in _blocks(array):
+                    member.write(array[start:stop].tobytes())
+
+
+def _blocks(array: np.ndarray) -> Iterable[tuple[int, int]]:
+    """Rows first to last, ``BLOCK`` bytes at a time."""
+    step = max(1, BLOCK // max(1, array[:1].nbytes))
+    return ((start, min(start + step, len(array))) for start in range(0, len(array), step))
+
+
+def _open_hdf5(path: Path) -> dict[str, Any]:
+    try:
+        file = package_of(path).File(path, "r")
+        _check_names(path, file)
+        arrays: dict[str, Any] = {name: file[name] for name in ARRAYS}
+        ids, offsets = arrays["image_ids"][:], arrays["offsets"][:]
+    except OSError as error:
+        raise ValueError(f"{path} is no HDF5 file, or cut off: {error}") from error
+    return {**arrays, "image_ids": ids, "offsets": offsets}
+
+
+def _save_hdf5(path: Path, arrays: dict[str, np.ndarray]) -> None:
+    with package_of(path).File(path, "w") as file:
+        for name, array in arrays.items():
+            dataset = file.create_dataset(name, array.shape, array.dtype)
+            for start, stop in _blocks(array):
+                dataset[start:stop] = array[start:stop]
+
+
+def _open_lmdb(path: Path) -> dict[str, Any]:
+    lmdb = package_of(path)
+    try:
+        environment = _environment(path.resolve(), path.stat().st_ino, path.stat().st_mtime_ns)
+        with environment.begin() as transaction:
+            records = {name: transaction.get(f"__{name}__".encode()) for name in ARRAYS[:3]}
+    except lmdb.Error as error:
+        raise ValueError(f"{path} is no LMDB file, or cut off: {error}") from error
+    _check_names(path, [name for name, record in records.items() if record is not None], ARRAYS[:3])
+    arrays = {name: np.load(io.BytesIO(record), allow_pickle=False) for name, record in records.items()}
+    return {**arrays, "environment": environment}
+
+
+@functools.cache
+def _environment(path: Path, *_: int) -> Any:
+    """The one that a process may have of a file. Without locks, and only read, it serves forked processes too."""
+    environment = package_of(path).open(
+        str(path), subdir=False, readonly=True, lock=False, readahead=False, meminit=False
+    )
+    pages, page, size = environment.info()["last_pgno"] + 1, environment.stat()["psize"], path.stat().st_size
+    if pages * page > size:  # reading a page that is not there would end the process
+        environment.close()
+        raise ValueError(f"{path} is cut off: {size} bytes of {pages * page}")
+    return environment
+
+
+def _save_lmdb(path: Path, arrays: dict[str, np.ndarray]) -> None:
+    # The map may be larger than the file will be: a page a record and the tree's pages, on top of the data.
+    size = 2 * sum(array.nbytes for array in arrays.values()) + 16384 * (len(arrays["image_ids"]) + 64)
+    environment = package_of(path).open(str(path), subdir=False, map_size=size, lock=False, sync=False)
+    offsets = arrays["offsets"].tolist()
+    transaction, kept = environment.begin(write=True), 0
+    for i, image_id in enumerate(arrays["image_ids"].tolist()):
+        rows = slice(offsets[i], offsets[i + 1])
+        value = b"".join(arrays[name][rows].tobytes() for name in ("boxes", "scores", "features"))
+        if value:
+            transaction.put(image_id if isinstance(image_id, bytes) else str(image_id).encode(), value)
+        kept += len(value)
+        if kept > BLOCK:  # what is not committed is held in memory
+            transaction.commit()
+            transaction, kept = environment.begin(write=True), 0
+    for name in ARRAYS[:3]:
+        buffer = io.BytesIO()
+        np.save(buffer, arrays[name][:0] if name == "features" else arrays[name])
+        transaction.put(f"__{name}__".encode(), buffer.getvalue())
+    transaction.commit()
+    environment.sync(True)
+    environment.close()
+
+
+def _check_names(path: Path, found: Iterable[str], wanted: Sequence[str] = ARRAYS) -> None:
+    found = set(found)
+    missing = [name for name in wanted if name not in found]
+    if missing:
+        raise ValueError(f"{path} lacks {', '.join(missing)}; it has {', '.join(sorted(found)) or 'nothing'}")

@@ -1,0 +1,220 @@
+"""Region features of a set of images in one file: npz, HDF5, LMDB."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from multiprocessing import get_context
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from attn_plugins.region_features import RegionFeatures, RegionFeaturesWriter, write_region_features
+
+SUFFIXES = [".npz", ".h5", ".lmdb"]
+
+
+def made_up(number: int = 6, D: int = 5, ids: type = int) -> list[tuple]:
+    """Images of 0 to 4 regions."""
+    draw = np.random.default_rng(0)
+    images = []
+    for i in range(number):
+        n = (i * 3 + 2) % 5
+        corners = np.sort(draw.random((n, 2, 2)), 1)
+        regions = dict(features=draw.normal(size=(n, D)), boxes=corners.reshape(n, 4), scores=draw.random(n))
+        images.append((ids(1000 - i), regions))
+    return images
+
+
+def needs(suffix: str) -> None:
+    package = {".npz": "numpy", ".lmdb": "lmdb"}.get(suffix, "h5py")
+    pytest.importorskip(package, reason=f"{suffix} files need {package}")
+
+
+@pytest.fixture(params=SUFFIXES)
+def file(request, tmp_path) -> Path:
+    needs(request.param)
+    path = tmp_path / f"regions{request.param}"
+    write_region_features(path, iter(made_up()), "float32")
+    assert list(tmp_path.iterdir()) == [path]
+    return path
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+@pytest.mark.parametrize("ids", [int, str])
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_what_was_written_is_read(tmp_path, suffix, ids, dtype):
+    needs(suffix)
+    images = made_up(ids=ids)
+    write_region_features(tmp_path / f"regions{suffix}", iter(images), dtype)
+    read = RegionFeatures(tmp_path / f"regions{suffix}")
+    assert (len(read), read.feature_dim) == (len(images), 5)
+    assert read.image_ids == [image_id for image_id, _ in images]
+    for image_id, regions in images:
+        assert image_id in read
+        assert str(image_id) in read
+        assert read.count(image_id) == len(regions["scores"])
+        if not read.count(image_id):
+            with pytest.raises(ValueError, match=f"regions{suffix}: image {image_id} has no regions"):
+                read.regions(image_id)
+            continue
+        found = read.regions(image_id)
+        assert [found[name].dtype for name in ("features", "boxes", "scores")] == [dtype, np.float32, np.float32]
+        np.testing.assert_array_equal(found["features"], regions["features"].astype(dtype))
+        for name in ("boxes", "scores"):
+            np.testing.assert_array_equal(found[name], regions[name].astype(np.float32))
+            assert found[name].flags.writeable
+
+
+def _sum_of(read: RegionFeatures, image_id: int) -> float:
+    return float(read.regions(image_id)["features"].sum())
+
+
+def test_an_open_file_goes_into_workers(file):
+    read = RegionFeatures(file)
+    expected = [_sum_of(read, image_id) for image_id in (1000, 998, 997)]
+    for method in ("fork", "spawn") if file.suffix == ".npz" else ("fork",):
+        with get_context(method).Pool(1) as pool:
+            assert pool.starmap(_sum_of, [(read, image_id) for image_id in (1000, 998, 997)]) == expected
+    assert [_sum_of(read, image_id) for image_id in (1000, 998, 997)] == expected
+    copy = pickle.dumps(read)
+    assert len(copy) < 500
+    assert _sum_of(pickle.loads(copy), 998) == expected[1]
+
+
+def test_members_of_an_npz_stay_in_the_file(tmp_path):
+    """Also those of plain numpy.savez, and in another order."""
+    write_region_features(tmp_path / "ours.npz", made_up())
+    arrays = dict(np.load(tmp_path / "ours.npz"))
+    np.savez(tmp_path / "theirs.npz", **dict(reversed(arrays.items())))
+    for name in ("ours.npz", "theirs.npz"):
+        read = RegionFeatures(tmp_path / name)
+        read.count(1000)
+        assert all(isinstance(read._arrays[part], np.memmap) for part in ("features", "boxes", "scores"))
+        np.testing.assert_array_equal(read.regions(998)["features"], made_up()[2][1]["features"].astype(np.float16))
+
+
+def test_a_file_that_is_cut_off(file):
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    with pytest.raises(ValueError, match=rf"regions\{file.suffix}.* cut off"):
+        len(RegionFeatures(file))
+
+
+def test_another_kind_of_file(file):
+    file.write_bytes(b"x" * 5000)
+    with pytest.raises(ValueError, match=r"regions.* is no "):
+        len(RegionFeatures(file))
+
+
+def _nan(arrays: dict) -> None:
+    arrays["features"][0, 1] = np.nan
+
+
+def _falling(arrays: dict) -> None:
+    arrays["offsets"][2] = 1
+
+
+def _twice(arrays: dict) -> None:
+    arrays["image_ids"][2] = 1000
+
+
+def _short_boxes(arrays: dict) -> None:
+    arrays["boxes"] = arrays["boxes"][:-1]
+
+
+def _wide(arrays: dict) -> None:
+    arrays["features"] = arrays["features"].astype(np.float64)
+
+
+def _no_scores(arrays: dict) -> None:
+    del arrays["scores"]
+
+
+def _first(arrays: dict) -> None:
+    arrays["offsets"] = arrays["offsets"][1:]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (_nan, "bad.npz: image 1000 has features that are NaN"),
+        (_falling, "bad.npz: offsets must begin with 0 and rise; they fall after image 999"),
+        (_twice, "bad.npz: image 1000 is there twice"),
+        (_short_boxes, r"bad.npz: boxes must have shape \(12, 4\), got \(11, 4\)"),
+        (_wide, r"bad.npz: features must be .* float16 or float32, got \(12, 5\) float64"),
+        (_no_scores, "bad.npz lacks scores; it has boxes, features, image_ids, offsets"),
+        (_first, "bad.npz: offsets must be 7 integers"),
+    ],
+)
+def test_arrays_that_do_not_fit(tmp_path, spoil, message):
+    write_region_features(tmp_path / "good.npz", made_up())
+    arrays = {name: np.array(array) for name, array in np.load(tmp_path / "good.npz").items()}
+    spoil(arrays)
+    np.savez(tmp_path / "bad.npz", **arrays)
+    with pytest.raises(ValueError, match=message):
+        RegionFeatures(tmp_path / "bad.npz").regions(1000)
+
+
+def test_images_that_are_not_there(file):
+    with pytest.raises(ValueError, match="has no image 5; it has 6 others"):
+        RegionFeatures(file).count(5)
+
+
+def test_files_that_cannot_be(tmp_path, monkeypatch):
+    with pytest.raises(FileNotFoundError, match=r"nowhere\.npz: no such file"):
+        RegionFeatures(tmp_path / "nowhere.npz")
+    with pytest.raises(ValueError, match=r"regions\.csv: the suffix must be one of \.npz, \.h5"):
+        RegionFeatures(tmp_path / "regions.csv")
+    write_region_features(tmp_path / "regions.npz", made_up())
+    np.savez_compressed(tmp_path / "packed.npz", **np.load(tmp_path / "regions.npz"))
+    with pytest.raises(ValueError, match=r"image_ids.npy is compressed and cannot be mapped: write it by numpy.savez"):
+        len(RegionFeatures(tmp_path / "packed.npz"))
+    monkeypatch.setitem(sys.modules, "h5py", None)
+    for use in (RegionFeatures, lambda path: write_region_features(path, made_up())):
+        with pytest.raises(ModuleNotFoundError, match=r"regions\.h5: a \.h5 file needs the package h5py"):
+            use(tmp_path / "regions.h5")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"features": np.zeros((2, 4))}, r"image 7: features must have shape \(n, 5\), got \(2, 4\)"),
+        ({"features": np.full((2, 5), np.nan)}, "image 7: features are NaN, infinite or beyond float16"),
+        ({"features": np.full((2, 5), 1e6)}, "image 7: features are NaN, infinite or beyond float16"),
+        ({"boxes": np.array([[0, 0, 1, 1], [0, 0, 640, 480]])}, "image 7: boxes must be"),
+        ({"boxes": np.array([[0.5, 0, 0.2, 1]] * 2)}, "image 7: boxes must be x0 <= x1"),
+        ({"scores": np.zeros(3)}, r"image 7: scores must have shape \(2,\), got \(3,\)"),
+        ({"scores": None}, "image 7: scores"),
+    ],
+)
+def test_images_that_cannot_be_written(tmp_path, change, message):
+    good = dict(features=np.ones((2, 5)), boxes=np.array([[0, 0, 1, 1]] * 2), scores=np.ones(2))
+    with pytest.raises(ValueError, match=message):
+        write_region_features(tmp_path / "regions.npz", [*made_up(2), (7, {**good, **change})])
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(ValueError, match="image 1000 is there already"):
+        write_region_features(tmp_path / "regions.npz", [*made_up(2), (1000, good)])
+    with pytest.raises(ValueError, match="there is no image to write"):
+        write_region_features(tmp_path / "regions.npz", [])
+
+
+def test_an_interrupted_run_is_gone_on_with(tmp_path):
+    images = made_up()
+    write_region_features(tmp_path / "whole.npz", images)
+    with RegionFeaturesWriter(tmp_path / "parts") as writer:
+        for image_id, regions in images[:3]:
+            writer.append(image_id, regions)
+    for name in ("features", "scores", "images.jsonl"):  # as if it ended within the fourth image
+        with tmp_path.joinpath("parts", name).open("ab") as part:
+            part.write(b"[123")
+    with RegionFeaturesWriter(tmp_path / "parts") as writer:
+        assert writer.image_ids == [1000, 999, 998]
+        for image_id, regions in images[3:]:
+            writer.append(image_id, regions)
+    writer.assemble(tmp_path / "again.npz")
+    whole, again = (dict(np.load(tmp_path / f"{name}.npz")) for name in ("whole", "again"))
+    for name in whole:
+        np.testing.assert_array_equal(whole[name], again[name])
+    with pytest.raises(ValueError, match="was begun with float16, not float32"):
+        RegionFeaturesWriter(tmp_path / "parts", "float32")
