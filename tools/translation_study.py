@@ -1,0 +1,347 @@
+"""Train, translate and score by fairseq's own commands, once for each of several attentions, on a small real corpus.
+
+::
+
+    python -m tools.datasets.gettext_corpus data/gettext --download --bpe 3000
+    python -m tools.translation_study data/gettext OUT                          # nine attentions of spatial_transformer
+    python -m tools.translation_study data/gettext OUT --study alignment        # five scores of aligned_lstm
+    python -m tools.translation_study data/gettext OUT --settings cross-1000 cross-0111
+    python -m tools.translation_study data/gettext OUT --add 'range-7=--attention-range 7' --settings range-7
+    python -m tools.translation_study data/gettext OUT --train '--max-update 6000 --seed 2'
+
+    OUT/bin                      of fairseq-preprocess
+    OUT/SETTING/                 checkpoint_last.pt, train.log, generate.log, hypotheses.txt, result.json
+    OUT/attention.{md,json}      the table of all settings that are there, written anew after each
+
+All settings of a study are trained with the same options, on one CPU thread each. A finished setting, which is one
+with a ``result.json``, is not run again; one that was interrupted begins anew. Scores are sacrebleu's of the
+detokenised translations against the corpus's own lines.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import re
+import resource
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tools.benchmark.report import machine
+from tools.files import write_text
+
+USER_DIR = Path(__file__).resolve().parents[1] / "plugins" / "fairseq"
+TRAINING = (
+    "--optimizer adam --adam-betas '(0.9, 0.98)' --lr 5e-3 --lr-scheduler inverse_sqrt --warmup-updates 400 "
+    "--criterion label_smoothed_cross_entropy --label-smoothing 0.1 --dropout 0.1 --max-tokens 1000 "
+    "--max-update 1500 --seed 1"
+)
+# What the tool reads and keeps; not for the user to choose.
+HOUSEKEEPING = (
+    "--cpu --num-workers 0 --log-format json --log-interval 100 --no-epoch-checkpoints --save-interval 100000 "
+    "--validate-interval 100000 --required-batch-size-multiple 1"
+)
+GENERATION = (
+    "--cpu --num-workers 0 --gen-subset test --beam 4 --max-tokens 4000 --required-batch-size-multiple 1 "
+    "--remove-bpe sentencepiece"
+)
+
+
+@dataclass(frozen=True)
+class Study:
+    """Settings to compare.
+
+    Attributes:
+        title: of the table.
+        common: fairseq-train's options for all.
+        settings: name to its own options.
+    """
+
+    title: str
+    common: str
+    settings: Mapping[str, str]
+
+
+def _self(attention: str) -> str:
+    return f"--encoder-attention {attention} --decoder-attention {attention}"
+
+
+STUDIES = {
+    "attention": Study(
+        "Attention of a small Transformer",
+        f"--arch spatial_transformer_tiny --share-all-embeddings {TRAINING}",
+        {  # those that decide about the paper's second finding first
+            "1111": f"{_self('1111')} --cross-attention 1111",
+            "cross-1000": f"{_self('1111')} --cross-attention 1000",
+            "cross-0111": f"{_self('1111')} --cross-attention 0111",
+            "none": _self("none"),
+            "0010": _self("0010"),
+            "0110": _self("0110"),
+            "0010+deformable": f"{_self('0010')} --deformable",
+            "dynamic": _self("dynamic"),
+            "bilateral": _self("bilateral"),
+        },
+    ),
+    "alignment": Study(
+        "Alignment scores of a small LSTM",
+        f"--arch aligned_lstm_tiny --share-all-embeddings {TRAINING}",
+        {name: f"--alignment {name}" for name in ("additive", "general", "dot", "scaled-dot", "cosine")},
+    ),
+}
+
+
+class StudyError(Exception):
+    """What the user has to change, or which command failed."""
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A folder of tools.datasets.gettext_corpus."""
+
+    folder: Path
+    source: str
+    target: str
+    recipe: dict[str, Any]
+
+    @classmethod
+    def open(cls, folder: Path) -> Corpus:
+        """Raises StudyError where it is not there, or not in pieces."""
+        make = f"make it with python -m tools.datasets.gettext_corpus {folder} --download --bpe 3000"
+        if not (folder / "recipe.json").is_file():
+            raise StudyError(f"CORPUS {folder} has no recipe.json: {make}")
+        if not (folder / "bpe").is_dir():
+            raise StudyError(f"CORPUS {folder} has no bpe/: {make}, into another folder")
+        recipe = json.loads((folder / "recipe.json").read_text(encoding="utf-8"))
+        return cls(folder, *recipe["languages"], recipe)
+
+    def references(self) -> list[str]:
+        """The test part in the target language, as it was before the pieces."""
+        return (self.folder / f"test.{self.target}").read_text(encoding="utf-8").split("\n")[:-1]
+
+
+def run(command: str, arguments: Sequence[str | Path], log: Path) -> float:
+    """Run a console command of fairseq, its output into ``log``; its CPU seconds.
+
+    Raises:
+        StudyError: it is not installed, or failed.
+    """
+    executable = Path(sys.executable).with_name(command)
+    if not executable.exists():
+        raise StudyError(f"{command} is not in {executable.parent}: pip install fairseq-fixed")
+    words = [str(executable), *map(str, arguments)]
+    setting = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONUTF8": "1"}
+    log.parent.mkdir(parents=True, exist_ok=True)
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    with log.open("w", encoding="utf-8") as out:
+        out.write(f"{shlex.join(words)}\n")
+        out.flush()
+        status = subprocess.run(words, stdout=out, stderr=subprocess.STDOUT, env={**os.environ, **setting}).returncode
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    if status:
+        end = log.read_text(encoding="utf-8", errors="replace").rstrip().split("\n")[-1]
+        raise StudyError(f"{shlex.join(words)} ended with status {status}, see {log}, whose last line is: {end}")
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def preprocess(corpus: Corpus, output: Path) -> Path:
+    """fairseq's binary form of ``corpus`` with one dictionary for both languages, made where it is not there yet."""
+    binary, partial = output / "bin", output / ".bin.partial"
+    if not binary.exists():
+        shutil.rmtree(partial, ignore_errors=True)
+        prefixes = [f"--{part}pref={corpus.folder / 'bpe' / part}" for part in ("train", "valid", "test")]
+        languages = (f"--source-lang={corpus.source}", f"--target-lang={corpus.target}", "--joined-dictionary")
+        run("fairseq-preprocess", [*languages, *prefixes, f"--destdir={partial}"], output / "preprocess.log")
+        write_text(partial / "recipe.json", json.dumps(corpus.recipe))
+        partial.rename(binary)
+    elif json.loads((binary / "recipe.json").read_text()) != corpus.recipe:
+        raise StudyError(f"OUT {output} is of another corpus than {corpus.folder}: name another, or remove it")
+    return binary
+
+
+def read_training(log: str) -> dict[str, Any]:
+    """Parameters, updates, target tokens, validation loss and perplexity from fairseq-train's log in JSON."""
+    rows = [json.loads(row) for row in re.findall(r"\{\"epoch\".*\}", log)]
+    found: dict[str, Any] = {"parameters": 0, "updates": 0, "tokens": 0}
+    for count in re.findall(r"num\. (?:shared|expert) model params: ([\d,]+)", log):
+        found["parameters"] += int(count.replace(",", ""))
+    for row in rows:
+        if "train_num_updates" in row:  # one an epoch
+            updates = int(row["train_num_updates"])
+            found["tokens"] += round(float(row["train_wpb"]) * (updates - found["updates"]))
+            found["updates"] = updates
+        if "valid_loss" in row:
+            found["valid_loss"], found["valid_ppl"] = float(row["valid_loss"]), float(row["valid_ppl"])
+    return found
+
+
+def read_translations(log: str, count: int) -> list[str]:
+    """The ``count`` best hypotheses of fairseq-generate, in the corpus's order.
+
+    Raises:
+        StudyError: one is missing.
+    """
+    found = {int(number): text for number, text in re.findall(r"^D-(\d+)\t[^\t\n]*\t(.*)$", log, re.MULTILINE)}
+    if missing := sorted(set(range(count)) - found.keys()):
+        raise StudyError(f"fairseq-generate left out {len(missing)} of {count} sentences, the first is {missing[0]}")
+    return [found[number] for number in range(count)]
+
+
+def score(hypotheses: list[str], references: list[str]) -> dict[str, Any]:
+    """BLEU with half of its 95 % interval over 1000 resamplings of the test sentences, and chrF."""
+    from sacrebleu.metrics import BLEU, CHRF
+
+    bleu, chrf = BLEU(), CHRF()
+    of_bleu = bleu.corpus_score(hypotheses, [references], n_bootstrap=1000)
+    of_chrf = chrf.corpus_score(hypotheses, [references])
+    return {
+        "bleu": of_bleu.score,
+        "bleu_interval": of_bleu._ci,
+        "length_ratio": of_bleu.ratio,
+        "chrf": of_chrf.score,
+        "signatures": {"BLEU": str(bleu.get_signature()), "chrF": str(chrf.get_signature())},
+    }
+
+
+def run_setting(name: str, options: list[str], corpus: Corpus, binary: Path, folder: Path) -> dict[str, Any]:
+    """Train, translate and score one setting in ``folder``, or read what was found there before.
+
+    Raises:
+        StudyError: a command failed, or the setting was run with other options.
+    """
+    path = folder / "result.json"
+    if path.exists():
+        result = json.loads(path.read_text(encoding="utf-8"))
+        if result["options"] != options:
+            raise StudyError(f"{path} is of other options than now: name another OUT, or remove {folder}")
+        print(f"{name}: there already", flush=True)
+        return result
+    shutil.rmtree(folder, ignore_errors=True)
+    began = time.monotonic()
+    print(f"{name}: training, see {folder / 'train.log'}", flush=True)
+    plugins = f"--user-dir={USER_DIR}"
+    training = [binary, plugins, f"--save-dir={folder}", *shlex.split(HOUSEKEEPING), *options]
+    seconds = run("fairseq-train", training, folder / "train.log")
+    wall = time.monotonic() - began
+    facts = read_training((folder / "train.log").read_text(encoding="utf-8"))
+    checkpoint = folder / "checkpoint_last.pt"
+    translation = [binary, plugins, f"--path={checkpoint}", *shlex.split(GENERATION)]
+    generation = run("fairseq-generate", translation, folder / "generate.log")
+    references = corpus.references()
+    hypotheses = read_translations((folder / "generate.log").read_text(encoding="utf-8"), len(references))
+    write_text(folder / "hypotheses.txt", "".join(f"{line}\n" for line in hypotheses))
+    result = {
+        "setting": name,
+        "options": options,
+        **facts,
+        **score(hypotheses, references),
+        "train_cpu_seconds": round(seconds, 1),
+        "train_wall_seconds": round(wall, 1),
+        "generate_cpu_seconds": round(generation, 1),
+        "tokens_per_cpu_second": round(facts["tokens"] / seconds),
+    }
+    write_text(path, json.dumps(result, indent=1) + "\n")
+    print(f"{name}: BLEU {result['bleu']:.1f}, chrF {result['chrf']:.1f}, {wall:.0f} s of training", flush=True)
+    return result
+
+
+def markdown(study: Study, results: list[dict], facts: dict[str, str], signatures: dict[str, str]) -> str:
+    """The table of ``results``."""
+    lines = [
+        f"# {study.title}",
+        "",
+        ", ".join(f"{k} {v}" for k, v in facts.items()),
+        "",
+        *(f"{metric}: `{signature}`" for metric, signature in signatures.items()),
+        "",
+        "| setting | parameters | validation loss | perplexity | BLEU (95 % interval) | chrF | CPU s of training "
+        "| target tokens / CPU s |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for row in results:
+        cells = [
+            row["setting"], f"{row['parameters']:,}", f"{row['valid_loss']:.3f}", f"{row['valid_ppl']:.2f}",
+            f"{row['bleu']:.1f} ± {row['bleu_interval']:.1f}", f"{row['chrf']:.1f}",
+            f"{row['train_cpu_seconds']:.0f}", f"{row['tokens_per_cpu_second']:,}",
+        ]  # fmt: skip
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def report(study: Study, which: str, settings: Mapping[str, str], output: Path, corpus: Corpus, common: str) -> str:
+    """Write the table of every setting in ``output`` that is finished; it."""
+    paths = [output / name / "result.json" for name in settings]
+    results = [json.loads(path.read_text(encoding="utf-8")) for path in paths if path.exists()]
+    facts = {k: v for k, v in machine("cpu").items() if k not in ("torchvision", "mmcv", "onedl-mmcv", "timm")}
+    facts["cpu"] = facts["cpu"].rsplit(",", 1)[0] + ", 1 thread"
+    distributions = importlib.metadata.packages_distributions()
+    for package in ("fairseq", "sacrebleu", "sentencepiece"):
+        if package in distributions:
+            facts[distributions[package][0]] = importlib.metadata.version(distributions[package][0])
+    facts["pairs"] = ", ".join(f"{count:,} {part}" for part, count in corpus.recipe["pairs"].items())
+    signatures = results[0]["signatures"]
+    table = markdown(study, results, facts, signatures)
+    write_text(output / f"{which}.md", table)
+    raw = {"facts": facts, "common": common, "results": results}
+    write_text(output / f"{which}.json", json.dumps(raw, indent=1, ensure_ascii=False) + "\n")
+    return table
+
+
+def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, dict[str, str]]:
+    """The options, and all settings of the study: its own and the user's."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.translation_study",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("corpus", type=Path, metavar="CORPUS", help="folder of tools.datasets.gettext_corpus, --bpe")
+    parser.add_argument("output", type=Path, metavar="OUT")
+    parser.add_argument("--study", choices=list(STUDIES), default="attention", help="default: %(default)s")
+    parser.add_argument("--settings", nargs="+", metavar="NAME", help="which; default: all of the study")
+    parser.add_argument(
+        "--add", action="append", default=[], metavar="NAME=OPTIONS", help="a setting more, by fairseq-train's options"
+    )
+    parser.add_argument("--train", default="", metavar="OPTIONS", help="fairseq-train's options for every setting")
+    options = parser.parse_args(arguments)
+    settings = dict(STUDIES[options.study].settings)
+    for text in options.add:
+        name, equals, value = text.partition("=")
+        if not (equals and re.fullmatch(r"[\w+-][\w.+-]*", name)) or name in (*settings, "bin"):
+            parser.error(f"--add must be NAME=OPTIONS, NAME a new one of letters, digits and ._+-, got {text!r}")
+        settings[name] = value
+    options.settings = options.settings or list(settings)
+    for name in options.settings:
+        if name not in settings:
+            parser.error(f"--settings must be of {', '.join(settings)}, got {name!r}")
+    return options, settings
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options, settings = parse(arguments)
+    study = STUDIES[options.study]
+    common = f"{study.common} {options.train}".strip()
+    try:
+        corpus, output = Corpus.open(options.corpus.resolve()), options.output.resolve()
+        binary = preprocess(corpus, output)
+        table = ""
+        for number, name in enumerate(options.settings, 1):
+            print(f"{number}/{len(options.settings)} ", end="", flush=True)
+            run_setting(name, shlex.split(f"{common} {settings[name]}"), corpus, binary, output / name)
+            table = report(study, options.study, settings, output, corpus, common)
+        print(f"\n{table}\nwritten: {output / options.study}.md and .json")
+    except StudyError as error:
+        print(f"translation_study: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
