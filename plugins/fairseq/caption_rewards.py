@@ -1,0 +1,361 @@
+"""Rewards of self-critical training: CIDEr-D, BLEU-4 and ROUGE-L of one caption against its image's references.
+
+No toolkit is imported here, and the numbers are those of the standard evaluation package (pycocoevalcap 1.2), which
+calls its CIDEr-D "CIDEr". Sentences are strings of words between spaces; tokenising them is the caller's part::
+
+    cider = reward("cider-d", references, cache_dir="work_dirs/rewards")     # {image: [sentence, ...]}
+    cider([42, 42, 7], ["a cat on grass", "a cat", "two coins"])             # float64 array of 3, 0 to 10 each
+
+CIDEr-D works on a whole batch in numpy, not sentence by sentence: it is called at every step of training. Sources:
+Vedantam et al., CIDEr, 2015, Eq. 1-3 and section 5.2 (the "-D"); Papineni et al., BLEU, 2002; Lin, ROUGE, 2004.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import zipfile
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+References = Mapping[Hashable, Sequence[str]]
+SIGMA = 6.0  # of the Gaussian over differences in length, in words
+ORDERS = 4  # n-grams of 1 to 4 words
+BETA = 1.2  # ROUGE-L: how much more recall counts than precision
+
+
+class Reward(Protocol):
+    """What :func:`reward` gives."""
+
+    def __call__(self, images: Sequence[Hashable], captions: Sequence[str]) -> np.ndarray:
+        """A float64 per caption: how well it fits the references of its image."""
+
+
+def _check_references(references: References) -> None:
+    if not references:
+        raise ValueError("references must hold at least one image, got none")
+    for image, sentences in references.items():
+        if isinstance(sentences, str) or not sentences:
+            raise ValueError(f"references of image {image!r} must be a non-empty list of sentences, got {sentences!r}")
+
+
+def _check_batch(references: References, images: Sequence[Hashable], captions: Sequence[str]) -> None:
+    if len(images) != len(captions):
+        raise ValueError(f"images and captions must be of one length, got {len(images)} and {len(captions)}")
+    for image in images:
+        if image not in references:
+            raise ValueError(f"image {image!r} has no references")
+
+
+def _number_ngrams(sentences: Sequence[Sequence[int]], words: int) -> list[tuple[np.ndarray, ...]]:
+    """For every order n: which n-grams there are, and which sentence holds which one how often.
+
+    Each n-gram is its first n - 1 words' number and its last word's, so that codes fit 64 bits at any vocabulary.
+
+    Args:
+        sentences: numbers of words, each below ``words``.
+
+    Returns:
+        Per order, of D different n-grams and E pairs (sentence, n-gram), sorted: prefix (D,), last word (D,),
+        sentence (E,), n-gram (E,), count (E,).
+    """
+    lengths = np.fromiter(map(len, sentences), np.int64, len(sentences))
+    flat = np.fromiter((word for sentence in sentences for word in sentence), np.int64, int(lengths.sum()))
+    owner = np.repeat(np.arange(len(sentences)), lengths)
+    left = np.repeat(np.cumsum(lengths), lengths) - np.arange(len(flat))  # words from here to the sentence's end
+    starts, prefix = np.arange(len(flat)), np.zeros(len(flat), np.int64)
+    levels: list[tuple[np.ndarray, ...]] = []
+    for n in range(1, ORDERS + 1):
+        long_enough = left[starts] >= n
+        starts, prefix = starts[long_enough], prefix[long_enough]
+        code, number = np.unique(prefix * words + flat[starts + n - 1], return_inverse=True)
+        pairs, count = np.unique(owner[starts] * max(len(code), 1) + number, return_counts=True)
+        sentence, ngram = np.divmod(pairs, max(len(code), 1))
+        levels.append((code // words, code % words, sentence, ngram, count))
+        prefix = number
+    return levels
+
+
+class DocumentFrequencies:
+    """In how many images' references each n-gram (n = 1 to 4) occurs: the weights of CIDEr, Eq. 1.
+
+    Attributes:
+        images: how many images there are.
+        vocabulary: words and their numbers.
+    """
+
+    def __init__(self, images: int, words: Sequence[str], codes: list[np.ndarray], counts: list[np.ndarray]) -> None:
+        self.images = images
+        self.vocabulary = {word: number for number, word in enumerate(words)}
+        self._codes, self._counts = codes, counts
+
+    @classmethod
+    def of(cls, references: References) -> DocumentFrequencies:
+        """Count them.
+
+        Raises:
+            ValueError: there is no image, one without references, or no word at all.
+        """
+        _check_references(references)
+        vocabulary: dict[str, int] = {}
+        sentences, image_of = [], []
+        for image, own in enumerate(references.values()):
+            for text in own:
+                sentences.append([vocabulary.setdefault(word, len(vocabulary)) for word in text.split()])
+                image_of.append(image)
+        if not vocabulary:
+            raise ValueError(f"references of {len(references)} images hold no word")
+        owner, codes, counts = np.asarray(image_of), [], []
+        for prefix, last, sentence, ngram, _ in _number_ngrams(sentences, len(vocabulary)):
+            codes.append(prefix * len(vocabulary) + last)
+            once = np.unique(owner[sentence] * max(len(prefix), 1) + ngram) % max(len(prefix), 1)
+            counts.append(np.bincount(once, minlength=len(prefix)).astype(np.int32))
+        return cls(len(references), list(vocabulary), codes, counts)
+
+    @classmethod
+    def cached(cls, references: References, folder: str | Path) -> DocumentFrequencies:
+        """Read them from the file in ``folder`` that bears the references' hash, or count and write them there.
+
+        Raises:
+            ValueError: as :meth:`of`.
+        """
+        _check_references(references)
+        digest = hashlib.sha256()
+        for own in references.values():  # which image is which does not matter, but which sentences share one does
+            digest.update("".join(f"{' '.join(sentence.split())}\n" for sentence in own).encode() + b"\0")
+        path = Path(folder) / f"cider-df-{digest.hexdigest()[:32]}.npz"
+        if path.is_file():
+            try:
+                return cls._read(path)
+            except (ValueError, KeyError, OSError, EOFError, zipfile.BadZipFile):
+                pass  # a broken file: count again and replace it
+        frequencies = cls.of(references)
+        frequencies._write(path)
+        return frequencies
+
+    @classmethod
+    def _read(cls, path: Path) -> DocumentFrequencies:
+        with np.load(path, allow_pickle=False) as file:
+            codes = [file[f"codes{n}"] for n in range(ORDERS)]
+            counts = [file[f"counts{n}"] for n in range(ORDERS)]
+            words = bytes(file["words"]).decode().split("\n")
+            return cls(int(file["images"]), words, codes, counts)
+
+    def _write(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(f".{path.stem}.partial-{os.getpid()}.npz")
+        arrays: dict[str, Any] = {f"codes{n}": codes for n, codes in enumerate(self._codes)}
+        arrays |= {f"counts{n}": counts for n, counts in enumerate(self._counts)}
+        arrays |= dict(images=self.images, words=np.frombuffer("\n".join(self.vocabulary).encode(), np.uint8))
+        try:
+            np.savez(partial, **arrays)
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
+
+    def look_up(self, level: int, prefix: np.ndarray, last: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Numbers of the n-grams of order ``level`` + 1 and how many images have them; -1 and 0 where none has.
+
+        Args:
+            prefix: numbers of the first words together, as this method gave them one level below; -1: in no image.
+            last: numbers of the last words; those of no image are beyond the vocabulary.
+        """
+        codes, words = self._codes[level], len(self.vocabulary)
+        wanted = np.where((prefix >= 0) & (last < words), prefix * words + last, -1)
+        place = np.minimum(np.searchsorted(codes, wanted), max(len(codes) - 1, 0))
+        there = codes[place] == wanted if len(codes) else np.zeros(len(wanted), bool)
+        return np.where(there, place, -1), np.where(there, self._counts[level][place] if len(codes) else 0, 0)
+
+
+class CiderD:
+    """CIDEr-D, 0 to 10 a caption.
+
+    The end of a sentence counts as a word of its own where ``end`` names one: self-critical training without it
+    learns captions that break off ("a seven above a"), since nothing rewards ending well.
+
+    Args:
+        references: sentences of every image that will be asked for.
+        frequencies: of n-grams, usually those of the training set; None counts them over ``references``.
+        cache_dir: where counted frequencies are kept, in a file for each set of references; None keeps none.
+        end: a word appended to every sentence; with ``frequencies`` given, these must have been counted with it.
+
+    Raises:
+        ValueError: no image, or one without references.
+    """
+
+    def __init__(
+        self,
+        references: References,
+        frequencies: DocumentFrequencies | None = None,
+        cache_dir: str | Path | None = None,
+        end: str | None = None,
+    ) -> None:
+        _check_references(references)
+        self._end = [] if end is None else [end]
+        self.references = references
+        if frequencies is None:
+            ended = {image: [" ".join([s, *self._end]) for s in own] for image, own in references.items()}
+            frequencies = (
+                DocumentFrequencies.of(ended) if cache_dir is None else DocumentFrequencies.cached(ended, cache_dir)
+            )
+        self.frequencies = frequencies
+
+    def __call__(self, images: Sequence[Hashable], captions: Sequence[str]) -> np.ndarray:
+        """Scores of ``captions`` (N of them, each of the image at its place in ``images``): float64 (N,).
+
+        Raises:
+            ValueError: lengths that differ, or an image without references.
+        """
+        _check_batch(self.references, images, captions)
+        if not captions:
+            return np.zeros(0)
+        rows = {image: row for row, image in enumerate(dict.fromkeys(images))}
+        references = [(row, sentence) for image, row in rows.items() for sentence in self.references[image]]
+        sentences, words = self._numbers([*captions, *(sentence for _, sentence in references)])
+        image_of = np.array([*(rows[image] for image in images), *(row for row, _ in references)])
+        # The length that the standard package compares is that in pairs of words.
+        lengths = np.array([max(len(sentence) - 1, 0) for sentence in sentences], float)
+
+        total, known = np.zeros(len(captions)), np.zeros(1, np.int64)
+        for level, (prefix, last, sentence, ngram, count) in enumerate(_number_ngrams(sentences, words)):
+            known, documents = self.frequencies.look_up(level, known[prefix], last)
+            rarity = math.log(self.frequencies.images) - np.log(np.maximum(documents, 1))
+            weight = count * rarity[ngram]
+            norm = np.sqrt(np.bincount(sentence, weight**2, minlength=len(sentences)))
+            total += self._similarity(image_of, len(captions), lengths, norm, sentence, ngram, weight)
+        return 10 / ORDERS * total / np.bincount(image_of[len(captions) :])[image_of[: len(captions)]]
+
+    def _numbers(self, sentences: Iterable[str]) -> tuple[list[list[int]], int]:
+        """Each sentence's words as numbers, and a bound on these; words of no reference get new ones beyond."""
+        vocabulary, new = self.frequencies.vocabulary, dict[str, int]()
+        found = [
+            [
+                number if (number := vocabulary.get(w)) is not None else new.setdefault(w, len(vocabulary) + len(new))
+                for w in [*sentence.split(), *self._end]
+            ]
+            for sentence in sentences
+        ]
+        return found, len(vocabulary) + len(new)
+
+    @staticmethod
+    def _similarity(
+        image_of: np.ndarray,
+        captions: int,
+        lengths: np.ndarray,
+        norm: np.ndarray,
+        sentence: np.ndarray,
+        ngram: np.ndarray,
+        weight: np.ndarray,
+    ) -> np.ndarray:
+        """Sum over an image's references of the clipped cosine times the Gaussian of the lengths' difference.
+
+        Sentences (lengths, norm, image_of: (S,)) are the N ``captions``, then the references; ``sentence``, ``ngram``
+        and ``weight`` (E,) are the entries of their vectors of one order, by sentence.
+        """
+        border = int(np.searchsorted(sentence, captions))
+        # Every entry of a caption meets those of its image's references that are of the same n-gram.
+        stride = int(ngram.max(initial=0)) + 1
+        key = image_of[sentence] * stride + ngram
+        order = border + np.argsort(key[border:], kind="stable")
+        first = np.searchsorted(key[order], key[:border], "left")
+        matches = np.searchsorted(key[order], key[:border], "right") - first
+        mine = np.repeat(np.arange(border), matches)
+        within = np.arange(len(mine)) - np.repeat(np.cumsum(matches) - matches, matches)
+        theirs = order[first[mine] + within]
+
+        caption, reference = sentence[mine], sentence[theirs]
+        lengths_apart = lengths[caption] - lengths[reference]
+        product = np.minimum(weight[mine], weight[theirs]) * weight[theirs]
+        scale = norm[caption] * norm[reference]  # zero only where the product is
+        cosine = np.divide(product, scale, out=np.zeros_like(product), where=scale > 0)
+        return np.bincount(caption, cosine * np.exp(-(lengths_apart**2) / (2 * SIGMA**2)), minlength=captions)
+
+
+def _ngrams(words: Sequence[str]) -> Counter[tuple[str, ...]]:
+    return Counter(tuple(words[i : i + n]) for n in range(1, ORDERS + 1) for i in range(len(words) - n + 1))
+
+
+def bleu4(caption: str, references: Sequence[str]) -> float:
+    """BLEU-4 of one sentence, unsmoothed, against the reference closest in length, 0 to 1."""
+    words, others = caption.split(), [reference.split() for reference in references]
+    most: Counter[tuple[str, ...]] = Counter()
+    for other in others:
+        most |= _ngrams(other)
+    correct = [0] * ORDERS
+    for ngram, count in _ngrams(words).items():
+        correct[len(ngram) - 1] += min(count, most[ngram])
+    # 1e-15 and 1e-9 are those of the standard package: they keep an order without a match from being exactly zero.
+    precision = math.prod((right + 1e-15) / (max(len(words) - n, 0) + 1e-9) for n, right in enumerate(correct))
+    closest = min((abs(len(other) - len(words)), len(other)) for other in others)[1]
+    ratio = (len(words) + 1e-15) / (closest + 1e-9)
+    brevity = math.exp(1 - 1 / ratio) if ratio < 1 else 1.0
+    return precision ** (1 / ORDERS) * brevity if words else 0.0
+
+
+def _common_subsequence(first: Sequence[str], second: Sequence[str]) -> int:
+    """Length of the longest common subsequence, a row of the table at a time as the bits of one integer."""
+    places: dict[str, int] = {}
+    for place, word in enumerate(first):
+        places[word] = places.get(word, 0) | 1 << place
+    full = (1 << len(first)) - 1
+    row = full
+    for word in second:
+        matched = row & places.get(word, 0)
+        row = (row + matched | row - matched) & full
+    return len(first) - row.bit_count()
+
+
+def rouge_l(caption: str, references: Sequence[str]) -> float:
+    """ROUGE-L of one sentence, best precision and best recall over the references, 0 to 1."""
+    words = caption.split()
+    if not words:
+        return 0.0
+    others = [reference.split() or [""] for reference in references]
+    common = [_common_subsequence(words, other) for other in others]
+    precision = max(common) / len(words)
+    recall = max(length / len(other) for length, other in zip(common, others))
+    return (1 + BETA**2) * precision * recall / (recall + BETA**2 * precision) if precision else 0.0
+
+
+class SentenceReward:
+    """A function of one caption and its references, over a batch.
+
+    Raises:
+        ValueError: no image, or one without references.
+    """
+
+    def __init__(self, function: Callable[[str, Sequence[str]], float], references: References) -> None:
+        _check_references(references)
+        self.function, self.references = function, references
+
+    def __call__(self, images: Sequence[Hashable], captions: Sequence[str]) -> np.ndarray:
+        """As :meth:`CiderD.__call__`."""
+        _check_batch(self.references, images, captions)
+        scores = (self.function(caption, self.references[image]) for image, caption in zip(images, captions))
+        return np.fromiter(scores, float, len(captions))
+
+
+REWARDS = ("cider-d", "bleu-4", "rouge-l")
+
+
+def reward(name: str, references: References, *, cache_dir: str | Path | None = None, end: str | None = None) -> Reward:
+    """The reward of that name over ``references``.
+
+    Args:
+        name: ``'cider-d'``, ``'bleu-4'`` or ``'rouge-l'``.
+        references: {image: its sentences}.
+        cache_dir, end: see :class:`CiderD`; the others keep no file and read no end.
+
+    Raises:
+        ValueError: another name, no image, or one without references.
+    """
+    if name == "cider-d":
+        return CiderD(references, cache_dir=cache_dir, end=end)
+    if name not in REWARDS:
+        raise ValueError(f"reward must be one of {', '.join(REWARDS)}, got {name!r}")
+    return SentenceReward(bleu4 if name == "bleu-4" else rouge_l, references)
