@@ -1,0 +1,178 @@
+"""Scores captions: BLEU-1 to 4, METEOR, ROUGE-L, CIDEr-D and SPICE, by the standard evaluation package.
+
+::
+
+    python -m tools.captioning.score results.json data/scenes/annotations/captions.json \\
+        --split data/scenes/annotations/split.json test --json scores.json
+
+RESULTS is COCO's format of results, ``[{"image_id": 42, "caption": "a cat on grass"}, ...]``, one caption an image;
+CAPTIONS is COCO's format of captions. With ``--split`` (Karpathy's file) the images of that part are scored, and
+results of other images are not read; without it all images of CAPTIONS are. Every image scored needs one result.
+
+The table gives hundredths, as papers do; the JSON fractions (CIDEr-D: 0 to 10), what was left out and why, and the
+tokeniser. Sentences are tokenised by the package's PTBTokenizer where there is Java; else in lower case, at white
+space, without punctuation at the words' ends, and the output says so: such scores differ a little from published ones.
+A score whose Java part or model is missing is left out, with the reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections import Counter
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from tools import files
+from tools.captioning.metrics import PTB, MissingPackage, Report, evaluate
+
+
+class BadFile(ValueError):
+    """A file that is not what it should be; the message names it and the item."""
+
+
+def read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise BadFile(f"{path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise BadFile(f"{path} is not JSON: {error}") from error
+
+
+def items(path: Path, rows: Any, where: str, keys: dict[str, type | tuple[type, ...]]) -> list[dict]:
+    """``rows``, which must be a list of objects that have ``keys`` of these types."""
+    if not isinstance(rows, list):
+        raise BadFile(f"{path}: {where} must be a list, got {type(rows).__name__}")
+    for number, row in enumerate(rows):
+        for key, kind in keys.items():
+            value = row.get(key) if isinstance(row, dict) else None
+            if not isinstance(value, kind) or isinstance(value, bool):
+                name = kind.__name__ if isinstance(kind, type) else "/".join(k.__name__ for k in kind)
+                raise BadFile(f"{path}: item {number} of {where} must have {key!r} of type {name}, got {row!r:.120}")
+    return rows
+
+
+def read_references(path: Path) -> dict[int, list[str]]:
+    """Captions of every image of a COCO caption file.
+
+    Raises:
+        BadFile: an annotation of an unknown image, or an empty one.
+    """
+    content = read_json(path)
+    if not isinstance(content, dict):
+        raise BadFile(f"{path} must hold 'images' and 'annotations', got {type(content).__name__}")
+    images = items(path, content.get("images"), "'images'", {"id": int})
+    rows = items(path, content.get("annotations"), "'annotations'", {"image_id": int, "caption": str})
+    references: dict[int, list[str]] = {image["id"]: [] for image in images}
+    for row in rows:
+        name = f"annotation {row.get('id')} of image {row['image_id']}"
+        if row["image_id"] not in references:
+            raise BadFile(f"{path}: {name}: 'images' has no such image")
+        if not row["caption"].strip():
+            raise BadFile(f"{path}: {name}: an empty caption")
+        references[row["image_id"]].append(row["caption"])
+    return references
+
+
+def read_split(path: Path, part: str) -> list[int]:
+    """Ids of the images of ``part`` in Karpathy's split file.
+
+    Raises:
+        BadFile: it has no such part.
+    """
+    content = read_json(path)
+    rows = content.get("images") if isinstance(content, dict) else None
+    rows = items(path, rows, "'images'", {"cocoid": int, "split": str})
+    chosen = [row["cocoid"] for row in rows if row["split"] == part]
+    if not chosen:
+        counts = ", ".join(f"{name} ({count})" for name, count in Counter(row["split"] for row in rows).items())
+        raise BadFile(f"{path} has no images in {part!r}; its parts: {counts or 'none'}")
+    return chosen
+
+
+def read_results(path: Path) -> dict[int, str]:
+    """One caption for each image of a COCO results file.
+
+    Raises:
+        BadFile: two results for an image, or an empty caption.
+    """
+    results: dict[int, str] = {}
+    for row in items(path, read_json(path), "the results", {"image_id": int, "caption": str}):
+        image = row["image_id"]
+        if image in results:
+            raise BadFile(f"{path}: image {image} has two results, {results[image]!r} and {row['caption']!r}")
+        if not row["caption"].strip():
+            raise BadFile(f"{path}: image {image}: an empty caption")
+        results[image] = row["caption"]
+    return results
+
+
+def some(images: list[int]) -> str:
+    """``image 3``, or ``4 images (3, 5, 8, ...)``."""
+    if len(images) == 1:
+        return f"image {images[0]}"
+    return f"{len(images)} images ({', '.join(map(str, images[:3]))}{', ...' if len(images) > 3 else ''})"
+
+
+def match(
+    results_file: Path, captions_file: Path, split: tuple[Path, str] | None = None
+) -> tuple[dict[int, str], dict[int, list[str]], int]:
+    """Results and references of the images to score, and how many results are of other parts.
+
+    Raises:
+        BadFile: an unknown image, one without a result, one without references.
+    """
+    references, results = read_references(captions_file), read_results(results_file)
+    if unknown := [image for image in results if image not in references]:
+        raise BadFile(f"{results_file}: results for {some(unknown)} that {captions_file} does not know")
+    wanted = read_split(*split) if split else list(references)
+    if unknown := [image for image in wanted if image not in references]:
+        raise BadFile(f"{split[0] if split else ''}: {some(unknown)} that {captions_file} does not know")
+    if bare := [image for image in wanted if not references[image]]:
+        raise BadFile(f"{captions_file}: no caption for {some(bare)}")
+    if lacking := [image for image in wanted if image not in results]:
+        hint = "" if split else "; to score a part of the images, give --split"
+        raise BadFile(f"{results_file}: no result for {some(lacking)}{hint}")
+    others = len(results.keys() - set(wanted))
+    return {image: results[image] for image in wanted}, {image: references[image] for image in wanted}, others
+
+
+def table(report: Report) -> str:
+    """The scores in hundredths, then what was left out and the tokeniser."""
+    lines = [f"{name:8s} {100 * value:6.1f}" for name, value in report.scores.items()]
+    lines += [f"{name:8s} left out: {reason}" for name, reason in report.left_out.items()]
+    if report.tokenizer != PTB:
+        lines.append(f"tokeniser: plain, since {report.tokenizer_note}; scores differ a little from published ones")
+    return "\n".join(lines)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.captioning.score",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("results", type=Path, metavar="RESULTS.json")
+    parser.add_argument("captions", type=Path, metavar="CAPTIONS.json")
+    parser.add_argument("--split", nargs=2, metavar=("SPLIT.json", "PART"), help="score the images of one part")
+    parser.add_argument("--json", type=Path, metavar="OUT", help="also write the scores there")
+    options = parser.parse_args(arguments)
+    split = (Path(options.split[0]), options.split[1]) if options.split else None
+    try:
+        results, references, others = match(options.results, options.captions, split)
+        report = evaluate(results, references)
+    except (ValueError, MissingPackage) as error:
+        print(f"score: {error}", file=sys.stderr)
+        return 2
+    print(f"{report.images} images" + (f"; {others} results of other images not read" if others else ""))
+    print(table(report))
+    if options.json:
+        files.write_text(options.json, json.dumps(asdict(report), indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
