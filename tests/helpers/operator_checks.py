@@ -32,7 +32,7 @@ def check_compiled_and_exported(call: Callable[..., Tensor], terms: Sequence[Ten
         def forward(self, *terms):
             return call(*terms)
 
-    layer = Layer()
+    layer = call if isinstance(call, torch.nn.Module) else Layer()
     expected = layer(*terms)
     torch.testing.assert_close(torch.compile(layer, fullgraph=True, backend="aot_eager")(*terms), expected)
     torch.testing.assert_close(torch.export.export(layer, tuple(terms)).module()(*terms), expected)

@@ -8,6 +8,8 @@ import math
 import numpy as np
 import pytest
 import torch
+from module_checks import check_half_precision
+from operator_checks import check_compiled_and_exported
 from torch import nn
 
 from attn_plugins.modules import BilateralCrissCross2d, BilateralNonLocal2d
@@ -123,18 +125,13 @@ def test_gradients_and_every_parameter_learns(kind, padding):
 @pytest.mark.parametrize("kind", MODULES)
 def test_compile_and_export(kind):
     module, x = build(kind, dtype=torch.float32), torch.randn(2, 6, 4, 5)
-    expected = module(x)
-    torch.testing.assert_close(torch.compile(module, fullgraph=True, backend="aot_eager")(x), expected)
-    torch.testing.assert_close(torch.export.export(module, (x,)).module()(x), expected)
+    check_compiled_and_exported(module, (x,))
 
 
 @pytest.mark.parametrize("kind", MODULES)
 def test_half_precision(kind):
     module, x = build(kind, dtype=torch.float32), torch.randn(2, 6, 4, 5)
-    expected = module(x)
-    with torch.autocast("cpu", torch.bfloat16):
-        torch.testing.assert_close(module(x).float(), expected, rtol=0.1, atol=0.2)
-    torch.testing.assert_close(module.bfloat16()(x.bfloat16()).float(), expected, rtol=0.1, atol=0.2)
+    check_half_precision(module, x)
 
 
 @pytest.mark.parametrize("kind", MODULES)

@@ -8,6 +8,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from module_checks import check_dropout
 from torch import nn
 from torch.nn import functional as F
 
@@ -225,15 +226,7 @@ def test_attention_maps(causal, padding, smoothing):
 
 
 def test_dropout_is_of_the_weights_and_of_training_alone():
-    module, x = build(dropout=0.4, padding="learned"), tokens()
-    torch.testing.assert_close(module.eval()(x), build(padding="learned")(x))
-    module.train()
-    torch.manual_seed(3)
-    output = module(x)
-    torch.manual_seed(3)
-    weights = F.dropout(module.attention_maps(x), 0.4)
-    value = module.v_proj(x).unflatten(2, (3, 2)).transpose(1, 2)
-    torch.testing.assert_close(output, module.out_proj((weights @ value).transpose(1, 2).flatten(2)))
+    check_dropout(build(dropout=0.4, padding="learned"), build(padding="learned"), tokens())
 
 
 def test_state_dict():

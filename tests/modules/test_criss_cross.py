@@ -8,6 +8,8 @@ from collections import OrderedDict
 import numpy as np
 import pytest
 import torch
+from module_checks import check_half_precision, check_maps_that_do_not_fit
+from operator_checks import check_compiled_and_exported
 from torch import nn
 
 from attn_plugins.modules import CrissCrossAttention2d, capture_attention
@@ -120,18 +122,13 @@ def test_gradients_and_every_parameter_learns(position):
 @pytest.mark.parametrize("position", POSITIONS)
 def test_compile_and_export(position, size):
     module, x = build(position, dtype=torch.float32), torch.randn(2, 6, *size)
-    expected = module(x)
-    torch.testing.assert_close(torch.compile(module, fullgraph=True, backend="aot_eager")(x), expected)
-    torch.testing.assert_close(torch.export.export(module, (x,)).module()(x), expected)
+    check_compiled_and_exported(module, (x,))
 
 
 @pytest.mark.parametrize("position", POSITIONS)
 def test_half_precision(position):
     module, x = build(position, dtype=torch.float32), torch.randn(2, 6, 4, 5)
-    expected = module(x)
-    with torch.autocast("cpu", torch.bfloat16):
-        torch.testing.assert_close(module(x).float(), expected, rtol=0.1, atol=0.2)
-    torch.testing.assert_close(module.bfloat16()(x.bfloat16()).float(), expected, rtol=0.1, atol=0.2)
+    check_half_precision(module, x)
 
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
@@ -201,10 +198,6 @@ def test_bad_arguments(options, words):
 
 
 def test_bad_input():
-    for shape in ((1, 5, 4, 4), (6, 4, 4), (1, 6, 0, 4)):
-        with pytest.raises(ValueError, match=r"x must have shape \(B, 6, H, W\) with at least one pixel"):
-            build()(torch.randn(shape, dtype=torch.float64))
-    with pytest.raises(TypeError, match=r"x must have the module's dtype torch.float64, got torch.float32"):
-        build()(torch.randn(1, 6, 4, 4))
+    check_maps_that_do_not_fit(build)
     with pytest.raises(TypeError, match="x must be a Tensor, got list"):
         build()([1.0])

@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+from module_checks import check_compile_export_and_script
 from torch import nn
 
 from attn_plugins.modules import DynamicConv1d, DynamicConv2d
@@ -115,10 +116,7 @@ def test_gradients_and_every_parameter_learns():
 
 def test_compile_export_and_script():
     module, x = map_layer(dtype=torch.float32), torch.randn(2, 6, 4, 5)
-    expected = module(x)
-    torch.testing.assert_close(torch.compile(module, fullgraph=True, backend="aot_eager")(x), expected)
-    torch.testing.assert_close(torch.export.export(module, (x,)).module()(x), expected)
-    torch.testing.assert_close(torch.jit.script(module)(x), expected)
+    check_compile_export_and_script(module, x)
     sequence, s = DynamicConv1d(8, 3, 4), torch.randn(2, 8, 6)
     torch.testing.assert_close(torch.compile(sequence, fullgraph=True, backend="aot_eager")(s), sequence(s))
 

@@ -8,6 +8,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from module_checks import check_compile_export_and_script
 from torch import nn
 
 from attn_plugins.modules import LocalBilateralConv2d
@@ -169,10 +170,7 @@ def test_gradients():
 @pytest.mark.parametrize("options", KINDS, ids=str)
 def test_compile_export_and_script(options):
     module, x = layer(dtype=torch.float32, **options), torch.randn(2, 6, 5, 7)
-    expected = module(x)
-    torch.testing.assert_close(torch.compile(module, fullgraph=True, backend="aot_eager")(x), expected)
-    torch.testing.assert_close(torch.export.export(module, (x,)).module()(x), expected)
-    torch.testing.assert_close(torch.jit.script(module)(x), expected)
+    check_compile_export_and_script(module, x)
 
 
 def test_half_precision():

@@ -7,6 +7,8 @@ import itertools
 import numpy as np
 import pytest
 import torch
+from module_checks import check_maps_that_do_not_fit
+from operator_checks import check_compiled_and_exported
 from torch import nn
 from torch.nn import functional as F
 
@@ -130,9 +132,7 @@ def test_gradients_and_every_parameter_learns(mode, position, sub_sample):
 @pytest.mark.parametrize("mode, position", KINDS)
 def test_compile_and_export(mode, position):
     module, x = build(mode, position, dtype=torch.float32, sub_sample=True), torch.randn(2, 6, 4, 5)
-    expected = module(x)
-    torch.testing.assert_close(torch.compile(module, fullgraph=True, backend="aot_eager")(x), expected)
-    torch.testing.assert_close(torch.export.export(module, (x,)).module()(x), expected)
+    check_compiled_and_exported(module, (x,))
 
 
 @pytest.mark.parametrize("mode, position", KINDS)
@@ -337,8 +337,4 @@ def test_bad_arguments(options, words):
 
 
 def test_bad_input():
-    for shape in ((1, 5, 4, 4), (6, 4, 4), (1, 6, 0, 4)):
-        with pytest.raises(ValueError, match=r"x must have shape \(B, 6, H, W\) with at least one pixel"):
-            build()(torch.randn(shape, dtype=torch.float64))
-    with pytest.raises(TypeError, match=r"x must have the module's dtype torch.float64, got torch.float32"):
-        build()(torch.randn(1, 6, 4, 4))
+    check_maps_that_do_not_fit(build)

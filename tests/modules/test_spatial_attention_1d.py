@@ -8,8 +8,8 @@ import math
 import numpy as np
 import pytest
 import torch
+from module_checks import check_dropout
 from torch import nn
-from torch.nn import functional as F
 
 from attn_plugins.modules import MultiheadSpatialAttention, SequenceCache
 
@@ -321,16 +321,7 @@ def test_attention_maps_leave_the_cache():
 
 
 def test_dropout_is_of_the_weights_and_of_training_alone():
-    module, (x,) = build("1111", dropout=0.4), inputs("self")
-    expected = module.eval()(x)
-    torch.testing.assert_close(expected, build("1111")(x))
-    module.train()
-    torch.manual_seed(3)
-    output = module(x)
-    torch.manual_seed(3)
-    weights = F.dropout(module.attention_maps(x), 0.4)
-    value = module.v_proj(x).unflatten(2, (3, 2)).transpose(1, 2)
-    torch.testing.assert_close(output, module.out_proj((weights @ value).transpose(1, 2).flatten(2)))
+    check_dropout(build("1111", dropout=0.4), build("1111"), *inputs("self"))
 
 
 def test_state_dict():

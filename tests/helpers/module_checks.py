@@ -1,0 +1,46 @@
+"""What the tests of several modules share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from operator_checks import check_compiled_and_exported
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+def check_compile_export_and_script(module: nn.Module, x: Tensor) -> None:
+    """TorchScript as well."""
+    check_compiled_and_exported(module, (x,))
+    torch.testing.assert_close(torch.jit.script(module)(x), module(x))
+
+
+def check_half_precision(module: nn.Module, x: Tensor) -> None:
+    """Under autocast, and of bfloat16 itself."""
+    expected = module(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(module(x).float(), expected, rtol=0.1, atol=0.2)
+    torch.testing.assert_close(module.bfloat16()(x.bfloat16()).float(), expected, rtol=0.1, atol=0.2)
+
+
+def check_maps_that_do_not_fit(build: Callable[[], nn.Module]) -> None:
+    """``build`` makes a module of float64 for maps of 6 channels."""
+    for shape in ((1, 5, 4, 4), (6, 4, 4), (1, 6, 0, 4)):
+        with pytest.raises(ValueError, match=r"x must have shape \(B, 6, H, W\) with at least one pixel"):
+            build()(torch.randn(shape, dtype=torch.float64))
+    with pytest.raises(TypeError, match=r"x must have the module's dtype torch.float64, got torch.float32"):
+        build()(torch.randn(1, 6, 4, 4))
+
+
+def check_dropout(module: nn.Module, without: nn.Module, x: Tensor) -> None:
+    """Self-attention of three heads of two channels drops weights with probability 0.4, in training alone."""
+    torch.testing.assert_close(module.eval()(x), without(x))
+    module.train()
+    torch.manual_seed(3)
+    output = module(x)
+    torch.manual_seed(3)
+    weights = F.dropout(module.attention_maps(x), 0.4)
+    value = module.v_proj(x).unflatten(2, (3, 2)).transpose(1, 2)
+    torch.testing.assert_close(output, module.out_proj((weights @ value).transpose(1, 2).flatten(2)))
