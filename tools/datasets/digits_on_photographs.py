@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -27,17 +26,19 @@ from pathlib import Path
 
 import numpy as np
 from PIL import Image
-from pycocotools import mask as run_length
+
+from tools.datasets.pasting import SAMPLE_IMAGES, annotation, digit_samples, draw_digit, free_place, photograph
+from tools.datasets.recipes import making, stands
 
 CLASSES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 SIZES = ((144, 208), (208, 144), (160, 192))  # (H, W): never square, so that swapped axes show
 DIGIT_SIDE = (26, 60)  # pixels
 DIGITS_PER_IMAGE = (2, 6)
-TURN = 18.0  # degrees, either way
 ZOOM = (1.0, 1.6)  # how much more of a photograph a crop shows than it has pixels
 TRAIN_WIDTH, GAP = 0.66, 0.02  # share of each photograph's width that train crops, then unused columns
 MIN_CONTRAST = 90.0  # between a digit's colour and the mean below it, in grey levels
-PHOTOGRAPHS = ("astronaut", "chelsea", "coffee", "rocket", "camera", "coins", "brick", "grass", "gravel")
+OTHERS = ("astronaut", "chelsea", "coffee", "rocket", "camera", "coins", "brick", "grass", "gravel")
+PHOTOGRAPHS = (*SAMPLE_IMAGES, *OTHERS)
 
 
 @dataclass(frozen=True)
@@ -57,19 +58,7 @@ class Recipe:
 
 def photographs() -> list[np.ndarray]:
     """The packaged photographs, each (H, W, 3) uint8."""
-    from skimage import data
-    from sklearn.datasets import load_sample_images
-
-    images = list(load_sample_images().images) + [getattr(data, name)() for name in PHOTOGRAPHS]
-    return [np.repeat(image[..., None], 3, 2) if image.ndim == 2 else image for image in images]
-
-
-def digit_samples() -> tuple[np.ndarray, np.ndarray]:
-    """The handwritten digits: opacity (1797, 8, 8) in 0..1, and which digit each one is."""
-    from sklearn.datasets import load_digits
-
-    digits = load_digits()
-    return digits.images / 16.0, digits.target
+    return [photograph(name) for name in PHOTOGRAPHS]
 
 
 def crop_background(rng: np.random.Generator, regions: list[np.ndarray], size: tuple[int, int]) -> np.ndarray:
@@ -85,35 +74,12 @@ def crop_background(rng: np.random.Generator, regions: list[np.ndarray], size: t
     return pixels[:, ::-1] if rng.random() < 0.5 else pixels
 
 
-def draw_digit(rng: np.random.Generator, sample: np.ndarray, side: int) -> np.ndarray:
-    """Opacity of an 8x8 sample at ``side`` pixels, turned, cut to what is visible."""
-    coarse = Image.fromarray((sample * 255).astype(np.uint8)).resize((side, side), Image.Resampling.BICUBIC)
-    turned = coarse.rotate(rng.uniform(-TURN, TURN), Image.Resampling.BILINEAR, expand=True)
-    opacity = np.clip((np.asarray(turned, float) / 255 - 0.25) / 0.3, 0, 1)  # blur -> an edge
-    rows, columns = np.flatnonzero(opacity.max(1) > 0.5), np.flatnonzero(opacity.max(0) > 0.5)
-    return opacity[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
-
-
 def contrasting_colour(rng: np.random.Generator, below: np.ndarray) -> np.ndarray:
     grey = below.reshape(-1, 3).mean(0) @ (0.299, 0.587, 0.114)
     while True:
         colour = rng.uniform(0, 255, 3)
         if abs(colour @ (0.299, 0.587, 0.114) - grey) >= MIN_CONTRAST:
             return colour
-
-
-def free_place(
-    rng: np.random.Generator, taken: np.ndarray, shape: tuple[int, int], attempts: int = 25
-) -> tuple[int, int] | None:
-    """Top-left corner where a digit of ``shape`` covers no other digit's box, or None."""
-    if shape[0] > taken.shape[0] or shape[1] > taken.shape[1]:
-        return None
-    for _ in range(attempts):
-        top = int(rng.integers(taken.shape[0] - shape[0] + 1))
-        left = int(rng.integers(taken.shape[1] - shape[1] + 1))
-        if not taken[top : top + shape[0], left : left + shape[1]].any():
-            return top, left
-    return None
 
 
 def compose(
@@ -141,19 +107,6 @@ def compose(
     return canvas.round().clip(0, 255).astype(np.uint8), objects
 
 
-def annotation(number: int, image: int, digit: int, mask: np.ndarray) -> dict:
-    encoded = run_length.encode(np.asfortranarray(mask.astype(np.uint8)))
-    return dict(
-        id=number,
-        image_id=image,
-        category_id=digit + 1,
-        bbox=[float(n) for n in run_length.toBbox(encoded)],
-        area=float(run_length.area(encoded)),
-        segmentation=dict(size=[int(n) for n in encoded["size"]], counts=encoded["counts"].decode()),
-        iscrowd=0,
-    )
-
-
 def palette() -> list[int]:
     """Colours of the semantic label images: black, then ten hues."""
     import colorsys
@@ -179,7 +132,7 @@ def write_split(
         labels = np.zeros(pixels.shape[:2], np.uint8)
         for digit, mask in objects:
             labels[mask] = digit + 1
-            annotations.append(annotation(len(annotations) + 1, index, digit, mask))
+            annotations.append(annotation(len(annotations) + 1, index, digit + 1, mask))
         semantic = Image.fromarray(labels)
         semantic.putpalette(palette())
         semantic.save(folder / "semantic" / split / name)
@@ -196,34 +149,23 @@ def build(folder: Path, recipe: Recipe, show: Callable[[str], None] = lambda lin
     Raises:
         ValueError: ``folder`` holds something else, or a set of another recipe.
     """
-    stamp = folder / "recipe.json"
-    if stamp.is_file() and json.loads(stamp.read_text()) == asdict(recipe):
+    if stands(folder, asdict(recipe)):
         return False
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        what = f"a set of another recipe ({stamp.read_text()})" if stamp.is_file() else "other files"
-        raise ValueError(f"{folder} holds {what}; remove it or name another folder")
-
-    partial = folder.with_name(folder.name + ".partial")
-    if partial.exists():
-        shutil.rmtree(partial)
-    (partial / "annotations").mkdir(parents=True)
-    rng = np.random.default_rng(recipe.seed)
-    samples, targets = digit_samples()
-    order = rng.permutation(len(samples))
-    cut = int(TRAIN_WIDTH * len(samples))
-    pictures = photographs()
-    parts = {
-        "train": (order[:cut], [p[:, : int(TRAIN_WIDTH * p.shape[1])] for p in pictures]),
-        "val": (order[cut:], [p[:, int((TRAIN_WIDTH + GAP) * p.shape[1]) :] for p in pictures]),
-    }
-    for split, (chosen, regions) in parts.items():
-        count = getattr(recipe, split)
-        images = (compose(rng, regions, samples[chosen], targets[chosen]) for _ in range(count))
-        write_split(partial, split, images, count, show)
-    (partial / "recipe.json").write_text(json.dumps(asdict(recipe), indent=1))
-    if folder.is_dir():
-        folder.rmdir()  # empty, seen above
-    partial.rename(folder)
+    with making(folder, asdict(recipe)) as partial:
+        (partial / "annotations").mkdir()
+        rng = np.random.default_rng(recipe.seed)
+        samples, targets = digit_samples()
+        order = rng.permutation(len(samples))
+        cut = int(TRAIN_WIDTH * len(samples))
+        pictures = photographs()
+        parts = {
+            "train": (order[:cut], [p[:, : int(TRAIN_WIDTH * p.shape[1])] for p in pictures]),
+            "val": (order[cut:], [p[:, int((TRAIN_WIDTH + GAP) * p.shape[1]) :] for p in pictures]),
+        }
+        for split, (chosen, regions) in parts.items():
+            count = getattr(recipe, split)
+            images = (compose(rng, regions, samples[chosen], targets[chosen]) for _ in range(count))
+            write_split(partial, split, images, count, show)
     return True
 
 

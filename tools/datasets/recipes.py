@@ -1,0 +1,38 @@
+"""Folders that are made whole from a recipe, or not at all."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+def stands(folder: Path, recipe: dict) -> bool:
+    """Whether ``folder`` holds a set made from ``recipe``; False: it is empty, or not there.
+
+    Raises:
+        ValueError: ``folder`` holds something else, or a set of another recipe.
+    """
+    stamp = folder / "recipe.json"
+    if stamp.is_file() and json.loads(stamp.read_text()) == recipe:
+        return True
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        what = f"a set of another recipe ({stamp.read_text()})" if stamp.is_file() else "other files"
+        raise ValueError(f"{folder} holds {what}; remove it or name another folder")
+    return False
+
+
+@contextmanager
+def making(folder: Path, recipe: dict) -> Iterator[Path]:
+    """A new folder beside ``folder``, which at the end gets ``recipe.json`` and takes its place (empty, or none)."""
+    partial = folder.with_name(folder.name + ".partial")
+    if partial.exists():
+        shutil.rmtree(partial)
+    partial.mkdir(parents=True)
+    yield partial
+    (partial / "recipe.json").write_text(json.dumps(recipe, indent=1))
+    if folder.is_dir():
+        folder.rmdir()
+    partial.rename(folder)
