@@ -1,10 +1,10 @@
 """The folder for fairseq's ``--user-dir``: ``fairseq-train ... --user-dir plugins/fairseq``.
 
-``python -m attn_plugins fairseq-dir`` prints where it lies in an installed package. What it does: the models
-``aligned_lstm``, ``spatial_transformer`` and ``spatial_transformer_lm`` are registered, and since fairseq's checkpoints
-may hold an ``argparse.Namespace``, which ``torch.load`` (>= 2.6) refuses by default, it is declared safe, so that
-``fairseq-generate`` loads them without giving up safe loading. ``eta_transformer`` and the ``captioning`` task are
-still to come.
+``python -m attn_plugins fairseq-dir`` prints where it lies in an installed package. What it does: the task
+``captioning`` and the models ``aligned_lstm``, ``eta_transformer``, ``spatial_transformer`` and
+``spatial_transformer_lm`` are registered, and since fairseq's checkpoints may hold an ``argparse.Namespace``, which
+``torch.load`` (>= 2.6) refuses by default, it is declared safe, so that ``fairseq-generate`` loads them without giving
+up safe loading.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import argparse
 
 import torch
 
-from . import aligned_lstm, spatial_transformer, spatial_transformer_lm  # noqa: F401  registers the models
+# Importing registers the models and the task.
+from . import aligned_lstm, captioning, eta_transformer, spatial_transformer, spatial_transformer_lm  # noqa: F401
 
 if hasattr(torch.serialization, "add_safe_globals"):  # torch >= 2.4; older ones load everything
     torch.serialization.add_safe_globals([argparse.Namespace])

@@ -1,0 +1,328 @@
+"""The task ``captioning``: images as region features and attributes, with captions in COCO format.
+
+The data folder holds ``splits.json`` (Karpathy's, or one alike), ``captions.json`` (COCO format; without it the
+captions of ``splits.json``), ``regions.npz`` (or ``.h5``, ``.hdf5``, ``.lmdb``) and ``attributes.json``; an option for
+each gives another path. ``dict.txt``, the words that occur at least ``--min-word-count`` times in the captions to train
+on, is made where it is missing: by whatever process comes first, and whole or not at all. Delete it to have it made
+anew. A model may do without regions or without attributes.
+"""
+
+# ruff: noqa: UP045  fairseq reads the types of the fields: not as X | None
+import json
+import logging
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Optional
+
+from fairseq.data import Dictionary
+from fairseq.dataclass import FairseqDataclass
+from fairseq.tasks import FairseqTask, register_task
+from omegaconf import MISSING
+
+from ..region_features import RegionFeatures
+from .captioning_dataset import CaptionedImage, CaptioningDataset
+from .captioning_files import SPLITS, Captions, ImageId, Problems, Words, described_by, read_attributes, read_splits
+
+logger = logging.getLogger(__name__)
+ORACLE_WORDS = 1000  # the thesis' labels are the most frequent ones (section 2.5.2)
+
+
+@dataclass
+class CaptioningConfig(FairseqDataclass):
+    """Options of the task."""
+
+    data: str = field(default=MISSING, metadata={"help": "folder of the files below"})
+    splits: Optional[str] = field(
+        default=None, metadata={"help": "which image is in which split, as Karpathy's file has it (DATA/splits.json)"}
+    )
+    captions: Optional[str] = field(
+        default=None,
+        metadata={
+            "help": "captions in COCO format, several files with colons (DATA/captions.json; where there is none, the "
+            "captions in the file of splits)"
+        },
+    )
+    regions: Optional[str] = field(
+        default=None, metadata={"help": "region features of all images (DATA/regions.npz, .h5, .hdf5 or .lmdb)"}
+    )
+    attributes: Optional[str] = field(
+        default=None,
+        metadata={
+            "help": 'attributes of all images, {"image id": [["word", probability], ...]} (DATA/attributes.json)'
+        },
+    )
+    dictionary: Optional[str] = field(
+        default=None, metadata={"help": "the vocabulary, made where it is missing (DATA/dict.txt)"}
+    )
+    min_word_count: int = field(
+        default=5, metadata={"help": "how often a word occurs in the captions to train on to be in a new dictionary"}
+    )
+    max_attributes: int = field(default=20, metadata={"help": "attributes of an image, the most probable ones"})
+    oracle_attributes: bool = field(
+        default=False,
+        metadata={
+            "help": "take an image's attributes from its own captions: of the 1000 most frequent words those that "
+            "most of them have"
+        },
+    )
+    skip_invalid_samples: bool = field(
+        default=False,
+        metadata={"help": "leave out samples that are not valid, with a line in the log each, instead of an error"},
+    )
+    results_json: Optional[str] = field(
+        default=None,
+        metadata={"help": 'of fairseq-generate: write [{"image_id", "caption"}, ...] to this file, as COCO wants it'},
+    )
+
+
+@register_task("captioning", dataclass=CaptioningConfig)
+class CaptioningTask(FairseqTask):
+    """Images to captions.
+
+    Attributes:
+        regions: The region features; None where there are none.
+        has_attributes: Whether there are attributes.
+    """
+
+    cfg: CaptioningConfig
+
+    def __init__(self, cfg: CaptioningConfig) -> None:
+        super().__init__(cfg)
+        for name in ("min_word_count", "max_attributes"):
+            if getattr(cfg, name) < 1:
+                raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(cfg, name)}")
+        self.problems = Problems(cfg.skip_invalid_samples)
+        regions = self._path("regions", "regions.npz", "regions.h5", "regions.hdf5", "regions.lmdb")
+        self.regions = None if regions is None else RegionFeatures(regions)
+        self.attributes_file = None if cfg.oracle_attributes else self._path("attributes", "attributes.json")
+        self.has_attributes = cfg.oracle_attributes or self.attributes_file is not None
+        if self.regions is None and not self.has_attributes:
+            raise ValueError(f"{cfg.data} has neither regions nor attributes: give --regions, --attributes or both")
+        self.dictionary = self._dictionary()
+        self._results: list[dict[str, Any]] | None = None
+
+    @classmethod
+    def setup_task(cls, cfg: CaptioningConfig, **kwargs: Any) -> "CaptioningTask":
+        """Make the task of its options.
+
+        Raises:
+            FileNotFoundError: a file is not there.
+            ValueError: an option is out of its range, or a file is not what it should be.
+        """
+        return cls(cfg)
+
+    @property
+    def source_dictionary(self) -> Dictionary:
+        """Of attributes: the same."""
+        return self.dictionary
+
+    @property
+    def target_dictionary(self) -> Dictionary:
+        """Of captions."""
+        return self.dictionary
+
+    @cached_property
+    def captions(self) -> dict[str, Captions]:
+        """The captions of every image of every split of the file."""
+        splits = self._path("splits", "splits.json", needed=True)
+        assert splits is not None
+        if self.cfg.captions is None:
+            captions = list(filter(None, [self._path("captions", "captions.json")]))
+        else:
+            captions = [Path(path) for path in self.cfg.captions.split(":")]
+        for path in captions:
+            if not path.is_file():
+                raise FileNotFoundError(f"--captions: {path} does not exist")
+        return read_splits(captions, splits, self.problems)
+
+    def captions_of(self, split: str) -> Captions:
+        """The captions of every image of ``train`` (with Karpathy's ``restval``), ``valid`` or ``test``.
+
+        Raises:
+            ValueError: there is no such split, or no image in it.
+        """
+        if split not in SPLITS:
+            raise ValueError(f"the subset must be one of {', '.join(SPLITS)}, got {split!r}")
+        parts = [self.captions.get(name, {}) for name in SPLITS[split]]
+        found = {image_id: captions for part in parts for image_id, captions in part.items()}
+        if not found:
+            raise ValueError(
+                f"no image is in the split {' or '.join(SPLITS[split])}; there are {', '.join(self.captions)}"
+            )
+        return found
+
+    def _path(self, option: str, *names: str, needed: bool = False) -> Optional[Path]:
+        """What ``option`` says, or the first of ``names`` that is in the data folder."""
+        given = getattr(self.cfg, option)
+        folder = Path(self.cfg.data)
+        if not folder.is_dir():
+            raise FileNotFoundError(f"the data folder {folder} does not exist")
+        path = Path(given) if given is not None else next(filter(Path.is_file, (folder / name for name in names)), None)
+        if path is None and needed:
+            raise FileNotFoundError(f"--{option}: {folder} has no {' or '.join(names)}")
+        if path is not None and not path.is_file():
+            raise FileNotFoundError(f"--{option}: {path} does not exist")
+        return path
+
+    def _dictionary(self) -> Dictionary:
+        path = Path(self.cfg.dictionary or Path(self.cfg.data) / "dict.txt")
+        if not path.is_file():
+            dictionary = Dictionary()
+            for captions in self.captions_of("train").values():
+                for word in (word for caption in captions for word in caption):
+                    dictionary.add_symbol(word)
+            dictionary.finalize(self.cfg.min_word_count, padding_factor=1)
+            if len(dictionary) == dictionary.nspecial:
+                raise ValueError(f"--min-word-count {self.cfg.min_word_count}: no word occurs that often")
+            _write(path, dictionary.save)
+        dictionary = Dictionary.load(str(path))
+        logger.info("%s: %d words", path, len(dictionary) - dictionary.nspecial)
+        return dictionary
+
+    def load_dataset(self, split: str, combine: bool = False, task_cfg: Any = None, **kwargs: Any) -> None:
+        """Read captions and attributes of a split; its region features stay where they are.
+
+        Raises:
+            FileNotFoundError: a file is not there.
+            ValueError: a file or a sample is not valid; of a sample, unless ``--skip-invalid-samples``.
+        """
+        before = self.problems.number
+        images = list(self._images(self.captions_of(split)))
+        if not images:
+            raise ValueError(f"no image of {split} is valid")
+        training = split == "train"
+        dataset = CaptioningDataset(images, self.regions, self.dictionary, training, self.cfg.skip_invalid_samples)
+        self.datasets[split] = dataset
+        skipped = self.problems.number - before
+        logger.info(
+            "%s: %d images, %d samples%s", split, len(images), len(dataset), f", {skipped} skipped" if skipped else ""
+        )
+
+    def _images(self, captions: Captions) -> Iterator[CaptionedImage]:
+        """The images that are valid."""
+        dictionary = self.dictionary
+        for image_id, words in captions.items():
+            count = self._region_count(image_id)
+            attributes = self._attributes(image_id, words)
+            if count is not None and attributes is not None:
+                numbers = [[dictionary.index(word) for word in caption] for caption in words]
+                yield CaptionedImage(image_id, numbers, [" ".join(caption) for caption in words], attributes, count)
+
+    def _region_count(self, image_id: ImageId) -> Optional[int]:
+        """None where the image is to be left out."""
+        if self.regions is None:
+            return 0
+        if image_id not in self.regions:
+            self.problems(f"{self.regions.path} has no image {image_id}")
+            return None
+        count = self.regions.count(image_id)
+        if count == 0:
+            self.problems(f"{self.regions.path}: image {image_id} has no regions")
+            return None
+        return count
+
+    def _attributes(self, image_id: ImageId, captions: list[Words]) -> Optional[list[int]]:
+        """Their numbers in the dictionary; None where the image is to be left out."""
+        if not self.has_attributes:
+            return [self.dictionary.eos()]  # a batch's size is read from it
+        if self.attributes_file is None:
+            words, where = described_by(captions, self._oracle_vocabulary, self.cfg.max_attributes), "its captions"
+        else:
+            where = str(self.attributes_file)
+            if str(image_id) not in self._attribute_words:
+                self.problems(f"{where} has no image {image_id}")
+                return None
+            words = [word for word, _ in self._attribute_words[str(image_id)][: self.cfg.max_attributes]]
+        numbers = []
+        for word in words:
+            if word not in self.dictionary:
+                self.problems(f"{where}: attribute {word!r} of image {image_id} is not in the dictionary")
+            else:
+                numbers.append(self.dictionary.index(word))
+        if not numbers:
+            self.problems(f"{where}: image {image_id} has no attributes")
+        return numbers or None
+
+    @cached_property
+    def _attribute_words(self) -> dict[str, list[tuple[str, float]]]:
+        assert self.attributes_file is not None
+        return read_attributes(self.attributes_file)
+
+    @cached_property
+    def _oracle_vocabulary(self) -> dict[str, int]:
+        """Frequent words, and how frequent; the dictionary begins with them."""
+        first = self.dictionary.nspecial
+        last = min(len(self.dictionary), first + ORACLE_WORDS)
+        return {self.dictionary[i]: self.dictionary.count[i] for i in range(first, last)}
+
+    def build_generator(self, models: Any, args: Any, *more: Any, **kwargs: Any) -> Any:
+        """As fairseq's.
+
+        Raises:
+            ValueError: ``--print-alignment`` is given: there are two modalities to align with.
+        """
+        if getattr(args, "print_alignment", None):
+            raise ValueError(
+                "--print-alignment is not possible with the task captioning, whose sources are no sentences"
+            )
+        if self.cfg.results_json is not None:
+            self._results = []
+        return super().build_generator(models, args, *more, **kwargs)
+
+    def inference_step(
+        self, generator: Any, models: Any, sample: dict[str, Any], prefix_tokens: Any = None, constraints: Any = None
+    ) -> Any:
+        """As fairseq's; the best captions are kept for ``--results-json``."""
+        found = super().inference_step(generator, models, sample, prefix_tokens, constraints)
+        if self._results is not None:
+            for image_id, hypotheses in zip(sample["image_ids"], found):
+                caption = self.dictionary.string(hypotheses[0]["tokens"].int().cpu())
+                self._results.append({"image_id": image_id, "caption": caption})
+        return found
+
+    def get_batch_iterator(self, *args: Any, **kwargs: Any) -> Any:
+        """As fairseq's; with ``--results-json`` the file is written when a pass over the data has come to its end."""
+        batches = super().get_batch_iterator(*args, **kwargs)
+        if self.cfg.results_json is not None:
+            original = batches.next_epoch_itr
+            batches.next_epoch_itr = lambda *a, **k: _Pass(original(*a, **k), self._write_results)
+        return batches
+
+    def _write_results(self) -> None:
+        results, self._results = self._results, None
+        if results:
+            path = Path(self.cfg.results_json or "")
+            results.sort(key=lambda result: (isinstance(result["image_id"], str), result["image_id"]))
+            _write(path, lambda partial: Path(partial).write_text(json.dumps(results) + "\n", encoding="utf-8"))
+            logger.info("%d captions are in %s", len(results), path)
+
+
+class _Pass:
+    """A pass over the batches, at whose end something is done."""
+
+    def __init__(self, batches: Any, at_end: Any) -> None:
+        self.batches, self.at_end = batches, at_end
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self.batches
+        self.at_end()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.batches, name)
+
+
+def _write(path: Path, save: Any) -> None:
+    """Let ``save`` write a file beside ``path``, then rename it to ``path``."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
+    try:
+        save(str(partial))
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)

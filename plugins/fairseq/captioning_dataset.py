@@ -1,0 +1,199 @@
+"""The samples of the ``captioning`` task: an image's regions and attributes, and one of its captions.
+
+Shapes: B samples, Sv regions, Ss attributes, D channels of a region, T words and the end.
+"""
+
+from __future__ import annotations
+
+import logging
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from fairseq.data import Dictionary, FairseqDataset, data_utils
+
+from ..region_features import RegionFeatures
+from .captioning_files import ImageId
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class CaptionedImage:
+    """One image.
+
+    Attributes:
+        image_id: As in the captions' file.
+        captions: Each as numbers of words, without the end.
+        references: The same as text, with the words that are not in the dictionary.
+        attributes: Numbers of words.
+        regions: How many.
+    """
+
+    image_id: ImageId
+    captions: list[list[int]]
+    references: list[str]
+    attributes: list[int]
+    regions: int
+
+
+class Ragged:
+    """Rows of numbers of unequal lengths, in two arrays: workers share them, as they do not with lists."""
+
+    def __init__(self, rows: Iterable[Sequence[int]]) -> None:
+        values, lengths = array("i"), [0]
+        for row in rows:
+            values.extend(row)
+            lengths.append(len(row))
+        self.values = torch.tensor(values, dtype=torch.int32)
+        self.offsets = np.cumsum(lengths)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Of all rows."""
+        return np.diff(self.offsets)
+
+    def __getitem__(self, i: int) -> torch.Tensor:
+        return self.values[self.offsets[i] : self.offsets[i + 1]].long()
+
+
+class CaptioningDataset(FairseqDataset):
+    """Samples in the order of their numbers of regions, then of words.
+
+    Args:
+        images: All of a split.
+        regions: Where the images' regions are; None: there are none.
+        dictionary: Of captions and attributes.
+        training: Every caption is a sample, drawn in another order each epoch; otherwise every image, whose target is
+            its first caption.
+        skip: Leave an image out whose regions cannot be read, with a line in the log, instead of an error.
+    """
+
+    def __init__(
+        self,
+        images: Sequence[CaptionedImage],
+        regions: RegionFeatures | None,
+        dictionary: Dictionary,
+        training: bool = False,
+        skip: bool = False,
+    ) -> None:
+        super().__init__()
+        self.regions, self.dictionary, self.training, self.skip = regions, dictionary, training, skip
+        self.image_ids = [image.image_id for image in images]
+        self.references = [image.references for image in images]
+        end = [dictionary.eos()]
+        self.captions = Ragged(caption + end for image in images for caption in image.captions)
+        self.attributes = Ragged(image.attributes for image in images)
+        counts = [len(image.captions) for image in images]
+        self.image_of = np.repeat(np.arange(len(images)), counts)
+        firsts = np.cumsum([0, *counts[:-1]])[: len(images)]
+        self.samples = np.arange(len(self.image_of)) if training else firsts
+        self.lengths = self.captions.lengths[self.samples]
+        self.region_counts = np.array([image.regions for image in images], np.int64)[self.image_of[self.samples]]
+        # Shared by all workers, so that an image is reported once.
+        self._skipped = torch.zeros(len(images), dtype=torch.bool).share_memory_()
+
+    @property
+    def skipped(self) -> int:
+        """How many images could not be read so far, by all workers."""
+        return int(self._skipped.sum())
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> dict[str, Any] | None:
+        caption = int(self.samples[index])
+        image = int(self.image_of[caption])
+        try:
+            features = None if self.regions is None else self.regions.regions(self.image_ids[image])["features"]
+        except ValueError as error:
+            if not self.skip:
+                raise
+            if not self._skipped[image]:
+                self._skipped[image] = True
+                logger.warning("skipped: %s", error)
+            return None
+        return dict(
+            id=index,
+            image=image,
+            regions=None if features is None else torch.from_numpy(features),
+            attributes=self.attributes[image],
+            target=self.captions[caption],
+        )
+
+    def collater(self, samples: Sequence[dict[str, Any] | None]) -> dict[str, Any]:
+        """A batch.
+
+        Returns:
+            ``net_input``: ``src_tokens`` (B, Ss) attributes and ``src_lengths`` (B,), ``regions`` (B, Sv, D),
+            ``regions_padding_mask`` (B, Sv) or None where no region is padding, ``prev_output_tokens`` (B, T).
+            ``target`` (B, T), ``id``, ``image_ids``, ``references`` and the numbers fairseq counts. Padding is on the
+            right. An empty dict where there is no sample.
+        """
+        found = [sample for sample in samples if sample is not None]
+        if not found and len(samples) and self.training:
+            found = [self._any_sample()]  # fairseq's trainer has no answer to a first batch without samples
+        if not found:
+            return {}
+        pad, eos = self.dictionary.pad(), self.dictionary.eos()
+        target = data_utils.collate_tokens([sample["target"] for sample in found], pad)
+        net_input = dict(
+            src_tokens=data_utils.collate_tokens([sample["attributes"] for sample in found], pad),
+            src_lengths=torch.tensor([len(sample["attributes"]) for sample in found]),
+            prev_output_tokens=data_utils.collate_tokens(
+                [sample["target"] for sample in found], pad, eos, move_eos_to_beginning=True
+            ),
+        )
+        if self.regions is not None:
+            counts = torch.tensor([len(sample["regions"]) for sample in found])
+            net_input["regions"] = torch.nn.utils.rnn.pad_sequence([sample["regions"] for sample in found], True)
+            mask = torch.arange(int(counts.max())) >= counts.unsqueeze(1)
+            net_input["regions_padding_mask"] = mask if mask.any() else None
+        return dict(
+            id=torch.tensor([sample["id"] for sample in found]),
+            nsentences=len(found),
+            ntokens=int(target.ne(pad).sum()),
+            net_input=net_input,
+            target=target,
+            image_ids=[self.image_ids[sample["image"]] for sample in found],
+            references=[self.references[sample["image"]] for sample in found],
+        )
+
+    def _any_sample(self) -> dict[str, Any]:
+        for index in range(len(self)):
+            sample = self[index]
+            if sample is not None:
+                return sample
+        raise ValueError(f"no image of {len(self.image_ids)} can be read")
+
+    def num_tokens(self, index: int) -> int:
+        """What ``--max-tokens`` counts: the regions, or the words where they are more."""
+        return max(self.size(index))
+
+    def num_tokens_vec(self, indices: np.ndarray) -> np.ndarray:
+        """As ``num_tokens``, of many."""
+        return np.maximum(self.region_counts[indices], self.lengths[indices])
+
+    def size(self, index: int) -> tuple[int, int]:
+        """Regions, and words with the end."""
+        return int(self.region_counts[index]), int(self.lengths[index])
+
+    def ordered_indices(self) -> np.ndarray:
+        """By regions, then words; in training those alike in another order each time."""
+        indices = np.arange(len(self))
+        if self.training:
+            np.random.shuffle(indices)  # noqa: NPY002  fairseq seeds this generator
+        return indices[np.lexsort((self.lengths[indices], self.region_counts[indices]))]
+
+    def batch_by_size(
+        self,
+        indices: np.ndarray,
+        max_tokens: int | None = None,
+        max_sentences: int | None = None,
+        required_batch_size_multiple: int = 1,
+    ) -> Any:
+        """As fairseq's with a multiple of 1: with more, some releases leave out samples at the end, unannounced."""
+        return super().batch_by_size(indices, max_tokens, max_sentences)

@@ -1,0 +1,60 @@
+"""A made-up set of images for the tests of captioning: one region's colour and one attribute make the caption."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from attn_plugins.region_features import write_region_features
+
+COLOURS = ("red", "green", "blue", "black")
+THINGS = ("dog", "cat", "bus", "kite", "boat")
+SPLITS = ("train", "train", "train", "restval", "val", "test")
+D = 6
+
+
+def write_images(folder: Path, number: int = 24, name: str = "regions.npz") -> Path:
+    """Images 100, 101, ...: the first region's channel of the largest value is the colour, the attribute the thing."""
+    folder.mkdir(parents=True, exist_ok=True)
+    draw = np.random.default_rng(0)
+    images, annotations, splits, attributes, regions = [], [], [], {}, []
+    for i in range(number):
+        image_id, colour, thing = 100 + i, i % len(COLOURS), (i // 2) % len(THINGS)
+        n = 1 + i % 3
+        features = draw.normal(size=(n, D)).astype(np.float32) * 0.1
+        features[:, colour] += 3
+        boxes = np.sort(draw.random((n, 2, 2)), 1).reshape(n, 4)
+        regions.append((image_id, dict(features=features, boxes=boxes, scores=draw.random(n))))
+        attributes[str(image_id)] = [["a", 0.2], [THINGS[thing], 0.9]]
+        images.append({"id": image_id, "file_name": f"{image_id}.jpg"})
+        texts = (f"A {COLOURS[colour]} {THINGS[thing]}.", f"The {THINGS[thing]} is {COLOURS[colour]}!")
+        for k, text in enumerate(texts):
+            annotations.append({"id": 2 * i + k, "image_id": image_id, "caption": text})
+        splits.append({"cocoid": image_id, "split": SPLITS[i % len(SPLITS)]})
+    write_region_features(folder / name, regions)
+    write_json(folder / "captions.json", {"images": images, "annotations": annotations})
+    write_json(folder / "splits.json", {"images": splits})
+    write_json(folder / "attributes.json", attributes)
+    return folder
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write it."""
+    path.write_text(json.dumps(content))
+
+
+def change(path: Path, edit: Any) -> None:
+    """Let ``edit`` change what a JSON file holds."""
+    content = json.loads(path.read_text())
+    edit(content)
+    write_json(path, content)
+
+
+def task_of(folder: Path, **options: Any) -> Any:
+    """The task, with a dictionary of all words."""
+    from attn_plugins.fairseq.captioning import CaptioningConfig, CaptioningTask
+
+    return CaptioningTask.setup_task(CaptioningConfig(data=str(folder), **{"min_word_count": 1, **options}))
