@@ -243,38 +243,45 @@ class CausalDeformableConv1d(_DeformableConv):
         """
         padded = F.pad(x, (self.reach, 0))
         _check_input(padded, self, "(B, C, L)")
-        length = x.shape[2]
         if cache is not None:
-            check_cache(cache, x.shape[0])
-            cache.append(None, x.transpose(1, 2).unsqueeze(1), None)
-            cache.steps += length
-            assert cache.value is not None
-            padded = F.pad(cache.value.squeeze(1).transpose(1, 2), (self.reach, 0))
-        offset, mask = self.predict(padded[:, :, padded.shape[2] - self.reach - length :])
-        # Time runs backwards from here on: then the operator's interpolation is from the right.
-        offset = self._backwards(-offset)
-        offset = offset.clamp(min=self._latest(offset))
-        mask = None if mask is None else self._backwards(mask)
-        outputs = padded.shape[2] - self.reach
-        stride = 1
-        if length == 1:
-            stride = outputs  # the newest position alone
-        elif length < outputs:
-            offset = F.pad(offset, (0, outputs - length))
-            mask = None if mask is None else F.pad(mask, (0, outputs - length))
-        output = deform_conv1d(
-            padded.flip(2), offset, self.weight.flip(2), self.bias, stride, 0, self.dilation[0], mask
-        )
-        return output[:, :, :length].flip(2)
+            return self._step(x, cache)
+        offset, mask = self.predict(padded)
+        # Backwards in time: then the operator's interpolation is from the right.
+        offset = self._per_tap(-offset).flip((2, 3))
+        taps = torch.arange(offset.shape[2], device=x.device, dtype=offset.dtype).unsqueeze(1)
+        offset = offset.clamp(min=taps * -self.dilation[0]).flatten(1, 2)  # none is after the query
+        mask = None if mask is None else self._per_tap(mask).flip((2, 3)).flatten(1, 2)
+        output = deform_conv1d(padded.flip(2), offset, self.weight.flip(2), self.bias, 1, 0, self.dilation[0], mask)
+        return output.flip(2)
 
-    def _backwards(self, predicted: Tensor) -> Tensor:
-        """(B, groups * taps, L) with taps and positions in reverse."""
-        return predicted.unflatten(1, (self.offset_groups, -1)).flip((2, 3)).flatten(1, 2)
+    def _step(self, x: Tensor, cache: SequenceCache) -> Tensor:
+        """The same for the inputs ``x`` that follow those of ``cache``: reads no more of them than the samples."""
+        check_cache(cache, x.shape[0])
+        cache.append(None, x.transpose(1, 2).unsqueeze(1), None)
+        cache.steps += x.shape[2]
+        assert cache.value is not None
+        seen = cache.value.squeeze(1)  # (B, S, C)
+        length, total = x.shape[2], seen.shape[1]
+        near = seen[:, max(0, total - self.reach - length) :].transpose(1, 2)
+        offset, mask = self.predict(F.pad(near, (self.reach + length - near.shape[2], 0)))
+        dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+        query = torch.arange(total - length, total, device=x.device, dtype=dtype)
+        taps = torch.arange(-self.reach, 1, self.dilation[0], device=x.device).unsqueeze(1)
+        place = (query + taps + self._per_tap(offset)).minimum(query)  # (B, groups, taps, L)
+        upper = place.ceil()
+        index = torch.stack((upper, upper - 1), 4)
+        share = torch.stack((1 - upper + place, upper - place), 4).masked_fill(index < 0, 0)
+        if mask is not None:
+            share = share * self._per_tap(mask).unsqueeze(4)
+        rows = seen.unflatten(2, (self.offset_groups, -1)).transpose(1, 2)  # (B, groups, S, C / groups)
+        index = index.clamp(min=0).long().flatten(2).unsqueeze(3).expand(-1, -1, -1, rows.shape[3])
+        samples = rows.gather(2, index).unflatten(2, share.shape[2:])
+        samples = (samples * share.unsqueeze(5)).sum(4).to(x.dtype).permute(0, 1, 4, 3, 2).flatten(3).flatten(1, 2)
+        return F.conv1d(samples, self.weight, self.bias, stride=len(taps), groups=self.groups)
 
-    def _latest(self, offset: Tensor) -> Tensor:
-        """The least offset of every tap, in reversed time, that does not lie after the query: (groups * taps, 1)."""
-        taps = torch.arange(self.kernel_size[0], device=offset.device, dtype=offset.dtype)
-        return (taps * -self.dilation[0]).repeat(self.offset_groups).unsqueeze(1)
+    def _per_tap(self, predicted: Tensor) -> Tensor:
+        """(B, groups * taps, L) -> (B, groups, taps, L)."""
+        return predicted.unflatten(1, (self.offset_groups, -1))
 
 
 def _check_input(x: Tensor, layer: _DeformableConv, shape: str) -> None:
