@@ -1,0 +1,315 @@
+"""The captioned scenes: every caption is parsed again and held against the objects that lie in its picture."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from PIL import Image
+from pycocotools.coco import COCO
+
+from tools.datasets import captioned_scenes as tool
+from tools.datasets.scene_captions import BACKGROUNDS, DIGITS, NOUNS
+from tools.datasets.scene_pictures import COLOURS, Painter
+
+RECIPE = tool.Recipe(train=80, val=15, test=15, size=96, seed=5)
+
+
+@pytest.fixture(scope="module")
+def scenes(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("scenes") / "set"
+    assert tool.build(folder, RECIPE)
+    return folder
+
+
+def load(folder, name):
+    return json.loads((folder / f"annotations/{name}.json").read_text())
+
+
+# What the words mean, written down a second time.
+
+NUMBERS = dict(a=1, an=1, two=2, three=3, four=4, five=5, six=6)
+KIND = {name: (kind, n) for kind, names in NOUNS.items() for pair in names for n, name in enumerate(pair)}
+ABOVE, BELOW, LEFT, RIGHT = "above over", "below under beneath", "left of|to the left of", "right of|to the right of"
+RELATIONS = {
+    **dict.fromkeys(ABOVE.split(), "above"),
+    **dict.fromkeys(BELOW.split(), "below"),
+    **dict.fromkeys(LEFT.split("|"), "left"),
+    **dict.fromkeys(RIGHT.split("|"), "right"),
+    **dict.fromkeys(["next to", "beside"], "near"),
+}
+CORNER, SIDE = "in the (?:top|bottom) (?:left|right) corner", "at the (?:top|bottom)|on the (?:left|right)"
+PLACE = f"in the middle|in the centre|{CORNER}|{SIDE}"
+
+
+def one_of(words):
+    return "|".join(sorted(map(re.escape, words), key=len, reverse=True))
+
+
+PHOTOGRAPH = (
+    rf"a (?:photograph|photo|picture) of (?P<name>{one_of(n for names in BACKGROUNDS.values() for n in names)})"
+)
+SURFACE = one_of(name for surface in ("bricks", "grass", "gravel", "moon") for name in BACKGROUNDS[surface])
+OBJECTS = re.compile(
+    rf"(?P<number>{one_of(NUMBERS)}) (?:(?P<size>small|little|large|big) )?(?:(?P<colour>{one_of(COLOURS)}) )?"
+    rf"(?:handwritten )?(?P<noun>{one_of(KIND)}|digits|numbers)(?: (?P<place>{PLACE}))?(?: |$)"
+)
+
+
+@dataclass
+class Picture:
+    side: int
+    background: str
+    objects: list[dict]  # kind, colour, box (left, top, right, bottom)
+
+
+class Untrue(AssertionError):
+    pass
+
+
+def hold(condition, what):
+    if not condition:
+        raise Untrue(what)
+
+
+def mentioned(picture: Picture, words: re.Match) -> list[dict]:
+    """The objects that a noun phrase speaks of, after its number, size and place were found to be right."""
+    number, colour, noun = NUMBERS[words["number"]], words["colour"], words["noun"]
+    if noun in ("digits", "numbers"):
+        found = [o for o in picture.objects if o["kind"] in DIGITS]
+        hold(not colour or all(o["colour"] == colour for o in found), f"all digits are {colour}")
+    else:
+        kind, plural = KIND[noun]
+        hold(plural == (number > 1), f"{number} {noun}")
+        found = [o for o in picture.objects if o["kind"] == kind and colour in (None, o["colour"])]
+    hold(len(found) == number, f"{len(found)}, not {number} {colour or ''} {noun}")
+    first = (words["size"] or colour or ("handwritten" if "handwritten" in words[0] else noun)).replace("one", "won")
+    hold(words["number"] not in ("a", "an") or (words["number"] == "an") == (first[0] in "aeiou"), "a or an")
+    sides = [max(o["box"][2] - o["box"][0], o["box"][3] - o["box"][1]) / picture.side for o in found]
+    hold(words["size"] not in ("small", "little") or max(sides) < 0.23, f"small {noun}")
+    hold(words["size"] not in ("large", "big") or min(sides) > 0.29, f"large {noun}")
+    for left, top, right, bottom in (o["box"] for o in found) if words["place"] else ():
+        x, y = (left + right) / 2 / picture.side, (top + bottom) / 2 / picture.side
+        place = words["place"].split()
+        hold("left" not in place or x < 0.4, "left")
+        hold("right" not in place or x > 0.6, "right")
+        hold("top" not in place or y < 0.4, "top")
+        hold("bottom" not in place or y > 0.6, "bottom")
+        hold(place[-1] not in ("middle", "centre") or (0.3 < x < 0.7 and 0.3 < y < 0.7), "middle")
+    return found
+
+
+def edges(objects):
+    left, top, right, bottom = zip(*(o["box"] for o in objects))
+    return min(left), min(top), max(right), max(bottom)
+
+
+def related(one, other, side) -> set[str]:
+    """All that is true of the two: apart in a direction, and further so than across it."""
+    a, b = edges(one), edges(other)
+    x, y = abs(a[0] + a[2] - b[0] - b[2]), abs(a[1] + a[3] - b[1] - b[3])
+    true = {"above"} if a[3] <= b[1] and y >= x else set()
+    true |= {"below"} if b[3] <= a[1] and y >= x else set()
+    true |= {"left"} if a[2] <= b[0] and x >= y else set()
+    true |= {"right"} if b[2] <= a[0] and x >= y else set()
+    gap = max(a[0] - b[2], b[0] - a[2])
+    return true | ({"near"} if true & {"left", "right"} and gap <= 0.21 * side else set())
+
+
+def check(picture: Picture, caption: str) -> tuple[set[int], bool]:
+    """Which objects a caption speaks of and whether it names the background; raises Untrue where it is not true."""
+    rest, name = caption, None
+    if match := re.match(rf"{PHOTOGRAPH} with ", rest):
+        rest, name = rest[match.end() :], match["name"]
+    else:
+        match = re.search(rf" (?:(?:on|of) {PHOTOGRAPH}|on (?P<surface>{SURFACE}))$", rest)
+        if match:
+            rest, name = rest[: match.start()], match["name"] or match["surface"]
+    hold(name is None or name in BACKGROUNDS[picture.background], f"{name} on {picture.background}")
+    verb = re.match("there (is|are) ", rest)
+    rest = rest[verb.end() :] if verb else rest
+
+    spoken, links = [], []
+    while True:
+        words = OBJECTS.match(rest)
+        assert words, f"cannot parse {rest!r} of {caption!r}"
+        if verb and not spoken:
+            hold((verb[1] == "is") == (words["number"] in ("a", "an")), "is or are")
+        spoken.append(mentioned(picture, words))
+        rest = rest[words.end() :]
+        if not rest:
+            break
+        link = re.match(rf"({one_of([*RELATIONS, 'and', 'with', 'between'])}) ", rest)
+        assert link, f"cannot parse {rest!r} of {caption!r}"
+        links.append(link[1])
+        rest = rest[link.end() :]
+    for n, link in enumerate(links):
+        if link in RELATIONS:
+            hold(RELATIONS[link] in related(spoken[n], spoken[n + 1], picture.side), link)
+        if link == "between":
+            assert links[n + 1] == "and"
+            one = related(spoken[n], spoken[n + 1], picture.side) - {"near"}
+            hold(one & related(spoken[n + 2], spoken[n], picture.side), "between")
+    return {id(o) for objects in spoken for o in objects}, name is not None
+
+
+def pictures(folder) -> dict[int, tuple[Picture, list[str]]]:
+    """What lies in each picture, and its captions."""
+    content = load(folder, "objects")
+    kinds = {category["id"]: category["name"] for category in content["categories"]}
+    found = {i["id"]: (Picture(i["width"], i["background"], []), []) for i in content["images"]}
+    for row in content["annotations"]:
+        x, y, width, height = row["bbox"]
+        box = (x, y, x + width, y + height)
+        found[row["image_id"]][0].objects.append(dict(kind=kinds[row["category_id"]], colour=row["colour"], box=box))
+    for row in load(folder, "captions")["annotations"]:
+        found[row["image_id"]][1].append(row["caption"])
+    return found
+
+
+def test_every_caption_is_true(scenes):
+    vocabulary = set()
+    for picture, captions in pictures(scenes).values():
+        assert len(set(captions)) == 5
+        for n, caption in enumerate(captions):
+            assert re.fullmatch("[a-z]+( [a-z]+)*", caption)
+            spoken, background = check(picture, caption)
+            if n < 2:
+                assert len(spoken) == len(picture.objects), caption
+                assert background
+            vocabulary |= set(caption.split())
+    assert len(vocabulary) > 90
+
+
+SWAPS = {
+    "above": "below", "left": "right", "right": "left", "top": "bottom", "red": "green", "two": "three", "coin": "cat",
+    "small": "large", "pagoda": "rocket", "gravel": "grass", "seven": "eight", "sevens": "eights", "digits": "coins",
+}  # fmt: skip
+
+
+def test_the_check_finds_what_is_not_true(scenes):
+    """A caption with one word changed must not pass."""
+    found = set()
+    for picture, captions in pictures(scenes).values():
+        for caption in captions:
+            for word in SWAPS.keys() & set(caption.split()):
+                wrong = re.sub(rf"\b{word}\b", SWAPS[word], caption)
+                with pytest.raises(AssertionError):
+                    check(picture, wrong)
+                found.add(word)
+    assert found == set(SWAPS)
+
+
+def test_the_files_agree_and_coco_s_own_reader_takes_them(scenes, capsys):
+    objects, captions = COCO(scenes / "annotations/objects.json"), COCO(scenes / "annotations/captions.json")
+    split = load(scenes, "split")
+    assert len(objects.getImgIds()) == len(captions.getImgIds()) == len(split["images"]) == 110
+    assert {c["name"] for c in objects.loadCats(objects.getCatIds())} == set(NOUNS)
+    seen = set()
+    for image in split["images"]:
+        number = image["cocoid"]
+        row = captions.loadImgs(number)[0]
+        assert row["file_name"] == image["filename"]
+        assert [s["raw"] for s in image["sentences"]] == [a["caption"] for a in captions.imgToAnns[number]]
+        assert [s["sentid"] for s in image["sentences"]] == image["sentids"]
+        assert all(s["tokens"] == s["raw"].split() for s in image["sentences"])
+        with Image.open(scenes / "images" / row["file_name"]) as picture:
+            assert (picture.size, picture.mode, picture.format) == ((96, 96), "RGB", "JPEG")
+        covered = np.zeros((96, 96), int)
+        for annotation in objects.imgToAnns[number]:
+            mask = objects.annToMask(annotation)
+            rows, columns = np.nonzero(mask)
+            x, y, width, height = annotation["bbox"]
+            assert (x, y, x + width, y + height) == (columns.min(), rows.min(), columns.max() + 1, rows.max() + 1)
+            assert annotation["area"] == mask.sum() > 40
+            covered += mask
+            seen.add(annotation["category_id"])
+        assert covered.max() == 1  # nothing hides anything
+    assert len(seen) == len(NOUNS)
+    for part, count in (("train", 80), ("val", 15), ("test", 15)):
+        chosen = {image["cocoid"] for image in split["images"] if image["split"] == part}
+        content = load(scenes, f"objects_{part}")
+        assert {image["id"] for image in content["images"]} == chosen
+        assert len(chosen) == count
+        assert {a["image_id"] for a in content["annotations"]} == chosen
+
+
+def test_objects_have_their_colour(scenes):
+    """Read from the picture: the middle colour of a digit's mask, through JPEG."""
+    objects = COCO(scenes / "annotations/objects.json")
+    checked = 0
+    for number in objects.getImgIds():
+        with Image.open(scenes / "images" / objects.loadImgs(number)[0]["file_name"]) as picture:
+            pixels = np.asarray(picture, float)
+        for annotation in objects.imgToAnns[number]:
+            if annotation["colour"]:
+                ink = np.median(pixels[objects.annToMask(annotation) > 0], 0)
+                nearest = min(COLOURS, key=lambda name: np.linalg.norm(ink - COLOURS[name]))
+                checked += nearest == annotation["colour"]
+    coloured = sum(a["colour"] is not None for a in objects.loadAnns(objects.getAnnIds()))
+    assert coloured > 100
+    assert checked / coloured > 0.95  # thin strokes lose some colour to the JPEG
+
+
+def test_the_same_recipe_gives_the_same_annotations(scenes, tmp_path):
+    small = tool.Recipe(train=4, val=1, test=1, size=64, seed=5)
+    for name in ("one", "two"):
+        assert tool.build(tmp_path / name, small)
+    files = sorted(p.relative_to(tmp_path / "one") for p in (tmp_path / "one").rglob("*.json"))
+    assert len(files) == 7
+    for file in files:
+        assert (tmp_path / "one" / file).read_bytes() == (tmp_path / "two" / file).read_bytes()
+    assert tool.build(tmp_path / "other", tool.Recipe(train=4, val=1, test=1, size=64, seed=6))
+    assert load(tmp_path / "other", "captions") != load(tmp_path / "one", "captions")
+    assert not tool.build(tmp_path / "one", small)
+    with pytest.raises(ValueError, match="another recipe"):
+        tool.build(tmp_path / "one", RECIPE)
+
+
+def test_no_handwritten_digit_is_in_two_parts(monkeypatch, tmp_path):
+    given = []
+
+    class Seen(Painter):
+        def __init__(self, rng, side, samples, targets):
+            given.append(samples.reshape(len(samples), -1))
+            super().__init__(rng, side, samples, targets)
+
+    monkeypatch.setattr(tool, "Painter", Seen)
+    tool.build(tmp_path / "set", tool.Recipe(train=1, val=1, test=1, size=64))
+    whole = tool.digit_samples()[0].reshape(1797, -1)
+    assert [round(len(samples) / 1797, 1) for samples in given] == [0.6, 0.2, 0.2]
+    assert np.array_equal(np.sort(np.concatenate(given), 0), np.sort(whole, 0))
+
+
+def test_an_interrupted_run_leaves_no_set_and_the_next_one_succeeds(monkeypatch, tmp_path):
+    recipe = tool.Recipe(train=1, val=1, test=1, size=64)
+    with monkeypatch.context() as patched:
+        patched.setattr(tool.Annotations, "files", lambda self: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            tool.build(tmp_path / "set", recipe)
+    assert not (tmp_path / "set").exists()
+    assert tool.build(tmp_path / "set", recipe)
+    assert [p.name for p in tmp_path.iterdir()] == ["set"]
+
+
+def test_command_line(tmp_path, capsys):
+    counts = ["--train", "2", "--val", "1", "--test", "1", "--size", "64"]
+    assert tool.main([str(tmp_path / "set"), *counts]) == 0
+    assert "2 train, 1 val, 1 test images written to" in capsys.readouterr().out
+    assert tool.main([str(tmp_path / "set"), *counts]) == 0
+    assert "images already in" in capsys.readouterr().out
+    (tmp_path / "mine").write_text("keep")
+    for arguments, message in (
+        ([str(tmp_path), *counts], "holds other files"),
+        ([str(tmp_path / "new"), "--val", "0"], "val must be at least 1 image, got 0"),
+        ([str(tmp_path / "new"), "--size", "32"], "size must be at least 64 pixels, got 32"),
+        ([str(tmp_path / "new"), "--captions", "1"], "captions must be 2 to 10 a picture, got 1"),
+    ):
+        with pytest.raises(SystemExit) as stop:
+            tool.main(arguments)
+        assert stop.value.code == 2
+        assert message in capsys.readouterr().err
+    assert (tmp_path / "mine").read_text() == "keep"

@@ -1,0 +1,169 @@
+"""Makes a set of pictures with captions from what packages carry, with no download.
+
+Coloured handwritten digits (scikit-learn's) and cut-outs of photographs (scikit-image's and scikit-learn's: a cat, an
+astronaut, a cup of coffee, a flower, coins, a motorcycle, a horse) are pasted on crops of 14 photographs. A grammar
+writes captions from what was pasted where, so that each is true: "two red sevens above a blue three on a photograph of
+a cat"::
+
+    python -m tools.datasets.captioned_scenes data/scenes --train 400 --val 100 --test 100 --size 128 --seed 0
+
+    data/scenes/images/000001.jpg                     all pictures
+    data/scenes/annotations/captions.json             captions in COCO's format
+    data/scenes/annotations/split.json                the parts, in the layout of Karpathy's dataset_coco.json
+    data/scenes/annotations/objects.json              boxes and masks in COCO's detection format, with colours
+    data/scenes/annotations/objects_{train,val,test}.json    the same by part, to train a detector
+    data/scenes/recipe.json
+
+No handwritten digit is in two parts; the photographs are in all of them, as other crops. The same recipe gives the
+same annotations, byte for byte.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from tools.datasets.pasting import annotation, digit_samples
+from tools.datasets.recipes import making, stands
+from tools.datasets.scene_captions import NOUNS, Scene, describe
+from tools.datasets.scene_pictures import Painter
+
+PARTS = ("train", "val", "test")
+SHARES = (0.6, 0.2, 0.2)  # of the handwritten digits
+SMALLEST = 64  # pixels: smaller ones leave no room for objects that can be recognised
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What determines the set: pictures of each part, side in pixels, captions a picture."""
+
+    train: int = 400
+    val: int = 100
+    test: int = 100
+    size: int = 128
+    captions: int = 5
+    seed: int = 0
+    version: int = 1
+
+    def __post_init__(self) -> None:
+        for name, least, unit in [*((part, 1, " image") for part in PARTS), ("size", SMALLEST, " pixels")]:
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be at least {least}{unit}, got {getattr(self, name)}")
+        if not 2 <= self.captions <= 10:
+            raise ValueError(f"captions must be 2 to 10 a picture, got {self.captions}")
+
+
+class Annotations:
+    """The content of the JSON files, scene by scene."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.recipe = recipe
+        self.images: list[dict] = []
+        self.captions: list[dict] = []
+        self.objects: list[dict] = []
+        self.karpathy: list[dict] = []
+        self.categories = [dict(id=n + 1, name=kind) for n, kind in enumerate(NOUNS)]
+
+    def add(self, part: str, name: str, scene: Scene, masks: list[list[np.ndarray]], captions: list[str]) -> None:
+        number = len(self.images) + 1
+        size = dict(height=scene.side, width=scene.side)
+        self.images.append(dict(id=number, file_name=name, **size, background=scene.background, split=part))
+        for group, own in enumerate(masks):
+            kind, colour = scene.groups[group].kind, scene.groups[group].colour
+            category = list(NOUNS).index(kind) + 1
+            for mask in own:
+                row = annotation(len(self.objects) + 1, number, category, mask)
+                self.objects.append({**row, "colour": colour, "group": group})
+        sentences: list[dict[str, Any]] = []
+        for caption in captions:
+            row = dict(id=len(self.captions) + 1, image_id=number, caption=caption)
+            self.captions.append(row)
+            sentences.append(dict(tokens=caption.split(), raw=caption, imgid=number - 1, sentid=row["id"]))
+        ids = [sentence["sentid"] for sentence in sentences]
+        place = dict(cocoid=number, imgid=number - 1, filepath="images", filename=name, split=part)
+        self.karpathy.append({**place, "sentids": ids, "sentences": sentences})
+
+    def files(self) -> dict[str, Any]:
+        """Name and content of each file."""
+        info = dict(description="scenes of pasted objects", version=str(self.recipe.version))
+        content: dict[str, Any] = {
+            "captions": dict(info=info, images=self.images, annotations=self.captions),
+            "split": dict(dataset="captioned_scenes", images=self.karpathy),
+            "objects": dict(info=info, images=self.images, annotations=self.objects, categories=self.categories),
+        }
+        for part in PARTS:
+            images = [image for image in self.images if image["split"] == part]
+            kept = {image["id"] for image in images}
+            objects = [row for row in self.objects if row["image_id"] in kept]
+            content[f"objects_{part}"] = {**content["objects"], "images": images, "annotations": objects}
+        return content
+
+
+def build(folder: Path, recipe: Recipe, show: Callable[[str], None] = lambda line: None) -> bool:
+    """Write the set to ``folder``; True where it was written, False where it already stood there.
+
+    Raises:
+        ValueError: ``folder`` holds something else, or a set of another recipe.
+    """
+    if stands(folder, asdict(recipe)):
+        return False
+    with making(folder, asdict(recipe)) as partial:
+        (partial / "images").mkdir()
+        (partial / "annotations").mkdir()
+        rng = np.random.default_rng(recipe.seed)
+        samples, targets = digit_samples()
+        cuts = (np.cumsum(SHARES)[:-1] * len(samples)).astype(int)
+        annotations = Annotations(recipe)
+        for part, chosen in zip(PARTS, np.split(rng.permutation(len(samples)), cuts)):
+            painter = Painter(rng, recipe.size, samples[chosen], targets[chosen])
+            count = getattr(recipe, part)
+            for index in range(count):
+                scene, pixels, masks = painter.paint()
+                name = f"{len(annotations.images) + 1:06d}.jpg"
+                Image.fromarray(pixels).save(partial / "images" / name, quality=92)
+                annotations.add(part, name, scene, masks, describe(rng, scene, recipe.captions))
+                show(f"{part}: {index + 1}/{count} images")
+        for file, content in annotations.files().items():
+            (partial / "annotations" / f"{file}.json").write_text(json.dumps(content))
+    return True
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.datasets.captioned_scenes",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("folder", type=Path, help="where the set goes")
+    for part in PARTS:
+        parser.add_argument(f"--{part}", type=int, default=getattr(Recipe, part), help="images, default %(default)s")
+    parser.add_argument("--size", type=int, default=Recipe.size, help="side in pixels, default %(default)s")
+    parser.add_argument("--captions", type=int, default=Recipe.captions, help="of each image, default %(default)s")
+    parser.add_argument("--seed", type=int, default=Recipe.seed, help="default %(default)s")
+    options = parser.parse_args(arguments)
+    terminal = sys.stdout.isatty()
+
+    def show(line: str) -> None:
+        if terminal or line.split("/")[0].endswith("00"):
+            print(f"{line}   ", end="\r" if terminal else "\n", flush=True)
+
+    values = {name: getattr(options, name) for name in (*PARTS, "size", "captions", "seed")}
+    try:
+        written = build(options.folder, Recipe(**values), show)
+    except ValueError as error:
+        parser.exit(2, f"captioned_scenes: {error}\n")
+    counts = ", ".join(f"{getattr(options, part)} {part}" for part in PARTS)
+    print(f"{counts} images {'written to' if written else 'already in'} {options.folder}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

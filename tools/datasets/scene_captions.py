@@ -1,0 +1,257 @@
+"""Scenes of pasted objects, and sentences that are true of them.
+
+A :class:`Scene` is what a picture holds, with the boxes that were measured in it. What is said about it (how many, how
+large, where, what lies above, beside or between what) is decided on these boxes, with a margin, so that a sentence is
+true to the eye as well. :func:`describe` puts it into varied words, in lower case and without punctuation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import permutations
+
+import numpy as np
+
+Box = tuple[float, float, float, float]  # left, top, right, bottom, in pixels
+
+DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+NOUNS: dict[str, tuple[tuple[str, str], ...]] = {  # kind of object: its names, singular and plural
+    **{digit: ((digit, f"{digit}es" if digit == "six" else f"{digit}s"),) for digit in DIGITS},
+    "horse": (("horse", "horses"),),
+    "cat": (("cat", "cats"),),
+    "astronaut": (("astronaut", "astronauts"),),
+    "cup": (("cup of coffee", "cups of coffee"), ("coffee cup", "coffee cups")),
+    "flower": (("flower", "flowers"),),
+    "coin": (("coin", "coins"),),
+    "motorcycle": (("motorcycle", "motorcycles"), ("motorbike", "motorbikes")),
+}
+BACKGROUNDS: dict[str, tuple[str, ...]] = {  # what the photograph below shows: its names
+    "pagoda": ("a pagoda", "a chinese temple"),
+    "flower": ("a flower", "an orange flower"),
+    "astronaut": ("an astronaut", "a woman in a space suit"),
+    "cat": ("a cat", "a tabby cat"),
+    "cup": ("a cup of coffee", "a coffee cup"),
+    "rocket": ("a rocket", "a rocket at night"),
+    "photographer": ("a photographer", "a man with a camera"),
+    "coin": ("coins", "old coins"),
+    "bricks": ("a brick wall", "bricks"),
+    "grass": ("grass", "a lawn"),
+    "gravel": ("gravel", "small stones"),
+    "moon": ("the moon", "the surface of the moon"),
+    "galaxies": ("galaxies", "the night sky"),
+    "motorcycle": ("a motorcycle", "a red motorcycle"),
+}
+SURFACES = ("bricks", "grass", "gravel", "moon")  # things lie "on grass", but not "on a cat"
+NUMBERS = ("no", "a", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
+SIZES = {"small": ("small", "little"), "large": ("large", "big")}
+SMALL, LARGE = (
+    0.22,
+    0.30,
+)  # the longer side of a small and of a large object, in sides of the picture, at most and least
+RELATIONS = {
+    "above": ("above", "over"),
+    "below": ("below", "under", "beneath"),
+    "left": ("left of", "to the left of"),
+    "right": ("right of", "to the right of"),
+}
+NEAR, NEAR_WORDS = 0.2, ("next to", "beside")  # side by side with at most this gap, in sides of the picture
+EDGE, MIDDLE = 0.36, (0.36, 0.64)  # centres within this share of a side lie at it; within these in the middle
+PLACES = {
+    "middle": ("in the middle", "in the centre"),
+    **{f"{v} {h}": (f"in the {v} {h} corner",) for v in ("top", "bottom") for h in ("left", "right")},
+    "top": ("at the top",),
+    "bottom": ("at the bottom",),
+    "left": ("on the left",),
+    "right": ("on the right",),
+}
+PICTURES = ("a photograph of", "a photo of", "a picture of")
+
+
+@dataclass(frozen=True)
+class Group:
+    """All objects of one kind and colour in a scene."""
+
+    kind: str
+    colour: str | None
+    boxes: tuple[Box, ...]
+
+    @property
+    def union(self) -> Box:
+        left, top, right, bottom = zip(*self.boxes)
+        return min(left), min(top), max(right), max(bottom)
+
+    @property
+    def centres(self) -> list[tuple[float, float]]:
+        return [((box[0] + box[2]) / 2, (box[1] + box[3]) / 2) for box in self.boxes]
+
+
+@dataclass(frozen=True)
+class Scene:
+    """A square picture of ``side`` pixels: what its background shows and what lies on it, no kind and colour twice."""
+
+    side: int
+    background: str
+    groups: tuple[Group, ...]
+
+    def size(self, group: Group) -> str | None:
+        """``'small'`` or ``'large'`` where all objects of the group are, else None."""
+        longer = [max(box[2] - box[0], box[3] - box[1]) / self.side for box in group.boxes]
+        return "small" if max(longer) <= SMALL else "large" if min(longer) >= LARGE else None
+
+    def places(self, group: Group) -> list[str]:
+        """Names of the places in PLACES at which all objects of the group lie, the most exact first."""
+        across, down = (np.array(axis) / self.side for axis in zip(*group.centres))
+        at = {
+            "left": (across <= EDGE).all(),
+            "right": (across >= 1 - EDGE).all(),
+            "top": (down <= EDGE).all(),
+            "bottom": (down >= 1 - EDGE).all(),
+            "middle": ((across > MIDDLE[0]) & (across < MIDDLE[1]) & (down > MIDDLE[0]) & (down < MIDDLE[1])).all(),
+        }
+        return [place for place in PLACES if all(at[part] for part in place.split())]
+
+    def relation(self, one: Group, other: Group) -> str | None:
+        """How ``one`` lies to ``other``, a key of RELATIONS: apart in that direction, and more so than across it."""
+        a, b = one.union, other.union
+        right, down = ((a[i] + a[i + 2] - b[i] - b[i + 2]) / 2 for i in (0, 1))  # from the other's centre to this one's
+        if abs(down) > abs(right):
+            if a[3] <= b[1]:
+                return "above"
+            return "below" if b[3] <= a[1] else None
+        if a[2] <= b[0]:
+            return "left"
+        return "right" if b[2] <= a[0] else None
+
+    def near(self, one: Group, other: Group) -> bool:
+        """Whether they lie side by side."""
+        a, b = one.union, other.union
+        gap = max(a[0] - b[2], b[0] - a[2])
+        return self.relation(one, other) in ("left", "right") and gap <= NEAR * self.side
+
+    def between(self, one: Group, other: Group, third: Group) -> bool:
+        """Whether ``one`` lies between the two, across or down."""
+        first, second = self.relation(one, other), self.relation(third, one)
+        return first is not None and first == second
+
+
+class Grammar:
+    """Sentences about one scene, drawn with ``rng``."""
+
+    def __init__(self, rng: np.random.Generator, scene: Scene) -> None:
+        self.rng, self.scene = rng, scene
+
+    def pick(self, options: Sequence[str]) -> str:
+        return options[int(self.rng.integers(len(options)))]
+
+    def chance(self, share: float) -> bool:
+        return bool(self.rng.random() < share)
+
+    def count(self, number: int, following: str) -> str:
+        if number == 1 and following[0] in "aeiou" and not following.startswith("one"):
+            return f"an {following}"
+        return f"{NUMBERS[number]} {following}"
+
+    def objects(self, group: Group) -> str:
+        """``two large red sevens``: always enough to tell the group from the others."""
+        alike = sum(other.kind == group.kind for other in self.scene.groups) > 1
+        words = []
+        size = self.scene.size(group)
+        if size and self.chance(0.4):
+            words.append(self.pick(SIZES[size]))
+        if group.colour and (alike or self.chance(0.85)):
+            words.append(group.colour)
+        if group.kind in DIGITS and self.chance(0.1):
+            words.append("handwritten")
+        words.append(self.pick([names[len(group.boxes) > 1] for names in NOUNS[group.kind]]))
+        return self.count(len(group.boxes), " ".join(words))
+
+    def place(self, group: Group) -> str | None:
+        """``in the top left corner``; None where the group lies nowhere in particular."""
+        places = self.scene.places(group)
+        return self.pick(PLACES[places[0] if self.chance(0.8) else self.pick(places)]) if places else None
+
+    def placed(self, group: Group) -> str:
+        place = self.place(group)
+        return f"{self.objects(group)} {place}" if place else self.objects(group)
+
+    def related(self, one: Group, other: Group) -> str | None:
+        """``two red sevens above a coin``; None where they lie in no clear relation."""
+        relation = self.scene.relation(one, other)
+        if relation is None:
+            return None
+        near = self.scene.near(one, other) and self.chance(0.3)
+        words = self.pick(NEAR_WORDS if near else RELATIONS[relation])
+        return f"{self.objects(one)} {words} {self.objects(other)}"
+
+    def core(self, groups: Sequence[Group]) -> str:
+        """All of ``groups`` in one phrase, by a relation where there is one."""
+        groups = [groups[int(i)] for i in self.rng.permutation(len(groups))]
+        if len(groups) == 1:
+            return self.placed(groups[0]) if self.chance(0.65) else self.objects(groups[0])
+        if len(groups) == 2:
+            if self.chance(0.75) and (phrase := self.related(*groups)):
+                return phrase
+            return " and ".join(map(self.placed if self.chance(0.6) else self.objects, groups))
+        if self.chance(0.6):
+            for one, other, third in permutations(groups):
+                if self.scene.between(one, other, third):
+                    return f"{self.objects(one)} between {self.objects(other)} and {self.objects(third)}"
+        if self.chance(0.7) and (phrase := self.related(*groups[:2])) and (place := self.place(groups[2])):
+            return f"{phrase} and {self.objects(groups[2])} {place}"
+        return f"{self.objects(groups[0])} with {' and '.join(map(self.objects, groups[1:]))}"
+
+    def total(self) -> str | None:
+        """``five digits``; None where there are not several."""
+        digits = [group for group in self.scene.groups if group.kind in DIGITS]
+        number = sum(len(group.boxes) for group in digits)
+        if number < 2:
+            return None
+        colours = {group.colour for group in digits}
+        colour = f"{colours.pop()} " if len(colours) == 1 and self.chance(0.5) else ""
+        others = [group for group in self.scene.groups if group.kind not in DIGITS]
+        rest = f" and {self.objects(others[0])}" if others and self.chance(0.6) else ""
+        return f"{NUMBERS[number]} {colour}{self.pick(('digits', 'numbers'))}{rest}"
+
+    def photograph(self) -> str:
+        return f"{self.pick(PICTURES)} {self.pick(BACKGROUNDS[self.scene.background])}"
+
+    def with_background(self, core: str) -> str:
+        """``core`` on its background, in one of several orders."""
+        if self.chance(0.25):
+            return f"{self.photograph()} with {core}"
+        if any(core.endswith(f" {words}") for place in PLACES.values() for words in place) and self.chance(0.5):
+            return f"{self.started(core)} of {self.photograph()}"
+        if self.scene.background in SURFACES and self.chance(0.5):
+            return f"{self.started(core)} on {self.pick(BACKGROUNDS[self.scene.background])}"
+        return f"{self.started(core)} on {self.photograph()}"
+
+    def started(self, core: str) -> str:
+        """``core``, sometimes as a sentence."""
+        if self.chance(0.75):
+            return core
+        return f"there {'is' if core.split()[0] in ('a', 'an') else 'are'} {core}"
+
+    def full(self) -> str:
+        """Everything: all groups and the background."""
+        return self.with_background(self.core(self.scene.groups))
+
+    def partial(self) -> str:
+        """Some groups, or only how many digits, with the background or without."""
+        core = self.total() if self.chance(0.25) else None
+        if core is None:
+            groups = list(self.scene.groups)
+            kept = int(self.rng.integers(1, len(groups) + 1))
+            core = self.core([groups[int(i)] for i in self.rng.permutation(len(groups))[:kept]])
+        return self.with_background(core) if self.chance(0.7) else self.started(core)
+
+
+def describe(rng: np.random.Generator, scene: Scene, number: int) -> list[str]:
+    """``number`` different captions, the first two of everything in the scene, the others of some of it."""
+    grammar = Grammar(rng, scene)
+    captions: list[str] = []
+    while len(captions) < number:
+        make: Callable[[], str] = grammar.full if len(captions) < 2 else grammar.partial
+        if (caption := make()) not in captions:
+            captions.append(caption)
+    return captions
