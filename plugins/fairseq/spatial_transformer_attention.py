@@ -12,6 +12,7 @@ from fairseq.incremental_decoding_utils import FairseqIncrementalState
 from fairseq.models.transformer import TransformerConfig
 from fairseq.modules.quant_noise import quant_noise
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from ..modules import (
     BilateralSelfAttention,
@@ -158,6 +159,10 @@ class SpatialEncoderAttention(_CachedAttention):
         key = key.transpose(0, 1)
         if cache is None or cache.value is None:  # later steps read no more of it than its shape
             key = key.contiguous()
+            if cache is not None:
+                same = (key[1:] == key[:-1]).flatten(1).all(1)
+                sentence = F.pad((~same).cumsum(0), (1, 0))
+                self.set_incremental_state(incremental_state, "sentences", {"sentence": sentence})
         x = query.transpose(0, 1).contiguous()
         options: dict[str, Any] = {"key_padding_mask": key_padding_mask, "cache": cache}
         weights = None
@@ -166,6 +171,16 @@ class SpatialEncoderAttention(_CachedAttention):
             if not need_head_weights:
                 weights = weights.mean(0)
         return self.attention(x, key, **options).transpose(0, 1), weights
+
+    def reorder_incremental_state(self, state: IncrementalState, new_order: Tensor) -> IncrementalState:
+        """Follow the beam; on the CPU, where no row changes its sentence, the source's keys and values need no copy."""
+        found = self.get_incremental_state(state, "sentences")
+        if found is not None and new_order.device.type == "cpu":  # elsewhere to look takes longer than the copy
+            sentence = found["sentence"]
+            found["sentence"] = sentence[new_order]
+            if torch.equal(found["sentence"], sentence):
+                return state
+        return super().reorder_incremental_state(state, new_order)
 
 
 def _self_attention(cfg: TransformerConfig, part: Any, kernel_size: int | None, causal: bool) -> nn.Module | None:

@@ -276,8 +276,12 @@ class CausalDeformableConv1d(_DeformableConv):
         rows = seen.unflatten(2, (self.offset_groups, -1)).transpose(1, 2)  # (B, groups, S, C / groups)
         index = index.clamp(min=0).long().flatten(2).unsqueeze(3).expand(-1, -1, -1, rows.shape[3])
         samples = rows.gather(2, index).unflatten(2, share.shape[2:])
-        samples = (samples * share.unsqueeze(5)).sum(4).to(x.dtype).permute(0, 1, 4, 3, 2).flatten(3).flatten(1, 2)
-        return F.conv1d(samples, self.weight, self.bias, stride=len(taps), groups=self.groups)
+        samples = (samples * share.unsqueeze(5)).sum(4).to(x.dtype)  # (B, offset groups, taps, L, C / offset groups)
+        # A product for each group, not a convolution: that would lay the weight out anew in every step.
+        samples = samples.permute(0, 3, 1, 4, 2).flatten(2).unflatten(2, (self.groups, -1))
+        weight = self.weight.flatten(1).unflatten(0, (self.groups, -1))
+        output = torch.einsum("blgi,goi->bgol", samples, weight).flatten(1, 2)
+        return output if self.bias is None else output + self.bias.to(output.dtype).unsqueeze(1)
 
     def _per_tap(self, predicted: Tensor) -> Tensor:
         """(B, groups * taps, L) -> (B, groups, taps, L)."""

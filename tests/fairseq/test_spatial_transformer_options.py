@@ -137,6 +137,18 @@ def test_options_of_fairseqs_transformer(options, attention):
     torch.testing.assert_close(other(**sample)[0], model(**sample)[0])
 
 
+@pytest.mark.parametrize("normalize_before", [False, True])
+def test_without_self_attention_nothing_of_it_is_left(normalize_before):
+    side = dict(attention="none", normalize_before=normalize_before)
+    model = build(**{f"{s}_{name}": value for s in ("encoder", "decoder") for name, value in side.items()}, dropout=0.0)
+    assert [name for name, _ in model.named_parameters() if "self_attn" in name] == []
+    layer, x = model.encoder.layers[0], torch.randn(5, 2, 32)
+    hidden = layer.fc2(layer.fc1(layer.final_layer_norm(x) if normalize_before else x).relu()) + x
+    torch.testing.assert_close(layer(x, None), hidden if normalize_before else layer.final_layer_norm(hidden))
+    model(**batch(model))[0].square().sum().backward()
+    assert all(p.grad is not None and p.grad.any() for p in model.parameters())
+
+
 def test_checkpointed_activations_have_the_same_gradients():
     options = dict(encoder_attention="1111", decoder_attention="bilateral", deformable=True, dropout=0.0)
     models = [build(**options, checkpoint_activations=checkpoint) for checkpoint in (False, True)]

@@ -1,0 +1,350 @@
+"""The task ``captioning``: its files, samples and batches, and what is wrong with them."""
+
+from __future__ import annotations
+
+import json
+import logging
+import pickle
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("fairseq")
+
+from captioning_helpers import COLOURS, D, change, task_of, write_images, write_json
+
+from attn_plugins.fairseq.captioning_files import described_by, words_of
+from attn_plugins.region_features import RegionFeatures, write_region_features
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    return write_images(tmp_path / "data")
+
+
+def batches_of(task: Any, split: str, **options: Any) -> list[dict[str, Any]]:
+    """One pass over a split, three sentences at a time."""
+    task.load_dataset(split)
+    options = {"max_sentences": 3, **options}
+    return list(task.get_batch_iterator(task.dataset(split), **options).next_epoch_itr(shuffle=False))
+
+
+def test_words_are_karpathys():
+    assert words_of("A man's T-shirt,  (red) & \tblue.\n") == ["a", "mans", "tshirt", "red", "blue"]
+    assert words_of(" ... ") == []
+
+
+def test_the_dictionary_is_made_once_of_frequent_words(folder):
+    with get_context("fork").Pool(3) as pool:
+        sizes = pool.starmap(_words_with, [(folder, 8)] * 3)
+    assert len(set(sizes)) == 1
+    assert sorted(path.name for path in folder.iterdir() if "dict" in path.name) == ["dict.txt"]
+    captions = json.loads((folder / "captions.json").read_text())["annotations"]
+    splits = {image["cocoid"]: image["split"] for image in json.loads((folder / "splits.json").read_text())["images"]}
+    training = [words_of(c["caption"]) for c in captions if splits[c["image_id"]] in ("train", "restval")]
+    counts: dict[str, int] = {}
+    for word in (word for caption in training for word in caption):
+        counts[word] = counts.get(word, 0) + 1
+    expected = {word: count for word, count in counts.items() if count >= 8}
+    lines = [line.split() for line in (folder / "dict.txt").read_text().splitlines()]
+    assert {word: int(count) for word, count in lines} == expected
+    assert 0 < len(expected) < len(counts)
+    assert _words_with(folder, 1) == sizes[0]  # the file is there
+
+
+def _words_with(folder: Path, count: int) -> int:
+    return len(task_of(folder, min_word_count=count).dictionary)
+
+
+def test_training_samples_are_captions_and_others_are_images(folder):
+    task = task_of(folder)
+    for split, samples, images in (("train", 32, 16), ("valid", 4, 4), ("test", 4, 4)):
+        task.load_dataset(split)
+        dataset = task.dataset(split)
+        assert (len(dataset), len(dataset.image_ids)) == (samples, images)
+    captions = [task.dictionary.string(dataset[i]["target"]) for i in range(4)]
+    assert captions[0] == "a green bus"  # image 105, the first caption
+    assert dataset.references[0] == ["a green bus", "the bus is green"]
+    train = task.dataset("train")
+    assert [train.image_id(i) for i in range(4)] == [100, 100, 101, 101]
+    assert 103 in train.image_ids  # restval
+
+
+def test_batches(folder):
+    task = task_of(folder)
+    task.load_dataset("train")
+    regions = RegionFeatures(folder / "regions.npz")
+    pad, eos = task.dictionary.pad(), task.dictionary.eos()
+    batches = batches_of(task, "train", num_workers=1)
+    assert sum(batch["nsentences"] for batch in batches) == 32
+    widths = []
+    for batch in batches:
+        inputs, counts = batch["net_input"], [regions.count(image_id) for image_id in batch["image_ids"]]
+        widths.append(max(counts))
+        mask = inputs["regions_padding_mask"]
+        assert (mask is None) == (len(set(counts)) == 1)
+        assert inputs["regions"].shape == (len(counts), max(counts), D)
+        for row, (image_id, count) in enumerate(zip(batch["image_ids"], counts)):
+            found = inputs["regions"][row]
+            np.testing.assert_array_equal(found[:count], regions.regions(image_id)["features"])
+            assert not found[count:].any()
+            if mask is not None:
+                assert mask[row].tolist() == [False] * count + [True] * (max(counts) - count)
+            target = batch["target"][row]
+            words = target[target != pad]
+            assert words[-1] == eos
+            assert task.dictionary.string(words) in batch["references"][row]
+            assert inputs["prev_output_tokens"][row, : len(words)].tolist() == [eos, *words[:-1]]
+            attributes = [task.dictionary[i] for i in inputs["src_tokens"][row, : inputs["src_lengths"][row]]]
+            assert len(attributes) == 2
+            assert attributes[1] == "a"  # less probable
+            assert attributes[0] in batch["references"][row][0]
+        assert batch["ntokens"] == int((batch["target"] != pad).sum())
+    assert widths == sorted(widths)
+    assert len({len(row) for row in (batch["target"] for batch in batches)}) <= 2
+
+
+def test_batches_are_bounded_by_tokens_and_drawn_anew(folder):
+    task = task_of(folder)
+    for batch in batches_of(task, "train", max_sentences=None, max_tokens=12, required_batch_size_multiple=8):
+        largest = max(batch["net_input"]["regions"].shape[1], batch["target"].shape[1])
+        assert batch["nsentences"] * largest <= 12
+    dataset = task.dataset("train")
+    orders = []
+    for seed in (0, 0, 1):
+        np.random.seed(seed)  # noqa: NPY002  what fairseq does
+        orders.append(dataset.ordered_indices().tolist())
+    assert orders[0] == orders[1] != orders[2]
+    assert sorted(orders[2]) == list(range(32))
+    sizes = [dataset.size(i) for i in orders[2]]
+    assert sizes == sorted(sizes)
+    assert [dataset.num_tokens(i) for i in range(32)] == dataset.num_tokens_vec(np.arange(32)).tolist()
+
+
+def test_a_dataset_goes_into_workers(folder):
+    task = task_of(folder)
+    task.load_dataset("valid")
+    dataset = task.dataset("valid")
+    copy = pickle.loads(pickle.dumps(dataset))
+    for name in ("regions", "attributes", "target"):
+        torch.testing.assert_close(copy[2][name], dataset[2][name])
+
+
+def test_captions_of_the_splits_file(folder):
+    captions = json.loads((folder / "captions.json").read_text())["annotations"]
+
+    def add_sentences(content: dict) -> None:
+        for image in content["images"]:
+            own = [c["caption"] for c in captions if c["image_id"] == image["cocoid"]]
+            image["sentences"] = [{"raw": own[0]}, {"tokens": words_of(own[1])}]
+
+    expected = task_of(folder).captions
+    change(folder / "splits.json", add_sentences)
+    (folder / "captions.json").unlink()
+    assert task_of(folder).captions == expected
+
+
+def test_several_files_of_captions(folder):
+    content = json.loads((folder / "captions.json").read_text())
+    paths = []
+    for part in (0, 1):
+        paths.append(folder / f"part{part}.json")
+        images = [image for image in content["images"] if image["id"] % 2 == part]
+        annotations = [c for c in content["annotations"] if c["image_id"] % 2 == part]
+        write_json(paths[-1], {"images": images, "annotations": annotations})
+    assert task_of(folder, captions=":".join(map(str, paths))).captions == task_of(folder).captions
+
+
+def test_oracle_attributes(folder):
+    vocabulary = {"a": 90, "dog": 20, "cat": 30, "red": 5}
+    captions = [["a", "red", "dog", "dog"], ["a", "dog"], ["unseen", "cat"]]
+    assert described_by(captions, vocabulary, 9) == ["dog", "a", "red", "cat"]
+    assert described_by(captions, vocabulary, 2) == ["dog", "a"]
+    (folder / "attributes.json").unlink()
+    task = task_of(folder, oracle_attributes=True, max_attributes=2)
+    task.load_dataset("valid")
+    for i, image_id in enumerate(task.dataset("valid").image_ids):
+        words = [task.dictionary[j] for j in task.dataset("valid")[i]["attributes"]]
+        assert COLOURS[(image_id - 100) % 4] in words
+        assert len(words) == 2
+
+
+def test_one_modality_is_enough(folder):
+    (folder / "attributes.json").unlink()
+    task = task_of(folder)
+    batch = batches_of(task, "valid")[0]
+    assert batch["net_input"]["src_tokens"].tolist() == [[task.dictionary.eos()]] * 3
+    write_images(folder)
+    (folder / "regions.npz").unlink()
+    batch = batches_of(task_of(folder), "valid")[0]
+    assert "regions" not in batch["net_input"]
+    (folder / "attributes.json").unlink()
+    with pytest.raises(ValueError, match="has neither regions nor attributes: give --regions, --attributes or both"):
+        task_of(folder)
+
+
+# --- bad input --------------------------------------------------------------------------------------------------------
+
+
+def _other_image(folder: Path) -> None:
+    change(folder / "captions.json", lambda c: c["annotations"][4].update(image_id=7))
+
+
+def _empty_caption(folder: Path) -> None:
+    change(folder / "captions.json", lambda c: c["annotations"][5].update(caption=" .. "))
+
+
+def _unknown_image(folder: Path) -> None:
+    change(folder / "splits.json", lambda c: c["images"].append({"cocoid": 555, "split": "train"}))
+
+
+def _twice(folder: Path) -> None:
+    change(folder / "splits.json", lambda c: c["images"].append({"cocoid": 102, "split": "test"}))
+
+
+def _unknown_attribute(folder: Path) -> None:
+    change(folder / "attributes.json", lambda c: c["102"].append(["zebra", 0.5]))
+
+
+def _no_attributes(folder: Path) -> None:
+    change(folder / "attributes.json", lambda c: c.update({"102": []}))
+
+
+def _unattributed(folder: Path) -> None:
+    change(folder / "attributes.json", lambda c: c.pop("102"))
+
+
+def _rewritten(folder: Path, edit: Any) -> None:
+    regions = RegionFeatures(folder / "regions.npz")
+    images = [(i, regions.regions(i)) for i in regions.image_ids]
+    (folder / "regions.npz").unlink()
+    write_region_features(folder / "regions.npz", [image for image in map(edit, images) if image])
+
+
+def _no_regions(folder: Path) -> None:
+    _rewritten(folder, lambda im: im if im[0] != 102 else (102, {name: x[:0] for name, x in im[1].items()}))
+
+
+def _no_image(folder: Path) -> None:
+    _rewritten(folder, lambda image: image if image[0] != 102 else None)
+
+
+BAD_SAMPLES = {
+    _other_image: (r"captions\.json: caption 4 is of image 7, which is not among its images", 31),
+    _empty_caption: (r"captions\.json: caption 5 of image 102 is empty, got ' \.\. '", 31),
+    _unknown_image: (r"splits\.json: image 555 has no captions in .*captions\.json", 32),
+    _twice: (r"splits\.json: image 102 is there twice", 32),
+    _unknown_attribute: (r"attributes\.json: attribute 'zebra' of image 102 is not in the dictionary", 32),
+    _no_attributes: (r"attributes\.json: image 102 has no attributes", 30),
+    _unattributed: (r"attributes\.json has no image 102", 30),
+    _no_regions: (r"regions\.npz: image 102 has no regions", 30),
+    _no_image: (r"regions\.npz has no image 102", 30),
+}
+
+
+@pytest.mark.parametrize("spoil", BAD_SAMPLES, ids=lambda f: f.__name__.strip("_"))
+def test_a_bad_sample_is_an_error_or_skipped(folder, spoil, caplog):
+    spoil(folder)
+    message, left = BAD_SAMPLES[spoil]
+    with pytest.raises(ValueError, match=message + r" \(--skip-invalid-samples leaves such samples out\)"):
+        task_of(folder).load_dataset("train")
+    with caplog.at_level(logging.WARNING, "attn_plugins"):
+        task = task_of(folder, skip_invalid_samples=True)
+        task.load_dataset("train")
+    assert len(task.dataset("train")) == left
+    assert task.problems.number == len(caplog.records) == 1
+    assert batches_of(task, "train")
+
+
+def _spoil_features(folder: Path, *image_ids: int) -> None:
+    arrays = {name: np.array(array) for name, array in np.load(folder / "regions.npz").items()}
+    for image_id in image_ids:
+        arrays["features"][arrays["offsets"][image_id - 100], 2] = np.nan
+    np.savez(folder / "regions.npz", **arrays)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_regions_that_cannot_be_read_are_found_in_the_run(folder, workers, caplog):
+    _spoil_features(folder, 102)
+    with pytest.raises(ValueError, match="image 102 has features that are NaN or infinite"):
+        batches_of(task_of(folder), "train", num_workers=workers)
+    task = task_of(folder, skip_invalid_samples=True)
+    with caplog.at_level(logging.WARNING, "attn_plugins"):
+        batches = batches_of(task, "train", num_workers=workers)
+    assert sum(batch["nsentences"] for batch in batches) == 30
+    assert all(102 not in batch["image_ids"] for batch in batches)
+    assert task.dataset("train").skipped == 1
+    if not workers:
+        assert ["image 102" in record.message for record in caplog.records] == [True]
+
+
+def test_a_batch_of_bad_samples(folder):
+    """fairseq's trainer needs something to train on even in the first; what is scored may have no sample twice."""
+    _spoil_features(folder, 104, 110, 116, 122, 100)
+    task = task_of(folder, skip_invalid_samples=True)
+    (empty,) = (batch for batch in batches_of(task, "valid", max_sentences=4))
+    assert empty == {}
+    for batch in batches_of(task, "train", max_sentences=1):
+        assert batch["nsentences"] == 1
+        assert not {100, 116} & set(batch["image_ids"])
+
+
+def test_a_sample_that_is_too_large(folder):
+    task = task_of(folder)
+    task.load_dataset("valid")
+    dataset, indices = task.dataset("valid"), np.arange(4)
+    with pytest.raises(ValueError, match="1 samples are too large: image 104 has 2 regions and a caption"):
+        task.filter_indices_by_size(indices[:1], dataset, (1, 10))
+    counts = dataset.region_counts
+    kept = task.filter_indices_by_size(indices, dataset, (1, 10), ignore_invalid_inputs=True)
+    assert kept.tolist() == indices[counts == 1].tolist()
+    assert task.filter_indices_by_size(indices, dataset, (9, 10)).tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("captions.json", '{"images": [{"id": 1}', r"captions\.json is no JSON file, or cut off"),
+        ("captions.json", '{"annotations": []}', r"captions\.json must have a list of images; it has annotations"),
+        ("captions.json", '{"images": [], "annotations": [{"id": 3}]}', r"caption 3 must have image_id and caption"),
+        ("splits.json", "[]", r"splits\.json must hold a JSON object, got a list"),
+        ("splits.json", '{"images": [{"split": "train"}]}', r"an image has neither cocoid nor imgid, got split"),
+        ("splits.json", '{"images": [{"cocoid": 100}]}', r"splits\.json: image 100 has no split"),
+        ("splits.json", '{"images": [{"cocoid": 100, "split": "test"}]}', "no image is in the split train or restval"),
+        ("attributes.json", '{"102": ["dog"], "100": []}', r"image 102 must have pairs of word and probability, got"),
+    ],
+)
+def test_files_that_are_not_such(folder, name, text, message):
+    (folder / name).write_text(text)
+    with pytest.raises(ValueError, match=message):
+        task_of(folder, skip_invalid_samples=True).load_dataset("train")
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        (dict(data="nowhere"), FileNotFoundError, "the data folder nowhere does not exist"),
+        (dict(splits="nowhere.json"), FileNotFoundError, r"--splits: nowhere\.json does not exist"),
+        (dict(captions="nowhere.json"), FileNotFoundError, r"--captions: nowhere\.json does not exist"),
+        (dict(regions="nowhere.npz"), FileNotFoundError, r"--regions: nowhere\.npz does not exist"),
+        (dict(attributes="nowhere.json"), FileNotFoundError, r"--attributes: nowhere\.json does not exist"),
+        (dict(min_word_count=0), ValueError, "--min-word-count must be at least 1, got 0"),
+        (dict(max_attributes=0), ValueError, "--max-attributes must be at least 1, got 0"),
+        (dict(min_word_count=999), ValueError, "--min-word-count 999: no word occurs that often"),
+    ],
+)
+def test_options_that_cannot_be(folder, options, error, message):
+    with pytest.raises(error, match=message):
+        task_of(**{"folder": options.pop("data", folder), **options})
+
+
+def test_subsets_that_are_not_there(folder):
+    with pytest.raises(ValueError, match="the subset must be one of train, valid, val, test, got 'train1'"):
+        task_of(folder).load_dataset("train1")
+    (folder / "splits.json").unlink()
+    with pytest.raises(FileNotFoundError, match=r"--splits: .* has no splits\.json"):
+        task_of(folder).load_dataset("train")
