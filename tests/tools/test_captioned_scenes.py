@@ -115,8 +115,9 @@ def related(one, other, side) -> set[str]:
     true |= {"below"} if b[3] <= a[1] and y >= x else set()
     true |= {"left"} if a[2] <= b[0] and x >= y else set()
     true |= {"right"} if b[2] <= a[0] and x >= y else set()
-    gap = max(a[0] - b[2], b[0] - a[2])
-    return true | ({"near"} if true & {"left", "right"} and gap <= 0.21 * side else set())
+    close = max(a[0] - b[2], b[0] - a[2]) <= 0.21 * side
+    level = a[1] < b[3] and b[1] < a[3]
+    return true | ({"near"} if true & {"left", "right"} and close and level else set())
 
 
 def check(picture: Picture, caption: str) -> tuple[set[int], bool]:

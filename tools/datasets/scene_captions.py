@@ -55,7 +55,7 @@ RELATIONS = {
     "left": ("left of", "to the left of"),
     "right": ("right of", "to the right of"),
 }
-NEAR, NEAR_WORDS = 0.2, ("next to", "beside")  # side by side with at most this gap, in sides of the picture
+NEAR, NEAR_WORDS = 0.2, ("next to", "beside")  # side by side, the gap at most this many sides of the picture
 EDGE, MIDDLE = 0.36, (0.36, 0.64)  # centres within this share of a side lie at it; within these in the middle
 PLACES = {
     "middle": ("in the middle", "in the centre"),
@@ -124,10 +124,10 @@ class Scene:
         return "right" if b[2] <= a[0] else None
 
     def near(self, one: Group, other: Group) -> bool:
-        """Whether they lie side by side."""
+        """Whether they lie side by side, partly at the same height."""
         a, b = one.union, other.union
-        gap = max(a[0] - b[2], b[0] - a[2])
-        return self.relation(one, other) in ("left", "right") and gap <= NEAR * self.side
+        gap, shared = max(a[0] - b[2], b[0] - a[2]), min(a[3], b[3]) - max(a[1], b[1])
+        return self.relation(one, other) in ("left", "right") and gap <= NEAR * self.side and shared > 0
 
     def between(self, one: Group, other: Group, third: Group) -> bool:
         """Whether ``one`` lies between the two, across or down."""
