@@ -258,6 +258,19 @@ class CaptioningTask(FairseqTask):
         last = min(len(self.dictionary), first + ORACLE_WORDS)
         return {self.dictionary[i]: self.dictionary.count[i] for i in range(first, last)}
 
+    def filter_indices_by_size(
+        self, indices: Any, dataset: Any, max_positions: Any = None, ignore_invalid_inputs: bool = False
+    ) -> Any:
+        """As fairseq's, with the image's name where a sample is too large."""
+        ignored = dataset.filter_indices_by_size(indices, max_positions)[1]
+        if ignored and not ignore_invalid_inputs:
+            regions, words = dataset.size(ignored[0])
+            self.problems(
+                f"{len(ignored)} samples are too large: image {dataset.image_id(ignored[0])} has {regions} regions and "
+                f"a caption of {words} words with its end; the most are {max_positions}"
+            )
+        return super().filter_indices_by_size(indices, dataset, max_positions, True)
+
     def build_generator(self, models: Any, args: Any, *more: Any, **kwargs: Any) -> Any:
         """As fairseq's.
 

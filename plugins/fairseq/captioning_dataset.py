@@ -169,6 +169,10 @@ class CaptioningDataset(FairseqDataset):
                 return sample
         raise ValueError(f"no image of {len(self.image_ids)} can be read")
 
+    def image_id(self, index: int) -> ImageId:
+        """Of a sample."""
+        return self.image_ids[self.image_of[self.samples[index]]]
+
     def num_tokens(self, index: int) -> int:
         """What ``--max-tokens`` counts: the regions, or the words where they are more."""
         return max(self.size(index))

@@ -75,7 +75,7 @@ def read_splits(captions: Sequence[Path], splits: Path, problems: Problems) -> d
             continue
         seen.add(image_id)
         if texts is None:
-            sentences = [sentence.get("raw") for sentence in entry.get("sentences", ())]
+            sentences = [s.get("raw", " ".join(s.get("tokens", ()))) for s in entry.get("sentences", ())]
             own = [(f"caption {i + 1}", sentence) for i, sentence in enumerate(sentences)]
         else:
             own = texts.get(image_id, [])
