@@ -66,17 +66,21 @@ def plain_words(sentence: str) -> str:
     return " ".join(word for word in words if word)
 
 
-def _ptb(sentences: Tokens) -> Tokens:
+def _ptb(sets: Sequence[Tokens]) -> list[Tokens]:
     from pycocoevalcap.tokenizer.ptbtokenizer import PTBTokenizer
 
-    # One line a sentence reaches Java, which also breaks lines at characters that are not "\n".
-    given = {image: [dict(caption=" ".join(s.split())) for s in own] for image, own in sentences.items()}
+    # All in one run of Java. It gets one line a sentence, and breaks lines at more characters than "\n".
+    given = {
+        (part, image): [dict(caption=" ".join(sentence.split())) for sentence in own]
+        for part, sentences in enumerate(sets)
+        for image, own in sentences.items()
+    }
     tokens = PTBTokenizer().tokenize(given)
-    if {image: len(own) for image, own in tokens.items()} != {image: len(own) for image, own in sentences.items()}:
+    if {key: len(own) for key, own in tokens.items()} != {key: len(own) for key, own in given.items()}:
         raise RuntimeError("it gave another number of sentences than it got")
     if not any(map(any, tokens.values())):
         raise RuntimeError("it gave no word")
-    return tokens
+    return [{image: tokens[part, image] for image in sentences} for part, sentences in enumerate(sets)]
 
 
 def tokenize(*sets: Tokens) -> tuple[list[Tokens], str]:
@@ -85,7 +89,7 @@ def tokenize(*sets: Tokens) -> tuple[list[Tokens], str]:
         note = "there is no java on the PATH"
     else:
         try:
-            return [_ptb(sentences) for sentences in sets], ""
+            return _ptb(sets), ""
         except (OSError, RuntimeError, ValueError) as error:
             note = f"PTBTokenizer failed: {error}"
     return [{image: [plain_words(s) for s in own] for image, own in sentences.items()} for sentences in sets], note
