@@ -277,9 +277,13 @@ def markdown(study: Study, results: list[dict], facts: dict[str, str], signature
 
 
 def report(study: Study, which: str, settings: Mapping[str, str], output: Path, corpus: Corpus, common: str) -> str:
-    """Write the table of every setting in ``output`` that is finished; it."""
-    paths = [output / name / "result.json" for name in settings]
-    results = [json.loads(path.read_text(encoding="utf-8")) for path in paths if path.exists()]
+    """Write the table of every setting that is finished in ``output`` and was trained as now; the table."""
+    results = []
+    for name, own in settings.items():
+        path = output / name / "result.json"
+        result = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        if result.get("options") == shlex.split(f"{common} {own}"):
+            results.append(result)
     facts = {k: v for k, v in machine("cpu").items() if k not in ("torchvision", "mmcv", "onedl-mmcv", "timm")}
     facts["cpu"] = facts["cpu"].rsplit(",", 1)[0] + ", 1 thread"
     distributions = importlib.metadata.packages_distributions()

@@ -14,6 +14,7 @@ pytest.importorskip("fairseq")
 pytest.importorskip("sacrebleu")
 pytest.importorskip("sentencepiece")
 
+from attn_plugins.modules.alignment_attention import ALIGNMENT_SCORES
 from tools import translation_study as study
 from tools.datasets.gettext_corpus import write_lines, write_pieces
 
@@ -98,6 +99,7 @@ def test_finished_settings_are_kept(output, corpus, capsys):
 def test_other_options_are_refused(output, corpus, capsys):
     assert again(corpus, output, "--settings", "none") == 2
     assert "of other options" in capsys.readouterr().err
+    assert (output / "attention.md").read_text().count("\n| ") == 3
 
 
 def test_failing_command_is_named(corpus, tmp_path, capsys):
@@ -162,3 +164,7 @@ def test_score():
     shuffled = study.score(lines[1:] + lines[:1], lines)
     assert shuffled["bleu"] < 10
     assert shuffled["chrf"] < 40
+
+
+def test_every_alignment_score_is_studied():
+    assert set(study.STUDIES["alignment"].settings) == set(ALIGNMENT_SCORES)
