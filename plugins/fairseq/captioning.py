@@ -258,6 +258,12 @@ class CaptioningTask(FairseqTask):
         last = min(len(self.dictionary), first + ORACLE_WORDS)
         return {self.dictionary[i]: self.dictionary.count[i] for i in range(first, last)}
 
+    def begin_epoch(self, epoch: int, model: Any) -> None:
+        """Tell how many images were left out since the beginning, for regions that cannot be read."""
+        for split, dataset in self.datasets.items():
+            if dataset.skipped:
+                logger.warning("%s: %d images skipped so far, whose regions cannot be read", split, dataset.skipped)
+
     def filter_indices_by_size(
         self, indices: Any, dataset: Any, max_positions: Any = None, ignore_invalid_inputs: bool = False
     ) -> Any:

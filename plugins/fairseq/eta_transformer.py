@@ -22,6 +22,7 @@ from fairseq.models import (
     register_model_architecture,
 )
 from fairseq.modules import SinusoidalPositionalEmbedding
+from omegaconf import OmegaConf
 from torch import Tensor, nn
 
 from ..modules import SequenceCache
@@ -30,16 +31,22 @@ from ..modules.eta_transformer import FUSIONS, DualWayEncoder, MultimodalDecoder
 
 EncoderOut = dict[str, list[Tensor]]
 Caches = list[dict[str, SequenceCache]]
+BASE = {"embed_dim": 512, "layers": 6, "heads": 8, "ffn_dim": 2048}  # the thesis' (section 2.5.2)
 
 
 @dataclass
 class EtaTransformerConfig(FairseqDataclass):
-    """Options of the model; the defaults are the thesis' base model."""
+    """Options of the model."""
 
-    embed_dim: int = field(default=512, metadata={"help": "channels of words and of what regions are projected to"})
-    layers: int = field(default=6, metadata={"help": "blocks of the decoder, and of each of both encoders"})
-    heads: int = field(default=8, metadata={"help": "heads of every attention"})
-    ffn_dim: int = field(default=2048, metadata={"help": "channels within feed-forward layers"})
+    # None leaves a size to the architecture, in hydra too.
+    embed_dim: Optional[int] = field(
+        default=None, metadata={"help": "channels of words and of what regions are projected to (base: 512)"}
+    )
+    layers: Optional[int] = field(
+        default=None, metadata={"help": "blocks of the decoder, and of each of both encoders (base: 6)"}
+    )
+    heads: Optional[int] = field(default=None, metadata={"help": "heads of every attention (base: 8)"})
+    ffn_dim: Optional[int] = field(default=None, metadata={"help": "channels within feed-forward layers (base: 2048)"})
     dropout: float = field(default=0.1, metadata={"help": "of attention weights, of what layers add, of inputs"})
     fusion: ChoiceEnum(FUSIONS) = field(  # type: ignore[valid-type]
         default="entangled",
@@ -224,6 +231,7 @@ class EtaTransformerModel(FairseqEncoderDecoderModel):
         Raises:
             ValueError: the options do not fit each other or the task.
         """
+        cfg = _complete(cfg)
         regions = getattr(task, "regions", None)
         fusion = str(cfg.fusion)
         if fusion != "semantic" and regions is None:
@@ -274,6 +282,14 @@ class EtaTransformerModel(FairseqEncoderDecoderModel):
             raise ValueError(f"the checkpoint is of other options than this model: {error}") from error
 
 
+def _complete(options: Any) -> Namespace:
+    """All options; what hydra or a Python caller has not given has its default."""
+    given: Any = OmegaConf.to_container(options, resolve=True) if OmegaConf.is_config(options) else vars(options)
+    values: dict[str, Any] = {**vars(EtaTransformerConfig()), **BASE}
+    values.update({name: value for name, value in given.items() if value is not None})
+    return Namespace(**values)
+
+
 def _embedded(embedding: nn.Embedding, tokens: Tensor) -> Tensor:
     return math.sqrt(embedding.embedding_dim) * embedding(tokens)
 
@@ -291,4 +307,5 @@ def _modality(encoder_out: EncoderOut, name: str) -> Modality:
 def eta_transformer_tiny(args: Namespace) -> None:
     """2 layers, 64 channels, 4 heads, 128 hidden: minutes on a CPU."""
     for name, value in {"layers": 2, "embed_dim": 64, "heads": 4, "ffn_dim": 128}.items():
-        setattr(args, name, getattr(args, name, value))
+        if getattr(args, name, None) is None:
+            setattr(args, name, value)

@@ -134,6 +134,22 @@ def test_a_dataset_goes_into_workers(folder):
         torch.testing.assert_close(copy[2][name], dataset[2][name])
 
 
+@pytest.mark.parametrize(("suffix", "package"), [(".h5", "h5py"), (".lmdb", "lmdb")])
+def test_regions_in_other_formats(folder, suffix, package):
+    pytest.importorskip(package, reason=f"{suffix} files need {package}")
+    expected = batches_of(task_of(folder), "valid")
+    (folder / "regions.npz").unlink()
+    task = task_of(write_images(folder, name=f"regions{suffix}"))
+    for workers in (0, 2):  # the file is open in this process before it is in the workers
+        found = batches_of(task, "valid", num_workers=workers)
+        for one, other in zip(found, expected):
+            torch.testing.assert_close(one["net_input"]["regions"], other["net_input"]["regions"])
+    whole = (folder / f"regions{suffix}").read_bytes()
+    (folder / f"regions{suffix}").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ValueError, match=rf"regions\{suffix}.* cut off"):
+        task_of(folder).load_dataset("valid")
+
+
 def test_captions_of_the_splits_file(folder):
     captions = json.loads((folder / "captions.json").read_text())["annotations"]
 

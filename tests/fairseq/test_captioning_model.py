@@ -15,6 +15,7 @@ pytest.importorskip("fairseq")
 from captioning_helpers import COLOURS, THINGS, task_of, write_images
 from fairseq.data import Dictionary
 from fairseq.sequence_generator import SequenceGenerator
+from omegaconf import OmegaConf
 
 from attn_plugins.fairseq.eta_transformer import EtaTransformerConfig, EtaTransformerModel, eta_transformer_tiny
 from attn_plugins.modules.capture import attention_layers
@@ -75,6 +76,18 @@ def test_parameters():
 
 def _parameters(module: torch.nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
+
+
+def test_options_of_hydra():
+    """What is not given has the base model's size, or that of the architecture."""
+    given = OmegaConf.create({"fusion": "parallel", "layers": 1, "embed_dim": 8, "ffn_dim": None})
+    model = EtaTransformerModel.build_model(given, task())
+    assert len(model.decoder.blocks) == 1
+    assert model.decoder.blocks[0].fusion == "parallel"
+    assert model.decoder.blocks[0].feed_forward.input.weight.shape == (2048, 8)
+    args = OmegaConf.structured(EtaTransformerConfig(heads=2))
+    eta_transformer_tiny(args)
+    assert (args.layers, args.embed_dim, args.heads, args.ffn_dim) == (2, 64, 2, 128)
 
 
 @every_setting
