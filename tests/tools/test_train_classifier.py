@@ -296,7 +296,7 @@ def test_crops_keep_their_halves_apart(tmp_path):
     shown = {"train": [], "val": []}
     with pytest.MonkeyPatch.context() as patch:
         columns = (wide * 255 // 1000).astype(np.uint8)  # brightness tells the column
-        patch.setattr(image_folders, "photographs", lambda: [columns] * len(image_folders.NAMES))
+        patch.setattr(image_folders, "photographs", lambda: [columns] * len(image_folders.PHOTOGRAPHS))
         for half, _, crop in image_folders.crops(20, 20, 16, 0):
             shown[half] += [crop.min(), crop.max()]
     assert max(shown["train"]) < min(shown["val"])

@@ -23,7 +23,6 @@ from PIL import Image
 
 from tools.datasets.digits_on_photographs import CLASSES, GAP, PHOTOGRAPHS, TRAIN_WIDTH, digit_samples, photographs
 
-NAMES = ("china", "flower", *PHOTOGRAPHS)
 ZOOM = (1.0, 2.0)  # how much more of a photograph a crop shows than it has pixels
 
 
@@ -39,7 +38,7 @@ def digits() -> Iterator[tuple[str, str, np.ndarray]]:
 
 def crops(train: int, val: int, side: int, seed: int) -> Iterator[tuple[str, str, np.ndarray]]:
     """(half, class, image): ``train`` and ``val`` random crops of every photograph."""
-    for n, (name, photograph) in enumerate(zip(NAMES, photographs(), strict=True)):
+    for n, (name, photograph) in enumerate(zip(PHOTOGRAPHS, photographs(), strict=True)):
         W = photograph.shape[1]
         border, next_one = int(W * TRAIN_WIDTH), int(W * (TRAIN_WIDTH + GAP))
         for half, region, count in (("train", photograph[:, :border], train), ("val", photograph[:, next_one:], val)):
