@@ -145,6 +145,7 @@ def test_regions_in_other_formats(folder, suffix, package):
         for one, other in zip(found, expected):
             torch.testing.assert_close(one["net_input"]["regions"], other["net_input"]["regions"])
     whole = (folder / f"regions{suffix}").read_bytes()
+    (folder / f"regions{suffix}").unlink()  # which is open
     (folder / f"regions{suffix}").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(ValueError, match=rf"regions\{suffix}.* cut off"):
         task_of(folder).load_dataset("valid")
