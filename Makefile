@@ -7,6 +7,9 @@ BIN := $(VENV)/bin
 CXX_SOURCES := $(wildcard csrc/*.cpp csrc/*.h csrc/*/*.cpp csrc/*/*.h csrc/*/*.cu csrc/*/*.cuh)
 PYTHON_SOURCES := plugins tools tests setup.py $(wildcard configs benchmarks)
 PYTEST ?= -q --durations=10
+# A file's tests stay in one process, for what they share; passive waiting, since the processes' threads share the cores.
+WORKERS ?= 2
+RUN_TESTS := OMP_NUM_THREADS=2 OMP_WAIT_POLICY=PASSIVE $(PY) -m pytest -n $(WORKERS) --dist loadfile
 export VENV
 
 .DEFAULT_GOAL := help
@@ -22,10 +25,10 @@ demo: env  ## train a small detector with the attended block on real pictures, a
 	$(PY) -m tools.demo
 
 test: env  ## the test suite
-	$(PY) -m pytest -m "not slow" $(PYTEST)
+	$(RUN_TESTS) -m "not slow" $(PYTEST)
 
 test-all: env  ## the test suite with the slow tests
-	$(PY) -m pytest $(PYTEST)
+	$(RUN_TESTS) $(PYTEST)
 
 test-abi: env  ## the operator tests under another torch (ABI_TORCH=2.13.0), with the wheel built by ours
 	tools/test_abi.sh
