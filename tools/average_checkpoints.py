@@ -93,7 +93,7 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"--last must be at least 1, got {options.last}")
     torch.serialization.add_safe_globals([argparse.Namespace])
     try:
-        paths = []
+        paths: list[Path] = []
         for path in options.inputs:
             paths += last_of(path, options.last, UPDATES if options.updates else EPOCHS) if path.is_dir() else [path]
         output = options.output or paths[0].with_name("average.pt")
