@@ -102,7 +102,7 @@ class CaptioningTask(FairseqTask):
         if self.regions is None and not self.has_attributes:
             raise ValueError(f"{cfg.data} has neither regions nor attributes: give --regions, --attributes or both")
         self.dictionary = self._dictionary()
-        self._results: list[dict[str, Any]] | None = None
+        self._results: dict[ImageId, str] | None = None
 
     @classmethod
     def setup_task(cls, cfg: CaptioningConfig, **kwargs: Any) -> "CaptioningTask":
@@ -238,10 +238,11 @@ class CaptioningTask(FairseqTask):
             words = [word for word, _ in self._attribute_words[str(image_id)][: self.cfg.max_attributes]]
         numbers = []
         for word in words:
-            if word not in self.dictionary:
+            number = self.dictionary.index(word)
+            if number < self.dictionary.nspecial:  # <unk>
                 self.problems(f"{where}: attribute {word!r} of image {image_id} is not in the dictionary")
             else:
-                numbers.append(self.dictionary.index(word))
+                numbers.append(number)
         if not numbers:
             self.problems(f"{where}: image {image_id} has no attributes")
         return numbers or None
@@ -288,7 +289,7 @@ class CaptioningTask(FairseqTask):
                 "--print-alignment is not possible with the task captioning, whose sources are no sentences"
             )
         if self.cfg.results_json is not None:
-            self._results = []
+            self._results = {}
         return super().build_generator(models, args, *more, **kwargs)
 
     def inference_step(
@@ -299,7 +300,7 @@ class CaptioningTask(FairseqTask):
         if self._results is not None:
             for image_id, hypotheses in zip(sample["image_ids"], found):
                 caption = self.dictionary.string(hypotheses[0]["tokens"].int().cpu())
-                self._results.append({"image_id": image_id, "caption": caption})
+                self._results[image_id] = caption
         return found
 
     def get_batch_iterator(self, *args: Any, **kwargs: Any) -> Any:
@@ -314,8 +315,9 @@ class CaptioningTask(FairseqTask):
         results, self._results = self._results, None
         if results:
             path = Path(self.cfg.results_json or "")
-            results.sort(key=lambda result: (isinstance(result["image_id"], str), result["image_id"]))
-            _write(path, lambda partial: Path(partial).write_text(json.dumps(results) + "\n", encoding="utf-8"))
+            found = [{"image_id": image_id, "caption": caption} for image_id, caption in results.items()]
+            found.sort(key=lambda result: (isinstance(result["image_id"], str), result["image_id"]))
+            _write(path, lambda partial: Path(partial).write_text(json.dumps(found) + "\n", encoding="utf-8"))
             logger.info("%d captions are in %s", len(results), path)
 
 

@@ -131,13 +131,13 @@ class CaptioningDataset(FairseqDataset):
             ``net_input``: ``src_tokens`` (B, Ss) attributes and ``src_lengths`` (B,), ``regions`` (B, Sv, D),
             ``regions_padding_mask`` (B, Sv) or None where no region is padding, ``prev_output_tokens`` (B, T).
             ``target`` (B, T), ``id``, ``image_ids``, ``references`` and the numbers fairseq counts. Padding is on the
-            right. An empty dict where there is no sample.
+            right. Of samples that are all left out, some other sample.
         """
         found = [sample for sample in samples if sample is not None]
-        if not found and len(samples) and self.training:
-            found = [self._any_sample()]  # fairseq's trainer has no answer to a first batch without samples
-        if not found:
+        if not samples:
             return {}
+        if not found:  # fairseq has no answer to a batch without samples that is the first, or to validate by
+            found = [self._any_sample()]
         pad, eos = self.dictionary.pad(), self.dictionary.eos()
         target = data_utils.collate_tokens([sample["target"] for sample in found], pad)
         net_input = dict(
