@@ -1,0 +1,62 @@
+"""Regions as the cells of a grid: the last map of a timm backbone, pooled to 7 × 7."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.nn import functional
+
+from tools.captioning.regions import BadExtractor, Regions, as_regions, seeded
+from tools.captioning.timm_backbone import BadBackbone, TimmBackbone
+
+
+class GridRegions:
+    """One region a cell, row by row, with the score 1; pictures are stretched to the network's size.
+
+    Args:
+        name: timm's name.
+        cells: Of each side.
+        weights: ``"default"``: timm's; ``"none"``: random; else a file.
+        device: Where the network runs.
+        seed: Of random weights.
+        size: (H, W) in pixels; None: the model's own.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        cells: int = 7,
+        weights: str | Path = "default",
+        device: str = "cpu",
+        seed: int = 0,
+        size: tuple[int, int] | None = None,
+    ) -> None:
+        if cells < 1:
+            raise BadExtractor(f"--grid-size must be at least 1, got {cells}")
+        seeded(seed)
+        self.backbone = TimmBackbone(name, size)
+        if isinstance(weights, Path):
+            self.backbone.load(weights)
+        elif weights == "default":
+            try:
+                self.backbone.load_pretrained()
+            except BadBackbone as error:
+                raise BadExtractor(f"{error}; give --checkpoint FILE, or --no-weights") from error
+        self.backbone.to(device).eval()
+        self.cells, self.device = cells, device
+
+    def prepare(self, picture: Image.Image) -> Tensor:
+        """(3, H, W)."""
+        return self.backbone.prepare(picture)
+
+    @torch.inference_mode()
+    def __call__(self, batch: list[Tensor]) -> list[Regions]:
+        n = self.cells
+        maps = functional.adaptive_avg_pool2d(self.backbone(torch.stack(batch).to(self.device)), n)
+        corner = torch.arange(n * n)
+        low = torch.stack([corner % n, corner // n], 1).float()
+        boxes, scores = torch.cat([low, low + 1], 1), torch.ones(n * n)
+        return [as_regions(features.T, boxes, scores, n, n) for features in maps.flatten(2)]

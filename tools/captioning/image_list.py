@@ -1,0 +1,93 @@
+"""Which pictures there are, and the ids that caption files know them by."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from PIL import Image
+
+from tools.captioning.score import BadFile, items, read_json
+
+ImageId = int | str
+
+
+@dataclass(frozen=True)
+class ListedImage:
+    """A picture.
+
+    Attributes:
+        id: COCO's id, or the file's stem.
+        path: The file, which need not be there.
+        part: ``train``, ``val``, ...; empty where no split file tells.
+    """
+
+    id: ImageId
+    path: Path
+    part: str = ""
+
+
+def listed_images(folder: Path, captions: Path | None = None, split: Path | None = None) -> list[ListedImage]:
+    """The pictures that a split file names, else those of a caption file, else all of the folder.
+
+    Args:
+        folder: The pictures; those of a split file may also lie in the folders that its ``filepath`` names.
+        captions: COCO's format: ``images`` have ``id`` and ``file_name``.
+        split: Karpathy's format: ``images`` have ``cocoid`` (or ``imgid``), ``split`` and ``filename``, which is
+            looked up in ``captions`` where it is missing.
+
+    Raises:
+        BadFile: the folder is missing, a file is not such, an id or a stem is there twice, or no picture is there.
+    """
+    if not folder.is_dir():
+        raise BadFile(f"IMAGES {folder}: no such folder")
+    if captions is None and split is None:
+        found = _of_folder(folder)
+    else:
+        names = {} if captions is None else _file_names(captions)
+        found = _of_captions(folder, names) if split is None else _of_split(folder, split, names)
+    source = split or captions or folder
+    if not found:
+        raise BadFile(f"{source} has no pictures")
+    first: dict[str, ListedImage] = {}
+    for image in found:
+        other = first.setdefault(str(image.id), image)
+        if other is not image:
+            raise BadFile(f"{source}: {other.path.name} and {image.path.name} have the same id, {image.id}")
+    if not any(image.path.is_file() for image in found):
+        raise BadFile(f"{folder} has none of the {len(found)} pictures of {source}, such as {found[0].path.name}")
+    return found
+
+
+def _of_folder(folder: Path) -> list[ListedImage]:
+    known = Image.registered_extensions()
+    return [ListedImage(path.stem, path) for path in sorted(folder.iterdir()) if path.suffix.lower() in known]
+
+
+def _file_names(captions: Path) -> dict[ImageId, str]:
+    content = read_json(captions)
+    rows = content.get("images") if isinstance(content, dict) else None
+    rows = items(captions, rows, "'images'", {"id": (int, str), "file_name": str})
+    if len({row["id"] for row in rows}) != len(rows):
+        raise BadFile(f"{captions}: an image is there twice")
+    return {row["id"]: row["file_name"] for row in rows}
+
+
+def _of_captions(folder: Path, names: dict[ImageId, str]) -> list[ListedImage]:
+    return [ListedImage(image_id, folder / name) for image_id, name in names.items()]
+
+
+def _of_split(folder: Path, split: Path, names: dict[ImageId, str]) -> list[ListedImage]:
+    content = read_json(split)
+    rows = content.get("images") if isinstance(content, dict) else None
+    found = []
+    for row in items(split, rows, "'images'", {"split": str}):
+        image_id = row.get("cocoid", row.get("imgid"))
+        if isinstance(image_id, bool) or not isinstance(image_id, (int, str)):
+            raise BadFile(f"{split}: an image has neither cocoid nor imgid, got {row!r:.120}")
+        name = row.get("filename", names.get(image_id))
+        if not isinstance(name, str):
+            raise BadFile(f"{split}: image {image_id} has no filename, and no caption file tells it")
+        nested = folder / str(row.get("filepath", "")) / name
+        found.append(ListedImage(image_id, nested if nested.is_file() else folder / name, row["split"]))
+    return found

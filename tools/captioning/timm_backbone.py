@@ -1,0 +1,159 @@
+"""Any timm backbone as a feature map, with weights from timm, from a file, or from nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import timm
+import torch
+from PIL import Image
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from tools.captioning.score import BadFile
+
+PREFIX = "backbone."  # of the backbone's weights in a file of the attribute detector
+
+
+class BadBackbone(ValueError):
+    """A backbone or weights that cannot be had or do not fit."""
+
+
+class TimmBackbone(nn.Module):
+    """A timm model without its classifier.
+
+    Args:
+        name: timm's name.
+        size: (H, W) in pixels of its images; None: the model's own.
+        output_stride: Pixels of a cell, for the networks that can change it; None: the model's own.
+
+    Attributes:
+        num_features: C.
+        size: (H, W).
+    """
+
+    def __init__(self, name: str, size: tuple[int, int] | None = None, output_stride: int | None = None) -> None:
+        super().__init__()
+        import attn_plugins.timm  # noqa: F401 - registers our models
+
+        if name not in timm.list_models() and not timm.is_model(name):
+            near = ", ".join(timm.list_models(f"*{name}*")[:5])
+            raise BadBackbone(
+                f"the backbone must be a model of timm, got {name!r}" + (f"; near: {near}" if near else "")
+            )
+        options: dict[str, Any] = dict(pretrained=False, num_classes=0)
+        if output_stride is not None:
+            options["output_stride"] = output_stride
+        try:
+            self.model = self._built(name, options, size)
+        except (TypeError, ValueError, NotImplementedError, AssertionError) as error:
+            raise BadBackbone(f"backbone {name} cannot be made with {options}: {error}") from error
+        self.name = name
+        data = timm.data.resolve_model_data_config(self.model)
+        self.size = size or tuple(data["input_size"][1:])
+        self.num_features: int = self.model.num_features
+        self.mean, self.std = (np.array(data[key], np.float32) for key in ("mean", "std"))
+
+    @staticmethod
+    def _built(name: str, options: dict[str, Any], size: tuple[int, int] | None) -> Any:
+        if size is not None:
+            try:
+                return timm.create_model(name, img_size=size, **options)
+            except TypeError:  # most convolutional networks take any size, and no such argument
+                pass
+        return timm.create_model(name, **options)
+
+    def load_pretrained(self) -> None:
+        """timm's own weights, downloaded where the cache does not have them.
+
+        Raises:
+            BadBackbone: they cannot be had.
+        """
+        try:
+            pretrained = timm.create_model(self.name, pretrained=True, num_classes=0)
+            self.model.load_state_dict(pretrained.state_dict())
+        except Exception as error:
+            raise BadBackbone(f"timm's weights of {self.name} cannot be had: {error}") from error
+
+    def load(self, path: Path) -> None:
+        """Weights of a file: ``.safetensors`` of ``tools.train_classifier`` or of the attribute detector, or torch's.
+
+        Raises:
+            BadFile: the file cannot be read.
+            BadBackbone: it is of another network.
+        """
+        weights, metadata = read_weights(path)
+        if metadata.get("model", self.name) != self.name:
+            raise BadBackbone(f"{path} holds a {metadata['model']}, but the backbone is a {self.name}")
+        own = {key.removeprefix(PREFIX): value for key, value in weights.items() if key.startswith(PREFIX)}
+        found = own or weights
+        wanted = self.model.state_dict()
+        bad = [key for key, value in wanted.items() if key not in found or found[key].shape != value.shape]
+        if bad:
+            raise BadBackbone(f"{path} does not fit {self.name}: {len(bad)} of {len(wanted)} weights, such as {bad[0]}")
+        self.model.load_state_dict({key: found[key] for key in wanted})
+
+    def prepare(self, picture: Image.Image, shift: tuple[float, float] = (0.0, 0.0)) -> Tensor:
+        """The whole picture, stretched to ``size`` and normalised: (3, H, W).
+
+        Args:
+            picture: In RGB.
+            shift: By which share of its sides it is moved to the right and down; its border is repeated.
+        """
+        H, W = self.size
+        array = np.asarray(picture.resize((W, H), Image.Resampling.BICUBIC), np.float32) / 255
+        dx, dy = round(shift[0] * W), round(shift[1] * H)
+        if dx or dy:
+            rows, columns = np.clip(np.arange(H) - dy, 0, H - 1), np.clip(np.arange(W) - dx, 0, W - 1)
+            array = array[rows][:, columns]
+        return torch.from_numpy(((array - self.mean) / self.std).transpose(2, 0, 1).copy())
+
+    def forward(self, images: Tensor) -> Tensor:
+        """
+        Args:
+            images (Tensor[B, 3, H, W]): Normalised.
+
+        Returns:
+            (Tensor[B, C, h, w]).
+        """
+        x = self.model.forward_features(images)
+        C = self.num_features
+        if x.ndim == 4:
+            return x if x.shape[1] == C else x.permute(0, 3, 1, 2).contiguous()
+        if x.ndim != 3:
+            raise BadBackbone(f"backbone {self.name} gives no map of features but {tuple(x.shape)}")
+        x = x[:, getattr(self.model, "num_prefix_tokens", 0) :]
+        h, w = getattr(getattr(self.model, "patch_embed", None), "grid_size", None) or (round(x.shape[1] ** 0.5),) * 2
+        return x.transpose(1, 2).unflatten(2, (h, w))
+
+
+def read_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Weights and, of safetensors, metadata.
+
+    Raises:
+        BadFile: the file cannot be read as one.
+    """
+    if not path.is_file():
+        raise BadFile(f"weights {path}: no such file")
+    try:
+        if path.suffix == ".safetensors":
+            with safe_open(str(path), "pt") as opened:
+                return {key: opened.get_tensor(key) for key in opened.keys()}, opened.metadata() or {}  # noqa: SIM118
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, SafetensorError, RuntimeError, EOFError, ValueError, KeyError) as error:
+        raise BadFile(f"weights {path} cannot be read: {error}") from error
+    except Exception as error:  # pickle's
+        raise BadFile(f"weights {path} cannot be read as tensors alone: {error}") from error
+    for key in ("state_dict", "model"):
+        content = content.get(key, content) if isinstance(content, dict) else content
+    if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
+        raise BadFile(f"weights {path} must hold a dict of tensors, got {type(content).__name__}")
+    return content, {}
+
+
+def in_json(**facts: Any) -> dict[str, str]:
+    """Metadata of a safetensors file: text as it is, anything else in JSON."""
+    return {key: value if isinstance(value, str) else json.dumps(value) for key, value in facts.items()}

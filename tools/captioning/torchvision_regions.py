@@ -1,0 +1,93 @@
+"""Regions by one of torchvision's two-stage detectors: the light way, which needs no other toolkit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torchvision
+from PIL import Image
+from torch import Tensor
+from torchvision.models import get_model, list_models
+from torchvision.models.detection.generalized_rcnn import GeneralizedRCNN
+
+from tools.captioning.regions import BadExtractor, Regions, Selection, as_regions, seeded
+from tools.captioning.timm_backbone import read_weights
+
+_CLASSES = "roi_heads.box_predictor.cls_score.weight"
+
+
+class TorchvisionRegions:
+    """Detects, refines the boxes, and pools the features of the refined ones.
+
+    Args:
+        name: torchvision's name, such as ``fasterrcnn_resnet50_fpn``.
+        selection: Which regions are kept.
+        weights: ``"default"``: torchvision's, trained on COCO; ``"none"``: random; else a file.
+        feature: ``"classifier"``: what the classifier reads; ``"map"``: the mean of the RoI-aligned map.
+        device: Where the network runs.
+        seed: Of random weights.
+        size: Shorter and longer side in pixels that pictures are scaled to; None: the model's own.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        selection: Selection,
+        weights: str | Path = "default",
+        feature: str = "classifier",
+        device: str = "cpu",
+        seed: int = 0,
+        size: tuple[int, int] | None = None,
+    ) -> None:
+        usable = [x for x in list_models(torchvision.models.detection) if "rcnn" in x]
+        if name not in usable:
+            raise BadExtractor(f"--torchvision must be one of {', '.join(usable)}, got {name!r}")
+        options: dict[str, Any] = {} if size is None else dict(min_size=size[0], max_size=size[1])
+        state = None
+        if isinstance(weights, Path):
+            state, _ = read_weights(weights)
+            if _CLASSES not in state:
+                raise BadExtractor(f"{weights} does not fit {name}: it has no {_CLASSES}")
+            options["num_classes"] = len(state[_CLASSES])
+        seeded(seed)
+        try:
+            default = "DEFAULT" if weights == "default" else None
+            model = get_model(name, weights=default, weights_backbone=None, **options)
+        except (OSError, RuntimeError) as error:
+            raise BadExtractor(
+                f"torchvision's weights of {name} cannot be had ({error}): give --checkpoint FILE, or --no-weights"
+            ) from error
+        assert isinstance(model, GeneralizedRCNN)
+        if state is not None:
+            try:
+                model.load_state_dict(state)
+            except RuntimeError as error:
+                raise BadExtractor(f"{weights} does not fit {name}: {error}"[:500]) from error
+        self.model = model.to(device).eval()
+        self.selection, self.feature, self.device = selection, feature, device
+
+    @staticmethod
+    def prepare(picture: Image.Image) -> Tensor:
+        """(3, H, W), 0 to 1."""
+        return torch.from_numpy(np.array(picture)).permute(2, 0, 1).float() / 255
+
+    @torch.inference_mode()
+    def __call__(self, batch: list[Tensor]) -> list[Regions]:
+        model: Any = self.model
+        heads = model.roi_heads
+        images, _ = model.transform([image.to(self.device) for image in batch])
+        maps = model.backbone(images.tensors)
+        maps = {"0": maps} if isinstance(maps, Tensor) else maps
+        proposals, _ = model.rpn(images, maps)
+        logits, deltas = heads.box_predictor(heads.box_head(heads.box_roi_pool(maps, proposals, images.image_sizes)))
+        counts = [len(own) for own in proposals]
+        boxes = heads.box_coder.decode(deltas, proposals)[:, 1:].split(counts)
+        scores = logits.softmax(-1)[:, 1:].split(counts)  # class 0 is the background
+        chosen = [self.selection(*own, *size) for *own, size in zip(boxes, scores, images.image_sizes)]
+        pooled = heads.box_roi_pool(maps, [own for own, _ in chosen], images.image_sizes)
+        features = heads.box_head(pooled) if self.feature == "classifier" else pooled.mean((2, 3))
+        split = features.split([len(own) for own, _ in chosen])
+        return [as_regions(f, *own, *size) for f, own, size in zip(split, chosen, images.image_sizes)]
