@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from tools.captioning.score import BadFile
 
-PREFIX = "backbone."  # of the backbone's weights in a file of the attribute detector
+PREFIX = "backbone.model."  # of the backbone's weights in a file of the attribute detector
 
 
 class BadBackbone(ValueError):
@@ -51,7 +51,7 @@ class TimmBackbone(nn.Module):
             self.model = self._built(name, options, size)
         except (TypeError, ValueError, NotImplementedError, AssertionError) as error:
             raise BadBackbone(f"backbone {name} cannot be made with {options}: {error}") from error
-        self.name = name
+        self.name, self.output_stride = name, output_stride
         data = timm.data.resolve_model_data_config(self.model)
         self.size = size or tuple(data["input_size"][1:])
         self.num_features: int = self.model.num_features

@@ -1,0 +1,142 @@
+"""The attribute detector: which words describe a picture, by a backbone and the noisy-OR of its cells (chapter 2 of
+the thesis, after Fang et al., 2015)."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from safetensors.torch import save as serialize
+from torch import Tensor, nn
+
+from tools import files
+from tools.captioning.noisy_or import NoisyOrHead, noisy_or
+from tools.captioning.score import BadFile
+from tools.captioning.timm_backbone import BadBackbone, TimmBackbone, in_json, read_weights
+
+Attributes = list[list[Any]]  # [word, probability], the most probable first
+
+
+class AttributeDetector(nn.Module):
+    """Logits of every word in every cell of a picture.
+
+    Args:
+        backbone: Gives the map.
+        words: The vocabulary, K words.
+    """
+
+    def __init__(self, backbone: TimmBackbone, words: Sequence[str]) -> None:
+        super().__init__()
+        self.backbone, self.words = backbone, list(words)
+        self.head = NoisyOrHead(backbone.num_features, len(self.words))
+
+    def forward(self, images: Tensor) -> Tensor:
+        """
+        Args:
+            images (Tensor[B, 3, H, W]): Of :meth:`TimmBackbone.prepare`.
+
+        Returns:
+            (Tensor[B, K, h, w]).
+        """
+        return self.head(self.backbone(images))
+
+    @torch.inference_mode()
+    def probabilities(self, images: Tensor) -> Tensor:
+        """(Tensor[B, K]) of prepared images."""
+        return noisy_or(self(images))[0].exp()
+
+    def predict(self, pictures: Iterable[Image.Image], number: int = 20) -> list[Attributes]:
+        """The most probable words of each picture, in evaluation mode."""
+        self.eval()
+        device = self.head.classifier.weight.device
+        images = torch.stack([self.backbone.prepare(picture) for picture in pictures]).to(device)
+        return [top(own, self.words, number) for own in self.probabilities(images).cpu()]
+
+    def save(self, path: Path, **facts: Any) -> None:
+        """Write ``.safetensors``; the metadata tell what :func:`load_detector` needs, and ``facts``."""
+        metadata = dict(model=self.backbone.name, size=self.backbone.size, words=self.words, format="pt")
+        metadata["output_stride"] = self.backbone.output_stride
+        tensors = {key: value.detach().cpu().contiguous() for key, value in self.state_dict().items()}
+        content = serialize(tensors, in_json(**metadata, **facts))
+        files.write(path, lambda partial: partial.write_bytes(content))
+
+
+def load_detector(path: Path, device: str | torch.device = "cpu") -> AttributeDetector:
+    """A detector of a file that :meth:`AttributeDetector.save` wrote, in evaluation mode.
+
+    Raises:
+        BadFile: the file cannot be read, or is something else.
+        BadBackbone: its backbone cannot be made.
+    """
+    weights, metadata = read_weights(path)
+    missing = [key for key in ("model", "size", "words", "output_stride") if key not in metadata]
+    if missing:
+        raise BadFile(f"{path} is not of an attribute detector: its metadata lack {', '.join(missing)}")
+    size = tuple(json.loads(metadata["size"]))
+    backbone = TimmBackbone(metadata["model"], size, json.loads(metadata["output_stride"]))
+    detector = AttributeDetector(backbone, json.loads(metadata["words"]))
+    try:
+        detector.load_state_dict(weights)
+    except RuntimeError as error:
+        raise BadBackbone(f"{path} does not fit {metadata['model']}: {error}"[:500]) from error
+    return detector.to(device).eval()
+
+
+def top(probabilities: Tensor, words: Sequence[str], number: int) -> Attributes:
+    """The most probable words of one picture."""
+    best = probabilities.topk(min(number, len(words)))
+    return [[words[k], round(p, 6)] for p, k in zip(best.values.tolist(), best.indices.tolist())]
+
+
+def frequent_words(
+    captions: Iterable[Sequence[Sequence[str]]], number: int, least: int = 1, skip: Iterable[str] = ()
+) -> list[str]:
+    """The most frequent words of the captions, of as frequent ones in the order of the alphabet.
+
+    Args:
+        captions: Of each image, as words.
+        number: How many words at most.
+        least: How often a word must occur.
+        skip: Words that are left out.
+    """
+    counts = Counter(word for own in captions for caption in own for word in caption)
+    for word in skip:
+        counts.pop(word, None)
+    kept = [word for word in counts if counts[word] >= least]
+    return sorted(kept, key=lambda word: (-counts[word], word))[:number]
+
+
+def labels(captions: Iterable[Sequence[Sequence[str]]], words: Sequence[str]) -> Tensor:
+    """(N, K): 1 where one of an image's captions has the word, else 0."""
+    index = {word: k for k, word in enumerate(words)}
+    rows = [{index[word] for caption in own for word in caption if word in index} for own in captions]
+    found = torch.zeros(len(rows), len(words), dtype=torch.uint8)
+    for i, row in enumerate(rows):
+        found[i, list(row)] = 1
+    return found
+
+
+def average_precision(scores: np.ndarray, targets: np.ndarray) -> np.ndarray:
+    """Area under the precision-recall steps of each word: Σ (R_n − R_{n−1}) P_n, images of equal score at once.
+
+    Args:
+        scores: (N, K).
+        targets: (N, K), 0 or 1.
+
+    Returns:
+        (K,), NaN for a word that describes no image.
+    """
+    found = np.full(scores.shape[1], np.nan)
+    for k in np.flatnonzero(targets.any(0)):
+        order = np.argsort(-scores[:, k], kind="stable")
+        ranked = scores[order, k]
+        last = np.flatnonzero(np.append(ranked[1:] != ranked[:-1], True))  # of each run of equal scores
+        hits = np.cumsum(targets[order, k], dtype=np.int64)[last]
+        found[k] = (np.diff(hits, prepend=0) / hits[-1] * (hits / (last + 1))).sum()
+    return found

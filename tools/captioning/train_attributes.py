@@ -1,0 +1,408 @@
+"""Trains the attribute detector on pictures with captions, and writes the attributes that the captioner reads.
+
+::
+
+    python -m tools.captioning.train_attributes data/scenes work_dirs/attributes \\
+        --backbone resnet10t --no-pretrained --size 96 --epochs 30
+
+The words are the ``--words`` most frequent ones of the captions to train on, those that occur at least
+``--min-word-count`` times (as the captioning task counts); stop words stay unless ``--skip-words`` names them. An
+image has a word where one of its captions has it. Loss: binary cross-entropy of p = 1 − Π(1 − p_cell), the noisy-OR
+over the cells of the backbone's last map (Fang et al., 2015). Pictures are stretched to ``--size`` and moved by up to
+``--shift`` of it, not mirrored: captions tell left from right.
+
+DATA holds ``images/``, ``annotations/captions.json`` (COCO's format) and ``annotations/split.json`` (Karpathy's); an
+option for each gives another path. The backbone starts with timm's weights (a download; resnet50 unless ``--backbone``
+says otherwise), with those of ``--weights FILE``, or with ``--no-pretrained`` from nothing, which suits a small one.
+
+OUT gets ``best.safetensors`` (of the epoch with the best mAP over words on ``val``), ``last.pth`` (for ``--resume``),
+``log.json``, and in the end ``attributes.json``: the ``--top`` most probable words of every image of the split file,
+``{image id: [[word, probability], ...]}``. ``--predict`` writes the latter anew, without training.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from tools import files
+from tools.captioning.attributes import AttributeDetector, average_precision, frequent_words, labels, load_detector, top
+from tools.captioning.image_list import ListedImage, listed_images
+from tools.captioning.noisy_or import noisy_or, noisy_or_loss
+from tools.captioning.score import BadFile
+from tools.captioning.timm_backbone import BadBackbone, TimmBackbone
+from tools.pictures import BadPicture, open_picture
+
+# What a resumed training may not change.
+FIXED = (
+    "backbone", "size", "output_stride", "weights", "no_pretrained", "words", "min_word_count", "skip_words", "epochs",
+    "batch_size", "lr", "weight_decay", "shift", "seed",
+)  # fmt: skip
+TRAINING, VALIDATION = ("train", "restval"), ("val",)
+
+
+class BadOption(ValueError):
+    """An option that cannot be meant."""
+
+
+class Pictures(Dataset):
+    """Prepared pictures with their labels; None for a broken one that is to be skipped.
+
+    Args:
+        images: Where they are.
+        targets: (N, K).
+        backbone: Prepares them.
+        shift: By which share of the sides they are moved at most, at random.
+        skip: Leave out broken pictures.
+    """
+
+    def __init__(
+        self, images: Sequence[ListedImage], targets: Tensor, backbone: TimmBackbone, shift: float, skip: bool
+    ) -> None:
+        self.images, self.targets, self.backbone = images, targets, backbone
+        self.shift, self.skip, self.epoch = shift, skip, (0, 0)
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> tuple[int, Tensor, Tensor] | None:
+        image = self.images[index]
+        try:
+            picture = open_picture(image.path)
+        except BadPicture as error:
+            if self.skip:
+                print(f"skipped image {image.id}: {error}", file=sys.stderr, flush=True)
+                return None
+            raise BadPicture(f"image {image.id}: {error} (--skip-invalid-samples leaves such out)") from error
+        x, y = np.random.default_rng((*self.epoch, index)).uniform(-self.shift, self.shift, 2)
+        return index, self.backbone.prepare(picture, (x, y)), self.targets[index]
+
+
+def collate(batch: list[tuple[int, Tensor, Tensor] | None]) -> tuple[Tensor, Tensor, Tensor] | None:
+    """A batch without what was skipped; None where nothing is left."""
+    good = [one for one in batch if one is not None]
+    if not good:
+        return None
+    indices, images, targets = zip(*good)
+    return torch.tensor(indices), torch.stack(images), torch.stack(targets)
+
+
+class Data:
+    """Pictures and captions, by part.
+
+    Raises:
+        BadFile: a file is missing or not such, a part is empty, or a picture that is needed is not there.
+    """
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        # The format belongs to the task, whose package imports fairseq: only here, not for those who load a detector.
+        from attn_plugins.fairseq.captioning_files import Problems, read_splits
+
+        folder = options.data
+        if not folder.is_dir():
+            raise BadFile(f"DATA {folder}: no such folder")
+        captions = _found("captions", options.captions, folder, "annotations/captions.json", "captions.json")
+        split = _found("split", options.split, folder, "annotations/split.json", "splits.json", "split.json")
+        pictures = options.images or (folder / "images" if (folder / "images").is_dir() else folder)
+        self.split = split
+        self.images = listed_images(pictures, captions, split)
+        missing = [image for image in self.images if not image.path.is_file()]
+        if missing and not options.skip_invalid_samples:
+            raise BadFile(
+                f"{split}: {len(missing)} of {len(self.images)} images have no picture, such as image "
+                f"{missing[0].id}: {missing[0].path} (--skip-invalid-samples leaves such out)"
+            )
+        for image in missing:
+            print(f"skipped image {image.id}: {image.path} does not exist", file=sys.stderr)
+        self.images = [image for image in self.images if image.path.is_file()]
+        parts = read_splits([captions], split, Problems(options.skip_invalid_samples))
+        self.captions = {image_id: own for part in parts.values() for image_id, own in part.items()}
+
+    def part(self, names: tuple[str, ...]) -> tuple[list[ListedImage], list[list[list[str]]]]:
+        """Images with captions, and the captions.
+
+        Raises:
+            BadFile: there is none.
+        """
+        images = [image for image in self.images if image.part in names and image.id in self.captions]
+        if not images:
+            there = ", ".join(sorted({image.part for image in self.images}))
+            raise BadFile(f"{self.split} has no image with captions in {' or '.join(names)}; its parts: {there}")
+        return images, [self.captions[image.id] for image in images]
+
+
+def _found(option: str, given: Path | None, folder: Path, *names: str) -> Path:
+    path = given or next(filter(Path.is_file, (folder / name for name in names)), None)
+    if path is None:
+        raise BadFile(f"--{option}: {folder} has no {' or '.join(names)}")
+    if not path.is_file():
+        raise BadFile(f"--{option}: {path} does not exist")
+    return path
+
+
+class Training:
+    """A training from its beginning or from where it stopped."""
+
+    def __init__(self, options: argparse.Namespace, data: Data, device: torch.device) -> None:
+        self.options, self.device = options, device
+        train, captions = data.part(TRAINING)
+        val, val_captions = data.part(VALIDATION)
+        words = frequent_words(captions, options.words, options.min_word_count, options.skip_words)
+        if not words:
+            raise BadFile(
+                f"no word is left: none of the captions to train on occurs {options.min_word_count} times "
+                f"(--min-word-count) and is not skipped"
+            )
+        torch.manual_seed(options.seed)
+        size = (options.size,) * 2 if options.size else None
+        backbone = TimmBackbone(options.backbone, size, options.output_stride)
+        state = self._state()
+        if state is None:
+            self._first_weights(backbone)
+        self.detector = AttributeDetector(backbone, words).to(device)
+        targets = labels(captions, words)
+        if state is None:
+            with torch.no_grad():
+                cells = backbone.eval()(torch.zeros(1, 3, *backbone.size, device=device))[0, 0].numel()
+            self.detector.head.start_at(targets.float().mean(0), cells)
+        skip = options.skip_invalid_samples
+        self.train = Pictures(train, targets, backbone, options.shift, skip)
+        self.val = Pictures(val, labels(val_captions, words), backbone, 0.0, skip)
+        decay = [p for p in self.detector.parameters() if p.ndim > 1]
+        other = [p for p in self.detector.parameters() if p.ndim <= 1]
+        groups: list[dict[str, Any]] = [dict(params=decay), dict(params=other, weight_decay=0.0)]
+        self.optimizer = torch.optim.AdamW(groups, options.lr, weight_decay=options.weight_decay)
+        self.steps = -(-len(train) // options.batch_size)
+        self.schedule = torch.optim.lr_scheduler.OneCycleLR(
+            self.optimizer, options.lr, options.epochs * self.steps, pct_start=0.1, cycle_momentum=False
+        )
+        self.rows: list[dict[str, float]] = []
+        if state is not None:
+            if state["vocabulary"] != words:
+                raise BadFile(f"{options.out / 'last.pth'} was trained on other captions: its words differ")
+            self.detector.load_state_dict(state["detector"])
+            self.optimizer.load_state_dict(state["optimizer"])
+            self.schedule.load_state_dict(state["schedule"])
+            self.rows = state["rows"]
+
+    def _first_weights(self, backbone: TimmBackbone) -> None:
+        if self.options.weights is not None:
+            backbone.load(self.options.weights)
+        elif not self.options.no_pretrained:
+            try:
+                backbone.load_pretrained()
+            except BadBackbone as error:
+                raise BadBackbone(
+                    f"{error}; give --weights FILE, or --no-pretrained with a small backbone, such as resnet10t"
+                ) from error
+
+    def _state(self) -> dict[str, Any] | None:
+        """What the last epoch left; None at the beginning."""
+        file = self.options.out / "last.pth"
+        if not file.is_file():
+            return None
+        if not self.options.resume:
+            raise BadOption(f"OUT {self.options.out} holds a training already: --resume goes on with it")
+        try:
+            state = torch.load(file, map_location="cpu", weights_only=True)
+            before = json.loads(state["options"])
+        except Exception as error:
+            raise BadFile(f"{file} cannot be read: {error}") from error
+        for name, value in json.loads(_fixed(self.options)).items():
+            if before.get(name) != value:
+                option = "--" + name.replace("_", "-")
+                raise BadOption(f"{file} was trained with {option} {before.get(name)}, but now it is {value}")
+        return state
+
+    def run(self) -> float:
+        """All epochs that are left; the best mAP.
+
+        Raises:
+            FloatingPointError: the loss is not finite.
+        """
+        frequencies = self.val.targets.float().mean(0)
+        chance = frequencies[frequencies > 0].mean().item()
+        print(
+            f"{len(self.train)} images to train on, {len(self.val)} to validate, {len(self.detector.words)} words; mAP "
+            f"of chance {100 * chance:.1f}",
+            flush=True,
+        )
+        for epoch in range(len(self.rows), self.options.epochs):
+            began = time.monotonic()
+            loss = self._epoch(epoch)
+            row = dict(epoch=epoch + 1, loss=loss, **self._validate(), seconds=round(time.monotonic() - began, 1))
+            best = max((other["map"] for other in self.rows), default=-1.0)
+            self.rows.append(row)
+            if row["map"] > best:
+                self.detector.save(self.options.out / "best.safetensors", map=row["map"], epoch=epoch + 1)
+            self._save()
+            print(
+                f"epoch {epoch + 1:>3}/{self.options.epochs}  loss {loss:.4f}  val loss {row['val_loss']:.4f}  "
+                f"mAP {100 * row['map']:.1f}  {row['seconds']:.0f} s",
+                flush=True,
+            )
+        return max(row["map"] for row in self.rows)
+
+    def _loader(self, pictures: Pictures, order: Sequence[int]) -> Any:
+        batch, workers = self.options.batch_size, self.options.workers
+        batches = [order[i : i + batch] for i in range(0, len(order), batch)]
+        return DataLoader(pictures, batch_sampler=batches, num_workers=workers, collate_fn=collate)  # type: ignore[arg-type]
+
+    def _epoch(self, number: int) -> float:
+        generator = torch.Generator().manual_seed(self.options.seed * 1_000_003 + number)
+        torch.manual_seed(self.options.seed * 1_000_003 + number)
+        self.train.epoch = (self.options.seed, number)
+        self.detector.train()
+        total, count = 0.0, 0
+        for batch in self._loader(self.train, torch.randperm(len(self.train), generator=generator).tolist()):
+            if batch is not None:
+                loss = noisy_or_loss(self.detector(batch[1].to(self.device)), batch[2].to(self.device))
+                if not loss.isfinite():
+                    raise FloatingPointError(f"the loss is {loss.item()} in epoch {number + 1}: try a smaller --lr")
+                self.optimizer.zero_grad()
+                loss.backward()
+                torch.nn.utils.clip_grad_norm_(self.detector.parameters(), 5.0)
+                self.optimizer.step()
+                total, count = total + loss.item() * len(batch[0]), count + len(batch[0])
+            self.schedule.step()
+        if count == 0:
+            raise BadFile("none of the pictures to train on can be read")
+        return total / count
+
+    @torch.inference_mode()
+    def _validate(self) -> dict[str, float]:
+        self.detector.eval()
+        scores, targets, losses = [], [], []
+        for batch in self._loader(self.val, range(len(self.val))):
+            if batch is not None:
+                logits = self.detector(batch[1].to(self.device))
+                scores.append(noisy_or(logits)[0].cpu().numpy())
+                targets.append(batch[2].numpy())
+                losses += [noisy_or_loss(logits, batch[2].to(self.device)).item()] * len(batch[0])
+        if not scores:
+            raise BadFile("none of the pictures to validate can be read")
+        precision = average_precision(np.concatenate(scores), np.concatenate(targets))
+        if np.isnan(precision).all():
+            raise BadFile("the captions to validate have none of the words")
+        return dict(val_loss=float(np.mean(losses)), map=float(np.nanmean(precision)))
+
+    def _save(self) -> None:
+        state = dict(options=_fixed(self.options), vocabulary=self.detector.words, rows=self.rows)
+        for name in ("detector", "optimizer", "schedule"):
+            state[name] = getattr(self, name).state_dict()
+        files.write(self.options.out / "last.pth", lambda partial: torch.save(state, partial))
+        files.write_text(self.options.out / "log.json", json.dumps(self.rows, indent=1) + "\n")
+
+
+def _fixed(options: argparse.Namespace) -> str:
+    return json.dumps({name: getattr(options, name) for name in FIXED}, default=str)
+
+
+def predict(options: argparse.Namespace, data: Data, device: torch.device) -> int:
+    """Write ``attributes.json`` of all images by the best weights; how many could not be read."""
+    weights = options.out / "best.safetensors"
+    detector = load_detector(weights, device)
+    if options.backbone_given and options.backbone != detector.backbone.name:
+        raise BadOption(f"{weights} holds a {detector.backbone.name}, but --backbone is {options.backbone}")
+    none = torch.zeros(len(data.images), 0)
+    pictures = Pictures(data.images, none, detector.backbone, 0.0, options.skip_invalid_samples)
+    loader: Any = DataLoader(pictures, options.batch_size, num_workers=options.workers, collate_fn=collate)
+    found: dict[str, list] = {}
+    for batch in filter(None, loader):
+        for index, own in zip(batch[0].tolist(), detector.probabilities(batch[1].to(device)).cpu()):
+            found[str(data.images[index].id)] = top(own, detector.words, options.top)
+    if not found:
+        raise BadFile("none of the pictures can be read")
+    out = options.out / "attributes.json"
+    files.write_text(out, json.dumps(found))
+    print(f"{out}: {len(found)} images, {len(next(iter(found.values())))} words each")
+    return len(data.images) - len(found)
+
+
+def parser() -> argparse.ArgumentParser:
+    """Of the command line."""
+    made = argparse.ArgumentParser(
+        prog="python -m tools.captioning.train_attributes",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    made.add_argument("data", type=Path, metavar="DATA")
+    made.add_argument("out", type=Path, metavar="OUT")
+    for name, text in (("captions", "in COCO's format"), ("split", "in Karpathy's format")):
+        made.add_argument(f"--{name}", type=Path, metavar="JSON", help=f"{text}, default: in DATA")
+    made.add_argument("--images", type=Path, metavar="DIR", help="default: DATA/images, else DATA")
+    made.add_argument("--backbone", metavar="NAME", help="of timm, default resnet50")
+    weights = made.add_mutually_exclusive_group()
+    weights.add_argument("--weights", type=Path, metavar="FILE", help="of the backbone, instead of timm's")
+    weights.add_argument("--no-pretrained", action="store_true", help="train from nothing")
+    made.add_argument("--size", type=int, metavar="PIXELS", help="side of the pictures, default: the backbone's own")
+    made.add_argument("--output-stride", type=int, metavar="PIXELS", help="of a cell, where the backbone can change it")
+    made.add_argument("--words", type=int, default=1000, help="default %(default)s")
+    made.add_argument("--min-word-count", type=int, default=5, help="default %(default)s")
+    made.add_argument("--skip-words", nargs="*", default=[], metavar="WORD", help="words that are no attributes")
+    made.add_argument("--epochs", type=int, default=20, help="default %(default)s")
+    made.add_argument("--batch-size", type=int, default=32, help="default %(default)s")
+    made.add_argument("--lr", type=float, help="default 0.002 with --no-pretrained, else 0.0002")
+    made.add_argument("--weight-decay", type=float, default=0.05, help="default %(default)s")
+    made.add_argument("--shift", type=float, default=0.1, help="share of a side, default %(default)s")
+    made.add_argument("--workers", type=int, default=0, help="processes that read pictures, default %(default)s")
+    made.add_argument("--device", help="default: cuda where there is one, else cpu")
+    made.add_argument("--seed", type=int, default=0, help="default %(default)s")
+    made.add_argument("--resume", action="store_true", help="go on where OUT's training stopped")
+    made.add_argument("--predict", action="store_true", help="only write attributes.json, by OUT/best.safetensors")
+    made.add_argument("--top", type=int, default=20, metavar="WORDS", help="of each image, default %(default)s")
+    made.add_argument(
+        "--skip-invalid-samples", action="store_true", help="leave out bad captions and pictures, with a line each"
+    )
+    return made
+
+
+def check(options: argparse.Namespace) -> None:
+    """Fill in defaults that depend on other options.
+
+    Raises:
+        BadOption: a value that cannot be meant.
+    """
+    for name in ("words", "min_word_count", "epochs", "batch_size", "top"):
+        if getattr(options, name) < 1:
+            raise BadOption(f"--{name.replace('_', '-')} must be at least 1, got {getattr(options, name)}")
+    if options.size is not None and options.size < 16:
+        raise BadOption(f"--size must be at least 16 pixels, got {options.size}")
+    if not 0 <= options.shift < 0.5:
+        raise BadOption(f"--shift must be from 0 to 0.5, got {options.shift}")
+    options.backbone_given = options.backbone is not None
+    options.backbone = options.backbone or "resnet50"
+    options.lr = options.lr or (2e-3 if options.no_pretrained else 2e-4)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parser().parse_args(arguments)
+    try:
+        check(options)
+        device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        data = Data(options)
+        if not options.predict:
+            best = Training(options, data, device).run()
+            print(f"best mAP {100 * best:.1f}")
+        predict(options, data, device)
+    except (ValueError, BadPicture, FloatingPointError) as error:
+        message = str(error).strip()
+        if isinstance(error, BadPicture):  # a loading process prepends its traceback
+            message = message.splitlines()[-1].removeprefix("tools.pictures.BadPicture: ")
+        print(f"train_attributes: {message}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
