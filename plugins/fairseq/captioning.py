@@ -68,6 +68,10 @@ class CaptioningConfig(FairseqDataclass):
             "most of them have"
         },
     )
+    one_caption_per_image: bool = field(
+        default=False,
+        metadata={"help": "in training too every image is a sample, not every caption (for --criterion self_critical)"},
+    )
     skip_invalid_samples: bool = field(
         default=False,
         metadata={"help": "leave out samples that are not valid, with a line in the log each, instead of an error"},
@@ -193,8 +197,14 @@ class CaptioningTask(FairseqTask):
         images = list(self._images(self.captions_of(split)))
         if not images:
             raise ValueError(f"no image of {split} is valid")
-        training = split == "train"
-        dataset = CaptioningDataset(images, self.regions, self.dictionary, training, self.cfg.skip_invalid_samples)
+        dataset = CaptioningDataset(
+            images,
+            self.regions,
+            self.dictionary,
+            training=split == "train",
+            skip=self.cfg.skip_invalid_samples,
+            one_caption=self.cfg.one_caption_per_image,
+        )
         self.datasets[split] = dataset
         skipped = self.problems.number - before
         logger.info(

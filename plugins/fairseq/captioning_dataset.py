@@ -70,6 +70,7 @@ class CaptioningDataset(FairseqDataset):
         training: Every caption is a sample, drawn in another order each epoch; otherwise every image, whose target is
             its first caption.
         skip: Leave an image out whose regions cannot be read, with a line in the log, instead of an error.
+        one_caption: In training too every image is a sample.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class CaptioningDataset(FairseqDataset):
         dictionary: Dictionary,
         training: bool = False,
         skip: bool = False,
+        one_caption: bool = False,
     ) -> None:
         super().__init__()
         self.regions, self.dictionary, self.training, self.skip = regions, dictionary, training, skip
@@ -90,7 +92,7 @@ class CaptioningDataset(FairseqDataset):
         counts = [len(image.captions) for image in images]
         self.image_of = np.repeat(np.arange(len(images)), counts)
         firsts = np.cumsum([0, *counts[:-1]])[: len(images)]
-        self.samples = np.arange(len(self.image_of)) if training else firsts
+        self.samples = np.arange(len(self.image_of)) if training and not one_caption else firsts
         self.lengths = self.captions.lengths[self.samples]
         self.region_counts = np.array([image.regions for image in images], np.int64)[self.image_of[self.samples]]
         # Shared by all workers, so that an image is reported once.

@@ -258,8 +258,21 @@ class EtaTransformerModel(FairseqEncoderDecoderModel):
         regions_padding_mask: Optional[Tensor] = None,
         **kwargs: Any,
     ) -> tuple[Tensor, dict[str, Any]]:
-        """Logits (B, T, V) of a batch of the task; shapes as of encoder and decoder."""
+        """Logits of a batch of the task; shapes as of encoder and decoder.
+
+        Args:
+            prev_output_tokens: (B, T), or (kB, T), k captions of each image in turn: images are encoded once.
+
+        Returns:
+            (B, T, V) or (kB, T, V).
+        """
         encoder_out = self.encoder(src_tokens, src_lengths, regions, regions_padding_mask)
+        images, captions = len(src_tokens), len(prev_output_tokens)
+        if captions != images:
+            if captions % images:
+                raise ValueError(f"prev_output_tokens must be of a multiple of {images} images, got {captions} rows")
+            rows = torch.arange(images, device=src_tokens.device).repeat_interleave(captions // images)
+            encoder_out = self.encoder.reorder_encoder_out(encoder_out, rows)
         return self.decoder(prev_output_tokens, encoder_out)
 
     def load_state_dict(self, state_dict: dict[str, Tensor], *args: Any, **kwargs: Any) -> Any:

@@ -1,0 +1,290 @@
+"""``self_critical``: the second stage of captioning, in which the model is rewarded for the captions it makes itself.
+
+The policy draws captions word by word, and the loss is -(r(drawn) - b) sum_t log p(w_t | w_<t), whose gradient is that
+of the expected reward -E[r]; b is the reward of the caption that greedy decoding makes, or the mean over the image's
+other drawn captions (Rennie et al., Self-critical sequence training for image captioning, 2017, Eq. 7 and 9; Luo, A
+better variant of self-critical sequence training, 2020). It is summed over words, and fairseq divides the sum by the
+number of drawn captions, over all workers and all batches of an update.
+
+Captions are drawn without dropout, as they are at inference, and the pass that has a gradient is without it too: else
+the gradient of the baseline's part is not zero on average, and since a greedy caption is mostly better than a drawn
+one, training drives the model away from what it knows. ``--dropout-in-loss`` has it nevertheless.
+The policy is what ``fairseq-generate`` searches: no padding, at least one word, an end at the latest after
+``--max-caption-length`` words; of the beginning of a sentence, which no caption shows, it makes none.
+
+To begin from a model trained by cross-entropy::
+
+    fairseq-train DATA --user-dir ... --task captioning --arch eta_transformer --criterion self_critical \\
+        --restore-file CE/checkpoint_best.pt --reset-optimizer --reset-lr-scheduler --reset-meters --reset-dataloader \\
+        --one-caption-per-image --best-checkpoint-metric reward --maximize-best-checkpoint-metric ...
+
+Shapes: B images, K captions of each (the greedy one first, where there is one), T words of the longest with its end,
+V words of the dictionary.
+"""
+
+# ruff: noqa: UP045  fairseq reads the types of the fields
+import logging
+from collections.abc import Hashable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Optional
+
+import numpy as np
+import torch
+from fairseq.criterions import FairseqCriterion, register_criterion
+from fairseq.dataclass import ChoiceEnum, FairseqDataclass
+from fairseq.logging import metrics
+from torch import Tensor
+
+from .caption_rewards import REWARDS, CiderD, reward
+from .captioning import CaptioningTask
+
+logger = logging.getLogger(__name__)
+BASELINES = ("greedy", "mean")
+END = "</s>"  # a word of its own to CIDEr-D, without which captions learn to break off; no reference holds it
+# What is logged: its name, and the number that the sum of all workers is divided by.
+LOGGED = {"reward": "captions", "baseline": "captions", "advantage": "captions", "length": "captions"}
+LOGGED |= {"entropy": "ntokens"}
+
+
+@contextmanager
+def _inference(model: Any) -> Iterator[None]:
+    """Without dropout; then in the mode that it was in."""
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)
+
+
+@dataclass
+class SelfCriticalConfig(FairseqDataclass):
+    """Options of the criterion."""
+
+    samples: int = field(default=1, metadata={"help": "captions drawn for an image"})
+    baseline: ChoiceEnum(BASELINES) = field(  # type: ignore[valid-type]
+        default="greedy",
+        metadata={"help": "what a caption must be better than: the greedy one, or the mean of the others drawn"},
+    )
+    reward: ChoiceEnum(REWARDS) = field(  # type: ignore[valid-type]
+        default="cider-d", metadata={"help": "score of a caption against those of its image"}
+    )
+    reward_cache: Optional[str] = field(
+        default=None, metadata={"help": "folder of the n-grams' frequencies in the captions to train on (DATA)"}
+    )
+    sampling_temperature: float = field(
+        default=1.0, metadata={"help": "what logits are divided by, in drawing and in the loss"}
+    )
+    dropout_in_loss: bool = field(
+        default=False,
+        metadata={"help": "have dropout in the pass with a gradient, though not in drawing; --baseline mean bears it"},
+    )
+    max_caption_length: int = field(default=20, metadata={"help": "words of a caption at most, without its end"})
+
+
+@register_criterion("self_critical", dataclass=SelfCriticalConfig)
+class SelfCriticalCriterion(FairseqCriterion):
+    """Self-critical sequence training of the task ``captioning``.
+
+    Logs the mean ``reward`` of drawn captions (in validation: of greedy ones, and ``loss`` is its negative), the mean
+    ``baseline`` and ``advantage``, words a caption (``length``) and the policy's ``entropy`` a word, in nats.
+
+    Raises:
+        ValueError: another task, or an option is out of its range.
+    """
+
+    def __init__(self, cfg: SelfCriticalConfig, task: Any) -> None:
+        super().__init__(task)
+        if not isinstance(task, CaptioningTask):
+            raise ValueError(f"--criterion self_critical needs --task captioning, got {type(task).__name__}")
+        for name in ("samples", "max_caption_length"):
+            if getattr(cfg, name) < 1:
+                raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(cfg, name)}")
+        if not 0 < cfg.sampling_temperature < float("inf"):
+            raise ValueError(f"--sampling-temperature must be positive, got {cfg.sampling_temperature}")
+        self.baseline, self.reward = str(cfg.baseline), str(cfg.reward)
+        if self.baseline not in BASELINES:
+            raise ValueError(f"--baseline must be one of {', '.join(BASELINES)}, got {self.baseline!r}")
+        if self.reward not in REWARDS:
+            raise ValueError(f"--reward must be one of {', '.join(REWARDS)}, got {self.reward!r}")
+        if self.baseline == "mean" and cfg.samples < 2:
+            raise ValueError("--baseline mean is of an image's other captions: --samples must be at least 2, got 1")
+        self.samples, self.max_length, self.temperature = cfg.samples, cfg.max_caption_length, cfg.sampling_temperature
+        self.dropout_in_loss = cfg.dropout_in_loss
+        self.dictionary = task.target_dictionary
+        self.frequencies = None
+        if self.reward == "cider-d":
+            training = task.captions_of("train")
+            references: dict[Hashable, list[str]] = {
+                image_id: [" ".join(words) for words in captions] for image_id, captions in training.items()
+            }
+            self.frequencies = CiderD(references, cache_dir=cfg.reward_cache or task.cfg.data, end=END).frequencies
+            logger.info("CIDEr-D weighs n-grams by the captions of %d images", self.frequencies.images)
+
+    def forward(self, model: Any, sample: dict[str, Any], reduce: bool = True) -> tuple[Tensor, int, dict[str, Any]]:
+        """The loss in training, the negative reward of greedy captions in validation.
+
+        Args:
+            model: An encoder and decoder whose ``prev_output_tokens`` may hold several rows of each image.
+            sample: A batch of the task.
+            reduce: Sum it; otherwise it is that of each caption.
+
+        Returns:
+            The loss, how many captions it is of, and what is logged.
+
+        Raises:
+            ValueError: the batch has no references.
+        """
+        if "references" not in sample:
+            raise ValueError("sample must have the references of its images: the dataset is not of the task captioning")
+        if not model.training:
+            return self._validation(model, sample, reduce)
+        greedy = int(self.baseline == "greedy")
+        captions = self.captions(model, sample["net_input"], greedy, self.samples)
+        rewards = self.rewards(sample, captions)
+        drawn = rewards[:, greedy:]
+        baseline = rewards[:, :1] if greedy else (drawn.sum(1, keepdims=True) - drawn) / (self.samples - 1)
+        advantage = drawn - baseline
+
+        target = captions[:, greedy:].flatten(0, 1)
+        with nullcontext() if self.dropout_in_loss else _inference(model):
+            log_p, entropy = self.log_probabilities(model, sample["net_input"], target)
+        loss = -torch.from_numpy(advantage).flatten().to(log_p) * log_p
+        number, words = len(target), int(target.ne(self.padding_idx).sum())
+        return (
+            (loss.sum() if reduce else loss),
+            number,
+            {
+                "loss": loss.detach().sum(),
+                "reward": float(drawn.sum()),
+                "baseline": float(np.broadcast_to(baseline, drawn.shape).sum()),
+                "advantage": float(advantage.sum()),
+                "length": self._words(target),
+                "entropy": entropy,
+                "captions": number,
+                "sample_size": number,
+                "nsentences": len(rewards),
+                "ntokens": words,
+            },
+        )
+
+    def _validation(self, model: Any, sample: dict[str, Any], reduce: bool) -> tuple[Tensor, int, dict[str, Any]]:
+        captions = self.captions(model, sample["net_input"], 1, 0)
+        rewards = self.rewards(sample, captions)
+        loss = -torch.from_numpy(rewards).flatten().to(captions.device, torch.float)
+        number = len(captions)
+        return (
+            (loss.sum() if reduce else loss),
+            number,
+            {
+                "loss": loss.sum(),
+                "reward": float(rewards.sum()),
+                "length": self._words(captions),
+                "captions": number,
+                "sample_size": number,
+                "nsentences": number,
+                "ntokens": int(captions.ne(self.padding_idx).sum()),
+            },
+        )
+
+    def _words(self, captions: Tensor) -> int:
+        """Of all of them, without their ends."""
+        return int((captions.ne(self.padding_idx) & captions.ne(self.dictionary.eos())).sum())
+
+    def _policy(self, logits: Tensor, first: Tensor) -> Tensor:
+        """Logits of what may be drawn, in float32: (N, V) and which are of a caption's first word, (N,) -> (N, V)."""
+        logits = logits.float() / self.temperature
+        logits[:, [self.padding_idx, self.dictionary.bos()]] = -torch.inf
+        logits[:, self.dictionary.eos()].masked_fill_(first, -torch.inf)
+        return logits
+
+    @torch.no_grad()
+    def captions(self, model: Any, net_input: Mapping[str, Any], greedy: int, samples: int) -> Tensor:
+        """Captions of every image, made together, word by word, without dropout.
+
+        Args:
+            model: The model; it is in the mode it was in when this ends.
+            net_input: The batch's.
+            greedy: 1: the first caption of every image is the greedy one; 0: there is none.
+            samples: How many more are drawn.
+
+        Returns:
+            (B, K, T): words, the end unless there are as many words as may be, padding.
+        """
+        pad, eos = self.padding_idx, self.dictionary.eos()
+        with _inference(model):
+            encoder_out = model.encoder(**{k: v for k, v in net_input.items() if k != "prev_output_tokens"})
+            B, K, device = len(net_input["src_tokens"]), greedy + samples, net_input["src_tokens"].device
+            rows = torch.arange(B, device=device).repeat_interleave(K)
+            encoder_out = model.encoder.reorder_encoder_out(encoder_out, rows)
+            longest = min(self.max_length, model.decoder.max_positions() - 1)
+            tokens = torch.full((B * K, longest + 1), pad, device=device)
+            tokens[:, 0] = eos
+            ended = torch.zeros(B * K, dtype=torch.bool, device=device)
+            state: dict[str, Any] = {}
+            for t in range(longest):
+                logits = model.decoder(tokens[:, : t + 1], encoder_out, incremental_state=state)[0][:, -1]
+                logits = self._policy(logits, torch.full_like(ended, t == 0)).view(B, K, -1)
+                if samples:  # the largest of logits with Gumbel noise is a draw, and no NaN stops the device
+                    noise = torch.empty_like(logits[:, greedy:]).exponential_()
+                    logits[:, greedy:] -= noise.clamp_min_(torch.finfo(noise.dtype).tiny).log_()
+                tokens[:, t + 1] = logits.argmax(-1).flatten().masked_fill_(ended, pad)
+                ended |= tokens[:, t + 1].eq(eos)
+                if ended.all():
+                    break
+        torch.clear_autocast_cache()  # it holds weights without a gradient, and would give them to the next pass
+        return tokens[:, 1 : t + 2].view(B, K, -1)
+
+    def rewards(self, sample: Mapping[str, Any], captions: Tensor) -> np.ndarray:
+        """(B, K, T) -> float64 (B, K)."""
+        references = dict(zip(sample["image_ids"], sample["references"]))
+        if self.frequencies is None:
+            score: Any = reward(self.reward, references)
+        else:
+            score = CiderD(references, self.frequencies, end=END)
+        B, K, _ = captions.shape
+        eos, symbols = self.dictionary.eos(), self.dictionary.symbols
+        texts = []
+        for row in captions.flatten(0, 1).tolist():
+            texts.append(" ".join(symbols[word] for word in row if word not in (eos, self.padding_idx)))
+        return score([image_id for image_id in sample["image_ids"] for _ in range(K)], texts).reshape(B, K)
+
+    def log_probabilities(self, model: Any, net_input: Mapping[str, Any], target: Tensor) -> tuple[Tensor, Tensor]:
+        """The log-probability of every caption, with a gradient, and the sum of the entropies of all their words.
+
+        Args:
+            model: The model.
+            net_input: The batch's, of B images.
+            target: (N, T) captions, N / B of each image in turn.
+
+        Returns:
+            (N,) and a number, both float32.
+        """
+        start = target.new_full((len(target), 1), self.dictionary.eos())
+        previous = torch.cat([start, target[:, :-1]], 1)
+        logits = model(**{**net_input, "prev_output_tokens": previous})[0]
+        caption, place = target.ne(self.padding_idx).nonzero(as_tuple=True)
+        log_p = self._policy(logits[caption, place], place.eq(0)).log_softmax(-1)
+        with torch.no_grad():
+            entropy = torch.special.entr(log_p.exp()).sum()
+        words = log_p.gather(1, target[caption, place].unsqueeze(1)).squeeze(1)
+        return words.new_zeros(len(target)).index_add(0, caption, words), entropy
+
+    @classmethod
+    def reduce_metrics(cls, logging_outputs: list[dict[str, Any]]) -> None:
+        """Means over workers and batches."""
+        total: dict[str, Any] = {}
+        for output in logging_outputs:
+            for name, value in output.items():
+                total[name] = total.get(name, 0) + value
+        if total.get("sample_size", 0):
+            metrics.log_scalar("loss", total["loss"] / total["sample_size"], total["sample_size"], round=3)
+            for name, divisor in LOGGED.items():
+                if name in total:
+                    metrics.log_scalar(name, total[name] / total[divisor], total[divisor], round=3)
+
+    @staticmethod
+    def logging_outputs_can_be_summed() -> bool:
+        """They can."""
+        return True

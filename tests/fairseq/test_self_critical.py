@@ -1,0 +1,349 @@
+"""The criterion ``self_critical``: what it draws, its gradient, and that rewards rise."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import re
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+pytest.importorskip("fairseq")
+
+from captioning_helpers import task_of, write_images
+from fairseq.logging import metrics
+from fairseq.sequence_generator import SequenceGenerator
+from fairseq_helpers import fairseq
+from test_captioning_model import build
+
+from attn_plugins.fairseq.caption_rewards import reward
+from attn_plugins.fairseq.self_critical import SelfCriticalConfig, SelfCriticalCriterion
+
+PAD, EOS = 1, 2
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory) -> Any:
+    task = task_of(write_images(tmp_path_factory.mktemp("images")), one_caption_per_image=True)
+    for split in ("train", "valid"):
+        task.load_dataset(split)
+    return task
+
+
+def batch(task: Any, number: int = 5, split: str = "train") -> dict[str, Any]:
+    """The first images of a split."""
+    dataset = task.dataset(split)
+    return dataset.collater([dataset[i] for i in range(min(number, len(dataset)))])
+
+
+def criterion_of(task: Any, **options: Any) -> SelfCriticalCriterion:
+    return SelfCriticalCriterion(SelfCriticalConfig(**options), task)
+
+
+def fitted(task: Any, updates: int = 25, dropout: float = 0.0) -> Any:
+    """A model that cross-entropy has taught something."""
+    model = build(task, dropout=dropout)
+    optimizer = torch.optim.Adam(model.parameters(), 0.01)
+    sample = batch(task, 99)
+    for _ in range(updates):
+        logits = model(**sample["net_input"])[0]
+        loss = F.cross_entropy(logits.flatten(0, 1), sample["target"].flatten(), ignore_index=1)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return model
+
+
+def gradients(model: Any) -> list[torch.Tensor]:
+    found = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    return found
+
+
+def next_word(model: Any, inputs: dict[str, Any], i: int, words: list[int], temperature: float = 1.0) -> torch.Tensor:
+    """Log-probabilities of what follows ``words`` in image i's caption, by the definition."""
+    one = {name: x if x is None else x[i : i + 1] for name, x in inputs.items()}
+    logits = model(**{**one, "prev_output_tokens": torch.tensor([[2, *words]])})[0][0, -1] / temperature
+    never = [0, 1] if words else [0, 1, 2]  # beginning and padding; the end of an empty caption
+    allowed = torch.tensor([word not in never for word in range(len(logits))])
+    return logits.masked_fill(~allowed, -torch.inf).log_softmax(-1)
+
+
+def text(task: Any, words: list[int]) -> str:
+    return " ".join(task.dictionary[word] for word in words if word not in (1, 2))
+
+
+def set_dropout(model: Any, p: float) -> None:
+    for module in model.modules():
+        if isinstance(getattr(module, "dropout", None), float):
+            module.dropout = p
+        elif isinstance(module, torch.nn.Dropout):
+            module.p = p
+
+
+@pytest.fixture(scope="module")
+def model(task) -> Any:
+    return fitted(task)
+
+
+@pytest.mark.parametrize(
+    "name, samples, baseline, temperature",
+    [
+        ("cider-d", 1, "greedy", 1.0),
+        ("cider-d", 3, "mean", 1.5),
+        ("bleu-4", 3, "greedy", 1.0),
+        ("rouge-l", 2, "mean", 1.0),
+    ],
+)
+def test_the_gradient_is_that_of_reinforce(task, model, name, samples, baseline, temperature):
+    """Caption by caption and word by word, without a cache or a batch."""
+    options = dict(samples=samples, baseline=baseline, sampling_temperature=temperature, max_caption_length=5)
+    criterion = criterion_of(task, reward=name, **options)
+    model, sample = copy.deepcopy(model).train(), batch(task)
+    set_dropout(model, 0.5)
+    torch.manual_seed(3)
+    loss, size, log = criterion(model, sample)
+    loss.backward()
+    found = gradients(model)
+    assert model.training
+    model.eval()
+
+    torch.manual_seed(3)
+    captions = criterion.captions(model, sample["net_input"], int(baseline == "greedy"), samples).tolist()
+    training = {image_id: [" ".join(c) for c in captions] for image_id, captions in task.captions_of("train").items()}
+    score = reward(name, training, end="</s>")
+    expected, advantages, lengths, entropy = torch.zeros(()), [], [], 0.0
+    for i, (image_id, made) in enumerate(zip(sample["image_ids"], captions)):
+        rewards = [score([image_id], [text(task, words)])[0] for words in made]
+        drawn = range(len(made))[1:] if baseline == "greedy" else range(len(made))
+        for k in drawn:
+            b = rewards[0] if baseline == "greedy" else sum(rewards[j] for j in drawn if j != k) / (samples - 1)
+            words = [word for word in made[k] if word != PAD]
+            for t, word in enumerate(words):
+                log_p = next_word(model, sample["net_input"], i, words[:t], temperature)
+                expected = expected - (rewards[k] - b) * log_p[word]
+                entropy -= sum(math.exp(p) * p for p in log_p.tolist() if p > -math.inf)
+            advantages.append(rewards[k] - b)
+            lengths.append(len(words) - (words[-1] == EOS))
+    assert max(map(abs, advantages)) > 0.02
+    assert size == log["sample_size"] == log["captions"] == len(advantages) == 5 * samples
+    assert log["advantage"] == pytest.approx(sum(advantages))
+    assert log["reward"] - log["baseline"] == pytest.approx(sum(advantages))
+    assert (log["length"], float(log["entropy"])) == (sum(lengths), pytest.approx(entropy, rel=1e-4))
+    torch.testing.assert_close(loss, expected, rtol=1e-4, atol=1e-5)
+    expected.backward()
+    for mine, right in zip(found, gradients(model)):
+        torch.testing.assert_close(mine, right, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("updates, longest", [(0, 6), (12, 3), (40, 20)])
+def test_greedy_captions_are_those_of_a_beam_of_one(task, updates, longest):
+    """Of a model without training, whose captions do not end, too; among them are drawn ones."""
+    model = fitted(task, updates, dropout=0.5).eval()
+    sample = batch(task, 99)
+    criterion = criterion_of(task, max_caption_length=longest)
+    found = criterion.captions(model, sample["net_input"], 1, 2)[:, 0].tolist()
+    generator = SequenceGenerator([model], task.dictionary, beam_size=1, max_len_b=longest)
+    with torch.no_grad():  # what no caption shows is never made
+        model.decoder.output_projection.bias[task.dictionary.bos()] = -1e4
+    right = [hypotheses[0]["tokens"].tolist() for hypotheses in generator.generate([model], sample)]
+    assert [[word for word in words if word != PAD] for words in found] == [words[:longest] for words in right]
+    assert len({len(words) for words in right}) >= (2 if updates == 12 else 1)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_captions_are_drawn_as_often_as_they_are_probable(task, temperature):
+    """Of an image all captions of at most two words, by Pearson's chi-squared statistic."""
+    model, sample, draws = build(task).train(), batch(task, 1), 20_000
+    criterion = criterion_of(task, sampling_temperature=temperature, max_caption_length=2)
+    torch.manual_seed(0)
+    found = Counter(map(tuple, criterion.captions(model, sample["net_input"], 0, draws)[0].tolist()))
+    assert model.training
+    expected = {}
+    for first, p in enumerate(next_word(model, sample["net_input"], 0, [], temperature).exp().tolist()):
+        if p:
+            then = next_word(model, sample["net_input"], 0, [first], temperature).exp().tolist()
+            expected.update({(first, second): draws * p * q for second, q in enumerate(then) if q})
+    words = len(task.dictionary)
+    assert len(expected) == (words - 3) * (words - 2)
+    assert found.keys() <= expected.keys()
+    statistic = sum((found[caption] - n) ** 2 / n for caption, n in expected.items())
+    freedom = len(expected) - 1
+    assert abs(statistic - freedom) < 5 * math.sqrt(2 * freedom)
+
+
+def test_nothing_follows_the_end(task, model):
+    captions = criterion_of(task).captions(model, batch(task, 99)["net_input"], 1, 3)
+    ended = captions.eq(EOS).cumsum(-1).gt(0)
+    assert ended[..., -1].any()
+    torch.testing.assert_close(captions.eq(PAD), ended & captions.ne(EOS))
+    assert captions.eq(EOS).sum(-1).max() == 1
+    assert captions.ne(PAD).any((0, 1)).all()  # no column is padding alone
+
+
+def test_images_are_encoded_once(task, model):
+    """k captions of each image in one call are what k calls give."""
+    inputs = batch(task, 3)["net_input"]
+    previous = torch.randint(4, 16, (6, 4))
+    found = model(**{**inputs, "prev_output_tokens": previous})[0]
+    for k in range(2):
+        torch.testing.assert_close(found[k::2], model(**{**inputs, "prev_output_tokens": previous[k::2]})[0])
+    with pytest.raises(ValueError, match="multiple of 3 images, got 4 rows"):
+        model(**{**inputs, "prev_output_tokens": previous[:4]})
+
+
+@pytest.mark.parametrize("options", [dict(samples=4), dict(samples=4, baseline="mean")], ids=["greedy", "mean"])
+def test_rewards_rise(task, model, options):
+    model, sample = copy.deepcopy(model), batch(task, 99)
+    set_dropout(model, 0.1)
+    torch.manual_seed(0)
+    criterion = criterion_of(task, **options)
+    optimizer = torch.optim.Adam(model.parameters(), 0.002)
+    before = criterion(model.eval(), sample)[2]["reward"] / len(sample["id"])
+    drawn = []
+    for _ in range(40):
+        loss, size, log = criterion(model.train(), sample)
+        (loss / size).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        drawn.append(log["reward"] / log["captions"])
+    after = criterion(model.eval(), sample)[2]["reward"] / len(sample["id"])
+    assert np.mean(drawn[-5:]) > np.mean(drawn[:5]) + 0.5
+    assert after > before + 0.5
+
+
+def test_validation_scores_greedy_captions(task, model):
+    """Of images that are not among those to train on, with the n-grams' frequencies of these."""
+    criterion, sample = criterion_of(task, samples=2), batch(task, 99, "valid")
+    with torch.no_grad():
+        loss, size, log = criterion(model.eval(), sample)
+        each = criterion(model, sample, reduce=False)[0]
+    captions = criterion.captions(model, sample["net_input"], 1, 0)[:, 0].tolist()
+    references = {name: [" ".join(c) for c in own] for name, own in task.captions_of("valid").items()}
+    training = [[" ".join(c) for c in own] for own in task.captions_of("train").values()]
+    score = reward("cider-d", {**dict(enumerate(training)), **references}, end="</s>")
+    score.frequencies = reward("cider-d", dict(enumerate(training)), end="</s>").frequencies
+    expected = score(sample["image_ids"], [text(task, words) for words in captions])
+    np.testing.assert_allclose(each, -expected, rtol=1e-5)
+    assert 0 < log["reward"] == pytest.approx(expected.sum()) == pytest.approx(-loss.item())
+    assert size == log["captions"] == len(sample["id"]) == 4
+
+
+def test_workers_sum(task, model):
+    """The mean of two workers' or batches' is by captions, and the entropy's by words."""
+    criterion = criterion_of(task)
+    logs = [criterion(copy.deepcopy(model).train(), batch(task, number))[2] for number in (2, 5)]
+    summed = {name: sum(log[name] for log in logs) for name in logs[0]}
+    assert criterion.logging_outputs_can_be_summed()
+    for outputs in logs, [summed]:
+        with metrics.aggregate(new_root=True) as found:
+            criterion.reduce_metrics(outputs)
+        values = found.get_smoothed_values()
+        assert values["reward"] - values["baseline"] == pytest.approx(values["advantage"], abs=2e-3)
+        assert values["reward"] == pytest.approx(summed["reward"] / 7, abs=1e-3)
+        assert values["length"] == pytest.approx(summed["length"] / 7, abs=1e-3)
+        assert values["entropy"] == pytest.approx(float(summed["entropy"]) / summed["ntokens"], abs=1e-3)
+
+
+def test_dropout_in_the_loss(task, model):
+    """With it the loss of the same captions is another one each time; without it never."""
+    model, sample, losses = copy.deepcopy(model).train(), batch(task), {}
+    set_dropout(model, 0.3)
+    captions = criterion_of(task, samples=2).captions(model, sample["net_input"], 1, 2)
+    for with_dropout in (False, True):
+        criterion = criterion_of(task, samples=2, dropout_in_loss=with_dropout)
+        criterion.captions = lambda *args: captions
+        losses[with_dropout] = {criterion(model, sample)[0].item() for _ in range(3)}
+    assert [len(found) for found in losses.values()] == [1, 3]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision(task, model, dtype):
+    """Under autocast every parameter has a gradient, though weights were cast before without one."""
+    model, sample = copy.deepcopy(model).train(), batch(task)
+    with torch.autocast("cpu", dtype):
+        loss = criterion_of(task, samples=2)(model, sample)[0]
+    loss.backward()
+    assert loss.dtype == torch.float
+    assert all(gradient.isfinite().all() for gradient in gradients(model))
+
+
+def test_logits_that_are_no_numbers(task, model):
+    """An update with them has a loss that fairseq refuses, not a crash of the device."""
+    model = copy.deepcopy(model).train()
+    with torch.no_grad():
+        model.decoder.output_projection.bias[5] = torch.nan
+    assert criterion_of(task)(model, batch(task))[0].isnan()
+
+
+def test_frequencies_are_kept(task, tmp_path):
+    criterion_of(task, reward_cache=str(tmp_path))
+    [path] = tmp_path.glob("cider-df-*.npz")
+    written = path.stat().st_mtime_ns
+    assert criterion_of(task, reward_cache=str(tmp_path)).frequencies.images == 16
+    assert path.stat().st_mtime_ns == written
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (dict(samples=0), "--samples must be at least 1, got 0"),
+        (dict(max_caption_length=0), "--max-caption-length must be at least 1, got 0"),
+        (dict(sampling_temperature=0.0), "--sampling-temperature must be positive, got 0.0"),
+        (dict(sampling_temperature=math.nan), "--sampling-temperature must be positive, got nan"),
+        (dict(reward="cider"), "--reward must be one of cider-d, bleu-4, rouge-l, got 'cider'"),
+        (dict(baseline="median"), "--baseline must be one of greedy, mean, got 'median'"),
+        (dict(baseline="mean"), "--samples must be at least 2, got 1"),
+    ],
+)
+def test_options_out_of_range(task, options, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        criterion_of(task, **options)
+
+
+def test_another_task_or_other_batches(task, model):
+    with pytest.raises(ValueError, match="needs --task captioning, got SimpleNamespace"):
+        criterion_of(SimpleNamespace(target_dictionary=task.dictionary))
+    sample = batch(task)
+    del sample["references"]
+    with pytest.raises(ValueError, match="must have the references"):
+        criterion_of(task)(model, sample)
+    sample = batch(task)
+    sample["references"][1] = []
+    with pytest.raises(ValueError, match=f"references of image {sample['image_ids'][1]} must be a non-empty list"):
+        criterion_of(task)(model, sample)
+
+
+def test_the_console_script(tmp_path):
+    """From a checkpoint of cross-entropy, with two batches an update; the best one has the greatest reward."""
+    data = write_images(tmp_path / "data")
+    options = [data, "--user-dir", "plugins/fairseq", "--task=captioning", "--min-word-count=1", "--cpu"]
+    options += ["--arch=eta_transformer_tiny", "--batch-size=8", "--optimizer=adam", "--num-workers=0"]
+    options += ["--no-progress-bar", "--no-epoch-checkpoints"]
+    first = ["--criterion=cross_entropy", "--lr=0.005", "--max-epoch=5"]
+    fairseq("train", *options, *first, "--save-dir", tmp_path / "first")
+    then = ["--criterion=self_critical", "--restore-file", tmp_path / "first/checkpoint_best.pt", "--lr=0.001"]
+    then += ["--reset-optimizer", "--reset-lr-scheduler", "--reset-meters", "--reset-dataloader"]
+    then += ["--one-caption-per-image", "--samples=2", "--baseline=mean", "--update-freq=2", "--max-epoch=6"]
+    then += ["--best-checkpoint-metric=reward", "--maximize-best-checkpoint-metric", "--log-format=json"]
+    log = fairseq("train", *options, *then, "--save-dir", tmp_path / "second")
+
+    lines = [json.loads(line) for line in re.findall(r"\| (?:train|valid) \| ({.*})$", log, re.M)]
+    train = [line for line in lines if "train_reward" in line]
+    valid = [float(line["valid_reward"]) for line in lines if "valid_reward" in line]
+    assert "train: 16 images, 16 samples" in log
+    assert len(train) == len(valid) == 6
+    assert train[-1]["train_num_updates"] == "6"
+    for name in "reward", "baseline", "advantage", "length", "entropy", "loss":
+        assert all(math.isfinite(float(line[f"train_{name}"])) for line in train)
+    assert 0 < float(train[0]["train_length"]) <= 20
+    best = torch.load(tmp_path / "second/checkpoint_best.pt", weights_only=True)
+    assert best["extra_state"]["val_loss"] == pytest.approx(max(valid), abs=1e-3)
+    assert len(list(data.glob("cider-df-*.npz"))) == 1
