@@ -3,11 +3,11 @@
 ::
 
     python -m tools.datasets.gettext_corpus data/gettext --download --bpe 3000
-    python -m tools.translation_study data/gettext OUT                          # nine attentions of spatial_transformer
+    python -m tools.translation_study data/gettext OUT                          # ten attentions of spatial_transformer
     python -m tools.translation_study data/gettext OUT --study alignment        # five scores of aligned_lstm
     python -m tools.translation_study data/gettext OUT --settings cross-1000 cross-0111
     python -m tools.translation_study data/gettext OUT --add 'range-7=--attention-range 7' --settings range-7
-    python -m tools.translation_study data/gettext OUT --train '--max-update 6000 --seed 2'
+    python -m tools.translation_study data/gettext OUT --train '--max-update 8000 --seed 2'
 
     OUT/bin                      of fairseq-preprocess
     OUT/SETTING/                 checkpoint_last.pt, train.log, generate.log, hypotheses.txt, result.json
@@ -43,7 +43,7 @@ USER_DIR = Path(__file__).resolve().parents[1] / "plugins" / "fairseq"
 TRAINING = (
     "--optimizer adam --adam-betas '(0.9, 0.98)' --lr 5e-3 --lr-scheduler inverse_sqrt --warmup-updates 400 "
     "--criterion label_smoothed_cross_entropy --label-smoothing 0.1 --dropout 0.1 --max-tokens 1000 "
-    "--max-update 1500 --seed 1"
+    "--max-update 4000 --seed 1"
 )
 # What the tool reads and keeps; not for the user to choose.
 HOUSEKEEPING = (
@@ -83,6 +83,7 @@ STUDIES = {
             "1111": f"{_self('1111')} --cross-attention 1111",
             "cross-1000": f"{_self('1111')} --cross-attention 1000",
             "cross-0111": f"{_self('1111')} --cross-attention 0111",
+            "cross-0010": f"{_self('1111')} --cross-attention 0010",
             "none": _self("none"),
             "0010": _self("0010"),
             "0110": _self("0110"),
