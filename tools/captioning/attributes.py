@@ -1,5 +1,8 @@
-"""The attribute detector: which words describe a picture, by a backbone and the noisy-OR of its cells (chapter 2 of
-the thesis, after Fang et al., 2015)."""
+"""The attribute detector: which words describe a picture, by a backbone and the noisy-OR of its cells.
+
+Chapter 2 of the thesis ("Visual & Semantic Features"), after Fang et al., From Captions to Visual Concepts and Back
+(2015).
+"""
 
 from __future__ import annotations
 

@@ -32,16 +32,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from tools import files
 from tools.captioning.attributes import AttributeDetector, average_precision, frequent_words, labels, load_detector, top
-from tools.captioning.image_list import ListedImage, listed_images
 from tools.captioning.noisy_or import noisy_or, noisy_or_loss
 from tools.captioning.score import BadFile
 from tools.captioning.timm_backbone import BadBackbone, TimmBackbone
-from tools.pictures import BadPicture, open_picture
+from tools.pictures import BadPicture
 
 # What a resumed training may not change.
 FIXED = (
@@ -53,101 +51,6 @@ TRAINING, VALIDATION = ("train", "restval"), ("val",)
 
 class BadOption(ValueError):
     """An option that cannot be meant."""
-
-
-class Pictures(Dataset):
-    """Prepared pictures with their labels; None for a broken one that is to be skipped.
-
-    Args:
-        images: Where they are.
-        targets: (N, K).
-        backbone: Prepares them.
-        shift: By which share of the sides they are moved at most, at random.
-        skip: Leave out broken pictures.
-    """
-
-    def __init__(
-        self, images: Sequence[ListedImage], targets: Tensor, backbone: TimmBackbone, shift: float, skip: bool
-    ) -> None:
-        self.images, self.targets, self.backbone = images, targets, backbone
-        self.shift, self.skip, self.epoch = shift, skip, (0, 0)
-
-    def __len__(self) -> int:
-        return len(self.images)
-
-    def __getitem__(self, index: int) -> tuple[int, Tensor, Tensor] | None:
-        image = self.images[index]
-        try:
-            picture = open_picture(image.path)
-        except BadPicture as error:
-            if self.skip:
-                print(f"skipped image {image.id}: {error}", file=sys.stderr, flush=True)
-                return None
-            raise BadPicture(f"image {image.id}: {error} (--skip-invalid-samples leaves such out)") from error
-        x, y = np.random.default_rng((*self.epoch, index)).uniform(-self.shift, self.shift, 2)
-        return index, self.backbone.prepare(picture, (x, y)), self.targets[index]
-
-
-def collate(batch: list[tuple[int, Tensor, Tensor] | None]) -> tuple[Tensor, Tensor, Tensor] | None:
-    """A batch without what was skipped; None where nothing is left."""
-    good = [one for one in batch if one is not None]
-    if not good:
-        return None
-    indices, images, targets = zip(*good)
-    return torch.tensor(indices), torch.stack(images), torch.stack(targets)
-
-
-class Data:
-    """Pictures and captions, by part.
-
-    Raises:
-        BadFile: a file is missing or not such, a part is empty, or a picture that is needed is not there.
-    """
-
-    def __init__(self, options: argparse.Namespace) -> None:
-        # The format belongs to the task, whose package imports fairseq: only here, not for those who load a detector.
-        from attn_plugins.fairseq.captioning_files import Problems, read_splits
-
-        folder = options.data
-        if not folder.is_dir():
-            raise BadFile(f"DATA {folder}: no such folder")
-        captions = _found("captions", options.captions, folder, "annotations/captions.json", "captions.json")
-        split = _found("split", options.split, folder, "annotations/split.json", "splits.json", "split.json")
-        pictures = options.images or (folder / "images" if (folder / "images").is_dir() else folder)
-        self.split = split
-        self.images = listed_images(pictures, captions, split)
-        missing = [image for image in self.images if not image.path.is_file()]
-        if missing and not options.skip_invalid_samples:
-            raise BadFile(
-                f"{split}: {len(missing)} of {len(self.images)} images have no picture, such as image "
-                f"{missing[0].id}: {missing[0].path} (--skip-invalid-samples leaves such out)"
-            )
-        for image in missing:
-            print(f"skipped image {image.id}: {image.path} does not exist", file=sys.stderr)
-        self.images = [image for image in self.images if image.path.is_file()]
-        parts = read_splits([captions], split, Problems(options.skip_invalid_samples))
-        self.captions = {image_id: own for part in parts.values() for image_id, own in part.items()}
-
-    def part(self, names: tuple[str, ...]) -> tuple[list[ListedImage], list[list[list[str]]]]:
-        """Images with captions, and the captions.
-
-        Raises:
-            BadFile: there is none.
-        """
-        images = [image for image in self.images if image.part in names and image.id in self.captions]
-        if not images:
-            there = ", ".join(sorted({image.part for image in self.images}))
-            raise BadFile(f"{self.split} has no image with captions in {' or '.join(names)}; its parts: {there}")
-        return images, [self.captions[image.id] for image in images]
-
-
-def _found(option: str, given: Path | None, folder: Path, *names: str) -> Path:
-    path = given or next(filter(Path.is_file, (folder / name for name in names)), None)
-    if path is None:
-        raise BadFile(f"--{option}: {folder} has no {' or '.join(names)}")
-    if not path.is_file():
-        raise BadFile(f"--{option}: {path} does not exist")
-    return path
 
 
 class Training:

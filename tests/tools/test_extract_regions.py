@@ -1,0 +1,352 @@
+"""Region features of tiny scenes by mmdet, torchvision and a grid; interruption, broken pictures."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch.nn import functional
+
+from attn_plugins.region_features import RegionFeatures
+from tools.captioning import extract_regions as tool
+from tools.captioning.regions import BadExtractor, Selection
+from tools.captioning.timm_backbone import TimmBackbone
+from tools.datasets.captioned_scenes import Recipe, build
+from tools.pictures import open_picture
+
+ROOT = Path(__file__).parents[2]
+GRID = ["--grid", "test_resnet", "--no-weights", "--size", "64", "--grid-size", "3"]
+TORCHVISION = ["--torchvision", "fasterrcnn_resnet50_fpn", "--no-weights", "--size", "64"]
+CONFIG = """
+_base_ = ["mmdet::faster_rcnn/faster-rcnn_r50_fpn_1x_coco.py", {block!r}]
+attention = dict(_base_.attention, attention_type="0010")
+model = dict(
+    backbone=dict(
+        base_channels=8, init_cfg=None, plugins=[dict(_base_.after_conv2, cfg=attention)], **_base_.deformable
+    ),
+    neck=dict(in_channels=[32, 64, 128, 256], out_channels=16),
+    rpn_head=dict(in_channels=16, feat_channels=16),
+    roi_head=dict(
+        bbox_roi_extractor=dict(out_channels=16), bbox_head=dict(in_channels=16, fc_out_channels=24, num_classes=10)
+    ),
+)
+test_pipeline = [
+    dict(type="LoadImageFromFile"),
+    dict(type="Resize", scale=(96, 64), keep_ratio=True),
+    dict(type="LoadAnnotations", with_bbox=True),
+    dict(type="PackDetInputs", meta_keys=("img_id", "ori_shape", "img_shape", "scale_factor")),
+]
+test_dataloader = dict(dataset=dict(pipeline=test_pipeline))
+"""
+CASCADE = """
+_base_ = "mmdet::cascade_rcnn/cascade-rcnn_r50_fpn_1x_coco.py"
+model = dict(
+    backbone=dict(base_channels=8, init_cfg=None),
+    neck=dict(in_channels=[32, 64, 128, 256], out_channels=16),
+    rpn_head=dict(in_channels=16, feat_channels=16),
+    roi_head=dict(
+        bbox_roi_extractor=dict(out_channels=16),
+        bbox_head=[dict(h, in_channels=16, fc_out_channels=24) for h in _base_.model.roi_head.bbox_head],
+    ),
+)
+test_pipeline = [
+    dict(type="LoadImageFromFile"), dict(type="Resize", scale=(96, 64), keep_ratio=True), dict(type="PackDetInputs"),
+]
+test_dataloader = dict(dataset=dict(pipeline=test_pipeline))
+"""
+
+
+@pytest.fixture(scope="module")
+def scenes(tmp_path_factory) -> Path:
+    """8 scenes, one of them of another shape."""
+    folder = tmp_path_factory.mktemp("scenes") / "set"
+    assert build(folder, Recipe(train=4, val=2, test=2, size=64, seed=1))
+    wide = folder / "images/000003.jpg"
+    open_picture(wide).crop((0, 10, 64, 50)).save(wide)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory) -> Path:
+    """A small Faster R-CNN with our attention."""
+    path = tmp_path_factory.mktemp("config") / "small.py"
+    path.write_text(CONFIG.format(block=str(ROOT / "configs/mmdet/empirical_attention/_base_/attended_block.py")))
+    return path
+
+
+def run(scenes: Path, out: Path, *options: str) -> int:
+    split = ["--split", str(scenes / "annotations/split.json")]
+    ids = [] if {"--split", "--captions"} & set(options) else split
+    return tool.main([str(scenes / "images"), str(out), *ids, "--device", "cpu", *map(str, options)])
+
+
+def content(path: Path) -> list[tuple]:
+    features = RegionFeatures(path)
+    return [(i, {name: array.tobytes() for name, array in features.regions(i).items()}) for i in features.image_ids]
+
+
+@pytest.mark.parametrize("way", ["grid", "torchvision", "mmdet"])
+def test_every_way_gives_regions_of_every_picture(way, scenes, config, tmp_path, capsys):
+    options = dict(grid=GRID, torchvision=TORCHVISION, mmdet=["--mmdet", str(config), "--no-weights"])[way]
+    out = tmp_path / "regions.npz"
+    assert run(scenes, out, *options, "--max-regions", "20", "--batch-size", "3") == 0
+    assert "8/8 images" in capsys.readouterr().out
+    found = RegionFeatures(out)
+    assert found.image_ids == list(range(1, 9))
+    assert found.feature_dim == dict(grid=TimmBackbone("test_resnet").num_features, torchvision=1024, mmdet=24)[way]
+    features = []
+    for image_id in found.image_ids:
+        regions = found.regions(image_id)
+        boxes, scores = regions["boxes"], regions["scores"]
+        assert len(boxes) == 9 if way == "grid" else 10 <= len(boxes) <= 20
+        assert (boxes >= 0).all()
+        assert (boxes <= 1).all()
+        assert (boxes[:, :2] < boxes[:, 2:]).all()
+        assert (np.diff(scores) <= 0).all()
+        assert (scores == 1).all() if way == "grid" else (scores < 1).all()
+        features.append(regions["features"])
+    assert not np.array_equal(features[0], features[1])
+    assert not (tmp_path / ".regions.npz.partial").exists()
+
+
+def test_grid_cells_are_pooled_from_the_part_of_the_picture_that_their_boxes_name(scenes, tmp_path):
+    out = tmp_path / "regions.npz"
+    assert run(scenes, out, *GRID, "--dtype", "float32") == 0
+    torch.manual_seed(0)
+    backbone = TimmBackbone("test_resnet", (64, 64)).eval()
+    picture = open_picture(scenes / "images/000001.jpg")
+    with torch.no_grad():
+        pooled = functional.adaptive_avg_pool2d(backbone(backbone.prepare(picture)[None]), 3)[0]
+    found = RegionFeatures(out).regions(1)
+    for row in range(3):
+        for column in range(3):
+            cell = 3 * row + column
+            np.testing.assert_allclose(found["features"][cell], pooled[:, row, column], atol=1e-5)
+            box = np.array([column, row, column + 1, row + 1]) / 3
+            np.testing.assert_allclose(found["boxes"][cell], box, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["test_vit", "test_convnext", "swin_tiny_patch4_window7_224"])
+def test_backbones_of_every_layout_give_maps(name):
+    backbone = TimmBackbone(name, (224, 224) if "swin" in name else (96, 96)).eval()
+    with torch.no_grad():
+        assert backbone(torch.randn(1, 3, *backbone.size)).shape[1] == backbone.num_features
+
+
+@pytest.mark.parametrize("kind", ["faster", "cascade"])
+def test_mmdet_features_are_what_the_classifier_reads_of_the_boxes(kind, scenes, config, tmp_path):
+    from mmdet.structures.bbox import bbox2roi
+
+    from tools.captioning.mmdet_regions import MmdetRegions
+
+    if kind == "cascade":
+        config = tmp_path / "cascade.py"
+        config.write_text(CASCADE)
+    extractor = MmdetRegions(config, Selection(maximum=15))
+    pictures = [open_picture(scenes / f"images/00000{n}.jpg") for n in (1, 3)]
+    prepared = [extractor.prepare(picture) for picture in pictures]
+    found = extractor(prepared)
+    head = extractor.model.roi_head
+    box_head = head.bbox_head[-1] if kind == "cascade" else head.bbox_head
+    with torch.no_grad():
+        data = extractor.model.data_preprocessor({k: [p[k] for p in prepared] for k in prepared[0]}, False)
+        maps = extractor.model.extract_feat(data["inputs"])
+        sizes = [sample.img_shape for sample in data["data_samples"]]
+        assert sizes == [(64, 64), (60, 96)]
+        boxes = [torch.tensor(f["boxes"]) * torch.tensor([w, h, w, h]) for f, (h, w) in zip(found, sizes)]
+        stage = (2,) if kind == "cascade" else ()
+        result = head._bbox_forward(*stage, maps, bbox2roi([b.float() for b in boxes]))
+        features = torch.cat([torch.from_numpy(f["features"]) for f in found])
+        torch.testing.assert_close(box_head.fc_cls(features), result["cls_score"], atol=1e-4, rtol=1e-4)
+    extractor.feature = "map"
+    for own, map_features in zip(found, extractor(prepared)):
+        np.testing.assert_array_equal(own["boxes"], map_features["boxes"])
+        assert map_features["features"].shape == (len(own["boxes"]), 16)
+
+
+def test_mmdet_takes_its_checkpoint_and_no_other(scenes, config, tmp_path, capsys):
+    from tools.captioning.mmdet_regions import MmdetRegions
+
+    trained = MmdetRegions(config, Selection(), seed=7).model.state_dict()
+    torch.save(dict(state_dict=trained), tmp_path / "trained.pth")
+    assert run(scenes, tmp_path / "a.npz", "--mmdet", config, tmp_path / "trained.pth") == 0
+    assert run(scenes, tmp_path / "b.npz", "--mmdet", config, "--no-weights", "--seed", "7") == 0
+    assert run(scenes, tmp_path / "c.npz", "--mmdet", config, "--no-weights", "--seed", "8") == 0
+    assert content(tmp_path / "a.npz") == content(tmp_path / "b.npz") != content(tmp_path / "c.npz")
+    trained.popitem()
+    torch.save(dict(state_dict=trained), tmp_path / "lacking.pth")
+    capsys.readouterr()
+    assert run(scenes, tmp_path / "d.npz", "--mmdet", config, tmp_path / "lacking.pth") == 2
+    assert "lacking.pth does not fit" in capsys.readouterr().err
+    one_stage = ROOT / "configs/mmdet/digits/atss_narrow-r50_fpn_digits.py"
+    assert run(scenes, tmp_path / "d.npz", "--mmdet", one_stage, "--no-weights") == 2
+    assert "must be a two-stage detector" in capsys.readouterr().err
+
+
+def overlap(a, b):
+    low, high = np.maximum(a[:2], b[:2]), np.minimum(a[2:], b[2:])
+    both = np.prod(np.clip(high - low, 0, None))
+    return both / (np.prod(a[2:] - a[:2]) + np.prod(b[2:] - b[:2]) - both)
+
+
+@pytest.mark.parametrize(
+    ("minimum", "maximum", "threshold"), [(1, 100, 0.6), (10, 100, 0.99), (2, 4, 0.1), (50, 60, 0)]
+)
+def test_selection_is_that_of_plain_loops(minimum, maximum, threshold):
+    rng = np.random.default_rng(0)
+    corners = rng.uniform(-10, 60, (40, 3, 2))
+    boxes = np.concatenate([corners, corners + rng.uniform(5, 50, (40, 3, 2))], 2)
+    scores = rng.uniform(0, 1, (40, 3)) ** 2
+    best = scores.argmax(1)
+    own = np.clip(boxes[np.arange(40), best], 0, [80, 50, 80, 50])
+    sides = (own[:, 2:] - own[:, :2]).min(1)
+    order = [i for i in np.argsort(-scores.max(1)) if sides[i] >= 1]
+    kept = []
+    for i in order:
+        if all(best[i] != best[k] or overlap(own[i], own[k]) <= 0.3 for k in kept):
+            kept.append(i)
+    number = np.clip(sum(scores[i].max() >= threshold for i in kept), minimum, maximum)
+    expected = sorted((kept + [i for i in order if i not in kept])[:number], key=lambda i: -scores[i].max())
+    found, confidence = Selection(minimum, maximum, threshold)(torch.tensor(boxes), torch.tensor(scores), 50, 80)
+    np.testing.assert_allclose(found, own[expected], rtol=1e-6)
+    np.testing.assert_allclose(confidence, scores.max(1)[expected], rtol=1e-6)
+
+
+def test_selection_without_proposals_is_the_whole_picture():
+    for scores in (torch.zeros(0, 5), torch.full((2, 5), float("nan"))):
+        boxes, confidence = Selection()(torch.zeros(len(scores), 5, 4), scores, 30, 40)
+        assert boxes.tolist() == [[0, 0, 40, 30]]
+        assert confidence.tolist() == [0]
+    with pytest.raises(BadExtractor, match="--min-regions must be from 1 to --max-regions, got 5 and 4"):
+        Selection(5, 4)
+
+
+KILLED = """
+import os, signal, sys
+from tools.captioning import extract_regions, grid_regions
+
+class Killed(grid_regions.GridRegions):
+    calls = 0
+    def __call__(self, batch):
+        Killed.calls += 1
+        if Killed.calls == 3:
+            assert not {"mmdet", "fairseq", "mmcv"} & set(sys.modules)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__call__(batch)
+
+grid_regions.GridRegions = Killed
+extract_regions.main(sys.argv[1:])
+"""
+
+
+def test_a_killed_run_goes_on_and_gives_the_same_file(scenes, tmp_path, capsys):
+    out, whole = tmp_path / "regions.npz", tmp_path / "whole.npz"
+    options = [*GRID, "--batch-size", "2", "--captions", str(scenes / "annotations/captions.json")]
+    command = [sys.executable, "-c", KILLED, str(scenes / "images"), str(out), *options, "--device", "cpu"]
+    assert subprocess.run(command, cwd=ROOT, capture_output=True, check=False).returncode == -signal.SIGKILL
+    assert not out.exists()
+    assert run(scenes, out, *options, "--seed", "1") == 2
+    assert "interrupted run with seed = 0, not 1: --restart begins anew" in capsys.readouterr().err
+    assert run(scenes, out, *options) == 0
+    assert "going on after 4 of 8 images" in capsys.readouterr().out
+    assert run(scenes, whole, *options) == 0
+    assert content(out) == content(whole)
+    assert run(scenes, out, *options) == 2
+    assert "--overwrite" in capsys.readouterr().err
+    assert run(scenes, out, *options, "--seed", "1", "--overwrite", "--restart") == 0
+    assert content(out) != content(whole)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_broken_pictures_are_named_and_the_others_are_there(workers, scenes, tmp_path, capsys):
+    folder = tmp_path / "set"
+    shutil.copytree(scenes, folder)
+    cut = folder / "images/000002.jpg"
+    cut.write_bytes(cut.read_bytes()[:900])
+    (folder / "images/000005.jpg").unlink()
+    (folder / "images/000006.jpg").write_text("no picture")
+    out = tmp_path / "regions.npz"
+    assert run(folder, out, *GRID, "--workers", str(workers)) == 1
+    assert RegionFeatures(out).image_ids == [1, 3, 4, 7, 8]
+    printed = capsys.readouterr().err
+    assert "000002.jpg (image 2): cannot be read as a picture: image file is truncated" in printed
+    assert "000005.jpg (image 5): no such file" in printed
+    assert "000006.jpg (image 6): cannot be read as a picture: cannot identify image file" in printed
+    assert "3 pictures were skipped" in printed
+
+
+def test_a_picture_that_fails_in_the_network_does_not_take_its_batch_along(scenes, tmp_path, capsys, monkeypatch):
+    from tools.captioning.grid_regions import GridRegions
+
+    network = GridRegions.__call__
+    odd = GridRegions("test_resnet", 3, "none", size=(64, 64)).prepare(open_picture(scenes / "images/000006.jpg"))
+
+    def fails(self, batch):
+        if any(torch.equal(one, odd) for one in batch):
+            raise RuntimeError("too odd")
+        return network(self, batch)
+
+    monkeypatch.setattr(GridRegions, "__call__", fails)
+    assert run(scenes, tmp_path / "regions.npz", *GRID) == 1
+    assert RegionFeatures(tmp_path / "regions.npz").image_ids == [1, 2, 3, 4, 5, 7, 8]
+    assert "image 6: RuntimeError: too odd" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("suffix", "package"), [("h5", "h5py"), ("lmdb", "lmdb")])
+def test_every_format_holds_the_same(suffix, package, scenes, tmp_path):
+    pytest.importorskip(package)
+    for name in (f"regions.{suffix}", "regions.npz"):
+        assert run(scenes, tmp_path / name, *GRID) == 0
+    assert content(tmp_path / f"regions.{suffix}") == content(tmp_path / "regions.npz")
+
+
+def test_without_captions_the_names_are_the_ids(scenes, tmp_path):
+    shutil.copy(scenes / "images/000001.jpg", tmp_path / "cat.jpg")
+    Image.new("L", (70, 30), 99).save(tmp_path / "grey.PNG")
+    (tmp_path / "notes.txt").write_text("not a picture")
+    out = tmp_path / "regions.npz"
+    assert tool.main([str(tmp_path), str(out), *GRID]) == 0
+    assert RegionFeatures(out).image_ids == ["cat", "grey"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--grid", "no_such_net", "--no-weights"], "must be a model of timm, got 'no_such_net'"),
+        ([*GRID[:-1], "0"], "--grid-size must be at least 1, got 0"),
+        (["--torchvision", "retinanet_resnet50_fpn"], "must be one of fasterrcnn_"),
+        (["--mmdet", "nowhere.py", "--no-weights"], "--mmdet nowhere.py cannot be read as a config"),
+        (["--mmdet", "x.py"], "--mmdet CONFIG needs a CHECKPOINT, or --no-weights"),
+        ([*TORCHVISION, "--nms", "2"], "--nms must be from 0 to 1, got 2"),
+        ([*GRID, "--batch-size", "0"], "--batch-size must be at least 1, got 0"),
+        ([*GRID, "--split", "nowhere.json"], "nowhere.json cannot be read"),
+        (["--grid", "test_resnet", "--checkpoint", "nowhere.pth"], "weights nowhere.pth: no such file"),
+    ],
+)
+def test_bad_options_are_told_before_anything_runs(options, message, scenes, tmp_path, capsys):
+    assert run(scenes, tmp_path / "regions.npz", *options) == 2
+    assert message in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_bad_lists_are_told(scenes, tmp_path, capsys):
+    captions = json.loads((scenes / "annotations/captions.json").read_text())
+    for n, change, message in [
+        (0, dict(images=captions["images"][:1] * 2), "an image is there twice"),
+        (1, dict(images=[]), "has no pictures"),
+        (2, dict(images=[dict(id=1, file_name="gone.jpg")]), "has none of the 1 pictures"),
+    ]:
+        file = tmp_path / f"{n}.json"
+        file.write_text(json.dumps({**captions, **change}))
+        assert run(scenes, tmp_path / "regions.npz", *GRID, "--captions", str(file)) == 2
+        assert message in capsys.readouterr().err
+    assert tool.main([str(tmp_path), str(tmp_path / "regions.csv"), *GRID]) == 2
+    assert "regions.csv" in capsys.readouterr().err
