@@ -50,16 +50,17 @@ class AttributeDetector(nn.Module):
         return self.head(self.backbone(images))
 
     @torch.inference_mode()
-    def probabilities(self, images: Tensor) -> Tensor:
-        """(Tensor[B, K]) of prepared images."""
-        return noisy_or(self(images))[0].exp()
+    def log_odds(self, images: Tensor) -> Tensor:
+        """(Tensor[B, K]), log p/(1 − p) of prepared images: it ranks also words whose p rounds to 1."""
+        log_p, log_not = noisy_or(self(images))
+        return log_p - log_not
 
     def predict(self, pictures: Iterable[Image.Image], number: int = 20) -> list[Attributes]:
         """The most probable words of each picture, in evaluation mode."""
         self.eval()
         device = self.head.classifier.weight.device
         images = torch.stack([self.backbone.prepare(picture) for picture in pictures]).to(device)
-        return [top(own, self.words, number) for own in self.probabilities(images).cpu()]
+        return [top(own, self.words, number) for own in self.log_odds(images).cpu()]
 
     def save(self, path: Path, **facts: Any) -> None:
         """Write ``.safetensors``; the metadata tell what :func:`load_detector` needs, and ``facts``."""
@@ -91,10 +92,10 @@ def load_detector(path: Path, device: str | torch.device = "cpu") -> AttributeDe
     return detector.to(device).eval()
 
 
-def top(probabilities: Tensor, words: Sequence[str], number: int) -> Attributes:
-    """The most probable words of one picture."""
-    best = probabilities.topk(min(number, len(words)))
-    return [[words[k], round(p, 6)] for p, k in zip(best.values.tolist(), best.indices.tolist())]
+def top(log_odds: Tensor, words: Sequence[str], number: int) -> Attributes:
+    """The most probable words of one picture; ``log_odds`` (Tensor[K])."""
+    values, order = log_odds.sort(descending=True, stable=True)
+    return [[words[k], round(p, 6)] for p, k in zip(values[:number].sigmoid().tolist(), order[:number].tolist())]
 
 
 def frequent_words(

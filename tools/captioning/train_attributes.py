@@ -190,7 +190,8 @@ class Training:
         for batch in self._loader(self.val, range(len(self.val))):
             if batch is not None:
                 logits = self.detector(batch[1].to(self.device))
-                scores.append(noisy_or(logits)[0].cpu().numpy())
+                log_p, log_not = noisy_or(logits)
+                scores.append((log_p - log_not).cpu().numpy())
                 targets.append(batch[2].numpy())
                 losses += [noisy_or_loss(logits, batch[2].to(self.device)).item()] * len(batch[0])
         if not scores:
@@ -223,7 +224,7 @@ def predict(options: argparse.Namespace, data: Data, device: torch.device) -> in
     loader: Any = DataLoader(pictures, options.batch_size, num_workers=options.workers, collate_fn=collate)
     found: dict[str, list] = {}
     for batch in filter(None, loader):
-        for index, own in zip(batch[0].tolist(), detector.probabilities(batch[1].to(device)).cpu()):
+        for index, own in zip(batch[0].tolist(), detector.log_odds(batch[1].to(device)).cpu()):
             found[str(data.images[index].id)] = top(own, detector.words, options.top)
     if not found:
         raise BadFile("none of the pictures can be read")

@@ -1,0 +1,241 @@
+"""The attribute detector: noisy-OR against plain loops, training on tiny scenes, the file that the captioner reads."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from sklearn.metrics import average_precision_score
+
+from tools.captioning import extract_regions
+from tools.captioning import train_attributes as tool
+from tools.captioning.attributes import average_precision, frequent_words, labels, load_detector
+from tools.captioning.noisy_or import NoisyOrHead, noisy_or, noisy_or_loss
+from tools.datasets.captioned_scenes import Recipe, build
+from tools.pictures import open_picture
+
+SMALL = [
+    "--backbone",
+    "test_resnet",
+    "--no-pretrained",
+    "--size",
+    "64",
+    "--batch-size",
+    "8",
+    "--device",
+    "cpu",
+    "--lr",
+    "0.01",
+]
+
+
+@pytest.fixture(scope="module")
+def scenes(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("scenes") / "set"
+    assert build(folder, Recipe(train=24, val=6, test=4, size=64, seed=2))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trained(scenes, tmp_path_factory) -> Path:
+    """What a training of 8 epochs leaves."""
+    out = tmp_path_factory.mktemp("trained") / "out"
+    assert tool.main([str(scenes), str(out), *SMALL, "--epochs", "8"]) == 0
+    return out
+
+
+# The noisy-OR
+
+
+def test_noisy_or_is_one_minus_the_product_over_the_cells():
+    logits = torch.randn(3, 4, 2, 5, dtype=torch.float64) * 3
+    log_p, log_not = noisy_or(logits)
+    targets = torch.randint(0, 2, (3, 4))
+    total = 0.0
+    for b in range(3):
+        for k in range(4):
+            product = 1.0
+            for z in logits[b, k].flatten().tolist():
+                product *= 1 - 1 / (1 + np.exp(-z))
+            assert log_p[b, k].item() == pytest.approx(np.log(1 - product), rel=1e-9)
+            assert log_not[b, k].item() == pytest.approx(np.log(product), rel=1e-9)
+            total -= np.log(1 - product) if targets[b, k] else np.log(product)
+    assert noisy_or_loss(logits, targets).item() == pytest.approx(total / 12, rel=1e-9)
+
+
+def test_gradients_are_those_of_the_formula():
+    logits = (torch.randn(2, 3, 2, 2, dtype=torch.float64) * 4).requires_grad_()
+    targets = torch.randint(0, 2, (2, 3))
+    assert torch.autograd.gradcheck(lambda z: noisy_or_loss(z, targets), logits)
+    across = torch.tensor([-16.0, -14.0, -8.0, -6.5, 0.5, 18.0], dtype=torch.float64).view(1, 6, 1, 1).requires_grad_()
+    assert torch.autograd.gradcheck(lambda z: torch.stack(noisy_or(z)), across)  # on both sides of each switch
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("value", [-1e4, -200.0, -100.0, -15.0, -7.0, 0.0, 15.0, 100.0, 1e4])
+def test_loss_and_gradients_are_finite_and_right_at_saturation(value, dtype):
+    logits = torch.full((1, 2, 3, 3), value, dtype=dtype, requires_grad=True)
+    log_p, log_not = noisy_or(logits)
+    assert log_p.dtype == torch.float32
+    z = logits[0, 0, 0, 0].item()
+    s = 9 * (z + np.log1p(np.exp(-z)) if z > 0 else np.log1p(np.exp(z)))
+    expected = np.log(9) + z if z < -30 else np.log(-np.expm1(-s))
+    np.testing.assert_allclose(log_p.detach().numpy(), expected, rtol=2e-6, atol=1e-30)
+    np.testing.assert_allclose(log_not.detach().numpy(), -s, rtol=2e-6, atol=1e-38)
+    noisy_or_loss(logits, torch.tensor([[0, 1]])).backward()
+    assert logits.grad.isfinite().all()
+    if z < -30:  # a word that is missed wholly still pulls: its cells share a gradient of 1
+        np.testing.assert_allclose(logits.grad[0, 1].float().sum(), -0.5, rtol=1e-2)
+
+
+def test_head_begins_with_the_words_frequencies():
+    head = NoisyOrHead(8, 3)
+    torch.nn.init.zeros_(head.classifier.weight)
+    head.start_at(torch.tensor([0.02, 0.5, 0.97]), 12)
+    p = noisy_or(head(torch.randn(2, 8, 3, 4)))[0].exp()
+    torch.testing.assert_close(p, torch.tensor([[0.02, 0.5, 0.97]]).expand(2, 3))
+
+
+def test_average_precision_is_that_of_scikit_learn():
+    rng = np.random.default_rng(0)
+    scores, targets = rng.integers(0, 12, (40, 6)) / 7, rng.integers(0, 2, (40, 6))  # with ties
+    targets[:, 5] = 0
+    found = average_precision(scores, targets)
+    assert np.isnan(found[5])
+    for k in range(5):
+        assert found[k] == pytest.approx(average_precision_score(targets[:, k], scores[:, k]))
+
+
+def test_words_and_labels():
+    captions = [[["a", "cat"], ["a", "red", "cat"]], [["a", "dog"]]]
+    assert frequent_words(captions, 3) == ["a", "cat", "dog"]
+    assert frequent_words(captions, 9, least=2, skip=["a"]) == ["cat"]
+    assert labels(captions, ["cat", "dog", "a"]).tolist() == [[1, 0, 1], [0, 1, 1]]
+
+
+# The tool
+
+
+def test_training_lowers_the_loss_and_keeps_the_best(trained):
+    rows = json.loads((trained / "log.json").read_text())
+    assert [row["epoch"] for row in rows] == list(range(1, 9))
+    assert rows[-1]["loss"] < 0.95 * rows[0]["loss"]
+    assert all(0 < row["map"] <= 1 for row in rows)
+    best = max(rows, key=lambda row: row["map"])
+    from tools.captioning.timm_backbone import read_weights
+
+    _, metadata = read_weights(trained / "best.safetensors")
+    assert json.loads(metadata["map"]) == best["map"]
+    assert json.loads(metadata["epoch"]) == best["epoch"]
+
+
+def test_attributes_are_what_the_captioning_task_reads(trained, scenes):
+    from attn_plugins.fairseq.captioning_files import Problems, read_attributes, read_splits
+
+    found = read_attributes(trained / "attributes.json")
+    assert set(found) == {str(n) for n in range(1, 35)}
+    annotations = scenes / "annotations"
+    captions = read_splits([annotations / "captions.json"], annotations / "split.json", Problems(False))["train"]
+    counts = frequent_words(captions.values(), 1000, least=5)
+    for pairs in found.values():
+        assert len(pairs) == 20
+        assert {word for word, _ in pairs} <= set(counts)
+        assert all(0 <= p <= 1 for _, p in pairs)
+    assert json.loads((trained / "attributes.json").read_text())["3"] == [[word, p] for word, p in found["3"]]
+    detector = load_detector(trained / "best.safetensors")
+    again = detector.predict([open_picture(scenes / "images/000003.jpg")])[0]
+    assert {word for word, _ in again} == {word for word, _ in found["3"]}
+    np.testing.assert_allclose([p for _, p in again], [p for _, p in found["3"]], atol=2e-6)
+
+
+def test_an_interrupted_training_goes_on_to_the_same_weights(trained, scenes, tmp_path, monkeypatch, capsys):
+    out, epoch = tmp_path / "out", tool.Training._epoch
+
+    def interrupted(self, number):
+        if number == 2:
+            raise KeyboardInterrupt
+        return epoch(self, number)
+
+    arguments = [str(scenes), str(out), *SMALL, "--epochs", "8"]
+    with monkeypatch.context() as patch:
+        patch.setattr(tool.Training, "_epoch", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            tool.main(arguments)
+    assert tool.main(arguments) == 2
+    assert "--resume goes on with it" in capsys.readouterr().err
+    assert tool.main([*arguments, "--resume", "--lr", "0.1"]) == 2
+    assert "was trained with --lr 0.01, but now it is 0.1" in capsys.readouterr().err
+    assert tool.main([*arguments[:2], *SMALL, "--epochs", "8", "--backbone", "test_convnext", "--resume"]) == 2
+    assert "--backbone test_resnet, but now it is test_convnext" in capsys.readouterr().err
+    assert tool.main([*arguments, "--resume"]) == 0
+    ends = [torch.load(folder / "last.pth", weights_only=True)["detector"] for folder in (out, trained)]
+    assert ends[0].keys() == ends[1].keys()
+    for key in ends[0]:
+        torch.testing.assert_close(ends[0][key], ends[1][key])
+
+
+def test_predict_writes_the_attributes_anew(trained, scenes, tmp_path, capsys):
+    out = tmp_path / "out"
+    out.mkdir()
+    shutil.copy(trained / "best.safetensors", out)
+    assert tool.main([str(scenes), str(out), "--predict", "--top", "3", "--device", "cpu"]) == 0
+    few, many = (json.loads((folder / "attributes.json").read_text()) for folder in (out, trained))
+    assert {key: [w for w, _ in own] for key, own in few.items()} == {k: [w for w, _ in v[:3]] for k, v in many.items()}
+    assert tool.main([str(scenes), str(out), "--predict", "--backbone", "resnet18"]) == 2
+    assert "holds a test_resnet, but --backbone is resnet18" in capsys.readouterr().err
+    assert tool.main([str(scenes), str(tmp_path / "nothing"), "--predict"]) == 2
+    assert "no such file" in capsys.readouterr().err
+
+
+def test_its_backbone_gives_grid_features(trained, scenes, tmp_path, capsys):
+    grid = [str(scenes / "images"), str(tmp_path / "regions.npz"), "--size", "64", "--device", "cpu", "--checkpoint"]
+    weights = str(trained / "best.safetensors")
+    assert extract_regions.main([*grid, weights, "--grid", "test_resnet"]) == 0
+    assert extract_regions.main([*grid, weights, "--grid", "resnet18", "--overwrite"]) == 2
+    assert "holds a test_resnet, but the backbone is a resnet18" in capsys.readouterr().err
+
+
+def test_missing_and_broken_pictures(scenes, tmp_path, capsys):
+    folder = tmp_path / "set"
+    shutil.copytree(scenes, folder)
+    (folder / "images/000002.jpg").unlink()
+    arguments = [str(folder), str(tmp_path / "out"), *SMALL, "--epochs", "1"]
+    assert tool.main(arguments) == 2
+    assert "1 of 34 images have no picture, such as image 2: " in capsys.readouterr().err
+    shutil.copy(scenes / "images/000001.jpg", folder / "images/000002.jpg")
+    (folder / "images/000033.jpg").write_text("no picture")
+    assert tool.main([*arguments, "--workers", "1"]) == 2
+    assert "train_attributes: image 33: " in capsys.readouterr().err
+    assert tool.main([*arguments, "--resume", "--skip-invalid-samples"]) == 0
+    assert "skipped image 33: " in capsys.readouterr().err
+    assert set(json.loads((tmp_path / "out/attributes.json").read_text())) == {str(n) for n in range(1, 35)} - {"33"}
+
+
+def test_bad_input_is_told(scenes, tmp_path, capsys):
+    split = json.loads((scenes / "annotations/split.json").read_text())
+    for row in split["images"]:
+        row["split"] = {"train": "training"}.get(row["split"], row["split"])
+    (tmp_path / "split.json").write_text(json.dumps(split))
+    torch.save({"conv1.weight": torch.zeros(3)}, tmp_path / "other.pth")
+    weighted = [option for option in SMALL if option != "--no-pretrained"]
+    for options, message in [
+        (
+            [*SMALL, "--split", str(tmp_path / "split.json")],
+            "has no image with captions in train or restval; its parts",
+        ),
+        ([*SMALL, "--min-word-count", "9999"], "no word is left"),
+        ([*SMALL, "--captions", "nowhere.json"], "--captions: nowhere.json does not exist"),
+        ([*SMALL, "--images", str(tmp_path)], "has none of the 34 pictures"),
+        ([*SMALL, "--backbone", "no_such_net"], "must be a model of timm, got 'no_such_net'"),
+        ([*SMALL, "--shift", "0.7"], "--shift must be from 0 to 0.5, got 0.7"),
+        ([*weighted, "--weights", str(tmp_path / "other.pth")], "other.pth does not fit test_resnet"),
+        ([*SMALL, "--lr", "1e30", "--epochs", "2"], "the loss is"),
+    ]:
+        assert tool.main([str(scenes), str(tmp_path / "out"), *options]) == 2
+        assert message in capsys.readouterr().err
+    assert tool.main([str(tmp_path), str(tmp_path / "out"), *SMALL]) == 2
+    assert "has no annotations/captions.json or captions.json" in capsys.readouterr().err
