@@ -2,26 +2,27 @@
 
 ``python -m attn_plugins fairseq-dir`` prints where it lies in an installed package. What it does: the task
 ``captioning``, the criterion ``self_critical`` and the models ``aligned_lstm``, ``eta_transformer``,
-``spatial_transformer`` and ``spatial_transformer_lm`` are registered, and since fairseq's checkpoints may hold an
-``argparse.Namespace``, which ``torch.load`` (>= 2.6) refuses by default, it is declared safe, so that
-``fairseq-generate`` loads them without giving up safe loading.
+``spatial_transformer`` and ``spatial_transformer_lm`` are registered, and since ``torch.load`` (>= 2.6) refuses by
+default what is no tensor, ``argparse.Namespace``, which fairseq's checkpoints may hold, is declared safe, and so is
+what processes that resume send each other with a checkpoint. So ``fairseq-generate`` and ``fairseq-train`` load them
+without giving up safe loading.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections import defaultdict
+from typing import Any
 
 import torch
+from fairseq.distributed import utils as distributed_utils
+from omegaconf import AnyNode, DictConfig, ListConfig
+from omegaconf.base import ContainerMetadata, Metadata
 
 # Importing registers the models, the task and the criterion.
-from . import (  # noqa: F401
-    aligned_lstm,
-    captioning,
-    eta_transformer,
-    self_critical,
-    spatial_transformer,
-    spatial_transformer_lm,
-)
+from . import aligned_lstm, captioning, eta_transformer, self_critical, spatial_transformer, spatial_transformer_lm  # noqa: F401
 
 if hasattr(torch.serialization, "add_safe_globals"):  # torch >= 2.4; older ones load everything
-    torch.serialization.add_safe_globals([argparse.Namespace])
+    # Of a checkpoint that several processes resume, the first one sends the others its options and its tensors' places.
+    options = [DictConfig, ListConfig, AnyNode, ContainerMetadata, Metadata, defaultdict, dict, list, int, Any]
+    torch.serialization.add_safe_globals([argparse.Namespace, distributed_utils._TensorPlaceholder, *options])

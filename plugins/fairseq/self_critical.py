@@ -233,7 +233,7 @@ class SelfCriticalCriterion(FairseqCriterion):
                 ended |= tokens[:, t + 1].eq(eos)
                 if ended.all():
                     break
-        torch.clear_autocast_cache()  # it holds weights without a gradient, and would give them to the next pass
+        torch.clear_autocast_cache()  # older torch gives the next pass what it holds: weights without a gradient
         return tokens[:, 1 : t + 2].view(B, K, -1)
 
     def rewards(self, sample: Mapping[str, Any], captions: Tensor) -> np.ndarray:

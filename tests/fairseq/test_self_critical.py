@@ -6,6 +6,8 @@ import copy
 import json
 import math
 import re
+import subprocess
+import sys
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any
@@ -20,8 +22,10 @@ pytest.importorskip("fairseq")
 from captioning_helpers import task_of, write_images
 from fairseq.logging import metrics
 from fairseq.sequence_generator import SequenceGenerator
-from fairseq_helpers import fairseq
+from fairseq_cli import train
+from fairseq_helpers import ROOT
 from test_captioning_model import build
+from test_console_scripts import ENVIRONMENT, free_port, script
 
 from attn_plugins.fairseq.caption_rewards import reward
 from attn_plugins.fairseq.self_critical import SelfCriticalConfig, SelfCriticalCriterion
@@ -321,29 +325,42 @@ def test_another_task_or_other_batches(task, model):
         criterion_of(task)(model, sample)
 
 
-def test_the_console_script(tmp_path):
-    """From a checkpoint of cross-entropy, with two batches an update; the best one has the greatest reward."""
+def test_two_processes_continue_from_cross_entropy(tmp_path):
+    """With two batches an update, of which one process misses one; the best checkpoint has the greatest reward."""
     data = write_images(tmp_path / "data")
     options = [data, "--user-dir", "plugins/fairseq", "--task=captioning", "--min-word-count=1", "--cpu"]
-    options += ["--arch=eta_transformer_tiny", "--batch-size=8", "--optimizer=adam", "--num-workers=0"]
+    options += ["--arch=eta_transformer_tiny", "--batch-size=6", "--optimizer=adam", "--num-workers=0"]
     options += ["--no-progress-bar", "--no-epoch-checkpoints"]
     first = ["--criterion=cross_entropy", "--lr=0.005", "--max-epoch=5"]
-    fairseq("train", *options, *first, "--save-dir", tmp_path / "first")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(ROOT)
+        patch.setattr(sys, "argv", ["fairseq-train", *map(str, options), *first, f"--save-dir={tmp_path / 'first'}"])
+        train.cli_main()
     then = ["--criterion=self_critical", "--restore-file", tmp_path / "first/checkpoint_best.pt", "--lr=0.001"]
     then += ["--reset-optimizer", "--reset-lr-scheduler", "--reset-meters", "--reset-dataloader"]
     then += ["--one-caption-per-image", "--samples=2", "--baseline=mean", "--update-freq=2", "--max-epoch=6"]
     then += ["--best-checkpoint-metric=reward", "--maximize-best-checkpoint-metric", "--log-format=json"]
-    log = fairseq("train", *options, *then, "--save-dir", tmp_path / "second")
+    then += [f"--distributed-init-method=tcp://localhost:{free_port()}", "--distributed-world-size=2"]
+    then += ["--distributed-no-spawn", "--distributed-backend=gloo", "--ddp-backend=legacy_ddp"]
+    command = [script("train"), *options, *then, "--save-dir", tmp_path / "second"]
+    pipes: dict[str, Any] = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    ranks = [
+        subprocess.Popen([*map(str, command), f"--distributed-rank={rank}"], cwd=ROOT, env=ENVIRONMENT, **pipes)
+        for rank in range(2)
+    ]
+    logs = [process.communicate(timeout=300)[0] for process in ranks]
+    assert [process.returncode for process in ranks] == [0, 0], logs
+    log = logs[0]
 
     lines = [json.loads(line) for line in re.findall(r"\| (?:train|valid) \| ({.*})$", log, re.M)]
-    train = [line for line in lines if "train_reward" in line]
+    trained = [line for line in lines if "train_reward" in line]
     valid = [float(line["valid_reward"]) for line in lines if "valid_reward" in line]
     assert "train: 16 images, 16 samples" in log
-    assert len(train) == len(valid) == 6
-    assert train[-1]["train_num_updates"] == "6"
+    assert len(trained) == len(valid) == 6
+    assert trained[-1]["train_num_updates"] == "6"
     for name in "reward", "baseline", "advantage", "length", "entropy", "loss":
-        assert all(math.isfinite(float(line[f"train_{name}"])) for line in train)
-    assert 0 < float(train[0]["train_length"]) <= 20
+        assert all(math.isfinite(float(line[f"train_{name}"])) for line in trained)
+    assert 0 < float(trained[0]["train_length"]) <= 20
     best = torch.load(tmp_path / "second/checkpoint_best.pt", weights_only=True)
     assert best["extra_state"]["val_loss"] == pytest.approx(max(valid), abs=1e-3)
     assert len(list(data.glob("cider-df-*.npz"))) == 1
