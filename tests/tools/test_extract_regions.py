@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import timm
 import torch
 from PIL import Image
 from torch.nn import functional
@@ -19,6 +20,8 @@ from attn_plugins.region_features import RegionFeatures
 from tools.captioning import extract_regions as tool
 from tools.captioning.regions import BadExtractor, Selection
 from tools.captioning.timm_backbone import TimmBackbone
+from tools.classification.checkpoint import save_weights
+from tools.classification.config import Config
 from tools.datasets.captioned_scenes import Recipe, build
 from tools.pictures import open_picture
 
@@ -132,6 +135,19 @@ def test_grid_cells_are_pooled_from_the_part_of_the_picture_that_their_boxes_nam
             np.testing.assert_allclose(found["features"][cell], pooled[:, row, column], atol=1e-5)
             box = np.array([column, row, column + 1, row + 1]) / 3
             np.testing.assert_allclose(found["boxes"][cell], box, atol=1e-6)
+
+
+def test_a_trained_classifiers_weights_are_taken(scenes, tmp_path):
+    torch.manual_seed(3)
+    model = timm.create_model("test_resnet", num_classes=2)
+    save_weights(tmp_path / "best.safetensors", model, Config("test_resnet", input_size=(64, 64)), ["cat", "dog"])
+    weights = ["--checkpoint", str(tmp_path / "best.safetensors"), "--grid-size", "1", "--dtype", "float32"]
+    assert run(scenes, tmp_path / "regions.npz", "--grid", "test_resnet", *weights) == 0
+    prepared = TimmBackbone("test_resnet", (64, 64)).prepare(open_picture(scenes / "images/000002.jpg"))
+    with torch.no_grad():
+        expected = model.eval().forward_features(prepared[None]).mean((2, 3))
+    found = RegionFeatures(tmp_path / "regions.npz").regions(2)["features"]
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["test_vit", "test_convnext", "swin_tiny_patch4_window7_224"])

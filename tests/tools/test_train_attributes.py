@@ -11,6 +11,7 @@ import pytest
 import torch
 from sklearn.metrics import average_precision_score
 
+from attn_plugins.region_features import RegionFeatures
 from tools.captioning import extract_regions
 from tools.captioning import train_attributes as tool
 from tools.captioning.attributes import average_precision, frequent_words, labels, load_detector
@@ -192,9 +193,15 @@ def test_predict_writes_the_attributes_anew(trained, scenes, tmp_path, capsys):
 
 
 def test_its_backbone_gives_grid_features(trained, scenes, tmp_path, capsys):
-    grid = [str(scenes / "images"), str(tmp_path / "regions.npz"), "--size", "64", "--device", "cpu", "--checkpoint"]
+    out = tmp_path / "regions.npz"
+    grid = [str(scenes / "images"), str(out), "--device", "cpu", "--dtype", "float32", "--checkpoint"]
     weights = str(trained / "best.safetensors")
-    assert extract_regions.main([*grid, weights, "--grid", "test_resnet"]) == 0
+    assert extract_regions.main([*grid, weights, "--grid", "test_resnet", "--grid-size", "1"]) == 0
+    detector = load_detector(trained / "best.safetensors")
+    picture = detector.backbone.prepare(open_picture(scenes / "images/000005.jpg"))
+    with torch.no_grad():  # at the size that it was trained at, 64 pixels
+        expected = detector.backbone(picture[None]).mean((2, 3))
+    np.testing.assert_allclose(RegionFeatures(out).regions("000005")["features"], expected, rtol=1e-4, atol=1e-5)
     assert extract_regions.main([*grid, weights, "--grid", "resnet18", "--overwrite"]) == 2
     assert "holds a test_resnet, but the backbone is a resnet18" in capsys.readouterr().err
 

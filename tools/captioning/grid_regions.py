@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from tools.captioning.regions import BadExtractor, Regions, as_regions, seeded
-from tools.captioning.timm_backbone import BadBackbone, TimmBackbone
+from tools.captioning.timm_backbone import BadBackbone, TimmBackbone, read_weights
 
 
 class GridRegions:
@@ -22,7 +23,7 @@ class GridRegions:
         weights: ``"default"``: timm's; ``"none"``: random; else a file.
         device: Where the network runs.
         seed: Of random weights.
-        size: (H, W) in pixels; None: the model's own.
+        size: (H, W) in pixels; None: that of ``weights`` where the file tells it, else the model's own.
     """
 
     def __init__(
@@ -37,7 +38,12 @@ class GridRegions:
         if cells < 1:
             raise BadExtractor(f"--grid-size must be at least 1, got {cells}")
         seeded(seed)
-        self.backbone = TimmBackbone(name, size)
+        stride = None
+        if isinstance(weights, Path):  # as it was trained, where the file tells
+            metadata = read_weights(weights)[1]
+            size = size or json.loads(metadata.get("size", metadata.get("input_size", "null")))
+            stride = json.loads(metadata.get("output_stride", "null"))
+        self.backbone = TimmBackbone(name, None if size is None else (size[0], size[1]), stride)
         if isinstance(weights, Path):
             self.backbone.load(weights)
         elif weights == "default":
