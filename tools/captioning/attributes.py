@@ -64,7 +64,9 @@ class AttributeDetector(nn.Module):
 
     def save(self, path: Path, **facts: Any) -> None:
         """Write ``.safetensors``; the metadata tell what :func:`load_detector` needs, and ``facts``."""
-        metadata = dict(model=self.backbone.name, size=self.backbone.size, words=self.words, format="pt")
+        metadata: dict[str, Any] = dict(
+            model=self.backbone.name, size=self.backbone.size, words=self.words, format="pt"
+        )
         metadata["output_stride"] = self.backbone.output_stride
         tensors = {key: value.detach().cpu().contiguous() for key, value in self.state_dict().items()}
         content = serialize(tensors, in_json(**metadata, **facts))

@@ -76,6 +76,7 @@ class NoisyOrHead(nn.Module):
             cells: H·W.
         """
         miss = torch.log1p(-frequencies.double().clamp(1e-4, 1 - 1e-4)) / cells  # log(1 − p_cell)
+        assert self.classifier.bias is not None
         self.classifier.bias.copy_((-torch.expm1(miss)).log() - miss)
 
     def forward(self, features: Tensor) -> Tensor:
