@@ -6,6 +6,9 @@
 default what is no tensor, ``argparse.Namespace``, which fairseq's checkpoints may hold, is declared safe, and so is
 what processes that resume send each other with a checkpoint. So ``fairseq-generate`` and ``fairseq-train`` load them
 without giving up safe loading.
+
+Where the hook of ``attn_plugins.autoload`` is off, fairseq refuses the folder's name and asks for a unique one: a link
+to the folder, called otherwise, serves as ``--user-dir`` too.
 """
 
 from __future__ import annotations
@@ -20,7 +23,10 @@ from omegaconf import AnyNode, DictConfig, ListConfig
 from omegaconf.base import ContainerMetadata, Metadata
 
 # Importing registers the models, the task and the criterion.
-from . import aligned_lstm, captioning, eta_transformer, self_critical, spatial_transformer, spatial_transformer_lm  # noqa: F401
+if __name__ == "attn_plugins.fairseq":
+    from . import aligned_lstm, captioning, eta_transformer, self_critical, spatial_transformer, spatial_transformer_lm  # noqa: F401
+else:  # by a link, as a package of that name
+    import attn_plugins.fairseq  # noqa: F401
 
 if hasattr(torch.serialization, "add_safe_globals"):  # torch >= 2.4; older ones load everything
     # Of a checkpoint that several processes resume, the first one sends the others its options and its tensors' places.

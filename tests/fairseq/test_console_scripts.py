@@ -291,16 +291,19 @@ def test_checkpoints_that_cannot_be_averaged(trained, tmp_path, capsys):
     assert not (tmp_path / "average.pt").exists()
 
 
-def test_without_the_hook_a_folder_of_ones_own_registers_the_models(python, tmp_path):
-    """The documented way where the entry points of torch are switched off."""
-    folder = tmp_path / "my_plugins"
-    folder.mkdir()
-    (folder / "__init__.py").write_text("import attn_plugins.fairseq\n")
+def test_without_the_hook_a_link_of_another_name_registers_the_models(python, tmp_path):
+    """What fairseq asks for where the entry points of torch are switched off, or a folder that imports ours."""
+    (tmp_path / "attention").symlink_to(ROOT / "plugins/fairseq", target_is_directory=True)
+    (tmp_path / "my_plugins").mkdir()
+    (tmp_path / "my_plugins/__init__.py").write_text("import attn_plugins.fairseq\n")
     code = """
 import argparse
 from fairseq import utils
 from fairseq.models import MODEL_REGISTRY
-utils.import_user_module(argparse.Namespace(user_dir="my_plugins"))
-print("spatial_transformer" in MODEL_REGISTRY)
+found = []
+for folder in ("attention", "my_plugins"):
+    utils.import_user_module(argparse.Namespace(user_dir=folder))
+    found.append("spatial_transformer" in MODEL_REGISTRY)
+print(all(found))
 """
     assert python(code, TORCH_DEVICE_BACKEND_AUTOLOAD="0").stdout.splitlines()[-1] == "True"
