@@ -2,13 +2,14 @@
 
 The policy draws captions word by word, and the loss is -(r(drawn) - b) sum_t log p(w_t | w_<t), whose gradient is that
 of the expected reward -E[r]; b is the reward of the caption that greedy decoding makes, or the mean over the image's
-other drawn captions (Rennie et al., Self-critical sequence training for image captioning, 2017, Eq. 7 and 9; Luo, A
-better variant of self-critical sequence training, 2020). It is summed over words, and fairseq divides the sum by the
+other drawn captions (Rennie et al., Self-critical sequence training for image captioning, 2017; Luo, A better variant
+of self-critical sequence training, 2020). It is summed over words, and fairseq divides the sum by the
 number of drawn captions, over all workers and all batches of an update.
 
 Captions are drawn without dropout, as they are at inference, and the pass that has a gradient is without it too: else
 the gradient of the baseline's part is not zero on average, and since a greedy caption is mostly better than a drawn
 one, training drives the model away from what it knows. ``--dropout-in-loss`` has it nevertheless.
+
 The policy is what ``fairseq-generate`` searches: no padding, at least one word, an end at the latest after
 ``--max-caption-length`` words; of the beginning of a sentence, which no caption shows, it makes none.
 
