@@ -278,15 +278,16 @@ class MultiheadSpatialAttention(nn.Module):
         self, query: Tensor | None, value: Tensor, T: int, S: int, start: int, cache: SequenceCache | None
     ) -> Tensor | None:
         """ε2 + ε4 of all offsets that occur, or of those in range: (B, M, T, K), of size 1 where it depends on none."""
+        if self.position_proj is None and self.attention_range == -1:
+            return None
         if self.attention_range != -1:
             reach = self.attention_range // 2
         else:
             reach = start + T - 1
             if not self.causal:
-                reach = torch.sym_max(reach, S - 1 - start)
+                larger = max if torch.compiler.is_dynamo_compiling() else torch.sym_max  # each where it traces
+                reach = larger(reach, S - 1 - start)
         if self.position_proj is None:
-            if self.attention_range == -1:
-                return None
             return value.new_zeros(1, 1, 1, reach + 1 if self.causal else 2 * reach + 1).expand(-1, -1, T, -1)
         table = split_heads(self._encodings(self.position_proj, reach, cache).unsqueeze(0), self.num_heads)[0]
         v = None if self.position_bias is None else self._scaled(self.position_bias)

@@ -99,7 +99,7 @@ def test_dropout_drops_weights_in_training_alone():
         (dict(dropout=1.0), None, "dropout must be at least 0 and below 1"),
         ({}, dict(query=torch.zeros(2, 3, 5)), r"query must have shape \(B, T, 6\)"),
         ({}, dict(query=torch.zeros(2, 3, 6), key=torch.zeros(1, 3, 6)), "key must have query's batch size 2"),
-        ({}, dict(query=torch.zeros(2, 3, 6), cache=SequenceCache()), "cache needs causal=True or key"),
+        ({}, dict(query=torch.zeros(2, 3, 6), cache=SequenceCache()), "cache needs causal=True or a key"),
         (dict(causal=True), dict(query=torch.zeros(2, 3, 6), key=torch.zeros(2, 3, 6)), "key must be None with causal"),
     ],
 )

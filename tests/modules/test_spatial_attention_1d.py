@@ -271,6 +271,9 @@ def test_compile_and_export(attention_range, mode):
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager", dynamic=True)
     torch.testing.assert_close(compiled(*arguments), module(*arguments))
     torch.testing.assert_close(compiled(*longer), module(*longer))
+    torch._dynamo.reset()
+    static = torch.compile(module, fullgraph=True, backend="aot_eager", dynamic=False)
+    torch.testing.assert_close(static(*arguments), module(*arguments))
     exported = torch.export.export(module, arguments).module()
     torch.testing.assert_close(exported(*arguments), module(*arguments))
 
