@@ -14,7 +14,7 @@ from mmdet.structures.bbox import bbox2roi, get_box_tensor
 from mmdet.utils import get_test_pipeline_cfg
 from mmengine.config import Config
 from mmengine.dataset import Compose
-from mmengine.registry import DefaultScope, init_default_scope
+from mmengine.registry import DefaultScope
 from mmengine.runner import load_checkpoint
 from PIL import Image
 from torch import Tensor
@@ -48,10 +48,10 @@ class MmdetRegions:
             loaded = Config.fromfile(str(config))
         except Exception as error:  # a config is a program
             raise BadExtractor(f"--mmdet {config} cannot be read as a config: {error}") from error
-        if DefaultScope.get_current_instance() is None:
-            init_default_scope(loaded.get("default_scope", "mmdet"))
+        scope = loaded.get("default_scope", "mmdet")
         seeded(seed)
-        model: Any = MODELS.build(loaded.model)
+        with DefaultScope.overwrite_default_scope(scope):
+            model: Any = MODELS.build(loaded.model)
         head = getattr(model, "roi_head", None)
         if not isinstance(head, (StandardRoIHead, CascadeRoIHead)) or isinstance(head, SparseRoIHead):
             raise BadExtractor(
@@ -73,7 +73,8 @@ class MmdetRegions:
         if "LoadImage" not in steps[0]["type"]:
             raise BadExtractor(f"--mmdet {config}: its test pipeline must begin with loading an image, got {steps[0]}")
         steps[0] = dict(type="mmdet.LoadImageFromNDArray")
-        self.pipeline = Compose(steps)
+        with DefaultScope.overwrite_default_scope(scope):
+            self.pipeline = Compose(steps)
 
     def prepare(self, picture: Image.Image) -> Any:
         """What the test pipeline of the config makes of it."""
