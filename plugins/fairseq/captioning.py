@@ -22,9 +22,9 @@ from fairseq.dataclass import FairseqDataclass
 from fairseq.tasks import FairseqTask, register_task
 from omegaconf import MISSING
 
+from ..caption_files import SPLITS, Captions, ImageId, Problems, Words, described_by, read_attributes, read_splits
 from ..region_features import RegionFeatures
 from .captioning_dataset import CaptionedImage, CaptioningDataset
-from .captioning_files import SPLITS, Captions, ImageId, Problems, Words, described_by, read_attributes, read_splits
 
 logger = logging.getLogger(__name__)
 ORACLE_WORDS = 1000  # the thesis' labels are the most frequent ones (section 2.5.2)

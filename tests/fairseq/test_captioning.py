@@ -18,7 +18,7 @@ pytest.importorskip("fairseq")
 
 from captioning_helpers import COLOURS, D, change, task_of, write_images, write_json
 
-from attn_plugins.fairseq.captioning_files import described_by, words_of
+from attn_plugins.caption_files import described_by, words_of
 from attn_plugins.region_features import RegionFeatures, write_region_features
 
 

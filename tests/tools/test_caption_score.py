@@ -36,11 +36,11 @@ def written(tmp_path):
         content = {
             "results": [dict(image_id=image, caption=caption) for image, caption in results.items()],
             "captions": dict(images=[dict(id=image) for image in images], annotations=rows),
-            "split": dict(images=[dict(cocoid=image, split=part) for image, part in (splits or {}).items()]),
+            "splits": dict(images=[dict(cocoid=image, split=part) for image, part in (splits or {}).items()]),
         }
         for name, value in content.items():
             (tmp_path / f"{name}.json").write_text(json.dumps(value))
-        split = ["--split", str(tmp_path / "split.json")]
+        split = ["--splits", str(tmp_path / "splits.json")]
         return [str(tmp_path / "results.json"), str(tmp_path / "captions.json"), *(split if splits else [])]
 
     return write
@@ -128,6 +128,33 @@ def test_a_part_of_the_images(written):
     assert others == 2
 
 
+def test_images_without_a_result_are_left_out_where_asked(written, capsys):
+    arguments = written(results={11: "a cat", 13: "A hat."}, splits={11: "test", 12: "test", 13: "test", 14: "val"})
+    found = tool.match(Path(arguments[0]), Path(arguments[1]), (Path(arguments[3]), "test"), skip=True)
+    assert list(found[0]) == list(found[1]) == [11, 13]
+    assert "results.json has no result for image 12\n" in capsys.readouterr().err
+    arguments = written(results={14: "a car"}, splits={11: "test", 14: "val"})
+    with pytest.raises(tool.BadFile, match="no result for image 11"):
+        tool.match(Path(arguments[0]), Path(arguments[1]), (Path(arguments[3]), "test"), skip=True)
+
+
+def test_ids_may_be_names_and_numbers_may_be_text(written):
+    for name in (str, "image-{}".format):
+        ids = {image: name(image) for image in CAPTIONS}
+        results = {ids[image]: caption for image, caption in RESULTS.items()}
+        captions = {ids[image]: own for image, own in CAPTIONS.items()}
+        named = {ids[image]: "test" for image in CAPTIONS}
+        numbers = {image if name is str else ids[image]: "test" for image in CAPTIONS}
+        for splits in (named, numbers):
+            arguments = written(results=results, images=list(captions), splits=splits)
+            content = json.loads(Path(arguments[1]).read_text())
+            for row in content["annotations"]:
+                row["image_id"] = ids[row["image_id"]]
+            Path(arguments[1]).write_text(json.dumps(content))
+            found = tool.match(Path(arguments[0]), Path(arguments[1]), (Path(arguments[3]), "test"))
+            assert found == (results, captions, 0)
+
+
 WRONG = {
     "unknown image in the results": (
         dict(results={**RESULTS, 99: "a cat"}),
@@ -135,7 +162,8 @@ WRONG = {
     ),
     "image without a result": (
         dict(results={11: "a cat", 12: "a dog"}),
-        r"results.json: no result for 2 images \(13, 14\); to score a part of the images, give --split",
+        r"results.json: no result for 2 images \(13, 14\) \(--skip-invalid-samples leaves such out, --splits scores a "
+        "part of the images",
     ),
     "empty caption": (dict(results={**RESULTS, 13: "  "}), "results.json: image 13: an empty caption"),
     "empty reference": (
@@ -146,15 +174,23 @@ WRONG = {
     "annotation of no image": (dict(images=[11, 12, 13]), "annotation 140 of image 14: 'images' has no such image"),
     "split of unknown images": (
         dict(splits={11: "test", 77: "test", 78: "test"}),
-        r"split.json: 2 images \(77, 78\) that .*captions.json does not know",
+        r"splits.json: 2 images \(77, 78\) that .*captions.json does not know",
     ),
     "split without the part": (
         dict(splits={11: "train", 12: "train", 13: "val"}),
-        r"split.json has no images in 'test'; its parts: train \(2\), val \(1\)",
+        r"splits.json has no images in 'test'; its parts: train \(2\), val \(1\)",
     ),
-    "word as image id": (
+    "unknown name as image id": (
         dict(results={"eleven": "a cat"}),
-        "item 0 of the results must have 'image_id' of type int, got {'image_id': 'eleven'",
+        "results.json: results for image eleven that .*captions.json does not know",
+    ),
+    "no image id": (
+        dict(results={None: "a cat"}),
+        "item 0 of the results must have 'image_id' of type int/str, got {'image_id': None",
+    ),
+    "split of no image": (
+        dict(splits={None: "test"}),
+        "splits.json: item 0 of 'images' must have 'cocoid' of type int/str, got {'cocoid': None",
     ),
 }
 
@@ -162,7 +198,7 @@ WRONG = {
 @pytest.mark.parametrize("change, message", WRONG.values(), ids=WRONG)
 def test_wrong_files_are_named(written, capsys, change, message):
     arguments = written(**change)
-    assert tool.main([*arguments, *(["test"] if "--split" in arguments else [])]) == 2
+    assert tool.main([*arguments, *(["test"] if "--splits" in arguments else [])]) == 2
     error = capsys.readouterr().err
     assert error.startswith("score: ")
     assert error.count("\n") == 1

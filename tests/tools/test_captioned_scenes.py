@@ -26,7 +26,7 @@ def scenes(tmp_path_factory):
 
 
 def load(folder, name):
-    return json.loads((folder / f"annotations/{name}.json").read_text())
+    return json.loads((folder / f"{name}.json").read_text())
 
 
 # What the words mean, written down a second time.
@@ -159,7 +159,7 @@ def check(picture: Picture, caption: str) -> tuple[set[int], bool]:
 
 def pictures(folder) -> dict[int, tuple[Picture, list[str]]]:
     """What lies in each picture, and its captions."""
-    content = load(folder, "objects")
+    content = load(folder, "annotations/objects")
     kinds = {category["id"]: category["name"] for category in content["categories"]}
     found = {i["id"]: (Picture(i["width"], i["background"], []), []) for i in content["images"]}
     for row in content["annotations"]:
@@ -205,8 +205,8 @@ def test_the_check_finds_what_is_not_true(scenes):
 
 
 def test_the_files_agree_and_coco_s_own_reader_takes_them(scenes, capsys):
-    objects, captions = COCO(scenes / "annotations/objects.json"), COCO(scenes / "annotations/captions.json")
-    split = load(scenes, "split")
+    objects, captions = COCO(scenes / "annotations/objects.json"), COCO(scenes / "captions.json")
+    split = load(scenes, "splits")
     assert len(objects.getImgIds()) == len(captions.getImgIds()) == len(split["images"]) == 110
     assert {c["name"] for c in objects.loadCats(objects.getCatIds())} == set(NOUNS)
     seen = set()
@@ -232,7 +232,7 @@ def test_the_files_agree_and_coco_s_own_reader_takes_them(scenes, capsys):
     assert len(seen) == len(NOUNS)
     for part, count in (("train", 80), ("val", 15), ("test", 15)):
         chosen = {image["cocoid"] for image in split["images"] if image["split"] == part}
-        content = load(scenes, f"objects_{part}")
+        content = load(scenes, f"annotations/objects_{part}")
         assert {image["id"] for image in content["images"]} == chosen
         assert len(chosen) == count
         assert {a["image_id"] for a in content["annotations"]} == chosen

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +21,7 @@ from tools.captioning.noisy_or import NoisyOrHead, noisy_or, noisy_or_loss
 from tools.datasets.captioned_scenes import Recipe, build
 from tools.pictures import open_picture
 
+ROOT = Path(__file__).parents[2]
 SMALL = [
     "--backbone",
     "test_resnet",
@@ -43,7 +46,7 @@ def scenes(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def trained(scenes, tmp_path_factory) -> Path:
-    """What a training of 8 epochs leaves."""
+    """What a training of 8 epochs leaves; the attributes are in the data folder."""
     out = tmp_path_factory.mktemp("trained") / "out"
     assert tool.main([str(scenes), str(out), *SMALL, "--epochs", "8"]) == 0
     return out
@@ -135,18 +138,17 @@ def test_training_lowers_the_loss_and_keeps_the_best(trained):
 
 
 def test_attributes_are_what_the_captioning_task_reads(trained, scenes):
-    from attn_plugins.fairseq.captioning_files import Problems, read_attributes, read_splits
+    from attn_plugins.caption_files import Problems, read_attributes, read_splits
 
-    found = read_attributes(trained / "attributes.json")
+    found = read_attributes(scenes / "attributes.json")
     assert set(found) == {str(n) for n in range(1, 35)}
-    annotations = scenes / "annotations"
-    captions = read_splits([annotations / "captions.json"], annotations / "split.json", Problems(False))["train"]
+    captions = read_splits([scenes / "captions.json"], scenes / "splits.json", Problems(False))["train"]
     counts = frequent_words(captions.values(), 1000, least=5)
     for pairs in found.values():
         assert len(pairs) == 20
         assert {word for word, _ in pairs} <= set(counts)
         assert all(0 <= p <= 1 for _, p in pairs)
-    assert json.loads((trained / "attributes.json").read_text())["3"] == [[word, p] for word, p in found["3"]]
+    assert json.loads((scenes / "attributes.json").read_text())["3"] == [[word, p] for word, p in found["3"]]
     detector = load_detector(trained / "best.safetensors")
     again = detector.predict([open_picture(scenes / "images/000003.jpg")])[0]
     assert {word for word, _ in again} == {word for word, _ in found["3"]}
@@ -161,7 +163,7 @@ def test_an_interrupted_training_goes_on_to_the_same_weights(trained, scenes, tm
             raise KeyboardInterrupt
         return epoch(self, number)
 
-    arguments = [str(scenes), str(out), *SMALL, "--epochs", "8"]
+    arguments = [str(scenes), str(out), *SMALL, "--epochs", "8", "--attributes", str(out / "attributes.json")]
     with monkeypatch.context() as patch:
         patch.setattr(tool.Training, "_epoch", interrupted)
         with pytest.raises(KeyboardInterrupt):
@@ -173,6 +175,7 @@ def test_an_interrupted_training_goes_on_to_the_same_weights(trained, scenes, tm
     assert tool.main([*arguments[:2], *SMALL, "--epochs", "8", "--backbone", "test_convnext", "--resume"]) == 2
     assert "--backbone test_resnet, but now it is test_convnext" in capsys.readouterr().err
     assert tool.main([*arguments, "--resume"]) == 0
+    assert (out / "attributes.json").read_bytes() == (scenes / "attributes.json").read_bytes()
     ends = [torch.load(folder / "last.pth", weights_only=True)["detector"] for folder in (out, trained)]
     assert ends[0].keys() == ends[1].keys()
     for key in ends[0]:
@@ -183,8 +186,9 @@ def test_predict_writes_the_attributes_anew(trained, scenes, tmp_path, capsys):
     out = tmp_path / "out"
     out.mkdir()
     shutil.copy(trained / "best.safetensors", out)
-    assert tool.main([str(scenes), str(out), "--predict", "--top", "3", "--device", "cpu"]) == 0
-    few, many = (json.loads((folder / "attributes.json").read_text()) for folder in (out, trained))
+    attributes = ["--attributes", str(out / "few.json")]
+    assert tool.main([str(scenes), str(out), "--predict", "--top", "3", "--device", "cpu", *attributes]) == 0
+    few, many = (json.loads(path.read_text()) for path in (out / "few.json", scenes / "attributes.json"))
     assert {key: [w for w, _ in own] for key, own in few.items()} == {k: [w for w, _ in v[:3]] for k, v in many.items()}
     assert tool.main([str(scenes), str(out), "--predict", "--backbone", "resnet18"]) == 2
     assert "holds a test_resnet, but --backbone is resnet18" in capsys.readouterr().err
@@ -219,19 +223,19 @@ def test_missing_and_broken_pictures(scenes, tmp_path, capsys):
     assert "train_attributes: image 33: " in capsys.readouterr().err
     assert tool.main([*arguments, "--resume", "--skip-invalid-samples"]) == 0
     assert "skipped image 33: " in capsys.readouterr().err
-    assert set(json.loads((tmp_path / "out/attributes.json").read_text())) == {str(n) for n in range(1, 35)} - {"33"}
+    assert set(json.loads((folder / "attributes.json").read_text())) == {str(n) for n in range(1, 35)} - {"33"}
 
 
 def test_bad_input_is_told(scenes, tmp_path, capsys):
-    split = json.loads((scenes / "annotations/split.json").read_text())
+    split = json.loads((scenes / "splits.json").read_text())
     for row in split["images"]:
         row["split"] = {"train": "training"}.get(row["split"], row["split"])
-    (tmp_path / "split.json").write_text(json.dumps(split))
+    (tmp_path / "others.json").write_text(json.dumps(split))
     torch.save({"conv1.weight": torch.zeros(3)}, tmp_path / "other.pth")
     weighted = [option for option in SMALL if option != "--no-pretrained"]
     for options, message in [
         (
-            [*SMALL, "--split", str(tmp_path / "split.json")],
+            [*SMALL, "--splits", str(tmp_path / "others.json")],
             "has no image with captions in train or restval; its parts",
         ),
         ([*SMALL, "--min-word-count", "9999"], "no word is left"),
@@ -245,4 +249,17 @@ def test_bad_input_is_told(scenes, tmp_path, capsys):
         assert tool.main([str(scenes), str(tmp_path / "out"), *options]) == 2
         assert message in capsys.readouterr().err
     assert tool.main([str(tmp_path), str(tmp_path / "out"), *SMALL]) == 2
-    assert "has no annotations/captions.json or captions.json" in capsys.readouterr().err
+    assert "has no splits.json; python -m tools.captioning.make_splits makes it" in capsys.readouterr().err
+
+
+def test_captions_of_the_splits_file_and_no_fairseq(scenes, tmp_path):
+    """As a person with timm but without fairseq runs it on Karpathy's file alone."""
+    shutil.copytree(scenes, tmp_path / "set", ignore=shutil.ignore_patterns("attributes.json"))
+    (tmp_path / "set/captions.json").unlink()
+    code = "import sys\nfor name in ('fairseq', 'mmdet', 'mmengine', 'mmcv'): sys.modules[name] = None\n"
+    code += "from tools.captioning import train_attributes as tool\nsys.exit(tool.main(sys.argv[1:]))\n"
+    arguments = [str(tmp_path / "set"), str(tmp_path / "out"), *SMALL, "--epochs", "1"]
+    command = [sys.executable, "-c", code, *arguments]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    assert len(json.loads((tmp_path / "set/attributes.json").read_text())) == 34

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from attn_plugins.caption_files import Problems, read_splits
 from tools.captioning.image_list import ListedImage, listed_images
 from tools.captioning.score import BadFile
 from tools.captioning.timm_backbone import TimmBackbone
@@ -68,27 +69,28 @@ class Data:
     """
 
     def __init__(self, options: argparse.Namespace) -> None:
-        # The format belongs to the task, whose package imports fairseq: only here, not for those who load a detector.
-        from attn_plugins.fairseq.captioning_files import Problems, read_splits
-
         folder = options.data
         if not folder.is_dir():
             raise BadFile(f"DATA {folder}: no such folder")
-        captions = _found("captions", options.captions, folder, "annotations/captions.json", "captions.json")
-        split = _found("split", options.split, folder, "annotations/split.json", "splits.json", "split.json")
+        splits = _found("splits", options.splits, folder / "splits.json")
+        if splits is None:
+            raise BadFile(
+                f"--splits: {folder} has no splits.json; python -m tools.captioning.make_splits makes it of captions"
+            )
+        captions = _found("captions", options.captions, folder / "captions.json")
         pictures = options.images or (folder / "images" if (folder / "images").is_dir() else folder)
-        self.split = split
-        self.images = listed_images(pictures, captions, split)
+        self.splits = splits
+        self.images = listed_images(pictures, captions, splits)
         missing = [image for image in self.images if not image.path.is_file()]
         if missing and not options.skip_invalid_samples:
             raise BadFile(
-                f"{split}: {len(missing)} of {len(self.images)} images have no picture, such as image "
+                f"{splits}: {len(missing)} of {len(self.images)} images have no picture, such as image "
                 f"{missing[0].id}: {missing[0].path} (--skip-invalid-samples leaves such out)"
             )
         for image in missing:
             print(f"skipped image {image.id}: {image.path} does not exist", file=sys.stderr)
         self.images = [image for image in self.images if image.path.is_file()]
-        parts = read_splits([captions], split, Problems(options.skip_invalid_samples))
+        parts = read_splits([] if captions is None else [captions], splits, Problems(options.skip_invalid_samples))
         self.captions = {image_id: own for part in parts.values() for image_id, own in part.items()}
 
     def part(self, names: tuple[str, ...]) -> tuple[list[ListedImage], list[list[list[str]]]]:
@@ -100,14 +102,12 @@ class Data:
         images = [image for image in self.images if image.part in names and image.id in self.captions]
         if not images:
             there = ", ".join(sorted({image.part for image in self.images}))
-            raise BadFile(f"{self.split} has no image with captions in {' or '.join(names)}; its parts: {there}")
+            raise BadFile(f"{self.splits} has no image with captions in {' or '.join(names)}; its parts: {there}")
         return images, [self.captions[image.id] for image in images]
 
 
-def _found(option: str, given: Path | None, folder: Path, *names: str) -> Path:
-    path = given or next(filter(Path.is_file, (folder / name for name in names)), None)
-    if path is None:
-        raise BadFile(f"--{option}: {folder} has no {' or '.join(names)}")
-    if not path.is_file():
-        raise BadFile(f"--{option}: {path} does not exist")
-    return path
+def _found(option: str, given: Path | None, usual: Path) -> Path | None:
+    """What the option says, or the usual file; None where there is neither."""
+    if given is not None and not given.is_file():
+        raise BadFile(f"--{option}: {given} does not exist")
+    return given or (usual if usual.is_file() else None)

@@ -19,7 +19,7 @@ from pathlib import Path
 PACKAGE = "pycocoevalcap"
 PTB, PLAIN = "PTBTokenizer", "plain"
 SPICE_MODELS = ("stanford-corenlp-3.6.0.jar", "stanford-corenlp-3.6.0-models.jar")
-Tokens = dict[int, list[str]]  # of each image: sentences, their words between single spaces
+Tokens = Mapping[int | str, list[str]]  # of each image: sentences, their words between single spaces
 
 
 class MissingPackage(RuntimeError):
@@ -163,7 +163,7 @@ SCORES: tuple[tuple[tuple[str, ...], Callable[[Tokens, Tokens], list[float]], bo
 )  # names, function, whether Java runs it
 
 
-def evaluate(results: Mapping[int, str], references: Mapping[int, Sequence[str]]) -> Report:
+def evaluate(results: Mapping[int | str, str], references: Mapping[int | str, Sequence[str]]) -> Report:
     """Score one caption for each image against the image's references.
 
     Raises:
@@ -171,7 +171,7 @@ def evaluate(results: Mapping[int, str], references: Mapping[int, Sequence[str]]
         MissingPackage: the evaluation package is not installed.
     """
     if not references or results.keys() != references.keys():
-        apart = sorted(results.keys() ^ references.keys())[:5]
+        apart = sorted(results.keys() ^ references.keys(), key=str)[:5]
         raise ValueError(f"results and references must be of the same images, one at least; not in both: {apart}")
     folder = package_folder()
     (truth, found), note = tokenize(

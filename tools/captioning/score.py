@@ -2,12 +2,13 @@
 
 ::
 
-    python -m tools.captioning.score results.json data/scenes/annotations/captions.json \\
-        --split data/scenes/annotations/split.json test --json scores.json
+    python -m tools.captioning.score results.json data/scenes/captions.json \\
+        --splits data/scenes/splits.json test --json scores.json
 
 RESULTS is COCO's format of results, ``[{"image_id": 42, "caption": "a cat on grass"}, ...]``, one caption an image;
-CAPTIONS is COCO's format of captions. With ``--split`` (Karpathy's file) the images of that part are scored, and
-results of other images are not read; without it all images of CAPTIONS are. Every image scored needs one result.
+CAPTIONS is COCO's format of captions. With ``--splits`` (Karpathy's file) the images of that part are scored, and
+results of other images are not read; without it all images of CAPTIONS are. Every image scored needs one result, but
+for ``--skip-invalid-samples``, for results that ``fairseq-generate`` made with it.
 
 The table gives hundredths, as papers do; the JSON fractions (CIDEr-D: 0 to 10), what was left out and why, and the
 tokeniser. Sentences are tokenised by the package's PTBTokenizer where there is Java; else in lower case, at white
@@ -27,6 +28,8 @@ from typing import Any
 
 from tools import files
 from tools.captioning.metrics import PTB, MissingPackage, Report, evaluate
+
+ImageId = int | str
 
 
 class BadFile(ValueError):
@@ -55,7 +58,7 @@ def items(path: Path, rows: Any, where: str, keys: dict[str, type | tuple[type, 
     return rows
 
 
-def read_references(path: Path) -> dict[int, list[str]]:
+def read_references(path: Path) -> dict[ImageId, list[str]]:
     """Captions of every image of a COCO caption file.
 
     Raises:
@@ -64,9 +67,9 @@ def read_references(path: Path) -> dict[int, list[str]]:
     content = read_json(path)
     if not isinstance(content, dict):
         raise BadFile(f"{path} must hold 'images' and 'annotations', got {type(content).__name__}")
-    images = items(path, content.get("images"), "'images'", {"id": int})
-    rows = items(path, content.get("annotations"), "'annotations'", {"image_id": int, "caption": str})
-    references: dict[int, list[str]] = {image["id"]: [] for image in images}
+    images = items(path, content.get("images"), "'images'", {"id": (int, str)})
+    rows = items(path, content.get("annotations"), "'annotations'", {"image_id": (int, str), "caption": str})
+    references: dict[ImageId, list[str]] = {image["id"]: [] for image in images}
     for row in rows:
         name = f"annotation {row.get('id')} of image {row['image_id']}"
         if row["image_id"] not in references:
@@ -77,15 +80,17 @@ def read_references(path: Path) -> dict[int, list[str]]:
     return references
 
 
-def read_split(path: Path, part: str) -> list[int]:
-    """Ids of the images of ``part`` in Karpathy's split file.
+def read_split(path: Path, part: str) -> list[ImageId]:
+    """Ids of the images of ``part`` in Karpathy's file.
 
     Raises:
-        BadFile: it has no such part.
+        BadFile: it has no such part, or an image has no id.
     """
     content = read_json(path)
     rows = content.get("images") if isinstance(content, dict) else None
-    rows = items(path, rows, "'images'", {"cocoid": int, "split": str})
+    rows = items(path, rows, "'images'", {"split": str})
+    rows = [{"cocoid": row.get("imgid"), **row} for row in rows]
+    rows = items(path, rows, "'images'", {"cocoid": (int, str)})
     chosen = [row["cocoid"] for row in rows if row["split"] == part]
     if not chosen:
         counts = ", ".join(f"{name} ({count})" for name, count in Counter(row["split"] for row in rows).items())
@@ -93,14 +98,14 @@ def read_split(path: Path, part: str) -> list[int]:
     return chosen
 
 
-def read_results(path: Path) -> dict[int, str]:
+def read_results(path: Path) -> dict[ImageId, str]:
     """One caption for each image of a COCO results file.
 
     Raises:
         BadFile: two results for an image, or an empty caption.
     """
-    results: dict[int, str] = {}
-    for row in items(path, read_json(path), "the results", {"image_id": int, "caption": str}):
+    results: dict[ImageId, str] = {}
+    for row in items(path, read_json(path), "the results", {"image_id": (int, str), "caption": str}):
         image = row["image_id"]
         if image in results:
             raise BadFile(f"{path}: image {image} has two results, {results[image]!r} and {row['caption']!r}")
@@ -110,7 +115,7 @@ def read_results(path: Path) -> dict[int, str]:
     return results
 
 
-def some(images: list[int]) -> str:
+def some(images: list[ImageId]) -> str:
     """``image 3``, or ``4 images (3, 5, 8, ...)``."""
     if len(images) == 1:
         return f"image {images[0]}"
@@ -118,24 +123,35 @@ def some(images: list[int]) -> str:
 
 
 def match(
-    results_file: Path, captions_file: Path, split: tuple[Path, str] | None = None
-) -> tuple[dict[int, str], dict[int, list[str]], int]:
+    results_file: Path, captions_file: Path, split: tuple[Path, str] | None = None, skip: bool = False
+) -> tuple[dict[ImageId, str], dict[ImageId, list[str]], int]:
     """Results and references of the images to score, and how many results are of other parts.
+
+    Args:
+        results_file: Its ids are those of ``captions_file``, as numbers or as text.
+        captions_file: All references.
+        split: Karpathy's file, and the part to score.
+        skip: Leave out images without a result, and tell of them.
 
     Raises:
         BadFile: an unknown image, one without a result, one without references.
     """
-    references, results = read_references(captions_file), read_results(results_file)
+    references = read_references(captions_file)
+    known = {str(image): image for image in references}
+    results = {known.get(str(image), image): caption for image, caption in read_results(results_file).items()}
     if unknown := [image for image in results if image not in references]:
         raise BadFile(f"{results_file}: results for {some(unknown)} that {captions_file} does not know")
-    wanted = read_split(*split) if split else list(references)
+    wanted = [known.get(str(image), image) for image in read_split(*split)] if split else list(references)
     if unknown := [image for image in wanted if image not in references]:
         raise BadFile(f"{split[0] if split else ''}: {some(unknown)} that {captions_file} does not know")
     if bare := [image for image in wanted if not references[image]]:
         raise BadFile(f"{captions_file}: no caption for {some(bare)}")
     if lacking := [image for image in wanted if image not in results]:
-        hint = "" if split else "; to score a part of the images, give --split"
-        raise BadFile(f"{results_file}: no result for {some(lacking)}{hint}")
+        hint = "--skip-invalid-samples leaves such out" + ("" if split else ", --splits scores a part of the images")
+        if not skip or len(lacking) == len(wanted):
+            raise BadFile(f"{results_file}: no result for {some(lacking)} ({hint})")
+        print(f"skipped: {results_file} has no result for {some(lacking)}", file=sys.stderr)
+        wanted = [image for image in wanted if image in results]
     others = len(results.keys() - set(wanted))
     return {image: results[image] for image in wanted}, {image: references[image] for image in wanted}, others
 
@@ -157,12 +173,13 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("results", type=Path, metavar="RESULTS.json")
     parser.add_argument("captions", type=Path, metavar="CAPTIONS.json")
-    parser.add_argument("--split", nargs=2, metavar=("SPLIT.json", "PART"), help="score the images of one part")
+    parser.add_argument("--splits", nargs=2, metavar=("SPLITS.json", "PART"), help="score the images of one part")
+    parser.add_argument("--skip-invalid-samples", action="store_true", help="leave out images without a result")
     parser.add_argument("--json", type=Path, metavar="OUT", help="also write the scores there")
     options = parser.parse_args(arguments)
-    split = (Path(options.split[0]), options.split[1]) if options.split else None
+    split = (Path(options.splits[0]), options.splits[1]) if options.splits else None
     try:
-        results, references, others = match(options.results, options.captions, split)
+        results, references, others = match(options.results, options.captions, split, options.skip_invalid_samples)
         report = evaluate(results, references)
     except (ValueError, MissingPackage) as error:
         print(f"score: {error}", file=sys.stderr)

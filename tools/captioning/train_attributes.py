@@ -11,13 +11,14 @@ image has a word where one of its captions has it. Loss: binary cross-entropy of
 over the cells of the backbone's last map (Fang et al., 2015). Pictures are stretched to ``--size`` and moved by up to
 ``--shift`` of it, not mirrored: captions tell left from right.
 
-DATA holds ``images/``, ``annotations/captions.json`` (COCO's format) and ``annotations/split.json`` (Karpathy's); an
-option for each gives another path. The backbone starts with timm's weights (a download; resnet50 unless ``--backbone``
-says otherwise), with those of ``--weights FILE``, or with ``--no-pretrained`` from nothing, which suits a small one.
+DATA is the captioning task's folder: ``images/``, ``splits.json`` (Karpathy's format) and ``captions.json`` (COCO's;
+without it the captions in ``splits.json``); an option for each gives another path. The backbone starts with timm's
+weights (a download; resnet50 unless ``--backbone`` says otherwise), with those of ``--weights FILE``, or with
+``--no-pretrained`` from nothing, which suits a small one.
 
-OUT gets ``best.safetensors`` (of the epoch with the best mAP over words on ``val``), ``last.pth`` (for ``--resume``),
-``log.json``, and in the end ``attributes.json``: the ``--top`` most probable words of every image of the split file,
-``{image id: [[word, probability], ...]}``. ``--predict`` writes the latter anew, without training.
+OUT gets ``best.safetensors`` (of the epoch with the best mAP over words on ``val``), ``last.pth`` (for ``--resume``)
+and ``log.json``. In the end DATA gets ``attributes.json``: the ``--top`` most probable words of every image of
+``splits.json``, ``{image id: [[word, probability], ...]}``. ``--predict`` writes it anew, without training.
 """
 
 from __future__ import annotations
@@ -226,7 +227,7 @@ def _fixed(options: argparse.Namespace) -> str:
 
 
 def predict(options: argparse.Namespace, data: Data, device: torch.device) -> int:
-    """Write ``attributes.json`` of all images by the best weights; how many could not be read."""
+    """Write the attributes of all images by the best weights; how many could not be read."""
     weights = options.out / "best.safetensors"
     detector = load_detector(weights, device)
     if options.backbone_given and options.backbone != detector.backbone.name:
@@ -240,7 +241,7 @@ def predict(options: argparse.Namespace, data: Data, device: torch.device) -> in
             found[str(data.images[index].id)] = top(own, detector.words, options.top)
     if not found:
         raise BadFile("none of the pictures can be read")
-    out = options.out / "attributes.json"
+    out = options.attributes or options.data / "attributes.json"
     files.write_text(out, json.dumps(found))
     print(f"{out}: {len(found)} images, {len(next(iter(found.values())))} words each")
     return len(data.images) - len(found)
@@ -255,9 +256,12 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("data", type=Path, metavar="DATA")
     made.add_argument("out", type=Path, metavar="OUT")
-    for name, text in (("captions", "in COCO's format"), ("split", "in Karpathy's format")):
-        made.add_argument(f"--{name}", type=Path, metavar="JSON", help=f"{text}, default: in DATA")
+    made.add_argument("--splits", type=Path, metavar="JSON", help="default: DATA/splits.json")
+    made.add_argument("--captions", type=Path, metavar="JSON", help="default: DATA/captions.json, if it is there")
     made.add_argument("--images", type=Path, metavar="DIR", help="default: DATA/images, else DATA")
+    made.add_argument(
+        "--attributes", type=Path, metavar="FILE", help="where they are written, default: DATA/attributes.json"
+    )
     made.add_argument("--backbone", metavar="NAME", help="of timm, default resnet50")
     weights = made.add_mutually_exclusive_group()
     weights.add_argument("--weights", type=Path, metavar="FILE", help="of the backbone, instead of timm's")
@@ -276,7 +280,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--device", help="default: cuda where there is one, else cpu")
     made.add_argument("--seed", type=int, default=0, help="default %(default)s")
     made.add_argument("--resume", action="store_true", help="go on where OUT's training stopped")
-    made.add_argument("--predict", action="store_true", help="only write attributes.json, by OUT/best.safetensors")
+    made.add_argument("--predict", action="store_true", help="only write the attributes, by OUT/best.safetensors")
     made.add_argument("--top", type=int, default=20, metavar="WORDS", help="of each image, default %(default)s")
     made.add_argument(
         "--skip-invalid-samples", action="store_true", help="leave out bad captions and pictures, with a line each"

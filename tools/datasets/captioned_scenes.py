@@ -7,12 +7,14 @@ a cat"::
 
     python -m tools.datasets.captioned_scenes data/scenes --train 400 --val 100 --test 100 --size 128 --seed 0
 
-    data/scenes/images/000001.jpg                     all pictures
-    data/scenes/annotations/captions.json             captions in COCO's format
-    data/scenes/annotations/split.json                the parts, in the layout of Karpathy's dataset_coco.json
-    data/scenes/annotations/objects.json              boxes and masks in COCO's detection format, with colours
+    data/scenes/images/000001.jpg           all pictures
+    data/scenes/captions.json               captions in COCO's format
+    data/scenes/splits.json                 the parts, in the layout of Karpathy's dataset_coco.json
+    data/scenes/annotations/objects.json    boxes and masks in COCO's detection format, with colours
     data/scenes/annotations/objects_{train,val,test}.json    the same by part, to train a detector
     data/scenes/recipe.json
+
+It is a data folder of fairseq's task ``captioning``, to which attributes and regions are still to be added.
 
 No handwritten digit is in two parts; the photographs are in all of them, as other crops. The same recipe gives the
 same annotations, byte for byte.
@@ -51,7 +53,7 @@ class Recipe:
     size: int = 128
     captions: int = 5
     seed: int = 0
-    version: int = 1
+    version: int = 2
 
     def __post_init__(self) -> None:
         for name, least, unit in [*((part, 1, " image") for part in PARTS), ("size", SMALLEST, " pixels")]:
@@ -92,18 +94,19 @@ class Annotations:
         self.karpathy.append({**place, "sentids": ids, "sentences": sentences})
 
     def files(self) -> dict[str, Any]:
-        """Name and content of each file."""
+        """Path and content of each file."""
         info = dict(description="scenes of pasted objects", version=str(self.recipe.version))
         content: dict[str, Any] = {
-            "captions": dict(info=info, images=self.images, annotations=self.captions),
-            "split": dict(dataset="captioned_scenes", images=self.karpathy),
-            "objects": dict(info=info, images=self.images, annotations=self.objects, categories=self.categories),
+            "captions.json": dict(info=info, images=self.images, annotations=self.captions),
+            "splits.json": dict(dataset="captioned_scenes", images=self.karpathy),
         }
+        objects = dict(info=info, images=self.images, annotations=self.objects, categories=self.categories)
+        content["annotations/objects.json"] = objects
         for part in PARTS:
             images = [image for image in self.images if image["split"] == part]
             kept = {image["id"] for image in images}
-            objects = [row for row in self.objects if row["image_id"] in kept]
-            content[f"objects_{part}"] = {**content["objects"], "images": images, "annotations": objects}
+            own = [row for row in self.objects if row["image_id"] in kept]
+            content[f"annotations/objects_{part}.json"] = {**objects, "images": images, "annotations": own}
         return content
 
 
@@ -132,7 +135,7 @@ def build(folder: Path, recipe: Recipe, show: Callable[[str], None] = lambda lin
                 annotations.add(part, name, scene, masks, describe(rng, scene, recipe.captions))
                 show(f"{part}: {index + 1}/{count} images")
         for file, content in annotations.files().items():
-            (partial / "annotations" / f"{file}.json").write_text(json.dumps(content))
+            (partial / file).write_text(json.dumps(content))
     return True
 
 

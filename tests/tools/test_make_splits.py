@@ -1,0 +1,80 @@
+"""The division of a captioned set into parts."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tools.captioning import make_splits as tool
+
+
+def write(folder: Path, ids: list[Any], captions: list[Any] | None = None) -> Path:
+    folder.mkdir(exist_ok=True)
+    images = [dict(id=i, file_name=f"{i}.jpg") for i in ids]
+    rows = [dict(id=n, image_id=i, caption="a cat") for n, i in enumerate(ids if captions is None else captions)]
+    (folder / "captions.json").write_text(json.dumps(dict(images=images, annotations=rows)))
+    return folder
+
+
+def parts(folder: Path) -> dict[Any, str]:
+    content = json.loads((folder / "splits.json").read_text())["images"]
+    assert all(row["filename"] == f"{row['cocoid']}.jpg" for row in content)
+    return {row["cocoid"]: row["split"] for row in content}
+
+
+def test_shares_and_seeds(tmp_path, capsys):
+    ids = list(range(10, 60))
+    assert tool.main([str(write(tmp_path / "one", ids))]) == 0
+    assert capsys.readouterr().out.endswith("splits.json: 40 train, 5 val, 5 test\n")
+    assert tool.main([str(write(tmp_path / "two", ids[::-1], ids * 2))]) == 0
+    first = parts(tmp_path / "one")
+    assert first == parts(tmp_path / "two")  # whatever the order and the number of captions
+    assert Counter(first.values()) == dict(train=40, val=5, test=5)
+    assert tool.main([str(tmp_path / "one")]) == 2
+    assert "is there already: --overwrite makes it anew" in capsys.readouterr().err
+    assert tool.main([str(tmp_path / "one"), "--overwrite", "--seed", "1", "--shares", ".6", ".4", "0"]) == 0
+    second = parts(tmp_path / "one")
+    assert Counter(second.values()) == dict(train=30, val=20)
+    assert [i for i in ids if first[i] == "val"] != [i for i in ids if second[i] == "val"][:5]
+
+
+def test_few_images_and_images_without_captions(tmp_path, capsys):
+    folder = write(tmp_path / "set", ["a", "b", "c", "d"], ["a", "c", "d", "c"])
+    assert tool.main([str(folder)]) == 0
+    assert "skipped: no caption for image b" in capsys.readouterr().err
+    assert sorted(parts(folder).values()) == ["test", "train", "val"]
+    assert set(parts(folder)) == {"a", "c", "d"}
+    assert tool.main([str(write(folder, ["a", "b"])), "--overwrite"]) == 2
+    assert "2 images are too few for train val test of shares 80.0 10.0 10.0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("content", "options", "message"),
+    [
+        (None, [], r"captions.json cannot be read"),
+        ('{"images": [', [], "captions.json is not JSON"),
+        ('{"images": [{"id": 3}], "annotations": []}', [], "must have 'file_name' of type str"),
+        ('{"images": [], "annotations": []}', [], "0 images are too few"),
+        ('{"images": [], "annotations": [{"image_id": 3, "caption": "a", "id": 8}]}', [], "caption 8 is of image 3"),
+        ("", ["--shares", "0", "1", "1"], "--shares must be positive, that of TEST may be 0, got 0.0 1.0 1.0"),
+        ("", ["--shares", "1", "nan", "1"], "--shares must be positive"),
+        ("", ["--seed", "-1"], "--seed must be 0 or more, got -1"),
+    ],
+)
+def test_bad_input_is_told(tmp_path, content, options, message, capsys):
+    if content is not None:
+        (tmp_path / "captions.json").write_text(content)
+    assert tool.main([str(tmp_path), *options]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+    assert not (tmp_path / "splits.json").exists()
+
+
+def test_an_image_that_is_there_twice(tmp_path, capsys):
+    assert tool.main([str(write(tmp_path / "set", [7, "7"]))]) == 2
+    assert "captions.json: image 7 is there twice" in capsys.readouterr().err
