@@ -12,6 +12,8 @@ The same five arrays in every format, N images with Σn regions of D channels:
 the file. ``.h5``, ``.hdf5``: datasets of these names (h5py). ``.lmdb``: one record an image, its key the id in UTF-8,
 its value boxes, scores (both float32) and features one after the other; ``__image_ids__``, ``__offsets__`` and
 ``__features__`` (no rows) are in the npy format (lmdb).
+
+A file may also hold its ``recipe``, a JSON object in text: how the regions of another picture are computed.
 """
 
 from __future__ import annotations
@@ -69,6 +71,24 @@ class RegionFeatures:
         self._open()
         return self._shape[1]
 
+    @property
+    def recipe(self) -> dict[str, Any] | None:
+        """How the regions were made, as who wrote the file has told; None: they have not.
+
+        Raises:
+            ValueError: it is no JSON object.
+        """
+        self._open()
+        if self._recipe is None:
+            return None
+        try:
+            recipe = json.loads(self._recipe)
+        except ValueError as error:
+            raise ValueError(f"{self.path}: its recipe is no JSON: {error}") from error
+        if not isinstance(recipe, dict):
+            raise ValueError(f"{self.path}: its recipe must be a JSON object, got {self._recipe:.80}")
+        return recipe
+
     def __contains__(self, image_id: object) -> bool:
         self._open()
         return str(image_id) in self._index
@@ -112,7 +132,7 @@ class RegionFeatures:
             return
         opened = open_arrays(self.path)
         ids, offsets = opened.pop("image_ids"), opened.pop("offsets")
-        self._lmdb = opened.pop("environment", None)
+        self._lmdb, self._recipe = opened.pop("environment", None), opened.pop("recipe")
         self._arrays = opened
         self._ids: list[ImageId] = [x.decode() if isinstance(x, bytes) else x for x in ids.tolist()]
         self._offsets = offsets
@@ -162,7 +182,10 @@ class RegionFeatures:
 
 
 def write_region_features(
-    path: str | os.PathLike[str], images: Iterable[tuple[ImageId, Mapping[str, Any]]], dtype: str = "float16"
+    path: str | os.PathLike[str],
+    images: Iterable[tuple[ImageId, Mapping[str, Any]]],
+    dtype: str = "float16",
+    recipe: Mapping[str, Any] | None = None,
 ) -> None:
     """Write the regions of many images to one file, which is there whole or not at all.
 
@@ -173,6 +196,7 @@ def write_region_features(
         images: Pairs of id and ``features`` (n, D), ``boxes`` (n, 4) and ``scores`` (n,), one image at a time; n may
             be 0, D must not change.
         dtype: Of the features in the file: ``float16`` or ``float32``.
+        recipe: How they were made, of what JSON can hold.
 
     Raises:
         ModuleNotFoundError: the format needs a package that is not installed.
@@ -185,7 +209,7 @@ def write_region_features(
         with RegionFeaturesWriter(folder, dtype) as writer:
             for image_id, regions in images:
                 writer.append(image_id, regions)
-        writer.assemble(path)
+        writer.assemble(path, recipe)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -267,8 +291,8 @@ class RegionFeaturesWriter:
             raise ValueError(f"image {image_id}: boxes must be x0 <= x1, y0 <= y1 relative to the image, 0 to 1")
         return found
 
-    def assemble(self, path: str | os.PathLike[str]) -> None:
-        """Make the file of all images so far; the folder stays."""
+    def assemble(self, path: str | os.PathLike[str], recipe: Mapping[str, Any] | None = None) -> None:
+        """Make the file of all images so far, with the ``recipe`` they were made by; the folder stays."""
         path = Path(path)
         package_of(path)
         self.close()
@@ -289,7 +313,7 @@ class RegionFeaturesWriter:
         arrays = {"image_ids": ids, "offsets": np.array(self.offsets, np.int64), **arrays}
         partial = path.with_name(f".{path.stem}.partial-{os.getpid()}{path.suffix}")
         try:
-            save_arrays(partial, arrays)
+            save_arrays(partial, arrays, None if recipe is None else json.dumps(recipe))
             partial.replace(path)
         finally:
             partial.unlink(missing_ok=True)

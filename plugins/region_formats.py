@@ -20,17 +20,21 @@ from numpy.lib import format as npy
 
 ARRAYS = ("image_ids", "offsets", "features", "boxes", "scores")
 PACKAGES = {".npz": None, ".h5": "h5py", ".hdf5": "h5py", ".lmdb": "lmdb"}
+RECIPE = "recipe"
 BLOCK = 1 << 24  # bytes copied at a time
 
 
 def open_arrays(path: Path) -> dict[str, Any]:
-    """The arrays of the file, the large ones still in it; of LMDB its ``environment`` for boxes and scores."""
+    """The arrays of the file, the large ones still in it, and the text of its ``recipe``, or None.
+
+    Of LMDB not boxes and scores, but the ``environment`` that has them.
+    """
     return {".npz": _open_npz, ".lmdb": _open_lmdb}.get(path.suffix, _open_hdf5)(path)
 
 
-def save_arrays(path: Path, arrays: dict[str, np.ndarray]) -> None:
-    """Write all five arrays, the large ones block by block."""
-    {".npz": _save_npz, ".lmdb": _save_lmdb}.get(path.suffix, _save_hdf5)(path, arrays)
+def save_arrays(path: Path, arrays: dict[str, np.ndarray], recipe: str | None = None) -> None:
+    """Write all five arrays, the large ones block by block, and the recipe."""
+    {".npz": _save_npz, ".lmdb": _save_lmdb}.get(path.suffix, _save_hdf5)(path, arrays, recipe)
 
 
 def package_of(path: Path) -> Any:
@@ -49,10 +53,15 @@ def _open_npz(path: Path) -> dict[str, Any]:
         with zipfile.ZipFile(path) as archive, path.open("rb") as file:
             members = {Path(info.filename).stem: info for info in archive.infolist()}
             _check_names(path, members)
-            arrays = {name: _mapped(path, file, members[name]) for name in ARRAYS}
+            arrays: dict[str, Any] = {name: _mapped(path, file, members[name]) for name in ARRAYS}
+            recipe = None
+            if RECIPE in members:
+                with archive.open(members[RECIPE]) as member:
+                    recipe = str(npy.read_array(member, allow_pickle=False))
     except zipfile.BadZipFile as error:
         raise ValueError(f"{path} is no npz file, or cut off: {error}") from error
-    return {**arrays, "image_ids": np.array(arrays["image_ids"]), "offsets": np.array(arrays["offsets"])}
+    arrays.update(image_ids=np.array(arrays["image_ids"]), offsets=np.array(arrays["offsets"]), recipe=recipe)
+    return arrays
 
 
 def _mapped(path: Path, file: Any, info: zipfile.ZipInfo) -> np.ndarray:
@@ -74,13 +83,16 @@ def _mapped(path: Path, file: Any, info: zipfile.ZipInfo) -> np.ndarray:
     return np.memmap(path, dtype, "r", start, shape, "F" if fortran else "C")
 
 
-def _save_npz(path: Path, arrays: dict[str, np.ndarray]) -> None:
+def _save_npz(path: Path, arrays: dict[str, np.ndarray], recipe: str | None) -> None:
     with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
         for name, array in arrays.items():
             with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
                 npy.write_array_header_1_0(member, npy.header_data_from_array_1_0(array))
                 for start, stop in _blocks(array):
                     member.write(array[start:stop].tobytes())
+        if recipe is not None:
+            with archive.open(f"{RECIPE}.npy", "w") as member:
+                npy.write_array(member, np.array(recipe), allow_pickle=False)
 
 
 def _blocks(array: np.ndarray) -> Iterable[tuple[int, int]]:
@@ -95,17 +107,20 @@ def _open_hdf5(path: Path) -> dict[str, Any]:
         _check_names(path, file)
         arrays: dict[str, Any] = {name: file[name] for name in ARRAYS}
         ids, offsets = arrays["image_ids"][:], arrays["offsets"][:]
+        recipe = file[RECIPE].asstr()[()] if RECIPE in file else None
     except OSError as error:
         raise ValueError(f"{path} is no HDF5 file, or cut off: {error}") from error
-    return {**arrays, "image_ids": ids, "offsets": offsets}
+    return {**arrays, "image_ids": ids, "offsets": offsets, "recipe": recipe}
 
 
-def _save_hdf5(path: Path, arrays: dict[str, np.ndarray]) -> None:
+def _save_hdf5(path: Path, arrays: dict[str, np.ndarray], recipe: str | None) -> None:
     with package_of(path).File(path, "w") as file:
         for name, array in arrays.items():
             dataset = file.create_dataset(name, array.shape, array.dtype)
             for start, stop in _blocks(array):
                 dataset[start:stop] = array[start:stop]
+        if recipe is not None:
+            file.create_dataset(RECIPE, data=recipe)
 
 
 def _open_lmdb(path: Path) -> dict[str, Any]:
@@ -114,11 +129,12 @@ def _open_lmdb(path: Path) -> dict[str, Any]:
         environment = _environment(path.resolve(), path.stat().st_ino, path.stat().st_mtime_ns)
         with environment.begin() as transaction:
             records = {name: transaction.get(f"__{name}__".encode()) for name in ARRAYS[:3]}
+            recipe = transaction.get(f"__{RECIPE}__".encode())
     except lmdb.Error as error:
         raise ValueError(f"{path} is no LMDB file, or cut off: {error}") from error
     _check_names(path, [name for name, record in records.items() if record is not None], ARRAYS[:3])
     arrays = {name: np.load(io.BytesIO(record), allow_pickle=False) for name, record in records.items()}
-    return {**arrays, "environment": environment}
+    return {**arrays, "environment": environment, "recipe": None if recipe is None else recipe.decode()}
 
 
 @functools.cache
@@ -134,9 +150,10 @@ def _environment(path: Path, *_: int) -> Any:
     return environment
 
 
-def _save_lmdb(path: Path, arrays: dict[str, np.ndarray]) -> None:
+def _save_lmdb(path: Path, arrays: dict[str, np.ndarray], recipe: str | None) -> None:
     # The map may be larger than the file will be: a page a record and the tree's pages, on top of the data.
     size = 2 * sum(array.nbytes for array in arrays.values()) + 16384 * (len(arrays["image_ids"]) + 64)
+    size += 4 * len(recipe or "")
     environment = package_of(path).open(str(path), subdir=False, map_size=size, lock=False, sync=False)
     offsets = arrays["offsets"].tolist()
     transaction, kept = environment.begin(write=True), 0
@@ -153,6 +170,8 @@ def _save_lmdb(path: Path, arrays: dict[str, np.ndarray]) -> None:
         buffer = io.BytesIO()
         np.save(buffer, arrays[name][:0] if name == "features" else arrays[name])
         transaction.put(f"__{name}__".encode(), buffer.getvalue())
+    if recipe is not None:
+        transaction.put(f"__{RECIPE}__".encode(), recipe.encode())
     transaction.commit()
     environment.sync(True)
     environment.close()

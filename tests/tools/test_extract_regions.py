@@ -16,8 +16,9 @@ import torch
 from PIL import Image
 from torch.nn import functional
 
-from attn_plugins.region_features import RegionFeatures
+from attn_plugins.region_features import RegionFeatures, write_region_features
 from tools.captioning import extract_regions as tool
+from tools.captioning.region_recipe import TOOL, BadRecipe, RecordedExtractor
 from tools.captioning.regions import BadExtractor, Selection
 from tools.captioning.timm_backbone import TimmBackbone
 from tools.classification.checkpoint import save_weights
@@ -86,8 +87,8 @@ def config(tmp_path_factory) -> Path:
 
 
 def run(scenes: Path, out: Path, *options: str) -> int:
-    split = ["--split", str(scenes / "annotations/split.json")]
-    ids = [] if {"--split", "--captions"} & set(options) else split
+    splits = ["--splits", str(scenes / "splits.json")]
+    ids = [] if {"--splits", "--captions"} & set(options) else splits
     return tool.main([str(scenes / "images"), str(out), *ids, "--device", "cpu", *map(str, options)])
 
 
@@ -265,7 +266,7 @@ extract_regions.main(sys.argv[1:])
 
 def test_a_killed_run_goes_on_and_gives_the_same_file(scenes, tmp_path, capsys):
     out, whole = tmp_path / "regions.npz", tmp_path / "whole.npz"
-    options = [*GRID, "--batch-size", "2", "--captions", str(scenes / "annotations/captions.json")]
+    options = [*GRID, "--batch-size", "2", "--captions", str(scenes / "captions.json")]
     command = [sys.executable, "-c", KILLED, str(scenes / "images"), str(out), *options, "--device", "cpu"]
     assert subprocess.run(command, cwd=ROOT, capture_output=True, check=False).returncode == -signal.SIGKILL
     assert not out.exists()
@@ -324,6 +325,70 @@ def test_every_format_holds_the_same(suffix, package, scenes, tmp_path):
     assert content(tmp_path / f"regions.{suffix}") == content(tmp_path / "regions.npz")
 
 
+@pytest.mark.parametrize("way", ["grid", "torchvision", "mmdet"])
+def test_the_recipe_gives_the_regions_of_a_picture_again(way, scenes, config, tmp_path, monkeypatch):
+    weights = tmp_path / "weights"
+    weights.mkdir()
+    if way == "grid":
+        torch.save(TimmBackbone("test_resnet").model.state_dict(), weights / "x.pth")
+        options = ["--grid", "test_resnet", "--grid-size", "3", "--size", "48", "64", "--dtype", "float32"]
+        options += ["--checkpoint", weights / "x.pth"]
+    elif way == "torchvision":
+        options = [*TORCHVISION, "--feature", "map", "--max-regions", "12"]
+    else:
+        from tools.captioning.mmdet_regions import MmdetRegions
+
+        torch.save(MmdetRegions(config, Selection(), seed=7).model.state_dict(), weights / "x.pth")
+        options = ["--mmdet", config, weights / "x.pth", "--max-regions", "12"]
+    out = tmp_path / "regions.npz"
+    assert run(scenes, out, *options, "--batch-size", "1") == 0
+    (tmp_path / "moved").mkdir()
+    out, weights = out.rename(tmp_path / "moved/regions.npz"), weights.rename(tmp_path / "moved/weights")
+    monkeypatch.chdir(tmp_path)
+    features = RegionFeatures(out)
+    extractor = RecordedExtractor(features)
+    for image_id in (1, 3):
+        found = extractor(open_picture(scenes / f"images/00000{image_id}.jpg"))
+        for name, array in features.regions(image_id).items():
+            assert found[name].dtype == array.dtype
+            np.testing.assert_array_equal(found[name], array)
+
+
+def test_weights_that_the_recipe_names_and_that_are_gone(scenes, tmp_path):
+    state = TimmBackbone("test_resnet").model.state_dict()
+    torch.save(state, tmp_path / "x.pth")
+    options = ["--grid", "test_resnet", "--grid-size", "2", "--size", "64", "--checkpoint", tmp_path / "x.pth"]
+    out = tmp_path / "regions.npz"
+    assert run(scenes, out, *options) == 0
+    (tmp_path / "x.pth").rename(tmp_path / "y.pth")
+    with pytest.raises(BadRecipe, match=r"checkpoint .*x\.pth, which is neither .*x\.pth: give it by --region-checkp"):
+        RecordedExtractor(RegionFeatures(out))
+    torch.save({name: tensor + 1 for name, tensor in state.items()}, tmp_path / "x.pth")
+    with pytest.raises(BadRecipe, match=r"x\.pth has another content now: give it by --region-checkpoint"):
+        RecordedExtractor(RegionFeatures(out))
+    with pytest.raises(BadRecipe, match="--region-checkpoint: nowhere does not exist"):
+        RecordedExtractor(RegionFeatures(out), checkpoint=Path("nowhere"))
+    found = RecordedExtractor(RegionFeatures(out), checkpoint=tmp_path / "y.pth")
+    picture = open_picture(scenes / "images/000001.jpg")
+    expected = RegionFeatures(out).regions(1)["features"].astype(np.float32)
+    np.testing.assert_allclose(found(picture)["features"].astype(np.float32), expected, atol=2e-3, rtol=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "message"),
+    [
+        (None, "regions.npz has no recipe"),
+        (dict(tool="another"), "regions.npz has a recipe of 'another', not of 'tools.captioning.extract_regions'"),
+        (dict(tool=TOOL, options=dict(grid="x")), "regions.npz has a recipe without mmdet, torchvision, grid_size"),
+    ],
+)
+def test_recipes_that_are_none(recipe, message, tmp_path):
+    regions = dict(features=np.ones((1, 2)), boxes=np.array([[0, 0, 1, 1]]), scores=np.ones(1))
+    write_region_features(tmp_path / "regions.npz", [(1, regions)], recipe=recipe)
+    with pytest.raises(BadRecipe, match=f"{message}.*extract_regions --overwrite makes it anew"):
+        RecordedExtractor(RegionFeatures(tmp_path / "regions.npz"))
+
+
 def test_without_captions_the_names_are_the_ids(scenes, tmp_path):
     shutil.copy(scenes / "images/000001.jpg", tmp_path / "cat.jpg")
     Image.new("L", (70, 30), 99).save(tmp_path / "grey.PNG")
@@ -343,7 +408,7 @@ def test_without_captions_the_names_are_the_ids(scenes, tmp_path):
         (["--mmdet", "x.py"], "--mmdet CONFIG needs a CHECKPOINT, or --no-weights"),
         ([*TORCHVISION, "--nms", "2"], "--nms must be from 0 to 1, got 2"),
         ([*GRID, "--batch-size", "0"], "--batch-size must be at least 1, got 0"),
-        ([*GRID, "--split", "nowhere.json"], "nowhere.json cannot be read"),
+        ([*GRID, "--splits", "nowhere.json"], "nowhere.json cannot be read"),
         (["--grid", "test_resnet", "--checkpoint", "nowhere.pth"], "weights nowhere.pth: no such file"),
     ],
 )
@@ -354,7 +419,7 @@ def test_bad_options_are_told_before_anything_runs(options, message, scenes, tmp
 
 
 def test_bad_lists_are_told(scenes, tmp_path, capsys):
-    captions = json.loads((scenes / "annotations/captions.json").read_text())
+    captions = json.loads((scenes / "captions.json").read_text())
     for n, change, message in [
         (0, dict(images=captions["images"][:1] * 2), "an image is there twice"),
         (1, dict(images=[]), "has no pictures"),

@@ -67,6 +67,28 @@ def test_what_was_written_is_read(tmp_path, suffix, ids, dtype):
             assert found[name].flags.writeable
 
 
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_a_recipe_is_kept(tmp_path, suffix):
+    needs(suffix)
+    recipe = dict(options=dict(grid="größer", size=[64, 64], seed=None), long="x" * 100_000)
+    write_region_features(tmp_path / f"regions{suffix}", made_up(), recipe=recipe)
+    read = RegionFeatures(tmp_path / f"regions{suffix}")
+    assert read.recipe == recipe
+    assert read.count(1000) == 2
+    write_region_features(tmp_path / f"regions{suffix}", made_up())
+    assert RegionFeatures(tmp_path / f"regions{suffix}").recipe is None
+
+
+def test_a_recipe_that_is_none(tmp_path):
+    write_region_features(tmp_path / "regions.npz", made_up(), recipe={})
+    arrays = dict(np.load(tmp_path / "regions.npz"))
+    for text, message in (("[1]", r"its recipe must be a JSON object, got \[1\]"), ("{", "its recipe is no JSON")):
+        np.savez(tmp_path / "bad.npz", **{**arrays, "recipe": np.array(text)})
+        assert RegionFeatures(tmp_path / "bad.npz").count(1000) == 2
+        with pytest.raises(ValueError, match=rf"bad\.npz: {message}"):
+            RegionFeatures(tmp_path / "bad.npz").recipe  # noqa: B018
+
+
 def _sum_of(read: RegionFeatures, image_id: int) -> float:
     return float(read.regions(image_id)["features"].sum())
 

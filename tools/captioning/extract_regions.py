@@ -3,7 +3,7 @@
 ::
 
     python -m tools.captioning.extract_regions data/scenes/images data/scenes/regions.npz \\
-        --split data/scenes/annotations/split.json --grid resnet10t --checkpoint work_dirs/attributes/best.safetensors
+        --splits data/scenes/splits.json --grid resnet10t --checkpoint work_dirs/attributes/best.safetensors
 
 OUT is ``.npz``, ``.h5`` (h5py) or ``.lmdb`` (lmdb); ``attn_plugins.region_features`` tells its content. Three ways:
 
@@ -15,11 +15,15 @@ A detector keeps the regions above ``--score-threshold`` after suppression withi
 and at most 100 (as Anderson et al., 2018); their boxes are the refined ones, and their features what the classifier
 reads of them (``--feature map``: the mean of the RoI-aligned map).
 
-Image ids are those of ``--split`` (Karpathy's file) or ``--captions`` (COCO's format), and only the pictures named
-there are read; without both, all pictures of the folder are, and their ids are the names without suffix.
+Image ids are those of ``--splits`` (Karpathy's file) or ``--captions`` (COCO's format), and only the pictures named
+there are read; without both, all pictures of the folder are, and their ids are the names without suffix. With both,
+``--captions`` tells the names of files that ``--splits`` does not.
 
 What is done is kept in a folder beside OUT: the same command goes on where it was interrupted, and gives the same file.
 A picture that is missing, broken or fails in the network is named with its reason and left out.
+
+OUT also holds the recipe, by which ``tools.caption`` computes the regions of new pictures: the options, and where the
+weights lie.
 
 Exit code: 0, all pictures are in OUT; 1, OUT is written without some, which are named; 2, nothing was written.
 """
@@ -44,15 +48,10 @@ from attn_plugins.region_features import RegionFeaturesWriter
 from attn_plugins.region_formats import package_of
 from tools import files
 from tools.captioning.image_list import ImageId, ListedImage, listed_images
+from tools.captioning.region_recipe import make_extractor, recipe_of
 from tools.captioning.regions import BadExtractor, Extractor, Regions, Selection
 from tools.captioning.score import BadFile
 from tools.pictures import BadPicture, open_picture
-
-# What changes the features: an interrupted run goes on only with the same.
-RECIPE = (
-    "mmdet", "torchvision", "grid", "grid_size", "checkpoint", "no_weights", "feature", "min_regions", "max_regions",
-    "score_threshold", "nms", "size", "seed", "batch_size", "dtype",
-)  # fmt: skip
 
 
 class Prepared(Dataset):
@@ -154,54 +153,30 @@ class Progress:
         print(f"{line}   ", end="\r" if self.terminal and self.done < self.total else "\n", flush=True)
 
 
-def make_extractor(options: argparse.Namespace, device: str) -> Extractor:
-    """The one of the three that is asked for; only its own toolkit is imported."""
-    weights: Any = Path(options.checkpoint) if options.checkpoint else "none" if options.no_weights else "default"
-    if options.grid:
-        from tools.captioning.grid_regions import GridRegions
-
-        size = tuple(options.size) * (2 if len(options.size) == 1 else 1) if options.size else None
-        return GridRegions(options.grid, options.grid_size, weights, device, options.seed, size)
-    selection = Selection(options.min_regions, options.max_regions, options.score_threshold, options.nms)
-    if options.torchvision:
-        from tools.captioning.torchvision_regions import TorchvisionRegions
-
-        size = (options.size[0], options.size[-1] if len(options.size) > 1 else 1333) if options.size else None
-        return TorchvisionRegions(options.torchvision, selection, weights, options.feature, device, options.seed, size)
-    if options.size:
-        raise BadExtractor("--size goes without --mmdet: the config's test pipeline tells the size")
-    config, *checkpoint = options.mmdet
-    if len(checkpoint) > 1 or (checkpoint and options.checkpoint):
-        raise BadExtractor(f"--mmdet takes a config and at most one checkpoint, got {' '.join(options.mmdet)}")
-    given = checkpoint[0] if checkpoint else options.checkpoint
-    if given is None and not options.no_weights:
-        raise BadExtractor("--mmdet CONFIG needs a CHECKPOINT, or --no-weights for random ones")
-    from tools.captioning.mmdet_regions import MmdetRegions
-
-    return MmdetRegions(config, selection, given, options.feature, device, options.seed)
-
-
-def open_writer(folder: Path, options: argparse.Namespace, images: Sequence[ListedImage]) -> RegionFeaturesWriter:
+def open_writer(
+    folder: Path, recipe: dict[str, Any], images: Sequence[ListedImage], restart: bool
+) -> RegionFeaturesWriter:
     """A new writer, or that of an interrupted run of the same recipe.
 
     Raises:
         BadFile: the run was of another one.
     """
-    if options.restart:
+    if restart:
         shutil.rmtree(folder, ignore_errors=True)
     names = json.dumps([[image.id, image.path.name] for image in images])
-    recipe = {name: getattr(options, name) for name in RECIPE}
-    recipe["images"] = hashlib.sha256(names.encode()).hexdigest()
+    own = dict(recipe["options"], images=hashlib.sha256(names.encode()).hexdigest())
+    own.update({f"content of the {name}": found["sha256"] for name, found in recipe["files"].items()})
     file = folder / "recipe.json"
     if file.is_file():
         before = json.loads(file.read_text())
-        for name, value in json.loads(json.dumps(recipe)).items():
+        for name, value in json.loads(json.dumps(own)).items():
             if before.get(name) != value:
-                what = "other images" if name == "images" else f"{name} = {before.get(name)!r}, not {value!r}"
+                what = f"{name} = {before.get(name)!r}, not {value!r}"
+                what = "other images" if name == "images" else f"another {name}" if name.startswith("content") else what
                 raise BadFile(f"{folder} is of an interrupted run with {what}: --restart begins anew")
     else:
-        files.write_text(file, json.dumps(recipe))
-    return RegionFeaturesWriter(folder, options.dtype)
+        files.write_text(file, json.dumps(own))
+    return RegionFeaturesWriter(folder, recipe["options"]["dtype"])
 
 
 def extract(options: argparse.Namespace) -> int:
@@ -212,10 +187,11 @@ def extract(options: argparse.Namespace) -> int:
         raise BadFile(f"OUT {out} is there already: --overwrite makes it anew")
     if options.batch_size < 1:
         raise BadExtractor(f"--batch-size must be at least 1, got {options.batch_size}")
-    images = listed_images(options.images, options.captions, options.split)
+    images = listed_images(options.images, options.captions, options.splits)
     extractor = make_extractor(options, options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    recipe = recipe_of(options, out)
     folder = out.with_name(f".{out.name}.partial")
-    with open_writer(folder, options, images) as writer:
+    with open_writer(folder, recipe, images, options.restart) as writer:
         before = len(writer.image_ids)
         if before:
             print(f"going on after {before} of {len(images)} images")
@@ -223,7 +199,7 @@ def extract(options: argparse.Namespace) -> int:
         extraction.run(images, options.batch_size, options.workers)
         if not writer.image_ids:
             raise BadFile(f"none of the {len(images)} pictures gave regions; the first: {images[0].path}")
-        writer.assemble(out)
+        writer.assemble(out, recipe)
         rows, D = writer.offsets[-1], writer.feature_dim
     shutil.rmtree(folder)
     number = len(images) - len(extraction.skipped)
@@ -244,9 +220,8 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("images", type=Path, metavar="IMAGES", help="folder of the pictures")
     made.add_argument("out", type=Path, metavar="OUT", help=".npz, .h5, .hdf5 or .lmdb")
-    ids = made.add_mutually_exclusive_group()
-    ids.add_argument("--captions", type=Path, metavar="JSON", help="file in COCO's format with the images' ids")
-    ids.add_argument("--split", type=Path, metavar="JSON", help="Karpathy's file with the images' ids")
+    made.add_argument("--captions", type=Path, metavar="JSON", help="file in COCO's format with the images' ids")
+    made.add_argument("--splits", type=Path, metavar="JSON", help="Karpathy's file with the images' ids")
     way = made.add_mutually_exclusive_group(required=True)
     way.add_argument("--mmdet", nargs="+", metavar=("CONFIG", "CHECKPOINT"))
     way.add_argument("--torchvision", metavar="NAME")

@@ -27,13 +27,13 @@ class ListedImage:
     part: str = ""
 
 
-def listed_images(folder: Path, captions: Path | None = None, split: Path | None = None) -> list[ListedImage]:
+def listed_images(folder: Path, captions: Path | None = None, splits: Path | None = None) -> list[ListedImage]:
     """The pictures that a split file names, else those of a caption file, else all of the folder.
 
     Args:
         folder: The pictures; those of a split file may also lie in the folders that its ``filepath`` names.
         captions: COCO's format: ``images`` have ``id`` and ``file_name``.
-        split: Karpathy's format: ``images`` have ``cocoid`` (or ``imgid``), ``split`` and ``filename``, which is
+        splits: Karpathy's format: ``images`` have ``cocoid`` (or ``imgid``), ``split`` and ``filename``, which is
             looked up in ``captions`` where it is missing.
 
     Raises:
@@ -41,12 +41,12 @@ def listed_images(folder: Path, captions: Path | None = None, split: Path | None
     """
     if not folder.is_dir():
         raise BadFile(f"IMAGES {folder}: no such folder")
-    if captions is None and split is None:
+    if captions is None and splits is None:
         found = _of_folder(folder)
     else:
         names = {} if captions is None else _file_names(captions)
-        found = _of_captions(folder, names) if split is None else _of_split(folder, split, names)
-    source = split or captions or folder
+        found = _of_captions(folder, names) if splits is None else _of_splits(folder, splits, names)
+    source = splits or captions or folder
     if not found:
         raise BadFile(f"{source} has no pictures")
     first: dict[str, ListedImage] = {}
@@ -77,17 +77,17 @@ def _of_captions(folder: Path, names: dict[ImageId, str]) -> list[ListedImage]:
     return [ListedImage(image_id, folder / name) for image_id, name in names.items()]
 
 
-def _of_split(folder: Path, split: Path, names: dict[ImageId, str]) -> list[ListedImage]:
-    content = read_json(split)
+def _of_splits(folder: Path, splits: Path, names: dict[ImageId, str]) -> list[ListedImage]:
+    content = read_json(splits)
     rows = content.get("images") if isinstance(content, dict) else None
     found = []
-    for row in items(split, rows, "'images'", {"split": str}):
+    for row in items(splits, rows, "'images'", {"split": str}):
         image_id = row.get("cocoid", row.get("imgid"))
         if isinstance(image_id, bool) or not isinstance(image_id, (int, str)):
-            raise BadFile(f"{split}: an image has neither cocoid nor imgid, got {row!r:.120}")
+            raise BadFile(f"{splits}: an image has neither cocoid nor imgid, got {row!r:.120}")
         name = row.get("filename", names.get(image_id))
         if not isinstance(name, str):
-            raise BadFile(f"{split}: image {image_id} has no filename, and no caption file tells it")
+            raise BadFile(f"{splits}: image {image_id} has no filename, and no caption file tells it")
         nested = folder / str(row.get("filepath", "")) / name
         found.append(ListedImage(image_id, nested if nested.is_file() else folder / name, row["split"]))
     return found
