@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import sys
-from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +15,12 @@ from fairseq_helpers import ROOT, fairseq, write_text
 
 pytest.importorskip("fairseq")
 
-import hydra
-from fairseq import checkpoint_utils, options, tasks, utils
-from fairseq.dataclass import initialize
-from fairseq.dataclass.configs import FairseqConfig
-from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+from fairseq import checkpoint_utils, tasks
 from fairseq.models import ARCH_CONFIG_REGISTRY
-from fairseq_cli import hydra_train, preprocess
-from hydra.core.hydra_config import HydraConfig
-from omegaconf import flag_override
+from fairseq_cli import preprocess
+from recipe_helpers import by_command_line, check_keys, check_overrides, one_line_commands, table_overrides
+from recipe_helpers import composed as composed_of
+from recipe_helpers import hydra_main as hydra_main_of
 
 from attn_plugins.fairseq.spatial_transformer_options import SpatialTransformerConfig, checked
 
@@ -32,6 +29,7 @@ RECIPES = sorted(path.stem for path in CONFIGS.glob("*.yaml") if path.stem != "s
 ATTENTIONS = sorted(path.stem for path in CONFIGS.glob("attention/*.yaml"))
 SMALL = ["embed_dim=16", "ffn_embed_dim=16", "attention_heads=2", "layers=2"]
 README = (CONFIGS / "README.md").read_text(encoding="utf-8")
+hydra_main, composed = partial(hydra_main_of, CONFIGS), partial(composed_of, CONFIGS)
 
 
 @pytest.fixture(scope="module")
@@ -45,37 +43,6 @@ def joined(tmp_path_factory) -> Path:
         patch.setattr(sys, "argv", ["fairseq-preprocess", *words])
         preprocess.cli_main()
     return folder / "bin"
-
-
-def hydra_main(recipe: str, *overrides: Any) -> None:
-    """What fairseq-hydra-train does with a command line, in this process."""
-    initialize.hydra_init(recipe)
-    with hydra.initialize_config_dir(str(CONFIGS), version_base="1.1"):
-        cfg = hydra.compose(recipe, ["hydra/job_logging=none", *map(str, overrides)], return_hydra_config=True)
-    HydraConfig.instance().set_config(cfg)
-    with flag_override(cfg, ["struct", "readonly"], False):
-        del cfg["hydra"]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(ROOT)
-        hydra_train._hydra_main(cfg)
-
-
-def composed(recipe: str, *overrides: Any) -> Any:
-    """The configuration that fairseq's training gets, with the defaults that it adds."""
-    seen: list[Any] = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hydra_train, "pre_main", seen.append)
-        hydra_main(recipe, *overrides)
-    [cfg] = seen
-    import_user_module(cfg)
-    initialize.add_defaults(cfg)
-    return cfg
-
-
-def import_user_module(cfg: Any) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(ROOT)
-        utils.import_user_module(cfg.common)
 
 
 def small(data: Path, folder: Path) -> list[str]:
@@ -141,11 +108,7 @@ def test_the_papers_sizes_and_schedules(recipe, joined, tmp_path):
         found = {"layers": len(part.layers), "embed_dim": part.embed_tokens.weight.shape[1]}
         found |= {"ffn": layer.fc1.out_features, "heads": layer.self_attn.num_heads}
         assert {**found, "kind": type(layer.self_attn.attention).__name__} == PAPERS[recipe]["model"]
-    for part in fields(FairseqConfig):  # hydra would let a misspelt key of our files pass here
-        known = part.default if isinstance(part.default, type) else type(part.default)
-        if hasattr(known, "__dataclass_fields__"):
-            assert cfg[part.name].keys() <= known.__dataclass_fields__.keys()
-    assert cfg.keys() <= FairseqConfig.__dataclass_fields__.keys() | {"job_logging_cfg"}
+    check_keys(cfg)
     for part, values in PAPERS[recipe].items():
         if part != "model":
             assert {name: cfg[part][name] for name in values} == values
@@ -158,19 +121,16 @@ SAME = {
 }
 
 
-def one_line_commands() -> list[str]:
-    """The README's fairseq-train commands that are given whole."""
-    commands = re.findall(r"^fairseq-train (?!\.\.\.)(?:.*\\\n)*.*$", README, flags=re.M)
-    assert len(commands) == len(RECIPES)
-    return [command.replace("\\\n", " ") for command in commands]
+def test_every_recipe_is_given_as_one_command():
+    assert len(one_line_commands(README)) == len(RECIPES)
 
 
-@pytest.mark.parametrize("command", one_line_commands())
+@pytest.mark.parametrize("command", one_line_commands(README))
 def test_the_one_line_commands_are_the_recipes(command, joined):
     words = shlex.split(command)[1:]
     recipe, _, attention = Path(words[words.index("--save-dir") + 1]).name.rpartition("_")
     cfg = composed(recipe, f"task.data={joined}", f"attention={attention}")
-    line = convert_namespace_to_omegaconf(options.parse_args_and_arch(options.get_training_parser(), words))
+    line = by_command_line(words)
     for node in "criterion", "optimizer", "lr_scheduler", "optimization":
         assert dict(line[node]) == dict(cfg[node])
     for node, names in SAME.items():
@@ -185,7 +145,7 @@ def documented() -> list[Any]:
     found, kinds = [], set()
     for section in re.split(r"^## ", README, flags=re.M):
         recipe = re.search(r"--config-name (\w+)", section)
-        for row in re.findall(r"^\|[^|]*\| `(['+\w.]+=[^`]*)` \|", section, flags=re.M):
+        for row in table_overrides(section):
             kind = (recipe[1], re.sub(r"\d+|zero|min|learned", "", row))
             found.append(pytest.param(recipe[1], row, marks=[pytest.mark.slow] if kind in kinds else []))
             kinds.add(kind)
@@ -195,10 +155,7 @@ def documented() -> list[Any]:
 @pytest.mark.parametrize("recipe, overrides", documented())
 def test_every_setting_of_the_readme_builds(recipe, overrides, joined, tmp_path):
     cfg = composed(recipe, f"task.data={joined}", *shlex.split(overrides))
-    for override in shlex.split(overrides):
-        node, value = override.split("=", 1)
-        if node != "attention":
-            assert str(cfg.model[node.lstrip("+").removeprefix("model.")]).lower() == value.strip("\"'").lower()
+    check_overrides(cfg, overrides)
     with torch.device("meta"):
         tasks.setup_task(cfg.task).build_model(cfg.model)
 

@@ -1,0 +1,85 @@
+"""What the tests of the recipes share: fairseq-hydra-train in this process, and what is documented of a recipe."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import hydra
+import pytest
+from fairseq import options, utils
+from fairseq.dataclass import initialize
+from fairseq.dataclass.configs import FairseqConfig
+from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+from fairseq_cli import hydra_train
+from fairseq_helpers import ROOT
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import flag_override
+
+
+def hydra_main(folder: Path, recipe: str, *overrides: Any) -> None:
+    """What fairseq-hydra-train does with a command line."""
+    initialize.hydra_init(recipe)
+    with hydra.initialize_config_dir(str(folder), version_base="1.1"):
+        cfg = hydra.compose(recipe, ["hydra/job_logging=none", *map(str, overrides)], return_hydra_config=True)
+    HydraConfig.instance().set_config(cfg)
+    with flag_override(cfg, ["struct", "readonly"], False):
+        del cfg["hydra"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(ROOT)
+        hydra_train._hydra_main(cfg)
+
+
+def composed(folder: Path, recipe: str, *overrides: Any) -> Any:
+    """The configuration that fairseq's training gets, with the defaults that it adds."""
+    seen: list[Any] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hydra_train, "pre_main", seen.append)
+        hydra_main(folder, recipe, *overrides)
+    [cfg] = seen
+    import_user_module(cfg)
+    initialize.add_defaults(cfg)
+    return cfg
+
+
+def import_user_module(cfg: Any) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(ROOT)
+        utils.import_user_module(cfg.common)
+
+
+def check_keys(cfg: Any) -> None:
+    """Hydra would let a misspelt key of our files pass."""
+    for part in fields(FairseqConfig):
+        known = part.default if isinstance(part.default, type) else type(part.default)
+        if hasattr(known, "__dataclass_fields__"):
+            assert cfg[part.name].keys() <= known.__dataclass_fields__.keys()
+    assert cfg.keys() <= FairseqConfig.__dataclass_fields__.keys() | {"job_logging_cfg"}
+
+
+def one_line_commands(readme: str) -> list[str]:
+    """The fairseq-train commands of a README that are given whole."""
+    commands = re.findall(r"^fairseq-train (?!\.\.\.)(?:.*\\\n)*.*$", readme, flags=re.M)
+    return [command.replace("\\\n", " ") for command in commands]
+
+
+def by_command_line(words: list[str]) -> Any:
+    """The configuration that fairseq-train makes of its arguments."""
+    return convert_namespace_to_omegaconf(options.parse_args_and_arch(options.get_training_parser(), words))
+
+
+def table_overrides(section: str) -> list[str]:
+    """The second column of a section's tables, where it is overrides."""
+    return re.findall(r"^\|[^|]*\| `(['+\w.]+=[^`]*)` \|", section, flags=re.M)
+
+
+def check_overrides(cfg: Any, overrides: str) -> None:
+    """They are where they should be."""
+    for override in shlex.split(overrides):
+        name, value = override.lstrip("+").split("=", 1)
+        if name != "attention":
+            node, _, key = name.rpartition(".")
+            assert str(cfg[node][key]).lower() == value.strip("\"'").lower()

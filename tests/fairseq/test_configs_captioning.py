@@ -1,0 +1,136 @@
+"""The recipes in configs/fairseq/captioning: each trains, the second stage from the first, and makes captions."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from fairseq_helpers import ROOT
+
+pytest.importorskip("fairseq")
+
+from captioning_helpers import write_images
+from fairseq import checkpoint_utils, tasks
+from fairseq.models import ARCH_CONFIG_REGISTRY
+from fairseq.optim import build_optimizer
+from fairseq.optim.lr_scheduler import build_lr_scheduler
+from recipe_helpers import by_command_line, check_keys, check_overrides, one_line_commands, table_overrides
+from recipe_helpers import composed as composed_of
+from recipe_helpers import hydra_main as hydra_main_of
+
+from attn_plugins.fairseq.eta_transformer import EtaTransformerModel
+from attn_plugins.fairseq.self_critical import SelfCriticalCriterion
+
+CONFIGS = ROOT / "configs/fairseq/captioning"
+RECIPES = sorted(path.stem for path in CONFIGS.glob("*.yaml") if path.stem != "shared")
+SETS = [recipe for recipe in RECIPES if not recipe.endswith("_self_critical")]
+README = (CONFIGS / "README.md").read_text(encoding="utf-8")
+hydra_main, composed = partial(hydra_main_of, CONFIGS), partial(composed_of, CONFIGS)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return write_images(tmp_path_factory.mktemp("set"))
+
+
+def test_the_recipes():
+    assert sorted(f"{name}{stage}" for name in SETS for stage in ("", "_self_critical")) == RECIPES
+    assert SETS == ["coco", "scenes"]
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_every_recipe_trains_and_makes_captions(name, folder, tmp_path):
+    """Nothing but the sizes is changed, and the length: one update of each stage."""
+    run = ["common.cpu=true", "dataset.num_workers=0", "++optimization.max_update=1", f"task.data={folder}"]
+    run += ["++task.min_word_count=1", "dataset.batch_size=8"]
+    run += [f"++model.{size}" for size in ("embed_dim=16", "ffn_dim=16", "heads=2", "layers=2")]
+    hydra_main(name, *run, f"checkpoint.save_dir={tmp_path / 'one'}")
+    first = f"checkpoint.finetune_from_model={tmp_path / 'one/checkpoint_best.pt'}"
+    hydra_main(f"{name}_self_critical", *run, f"checkpoint.save_dir={tmp_path / 'two'}", first)
+    states = []
+    for stage in ("one", "two"):
+        path = str(tmp_path / stage / "checkpoint_last.pt")
+        [model], _, task = checkpoint_utils.load_model_ensemble_and_task([path])
+        states.append(checkpoint_utils.load_checkpoint_to_cpu(path))
+        assert states[-1]["optimizer_history"][-1]["num_updates"] == 1
+        task.load_dataset("test")
+        sample = next(iter(task.get_batch_iterator(task.dataset("test"), max_sentences=4).next_epoch_itr()))
+        generator = task.build_generator([model], states[-1]["cfg"].generation)
+        assert all(own[0]["score"].isfinite() for own in task.inference_step(generator, [model], sample))
+    assert states[0]["extra_state"]["best"] > 0  # a loss
+    assert 0 <= states[1]["extra_state"]["best"] <= 10  # CIDEr-D
+    begun, ended = (torch.cat([x.flatten() for x in state["model"].values()]) for state in states)
+    rate = states[1]["cfg"].optimization.lr[0]
+    assert 0 < (ended - begun).abs().max() < 1.1 * rate  # from where the first one ended, a step of Adam
+
+
+@pytest.mark.parametrize("recipe", ["coco", "coco_self_critical"])
+def test_the_thesis_sizes_and_schedule(recipe, folder):
+    """At full size, with no override but the folder."""
+    cfg = composed(recipe, f"task.data={folder}")
+    check_keys(cfg)
+    with torch.device("meta"):
+        task = tasks.setup_task(cfg.task)
+        model = task.build_model(cfg.model)
+    assert isinstance(model, EtaTransformerModel)
+    for layers in (model.encoder.blocks.visual.layers, model.encoder.blocks.semantic.layers, model.decoder.blocks):
+        assert len(layers) == 6
+        assert "2048" in str(layers)
+    assert model.decoder.embed_tokens.weight.shape[1] == 512
+    assert model.decoder.blocks[0].self_attention.attention.num_heads == 8
+    assert model.decoder.embed_tokens is model.encoder.embed_tokens
+    assert (cfg.dataset.batch_size, cfg.optimizer.adam_betas, cfg.task.min_word_count) == (75, "(0.9, 0.98)", 5)
+    assert cfg.model.dropout == 0.1
+    if recipe == "coco":
+        assert (cfg.criterion._name, cfg.criterion.label_smoothing) == ("label_smoothed_cross_entropy", 0.1)
+        optimizer = build_optimizer(cfg.optimizer, [torch.nn.Parameter(torch.zeros(1))])
+        schedule = build_lr_scheduler(cfg.lr_scheduler, optimizer)
+        for n in (1, 10, 19_999, 20_000, 20_001, 300_000):
+            assert schedule.step_update(n) == pytest.approx(512**-0.5 * min(n**-0.5, n * 20_000**-1.5), rel=1e-9)
+    else:
+        assert cfg.criterion._name == "self_critical"
+        assert isinstance(task.build_criterion(cfg.criterion), SelfCriticalCriterion)
+        assert (cfg.criterion.reward, cfg.criterion.baseline, cfg.criterion.samples) == ("cider-d", "greedy", 1)
+
+
+@pytest.mark.parametrize("command", one_line_commands(README))
+def test_the_one_line_commands_are_the_recipes(command, folder):
+    """Field by field, in every part."""
+    words = shlex.split(command)[1:]
+    recipe = Path(words[words.index("--save-dir") + 1]).name
+    cfg = composed(recipe, f"task.data={folder}")
+    words[0] = str(folder)
+    line = by_command_line(words)
+    for node in line:
+        if node not in ("model", "common", "scoring", "_name", "job_logging_cfg"):  # nothing is scored
+            assert dict(line[node] or {}) == dict(cfg[node] or {}), node
+    for option in line.common:
+        if option != "log_format":  # which a file of a log should have
+            assert line.common[option] == cfg.common[option]
+    ARCH_CONFIG_REGISTRY[cfg.model._name](cfg.model)
+    models = [EtaTransformerModel.build_model(each.model, tasks.setup_task(each.task)) for each in (line, cfg)]
+    assert str(models[0]) == str(models[1])
+
+
+def test_every_recipe_is_given_as_one_command():
+    assert len(one_line_commands(README)) == len(RECIPES)
+
+
+@pytest.mark.parametrize("overrides", table_overrides(README))
+def test_every_setting_of_the_readme_builds(overrides, folder):
+    for recipe in ("coco", "coco_self_critical"):
+        cfg = composed(recipe, f"task.data={folder}", *shlex.split(overrides))
+        check_overrides(cfg, overrides)
+        with torch.device("meta"):
+            tasks.setup_task(cfg.task).build_model(cfg.model)
+
+
+def test_what_the_readme_names_in_its_text(folder):
+    found = re.findall(r"`((?:\+\+)?(?:model|criterion)\.[^`]*)`", README)
+    assert len(found) > 3
+    for overrides in found:
+        check_overrides(composed("coco_self_critical", f"task.data={folder}", *shlex.split(overrides)), overrides)
