@@ -114,6 +114,34 @@ def _global_attention(device: str) -> float:
     return _distance(ours, reference.global_attention(query, key, value, rows, columns, keys, 1.0))
 
 
+def _window_attention(device: str) -> float:
+    from attn_plugins.ops import reference, window_attention
+
+    query, key, value, position = _random(device, *[(2, 4, 5, 6, 8)] * 3, (2, 4, 5, 6, 9))
+    ours = window_attention(query, key, value, position, 3)
+    query, key, value, position = (t.double() for t in (query, key, value, position))
+    windows = ((3, 3), (1, 1), (1, 1), (1, 1))
+    return _distance(ours, reference.window_attention(query, key, value, position, *windows, False, 1.0))
+
+
+def _criss_cross_attention(device: str) -> float:
+    from attn_plugins.ops import criss_cross_attention, reference
+
+    query, key, value, position = _random(device, *[(2, 4, 5, 6, 8)] * 3, (2, 4, 5, 6, 11))
+    ours = criss_cross_attention(query, key, value, position)
+    query, key, value, position = (t.double() for t in (query, key, value, position))
+    return _distance(ours, reference.criss_cross_attention(query, key, value, position, 1.0))
+
+
+def _sequence_attention(device: str) -> float:
+    from attn_plugins.ops import reference, sequence_attention
+
+    query, key, value, band = _random(device, *[(2, 4, 9, 8)] * 3, (2, 4, 9, 5))
+    ours = sequence_attention(query, key, value, band_logits=band)
+    query, key, value, band = (t.double() for t in (query, key, value, band))
+    return _distance(ours, reference.sequence_attention(query, key, value, band, None, None, None, 0, False, 1.0))
+
+
 def _random(device: str, *shapes: tuple[int, ...]) -> list[Tensor]:
     import torch
 
@@ -129,6 +157,9 @@ def _distance(ours: Tensor, expected: Tensor) -> float:
 SELF_CHECKS: dict[str, Callable[[str], float]] = {
     "deform_conv2d": _deform_conv2d,
     "global_attention": _global_attention,
+    "window_attention": _window_attention,
+    "criss_cross_attention": _criss_cross_attention,
+    "sequence_attention": _sequence_attention,
 }
 
 
@@ -191,8 +222,13 @@ TOOLKITS: dict[str, tuple[tuple[str, ...], Callable[[], Iterable[str]]]] = {
 def _hooks(report: Report) -> None:
     switches = ("ATTN_PLUGINS_AUTOLOAD", "TORCH_DEVICE_BACKEND_AUTOLOAD")
     off = [f"{name}=0" for name in switches if os.environ.get(name, "1") == "0"]
+    import torch
+    from packaging.version import Version
+
     if off:
         report.line("autoload", f"switched off by {' and '.join(off)}")
+    elif Version(torch.__version__) < Version("2.5"):
+        report.line("autoload", f"off: torch {torch.__version__} has none (2.5 is the first), import attn_plugins.timm")
     elif any(e.value == "attn_plugins.autoload:activate" for e in entry_points(group="torch.backends")):
         report.line("autoload", "on: timm and fairseq know the plug-ins without an import line")
     else:

@@ -1,0 +1,82 @@
+"""``python -m attn_plugins``: what it reports of this installation, and that it notices what is broken."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from attn_plugins import doctor
+from attn_plugins.ops import _library
+
+
+@pytest.fixture(scope="module")
+def healthy():
+    """The doctor's exit status and report, of a process of its own."""
+    found = subprocess.run([sys.executable, "-m", "attn_plugins"], capture_output=True, text=True)
+    return found.returncode, found.stdout
+
+
+def test_all_is_well(healthy):
+    status, text = healthy
+    assert status == 0, text
+    assert text.endswith("attn_plugins: all is well\n")
+
+
+@pytest.mark.parametrize("operator", doctor.SELF_CHECKS)
+def test_every_operator_runs_and_is_near_its_reference(healthy, operator):
+    if _library.failures()["cpu"] is not None:
+        pytest.skip("no CPU binary")
+    assert f": {operator} runs, " in healthy[1]
+
+
+def test_every_public_operator_has_a_self_check():
+    from attn_plugins import ops
+
+    checked = {"deform_conv1d": "deform_conv2d"}  # runs the other's kernels
+    public = {checked.get(name, name) for name in ops.__all__}
+    assert public == set(doctor.SELF_CHECKS)
+
+
+@pytest.mark.parametrize("name", ["aa_resnet50", "GeneralizedAttention", "task captioning", "--user-dir"])
+def test_registered_names_are_listed(healthy, name):
+    assert name in healthy[1]
+
+
+@pytest.mark.parametrize("switch", ["ATTN_PLUGINS_AUTOLOAD", "TORCH_DEVICE_BACKEND_AUTOLOAD"])
+def test_switched_off_hooks_are_told(monkeypatch, capsys, switch):
+    monkeypatch.setenv(switch, "0")
+    doctor._hooks(doctor.Report())
+    assert f"switched off by {switch}=0" in capsys.readouterr().out
+
+
+def test_a_torch_without_autoload_is_told(monkeypatch, capsys):
+    monkeypatch.setattr(torch, "__version__", "2.4.1")
+    doctor._hooks(doctor.Report())
+    assert "off: torch 2.4.1 has none" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "check, words",
+    [(lambda device: 0.5, "5e-01 from the reference"), (lambda device: 1 / 0, "ZeroDivisionError")],
+    ids=["wrong", "fails"],
+)
+def test_a_broken_operator_is_named(monkeypatch, capsys, check, words):
+    if _library.failures()["cpu"] is not None:
+        pytest.skip("no CPU binary")
+    monkeypatch.setattr(doctor, "SELF_CHECKS", {"window_attention": check})
+    monkeypatch.setattr(doctor, "TOOLKITS", {})
+    assert doctor.main() == 1
+    text = capsys.readouterr().out
+    assert "BROKEN: " in text
+    assert words in text
+    assert text.endswith("attn_plugins: 1 broken\n")
+
+
+def test_a_broken_toolkit_is_named(monkeypatch, capsys):
+    def registered():
+        raise ImportError("libexample.so is missing")
+
+    monkeypatch.setattr(doctor, "TOOLKITS", {"timm": (("timm",), registered)})
+    assert doctor.main() == 1
+    assert "ImportError: libexample.so is missing" in capsys.readouterr().out
