@@ -208,10 +208,14 @@ class MultiheadSpatialAttention(nn.Module):
             start = 0 if cache is None else cache.steps
             value = key if value is None else value
             projected_key, projected_value, key_padding_mask, shift = self._source(key, value, key_padding_mask, cache)
-        arguments = self._logits(query, projected_key, projected_value, start, cache)
-        arguments.update(
-            value=projected_value, causal=self.causal, key_padding_mask=key_padding_mask, start=start, scale=1.0
-        )
+        arguments = {
+            **self._logits(query, projected_key, projected_value, start, cache),
+            "value": projected_value,
+            "causal": self.causal,
+            "key_padding_mask": key_padding_mask,
+            "start": start,
+            "scale": 1.0,
+        }
         return arguments, shift
 
     def _keys(

@@ -15,6 +15,7 @@ from packaging.version import Version
 
 logger = logging.getLogger("attn_plugins")
 
+_is_compiling = getattr(torch.compiler, "is_compiling", lambda: False)  # torch >= 2.3
 OLDEST_TORCH = Version("2.10")  # the stable ABI that the binaries were compiled for
 _PACKAGE = Path(__file__).resolve().parent.parent
 
@@ -75,7 +76,8 @@ def serves(device_type: str) -> bool:
         return False
     if has_kernel(device_type) or (device_type == "meta" and has_schemas()):
         return True
-    explain_once(device_type)
+    if not _is_compiling():  # a log line would break the graph
+        explain_once(device_type)
     return False
 
 

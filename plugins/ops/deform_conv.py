@@ -10,6 +10,7 @@ from torch import Tensor
 
 from . import _library, reference
 from ._arguments import check_dim, check_tensors, expand
+from ._operators import under_autocast
 
 
 def deform_conv2d(
@@ -69,7 +70,11 @@ def deform_conv2d(
             f"got {tuple(mask.shape)}"
         )
     if not _library.serves(input.device.type):
-        return reference.deform_conv2d(input, offset, weight, bias, mask, stride, padding, dilation)
+        terms = (input, offset, weight, bias, mask)
+        output = under_autocast(
+            lambda *cast: reference.deform_conv2d(*cast, stride, padding, dilation), terms, input.device.type
+        )
+        return output.contiguous(memory_format=_memory_format(input))
     return torch.ops.attn_plugins.deform_conv2d(
         input, offset, weight, bias, mask, stride, padding, dilation, groups, offset_groups
     )

@@ -76,7 +76,7 @@ def sequence_attention(
     if limited and band_logits is not None and _window_pays(value, band_logits.shape[3], start):
         return _attend_in_range(query, key, value, band_logits, key_padding_mask, start, causal, scale, T)
     if number:
-        terms = terms._replace(outside_logits=value.new_full((1, 1, 1), number))
+        terms = Terms(query, key, value, band_logits, value.new_full((1, 1, 1), number), position_logits)
     return under_autocast(
         lambda *cast: _attend(Terms(*cast), key_padding_mask, start, causal, float(scale)), terms, value.device.type
     )
