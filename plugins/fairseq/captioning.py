@@ -11,6 +11,7 @@ anew. A model may do without regions or without attributes.
 import json
 import logging
 import os
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -27,6 +28,7 @@ from ..region_features import RegionFeatures
 from .captioning_dataset import CaptionedImage, CaptioningDataset
 
 logger = logging.getLogger(__name__)
+MANY_UNKNOWN = 0.25  # of the words of captions: rare ones are 1 % of COCO's, and more in a small set
 ORACLE_WORDS = 1000  # the thesis' labels are the most frequent ones (section 2.5.2)
 
 
@@ -107,6 +109,7 @@ class CaptioningTask(FairseqTask):
             raise ValueError(f"{cfg.data} has neither regions nor attributes: give --regions, --attributes or both")
         self.dictionary = self._dictionary()
         self._results: dict[ImageId, str] | None = None
+        self._told: dict[str, int] = {}
 
     @classmethod
     def setup_task(cls, cfg: CaptioningConfig, **kwargs: Any) -> "CaptioningTask":
@@ -166,13 +169,18 @@ class CaptioningTask(FairseqTask):
             raise FileNotFoundError(f"the data folder {folder} does not exist")
         path = Path(given) if given is not None else next(filter(Path.is_file, (folder / name for name in names)), None)
         if path is None and needed:
-            raise FileNotFoundError(f"--{option}: {folder} has no {' or '.join(names)}")
+            how = "; python -m tools.captioning.make_splits makes it of captions.json" if option == "splits" else ""
+            raise FileNotFoundError(f"--{option}: {folder} has no {' or '.join(names)}{how}")
         if path is not None and not path.is_file():
             raise FileNotFoundError(f"--{option}: {path} does not exist")
         return path
 
+    @property
+    def _dictionary_path(self) -> Path:
+        return Path(self.cfg.dictionary or Path(self.cfg.data) / "dict.txt")
+
     def _dictionary(self) -> Dictionary:
-        path = Path(self.cfg.dictionary or Path(self.cfg.data) / "dict.txt")
+        path = self._dictionary_path
         if not path.is_file():
             dictionary = Dictionary()
             for captions in self.captions_of("train").values():
@@ -193,8 +201,9 @@ class CaptioningTask(FairseqTask):
             FileNotFoundError: a file is not there.
             ValueError: a file or a sample is not valid; of a sample, unless ``--skip-invalid-samples``.
         """
-        before = self.problems.number
-        images = list(self._images(self.captions_of(split)))
+        captions = self.captions_of(split)
+        self._check_dictionary(split, captions)
+        images = list(self._images(captions))
         if not images:
             raise ValueError(f"no image of {split} is valid")
         dataset = CaptioningDataset(
@@ -206,10 +215,24 @@ class CaptioningTask(FairseqTask):
             one_caption=self.cfg.one_caption_per_image,
         )
         self.datasets[split] = dataset
-        skipped = self.problems.number - before
-        logger.info(
-            "%s: %d images, %d samples%s", split, len(images), len(dataset), f", {skipped} skipped" if skipped else ""
-        )
+        logger.info("%s: %d images, %d samples", split, len(images), len(dataset))
+        if self.problems.number:
+            logger.warning("%d bad samples skipped so far, in all files", self.problems.number)
+
+    def _check_dictionary(self, split: str, captions: Captions) -> None:
+        """Tell where a dictionary seems to be of other captions: training with it teaches to say nothing."""
+        words = Counter(word for own in captions.values() for caption in own for word in caption)
+        known = sum(n for word, n in words.items() if self.dictionary.index(word) >= self.dictionary.nspecial)
+        share = 1 - known / words.total()
+        logger.info("%s: %.1f %% of the words are not in the dictionary", split, 100 * share)
+        if share > MANY_UNKNOWN:
+            logger.warning(
+                "%.0f %% of the words of %s are not in %s: if it was made of other captions, delete it, and it is made "
+                "anew",
+                100 * share,
+                split,
+                self._dictionary_path,
+            )
 
     def _images(self, captions: Captions) -> Iterator[CaptionedImage]:
         """The images that are valid."""
@@ -270,22 +293,29 @@ class CaptioningTask(FairseqTask):
         return {self.dictionary[i]: self.dictionary.count[i] for i in range(first, last)}
 
     def begin_epoch(self, epoch: int, model: Any) -> None:
-        """Tell how many images were left out since the beginning, for regions that cannot be read."""
+        """Tell how many images were left out so far, for regions that cannot be read, where there are more of them."""
         for split, dataset in self.datasets.items():
-            if dataset.skipped:
+            if dataset.skipped > self._told.get(split, 0):
+                self._told[split] = dataset.skipped
                 logger.warning("%s: %d images skipped so far, whose regions cannot be read", split, dataset.skipped)
+
+    begin_valid_epoch = begin_epoch
 
     def filter_indices_by_size(
         self, indices: Any, dataset: Any, max_positions: Any = None, ignore_invalid_inputs: bool = False
     ) -> Any:
         """As fairseq's, with the image's name where a sample is too large."""
         ignored = dataset.filter_indices_by_size(indices, max_positions)[1]
-        if ignored and not ignore_invalid_inputs:
+        if ignored:
             regions, words = dataset.size(ignored[0])
-            self.problems(
+            message = (
                 f"{len(ignored)} samples are too large: image {dataset.image_id(ignored[0])} has {regions} regions and "
                 f"a caption of {words} words with its end; the most are {max_positions}"
             )
+            if ignore_invalid_inputs:  # so it is in training
+                logger.warning("skipped: %s", message)
+            else:
+                self.problems(message)
         return super().filter_indices_by_size(indices, dataset, max_positions, True)
 
     def build_generator(self, models: Any, args: Any, *more: Any, **kwargs: Any) -> Any:

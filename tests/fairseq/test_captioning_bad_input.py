@@ -1,0 +1,248 @@
+"""What is wrong with the files of a captioning task: one error that names the item, or the item is left out."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("fairseq")
+
+from captioning_helpers import change, task_of, write_images, write_json
+from test_captioning import batches_of
+
+from attn_plugins.region_features import RegionFeatures, write_region_features
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    return write_images(tmp_path / "data")
+
+
+def _other_image(folder: Path) -> None:
+    change(folder / "captions.json", lambda c: c["annotations"][4].update(image_id=7))
+
+
+def _empty_caption(folder: Path) -> None:
+    change(folder / "captions.json", lambda c: c["annotations"][5].update(caption=" .. "))
+
+
+def _unknown_image(folder: Path) -> None:
+    change(folder / "splits.json", lambda c: c["images"].append({"cocoid": 555, "split": "train"}))
+
+
+def _twice(folder: Path) -> None:
+    change(folder / "splits.json", lambda c: c["images"].append({"cocoid": 102, "split": "test"}))
+
+
+def _unknown_attribute(folder: Path) -> None:
+    change(folder / "attributes.json", lambda c: c["102"].append(["zebra", 0.5]))
+
+
+def _no_attributes(folder: Path) -> None:
+    change(folder / "attributes.json", lambda c: c.update({"102": []}))
+
+
+def _unattributed(folder: Path) -> None:
+    change(folder / "attributes.json", lambda c: c.pop("102"))
+
+
+def _rewritten(folder: Path, edit: Any) -> None:
+    regions = RegionFeatures(folder / "regions.npz")
+    images = [(i, regions.regions(i)) for i in regions.image_ids]
+    (folder / "regions.npz").unlink()
+    write_region_features(folder / "regions.npz", [image for image in map(edit, images) if image])
+
+
+def _no_regions(folder: Path) -> None:
+    _rewritten(folder, lambda im: im if im[0] != 102 else (102, {name: x[:0] for name, x in im[1].items()}))
+
+
+def _no_image(folder: Path) -> None:
+    _rewritten(folder, lambda image: image if image[0] != 102 else None)
+
+
+BAD_SAMPLES = {
+    _other_image: (r"captions\.json: caption 4 is of image 7, which is not among its images", 31),
+    _empty_caption: (r"captions\.json: caption 5 of image 102 is empty, got ' \.\. '", 31),
+    _unknown_image: (r"splits\.json: image 555 is not in .*captions\.json", 32),
+    _twice: (r"splits\.json: image 102 is there twice, in train and in test", 32),
+    _unknown_attribute: (r"attributes\.json: attribute 'zebra' of image 102 is not in the dictionary", 32),
+    _no_attributes: (r"attributes\.json: image 102 has no attributes", 30),
+    _unattributed: (r"attributes\.json has no image 102", 30),
+    _no_regions: (r"regions\.npz: image 102 has no regions", 30),
+    _no_image: (r"regions\.npz has no image 102", 30),
+}
+
+
+@pytest.mark.parametrize("spoil", BAD_SAMPLES, ids=lambda f: f.__name__.strip("_"))
+def test_a_bad_sample_is_an_error_or_skipped(folder, spoil, caplog):
+    spoil(folder)
+    message, left = BAD_SAMPLES[spoil]
+    with pytest.raises(ValueError, match=message + r" \(--skip-invalid-samples leaves such samples out\)"):
+        task_of(folder).load_dataset("train")
+    with caplog.at_level(logging.WARNING, "attn_plugins"):
+        task = task_of(folder, skip_invalid_samples=True)
+        task.load_dataset("train")
+    assert len(task.dataset("train")) == left
+    assert task.problems.number == 1
+    told = [record.message for record in caplog.records]
+    assert [text.split(":")[0] for text in told] == ["skipped", "1 bad samples skipped so far, in all files"]
+    assert batches_of(task, "train")
+
+
+def _spoil_features(folder: Path, *image_ids: int) -> None:
+    arrays = {name: np.array(array) for name, array in np.load(folder / "regions.npz").items()}
+    for image_id in image_ids:
+        arrays["features"][arrays["offsets"][image_id - 100], 2] = np.nan
+    np.savez(folder / "regions.npz", **arrays)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_regions_that_cannot_be_read_are_found_in_the_run(folder, workers, caplog):
+    _spoil_features(folder, 102)
+    with pytest.raises(ValueError, match="image 102 has features that are NaN or infinite"):
+        batches_of(task_of(folder), "train", num_workers=workers)
+    task = task_of(folder, skip_invalid_samples=True)
+    with caplog.at_level(logging.WARNING, "attn_plugins"):
+        batches = batches_of(task, "train", num_workers=workers)
+    assert sum(batch["nsentences"] for batch in batches) == 30
+    assert all(102 not in batch["image_ids"] for batch in batches)
+    assert task.dataset("train").skipped == 1
+    if not workers:
+        assert ["image 102" in record.message for record in caplog.records] == [True]
+
+
+def test_a_batch_of_bad_samples(folder):
+    """fairseq's trainer has nothing to go on with if the first batch is empty."""
+    _spoil_features(folder, 104, 116, 122, 100)
+    task = task_of(folder, skip_invalid_samples=True)
+    for split, skipped in (("valid", {104, 116, 122}), ("train", {100})):
+        batches = batches_of(task, split, max_sentences=1)
+        assert len(batches) == len(task.dataset(split))
+        for batch in batches:
+            assert batch["nsentences"] == 1
+            assert not skipped & set(batch["image_ids"])
+    _spoil_features(folder, 110)
+    with pytest.raises(ValueError, match="no image of 4 can be read"):
+        batches_of(task_of(folder, skip_invalid_samples=True), "valid")
+
+
+def test_a_sample_that_is_too_large(folder):
+    task = task_of(folder)
+    task.load_dataset("valid")
+    dataset, indices = task.dataset("valid"), np.arange(4)
+    with pytest.raises(ValueError, match="1 samples are too large: image 104 has 2 regions and a caption"):
+        task.filter_indices_by_size(indices[:1], dataset, (1, 10))
+    counts = dataset.region_counts
+    kept = task.filter_indices_by_size(indices, dataset, (1, 10), ignore_invalid_inputs=True)
+    assert kept.tolist() == indices[counts == 1].tolist()
+    assert task.filter_indices_by_size(indices, dataset, (9, 10)).tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("captions.json", '{"images": [{"id": 1}', r"captions\.json is no JSON file, or cut off"),
+        ("captions.json", '{"annotations": []}', r"captions\.json must have a list of images; it has annotations"),
+        ("captions.json", '{"images": [], "annotations": [{"id": 3}]}', r"caption 3 must have image_id and caption"),
+        ("splits.json", "[]", r"splits\.json must hold a JSON object, got a list"),
+        (
+            "splits.json",
+            '{"images": [{"split": "train"}]}',
+            r"cocoid or imgid of an image must be a number or a text, got",
+        ),
+        ("splits.json", '{"images": [{"cocoid": 100}]}', r"splits\.json: image 100 has no split"),
+        ("splits.json", '{"images": [{"cocoid": 100, "split": "test"}]}', "no image is in the split train or restval"),
+        ("splits.json", '{"images": [{"cocoid": [1], "split": "train"}]}', r"cocoid or imgid of an image must be a n"),
+        ("captions.json", '{"images": [{"file_name": "1.jpg"}], "annotations": []}', r"id of an image must be a nu"),
+        ("captions.json", b'{"images": "caf\xe9"}', r"captions\.json is no text in UTF-8: 'utf-8' codec can't decode"),
+        ("attributes.json", '{"102": ["dog"], "100": []}', r"image 102 must have pairs of word and probability, got"),
+        ("attributes.json", '{"102": [["dog", NaN]]}', r"image 102 must have pairs of word and probability, got"),
+        ("attributes.json", '{"102": [["dog", 1]], "102": []}', r"attributes\.json: image 102 is there twice"),
+        ("regions.npz", b"PK", r"regions\.npz is no npz file, or cut off"),
+    ],
+)
+def test_files_that_are_not_such(folder, name, text, message):
+    (folder / name).write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(ValueError, match=message):
+        task_of(folder, skip_invalid_samples=True).load_dataset("train")
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        (dict(data="nowhere"), FileNotFoundError, "the data folder nowhere does not exist"),
+        (dict(splits="nowhere.json"), FileNotFoundError, r"--splits: nowhere\.json does not exist"),
+        (dict(captions="nowhere.json"), FileNotFoundError, r"--captions: nowhere\.json does not exist"),
+        (dict(regions="nowhere.npz"), FileNotFoundError, r"--regions: nowhere\.npz does not exist"),
+        (dict(attributes="nowhere.json"), FileNotFoundError, r"--attributes: nowhere\.json does not exist"),
+        (dict(min_word_count=0), ValueError, "--min-word-count must be at least 1, got 0"),
+        (dict(max_attributes=0), ValueError, "--max-attributes must be at least 1, got 0"),
+        (dict(min_word_count=999), ValueError, "--min-word-count 999: no word occurs that often"),
+    ],
+)
+def test_options_that_cannot_be(folder, options, error, message):
+    with pytest.raises(error, match=message):
+        task_of(**{"folder": options.pop("data", folder), **options})
+
+
+def test_subsets_that_are_not_there(folder):
+    with pytest.raises(ValueError, match="the subset must be one of train, valid, val, test, got 'train1'"):
+        task_of(folder).load_dataset("train1")
+    (folder / "splits.json").unlink()
+    with pytest.raises(FileNotFoundError, match=r"--splits: .* has no splits\.json; python -m tools.captioning.make_"):
+        task_of(folder).load_dataset("train")
+
+
+def test_sentences_that_are_not_such(folder):
+    (folder / "captions.json").unlink()
+    for sentences, message in (
+        (["a dog"], "image 103 must have a list of sentences with raw or tokens, got"),
+        ({"raw": "a dog"}, "image 103 must have a list of sentences with raw or tokens, got"),
+        ([], r"splits\.json: image 103 has no captions in"),
+        ([{"raw": 3}], r"splits\.json: caption 1 of image 103 is empty, got 3"),
+    ):
+        row = {"cocoid": 103, "split": "restval", "sentences": sentences}
+        good = {"cocoid": 104, "split": "train", "sentences": [{"tokens": ["a", "cat"]}]}
+        write_json(folder / "splits.json", {"images": [good, row]})
+        with pytest.raises(ValueError, match=message):
+            task_of(folder).load_dataset("train")
+
+
+def test_a_number_and_its_text_are_one_id(folder):
+    """And the results have that of the captions, which they are scored by."""
+    expected = task_of(folder).captions
+
+    def as_text(content: dict) -> None:
+        for image in content["images"]:
+            image["cocoid"] = str(image["cocoid"])
+        content["images"].append({"cocoid": 102, "split": "test"})
+
+    change(folder / "splits.json", as_text)
+    with pytest.raises(ValueError, match="image 102 is there twice, in train and in test"):
+        task_of(folder).load_dataset("train")
+    found = task_of(folder, skip_invalid_samples=True).captions
+    assert found == expected
+    assert all(isinstance(image_id, int) for part in found.values() for image_id in part)
+
+
+def test_a_mark_of_the_byte_order_is_no_error(folder):
+    expected = task_of(folder).captions
+    for name in ("captions.json", "splits.json", "attributes.json"):
+        (folder / name).write_bytes(b"\xef\xbb\xbf" + (folder / name).read_bytes())
+    task = task_of(folder)
+    task.load_dataset("train")
+    assert task.captions == expected
+
+
+def test_a_dictionary_of_other_captions(folder, caplog):
+    (folder / "dict.txt").write_text("a 9\nthe 8\ndog 3\ncat 3\nbus 3\nkite 3\nboat 3\n")
+    with caplog.at_level(logging.WARNING, "attn_plugins"):
+        task_of(folder).load_dataset("valid")
+    [told] = [record.message for record in caplog.records]  # of each image's 7 words: the colour twice, and "is"
+    assert told.startswith("43 % of the words of valid are not in")
+    assert "dict.txt: if it was made of other captions, delete it, and it is made anew" in told
