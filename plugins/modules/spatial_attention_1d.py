@@ -26,6 +26,8 @@ from .sequence_cache import (
     weights_of,
 )
 
+_is_dynamo_compiling = getattr(torch.compiler, "is_dynamo_compiling", lambda: False)  # torch >= 2.2
+
 
 class MultiheadSpatialAttention(nn.Module):
     """Self-, causal self- and encoder-decoder attention whose logits are any of ε1 ... ε4.
@@ -289,7 +291,7 @@ class MultiheadSpatialAttention(nn.Module):
         else:
             reach = start + T - 1
             if not self.causal:
-                larger = max if torch.compiler.is_dynamo_compiling() else torch.sym_max  # each where it traces
+                larger = max if _is_dynamo_compiling() else torch.sym_max  # each where it traces
                 reach = larger(reach, S - 1 - start)
         if self.position_proj is None:
             return value.new_zeros(1, 1, 1, reach + 1 if self.causal else 2 * reach + 1).expand(-1, -1, T, -1)
