@@ -204,6 +204,13 @@ def extract(options: argparse.Namespace) -> int:
     shutil.rmtree(folder)
     number = len(images) - len(extraction.skipped)
     print(f"{out}: {number} images, {rows} regions of {D} channels")
+    h, w = getattr(extractor, "map_size", None) or (options.grid_size,) * 2
+    if min(h, w) < options.grid_size:
+        print(
+            f"note: the map of {options.grid} has {h} x {w} cells, so that of {options.grid_size} x "
+            f"{options.grid_size} regions some are the same: a larger --size, or --grid-size {min(h, w)}",
+            file=sys.stderr,
+        )
     if extraction.skipped:
         print(f"{len(extraction.skipped)} pictures were skipped:", file=sys.stderr)
         for image_id, reason in extraction.skipped.items():

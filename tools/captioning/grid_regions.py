@@ -24,7 +24,12 @@ class GridRegions:
         device: Where the network runs.
         seed: Of random weights.
         size: (H, W) in pixels; None: that of ``weights`` where the file tells it, else the model's own.
+
+    Attributes:
+        map_size: (h, w) of the last batch's map. Where it has fewer cells than the grid, some are the same.
     """
+
+    map_size: tuple[int, int] | None = None
 
     def __init__(
         self,
@@ -61,7 +66,9 @@ class GridRegions:
     @torch.inference_mode()
     def __call__(self, batch: list[Tensor]) -> list[Regions]:
         n = self.cells
-        maps = functional.adaptive_avg_pool2d(self.backbone(torch.stack(batch).to(self.device)), n)
+        maps = self.backbone(torch.stack(batch).to(self.device))
+        self.map_size = maps.shape[2], maps.shape[3]
+        maps = functional.adaptive_avg_pool2d(maps, n)
         corner = torch.arange(n * n)
         low = torch.stack([corner % n, corner // n], 1).float()
         boxes, scores = torch.cat([low, low + 1], 1), torch.ones(n * n)

@@ -1,0 +1,211 @@
+"""Captions pictures, and shows which regions and attributes each word attended to.
+
+::
+
+    python -m tools.caption photo.jpg --path checkpoints/eta/checkpoint_best.pt \\
+        --detector work_dirs/attributes/best.safetensors --out work_dirs/captions
+
+``--path`` names a checkpoint of fairseq's task ``captioning``, or several with colons, whose words are averaged. A
+picture's regions are computed as those of the data folder, by the recipe in its ``regions.npz`` (or ``.h5``,
+``.lmdb``), and its attributes by ``--detector`` (of ``tools.captioning.train_attributes``), which models of regions
+alone (``--fusion visual``) do without. IMAGE may be a folder, for all pictures in it.
+
+OUT gets ``captions.json``, ``[{"image_id": "photo", "file_name": "photo.jpg", "caption": "..."}]``, and of each picture
+``NAME.png``, on which every word has its regions, the gate's visual and semantic share, and its attributes, and
+``NAME.json`` with the numbers. Shown are the weights by which regions and attributes enter the output (of entangled
+attention not those of its guidance), in the last block of the decoder (``--layer``), as the mean over heads and models;
+the gate's share is its mean over channels. ``--all-weights`` adds those of every block and head to ``NAME.json``.
+
+Exit code: 0, all pictures have captions; 1, some could not be read or captioned, and are named; 2, none was tried.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from tools import files
+from tools.captioning.attributes import load_detector
+from tools.captioning.caption_picture import Explanation, page
+from tools.captioning.image_list import listed_images
+from tools.captioning.score import BadFile
+from tools.captioning.word_attention import WordAttention, summary
+from tools.pictures import BadPicture, open_picture
+
+if TYPE_CHECKING:
+    from tools.captioning.captioner import CaptionedPicture, Captioner
+
+
+def make_captioner(options: argparse.Namespace, device: str) -> Captioner:
+    """What the command line asks for."""
+    try:
+        from tools.captioning.captioner import Captioner, Search
+    except ModuleNotFoundError as error:
+        raise BadFile(f"captions need the package {error.name}: pip install 'attn_plugins[fairseq]'") from error
+    detector = None if options.detector is None else load_detector(options.detector, device)
+    paths = [Path(path) for path in options.path.split(":")]
+    search = Search(options.beam, options.max_len, options.lenpen)
+    return Captioner(paths, options.data, detector, search, device, options.region_checkpoint, options.region_config)
+
+
+def pictures_of(given: Sequence[Path]) -> dict[str, Path]:
+    """The pictures, folders opened, by names that are unlike each other.
+
+    Raises:
+        BadFile: a folder has no pictures.
+    """
+    paths = [path for one in given for path in ([i.path for i in listed_images(one)] if one.is_dir() else [one])]
+    found: dict[str, Path] = {}
+    for path in dict.fromkeys(paths):
+        name, number = path.stem, 1
+        while name in found or name == "captions":  # captions.json is of all
+            number += 1
+            name = f"{path.stem}-{number}"
+        found[name] = path
+    return found
+
+
+def numbers(found: CaptionedPicture, shown: dict[str, Tensor]) -> dict[str, Any]:
+    """What the picture of a caption shows, for a JSON file."""
+    words: list[dict[str, Any]] = []
+    for t, (word, value) in enumerate(zip(found.words, found.log_probabilities)):
+        words.append({"word": word, "log_probability": round(value, 5)})
+        words[-1].update(
+            {name: rounded(shown[name][t]) for name in ("visual_share", "regions", "attributes") if name in shown}
+        )
+    content: dict[str, Any] = {"caption": found.caption, "score": round(found.score, 5), "words": words}
+    if found.regions is not None:
+        content["regions"] = {name: rounded(torch.from_numpy(found.regions[name])) for name in ("boxes", "scores")}
+    if found.attributes is not None:
+        content["attributes"] = [list(pair) for pair in found.attributes]
+        content["unknown_attributes"] = found.unknown
+    return content
+
+
+def all_weights(attention: WordAttention) -> dict[str, Any]:
+    """Of one model: lists of blocks, heads, words and regions or attributes; ``visual_share``, of blocks and words."""
+    share = attention.visual_share
+    weights = {name: rounded(weights) for name, weights in attention.weights.items()}
+    return weights if share is None else {**weights, "visual_share": rounded(share)}
+
+
+def rounded(x: Tensor) -> Any:
+    """Lists of numbers of five decimals."""
+    values = x.double()
+    return json.loads(json.dumps(((values * 1e5).round() / 1e5).tolist()))
+
+
+def explanation(found: CaptionedPicture, shown: dict[str, Tensor], notes: Sequence[str]) -> Explanation:
+    """What is drawn of a caption."""
+    arrays = {
+        name: shown[name].numpy() if name in shown else None for name in ("regions", "attributes", "visual_share")
+    }
+    return Explanation(
+        caption=found.caption,
+        words=found.words,
+        boxes=None if found.regions is None else found.regions["boxes"],
+        attribute_words=[word for word, _ in found.attributes or ()],
+        notes=notes,
+        **arrays,
+    )
+
+
+def notes_of(found: CaptionedPicture, layer: int | None) -> list[str]:
+    """Which attention is shown, and the attributes that were detected."""
+    heads = next(iter(found.attention[0].weights.values())).shape[:2]
+    block = "mean of all blocks" if layer == 0 else f"block {layer or heads[0]} of {heads[0]}"
+    models = f", mean of {len(found.attention)} models" if len(found.attention) > 1 else ""
+    notes = [f"Attention: {block} of the decoder, mean of {heads[1]} heads{models}."]
+    if found.attributes:
+        notes.append("Attributes: " + ", ".join(f"{word} {p:.2f}" for word, p in found.attributes))
+    return notes
+
+
+def caption(options: argparse.Namespace) -> int:
+    """What the command line asks for; returns how many pictures have no caption."""
+    pictures = pictures_of(options.images)
+    captioner = make_captioner(options, options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    results, skipped = [], 0
+    for name, path in pictures.items():
+        try:
+            if not path.is_file():
+                raise BadPicture("no such file")
+            picture = open_picture(path)
+            found = captioner(picture)
+        except (BadPicture, ValueError, RuntimeError, IndexError) as error:  # of one picture: the others go on
+            reason = f"cannot be read as a picture: {error.__cause__}" if error.__cause__ else str(error)
+            print(f"skipped {path}: {reason}", file=sys.stderr, flush=True)
+            skipped += 1
+            continue
+        shown = summary(found.attention, options.layer)
+        print(f"{path}: {found.caption}", flush=True)
+        results.append({"image_id": name, "file_name": str(path), "caption": found.caption})
+        content = {"file_name": str(path), "checkpoints": options.path.split(":"), **numbers(found, shown)}
+        if options.all_weights:
+            content["models"] = [all_weights(attention) for attention in found.attention]
+        files.write_text(options.out / f"{name}.json", json.dumps(content) + "\n")
+        drawn = page(picture, explanation(found, shown, notes_of(found, options.layer)))
+        files.write(options.out / f"{name}.png", drawn.save)
+        files.write_text(options.out / "captions.json", json.dumps(results, indent=1) + "\n")
+    return skipped
+
+
+def layer(text: str) -> int:
+    """Number of a block from 1, or ``all``, which is 0."""
+    if text == "all":
+        return 0
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a number from 1, or all, got {text!r}")
+    return int(text)
+
+
+def parser() -> argparse.ArgumentParser:
+    """Of the command line."""
+    made = argparse.ArgumentParser(
+        prog="python -m tools.caption", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    made.add_argument("images", type=Path, nargs="+", metavar="IMAGE")
+    made.add_argument("--path", required=True, metavar="FILE[:FILE]", help="checkpoints of the captioner")
+    made.add_argument(
+        "--detector", type=Path, metavar="FILE", help="of attributes: best.safetensors of train_attributes"
+    )
+    made.add_argument(
+        "--data", type=Path, metavar="DIR", help="data folder, with all its files; default: that of the training"
+    )
+    made.add_argument("--out", type=Path, default=Path("work_dirs/captions"), metavar="DIR", help="default %(default)s")
+    made.add_argument("--beam", type=int, default=3, help="default %(default)s")
+    made.add_argument("--max-len", type=int, default=50, metavar="WORDS", help="default %(default)s")
+    made.add_argument("--lenpen", type=float, default=1.0, help="above 1: longer captions, default %(default)s")
+    made.add_argument(
+        "--layer", type=layer, metavar="N", help="block of the decoder, from 1, or all; default: the last"
+    )
+    made.add_argument("--all-weights", action="store_true", help="also write those of every block and head")
+    made.add_argument(
+        "--region-checkpoint", type=Path, metavar="FILE", help="instead of what the regions' recipe names"
+    )
+    made.add_argument("--region-config", type=Path, metavar="FILE", help="of mmdet, likewise")
+    made.add_argument("--device", help="default: cuda where there is one, else cpu")
+    return made
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parser().parse_args(arguments)
+    try:
+        return 1 if caption(options) else 0
+    except (ValueError, ModuleNotFoundError) as error:
+        print(f"caption: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    for talkative in ("fairseq", "attn_plugins.fairseq"):
+        logging.getLogger(talkative).setLevel(logging.WARNING)
+    sys.exit(main())

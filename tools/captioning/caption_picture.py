@@ -1,0 +1,223 @@
+"""A picture of a caption: for each word the regions and attributes it attended to, and what the gate took of both."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from PIL import Image, ImageColor, ImageDraw
+
+from tools.captioning.lettering import Lettering, lettering_for
+
+WIDTH, MARGIN, GAP, COLUMNS = 1200, 24, 20, 5
+PANEL = (WIDTH - 2 * MARGIN - (COLUMNS - 1) * GAP) // COLUMNS
+TEXT, FAINT, TRACK = "#1a202c", "#5a6577", "#e6e9ee"
+VISUAL, SEMANTIC, HEAT = "#2563a8", "#c2571a", "#ffd23f"
+ASPECT = 4.0  # a narrower picture is shown stretched: its regions are relative to its sides
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What is drawn; T words, n regions, k attributes.
+
+    Attributes:
+        caption: The whole one.
+        words: T of it.
+        boxes: (n, 4), x0, y0, x1, y1, relative to the picture.
+        regions: (T, n), weights that sum to 1; None: nothing looked at regions.
+        attribute_words: k.
+        attributes: (T, k), likewise.
+        visual_share: (T,), of the gate; None: there is none.
+        notes: Small lines below the caption.
+    """
+
+    caption: str
+    words: Sequence[str]
+    boxes: np.ndarray | None = None
+    regions: np.ndarray | None = None
+    attribute_words: Sequence[str] = ()
+    attributes: np.ndarray | None = None
+    visual_share: np.ndarray | None = None
+    notes: Sequence[str] = field(default_factory=tuple)
+
+
+# --- attention on the picture -----------------------------------------------------------------------------------------
+
+
+def grid_of(boxes: np.ndarray) -> tuple[np.ndarray, tuple[int, int]] | None:
+    """The cell of each box, and rows and columns, where the boxes are all the cells of a grid; else None."""
+    low = [np.unique(np.round(boxes[:, axis], 4), return_inverse=True) for axis in (1, 0)]
+    rows, columns = (len(values) for values, _ in low)
+    cells = low[0][1].ravel() * columns + low[1][1].ravel()
+    whole = np.isclose(boxes[:, 2:] - boxes[:, :2], (1 / columns, 1 / rows), atol=1e-3).all()
+    if not whole or len(boxes) != rows * columns or len(np.unique(cells)) != len(boxes):
+        return None
+    return cells, (rows, columns)
+
+
+def attended(picture: Image.Image, boxes: np.ndarray, weights: np.ndarray) -> Image.Image:
+    """The picture with the weights of its regions: a heat map of a grid's cells, outlines of a detector's boxes.
+
+    Args:
+        picture: In RGB.
+        boxes: (n, 4), relative.
+        weights: (n,), of one word.
+    """
+    strength = weights / max(float(weights.max()), 1e-12)
+    grid = grid_of(boxes)
+    grey = np.asarray(picture.convert("L").convert("RGB"), np.float32)
+    pixels = np.asarray(picture, np.float32)
+    dim = 0.5 * (0.5 * pixels + 0.5 * grey)
+    if grid is not None:
+        cells, (rows, columns) = grid
+        cell_map = np.zeros(rows * columns, np.float32)
+        cell_map[cells] = strength
+        H, W = pixels.shape[:2]
+        # The cell of each pixel, as the grid divides the picture.
+        y, x = ((np.arange(size) * number) // size for size, number in ((H, rows), (W, columns)))
+        heat = cell_map.reshape(rows, columns)[y][:, x][..., None]
+        lit = 0.66 * pixels + 0.34 * np.array(ImageColor.getrgb(HEAT), np.float32)
+        return Image.fromarray((dim + heat * (lit - dim)).round().clip(0, 255).astype(np.uint8))
+    shown = Image.fromarray(dim.astype(np.uint8))
+    W, H = picture.size
+    order = np.argsort(-weights, kind="stable")[:6]
+    corners = [_pixels(boxes[i], W, H) for i in order]
+    shown.paste(picture.crop(corners[0]), corners[0][:2])
+    layer = Image.new("RGBA", (W, H))
+    draw = ImageDraw.Draw(layer)
+    for i, (x0, y0, x1, y1) in reversed(list(zip(order, corners))):  # the strongest on top
+        opacity = round(255 * min(1.0, 0.15 + float(strength[i])))
+        draw.rectangle(
+            (x0, y0, x1 - 1, y1 - 1), outline=(*ImageColor.getrgb(HEAT), opacity), width=1 + round(2 * strength[i])
+        )
+    return Image.alpha_composite(shown.convert("RGBA"), layer).convert("RGB")
+
+
+def _pixels(box: np.ndarray, W: int, H: int) -> tuple[int, int, int, int]:
+    """Within the picture, of a pixel or more."""
+    x0, y0 = min(int(box[0] * W), W - 1), min(int(box[1] * H), H - 1)
+    return x0, y0, min(max(round(float(box[2] * W)), x0 + 1), W), min(max(round(float(box[3] * H)), y0 + 1), H)
+
+
+# --- the page ---------------------------------------------------------------------------------------------------------
+
+
+def page(picture: Image.Image, shown: Explanation, attributes: int = 4) -> Image.Image:
+    """The whole picture of a caption.
+
+    Args:
+        picture: In RGB, of any size.
+        shown: What was found.
+        attributes: How many of the strongest ones a word's panel has.
+    """
+    small = scaled(picture, PANEL, PANEL) if shown.regions is not None else None
+    rows = min(attributes, len(shown.attribute_words)) if shown.attributes is not None else 0
+    height = 36 + (small.height + 24 if small is not None else 0) + (40 if shown.visual_share is not None else 0)
+    height += 22 * rows + 8
+    letters = lettering_for(" ".join([shown.caption, *shown.words, *shown.attribute_words, *shown.notes]))
+    head = _head(picture, shown, letters)
+    lines = -(-len(shown.words) // COLUMNS)
+    canvas = Image.new("RGB", (WIDTH, head.height + lines * (height + GAP) + MARGIN - GAP), "white")
+    canvas.paste(head)
+    for t in range(len(shown.words)):
+        x = MARGIN + (t % COLUMNS) * (PANEL + GAP)
+        _panel(canvas, (x, head.height + (t // COLUMNS) * (height + GAP)), shown, t, small, rows, letters)
+    return canvas
+
+
+def scaled(picture: Image.Image, width: int, height: int) -> Image.Image:
+    """To fit into this size, larger or smaller."""
+    W, H = picture.size
+    aspect = min(max(W / H, 1 / ASPECT), ASPECT)
+    size = (width, width / aspect) if width / aspect <= height else (height * aspect, height)
+    w, h = (max(1, round(side)) for side in size)
+    return picture.resize((w, h), Image.Resampling.LANCZOS)
+
+
+def _head(picture: Image.Image, shown: Explanation, letters: Lettering) -> Image.Image:
+    """The picture, the caption beside it, and what the colours mean."""
+    preview = scaled(picture, 400, 300)
+    left = MARGIN + preview.width + MARGIN
+    width = WIDTH - left - MARGIN
+    size = 34 if len(shown.caption) <= 120 else 24
+    caption = letters.wrapped(shown.caption, size, width)
+    notes = [line for note in shown.notes for line in letters.wrapped(note, 15, width, 3)]
+    legend = _legend(shown)
+    bottom = MARGIN + len(caption) * (size + 8) + 14 + 26 * len(legend) + 8 + 21 * len(notes)
+    canvas = Image.new("RGB", (WIDTH, max(MARGIN + preview.height, bottom) + MARGIN), "white")
+    canvas.paste(preview, (MARGIN, MARGIN))
+    draw, y = ImageDraw.Draw(canvas), MARGIN
+    for line in caption:
+        draw.text((left, y), line, TEXT, letters.font(size))
+        y += size + 8
+    y += 14
+    for colour, text in legend:
+        draw.rectangle((left, y + 2, left + 15, y + 17), colour, FAINT if colour == HEAT else colour)
+        draw.text((left + 24, y), letters.shortened(text, 16, width - 24), TEXT, letters.font(16))
+        y += 26
+    y += 8
+    for line in notes:
+        draw.text((left, y), line, FAINT, letters.font(15))
+        y += 21
+    return canvas
+
+
+def _legend(shown: Explanation) -> list[tuple[str, str]]:
+    found = []
+    if shown.regions is not None:
+        found.append((HEAT, "regions that the word attends to, the strongest brightest"))
+    if shown.visual_share is not None:
+        found.append((VISUAL, "share that the gate takes from the regions"))
+        found.append((SEMANTIC, "share that the gate takes from the attributes; below: attributes and their weights"))
+    elif shown.attributes is not None:
+        found.append((SEMANTIC, "attributes that the word attends to, and their weights"))
+    return found
+
+
+def _panel(
+    canvas: Image.Image,
+    place: tuple[int, int],
+    shown: Explanation,
+    t: int,
+    small: Image.Image | None,
+    rows: int,
+    letters: Lettering,
+) -> None:
+    """One word."""
+    draw = ImageDraw.Draw(canvas)
+    x, y = place
+    word, size = letters.fitted(shown.words[t], 22, 13, PANEL)
+    draw.text((x, y + 27), word, TEXT, letters.font(size), anchor="ls")
+    y += 36
+    if small is not None and shown.regions is not None and shown.boxes is not None:
+        weights = shown.regions[t]
+        canvas.paste(attended(small, shown.boxes, weights), (x, y))
+        y += small.height + 4
+        draw.text((x, y), f"strongest region: {_percent(weights.max())}", FAINT, letters.font(14))
+        y += 20
+    if shown.visual_share is not None:
+        share = float(shown.visual_share[t])
+        split = x + round(share * (PANEL - 1))
+        draw.rectangle((x, y, x + PANEL - 1, y + 11), SEMANTIC)
+        if split > x:
+            draw.rectangle((x, y, split, y + 11), VISUAL)
+        draw.text((x, y + 15), f"visual {_percent(share)}", VISUAL, letters.font(14))
+        draw.text((x + PANEL - 1, y + 15), f"semantic {_percent(1 - share)}", SEMANTIC, letters.font(14), anchor="ra")
+        y += 40
+    if rows and shown.attributes is not None:
+        weights = shown.attributes[t]
+        for k in np.argsort(-weights, kind="stable")[:rows]:
+            percent = _percent(weights[k])
+            room = PANEL - 48
+            draw.rectangle((x, y, x + room - 1, y + 18), TRACK)
+            draw.rectangle((x, y, x + max(1, round(room * float(weights[k]))) - 1, y + 18), "#f3c6a5")
+            draw.text(
+                (x + 5, y + 1), letters.shortened(shown.attribute_words[k], 14, room - 10), TEXT, letters.font(14)
+            )
+            draw.text((x + PANEL - 1, y + 1), percent, FAINT, letters.font(14), anchor="ra")
+            y += 22
+
+
+def _percent(share: float) -> str:
+    return f"{100 * float(share):.0f} %"

@@ -1,0 +1,110 @@
+"""Text in pictures: measured, wrapped, cut off.
+
+Pillow brings a font of little more than ASCII. A text with other letters is set in DejaVu Sans where it is at hand: of
+the system, or of matplotlib.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from PIL import ImageFont
+
+FALLBACK = "DejaVuSans.ttf"
+MISSING = "\uffff"  # of no font
+
+
+class Lettering:
+    """One font at any size.
+
+    Args:
+        file: Of the font; None: Pillow's own.
+    """
+
+    def __init__(self, file: str | None = None) -> None:
+        self.file = file
+
+    def font(self, size: int) -> Any:
+        """For ``ImageDraw``."""
+        return _font(self.file, size)
+
+    def length(self, text: str, size: int) -> float:
+        """In pixels."""
+        return self.font(size).getlength(text)
+
+    def wrapped(self, text: str, size: int, width: int, most: int | None = None) -> list[str]:
+        """Lines of ``text`` that are at most ``width`` pixels wide, ``most`` of them; too long a word is divided."""
+        lines, line = [], ""
+        for word in text.split():
+            longer = f"{line} {word}" if line else word
+            if self.length(longer, size) <= width:
+                line = longer
+                continue
+            if line:
+                lines.append(line)
+            while self.length(word, size) > width:
+                number = max(1, len(self._fitting(word, size, width)))
+                lines.append(word[:number])
+                word = word[number:]
+            line = word
+        lines += [line] if line else []
+        if most is not None and len(lines) > most:
+            lines = [*lines[: most - 1], self.shortened(f"{lines[most - 1]} {lines[most]}", size, width)]
+        return lines
+
+    def shortened(self, text: str, size: int, width: float) -> str:
+        """``text``, cut off with three dots where it is wider."""
+        if self.length(text, size) <= width:
+            return text
+        return self._fitting(text, size, width - self.length("...", size)) + "..."
+
+    def fitted(self, text: str, size: int, least: int, width: float) -> tuple[str, int]:
+        """The text and a size from ``size`` down to ``least`` at which it fits; below that it is cut off."""
+        while size > least and self.length(text, size) > width:
+            size -= 1
+        return self.shortened(text, size, width), size
+
+    def _fitting(self, text: str, size: int, width: float) -> str:
+        """As many of the first characters as fit."""
+        low, high = 0, len(text)
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if self.length(text[:middle], size) <= width else (low, middle - 1)
+        return text[:low]
+
+
+def lettering_for(text: str) -> Lettering:
+    """Pillow's own font if it has all letters of ``text``, else the fallback where there is one."""
+    if all(_has(None, letter) for letter in set(text) if not letter.isspace()):
+        return Lettering()
+    return Lettering(_fallback())
+
+
+@cache
+def _font(file: str | None, size: int) -> Any:
+    return ImageFont.load_default(size) if file is None else ImageFont.truetype(file, size)
+
+
+@cache
+def _has(file: str | None, letter: str) -> bool:
+    font = _font(file, 20)
+    return bytes(font.getmask(letter)) != bytes(font.getmask(MISSING))
+
+
+@cache
+def _fallback() -> str | None:
+    """The file of the font; None: there is none."""
+    names = [FALLBACK]
+    found = importlib.util.find_spec("matplotlib")
+    if found is not None and found.origin is not None:
+        names.append(str(Path(found.origin).parent / "mpl-data/fonts/ttf" / FALLBACK))
+    for name in names:
+        try:
+            _font(name, 20)
+        except OSError:
+            continue
+        return name
+    return None

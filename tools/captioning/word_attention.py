@@ -1,0 +1,117 @@
+"""Which regions and attributes a captioner attended to for each word, and how its gate weighed both.
+
+Shapes: L blocks of the decoder, M heads, T words, Sv regions, Ss attributes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from attn_plugins.modules import GatedBilateralController, MultimodalDecoderBlock, capture_attention
+
+# Of a block's attentions, by what they look at: what the gate blends (or what there is without a gate), and what the
+# pathways are guided by (Thesis, Eq. 2.9 and 2.10).
+PLACES = {
+    "entangled.visual_attention": "regions",
+    "entangled.semantic_attention": "attributes",
+    "entangled.visual_injection": "regions_injection",
+    "entangled.semantic_injection": "attributes_injection",
+    "attentions.visual": "regions",
+    "attentions.semantic": "attributes",
+}
+
+
+@dataclass(frozen=True)
+class WordAttention:
+    """Of one model and one caption.
+
+    Attributes:
+        weights: ``regions`` and ``regions_injection`` (L, M, T, Sv), ``attributes`` and ``attributes_injection``
+            (L, M, T, Ss), those that the model has.
+        visual_share: (L, T), the gate's mean over channels; None: the model has no gate.
+    """
+
+    weights: Mapping[str, Tensor]
+    visual_share: Tensor | None
+
+
+@torch.inference_mode()
+def word_attention(model: Any, net_input: Mapping[str, Any]) -> WordAttention:
+    """Run ``model`` over one image and its caption, and look at every block of its decoder.
+
+    Args:
+        model: An ``eta_transformer`` in evaluation mode.
+        net_input: Of a batch of one; ``prev_output_tokens`` are the caption's words (1, T + 1), the end in front. What
+            tells the end itself is left out.
+
+    Raises:
+        ValueError: the model's decoder has no :class:`MultimodalDecoderBlock`.
+    """
+    blocks = [m for m in getattr(model.decoder, "blocks", ()) if isinstance(m, MultimodalDecoderBlock)]
+    if not blocks:
+        raise ValueError(f"model must be an eta_transformer, got {type(model).__name__}")
+    with capture_attention(model.decoder, "blocks.*") as captured, visual_shares(blocks) as shares:
+        model(**net_input)
+    found: dict[str, list[Tensor]] = {}
+    for i in range(len(blocks)):
+        for place, name in PLACES.items():
+            call = captured.get(f"blocks.{i}.{place}.attention")
+            if call is not None:
+                found.setdefault(name, []).append(call.maps()[0, :, :-1])
+    weights = {name: torch.stack(maps).float().cpu() for name, maps in found.items()}
+    return WordAttention(weights, torch.stack([share[0, :-1] for share in shares]).float().cpu() if shares else None)
+
+
+@contextmanager
+def visual_shares(blocks: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
+    """Remember the gates' mean over channels, (B, T) of each block that has one, of a forward pass."""
+    shares: list[Tensor] = []
+    handles = [
+        module.register_forward_pre_hook(lambda gate, inputs: shares.append(gate.visual_share(*inputs).mean(2)))
+        for block in blocks
+        for module in block.modules()
+        if isinstance(module, GatedBilateralController)
+    ]
+    try:
+        yield shares
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def summary(attentions: Sequence[WordAttention], layer: int | None = None) -> dict[str, Tensor]:
+    """The mean over heads and models, of one block.
+
+    Args:
+        attentions: Of models that caption together; what some do not have is the others' mean.
+        layer: Number of the block, from 1; None: each model's last; 0: the mean of all.
+
+    Returns:
+        ``regions`` (T, Sv), ``attributes`` (T, Ss) and ``visual_share`` (T,), those that there are.
+
+    Raises:
+        ValueError: a model has no such block.
+    """
+    found: dict[str, list[Tensor]] = {}
+    for attention in attentions:
+        parts = {name: weights.mean(1) for name, weights in attention.weights.items() if name in PLACES.values()}
+        if attention.visual_share is not None:
+            parts["visual_share"] = attention.visual_share
+        for name in ("regions", "attributes", "visual_share"):
+            if name in parts:
+                found.setdefault(name, []).append(_of_layer(parts[name], layer))
+    return {name: torch.stack(own).mean(0) for name, own in found.items()}
+
+
+def _of_layer(x: Tensor, layer: int | None) -> Tensor:
+    if layer == 0:
+        return x.mean(0)
+    if layer is not None and not 1 <= layer <= len(x):
+        raise ValueError(f"--layer must be from 1 to {len(x)}, the model's blocks, or all, got {layer}")
+    return x[-1 if layer is None else layer - 1]
