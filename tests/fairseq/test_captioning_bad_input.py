@@ -22,32 +22,32 @@ def folder(tmp_path) -> Path:
     return write_images(tmp_path / "data")
 
 
-def _other_image(folder: Path) -> None:
-    change(folder / "captions.json", lambda c: c["annotations"][4].update(image_id=7))
+def _other_image(folder: Path, image: int = 102) -> None:
+    change(folder / "captions.json", lambda c: c["annotations"][2 * (image - 100)].update(image_id=7))
 
 
-def _empty_caption(folder: Path) -> None:
-    change(folder / "captions.json", lambda c: c["annotations"][5].update(caption=" .. "))
+def _empty_caption(folder: Path, image: int = 102) -> None:
+    change(folder / "captions.json", lambda c: c["annotations"][2 * (image - 100) + 1].update(caption=" .. "))
 
 
-def _unknown_image(folder: Path) -> None:
-    change(folder / "splits.json", lambda c: c["images"].append({"cocoid": 555, "split": "train"}))
+def _unknown_image(folder: Path, image: int = 555) -> None:
+    change(folder / "splits.json", lambda c: c["images"].append({"cocoid": image, "split": "train"}))
 
 
-def _twice(folder: Path) -> None:
-    change(folder / "splits.json", lambda c: c["images"].append({"cocoid": 102, "split": "test"}))
+def _twice(folder: Path, image: int = 102) -> None:
+    change(folder / "splits.json", lambda c: c["images"].append({"cocoid": image, "split": "test"}))
 
 
-def _unknown_attribute(folder: Path) -> None:
-    change(folder / "attributes.json", lambda c: c["102"].append(["zebra", 0.5]))
+def _unknown_attribute(folder: Path, image: int = 102) -> None:
+    change(folder / "attributes.json", lambda c: c[str(image)].append(["zebra", 0.5]))
 
 
-def _no_attributes(folder: Path) -> None:
-    change(folder / "attributes.json", lambda c: c.update({"102": []}))
+def _no_attributes(folder: Path, image: int = 102) -> None:
+    change(folder / "attributes.json", lambda c: c.update({str(image): []}))
 
 
-def _unattributed(folder: Path) -> None:
-    change(folder / "attributes.json", lambda c: c.pop("102"))
+def _unattributed(folder: Path, image: int = 102) -> None:
+    change(folder / "attributes.json", lambda c: c.pop(str(image)))
 
 
 def _rewritten(folder: Path, edit: Any) -> None:
@@ -57,12 +57,12 @@ def _rewritten(folder: Path, edit: Any) -> None:
     write_region_features(folder / "regions.npz", [image for image in map(edit, images) if image])
 
 
-def _no_regions(folder: Path) -> None:
-    _rewritten(folder, lambda im: im if im[0] != 102 else (102, {name: x[:0] for name, x in im[1].items()}))
+def _no_image(folder: Path, image: int = 102) -> None:
+    _rewritten(folder, lambda found: found if found[0] != image else None)
 
 
-def _no_image(folder: Path) -> None:
-    _rewritten(folder, lambda image: image if image[0] != 102 else None)
+def _no_regions(folder: Path, image: int = 102) -> None:
+    _rewritten(folder, lambda im: im if im[0] != image else (image, {name: x[:0] for name, x in im[1].items()}))
 
 
 BAD_SAMPLES = {
@@ -73,8 +73,8 @@ BAD_SAMPLES = {
     _unknown_attribute: (r"attributes\.json: attribute 'zebra' of image 102 is not in the dictionary", 32),
     _no_attributes: (r"attributes\.json: image 102 has no attributes", 30),
     _unattributed: (r"attributes\.json has no image 102", 30),
-    _no_regions: (r"regions\.npz: image 102 has no regions", 30),
     _no_image: (r"regions\.npz has no image 102", 30),
+    _no_regions: (r"regions\.npz: image 102 has no regions", 30),
 }
 
 
@@ -94,16 +94,17 @@ def test_a_bad_sample_is_an_error_or_skipped(folder, spoil, caplog):
     assert batches_of(task, "train")
 
 
-def _spoil_features(folder: Path, *image_ids: int) -> None:
+def spoil_features(folder: Path, *image_ids: int) -> None:
     arrays = {name: np.array(array) for name, array in np.load(folder / "regions.npz").items()}
+    places = dict(zip(arrays["image_ids"].tolist(), arrays["offsets"].tolist()))
     for image_id in image_ids:
-        arrays["features"][arrays["offsets"][image_id - 100], 2] = np.nan
+        arrays["features"][places[image_id], 2] = np.nan
     np.savez(folder / "regions.npz", **arrays)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_regions_that_cannot_be_read_are_found_in_the_run(folder, workers, caplog):
-    _spoil_features(folder, 102)
+    spoil_features(folder, 102)
     with pytest.raises(ValueError, match="image 102 has features that are NaN or infinite"):
         batches_of(task_of(folder), "train", num_workers=workers)
     task = task_of(folder, skip_invalid_samples=True)
@@ -118,7 +119,7 @@ def test_regions_that_cannot_be_read_are_found_in_the_run(folder, workers, caplo
 
 def test_a_batch_of_bad_samples(folder):
     """fairseq's trainer has nothing to go on with if the first batch is empty."""
-    _spoil_features(folder, 104, 116, 122, 100)
+    spoil_features(folder, 104, 116, 122, 100)
     task = task_of(folder, skip_invalid_samples=True)
     for split, skipped in (("valid", {104, 116, 122}), ("train", {100})):
         batches = batches_of(task, split, max_sentences=1)
@@ -126,7 +127,7 @@ def test_a_batch_of_bad_samples(folder):
         for batch in batches:
             assert batch["nsentences"] == 1
             assert not skipped & set(batch["image_ids"])
-    _spoil_features(folder, 110)
+    spoil_features(folder, 110)
     with pytest.raises(ValueError, match="no image of 4 can be read"):
         batches_of(task_of(folder, skip_invalid_samples=True), "valid")
 

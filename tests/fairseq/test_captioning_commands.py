@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +13,12 @@ import pytest
 pytest.importorskip("fairseq")
 
 from captioning_helpers import write_images
-from fairseq_helpers import fairseq
+from test_captioning_bad_input import BAD_SAMPLES, spoil_features
+from test_console_scripts import in_one_process
+
+TINY = ["--user-dir=plugins/fairseq", "--task=captioning", "--arch=eta_transformer_tiny", "--cpu", "--num-workers=0"]
+TINY += ["--criterion=label_smoothed_cross_entropy", "--optimizer=adam", "--lr=0.001", "--batch-size=8"]
+TINY += ["--no-epoch-checkpoints", "--no-progress-bar", "--min-word-count=1"]
 
 
 def test_train_and_generate(tmp_path):
@@ -24,20 +31,20 @@ def test_train_and_generate(tmp_path):
     options = [data, "--user-dir", "plugins/fairseq", "--task=captioning", "--skip-invalid-samples", "--cpu"]
     train = ["--arch=eta_transformer_tiny", "--criterion=label_smoothed_cross_entropy", "--label-smoothing=0.1"]
     train += ["--min-word-count=1", "--batch-size=4", "--optimizer=adam", "--lr=0.005", "--max-update=30"]
-    train += ["--save-interval-updates=15", "--no-epoch-checkpoints", "--no-progress-bar", "--num-workers=1"]
-    log = fairseq("train", *options, *train, "--save-dir", tmp_path / "model")
+    train += ["--save-interval-updates=15", "--no-epoch-checkpoints", "--no-progress-bar", "--num-workers=0"]
+    train = ["train", *options, *train, "--save-dir", tmp_path / "model"]
+    results = tmp_path / "results" / "captions.json"
+    paths = ":".join(str(tmp_path / "model" / name) for name in ("checkpoint_last.pt", "checkpoint_2_15.pt"))
+    generate = ["generate", *options, "--gen-subset=test", "--path", paths, "--beam=3", "--batch-size=2"]
+    generate += ["--max-len-b=9", "--results-json", results, "--num-workers=0"]
+    log, generated = in_one_process(train, generate)
     losses = [float(loss) for loss in re.findall(r"\| train \|.* nll_loss (\S+)", log)]
     assert "num_updates 30" in log
     assert losses[-1] < losses[0] - 0.5
     assert "skipped: " in log
     assert f"{data / 'dict.txt'}: 12 words" in log
 
-    results = tmp_path / "results" / "captions.json"
-    checkpoints = [next((tmp_path / "model").glob(name)) for name in ("checkpoint_last.pt", "checkpoint_*_15.pt")]
-    paths = ":".join(map(str, checkpoints))
-    generate = ["--gen-subset=test", "--path", paths, "--beam=3", "--batch-size=2", "--max-len-b=9"]
-    log = fairseq("generate", *options, *generate, "--results-json", results, "--num-workers=0")
-    captions = dict(re.findall(r"^H-(\d+)\t\S+\t(.*)$", log, re.M))
+    captions = dict(re.findall(r"^H-(\d+)\t\S+\t(.*)$", generated, re.M))
     found = json.loads(results.read_text())
     assert [(result["image_id"], result["caption"]) for result in found] == [
         (image_id, captions[number]) for image_id, number in ((105, "0"), (117, "2"), (123, "3"))
@@ -45,4 +52,75 @@ def test_train_and_generate(tmp_path):
     assert list(captions) != ["0", "1", "2", "3"]
     assert all(caption.split()[0] in ("a", "the") for caption in captions.values())
     assert list(results.parent.iterdir()) == [results]
-    assert f"3 captions are in {results}" in log
+    assert f"3 captions are in {results}" in generated
+
+
+def _wider(folder: Path) -> None:
+    """Features of one channel more, in the same file."""
+    arrays = {name: np.array(array) for name, array in np.load(folder / "regions.npz").items()}
+    arrays["features"] = np.concatenate([arrays["features"], arrays["features"][:, :1]], 1)
+    np.savez(folder / "regions.npz", **arrays)
+
+
+def _cut(path: Path) -> None:
+    content = path.read_bytes()
+    path.unlink()  # which a process may have mapped
+    path.write_bytes(content[: len(content) // 2])
+
+
+def test_bad_input_is_one_error_with_the_item_s_name(tmp_path):
+    """Of fairseq-train, as it is typed; each of the training's own files, and those that do not fit a checkpoint."""
+    pytest.importorskip("h5py", reason=".h5 files need h5py")
+    pytest.importorskip("lmdb", reason=".lmdb files need lmdb")
+    commands: list[list[Any]] = []
+    expected = []
+
+    def command(name: str, data: Path, message: str, *options: Any) -> None:
+        commands.append([name, data, *options])
+        expected.append(message)
+
+    good = write_images(tmp_path / "good")
+    command("train", good, "", *TINY, "--max-update=1", "--save-dir", tmp_path / "model")
+    for spoil, (message, _) in BAD_SAMPLES.items():
+        data = write_images(tmp_path / spoil.__name__)
+        spoil(data)
+        command("train", data, rf"^raised ValueError .*{message}", *TINY, "--save-dir", tmp_path / "none")
+    for suffix in (".npz", ".h5", ".lmdb"):
+        data = write_images(tmp_path / f"cut{suffix}", name=f"regions{suffix}")
+        _cut(data / f"regions{suffix}")
+        message = rf"^raised ValueError .*regions\{suffix}.* cut off"
+        command("train", data, message, *TINY, "--skip-invalid-samples", "--save-dir", tmp_path / "none")
+    data = write_images(tmp_path / "nan")
+    spoil_features(data, 102)
+    message = r"^raised ValueError .*regions\.npz: image 102 has features that are NaN or infinite"
+    command("train", data, message, *TINY, "--save-dir", tmp_path / "none")
+    data = write_images(tmp_path / "wider")
+    _wider(data)
+    message = r"^raised ValueError .*the checkpoint is of 6 channels a region; those of .*regions\.npz have 7"
+    model = ["--path", tmp_path / "model/checkpoint_last.pt"]
+    command("generate", data, message, *TINY[:2], "--cpu", "--num-workers=0", *model)
+    printed = in_one_process(*commands, check=False)
+    assert "num_updates 1" in printed[0]
+    for text, message in zip(printed, expected):
+        assert re.search(message, text, re.M), (message, text[-1000:])
+    assert not (tmp_path / "none").exists() or not list((tmp_path / "none").glob("*.pt"))
+
+
+def test_a_training_goes_on_to_its_end_with_all_of_it(tmp_path):
+    """Every bad sample at once, one of them found only in the run; how many were left out is told, and not more."""
+    data = write_images(tmp_path / "data", number=48)
+    for spoil, image in zip(BAD_SAMPLES, (102, 106, 555, 107, 108, 109, 112, 113, 114), strict=True):
+        spoil(data, image)
+    spoil_features(data, 100, 104, 110)
+    options = ["--skip-invalid-samples", "--max-epoch=3", "--save-dir", tmp_path / "model"]
+    [log] = in_one_process(["train", data, *TINY, *options])
+    for message, _ in BAD_SAMPLES.values():
+        assert len(re.findall("skipped: .*" + re.sub(r"caption \d|102", r".*", message), log)) == 1
+    assert "9 bad samples skipped so far" in log
+    assert "train: 28 images, 54 samples" in log
+    for image in (100, 104, 110):
+        assert len(re.findall(rf"skipped: .*regions\.npz: image {image} has features that are NaN", log)) == 1
+    assert log.count("train: 1 images skipped so far, whose regions cannot be read") == 1
+    assert log.count("valid: 2 images skipped so far, whose regions cannot be read") == 1
+    assert "done training" in log
+    assert not re.search(r"loss[ =]nan", log)
