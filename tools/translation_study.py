@@ -21,25 +21,21 @@ detokenised translations against the corpus's own lines.
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
-import os
 import re
-import resource
 import shlex
 import shutil
-import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tools.benchmark.report import machine
 from tools.files import write_text
+from tools.study import USER_DIR, StudyError, add_arguments, added, choose, count_parameters, kept, log_rows, run
+from tools.study import facts as machine_facts
 
-USER_DIR = Path(__file__).resolve().parents[1] / "plugins" / "fairseq"
 TRAINING = (
     "--optimizer adam --adam-betas '(0.9, 0.98)' --lr 5e-3 --lr-scheduler inverse_sqrt --warmup-updates 400 "
     "--criterion label_smoothed_cross_entropy --label-smoothing 0.1 --dropout 0.1 --max-tokens 1000 "
@@ -100,10 +96,6 @@ STUDIES = {
 }
 
 
-class StudyError(Exception):
-    """What the user has to change, or which command failed."""
-
-
 @dataclass(frozen=True)
 class Corpus:
     """A folder of tools.datasets.gettext_corpus."""
@@ -129,30 +121,6 @@ class Corpus:
         return (self.folder / f"test.{self.target}").read_text(encoding="utf-8").split("\n")[:-1]
 
 
-def run(command: str, arguments: Sequence[str | Path], log: Path) -> float:
-    """Run a console command of fairseq, its output into ``log``; its CPU seconds.
-
-    Raises:
-        StudyError: it is not installed, or failed.
-    """
-    executable = Path(sys.executable).with_name(command)
-    if not executable.exists():
-        raise StudyError(f"{command} is not in {executable.parent}: pip install fairseq-fixed")
-    words = [str(executable), *map(str, arguments)]
-    setting = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONUTF8": "1"}
-    log.parent.mkdir(parents=True, exist_ok=True)
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    with log.open("w", encoding="utf-8") as out:
-        out.write(f"{shlex.join(words)}\n")
-        out.flush()
-        status = subprocess.run(words, stdout=out, stderr=subprocess.STDOUT, env={**os.environ, **setting}).returncode
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    if status:
-        end = log.read_text(encoding="utf-8", errors="replace").rstrip().split("\n")[-1]
-        raise StudyError(f"{shlex.join(words)} ended with status {status}, see {log}, whose last line is: {end}")
-    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-
-
 def preprocess(corpus: Corpus, output: Path) -> Path:
     """fairseq's binary form of ``corpus`` with one dictionary for both languages, made where it is not there yet."""
     binary, partial = output / "bin", output / ".bin.partial"
@@ -170,11 +138,8 @@ def preprocess(corpus: Corpus, output: Path) -> Path:
 
 def read_training(log: str) -> dict[str, Any]:
     """Parameters, updates, target tokens, validation loss and perplexity from fairseq-train's log in JSON."""
-    rows = [json.loads(row) for row in re.findall(r"\{\"epoch\".*\}", log)]
-    found: dict[str, Any] = {"parameters": 0, "updates": 0, "tokens": 0}
-    for count in re.findall(r"num\. (?:shared|expert) model params: ([\d,]+)", log):
-        found["parameters"] += int(count.replace(",", ""))
-    for row in rows:
+    found: dict[str, Any] = {"parameters": count_parameters(log), "updates": 0, "tokens": 0}
+    for row in log_rows(log):
         if "train_num_updates" in row:  # one an epoch
             updates = int(row["train_num_updates"])
             found["tokens"] += round(float(row["train_wpb"]) * (updates - found["updates"]))
@@ -219,10 +184,7 @@ def run_setting(name: str, options: list[str], corpus: Corpus, binary: Path, fol
         StudyError: a command failed, or the setting was run with other options.
     """
     path = folder / "result.json"
-    if path.exists():
-        result = json.loads(path.read_text(encoding="utf-8"))
-        if result["options"] != options:
-            raise StudyError(f"{path} is of other options than now: name another OUT, or remove {folder}")
+    if result := kept(path, options):
         print(f"{name}: there already", flush=True)
         return result
     shutil.rmtree(folder, ignore_errors=True)
@@ -285,12 +247,7 @@ def report(study: Study, which: str, settings: Mapping[str, str], output: Path, 
         result = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
         if result.get("options") == shlex.split(f"{common} {own}"):
             results.append(result)
-    facts = {k: v for k, v in machine("cpu").items() if k not in ("torchvision", "mmcv", "onedl-mmcv", "timm")}
-    facts["cpu"] = facts["cpu"].rsplit(",", 1)[0] + ", 1 thread"
-    distributions = importlib.metadata.packages_distributions()
-    for package in ("fairseq", "sacrebleu", "sentencepiece"):
-        if package in distributions:
-            facts[distributions[package][0]] = importlib.metadata.version(distributions[package][0])
+    facts = machine_facts("fairseq", "sacrebleu", "sentencepiece")
     facts["pairs"] = ", ".join(f"{count:,} {part}" for part, count in corpus.recipe["pairs"].items())
     signatures = results[0]["signatures"]
     table = markdown(study, results, facts, signatures)
@@ -310,22 +267,12 @@ def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, dict[str, st
     parser.add_argument("corpus", type=Path, metavar="CORPUS", help="folder of tools.datasets.gettext_corpus, --bpe")
     parser.add_argument("output", type=Path, metavar="OUT")
     parser.add_argument("--study", choices=list(STUDIES), default="attention", help="default: %(default)s")
-    parser.add_argument("--settings", nargs="+", metavar="NAME", help="which; default: all of the study")
-    parser.add_argument(
-        "--add", action="append", default=[], metavar="NAME=OPTIONS", help="a setting more, by fairseq-train's options"
-    )
+    add_arguments(parser)
     parser.add_argument("--train", default="", metavar="OPTIONS", help="fairseq-train's options for every setting")
     options = parser.parse_args(arguments)
     settings = dict(STUDIES[options.study].settings)
-    for text in options.add:
-        name, equals, value = text.partition("=")
-        if not (equals and re.fullmatch(r"[\w+-][\w.+-]*", name)) or name in (*settings, "bin"):
-            parser.error(f"--add must be NAME=OPTIONS, NAME a new one of letters, digits and ._+-, got {text!r}")
-        settings[name] = value
-    options.settings = options.settings or list(settings)
-    for name in options.settings:
-        if name not in settings:
-            parser.error(f"--settings must be of {', '.join(settings)}, got {name!r}")
+    settings.update(added(parser, options, (*settings, "bin")))
+    choose(parser, options, settings)
     return options, settings
 
 

@@ -1,0 +1,355 @@
+"""The thesis' tables of image captioning, small: every model trained and scored on made-up scenes by one command.
+
+::
+
+    python -m tools.captioning_study OUT                                      # all, some minutes of a CPU a row
+    python -m tools.captioning_study OUT --settings eta visual semantic --seeds 1 2 3
+    python -m tools.captioning_study OUT --add 'wide=--embed-dim 128' --settings wide
+    python -m tools.captioning_study OUT --data DATA --train '--max-update 20000'
+
+    OUT/scenes                    tools.datasets.captioned_scenes, with attributes.json and regions.npz
+    OUT/detector                  of the attributes; the regions are its backbone's cells
+    OUT/SETTING/STAGE-SEED/       checkpoint_best.pt, logs, results.json, scores.json, result.json
+    OUT/study.{md,json}           the table of all that is there, written anew after each row
+
+Every setting is trained by cross-entropy, some are then trained self-critically, with the same options for all but the
+setting's own, on one CPU thread; the best checkpoint by validation loss, in the second stage by validation CIDEr-D, is
+scored on the test images by ``tools.captioning.score``. What has a ``result.json`` is not run again; what was
+interrupted begins anew.
+
+``--data`` takes a data folder of the task ``captioning`` instead of the scenes: ``images``, ``captions.json`` and
+``splits.json``. Attributes and regions are made in it where they are missing, by the same small detector.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tools.captioning.score import BadFile, read_json, read_references, read_split
+from tools.captioning.study_table import aggregated, markdown
+from tools.files import write_text
+from tools.study import USER_DIR, StudyError, add_arguments, added, choose, count_parameters, facts, kept, log_rows, run
+
+SCENES = "--train 1500 --val 200 --test 500"
+DETECTOR = "--backbone resnet10t --no-pretrained --size 96 --epochs 15"
+REGIONS = "--grid resnet10t --grid-size 3"  # the cells that its last map has at 96 pixels
+TASK = f"--user-dir={USER_DIR} --task captioning --cpu --num-workers 0"
+TRAINING = (
+    "--arch eta_transformer_tiny --optimizer adam --adam-betas '(0.9, 0.98)' --adam-eps 1e-9 "
+    "--no-epoch-checkpoints --no-last-checkpoints --log-format json --log-interval 50"
+)
+STAGES = {
+    "cross-entropy": (
+        "--criterion label_smoothed_cross_entropy --label-smoothing 0.1 --batch-size 32 --lr 3e-3 "
+        "--lr-scheduler inverse_sqrt --warmup-updates 100 --max-update 500"
+    ),
+    "self-critical": (
+        "--criterion self_critical --samples 5 --baseline mean --one-caption-per-image --batch-size 25 --lr 3e-4 "
+        "--max-update 240 --best-checkpoint-metric reward --maximize-best-checkpoint-metric"
+    ),
+}
+FIRST, SECOND = STAGES
+GENERATION = "--batch-size 50 --beam 5 --max-len-b 40 --required-batch-size-multiple 1"
+BEST = {FIRST: ("loss", min), SECOND: ("reward", max)}  # by which a checkpoint is chosen
+PARTS = {"val": "valid", "test": "test"}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A row, or two with its second stage.
+
+    Attributes:
+        what: of the table.
+        model: fairseq-train's own options.
+        task: options of training and generation.
+        self_critical: Whether it has a second stage.
+        fused: The settings whose checkpoints generate together; then nothing is trained.
+    """
+
+    what: str
+    model: str = ""
+    task: str = ""
+    self_critical: bool = False
+    fused: tuple[str, ...] = ()
+
+
+SETTINGS = {
+    "eta": Setting("ETA-Transformer", self_critical=True),
+    "visual": Setting("regions alone", "--fusion visual", self_critical=True),
+    "semantic": Setting("attributes alone", "--fusion semantic", self_critical=True),
+    "oracle": Setting("ETA, attributes of the true captions", task="--oracle-attributes"),
+    "parallel": Setting("parallel attention", "--fusion parallel", self_critical=True),
+    "stacked-visual": Setting("stacked attention, visual", "--fusion stacked-visual", self_critical=True),
+    "stacked-semantic": Setting("stacked attention, semantic", "--fusion stacked-semantic", self_critical=True),
+    "eta-no-encoder": Setting("ETA without encoders", "--no-encoder"),
+    "visual-no-encoder": Setting("regions alone, without encoder", "--fusion visual --no-encoder"),
+    "semantic-no-encoder": Setting("attributes alone, without encoder", "--fusion semantic --no-encoder"),
+    "gate-sigmoid": Setting("ETA, gate with sigmoid", "--gate-activation sigmoid"),
+    "gate-tanh": Setting("ETA, gate with tanh", "--gate-activation tanh"),
+    "gate-relu": Setting("ETA, gate with ReLU", "--gate-activation relu"),
+    "eta-fused": Setting("ETA of all seeds, fused", fused=("eta",)),
+    "modalities-fused": Setting("regions alone and attributes alone, fused", fused=("visual", "semantic")),
+}
+PEOPLE = {"person": "a person: an image's first caption against its others", "stranger": "the next image's caption"}
+
+
+@dataclass(frozen=True)
+class Study:
+    """What all rows share.
+
+    Attributes:
+        data: The task's folder.
+        output: OUT.
+        part: Images to score, ``test`` or ``val``.
+        more: Options to append, by stage.
+    """
+
+    data: Path
+    output: Path
+    part: str
+    more: Mapping[str, str]
+
+    def score(self, folder: Path, captions: Path, *splits: str | Path) -> dict[str, Any]:
+        """What tools.captioning.score reports of ``folder / "results.json"``."""
+        scores = folder / "scores.json"
+        arguments = [folder / "results.json", captions, *splits, "--json", scores]
+        run("tools.captioning.score", arguments, folder / "score.log")
+        return json.loads(scores.read_text(encoding="utf-8"))
+
+    def generate(self, folder: Path, checkpoints: Sequence[Path], task: str) -> dict[str, Any]:
+        """Caption the part's images by one or several checkpoints, and score that."""
+        words = [self.data, *shlex.split(f"{TASK} {GENERATION} {task}"), f"--gen-subset={PARTS[self.part]}"]
+        words += [f"--path={':'.join(map(str, checkpoints))}", f"--results-json={folder / 'results.json'}"]
+        seconds = run("fairseq-generate", words, folder / "generate.log")
+        scored = self.score(folder, self.data / "captions.json", "--splits", self.data / "splits.json", self.part)
+        return {**scored, "generate_cpu_seconds": round(seconds, 1)}
+
+    def train(self, folder: Path, stage: str, options: Sequence[str], before: Sequence[str]) -> dict[str, Any]:
+        """One stage; what its log tells."""
+        seconds = run("fairseq-train", [self.data, *options, *before, f"--save-dir={folder}"], folder / "train.log")
+        log = (folder / "train.log").read_text(encoding="utf-8")
+        metric, best = BEST[stage]
+        name = f"valid_{metric}"
+        return {
+            "parameters": count_parameters(log),
+            "updates": max(int(row["train_num_updates"]) for row in log_rows(log) if "train_num_updates" in row),
+            name: best(float(row[name]) for row in log_rows(log) if name in row),
+            "train_cpu_seconds": round(seconds, 1),
+        }
+
+    def options(self, setting: Setting, stage: str, seed: int) -> dict[str, Any]:
+        """Those that a result is kept for."""
+        own = f"{TASK} {TRAINING} {STAGES[stage]} --seed {seed} {setting.model} {setting.task} {self.more[stage]}"
+        return {"train": shlex.split(own), "generate": GENERATION, "part": self.part}
+
+    def row(self, name: str, setting: Setting, stage: str, seed: int) -> dict[str, Any]:
+        """Train, caption and score one setting in one stage, or read what was found before."""
+        folder = self.output / name / f"{stage}-{seed}"
+        options = self.options(setting, stage, seed)
+        result = self.begin(folder, options)
+        if result:
+            return result
+        before = []
+        if stage == SECOND:
+            before.append(f"--finetune-from-model={self.output / name / f'{FIRST}-{seed}' / 'checkpoint_best.pt'}")
+        found = self.train(folder, stage, options["train"], before)
+        found |= self.generate(folder, [folder / "checkpoint_best.pt"], setting.task)
+        return self.end(folder, options, name, stage, [seed], found)
+
+    def fused(self, name: str, setting: Setting, stage: str, seeds: Sequence[int]) -> dict[str, Any] | None:
+        """Caption by the checkpoints of several settings or seeds together; None where they are less than two."""
+        if len(setting.fused) > 1:
+            seeds = seeds[:1]
+        paths = [self.output / other / f"{stage}-{n}" / "checkpoint_best.pt" for other in setting.fused for n in seeds]
+        paths = [path for path in paths if path.with_name("result.json").exists()]
+        if len(paths) < 2:
+            return None
+        folder = self.output / name / stage
+        names = [str(path.relative_to(self.output)) for path in paths]
+        options = {"checkpoints": names, "generate": GENERATION, "part": self.part}
+        result = self.begin(folder, options, anew=True)
+        if result:
+            return result
+        parts = [json.loads(path.with_name("result.json").read_text(encoding="utf-8")) for path in paths]
+        found = {"parameters": sum(part["parameters"] for part in parts), **self.generate(folder, paths, setting.task)}
+        return self.end(folder, options, name, stage, list(seeds), found)
+
+    def people(self, name: str) -> dict[str, Any]:
+        """Score captions of people: an image's first one against its others, or the next image's against all."""
+        folder = self.output / name
+        options = {"captions": name, "part": self.part}
+        result = self.begin(folder, options)
+        if result:
+            return result
+        references = read_references(self.data / "captions.json")
+        images = read_split(self.data / "splits.json", self.part)
+        given = {image: references[image][0] for image in images if len(references[image]) > 1}
+        if name == "person":
+            truth = {image: references[image][1:] for image in given}
+        else:
+            truth = {image: references[image] for image in given}
+            given = dict(zip(given, [*list(given.values())[1:], *list(given.values())[:1]]))
+        rows = [{"image_id": image, "caption": caption} for image, captions in truth.items() for caption in captions]
+        folder.mkdir(parents=True)
+        content = {"images": [{"id": image} for image in truth], "annotations": rows}
+        write_text(folder / "captions.json", json.dumps(content))
+        results = [{"image_id": image, "caption": caption} for image, caption in given.items()]
+        write_text(folder / "results.json", json.dumps(results))
+        return self.end(folder, options, name, "", [], self.score(folder, folder / "captions.json"))
+
+    def begin(self, folder: Path, options: Any, anew: bool = False) -> dict[str, Any] | None:
+        """A finished result, or a folder that is not there; ``anew``: also where the result is of other options."""
+        name = folder.relative_to(self.output)
+        try:
+            result = kept(folder / "result.json", options)
+        except StudyError:
+            if not anew:
+                raise
+            result = None
+        if result is None:
+            shutil.rmtree(folder, ignore_errors=True)
+            print(f"{name}: running, see {folder}", flush=True)
+        else:
+            print(f"{name}: there already", flush=True)
+        return result
+
+    def end(self, folder: Path, options: Any, name: str, stage: str, seeds: list[int], found: Any) -> dict[str, Any]:
+        """Write the result."""
+        result = {"setting": name, "stage": stage, "seeds": seeds, "options": options, **found}
+        write_text(folder / "result.json", json.dumps(result, indent=1) + "\n")
+        print(f"{folder.relative_to(self.output)}: CIDEr-D {100 * result['scores']['CIDEr-D']:.1f}", flush=True)
+        return result
+
+
+def prepare(output: Path, options: argparse.Namespace) -> tuple[Path, dict[str, Any]]:
+    """The data folder, where all is made that is missing; what was made, by which options, in which CPU seconds.
+
+    Raises:
+        StudyError: a file of the user's is missing, or what is there was made by other options.
+    """
+    data = options.data or output / "scenes"
+    path = output / "prepared.json"
+    made: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    regions = [data / f"regions.{suffix}" for suffix in ("npz", "h5", "hdf5", "lmdb")]
+    weights = output / "detector" / "best.safetensors"
+    detector = shlex.split(f"{DETECTOR} {options.detector}")
+    if (output / "detector" / "last.pth").exists():
+        detector.append("--resume")
+    grid = ["--splits", data / "splits.json", *shlex.split(REGIONS), "--checkpoint", weights]
+    steps = [
+        ("attributes", [data / "attributes.json"], "train_attributes", [data, output / "detector", *detector]),
+        ("regions", regions, "extract_regions", [data / "images", regions[0], *grid]),
+    ]
+    recipes = {"scenes": f"{SCENES} {options.scenes}", "attributes": f"{DETECTOR} {options.detector}"}
+    if options.data is None:
+        scenes = [data, *shlex.split(recipes["scenes"])]
+        steps.insert(0, ("scenes", [data / "splits.json"], "captioned_scenes", scenes))
+    recipes["regions"] = REGIONS
+    for name in ("images", "captions.json", "splits.json") if options.data else ():
+        if not (data / name).exists():
+            raise StudyError(f"--data {data} has no {name}")
+    for name, results, module, arguments in steps:
+        if not any(result.exists() for result in results):
+            print(f"{name}: making {results[0]}", flush=True)
+            package = "datasets" if name == "scenes" else "captioning"
+            seconds = run(f"tools.{package}.{module}", arguments, output / f"{name}.log")
+            made[name] = {"options": recipes[name].strip(), "cpu_seconds": round(seconds, 1)}
+            write_text(path, json.dumps(made, indent=1) + "\n")
+        elif name in made and made[name]["options"] != recipes[name].strip():
+            raise StudyError(
+                f"the {name} in {data} were made by {made[name]['options']!r}, not {recipes[name].strip()!r}: name "
+                "another OUT"
+            )
+    return data, made
+
+
+def report(study: Study, made: Mapping[str, Any], settings: Mapping[str, Setting]) -> str:
+    """Write the table of all results that are in OUT, and were made as now; the table."""
+    whats = {name: setting.what for name, setting in settings.items()} | PEOPLE
+    order = {name: number for number, name in enumerate([*PEOPLE, *settings])}
+    results = []
+    for path in study.output.glob("*/**/result.json"):
+        row = json.loads(path.read_text(encoding="utf-8"))
+        known = row["setting"] in whats and row["options"]["part"] == study.part
+        if known and "train" in row["options"]:
+            known = row["options"] == study.options(settings[row["setting"]], row["stage"], *row["seeds"])
+        if known:
+            results.append(row)
+    results.sort(key=lambda row: (order[row["setting"]], list(STAGES).index(row["stage"] or FIRST), row["seeds"]))
+    splits = read_json(study.data / "splits.json")["images"]
+    found = facts("fairseq", "pycocoevalcap", "timm")
+    parts = [image["split"] for image in splits]
+    found["images"] = ", ".join(f"{parts.count(part):,} {part}" for part in dict.fromkeys(parts))
+    table = markdown(aggregated(results, whats), found, made)
+    write_text(study.output / "study.md", table)
+    raw = {"facts": found, "made": made, "results": results}
+    write_text(study.output / "study.json", json.dumps(raw, indent=1) + "\n")
+    return table
+
+
+def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, dict[str, Setting]]:
+    """The options, and all settings: ours and the user's."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.captioning_study",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("output", type=Path, metavar="OUT")
+    parser.add_argument("--data", type=Path, metavar="DATA", help="a folder of the task, instead of made-up scenes")
+    add_arguments(parser)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1], metavar="N", help="default: 1")
+    parser.add_argument("--stages", nargs="+", choices=list(STAGES), default=list(STAGES), help="default: both")
+    parser.add_argument("--part", choices=list(PARTS), default="test", help="images to score, default %(default)s")
+    parser.add_argument("--train", default="", metavar="OPTIONS", help="fairseq-train's options, cross-entropy")
+    parser.add_argument("--self-critical", default="", metavar="OPTIONS", help="the same of the second stage")
+    parser.add_argument("--scenes", default="", metavar="OPTIONS", help="those of tools.datasets.captioned_scenes")
+    parser.add_argument("--detector", default="", metavar="OPTIONS", help="those of tools.captioning.train_attributes")
+    options = parser.parse_args(arguments)
+    settings = dict(SETTINGS)
+    for name, model in added(parser, options, (*settings, *PEOPLE, "scenes", "detector")).items():
+        settings[name] = Setting(f"ETA, {model}", model, self_critical=True)
+    choose(parser, options, settings)
+    if options.data is not None and options.scenes:
+        parser.error("--scenes is of the scenes that are made without --data")
+    if FIRST not in options.stages:
+        parser.error(f"--stages must have {FIRST}, which the other one begins from")
+    return options, settings
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options, settings = parse(arguments)
+    output = options.output.resolve()
+    options.data = options.data and options.data.resolve()
+    try:
+        data, made = prepare(output, options)
+        study = Study(data, output, options.part, {FIRST: options.train, SECOND: options.self_critical})
+        for name in PEOPLE:
+            study.people(name)
+        for seed in options.seeds:
+            for name in options.settings:
+                for stage in options.stages:
+                    if not settings[name].fused and (stage == FIRST or settings[name].self_critical):
+                        study.row(name, settings[name], stage, seed)
+                        table = report(study, made, settings)
+        for name in options.settings:
+            for stage in options.stages:
+                if settings[name].fused:
+                    study.fused(name, settings[name], stage, options.seeds)
+        table = report(study, made, settings)
+        print(f"\n{table}\nwritten: {output / 'study'}.md and .json")
+    except (StudyError, BadFile) as error:
+        print(f"captioning_study: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,123 @@
+"""What the studies share: commands with their CPU time, finished settings that are kept, the choice of settings."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import re
+import resource
+import shlex
+import subprocess
+import sys
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tools.benchmark.report import machine
+
+ROOT = Path(__file__).resolve().parents[1]
+USER_DIR = ROOT / "plugins" / "fairseq"
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONUTF8": "1"}
+
+
+class StudyError(Exception):
+    """What the user has to change, or which command failed."""
+
+
+def run(command: str, arguments: Sequence[str | Path], log: Path) -> float:
+    """Run a console command of fairseq, or a module of ours (``tools.…``), on one thread; its CPU seconds.
+
+    Args:
+        command: The name of either.
+        arguments: Its own.
+        log: Where all it prints goes.
+
+    Raises:
+        StudyError: it is not installed, or failed.
+    """
+    if command.startswith("tools."):
+        words = [sys.executable, "-m", command]
+    else:
+        executable = Path(sys.executable).with_name(command)
+        if not executable.exists():
+            raise StudyError(f"{command} is not in {executable.parent}: pip install fairseq-fixed")
+        words = [str(executable)]
+    words += map(str, arguments)
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    setting = {**os.environ, **ONE_THREAD, "PYTHONPATH": path}
+    log.parent.mkdir(parents=True, exist_ok=True)
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    with log.open("w", encoding="utf-8") as out:
+        out.write(f"{shlex.join(words)}\n")
+        out.flush()
+        status = subprocess.run(words, stdout=out, stderr=subprocess.STDOUT, env=setting).returncode
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    if status:
+        end = log.read_text(encoding="utf-8", errors="replace").rstrip().split("\n")[-1]
+        raise StudyError(f"{shlex.join(words)} ended with status {status}, see {log}, whose last line is: {end}")
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def kept(path: Path, options: Any) -> dict[str, Any] | None:
+    """The result that was written to ``path`` before; None: there is none.
+
+    Raises:
+        StudyError: it is of other options.
+    """
+    if not path.exists():
+        return None
+    result = json.loads(path.read_text(encoding="utf-8"))
+    if result["options"] != options:
+        raise StudyError(f"{path} is of other options than now: name another OUT, or remove {path.parent}")
+    return result
+
+
+def count_parameters(log: str) -> int:
+    """What fairseq-train's log tells of them."""
+    counts = re.findall(r"num\. (?:shared|expert) model params: ([\d,]+)", log)
+    return sum(int(count.replace(",", "")) for count in counts)
+
+
+def log_rows(log: str) -> list[dict[str, Any]]:
+    """The lines of fairseq-train's log that are JSON."""
+    return [json.loads(row) for row in re.findall(r"\{\"epoch\".*\}", log)]
+
+
+def facts(*modules: str) -> dict[str, str]:
+    """The machine, and the versions of torch and of what holds ``modules``."""
+    found = {k: v for k, v in machine("cpu").items() if k not in ("torchvision", "mmcv", "onedl-mmcv", "timm")}
+    found["cpu"] = found["cpu"].rsplit(",", 1)[0] + ", 1 thread"
+    distributions = importlib.metadata.packages_distributions()
+    for module in modules:
+        if module in distributions:
+            found[distributions[module][0]] = importlib.metadata.version(distributions[module][0])
+    return found
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The choice of settings."""
+    parser.add_argument("--settings", nargs="+", metavar="NAME", help="which; default: all of the study")
+    parser.add_argument(
+        "--add", action="append", default=[], metavar="NAME=OPTIONS", help="a setting more, by fairseq-train's options"
+    )
+
+
+def added(parser: argparse.ArgumentParser, options: argparse.Namespace, taken: Collection[str]) -> dict[str, str]:
+    """The settings of ``--add``, whose names must not be among ``taken``."""
+    found: dict[str, str] = {}
+    for text in options.add:
+        name, equals, value = text.partition("=")
+        if not (equals and re.fullmatch(r"[\w+-][\w.+-]*", name)) or name in (*taken, *found):
+            parser.error(f"--add must be NAME=OPTIONS, NAME a new one of letters, digits and ._+-, got {text!r}")
+        found[name] = value
+    return found
+
+
+def choose(parser: argparse.ArgumentParser, options: argparse.Namespace, settings: Mapping[str, Any]) -> None:
+    """Check ``--settings``, or let it be all."""
+    options.settings = options.settings or list(settings)
+    for name in options.settings:
+        if name not in settings:
+            parser.error(f"--settings must be of {', '.join(settings)}, got {name!r}")
