@@ -113,7 +113,7 @@ class RegionFeatures:
             raise ValueError(f"{self.path}: image {image_id} has no regions")
         try:
             found = self._read(str(image_id), first, last)
-        except (OSError, ValueError) as error:
+        except Exception as error:  # LMDB and HDF5 have their own
             raise ValueError(f"{self.path}: image {image_id} cannot be read: {error}") from error
         if not np.isfinite(found["features"]).all():
             raise ValueError(f"{self.path}: image {image_id} has features that are NaN or infinite")

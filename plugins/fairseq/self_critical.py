@@ -16,7 +16,7 @@ The policy is what ``fairseq-generate`` searches: no padding, at least one word,
 To begin from a model trained by cross-entropy::
 
     fairseq-train DATA --user-dir ... --task captioning --arch eta_transformer --criterion self_critical \\
-        --restore-file CE/checkpoint_best.pt --reset-optimizer --reset-lr-scheduler --reset-meters --reset-dataloader \\
+        --finetune-from-model CE/checkpoint_best.pt \\
         --one-caption-per-image --best-checkpoint-metric reward --maximize-best-checkpoint-metric ...
 
 Shapes: B images, K captions of each (the greedy one first, where there is one), T words of the longest with its end,

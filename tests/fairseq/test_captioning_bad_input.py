@@ -117,6 +117,22 @@ def test_regions_that_cannot_be_read_are_found_in_the_run(folder, workers, caplo
         assert ["image 102" in record.message for record in caplog.records] == [True]
 
 
+def test_a_page_that_is_broken_is_one_image_less(tmp_path, monkeypatch):
+    """LMDB has an error of its own for it."""
+    lmdb = pytest.importorskip("lmdb", reason=".lmdb files need lmdb")
+    task = task_of(write_images(tmp_path / "data", name="regions.lmdb"), skip_invalid_samples=True)
+    read = RegionFeatures._read
+
+    def broken(self, image_id, *rows):
+        if image_id == "102":
+            raise lmdb.CorruptedError("Located page was wrong type")
+        return read(self, image_id, *rows)
+
+    monkeypatch.setattr(RegionFeatures, "_read", broken)
+    assert sum(batch["nsentences"] for batch in batches_of(task, "train")) == 30
+    assert task.dataset("train").skipped == 1
+
+
 def test_a_batch_of_bad_samples(folder):
     """fairseq's trainer has nothing to go on with if the first batch is empty."""
     spoil_features(folder, 104, 116, 122, 100)
