@@ -29,8 +29,10 @@ class Problems:
     """What to do about a bad sample: an error, or with ``skip`` one line of the log, and the sample is left out.
 
     Attributes:
-        number: How many there were.
+        number: How many there were, of which the first ``LINES`` have a line.
     """
+
+    LINES = 100  # a set may be bad throughout
 
     def __init__(self, skip: bool) -> None:
         self.skip, self.number = skip, 0
@@ -44,7 +46,10 @@ class Problems:
         if not self.skip:
             raise ValueError(f"{message} (--skip-invalid-samples leaves such samples out)")
         self.number += 1
-        logger.warning("skipped: %s", message)
+        if self.number <= self.LINES:
+            logger.warning("skipped: %s", message)
+        if self.number == self.LINES:
+            logger.warning("skipped: %d so far; more are only counted", self.number)
 
 
 def words_of(caption: str) -> Words:

@@ -76,7 +76,7 @@ class CaptioningConfig(FairseqDataclass):
     )
     skip_invalid_samples: bool = field(
         default=False,
-        metadata={"help": "leave out samples that are not valid, with a line in the log each, instead of an error"},
+        metadata={"help": "leave out samples that are not valid, with a line in the log, instead of an error"},
     )
     results_json: Optional[str] = field(
         default=None,

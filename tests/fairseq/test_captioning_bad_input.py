@@ -247,6 +247,21 @@ def test_a_number_and_its_text_are_one_id(folder):
     assert all(isinstance(image_id, int) for part in found.values() for image_id in part)
 
 
+def test_a_set_that_is_bad_throughout_does_not_fill_the_log(tmp_path, caplog):
+    folder = write_images(tmp_path / "data", number=180)
+    words = task_of(folder).dictionary
+    change(folder / "attributes.json", lambda c: [own.append(["zebra", 0.1]) for own in c.values()])
+    with caplog.at_level(logging.WARNING, "attn_plugins"):
+        task = task_of(folder, skip_invalid_samples=True)
+        task.load_dataset("train")
+    assert task.problems.number == 120  # images
+    lines = [record.message for record in caplog.records]
+    assert len(lines) == 102
+    assert lines[-2:] == ["skipped: 100 so far; more are only counted", "120 bad samples skipped so far, in all files"]
+    assert len(task.dataset("train")) == 240
+    assert len(words) == len(task.dictionary)
+
+
 def test_a_mark_of_the_byte_order_is_no_error(folder):
     expected = task_of(folder).captions
     for name in ("captions.json", "splits.json", "attributes.json"):

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
+from attn_plugins.caption_files import Problems, read_splits
 from tools.captioning import make_splits as tool
+from tools.captioning.image_list import listed_images
 
 
 def write(folder: Path, ids: list[Any], captions: list[Any] | None = None) -> Path:
@@ -73,6 +75,21 @@ def test_bad_input_is_told(tmp_path, content, options, message, capsys):
     assert message in error
     assert error.count("\n") == 1
     assert not (tmp_path / "splits.json").exists()
+
+
+@pytest.mark.parametrize("ids", [[1, 2, 3], ["a b", "c", "d"], ["1", "2", "3"]], ids=["numbers", "names", "text"])
+def test_the_tools_take_it(tmp_path, ids):
+    """A folder of pictures and captions.json is all that a person needs to have."""
+    folder = write(tmp_path / "set", ids)
+    (folder / "images").mkdir()
+    for i in ids:
+        (folder / f"images/{i}.jpg").write_bytes(b"a picture")
+    assert tool.main([str(folder)]) == 0
+    found = listed_images(folder / "images", folder / "captions.json", folder / "splits.json")
+    assert {image.id: image.path.name for image in found} == {i: f"{i}.jpg" for i in ids}
+    captions = read_splits([folder / "captions.json"], folder / "splits.json", Problems(skip=False))
+    assert {part: list(own) for part, own in captions.items()} == {image.part: [image.id] for image in found}
+    assert captions.keys() == {"train", "val", "test"}
 
 
 def test_an_image_that_is_there_twice(tmp_path, capsys):
