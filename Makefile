@@ -30,7 +30,7 @@ test: env  ## the test suite
 test-all: env  ## the test suite with the slow tests
 	$(RUN_TESTS) $(PYTEST)
 
-test-abi: env  ## the operator tests under another torch (ABI_TORCH=2.13.0), with the wheel built by ours
+test-abi: env  ## the operator tests under another torch (ABI_TORCH=2.13.0) or Python (ABI_PYTHON), with the wheel built by ours
 	tools/test_abi.sh
 
 lint: env  ## ruff and clang-format
