@@ -49,11 +49,11 @@ TRAINING = (
 STAGES = {
     "cross-entropy": (
         "--criterion label_smoothed_cross_entropy --label-smoothing 0.1 --batch-size 32 --lr 3e-3 "
-        "--lr-scheduler inverse_sqrt --warmup-updates 100 --max-update 500"
+        "--lr-scheduler inverse_sqrt --warmup-updates 100 --max-update 705"
     ),
     "self-critical": (
-        "--criterion self_critical --samples 5 --baseline mean --one-caption-per-image --batch-size 25 --lr 3e-4 "
-        "--max-update 240 --best-checkpoint-metric reward --maximize-best-checkpoint-metric"
+        "--criterion self_critical --samples 5 --baseline mean --one-caption-per-image --batch-size 25 --lr 5e-4 "
+        "--max-update 180 --best-checkpoint-metric reward --maximize-best-checkpoint-metric"
     ),
 }
 FIRST, SECOND = STAGES
