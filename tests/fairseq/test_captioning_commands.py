@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("fairseq")
 
-from captioning_helpers import write_images
+from captioning_helpers import change, write_images
 from test_captioning_bad_input import BAD_SAMPLES, spoil_features
 from test_console_scripts import in_one_process
 
@@ -62,6 +62,11 @@ def _wider(folder: Path) -> None:
     np.savez(folder / "regions.npz", **arrays)
 
 
+def _long_caption(folder: Path, image: int) -> None:
+    """Longer than the model's positions."""
+    change(folder / "captions.json", lambda c: c["annotations"][2 * (image - 100)].update(caption="a " * 300))
+
+
 def _cut(path: Path) -> None:
     content = path.read_bytes()
     path.unlink()  # which a process may have mapped
@@ -90,6 +95,10 @@ def test_bad_input_is_one_error_with_the_item_s_name(tmp_path):
         _cut(data / f"regions{suffix}")
         message = rf"^raised ValueError .*regions\{suffix}.* cut off"
         command("train", data, message, *TINY, "--skip-invalid-samples", "--save-dir", tmp_path / "none")
+    data = write_images(tmp_path / "long")
+    _long_caption(data, 104)
+    message = r"^raised ValueError 1 samples are too large: image 104 has 2 regions and a caption of 301 words"
+    command("train", data, message, *TINY, "--save-dir", tmp_path / "none")
     data = write_images(tmp_path / "nan")
     spoil_features(data, 102)
     message = r"^raised ValueError .*regions\.npz: image 102 has features that are NaN or infinite"
@@ -112,12 +121,16 @@ def test_a_training_goes_on_to_its_end_with_all_of_it(tmp_path):
     for spoil, image in zip(BAD_SAMPLES, (102, 106, 555, 107, 108, 109, 112, 113, 114), strict=True):
         spoil(data, image)
     spoil_features(data, 100, 104, 110)
+    for image in (115, 116):  # of train and of valid
+        _long_caption(data, image)
     options = ["--skip-invalid-samples", "--max-epoch=3", "--save-dir", tmp_path / "model"]
     [log] = in_one_process(["train", data, *TINY, *options])
     for message, _ in BAD_SAMPLES.values():
         assert len(re.findall("skipped: .*" + re.sub(r"caption \d|102", r".*", message), log)) == 1
     assert "9 bad samples skipped so far" in log
     assert "train: 28 images, 54 samples" in log
+    for image in (115, 116):
+        assert f"skipped: 1 samples are too large: image {image} has" in log
     for image in (100, 104, 110):
         assert len(re.findall(rf"skipped: .*regions\.npz: image {image} has features that are NaN", log)) == 1
     assert log.count("train: 1 images skipped so far, whose regions cannot be read") == 1

@@ -22,7 +22,7 @@ from attn_plugins.region_features import RegionFeatures
 SMALLER = {
     "tools.datasets.captioned_scenes": "--train 30 --val 6 --test 6 --size 64",
     "tools.captioning.train_attributes": "--backbone test_resnet --size 64 --epochs 2 --batch-size 10 --device cpu",
-    "tools.captioning.extract_regions": "--grid test_resnet --grid-size 3 --device cpu",
+    "tools.captioning.extract_regions": "--grid test_resnet --grid-size 2 --device cpu",
     "fairseq-train": "--embed-dim 32 --ffn-dim 32 --max-epoch 2 --lr 0.01 --warmup-updates 4",
     "fairseq-generate": "--beam 2 --max-len-b 12",
     "tools.captioning.score": "--json work_dirs/scores.json",
@@ -71,7 +71,7 @@ def test_the_documented_sequence(tmp_path):
     assert "30 train, 6 val, 6 test images written to" in scenes
     assert re.search(r"best mAP \d+\.\d", attributes)
     assert json.loads((data / "attributes.json").read_text()).keys() == {str(n) for n in range(1, 43)}
-    assert "42 images, 378 regions" in regions
+    assert "42 images, 168 regions" in regions
     assert len(RegionFeatures(data / "regions.npz")) == 42
     assert "train: 30 images, 150 samples" in first
     assert "loading pretrained model from checkpoints/scenes/checkpoint_best.pt" in second
