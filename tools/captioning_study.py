@@ -41,7 +41,7 @@ from tools.study import USER_DIR, StudyError, add_arguments, added, choose, coun
 SCENES = "--train 1500 --val 200 --test 500"
 DETECTOR = "--backbone resnet10t --no-pretrained --size 96 --epochs 15"
 REGIONS = "--grid resnet10t --grid-size 3"  # the cells that its last map has at 96 pixels
-TASK = f"--user-dir={USER_DIR} --task captioning --cpu --num-workers 0"
+TASK = "--task captioning --cpu --num-workers 0"
 TRAINING = (
     "--arch eta_transformer_tiny --optimizer adam --adam-betas '(0.9, 0.98)' --adam-eps 1e-9 "
     "--no-epoch-checkpoints --no-last-checkpoints --log-format json --log-interval 50"
@@ -126,15 +126,20 @@ class Study:
 
     def generate(self, folder: Path, checkpoints: Sequence[Path], task: str) -> dict[str, Any]:
         """Caption the part's images by one or several checkpoints, and score that."""
-        words = [self.data, *shlex.split(f"{TASK} {GENERATION} {task}"), f"--gen-subset={PARTS[self.part]}"]
-        words += [f"--path={':'.join(map(str, checkpoints))}", f"--results-json={folder / 'results.json'}"]
+        words = [self.data, f"--user-dir={USER_DIR}", *shlex.split(f"{TASK} {GENERATION} {task}")]
+        words += [
+            f"--gen-subset={PARTS[self.part]}",
+            f"--path={':'.join(map(str, checkpoints))}",
+            f"--results-json={folder / 'results.json'}",
+        ]
         seconds = run("fairseq-generate", words, folder / "generate.log")
         scored = self.score(folder, self.data / "captions.json", "--splits", self.data / "splits.json", self.part)
         return {**scored, "generate_cpu_seconds": round(seconds, 1)}
 
     def train(self, folder: Path, stage: str, options: Sequence[str], before: Sequence[str]) -> dict[str, Any]:
         """One stage; what its log tells."""
-        seconds = run("fairseq-train", [self.data, *options, *before, f"--save-dir={folder}"], folder / "train.log")
+        words = [self.data, f"--user-dir={USER_DIR}", *options, *before, f"--save-dir={folder}"]
+        seconds = run("fairseq-train", words, folder / "train.log")
         log = (folder / "train.log").read_text(encoding="utf-8")
         metric, best = BEST[stage]
         name = f"valid_{metric}"
@@ -158,7 +163,9 @@ class Study:
         if result:
             return result
         before = []
-        if stage == SECOND:
+        if stage == FIRST:  # what begins from another checkpoint than before
+            shutil.rmtree(self.output / name / f"{SECOND}-{seed}", ignore_errors=True)
+        else:
             before.append(f"--finetune-from-model={self.output / name / f'{FIRST}-{seed}' / 'checkpoint_best.pt'}")
         found = self.train(folder, stage, options["train"], before)
         found |= self.generate(folder, [folder / "checkpoint_best.pt"], setting.task)
@@ -173,12 +180,12 @@ class Study:
         if len(paths) < 2:
             return None
         folder = self.output / name / stage
-        names = [str(path.relative_to(self.output)) for path in paths]
-        options = {"checkpoints": names, "generate": GENERATION, "part": self.part}
+        parts = [json.loads(path.with_name("result.json").read_text(encoding="utf-8")) for path in paths]
+        used = {str(path.relative_to(self.output)): part["scores"] for path, part in zip(paths, parts)}
+        options = {"checkpoints": used, "generate": GENERATION, "part": self.part}
         result = self.begin(folder, options, anew=True)
         if result:
             return result
-        parts = [json.loads(path.with_name("result.json").read_text(encoding="utf-8")) for path in paths]
         found = {"parameters": sum(part["parameters"] for part in parts), **self.generate(folder, paths, setting.task)}
         return self.end(folder, options, name, stage, list(seeds), found)
 
@@ -256,6 +263,11 @@ def prepare(output: Path, options: argparse.Namespace) -> tuple[Path, dict[str, 
     for name in ("images", "captions.json", "splits.json") if options.data else ():
         if not (data / name).exists():
             raise StudyError(f"--data {data} has no {name}")
+    if (data / "attributes.json").exists() and not any(file.exists() for file in (*regions, weights)):
+        raise StudyError(
+            f"{data} has attributes.json, but no regions: give it them by tools.captioning.extract_regions, or remove "
+            f"attributes.json to have both by a detector that is trained in {output / 'detector'}"
+        )
     for name, results, module, arguments in steps:
         if not any(result.exists() for result in results):
             print(f"{name}: making {results[0]}", flush=True)
@@ -289,9 +301,9 @@ def report(study: Study, made: Mapping[str, Any], settings: Mapping[str, Setting
     parts = [image["split"] for image in splits]
     found["images"] = ", ".join(f"{parts.count(part):,} {part}" for part in dict.fromkeys(parts))
     table = markdown(aggregated(results, whats), found, made)
-    write_text(study.output / "study.md", table)
-    raw = {"facts": found, "made": made, "results": results}
-    write_text(study.output / "study.json", json.dumps(raw, indent=1) + "\n")
+    raw = json.dumps({"facts": found, "made": made, "results": results}, indent=1) + "\n"
+    for name, text in (("study.md", table), ("study.json", raw)):  # a path of this machine says nothing to a reader
+        write_text(study.output / name, text.replace(f"{sys.prefix}/", ""))
     return table
 
 

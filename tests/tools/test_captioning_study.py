@@ -118,6 +118,24 @@ def test_other_options_are_refused(output, data, capsys):
     assert f"{output / 'semantic' / 'cross-entropy-1' / 'result.json'} is of other options" in capsys.readouterr().err
 
 
+def test_fused(output, data, tmp_path, capsys):
+    """Two checkpoints that are the same give what one gives; the fused row of another number of them is made anew."""
+    own = tmp_path / "out"
+    shutil.copytree(output, own)
+    for seed in (1, 2):
+        shutil.copytree(output / "semantic" / "cross-entropy-1", own / "eta" / f"cross-entropy-{seed}")
+    old = {"options": {"checkpoints": ["eta/cross-entropy-1/checkpoint_best.pt"]}}
+    (own / "eta-fused" / "cross-entropy").mkdir(parents=True)
+    (own / "eta-fused" / "cross-entropy" / "result.json").write_text(json.dumps(old))
+    assert study.main([str(own), "--data", str(data), *SHORT, "--settings", "eta-fused", "--seeds", "1", "2"]) == 0
+    fused, one = (own / name / "results.json" for name in ("eta-fused/cross-entropy", "semantic/cross-entropy-1"))
+    assert json.loads(fused.read_text()) == json.loads(one.read_text())
+    result, single = result_of(own, "eta-fused", "cross-entropy"), result_of(own, "semantic", "cross-entropy-1")
+    assert result["parameters"] == 2 * single["parameters"]
+    assert result["seeds"] == [1, 2]
+    assert "| `eta-fused` |" in capsys.readouterr().out
+
+
 def test_failing_command_is_named(output, data, tmp_path, capsys):
     """Training, by an option that fairseq does not know; scoring is not tried."""
     own = tmp_path / "out"
@@ -149,13 +167,13 @@ def test_bad_options(tmp_path, capsys, arguments, message):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("name", ["images", "captions.json", "splits.json"])
+@pytest.mark.parametrize("name", ["images", "captions.json", "splits.json", "regions.npz"])
 def test_missing_data(data, tmp_path, capsys, name):
     shutil.copytree(data, tmp_path / "data")
     path = tmp_path / "data" / name
     path.rmdir() if path.is_dir() else path.unlink()
     assert study.main([str(tmp_path / "out"), "--data", str(tmp_path / "data")]) == 2
-    assert f"has no {name}" in capsys.readouterr().err
+    assert ("but no regions" if name == "regions.npz" else f"has no {name}") in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
