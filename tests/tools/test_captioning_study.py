@@ -136,16 +136,14 @@ def test_fused(output, data, tmp_path, capsys):
     assert "| `eta-fused` |" in capsys.readouterr().out
 
 
-def test_failing_command_is_named(output, data, tmp_path, capsys):
-    """Training, by an option that fairseq does not know; scoring is not tried."""
-    own = tmp_path / "out"
-    shutil.copytree(output, own)
-    arguments = ["--add", "odd=--no-such-option", "--settings", "odd"]
-    assert study.main([str(own), "--data", str(data), *arguments]) == 2
+def test_failing_command_is_named(tmp_path, capsys):
+    output = tmp_path / "out"
+    assert study.main([str(output), "--scenes", "--train 0"]) == 2
     message = capsys.readouterr().err
-    assert "bin/fairseq-train" in message
-    assert "--no-such-option" in message.split("last line is")[1]
-    assert not (own / "odd" / "cross-entropy-1" / "result.json").exists()
+    assert f"-m tools.datasets.captioned_scenes {output / 'scenes'} --train 1500" in message
+    assert f"ended with status 2, see {output / 'scenes.log'}" in message
+    assert "train" in message.split("last line is")[1]
+    assert not (output / "prepared.json").exists()
 
 
 @pytest.mark.parametrize(
