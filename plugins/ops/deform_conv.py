@@ -70,9 +70,10 @@ def deform_conv2d(
             f"got {tuple(mask.shape)}"
         )
     if not _library.serves(input.device.type):
-        terms = (input, offset, weight, bias, mask)
         output = under_autocast(
-            lambda *cast: reference.deform_conv2d(*cast, stride, padding, dilation), terms, input.device.type
+            lambda x, o, w, b, m: reference.deform_conv2d(x, o, w, b, m, stride, padding, dilation),
+            (input, offset, weight, bias, mask),
+            input.device.type,
         )
         return output.contiguous(memory_format=_memory_format(input))
     return torch.ops.attn_plugins.deform_conv2d(

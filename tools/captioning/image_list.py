@@ -80,12 +80,13 @@ def _of_captions(folder: Path, names: dict[ImageId, str]) -> list[ListedImage]:
 def _of_splits(folder: Path, splits: Path, names: dict[ImageId, str]) -> list[ListedImage]:
     content = read_json(splits)
     rows = content.get("images") if isinstance(content, dict) else None
+    names_by_text = {str(image_id): name for image_id, name in names.items()}  # 5 and "5" are one picture
     found = []
     for row in items(splits, rows, "'images'", {"split": str}):
         image_id = row.get("cocoid", row.get("imgid"))
         if isinstance(image_id, bool) or not isinstance(image_id, (int, str)):
             raise BadFile(f"{splits}: an image has neither cocoid nor imgid, got {row!r:.120}")
-        name = row.get("filename", names.get(image_id))
+        name = row.get("filename", names_by_text.get(str(image_id)))
         if not isinstance(name, str):
             raise BadFile(f"{splits}: image {image_id} has no filename, and no caption file tells it")
         nested = folder / str(row.get("filepath", "")) / name
