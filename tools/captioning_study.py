@@ -153,7 +153,7 @@ class Study:
     def options(self, setting: Setting, stage: str, seed: int) -> dict[str, Any]:
         """Those that a result is kept for."""
         own = f"{TASK} {TRAINING} {STAGES[stage]} --seed {seed} {setting.model} {setting.task} {self.more[stage]}"
-        return {"train": shlex.split(own), "generate": GENERATION, "part": self.part}
+        return {"train": " ".join(own.split()), "generate": GENERATION, "part": self.part}
 
     def row(self, name: str, setting: Setting, stage: str, seed: int) -> dict[str, Any]:
         """Train, caption and score one setting in one stage, or read what was found before."""
@@ -167,7 +167,7 @@ class Study:
             shutil.rmtree(self.output / name / f"{SECOND}-{seed}", ignore_errors=True)
         else:
             before.append(f"--finetune-from-model={self.output / name / f'{FIRST}-{seed}' / 'checkpoint_best.pt'}")
-        found = self.train(folder, stage, options["train"], before)
+        found = self.train(folder, stage, shlex.split(options["train"]), before)
         found |= self.generate(folder, [folder / "checkpoint_best.pt"], setting.task)
         return self.end(folder, options, name, stage, [seed], found)
 
