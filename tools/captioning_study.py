@@ -6,6 +6,7 @@
     python -m tools.captioning_study OUT --settings eta visual semantic --seeds 1 2 3
     python -m tools.captioning_study OUT --add 'wide=--embed-dim 128' --settings wide
     python -m tools.captioning_study OUT --data DATA --train '--max-update 20000'
+    python -m tools.captioning_study OUT --regions '--mmdet CONFIG CHECKPOINT'  # instead of a grid's cells
 
     OUT/scenes                    tools.datasets.captioned_scenes, with attributes.json and regions.npz
     OUT/detector                  of the attributes; the regions are its backbone's cells
@@ -250,20 +251,22 @@ def prepare(output: Path, options: argparse.Namespace) -> tuple[Path, dict[str, 
     detector = shlex.split(f"{DETECTOR} {options.detector}")
     if (output / "detector" / "last.pth").exists():
         detector.append("--resume")
-    grid = ["--splits", data / "splits.json", *shlex.split(REGIONS), "--checkpoint", weights]
+    extraction = shlex.split(options.regions) or [*shlex.split(REGIONS), "--checkpoint", weights]
+    extraction += ["--splits", data / "splits.json"]
     steps = [
         ("attributes", [data / "attributes.json"], "train_attributes", [data, output / "detector", *detector]),
-        ("regions", regions, "extract_regions", [data / "images", regions[0], *grid]),
+        ("regions", regions, "extract_regions", [data / "images", regions[0], *extraction]),
     ]
     recipes = {"scenes": f"{SCENES} {options.scenes}", "attributes": f"{DETECTOR} {options.detector}"}
     if options.data is None:
         scenes = [data, *shlex.split(recipes["scenes"])]
         steps.insert(0, ("scenes", [data / "splits.json"], "captioned_scenes", scenes))
-    recipes["regions"] = REGIONS
+    recipes["regions"] = options.regions or REGIONS
     for name in ("images", "captions.json", "splits.json") if options.data else ():
         if not (data / name).exists():
             raise StudyError(f"--data {data} has no {name}")
-    if (data / "attributes.json").exists() and not any(file.exists() for file in (*regions, weights)):
+    lacking = not options.regions and not any(file.exists() for file in (*regions, weights))
+    if lacking and (data / "attributes.json").exists():
         raise StudyError(
             f"{data} has attributes.json, but no regions: give it them by tools.captioning.extract_regions, or remove "
             f"attributes.json to have both by a detector that is trained in {output / 'detector'}"
@@ -324,6 +327,9 @@ def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, dict[str, Se
     parser.add_argument("--self-critical", default="", metavar="OPTIONS", help="the same of the second stage")
     parser.add_argument("--scenes", default="", metavar="OPTIONS", help="those of tools.datasets.captioned_scenes")
     parser.add_argument("--detector", default="", metavar="OPTIONS", help="those of tools.captioning.train_attributes")
+    parser.add_argument(
+        "--regions", default="", metavar="OPTIONS", help="those of tools.captioning.extract_regions, of other regions"
+    )
     options = parser.parse_args(arguments)
     settings = dict(SETTINGS)
     for name, model in added(parser, options, (*settings, *PEOPLE, "scenes", "detector")).items():

@@ -175,6 +175,18 @@ def test_missing_data(data, tmp_path, capsys, name):
     assert not (tmp_path / "out").exists()
 
 
+def test_other_regions(data, tmp_path, capsys):
+    """The options reach extract_regions, which finds no pictures here."""
+    shutil.copytree(data, tmp_path / "data")
+    (tmp_path / "data" / "regions.npz").unlink()
+    regions = "--grid resnet10t --no-weights --grid-size 2"
+    arguments = [str(tmp_path / "out"), "--data", str(tmp_path / "data"), "--regions", regions]
+    assert study.main(arguments) == 2
+    message = capsys.readouterr().err
+    assert f"regions.npz {regions} --splits {tmp_path / 'data' / 'splits.json'} ended with status 2" in message
+    assert "has none of the 34 pictures of" in message
+
+
 def test_seeds_are_averaged():
     base = {"setting": "eta", "stage": "cross-entropy", "left_out": {"SPICE": "no model"}, "images": 6}
     runs = [
