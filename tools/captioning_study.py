@@ -206,7 +206,7 @@ class Study:
             truth = {image: references[image] for image in given}
             given = dict(zip(given, [*list(given.values())[1:], *list(given.values())[:1]]))
         rows = [{"image_id": image, "caption": caption} for image, captions in truth.items() for caption in captions]
-        folder.mkdir(parents=True)
+        folder.mkdir(parents=True, exist_ok=True)  # of another process that works in OUT
         content = {"images": [{"id": image} for image in truth], "annotations": rows}
         write_text(folder / "captions.json", json.dumps(content))
         results = [{"image_id": image, "caption": caption} for image, caption in given.items()]
