@@ -18,19 +18,12 @@ model = dict(
         init_cfg=None,
     ),
     neck=dict(in_channels=[4 * narrow, 8 * narrow, 16 * narrow, 32 * narrow], out_channels=64, num_outs=4),
-    rpn_head=dict(
-        in_channels=64,
-        feat_channels=64,
-        anchor_generator=dict(scales=[6], strides=[4, 8, 16, 32]),
-    ),
+    rpn_head=dict(in_channels=64, feat_channels=64, anchor_generator=dict(scales=[6], strides=[4, 8, 16, 32])),
     roi_head=dict(
         bbox_roi_extractor=dict(out_channels=64, featmap_strides=[4, 8, 16], finest_scale=28),
         bbox_head=dict(in_channels=64, fc_out_channels=256, num_classes=len(classes)),
     ),
-    train_cfg=dict(
-        rpn_proposal=dict(nms_pre=500, max_per_img=200),
-        rcnn=dict(sampler=dict(num=64)),
-    ),
+    train_cfg=dict(rpn_proposal=dict(nms_pre=500, max_per_img=200), rcnn=dict(sampler=dict(num=64))),
     test_cfg=dict(rpn=dict(nms_pre=300, max_per_img=100), rcnn=dict(max_per_img=30)),
 )
 
