@@ -36,7 +36,7 @@ from tools import files
 from tools.captioning.attributes import load_detector
 from tools.captioning.caption_picture import Explanation, page
 from tools.captioning.image_list import listed_images
-from tools.captioning.score import BadFile
+from tools.captioning.json_files import BadFile
 from tools.captioning.word_attention import WordAttention, summary
 from tools.pictures import BadPicture, open_picture
 

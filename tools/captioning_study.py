@@ -34,7 +34,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tools.captioning.score import BadFile, read_json, read_references, read_split
+from tools.captioning.json_files import BadFile, read_json
+from tools.captioning.score import read_references, read_split
 from tools.captioning.study_table import aggregated, markdown
 from tools.files import write_text
 from tools.study import USER_DIR, StudyError, add_arguments, added, choose, count_parameters, facts, kept, log_rows, run

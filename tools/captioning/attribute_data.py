@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 
 from attn_plugins.caption_files import Problems, read_splits
 from tools.captioning.image_list import ListedImage, listed_images
-from tools.captioning.score import BadFile
+from tools.captioning.json_files import BadFile
 from tools.captioning.timm_backbone import TimmBackbone
 from tools.pictures import BadPicture, open_picture
 

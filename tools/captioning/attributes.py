@@ -19,8 +19,8 @@ from safetensors.torch import save as serialize
 from torch import Tensor, nn
 
 from tools import files
+from tools.captioning.json_files import BadFile
 from tools.captioning.noisy_or import NoisyOrHead, noisy_or
-from tools.captioning.score import BadFile
 from tools.captioning.timm_backbone import BadBackbone, TimmBackbone, in_json, read_weights
 
 Attributes = list[list[Any]]  # [word, probability], the most probable first

@@ -48,9 +48,9 @@ from attn_plugins.region_features import RegionFeaturesWriter
 from attn_plugins.region_formats import package_of
 from tools import files
 from tools.captioning.image_list import ImageId, ListedImage, listed_images
+from tools.captioning.json_files import BadFile
 from tools.captioning.region_recipe import make_extractor, recipe_of
 from tools.captioning.regions import BadExtractor, Extractor, Regions, Selection
-from tools.captioning.score import BadFile
 from tools.pictures import BadPicture, open_picture
 
 

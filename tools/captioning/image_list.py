@@ -7,9 +7,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from tools.captioning.score import BadFile, items, read_json
-
-ImageId = int | str
+from tools.captioning.json_files import BadFile, ImageId, items, read_json
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from tools import files
-from tools.captioning.score import BadFile, items, read_json, some
+from tools.captioning.json_files import BadFile, items, read_json, some
 
 PARTS = ("train", "val", "test")
 

@@ -13,7 +13,7 @@ from PIL import Image
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from tools.captioning.score import BadFile
+from tools.captioning.json_files import BadFile
 
 PREFIX = "backbone.model."  # of the backbone's weights in a file of the attribute detector
 

@@ -39,8 +39,8 @@ from torch.utils.data import DataLoader
 from tools import files
 from tools.captioning.attribute_data import Data, Pictures, collate
 from tools.captioning.attributes import AttributeDetector, average_precision, frequent_words, labels, load_detector, top
+from tools.captioning.json_files import BadFile
 from tools.captioning.noisy_or import noisy_or, noisy_or_loss
-from tools.captioning.score import BadFile
 from tools.captioning.timm_backbone import BadBackbone, TimmBackbone
 from tools.pictures import BadPicture
 
