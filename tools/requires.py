@@ -1,0 +1,110 @@
+"""What a tool answers where a package is not installed: one line with the command that installs it.
+
+At the head of a tool, around the imports that a plain ``pip install .`` does not bring::
+
+    from tools.requires import extras
+
+    with extras("timm", "tools"):
+        import timm
+        import yaml
+
+        from tools.classification.config import Config
+
+and before work that needs a package which is imported later::
+
+    need("tensorboard")
+
+Run without timm, the tool then ends with status 1 and the line ``tools.train_classifier needs timm, which is not
+installed: pip install '.[timm,tools]'``. Imported by anything but a tool, it raises the usual ModuleNotFoundError.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+
+# The extra of pyproject.toml that brings a module; "" for the package's own dependencies.
+EXTRAS = {
+    "attn_plugins": "",
+    "numpy": "captioning",
+    "packaging": "",
+    "torch": "",
+    "timm": "timm",
+    "torchvision": "timm",
+    "matplotlib": "tools",
+    "PIL": "tools",
+    "polib": "tools",
+    "pycocotools": "tools",
+    "safetensors": "tools",
+    "sentencepiece": "tools",
+    "skimage": "tools",
+    "sklearn": "tools",
+    "tensorboard": "tools",
+    "yaml": "tools",
+    "h5py": "captioning",
+    "lmdb": "captioning",
+    "pycocoevalcap": "captioning",
+}
+# The stacks that pip alone does not install: `python -m attn_plugins install STACK` does.
+STACKS = {"mmcv": "mm", "mmdet": "mm", "mmengine": "mm", "mmseg": "mm", "fairseq": "fairseq", "torchaudio": "fairseq"}
+
+
+@contextmanager
+def extras(*names: str) -> Iterator[None]:
+    """Turn a missing package into one line that ends the running tool.
+
+    Args:
+        names: The extras of pyproject.toml that the tool needs; the line's command installs them all at once.
+
+    Raises:
+        SystemExit: A tool is running and a package of :data:`EXTRAS` or :data:`STACKS` is missing.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        module = (error.name or "").partition(".")[0]
+        if running_tool() is None or install_command(module) is None or _is_there(module):
+            raise
+        raise SystemExit(_line(module, names)) from error
+
+
+def need(*modules: str, extras: tuple[str, ...] = ()) -> None:
+    """End the running program with one line where one of ``modules`` is not installed.
+
+    Args:
+        modules: Names as they are imported, of :data:`EXTRAS` or :data:`STACKS`.
+        extras: Further extras that the line's command shall install.
+
+    Raises:
+        SystemExit: A module is missing.
+    """
+    for module in modules:
+        if not _is_there(module):
+            raise SystemExit(_line(module, extras))
+
+
+def install_command(module: str, extras: tuple[str, ...] = ()) -> str | None:
+    """Return the command that installs ``module``, or None where it is not one that tools need."""
+    if module in STACKS:
+        return f"python -m attn_plugins install {STACKS[module]}"
+    if module not in EXTRAS:
+        return None
+    brought = ",".join(sorted({*extras, EXTRAS[module]} - {""}))
+    return f"pip install '.[{brought}]'" if brought else "pip install ."
+
+
+def running_tool() -> str | None:
+    """Return the name of the tool that this process runs (``python -m tools.NAME``), or None."""
+    spec = getattr(sys.modules.get("__main__"), "__spec__", None)
+    name = getattr(spec, "name", "").removesuffix(".__main__")
+    return name if name.startswith("tools.") else None
+
+
+def _is_there(module: str) -> bool:
+    return find_spec(module) is not None
+
+
+def _line(module: str, extras: tuple[str, ...]) -> str:
+    return f"{running_tool() or 'this'} needs {module}, which is not installed: {install_command(module, extras)}"
