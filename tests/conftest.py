@@ -42,7 +42,7 @@ def python(tmp_path) -> Callable[..., subprocess.CompletedProcess]:
             env={**os.environ, "PYTHONPATH": path, **environment},
             capture_output=True,
             text=True,
-            timeout=300,
+            timeout=1800,
         )
         if check:
             assert result.returncode == 0, f"{code}\n{result.stdout}\n{result.stderr}"

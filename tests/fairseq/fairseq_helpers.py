@@ -23,10 +23,21 @@ def fairseq(command: str, *arguments: Any, check: bool = True) -> str:
         env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=1800,
     )
     assert not check or result.returncode == 0, result.stdout + result.stderr
     return result.stdout + result.stderr
+
+
+def forget_best() -> None:
+    """Let the next training in this process have a best checkpoint of its own.
+
+    fairseq keeps the best score so far as an attribute of a function. A second training in the same process that never
+    beats the first one's score would write no ``checkpoint_best.pt``.
+    """
+    from fairseq.checkpoint_utils import save_checkpoint
+
+    vars(save_checkpoint).pop("best", None)
 
 
 def write_text(folder: Path) -> None:

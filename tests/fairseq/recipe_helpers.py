@@ -15,13 +15,14 @@ from fairseq.dataclass import initialize
 from fairseq.dataclass.configs import FairseqConfig
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq_cli import hydra_train
-from fairseq_helpers import ROOT
+from fairseq_helpers import ROOT, forget_best
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import flag_override
 
 
 def hydra_main(folder: Path, recipe: str, *overrides: Any) -> None:
     """What fairseq-hydra-train does with a command line."""
+    forget_best()
     initialize.hydra_init(recipe)
     with hydra.initialize_config_dir(str(folder), version_base="1.1"):
         cfg = hydra.compose(recipe, ["hydra/job_logging=none", *map(str, overrides)], return_hydra_config=True)

@@ -48,7 +48,7 @@ def run(command: str, folder: Path) -> str:
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
     command = re.sub(r"/\d{6}\.jpg", "/000042.jpg", f"{command} {SMALLER[name]}")  # the last one
-    shell = dict(shell=True, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+    shell = dict(shell=True, cwd=folder, env=environment, capture_output=True, text=True, timeout=1800)
     result = subprocess.run(command, **shell)
     assert result.returncode == 0, f"{command}\n{result.stdout[-2000:]}{result.stderr[-4000:]}"
     return result.stdout + result.stderr

@@ -23,9 +23,9 @@ from captioning_helpers import task_of, write_images
 from fairseq.logging import metrics
 from fairseq.sequence_generator import SequenceGenerator
 from fairseq_cli import train
-from fairseq_helpers import ROOT
+from fairseq_helpers import ROOT, forget_best
 from test_captioning_model import build
-from test_console_scripts import ENVIRONMENT, free_port
+from test_console_scripts import ENVIRONMENT, meeting_place
 
 from attn_plugins.fairseq.caption_rewards import reward
 from attn_plugins.fairseq.self_critical import SelfCriticalConfig, SelfCriticalCriterion
@@ -359,6 +359,7 @@ def test_two_processes_continue_from_cross_entropy(tmp_path):
     options += ["--arch=eta_transformer_tiny", "--batch-size=6", "--optimizer=adam", "--num-workers=0"]
     options += ["--no-progress-bar", "--no-epoch-checkpoints"]
     first = ["--criterion=cross_entropy", "--lr=0.005", "--max-epoch=5"]
+    forget_best()
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)
         patch.setattr(sys, "argv", ["fairseq-train", *map(str, options), *first, f"--save-dir={tmp_path / 'first'}"])
@@ -366,11 +367,11 @@ def test_two_processes_continue_from_cross_entropy(tmp_path):
     then = ["--criterion=self_critical", "--finetune-from-model", tmp_path / "first/checkpoint_best.pt", "--lr=0.001"]
     then += ["--one-caption-per-image", "--samples=2", "--baseline=mean", "--update-freq=2", "--max-epoch=4"]
     then += ["--best-checkpoint-metric=reward", "--maximize-best-checkpoint-metric", "--log-format=json"]
-    then += [f"--distributed-init-method=tcp://localhost:{free_port()}", "--distributed-world-size=2"]
+    then += [meeting_place(tmp_path), "--distributed-world-size=2"]
     then += ["--distributed-no-spawn", "--distributed-backend=gloo", "--ddp-backend=legacy_ddp"]
     command = [sys.executable, "-c", RANKS, *options, *then, "--save-dir", tmp_path / "second"]
     result = subprocess.run(
-        list(map(str, command)), cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=300
+        list(map(str, command)), cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=1800
     )
     log = result.stdout + result.stderr
     assert result.returncode == 0, log

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -58,7 +57,8 @@ class Run:
             CONFIG.format(base=str(base), data=f"{data}/", epochs=EPOCHS, losses=str(self.losses_file))
         )
 
-    def start(self, *arguments: str, processes: int = 1, batch_size: int = 4) -> subprocess.Popen:
+    def start(self, *arguments: str, processes: int = 1, batch_size: int = 4, kill_after: int | None = None) -> int:
+        """Run the tool; its return code."""
         launcher = []
         if processes > 1:
             launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
@@ -66,19 +66,21 @@ class Run:
         path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
         options = ["--cfg-options", f"train_dataloader.batch_size={batch_size}"]
         command = [sys.executable, *launcher, TRAIN_TOOL, self.config, "--work-dir", self.folder, *arguments, *options]
+        environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        if kill_after is not None:
+            environment["KILL_AFTER"] = str(kill_after)
         with self.log.open("a") as log:
-            return subprocess.Popen(
+            return subprocess.run(
                 [str(part) for part in command],
                 cwd=ROOT,
-                env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+                env=environment,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+                timeout=1800,
+            ).returncode
 
     def finish(self, *arguments: str, **options: int) -> None:
-        code = self.start(*arguments, **options).wait(timeout=300)
-        assert code == 0, self.log.read_text()[-3000:]
+        assert self.start(*arguments, **options) == 0, self.log.read_text()[-3000:]
 
     def losses(self) -> dict[int, float]:
         """Iteration -> loss; of an iteration that ran twice, the second."""
@@ -125,14 +127,9 @@ def test_two_processes_give_the_curve_of_one_with_the_doubled_batch(uninterrupte
 
 def test_a_killed_run_resumes_on_its_curve(uninterrupted, digits, tmp_path):
     run = Run(tmp_path / "killed", digits)
-    process = run.start()
-    deadline = time.monotonic() + 240
-    while max(run.losses(), default=0) < ITERATIONS_PER_EPOCH + 2:  # two iterations past the first checkpoint
-        assert process.poll() is None, run.log.read_text()[-3000:]
-        assert time.monotonic() < deadline, "the run makes no progress"
-        time.sleep(0.05)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    last = ITERATIONS_PER_EPOCH + 2  # two iterations past the first checkpoint
+    assert run.start(kill_after=last) == -signal.SIGKILL, run.log.read_text()[-3000:]
+    assert max(run.losses()) == last
     assert not (run.folder / f"epoch_{EPOCHS}.pth").exists()
     run.losses_file.unlink()
 

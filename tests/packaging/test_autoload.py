@@ -96,19 +96,17 @@ def test_activating_twice_changes_nothing(python):
     assert python(code).stdout.split() == ["1"]
 
 
-def test_activation_is_quick(python):
+def test_activation_imports_next_to_nothing(python):
+    """Every ``import torch`` pays for it: two small modules are milliseconds, whatever the machine."""
     code = (
-        "import importlib.metadata, logging, time, torch\n"
-        "start = time.perf_counter()\n"
+        "import importlib.metadata, sys, torch\n"
+        "before = set(sys.modules)\n"
         "from attn_plugins.autoload import activate\n"
         "activate()\n"
-        "print(1e3 * (time.perf_counter() - start))"
+        "print(*sorted(set(sys.modules) - before))"
     )
-    took = []
-    while len(took) < 3 and min(took, default=50) >= 50:  # a machine may be busy; this is to catch an accidental import
-        took.append(float(python(code, TORCH_DEVICE_BACKEND_AUTOLOAD="0").stdout))
-    print(f"autoload: {min(took):.2f} ms (goal: 5 ms)")
-    assert min(took) < 50
+    imported = python(code, TORCH_DEVICE_BACKEND_AUTOLOAD="0").stdout.split()
+    assert imported == ["attn_plugins", "attn_plugins.autoload"]
 
 
 class TestMmengine:

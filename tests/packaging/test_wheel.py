@@ -32,7 +32,7 @@ def wheel(tmp_path_factory) -> Path:
         cwd=ROOT,
         env={**os.environ, "ATTN_PLUGINS_BUILD": "cpu"},
         check=True,
-        timeout=600,
+        timeout=1800,
     )
     (found,) = (folder / "dist").glob("*.whl")
     return found
@@ -90,7 +90,7 @@ def compile_setup(**environment: str) -> subprocess.CompletedProcess:
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=1800,
     )
 
 

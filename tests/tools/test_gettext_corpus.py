@@ -286,7 +286,7 @@ def test_fairseq_takes_it(tmp_path, capsys):
     printed = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("next: "))
     command = printed.removeprefix("next: ").split()
     script = Path(sys.executable).with_name(command[0])
-    done = subprocess.run([script, *command[1:]], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    done = subprocess.run([script, *command[1:]], cwd=tmp_path, capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, done.stderr[-2000:]
     binary = tmp_path / "out/bin"
     assert (binary / "dict.en.txt").read_bytes() == (binary / "dict.de.txt").read_bytes()

@@ -260,6 +260,6 @@ def test_captions_of_the_splits_file_and_no_fairseq(scenes, tmp_path):
     code += "from tools.captioning import train_attributes as tool\nsys.exit(tool.main(sys.argv[1:]))\n"
     arguments = [str(tmp_path / "set"), str(tmp_path / "out"), *SMALL, "--epochs", "1"]
     command = [sys.executable, "-c", code, *arguments]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1800)
     assert result.returncode == 0, result.stderr
     assert len(json.loads((tmp_path / "set/attributes.json").read_text())) == 34

@@ -135,7 +135,7 @@ def test_two_processes(few_digits, tmp_path, capsys):
         str(tmp_path / "out"), "--epochs", "2", "--device", "cpu", *SMALL,
     ]  # fmt: skip
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1800)
     assert result.returncode == 0, result.stderr
     log = rows(tmp_path / "out")
     assert [row["epoch"] for row in log] == [1, 2]
