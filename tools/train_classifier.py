@@ -1,265 +1,172 @@
-"""Train a timm model, ours or any other, to classify images.
+"""Train a timm model, one of ours or any other, to classify images.
 
 ::
 
-    python -m tools.train_classifier configs/timm/aa_resnet50_imagenet.yaml --data DIR
-    torchrun --nproc-per-node 8 -m tools.train_classifier CONFIG --data DIR
-    python -m tools.train_classifier CONFIG --data DIR --set epochs=30 --set model_args.nu=0.25
-    python -m tools.train_classifier CONFIG --data DIR --resume
-    python -m tools.train_classifier CONFIG --data DIR --evaluate work_dirs/…/best.safetensors
+    python -m tools.train_classifier configs/timm/image_folder.yaml --data DIR
+    python -m tools.train_classifier configs/timm/image_folder.yaml --data DIR --set input_size=160 --set epochs=30
+    python -m tools.train_classifier configs/timm/image_folder.yaml --data DIR --resume
+    python -m tools.train_classifier --data DIR --check
+    python -m tools.train_classifier CONFIG --data DIR --evaluate work_dirs/CONFIG/best.safetensors
+    torchrun --nproc-per-node 8 -m tools.train_classifier configs/timm/imagenet_aa_resnet50.yaml --data DIR
 
-DIR holds ``train/CLASS/*.png`` and ``val/CLASS/*.png``; the number of classes is that of the folders. Every key of
-CONFIG is a field of ``tools.classification.config.Config`` and may be set on the command line. Written into
-``--output``: ``log.csv``, ``best.safetensors`` and ``last.safetensors`` (weights, for ``timm.create_model(...,
-checkpoint_path=...)`` and our mmdet backbone), ``state.pt`` (what ``--resume`` needs).
+DIR holds train/CLASS/*.jpg and val/CLASS/*.jpg (or .jpeg, .png, .webp, .bmp, .tif, .tiff, .ppm, .pgm), with the same
+classes in both. Every key of CONFIG is a field of tools.classification.config.Config, which explains it; --set changes
+one. A batch size that is more than the training images is reduced to one that fits, and the learning rate with it, in
+proportion; a line says so.
+
+The folder --output gets log.csv; best.safetensors and last.safetensors (the weights of the best and of the last epoch,
+for timm.create_model(..., checkpoint_path=FILE), tools.show_attention and our mmdet backbone); state.pt, which --resume
+needs; and broken.txt, the images that --skip-broken left out.
+
+A training that is resumed keeps the settings it began with, whatever CONFIG says now; a line names what has changed
+there. The command line may set other values of accumulate, clip_grad, channels_last, label_smoothing and workers, and
+of what augments images (crop, scale, hflip, color_jitter, auto_augment, erasing, mixup, cutmix), for the epochs that
+are left; a line says so. Another value of any other setting is an error.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import math
+import dataclasses
+import os
 import sys
 import time
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import timm
-import torch
-from timm.data import Mixup, resolve_data_config
-from timm.loss import LabelSmoothingCrossEntropy, SoftTargetCrossEntropy
-from timm.optim import create_optimizer_v2
-from timm.scheduler import create_scheduler_v2
-from timm.utils import ModelEmaV3
-from timm.utils.distributed import distribute_bn, init_distributed_device_so
-from torch import nn
+from tools.requires import extras, need
 
-from attn_plugins.timm import param_groups
-from tools.classification import checkpoint
-from tools.classification.config import Config, ConfigError, load
-from tools.classification.data import (
-    TrainingLoader,
-    Transformed,
-    datasets,
-    training_transform,
-    validation_loader,
-    validation_transform,
-)
-from tools.classification.log import Log
-from tools.pictures import BadPicture
+with extras("timm", "tools"):
+    import torch
 
-
-@dataclass
-class Place:
-    """Where a process computes: its device, its rank, and how many there are."""
-
-    device: torch.device
-    rank: int
-    processes: int
-    dtype: torch.dtype | None
-
-    def autocast(self) -> Any:
-        """The context in which the model runs."""
-        if self.dtype is None:
-            return contextlib.nullcontext()
-        return torch.autocast(self.device.type, self.dtype)
-
-    def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """Added over all processes."""
-        if self.processes > 1:
-            torch.distributed.all_reduce(values)
-        return values
-
-
-def create_model(config: Config, num_classes: int) -> nn.Module:
-    """The configured model."""
-    options = dict(config.model_args)
-    if options.get("in_chans", 3) != 3:
-        raise ConfigError(f"model_args.in_chans must be 3, for images are read in RGB, got {options['in_chans']!r}")
-    if config.model.startswith("aa_") and config.input_size is not None:
-        options.setdefault("img_size", config.input_size)  # tables of relative positions for these images
-    if not timm.is_model(config.model):
-        near = timm.list_models(f"*{config.model.split('_')[0]}*")[:5]
-        raise ConfigError(
-            f"model {config.model!r} is not one of timm's" + (f": near are {', '.join(near)}" * bool(near))
-        )
-    try:
-        return timm.create_model(config.model, num_classes=num_classes, **options)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"model {config.model} with {options}: {error}") from error
-
-
-def data_config(config: Config, model: nn.Module) -> dict[str, Any]:
-    """timm's data configuration of the model, at the configured size."""
-    size = {} if config.input_size is None else dict(input_size=(3, *config.input_size))
-    return resolve_data_config(size, model=model)
-
-
-def create_scheduler(config: Config, optimizer: torch.optim.Optimizer, steps: int) -> Any:
-    """timm's schedule of the learning rate, by optimizer steps."""
-    warmup = config.warmup * config.epochs
-    cosine = config.schedule == "cosine"  # from its full height after the warm-up; the others count from epoch 0
-    scheduler, _ = create_scheduler_v2(
-        optimizer,
-        {"cosine": "cosine", "multistep": "multistep", "exponential": "step"}[config.schedule],
-        num_epochs=config.epochs - warmup if cosine else config.epochs,  # type: ignore[arg-type]
-        warmup_epochs=warmup,  # type: ignore[arg-type]
-        warmup_lr=0.0,
-        warmup_prefix=cosine,
-        decay_epochs=config.decay_epochs,
-        decay_milestones=list(config.milestones),
-        decay_rate=config.decay_rate,
-        step_on_epochs=False,
-        updates_per_epoch=steps,
+    from tools.classification import broken, checkpoint
+    from tools.classification.config import Config, ConfigError, build, read_yaml
+    from tools.classification.data import (
+        TrainingLoader,
+        Transformed,
+        datasets,
+        training_transform,
+        validation_loader,
+        validation_transform,
     )
-    return scheduler
+    from tools.classification.log import Log
+    from tools.classification.model import create_model, data_config
+    from tools.classification.place import Place, find_place
+    from tools.classification.state import Settings, State, check_data, read_state, resumed, save_state
+    from tools.classification.trainer import Trainer, evaluate
+    from tools.pictures import BadPicture
 
 
-@torch.inference_mode()
-def evaluate(model: nn.Module, loader: Any, place: Place) -> dict[str, float]:
-    """Cross-entropy, and the shares of images (in percent) whose class is the first, or among the first five."""
-    model.eval()
-    sums = torch.zeros(4, dtype=torch.float64, device=place.device)
-    for images, labels in loader:
-        images, labels = images.to(place.device, non_blocking=True), labels.to(place.device, non_blocking=True)
-        with place.autocast():
-            logits = model(images)
-        logits = logits.float()
-        ranked = logits.topk(min(5, logits.shape[1])).indices == labels[:, None]
-        loss = nn.functional.cross_entropy(logits, labels, reduction="sum")
-        sums += torch.stack([loss.double(), ranked[:, 0].sum(), ranked.sum(), labels.new_tensor(len(labels))])
-    loss, first, five, images = place.sum(sums).tolist()
-    return dict(val_loss=loss / images, top1=100 * first / images, top5=100 * five / images)
+def check(options: argparse.Namespace) -> int:
+    """Print every image that cannot be read, with the reason; 1 if there is any."""
+    values = {} if options.config is None else read_yaml(options.config)
+    config = build({"model": "any", **values}, options.set)
+    training, validation, _ = datasets(config, options.data)
+    halves = broken.folders([training, validation])
+    found = broken.find_broken(halves, options.data, config)
+    for one in found:
+        print(f"{options.data / one.file}: {one.reason}")
+    images = sum(len(half) for half in halves)
+    print(f"{len(found)} of {images} images cannot be read" if found else f"all {images} images can be read")
+    return int(bool(found))
 
 
-class Trainer:
-    """One training, an epoch at a time."""
-
-    def __init__(self, config: Config, model: nn.Module, loader: TrainingLoader, num_classes: int, place: Place):
-        self.config, self.model, self.loader, self.place = config, model, loader, place
-        lr = config.scaled_lr()
-        self.optimizer = create_optimizer_v2(
-            model,
-            config.optimizer,
-            lr=lr,
-            weight_decay=config.weight_decay,
-            momentum=config.momentum,
-            param_group_fn=partial(
-                param_groups, lr=lr, offset_lr_scale=config.offset_lr_scale, weight_decay=config.weight_decay
-            ),
-            **config.optimizer_args,
-        )
-        self.scheduler = create_scheduler(config, self.optimizer, loader.steps)
-        self.scaler = torch.amp.GradScaler(place.device.type, enabled=config.precision == "float16")
-        self.ema = None if config.ema is None else ModelEmaV3(model, config.ema, use_warmup=True)
-        self.mixup = None
-        if config.mixup or config.cutmix:
-            self.mixup = Mixup(
-                config.mixup, config.cutmix, label_smoothing=config.label_smoothing, num_classes=num_classes
-            )
-            self.loss: nn.Module = SoftTargetCrossEntropy()
-        elif config.label_smoothing:
-            self.loss = LabelSmoothingCrossEntropy(config.label_smoothing)
-        else:
-            self.loss = nn.CrossEntropyLoss()
-        self.parallel = model
-        if place.processes > 1:
-            ids = [place.device.index] if place.device.type == "cuda" else None
-            self.parallel = nn.parallel.DistributedDataParallel(model, device_ids=ids)
-
-    def parts(self) -> dict[str, Any]:
-        """What a resumed training takes up."""
-        return dict(model=self.model, ema=self.ema, optimizer=self.optimizer, scaler=self.scaler)
-
-    def result(self) -> nn.Module:
-        """The weights to evaluate and to keep."""
-        return self.model if self.ema is None else self.ema.module
-
-    def train_epoch(self, number: int, log: Log) -> dict[str, float]:
-        """Train an epoch; its mean loss and last learning rate."""
-        config, place, steps = self.config, self.place, self.loader.steps
-        self.parallel.train()
-        total, began = torch.zeros((), dtype=torch.float64, device=place.device), time.monotonic()
-        rate = 0.0
-        for i, (images, labels) in enumerate(self.loader.epoch(number)):
-            step, part = divmod(i, config.accumulate)
-            update = number * steps + step
-            last = part + 1 == config.accumulate
-            if part == 0:
-                self.scheduler.step_update(update)
-                self.optimizer.zero_grad()
-                rate = max(group["lr"] for group in self.optimizer.param_groups)
-            images, labels = images.to(place.device, non_blocking=True), labels.to(place.device, non_blocking=True)
-            if config.channels_last:
-                images = images.contiguous(memory_format=torch.channels_last)
-            if self.mixup is not None:
-                images, labels = self.mixup(images, labels)
-            waiting = place.processes > 1 and not last
-            with self.parallel.no_sync() if waiting else contextlib.nullcontext():  # type: ignore[operator]
-                with place.autocast():
-                    loss = self.loss(self.parallel(images), labels)
-                if not math.isfinite(float(loss.detach())):
-                    raise FloatingPointError(
-                        f"the loss is {float(loss.detach())} at epoch {number + 1}, step {step + 1}: the last whole "
-                        "epoch is kept; a lower lr, a longer warmup or clip_grad may help"
-                    )
-                self.scaler.scale(loss / config.accumulate).backward()
-            total += loss.detach().double()
-            if not last:
-                continue
-            if config.clip_grad is not None:
-                self.scaler.unscale_(self.optimizer)
-                nn.utils.clip_grad_norm_(self.model.parameters(), config.clip_grad)
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
-            if self.ema is not None:
-                self.ema.update(self.model, step=update)
-            speed = (step + 1) * config.batch_size / (time.monotonic() - began)
-            log.progress(number, config.epochs, step, steps, float(loss.detach()), rate, speed)
-        if place.processes > 1:  # running statistics of all processes' images, the same everywhere
-            for model in [self.model] if self.ema is None else [self.model, self.ema.module]:
-                distribute_bn(model, place.processes, reduce=True)
-        mean = place.sum(total) / (steps * config.accumulate * place.processes)
-        return dict(lr=rate, train_loss=float(mean))
+def build_model(config: Config, num_classes: int, place: Place) -> torch.nn.Module:
+    """The configured model where it computes."""
+    model = create_model(config, num_classes).to(place.device)
+    return model.to(memory_format=torch.channels_last) if config.channels_last else model  # type: ignore[call-overload]
 
 
-def train(config: Config, options: argparse.Namespace, place: Place) -> dict[str, float]:
-    """Train, or evaluate where asked; the last row of the log."""
-    training, validation, classes = datasets(config, options.data)
-    if place.device.type == "cpu" and config.precision == "float16":
-        raise ConfigError("precision 'float16' needs a GPU, for its gradients are scaled; on a CPU take 'bfloat16'")
+def load_validation(images: Any, config: Config, data: dict[str, Any], place: Place) -> Any:
+    """This process's share of the validation images; ``data`` is timm's data configuration."""
+    transformed = Transformed(images, validation_transform(config, data))
+    return validation_loader(transformed, config, place.rank, place.processes, place.device.type == "cuda")
+
+
+def evaluate_weights(config: Config, options: argparse.Namespace, place: Place) -> None:
+    """Print the accuracy of ``--evaluate``'s weights, at the size they were trained at unless another is configured."""
+    if config.input_size is None:
+        config = dataclasses.replace(config, input_size=checkpoint.trained_size(options.evaluate))
+    _, validation, classes, _ = read_images(Settings(config, config), options, place)
+    model = build_model(config, len(classes), place)
+    checkpoint.load_weights(model, options.evaluate, config, classes)
+    found = evaluate(model, load_validation(validation, config, data_config(config, model), place), place)
+    if place.rank == 0:
+        print(f"top-1 {found['top1']:.2f} %  top-5 {found['top5']:.2f} %  loss {found['val_loss']:.4f}")
+
+
+def read_images(settings: Settings, options: argparse.Namespace, place: Place) -> tuple[Any, Any, list[str], list[str]]:
+    """Training images, validation images, the classes' names, and in lines what the user should know of them.
+
+    Broken images are left out where ``--skip-broken`` or the training that is resumed says so.
+    """
+    training, validation, classes = datasets(settings.config, options.data)
+    if settings.left_out is None and not options.skip_broken:
+        return training, validation, classes, []
+    halves, notes = broken.folders([training, validation]), list[str]()
+    if settings.left_out is None:
+        found, file = broken.find_broken(halves, options.data, settings.config, place), options.output / "broken.txt"
+        settings.left_out = [one.file for one in found]
+        if found:
+            notes = [broken.summary(found, len(training) + len(validation), file)]
+            if place.rank == 0:
+                broken.write_list(found, file)
+    elif settings.left_out:
+        notes = [f"left out {len(settings.left_out)} broken images, those that the training began without"]
+    broken.leave_out(halves, options.data, settings.left_out)
+    return training, validation, classes, notes
+
+
+def fit_batch(settings: Settings, images: int, processes: int, resuming: bool) -> list[str]:
+    """Reduce a batch size that is more than the images of an epoch; in lines what the user should know.
+
+    Raises:
+        ConfigError: there are too few images, or a training that is resumed had more.
+    """
+    config, fitting = settings.config, settings.config.fitting(images, processes)
+    if fitting == config:
+        return []
+    epoch = images // processes * processes
+    if resuming:
+        raise ConfigError(f"--resume needs batch_size = {config.batch_size} images in train/ at least, got {epoch}")
+    settings.config = fitting
+    rate = f", lr {fitting.scaled_lr():.2g} in proportion" if config.lr_batch_size else ""
+    return [
+        f"batch_size {config.batch_size} is more than the {epoch} images of an epoch: training with batch_size "
+        f"{fitting.batch_size}{rate} (--set batch_size=N takes another)"
+    ]
+
+
+def train(settings: Settings, state: State | None, options: argparse.Namespace, place: Place) -> dict[str, float]:
+    """Train from the beginning or from ``state``; the last row of the log."""
+    file = options.output / "state.pt"
+    training, validation, classes, notes = read_images(settings, options, place)
+    notes += fit_batch(settings, len(training), place.processes, state is not None)
+    if state is None:
+        settings.classes, settings.images = classes, len(training)
+    else:
+        notes += check_data(settings, file, classes, len(training))
+    config = settings.config
     torch.manual_seed(config.seed)
-    model = create_model(config, len(classes)).to(place.device)
-    if config.channels_last:
-        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    data, pin = data_config(config, model), place.device.type == "cuda"
-    val_loader = validation_loader(
-        Transformed(validation, validation_transform(config, data)), config, place.rank, place.processes, pin
-    )
-    if options.evaluate is not None:
-        checkpoint.load_weights(model, options.evaluate, config)
-        found = evaluate(model, val_loader, place)
-        if place.rank == 0:
-            print(f"top-1 {found['top1']:.2f} %  top-5 {found['top5']:.2f} %  loss {found['val_loss']:.4f}")
-        return found
-    loader = TrainingLoader(
-        Transformed(training, training_transform(config, data)), config, place.rank, place.processes, pin
-    )
+    model = build_model(config, len(classes), place)
+    data = data_config(config, model)
+    val_loader = load_validation(validation, config, data, place)
+    transformed = Transformed(training, training_transform(config, data))
+    loader = TrainingLoader(transformed, config, place.rank, place.processes, place.device.type == "cuda")
     trainer = Trainer(config, model, loader, len(classes), place)
-    state, first, best, rows = options.output / "state.pt", 0, -1.0, []
-    if state.exists():
-        if not options.resume:
-            raise ConfigError(f"--output {options.output} holds a training already: add --resume, or name another")
-        first, best, rows = checkpoint.load_state(state, config, trainer.parts())
-    log = Log(options.output, options.tensorboard, rows, silent=place.rank != 0)
+    first, best = 0, -1.0
+    if state is not None:
+        state.restore(trainer.parts(), file)
+        first, best = state.epoch, state.best
+    log = Log(options.output, options.tensorboard, state.rows if state else [], silent=place.rank != 0)
     parameters = sum(p.numel() for p in model.parameters()) / 1e6
     size = "×".join(str(n) for n in data["input_size"][1:])
-    log.say(
+    notes.append(
         f"{config.model}: {parameters:.2f} M parameters, {len(classes)} classes, {size} pixels; "
-        f"{len(training)} + {len(validation)} images"  # type: ignore[arg-type]
+        f"{len(training)} + {len(validation)} images"
     )
+    for note in notes:
+        log.say(note)
     for epoch in range(first, config.epochs):
         began = time.monotonic()
         row = dict(epoch=epoch + 1, **trainer.train_epoch(epoch, log))
@@ -274,50 +181,108 @@ def train(config: Config, options: argparse.Namespace, place: Place) -> dict[str
         if place.rank == 0:
             for name in ["last"] + ["best"] * better:
                 checkpoint.save_weights(
-                    options.output / f"{name}.safetensors", trainer.result(), config, classes,
-                    epoch=epoch + 1, top1=row["top1"], mean=data["mean"], std=data["std"],
+                    options.output / f"{name}.safetensors", trainer.result(), config, classes, epoch=epoch + 1,
+                    top1=row["top1"], input_size=data["input_size"][1:], mean=data["mean"], std=data["std"],
                 )  # fmt: skip
             # Last: what was interrupted before this repeats the epoch.
-            checkpoint.save_state(state, config, epoch + 1, best, trainer.parts(), log.rows)
+            save_state(file, State(settings, epoch + 1, best, log.rows), trainer.parts())
     log.close()
     return log.rows[-1]
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
+def begin(options: argparse.Namespace) -> tuple[Settings, State | None]:
+    """The settings of the command line, or those of the training that ``--resume`` means, with its state.
+
+    Sets ``options.output`` where it is not given.
+
+    Raises:
+        ConfigError: they cannot be meant.
+    """
+    more = dict(model=options.model, epochs=options.epochs, batch_size=options.batch_size, lr=options.lr)
+    if options.resume:
+        if options.output is None:
+            if not (options.config or options.model):
+                raise ConfigError("--resume needs the training's folder: name it by --output, or name its CONFIG")
+            options.output = Path("work_dirs") / Path(options.config or options.model).stem
+        state = read_state(options.output / "state.pt")
+        state.settings.config, notes = resumed(state.settings, options.output, options.config, options.set, **more)
+        if int(os.environ.get("RANK", "0")) == 0:
+            print("\n".join(notes), end="\n" * bool(notes), flush=True)
+        return state.settings, state
+    values = {} if options.config is None else read_yaml(options.config)
+    config = build(values, options.set, **more)
+    options.output = options.output or Path("work_dirs") / (options.config or Path(config.model)).stem
+    if options.evaluate is None and (options.output / "state.pt").exists():
+        raise ConfigError(f"--output {options.output} holds a training already: add --resume, or name another")
+    return Settings(config, config, None if options.config is None else values), None
+
+
+def parser() -> argparse.ArgumentParser:
+    """Of the command line."""
+    made = argparse.ArgumentParser(
         prog="python -m tools.train_classifier",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("config", nargs="?", type=Path, metavar="CONFIG", help="a YAML file, such as configs/timm/*")
-    parser.add_argument("--data", type=Path, required=True, metavar="DIR", help="folder with train/ and val/")
-    parser.add_argument("--model", help="timm's name of the model")
-    parser.add_argument("--epochs", type=int)
-    parser.add_argument("--batch-size", type=int)
-    parser.add_argument("--lr", type=float)
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="any key of the configuration")
-    parser.add_argument("--output", type=Path, metavar="DIR", help="default: work_dirs/ and CONFIG's or model's name")
-    parser.add_argument("--resume", action="store_true", help="go on where --output's training stopped")
-    parser.add_argument("--evaluate", type=Path, metavar="FILE", help="only evaluate these weights")
-    parser.add_argument("--tensorboard", action="store_true", help="write TensorBoard's files as well")
-    parser.add_argument("--device", help="default: cuda where there is one, else cpu")
-    options = parser.parse_args(arguments)
-    torch_device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    made.add_argument(
+        "config", nargs="?", type=Path, metavar="CONFIG", help="a YAML file, such as those of configs/timm"
+    )
+    made.add_argument("--data", type=Path, required=True, metavar="DIR", help="folder with train/ and val/")
+    made.add_argument("--model", metavar="NAME", help="timm's name of the model, instead of CONFIG's")
+    made.add_argument("--epochs", type=int, metavar="N", help="the same as --set epochs=N")
+    made.add_argument("--batch-size", type=int, metavar="N", help="the same as --set batch_size=N")
+    made.add_argument("--lr", type=float, help="the same as --set lr=LR")
+    made.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE",
+        help="set a key of CONFIG, or one inside a key (model_args.nu=0.25); may be repeated",
+    )  # fmt: skip
+    made.add_argument(
+        "--output", type=Path, metavar="DIR", help="default: work_dirs/CONFIG without its suffix, else work_dirs/MODEL"
+    )
+    task = made.add_mutually_exclusive_group()
+    task.add_argument(
+        "--resume", action="store_true",
+        help="continue the training of --output after its last whole epoch, with the settings it began with",
+    )  # fmt: skip
+    task.add_argument(
+        "--evaluate", type=Path, metavar="FILE",
+        help="only evaluate these weights (.safetensors) on val/, at the size they were trained at unless CONFIG or "
+        "--set names another",
+    )  # fmt: skip
+    task.add_argument(
+        "--check", action="store_true",
+        help="only read all images and print the broken ones with their reasons; exit status 1 if there are any",
+    )  # fmt: skip
+    made.add_argument(
+        "--skip-broken", action="store_true",
+        help="read all images first, leave the broken ones out and list them in broken.txt",
+    )  # fmt: skip
+    made.add_argument(
+        "--tensorboard", action="store_true", help="also write TensorBoard's files, to --output/tensorboard"
+    )
+    made.add_argument("--device", help="cpu, cuda or cuda:N; default: cuda where there is a GPU, else cpu")
+    return made
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parser().parse_args(arguments)
+    if options.tensorboard:
+        need("tensorboard", extras=("timm", "tools"))
     try:
-        config = load(
-            options.config, options.set, model=options.model, epochs=options.epochs, batch_size=options.batch_size,
-            lr=options.lr,
-        )  # fmt: skip
-        options.output = options.output or Path("work_dirs") / (options.config or Path(config.model)).stem
-        where = init_distributed_device_so(torch_device)
-        dtype = None if config.precision == "float32" else getattr(torch, config.precision)
-        place = Place(torch.device(where["device"]), where["global_rank"], where["world_size"], dtype)
-        train(config, options, place)
+        if options.check:
+            return check(options)
+        settings, state = begin(options)
+        place = find_place(options.device, settings.config)
+        if options.evaluate is None:
+            train(settings, state, options, place)
+        else:
+            evaluate_weights(settings.config, options, place)
     except (ConfigError, BadPicture, FloatingPointError) as error:
         message = str(error).strip()
         if isinstance(error, BadPicture):  # a loading process prepends its traceback
             message = message.splitlines()[-1].removeprefix("tools.pictures.BadPicture: ")
-        print(f"train_classifier: {message}", file=sys.stderr)
+            message += "; --check lists every broken image, --skip-broken trains without them"
+        print(f"train_classifier: {' '.join(message.split())}", file=sys.stderr)
         return 2
     finally:
         if torch.distributed.is_available() and torch.distributed.is_initialized():

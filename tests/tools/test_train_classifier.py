@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -19,8 +20,9 @@ timm = pytest.importorskip("timm")
 
 from tools.classification.checkpoint import read_weights  # noqa: E402
 from tools.classification.config import ConfigError, load  # noqa: E402
+from tools.classification.trainer import create_scheduler  # noqa: E402
 from tools.datasets import image_folders  # noqa: E402
-from tools.train_classifier import create_scheduler, main  # noqa: E402
+from tools.train_classifier import main  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs/timm").glob("*.yaml"))
@@ -222,22 +224,43 @@ def test_a_diverging_training_stops_and_keeps_what_it_has(digits, tmp_path, caps
         (["--set", "schedule=multistep"], "schedule 'multistep' needs milestones"),
         (["--set", "hflip=2"], "hflip must be from 0 to 1, got 2.0"),
         (["--set", "batch_size=7", "--set", "accumulate=2"], "batch_size 7 must be a multiple"),
-        (["--set", "batch_size=4000"], "batch_size 4000 is more than the 240 training images"),
+        (["--set", "batch_size=7", "--set", "mixup=0.2"], "batch_size / processes / accumulate must be even for mixup"),
+        (["--set", "workers=-1"], "workers must be at least 0, got -1"),
+        (["--set", "epochs=[1"], "--set epochs must be a value in YAML, got '[1'"),
+        (["--set", "lr.x=1"], "--set lr.x: lr has no keys of its own"),
+        (["--device", "gpu"], "--device must be cpu, cuda or cuda:N, got 'gpu'"),
         (["--set", "precision=float16", "--device", "cpu"], "precision 'float16' needs a GPU"),
         (["--set", "model_args.kapa=1"], "model aa_wide_resnet28_10 with .*kapa"),
         (["--set", "model_args.nu=3"], "nu must be from 0 to 1, got 3"),
-        (["--model", "aa_resnet51"], "model 'aa_resnet51' is not one of timm's: near are aa_"),
+        (["--model", "aa_resnet51"], "model must be a model of timm, got 'aa_resnet51': did you mean aa_resnet50, "),
         (["--set", "erasing=0.5"], "crop 'pad' goes without"),
-        (["--evaluate", "nothing.safetensors"], "nothing.safetensors is not a checkpoint in safetensors"),
+        (
+            ["--evaluate", "nothing.safetensors"],
+            "--evaluate must be weights in safetensors, got nothing.safetensors: No such",
+        ),
     ],
 )
 def test_bad_arguments(digits, tmp_path, capsys, arguments, words):
-    import re
-
     assert run(digits, tmp_path / "out", *arguments) == 2
     (error,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("train_classifier: ")]
     assert re.search(words if ".*" in words else re.escape(words), error)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there(digits, tmp_path, capsys):
+    assert run(digits, tmp_path / "out", "--device", "cuda") == 2
+    (error,) = capsys.readouterr().err.splitlines()
+    assert error.startswith("train_classifier: --device must be cpu here, got 'cuda': torch ")
+    assert error.endswith("finds no CUDA GPU")
+
+
+def test_every_config_that_the_help_names_is_there(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    named = re.findall(r"configs/\S+\.yaml", capsys.readouterr().out)
+    assert len(named) > 3
+    assert all((ROOT / file).is_file() for file in named)
 
 
 def test_bad_data(digits, tmp_path, capsys):
@@ -256,7 +279,9 @@ def test_bad_data(digits, tmp_path, capsys):
     shutil.copy(image, copy / "val/zero")
     broken = copy / "train/one/broken.png"
     broken.write_bytes(image.read_bytes()[:40])
-    assert f"{broken} cannot be read as a picture" in error_of(copy)
+    (error,) = error_of(copy).splitlines()
+    assert f"{broken} cannot be read as a picture" in error
+    assert error.endswith("; --check lists every broken image, --skip-broken trains without them")
 
 
 def test_a_training_is_not_overwritten_nor_mixed_with_another(trained, digits, capsys):
@@ -269,7 +294,7 @@ def test_a_training_is_not_overwritten_nor_mixed_with_another(trained, digits, c
     assert run(digits, trained, "--evaluate", weights, "--set", "model_args.width=5") == 2
     assert "does not fit aa_wide_resnet28_10" in capsys.readouterr().err
     assert run(digits, trained, "--evaluate", weights, "--model", "resnet18", "--set", "model_args={}") == 2
-    assert "holds a aa_wide_resnet28_10, but the model is a resnet18" in capsys.readouterr().err
+    assert "--evaluate must be weights of resnet18, but" in capsys.readouterr().err
     assert (trained / "log.csv").read_bytes() == before
 
 

@@ -14,6 +14,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from attn_plugins.modules.capture import Captured, capture_attention
+from tools.model_names import check_model_name
 
 
 class ViewError(ValueError):
@@ -63,8 +64,8 @@ def load_timm(name: str, checkpoint: Path | None, options: dict[str, Any]) -> nn
 
     import attn_plugins.timm  # noqa: F401
 
-    if not timm.is_model(name):
-        raise ViewError(f"MODEL {name!r} is neither a model of timm's nor a config file (*.py) of mmdet's or mmseg's")
+    if (wrong := check_model_name(name)) is not None:
+        raise ViewError(f"MODEL must be a model of timm or a config file (*.py) of mmdet or mmseg, got {wrong}")
     if checkpoint is not None and not checkpoint.is_file():
         raise ViewError(f"--checkpoint {checkpoint} is not a file")
     if checkpoint is not None and checkpoint.suffix == ".safetensors":

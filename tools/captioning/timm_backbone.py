@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from tools.captioning.json_files import BadFile
+from tools.model_names import check_model_name
 
 PREFIX = "backbone.model."  # of the backbone's weights in a file of the attribute detector
 
@@ -37,13 +38,8 @@ class TimmBackbone(nn.Module):
 
     def __init__(self, name: str, size: tuple[int, int] | None = None, output_stride: int | None = None) -> None:
         super().__init__()
-        import attn_plugins.timm  # noqa: F401 - registers our models
-
-        if name not in timm.list_models() and not timm.is_model(name):
-            near = ", ".join(timm.list_models(f"*{name}*")[:5])
-            raise BadBackbone(
-                f"the backbone must be a model of timm, got {name!r}" + (f"; near: {near}" if near else "")
-            )
+        if (wrong := check_model_name(name)) is not None:
+            raise BadBackbone(f"the backbone must be a model of timm, got {wrong}")
         options: dict[str, Any] = dict(pretrained=False, num_classes=0)
         if output_stride is not None:
             options["output_stride"] = output_stride

@@ -1,9 +1,9 @@
-"""What a training leaves on disk, and how it is taken up again."""
+"""The weights that a training leaves on disk."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +15,6 @@ from torch import nn
 from tools.files import write
 
 from .config import Config, ConfigError
-
-# What a resumed training may not change: other weights, or another course of the learning rate.
-FIXED = (
-    "model", "model_args", "dataset", "input_size", "epochs", "batch_size", "optimizer", "lr", "lr_batch_size",
-    "schedule", "warmup", "milestones", "decay_epochs", "decay_rate", "ema", "seed",
-)  # fmt: skip
 
 
 def save_weights(file: Path, model: nn.Module, config: Config, classes: list[str], **facts: Any) -> None:
@@ -41,13 +35,17 @@ def save_weights(file: Path, model: nn.Module, config: Config, classes: list[str
     write(file, lambda partial: partial.write_bytes(content))
 
 
-def read_weights(file: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Weights and metadata of a file that :func:`save_weights` wrote."""
+def read_weights(file: Path, argument: str = "file") -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Weights and metadata of a file that :func:`save_weights` wrote.
+
+    Raises:
+        ConfigError: the file, which the user named by ``argument``, is none in safetensors.
+    """
     try:
         with safe_open(str(file), "pt") as opened:
             return {key: opened.get_tensor(key) for key in opened.keys()}, opened.metadata() or {}  # noqa: SIM118
     except (OSError, SafetensorError) as error:
-        raise ConfigError(f"{file} is not a checkpoint in safetensors: {error}") from error
+        raise ConfigError(f"{argument} must be weights in safetensors, got {file}: {error}") from error
 
 
 def model_options(file: Path) -> dict[str, Any]:
@@ -62,40 +60,47 @@ def model_options(file: Path) -> dict[str, Any]:
     return options
 
 
-def load_weights(model: nn.Module, file: Path, config: Config) -> None:
-    """Load what :func:`save_weights` wrote, into the same model."""
-    tensors, metadata = read_weights(file)
-    if metadata.get("model") not in (None, config.model):
-        raise ConfigError(f"{file} holds a {metadata['model']}, but the model is a {config.model}")
-    try:
-        model.load_state_dict(tensors)
-    except RuntimeError as error:
-        raise ConfigError(f"{file} does not fit {config.model} {config.model_args}: {error}") from error
+def trained_size(file: Path) -> tuple[int, int] | None:
+    """(H, W) of the images that the weights of a file were trained on; None where it names no size."""
+    size = json.loads(read_weights(file, "--evaluate")[1].get("input_size", "null"))
+    return None if size is None else (size[0], size[1])
 
 
-def save_state(file: Path, config: Config, epoch: int, best: float, parts: dict[str, Any], rows: list[dict]) -> None:
-    """Everything that the next epoch needs."""
-    state = dict(config=json.dumps(dataclasses.asdict(config)), epoch=epoch, best=best, rows=rows)
-    state["parts"] = {name: part.state_dict() for name, part in parts.items() if part is not None}
-    write(file, lambda partial: torch.save(state, partial))
-
-
-def load_state(file: Path, config: Config, parts: dict[str, Any]) -> tuple[int, float, list[dict]]:
-    """Take a training up: epochs done, best accuracy and the log's rows so far.
+def load_weights(model: nn.Module, file: Path, config: Config, classes: Sequence[str]) -> None:
+    """Load the weights of ``--evaluate`` into the same model.
 
     Raises:
-        ConfigError: the file cannot be read, or the training it belongs to was another.
+        ConfigError: the file cannot be read, or its weights are of another model or other classes.
     """
-    try:
-        state = torch.load(file, map_location="cpu", weights_only=True)
-        before = json.loads(state["config"])
-    except Exception as error:
-        raise ConfigError(f"{file} cannot be read: {error}") from error
-    now = json.loads(json.dumps(dataclasses.asdict(config)))
-    for key in FIXED:
-        if before.get(key) != now[key]:
-            raise ConfigError(f"{file} was trained with {key} = {before.get(key)!r}, but now it is {now[key]!r}")
-    for name, part in parts.items():
-        if part is not None:
-            part.load_state_dict(state["parts"][name])
-    return state["epoch"], state["best"], state["rows"]
+    tensors, metadata = read_weights(file, "--evaluate")
+    named, told = metadata.get("model", config.model), json.loads(metadata.get("classes", "null"))
+    if named != config.model:
+        raise ConfigError(f"--evaluate must be weights of {config.model}, but {file} holds those of {named}")
+    if told is not None and told != list(classes):
+        raise ConfigError(f"--evaluate must be weights for the classes of --data: {classes_apart(told, classes, file)}")
+    if (reason := misfit(model, tensors)) is not None:
+        trained = f" (trained with model_args {metadata['model_args']})" if "model_args" in metadata else ""
+        raise ConfigError(f"--evaluate {file} does not fit {config.model} {config.model_args}: {reason}{trained}")
+    model.load_state_dict(tensors)
+
+
+def classes_apart(before: Sequence[str], now: Sequence[str], file: Path) -> str:
+    """Say in words how the classes of a checkpoint and those of ``--data`` differ."""
+    for names, others, where in ((before, now, str(file)), (now, before, "--data")):
+        odd = [name for name in names if name not in others]
+        if odd:
+            more = f" and {len(odd) - 3} more" if len(odd) > 3 else ""
+            return f"only {where} has {', '.join(odd[:3])}{more}"
+    return "they are in another order"
+
+
+def misfit(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> str | None:
+    """Return in words why ``tensors`` are not the weights of ``model``, or None where they are."""
+    wanted = model.state_dict()
+    for name, value in wanted.items():
+        if name not in tensors:
+            return f"it lacks {name}"
+        if tensors[name].shape != value.shape:
+            return f"its {name} is {tuple(tensors[name].shape)}, the model's {tuple(value.shape)}"
+    extra = sorted(tensors.keys() - wanted.keys())
+    return f"the model has no {extra[0]}" if extra else None

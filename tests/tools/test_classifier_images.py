@@ -1,0 +1,159 @@
+"""The classifier's trainer on few images and on broken ones."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("timm")
+
+from photo_folders import make_photographs
+
+from tools.classification.broken import Broken, summary
+from tools.classification.config import Config, ConfigError
+from tools.classification.data import loaders
+from tools.train_classifier import main
+
+ROOT = Path(__file__).parents[2]
+TINY = ["--model", "aa_resnet34", "--set", "model_args={'layers': [1, 1, 1, 1]}", "--set", "input_size=32"]
+
+
+@pytest.fixture
+def photographs(tmp_path) -> Path:
+    return make_photographs(tmp_path / "photos", 4, 2)
+
+
+def train(data: Path, output: Path, *arguments: str) -> int:
+    config = str(ROOT / "configs/timm/image_folder.yaml")
+    places = ["--data", str(data), "--output", str(output)]
+    return main([config, *places, "--epochs", "1", "--set", "precision=float32", *TINY, *arguments])
+
+
+def break_images(root: Path) -> dict[str, str]:
+    """Break three files; their names, with a part of the reason."""
+    whole = (root / "train/cat/000.jpg").read_bytes()
+    (root / "train/cat/001.jpg").write_bytes(whole[: len(whole) // 2])
+    (root / "train/rocket/003.jpg").write_bytes(b"")
+    (root / "val/coffee/001.jpg").write_bytes(b"no picture")
+    return {
+        "train/cat/001.jpg": "truncated", "train/rocket/003.jpg": "the file is empty",
+        "val/coffee/001.jpg": "cannot identify image file",
+    }  # fmt: skip
+
+
+# --- few images ---------------------------------------------------------------------------------------------------
+
+
+def test_the_starting_recipe_trains_on_96_photographs(tmp_path, capsys):
+    photographs = make_photographs(tmp_path / "photos", 32, 4)
+    assert train(photographs, tmp_path / "out") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == (
+        "batch_size 256 is more than the 96 images of an epoch: training with batch_size 16, lr 0.0063 in proportion "
+        "(--set batch_size=N takes another)"
+    )
+    assert lines[1].endswith("3 classes, 32×32 pixels; 96 + 12 images")
+    assert json.loads(torch.load(tmp_path / "out/state.pt")["settings"])["config"]["batch_size"] == 16
+    assert train(photographs, tmp_path / "other", "--set", "batch_size=48", "--set", "workers=1") == 0
+    assert "batch_size" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "images, processes, accumulate, expected",
+    [
+        (256, 1, 1, (256, 1)), (255, 1, 1, (32, 1)), (96, 1, 1, (16, 1)), (96, 1, 4, (16, 4)), (9, 1, 1, (2, 1)),
+        (9, 2, 1, (4, 1)), (5, 1, 4, (2, 1)), (1, 1, 1, (1, 1)), (2, 2, 1, (2, 1)),
+    ],
+)  # fmt: skip
+def test_the_batch_size_that_fits(images, processes, accumulate, expected):
+    found = Config("any", batch_size=256, accumulate=accumulate).fitting(images, processes)
+    assert (found.batch_size, found.accumulate) == expected
+    assert images // processes // found.share(processes) // found.accumulate >= 1
+    with pytest.raises(ConfigError, match="an image to train on for each of 4 processes, got 3"):
+        found.fitting(3, 4)
+
+
+def test_loading_processes_are_the_cores_that_are_there(monkeypatch):
+    cores = len(os.sched_getaffinity(0))
+    assert loaders(Config("any")) == cores
+    assert loaders(Config("any", workers=7)) == 7
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(2 * cores))
+    assert loaders(Config("any")) == 1
+
+
+# --- broken images ------------------------------------------------------------------------------------------------
+
+
+def test_check_names_every_broken_image(photographs, capsys):
+    assert main(["--data", str(photographs), "--check"]) == 0
+    assert capsys.readouterr().out == "all 18 images can be read\n"
+    expected = break_images(photographs)
+    assert main(["--data", str(photographs), "--check"]) == 1
+    *lines, last = capsys.readouterr().out.splitlines()
+    assert last == "3 of 18 images cannot be read"
+    assert len(lines) == 3
+    for line, (file, reason) in zip(lines, expected.items()):
+        assert line.startswith(f"{photographs / file}: ")
+        assert reason in line
+
+
+def test_a_broken_image_ends_the_training_in_one_line(photographs, tmp_path, capsys):
+    (photographs / "val/coffee/001.jpg").write_bytes(b"no picture")
+    assert train(photographs, tmp_path / "out", "--set", "workers=2") == 2
+    (error,) = capsys.readouterr().err.splitlines()
+    assert error.startswith(f"train_classifier: {photographs}/val/coffee/001.jpg cannot be read as a picture: ")
+    assert error.endswith("; --check lists every broken image, --skip-broken trains without them")
+
+
+def test_broken_images_are_left_out_and_named(photographs, tmp_path, capsys):
+    expected = break_images(photographs)
+    assert train(photographs, tmp_path / "out", "--skip-broken") == 0
+    out = capsys.readouterr().out.splitlines()
+    file = tmp_path / "out/broken.txt"
+    assert out[0] == f"left out 3 of 18 images, which cannot be read: {', '.join(expected)} (reasons in {file})"
+    assert "10 images of an epoch" in out[1]
+    assert "10 + 5 images" in out[2]
+    rows = dict(line.split("\t") for line in file.read_text().splitlines())
+    assert list(rows) == list(expected)
+    assert all(reason in rows[name] for name, reason in expected.items())
+
+
+def test_two_processes_leave_out_the_same_images(photographs, tmp_path):
+    break_images(photographs)
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m",
+        "tools.train_classifier", "--data", str(photographs), "--output", str(tmp_path / "out"), "--epochs", "1",
+        "--device", "cpu", "--set", "workers=0", "--skip-broken", *TINY,
+    ]  # fmt: skip
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1800)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("left out 3 of 18 images") == 1
+    assert "batch_size 256 is more than the 10 images of an epoch: training with batch_size 4" in result.stdout
+    assert len((tmp_path / "out/broken.txt").read_text().splitlines()) == 3
+
+
+def test_no_image_is_left(photographs, tmp_path, capsys):
+    for file in (photographs / "train/cat").iterdir():
+        file.write_bytes(b"")
+    assert train(photographs, tmp_path / "out", "--skip-broken") == 2
+    assert f"a readable image of every class, and {photographs}/train/cat has none" in capsys.readouterr().err
+    shutil.copytree(photographs / "train/coffee", photographs / "train/cat", dirs_exist_ok=True)
+    for file in (photographs / "val").glob("*/*.jpg"):
+        file.write_bytes(b"")
+    assert train(photographs, tmp_path / "out", "--skip-broken") == 2
+    assert f"a readable image to validate with, and {photographs}/val has none" in capsys.readouterr().err
+
+
+def test_a_terminal_shows_ten_names():
+    broken = [Broken(f"train/a/{n}.jpg", "the file is empty") for n in range(12)]
+    line = summary(broken, 50, Path("out/broken.txt"))
+    assert line.startswith("left out 12 of 50 images, which cannot be read: train/a/0.jpg, train/a/1.jpg, ")
+    assert line.endswith("train/a/9.jpg and 2 more (reasons in out/broken.txt)")

@@ -1,0 +1,115 @@
+"""Broken images in a folder of images: find them, report them, leave them out."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, Subset
+from torchvision.datasets import ImageFolder
+
+from tools.files import write_text
+from tools.pictures import BadPicture, open_picture
+
+from .config import Config, ConfigError
+from .data import loaders
+from .place import Place
+
+NAMED = 10  # on the terminal; all are in the file
+
+
+@dataclass(frozen=True)
+class Broken:
+    """An image that cannot be read.
+
+    Attributes:
+        file: Under the folder of ``--data``, with slashes.
+        reason: In a line.
+    """
+
+    file: str
+    reason: str
+
+
+class _Reasons(Dataset):
+    """For each file why it cannot be read; an empty text where it can."""
+
+    def __init__(self, files: Sequence[str]) -> None:
+        self.files = files
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, index: int) -> str:
+        file = self.files[index]
+        try:
+            open_picture(file)
+        except BadPicture as error:
+            if Path(file).is_file() and not Path(file).stat().st_size:
+                return "the file is empty"
+            return " ".join(str(error.__cause__ or error).split())
+        return ""
+
+
+def folders(halves: Sequence[Any]) -> list[ImageFolder]:
+    """``halves`` as folders of images.
+
+    Raises:
+        ConfigError: they are another kind of data set.
+    """
+    if not all(isinstance(half, ImageFolder) for half in halves):
+        raise ConfigError("--check and --skip-broken need dataset 'folder', for only its images are files")
+    return list(halves)
+
+
+def find_broken(halves: Sequence[ImageFolder], root: Path, config: Config, place: Place | None = None) -> list[Broken]:
+    """Read every image, each process its share; the broken ones of all, in the order of their names."""
+    files = [file for half in halves for file, _ in half.samples]
+    rank, processes = (place.rank, place.processes) if place else (0, 1)
+    own = range(rank, len(files), processes)
+    reasons = DataLoader(Subset(_Reasons(files), own), batch_size=32, num_workers=loaders(config), collate_fn=list)
+    found = [
+        Broken(Path(files[index]).relative_to(root).as_posix(), reason)
+        for index, reason in zip(own, (reason for batch in reasons for reason in batch))
+        if reason
+    ]
+    if processes > 1:
+        parts: list[Any] = [None] * processes
+        torch.distributed.all_gather_object(parts, found)
+        found = [broken for part in parts for broken in part]
+    return sorted(found, key=lambda broken: broken.file)
+
+
+def leave_out(halves: Sequence[ImageFolder], root: Path, broken: Collection[str]) -> None:
+    """Take the files ``broken`` (under ``root``) out of ``halves``.
+
+    Raises:
+        ConfigError: a class is left with no image to train on, or there is none to validate with.
+    """
+    for half in halves:
+        half.samples = [
+            (file, label) for file, label in half.samples if Path(file).relative_to(root).as_posix() not in broken
+        ]
+        half.imgs, half.targets = half.samples, [label for _, label in half.samples]
+    train, val = halves
+    taught = set(train.targets)
+    for label, name in enumerate(train.classes):
+        if label not in taught:
+            raise ConfigError(f"--data must hold a readable image of every class, and {root}/train/{name} has none")
+    if not val.samples:
+        raise ConfigError(f"--data must hold a readable image to validate with, and {root}/val has none")
+
+
+def summary(broken: Sequence[Broken], images: int, file: Path) -> str:
+    """Say in a line which images are left out."""
+    names = ", ".join(one.file for one in broken[:NAMED])
+    more = f" and {len(broken) - NAMED} more" if len(broken) > NAMED else ""
+    return f"left out {len(broken)} of {images} images, which cannot be read: {names}{more} (reasons in {file})"
+
+
+def write_list(broken: Sequence[Broken], file: Path) -> None:
+    """Write a line for every broken image: its name, a tab, the reason."""
+    write_text(file, "".join(f"{one.file}\t{one.reason}\n" for one in broken))

@@ -1,0 +1,34 @@
+"""timm's model of a configuration."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import timm
+from timm.data import resolve_data_config
+from torch import nn
+
+from tools.model_names import check_model_name
+
+from .config import Config, ConfigError
+
+
+def create_model(config: Config, num_classes: int) -> nn.Module:
+    """The configured model."""
+    if (wrong := check_model_name(config.model)) is not None:
+        raise ConfigError(f"model must be a model of timm, got {wrong}")
+    options = dict(config.model_args)
+    if options.get("in_chans", 3) != 3:
+        raise ConfigError(f"model_args.in_chans must be 3, for images are read in RGB, got {options['in_chans']!r}")
+    if config.model.startswith("aa_") and config.input_size is not None:
+        options.setdefault("img_size", config.input_size)  # tables of relative positions for these images
+    try:
+        return timm.create_model(config.model, num_classes=num_classes, **options)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"model {config.model} with {options}: {error}") from error
+
+
+def data_config(config: Config, model: nn.Module) -> dict[str, Any]:
+    """timm's data configuration of the model, at the configured size."""
+    size = {} if config.input_size is None else dict(input_size=(3, *config.input_size))
+    return resolve_data_config(size, model=model)

@@ -1,0 +1,26 @@
+"""Answer a model name that timm does not know by the names nearest to it."""
+
+from __future__ import annotations
+
+import difflib
+
+
+def check_model_name(name: str) -> str | None:
+    """Return a model name with timm's names nearest to it, or None where timm has it: "must be ..., got" + this.
+
+    >>> check_model_name("aa_resnet51")
+    "'aa_resnet51': did you mean aa_resnet50, aa_resnet152 or aa_resnet101?"
+    """
+    import timm
+
+    import attn_plugins.timm  # noqa: F401 - registers our models
+
+    if timm.is_model(name):
+        return None
+    names = timm.list_models()
+    begin = sorted((known for known in names if name and known.startswith(name)), key=len)
+    near = (begin + [known for known in difflib.get_close_matches(name, names) if known not in begin])[:3]
+    if not near:
+        return f"{name!r}, which is near none of the {len(names)} names of timm.list_models()"
+    few = " or ".join(filter(None, (", ".join(near[:-1]), near[-1])))
+    return f"{name!r}: did you mean {few}?"
