@@ -25,11 +25,15 @@ from collections import deque
 from pathlib import Path
 
 from tools.datasets.digits_on_photographs import Recipe, build
-from tools.show_sampling import distinct, save, show
+from tools.detections_picture import Found, draw, known_objects
+from tools.show_sampling import distinct, show
 
 ROOT = Path(__file__).parent.parent
 DATA = ROOT / "data/digits"
 CONFIGS = ROOT / "configs/mmdet/digits"
+# The score is a class's probability times a centredness, so it is low. From 0.15 on the detector finds nine digits of
+# ten and 98 % of its boxes are on one; half of them have a score of less than 0.27.
+SCORE = 0.15
 PROGRESS = re.compile(r"Epoch\(train\)\s+\[(\d+)\]\[ *(\d+)/(\d+)\].*?eta: (\S+).*?loss: (\S+)")
 ACCURACY = re.compile(r"coco/bbox_mAP: (\S+)\s+coco/bbox_mAP_50: (\S+)")
 
@@ -102,34 +106,22 @@ def history(work_dir: Path) -> tuple[list[float], list[float]]:
     return [losses[n] for n in sorted(losses)], [accuracies[n] for n in sorted(accuracies)]
 
 
-def draw_detections(config: Path, checkpoint: Path, out: Path, count: int = 6) -> None:
-    """Save ``count`` validation images with what the detector finds on them."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+def draw_detections(config: Path, checkpoint: Path, out: Path, count: int = 6) -> str:
+    """Save ``count`` validation images with what the detector finds on them; the line below the picture."""
     from mmdet.apis import inference_detector, init_detector
-    from PIL import Image
 
     model = init_detector(str(config), str(checkpoint), device="cpu")
     names = model.dataset_meta["classes"]
-    figure, axes = plt.subplots(2, count // 2, figsize=(9, 6.2), dpi=80)
-    for axis, file in zip(axes.flat, sorted((DATA / "val").glob("*.png"))):
+
+    def detect(file: Path) -> list[Found]:
         found = inference_detector(model, str(file)).pred_instances
-        axis.imshow(Image.open(file))
-        for number in distinct(found):
-            left, top, right, bottom = found.bboxes[number].tolist()
-            score, label = float(found.scores[number]), int(found.labels[number])
-            if score > 0.2:  # a class score times a centredness: 0.2 is sure
-                colour = plt.cm.tab10(label)
-                box = plt.Rectangle((left, top), right - left, bottom - top, fill=False, lw=2, color=colour)
-                axis.add_patch(box)
-                text = f"{names[label]} {score:.2f}"
-                axis.text(left, top - 2, text, size=8, color="white", backgroundcolor=colour)
-        axis.axis("off")
-    figure.tight_layout()
-    save(figure, out)
-    plt.close(figure)
+        return [
+            Found(tuple(found.bboxes[n].tolist()), names[int(found.labels[n])], float(found.scores[n]))
+            for n in distinct(found)
+        ]
+
+    objects = known_objects(DATA / "annotations/val.json")
+    return draw(sorted((DATA / "val").glob("*.png"))[:count], detect, objects, SCORE, out)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -154,13 +146,12 @@ def main(arguments: list[str] | None = None) -> int:
     accuracy = f"{accuracies[-1]:.3f}" if accuracies else "unknown: it detected nothing"
     print(f"  loss {losses[0]:.2f} -> {losses[-1]:.2f}, validation mAP {accuracy}")
     print("3/3 pictures", flush=True)
-    pictures = [work_dir / "detections.png"]
-    draw_detections(config, checkpoint, pictures[0])
+    picture = work_dir / "detections.png"
+    print(f"  {picture}\n    {draw_detections(config, checkpoint, picture)}", flush=True)
     if not options.no_attention:
-        pictures.append(work_dir / "sampling.png")
-        show(config, checkpoint, DATA / "val/000001.png", pictures[1], layer="layer3.5.conv2")
-    for picture in pictures:
-        print(f"  {picture}")
+        picture = work_dir / "sampling.png"
+        line = show(config, checkpoint, DATA / "val/000001.png", picture, layer="layer3.5.conv2")
+        print(f"  {picture}\n    {line}")
     return 0
 
 

@@ -15,16 +15,22 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image, ImageDraw
 from torch import Tensor, nn
 
 from attn_plugins.modules import DeformableConv2d
 from attn_plugins.modules.capture import Captured, remember_calls
 from attn_plugins.modules.generalized_attention import GeneralizedAttention2d
+from tools import picture_sheet
+from tools.picture_sheet import GAP, INK, MARGIN, PAPER, TITLE_HEIGHT, WIDTH, Place, sheet, title
+
+COLOURS = ("#ff3b3b", "#38a3ff", "#ffd60a", "#3ddc5b", "#ff6ad5", "#ff9f1a")  # of queries
 
 
 @dataclass
@@ -136,43 +142,77 @@ def save(figure: Any, out: Path) -> None:
 
 
 def draw(
-    picture: np.ndarray, queries: list, points: list[np.ndarray], heads: np.ndarray | None, title: str, out: Path
-) -> None:
-    """Save the panels: ``picture`` (H, W, 3) with queries and points, then one map per head over it."""
-    import matplotlib
+    picture: np.ndarray, queries: list, points: list[np.ndarray], heads: np.ndarray | None, name: str, out: Path
+) -> str:
+    """Save the panels: ``picture`` (H, W, 3) with queries and points, then one map per head over it, in order.
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    height, width = picture.shape[:2]
+    Returns:
+        The line below the picture.
+    """
     heads = np.zeros((0, 1, 1)) if heads is None else heads
-    count = len(heads)
-    columns = 2 + (count + 1) // 2
-    figure = plt.figure(figsize=(2.2 * columns * width / height, 4.6), dpi=80)
-    grid = figure.add_gridspec(2, columns, wspace=0.05, hspace=0.15)
-    axes = figure.add_subplot(grid[:, :2])
-    axes.imshow(picture)
-    for number, (query, read) in enumerate(zip(queries, points)):
-        colour = plt.cm.Set1(number % 9)
-        axes.scatter(read[:, 1], read[:, 0], s=11, color=colour, linewidths=0)
-        axes.scatter(query[1], query[0], s=90, facecolors="none", edgecolors="white", linewidths=3.5)
-        axes.scatter(query[1], query[0], s=90, facecolors="none", edgecolors=colour, linewidths=2)
-    axes.set(xlim=(-0.5, width - 0.5), ylim=(height - 0.5, -0.5), title=title)
-    axes.axis("off")
-    for head in range(count):
-        axes = figure.add_subplot(grid[head % 2, 2 + head // 2])
-        axes.imshow(picture.mean(2), cmap="gray", alpha=0.6)
-        axes.imshow(
-            heads[head],
-            cmap="inferno",
-            alpha=0.6,
-            extent=(-0.5, width - 0.5, height - 0.5, -0.5),
-            interpolation="bilinear",
+    places = _panels(picture.shape[1] / picture.shape[0], len(heads))
+    caption = f"Left: each ring is a query, the dots of its colour are the {len(points[0])} points that it reads."
+    if len(heads):
+        caption += f" Right: where {len(heads)} heads attend, the same for every query; the brighter, the more."
+    else:
+        caption = caption.removeprefix("Left: ").capitalize()
+    page = sheet(places, caption)
+    panels = [_with_points(picture, queries, points, places[0][2:])]
+    panels += [_with_heat(picture, head, place[2:]) for head, place in zip(heads, places[1:])]
+    titles = [f"read by {name}", *(f"head {n}" for n in range(len(heads)))]
+    for panel, text, (left, top, width, _) in zip(panels, titles, places):
+        title(page, (MARGIN + left, MARGIN + top - TITLE_HEIGHT), text, width)
+        page.paste(panel, (MARGIN + left, MARGIN + top))
+    picture_sheet.save(page, out)
+    return caption
+
+
+def _panels(aspect: float, heads: int) -> list[Place]:
+    """The places of a large panel, and beside it, as high together, two rows of one for each head."""
+    if not heads:
+        return [(0, TITLE_HEIGHT, WIDTH // 2, round(WIDTH / 2 / aspect))]
+    columns = (heads + 1) // 2
+    # The heads' width w: (WIDTH - columns (w + GAP)) / aspect = 2 w / aspect + GAP + TITLE_HEIGHT
+    width = round((WIDTH - columns * GAP - aspect * (GAP + TITLE_HEIGHT)) / (columns + 2))
+    height, left = round(width / aspect), WIDTH - columns * (width + GAP)
+    rest = [
+        (
+            left + GAP + n % columns * (width + GAP),
+            TITLE_HEIGHT + n // columns * (height + GAP + TITLE_HEIGHT),
+            width,
+            height,
         )
-        axes.set_title(f"saliency, head {head}", fontsize=8)
-        axes.axis("off")
-    save(figure, out)
-    plt.close(figure)
+        for n in range(heads)
+    ]
+    return [(0, TITLE_HEIGHT, left, 2 * height + GAP + TITLE_HEIGHT), *rest]
+
+
+def _with_points(picture: np.ndarray, queries: list, points: list[np.ndarray], size: tuple[int, int]) -> Image.Image:
+    panel = Image.fromarray(picture).resize(size, Image.Resampling.BICUBIC)
+    pen = ImageDraw.Draw(panel)
+    scale = np.array(size) / (picture.shape[1], picture.shape[0])
+    for colour, query, read in zip(cycle(COLOURS), queries, points):
+        for at in read:
+            _dot(pen, (at[::-1] + 0.5) * scale, 5, fill=colour, outline=INK)
+        middle = (np.array(query[::-1]) + 0.5) * scale
+        for radius, stroke, ink in ((20, 9, PAPER), (18, 5, colour)):
+            _dot(pen, middle, radius, outline=ink, width=stroke)
+    return panel
+
+
+def _dot(pen: ImageDraw.ImageDraw, at: np.ndarray, radius: int, **style: Any) -> None:
+    pen.ellipse((*(at - radius), *(at + radius)), **style)
+
+
+def _with_heat(picture: np.ndarray, heat: np.ndarray, size: tuple[int, int]) -> Image.Image:
+    """The picture in grey, and over it a map from its least value (dark) to its greatest (bright)."""
+    from matplotlib import colormaps
+
+    span = max(float(np.ptp(heat)), 1e-12)
+    fine = Image.fromarray(((heat - heat.min()) / span).astype(np.float32)).resize(size, Image.Resampling.BILINEAR)
+    colour = 255 * colormaps["inferno"](np.asarray(fine))[..., :3]
+    grey = np.asarray(Image.fromarray(picture).convert("L").resize(size, Image.Resampling.BICUBIC))[..., None]
+    return Image.fromarray((0.6 * colour + 0.4 * grey).round().astype(np.uint8))
 
 
 def show(
@@ -184,14 +224,16 @@ def show(
     layer: str | None = None,
     depth: int = 2,
     device: str = "cpu",
-) -> None:
+) -> str:
     """Run the detector on ``image`` and save the drawing.
+
+    Returns:
+        The line below the picture.
 
     Raises:
         ValueError: the model has no deformable convolution of ours, or none called ``layer``.
     """
     from mmdet.apis import inference_detector, init_detector
-    from PIL import Image
 
     model = init_detector(str(config), str(checkpoint), device=device)
     picture = np.asarray(Image.open(image).convert("RGB"))
@@ -216,8 +258,8 @@ def show(
     for s in seen:
         if s.name.startswith(f"{block}.") and getattr(s.layer, "attention_type", None) == "0010":
             heads = np.stack([_unpad(m, np.array(size) * scale, padded) for m in saliency(s)])
-    title = " and ".join(s.name.removeprefix("backbone.") for s in followed[::-1])
-    draw(picture, queries, points, heads, f"read by {title}", out)
+    name = " through ".join(s.name.removeprefix("backbone.") for s in followed[::-1])
+    return draw(picture, queries, points, heads, name, out)
 
 
 def _unpad(heat: np.ndarray, inside: np.ndarray, padded: tuple[int, int]) -> np.ndarray:
@@ -246,7 +288,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--depth", type=int, default=2, help="how many deformable layers to follow, default 2")
     parser.add_argument("--device", default="cpu")
     options = parser.parse_args(arguments)
-    show(
+    line = show(
         options.config,
         options.checkpoint,
         options.image,
@@ -256,7 +298,7 @@ def main(arguments: list[str] | None = None) -> int:
         options.depth,
         options.device,
     )
-    print(f"written: {options.out}")
+    print(f"written: {options.out}\n  {line}")
     return 0
 
 

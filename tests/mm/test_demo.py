@@ -47,6 +47,8 @@ def test_demo_trains_resumes_and_then_only_draws(small, tmp_path, capsys, monkey
     assert "validation: mAP" in printed
     for name in ("detections.png", "sampling.png"):
         assert min(Image.open(work / name).size) > 200
+    assert "Found from a score of 0.15 on: " in printed
+    assert "Left: each ring is a query" in printed
 
     small(epochs=2)
     (work / "finished.json").unlink()  # as if it had been interrupted after its first epoch

@@ -1,0 +1,82 @@
+"""Places for labels beside boxes: inside the frame, and not on one another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+Rectangle = tuple[float, float, float, float]  # left, top, right, bottom
+
+
+def overlap(a: Rectangle, b: Rectangle) -> float:
+    """The area that two rectangles share."""
+    width, height = min(a[2], b[2]) - max(a[0], b[0]), min(a[3], b[3]) - max(a[1], b[1])
+    return max(width, 0) * max(height, 0)
+
+
+def place(
+    boxes: Sequence[Rectangle],
+    sizes: Sequence[tuple[float, float]],
+    frame: tuple[float, float],
+    others: Sequence[Rectangle] = (),
+) -> list[Rectangle]:
+    """Find a place for the label of each box.
+
+    A label stays inside the frame and off the labels before it. Of the places that do, it takes the one that hides
+    least of the boxes and is closest to its own, above rather than below.
+
+    Args:
+        boxes: What is labelled, the most important first.
+        sizes: Width and height of each label.
+        frame: Width and height of the picture.
+        others: Further boxes, without a label, that had better not be hidden.
+
+    Returns:
+        A rectangle for each label. Two overlap only where the frame has no room left.
+    """
+    shown = [*boxes, *others]
+    taken: list[Rectangle] = []
+    for box, size in zip(boxes, sizes):
+        places = _places(box, size, frame)
+        hidden = [sum(overlap(p, label) for label in taken) for p in places]
+        if min(hidden) > 0:  # no room beside the box: anywhere
+            places += _grid(size, frame)
+            hidden = [sum(overlap(p, label) for label in taken) for p in places]
+        costs = [
+            (on_labels, sum(overlap(p, b) for b in shown) / (size[0] * size[1]) + _distance(p, box) / size[1])
+            for p, on_labels in zip(places, hidden)
+        ]
+        taken.append(places[min(range(len(places)), key=costs.__getitem__)])
+    return taken
+
+
+def _places(box: Rectangle, size: tuple[float, float], frame: tuple[float, float]) -> list[Rectangle]:
+    """Above, below, beside and inside the box, moved into the frame."""
+    left, top, right, bottom = box
+    width, height = size
+    columns = [left, (left + right - width) / 2, right - width, left - width / 2, right - width / 2]
+    rows = [top, (top + bottom - height) / 2, bottom - height]
+    corners = [(x, y) for y in (top - height, bottom, top, bottom - height) for x in columns]
+    corners += [(x, y) for x in (left - width, right) for y in rows]
+    return [_inside(x, y, size, frame) for x, y in corners]
+
+
+def _grid(size: tuple[float, float], frame: tuple[float, float]) -> list[Rectangle]:
+    """Everywhere in the frame, half a label apart."""
+    xs = np.arange(0, max(frame[0] - size[0], 0) + 1, size[0] / 2)
+    ys = np.arange(0, max(frame[1] - size[1], 0) + 1, size[1] / 2)
+    return [_inside(float(x), float(y), size, frame) for y in ys for x in xs]
+
+
+def _inside(x: float, y: float, size: tuple[float, float], frame: tuple[float, float]) -> Rectangle:
+    x, y = (max(0.0, min(at, whole - part)) for at, part, whole in zip((x, y), size, frame))
+    return x, y, x + size[0], y + size[1]
+
+
+def _distance(label: Rectangle, box: Rectangle) -> float:
+    """How far the label is from the box, a little farther below it than above."""
+    across = max(box[0] - label[2], label[0] - box[2], 0)
+    along = max(box[1] - label[3], label[1] - box[3], 0)
+    below = 0.1 * (label[3] - label[1]) if label[1] >= box[1] else 0
+    return across + along + below

@@ -1,0 +1,69 @@
+"""Sheets of panels with titles and one line below that says what to see, in twice the pixels that they are shown at."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from PIL import Image, ImageDraw
+
+from tools.captioning.lettering import lettering_for
+
+Place = tuple[int, int, int, int]  # left, top, width, height, from within the margin
+MARGIN, GAP = 16, 16
+WIDTH = 1800 - 2 * MARGIN  # of the panels together; the sheet is shown 900 wide
+TITLE, CAPTION = 24, 26  # the size of their letters
+TITLE_HEIGHT, CAPTION_HEIGHT = 38, 52
+INK, PAPER = "#1a202c", "#ffffff"
+
+
+def justified(sizes: Sequence[tuple[int, int]], columns: int, width: int = WIDTH, gap: int = GAP) -> list[Place]:
+    """Place pictures in rows that all fill the width.
+
+    Args:
+        sizes: Width and height of each picture.
+        columns: Pictures a row.
+        width: Of the sheet.
+        gap: Between two pictures.
+
+    Returns:
+        The place of each picture. A row that is not full is as high as the one before it.
+    """
+    places: list[Place] = []
+    top = height = 0
+    for first in range(0, len(sizes), columns):
+        row = sizes[first : first + columns]
+        if len(row) == columns or not first:
+            height = round((width - (len(row) - 1) * gap) / sum(w / h for w, h in row))
+        left = 0
+        for n, (w, h) in enumerate(row):
+            last = n == len(row) - 1 == columns - 1
+            across = width - left if last else round(height * w / h)
+            places.append((left, top, across, height))
+            left += across + gap
+        top += height + gap
+    return places
+
+
+def sheet(places: Sequence[Place], caption: str) -> Image.Image:
+    """Return white paper that holds panels at ``places``, a margin around, and a line of ``caption`` below."""
+    right, bottom = (max(place[side] + place[side + 2] for place in places) for side in (0, 1))
+    picture = Image.new("RGB", (right + 2 * MARGIN, bottom + MARGIN + CAPTION_HEIGHT), PAPER)
+    lettering = lettering_for(caption)
+    text, size = lettering.fitted(caption, CAPTION, 12, right)
+    place = MARGIN, bottom + MARGIN + CAPTION_HEIGHT / 2
+    ImageDraw.Draw(picture).text(place, text, INK, lettering.font(size), anchor="lm")
+    return picture
+
+
+def title(picture: Image.Image, at: tuple[int, int], text: str, width: int) -> None:
+    """Write a title into ``TITLE_HEIGHT`` pixels below ``at``, its upper left corner; what is too long is cut off."""
+    lettering = lettering_for(text)
+    text, size = lettering.fitted(text, TITLE, 12, width)
+    place = at[0], at[1] + TITLE_HEIGHT / 2
+    ImageDraw.Draw(picture).text(place, text, INK, lettering.font(size), anchor="lm")
+
+
+def save(picture: Image.Image, out: Path) -> None:
+    """Write a PNG."""
+    picture.save(out, optimize=True)
