@@ -18,7 +18,7 @@ export VENV
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "  make %-10s %s\n", $$1, $$2}'
 
-env:  ## set up $(VENV): the pinned stack and the compiled extension (resumes, quick when done)
+env:  ## set up $(VENV): the pinned stack and the compiled extension (resumes; 10 minutes the first time on 2 cores)
 	@tools/environment.sh
 
 demo: env  ## train a small detector with the attended block on real pictures, a few minutes

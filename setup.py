@@ -4,8 +4,8 @@
 stable ABI only: one wheel serves every CPython >= 3.10 and every torch >= 2.10.
 
 Environment variables:
-    ATTN_PLUGINS_BUILD   ``auto`` (default): CPU binary always, CUDA binary where nvcc is found;
-                         ``cpu``: CPU binary only; ``cuda``: fail where nvcc is missing;
+    ATTN_PLUGINS_BUILD   ``auto`` (default): CPU binary always, CUDA binary where nvcc and a GPU are found;
+                         ``cpu``: CPU binary only; ``cuda``: both, also without a GPU; fail where nvcc is missing;
                          ``none``: pure Python, every operator runs on its PyTorch reference.
     TORCH_CUDA_ARCH_LIST CUDA targets, default ``8.0;9.0``.
     CUDA_HOME            where nvcc's toolkit lies, if it is not on the PATH.
@@ -15,17 +15,17 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
-import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 from setuptools import setup
 
 ROOT = Path(__file__).parent
+sys.path.insert(0, str(ROOT))
+from plugins.install import toolchain  # noqa: E402
+
 TORCH_TARGET_VERSION = "0x020a000000000000"  # the oldest torch whose stable ABI we use: 2.10
-PACKAGES = ["", ".ops", ".terms", ".modules", ".mmcv", ".timm", ".fairseq"]
+PACKAGES = ["", ".install", ".ops", ".terms", ".modules", ".mmcv", ".timm", ".fairseq"]
 
 
 def version() -> str:
@@ -38,43 +38,6 @@ def sources(folder: str, suffix: str) -> list[str]:
     return sorted(str(p.relative_to(ROOT)) for p in (ROOT / folder).glob(f"*{suffix}"))
 
 
-def cuda_home() -> str | None:
-    """CUDA_HOME, else the toolkit nvcc says it belongs to (the nvcc on the PATH may be a wrapper script)."""
-    if home := os.environ.get("CUDA_HOME"):
-        return home
-    nvcc = shutil.which("nvcc")
-    if nvcc is None:
-        return None
-    said = subprocess.run([nvcc, "--dryrun", "-x", "cu", "-c", os.devnull], capture_output=True, text=True)
-    top = re.search(r"^#\$ TOP=(.+?)\s*$", said.stderr, re.M)
-    return str(Path(top[1]).resolve() if top else Path(nvcc).resolve().parent.parent)
-
-
-def missing_for_cuda(torch_cuda: str | None) -> str | None:
-    """Why the CUDA binary cannot be compiled here, in words; None where it can."""
-    home = cuda_home()
-    if home is None:
-        return "nvcc is not on the PATH and CUDA_HOME is not set"
-    if torch_cuda is None:
-        return "this torch is a CPU-only build"
-    said = subprocess.run([f"{home}/bin/nvcc", "--version"], capture_output=True, text=True).stdout
-    release = re.search(r"release (\d+)\.\d+", said)
-    if release is None or release[1] != torch_cuda.split(".")[0]:
-        found = f"that of CUDA {release[1]}" if release else "of no known release"
-        return f"the nvcc in {home} is {found} and this torch was built with CUDA {torch_cuda}"
-    return None
-
-
-def need_compiler() -> None:
-    compiler = shlex.split(os.environ.get("CXX", "c++"))[0]
-    if shutil.which(compiler) is None:
-        raise SystemExit(
-            f"attn_plugins: the C++ compiler {compiler!r} is not on the PATH, so the binary cannot be "
-            "compiled. Install one (Debian/Ubuntu: apt install g++ python3-dev) or set CXX; to install "
-            "without the binary, every operator on its slower PyTorch reference: ATTN_PLUGINS_BUILD=none."
-        )
-
-
 def nvidia_headers() -> list[str]:
     """The CUDA headers that torch's own nvidia packages bring (cuBLAS, cuSPARSE, ... lie only there)."""
     import torch
@@ -84,7 +47,14 @@ def nvidia_headers() -> list[str]:
 
 
 def extensions(build: str) -> list:
-    if build != "cpu" and (home := cuda_home()):
+    if build == "auto" and not toolchain.gpu_visible():
+        print(
+            "attn_plugins: building the CPU binary only: no GPU is visible here "
+            "(ATTN_PLUGINS_BUILD=cuda compiles the CUDA kernels all the same)",
+            file=sys.stderr,
+        )
+        build = "cpu"
+    if build != "cpu" and (home := toolchain.cuda_home()):
         os.environ["CUDA_HOME"] = home  # torch.utils.cpp_extension looks once, while it is imported
     try:
         import torch
@@ -95,7 +65,11 @@ def extensions(build: str) -> list:
             "torch >= 2.10 first or drop --no-build-isolation; for a slow build-free install set "
             "ATTN_PLUGINS_BUILD=none."
         ) from error
-    need_compiler()
+    if missing := toolchain.missing_compiler():
+        raise SystemExit(
+            f"attn_plugins: the binary cannot be compiled: {missing}. To install without it, with every operator on "
+            "its slower PyTorch reference, set ATTN_PLUGINS_BUILD=none."
+        )
     if tuple(int(n) for n in torch.__version__.split(".")[:2]) < (2, 10):
         raise SystemExit(
             f"attn_plugins: compiling needs torch >= 2.10, found {torch.__version__}. Drop "
@@ -122,7 +96,7 @@ def extensions(build: str) -> list:
     if build == "cpu":
         return found
     cuda_sources = sources("csrc/cuda", ".cu")
-    missing = missing_for_cuda(torch.version.cuda) or (None if cuda_sources else "there are no CUDA sources")
+    missing = toolchain.missing_for_cuda(torch.version.cuda) or (None if cuda_sources else "there are no CUDA sources")
     if missing:
         if build == "cuda":
             raise SystemExit(f"attn_plugins: ATTN_PLUGINS_BUILD=cuda, but {missing}.")

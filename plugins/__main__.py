@@ -1,9 +1,13 @@
-"""The console entry point: ``attn-plugins [doctor]``, or ``python -m attn_plugins``."""
+"""The console entry point: ``attn-plugins [doctor | install | fairseq-dir]``, or ``python -m attn_plugins``."""
 
 from __future__ import annotations
 
 import argparse
 import sys
+
+from attn_plugins import doctor
+from attn_plugins.autoload import FAIRSEQ_USER_DIR
+from attn_plugins.install import command
 
 
 def main() -> None:
@@ -11,15 +15,15 @@ def main() -> None:
     commands = parser.add_subparsers(dest="command")
     commands.add_parser("doctor", help="what is installed, loaded and registered (the default)")
     commands.add_parser("fairseq-dir", help="print the folder to give to fairseq's --user-dir")
-    command = parser.parse_args().command
-    if command == "fairseq-dir":
-        from attn_plugins.autoload import FAIRSEQ_USER_DIR
-
+    command.add_parser(commands)
+    options = vars(parser.parse_args())
+    name = options.pop("command")
+    if name == "fairseq-dir":
         print(FAIRSEQ_USER_DIR)
-        return
-    from attn_plugins import doctor
-
-    sys.exit(doctor.main())
+    elif name == "install":
+        sys.exit(command.main(**options))
+    else:
+        sys.exit(doctor.main())
 
 
 if __name__ == "__main__":

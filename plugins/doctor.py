@@ -1,20 +1,21 @@
 """``attn-plugins doctor``: what is installed, loaded and registered, and what is broken.
 
-A toolkit or a binary that is merely absent is reported and fine; one that is there and fails is broken.
+A toolkit or a binary that is merely absent is reported and fine; one that is there and fails is broken. What mends it
+is printed below the report.
 """
 
 from __future__ import annotations
 
-import importlib
 import os
 import platform
-from collections.abc import Callable, Iterable
-from importlib.metadata import PackageNotFoundError, entry_points, packages_distributions, version
-from importlib.util import find_spec
+from collections.abc import Callable, Collection
+from importlib.metadata import entry_points
 from typing import TYPE_CHECKING
 
 import attn_plugins
-from attn_plugins.autoload import FAIRSEQ_USER_DIR, PACKAGE
+from attn_plugins.autoload import PACKAGE
+from attn_plugins.install import checks
+from attn_plugins.install.recipes import mend
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,13 +30,21 @@ class Report:
     def line(self, name: str, text: str) -> None:
         print(f"  {name:<18} {text}")
 
-    def fail(self, name: str, text: str) -> None:
-        self.broken.append(f"{name}: {text}")
+    def fail(self, name: str, text: str, command: str | None = None) -> None:
+        """Report what is broken, and the command that mends it."""
+        self.broken.append(f"{name}: {text}" + (f"\n  mend it: {command}" if command else ""))
         self.line(name, f"BROKEN: {text}")
 
 
-def main() -> int:
-    """Print the report; return the exit status, 1 where something is broken."""
+def main(required: Collection[str] = ()) -> int:
+    """Print the report.
+
+    Args:
+        required: names of :data:`attn_plugins.install.checks.CHECKS` that must be installed.
+
+    Returns:
+        The exit status, 1 where something is broken.
+    """
     report = Report()
     print("versions")
     report.line("attn_plugins", f"{attn_plugins.__version__} in {PACKAGE}")
@@ -49,9 +58,8 @@ def main() -> int:
         report.line("torch", f"{torch.__version__} ({cuda}, {torch.cuda.device_count()} GPUs visible)")
         print("binaries")
         _binaries(report)
-        print("toolkits")
-        for toolkit, (modules, registered) in TOOLKITS.items():
-            _toolkit(report, toolkit, modules, registered)
+        print("toolkits", flush=True)
+        _toolkits(report, required)
         print("hooks")
         _hooks(report)
     print()
@@ -163,60 +171,15 @@ SELF_CHECKS: dict[str, Callable[[str], float]] = {
 }
 
 
-def _toolkit(report: Report, toolkit: str, modules: tuple[str, ...], registered: Callable[[], Iterable[str]]) -> None:
-    found = [m for m in modules if find_spec(m) is not None]
-    if modules[0] not in found:
-        return report.line(toolkit, f"not found ({modules[0]} is not installed)")
-    versions = ", ".join(f"{m} {_version_of(m)}" for m in found)
-    try:
-        names = sorted(registered())
-    except Exception as error:
-        return report.fail(toolkit, f"{versions}: {_words(error)}")
-    report.line(toolkit, f"{versions}: {', '.join(names) or 'nothing registered yet'}")
-
-
-def _version_of(module: str) -> str:
-    names = packages_distributions().get(module, [module])
-    try:
-        return " / ".join(f"{version(n)} ({n})" if n != module else version(n) for n in sorted(set(names)))
-    except PackageNotFoundError:
-        return "of unknown version"
-
-
-def _ours(registry: dict) -> list[str]:
-    return [name for name, entry in registry.items() if entry.__module__.startswith("attn_plugins")]
-
-
-def _timm() -> Iterable[str]:
-    importlib.import_module("attn_plugins.timm")
-    from timm.models import list_models, model_entrypoint
-
-    return _ours({name: model_entrypoint(name) for name in list_models()})
-
-
-def _mmcv() -> Iterable[str]:
-    importlib.import_module("attn_plugins.mmcv")
-    from mmengine.registry import DATASETS, METRICS, MODELS
-
-    return _ours({**MODELS.module_dict, **DATASETS.module_dict, **METRICS.module_dict})
-
-
-def _fairseq() -> Iterable[str]:
-    importlib.import_module("attn_plugins.fairseq")
-    from fairseq import criterions, models, tasks
-
-    found = {f"model {n}": c for n, c in models.MODEL_REGISTRY.items()}
-    found |= {f"task {n}": c for n, c in tasks.TASK_REGISTRY.items()}
-    found |= {f"criterion {n}": c for n, c in criterions.CRITERION_REGISTRY.items()}
-    return [*_ours(found), f"--user-dir {FAIRSEQ_USER_DIR}"]
-
-
-# toolkit -> the modules to look for (the first decides), and what we registered in it
-TOOLKITS: dict[str, tuple[tuple[str, ...], Callable[[], Iterable[str]]]] = {
-    "timm": (("timm",), _timm),
-    "mmcv": (("mmcv", "mmengine", "mmdet", "mmseg"), _mmcv),
-    "fairseq": (("fairseq",), _fairseq),
-}
+def _toolkits(report: Report, required: Collection[str]) -> None:
+    results = checks.run(checks.CHECKS)
+    for name, check in checks.CHECKS.items():
+        if results[name].works:
+            report.line(name, results[name].text)
+        elif check.is_installed() or name in required:
+            report.fail(name, results[name].text, mend(check.toolkit))
+        else:
+            report.line(name, f"not installed ({mend(check.toolkit)})")
 
 
 def _hooks(report: Report) -> None:
@@ -229,7 +192,7 @@ def _hooks(report: Report) -> None:
         report.line("autoload", f"switched off by {' and '.join(off)}")
     elif Version(torch.__version__) < Version("2.5"):
         report.line("autoload", f"off: torch {torch.__version__} has none (2.5 is the first), import attn_plugins.timm")
-    elif any(e.value == "attn_plugins.autoload:activate" for e in entry_points(group="torch.backends")):
+    elif any(e.value == "attn_plugins_autoload:activate" for e in entry_points(group="torch.backends")):
         report.line("autoload", "on: timm and fairseq know the plug-ins without an import line")
     else:
         report.line("autoload", "off: this copy was not installed by pip, import attn_plugins.timm yourself")

@@ -5,57 +5,48 @@
 #   tools/environment.sh --list   show the steps and which are done
 #
 #   VENV    the environment, default .venv. One that this script did not make (yours) keeps every package it has:
-#           only what is missing is installed, and an mmcv with operators is never rebuilt.
-#   PYTHON  the interpreter (>= 3.10) that makes VENV, default: the first of python3.11, 3.12, 3.10, python3.
+#           only what is missing, or does not run, is installed.
+#   PYTHON  the interpreter (>= 3.10) that makes VENV, default: the first of python3.11, 3.12, 3.10, 3.13, python3.
 #
 # A finished step leaves a stamp in $VENV/.attn_plugins that holds the hash of the files it depends on; a second
-# call skips it, a changed requirement file runs it again, an interrupted one starts over at that step.
+# call skips it, a changed file runs it again, an interrupted one starts over at that step. The toolkits are installed
+# by `python -m attn_plugins install`, which is also what a user runs.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 VENV=${VENV:-.venv}
 STATE=$VENV/.attn_plugins
 PY=$VENV/bin/python
-if [[ -z ${ATTN_PLUGINS_BUILD:-} ]]; then # CUDA kernels only where a GPU could run them; `make cuda` compiles anyway
-    command -v nvidia-smi >/dev/null && ATTN_PLUGINS_BUILD=auto || ATTN_PLUGINS_BUILD=cpu
-fi
-export ATTN_PLUGINS_BUILD
+PINS=requirements/pins.txt
+EXTRAS=tools,captioning,onnx,test,lint
+export ATTN_PLUGINS_BUILD=${ATTN_PLUGINS_BUILD:-auto}
 export TORCH_DEVICE_BACKEND_AUTOLOAD=0 # what imports torch here must not meet a half-installed attn_plugins
-STEPS=(venv build torch timm mm mmcv fairseq test lint package binary)
+STEPS=(venv tools package binary toolkits)
 
 about() {
     case $1 in
     venv) echo "virtual environment $VENV" ;;
-    build) echo "build tools" ;;
-    torch) echo "torch and torchvision (a large download)" ;;
-    timm) echo "timm" ;;
-    mm) echo "mmdet and mmsegmentation" ;;
-    mmcv) echo "mmcv with operators (compiles from source: 7-10 min the first time)" ;;
-    fairseq) echo "fairseq (compiles from source: 2-4 min the first time)" ;;
-    test) echo "test tools" ;;
-    lint) echo "lint tools" ;;
-    package) echo "attn_plugins, editable" ;;
-    binary) echo "attn_plugins' compiled operators" ;;
+    tools) echo "build tools" ;;
+    package) echo "attn_plugins, editable, with torch and the packages of tools and tests (downloads 3 GB once)" ;;
+    binary) echo "attn_plugins' compiled operators (about half a minute)" ;;
+    toolkits) echo "timm, mmdet, mmsegmentation, fairseq (compiles mmcv and fairseq once: 5 to 12 minutes on 2 cores)" ;;
     esac
 }
 
 # What a step depends on; a change in one of these files runs the step again.
 files_of() {
-    local torch="requirements/build.txt requirements/torch.txt"
     case $1 in
     venv) ;;
-    build) echo requirements/build.txt ;;
-    torch) echo requirements/torch.txt ;;
-    mmcv | fairseq) echo "$torch requirements/$1.txt" ;;
-    package) echo setup.py pyproject.toml plugins/__init__.py ;;
-    binary) echo "$torch" setup.py csrc/*.* csrc/*/*.* ;;
-    *) echo "requirements/$1.txt" ;;
+    tools) echo $PINS ;;
+    package) echo $PINS setup.py pyproject.toml build_backend/*.py plugins/__init__.py ;;
+    binary) echo $PINS setup.py plugins/install/toolchain.py csrc/*.* csrc/*/*.* ;;
+    toolkits) echo $PINS plugins/install/*.py ;;
     esac
 }
 
 key_of() {
     # shellcheck disable=SC2046
-    { echo "$1 $ATTN_PLUGINS_BUILD"; cat $(files_of "$1") </dev/null; } | sha256sum | cut -c1-16
+    { echo "$1 $ATTN_PLUGINS_BUILD $EXTRAS"; cat $(files_of "$1") </dev/null; } | sha256sum | cut -c1-16
 }
 
 done_already() {
@@ -73,35 +64,24 @@ fail() {
 
 find_python() {
     local candidate
-    for candidate in ${PYTHON:-python3.11 python3.12 python3.10 python3}; do
+    for candidate in ${PYTHON:-python3.11 python3.12 python3.10 python3.13 python3}; do
         if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
             echo "$candidate"
             return
         fi
     done
-    fail "no Python >= 3.10 among: ${PYTHON:-python3.11 python3.12 python3.10 python3}. Set PYTHON=/path/to/python."
+    fail "no Python >= 3.10 among: ${PYTHON:-python3.11 python3.12 python3.10 python3.13 python3}." \
+        "Set PYTHON=/path/to/python."
 }
 
-need_compiler() {
-    command -v "${CXX:-c++}" >/dev/null || fail "no C++ compiler (${CXX:-c++}) found. Install one" \
-        "(Debian/Ubuntu: apt install g++ python3-dev) or set CXX."
-    "$PY" -c 'import os, sys, sysconfig
-sys.exit(not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")))' ||
-        fail "Python.h is missing for $("$PY" --version). Install its headers (Debian/Ubuntu: apt install python3-dev)."
-}
-
-pip() { "$PY" -m pip --disable-pip-version-check "$@"; }
-
-# pip_install FILE [pip options]: the pins as they stand in our own environment, the missing ones only in yours.
+# pip_install REQUIREMENT...: pinned in our own environment; in yours, what is there keeps its version.
 pip_install() {
-    local file=$1
-    shift
+    local constraints=$PINS
     if [[ ! -f $STATE/ours ]]; then
-        "$PY" tools/missing_requirements.py "$file" >"$STATE/missing.txt"
-        file=$STATE/missing.txt
-        [[ -s $file ]] || return 0
+        constraints=$STATE/there.txt
+        "$PY" -m pip --disable-pip-version-check list --format=freeze | grep -v '^attn' >"$constraints"
     fi
-    pip install "$@" -r "$file"
+    "$PY" -m pip --disable-pip-version-check install -c "$constraints" "$@"
 }
 
 do_venv() {
@@ -117,47 +97,28 @@ do_venv() {
     "$PY" -c 'import sys; sys.exit(sys.version_info < (3, 10))' || fail "$VENV holds Python < 3.10."
     "$PY" -m pip --version || fail "$VENV has no pip: run $PY -m ensurepip."
 }
-do_build() { pip_install requirements/build.txt; }
-do_torch() { pip_install requirements/torch.txt; }
-do_timm() { pip_install requirements/timm.txt; }
-do_mm() { pip_install requirements/mm.txt --no-build-isolation --no-deps; }
-do_mmcv() {
-    export MMCV_WITH_OPS=1 FORCE_CUDA=0 MAX_JOBS="${MAX_JOBS:-$(nproc)}"
-    if [[ ! -f $STATE/ours ]] && "$PY" -c 'import mmcv.ops, mmengine'; then
-        return 0
-    fi
-    need_compiler
-    pip_install requirements/mmcv.txt --no-build-isolation --no-deps
-    "$PY" -c 'import mmcv, mmengine' # a missing package is not what compiling anew could mend
-    "$PY" -c 'import mmcv.ops' || compile_anew onedl-mmcv requirements/mmcv.txt
-    "$PY" -c 'import mmcv.ops'
-}
-do_fairseq() {
-    need_compiler
-    pip_install requirements/fairseq.txt --no-build-isolation --no-deps
-    "$PY" -c 'import fairseq'
-    "$PY" -c 'import fairseq.data.data_utils_fast' || compile_anew fairseq-fixed requirements/fairseq.txt
-    "$PY" -c 'import fairseq.data.data_utils_fast'
-}
-
-# compile_anew DISTRIBUTION FILE: where pip kept a wheel that an incompatible torch or numpy compiled.
-compile_anew() {
-    echo "The wheel of $1 does not fit this environment: compiling it anew."
-    pip install --no-build-isolation --no-deps --no-cache-dir --force-reinstall "$(grep "^$1==" "$2")"
-}
-
-do_test() { pip_install requirements/test.txt; }
-do_lint() { pip_install requirements/lint.txt; }
-do_package() { ATTN_PLUGINS_BUILD=none pip install --no-build-isolation --no-deps -e .; }
+do_tools() { pip_install pip setuptools wheel packaging ninja; }
+do_package() { ATTN_PLUGINS_BUILD=none pip_install --no-build-isolation -e ".[$EXTRAS]"; }
 do_binary() {
-    need_compiler
     "$PY" setup.py -q build_ext --inplace
     "$PY" -c 'from attn_plugins.ops import _library as l; sys = __import__("sys"); sys.exit(l.failures()["cpu"])'
 }
+do_toolkits() {
+    local pins=()
+    [[ ! -f $STATE/ours ]] || pins=(--constraint "$PINS")
+    "$PY" -m attn_plugins install timm mm fairseq "${pins[@]}"
+}
 
-# run_step NAME: its output goes to a log; shown are the elapsed time, and the log's end where it fails.
+# run_step NAME: its output goes to a log; shown are the elapsed time, and the log's end where it fails. The toolkits
+# show their own progress.
 run_step() {
     local name=$1 started=$SECONDS log=$STATE/$1.log status=0
+    if [[ $name == toolkits ]]; then
+        [[ ! -t 1 ]] || echo
+        do_toolkits || fail "step 'toolkits' failed after $((SECONDS - started)) s"
+        key_of "$name" >"$STATE/$name"
+        return
+    fi
     (set -e; "do_$name") >"$log" 2>&1 &
     local pid=$!
     trap 'kill $pid 2>/dev/null; exit 130' INT TERM
@@ -190,7 +151,7 @@ for step in "${STEPS[@]}"; do
     k=$((k + 1))
     HEAD="[$k/${#STEPS[@]}] $(about "$step")"
     if [[ ${1:-} == --list ]]; then
-        printf '%-90s %s\n' "$HEAD" "$(done_already "$step" && echo done || echo to do)"
+        printf '%-110s %s\n' "$HEAD" "$(done_already "$step" && echo done || echo to do)"
     elif ! done_already "$step"; then
         [[ -t 1 ]] && printf '%s' "$HEAD" || echo "$HEAD"
         run_step "$step"

@@ -22,16 +22,18 @@ before 2.10 && BUILD=none || BUILD=cpu
 
 export TORCH_DEVICE_BACKEND_AUTOLOAD=0
 step "wheel of build '$BUILD', by torch $("$PY" -c 'import torch; print(torch.__version__)')"
-rm -rf "$FOLDER/wheel" "$FOLDER/lib" "$FOLDER/bdist"
+rm -rf "$FOLDER/wheel" build/lib* build/bdist*
 mkdir -p "$FOLDER/wheel"
-ATTN_PLUGINS_BUILD=$BUILD "$PY" setup.py -q build --build-lib "$FOLDER/lib" egg_info --egg-base "$FOLDER" \
-    bdist_wheel --bdist-dir "$FOLDER/bdist" --dist-dir "$FOLDER/wheel" 2>"$FOLDER/build.log" ||
+ATTN_PLUGINS_BUILD=$BUILD "$PY" -m pip --disable-pip-version-check wheel --no-build-isolation --no-deps \
+    -w "$FOLDER/wheel" . >"$FOLDER/build.log" 2>&1 ||
     { tail -n 30 "$FOLDER/build.log" >&2; exit 1; }
 
 if [[ ! -f $FOLDER/ready ]]; then
     step "environment with torch $ABI_TORCH"
     "$ABI_PYTHON" -m venv --clear "$FOLDER/venv"
-    packages=(-r requirements/build.txt -r requirements/test.txt)
+    grep -v '^torch' requirements/pins.txt >"$FOLDER/pins.txt"
+    packages=(-c "$FOLDER/pins.txt" setuptools wheel ninja packaging numpy pytest pytest-timeout pytest-xdist
+        onnx onnxscript onnxruntime)
     [[ $BUILD == none ]] && packages=(pytest pytest-timeout pytest-xdist packaging numpy==1.26.4)
     "$OTHER" -m pip --disable-pip-version-check install -q "torch==$ABI_TORCH" "${packages[@]}"
     touch "$FOLDER/ready"

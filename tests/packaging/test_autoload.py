@@ -9,7 +9,7 @@ import pytest
 
 pytestmark = pytest.mark.skipif(
     not any(
-        e.value == "attn_plugins.autoload:activate" for e in importlib.metadata.entry_points(group="torch.backends")
+        e.value == "attn_plugins_autoload:activate" for e in importlib.metadata.entry_points(group="torch.backends")
     ),
     reason="attn_plugins is not installed, so torch cannot know its entry point",
 )

@@ -1,0 +1,78 @@
+"""Find what compiles: the C++ compiler, nvcc, a visible GPU.
+
+``setup.py`` imports this file before anything is installed, so it uses the standard library alone.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sysconfig
+from pathlib import Path
+
+DEBIAN = "Debian/Ubuntu: apt install g++ python3-dev"
+
+
+def compiler() -> str:
+    """The C++ compiler that setuptools and torch call: ``CXX``, else ``c++``."""
+    return os.environ.get("CXX") or "c++"
+
+
+def missing_compiler() -> str | None:
+    """The reason why C++ cannot be compiled here, or None."""
+    name = shlex.split(compiler())[0]
+    if shutil.which(name) is None:
+        return f"the C++ compiler {name!r} is not on the PATH; install one ({DEBIAN}) or set CXX"
+    if not Path(sysconfig.get_path("include"), "Python.h").is_file():
+        return f"Python.h is missing from {sysconfig.get_path('include')}; install Python's headers ({DEBIAN})"
+    return None
+
+
+def compiles_cxx20() -> bool:
+    """True where the compiler accepts ``-std=c++20``."""
+    command = [*shlex.split(compiler()), "-std=c++20", "-x", "c++", "-fsyntax-only", "-"]
+    try:
+        return subprocess.run(command, input="", capture_output=True, text=True).returncode == 0
+    except OSError:
+        return False
+
+
+def gpu_visible() -> bool:
+    """True where the NVIDIA driver lists a GPU. Asks no torch, which a build environment may lack."""
+    if any(Path("/proc/driver/nvidia/gpus").glob("*")):
+        return True
+    smi = shutil.which("nvidia-smi")
+    if smi is None:
+        return False
+    listed = subprocess.run([smi, "-L"], capture_output=True, text=True)
+    return listed.returncode == 0 and "GPU" in listed.stdout
+
+
+def cuda_home() -> str | None:
+    """``CUDA_HOME``, else the toolkit that nvcc belongs to (the nvcc on the PATH may be a wrapper script)."""
+    if home := os.environ.get("CUDA_HOME"):
+        return home
+    nvcc = shutil.which("nvcc")
+    if nvcc is None:
+        return None
+    dry_run = subprocess.run([nvcc, "--dryrun", "-x", "cu", "-c", os.devnull], capture_output=True, text=True)
+    top = re.search(r"^#\$ TOP=(.+?)\s*$", dry_run.stderr, re.M)
+    return str(Path(top[1]).resolve() if top else Path(nvcc).resolve().parent.parent)
+
+
+def missing_for_cuda(torch_cuda: str | None) -> str | None:
+    """The reason why CUDA sources cannot be compiled against a torch built with CUDA ``torch_cuda``, or None."""
+    home = cuda_home()
+    if home is None:
+        return "nvcc is not on the PATH and CUDA_HOME is not set"
+    if torch_cuda is None:
+        return "this torch is a CPU-only build"
+    version = subprocess.run([f"{home}/bin/nvcc", "--version"], capture_output=True, text=True).stdout
+    release = re.search(r"release (\d+)\.\d+", version)
+    if release is None or release[1] != torch_cuda.split(".")[0]:
+        found = f"that of CUDA {release[1]}" if release else "of no known release"
+        return f"the nvcc in {home} is {found} and this torch was built with CUDA {torch_cuda}"
+    return None
