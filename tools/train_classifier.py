@@ -86,7 +86,7 @@ def load_validation(images: Any, config: Config, data: dict[str, Any], place: Pl
 def evaluate_weights(config: Config, options: argparse.Namespace, place: Place) -> None:
     """Print the accuracy of ``--evaluate``'s weights, at the size they were trained at unless another is configured."""
     if config.input_size is None:
-        config = dataclasses.replace(config, input_size=checkpoint.trained_size(options.evaluate))
+        config = dataclasses.replace(config, input_size=checkpoint.trained_size(options.evaluate, "--evaluate"))
     _, validation, classes, _ = read_images(Settings(config, config), options, place)
     model = build_model(config, len(classes), place)
     checkpoint.load_weights(model, options.evaluate, config, classes)

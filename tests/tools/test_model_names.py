@@ -38,7 +38,7 @@ def test_every_tool_asks_here(tmp_path, capsys):
     from tools.show_attention import main as show
     from tools.train_classifier import main as train
 
-    assert show(["aa_resnet51", "photo.jpg", "--list"]) == 2
+    assert show(["aa_resnet51", "--list"]) == 2
     assert "did you mean aa_resnet50" in capsys.readouterr().err
     for half in ("train", "val"):
         (tmp_path / half / "a").mkdir(parents=True)

@@ -16,8 +16,19 @@ timm = pytest.importorskip("timm")
 
 from skimage import data  # noqa: E402
 
-from attn_plugins.modules import AAConv2d, GeneralizedAttention2d, attention_layers, capture_attention  # noqa: E402
+from attn_plugins.modules import (  # noqa: E402
+    AAConv2d,
+    BilateralNonLocal2d,
+    CrissCrossAttention2d,
+    GeneralizedAttention2d,
+    LocalBilateralConv2d,
+    NonLocal2d,
+    attention_layers,
+    capture_attention,
+)
 from tools.attention_view import page, view  # noqa: E402
+from tools.classification.checkpoint import read_weights, save_weights  # noqa: E402
+from tools.classification.config import Config  # noqa: E402
 from tools.pictures import open_picture  # noqa: E402
 from tools.show_attention import main  # noqa: E402
 
@@ -149,8 +160,9 @@ def test_large_maps_are_thinned_and_it_is_said(photograph):
     model = timm.create_model("aa_wide_resnet28_10", depth=10, width=5, img_size=36).eval()
     seen = view.see_timm(model, open_picture(photograph), ["layer1.0.conv1"], (36, 12))
     (layer,) = seen.captured.values()
-    maps, notes = page.thinned(layer)
+    maps, uniform, notes = page.thinned(layer)
     assert maps.shape == (8, 16, 12, 28, 12)
+    np.testing.assert_allclose(uniform, np.full((16, 12), 1 / (36 * 12)))
     assert notes == ["16×12 of 36×12 queries", "36×12 keys averaged to 28×12"]
     row = (2 * 5 + 1) * 36 // 32
     whole = layer.maps(torch.tensor([[row, 7]]))[0, :, 0]
@@ -170,17 +182,93 @@ def test_pixels_find_their_cells(photograph):
     ]  # fmt: skip
 
 
-def test_a_trained_checkpoint_brings_its_own_arguments(tmp_path, photograph):
-    from tools.classification.checkpoint import save_weights
-    from tools.classification.config import Config
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory) -> dict[str, Path]:
+    """A small model as ``tools.train_classifier`` saves it, by input size: 16×24, and none that it names."""
+    root, options, found = tmp_path_factory.mktemp("checkpoints"), dict(depth=10, width=5, position="sine"), {}
+    for name, size in (("sized", (16, 24)), ("unsized", None)):
+        torch.manual_seed(1)
+        model = timm.create_model("aa_wide_resnet28_10", num_classes=3, img_size=size or 32, **options)
+        config = Config("aa_wide_resnet28_10", options, input_size=size)
+        found[name] = root / name / "best.safetensors"
+        save_weights(found[name], model, config, ["a", "b", "c"])
+    return found
 
-    options = dict(depth=10, width=5, position="sine")
-    torch.manual_seed(1)
-    model = timm.create_model("aa_wide_resnet28_10", num_classes=3, img_size=(16, 24), **options)
-    config = Config("aa_wide_resnet28_10", options, input_size=(16, 24))
-    save_weights(tmp_path / "best.safetensors", model, config, ["a", "b", "c"])
-    loaded = view.load_timm("aa_wide_resnet28_10", tmp_path / "best.safetensors", {})
-    assert all(torch.equal(value, loaded.state_dict()[key]) for key, value in model.state_dict().items())
+
+def test_a_trained_checkpoint_brings_its_own_arguments_and_size(checkpoints, photograph, tmp_path, capsys):
+    loaded = view.load_timm("aa_wide_resnet28_10", checkpoints["sized"], {})
+    weights = read_weights(checkpoints["sized"])[0]
+    assert all(torch.equal(value, weights[key]) for key, value in loaded.state_dict().items())
+    assert (loaded.num_classes, loaded.layer1[0].conv1.position) == (3, "sine")
+    given = ["--input-size", "40", "32"]
+    for name, more, words in (
+        ("sized", [], "input: 16×24 pixels, at which the checkpoint was trained"),
+        ("unsized", [], "input: 32×32 pixels, the model's own; --input-size H W takes another"),
+        ("sized", given, "input: 40×32 pixels, as given"),
+    ):
+        arguments = ["aa_wide_resnet28_10", str(photograph), "--checkpoint", str(checkpoints[name]), *more]
+        assert main([*arguments, "--output", str(tmp_path / name), "--pixels", "0,0"]) == 0
+        assert capsys.readouterr().out.splitlines()[0] == words
+
+
+def test_a_checkpoint_of_another_model(checkpoints, photograph, tmp_path, capsys):
+    for model, words in (
+        (["aa_resnet34"], "must be weights of aa_resnet34, but SIZED holds those of aa_wide_resnet28_10"),
+        (["aa_wide_resnet28_10", "--model-args", "width=6"], "SIZED does not fit aa_wide_resnet28_10 {"),
+    ):
+        arguments = [model[0], str(photograph), *model[1:], "--checkpoint", str(checkpoints["sized"])]
+        assert main([*arguments, "--output", str(tmp_path / "out")]) == 2
+        (error,) = capsys.readouterr().err.splitlines()
+        assert words.replace("SIZED", str(checkpoints["sized"])) in error
+    (tmp_path / "broken.safetensors").write_bytes(b"no weights")
+    arguments = ["aa_resnet34", str(photograph), "--checkpoint", str(tmp_path / "broken.safetensors")]
+    assert main(arguments) == 2
+    (error,) = capsys.readouterr().err.splitlines()
+    assert error.startswith("show_attention: --checkpoint must be weights in safetensors, got ")
+
+
+def test_every_model_and_picture_has_a_folder_of_its_own(checkpoints, photograph, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        Image.open(photograph).resize((40, 30)).save(tmp_path / folder / "1.jpg")
+
+    def folder_of(image: str, *arguments: str) -> str:
+        assert main(["aa_wide_resnet28_10", image, "--pixels", "0,0", *arguments]) == 0
+        files = [Path(line) for line in capsys.readouterr().out.splitlines() if line.endswith((".png", ".html"))]
+        (found,) = {file.parent for file in files}
+        assert {file.name for file in found.iterdir()} == {"shown.json", *(file.name for file in files)}
+        return found.relative_to("work_dirs/attention").as_posix()
+
+    weights = [["--checkpoint", str(checkpoints[name])] for name in ("sized", "unsized")]
+    for _ in range(2):  # the same again: in the same place
+        assert folder_of("a/1.jpg", *weights[0]) == "aa_wide_resnet28_10-sized-best/1"
+        assert folder_of("b/1.jpg", *weights[0]) == "aa_wide_resnet28_10-sized-best/1-2"
+        assert folder_of("b/1.jpg", *weights[1]) == "aa_wide_resnet28_10-unsized-best/1"
+        assert folder_of("b/1.jpg", "--model-args", "depth=10") == "aa_wide_resnet28_10/1"
+        assert folder_of("b/1.jpg", "--model-args", "depth=16") == "aa_wide_resnet28_10/1-2"
+
+
+@pytest.mark.parametrize(
+    "layer, keys",
+    [
+        (AAConv2d(8, 8, 3, 4, 4, 2, input_size=(6, 5)), np.full((6, 5), 30)),
+        (NonLocal2d(8), np.full((6, 5), 30)),
+        (BilateralNonLocal2d(8), np.full((6, 5), 30)),
+        (GeneralizedAttention2d(8, 2, "1111", kv_stride=2), np.full((6, 5), 9)),
+        (GeneralizedAttention2d(8, 2, "1111", spatial_range=3), np.outer([2, 3, 3, 3, 3, 2], [2, 3, 3, 3, 2])),
+        (CrissCrossAttention2d(8), np.full((6, 5), 10)),
+        (LocalBilateralConv2d(8, 8, 3, num_heads=2), np.outer([2, 3, 3, 3, 3, 2], [2, 3, 3, 3, 2])),
+    ],
+    ids=["augmented", "non-local", "bilateral", "strided", "range", "criss-cross", "window"],
+)
+def test_the_uniform_weight_counts_the_keys_of_a_query(layer, keys):
+    x = 100 * torch.randn(1, 8, 6, 5)  # sharp: weights of keys round to 0
+    with capture_attention(torch.nn.ModuleDict({"layer": layer.eval()})) as captured, torch.no_grad():
+        layer(x)
+    queries = torch.cartesian_prod(torch.arange(6), torch.arange(5))
+    uniform = view.uniform_weights(captured["layer"], queries)
+    np.testing.assert_allclose(uniform.view(6, 5).numpy(), 1 / keys, rtol=1e-6)
 
 
 def test_listing(capsys):
@@ -238,14 +326,20 @@ def test_a_segmentor_by_its_config(photograph, tmp_path):
     "arguments, words",
     [
         (["resnet18", "IMAGE"], "ResNet has none"),
-        (["no_such_model", "IMAGE"], "'no_such_model' is neither a model of timm's nor a config"),
+        (
+            ["no_such_model", "IMAGE"],
+            "MODEL must be a model of timm or a config file (*.py) of mmdet or mmseg, got 'no_such_model'",
+        ),
         (["nowhere.py", "IMAGE"], "MODEL nowhere.py cannot be read as a config"),
         (["aa_resnet34", "IMAGE", "--layers", "stage*"], "none is called 'stage*'"),
         (["aa_resnet34", "IMAGE", "--pixels", "300,10"], "must lie in the picture of 300 rows and 451 columns"),
         (["aa_resnet34", "IMAGE", "--pixels", "3;4"], "--pixels must be Y,X in pixels of the picture, got '3;4'"),
         (["aa_resnet34", "nowhere.png"], "nowhere.png cannot be read as a picture"),
-        (["aa_resnet34"], "IMAGE is missing"),
-        (["aa_resnet34", "IMAGE", "--checkpoint", "nowhere.pth"], "--checkpoint nowhere.pth is not a file"),
+        (["aa_resnet34"], "IMAGE is missing: name a picture, or --list"),
+        (["aa_resnet43", "IMAGE"], "got 'aa_resnet43': did you mean aa_resnet34"),
+        (["aa_resnet34", "IMAGE", "--checkpoint", "IMAGE"], "--checkpoint PHOTO does not fit aa_resnet34 {}: "),
+        (["aa_resnet34", "IMAGE", "--input-size", "0", "32"], "--input-size must be H W, at least 1 each, got [0, 32]"),
+        (["aa_resnet34", "IMAGE", "--checkpoint", "nowhere.pth"], "--checkpoint must be a file, got nowhere.pth"),
         (["aa_resnet34", "IMAGE", "--model-args", "kappa"], "--model-args must be KEY=VALUE, got 'kappa'"),
         (["aa_resnet34", "IMAGE", "--model-args", "nu=2"], "nu must be from 0 to 1, got 2"),
     ],
@@ -256,7 +350,7 @@ def test_bad_arguments(arguments, words, photograph, tmp_path, capsys):
     arguments = [str(photograph) if a == "IMAGE" else a for a in arguments]
     assert main([*arguments, "--output", str(tmp_path / "out")]) == 2
     (line,) = capsys.readouterr().err.strip().splitlines()[-1:]
-    assert words in line
+    assert words.replace("PHOTO", str(photograph)) in line
     assert not (tmp_path / "out").exists()
 
 
@@ -346,5 +440,7 @@ def test_the_controls_work_by_keyboard_and_on_a_narrow_screen(shown, browser):
     wide, other = (browser.run(f"panels[{n}].canvas.getBoundingClientRect().width") for n in (16, 17))
     assert wide > 1.5 * other
     assert browser.run("panels[16].canvas.closest('button').getAttribute('aria-pressed')") == "true"
-    assert re.fullmatch(r"head 1: max [\d.]+ % at row \d+, column \d+", browser.run("panels[16].text.textContent"))
+    assert re.fullmatch(
+        r"head 1: max [\d.]+ % at row \d+, column \d+ \(uniform [\d.]+ %\)", browser.run("panels[16].text.textContent")
+    )
     browser.send("Emulation.clearDeviceMetricsOverride")

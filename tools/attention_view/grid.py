@@ -11,11 +11,14 @@ from attn_plugins.modules.capture import Captured
 from tools.files import write
 from tools.show_sampling import save
 
-from .view import View
+from .view import View, uniform_weights
 
 
 def draw(view: View, layer: Captured, pixels: Sequence[tuple[int, int]], out: Path) -> None:
-    """Save the picture with its numbered query pixels, and below every head's map for each of them."""
+    """Save the picture with its numbered query pixels, and below every head's map for each of them.
+
+    Above a map stands its greatest weight and, to judge it by, the weight that uniform attention would give.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -23,6 +26,7 @@ def draw(view: View, layer: Captured, pixels: Sequence[tuple[int, int]], out: Pa
 
     cells = [view.cell(layer, pixel) for pixel in pixels]
     maps = layer.maps(torch.tensor(cells))[0].float().cpu().numpy()  # (M, Q, Hk, Wk)
+    uniform = uniform_weights(layer, torch.tensor(cells)).tolist()
     heads, queries = maps.shape[:2]
     H, W = view.picture.shape[:2]
     width = 1.5 * max(1.0, W / H)
@@ -44,7 +48,7 @@ def draw(view: View, layer: Captured, pixels: Sequence[tuple[int, int]], out: Pa
             panel = axes[head + 1, q]
             panel.imshow(maps[head, q], cmap="viridis", vmin=0, extent=(0, W, H, 0), interpolation="nearest")
             panel.plot(x, y, "+", color="red", markersize=6)
-            panel.set_title(f"max {maps[head, q].max():.2g}", fontsize=6, pad=2)
+            panel.set_title(f"max {maps[head, q].max():.2g} (uniform {uniform[q]:.2g})", fontsize=6, pad=2)
             if q == 0:
                 panel.set_ylabel(f"head {head + 1}", fontsize=8)
     for panel in axes.flat:

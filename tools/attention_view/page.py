@@ -18,21 +18,23 @@ from torch.nn import functional as F
 from attn_plugins.modules.capture import Captured
 from tools.files import write_text
 
-from .view import View
+from .view import View, uniform_weights
 
 MOST_QUERIES, MOST_KEYS = 16, 28  # rows or columns of a map that the page holds
 WIDEST = 640  # of the picture, in pixels
 TEMPLATE = Path(__file__).with_name("page.html")
 
 
-def thinned(layer: Captured) -> tuple[np.ndarray, list[str]]:
-    """A layer's maps (M, Hq', Wq', Hk', Wk') of bounded size, and in words what was left out."""
+def thinned(layer: Captured) -> tuple[np.ndarray, np.ndarray, list[str]]:
+    """A layer's maps (M, Hq', Wq', Hk', Wk') of bounded size, the uniform weights (Hq', Wq') of the queries, and in
+    words what was left out."""
     H, W = layer.size
     rows, columns = (torch.arange(min(n, MOST_QUERIES)) for n in (H, W))
     # The centre of each part, where there are fewer parts than cells.
     y = ((2 * rows + 1) * H) // (2 * len(rows))
     x = ((2 * columns + 1) * W) // (2 * len(columns))
-    maps = layer.maps(torch.cartesian_prod(y, x))[0].float()  # (M, Q, Hk, Wk)
+    queries = torch.cartesian_prod(y, x)
+    maps, uniform = layer.maps(queries)[0].float(), uniform_weights(layer, queries)  # (M, Q, Hk, Wk), (Q,)
     notes = []
     if (len(rows), len(columns)) != (H, W):
         notes.append(f"{len(rows)}×{len(columns)} of {H}×{W} queries")
@@ -41,7 +43,8 @@ def thinned(layer: Captured) -> tuple[np.ndarray, list[str]]:
     if size != (Hk, Wk):
         notes.append(f"{Hk}×{Wk} keys averaged to {size[0]}×{size[1]}")
         maps = F.adaptive_avg_pool2d(maps, size)
-    return maps.unflatten(1, (len(rows), len(columns))).cpu().numpy(), notes
+    grid = len(rows), len(columns)
+    return maps.unflatten(1, grid).cpu().numpy(), uniform.unflatten(0, grid).cpu().numpy(), notes
 
 
 def quantised(maps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -53,7 +56,7 @@ def quantised(maps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def layer_data(layer: Captured) -> dict[str, Any]:
     """What the page knows of a layer."""
-    maps, notes = thinned(layer)
+    maps, uniform, notes = thinned(layer)
     bytes_, peaks = quantised(maps)
     return dict(
         name=layer.name,
@@ -63,6 +66,7 @@ def layer_data(layer: Captured) -> dict[str, Any]:
         keys=maps.shape[3:],
         maps=base64.b64encode(bytes_.tobytes()).decode(),
         peaks=base64.b64encode(peaks.astype("<f4").tobytes()).decode(),
+        uniform=base64.b64encode(uniform.astype("<f4").tobytes()).decode(),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from attn_plugins.modules.capture import Captured, capture_attention
 from tools.model_names import check_model_name
+from tools.requires import need
 
 
 class ViewError(ValueError):
@@ -58,32 +60,94 @@ def default_layers(model: nn.Module, run: Any) -> list[str]:
     return list(stages.values())
 
 
-def load_timm(name: str, checkpoint: Path | None, options: dict[str, Any]) -> nn.Module:
-    """A timm model in evaluation."""
-    import timm
+def uniform_weights(layer: Captured, queries: Tensor) -> Tensor:
+    """What every key of a query would weigh if all weighed the same: 1 / their number.
 
-    import attn_plugins.timm  # noqa: F401
+    Args:
+        layer: Any attention layer.
+        queries: (Q, 2), rows and columns on its map of queries.
+
+    Returns:
+        (Q,).
+    """
+
+    def blank(value: Any) -> Any:
+        return torch.zeros_like(value) if isinstance(value, Tensor) else value
+
+    # Of an input of zeros no key is so unlike the query that its weight rounds to 0: what is 0 is no key.
+    keywords = {key: blank(value) for key, value in layer.keywords.items()}
+    maps = Captured(layer.name, layer.layer, tuple(map(blank, layer.arguments)), keywords).maps(queries)[0]
+    return 1 / (maps != 0).any(0).sum((-2, -1)).clamp(min=1)
+
+
+def load_timm(name: str, checkpoint: Path | None, options: dict[str, Any]) -> nn.Module:
+    """A timm model in evaluation, with the weights of ``checkpoint``.
+
+    Raises:
+        ViewError: timm has no such model, or the weights are of another.
+    """
+    need("timm", "safetensors", extras=("timm", "tools"))
+    import timm
+    from timm.models import load_checkpoint
+
+    from tools.classification.checkpoint import model_options, read_weights
+    from tools.classification.config import ConfigError
 
     if (wrong := check_model_name(name)) is not None:
         raise ViewError(f"MODEL must be a model of timm or a config file (*.py) of mmdet or mmseg, got {wrong}")
     if checkpoint is not None and not checkpoint.is_file():
-        raise ViewError(f"--checkpoint {checkpoint} is not a file")
+        raise ViewError(f"--checkpoint must be a file, got {checkpoint}")
     if checkpoint is not None and checkpoint.suffix == ".safetensors":
-        from tools.classification.checkpoint import model_options
-
-        options = {**model_options(checkpoint), **options}
+        try:
+            named = read_weights(checkpoint, "--checkpoint")[1].get("model", name)
+            options = {**model_options(checkpoint), **options}
+        except ConfigError as error:
+            raise ViewError(str(error)) from error
+        if named.partition(".")[0] != name.partition(".")[0]:
+            raise ViewError(f"--checkpoint must be weights of {name}, but {checkpoint} holds those of {named}")
     try:
-        return timm.create_model(name, checkpoint_path=str(checkpoint or ""), **options).eval()
+        model = timm.create_model(name, **options).eval()
     except (TypeError, ValueError, RuntimeError) as error:
         raise ViewError(f"MODEL {name} with {options}: {error}") from error
+    if checkpoint is not None:
+        try:
+            load_checkpoint(model, str(checkpoint))
+        except Exception as error:  # torch's, pickle's and safetensors' own
+            raise ViewError(f"--checkpoint {checkpoint} does not fit {name} {options}: {one_line(error)}") from error
+    return model
 
 
-def see_timm(model: Any, image: Image.Image, layers: Sequence[str], size: tuple[int, int] | None) -> View:
-    """Show a timm model the whole picture, resized to its input size."""
+def timm_size(model: nn.Module, checkpoint: Path | None, given: Sequence[int] | None) -> tuple[tuple[int, int], str]:
+    """(H, W) of a timm model's input, and in words why this.
+
+    Args:
+        model: Without a better source, its own size.
+        checkpoint: Of ``tools.train_classifier``: the size it was trained at.
+        given: By the user: as it is.
+    """
     from timm.data import resolve_model_data_config
 
-    config = resolve_model_data_config(model)
-    H, W = size or config["input_size"][1:]
+    from tools.classification.checkpoint import trained_size
+
+    if given is not None:
+        return (given[0], given[1]), "as given"
+    trained = trained_size(checkpoint) if checkpoint is not None and checkpoint.suffix == ".safetensors" else None
+    if trained is not None:
+        return trained, "at which the checkpoint was trained"
+    size = tuple(resolve_model_data_config(model)["input_size"][1:])
+    return size, "the model's own; --input-size H W takes another"
+
+
+def one_line(error: Exception) -> str:
+    """An error's message in a line of bounded length."""
+    return textwrap.shorten(str(error) or type(error).__name__, 300, placeholder=" …")
+
+
+def see_timm(model: Any, image: Image.Image, layers: Sequence[str], size: tuple[int, int]) -> View:
+    """Show a timm model the whole picture, resized to (H, W)."""
+    from timm.data import resolve_model_data_config
+
+    config, (H, W) = resolve_model_data_config(model), size
     picture = np.array(image.resize((W, H), Image.Resampling.BICUBIC))
     mean, std = (torch.tensor(config[key]).view(3, 1, 1) for key in ("mean", "std"))
     x = ((torch.from_numpy(picture).permute(2, 0, 1) / 255 - mean) / std).unsqueeze(0)
@@ -98,13 +162,18 @@ def see_timm(model: Any, image: Image.Image, layers: Sequence[str], size: tuple[
 
 
 def load_mm(name: str, checkpoint: Path | None) -> nn.Module:
-    """A detector or segmentor of OpenMMLab's on the CPU."""
+    """A detector or segmentor of OpenMMLab's on the CPU, with the weights of ``checkpoint``.
+
+    Raises:
+        ViewError: the config cannot be read, the model not be built, or the weights not be loaded.
+    """
+    need("mmengine", "mmcv")
     from mmengine.config import Config
 
     import attn_plugins.mmcv  # noqa: F401
 
     if checkpoint is not None and not checkpoint.is_file():
-        raise ViewError(f"--checkpoint {checkpoint} is not a file")
+        raise ViewError(f"--checkpoint must be a file, got {checkpoint}")
     try:
         if "::" in name:
             from mmengine.hub import get_config
@@ -113,15 +182,19 @@ def load_mm(name: str, checkpoint: Path | None) -> nn.Module:
         else:
             config = Config.fromfile(name)
     except Exception as error:
-        raise ViewError(f"MODEL {name} cannot be read as a config: {error}") from error
+        raise ViewError(f"MODEL {name} cannot be read as a config: {one_line(error)}") from error
     weights = None if checkpoint is None else str(checkpoint)
-    if config.get("default_scope") == "mmseg":
-        from mmseg.apis import init_model
-
-        return init_model(config, weights, device="cpu")
-    from mmdet.apis import init_detector
-
-    return init_detector(config, weights, device="cpu")
+    segmentor = config.get("default_scope") == "mmseg"
+    need("mmseg" if segmentor else "mmdet")
+    if segmentor:
+        from mmseg.apis import init_model as build
+    else:
+        from mmdet.apis import init_detector as build
+    try:
+        return build(config, weights, device="cpu")
+    except Exception as error:
+        which = "" if checkpoint is None else f" with --checkpoint {checkpoint}"
+        raise ViewError(f"MODEL {name}{which} cannot be built: {one_line(error)}") from error
 
 
 def see_mm(model: Any, file: Path, layers: Sequence[str]) -> View:

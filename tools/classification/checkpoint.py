@@ -60,9 +60,9 @@ def model_options(file: Path) -> dict[str, Any]:
     return options
 
 
-def trained_size(file: Path) -> tuple[int, int] | None:
+def trained_size(file: Path, argument: str = "file") -> tuple[int, int] | None:
     """(H, W) of the images that the weights of a file were trained on; None where it names no size."""
-    size = json.loads(read_weights(file, "--evaluate")[1].get("input_size", "null"))
+    size = json.loads(read_weights(file, argument)[1].get("input_size", "null"))
     return None if size is None else (size[0], size[1])
 
 
