@@ -24,3 +24,11 @@ def check_model_name(name: str) -> str | None:
         return f"{name!r}, which is near none of the {len(names)} names of timm.list_models()"
     few = " or ".join(filter(None, (", ".join(near[:-1]), near[-1])))
     return f"{name!r}: did you mean {few}?"
+
+
+def is_built_for_a_size(name: str) -> bool:
+    """Whether a model of timm is built for images of one size, its ``img_size``: position tables are of that size."""
+    import timm
+
+    cfg = timm.get_pretrained_cfg(name, allow_unregistered=True)
+    return name.startswith("aa_") or bool(cfg is not None and cfg.fixed_input_size)

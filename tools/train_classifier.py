@@ -165,6 +165,8 @@ def train(settings: Settings, state: State | None, options: argparse.Namespace, 
         f"{config.model}: {parameters:.2f} M parameters, {len(classes)} classes, {size} pixels; "
         f"{len(training)} + {len(validation)} images"
     )
+    if first >= config.epochs:
+        notes.append(f"nothing is left to train: {first} of {config.epochs} epochs are done")
     for note in notes:
         log.say(note)
     for epoch in range(first, config.epochs):

@@ -191,6 +191,7 @@ def test_broken_images_stay_left_out(photographs, tmp_path, capsys):
     out = capsys.readouterr().out.splitlines()
     assert out[0] == "left out 1 broken images, those that the training began without"
     assert "23 + 6 images" in out[1]
+    assert out[2] == "nothing is left to train: 1 of 1 epochs are done"
 
 
 def test_weights_are_evaluated_at_the_size_they_were_trained_at(run, photographs, capsys):

@@ -13,6 +13,7 @@ from safetensors.torch import save as serialize
 from torch import nn
 
 from tools.files import write
+from tools.model_names import is_built_for_a_size
 
 from .config import Config, ConfigError
 
@@ -55,7 +56,7 @@ def model_options(file: Path) -> dict[str, Any]:
         return {}
     options = dict(json.loads(metadata["model_args"]), num_classes=len(json.loads(metadata["classes"])))
     size = json.loads(metadata["input_size"])
-    if size is not None and metadata["model"].startswith("aa_"):
+    if size is not None and is_built_for_a_size(metadata["model"]):
         options.setdefault("img_size", tuple(size))
     return options
 

@@ -8,7 +8,7 @@ import timm
 from timm.data import resolve_data_config
 from torch import nn
 
-from tools.model_names import check_model_name
+from tools.model_names import check_model_name, is_built_for_a_size
 
 from .config import Config, ConfigError
 
@@ -20,11 +20,11 @@ def create_model(config: Config, num_classes: int) -> nn.Module:
     options = dict(config.model_args)
     if options.get("in_chans", 3) != 3:
         raise ConfigError(f"model_args.in_chans must be 3, for images are read in RGB, got {options['in_chans']!r}")
-    if config.model.startswith("aa_") and config.input_size is not None:
-        options.setdefault("img_size", config.input_size)  # tables of relative positions for these images
+    if config.input_size is not None and is_built_for_a_size(config.model):
+        options.setdefault("img_size", config.input_size)
     try:
         return timm.create_model(config.model, num_classes=num_classes, **options)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RuntimeError, OSError) as error:
         raise ConfigError(f"model {config.model} with {options}: {error}") from error
 
 
