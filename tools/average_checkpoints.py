@@ -20,9 +20,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
+from tools.requires import extras
 
-from tools import files
+with extras():
+    import torch
+
+    from tools import files
 
 EPOCHS, UPDATES = re.compile(r"checkpoint(\d+)\.pt"), re.compile(r"checkpoint_\d+_(\d+)\.pt")
 

@@ -29,16 +29,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
+from tools.requires import extras, install_command
 
-from tools import files
-from tools.captioning.attributes import load_detector
-from tools.captioning.caption_picture import Explanation, page
-from tools.captioning.image_list import listed_images
-from tools.captioning.json_files import BadFile
-from tools.captioning.word_attention import WordAttention, summary
-from tools.pictures import BadPicture, open_picture
+with extras("captioning", "timm", "tools"):
+    import torch
+    from torch import Tensor
+
+    from tools import files
+    from tools.captioning.attributes import load_detector
+    from tools.captioning.caption_picture import Explanation, page
+    from tools.captioning.image_list import listed_images
+    from tools.captioning.word_attention import WordAttention, summary
+    from tools.pictures import BadPicture, open_picture
 
 if TYPE_CHECKING:
     from tools.captioning.captioner import CaptionedPicture, Captioner
@@ -46,10 +48,8 @@ if TYPE_CHECKING:
 
 def make_captioner(options: argparse.Namespace, device: str) -> Captioner:
     """What the command line asks for."""
-    try:
+    with extras("captioning", "timm", "tools"):
         from tools.captioning.captioner import Captioner, Search
-    except ModuleNotFoundError as error:
-        raise BadFile(f"captions need the package {error.name}: pip install 'attn_plugins[fairseq]'") from error
     detector = None if options.detector is None else load_detector(options.detector, device)
     paths = [Path(path) for path in options.path.split(":")]
     search = Search(options.beam, options.max_len, options.lenpen)
@@ -200,8 +200,12 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     try:
         return 1 if caption(options) else 0
-    except (ValueError, ModuleNotFoundError) as error:
+    except ValueError as error:
         print(f"caption: {error}", file=sys.stderr)
+        return 2
+    except ModuleNotFoundError as error:  # such as h5py, of the data folder's regions
+        command = install_command(getattr(error.__cause__, "name", None) or error.name or "")
+        print(f"caption: {error}" + (f": {command}" if command else ""), file=sys.stderr)
         return 2
 
 

@@ -24,9 +24,12 @@ import time
 from collections import deque
 from pathlib import Path
 
-from tools.datasets.digits_on_photographs import Recipe, build
-from tools.detections_picture import Found, draw, known_objects
-from tools.show_sampling import distinct, show
+from tools.requires import extras, need
+
+with extras("tools"):
+    from tools.datasets.digits_on_photographs import Recipe, build
+    from tools.detections_picture import Found, draw, known_objects
+    from tools.show_sampling import distinct, show
 
 ROOT = Path(__file__).parent.parent
 DATA = ROOT / "data/digits"
@@ -42,7 +45,7 @@ def training_tool() -> Path:
     """mmdet's ``tools/train.py``, which its package brings along."""
     spec = importlib.util.find_spec("mmdet")
     if spec is None or spec.origin is None:
-        raise SystemExit("tools.demo: mmdet is not installed; `make env` sets up everything this needs")
+        raise SystemExit("tools.demo: mmdet has no files: `make env` sets up all of it")
     return Path(spec.origin).parent / ".mim/tools/train.py"
 
 
@@ -130,6 +133,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--no-attention", action="store_true", help="the same detector without the block")
     parser.add_argument("--work-dir", type=Path, help="default: work_dirs/demo or work_dirs/demo-plain")
     options = parser.parse_args(arguments)
+    need("mmdet", "mmcv", "mmengine", "sklearn", "skimage", "pycocotools", "matplotlib", extras=("tools",))
     name, folder = ("atss_narrow-r50_fpn_digits", "demo-plain")
     if not options.no_attention:
         name, folder = ("atss_narrow-r50-attn0010-dcn_fpn_digits", "demo")

@@ -16,16 +16,19 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
+from tools.requires import extras
 
-from attn_plugins.ops import _library, deform_conv2d
-from attn_plugins.ops import window_attention as window_attention_op
+with extras():
+    import torch
+    from torch import Tensor
 
-from .benchmark import augmented_conv, criss_cross, deform_conv, global_attention, report, window_attention
-from .benchmark.__main__ import measure
-from .benchmark.case import Case, Run, forward, forward_backward
-from .benchmark.measure import seconds
+    from attn_plugins.ops import _library, deform_conv2d
+    from attn_plugins.ops import window_attention as window_attention_op
+
+    from .benchmark import augmented_conv, criss_cross, deform_conv, global_attention, report, window_attention
+    from .benchmark.__main__ import measure
+    from .benchmark.case import Case, Run, forward, forward_backward
+    from .benchmark.measure import seconds
 
 PROBLEM = (16, 256, 64, 64, 1)  # B, C, H, W, offset groups: what the floors, the sweep and the profile are of
 KINDS = {

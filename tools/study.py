@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tools.benchmark.report import machine
+from tools.requires import install_command
 
 ROOT = Path(__file__).resolve().parents[1]
 USER_DIR = ROOT / "plugins" / "fairseq"
@@ -42,7 +43,7 @@ def run(command: str, arguments: Sequence[str | Path], log: Path) -> float:
     else:
         executable = Path(sys.executable).with_name(command)
         if not executable.exists():
-            raise StudyError(f"{command} is not in {executable.parent}: pip install fairseq-fixed")
+            raise StudyError(f"{command} is not in {executable.parent}: {install_command('fairseq')}")
         words = [str(executable)]
     words += map(str, arguments)
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))

@@ -32,9 +32,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tools.files import write_text
-from tools.study import USER_DIR, StudyError, add_arguments, added, choose, count_parameters, kept, log_rows, run
-from tools.study import facts as machine_facts
+from tools.requires import extras, need
+
+with extras():
+    from tools.files import write_text
+    from tools.study import USER_DIR, StudyError, add_arguments, added, choose, count_parameters, kept, log_rows, run
+    from tools.study import facts as machine_facts
 
 TRAINING = (
     "--optimizer adam --adam-betas '(0.9, 0.98)' --lr 5e-3 --lr-scheduler inverse_sqrt --warmup-updates 400 "
@@ -278,6 +281,7 @@ def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, dict[str, st
 
 def main(arguments: list[str] | None = None) -> int:
     options, settings = parse(arguments)
+    need("fairseq")
     study = STUDIES[options.study]
     common = f"{study.common} {options.train}".strip()
     try:

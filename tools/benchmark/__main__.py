@@ -13,11 +13,14 @@ import statistics
 import sys
 from pathlib import Path
 
-import torch
+from tools.requires import extras
 
-from . import report
-from .case import Case
-from .measure import interleaved, paired_ratio, peak_memory
+with extras():
+    import torch
+
+    from . import report
+    from .case import Case
+    from .measure import interleaved, paired_ratio, peak_memory
 
 BENCHMARKS = (
     "deform_conv",
@@ -78,7 +81,8 @@ def main(arguments: list[str] | None = None) -> int:
     torch.manual_seed(0)
 
     for name in options.names or BENCHMARKS:
-        cases = importlib.import_module(f"{__package__}.{name}").cases(options.device)
+        with extras():
+            cases = importlib.import_module(f"{__package__}.{name}").cases(options.device)
         rows = []
         for case in cases:
             if options.k not in case.name:

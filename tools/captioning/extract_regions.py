@@ -41,17 +41,20 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch.utils.data import DataLoader, Dataset
+from tools.requires import extras, need
 
-from attn_plugins.region_features import RegionFeaturesWriter
-from attn_plugins.region_formats import package_of
-from tools import files
-from tools.captioning.image_list import ImageId, ListedImage, listed_images
-from tools.captioning.json_files import BadFile
-from tools.captioning.region_recipe import make_extractor, recipe_of
-from tools.captioning.regions import BadExtractor, Extractor, Regions, Selection
-from tools.pictures import BadPicture, open_picture
+with extras("captioning", "timm", "tools"):
+    import torch
+    from torch.utils.data import DataLoader, Dataset
+
+    from attn_plugins.region_features import RegionFeaturesWriter
+    from attn_plugins.region_formats import PACKAGES, package_of
+    from tools import files
+    from tools.captioning.image_list import ImageId, ListedImage, listed_images
+    from tools.captioning.json_files import BadFile
+    from tools.captioning.region_recipe import make_extractor, recipe_of
+    from tools.captioning.regions import BadExtractor, Extractor, Regions, Selection
+    from tools.pictures import BadPicture, open_picture
 
 
 class Prepared(Dataset):
@@ -182,6 +185,8 @@ def open_writer(
 def extract(options: argparse.Namespace) -> int:
     """What the command line asks for; returns how many pictures were left out."""
     out: Path = options.out
+    if (package := PACKAGES.get(out.suffix)) is not None:
+        need(package)
     package_of(out)
     if out.exists() and not options.overwrite:
         raise BadFile(f"OUT {out} is there already: --overwrite makes it anew")

@@ -18,10 +18,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+from tools.requires import extras
 
-from tools import files
-from tools.captioning.json_files import BadFile, items, read_json, some
+with extras("captioning"):
+    import numpy as np
+
+    from tools import files
+    from tools.captioning.json_files import BadFile, items, read_json, some
 
 PARTS = ("train", "val", "test")
 

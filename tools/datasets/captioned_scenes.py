@@ -30,13 +30,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from PIL import Image
+from tools.requires import extras, need
 
-from tools.datasets.pasting import annotation, digit_samples
-from tools.datasets.recipes import making, stands
-from tools.datasets.scene_captions import NOUNS, Scene, describe
-from tools.datasets.scene_pictures import Painter
+with extras("tools"):
+    import numpy as np
+    from PIL import Image
+
+    from tools.datasets.pasting import annotation, digit_samples
+    from tools.datasets.recipes import making, stands
+    from tools.datasets.scene_captions import NOUNS, Scene, describe
+    from tools.datasets.scene_pictures import Painter
 
 PARTS = ("train", "val", "test")
 SHARES = (0.6, 0.2, 0.2)  # of the handwritten digits
@@ -152,6 +155,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--captions", type=int, default=Recipe.captions, help="of each image, default %(default)s")
     parser.add_argument("--seed", type=int, default=Recipe.seed, help="default %(default)s")
     options = parser.parse_args(arguments)
+    need("sklearn", "skimage", "pycocotools")
     terminal = sys.stdout.isatty()
 
     def show(line: str) -> None:

@@ -24,11 +24,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import numpy as np
-from PIL import Image
+from tools.requires import extras, need
 
-from tools.datasets.pasting import SAMPLE_IMAGES, annotation, digit_samples, draw_digit, free_place, photograph
-from tools.datasets.recipes import making, stands
+with extras("tools"):
+    import numpy as np
+    from PIL import Image
+
+    from tools.datasets.pasting import SAMPLE_IMAGES, annotation, digit_samples, draw_digit, free_place, photograph
+    from tools.datasets.recipes import making, stands
 
 CLASSES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 SIZES = ((144, 208), (208, 144), (160, 192))  # (H, W): never square, so that swapped axes show
@@ -177,6 +180,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--val", type=int, default=Recipe.val, help="validation images, default %(default)s")
     parser.add_argument("--seed", type=int, default=Recipe.seed, help="default %(default)s")
     options = parser.parse_args(arguments)
+    need("sklearn", "skimage", "pycocotools")
     end = "\r" if sys.stdout.isatty() else "\n"
 
     def show(line: str) -> None:

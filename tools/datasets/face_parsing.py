@@ -33,8 +33,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-from PIL import Image
+from tools.requires import extras
+
+with extras("tools"):
+    import numpy as np
+    from PIL import Image
 
 SPLITS = ("train", "val", "test")
 ORIENTATION = 0x0112  # EXIF: how a viewer is to turn the picture

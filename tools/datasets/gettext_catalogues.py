@@ -17,10 +17,10 @@ from importlib import metadata
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
-try:
+from tools.requires import extras
+
+with extras("tools"):
     import polib
-except ImportError as error:
-    raise SystemExit("tools.datasets: reading gettext catalogues needs polib: pip install polib") from error
 
 CATALOGUE = re.compile(r"(?:^|/)([^/]+)/LC_MESSAGES/[^/]+\.(?:po|mo)$")
 NAME_VERSION = re.compile(r"(.+?)-(\d[^-]*)")  # a wheel's name goes on with -python-abi-platform

@@ -34,6 +34,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from tools.datasets.gettext_catalogues import Package, canonical, entries, installed, named
+from tools.requires import need
 
 PARTS = ("train", "valid", "test")
 PACKAGES = ("Django==5.2.19", "pretix==2026.8.0", "Sphinx==9.0.4", "wagtail==8.0.1", "Weblate==5.14.3")
@@ -128,10 +129,8 @@ def write_pieces(folder: Path, languages: tuple[str, str], size: int) -> dict:
     Raises:
         ValueError: the corpus cannot give so many pieces, or has more letters than that.
     """
-    try:
-        import sentencepiece
-    except ImportError as error:
-        raise ValueError("--bpe needs sentencepiece: pip install sentencepiece") from error
+    import sentencepiece
+
     lines = {
         f"{name}.{language}": (folder / f"{name}.{language}").read_text(encoding="utf-8").split("\n")[:-1]
         for name in PARTS
@@ -283,6 +282,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
+    if options.bpe:
+        need("sentencepiece")
     output, language, sources = options.output, options.language, options.sources
     try:
         if output.exists():  # before anything is fetched or read

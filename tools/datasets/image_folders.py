@@ -18,10 +18,13 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
-from PIL import Image
+from tools.requires import extras, need
 
-from tools.datasets.digits_on_photographs import CLASSES, GAP, PHOTOGRAPHS, TRAIN_WIDTH, digit_samples, photographs
+with extras("tools"):
+    import numpy as np
+    from PIL import Image
+
+    from tools.datasets.digits_on_photographs import CLASSES, GAP, PHOTOGRAPHS, TRAIN_WIDTH, digit_samples, photographs
 
 ZOOM = (1.0, 2.0)  # how much more of a photograph a crop shows than it has pixels
 
@@ -82,6 +85,7 @@ def main(arguments: list[str] | None = None) -> int:
     for name in ("train", "val", "side"):
         if getattr(options, name) < 1:
             parser.error(f"--{name} must be at least 1, got {getattr(options, name)}")
+    need("sklearn", *(["skimage"] if options.set == "crops" else []))
     options.output.parent.mkdir(parents=True, exist_ok=True)
     images = digits() if options.set == "digits" else crops(options.train, options.val, options.side, options.seed)
     print(f"{build(options.output, images)} images in {options.output}")

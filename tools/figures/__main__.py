@@ -11,9 +11,11 @@ import sys
 from pathlib import Path
 
 from tools.files import write_text
+from tools.requires import extras
 
-from . import aaconv, empirical, local_bilateral
-from .row import markdown
+with extras():
+    from . import aaconv, empirical, local_bilateral
+    from .row import markdown
 
 PAPERS = {"aaconv": aaconv, "empirical": empirical, "local_bilateral": local_bilateral}
 

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from attn_plugins.modules.augmented_conv import AAConv2d
+from tools.requires import extras
 
 from . import convention
 from .convention import parameters
@@ -21,9 +22,10 @@ CONVENTION = (
 
 def model(name: str, **options: object) -> nn.Module:
     """A timm model without memory: shapes alone are counted."""
-    import timm
+    with extras("timm"):
+        import timm
 
-    import attn_plugins.timm  # noqa: F401
+        import attn_plugins.timm  # noqa: F401
 
     with torch.device("meta"):
         return timm.create_model(name, **options).eval()

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tools.requires import extras
+
 from . import convention
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -36,8 +38,9 @@ def faster_rcnn(config: str, height: int = 800, width: int = 1344) -> list[conve
         height: Of the image; 800×1333 pixels are padded to 800×1344.
         width: Likewise.
     """
-    from mmdet.registry import MODELS
-    from mmengine.config import Config
+    with extras():
+        from mmdet.registry import MODELS
+        from mmengine.config import Config
 
     model = Config.fromfile(CONFIGS / "mmdet" / config).model
     model.backbone.init_cfg = None
@@ -54,8 +57,9 @@ def segmentor(config: str, height: int = 768, width: int = 768) -> list[conventi
         height: Of the image.
         width: Likewise.
     """
-    from mmengine.config import Config
-    from mmseg.registry import MODELS
+    with extras():
+        from mmengine.config import Config
+        from mmseg.registry import MODELS
 
     model = Config.fromfile(CONFIGS / "mmseg" / config).model
     model.update(pretrained=None, auxiliary_head=None, data_preprocessor=None)  # none of which runs at inference
@@ -87,10 +91,11 @@ def translator(tokens: int, **options: Any) -> list[convention.Call]:
     """
     from argparse import Namespace
 
-    from fairseq.data import Dictionary
-    from fairseq.models import ARCH_CONFIG_REGISTRY, ARCH_MODEL_REGISTRY
+    with extras():
+        from fairseq.data import Dictionary
+        from fairseq.models import ARCH_CONFIG_REGISTRY, ARCH_MODEL_REGISTRY
 
-    import attn_plugins.fairseq  # noqa: F401  registers the model
+        import attn_plugins.fairseq  # noqa: F401  registers the model
 
     name = "spatial_transformer_wmt_en_de"
     dictionary = Dictionary()
