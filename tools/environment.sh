@@ -106,7 +106,7 @@ do_binary() {
 do_toolkits() {
     local pins=()
     [[ ! -f $STATE/ours ]] || pins=(--constraint "$PINS")
-    "$PY" -m attn_plugins install timm mm fairseq "${pins[@]}"
+    env -u TORCH_DEVICE_BACKEND_AUTOLOAD "$PY" -m attn_plugins install timm mm fairseq "${pins[@]}"
 }
 
 # run_step NAME: its output goes to a log; shown are the elapsed time, and the log's end where it fails. The toolkits

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from attn_plugins import doctor
+from attn_plugins.install import checks
 from attn_plugins.ops import _library
 
 
@@ -65,7 +66,7 @@ def test_a_broken_operator_is_named(monkeypatch, capsys, check, words):
     if _library.failures()["cpu"] is not None:
         pytest.skip("no CPU binary")
     monkeypatch.setattr(doctor, "SELF_CHECKS", {"window_attention": check})
-    monkeypatch.setattr(doctor, "TOOLKITS", {})
+    monkeypatch.setattr(checks, "CHECKS", {})
     assert doctor.main() == 1
     text = capsys.readouterr().out
     assert "BROKEN: " in text
@@ -73,10 +74,38 @@ def test_a_broken_operator_is_named(monkeypatch, capsys, check, words):
     assert text.endswith("attn_plugins: 1 broken\n")
 
 
-def test_a_broken_toolkit_is_named(monkeypatch, capsys):
-    def registered():
-        raise ImportError("libexample.so is missing")
+# Packages in the place of installed ones, as an incomplete installation leaves them.
+BROKEN = {
+    "mmcv": {"mmcv/__init__.py": ""},
+    "fairseq": {"fairseq/__init__.py": "import fairseq.libbleu"},
+    "timm": {"timm/__init__.py": "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"},
+}
 
-    monkeypatch.setattr(doctor, "TOOLKITS", {"timm": (("timm",), registered)})
-    assert doctor.main() == 1
-    assert "ImportError: libexample.so is missing" in capsys.readouterr().out
+
+@pytest.mark.parametrize(
+    "name, words, command",
+    [
+        ("mmcv", "No module named 'mmcv.ops'", "install mm"),
+        ("fairseq", "No module named 'fairseq.libbleu'", "install fairseq"),
+        ("timm", "crashed with SIGSEGV", "install timm"),
+    ],
+)
+def test_a_broken_toolkit_is_named_with_what_mends_it(python, name, words, command):
+    code = (
+        "from attn_plugins import doctor; from attn_plugins.install import checks\n"
+        f"checks.CHECKS = {{{name!r}: checks.CHECKS[{name!r}]}}\n"
+        "raise SystemExit(doctor.main())"
+    )
+    found = python(code, packages=BROKEN[name], check=False)
+    assert found.returncode == 1
+    assert words in found.stdout
+    assert f"mend it: python -m attn_plugins {command}" in found.stdout
+
+
+def test_an_absent_toolkit_is_fine_unless_required(monkeypatch, capsys):
+    absent = checks.Check("no_such_module", "mm", lambda: "")
+    monkeypatch.setattr(checks, "CHECKS", {"mmcv": absent})
+    assert doctor.main() == 0
+    assert "not installed (python -m attn_plugins install mm)" in capsys.readouterr().out
+    assert doctor.main(required=["mmcv"]) == 1
+    assert "no_such_module is not installed" in capsys.readouterr().out

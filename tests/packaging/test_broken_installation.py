@@ -1,0 +1,171 @@
+"""``import torch`` works whatever becomes of our files: torch calls an entry point of ours and would pass errors on."""
+
+from __future__ import annotations
+
+import base64
+import csv
+import hashlib
+import io
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SOURCES = ("plugins", "build_backend", "csrc/schema.cpp", "setup.py", "pyproject.toml", "README.md", "LICENSE")
+WARNING = "attn_plugins is installed but cannot be imported"
+
+
+def copy_sources(to: Path) -> Path:
+    skip = shutil.ignore_patterns("__pycache__", "*.so")
+    for name in SOURCES:
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, to / name, ignore=skip)
+        else:
+            (to / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, to / name)
+    return to
+
+
+@pytest.fixture(scope="module")
+def wheels(tmp_path_factory) -> dict[str, tuple[Path, Path]]:
+    """For 'editable' and 'wheel': the checkout, and what pip would install of it."""
+    pytest.importorskip("setuptools", minversion="77")
+    found = {}
+    for kind, hook in (("editable", "build_editable"), ("wheel", "build_wheel")):
+        checkout = copy_sources(tmp_path_factory.mktemp(kind) / "checkout")
+        subprocess.run(
+            [sys.executable, "-c", f"import sys; sys.path[0] = 'build_backend'; import backend; backend.{hook}('out')"],
+            cwd=checkout,
+            env={**os.environ, "ATTN_PLUGINS_BUILD": "none"},
+            check=True,
+            capture_output=True,
+        )
+        (wheel,) = (checkout / "out").glob("*.whl")
+        found[kind] = checkout, wheel
+    return found
+
+
+@pytest.fixture
+def environment(wheels, tmp_path):
+    """Install a kind of wheel in an environment of its own, over this one's packages: its Python, and our files."""
+
+    def make(kind: str) -> tuple[Path, Path]:
+        checkout, wheel = wheels[kind]
+        here = tmp_path / "checkout"
+        shutil.copytree(checkout, here)
+        venv.create(tmp_path / "venv", symlinks=True)
+        python = tmp_path / "venv/bin/python"
+        (site,) = (tmp_path / "venv").glob("lib/python*/site-packages")
+        (site / "below.pth").write_text(sysconfig.get_path("purelib"))
+        zipfile.ZipFile(wheel).extractall(site)
+        for file in site.glob("__editable__*"):  # the checkout was copied, so the finder has to look there
+            file.write_text(file.read_text().replace(str(checkout), str(here)))
+        return python, (here / "plugins" if kind == "editable" else site / "attn_plugins")
+
+    return make
+
+
+def run(python: Path, code: str, **variables: str) -> subprocess.CompletedProcess:
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    return subprocess.run(
+        [python, "-c", code], capture_output=True, text=True, timeout=1800, cwd=python.parent, env={**kept, **variables}
+    )
+
+
+def remove(package: Path) -> None:
+    shutil.rmtree(package)
+
+
+def remove_checkout(package: Path) -> None:
+    shutil.rmtree(package.parent)
+
+
+def move(package: Path) -> None:
+    package.rename(package.with_name("elsewhere"))
+
+
+def half_delete(package: Path) -> None:
+    (package / "autoload.py").unlink()
+
+
+def misspell(package: Path) -> None:
+    (package / "autoload.py").write_text("def activate(:\n")
+
+
+def raise_at_import(package: Path) -> None:
+    (package / "__init__.py").write_text("raise RuntimeError('ours')")
+
+
+BREAKS = [remove, move, half_delete, misspell, raise_at_import]
+
+
+@pytest.mark.parametrize(
+    "kind, damage",
+    [*(("editable", damage) for damage in (remove_checkout, *BREAKS)), *(("wheel", damage) for damage in BREAKS)],
+    ids=lambda value: value if isinstance(value, str) else value.__name__,
+)
+def test_torch_imports(environment, kind, damage):
+    python, package = environment(kind)
+    damage(package)
+    found = run(python, "import torch; print(torch.ones(3).sum().item())")
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.strip() == "3.0"
+    assert found.stderr.count(WARNING) == 1
+    assert "Traceback" not in found.stderr
+
+
+@pytest.mark.parametrize("kind", ["editable", "wheel"])
+def test_a_whole_installation_is_found(environment, kind):
+    python, package = environment(kind)
+    found = run(python, "import sys, torch; print(sys.modules['attn_plugins.autoload'].__file__)")
+    assert found.stdout.strip() == str(package / "autoload.py"), found.stderr
+    assert WARNING not in found.stderr
+
+
+@pytest.mark.parametrize("kind", ["editable", "wheel"])
+def test_the_switch_silences(environment, kind):
+    python, package = environment(kind)
+    remove(package)
+    found = run(python, "import torch; print('imported')", ATTN_PLUGINS_AUTOLOAD="0")
+    assert (found.returncode, found.stdout.strip()) == (0, "imported")
+    assert WARNING not in found.stderr
+
+
+@pytest.mark.parametrize("kind", ["editable", "wheel"])
+def test_timm_imports_without_the_operators(environment, kind):
+    pytest.importorskip("timm")
+    python, package = environment(kind)
+    shutil.rmtree(package / "ops")
+    found = run(python, "import timm; print(timm.is_model('resnet50'))")
+    assert found.stdout.strip() == "True", found.stderr
+    assert found.stderr.count("attn_plugins is not available in timm") == 1
+
+
+@pytest.mark.parametrize("kind", ["editable", "wheel"])
+def test_every_file_is_recorded(wheels, kind):
+    """pip verifies RECORD when it installs, and removes what RECORD names."""
+    opened = zipfile.ZipFile(wheels[kind][1])
+    (record,) = (name for name in opened.namelist() if name.endswith("/RECORD"))
+    rows = {name: (digest, size) for name, digest, size in csv.reader(io.StringIO(opened.read(record).decode()))}
+    assert set(rows) == set(opened.namelist())
+    assert "attn_plugins_autoload.py" in rows
+    for name in set(rows) - {record}:
+        content = opened.read(name)
+        digest = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()
+        assert rows[name] == (f"sha256={digest}", str(len(content)))
+
+
+def test_without_a_binary_nothing_is_fetched_to_build(monkeypatch):
+    """torch is a build requirement only where a binary is compiled."""
+    code = "import sys; sys.path[0] = 'build_backend'; import backend; print(backend.get_requires_for_build_wheel())"
+    for build, expected in (("none", False), ("cpu", True)):
+        variables = {**os.environ, "ATTN_PLUGINS_BUILD": build}
+        found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=variables, capture_output=True, text=True)
+        assert ("torch>=2.10" in found.stdout) is expected, found.stderr
