@@ -15,12 +15,13 @@ ROOT = Path(__file__).parents[2]
 WORDS = "the a cat dog bird sees likes finds red blue small big house tree book on in under".split()
 
 
-def fairseq(command: str, *arguments: Any, check: bool = True) -> str:
-    """Run a stock fairseq console command from the repository root; what it printed."""
+def fairseq(command: str, *arguments: Any, check: bool = True, text: str | None = None) -> str:
+    """Run a stock fairseq console command from the repository root, ``text`` its input; what it printed."""
     result = subprocess.run(
         [str(Path(sys.executable).with_name(f"fairseq-{command}")), *map(str, arguments)],
         cwd=ROOT,
         env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+        input=text,
         capture_output=True,
         text=True,
         timeout=1800,

@@ -11,6 +11,10 @@
     data/gettext/bpe/{train,valid,test}.{en,de}    with --bpe: in pieces, for fairseq-preprocess
     data/gettext/bpe/sentencepiece.model           learnt on both languages' train together
 
+A model of the pieces takes and gives plain text in ``fairseq-interactive`` with ``--bpe sentencepiece
+--sentencepiece-model data/gettext/bpe/sentencepiece.model``, and in ``fairseq-generate`` with ``--remove-bpe
+sentencepiece``.
+
 Left out are entries that are untranslated, fuzzy, without a word or too long, and those whose placeholders
 (``%(name)s``, ``%s``, ``{name}``, HTML tags) differ between the two languages. A source keeps one translation, that
 of most catalogues. A hash of the source's words decides its part, so that a source, however it is cased and
