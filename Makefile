@@ -13,7 +13,7 @@ RUN_TESTS := OMP_NUM_THREADS=2 OMP_WAIT_POLICY=PASSIVE $(PY) -m pytest -n $(WORK
 export VENV
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-all test-abi lint format types build cuda wheel benchmark gpu-check doctor clean
+.PHONY: help env demo test test-all test-install test-abi lint format types build cuda wheel benchmark gpu-check doctor clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -29,6 +29,9 @@ test: env  ## the test suite
 
 test-all: env  ## the test suite with the slow tests
 	$(RUN_TESTS) $(PYTEST)
+
+test-install: env  ## README's install lines and first blocks in empty environments (an hour or two)
+	$(PY) -m pytest -m install -s $(PYTEST) tests/packaging/test_installation.py
 
 test-abi: env  ## the operator tests under another torch (ABI_TORCH=2.13.0) or Python (ABI_PYTHON), with the wheel built by ours
 	tools/test_abi.sh

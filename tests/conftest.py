@@ -13,7 +13,12 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
+    if "install" not in config.option.markexpr:
+        left_out = [item for item in items if item.get_closest_marker("install")]
+        items[:] = [item for item in items if not item.get_closest_marker("install")]
+        config.hook.pytest_deselected(items=left_out)
+
     import torch
 
     if not torch.cuda.is_available():

@@ -33,7 +33,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     """Add ``install`` to the commands of ``python -m attn_plugins``."""
     parser = commands.add_parser(
         "install",
-        help="install mm (mmdet, mmseg), timm or fairseq, compiled against the torch that is there",
+        help="install mm (mmdet, mmseg), timm, fairseq, tools, captioning or onnx beside the torch that is there",
         description=ABOUT,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -90,6 +90,9 @@ class Installation:
             missing = self._missing((*toolkit.libraries, *toolkit.packages))
             for package in (*toolkit.libraries, *toolkit.packages):
                 print(f"  {package.module:<18} {'to install' if package in missing else 'is there'}")
+            if toolkit.extra:
+                wanted = ", ".join(packages.missing_of_extra(toolkit.extra))
+                print(f"  {f'to install: {wanted}' if wanted else 'everything is there'}")
             if toolkit.opencv:
                 build = packages.opencv_build(recipes.OPENCV_BUILDS)
                 print(f"  {'cv2':<18} {f'is there ({build})' if build else f'to install: {recipes.OPENCV}'}")
@@ -125,6 +128,8 @@ class Installation:
             self._pip("with their dependencies", ["install"], [p.requirement for p in libraries])
         if missing := self._missing(toolkit.packages):
             self._pip("", ["install", "--no-deps"], [p.requirement for p in missing])
+        if toolkit.extra and (missing_here := packages.missing_of_extra(toolkit.extra)):
+            self._pip("with their dependencies", ["install"], missing_here)
         if toolkit.opencv:
             self._install_opencv()
         self._add_dependencies(toolkit.packages)

@@ -87,6 +87,24 @@ def dependencies(packages: Iterable[Package]) -> tuple[list[str], list[str]]:
     return sorted(set(missing)), conflicts
 
 
+def missing_of_extra(extra: str) -> list[str]:
+    """Read the requirements of an extra of attn-plugins that nothing here meets."""
+    try:
+        stated = requires("attn-plugins") or []
+    except PackageNotFoundError:
+        raise InstallError(
+            "attn-plugins was not installed by pip, so its extras are unknown: `pip install .`"
+        ) from None
+    there, missing = installed(), []
+    for requirement in map(Requirement, stated):
+        marker, name = requirement.marker, canonicalize_name(requirement.name)
+        if marker is None or marker.evaluate({"extra": ""}) or not marker.evaluate({"extra": extra}):
+            continue
+        if name not in there or not requirement.specifier.contains(there[name], prereleases=True):
+            missing.append(f"{requirement.name}{requirement.specifier}")
+    return missing
+
+
 def pip(arguments: Sequence[str | Path], log: Path, environment: Mapping[str, str] | None = None) -> None:
     """Run pip and append what it prints to ``log``.
 

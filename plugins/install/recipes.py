@@ -42,15 +42,17 @@ class Toolkit:
         packages: installed without their dependencies, which follow, apart from :data:`LEFT_OUT`.
         compiled: compiled last.
         opencv: True where a build of OpenCV is needed.
+        extra: an extra of attn-plugins whose requirements pip installs.
         checks: run at the end, in this order.
     """
 
     about: str
-    checks: tuple[str, ...]
+    checks: tuple[str, ...] = ()
     libraries: tuple[Package, ...] = ()
     packages: tuple[Package, ...] = ()
     compiled: Compiled | None = None
     opencv: bool = False
+    extra: str | None = None
 
 
 # Dependencies that pip would add and that are handled otherwise, or not needed.
@@ -97,6 +99,9 @@ TOOLKITS: dict[str, Toolkit] = {
         ),
         checks=("fairseq",),
     ),
+    "tools": Toolkit(about="what the command-line tools need", extra="tools"),
+    "captioning": Toolkit(about="what captioning needs beside fairseq, timm and tools", extra="captioning"),
+    "onnx": Toolkit(about="ONNX export and its runtime", extra="onnx"),
 }
 
 

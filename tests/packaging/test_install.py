@@ -68,6 +68,14 @@ class TestPackages:
         assert missing == ["no-such-package>=2"]
         assert conflicts == [f"pytest asks for pytest<1, {version('pytest')} stays"]
 
+    def test_extras_are_read_from_our_own_metadata(self, monkeypatch):
+        if packages.version_of("attn-plugins") is None:
+            pytest.skip("attn-plugins was not installed by pip")
+        assert packages.missing_of_extra("test") == []
+        there = {name: found for name, found in packages.installed().items() if name != "onnxscript"}
+        monkeypatch.setattr(packages, "installed", lambda: there)
+        assert packages.missing_of_extra("onnx") == ["onnxscript"]
+
     def test_a_failing_pip_is_shown_by_the_end_of_its_output(self, tmp_path):
         with pytest.raises(InstallError, match=r"(?s)failed with status.*no-such-command.*in full: "):
             packages.pip(["no-such-command"], tmp_path / "log.txt")
@@ -116,9 +124,10 @@ class TestPlan:
 
     def test_every_toolkit_ends_with_known_checks(self):
         for toolkit in recipes.TOOLKITS.values():
+            assert toolkit.checks or toolkit.extra
             assert set(toolkit.checks) <= set(checks.CHECKS)
             assert toolkit.compiled is None or toolkit.compiled.check in toolkit.checks
-        assert {check.toolkit for check in checks.CHECKS.values()} == set(recipes.TOOLKITS)
+        assert {check.toolkit for check in checks.CHECKS.values()} == {"mm", "timm", "fairseq"}
 
 
 SETUP = """

@@ -1,0 +1,219 @@
+"""README's install lines and first blocks, as printed, in empty environments: ``make test-install``.
+
+One environment for each Python that is there, with the torch that pip takes today, and one with the oldest Python and
+torch. They are kept under ``build/install``; remove a folder there to begin anew. ``build/install/table.md`` records
+each step with its minutes and result. From nothing an environment takes 10 to 20 minutes on two cores.
+
+INSTALL_ENVIRONMENTS   which ones, such as ``3.12 3.10:2.1.2`` (Python, or Python:torch); default: those above.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.install
+
+ROOT = Path(__file__).parents[2]
+BUILD = ROOT / "build/install"
+README = (ROOT / "README.md").read_text()
+OLDEST_TORCH = "2.1.2"
+# What onedl-mmcv and fairseq-fixed state or were found to need; the operators and timm need torch 2.1.
+OLDEST_FOR = {"mm": (2, 4), "fairseq": (2, 1)}
+
+
+def interpreters() -> dict[str, str]:
+    """Interpreters by version, ``'3.12'``, that really run (a shim of a version manager may not)."""
+    found = {}
+    for minor in range(10, 15):
+        for candidate in (f"python3.{minor}", *map(str, Path.home().glob(f".pyenv/versions/3.{minor}.*/bin/python3"))):
+            if path := shutil.which(candidate):
+                works = subprocess.run([path, "-c", "import venv, ensurepip"], capture_output=True).returncode == 0
+                if works:
+                    found[f"3.{minor}"] = path
+                    break
+    return found
+
+
+def environments() -> list[str]:
+    if given := os.environ.get("INSTALL_ENVIRONMENTS"):
+        return given.split()
+    there = list(interpreters())
+    return [*there, *(f"{there[0]}:{OLDEST_TORCH}" for _ in there[:1] if there[0] == "3.10")]
+
+
+def block(heading: str, language: str, containing: str = "") -> str:
+    """The first block of a language after ``heading`` that contains a text."""
+    after = README[README.index(heading) :]
+    found = [text for kind, text in re.findall(r"^```(\w+)\n(.*?)^```", after, re.M | re.S) if kind == language]
+    return next(text for text in found if containing in text)
+
+
+def install_line(containing: str) -> str:
+    (line,) = (line for line in block("## Install", "bash").splitlines() if containing in line)
+    return line
+
+
+class Environment:
+    """An environment, a clone to install from, and an empty folder to work in."""
+
+    def __init__(self, name: str):
+        self.python_version, _, self.torch = name.partition(":")
+        self.name = name
+        self.folder = BUILD / name.replace(":", "-torch")
+        self.clone, self.work = self.folder / "attn_plugins", self.folder / "work"
+        self.table = BUILD / "table.md"
+        shutil.rmtree(self.work, ignore_errors=True)
+        self.work.mkdir(parents=True)
+        if not (self.folder / "venv").is_dir():
+            subprocess.run([interpreters()[self.python_version], "-m", "venv", self.folder / "venv"], check=True)
+            if self.torch:
+                self.bash(f"pip install -q 'torch=={self.torch}' 'numpy<2'", record="oldest torch")
+        shutil.rmtree(self.clone, ignore_errors=True)
+        tracked = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        for name in filter(None, tracked.split("\0")):
+            if (ROOT / name).is_file():
+                (self.clone / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(ROOT / name, self.clone / name)
+
+    def bash(self, command: str, where: Path | None = None, record: str | None = None, status: int = 0) -> str:
+        """Run a command as a user whose environment is active would; its output ends in ``log.txt``."""
+        keep = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV")}
+        path = f"{self.folder / 'venv/bin'}{os.pathsep}{os.environ['PATH']}"
+        began = time.monotonic()
+        done = subprocess.run(
+            ["bash", "-euo", "pipefail", "-c", command],
+            cwd=where or self.work,
+            env={**keep, "PATH": path, "VIRTUAL_ENV": str(self.folder / "venv")},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        minutes = (time.monotonic() - began) / 60
+        with (self.folder / "log.txt").open("a") as log:
+            print(f"$ {command}\n{done.stdout}\n", file=log)
+        result = "works" if done.returncode == status else f"status {done.returncode}"
+        if record:
+            with self.table.open("a") as table:
+                print(f"| {self.versions()} | {record} | {minutes:.1f} | {result} |", file=table)
+        assert done.returncode == status, f"{command}\n{done.stdout[-4000:]}"
+        return done.stdout
+
+    def versions(self) -> str:
+        code = "import platform, importlib.metadata as m; print(platform.python_version(), m.version('torch'))"
+        found = subprocess.run(
+            [self.folder / "venv/bin/python", "-c", code], capture_output=True, text=True
+        ).stdout.split()
+        return " | ".join(found) if found else f"{self.python_version} | none"
+
+    def python(self, code: str, record: str) -> str:
+        (self.work / "block.py").write_text(code)
+        return self.bash("python block.py", record=record)
+
+    def need(self, toolkit: str) -> None:
+        if self.torch and tuple(map(int, self.torch.split(".")[:2])) < OLDEST_FOR[toolkit]:
+            pytest.skip(f"{toolkit} needs torch >= {'.'.join(map(str, OLDEST_FOR[toolkit]))}")
+
+
+@pytest.fixture(scope="module", params=environments())
+def environment(request) -> Environment:
+    return Environment(request.param)
+
+
+def test_package_and_the_pytorch_block(environment):
+    environment.bash(install_line("pip install ."), environment.clone, record="`pip install .`")
+    text = environment.bash("python -m attn_plugins", record="doctor")
+    assert text.endswith("all is well\n")
+    environment.python(block("**PyTorch.**", "python"), record="PyTorch block")
+
+
+def test_timm(environment):
+    environment.bash(install_line("install timm"), record="`install timm`")
+    environment.python(block("**timm.**", "python"), record="timm block")
+
+
+# What mmdet's and mmseg's training tools do with a config, on made-up pictures and without downloaded weights.
+MM = textwrap.dedent("""
+    import sys
+    import torch
+    from mmengine.config import Config
+    from mmengine.structures import InstanceData, PixelData
+    from mmengine.optim import build_optim_wrapper
+
+    def without_weights(node):
+        if isinstance(node, dict):
+            if isinstance(node.get("init_cfg"), dict) and node["init_cfg"].get("type") == "Pretrained":
+                node["init_cfg"] = None
+            node.pop("pretrained", None)
+            for value in node.values():
+                without_weights(value)
+        elif isinstance(node, (list, tuple)):
+            for value in node:
+                without_weights(value)
+
+    config = Config.fromfile("my_config.py")
+    without_weights(config.model)
+    if config.default_scope == "mmdet":
+        from mmdet.registry import MODELS
+        from mmdet.structures import DetDataSample as Sample
+        from mmdet.utils import register_all_modules
+    else:
+        from mmseg.registry import MODELS
+        from mmseg.structures import SegDataSample as Sample
+        from mmseg.utils import register_all_modules
+        for name in ("norm_cfg",):
+            for part in (config.model.backbone, config.model.decode_head, config.model.auxiliary_head):
+                part[name] = dict(type="BN")
+        config.model.test_cfg = dict(mode="whole")
+    register_all_modules()
+    model = MODELS.build(config.model)
+    size = (128, 160) if config.default_scope == "mmdet" else (97, 129)
+    config.model.data_preprocessor.pop("size", None)
+    sample = Sample(metainfo=dict(img_shape=size, ori_shape=size, pad_shape=size, batch_input_shape=size,
+                                  scale_factor=(1.0, 1.0), flip=False))
+    sample.gt_instances = InstanceData(bboxes=torch.tensor([[10.0, 10, 90, 100]]), labels=torch.tensor([1]))
+    sample.gt_sem_seg = PixelData(data=torch.zeros(1, *size, dtype=torch.long))
+    pictures = [torch.randint(0, 256, (3, *size), dtype=torch.uint8) for _ in range(2)]
+    batch = dict(inputs=pictures, data_samples=[sample, sample.clone()])
+    model.data_preprocessor.size = size if config.default_scope == "mmseg" else None
+    loss = model.train().train_step(batch, build_optim_wrapper(model, config.optim_wrapper))
+    assert all(value.isfinite().all() for value in loss.values()), loss
+    found = model.eval().test_step(batch)
+    assert len(found) == 2
+    print({name: float(value) for name, value in loss.items()})
+""")
+
+
+def test_mm(environment):
+    environment.need("mm")
+    before = environment.bash("pip list --format=freeze")
+    environment.bash(install_line("install mm"), record="`install mm`")
+    after = environment.bash("pip list --format=freeze")
+    assert set(before.splitlines()) <= set(after.splitlines()), "a package that was there was changed"
+    assert len(re.findall(r"^opencv-", after, re.M)) == 1
+    blocks = {
+        "first block (Faster R-CNN)": block("# attn_plugins", "python"),
+        "mmseg block (CCNet)": block("## Quick starts", "python", "mmseg::"),
+        "drop-in block": block("## Quick starts", "python", "drop_in"),
+    }
+    for name, text in blocks.items():
+        (environment.work / "my_config.py").write_text(text)
+        environment.python(MM, record=name)
+    environment.bash(block("## Quick starts", "bash", "tools/train.py").splitlines()[0] + "\nls $MMDET/tools/train.py")
+    environment.bash(install_line("install mm"), record="`install mm` again")
+
+
+def test_fairseq(environment):
+    """The whole block, with 20 updates instead of 1,500."""
+    environment.need("fairseq")
+    environment.bash(install_line("install fairseq"), record="`install fairseq`")
+    text = block("**fairseq.**", "bash").replace("--max-update 1500", "--max-update 20")
+    assert "--max-update 20" in text
+    environment.bash(text, environment.clone, record="fairseq block, 20 updates")
