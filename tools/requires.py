@@ -15,7 +15,7 @@ and before work that needs a package which is imported later::
     need("tensorboard")
 
 Run without timm, the tool then ends with status 1 and the line ``tools.train_classifier needs timm, which is not
-installed: pip install '.[timm,tools]'``. Imported by anything but a tool, it raises the usual ModuleNotFoundError.
+installed: python -m attn_plugins install timm tools``. Imported by anything but a tool, it raises the usual ModuleNotFoundError.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 
-# The extra of pyproject.toml that brings a module; "" for the package's own dependencies.
+# What `python -m attn_plugins install` calls the packages that a module belongs to; "" for attn_plugins' own.
 EXTRAS = {
     "attn_plugins": "",
     "numpy": "captioning",
@@ -47,8 +47,8 @@ EXTRAS = {
     "lmdb": "captioning",
     "pycocoevalcap": "captioning",
 }
-# The stacks that pip alone does not install: `python -m attn_plugins install STACK` does.
-STACKS = {"mmcv": "mm", "mmdet": "mm", "mmengine": "mm", "mmseg": "mm", "fairseq": "fairseq", "torchaudio": "fairseq"}
+# Toolkits, likewise. A tool that lacks one names this one alone.
+STACKS = {"mmcv": "mm", "mmdet": "mm", "mmengine": "mm", "mmseg": "mm", "fairseq": "fairseq"}
 
 
 @contextmanager
@@ -91,8 +91,10 @@ def install_command(module: str, extras: tuple[str, ...] = ()) -> str | None:
         return f"python -m attn_plugins install {STACKS[module]}"
     if module not in EXTRAS:
         return None
-    brought = ",".join(sorted({*extras, EXTRAS[module]} - {""}))
-    return f"pip install '.[{brought}]'" if brought else "pip install ."
+    steps = [] if EXTRAS[module] else ["pip install ."]
+    if brought := sorted({*extras, EXTRAS[module]} - {""}):
+        steps.append(f"python -m attn_plugins install {' '.join(brought)}")
+    return " && ".join(steps)
 
 
 def running_tool() -> str | None:

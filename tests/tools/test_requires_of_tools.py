@@ -13,8 +13,11 @@ import pytest
 ROOT = Path(__file__).parents[2]
 OWN = "pip install ."
 MM, FAIRSEQ = (f"python -m attn_plugins install {stack}" for stack in ("mm", "fairseq"))
-TOOLS, TIMM = "pip install '.[tools]'", "pip install '.[timm]'"
-CAPTIONING, CAPTIONS = "pip install '.[captioning]'", "pip install '.[captioning,timm,tools]'"
+TOOLS, TIMM = "python -m attn_plugins install tools", "python -m attn_plugins install timm"
+CAPTIONING, CAPTIONS = (
+    "python -m attn_plugins install captioning",
+    "python -m attn_plugins install captioning timm tools",
+)
 
 # Tool and arguments, a package that is missing, the command. What has no --help fails before any work.
 CASES = [
@@ -27,13 +30,13 @@ CASES = [
     ("captioning.extract_regions --help", "PIL", CAPTIONS),
     ("captioning.extract_regions DIR DIR/out.h5 --grid resnet10t", "h5py", CAPTIONING),
     ("captioning.extract_regions DIR DIR/out.lmdb --grid resnet10t", "lmdb", CAPTIONING),
-    ("captioning.extract_regions DIR DIR/out.npz --grid resnet10t", "timm", "pip install '.[timm,tools]'"),
+    ("captioning.extract_regions DIR DIR/out.npz --grid resnet10t", "timm", "python -m attn_plugins install timm tools"),
     ("captioning.extract_regions DIR DIR/out.npz --torchvision fasterrcnn_resnet50_fpn", "torchvision",
-     "pip install '.[timm,tools]'"),
+     "python -m attn_plugins install timm tools"),
     ("captioning.extract_regions DIR DIR/out.npz --mmdet x.py --no-weights", "mmdet", MM),
     ("captioning.make_splits --help", "numpy", CAPTIONING),
-    ("captioning.train_attributes --help", "timm", "pip install '.[timm,tools]'"),
-    ("captioning.train_attributes --help", "safetensors", "pip install '.[timm,tools]'"),
+    ("captioning.train_attributes --help", "timm", "python -m attn_plugins install timm tools"),
+    ("captioning.train_attributes --help", "safetensors", "python -m attn_plugins install timm tools"),
     ("captioning_study --help", "torch", OWN),
     ("captioning_study DIR/out", "fairseq", FAIRSEQ),
     ("captioning_study DIR/out", "skimage", CAPTIONS),
