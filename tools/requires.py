@@ -15,7 +15,8 @@ and before work that needs a package which is imported later::
     need("tensorboard")
 
 Run without timm, the tool then ends with status 1 and the line ``tools.train_classifier needs timm, which is not
-installed: python -m attn_plugins install timm tools``. Imported by anything but a tool, it raises the usual ModuleNotFoundError.
+installed: python -m attn_plugins install timm tools``. Imported by anything but a tool, it raises the usual
+ModuleNotFoundError.
 """
 
 from __future__ import annotations

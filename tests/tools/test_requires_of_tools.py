@@ -13,6 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 OWN = "pip install ."
 MM, FAIRSEQ = (f"python -m attn_plugins install {stack}" for stack in ("mm", "fairseq"))
+TIMM_TOOLS = "python -m attn_plugins install timm tools"
 TOOLS, TIMM = "python -m attn_plugins install tools", "python -m attn_plugins install timm"
 CAPTIONING, CAPTIONS = (
     "python -m attn_plugins install captioning",
@@ -30,13 +31,13 @@ CASES = [
     ("captioning.extract_regions --help", "PIL", CAPTIONS),
     ("captioning.extract_regions DIR DIR/out.h5 --grid resnet10t", "h5py", CAPTIONING),
     ("captioning.extract_regions DIR DIR/out.lmdb --grid resnet10t", "lmdb", CAPTIONING),
-    ("captioning.extract_regions DIR DIR/out.npz --grid resnet10t", "timm", "python -m attn_plugins install timm tools"),
+    ("captioning.extract_regions DIR DIR/out.npz --grid resnet10t", "timm", TIMM_TOOLS),
     ("captioning.extract_regions DIR DIR/out.npz --torchvision fasterrcnn_resnet50_fpn", "torchvision",
-     "python -m attn_plugins install timm tools"),
+     TIMM_TOOLS),
     ("captioning.extract_regions DIR DIR/out.npz --mmdet x.py --no-weights", "mmdet", MM),
     ("captioning.make_splits --help", "numpy", CAPTIONING),
-    ("captioning.train_attributes --help", "timm", "python -m attn_plugins install timm tools"),
-    ("captioning.train_attributes --help", "safetensors", "python -m attn_plugins install timm tools"),
+    ("captioning.train_attributes --help", "timm", TIMM_TOOLS),
+    ("captioning.train_attributes --help", "safetensors", TIMM_TOOLS),
     ("captioning_study --help", "torch", OWN),
     ("captioning_study DIR/out", "fairseq", FAIRSEQ),
     ("captioning_study DIR/out", "skimage", CAPTIONS),
