@@ -4,7 +4,7 @@
 VENV ?= .venv
 PY := $(VENV)/bin/python
 BIN := $(VENV)/bin
-CXX_SOURCES := $(wildcard csrc/*.cpp csrc/*.h csrc/*/*.cpp csrc/*/*.h csrc/*/*.cu csrc/*/*.cuh)
+CXX_SOURCES := $(wildcard csrc/*.cpp csrc/*/*.cpp csrc/*/*.h csrc/*/*.cu csrc/*/*.cuh)
 PYTHON_SOURCES := plugins tools tests setup.py $(wildcard configs benchmarks)
 PYTEST ?= -q --durations=10
 # A file's tests stay in one process, for what they share; passive waiting, since the processes' threads share the cores.

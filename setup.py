@@ -34,8 +34,8 @@ def version() -> str:
     return match.group(1)
 
 
-def sources(folder: str, suffix: str) -> list[str]:
-    return sorted(str(p.relative_to(ROOT)) for p in (ROOT / folder).glob(f"*{suffix}"))
+def sources(pattern: str) -> list[str]:
+    return sorted(str(p.relative_to(ROOT)) for p in (ROOT / "csrc").glob(pattern))
 
 
 def nvidia_headers() -> list[str]:
@@ -79,14 +79,14 @@ def extensions(build: str) -> list:
 
     defines = ["-DTORCH_TARGET_VERSION=" + TORCH_TARGET_VERSION]
     cxx = ["-O3", "-std=c++20", "-fno-math-errno", "-fno-trapping-math", "-Wall", *defines]
-    headers = sorted(str(p.relative_to(ROOT)) for p in (ROOT / "csrc").rglob("*.*h"))  # .h, .cuh
+    headers = sources("*/*.*h")  # .h, .cuh
     common = dict(py_limited_api=True, depends=["setup.py", *headers])
     # A debug-free library is a tenth of the size; the kernels keep no symbols that a user could need.
     link = [] if sys.platform == "darwin" else ["-Wl,--strip-all"]
     found = [
         CppExtension(
             "attn_plugins._C",
-            ["csrc/schema.cpp", *sources("csrc/cpu", ".cpp")],
+            ["csrc/schema.cpp", *sources("*/cpu*.cpp")],
             include_dirs=[str(ROOT / "csrc")],
             extra_compile_args={"cxx": cxx},
             extra_link_args=link,
@@ -95,7 +95,7 @@ def extensions(build: str) -> list:
     ]
     if build == "cpu":
         return found
-    cuda_sources = sources("csrc/cuda", ".cu")
+    cuda_sources = sources("*/cuda*.cu")
     missing = toolchain.missing_for_cuda(torch.version.cuda) or (None if cuda_sources else "there are no CUDA sources")
     if missing:
         if build == "cuda":

@@ -1,4 +1,5 @@
-// The operators' schemas. Kernels are in cpu/ and cuda/, fake functions and gradients in plugins/ops/.
+// The operators' schemas. Kernels are in the folder of their region, fake functions and gradients in
+// plugins/ops/.
 #include <torch/csrc/stable/library.h>
 
 STABLE_TORCH_LIBRARY(attn_plugins, m) {

@@ -1,4 +1,4 @@
-"""Packs the arguments of global attention for the CPU kernels (``csrc/cpu/global_attention.cpp``) and calls them.
+"""Packs the arguments of global attention for the CPU kernels (``csrc/everywhere/cpu_global.cpp``) and calls them.
 
 Half precision is computed in float32. All copies made here are O(N): the kernels read keys and values as packed
 rows and columns, and queries, logits and gradients through whatever strides they have.

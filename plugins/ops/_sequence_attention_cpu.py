@@ -1,4 +1,4 @@
-"""Hands sequence attention to the CPU kernels (``csrc/cpu/sequence_attention.cpp``).
+"""Hands sequence attention to the CPU kernels (``csrc/everywhere/cpu_sequence.cpp``).
 
 Half precision is computed in float32. Shapes as in ``_sequence_attention_plain``; the kernels want an axis of slots
 after (B, M): a slot is a share of a head's queries, whose sums over queries are its own.

@@ -1,4 +1,4 @@
-"""Calls the CPU kernels of window attention (``csrc/cpu/window_attention.cpp``), which read and write any strides.
+"""Calls the CPU kernels of window attention (``csrc/window/cpu.cpp``), which read and write any strides.
 
 Half precision is computed in float32.
 """

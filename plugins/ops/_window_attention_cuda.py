@@ -1,4 +1,4 @@
-"""Calls the CUDA kernels of window attention (``csrc/cuda/window_attention.cuh``).
+"""Calls the CUDA kernels of window attention (``csrc/window/cuda.cuh``).
 
 They take float16, bfloat16 and float32 in any strides whose last axis is contiguous, and compute in float32.
 """

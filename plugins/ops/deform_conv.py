@@ -175,7 +175,7 @@ def _check_weight(input: Tensor, weight: Tensor, bias: Tensor | None) -> int:
 
 
 def _memory_format(like: Tensor) -> torch.memory_format:
-    """Channels-last where ``like`` is, and not contiguous as well (the rule of csrc/deform_conv.h)."""
+    """Channels-last where ``like`` is, and not contiguous as well (the rule of csrc/sampled/deform_conv.h)."""
     if not like.is_contiguous() and like.is_contiguous(memory_format=torch.channels_last):
         return torch.channels_last
     return torch.contiguous_format

@@ -1,8 +1,8 @@
 """Region "window": attention to the keys around each query, of sequences and of maps.
 
 Local bilateral attention, dynamic convolution, stand-alone local attention and range-limited generalized attention
-are this operator with other logits. Compiled kernels compute it on the CPU (``csrc/cpu/window_attention.cpp``) and on
-CUDA (``csrc/cuda/window_attention.cuh``); elsewhere plain PyTorch does, tap by tap.
+are this operator with other logits. Compiled kernels compute it on the CPU (``csrc/window/cpu.cpp``) and on
+CUDA (``csrc/window/cuda.cuh``); elsewhere plain PyTorch does, tap by tap.
 """
 
 from __future__ import annotations

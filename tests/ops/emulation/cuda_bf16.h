@@ -1,4 +1,4 @@
-// Stands in for CUDA's header of this name: the type and conversions that csrc/cuda uses, by torch's own
+// Stands in for CUDA's header of this name: the type and conversions that our kernels use, by torch's own
 // rounding.
 #pragma once
 #include <torch/headeronly/util/BFloat16.h>

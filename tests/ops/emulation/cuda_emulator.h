@@ -1,6 +1,6 @@
 // Runs CUDA kernels on the CPU, thread by thread, so that a machine without a GPU can test their source.
 //
-// Included before csrc/cuda/*.cuh (compiled as C++), it stands in for csrc/cuda/launch.cuh. Each CUDA thread
+// Included before csrc/*/*.cuh (compiled as C++), it stands in for csrc/common/launch.cuh. Each CUDA thread
 // is a fiber; a shuffle or __syncthreads is where fibers wait for each other. Blocks run one after the other.
 #pragma once
 

@@ -1,8 +1,8 @@
-// csrc/cuda/deform_conv2d.cuh on CPU tensors: the operators attn_plugins_emulated::deform_conv2d and its
+// csrc/sampled/cuda.cuh on CPU tensors: the operators attn_plugins_emulated::deform_conv2d and its
 // backward.
 #include "cuda_emulator.h"  // first
 
-#include "cuda/deform_conv2d.cuh"
+#include "sampled/cuda.cuh"
 
 STABLE_TORCH_LIBRARY(attn_plugins_emulated, m) {
   m.def(

@@ -1,8 +1,8 @@
-// csrc/cuda/window_attention.cuh on CPU tensors: the operators attn_plugins_emulated_window::forward_ and
+// csrc/window/cuda.cuh on CPU tensors: the operators attn_plugins_emulated_window::forward_ and
 // ::backward_.
 #include "cuda_emulator.h"  // first
 
-// What window_attention.cuh's kernels use beside that: votes, and products on tensor cores.
+// What cuda.cuh's kernels use beside that: votes, and products on tensor cores.
 inline bool __any_sync(unsigned members, bool vote) {
   unsigned votes = vote;
   for (int bits = 1; bits < 32; bits *= 2)
@@ -10,7 +10,7 @@ inline bool __any_sync(unsigned members, bool vote) {
   return votes;
 }
 
-#include "cuda/vector.cuh"
+#include "common/vector.cuh"
 
 namespace attn_plugins {
 
@@ -46,7 +46,7 @@ void multiply_add(float (&sum)[4], unsigned a0, unsigned a1, unsigned a2, unsign
 
 }  // namespace attn_plugins
 
-#include "cuda/window_attention.cuh"
+#include "window/cuda.cuh"
 
 STABLE_TORCH_LIBRARY(attn_plugins_emulated_window, m) {
   m.def(

@@ -8,7 +8,7 @@
 
 #include <cmath>
 
-#include "window_geometry.cuh"
+#include "cuda_geometry.cuh"
 
 namespace attn_plugins {
 

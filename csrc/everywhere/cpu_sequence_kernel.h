@@ -1,13 +1,13 @@
 // The arithmetic of sequence attention for one instruction set, included by each_target.h once per
-// set as global_attention_kernel.h is by its own file.
+// set as cpu_global_kernel.h is by its own file.
 //
 // A task works on one head and on every slots-th block of BLOCK queries. It packs the head's keys and values
 // once, in panels that stay in the first-level cache while a block's logits are computed; these stay in the
 // second-level cache from the first product to the last.
 
-#include "vector_kernel.h"
+#include "common/vector_kernel.h"
 
-#include "product_kernel.h"
+#include "common/product_kernel.h"
 
 constexpr int64_t BLOCK = 48;
 constexpr int64_t DEPTH = 96;  // rows of keys or values that a product over keys takes at a time

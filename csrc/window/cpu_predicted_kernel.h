@@ -1,7 +1,6 @@
-// Window attention by position logits alone, for one instruction set (see window_attention_kernel.h, which
-// includes this file): dynamic convolution. There are no dot products, so that nothing has to be packed along
-// the queries: vectors run along the value's channels, and a span of neighbouring queries shares every value
-// it loads.
+// Window attention by position logits alone, for one instruction set (see cpu_kernel.h, which includes this
+// file): dynamic convolution. There are no dot products, so that nothing has to be packed along the queries:
+// vectors run along the value's channels, and a span of neighbouring queries shares every value it loads.
 
 constexpr int64_t SPAN = VECTOR_BYTES == 64 ? 8 : 4;  // queries that are computed together
 

@@ -1,6 +1,6 @@
 // Global attention on the CPU: everything between the projections in one pass over blocks of queries, one
 // parallel region a call. Here are the arguments, the choice of the instruction set and the entry points; the
-// arithmetic is in global_attention_kernel.h.
+// arithmetic is in cpu_global_kernel.h.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
@@ -13,7 +13,7 @@
 #include <optional>
 #include <vector>
 
-#include "vectors.h"
+#include "common/vectors.h"
 
 namespace {
 
@@ -35,8 +35,8 @@ struct Problem {
   bool logits_wanted = false;
 };
 
-#define KERNEL "global_attention_kernel.h"
-#include "each_target.h"
+#define KERNEL "everywhere/cpu_global_kernel.h"
+#include "common/each_target.h"
 
 template <typename T>
 void run(const Problem<T>& p, bool backward) {

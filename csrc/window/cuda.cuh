@@ -1,4 +1,4 @@
-// Window attention's entry points on a GPU: arguments, and the choice of window_kernels.cuh's kernels.
+// Window attention's entry points on a GPU: arguments, and the choice of cuda_kernels.cuh's kernels.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -10,9 +10,9 @@
 #include <optional>
 #include <vector>
 
-#include "../tensor_ops.h"
-#include "window_kernels.cuh"
-#include "window_tensor_kernels.cuh"
+#include "common/tensor_ops.h"
+#include "cuda_kernels.cuh"
+#include "cuda_tensor_kernels.cuh"
 
 namespace attn_plugins {
 namespace {

@@ -8,9 +8,9 @@
 
 constexpr int64_t BLOCK = 48;
 
-#include "vector_kernel.h"
+#include "common/vector_kernel.h"
 
-#include "product_kernel.h"
+#include "common/product_kernel.h"
 
 // --- C (rows x columns) = A (rows x depth) * B^T (columns x depth), depth contiguous in both and whole
 // vectors

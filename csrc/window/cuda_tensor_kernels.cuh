@@ -1,4 +1,4 @@
-// window_kernels.cuh's kernels on tensor cores, for half numbers.
+// cuda_kernels.cuh's kernels on tensor cores, for half numbers.
 //
 // A warp has a tile of 16 queries (in the keys' gradients: keys): two rows of eight, or one row of 16, whose
 // windows overlap tap on tap. It multiplies them with 16 keys of a row at a time; the products of queries and
@@ -7,8 +7,8 @@
 // channels have none.
 #pragma once
 
-#include "tensor_core.cuh"
-#include "window_kernels.cuh"
+#include "common/tensor_core.cuh"
+#include "cuda_kernels.cuh"
 
 namespace attn_plugins {
 

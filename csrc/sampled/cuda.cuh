@@ -1,12 +1,12 @@
-// The kernels that the drivers of csrc/deform_conv.h call on a GPU. Matrix products go to ATen, so torch's
+// The kernels that the drivers of deform_conv.h call on a GPU. Matrix products go to ATen, so torch's
 // own switches (allow_tf32, float32_matmul_precision, reduced-precision reductions) rule them.
 #pragma once
 
 #include <cstdlib>
 
-#include "../deform_conv.h"
-#include "sampling.cuh"
-#include "transpose.cuh"
+#include "common/transpose.cuh"
+#include "cuda_sampling.cuh"
+#include "deform_conv.h"
 
 namespace attn_plugins {
 namespace {

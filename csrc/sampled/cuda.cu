@@ -1,5 +1,5 @@
-// Deformable convolution on CUDA: csrc/deform_conv.h's drivers with the kernels of deform_conv2d.cuh.
-#include "deform_conv2d.cuh"
+// Deformable convolution on CUDA: deform_conv.h's drivers with the kernels of cuda.cuh.
+#include "cuda.cuh"
 
 namespace attn_plugins {
 namespace {

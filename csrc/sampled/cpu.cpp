@@ -4,9 +4,9 @@
 #include <cmath>
 #include <cstring>
 
-#include "../deform_conv.h"
-#include "simd.h"
-#include "transpose.h"
+#include "common/simd.h"
+#include "common/transpose.h"
+#include "deform_conv.h"
 
 namespace attn_plugins {
 namespace {

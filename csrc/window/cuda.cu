@@ -1,5 +1,5 @@
-// Window attention on CUDA: window_attention.cuh's entry points, on the tensors' device.
-#include "window_attention.cuh"
+// Window attention on CUDA: cuda.cuh's entry points, on the tensors' device.
+#include "cuda.cuh"
 
 namespace attn_plugins {
 namespace {

@@ -7,7 +7,7 @@
 // of the padded map is element j / stride of phase j % stride. Two products remain, and both are sums over a
 // list of pointers: `dots` of a query with the keys of its taps, and `mixes` of rows by weights.
 
-#include "vector_kernel.h"
+#include "common/vector_kernel.h"
 
 constexpr int64_t TILE = 64;  // queries of a row that are computed together
 
@@ -345,7 +345,7 @@ void key_tasks(const Problem<T>& p, int64_t begin, int64_t end) {
   }
 }
 
-#include "predicted_window_kernel.h"
+#include "cpu_predicted_kernel.h"
 
 template <typename T>
 void run_tasks(Stage stage, const Problem<T>& p, int64_t begin, int64_t end) {

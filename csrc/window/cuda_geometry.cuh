@@ -1,8 +1,8 @@
 // What window attention's kernels work on, and which keys and queries meet.
 #pragma once
 
-#include "launch.cuh"
-#include "vector.cuh"
+#include "common/launch.cuh"
+#include "common/vector.cuh"
 
 namespace attn_plugins {
 
@@ -93,7 +93,7 @@ struct Span {
   __device__ __forceinline__ Span only_if(bool condition) const { return {first, condition ? count : 0}; }
 };
 
-// Distances along a row are 32-bit (window_attention.cuh sees to it).
+// Distances along a row are 32-bit (cuda.cuh sees to it).
 template <class T>
 __device__ __forceinline__ T* along(T* row, int place, int distance) {
   return row + place * distance;

@@ -1,14 +1,13 @@
 // Device code of deformable convolution: bilinear samples into columns, and back.
 //
-// The same function as csrc/cpu/deform_conv2d.cpp, cut for a GPU: a team of `lanes` neighbouring threads (a
-// power of two, at most a warp) serves one output pixel and one offset group. Each lane locates another tap's
-// sample; then, tap by tap, the sample is handed to the whole team and every lane moves one vector of
-// channels. Teams of neighbouring pixels share a block, whose overlapping reads then meet in the first-level
-// cache.
+// The same function as cpu.cpp, cut for a GPU: a team of `lanes` neighbouring threads (a power of two, at
+// most a warp) serves one output pixel and one offset group. Each lane locates another tap's sample; then,
+// tap by tap, the sample is handed to the whole team and every lane moves one vector of channels. Teams of
+// neighbouring pixels share a block, whose overlapping reads then meet in the first-level cache.
 #pragma once
 
-#include "launch.cuh"
-#include "vector.cuh"
+#include "common/launch.cuh"
+#include "common/vector.cuh"
 
 namespace attn_plugins {
 

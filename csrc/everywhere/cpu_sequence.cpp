@@ -1,5 +1,5 @@
 // Sequence attention on the CPU: arguments, the choice of the instruction set and the entry points; the
-// arithmetic is in sequence_attention_kernel.h.
+// arithmetic is in cpu_sequence_kernel.h.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
@@ -12,7 +12,7 @@
 #include <optional>
 #include <vector>
 
-#include "vectors.h"
+#include "common/vectors.h"
 
 namespace {
 
@@ -33,8 +33,8 @@ struct Problem {
   const bool* padding = nullptr;  // (B, S), true where there is no key
 };
 
-#define KERNEL "sequence_attention_kernel.h"
-#include "each_target.h"
+#define KERNEL "everywhere/cpu_sequence_kernel.h"
+#include "common/each_target.h"
 
 template <typename T>
 void run(const Problem<T>& p, bool backward) {

@@ -1,5 +1,5 @@
 // Window attention on the CPU: no window is written out. Here are the arguments, the packing's geometry, the
-// choice of the instruction set and the entry points; the arithmetic is in window_attention_kernel.h.
+// choice of the instruction set and the entry points; the arithmetic is in cpu_kernel.h.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
@@ -14,8 +14,8 @@
 #include <utility>
 #include <vector>
 
-#include "../tensor_ops.h"
-#include "vectors.h"
+#include "common/tensor_ops.h"
+#include "common/vectors.h"
 
 namespace {
 
@@ -59,8 +59,8 @@ struct Packing {
 
 enum class Stage { FORWARD, PREDICTED, QUERIES, KEYS };
 
-#define KERNEL "window_attention_kernel.h"
-#include "each_target.h"
+#define KERNEL "window/cpu_kernel.h"
+#include "common/each_target.h"
 
 template <typename T>
 void run(Stage stage, const Problem<T>& p, int64_t tasks) {

@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "../tensor_ops.h"
+#include "tensor_ops.h"
 
 namespace attn_plugins {
 

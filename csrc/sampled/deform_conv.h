@@ -4,15 +4,15 @@
 //
 // Shapes: N batch, C channels, H x W input, Ho x Wo output, K = Kh * Kw taps, G groups (blocks of Cg = C / G
 // channels that share weights), D offset groups (blocks of Cd = C / D channels that share offsets).
-// Everything here is channels-last: an input pixel's channels are contiguous, so is a column's (tap,
-// channel).
+// Everything here is channels-last: an input pixel's channels are contiguous, so is a column's
+// (tap, channel).
 #pragma once
 
 #include <algorithm>
 #include <optional>
 #include <tuple>
 
-#include "tensor_ops.h"
+#include "common/tensor_ops.h"
 
 namespace attn_plugins {
 
@@ -50,7 +50,8 @@ inline Tensor to_channels_last(const Tensor& t) {
   return contiguous(permuted(t, {0, 2, 3, 1}));
 }
 
-// The rule of plugins/ops/deform_conv.py's fake functions: a result is channels-last where its source is.
+// The rule of plugins/ops/sampled/deform_conv.py's fake functions: a result is channels-last where its
+// source is.
 inline bool is_channels_last(const Tensor& t) {
   if (t.is_contiguous()) return false;
   int64_t expected = 1;
@@ -103,8 +104,9 @@ inline int64_t pixels_of_bytes(const DeformConvGeometry& g, int64_t element_byte
 //   static int64_t block_pixels(g, element_bytes)  of a chunk's geometry g
 //   static constexpr bool columns_replace_gradients   sample_backward may write columns over grad_columns
 //   static Tensor channels_last(t)         (N, C, H, W) of any strides -> (N, H, W, C), contiguous
-//   static void channels_first(t, out)     (N, H, W, C), contiguous, -> out (N, C, H, W), contiguous, any
-//   dtype static void sample(g, input, offset, mask, columns, start, length)
+//   static void channels_first(t, out)     (N, H, W, C), contiguous, -> out (N, C, H, W), contiguous,
+//                                          any dtype
+//   static void sample(g, input, offset, mask, columns, start, length)
 //       columns (G, length, K, Cg) = bilinear samples times mask of output pixels [start, start + length).
 //   static void sample_backward(g, input, offset, mask, grad_columns, columns, grad_input, grad_offset,
 //                               grad_mask, start, length)
@@ -115,8 +117,8 @@ inline int64_t pixels_of_bytes(const DeformConvGeometry& g, int64_t element_byte
 //   static ScalarType accumulate_type(t)   what gradients of input and weight are summed in
 //   static ScalarType compute_type(t)      what t is computed in
 
-// One chunk: rows (pixels, out_channels) = the convolution of input (N, C, H, W); weight (G, K * Cg, out /
-// G).
+// One chunk: rows (pixels, out_channels) = the convolution of input (N, C, H, W);
+// weight (G, K * Cg, out / G).
 template <class Kernels>
 void deform_conv2d_rows(const DeformConvGeometry& g, const Tensor& input_, const Tensor& offset,
                         const Tensor& mask, const Tensor& weight, const Tensor& bias, const Tensor& output) {
