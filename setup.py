@@ -25,7 +25,8 @@ sys.path.insert(0, str(ROOT))
 from plugins.install import toolchain  # noqa: E402
 
 TORCH_TARGET_VERSION = "0x020a000000000000"  # the oldest torch whose stable ABI we use: 2.10
-PACKAGES = ["", ".install", ".ops", ".terms", ".modules", ".mmcv", ".timm", ".fairseq"]
+ROOMS = [".ops.everywhere", ".ops.window", ".ops.criss_cross", ".ops.sampled"]
+PACKAGES = ["", ".install", ".ops", *ROOMS, ".terms", ".modules", ".mmcv", ".timm", ".fairseq"]
 
 
 def version() -> str:

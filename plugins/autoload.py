@@ -129,8 +129,14 @@ def is_own_user_dir(path: str | os.PathLike[str]) -> bool:
         return False
     if folder.samefile(FAIRSEQ_USER_DIR):
         return True
-    ours = ("autoload.py", "ops/_library.py", "fairseq/__init__.py")
-    if folder.name == "fairseq" and all((folder.parent / name).is_file() for name in ours):
+    ours = ("autoload.py", "fairseq/__init__.py")
+    loader = ("ops/library.py", "ops/_library.py")  # the latter up to 0.1
+    copy = folder.parent
+    if (
+        folder.name == "fairseq"
+        and all((copy / name).is_file() for name in ours)
+        and any((copy / name).is_file() for name in loader)
+    ):
         logger.warning("--user-dir %s: using the installed attn_plugins in %s instead", path, PACKAGE)
         return True
     return False

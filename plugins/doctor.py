@@ -77,11 +77,11 @@ def _binaries(report: Report) -> None:
     import torch
 
     try:
-        from attn_plugins.ops import _library
+        from attn_plugins.ops import library
     except Exception as error:
         return report.fail("ops", _words(error))
     for device, name in (("cpu", "_C"), ("cuda", "_C_cuda")):
-        reason = _library.failures()[device]
+        reason = library.failures()[device]
         if reason is None:
             file = next(PACKAGE.glob(f"{name}.*so")).name
             if device == "cuda" and not torch.cuda.is_available():

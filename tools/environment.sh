@@ -101,7 +101,7 @@ do_tools() { pip_install pip setuptools wheel packaging ninja; }
 do_package() { ATTN_PLUGINS_BUILD=none pip_install --no-build-isolation -e ".[$EXTRAS]"; }
 do_binary() {
     "$PY" setup.py -q build_ext --inplace
-    "$PY" -c 'from attn_plugins.ops import _library as l; sys = __import__("sys"); sys.exit(l.failures()["cpu"])'
+    "$PY" -c 'from attn_plugins.ops import library as l; sys = __import__("sys"); sys.exit(l.failures()["cpu"])'
 }
 do_toolkits() {
     local pins=()

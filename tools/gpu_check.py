@@ -22,7 +22,7 @@ with extras():
     import torch
     from torch import Tensor
 
-    from attn_plugins.ops import _library, deform_conv2d
+    from attn_plugins.ops import deform_conv2d, library
     from attn_plugins.ops import window_attention as window_attention_op
 
     from .benchmark import augmented_conv, criss_cross, deform_conv, global_attention, report, window_attention
@@ -231,7 +231,7 @@ def table(title: str, rows: list[dict]) -> str:
 
 
 def benchmark() -> None:
-    assert _library.has_kernel("cuda"), _library.failures()["cuda"]
+    assert library.has_kernel("cuda"), library.failures()["cuda"]
     torch.manual_seed(0)
     facts = report.machine("cuda")
     command = "bash tools/gpu_check.sh benchmark"

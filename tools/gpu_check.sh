@@ -32,7 +32,7 @@ export TORCH_CUDA_ARCH_LIST=${TORCH_CUDA_ARCH_LIST:-$arch}
 
 build() {
     ATTN_PLUGINS_BUILD=cuda timeout $((100 * PATIENCE)) "$PYTHON" setup.py -q build_ext --inplace &&
-        "$PYTHON" -c 'from attn_plugins.ops import _library as l; assert l.has_kernel("cuda"), l.failures()'
+        "$PYTHON" -c 'from attn_plugins.ops import library as l; assert l.has_kernel("cuda"), l.failures()'
 }
 
 tests() {

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..ops._arguments import autocast_dtype
+from ..ops.arguments import autocast_dtype
 from ..terms import alignment as terms
 from .checks import positive
 

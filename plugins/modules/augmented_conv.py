@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..ops import global_attention
-from ..ops.global_attention import scripted_global_attention
+from ..ops.everywhere.global_attention import scripted_global_attention
 from ..terms.relative_position import relative_logits
 from ..terms.relative_table import resize_table
 from ..terms.sine_position import sine_encoding

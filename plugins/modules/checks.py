@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ..ops._arguments import autocast_dtype
+from ..ops.arguments import autocast_dtype
 
 
 def positive(**numbers: int) -> None:

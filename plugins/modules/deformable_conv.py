@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..ops._arguments import autocast_dtype, expand
-from ..ops.deform_conv import deform_conv1d, deform_conv2d
+from ..ops.arguments import autocast_dtype, expand
+from ..ops.sampled.deform_conv import deform_conv1d, deform_conv2d
 from .sequence_cache import SequenceCache, check_cache
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..ops import window_attention
-from ..ops.window_attention import scripted_window_attention
+from ..ops.window.window_attention import scripted_window_attention
 from .capture import window_maps_of
 from .checks import check_map, pair, positive
 from .sequence_cache import SequenceCache, check_cache, check_padding_mask

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..ops import global_attention, window_attention
-from ..ops.global_attention import scripted_global_attention
-from ..ops.window_attention import scripted_window_attention
+from ..ops.everywhere.global_attention import scripted_global_attention
+from ..ops.window.window_attention import scripted_window_attention
 from ..terms.relative_position import axis_offsets, relative_logits, spread
 from ..terms.saliency import add_vector, key_saliency
 from ..terms.sine_position import sine_encoding

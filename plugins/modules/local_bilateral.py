@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..ops import window_attention
-from ..ops.window_attention import scripted_window_attention
+from ..ops.window.window_attention import scripted_window_attention
 from .capture import window_maps_of
 from .checks import check_map, pair, positive
 

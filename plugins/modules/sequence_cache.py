@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..ops import reference
-from ..ops import sequence_attention as attend  # the function: the module of this name is hidden by it
+from ..ops import sequence_attention as attend
 from .checks import check_fits, positive
 
 

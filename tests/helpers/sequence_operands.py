@@ -10,9 +10,9 @@ import torch
 from operator_checks import given
 from torch import Tensor
 
-from attn_plugins.ops import _library, sequence_attention
+from attn_plugins.ops import library, sequence_attention
 
-OPERATOR = sys.modules["attn_plugins.ops.sequence_attention"]
+OPERATOR = sys.modules["attn_plugins.ops.everywhere.sequence_attention"]
 # Which of content, band, outside and position logits are there.
 TERMS = [
     terms
@@ -68,5 +68,5 @@ def take_path(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The compiled kernel, or what stands in for it where there is none."""
     if name != "compiled":
         monkeypatch.setattr(OPERATOR, "_compiled", lambda value: False)
-    elif not _library.has_kernel("cpu"):
+    elif not library.has_kernel("cpu"):
         pytest.skip("no CPU binary is compiled")

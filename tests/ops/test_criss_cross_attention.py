@@ -11,8 +11,8 @@ from criss_cross_operands import LOGITS, operands
 from operator_checks import DEVICES, given
 from torch import Tensor
 
-from attn_plugins.ops import _criss_cross_products as products
 from attn_plugins.ops import criss_cross_attention, global_attention, reference
+from attn_plugins.ops.criss_cross import products
 
 SIZES = [(5, 7), (7, 5), (8, 8), (1, 6), (6, 1), (1, 1), (17, 3)]
 

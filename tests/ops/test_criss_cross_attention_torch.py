@@ -11,8 +11,8 @@ from operator_checks import DEVICES, check_autocast, check_compiled_and_exported
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from attn_plugins.ops import _criss_cross_products as products
 from attn_plugins.ops import criss_cross_attention
+from attn_plugins.ops.criss_cross import products
 
 
 @pytest.mark.parametrize("device", DEVICES)

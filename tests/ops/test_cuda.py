@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from attn_plugins.ops import _library, deform_conv1d, deform_conv2d, global_attention, reference
-from attn_plugins.ops.deform_conv import _backward_by_image, _reference_backward
+from attn_plugins.ops import deform_conv1d, deform_conv2d, global_attention, library, reference
+from attn_plugins.ops.sampled.deform_conv import _backward_by_image, _reference_backward
 
 # The cases and helpers of the CPU's tests. (Test files are no modules under pytest's importlib mode.)
 _CPU_TESTS = runpy.run_path(str(Path(__file__).with_name("test_deform_conv.py")))
@@ -72,7 +72,7 @@ def test_backward_by_image_equals_the_whole(masked):
 
 @cuda
 def test_the_binary_is_there():
-    assert _library.has_kernel("cuda"), _library.failures()["cuda"]
+    assert library.has_kernel("cuda"), library.failures()["cuda"]
 
 
 @cuda

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from attn_plugins.ops import _library, deform_conv1d, deform_conv2d, reference
+from attn_plugins.ops import deform_conv1d, deform_conv2d, library, reference
 
 try:
     import torchvision
@@ -98,7 +98,7 @@ def through_reference(input, offset, weight, bias, stride, padding, dilation, ma
 
 def test_the_binary_is_there() -> None:
     """Everything below would pass on the reference alone; here it must not."""
-    assert _library.has_kernel("cpu"), _library.failures()["cpu"]
+    assert library.has_kernel("cpu"), library.failures()["cpu"]
 
 
 @pytest.mark.parametrize("masked", [True, False])

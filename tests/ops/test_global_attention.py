@@ -7,9 +7,8 @@ import pytest
 import torch
 from torch.autograd import gradcheck, gradgradcheck
 
-from attn_plugins.ops import _global_attention_chunks as chunked
-from attn_plugins.ops import _global_attention_folding as folding
-from attn_plugins.ops import _library, global_attention, reference
+from attn_plugins.ops import global_attention, library, reference
+from attn_plugins.ops.everywhere import chunks, folding
 
 NAMES = ("query", "key", "value", "row_logits", "column_logits", "key_logits")
 ALL = (True, True, True, True)
@@ -102,8 +101,8 @@ def test_equals_the_definition_in_loops(terms, broadcast):
 def path(request, monkeypatch):
     """The compiled kernels, and what stands in for them where there are none."""
     if request.param == "plain":
-        monkeypatch.setattr(_library, "serves", lambda device_type: False)
-    elif not _library.has_kernel("cpu"):
+        monkeypatch.setattr(library, "serves", lambda device_type: False)
+    elif not library.has_kernel("cpu"):
         pytest.skip("no CPU binary")
     return request.param
 
@@ -118,8 +117,8 @@ def test_gradients_equal_the_reference(terms, broadcast, dtype, path):
 @pytest.mark.parametrize("terms", [ALL, (False, True, True, True), (True, False, True, False)])
 @pytest.mark.parametrize("budget", [1, 40, 130, 10**6])
 def test_chunks_of_any_size(terms, budget, monkeypatch):
-    monkeypatch.setitem(chunked.WORKSPACE, "cpu", budget * 8)
-    monkeypatch.setattr(_library, "serves", lambda device_type: False)
+    monkeypatch.setitem(chunks.WORKSPACE, "cpu", budget * 8)
+    monkeypatch.setattr(library, "serves", lambda device_type: False)
     for broadcast in (False, True):
         check_against_reference(make(terms, B=3, broadcast=broadcast))
 
@@ -146,7 +145,7 @@ def test_sizes_around_the_blocks_and_vectors(d, dv, dtype):
 def test_chunks_cover_every_query_once():
     for B, M, Hq, Wq, keys, budget in itertools.product((1, 3), (1, 2), (1, 5), (1, 4), (1, 7), (1, 9, 33, 1000)):
         seen = torch.zeros(B, Hq, Wq)
-        pieces = list(chunked.chunks(B, M, Hq, Wq, keys, budget))
+        pieces = list(chunks.chunks(B, M, Hq, Wq, keys, budget))
         for b, h, w in pieces:
             seen[b, h, w] += 1
         assert (seen == 1).all()

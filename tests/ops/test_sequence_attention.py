@@ -10,8 +10,8 @@ import torch
 from sequence_operands import TERMS, attend, gradients, operands, padding, take_path
 from torch import Tensor
 
-from attn_plugins.ops import _global_attention_chunks as chunked
 from attn_plugins.ops import reference, sequence_attention
+from attn_plugins.ops.everywhere import chunks
 
 
 def define(operands, mask=None, *, start=0, causal=False, scale=1.0) -> Tensor:
@@ -59,7 +59,7 @@ def path(request, monkeypatch):
     """The compiled kernel, and what stands in for it where there is none."""
     take_path(request.param, monkeypatch)
     if request.param == "plain, one query a chunk":
-        monkeypatch.setitem(chunked.WORKSPACE, "cpu", 1)
+        monkeypatch.setitem(chunks.WORKSPACE, "cpu", 1)
     return request.param
 
 

@@ -12,9 +12,9 @@ from operator_checks import DEVICES, check_autocast, check_compiled_and_exported
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from attn_plugins.ops import _library, reference, window_attention
+from attn_plugins.ops import library, reference, window_attention
 
-needs_kernel = pytest.mark.skipif(not _library.has_kernel("cpu"), reason="no CPU binary is compiled")
+needs_kernel = pytest.mark.skipif(not library.has_kernel("cpu"), reason="no CPU binary is compiled")
 LOGITS = ["content", "position", "both"]
 
 
@@ -140,7 +140,7 @@ def test_a_workspace_smaller_than_all_heads():
 @pytest.mark.parametrize("logits", LOGITS)
 @pytest.mark.parametrize("kernel, stride, padding, dilation", GEOMETRIES)
 def test_plain_path_equals_the_reference(kernel, stride, padding, dilation, logits, border, device, monkeypatch):
-    monkeypatch.setattr(sys.modules["attn_plugins.ops.window_attention"], "_compiled", lambda value: False)
+    monkeypatch.setattr(sys.modules["attn_plugins.ops.window.window_attention"], "_compiled", lambda value: False)
     terms = operands((7, 5), kernel, logits, stride=stride, device=device)
     expected = reference.window_attention(*terms, kernel, stride, padding, dilation, border == "zero", 0.3)
     found = window_attention(

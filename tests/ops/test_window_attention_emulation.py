@@ -11,9 +11,9 @@ import pytest
 import torch
 from emulated_kernels import NEEDS, error, load
 
-from attn_plugins.ops import _window_attention_cuda as cuda
 from attn_plugins.ops import reference
-from attn_plugins.ops._window_attention_cpu import Geometry
+from attn_plugins.ops.window import cuda
+from attn_plugins.ops.window.geometry import Geometry
 
 pytestmark = NEEDS
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}

@@ -8,7 +8,7 @@ import torch
 
 from attn_plugins import doctor
 from attn_plugins.install import checks
-from attn_plugins.ops import _library
+from attn_plugins.ops import library
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +26,7 @@ def test_all_is_well(healthy):
 
 @pytest.mark.parametrize("operator", doctor.SELF_CHECKS)
 def test_every_operator_runs_and_is_near_its_reference(healthy, operator):
-    if _library.failures()["cpu"] is not None:
+    if library.failures()["cpu"] is not None:
         pytest.skip("no CPU binary")
     assert f": {operator} runs, " in healthy[1]
 
@@ -63,7 +63,7 @@ def test_a_torch_without_autoload_is_told(monkeypatch, capsys):
     ids=["wrong", "fails"],
 )
 def test_a_broken_operator_is_named(monkeypatch, capsys, check, words):
-    if _library.failures()["cpu"] is not None:
+    if library.failures()["cpu"] is not None:
         pytest.skip("no CPU binary")
     monkeypatch.setattr(doctor, "SELF_CHECKS", {"window_attention": check})
     monkeypatch.setattr(checks, "CHECKS", {})

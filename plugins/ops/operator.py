@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ._arguments import autocast_dtype
+from .arguments import autocast_dtype
 
 _HAS_CUSTOM_OPERATORS = hasattr(torch.library, "custom_op")  # torch >= 2.4
 Result = TypeVar("Result")

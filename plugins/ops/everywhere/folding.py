@@ -12,15 +12,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .operands import GlobalTerms
+
 WIDEST = 256  # of q'; beyond it the fused kernels fall to slow paths
 _MULTIPLE = 8  # of the width, for the kernels' alignment
 _LSE_ALIGNMENT = 32  # the CUDA kernel's log-sum-exp comes and goes padded to this many queries
 
-# query, key, value, row, column and key logits
-Terms = tuple[Tensor | None, Tensor | None, Tensor, Tensor | None, Tensor | None, Tensor | None]
 
-
-def width(terms: Terms) -> int:
+def width(terms: GlobalTerms) -> int:
     """The width of q' and k', padded."""
     query, _, value, row_logits, column_logits, key_logits = terms
     parts = (
@@ -41,7 +40,7 @@ def _lowest(dtype: torch.dtype) -> float:
     return -3e4 if dtype == torch.float16 else -1e30
 
 
-def fold(terms: Terms, scale: float, grid: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor]:
+def fold(terms: GlobalTerms, scale: float, grid: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor]:
     """q' (B, M, Hq * Wq, D), k' and the padded value (B, M, Hk * Wk, D)."""
     query, key, value, row_logits, column_logits, key_logits = terms
     B, M, Hk, Wk, _ = value.shape
@@ -72,7 +71,7 @@ def _join(parts: list[Tensor], D: int) -> Tensor:
     return torch.cat(parts, -1).flatten(2, 3)
 
 
-def forward(terms: Terms, scale: float, output: Tensor, lse: Tensor) -> None:
+def forward(terms: GlobalTerms, scale: float, output: Tensor, lse: Tensor) -> None:
     """Write the output (B, M, Hq, Wq, dv) and the log-sum-exp (B, M, Hq, Wq), +inf where all keys are masked."""
     query, key, value = fold(terms, scale, (output.shape[2], output.shape[3]))
     if value.is_cuda:
@@ -92,7 +91,7 @@ def forward(terms: Terms, scale: float, output: Tensor, lse: Tensor) -> None:
 
 
 def backward(
-    grad_output: Tensor, terms: Terms, output: Tensor, lse: Tensor, scale: float, grads: list[Tensor | None]
+    grad_output: Tensor, terms: GlobalTerms, output: Tensor, lse: Tensor, scale: float, grads: list[Tensor | None]
 ) -> None:
     """Fill the wanted gradients (those not None) of query, key, value, row, column and key logits."""
     grid = (output.shape[2], output.shape[3])
@@ -117,7 +116,7 @@ def backward(
 
 
 def _unfold(
-    terms: Terms,
+    terms: GlobalTerms,
     scale: float,
     grid: tuple[int, int],
     grad_query: Tensor,

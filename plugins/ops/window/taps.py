@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from ._window_attention_cpu import Geometry, Terms
+from .geometry import Geometry, Terms
 
 Slices = tuple[slice, slice]
 

@@ -1,7 +1,7 @@
 """Hands sequence attention to the CPU kernels (``csrc/everywhere/cpu_sequence.cpp``).
 
-Half precision is computed in float32. Shapes as in ``_sequence_attention_plain``; the kernels want an axis of slots
-after (B, M): a slot is a share of a head's queries, whose sums over queries are its own.
+Half precision is computed in float32. Shapes as in ``chunked_sequence``; the kernels want an axis of slots after
+(B, M): a slot is a share of a head's queries, whose sums over queries are its own.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ._sequence_attention_plain import Terms
+from .operands import SequenceTerms
 
 _TASKS = 16  # at least so many independent sums over queries, for threads to share
 _BLOCK = 48  # queries, of which a task takes at least one block
@@ -20,7 +20,7 @@ def _slots(B: int, M: int, T: int) -> int:
     return max(1, min(-(-_TASKS // max(1, B * M)), -(-T // _BLOCK)))
 
 
-def _inputs(terms: Terms, key_padding_mask: Tensor | None, lse: Tensor) -> list[Tensor | None]:
+def _inputs(terms: SequenceTerms, key_padding_mask: Tensor | None, lse: Tensor) -> list[Tensor | None]:
     B, M, T = lse.shape
     query, key, value, *logits = (None if t is None else t.to(lse.dtype) for t in terms)
     expanded = [None if t is None else t.expand(B, M, T, *t.shape[3:]) for t in logits]
@@ -29,7 +29,13 @@ def _inputs(terms: Terms, key_padding_mask: Tensor | None, lse: Tensor) -> list[
 
 
 def forward(
-    terms: Terms, key_padding_mask: Tensor | None, start: int, causal: bool, scale: float, output: Tensor, lse: Tensor
+    terms: SequenceTerms,
+    key_padding_mask: Tensor | None,
+    start: int,
+    causal: bool,
+    scale: float,
+    output: Tensor,
+    lse: Tensor,
 ) -> None:
     """Write the output (B, M, T, dv) and the log-sum-exp (B, M, T), +inf where all keys are masked."""
     target = output if output.dtype == lse.dtype else torch.empty_like(output, dtype=lse.dtype)
@@ -48,7 +54,7 @@ def forward(
 
 def backward(
     grad_output: Tensor,
-    terms: Terms,
+    terms: SequenceTerms,
     key_padding_mask: Tensor | None,
     start: int,
     causal: bool,
@@ -56,7 +62,7 @@ def backward(
     lse: Tensor,
     grads: list[Tensor | None],
 ) -> None:
-    """Fill the wanted gradients (those not None), in the order of :class:`Terms`."""
+    """Fill the wanted gradients (those not None), in the order of :class:`.SequenceTerms`."""
     B, M, T = lse.shape
     position = grads[5]
     if position is not None and position.shape[0] == 1 and B > 1 and T > 1:
@@ -107,7 +113,7 @@ def backward(
 
 def _backward_by_batch(
     grad_output: Tensor,
-    terms: Terms,
+    terms: SequenceTerms,
     key_padding_mask: Tensor | None,
     start: int,
     causal: bool,
@@ -123,7 +129,7 @@ def _backward_by_batch(
         parts = [None if g is None else g[one] if g.shape[0] == B else torch.empty_like(g) for g in sums]
         backward(
             grad_output[one],
-            Terms(*(t if t is None or t.shape[0] == 1 else t[one] for t in terms)),  # type: ignore[arg-type]
+            SequenceTerms(*(t if t is None or t.shape[0] == 1 else t[one] for t in terms)),  # type: ignore[arg-type]
             None if key_padding_mask is None else key_padding_mask[one],
             start,
             causal,

@@ -3,9 +3,9 @@
 Four ways to compute it, chosen by what the arguments hold, never by a flag:
     * the weights are the same for all queries, or a product of rows' and columns': plain matrix products do;
     * CUDA up to a width, and wide content alone on CPUs: the library's fused attention, all terms folded into
-      its dot product (``_global_attention_folding``);
-    * CPU: one compiled pass over blocks of queries (``_global_attention_cpu``);
-    * else plain PyTorch over chunks of queries (``_global_attention_chunks``).
+      its dot product (``folding``);
+    * CPU: one compiled pass over blocks of queries (``cpu_global``);
+    * else plain PyTorch over chunks of queries (``chunked_global``).
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _global_attention_chunks as chunked
-from . import _global_attention_cpu as cpu
-from . import _global_attention_folding as folding
-from . import _library, reference
-from ._arguments import check_dim, check_tensors
-from ._global_attention_folding import Terms
-from ._operators import by_reference, define, differentiate_twice, under_autocast
+from .. import library
+from ..arguments import arithmetic_dtype, check_dim, check_tensors
+from ..operator import by_reference, define, differentiate_twice, under_autocast
+from ..softmax import masked_softmax
+from . import chunked_global as chunked
+from . import cpu_global as cpu
+from . import folding, reference
+from .operands import GlobalTerms
 
 
 def global_attention(
@@ -80,7 +81,7 @@ def scripted_global_attention(
     return torch.ops.attn_plugins.global_attention(query, key, value, row_logits, column_logits, key_logits, scale)[0]
 
 
-def _attend(terms: Terms, scale: float, grid: tuple[int, int]) -> Tensor:
+def _attend(terms: GlobalTerms, scale: float, grid: tuple[int, int]) -> Tensor:
     query, _, value, row_logits, column_logits, key_logits = terms
     if query is None and row_logits is None and column_logits is None:
         return _attend_by_keys(value, key_logits)
@@ -95,27 +96,27 @@ def _attend(terms: Terms, scale: float, grid: tuple[int, int]) -> Tensor:
 
 def _attend_by_keys(value: Tensor, key_logits: Tensor | None) -> Tensor:
     """All queries see the same weights (the '0010' of the paper, or plain averaging): one query is computed."""
-    values = value.flatten(2, 3).to(chunked.arithmetic_dtype(value.dtype))
+    values = value.flatten(2, 3).to(arithmetic_dtype(value.dtype))
     if key_logits is None:
         output = values.mean(2, keepdim=True)
     else:
-        weights = reference.masked_softmax(key_logits.to(values.dtype).flatten(2))
+        weights = masked_softmax(key_logits.to(values.dtype).flatten(2))
         output = torch.matmul(weights.unsqueeze(2), values)
     return output.unsqueeze(3).to(value.dtype)
 
 
 def _attend_by_axes(value: Tensor, row_logits: Tensor | None, column_logits: Tensor | None) -> Tensor:
     """exp(row + column) = exp(row) * exp(column): one axis is reduced after the other ('0001' of the paper)."""
-    values = value.to(chunked.arithmetic_dtype(value.dtype))
+    values = value.to(arithmetic_dtype(value.dtype))
     if column_logits is None:
         reduced = values.mean(3, keepdim=True)
     else:
-        weights = reference.masked_softmax(column_logits.to(values.dtype)[:, :, 0])
+        weights = masked_softmax(column_logits.to(values.dtype)[:, :, 0])
         reduced = torch.einsum("bmwx,bmyxd->bmywd", weights, values)
     if row_logits is None:
         output = reduced.mean(2, keepdim=True)
     else:
-        weights = reference.masked_softmax(row_logits.to(values.dtype)[:, :, :, 0])
+        weights = masked_softmax(row_logits.to(values.dtype)[:, :, :, 0])
         output = torch.einsum("bmhy,bmywd->bmhwd", weights, reduced)
     return output.to(value.dtype)
 
@@ -174,7 +175,7 @@ def _check(
 # --- the operators: kernels, fake functions, gradients, FLOPs -----------------------------------------------------
 
 
-def _grid(terms: Terms) -> tuple[int, int]:
+def _grid(terms: GlobalTerms) -> tuple[int, int]:
     query, _, _, row_logits, column_logits, _ = terms
     Hq = Wq = 1
     for tensor in (query, row_logits, column_logits):
@@ -184,22 +185,22 @@ def _grid(terms: Terms) -> tuple[int, int]:
     return Hq, Wq
 
 
-def _outputs(terms: Terms) -> tuple[Tensor, Tensor]:
+def _outputs(terms: GlobalTerms) -> tuple[Tensor, Tensor]:
     """Uninitialised output, heads innermost but for the width as a projection wants them, and log-sum-exp."""
     value = terms[2]
     B, M, _, _, dv = value.shape
     Hq, Wq = _grid(terms)
-    lse = value.new_empty((B, M, Hq, Wq), dtype=chunked.arithmetic_dtype(value.dtype))
+    lse = value.new_empty((B, M, Hq, Wq), dtype=arithmetic_dtype(value.dtype))
     return value.new_empty((B, Hq, Wq, M, dv)).permute(0, 3, 1, 2, 4), lse
 
 
-def _gradients(terms: Terms, needs: list[bool]) -> list[Tensor]:
+def _gradients(terms: GlobalTerms, needs: list[bool]) -> list[Tensor]:
     """Uninitialised gradients, in the memory layout of what they are the gradients of; empty where not needed."""
     value = terms[2]
     return [torch.empty_like(t) if t is not None and need else value.new_empty(0) for t, need in zip(terms, needs)]
 
 
-def _folds(terms: Terms) -> bool:
+def _folds(terms: GlobalTerms) -> bool:
     """Whether the library's fused attention serves: on CUDA up to a width, on CPUs for wide content alone.
 
     (At widths up to 32 our CPU kernel is as fast or faster: 168 against 185 ms, forward and backward, for 4200
@@ -245,7 +246,7 @@ def _backward(grad_output, query, key, value, row_logits, column_logits, key_log
 
 
 def _compiled(value: Tensor) -> bool:
-    return value.device.type == "cpu" and _library.serves("cpu")
+    return value.device.type == "cpu" and library.serves("cpu")
 
 
 def _fake_forward(query, key, value, row_logits, column_logits, key_logits, scale):

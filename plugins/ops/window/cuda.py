@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._window_attention_cpu import Geometry, Terms
+from .geometry import Geometry, Terms
 
 WIDEST_HEAD = 512  # channels that a team of 32 lanes holds
 

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _library, reference
-from ._arguments import check_dim, check_tensors, expand
-from ._operators import under_autocast
+from .. import library
+from ..arguments import check_dim, check_tensors, expand
+from ..operator import under_autocast
+from . import reference
 
 
 def deform_conv2d(
@@ -69,7 +70,7 @@ def deform_conv2d(
             f"mask must have shape {(B, offset_groups * Kh * Kw, Ho, Wo)}, one value a sample of offset, "
             f"got {tuple(mask.shape)}"
         )
-    if not _library.serves(input.device.type):
+    if not library.serves(input.device.type):
         output = under_autocast(
             lambda x, o, w, b, m: reference.deform_conv2d(x, o, w, b, m, stride, padding, dilation),
             (input, offset, weight, bias, mask),
@@ -330,7 +331,7 @@ def _flops_backward(
     return products * _flops(input_shape, offset_shape, weight_shape)
 
 
-if _library.has_schemas():
+if library.has_schemas():
     from torch.utils.flop_counter import register_flop_formula
 
     torch.library.register_fake("attn_plugins::deform_conv2d", _fake)
@@ -339,7 +340,7 @@ if _library.has_schemas():
     torch.library.register_autograd(
         "attn_plugins::deform_conv2d_backward", _double_backward, setup_context=_setup_context_double
     )
-    _library.register_autocast("deform_conv2d", cast=True)
-    _library.register_autocast("deform_conv2d_backward", cast=False)
+    library.register_autocast("deform_conv2d", cast=True)
+    library.register_autocast("deform_conv2d_backward", cast=False)
     register_flop_formula(torch.ops.attn_plugins.deform_conv2d)(_flops)
     register_flop_formula(torch.ops.attn_plugins.deform_conv2d_backward)(_flops_backward)

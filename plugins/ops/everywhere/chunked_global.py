@@ -8,30 +8,11 @@ batch, query rows and query columns.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
-WORKSPACE = {"cpu": 4 << 20, "cuda": 64 << 20}  # bytes of one chunk's logits
-
-
-def chunks(B: int, M: int, Hq: int, Wq: int, keys: int, budget: int) -> Iterator[tuple[slice, slice, slice]]:
-    """Cut the queries so that a chunk holds about ``budget`` logits: whole images, else rows, else a row's part."""
-    per_query = max(1, M * keys)
-    images = _even(B, budget // max(1, per_query * Hq * Wq))
-    rows = Hq if images > 1 else _even(Hq, budget // max(1, per_query * Wq))
-    columns = Wq if rows > 1 else _even(Wq, budget // per_query)
-    for b in range(0, B, images):
-        for h in range(0, Hq, rows):
-            for w in range(0, Wq, columns):
-                yield slice(b, min(b + images, B)), slice(h, min(h + rows, Hq)), slice(w, min(w + columns, Wq))
-
-
-def _even(total: int, most: int) -> int:
-    """The size, at most ``most`` if that is positive, of as few and as equal pieces of ``total`` as can be."""
-    pieces = -(-total // max(1, most))
-    return max(1, -(-total // max(1, pieces)))
+from ..arguments import arithmetic_dtype
+from .chunks import WORKSPACE, chunks
 
 
 class Problem:
@@ -106,10 +87,6 @@ class Problem:
             known,
         )
         return matrices
-
-
-def arithmetic_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
 
 
 def rows_of(block: Tensor) -> Tensor:

@@ -1,8 +1,9 @@
-"""What the operators' argument checks share: one clear error before any kernel runs."""
+"""What the operators do with their arguments: checks, one clear error before any kernel runs; and dtypes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +17,16 @@ def expand(name: str, value: int | Sequence[int], length: int, minimum: int) -> 
     if len(values) != length or not all(isinstance(v, int) and v >= minimum for v in values):
         raise ValueError(f"{name} must be an int or {length} ints, each at least {minimum}, got {value!r}")
     return values
+
+
+def arithmetic_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of logits and sums."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def at_least_float32(*tensors: Any) -> Iterator[Any]:
+    """Half tensors as float32, None as None: sums of many products are never taken in half precision."""
+    return (t.float() if t is not None and t.dtype in (torch.float16, torch.bfloat16) else t for t in tensors)
 
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:

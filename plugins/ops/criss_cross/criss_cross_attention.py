@@ -1,7 +1,7 @@
 """Region "criss-cross": attention to the keys in the row and in the column of each query.
 
 Criss-cross attention (CCNet) and bilateral criss-cross attention are this operator, without and with position
-logits. It is batched matrix products around one softmax, on every device (``_criss_cross_products``).
+logits. It is batched matrix products around one softmax, on every device (``products``).
 """
 
 from __future__ import annotations
@@ -12,11 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _criss_cross_products as products
-from . import reference
-from ._arguments import check_dim, check_tensors
-from ._criss_cross_products import Terms
-from ._operators import by_reference, define, differentiate_twice, under_autocast
+from ..arguments import check_dim, check_tensors
+from ..operator import by_reference, define, differentiate_twice, under_autocast
+from . import products, reference
+from .products import Terms
 
 
 def criss_cross_attention(

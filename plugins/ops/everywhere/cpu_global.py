@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ._global_attention_folding import Terms
+from .operands import GlobalTerms
 
 _VECTOR = 64  # bytes, the padding of packed rows
 _TASKS = 16  # at least so many independent sums over queries in the backward, for threads to share
@@ -42,7 +42,7 @@ def _scaled(tensor: Tensor, scale: float) -> Tensor:
     return tensor if scale == 1 else tensor * scale
 
 
-def _logits(terms: Terms, shape: torch.Size, dtype: torch.dtype) -> list[Tensor | None]:
+def _logits(terms: GlobalTerms, shape: torch.Size, dtype: torch.dtype) -> list[Tensor | None]:
     """Row, column and key logits, expanded: (B, M, Hq, Wq, Hk), (B, M, Hq, Wq, Wk), (B, M, Hk * Wk)."""
     _, _, value, row_logits, column_logits, key_logits = terms
     Hk, Wk = value.shape[2:4]
@@ -53,7 +53,7 @@ def _logits(terms: Terms, shape: torch.Size, dtype: torch.dtype) -> list[Tensor 
     ]
 
 
-def forward(terms: Terms, scale: float, output: Tensor, lse: Tensor) -> None:
+def forward(terms: GlobalTerms, scale: float, output: Tensor, lse: Tensor) -> None:
     """Write the output (B, M, Hq, Wq, dv) and the log-sum-exp (B, M, Hq, Wq), +inf where all keys are masked."""
     query, key, value, *_ = terms
     dtype, narrow = lse.dtype, _narrow(value.shape[-1], lse.dtype)
@@ -73,7 +73,7 @@ def forward(terms: Terms, scale: float, output: Tensor, lse: Tensor) -> None:
         output.copy_(target)
 
 
-def backward(grad_output: Tensor, terms: Terms, lse: Tensor, scale: float, grads: list[Tensor | None]) -> None:
+def backward(grad_output: Tensor, terms: GlobalTerms, lse: Tensor, scale: float, grads: list[Tensor | None]) -> None:
     """Fill the wanted gradients (those not None) of query, key, value, row, column and key logits."""
     query, key, value, *_ = terms
     dtype = lse.dtype

@@ -19,6 +19,8 @@ from itertools import pairwise, permutations, product
 import torch
 from torch import Tensor
 
+from ..arguments import arithmetic_dtype
+
 Terms = tuple["Tensor | None", "Tensor | None", Tensor, "Tensor | None"]  # query, key, value, position logits
 _ALIGNMENT = 8  # of both parts of a query's logits, in elements: tensor cores read half numbers 16 bytes at a time
 _MIXES = hasattr(torch.ops.aten.baddbmm, "dtype_out")  # half operands with float32 results, torch >= 2.8, on CUDA
@@ -26,11 +28,6 @@ _MIXES = hasattr(torch.ops.aten.baddbmm, "dtype_out")  # half operands with floa
 
 def aligned(size: int) -> int:
     return (size + _ALIGNMENT - 1) // _ALIGNMENT * _ALIGNMENT
-
-
-def arithmetic_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of logits and sums."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _operand_dtype(value: Tensor) -> torch.dtype:

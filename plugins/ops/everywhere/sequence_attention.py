@@ -12,13 +12,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from . import _library, reference
-from . import _sequence_attention_cpu as cpu
-from . import _sequence_attention_plain as plain
-from ._arguments import check_dim, check_tensors
-from ._operators import by_reference, define, differentiate_twice, under_autocast
-from ._sequence_attention_plain import Terms, band_reach
-from .window_attention import window_attention
+from .. import library
+from ..arguments import arithmetic_dtype, check_dim, check_tensors
+from ..operator import by_reference, define, differentiate_twice, under_autocast
+from ..window.window_attention import window_attention
+from . import chunked_sequence as chunked
+from . import cpu_sequence as cpu
+from . import reference
+from .chunked_sequence import band_reach
+from .operands import SequenceTerms
 
 
 def sequence_attention(
@@ -68,7 +70,7 @@ def sequence_attention(
     """
     number = outside_logits if isinstance(outside_logits, (int, float)) else None
     outside = None if isinstance(outside_logits, (int, float)) else outside_logits
-    terms = Terms(query, key, value, band_logits, outside, position_logits)
+    terms = SequenceTerms(query, key, value, band_logits, outside, position_logits)
     _check(terms, number, key_padding_mask, causal)
     T, S = _queries(terms), value.shape[2]
     start = _start(start, T, S, causal)
@@ -76,13 +78,15 @@ def sequence_attention(
     if limited and band_logits is not None and _window_pays(value, band_logits.shape[3], start):
         return _attend_in_range(query, key, value, band_logits, key_padding_mask, start, causal, scale, T)
     if number:
-        terms = Terms(query, key, value, band_logits, value.new_full((1, 1, 1), number), position_logits)
+        terms = SequenceTerms(query, key, value, band_logits, value.new_full((1, 1, 1), number), position_logits)
     return under_autocast(
-        lambda *cast: _attend(Terms(*cast), key_padding_mask, start, causal, float(scale)), terms, value.device.type
+        lambda *cast: _attend(SequenceTerms(*cast), key_padding_mask, start, causal, float(scale)),
+        terms,
+        value.device.type,
     )
 
 
-def _attend(terms: Terms, key_padding_mask: Tensor | None, start: int, causal: bool, scale: float) -> Tensor:
+def _attend(terms: SequenceTerms, key_padding_mask: Tensor | None, start: int, causal: bool, scale: float) -> Tensor:
     if by_reference():
         return reference.sequence_attention(*terms, key_padding_mask, start, causal, scale)
     return torch.ops.attn_plugins.sequence_attention(*terms, key_padding_mask, start, causal, scale)[0]
@@ -141,9 +145,9 @@ def _start(start: int | None, T: int, S: int, causal: bool) -> int:
     return start
 
 
-def _check(terms: Terms, number: float | None, key_padding_mask: Tensor | None, causal: bool) -> None:
+def _check(terms: SequenceTerms, number: float | None, key_padding_mask: Tensor | None, causal: bool) -> None:
     query, key, value, band_logits, outside_logits, position_logits = terms
-    check_tensors("value", value=value, **{n: t for n, t in zip(Terms._fields, terms) if n != "value"})
+    check_tensors("value", value=value, **{n: t for n, t in zip(SequenceTerms._fields, terms) if n != "value"})
     check_dim("value", value, "(B, M, S, dv)")
     B, M, S, _ = value.shape
     if S == 0:
@@ -203,7 +207,7 @@ def _check(terms: Terms, number: float | None, key_padding_mask: Tensor | None, 
 # --- the operators: kernels, fake functions, gradients, FLOPs -----------------------------------------------------
 
 
-def _queries(terms: Terms) -> int:
+def _queries(terms: SequenceTerms) -> int:
     if terms.query is not None:
         return terms.query.shape[2]
     T = 1
@@ -212,15 +216,15 @@ def _queries(terms: Terms) -> int:
     return T
 
 
-def _outputs(terms: Terms) -> tuple[Tensor, Tensor]:
+def _outputs(terms: SequenceTerms) -> tuple[Tensor, Tensor]:
     """Uninitialised output, heads innermost but for the width as a projection wants them, and log-sum-exp."""
     B, M, _, dv = terms.value.shape
     T = _queries(terms)
     output = terms.value.new_empty_strided((B, M, T, dv), (T * M * dv, dv, M * dv, 1))
-    return output, terms.value.new_empty((B, M, T), dtype=plain.arithmetic_dtype(terms.value.dtype))
+    return output, terms.value.new_empty((B, M, T), dtype=arithmetic_dtype(terms.value.dtype))
 
 
-def _gradients(terms: Terms, needs: list[bool]) -> list[Tensor]:
+def _gradients(terms: SequenceTerms, needs: list[bool]) -> list[Tensor]:
     """Uninitialised gradients, laid out as what they are the gradients of; empty where not needed."""
     return [
         torch.empty_like(t) if t is not None and need else terms.value.new_empty(0) for t, need in zip(terms, needs)
@@ -228,7 +232,7 @@ def _gradients(terms: Terms, needs: list[bool]) -> list[Tensor]:
 
 
 def _forward(query, key, value, band_logits, outside_logits, position_logits, key_padding_mask, start, causal, scale):
-    terms = Terms(query, key, value, band_logits, outside_logits, position_logits)
+    terms = SequenceTerms(query, key, value, band_logits, outside_logits, position_logits)
     output, lse = _outputs(terms)
     with torch.autocast(value.device.type, enabled=False):
         if output.numel() == 0:
@@ -236,8 +240,8 @@ def _forward(query, key, value, band_logits, outside_logits, position_logits, ke
         elif _compiled(value):
             cpu.forward(terms, key_padding_mask, start, causal, scale, output, lse)
         else:
-            problem = plain.Problem(terms, key_padding_mask, start, causal, scale, lse.shape[2])
-            plain.forward(problem, output, lse)
+            problem = chunked.Problem(terms, key_padding_mask, start, causal, scale, lse.shape[2])
+            chunked.forward(problem, output, lse)
     return output, lse
 
 
@@ -245,7 +249,7 @@ def _backward(
     grad_output, query, key, value, band_logits, outside_logits, position_logits, key_padding_mask, log_sum_exp,
     start, causal, scale, needs,
 ):  # fmt: skip
-    terms = Terms(query, key, value, band_logits, outside_logits, position_logits)
+    terms = SequenceTerms(query, key, value, band_logits, outside_logits, position_logits)
     results = _gradients(terms, needs)
     grads = [g if t is not None and need else None for t, g, need in zip(terms, results, needs)]
     with torch.autocast(value.device.type, enabled=False):
@@ -255,21 +259,21 @@ def _backward(
         elif _compiled(value):
             cpu.backward(grad_output, terms, key_padding_mask, start, causal, scale, log_sum_exp, grads)
         else:
-            problem = plain.Problem(terms, key_padding_mask, start, causal, scale, log_sum_exp.shape[2])
-            plain.backward(problem, grad_output, log_sum_exp, scale, grads)
+            problem = chunked.Problem(terms, key_padding_mask, start, causal, scale, log_sum_exp.shape[2])
+            chunked.backward(problem, grad_output, log_sum_exp, scale, grads)
     return tuple(results)
 
 
 def _compiled(value: Tensor) -> bool:
-    return value.device.type == "cpu" and _library.serves("cpu")
+    return value.device.type == "cpu" and library.serves("cpu")
 
 
 def _fake_forward(query, key, value, band_logits, outside_logits, position_logits, *rest):
-    return _outputs(Terms(query, key, value, band_logits, outside_logits, position_logits))
+    return _outputs(SequenceTerms(query, key, value, band_logits, outside_logits, position_logits))
 
 
 def _fake_backward(grad_output, query, key, value, band_logits, outside_logits, position_logits, *rest):
-    return tuple(_gradients(Terms(query, key, value, band_logits, outside_logits, position_logits), rest[-1]))
+    return tuple(_gradients(SequenceTerms(query, key, value, band_logits, outside_logits, position_logits), rest[-1]))
 
 
 def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:

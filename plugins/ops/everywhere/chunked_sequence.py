@@ -8,24 +8,12 @@ and queries, n its queries.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
-from . import _global_attention_chunks as chunked
-from ._global_attention_chunks import arithmetic_dtype
-
-
-class Terms(NamedTuple):
-    """The tensors of one call, in the operator's order."""
-
-    query: Tensor | None
-    key: Tensor | None
-    value: Tensor
-    band_logits: Tensor | None
-    outside_logits: Tensor | None
-    position_logits: Tensor | None
+from ..arguments import arithmetic_dtype
+from .chunks import WORKSPACE, chunks
+from .operands import SequenceTerms
 
 
 def band_reach(K: int, causal: bool) -> tuple[int, int]:
@@ -37,7 +25,7 @@ class Problem:
     """The arguments of one call in the dtype of the arithmetic, and the logits of a chunk."""
 
     def __init__(
-        self, terms: Terms, key_padding_mask: Tensor | None, start: int, causal: bool, scale: float, T: int
+        self, terms: SequenceTerms, key_padding_mask: Tensor | None, start: int, causal: bool, scale: float, T: int
     ) -> None:
         value = terms.value
         self.dtype = dtype = arithmetic_dtype(value.dtype)
@@ -51,8 +39,8 @@ class Problem:
             None if t is None else t.to(dtype).expand(B, M, T, *t.shape[3:]) for t in terms[3:]
         )
         self.masked = None if key_padding_mask is None else key_padding_mask[:, None, None].expand(B, 1, 1, self.S)
-        budget = chunked.WORKSPACE["cpu" if self.device.type == "cpu" else "cuda"] // self.value.element_size()
-        self.chunks = [(b, t) for b, _, t in chunked.chunks(B, M, 1, T, self.S, budget)]
+        budget = WORKSPACE["cpu" if self.device.type == "cpu" else "cuda"] // self.value.element_size()
+        self.chunks = [(b, t) for b, _, t in chunks(B, M, 1, T, self.S, budget)]
 
     def workspace(self) -> Tensor:
         """Room for the logits of the largest chunk, which is the first."""
@@ -148,7 +136,7 @@ def forward(problem: Problem, output: Tensor, lse: Tensor) -> None:
 
 
 def backward(problem: Problem, grad_output: Tensor, lse: Tensor, scale: float, grads: list[Tensor | None]) -> None:
-    """Fill the wanted gradients (those not None), in the order of :class:`Terms`."""
+    """Fill the wanted gradients (those not None), in the order of :class:`.SequenceTerms`."""
     sums = [None if g is None else torch.zeros(g.shape, dtype=problem.dtype, device=g.device) for g in grads]
     sum_query, sum_key, sum_value, sum_band, sum_outside, sum_position = sums
     first = problem.workspace()

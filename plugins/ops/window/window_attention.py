@@ -13,13 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _library, reference
-from . import _window_attention_cpu as cpu
-from . import _window_attention_cuda as cuda
-from . import _window_attention_plain as plain
-from ._arguments import check_dim, check_tensors, expand
-from ._operators import by_reference, define, differentiate_twice, under_autocast
-from ._window_attention_cpu import Geometry, Terms
+from .. import library
+from ..arguments import arithmetic_dtype, check_dim, check_tensors, expand
+from ..operator import by_reference, define, differentiate_twice, under_autocast
+from . import cpu, cuda, reference, taps
+from .geometry import Geometry, Terms
 
 BORDERS = ("exclude", "zero")
 
@@ -163,10 +161,6 @@ def _flat(geometry: Geometry) -> tuple[list[int], list[int], list[int], list[int
     return list(kernel), list(stride), list(padding), list(dilation), zero_border
 
 
-def _arithmetic(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 def _outputs(terms: Terms) -> tuple[Tensor, Tensor]:
     """Uninitialised output, heads innermost but for the width as a projection wants them, and log-sum-exp."""
     query, _, value, position_logits = terms
@@ -174,7 +168,7 @@ def _outputs(terms: Terms) -> tuple[Tensor, Tensor]:
     assert leader is not None
     B, M, dv = value.shape[0], value.shape[1], value.shape[4]
     Hq, Wq = leader.shape[2:4]
-    lse = value.new_empty((B, M, Hq, Wq), dtype=_arithmetic(value.dtype))
+    lse = value.new_empty((B, M, Hq, Wq), dtype=arithmetic_dtype(value.dtype))
     return value.new_empty((B, Hq, Wq, M, dv)).permute(0, 3, 1, 2, 4), lse
 
 
@@ -194,13 +188,13 @@ def _forward(query, key, value, position_logits, kernel_size, stride, padding, d
         if output.numel() == 0:
             lse.fill_(float("inf"))
         elif not _compiled(value):
-            plain.forward(terms, geometry, scale, output, lse)
+            taps.forward(terms, geometry, scale, output, lse)
         elif value.device.type == "cpu":
             cpu.forward(terms, geometry, scale, output, lse)
         elif cuda.serves(terms):
             cuda.forward(terms, geometry, scale, output, lse)
         else:
-            plain.forward(terms, geometry, scale, output, lse)
+            taps.forward(terms, geometry, scale, output, lse)
     return output, lse
 
 
@@ -219,18 +213,18 @@ def _backward(
             for grad in results:
                 grad.zero_()
         elif not _compiled(value):
-            plain.backward(grad_output, terms, geometry, lse, scale, grads)
+            taps.backward(grad_output, terms, geometry, lse, scale, grads)
         elif value.device.type == "cpu":
             cpu.backward(grad_output, terms, geometry, lse, scale, grads)
         elif cuda.serves(terms):
             cuda.backward(grad_output, terms, geometry, output, lse, scale, grads)
         else:
-            plain.backward(grad_output, terms, geometry, lse, scale, grads)
+            taps.backward(grad_output, terms, geometry, lse, scale, grads)
     return tuple(results)
 
 
 def _compiled(value: Tensor) -> bool:
-    return value.device.type in ("cpu", "cuda") and _library.serves(value.device.type)
+    return value.device.type in ("cpu", "cuda") and library.serves(value.device.type)
 
 
 def _fake_forward(query, key, value, position_logits, *geometry):

@@ -1,0 +1,1 @@
+"""Region "criss-cross": attention to the keys in the row and in the column of each query."""

@@ -1,0 +1,1 @@
+"""Region "everywhere": attention to all keys, of maps and of sequences."""

@@ -1,0 +1,1 @@
+"""Region "sampled": values at learned, fractional positions."""

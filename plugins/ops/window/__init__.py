@@ -1,0 +1,1 @@
+"""Region "window": attention to the keys around each query."""
