@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from fairseq_helpers import fairseq, write_text
+
+from tests.fairseq.fairseq_helpers import fairseq, write_text
 
 
 @pytest.fixture(scope="session")

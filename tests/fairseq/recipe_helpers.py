@@ -15,9 +15,10 @@ from fairseq.dataclass import initialize
 from fairseq.dataclass.configs import FairseqConfig
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq_cli import hydra_train
-from fairseq_helpers import ROOT, forget_best
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import flag_override
+
+from tests.fairseq.fairseq_helpers import ROOT, forget_best
 
 
 def hydra_main(folder: Path, recipe: str, *overrides: Any) -> None:

@@ -11,9 +11,9 @@ pytest.importorskip("fairseq")
 
 from fairseq.models.lstm import LSTMModel
 from fairseq.sequence_generator import SequenceGenerator
-from fairseq_helpers import Task, batch, generate, step_by_step, train
 
 from attn_plugins.fairseq.aligned_lstm import AlignedLSTMModel, aligned_lstm_tiny
+from tests.fairseq.fairseq_helpers import Task, batch, generate, step_by_step, train
 
 SCORES = ["cosine", "additive", "general", "dot", "scaled-dot"]
 SMALL = dict(encoder_embed_dim=12, decoder_embed_dim=12, decoder_out_embed_dim=12, encoder_hidden_size=8)

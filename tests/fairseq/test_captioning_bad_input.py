@@ -11,10 +11,9 @@ import pytest
 
 pytest.importorskip("fairseq")
 
-from captioning_helpers import change, task_of, write_images, write_json
-from test_captioning import batches_of
-
 from attn_plugins.region_features import RegionFeatures, write_region_features
+from tests.fairseq.captioning_helpers import change, task_of, write_images, write_json
+from tests.fairseq.test_captioning import batches_of
 
 
 @pytest.fixture

@@ -12,7 +12,6 @@ from torch.nn import functional as F
 
 pytest.importorskip("fairseq")
 
-from captioning_helpers import COLOURS, THINGS, task_of, write_images
 from fairseq.data import Dictionary
 from fairseq.sequence_generator import SequenceGenerator
 from omegaconf import OmegaConf
@@ -20,6 +19,7 @@ from omegaconf import OmegaConf
 from attn_plugins.fairseq.eta_transformer import EtaTransformerConfig, EtaTransformerModel, eta_transformer_tiny
 from attn_plugins.modules.capture import attention_layers
 from attn_plugins.modules.eta_transformer import FUSIONS, Modality
+from tests.fairseq.captioning_helpers import COLOURS, THINGS, task_of, write_images
 
 SETTINGS = [
     *(dict(fusion=fusion, no_encoder=no_encoder) for fusion in FUSIONS for no_encoder in (False, True)),
@@ -66,7 +66,7 @@ def batch(dtype: torch.dtype = torch.float32, T: int = 5) -> dict[str, Any]:
 
 
 def test_parameters():
-    """The base model has what shared/paper_figures.json counts, of 9487 words and regions of 2048 channels."""
+    """The base model has what an independent count of the thesis gives, of 9487 words and regions of 2048 channels."""
     with torch.device("meta"):
         model = EtaTransformerModel.build_model(EtaTransformerConfig(), task(9487, 2048))
     assert model.encoder.embed_tokens is model.decoder.embed_tokens

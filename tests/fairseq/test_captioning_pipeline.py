@@ -10,7 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from fairseq_helpers import ROOT
+
+from tests.fairseq.fairseq_helpers import ROOT
 
 pytest.importorskip("fairseq")
 

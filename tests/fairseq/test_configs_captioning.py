@@ -9,21 +9,28 @@ from pathlib import Path
 
 import pytest
 import torch
-from fairseq_helpers import ROOT
+
+from tests.fairseq.fairseq_helpers import ROOT
 
 pytest.importorskip("fairseq")
 
-from captioning_helpers import write_images
 from fairseq import checkpoint_utils, tasks
 from fairseq.models import ARCH_CONFIG_REGISTRY
 from fairseq.optim import build_optimizer
 from fairseq.optim.lr_scheduler import build_lr_scheduler
-from recipe_helpers import by_command_line, check_keys, check_overrides, one_line_commands, table_overrides
-from recipe_helpers import composed as composed_of
-from recipe_helpers import hydra_main as hydra_main_of
 
 from attn_plugins.fairseq.eta_transformer import EtaTransformerModel
 from attn_plugins.fairseq.self_critical import SelfCriticalCriterion
+from tests.fairseq.captioning_helpers import write_images
+from tests.fairseq.recipe_helpers import (
+    by_command_line,
+    check_keys,
+    check_overrides,
+    one_line_commands,
+    table_overrides,
+)
+from tests.fairseq.recipe_helpers import composed as composed_of
+from tests.fairseq.recipe_helpers import hydra_main as hydra_main_of
 
 CONFIGS = ROOT / "configs/fairseq/captioning"
 RECIPES = sorted(path.stem for path in CONFIGS.glob("*.yaml") if path.stem != "shared")

@@ -11,18 +11,25 @@ from typing import Any
 
 import pytest
 import torch
-from fairseq_helpers import ROOT, fairseq, write_text
+
+from tests.fairseq.fairseq_helpers import ROOT, fairseq, write_text
 
 pytest.importorskip("fairseq")
 
 from fairseq import checkpoint_utils, tasks
 from fairseq.models import ARCH_CONFIG_REGISTRY
 from fairseq_cli import preprocess
-from recipe_helpers import by_command_line, check_keys, check_overrides, one_line_commands, table_overrides
-from recipe_helpers import composed as composed_of
-from recipe_helpers import hydra_main as hydra_main_of
 
 from attn_plugins.fairseq.spatial_transformer_options import SpatialTransformerConfig, checked
+from tests.fairseq.recipe_helpers import (
+    by_command_line,
+    check_keys,
+    check_overrides,
+    one_line_commands,
+    table_overrides,
+)
+from tests.fairseq.recipe_helpers import composed as composed_of
+from tests.fairseq.recipe_helpers import hydra_main as hydra_main_of
 
 CONFIGS = ROOT / "configs/fairseq"
 RECIPES = sorted(path.stem for path in CONFIGS.glob("*.yaml") if path.stem != "shared")

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from fairseq_helpers import ROOT, WORDS, fairseq
+
+from tests.fairseq.fairseq_helpers import ROOT, WORDS, fairseq
 
 pytest.importorskip("fairseq")
 

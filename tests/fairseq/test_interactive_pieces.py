@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 
 import pytest
-from fairseq_helpers import ROOT, fairseq
-from made_up_catalogues import folder, po, sentences
+
+from tests.fairseq.fairseq_helpers import ROOT, fairseq
+from tests.helpers.made_up_catalogues import folder, po, sentences
 
 pytest.importorskip("fairseq")
 pytest.importorskip("polib", reason="polib is not installed")

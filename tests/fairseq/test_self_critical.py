@@ -19,16 +19,16 @@ from torch.nn import functional as F
 
 pytest.importorskip("fairseq")
 
-from captioning_helpers import task_of, write_images
 from fairseq.logging import metrics
 from fairseq.sequence_generator import SequenceGenerator
 from fairseq_cli import train
-from fairseq_helpers import ROOT, forget_best
-from test_captioning_model import build
-from test_console_scripts import ENVIRONMENT, meeting_place
 
 from attn_plugins.fairseq.caption_rewards import reward
 from attn_plugins.fairseq.self_critical import SelfCriticalConfig, SelfCriticalCriterion
+from tests.fairseq.captioning_helpers import task_of, write_images
+from tests.fairseq.fairseq_helpers import ROOT, forget_best
+from tests.fairseq.test_captioning_model import build
+from tests.fairseq.test_console_scripts import ENVIRONMENT, meeting_place
 
 PAD, EOS = 1, 2
 

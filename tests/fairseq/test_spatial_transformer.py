@@ -14,10 +14,10 @@ pytest.importorskip("fairseq")
 from fairseq.models.transformer import TransformerModel
 from fairseq.models.transformer.transformer_legacy import tiny_architecture
 from fairseq.sequence_generator import SequenceGenerator
-from fairseq_helpers import Task, batch, step_by_step
 
 from attn_plugins.fairseq.spatial_transformer import SpatialTransformerModel, spatial_transformer_tiny
 from attn_plugins.modules import MultiheadSpatialAttention
+from tests.fairseq.fairseq_helpers import Task, batch, step_by_step
 
 BITS = [f"{number:04b}" for number in range(16)]
 KINDS = [*BITS, "dynamic", "bilateral", "none"]

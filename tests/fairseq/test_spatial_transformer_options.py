@@ -14,12 +14,12 @@ pytest.importorskip("fairseq")
 from fairseq.checkpoint_utils import load_model_ensemble
 from fairseq.data import Dictionary
 from fairseq.models import ARCH_CONFIG_REGISTRY, build_model
-from fairseq_helpers import Task, batch, fairseq, generate, train
 from omegaconf import OmegaConf
 
 from attn_plugins.fairseq.spatial_transformer import SpatialTransformerModel, spatial_transformer_tiny
 from attn_plugins.fairseq.spatial_transformer_lm import SpatialTransformerLanguageModel, spatial_transformer_lm_tiny
 from attn_plugins.modules import BilateralSelfAttention, DynamicConv1d
+from tests.fairseq.fairseq_helpers import Task, batch, fairseq, generate, train
 
 SMALL = {
     f"{side}_{name}": n for side in ("encoder", "decoder") for name, n in (("embed_dim", 32), ("ffn_embed_dim", 16))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import shutil
 
 import pytest
-from fairseq_helpers import ROOT, fairseq
+
+from tests.fairseq.fairseq_helpers import ROOT, fairseq
 
 pytest.importorskip("fairseq")
 

@@ -6,9 +6,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from operator_checks import check_compiled_and_exported
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from tests.helpers.operator_checks import check_compiled_and_exported
 
 
 def check_compile_export_and_script(module: nn.Module, x: Tensor) -> None:

@@ -16,6 +16,11 @@ def given(*tensors: Tensor | None) -> list[Tensor]:
     return [t for t in tensors if t is not None]
 
 
+def relative_error(a: Tensor, b: Tensor) -> float:
+    a, b = a.detach().double(), b.detach().double()
+    return float((a - b).norm() / b.norm().clamp_min(1e-30))
+
+
 def check_autocast(call: Callable[..., Tensor], terms: Sequence[Tensor], device: str) -> None:
     """Float32 arguments give bfloat16 under autocast, and take float32 gradients."""
     with torch.autocast(device, torch.bfloat16):

@@ -23,7 +23,7 @@ def digits(tmp_path_factory) -> Path:
 @pytest.fixture
 def helen(tmp_path) -> tuple[Path, dict]:
     """Made-up faces in HELEN's layout, and their labels."""
-    from made_up_faces import helen_folder
+    from tests.mm.made_up_faces import helen_folder
 
     return helen_folder(tmp_path)
 
@@ -31,6 +31,6 @@ def helen(tmp_path) -> tuple[Path, dict]:
 @pytest.fixture
 def lfw(tmp_path) -> tuple[Path, dict]:
     """Made-up faces in LFW-PL's layout, and their labels."""
-    from made_up_faces import lfw_folder
+    from tests.mm.made_up_faces import lfw_folder
 
     return lfw_folder(tmp_path)

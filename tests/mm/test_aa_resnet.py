@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import timm
 import torch
-from mm_helpers import ROOT
 from mmdet.registry import MODELS
 from mmengine.config import Config
 from mmengine.registry import init_default_scope
@@ -15,6 +14,7 @@ from torch import nn
 import attn_plugins.mmcv
 from attn_plugins.mmcv import AAResNet
 from attn_plugins.modules import AAConv2d
+from tests.mm.mm_helpers import ROOT
 
 SIZE = (64, 96)
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from mm_helpers import ROOT, training_step, without_downloads, without_gradient
 from mmdet.registry import MODELS
 from mmdet.structures import DetDataSample
 from mmengine.config import Config
@@ -17,6 +16,7 @@ from mmengine.structures import InstanceData
 
 from attn_plugins.modules import DeformableConv2d
 from attn_plugins.modules.generalized_attention import GeneralizedAttention2d
+from tests.mm.mm_helpers import ROOT, training_step, without_downloads, without_gradient
 
 CONFIGS = sorted(p for p in (ROOT / "configs/mmdet").glob("*/*.py"))
 SIZE = (96, 128)

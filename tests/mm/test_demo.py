@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
-from mm_helpers import ROOT
 from PIL import Image
 
+from tests.mm.mm_helpers import ROOT
 from tools import demo
 from tools.datasets.digits_on_photographs import Recipe
 

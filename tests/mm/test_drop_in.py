@@ -6,7 +6,6 @@ import sys
 
 import pytest
 import torch
-from mm_helpers import without_downloads
 from mmcv.cnn.bricks.generalized_attention import GeneralizedAttention
 from mmcv.ops import CrissCrossAttention, DeformConv2dPack, ModulatedDeformConv2dPack
 from mmdet.registry import MODELS as MMDET_MODELS
@@ -15,6 +14,7 @@ from mmengine.registry import MODELS, init_default_scope
 from mmengine.utils import get_installed_path
 
 from attn_plugins.mmcv import drop_in
+from tests.mm.mm_helpers import without_downloads
 
 STOCK = dict(
     GeneralizedAttention=GeneralizedAttention,

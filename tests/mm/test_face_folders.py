@@ -7,9 +7,9 @@ import shutil
 import mmcv
 import numpy as np
 import pytest
-from made_up_faces import HELEN, SPLIT_OF, photograph
 from PIL import Image
 
+from tests.mm.made_up_faces import HELEN, SPLIT_OF, photograph
 from tools.datasets import face_parsing as tool
 
 

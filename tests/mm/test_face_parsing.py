@@ -8,7 +8,6 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from made_up_faces import HELEN, SWAPPED, draw_face
 from mmengine.config import Config
 from mmengine.evaluator import Evaluator
 from mmengine.registry import DATASETS as ROOT_DATASETS
@@ -20,6 +19,7 @@ from mmseg.structures import SegDataSample
 
 import attn_plugins.mmcv  # noqa: F401
 from attn_plugins.mmcv.face_parsing import FaceParsingMetric, HELENDataset, LFWPLDataset
+from tests.mm.made_up_faces import HELEN, SWAPPED, draw_face
 from tools.datasets import face_parsing as tool
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from mm_helpers import ROOT, training_step, without_downloads, without_gradient
 from mmengine.config import Config
 from mmengine.registry import init_default_scope
 from mmengine.structures import PixelData
@@ -16,6 +15,7 @@ from mmseg.registry import MODELS
 from mmseg.structures import SegDataSample
 
 from attn_plugins import modules
+from tests.mm.mm_helpers import ROOT, training_step, without_downloads, without_gradient
 
 CONFIGS = sorted(p for p in (ROOT / "configs/mmseg").glob("*/*.py"))
 SIZE = (48, 64)

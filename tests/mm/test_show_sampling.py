@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from mm_helpers import ROOT
 from mmdet.registry import MODELS
 from mmengine.config import Config
 from mmengine.registry import init_default_scope
@@ -13,6 +12,7 @@ from PIL import Image
 
 from attn_plugins.modules import DeformableConv2d
 from attn_plugins.ops import deform_conv2d
+from tests.mm.mm_helpers import ROOT
 from tools import show_sampling
 
 

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from mm_helpers import ROOT, TRAIN_TOOL
+
+from tests.mm.mm_helpers import ROOT, TRAIN_TOOL
 
 ITERATIONS_PER_EPOCH, EPOCHS = 4, 3
 

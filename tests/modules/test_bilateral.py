@@ -8,13 +8,13 @@ import math
 import numpy as np
 import pytest
 import torch
-from module_checks import check_half_precision
-from operator_checks import check_compiled_and_exported
 from torch import nn
 
 from attn_plugins.modules import BilateralCrissCross2d, BilateralNonLocal2d
 from attn_plugins.modules import bilateral as bilateral_module
 from attn_plugins.terms.nonlocal_position import axis_index, realign, standardised, with_padding
+from tests.helpers.module_checks import check_half_precision
+from tests.helpers.operator_checks import check_compiled_and_exported
 
 MODULES = [BilateralNonLocal2d, BilateralCrissCross2d]
 CHOICES = [

@@ -8,13 +8,13 @@ import math
 import numpy as np
 import pytest
 import torch
-from module_checks import check_dropout
 from torch import nn
 from torch.nn import functional as F
 
 from attn_plugins.modules import BilateralSelfAttention, SequenceCache
 from attn_plugins.terms.nonlocal_band import counted_keys, standardised_band
 from attn_plugins.terms.nonlocal_position import axis_index, realign, standardised
+from tests.helpers.module_checks import check_dropout
 
 CHOICES = [
     (padding, smoothing)

@@ -8,12 +8,12 @@ from collections import OrderedDict
 import numpy as np
 import pytest
 import torch
-from module_checks import check_half_precision, check_maps_that_do_not_fit
-from operator_checks import check_compiled_and_exported
 from torch import nn
 
 from attn_plugins.modules import CrissCrossAttention2d, capture_attention
 from attn_plugins.terms.relative_table import resize_table
+from tests.helpers.module_checks import check_half_precision, check_maps_that_do_not_fit
+from tests.helpers.operator_checks import check_compiled_and_exported
 
 POSITIONS = ["none", "relative"]
 

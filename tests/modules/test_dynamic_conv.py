@@ -7,10 +7,10 @@ import math
 
 import pytest
 import torch
-from module_checks import check_compile_export_and_script
 from torch import nn
 
 from attn_plugins.modules import DynamicConv1d, DynamicConv2d
+from tests.helpers.module_checks import check_compile_export_and_script
 
 
 def map_layer(*, dtype=torch.float64, **options) -> DynamicConv2d:

@@ -8,10 +8,10 @@ import math
 import numpy as np
 import pytest
 import torch
-from module_checks import check_compile_export_and_script
 from torch import nn
 
 from attn_plugins.modules import LocalBilateralConv2d
+from tests.helpers.module_checks import check_compile_export_and_script
 
 KINDS = [
     dict(geometric=False),

@@ -7,8 +7,6 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from module_checks import check_maps_that_do_not_fit
-from operator_checks import check_compiled_and_exported
 from torch import nn
 from torch.nn import functional as F
 
@@ -16,6 +14,8 @@ from attn_plugins.modules import NonLocal2d, capture_attention
 from attn_plugins.modules import non_local as non_local_module
 from attn_plugins.modules.non_local import MODES, rectified_sums
 from attn_plugins.terms.relative_table import resize_table
+from tests.helpers.module_checks import check_maps_that_do_not_fit
+from tests.helpers.operator_checks import check_compiled_and_exported
 
 GAUSSIAN = ["gaussian", "embedded_gaussian"]
 KINDS = [(mode, "none") for mode in MODES] + [(mode, "relative") for mode in GAUSSIAN]

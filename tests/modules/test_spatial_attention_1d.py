@@ -8,10 +8,10 @@ import math
 import numpy as np
 import pytest
 import torch
-from module_checks import check_dropout
 from torch import nn
 
 from attn_plugins.modules import MultiheadSpatialAttention, SequenceCache
+from tests.helpers.module_checks import check_dropout
 
 BITS = ["".join(bits) for bits in itertools.product("01", repeat=4)]
 MODES = ["self", "causal", "cross"]

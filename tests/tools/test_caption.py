@@ -20,11 +20,11 @@ from fairseq import options as fairseq_options
 from fairseq import tasks
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.trainer import Trainer
-from fairseq_helpers import fairseq
 
 import attn_plugins.fairseq  # noqa: F401
 from attn_plugins.modules import MultiheadAttention
 from attn_plugins.region_features import RegionFeatures, write_region_features
+from tests.fairseq.fairseq_helpers import fairseq
 from tools import caption as tool
 from tools.captioning import extract_regions, train_attributes
 from tools.captioning.attributes import AttributeDetector, frequent_words, load_detector

@@ -14,8 +14,7 @@ import torch
 
 pytest.importorskip("timm")
 
-from photo_folders import make_photographs
-
+from tests.helpers.photo_folders import make_photographs
 from tools.classification.broken import Broken, summary
 from tools.classification.config import Config, ConfigError
 from tools.classification.data import loaders

@@ -14,8 +14,7 @@ import yaml
 
 pytest.importorskip("timm")
 
-from photo_folders import make_photographs
-
+from tests.helpers.photo_folders import make_photographs
 from tools import train_classifier
 from tools.classification.checkpoint import read_weights
 from tools.classification.config import FIELDS

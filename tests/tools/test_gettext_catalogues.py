@@ -6,7 +6,8 @@ import gettext
 import io
 
 import pytest
-from made_up_catalogues import HEADER, mo, po
+
+from tests.helpers.made_up_catalogues import HEADER, mo, po
 
 pytest.importorskip("polib", reason="polib is not installed")
 

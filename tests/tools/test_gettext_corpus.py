@@ -13,7 +13,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from made_up_catalogues import NOUNS, folder, mo, po, sentences, wheel
+
+from tests.helpers.made_up_catalogues import NOUNS, folder, mo, po, sentences, wheel
 
 pytest.importorskip("polib", reason="polib is not installed")
 

@@ -1,19 +1,20 @@
 """Window attention's CUDA kernels: their source, run thread by thread on the CPU, and on a GPU where there is one.
 
-``test_cuda_emulation.py`` says what an emulation can know.
+``sampled/test_deform_conv_emulation.py`` says what an emulation can know.
 """
 
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
-from emulated_kernels import NEEDS, error, load
 
 from attn_plugins.ops import reference
 from attn_plugins.ops.window import cuda
 from attn_plugins.ops.window.geometry import Geometry
+from tests.ops.emulation.kernels import NEEDS, error, load
 
 pytestmark = NEEDS
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}
@@ -21,7 +22,7 @@ TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}
 
 @pytest.fixture(scope="module")
 def emulated(tmp_path_factory):
-    load("window_attention.cpp", tmp_path_factory.mktemp("emulation"))
+    load(Path(__file__).with_name("emulation.cpp"), tmp_path_factory.mktemp("emulation"))
     return torch.ops.attn_plugins_emulated_window
 
 

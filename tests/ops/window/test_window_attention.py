@@ -8,11 +8,11 @@ import sys
 
 import pytest
 import torch
-from operator_checks import DEVICES, check_autocast, check_compiled_and_exported, given
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from attn_plugins.ops import library, reference, window_attention
+from tests.helpers.operator_checks import DEVICES, check_autocast, check_compiled_and_exported, given
 
 needs_kernel = pytest.mark.skipif(not library.has_kernel("cpu"), reason="no CPU binary is compiled")
 LOGITS = ["content", "position", "both"]

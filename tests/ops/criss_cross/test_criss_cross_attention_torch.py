@@ -6,13 +6,13 @@ import math
 
 import pytest
 import torch
-from criss_cross_operands import LOGITS, operands
-from operator_checks import DEVICES, check_autocast, check_compiled_and_exported, given
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from attn_plugins.ops import criss_cross_attention
 from attn_plugins.ops.criss_cross import products
+from tests.helpers.operator_checks import DEVICES, check_autocast, check_compiled_and_exported, given
+from tests.ops.criss_cross.operands import LOGITS, operands
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -1,4 +1,4 @@
-"""Builds a library of emulated CUDA kernels: ``tests/ops/emulation/cuda_emulator.h`` says what that is."""
+"""Builds a library of emulated CUDA kernels: ``cuda_emulator.h`` says what that is."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-ROOT = Path(__file__).resolve().parents[2]
-EMULATION = ROOT / "tests/ops/emulation"
+EMULATION = Path(__file__).resolve().parent
+ROOT = EMULATION.parents[2]
 COMPILER = shlex.split(os.environ.get("CXX", "c++"))
 
 # Undefined behaviour (a misaligned vector, an overflowing conversion) ends the process instead of passing unseen.
@@ -26,13 +26,13 @@ NEEDS = [
 ]
 
 
-def load(source: str, folder: Path) -> None:
-    """Compile a file of ``tests/ops/emulation`` into ``folder``, and load its operators."""
+def load(source: Path, folder: Path) -> None:
+    """Compile ``source`` into ``folder``, and load its operators."""
     library = folder / "emulated.so"
     site = Path(torch.__file__).parent
     folders = [EMULATION, ROOT / "csrc", site / "include"]
     command = [*COMPILER, *FLAGS.split(), *(f"-I{folder}" for folder in folders)]
-    command += [str(EMULATION / source), "-o", str(library), f"-L{site / 'lib'}", "-ltorch_cpu"]
+    command += [str(source), "-o", str(library), f"-L{site / 'lib'}", "-ltorch_cpu"]
     subprocess.run(command, check=True)
     torch.ops.load_library(str(library))
 

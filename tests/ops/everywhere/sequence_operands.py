@@ -7,10 +7,10 @@ import sys
 
 import pytest
 import torch
-from operator_checks import given
 from torch import Tensor
 
 from attn_plugins.ops import library, sequence_attention
+from tests.helpers.operator_checks import given
 
 OPERATOR = sys.modules["attn_plugins.ops.everywhere.sequence_attention"]
 # Which of content, band, outside and position logits are there.

@@ -7,11 +7,11 @@ import math
 
 import pytest
 import torch
-from sequence_operands import TERMS, attend, gradients, operands, padding, take_path
 from torch import Tensor
 
 from attn_plugins.ops import reference, sequence_attention
 from attn_plugins.ops.everywhere import chunks
+from tests.ops.everywhere.sequence_operands import TERMS, attend, gradients, operands, padding, take_path
 
 
 def define(operands, mask=None, *, start=0, causal=False, scale=1.0) -> Tensor:

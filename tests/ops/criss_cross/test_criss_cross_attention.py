@@ -7,12 +7,12 @@ import math
 
 import pytest
 import torch
-from criss_cross_operands import LOGITS, operands
-from operator_checks import DEVICES, given
 from torch import Tensor
 
 from attn_plugins.ops import criss_cross_attention, global_attention, reference
 from attn_plugins.ops.criss_cross import products
+from tests.helpers.operator_checks import DEVICES, given
+from tests.ops.criss_cross.operands import LOGITS, operands
 
 SIZES = [(5, 7), (7, 5), (8, 8), (1, 6), (6, 1), (1, 1), (17, 3)]
 

@@ -1,23 +1,25 @@
 """The CUDA kernels' own source, run thread by thread on the CPU: what a machine without a GPU can know of them.
 
-``emulation/cuda_emulator.h`` says how. Not covered: what only a GPU has (vector atomics, real concurrency, speed);
-``test_cuda.py`` tests the compiled kernels where there is a GPU.
+``tests/ops/emulation/cuda_emulator.h`` says how. Not covered: what only a GPU has (vector atomics, real concurrency,
+speed); ``test_deform_conv_cuda.py`` tests the compiled kernels where there is a GPU.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
-from emulated_kernels import NEEDS, error, load
 
 from attn_plugins.ops import reference
+from tests.ops.emulation.kernels import NEEDS, error, load
 
 pytestmark = NEEDS
 
 
 @pytest.fixture(scope="module")
 def emulated(tmp_path_factory):
-    load("deform_conv2d.cpp", tmp_path_factory.mktemp("emulation"))
+    load(Path(__file__).with_name("emulation.cpp"), tmp_path_factory.mktemp("emulation"))
     return torch.ops.attn_plugins_emulated
 
 

@@ -6,12 +6,12 @@ import math
 
 import pytest
 import torch
-from operator_checks import DEVICES, given
-from sequence_operands import ALL, TERMS, attend, gradients, operands, padding, take_path
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from attn_plugins.ops import sequence_attention
+from tests.helpers.operator_checks import DEVICES, given
+from tests.ops.everywhere.sequence_operands import ALL, TERMS, attend, gradients, operands, padding, take_path
 
 NAMES = ("query", "key", "value", "band_logits", "outside_logits", "position_logits")
 
