@@ -25,10 +25,14 @@ with extras():
     from attn_plugins.ops import deform_conv2d, library
     from attn_plugins.ops import window_attention as window_attention_op
 
-    from .benchmark import augmented_conv, criss_cross, deform_conv, global_attention, report, window_attention
+    from .benchmark import report
     from .benchmark.__main__ import measure
     from .benchmark.case import Case, Run, forward, forward_backward
+    from .benchmark.criss_cross import criss_cross
+    from .benchmark.everywhere import augmented_conv, global_attention
     from .benchmark.measure import seconds
+    from .benchmark.sampled import deform_conv
+    from .benchmark.window import window_attention
 
 PROBLEM = (16, 256, 64, 64, 1)  # B, C, H, W, offset groups: what the floors, the sweep and the profile are of
 KINDS = {

@@ -153,7 +153,7 @@ def test_encoder_equals_the_formulas():
 
 
 def test_parameters_are_the_thesis():
-    """Against an independent count (d = 512, d_ff = 2048, visual features of 2048 channels, biases): none is printed."""
+    """Against an independent count (d 512, d_ff 2048, visual features of 2048 channels, biases): none is printed."""
     both_ways = 2 * 3_152_384
     counts = {
         "encoder layer": (both_ways, DualWayEncoder(num_layers=1), DualWayEncoder(num_layers=0)),

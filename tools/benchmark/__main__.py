@@ -22,14 +22,14 @@ with extras():
     from .case import Case
     from .measure import interleaved, paired_ratio, peak_memory
 
-BENCHMARKS = (
-    "deform_conv",
-    "global_attention",
-    "augmented_conv",
-    "window_attention",
-    "criss_cross",
-    "sequence_attention",
-)
+BENCHMARKS = {  # name -> room
+    "deform_conv": "sampled",
+    "global_attention": "everywhere",
+    "augmented_conv": "everywhere",
+    "window_attention": "window",
+    "criss_cross": "criss_cross",
+    "sequence_attention": "everywhere",
+}
 
 
 def measure(case: Case, device: str, repeats: int) -> dict:
@@ -82,7 +82,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     for name in options.names or BENCHMARKS:
         with extras():
-            cases = importlib.import_module(f"{__package__}.{name}").cases(options.device)
+            cases = importlib.import_module(f"{__package__}.{BENCHMARKS[name]}.{name}").cases(options.device)
         rows = []
         for case in cases:
             if options.k not in case.name:

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from attn_plugins.ops import window_attention
 
-from .case import Case, Run, forward, forward_backward
+from ..case import Case, Run, forward, forward_backward
 
 PASSES = (("forward", forward), ("forward+backward", forward_backward))
 # kernel size -> goal on CPU; on CUDA one for all

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from attn_plugins.ops import deform_conv1d, deform_conv2d
 
-from .case import Case, Run, forward, forward_backward
+from ..case import Case, Run, forward, forward_backward
 
 # (B, C, H, W, offset groups), all with a 3 x 3 kernel, padding 1, masks and C -> C channels
 CPU_SIZES = ((2, 256, 50, 68, 1), (2, 256, 50, 68, 4), (1, 256, 50, 68, 1), (1, 256, 50, 68, 4),

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from attn_plugins.modules.criss_cross import CrissCrossAttention2d
 from attn_plugins.ops import criss_cross_attention
 
-from .case import Case, Run, forward, forward_backward
+from ..case import Case, Run, forward, forward_backward
 
 PASSES = (("forward", forward), ("forward+backward", forward_backward))
 # (B, C, H, W): Cityscapes at 769 and ADE20K at 512, both at stride 8; the first is the one that the goals are set for

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from attn_plugins.modules import GeneralizedAttention2d
 from attn_plugins.ops import global_attention
 
-from .case import Case, Run, forward, forward_backward
+from ..case import Case, Run, forward, forward_backward
 
 # (attention_type, (B, C, H, W), num_heads, kv_stride); the first is the one that the goals are set for
 CPU_MODULES = (

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from attn_plugins.ops import sequence_attention
 
-from .case import Case, Run, forward, forward_backward
+from ..case import Case, Run, forward, forward_backward
 
 PASSES = (("forward", forward), ("forward+backward", forward_backward))
 LENGTHS = (256, 512, 1024, 2048)

@@ -12,7 +12,7 @@ from attn_plugins.ops import global_attention
 from attn_plugins.terms.relative_position import relative_logits
 from tools.requires import extras
 
-from .case import Case, Run, forward, forward_backward
+from ..case import Case, Run, forward, forward_backward
 
 PASSES = (("forward", forward), ("forward+backward", forward_backward))
 B, M, D = 8, 8, 20

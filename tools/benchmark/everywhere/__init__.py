@@ -1,0 +1,1 @@
+"""Benchmarks of attention to all keys, of maps and of sequences."""

@@ -1,0 +1,1 @@
+"""Benchmarks of values at learned, fractional positions."""

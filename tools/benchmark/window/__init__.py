@@ -1,0 +1,1 @@
+"""Benchmarks of attention to the keys around each query."""
