@@ -26,7 +26,7 @@ from plugins.install import toolchain  # noqa: E402
 
 TORCH_TARGET_VERSION = "0x020a000000000000"  # the oldest torch whose stable ABI we use: 2.10
 ROOMS = [".ops.everywhere", ".ops.window", ".ops.criss_cross", ".ops.sampled"]
-PACKAGES = ["", ".install", ".ops", *ROOMS, ".terms", ".modules", ".mmcv", ".timm", ".fairseq"]
+PACKAGES = ["", ".install", ".ops", *ROOMS, ".terms", ".modules", ".captioning", ".mmcv", ".timm", ".fairseq"]
 
 
 def version() -> str:

@@ -23,8 +23,17 @@ from fairseq.dataclass import FairseqDataclass
 from fairseq.tasks import FairseqTask, register_task
 from omegaconf import MISSING
 
-from ..caption_files import SPLITS, Captions, ImageId, Problems, Words, described_by, read_attributes, read_splits
-from ..region_features import RegionFeatures
+from ..captioning.caption_files import (
+    SPLITS,
+    Captions,
+    ImageId,
+    Problems,
+    Words,
+    described_by,
+    read_attributes,
+    read_splits,
+)
+from ..captioning.region_features import RegionFeatures
 from .captioning_dataset import CaptionedImage, CaptioningDataset
 
 logger = logging.getLogger(__name__)

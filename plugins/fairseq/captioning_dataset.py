@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from fairseq.data import Dictionary, FairseqDataset, data_utils
 
-from ..caption_files import ImageId
-from ..region_features import RegionFeatures
+from ..captioning.caption_files import ImageId
+from ..captioning.region_features import RegionFeatures
 
 logger = logging.getLogger(__name__)
 

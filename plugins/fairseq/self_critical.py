@@ -37,7 +37,7 @@ from fairseq.dataclass import ChoiceEnum, FairseqDataclass
 from fairseq.logging import metrics
 from torch import Tensor
 
-from .caption_rewards import REWARDS, CiderD, reward
+from ..captioning.caption_rewards import REWARDS, CiderD, reward
 from .captioning import CaptioningTask
 
 logger = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from attn_plugins.region_features import write_region_features
+from attn_plugins.captioning.region_features import write_region_features
 
 COLOURS = ("red", "green", "blue", "black")
 THINGS = ("dog", "cat", "bus", "kite", "boat")

@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader
 
 pytest.importorskip("fairseq")
 
-from attn_plugins.caption_files import described_by, words_of
-from attn_plugins.region_features import RegionFeatures
+from attn_plugins.captioning.caption_files import described_by, words_of
+from attn_plugins.captioning.region_features import RegionFeatures
 from tests.fairseq.captioning_helpers import COLOURS, D, change, task_of, write_images, write_json
 
 

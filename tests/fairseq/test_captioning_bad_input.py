@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("fairseq")
 
-from attn_plugins.region_features import RegionFeatures, write_region_features
+from attn_plugins.captioning.region_features import RegionFeatures, write_region_features
 from tests.fairseq.captioning_helpers import change, task_of, write_images, write_json
 from tests.fairseq.test_captioning import batches_of
 

@@ -17,7 +17,7 @@ pytest.importorskip("fairseq")
 
 from PIL import Image
 
-from attn_plugins.region_features import RegionFeatures
+from attn_plugins.captioning.region_features import RegionFeatures
 
 # What makes each command of the sequence small; of an option that is there twice the last one counts.
 SMALLER = {

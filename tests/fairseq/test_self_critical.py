@@ -23,7 +23,7 @@ from fairseq.logging import metrics
 from fairseq.sequence_generator import SequenceGenerator
 from fairseq_cli import train
 
-from attn_plugins.fairseq.caption_rewards import reward
+from attn_plugins.captioning.caption_rewards import reward
 from attn_plugins.fairseq.self_critical import SelfCriticalConfig, SelfCriticalCriterion
 from tests.fairseq.captioning_helpers import task_of, write_images
 from tests.fairseq.fairseq_helpers import ROOT, forget_best

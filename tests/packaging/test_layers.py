@@ -1,4 +1,4 @@
-"""The import rule: ops -> terms -> modules -> adapters, never back, and no toolkit above the adapters."""
+"""The import rule: ops -> terms -> modules -> captioning -> adapters, never back, and no toolkit above the adapters."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 PLUGINS = Path(__file__).parents[2] / "plugins"
-LAYERS = ["ops", "terms", "modules"]
+LAYERS = ["ops", "terms", "modules", "captioning"]
 ADAPTERS = {
     "mmcv": {"mmcv", "mmengine", "mmdet", "mmseg"},
     "timm": {"timm"},
@@ -73,7 +73,7 @@ def test_importing_the_package_imports_nothing_heavy(python):
 
 
 def test_importing_the_rooms_imports_no_toolkit(python):
-    """Nor the files beside the rooms, such as caption_files and region_features."""
+    """Nor the files beside the rooms, such as doctor and autoload."""
     beside = [path for path in FILES if path.parent == PLUGINS and not path.name.startswith("__")]
     modules = [
         ".".join(["attn_plugins", *file.relative_to(PLUGINS).with_suffix("").parts])

@@ -22,8 +22,8 @@ from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.trainer import Trainer
 
 import attn_plugins.fairseq  # noqa: F401
+from attn_plugins.captioning.region_features import RegionFeatures, write_region_features
 from attn_plugins.modules import MultiheadAttention
-from attn_plugins.region_features import RegionFeatures, write_region_features
 from tests.fairseq.fairseq_helpers import fairseq
 from tools import caption as tool
 from tools.captioning import extract_regions, train_attributes

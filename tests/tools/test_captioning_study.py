@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("fairseq")
 pytest.importorskip("pycocoevalcap")
 
-from attn_plugins.region_features import write_region_features
+from attn_plugins.captioning.region_features import write_region_features
 from tools import captioning_study as study
 from tools.captioning.study_table import aggregated, markdown
 

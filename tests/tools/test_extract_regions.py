@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 from torch.nn import functional
 
-from attn_plugins.region_features import RegionFeatures, write_region_features
+from attn_plugins.captioning.region_features import RegionFeatures, write_region_features
 from tools.captioning import extract_regions as tool
 from tools.captioning.region_recipe import TOOL, BadRecipe, RecordedExtractor
 from tools.captioning.regions import Selection

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from attn_plugins.caption_files import Problems, read_splits
+from attn_plugins.captioning.caption_files import Problems, read_splits
 from tools.captioning import make_splits as tool
 from tools.captioning.image_list import listed_images
 

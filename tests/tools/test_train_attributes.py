@@ -13,7 +13,7 @@ import pytest
 import torch
 from sklearn.metrics import average_precision_score
 
-from attn_plugins.region_features import RegionFeatures
+from attn_plugins.captioning.region_features import RegionFeatures
 from tools.captioning import extract_regions
 from tools.captioning import train_attributes as tool
 from tools.captioning.attributes import average_precision, frequent_words, labels, load_detector
@@ -138,7 +138,7 @@ def test_training_lowers_the_loss_and_keeps_the_best(trained):
 
 
 def test_attributes_are_what_the_captioning_task_reads(trained, scenes):
-    from attn_plugins.caption_files import Problems, read_attributes, read_splits
+    from attn_plugins.captioning.caption_files import Problems, read_attributes, read_splits
 
     found = read_attributes(scenes / "attributes.json")
     assert set(found) == {str(n) for n in range(1, 35)}

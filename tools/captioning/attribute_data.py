@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from attn_plugins.caption_files import Problems, read_splits
+from attn_plugins.captioning.caption_files import Problems, read_splits
 from tools.captioning.image_list import ListedImage, listed_images
 from tools.captioning.json_files import BadFile
 from tools.captioning.timm_backbone import TimmBackbone

@@ -19,11 +19,11 @@ from fairseq.utils import apply_to_sample
 from PIL import Image
 
 import attn_plugins.fairseq  # noqa: F401 - registers the task and the model
-from attn_plugins.caption_files import read_attributes
+from attn_plugins.captioning.caption_files import read_attributes
+from attn_plugins.captioning.region_features import RegionFeatures
 from attn_plugins.fairseq.captioning import CaptioningTask
 from attn_plugins.fairseq.captioning_dataset import CaptionedImage, CaptioningDataset
 from attn_plugins.fairseq.eta_transformer import EtaTransformerModel
-from attn_plugins.region_features import RegionFeatures
 from tools.captioning.attributes import AttributeDetector
 from tools.captioning.region_recipe import RecordedExtractor
 from tools.captioning.regions import Regions

@@ -5,7 +5,8 @@
     python -m tools.captioning.extract_regions data/scenes/images data/scenes/regions.npz \\
         --splits data/scenes/splits.json --grid resnet10t --checkpoint work_dirs/attributes/best.safetensors
 
-OUT is ``.npz``, ``.h5`` (h5py) or ``.lmdb`` (lmdb); ``attn_plugins.region_features`` tells its content. Three ways:
+OUT is ``.npz``, ``.h5`` (h5py) or ``.lmdb`` (lmdb); ``attn_plugins.captioning.region_features`` tells its content.
+Three ways:
 
 ``--mmdet CONFIG [CHECKPOINT]``  any two-stage config of mmdet, also our attended ones
 ``--torchvision NAME``           one of torchvision's R-CNNs, such as fasterrcnn_resnet50_fpn
@@ -47,8 +48,8 @@ with extras("captioning", "timm", "tools"):
     import torch
     from torch.utils.data import DataLoader, Dataset
 
-    from attn_plugins.region_features import RegionFeaturesWriter
-    from attn_plugins.region_formats import PACKAGES, package_of
+    from attn_plugins.captioning.region_features import RegionFeaturesWriter
+    from attn_plugins.captioning.region_formats import PACKAGES, package_of
     from tools import files
     from tools.captioning.image_list import ImageId, ListedImage, listed_images
     from tools.captioning.json_files import BadFile

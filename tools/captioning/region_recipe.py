@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from attn_plugins.region_features import RegionFeatures
+from attn_plugins.captioning.region_features import RegionFeatures
 from tools.captioning.regions import BadExtractor, Extractor, Regions, Selection
 from tools.requires import extras
 

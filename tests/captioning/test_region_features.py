@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from attn_plugins.region_features import RegionFeatures, RegionFeaturesWriter, write_region_features
+from attn_plugins.captioning.region_features import RegionFeatures, RegionFeaturesWriter, write_region_features
 
 SUFFIXES = [".npz", ".h5", ".lmdb"]
 

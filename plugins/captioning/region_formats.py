@@ -1,4 +1,4 @@
-"""The file formats of :mod:`attn_plugins.region_features`: npz, HDF5 and LMDB, opened and written.
+"""The file formats of :mod:`attn_plugins.captioning.region_features`: npz, HDF5 and LMDB, opened and written.
 
 Every error names the file.
 """

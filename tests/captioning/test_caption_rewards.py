@@ -10,7 +10,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from attn_plugins.fairseq.caption_rewards import REWARDS, CiderD, DocumentFrequencies, reward
+from attn_plugins.captioning.caption_rewards import REWARDS, CiderD, DocumentFrequencies, reward
 
 
 def sentences(rng: np.random.Generator, number: int, longest: int = 12) -> list[str]:
@@ -207,15 +207,10 @@ def test_unknown_names_and_wordless_references():
 
 
 def test_nothing_of_fairseq_is_needed(python):
-    from attn_plugins.fairseq import caption_rewards
-
-    code = f"""
-import importlib.util, json, sys
-spec = importlib.util.spec_from_file_location("caption_rewards", {caption_rewards.__file__!r})
-module = importlib.util.module_from_spec(spec)
-sys.modules["caption_rewards"] = module
-spec.loader.exec_module(module)
-cider = module.reward("cider-d", {{1: ["a cat"], 2: ["a dog"]}})
+    code = """
+import json, sys
+from attn_plugins.captioning.caption_rewards import reward
+cider = reward("cider-d", {1: ["a cat"], 2: ["a dog"]})
 print(json.dumps([cider([1], ["a cat"])[0], "fairseq" in sys.modules]))
 """
     score, imported = json.loads(python(code, TORCH_DEVICE_BACKEND_AUTOLOAD="0").stdout)

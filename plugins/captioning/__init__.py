@@ -1,0 +1,1 @@
+"""Captioning without a toolkit: region features and their formats, caption files, rewards."""
