@@ -130,7 +130,7 @@ def is_own_user_dir(path: str | os.PathLike[str]) -> bool:
     if folder.samefile(FAIRSEQ_USER_DIR):
         return True
     ours = ("autoload.py", "fairseq/__init__.py")
-    loader = ("ops/library.py", "ops/_library.py")  # the latter up to 0.1
+    loader = ("ops/library.py", "ops/_library.py")  # the latter: older checkouts
     copy = folder.parent
     if (
         folder.name == "fairseq"

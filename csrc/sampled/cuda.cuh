@@ -92,7 +92,8 @@ struct CudaKernels {
   //   sums of a chunk's input gradient, float32         4.2                        4.2
   //   sum and part of the weight gradient               2.4 + 1.2                  2.4 + 2.4
   //   backward                                          32.1 of 302 (10.6 %)       57.5 of 604 (9.5 %)
-  // tests/ops/sampled/test_deform_conv_cuda.py holds it to that. A channels-last input needs no copy of input and rows.
+  // tests/ops/sampled/test_deform_conv_cuda.py holds it to that. A channels-last input needs no copy of input
+  // and rows.
   static int64_t target_pixels(const Geometry& g, int64_t element_bytes) {
     if (const char* forced = std::getenv("ATTN_PLUGINS_BLOCK_PIXELS")) {
       return std::max<int64_t>(1, std::strtoll(forced, nullptr, 10));
