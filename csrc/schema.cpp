@@ -5,10 +5,10 @@
 STABLE_TORCH_LIBRARY(attn_plugins, m) {
   // grad_* of what is not needed come back empty.
   m.def(
-      "deform_conv2d(Tensor input, Tensor offset, Tensor weight, Tensor? bias, Tensor? mask, "
+      "deform_conv2d_forward_kernel(Tensor input, Tensor offset, Tensor weight, Tensor? bias, Tensor? mask, "
       "int[] stride, int[] padding, int[] dilation, int groups, int offset_groups) -> Tensor");
   m.def(
-      "deform_conv2d_backward(Tensor grad_output, Tensor input, Tensor offset, Tensor weight, "
+      "deform_conv2d_backward_kernel(Tensor grad_output, Tensor input, Tensor offset, Tensor weight, "
       "Tensor? mask, int[] stride, int[] padding, int[] dilation, int groups, int offset_groups, "
       "bool needs_input, bool needs_offset, bool needs_weight) "
       "-> (Tensor grad_input, Tensor grad_offset, Tensor grad_weight, Tensor grad_mask)");

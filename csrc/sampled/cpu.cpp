@@ -405,6 +405,6 @@ struct CpuKernels {
 
 STABLE_TORCH_LIBRARY_IMPL(attn_plugins, CPU, m) {
   using namespace attn_plugins;
-  m.impl("deform_conv2d", TORCH_BOX(&deform_conv2d_driver<CpuKernels>));
-  m.impl("deform_conv2d_backward", TORCH_BOX(&deform_conv2d_backward_driver<CpuKernels>));
+  m.impl("deform_conv2d_forward_kernel", TORCH_BOX(&deform_conv2d_driver<CpuKernels>));
+  m.impl("deform_conv2d_backward_kernel", TORCH_BOX(&deform_conv2d_backward_driver<CpuKernels>));
 }

@@ -28,6 +28,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> deform_conv2d_backward(
 }  // namespace attn_plugins
 
 STABLE_TORCH_LIBRARY_IMPL(attn_plugins, CUDA, m) {
-  m.impl("deform_conv2d", TORCH_BOX(&attn_plugins::deform_conv2d));
-  m.impl("deform_conv2d_backward", TORCH_BOX(&attn_plugins::deform_conv2d_backward));
+  m.impl("deform_conv2d_forward_kernel", TORCH_BOX(&attn_plugins::deform_conv2d));
+  m.impl("deform_conv2d_backward_kernel", TORCH_BOX(&attn_plugins::deform_conv2d_backward));
 }

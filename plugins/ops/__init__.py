@@ -1,5 +1,6 @@
-"""Operators, one per key region: functionals, schemas' fake functions, gradients and FLOP formulas."""
+"""Operators, each in the folder of its key region; and :func:`explain` and :func:`backend`, who computes them."""
 
+from .backends import backend, explain
 from .criss_cross.criss_cross_attention import criss_cross_attention
 from .everywhere.global_attention import global_attention
 from .everywhere.sequence_attention import sequence_attention
@@ -7,9 +8,11 @@ from .sampled.deform_conv import deform_conv1d, deform_conv2d
 from .window.window_attention import window_attention
 
 __all__ = [
+    "backend",
     "criss_cross_attention",
     "deform_conv1d",
     "deform_conv2d",
+    "explain",
     "global_attention",
     "sequence_attention",
     "window_attention",

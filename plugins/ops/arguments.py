@@ -40,13 +40,16 @@ def autocast_dtype(device_type: str) -> torch.dtype | None:
     return torch.get_autocast_gpu_dtype() if torch.is_autocast_enabled() else None
 
 
-def check_tensors(first: str, **tensors: Tensor | None) -> None:
-    """Check that all tensors are floating, share the dtype and the device of the one named ``first``."""
+def check_tensors(first: str, required: Sequence[str] = (), **tensors: Tensor | None) -> None:
+    """Check that all tensors are floating, share the dtype and the device of the one named ``first``.
+
+    Those not named ``first`` or ``required`` may be None.
+    """
     leader = tensors[first]
     if not isinstance(leader, Tensor):
         raise TypeError(f"{first} must be a Tensor, got {type(leader).__name__}")
     for name, tensor in tensors.items():
-        if tensor is None:
+        if tensor is None and name not in required:
             continue
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name} must be a Tensor, got {type(tensor).__name__}")

@@ -1,7 +1,7 @@
 """Loads the compiled operators and says, in one place, which of them can serve a tensor.
 
-The functionals ask :func:`has_kernel`; where it answers no they run the PyTorch reference instead and
-:func:`explain_once` logs why.
+Backends ask :func:`refusal`; where it has a reason PyTorch's own operations serve instead, and :func:`explain_once`
+logs why.
 """
 
 from __future__ import annotations
@@ -67,46 +67,14 @@ def explain_once(device_type: str) -> None:
     logger.warning("attn_plugins runs on its PyTorch reference on %s: %s", device_type, reason)
 
 
-def serves(device_type: str) -> bool:
-    """True where ``torch.ops.attn_plugins`` can take tensors of this device; logs once where it cannot.
+def refusal(device_type: str, kind: str) -> str | None:
+    """The reason why the compiled kernels of device ``kind`` do not take tensors of ``device_type``, or None.
 
-    An export to ONNX, which knows no operators of ours, gets the reference, written in standard ones.
+    Where the binary itself is missing, one log line per device says so.
     """
-    if torch.onnx.is_in_onnx_export():
-        return False
-    if has_kernel(device_type) or (device_type == "meta" and has_schemas()):
-        return True
-    if not _is_compiling():  # a log line would break the graph
-        explain_once(device_type)
-    return False
-
-
-if has_schemas():
-    _FRAGMENT = torch.library.Library("attn_plugins", "FRAGMENT")
-    _AUTOCAST_KEYS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}
-
-
-def register_autocast(name: str, *, cast: bool) -> None:
-    """Give operator ``name`` its autocast rule.
-
-    With ``cast`` its float16, bfloat16 and float32 tensors take autocast's dtype, as a convolution's do. In
-    any case autocast is off inside the operator, whose own matrix products choose their dtypes themselves.
-    """
-    operator = getattr(torch.ops.attn_plugins, name).default
-    for device_type, key in _AUTOCAST_KEYS.items():
-        keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
-
-        def rule(*args, _keys=keys, _device_type=device_type):
-            with torch._C._ExcludeDispatchKeyGuard(_keys):
-                if cast:
-                    dtype = torch.get_autocast_dtype(_device_type)
-                    args = tuple(_cast(a, dtype) for a in args)
-                return operator(*args)
-
-        _FRAGMENT.impl(name, rule, key)
-
-
-def _cast(argument: object, dtype: torch.dtype) -> object:
-    if isinstance(argument, torch.Tensor) and argument.is_floating_point() and argument.dtype != torch.float64:
-        return argument.to(dtype)
-    return argument
+    if device_type != kind:
+        return f"its kernels are for {kind}, and the tensors are on {device_type}"
+    reason = _FAILURES[kind]
+    if reason is not None and not _is_compiling():  # a log line would break the graph
+        explain_once(kind)
+    return reason

@@ -1,46 +1,282 @@
-"""What the attention operators share around their kernels: definition for torch, autocast, second derivatives."""
+"""One definition of an operator: schema, reference, backends and operation counts in, the rest out.
+
+::
+
+    ATTEND = Operator(
+        "window_attention", Terms, Options, ("output", "log_sum_exp"),
+        allocate=..., reference=..., table=[...], operations=..., backward_operations=...,
+    )
+    output = ATTEND(Terms(query, key, value, position_logits), Options(...))
+
+defines ``torch.ops.attn_plugins.window_attention`` and ``window_attention_backward`` on all devices, with fake
+functions, gradients of both orders, autocast and FLOP formulas. Terms are the tensors that have gradients; options are
+everything else, numbers and masks.
+"""
 
 from __future__ import annotations
 
+import typing
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from . import backends
 from .arguments import autocast_dtype
+from .backends import Backend
 
-_HAS_CUSTOM_OPERATORS = hasattr(torch.library, "custom_op")  # torch >= 2.4
-Result = TypeVar("Result")
+NAMESPACE = "attn_plugins"
+HAS_OPERATORS = hasattr(torch.library, "register_autograd")  # torch >= 2.4
+_AUTOCAST_KEYS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}
+_SCHEMA_TYPES = {bool: "bool", int: "SymInt", float: "float", Sequence[int]: "int[]", list[int]: "int[]"}
+_LIBRARY: list[Any] = []  # torch.library.Library, made at the first definition and never dropped
 
-
-def define(
-    name: str,
-    schema: str,
-    kernel: Callable[..., Any],
-    fake: Callable[..., Any],
-    differentiate: Callable[..., tuple],
-    setup_context: Callable[..., None],
-    flops: Callable[..., int],
-) -> None:
-    """Define operator ``attn_plugins::name``: for all devices, with shapes, gradient and operation count."""
-    if not _HAS_CUSTOM_OPERATORS:
-        return
-    from torch.utils.flop_counter import register_flop_formula
-
-    operator = torch.library.custom_op(f"attn_plugins::{name}", kernel, mutates_args=(), schema=schema)
-    operator.register_fake(fake)
-    operator.register_autograd(differentiate, setup_context=setup_context)
-    register_flop_formula(getattr(torch.ops.attn_plugins, name))(flops)
+Results = tuple[Tensor, ...]
 
 
-def by_reference() -> bool:
-    """Whether references stand for operators: an older torch has none, and ONNX knows none of ours."""
-    return not _HAS_CUSTOM_OPERATORS or torch.onnx.is_in_onnx_export()
+class Operator:
+    """An operator of :mod:`attn_plugins.ops`.
+
+    Args:
+        name: In ``torch.ops.attn_plugins``.
+        terms: A ``NamedTuple`` of the tensors that have gradients, each ``Tensor`` or ``Tensor | None``.
+        options: A ``NamedTuple`` of everything else: ``int``, ``float``, ``bool``, ``Sequence[int]``, or a tensor
+            without a gradient.
+        results: Names of the results, the output first. The others are what the forward keeps for the backward.
+        keeps: Names of the results that the backward gets.
+        fake: ``(terms, options)`` to uninitialised results.
+        fake_gradient: ``(name, term)`` to the uninitialised gradient of that term.
+        reference: ``(terms, options)`` to the output: the slow, obvious definition, differentiable twice.
+        table: Backends, the preferred first; the last one refuses nothing.
+        operations: Multiplications and additions of the forward, for terms whose tensors are shapes.
+        backward_operations: Likewise of the backward, also for the list of gradients that are needed.
+        cast: Names of the terms that take autocast's dtype; None for all.
+        nothing: What the results beside an empty output hold.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        terms: Any,
+        options: Any,
+        results: Sequence[str],
+        *,
+        keeps: Sequence[str] = (),
+        fake: Callable[[Any, Any], Results],
+        reference: Callable[[Any, Any], Tensor],
+        table: Sequence[Backend],
+        operations: Callable[[Any, Any], int],
+        backward_operations: Callable[[Any, Any, Sequence[bool]], int],
+        fake_gradient: Callable[[str, Tensor], Tensor] = lambda name, term: torch.empty_like(term),
+        cast: Sequence[str] | None = None,
+        nothing: float = float("inf"),
+    ):
+        self.name, self.terms, self.options = name, terms, options
+        self.fake, self.fake_gradient, self.reference, self.table = fake, fake_gradient, reference, table
+        self._operations, self._backward_operations, self._nothing = operations, backward_operations, nothing
+        self._cast = [cast is None or field in cast for field in terms._fields]
+        self._kept = [results.index(each) for each in keeps]
+        self._tensor_options = [
+            number for number, kind in enumerate(_field_types(options)) if kind in ("Tensor", "Tensor?")
+        ]
+        if HAS_OPERATORS:
+            self._define(results, keeps)
+
+    def __call__(self, terms: Any, options: Any) -> Tensor:
+        """Compute the output of checked terms."""
+        if backends.explaining():
+            raise backends.Explained(self._explain(terms, options))
+        if self._by_reference():
+            return self._reference_under_autocast(terms, options)
+        found = self._forward_operator(*terms, *options)
+        return found if isinstance(found, Tensor) else found[0]
+
+    # --- what serves ----------------------------------------------------------------------------------------------
+
+    def _by_reference(self) -> bool:
+        """True where the definition stands for the operator: an older torch has none, ONNX knows none of ours."""
+        return not HAS_OPERATORS or backends.forced() == backends.REFERENCE or torch.onnx.is_in_onnx_export()
+
+    def _explain(self, terms: Any, options: Any) -> backends.Choice:
+        if not HAS_OPERATORS:
+            reason = f"torch {torch.__version__} defines no operators from Python, 2.4 is the first that does"
+            return backends.Choice(backends.REFERENCE, {each.name: reason for each in self.table})
+        return backends.survey(self.table, terms, options)
+
+    def _reference_under_autocast(self, terms: Any, options: Any) -> Tensor:
+        dtype = autocast_dtype(_device_type(terms))
+        if dtype is None:
+            return self.reference(terms, options)
+        with torch.autocast(_device_type(terms), enabled=False):
+            return self.reference(self.terms(*self._to(dtype, terms)), options)
+
+    def _to(self, dtype: torch.dtype, terms: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Terms in autocast's dtype, apart from float64 and those that keep theirs."""
+        return [
+            term if term is None or not cast or term.dtype == torch.float64 else term.to(dtype)
+            for term, cast in zip(terms, self._cast)
+        ]
+
+    # --- torch.library --------------------------------------------------------------------------------------------
+
+    def _define(self, results: Sequence[str], keeps: Sequence[str]) -> None:
+        from torch.utils.flop_counter import register_flop_formula
+
+        if not _LIBRARY:
+            _LIBRARY.append(torch.library.Library(NAMESPACE, "FRAGMENT"))
+        library, backward = _LIBRARY[0], f"{self.name}_backward"
+        terms, options = _arguments(self.terms), _arguments(self.options)
+        kept = [f"Tensor {name}" for name in keeps]
+        gradients = [f"Tensor grad_{name}" for name in self.terms._fields]
+        forward_schema = f"({', '.join([*terms, *options])}) -> {_returns([f'Tensor {name}' for name in results])}"
+        # Gradients that are not needed come back empty.
+        backward_arguments = ["Tensor grad_output", *terms, *kept, *options, "bool[] needs"]
+        backward_schema = f"({', '.join(backward_arguments)}) -> {_returns(gradients)}"
+        tags = (torch.Tag.pt2_compliant_tag,)
+        library.define(self.name + forward_schema, tags=tags)
+        library.define(backward + backward_schema, tags=tags)
+        library.impl(self.name, self._forward, "CompositeExplicitAutograd")
+        library.impl(backward, self._backward, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"{NAMESPACE}::{self.name}", self._fake_forward, lib=library)
+        torch.library.register_fake(f"{NAMESPACE}::{backward}", self._fake_backward, lib=library)
+        torch.library.register_autograd(
+            f"{NAMESPACE}::{self.name}", self._differentiate, setup_context=self._setup_context, lib=library
+        )
+        torch.library.register_autograd(
+            f"{NAMESPACE}::{backward}", self._differentiate_twice, setup_context=self._setup_context_twice, lib=library
+        )
+        operators = getattr(torch.ops, NAMESPACE)
+        self._forward_operator = getattr(operators, self.name).default
+        self._backward_operator = getattr(operators, backward).default
+        for device_type, key in _AUTOCAST_KEYS.items():
+            library.impl(self.name, self._autocast_rule(self._forward_operator, device_type, key, casts=True), key)
+            library.impl(backward, self._autocast_rule(self._backward_operator, device_type, key, casts=False), key)
+        register_flop_formula(getattr(operators, self.name))(self._flops)
+        register_flop_formula(getattr(operators, backward))(self._backward_flops)
+
+    def _autocast_rule(self, operator: Any, device_type: str, key: str, casts: bool) -> Callable[..., Any]:
+        """Cast the terms of the forward; either way autocast is off inside, where kernels choose dtypes themselves."""
+        keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
+        count = len(self.terms._fields)
+
+        def rule(*args: Any) -> Any:
+            with torch._C._ExcludeDispatchKeyGuard(keys):
+                if casts:
+                    args = (*self._to(torch.get_autocast_dtype(device_type), args[:count]), *args[count:])
+                return operator(*args)
+
+        return rule
+
+    def _split(self, args: Sequence[Any]) -> tuple[Any, list[Tensor], Any]:
+        """Terms, kept results and options of a backward's arguments after ``grad_output``."""
+        terms, kept = len(self.terms._fields), len(self._kept)
+        rest = args[terms + kept : terms + kept + len(self.options._fields)]
+        return self.terms(*args[:terms]), list(args[terms : terms + kept]), self.options(*rest)
+
+    def _forward(self, *args: Any) -> Any:
+        count = len(self.terms._fields)
+        terms, options = self.terms(*args[:count]), self.options(*args[count:])
+        serving = backends.choose(self.name, self.table, terms, options)
+        if serving.allocates:
+            return serving.forward(terms, options)
+        results = self.fake(terms, options)
+        if results[0].numel():
+            serving.forward(terms, options, *results)
+        else:
+            for result in results:
+                result.fill_(self._nothing)
+        return results if len(results) > 1 else results[0]
+
+    def _backward(self, grad_output: Tensor, *args: Any) -> tuple[Tensor, ...]:
+        terms, kept, options = self._split(args)
+        needs = args[-1]
+        if grad_output.numel() == 0:
+            grads = self._gradients(terms, needs)
+            return tuple(grad_output.new_empty(0) if grad is None else grad.zero_() for grad in grads)
+        serving = backends.choose(self.name, self.table, terms, options, backward=True)
+        if serving.allocates:
+            grads = serving.backward(grad_output, terms, options, *kept, needs)
+        else:
+            grads = self._gradients(terms, needs)
+            serving.backward(grad_output, terms, options, *kept, grads)
+        return tuple(grad_output.new_empty(0) if grad is None else grad for grad in grads)
+
+    def _gradients(self, terms: Any, needs: Sequence[bool]) -> list[Tensor | None]:
+        """Uninitialised gradients, None where not needed."""
+        return [
+            self.fake_gradient(name, term) if term is not None and need else None
+            for name, term, need in zip(self.terms._fields, terms, needs)
+        ]
+
+    def _fake_forward(self, *args: Any) -> Any:
+        count = len(self.terms._fields)
+        found = self.fake(self.terms(*args[:count]), self.options(*args[count:]))
+        return found if len(found) > 1 else found[0]
+
+    def _fake_backward(self, grad_output: Tensor, *args: Any) -> tuple[Tensor, ...]:
+        grads = self._gradients(self._split(args)[0], args[-1])
+        return tuple(grad_output.new_empty(0) if grad is None else grad for grad in grads)
+
+    # --- gradients ------------------------------------------------------------------------------------------------
+
+    def _setup_context(self, ctx: Any, inputs: tuple, output: Any) -> None:
+        count = len(self.terms._fields)
+        results = (output,) if isinstance(output, Tensor) else output
+        self._save(ctx, [*inputs[:count], *(results[n] for n in self._kept)], inputs[count:])
+
+    def _save(self, ctx: Any, tensors: Sequence[Tensor | None], options: Sequence[Any]) -> None:
+        ctx.options = list(options)
+        masks = [ctx.options[n] for n in self._tensor_options]
+        for n in self._tensor_options:
+            ctx.options[n] = None
+        ctx.save_for_backward(*tensors, *masks)
+
+    def _saved(self, ctx: Any) -> tuple[list[Tensor | None], list[Any]]:
+        """What :meth:`_save` was given."""
+        tensors, options = list(ctx.saved_tensors), list(ctx.options)
+        for n in reversed(self._tensor_options):
+            options[n] = tensors.pop()
+        return tensors, options
+
+    def _differentiate(self, ctx: Any, grad_output: Tensor | None, *_: Any) -> tuple:
+        count, others = len(self.terms._fields), len(self.options._fields)
+        needs = [bool(need) for need in ctx.needs_input_grad[:count]]
+        if grad_output is None or not any(needs):
+            return (None,) * (count + others)
+        tensors, options = self._saved(ctx)
+        grads = self._backward_operator(grad_output, *tensors, *options, needs)
+        return (*(grad if need else None for grad, need in zip(grads, needs)), *[None] * others)
+
+    def _setup_context_twice(self, ctx: Any, inputs: tuple, output: Any) -> None:
+        grad_output, *rest = inputs
+        terms, _, options = self._split(rest)
+        ctx.needs = rest[-1]
+        self._save(ctx, [grad_output, *terms], options)
+
+    def _differentiate_twice(self, ctx: Any, *grads: Tensor | None) -> tuple:
+        """Differentiate the reference twice: what the forward kept are functions of the terms, no variables."""
+        tensors, options = self._saved(ctx)
+        wanted = ctx.needs_input_grad[: len(tensors)]
+        found = _second_gradients(
+            lambda *terms: self.reference(self.terms(*terms), self.options(*options)), tensors, ctx.needs, wanted, grads
+        )
+        return (*found, *[None] * (len(self._kept) + len(options) + 1))
+
+    # --- operation counts -----------------------------------------------------------------------------------------
+
+    def _flops(self, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+        count = len(self.terms._fields)
+        return self._operations(self.terms(*args[:count]), self.options(*args[count:]))
+
+    def _backward_flops(self, grad_output: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+        terms, _, options = self._split(args)
+        return self._backward_operations(terms, options, args[-1])
 
 
-def under_autocast(function: Callable[..., Result], terms: Sequence[Tensor | None], device_type: str) -> Result:
-    """``function(*terms)``; where autocast is on, of terms in its dtype (but for float64) and with it off."""
+def under_autocast(function: Callable[..., Tensor], terms: Sequence[Tensor | None]) -> Tensor:
+    """``function(*terms)``; where autocast is on, of terms in its dtype (apart from float64) and with it off."""
+    device_type = _device_type(terms)
     dtype = autocast_dtype(device_type)
     if dtype is None:
         return function(*terms)
@@ -48,16 +284,40 @@ def under_autocast(function: Callable[..., Result], terms: Sequence[Tensor | Non
         return function(*(t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in terms))
 
 
-def differentiate_twice(
+def _device_type(terms: Sequence[Tensor | None]) -> str:
+    return next(term.device.type for term in terms if term is not None)
+
+
+def _field_types(named_tuple: Any) -> list[str]:
+    """Schema types of the fields."""
+    hints = typing.get_type_hints(named_tuple)
+    return [_schema_type(hints[name]) for name in named_tuple._fields]
+
+
+def _schema_type(hint: Any) -> str:
+    if hint is Tensor:
+        return "Tensor"
+    if set(typing.get_args(hint)) == {Tensor, type(None)}:
+        return "Tensor?"
+    return _SCHEMA_TYPES[hint]
+
+
+def _arguments(named_tuple: Any) -> list[str]:
+    return [f"{kind} {name}" for kind, name in zip(_field_types(named_tuple), named_tuple._fields)]
+
+
+def _returns(results: Sequence[str]) -> str:
+    return f"({', '.join(results)})" if len(results) > 1 else "Tensor"
+
+
+def _second_gradients(
     reference: Callable[..., Tensor],
     saved: Sequence[Tensor | None],
     needs: Sequence[bool],
     wanted: Sequence[bool],
     grads: Sequence[Tensor | None],
 ) -> list[Tensor | None]:
-    """The gradient of an operator's backward: the reference is differentiated twice.
-
-    What the forward kept besides its terms (log-sum-exp, weights, output) are functions of the terms, no variables.
+    """The gradient of a backward.
 
     Args:
         reference: The operator's definition, of the terms alone.

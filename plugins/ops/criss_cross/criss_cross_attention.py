@@ -6,16 +6,15 @@ logits. It is batched matrix products around one softmax, on every device (``pro
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..arguments import check_dim, check_tensors
-from ..operator import by_reference, define, differentiate_twice, under_autocast
+from ..operator import Operator
 from . import products, reference
-from .products import Terms
+from .operands import Options, Terms
 
 
 def criss_cross_attention(
@@ -53,15 +52,9 @@ def criss_cross_attention(
         ValueError: a shape or a device does not fit, or the map has no position.
         TypeError: the tensors are not floating or not of one dtype.
     """
-    terms = (query, key, value, position_logits)
+    terms = Terms(query, key, value, position_logits)
     _check(*terms)
-    return under_autocast(lambda *cast: _attend(cast, float(scale)), terms, value.device.type)
-
-
-def _attend(terms: Terms, scale: float) -> Tensor:
-    if by_reference():
-        return reference.criss_cross_attention(*terms, scale)
-    return torch.ops.attn_plugins.criss_cross_attention(*terms, scale)[0]
+    return ATTEND(terms, Options(float(scale)))
 
 
 def _check(query: Tensor | None, key: Tensor | None, value: Tensor, position_logits: Tensor | None) -> None:
@@ -91,11 +84,11 @@ def _check(query: Tensor | None, key: Tensor | None, value: Tensor, position_log
             )
 
 
-# --- the operators: kernels, fake functions, gradients, FLOPs -----------------------------------------------------
+# --- the operator -------------------------------------------------------------------------------------------------
 
 
 def _empty(like: Tensor, width: int) -> Tensor:
-    """Uninitialised (B, M, H, W, width), heads innermost but for the width as a projection wants them.
+    """Uninitialised (B, M, H, W, width), stored as (B, H, W, M, width) for the projection behind it.
 
     Not a view: its owner may add to it in place.
     """
@@ -103,122 +96,36 @@ def _empty(like: Tensor, width: int) -> Tensor:
     return like.new_empty_strided((B, M, H, W, width), (H * W * M * width, width, W * M * width, M * width, 1))
 
 
-def _outputs(value: Tensor) -> tuple[Tensor, Tensor]:
+def _results(terms: Terms, options: Options) -> tuple[Tensor, Tensor]:
     """Uninitialised output and weights."""
-    _, _, H, W, dv = value.shape
-    return _empty(value, dv), _empty(value, products.aligned(H) + products.aligned(W))
+    _, _, H, W, dv = terms.value.shape
+    return _empty(terms.value, dv), _empty(terms.value, products.aligned(H) + products.aligned(W))
 
 
-def _gradients(terms: Terms, needs: Sequence[bool]) -> list[Tensor]:
-    """Uninitialised gradients, empty where not needed; laid out as the terms where these have a contiguous width."""
-    value = terms[2]
-
-    def gradient(term: Tensor) -> Tensor:
-        return torch.empty_like(term) if term.stride(-1) == 1 else _empty(term, term.shape[-1])
-
-    return [gradient(t) if t is not None and need else value.new_empty(0) for t, need in zip(terms, needs)]
+def _gradient(name: str, term: Tensor) -> Tensor:
+    """An uninitialised gradient, laid out as its term where this has a contiguous width."""
+    return torch.empty_like(term) if term.stride(-1) == 1 else _empty(term, term.shape[-1])
 
 
-def _forward(query, key, value, position_logits, scale):
-    output, weights = _outputs(value)
-    with torch.autocast(value.device.type, enabled=False):
-        if output.numel() == 0:
-            weights.zero_()
-        else:
-            products.forward((query, key, value, position_logits), scale, output, weights)
-    return output, weights
-
-
-def _backward(grad_output, query, key, value, position_logits, weights, scale, needs):
-    terms = query, key, value, position_logits
-    results = _gradients(terms, needs)
-    with torch.autocast(value.device.type, enabled=False):
-        if grad_output.numel() == 0:
-            for grad in results:
-                grad.zero_()
-        else:
-            grads = [g if t is not None and need else None for t, g, need in zip(terms, results, needs)]
-            products.backward(grad_output, terms, weights, scale, grads)
-    return tuple(results)
-
-
-def _fake_forward(query, key, value, position_logits, scale):
-    return _outputs(value)
-
-
-def _fake_backward(grad_output, query, key, value, position_logits, weights, scale, needs):
-    return tuple(_gradients((query, key, value, position_logits), needs))
-
-
-def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
-    *terms, ctx.scale = inputs
-    ctx.save_for_backward(*terms, output[1])
-
-
-def _differentiate(ctx: Any, grad_output: Tensor | None, _: Tensor | None) -> tuple:
-    *terms, weights = ctx.saved_tensors
-    needs = list(ctx.needs_input_grad[:4])
-    if grad_output is None:
-        return (None,) * 5
-    grads = torch.ops.attn_plugins.criss_cross_attention_backward(grad_output, *terms, weights, ctx.scale, needs)
-    return (*(grad if need else None for grad, need in zip(grads, needs)), None)
-
-
-def _setup_context_double(ctx: Any, inputs: tuple, output: tuple) -> None:
-    grad_output, *terms, _, ctx.scale, ctx.needs = inputs
-    ctx.save_for_backward(grad_output, *terms)
-
-
-def _differentiate_twice(ctx: Any, *grads: Tensor | None) -> tuple:
-    found = differentiate_twice(
-        lambda *terms: reference.criss_cross_attention(*terms, ctx.scale),  # type: ignore[call-arg]
-        ctx.saved_tensors,
-        ctx.needs,
-        ctx.needs_input_grad[:5],
-        grads,
-    )
-    return (*found, None, None, None)
-
-
-Shape = tuple[int, ...]
-
-
-def _operations(query_shape: Shape | None, value_shape: Shape) -> tuple[int, int]:
-    """Of one content product and of one value product; the own position counts in both parts."""
-    B, M, H, W, dv = value_shape
+def _products(terms: Any, options: Options) -> tuple[int, int]:
+    """Operations of one content product and of one value product; the own position counts in both parts."""
+    B, M, H, W, dv = terms.value
     pairs = 2 * B * M * H * W * (H + W)
-    return (0 if query_shape is None else pairs * query_shape[4]), pairs * dv
+    return (0 if terms.query is None else pairs * terms.query[4]), pairs * dv
 
 
-def _flops(query, key, value, *args, out_shape=None, **kwargs):
-    """Two per multiply-add of both products."""
-    return sum(_operations(query, value))
-
-
-def _flops_backward(grad_output, query, key, value, *args, out_shape=None, **kwargs):
-    """Gradients of query and key; gradients of weights and value."""
-    content, mixing = _operations(query, value)
-    return 2 * content + 2 * mixing
-
-
-_TERMS = "Tensor? query, Tensor? key, Tensor value, Tensor? position_logits"
-define(
+ATTEND = Operator(
     "criss_cross_attention",
-    f"({_TERMS}, float scale) -> (Tensor output, Tensor weights)",
-    _forward,
-    _fake_forward,
-    _differentiate,
-    _setup_context,
-    _flops,
-)
-define(
-    "criss_cross_attention_backward",
-    # Gradients that are not needed come back empty.
-    f"(Tensor grad_output, {_TERMS}, Tensor weights, float scale, bool[] needs) "
-    "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_position_logits)",
-    _backward,
-    _fake_backward,
-    _differentiate_twice,
-    _setup_context_double,
-    _flops_backward,
+    Terms,
+    Options,
+    ("output", "weights"),
+    keeps=("weights",),
+    fake=_results,
+    fake_gradient=_gradient,
+    reference=lambda terms, options: reference.criss_cross_attention(*terms, *options),
+    table=[products.BACKEND],
+    operations=lambda terms, options: sum(_products(terms, options)),
+    # Gradients of query and key; gradients of weights and value.
+    backward_operations=lambda terms, options, needs: 2 * sum(_products(terms, options)),
+    nothing=0.0,
 )

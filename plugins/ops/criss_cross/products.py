@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from ..arguments import arithmetic_dtype
+from ..backends import Backend, never
+from .operands import Options, Terms
 
-Terms = tuple["Tensor | None", "Tensor | None", Tensor, "Tensor | None"]  # query, key, value, position logits
 _ALIGNMENT = 8  # of both parts of a query's logits, in elements: tensor cores read half numbers 16 bytes at a time
 _MIXES = hasattr(torch.ops.aten.baddbmm, "dtype_out")  # half operands with float32 results, torch >= 2.8, on CUDA
 
@@ -137,20 +138,22 @@ def _mix(result: Tensor, column: Tensor, row: Tensor, tensor: Tensor, scale: flo
         result.copy_(total)
 
 
-def forward(terms: Terms, scale: float, output: Tensor, weights: Tensor) -> None:
+def forward(terms: Terms, options: Options, output: Tensor, weights: Tensor) -> None:
     """Write the output (B, M, H, W, dv) and the weights (B, M, H, W, S)."""
     H, W = weights.shape[2:4]
     dtype, arithmetic = _operand_dtype(terms[2]), arithmetic_dtype(terms[2].dtype)
     query, key, value = (None if t is None else _packed(t, dtype) for t in terms[:3])
     assert value is not None
     logits = weights if weights.dtype == arithmetic else torch.empty_like(weights, dtype=arithmetic)
-    _write_weights(query, key, terms[3], scale, logits)
+    _write_weights(query, key, terms[3], options.scale, logits)
     if logits is not weights:
         weights.copy_(logits)
     _mix(output, *_parts(weights if weights.dtype == dtype else logits, H, W), value)
 
 
-def backward(grad_output: Tensor, terms: Terms, weights: Tensor, scale: float, grads: Sequence[Tensor | None]) -> None:
+def backward(
+    grad_output: Tensor, terms: Terms, options: Options, weights: Tensor, grads: Sequence[Tensor | None]
+) -> None:
     """Fill the wanted gradients (those not None) of query, key, value and position logits."""
     H, W = weights.shape[2:4]
     dtype, arithmetic = _operand_dtype(terms[2]), arithmetic_dtype(terms[2].dtype)
@@ -177,6 +180,9 @@ def backward(grad_output: Tensor, terms: Terms, weights: Tensor, scale: float, g
         grad_position[..., H:] = row.sum_to_size((*shape[:4], W))
     column, row = _parts(slopes.to(dtype), H, W)
     if grad_query is not None and key is not None:
-        _mix(grad_query, column, row, key, scale)
+        _mix(grad_query, column, row, key, options.scale)
     if grad_key is not None and query is not None:
-        _mix(grad_key, column.mT, row.mT, query, scale)
+        _mix(grad_key, column.mT, row.mT, query, options.scale)
+
+
+BACKEND = Backend("torch", never, forward, backward)

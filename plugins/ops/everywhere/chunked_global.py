@@ -12,29 +12,22 @@ import torch
 from torch import Tensor
 
 from ..arguments import arithmetic_dtype
+from ..backends import Backend, never
 from .chunks import WORKSPACE, chunks
+from .operands import GlobalOptions, GlobalTerms
 
 
 class Problem:
     """The arguments of one call in the dtype of the arithmetic, and what forward and backward do with a chunk."""
 
-    def __init__(
-        self,
-        query: Tensor | None,
-        key: Tensor | None,
-        value: Tensor,
-        row_logits: Tensor | None,
-        column_logits: Tensor | None,
-        key_logits: Tensor | None,
-        scale: float,
-        grid: tuple[int, int],
-    ) -> None:
+    def __init__(self, terms: GlobalTerms, options: GlobalOptions) -> None:
+        query, key, value, row_logits, column_logits, key_logits = terms
         self.dtype = dtype = arithmetic_dtype(value.dtype)
         B, M, self.Hk, self.Wk, _ = value.shape
-        self.shape = (B, M, *grid)
+        self.shape = (B, M, *terms.grid())
         self.keys = self.Hk * self.Wk
         self.query = None if query is None else query.to(dtype)
-        self.key = None if key is None else _batch_of_keys(key).to(dtype) * scale
+        self.key = None if key is None else _batch_of_keys(key).to(dtype) * options.scale
         self.value = _batch_of_keys(value).to(dtype)
         self.row = _expand(row_logits, (*self.shape, self.Hk), dtype)
         self.column = _expand(column_logits, (*self.shape, self.Wk), dtype)
@@ -102,8 +95,9 @@ def _expand(logits: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -
     return None if logits is None else logits.to(dtype).expand(shape)
 
 
-def forward(problem: Problem, output: Tensor, lse: Tensor) -> None:
+def forward(terms: GlobalTerms, options: GlobalOptions, output: Tensor, lse: Tensor) -> None:
     """Write the attention's output (B, M, Hq, Wq, dv) and log-sum-exp (B, M, Hq, Wq)."""
+    problem = Problem(terms, options)
     workspace = problem.workspace()
     for chunk in problem.chunks:
         b, h, w = chunk
@@ -112,8 +106,16 @@ def forward(problem: Problem, output: Tensor, lse: Tensor) -> None:
         output[b, :, h, w] = problem.grid(mixed, chunk)
 
 
-def backward(problem: Problem, grad_output: Tensor, lse: Tensor, scale: float, grads: list[Tensor | None]) -> None:
+def backward(
+    grad_output: Tensor,
+    terms: GlobalTerms,
+    options: GlobalOptions,
+    output: Tensor,
+    lse: Tensor,
+    grads: list[Tensor | None],
+) -> None:
     """Fill the wanted gradients (those not None) of query, key, value, row, column and key logits."""
+    problem = Problem(terms, options)
     grad_query, grad_key, grad_value, grad_row, grad_column, grad_key_logits = grads
     B, M, Hq, Wq = problem.shape
     row_sum = _BroadcastSum(grad_row, (*problem.shape, problem.Hk), problem.dtype)
@@ -157,7 +159,7 @@ def backward(problem: Problem, grad_output: Tensor, lse: Tensor, scale: float, g
     if grad_value is not None and sum_value is not None:
         grad_value.copy_(sum_value.view(grad_value.shape))
     if grad_key is not None and sum_key is not None:
-        grad_key.copy_(sum_key.mul_(scale).view(grad_key.shape))
+        grad_key.copy_(sum_key.mul_(options.scale).view(grad_key.shape))
     if grad_key_logits is not None and key_sums is not None:
         total = key_sums.view(B, M, problem.Hk, problem.Wk)
         grad_key_logits.copy_(total.sum_to_size(grad_key_logits.shape))
@@ -243,3 +245,6 @@ def _logit_gradient_(
         column_gradient.copy_(grid.sum(-2))
     if key_gradient is not None:
         key_gradient += gradient.sum((2, 3))
+
+
+BACKEND = Backend("torch", never, forward, backward)

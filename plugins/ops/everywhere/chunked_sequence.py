@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from ..arguments import arithmetic_dtype
+from ..backends import Backend, never
 from .chunks import WORKSPACE, chunks
-from .operands import SequenceTerms
+from .operands import SequenceOptions, SequenceTerms
 
 
 def band_reach(K: int, causal: bool) -> tuple[int, int]:
@@ -24,21 +25,20 @@ def band_reach(K: int, causal: bool) -> tuple[int, int]:
 class Problem:
     """The arguments of one call in the dtype of the arithmetic, and the logits of a chunk."""
 
-    def __init__(
-        self, terms: SequenceTerms, key_padding_mask: Tensor | None, start: int, causal: bool, scale: float, T: int
-    ) -> None:
+    def __init__(self, terms: SequenceTerms, options: SequenceOptions) -> None:
         value = terms.value
         self.dtype = dtype = arithmetic_dtype(value.dtype)
         self.B, self.M, self.S, _ = value.shape
-        self.T, self.start, self.causal, self.device = T, start, causal, value.device
-        B, M = self.B, self.M
+        self.T, self.start, self.causal, self.device = terms.queries(), options.start, options.causal, value.device
+        B, M, T = self.B, self.M, self.T
         self.query = None if terms.query is None else terms.query.to(dtype)
-        self.key = None if terms.key is None else (terms.key.to(dtype) * scale)
+        self.key = None if terms.key is None else (terms.key.to(dtype) * options.scale)
         self.value = value.to(dtype)
         self.band, self.outside, self.position = (
             None if t is None else t.to(dtype).expand(B, M, T, *t.shape[3:]) for t in terms[3:]
         )
-        self.masked = None if key_padding_mask is None else key_padding_mask[:, None, None].expand(B, 1, 1, self.S)
+        mask = options.key_padding_mask
+        self.masked = None if mask is None else mask[:, None, None].expand(B, 1, 1, self.S)
         budget = WORKSPACE["cpu" if self.device.type == "cpu" else "cuda"] // self.value.element_size()
         self.chunks = [(b, t) for b, _, t in chunks(B, M, 1, T, self.S, budget)]
 
@@ -114,8 +114,9 @@ class Problem:
         return found.masked_fill_((key < 0) | (key >= keys), 0)
 
 
-def forward(problem: Problem, output: Tensor, lse: Tensor) -> None:
+def forward(terms: SequenceTerms, options: SequenceOptions, output: Tensor, lse: Tensor) -> None:
     """Write the output (B, M, T, dv) and the log-sum-exp (B, M, T), +inf where all keys are masked."""
+    problem = Problem(terms, options)
     workspace = problem.workspace()
     for chunk in problem.chunks:
         b, t = chunk
@@ -135,8 +136,15 @@ def forward(problem: Problem, output: Tensor, lse: Tensor) -> None:
         lse[b, :, t] = log_sum_exp.squeeze(-1).unflatten(0, (-1, problem.M))
 
 
-def backward(problem: Problem, grad_output: Tensor, lse: Tensor, scale: float, grads: list[Tensor | None]) -> None:
+def backward(
+    grad_output: Tensor,
+    terms: SequenceTerms,
+    options: SequenceOptions,
+    lse: Tensor,
+    grads: list[Tensor | None],
+) -> None:
     """Fill the wanted gradients (those not None), in the order of :class:`.SequenceTerms`."""
+    problem = Problem(terms, options)
     sums = [None if g is None else torch.zeros(g.shape, dtype=problem.dtype, device=g.device) for g in grads]
     sum_query, sum_key, sum_value, sum_band, sum_outside, sum_position = sums
     first = problem.workspace()
@@ -171,7 +179,7 @@ def backward(problem: Problem, grad_output: Tensor, lse: Tensor, scale: float, g
             if sum_outside is not None:  # all of a query's gradients add up to 0
                 _add(sum_outside, chunk, band.sum(-1).neg_())
     if sum_key is not None:
-        sum_key *= scale
+        sum_key *= options.scale
     for wanted, total in zip(grads, sums):
         if wanted is not None and total is not None:
             wanted.copy_(total)
@@ -182,3 +190,6 @@ def _add(total: Tensor, chunk: tuple[slice, slice], addend: Tensor) -> None:
     b, t = (s if total.shape[axis] > 1 else slice(None) for s, axis in zip(chunk, (0, 2)))
     target = total[b, :, t]
     target += addend.sum_to_size(target.shape)
+
+
+BACKEND = Backend("torch", never, forward, backward)

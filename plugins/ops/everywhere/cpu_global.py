@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .operands import GlobalTerms
+from .. import library
+from ..backends import Backend
+from .operands import GlobalOptions, GlobalTerms
 
 _VECTOR = 64  # bytes, the padding of packed rows
 _TASKS = 16  # at least so many independent sums over queries in the backward, for threads to share
@@ -53,14 +55,18 @@ def _logits(terms: GlobalTerms, shape: torch.Size, dtype: torch.dtype) -> list[T
     ]
 
 
-def forward(terms: GlobalTerms, scale: float, output: Tensor, lse: Tensor) -> None:
+def refuses(terms: GlobalTerms, options: GlobalOptions) -> str | None:
+    return library.refusal(terms.value.device.type, "cpu")
+
+
+def forward(terms: GlobalTerms, options: GlobalOptions, output: Tensor, lse: Tensor) -> None:
     """Write the output (B, M, Hq, Wq, dv) and the log-sum-exp (B, M, Hq, Wq), +inf where all keys are masked."""
     query, key, value, *_ = terms
     dtype, narrow = lse.dtype, _narrow(value.shape[-1], lse.dtype)
     target = output if output.dtype == dtype else torch.empty_like(output, dtype=dtype)
     torch.ops.attn_plugins.global_attention_forward_(
         None if query is None else query.to(dtype),
-        None if key is None else _scaled(_columns(key, dtype), scale),
+        None if key is None else _scaled(_columns(key, dtype), options.scale),
         None if narrow else _rows(value, dtype),
         _columns(value, dtype) if narrow else None,
         *_logits(terms, lse.shape, dtype),
@@ -73,7 +79,14 @@ def forward(terms: GlobalTerms, scale: float, output: Tensor, lse: Tensor) -> No
         output.copy_(target)
 
 
-def backward(grad_output: Tensor, terms: GlobalTerms, lse: Tensor, scale: float, grads: list[Tensor | None]) -> None:
+def backward(
+    grad_output: Tensor,
+    terms: GlobalTerms,
+    options: GlobalOptions,
+    output: Tensor,
+    lse: Tensor,
+    grads: list[Tensor | None],
+) -> None:
     """Fill the wanted gradients (those not None) of query, key, value, row, column and key logits."""
     query, key, value, *_ = terms
     dtype = lse.dtype
@@ -101,8 +114,8 @@ def backward(grad_output: Tensor, terms: GlobalTerms, lse: Tensor, scale: float,
     torch.ops.attn_plugins.global_attention_backward_(
         grad_output.to(dtype),
         None if query is None else query.to(dtype),
-        None if key is None else _scaled(_columns(key, dtype), scale),
-        None if key is None or _narrow(d, dtype) else _scaled(_rows(key, dtype), scale),
+        None if key is None else _scaled(_columns(key, dtype), options.scale),
+        None if key is None or _narrow(d, dtype) else _scaled(_rows(key, dtype), options.scale),
         _columns(value, dtype),
         *_logits(terms, lse.shape, dtype),
         lse,
@@ -117,6 +130,9 @@ def backward(grad_output: Tensor, terms: GlobalTerms, lse: Tensor, scale: float,
         if i in (1, 2, 5):
             result = result.sum(2)
             if i != 5:
-                result = _scaled(result[..., :keys].transpose(2, 3), scale if i == 1 else 1)
+                result = _scaled(result[..., :keys].transpose(2, 3), options.scale if i == 1 else 1)
             result = result.unflatten(2, (Hk, Wk))
         grad.copy_(result.sum_to_size(grad.shape))
+
+
+BACKEND = Backend("cpu", refuses, forward, backward)

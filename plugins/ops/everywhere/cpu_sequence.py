@@ -9,7 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .operands import SequenceTerms
+from .. import library
+from ..backends import Backend
+from .operands import SequenceOptions, SequenceTerms
 
 _TASKS = 16  # at least so many independent sums over queries, for threads to share
 _BLOCK = 48  # queries, of which a task takes at least one block
@@ -28,24 +30,20 @@ def _inputs(terms: SequenceTerms, key_padding_mask: Tensor | None, lse: Tensor) 
     return [*found, None if key_padding_mask is None else key_padding_mask.contiguous()]
 
 
-def forward(
-    terms: SequenceTerms,
-    key_padding_mask: Tensor | None,
-    start: int,
-    causal: bool,
-    scale: float,
-    output: Tensor,
-    lse: Tensor,
-) -> None:
+def refuses(terms: SequenceTerms, options: SequenceOptions) -> str | None:
+    return library.refusal(terms.value.device.type, "cpu")
+
+
+def forward(terms: SequenceTerms, options: SequenceOptions, output: Tensor, lse: Tensor) -> None:
     """Write the output (B, M, T, dv) and the log-sum-exp (B, M, T), +inf where all keys are masked."""
     target = output if output.dtype == lse.dtype else torch.empty_like(output, dtype=lse.dtype)
     torch.ops.attn_plugins.sequence_attention_forward_(
-        *_inputs(terms, key_padding_mask, lse),
+        *_inputs(terms, options.key_padding_mask, lse),
         target.unsqueeze(2),
         lse.unsqueeze(2),
-        start,
-        causal,
-        scale,
+        options.start,
+        options.causal,
+        options.scale,
         _slots(*lse.shape),
     )
     if target is not output:
@@ -55,10 +53,7 @@ def forward(
 def backward(
     grad_output: Tensor,
     terms: SequenceTerms,
-    key_padding_mask: Tensor | None,
-    start: int,
-    causal: bool,
-    scale: float,
+    options: SequenceOptions,
     lse: Tensor,
     grads: list[Tensor | None],
 ) -> None:
@@ -66,7 +61,7 @@ def backward(
     B, M, T = lse.shape
     position = grads[5]
     if position is not None and position.shape[0] == 1 and B > 1 and T > 1:
-        _backward_by_batch(grad_output, terms, key_padding_mask, start, causal, scale, lse, grads)
+        _backward_by_batch(grad_output, terms, options, lse, grads)
         return
     slots, dtype = _slots(B, M, T), lse.dtype
 
@@ -97,13 +92,13 @@ def backward(
     ]
     torch.ops.attn_plugins.sequence_attention_backward_(
         grad_output.to(dtype).unsqueeze(2),
-        *_inputs(terms, key_padding_mask, lse),
+        *_inputs(terms, options.key_padding_mask, lse),
         lse.unsqueeze(2),
         *written[:3],
         *(None if t is None else t.expand(B, M, slots, T, *t.shape[4:]) for t in written[3:]),
-        start,
-        causal,
-        scale,
+        options.start,
+        options.causal,
+        options.scale,
         slots,
     )
     for grad, result in zip(grads, written):
@@ -114,15 +109,12 @@ def backward(
 def _backward_by_batch(
     grad_output: Tensor,
     terms: SequenceTerms,
-    key_padding_mask: Tensor | None,
-    start: int,
-    causal: bool,
-    scale: float,
+    options: SequenceOptions,
     lse: Tensor,
     grads: list[Tensor | None],
 ) -> None:
     """:func:`backward` where the batch shares position logits: their gradients (T, S) are never held for all of it."""
-    B = lse.shape[0]
+    B, mask = lse.shape[0], options.key_padding_mask
     sums = [g if g is None or g.shape[0] == B else torch.zeros_like(g, dtype=lse.dtype) for g in grads]
     for b in range(B):
         one = slice(b, b + 1)
@@ -130,10 +122,7 @@ def _backward_by_batch(
         backward(
             grad_output[one],
             SequenceTerms(*(t if t is None or t.shape[0] == 1 else t[one] for t in terms)),  # type: ignore[arg-type]
-            None if key_padding_mask is None else key_padding_mask[one],
-            start,
-            causal,
-            scale,
+            options if mask is None else options._replace(key_padding_mask=mask[one]),
             lse[one],
             parts,
         )
@@ -143,3 +132,6 @@ def _backward_by_batch(
     for grad, total in zip(grads, sums):
         if grad is not None and total is not None and grad is not total:
             grad.copy_(total)
+
+
+BACKEND = Backend("cpu", refuses, forward, backward)

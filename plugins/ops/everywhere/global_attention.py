@@ -10,19 +10,20 @@ Four ways to compute it, chosen by what the arguments hold, never by a flag:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .. import library
 from ..arguments import arithmetic_dtype, check_dim, check_tensors
-from ..operator import by_reference, define, differentiate_twice, under_autocast
+from ..backends import closed_form
+from ..operator import Operator, under_autocast
 from ..softmax import masked_softmax
 from . import chunked_global as chunked
 from . import cpu_global as cpu
 from . import folding, reference
-from .operands import GlobalTerms
+from .operands import GlobalOptions, GlobalTerms
 
 
 def global_attention(
@@ -63,9 +64,17 @@ def global_attention(
         ValueError: a shape or a device does not fit, or there is no key.
         TypeError: the tensors are not floating or not of one dtype.
     """
-    terms = (query, key, value, row_logits, column_logits, key_logits)
-    grid = _check(*terms)
-    return under_autocast(lambda *cast: _attend(cast, float(scale), grid), terms, value.device.type)
+    terms = GlobalTerms(query, key, value, row_logits, column_logits, key_logits)
+    _check(terms)
+    if query is None and row_logits is None and column_logits is None:
+        if closed_form():
+            return under_autocast(_attend_by_keys, (value, key_logits))
+        terms = terms._replace(row_logits=value.new_zeros(1, 1, 1, 1, value.shape[2]))  # what makes the queries one
+    rows_alone = row_logits is None or row_logits.shape[3] == 1
+    columns_alone = column_logits is None or column_logits.shape[2] == 1
+    if query is None and key_logits is None and rows_alone and columns_alone and closed_form():
+        return under_autocast(_attend_by_axes, (value, row_logits, column_logits))
+    return ATTEND(terms, GlobalOptions(float(scale)))
 
 
 def scripted_global_attention(
@@ -79,19 +88,6 @@ def scripted_global_attention(
 ) -> Tensor:
     """:func:`global_attention` for TorchScript, which has no keyword-only arguments and compiles no checks."""
     return torch.ops.attn_plugins.global_attention(query, key, value, row_logits, column_logits, key_logits, scale)[0]
-
-
-def _attend(terms: GlobalTerms, scale: float, grid: tuple[int, int]) -> Tensor:
-    query, _, value, row_logits, column_logits, key_logits = terms
-    if query is None and row_logits is None and column_logits is None:
-        return _attend_by_keys(value, key_logits)
-    rows_alone = row_logits is None or row_logits.shape[3] == 1
-    columns_alone = column_logits is None or column_logits.shape[2] == 1
-    if query is None and key_logits is None and rows_alone and columns_alone:
-        return _attend_by_axes(value, row_logits, column_logits)
-    if by_reference():
-        return reference.global_attention(*terms, scale)
-    return torch.ops.attn_plugins.global_attention(*terms, scale)[0]
 
 
 def _attend_by_keys(value: Tensor, key_logits: Tensor | None) -> Tensor:
@@ -121,19 +117,9 @@ def _attend_by_axes(value: Tensor, row_logits: Tensor | None, column_logits: Ten
     return output.to(value.dtype)
 
 
-def _check(
-    query: Tensor | None,
-    key: Tensor | None,
-    value: Tensor,
-    row_logits: Tensor | None,
-    column_logits: Tensor | None,
-    key_logits: Tensor | None,
-) -> tuple[int, int]:
-    """Check all arguments and return the queries' (Hq, Wq)."""
-    check_tensors(
-        "value", value=value, query=query, key=key, row_logits=row_logits, column_logits=column_logits,
-        key_logits=key_logits,
-    )  # fmt: skip
+def _check(terms: GlobalTerms) -> None:
+    query, key, value, row_logits, column_logits, key_logits = terms
+    check_tensors("value", **terms._asdict())
     check_dim("value", value, "(B, M, Hk, Wk, dv)")
     B, M, Hk, Wk, _ = value.shape
     if Hk * Wk == 0:
@@ -153,7 +139,7 @@ def _check(
     for name, logits, axes in (("row_logits", row_logits, "Hk"), ("column_logits", column_logits, "Wk")):
         if logits is not None:
             check_dim(name, logits, f"(B, M, Hq, Wq, {axes})")
-    Hq, Wq = _grid((query, key, value, row_logits, column_logits, key_logits))
+    Hq, Wq = terms.grid()
     shapes = {
         "row_logits": (row_logits, (B, M, Hq, Wq, Hk)),
         "column_logits": (column_logits, (B, M, Hq, Wq, Wk)),
@@ -169,168 +155,44 @@ def _check(
                 f"{name} must have shape {shape}, or size 1 in any of the first {broadcast} axes, "
                 f"got {tuple(logits.shape)}"
             )
-    return Hq, Wq
 
 
-# --- the operators: kernels, fake functions, gradients, FLOPs -----------------------------------------------------
+# --- the operator -------------------------------------------------------------------------------------------------
 
 
-def _grid(terms: GlobalTerms) -> tuple[int, int]:
-    query, _, _, row_logits, column_logits, _ = terms
-    Hq = Wq = 1
-    for tensor in (query, row_logits, column_logits):
-        if tensor is not None:
-            Hq = tensor.shape[2] if Hq == 1 else Hq
-            Wq = tensor.shape[3] if Wq == 1 else Wq
-    return Hq, Wq
-
-
-def _outputs(terms: GlobalTerms) -> tuple[Tensor, Tensor]:
-    """Uninitialised output, heads innermost but for the width as a projection wants them, and log-sum-exp."""
-    value = terms[2]
+def _results(terms: GlobalTerms, options: GlobalOptions) -> tuple[Tensor, Tensor]:
+    """Uninitialised output, stored as (B, Hq, Wq, M, dv) for the projection behind it, and log-sum-exp."""
+    value = terms.value
     B, M, _, _, dv = value.shape
-    Hq, Wq = _grid(terms)
+    Hq, Wq = terms.grid()
     lse = value.new_empty((B, M, Hq, Wq), dtype=arithmetic_dtype(value.dtype))
     return value.new_empty((B, Hq, Wq, M, dv)).permute(0, 3, 1, 2, 4), lse
 
 
-def _gradients(terms: GlobalTerms, needs: list[bool]) -> list[Tensor]:
-    """Uninitialised gradients, in the memory layout of what they are the gradients of; empty where not needed."""
-    value = terms[2]
-    return [torch.empty_like(t) if t is not None and need else value.new_empty(0) for t, need in zip(terms, needs)]
-
-
-def _folds(terms: GlobalTerms) -> bool:
-    """Whether the library's fused attention serves: on CUDA up to a width, on CPUs for wide content alone.
-
-    (At widths up to 32 our CPU kernel is as fast or faster: 168 against 185 ms, forward and backward, for 4200
-    queries and 1050 keys of 9 heads x 28; at 64 the library's is, at 256 by three times.)
-    """
-    query, _, value, *logits = terms
-    if value.device.type == "cpu":
-        return query is not None and query.shape[-1] > 32 and all(term is None for term in logits)
-    return value.is_cuda and value.dtype != torch.float64 and folding.width(terms) <= folding.WIDEST
-
-
-def _forward(query, key, value, row_logits, column_logits, key_logits, scale):
-    terms = (query, key, value, row_logits, column_logits, key_logits)
-    output, lse = _outputs(terms)
-    with torch.autocast(value.device.type, enabled=False):
-        if output.numel() == 0:
-            lse.fill_(float("inf"))
-        elif _folds(terms):
-            folding.forward(terms, scale, output, lse)
-        elif _compiled(value):
-            cpu.forward(terms, scale, output, lse)
-        else:
-            chunked.forward(chunked.Problem(*terms, scale, _grid(terms)), output, lse)
-    return output, lse
-
-
-def _backward(grad_output, query, key, value, row_logits, column_logits, key_logits, output, lse, scale, needs):
-    terms = (query, key, value, row_logits, column_logits, key_logits)
-    results = _gradients(terms, needs)
-    grads = [g if t is not None and need else None for t, g, need in zip(terms, results, needs)]
-    with torch.autocast(value.device.type, enabled=False):
-        if output.numel() == 0:
-            for grad in results:
-                grad.zero_()
-        # CUDA's fused backward adds with atomics; the chunks' sums have a fixed order.
-        elif _folds(terms) and not (value.is_cuda and torch.are_deterministic_algorithms_enabled()):
-            folding.backward(grad_output, terms, output, lse, scale, grads)
-        elif _compiled(value):
-            cpu.backward(grad_output, terms, lse, scale, grads)
-        else:
-            chunked.backward(chunked.Problem(*terms, scale, _grid(terms)), grad_output, lse, scale, grads)
-    return tuple(results)
-
-
-def _compiled(value: Tensor) -> bool:
-    return value.device.type == "cpu" and library.serves("cpu")
-
-
-def _fake_forward(query, key, value, row_logits, column_logits, key_logits, scale):
-    return _outputs((query, key, value, row_logits, column_logits, key_logits))
-
-
-def _fake_backward(grad_output, query, key, value, row_logits, column_logits, key_logits, output, lse, scale, needs):
-    return tuple(_gradients((query, key, value, row_logits, column_logits, key_logits), needs))
-
-
-def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
-    *terms, ctx.scale = inputs
-    ctx.save_for_backward(*terms, *output)
-
-
-def _differentiate(ctx: Any, grad_output: Tensor | None, _: Tensor | None) -> tuple:
-    *terms, output, lse = ctx.saved_tensors
-    needs = list(ctx.needs_input_grad[:6])
-    if grad_output is None:
-        return (None,) * 7
-    grads = torch.ops.attn_plugins.global_attention_backward(grad_output, *terms, output, lse, ctx.scale, needs)
-    return (*(grad if need else None for grad, need in zip(grads, needs)), None)
-
-
-def _setup_context_double(ctx: Any, inputs: tuple, output: tuple) -> None:
-    grad_output, *terms, _, _, ctx.scale, ctx.needs = inputs
-    ctx.save_for_backward(grad_output, *terms)
-
-
-def _differentiate_twice(ctx: Any, *grads: Tensor | None) -> tuple:
-    found = differentiate_twice(
-        lambda *terms: reference.global_attention(*terms, ctx.scale),  # type: ignore[call-arg]
-        ctx.saved_tensors,
-        ctx.needs,
-        ctx.needs_input_grad[:7],
-        grads,
-    )
-    return (*found, None, None, None, None)
-
-
-Shape = tuple[int, ...]
-
-
-def _products(
-    query_shape: Shape | None, value_shape: Shape, row_shape: Shape | None, column_shape: Shape | None
-) -> tuple[int, int]:
+def _products(terms: Any, options: GlobalOptions) -> tuple[int, int]:
     """Operations of one content GEMM and of one value GEMM."""
-    B, M, Hk, Wk, dv = value_shape
-    shapes = [s for s in (query_shape, row_shape, column_shape) if s is not None]
-    Hq, Wq = (max(s[i] for s in shapes) for i in (2, 3))
+    query, _, (B, M, Hk, Wk, dv), row_logits, column_logits, _ = terms
+    shapes = [shape for shape in (query, row_logits, column_logits) if shape is not None]
+    Hq, Wq = (max(shape[axis] for shape in shapes) for axis in (2, 3))
     pairs = 2 * B * M * Hq * Wq * Hk * Wk
-    return (0 if query_shape is None else pairs * query_shape[4]), pairs * dv
+    return (0 if query is None else pairs * query[4]), pairs * dv
 
 
-def _flops(query, key, value, row_logits, column_logits, *args, out_shape=None, **kwargs):
-    """Two per multiply-add of both matrix products."""
-    return sum(_products(query, value, row_logits, column_logits))
-
-
-def _flops_backward(grad_output, query, key, value, row_logits, column_logits, *args, out_shape=None, **kwargs):
+def _backward_operations(terms: Any, options: GlobalOptions, needs: Sequence[bool]) -> int:
     """Recomputed logits, gradients of query and key; gradients of weights and value."""
-    content, mixing = _products(query, value, row_logits, column_logits)
+    content, mixing = _products(terms, options)
     return 3 * content + 2 * mixing
 
 
-_TERMS = "Tensor? query, Tensor? key, Tensor value, Tensor? row_logits, Tensor? column_logits, Tensor? key_logits"
-define(
+ATTEND = Operator(
     "global_attention",
-    f"({_TERMS}, float scale) -> (Tensor output, Tensor log_sum_exp)",
-    _forward,
-    _fake_forward,
-    _differentiate,
-    _setup_context,
-    _flops,
-)
-define(
-    "global_attention_backward",
-    # Gradients that are not needed come back empty.
-    f"(Tensor grad_output, {_TERMS}, Tensor output, Tensor log_sum_exp, float scale, bool[] needs) "
-    "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_row_logits, "
-    "Tensor grad_column_logits, Tensor grad_key_logits)",
-    _backward,
-    _fake_backward,
-    _differentiate_twice,
-    _setup_context_double,
-    _flops_backward,
+    GlobalTerms,
+    GlobalOptions,
+    ("output", "log_sum_exp"),
+    keeps=("output", "log_sum_exp"),
+    fake=_results,
+    reference=lambda terms, options: reference.global_attention(*terms, *options),
+    table=[folding.BACKEND, cpu.BACKEND, chunked.BACKEND],
+    operations=lambda terms, options: sum(_products(terms, options)),
+    backward_operations=_backward_operations,
 )

@@ -6,21 +6,22 @@ Whatever the arguments, no more than a block of queries has its logits written o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .. import library
 from ..arguments import arithmetic_dtype, check_dim, check_tensors
-from ..operator import by_reference, define, differentiate_twice, under_autocast
+from ..backends import forced
+from ..operator import Operator
 from ..window.window_attention import window_attention
 from . import chunked_sequence as chunked
 from . import cpu_sequence as cpu
 from . import reference
 from .chunked_sequence import band_reach
-from .operands import SequenceTerms
+from .operands import SequenceOptions, SequenceTerms
 
 
 def sequence_attention(
@@ -72,24 +73,14 @@ def sequence_attention(
     outside = None if isinstance(outside_logits, (int, float)) else outside_logits
     terms = SequenceTerms(query, key, value, band_logits, outside, position_logits)
     _check(terms, number, key_padding_mask, causal)
-    T, S = _queries(terms), value.shape[2]
+    T, S = terms.queries(), value.shape[2]
     start = _start(start, T, S, causal)
     limited = number == float("-inf") and position_logits is None
-    if limited and band_logits is not None and _window_pays(value, band_logits.shape[3], start):
+    if limited and band_logits is not None and forced() is None and _window_pays(value, band_logits.shape[3], start):
         return _attend_in_range(query, key, value, band_logits, key_padding_mask, start, causal, scale, T)
     if number:
         terms = SequenceTerms(query, key, value, band_logits, value.new_full((1, 1, 1), number), position_logits)
-    return under_autocast(
-        lambda *cast: _attend(SequenceTerms(*cast), key_padding_mask, start, causal, float(scale)),
-        terms,
-        value.device.type,
-    )
-
-
-def _attend(terms: SequenceTerms, key_padding_mask: Tensor | None, start: int, causal: bool, scale: float) -> Tensor:
-    if by_reference():
-        return reference.sequence_attention(*terms, key_padding_mask, start, causal, scale)
-    return torch.ops.attn_plugins.sequence_attention(*terms, key_padding_mask, start, causal, scale)[0]
+    return ATTEND(terms, SequenceOptions(key_padding_mask, start, causal, float(scale)))
 
 
 def _window_pays(value: Tensor, K: int, start: int) -> bool:
@@ -173,7 +164,7 @@ def _check(terms: SequenceTerms, number: float | None, key_padding_mask: Tensor 
     for name, logits, axes in zip(names, terms[3:], ("(B, M, T, K)", "(B, M, T)", "(B, M, T, S)")):
         if logits is not None:
             check_dim(name, logits, axes)
-    T = _queries(terms)
+    T = terms.queries()
     for name, logits in zip(names, terms[3:]):
         if logits is None:
             continue
@@ -204,153 +195,40 @@ def _check(terms: SequenceTerms, number: float | None, key_padding_mask: Tensor 
             )
 
 
-# --- the operators: kernels, fake functions, gradients, FLOPs -----------------------------------------------------
+# --- the operator -------------------------------------------------------------------------------------------------
 
 
-def _queries(terms: SequenceTerms) -> int:
-    if terms.query is not None:
-        return terms.query.shape[2]
-    T = 1
-    for logits in terms[3:]:
-        T = logits.shape[2] if logits is not None and T == 1 else T
-    return T
-
-
-def _outputs(terms: SequenceTerms) -> tuple[Tensor, Tensor]:
-    """Uninitialised output, heads innermost but for the width as a projection wants them, and log-sum-exp."""
+def _results(terms: SequenceTerms, options: SequenceOptions) -> tuple[Tensor, Tensor]:
+    """Uninitialised output, stored as (B, T, M, dv) for the projection behind it, and log-sum-exp."""
     B, M, _, dv = terms.value.shape
-    T = _queries(terms)
+    T = terms.queries()
     output = terms.value.new_empty_strided((B, M, T, dv), (T * M * dv, dv, M * dv, 1))
     return output, terms.value.new_empty((B, M, T), dtype=arithmetic_dtype(terms.value.dtype))
 
 
-def _gradients(terms: SequenceTerms, needs: list[bool]) -> list[Tensor]:
-    """Uninitialised gradients, laid out as what they are the gradients of; empty where not needed."""
-    return [
-        torch.empty_like(t) if t is not None and need else terms.value.new_empty(0) for t, need in zip(terms, needs)
-    ]
-
-
-def _forward(query, key, value, band_logits, outside_logits, position_logits, key_padding_mask, start, causal, scale):
-    terms = SequenceTerms(query, key, value, band_logits, outside_logits, position_logits)
-    output, lse = _outputs(terms)
-    with torch.autocast(value.device.type, enabled=False):
-        if output.numel() == 0:
-            lse.fill_(float("inf"))
-        elif _compiled(value):
-            cpu.forward(terms, key_padding_mask, start, causal, scale, output, lse)
-        else:
-            problem = chunked.Problem(terms, key_padding_mask, start, causal, scale, lse.shape[2])
-            chunked.forward(problem, output, lse)
-    return output, lse
-
-
-def _backward(
-    grad_output, query, key, value, band_logits, outside_logits, position_logits, key_padding_mask, log_sum_exp,
-    start, causal, scale, needs,
-):  # fmt: skip
-    terms = SequenceTerms(query, key, value, band_logits, outside_logits, position_logits)
-    results = _gradients(terms, needs)
-    grads = [g if t is not None and need else None for t, g, need in zip(terms, results, needs)]
-    with torch.autocast(value.device.type, enabled=False):
-        if grad_output.numel() == 0:
-            for grad in results:
-                grad.zero_()
-        elif _compiled(value):
-            cpu.backward(grad_output, terms, key_padding_mask, start, causal, scale, log_sum_exp, grads)
-        else:
-            problem = chunked.Problem(terms, key_padding_mask, start, causal, scale, log_sum_exp.shape[2])
-            chunked.backward(problem, grad_output, log_sum_exp, scale, grads)
-    return tuple(results)
-
-
-def _compiled(value: Tensor) -> bool:
-    return value.device.type == "cpu" and library.serves("cpu")
-
-
-def _fake_forward(query, key, value, band_logits, outside_logits, position_logits, *rest):
-    return _outputs(SequenceTerms(query, key, value, band_logits, outside_logits, position_logits))
-
-
-def _fake_backward(grad_output, query, key, value, band_logits, outside_logits, position_logits, *rest):
-    return tuple(_gradients(SequenceTerms(query, key, value, band_logits, outside_logits, position_logits), rest[-1]))
-
-
-def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
-    ctx.options = inputs[7:]
-    ctx.save_for_backward(*inputs[:7], output[1])
-
-
-def _differentiate(ctx: Any, grad_output: Tensor | None, _: Tensor | None) -> tuple:
-    needs = list(ctx.needs_input_grad[:6])
-    if grad_output is None:
-        return (None,) * 10
-    grads = torch.ops.attn_plugins.sequence_attention_backward(grad_output, *ctx.saved_tensors, *ctx.options, needs)
-    return (*(grad if need else None for grad, need in zip(grads, needs)), *(None,) * 4)
-
-
-def _setup_context_double(ctx: Any, inputs: tuple, output: tuple) -> None:
-    ctx.options, ctx.needs = inputs[9:12], inputs[12]
-    ctx.save_for_backward(*inputs[:8])
-
-
-def _differentiate_twice(ctx: Any, *grads: Tensor | None) -> tuple:
-    *saved, mask = ctx.saved_tensors
-    found = differentiate_twice(
-        lambda *terms: reference.sequence_attention(*terms, mask, *ctx.options),  # type: ignore[call-arg]
-        saved,
-        ctx.needs,
-        ctx.needs_input_grad[:7],
-        grads,
-    )
-    return (*found, *(None,) * 6)
-
-
-Shape = tuple[int, ...]
-
-
-def _operations(query: Shape | None, value: Shape, *logits: Shape | None) -> tuple[int, int]:
-    """Of one content product and of one value product; keys that a mask leaves out count, as in torch's formulas."""
-    B, M, S, dv = value
+def _products(terms: Any, options: SequenceOptions) -> tuple[int, int]:
+    """Operations of one content product and of one value product; masked keys count, as in torch's formulas."""
+    query, _, (B, M, S, dv), *logits = terms
     T = query[2] if query is not None else max(shape[2] for shape in logits if shape is not None)
     pairs = 2 * B * M * T * S
     return (0 if query is None else pairs * query[3]), pairs * dv
 
 
-def _flops(query, key, value, band, outside, position, *args, out_shape=None, **kwargs):
-    """Two per multiply-add of both matrix products."""
-    return sum(_operations(query, value, band, outside, position))
-
-
-def _flops_backward(grad_output, query, key, value, band, outside, position, *args, out_shape=None, **kwargs):
+def _backward_operations(terms: Any, options: SequenceOptions, needs: Sequence[bool]) -> int:
     """Recomputed logits, gradients of query and key; gradients of weights and value."""
-    content, mixing = _operations(query, value, band, outside, position)
+    content, mixing = _products(terms, options)
     return 3 * content + 2 * mixing
 
 
-_TERMS = (
-    "Tensor? query, Tensor? key, Tensor value, Tensor? band_logits, Tensor? outside_logits, "
-    "Tensor? position_logits, Tensor? key_padding_mask"
-)
-_OPTIONS = "SymInt start, bool causal, float scale"
-define(
+ATTEND = Operator(
     "sequence_attention",
-    f"({_TERMS}, {_OPTIONS}) -> (Tensor output, Tensor log_sum_exp)",
-    _forward,
-    _fake_forward,
-    _differentiate,
-    _setup_context,
-    _flops,
-)
-define(
-    "sequence_attention_backward",
-    # Gradients that are not needed come back empty.
-    f"(Tensor grad_output, {_TERMS}, Tensor log_sum_exp, {_OPTIONS}, bool[] needs) "
-    "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_band_logits, "
-    "Tensor grad_outside_logits, Tensor grad_position_logits)",
-    _backward,
-    _fake_backward,
-    _differentiate_twice,
-    _setup_context_double,
-    _flops_backward,
+    SequenceTerms,
+    SequenceOptions,
+    ("output", "log_sum_exp"),
+    keeps=("log_sum_exp",),
+    fake=_results,
+    reference=lambda terms, options: reference.sequence_attention(*terms, *options),
+    table=[cpu.BACKEND, chunked.BACKEND],
+    operations=lambda terms, options: sum(_products(terms, options)),
+    backward_operations=_backward_operations,
 )

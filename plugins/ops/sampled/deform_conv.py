@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import library
 from ..arguments import check_dim, check_tensors, expand
-from ..operator import under_autocast
-from . import reference
+from ..operator import Operator
+from . import compiled, plain
+from .operands import Options, Terms
 
 
 def deform_conv2d(
@@ -51,7 +51,7 @@ def deform_conv2d(
     stride = expand("stride", stride, 2, 1)
     padding = expand("padding", padding, 2, 0)
     dilation = expand("dilation", dilation, 2, 1)
-    check_tensors("input", input=input, offset=offset, weight=weight, bias=bias, mask=mask)
+    check_tensors("input", ("offset", "weight"), input=input, offset=offset, weight=weight, bias=bias, mask=mask)
     check_dim("input", input, "(B, C, H, W)")
     check_dim("weight", weight, "(C_out, C / groups, Kh, Kw)")
     check_dim("offset", offset, "(B, D * Kh * Kw * 2, Ho, Wo)")
@@ -70,16 +70,8 @@ def deform_conv2d(
             f"mask must have shape {(B, offset_groups * Kh * Kw, Ho, Wo)}, one value a sample of offset, "
             f"got {tuple(mask.shape)}"
         )
-    if not library.serves(input.device.type):
-        output = under_autocast(
-            lambda x, o, w, b, m: reference.deform_conv2d(x, o, w, b, m, stride, padding, dilation),
-            (input, offset, weight, bias, mask),
-            input.device.type,
-        )
-        return output.contiguous(memory_format=_memory_format(input))
-    return torch.ops.attn_plugins.deform_conv2d(
-        input, offset, weight, bias, mask, stride, padding, dilation, groups, offset_groups
-    )
+    terms = Terms(input, offset, weight, bias, mask)
+    return CONVOLVE(terms, Options(stride, padding, dilation, groups, offset_groups))
 
 
 def deform_conv1d(
@@ -114,7 +106,7 @@ def deform_conv1d(
     (stride,) = expand("stride", stride, 1, 1)
     (padding,) = expand("padding", padding, 1, 0)
     (dilation,) = expand("dilation", dilation, 1, 1)
-    check_tensors("input", input=input, offset=offset, weight=weight, bias=bias, mask=mask)
+    check_tensors("input", ("offset", "weight"), input=input, offset=offset, weight=weight, bias=bias, mask=mask)
     check_dim("input", input, "(B, C, L)")
     check_dim("weight", weight, "(C_out, C / groups, K)")
     check_dim("offset", offset, "(B, D * K, L_out)")
@@ -172,175 +164,46 @@ def _check_weight(input: Tensor, weight: Tensor, bias: Tensor | None) -> int:
     return groups
 
 
-# --- fake functions, gradients, autocast, FLOPs ---------------------------------------------------------------
+# --- the operator -------------------------------------------------------------------------------------------------
 
 
-def _memory_format(like: Tensor) -> torch.memory_format:
-    """Channels-last where ``like`` is, and not contiguous as well (the rule of csrc/sampled/deform_conv.h)."""
-    if not like.is_contiguous() and like.is_contiguous(memory_format=torch.channels_last):
-        return torch.channels_last
-    return torch.contiguous_format
-
-
-def _fake(input, offset, weight, bias, mask, stride, padding, dilation, groups, offset_groups):
+def _results(terms: Terms, options: Options) -> tuple[Tensor]:
+    """Uninitialised output."""
+    input, offset, weight, *_ = terms
     shape = (input.shape[0], weight.shape[0], offset.shape[2], offset.shape[3])
-    return torch.empty(shape, dtype=input.dtype, device=input.device, memory_format=_memory_format(input))
+    layout = plain.memory_format(input)
+    return (torch.empty(shape, dtype=input.dtype, device=input.device, memory_format=layout),)
 
 
-def _fake_backward(
-    grad_output,
-    input,
-    offset,
-    weight,
-    mask,
-    stride,
-    padding,
-    dilation,
-    groups,
-    offset_groups,
-    needs_input,
-    needs_offset,
-    needs_weight,
-):
-    none = input.new_empty(0)
-    return (
-        torch.empty(input.shape, dtype=input.dtype, device=input.device, memory_format=_memory_format(input))
-        if needs_input
-        else none,
-        torch.empty_like(offset) if needs_offset else none.clone(),
-        weight.new_empty(weight.shape) if needs_weight else none.clone(),
-        torch.empty_like(mask) if needs_offset and mask is not None else none.clone(),
-    )
+def _gradient(name: str, term: Tensor) -> Tensor:
+    """An uninitialised gradient, laid out as the kernels do it."""
+    if name == "input":
+        return torch.empty(term.shape, dtype=term.dtype, device=term.device, memory_format=plain.memory_format(term))
+    return term.new_empty(term.shape) if name == "weight" else torch.empty_like(term)
 
 
-def _setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
-    input, offset, weight, bias, mask, *ctx.parameters = inputs
-    ctx.save_for_backward(input, offset, weight, mask)
-
-
-def _backward(ctx: Any, grad_output: Tensor) -> tuple:
-    input, offset, weight, mask = ctx.saved_tensors
-    needs = ctx.needs_input_grad  # of input, offset, weight, bias, mask, ...
-    needs_offset = needs[1] or needs[4]
-    grads: tuple[Tensor | None, ...] = (None,) * 4
-    if needs[0] or needs_offset or needs[2]:
-        arguments = (grad_output, input, offset, weight, mask, *ctx.parameters, needs[0], needs_offset, needs[2])
-        if input.is_cuda and torch.are_deterministic_algorithms_enabled():
-            # The CUDA kernel adds with atomics; the reference's index_add has a deterministic form.
-            grads = _backward_by_image(*arguments)
-        else:
-            grads = torch.ops.attn_plugins.deform_conv2d_backward(*arguments)
-    return (
-        grads[0] if needs[0] else None,
-        grads[1] if needs[1] else None,
-        grads[2] if needs[2] else None,
-        grad_output.sum((0, 2, 3)) if needs[3] else None,
-        grads[3] if needs[4] else None,
-        None,
-        None,
-        None,
-        None,
-        None,
-    )
-
-
-def _backward_by_image(
-    grad_output: Tensor, input: Tensor, offset: Tensor, weight: Tensor, mask: Tensor | None, *parameters: Any
-) -> tuple[Tensor, ...]:
-    """:func:`_reference_backward`, an image at a time: it holds all samples of what it is given."""
-    if input.shape[0] < 2:
-        return _reference_backward(grad_output, input, offset, weight, mask, *parameters)
-    images = [
-        _reference_backward(grad, x, o, weight, m, *parameters)
-        for grad, x, o, m in zip(
-            grad_output.split(1), input.split(1), offset.split(1),
-            [None] * len(input) if mask is None else mask.split(1),
-        )
-    ]  # fmt: skip
-    grad_input, grad_offset, grad_weight, grad_mask = zip(*images)
-    return torch.cat(grad_input), torch.cat(grad_offset), torch.stack(grad_weight).sum(0), torch.cat(grad_mask)
-
-
-def _reference_backward(
-    grad_output: Tensor,
-    input: Tensor,
-    offset: Tensor,
-    weight: Tensor,
-    mask: Tensor | None,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    groups: int,
-    offset_groups: int,
-    needs_input: bool,
-    needs_offset: bool,
-    needs_weight: bool,
-) -> tuple[Tensor, ...]:
-    """``deform_conv2d_backward`` by differentiating the reference: differentiable itself, on any device."""
-    create_graph = torch.is_grad_enabled()
-    with torch.enable_grad():
-        x, o, w = (_variable(t, create_graph) for t in (input, offset, weight))
-        m = None if mask is None else _variable(mask, create_graph)
-        output = reference.deform_conv2d(x, o, w, None, m, stride, padding, dilation)
-        variables = ((x, needs_input), (o, needs_offset), (w, needs_weight), (m, needs_offset))
-        wanted = [t for t, need in variables if t is not None and need]
-        found = torch.autograd.grad(output, wanted, grad_output, create_graph=create_graph)
-    grads = iter(found)
-    return tuple(next(grads) if t is not None and need else input.new_empty(0) for t, need in variables)
-
-
-def _variable(tensor: Tensor, create_graph: bool) -> Tensor:
-    """``tensor`` itself where its own graph is to be continued, else a leaf that requires a gradient."""
-    return tensor if create_graph and tensor.requires_grad else tensor.detach().requires_grad_()
-
-
-def _setup_context_double(ctx: Any, inputs: tuple, output: tuple) -> None:
-    grad_output, input, offset, weight, mask, *ctx.parameters = inputs
-    ctx.save_for_backward(grad_output, input, offset, weight, mask)
-
-
-def _double_backward(ctx: Any, *grads: Tensor | None) -> tuple:
-    create_graph = torch.is_grad_enabled()
-    needs = ctx.needs_input_grad[:5]
-    with torch.enable_grad():
-        tensors: list[Any] = [None if t is None else _variable(t, create_graph) for t in ctx.saved_tensors]
-        outputs = _reference_backward(*tensors, *ctx.parameters)
-        pairs = [(o, g) for o, g in zip(outputs, grads) if o.requires_grad and g is not None]
-        found = torch.autograd.grad(
-            [o for o, _ in pairs],
-            [t for t, need in zip(tensors, needs) if need],
-            [g for _, g in pairs],
-            create_graph=create_graph,
-            allow_unused=True,
-        )
-    result = iter(found)
-    return (*(next(result) if need else None for need in needs), *(None,) * len(ctx.parameters))
-
-
-def _flops(input_shape: Any, offset_shape: Any, weight_shape: Any, *args: Any, **kwargs: Any) -> int:
+def _operations(terms: Any, options: Options) -> int:
     """Two per multiply-add of the weights' product; sampling is free, as in Zhu et al. (2019)."""
-    out_channels, group_channels, Kh, Kw = weight_shape
-    return 2 * offset_shape[0] * offset_shape[2] * offset_shape[3] * out_channels * group_channels * Kh * Kw
+    out_channels, group_channels, Kh, Kw = terms.weight
+    batch, _, Ho, Wo = terms.offset
+    return 2 * batch * Ho * Wo * out_channels * group_channels * Kh * Kw
 
 
-def _flops_backward(
-    grad_shape: Any, input_shape: Any, offset_shape: Any, weight_shape: Any, *args: Any, **kwargs: Any
-) -> int:
-    *_, needs_input, needs_offset, needs_weight = args
-    products = int(needs_input or needs_offset) + int(needs_weight)
-    return products * _flops(input_shape, offset_shape, weight_shape)
+def _backward_operations(terms: Any, options: Options, needs: Sequence[bool]) -> int:
+    """A product for the samples' gradients, and one for the weight's."""
+    needs_input, needs_offset, needs_weight, _, needs_mask = needs
+    return (int(needs_input or needs_offset or needs_mask) + int(needs_weight)) * _operations(terms, options)
 
 
-if library.has_schemas():
-    from torch.utils.flop_counter import register_flop_formula
-
-    torch.library.register_fake("attn_plugins::deform_conv2d", _fake)
-    torch.library.register_fake("attn_plugins::deform_conv2d_backward", _fake_backward)
-    torch.library.register_autograd("attn_plugins::deform_conv2d", _backward, setup_context=_setup_context)
-    torch.library.register_autograd(
-        "attn_plugins::deform_conv2d_backward", _double_backward, setup_context=_setup_context_double
-    )
-    library.register_autocast("deform_conv2d", cast=True)
-    library.register_autocast("deform_conv2d_backward", cast=False)
-    register_flop_formula(torch.ops.attn_plugins.deform_conv2d)(_flops)
-    register_flop_formula(torch.ops.attn_plugins.deform_conv2d_backward)(_flops_backward)
+CONVOLVE = Operator(
+    "deform_conv2d",
+    Terms,
+    Options,
+    ("output",),
+    fake=_results,
+    fake_gradient=_gradient,
+    reference=plain.forward,
+    table=[compiled.CPU, compiled.CUDA, plain.BACKEND],
+    operations=_operations,
+    backward_operations=_backward_operations,
+)

@@ -66,14 +66,14 @@ def deform_conv2d(
         return (torch.arange(steps, device=input.device, dtype=input.dtype) * step).view(shape)
 
     # p_q + p_k + offset, per image, offset group, tap and output pixel: (B, D, Kh, Kw, Ho, Wo)
-    shift = offset.view(B, D, Kh, Kw, 2, Ho, Wo)
+    shift = offset.reshape(B, D, Kh, Kw, 2, Ho, Wo)
     y = grid(Ho, stride[0], (Ho, 1)) - padding[0] + grid(Kh, dilation[0], (Kh, 1, 1, 1)) + shift[..., 0, :, :]
     x = grid(Wo, stride[1], (1, Wo)) - padding[1] + grid(Kw, dilation[1], (Kw, 1, 1)) + shift[..., 1, :, :]
     samples = bilinear_samples(
         input.reshape(B * D, C // D, H, W), y.reshape(B * D, taps, Ho, Wo), x.reshape(B * D, taps, Ho, Wo)
     )  # (B * D, taps, Ho, Wo, C / D)
     if mask is not None:
-        samples = samples * mask.view(B * D, taps, Ho, Wo, 1)
+        samples = samples * mask.reshape(B * D, taps, Ho, Wo, 1)
     columns = samples.permute(0, 4, 1, 2, 3).reshape(B, groups, group_channels * taps, Ho * Wo)
     kernels = weight.reshape(groups, out_channels // groups, group_channels * taps)
     output = torch.matmul(kernels, columns).reshape(B, out_channels, Ho, Wo)

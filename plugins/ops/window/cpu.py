@@ -10,7 +10,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .geometry import Geometry, Terms
+from .. import library
+from ..backends import Backend
+from .operands import Options, Terms
 
 
 def _operands(terms: Terms, dtype: torch.dtype) -> list[Tensor | None]:
@@ -21,18 +23,22 @@ def _operands(terms: Terms, dtype: torch.dtype) -> list[Tensor | None]:
             position_logits]  # fmt: skip
 
 
-def forward(terms: Terms, geometry: Geometry, scale: float, output: Tensor, lse: Tensor) -> None:
+def refuses(terms: Terms, options: Options) -> str | None:
+    return library.refusal(terms.value.device.type, "cpu")
+
+
+def forward(terms: Terms, options: Options, output: Tensor, lse: Tensor) -> None:
     """Write the output (B, M, Hq, Wq, dv) and the log-sum-exp (B, M, Hq, Wq), +inf where all keys are masked."""
     target = output if output.dtype == lse.dtype else torch.empty_like(output, dtype=lse.dtype)
     torch.ops.attn_plugins.window_attention_forward_(
-        *_operands(terms, lse.dtype), target, lse, geometry.numbers(), geometry.zero_border, scale
+        *_operands(terms, lse.dtype), target, lse, options.numbers(), options.zero_border, options.scale
     )
     if target is not output:
         output.copy_(target)
 
 
 def backward(
-    grad_output: Tensor, terms: Terms, geometry: Geometry, lse: Tensor, scale: float, grads: Sequence[Tensor | None]
+    grad_output: Tensor, terms: Terms, options: Options, output: Tensor, lse: Tensor, grads: Sequence[Tensor | None]
 ) -> None:
     """Fill the wanted gradients (those not None) of query, key, value and position logits."""
     value, dtype = terms[2], lse.dtype
@@ -46,8 +52,11 @@ def backward(
 
     written = [full(grad) for grad in grads]
     torch.ops.attn_plugins.window_attention_backward_(
-        grad_output.to(dtype), *_operands(terms, dtype), lse, *written, geometry.numbers(), geometry.zero_border, scale
+        grad_output.to(dtype), *_operands(terms, dtype), lse, *written, options.numbers(), options.zero_border, options.scale
     )
     for grad, result in zip(grads, written):
         if grad is not None and result is not None and grad is not result:
             grad.copy_(result.sum_to_size(grad.shape))
+
+
+BACKEND = Backend("cpu", refuses, forward, backward)

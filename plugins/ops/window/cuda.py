@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .geometry import Geometry, Terms
+from .. import library
+from ..backends import Backend
+from .operands import Options, Terms
 
 WIDEST_HEAD = 512  # channels that a team of 32 lanes holds
 
@@ -24,11 +26,15 @@ def backward_kernels(*arguments: Any) -> None:
     torch.ops.attn_plugins.window_attention_gather_backward_(*arguments)
 
 
-def serves(terms: Terms) -> bool:
-    """True where the kernels take these terms: not float64, and no head that is too wide."""
+def refuses(terms: Terms, options: Options) -> str | None:
+    """The reason why the kernels do not take these terms, or None."""
     query, _, value, _ = terms
-    widths = (value.shape[-1], 0 if query is None else query.shape[-1])
-    return value.dtype != torch.float64 and max(widths) <= WIDEST_HEAD
+    if value.dtype == torch.float64:
+        return "its kernels compute in float32, and the tensors are float64"
+    width = max(value.shape[-1], 0 if query is None else query.shape[-1])
+    if width > WIDEST_HEAD:
+        return f"its kernels hold heads of {WIDEST_HEAD} channels, and these have {width}"
+    return library.refusal(value.device.type, "cuda")
 
 
 def _rows(tensor: Tensor | None) -> Tensor | None:
@@ -45,19 +51,13 @@ def _operands(terms: Terms) -> list[Tensor | None]:
     return [_rows(query), _rows(key), _rows(value), position_logits]
 
 
-def forward(terms: Terms, geometry: Geometry, scale: float, output: Tensor, lse: Tensor) -> None:
+def forward(terms: Terms, options: Options, output: Tensor, lse: Tensor) -> None:
     """Write the output (B, M, Hq, Wq, dv) and the log-sum-exp (B, M, Hq, Wq), +inf where all keys are masked."""
-    forward_kernels(*_operands(terms), output, lse, geometry.numbers(), geometry.zero_border, scale)
+    forward_kernels(*_operands(terms), output, lse, options.numbers(), options.zero_border, options.scale)
 
 
 def backward(
-    grad_output: Tensor,
-    terms: Terms,
-    geometry: Geometry,
-    output: Tensor,
-    lse: Tensor,
-    scale: float,
-    grads: Sequence[Tensor | None],
+    grad_output: Tensor, terms: Terms, options: Options, output: Tensor, lse: Tensor, grads: Sequence[Tensor | None]
 ) -> None:
     """Fill the wanted gradients (those not None) of query, key, value and position logits."""
     value = terms[2]
@@ -73,8 +73,11 @@ def backward(
     written = [full(grad, any_strides=n == 3) for n, grad in enumerate(grads)]
     backward_kernels(
         _rows(grad_output), *_operands(terms), _rows(output), lse.contiguous(), *written,
-        geometry.numbers(), geometry.zero_border, scale,
+        options.numbers(), options.zero_border, options.scale,
     )  # fmt: skip
     for grad, result in zip(grads, written):
         if grad is not None and result is not None and grad is not result:
             grad.copy_(result.sum_to_size(grad.shape))
+
+
+BACKEND = Backend("cuda", refuses, forward, backward)

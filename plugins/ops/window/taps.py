@@ -11,7 +11,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from .geometry import Geometry, Terms
+from ..backends import Backend, never
+from .operands import Options, Terms
 
 Slices = tuple[slice, slice]
 
@@ -25,9 +26,9 @@ def _axis(queries: int, keys: int, stride: int, start: int) -> Slices:
     return slice(first, last), slice(first * stride + start, (last - 1) * stride + start + 1, stride)
 
 
-def _taps(grid: Sequence[int], size: Sequence[int], geometry: Geometry) -> Iterator[tuple[int, tuple, tuple]]:
+def _taps(grid: Sequence[int], size: Sequence[int], options: Options) -> Iterator[tuple[int, tuple, tuple]]:
     """Tap, index of its queries and index of their keys, where there are any."""
-    kernel, stride, padding, dilation, _ = geometry
+    kernel, stride, padding, dilation, *_ = options
     for t in range(kernel[0] * kernel[1]):
         tap = t // kernel[1], t % kernel[1]
         rows, columns = (_axis(grid[n], size[n], stride[n], tap[n] * dilation[n] - padding[n]) for n in range(2))
@@ -35,57 +36,57 @@ def _taps(grid: Sequence[int], size: Sequence[int], geometry: Geometry) -> Itera
             yield t, (..., rows[0], columns[0], slice(None)), (..., rows[1], columns[1], slice(None))
 
 
-def _logits(terms: Terms, geometry: Geometry, scale: float, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+def _logits(terms: Terms, options: Options, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """(B, M, Hq, Wq, taps), -inf outside the map unless the border is zeros."""
     query, key, value, position_logits = terms
-    taps = geometry.kernel[0] * geometry.kernel[1]
-    start = 0.0 if geometry.zero_border else float("-inf")
+    taps = options.kernel_size[0] * options.kernel_size[1]
+    start = 0.0 if options.zero_border else float("-inf")
     logits = value.new_full((*shape, taps), start, dtype=dtype)
-    if geometry.zero_border and position_logits is not None:
+    if options.zero_border and position_logits is not None:
         logits += position_logits
-    for t, queries, keys in _taps(shape[2:], value.shape[2:4], geometry):
+    for t, queries, keys in _taps(shape[2:], value.shape[2:4], options):
         part = logits[queries][..., t]
-        if not geometry.zero_border:
+        if not options.zero_border:
             part.zero_()
             if position_logits is not None:
                 part += position_logits[queries][..., t]
         if query is not None and key is not None:
-            part += (query[queries].to(dtype) * key[keys].to(dtype)).sum(-1) * scale
+            part += (query[queries].to(dtype) * key[keys].to(dtype)).sum(-1) * options.scale
     return logits
 
 
-def forward(terms: Terms, geometry: Geometry, scale: float, output: Tensor, lse: Tensor) -> None:
+def forward(terms: Terms, options: Options, output: Tensor, lse: Tensor) -> None:
     """Write the output (B, M, Hq, Wq, dv) and the log-sum-exp (B, M, Hq, Wq), +inf where all keys are masked."""
     value = terms[2]
-    logits = _logits(terms, geometry, scale, lse.shape, lse.dtype)
+    logits = _logits(terms, options, lse.shape, lse.dtype)
     torch.logsumexp(logits, -1, out=lse)
     lse.masked_fill_(lse == float("-inf"), float("inf"))
     weights = logits.sub_(lse.unsqueeze(-1)).exp_()
     total = torch.zeros_like(output, dtype=lse.dtype)
-    for t, queries, keys in _taps(lse.shape[2:], value.shape[2:4], geometry):
+    for t, queries, keys in _taps(lse.shape[2:], value.shape[2:4], options):
         total[queries] += weights[queries][..., t, None] * value[keys]
     output.copy_(total)
 
 
 def backward(
-    grad_output: Tensor, terms: Terms, geometry: Geometry, lse: Tensor, scale: float, grads: Sequence[Tensor | None]
+    grad_output: Tensor, terms: Terms, options: Options, output: Tensor, lse: Tensor, grads: Sequence[Tensor | None]
 ) -> None:
     """Fill the wanted gradients (those not None) of query, key, value and position logits."""
     query, key, value, _ = terms
     dtype, grid, size = lse.dtype, lse.shape[2:], value.shape[2:4]
-    weights = _logits(terms, geometry, scale, lse.shape, dtype).sub_(lse.unsqueeze(-1)).exp_()
+    weights = _logits(terms, options, lse.shape, dtype).sub_(lse.unsqueeze(-1)).exp_()
     slopes = torch.zeros_like(weights)
     gradient = grad_output.to(dtype)
-    for t, queries, keys in _taps(grid, size, geometry):
+    for t, queries, keys in _taps(grid, size, options):
         slopes[queries][..., t] = (gradient[queries] * value[keys]).sum(-1)
     slopes = weights * (slopes - (weights * slopes).sum(-1, keepdim=True))
     grad_query, grad_key, grad_value = (
         None if grad is None else torch.zeros_like(grad, dtype=dtype) for grad in grads[:3]
     )
-    for t, queries, keys in _taps(grid, size, geometry):
+    for t, queries, keys in _taps(grid, size, options):
         if grad_value is not None:
             grad_value[keys] += weights[queries][..., t, None] * gradient[queries]
-        slope = slopes[queries][..., t, None] * scale
+        slope = slopes[queries][..., t, None] * options.scale
         if grad_query is not None and key is not None:
             grad_query[queries] += slope * key[keys]
         if grad_key is not None and query is not None:
@@ -93,3 +94,6 @@ def backward(
     for grad, found in zip(grads, (grad_query, grad_key, grad_value, slopes)):
         if grad is not None and found is not None:
             grad.copy_(found.sum_to_size(grad.shape))
+
+
+BACKEND = Backend("torch", never, forward, backward)

@@ -13,11 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import library
 from ..arguments import arithmetic_dtype, check_dim, check_tensors, expand
-from ..operator import by_reference, define, differentiate_twice, under_autocast
+from ..operator import Operator
 from . import cpu, cuda, reference, taps
-from .geometry import Geometry, Terms
+from .operands import Options, Terms
 
 BORDERS = ("exclude", "zero")
 
@@ -68,17 +67,16 @@ def window_attention(
         ValueError: a shape, a device or a number does not fit, or the map has no key.
         TypeError: the tensors are not floating or not of one dtype.
     """
-    terms = (query, key, value, position_logits)
-    check_tensors("value", value=value, query=query, key=key, position_logits=position_logits)
+    terms = Terms(query, key, value, position_logits)
+    check_tensors("value", **terms._asdict())
     if value.dim() not in (4, 5):
         raise ValueError(f"value must have shape (B, M, T, dv) or (B, M, H, W, dv), got {tuple(value.shape)}")
     axes = value.dim() - 3
-    geometry = _geometry(axes, kernel_size, stride, padding, dilation, border)
-    _check(terms, axes, geometry)
-    if axes == 1:
-        terms = tuple(t if t is None else t.unsqueeze(2) for t in terms)  # type: ignore[assignment]
-    output = under_autocast(lambda *cast: _attend(cast, geometry, float(scale)), terms, value.device.type)
-    return output.squeeze(2) if axes == 1 else output
+    options = _options(axes, kernel_size, stride, padding, dilation, border, float(scale))
+    _check(terms, axes, options)
+    if axes == 2:
+        return ATTEND(terms, options)
+    return ATTEND(Terms(*(t if t is None else t.unsqueeze(2) for t in terms)), options).squeeze(2)  # type: ignore[arg-type]
 
 
 def scripted_window_attention(
@@ -99,7 +97,9 @@ def scripted_window_attention(
     )[0]
 
 
-def _geometry(axes: int, kernel_size: Any, stride: Any, padding: Any, dilation: Any, border: str) -> Geometry:
+def _options(
+    axes: int, kernel_size: Any, stride: Any, padding: Any, dilation: Any, border: str, scale: float
+) -> Options:
     if border not in BORDERS:
         raise ValueError(f"border must be one of {', '.join(BORDERS)}, got {border!r}")
     kernel = expand("kernel_size", kernel_size, axes, 1)
@@ -112,10 +112,10 @@ def _geometry(axes: int, kernel_size: Any, stride: Any, padding: Any, dilation: 
         paddings = expand("padding", padding, axes, 0)
     lone, none = (1,) * (2 - axes), (0,) * (2 - axes)
     strides = expand("stride", stride, axes, 1)
-    return Geometry(lone + kernel, lone + strides, none + paddings, lone + dilations, border == "zero")
+    return Options(lone + kernel, lone + strides, none + paddings, lone + dilations, border == "zero", scale)
 
 
-def _check(terms: Terms, axes: int, geometry: Geometry) -> None:
+def _check(terms: Terms, axes: int, options: Options) -> None:
     query, key, value, position_logits = terms
     spatial = "T" if axes == 1 else "H, W"
     B, M = value.shape[:2]
@@ -136,7 +136,7 @@ def _check(terms: Terms, axes: int, geometry: Geometry) -> None:
             )
     if position_logits is not None:
         check_dim("position_logits", position_logits, f"(B, M, {spatial}, taps)")
-        taps = geometry.kernel[0] * geometry.kernel[1]
+        taps = options.kernel_size[0] * options.kernel_size[1]
         grid = position_logits.shape[2:-1] if query is None else query.shape[2:-1]
         shape = (B, M, *grid, taps)
         fits = position_logits.shape[2:] == shape[2:]
@@ -147,22 +147,11 @@ def _check(terms: Terms, axes: int, geometry: Geometry) -> None:
             )
 
 
-def _attend(terms: Terms, geometry: Geometry, scale: float) -> Tensor:
-    if by_reference():
-        return reference.window_attention(*terms, *_flat(geometry), scale)  # type: ignore[arg-type]
-    return torch.ops.attn_plugins.window_attention(*terms, *_flat(geometry), scale)[0]
+# --- the operator -------------------------------------------------------------------------------------------------
 
 
-# --- the operators: kernels, fake functions, gradients, FLOPs -----------------------------------------------------
-
-
-def _flat(geometry: Geometry) -> tuple[list[int], list[int], list[int], list[int], bool]:
-    kernel, stride, padding, dilation, zero_border = geometry
-    return list(kernel), list(stride), list(padding), list(dilation), zero_border
-
-
-def _outputs(terms: Terms) -> tuple[Tensor, Tensor]:
-    """Uninitialised output, heads innermost but for the width as a projection wants them, and log-sum-exp."""
+def _results(terms: Terms, options: Options) -> tuple[Tensor, Tensor]:
+    """Uninitialised output, stored as (B, Hq, Wq, M, dv) for the projection behind it, and log-sum-exp."""
     query, _, value, position_logits = terms
     leader = position_logits if query is None else query
     assert leader is not None
@@ -172,143 +161,29 @@ def _outputs(terms: Terms) -> tuple[Tensor, Tensor]:
     return value.new_empty((B, Hq, Wq, M, dv)).permute(0, 3, 1, 2, 4), lse
 
 
-def _gradients(terms: Terms, needs: Sequence[bool]) -> list[Tensor]:
-    """Uninitialised gradients, laid out as what they are the gradients of; empty where not needed."""
-    value = terms[2]
-    return [torch.empty_like(t) if t is not None and need else value.new_empty(0) for t, need in zip(terms, needs)]
-
-
-def _forward(query, key, value, position_logits, kernel_size, stride, padding, dilation, zero_border, scale):
-    terms, geometry = (
-        (query, key, value, position_logits),
-        Geometry(kernel_size, stride, padding, dilation, zero_border),
-    )
-    output, lse = _outputs(terms)
-    with torch.autocast(value.device.type, enabled=False):
-        if output.numel() == 0:
-            lse.fill_(float("inf"))
-        elif not _compiled(value):
-            taps.forward(terms, geometry, scale, output, lse)
-        elif value.device.type == "cpu":
-            cpu.forward(terms, geometry, scale, output, lse)
-        elif cuda.serves(terms):
-            cuda.forward(terms, geometry, scale, output, lse)
-        else:
-            taps.forward(terms, geometry, scale, output, lse)
-    return output, lse
-
-
-def _backward(
-    grad_output, query, key, value, position_logits, output, lse, kernel_size, stride, padding, dilation, zero_border,
-    scale, needs,
-):  # fmt: skip
-    terms, geometry = (
-        (query, key, value, position_logits),
-        Geometry(kernel_size, stride, padding, dilation, zero_border),
-    )
-    results = _gradients(terms, needs)
-    grads = [g if t is not None and need else None for t, g, need in zip(terms, results, needs)]
-    with torch.autocast(value.device.type, enabled=False):
-        if output.numel() == 0:
-            for grad in results:
-                grad.zero_()
-        elif not _compiled(value):
-            taps.backward(grad_output, terms, geometry, lse, scale, grads)
-        elif value.device.type == "cpu":
-            cpu.backward(grad_output, terms, geometry, lse, scale, grads)
-        elif cuda.serves(terms):
-            cuda.backward(grad_output, terms, geometry, output, lse, scale, grads)
-        else:
-            taps.backward(grad_output, terms, geometry, lse, scale, grads)
-    return tuple(results)
-
-
-def _compiled(value: Tensor) -> bool:
-    return value.device.type in ("cpu", "cuda") and library.serves(value.device.type)
-
-
-def _fake_forward(query, key, value, position_logits, *geometry):
-    return _outputs((query, key, value, position_logits))
-
-
-def _fake_backward(grad_output, query, key, value, position_logits, output, lse, *arguments):
-    return tuple(_gradients((query, key, value, position_logits), arguments[-1]))
-
-
-def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
-    ctx.arguments = inputs[4:]
-    ctx.save_for_backward(*inputs[:4], *output)
-
-
-def _differentiate(ctx: Any, grad_output: Tensor | None, _: Tensor | None) -> tuple:
-    *terms, output, lse = ctx.saved_tensors
-    needs = list(ctx.needs_input_grad[:4])
-    if grad_output is None:
-        return (None,) * 10
-    grads = torch.ops.attn_plugins.window_attention_backward(grad_output, *terms, output, lse, *ctx.arguments, needs)
-    return (*(grad if need else None for grad, need in zip(grads, needs)), *(None,) * 6)
-
-
-def _setup_context_double(ctx: Any, inputs: tuple, output: tuple) -> None:
-    grad_output, *terms, _, _ = inputs[:7]
-    ctx.arguments, ctx.needs = inputs[7:13], inputs[13]
-    ctx.save_for_backward(grad_output, *terms)
-
-
-def _differentiate_twice(ctx: Any, *grads: Tensor | None) -> tuple:
-    found = differentiate_twice(
-        lambda *terms: reference.window_attention(*terms, *ctx.arguments),
-        ctx.saved_tensors,
-        ctx.needs,
-        ctx.needs_input_grad[:5],
-        grads,
-    )
-    return (*found, *(None,) * 9)
-
-
-Shape = tuple[int, ...]
-
-
-def _products(query_shape: Shape | None, value_shape: Shape, position_shape: Shape | None, kernel: Shape) -> tuple:
+def _products(terms: Any, options: Options) -> tuple[int, int]:
     """Operations of one content product and of one value product; taps outside the map count."""
-    leader = query_shape or position_shape
-    assert leader is not None
-    pairs = 2 * value_shape[0] * value_shape[1] * leader[2] * leader[3] * kernel[0] * kernel[1]
-    return (0 if query_shape is None else pairs * query_shape[4]), pairs * value_shape[4]
+    query, _, value, position_logits = terms
+    leader = query or position_logits
+    pairs = 2 * value[0] * value[1] * leader[2] * leader[3] * options.kernel_size[0] * options.kernel_size[1]
+    return (0 if query is None else pairs * query[4]), pairs * value[4]
 
 
-def _flops(query, key, value, position_logits, kernel_size, *args, out_shape=None, **kwargs):
-    """Two per multiply-add of both products."""
-    return sum(_products(query, value, position_logits, kernel_size))
-
-
-def _flops_backward(
-    grad_output, query, key, value, position_logits, output, lse, kernel_size, *args, out_shape=None, **kwargs
-):
+def _backward_operations(terms: Any, options: Options, needs: Sequence[bool]) -> int:
     """Recomputed logits, gradients of query and key; gradients of weights and value."""
-    content, mixing = _products(query, value, position_logits, kernel_size)
+    content, mixing = _products(terms, options)
     return 3 * content + 2 * mixing
 
 
-_TERMS = "Tensor? query, Tensor? key, Tensor value, Tensor? position_logits"
-_GEOMETRY = "int[] kernel_size, int[] stride, int[] padding, int[] dilation, bool zero_border, float scale"
-define(
+ATTEND = Operator(
     "window_attention",
-    f"({_TERMS}, {_GEOMETRY}) -> (Tensor output, Tensor log_sum_exp)",
-    _forward,
-    _fake_forward,
-    _differentiate,
-    _setup_context,
-    _flops,
-)
-define(
-    "window_attention_backward",
-    # Gradients that are not needed come back empty.
-    f"(Tensor grad_output, {_TERMS}, Tensor output, Tensor log_sum_exp, {_GEOMETRY}, bool[] needs) "
-    "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_position_logits)",
-    _backward,
-    _fake_backward,
-    _differentiate_twice,
-    _setup_context_double,
-    _flops_backward,
+    Terms,
+    Options,
+    ("output", "log_sum_exp"),
+    keeps=("output", "log_sum_exp"),
+    fake=_results,
+    reference=lambda terms, options: reference.window_attention(*terms, *options),
+    table=[cpu.BACKEND, cuda.BACKEND, taps.BACKEND],
+    operations=lambda terms, options: sum(_products(terms, options)),
+    backward_operations=_backward_operations,
 )

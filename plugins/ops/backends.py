@@ -1,0 +1,171 @@
+"""Who computes an operator: a table of backends, the first of which that does not refuse serves.
+
+::
+
+    with backend("reference"):          # the definition in plain PyTorch, for tests, debugging and benchmarks
+        window_attention(...)
+    print(explain(window_attention, query, key, value, None, 7))
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+logger = logging.getLogger("attn_plugins")
+REFERENCE = "reference"
+
+
+def never(terms: Any, options: Any) -> None:
+    """Refuse nothing."""
+
+
+class Backend(NamedTuple):
+    """One way to compute an operator.
+
+    Attributes:
+        name: As :func:`backend` and :func:`explain` know it.
+        refuses: The reason, in words, why it does not compute these terms with these options, or None.
+        forward: ``(terms, options, *results)``, which fills the results.
+        backward: ``(grad_output, terms, options, *kept, grads)``, which fills the gradients that are not None.
+        refuses_backward: Reasons that hold for the backward alone; ``refuses`` applies to it as well.
+        allocates: True where ``forward(terms, options)`` returns the results, and
+            ``backward(grad_output, terms, options, *kept, needs)`` the gradients, None where not needed.
+    """
+
+    name: str
+    refuses: Callable[[Any, Any], str | None]
+    forward: Callable[..., Any]
+    backward: Callable[..., Any]
+    refuses_backward: Callable[[Any, Any], str | None] = never
+    allocates: bool = False
+
+
+class Choice(NamedTuple):
+    """The backend that serves, and the reasons of those before it."""
+
+    serves: str
+    refusals: dict[str, str]
+
+    def __str__(self) -> str:
+        lines = [f"{self.serves} serves", *(f"{name} does not: {reason}" for name, reason in self.refusals.items())]
+        return "\n".join(lines)
+
+
+class _State(threading.local):
+    forced: str | None = None
+    explaining: bool = False
+
+
+_state = _State()
+
+
+class Explained(Exception):
+    """Carries a choice out of a functional whose arguments were checked and that has computed nothing."""
+
+    def __init__(self, choice: Choice):
+        super().__init__(str(choice))
+        self.choice = choice
+
+
+def forced() -> str | None:
+    """The name that :func:`backend` set in this thread, or None."""
+    return _state.forced
+
+
+def explaining() -> bool:
+    """True within :func:`explain`."""
+    return _state.explaining
+
+
+@contextlib.contextmanager
+def backend(name: str) -> Iterator[None]:
+    """Let only backend ``name`` compute operators, forward and backward, in this thread.
+
+    ``'reference'`` is the definition in plain PyTorch, which every operator has and which autograd differentiates.
+    autograd computes gradients of CPU tensors in the thread that asks for them, of CUDA tensors in threads of its own.
+
+    Raises:
+        ValueError: by the operator, where its table has no such backend or the backend refuses.
+    """
+    before, _state.forced = _state.forced, name
+    try:
+        yield
+    finally:
+        _state.forced = before
+
+
+def explain(operator: Callable[..., Any], *args: Any, **kwargs: Any) -> Choice:
+    """Say which backend serves a call, and why those before it in the table do not. Nothing is computed.
+
+    Args:
+        operator: A functional of :mod:`attn_plugins.ops`, such as ``window_attention``.
+        *args: Its arguments, which are checked as usual.
+        **kwargs: Likewise.
+
+    Raises:
+        TypeError: ``operator`` is not one of ours.
+    """
+    before, _state.explaining = _state.explaining, True
+    try:
+        operator(*args, **kwargs)
+    except Explained as explained:
+        return explained.choice
+    finally:
+        _state.explaining = before
+    raise TypeError(f"operator must be a functional of attn_plugins.ops, got {operator!r}")
+
+
+def closed_form() -> bool:
+    """True where a functional may take a closed form, plain products instead of its operator; explains that."""
+    if _state.explaining:
+        raise Explained(Choice("closed form", {}))
+    return _state.forced in (None, "closed form")
+
+
+def choose(operator: str, table: Sequence[Backend], terms: Any, options: Any, backward: bool = False) -> Backend:
+    """The backend that computes.
+
+    Raises:
+        ValueError: the backend that :func:`backend` forces is not in the table, or refuses.
+    """
+    name = _state.forced
+    if backward and name == REFERENCE:  # of a forward that another backend computed
+        name = None
+    for each in table:
+        if name is not None and each.name != name:
+            continue
+        reason = refusal(each, terms, options, backward)
+        if reason is None:
+            return each
+        if name is not None:
+            raise ValueError(f"backend {name!r} does not compute this {operator}: {reason}")
+        _log(operator, each.name, reason)
+    names = ", ".join([*(each.name for each in table), REFERENCE])
+    raise ValueError(f"backend must be one of {names} for {operator}, got {name!r}")
+
+
+def survey(table: Sequence[Backend], terms: Any, options: Any) -> Choice:
+    """:func:`choose`, with the reasons of those before it."""
+    refusals: dict[str, str] = {}
+    for each in table:
+        reason = refusal(each, terms, options)
+        if reason is None:
+            return Choice(each.name, refusals)
+        refusals[each.name] = reason
+    raise AssertionError("the last backend of a table refuses nothing")
+
+
+def refusal(each: Backend, terms: Any, options: Any, backward: bool = False) -> str | None:
+    """The reason why a backend does not compute, or None."""
+    reason = each.refuses(terms, options)
+    return each.refuses_backward(terms, options) if backward and reason is None else reason
+
+
+@cache
+def _log(operator: str, name: str, reason: str) -> None:
+    logger.debug("%s is not computed by %s: %s", operator, name, reason)

@@ -1,0 +1,49 @@
+"""Calls the compiled kernels of deformable convolution, on CPUs (``csrc/sampled/cpu.cpp``) and on CUDA."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .. import library
+from ..backends import Backend
+from .operands import Options, Terms
+
+
+def refuses_cpu(terms: Terms, options: Options) -> str | None:
+    return library.refusal(terms.input.device.type, "cpu")
+
+
+def refuses_cuda(terms: Terms, options: Options) -> str | None:
+    return library.refusal(terms.input.device.type, "cuda")
+
+
+def refuses_cuda_backward(terms: Terms, options: Options) -> str | None:
+    """The kernel adds with atomics; the reference's index_add has a deterministic form."""
+    return "its backward is not deterministic" if torch.are_deterministic_algorithms_enabled() else None
+
+
+def forward(terms: Terms, options: Options) -> Tensor:
+    return torch.ops.attn_plugins.deform_conv2d_forward_kernel(*terms, *options)
+
+
+def backward(grad_output: Tensor, terms: Terms, options: Options, needs: Sequence[bool]) -> list[Tensor | None]:
+    """Offset and mask are differentiated together."""
+    input, offset, weight, bias, mask = terms
+    needs_input, needs_offset, needs_weight, needs_bias, needs_mask = needs
+    samples = needs_offset or needs_mask
+    grads: list[Tensor | None] = [None] * 5
+    if needs_input or samples or needs_weight:
+        found = torch.ops.attn_plugins.deform_conv2d_backward_kernel(
+            grad_output, input, offset, weight, mask, *options, needs_input, samples, needs_weight
+        )
+        grads = [found[0], found[1], found[2], None, found[3]]
+    if needs_bias and bias is not None:
+        grads[3] = grad_output.sum((0, 2, 3))
+    return [grad if need else None for grad, need in zip(grads, needs)]
+
+
+CPU = Backend("cpu", refuses_cpu, forward, backward, allocates=True)
+CUDA = Backend("cuda", refuses_cuda, forward, backward, refuses_cuda_backward, allocates=True)

@@ -1,0 +1,58 @@
+"""Deformable convolution in plain PyTorch, by its definition: for devices that no kernel serves.
+
+The gradient is the definition's, an image at a time, since it holds all samples of what it is given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..backends import Backend, never
+from . import reference
+from .operands import Options, Terms
+
+
+def memory_format(like: Tensor) -> torch.memory_format:
+    """Channels-last where ``like`` is, and not contiguous as well (the rule of csrc/sampled/deform_conv.h)."""
+    if not like.is_contiguous() and like.is_contiguous(memory_format=torch.channels_last):
+        return torch.channels_last
+    return torch.contiguous_format
+
+
+def forward(terms: Terms, options: Options) -> Tensor:
+    output = reference.deform_conv2d(*terms, *options[:3])
+    return output.contiguous(memory_format=memory_format(terms.input))
+
+
+def backward(grad_output: Tensor, terms: Terms, options: Options, needs: Sequence[bool]) -> list[Tensor | None]:
+    images = len(terms.input)
+    if images < 2:
+        return _backward(grad_output, terms, options, needs)
+    cut = [None if t is None else t.split(1) for t in (terms.input, terms.offset, terms.mask, grad_output)]
+    parts = []
+    for n in range(images):
+        input, offset, mask, grad = (None if t is None else t[n] for t in cut)
+        one = terms._replace(input=input, offset=offset, mask=mask)
+        parts.append(_backward(grad, one, options, needs))  # type: ignore[arg-type]
+    grads: list[Tensor | None] = []
+    for number, found in enumerate(zip(*parts)):
+        if found[0] is None:
+            grads.append(None)
+        else:  # images' gradients follow each other, those of weight and bias add up
+            grads.append(torch.stack(found).sum(0) if number in (2, 3) else torch.cat(found))
+    return grads
+
+
+def _backward(grad_output: Tensor, terms: Terms, options: Options, needs: Sequence[bool]) -> list[Tensor | None]:
+    with torch.enable_grad():
+        leaves = Terms(*(None if t is None else t.detach().requires_grad_() for t in terms))  # type: ignore[arg-type]
+        output = reference.deform_conv2d(*leaves, *options[:3])
+        wanted = [t for t, need in zip(leaves, needs) if t is not None and need]
+        found = iter(torch.autograd.grad(output, wanted, grad_output))
+    return [next(found) if t is not None and need else None for t, need in zip(leaves, needs)]
+
+
+BACKEND = Backend("torch", never, forward, backward, allocates=True)
