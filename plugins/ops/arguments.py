@@ -48,7 +48,7 @@ def check_tensors(first: str, required: Sequence[str] = (), **tensors: Tensor | 
     leader = tensors[first]
     if not isinstance(leader, Tensor):
         raise TypeError(f"{first} must be a Tensor, got {type(leader).__name__}")
-    for name, tensor in tensors.items():
+    for name, tensor in {first: leader, **tensors}.items():
         if tensor is None and name not in required:
             continue
         if not isinstance(tensor, Tensor):

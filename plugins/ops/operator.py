@@ -15,8 +15,9 @@ everything else, numbers and masks.
 
 from __future__ import annotations
 
+import contextlib
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -272,6 +273,16 @@ class Operator:
     def _backward_flops(self, grad_output: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
         terms, _, options = self._split(args)
         return self._backward_operations(terms, options, args[-1])
+
+
+@contextlib.contextmanager
+def autograd_within_operator() -> Iterator[None]:
+    """Let autograd record within an operator's kernel, where the dispatcher has left it behind."""
+    below = torch._C._dispatch_tls_local_exclude_set()
+    for key in ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor"):
+        below = below - torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
+    with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), below), torch.enable_grad():
+        yield
 
 
 def under_autocast(function: Callable[..., Tensor], terms: Sequence[Tensor | None]) -> Tensor:

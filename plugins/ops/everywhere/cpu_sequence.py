@@ -51,11 +51,7 @@ def forward(terms: SequenceTerms, options: SequenceOptions, output: Tensor, lse:
 
 
 def backward(
-    grad_output: Tensor,
-    terms: SequenceTerms,
-    options: SequenceOptions,
-    lse: Tensor,
-    grads: list[Tensor | None],
+    grad_output: Tensor, terms: SequenceTerms, options: SequenceOptions, lse: Tensor, grads: list[Tensor | None]
 ) -> None:
     """Fill the wanted gradients (those not None), in the order of :class:`.SequenceTerms`."""
     B, M, T = lse.shape
@@ -107,11 +103,7 @@ def backward(
 
 
 def _backward_by_batch(
-    grad_output: Tensor,
-    terms: SequenceTerms,
-    options: SequenceOptions,
-    lse: Tensor,
-    grads: list[Tensor | None],
+    grad_output: Tensor, terms: SequenceTerms, options: SequenceOptions, lse: Tensor, grads: list[Tensor | None]
 ) -> None:
     """:func:`backward` where the batch shares position logits: their gradients (T, S) are never held for all of it."""
     B, mask = lse.shape[0], options.key_padding_mask

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..backends import Backend, never
+from ..operator import autograd_within_operator
 from . import reference
 from .operands import Options, Terms
 
@@ -47,7 +48,7 @@ def backward(grad_output: Tensor, terms: Terms, options: Options, needs: Sequenc
 
 
 def _backward(grad_output: Tensor, terms: Terms, options: Options, needs: Sequence[bool]) -> list[Tensor | None]:
-    with torch.enable_grad():
+    with autograd_within_operator():
         leaves = Terms(*(None if t is None else t.detach().requires_grad_() for t in terms))  # type: ignore[arg-type]
         output = reference.deform_conv2d(*leaves, *options[:3])
         wanted = [t for t, need in zip(leaves, needs) if t is not None and need]

@@ -51,8 +51,9 @@ def backward(
         return grad if grad.shape == shape and grad.dtype == dtype else value.new_empty(shape, dtype=dtype)
 
     written = [full(grad) for grad in grads]
+    geometry = (options.numbers(), options.zero_border, options.scale)
     torch.ops.attn_plugins.window_attention_backward_(
-        grad_output.to(dtype), *_operands(terms, dtype), lse, *written, options.numbers(), options.zero_border, options.scale
+        grad_output.to(dtype), *_operands(terms, dtype), lse, *written, *geometry
     )
     for grad, result in zip(grads, written):
         if grad is not None and result is not None and grad is not result:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import itertools
-import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
 from torch import Tensor
 
-from attn_plugins.ops import library, sequence_attention
+from attn_plugins.ops import backend, library, sequence_attention
 from tests.helpers.operator_checks import given
 
-OPERATOR = sys.modules["attn_plugins.ops.everywhere.sequence_attention"]
 # Which of content, band, outside and position logits are there.
 TERMS = [
     terms
@@ -64,9 +64,13 @@ def padding(B: int, S: int) -> Tensor:
     return mask
 
 
-def take_path(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@contextmanager
+def taking(path: str) -> Iterator[None]:
     """The compiled kernel, or what stands in for it where there is none."""
-    if name != "compiled":
-        monkeypatch.setattr(OPERATOR, "_compiled", lambda value: False)
-    elif not library.has_kernel("cpu"):
-        pytest.skip("no CPU binary is compiled")
+    if path == "compiled":
+        if not library.has_kernel("cpu"):
+            pytest.skip("no CPU binary is compiled")
+        yield
+    else:
+        with backend("torch"):
+            yield

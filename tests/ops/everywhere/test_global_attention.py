@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch.autograd import gradcheck, gradgradcheck
 
-from attn_plugins.ops import global_attention, library, reference
+from attn_plugins.ops import backend, global_attention, library, reference
 from attn_plugins.ops.everywhere import chunks, folding
+from attn_plugins.ops.everywhere.operands import GlobalOptions, GlobalTerms
 
 NAMES = ("query", "key", "value", "row_logits", "column_logits", "key_logits")
 ALL = (True, True, True, True)
@@ -97,14 +98,19 @@ def test_equals_the_definition_in_loops(terms, broadcast):
     close(reference.global_attention(*arguments, 0.7), expected)
 
 
+SCALE = GlobalOptions(0.7)
+
+
 @pytest.fixture(params=["compiled", "plain"])
-def path(request, monkeypatch):
+def path(request):
     """The compiled kernels, and what stands in for them where there are none."""
-    if request.param == "plain":
-        monkeypatch.setattr(library, "serves", lambda device_type: False)
-    elif not library.has_kernel("cpu"):
-        pytest.skip("no CPU binary")
-    return request.param
+    if request.param == "compiled":
+        if not library.has_kernel("cpu"):
+            pytest.skip("no CPU binary")
+        yield request.param
+    else:
+        with backend("torch"):
+            yield request.param
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
@@ -118,9 +124,9 @@ def test_gradients_equal_the_reference(terms, broadcast, dtype, path):
 @pytest.mark.parametrize("budget", [1, 40, 130, 10**6])
 def test_chunks_of_any_size(terms, budget, monkeypatch):
     monkeypatch.setitem(chunks.WORKSPACE, "cpu", budget * 8)
-    monkeypatch.setattr(library, "serves", lambda device_type: False)
     for broadcast in (False, True):
-        check_against_reference(make(terms, B=3, broadcast=broadcast))
+        with backend("torch"):
+            check_against_reference(make(terms, B=3, broadcast=broadcast))
 
 
 def check_against_reference(arguments, dtype=torch.float64):
@@ -181,14 +187,14 @@ def test_folding(folded_terms):
         arguments = make(folded_terms, broadcast=broadcast, dtype=dtype)
         expected = reference.global_attention(*arguments, 0.7)
         output, lse = torch.empty_like(expected), expected.new_empty(expected.shape[:-1])
-        folding.forward(arguments, 0.7, output, lse)
+        folding.forward(GlobalTerms(*arguments), SCALE, output, lse)
         close(output, expected, dtype)
         inputs = leaves(arguments)
         grad = torch.randn_like(expected)
         present = [t for t in inputs if t is not None]
         wanted = torch.autograd.grad(reference.global_attention(*inputs, 0.7), present, grad)
         grads = [None if t is None else torch.empty_like(t) for t in arguments]
-        folding.backward(grad, arguments, output, lse, 0.7, grads)
+        folding.backward(grad, GlobalTerms(*arguments), SCALE, output, lse, grads)
         for actual, one in zip([g for g in grads if g is not None], wanted):
             close(actual, one, dtype, factor=4)
 
@@ -219,10 +225,10 @@ def test_masked_keys_when_folded():
     arguments = masked_arguments(torch.float32)
     expected = reference.global_attention(*arguments, 0.7)
     output, lse = torch.empty_like(expected), expected.new_empty(expected.shape[:-1])
-    folding.forward(arguments, 0.7, output, lse)
+    folding.forward(GlobalTerms(*arguments), SCALE, output, lse)
     close(output, expected, torch.float32)
     grads = [torch.empty_like(t) for t in arguments]
-    folding.backward(torch.ones_like(output), arguments, output, lse, 0.7, grads)
+    folding.backward(torch.ones_like(output), GlobalTerms(*arguments), SCALE, output, lse, grads)
     assert all(g.isfinite().all() for g in grads)
 
 
@@ -421,11 +427,11 @@ def test_folding_calls_what_cuda_offers():
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode():
-        terms = tuple(t.to("cuda", torch.float16) for t in make(broadcast=True))
+        terms = GlobalTerms(*(t.to("cuda", torch.float16) for t in make(broadcast=True)))
         output, lse = torch.empty(2, 3, 3, 4, 6, device="cuda").half(), torch.empty(2, 3, 3, 4, device="cuda")
         grads = [torch.empty_like(t) for t in terms]
-        folding.forward(terms, 0.7, output, lse)
-        folding.backward(torch.empty_like(output), terms, output, lse, 0.7, grads)
+        folding.forward(terms, SCALE, output, lse)
+        folding.backward(torch.empty_like(output), terms, SCALE, output, lse, grads)
         assert [g.shape for g in grads] == [t.shape for t in terms]
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attn_plugins.ops import reference, sequence_attention
 from attn_plugins.ops.everywhere import chunks
-from tests.ops.everywhere.sequence_operands import TERMS, attend, gradients, operands, padding, take_path
+from tests.ops.everywhere.sequence_operands import TERMS, attend, gradients, operands, padding, taking
 
 
 def define(operands, mask=None, *, start=0, causal=False, scale=1.0) -> Tensor:
@@ -57,10 +57,10 @@ def by_loops(operands, mask, start, causal, scale) -> Tensor:
 @pytest.fixture(params=["compiled", "plain", "plain, one query a chunk"])
 def path(request, monkeypatch):
     """The compiled kernel, and what stands in for it where there is none."""
-    take_path(request.param, monkeypatch)
     if request.param == "plain, one query a chunk":
         monkeypatch.setitem(chunks.WORKSPACE, "cpu", 1)
-    return request.param
+    with taking(request.param):
+        yield request.param
 
 
 @pytest.mark.parametrize("masked", [False, True])

@@ -11,15 +11,16 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from attn_plugins.ops import sequence_attention
 from tests.helpers.operator_checks import DEVICES, given
-from tests.ops.everywhere.sequence_operands import ALL, TERMS, attend, gradients, operands, padding, take_path
+from tests.ops.everywhere.sequence_operands import ALL, TERMS, attend, gradients, operands, padding, taking
 
 NAMES = ("query", "key", "value", "band_logits", "outside_logits", "position_logits")
 
 
 @pytest.fixture(params=["compiled", "plain"])
-def path(request, monkeypatch):
+def path(request):
     """The compiled kernel, and what stands in for it where there is none."""
-    take_path(request.param, monkeypatch)
+    with taking(request.param):
+        yield request.param
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -45,10 +46,10 @@ def test_opcheck(terms, dtype):
     torch.library.opcheck(torch.ops.attn_plugins.sequence_attention, arguments)
     output, lse = torch.ops.attn_plugins.sequence_attention(*arguments)
     needs = [t is not None for t in arguments[:6]]
-    detached = [None if t is None else t.detach() for t in arguments[:7]]
+    detached = [None if t is None else t.detach() for t in arguments[:6]]
     torch.library.opcheck(
         torch.ops.attn_plugins.sequence_attention_backward,
-        (torch.randn_like(output), *detached, lse.detach(), *arguments[7:], needs),
+        (torch.randn_like(output), *detached[:6], lse.detach(), *arguments[6:], needs),
     )
 
 

@@ -227,7 +227,9 @@ def check_operators(masked: bool, needs_grad: bool, traced: tuple) -> None:
     torch.library.opcheck(torch.ops.attn_plugins.deform_conv2d.default, forward)
     grad = torch.randn_like(deform_conv2d(**o)).detach().requires_grad_(needs_grad)
     for needs in EVERY_FLAG:
-        backward = (grad, o["input"], o["offset"], o["weight"], o["mask"], *common, *needs)
+        needs_input, needs_offset, needs_weight = needs
+        terms = (o["input"], o["offset"], o["weight"], o["bias"], o["mask"])
+        backward = (grad, *terms, *common, [needs_input, needs_offset, needs_weight, needs_weight, needs_offset])
         torch.library.opcheck(
             torch.ops.attn_plugins.deform_conv2d_backward.default,
             backward,

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from attn_plugins.ops import deform_conv1d, deform_conv2d, library
-from attn_plugins.ops.sampled.deform_conv import _backward_by_image, _reference_backward
 from tests.helpers.cuda_checks import DTYPES, exact, on_cuda
 from tests.helpers.operator_checks import relative_error
 from tests.ops.sampled.deform_conv_operands import GEOMETRIES, make, through_reference
@@ -24,18 +23,6 @@ CASES = {
     "three slices": (1, 520, 9, 7, 16, (3, 3), 1, 1, 1, 1, 1),
     "5 x 5": (2, 32, 12, 13, 24, (5, 5), 2, 2, 1, 1, 2),
 }
-
-
-@pytest.mark.parametrize("masked", [True, False])
-def test_backward_by_image_equals_the_whole(masked):
-    """The path of deterministic mode; it needs no GPU to be right."""
-    operands = make(GEOMETRIES["tall, stride, dilation"], masked=masked)
-    names = ("input", "offset", "weight", "mask", "stride", "padding", "dilation")
-    grad = torch.randn(deform_conv2d(**operands).shape).double()
-    arguments = (grad, *(operands[n] for n in names), 2, 2, True, True, True)
-    for part, whole in zip(_backward_by_image(*arguments), _reference_backward(*arguments)):
-        assert part.shape == whole.shape
-        assert relative_error(part, whole) < 1e-12 or whole.numel() == 0
 
 
 @cuda

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
-import sys
 
 import pytest
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from attn_plugins.ops import library, reference, window_attention
+from attn_plugins.ops import backend, library, reference, window_attention
 from tests.helpers.operator_checks import DEVICES, check_autocast, check_compiled_and_exported, given
 
 needs_kernel = pytest.mark.skipif(not library.has_kernel("cpu"), reason="no CPU binary is compiled")
@@ -139,17 +138,17 @@ def test_a_workspace_smaller_than_all_heads():
 @pytest.mark.parametrize("border", ["exclude", "zero"])
 @pytest.mark.parametrize("logits", LOGITS)
 @pytest.mark.parametrize("kernel, stride, padding, dilation", GEOMETRIES)
-def test_plain_path_equals_the_reference(kernel, stride, padding, dilation, logits, border, device, monkeypatch):
-    monkeypatch.setattr(sys.modules["attn_plugins.ops.window.window_attention"], "_compiled", lambda value: False)
+def test_plain_path_equals_the_reference(kernel, stride, padding, dilation, logits, border, device):
     terms = operands((7, 5), kernel, logits, stride=stride, device=device)
     expected = reference.window_attention(*terms, kernel, stride, padding, dilation, border == "zero", 0.3)
-    found = window_attention(
-        *terms, kernel, stride=stride, padding=padding, dilation=dilation, border=border, scale=0.3
-    )
-    torch.testing.assert_close(found, expected)
+    geometry = dict(stride=stride, padding=padding, dilation=dilation, border=border)
     grad = torch.randn_like(expected)
     wanted = torch.autograd.grad(expected, given(*terms), grad)
-    for gradient, other in zip(torch.autograd.grad(found, given(*terms), grad), wanted):
+    with backend("torch"):
+        found = window_attention(*terms, kernel, **geometry, scale=0.3)
+        gradients = torch.autograd.grad(found, given(*terms), grad)
+    torch.testing.assert_close(found, expected)
+    for gradient, other in zip(gradients, wanted):
         torch.testing.assert_close(gradient, other)
 
 

@@ -13,7 +13,7 @@ import torch
 
 from attn_plugins.ops import reference
 from attn_plugins.ops.window import cuda
-from attn_plugins.ops.window.geometry import Geometry
+from attn_plugins.ops.window.operands import Options, Terms
 from tests.ops.emulation.kernels import NEEDS, error, load
 
 pytestmark = NEEDS
@@ -48,11 +48,12 @@ def compute(request, monkeypatch):
         value = terms[2]
         output = value.new_full(grad_output.shape, math.nan)
         lse = value.new_full(grad_output.shape[:-1], math.nan, dtype=torch.float32)
-        cuda.forward(terms, geometry, scale, output, lse)
+        terms, options = Terms(*terms), geometry._replace(scale=scale)
+        cuda.forward(terms, options, output, lse)
         grads = [
             None if t is None or not need else torch.empty_like(t).fill_(math.nan) for t, need in zip(terms, needs)
         ]
-        cuda.backward(grad_output, terms, geometry, output, lse, scale, grads)
+        cuda.backward(grad_output, terms, options, output, lse, grads)
         return output.cpu(), [None if g is None else g.cpu() for g in grads]
 
     return run
@@ -77,13 +78,13 @@ def problem(
         draw(*size, dv),
         draw(*grid, math.prod(kernel)) if position else None,
     )
-    return terms, Geometry(kernel, stride, padding, dilation, zero_border), draw(*grid, dv)
+    return terms, Options(kernel, stride, padding, dilation, zero_border, 0.3), draw(*grid, dv)
 
 
 def expected_of(terms, geometry, grad_output, scale=0.3):
     """Output, log-sum-exp and gradients of the terms (None where there is none)."""
     leaves = [None if t is None else t.clone().requires_grad_() for t in terms]
-    output = reference.window_attention(*leaves, *geometry, scale)
+    output = reference.window_attention(*leaves, *geometry._replace(scale=scale))
     found = iter(torch.autograd.grad(output, [t for t in leaves if t is not None], grad_output))
     return output.detach(), [None if t is None else next(found) for t in leaves]
 
@@ -224,9 +225,10 @@ def test_queries_beyond_the_map(compute, dtype):
 
 def test_what_the_kernels_serve(compute):
     terms, _, _ = problem(B=1)
-    assert not cuda.serves(terms)  # float64
-    assert cuda.serves(tuple(t.half() for t in terms))
+    options = problem()[1]
+    assert "float64" in cuda.refuses(Terms(*terms), options)
+    assert "on cpu" in cuda.refuses(Terms(*(t.half() for t in terms)), options)
     wide = torch.zeros(1, 1, 1, 2, 513)
-    assert not cuda.serves((None, None, wide, None))
+    assert "heads of 512 channels" in cuda.refuses(Terms(None, None, wide, None), options)
     with pytest.raises(RuntimeError, match="up to 512 channels"):
         compute([None, None, wide, torch.zeros(1, 1, 1, 2, 9)], problem()[1], wide)
