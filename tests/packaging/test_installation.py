@@ -194,6 +194,8 @@ MM = textwrap.dedent("""
 def test_mm(environment):
     environment.need("mm")
     before = environment.bash("pip list --format=freeze")
+    # Interrupted, while it compiles where no wheel is kept: the next line resumes.
+    environment.bash("timeout -s INT 60 python -m attn_plugins install mm || true")
     environment.bash(install_line("install mm"), record="`install mm`")
     after = environment.bash("pip list --format=freeze")
     assert set(before.splitlines()) <= set(after.splitlines()), "a package that was there was changed"
