@@ -29,4 +29,4 @@ def repair() -> None:
         return
     for module in (token_block_dataset, language_pair_dataset):
         if getattr(module, "np", None) is numpy:
-            module.np = _Numpy("numpy")  # type: ignore[attr-defined]
+            module.np = _Numpy("numpy")
