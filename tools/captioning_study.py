@@ -2,7 +2,7 @@
 
 ::
 
-    python -m tools.captioning_study OUT                                      # all: ten minutes of a core, then one or two a row
+    python -m tools.captioning_study OUT                                      # all: ten minutes, then two a row
     python -m tools.captioning_study OUT --settings eta visual semantic --seeds 1 2 3
     python -m tools.captioning_study OUT --add 'wide=--embed-dim 128' --settings wide
     python -m tools.captioning_study OUT --data DATA --train '--max-update 20000'
