@@ -2,7 +2,7 @@
 
 ::
 
-    python -m tools.captioning_study OUT                                      # all, some minutes of a CPU a row
+    python -m tools.captioning_study OUT                                      # all: ten minutes, then two a row
     python -m tools.captioning_study OUT --settings eta visual semantic --seeds 1 2 3
     python -m tools.captioning_study OUT --add 'wide=--embed-dim 128' --settings wide
     python -m tools.captioning_study OUT --data DATA --train '--max-update 20000'
@@ -114,7 +114,10 @@ SETTINGS = {
     "eta-fused": Setting("ETA of all seeds, fused", fused=("eta",)),
     "modalities-fused": Setting("regions alone and attributes alone, fused", fused=("visual", "semantic")),
 }
-PEOPLE = {"person": "a person: an image's first caption against its others", "stranger": "the next image's caption"}
+BASELINES = {
+    "grammar": "the grammar that wrote the captions: an image's first one against its others",
+    "stranger": "the next image's caption",
+}
 
 
 @dataclass(frozen=True)
@@ -205,8 +208,8 @@ class Study:
         found = {"parameters": sum(part["parameters"] for part in parts), **self.generate(folder, paths, setting.task)}
         return self.end(folder, options, name, stage, list(seeds), found)
 
-    def people(self, name: str) -> dict[str, Any]:
-        """Score captions of people: an image's first one against its others, or the next image's against all."""
+    def baseline(self, name: str) -> dict[str, Any]:
+        """Score given captions: an image's first one against its others, or the next image's against all."""
         folder = self.output / name
         options = {"captions": name, "part": self.part}
         result = self.begin(folder, options)
@@ -215,7 +218,7 @@ class Study:
         references = read_references(self.data / "captions.json")
         images = read_split(self.data / "splits.json", self.part)
         given = {image: references[image][0] for image in images if len(references[image]) > 1}
-        if name == "person":
+        if name == "grammar":
             truth = {image: references[image][1:] for image in given}
         else:
             truth = {image: references[image] for image in given}
@@ -303,8 +306,8 @@ def prepare(output: Path, options: argparse.Namespace) -> tuple[Path, dict[str, 
 
 def report(study: Study, made: Mapping[str, Any], settings: Mapping[str, Setting]) -> str:
     """Write the table of all results that are in OUT, and were made as now; the table."""
-    whats = {name: setting.what for name, setting in settings.items()} | PEOPLE
-    order = {name: number for number, name in enumerate([*PEOPLE, *settings])}
+    whats = {name: setting.what for name, setting in settings.items()} | BASELINES
+    order = {name: number for number, name in enumerate([*BASELINES, *settings])}
     results = []
     for path in study.output.glob("*/**/result.json"):
         row = json.loads(path.read_text(encoding="utf-8"))
@@ -347,7 +350,7 @@ def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, dict[str, Se
     )
     options = parser.parse_args(arguments)
     settings = dict(SETTINGS)
-    for name, model in added(parser, options, (*settings, *PEOPLE, "scenes", "detector")).items():
+    for name, model in added(parser, options, (*settings, *BASELINES, "scenes", "detector")).items():
         settings[name] = Setting(f"ETA, {model}", model, self_critical=True)
     choose(parser, options, settings)
     if options.data is not None and options.scenes:
@@ -366,8 +369,8 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         data, made = prepare(output, options)
         study = Study(data, output, options.part, {FIRST: options.train, SECOND: options.self_critical})
-        for name in PEOPLE:
-            study.people(name)
+        for name in BASELINES:
+            study.baseline(name)
         for seed in options.seeds:
             for name in options.settings:
                 for stage in options.stages:

@@ -5,7 +5,7 @@
 ``spatial_transformer`` and ``spatial_transformer_lm`` are registered, and since ``torch.load`` (>= 2.6) refuses by
 default what is no tensor, ``argparse.Namespace``, which fairseq's checkpoints may hold, is declared safe, and so is
 what processes that resume send each other with a checkpoint. So ``fairseq-generate`` and ``fairseq-train`` load them
-without giving up safe loading.
+without giving up safe loading. Data sets that fail under numpy 2 are repaired (``numpy2``).
 
 Where the hook of ``attn_plugins.autoload`` is off, fairseq refuses the folder's name and asks for a unique one: a link
 to the folder, called otherwise, serves as ``--user-dir`` too.
@@ -22,12 +22,15 @@ from fairseq.distributed import utils as distributed_utils
 from omegaconf import AnyNode, DictConfig, ListConfig
 from omegaconf.base import ContainerMetadata, Metadata
 
+from attn_plugins.fairseq import numpy2
+
 # Importing registers the models, the task and the criterion.
 if __name__ == "attn_plugins.fairseq":
     from . import aligned_lstm, captioning, eta_transformer, self_critical, spatial_transformer, spatial_transformer_lm  # noqa: F401
 else:  # by a link, as a package of that name
     import attn_plugins.fairseq  # noqa: F401
 
+numpy2.repair()
 if hasattr(torch.serialization, "add_safe_globals"):  # torch >= 2.4; older ones load everything
     # Of a checkpoint that several processes resume, the first one sends the others its options and its tensors' places.
     options = [DictConfig, ListConfig, AnyNode, ContainerMetadata, Metadata, defaultdict, dict, list, int, Any]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import platform
+import signal
 import subprocess
 import sys
 import time
@@ -52,6 +53,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 def main(toolkits: Iterable[str], constraint: Iterable[Path] = (), dry_run: bool = False) -> int:
     """Install ``toolkits``; return the exit status."""
     names = list(dict.fromkeys(toolkits))
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         work = Installation(packages.read_pins(constraint))
         work.print_plan(names)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -123,11 +124,24 @@ def run_logged(command: Sequence[str], log: Path, environment: Mapping[str, str]
     with log.open("a") as output:
         print("$", *command, file=output, flush=True)
         start = output.tell()
-        done = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=variables)
-    if done.returncode:
+        process = subprocess.Popen(
+            command,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            env=variables,
+            start_new_session=True,  # so that an interruption reaches the compilers as well
+        )
+        try:
+            status = process.wait()
+        except BaseException:
+            os.killpg(process.pid, signal.SIGTERM)
+            process.wait()
+            raise
+    if status:
         text = log.read_bytes()[start:].decode(errors="replace").strip()
         end = "\n".join(f"    {line}" for line in text.splitlines()[-15:])
-        raise InstallError(f"{' '.join(command[:5])} … failed with status {done.returncode}:\n{end}\n  in full: {log}")
+        raise InstallError(f"{' '.join(command[:5])} … failed with status {status}:\n{end}\n  in full: {log}")
 
 
 def need_pip() -> None:

@@ -246,6 +246,29 @@ def test_one_process_after_another_in_one_interpreter(data, tmp_path):
     assert sorted(re.findall(r"^H-(\d)\t", logs[6], re.M)) == ["0", "1", "2", "4"]  # without the line too long
 
 
+def test_data_sets_that_fail_under_numpy_2_in_stock_fairseq(data, tmp_path):
+    """Sentences as blocks of language modelling, and buckets of lengths."""
+    text = data.parent
+    prefixes = [f"--{split}pref={text / split}.en" for split in ("train", "valid", "test")]
+    sentences = ["--sample-break-mode=eos", "--tokens-per-sample=64", "--required-batch-size-multiple=1"]
+    model = ["--arch=spatial_transformer_lm_tiny", "--max-update=2", "--no-epoch-checkpoints"]
+    lm = tmp_path / "lm"
+    logs = in_one_process(
+        ["preprocess", "--only-source", *prefixes, "--destdir", lm],
+        ["train", lm, "--task=language_modeling", *model, *sentences, *CPU, *RUN, "--save-dir", lm],
+        ["eval-lm", lm, *CPU, *sentences, "--path", lm / "checkpoint_last.pt"],
+        [
+            "train",
+            *train_command(
+                data, tmp_path / "buckets", *CPU, "--max-update=2", "--num-batch-buckets=2", "--max-tokens=400"
+            )[1:],
+        ],
+    )
+    assert "num_updates 2" in logs[1]
+    assert re.search(r"Loss \(base 2\): [\d.]+, Perplexity: [\d.]+", logs[2])
+    assert "num_updates 2" in logs[3]
+
+
 def test_wrong_folders_and_checkpoints_are_refused(data, trained, tmp_path):
     (tmp_path / "empty").mkdir()
     checkpoint = trained[0] / "checkpoint_last.pt"

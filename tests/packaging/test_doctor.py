@@ -74,6 +74,17 @@ def test_a_broken_operator_is_named(monkeypatch, capsys, check, words):
     assert text.endswith("attn_plugins: 1 broken\n")
 
 
+def test_a_binary_is_not_broken_under_an_older_torch(monkeypatch, capsys):
+    """`pip install .` compiles it with a torch of its own, and the reference serves."""
+    reason = "torch 2.4.1 is older than 2.10, whose ABI the binary needs"
+    monkeypatch.setattr(torch, "__version__", "2.4.1")
+    monkeypatch.setattr(_library, "failures", lambda: {"cpu": reason, "cuda": reason})
+    report = doctor.Report()
+    doctor._binaries(report)
+    assert report.broken == []
+    assert f"served by the PyTorch reference: {reason}" in capsys.readouterr().out
+
+
 # Packages in the place of installed ones, as an incomplete installation leaves them.
 BROKEN = {
     "mmcv": {"mmcv/__init__.py": ""},

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import sysconfig
 import tarfile
+import time
 from importlib.metadata import version
 from pathlib import Path
 
@@ -22,6 +24,14 @@ from attn_plugins.install.recipes import Compiled, Package, Toolkit
 def cache(monkeypatch, tmp_path) -> Path:
     monkeypatch.setenv("ATTN_PLUGINS_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
+
+
+def is_running(pid: int) -> bool:
+    """True unless the process ended; one that nobody has waited for yet has ended."""
+    try:
+        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except FileNotFoundError:
+        return False
 
 
 class TestPackages:
@@ -75,6 +85,25 @@ class TestPackages:
         there = {name: found for name, found in packages.installed().items() if name != "onnxscript"}
         monkeypatch.setattr(packages, "installed", lambda: there)
         assert packages.missing_of_extra("onnx") == ["onnxscript"]
+
+    def test_an_interruption_ends_the_compilers(self, tmp_path):
+        """What pip has started must not go on behind the next attempt."""
+        started = tmp_path / "started"
+        code = (
+            "import pathlib, sys; from attn_plugins.install import packages\n"
+            f"packages.run_logged(['sh', '-c', 'sh -c \"echo $$ > {started}; sleep 600\" & wait'], "
+            f"pathlib.Path({str(tmp_path / 'log.txt')!r}))"
+        )
+        process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL)
+        deadline = time.monotonic() + 600
+        while not (started.is_file() and started.read_text().strip()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        child = int(started.read_text())
+        process.send_signal(signal.SIGINT)
+        process.wait(timeout=600)
+        while is_running(child) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not is_running(child)
 
     def test_a_failing_pip_is_shown_by_the_end_of_its_output(self, tmp_path):
         with pytest.raises(InstallError, match=r"(?s)failed with status.*no-such-command.*in full: "):

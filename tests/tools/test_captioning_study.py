@@ -80,9 +80,9 @@ def test_stages(output, data):
 
 def test_people(output):
     """A caption against two alike, and against another picture's."""
-    person, stranger = (result_of(output, name)["scores"]["CIDEr-D"] for name in study.PEOPLE)
-    assert person > 1 > stranger
-    captions = json.loads((output / "person" / "captions.json").read_text())["annotations"]
+    grammar, stranger = (result_of(output, name)["scores"]["CIDEr-D"] for name in study.BASELINES)
+    assert grammar > 1 > stranger
+    captions = json.loads((output / "grammar" / "captions.json").read_text())["annotations"]
     assert len(captions) == 2 * PARTS.count("test")
     assert captions[0]["caption"] == "the kite is red"
     results = json.loads((output / "stranger" / "results.json").read_text())
@@ -93,14 +93,14 @@ def test_table(output):
     table = (output / "study.md").read_text()
     rows = [line.split(" | ") for line in table.split("\n") if line.startswith("| `")]
     assert [(row[0].strip("| "), row[2]) for row in rows] == [
-        ("`person`", ""),
+        ("`grammar`", ""),
         ("`stranger`", ""),
         ("`semantic`", "cross-entropy"),
         ("`semantic`", "self-critical"),
     ]
     assert "24 train, 4 val, 6 test" in table
     raw = json.loads((output / "study.json").read_text())
-    assert [row["setting"] for row in raw["results"]] == ["person", "stranger", "semantic", "semantic"]
+    assert [row["setting"] for row in raw["results"]] == ["grammar", "stranger", "semantic", "semantic"]
     assert "torch" in raw["facts"]
 
 

@@ -1,4 +1,4 @@
-# A detector small enough to learn from nothing in a few minutes on two CPU cores: ATSS on a ResNet-50 whose
+# A detector small enough to learn from nothing in minutes on two CPU cores: ATSS on a ResNet-50 whose
 # widths are a quarter of the usual ones. Data: python -m tools.datasets.digits_on_photographs data/digits
 _base_ = ["mmdet::atss/atss_r50_fpn_1x_coco.py", "../empirical_attention/_base_/attended_block.py"]
 custom_imports = dict(imports=["attn_plugins.mmcv", "attn_plugins.mmcv.cpu_launch"])

@@ -1,4 +1,4 @@
-# A two-stage detector small enough to learn from nothing in a quarter of an hour on two CPU cores: its regions are the
+# A two-stage detector small enough to learn from nothing in a quarter of an hour on a CPU core: its regions are the
 # captioner's, as those of Anderson et al. (2018) are the thesis'. Data: python -m tools.datasets.captioned_scenes
 # data/scenes. Faster R-CNN on a ResNet-50 whose widths are a quarter of the usual ones.
 _base_ = "mmdet::faster_rcnn/faster-rcnn_r50_fpn_1x_coco.py"
