@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING
 
@@ -83,24 +83,15 @@ def _binaries(report: Report) -> None:
     for device, name in (("cpu", "_C"), ("cuda", "_C_cuda")):
         reason = library.failures()[device]
         if reason is None:
-            file = next(PACKAGE.glob(f"{name}.*so")).name
-            if device == "cuda" and not torch.cuda.is_available():
-                report.line(device, f"{file} loaded; no GPU to run it on")
-                continue
-            for operator, check in SELF_CHECKS.items():
-                try:
-                    off = check(device)
-                except Exception as error:
-                    report.fail(f"{device} {operator}", _words(error))
-                else:
-                    if off < 1e-3:
-                        report.line(device, f"{file}: {operator} runs, {off:.0e} from the reference")
-                    else:
-                        report.fail(f"{device} {operator}", f"{off:.0e} from the reference")
+            report.line(device, f"{next(PACKAGE.glob(f'{name}.*so')).name} loaded")
         elif _is_due(device) and any(PACKAGE.glob(f"{name}.*so")):
             report.fail(device, reason)
         else:
-            report.line(device, f"served by the PyTorch reference: {reason}")
+            report.line(device, f"no kernels of ours: {reason}")
+        if device == "cpu" or torch.cuda.is_available():
+            _operators(report, device)
+        elif torch.version.cuda:
+            _explained(report, device)
 
 
 def _is_due(device: str) -> bool:
@@ -108,77 +99,52 @@ def _is_due(device: str) -> bool:
     import torch
     from packaging.version import Version
 
-    from attn_plugins.ops import _library
+    from attn_plugins.ops import library
 
-    return Version(torch.__version__) >= _library.OLDEST_TORCH and (device == "cpu" or torch.version.cuda is not None)
-
-
-def _deform_conv2d(device: str) -> float:
-    from attn_plugins.ops import deform_conv2d, reference
-
-    x, offset, weight, mask = _random(device, (2, 8, 7, 9), (2, 18, 7, 9), (8, 8, 3, 3), (2, 9, 7, 9))
-    ours = deform_conv2d(x, offset, weight, padding=1, mask=mask)
-    x, offset, weight, mask = (t.double() for t in (x, offset, weight, mask))
-    return _distance(ours, reference.deform_conv2d(x, offset, weight, None, mask, (1, 1), (1, 1), (1, 1)))
+    return Version(torch.__version__) >= library.OLDEST_TORCH and (device == "cpu" or torch.version.cuda is not None)
 
 
-def _global_attention(device: str) -> float:
-    from attn_plugins.ops import global_attention, reference
-
-    shapes = (2, 4, 5, 6, 8), (2, 4, 3, 7, 8), (2, 4, 3, 7, 8), (2, 4, 5, 6, 3), (2, 4, 5, 6, 7), (2, 4, 3, 7)
-    query, key, value, rows, columns, keys = _random(device, *shapes)
-    ours = global_attention(query, key, value, row_logits=rows, column_logits=columns, key_logits=keys)
-    query, key, value, rows, columns, keys = (t.double() for t in (query, key, value, rows, columns, keys))
-    return _distance(ours, reference.global_attention(query, key, value, rows, columns, keys, 1.0))
-
-
-def _window_attention(device: str) -> float:
-    from attn_plugins.ops import reference, window_attention
-
-    query, key, value, position = _random(device, *[(2, 4, 5, 6, 8)] * 3, (2, 4, 5, 6, 9))
-    ours = window_attention(query, key, value, position, 3)
-    query, key, value, position = (t.double() for t in (query, key, value, position))
-    windows = ((3, 3), (1, 1), (1, 1), (1, 1))
-    return _distance(ours, reference.window_attention(query, key, value, position, *windows, False, 1.0))
-
-
-def _criss_cross_attention(device: str) -> float:
-    from attn_plugins.ops import criss_cross_attention, reference
-
-    query, key, value, position = _random(device, *[(2, 4, 5, 6, 8)] * 3, (2, 4, 5, 6, 11))
-    ours = criss_cross_attention(query, key, value, position)
-    query, key, value, position = (t.double() for t in (query, key, value, position))
-    return _distance(ours, reference.criss_cross_attention(query, key, value, position, 1.0))
-
-
-def _sequence_attention(device: str) -> float:
-    from attn_plugins.ops import reference, sequence_attention
-
-    query, key, value, band = _random(device, *[(2, 4, 9, 8)] * 3, (2, 4, 9, 5))
-    ours = sequence_attention(query, key, value, band_logits=band)
-    query, key, value, band = (t.double() for t in (query, key, value, band))
-    return _distance(ours, reference.sequence_attention(query, key, value, band, None, None, None, 0, False, 1.0))
-
-
-def _random(device: str, *shapes: tuple[int, ...]) -> list[Tensor]:
+def _operators(report: Report, device: str) -> None:
+    """Run a small call of every operator beside its reference, and say who served it."""
     import torch
 
-    generator = torch.Generator().manual_seed(0)
-    return [torch.randn(shape, generator=generator).to(device) for shape in shapes]
+    from attn_plugins.ops import backend, explain
+    from attn_plugins.ops.examples import drawing, examples
+
+    exact = examples(drawing(device, torch.float64))
+    for name, (operator, args, kwargs) in examples(drawing(device, torch.float32)).items():
+        try:
+            served = "; ".join(str(explain(operator, *args, **kwargs)).splitlines())
+            found = operator(*args, **kwargs)
+            with backend("reference"):
+                _, args, kwargs = exact[name]
+                off = _distance(found, operator(*args, **kwargs))
+        except Exception as error:
+            report.fail(f"{device} {name}", _words(error))
+        else:
+            if off < 1e-3:
+                report.line(device, f"{name} runs, {off:.0e} from the reference: {served}")
+            else:
+                report.fail(f"{device} {name}", f"{off:.0e} from the reference: {served}")
 
 
-def _distance(ours: Tensor, expected: Tensor) -> float:
-    return float((ours - expected).abs().max() / expected.abs().max())
+def _explained(report: Report, device: str) -> None:
+    """Say who would serve every operator on a device that is not there."""
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from attn_plugins.ops import explain
+    from attn_plugins.ops.examples import examples
+
+    with FakeTensorMode():
+        calls = examples(lambda *shape: torch.empty(shape, device=device))
+        for name, (operator, args, kwargs) in calls.items():
+            served = "; ".join(str(explain(operator, *args, **kwargs)).splitlines())
+            report.line(device, f"{name}, without a GPU to run it: {served}")
 
 
-# operator -> its greatest distance from the reference in float64, relative, on a small random input
-SELF_CHECKS: dict[str, Callable[[str], float]] = {
-    "deform_conv2d": _deform_conv2d,
-    "global_attention": _global_attention,
-    "window_attention": _window_attention,
-    "criss_cross_attention": _criss_cross_attention,
-    "sequence_attention": _sequence_attention,
-}
+def _distance(found: Tensor, expected: Tensor) -> float:
+    return float((found - expected).abs().max() / expected.abs().max())
 
 
 def _toolkits(report: Report, required: Collection[str]) -> None:

@@ -13,6 +13,8 @@ from pathlib import Path
 import torch
 from packaging.version import Version
 
+from . import backends
+
 logger = logging.getLogger("attn_plugins")
 
 _is_compiling = getattr(torch.compiler, "is_compiling", lambda: False)  # torch >= 2.3
@@ -75,6 +77,6 @@ def refusal(device_type: str, kind: str) -> str | None:
     if device_type != kind:
         return f"its kernels are for {kind}, and the tensors are on {device_type}"
     reason = _FAILURES[kind]
-    if reason is not None and not _is_compiling():  # a log line would break the graph
+    if reason is not None and not backends.explaining() and not _is_compiling():  # a log line would break the graph
         explain_once(kind)
     return reason

@@ -1,5 +1,6 @@
 """``python -m attn_plugins``: what it reports of this installation, and that it notices what is broken."""
 
+import re
 import subprocess
 import sys
 
@@ -9,6 +10,7 @@ import torch
 from attn_plugins import doctor
 from attn_plugins.install import checks
 from attn_plugins.ops import library
+from attn_plugins.ops.examples import drawing, examples
 
 
 @pytest.fixture(scope="module")
@@ -24,19 +26,26 @@ def test_all_is_well(healthy):
     assert text.endswith("attn_plugins: all is well\n")
 
 
-@pytest.mark.parametrize("operator", doctor.SELF_CHECKS)
+OPERATORS = list(examples(drawing("cpu", torch.float32)))
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
 def test_every_operator_runs_and_is_near_its_reference(healthy, operator):
-    if library.failures()["cpu"] is not None:
-        pytest.skip("no CPU binary")
-    assert f": {operator} runs, " in healthy[1]
+    serves = "torch" if library.failures()["cpu"] is not None or operator == "criss_cross_attention" else "cpu"
+    assert re.search(rf"{operator} runs, \S+ from the reference: {serves} serves", healthy[1])
 
 
-def test_every_public_operator_has_a_self_check():
+@pytest.mark.skipif(torch.version.cuda is None, reason="a CPU-only torch")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there")
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_who_would_serve_on_a_gpu_is_said(healthy, operator):
+    assert re.search(rf"cuda +{operator}, without a GPU to run it: \w+ serves", healthy[1])
+
+
+def test_every_public_operator_has_an_example():
     from attn_plugins import ops
 
-    checked = {"deform_conv1d": "deform_conv2d"}  # runs the other's kernels
-    public = {checked.get(name, name) for name in ops.__all__}
-    assert public == set(doctor.SELF_CHECKS)
+    assert {name for name in ops.__all__ if name not in ("backend", "explain")} == set(OPERATORS)
 
 
 @pytest.mark.parametrize("name", ["aa_resnet50", "GeneralizedAttention", "task captioning", "--user-dir"])
@@ -57,32 +66,33 @@ def test_a_torch_without_autoload_is_told(monkeypatch, capsys):
     assert "off: torch 2.4.1 has none" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    "check, words",
-    [(lambda device: 0.5, "5e-01 from the reference"), (lambda device: 1 / 0, "ZeroDivisionError")],
-    ids=["wrong", "fails"],
-)
-def test_a_broken_operator_is_named(monkeypatch, capsys, check, words):
-    if library.failures()["cpu"] is not None:
-        pytest.skip("no CPU binary")
-    monkeypatch.setattr(doctor, "SELF_CHECKS", {"window_attention": check})
+def test_a_broken_operator_is_named(monkeypatch, capsys):
+    """One that is far from its reference, and one that fails."""
+    from attn_plugins.ops import examples as module
+
+    def wrong(found, expected):
+        return 0.5 if found.shape == (2, 8, 7, 9) else 1 / 0
+
+    only = ("deform_conv2d", "window_attention")
+    monkeypatch.setattr(doctor, "_distance", wrong)
+    monkeypatch.setattr(module, "examples", lambda draw: {n: c for n, c in examples(draw).items() if n in only})
     monkeypatch.setattr(checks, "CHECKS", {})
     assert doctor.main() == 1
     text = capsys.readouterr().out
-    assert "BROKEN: " in text
-    assert words in text
-    assert text.endswith("attn_plugins: 1 broken\n")
+    assert re.search(r"cpu deform_conv2d +BROKEN: 5e-01 from the reference", text)
+    assert "ZeroDivisionError" in text
+    assert text.endswith("attn_plugins: 2 broken\n")
 
 
 def test_a_binary_is_not_broken_under_an_older_torch(monkeypatch, capsys):
     """`pip install .` compiles it with a torch of its own, and the reference serves."""
     reason = "torch 2.4.1 is older than 2.10, whose ABI the binary needs"
     monkeypatch.setattr(torch, "__version__", "2.4.1")
-    monkeypatch.setattr(_library, "failures", lambda: {"cpu": reason, "cuda": reason})
+    monkeypatch.setattr(library, "failures", lambda: {"cpu": reason, "cuda": reason})
     report = doctor.Report()
     doctor._binaries(report)
     assert report.broken == []
-    assert f"served by the PyTorch reference: {reason}" in capsys.readouterr().out
+    assert f"no kernels of ours: {reason}" in capsys.readouterr().out
 
 
 # Packages in the place of installed ones, as an incomplete installation leaves them.
