@@ -138,7 +138,7 @@ def _start(start: int | None, T: int, S: int, causal: bool) -> int:
 
 def _check(terms: SequenceTerms, number: float | None, key_padding_mask: Tensor | None, causal: bool) -> None:
     query, key, value, band_logits, outside_logits, position_logits = terms
-    check_tensors("value", value=value, **{n: t for n, t in zip(SequenceTerms._fields, terms) if n != "value"})
+    check_tensors("value", **terms._asdict())
     check_dim("value", value, "(B, M, S, dv)")
     B, M, S, _ = value.shape
     if S == 0:

@@ -32,12 +32,12 @@ def backward(grad_output: Tensor, terms: Terms, options: Options, needs: Sequenc
     images = len(terms.input)
     if images < 2:
         return _backward(grad_output, terms, options, needs)
-    cut = [None if t is None else t.split(1) for t in (terms.input, terms.offset, terms.mask, grad_output)]
     parts = []
     for n in range(images):
-        input, offset, mask, grad = (None if t is None else t[n] for t in cut)
-        one = terms._replace(input=input, offset=offset, mask=mask)
-        parts.append(_backward(grad, one, options, needs))  # type: ignore[arg-type]
+        one = slice(n, n + 1)
+        mask = None if terms.mask is None else terms.mask[one]
+        image = terms._replace(input=terms.input[one], offset=terms.offset[one], mask=mask)
+        parts.append(_backward(grad_output[one], image, options, needs))
     grads: list[Tensor | None] = []
     for number, found in enumerate(zip(*parts)):
         if found[0] is None:
