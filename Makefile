@@ -21,7 +21,7 @@ help:  ## list the targets
 env:  ## set up $(VENV): the pinned stack and the compiled extension (resumes; 10 minutes the first time on 2 cores)
 	@tools/environment.sh
 
-demo: env  ## train a small detector with the attended block on real pictures, a few minutes
+demo: env  ## train a small detector with the attended block on real pictures (5 to 10 minutes on 2 cores)
 	$(PY) -m tools.demo
 
 test: env  ## the test suite
