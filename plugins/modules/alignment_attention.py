@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..ops.arguments import autocast_dtype
 from ..terms import alignment as terms
-from .checks import positive
+from .checks import check_tensor, positive
 
 
 class DotScore(nn.Module):
@@ -192,8 +192,7 @@ class AlignmentAttention(nn.Module):
     def _check(self, query: Tensor, source: Tensor, key_padding_mask: Tensor | None) -> None:
         widths = dict(query=("T", self.query_channels), source=("S", self.source_channels))
         for (name, (axis, width)), x in zip(widths.items(), (query, source)):
-            if not isinstance(x, Tensor):
-                raise TypeError(f"{name} must be a Tensor, got {type(x).__name__}")
+            check_tensor(name, x)
             if x.dim() != 3 or x.shape[2] != width or x.shape[1] == 0:
                 raise ValueError(f"{name} must have shape (B, {axis}, {width}) with {axis} > 0, got {tuple(x.shape)}")
         if source.shape[0] != query.shape[0]:

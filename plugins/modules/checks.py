@@ -32,10 +32,15 @@ def check_fits(name: str, x: Tensor, weight: Tensor) -> None:
         raise TypeError(f"{name} must have the module's dtype {weight.dtype}, got {x.dtype}")
 
 
-def check_map(x: Tensor, channels: int, weight: Tensor, name: str = "x") -> None:
-    """Check that ``x`` is (B, channels, H, W) with a pixel, on ``weight``'s device and of its dtype."""
+def check_tensor(name: str, x: object) -> None:
+    """Check that ``x`` is a Tensor."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a Tensor, got {type(x).__name__}")
+
+
+def check_map(x: Tensor, channels: int, weight: Tensor, name: str = "x") -> None:
+    """Check that ``x`` is (B, channels, H, W) with a pixel, on ``weight``'s device and of its dtype."""
+    check_tensor(name, x)
     if x.dim() != 4 or x.shape[1] != channels or 0 in x.shape[2:]:
         raise ValueError(f"{name} must have shape (B, {channels}, H, W) with at least one pixel, got {tuple(x.shape)}")
     check_fits(name, x, weight)

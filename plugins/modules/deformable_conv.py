@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from ..ops.arguments import autocast_dtype, expand
 from ..ops.sampled.deform_conv import deform_conv1d, deform_conv2d
+from .checks import check_tensor
 from .sequence_cache import SequenceCache, check_cache
 
 
@@ -241,6 +242,7 @@ class CausalDeformableConv1d(_DeformableConv):
         Returns:
             (B, out_channels, L).
         """
+        check_tensor("input", x)
         padded = F.pad(x, (self.reach, 0))
         _check_input(padded, self, "(B, C, L)")
         if cache is not None:
@@ -290,6 +292,7 @@ class CausalDeformableConv1d(_DeformableConv):
 
 def _check_input(x: Tensor, layer: _DeformableConv, shape: str) -> None:
     """Check what the predictor, a stock convolution, would refuse in less clear words."""
+    check_tensor("input", x)
     if x.dim() != shape.count(",") + 1 or x.shape[1] != layer.in_channels:
         raise ValueError(f"input must have shape {shape} with C = {layer.in_channels}, got {tuple(x.shape)}")
     if not x.is_floating_point():

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from ..ops import window_attention
 from ..ops.window.window_attention import scripted_window_attention
 from .capture import window_maps_of
-from .checks import check_map, pair, positive
+from .checks import check_map, check_tensor, pair, positive
 from .sequence_cache import SequenceCache, check_cache, check_padding_mask
 
 
@@ -193,6 +193,7 @@ class DynamicConv1d(nn.Module):
             ValueError: a shape, a device or a combination does not fit.
             TypeError: ``key_padding_mask`` is not bool.
         """
+        check_tensor("x", x)
         if x.dim() != 3 or x.shape[1] != self.in_channels or x.shape[2] == 0:
             raise ValueError(f"x must have shape (B, {self.in_channels}, T) with T > 0, got {tuple(x.shape)}")
         check_padding_mask(key_padding_mask, x.shape[0], x.shape[2], x.device)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .checks import check_fits, positive
+from .checks import check_fits, check_tensor, positive
 from .multihead_attention import MultiheadAttention
 from .sequence_cache import SequenceCache
 
@@ -177,7 +177,8 @@ class GatedBilateralController(nn.Module):
             ValueError: a shape or a device does not fit.
             TypeError: a tensor is not of the module's dtype.
         """
-        for name, tensor in (*pathways._asdict().items(), ("x", x)):
+        for name, tensor in (("x", x), *pathways._asdict().items()):
+            check_tensor(name, tensor)
             if tensor.dim() != 3 or tensor.shape != x.shape or tensor.shape[2] != self.embed_dim:
                 raise ValueError(
                     f"{name} must have shape (B, T, {self.embed_dim}), as x has, got {tuple(tensor.shape)}"

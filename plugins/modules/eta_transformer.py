@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .checks import check_fits, positive
+from .checks import check_fits, check_tensor, positive
 from .entangled_attention import (
     Entangled,
     EntangledAttention,
@@ -136,6 +136,7 @@ class DualWayEncoder(nn.Module):
             TypeError: a tensor is not of the module's dtype.
         """
         for name, x, width in (("regions", regions, self.visual_dim), ("attributes", attributes, self.embed_dim)):
+            check_tensor(name, x)
             if x.dim() != 3 or x.shape[1] == 0 or x.shape[2] != width or x.shape[0] != regions.shape[0]:
                 raise ValueError(
                     f"{name} must have shape ({regions.shape[0]}, S, {width}) with S > 0, got {tuple(x.shape)}"

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from ..ops import reference
 from ..ops import sequence_attention as attend
-from .checks import check_fits, positive
+from .checks import check_fits, check_tensor, positive
 
 
 @dataclass
@@ -121,8 +121,7 @@ def check_heads(embed_dim: int, num_heads: int, dropout: float) -> None:
 
 def check_sequence(name: str, x: Tensor, channels: int, weight: Tensor, batch: int | None = None) -> None:
     """Check that ``x`` is (B, T, channels) with a token, on ``weight``'s device and of its dtype."""
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{name} must be a Tensor, got {type(x).__name__}")
+    check_tensor(name, x)
     if x.dim() != 3 or x.shape[2] != channels or x.shape[1] == 0:
         raise ValueError(f"{name} must have shape (B, T, {channels}) with at least one token, got {tuple(x.shape)}")
     if batch is not None and x.shape[0] != batch:
