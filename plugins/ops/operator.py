@@ -102,7 +102,7 @@ class Operator:
     def _explain(self, terms: Any, options: Any) -> backends.Choice:
         if not HAS_OPERATORS:
             reason = f"torch {torch.__version__} defines no operators from Python, 2.4 is the first that does"
-            return backends.Choice(backends.REFERENCE, {each.name: reason for each in self.table})
+            return backends.Choice(backends.REFERENCE, {"any other backend": reason})
         return backends.survey(self.table, terms, options)
 
     def _reference_under_autocast(self, terms: Any, options: Any) -> Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import sysconfig
@@ -90,7 +89,8 @@ class TestPackages:
         """What pip has started must not go on behind the next attempt."""
         started = tmp_path / "started"
         code = (
-            "import pathlib, sys; from attn_plugins.install import packages\n"
+            "import pathlib, signal; from attn_plugins.install import packages\n"
+            "signal.signal(signal.SIGTERM, signal.default_int_handler)\n"  # as the command does
             f"packages.run_logged(['sh', '-c', 'sh -c \"echo $$ > {started}; sleep 600\" & wait'], "
             f"pathlib.Path({str(tmp_path / 'log.txt')!r}))"
         )
@@ -99,7 +99,7 @@ class TestPackages:
         while not (started.is_file() and started.read_text().strip()) and time.monotonic() < deadline:
             time.sleep(0.05)
         child = int(started.read_text())
-        process.send_signal(signal.SIGINT)
+        process.terminate()
         process.wait(timeout=600)
         while is_running(child) and time.monotonic() < deadline:
             time.sleep(0.05)
