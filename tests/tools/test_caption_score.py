@@ -223,5 +223,7 @@ def test_files_that_are_no_json_or_twice_the_same_image(written, tmp_path, capsy
 
 def test_the_missing_package_is_named(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(MissingPackage, match=r"^scores need pycocoevalcap, .*: pip install '\.\[captioning\]'$"):
+    with pytest.raises(
+        MissingPackage, match=r"^scores need pycocoevalcap, .*: python -m attn_plugins install captioning$"
+    ):
         evaluate(RESULTS, CAPTIONS)
