@@ -15,6 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from packaging.requirements import Requirement
+from packaging.version import Version
 
 from attn_plugins import doctor
 
@@ -57,6 +58,7 @@ def main(toolkits: Iterable[str], constraint: Iterable[Path] = (), dry_run: bool
     try:
         work = Installation(packages.read_pins(constraint))
         work.print_plan(names)
+        work.need_torch(names)
         if dry_run:
             return 0
         packages.need_pip()
@@ -79,9 +81,19 @@ class Installation:
     def __init__(self, pins: Mapping[str, str]):
         self.pins = pins
         self.log = wheels.cache() / "logs" / time.strftime("install-%Y%m%d-%H%M%S.log")
-        self.torch = packages.version_of("torch")
-        if self.torch is None:
+        torch = packages.version_of("torch")
+        if torch is None:
             raise InstallError("torch is not installed: `pip install torch` first, the build that fits your machine")
+        self.torch = torch
+
+    def need_torch(self, names: Iterable[str]) -> None:
+        """Refuse toolkits whose packages do not run under this torch."""
+        for name in names:
+            oldest = TOOLKITS[name].oldest_torch
+            if Version(self.torch) < Version(oldest):
+                raise InstallError(
+                    f"{name} needs torch >= {oldest}, and {self.torch} is installed: install another first"
+                )
 
     def print_plan(self, names: Iterable[str]) -> None:
         """Print what is there, what will be done, and how long that takes."""

@@ -43,6 +43,7 @@ class Toolkit:
         compiled: compiled last.
         opencv: True where a build of OpenCV is needed.
         extra: an extra of attn-plugins whose requirements pip installs.
+        oldest_torch: the first torch that its packages run under.
         checks: run at the end, in this order.
     """
 
@@ -53,6 +54,7 @@ class Toolkit:
     compiled: Compiled | None = None
     opencv: bool = False
     extra: str | None = None
+    oldest_torch: str = "2.1"
 
 
 # Dependencies that pip would add and that are handled otherwise, or not needed.
@@ -89,6 +91,7 @@ TOOLKITS: dict[str, Toolkit] = {
             environment=MappingProxyType({"MMCV_WITH_OPS": "1", "FORCE_CUDA": "0"}),
         ),
         opencv=True,
+        oldest_torch="2.4",  # onedl-mmcv states it; under 2.1.2 it compiles, and onedl-mmengine does not import
         checks=("torchvision", "mmcv", "mmdet", "mmseg"),
     ),
     "fairseq": Toolkit(

@@ -116,6 +116,12 @@ class TestPlan:
         assert command.main(["timm"]) == 1
         assert "torch is not installed: `pip install torch` first" in capsys.readouterr().err
 
+    def test_a_torch_that_is_too_old_is_refused_before_anything_is_installed(self, monkeypatch, capsys):
+        monkeypatch.setattr(packages, "version_of", lambda name: "2.3.1+cu121")
+        monkeypatch.setattr(packages, "pip", lambda *arguments: pytest.fail("pip was called"))
+        assert command.main(["mm"]) == 1
+        assert "mm needs torch >= 2.4, and 2.3.1+cu121 is installed" in capsys.readouterr().err
+
     def test_a_dry_run_says_what_is_there_and_what_is_to_do(self, monkeypatch, capsys):
         compiled = Compiled("no-such-package", "no_such_module", check="mmcv", cpu_minutes=(8, 20))
         toolkit = Toolkit("a toolkit", ("mmcv",), (Package("pytest", "pytest"),), compiled=compiled)
