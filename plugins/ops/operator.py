@@ -324,6 +324,24 @@ def under_autocast(function: Callable[..., Tensor], terms: Sequence[Tensor | Non
         return function(*(t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in terms))
 
 
+def counts_of_products(products: Callable[[Any, Any], tuple[int, int]]) -> dict[str, Any]:
+    """Operation counts of attention whose backward recomputes its logits.
+
+    Args:
+        products: ``(terms, options)`` to the operations of one content product and of one value product.
+
+    Returns:
+        The arguments ``operations`` and ``backward_operations`` of :class:`Operator`.
+    """
+
+    def backward(terms: Any, options: Any, needs: Sequence[bool]) -> int:
+        """Recomputed logits, gradients of query and key; gradients of weights and value."""
+        content, mixing = products(terms, options)
+        return 3 * content + 2 * mixing
+
+    return dict(operations=lambda terms, options: sum(products(terms, options)), backward_operations=backward)
+
+
 def _device_type(terms: Sequence[Tensor | None]) -> str:
     return next(term.device.type for term in terms if term is not None)
 

@@ -10,7 +10,6 @@ Four ways to compute it, chosen by what the arguments hold, never by a flag:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from ..arguments import arithmetic_dtype, check_dim, check_tensors
 from ..backends import closed_form
-from ..operator import Operator, under_autocast
+from ..operator import Operator, counts_of_products, under_autocast
 from ..softmax import masked_softmax
 from . import chunked_global as chunked
 from . import cpu_global as cpu
@@ -178,12 +177,6 @@ def _products(terms: Any, options: GlobalOptions) -> tuple[int, int]:
     return (0 if query is None else pairs * query[4]), pairs * dv
 
 
-def _backward_operations(terms: Any, options: GlobalOptions, needs: Sequence[bool]) -> int:
-    """Recomputed logits, gradients of query and key; gradients of weights and value."""
-    content, mixing = _products(terms, options)
-    return 3 * content + 2 * mixing
-
-
 ATTEND = Operator(
     "global_attention",
     GlobalTerms,
@@ -193,6 +186,5 @@ ATTEND = Operator(
     fake=_results,
     reference=lambda terms, options: reference.global_attention(*terms, *options),
     table=[folding.BACKEND, cpu.BACKEND, chunked.BACKEND],
-    operations=lambda terms, options: sum(_products(terms, options)),
-    backward_operations=_backward_operations,
+    **counts_of_products(_products),
 )

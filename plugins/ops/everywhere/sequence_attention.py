@@ -6,7 +6,6 @@ Whatever the arguments, no more than a block of queries has its logits written o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from torch.nn.functional import pad
 
 from ..arguments import arithmetic_dtype, check_dim, check_tensors
 from ..backends import forced
-from ..operator import Operator
+from ..operator import Operator, counts_of_products
 from ..window.window_attention import window_attention
 from . import chunked_sequence as chunked
 from . import cpu_sequence as cpu
@@ -214,12 +213,6 @@ def _products(terms: Any, options: SequenceOptions) -> tuple[int, int]:
     return (0 if query is None else pairs * query[3]), pairs * dv
 
 
-def _backward_operations(terms: Any, options: SequenceOptions, needs: Sequence[bool]) -> int:
-    """Recomputed logits, gradients of query and key; gradients of weights and value."""
-    content, mixing = _products(terms, options)
-    return 3 * content + 2 * mixing
-
-
 ATTEND = Operator(
     "sequence_attention",
     SequenceTerms,
@@ -229,6 +222,5 @@ ATTEND = Operator(
     fake=_results,
     reference=lambda terms, options: reference.sequence_attention(*terms, *options),
     table=[cpu.BACKEND, chunked.BACKEND],
-    operations=lambda terms, options: sum(_products(terms, options)),
-    backward_operations=_backward_operations,
+    **counts_of_products(_products),
 )

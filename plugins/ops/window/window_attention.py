@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..arguments import arithmetic_dtype, check_dim, check_tensors, expand
-from ..operator import Operator
+from ..operator import Operator, counts_of_products
 from . import cpu, cuda, reference, taps
 from .operands import Options, Terms
 
@@ -169,12 +169,6 @@ def _products(terms: Any, options: Options) -> tuple[int, int]:
     return (0 if query is None else pairs * query[4]), pairs * value[4]
 
 
-def _backward_operations(terms: Any, options: Options, needs: Sequence[bool]) -> int:
-    """Recomputed logits, gradients of query and key; gradients of weights and value."""
-    content, mixing = _products(terms, options)
-    return 3 * content + 2 * mixing
-
-
 ATTEND = Operator(
     "window_attention",
     Terms,
@@ -184,6 +178,5 @@ ATTEND = Operator(
     fake=_results,
     reference=lambda terms, options: reference.window_attention(*terms, *options),
     table=[cpu.BACKEND, cuda.BACKEND, taps.BACKEND],
-    operations=lambda terms, options: sum(_products(terms, options)),
-    backward_operations=_backward_operations,
+    **counts_of_products(_products),
 )
