@@ -16,7 +16,7 @@ export VENV
 .PHONY: help env demo test test-all test-install test-abi lint format types build cuda wheel benchmark gpu-check doctor clean
 
 help:  ## list the targets
-	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "  make %-10s %s\n", $$1, $$2}'
+	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "  make %-13s %s\n", $$1, $$2}'
 
 env:  ## set up $(VENV): the pinned stack and the compiled extension (resumes; 10 minutes the first time on 2 cores)
 	@tools/environment.sh
