@@ -178,7 +178,8 @@ class CaptioningTask(FairseqTask):
             raise FileNotFoundError(f"the data folder {folder} does not exist")
         path = Path(given) if given is not None else next(filter(Path.is_file, (folder / name for name in names)), None)
         if path is None and needed:
-            how = "; python -m tools.captioning.make_splits makes it of captions.json" if option == "splits" else ""
+            format_of_splits = "; it gives each image its split, in the format of Karpathy's dataset_coco.json"
+            how = format_of_splits if option == "splits" else ""
             raise FileNotFoundError(f"--{option}: {folder} has no {' or '.join(names)}{how}")
         if path is not None and not path.is_file():
             raise FileNotFoundError(f"--{option}: {path} does not exist")

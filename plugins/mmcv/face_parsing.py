@@ -38,7 +38,7 @@ class _FaceDataset(BaseSegDataset):
             FileNotFoundError: there is no image, or an image or its label image is missing.
         """
         samples = super().load_data_list()
-        advice = "`python -m tools.datasets.face_parsing` makes these folders"
+        advice = f"expected images *{self.img_suffix} and label images *{self.seg_map_suffix} of the same names"
         if not samples:
             folder = self.data_prefix["img_path"]
             raise FileNotFoundError(f"{folder or 'img_path'} holds no image *{self.img_suffix}: {advice}")

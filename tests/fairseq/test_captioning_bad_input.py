@@ -210,7 +210,7 @@ def test_subsets_that_are_not_there(folder):
     with pytest.raises(ValueError, match="the subset must be one of train, valid, val, test, got 'train1'"):
         task_of(folder).load_dataset("train1")
     (folder / "splits.json").unlink()
-    with pytest.raises(FileNotFoundError, match=r"--splits: .* has no splits\.json; python -m tools.captioning.make_"):
+    with pytest.raises(FileNotFoundError, match=r"--splits: .* has no splits\.json; it gives each image its split"):
         task_of(folder).load_dataset("train")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -83,3 +84,15 @@ def test_importing_the_rooms_imports_no_toolkit(python):
     code = f"import importlib, sys\nfor m in {modules}: importlib.import_module(m)\n"
     result = python(code + f"print([m for m in {sorted(TOOLKITS)} if m in sys.modules])")
     assert result.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda f: str(f.relative_to(PLUGINS)))
+def test_messages_name_nothing_that_a_wheel_lacks(file):
+    """tools/, configs/ and make are a checkout's; docstrings are for readers of the source and may name them."""
+    tree = ast.parse(file.read_text())
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    docstrings = {id(node.body[0].value) for node in ast.walk(tree) if isinstance(node, documented) and node.body
+                  and isinstance(node.body[0], ast.Expr)}  # fmt: skip
+    texts = [n.value for n in ast.walk(tree) if isinstance(n, ast.Constant) and id(n) not in docstrings]
+    named = [text for text in texts if isinstance(text, str) and re.search(r"-m tools\.|configs/|\bmake [a-z]+`", text)]
+    assert not named
