@@ -4,7 +4,7 @@
 
     ATTEND = Operator(
         "window_attention", Terms, Options, ("output", "log_sum_exp"),
-        allocate=..., reference=..., table=[...], operations=..., backward_operations=...,
+        fake=..., reference=..., table=[...], operations=..., backward_operations=...,
     )
     output = ATTEND(Terms(query, key, value, position_logits), Options(...))
 
