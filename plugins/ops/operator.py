@@ -15,9 +15,8 @@ everything else, numbers and masks.
 
 from __future__ import annotations
 
-import contextlib
 import typing
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ from torch import Tensor
 from . import backends
 from .arguments import autocast_dtype
 from .backends import Backend
+from .gradients import differentiable, second_gradients
 
 NAMESPACE = "attn_plugins"
 HAS_OPERATORS = hasattr(torch.library, "register_autograd")  # torch >= 2.4
@@ -89,7 +89,7 @@ class Operator:
         if backends.explaining():
             raise backends.Explained(self._explain(terms, options))
         if self._by_reference():
-            return self._reference_under_autocast(terms, options)
+            return under_autocast(lambda *cast: self.reference(self.terms(*cast), options), terms, self._to)
         found = self._forward_operator(*terms, *options)
         return found if isinstance(found, Tensor) else found[0]
 
@@ -104,13 +104,6 @@ class Operator:
             reason = f"torch {torch.__version__} defines no operators from Python, 2.4 is the first that does"
             return backends.Choice(backends.REFERENCE, {"any other backend": reason})
         return backends.survey(self.table, terms, options)
-
-    def _reference_under_autocast(self, terms: Any, options: Any) -> Tensor:
-        dtype = autocast_dtype(_device_type(terms))
-        if dtype is None:
-            return self.reference(terms, options)
-        with torch.autocast(_device_type(terms), enabled=False):
-            return self.reference(self.terms(*self._to(dtype, terms)), options)
 
     def _to(self, dtype: torch.dtype, terms: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Terms in autocast's dtype, apart from float64 and those that keep theirs."""
@@ -144,9 +137,9 @@ class Operator:
         operators = getattr(torch.ops, NAMESPACE)
         self._forward_operator = getattr(operators, self.name).default
         self._backward_operator = getattr(operators, backward).default
-        differentiated = _differentiable(self._forward_operator, self._setup_context, self._differentiate)
+        differentiated = differentiable(self._forward_operator, self._setup_context, self._differentiate)
         library.impl(self.name, differentiated, "Autograd", with_keyset=True)
-        differentiated = _differentiable(self._backward_operator, self._setup_context_twice, self._differentiate_twice)
+        differentiated = differentiable(self._backward_operator, self._setup_context_twice, self._differentiate_twice)
         library.impl(backward, differentiated, "Autograd", with_keyset=True)
         for device_type, key in _AUTOCAST_KEYS.items():
             library.impl(self.name, self._autocast_rule(self._forward_operator, device_type, key, casts=True), key)
@@ -257,7 +250,7 @@ class Operator:
         """Differentiate the reference twice: what the forward kept are functions of the terms, no variables."""
         tensors, options = self._saved(ctx)
         wanted = ctx.needs_input_grad[1 : len(tensors) + 1]
-        found = _second_gradients(
+        found = second_gradients(
             lambda *terms: self.reference(self.terms(*terms), self.options(*options)), tensors, ctx.needs, wanted, grads
         )
         return (*found, *[None] * (len(self._kept) + len(options) + 1))
@@ -273,55 +266,23 @@ class Operator:
         return self._backward_operations(terms, options, args[-1])
 
 
-def _differentiable(operator: Any, setup_context: Callable[..., None], backward: Callable[..., tuple]) -> Callable:
-    """An operator's kernel for autograd, as ``torch.library.register_autograd`` makes it.
-
-    That one looks for default arguments in the schema at every call, which takes longer than all the rest (27 of 60 µs
-    for a small call); our schemas have none.
-    """
-
-    def forward(ctx: Any, keyset: Any, *args: Any) -> Any:
-        with torch._C._AutoDispatchBelowAutograd():
-            result = operator.redispatch(keyset & torch._C._after_autograd_keyset, *args)
-            setup_context(ctx, args, result)
-        return result
-
-    def differentiate(ctx: Any, *grads: Any) -> tuple:
-        return (None, *backward(ctx, *grads))
-
-    function = type(
-        f"{operator._opname}_function",
-        (torch.autograd.Function,),
-        {"forward": staticmethod(forward), "backward": staticmethod(differentiate)},
-    )
-
-    def kernel(keyset: Any, *args: Any) -> Any:
-        if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in args):
-            return function.apply(keyset, *args)  # type: ignore[attr-defined]
-        with torch._C._AutoDispatchBelowAutograd():
-            return operator.redispatch(keyset & torch._C._after_autograd_keyset, *args)
-
-    return kernel
+def in_dtype(dtype: torch.dtype, terms: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Terms in autocast's dtype, apart from float64."""
+    return [t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in terms]
 
 
-@contextlib.contextmanager
-def autograd_within_operator() -> Iterator[None]:
-    """Let autograd record within an operator's kernel, where the dispatcher has left it behind."""
-    below = torch._C._dispatch_tls_local_exclude_set()
-    for key in ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor"):
-        below = below - torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
-    with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), below), torch.enable_grad():
-        yield
-
-
-def under_autocast(function: Callable[..., Tensor], terms: Sequence[Tensor | None]) -> Tensor:
-    """``function(*terms)``; where autocast is on, of terms in its dtype (apart from float64) and with it off."""
-    device_type = _device_type(terms)
+def under_autocast(
+    function: Callable[..., Tensor],
+    terms: Sequence[Tensor | None],
+    cast: Callable[[torch.dtype, Sequence[Tensor | None]], Sequence[Tensor | None]] = in_dtype,
+) -> Tensor:
+    """``function(*terms)``; where autocast is on, of terms that ``cast`` brings to its dtype, and with it off."""
+    device_type = next(term.device.type for term in terms if term is not None)
     dtype = autocast_dtype(device_type)
     if dtype is None:
         return function(*terms)
     with torch.autocast(device_type, enabled=False):
-        return function(*(t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in terms))
+        return function(*cast(dtype, terms))
 
 
 def counts_of_products(products: Callable[[Any, Any], tuple[int, int]]) -> dict[str, Any]:
@@ -340,10 +301,6 @@ def counts_of_products(products: Callable[[Any, Any], tuple[int, int]]) -> dict[
         return 3 * content + 2 * mixing
 
     return dict(operations=lambda terms, options: sum(products(terms, options)), backward_operations=backward)
-
-
-def _device_type(terms: Sequence[Tensor | None]) -> str:
-    return next(term.device.type for term in terms if term is not None)
 
 
 def _field_types(named_tuple: Any) -> list[str]:
@@ -366,41 +323,3 @@ def _arguments(named_tuple: Any) -> list[str]:
 
 def _returns(results: Sequence[str]) -> str:
     return f"({', '.join(results)})" if len(results) > 1 else "Tensor"
-
-
-def _second_gradients(
-    reference: Callable[..., Tensor],
-    saved: Sequence[Tensor | None],
-    needs: Sequence[bool],
-    wanted: Sequence[bool],
-    grads: Sequence[Tensor | None],
-) -> list[Tensor | None]:
-    """The gradient of a backward.
-
-    Args:
-        reference: The operator's definition, of the terms alone.
-        saved: grad_output, then the terms.
-        needs: Which terms the backward gave gradients of.
-        wanted: Of which of ``saved`` a gradient is wanted.
-        grads: Of the backward's results.
-
-    Returns:
-        As many as ``saved``; None where not wanted.
-    """
-    create_graph = torch.is_grad_enabled()
-    with torch.enable_grad():
-        grad_output, *terms = (
-            t if t is None or (create_graph and t.requires_grad) else t.detach().requires_grad_() for t in saved
-        )
-        output = reference(*terms)
-        chosen = [(t, g) for t, g, need in zip(terms, grads, needs) if t is not None and need and g is not None]
-        first = torch.autograd.grad(output, [t for t, _ in chosen], grad_output, create_graph=True)
-        second = torch.autograd.grad(
-            first,
-            [t for t, want in zip((grad_output, *terms), wanted) if want and t is not None],
-            [g for _, g in chosen],
-            create_graph=create_graph,
-            allow_unused=True,
-        )
-    found = iter(second)
-    return [next(found) if want else None for want in wanted]

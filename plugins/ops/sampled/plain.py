@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..backends import Backend, never
-from ..operator import autograd_within_operator
+from ..gradients import autograd_within_operator
 from . import reference
 from .operands import Options, Terms
 
