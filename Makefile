@@ -9,7 +9,7 @@ PYTHON_SOURCES := plugins tools tests setup.py $(wildcard configs benchmarks)
 PYTEST ?= -q --durations=10
 # A file's tests stay in one process, for what they share; passive waiting, since the processes' threads share the cores.
 WORKERS ?= $(shell nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
-RUN_TESTS := OMP_NUM_THREADS=2 OMP_WAIT_POLICY=PASSIVE $(PY) -m pytest -n $(WORKERS) --dist loadfile
+RUN_TESTS := OMP_NUM_THREADS=2 OMP_WAIT_POLICY=PASSIVE $(PY) -m pytest -n $(WORKERS) --dist loadfile --max-worker-restart=0
 export VENV
 
 .DEFAULT_GOAL := help

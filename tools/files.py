@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
 from pathlib import Path
 
+from attn_plugins.captioning.files import write
 
-def write(path: Path, save: Callable[[Path], object]) -> None:
-    """Let ``save`` write a file beside ``path``, of the same suffix, then rename it to ``path``."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.stem}.partial-{os.getpid()}{path.suffix}")
-    try:
-        save(partial)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+__all__ = ["write", "write_text"]
 
 
 def write_text(path: Path, text: str) -> None:

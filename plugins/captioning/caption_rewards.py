@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import os
 import zipfile
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -22,6 +21,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+
+from . import files
 
 References = Mapping[Hashable, Sequence[str]]
 SIGMA = 6.0  # of the Gaussian over differences in length, in words
@@ -147,16 +148,10 @@ class DocumentFrequencies:
             return cls(int(file["images"]), words, codes, counts)
 
     def _write(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f".{path.stem}.partial-{os.getpid()}.npz")
         arrays: dict[str, Any] = {f"codes{n}": codes for n, codes in enumerate(self._codes)}
         arrays |= {f"counts{n}": counts for n, counts in enumerate(self._counts)}
         arrays |= dict(images=self.images, words=np.frombuffer("\n".join(self.vocabulary).encode(), np.uint8))
-        try:
-            np.savez(partial, **arrays)
-            partial.replace(path)
-        finally:
-            partial.unlink(missing_ok=True)
+        files.write(path, lambda partial: np.savez(partial, **arrays))
 
     def look_up(self, level: int, prefix: np.ndarray, last: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Numbers of the n-grams of order ``level`` + 1 and how many images have them; -1 and 0 where none has.

@@ -27,6 +27,7 @@ from typing import Any
 
 import numpy as np
 
+from . import files
 from .region_formats import ARRAYS, open_arrays, package_of, save_arrays
 
 ImageId = int | str
@@ -311,12 +312,7 @@ class RegionFeaturesWriter:
         text = any(isinstance(x, str) for x in self.image_ids)
         ids = np.array([str(x).encode() for x in self.image_ids]) if text else np.array(self.image_ids, np.int64)
         arrays = {"image_ids": ids, "offsets": np.array(self.offsets, np.int64), **arrays}
-        partial = path.with_name(f".{path.stem}.partial-{os.getpid()}{path.suffix}")
-        try:
-            save_arrays(partial, arrays, None if recipe is None else json.dumps(recipe))
-            partial.replace(path)
-        finally:
-            partial.unlink(missing_ok=True)
+        files.write(path, lambda partial: save_arrays(partial, arrays, None if recipe is None else json.dumps(recipe)))
 
     def close(self) -> None:
         """Close the files."""

@@ -10,7 +10,6 @@ anew. A model may do without regions or without attributes.
 # ruff: noqa: UP045  fairseq reads the types of the fields: not as X | None
 import json
 import logging
-import os
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -23,6 +22,7 @@ from fairseq.dataclass import FairseqDataclass
 from fairseq.tasks import FairseqTask, register_task
 from omegaconf import MISSING
 
+from ..captioning import files
 from ..captioning.caption_files import (
     SPLITS,
     Captions,
@@ -199,7 +199,7 @@ class CaptioningTask(FairseqTask):
             dictionary.finalize(self.cfg.min_word_count, padding_factor=1)
             if len(dictionary) == dictionary.nspecial:
                 raise ValueError(f"--min-word-count {self.cfg.min_word_count}: no word occurs that often")
-            _write(path, dictionary.save)
+            files.write(path, lambda partial: dictionary.save(str(partial)))
         dictionary = Dictionary.load(str(path))
         logger.info("%s: %d words", path, len(dictionary) - dictionary.nspecial)
         return dictionary
@@ -367,7 +367,8 @@ class CaptioningTask(FairseqTask):
             path = Path(self.cfg.results_json or "")
             found = [{"image_id": image_id, "caption": caption} for image_id, caption in results.items()]
             found.sort(key=lambda result: (isinstance(result["image_id"], str), result["image_id"]))
-            _write(path, lambda partial: Path(partial).write_text(json.dumps(found) + "\n", encoding="utf-8"))
+            text = json.dumps(found) + "\n"
+            files.write(path, lambda partial: partial.write_text(text, encoding="utf-8"))
             logger.info("%d captions are in %s", len(results), path)
 
 
@@ -386,14 +387,3 @@ class _Pass:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.batches, name)
-
-
-def _write(path: Path, save: Any) -> None:
-    """Let ``save`` write a file beside ``path``, then rename it to ``path``."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
-    try:
-        save(str(partial))
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 from packaging.version import Version
 
-pytestmark = pytest.mark.install
+pytestmark = [pytest.mark.install, pytest.mark.timeout(0)]
 
 ROOT = Path(__file__).parents[2]
 BUILD = ROOT / "build/install"
