@@ -55,4 +55,14 @@ STABLE_TORCH_LIBRARY(attn_plugins, m) {
       "Tensor? position_logits, Tensor output, Tensor log_sum_exp, Tensor(a!)? grad_query, "
       "Tensor(b!)? grad_key, Tensor(c!)? grad_value, Tensor(d!)? grad_position_logits, int[] geometry, "
       "bool zero_border, float scale) -> ()");
+  // Under attn_plugins::deformable_attention. Locations are (B, Q, M, P, 2), weights (B, Q, M, P); shapes
+  // holds the rows and columns of every level, points how many of the P samples lie on it. All but the value
+  // are contiguous. Gradients are written, not added to.
+  m.def(
+      "deformable_attention_forward_(Tensor value, Tensor locations, Tensor weights, Tensor(a!) output, "
+      "int[] shapes, int[] points) -> ()");
+  m.def(
+      "deformable_attention_backward_(Tensor grad_output, Tensor value, Tensor locations, Tensor weights, "
+      "Tensor(a!)? grad_value, Tensor(b!)? grad_locations, Tensor(c!)? grad_weights, int[] shapes, "
+      "int[] points) -> ()");
 }

@@ -4,6 +4,7 @@
 
 #include <cstdlib>
 
+#include "common/dispatch.cuh"
 #include "common/transpose.cuh"
 #include "cuda_sampling.cuh"
 #include "deform_conv.h"
@@ -13,55 +14,6 @@ namespace {
 
 inline int64_t divide_up(int64_t a, int64_t b) {
   return (a + b - 1) / b;
-}
-
-// Calls body(T()) with the device type of `type`.
-template <class Body>
-void for_type(ScalarType type, const Body& body) {
-  switch (type) {
-    case ScalarType::Float:
-      return body(float());
-    case ScalarType::Double:
-      return body(double());
-    case ScalarType::Half:
-      return body(__half());
-    case ScalarType::BFloat16:
-      return body(__nv_bfloat16());
-    default:
-      STD_TORCH_CHECK(false, "attn_plugins: expected float16, bfloat16, float32 or float64");
-  }
-}
-
-template <class T>
-T* data_of(const Tensor& t) {
-  return t.defined() ? static_cast<T*>(t.data_ptr()) : nullptr;
-}
-
-// True where vectors of N elements fit: N divides every count, and every pointer is aligned to a vector.
-template <class T, int N>
-bool vectors_fit(std::initializer_list<int64_t> counts, std::initializer_list<const void*> pointers) {
-  for (const int64_t count : counts) {
-    if (count % N != 0) return false;
-  }
-  for (const void* pointer : pointers) {
-    if (reinterpret_cast<uintptr_t>(pointer) % (N * sizeof(T)) != 0) return false;
-  }
-  return true;
-}
-
-// Calls body(T(), std::integral_constant<int, N>()) with the widest vector that fits: 16 bytes, else 4, else
-// one element.
-template <class T, class Body>
-void for_width(std::initializer_list<int64_t> counts, std::initializer_list<const void*> pointers,
-               const Body& body) {
-  constexpr int kWide = 16 / sizeof(T), kPair = sizeof(T) == 2 ? 2 : 1;
-  if (vectors_fit<T, kWide>(counts, pointers)) {
-    body(T(), std::integral_constant<int, kWide>());
-  } else if (kPair > 1 && vectors_fit<T, kPair>(counts, pointers)) {
-    body(T(), std::integral_constant<int, kPair>());
-  } else {
-    body(T(), std::integral_constant<int, 1>());
-  }
 }
 
 struct CudaKernels {

@@ -5,6 +5,7 @@ from .criss_cross.criss_cross_attention import criss_cross_attention
 from .everywhere.global_attention import global_attention
 from .everywhere.sequence_attention import sequence_attention
 from .sampled.deform_conv import deform_conv1d, deform_conv2d
+from .sampled.deformable_attention import deformable_attention
 from .window.window_attention import window_attention
 
 __all__ = [
@@ -12,6 +13,7 @@ __all__ = [
     "criss_cross_attention",
     "deform_conv1d",
     "deform_conv2d",
+    "deformable_attention",
     "explain",
     "global_attention",
     "sequence_attention",

@@ -30,7 +30,14 @@ from .gradients import differentiable, second_gradients
 NAMESPACE = "attn_plugins"
 HAS_OPERATORS = hasattr(torch.library, "register_autograd")  # torch >= 2.4
 _AUTOCAST_KEYS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}
-_SCHEMA_TYPES = {bool: "bool", int: "SymInt", float: "float", Sequence[int]: "int[]", list[int]: "int[]"}
+_SCHEMA_TYPES: dict[Any, str] = {
+    bool: "bool",
+    int: "SymInt",
+    float: "float",
+    Sequence[int]: "int[]",
+    list[int]: "int[]",
+    Sequence[torch.SymInt]: "SymInt[]",
+}
 _LIBRARY: list[Any] = []  # torch.library.Library, made at the first definition and never dropped
 
 Results = tuple[Tensor, ...]
@@ -42,8 +49,8 @@ class Operator:
     Args:
         name: In ``torch.ops.attn_plugins``.
         terms: A ``NamedTuple`` of the tensors that have gradients, each ``Tensor`` or ``Tensor | None``.
-        options: A ``NamedTuple`` of everything else: ``int``, ``float``, ``bool``, ``Sequence[int]``, or a tensor
-            without a gradient.
+        options: A ``NamedTuple`` of everything else: ``int``, ``float``, ``bool``, ``Sequence[int]``,
+            ``Sequence[SymInt]`` for sizes, or a tensor without a gradient.
         results: Names of the results, the output first. The others are what the forward keeps for the backward.
         keeps: Names of the results that the backward gets.
         fake: ``(terms, options)`` to uninitialised results.

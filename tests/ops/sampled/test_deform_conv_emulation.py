@@ -6,21 +6,13 @@ speed); ``test_deform_conv_cuda.py`` tests the compiled kernels where there is a
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
 from attn_plugins.ops import reference
-from tests.ops.emulation.kernels import NEEDS, error, load
+from tests.ops.emulation.kernels import NEEDS, error
 
 pytestmark = NEEDS
-
-
-@pytest.fixture(scope="module")
-def emulated(tmp_path_factory):
-    load(Path(__file__).with_name("emulation.cpp"), tmp_path_factory.mktemp("emulation"))
-    return torch.ops.attn_plugins_emulated
 
 
 def problem(

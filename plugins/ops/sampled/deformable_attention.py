@@ -1,0 +1,155 @@
+"""Region "sampled": attention to a few points per query, over maps of several sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..arguments import FLOATS, arithmetic_dtype, autocast_dtype, check_dim, check_tensors, expand
+from ..operator import Operator
+from . import attention_backends, attention_reference
+from .attention_operands import Options, Terms
+
+
+def deformable_attention(
+    value: Tensor,
+    spatial_shapes: Tensor | Sequence[Sequence[int]],
+    sampling_locations: Tensor,
+    attention_weights: Tensor,
+    points: Sequence[int] | None = None,
+) -> Tensor:
+    """Multi-scale deformable attention (Zhu et al. 2021, Eq. 3), without its projections.
+
+    ::
+
+        output[b, q, m] = sum_lk attention_weights[b, q, m, l, k] * value_l(sampling_locations[b, q, m, l, k])
+
+    where ``value_l`` is read at (x, y) by bilinear interpolation; outside the map it is 0. Pixel i of W spans
+    x = i / W to (i + 1) / W, as in ``torch.nn.functional.grid_sample(align_corners=False)``. A NaN location reads
+    nothing. At a whole pixel, where interpolation has a kink, the derivative is that to its right.
+
+    Args:
+        value: (B, S, M, d): L maps of M heads, row by row and one after another, S = sum of H_l * W_l.
+        spatial_shapes: ((H_1, W_1), ..., (H_L, W_L)), or an integer Tensor (L, 2), which is copied to the host:
+            ``torch.compile`` needs numbers.
+        sampling_locations: (B, Q, M, L, K, 2) as (x, y), 0 to 1 on the map; or (B, Q, M, P, 2) with ``points``.
+        attention_weights: (B, Q, M, L, K), or (B, Q, M, P) with ``points``. They need not sum to 1.
+        points: How many of the P points lie on each level, where levels differ; None where each has K.
+
+    Locations and weights have the value's dtype, or float32 beside half precision values and under autocast, which
+    casts the value alone. Interpolation and sums are computed in float32, in float64 for float64 values.
+
+    Returns:
+        (B, Q, M * d), of the value's dtype.
+
+    Raises:
+        ValueError: a shape or a device does not fit.
+        TypeError: an argument is no Tensor, or of a dtype that does not fit.
+    """
+    check_tensors("value", value=value)
+    check_dim("value", value, "(B, S, M, d)")
+    beside = dict(sampling_locations=sampling_locations, attention_weights=attention_weights)
+    for name, tensor in beside.items():
+        _check_beside(name, tensor, value)
+    shapes = _shapes(spatial_shapes)
+    B, S, M, d = value.shape
+    if sum(h * w for h, w in shapes) != S:
+        raise ValueError(f"spatial_shapes must have as many pixels as value has keys, {S}, got {shapes}")
+    L = len(shapes)
+    Q = attention_weights.shape[1] if attention_weights.dim() > 1 else 0
+    if points is None:
+        check_dim("attention_weights", attention_weights, "(B, Q, M, L, K)")
+        check_dim("sampling_locations", sampling_locations, "(B, Q, M, L, K, 2)")
+        counts: tuple[int, ...] = (attention_weights.shape[4],) * L
+        expected: tuple[int, ...] = (B, Q, M, L, counts[0])
+    else:
+        counts = expand("points", list(points) if isinstance(points, Sequence) else points, L, 0)
+        check_dim("attention_weights", attention_weights, "(B, Q, M, P)")
+        check_dim("sampling_locations", sampling_locations, "(B, Q, M, P, 2)")
+        expected = (B, Q, M, sum(counts))
+    if attention_weights.shape != expected:
+        raise ValueError(
+            f"attention_weights must have shape {expected}: batch and heads as in value, {L} levels as in "
+            f"spatial_shapes, got {tuple(attention_weights.shape)}"
+        )
+    if sampling_locations.shape != (*expected, 2):
+        raise ValueError(
+            f"sampling_locations must have shape {(*expected, 2)}, one (x, y) for each of attention_weights, "
+            f"got {tuple(sampling_locations.shape)}"
+        )
+    P = sum(counts)
+    terms = Terms(value, sampling_locations.reshape(B, Q, M, P, 2), attention_weights.reshape(B, Q, M, P))
+    return ATTEND(terms, Options([size for shape in shapes for size in shape], list(counts)))
+
+
+def _shapes(spatial_shapes: Any) -> list[tuple[int, int]]:
+    if isinstance(spatial_shapes, Tensor):
+        if spatial_shapes.dtype.is_floating_point or spatial_shapes.dtype == torch.bool or spatial_shapes.dim() != 2:
+            raise ValueError(
+                f"spatial_shapes must be an integer Tensor (L, 2), got {spatial_shapes.dtype} of shape "
+                f"{tuple(spatial_shapes.shape)}"
+            )
+        spatial_shapes = spatial_shapes.tolist()
+    if not isinstance(spatial_shapes, Sequence) or not spatial_shapes:
+        raise ValueError(f"spatial_shapes must hold (H, W) of at least one level, got {spatial_shapes!r}")
+    return [expand("each of spatial_shapes", shape, 2, 1) for shape in spatial_shapes]  # type: ignore[misc]
+
+
+def _check_beside(name: str, tensor: Any, value: Tensor) -> None:
+    """Check that locations or weights are floating, and precise enough for the value."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name} must be a Tensor, got {type(tensor).__name__}")
+    if tensor.layout != torch.strided:
+        raise TypeError(f"{name} must be a dense Tensor, got one of layout {tensor.layout}")
+    if tensor.device != value.device:
+        raise ValueError(f"{name} must be on value's device {value.device}, got {tensor.device}")
+    fitting = {value.dtype, arithmetic_dtype(value.dtype)}
+    if autocast_dtype(value.device.type) is not None:
+        fitting = set(FLOATS)
+    if tensor.dtype not in fitting:
+        names = " or ".join(sorted(str(dtype) for dtype in fitting))
+        raise TypeError(f"{name} must be {names} beside a value of {value.dtype}, got {tensor.dtype}")
+
+
+# --- the operator -------------------------------------------------------------------------------------------------
+
+
+def _results(terms: Terms, options: Options) -> tuple[Tensor]:
+    """Uninitialised output."""
+    B, _, M, d = terms.value.shape
+    return (terms.value.new_empty(B, terms.weights.shape[1], M * d),)
+
+
+def _gradient(name: str, term: Tensor) -> Tensor:
+    """An uninitialised gradient, contiguous as the kernels write it."""
+    return term.new_empty(term.shape)
+
+
+def _operations(terms: Any, options: Options) -> int:
+    """Four multiply-adds of interpolation and one of the sum, the factor 5 of Zhu et al. (2021), section 4.1."""
+    B, Q, M, P = terms.weights
+    return 2 * 5 * B * Q * M * P * terms.value[3]
+
+
+def _backward_operations(terms: Any, options: Options, needs: Sequence[bool]) -> int:
+    """Products of the gradient with four pixels a sample, and its share added to each of them."""
+    B, Q, M, P = terms.weights
+    return 2 * 4 * (int(needs[1] or needs[2]) + int(needs[0])) * B * Q * M * P * terms.value[3]
+
+
+ATTEND = Operator(
+    "deformable_attention",
+    Terms,
+    Options,
+    ("output",),
+    fake=_results,
+    fake_gradient=_gradient,
+    reference=attention_reference.deformable_attention,
+    table=[attention_backends.CPU, attention_backends.CUDA, attention_backends.TORCH],
+    operations=_operations,
+    backward_operations=_backward_operations,
+    cast=("value",),
+)

@@ -1,0 +1,17 @@
+"""What the tests of this region's CUDA sources share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.ops.emulation.kernels import load
+
+
+@pytest.fixture(scope="session")
+def emulated(tmp_path_factory):
+    """The operators of ``emulation.cpp``, compiled once: a library defines its schemas once in a process."""
+    load(Path(__file__).with_name("emulation.cpp"), tmp_path_factory.mktemp("emulation"))
+    return torch.ops.attn_plugins_emulated
