@@ -1,0 +1,199 @@
+"""Multi-scale deformable attention with its projections (Zhu et al. 2021, section 4.1)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..ops import deformable_attention
+from .checks import check_heads, check_tensor, positive
+
+
+class MultiScaleDeformableAttention(nn.Module):
+    """Attention of every query to a few points near its reference point, on feature maps of several sizes.
+
+    ::
+
+        weights = softmax(attention_weights(query))              # over levels and points, of every head
+        locations = reference_point + sampling_offsets(query)    # offsets are in pixels of each map
+        output = output_proj(sum of weights * value_proj(value) at locations) + identity
+
+    Arguments, defaults, initialisation and ``state_dict`` keys are those of mmcv's class of this name; that of
+    Deformable DETR's own code has the same keys and ``batch_first``.
+
+    Args:
+        embed_dims: C.
+        num_heads: M, which divides C.
+        num_levels: L.
+        num_points: K, the points of a query on every level.
+        im2col_step: Taken for mmcv's sake, and not needed.
+        dropout: Share of the output's entries that is dropped in training, before ``identity`` is added.
+        batch_first: Whether the batch is the first axis of query, value and output, or the second.
+        value_proj_ratio: Width of the values, as a share of C.
+
+    Raises:
+        ValueError: an argument is out of its range, or does not fit the others.
+    """
+
+    def __init__(
+        self,
+        embed_dims: int = 256,
+        num_heads: int = 8,
+        num_levels: int = 4,
+        num_points: int = 4,
+        im2col_step: int = 64,
+        dropout: float = 0.1,
+        batch_first: bool = False,
+        value_proj_ratio: float = 1.0,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        check_heads(embed_dims, num_heads, dropout)
+        positive(num_levels=num_levels, num_points=num_points, im2col_step=im2col_step)
+        width = int(embed_dims * value_proj_ratio)
+        if width < 1 or width % num_heads:
+            raise ValueError(
+                f"value_proj_ratio must give a width that num_heads = {num_heads} divides, got {value_proj_ratio!r} "
+                f"of {embed_dims}"
+            )
+        options: dict[str, Any] = dict(device=device, dtype=dtype)
+        self.embed_dims, self.num_heads = embed_dims, num_heads
+        self.num_levels, self.num_points = num_levels, num_points
+        self.im2col_step, self.batch_first = im2col_step, batch_first
+        samples = num_heads * num_levels * num_points
+        self.dropout = nn.Dropout(dropout)
+        self.sampling_offsets = nn.Linear(embed_dims, 2 * samples, **options)
+        self.attention_weights = nn.Linear(embed_dims, samples, **options)
+        self.value_proj = nn.Linear(embed_dims, width, **options)
+        self.output_proj = nn.Linear(width, embed_dims, **options)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the projections; head m looks along direction 2 pi m / M, its point k at a distance of k pixels."""
+        angles = torch.arange(self.num_heads, dtype=torch.float32) * (2 * math.pi / self.num_heads)
+        directions = torch.stack((angles.cos(), angles.sin()), -1)
+        directions = directions / directions.abs().amax(-1, keepdim=True)  # on the edge of a square
+        distances = torch.arange(1, self.num_points + 1, dtype=torch.float32)
+        offsets = directions.view(-1, 1, 1, 2) * distances.view(-1, 1)
+        with torch.no_grad():
+            self.sampling_offsets.bias.copy_(offsets.expand(-1, self.num_levels, -1, -1).flatten())
+        for zeros in (self.sampling_offsets.weight, self.attention_weights.weight, self.attention_weights.bias):
+            nn.init.zeros_(zeros)
+        for projection in (self.value_proj, self.output_proj):
+            nn.init.xavier_uniform_(projection.weight)
+            nn.init.zeros_(projection.bias)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor | None = None,
+        value: Tensor | None = None,
+        identity: Tensor | None = None,
+        query_pos: Tensor | None = None,
+        key_padding_mask: Tensor | None = None,
+        reference_points: Tensor | None = None,
+        spatial_shapes: Tensor | Sequence[Sequence[int]] | None = None,
+        level_start_index: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Attend from ``query`` to ``value``.
+
+        Args:
+            query: (Q, B, C), or (B, Q, C) with ``batch_first``, as all that follow.
+            key: Not used: weights and places follow from the query.
+            value: (S, B, C), the maps of all levels row by row, one after another; None for ``query``.
+            identity: (Q, B, C), added to the result; None for ``query``.
+            query_pos: (Q, B, C), added to ``query`` before it predicts weights and offsets.
+            key_padding_mask: (B, S), bool; True where a value is padding and reads as 0.
+            reference_points: (B, Q, L, 2) as (x, y), 0 to 1 on the map; or boxes (B, Q, L, 4) as (x, y, w, h), to
+                whose half sizes, divided by K, the offsets are relative.
+            spatial_shapes: ((H_1, W_1), ..., (H_L, W_L)), or an integer Tensor (L, 2).
+            level_start_index: Not used: it follows from ``spatial_shapes``.
+            **kwargs: Not used; a transformer's layers pass what other attention needs.
+
+        Returns:
+            (Q, B, C), or (B, Q, C) with ``batch_first``.
+
+        Raises:
+            ValueError: a shape does not fit.
+            TypeError: an argument that must be given is None.
+        """
+        return attend(self, query, value, identity, query_pos, key_padding_mask, reference_points, spatial_shapes)
+
+    def extra_repr(self) -> str:
+        return f"{self.embed_dims}, {self.num_heads}, num_levels={self.num_levels}, num_points={self.num_points}"
+
+
+def attend(
+    module: Any,
+    query: Tensor,
+    value: Tensor | None,
+    identity: Tensor | None,
+    query_pos: Tensor | None,
+    key_padding_mask: Tensor | None,
+    reference_points: Tensor | None,
+    spatial_shapes: Tensor | Sequence[Sequence[int]] | None,
+) -> Tensor:
+    """:meth:`MultiScaleDeformableAttention.forward` of any module with its attributes, mmcv's as well."""
+    check_tensor("query", query)
+    check_tensor("reference_points", reference_points)
+    assert reference_points is not None
+    if spatial_shapes is None:
+        raise TypeError("spatial_shapes must be a Tensor or a sequence of (H, W), got NoneType")
+    value = query if value is None else value
+    check_tensor("value", value)
+    identity = query if identity is None else identity
+    if query_pos is not None:
+        query = query + query_pos
+    if not module.batch_first:
+        query, value = query.transpose(0, 1), value.transpose(0, 1)
+    shapes = on_host(spatial_shapes)
+    B, Q, _ = query.shape
+    M, L, K = module.num_heads, module.num_levels, module.num_points
+    if len(shapes) != L:
+        raise ValueError(f"spatial_shapes must have num_levels = {L} levels, got {len(shapes)}")
+    if reference_points.dim() != 4 or reference_points.shape[:3] != (B, Q, L) or reference_points.shape[3] not in (2, 4):
+        raise ValueError(
+            f"reference_points must have shape {(B, Q, L)} + (2,) for points or (4,) for boxes, "
+            f"got {tuple(reference_points.shape)}"
+        )
+    values = module.value_proj(value)
+    if key_padding_mask is not None:
+        values = values.masked_fill(key_padding_mask.unsqueeze(-1), 0.0)
+    # Half a pixel of a wide map is less than half precision tells apart.
+    places = torch.float64 if query.dtype == torch.float64 else torch.float32
+    offsets = module.sampling_offsets(query).to(places).view(B, Q, M, L, K, 2)
+    weights = module.attention_weights(query).view(B, Q, M, L * K).softmax(-1, dtype=places).view(B, Q, M, L, K)
+    points = reference_points.to(places)[:, :, None, :, None]
+    if reference_points.shape[3] == 2:
+        sizes = torch.as_tensor(spatial_shapes, device=query.device).flip(-1).to(places)  # (W, H)
+        locations = points + offsets / sizes.view(L, 1, 2)
+    else:
+        locations = points[..., :2] + offsets / K * points[..., 2:] * 0.5
+    output = deformable_attention(values.unflatten(2, (M, -1)), shapes, locations, weights)
+    output = module.output_proj(output)
+    if not module.batch_first:
+        output = output.transpose(0, 1)
+    return module.dropout(output) + identity
+
+
+def on_host(spatial_shapes: Tensor | Sequence[Sequence[int]]) -> list[tuple[int, int]]:
+    """Shapes as numbers. A Tensor is copied from its device once, though every layer of a transformer asks."""
+    if not isinstance(spatial_shapes, Tensor):
+        return [(H, W) for H, W in spatial_shapes]
+    if torch.compiler.is_compiling() or spatial_shapes.is_inference():  # neither takes, or counts, what is kept
+        return [(H, W) for H, W in spatial_shapes.tolist()]
+    version, shapes = getattr(spatial_shapes, _KEPT, (None, []))
+    if version != spatial_shapes._version:
+        shapes = [(H, W) for H, W in spatial_shapes.tolist()]
+        setattr(spatial_shapes, _KEPT, (spatial_shapes._version, shapes))
+    return shapes
+
+
+_KEPT = "_attn_plugins_shapes"

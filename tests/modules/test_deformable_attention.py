@@ -1,0 +1,206 @@
+"""Multi-scale deformable attention with its projections, against Zhu et al. (2021) in plain loops."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from attn_plugins.modules import MultiScaleDeformableAttention
+from tests.helpers.operator_checks import check_compiled_and_exported
+from tests.ops.sampled.deformable_attention_operands import pixel
+
+SHAPES = ((4, 6), (2, 3))
+S = 30
+
+
+def module(**options) -> MultiScaleDeformableAttention:
+    torch.manual_seed(0)
+    made = MultiScaleDeformableAttention(
+        12, 3, 2, 2, **{"dropout": 0.0, "batch_first": True, "dtype": torch.float64, **options}
+    )
+    for parameter in made.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return made
+
+
+def inputs(boxes=False, dtype=torch.float64) -> dict[str, Tensor]:
+    torch.manual_seed(1)
+    return dict(
+        query=torch.randn(2, 5, 12, dtype=dtype),
+        value=torch.randn(2, S, 12, dtype=dtype),
+        query_pos=torch.randn(2, 5, 12, dtype=dtype),
+        key_padding_mask=torch.rand(2, S) < 0.3,
+        reference_points=torch.rand(2, 5, 2, 4 if boxes else 2, dtype=dtype),
+        spatial_shapes=torch.tensor(SHAPES),
+    )
+
+
+def by_loops(layer, query, value, query_pos, key_padding_mask, reference_points, spatial_shapes) -> Tensor:
+    """Eq. 3 for one query, one head and one sample at a time; appendix A.4 for boxes."""
+    output = torch.empty_like(query)
+    for b in range(len(query)):
+        values = value[b] @ layer.value_proj.weight.T + layer.value_proj.bias
+        values[key_padding_mask[b]] = 0
+        for q in range(query.shape[1]):
+            z = query[b, q] + query_pos[b, q]
+            offsets = (layer.sampling_offsets.weight @ z + layer.sampling_offsets.bias).view(3, 2, 2, 2)
+            logits = (layer.attention_weights.weight @ z + layer.attention_weights.bias).view(3, 4)
+            heads = []
+            for m in range(3):
+                shares = [math.exp(a) for a in logits[m].tolist()]
+                head, first = torch.zeros(4, dtype=query.dtype), 0
+                for level, (H, W) in enumerate(SHAPES):
+                    for k in range(2):
+                        x, y, *size = reference_points[b, q, level].tolist()
+                        dx, dy = offsets[m, level, k].tolist()
+                        if size:
+                            x, y = x + dx / 2 * size[0] / 2, y + dy / 2 * size[1] / 2
+                        else:
+                            x, y = x + dx / W, y + dy / H
+                        x, y = x * W - 0.5, y * H - 0.5
+                        for row in (math.floor(y), math.floor(y) + 1):
+                            for column in (math.floor(x), math.floor(x) + 1):
+                                share = (1 - abs(y - row)) * (1 - abs(x - column)) * shares[2 * level + k] / sum(shares)
+                                head += share * pixel(values[:, 4 * m : 4 * m + 4], first, H, W, row, column)
+                    first += H * W
+                heads.append(head)
+            output[b, q] = layer.output_proj.weight @ torch.cat(heads) + layer.output_proj.bias + query[b, q]
+    return output
+
+
+@pytest.mark.parametrize("boxes", [False, True])
+def test_formula(boxes):
+    layer, given = module(), inputs(boxes)
+    with torch.no_grad():
+        torch.testing.assert_close(layer(**given), by_loops(layer, **given))
+
+
+def test_start():
+    """Uniform weights; head m looks along a direction of its own, its points at a distance of 1, 2, ... pixels."""
+    layer = MultiScaleDeformableAttention(num_levels=2)
+    offsets = layer.sampling_offsets.bias.view(8, 2, 4, 2)
+    assert not layer.sampling_offsets.weight.any()
+    assert not layer.attention_weights.weight.any()
+    for m, direction in enumerate([(1, 0), (1, 1), (0, 1), (-1, 1), (-1, 0), (-1, -1), (0, -1), (1, -1)]):
+        for k in range(4):
+            expected = torch.tensor(direction, dtype=torch.float32).expand(2, 2) * (k + 1)
+            torch.testing.assert_close(offsets[m, :, k], expected)
+
+
+def test_batch_second_identity_and_defaults():
+    layer, given = module(), inputs()
+    expected = layer(**given)
+    second = module(batch_first=False)
+    second.load_state_dict(layer.state_dict(), strict=True)
+    swapped = {k: v.transpose(0, 1) if k in ("query", "value", "query_pos") else v for k, v in given.items()}
+    torch.testing.assert_close(second(**swapped).transpose(0, 1), expected)
+    identity = torch.randn(2, 5, 12, dtype=torch.float64)
+    torch.testing.assert_close(layer(**given, identity=identity) - identity, expected - given["query"])
+    alone = dict(query=given["value"], reference_points=torch.rand(2, S, 2, 2).double(), spatial_shapes=SHAPES)
+    torch.testing.assert_close(layer(**alone), layer(**alone, value=given["value"], identity=given["value"]))
+    wide = module(value_proj_ratio=0.5)
+    assert wide.value_proj.out_features == wide.output_proj.in_features == 6
+    assert wide(**given).shape == (2, 5, 12)
+
+
+def test_gradients():
+    layer, given = module(), inputs()
+    names = ("query", "value", "reference_points")
+    leaves = [given[name].requires_grad_() for name in names]
+
+    def function(*tensors):
+        return layer(**{**given, **dict(zip(names, tensors))})
+
+    assert torch.autograd.gradcheck(function, leaves)
+    layer(**given).sum().backward()
+    assert all(p.grad is not None and p.grad.any() for p in layer.parameters())
+
+
+def test_half_precision():
+    layer, given = module(dtype=torch.float32), inputs(dtype=torch.float32)
+    expected = layer(**given)
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(layer(**given).float(), expected, rtol=0.05, atol=0.05)
+    half = {k: v.bfloat16() if v.is_floating_point() and k != "reference_points" else v for k, v in given.items()}
+    found = layer.bfloat16()(**half)
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found.float(), expected, rtol=0.05, atol=0.05)
+
+
+def test_dropout_in_training_alone():
+    layer, given = module(dropout=0.5), inputs()
+    expected = layer.eval()(**given) - given["query"]
+    found = layer.train()(**given) - given["query"]
+    dropped = found == 0
+    assert 0.2 < dropped.double().mean() < 0.8
+    torch.testing.assert_close(found[~dropped], 2 * expected[~dropped])
+
+
+def test_compiled_and_exported():
+    layer = module(dtype=torch.float32)
+
+    class Layer(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, query, value, points):
+            return self.layer(query, value=value, reference_points=points, spatial_shapes=SHAPES)
+
+    given = inputs(dtype=torch.float32)
+    check_compiled_and_exported(Layer(), [given[k] for k in ("query", "value", "reference_points")])
+
+
+def test_shapes_are_copied_to_the_host_once_and_again_when_they_change():
+    layer, given = module(), inputs()
+    shapes = given["spatial_shapes"]
+    expected = layer(**given)
+    kept = shapes._attn_plugins_shapes
+    layer(**given)
+    assert shapes._attn_plugins_shapes is kept
+    shapes.copy_(torch.tensor(((2, 3), (4, 6))))
+    assert not torch.equal(layer(**given), expected)
+    with torch.inference_mode():
+        given["spatial_shapes"] = torch.tensor(SHAPES)
+        torch.testing.assert_close(layer(**given), expected)
+
+
+def test_keys_are_those_of_deformable_detr():
+    keys = {f"{name}.{kind}" for name in ("sampling_offsets", "attention_weights", "value_proj", "output_proj")
+            for kind in ("weight", "bias")}  # fmt: skip
+    assert set(module().state_dict()) == keys
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        (dict(embed_dims=10), "num_heads must divide embed_dim = 10, got 3"),
+        (dict(num_levels=0), "num_levels must be a positive int, got 0"),
+        (dict(num_points=-1), "num_points must be a positive int, got -1"),
+        (dict(dropout=1.5), "dropout must be at least 0 and below 1, got 1.5"),
+        (dict(value_proj_ratio=0.4), "value_proj_ratio must give a width that num_heads = 3 divides, got 0.4 of 12"),
+    ],
+)
+def test_bad_options(options, words):
+    with pytest.raises(ValueError, match=words):
+        MultiScaleDeformableAttention(**{**dict(embed_dims=12, num_heads=3), **options})
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (dict(query=None), "query must be a Tensor, got NoneType"),
+        (dict(reference_points=None), "reference_points must be a Tensor, got NoneType"),
+        (dict(spatial_shapes=None), r"spatial_shapes must be a Tensor or a sequence of \(H, W\), got NoneType"),
+        (dict(spatial_shapes=((5, 6),)), "spatial_shapes must have num_levels = 2 levels, got 1"),
+        (dict(spatial_shapes=((4, 6), (2, 4))), "spatial_shapes must have as many pixels as value has keys, 30"),
+        (dict(reference_points=torch.rand(2, 5, 1, 2)), r"must have shape \(2, 5, 2\) \+ \(2,\) for points or \(4,\)"),
+        (dict(reference_points=torch.rand(2, 5, 2, 3)), r"or \(4,\) for boxes, got \(2, 5, 2, 3\)"),
+    ],
+)
+def test_bad_input_is_one_clear_error(change, words):
+    with pytest.raises((ValueError, TypeError), match=words):
+        module()(**{**inputs(), **change})
