@@ -1,7 +1,7 @@
 """The files of measured rows: their format, the command that made them, reading and writing.
 
-A file holds ``format``, ``benchmark``, ``device``, ``command`` (as run, with all its options), ``machine`` (CPU, versions,
-date), ``load`` (what other processes used before and after) and ``rows``, which :mod:`.measure` describes.
+A file holds ``format``, ``benchmark``, ``device``, ``command`` (as run, with all its options), ``machine`` (CPU,
+versions, date), ``load`` (what other processes used before and after) and ``rows``, which :mod:`.measure` makes.
 """
 
 from __future__ import annotations
@@ -37,9 +37,8 @@ def command_line(program: str, positional: Iterable[str], options: argparse.Name
             continue
         words.append(f"-{name}" if len(name) == 1 else f"--{name.replace('_', '-')}")
         if value is not True:
-            words += [
-                f"{v:g}" if isinstance(v, float) else str(v) for v in (value if isinstance(value, list) else [value])
-            ]
+            values = value if isinstance(value, list) else [value]
+            words += [f"{v:g}" if isinstance(v, float) else str(v) for v in values]
     return shlex.join(words)
 
 
