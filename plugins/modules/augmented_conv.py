@@ -20,6 +20,7 @@ from ..terms.relative_table import resize_table
 from ..terms.sine_position import sine_encoding
 from .capture import maps_of
 from .checks import check_map, pair, positive
+from .memory_format import in_format_of, to_channels_last
 from .relative_tables import load_resized
 
 POSITIONS = ("relative", "none", "sine", "coordconv")
@@ -233,7 +234,7 @@ class AAConv2d(nn.Module):
         if self.pool:
             size = [-(-x.shape[2] // self.stride), -(-x.shape[3] // self.stride)]
             attended = F.interpolate(attended, size, mode="bilinear", align_corners=False)
-        return attended
+        return in_format_of(x, attended)
 
     def _terms(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
         """Query, key and value (B, M, H, W, ·), row and column logits."""
@@ -248,7 +249,7 @@ class AAConv2d(nn.Module):
             x = torch.cat((x, _coordinates(x)), 1)
         # Channels-last, the projection is one plain GEMM and the heads are views with a contiguous width.
         assert self.qkv is not None
-        qkv = self.qkv(x.contiguous(memory_format=torch.channels_last)).permute(0, 2, 3, 1)
+        qkv = self.qkv(to_channels_last(x)).permute(0, 2, 3, 1)
         query, key, value = (
             part.unflatten(-1, (self.num_heads, -1)).permute(0, 3, 1, 2, 4)
             for part in qkv.split((self.dk, self.dk, self.dv), -1)

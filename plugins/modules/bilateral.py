@@ -17,6 +17,7 @@ from ..terms.nonlocal_position import axis_index, check_choices, predicted_value
 from .capture import checked_queries
 from .checks import check_map, pair, positive
 from .criss_cross import CrissCross
+from .memory_format import in_format_of, to_channels_last
 
 CHUNK = 1 << 26  # logits that BilateralNonLocal2d holds at once
 
@@ -129,7 +130,7 @@ class BilateralNonLocal2d(_Bilateral):
             else:
                 parts.append(self._attend(*arguments))
         attended = torch.cat(parts, 1).transpose(1, 2).unflatten(2, (H, W))
-        return x + self.conv_out(attended)
+        return x + in_format_of(x, self.conv_out(attended))
 
     def attention_maps(self, x: Tensor, queries: Tensor | None = None) -> Tensor:
         """The attention weights for an input: for inspection, O(N²) without ``queries``.
@@ -154,7 +155,7 @@ class BilateralNonLocal2d(_Bilateral):
     def _terms(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Queries (scaled), keys, values (B, N, d) and predicted values with the padding (B, N, n + 1)."""
         check_map(x, self.in_channels, self.theta.weight)
-        x = x.contiguous(memory_format=torch.channels_last)
+        x = to_channels_last(x)
         query, key, value, predicted = (
             layer(x).flatten(2).transpose(1, 2) for layer in (self.theta, self.phi, self.g, self.position)
         )

@@ -16,6 +16,7 @@ from ..ops import window_attention
 from ..ops.window.window_attention import scripted_window_attention
 from .capture import window_maps_of
 from .checks import check_map, check_tensor, pair, positive
+from .memory_format import in_format_of, to_channels_last
 from .sequence_cache import SequenceCache, check_cache, check_padding_mask
 
 
@@ -90,7 +91,7 @@ class DynamicConv2d(nn.Module):
             convolved = window_attention(
                 None, None, value, logits, self.kernel_size, dilation=self.dilation, border="zero"
             )
-        output = self.output(convolved.permute(0, 1, 4, 2, 3).flatten(1, 2))
+        output = in_format_of(x, self.output(convolved.permute(0, 1, 4, 2, 3).flatten(1, 2)))
         return output if self.gamma is None else x + self.gamma * output
 
     def attention_size(self, size: Sequence[int]) -> tuple[int, int]:
@@ -117,8 +118,7 @@ class DynamicConv2d(nn.Module):
         if not torch.jit.is_scripting():
             check_map(x, self.in_channels, self.input.weight)
         # Channels-last, a projection is one plain GEMM and the groups are views with a contiguous width.
-        value = F.glu(self.input(x.contiguous(memory_format=torch.channels_last)), 1)
-        value = value.contiguous(memory_format=torch.channels_last)
+        value = to_channels_last(F.glu(self.input(to_channels_last(x)), 1))
         return self._grouped(value), self._grouped(self.kernel(value))
 
     def _grouped(self, projected: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from ..terms.sine_position import sine_encoding
 from ..terms.window import axis_window, window_position_logits
 from .capture import maps_of
 from .checks import check_map, positive
+from .memory_format import in_format_of, to_channels_last
 
 
 def parse_attention_type(attention_type: str) -> tuple[bool, bool, bool, bool]:
@@ -209,6 +210,7 @@ class GeneralizedAttention2d(nn.Module):
         output = self.proj_conv(output.permute(0, 1, 4, 2, 3).flatten(1, 2))
         if self.q_stride > 1 and output.shape[2] * output.shape[3] > 1:
             output = self.upsample(output, [x.shape[2], x.shape[3]])
+        output = in_format_of(x, output)
         return torch.addcmul(x, self.gamma, output) if output.dtype == x.dtype else x + self.gamma * output
 
     def attention_size(self, size: Sequence[int]) -> tuple[int, int]:
@@ -302,8 +304,8 @@ class GeneralizedAttention2d(nn.Module):
                 if context.shape[0] != x.shape[0]:
                     raise ValueError(f"context must have x's batch size {x.shape[0]}, got {context.shape[0]}")
         # Channels-last, every projection is one plain GEMM and its heads are views with a contiguous width.
-        queries = x.contiguous(memory_format=torch.channels_last)
-        keys = queries if context is None else context.contiguous(memory_format=torch.channels_last)
+        queries = to_channels_last(x)
+        keys = queries if context is None else to_channels_last(context)
         queries, keys = _every(queries, self.q_stride), _every(keys, self.kv_stride)
         value = self._heads(self.value_conv(keys))
         query: Tensor | None = None

@@ -15,6 +15,7 @@ from ..ops import window_attention
 from ..ops.window.window_attention import scripted_window_attention
 from .capture import window_maps_of
 from .checks import check_map, pair, positive
+from .memory_format import in_format_of, to_channels_last
 
 
 class Projection(nn.Sequential):
@@ -124,7 +125,7 @@ class LocalBilateralConv2d(nn.Module):
         """(B, in_channels, H, W) -> (B, out_channels, Hq, Wq)."""
         query, key, value, logits = self._terms(x)
         attended = self._attend(query, key, value, logits)
-        return self.output(attended.permute(0, 1, 4, 2, 3).flatten(1, 2))
+        return in_format_of(x, self.output(attended.permute(0, 1, 4, 2, 3).flatten(1, 2)))
 
     def attention_size(self, size: list[int]) -> tuple[int, int]:
         """(Hq, Wq), for an input of ``size`` (H, W)."""
@@ -158,7 +159,7 @@ class LocalBilateralConv2d(nn.Module):
                     f"kernel_size {self.kernel_size} and dilation {self.dilation}"
                 )
         # Channels-last, a projection is one plain GEMM and the heads are views with a contiguous width.
-        x = x.contiguous(memory_format=torch.channels_last)
+        x = to_channels_last(x)
         projected = self.query(x)
         value = self._heads(projected if self.value is None else self.value(x))
         key = self._heads(projected if self.key is None else self.key(x)) if self.content else None

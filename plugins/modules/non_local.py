@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from ..ops import global_attention
 from .capture import maps_of
 from .checks import check_map, positive
+from .memory_format import in_format_of, to_channels_last
 from .relative_tables import RelativeTables
 
 MODES = ("gaussian", "embedded_gaussian", "dot_product", "concatenation")
@@ -138,7 +139,7 @@ class NonLocal2d(RelativeTables):
             attended = rectified_sums(a, b, value.flatten(1, 3))
         attended = attended.reshape(*query.shape[:4], self.width).squeeze(1).permute(0, 3, 1, 2)
         attended = self.conv_out(attended)
-        return x + (attended if self.norm is None else self.norm(attended))
+        return x + in_format_of(x, attended if self.norm is None else self.norm(attended))
 
     def attention_maps(self, x: Tensor, queries: Tensor | None = None) -> Tensor:
         """The attention weights of a Gaussian mode: for inspection, O(N K) without ``queries``.
@@ -166,7 +167,7 @@ class NonLocal2d(RelativeTables):
         """Query (B, 1, H, W, ·), key and value (B, 1, Hk, Wk, ·)."""
         check_map(x, self.in_channels, self.g.weight)
         self.check_size(x)
-        x = x.contiguous(memory_format=torch.channels_last)
+        x = to_channels_last(x)
         query = x if self.theta is None else self.theta(x)
         key = x if self.phi is None else self.phi(x)
         value = self.g(x)
