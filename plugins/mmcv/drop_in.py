@@ -26,6 +26,7 @@ from .. import ops
 from ..modules import CrissCrossAttention2d
 from ..modules.generalized_attention import GeneralizedAttention2d
 from ..modules.generalized_attention_mmcv import MMCVGeneralizedAttention2d
+from .edge_rule import without_edge_gradients
 
 
 class GeneralizedAttention(MMCVGeneralizedAttention2d):
@@ -52,8 +53,9 @@ class DCN(DeformConv2dPack):
         self.init_offset()
 
     def forward(self, x: Tensor) -> Tensor:
-        offset = self.conv_offset(x)
-        return ops.deform_conv2d(x, offset, self.weight, None, self.stride, self.padding, self.dilation)
+        geometry = (self.stride, self.padding, self.dilation)
+        offset = without_edge_gradients(self.conv_offset(x), self.kernel_size, *geometry)
+        return ops.deform_conv2d(x, offset, self.weight, None, *geometry)
 
 
 class DCNv2(ModulatedDeformConv2dPack):
@@ -62,9 +64,9 @@ class DCNv2(ModulatedDeformConv2dPack):
     def forward(self, x: Tensor) -> Tensor:
         taps = self.deform_groups * self.kernel_size[0] * self.kernel_size[1]
         offset, mask = self.conv_offset(x).split((2 * taps, taps), dim=1)
-        return ops.deform_conv2d(
-            x, offset, self.weight, self.bias, self.stride, self.padding, self.dilation, mask.sigmoid()
-        )
+        geometry = (self.stride, self.padding, self.dilation)
+        offset = without_edge_gradients(offset, self.kernel_size, *geometry)
+        return ops.deform_conv2d(x, offset, self.weight, self.bias, *geometry, mask.sigmoid())
 
 
 def upgrade_keys(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
