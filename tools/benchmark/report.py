@@ -16,9 +16,9 @@ from .load import LOADED, words
 from .summary import NOISY
 
 EXPLANATION = f"""Each cell: minimum / lower quartile · median · upper quartile of the time in {{unit}} (peak extra
-memory of torch's allocator in MiB). Ours and its peers take turns, call by call, in one process. Ratio: the better peer's
-minimum over ours. Memory: ours over that peer's. Noisy: ours or the better peer varies more than {NOISY}-fold between
-quartiles, after the attempts shown; loaded: other processes used more than {LOADED} CPUs meanwhile."""
+memory of torch's allocator in MiB). Ours and its peers take turns, call by call, in one process. Ratio: the better
+peer's minimum over ours. Memory: ours over that peer's. Noisy: ours or the better peer varies more than {NOISY}-fold
+between quartiles, after the attempts shown; loaded: other processes used more than {LOADED} CPUs meanwhile."""
 
 
 def machine(device: str) -> dict[str, str]:
