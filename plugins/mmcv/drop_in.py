@@ -24,12 +24,12 @@ from torch import Tensor
 
 from .. import ops
 from ..modules import CrissCrossAttention2d
-from ..modules.generalized_attention import GeneralizedAttention2d
-from ..modules.generalized_attention_mmcv import MMCVGeneralizedAttention2d
+from ..modules.generalized_attention import GeneralizedAttention2d, MMCVGeneralizedAttention2d
+from .layers import DrawnAgain
 from .edge_rule import without_edge_gradients
 
 
-class GeneralizedAttention(MMCVGeneralizedAttention2d):
+class GeneralizedAttention(DrawnAgain, MMCVGeneralizedAttention2d):
     """mmcv's ``GeneralizedAttention``: its arguments, defaults and numerics, computed by our operator."""
 
     def __init__(self, *args: Any, **options: Any):

@@ -15,7 +15,7 @@ from ..ops import criss_cross_attention, reference
 from .capture import checked_queries
 from .checks import check_map, positive
 from .memory_format import in_format_of, to_channels_last
-from .relative_tables import RelativeTables
+from .relative_tables import Position, RelativeTables
 
 
 class Gamma(nn.Module):
@@ -23,7 +23,12 @@ class Gamma(nn.Module):
 
     def __init__(self, **factory: Any) -> None:
         super().__init__()
-        self.scale = nn.Parameter(torch.zeros((), **factory))
+        self.scale = nn.Parameter(torch.empty((), **factory))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Zero the factor."""
+        nn.init.zeros_(self.scale)
 
     def forward(self, x: Tensor, attended: Tensor) -> Tensor:
         """``x + scale * attended``."""
@@ -136,7 +141,7 @@ class CrissCrossAttention2d(CrissCross, RelativeTables):
         self,
         in_channels: int,
         reduction: int = 8,
-        position: str = "none",
+        position: Position = "none",
         input_size: int | Sequence[int] | None = None,
         scale: float = 1.0,
         *,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..modules.augmented_conv import AAConv2d
-from .conventions import imagenet_cfg, table_names
+from .conventions import imagenet_cfg, initialise_ours, table_names
 
 
 class AAWideBlock(nn.Module):
@@ -143,9 +143,7 @@ class AAWideResNet(nn.Module):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
             elif isinstance(module, nn.BatchNorm2d):
                 module.reset_parameters()
-        for module in self.modules():
-            if isinstance(module, AAConv2d):
-                module.reset_attention()
+        initialise_ours(self)
 
     @torch.jit.ignore
     def no_weight_decay(self) -> set[str]:
