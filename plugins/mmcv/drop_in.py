@@ -25,8 +25,8 @@ from torch import Tensor
 from .. import ops
 from ..modules import CrissCrossAttention2d
 from ..modules.generalized_attention import GeneralizedAttention2d, MMCVGeneralizedAttention2d
-from .layers import DrawnAgain
 from .edge_rule import without_edge_gradients
+from .layers import DrawnAgain
 
 
 class GeneralizedAttention(DrawnAgain, MMCVGeneralizedAttention2d):

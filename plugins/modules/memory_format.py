@@ -62,7 +62,7 @@ class _Converted(torch.autograd.Function):
         ctx.was_channels_last = is_channels_last(inputs[0])
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return in_memory_format(grad, ctx.was_channels_last), None
 
 

@@ -10,7 +10,7 @@ from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..modules.augmented_conv import AAConv2d
+from ..modules.augmented_conv import AAConv2d, Position
 from .conventions import imagenet_cfg, initialise_ours, table_names
 
 
@@ -100,7 +100,7 @@ class AAWideResNet(nn.Module):
         nu: float = 0.1,
         num_heads: int = 8,
         min_key_dim_per_head: int = 20,
-        position: str = "relative",
+        position: Position = "relative",
         img_size: int | tuple[int, int] = 32,
         drop_rate: float = 0.0,
         block_drop_rate: float = 0.0,

@@ -8,7 +8,7 @@ CUDA (``csrc/window/cuda.cuh``); elsewhere plain PyTorch does, tap by tap.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from ..operator import Operator, counts_of_products
 from . import cpu, cuda, reference, taps
 from .operands import Options, Terms
 
-BORDERS = ("exclude", "zero")
+Border = Literal["exclude", "zero"]
 
 
 def window_attention(
@@ -32,7 +32,7 @@ def window_attention(
     scale: float = 1.0,
     stride: int | Sequence[int] = 1,
     padding: int | Sequence[int] | None = None,
-    border: str = "exclude",
+    border: Border = "exclude",
 ) -> Tensor:
     """Attend from every position to the keys of a window around it (Thesis, Eq. 4.9; Zhu et al. 2019, section 3).
 
@@ -101,8 +101,8 @@ def scripted_window_attention(
 def _options(
     axes: int, kernel_size: Any, stride: Any, padding: Any, dilation: Any, border: str, scale: float
 ) -> Options:
-    if border not in BORDERS:
-        raise ValueError(f"border must be one of {', '.join(BORDERS)}, got {border!r}")
+    if border not in get_args(Border):
+        raise ValueError(f"border must be one of {', '.join(get_args(Border))}, got {border!r}")
     kernel = expand("kernel_size", kernel_size, axes, 1)
     dilations = expand("dilation", dilation, axes, 1)
     if padding is None:
