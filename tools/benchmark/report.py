@@ -38,7 +38,17 @@ def machine(device: str) -> dict[str, str]:
     if device == "cuda":
         facts["gpu"] = torch.cuda.get_device_name()
         facts["cuda"] = str(torch.version.cuda)
-    for package in ("torch", "torchvision", "mmcv", "onedl-mmcv", "timm", "fairseq-fixed", "attn-plugins"):
+    for package in (
+        "torch",
+        "torchvision",
+        "mmcv",
+        "onedl-mmcv",
+        "onedl-mmdetection",
+        "onedl-mmsegmentation",
+        "timm",
+        "fairseq-fixed",
+        "attn-plugins",
+    ):
         try:
             facts[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
@@ -80,12 +90,13 @@ def page(data: Mapping[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the lines of the rows' explanation and table."""
+def table(rows: Sequence[Mapping[str, Any]], explanation: str = EXPLANATION) -> list[str]:
+    """Return the lines of the rows' explanation, whose ``{unit}`` is filled in, and of their table."""
     peers = list(dict.fromkeys(name for row in rows for name in row["peers"]))
-    unit, factor = ("µs", 1e3) if all(row["ours"]["median"] < 1e-3 for row in rows) else ("ms", 1.0)
+    medians = [row["ours"]["median"] for row in rows]
+    unit, factor = ("µs", 1e3) if max(medians) < 1e-3 else ("s", 1e-3) if min(medians) >= 1 else ("ms", 1.0)
     header = ["case", "ours", *peers, *(["ratio", "goal", "memory"] if peers else []), "others, CPUs", "marks"]
-    lines = [EXPLANATION.format(unit=unit), "", "| " + " | ".join(header) + " |", "| --- " * len(header) + "|"]
+    lines = [explanation.format(unit=unit), "", "| " + " | ".join(header) + " |", "| --- " * len(header) + "|"]
     for row in rows:
         cells = [row["case"], cell(row["ours"], factor)]
         cells += [cell(row["peers"].get(name), factor) for name in peers]
