@@ -235,3 +235,14 @@ def test_factory_arguments_by_position_as_before(kind, before):
         kind(4, 4, 3, *before, "meta", torch.float64, 0.5, 1)
     with pytest.raises(TypeError, match="positional arguments"):
         kind(4, 4, 3, *before, "meta", device="cpu")
+
+
+def test_the_old_place_of_mmcv_s_variant(python):
+    result = python(
+        "import warnings; warnings.simplefilter('always')\n"
+        "from attn_plugins.modules.generalized_attention_mmcv import MMCVGeneralizedAttention2d as old\n"
+        "from attn_plugins.modules.generalized_attention import MMCVGeneralizedAttention2d as new\n"
+        "print(old is new)"
+    )
+    assert result.stdout.strip() == "True"
+    assert "DeprecationWarning: attn_plugins.modules.generalized_attention_mmcv is now" in result.stderr
