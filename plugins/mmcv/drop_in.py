@@ -46,7 +46,10 @@ class CrissCrossAttention(CrissCrossAttention2d):
 
 
 class DCN(DeformConv2dPack):
-    """mmcv's ``DCN`` (deformable convolution v1 with its predictor), computed by our operator."""
+    """mmcv's ``DCN`` (deformable convolution v1 with its predictor), computed by our operator.
+
+    Any batch will do: ``im2col_step``, by which mmcv's batches must be divisible, is taken and not needed.
+    """
 
     def init_weights(self) -> None:
         """Zero the predictor again: ``init_cfg`` rules for Conv2d reach it (mmcv's ``DCN`` leaves it so)."""

@@ -1,6 +1,8 @@
-"""The gradients of the drop-in's deformable convolutions are mmcv's, also where a sample lies on the map's edge."""
+"""The drop-in's gradients are mmcv's; of deformable convolutions also where a sample lies on the map's edge."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
@@ -141,3 +143,56 @@ def test_a_layers_gradients_equal_mmcvs(name, start, options):
     for a, b in zip(*found, strict=True):
         assert b.any()
         torch.testing.assert_close(a, b)
+
+
+def test_a_batch_that_im2col_step_does_not_divide():
+    torch.manual_seed(0)
+    stock = STOCK["DCN"](4, 6, 3, padding=1, im2col_step=3)
+    ours = drop_in.DCN(4, 6, 3, padding=1, im2col_step=3)
+    torch.nn.init.normal_(stock.conv_offset.weight, std=0.3)
+    ours.load_state_dict(stock.state_dict(), strict=True)
+    x = torch.randn(10, 4, 5, 6)
+    with pytest.raises(AssertionError, match="divisible by im2col_step"):
+        stock(x)
+    expected = torch.cat([stock(part) for part in x.split(2)])
+    torch.testing.assert_close(ours(x), expected, rtol=1e-4, atol=1e-5)
+
+
+def attention_pair(name: str, **options: Any) -> tuple[torch.nn.Module, torch.nn.Module]:
+    """mmcv's layer and ours with the same weights, gamma not 0, in float64."""
+    torch.manual_seed(0)
+    stock, ours = STOCK[name](18, **options), drop_in.REPLACEMENTS[name](18, **options)
+    for key, parameter in stock.named_parameters():
+        if "gamma" in key:
+            torch.nn.init.constant_(parameter, 0.7)
+    ours.load_state_dict(stock.state_dict(), strict=True)
+    return stock.double(), ours.double()
+
+
+ATTENTION = {
+    "CrissCrossAttention": [dict()],
+    "GeneralizedAttention": [
+        dict(attention_type="1111"), dict(attention_type="0010"), dict(attention_type="1000", q_stride=2),
+        dict(attention_type="1010", kv_stride=1, num_heads=3), dict(attention_type="0001"),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name, options", [(name, options) for name, all in ATTENTION.items() for options in all])
+def test_a_loss_of_the_flat_output_has_mmcvs_gradients(name, options):
+    """The output is contiguous as mmcv's is, so that losses may take its view, and so is the input's gradient."""
+    if name == "GeneralizedAttention":
+        options = {"position_embedding_dim": 20, **options}
+    stock, ours = attention_pair(name, **options)
+    x, target = torch.randn(2, 18, 8, 8).double(), torch.randn(2 * 18 * 8 * 8).double()
+    found = []
+    for layer in (ours, stock):
+        input = x.clone().requires_grad_()
+        loss = (layer(input).view(-1) - target).square().mean()
+        grads = torch.autograd.grad(loss, [input, *layer.parameters()], allow_unused=True)
+        assert grads[0].is_contiguous()
+        found.append([loss, *grads])
+    for (key, _), a, b in zip([("loss", 0), ("input", 0), *stock.named_parameters()], *found, strict=True):
+        assert (a is None) == (b is None), key
+        if b is not None:
+            torch.testing.assert_close(a, b, msg=lambda text, key=key: f"{key}: {text}")
