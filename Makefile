@@ -10,10 +10,12 @@ PYTEST ?= -q --durations=10
 # A file's tests stay in one process, for what they share; passive waiting, since the processes' threads share the cores.
 WORKERS ?= $(shell nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
 RUN_TESTS := OMP_NUM_THREADS=2 OMP_WAIT_POLICY=PASSIVE $(PY) -m pytest -n $(WORKERS) --dist loadfile --max-worker-restart=0
+CALLS ?= 10000
+SEED ?= 0
 export VENV
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-all test-install test-abi lint format types build cuda wheel benchmark gpu-check doctor clean
+.PHONY: help env demo test test-all fuzz sanitize test-install test-abi lint format types build cuda wheel benchmark gpu-check doctor clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "  make %-13s %s\n", $$1, $$2}'
@@ -29,6 +31,12 @@ test: env  ## the test suite
 
 test-all: env  ## the test suite with the slow tests
 	$(RUN_TESTS) $(PYTEST)
+
+fuzz: env  ## random calls of every operator against the reference (CALLS=10000 SEED=0; 4 minutes on 2 cores)
+	$(PY) -m tools.fuzz --calls $(CALLS) --seed $(SEED)
+
+sanitize: env  ## the fuzzer and the operator tests on binaries with gcc's sanitizers (CALLS=1000; 15 minutes on 2 cores)
+	CALLS=$(if $(filter file,$(origin CALLS)),1000,$(CALLS)) SEED=$(SEED) tools/sanitize.sh
 
 test-install: env  ## README's install lines and first blocks in empty environments (an hour or two)
 	$(PY) -m pytest -m install -s $(PYTEST) tests/packaging/test_installation.py

@@ -7,6 +7,7 @@ Environment variables:
     ATTN_PLUGINS_BUILD   ``auto`` (default): CPU binary always, CUDA binary where nvcc and a GPU are found;
                          ``cpu``: CPU binary only; ``cuda``: both, also without a GPU; fail where nvcc is missing;
                          ``none``: pure Python, every operator runs on its PyTorch reference.
+    ATTN_PLUGINS_SANITIZE ``1``: compile with gcc's address and undefined-behaviour sanitizers (``tools/sanitize.sh``).
     TORCH_CUDA_ARCH_LIST CUDA targets, default ``8.0;9.0``.
     CUDA_HOME            where nvcc's toolkit lies, if it is not on the PATH.
 """
@@ -26,6 +27,7 @@ from plugins.install import toolchain  # noqa: E402
 
 TORCH_TARGET_VERSION = "0x020a000000000000"  # the oldest torch whose stable ABI we use: 2.10
 ROOMS = [".ops.everywhere", ".ops.window", ".ops.criss_cross", ".ops.sampled"]
+SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer", "-g"]
 PACKAGES = ["", ".install", ".ops", *ROOMS, ".terms", ".modules", ".captioning", ".mmcv", ".timm", ".fairseq"]
 
 
@@ -79,11 +81,14 @@ def extensions(build: str) -> list:
         )
 
     defines = ["-DTORCH_TARGET_VERSION=" + TORCH_TARGET_VERSION]
-    cxx = ["-O3", "-std=c++20", "-fno-math-errno", "-fno-trapping-math", "-Wall", *defines]
+    sanitized = os.environ.get("ATTN_PLUGINS_SANITIZE") == "1"
+    optimized = [*SANITIZERS, "-O1"] if sanitized else ["-O3"]
+    cxx = [*optimized, "-std=c++20", "-fno-math-errno", "-fno-trapping-math", "-Wall", *defines]
     headers = sources("*/*.*h")  # .h, .cuh
     common = dict(py_limited_api=True, depends=["setup.py", *headers])
     # A debug-free library is a tenth of the size; the kernels keep no symbols that a user could need.
     link = [] if sys.platform == "darwin" else ["-Wl,--strip-all"]
+    link = SANITIZERS if sanitized else link
     found = [
         CppExtension(
             "attn_plugins._C",

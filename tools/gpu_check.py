@@ -25,12 +25,11 @@ with extras():
     from attn_plugins.ops import deform_conv2d, library
     from attn_plugins.ops import window_attention as window_attention_op
 
-    from .benchmark import report
-    from .benchmark.__main__ import measure
+    from .benchmark import report, results
     from .benchmark.case import Case, Run, forward, forward_backward
     from .benchmark.criss_cross import criss_cross
     from .benchmark.everywhere import augmented_conv, global_attention
-    from .benchmark.measure import seconds
+    from .benchmark.measure import Settings, measure, seconds
     from .benchmark.sampled import deform_conv
     from .benchmark.window import window_attention
 
@@ -234,6 +233,12 @@ def table(title: str, rows: list[dict]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def page(name: str, command: str, facts: dict[str, str], rows: list[dict]) -> str:
+    """Return the part of the page that a benchmark's rows make."""
+    head = [f"# {name}, cuda", "", f"`{command}`", "", ", ".join(f"{k} {v}" for k, v in facts.items()), ""]
+    return "\n".join([*head, *report.table(rows)]) + "\n"
+
+
 def benchmark() -> None:
     assert library.has_kernel("cuda"), library.failures()["cuda"]
     torch.manual_seed(0)
@@ -247,7 +252,7 @@ def benchmark() -> None:
         """Write after every part: a run that is cut short leaves what it measured."""
         data[name] = rows
         parts.append(text)
-        report.write(folder, "gpu", "\n".join(parts), data)
+        results.write(folder, "gpu", data, "\n".join(parts))
 
     rows = floors()
     keep("floors", rows, table("Floors", rows))
@@ -260,9 +265,9 @@ def benchmark() -> None:
     ):
         rows = []
         for case in cases:
-            rows.append(measure(case, "cuda", 15))
+            rows.append(measure(case, "cuda", Settings(rounds=15)))
             print(f"{case.name}: {report.milliseconds(rows[-1]['ours']['median'])} ms", flush=True)
-        keep(name, rows, report.markdown(f"{name}, cuda", command, facts, rows))
+        keep(name, rows, page(name, command, facts, rows))
         torch.backends.cuda.matmul.allow_tf32 = False
         if name == "deform_conv":
             for title, part in (("Block sizes of deform_conv2d", sweep), ("Kernels of deform_conv2d", profile)):

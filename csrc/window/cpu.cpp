@@ -41,11 +41,11 @@ struct Problem {
   bool logits_wanted = false;
 
   int64_t taps() const { return kernel[0] * kernel[1]; }
-  // Without dot products, neighbouring windows over neighbouring keys; windows wide enough and channels
+  // Logits alone, neighbouring windows over neighbouring keys; windows wide enough and channels
   // enough for vectors along the channels to pay.
   bool predicted() const {
     const bool dense = stride[0] == 1 && stride[1] == 1 && dilation[0] == 1 && dilation[1] == 1;
-    return d == 0 && dense && kernel[1] >= 7 && dv * sizeof(T) >= 32;
+    return d == 0 && position.data && dense && kernel[1] >= 7 && dv * sizeof(T) >= 32;
   }
 };
 

@@ -19,7 +19,7 @@ from fairseq.models.lstm import LSTMDecoder, LSTMEncoder, LSTMModel, base_archit
 from torch import Tensor, nn
 
 from ..modules import AlignmentAttention
-from ..modules.alignment_attention import ALIGNMENT_SCORES
+from ..modules.alignment_attention import ALIGNMENT_SCORES, AlignmentScore
 
 IncrementalState = dict[str, dict[str, Tensor | None]]
 
@@ -109,7 +109,9 @@ class AlignedLSTMEncoder(LSTMEncoder):
 class AlignmentLayer(nn.Module):
     """tanh(W [c_t; s_t]) with c_t of :class:`AlignmentAttention`, called as fairseq's LSTM decoder calls its own."""
 
-    def __init__(self, score: str, query_channels: int, source_channels: int, hidden_channels: int | None) -> None:
+    def __init__(
+        self, score: AlignmentScore, query_channels: int, source_channels: int, hidden_channels: int | None
+    ) -> None:
         super().__init__()
         self.attention = AlignmentAttention(score, query_channels, source_channels, hidden_channels)
         self.output = nn.Linear(source_channels + query_channels, query_channels, bias=False)

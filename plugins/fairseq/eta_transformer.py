@@ -143,7 +143,7 @@ class EtaDecoder(FairseqIncrementalDecoder):
         self.embed_tokens, self.max_target_positions = embed_tokens, cfg.max_target_positions
         self.embed_positions = SinusoidalPositionalEmbedding(C, pad, cfg.max_target_positions + pad + 1)
         self.dropout = nn.Dropout(cfg.dropout)
-        options = (C, cfg.heads, cfg.ffn_dim, cfg.dropout, str(cfg.fusion), str(cfg.gate_activation))
+        options: tuple[Any, ...] = (C, cfg.heads, cfg.ffn_dim, cfg.dropout, str(cfg.fusion), str(cfg.gate_activation))
         self.blocks = nn.ModuleList(MultimodalDecoderBlock(*options) for _ in range(cfg.layers))
         self.output_projection = nn.Linear(C, len(dictionary), bias=not cfg.share_decoder_input_output_embed)
         if cfg.share_decoder_input_output_embed:

@@ -24,26 +24,29 @@ from fairseq.modules.checkpoint_activations import checkpoint_wrapper
 from fairseq.modules.transformer_layer import TransformerDecoderLayerBase, TransformerEncoderLayerBase
 from torch import Tensor, nn
 
+from ..terms.attention_type import parse_attention_type
 from .spatial_transformer_attention import IncrementalState, SpatialEncoderAttention, SpatialSelfAttention
 from .spatial_transformer_options import SpatialTransformerConfig, checked
 
 
 class SpatialEncoderLayer(TransformerEncoderLayerBase):
-    """fairseq's layer with our self-attention; ``cfg.kernel_size`` is this layer's."""
+    """fairseq's layer with our self-attention, of this layer's ``kernel_size`` where it has a kernel."""
 
-    def __init__(self, cfg: TransformerConfig, return_fc: bool = False) -> None:
+    def __init__(self, cfg: TransformerConfig, return_fc: bool = False, kernel_size: int | None = None) -> None:
+        self.kernel_size = kernel_size  # before fairseq's constructor, which builds the attention
         super().__init__(cfg, return_fc)
         _leave_out_empty(self)
 
     def build_self_attention(self, embed_dim: int, cfg: TransformerConfig) -> nn.Module:
         """Ours."""
-        return SpatialSelfAttention(cfg, "encoder", cfg.kernel_size)
+        return SpatialSelfAttention(cfg, "encoder", self.kernel_size)
 
 
 class SpatialDecoderLayer(TransformerDecoderLayerBase):
     """fairseq's layer with our attentions; it weighs the encoder's words where the decoder asks for the weights."""
 
-    def __init__(self, cfg: TransformerConfig, no_encoder_attn: bool = False) -> None:
+    def __init__(self, cfg: TransformerConfig, no_encoder_attn: bool = False, kernel_size: int | None = None) -> None:
+        self.kernel_size = kernel_size
         super().__init__(cfg, no_encoder_attn)
         self.need_attn = False
         _leave_out_empty(self)
@@ -52,7 +55,7 @@ class SpatialDecoderLayer(TransformerDecoderLayerBase):
         self, embed_dim: int, cfg: TransformerConfig, add_bias_kv: bool = False, add_zero_attn: bool = False
     ) -> nn.Module:
         """Ours."""
-        return SpatialSelfAttention(cfg, "decoder", cfg.kernel_size)
+        return SpatialSelfAttention(cfg, "decoder", self.kernel_size)
 
     def build_encoder_attention(self, embed_dim: int, cfg: TransformerConfig) -> nn.Module:
         """Ours."""
@@ -71,7 +74,7 @@ class SpatialEncoder(TransformerEncoderBase):
 
     def build_encoder_layer(self, cfg: TransformerConfig) -> nn.Module:
         """The next layer."""
-        layer = SpatialEncoderLayer(_of_layer(cfg, cfg.encoder, self.layers_built), return_fc=self.return_fc)
+        layer = SpatialEncoderLayer(cfg, self.return_fc, cfg.encoder.kernel_sizes[self.layers_built])
         self.layers_built += 1
         return _wrapped(layer, cfg)
 
@@ -88,7 +91,7 @@ class SpatialDecoder(TransformerDecoderBase):
 
     def build_decoder_layer(self, cfg: TransformerConfig, no_encoder_attn: bool = False) -> nn.Module:
         """The next layer."""
-        layer = SpatialDecoderLayer(_of_layer(cfg, cfg.decoder, self.layers_built), no_encoder_attn)
+        layer = SpatialDecoderLayer(cfg, no_encoder_attn, cfg.decoder.kernel_sizes[self.layers_built])
         self.layers_built += 1
         return _wrapped(layer, cfg)
 
@@ -160,7 +163,10 @@ class SpatialTransformerModel(OwnCheckpoints, TransformerModelBase):
             ValueError: the options do not fit each other or the task.
         """
         cfg = TransformerConfig.from_namespace(checked(cfg, SpatialTransformerConfig))
-        if getattr(getattr(task, "cfg", None), "left_pad_target", False) and "1" in cfg.cross_attention[1::2]:
+        if (
+            getattr(getattr(task, "cfg", None), "left_pad_target", False)
+            and parse_attention_type(cfg.cross_attention).relative
+        ):
             raise ValueError(
                 "--left-pad-target must be False with the second or fourth bit of --cross-attention, got "
                 f"{cfg.cross_attention}: they count target positions from the left"
@@ -186,12 +192,6 @@ def _of_side(cfg: TransformerConfig, side: str) -> TransformerConfig:
     """fairseq has one switch for the position embeddings of both sides."""
     cfg = copy.copy(cfg)
     cfg.no_token_positional_embeddings = getattr(cfg, side).positions == "none" or cfg.no_token_positional_embeddings
-    return cfg
-
-
-def _of_layer(cfg: TransformerConfig, part: Any, layer: int) -> TransformerConfig:
-    cfg = copy.copy(cfg)
-    cfg.kernel_size = part.kernel_sizes[layer]
     return cfg
 
 

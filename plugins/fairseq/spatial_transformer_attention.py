@@ -22,7 +22,6 @@ from ..modules import (
     MultiheadSpatialAttention,
     SequenceCache,
 )
-from .spatial_transformer_options import is_bits
 
 IncrementalState = dict[str, dict[str, Any]]
 
@@ -194,12 +193,11 @@ def _self_attention(cfg: TransformerConfig, part: Any, kernel_size: int | None, 
             part.embed_dim,
             part.attention_heads,
             kernel_size,
-            cfg.bilateral_padding,
+            cfg.bilateral_outside,
             cfg.bilateral_smoothing,
             causal,
             cfg.attention_dropout,
         )
-    assert is_bits(part.attention)
     return MultiheadSpatialAttention(
         part.embed_dim,
         part.attention_heads,

@@ -4,9 +4,10 @@ The dataclasses serve the command line (``--encoder-attention``) and hydra (``mo
 """
 
 # ruff: noqa: UP045  fairseq reads the types of the fields: neither as strings nor as X | None
+import warnings
 from argparse import Namespace
 from dataclasses import dataclass, field, fields, make_dataclass
-from typing import Any, Optional
+from typing import Any, Optional, get_args
 
 from fairseq.dataclass import ChoiceEnum, FairseqDataclass
 from fairseq.models.transformer import TransformerConfig
@@ -14,7 +15,8 @@ from fairseq.models.transformer.transformer_config import DecoderConfig, EncDecB
 from fairseq.models.transformer_lm import TransformerLanguageModelConfig
 from omegaconf import OmegaConf
 
-from ..terms.nonlocal_position import PADDINGS, SMOOTHINGS
+from ..terms.attention_type import is_attention_type, parse_attention_type
+from ..terms.nonlocal_position import Outside, Smoothing
 
 POSITIONS = ("auto", "absolute", "none")
 KERNEL_SIZES = {"dynamic": {"encoder": 31, "decoder": 31}, "bilateral": {"encoder": 21, "decoder": 11}}
@@ -63,10 +65,13 @@ class SharedOptions(FairseqDataclass):
     attention_range: int = field(
         default=-1, metadata={"help": "keys of self-attention by four bits, odd: as many around the query; -1: all"}
     )
-    bilateral_padding: ChoiceEnum(PADDINGS) = field(  # type: ignore[valid-type]
-        default="zero", metadata={"help": "position logits of bilateral beyond its kernel; write ...-padding=-inf"}
+    bilateral_outside: ChoiceEnum(get_args(Outside)) = field(  # type: ignore[valid-type]
+        default="zero", metadata={"help": "position logits of bilateral outside its kernel; write ...-outside=-inf"}
     )
-    bilateral_smoothing: ChoiceEnum(SMOOTHINGS) = field(  # type: ignore[valid-type]
+    bilateral_padding: Optional[str] = field(
+        default=None, metadata={"help": "the old name of --bilateral-outside, in checkpoints"}
+    )
+    bilateral_smoothing: ChoiceEnum(get_args(Smoothing)) = field(  # type: ignore[valid-type]
         default="sqrt_d", metadata={"help": "divisor of bilateral's position logits"}
     )
 
@@ -150,9 +155,10 @@ def checked(options: Any, defaults: type, sides: tuple[str, ...] = ("encoder", "
         _default(args, f"decoder_{name}", size)
     _default(args, "decoder_input_dim", args.decoder_embed_dim)
     _default(args, "decoder_output_dim", args.decoder_embed_dim)
-    args.bilateral_padding, args.bilateral_smoothing = str(args.bilateral_padding), str(args.bilateral_smoothing)
     for side in sides:
         _check_side(args, side)
+    _take_old_name(args, sides)
+    args.bilateral_outside, args.bilateral_smoothing = str(args.bilateral_outside), str(args.bilateral_smoothing)
     _check_shared(args, sides)
     return args
 
@@ -162,15 +168,26 @@ def _default(args: Namespace, name: str, value: Any) -> None:
         setattr(args, name, value)
 
 
-def is_bits(kind: str) -> bool:
-    """Whether ``kind`` is four bits."""
-    return len(kind) == 4 and set(kind) <= {"0", "1"}
+def _take_old_name(args: Namespace, sides: tuple[str, ...]) -> None:
+    """Read ``bilateral_padding``, as configurations and checkpoints of before spell ``bilateral_outside``."""
+    old = args.bilateral_padding
+    del args.bilateral_padding
+    if old is None:
+        return
+    if str(args.bilateral_outside) not in (SharedOptions.bilateral_outside, str(old)):
+        raise ValueError(
+            f"--bilateral-padding is the old name of --bilateral-outside: give one of them, got {old} and "
+            f"{args.bilateral_outside}"
+        )
+    args.bilateral_outside = old
+    if any(getattr(args, f"{side}_attention") == "bilateral" for side in sides):
+        warnings.warn("--bilateral-padding is the old name of --bilateral-outside", DeprecationWarning, stacklevel=3)
 
 
 def _check_side(args: Namespace, side: str) -> None:
     """Check the options of one side, and replace its kernel sizes and positions by what they come to."""
     kind = getattr(args, f"{side}_attention")
-    if not is_bits(kind) and kind not in ("dynamic", "bilateral", "none"):
+    if not is_attention_type(kind) and kind not in ("dynamic", "bilateral", "none"):
         raise ValueError(f"--{side}-attention must be {KINDS} (in YAML the bits in quotes), got {kind!r}")
     if getattr(args, f"{side}_xformers_att_config") is not None:
         raise ValueError(f"--{side}-xformers-att-config is not possible: --{side}-attention chooses the attention")
@@ -182,7 +199,9 @@ def _check_side(args: Namespace, side: str) -> None:
     if positions == "auto":
         # Zhu et al. (2019), section 4.1, have relative positions in place of absolute ones; the thesis' section 3.6
         # changes nothing but self-attention in a Transformer, which has absolute ones.
-        relative = args.deformable or kind == "dynamic" or (is_bits(kind) and "1" in kind[1::2])
+        relative = (
+            args.deformable or kind == "dynamic" or (is_attention_type(kind) and parse_attention_type(kind).relative)
+        )
         positions = "none" if relative and kind != "bilateral" else "absolute"
     elif positions == "absolute" and args.no_token_positional_embeddings:
         raise ValueError(f"--no-token-positional-embeddings contradicts --{side}-positions absolute")
@@ -222,13 +241,13 @@ def _check_shared(args: Namespace, sides: tuple[str, ...]) -> None:
     n = args.attention_range
     if n != -1 and (n < 1 or n % 2 == 0):
         raise ValueError(f"--attention-range must be -1 (all keys) or a positive odd number, got {n}")
-    if n != -1 and not any(map(is_bits, kinds)):
+    if n != -1 and not any(map(is_attention_type, kinds)):
         raise ValueError(f"--attention-range is of self-attention by four bits, got {n} with {' and '.join(kinds)}")
     if not args.offset_lr_scale > 0:
         raise ValueError(f"--offset-lr-scale must be positive, got {args.offset_lr_scale}")
     if "encoder" not in sides:
         return
-    if not is_bits(args.cross_attention):
+    if not is_attention_type(args.cross_attention):
         raise ValueError(
             f"--cross-attention must be four bits, got {args.cross_attention!r}: dynamic and bilateral know keys by "
             "their distance in the query's own sequence, and a decoder without cross-attention is "

@@ -30,10 +30,18 @@ from __future__ import annotations
 from mmengine.registry import DATASETS, METRICS, MODELS
 from mmengine.runner import CheckpointLoader
 
-from ..modules import BilateralCrissCross2d, BilateralNonLocal2d, CrissCrossAttention2d, DynamicConv2d, NonLocal2d
-from ..modules.generalized_attention import GeneralizedAttention2d
+from ..modules import BilateralCrissCross2d, CrissCrossAttention2d
 from .backbones import AAResNet, load_from_safetensors
-from .layers import AAConv2d, DeformableConv1d, DeformableConv2d, LocalBilateralConv2d
+from .layers import (
+    AAConv2d,
+    BilateralNonLocal2d,
+    DeformableConv1d,
+    DeformableConv2d,
+    DynamicConv2d,
+    GeneralizedAttention2d,
+    LocalBilateralConv2d,
+    NonLocalAttention2d,
+)
 from .lazy import register_lazily
 
 __all__ = [
@@ -47,11 +55,11 @@ __all__ = [
     "DynamicConv2d",
     "GeneralizedAttention2d",
     "LocalBilateralConv2d",
+    "NonLocalAttention2d",
 ]
 
 for _name in __all__:
     MODELS.register_module(module=globals()[_name])
-MODELS.register_module(name="NonLocalAttention2d", module=NonLocal2d)  # mmcv owns the name of the class
 register_lazily(
     MODELS, "heads", "AttentionHead", "NonLocalAttentionHead", "SingleConvASPPHead", "StemResNet", "UNetHead"
 )

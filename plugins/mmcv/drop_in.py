@@ -24,11 +24,12 @@ from torch import Tensor
 
 from .. import ops
 from ..modules import CrissCrossAttention2d
-from ..modules.generalized_attention import GeneralizedAttention2d
-from ..modules.generalized_attention_mmcv import MMCVGeneralizedAttention2d
+from ..modules.generalized_attention import GeneralizedAttention2d, MMCVGeneralizedAttention2d
+from .edge_rule import without_edge_gradients
+from .layers import DrawnAgain
 
 
-class GeneralizedAttention(MMCVGeneralizedAttention2d):
+class GeneralizedAttention(DrawnAgain, MMCVGeneralizedAttention2d):
     """mmcv's ``GeneralizedAttention``: its arguments, defaults and numerics, computed by our operator."""
 
     def __init__(self, *args: Any, **options: Any):
@@ -45,15 +46,19 @@ class CrissCrossAttention(CrissCrossAttention2d):
 
 
 class DCN(DeformConv2dPack):
-    """mmcv's ``DCN`` (deformable convolution v1 with its predictor), computed by our operator."""
+    """mmcv's ``DCN`` (deformable convolution v1 with its predictor), computed by our operator.
+
+    Any batch will do: ``im2col_step``, by which mmcv's batches must be divisible, is taken and not needed.
+    """
 
     def init_weights(self) -> None:
         """Zero the predictor again: ``init_cfg`` rules for Conv2d reach it (mmcv's ``DCN`` leaves it so)."""
         self.init_offset()
 
     def forward(self, x: Tensor) -> Tensor:
-        offset = self.conv_offset(x)
-        return ops.deform_conv2d(x, offset, self.weight, None, self.stride, self.padding, self.dilation)
+        geometry = (self.stride, self.padding, self.dilation)
+        offset = without_edge_gradients(self.conv_offset(x), self.kernel_size, *geometry)
+        return ops.deform_conv2d(x, offset, self.weight, None, *geometry)
 
 
 class DCNv2(ModulatedDeformConv2dPack):
@@ -62,9 +67,9 @@ class DCNv2(ModulatedDeformConv2dPack):
     def forward(self, x: Tensor) -> Tensor:
         taps = self.deform_groups * self.kernel_size[0] * self.kernel_size[1]
         offset, mask = self.conv_offset(x).split((2 * taps, taps), dim=1)
-        return ops.deform_conv2d(
-            x, offset, self.weight, self.bias, self.stride, self.padding, self.dilation, mask.sigmoid()
-        )
+        geometry = (self.stride, self.padding, self.dilation)
+        offset = without_edge_gradients(offset, self.kernel_size, *geometry)
+        return ops.deform_conv2d(x, offset, self.weight, self.bias, *geometry, mask.sigmoid())
 
 
 def upgrade_keys(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -1,9 +1,16 @@
-"""Our convolutions with what mmengine asks of a layer: the toolkits' argument names and ``init_weights``."""
+"""Our layers with what mmengine asks of one: the toolkits' argument names and the hook ``init_weights``.
+
+mmengine's ``init_cfg`` rules for Conv2d reach our projections and predictors from the outside, and mmengine calls the
+hook ``init_weights`` of the layers afterwards.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
+
+from mmengine.model import constant_init
+from torch import nn
 
 from .. import modules
 from ..modules.augmented_conv import widths
@@ -23,6 +30,30 @@ def _offset_groups(options: dict[str, Any]) -> dict[str, Any]:
     return options
 
 
+class DrawnAgain(nn.Module):
+    """A layer that draws itself again after ``init_cfg`` rules."""
+
+    def init_weights(self) -> None:
+        """mmengine's hook."""
+        self.reset_parameters()  # type: ignore[operator]
+
+
+class GeneralizedAttention2d(DrawnAgain, modules.GeneralizedAttention2d):
+    """:class:`attn_plugins.modules.GeneralizedAttention2d`."""
+
+
+class DynamicConv2d(DrawnAgain, modules.DynamicConv2d):
+    """:class:`attn_plugins.modules.DynamicConv2d`."""
+
+
+class BilateralNonLocal2d(DrawnAgain, modules.BilateralNonLocal2d):
+    """:class:`attn_plugins.modules.BilateralNonLocal2d`."""
+
+
+class NonLocalAttention2d(DrawnAgain, modules.NonLocal2d):
+    """:class:`attn_plugins.modules.NonLocal2d`, whose name is mmcv's in the registry."""
+
+
 class DeformableConv2d(modules.DeformableConv2d):
     """:class:`attn_plugins.modules.DeformableConv2d`; ``deform_groups`` may say ``offset_groups``."""
 
@@ -30,8 +61,8 @@ class DeformableConv2d(modules.DeformableConv2d):
         super().__init__(*args, **_offset_groups(options))
 
     def init_weights(self) -> None:
-        """Zero the predictor again: ``init_cfg`` rules for Conv2d reach it from the outside."""
-        self.zero_offset()
+        """Zero the predictor again; the weight stays as the toolkit draws it."""
+        constant_init(self.conv_offset, 0)
 
 
 class DeformableConv1d(modules.DeformableConv1d):
@@ -41,11 +72,11 @@ class DeformableConv1d(modules.DeformableConv1d):
         super().__init__(*args, **_offset_groups(options))
 
     def init_weights(self) -> None:
-        """Zero the predictor again: ``init_cfg`` rules for Conv1d reach it from the outside."""
-        self.zero_offset()
+        """Zero the predictor again; the weight stays as the toolkit draws it."""
+        constant_init(self.conv_offset, 0)
 
 
-class AAConv2d(modules.AAConv2d):
+class AAConv2d(DrawnAgain, modules.AAConv2d):
     """:class:`attn_plugins.modules.AAConv2d`, which also takes the paper's ratios in place of its widths.
 
     One ``conv_cfg`` serves convolutions of any width by ``kappa`` and ``nu``; see
@@ -75,10 +106,6 @@ class AAConv2d(modules.AAConv2d):
         assert dk is not None
         assert dv is not None
         super().__init__(in_channels, out_channels, kernel_size, dk, dv, num_heads, **options)
-
-    def init_weights(self) -> None:
-        """Draw projections and tables again: ``init_cfg`` rules for Conv2d reach them from the outside."""
-        self.reset_attention()
 
 
 class LocalBilateralConv2d(modules.LocalBilateralConv2d):

@@ -1,4 +1,11 @@
-"""Attention modules: toolkit-free ``nn.Module``s, one idea a file."""
+"""Attention modules: toolkit-free ``nn.Module``s, one idea a file.
+
+All take ``device`` and ``dtype`` by keyword. ``reset_parameters()`` draws what a module owns, its projections included;
+call it from the children on, as ``model.apply`` does, for a module whose parameters were made on the device ``meta``::
+
+    model.to_empty(device="cuda")
+    model.apply(lambda module: module.reset_parameters() if hasattr(module, "reset_parameters") else None)
+"""
 
 from .alignment_attention import AlignmentAttention
 from .augmented_conv import AAConv2d

@@ -6,14 +6,16 @@ Shapes: B batch, T decoder states s, S encoder states h.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from ..ops.arguments import autocast_dtype
 from ..terms import alignment as terms
-from .checks import check_tensor, positive
+from .checks import check_padding_mask, check_tensor, one_of, positive
+
+AlignmentScore = Literal["cosine", "additive", "general", "dot", "scaled-dot"]
 
 
 class DotScore(nn.Module):
@@ -58,9 +60,9 @@ class GeneralScore(nn.Module):
     def __init__(self, query_channels: int, source_channels: int, **factory: Any) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(query_channels, source_channels, **factory))
-        self.init_weights()
+        self.reset_parameters()
 
-    def init_weights(self) -> None:
+    def reset_parameters(self) -> None:
         """Draw W by Glorot, uniform."""
         nn.init.xavier_uniform_(self.weight)
 
@@ -82,9 +84,9 @@ class AdditiveScore(nn.Module):
         self.query = nn.Linear(query_channels, hidden_channels, **factory)
         self.source = nn.Linear(source_channels, hidden_channels, bias=False, **factory)
         self.vector = nn.Parameter(torch.empty(hidden_channels, **factory))
-        self.init_weights()
+        self.reset_parameters()
 
-    def init_weights(self) -> None:
+    def reset_parameters(self) -> None:
         """Draw both layers by Glorot, uniform, W_2 as the one matrix it is; the bias 0."""
         hidden, channels = len(self.vector), self.query.in_features + self.source.in_features
         bound = math.sqrt(6 / (hidden + channels))
@@ -130,7 +132,7 @@ class AlignmentAttention(nn.Module):
 
     def __init__(
         self,
-        score: str,
+        score: AlignmentScore,
         query_channels: int,
         source_channels: int | None = None,
         hidden_channels: int | None = None,
@@ -139,8 +141,7 @@ class AlignmentAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if score not in ALIGNMENT_SCORES:
-            raise ValueError(f"score must be one of {', '.join(ALIGNMENT_SCORES)}, got {score!r}")
+        one_of(AlignmentScore, score=score)
         if hidden_channels is not None and score != "additive":
             raise ValueError(f"hidden_channels is of the additive score alone, got {hidden_channels!r} for {score!r}")
         source_channels = query_channels if source_channels is None else source_channels
@@ -201,15 +202,7 @@ class AlignmentAttention(nn.Module):
             raise ValueError(f"source must be on query's device {query.device}, got {source.device}")
         if source.dtype != query.dtype and autocast_dtype(query.device.type) is None:
             raise TypeError(f"source must have query's dtype {query.dtype}, got {source.dtype}")
-        if key_padding_mask is not None:
-            if not isinstance(key_padding_mask, Tensor) or key_padding_mask.dtype != torch.bool:
-                kind = getattr(key_padding_mask, "dtype", type(key_padding_mask).__name__)
-                raise TypeError(f"key_padding_mask must be a bool Tensor, True for padding, got {kind}")
-            if key_padding_mask.shape != source.shape[:2]:
-                raise ValueError(
-                    f"key_padding_mask must have shape {tuple(source.shape[:2])} = (B, S) of source, "
-                    f"got {tuple(key_padding_mask.shape)}"
-                )
+        check_padding_mask(key_padding_mask, source.shape[0], source.shape[1], source.device)
 
     def extra_repr(self) -> str:
         return f"{self.score_name}, query_channels={self.query_channels}, source_channels={self.source_channels}"

@@ -7,22 +7,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..ops import global_attention
-from ..ops.everywhere.global_attention import scripted_global_attention
 from ..terms.relative_position import relative_logits
 from ..terms.relative_table import resize_table
 from ..terms.sine_position import sine_encoding
 from .capture import maps_of
-from .checks import check_map, pair, positive
+from .checks import check_map, check_table_size, one_of, pair, positive
+from .memory_format import in_format_of, to_channels_last
 from .relative_tables import load_resized
+from .renamed import renamed_method
+from .scripting import attend_everywhere
 
-POSITIONS = ("relative", "none", "sine", "coordconv")
+Position = Literal["relative", "none", "sine", "coordconv"]
 
 
 class AAConv2d(nn.Module):
@@ -74,7 +75,7 @@ class AAConv2d(nn.Module):
         num_heads: int,
         stride: int = 1,
         padding: int | Sequence[int] | None = None,
-        position: str = "relative",
+        position: Position = "relative",
         input_size: int | Sequence[int] | None = None,
         pool: bool = False,
         *,
@@ -89,8 +90,7 @@ class AAConv2d(nn.Module):
         positive(
             in_channels=in_channels, out_channels=out_channels, num_heads=num_heads, stride=stride, dilation=dilation
         )
-        if position not in POSITIONS:
-            raise ValueError(f"position must be one of {', '.join(POSITIONS)}, got {position!r}")
+        one_of(Position, position=position)
         if not isinstance(dv, int) or dv < 0 or dv > out_channels or dv % num_heads:
             raise ValueError(
                 f"dv must be a multiple of num_heads = {num_heads} from 0 to out_channels = {out_channels}, got {dv!r}"
@@ -127,10 +127,10 @@ class AAConv2d(nn.Module):
                     "'none', 'sine' and 'coordconv' need none"
                 )
             self.input_size = pair("input_size", input_size)
-            H, W = self.attention_size(self.input_size)
+            H, W = self.attention_size(list(self.input_size))
             self.height_rel = nn.Parameter(torch.empty(2 * H - 1, dk // num_heads, **factory))
             self.width_rel = nn.Parameter(torch.empty(2 * W - 1, dk // num_heads, **factory))
-        self.reset_attention()
+        self.reset_parameters()
 
     @classmethod
     def from_ratios(
@@ -169,16 +169,16 @@ class AAConv2d(nn.Module):
             **options,
         )
 
-    def attention_size(self, size: Sequence[int]) -> tuple[int, int]:
+    def attention_size(self, size: list[int]) -> tuple[int, int]:
         """The map on which attention runs, for an input of ``size`` (H, W)."""
-        divisors = (self.stride, 2 if self.pool else 1)
-        H, W = size
-        for divisor in divisors:
-            H, W = -(-H // divisor), -(-W // divisor)
-        return H, W
+        H, W = -(-size[0] // self.stride), -(-size[1] // self.stride)
+        return (-(-H // 2), -(-W // 2)) if self.pool else (H, W)
 
-    def reset_attention(self) -> None:
-        """Draw the projections by Glorot, uniform, the tables with deviation d^-1/2 (Bello et al. 2019, Figure 8)."""
+    def reset_parameters(self) -> None:
+        """Draw attention's own: projections by Glorot, uniform, tables with deviation d^-1/2 (Bello et al., Figure 8).
+
+        The convolution beside it draws itself, as ``nn.Conv2d`` does.
+        """
         for projection in (self.qkv, self.proj):
             if projection is not None:
                 nn.init.xavier_uniform_(projection.weight)
@@ -186,14 +186,15 @@ class AAConv2d(nn.Module):
             if table is not None:
                 nn.init.normal_(table, std=table.shape[1] ** -0.5)
 
+    reset_attention = renamed_method("reset_attention")
+
     def forward(self, x: Tensor) -> Tensor:
         """(B, in_channels, H, W) -> (B, out_channels, ⌈H / stride⌉, ⌈W / stride⌉).
 
         Raises:
             ValueError: the shape does not fit, or needs other tables and ``resize_tables`` is off.
         """
-        if not torch.jit.is_scripting():
-            self._check(x)
+        self._check(x)
         if self.conv is None:
             return self._attend(x)
         elif self.qkv is None:
@@ -218,22 +219,19 @@ class AAConv2d(nn.Module):
         self._check(x)
         if not self.dv:
             raise ValueError("dv is 0: a plain convolution has no attention")
-        return maps_of((*self._terms(x), None), self.scale, self.attention_size(x.shape[2:]), queries)
+        return maps_of((*self._terms(x), None), self.scale, self.attention_size(list(x.shape[2:])), queries)
 
     def _attend(self, x: Tensor) -> Tensor:
         """(B, dv, ⌈H / stride⌉, ⌈W / stride⌉)."""
         query, key, value, row, column = self._terms(x)
-        if torch.jit.is_scripting():
-            attended = scripted_global_attention(query, key, value, row, column, None, self.scale)
-        else:
-            attended = global_attention(query, key, value, row_logits=row, column_logits=column, scale=self.scale)
+        attended = attend_everywhere(query, key, value, row, column, None, self.scale)
         attended = attended.permute(0, 1, 4, 2, 3).flatten(1, 2)
         if self.proj is not None:
             attended = self.proj(attended)
         if self.pool:
             size = [-(-x.shape[2] // self.stride), -(-x.shape[3] // self.stride)]
             attended = F.interpolate(attended, size, mode="bilinear", align_corners=False)
-        return attended
+        return in_format_of(x, attended)
 
     def _terms(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
         """Query, key and value (B, M, H, W, ·), row and column logits."""
@@ -248,7 +246,7 @@ class AAConv2d(nn.Module):
             x = torch.cat((x, _coordinates(x)), 1)
         # Channels-last, the projection is one plain GEMM and the heads are views with a contiguous width.
         assert self.qkv is not None
-        qkv = self.qkv(x.contiguous(memory_format=torch.channels_last)).permute(0, 2, 3, 1)
+        qkv = self.qkv(to_channels_last(x)).permute(0, 2, 3, 1)
         query, key, value = (
             part.unflatten(-1, (self.num_heads, -1)).permute(0, 3, 1, 2, 4)
             for part in qkv.split((self.dk, self.dk, self.dv), -1)
@@ -265,14 +263,13 @@ class AAConv2d(nn.Module):
         return (resize_table(table, size).t() * self.scale).expand(self.num_heads, -1, -1)
 
     def _check(self, x: Tensor) -> None:
-        check_map(x, self.in_channels, next(self.parameters()))
+        if self.qkv is not None:
+            check_map(x, self.in_channels, self.qkv.weight)
+        elif self.conv is not None:
+            check_map(x, self.in_channels, self.conv.weight)
         if self.input_size is not None and not self.resize_tables:
-            made, found = self.attention_size(self.input_size), self.attention_size(x.shape[2:])
-            if made != found:
-                raise ValueError(
-                    f"x of size {tuple(x.shape[2:])} attends on a {found} map, but the relative tables are made for "
-                    f"{made} (input_size={self.input_size}): give inputs of that size, or resize_tables=True"
-                )
+            made = self.attention_size([self.input_size[0], self.input_size[1]])
+            check_table_size(x, made, self.attention_size([x.shape[2], x.shape[3]]), self.input_size)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         load_resized(self, state_dict, prefix)

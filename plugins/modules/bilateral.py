@@ -13,10 +13,22 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ..terms.nonlocal_position import axis_index, check_choices, predicted_values, realign, standardised, with_padding
+from ..terms.nonlocal_position import (
+    Outside,
+    Smoothing,
+    axis_index,
+    check_smoothing,
+    predicted_values,
+    realign,
+    standardised,
+    with_outside,
+)
 from .capture import checked_queries
-from .checks import check_map, pair, positive
+from .checks import check_map, one_of, pair, positive
 from .criss_cross import CrissCross
+from .memory_format import in_format_of, to_channels_last
+from .renamed import renamed_argument, renamed_attribute, renamed_method
+from .zero_conv import ZeroConv2d
 
 CHUNK = 1 << 26  # logits that BilateralNonLocal2d holds at once
 
@@ -35,16 +47,20 @@ class PositionPredictor(nn.Sequential):
 class _Bilateral(nn.Module):
     """What both have in common: arguments, smoothing, and what ``attention_maps`` needs."""
 
+    padding = renamed_attribute("padding", "outside")
+
     def __init__(
-        self, in_channels: int, reduction: int, kernel_size: int | Sequence[int], padding: str, smoothing: str
+        self, in_channels: int, reduction: int, kernel_size: int | Sequence[int], outside: Outside, smoothing: Smoothing
     ) -> None:
         super().__init__()
         positive(in_channels=in_channels, reduction=reduction)
-        check_choices(padding, smoothing)
+        one_of(Outside, outside=outside)
+        one_of(Smoothing, smoothing=smoothing)
+        check_smoothing(outside, smoothing)
         self.kernel_size = pair("kernel_size", kernel_size)
         if any(n % 2 == 0 for n in self.kernel_size):
             raise ValueError(f"kernel_size must be odd, got {kernel_size!r}")
-        self.in_channels, self.reduction, self.padding, self.smoothing = in_channels, reduction, padding, smoothing
+        self.in_channels, self.reduction, self.outside, self.smoothing = in_channels, reduction, outside, smoothing
         self.width = max(in_channels // reduction, 1)
 
     def attention_size(self, size: Sequence[int]) -> tuple[int, int]:
@@ -57,7 +73,7 @@ class _Bilateral(nn.Module):
 
     def extra_repr(self) -> str:
         return (
-            f"{self.in_channels}, kernel_size={self.kernel_size}, padding={self.padding!r}, "
+            f"{self.in_channels}, kernel_size={self.kernel_size}, outside={self.outside!r}, "
             f"smoothing={self.smoothing!r}"
         )
 
@@ -77,7 +93,7 @@ class BilateralNonLocal2d(_Bilateral):
         in_channels: C.
         reduction: d = C / reduction, of queries, keys, values and the position predictor.
         kernel_size: k, odd, or two for rows and columns.
-        padding: v: ``'learned'`` (one more predicted value), ``'zero'``, ``'-inf'``, ``'min'``, ``'mean'``.
+        outside: v: ``'learned'`` (one more predicted value), ``'zero'``, ``'-inf'``, ``'min'``, ``'mean'``.
         smoothing: σ_p: ``'zscore'`` standardises a query's position logits over all keys, ``'sqrt_d'`` divides them.
 
     Shapes:
@@ -87,32 +103,35 @@ class BilateralNonLocal2d(_Bilateral):
         ValueError: an argument is out of its range, or does not fit the others.
     """
 
+    @renamed_argument("padding", "outside")
     def __init__(
         self,
         in_channels: int,
         reduction: int = 2,
         kernel_size: int | Sequence[int] = 31,
-        padding: str = "learned",
-        smoothing: str = "zscore",
+        outside: Outside = "learned",
+        smoothing: Smoothing = "zscore",
         *,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(in_channels, reduction, kernel_size, padding, smoothing)
+        super().__init__(in_channels, reduction, kernel_size, outside, smoothing)
         factory: dict[str, Any] = dict(device=device, dtype=dtype)
-        values = predicted_values(self.kernel_size[0] * self.kernel_size[1], padding)
+        values = predicted_values(self.kernel_size[0] * self.kernel_size[1], outside)
         self.theta, self.phi, self.g = (nn.Conv2d(in_channels, self.width, 1, **factory) for _ in range(3))
         self.position = PositionPredictor(in_channels, self.width, values, **factory)
-        self.conv_out = nn.Conv2d(self.width, in_channels, 1, **factory)
-        self.init_weights()
+        self.conv_out = ZeroConv2d(self.width, in_channels, 1, **factory)
+        self.reset_parameters()
 
-    def init_weights(self) -> None:
+    def reset_parameters(self) -> None:
         """Projections normal with deviation 0.01, as in mmcv; ``conv_out`` 0."""
         for module in (self.theta, self.phi, self.g, *self.position, self.conv_out):
             assert isinstance(module, nn.Conv2d)
             assert module.bias is not None
             nn.init.normal_(module.weight, std=0.0 if module is self.conv_out else 0.01)
             nn.init.zeros_(module.bias)
+
+    init_weights = renamed_method("init_weights")
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, C, H, W) -> (B, C, H, W)."""
@@ -129,7 +148,7 @@ class BilateralNonLocal2d(_Bilateral):
             else:
                 parts.append(self._attend(*arguments))
         attended = torch.cat(parts, 1).transpose(1, 2).unflatten(2, (H, W))
-        return x + self.conv_out(attended)
+        return x + in_format_of(x, self.conv_out(attended))
 
     def attention_maps(self, x: Tensor, queries: Tensor | None = None) -> Tensor:
         """The attention weights for an input: for inspection, O(N²) without ``queries``.
@@ -152,13 +171,13 @@ class BilateralNonLocal2d(_Bilateral):
         return maps.unflatten(2, (H, W)) if queries is None else maps
 
     def _terms(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Queries (scaled), keys, values (B, N, d) and predicted values with the padding (B, N, n + 1)."""
+        """Queries (scaled), keys, values (B, N, d) and predicted values with that outside (B, N, n + 1)."""
         check_map(x, self.in_channels, self.theta.weight)
-        x = x.contiguous(memory_format=torch.channels_last)
+        x = to_channels_last(x)
         query, key, value, predicted = (
             layer(x).flatten(2).transpose(1, 2) for layer in (self.theta, self.phi, self.g, self.position)
         )
-        return query * self.width**-0.5, key, value, with_padding(predicted, self.padding)
+        return query * self.width**-0.5, key, value, with_outside(predicted, self.outside)
 
     def _logits(self, query: Tensor, key: Tensor, values: Tensor, positions: Tensor, H: int, W: int) -> Tensor:
         """(B, Q, N) for the queries at ``positions``, in float32 at least."""
@@ -190,7 +209,7 @@ class BilateralCrissCross2d(CrissCross, _Bilateral):
         in_channels: C.
         reduction: d = C / reduction, of queries, keys and the position predictor.
         kernel_size: k, odd, or two for rows and columns.
-        padding: v: ``'learned'`` (one more predicted value), ``'zero'``, ``'-inf'``, ``'min'``, ``'mean'``.
+        outside: v: ``'learned'`` (one more predicted value), ``'zero'``, ``'-inf'``, ``'min'``, ``'mean'``.
         smoothing: σ_p: ``'zscore'`` standardises a query's position logits over its keys, ``'sqrt_d'`` divides them.
         content_scale: Factor of the content logits; None: d^-1/2. (mmcv's content-only module has 1.)
 
@@ -201,29 +220,30 @@ class BilateralCrissCross2d(CrissCross, _Bilateral):
         ValueError: an argument is out of its range, or does not fit the others.
     """
 
+    @renamed_argument("padding", "outside")
     def __init__(
         self,
         in_channels: int,
         reduction: int = 8,
         kernel_size: int | Sequence[int] = 31,
-        padding: str = "learned",
-        smoothing: str = "zscore",
+        outside: Outside = "learned",
+        smoothing: Smoothing = "zscore",
         content_scale: float | None = None,
         *,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(in_channels, reduction, kernel_size, padding, smoothing)
+        super().__init__(in_channels, reduction, kernel_size, outside, smoothing)
         factory: dict[str, Any] = dict(device=device, dtype=dtype)
-        values = predicted_values(sum(self.kernel_size) - 1, padding)
+        values = predicted_values(sum(self.kernel_size) - 1, outside)
         self.make_layers(in_channels, self.width, **factory)
         self.position = PositionPredictor(in_channels, self.width, values, **factory)
         self.scale = self.width**-0.5 if content_scale is None else content_scale
 
     def position_logits(self, x: Tensor, query: Tensor) -> Tensor:
         """Predicted values along both arms, laid out over the rows and the columns of the map, and smoothed."""
-        # The offsets of rows, the centre among them, then those of columns without the centre, then the padding.
-        values = with_padding(self.position(x).permute(0, 2, 3, 1), self.padding)
+        # The offsets of rows, the centre among them, then those of columns without the centre, then the one outside.
+        values = with_outside(self.position(x).permute(0, 2, 3, 1), self.outside)
         H, W = values.shape[1:3]
         ky, kx = self.kernel_size
         rows = axis_index(torch.arange(H, device=values.device), H, ky)

@@ -13,17 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from ..terms.nonlocal_band import counted_keys, standardised_band
-from ..terms.nonlocal_position import check_choices, predicted_values, with_padding
-from .sequence_cache import (
-    SequenceCache,
-    attended,
-    check_cache,
-    check_heads,
-    check_padding_mask,
-    check_sequence,
-    split_heads,
-    weights_of,
-)
+from ..terms.nonlocal_position import Outside, Smoothing, check_smoothing, predicted_values, with_outside
+from .checks import check_heads, check_padding_mask, check_sequence, one_of
+from .renamed import renamed_argument, renamed_attribute, renamed_method
+from .sequence_cache import SequenceCache, check_cache
+from .sequence_heads import attended, split_heads, weights_of
 
 
 class BilateralSelfAttention(nn.Module):
@@ -37,7 +31,7 @@ class BilateralSelfAttention(nn.Module):
         embed_dim: C.
         num_heads: M; must divide C.
         kernel_size: k, odd, or any with ``causal``; None: 21, with ``causal`` 11 (Table 3.7).
-        padding: v: ``'zero'``, ``'learned'`` (one more value predicted for each head), ``'-inf'``, ``'min'`` or
+        outside: v: ``'zero'``, ``'learned'`` (one more value predicted for each head), ``'-inf'``, ``'min'`` or
             ``'mean'`` of the window's values.
         smoothing: σ_p: ``'sqrt_d'`` divides the position logits by √d, ``'zscore'`` standardises a query's over all
             the keys that it sees.
@@ -52,13 +46,14 @@ class BilateralSelfAttention(nn.Module):
         ValueError: an argument is out of its range, or does not fit the others.
     """
 
+    @renamed_argument("padding", "outside")
     def __init__(
         self,
         embed_dim: int,
         num_heads: int = 8,
         kernel_size: int | None = None,
-        padding: str = "zero",
-        smoothing: str = "sqrt_d",
+        outside: Outside = "zero",
+        smoothing: Smoothing = "sqrt_d",
         causal: bool = False,
         dropout: float = 0.0,
         bias: bool = True,
@@ -72,20 +67,22 @@ class BilateralSelfAttention(nn.Module):
             kernel_size = 11 if causal else 21
         if not isinstance(kernel_size, int) or kernel_size < 1 or (kernel_size % 2 == 0 and not causal):
             raise ValueError(f"kernel_size must be a positive odd int, or any with causal, got {kernel_size!r}")
-        check_choices(padding, smoothing)
+        one_of(Outside, outside=outside)
+        one_of(Smoothing, smoothing=smoothing)
+        check_smoothing(outside, smoothing)
         self.embed_dim, self.num_heads, self.kernel_size = embed_dim, num_heads, kernel_size
-        self.padding, self.smoothing, self.causal, self.dropout = padding, smoothing, causal, dropout
+        self.outside, self.smoothing, self.causal, self.dropout = outside, smoothing, causal, dropout
         factory: dict[str, Any] = dict(device=device, dtype=dtype)
         self.q_proj, self.k_proj, self.v_proj, self.out_proj = (
             nn.Linear(embed_dim, embed_dim, bias=bias, **factory) for _ in range(4)
         )
         self.position = nn.Sequential(  # f
             nn.Linear(embed_dim, embed_dim, **factory),
-            nn.Linear(embed_dim, num_heads * predicted_values(kernel_size, padding), **factory),
+            nn.Linear(embed_dim, num_heads * predicted_values(kernel_size, outside), **factory),
         )
-        self.init_weights()
+        self.reset_parameters()
 
-    def init_weights(self) -> None:
+    def reset_parameters(self) -> None:
         """Draw all layers by Glorot, uniform, those of queries, keys and values as one; biases 0."""
         joint = (self.q_proj, self.k_proj, self.v_proj)
         for layer in (*joint, self.out_proj, *self.position):
@@ -93,6 +90,9 @@ class BilateralSelfAttention(nn.Module):
             nn.init.xavier_uniform_(layer.weight, gain=1 / math.sqrt(2) if layer in joint else 1.0)
             if layer.bias is not None:
                 nn.init.zeros_(layer.bias)
+
+    init_weights = renamed_method("init_weights")
+    padding = renamed_attribute("padding", "outside")
 
     def forward(
         self, query: Tensor, *, key_padding_mask: Tensor | None = None, cache: SequenceCache | None = None
@@ -115,7 +115,7 @@ class BilateralSelfAttention(nn.Module):
         output = self.out_proj(attended(arguments, self.dropout if self.training else 0.0))
         if cache is not None:
             cache.steps += query.shape[1]
-            if self.padding == "-inf":
+            if self.outside == "-inf":
                 cache.keep(self.kernel_size - 1)
         return output
 
@@ -176,17 +176,17 @@ class BilateralSelfAttention(nn.Module):
         if self.smoothing == "sqrt_d":
             predicted = predicted * (self.embed_dim // self.num_heads) ** -0.5
         else:
-            values = with_padding(predicted, self.padding)
+            values = with_outside(predicted, self.outside)
             counted, number = counted_keys(x.shape[1], S, k, start, self.causal, key_padding_mask, x.device)
             return standardised_band(values[..., :k], values[..., k], counted, number)
-        if self.padding in ("-inf", "zero"):
-            return predicted, -math.inf if self.padding == "-inf" else None
-        values = with_padding(predicted, self.padding)
+        if self.outside in ("-inf", "zero"):
+            return predicted, -math.inf if self.outside == "-inf" else None
+        values = with_outside(predicted, self.outside)
         return values[..., :k], values[..., k]
 
     def extra_repr(self) -> str:
         text = (
             f"{self.embed_dim}, num_heads={self.num_heads}, kernel_size={self.kernel_size}, "
-            f"padding={self.padding!r}, smoothing={self.smoothing!r}"
+            f"outside={self.outside!r}, smoothing={self.smoothing!r}"
         )
         return text + (", causal=True" if self.causal else "")

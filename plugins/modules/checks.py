@@ -3,10 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, get_args
 
+import torch
 from torch import Tensor
 
-from ..ops.arguments import autocast_dtype
+from ..ops.arguments import autocast_dtype, check_padding_mask
+
+__all__ = [
+    "check_convolved",
+    "check_fits",
+    "check_heads",
+    "check_map",
+    "check_padding_mask",
+    "check_sequence",
+    "check_table_size",
+    "check_tensor",
+    "check_window",
+    "one_of",
+    "pair",
+    "positive",
+]
+
+
+def one_of(kind: Any, **choices: str) -> None:
+    """Check that all are among the strings of ``kind``, a ``Literal``."""
+    for name, choice in choices.items():
+        if choice not in get_args(kind):
+            raise ValueError(f"{name} must be one of {', '.join(get_args(kind))}, got {choice!r}")
 
 
 def positive(**numbers: int) -> None:
@@ -38,9 +62,79 @@ def check_tensor(name: str, x: object) -> None:
         raise TypeError(f"{name} must be a Tensor, got {type(x).__name__}")
 
 
+def check_heads(embed_dim: int, num_heads: int, dropout: float) -> None:
+    """Check the arguments that all attention on sequences takes."""
+    positive(embed_dim=embed_dim, num_heads=num_heads)
+    if embed_dim % num_heads:
+        raise ValueError(f"num_heads must divide embed_dim = {embed_dim}, got {num_heads}")
+    if not 0 <= dropout < 1:
+        raise ValueError(f"dropout must be at least 0 and below 1, got {dropout!r}")
+
+
+def check_sequence(name: str, x: Tensor, channels: int, weight: Tensor, batch: int | None = None) -> None:
+    """Check that ``x`` is (B, T, channels) with a token, on ``weight``'s device and of its dtype."""
+    check_tensor(name, x)
+    if x.dim() != 3 or x.shape[2] != channels or x.shape[1] == 0:
+        raise ValueError(f"{name} must have shape (B, T, {channels}) with at least one token, got {tuple(x.shape)}")
+    if batch is not None and x.shape[0] != batch:
+        raise ValueError(f"{name} must have query's batch size {batch}, got {x.shape[0]}")
+    check_fits(name, x, weight)
+
+
+# --- checks that scripted modules call: TorchScript leaves them out -----------------------------------------------
+
+
 def check_map(x: Tensor, channels: int, weight: Tensor, name: str = "x") -> None:
     """Check that ``x`` is (B, channels, H, W) with a pixel, on ``weight``'s device and of its dtype."""
-    check_tensor(name, x)
-    if x.dim() != 4 or x.shape[1] != channels or 0 in x.shape[2:]:
-        raise ValueError(f"{name} must have shape (B, {channels}, H, W) with at least one pixel, got {tuple(x.shape)}")
-    check_fits(name, x, weight)
+    if not torch.jit.is_scripting():
+        check_tensor(name, x)
+        if x.dim() != 4 or x.shape[1] != channels or 0 in x.shape[2:]:
+            raise ValueError(
+                f"{name} must have shape (B, {channels}, H, W) with at least one pixel, got {tuple(x.shape)}"
+            )
+        check_fits(name, x, weight)
+
+
+def check_window(x: Tensor, kernel_size: list[int], padding: list[int], dilation: list[int]) -> None:
+    """Check that a window has room on the padded map ``x``, (B, C, H, W)."""
+    if not torch.jit.is_scripting():
+        sizes = zip(x.shape[2:], kernel_size, padding, dilation)
+        if any(size + 2 * p <= d * (k - 1) for size, k, p, d in sizes):
+            raise ValueError(
+                f"x of size {tuple(x.shape[2:])} with padding {tuple(padding)} is smaller than a window of "
+                f"kernel_size {tuple(kernel_size)} and dilation {tuple(dilation)}"
+            )
+
+
+def check_table_size(x: Tensor, made: tuple[int, int], found: tuple[int, int], input_size: tuple[int, int]) -> None:
+    """Check that relative tables ``made`` for one size of the attention's map serve the size that was ``found``."""
+    if not torch.jit.is_scripting() and made != found:
+        raise ValueError(
+            f"x of size {tuple(x.shape[2:])} attends on a {found} map, but the relative tables are made for {made} "
+            f"(input_size={input_size}): give inputs of that size, or resize_tables=True"
+        )
+
+
+def check_convolved(
+    x: Tensor, channels: int, weight: Tensor, kernel_size: list[int], padding: list[int], dilation: list[int]
+) -> None:
+    """Check of a convolution's input what a stock convolution would refuse in less clear words."""
+    if not torch.jit.is_scripting():
+        check_tensor("input", x)
+        axes = ("L",) if len(kernel_size) == 1 else ("H", "W")
+        if x.dim() != 2 + len(axes) or x.shape[1] != channels:
+            raise ValueError(
+                f"input must have shape (B, C, {', '.join(axes)}) with C = {channels}, got {tuple(x.shape)}"
+            )
+        if not x.is_floating_point():
+            raise TypeError(f"input must be floating, got {x.dtype}")
+        if x.device != weight.device:
+            raise ValueError(f"input must be on the weight's device {weight.device}, got {x.device}")
+        if x.dtype != weight.dtype and autocast_dtype(x.device.type) is None:
+            raise TypeError(f"input must have the weight's dtype {weight.dtype}, got {x.dtype}")
+        sizes = zip(x.shape[2:], kernel_size, padding, dilation)
+        if any(size + 2 * p <= d * (k - 1) for size, k, p, d in sizes):
+            raise ValueError(
+                f"input is too small: {tuple(x.shape[2:])} with padding {tuple(padding)} has no room for a kernel of "
+                f"{tuple(kernel_size)} with dilation {tuple(dilation)}"
+            )

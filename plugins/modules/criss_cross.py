@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from ..ops import criss_cross_attention, reference
 from .capture import checked_queries
 from .checks import check_map, positive
-from .relative_tables import RelativeTables
+from .memory_format import in_format_of, to_channels_last
+from .relative_tables import Position, RelativeTables
 
 
 class Gamma(nn.Module):
@@ -22,7 +23,12 @@ class Gamma(nn.Module):
 
     def __init__(self, **factory: Any) -> None:
         super().__init__()
-        self.scale = nn.Parameter(torch.zeros((), **factory))
+        self.scale = nn.Parameter(torch.empty((), **factory))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Zero the factor."""
+        nn.init.zeros_(self.scale)
 
     def forward(self, x: Tensor, attended: Tensor) -> Tensor:
         """``x + scale * attended``."""
@@ -64,9 +70,10 @@ class CrissCross(nn.Module):
         Raises:
             ValueError: the shape does not fit, or needs other relative tables than there are.
         """
-        x, query, key, value, logits = self._terms(x)
+        query, key, value, logits = self._terms(x)
         attended = criss_cross_attention(query, key, value, logits, scale=self.scale)
-        return self.gamma(x, attended.squeeze(1).permute(0, 3, 1, 2))
+        # First to one format: a sum of two memory formats takes ten times as long as one of one.
+        return self.gamma(x, in_format_of(x, attended.squeeze(1).permute(0, 3, 1, 2)))
 
     def attention_maps(self, x: Tensor, queries: Tensor | None = None) -> Tensor:
         """The attention weights for an input, 0 off the cross: for inspection, O(N²) without ``queries``.
@@ -81,7 +88,7 @@ class CrissCross(nn.Module):
         Raises:
             ValueError: as ``forward``; or a query lies outside the map.
         """
-        _, query, key, value, logits = self._terms(x)
+        query, key, value, logits = self._terms(x)
         H, W = x.shape[2:]
         rows, columns = torch.arange(H, device=x.device), torch.arange(W, device=x.device)
         chosen = torch.cartesian_prod(rows, columns) if queries is None else queries
@@ -92,15 +99,14 @@ class CrissCross(nn.Module):
         maps = maps.scatter_add(3, keys.expand_as(weights), weights).unflatten(3, (H, W))
         return maps.unflatten(2, (H, W)) if queries is None else maps
 
-    def _terms(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-        """The input in channels-last memory; query, key and value (B, 1, H, W, ·); position logits."""
+    def _terms(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Query, key and value (B, 1, H, W, ·); position logits."""
         check_map(x, self.in_channels, self.query_conv.weight)
-        # As the result is: a sum of two memory formats takes ten times as long as one of one.
-        x = x.contiguous(memory_format=torch.channels_last)
+        x = to_channels_last(x)
         query, key, value = (
             layer(x).permute(0, 2, 3, 1).unsqueeze(1) for layer in (self.query_conv, self.key_conv, self.value_conv)
         )
-        return x, query, key, value, self.position_logits(x, query)
+        return query, key, value, self.position_logits(x, query)
 
 
 class CrissCrossAttention2d(CrissCross, RelativeTables):
@@ -135,7 +141,7 @@ class CrissCrossAttention2d(CrissCross, RelativeTables):
         self,
         in_channels: int,
         reduction: int = 8,
-        position: str = "none",
+        position: Position = "none",
         input_size: int | Sequence[int] | None = None,
         scale: float = 1.0,
         *,

@@ -10,10 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..ops.arguments import autocast_dtype, expand
-from ..ops.sampled.deform_conv import deform_conv1d, deform_conv2d
-from .checks import check_tensor
+from ..ops import deform_conv1d
+from ..ops.arguments import expand
+from .checks import check_convolved, check_tensor
+from .renamed import keyword_only, renamed_method
+from .scripting import convolve_deformably
 from .sequence_cache import SequenceCache, check_cache
+from .zero_conv import ZeroConv1d, ZeroConv2d
 
 
 class _DeformableConv(nn.Module):
@@ -21,8 +24,9 @@ class _DeformableConv(nn.Module):
 
     _dims: int
     _components: int  # offset components per tap
-    _predictor: Any  # nn.Conv1d or nn.Conv2d
+    _predictor: Any  # ZeroConv1d or ZeroConv2d
 
+    @keyword_only("device", "dtype", "offset_scale")
     def __init__(
         self,
         in_channels: int,
@@ -35,10 +39,11 @@ class _DeformableConv(nn.Module):
         offset_groups: int = 1,
         bias: bool = True,
         modulated: bool = False,
+        *,
+        offset_scale: float = 1.0,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-        offset_scale: float = 1.0,
-    ):
+    ) -> None:
         super().__init__()
         if not 0 < offset_scale < math.inf:
             raise ValueError(f"offset_scale must be positive, got {offset_scale!r}")
@@ -75,17 +80,14 @@ class _DeformableConv(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the weight as ``nn.Conv2d`` does and zero the predictor."""
+        """Draw the weight as ``nn.Conv2d`` does, zero the bias and the predictor."""
         nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
         if self.bias is not None:
             nn.init.zeros_(self.bias)
-        self.zero_offset()
+        for parameter in self.conv_offset.parameters():
+            nn.init.zeros_(parameter)
 
-    def zero_offset(self) -> None:
-        """Zero the predictor: the layer then samples where a plain convolution does."""
-        nn.init.zeros_(self.conv_offset.weight)
-        if self.conv_offset.bias is not None:
-            nn.init.zeros_(self.conv_offset.bias)
+    zero_offset = renamed_method("zero_offset", "conv_offset.reset_parameters")
 
     def predict(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """The offsets of every output position and, if modulated, the masks, as the operator takes them."""
@@ -98,6 +100,10 @@ class _DeformableConv(nn.Module):
 
     def _scaled(self, offset: Tensor) -> Tensor:
         return offset if self.offset_scale == 1.0 else offset * self.offset_scale
+
+    def _check(self, x: Tensor) -> None:
+        geometry = list(self.kernel_size), list(self.padding), list(self.dilation)
+        check_convolved(x, self.in_channels, self.weight, *geometry)
 
     def extra_repr(self) -> str:
         return (
@@ -129,10 +135,10 @@ class DeformableConv2d(_DeformableConv):
         bias: Whether to add a bias, zero at the start.
         modulated: Deformable convolution v2: every sample is weighted by a sigmoid mask, which is 1/2 at the start
             (so the layer then equals half a convolution).
-        device: Where to make the parameters.
-        dtype: Their dtype.
         offset_scale: Factor of the predicted offsets. 0.1 is 0.1 times the learning rate where an optimiser's steps
             do not depend on the gradient's size (Adam, Adafactor, LAMB) and has one rate for all parameters.
+        device: Where to make the parameters.
+        dtype: Their dtype.
 
     Shapes:
         (B, C, H, W) -> (B, out_channels, Ho, Wo)
@@ -142,27 +148,15 @@ class DeformableConv2d(_DeformableConv):
         TypeError: the input is not floating or not of the weight's dtype.
     """
 
-    _dims, _components, _predictor = 2, 2, nn.Conv2d
+    _dims, _components, _predictor = 2, 2, ZeroConv2d
 
     def forward(self, x: Tensor) -> Tensor:
-        if not torch.jit.is_scripting():
-            _check_input(x, self, "(B, C, H, W)")
+        stride, padding, dilation = list(self.stride), list(self.padding), list(self.dilation)
+        check_convolved(x, self.in_channels, self.weight, list(self.kernel_size), padding, dilation)
         offset, mask = self.predict(x)
-        if torch.jit.is_scripting():
-            return torch.ops.attn_plugins.deform_conv2d(
-                x,
-                offset,
-                self.weight,
-                self.bias,
-                mask,
-                list(self.stride),
-                list(self.padding),
-                list(self.dilation),
-                self.groups,
-                self.offset_groups,
-            )
-        else:
-            return deform_conv2d(x, offset, self.weight, self.bias, self.stride, self.padding, self.dilation, mask)
+        return convolve_deformably(
+            x, offset, self.weight, self.bias, mask, stride, padding, dilation, self.groups, self.offset_groups
+        )
 
 
 class DeformableConv1d(_DeformableConv):
@@ -178,10 +172,10 @@ class DeformableConv1d(_DeformableConv):
         TypeError: the input is not floating or not of the weight's dtype.
     """
 
-    _dims, _components, _predictor = 1, 1, nn.Conv1d
+    _dims, _components, _predictor = 1, 1, ZeroConv1d
 
     def forward(self, x: Tensor) -> Tensor:
-        _check_input(x, self, "(B, C, L)")
+        self._check(x)
         offset, mask = self.predict(x)
         return deform_conv1d(x, offset, self.weight, self.bias, self.stride[0], self.padding[0], self.dilation[0], mask)
 
@@ -210,8 +204,9 @@ class CausalDeformableConv1d(_DeformableConv):
         TypeError: the input is not floating or not of the weight's dtype.
     """
 
-    _dims, _components, _predictor = 1, 1, nn.Conv1d
+    _dims, _components, _predictor = 1, 1, ZeroConv1d
 
+    @keyword_only("device", "dtype", "offset_scale")
     def __init__(
         self,
         in_channels: int,
@@ -222,13 +217,14 @@ class CausalDeformableConv1d(_DeformableConv):
         offset_groups: int = 1,
         bias: bool = True,
         modulated: bool = False,
+        *,
+        offset_scale: float = 1.0,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-        offset_scale: float = 1.0,
     ) -> None:
         super().__init__(
-            in_channels, out_channels, kernel_size, 1, 0, dilation, groups, offset_groups, bias, modulated, device,
-            dtype, offset_scale,
+            in_channels, out_channels, kernel_size, 1, 0, dilation, groups, offset_groups, bias, modulated,
+            offset_scale=offset_scale, device=device, dtype=dtype,
         )  # fmt: skip
         self.reach = (self.kernel_size[0] - 1) * self.dilation[0]  # of the first tap
 
@@ -244,7 +240,7 @@ class CausalDeformableConv1d(_DeformableConv):
         """
         check_tensor("input", x)
         padded = F.pad(x, (self.reach, 0))
-        _check_input(padded, self, "(B, C, L)")
+        self._check(padded)
         if cache is not None:
             return self._step(x, cache)
         offset, mask = self.predict(padded)
@@ -288,22 +284,3 @@ class CausalDeformableConv1d(_DeformableConv):
     def _per_tap(self, predicted: Tensor) -> Tensor:
         """(B, groups * taps, L) -> (B, groups, taps, L)."""
         return predicted.unflatten(1, (self.offset_groups, -1))
-
-
-def _check_input(x: Tensor, layer: _DeformableConv, shape: str) -> None:
-    """Check what the predictor, a stock convolution, would refuse in less clear words."""
-    check_tensor("input", x)
-    if x.dim() != shape.count(",") + 1 or x.shape[1] != layer.in_channels:
-        raise ValueError(f"input must have shape {shape} with C = {layer.in_channels}, got {tuple(x.shape)}")
-    if not x.is_floating_point():
-        raise TypeError(f"input must be floating, got {x.dtype}")
-    if x.device != layer.weight.device:
-        raise ValueError(f"input must be on the weight's device {layer.weight.device}, got {x.device}")
-    if x.dtype != layer.weight.dtype and autocast_dtype(x.device.type) is None:
-        raise TypeError(f"input must have the weight's dtype {layer.weight.dtype}, got {x.dtype}")
-    sizes = zip(x.shape[2:], layer.kernel_size, layer.padding, layer.dilation)
-    if any(size + 2 * padding <= dilation * (kernel - 1) for size, kernel, padding, dilation in sizes):
-        raise ValueError(
-            f"input is too small: {tuple(x.shape[2:])} with padding {layer.padding} has no room for a kernel of "
-            f"{layer.kernel_size} with dilation {layer.dilation}"
-        )

@@ -13,10 +13,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..ops import window_attention
-from ..ops.window.window_attention import scripted_window_attention
 from .capture import window_maps_of
-from .checks import check_map, check_tensor, pair, positive
-from .sequence_cache import SequenceCache, check_cache, check_padding_mask
+from .checks import check_map, check_padding_mask, check_tensor, pair, positive
+from .memory_format import in_format_of, to_channels_last
+from .renamed import renamed_method
+from .scripting import attend_in_windows
+from .sequence_cache import SequenceCache, check_cache
 
 
 class DynamicConv2d(nn.Module):
@@ -66,10 +68,10 @@ class DynamicConv2d(nn.Module):
         self.input = nn.Conv2d(in_channels, 2 * in_channels, 1, bias=bias, **factory)
         self.kernel = nn.Conv2d(in_channels, num_groups * taps, 1, bias=False, **factory)
         self.output = nn.Conv2d(in_channels, in_channels, 1, bias=bias, **factory)
-        self.gamma = nn.Parameter(torch.zeros(1, **factory)) if residual else None
-        self.init_weights()
+        self.gamma = nn.Parameter(torch.empty(1, **factory)) if residual else None
+        self.reset_parameters()
 
-    def init_weights(self) -> None:
+    def reset_parameters(self) -> None:
         """Draw all layers by Glorot, uniform, biases and ``gamma`` 0."""
         for layer in (self.input, self.kernel, self.output):
             nn.init.xavier_uniform_(layer.weight)
@@ -78,19 +80,14 @@ class DynamicConv2d(nn.Module):
         if self.gamma is not None:
             nn.init.zeros_(self.gamma)
 
+    init_weights = renamed_method("init_weights")
+
     def forward(self, x: Tensor) -> Tensor:
         """(B, C, H, W) -> (B, C, H, W)."""
         value, logits = self._terms(x)
-        if torch.jit.is_scripting():
-            convolved = scripted_window_attention(
-                None, None, value, logits, list(self.kernel_size), [1, 1], list(self.padding), list(self.dilation),
-                True, 1.0,
-            )  # fmt: skip
-        else:
-            convolved = window_attention(
-                None, None, value, logits, self.kernel_size, dilation=self.dilation, border="zero"
-            )
-        output = self.output(convolved.permute(0, 1, 4, 2, 3).flatten(1, 2))
+        kernel_size, padding, dilation = list(self.kernel_size), list(self.padding), list(self.dilation)
+        convolved = attend_in_windows(None, None, value, logits, kernel_size, [1, 1], padding, dilation, True)
+        output = in_format_of(x, self.output(convolved.permute(0, 1, 4, 2, 3).flatten(1, 2)))
         return output if self.gamma is None else x + self.gamma * output
 
     def attention_size(self, size: Sequence[int]) -> tuple[int, int]:
@@ -114,11 +111,9 @@ class DynamicConv2d(nn.Module):
 
     def _terms(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Value (B, G, H, W, C / G) and kernels' logits (B, G, H, W, taps)."""
-        if not torch.jit.is_scripting():
-            check_map(x, self.in_channels, self.input.weight)
+        check_map(x, self.in_channels, self.input.weight)
         # Channels-last, a projection is one plain GEMM and the groups are views with a contiguous width.
-        value = F.glu(self.input(x.contiguous(memory_format=torch.channels_last)), 1)
-        value = value.contiguous(memory_format=torch.channels_last)
+        value = to_channels_last(F.glu(self.input(to_channels_last(x)), 1))
         return self._grouped(value), self._grouped(self.kernel(value))
 
     def _grouped(self, projected: Tensor) -> Tensor:
@@ -167,14 +162,16 @@ class DynamicConv1d(nn.Module):
         self.input = nn.Linear(in_channels, 2 * in_channels, bias=bias, **factory)
         self.kernel = nn.Linear(in_channels, num_groups * kernel_size, bias=False, **factory)
         self.output = nn.Linear(in_channels, in_channels, bias=bias, **factory)
-        self.init_weights()
+        self.reset_parameters()
 
-    def init_weights(self) -> None:
+    def reset_parameters(self) -> None:
         """Draw all layers by Glorot, uniform, biases 0."""
         for layer in (self.input, self.kernel, self.output):
             nn.init.xavier_uniform_(layer.weight)
             if layer.bias is not None:
                 nn.init.zeros_(layer.bias)
+
+    init_weights = renamed_method("init_weights")
 
     def forward(
         self, x: Tensor, *, key_padding_mask: Tensor | None = None, cache: SequenceCache | None = None

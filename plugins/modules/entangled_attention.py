@@ -6,15 +6,17 @@ Shapes: B batch, C channels, T words, Sv regions, Ss attributes.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from .checks import check_fits, check_tensor, positive
+from .checks import check_fits, check_tensor, one_of, positive
 from .multihead_attention import MultiheadAttention
+from .renamed import renamed_method
 from .sequence_cache import SequenceCache
 
+Activation = Literal["identity", "relu", "sigmoid", "tanh"]
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "identity": lambda x: x,
     "relu": torch.relu,
@@ -152,23 +154,24 @@ class GatedBilateralController(nn.Module):
     def __init__(
         self,
         embed_dim: int,
-        activation: str = "identity",
+        activation: Activation = "identity",
         *,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         positive(embed_dim=embed_dim)
-        if activation not in ACTIVATIONS:
-            raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
+        one_of(Activation, activation=activation)
         self.embed_dim, self.activation = embed_dim, activation
         self.gate = nn.Linear(3 * embed_dim, embed_dim, device=device, dtype=dtype)
-        self.init_weights()
+        self.reset_parameters()
 
-    def init_weights(self) -> None:
+    def reset_parameters(self) -> None:
         """Draw W_c by Glorot, uniform, its bias 0."""
         nn.init.xavier_uniform_(self.gate.weight)
         nn.init.zeros_(self.gate.bias)
+
+    init_weights = renamed_method("init_weights")
 
     def forward(self, pathways: Entangled, x: Tensor) -> Tensor:
         """Blend the pathways, (B, T, C) each, to (B, T, C); ``x`` is the words' self-attention, a.

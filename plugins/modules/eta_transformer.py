@@ -5,13 +5,14 @@ Shapes: B batch, C channels, T words, Sv regions, Ss attributes.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
-from .checks import check_fits, check_tensor, positive
+from .checks import check_fits, check_tensor, one_of, positive
 from .entangled_attention import (
+    Activation,
     Entangled,
     EntangledAttention,
     GatedBilateralController,
@@ -21,7 +22,8 @@ from .entangled_attention import (
 )
 from .sequence_cache import SequenceCache
 
-FUSIONS = ("entangled", "parallel", "stacked-visual", "stacked-semantic", "visual", "semantic")
+Fusion = Literal["entangled", "parallel", "stacked-visual", "stacked-semantic", "visual", "semantic"]
+FUSIONS: tuple[Fusion, ...] = get_args(Fusion)
 
 
 class FeedForward(nn.Module):
@@ -34,9 +36,9 @@ class FeedForward(nn.Module):
         self.output = nn.Linear(ffn_dim, embed_dim, **factory)
         self.dropout = nn.Dropout(dropout)
         self.norm = nn.LayerNorm(embed_dim, **factory)
-        self.init_weights()
+        self.reset_parameters()
 
-    def init_weights(self) -> None:
+    def reset_parameters(self) -> None:
         """Draw both layers by Glorot, uniform, biases 0."""
         for layer in (self.input, self.output):
             nn.init.xavier_uniform_(layer.weight)
@@ -171,15 +173,14 @@ class MultimodalDecoderBlock(nn.Module):
         num_heads: int = 8,
         ffn_dim: int = 2048,
         dropout: float = 0.0,
-        fusion: str = "entangled",
-        activation: str = "identity",
+        fusion: Fusion = "entangled",
+        activation: Activation = "identity",
         *,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if fusion not in FUSIONS:
-            raise ValueError(f"fusion must be one of {', '.join(FUSIONS)}, got {fusion!r}")
+        one_of(Fusion, fusion=fusion)
         factory: dict[str, Any] = dict(device=device, dtype=dtype)
         self.fusion = fusion
         self.self_attention = GuidedAttention(embed_dim, num_heads, dropout, causal=True, **factory)

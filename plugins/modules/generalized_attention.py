@@ -13,26 +13,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..ops import global_attention, window_attention
-from ..ops.everywhere.global_attention import scripted_global_attention
-from ..ops.window.window_attention import scripted_window_attention
-from ..terms.relative_position import axis_offsets, relative_logits, spread
+from ..terms.attention_type import parse_attention_type
 from ..terms.saliency import add_vector, key_saliency
-from ..terms.sine_position import sine_encoding
-from ..terms.window import axis_window, window_position_logits
+from ..terms.window import axis_window, window_logits, window_position_logits
 from .capture import maps_of
 from .checks import check_map, positive
+from .generalized_positions import AxisPositions
+from .memory_format import in_format_of, to_channels_last
+from .renamed import renamed_method
+from .scripting import attend_everywhere, attend_in_windows
 
 
-def parse_attention_type(attention_type: str) -> tuple[bool, bool, bool, bool]:
-    """Which of ε1 ... ε4 are on: ``'0110'`` is (False, True, True, False)."""
-    if not isinstance(attention_type, str) or len(attention_type) != 4 or set(attention_type) - {"0", "1"}:
-        raise ValueError(f"attention_type must be a string of four bits such as '1111', got {attention_type!r}")
-    e1, e2, e3, e4 = (bit == "1" for bit in attention_type)
-    return e1, e2, e3, e4
-
-
-class GeneralizedAttention2d(nn.Module):
+class GeneralizedAttention2d(AxisPositions):
     """Multi-head attention on a map as ``x + gamma * f(x)``, with any of the four terms as logits.
 
     Source: Zhu et al. (2019), Eq. 1, 2 and 8. The logit of key k for query q is the sum of the chosen terms:
@@ -92,7 +84,7 @@ class GeneralizedAttention2d(nn.Module):
         # On the instance, where TorchScript finds them.
         self.wavelength, self.offset_sign = type(self).wavelength, type(self).offset_sign
         self.position_factor = type(self).position_factor
-        self.terms = e1, e2, e3, e4 = parse_attention_type(attention_type)
+        self.terms = terms = parse_attention_type(attention_type)
         self.in_channels, self.num_heads = in_channels, num_heads
         self.spatial_range, self.q_stride, self.kv_stride = spatial_range, q_stride, kv_stride
         self.position_embedding_dim = position_embedding_dim if position_embedding_dim > 0 else in_channels
@@ -109,16 +101,16 @@ class GeneralizedAttention2d(nn.Module):
             return nn.Linear(self.axis_width(), width, bias=False, **factory)
 
         # What a term does not need is None: TorchScript wants every name to exist.
-        self.query_conv = projection() if e1 or e2 else None
-        self.key_conv = projection() if e1 or e3 else None
+        self.query_conv = projection() if terms.queries else None
+        self.key_conv = projection() if terms.keys else None
         self.value_conv = projection()
-        self.appr_geom_fc_x = table() if e2 or e4 else None
-        self.appr_geom_fc_y = table() if e2 or e4 else None
-        self.appr_bias = nn.Parameter(torch.empty(width, **factory)) if e3 else None  # u
-        self.geom_bias = nn.Parameter(torch.empty(width, **factory)) if e4 else None  # v
+        self.appr_geom_fc_x = table() if terms.relative else None
+        self.appr_geom_fc_y = table() if terms.relative else None
+        self.appr_bias = nn.Parameter(torch.empty(width, **factory)) if terms.saliency else None  # u
+        self.geom_bias = nn.Parameter(torch.empty(width, **factory)) if terms.position else None  # v
         self.proj_conv = nn.Conv2d(width, in_channels, 1, **factory)
         self.gamma = nn.Parameter(torch.empty(1, **factory))
-        self.init_weights()
+        self.reset_parameters()
 
     @staticmethod
     def mmcv_compatible(
@@ -130,10 +122,11 @@ class GeneralizedAttention2d(nn.Module):
         kv_stride: int = 2,
         q_stride: int = 1,
         attention_type: str = "1111",
-    ) -> GeneralizedAttention2d:
-        """The variant of mmcv's ``GeneralizedAttention``; see ``MMCVGeneralizedAttention2d``."""
-        from .generalized_attention_mmcv import MMCVGeneralizedAttention2d  # which is made from this class
-
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> MMCVGeneralizedAttention2d:
+        """The variant of mmcv's ``GeneralizedAttention``; see :class:`MMCVGeneralizedAttention2d`."""
         return MMCVGeneralizedAttention2d(
             in_channels=in_channels,
             num_heads=num_heads,
@@ -143,6 +136,8 @@ class GeneralizedAttention2d(nn.Module):
             kv_stride=kv_stride,
             position_embedding_dim=position_embedding_dim,
             position_magnitude=position_magnitude,
+            device=device,
+            dtype=dtype,
         )
 
     # --- where the paper's and mmcv's variant differ --------------------------------------------------------------
@@ -154,7 +149,7 @@ class GeneralizedAttention2d(nn.Module):
         n_k = self.spatial_range
         if not isinstance(n_k, int) or (n_k != -1 and (n_k < 1 or n_k % 2 == 0)):
             raise ValueError(f"spatial_range must be -1 (all keys) or a positive odd int (n_k), got {n_k!r}")
-        if (self.terms[1] or self.terms[3]) and self.position_embedding_dim % 2:
+        if self.terms.relative and self.position_embedding_dim % 2:
             raise ValueError(
                 f"position_embedding_dim must be even (sines and cosines), got {self.position_embedding_dim}"
             )
@@ -175,7 +170,7 @@ class GeneralizedAttention2d(nn.Module):
 
     # --------------------------------------------------------------------------------------------------------------
 
-    def init_weights(self) -> None:
+    def reset_parameters(self) -> None:
         """Projections uniform by fan-in, u and v uniform, gamma and the output bias 0."""
         for module in self.children():
             assert isinstance(module, (nn.Conv2d, nn.Linear))
@@ -187,6 +182,8 @@ class GeneralizedAttention2d(nn.Module):
             if vector is not None:
                 nn.init.uniform_(vector, -bound, bound)
         nn.init.zeros_(self.gamma)
+
+    init_weights = renamed_method("init_weights")
 
     def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
         """Attend from the pixels of ``x`` to those of ``context``.
@@ -209,6 +206,7 @@ class GeneralizedAttention2d(nn.Module):
         output = self.proj_conv(output.permute(0, 1, 4, 2, 3).flatten(1, 2))
         if self.q_stride > 1 and output.shape[2] * output.shape[3] > 1:
             output = self.upsample(output, [x.shape[2], x.shape[3]])
+        output = in_format_of(x, output)
         return torch.addcmul(x, self.gamma, output) if output.dtype == x.dtype else x + self.gamma * output
 
     def attention_size(self, size: Sequence[int]) -> tuple[int, int]:
@@ -236,10 +234,7 @@ class GeneralizedAttention2d(nn.Module):
     def _attend(self, x: Tensor, context: Tensor | None) -> Tensor:
         """(B, M, Hq, Wq, d), all keys being looked at."""
         query, key, value, row, column, key_logits = self._terms(x, context)
-        if torch.jit.is_scripting():
-            return scripted_global_attention(query, key, value, row, column, key_logits, 1.0)
-        else:
-            return global_attention(query, key, value, row_logits=row, column_logits=column, key_logits=key_logits)
+        return attend_everywhere(query, key, value, row, column, key_logits, 1.0)
 
     def _attend_in_windows(self, x: Tensor) -> Tensor:
         """The same where the range is a window around the query: only its keys are looked at."""
@@ -261,21 +256,7 @@ class GeneralizedAttention2d(nn.Module):
             taps = (2 * radius[0] + 1) * (2 * radius[1] + 1)
             position = value.new_zeros(1).expand(1, self.num_heads, H, W, taps)
         kernel = [2 * radius[0] + 1, 2 * radius[1] + 1]
-        if torch.jit.is_scripting():
-            return scripted_window_attention(query, key, value, position, kernel, [1, 1], radius, [1, 1], False, 1.0)
-        else:
-            return window_attention(query, key, value, position, kernel)
-
-    def _along_window(self, weight: Tensor, query: Tensor | None, radius: int) -> Tensor:
-        """ε2 + ε4 of one axis for the offsets -radius ... radius: (B, M, H, W, n), or (1, M, 1, 1, n) without ε2."""
-        table = self._table(weight, torch.arange(-radius, radius + 1, device=weight.device))
-        v: Tensor | None = None
-        if self.geom_bias is not None:
-            v = self._scaled(self._vector(self.geom_bias))
-        if query is not None:
-            return torch.einsum("bmhwd,mdn->bmhwn", query if v is None else add_vector(query, v), table)
-        assert v is not None
-        return torch.einsum("md,mdn->mn", v, table)[None, :, None, None]
+        return attend_in_windows(query, key, value, position, kernel, [1, 1], radius, [1, 1], False)
 
     def _terms(
         self, x: Tensor, context: Tensor | None
@@ -295,15 +276,14 @@ class GeneralizedAttention2d(nn.Module):
         self, x: Tensor, context: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor, Tensor | None]:
         """The position terms' query; query and key of the content term, with u; value; key logits."""
-        if not torch.jit.is_scripting():
-            check_map(x, self.in_channels, self.value_conv.weight)
-            if context is not None:
-                check_map(context, self.in_channels, self.value_conv.weight, "context")
-                if context.shape[0] != x.shape[0]:
-                    raise ValueError(f"context must have x's batch size {x.shape[0]}, got {context.shape[0]}")
+        check_map(x, self.in_channels, self.value_conv.weight)
+        if context is not None:
+            check_map(context, self.in_channels, self.value_conv.weight, "context")
+            if context.shape[0] != x.shape[0]:
+                raise ValueError(f"context must have x's batch size {x.shape[0]}, got {context.shape[0]}")
         # Channels-last, every projection is one plain GEMM and its heads are views with a contiguous width.
-        queries = x.contiguous(memory_format=torch.channels_last)
-        keys = queries if context is None else context.contiguous(memory_format=torch.channels_last)
+        queries = to_channels_last(x)
+        keys = queries if context is None else to_channels_last(context)
         queries, keys = _every(queries, self.q_stride), _every(keys, self.kv_stride)
         value = self._heads(self.value_conv(keys))
         query: Tensor | None = None
@@ -312,7 +292,8 @@ class GeneralizedAttention2d(nn.Module):
             query = self._scaled(self._heads(self.query_conv(queries)))
         if self.key_conv is not None:
             key = self._heads(self.key_conv(keys))
-        content = query if self.terms[0] else None
+        by_content, by_position, _, _ = self.terms  # to TorchScript a plain tuple
+        content = query if by_content else None
         key_logits: Tensor | None = None
         if self.appr_bias is not None and key is not None:
             u = self._scaled(self._vector(self.appr_bias))
@@ -320,49 +301,12 @@ class GeneralizedAttention2d(nn.Module):
                 content = add_vector(content, u)
             else:
                 key_logits = key_saliency(key, u)
-        position_query = query if self.terms[1] else None
-        return position_query, content, key if self.terms[0] else None, value, key_logits
-
-    def _range_logits(self, queries: list[int], keys: list[int], like: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """0 in range and -inf out of it, for rows and for columns; None where all keys are in range."""
-        if self.spatial_range == -1:
-            return None, None
-        rows = self.axis_range(queries[0], keys[0], like.device).to(like.dtype)
-        columns = self.axis_range(queries[1], keys[1], like.device).to(like.dtype)
-        return _along(rows.unsqueeze(0), "row"), _along(columns.unsqueeze(0), "column")
-
-    def _axis_logits(self, weight: Tensor, query: Tensor | None, queries: int, keys: int, axis: str) -> Tensor:
-        """ε2 + ε4 of one axis, by its projection of encodings; of size 1 along axes that it does not depend on."""
-        table = self._table(weight, axis_offsets(queries, keys, self.q_stride, self.kv_stride, weight.device))
-        v: Tensor | None = None
-        if self.geom_bias is not None:
-            v = self._scaled(self._vector(self.geom_bias))
-        if query is not None:
-            query = query if v is None else add_vector(query, v)
-            return relative_logits(query, table, keys, axis, self.q_stride, self.kv_stride)
-        assert v is not None
-        bias = torch.einsum("md,mdn->mn", v, table)
-        return _along(spread(bias, queries, keys, self.q_stride, self.kv_stride), axis)
-
-    def _table(self, weight: Tensor, offsets: Tensor) -> Tensor:
-        """The projected encodings of offsets in pixels, (M, d, D)."""
-        offsets = offsets.to(torch.float64 if weight.dtype == torch.float64 else torch.float32)
-        offsets = offsets * (self.offset_sign * self.position_magnitude)
-        encoding = sine_encoding(offsets, self.axis_width(), self.wavelength).to(weight.dtype)
-        table = F.linear(encoding, weight).unflatten(-1, (self.num_heads, -1)).permute(1, 2, 0)  # (M, d, D)
-        if self.position_factor != 1.0:
-            table = table * self.position_factor
-        return table
+        position_query = query if by_position else None
+        return position_query, content, key if by_content else None, value, key_logits
 
     def _heads(self, projected: Tensor) -> Tensor:
         """(B, M * d, H, W) as (B, M, H, W, d), a view."""
         return projected.unflatten(1, (self.num_heads, -1)).permute(0, 1, 3, 4, 2)
-
-    def _vector(self, parameter: Tensor) -> Tensor:
-        return parameter.view(self.num_heads, -1)
-
-    def _scaled(self, tensor: Tensor) -> Tensor:
-        return tensor if self.scale == 1 else tensor * self.scale
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         # mmcv stores the range as a constant (84, 84, ...) mask, which is a function of the arguments.
@@ -377,14 +321,52 @@ class GeneralizedAttention2d(nn.Module):
         return text
 
 
+class MMCVGeneralizedAttention2d(GeneralizedAttention2d):
+    """The numerics of mmcv's ``GeneralizedAttention``, from the same state_dict.
+
+    What differs from :class:`GeneralizedAttention2d`: R encodes q - k, with wavelength 1000, half of
+    ``position_embedding_dim`` per axis, and is divided by √2; C // M channels per head, also where M does not
+    divide C; queries come back from ``q_stride`` by interpolation with half-pixel centres; ``spatial_range`` r is
+    a half-range in pixels, any number from 0: key j is in range of the query at pixel p where
+    ⌊(p - r) / kv_stride⌋ <= j <= ⌊(p + r + 1) / kv_stride⌋, on maps of any size and channel count (mmcv's own
+    mask ends at 84 pixels, needs 256 or 512 channels, and forgets ``q_stride``).
+
+    mmcv's results for '0100', '0110', '1100' and '1110' are wrong (queries transposed, an error where H ≠ W);
+    here these four are right.
+    """
+
+    wavelength = 1000.0
+    offset_sign = -1
+    position_factor = 1 / math.sqrt(2)
+    windowed = False  # its ranges are not centred on the query
+
+    def check_variant(self) -> None:
+        r = self.spatial_range
+        if not isinstance(r, int) or r < -1:
+            raise ValueError(f"spatial_range must be -1 (all keys) or a half-range of at least 0, got {r!r}")
+        if self.terms.relative and self.position_embedding_dim % 4:
+            raise ValueError(
+                "position_embedding_dim must be a multiple of 4 (sines and cosines of two axes), "
+                f"got {self.position_embedding_dim}"
+            )
+
+    def axis_width(self) -> int:
+        return self.position_embedding_dim // 2
+
+    def axis_range(self, queries: int, keys: int, device: torch.device) -> Tensor:
+        pixel = torch.arange(queries, device=device).unsqueeze(1) * self.q_stride
+        key = torch.arange(keys, device=device)
+        first = (pixel - self.spatial_range).div(self.kv_stride, rounding_mode="floor")
+        last = (pixel + self.spatial_range + 1).div(self.kv_stride, rounding_mode="floor")
+        return window_logits((first <= key) & (key <= last))
+
+    def upsample(self, output: Tensor, size: list[int]) -> Tensor:
+        return F.interpolate(output, size, mode="bilinear", align_corners=False)
+
+
 def _every(x: Tensor, stride: int) -> Tensor:
     return x if stride == 1 else x[:, :, ::stride, ::stride]
 
 
 def _sum(logits: Tensor, more: Tensor | None) -> Tensor:
     return logits if more is None else logits + more
-
-
-def _along(pairs: Tensor, axis: str) -> Tensor:
-    """(·, queries, keys) of one axis as logits (1, ·, Hq, 1, keys) or (1, ·, 1, Wq, keys)."""
-    return pairs.unsqueeze(0).unsqueeze(3 if axis == "row" else 2)

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..ops import window_attention
-from ..ops.window.window_attention import scripted_window_attention
 from .capture import window_maps_of
-from .checks import check_map, pair, positive
+from .checks import check_map, check_window, pair, positive
+from .memory_format import in_format_of, to_channels_last
+from .scripting import attend_in_windows
 
 
 class Projection(nn.Sequential):
@@ -124,7 +124,7 @@ class LocalBilateralConv2d(nn.Module):
         """(B, in_channels, H, W) -> (B, out_channels, Hq, Wq)."""
         query, key, value, logits = self._terms(x)
         attended = self._attend(query, key, value, logits)
-        return self.output(attended.permute(0, 1, 4, 2, 3).flatten(1, 2))
+        return in_format_of(x, self.output(attended.permute(0, 1, 4, 2, 3).flatten(1, 2)))
 
     def attention_size(self, size: list[int]) -> tuple[int, int]:
         """(Hq, Wq), for an input of ``size`` (H, W)."""
@@ -150,15 +150,10 @@ class LocalBilateralConv2d(nn.Module):
 
     def _terms(self, x: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor | None]:
         """Refined query, key, value (B, M, ·, ·, d) and geometric logits (B, M, Hq, Wq, taps)."""
-        if not torch.jit.is_scripting():
-            check_map(x, self.in_channels, next(self.parameters()))
-            if min(self.attention_size([x.shape[2], x.shape[3]])) < 1:
-                raise ValueError(
-                    f"x of size {tuple(x.shape[2:])} with padding {self.padding} is smaller than a window of "
-                    f"kernel_size {self.kernel_size} and dilation {self.dilation}"
-                )
+        check_map(x, self.in_channels, self.query[0].weight)  # type: ignore[arg-type]
+        check_window(x, list(self.kernel_size), list(self.padding), list(self.dilation))
         # Channels-last, a projection is one plain GEMM and the heads are views with a contiguous width.
-        x = x.contiguous(memory_format=torch.channels_last)
+        x = to_channels_last(x)
         projected = self.query(x)
         value = self._heads(projected if self.value is None else self.value(x))
         key = self._heads(projected if self.key is None else self.key(x)) if self.content else None
@@ -175,10 +170,7 @@ class LocalBilateralConv2d(nn.Module):
 
     def _attend(self, query: Tensor | None, key: Tensor | None, value: Tensor, logits: Tensor | None) -> Tensor:
         k, s, p, d = list(self.kernel_size), list(self.stride), list(self.padding), list(self.dilation)
-        if torch.jit.is_scripting():
-            return scripted_window_attention(query, key, value, logits, k, s, p, d, False, 1.0)
-        else:
-            return window_attention(query, key, value, logits, k, stride=s, padding=p, dilation=d)
+        return attend_in_windows(query, key, value, logits, k, s, p, d, False)
 
     def _centres(self, x: Tensor) -> Tensor:
         """What lies in the middle of every window."""

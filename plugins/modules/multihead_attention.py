@@ -44,7 +44,7 @@ class MultiheadAttention(MultiheadSpatialAttention):
         super().__init__(embed_dim, num_heads, "1000", causal=causal, dropout=dropout, **factory)
         self.scale = (embed_dim // num_heads) ** -0.5
         self.q_proj, self.k_proj = (nn.Linear(embed_dim, embed_dim, **factory) for _ in range(2))
-        self.init_weights()
+        self.reset_parameters()
 
     def extra_repr(self) -> str:
         return f"{self.embed_dim}, num_heads={self.num_heads}" + (", causal=True" if self.causal else "")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -16,10 +16,14 @@ from torch.nn import functional as F
 
 from ..ops import global_attention
 from .capture import maps_of
-from .checks import check_map, positive
-from .relative_tables import RelativeTables
+from .checks import check_map, one_of, positive
+from .memory_format import in_format_of, to_channels_last
+from .relative_tables import Position, RelativeTables
+from .renamed import renamed_method
+from .zero_conv import ZeroConv2d
 
-MODES = ("gaussian", "embedded_gaussian", "dot_product", "concatenation")
+Mode = Literal["gaussian", "embedded_gaussian", "dot_product", "concatenation"]
+MODES: tuple[Mode, ...] = get_args(Mode)
 _CONVS = ("conv.", "0.conv.")  # what mmcv, without and with sub_sample, has between a projection and its parameter
 _NORMS = ("bn", "gn", "in", "ln")  # mmcv's names of the normalisation within conv_out
 
@@ -71,10 +75,10 @@ class NonLocal2d(RelativeTables):
         self,
         in_channels: int,
         reduction: int = 2,
-        mode: str = "embedded_gaussian",
+        mode: Mode = "embedded_gaussian",
         use_scale: bool = True,
         sub_sample: bool = False,
-        position: str = "none",
+        position: Position = "none",
         input_size: int | Sequence[int] | None = None,
         *,
         resize_tables: bool = True,
@@ -83,8 +87,7 @@ class NonLocal2d(RelativeTables):
         dtype: torch.dtype | None = None,
     ) -> None:
         positive(in_channels=in_channels, reduction=reduction)
-        if mode not in MODES:
-            raise ValueError(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
+        one_of(Mode, mode=mode)
         if position == "relative" and "gaussian" not in mode:
             raise ValueError(f"position 'relative' needs mode 'gaussian' or 'embedded_gaussian', got mode {mode!r}")
         factory: dict[str, Any] = dict(device=device, dtype=dtype)
@@ -103,11 +106,12 @@ class NonLocal2d(RelativeTables):
             self.phi = nn.Conv2d(in_channels, width, 1, **factory)
         if mode == "concatenation":
             self.concat_project = nn.Conv2d(2 * width, 1, 1, bias=False, **factory)
-        self.conv_out = nn.Conv2d(width, in_channels, 1, bias=norm_layer is None, **factory)
+        last = ZeroConv2d if norm_layer is None else nn.Conv2d
+        self.conv_out = last(width, in_channels, 1, bias=norm_layer is None, **factory)
         self.norm = None if norm_layer is None else norm_layer(in_channels).to(**factory)
-        self.init_weights()
+        self.reset_parameters()
 
-    def init_weights(self) -> None:
+    def reset_parameters(self) -> None:
         """As mmcv: embeddings normal with deviation 0.01, ``conv_out``, or the normalisation after it, 0."""
         for projection in (self.g, self.theta, self.phi):
             if projection is not None:
@@ -118,7 +122,9 @@ class NonLocal2d(RelativeTables):
             nn.init.kaiming_normal_(self.concat_project.weight, mode="fan_out", nonlinearity="relu")
         for parameter in (self.conv_out if self.norm is None else self.norm).parameters():
             nn.init.zeros_(parameter)
-        self.reset_tables()
+        super().reset_parameters()
+
+    init_weights = renamed_method("init_weights")
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, C, H, W) -> (B, C, H, W).
@@ -138,7 +144,7 @@ class NonLocal2d(RelativeTables):
             attended = rectified_sums(a, b, value.flatten(1, 3))
         attended = attended.reshape(*query.shape[:4], self.width).squeeze(1).permute(0, 3, 1, 2)
         attended = self.conv_out(attended)
-        return x + (attended if self.norm is None else self.norm(attended))
+        return x + in_format_of(x, attended if self.norm is None else self.norm(attended))
 
     def attention_maps(self, x: Tensor, queries: Tensor | None = None) -> Tensor:
         """The attention weights of a Gaussian mode: for inspection, O(N K) without ``queries``.
@@ -166,7 +172,7 @@ class NonLocal2d(RelativeTables):
         """Query (B, 1, H, W, ·), key and value (B, 1, Hk, Wk, ·)."""
         check_map(x, self.in_channels, self.g.weight)
         self.check_size(x)
-        x = x.contiguous(memory_format=torch.channels_last)
+        x = to_channels_last(x)
         query = x if self.theta is None else self.theta(x)
         key = x if self.phi is None else self.phi(x)
         value = self.g(x)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from ..terms.relative_position import relative_logits
 from ..terms.relative_table import resize_table
-from .checks import pair
+from .checks import check_table_size, one_of, pair
+from .renamed import renamed_method
 
-POSITIONS = ("none", "relative")
+Position = Literal["none", "relative"]
 
 
 class RelativeTables(nn.Module):
@@ -23,7 +24,7 @@ class RelativeTables(nn.Module):
 
     def __init__(
         self,
-        position: str,
+        position: Position,
         input_size: int | Sequence[int] | None,
         width: int,
         resize_tables: bool,
@@ -32,8 +33,7 @@ class RelativeTables(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if position not in POSITIONS:
-            raise ValueError(f"position must be one of {', '.join(POSITIONS)}, got {position!r}")
+        one_of(Position, position=position)
         self.position, self.resize_tables = position, resize_tables
         self.input_size: tuple[int, int] | None = None
         self.height_rel: nn.Parameter | None = None
@@ -48,17 +48,19 @@ class RelativeTables(nn.Module):
         H, W = self.input_size = pair("input_size", input_size)
         self.height_rel = nn.Parameter(torch.empty(2 * H - 1, width, device=device, dtype=dtype))
         self.width_rel = nn.Parameter(torch.empty(2 * W - 1, width, device=device, dtype=dtype))
-        self.reset_tables()
+        RelativeTables.reset_parameters(self)
 
     def attention_size(self, size: Sequence[int]) -> tuple[int, int]:
         """The map of queries, for an input of ``size`` (H, W)."""
         return size[0], size[1]
 
-    def reset_tables(self) -> None:
+    def reset_parameters(self) -> None:
         """Draw the tables with deviation d^-1/2 (Bello et al. 2019, Figure 8)."""
         for table in (self.height_rel, self.width_rel):
             if table is not None:
                 nn.init.normal_(table, std=table.shape[1] ** -0.5)
+
+    reset_tables = renamed_method("reset_tables")
 
     def table_logits(
         self, query: Tensor, scale: float, keys: Sequence[int], stride: Sequence[int] = (1, 1)
@@ -87,12 +89,8 @@ class RelativeTables(nn.Module):
 
     def check_size(self, x: Tensor) -> None:
         """Check that the tables serve a map of the size of ``x``."""
-        made, found = self.input_size, (x.shape[2], x.shape[3])
-        if made is not None and not self.resize_tables and made != found:
-            raise ValueError(
-                f"x has a map of {found}, but the relative tables are made for input_size={made}: give inputs of that "
-                "size, or resize_tables=True"
-            )
+        if self.input_size is not None and not self.resize_tables:
+            check_table_size(x, self.input_size, (x.shape[2], x.shape[3]), self.input_size)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         load_resized(self, state_dict, prefix)

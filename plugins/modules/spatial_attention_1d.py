@@ -7,26 +7,36 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from ..terms.attention_type import parse_attention_type
 from ..terms.saliency import key_saliency
 from ..terms.sine_position import sine_encoding
-from .generalized_attention import parse_attention_type
-from .sequence_cache import (
-    SequenceCache,
-    attended,
-    check_cache,
-    check_heads,
-    check_padding_mask,
-    check_sequence,
-    split_heads,
-    weights_of,
-)
+from .checks import check_heads, check_padding_mask, check_sequence
+from .renamed import renamed_method
+from .sequence_cache import SequenceCache, check_cache
+from .sequence_heads import attended, split_heads, weights_of
 
 _is_dynamo_compiling = getattr(torch.compiler, "is_dynamo_compiling", lambda: False)  # torch >= 2.2
+
+
+class Keys(NamedTuple):
+    """Projected keys and values, (B, M, S, d), those of the cache before them.
+
+    Attributes:
+        key: None where no term reads keys.
+        value: Values.
+        padding_mask: (B, S) bool, or None.
+        shift: (B,), by how much the keys were moved to begin with the first that is not padding; None: not at all.
+    """
+
+    key: Tensor | None
+    value: Tensor
+    padding_mask: Tensor | None
+    shift: Tensor | None = None
 
 
 class MultiheadSpatialAttention(nn.Module):
@@ -86,14 +96,14 @@ class MultiheadSpatialAttention(nn.Module):
     ) -> None:
         super().__init__()
         check_heads(embed_dim, num_heads, dropout)
-        self.terms = e1, e2, e3, e4 = parse_attention_type(attention_type)
+        self.terms = terms = parse_attention_type(attention_type)
         if not isinstance(attention_range, int) or (
             attention_range != -1 and (attention_range < 1 or attention_range % 2 == 0)
         ):
             raise ValueError(
                 f"attention_range must be -1 (all keys) or a positive odd int (n_k), got {attention_range!r}"
             )
-        if (e2 or e4) and embed_dim % 2:
+        if terms.relative and embed_dim % 2:
             raise ValueError(f"embed_dim must be even for relative positions (sines and cosines), got {embed_dim}")
         kdim = embed_dim if kdim is None else kdim
         if not isinstance(kdim, int) or kdim < 1 or (causal and kdim != embed_dim):
@@ -102,17 +112,17 @@ class MultiheadSpatialAttention(nn.Module):
         self.attention_type, self.attention_range, self.causal = attention_type, attention_range, causal
         self.dropout, self.scale = dropout, scale
         factory: dict[str, Any] = dict(device=device, dtype=dtype)
-        self.q_proj = nn.Linear(embed_dim, embed_dim, bias=False, **factory) if e1 or e2 else None
-        self.k_proj = nn.Linear(kdim, embed_dim, bias=False, **factory) if e1 or e3 else None
+        self.q_proj = nn.Linear(embed_dim, embed_dim, bias=False, **factory) if terms.queries else None
+        self.k_proj = nn.Linear(kdim, embed_dim, bias=False, **factory) if terms.keys else None
         self.v_proj = nn.Linear(kdim, embed_dim, bias=bias, **factory)
         self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias, **factory)
-        self.position_proj = nn.Linear(embed_dim, embed_dim, bias=False, **factory) if e2 or e4 else None
+        self.position_proj = nn.Linear(embed_dim, embed_dim, bias=False, **factory) if terms.relative else None
         heads = num_heads, embed_dim // num_heads
-        self.content_bias = nn.Parameter(torch.empty(heads, **factory)) if e3 else None  # u
-        self.position_bias = nn.Parameter(torch.empty(heads, **factory)) if e4 else None  # v
-        self.init_weights()
+        self.content_bias = nn.Parameter(torch.empty(heads, **factory)) if terms.saliency else None  # u
+        self.position_bias = nn.Parameter(torch.empty(heads, **factory)) if terms.position else None  # v
+        self.reset_parameters()
 
-    def init_weights(self) -> None:
+    def reset_parameters(self) -> None:
         """Draw projections by Glorot, uniform, those of queries, keys and values as one; u and v uniform."""
         for layer in self.children():
             assert isinstance(layer, nn.Linear)
@@ -124,6 +134,8 @@ class MultiheadSpatialAttention(nn.Module):
         for vector in (self.content_bias, self.position_bias):
             if vector is not None:
                 nn.init.uniform_(vector, -bound, bound)
+
+    init_weights = renamed_method("init_weights")
 
     def forward(
         self,
@@ -202,42 +214,35 @@ class MultiheadSpatialAttention(nn.Module):
         value = None if value is query and key is None else value
         self._check(query, key, value, key_padding_mask, cache)
         if key is None:
-            start, shift = 0, None
-            projected_key, projected_value, key_padding_mask = self._keys(query, query, key_padding_mask, cache)
-            if self.causal:
-                start = projected_value.shape[2] - query.shape[1]
+            keys = self._keys(query, query, key_padding_mask, cache)
+            start = keys.value.shape[2] - query.shape[1] if self.causal else 0
         else:
             start = 0 if cache is None else cache.steps
-            value = key if value is None else value
-            projected_key, projected_value, key_padding_mask, shift = self._source(key, value, key_padding_mask, cache)
+            keys = self._source(key, key if value is None else value, key_padding_mask, cache)
         arguments = {
-            **self._logits(query, projected_key, projected_value, start, cache),
-            "value": projected_value,
+            **self._logits(query, keys.key, keys.value, start, cache),
+            "value": keys.value,
             "causal": self.causal,
-            "key_padding_mask": key_padding_mask,
+            "key_padding_mask": keys.padding_mask,
             "start": start,
             "scale": 1.0,
         }
-        return arguments, shift
+        return arguments, keys.shift
 
-    def _keys(
-        self, key: Tensor, value: Tensor, key_padding_mask: Tensor | None, cache: SequenceCache | None
-    ) -> tuple[Tensor | None, Tensor, Tensor | None]:
-        """Keys and values (B, M, S, d) and their mask, those of the cache before them."""
+    def _keys(self, key: Tensor, value: Tensor, key_padding_mask: Tensor | None, cache: SequenceCache | None) -> Keys:
+        """Those of the cache and of these tokens, which go into the cache."""
         projected_key = None if self.k_proj is None else split_heads(self.k_proj(key), self.num_heads)
         projected_value = split_heads(self.v_proj(value), self.num_heads)
         if cache is None:
-            return projected_key, projected_value, key_padding_mask
+            return Keys(projected_key, projected_value, key_padding_mask)
         cache.append(projected_key, projected_value, key_padding_mask)
         assert cache.value is not None
-        return cache.key, cache.value, cache.key_padding_mask
+        return Keys(cache.key, cache.value, cache.key_padding_mask)
 
-    def _source(
-        self, key: Tensor, value: Tensor, key_padding_mask: Tensor | None, cache: SequenceCache | None
-    ) -> tuple[Tensor | None, Tensor, Tensor | None, Tensor | None]:
-        """The same of another sequence, and by how much it was moved: projected in the first step alone."""
+    def _source(self, key: Tensor, value: Tensor, key_padding_mask: Tensor | None, cache: SequenceCache | None) -> Keys:
+        """Those of another sequence, projected in the first step alone."""
         if cache is not None and cache.value is not None:
-            return cache.key, cache.value, cache.key_padding_mask, cache.shift
+            return Keys(cache.key, cache.value, cache.key_padding_mask, cache.shift)
         shift: Tensor | None = None
         if key_padding_mask is not None and (self.position_proj is not None or self.attention_range != -1):
             # Padding on the left would move all source positions: it goes to the end.
@@ -247,10 +252,10 @@ class MultiheadSpatialAttention(nn.Module):
             key = key.gather(1, order.unsqueeze(2).expand_as(key))
             value = key if same else value.gather(1, order.unsqueeze(2).expand_as(value))
             key_padding_mask = key_padding_mask.gather(1, order)
-        projected_key, projected_value, key_padding_mask = self._keys(key, value, key_padding_mask, cache)
+        keys = self._keys(key, value, key_padding_mask, cache)
         if cache is not None:
             cache.shift = shift
-        return projected_key, projected_value, key_padding_mask, shift
+        return keys._replace(shift=shift)
 
     def _logits(
         self, query: Tensor, key: Tensor | None, value: Tensor, start: int, cache: SequenceCache | None
@@ -262,7 +267,7 @@ class MultiheadSpatialAttention(nn.Module):
             projected = self._scaled(split_heads(self.q_proj(query), self.num_heads))
         band = self._band(projected, value, T, S, start, cache)
         content, position_logits = None, None
-        if self.terms[0]:
+        if self.terms.content:
             assert projected is not None
             u = self.content_bias
             content = projected if u is None else projected + self._scaled(u).unsqueeze(1)
@@ -297,7 +302,7 @@ class MultiheadSpatialAttention(nn.Module):
             return value.new_zeros(1, 1, 1, reach + 1 if self.causal else 2 * reach + 1).expand(-1, -1, T, -1)
         table = split_heads(self._encodings(self.position_proj, reach, cache).unsqueeze(0), self.num_heads)[0]
         v = None if self.position_bias is None else self._scaled(self.position_bias)
-        if self.terms[1]:
+        if self.terms.content_position:
             assert query is not None
             query = query if v is None else query + v.unsqueeze(1)
             # One product a head; matmul would copy the table for every sequence of the batch.

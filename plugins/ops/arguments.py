@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import numbers
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -9,14 +11,28 @@ import torch
 from torch import Tensor
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+LARGEST = 2**31 - 1  # of an option; products of two then fit the kernels' 64-bit indices
 
 
 def expand(name: str, value: int | Sequence[int], length: int, minimum: int) -> tuple[int, ...]:
     """``value`` or ``length`` values, as a tuple of ints of at least ``minimum``."""
     values = tuple(value) if isinstance(value, Sequence) else (value,) * length
-    if len(values) != length or not all(isinstance(v, int) and v >= minimum for v in values):
-        raise ValueError(f"{name} must be an int or {length} ints, each at least {minimum}, got {value!r}")
+    if len(values) != length or not all(isinstance(v, int) and minimum <= v <= LARGEST for v in values):
+        raise ValueError(
+            f"{name} must be an int or {length} ints, each at least {minimum} and below 2**31, got {value!r}"
+        )
     return values
+
+
+def finite(name: str, value: float) -> float:
+    """``value`` as a float; neither a tensor, whose gradient would be lost, nor NaN or infinite."""
+    if isinstance(value, torch.SymFloat):
+        return value
+    if not isinstance(value, (float, int, numbers.Real)):  # the first two save the third's time
+        raise TypeError(f"{name} must be a number, got {type(value).__name__}")
+    if not -math.inf < value < math.inf:
+        raise ValueError(f"{name} must be a finite number, got {value}")
+    return float(value)
 
 
 def arithmetic_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -53,12 +69,27 @@ def check_tensors(first: str, required: Sequence[str] = (), **tensors: Tensor | 
             continue
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name} must be a Tensor, got {type(tensor).__name__}")
+        if tensor.layout != torch.strided:
+            raise TypeError(f"{name} must be a dense Tensor, got one of layout {tensor.layout}")
         if tensor.dtype not in FLOATS:
             raise TypeError(f"{name} must be float16, bfloat16, float32 or float64, got {tensor.dtype}")
         if tensor.device != leader.device:
             raise ValueError(f"{name} must be on {first}'s device {leader.device}, got {tensor.device}")
         if tensor.dtype != leader.dtype and autocast_dtype(leader.device.type) is None:
             raise TypeError(f"{name} must have {first}'s dtype {leader.dtype}, got {tensor.dtype}")
+
+
+def check_padding_mask(mask: Tensor | None, B: int, S: int, device: torch.device, keys: str = "keys") -> None:
+    """Check that ``mask``, a ``key_padding_mask``, is None or (B, S), bool and on ``device``; ``keys`` in words."""
+    if mask is None:
+        return
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+        kind = getattr(mask, "dtype", type(mask).__name__)
+        raise TypeError(f"key_padding_mask must be a bool Tensor, True for padding, got {kind}")
+    if mask.shape != (B, S):
+        raise ValueError(f"key_padding_mask must have shape {(B, S)}, batch and {keys}, got {tuple(mask.shape)}")
+    if mask.device != device:
+        raise ValueError(f"key_padding_mask must be on the keys' device {device}, got {mask.device}")
 
 
 def check_dim(name: str, tensor: Tensor, shape: str) -> None:

@@ -1,53 +1,51 @@
 """Non-localized position logits (Thesis, Eq. 3.12): predicted inside a window, one value for all keys outside it.
 
 k is the window's side, r = (k - 1) / 2. The query's logits for the offsets of the window are predicted from its
-features; every key farther away gets the padding value v. (The thesis prints |i - j| <= ⌈(k + 1) / 2⌉, which overruns
-the k predicted values; |i - j| <= r is meant.)
+features; every key farther away gets one value v, an ``Outside``. (The thesis prints |i - j| <= ⌈(k + 1) / 2⌉, which
+overruns the k predicted values; |i - j| <= r is meant.)
 """
 
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-PADDINGS = ("-inf", "zero", "learned", "min", "mean")
-SMOOTHINGS = ("sqrt_d", "zscore")
+Outside = Literal["-inf", "zero", "learned", "min", "mean"]
+Smoothing = Literal["sqrt_d", "zscore"]
 
 
-def check_choices(padding: str, smoothing: str) -> None:
-    """Check that both are known, and go together."""
-    for name, value, choices in (("padding", padding, PADDINGS), ("smoothing", smoothing, SMOOTHINGS)):
-        if value not in choices:
-            raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
-    if padding == "-inf" and smoothing == "zscore":
-        raise ValueError("smoothing 'zscore' needs another padding than '-inf', of which there is no mean")
+def check_smoothing(outside: Outside, smoothing: Smoothing) -> None:
+    """Check that both go together."""
+    if outside == "-inf" and smoothing == "zscore":
+        raise ValueError("smoothing 'zscore' needs another outside than '-inf', of which there is no mean")
 
 
-def predicted_values(window: int, padding: str) -> int:
-    """How many values f predicts for a query: the window's, and one more where the padding is learned."""
-    return window + (padding == "learned")
+def predicted_values(window: int, outside: Outside) -> int:
+    """How many values f predicts for a query: the window's, and one more where that of keys outside is learned."""
+    return window + (outside == "learned")
 
 
-def with_padding(predicted: Tensor, padding: str) -> Tensor:
+def with_outside(predicted: Tensor, outside: Outside) -> Tensor:
     """Append the value for keys outside the window.
 
     Args:
         predicted: (..., n), or (..., n + 1) for ``'learned'``.
-        padding: ``'-inf'`` (attention stays in the window), ``'zero'``, ``'learned'``, ``'min'`` or ``'mean'`` of the
+        outside: ``'-inf'`` (attention stays in the window), ``'zero'``, ``'learned'``, ``'min'`` or ``'mean'`` of the
             window's values.
 
     Returns:
-        (..., n + 1), the padding last.
+        (..., n + 1), the value outside last.
     """
-    if padding == "learned":
+    if outside == "learned":
         return predicted
-    if padding == "min":
+    if outside == "min":
         value = predicted.amin(-1, keepdim=True)
-    elif padding == "mean":
+    elif outside == "mean":
         value = predicted.mean(-1, keepdim=True)
-    elif padding == "zero":
+    elif outside == "zero":
         value = torch.zeros_like(predicted[..., :1])
     else:
         value = torch.full_like(predicted[..., :1], -math.inf)
@@ -64,8 +62,8 @@ def realign(values: Tensor, index: Tensor) -> Tensor:
     """Lay predicted values out over keys.
 
     Args:
-        values: (..., Q, n + 1), of :func:`with_padding`.
-        index: (Q, K), which value a key has; -1: the padding.
+        values: (..., Q, n + 1), of :func:`with_outside`.
+        index: (Q, K), which value a key has; -1: the one outside the window.
 
     Returns:
         (..., Q, K).

@@ -13,7 +13,7 @@ from timm.models._efficientnet_builder import decode_arch_def, round_channels
 from timm.models.efficientnet import EfficientNet
 from torch import nn
 
-from ..modules.augmented_conv import AAConv2d
+from ..modules.augmented_conv import AAConv2d, Position
 from .aa_resnet import augment
 from .conventions import imagenet_cfg, table_names
 
@@ -60,7 +60,7 @@ class AAMnasNet(EfficientNet):
         nu: float = 0.05,
         num_heads: int = 4,
         min_key_dim_per_head: int = 1,
-        position: str = "relative",
+        position: Position = "relative",
         img_size: int | tuple[int, int] = 224,
         pool: bool = True,
         **kwargs: Any,

@@ -15,7 +15,7 @@ from timm.models import build_model_with_cfg, generate_default_cfgs, register_mo
 from timm.models.resnet import BasicBlock, Bottleneck, ResNet
 from torch import nn
 
-from ..modules.augmented_conv import AAConv2d
+from ..modules.augmented_conv import AAConv2d, Position
 from .conventions import imagenet_cfg, initialise_ours, table_names
 
 LAYERS = {34: (3, 4, 6, 3), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}
@@ -109,7 +109,7 @@ class AAResNet(ResNet):
         nu: float = 0.1,
         num_heads: int = 8,
         min_key_dim_per_head: int = 20,
-        position: str = "relative",
+        position: Position = "relative",
         img_size: int | tuple[int, int] = 224,
         pool: bool = True,
         **kwargs: Any,

@@ -10,8 +10,8 @@ from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..modules.augmented_conv import AAConv2d
-from .conventions import imagenet_cfg, table_names
+from ..modules.augmented_conv import AAConv2d, Position
+from .conventions import imagenet_cfg, initialise_ours, table_names
 
 
 class AAWideBlock(nn.Module):
@@ -100,7 +100,7 @@ class AAWideResNet(nn.Module):
         nu: float = 0.1,
         num_heads: int = 8,
         min_key_dim_per_head: int = 20,
-        position: str = "relative",
+        position: Position = "relative",
         img_size: int | tuple[int, int] = 32,
         drop_rate: float = 0.0,
         block_drop_rate: float = 0.0,
@@ -143,9 +143,7 @@ class AAWideResNet(nn.Module):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
             elif isinstance(module, nn.BatchNorm2d):
                 module.reset_parameters()
-        for module in self.modules():
-            if isinstance(module, AAConv2d):
-                module.reset_attention()
+        initialise_ours(self)
 
     @torch.jit.ignore
     def no_weight_decay(self) -> set[str]:

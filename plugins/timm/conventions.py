@@ -12,6 +12,8 @@ from ..modules.augmented_conv import AAConv2d
 from ..modules.deformable_conv import DeformableConv2d
 from ..modules.generalized_attention import GeneralizedAttention2d
 
+OURS = (AAConv2d, DeformableConv2d, GeneralizedAttention2d)  # of which timm's models are made
+
 
 def imagenet_cfg(**changes: Any) -> dict[str, Any]:
     """timm's default configuration of a ResNet on ImageNet, without weights."""
@@ -31,15 +33,14 @@ def imagenet_cfg(**changes: Any) -> dict[str, Any]:
 
 
 def initialise_ours(model: nn.Module) -> None:
-    """Draw anew what timm's loops over every ``Conv2d`` spoil: attention's projections and offset predictors."""
+    """Redraw what timm's loops over every ``Conv2d`` have drawn by their own rule within our layers."""
     for module in model.modules():
-        if isinstance(module, DeformableConv2d):
+        if isinstance(module, DeformableConv2d):  # a convolution as any of the model's, but for its predictor
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
-            module.zero_offset()
-        elif isinstance(module, GeneralizedAttention2d):
-            module.init_weights()
-        elif isinstance(module, AAConv2d):
-            module.reset_attention()
+            for parameter in module.conv_offset.parameters():
+                nn.init.zeros_(parameter)
+        elif isinstance(module, OURS):
+            module.reset_parameters()
 
 
 def table_names(model: nn.Module) -> set[str]:
@@ -89,5 +90,5 @@ def param_groups(
 
 
 # Leaves to timm's feature extraction by FX: their argument checks look at shapes.
-for _module in (AAConv2d, DeformableConv2d, GeneralizedAttention2d):
+for _module in OURS:
     register_notrace_module(_module)

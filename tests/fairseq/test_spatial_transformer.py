@@ -26,9 +26,9 @@ SETTINGS = [
     dict(kind="1111", attention_range=3),
     dict(kind="0010", attention_range=3, deformable=True),
     dict(kind="dynamic", encoder_kernel_sizes="3,5", decoder_kernel_sizes="2,3"),
-    dict(kind="bilateral", encoder_kernel_sizes="3", decoder_kernel_sizes="2", bilateral_padding="learned"),
-    dict(kind="bilateral", decoder_kernel_sizes="3,2", bilateral_padding="-inf"),
-    dict(kind="bilateral", encoder_kernel_sizes=3, bilateral_smoothing="zscore", bilateral_padding="mean"),
+    dict(kind="bilateral", encoder_kernel_sizes="3", decoder_kernel_sizes="2", bilateral_outside="learned"),
+    dict(kind="bilateral", decoder_kernel_sizes="3,2", bilateral_outside="-inf"),
+    dict(kind="bilateral", encoder_kernel_sizes=3, bilateral_smoothing="zscore", bilateral_outside="mean"),
 ]
 every_setting = pytest.mark.parametrize("setting", SETTINGS, ids=lambda s: "-".join(map(str, s.values())))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import shutil
+import warnings
 from typing import Any
 
 import pytest
@@ -197,10 +198,10 @@ def test_layerdrop_prunes_to_the_layers_to_keep():
             "--decoder-kernel-sizes must be one positive",
         ),
         (dict(decoder_attention="bilateral", decoder_kernel_sizes=0), "got 0"),
-        (dict(encoder_attention="bilateral", bilateral_padding="same"), "padding must be one of .* got 'same'"),
+        (dict(encoder_attention="bilateral", bilateral_outside="same"), "outside must be one of .* got 'same'"),
         (
-            dict(encoder_attention="bilateral", bilateral_padding="-inf", bilateral_smoothing="zscore"),
-            "smoothing 'zscore' needs another padding",
+            dict(encoder_attention="bilateral", bilateral_outside="-inf", bilateral_smoothing="zscore"),
+            "smoothing 'zscore' needs another outside",
         ),
         (dict(encoder_positions="relative"), "--encoder-positions must be one of auto, absolute, none, got 'relative'"),
         (
@@ -279,13 +280,39 @@ def test_language_model_has_the_options_of_fairseqs():
         build_language_model(decoder_kernel_sizes="3")
 
 
+# --- the old name of --bilateral-outside ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("build", [build, build_language_model])
+def test_bilateral_padding_is_read_with_a_warning(build):
+    """As configurations and checkpoints of before have it."""
+    with pytest.warns(DeprecationWarning, match="--bilateral-padding is the old name of --bilateral-outside"):
+        old = build(decoder_attention="bilateral", bilateral_padding="learned")
+    new = build(decoder_attention="bilateral", bilateral_outside="learned")
+    assert old.decoder.layers[0].self_attn.attention.outside == "learned"
+    for name, tensor in new.state_dict().items():
+        assert torch.equal(old.state_dict()[name], tensor), name
+
+
+def test_bilateral_padding_of_another_attention_is_silent():
+    """Every checkpoint of before holds it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", DeprecationWarning)
+        assert build(encoder_attention="0110", bilateral_padding="zero").encoder.layers
+
+
+def test_bilateral_padding_and_outside_that_differ():
+    with pytest.raises(ValueError, match="give one of them, got min and learned"):
+        build(encoder_attention="bilateral", bilateral_padding="min", bilateral_outside="learned")
+
+
 # --- console scripts ------------------------------------------------------------------------------------------------
 
 
 def test_console_scripts_translate_and_align(data, tmp_path):
     """Every choice at once; the alignment is that of the model loaded in Python."""
     options = ["--arch=spatial_transformer_tiny", "--encoder-attention=0010", "--decoder-attention=bilateral"]
-    options += ["--cross-attention=1101", "--deformable", "--decoder-kernel-sizes=3,4", "--bilateral-padding=-inf"]
+    options += ["--cross-attention=1101", "--deformable", "--decoder-kernel-sizes=3,4", "--bilateral-outside=-inf"]
     checkpoint = train(data, tmp_path, *options)
     lines = generate(data, checkpoint, "--print-alignment=soft")
     assert len(lines["A"]) == 8

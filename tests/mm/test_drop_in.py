@@ -7,34 +7,16 @@ import sys
 import pytest
 import torch
 from mmcv.cnn.bricks.generalized_attention import GeneralizedAttention
-from mmcv.ops import CrissCrossAttention, DeformConv2dPack, ModulatedDeformConv2dPack
+from mmcv.ops import CrissCrossAttention, DeformConv2dPack
 from mmdet.registry import MODELS as MMDET_MODELS
 from mmengine.config import Config
 from mmengine.registry import MODELS, init_default_scope
 from mmengine.utils import get_installed_path
 
-from attn_plugins.mmcv import drop_in
+from tests.mm.drop_in_helpers import STOCK, drop_in, restore
 from tests.mm.mm_helpers import without_downloads
 
-STOCK = dict(
-    GeneralizedAttention=GeneralizedAttention,
-    CrissCrossAttention=CrissCrossAttention,
-    DCN=DeformConv2dPack,
-    DCNv2=ModulatedDeformConv2dPack,
-)
 CONFIGS = [f"faster-rcnn_r50-attn{kind}_fpn_1x_coco" for kind in ("0010", "1111", "0010-dcn", "1111-dcn")]
-
-
-def restore() -> None:
-    """mmcv's own layers in the registry, and under their names."""
-    MODELS.module_dict.update(STOCK)
-    for name, holders in drop_in.HOLDERS.items():
-        for holder in holders:
-            if holder in sys.modules:
-                setattr(sys.modules[holder], name, STOCK[name])
-
-
-restore()  # after the import of drop_in: other tests compare with mmcv's layers
 
 
 @pytest.fixture(autouse=True)

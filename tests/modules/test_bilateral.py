@@ -12,15 +12,15 @@ from torch import nn
 
 from attn_plugins.modules import BilateralCrissCross2d, BilateralNonLocal2d
 from attn_plugins.modules import bilateral as bilateral_module
-from attn_plugins.terms.nonlocal_position import axis_index, realign, standardised, with_padding
+from attn_plugins.terms.nonlocal_position import axis_index, realign, standardised, with_outside
 from tests.helpers.module_checks import check_half_precision
 from tests.helpers.operator_checks import check_compiled_and_exported
 
 MODULES = [BilateralNonLocal2d, BilateralCrissCross2d]
 CHOICES = [
-    (padding, smoothing)
-    for padding, smoothing in itertools.product(("learned", "zero", "min", "mean", "-inf"), ("zscore", "sqrt_d"))
-    if (padding, smoothing) != ("-inf", "zscore")
+    (outside, smoothing)
+    for outside, smoothing in itertools.product(("learned", "zero", "min", "mean", "-inf"), ("zscore", "sqrt_d"))
+    if (outside, smoothing) != ("-inf", "zscore")
 ]
 
 
@@ -43,10 +43,10 @@ def by_loops(module: nn.Module, image: torch.Tensor) -> torch.Tensor:
     output = np.zeros((v.shape[0], H, W))
     for y, x in itertools.product(range(H), range(W)):
         predicted = f[:, y, x]
-        window = predicted[:-1] if module.padding == "learned" else predicted
+        window = predicted[:-1] if module.outside == "learned" else predicted
         beyond = {
             "learned": predicted[-1], "zero": 0.0, "min": window.min(), "mean": window.mean(), "-inf": -math.inf
-        }[module.padding]  # fmt: skip
+        }[module.outside]  # fmt: skip
         keys = [(r, c) for r, c in itertools.product(range(H), range(W)) if not cross or r == y or c == x]
         position = []
         for r, c in keys:
@@ -72,11 +72,11 @@ def by_loops(module: nn.Module, image: torch.Tensor) -> torch.Tensor:
     return image + (module.gamma.scale * attended if cross else module.conv_out(attended))
 
 
-@pytest.mark.parametrize("padding, smoothing", CHOICES)
+@pytest.mark.parametrize("outside, smoothing", CHOICES)
 @pytest.mark.parametrize("kind", MODULES)
 @pytest.mark.parametrize("kernel_size", [3, (5, 1), 15])
-def test_equals_the_formula(kind, padding, smoothing, kernel_size):
-    module = build(kind, padding=padding, smoothing=smoothing, kernel_size=kernel_size)
+def test_equals_the_formula(kind, outside, smoothing, kernel_size):
+    module = build(kind, outside=outside, smoothing=smoothing, kernel_size=kernel_size)
     image = torch.randn(1, 6, 4, 5, dtype=torch.float64)
     torch.testing.assert_close(module(image), by_loops(module, image))
 
@@ -108,9 +108,9 @@ def test_any_size_and_an_empty_batch(kind, size):
 
 
 @pytest.mark.parametrize("kind", MODULES)
-@pytest.mark.parametrize("padding", ["learned", "zero"])
-def test_gradients_and_every_parameter_learns(kind, padding):
-    module, x = build(kind, padding=padding), torch.randn(1, 6, 3, 4, dtype=torch.float64, requires_grad=True)
+@pytest.mark.parametrize("outside", ["learned", "zero"])
+def test_gradients_and_every_parameter_learns(kind, outside):
+    module, x = build(kind, outside=outside), torch.randn(1, 6, 3, 4, dtype=torch.float64, requires_grad=True)
     module(x).square().sum().backward()
     # What is added to all keys, or to all keys' position logits, is added to all logits of a query.
     alike = ("phi.bias", "key_conv.bias")
@@ -154,7 +154,7 @@ def test_attention_maps(kind):
 def test_a_criss_cross_checkpoint_of_mmcv_loads():
     ops = pytest.importorskip("mmcv.ops", reason="mmcv is not installed")
     theirs = ops.CrissCrossAttention(16)
-    ours = BilateralCrissCross2d(16, content_scale=1.0, padding="zero", smoothing="sqrt_d")
+    ours = BilateralCrissCross2d(16, content_scale=1.0, outside="zero", smoothing="sqrt_d")
     for parameter in theirs.parameters():
         nn.init.normal_(parameter, std=0.3)
     missing, unexpected = ours.load_state_dict(theirs.state_dict(), strict=False)
@@ -171,7 +171,7 @@ def test_a_non_local_checkpoint_of_mmcv_gives_its_results():
     theirs = bricks.NonLocal2d(16)
     for parameter in theirs.parameters():
         nn.init.normal_(parameter, std=0.3)
-    ours = BilateralNonLocal2d(16, padding="zero", smoothing="sqrt_d")
+    ours = BilateralNonLocal2d(16, outside="zero", smoothing="sqrt_d")
     ours.load_state_dict({k.replace(".conv.", "."): v for k, v in theirs.state_dict().items()}, strict=False)
     for parameter in ours.position.parameters():
         nn.init.zeros_(parameter)
@@ -181,11 +181,11 @@ def test_a_non_local_checkpoint_of_mmcv_gives_its_results():
 
 def test_the_terms():
     values = torch.tensor([[1.0, 2.0, 4.0]])
-    for padding, value in (("zero", 0.0), ("min", 1.0), ("mean", 7 / 3), ("-inf", -math.inf)):
-        torch.testing.assert_close(with_padding(values, padding), torch.tensor([[1.0, 2.0, 4.0, value]]))
+    for outside, value in (("zero", 0.0), ("min", 1.0), ("mean", 7 / 3), ("-inf", -math.inf)):
+        torch.testing.assert_close(with_outside(values, outside), torch.tensor([[1.0, 2.0, 4.0, value]]))
     index = axis_index(torch.tensor([0]), 5, 3)
     assert index.tolist() == [[1, 2, -1, -1, -1]]
-    assert realign(with_padding(values, "mean"), index)[0].tolist() == pytest.approx([2, 4, 7 / 3, 7 / 3, 7 / 3])
+    assert realign(with_outside(values, "mean"), index)[0].tolist() == pytest.approx([2, 4, 7 / 3, 7 / 3, 7 / 3])
     logits = torch.randn(4, 9)
     torch.testing.assert_close(standardised(logits).mean(-1), torch.zeros(4))
     torch.testing.assert_close(standardised(logits).std(-1, correction=0), torch.ones(4), rtol=1e-4, atol=0)
@@ -197,9 +197,9 @@ def test_the_terms():
     [
         (dict(kernel_size=4), "kernel_size must be odd, got 4"),
         (dict(kernel_size=0), "kernel_size must be an int or two ints"),
-        (dict(padding="reflect"), "padding must be one of -inf, zero, learned, min, mean, got 'reflect'"),
+        (dict(outside="reflect"), "outside must be one of -inf, zero, learned, min, mean, got 'reflect'"),
         (dict(smoothing="none"), "smoothing must be one of sqrt_d, zscore, got 'none'"),
-        (dict(padding="-inf"), "smoothing 'zscore' needs another padding than '-inf'"),
+        (dict(outside="-inf"), "smoothing 'zscore' needs another outside than '-inf'"),
         (dict(reduction=0), "reduction must be a positive int, got 0"),
     ],
 )

@@ -17,9 +17,9 @@ from attn_plugins.terms.nonlocal_position import axis_index, realign, standardis
 from tests.helpers.module_checks import check_dropout
 
 CHOICES = [
-    (padding, smoothing)
-    for padding, smoothing in itertools.product(("zero", "learned", "min", "mean", "-inf"), ("sqrt_d", "zscore"))
-    if (padding, smoothing) != ("-inf", "zscore")
+    (outside, smoothing)
+    for outside, smoothing in itertools.product(("zero", "learned", "min", "mean", "-inf"), ("sqrt_d", "zscore"))
+    if (outside, smoothing) != ("-inf", "zscore")
 ]
 
 
@@ -54,11 +54,11 @@ def by_loops(module: BilateralSelfAttention, x: torch.Tensor, hidden=None) -> to
     for b, m, i in itertools.product(range(B), range(M), range(T)):
         head = slice(m * d, (m + 1) * d)
         values = f[b, i].reshape(M, -1)[m]
-        window = values[:-1] if module.padding == "learned" else values
+        window = values[:-1] if module.outside == "learned" else values
         assert len(window) == k
         beyond = {
             "learned": values[-1], "zero": 0.0, "min": window.min(), "mean": window.mean(), "-inf": -math.inf
-        }[module.padding]  # fmt: skip
+        }[module.outside]  # fmt: skip
         keys = [j for j in range(T) if not (module.causal and j > i) and not (hidden is not None and hidden[b, j])]
         if not keys:
             continue
@@ -80,10 +80,10 @@ def by_loops(module: BilateralSelfAttention, x: torch.Tensor, hidden=None) -> to
     return module.out_proj(torch.from_numpy(output))
 
 
-@pytest.mark.parametrize("padding, smoothing", CHOICES)
+@pytest.mark.parametrize("outside, smoothing", CHOICES)
 @pytest.mark.parametrize("kernel_size, causal", [(3, False), (21, False), (1, True), (4, True), (11, True)])
-def test_equals_the_formula(kernel_size, causal, padding, smoothing):
-    module, x = build(kernel_size=kernel_size, causal=causal, padding=padding, smoothing=smoothing), tokens()
+def test_equals_the_formula(kernel_size, causal, outside, smoothing):
+    module, x = build(kernel_size=kernel_size, causal=causal, outside=outside, smoothing=smoothing), tokens()
     torch.testing.assert_close(module(x), by_loops(module, x))
     hidden = torch.tensor([[False] * 5 + [True] * 2, [True] * 2 + [False, True] + [False] * 3])
     torch.testing.assert_close(module(x, key_padding_mask=hidden), by_loops(module, x, hidden))
@@ -92,7 +92,7 @@ def test_equals_the_formula(kernel_size, causal, padding, smoothing):
 def test_the_papers_kernel_sizes():
     assert BilateralSelfAttention(8).kernel_size == 21
     assert BilateralSelfAttention(8, causal=True).kernel_size == 11
-    module = BilateralSelfAttention(16, 4, padding="learned")
+    module = BilateralSelfAttention(16, 4, outside="learned")
     assert [tuple(layer.weight.shape) for layer in module.position] == [(16, 16), (4 * 22, 16)]
 
 
@@ -107,9 +107,9 @@ def test_zero_position_logits_are_the_transformers_attention():
     torch.testing.assert_close(module(x), module.out_proj(expected))
 
 
-@pytest.mark.parametrize("padding, smoothing", CHOICES)
-def test_the_future_is_not_seen(padding, smoothing):
-    module, x = build(causal=True, padding=padding, smoothing=smoothing), tokens()
+@pytest.mark.parametrize("outside, smoothing", CHOICES)
+def test_the_future_is_not_seen(outside, smoothing):
+    module, x = build(causal=True, outside=outside, smoothing=smoothing), tokens()
     before = module(x)
     for t in range(6):
         changed = x.clone()
@@ -118,10 +118,10 @@ def test_the_future_is_not_seen(padding, smoothing):
         assert not torch.allclose(module(changed)[:, t + 1 :], before[:, t + 1 :])
 
 
-@pytest.mark.parametrize("padding, smoothing", CHOICES)
+@pytest.mark.parametrize("outside, smoothing", CHOICES)
 @pytest.mark.parametrize("kernel_size", [1, 4, 11])
-def test_step_by_step_equals_the_full_pass(kernel_size, padding, smoothing):
-    module, x = build(kernel_size=kernel_size, causal=True, padding=padding, smoothing=smoothing), tokens(T=14)
+def test_step_by_step_equals_the_full_pass(kernel_size, outside, smoothing):
+    module, x = build(kernel_size=kernel_size, causal=True, outside=outside, smoothing=smoothing), tokens(T=14)
     full = module(x)
     torch.testing.assert_close(in_steps(module, x), full)
     torch.testing.assert_close(in_steps(module, x, sizes=[5, 1, 8]), full)
@@ -130,23 +130,23 @@ def test_step_by_step_equals_the_full_pass(kernel_size, padding, smoothing):
     torch.testing.assert_close(in_steps(module, x, key_padding_mask=mask), module(x, key_padding_mask=mask))
 
 
-@pytest.mark.parametrize("padding, smoothing", CHOICES)
-def test_after_a_reorder_of_the_beam(padding, smoothing):
-    module, x = build(causal=True, padding=padding, smoothing=smoothing), tokens(B=3)
+@pytest.mark.parametrize("outside, smoothing", CHOICES)
+def test_after_a_reorder_of_the_beam(outside, smoothing):
+    module, x = build(causal=True, outside=outside, smoothing=smoothing), tokens(B=3)
     cache, order = SequenceCache(), torch.tensor([2, 0, 0, 1])
     in_steps(module, x, cache=cache)
     rest = torch.randn(4, 5, 6, dtype=torch.float64)
     ours = in_steps(module, rest, cache=cache.reorder(order))
     torch.testing.assert_close(ours, module(torch.cat((x[order], rest), 1))[:, 7:])
     assert cache.steps == 12
-    assert cache.value.shape[2] == (2 if padding == "-inf" else 12)
+    assert cache.value.shape[2] == (2 if outside == "-inf" else 12)
 
 
-@pytest.mark.parametrize("padding, smoothing", CHOICES)
+@pytest.mark.parametrize("outside, smoothing", CHOICES)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_padding_changes_no_other_token(side, causal, padding, smoothing):
-    module, x = build(causal=causal, padding=padding, smoothing=smoothing), tokens(B=1)
+def test_padding_changes_no_other_token(side, causal, outside, smoothing):
+    module, x = build(causal=causal, outside=outside, smoothing=smoothing), tokens(B=1)
     noise = torch.randn(1, 4, 6, dtype=torch.float64)
     mask = torch.zeros(1, 11, dtype=torch.bool)
     mask[:, slice(0, 4) if side == "left" else slice(7, None)] = True
@@ -156,10 +156,10 @@ def test_padding_changes_no_other_token(side, causal, padding, smoothing):
     assert output.isfinite().all()
 
 
-@pytest.mark.parametrize("padding, smoothing", CHOICES)
+@pytest.mark.parametrize("outside, smoothing", CHOICES)
 @pytest.mark.parametrize("causal", [False, True])
-def test_one_token_only_padding_and_an_empty_batch(causal, padding, smoothing):
-    module = build(causal=causal, padding=padding, smoothing=smoothing)
+def test_one_token_only_padding_and_an_empty_batch(causal, outside, smoothing):
+    module = build(causal=causal, outside=outside, smoothing=smoothing)
     x = tokens(T=1)
     torch.testing.assert_close(module(x), module.out_proj(module.v_proj(x)))
     hidden = module(tokens(), key_padding_mask=torch.ones(2, 7, dtype=torch.bool))
@@ -167,10 +167,10 @@ def test_one_token_only_padding_and_an_empty_batch(causal, padding, smoothing):
     assert module(tokens(B=0)).shape == (0, 7, 6)
 
 
-@pytest.mark.parametrize("padding, smoothing", CHOICES)
+@pytest.mark.parametrize("outside, smoothing", CHOICES)
 @pytest.mark.parametrize("causal", [False, True])
-def test_gradients_and_every_parameter_learns(causal, padding, smoothing):
-    module = build(causal=causal, padding=padding, smoothing=smoothing)
+def test_gradients_and_every_parameter_learns(causal, outside, smoothing):
+    module = build(causal=causal, outside=outside, smoothing=smoothing)
     x = tokens(T=4, B=1).requires_grad_()
     module(x).square().sum().backward()
     for name, parameter in module.named_parameters():
@@ -184,10 +184,10 @@ def test_gradients_and_every_parameter_learns(causal, padding, smoothing):
 
 
 @pytest.mark.parametrize(
-    "padding, smoothing, causal", [("zero", "sqrt_d", False), ("learned", "zscore", True), ("-inf", "sqrt_d", True)]
+    "outside, smoothing, causal", [("zero", "sqrt_d", False), ("learned", "zscore", True), ("-inf", "sqrt_d", True)]
 )
-def test_compile_and_export(padding, smoothing, causal):
-    module = build(dtype=torch.float32, causal=causal, padding=padding, smoothing=smoothing)
+def test_compile_and_export(outside, smoothing, causal):
+    module = build(dtype=torch.float32, causal=causal, outside=outside, smoothing=smoothing)
     x, longer = tokens(dtype=torch.float32), tokens(T=19, dtype=torch.float32)
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager", dynamic=True)
     torch.testing.assert_close(compiled(x), module(x))
@@ -198,9 +198,9 @@ def test_compile_and_export(padding, smoothing, causal):
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("padding, smoothing", CHOICES)
-def test_half_precision(padding, smoothing, causal):
-    module, x = build(dtype=torch.float32, causal=causal, padding=padding, smoothing=smoothing), tokens().float()
+@pytest.mark.parametrize("outside, smoothing", CHOICES)
+def test_half_precision(outside, smoothing, causal):
+    module, x = build(dtype=torch.float32, causal=causal, outside=outside, smoothing=smoothing), tokens().float()
     expected = module(x)
     with torch.autocast("cpu", torch.bfloat16):
         torch.testing.assert_close(module(x).float(), expected, rtol=0.1, atol=0.15)
@@ -209,16 +209,16 @@ def test_half_precision(padding, smoothing, causal):
     torch.testing.assert_close(output.float(), expected, rtol=0.1, atol=0.15)
 
 
-@pytest.mark.parametrize("padding, smoothing", CHOICES)
+@pytest.mark.parametrize("outside, smoothing", CHOICES)
 @pytest.mark.parametrize("causal", [False, True])
-def test_attention_maps(causal, padding, smoothing):
-    module, x = build(causal=causal, padding=padding, smoothing=smoothing), tokens()
+def test_attention_maps(causal, outside, smoothing):
+    module, x = build(causal=causal, outside=outside, smoothing=smoothing), tokens()
     maps = module.attention_maps(x)
     torch.testing.assert_close(maps.sum(-1), torch.ones(2, 3, 7, dtype=torch.float64))
     value = module.v_proj(x).unflatten(2, (3, 2)).transpose(1, 2)
     torch.testing.assert_close(module.out_proj((maps @ value).transpose(1, 2).flatten(2)), module(x))
     torch.testing.assert_close(module.attention_maps(x, queries=torch.tensor([6, 0])), maps[:, :, [6, 0]])
-    if causal and padding != "-inf":
+    if causal and outside != "-inf":
         cache = SequenceCache()
         module(x[:, :4], cache=cache)
         torch.testing.assert_close(module.attention_maps(x[:, 4:], cache=cache), maps[:, :, 4:])
@@ -226,18 +226,18 @@ def test_attention_maps(causal, padding, smoothing):
 
 
 def test_dropout_is_of_the_weights_and_of_training_alone():
-    check_dropout(build(dropout=0.4, padding="learned"), build(padding="learned"), tokens())
+    check_dropout(build(dropout=0.4, outside="learned"), build(outside="learned"), tokens())
 
 
 def test_state_dict():
-    module, x = build(padding="learned"), tokens()
+    module, x = build(outside="learned"), tokens()
     other = BilateralSelfAttention(6, 3, 3, "learned").double()
     other.load_state_dict(module.state_dict())
     torch.testing.assert_close(other(x), module(x), rtol=0, atol=0)
     layers = ("q_proj", "k_proj", "v_proj", "out_proj", "position.0", "position.1")
     assert set(module.state_dict()) == {f"{n}.{kind}" for n in layers for kind in ("weight", "bias")}
     without = {f"{n}.bias" for n in layers[:4]}
-    assert set(module.state_dict()) - set(build(padding="learned", bias=False).state_dict()) == without
+    assert set(module.state_dict()) - set(build(outside="learned", bias=False).state_dict()) == without
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -264,9 +264,9 @@ def test_the_standardised_band_is_the_standardised_logits(causal):
     [
         (dict(kernel_size=4), "kernel_size must be a positive odd int, or any with causal, got 4"),
         (dict(kernel_size=0, causal=True), "kernel_size must be"),
-        (dict(padding="reflect"), "padding must be one of -inf, zero, learned, min, mean, got 'reflect'"),
+        (dict(outside="reflect"), "outside must be one of -inf, zero, learned, min, mean, got 'reflect'"),
         (dict(smoothing="none"), "smoothing must be one of sqrt_d, zscore, got 'none'"),
-        (dict(padding="-inf", smoothing="zscore"), "smoothing 'zscore' needs another padding than '-inf'"),
+        (dict(outside="-inf", smoothing="zscore"), "smoothing 'zscore' needs another outside than '-inf'"),
         (dict(num_heads=4), "num_heads must divide embed_dim = 6, got 4"),
         (dict(embed_dim=0), "embed_dim must be a positive int, got 0"),
         (dict(dropout=-0.1), "dropout must be at least 0 and below 1, got -0.1"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import deque
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,45 @@ def test_imports_follow_the_rule(file):
     else:  # __init__, autoload, doctor: nothing heavy while they are imported themselves
         top_level = {name.partition(".")[0] for name in imported_modules(file, top_level_only=True)}
         assert not top_level & {"torch", *TOOLKITS}
+
+
+def imported_files(file: Path, files: dict[str, Path]) -> set[str]:
+    """Names of our own files that ``file`` imports: ``from x import y`` is of x.y where that is a file, else of x."""
+    found = imported_modules(file)
+    parents = {name.rpartition(".")[0] for name in found}
+    return {name for name in found & files.keys() if name not in parents} | {
+        name.rpartition(".")[0] for name in found - files.keys() if name.rpartition(".")[0] in files
+    }
+
+
+def way(graph: dict[str, set[str]], start: str, end: str) -> list[str] | None:
+    """The shortest way along ``graph``, of one step at least."""
+    ways = deque([[start]])
+    seen = set()
+    while ways:
+        path = ways.popleft()
+        for name in sorted(graph[path[-1]]):
+            if name == end:
+                return [*path, name]
+            if name not in seen:
+                seen.add(name)
+                ways.append([*path, name])
+    return None
+
+
+def test_no_circle_of_imports():
+    """Within functions neither, where Python would not mind."""
+    files = {
+        ".".join(["attn_plugins", *file.relative_to(PLUGINS).with_suffix("").parts]).removesuffix(".__init__"): file
+        for file in FILES
+    }
+    graph = {name: imported_files(file, files) for name, file in files.items()}
+    assert graph["attn_plugins.modules.bilateral"] >= {
+        "attn_plugins.modules.criss_cross",
+        "attn_plugins.modules.checks",
+    }
+    assert "attn_plugins.ops" in graph["attn_plugins.modules.criss_cross"]
+    assert not [path for name in graph if (path := way(graph, name, name)) is not None]
 
 
 def test_importing_the_package_imports_nothing_heavy(python):

@@ -58,6 +58,8 @@ CASES = [
     ("figures --help", "torch", OWN),
     ("figures aaconv", "timm", TIMM),
     ("figures empirical", "mmdet", MM),
+    ("fuzz --help", "torch", OWN),
+    ("fuzz window_attention", "attn_plugins", OWN),
     ("gpu_check --help", "torch", OWN),
     ("show_sampling --help", "PIL", TOOLS),
     ("show_sampling config.py model.pth image.png DIR/out.png", "mmdet", MM),

@@ -1,15 +1,19 @@
 """Benchmark our operators against their peers, side by side in one run.
 
-python -m tools.benchmark deform_conv            # one file of cases, printed and written to benchmarks/
-python -m tools.benchmark --device cuda          # everything, on a GPU
-python -m tools.benchmark deform_conv -k 256     # only cases whose name contains 256
+python -m tools.benchmark                        # every operator (20 minutes on 2 cores), to benchmarks/
+python -m tools.benchmark deform_conv            # one of them
+python -m tools.benchmark --device cuda          # on a GPU
+python -m tools.benchmark deform_conv -k 1-D     # only cases whose name contains 1-D; nothing is written
+python -m tools.benchmark --against CHECKOUT     # our rows alone, here and in another, built checkout of this project
+python -m tools.benchmark end_to_end             # whole mmdet and mmsegmentation models, stock and drop-in
+python -m tools.benchmark table                  # write README's table from benchmarks/*.json
+
+Run it on a machine with nothing else to do: it waits for that, and pages show what other processes used.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
-import statistics
 import sys
 from pathlib import Path
 
@@ -18,88 +22,105 @@ from tools.requires import extras
 with extras():
     import torch
 
-    from . import report
-    from .case import Case
-    from .measure import interleaved, paired_ratio, peak_memory
+    from . import load, report, results
+    from .measure import Settings, measure
+    from .operators import OPERATORS, cases
 
-BENCHMARKS = {  # name -> room
-    "deform_conv": "sampled",
-    "global_attention": "everywhere",
-    "augmented_conv": "everywhere",
-    "window_attention": "window",
-    "criss_cross": "criss_cross",
-    "sequence_attention": "everywhere",
-}
+# The options that a page's command shows, in their order.
+SHOWN = ("device", "threads", "seconds", "rounds", "min_rounds", "attempts", "wait", "k", "out")
 
 
-def measure(case: Case, device: str, repeats: int) -> dict:
-    """One row: medians, memory, and the ratios to the fastest peer."""
-    runs, memory, errors = {"ours": case.ours()}, {}, {}
-    memory["ours"] = peak_memory(runs["ours"], device)
-    for name, prepare in case.peers.items():
-        try:
-            run = prepare()
-            memory[name] = peak_memory(run, device)
-            runs[name] = run
-        except (ImportError, RuntimeError) as error:
-            errors[name] = {"error": f"cannot run: {str(error).splitlines()[0][:80]}"}
-    times = interleaved(runs, device, repeats)
-    found = {
-        name: {"median": statistics.median(times[name]), "times": times[name], "memory": memory[name]} for name in runs
-    }
-    ours = found.pop("ours")
-    best = min(found, key=lambda name: found[name]["median"], default=None)
-    return {
-        "case": case.name,
-        "ours": ours,
-        "peers": {name: found.get(name) or errors[name] for name in case.peers},
-        "best_peer": best,
-        "speedup": None if best is None else paired_ratio(times[best], times["ours"]),
-        "memory_ratio": None if best is None else ours["memory"] / max(1, found[best]["memory"]),
-        "goal": case.goal,
-    }
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    defaults = Settings()
+    made = argparse.ArgumentParser(
+        prog="python -m tools.benchmark", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    made.add_argument(
+        "names", nargs="*", metavar="OPERATOR", help=f"which: {', '.join(OPERATORS)}; all if none is named"
+    )
+    made.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    made.add_argument("--threads", type=int, default=torch.get_num_threads(), help="CPU threads")
+    made.add_argument("--seconds", type=float, default=defaults.seconds, help="time for the rounds of a row")
+    made.add_argument("--rounds", type=int, default=defaults.rounds, help="the most rounds of a row")
+    made.add_argument("--min-rounds", type=int, default=defaults.min_rounds, help="the fewest, however long they take")
+    made.add_argument(
+        "--attempts", type=int, default=defaults.attempts, help="how often a noisy row is measured at most"
+    )
+    made.add_argument("--wait", type=float, default=60, help="seconds to wait for other processes to end")
+    made.add_argument("-k", metavar="TEXT", default="", help="only cases whose name contains TEXT (writes no file)")
+    made.add_argument("--out", type=Path, default=results.FOLDER, help="where JSON and pages go")
+    made.add_argument("--against", type=Path, metavar="CHECKOUT", help="compare with another checkout; no peers")
+    return made
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.benchmark", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "names", nargs="*", metavar="NAME", help=f"which: {', '.join(BENCHMARKS)}; all if none is named"
-    )
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="CPU threads")
-    parser.add_argument("--repeats", type=int, default=15, help="timed rounds per case")
-    parser.add_argument("-k", metavar="TEXT", default="", help="only cases whose name contains TEXT (writes no file)")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parents[2] / "benchmarks", help="where tables go")
-    options = parser.parse_args(arguments)
-    if unknown := set(options.names) - set(BENCHMARKS):
-        parser.error(f"no benchmark named {', '.join(sorted(unknown))}; there are {', '.join(BENCHMARKS)}")
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments[:1] == ["table"]:
+        from . import table
+
+        return table.main(arguments[1:])
+    if arguments[:1] == ["end_to_end"]:
+        from .end_to_end import command
+
+        return command.main(arguments[1:])
+    made = parser()
+    options = made.parse_args(arguments)
+    if unknown := set(options.names) - set(OPERATORS):
+        made.error(f"no benchmark named {', '.join(sorted(unknown))}; there are {', '.join(OPERATORS)}")
     if options.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda: torch finds no CUDA device here")
+        made.error("--device cuda: torch finds no CUDA device here")
+    try:
+        settings = Settings(options.seconds, options.rounds, options.min_rounds, options.attempts)
+    except ValueError as error:
+        made.error(str(error))
+    if options.threads < 1:
+        made.error(f"--threads must be at least 1, got {options.threads}")
+    options.names = options.names or list(OPERATORS)
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
+    if options.against is not None:
+        from . import against
 
-    for name in options.names or BENCHMARKS:
-        with extras():
-            cases = importlib.import_module(f"{__package__}.{BENCHMARKS[name]}.{name}").cases(options.device)
-        rows = []
-        for case in cases:
-            if options.k not in case.name:
-                continue
-            rows.append(measure(case, options.device, options.repeats))
-            row = rows[-1]
-            ratio = "" if row["speedup"] is None else f"{row['speedup']:6.2f}x over {row['best_peer']}"
-            print(f"{name}: {case.name:60s} {report.milliseconds(row['ours']['median']):>8s} ms {ratio}", flush=True)
-        facts = report.machine(options.device)
-        command = " ".join(
-            ["python -m tools.benchmark", name, *(["--device cuda"] if options.device == "cuda" else [])]
-        )
-        text = report.markdown(f"{name}, {options.device}", command, facts, rows)
-        print("\n" + text)
-        if not options.k:
-            print(f"written to {report.write(options.out, f'{name}-{options.device}', text, {**facts, 'rows': rows})}")
+        return against.compare(made, options, settings)
+    for name in options.names:
+        run(name, options, settings)
     return 0
+
+
+def run(name: str, options: argparse.Namespace, settings: Settings) -> None:
+    """Measure one operator's rows, print them, and write its JSON and page."""
+    with extras():
+        chosen = [case for case in cases(name, options.device) if options.k in case.name]
+    before = load.wait_until_quiet(options.wait)
+    if (before or 0) > load.LOADED:
+        print(f"other processes use {load.words(before)}: these rows are not for publication")
+    rows = []
+    for case in chosen:
+        rows.append(measure(case, options.device, settings))
+        row = rows[-1]
+        ratio = "" if row["ratio"] is None else f"{row['ratio']:6.2f}x over {row['better_peer']}"
+        marks = report.marks(row)
+        print(
+            f"{name}: {case.name:60s} {report.milliseconds(row['ours']['min']):>8s} ms {ratio}"
+            + (f"  [{marks}]" if marks else ""),
+            flush=True,
+        )
+    data = {
+        "benchmark": name,
+        "device": options.device,
+        "command": results.command_line("python -m tools.benchmark", options.names, options, SHOWN),
+        "machine": report.machine(options.device),
+        "load": {"before": before, "after": load.sample()},
+        "rows": rows,
+    }
+    if not rows:
+        print(f"{name}: no case contains {options.k!r}")
+        return
+    text = report.page(data)
+    print("\n" + text)
+    if not options.k:
+        print(f"written to {results.write(options.out, f'{name}-{options.device}', data, text)}")
 
 
 if __name__ == "__main__":

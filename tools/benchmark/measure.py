@@ -1,71 +1,141 @@
-"""Time and memory of a run, on the CPU or a CUDA device."""
+"""Measure a case: ours and its peers interleaved call by call, in rounds, again where a row is noisy."""
 
 from __future__ import annotations
 
-import statistics
 import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
-from .case import Run
+from .case import Case, Run
+from .load import LOADED, Watch
+from .memory import peak_memory, resident_peak, size
+from .summary import better_peer, noisy, summarize
+
+__all__ = ["Settings", "interleaved", "measure", "peak_memory", "seconds"]
 
 
-def seconds(run: Run, device: str) -> float:
-    """One timed run."""
+@dataclass(frozen=True)
+class Settings:
+    """How long a row is measured.
+
+    Args:
+        seconds: Time for the rounds of one attempt.
+        rounds: The most rounds; they end before where ``seconds`` are over.
+        min_rounds: The fewest, however long they take; of heavy cases three at most.
+        attempts: How often a row is measured at most, while it is noisy.
+    """
+
+    seconds: float = 5.0
+    rounds: int = 40
+    min_rounds: int = 5
+    attempts: int = 3
+
+    def __post_init__(self) -> None:
+        for name in ("rounds", "min_rounds", "attempts"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.seconds < 0:
+            raise ValueError(f"seconds must not be negative, got {self.seconds}")
+
+
+def seconds(run: Run, device: str, calls: int = 1) -> float:
+    """Time ``calls`` calls and return the seconds of one."""
     if device == "cuda":
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
-        run()
+        for _ in range(calls):
+            run()
         end.record()
         torch.cuda.synchronize()
-        return start.elapsed_time(end) / 1e3
+        return start.elapsed_time(end) / 1e3 / calls
     begin = time.perf_counter()
-    run()
-    return time.perf_counter() - begin
+    for _ in range(calls):
+        run()
+    return (time.perf_counter() - begin) / calls
 
 
-def interleaved(runs: dict[str, Run], device: str, repeats: int, budget: float = 30.0) -> dict[str, list[float]]:
-    """Times of all runs in turn, A B A B …, so that a machine that slows down slows all of them alike.
+def interleaved(runs: dict[str, Run], device: str, settings: Settings, calls: int = 1) -> dict[str, list[float]]:
+    """Return times of all runs, taken in turn, A B A B …, so that a machine that slows down slows all of them alike.
 
-    The runs are warm (their memory was measured). Rounds end after ``repeats`` or, where they take long, after
-    ``budget`` seconds, but never before three.
+    The runs are warm: their memory was measured.
     """
     times: dict[str, list[float]] = {name: [] for name in runs}
     begin = time.perf_counter()
-    for round in range(repeats):
-        if round >= 3 and time.perf_counter() - begin > budget:
+    for number in range(max(settings.rounds, settings.min_rounds)):
+        if number >= settings.min_rounds and time.perf_counter() - begin > settings.seconds:
             break
         for name, run in runs.items():
-            times[name].append(seconds(run, device))
+            times[name].append(seconds(run, device, calls))
     return times
 
 
-def paired_ratio(peer: list[float], ours: list[float]) -> float:
-    """How many times the peer's time is ours: the median over rounds, each measured side by side."""
-    return statistics.median(p / o for p, o in zip(peer, ours))
+Timer = Callable[[dict[str, Run], str, Settings, int], dict[str, list[float]]]
 
 
-def peak_memory(run: Run, device: str) -> int:
-    """The most bytes that torch's allocator held at once for the run, beyond what it held before.
+def measure(case: Case, device: str, settings: Settings, timer: Timer = interleaved) -> dict[str, Any]:
+    """Return one row: statistics and memory of each, and the ratios of the better peer to ours, best against best.
 
-    On CUDA a warm-up comes first: the first run of a kernel also allocates workspaces that stay.
+    Args:
+        case: What is measured.
+        device: ``cpu`` or ``cuda``.
+        settings: Rounds and attempts.
+        timer: Takes the times; another one for tests.
     """
-    if device == "cuda":
-        run()
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        result = run()
-        torch.cuda.synchronize()
-        del result
-        return torch.cuda.max_memory_allocated() - before
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profile:
-        result = run()
-        del result
-    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
-    held = peak = 0
-    for event in sorted(events, key=lambda e: e.start_ns()):
-        held += event.nbytes()
-        peak = max(peak, held)
-    return peak
+    threads = torch.get_num_threads()
+    torch.set_num_threads(case.threads or threads)
+    try:
+        return _measure(case, device, settings, timer)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _measure(case: Case, device: str, settings: Settings, timer: Timer) -> dict[str, Any]:
+    runs, memory, errors = {"ours": case.ours()}, {}, {}
+    memory["ours"] = _memory(runs["ours"], device, case)
+    for name, prepare in case.peers.items():
+        try:
+            run = prepare()
+            memory[name] = _memory(run, device, case)
+            runs[name] = run
+        except (ImportError, RuntimeError) as error:
+            errors[name] = {"error": f"cannot run: {str(error).splitlines()[0][:80]}"}
+    if case.heavy:
+        settings = replace(settings, min_rounds=min(3, settings.min_rounds))
+    attempts, is_noisy = 0, True
+    while is_noisy and attempts < settings.attempts:
+        attempts += 1
+        watch = Watch()
+        times = timer(runs, device, settings, case.calls)
+        load = watch.read()
+        found = {name: summarize(times[name]) | memory[name] for name in runs}
+        ours = found.pop("ours")
+        best = better_peer(found)
+        is_noisy = noisy([ours, *([found[best]] if best else [])])
+    row = {
+        "case": case.name,
+        "ours": ours,
+        "peers": {name: found.get(name) or errors[name] for name in case.peers},
+        "better_peer": best,
+        "ratio": None if best is None else found[best]["min"] / ours["min"],
+        "memory_ratio": None if best is None else ours["memory"] / max(1, found[best]["memory"]),
+        "noisy": is_noisy,
+        "attempts": attempts,
+        "load": load,
+        "loaded": (load["others"] or 0) > LOADED,
+        "goal": case.goal,
+        "threads": torch.get_num_threads(),
+    }
+    return row | ({"buffer": case.buffer._asdict()} if case.buffer else {})
+
+
+def _memory(run: Run, device: str, case: Case) -> dict[str, int]:
+    """Peak memory, which also warms up; of rows that are compared with a buffer, the results' and the process' too."""
+    found = {"memory": peak_memory(run, device)}
+    if case.buffer is not None and device == "cpu":
+        found["resident"], found["results"] = resident_peak(run)
+    elif case.buffer is not None:
+        found["results"] = size(run())
+    return found

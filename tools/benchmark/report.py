@@ -1,21 +1,28 @@
-"""Writes a benchmark's rows as Markdown and JSON, with the machine, the versions and the date."""
+"""The page of a benchmark: its rows as a Markdown table, with the command, the machine, the versions and the load."""
 
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import os
 import platform
+from collections.abc import Mapping, Sequence
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from tools.files import write_text
+from .load import LOADED, words
+from .summary import NOISY
+
+EXPLANATION = f"""Each cell: minimum / lower quartile · median · upper quartile of the time in {{unit}} (peak extra
+memory of torch's allocator in MiB). Ours and its peers take turns, call by call, in one process. Ratio: the better
+peer's minimum over ours. Memory: ours over that peer's. Noisy: ours or the better peer varies more than {NOISY}-fold
+between quartiles, after the attempts shown; loaded: other processes used more than {LOADED} CPUs meanwhile."""
 
 
 def machine(device: str) -> dict[str, str]:
-    """Where and with what a run was measured."""
+    """Return where and with what a run is measured."""
     name = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
@@ -31,7 +38,17 @@ def machine(device: str) -> dict[str, str]:
     if device == "cuda":
         facts["gpu"] = torch.cuda.get_device_name()
         facts["cuda"] = str(torch.version.cuda)
-    for package in ("torch", "torchvision", "mmcv", "onedl-mmcv", "timm", "attn-plugins"):
+    for package in (
+        "torch",
+        "torchvision",
+        "mmcv",
+        "onedl-mmcv",
+        "onedl-mmdetection",
+        "onedl-mmsegmentation",
+        "timm",
+        "fairseq-fixed",
+        "attn-plugins",
+    ):
         try:
             facts[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
@@ -40,41 +57,102 @@ def machine(device: str) -> dict[str, str]:
 
 
 def milliseconds(seconds: float | None) -> str:
+    """Return three digits; "–" for None."""
     return "–" if seconds is None else f"{seconds * 1e3:.3g}" if seconds < 1 else f"{seconds * 1e3:.0f}"
 
 
 def megabytes(size: int | None) -> str:
+    """Return MiB with one decimal; "–" for None."""
     return "–" if size is None else f"{size / 2**20:.1f}"
 
 
-def markdown(title: str, command: str, facts: dict[str, str], rows: list[dict]) -> str:
-    """The table: medians in milliseconds, peak memory in MiB, and ratios to the best peer."""
-    peers = list(dict.fromkeys(name for row in rows for name in row["peers"]))
-    lines = [f"# {title}", "", f"`{command}`", "", ", ".join(f"{k} {v}" for k, v in facts.items()), ""]
-    lines.append("Medians in ms (peak extra memory in MiB). Speed-up: the best peer's time over ours, paired round by")
-    lines.append("round; memory: ours over that peer's.")
-    lines.append("")
-    lines.append("| case | ours | " + " | ".join(peers) + " | speed-up | goal | memory |")
-    lines.append("| --- " * (5 + len(peers)) + "|")
-    for row in rows:
-        cells = [row["case"], f"{milliseconds(row['ours']['median'])} ({megabytes(row['ours']['memory'])})"]
-        for peer in peers:
-            found = row["peers"].get(peer)
-            if found is None:
-                cells.append("")
-            elif "error" in found:
-                cells.append(found["error"])
-            else:
-                cells.append(f"{milliseconds(found['median'])} ({megabytes(found['memory'])})")
-        cells.append("" if row["speedup"] is None else f"{row['speedup']:.2f}×")
-        cells.append("" if row["goal"] is None else f"≥ {row['goal']:g}×")
-        cells.append("" if row["memory_ratio"] is None else f"{row['memory_ratio']:.2f}")
-        lines.append("| " + " | ".join(cells) + " |")
+def head(title: str, data: Mapping[str, Any]) -> list[str]:
+    """Return the lines above a table: title, command, machine, load."""
+    load = data["load"]
+    return [
+        f"# {title}",
+        "",
+        f"`{data['command']}`",
+        "",
+        ", ".join(f"{k} {v}" for k, v in data["machine"].items()),
+        "",
+        f"Other processes used {words(load['before'])} before and {words(load['after'])} after.",
+        "",
+    ]
+
+
+def page(data: Mapping[str, Any]) -> str:
+    """Return the whole page of one benchmark."""
+    lines = head(f"{data['benchmark']}, {data['device']}", data)
+    lines += table(data["rows"])
+    if memory := [row for row in data["rows"] if "buffer" in row]:
+        lines += ["", *memory_table(memory)]
     return "\n".join(lines) + "\n"
 
 
-def write(folder: Path, name: str, text: str, data: dict) -> Path:
-    """Write ``name.md`` and ``name.json``."""
-    write_text(folder / f"{name}.json", json.dumps(data, indent=1) + "\n")
-    write_text(folder / f"{name}.md", text)
-    return folder / f"{name}.md"
+def table(rows: Sequence[Mapping[str, Any]], explanation: str = EXPLANATION) -> list[str]:
+    """Return the lines of the rows' explanation, whose ``{unit}`` is filled in, and of their table."""
+    peers = list(dict.fromkeys(name for row in rows for name in row["peers"]))
+    medians = [row["ours"]["median"] for row in rows]
+    unit, factor = ("µs", 1e3) if max(medians) < 1e-3 else ("s", 1e-3) if min(medians) >= 1 else ("ms", 1.0)
+    header = ["case", "ours", *peers, *(["ratio", "goal", "memory"] if peers else []), "others, CPUs", "marks"]
+    lines = [explanation.format(unit=unit), "", "| " + " | ".join(header) + " |", "| --- " * len(header) + "|"]
+    for row in rows:
+        cells = [row["case"], cell(row["ours"], factor)]
+        cells += [cell(row["peers"].get(name), factor) for name in peers]
+        if peers:
+            goal = row["goal"]
+            cells.append("" if row["ratio"] is None else f"{row['ratio']:.2f}× over {row['better_peer']}")
+            cells.append("" if goal is None else f"≥ {goal:.3g}×")
+            cells.append("" if row["memory_ratio"] is None else f"{row['memory_ratio']:.2f}")
+        others = row["load"]["others"]
+        lines.append("| " + " | ".join([*cells, "?" if others is None else f"{others:.2f}", marks(row)]) + " |")
+    return lines
+
+
+def cell(found: Mapping[str, Any] | None, factor: float = 1.0) -> str:
+    """Return times and memory of one contestant, or why it could not run; nothing for None."""
+    if found is None:
+        return ""
+    if "error" in found:
+        return found["error"]
+    least, *quartiles = (milliseconds(found[key] * factor) for key in ("min", "q1", "median", "q3"))
+    return f"{least} / {' · '.join(quartiles)} ({megabytes(found['memory'])})"
+
+
+def marks(row: Mapping[str, Any]) -> str:
+    """Return what is to be said against a row."""
+    attempts = f"attempt {row['attempts']}" if row["attempts"] > 1 else ""
+    return ", ".join(filter(None, ("noisy" * row["noisy"], "loaded" * row["loaded"], attempts)))
+
+
+def memory_table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the lines of working memory, what a call needs beyond its results, as share of a buffer."""
+    peers = list(dict.fromkeys(name for row in rows for name in row["peers"]))
+    buffer = rows[0]["buffer"]["name"]
+    lines = [
+        f"Working memory: the most that a call holds beyond its results, in MiB and as share of the {buffer}. First by",
+        "torch's allocator, then of the whole process, with kernels' own scratch and without pages never touched.",
+        "",
+        f"| case | {buffer} | ours | " + " | ".join(peers) + " |",
+        "| --- " * (3 + len(peers)) + "|",
+    ]
+    for row in rows:
+        size = row["buffer"]["size"]
+        cells = [row["case"], megabytes(size)]
+        cells += [shares(found, size) for found in (row["ours"], *(row["peers"].get(name) for name in peers))]
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
+def working_memory(found: Mapping[str, Any], key: str = "memory") -> int:
+    """Return the bytes of ``memory`` or ``resident`` beyond the results."""
+    return max(0, found[key] - found["results"])
+
+
+def shares(found: Mapping[str, Any] | None, size: int) -> str:
+    """Return working memory by both counts, with its share of ``size``."""
+    if found is None or "error" in found:
+        return ""
+    both = (working_memory(found, key) for key in ("memory", "resident") if key in found)
+    return "; ".join(f"{megabytes(used)} ({100 * used / size:.0f} %)" for used in both)

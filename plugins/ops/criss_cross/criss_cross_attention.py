@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..arguments import check_dim, check_tensors
+from ..arguments import check_dim, check_tensors, finite
 from ..operator import Operator
 from . import products, reference
 from .operands import Options, Terms
@@ -54,7 +54,7 @@ def criss_cross_attention(
     """
     terms = Terms(query, key, value, position_logits)
     _check(*terms)
-    return ATTEND(terms, Options(float(scale)))
+    return ATTEND(terms, Options(finite("scale", scale)))
 
 
 def _check(query: Tensor | None, key: Tensor | None, value: Tensor, position_logits: Tensor | None) -> None:
@@ -79,8 +79,8 @@ def _check(query: Tensor | None, key: Tensor | None, value: Tensor, position_log
         fits = position_logits.shape[2:] == shape[2:]
         if not fits or any(n not in (1, m) for n, m in zip(position_logits.shape[:2], shape[:2])):
             raise ValueError(
-                f"position_logits must have shape {shape}, H + W logits per query, or size 1 in either of the first "
-                f"two axes, got {tuple(position_logits.shape)}"
+                f"position_logits must have shape {shape}, H + W logits per position of value, or size 1 in either of "
+                f"the first two axes, got {tuple(position_logits.shape)}"
             )
 
 

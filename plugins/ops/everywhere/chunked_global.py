@@ -56,7 +56,7 @@ class Problem:
     def grid(self, matrices: Tensor, chunk: tuple[slice, slice, slice]) -> Tensor:
         """(b * M, h * w, ·) as (b, M, h, w, ·)."""
         b, h, w = chunk
-        return matrices.view(-1, self.shape[1], h.stop - h.start, w.stop - w.start, matrices.shape[-1])
+        return matrices.view(b.stop - b.start, self.shape[1], h.stop - h.start, w.stop - w.start, matrices.shape[-1])
 
     def probabilities(self, workspace: Tensor, chunk: tuple[slice, slice, slice], lse: Tensor, known: bool) -> Tensor:
         """Fill the workspace with the attention weights of a chunk, (b * M, h * w, keys).

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..arguments import arithmetic_dtype, check_dim, check_tensors
+from ..arguments import arithmetic_dtype, check_dim, check_tensors, finite
 from ..backends import closed_form
 from ..operator import Operator, counts_of_products, under_autocast
 from ..softmax import masked_softmax
@@ -65,6 +65,7 @@ def global_attention(
     """
     terms = GlobalTerms(query, key, value, row_logits, column_logits, key_logits)
     _check(terms)
+    scale = finite("scale", scale)
     if query is None and row_logits is None and column_logits is None:
         if closed_form():
             return under_autocast(_attend_by_keys, (value, key_logits))
@@ -73,7 +74,7 @@ def global_attention(
     columns_alone = column_logits is None or column_logits.shape[2] == 1
     if query is None and key_logits is None and rows_alone and columns_alone and closed_form():
         return under_autocast(_attend_by_axes, (value, row_logits, column_logits))
-    return ATTEND(terms, GlobalOptions(float(scale)))
+    return ATTEND(terms, GlobalOptions(scale))
 
 
 def scripted_global_attention(
@@ -150,9 +151,12 @@ def _check(terms: GlobalTerms) -> None:
         broadcast = 4 if len(shape) == 5 else 2  # of the first axes
         fits = logits.dim() == len(shape) and logits.shape[broadcast:] == shape[broadcast:]
         if not fits or any(n not in (1, m) for n, m in zip(logits.shape[:broadcast], shape[:broadcast])):
+            queries = (
+                "" if broadcast == 2 else "positions of query, " if query is not None else "positions of row_logits, "
+            )
             raise ValueError(
-                f"{name} must have shape {shape}, or size 1 in any of the first {broadcast} axes, "
-                f"got {tuple(logits.shape)}"
+                f"{name} must have shape {shape}, {queries}batch, heads and keys of value, or size 1 in any of the "
+                f"first {broadcast} axes, got {tuple(logits.shape)}"
             )
 
 

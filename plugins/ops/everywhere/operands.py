@@ -18,9 +18,11 @@ class GlobalTerms(NamedTuple):
     key_logits: Tensor | None
 
     def grid(self) -> tuple[int, int]:
-        """The queries' (Hq, Wq): those of the tensors that have them, or 1."""
+        """The queries' (Hq, Wq): the query's, else those of the logits that have them, or 1."""
+        if self.query is not None:
+            return self.query.shape[2], self.query.shape[3]
         Hq = Wq = 1
-        for tensor in (self.query, self.row_logits, self.column_logits):
+        for tensor in (self.row_logits, self.column_logits):
             if tensor is not None:
                 Hq = tensor.shape[2] if Hq == 1 else Hq
                 Wq = tensor.shape[3] if Wq == 1 else Wq

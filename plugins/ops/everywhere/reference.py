@@ -72,7 +72,7 @@ def sequence_attention_probabilities(
     )
     B, M, S, _ = value.shape
     leaders = (query,) if query is not None else (band_logits, outside_logits, position_logits)
-    T = max(t.shape[2] for t in leaders if t is not None)
+    T = next((t.shape[2] for t in leaders if t is not None and t.shape[2] != 1), 1)
     logits = value.new_zeros(B, M, T, S, dtype=torch.promote_types(value.dtype, torch.float32))
     positions = torch.arange(T, device=value.device).unsqueeze(1) + start
     offset = torch.arange(S, device=value.device) - positions  # (T, S)

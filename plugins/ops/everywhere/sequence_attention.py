@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..arguments import arithmetic_dtype, check_dim, check_tensors
+from ..arguments import LARGEST, arithmetic_dtype, check_dim, check_padding_mask, check_tensors, finite
 from ..backends import forced
 from ..operator import Operator, counts_of_products
 from ..window.window_attention import window_attention
@@ -72,14 +72,14 @@ def sequence_attention(
     outside = None if isinstance(outside_logits, (int, float)) else outside_logits
     terms = SequenceTerms(query, key, value, band_logits, outside, position_logits)
     _check(terms, number, key_padding_mask, causal)
-    T, S = terms.queries(), value.shape[2]
-    start = _start(start, T, S, causal)
+    scale = finite("scale", scale)
+    start = _start(start, terms, causal)
     limited = number == float("-inf") and position_logits is None
     if limited and band_logits is not None and forced() is None and _window_pays(value, band_logits.shape[3], start):
-        return _attend_in_range(query, key, value, band_logits, key_padding_mask, start, causal, scale, T)
+        return _attend_in_range(query, key, value, band_logits, key_padding_mask, start, causal, scale, terms.queries())
     if number:
         terms = SequenceTerms(query, key, value, band_logits, value.new_full((1, 1, 1), number), position_logits)
-    return ATTEND(terms, SequenceOptions(key_padding_mask, start, causal, float(scale)))
+    return ATTEND(terms, SequenceOptions(key_padding_mask, start, causal, scale))
 
 
 def _window_pays(value: Tensor, K: int, start: int) -> bool:
@@ -109,10 +109,12 @@ def _attend_in_range(
     first = start - band_reach(K, causal)[0]  # the key of the first query's first tap
     drop, padding = max(0, first), max(0, -first)
     if drop >= S:  # the queries are far behind all keys
-        return value.new_zeros(B, M, T, dv)
+        outputs = value.new_zeros(B, M, T, dv)
+        terms = [t for t in (query, key, value, band_logits) if t is not None and t.requires_grad]
+        return outputs + sum(t.flatten()[:0].sum() for t in terms) if terms else outputs  # gradients are 0
     band = band_logits.expand(-1, -1, T, -1)
     if key_padding_mask is not None:
-        behind = max(0, T + K - 1 - padding - (S - drop))
+        behind = max(0, max(T, 1) + K - 1 - padding - (S - drop))
         taps = pad(key_padding_mask[:, drop:], (padding, behind), value=True).unfold(1, K, 1)[:, :T]
         band = band.masked_fill(taps.unsqueeze(1), float("-inf"))
     if key is not None:
@@ -120,24 +122,37 @@ def _attend_in_range(
     return window_attention(query, key, value[:, :, drop:], band, K, padding=padding, scale=scale)
 
 
-def _start(start: int | None, T: int, S: int, causal: bool) -> int:
+def _leader(terms: SequenceTerms) -> str:
+    """The name of the argument that gives the number of queries."""
+    T = terms.queries()
+    names = ("query", "band_logits", "outside_logits", "position_logits")
+    tensors = (terms.query, *terms[3:])
+    return next((name for name, t in zip(names, tensors) if t is not None and t.shape[2] == T), "query")
+
+
+def _start(start: int | None, terms: SequenceTerms, causal: bool) -> int:
     if start is None:
         if not causal:
             return 0
+        T, S = terms.queries(), terms.value.shape[2]
         if T > S:
             raise ValueError(
-                f"causal attention takes the {T} queries for the last of the {S} keys, which are too few; "
-                f"start says where the queries stand"
+                f"causal attention takes the {T} queries of {_leader(terms)} for the last of the {S} keys of value, "
+                f"which are too few; start says where the queries stand"
             )
         return S - T
-    if start < 0:
-        raise ValueError(f"start must be at least 0, got {start}")
+    if not isinstance(start, (int, torch.SymInt)):
+        raise TypeError(f"start must be an int or None, got {type(start).__name__}")
+    if start < 0 or start > LARGEST:
+        raise ValueError(f"start must be at least 0 and below 2**31, got {start}")
     return start
 
 
 def _check(terms: SequenceTerms, number: float | None, key_padding_mask: Tensor | None, causal: bool) -> None:
     query, key, value, band_logits, outside_logits, position_logits = terms
     check_tensors("value", **terms._asdict())
+    if not isinstance(causal, bool):
+        raise TypeError(f"causal must be a bool, got {type(causal).__name__}")
     check_dim("value", value, "(B, M, S, dv)")
     B, M, S, _ = value.shape
     if S == 0:
@@ -170,8 +185,10 @@ def _check(terms: SequenceTerms, number: float | None, key_padding_mask: Tensor 
         shape = (B, M, T, S) if name == "position_logits" else (B, M, T, *logits.shape[3:])
         fits = logits.shape[3:] == shape[3:]
         if not fits or any(n not in (1, m) for n, m in zip(logits.shape[:3], shape[:3])):
+            keys = ", keys" if name == "position_logits" else ""
             raise ValueError(
-                f"{name} must have shape {shape}, or size 1 in any of the first three axes, got {tuple(logits.shape)}"
+                f"{name} must have shape {shape}, batch{keys} and heads of value and queries of {_leader(terms)}, or "
+                f"size 1 in any of the first three axes, got {tuple(logits.shape)}"
             )
     if band_logits is not None:
         K = band_logits.shape[3]
@@ -180,18 +197,7 @@ def _check(terms: SequenceTerms, number: float | None, key_padding_mask: Tensor 
                 f"band_logits must have at least one tap, and an odd number of them unless causal, got {K} "
                 f"in shape {tuple(band_logits.shape)}"
             )
-    if key_padding_mask is not None:
-        if not isinstance(key_padding_mask, Tensor) or key_padding_mask.dtype != torch.bool:
-            kind = getattr(key_padding_mask, "dtype", type(key_padding_mask).__name__)
-            raise TypeError(f"key_padding_mask must be a bool Tensor, True for padding, got {kind}")
-        if key_padding_mask.shape != (B, S):
-            raise ValueError(
-                f"key_padding_mask must have shape {(B, S)} = (B, S) of value, got {tuple(key_padding_mask.shape)}"
-            )
-        if key_padding_mask.device != value.device:
-            raise ValueError(
-                f"key_padding_mask must be on value's device {value.device}, got {key_padding_mask.device}"
-            )
+    check_padding_mask(key_padding_mask, B, S, value.device, "keys of value")
 
 
 # --- the operator -------------------------------------------------------------------------------------------------

@@ -62,8 +62,9 @@ def deform_conv2d(
     offset_groups = offset.shape[1] // (2 * Kh * Kw)
     if offset_groups == 0 or C % offset_groups or offset.shape != (B, 2 * offset_groups * Kh * Kw, Ho, Wo):
         raise ValueError(
-            f"offset must have shape (B, D * {2 * Kh * Kw}, Ho, Wo) = ({B}, D * {2 * Kh * Kw}, {Ho}, {Wo}) with "
-            f"D dividing the {C} channels, got {tuple(offset.shape)}"
+            f"offset must have shape (B, D * {2 * Kh * Kw}, Ho, Wo) = ({B}, D * {2 * Kh * Kw}, {Ho}, {Wo}), with D "
+            f"dividing the {C} channels of input, for a weight of shape {tuple(weight.shape)}, stride {stride}, "
+            f"padding {padding} and dilation {dilation}, got {tuple(offset.shape)}"
         )
     if mask is not None and mask.shape != (B, offset_groups * Kh * Kw, Ho, Wo):
         raise ValueError(
@@ -117,8 +118,9 @@ def deform_conv1d(
     offset_groups = offset.shape[1] // K
     if offset_groups == 0 or C % offset_groups or offset.shape != (B, offset_groups * K, L_out):
         raise ValueError(
-            f"offset must have shape (B, D * {K}, L_out) = ({B}, D * {K}, {L_out}) with D dividing the {C} "
-            f"channels, got {tuple(offset.shape)}"
+            f"offset must have shape (B, D * {K}, L_out) = ({B}, D * {K}, {L_out}), with D dividing the {C} channels "
+            f"of input, for a weight of shape {tuple(weight.shape)}, stride {stride}, padding {padding} and dilation "
+            f"{dilation}, got {tuple(offset.shape)}"
         )
     if mask is not None and mask.shape != offset.shape:
         raise ValueError(f"mask must have offset's shape {tuple(offset.shape)}, got {tuple(mask.shape)}")
@@ -141,7 +143,7 @@ def _output_size(size: int, kernel: int, stride: int, padding: int, dilation: in
     output = (size + 2 * padding - dilation * (kernel - 1) - 1) // stride + 1
     if output < 1:
         raise ValueError(
-            f"input is too small: size {size} with padding {padding} has no room for a kernel of {kernel} with "
+            f"input is too small: size {size} with padding {padding} has no room for weight's kernel of {kernel} with "
             f"dilation {dilation}"
         )
     return output
@@ -160,7 +162,9 @@ def _check_weight(input: Tensor, weight: Tensor, bias: Tensor | None) -> int:
             f"the channels, and the number of groups so given must divide its first"
         )
     if bias is not None and bias.shape != (out_channels,):
-        raise ValueError(f"bias must have shape ({out_channels},), got {tuple(bias.shape)}")
+        raise ValueError(
+            f"bias must have shape ({out_channels},), one for each of weight's outputs, got {tuple(bias.shape)}"
+        )
     return groups
 
 

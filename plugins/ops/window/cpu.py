@@ -14,6 +14,8 @@ from .. import library
 from ..backends import Backend
 from .operands import Options, Terms
 
+_REACH = 1 << 14  # keys, beyond eight times a row
+
 
 def _operands(terms: Terms, dtype: torch.dtype) -> list[Tensor | None]:
     query, key, value, position_logits = terms
@@ -24,7 +26,16 @@ def _operands(terms: Terms, dtype: torch.dtype) -> list[Tensor | None]:
 
 
 def refuses(terms: Terms, options: Options) -> str | None:
-    return library.refusal(terms.value.device.type, "cpu")
+    """Rows are packed with their windows' reach, which is nothing but memory where it is far beyond the map."""
+    if reason := library.refusal(terms.value.device.type, "cpu"):
+        return reason
+    queries = terms.position_logits if terms.query is None else terms.query
+    assert queries is not None
+    keys, stride = terms.value.shape[3], options.stride[1]
+    reach = (options.kernel_size[1] - 1) * options.dilation[1] + options.padding[1] + stride * queries.shape[3]
+    if reach > 8 * keys + _REACH:
+        return f"its windows reach {reach} keys along a row of {keys}"
+    return None
 
 
 def forward(terms: Terms, options: Options, output: Tensor, lse: Tensor) -> None:

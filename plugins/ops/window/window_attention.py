@@ -8,17 +8,17 @@ CUDA (``csrc/window/cuda.cuh``); elsewhere plain PyTorch does, tap by tap.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from ..arguments import arithmetic_dtype, check_dim, check_tensors, expand
+from ..arguments import arithmetic_dtype, check_tensors, expand, finite
 from ..operator import Operator, counts_of_products
 from . import cpu, cuda, reference, taps
 from .operands import Options, Terms
 
-BORDERS = ("exclude", "zero")
+Border = Literal["exclude", "zero"]
 
 
 def window_attention(
@@ -32,7 +32,7 @@ def window_attention(
     scale: float = 1.0,
     stride: int | Sequence[int] = 1,
     padding: int | Sequence[int] | None = None,
-    border: str = "exclude",
+    border: Border = "exclude",
 ) -> Tensor:
     """Attend from every position to the keys of a window around it (Thesis, Eq. 4.9; Zhu et al. 2019, section 3).
 
@@ -72,8 +72,9 @@ def window_attention(
     if value.dim() not in (4, 5):
         raise ValueError(f"value must have shape (B, M, T, dv) or (B, M, H, W, dv), got {tuple(value.shape)}")
     axes = value.dim() - 3
-    options = _options(axes, kernel_size, stride, padding, dilation, border, float(scale))
-    _check(terms, axes, options)
+    _check_axes(terms, axes)
+    options = _options(axes, kernel_size, stride, padding, dilation, border, finite("scale", scale))
+    _check(terms, options)
     if axes == 2:
         return ATTEND(terms, options)
     return ATTEND(Terms(*(t if t is None else t.unsqueeze(2) for t in terms)), options).squeeze(2)  # type: ignore[arg-type]
@@ -100,8 +101,8 @@ def scripted_window_attention(
 def _options(
     axes: int, kernel_size: Any, stride: Any, padding: Any, dilation: Any, border: str, scale: float
 ) -> Options:
-    if border not in BORDERS:
-        raise ValueError(f"border must be one of {', '.join(BORDERS)}, got {border!r}")
+    if border not in get_args(Border):
+        raise ValueError(f"border must be one of {', '.join(get_args(Border))}, got {border!r}")
     kernel = expand("kernel_size", kernel_size, axes, 1)
     dilations = expand("dilation", dilation, axes, 1)
     if padding is None:
@@ -115,9 +116,18 @@ def _options(
     return Options(lone + kernel, lone + strides, none + paddings, lone + dilations, border == "zero", scale)
 
 
-def _check(terms: Terms, axes: int, options: Options) -> None:
-    query, key, value, position_logits = terms
+def _check_axes(terms: Terms, axes: int) -> None:
+    """Before the options, of which there is one for each axis that value has."""
     spatial = "T" if axes == 1 else "H, W"
+    for name, tensor, last in (("query", terms.query, "d"), ("position_logits", terms.position_logits, "taps")):
+        if tensor is not None and tensor.dim() != axes + 3:
+            raise ValueError(
+                f"{name} must have shape (B, M, {spatial}, {last}), as many axes as value, got {tuple(tensor.shape)}"
+            )
+
+
+def _check(terms: Terms, options: Options) -> None:
+    query, key, value, position_logits = terms
     B, M = value.shape[:2]
     if 0 in value.shape[2:-1]:
         raise ValueError(f"value must have at least one key, got shape {tuple(value.shape)}")
@@ -126,7 +136,6 @@ def _check(terms: Terms, axes: int, options: Options) -> None:
     if query is None and position_logits is None:
         raise ValueError("query or position_logits must be given: without both there are no queries")
     if query is not None and key is not None:
-        check_dim("query", query, f"(B, M, {spatial}, d)")
         if query.shape[:2] != (B, M):
             raise ValueError(f"query must have value's batch and heads ({B}, {M}), got shape {tuple(query.shape)}")
         if key.shape != (*value.shape[:-1], query.shape[-1]):
@@ -135,15 +144,15 @@ def _check(terms: Terms, axes: int, options: Options) -> None:
                 f"got {tuple(key.shape)}"
             )
     if position_logits is not None:
-        check_dim("position_logits", position_logits, f"(B, M, {spatial}, taps)")
         taps = options.kernel_size[0] * options.kernel_size[1]
         grid = position_logits.shape[2:-1] if query is None else query.shape[2:-1]
         shape = (B, M, *grid, taps)
+        of_query = "" if query is None else ", positions of query"
         fits = position_logits.shape[2:] == shape[2:]
         if not fits or any(n not in (1, m) for n, m in zip(position_logits.shape[:2], shape[:2])):
             raise ValueError(
-                f"position_logits must have shape {shape}, {taps} taps of kernel_size, or size 1 in either of the "
-                f"first two axes, got {tuple(position_logits.shape)}"
+                f"position_logits must have shape {shape}, batch and heads of value{of_query} and {taps} taps of "
+                f"kernel_size, or size 1 in either of the first two axes, got {tuple(position_logits.shape)}"
             )
 
 

@@ -226,7 +226,10 @@ def test_threads_change_nothing():
         (dict(key=torch.randn(2, 3, 5, 6, 4)), r"key must have query's shape \(2, 3, 5, 7, 4\)"),
         (dict(query=torch.randn(2, 2, 5, 7, 4)), r"query must have value's first axes \(2, 3, 5, 7\)"),
         (dict(query=torch.randn(2, 3, 5, 4)), r"query must have shape \(B, M, H, W, d\)"),
-        (dict(position_logits=torch.randn(2, 3, 5, 7, 11)), r"must have shape \(2, 3, 5, 7, 12\), H \+ W logits"),
+        (
+            dict(position_logits=torch.randn(2, 3, 5, 7, 11)),
+            r"must have shape \(2, 3, 5, 7, 12\), H \+ W logits per position of value",
+        ),
         (dict(position_logits=torch.randn(2, 2, 5, 7, 12)), "or size 1 in either of the first two axes"),
         (dict(position_logits=torch.randn(5, 7, 12)), r"position_logits must have shape \(B, M, H, W, H \+ W\)"),
         (dict(value=torch.zeros(2, 3, 5, 7, 5, dtype=torch.int64)), "value must be float16"),

@@ -448,3 +448,20 @@ def test_cuda(dtype, keys, deterministic):
             check_against_reference(arguments, dtype)
         finally:
             torch.use_deterministic_algorithms(False)
+
+
+def test_queries_are_the_query_tensors_own():
+    """Logits of more positions than the query has would have had it read beyond its end."""
+    query, key, value = torch.randn(1, 1, 1, 1, 4), torch.randn(1, 1, 2, 3, 4), torch.randn(1, 1, 2, 3, 4)
+    for size in (0, 5):
+        with pytest.raises(ValueError, match=r"row_logits must have shape \(1, 1, 1, 1, 2\), positions of query"):
+            global_attention(query, key, value, row_logits=torch.randn(1, 1, size, 1, 2))
+
+
+def test_chunks_of_content_without_a_width():
+    terms = [torch.randn(2, 1, 2, 3, width, dtype=torch.float64, requires_grad=True) for width in (0, 0, 5)]
+    with backend("torch"):
+        output = global_attention(*terms)
+        grads = torch.autograd.grad(output.sum(), terms)
+    torch.testing.assert_close(output, terms[2].mean((2, 3), keepdim=True).expand_as(output))
+    assert [g.shape for g in grads] == [t.shape for t in terms]

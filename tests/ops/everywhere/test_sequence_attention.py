@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attn_plugins.ops import reference, sequence_attention
+from attn_plugins.ops import backend, reference, sequence_attention
 from attn_plugins.ops.everywhere import chunks
 from tests.ops.everywhere.sequence_operands import TERMS, attend, gradients, operands, padding, taking
 
@@ -259,3 +259,27 @@ def test_equals_global_and_window_attention(path):
     torch.testing.assert_close(sequence_attention(query, key, value, band_logits=band), expected)
     expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=position)
     torch.testing.assert_close(sequence_attention(query, key, value, position_logits=position, scale=0.5), expected)
+
+
+def test_gradients_of_queries_far_behind_all_keys():
+    """The band reaches no key: outputs and gradients are 0, and there are gradients."""
+    terms = [torch.randn(1, 2, n, 4, requires_grad=True) for n in (3, 40, 40)]
+    band = torch.randn(1, 2, 3, 5, requires_grad=True)
+    output = sequence_attention(*terms, band_logits=band, outside_logits=-math.inf, start=60)
+    assert not output.any()
+    for grad in torch.autograd.grad(output.sum(), [*terms, band]):
+        assert not grad.any()
+
+
+@pytest.mark.parametrize("outside", [None, -math.inf])
+def test_no_queries(outside):
+    """Neither of the query nor of logits beside which others broadcast."""
+    value, mask = torch.randn(2, 1, 50, 4), torch.zeros(2, 50, dtype=torch.bool)
+    band, position = torch.randn(2, 1, 0, 3), torch.randn(1, 1, 1, 50)
+    found = sequence_attention(
+        None, None, value, band_logits=band, outside_logits=outside, causal=True, key_padding_mask=mask
+    )
+    assert found.shape == (2, 1, 0, 4)
+    with backend("reference"):
+        found = sequence_attention(None, None, value, band_logits=band, position_logits=position)
+    assert found.shape == (2, 1, 0, 4)

@@ -216,7 +216,7 @@ def test_memory_is_that_of_the_arguments(path):
     [
         (dict(band_logits=torch.randn(2, 3, 5, 4)), "an odd number of them unless causal, got 4"),
         (dict(band_logits=torch.randn(2, 3, 5, 0)), "band_logits must have at least one tap"),
-        (dict(band_logits=torch.randn(2, 3, 4, 3)), r"band_logits must have shape \(2, 3, 5, 3\), or size 1"),
+        (dict(band_logits=torch.randn(2, 3, 4, 3)), r"band_logits must have shape \(2, 3, 5, 3\), batch and heads"),
         (dict(outside_logits=torch.randn(2, 3)), r"outside_logits must have shape \(B, M, T\)"),
         (dict(outside_logits=torch.randn(2, 2, 5)), r"outside_logits must have shape \(2, 3, 5\)"),
         (dict(outside_logits=math.inf), "outside_logits must be finite or -inf, got inf"),
@@ -238,11 +238,11 @@ def test_memory_is_that_of_the_arguments(path):
         (dict(key_padding_mask=torch.zeros(2, 7)), "key_padding_mask must be a bool Tensor, True for padding, got"),
         (dict(key_padding_mask=[False]), "key_padding_mask must be a bool Tensor, True for padding, got list"),
         (dict(key_padding_mask=torch.zeros(2, 5, dtype=torch.bool)), r"must have shape \(2, 7\)"),
-        (dict(start=-1), "start must be at least 0, got -1"),
+        (dict(start=-1), "start must be at least 0 and below 2"),
         (
             dict(query=torch.randn(2, 3, 8, 4), band_logits=None, outside_logits=None, position_logits=None,
                  causal=True),
-            "takes the 8 queries for the last of the 7 keys",
+            "takes the 8 queries of query for the last of the 7 keys",
         ),
     ],
 )  # fmt: skip

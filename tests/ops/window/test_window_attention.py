@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from attn_plugins.ops import backend, library, reference, window_attention
+from attn_plugins.ops import backend, explain, library, reference, window_attention
 from tests.helpers.operator_checks import DEVICES, check_autocast, check_compiled_and_exported, given
 
 needs_kernel = pytest.mark.skipif(not library.has_kernel("cpu"), reason="no CPU binary is compiled")
@@ -120,6 +120,31 @@ def test_position_logits_alone_over_strided_heads(kernel, padding, border, dv):
     found = window_attention(*arguments, kernel, padding=padding, border=border)
     assert 0 < found.isfinite().sum() < found.numel()
     torch.testing.assert_close(found, expected, equal_nan=True)
+
+
+@needs_kernel
+@pytest.mark.parametrize("border", ["exclude", "zero"])
+def test_content_without_a_width(border):
+    """No dot products, and no position logits either, at a kernel wide enough for those alone: a plain mean."""
+    query, key, value = (torch.randn(1, 3, 9, 12, width, dtype=torch.float64) for width in (0, 0, 24))
+    expected = reference.window_attention(
+        query, key, value, None, (1, 7), (1, 1), (0, 3), (1, 1), border == "zero", 1.0
+    )
+    torch.testing.assert_close(window_attention(query, key, value, None, (1, 7), border=border), expected)
+
+
+@pytest.mark.parametrize("geometry", [dict(dilation=10**9), dict(stride=10**9), dict(padding=2 * 10**9)])
+def test_windows_far_beyond_the_map(geometry):
+    """The kernel's packed rows would be as long as the windows reach."""
+    terms = operands((4, 5))
+    output = window_attention(*terms, 3, **geometry)
+    grads = torch.autograd.grad(output.sum(), terms)
+    with backend("reference"):
+        expected = window_attention(*terms, 3, **geometry)
+    torch.testing.assert_close(output, expected)
+    for found, other in zip(grads, torch.autograd.grad(expected.sum(), terms)):
+        torch.testing.assert_close(found, other)
+    assert "a row of 5" in explain(window_attention, *terms, 3, **geometry).refusals["cpu"]
 
 
 @needs_kernel
@@ -341,13 +366,13 @@ def test_threads_change_nothing():
     "change, words",
     [
         (dict(kernel_size=4), "kernel_size must be odd where padding centres the window, got 4"),
-        (dict(kernel_size=0), "kernel_size must be an int or 2 ints, each at least 1, got 0"),
+        (dict(kernel_size=0), "kernel_size must be an int or 2 ints, each at least 1 and below"),
         (dict(kernel_size=(3, 3, 3)), "kernel_size must be an int or 2 ints"),
         (dict(dilation=0), "dilation must be"),
         (dict(stride=0), "stride must be"),
         (dict(padding=-1), "padding must be"),
         (dict(border="reflect"), "border must be one of exclude, zero, got 'reflect'"),
-        (dict(kernel_size=5), r"position_logits must have shape \(2, 3, 5, 7, 25\), 25 taps of kernel_size"),
+        (dict(kernel_size=5), r"position_logits must have shape \(2, 3, 5, 7, 25\), batch and heads of value"),
         (dict(key=None), "query and key must be given together"),
         (dict(query=None, key=None, position_logits=None), "query or position_logits must be given"),
         (dict(value=torch.randn(2, 3, 0, 7, 5)), "value must have at least one key"),

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from attn_plugins.modules.criss_cross import CrissCrossAttention2d
+from attn_plugins.modules import CrissCrossAttention2d
 from attn_plugins.ops import criss_cross_attention
 
 from ..case import Case, Run, forward, forward_backward

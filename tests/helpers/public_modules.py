@@ -1,0 +1,60 @@
+"""Every public module, made small: the tests of conventions run over all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from attn_plugins import modules
+
+Build = Callable[..., nn.Module]  # with device and dtype
+
+MODULES: dict[str, Build] = {
+    "AAConv2d": lambda **f: modules.AAConv2d(6, 8, 3, dk=4, dv=4, num_heads=2, input_size=(5, 7), **f),
+    "AlignmentAttention": lambda **f: modules.AlignmentAttention("additive", 8, 6, **f),
+    "BilateralCrissCross2d": lambda **f: modules.BilateralCrissCross2d(16, kernel_size=5, **f),
+    "BilateralNonLocal2d": lambda **f: modules.BilateralNonLocal2d(16, kernel_size=5, **f),
+    "BilateralSelfAttention": lambda **f: modules.BilateralSelfAttention(16, 2, kernel_size=3, outside="learned", **f),
+    "CausalDeformableConv1d": lambda **f: modules.CausalDeformableConv1d(4, 4, 3, **f),
+    "CrissCrossAttention2d": lambda **f: modules.CrissCrossAttention2d(16, **f),
+    "DeformableConv1d": lambda **f: modules.DeformableConv1d(4, 4, 3, padding=1, **f),
+    "DeformableConv2d": lambda **f: modules.DeformableConv2d(4, 4, 3, padding=1, **f),
+    "DualWayEncoder": lambda **f: modules.DualWayEncoder(12, 16, num_layers=1, num_heads=2, ffn_dim=8, **f),
+    "DynamicConv1d": lambda **f: modules.DynamicConv1d(16, kernel_size=3, **f),
+    "DynamicConv2d": lambda **f: modules.DynamicConv2d(16, kernel_size=3, **f),
+    "EntangledAttention": lambda **f: modules.EntangledAttention(16, 2, **f),
+    "GatedBilateralController": lambda **f: modules.GatedBilateralController(16, **f),
+    "GeneralizedAttention2d": lambda **f: modules.GeneralizedAttention2d(16, num_heads=2, **f),
+    "LocalBilateralConv2d": lambda **f: modules.LocalBilateralConv2d(16, 16, 3, **f),
+    "MultiheadAttention": lambda **f: modules.MultiheadAttention(16, 2, **f),
+    "MultiheadSpatialAttention": lambda **f: modules.MultiheadSpatialAttention(16, 2, **f),
+    "MultimodalDecoderBlock": lambda **f: modules.MultimodalDecoderBlock(16, 2, ffn_dim=8, **f),
+    "NonLocal2d": lambda **f: modules.NonLocal2d(16, **f),
+}
+
+# Other parameters than above, by an argument.
+VARIANTS: dict[str, Build] = {
+    **MODULES,
+    "AAConv2d, no attention": lambda **f: modules.AAConv2d(6, 8, 3, dk=0, dv=0, num_heads=2, **f),
+    "AAConv2d, no convolution": lambda **f: modules.AAConv2d(6, 8, 3, 4, 8, 2, position="coordconv", **f),
+    "AlignmentAttention, general": lambda **f: modules.AlignmentAttention("general", 8, 6, **f),
+    "CrissCrossAttention2d, relative": lambda **f: modules.CrissCrossAttention2d(
+        16, position="relative", input_size=(5, 7), **f
+    ),
+    "DeformableConv2d, modulated": lambda **f: modules.DeformableConv2d(4, 4, 3, modulated=True, padding=1, **f),
+    "GeneralizedAttention2d, as mmcv's": lambda **f: modules.GeneralizedAttention2d.mmcv_compatible(
+        16, num_heads=2, **f
+    ),
+    "LocalBilateralConv2d, shared": lambda **f: modules.LocalBilateralConv2d(16, 16, 3, shared=True, **f),
+    "NonLocal2d, concatenation": lambda **f: modules.NonLocal2d(16, mode="concatenation", **f),
+    "NonLocal2d, normalised": lambda **f: modules.NonLocal2d(16, norm_layer=nn.BatchNorm2d, **f),
+    "NonLocal2d, relative": lambda **f: modules.NonLocal2d(16, position="relative", input_size=(5, 7), **f),
+}
+
+
+def public_modules() -> dict[str, Any]:
+    """The classes of modules that the package exports."""
+    exported = {name: getattr(modules, name) for name in modules.__all__}
+    return {name: kind for name, kind in exported.items() if isinstance(kind, type) and issubclass(kind, nn.Module)}

@@ -1,0 +1,30 @@
+"""mmcv's own layers beside the drop-ins; tests take ``drop_in`` from here, after mmcv's names are taken."""
+
+from __future__ import annotations
+
+import sys
+
+from mmcv.cnn.bricks.generalized_attention import GeneralizedAttention
+from mmcv.ops import CrissCrossAttention, DeformConv2dPack, ModulatedDeformConv2dPack
+from mmengine.registry import MODELS
+
+from attn_plugins.mmcv import drop_in
+
+STOCK = dict(
+    GeneralizedAttention=GeneralizedAttention,
+    CrissCrossAttention=CrissCrossAttention,
+    DCN=DeformConv2dPack,
+    DCNv2=ModulatedDeformConv2dPack,
+)
+
+
+def restore() -> None:
+    """mmcv's own layers in the registry, and under their names."""
+    MODELS.module_dict.update(STOCK)
+    for name, holders in drop_in.HOLDERS.items():
+        for holder in holders:
+            if holder in sys.modules:
+                setattr(sys.modules[holder], name, STOCK[name])
+
+
+restore()  # after the import of drop_in: other tests compare with mmcv's layers

@@ -1,0 +1,198 @@
+"""The drop-in's gradients are mmcv's; of deformable convolutions also where a sample lies on the map's edge."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from mmcv.ops import deform_conv2d, modulated_deform_conv2d
+from torch import Tensor
+
+from attn_plugins import ops
+from attn_plugins.mmcv.edge_rule import without_edge_gradients
+from tests.mm.drop_in_helpers import STOCK, drop_in
+
+# (B, C, H, W, C_out, kernel, stride, padding, dilation, groups, offset groups)
+GEOMETRIES = {
+    "padding": (2, 4, 5, 7, 4, 3, 1, 1, 1, 1, 1),
+    "groups": (2, 8, 5, 6, 4, 3, 1, 1, 1, 2, 4),
+    "stride and dilation": (1, 6, 11, 8, 3, 3, 2, 2, 2, 3, 2),
+    "even kernel": (1, 2, 4, 5, 3, 2, 1, 1, 1, 1, 1),
+    "wide padding": (1, 2, 4, 5, 3, 3, 1, 3, 1, 1, 1),
+}
+OFFSETS = {
+    "zero": torch.zeros,
+    "whole": lambda *shape: torch.randint(-3, 4, shape),  # onto pixels, -1, H and W, and beyond
+    "random": lambda *shape: 2 * torch.randn(shape),
+}
+
+
+def operands(name: str, offsets: str) -> tuple[list[Tensor], Tensor]:
+    """Input, offset, weight, mask and bias, and the gradient of the output, in float64."""
+    B, C, H, W, C_out, K, stride, padding, dilation, groups, D = GEOMETRIES[name]
+    torch.manual_seed(0)
+    size = [(n + 2 * padding - dilation * (K - 1) - 1) // stride + 1 for n in (H, W)]
+    leaves = [
+        torch.randn(B, C, H, W),
+        OFFSETS[offsets](B, 2 * D * K * K, *size),
+        torch.randn(C_out, C // groups, K, K),
+        torch.rand(B, D * K * K, *size),
+        torch.randn(C_out),
+    ]
+    return [leaf.double().requires_grad_() for leaf in leaves], torch.randn(B, C_out, *size).double()
+
+
+@pytest.mark.parametrize("modulated", [True, False])
+@pytest.mark.parametrize("offsets", OFFSETS)
+@pytest.mark.parametrize("name", GEOMETRIES)
+def test_gradients_equal_those_of_mmcvs_operator(name, offsets, modulated):
+    _, _, _, _, _, K, stride, padding, dilation, groups, D = GEOMETRIES[name]
+    (input, offset, weight, mask, bias), grad = operands(name, offsets)
+    settled = without_edge_gradients(offset, (K, K), *[(n, n) for n in (stride, padding, dilation)])
+    assert torch.equal(settled, offset)
+    if modulated:
+        leaves = [input, offset, weight, mask, bias]
+        theirs = modulated_deform_conv2d(input, offset, mask, weight, bias, stride, padding, dilation, groups, D)
+        ours = ops.deform_conv2d(input, settled, weight, bias, stride, padding, dilation, mask)
+    else:
+        leaves = [input, offset, weight]
+        theirs = deform_conv2d(input, offset, weight, stride, padding, dilation, groups, D)
+        ours = ops.deform_conv2d(input, settled, weight, None, stride, padding, dilation)
+    torch.testing.assert_close(ours, theirs)
+    for a, b in zip(torch.autograd.grad(ours, leaves, grad), torch.autograd.grad(theirs, leaves, grad)):
+        torch.testing.assert_close(a, b)
+
+
+def test_the_operator_itself_has_torchvisions_rule():
+    (input, offset, weight, _, _), grad = operands("padding", "zero")
+    rule = without_edge_gradients(offset, (3, 3), (1, 1), (1, 1), (1, 1))
+    (stock,) = torch.autograd.grad(ops.deform_conv2d(input, offset, weight, padding=1), offset, grad)
+    (edge,) = torch.autograd.grad(ops.deform_conv2d(input, rule, weight, padding=1), offset, grad)
+    changed = (stock != edge).unflatten(1, (3, 3, 2))
+    assert changed[:, 0, 1, 0, 0].all()  # the row's offset of taps above the map
+    assert changed[:, 1, 0, 1, :, 0].all()  # the column's offset of taps left of it
+    changed[:, 0, :, 0, 0] = changed[:, :, 0, 1, :, 0] = False
+    assert not changed.any()
+    torchvision = pytest.importorskip("torchvision.ops")
+    (theirs,) = torch.autograd.grad(torchvision.deform_conv2d(input, offset, weight, padding=1), offset, grad)
+    torch.testing.assert_close(stock, theirs)
+
+
+def test_positions_are_rounded_as_the_kernels_round_them():
+    """An offset too small to move a sample from -1 leaves it there, in float32 and for half offsets in float32."""
+    for dtype, tiny, moves in (
+        (torch.float32, 1e-9, False), (torch.float32, 1e-6, True), (torch.float64, 1e-9, True),
+        (torch.bfloat16, 1e-3, True),
+    ):  # fmt: skip
+        offset = torch.full((1, 18, 4, 4), tiny, dtype=dtype).requires_grad_()
+        settled = without_edge_gradients(offset, (3, 3), (1, 1), (1, 1), (1, 1))
+        (grad,) = torch.autograd.grad(settled.sum(), offset)
+        assert bool(grad.bool().all()) == moves, (dtype, tiny)
+
+
+def test_second_gradients_and_compilation():
+    (input, offset, weight, mask, bias), _ = operands("even kernel", "random")
+    offset = torch.where(torch.rand(offset.shape) < 0.3, 0, offset).detach().requires_grad_()
+    geometry = [(2, 2), (1, 1), (1, 1), (1, 1)]
+
+    def convolve(input, offset, weight, mask):
+        settled = without_edge_gradients(offset, *geometry)
+        return ops.deform_conv2d(input, settled, weight, bias, padding=1, mask=mask)
+
+    leaves = (input, offset, weight, mask)
+    expected = convolve(*leaves)
+    compiled = torch.compile(convolve, backend="aot_eager", fullgraph=True)(*leaves)
+    torch.testing.assert_close(compiled, expected)
+    expected, compiled = (
+        torch.autograd.grad(y.square().sum(), leaves, create_graph=True) for y in (expected, compiled)
+    )
+    torch.testing.assert_close(compiled, expected)
+    # What no gradient reaches: the slope of an edge's offset is the constant 0.
+    on_edge = torch.autograd.grad(without_edge_gradients(offset, *geometry).sum(), offset)[0] == 0
+    assert on_edge.any()
+    assert (expected[1][on_edge] == 0).all()
+    (second,) = torch.autograd.grad(expected[2].sum(), offset)
+    assert (second[on_edge] == 0).all()
+    assert second.isfinite().all()
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("options", [dict(), dict(stride=2, groups=2), dict(dilation=2, padding=2, deform_groups=2)])
+@pytest.mark.parametrize("start", ["as made", "whole offsets", "trained"])
+@pytest.mark.parametrize("name", ["DCN", "DCNv2"])
+def test_a_layers_gradients_equal_mmcvs(name, start, options):
+    torch.manual_seed(0)
+    options = {"padding": 1, **options}
+    stock = STOCK[name](4, 6, 3, **options).double()
+    if start != "as made":
+        torch.nn.init.normal_(stock.conv_offset.bias)
+    if start == "whole offsets":
+        stock.conv_offset.bias.data.round_()
+    if start == "trained":
+        torch.nn.init.normal_(stock.conv_offset.weight, std=0.3)
+    ours = drop_in.REPLACEMENTS[name](4, 6, 3, **options).double()
+    ours.load_state_dict(stock.state_dict(), strict=True)
+    x = torch.randn(2, 4, 9, 12).double()
+    grad = torch.randn_like(stock(x))
+    found = []
+    for layer in (ours, stock):
+        input = x.clone().requires_grad_()
+        output = layer(input)
+        found.append([output, *torch.autograd.grad(output, [input, *layer.parameters()], grad)])
+    for a, b in zip(*found, strict=True):
+        assert b.any()
+        torch.testing.assert_close(a, b)
+
+
+def test_a_batch_that_im2col_step_does_not_divide():
+    torch.manual_seed(0)
+    stock = STOCK["DCN"](4, 6, 3, padding=1, im2col_step=3)
+    ours = drop_in.DCN(4, 6, 3, padding=1, im2col_step=3)
+    torch.nn.init.normal_(stock.conv_offset.weight, std=0.3)
+    ours.load_state_dict(stock.state_dict(), strict=True)
+    x = torch.randn(10, 4, 5, 6)
+    with pytest.raises(AssertionError, match="divisible by im2col_step"):
+        stock(x)
+    expected = torch.cat([stock(part) for part in x.split(2)])
+    torch.testing.assert_close(ours(x), expected, rtol=1e-4, atol=1e-5)
+
+
+def attention_pair(name: str, **options: Any) -> tuple[torch.nn.Module, torch.nn.Module]:
+    """mmcv's layer and ours with the same weights, gamma not 0, in float64."""
+    torch.manual_seed(0)
+    stock, ours = STOCK[name](18, **options), drop_in.REPLACEMENTS[name](18, **options)
+    for key, parameter in stock.named_parameters():
+        if "gamma" in key:
+            torch.nn.init.constant_(parameter, 0.7)
+    ours.load_state_dict(stock.state_dict(), strict=True)
+    return stock.double(), ours.double()
+
+
+ATTENTION = {
+    "CrissCrossAttention": [dict()],
+    "GeneralizedAttention": [
+        dict(attention_type="1111"), dict(attention_type="0010"), dict(attention_type="1000", q_stride=2),
+        dict(attention_type="1010", kv_stride=1, num_heads=3), dict(attention_type="0001"),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name, options", [(name, options) for name, all in ATTENTION.items() for options in all])
+def test_a_loss_of_the_flat_output_has_mmcvs_gradients(name, options):
+    """The output is contiguous as mmcv's is, so that losses may take its view, and so is the input's gradient."""
+    if name == "GeneralizedAttention":
+        options = {"position_embedding_dim": 20, **options}
+    stock, ours = attention_pair(name, **options)
+    x, target = torch.randn(2, 18, 8, 8).double(), torch.randn(2 * 18 * 8 * 8).double()
+    found = []
+    for layer in (ours, stock):
+        input = x.clone().requires_grad_()
+        loss = (layer(input).view(-1) - target).square().mean()
+        grads = torch.autograd.grad(loss, [input, *layer.parameters()], allow_unused=True)
+        assert grads[0].is_contiguous()
+        found.append([loss, *grads])
+    for (key, _), a, b in zip([("loss", 0), ("input", 0), *stock.named_parameters()], *found, strict=True):
+        assert (a is None) == (b is None), key
+        if b is not None:
+            torch.testing.assert_close(a, b, msg=lambda text, key=key: f"{key}: {text}")

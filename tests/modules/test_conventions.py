@@ -1,0 +1,248 @@
+"""What all public modules have in common: initialisation, factory arguments, choices, and old names that still work."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from attn_plugins import modules
+from attn_plugins.modules.checks import one_of
+from attn_plugins.modules.non_local import Mode
+from tests.helpers.public_modules import MODULES, VARIANTS, public_modules
+
+# Made in another order than their children and then they themselves: a seed gives other numbers of the same kind.
+OTHER_ORDER = {
+    "CrissCrossAttention2d, relative", "DualWayEncoder", "EntangledAttention", "MultiheadAttention",
+    "MultimodalDecoderBlock", "NonLocal2d, relative",
+}  # fmt: skip
+UNCHANGING = [
+    "BilateralCrissCross2d", "BilateralNonLocal2d", "CrissCrossAttention2d", "CrissCrossAttention2d, relative",
+    "DynamicConv2d", "GeneralizedAttention2d", "GeneralizedAttention2d, as mmcv's", "NonLocal2d",
+    "NonLocal2d, concatenation", "NonLocal2d, relative",
+]  # fmt: skip
+
+
+def reset(module: nn.Module) -> None:
+    if hasattr(module, "reset_parameters"):
+        module.reset_parameters()
+
+
+def spoil(module: nn.Module) -> None:
+    with torch.no_grad():
+        for tensor in module.state_dict().values():
+            tensor.fill_(7)
+
+
+def kind_of(parameter: Tensor) -> tuple[float, float]:
+    """Mean and deviation."""
+    return parameter.float().mean().item(), parameter.float().std(correction=0).item()
+
+
+def test_every_public_module_is_tested():
+    assert set(MODULES) == set(public_modules())
+
+
+# --- reset_parameters -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_what_owns_parameters_draws_them(name):
+    for module in VARIANTS[name]().modules():
+        if list(module.parameters(recurse=False)):
+            assert callable(getattr(module, "reset_parameters", None)), type(module)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_reset_from_the_children_on_draws_what_the_constructor_does(name):
+    torch.manual_seed(3)
+    made = VARIANTS[name]()
+    module = VARIANTS[name]()
+    spoil(module)
+    torch.manual_seed(3)
+    module.apply(reset)
+    for key, tensor in module.state_dict().items():
+        expected = made.state_dict()[key]
+        if name not in OTHER_ORDER or tensor.numel() == 1 or expected.std() == 0:
+            torch.testing.assert_close(tensor, expected, rtol=0, atol=0, msg=key)
+        elif tensor.numel() < 16:  # too few numbers for a deviation
+            assert tensor.abs().max() < 1, key
+        else:
+            (mean, deviation), (wanted_mean, wanted) = kind_of(tensor), kind_of(expected)
+            assert deviation == pytest.approx(wanted, rel=0.5), key
+            assert abs(mean - wanted_mean) < wanted, key
+
+
+@pytest.mark.parametrize("children_first", [True, False])
+@pytest.mark.parametrize("name", UNCHANGING)
+def test_reset_in_any_order_is_the_identity_again(name, children_first):
+    module, x = VARIANTS[name](), torch.randn(2, 16, 5, 7)
+    spoil(module)
+    assert not torch.allclose(module(x), x)
+    parts = list(module.modules())
+    for part in reversed(parts) if children_first else parts:
+        reset(part)
+    assert torch.equal(module(x), x)
+
+
+def test_a_normalised_residual_is_the_identity_again():
+    module, x = VARIANTS["NonLocal2d, normalised"](), torch.randn(2, 16, 5, 7)
+    spoil(module)
+    module.apply(reset)
+    assert torch.equal(module(x), x)
+
+
+@pytest.mark.parametrize("children_first", [True, False])
+def test_reset_in_any_order_is_the_plain_convolution_again(children_first):
+    module, x = MODULES["DeformableConv2d"](), torch.randn(2, 4, 5, 7)
+    spoil(module)
+    parts = list(module.modules())
+    for part in reversed(parts) if children_first else parts:
+        reset(part)
+    torch.testing.assert_close(module(x), F.conv2d(x, module.weight, module.bias, padding=1))
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_made_without_memory_and_then_drawn(name):
+    module = VARIANTS[name](device="meta").to_empty(device="cpu")
+    spoil(module)
+    module.apply(reset)
+    assert all(tensor.isfinite().all() for tensor in module.state_dict().values())
+    assert not any((parameter == 7).any() for parameter in module.parameters())
+
+
+# --- device and dtype -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_factory_arguments_are_keyword_only(name):
+    parameters = inspect.signature(public_modules()[name]).parameters
+    for argument in ("device", "dtype"):
+        assert parameters[argument].kind is inspect.Parameter.KEYWORD_ONLY
+        assert parameters[argument].default is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_parameters_and_buffers_follow(name, device, dtype):
+    module = VARIANTS[name](device=device, dtype=dtype)
+    tensors = [*module.parameters(), *module.buffers()]
+    assert tensors
+    for tensor in tensors:
+        assert tensor.device.type == device
+        assert tensor.dtype == dtype or not tensor.is_floating_point()  # a BatchNorm's counter
+
+
+# --- choices ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "build, message",
+    [
+        (lambda: modules.AAConv2d(8, 8, 3, 4, 4, 2, position="polar"), "position must be one of relative, none, sine"),
+        (lambda: modules.AlignmentAttention("bilinear", 4), "score must be one of cosine, additive, general, dot"),
+        (lambda: modules.BilateralNonLocal2d(8, outside="same"), "outside must be one of -inf, zero, learned, min"),
+        (lambda: modules.BilateralSelfAttention(8, smoothing="none"), "smoothing must be one of sqrt_d, zscore, got"),
+        (lambda: modules.CrissCrossAttention2d(8, position=None), "position must be one of none, relative, got None"),
+        (lambda: modules.GatedBilateralController(8, ["relu"]), "activation must be one of identity, relu, .* got "),
+        (lambda: modules.MultimodalDecoderBlock(fusion="mean"), "fusion must be one of entangled, parallel, stacked"),
+        (lambda: modules.NonLocal2d(8, mode="softmax"), "mode must be one of gaussian, embedded_gaussian, dot_product"),
+    ],
+)
+def test_a_choice_that_there_is_not(build, message):
+    with pytest.raises(ValueError, match=f"^{message}"):
+        build()
+
+
+def test_one_of_takes_each_choice():
+    for mode in ("gaussian", "embedded_gaussian", "dot_product", "concatenation"):
+        one_of(Mode, mode=mode)
+
+
+# --- old names --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["BilateralCrissCross2d", "BilateralNonLocal2d", "BilateralSelfAttention"])
+def test_padding_is_the_old_name_of_outside(name):
+    kind = public_modules()[name]
+    with pytest.warns(DeprecationWarning, match="padding is the old name of outside"):
+        module = kind(16, padding="min")
+    assert module.outside == "min"
+    with pytest.warns(DeprecationWarning, match=f"{name}.padding is the old name of outside"):
+        assert module.padding == "min"
+    for arguments in ((16, 2, 3, "min"), (16,)):
+        options = {} if len(arguments) == 4 else {"outside": "min"}
+        assert kind(*arguments, **options).outside == "min"
+        with pytest.raises(TypeError, match="padding is the old name of outside: give outside alone"):
+            kind(*arguments, padding="zero", **options)
+
+
+@pytest.mark.parametrize(
+    "name, method",
+    [
+        ("AAConv2d", "reset_attention"),
+        ("BilateralNonLocal2d", "init_weights"),
+        ("BilateralSelfAttention", "init_weights"),
+        ("CrissCrossAttention2d, relative", "reset_tables"),
+        ("DynamicConv1d", "init_weights"),
+        ("DynamicConv2d", "init_weights"),
+        ("GatedBilateralController", "init_weights"),
+        ("GeneralizedAttention2d", "init_weights"),
+        ("MultiheadSpatialAttention", "init_weights"),
+        ("NonLocal2d", "init_weights"),
+    ],
+)
+def test_old_names_of_reset_parameters(name, method):
+    one, other = VARIANTS[name](), VARIANTS[name]()
+    other.load_state_dict(one.state_dict())
+    torch.manual_seed(1)
+    with pytest.warns(DeprecationWarning, match=rf"\.{method} is the old name of reset_parameters"):
+        getattr(one, method)()
+    torch.manual_seed(1)
+    other.reset_parameters()
+    for key, tensor in other.state_dict().items():
+        assert torch.equal(one.state_dict()[key], tensor), key
+
+
+def test_the_old_way_to_zero_offsets():
+    layer = MODULES["DeformableConv2d"]()
+    weight = layer.weight.detach().clone()
+    nn.init.ones_(layer.conv_offset.weight)
+    with pytest.warns(DeprecationWarning, match="zero_offset is the old name of conv_offset.reset_parameters"):
+        layer.zero_offset()
+    assert not layer.conv_offset.weight.any()
+    assert torch.equal(layer.weight, weight)
+
+
+@pytest.mark.parametrize(
+    "kind, before",
+    [
+        (modules.DeformableConv2d, (1, 1, 1, 1, 1, True, False)),
+        (modules.CausalDeformableConv1d, (1, 1, 1, True, False)),
+    ],
+)
+def test_factory_arguments_by_position_as_before(kind, before):
+    with pytest.warns(DeprecationWarning, match="give device, dtype, offset_scale by keyword"):
+        layer = kind(4, 4, 3, *before, "meta", torch.float64, 0.5)
+    assert layer.weight.device.type == "meta"
+    assert layer.weight.dtype == torch.float64
+    assert layer.offset_scale == 0.5
+    with pytest.raises(TypeError, match="positional arguments"):
+        kind(4, 4, 3, *before, "meta", torch.float64, 0.5, 1)
+    with pytest.raises(TypeError, match="positional arguments"):
+        kind(4, 4, 3, *before, "meta", device="cpu")
+
+
+def test_the_old_place_of_mmcv_s_variant(python):
+    result = python(
+        "import warnings; warnings.simplefilter('always')\n"
+        "from attn_plugins.modules.generalized_attention_mmcv import MMCVGeneralizedAttention2d as old\n"
+        "from attn_plugins.modules.generalized_attention import MMCVGeneralizedAttention2d as new\n"
+        "print(old is new)"
+    )
+    assert result.stdout.strip() == "True"
+    assert "DeprecationWarning: attn_plugins.modules.generalized_attention_mmcv is now" in result.stderr

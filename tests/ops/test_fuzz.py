@@ -1,0 +1,35 @@
+"""A slice of the fuzzer's calls (``make fuzz`` runs 10,000 of each operator), and of the same in deterministic mode."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tools.fuzz import check
+from tools.fuzz.operators import OPERATORS, describe, judge, legal_call
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_random_calls_of_all_dtypes(operator):
+    faults = [
+        f"python -m tools.fuzz {operator} --only {number}: {fault}"
+        for number in range(150)
+        for fault in judge(operator, 0, number).faults
+    ]
+    assert not faults, "\n".join(faults)
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_random_calls_of_all_dtypes_are_deterministic(operator, deterministic):
+    """No operator refuses, and two runs give the same bits."""
+    for number in range(150, 250):
+        _, call, grad = legal_call(operator, 0, number)
+        first, second = (check.compute(call, grad) for _ in range(2))
+        for name, tensor in first.items():
+            assert tensor.dtype == call.dtype()
+            same = torch.equal(bits(tensor), bits(second[name]))
+            assert same, f"{name} differs between two runs of\n{describe(operator, 0, number)}"
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().flatten().view(torch.uint8)

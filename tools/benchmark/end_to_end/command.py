@@ -1,0 +1,198 @@
+"""Measure whole upstream models from their own configs: stock, and with our layers by the drop-in.
+
+python -m tools.benchmark end_to_end                       # all (15 minutes on 2 cores), to benchmarks/
+python -m tools.benchmark end_to_end --models ccnet --size 129 129 --seconds 0    # a quick look; nothing is written
+
+Each measurement is a fresh process; stock and ours take turns. Weights are random and the same in both, pictures, boxes
+and masks made up. A training step is forward, loss, backward and the optimizer's step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tools.requires import need
+
+from .. import load, report, results
+from ..summary import NOISY, noisy, summarize
+from .child import MARK
+from .models import MODELS
+
+ROOT = Path(__file__).parents[3]
+RUN = "from tools.benchmark.end_to_end.child import main; main()"
+SHOWN = ("models", "size", "threads", "seconds", "rounds", "min_rounds", "minutes", "wait", "out")
+PASSES = ("prediction", "training step")
+EXPLANATION = f"""One picture, CPU, float32. Each cell: minimum / lower quartile · median · upper quartile of the time
+in {{unit}} (MiB: the peak resident memory of the process during the pass, above its level with the model built). Stock is
+the upstream config as it is, ours the same config with the drop-in; each measurement is a fresh process, in turns, with
+the same random weights (offsets and gates at their start, zero), after one call that warms up. Ratio: stock's minimum over
+ours. Noisy: one of the two varies more than {NOISY}-fold between quartiles; loaded: other processes used more than
+{load.LOADED} CPUs meanwhile."""
+
+
+class Failed(Exception):
+    """A process ended with an error."""
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    made = argparse.ArgumentParser(
+        prog="python -m tools.benchmark end_to_end",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    made.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS), metavar="MODEL")
+    made.add_argument("--size", type=int, nargs=2, metavar=("H", "W"), help="of pictures (writes no file)")
+    made.add_argument("--threads", type=int, default=torch.get_num_threads(), help="CPU threads")
+    made.add_argument("--seconds", type=float, default=10, help="time for the calls of a pass in a process")
+    made.add_argument("--rounds", type=int, default=5, help="the most processes of each kind for a model")
+    made.add_argument("--min-rounds", type=int, default=2, help="the fewest, however long they take")
+    made.add_argument("--minutes", type=float, default=14, help="for everything; rounds beyond it are left out")
+    made.add_argument("--wait", type=float, default=60, help="seconds to wait for other processes to end")
+    made.add_argument("--out", type=Path, default=results.FOLDER, help="where JSON and page go")
+    return made
+
+
+def main(arguments: list[str] | None = None) -> int:
+    made = parser()
+    options = made.parse_args(arguments)
+    for name in ("threads", "rounds", "min_rounds"):
+        if getattr(options, name) < 1:
+            made.error(f"--{name.replace('_', '-')} must be at least 1, got {getattr(options, name)}")
+    need("mmdet", "mmseg")
+    torch.set_num_threads(options.threads)
+    before = load.wait_until_quiet(options.wait)
+    if (before or 0) > load.LOADED:
+        print(f"other processes use {load.words(before)}: these rows are not for publication")
+    rows = []
+    try:
+        for name in options.models:
+            rows += measure(name, options)
+    except Failed as error:
+        print(f"benchmark: {error}", file=sys.stderr)
+        return 1
+    data = {
+        "benchmark": "end_to_end",
+        "device": "cpu",
+        "command": results.command_line("python -m tools.benchmark end_to_end", [], options, SHOWN),
+        "machine": report.machine("cpu"),
+        "load": {"before": before, "after": load.sample()},
+        "rows": rows,
+    }
+    text = page(data)
+    print("\n" + text)
+    if not options.size:
+        print(f"written to {results.write(options.out, 'end_to_end-cpu', data, text)}")
+    return 0
+
+
+def measure(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return the rows of one model, a row for each pass."""
+    budget = 60 * options.minutes / len(options.models)
+    found: dict[str, list[dict[str, Any]]] = {"stock": [], "ours": []}
+    begin = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        for number in range(max(options.rounds, options.min_rounds)):
+            spent = time.perf_counter() - begin
+            if number >= options.min_rounds and spent * (number + 1) / number > budget:
+                break
+            for kind in found:
+                settings = dict(
+                    model=name,
+                    ours=kind == "ours",
+                    size=options.size,
+                    threads=options.threads,
+                    seconds=options.seconds,
+                    weights=str(Path(folder) / "weights.pth"),
+                )
+                found[kind].append(process(settings))
+                passes = found[kind][-1]["passes"]
+                times = ", ".join(f"{each} {min(passes[each]['times']):.3g} s" for each in PASSES)
+                print(f"{name}, round {number + 1}, {kind}: {times}", flush=True)
+    return [row(name, each, found["ours"], found["stock"], options.size) for each in PASSES]
+
+
+def process(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a fresh process measured.
+
+    Raises:
+        Failed: It ended with an error.
+    """
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", RUN, json.dumps(settings)],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode:
+        raise Failed(f"{settings['model']} ended with status {done.returncode}:\n{done.stderr.rstrip()}")
+    return json.loads(next(line for line in done.stdout.splitlines() if line.startswith(MARK))[len(MARK) :])
+
+
+def row(
+    name: str,
+    each: str,
+    ours: Sequence[Mapping[str, Any]],
+    stock: Sequence[Mapping[str, Any]],
+    size: Sequence[int] | None = None,
+) -> dict[str, Any]:
+    """Return the row of one pass from what the processes of both kinds measured."""
+    entry = MODELS[name]
+    both = {}
+    for kind, processes in (("ours", ours), ("stock", stock)):
+        passes = [found["passes"][each] for found in processes]
+        both[kind] = summarize([t for found in passes for t in found["times"]])
+        both[kind] |= {
+            "memory": max(found["memory"] for found in passes),
+            "features": min(t for found in passes for t in found["features"]),
+            "loss": float(f"{processes[0]['loss']:.6g}"),
+        }
+    loads = [found["load"] for found in (*ours, *stock)]
+    others = max((found["others"] for found in loads if found["others"] is not None), default=None)
+    height, width = size or entry.size
+    return {
+        "case": f"{entry.title}, {height}x{width}, {each}",
+        "config": f"{entry.package}::{entry.config}",
+        "ours": both["ours"],
+        "peers": {"stock": both["stock"]},
+        "better_peer": "stock",
+        "ratio": both["stock"]["min"] / both["ours"]["min"],
+        "memory_ratio": both["ours"]["memory"] / max(1, both["stock"]["memory"]),
+        "noisy": noisy(both.values()),
+        "attempts": 1,
+        "rounds": len(ours),
+        "load": {"others": others, "switches": sum(found["switches"] for found in loads)},
+        "loaded": (others or 0) > load.LOADED,
+        "goal": None,
+    }
+
+
+def page(data: Mapping[str, Any]) -> str:
+    """Return the whole page."""
+    rows = data["rows"]
+    lines = report.head("end_to_end, cpu", data) + report.table(rows, EXPLANATION)
+    lines += [
+        "",
+        "Forward time of backbone and neck, the least of all calls, and the loss of the first training step, in which",
+        "both start from the same weights:",
+        "",
+        "| case | rounds | ours, s | stock, s | loss of ours | loss of stock | config |",
+        "| --- " * 7 + "|",
+    ]
+    for each in rows:
+        ours, stock = each["ours"], each["peers"]["stock"]
+        cells = [each["case"], str(each["rounds"]), f"{ours['features']:.3g}", f"{stock['features']:.3g}"]
+        lines.append("| " + " | ".join([*cells, f"{ours['loss']:g}", f"{stock['loss']:g}", each["config"]]) + " |")
+    return "\n".join(lines) + "\n"

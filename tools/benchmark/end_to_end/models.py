@@ -1,0 +1,43 @@
+"""The models that are measured: one entry each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+DROP_IN = ("attn_plugins.mmcv.drop_in",)
+
+
+@dataclass(frozen=True)
+class Model:
+    """An upstream model beside the same one with our layers.
+
+    Args:
+        title: As the table shows it.
+        package: Whose config it is, ``mmdet`` or ``mmseg``; made-up pictures, boxes or masks follow from it.
+        config: The upstream config, below the package's ``configs``.
+        size: Height and width of the picture.
+        custom_imports: What the config of ours imports beside upstream's.
+    """
+
+    title: str
+    package: str
+    config: str
+    size: tuple[int, int]
+    custom_imports: tuple[str, ...] = DROP_IN
+
+
+MODELS = {
+    "attn0010-dcn": Model(
+        "Faster R-CNN R-50, attention 0010 and DCN",
+        "mmdet",
+        "empirical_attention/faster-rcnn_r50-attn0010-dcn_fpn_1x_coco.py",
+        (800, 1344),
+    ),
+    "attn1111": Model(
+        "Faster R-CNN R-50, attention 1111",
+        "mmdet",
+        "empirical_attention/faster-rcnn_r50-attn1111_fpn_1x_coco.py",
+        (800, 1344),
+    ),
+    "ccnet": Model("CCNet R-50", "mmseg", "ccnet/ccnet_r50-d8_4xb2-80k_cityscapes-769x769.py", (769, 769)),
+}

@@ -1,0 +1,26 @@
+"""The benchmarks of operators by name."""
+
+from __future__ import annotations
+
+import importlib
+
+from .case import Case
+
+OPERATORS = {  # name -> module with `cases(device)`
+    "deform_conv": "sampled.deform_conv",
+    "global_attention": "everywhere.global_attention",
+    "augmented_conv": "everywhere.augmented_conv",
+    "window_attention": "window.window_attention",
+    "criss_cross": "criss_cross.criss_cross",
+    "sequence_attention": "everywhere.sequence_attention",
+    "calls": "calls",
+}
+
+
+def cases(name: str, device: str) -> list[Case]:
+    """Return the rows of one benchmark.
+
+    Raises:
+        KeyError: There is no benchmark of this name.
+    """
+    return importlib.import_module(f"{__package__}.{OPERATORS[name]}").cases(device)

@@ -1,0 +1,63 @@
+"""The files of measured rows: their format, the command that made them, reading and writing.
+
+A file holds ``format``, ``benchmark``, ``device``, ``command`` (as run, with all its options), ``machine`` (CPU,
+versions, date), ``load`` (what other processes used before and after) and ``rows``, which :mod:`.measure` makes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shlex
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from tools.files import write_text
+
+FORMAT = 2
+FOLDER = Path(__file__).parents[2] / "benchmarks"
+
+
+def command_line(program: str, positional: Iterable[str], options: argparse.Namespace, names: Iterable[str]) -> str:
+    """Return the command that was run, with every option, also those left at their defaults.
+
+    Args:
+        program: As it is called, ``python -m …``.
+        positional: What stands before the options.
+        options: As parsed.
+        names: Of the options, in order. Those without a value (None, empty, False) are left out, and so is the default
+            folder of results.
+    """
+    words = [*program.split(), *positional]
+    for name in names:
+        value = getattr(options, name)
+        if value is None or value is False or value in ("", [], FOLDER):
+            continue
+        words.append(f"-{name}" if len(name) == 1 else f"--{name.replace('_', '-')}")
+        if value is not True:
+            values = value if isinstance(value, list) else [value]
+            words += [f"{v:g}" if isinstance(v, float) else str(v) for v in values]
+    return shlex.join(words)
+
+
+def write(folder: Path, name: str, data: dict[str, Any], text: str) -> Path:
+    """Write ``name.json`` and the page ``name.md`` made from it; return the page's path."""
+    write_text(folder / f"{name}.json", dump(data))
+    write_text(folder / f"{name}.md", text)
+    return folder / f"{name}.md"
+
+
+def dump(data: dict[str, Any]) -> str:
+    """Return JSON with lists of numbers on one line each."""
+    text = json.dumps({"format": FORMAT, **data}, indent=1, ensure_ascii=False)
+    return re.sub(r"\[\s+(-?\d[-+.\deE,\s]*?)\s+\]", lambda found: f"[{' '.join(found[1].split())}]", text) + "\n"
+
+
+def read(path: Path) -> dict[str, Any] | None:
+    """Return a file's content; None where there is no file, or one of another format."""
+    if not path.exists():
+        return None
+    data = json.loads(path.read_text(encoding="utf-8"))
+    return data if data.get("format") == FORMAT else None

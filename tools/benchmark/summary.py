@@ -1,0 +1,39 @@
+"""Statistics of repeated timings: minimum, quartiles, whether a row is noisy, and who is the better peer."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+NOISY = 1.3  # upper over lower quartile
+
+
+def summarize(times: Sequence[float]) -> dict[str, Any]:
+    """Return ``min``, ``q1``, ``median``, ``q3`` and the ``times`` themselves, to five digits.
+
+    Raises:
+        ValueError: There is no time.
+    """
+    if not times:
+        raise ValueError("times must hold at least one timing, got none")
+    times = [float(f"{t:.5g}") for t in times]
+    quartiles = statistics.quantiles(times, n=4, method="inclusive") if len(times) > 1 else times * 3
+    q1, median, q3 = (float(f"{t:.5g}") for t in quartiles)
+    return {"min": min(times), "q1": q1, "median": median, "q3": q3, "times": times}
+
+
+def spread(found: Mapping[str, Any]) -> float:
+    """Return the upper over the lower quartile."""
+    return found["q3"] / found["q1"]
+
+
+def better_peer(peers: Mapping[str, Mapping[str, Any]]) -> str | None:
+    """Return the name of the peer with the least minimum; None where no peer ran."""
+    ran = [name for name, found in peers.items() if "min" in found]
+    return min(ran, key=lambda name: peers[name]["min"], default=None)
+
+
+def noisy(compared: Iterable[Mapping[str, Any]]) -> bool:
+    """True where one of those compared varies more than :data:`NOISY`-fold between its quartiles."""
+    return any(spread(found) > NOISY for found in compared)

@@ -1,0 +1,1 @@
+"""Random calls of every operator, legal ones against the reference, broken ones against their error message."""

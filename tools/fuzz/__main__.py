@@ -1,0 +1,108 @@
+"""Fuzz the operators: random calls against the reference, forward and backward, then with one argument broken.
+
+python -m tools.fuzz                                        # 10,000 calls of every operator
+python -m tools.fuzz window_attention --calls 500 --seed 7  # of one operator, other calls
+python -m tools.fuzz window_attention --seed 7 --only 1234  # one call, described: the line that a failure prints
+
+A call is determined by operator, seed and number. A broken argument must give a ValueError or a TypeError that names
+it. Calls run in processes of their own: one that crashes or hangs is reported like any other failure. The status is 1
+where anything failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import os
+import sys
+import time
+from collections.abc import Sequence
+
+from tools.requires import extras
+
+with extras():
+    import torch
+
+    from . import workers
+    from .operators import OPERATORS, describe, judge
+
+COMMAND = (sys.executable, "-m", "tools.fuzz")
+
+
+def main(arguments: Sequence[str] | None = None, command: Sequence[str] = COMMAND) -> int:
+    """Run the tool.
+
+    Args:
+        arguments: Of the command line.
+        command: What starts a worker process, which is given the command line of one share of the calls.
+    """
+    options = _parser().parse_args(arguments)
+    for name in options.operators:
+        if name not in OPERATORS:
+            _parser().error(f"no operator named {name}; there are {', '.join(OPERATORS)}")
+    if options.device == "cuda" and not torch.cuda.is_available():
+        _parser().error("--device cuda: torch finds no CUDA device here")
+    names = options.operators or list(OPERATORS)
+    if options.only is not None and len(names) != 1:
+        _parser().error("--only needs the name of one operator")
+    if options.share:
+        return _work(names[0], options)
+    if options.only is not None:
+        return _show(names[0], options)
+    failures: list[str] = []
+    for name in names:
+        failures += _fuzz(name, options, command)
+    if failures:
+        print(f"{len(failures)} of {options.calls * len(names)} calls failed:", *failures, sep="\n")
+    return 1 if failures else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.fuzz", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "operators", nargs="*", metavar="OPERATOR", help=f"which: {', '.join(OPERATORS)}; all if none is named"
+    )
+    parser.add_argument("--calls", type=int, default=10_000, help="calls of each operator")
+    parser.add_argument("--seed", type=int, default=0, help="of the run; each has other calls")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes")
+    parser.add_argument("--only", type=int, metavar="NUMBER", help="describe and run this call alone, in this process")
+    parser.add_argument("--share", help=argparse.SUPPRESS)  # FIRST:STOP:STEP of the calls, in a worker
+    return parser
+
+
+def _fuzz(name: str, options: argparse.Namespace, command: Sequence[str]) -> list[str]:
+    """All calls of one operator; print a line of each failure as it comes, and return them."""
+    line = [name, "--seed", str(options.seed), *(["--device", "cuda"] if options.device == "cuda" else [])]
+    start, failures = time.perf_counter(), []
+    for result in workers.run([*command, *line], options.calls, options.workers):
+        for fault in result.faults:
+            failures.append(f"python -m tools.fuzz {' '.join(line)} --only {result.number}  # {fault}")
+            print(failures[-1], flush=True)
+    took = time.perf_counter() - start
+    print(f"{name}: {options.calls} calls, seed {options.seed}, {took:.0f} s, {len(failures)} failures", flush=True)
+    return failures
+
+
+def _work(name: str, options: argparse.Namespace) -> int:
+    """A worker: run a share of the calls and report each."""
+    first, stop, step = map(int, options.share.split(":"))
+    for number in range(first, stop, step):
+        workers.report_start(number)
+        workers.report_end(judge(name, options.seed, number, options.device).faults)
+    return 0
+
+
+def _show(name: str, options: argparse.Namespace) -> int:
+    """One call, described before it runs."""
+    faulthandler.enable(sys.__stderr__)
+    print(describe(name, options.seed, options.only, options.device), flush=True)
+    verdict = judge(name, options.seed, options.only, options.device)
+    print(*(verdict.faults or [f"nothing is wrong: {verdict.roundings:.2g} roundings"]), sep="\n")
+    return 1 if verdict.faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,111 @@
+"""A legal call against the reference, forward and backward.
+
+The reference in float64 is the truth. What rounding may do is measured, not guessed: the error of the reference in the
+call's own dtype, and one unit of that dtype's precision of the numbers before they cancel.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from attn_plugins import ops
+from attn_plugins.ops.arguments import arithmetic_dtype
+
+from .call import Call
+
+LIMIT = 32.0  # roundings by which a result may be off; the largest of 50,000 calls was 12 (a mean of equal numbers)
+
+
+class Results(dict[str, Tensor]):
+    """``"output"``, and each gradient by the name of its argument."""
+
+
+def compute(call: Call, grad: Tensor, backend: str | None = None, dtype: torch.dtype | None = None) -> Results:
+    """Output and wanted gradients of a call, its floats in ``dtype`` where that is not None."""
+    arguments = dict(call.arguments)
+    leaves: dict[str, Tensor] = {}
+    for name, tensor in call.floats().items():
+        leaf = tensor.detach() if dtype is None else tensor.detach().to(dtype)
+        arguments[name] = leaf.requires_grad_(name in call.differentiated)
+        if name in call.differentiated:
+            leaves[name] = leaf
+    with contextlib.nullcontext() if backend is None else ops.backend(backend):
+        output = call.function(**arguments)
+        results = Results(output=output.detach())
+        if leaves:
+            grad = grad if dtype is None else grad.to(dtype)
+            results.update(zip(leaves, torch.autograd.grad(output, list(leaves.values()), grad)))
+    return results
+
+
+@contextlib.contextmanager
+def mode_of(call: Call) -> Iterator[None]:
+    """Torch's deterministic mode where the call asks for it."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(call.deterministic or before)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+def problems(call: Call, grad: Tensor) -> tuple[list[str], float]:
+    """What is wrong with a legal call, in words, and the largest error in roundings."""
+    before = [buffer.clone() for buffer in call.buffers]
+    with mode_of(call):
+        found = compute(call, grad, call.backend)
+    exact = compute(call, grad, ops.backends.REFERENCE, torch.float64)
+    plain = compute(call, grad, ops.backends.REFERENCE)
+    wrong, largest = [], 0.0
+    sizes = call.magnitude(grad)
+    for name, tensor in found.items():
+        words, roundings = compare(
+            tensor, exact[name], plain[name], call.dtype(), sizes[name], sizes.get("condition", 1.0)
+        )
+        what = name if name == "output" else f"gradient of {name}"
+        wrong += [f"{what} {word}" for word in words]
+        largest = max(largest, roundings)
+    if any(not torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(before, call.buffers)):
+        wrong.append("an argument, or memory beside it, was written to")
+    return wrong, largest
+
+
+def compare(
+    found: Tensor, exact: Tensor, plain: Tensor, dtype: torch.dtype, magnitude: float, condition: float = 1.0
+) -> tuple[list[str], float]:
+    """In which ways a result differs from the exact one, and by how many roundings.
+
+    Args:
+        found: The operator's.
+        exact: The reference's in float64.
+        plain: The reference's in ``dtype``.
+        dtype: Which the result must have.
+        magnitude: Of the numbers before they cancel.
+        condition: Roundings of the result that one of an intermediate number makes.
+    """
+    if found.dtype != dtype or found.shape != exact.shape:
+        return [f"is {found.dtype} {tuple(found.shape)}, not {dtype} {tuple(exact.shape)}"], 0.0
+    if found.numel() == 0:
+        return [], 0.0
+    found, plain = found.double(), plain.double()
+    finite = exact.isfinite()
+    other = (found != exact) & ~(found.isnan() & exact.isnan())
+    if bool((other & ~finite).any()) or not bool(found[finite].isfinite().all()):
+        wrong = (found.isfinite() != finite).sum() + (other & ~finite & ~found.isfinite()).sum()
+        return [f"has {int(wrong)} numbers that are not finite as the reference's are"], 0.0
+    error, own, size = ((t.abs().masked_fill(~finite, 0)).max() for t in (found - exact, plain - exact, exact))
+    precision = max(torch.finfo(dtype).eps, condition * torch.finfo(arithmetic_dtype(dtype)).eps)
+    one = max(precision * max(float(size), magnitude), float(own), torch.finfo(dtype).tiny)
+    roundings = float(error) / one
+    if roundings <= LIMIT:
+        return [], roundings
+    at = int((found - exact).abs().masked_fill(~finite, 0).argmax())
+    place = tuple(int(n) for n in torch.unravel_index(torch.tensor(at), found.shape))
+    return [
+        f"is {float(found.flatten()[at]):.6g} at {place}, not {float(exact.flatten()[at]):.6g}: "
+        f"{roundings:.3g} roundings, {LIMIT:g} are allowed"
+    ], roundings

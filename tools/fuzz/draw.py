@@ -1,0 +1,136 @@
+"""Random numbers, sizes and memory layouts, all determined by (operator, seed, index)."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+EDGES = (15, 16, 17, 31, 32, 33, 47, 48, 49, 63, 64, 65, 70)  # around the kernels' vectors and blocks
+
+
+class Draw:
+    """A source of random calls.
+
+    Args:
+        operator: Name of the functional.
+        seed: Of the run.
+        index: Of the call.
+        device: Of the tensors; what is drawn does not depend on it.
+    """
+
+    def __init__(self, operator: str, seed: int, index: int, device: str = "cpu") -> None:
+        self.random = random.Random(f"{operator} {seed} {index}")
+        self.generator = torch.Generator().manual_seed(self.random.getrandbits(62))
+        self.device = device
+        self.buffers: list[Tensor] = []
+
+    def chance(self, probability: float) -> bool:
+        return self.random.random() < probability
+
+    def choice(self, of: Sequence[Any]) -> Any:
+        return self.random.choice(of)
+
+    def integer(self, first: int, last: int) -> int:
+        return self.random.randint(first, last)
+
+    def extent(self, largest: int = 80) -> int:
+        """A size: mostly small, often 1, sometimes around a block of the kernels."""
+        kind = self.random.random()
+        if kind < 0.15:
+            found = 1
+        elif kind < 0.75:
+            found = self.integer(2, 9)
+        elif kind < 0.9:
+            found = self.integer(10, 30)
+        else:
+            found = self.choice(EDGES)
+        return min(found, largest)
+
+    def extents(self, count: int, product: int) -> tuple[int, ...]:
+        """Sizes of at most ``product`` together."""
+        sizes: list[int] = []
+        for _ in range(count):
+            sizes.append(self.extent(max(1, product)))
+            product //= sizes[-1]
+        self.random.shuffle(sizes)
+        return tuple(sizes)
+
+    def rarely_none(self, size: int, probability: float = 0.02) -> int:
+        """``size``, or rarely 0."""
+        return 0 if self.chance(probability) else size
+
+    def short(self, numbers: Sequence[int]) -> int | Sequence[int]:
+        """An option's numbers: as one where all are the same, as a tuple or as a list."""
+        if len(set(numbers)) == 1 and self.chance(0.5):
+            return numbers[0]
+        return list(numbers) if self.chance(0.3) else tuple(numbers)
+
+    # --- tensors --------------------------------------------------------------------------------------------------
+
+    def normal(self, *shape: int, scale: float = 1.0) -> Tensor:
+        return torch.randn(shape, generator=self.generator, dtype=torch.float64) * scale
+
+    def logits(self, *shape: int) -> Tensor:
+        """Logits, sometimes large, sometimes with -inf in some places or in all of a row."""
+        found = self.normal(*shape, scale=self.choice((1.0, 1.0, 5.0)))
+        if self.chance(0.3):
+            kept = torch.rand(shape, generator=self.generator) > self.choice((0.1, 0.5, 0.9))
+            found = found.masked_fill(~kept, float("-inf"))
+        if self.chance(0.15) and shape:
+            rows = torch.rand((*shape[:-1], 1), generator=self.generator) < 0.3
+            found = found.masked_fill(rows, float("-inf"))
+        return found
+
+    def broadcast(self, shape: Sequence[int], axes: int, probability: float = 0.25) -> tuple[int, ...]:
+        """``shape``, each of the first ``axes`` of size 1 with a probability."""
+        return tuple(1 if n < axes and self.chance(probability) else size for n, size in enumerate(shape))
+
+    def finish(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        """``tensor`` in a dtype, on the device, in a random layout; its values may become those of an expanded one."""
+        return self.laid_out(tensor.to(dtype).to(self.device))
+
+    def laid_out(self, tensor: Tensor) -> Tensor:
+        """The same values in memory that other numbers may lie in, in any order of axes, with gaps, or shared."""
+        kind = self.random.random()
+        dims = tensor.dim()
+        if dims == 0 or kind < 0.2:
+            return self._own(tensor.contiguous())
+        if kind < 0.3:  # shared: one number for a whole axis
+            axis = self.random.randrange(dims)
+            if tensor.shape[axis]:
+                return self._own(tensor.narrow(axis, 0, 1).contiguous()).expand(tensor.shape)
+        order = list(range(dims))
+        if kind < 0.5 and dims >= 3:  # channels-last, or heads innermost but for the width
+            order = [0, *order[2:], 1] if dims == 4 or self.chance(0.3) else [0, *order[2:-1], 1, dims - 1]
+        elif kind < 0.7:
+            self.random.shuffle(order)
+        before, after, step = ([0] * dims, [0] * dims, [1] * dims)
+        if self.chance(0.6):  # a slice of a larger buffer, or every second number of one
+            for axis in range(dims):
+                if self.chance(0.4):
+                    before[axis], after[axis] = self.integer(0, 3), self.integer(0, 3)
+                if self.chance(0.1):
+                    step[axis] = self.integer(2, 3)
+        sizes = [b + n * s + a for b, n, s, a in zip(before, tensor.shape, step, after)]
+        poison = float("nan") if tensor.is_floating_point() else True
+        buffer = torch.full([sizes[axis] for axis in order], poison, dtype=tensor.dtype, device=tensor.device)
+        view = buffer.permute([order.index(axis) for axis in range(dims)])
+        for axis in range(dims):
+            view = view.narrow(axis, before[axis], tensor.shape[axis] * step[axis])
+            view = view[(slice(None),) * axis + (slice(None, None, step[axis]),)]
+        view.copy_(tensor)
+        self._own(buffer)
+        if self.chance(0.1):  # strides of axes of size 1 mean nothing
+            strides = [s if n > 1 else self.integer(0, 50) for n, s in zip(view.shape, view.stride())]
+            if view.numel():
+                view = torch.as_strided(view, view.shape, strides, view.storage_offset())
+        return view
+
+    def _own(self, buffer: Tensor) -> Tensor:
+        self.buffers.append(buffer)
+        return buffer

@@ -1,0 +1,1 @@
+"""Random calls of the operators of region "everywhere"."""

@@ -1,0 +1,60 @@
+"""The operators that are fuzzed, and one call of each by its number."""
+
+from __future__ import annotations
+
+import importlib
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import broken, check
+from .call import Call
+from .draw import Draw
+
+OPERATORS = {  # name -> room
+    "window_attention": "window",
+    "global_attention": "everywhere",
+    "sequence_attention": "everywhere",
+    "criss_cross_attention": "criss_cross",
+    "deform_conv2d": "sampled",
+}
+
+
+class Verdict(NamedTuple):
+    """What came of one call: its faults in words, and the largest error in roundings."""
+
+    faults: list[str]
+    roundings: float
+
+
+def legal_call(operator: str, seed: int, index: int, device: str = "cpu") -> tuple[Draw, Call, Tensor]:
+    """Call number ``index`` of a run, what it was drawn from, and a gradient of its output."""
+    source = Draw(operator, seed, index, device)
+    call = importlib.import_module(f"{__package__}.{OPERATORS[operator]}.{operator}").draw(source)
+    call.deterministic = source.chance(0.3)
+    call.backend = "torch" if source.chance(0.2) else None
+    call.differentiated = [name for name in call.floats() if source.chance(0.6)]
+    meta = {name: v.to("meta") if isinstance(v, Tensor) else v for name, v in call.arguments.items()}
+    shape = call.function(**meta).shape
+    grad = source.finish(source.normal(*shape), call.dtype())
+    call.buffers = source.buffers
+    return source, call, grad
+
+
+def judge(operator: str, seed: int, index: int, device: str = "cpu") -> Verdict:
+    """Run one call, then the same call with one argument broken."""
+    with torch.random.fork_rng(devices=[]):
+        source, call, grad = legal_call(operator, seed, index, device)
+        try:
+            faults, roundings = check.problems(call, grad)
+        except Exception as error:
+            faults, roundings = [f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"], 0.0
+        if (mistake := broken.draw(source, call)) is not None:
+            faults += broken.problems(call, *mistake)
+    return Verdict(faults, roundings)
+
+
+def describe(operator: str, seed: int, index: int, device: str = "cpu") -> str:
+    """A call in words, an argument a line."""
+    return legal_call(operator, seed, index, device)[1].describe()

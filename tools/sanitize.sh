@@ -1,0 +1,54 @@
+#!/usr/bin/env bash
+# Compiles the CPU operators with gcc's address and undefined-behaviour sanitizers under build/sanitize, and runs the
+# fuzzer (CALLS calls of every operator) and the operators' tests on them. Any report ends the process that made it,
+# and so fails the call or the test.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+PY=$(realpath -s "${VENV:-.venv}")/bin/python
+CALLS=${CALLS:-1000}
+SEED=${SEED:-0}
+OUT=$PWD/build/sanitize
+step() { echo "[sanitize] $*"; }
+
+libraries=()
+for name in libasan.so libubsan.so; do
+    file=$(${CXX:-g++} -print-file-name="$name" 2>/dev/null || true)
+    if [[ $file != */* || ! -e $file ]]; then
+        echo "tools/sanitize.sh: ${CXX:-g++} finds no $name, and the sanitizers need it: install gcc's sanitizer" \
+            "libraries (Debian and Ubuntu: libgcc-12-dev of your gcc's version; Fedora: libasan libubsan)" >&2
+        exit 1
+    fi
+    libraries+=("$(realpath "$file")")
+done
+
+step "compile into build/sanitize"
+mkdir -p "$OUT"
+rm -rf "$OUT/lib"
+ATTN_PLUGINS_SANITIZE=1 ATTN_PLUGINS_BUILD=cpu "$PY" setup.py -q build --build-lib "$OUT/lib" \
+    --build-temp "$OUT/temp" >"$OUT/build.log" 2>&1 || { tail -n 30 "$OUT/build.log" >&2; exit 1; }
+
+# The package of build/sanitize/lib comes before the installed one. Python and torch leak by design. An allocation that
+# fails returns null, which torch answers with its usual error.
+export PYTHONPATH=$OUT/lib${PYTHONPATH:+:$PYTHONPATH}
+export ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1:${ASAN_OPTIONS:-}
+export UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1:${UBSAN_OPTIONS:-}
+sanitized() { LD_PRELOAD="${libraries[0]}:${libraries[1]}" "$@"; }
+
+sanitized "$PY" - <<'CHECK'
+from pathlib import Path
+from attn_plugins.ops import library
+
+assert library.has_kernel("cpu"), library.failures()["cpu"]
+assert "sanitize" in Path(library.__file__).parts, f"{library.__file__} is not the sanitized package"
+assert "libasan" in Path("/proc/self/maps").read_text()
+CHECK
+
+step "fuzz, $CALLS calls of every operator"
+sanitized "$PY" -m tools.fuzz --calls "$CALLS" --seed "$SEED"
+
+step "the operators' tests"
+# (capture=sys: what a sanitizer writes before it ends the process reaches the terminal.)
+sanitized env OMP_NUM_THREADS=2 OMP_WAIT_POLICY=PASSIVE "$PY" -m pytest -q -m "not slow" -p no:cacheprovider --capture=sys \
+    -k "not emulation and not onnx" ${PYTEST:-} tests/ops
+step "no report"
