@@ -15,10 +15,10 @@ SEED ?= 0
 export VENV
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-all fuzz sanitize test-install test-abi lint format types build cuda wheel benchmark gpu-check doctor clean
+.PHONY: help env demo test test-all fuzz sanitize test-install test-abi lint format types build cuda wheel benchmark benchmark-end-to-end benchmark-table gpu-check doctor clean
 
 help:  ## list the targets
-	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "  make %-13s %s\n", $$1, $$2}'
+	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "  make %-21s %s\n", $$1, $$2}'
 
 env:  ## set up $(VENV): the pinned stack and the compiled extension (resumes; 10 minutes the first time on 2 cores)
 	@tools/environment.sh
@@ -70,8 +70,16 @@ wheel: env  ## build dist/*.whl
 	$(PY) -m pip wheel --disable-pip-version-check -q --no-build-isolation --no-deps -w dist .
 	@ls -l dist
 
-benchmark: env  ## our operators beside their peers
+benchmark: env  ## our operators beside their peers, to benchmarks/ and README (20 minutes on 2 quiet cores)
 	$(PY) -m tools.benchmark
+	$(PY) -m tools.benchmark table
+
+benchmark-end-to-end: env  ## whole mmdet and mmsegmentation models, stock beside drop-in (15 minutes on 2 quiet cores)
+	$(PY) -m tools.benchmark end_to_end
+	$(PY) -m tools.benchmark table
+
+benchmark-table: env  ## README's table from benchmarks/*.json
+	$(PY) -m tools.benchmark table
 
 gpu-check:  ## build, test, memory-check and benchmark on this machine's GPU (tools/gpu_check.sh)
 	bash tools/gpu_check.sh

@@ -16,7 +16,7 @@ for name in libasan.so libubsan.so; do
     file=$(${CXX:-g++} -print-file-name="$name" 2>/dev/null || true)
     if [[ $file != */* || ! -e $file ]]; then
         echo "tools/sanitize.sh: ${CXX:-g++} finds no $name, and the sanitizers need it: install gcc's sanitizer" \
-            "libraries (Debian and Ubuntu: libgcc-12-dev of your gcc's version; Fedora: libasan libubsan)" >&2
+            "libraries (Debian and Ubuntu: libgcc-VERSION-dev, Fedora: libasan and libubsan)" >&2
         exit 1
     fi
     libraries+=("$(realpath "$file")")

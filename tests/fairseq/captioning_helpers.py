@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from torch.utils.data import DataLoader
 
 from attn_plugins.captioning.region_features import write_region_features
 
@@ -58,3 +61,22 @@ def task_of(folder: Path, **options: Any) -> Any:
     from attn_plugins.fairseq.captioning import CaptioningConfig, CaptioningTask
 
     return CaptioningTask.setup_task(CaptioningConfig(data=str(folder), **{"min_word_count": 1, **options}))
+
+
+def batches_of(task: Any, split: str, num_workers: int = 0, **options: Any) -> list[dict[str, Any]]:
+    """One pass over a split, three sentences at a time."""
+    task.load_dataset(split)
+    dataset = task.dataset(split)
+    batches = dataset.batch_by_size(dataset.ordered_indices(), **{"max_sentences": 3, **options})
+    # fairseq's own iterator takes five seconds to end a worker.
+    return list(DataLoader(dataset, batch_sampler=batches, collate_fn=dataset.collater, num_workers=num_workers))
+
+
+def model_of(task: Any, **options: Any) -> Any:
+    """``eta_transformer`` of two small layers, without dropout."""
+    from attn_plugins.fairseq.eta_transformer import EtaTransformerConfig, EtaTransformerModel, eta_transformer_tiny
+
+    torch.manual_seed(0)
+    args = argparse.Namespace(**{"embed_dim": 16, "heads": 2, "ffn_dim": 24, "dropout": 0.0, **options})
+    eta_transformer_tiny(args)
+    return EtaTransformerModel.build_model(EtaTransformerConfig.from_namespace(args), task)

@@ -7,32 +7,21 @@ import pickle
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader
 
 pytest.importorskip("fairseq")
 
 from attn_plugins.captioning.caption_files import described_by, words_of
 from attn_plugins.captioning.region_features import RegionFeatures
-from tests.fairseq.captioning_helpers import COLOURS, D, change, task_of, write_images, write_json
+from tests.fairseq.captioning_helpers import COLOURS, D, batches_of, change, task_of, write_images, write_json
 
 
 @pytest.fixture
 def folder(tmp_path) -> Path:
     return write_images(tmp_path / "data")
-
-
-def batches_of(task: Any, split: str, num_workers: int = 0, **options: Any) -> list[dict[str, Any]]:
-    """One pass over a split, three sentences at a time."""
-    task.load_dataset(split)
-    dataset = task.dataset(split)
-    batches = dataset.batch_by_size(dataset.ordered_indices(), **{"max_sentences": 3, **options})
-    # fairseq's own iterator takes five seconds to end a worker.
-    return list(DataLoader(dataset, batch_sampler=batches, collate_fn=dataset.collater, num_workers=num_workers))
 
 
 def test_words_are_karpathys():

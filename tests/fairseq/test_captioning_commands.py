@@ -12,9 +12,9 @@ import pytest
 
 pytest.importorskip("fairseq")
 
+from tests.fairseq.bad_sample_helpers import BAD_SAMPLES, spoil_features
 from tests.fairseq.captioning_helpers import change, write_images
-from tests.fairseq.test_captioning_bad_input import BAD_SAMPLES, spoil_features
-from tests.fairseq.test_console_scripts import in_one_process
+from tests.fairseq.console_helpers import in_one_process
 
 TINY = ["--user-dir=plugins/fairseq", "--task=captioning", "--arch=eta_transformer_tiny", "--cpu", "--num-workers=0"]
 TINY += ["--criterion=label_smoothed_cross_entropy", "--optimizer=adam", "--lr=0.001", "--batch-size=8"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +18,7 @@ from omegaconf import OmegaConf
 from attn_plugins.fairseq.eta_transformer import EtaTransformerConfig, EtaTransformerModel, eta_transformer_tiny
 from attn_plugins.modules.capture import attention_layers
 from attn_plugins.modules.eta_transformer import FUSIONS, Modality
-from tests.fairseq.captioning_helpers import COLOURS, THINGS, task_of, write_images
+from tests.fairseq.captioning_helpers import COLOURS, THINGS, model_of, task_of, write_images
 
 SETTINGS = [
     *(dict(fusion=fusion, no_encoder=no_encoder) for fusion in FUSIONS for no_encoder in (False, True)),
@@ -46,10 +45,7 @@ def task(number: int = 19, D: int = D) -> Any:
 
 def build(of: Any = None, **options: Any) -> EtaTransformerModel:
     """Two small layers, without dropout."""
-    torch.manual_seed(0)
-    args = argparse.Namespace(**{"embed_dim": 16, "heads": 2, "ffn_dim": 24, "dropout": 0.0, **options})
-    eta_transformer_tiny(args)
-    return EtaTransformerModel.build_model(EtaTransformerConfig.from_namespace(args), of or task())
+    return model_of(of or task(), **options)
 
 
 def batch(dtype: torch.dtype = torch.float32, T: int = 5) -> dict[str, Any]:

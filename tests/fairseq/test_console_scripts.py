@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
 import signal
 import subprocess
@@ -14,22 +12,18 @@ from typing import Any
 import pytest
 import torch
 
+from tests.fairseq.console_helpers import ENVIRONMENT, in_one_process, meeting_place, script
 from tests.fairseq.fairseq_helpers import ROOT, WORDS, fairseq
 
 pytest.importorskip("fairseq")
 
 from tools.average_checkpoints import main as average_checkpoints
 
-ENVIRONMENT = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 MIXED = ["--arch=spatial_transformer_tiny", "--encoder-attention=0110", "--decoder-attention=bilateral"]
 MIXED += ["--cross-attention=1000", "--deformable", "--encoder-layers=1", "--decoder-layers=2"]
 CPU = ["--user-dir=plugins/fairseq", "--cpu", "--num-workers=0"]
 RUN = ["--optimizer=adam", "--lr=0.01", "--batch-size=10", "--log-format=simple", "--log-interval=1"]
 UPDATES = 8
-
-
-def script(command: str) -> str:
-    return str(Path(sys.executable).with_name(f"fairseq-{command}"))
 
 
 def train_command(data: Path, folder: Path, *options: Any) -> list[str]:
@@ -49,38 +43,6 @@ def losses(log: str) -> dict[int, str]:
 
 def parameters(folder: Path) -> dict[str, torch.Tensor]:
     return torch.load(folder / "checkpoint_last.pt", weights_only=False)["model"]
-
-
-def in_one_process(*commands: list[Any], check: bool = True) -> list[str]:
-    """Run console scripts one after another in one interpreter; what each of them printed, errors too."""
-    code = f"""
-import json, runpy, sys, traceback
-for command in json.loads(sys.argv[1]):
-    sys.argv = [{script("")!r} + command[0], *command[1:]]
-    print("=== next", flush=True)
-    try:
-        runpy.run_path(sys.argv[0], run_name="__main__")
-    except SystemExit as end:
-        print("exit", end.code, flush=True)
-    except Exception as error:
-        print("raised", type(error).__name__, error, flush=True)
-"""
-    arguments = json.dumps([[str(part) for part in command] for command in commands])
-    result = subprocess.run(
-        [sys.executable, "-c", code, arguments],
-        cwd=ROOT,
-        env=ENVIRONMENT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=1800,
-    )
-    assert result.returncode == 0, result.stdout
-    printed = result.stdout.split("=== next\n")[1:]
-    assert len(printed) == len(commands)
-    for text in printed:
-        assert not (check and re.search(r"^raised |^exit [1-9]", text, re.M)), text
-    return printed
 
 
 @pytest.fixture(scope="module")
@@ -153,11 +115,6 @@ def test_a_killed_training_goes_on_where_it_was(data, trained, tmp_path):
     assert losses(before.stdout + before.stderr) == {update: whole[update] for update in range(1, 7)}
     assert resumed == {update: whole[update] for update in range(5, UPDATES + 1)}  # after the checkpoint of the fourth
     torch.testing.assert_close(parameters(tmp_path), parameters(folder), rtol=0, atol=0)
-
-
-def meeting_place(folder: Path) -> str:
-    """Where processes find each other: a file, since a port that is free now may be taken when they have started."""
-    return f"--distributed-init-method=file://{folder / 'processes'}"
 
 
 def test_two_processes_are_one_with_twice_the_accumulation(data, tmp_path):

@@ -25,10 +25,9 @@ from fairseq_cli import train
 
 from attn_plugins.captioning.caption_rewards import reward
 from attn_plugins.fairseq.self_critical import SelfCriticalConfig, SelfCriticalCriterion
-from tests.fairseq.captioning_helpers import task_of, write_images
+from tests.fairseq.captioning_helpers import model_of, task_of, write_images
+from tests.fairseq.console_helpers import ENVIRONMENT, meeting_place
 from tests.fairseq.fairseq_helpers import ROOT, forget_best
-from tests.fairseq.test_captioning_model import build
-from tests.fairseq.test_console_scripts import ENVIRONMENT, meeting_place
 
 PAD, EOS = 1, 2
 
@@ -53,7 +52,7 @@ def criterion_of(task: Any, **options: Any) -> SelfCriticalCriterion:
 
 def fitted(task: Any, updates: int = 25, dropout: float = 0.0, until: float = 0.0) -> Any:
     """A model that cross-entropy has taught something: ``updates`` steps, or fewer, to a loss of ``until``."""
-    model = build(task, dropout=dropout)
+    model = model_of(task, dropout=dropout)
     optimizer = torch.optim.Adam(model.parameters(), 0.01)
     sample = batch(task, 99)
     for _ in range(updates):
@@ -167,7 +166,7 @@ def test_greedy_captions_are_those_of_a_beam_of_one(task, updates, longest):
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
 def test_captions_are_drawn_as_often_as_they_are_probable(task, temperature):
     """Of an image all captions of at most two words, by Pearson's chi-squared statistic."""
-    model, sample, draws = build(task).train(), batch(task, 1), 20_000
+    model, sample, draws = model_of(task).train(), batch(task, 1), 20_000
     criterion = criterion_of(task, sampling_temperature=temperature, max_caption_length=2)
     torch.manual_seed(0)
     found = Counter(map(tuple, criterion.captions(model, sample["net_input"], 0, draws)[0].tolist()))

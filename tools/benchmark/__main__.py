@@ -110,7 +110,7 @@ def run(name: str, options: argparse.Namespace, settings: Settings) -> None:
         "benchmark": name,
         "device": options.device,
         "command": results.command_line("python -m tools.benchmark", options.names, options, SHOWN),
-        "machine": report.machine(options.device),
+        "machine": report.machine(options.device, report.PEERS),
         "load": {"before": before, "after": load.sample()},
         "rows": rows,
     }

@@ -15,14 +15,16 @@ import torch
 from .load import LOADED, words
 from .summary import NOISY
 
+PACKAGES = ("torch", "torchvision", "mmcv", "onedl-mmcv", "timm", "attn-plugins")
+PEERS = ("onedl-mmdetection", "onedl-mmsegmentation", "fairseq-fixed")
 EXPLANATION = f"""Each cell: minimum / lower quartile · median · upper quartile of the time in {{unit}} (peak extra
 memory of torch's allocator in MiB). Ours and its peers take turns, call by call, in one process. Ratio: the better
 peer's minimum over ours. Memory: ours over that peer's. Noisy: ours or the better peer varies more than {NOISY}-fold
 between quartiles, after the attempts shown; loaded: other processes used more than {LOADED} CPUs meanwhile."""
 
 
-def machine(device: str) -> dict[str, str]:
-    """Return where and with what a run is measured."""
+def machine(device: str, more: Sequence[str] = ()) -> dict[str, str]:
+    """Return where and with what a run is measured: CPU or GPU, date, versions of ``PACKAGES`` and of ``more``."""
     name = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
@@ -38,17 +40,7 @@ def machine(device: str) -> dict[str, str]:
     if device == "cuda":
         facts["gpu"] = torch.cuda.get_device_name()
         facts["cuda"] = str(torch.version.cuda)
-    for package in (
-        "torch",
-        "torchvision",
-        "mmcv",
-        "onedl-mmcv",
-        "onedl-mmdetection",
-        "onedl-mmsegmentation",
-        "timm",
-        "fairseq-fixed",
-        "attn-plugins",
-    ):
+    for package in (*PACKAGES, *more):
         try:
             facts[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:

@@ -26,6 +26,8 @@ with extras():
     from . import workers
     from .operators import OPERATORS, describe, judge
 
+# cuBLAS reads it once, at its first product; without it no product runs in deterministic mode.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 COMMAND = (sys.executable, "-m", "tools.fuzz")
 
 

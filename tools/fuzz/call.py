@@ -36,6 +36,7 @@ class Call:
         buffers: The memory that the tensors are views of, NaN wherever no tensor looks.
         differentiated: Names of the tensors whose gradients are asked for.
         backend: The backend that computes, None for the one that serves.
+        workspace: Bytes of the logits that plain PyTorch writes out at a time, None for as many as usual.
         deterministic: Whether it runs in torch's deterministic mode, where uninitialised memory is NaN.
     """
 
@@ -50,6 +51,7 @@ class Call:
     differentiated: list[str] = field(default_factory=list)
     backend: str | None = None
     deterministic: bool = False
+    workspace: int | None = None
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors that are there, in the order of the arguments."""
@@ -83,7 +85,8 @@ class Call:
         for name, value in self.arguments.items():
             lines.append(f"    {name:16} {in_words(value)}{' with gradient' if name in self.differentiated else ''}")
         mode = ", deterministic" if self.deterministic else ""
-        return "\n".join([*lines, f"    by {self.backend or 'the backend that serves'}{mode}"])
+        pieces = "" if self.workspace is None else f", in pieces of {self.workspace} bytes"
+        return "\n".join([*lines, f"    by {self.backend or 'the backend that serves'}{mode}{pieces}"])
 
 
 def in_words(value: Any) -> str:

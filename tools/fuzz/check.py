@@ -14,6 +14,7 @@ from torch import Tensor
 
 from attn_plugins import ops
 from attn_plugins.ops.arguments import arithmetic_dtype
+from attn_plugins.ops.everywhere.chunks import WORKSPACE
 
 from .call import Call
 
@@ -44,13 +45,16 @@ def compute(call: Call, grad: Tensor, backend: str | None = None, dtype: torch.d
 
 @contextlib.contextmanager
 def mode_of(call: Call) -> Iterator[None]:
-    """Torch's deterministic mode where the call asks for it."""
-    before = torch.are_deterministic_algorithms_enabled()
+    """Torch's deterministic mode and a small workspace, where the call asks for them."""
+    before, sizes = torch.are_deterministic_algorithms_enabled(), dict(WORKSPACE)
     torch.use_deterministic_algorithms(call.deterministic or before)
+    if call.workspace is not None:
+        WORKSPACE.update(dict.fromkeys(WORKSPACE, call.workspace))
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(before)
+        WORKSPACE.update(sizes)
 
 
 def problems(call: Call, grad: Tensor) -> tuple[list[str], float]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from . import broken, check
@@ -34,6 +33,7 @@ def legal_call(operator: str, seed: int, index: int, device: str = "cpu") -> tup
     call = importlib.import_module(f"{__package__}.{OPERATORS[operator]}.{operator}").draw(source)
     call.deterministic = source.chance(0.3)
     call.backend = "torch" if source.chance(0.2) else None
+    call.workspace = source.choice((1 << 10, 1 << 13)) if source.chance(0.5) else None
     call.differentiated = [name for name in call.floats() if source.chance(0.6)]
     meta = {name: v.to("meta") if isinstance(v, Tensor) else v for name, v in call.arguments.items()}
     shape = call.function(**meta).shape
@@ -44,14 +44,13 @@ def legal_call(operator: str, seed: int, index: int, device: str = "cpu") -> tup
 
 def judge(operator: str, seed: int, index: int, device: str = "cpu") -> Verdict:
     """Run one call, then the same call with one argument broken."""
-    with torch.random.fork_rng(devices=[]):
-        source, call, grad = legal_call(operator, seed, index, device)
-        try:
-            faults, roundings = check.problems(call, grad)
-        except Exception as error:
-            faults, roundings = [f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"], 0.0
-        if (mistake := broken.draw(source, call)) is not None:
-            faults += broken.problems(call, *mistake)
+    source, call, grad = legal_call(operator, seed, index, device)
+    try:
+        faults, roundings = check.problems(call, grad)
+    except Exception as error:
+        faults, roundings = [f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"], 0.0
+    if (mistake := broken.draw(source, call)) is not None:
+        faults += broken.problems(call, *mistake)
     return Verdict(faults, roundings)
 
 

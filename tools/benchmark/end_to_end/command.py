@@ -33,12 +33,12 @@ ROOT = Path(__file__).parents[3]
 RUN = "from tools.benchmark.end_to_end.child import main; main()"
 SHOWN = ("models", "size", "threads", "seconds", "rounds", "min_rounds", "minutes", "wait", "out")
 PASSES = ("prediction", "training step")
-EXPLANATION = f"""One picture, CPU, float32. Each cell: minimum / lower quartile · median · upper quartile of the time
-in {{unit}} (MiB: the peak resident memory of the process during the pass, above its level with the model built). Stock is
-the upstream config as it is, ours the same config with the drop-in; each measurement is a fresh process, in turns, with
-the same random weights (offsets and gates at their start, zero), after one call that warms up. Ratio: stock's minimum over
-ours. Noisy: one of the two varies more than {NOISY}-fold between quartiles; loaded: other processes used more than
-{load.LOADED} CPUs meanwhile."""
+EXPLANATION = f"""One picture, CPU, float32. Each cell: minimum / lower quartile · median · upper quartile of the
+time in {{unit}} (MiB: the peak resident memory of the process during the pass, above its level with the model built).
+Stock is the upstream config as it is, ours the same config with the drop-in. Each measurement is a fresh process, in
+turns, with the same random weights (offsets and gates at their start, zero), after one call that warms up. Ratio: the
+minimum of stock over ours. Noisy: one of the two varies more than {NOISY}-fold between quartiles; loaded: other
+processes used more than {load.LOADED} CPUs meanwhile."""
 
 
 class Failed(Exception):
@@ -86,7 +86,7 @@ def main(arguments: list[str] | None = None) -> int:
         "benchmark": "end_to_end",
         "device": "cpu",
         "command": results.command_line("python -m tools.benchmark end_to_end", [], options, SHOWN),
-        "machine": report.machine("cpu"),
+        "machine": report.machine("cpu", report.PEERS),
         "load": {"before": before, "after": load.sample()},
         "rows": rows,
     }

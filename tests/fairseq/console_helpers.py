@@ -1,0 +1,56 @@
+"""fairseq's console scripts as the tests start them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from tests.fairseq.fairseq_helpers import ROOT
+
+ENVIRONMENT = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+
+
+def script(command: str) -> str:
+    return str(Path(sys.executable).with_name(f"fairseq-{command}"))
+
+
+def in_one_process(*commands: list[Any], check: bool = True) -> list[str]:
+    """Run console scripts one after another in one interpreter; what each of them printed, errors too."""
+    code = f"""
+import json, runpy, sys, traceback
+for command in json.loads(sys.argv[1]):
+    sys.argv = [{script("")!r} + command[0], *command[1:]]
+    print("=== next", flush=True)
+    try:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    except SystemExit as end:
+        print("exit", end.code, flush=True)
+    except Exception as error:
+        print("raised", type(error).__name__, error, flush=True)
+"""
+    arguments = json.dumps([[str(part) for part in command] for command in commands])
+    result = subprocess.run(
+        [sys.executable, "-c", code, arguments],
+        cwd=ROOT,
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=1800,
+    )
+    assert result.returncode == 0, result.stdout
+    printed = result.stdout.split("=== next\n")[1:]
+    assert len(printed) == len(commands)
+    for text in printed:
+        assert not (check and re.search(r"^raised |^exit [1-9]", text, re.M)), text
+    return printed
+
+
+def meeting_place(folder: Path) -> str:
+    """Where processes find each other: a file, since a port that is free now may be taken when they have started."""
+    return f"--distributed-init-method=file://{folder / 'processes'}"

@@ -1,0 +1,127 @@
+"""README's performance table: made from the files that are there, and what it is made of exists."""
+
+from __future__ import annotations
+
+import pytest
+
+from attn_plugins import ops
+from tools.benchmark import calls, operators, results, table
+from tools.benchmark.end_to_end.models import MODELS
+from tools.benchmark.summary import summarize
+
+README = table.README.read_text(encoding="utf-8")
+
+
+def made_up(folder):
+    """Write a file for every benchmark with a row for every entry of the table."""
+    files: dict[str, list] = {"calls-cpu": []}
+    for entry in (*table.OPERATORS, *table.MODELS):
+        for number, each in enumerate(entry.passes):
+            found = dict(memory=2**20, results=2**18, resident=2**19)
+            peers = {"slow": summarize([0.09]) | found, "fast": summarize([0.04]) | found, "gone": {"error": "x"}}
+            row = dict(case=f"{entry.case}, {each}", ours=summarize([0.01 * (1 + number)]) | found, peers=peers)
+            row |= dict(better_peer="fast", ratio=4.0 / (1 + number), memory_ratio=0.25, noisy=False, loaded=False)
+            row |= dict(buffer=dict(name="column buffer", size=2**20))
+            files.setdefault(entry.file, []).append(row)
+    for name, least in (("a", 12e-6), ("b", 34e-6)):
+        for kind in ("forward", "gradients recorded"):
+            files["calls-cpu"].append(dict(case=f"{name}, 1 thread, {kind}", ours=summarize([least])))
+    machine = dict(cpu="Made Up, 2 cores, 2 threads", torch="2.11.0", date="2030-01-02")
+    for name, rows in files.items():
+        results.write(folder, name, dict(machine=machine, rows=rows), "")
+    return files
+
+
+def test_readme_is_what_the_files_say(capsys):
+    assert table.main(["--check"]) == 0, capsys.readouterr().out
+
+
+def test_all_rows_are_there(tmp_path):
+    made_up(tmp_path)
+    text = table.generate(tmp_path)
+    for entry in (*table.OPERATORS, *table.MODELS):
+        assert f"| {entry.title} | slow, fast | 10 ms, **4.0×** | 20 ms, **2.0×** | 0.25 / 0.25 |" in text
+    assert "(Made Up, 2 cores, 2 threads, torch 2.11.0, 2030-01-02)" in text
+    assert "column buffer: our 25 % and 25 %, slow's 25 % and 25 %, fast's 25 % and 25 %." in text
+    assert "A call on 4×4 maps takes 12 to 34 µs on one thread (forward)." in text
+    assert "\u2020" not in text
+    assert "Not measured" not in text
+
+
+def test_losses_and_noise_show(tmp_path):
+    files = made_up(tmp_path)
+    row = files["criss_cross-cpu"][0]
+    row |= dict(ratio=0.934, noisy=True)
+    results.write(tmp_path, "criss_cross-cpu", dict(rows=files["criss_cross-cpu"]), "")
+    text = table.generate(tmp_path)
+    assert "| 10 ms, 0.93×\u2020 |" in text
+    assert "\u2020 noisy" in text
+
+
+def test_what_was_not_measured_is_said(tmp_path):
+    made_up(tmp_path)
+    (tmp_path / "criss_cross-cpu.json").write_text('{"rows": []}')  # as older versions wrote them
+    (tmp_path / "end_to_end-cpu.json").unlink()
+    text = table.generate(tmp_path)
+    assert "Not measured yet in this way: `criss_cross-cpu`, `end_to_end-cpu`." in text
+    assert "CrissCrossAttention2d" not in text
+    assert "whole model" not in text
+
+
+def test_a_file_without_a_shown_row_is_an_error(tmp_path, capsys):
+    made_up(tmp_path)
+    results.write(tmp_path, "criss_cross-cpu", dict(rows=[]), "")
+    with pytest.raises(ValueError, match=r"criss_cross-cpu\.json has no row 'module, "):
+        table.generate(tmp_path)
+    readme = tmp_path / "README.md"
+    readme.write_text(f"{table.BEGIN}\n{table.END}\n")
+    assert table.main(["--readme", str(readme), "--benchmarks", str(tmp_path)]) == 1
+    assert "has no row" in capsys.readouterr().err
+
+
+def test_only_what_is_between_the_markers_is_written(tmp_path):
+    made_up(tmp_path)
+    readme = tmp_path / "README.md"
+    readme.write_text(f"# before\n\n{table.BEGIN}\nas it was\n{table.END}\n\nafter\n")
+    options = ["--readme", str(readme), "--benchmarks", str(tmp_path)]
+    assert table.main([*options, "--check"]) == 1
+    assert "as it was" in readme.read_text()
+    assert table.main(options) == 0
+    assert table.main([*options, "--check"]) == 0
+    text = readme.read_text()
+    assert text.startswith(f"# before\n\n{table.BEGIN}\n| operator")
+    assert text.endswith(f"\n{table.END}\n\nafter\n")
+    assert "as it was" not in text
+
+
+@pytest.mark.parametrize(
+    "text", ["", table.BEGIN, f"{table.END}{table.BEGIN}", f"{table.BEGIN}{table.BEGIN}{table.END}"]
+)
+def test_markers_that_are_amiss_are_an_error(text):
+    with pytest.raises(ValueError, match="once each"):
+        table.split(text)
+
+
+def test_every_row_of_the_table_is_measured():
+    measured = {name: {case.name for case in operators.cases(name, "cpu")} for name in operators.OPERATORS}
+    for entry in table.OPERATORS:
+        for each in entry.passes:
+            assert f"{entry.case}, {each}" in measured[entry.file.removesuffix("-cpu")]
+    for each in ("forward", "forward+backward"):
+        assert f"{table.COLUMN_BUFFER[1]}, {each}" in measured["deform_conv"]
+    titles = {f"{model.title}, {model.size[0]}x{model.size[1]}" for model in MODELS.values()}
+    assert {entry.case for entry in table.MODELS} == titles
+
+
+def test_every_operator_has_a_small_call():
+    assert set(calls.arguments("cpu")) == set(ops.__all__) - {"backend", "explain"}
+
+
+def test_backends_are_those_of_the_operators():
+    names = table.tables()
+    assert names["deform_conv2d"][:2] == ["cpu", "cuda"]
+    assert set().union(*names.values()) <= set(table.BACKENDS)
+    for name, backends in names.items():
+        line = next(line for line in README.splitlines() if line.startswith(f"| `{name}` |"))
+        assert ("CUDA kernels" in line) == ("cuda" in backends)
+        assert ("C++ kernels" in line) == ("cpu" in backends)

@@ -1,0 +1,24 @@
+"""``make sanitize`` where gcc has no sanitizers; what it runs otherwise takes a build of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_a_compiler_without_libasan_is_one_clear_error(tmp_path):
+    """gcc prints the bare name of a library that it does not find."""
+    compiler = tmp_path / "g++"
+    compiler.write_text('#!/bin/sh\necho "${1#-print-file-name=}"\n')
+    compiler.chmod(0o755)
+    result = subprocess.run(
+        [ROOT / "tools/sanitize.sh"], env={**os.environ, "CXX": str(compiler)}, capture_output=True, text=True
+    )
+    assert result.returncode == 1
+    assert result.stdout == ""
+    (line,) = result.stderr.splitlines()
+    assert f"{compiler} finds no libasan.so" in line
+    assert "install gcc's sanitizer libraries" in line

@@ -1,0 +1,262 @@
+"""README's performance table, from ``benchmarks/*.json``.
+
+python -m tools.benchmark table            # rewrite it
+python -m tools.benchmark table --check    # status 1 where README is not what the files say
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tools.files import write_text
+from tools.requires import extras
+
+from . import results
+
+with extras():
+    from .report import megabytes, milliseconds, working_memory
+
+README = results.FOLDER.parent / "README.md"
+BEGIN, END = "<!-- benchmark table: begin -->", "<!-- benchmark table: end -->"
+
+
+class Entry(NamedTuple):
+    """A row of README's table.
+
+    Attributes:
+        title: As README shows it.
+        file: Of ``benchmarks``, without ``.json``.
+        case: The row's name in it, up to the pass.
+        passes: The names of both passes.
+    """
+
+    title: str
+    file: str
+    case: str
+    passes: tuple[str, str] = ("forward", "forward+backward")
+
+
+# Which rows README shows, the ones that we lose included; all others are on the pages in benchmarks/.
+OPERATORS = (
+    Entry("`deform_conv2d`, (2,256,50,68), 3×3, masks", "deform_conv-cpu",
+          "2-D (2,256,50,68), 1 offset group, float32"),
+    Entry("… (2,256,100,152)", "deform_conv-cpu", "2-D (2,256,100,152), 1 offset group, float32"),
+    Entry("`GeneralizedAttention2d` 1111, (1,256,50,84), kv_stride 2", "global_attention-cpu",
+          "module 1111, (1,256,50,84), 9 heads, kv_stride 2, float32"),
+    Entry("… 0001", "global_attention-cpu", "module 0001, (1,256,50,84), 9 heads, kv_stride 2, float32"),
+    Entry("… 0010", "global_attention-cpu", "module 0010, (1,256,50,84), 9 heads, kv_stride 2, float32"),
+    Entry("… 1111, (2,512,25,42)", "global_attention-cpu", "module 1111, (2,512,25,42), 9 heads, kv_stride 2, float32"),
+    Entry("relative attention of `AAConv2d`, batch 8, 8 heads × 20, 14×14", "augmented_conv-cpu",
+          "relative attention, 14x14, batch 8, 8 heads, d 20, d_v 20, float32"),
+    Entry("… 28×28", "augmented_conv-cpu", "relative attention, 28x28, batch 8, 8 heads, d 20, d_v 20, float32"),
+    Entry("… 40×40", "augmented_conv-cpu", "relative attention, 40x40, batch 8, 8 heads, d 20, d_v 20, float32"),
+    Entry("`aa_resnet50` beside a plain ResNet-50 (the paper's price: 0.78× and 0.80×)", "augmented_conv-cpu",
+          "aa_resnet50, 224x224, batch 8, float32"),
+    Entry("`global_attention`, 50×84 queries, 25×42 keys, 8 heads × 32", "global_attention-cpu",
+          "operator, 50x84 queries, 25x42 keys, 8 heads x 32, float32"),
+    Entry("`window_attention`, content, (1,256,56,56), 8 heads, 3×3", "window_attention-cpu",
+          "content, (1,256,56,56), 3x3, 8 heads, float32"),
+    Entry("… 7×7", "window_attention-cpu", "content, (1,256,56,56), 7x7, 8 heads, float32"),
+    Entry("… 13×13", "window_attention-cpu", "content, (1,256,56,56), 13x13, 8 heads, float32"),
+    Entry("dynamic convolution, (1,256,56,56), 7×7, 16 groups", "window_attention-cpu",
+          "dynamic convolution, (1,256,56,56), 7x7, 16 heads, float32"),
+    Entry("dynamic convolution, T 512, B 4, C 512, K 31", "window_attention-cpu",
+          "dynamic convolution 1-D, T 512, B 4, C 512, K 31, 16 groups, float32"),
+    Entry("`CrissCrossAttention2d`, (1,512,97,97)", "criss_cross-cpu", "module, (1, 512, 97, 97), float32"),
+    Entry("`sequence_attention`, band of 21, B 4, 8 heads × 64, T 512", "sequence_attention-cpu",
+          "band, B 4, M 8, d 64, T 512, k 21, float32"),
+    Entry("… T 2048", "sequence_attention-cpu", "band, B 4, M 8, d 64, T 2048, k 21, float32"),
+)  # fmt: skip
+STEPS = ("prediction", "training step")
+MODELS = (
+    Entry("mmdet, Faster R-CNN R-50, attention 0010 and DCN, 800×1344", "end_to_end-cpu",
+          "Faster R-CNN R-50, attention 0010 and DCN, 800x1344", STEPS),
+    Entry("mmdet, Faster R-CNN R-50, attention 1111, 800×1344", "end_to_end-cpu",
+          "Faster R-CNN R-50, attention 1111, 800x1344", STEPS),
+    Entry("mmseg, CCNet R-50, 769×769", "end_to_end-cpu", "CCNet R-50, 769x769", STEPS),
+)  # fmt: skip
+COLUMN_BUFFER = ("deform_conv-cpu", "2-D (2,256,100,152), 1 offset group, float32")
+
+# How a backend computes, for people.
+BACKENDS = {
+    "cpu": "C++ kernels",
+    "cuda": "CUDA kernels",
+    "triton": "Triton kernels",
+    "sdpa": "PyTorch's SDPA",
+    "torch": "PyTorch operations",
+}
+
+
+class Rows:
+    """The rows of the files in a folder, and the files that are not there yet."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._files = folder, dict[str, Any]()
+        self.missing: dict[str, None] = {}
+
+    def file(self, name: str) -> dict[str, Any] | None:
+        """Return what a file holds; None, and a note of it, where it is missing or of an older format."""
+        if name not in self._files:
+            self._files[name] = results.read(self._folder / f"{name}.json")
+        if self._files[name] is None:
+            self.missing[name] = None
+        return self._files[name]
+
+    def find(self, file: str, case: str) -> Mapping[str, Any] | None:
+        """Return a row, or None where its file is missing.
+
+        Raises:
+            ValueError: The file has no such row.
+        """
+        data = self.file(file)
+        if data is None:
+            return None
+        for row in data["rows"]:
+            if row["case"] == case:
+                return row
+        raise ValueError(f"{self._folder / file}.json has no row {case!r}, which README's table shows")
+
+
+def generate(folder: Path) -> str:
+    """Return what stands between the markers.
+
+    Raises:
+        ValueError: A file lacks a row that README shows.
+    """
+    rows = Rows(folder)
+    lines: list[str] = []
+    for entries, title in ((OPERATORS, "operator or module"), (MODELS, "whole model, stock config with the drop-in")):
+        body = [line for entry in entries if (line := entry_line(rows, entry))]
+        if body:
+            lines += [f"| {title} | peers | {' | '.join(entries[0].passes)} | memory |", "| --- " * 5 + "|", *body, ""]
+    lines += sentences(rows)
+    if rows.missing:
+        lines += [f"Not measured yet in this way: {', '.join(f'`{name}`' for name in rows.missing)}.", ""]
+    return "\n".join([*lines, *backends()])
+
+
+def entry_line(rows: Rows, entry: Entry) -> str | None:
+    """Return a row of README's table, or None where its file is missing."""
+    found = [rows.find(entry.file, f"{entry.case}, {each}") for each in entry.passes]
+    both = [row for row in found if row is not None]
+    if len(both) < len(found):
+        return None
+    peers = dict.fromkeys(name for row in both for name, peer in row["peers"].items() if "error" not in peer)
+    memory = " / ".join("–" if row["memory_ratio"] is None else f"{row['memory_ratio']:.2f}" for row in both)
+    return f"| {entry.title} | {', '.join(peers)} | {' | '.join(map(ratio, both))} | {memory} |"
+
+
+def ratio(row: Mapping[str, Any]) -> str:
+    """Return our time and the speed-up, bold where it is one; a dagger marks a noisy or loaded row."""
+    least = row["ours"]["min"]
+    text = f"{milliseconds(least)} ms" if least < 1 else f"{least:.3g} s"
+    if row["ratio"] is not None:
+        digits = 0 if row["ratio"] >= 10 else 1 if row["ratio"] >= 1.05 else 2
+        speedup = f"{row['ratio']:.{digits}f}×"
+        text += f", **{speedup}**" if row["ratio"] >= 1.05 else f", {speedup}"
+    return text + "†" * (row["noisy"] or row["loaded"])
+
+
+def sentences(rows: Rows) -> Iterator[str]:
+    """Yield what is said below the tables: how to read them, memory, calls."""
+    shown = [row for entry in (*OPERATORS, *MODELS) for row in _rows(rows, entry)]
+    if shown:
+        machine = (rows.file(OPERATORS[0].file) or rows.file(MODELS[0].file) or {}).get("machine", {})
+        where = f" ({machine['cpu']}, torch {machine['torch']}, {machine['date']})" if machine else ""
+        yield f"Best times of ours, float32{where}."
+        yield "×: the better peer's best time over ours, in bold where ours is faster."
+        yield "Memory: ours over that peer's, peak extra bytes, of both passes."
+        if any(row["noisy"] or row["loaded"] for row in shown):
+            yield "† noisy: measured on a busy machine, or varying more than 1.3-fold between quartiles."
+        yield ""
+    both = [rows.find(COLUMN_BUFFER[0], f"{COLUMN_BUFFER[1]}, {each}") for each in ("forward", "forward+backward")]
+    if both[0] is not None and both[1] is not None:
+        size = both[0]["buffer"]["size"]
+        names = [("ours", "our"), *((name, f"{name}'s") for name in both[0]["peers"])]
+        found = []
+        for name, whose in names:
+            each = [row["ours"] if name == "ours" else row["peers"][name] for row in both]
+            if not any("error" in one for one in each):
+                shares = " and ".join(f"{100 * working_memory(one, 'resident') / size:.0f} %" for one in each)
+                found.append(f"{whose} {shares}")
+        yield "Beyond its results, `deform_conv2d` (2,256,100,152) holds, forward and with backward, in shares of the"
+        yield f"{megabytes(size)} MiB column buffer: {', '.join(found)}."
+        yield ""
+    calls = rows.file("calls-cpu")
+    if calls is not None:
+        for kind in ("forward", "gradients recorded"):
+            times = [row["ours"]["min"] * 1e6 for row in calls["rows"] if row["case"].endswith(kind)]
+            yield f"A call on 4×4 maps takes {min(times):.0f} to {max(times):.0f} µs on one thread ({kind})."
+        yield ""
+
+
+def _rows(rows: Rows, entry: Entry) -> list[Mapping[str, Any]]:
+    found = (rows.find(entry.file, f"{entry.case}, {each}") for each in entry.passes)
+    return [row for row in found if row is not None]
+
+
+def tables() -> dict[str, list[str]]:
+    """Return the names of every operator's backends, in the order in which they are asked."""
+    with extras():
+        from attn_plugins import ops
+        from attn_plugins.ops.operator import Operator
+    names = {}
+    for functional in ops.__all__:
+        module = sys.modules[getattr(ops, functional).__module__]
+        for value in vars(module).values():
+            if isinstance(value, Operator) and functional not in ("backend", "explain"):
+                names[value.name] = [backend.name for backend in value.table]
+    return names
+
+
+def backends() -> list[str]:
+    """Return the lines of the table that says what computes each operator on CPUs and on CUDA."""
+    lines = ["| operator | on CPUs | on CUDA |", "| --- | --- | --- |"]
+    for name, table in sorted(tables().items()):
+        cells = []
+        for absent in (("cuda", "triton"), ("cpu",)):
+            cells.append(", then ".join(BACKENDS.get(each, each) for each in table if each not in absent))
+        lines.append(f"| `{name}` | {' | '.join(cells)} |")
+    return lines
+
+
+def split(text: str) -> tuple[str, str, str]:
+    """Return README before, between and after the markers.
+
+    Raises:
+        ValueError: The markers are not there once each, in order.
+    """
+    if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
+        raise ValueError(f"README must hold {BEGIN} and, below it, {END}, once each")
+    head, _, rest = text.partition(BEGIN)
+    inside, _, tail = rest.partition(END)
+    return head + BEGIN + "\n", inside.strip("\n") + "\n", END + tail
+
+
+def main(arguments: list[str] | None = None) -> int:
+    made = argparse.ArgumentParser(
+        prog="python -m tools.benchmark table",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    made.add_argument("--check", action="store_true", help="write nothing")
+    made.add_argument("--readme", type=Path, default=README)
+    made.add_argument("--benchmarks", type=Path, default=results.FOLDER, help="the folder of JSON files")
+    options = made.parse_args(arguments)
+    try:
+        head, before, tail = split(options.readme.read_text(encoding="utf-8"))
+        inside = generate(options.benchmarks).strip("\n") + "\n"
+    except ValueError as error:
+        print(f"benchmark: {error}", file=sys.stderr)
+        return 1
+    if options.check:
+        if inside != before:
+            print(f"benchmark: {options.readme} is not what {options.benchmarks} says (make benchmark-table)")
+        return int(inside != before)
+    write_text(options.readme, head + inside + tail)
+    print(f"written to {options.readme}")
+    return 0
