@@ -13,6 +13,7 @@ from .bilateral import BilateralCrissCross2d, BilateralNonLocal2d
 from .bilateral_1d import BilateralSelfAttention
 from .capture import attention_layers, capture_attention
 from .criss_cross import CrissCrossAttention2d
+from .deformable_attention import MultiScaleDeformableAttention
 from .deformable_conv import CausalDeformableConv1d, DeformableConv1d, DeformableConv2d
 from .dynamic_conv import DynamicConv1d, DynamicConv2d
 from .entangled_attention import EntangledAttention, GatedBilateralController, Modality
@@ -42,6 +43,7 @@ __all__ = [
     "GeneralizedAttention2d",
     "LocalBilateralConv2d",
     "Modality",
+    "MultiScaleDeformableAttention",
     "MultiheadAttention",
     "MultiheadSpatialAttention",
     "MultimodalDecoderBlock",

@@ -28,6 +28,7 @@ MODULES: dict[str, Build] = {
     "GatedBilateralController": lambda **f: modules.GatedBilateralController(16, **f),
     "GeneralizedAttention2d": lambda **f: modules.GeneralizedAttention2d(16, num_heads=2, **f),
     "LocalBilateralConv2d": lambda **f: modules.LocalBilateralConv2d(16, 16, 3, **f),
+    "MultiScaleDeformableAttention": lambda **f: modules.MultiScaleDeformableAttention(16, 2, **f),
     "MultiheadAttention": lambda **f: modules.MultiheadAttention(16, 2, **f),
     "MultiheadSpatialAttention": lambda **f: modules.MultiheadSpatialAttention(16, 2, **f),
     "MultimodalDecoderBlock": lambda **f: modules.MultimodalDecoderBlock(16, 2, ffn_dim=8, **f),
