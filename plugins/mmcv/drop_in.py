@@ -8,6 +8,8 @@
 Importing this module replaces ``GeneralizedAttention``, ``CrissCrossAttention``, ``DCN`` and ``DCNv2`` in mmengine's
 root ``MODELS``, and ``CrissCrossAttention`` also in mmcv and where mmseg's ``CCHead`` takes it from, by its name:
 all of them or, where one cannot be replaced, none, with an error. Models built before the import keep mmcv's.
+Outputs are contiguous where inputs are, and gradients are mmcv's, as its own tests have them. What mmcv's layers keep
+for themselves (``q_downsample``, ``kv_downsample``, ``local_constraint_map``) ours do not have.
 """
 
 from __future__ import annotations

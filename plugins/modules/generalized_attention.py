@@ -193,7 +193,7 @@ class GeneralizedAttention2d(AxisPositions):
             context: (B, C, H', W'), another map in the same coordinates (cross-attention); None: ``x``.
 
         Returns:
-            (B, C, H, W).
+            (B, C, H, W), in the memory format of ``x``.
 
         Raises:
             ValueError: a shape or a device does not fit.

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# A plain copy reads or writes one element of a cache line at a time. PyTorch's copy of a transposed matrix goes by
-# tiles, on one thread: 0.2 to 1.6 times as long on two threads for images that no cache holds, on many threads longer.
+# A plain copy touches another page for every element of a pixel, or of a plane: on two threads (1, 512, 97, 97) took
+# 1.2 to 18 ms to channels-last and 6 ms back, (4, 1024, 32, 32) 7 and 6 ms. PyTorch's copy of a transposed matrix goes
+# by tiles, on one thread: 2.4 to 2.8 ms, and 2.2 ms, either way. With more threads a plain copy catches up.
 _LARGE_IMAGE = 1 << 18  # elements
 _FEW_THREADS = 4
 
