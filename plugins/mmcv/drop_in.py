@@ -6,8 +6,10 @@
     custom_imports = dict(imports=["attn_plugins.mmcv.drop_in"], allow_failed_imports=False)
 
 Importing this module replaces ``GeneralizedAttention``, ``CrissCrossAttention``, ``DCN`` and ``DCNv2`` in mmengine's
-root ``MODELS``, and ``CrissCrossAttention`` also in mmcv and where mmseg's ``CCHead`` takes it from, by its name:
-all of them or, where one cannot be replaced, none, with an error. Models built before the import keep mmcv's.
+root ``MODELS``, and ``CrissCrossAttention`` also in mmcv and where mmseg's ``CCHead`` takes it from, by its name;
+and the ``forward`` of mmcv's ``MultiScaleDeformableAttention`` and ``MultiheadAttention``, which transformers of mmdet
+and mmseg (DETR and its relatives, MaskFormer, Mask2Former) take from mmcv itself: all of them or, where one cannot be
+replaced, none, with an error. Models built before the import keep mmcv's layers, but for the two ``forward``s.
 Outputs are contiguous where inputs are, and gradients are mmcv's, as its own tests have them. What mmcv's layers keep
 for themselves (``q_downsample``, ``kv_downsample``, ``local_constraint_map``) ours do not have.
 """
@@ -16,17 +18,19 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import mmcv.cnn  # noqa: F401  registers GeneralizedAttention, as mmcv.ops does DCN and DCNv2
-from mmcv.ops import DeformConv2dPack, ModulatedDeformConv2dPack
+from mmcv.cnn.bricks.transformer import MultiheadAttention
+from mmcv.ops import DeformConv2dPack, ModulatedDeformConv2dPack, MultiScaleDeformableAttention
 from mmengine.registry import MODELS
 from torch import Tensor
 
 from .. import ops
 from ..modules import CrissCrossAttention2d
 from ..modules.generalized_attention import GeneralizedAttention2d, MMCVGeneralizedAttention2d
+from . import transformer
 from .edge_rule import without_edge_gradients
 from .layers import DrawnAgain
 
@@ -92,12 +96,16 @@ def upgrade_keys(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 REPLACEMENTS = {layer.__name__: layer for layer in (GeneralizedAttention, CrissCrossAttention, DCN, DCNv2)}
+FORWARDS: dict[type, Callable[..., Tensor]] = {
+    MultiScaleDeformableAttention: transformer.deformable_forward,
+    MultiheadAttention: transformer.multihead_forward,
+}
 # Modules that hold a layer under its name, whose users do not ask a registry.
 HOLDERS = {"CrissCrossAttention": ("mmcv.ops.cc_attention", "mmcv.ops", "mmseg.models.decode_heads.cc_head")}
 
 
 def replace() -> None:
-    """Put ``REPLACEMENTS`` in the place of mmcv's layers, all or none; nothing changes where they are there.
+    """Put ``REPLACEMENTS`` and ``FORWARDS`` in the place of mmcv's, all or none; nothing changes where they are there.
 
     Raises:
         RuntimeError: one of the names belongs to neither mmcv nor us.
@@ -106,10 +114,14 @@ def replace() -> None:
         _check(name, "MODELS", MODELS.module_dict.get(name))
     for name, holder in _holders():
         _check(name, holder, getattr(sys.modules[holder], name))
+    for layer in FORWARDS:
+        _check(f"{layer.__name__}.forward", layer.__module__, layer.__dict__.get("forward"))
     for name, layer in REPLACEMENTS.items():
         MODELS.register_module(name=name, module=layer, force=True)
     for name, holder in _holders():
         setattr(sys.modules[holder], name, REPLACEMENTS[name])
+    for layer, forward in FORWARDS.items():
+        layer.forward = forward
 
 
 def _holders() -> Iterator[tuple[str, str]]:
@@ -120,7 +132,7 @@ def _holders() -> Iterator[tuple[str, str]]:
 
 def _check(name: str, place: str, layer: Any) -> None:
     owner = getattr(layer, "__module__", None)
-    if owner != __name__ and not (owner or "").startswith("mmcv."):
+    if owner not in (__name__, transformer.__name__) and not (owner or "").startswith("mmcv."):
         raise RuntimeError(
             f"attn_plugins.mmcv.drop_in replaces mmcv's {name}, but {place} holds {layer} there; nothing "
             "was replaced. Register that layer under another name, or import attn_plugins.mmcv and name "

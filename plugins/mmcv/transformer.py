@@ -1,4 +1,4 @@
-"""What transformers of mmdet and mmseg attend with: the ``forward`` of two of mmcv's layers, on our operator and torch's.
+"""What mmdet's and mmseg's transformers attend with: ``forward`` of two of mmcv's layers, on our operator and torch's.
 
 mmdet names these classes itself and asks no registry, so that not the class is replaced but its ``forward``
 (:mod:`attn_plugins.mmcv.drop_in` does it): models that are built already, ``isinstance`` checks and checkpoints stay.

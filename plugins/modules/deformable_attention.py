@@ -158,7 +158,7 @@ def attend(
     M, L, K = module.num_heads, module.num_levels, module.num_points
     if len(shapes) != L:
         raise ValueError(f"spatial_shapes must have num_levels = {L} levels, got {len(shapes)}")
-    if reference_points.dim() != 4 or reference_points.shape[:3] != (B, Q, L) or reference_points.shape[3] not in (2, 4):
+    if tuple(reference_points.shape) not in ((B, Q, L, 2), (B, Q, L, 4)):
         raise ValueError(
             f"reference_points must have shape {(B, Q, L)} + (2,) for points or (4,) for boxes, "
             f"got {tuple(reference_points.shape)}"

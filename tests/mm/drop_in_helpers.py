@@ -5,10 +5,9 @@ from __future__ import annotations
 import sys
 
 from mmcv.cnn.bricks.generalized_attention import GeneralizedAttention
-from mmcv.ops import CrissCrossAttention, DeformConv2dPack, ModulatedDeformConv2dPack
+from mmcv.cnn.bricks.transformer import MultiheadAttention
+from mmcv.ops import CrissCrossAttention, DeformConv2dPack, ModulatedDeformConv2dPack, MultiScaleDeformableAttention
 from mmengine.registry import MODELS
-
-from attn_plugins.mmcv import drop_in
 
 STOCK = dict(
     GeneralizedAttention=GeneralizedAttention,
@@ -16,10 +15,15 @@ STOCK = dict(
     DCN=DeformConv2dPack,
     DCNv2=ModulatedDeformConv2dPack,
 )
+STOCK_FORWARDS = {layer: layer.forward for layer in (MultiheadAttention, MultiScaleDeformableAttention)}
+
+from attn_plugins.mmcv import drop_in  # noqa: E402  replaces them
 
 
 def restore() -> None:
-    """mmcv's own layers in the registry, and under their names."""
+    """mmcv's own layers in the registry and under their names, with their own forwards."""
+    for layer, forward in STOCK_FORWARDS.items():
+        layer.forward = forward
     MODELS.module_dict.update(STOCK)
     for name, holders in drop_in.HOLDERS.items():
         for holder in holders:
