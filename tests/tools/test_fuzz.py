@@ -124,7 +124,9 @@ def test_a_crash_is_found_and_the_calls_after_it_are_run(planted):
 def test_what_is_sound_passes(planted):
     result = planted("", "--calls", "40", "--workers", "2")
     assert result.returncode == 0, result.stdout + result.stderr
-    assert re.fullmatch(rf"{OPERATOR}: 40 calls, seed 5, \d+ s, 0 failures\n", result.stdout)
+    assert re.fullmatch(
+        rf"{OPERATOR}: 40 calls, seed 5, \d+ s, errors up to \S+ roundings, 0 failures\n", result.stdout
+    )
 
 
 def test_a_worker_that_cannot_start_is_no_success():

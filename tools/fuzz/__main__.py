@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None, command: Sequence[str] = COMMAN
     for name in names:
         failures += _fuzz(name, options, command)
     if failures:
-        print(f"{len(failures)} of {options.calls * len(names)} calls failed:", *failures, sep="\n")
+        print(f"{len(failures)} failures in {options.calls * len(names)} calls:", *failures, sep="\n")
     return 1 if failures else 0
 
 
@@ -78,13 +78,18 @@ def _parser() -> argparse.ArgumentParser:
 def _fuzz(name: str, options: argparse.Namespace, command: Sequence[str]) -> list[str]:
     """All calls of one operator; print a line of each failure as it comes, and return them."""
     line = [name, "--seed", str(options.seed), *(["--device", "cuda"] if options.device == "cuda" else [])]
-    start, failures = time.perf_counter(), []
+    start, failures, largest = time.perf_counter(), [], 0.0
     for result in workers.run([*command, *line], options.calls, options.workers):
+        largest = max(largest, result.roundings)
         for fault in result.faults:
             failures.append(f"python -m tools.fuzz {' '.join(line)} --only {result.number}  # {fault}")
             print(failures[-1], flush=True)
     took = time.perf_counter() - start
-    print(f"{name}: {options.calls} calls, seed {options.seed}, {took:.0f} s, {len(failures)} failures", flush=True)
+    print(
+        f"{name}: {options.calls} calls, seed {options.seed}, {took:.0f} s, errors up to {largest:.3g} roundings, "
+        f"{len(failures)} failures",
+        flush=True,
+    )
     return failures
 
 
@@ -93,7 +98,7 @@ def _work(name: str, options: argparse.Namespace) -> int:
     first, stop, step = map(int, options.share.split(":"))
     for number in range(first, stop, step):
         workers.report_start(number)
-        workers.report_end(judge(name, options.seed, number, options.device).faults)
+        workers.report_end(*judge(name, options.seed, number, options.device))
     return 0
 
 

@@ -20,18 +20,19 @@ _START, _END = "fuzz begins ", "fuzz ended "
 
 
 class Result(NamedTuple):
-    """The faults of one call, in words."""
+    """The faults of one call, in words, and its largest error in roundings."""
 
     number: int
     faults: list[str]
+    roundings: float = 0.0
 
 
 def report_start(number: int) -> None:
     print(f"{_START}{number}", flush=True)
 
 
-def report_end(faults: Sequence[str]) -> None:
-    print(f"{_END}{json.dumps(list(faults))}", flush=True)
+def report_end(faults: Sequence[str], roundings: float) -> None:
+    print(f"{_END}{json.dumps([list(faults), roundings])}", flush=True)
 
 
 def run(command: Sequence[str], calls: int, workers: int) -> Iterator[Result]:
@@ -127,7 +128,7 @@ class _Process:
                 self.begun, self.said = int(line.removeprefix(_START)), []
             elif line.startswith(_END) and self.begun is not None:
                 number, self.begun, self.done = self.begun, None, self.done + 1
-                yield Result(number, json.loads(line.removeprefix(_END)))
+                yield Result(number, *json.loads(line.removeprefix(_END)))
             else:
                 self.said = [*self.said[-200:], line.strip()]
 

@@ -98,7 +98,8 @@ def _join(parts: list[Tensor], D: int) -> Tensor:
     missing = D - sum(p.shape[-1] for p in parts)
     if missing:
         parts = [*parts, parts[0].new_zeros(()).expand(*parts[0].shape[:-1], missing)]
-    return torch.cat(parts, -1).flatten(2, 3)
+    # The fused kernels read rows of contiguous numbers; cat's result is channels-last where all its parts are.
+    return torch.cat(parts, -1).flatten(2, 3).contiguous()
 
 
 def forward(terms: GlobalTerms, options: GlobalOptions, output: Tensor, lse: Tensor) -> None:

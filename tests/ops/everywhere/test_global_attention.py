@@ -465,3 +465,24 @@ def test_chunks_of_content_without_a_width():
         grads = torch.autograd.grad(output.sum(), terms)
     torch.testing.assert_close(output, terms[2].mean((2, 3), keepdim=True).expand_as(output))
     assert [g.shape for g in grads] == [t.shape for t in terms]
+
+
+@pytest.mark.parametrize("innermost", [("query",), ("key",), ("value",), ("query", "key", "value"), ("output",)])
+def test_folding_of_heads_innermost_in_memory(innermost):
+    """torch.cat keeps channels-last memory, and the fused kernels do not look at the last stride."""
+
+    def laid_out(name: str, *shape: int) -> torch.Tensor:
+        tensor = torch.randn(shape, dtype=torch.float64)
+        if name in innermost:
+            tensor = tensor.contiguous(memory_format=torch.channels_last_3d)
+        return tensor.requires_grad_()
+
+    terms = laid_out("query", 2, 4, 1, 6, 48), laid_out("key", 2, 4, 4, 9, 48), laid_out("value", 2, 4, 4, 9, 48)
+    grad = laid_out("output", 2, 4, 1, 6, 48)
+    results = []
+    for name in ("sdpa", "reference"):
+        with backend(name):
+            output = global_attention(*terms, scale=0.2)
+            results.append((output, *torch.autograd.grad(output, terms, grad)))
+    for found, expected in zip(*results):
+        torch.testing.assert_close(found, expected)
