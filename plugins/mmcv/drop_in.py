@@ -96,7 +96,7 @@ def upgrade_keys(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 REPLACEMENTS = {layer.__name__: layer for layer in (GeneralizedAttention, CrissCrossAttention, DCN, DCNv2)}
-FORWARDS: dict[type, Callable[..., Tensor]] = {
+FORWARDS: dict[Any, Callable[..., Tensor]] = {
     MultiScaleDeformableAttention: transformer.deformable_forward,
     MultiheadAttention: transformer.multihead_forward,
 }

@@ -33,6 +33,10 @@ def arguments(device: str) -> dict[str, tuple[tuple[Tensor, ...], Callable[..., 
             (draw(1, C, S * S), draw(1, K, S * S), draw(C, C, K), draw(1, K, S * S)),
             lambda x, offset, weight, mask: ops.deform_conv1d(x, offset, weight, padding=1, mask=mask),
         ),
+        "deformable_attention": (
+            (draw(1, S * S, M, D), draw(1, S * S, M, 1, 4, 2).sigmoid(), draw(1, S * S, M, 1, 4)),
+            lambda value, locations, weights: ops.deformable_attention(value, ((S, S),), locations, weights),
+        ),
         "global_attention": (
             (*heads, row, column),
             lambda q, k, v, row, column: ops.global_attention(q, k, v, row_logits=row, column_logits=column),

@@ -8,6 +8,7 @@ from .case import Case
 
 OPERATORS = {  # name -> module with `cases(device)`
     "deform_conv": "sampled.deform_conv",
+    "deformable_attention": "sampled.deformable_attention",
     "global_attention": "everywhere.global_attention",
     "augmented_conv": "everywhere.augmented_conv",
     "window_attention": "window.window_attention",

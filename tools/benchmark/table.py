@@ -45,6 +45,10 @@ OPERATORS = (
     Entry("`deform_conv2d`, (2,256,50,68), 3×3, masks", "deform_conv-cpu",
           "2-D (2,256,50,68), 1 offset group, float32"),
     Entry("… (2,256,100,152)", "deform_conv-cpu", "2-D (2,256,100,152), 1 offset group, float32"),
+    Entry("`deformable_attention`, DETR's encoder, 17,821 queries, 4 levels", "deformable_attention-cpu",
+          "encoder, DETR's four levels (Q 17821, L 4, K 4, 8 x 32), float32"),
+    Entry("… its decoder, 300 queries", "deformable_attention-cpu",
+          "decoder, 300 queries (Q 300, L 4, K 4, 8 x 32), float32"),
     Entry("`GeneralizedAttention2d` 1111, (1,256,50,84), kv_stride 2", "global_attention-cpu",
           "module 1111, (1,256,50,84), 9 heads, kv_stride 2, float32"),
     Entry("… 0001", "global_attention-cpu", "module 0001, (1,256,50,84), 9 heads, kv_stride 2, float32"),
@@ -78,6 +82,9 @@ MODELS = (
     Entry("mmdet, Faster R-CNN R-50, attention 1111, 800×1344", "end_to_end-cpu",
           "Faster R-CNN R-50, attention 1111, 800x1344", STEPS),
     Entry("mmseg, CCNet R-50, 769×769", "end_to_end-cpu", "CCNet R-50, 769x769", STEPS),
+    Entry("mmdet, Deformable DETR R-50, 800×1344", "end_to_end-cpu", "Deformable DETR R-50, 800x1344", STEPS),
+    Entry("mmdet, DINO R-50, 800×1344", "end_to_end-cpu", "DINO R-50, 4 scales, 800x1344", STEPS),
+    Entry("mmdet, Mask2Former R-50, 800×1344", "end_to_end-cpu", "Mask2Former R-50, instances, 800x1344", STEPS),
 )  # fmt: skip
 COLUMN_BUFFER = ("deform_conv-cpu", "2-D (2,256,100,152), 1 offset group, float32")
 

@@ -99,7 +99,7 @@ def _torch_backward(grad_output: Tensor, terms: Terms, options: Options, needs: 
                 torch.autograd.grad(output, [t for t, need in zip(one, needs) if need], grad_output[n : n + 1])
             )
         parts.append([next(found) if need else None for need in needs])
-    return [torch.cat(found) if need else None for need, found in zip(needs, zip(*parts))]  # type: ignore[arg-type]
+    return [torch.cat(found) if need else None for need, found in zip(needs, zip(*parts))]
 
 
 CPU = Backend("cpu", refuses_cpu, _cpu_forward, _cpu_backward)

@@ -82,7 +82,8 @@ def deformable_attention(
         )
     P = sum(counts)
     terms = Terms(value, sampling_locations.reshape(B, Q, M, P, 2), attention_weights.reshape(B, Q, M, P))
-    return ATTEND(terms, Options([size for shape in shapes for size in shape], list(counts)))
+    sizes: list[Any] = [size for shape in shapes for size in shape]  # traced, they are symbols
+    return ATTEND(terms, Options(sizes, list(counts)))
 
 
 def _shapes(spatial_shapes: Any) -> list[tuple[int, int]]:

@@ -80,13 +80,20 @@ def batch(model: Model) -> Batch:
         sample.gt_sem_seg = PixelData(data=mask)
         return dict(inputs=[picture], data_samples=[sample])
     from mmdet.structures import DetDataSample
+    from mmdet.structures.mask import BitmapMasks
     from mmengine.structures import InstanceData
 
     corners = torch.rand(8, 2, generator=generator) * torch.tensor([0.6 * W, 0.6 * H])
     sides = (0.1 + 0.3 * torch.rand(8, 2, generator=generator)) * torch.tensor([W, H])
     boxes = torch.cat((corners, corners + sides), 1)
     sample = DetDataSample(metainfo=dict(shapes, scale_factor=(1.0, 1.0), img_id=0))
-    sample.gt_instances = InstanceData(bboxes=boxes, labels=torch.randint(0, 80, (8,), generator=generator))
+    rows, columns = torch.arange(H).view(H, 1), torch.arange(W)
+    inside = [(columns >= x0) & (columns < x1) & (rows >= y0) & (rows < y1) for x0, y0, x1, y1 in boxes]
+    sample.gt_instances = InstanceData(
+        bboxes=boxes,
+        labels=torch.randint(0, 80, (8,), generator=generator),
+        masks=BitmapMasks(torch.stack(inside).byte().numpy(), H, W),
+    )
     sample.ignored_instances = InstanceData(bboxes=torch.zeros(0, 4), labels=torch.zeros(0, dtype=torch.long))
     return dict(inputs=[picture], data_samples=[sample])
 

@@ -40,4 +40,23 @@ MODELS = {
         (800, 1344),
     ),
     "ccnet": Model("CCNet R-50", "mmseg", "ccnet/ccnet_r50-d8_4xb2-80k_cityscapes-769x769.py", (769, 769)),
+    "deformable-detr": Model(
+        "Deformable DETR R-50", "mmdet", "deformable_detr/deformable-detr_r50_16xb2-50e_coco.py", (800, 1344)
+    ),
+    "dino": Model("DINO R-50, 4 scales", "mmdet", "dino/dino-4scale_r50_8xb2-12e_coco.py", (800, 1344)),
+    "mask2former": Model(
+        "Mask2Former R-50, instances", "mmdet", "mask2former/mask2former_r50_8xb2-lsj-50e_coco.py", (800, 1344)
+    ),
+    "mask2former-swin": Model(
+        "Mask2Former Swin-T, instances",
+        "mmdet",
+        "mask2former/mask2former_swin-t-p4-w7-224_8xb2-lsj-50e_coco.py",
+        (800, 1344),
+    ),
+    "mask2former-seg": Model(
+        "Mask2Former R-50, semantic (mmseg)",
+        "mmseg",
+        "mask2former/mask2former_r50_8xb2-90k_cityscapes-512x1024.py",
+        (512, 1024),
+    ),
 }
