@@ -18,7 +18,7 @@ from attn_plugins.ops.everywhere.chunks import WORKSPACE
 
 from .call import Call
 
-LIMIT = 32.0  # roundings by which a result may be off; 200,000 calls had up to 12 (the mean of many equal numbers)
+LIMIT = 32.0  # roundings by which a result may be off; the largest seen was 12, a mean of many equal numbers
 
 
 class Results(dict[str, Tensor]):
