@@ -85,6 +85,8 @@ MODELS = (
     Entry("mmdet, Deformable DETR R-50, 800×1344", "end_to_end-cpu", "Deformable DETR R-50, 800x1344", STEPS),
     Entry("mmdet, DINO R-50, 800×1344", "end_to_end-cpu", "DINO R-50, 4 scales, 800x1344", STEPS),
     Entry("mmdet, Mask2Former R-50, 800×1344", "end_to_end-cpu", "Mask2Former R-50, instances, 800x1344", STEPS),
+    Entry("mmdet, Mask2Former Swin-T, 800×1344", "end_to_end-cpu", "Mask2Former Swin-T, instances, 800x1344", STEPS),
+    Entry("mmseg, Mask2Former R-50, 512×1024", "end_to_end-cpu", "Mask2Former R-50, semantic (mmseg), 512x1024", STEPS),
 )  # fmt: skip
 COLUMN_BUFFER = ("deform_conv-cpu", "2-D (2,256,100,152), 1 offset group, float32")
 
