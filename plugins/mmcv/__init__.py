@@ -17,6 +17,7 @@ One line in any config is enough::
 ``NonLocalAttention2d``          :class:`attn_plugins.modules.NonLocal2d`, a plug-in layer
 ``AttentionHead`` and others     segmentation heads, see :mod:`.heads`; need mmsegmentation
 ``AAResNet``                     backbone: ``backbone=dict(type=..., depth=50)``; needs timm
+``Attended``                     any upstream model with attention layers exchanged, see :mod:`.attended`
 ``HELENDataset, LFWPLDataset``   faces: ``dataset=dict(type=..., data_root=..., ...)``; need mmsegmentation
 ``FaceParsingMetric``            their scores: ``val_evaluator=dict(type=...)``; needs mmsegmentation
 ================================ =======================================================================
@@ -31,6 +32,7 @@ from mmengine.registry import DATASETS, METRICS, MODELS
 from mmengine.runner import CheckpointLoader
 
 from ..modules import BilateralCrissCross2d, CrissCrossAttention2d
+from .attended import Attended  # noqa: F401  registers itself
 from .backbones import AAResNet, load_from_safetensors
 from .layers import (
     AAConv2d,

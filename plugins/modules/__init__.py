@@ -24,6 +24,7 @@ from .multihead_attention import MultiheadAttention
 from .non_local import NonLocal2d
 from .sequence_cache import SequenceCache
 from .spatial_attention_1d import MultiheadSpatialAttention
+from .spatial_self_attention import SpatialSelfAttention
 
 __all__ = [
     "AAConv2d",
@@ -49,6 +50,7 @@ __all__ = [
     "MultimodalDecoderBlock",
     "NonLocal2d",
     "SequenceCache",
+    "SpatialSelfAttention",
     "attention_layers",
     "capture_attention",
 ]

@@ -31,6 +31,7 @@ MODULES: dict[str, Build] = {
     "MultiScaleDeformableAttention": lambda **f: modules.MultiScaleDeformableAttention(16, 2, **f),
     "MultiheadAttention": lambda **f: modules.MultiheadAttention(16, 2, **f),
     "MultiheadSpatialAttention": lambda **f: modules.MultiheadSpatialAttention(16, 2, **f),
+    "SpatialSelfAttention": lambda **f: modules.SpatialSelfAttention(16, 2, **f),
     "MultimodalDecoderBlock": lambda **f: modules.MultimodalDecoderBlock(16, 2, ffn_dim=8, **f),
     "NonLocal2d": lambda **f: modules.NonLocal2d(16, **f),
 }

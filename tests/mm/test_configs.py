@@ -12,8 +12,9 @@ from mmdet.structures import DetDataSample
 from mmengine.config import Config
 from mmengine.optim import build_optim_wrapper
 from mmengine.registry import init_default_scope
-from mmengine.structures import InstanceData
+from mmengine.structures import InstanceData, PixelData
 
+from attn_plugins.mmcv.attended import TokenAttention
 from attn_plugins.modules import DeformableConv2d
 from attn_plugins.modules.generalized_attention import GeneralizedAttention2d
 from tests.mm.mm_helpers import ROOT, training_step, without_downloads, without_gradient
@@ -40,10 +41,13 @@ def picture(config: Config) -> dict:
     )
     boxes = torch.tensor([[10.0, 12.0, 60.0, 50.0], [70.0, 20.0, 120.0, 90.0]])
     sample.gt_instances = InstanceData(bboxes=boxes, labels=torch.tensor([1, 3]))
-    if config.model.get("roi_head", {}).get("mask_head") is not None:
+    panoptic = config.model.get("panoptic_head") is not None
+    if panoptic or config.model.get("roi_head", {}).get("mask_head") is not None:
         from mmdet.structures.mask import BitmapMasks
 
         sample.gt_instances.masks = BitmapMasks(torch.ones(2, *SIZE, dtype=torch.uint8).numpy(), *SIZE)
+    if panoptic:
+        sample.gt_sem_seg = PixelData(sem_seg=torch.ones(1, *SIZE, dtype=torch.long))
     sample.ignored_instances = InstanceData(bboxes=torch.zeros(0, 4), labels=torch.zeros(0, dtype=torch.long))
     image = torch.randint(0, 256, (3, *SIZE), generator=generator, dtype=torch.uint8)
     return dict(inputs=[image], data_samples=[sample])
@@ -56,13 +60,17 @@ def test_a_config_trains_and_infers(path):
     model = MODELS.build(config.model)
     model.init_weights()
     training_step(model, config.optim_wrapper, picture(config))
-    assert not without_gradient(model, (DeformableConv2d, GeneralizedAttention2d))
+    assert not without_gradient(model, (DeformableConv2d, GeneralizedAttention2d, TokenAttention))
 
     model.eval()
     with torch.no_grad():
         (result,) = model.test_step(picture(config))
-    assert result.pred_instances.bboxes.shape[1] == 4
-    assert torch.isfinite(result.pred_instances.scores).all()
+    if "pred_panoptic_seg" in result:
+        assert result.pred_panoptic_seg.sem_seg.shape[-2:] == SIZE
+    if "pred_instances" in result:
+        assert result.pred_instances.bboxes.shape[1] == 4
+        assert torch.isfinite(result.pred_instances.scores).all()
+    assert "pred_panoptic_seg" in result or "pred_instances" in result
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
@@ -80,6 +88,9 @@ def test_a_config_says_what_its_name_says(path):
         assert f"-attn{layer.attention_type}" in path.stem
         assert layer.num_heads == 8
         assert layer.spatial_range == (int(path.stem.split("-nk")[1][:2]) if "-nk" in path.stem else -1)
+    for pattern, options in config.model.get("attention", {}).items():
+        place = "encoder" if "encoder" in pattern else "queries"
+        assert f"_{place}-{options.attention_type}_" in path.stem
 
 
 def test_offsets_learn_at_a_tenth_of_the_rate():

@@ -1,0 +1,138 @@
+"""``Attended``: our attention in upstream transformers, by config."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from mmdet.registry import MODELS
+from mmengine.config import Config
+from mmengine.registry import init_default_scope
+from mmengine.utils import get_installed_path
+from torch import nn
+
+from attn_plugins.mmcv.attended import TokenAttention
+from tests.mm.mm_helpers import without_downloads
+
+SIZE = (96, 128)
+ENCODER = "encoder.layers.*.self_attn"
+
+
+def config(attention: dict[str, Any] | None = None, name="detr/detr_r50_8xb2-150e_coco", of="DETR") -> Config:
+    found = without_downloads(Config.fromfile(f"{get_installed_path('mmdet')}/.mim/configs/{name}.py"))
+    init_default_scope("mmdet")
+    for part in ("encoder", "decoder"):
+        if part in found.model:
+            found.model[part].num_layers = 2
+    if attention is not None:
+        found.model.update(type="Attended", of=of, attention=attention)
+    return found
+
+
+def ours(attention_type="1111", pattern=ENCODER, **options) -> dict[str, Any]:
+    return {pattern: dict(type="SpatialSelfAttention", attention_type=attention_type, **options)}
+
+
+def build(attention: dict[str, Any] | None = None, **options: Any) -> nn.Module:
+    torch.manual_seed(0)
+    model = MODELS.build(config(attention, **options).model)
+    model.init_weights()
+    return model
+
+
+def tokens_of(model: nn.Module, count=2, size=SIZE, padded=False) -> torch.Tensor:
+    """What the model computes of pictures; with ``padded`` the second is smaller than the batch."""
+    from mmdet.structures import DetDataSample
+
+    generator = torch.Generator().manual_seed(3)
+    pictures = torch.rand(count, 3, *size, generator=generator)
+    shapes = [size] * count
+    if padded:
+        shapes[1] = (size[0] - 32, size[1] - 64)
+    samples = [DetDataSample(metainfo=dict(batch_input_shape=size, img_shape=shape)) for shape in shapes]
+    with torch.no_grad():
+        found = model.eval()(pictures, samples, mode="tensor")
+    return torch.cat([t[-1].flatten(1) for t in found], 1)
+
+
+def exchanged(model: nn.Module) -> dict[str, TokenAttention]:
+    return {path: module for path, module in model.named_modules() if isinstance(module, TokenAttention)}
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_the_start_is_upstreams_and_its_checkpoint_loads_strictly(padded):
+    stock, model = build(), build(ours())
+    assert sorted(exchanged(model)) == [f"encoder.layers.{n}.self_attn.attn" for n in range(2)]
+    added = set(model.state_dict()) - set(stock.state_dict())
+    assert set(stock.state_dict()) < set(model.state_dict())
+    assert {key.split(".attn.")[1].split(".")[0] for key in added} == {
+        "gate", "saliency", "position", "row_table", "column_table"
+    }  # fmt: skip
+    model.load_state_dict(stock.state_dict(), strict=True)
+    expected = tokens_of(stock, padded=padded)
+    torch.testing.assert_close(tokens_of(model, padded=padded), expected, rtol=1e-4, atol=1e-4)
+    with torch.no_grad():
+        for layer in exchanged(model).values():
+            layer.gate.fill_(1.0)
+    assert not torch.allclose(tokens_of(model, padded=padded), expected, rtol=1e-2, atol=1e-2)
+
+
+def test_padding_is_not_seen():
+    """What lies beside a picture in its batch changes nothing for the others, and a picture of any size works."""
+    model = build(ours())
+    with torch.no_grad():
+        for layer in exchanged(model).values():
+            layer.gate.fill_(1.0)
+    both, one = tokens_of(model), tokens_of(model, count=1)
+    torch.testing.assert_close(both[:1], one, rtol=1e-4, atol=1e-4)
+    assert tokens_of(model, size=(160, 64)).isfinite().all()
+
+
+def test_initialisation_keeps_the_gates():
+    """mmdet draws every parameter of two or more dimensions again."""
+    model = build(ours())
+    for layer in exchanged(model).values():
+        assert not layer.gate.any()
+        assert layer.row_table.weight.std() > 0.01
+
+
+def test_a_copy_keeps_its_own_grids():
+    """As mmengine's moving average of a model is one."""
+    model = build(ours())
+    twin = copy.deepcopy(model)
+    expected = tokens_of(twin, size=(64, 96))
+    tokens_of(model, size=(96, 64))
+    torch.testing.assert_close(tokens_of(twin, size=(64, 96)), expected)
+    (first, *rest) = exchanged(twin).values()
+    assert all(layer._grids is first._grids for layer in rest)
+    assert first._grids is not next(iter(exchanged(model).values()))._grids
+
+
+def test_queries_without_places_take_the_content_terms():
+    model = build(ours("1010", "decoder.layers.*.self_attn") | ours("1010", "decoder.layers.*.cross_attn"))
+    assert len(exchanged(model)) == 4
+    torch.testing.assert_close(tokens_of(model), tokens_of(build()), rtol=1e-4, atol=1e-4)
+    model = build(ours("1111", "decoder.layers.*.self_attn"))
+    with pytest.raises(ValueError, match=r"decoder.layers.0.self_attn.attn|decoder.layers.0.self_attn: .* '1010'"):
+        tokens_of(model)
+
+
+@pytest.mark.parametrize(
+    ("attention", "words"),
+    [
+        (ours(pattern="encoder.layer.*"), r"matches no module; what can be exchanged is .* encoder.layers.0.self_attn"),
+        (ours(pattern="backbone.*"), r"matches .*BatchNorm2d.* alone; what can be exchanged is mmcv's Multihead"),
+        ({ENCODER: dict(type="Conv2d")}, r"attention\['encoder.layers.\*.self_attn'\]: type must be SpatialSelfAtt"),
+        (ours("11"), "attention_type must be a string of four bits"),
+    ],
+)
+def test_bad_configs_are_one_clear_error(attention, words):
+    with pytest.raises(ValueError, match=words):
+        build(attention)
+
+
+def test_deformable_attention_cannot_be_exchanged():
+    with pytest.raises(ValueError, match=r"matches MultiScaleDeformableAttention alone; .* here at: decoder.layers.0"):
+        build(ours(), name="deformable_detr/deformable-detr_r50_16xb2-50e_coco", of="DeformableDETR")

@@ -1,0 +1,208 @@
+"""Attention over tokens on a grid, against the terms of Zhu et al. (2019) in plain loops, and torch's own layer."""
+
+from __future__ import annotations
+
+import math
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from attn_plugins.modules import SpatialSelfAttention
+from tests.helpers.operator_checks import check_compiled_and_exported
+
+GRID = (3, 4)
+N, C, M = 12, 8, 2
+TYPES = ["".join(bits) for bits in product("01", repeat=4)]
+
+
+def module(attention_type="1111", gate=True, **options) -> SpatialSelfAttention:
+    torch.manual_seed(0)
+    made = SpatialSelfAttention(C, M, attention_type, **{"dtype": torch.float64, **options})
+    for name, parameter in made.named_parameters():
+        if gate or name != "gate":
+            nn.init.normal_(parameter, std=0.4)
+    return made.eval()
+
+
+def tokens(count=3) -> list[Tensor]:
+    torch.manual_seed(1)
+    return [torch.randn(2, N, C, dtype=torch.float64) for _ in range(count)]
+
+
+def encode(offset: int) -> Tensor:
+    angles = [offset / 10000 ** (2 * i / C) for i in range(C // 2)]
+    return torch.tensor([*map(math.sin, angles), *map(math.cos, angles)], dtype=torch.float64)
+
+
+def by_loops(layer, query, key, value, padding=None, reach=None) -> Tensor:
+    """Eq. 2, key by key and head by head."""
+    bits = [bit == "1" for bit in layer.attention_type]
+    d, scale = C // M, (C // M) ** -0.5
+    q, k, v = (x @ w.T + b for x, w, b in zip((query, key, value), layer.in_proj_weight.chunk(3), layer.in_proj_bias.chunk(3)))
+    output = torch.empty_like(query)
+    for b in range(2):
+        for i in range(N):
+            heads = []
+            for m in range(M):
+                part = slice(m * d, m * d + d)
+                logits = []
+                for j in range(N):
+                    dy, dx = j // GRID[1] - i // GRID[1], j % GRID[1] - i % GRID[1]
+                    logit, added = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
+                    if bits[0]:
+                        logit = q[b, i, part] @ k[b, j, part]
+                    if bits[1] or bits[3]:
+                        R = (layer.row_table.weight @ encode(dy) + layer.column_table.weight @ encode(dx))[part]
+                    if bits[1]:
+                        added = added + q[b, i, part] @ R
+                    if bits[2]:
+                        added = added + layer.saliency[part] @ k[b, j, part]
+                    if bits[3]:
+                        added = added + layer.position[part] @ R
+                    logit = scale * (logit + (layer.gate[m] * added if any(bits[1:]) else 0))
+                    if reach is not None and max(abs(dy), abs(dx)) > reach or padding is not None and padding[b, j]:
+                        logit = logit - math.inf
+                    logits.append(logit)
+                heads.append(torch.stack(logits).softmax(0) @ v[b, :, part])
+            output[b, i] = layer.out_proj(torch.cat(heads))
+    return output
+
+
+@pytest.mark.parametrize("attention_type", TYPES)
+def test_formula(attention_type):
+    layer, given = module(attention_type), tokens()
+    with torch.no_grad():
+        torch.testing.assert_close(layer(*given, grid=GRID), by_loops(layer, *given))
+
+
+@pytest.mark.parametrize("attention_type", ["1111", "0010", "0101", "0000"])
+def test_range_and_padding(attention_type):
+    layer, given = module(attention_type, spatial_range=3), tokens()
+    padding = torch.zeros(2, N, dtype=torch.bool)
+    padding[0, [3, 7]] = True
+    with torch.no_grad():
+        found = layer(*given, GRID, padding)
+        torch.testing.assert_close(found, by_loops(layer, *given, padding, reach=1))
+
+
+def stock_of(layer: SpatialSelfAttention) -> nn.MultiheadAttention:
+    stock = nn.MultiheadAttention(C, M, bias=layer.in_proj_bias is not None, batch_first=True, dtype=torch.float64)
+    stock.load_state_dict({key: layer.state_dict()[key] for key in stock.state_dict()}, strict=True)
+    return stock
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("attention_type", ["1000", "1111", "1010"])
+def test_the_start_is_torchs_layer(attention_type, bias):
+    layer, given = module(attention_type, gate=False, bias=bias), tokens()
+    padding = torch.zeros(2, N, dtype=torch.bool)
+    padding[1, 5:] = True
+    expected = stock_of(layer)(*given, key_padding_mask=padding, need_weights=False)[0]
+    torch.testing.assert_close(layer(*given, GRID, padding), expected)
+
+
+def test_a_stock_checkpoint_loads_strictly_and_leaves_the_rest():
+    layer = module()
+    before = {key: value.clone() for key, value in layer.state_dict().items()}
+    stock = nn.MultiheadAttention(C, M, dtype=torch.float64)
+    layer.load_state_dict(stock.state_dict(), strict=True)
+    for key, value in layer.state_dict().items():
+        assert torch.equal(value, stock.state_dict().get(key, before[key]))
+    with pytest.raises(RuntimeError, match="in_proj_weight"):
+        layer.load_state_dict({}, strict=True)
+
+
+def test_cross_attention_without_places():
+    layer = module("1010")
+    query, key = torch.randn(2, 5, C, dtype=torch.float64), torch.randn(2, 9, C, dtype=torch.float64)
+    gate = layer.gate.detach().clone()
+    with torch.no_grad():
+        layer.gate.zero_()
+        torch.testing.assert_close(layer(query, key), stock_of(layer)(query, key, key)[0])
+        layer.gate.copy_(gate)
+        assert not torch.allclose(layer(query, key), stock_of(layer)(query, key, key)[0])
+
+
+@pytest.mark.parametrize("attention_type", ["1111", "0010", "0000", "0001"])
+def test_dropout_drops_weights_in_training_alone(attention_type):
+    layer, given = module(attention_type, dropout=0.5), tokens()
+    expected = module(attention_type)(*given, grid=GRID)
+    torch.testing.assert_close(layer(*given, grid=GRID), expected)
+    layer.train()
+    draws = torch.stack([layer(*given, grid=GRID) for _ in range(400)])
+    assert not torch.allclose(draws[0], draws[1])
+    deviation = draws.std(0) / 20  # of the mean of 400
+    assert ((draws.mean(0) - expected).abs() < 6 * deviation + 1e-9).all()
+
+
+def test_gradients_reach_everything():
+    layer, given = module(gate=False), [t.requires_grad_() for t in tokens()]
+    assert torch.autograd.gradcheck(lambda *t: layer(*t, grid=GRID), given)
+    layer(*given, grid=GRID).square().sum().backward()
+    assert layer.gate.grad.abs().min() > 0  # with the gate at 0 only it learns, and then the rest
+    with torch.no_grad():
+        layer.gate.fill_(0.5)
+    layer.zero_grad()
+    layer(*given, grid=GRID).square().sum().backward()
+    for name, parameter in layer.named_parameters():
+        assert parameter.grad.abs().sum() > 0, name
+
+
+def test_half_precision():
+    layer, given = module(dtype=torch.float32), [t.float() for t in tokens()]
+    expected = layer(*given, grid=GRID)
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(layer(*given, grid=GRID).float(), expected, rtol=0.1, atol=0.1)
+    found = layer.bfloat16()(*(t.bfloat16() for t in given), grid=GRID)
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found.float(), expected, rtol=0.1, atol=0.1)
+
+
+def test_compiled_and_exported():
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = module(dtype=torch.float32)
+
+        def forward(self, x):
+            return self.layer(x, grid=GRID)
+
+    check_compiled_and_exported(Layer(), [torch.randn(2, N, C)])
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (dict(attention_type="111"), "attention_type must be a string of four bits"),
+        (dict(num_heads=3), "num_heads must divide embed_dim = 8, got 3"),
+        (dict(spatial_range=4), r"spatial_range must be -1 \(all keys\) or a positive odd int"),
+        (dict(embed_dim=9, num_heads=3), "embed_dim must be even"),
+        (dict(dropout=1.0), "dropout must be at least 0 and below 1, got 1.0"),
+    ],
+)
+def test_bad_options(options, words):
+    with pytest.raises(ValueError, match=words):
+        SpatialSelfAttention(**{**dict(embed_dim=8, num_heads=2), **options})
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (dict(query=None), "query must be a Tensor"),
+        (dict(query=torch.zeros(2, N, 7).double()), r"query must have shape \(B, T, 8\)"),
+        (dict(grid=None), r"grid must be \(H, W\) for attention_type '1111', got None"),
+        (dict(grid=(3, 5)), r"grid must hold the 12 tokens of query, and as many of key \(12\), got \(3, 5\)"),
+        (dict(key=torch.zeros(2, 5, 8).double(), value=torch.zeros(2, 5, 8).double()), "as many of key"),
+        (dict(value=torch.zeros(2, 5, 8).double()), "value must have as many tokens as key, 12, got 5"),
+        (dict(key=torch.zeros(3, N, 8).double()), "key must have query's batch size 2, got 3"),
+        (dict(key_padding_mask=torch.zeros(2, 5, dtype=torch.bool)), r"key_padding_mask must have shape \(2, 12\)"),
+        (dict(query=torch.zeros(2, N, 8)), "query must have the module's dtype|must be of"),
+    ],
+)
+def test_bad_input_is_one_clear_error(change, words):
+    query, key, value = tokens()
+    given = dict(query=query, key=key, value=value, grid=GRID)
+    with pytest.raises((ValueError, TypeError), match=words):
+        module()(**{**given, **change})
