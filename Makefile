@@ -70,11 +70,11 @@ wheel: env  ## build dist/*.whl
 	$(PY) -m pip wheel --disable-pip-version-check -q --no-build-isolation --no-deps -w dist .
 	@ls -l dist
 
-benchmark: env  ## our operators beside their peers, to benchmarks/ and README (20 minutes on 2 quiet cores)
+benchmark: env  ## our operators beside their peers, to benchmarks/ and README (15 minutes on 2 quiet cores)
 	$(PY) -m tools.benchmark
 	$(PY) -m tools.benchmark table
 
-benchmark-end-to-end: env  ## whole mmdet and mmsegmentation models, stock beside drop-in (15 minutes on 2 quiet cores)
+benchmark-end-to-end: env  ## whole mmdet and mmsegmentation models, stock beside drop-in (30 minutes on 2 quiet cores)
 	$(PY) -m tools.benchmark end_to_end
 	$(PY) -m tools.benchmark table
 

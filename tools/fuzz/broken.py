@@ -67,7 +67,7 @@ def _tensor(source: Draw, call: Call, name: str, value: Tensor) -> Iterator[Any]
         wrong = [torch.int64, torch.bool, torch.complex64, torch.uint8]
         if not value.is_floating_point():
             wrong = [torch.int64, torch.float32]
-        elif others:
+        elif others and not call.mixes:
             wrong += [dtype for dtype in DTYPES if dtype != value.dtype]
         yield torch.zeros(value.shape, dtype=source.choice(wrong), device=value.device)
     elif kind == "device" and others:

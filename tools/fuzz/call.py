@@ -37,6 +37,7 @@ class Call:
         differentiated: Names of the tensors whose gradients are asked for.
         backend: The backend that computes, None for the one that serves.
         workspace: Bytes of the logits that plain PyTorch writes out at a time, None for as many as usual.
+        mixes: Whether tensors may be of different floating dtypes, so that none of these is a wrong one.
         deterministic: Whether it runs in torch's deterministic mode, where uninitialised memory is NaN.
     """
 
@@ -50,6 +51,7 @@ class Call:
     buffers: list[Tensor] = field(default_factory=list)
     differentiated: list[str] = field(default_factory=list)
     backend: str | None = None
+    mixes: bool = False
     deterministic: bool = False
     workspace: int | None = None
 

@@ -17,6 +17,7 @@ OPERATORS = {  # name -> room
     "sequence_attention": "everywhere",
     "criss_cross_attention": "criss_cross",
     "deform_conv2d": "sampled",
+    "deformable_attention": "sampled",
 }
 
 

@@ -1,6 +1,6 @@
 """Measure whole upstream models from their own configs: stock, and with our layers by the drop-in.
 
-python -m tools.benchmark end_to_end                       # all (15 minutes on 2 cores), to benchmarks/
+python -m tools.benchmark end_to_end                       # all (30 minutes on 2 cores), to benchmarks/
 python -m tools.benchmark end_to_end --models ccnet --size 129 129 --seconds 0    # a quick look; nothing is written
 
 Each measurement is a fresh process; stock and ours take turns. Weights are random and the same in both, pictures, boxes
@@ -58,7 +58,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--seconds", type=float, default=10, help="time for the calls of a pass in a process")
     made.add_argument("--rounds", type=int, default=5, help="the most processes of each kind for a model")
     made.add_argument("--min-rounds", type=int, default=2, help="the fewest, however long they take")
-    made.add_argument("--minutes", type=float, default=14, help="for everything; rounds beyond it are left out")
+    made.add_argument("--minutes", type=float, default=28, help="for everything; rounds beyond it are left out")
     made.add_argument("--wait", type=float, default=60, help="seconds to wait for other processes to end")
     made.add_argument("--out", type=Path, default=results.FOLDER, help="where JSON and page go")
     return made
