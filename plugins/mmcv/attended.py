@@ -16,7 +16,7 @@ Grid = tuple[int, int]
 
 
 @MODELS.register_module()
-def Attended(of: str, attention: Mapping[str, Mapping[str, Any]], **model: Any) -> nn.Module:  # noqa: N802  a type
+def Attended(of: str, attention: Mapping[str, Mapping[str, Any]], **model: Any) -> nn.Module:
     """Build an upstream model and exchange attention layers in it, by the paths of its modules.
 
     ::
@@ -154,5 +154,5 @@ class TokenAttention(modules.SpatialSelfAttention):
                 f"tokens with places, and these {len(query)} queries and {len(key)} keys are no map of this image; "
                 "object queries and cross-attention have but the content terms, such as '1010'"
             )
-        tokens = [x.transpose(0, 1) for x in (query, key, value)]
-        return super().forward(*tokens, grid, key_padding_mask).transpose(0, 1), None
+        query, key, value = query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1)
+        return super().forward(query, key, value, grid, key_padding_mask).transpose(0, 1), None

@@ -63,7 +63,9 @@ class SpatialSelfAttention(nn.Module):
         super().__init__()
         check_heads(embed_dim, num_heads, dropout)
         self.terms = parse_attention_type(attention_type)
-        if not isinstance(spatial_range, int) or (spatial_range != -1 and (spatial_range < 1 or spatial_range % 2 == 0)):
+        if not isinstance(spatial_range, int) or (
+            spatial_range != -1 and (spatial_range < 1 or spatial_range % 2 == 0)
+        ):
             raise ValueError(f"spatial_range must be -1 (all keys) or a positive odd int (n_k), got {spatial_range!r}")
         if self.terms.relative and embed_dim % 2:
             raise ValueError(f"embed_dim must be even (sines and cosines of positions), got {embed_dim}")
@@ -157,13 +159,15 @@ class SpatialSelfAttention(nn.Module):
         )
         q = q * self.scale
         row, column, key_logits = self._added(q, k, keys, key_padding_mask)
-        content = (q, k) if self.terms.content else (None, None)
+        content: tuple[Tensor | None, Tensor | None] = (q, k) if self.terms.content else (None, None)
         if self.training and self.dropout:
             output = self._dropping(content, v, row, column, key_logits, queries)
         else:
             if not self.terms.content and row is None and column is None and key_logits is None:
                 key_logits = v.new_zeros(1, 1, *keys)  # the mean of all values
-            output = global_attention(*content, v, row_logits=row, column_logits=column, key_logits=key_logits)
+            output = global_attention(
+                content[0], content[1], v, row_logits=row, column_logits=column, key_logits=key_logits
+            )
         output = output.expand(-1, -1, *queries, -1)  # of one query, where none differs
         return self.out_proj(output.permute(0, 2, 3, 1, 4).reshape(B, N, self.embed_dim))
 

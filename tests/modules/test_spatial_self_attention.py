@@ -40,7 +40,9 @@ def by_loops(layer, query, key, value, padding=None, reach=None) -> Tensor:
     """Eq. 2, key by key and head by head."""
     bits = [bit == "1" for bit in layer.attention_type]
     d, scale = C // M, (C // M) ** -0.5
-    q, k, v = (x @ w.T + b for x, w, b in zip((query, key, value), layer.in_proj_weight.chunk(3), layer.in_proj_bias.chunk(3)))
+    q, k, v = (
+        x @ w.T + b for x, w, b in zip((query, key, value), layer.in_proj_weight.chunk(3), layer.in_proj_bias.chunk(3))
+    )
     output = torch.empty_like(query)
     for b in range(2):
         for i in range(N):
@@ -62,7 +64,7 @@ def by_loops(layer, query, key, value, padding=None, reach=None) -> Tensor:
                     if bits[3]:
                         added = added + layer.position[part] @ R
                     logit = scale * (logit + (layer.gate[m] * added if any(bits[1:]) else 0))
-                    if reach is not None and max(abs(dy), abs(dx)) > reach or padding is not None and padding[b, j]:
+                    if (reach is not None and max(abs(dy), abs(dx)) > reach) or (padding is not None and padding[b, j]):
                         logit = logit - math.inf
                     logits.append(logit)
                 heads.append(torch.stack(logits).softmax(0) @ v[b, :, part])
