@@ -22,7 +22,7 @@ with extras():
     import torch
     from torch import Tensor
 
-    from attn_plugins.ops import deform_conv2d, library
+    from attn_plugins.ops import deform_conv2d, deformable_attention, library
     from attn_plugins.ops import window_attention as window_attention_op
 
     from .benchmark import report, results
@@ -31,6 +31,7 @@ with extras():
     from .benchmark.everywhere import augmented_conv, global_attention
     from .benchmark.measure import Settings, measure, seconds
     from .benchmark.sampled import deform_conv
+    from .benchmark.sampled import deformable_attention as deformable_attention_rows
     from .benchmark.window import window_attention
 
 PROBLEM = (16, 256, 64, 64, 1)  # B, C, H, W, offset groups: what the floors, the sweep and the profile are of
@@ -61,6 +62,7 @@ def sanitize() -> None:
                 for result in (output, *torch.autograd.grad(output, leaves, torch.randn_like(output))):
                     assert torch.isfinite(result).all()
     sanitize_windows()
+    sanitize_samples()
     torch.cuda.synchronize()
     print("computed all small problems")
 
@@ -79,6 +81,22 @@ def sanitize_windows() -> None:
                     wanted = [t for t in terms if t is not None]
                     for result in (output, *torch.autograd.grad(output, wanted, torch.randn_like(output))):
                         assert torch.isfinite(result).all()
+
+
+def sanitize_samples() -> None:
+    """Deformable attention: every data type, widths in and out of whole vectors, parts of blocks, far places."""
+    shapes = ((5, 7), (1, 3))
+    for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
+        beside = torch.float64 if dtype == torch.float64 else torch.float32
+        for M, d, Q in ((8, 32, 19), (3, 5, 1), (1, 200, 40), (2, 6, 300)):
+            value = torch.randn(2, 38, M, d, device="cuda", dtype=dtype)
+            locations = torch.rand(2, Q, M, 2, 3, 2, device="cuda", dtype=beside) * 3 - 1
+            locations[:, ::3, :, :, 1] = float("nan")
+            weights = torch.rand(2, Q, M, 2, 3, device="cuda", dtype=beside)
+            leaves = [t.requires_grad_() for t in (value, locations, weights)]
+            output = deformable_attention(leaves[0], shapes, *leaves[1:])
+            for result in (output, *torch.autograd.grad(output, leaves, torch.randn_like(output))):
+                assert torch.isfinite(result).all()
 
 
 def median(run: Run, repeats: int = 15) -> float:
@@ -258,6 +276,7 @@ def benchmark() -> None:
     keep("floors", rows, table("Floors", rows))
     for name, cases in (
         ("deform_conv", deform_conv.cases("cuda")),
+        ("deformable_attention", deformable_attention_rows.cases("cuda")),
         ("global_attention", attention_cases()),
         ("augmented_conv", augmented_cases()),
         ("window_attention", window_attention.cases("cuda")),

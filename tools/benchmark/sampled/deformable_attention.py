@@ -63,6 +63,22 @@ def mmcv(shapes: tuple, device: str) -> Callable[..., Tensor]:
     return run
 
 
+def grid_sample(shapes: tuple) -> Callable[..., Tensor]:
+    """PyTorch's sampling level by level, where there is no mmcv."""
+
+    def run(value: Tensor, locations: Tensor, weights: Tensor) -> Tensor:
+        locations, weights = locations.to(value.dtype), weights.to(value.dtype)
+        samples = []
+        for level, (part, (h, w)) in enumerate(zip(value.split([h * w for h, w in shapes], 1), shapes)):
+            maps = part.permute(0, 2, 3, 1).reshape(-1, D, h, w)
+            grid = 2 * locations[:, :, :, level].transpose(1, 2).flatten(0, 1) - 1
+            samples.append(torch.nn.functional.grid_sample(maps, grid, align_corners=False))
+        weighted = torch.cat(samples, 3) * weights.transpose(1, 2).flatten(0, 1).flatten(2).unsqueeze(1)
+        return weighted.sum(3).view(len(value), M * D, -1).transpose(1, 2)
+
+    return run
+
+
 def cases(device: str) -> list[Case]:
     found = []
     for name, (shapes, queries, goals) in ROWS.items():
@@ -76,12 +92,15 @@ def cases(device: str) -> list[Case]:
                 ) -> Callable[[], Run]:
                     return lambda: build(make(), *operands(shapes, queries, dtype, device))
 
+                peers = {"mmcv": prepare(lambda shapes=shapes: mmcv(shapes, device))}
+                if device == "cuda":
+                    peers["grid_sample"] = prepare(lambda shapes=shapes: grid_sample(shapes))
                 Q = sum(h * w for h, w in shapes) if queries is None else queries
                 found.append(
                     Case(
                         f"{name} (Q {Q}, L {len(shapes)}, K {K}, {M} x {D}), {str(dtype)[6:]}, {passes}",
                         prepare(lambda shapes=shapes: ours(shapes)),
-                        {"mmcv": prepare(lambda shapes=shapes: mmcv(shapes, device))},
+                        peers,
                         goal,
                         heavy=queries is None and device == "cpu",
                     )
