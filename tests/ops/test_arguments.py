@@ -32,7 +32,8 @@ def test_a_whole_number_is_a_scale():
 def test_sparse_tensors_are_refused(operator):
     function, arguments, options = EXAMPLES[operator]
     arguments = (*arguments[:2], arguments[2].to_sparse(), *arguments[3:])
-    name = "weight" if operator.startswith("deform") else "value"
+    names = dict(deform_conv1d="weight", deform_conv2d="weight", deformable_attention="sampling_locations")
+    name = names.get(operator, "value")
     with pytest.raises(TypeError, match=f"^{name} must be a dense Tensor, got one of layout torch.sparse_coo"):
         function(*arguments, **options)
 

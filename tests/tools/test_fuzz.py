@@ -165,7 +165,8 @@ def test_what_is_drawn(operator):
     floats = {name for _, call, _ in calls for name in call.floats()}
     assert {name for _, call, _ in calls for name in call.differentiated} == floats
     optional = {name for name in floats if any(given[name] is None for given in arguments)}
-    assert optional >= floats - {"value", "input", "offset", "weight"}
+    required = {"value", "input", "offset", "weight", "sampling_locations", "attention_weights"}
+    assert optional >= floats - required
     mistakes = [broken.draw(source, call) for source, call, _ in calls]
     assert {name for name, _ in filter(None, mistakes)} == set(arguments[0])
 

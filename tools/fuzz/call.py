@@ -26,8 +26,8 @@ class Call:
         arguments: By name, those with their default included.
         axes: Of each tensor, the names of its axes, such as ``"B? M? Hq Wq taps"``. Axes of one name have one size;
             those with a question mark may have size 1 instead.
-        options: Of each argument that is no tensor, what it takes: ``"number"``, ``"choice"``, ``"bool"`` or
-            ``"ints>=MINIMUM"``, ending in ``?`` where None is allowed.
+        options: Of each argument that is no tensor, what it takes: ``"number"``, ``"choice"``, ``"bool"``, ``"shapes"``
+            or ``"ints>=MINIMUM"``, ending in ``?`` where None is allowed.
         given: Whether a set of names of tensors, the others None, makes a legal call.
         fits: Whether sizes that agree with :attr:`axes` make a legal call.
         magnitude: From the gradient of the output to the size that numbers have before they cancel: of the output

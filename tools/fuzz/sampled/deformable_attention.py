@@ -46,7 +46,7 @@ def draw(source: Draw) -> Call:
         deformable_attention,
         arguments,
         axes=dict(value="B S M d", sampling_locations=f"B Q M {samples} two", attention_weights=f"B Q M {samples}"),
-        options=dict(points="ints>=0?") if per_level else {},
+        options=dict(spatial_shapes="shapes", **(dict(points="ints>=0?") if per_level else {})),
         given=lambda names: names >= {"value", "sampling_locations", "attention_weights"},
         fits=fits,
         magnitude=lambda grad: _magnitude(arguments, grad, max(max(shape) for shape in shapes)),
