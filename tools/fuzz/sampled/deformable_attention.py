@@ -81,5 +81,5 @@ def _magnitude(arguments: dict[str, Any], grad: Tensor, extent: int) -> dict[str
         "value": G * A * samples * Q**0.5,
         "sampling_locations": G * A * X * width * extent,
         "attention_weights": G * X * width,
-        "condition": 2.0 * extent,
+        "condition": max(1.0, extent / 8),
     }
