@@ -143,10 +143,8 @@ class TokenAttention(modules.SpatialSelfAttention):
         """Attend from (N, B, C) to (S, B, C); there are no weights to return.
 
         Raises:
-            ValueError: there is an ``attn_mask``, or tokens without a place where one is needed.
+            ValueError: tokens have no place where one is needed.
         """
-        if attn_mask is not None:
-            raise ValueError(f"{self._path}: attn_mask is not supported, got one of shape {tuple(attn_mask.shape)}")
         grid = self._grids.of(len(query)) if self.needs_grid else None
         if self.needs_grid and (grid is None or len(key) != len(query)):
             raise ValueError(
@@ -155,4 +153,4 @@ class TokenAttention(modules.SpatialSelfAttention):
                 "object queries and cross-attention have but the content terms, such as '1010'"
             )
         query, key, value = query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1)
-        return super().forward(query, key, value, grid, key_padding_mask).transpose(0, 1), None
+        return super().forward(query, key, value, grid, key_padding_mask, attn_mask).transpose(0, 1), None

@@ -18,7 +18,7 @@ from ..terms.relative_position import axis_offsets, relative_logits
 from ..terms.saliency import key_saliency
 from ..terms.sine_position import sine_encoding
 from ..terms.window import axis_window
-from .checks import check_heads, check_padding_mask, check_sequence
+from .checks import check_heads, check_padding_mask, check_sequence, check_tensor
 
 
 class SpatialSelfAttention(nn.Module):
@@ -41,7 +41,7 @@ class SpatialSelfAttention(nn.Module):
         num_heads: M; must divide C.
         attention_type: Four bits, ε1 to ε4.
         spatial_range: n_k, odd: keys are limited to |Δ| <= (n_k - 1) / 2 rows and columns; -1: all keys.
-        dropout: Share of the attention weights that is dropped in training, which then are written out.
+        dropout: Share of the attention weights that is dropped in training, where they are written out then.
         bias: Whether the projections have biases.
 
     Raises:
@@ -118,6 +118,7 @@ class SpatialSelfAttention(nn.Module):
         value: Tensor | None = None,
         grid: tuple[int, int] | None = None,
         key_padding_mask: Tensor | None = None,
+        attn_mask: Tensor | None = None,
     ) -> Tensor:
         """Attend from every token to all others.
 
@@ -128,6 +129,8 @@ class SpatialSelfAttention(nn.Module):
             value: (B, N, C); None for ``key``.
             grid: (H, W) with H * W = N; needed for ε2, ε4 and a range.
             key_padding_mask: (B, N), bool; True for padding.
+            attn_mask: (N, S) or (B * M, N, S), bool (True leaves out) or added to the logits; with it the weights are
+                written out.
 
         Returns:
             (B, N, C).
@@ -160,8 +163,8 @@ class SpatialSelfAttention(nn.Module):
         q = q * self.scale
         row, column, key_logits = self._added(q, k, keys, key_padding_mask)
         content: tuple[Tensor | None, Tensor | None] = (q, k) if self.terms.content else (None, None)
-        if self.training and self.dropout:
-            output = self._dropping(content, v, row, column, key_logits, queries)
+        if attn_mask is not None or (self.training and self.dropout):
+            output = self._written_out(content, v, row, column, key_logits, queries, _mask(attn_mask, B, N, S))
         else:
             if not self.terms.content and row is None and column is None and key_logits is None:
                 key_logits = v.new_zeros(1, 1, *keys)  # the mean of all values
@@ -211,7 +214,7 @@ class SpatialSelfAttention(nn.Module):
     def _heads(self, vector: Tensor) -> Tensor:
         return vector.view(self.num_heads, -1)
 
-    def _dropping(
+    def _written_out(
         self,
         content: tuple[Tensor | None, Tensor | None],
         v: Tensor,
@@ -219,8 +222,9 @@ class SpatialSelfAttention(nn.Module):
         column: Tensor | None,
         key_logits: Tensor | None,
         size: tuple[int, int],
+        mask: Tensor | None,
     ) -> Tensor:
-        """With weights written out, of which some are dropped: (B, M, H, W, d)."""
+        """With weights in memory, of which training drops some: (B, M, H, W, d)."""
         q, k = content
         logits = v.new_zeros(1, 1, 1, 1, 1, 1)
         for part, axes in ((row, (5,)), (column, (4,)), (key_logits, (2, 2))):
@@ -232,7 +236,11 @@ class SpatialSelfAttention(nn.Module):
         logits = logits.expand(B, M, *size, Hk, Wk).flatten(4, 5).flatten(2, 3)
         if q is not None and k is not None:
             logits = logits + q.flatten(2, 3) @ k.flatten(2, 3).mT
-        weights = F.dropout(logits.softmax(-1, dtype=torch.float32).to(v.dtype), self.dropout)
+        if mask is not None:
+            mask = mask if mask.dim() == 2 else mask.unflatten(0, (B, M))
+            logits = logits.masked_fill(mask, -math.inf) if mask.dtype == torch.bool else logits + mask
+        weights = logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32)).to(v.dtype)
+        weights = F.dropout(weights, self.dropout, self.training)
         return (weights @ v.flatten(2, 3)).unflatten(2, size)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
@@ -244,3 +252,15 @@ class SpatialSelfAttention(nn.Module):
     def extra_repr(self) -> str:
         text = f"{self.embed_dim}, {self.num_heads}, attention_type={self.attention_type!r}"
         return text + (f", spatial_range={self.spatial_range}" if self.spatial_range != -1 else "")
+
+
+def _mask(mask: Tensor | None, B: int, N: int, S: int) -> Tensor | None:
+    """Check an ``attn_mask``."""
+    if mask is None:
+        return None
+    check_tensor("attn_mask", mask)
+    if mask.shape[-2:] != (N, S) or mask.dim() not in (2, 3) or (mask.dim() == 3 and mask.shape[0] % B):
+        raise ValueError(f"attn_mask must have shape {(N, S)} or (B * M, {N}, {S}), got {tuple(mask.shape)}")
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        raise TypeError(f"attn_mask must be bool or floating, got {mask.dtype}")
+    return mask

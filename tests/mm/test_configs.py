@@ -26,7 +26,7 @@ SIZE = (96, 128)
 def load(path: Path) -> Config:
     config = Config.fromfile(path)
     init_default_scope("mmdet")
-    if config.model.type == "DINO":
+    if config.model.get("of", config.model.type) == "DINO":
         config.model.num_queries = 50  # 900 are more than a small picture has positions
     for augment in config.model.data_preprocessor.get("batch_augments") or ():
         augment.size = (256, 256)  # what a batch is padded to; the coarsest level then has 2 × 2 positions

@@ -105,6 +105,19 @@ def test_the_start_is_torchs_layer(attention_type, bias):
     torch.testing.assert_close(layer(*given, GRID, padding), expected)
 
 
+@pytest.mark.parametrize("kind", ["bool", "added", "by head"])
+def test_attention_masks_as_torchs(kind):
+    layer, given = module(gate=False), tokens()
+    mask = torch.rand(2 * M, N, N) < 0.3 if kind == "by head" else torch.rand(N, N) < 0.3
+    if kind == "added":
+        mask = torch.randn(N, N, dtype=torch.float64)
+    expected = stock_of(layer)(*given, attn_mask=mask, need_weights=False)[0]
+    torch.testing.assert_close(layer(*given, GRID, attn_mask=mask), expected)
+    layer = module()
+    everything = torch.zeros(N, N, dtype=torch.bool)
+    torch.testing.assert_close(layer(*given, GRID, attn_mask=everything), layer(*given, GRID))
+
+
 def test_a_stock_checkpoint_loads_strictly_and_leaves_the_rest():
     layer = module()
     before = {key: value.clone() for key, value in layer.state_dict().items()}
@@ -200,6 +213,11 @@ def test_bad_options(options, words):
         (dict(value=torch.zeros(2, 5, 8).double()), "value must have as many tokens as key, 12, got 5"),
         (dict(key=torch.zeros(3, N, 8).double()), "key must have query's batch size 2, got 3"),
         (dict(key_padding_mask=torch.zeros(2, 5, dtype=torch.bool)), r"key_padding_mask must have shape \(2, 12\)"),
+        (
+            dict(attn_mask=torch.zeros(5, N)),
+            r"attn_mask must have shape \(12, 12\) or \(B \* M, 12, 12\), got \(5, 12\)",
+        ),
+        (dict(attn_mask=torch.zeros(N, N, dtype=torch.long)), "attn_mask must be bool or floating, got torch.int64"),
         (dict(query=torch.zeros(2, N, 8)), "query must have the module's dtype|must be of"),
     ],
 )
