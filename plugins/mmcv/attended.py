@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from .. import modules
 
 Grid = tuple[int, int]
+_QUERIES = re.compile(r"(^|\.)(transformer_)?decoder\.layers\.")  # where mmdet and mmseg keep what queries attend with
 
 
 @MODELS.register_module()
@@ -83,6 +85,11 @@ def _spatial(stock: nn.MultiheadAttention, options: Mapping[str, Any], path: str
         device=weight.device,
         dtype=weight.dtype,
     )
+    if ours.needs_grid and _QUERIES.search(path):
+        raise ValueError(
+            f"{path}: object queries have no places, which attention_type {ours.attention_type!r} with spatial_range "
+            f"{ours.spatial_range} needs; they take the content terms, such as '1010'"
+        )
     ours.load_state_dict(stock.state_dict(), strict=True)
     ours.find_grid(grids, path)
     return ours
@@ -107,8 +114,12 @@ class Grids:
         encodings = [module for module in model.modules() if type(module).__name__.endswith("PositionalEncoding")]
         if not encodings:
             raise ValueError(f"{type(model).__name__} has no module named ...PositionalEncoding to tell places from")
+        model.register_forward_pre_hook(self._forget)
         for module in encodings:
             module.register_forward_hook(self._note)
+
+    def _forget(self, model: nn.Module, inputs: Any) -> None:
+        self.seen.clear()
 
     def _note(self, module: nn.Module, inputs: Any, output: Tensor) -> None:
         H, W = output.shape[-2:]
@@ -150,7 +161,7 @@ class TokenAttention(modules.SpatialSelfAttention):
             raise ValueError(
                 f"{self._path}: attention_type {self.attention_type!r} with spatial_range {self.spatial_range} needs "
                 f"tokens with places, and these {len(query)} queries and {len(key)} keys are no map of this image; "
-                "object queries and cross-attention have but the content terms, such as '1010'"
+                "without places use the content terms, such as '1010'"
             )
         query, key, value = query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1)
         return super().forward(query, key, value, grid, key_padding_mask, attn_mask).transpose(0, 1), None

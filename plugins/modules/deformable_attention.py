@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..ops import deformable_attention
+from ..ops.sampled.deformable_attention import shapes_on_host
 from .checks import check_heads, check_tensor, positive
 
 
@@ -30,7 +31,7 @@ class MultiScaleDeformableAttention(nn.Module):
         num_heads: M, which divides C.
         num_levels: L.
         num_points: K, the points of a query on every level.
-        im2col_step: Taken for mmcv's sake, and not needed.
+        im2col_step: Accepted for compatibility with mmcv; not used.
         dropout: Share of the output's entries that is dropped in training, before ``identity`` is added.
         batch_first: Whether the batch is the first axis of query, value and output, or the second.
         value_proj_ratio: Width of the values, as a share of C.
@@ -186,12 +187,12 @@ def attend(
 def on_host(spatial_shapes: Tensor | Sequence[Sequence[int]]) -> list[tuple[int, int]]:
     """Shapes as numbers. A Tensor is copied from its device once, though every layer of a transformer asks."""
     if not isinstance(spatial_shapes, Tensor):
-        return [(H, W) for H, W in spatial_shapes]
+        return shapes_on_host(spatial_shapes)
     if torch.compiler.is_compiling() or spatial_shapes.is_inference():  # neither takes, or counts, what is kept
-        return [(H, W) for H, W in spatial_shapes.tolist()]
+        return shapes_on_host(spatial_shapes)
     version, shapes = getattr(spatial_shapes, _KEPT, (None, []))
     if version != spatial_shapes._version:
-        shapes = [(H, W) for H, W in spatial_shapes.tolist()]
+        shapes = shapes_on_host(spatial_shapes)
         setattr(spatial_shapes, _KEPT, (spatial_shapes._version, shapes))
     return shapes
 

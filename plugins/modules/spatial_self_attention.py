@@ -124,8 +124,7 @@ class SpatialSelfAttention(nn.Module):
 
         Args:
             query: (B, N, C), row by row.
-            key: (B, N, C), the same tokens, with other positions added maybe; None for ``query``. Without ε2, ε4 and a
-                range, S tokens of anything: cross-attention.
+            key: (B, N, C), the same tokens; None for ``query``. Without ε2, ε4 and a range, (B, S, C): cross-attention.
             value: (B, N, C); None for ``key``.
             grid: (H, W) with H * W = N; needed for ε2, ε4 and a range.
             key_padding_mask: (B, N), bool; True for padding.
@@ -164,7 +163,9 @@ class SpatialSelfAttention(nn.Module):
         row, column, key_logits = self._added(q, k, keys, key_padding_mask)
         content: tuple[Tensor | None, Tensor | None] = (q, k) if self.terms.content else (None, None)
         if attn_mask is not None or (self.training and self.dropout):
-            output = self._written_out(content, v, row, column, key_logits, queries, _mask(attn_mask, B, N, S))
+            output = self._written_out(
+                content, v, row, column, key_logits, queries, _mask(attn_mask, B * self.num_heads, N, S)
+            )
         else:
             if not self.terms.content and row is None and column is None and key_logits is None:
                 key_logits = v.new_zeros(1, 1, *keys)  # the mean of all values
@@ -254,13 +255,15 @@ class SpatialSelfAttention(nn.Module):
         return text + (f", spatial_range={self.spatial_range}" if self.spatial_range != -1 else "")
 
 
-def _mask(mask: Tensor | None, B: int, N: int, S: int) -> Tensor | None:
-    """Check an ``attn_mask``."""
+def _mask(mask: Tensor | None, heads: int, N: int, S: int) -> Tensor | None:
+    """Check an ``attn_mask``; ``heads`` are those of the whole batch."""
     if mask is None:
         return None
     check_tensor("attn_mask", mask)
-    if mask.shape[-2:] != (N, S) or mask.dim() not in (2, 3) or (mask.dim() == 3 and mask.shape[0] % B):
-        raise ValueError(f"attn_mask must have shape {(N, S)} or (B * M, {N}, {S}), got {tuple(mask.shape)}")
+    if mask.shape not in ((N, S), (heads, N, S)):
+        raise ValueError(
+            f"attn_mask must have shape {(N, S)} or (B * M, N, S) = {(heads, N, S)}, got {tuple(mask.shape)}"
+        )
     if mask.dtype != torch.bool and not mask.is_floating_point():
         raise TypeError(f"attn_mask must be bool or floating, got {mask.dtype}")
     return mask

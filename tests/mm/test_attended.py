@@ -116,9 +116,19 @@ def test_queries_without_places_take_the_content_terms():
     stock = build()
     model.load_state_dict(stock.state_dict(), strict=True)
     torch.testing.assert_close(tokens_of(model), tokens_of(stock), rtol=1e-4, atol=1e-4)
-    model = build(ours("1111", "decoder.layers.*.self_attn"))
-    with pytest.raises(ValueError, match=r"decoder.layers.0.self_attn: attention_type '1111' .* such as '1010'"):
-        tokens_of(model)
+    with pytest.raises(ValueError, match=r"decoder.layers.0.self_attn: object queries have no places.* such as '1010'"):
+        build(ours("1111", "decoder.layers.*.self_attn"))
+
+
+def test_places_are_those_of_the_present_picture():
+    """Tokens that are no map of it are an error, also where an earlier picture had a map of so many."""
+    model = build(ours())
+    tokens_of(model, size=(96, 128))  # 3 × 4
+    layer = next(iter(exchanged(model).values()))
+    layer(*[torch.randn(12, 1, 256)] * 3)
+    tokens_of(model, size=(64, 64))  # 2 × 2
+    with pytest.raises(ValueError, match=r"encoder.layers.0.self_attn: .* these 12 queries and 12 keys are no map"):
+        layer(*[torch.randn(12, 1, 256)] * 3)
 
 
 @pytest.mark.parametrize(

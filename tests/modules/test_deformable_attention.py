@@ -195,6 +195,8 @@ def test_bad_options(options, words):
         (dict(query=None), "query must be a Tensor, got NoneType"),
         (dict(reference_points=None), "reference_points must be a Tensor, got NoneType"),
         (dict(spatial_shapes=None), r"spatial_shapes must be a Tensor or a sequence of \(H, W\), got NoneType"),
+        (dict(spatial_shapes=((4, 6), (2,))), "each of spatial_shapes must be .* 2 ints"),
+        (dict(spatial_shapes=torch.tensor([4, 6])), r"spatial_shapes must be an integer Tensor \(L, 2\)"),
         (dict(spatial_shapes=((5, 6),)), "spatial_shapes must have num_levels = 2 levels, got 1"),
         (dict(spatial_shapes=((4, 6), (2, 4))), "spatial_shapes must have as many pixels as value has keys, 30"),
         (dict(reference_points=torch.rand(2, 5, 1, 2)), r"must have shape \(2, 5, 2\) \+ \(2,\) for points or \(4,\)"),

@@ -54,7 +54,7 @@ def deformable_attention(
     beside = dict(sampling_locations=sampling_locations, attention_weights=attention_weights)
     for name, tensor in beside.items():
         _check_beside(name, tensor, value)
-    shapes = _shapes(spatial_shapes)
+    shapes = shapes_on_host(spatial_shapes)
     B, S, M, d = value.shape
     if sum(h * w for h, w in shapes) != S:
         raise ValueError(f"spatial_shapes must have as many pixels as value has keys, {S}, got {shapes}")
@@ -86,7 +86,12 @@ def deformable_attention(
     return ATTEND(terms, Options(sizes, list(counts)))
 
 
-def _shapes(spatial_shapes: Any) -> list[tuple[int, int]]:
+def shapes_on_host(spatial_shapes: Any) -> list[tuple[int, int]]:
+    """``spatial_shapes`` as numbers.
+
+    Raises:
+        ValueError: they are no (H, W) of one level or more.
+    """
     if isinstance(spatial_shapes, Tensor):
         if spatial_shapes.dtype.is_floating_point or spatial_shapes.dtype == torch.bool or spatial_shapes.dim() != 2:
             raise ValueError(
