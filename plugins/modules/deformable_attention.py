@@ -156,7 +156,7 @@ def attend(
         query, value = query.transpose(0, 1), value.transpose(0, 1)
     shapes = on_host(spatial_shapes)
     B, Q, _ = query.shape
-    M, L, K = module.num_heads, module.num_levels, module.num_points
+    M, L = module.num_heads, module.num_levels
     if len(shapes) != L:
         raise ValueError(f"spatial_shapes must have num_levels = {L} levels, got {len(shapes)}")
     if tuple(reference_points.shape) not in ((B, Q, L, 2), (B, Q, L, 4)):
@@ -167,6 +167,30 @@ def attend(
     values = module.value_proj(value)
     if key_padding_mask is not None:
         values = values.masked_fill(key_padding_mask.unsqueeze(-1), 0.0)
+    locations, weights = samples(module, query, reference_points, spatial_shapes)
+    output = deformable_attention(values.unflatten(2, (M, -1)), shapes, locations, weights)
+    output = module.output_proj(output)
+    if not module.batch_first:
+        output = output.transpose(0, 1)
+    return module.dropout(output) + identity
+
+
+def samples(
+    module: Any, query: Tensor, reference_points: Tensor, spatial_shapes: Tensor | Sequence[Sequence[int]]
+) -> tuple[Tensor, Tensor]:
+    """Where a module looks, and how much every point weighs.
+
+    Args:
+        module: As :func:`attend` takes it.
+        query: (B, Q, C), its position added.
+        reference_points: (B, Q, L, 2) or boxes (B, Q, L, 4).
+        spatial_shapes: ((H_1, W_1), ..., (H_L, W_L)).
+
+    Returns:
+        Locations (B, Q, M, L, K, 2) as (x, y), 0 to 1 on the map, and weights (B, Q, M, L, K).
+    """
+    B, Q, _ = query.shape
+    M, L, K = module.num_heads, module.num_levels, module.num_points
     # Half a pixel of a wide map is less than half precision tells apart.
     places = torch.float64 if query.dtype == torch.float64 else torch.float32
     offsets = module.sampling_offsets(query).to(places).view(B, Q, M, L, K, 2)
@@ -174,14 +198,8 @@ def attend(
     points = reference_points.to(places)[:, :, None, :, None]
     if reference_points.shape[3] == 2:
         sizes = torch.as_tensor(spatial_shapes, device=query.device).flip(-1).to(places)  # (W, H)
-        locations = points + offsets / sizes.view(L, 1, 2)
-    else:
-        locations = points[..., :2] + offsets / K * points[..., 2:] * 0.5
-    output = deformable_attention(values.unflatten(2, (M, -1)), shapes, locations, weights)
-    output = module.output_proj(output)
-    if not module.batch_first:
-        output = output.transpose(0, 1)
-    return module.dropout(output) + identity
+        return points + offsets / sizes.view(L, 1, 2), weights
+    return points[..., :2] + offsets / K * points[..., 2:] * 0.5, weights
 
 
 def on_host(spatial_shapes: Tensor | Sequence[Sequence[int]]) -> list[tuple[int, int]]:
