@@ -18,6 +18,7 @@ from ..terms.nonlocal_position import (
     Smoothing,
     axis_index,
     check_smoothing,
+    map_index,
     predicted_values,
     realign,
     standardised,
@@ -181,10 +182,7 @@ class BilateralNonLocal2d(_Bilateral):
 
     def _logits(self, query: Tensor, key: Tensor, values: Tensor, positions: Tensor, H: int, W: int) -> Tensor:
         """(B, Q, N) for the queries at ``positions``, in float32 at least."""
-        rows = axis_index(positions // W, H, self.kernel_size[0])
-        columns = axis_index(positions % W, W, self.kernel_size[1])
-        index = rows.unsqueeze(2) * self.kernel_size[1] + columns.unsqueeze(1)
-        index = torch.where((rows < 0).unsqueeze(2) | (columns < 0).unsqueeze(1), -1, index).flatten(1)
+        index = map_index(positions, (H, W), self.kernel_size)
         content = torch.matmul(query, key.transpose(1, 2))
         position = self.smoothed(realign(values, index))
         return content.float() + position.float() if content.dtype != torch.float64 else content + position

@@ -11,17 +11,49 @@ from torch import Tensor, nn
 
 from ..ops import deformable_attention
 from ..ops.sampled.deformable_attention import shapes_on_host
+from ..terms.saliency import sampled_saliency
 from .checks import check_heads, check_tensor, positive
 
 
-class MultiScaleDeformableAttention(nn.Module):
+class SampledSaliency(nn.Module):
+    """Mixin: the parameters of ε3 for a module that :func:`attend` serves."""
+
+    embed_dims: int
+    num_heads: int
+    key_saliency: nn.Linear | None
+    gate: nn.Parameter | None
+
+    def make_saliency(self, wanted: bool, **factory: Any) -> None:
+        """Make ``key_saliency``, u·key of every head, and its gate; None where they are not wanted."""
+        width, heads = self.embed_dims, self.num_heads
+        self.key_saliency = nn.Linear(width, heads, bias=False, **factory) if wanted else None
+        self.gate = nn.Parameter(torch.empty(heads, **factory)) if wanted else None
+
+    def reset_saliency(self) -> None:
+        """Draw u·key by Glorot; the gate 0."""
+        if self.key_saliency is not None and self.gate is not None:
+            nn.init.xavier_uniform_(self.key_saliency.weight)
+            nn.init.zeros_(self.gate)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        if self.key_saliency is not None and self.gate is not None:
+            state_dict.setdefault(f"{prefix}gate", self.gate.detach())
+            state_dict.setdefault(f"{prefix}key_saliency.weight", self.key_saliency.weight.detach())
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+
+class MultiScaleDeformableAttention(SampledSaliency):
     """Attention of every query to a few points near its reference point, on feature maps of several sizes.
 
     ::
 
-        weights = softmax(attention_weights(query))              # over levels and points, of every head
+        weights = softmax(attention_weights(query) [+ gate * ε3])  # over levels and points, of every head
         locations = reference_point + sampling_offsets(query)    # offsets are in pixels of each map
         output = output_proj(sum of weights * value_proj(value) at locations) + identity
+
+    ``key_saliency`` adds ε3 of Zhu et al. (2019), Eq. 2, the same for every query: u·key at the sampled point, u·key
+    being one linear map of ``value`` for each head. Its ``gate`` (M) is 0 at the start, and a checkpoint without it
+    loads strictly.
 
     Arguments, defaults, initialisation and ``state_dict`` keys are those of mmcv's class of this name; that of
     Deformable DETR's own code has the same keys and ``batch_first``.
@@ -35,6 +67,7 @@ class MultiScaleDeformableAttention(nn.Module):
         dropout: Share of the output's entries that is dropped in training, before ``identity`` is added.
         batch_first: Whether the batch is the first axis of query, value and output, or the second.
         value_proj_ratio: Width of the values, as a share of C.
+        key_saliency: Whether the logits have the term ε3.
 
     Raises:
         ValueError: an argument is out of its range, or does not fit the others.
@@ -50,6 +83,7 @@ class MultiScaleDeformableAttention(nn.Module):
         dropout: float = 0.1,
         batch_first: bool = False,
         value_proj_ratio: float = 1.0,
+        key_saliency: bool = False,
         *,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -73,6 +107,7 @@ class MultiScaleDeformableAttention(nn.Module):
         self.attention_weights = nn.Linear(embed_dims, samples, **options)
         self.value_proj = nn.Linear(embed_dims, width, **options)
         self.output_proj = nn.Linear(width, embed_dims, **options)
+        self.make_saliency(key_saliency, **options)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -89,6 +124,7 @@ class MultiScaleDeformableAttention(nn.Module):
         for projection in (self.value_proj, self.output_proj):
             nn.init.xavier_uniform_(projection.weight)
             nn.init.zeros_(projection.bias)
+        self.reset_saliency()
 
     def forward(
         self,
@@ -128,7 +164,8 @@ class MultiScaleDeformableAttention(nn.Module):
         return attend(self, query, value, identity, query_pos, key_padding_mask, reference_points, spatial_shapes)
 
     def extra_repr(self) -> str:
-        return f"{self.embed_dims}, {self.num_heads}, num_levels={self.num_levels}, num_points={self.num_points}"
+        text = f"{self.embed_dims}, {self.num_heads}, num_levels={self.num_levels}, num_points={self.num_points}"
+        return text + (", key_saliency=True" if self.key_saliency is not None else "")
 
 
 def attend(
@@ -167,7 +204,7 @@ def attend(
     values = module.value_proj(value)
     if key_padding_mask is not None:
         values = values.masked_fill(key_padding_mask.unsqueeze(-1), 0.0)
-    locations, weights = samples(module, query, reference_points, spatial_shapes)
+    locations, weights = samples(module, query, value, key_padding_mask, reference_points, spatial_shapes)
     output = deformable_attention(values.unflatten(2, (M, -1)), shapes, locations, weights)
     output = module.output_proj(output)
     if not module.batch_first:
@@ -176,13 +213,20 @@ def attend(
 
 
 def samples(
-    module: Any, query: Tensor, reference_points: Tensor, spatial_shapes: Tensor | Sequence[Sequence[int]]
+    module: Any,
+    query: Tensor,
+    value: Tensor,
+    key_padding_mask: Tensor | None,
+    reference_points: Tensor,
+    spatial_shapes: Tensor | Sequence[Sequence[int]],
 ) -> tuple[Tensor, Tensor]:
     """Where a module looks, and how much every point weighs.
 
     Args:
         module: As :func:`attend` takes it.
         query: (B, Q, C), its position added.
+        value: (B, S, C).
+        key_padding_mask: (B, S), bool.
         reference_points: (B, Q, L, 2) or boxes (B, Q, L, 4).
         spatial_shapes: ((H_1, W_1), ..., (H_L, W_L)).
 
@@ -194,12 +238,19 @@ def samples(
     # Half a pixel of a wide map is less than half precision tells apart.
     places = torch.float64 if query.dtype == torch.float64 else torch.float32
     offsets = module.sampling_offsets(query).to(places).view(B, Q, M, L, K, 2)
-    weights = module.attention_weights(query).view(B, Q, M, L * K).softmax(-1, dtype=places).view(B, Q, M, L, K)
     points = reference_points.to(places)[:, :, None, :, None]
     if reference_points.shape[3] == 2:
         sizes = torch.as_tensor(spatial_shapes, device=query.device).flip(-1).to(places)  # (W, H)
-        return points + offsets / sizes.view(L, 1, 2), weights
-    return points[..., :2] + offsets / K * points[..., 2:] * 0.5, weights
+        locations = points + offsets / sizes.view(L, 1, 2)
+    else:
+        locations = points[..., :2] + offsets / K * points[..., 2:] * 0.5
+    logits = module.attention_weights(query).view(B, Q, M, L * K)
+    if getattr(module, "key_saliency", None) is not None:
+        saliency = module.key_saliency(value) * module.gate
+        if key_padding_mask is not None:
+            saliency = saliency.masked_fill(key_padding_mask.unsqueeze(-1), 0.0)
+        logits = logits + sampled_saliency(saliency, on_host(spatial_shapes), locations).flatten(3)
+    return locations, logits.softmax(-1, dtype=places).view(B, Q, M, L, K)
 
 
 def on_host(spatial_shapes: Tensor | Sequence[Sequence[int]]) -> list[tuple[int, int]]:

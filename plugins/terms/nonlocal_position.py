@@ -58,6 +58,33 @@ def axis_index(queries: Tensor, keys: int, k: int) -> Tensor:
     return torch.where((offset >= 0) & (offset < k), offset, -1)
 
 
+def map_index(positions: Tensor, size: tuple[int, int], kernel_size: tuple[int, int]) -> Tensor:
+    """Which of a window's offsets, row-major, a key of a map is for a query, -1 outside.
+
+    Args:
+        positions: (Q,), of queries on the map, row by row.
+        size: (H, W), of the map.
+        kernel_size: Sides of the window, both odd.
+
+    Returns:
+        (Q, H * W).
+    """
+    H, W = size
+    rows = axis_index(positions // W, H, kernel_size[0]).unsqueeze(2)
+    columns = axis_index(positions % W, W, kernel_size[1]).unsqueeze(1)
+    return torch.where((rows < 0) | (columns < 0), -1, rows * kernel_size[1] + columns).flatten(1)
+
+
+def tap_index(taps: tuple[int, int], kernel_size: tuple[int, int], device: torch.device) -> Tensor:
+    """Which of a window's offsets a tap of another window around the same query is, -1 outside; all sides odd.
+
+    Returns:
+        (taps[0] * taps[1],), row-major.
+    """
+    middle = torch.tensor([taps[0] // 2 * taps[1] + taps[1] // 2], device=device)
+    return map_index(middle, taps, kernel_size)[0]
+
+
 def realign(values: Tensor, index: Tensor) -> Tensor:
     """Lay predicted values out over keys.
 
@@ -85,7 +112,7 @@ def standardised(logits: Tensor, counted: Tensor | None = None, eps: float = 1e-
         mean = wide.mean(-1, keepdim=True)
         variance = (wide - mean).square().mean(-1, keepdim=True)
     else:
-        number = counted.sum(-1, keepdim=True)
+        number = counted.sum(-1, keepdim=True).clamp(min=1)
         mean = (wide * counted).sum(-1, keepdim=True) / number
         variance = ((wide - mean).square() * counted).sum(-1, keepdim=True) / number
     return ((wide - mean) * (variance + eps).rsqrt()).to(logits.dtype)

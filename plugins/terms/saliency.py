@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
+
+from ..ops import deformable_attention
 
 
 def key_saliency(key: Tensor, vector: Tensor) -> Tensor:
@@ -30,3 +34,33 @@ def add_vector(query: Tensor, vector: Tensor) -> Tensor:
         (B, M, Hq, Wq, d).
     """
     return query + vector[:, None, None]
+
+
+def sampled_saliency(saliency: Tensor, spatial_shapes: Sequence[Sequence[int]], sampling_locations: Tensor) -> Tensor:
+    """ε3 of keys that are sampled between pixels: the saliency there, 0 outside the maps.
+
+    A key between pixels is their bilinear mean, and ε3 is linear in the key.
+
+    Args:
+        saliency: (B, S, M), of every pixel of all levels, row by row, one level after another.
+        spatial_shapes: ((H_1, W_1), ..., (H_L, W_L)), of the levels.
+        sampling_locations: (B, Q, M, L, K, 2), as (x, y), 0 to 1 on the map.
+
+    Returns:
+        (B, Q, M, L, K), of the locations' dtype.
+
+    Raises:
+        ValueError: the shapes' pixels are not those of ``saliency``.
+    """
+    B, Q, M, _, K, _ = sampling_locations.shape
+    pixels = sum(H * W for H, W in spatial_shapes)
+    if pixels != saliency.shape[1]:
+        raise ValueError(f"spatial_shapes must have as many pixels as saliency, {saliency.shape[1]}, got {pixels}")
+    levels = saliency.to(sampling_locations.dtype).unsqueeze(-1).split([H * W for H, W in spatial_shapes], 1)
+    sampled = []
+    for values, shape, locations in zip(levels, spatial_shapes, sampling_locations.unbind(3)):
+        # Every point is a query of its own, whose one sample has the weight 1.
+        points = locations.transpose(2, 3).reshape(B, Q * K, M, 1, 1, 2)
+        found = deformable_attention(values, [shape], points, points.new_ones(1).expand(B, Q * K, M, 1, 1))
+        sampled.append(found.view(B, Q, K, M).transpose(2, 3))
+    return torch.stack(sampled, 3)

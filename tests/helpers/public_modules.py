@@ -39,6 +39,10 @@ MODULES: dict[str, Build] = {
 # Other parameters than above, by an argument.
 VARIANTS: dict[str, Build] = {
     **MODULES,
+    "MultiScaleDeformableAttention, ε3": lambda **f: modules.MultiScaleDeformableAttention(
+        16, 2, key_saliency=True, **f
+    ),
+    "SpatialSelfAttention, bilateral": lambda **f: modules.SpatialSelfAttention(16, 2, kernel_size=3, **f),
     "AAConv2d, no attention": lambda **f: modules.AAConv2d(6, 8, 3, dk=0, dv=0, num_heads=2, **f),
     "AAConv2d, no convolution": lambda **f: modules.AAConv2d(6, 8, 3, 4, 8, 2, position="coordconv", **f),
     "AlignmentAttention, general": lambda **f: modules.AlignmentAttention("general", 8, 6, **f),

@@ -43,15 +43,18 @@ def by_loops(layer, query, value, query_pos, key_padding_mask, reference_points,
     output = torch.empty_like(query)
     for b in range(len(query)):
         values = value[b] @ layer.value_proj.weight.T + layer.value_proj.bias
-        values[key_padding_mask[b]] = 0
+        saliency = torch.zeros(S, 3, dtype=query.dtype)
+        if layer.key_saliency is not None:
+            saliency = layer.gate * (value[b] @ layer.key_saliency.weight.T)
+        pixels = torch.cat((values.view(S, 3, 4), saliency.unsqueeze(-1)), -1)
+        pixels[key_padding_mask[b]] = 0
         for q in range(query.shape[1]):
             z = query[b, q] + query_pos[b, q]
             offsets = (layer.sampling_offsets.weight @ z + layer.sampling_offsets.bias).view(3, 2, 2, 2)
             logits = (layer.attention_weights.weight @ z + layer.attention_weights.bias).view(3, 4)
             heads = []
             for m in range(3):
-                shares = [math.exp(a) for a in logits[m].tolist()]
-                head, first = torch.zeros(4, dtype=query.dtype), 0
+                sampled, chosen, first = [], [], 0
                 for level, (H, W) in enumerate(SHAPES):
                     for k in range(2):
                         x, y, *size = reference_points[b, q, level].tolist()
@@ -61,21 +64,40 @@ def by_loops(layer, query, value, query_pos, key_padding_mask, reference_points,
                         else:
                             x, y = x + dx / W, y + dy / H
                         x, y = x * W - 0.5, y * H - 0.5
+                        point = torch.zeros(5, dtype=query.dtype)  # the head's value, and the key's saliency
                         for row in (math.floor(y), math.floor(y) + 1):
                             for column in (math.floor(x), math.floor(x) + 1):
-                                share = (1 - abs(y - row)) * (1 - abs(x - column)) * shares[2 * level + k] / sum(shares)
-                                head += share * pixel(values[:, 4 * m : 4 * m + 4], first, H, W, row, column)
+                                share = (1 - abs(y - row)) * (1 - abs(x - column))
+                                point += share * pixel(pixels[:, m], first, H, W, row, column)
+                        sampled.append(point[:4])
+                        chosen.append(math.exp(logits[m, 2 * level + k] + point[4]))
                     first += H * W
-                heads.append(head)
+                heads.append(sum(share * point for share, point in zip(chosen, sampled)) / sum(chosen))
             output[b, q] = layer.output_proj.weight @ torch.cat(heads) + layer.output_proj.bias + query[b, q]
     return output
 
 
+@pytest.mark.parametrize("key_saliency", [False, True])
 @pytest.mark.parametrize("boxes", [False, True])
-def test_formula(boxes):
-    layer, given = module(), inputs(boxes)
+def test_formula(boxes, key_saliency):
+    layer, given = module(key_saliency=key_saliency), inputs(boxes)
     with torch.no_grad():
         torch.testing.assert_close(layer(**given), by_loops(layer, **given))
+
+
+def test_key_saliency_starts_at_nothing_and_loads_a_checkpoint_without_it():
+    plain, layer, given = module(), module(key_saliency=True), inputs()
+    layer.reset_saliency()
+    before = layer.key_saliency.weight.clone()
+    assert before.std() > 0.1
+    layer.load_state_dict(plain.state_dict(), strict=True)
+    assert torch.equal(layer.key_saliency.weight, before)
+    assert not layer.gate.any()
+    torch.testing.assert_close(layer(**given), plain(**given))
+    with pytest.raises(RuntimeError, match="value_proj"):
+        layer.load_state_dict({}, strict=True)
+    layer(**given).sum().backward()
+    assert layer.gate.grad.abs().min() > 0  # with the gate at 0 only it learns, and then the rest
 
 
 def test_start():
@@ -106,8 +128,9 @@ def test_batch_second_identity_and_defaults():
     assert wide(**given).shape == (2, 5, 12)
 
 
-def test_gradients():
-    layer, given = module(), inputs()
+@pytest.mark.parametrize("key_saliency", [False, True])
+def test_gradients(key_saliency):
+    layer, given = module(key_saliency=key_saliency), inputs()
     names = ("query", "value", "reference_points")
     leaves = [given[name].requires_grad_() for name in names]
 
@@ -119,8 +142,9 @@ def test_gradients():
     assert all(p.grad is not None and p.grad.any() for p in layer.parameters())
 
 
-def test_half_precision():
-    layer, given = module(dtype=torch.float32), inputs(dtype=torch.float32)
+@pytest.mark.parametrize("key_saliency", [False, True])
+def test_half_precision(key_saliency):
+    layer, given = module(dtype=torch.float32, key_saliency=key_saliency), inputs(dtype=torch.float32)
     expected = layer(**given)
     with torch.autocast("cpu", torch.bfloat16):
         torch.testing.assert_close(layer(**given).float(), expected, rtol=0.05, atol=0.05)
@@ -139,8 +163,9 @@ def test_dropout_in_training_alone():
     torch.testing.assert_close(found[~dropped], 2 * expected[~dropped])
 
 
-def test_compiled_and_exported():
-    layer = module(dtype=torch.float32)
+@pytest.mark.parametrize("key_saliency", [False, True])
+def test_compiled_and_exported(key_saliency):
+    layer = module(dtype=torch.float32, key_saliency=key_saliency)
 
     class Layer(torch.nn.Module):
         def __init__(self):

@@ -36,6 +36,27 @@ def encode(offset: int) -> Tensor:
     return torch.tensor([*map(math.sin, angles), *map(math.cos, angles)], dtype=torch.float64)
 
 
+def nonlocal_logits(layer, x, m, i, seen) -> list[Tensor]:
+    """δ / σ of head m for query i of tokens x (N, C) and all keys, of which ``seen`` count (Thesis, Eq. 3.12)."""
+    k, d = layer.kernel_size, C // M
+    first, second = layer.predictor
+    predicted = second.weight @ (first.weight @ x[i] + first.bias) + second.bias
+    predicted = predicted.view(M, -1)[m]
+    window = predicted[: k * k]
+    beyond = dict(
+        zero=torch.zeros((), dtype=x.dtype), min=window.min(), mean=window.mean(), learned=predicted[-1]
+    ).get(layer.outside)  # fmt: skip
+    logits = []
+    for j in range(N):
+        dy, dx = j // GRID[1] - i // GRID[1] + k // 2, j % GRID[1] - i % GRID[1] + k // 2
+        inside = 0 <= dy < k and 0 <= dx < k
+        logits.append(window[dy * k + dx] if inside else torch.tensor(-math.inf) if beyond is None else beyond)
+    if layer.smoothing == "sqrt_d":
+        return [logit / math.sqrt(d) for logit in logits]
+    counted = torch.stack([logit for j, logit in enumerate(logits) if seen[j]])
+    return [(logit - counted.mean()) / (counted.var(correction=0) + 1e-6).sqrt() for logit in logits]
+
+
 def by_loops(layer, query, key, value, padding=None, reach=None) -> Tensor:
     """Eq. 2, key by key and head by head."""
     bits = [bit == "1" for bit in layer.attention_type]
@@ -49,9 +70,10 @@ def by_loops(layer, query, key, value, padding=None, reach=None) -> Tensor:
             heads = []
             for m in range(M):
                 part = slice(m * d, m * d + d)
-                logits = []
+                logits, near = [], []
                 for j in range(N):
                     dy, dx = j // GRID[1] - i // GRID[1], j % GRID[1] - i % GRID[1]
+                    near.append(reach is None or max(abs(dy), abs(dx)) <= reach)
                     logit, added = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
                     if bits[0]:
                         logit = q[b, i, part] @ k[b, j, part]
@@ -64,9 +86,15 @@ def by_loops(layer, query, key, value, padding=None, reach=None) -> Tensor:
                     if bits[3]:
                         added = added + layer.position[part] @ R
                     logit = scale * (logit + (layer.gate[m] * added if any(bits[1:]) else 0))
-                    if (reach is not None and max(abs(dy), abs(dx)) > reach) or (padding is not None and padding[b, j]):
-                        logit = logit - math.inf
                     logits.append(logit)
+                seen = [near[j] and (padding is None or not padding[b, j]) for j in range(N)]
+                if layer.kernel_size is not None:
+                    more = nonlocal_logits(layer, query[b], m, i, seen)
+                    logits = [
+                        logit + (delta if delta == -math.inf else layer.gate[m] * delta)
+                        for logit, delta in zip(logits, more)
+                    ]
+                logits = [logit if seen[j] else logit - math.inf for j, logit in enumerate(logits)]
                 heads.append(torch.stack(logits).softmax(0) @ v[b, :, part])
             output[b, i] = layer.out_proj(torch.cat(heads))
     return output
@@ -89,16 +117,59 @@ def test_range_and_padding(attention_type):
         torch.testing.assert_close(found, by_loops(layer, *given, padding, reach=1))
 
 
+BILATERAL = [
+    (outside, smoothing)
+    for outside in ("learned", "zero", "min", "mean", "-inf")
+    for smoothing in ("zscore", "sqrt_d")
+    if (outside, smoothing) != ("-inf", "zscore")
+]
+
+
+@pytest.mark.parametrize("spatial_range", [-1, 3, 5])
+@pytest.mark.parametrize("attention_type", ["1000", "1111", "0010", "0000"])
+@pytest.mark.parametrize(("outside", "smoothing"), BILATERAL)
+def test_predicted_position_logits(attention_type, outside, smoothing, spatial_range):
+    """Thesis, Eq. 3.9 to 3.12, with padding; the weights written out are the same."""
+    layer = module(attention_type, spatial_range=spatial_range, kernel_size=3, outside=outside, smoothing=smoothing)
+    given, padding = tokens(), torch.zeros(2, N, dtype=torch.bool)
+    padding[0, [3, 7]] = True
+    reach = {-1: None, 3: 1, 5: 2}[spatial_range]
+    with torch.no_grad():
+        expected = by_loops(layer, *given, padding, reach)
+        torch.testing.assert_close(layer(*given, GRID, padding), expected)
+        nothing = torch.zeros(N, N, dtype=torch.bool)
+        torch.testing.assert_close(layer(*given, GRID, padding, nothing), expected)
+
+
+@pytest.mark.parametrize("options", [dict(spatial_range=3), dict(kernel_size=3), dict(kernel_size=3, spatial_range=3)])
+@pytest.mark.parametrize("written_out", [False, True])
+def test_a_query_without_keys_gets_zeros_and_spoils_no_gradient(options, written_out):
+    """A corner of padding has no key in its range: nothing becomes NaN, and with a range it is the output's bias."""
+    layer, given = module(**options), [t.requires_grad_() for t in tokens()]
+    padding = torch.zeros(2, N, dtype=torch.bool)
+    padding[0, 4:] = True  # the second and third row of three
+    mask = torch.zeros(N, N, dtype=torch.bool) if written_out else None
+    found = layer(*given, GRID, padding, mask)
+    found.square().sum().backward()
+    assert found.isfinite().all()
+    assert all(t.grad.isfinite().all() for t in (*given, *layer.parameters()))
+    if "spatial_range" in options:
+        torch.testing.assert_close(found[0, 8:], layer.out_proj.bias.expand(4, C))
+
+
 def stock_of(layer: SpatialSelfAttention) -> nn.MultiheadAttention:
-    stock = nn.MultiheadAttention(C, M, bias=layer.in_proj_bias is not None, batch_first=True, dtype=torch.float64)
+    stock = nn.MultiheadAttention(
+        C, M, bias=layer.in_proj_bias is not None, batch_first=True, dtype=torch.float64
+    ).eval()
     stock.load_state_dict({key: layer.state_dict()[key] for key in stock.state_dict()}, strict=True)
     return stock
 
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("attention_type", ["1000", "1111", "1010"])
-def test_the_start_is_torchs_layer(attention_type, bias):
-    layer, given = module(attention_type, gate=False, bias=bias), tokens()
+@pytest.mark.parametrize("kernel_size", [None, 3])
+def test_the_start_is_torchs_layer(attention_type, bias, kernel_size):
+    layer, given = module(attention_type, gate=False, bias=bias, kernel_size=kernel_size), tokens()
     padding = torch.zeros(2, N, dtype=torch.bool)
     padding[1, 5:] = True
     expected = stock_of(layer)(*given, key_padding_mask=padding, need_weights=False)[0]
@@ -152,8 +223,11 @@ def test_dropout_drops_weights_in_training_alone(attention_type):
     assert ((draws.mean(0) - expected).abs() < 6 * deviation + 1e-9).all()
 
 
-def test_gradients_reach_everything():
-    layer, given = module(gate=False), [t.requires_grad_() for t in tokens()]
+@pytest.mark.parametrize(
+    "options", [{}, dict(spatial_range=3), dict(kernel_size=3), dict(kernel_size=3, outside="-inf", smoothing="sqrt_d")]
+)
+def test_gradients_reach_everything(options):
+    layer, given = module(gate=False, **options), [t.requires_grad_() for t in tokens()]
     assert torch.autograd.gradcheck(lambda *t: layer(*t, grid=GRID), given)
     layer(*given, grid=GRID).square().sum().backward()
     assert layer.gate.grad.abs().min() > 0  # with the gate at 0 only it learns, and then the rest
@@ -165,8 +239,9 @@ def test_gradients_reach_everything():
         assert parameter.grad.abs().sum() > 0, name
 
 
-def test_half_precision():
-    layer, given = module(dtype=torch.float32), [t.float() for t in tokens()]
+@pytest.mark.parametrize("options", [{}, dict(spatial_range=3), dict(kernel_size=3)])
+def test_half_precision(options):
+    layer, given = module(dtype=torch.float32, **options), [t.float() for t in tokens()]
     expected = layer(*given, grid=GRID)
     with torch.autocast("cpu", torch.bfloat16):
         torch.testing.assert_close(layer(*given, grid=GRID).float(), expected, rtol=0.1, atol=0.1)
@@ -175,11 +250,12 @@ def test_half_precision():
     torch.testing.assert_close(found.float(), expected, rtol=0.1, atol=0.1)
 
 
-def test_compiled_and_exported():
+@pytest.mark.parametrize("options", [{}, dict(spatial_range=3), dict(kernel_size=3)])
+def test_compiled_and_exported(options):
     class Layer(nn.Module):
         def __init__(self):
             super().__init__()
-            self.layer = module(dtype=torch.float32)
+            self.layer = module(dtype=torch.float32, **options)
 
         def forward(self, x):
             return self.layer(x, grid=GRID)
@@ -193,6 +269,9 @@ def test_compiled_and_exported():
         (dict(attention_type="111"), "attention_type must be a string of four bits"),
         (dict(num_heads=3), "num_heads must divide embed_dim = 8, got 3"),
         (dict(spatial_range=4), r"spatial_range must be -1 \(all keys\) or a positive odd int"),
+        (dict(kernel_size=4), r"kernel_size must be a positive odd int \(k\), or None, got 4"),
+        (dict(kernel_size=3, outside="far"), "outside must be one of"),
+        (dict(kernel_size=3, outside="-inf"), "smoothing 'zscore' needs another outside than '-inf'"),
         (dict(embed_dim=9, num_heads=3), "embed_dim must be even"),
         (dict(dropout=1.0), "dropout must be at least 0 and below 1, got 1.0"),
     ],

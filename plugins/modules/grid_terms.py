@@ -1,0 +1,227 @@
+"""The logits that attention over tokens on a grid adds to its content term, and their parameters.
+
+Shapes: B batch, N tokens, C channels, M heads, d width per head, (H, W) the grid, N = H * W, k side of the window of
+predicted position logits, n taps of a window.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..terms.attention_type import parse_attention_type
+from ..terms.nonlocal_position import (
+    Outside,
+    Smoothing,
+    check_smoothing,
+    map_index,
+    predicted_values,
+    realign,
+    standardised,
+    tap_index,
+    with_outside,
+)
+from ..terms.relative_position import axis_offsets, relative_logits
+from ..terms.saliency import key_saliency
+from ..terms.sine_position import sine_encoding
+from ..terms.window import axis_window, window_position_logits
+from .checks import one_of
+
+Grid = tuple[int, int]
+
+
+class GridTerms(nn.Module):
+    """Base of attention over tokens on a grid: ε2, ε3, ε4, predicted position logits and the range of keys.
+
+    Its methods give logits, gated where they are added to the content term; a subclass attends with them.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        attention_type: str,
+        spatial_range: int,
+        kernel_size: int | None,
+        outside: Outside,
+        smoothing: Smoothing,
+    ) -> None:
+        super().__init__()
+        self.terms = parse_attention_type(attention_type)
+        if not isinstance(spatial_range, int) or (
+            spatial_range != -1 and (spatial_range < 1 or spatial_range % 2 == 0)
+        ):
+            raise ValueError(f"spatial_range must be -1 (all keys) or a positive odd int (n_k), got {spatial_range!r}")
+        if kernel_size is not None and (not isinstance(kernel_size, int) or kernel_size < 1 or kernel_size % 2 == 0):
+            raise ValueError(f"kernel_size must be a positive odd int (k), or None, got {kernel_size!r}")
+        one_of(Outside, outside=outside)
+        one_of(Smoothing, smoothing=smoothing)
+        check_smoothing(outside, smoothing)
+        if self.terms.relative and embed_dim % 2:
+            raise ValueError(f"embed_dim must be even (sines and cosines of positions), got {embed_dim}")
+        self.embed_dim, self.num_heads, self.attention_type = embed_dim, num_heads, attention_type
+        self.spatial_range, self.kernel_size = spatial_range, kernel_size
+        self.outside, self.smoothing = outside, smoothing
+        self.scale = (embed_dim // num_heads) ** -0.5
+        ranges = [n for n in (spatial_range, kernel_size if outside == "-inf" else None) if n is not None and n != -1]
+        self.radius = min(ranges) // 2 if ranges else None  # of the window that keys are limited to
+
+    @property
+    def needs_grid(self) -> bool:
+        """Whether tokens must have places: for ε2, ε4, predicted position logits and a range."""
+        return self.terms.relative or self.spatial_range != -1 or self.kernel_size is not None
+
+    def make_terms(self, **factory: Any) -> None:
+        """Make the parameters of the added terms."""
+        C, M = self.embed_dim, self.num_heads
+
+        def vector() -> nn.Parameter:
+            return nn.Parameter(torch.empty(C, **factory))
+
+        def table() -> nn.Linear:
+            return nn.Linear(C, C, bias=False, **factory)
+
+        self.row_table = table() if self.terms.relative else None
+        self.column_table = table() if self.terms.relative else None
+        self.saliency = vector() if self.terms.saliency else None  # u
+        self.position = vector() if self.terms.position else None  # v
+        self.predictor = None  # f of Thesis, Eq. 3.11
+        if self.kernel_size is not None:
+            values = M * predicted_values(self.kernel_size**2, self.outside)
+            self.predictor = nn.Sequential(nn.Linear(C, C, **factory), nn.Linear(C, values, **factory))
+        added = self.terms.relative or self.terms.saliency or self.predictor is not None
+        self.gate = nn.Parameter(torch.empty(M, **factory)) if added else None
+
+    def reset_terms(self) -> None:
+        """Draw tables and the predictor by Glorot, u and v uniform by fan-in; the gate 0."""
+        if self.gate is not None:
+            nn.init.zeros_(self.gate)
+        for table in (self.row_table, self.column_table):
+            if table is not None:
+                nn.init.xavier_uniform_(table.weight)
+        bound = 1 / math.sqrt(2 * (self.embed_dim // self.num_heads))
+        for vector in (self.saliency, self.position):
+            if vector is not None:
+                nn.init.uniform_(vector, -bound, bound)
+        for layer in self.predictor or ():
+            assert isinstance(layer, nn.Linear)
+            nn.init.xavier_uniform_(layer.weight)
+            nn.init.zeros_(layer.bias)
+
+    def key_logits(self, k: Tensor) -> Tensor | None:
+        """ε3, gated: (B, M, H, W) of keys (B, M, H, W, d)."""
+        if self.saliency is None:
+            return None
+        return key_saliency(k, self._gate(1) * self.scale * self._heads(self.saliency))
+
+    def axis_logits(self, q: Tensor, grid: Grid) -> tuple[Tensor | None, Tensor | None]:
+        """ε2 + ε4, gated, of queries (B, M, H, W, d), scaled: (B, M, H, W, H) of rows, (B, M, H, W, W) of columns."""
+        if self.row_table is None or self.column_table is None:
+            return None, None
+        moved = self._position_query(q).expand(-1, -1, *grid, -1)
+        rows, columns = (
+            relative_logits(moved, self._table(table.weight, axis_offsets(n, n, device=q.device)), n, axis)
+            for table, n, axis in zip((self.row_table, self.column_table), grid, ("row", "column"))
+        )
+        return rows, columns
+
+    def range_logits(self, grid: Grid, like: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """0 in range and -inf out of it, for the axes: (1, 1, H, 1, H) and (1, 1, 1, W, W); None without a range."""
+        if self.radius is None:
+            return None, None
+        rows, columns = (axis_window(n, n, self.radius, device=like.device).to(like.dtype) for n in grid)
+        return rows[None, None, :, None], columns[None, None, None]
+
+    def predicted_logits(self, x: Tensor, grid: Grid, padding: Tensor | None) -> Tensor | None:
+        """Predicted position logits of all keys, smoothed and gated: (B, M, N, N) of tokens (B, N, C)."""
+        if self.predictor is None or self.kernel_size is None:
+            return None
+        N = grid[0] * grid[1]
+        index = map_index(torch.arange(N, device=x.device), grid, (self.kernel_size, self.kernel_size))
+        counted = x.new_ones(1, 1, N, N, dtype=torch.bool)
+        if self.radius is not None:
+            window = (2 * self.radius + 1,) * 2
+            counted = (map_index(torch.arange(N, device=x.device), grid, window) >= 0)[None, None]
+        if padding is not None:
+            counted = counted & ~padding[:, None, None]
+        return self._smoothed(realign(self._predicted(x), index), counted)
+
+    def tap_logits(self, x: Tensor, q: Tensor, grid: Grid, padding: Tensor | None) -> tuple[Tensor | None, Grid]:
+        """All position logits for the taps of the window that keys are limited to, -inf at padding.
+
+        Args:
+            x: (B, N, C), tokens.
+            q: (B, M, H, W, d), queries, scaled.
+            grid: (H, W).
+            padding: (B, N), True for padding; or None.
+
+        Returns:
+            (B, M, H, W, n), of size 1 where it does not depend on batch or head, or None; and the window's sides,
+            which end where a window wider than the map would have no keys.
+        """
+        assert self.radius is not None
+        H, W = grid
+        radius = min(self.radius, H - 1), min(self.radius, W - 1)
+        taps = 2 * radius[0] + 1, 2 * radius[1] + 1
+        logits: Tensor | None = None
+        if self.row_table is not None and self.column_table is not None:
+            moved = self._position_query(q)
+            rows, columns = (
+                torch.einsum("bmhwd,mdn->bmhwn", moved, self._table(table.weight, torch.arange(-r, r + 1)))
+                for table, r in zip((self.row_table, self.column_table), radius)
+            )
+            logits = window_position_logits(rows, columns, H, W)
+        real = None if padding is None else ~padding
+        if self.predictor is not None and self.kernel_size is not None:
+            index = tap_index(taps, (self.kernel_size, self.kernel_size), x.device).expand(H * W, -1)
+            everywhere = x.new_ones(1, H * W, dtype=torch.bool)
+            counted = _at_taps(everywhere if real is None else real, grid, radius).flatten(2, 3)
+            predicted = self._smoothed(realign(self._predicted(x), index), counted).unflatten(2, grid)
+            logits = predicted if logits is None else logits + predicted
+        if real is not None:
+            hidden = ~_at_taps(real, grid, radius)
+            logits = q.new_zeros(1) if logits is None else logits
+            logits = logits.masked_fill(hidden, -math.inf)
+        return logits, taps
+
+    def _position_query(self, q: Tensor) -> Tensor:
+        """q + v, gated, of which the product with R is ε2 + ε4: (B, M, H, W, d), or of size 1 without ε2."""
+        moved = q if self.terms.content_position else q.new_zeros(1, self.num_heads, 1, 1, q.shape[-1])
+        if self.position is not None:
+            moved = moved + (self.scale * self._heads(self.position))[:, None, None]
+        return moved * self._gate(3)
+
+    def _table(self, weight: Tensor, offsets: Tensor) -> Tensor:
+        """The projected encodings of offsets along one axis, (M, d, D)."""
+        offsets = offsets.to(weight.device, torch.float64 if weight.dtype == torch.float64 else torch.float32)
+        encoding = sine_encoding(offsets, self.embed_dim, 10000.0).to(weight.dtype)
+        return F.linear(encoding, weight).unflatten(-1, (self.num_heads, -1)).permute(1, 2, 0)
+
+    def _predicted(self, x: Tensor) -> Tensor:
+        """f(x) and the value outside, (B, M, N, k * k + 1)."""
+        assert self.predictor is not None
+        values = self.predictor(x).unflatten(2, (self.num_heads, -1)).transpose(1, 2)
+        return with_outside(values, "zero" if self.outside == "-inf" else self.outside)  # -inf is a range
+
+    def _smoothed(self, logits: Tensor, counted: Tensor) -> Tensor:
+        smooth = logits * self.scale if self.smoothing == "sqrt_d" else standardised(logits, counted)
+        return smooth * self._gate(2)
+
+    def _gate(self, axes: int) -> Tensor:
+        """(M, 1, ...), for that many axes behind the heads'."""
+        assert self.gate is not None
+        return self.gate.view(-1, *(1,) * axes)
+
+    def _heads(self, vector: Tensor) -> Tensor:
+        return vector.view(self.num_heads, -1)
+
+
+def _at_taps(real: Tensor, grid: Grid, radius: Grid) -> Tensor:
+    """Whether a window's taps meet a key: (B, 1, H, W, n) of ``real`` (B, N), True for keys."""
+    (H, W), (ry, rx) = grid, radius
+    padded = F.pad(real.view(-1, 1, H, W), (rx, rx, ry, ry))
+    return padded.unfold(2, 2 * ry + 1, 1).unfold(3, 2 * rx + 1, 1).flatten(4)
