@@ -8,12 +8,20 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from mmcv.cnn.bricks.transformer import MultiheadAttention
+from mmcv.ops import MultiScaleDeformableAttention
 from mmengine.registry import MODELS
 from torch import Tensor, nn
 
 from .. import modules
+from ..modules.deformable_attention import SampledSaliency
+from .transformer import deformable_forward
 
 Grid = tuple[int, int]
+# What a layer takes the place of.
+STOCK: dict[str, Any] = {
+    "SpatialSelfAttention": MultiheadAttention,
+    "MultiScaleDeformableAttention": MultiScaleDeformableAttention,
+}
 _QUERIES = re.compile(r"(^|\.)(transformer_)?decoder\.layers\.")  # where mmdet and mmseg keep what queries attend with
 
 
@@ -28,9 +36,10 @@ def Attended(of: str, attention: Mapping[str, Mapping[str, Any]], **model: Any) 
         model = dict(type="Attended", of="DETR", attention={
             "encoder.layers.*.self_attn": dict(type="SpatialSelfAttention", attention_type="1111")})
 
-    The model is of the upstream class, with its parameters' names; what is added has names of its own, which a stock
-    checkpoint may lack, and a gate of zeros: at the start the model computes what upstream's does, where the attention
-    type has the content term.
+    ``SpatialSelfAttention`` takes the place of mmcv's ``MultiheadAttention``, ``MultiScaleDeformableAttention`` that of
+    mmcv's. The model is of the upstream class, with its parameters' names; what is added has names of its own, which a
+    stock checkpoint may lack, and a gate of zeros: at the start the model computes what upstream's does, where the
+    attention type has the content term.
 
     Args:
         of: The upstream model's ``type``.
@@ -50,25 +59,31 @@ def exchange(model: nn.Module, attention: Mapping[str, Mapping[str, Any]]) -> No
     planned: dict[str, nn.Module] = {}
     grids = Grids()
     for pattern, options in attention.items():
-        layer = dict(options)
-        if (kind := layer.pop("type", None)) != "SpatialSelfAttention":
-            raise ValueError(f"attention[{pattern!r}]: type must be SpatialSelfAttention, got {kind!r}")
+        options = dict(options)
+        kind = options.pop("type", None)
+        if kind not in STOCK:
+            raise ValueError(f"attention[{pattern!r}]: type must be one of {', '.join(STOCK)}, got {kind!r}")
         matched = {path: module for path, module in model.named_modules() if fnmatchcase(path, pattern)}
-        found = {path: module for path, module in matched.items() if isinstance(module, MultiheadAttention)}
+        found = {path: module for path, module in matched.items() if isinstance(module, STOCK[kind])}
         if not found:
-            raise ValueError(_no_match(model, pattern, matched))
+            raise ValueError(_no_match(model, pattern, matched, STOCK[kind]))
         for path, module in found.items():
-            planned[path] = _spatial(module.attn, layer, path, grids)
-    for path, inner in planned.items():
-        model.get_submodule(path).attn = inner
-    grids.watch(model)
+            if kind == "SpatialSelfAttention":
+                planned[f"{path}.attn"] = _spatial(module.attn, options, path, grids)
+            else:
+                planned[path] = _deformable(module, options, path)
+    if any(isinstance(layer, TokenAttention) and layer.needs_grid for layer in planned.values()):
+        grids.watch(model)
+    for path, layer in planned.items():
+        parent, _, name = path.rpartition(".")
+        setattr(model.get_submodule(parent), name, layer)
 
 
-def _no_match(model: nn.Module, pattern: str, matched: Mapping[str, nn.Module]) -> str:
-    there = [path for path, module in model.named_modules() if isinstance(module, MultiheadAttention)]
+def _no_match(model: nn.Module, pattern: str, matched: Mapping[str, nn.Module], stock: type) -> str:
+    there = [path for path, module in model.named_modules() if isinstance(module, stock)]
     what = "no module" if not matched else f"{', '.join(sorted({type(m).__name__ for m in matched.values()}))} alone"
     return (
-        f"attention[{pattern!r}] matches {what}; what can be exchanged is mmcv's MultiheadAttention, here at: "
+        f"attention[{pattern!r}] matches {what}; what can be exchanged is mmcv's {stock.__name__}, here at: "
         f"{', '.join(there) or 'no place'}"
     )
 
@@ -78,21 +93,49 @@ def _spatial(stock: nn.MultiheadAttention, options: Mapping[str, Any], path: str
     if stock.in_proj_weight is None or stock.bias_k is not None or stock.add_zero_attn:
         raise ValueError(f"{path}: keys or values of another width, and added keys, are not supported")
     weight = stock.in_proj_weight
+    _check_options(path, options, "attention_type", "spatial_range", "kernel_size", "outside", "smoothing", "dropout")
     ours = TokenAttention(
-        stock.embed_dim,
-        stock.num_heads,
-        **{"dropout": stock.dropout, "bias": stock.in_proj_bias is not None, **options},
+        embed_dim=stock.embed_dim,
+        num_heads=stock.num_heads,
+        bias=stock.in_proj_bias is not None,
         device=weight.device,
         dtype=weight.dtype,
+        **{"dropout": stock.dropout, **options},
     )
     if ours.needs_grid and _QUERIES.search(path):
         raise ValueError(
-            f"{path}: object queries have no places, which attention_type {ours.attention_type!r} with spatial_range "
-            f"{ours.spatial_range} needs; they take the content terms, such as '1010'"
+            f"{path}: object queries have no places, which {ours.described()} needs; they take the content terms, "
+            "such as '1010'"
         )
     ours.load_state_dict(stock.state_dict(), strict=True)
     ours.find_grid(grids, path)
     return ours
+
+
+def _deformable(stock: MultiScaleDeformableAttention, options: Mapping[str, Any], path: str) -> DeformableAttention:
+    """Ours in the place of mmcv's layer, with its weights and settings."""
+    _check_options(path, options, "key_saliency")
+    ours = DeformableAttention(
+        embed_dims=stock.embed_dims,
+        num_heads=stock.num_heads,
+        num_levels=stock.num_levels,
+        num_points=stock.num_points,
+        im2col_step=stock.im2col_step,
+        dropout=stock.dropout.p,
+        batch_first=stock.batch_first,
+        norm_cfg=stock.norm_cfg,
+        value_proj_ratio=stock.value_proj.out_features / stock.embed_dims,
+        **options,
+    )
+    ours.to(stock.value_proj.weight)
+    ours.load_state_dict(stock.state_dict(), strict=True)
+    return ours
+
+
+def _check_options(path: str, options: Mapping[str, Any], *names: str) -> None:
+    for name in options:
+        if name not in names:
+            raise ValueError(f"{path}: options are {', '.join(names)}; the rest is the stock layer's; got {name!r}")
 
 
 class Grids:
@@ -159,9 +202,22 @@ class TokenAttention(modules.SpatialSelfAttention):
         grid = self._grids.of(len(query)) if self.needs_grid else None
         if self.needs_grid and (grid is None or len(key) != len(query)):
             raise ValueError(
-                f"{self._path}: attention_type {self.attention_type!r} with spatial_range {self.spatial_range} needs "
-                f"tokens with places, and these {len(query)} queries and {len(key)} keys are no map of this image; "
-                "without places use the content terms, such as '1010'"
+                f"{self._path}: {self.described()} needs tokens with places, and these {len(query)} queries and "
+                f"{len(key)} keys are no map of this image; without places use the content terms, such as '1010'"
             )
         query, key, value = query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1)
         return super().forward(query, key, value, grid, key_padding_mask, attn_mask).transpose(0, 1), None
+
+
+class DeformableAttention(SampledSaliency, MultiScaleDeformableAttention):
+    """mmcv's ``MultiScaleDeformableAttention`` on our operator, with ε3 as an option.
+
+    It is mmcv's class as well, whose initialisation detectors call.
+    """
+
+    def __init__(self, *, key_saliency: bool = False, **options: Any) -> None:
+        super().__init__(**options)
+        self.make_saliency(key_saliency)
+        self.reset_saliency()
+
+    forward = deformable_forward

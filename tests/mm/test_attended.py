@@ -13,7 +13,7 @@ from mmengine.registry import init_default_scope
 from mmengine.utils import get_installed_path
 from torch import nn
 
-from attn_plugins.mmcv.attended import TokenAttention
+from attn_plugins.mmcv.attended import DeformableAttention, TokenAttention
 from tests.mm.mm_helpers import without_downloads
 
 SIZE = (96, 128)
@@ -136,7 +136,11 @@ def test_places_are_those_of_the_present_picture():
     [
         (ours(pattern="encoder.layer.*"), r"matches no module; what can be exchanged is .* encoder.layers.0.self_attn"),
         (ours(pattern="backbone.*"), r"matches .*BatchNorm2d.* alone; what can be exchanged is mmcv's Multihead"),
-        ({ENCODER: dict(type="Conv2d")}, r"attention\['encoder.layers.\*.self_attn'\]: type must be SpatialSelfAtt"),
+        (
+            {ENCODER: dict(type="Conv2d")},
+            r"attention\['encoder.layers.\*.self_attn'\]: type must be one of SpatialSelfAtt",
+        ),
+        (ours(embed_dim=128), r"encoder.layers.0.self_attn: options are attention_type, .*; got 'embed_dim'"),
         (ours("11"), "attention_type must be a string of four bits"),
     ],
 )
@@ -145,6 +149,52 @@ def test_bad_configs_are_one_clear_error(attention, words):
         build(attention)
 
 
-def test_deformable_attention_cannot_be_exchanged():
+DEFORMABLE = dict(name="deformable_detr/deformable-detr_r50_16xb2-50e_coco", of="DeformableDETR")
+
+
+def test_deformable_attention_takes_key_saliency():
+    """It starts as upstream's, its initialisation included, and its checkpoint loads strictly."""
+    stock = build(**DEFORMABLE)
+    model = build({ENCODER: dict(type="MultiScaleDeformableAttention", key_saliency=True)}, **DEFORMABLE)
+    layers = [layer.self_attn for layer in model.encoder.layers]
+    assert all(isinstance(layer, DeformableAttention) for layer in layers)
+    for layer, before in zip(layers, (layer.self_attn for layer in stock.encoder.layers)):
+        assert torch.equal(layer.sampling_offsets.bias, before.sampling_offsets.bias)
+        assert not layer.sampling_offsets.weight.any()
+        assert not layer.gate.any()
+        assert layer.key_saliency.weight.std() > 0.01
+    assert set(model.state_dict()) - set(stock.state_dict()) == {
+        f"encoder.layers.{n}.self_attn.{name}" for n in range(2) for name in ("gate", "key_saliency.weight")
+    }
+    model.load_state_dict(stock.state_dict(), strict=True)
+    expected = tokens_of(stock, padded=True)
+    torch.testing.assert_close(tokens_of(model, padded=True), expected, rtol=1e-4, atol=1e-4)
+    with torch.no_grad():
+        for layer in layers:
+            layer.gate.fill_(1.0)
+            layer.key_saliency.weight.mul_(10)
+    assert not torch.allclose(tokens_of(model, padded=True), expected, rtol=1e-3, atol=1e-3)
+
+
+def test_the_layer_must_fit_what_is_there():
     with pytest.raises(ValueError, match=r"matches MultiScaleDeformableAttention alone; .* here at: decoder.layers.0"):
-        build(ours(), name="deformable_detr/deformable-detr_r50_16xb2-50e_coco", of="DeformableDETR")
+        build(ours(), **DEFORMABLE)
+    with pytest.raises(ValueError, match=r"matches MultiheadAttention alone; .* mmcv's MultiScaleDef.* here at: no pl"):
+        build({ENCODER: dict(type="MultiScaleDeformableAttention", key_saliency=True)})
+    with pytest.raises(ValueError, match=r"encoder.layers.0.self_attn: options are key_saliency; .*; got 'num_points'"):
+        build({ENCODER: dict(type="MultiScaleDeformableAttention", num_points=8)}, **DEFORMABLE)
+
+
+@pytest.mark.parametrize(
+    "options", [dict(kernel_size=3), dict(spatial_range=3), dict(kernel_size=3, outside="-inf", smoothing="sqrt_d")]
+)
+def test_windows_and_predicted_position_logits(options):
+    """Pictures of one batch do not see each other's, or their own, padding."""
+    model = build(ours("1000", **options))
+    with torch.no_grad():
+        for layer in exchanged(model).values():
+            if layer.gate is not None:
+                layer.gate.fill_(1.0)
+    both, one = tokens_of(model, padded=True), tokens_of(model, count=1)
+    torch.testing.assert_close(both[:1], one, rtol=1e-4, atol=1e-4)
+    assert both.isfinite().all()

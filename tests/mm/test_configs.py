@@ -14,7 +14,7 @@ from mmengine.optim import build_optim_wrapper
 from mmengine.registry import init_default_scope
 from mmengine.structures import InstanceData, PixelData
 
-from attn_plugins.mmcv.attended import TokenAttention
+from attn_plugins.mmcv.attended import DeformableAttention, TokenAttention
 from attn_plugins.modules import DeformableConv2d
 from attn_plugins.modules.generalized_attention import GeneralizedAttention2d
 from tests.mm.mm_helpers import ROOT, training_step, without_downloads, without_gradient
@@ -60,7 +60,7 @@ def test_a_config_trains_and_infers(path):
     model = MODELS.build(config.model)
     model.init_weights()
     training_step(model, config.optim_wrapper, picture(config))
-    assert not without_gradient(model, (DeformableConv2d, GeneralizedAttention2d, TokenAttention))
+    assert not without_gradient(model, (DeformableConv2d, GeneralizedAttention2d, TokenAttention, DeformableAttention))
 
     model.eval()
     with torch.no_grad():
@@ -89,8 +89,10 @@ def test_a_config_says_what_its_name_says(path):
         assert layer.num_heads == 8
         assert layer.spatial_range == (int(path.stem.split("-nk")[1][:2]) if "-nk" in path.stem else -1)
     for pattern, options in config.model.get("attention", {}).items():
-        place = "encoder" if "encoder" in pattern else "queries"
-        assert f"_{place}-{options.attention_type}_" in path.stem
+        place = "pixels" if "pixel_decoder" in pattern and "Mask2" in config.model.of else pattern.split(".")[-4]
+        place = {"decoder": "queries", "transformer_decoder": "queries"}.get(place, place)
+        kind = "saliency" if options.get("key_saliency") else "bilateral" if "kernel_size" in options else None
+        assert f"_{place}-{kind or options.attention_type}_" in path.stem
 
 
 def test_offsets_learn_at_a_tenth_of_the_rate():
