@@ -6,14 +6,22 @@
     python -m tools.show_attention attn1111_resnet50 photo.jpg --pixels 60,80 --pixels 120,40 --layers 'layer4.*'
     python -m tools.show_attention configs/mmdet/….py photo.jpg --checkpoint epoch_12.pth
     python -m tools.show_attention aa_resnet50 photo.jpg --list
+    python -m tools.show_attention mmdet::detr/detr_r50_8xb2-150e_coco.py photo.jpg --checkpoint detr.pth
+    python -m tools.show_attention configs/mmdet/….py --checkpoint epoch_50.pth --slots data/digits/val
 
 MODEL is timm's name of a model, or a config (a file or 'mmdet::…') of mmdet or mmseg, with any of our attention modules
-in it. A timm model sees the whole picture, resized to --input-size, else to the size that a checkpoint of
-tools.train_classifier was trained at, else to the model's own; a line says which.
+in it, or of a transformer: DETR and its relatives, MaskFormer, Mask2Former, stock or with our layers. A timm model sees
+the whole picture, resized to --input-size, else to the size that a checkpoint of tools.train_classifier was trained at,
+else to the model's own; a line says which.
 
 Written are a PNG grid for every layer (heads in rows, pixels in columns, as in Bello et al. 2019, Fig. 9 and 10) and
 attention.html, one self-contained page on which a click or the arrow keys choose the pixel. Beside the greatest weight
 of a map stands the uniform one, 1 / number of keys. In Python: attn_plugins.modules.capture_attention.
+
+Of a transformer's object queries, PNG and page show the surest objects: where each attends with its box or mask, or
+the points that deformable attention reads for it on every level, the larger the more weight; the page takes the object
+by a click or the arrow keys. Deformable encoders show these points for the chosen pixels. --slots draws the centres of
+every query's boxes over many pictures, as in Carion et al. 2020, Fig. 7.
 """
 
 from __future__ import annotations
@@ -21,6 +29,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,18 +42,16 @@ with extras("timm", "tools"):
     from attn_plugins.modules.capture import attention_layers
     from tools.attention_view.folder import RECORD, own_folder
     from tools.attention_view.grid import draw
-    from tools.attention_view.page import write_page
-    from tools.attention_view.view import (
-        View,
-        ViewError,
-        is_mm,
-        load_mm,
-        load_timm,
-        parse_pixels,
-        see_mm,
-        see_timm,
-        timm_size,
+    from tools.attention_view.mm import load_mm, mm_layers, see_mm, see_objects
+    from tools.attention_view.object_grid import (
+        draw_object_maps,
+        draw_object_masks,
+        draw_object_samples,
+        draw_pixel_samples,
     )
+    from tools.attention_view.page import write_page
+    from tools.attention_view.slots import collect, draw_slots, pictures
+    from tools.attention_view.view import View, ViewError, is_mm, load_timm, parse_pixels, see_timm, timm_size
     from tools.files import write_text
     from tools.pictures import BadPicture, open_picture
 
@@ -57,45 +64,84 @@ def show(options: argparse.Namespace) -> list[Path]:
         if not equals:
             raise ViewError(f"--model-args must be KEY=VALUE, got {text!r}")
         arguments[key] = yaml.safe_load(value)
-    if options.image is None and not options.list:
-        raise ViewError("IMAGE is missing: name a picture, or --list")
+    if options.image is None and not options.list and not options.slots:
+        raise ViewError("IMAGE is missing: name a picture, --slots or --list")
     name, mm = options.model, is_mm(options.model)
     if mm and (arguments or options.input_size):
         raise ViewError("--model-args and --input-size are for timm's models: a config says both itself")
+    if options.slots and not mm:
+        raise ViewError("--slots is for detectors and segmentors with object queries, by their config")
     if options.input_size and min(options.input_size) < 1:
         raise ViewError(f"--input-size must be H W, at least 1 each, got {options.input_size}")
+    if options.objects < 1:
+        raise ViewError(f"--objects must be at least 1, got {options.objects}")
     model = load_mm(name, options.checkpoint) if mm else load_timm(name, options.checkpoint, arguments)
     if options.list:
-        print("\n".join(attention_layers(model)) or "no attention layer of attn_plugins")
+        print(listing(model, mm) or "no attention layer of attn_plugins, or of a transformer of mmdet or mmseg")
         return []
-    image = open_picture(options.image)
-    pixels = parse_pixels(options.pixels, (image.height, image.width))
     try:
-        if mm:
-            view = see_mm(model, options.image, options.layers)
-        else:
-            size, why = timm_size(model, options.checkpoint, options.input_size)
-            view = see_timm(model, image, options.layers, size)
-            print(f"input: {size[0]}×{size[1]} pixels, {why}")
-        return write_view(view, pixels, options)
+        files = pictures(options.slots)
+        written = [] if options.image is None else look(model, mm, options)
+        if files:
+            written.append(folder_of(options, options.image or files[0]) / "slots.png")
+            draw_slots(collect(partial(see_objects, model), files), written[-1])
+        return written
+    except (BadPicture, ViewError):
+        raise
     except ValueError as error:
         raise ViewError(str(error)) from error
 
 
+def listing(model: Any, mm: bool) -> str:
+    """The names of all attention layers, and of a transformer's layers what looks at what."""
+    if not mm:
+        return "\n".join(attention_layers(model))
+    own = attention_layers(model)
+    return "\n".join(name if name in own else f"{name}  ({what})" for name, what in mm_layers(model).items())
+
+
+def look(model: Any, mm: bool, options: argparse.Namespace) -> list[Path]:
+    """Show the model the picture, and write what it attends to; the files."""
+    image = open_picture(options.image)
+    pixels = parse_pixels(options.pixels, (image.height, image.width))
+    if mm:
+        view = see_mm(model, options.image, options.layers, options.objects, options.least_score)
+        if view.objects is not None and len(view.objects) and view.objects.scores[0] < options.least_score:
+            print(f"no object has a score of {options.least_score:g}: the surest is shown, {view.objects.title(0)}")
+    else:
+        size, why = timm_size(model, options.checkpoint, options.input_size)
+        view = see_timm(model, image, options.layers, size)
+        print(f"input: {size[0]}×{size[1]} pixels, {why}")
+    return write_view(view, pixels, options)
+
+
+def folder_of(options: argparse.Namespace, image: Path) -> Path:
+    """Where the files of a model and a picture go."""
+    if options.output is not None:
+        return options.output
+    identity = options.model, options.model_args, options.checkpoint, image
+    output, record = own_folder(Path("work_dirs/attention"), *identity)
+    write_text(output / RECORD, record)
+    return output
+
+
 def write_view(view: View, pixels: Sequence[tuple[int, int]], options: argparse.Namespace) -> list[Path]:
     """Write the grids and the page; the files."""
-    output = options.output
-    if output is None:
-        identity = options.model, options.model_args, options.checkpoint, options.image
-        output, record = own_folder(Path("work_dirs/attention"), *identity)
-        write_text(output / RECORD, record)
+    output = folder_of(options, options.image)
+    drawn = [(layer.name, partial(draw, view, layer, pixels)) for layer in view.maps]
+    drawn += [(layer.name, partial(draw_pixel_samples, view, layer, pixels)) for layer in view.samples(objects=False)]
+    if view.objects is not None and len(view.objects):
+        drawn += [(layer.name, partial(draw_object_maps, view, layer)) for layer in view.object_maps]
+        drawn += [(layer.name, partial(draw_object_samples, view, layer)) for layer in view.samples(objects=True)]
+        if view.objects.masks is not None:
+            drawn.append(("masks", partial(draw_object_masks, view)))
     written = []
-    for layer in view.captured.values():
-        written.append(output / f"{layer.name}.png")
-        draw(view, layer, pixels, written[-1])
+    for name, draw_one in drawn:
+        written.append(output / f"{name}.png")
+        draw_one(written[-1])
     written.append(output / "attention.html")
     title = f"Attention of {Path(options.model).name} on {options.image.name}"
-    for note in write_page(view, list(view.captured.values()), title, written[-1]):
+    for note in write_page(view, title, written[-1]):
         print(f"attention.html holds less of {note}")
     return written
 
@@ -129,6 +175,18 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--output", type=Path, metavar="DIR",
         help="default: a folder for this model and picture, work_dirs/attention/MODEL-CHECKPOINT/IMAGE",
+    )  # fmt: skip
+    parser.add_argument(
+        "--objects", type=int, default=8, metavar="N",
+        help="of a model with object queries: show at most N objects, the surest; default 8",
+    )  # fmt: skip
+    parser.add_argument(
+        "--least-score", type=float, default=0.3, metavar="S",
+        help="show objects with a score of at least S, from 0 to 1; default 0.3",
+    )  # fmt: skip
+    parser.add_argument(
+        "--slots", type=Path, action="append", default=[], metavar="PATH",
+        help="pictures, or a folder of them: also draw where every object query's boxes lie in them; may be repeated",
     )  # fmt: skip
     parser.add_argument("--list", action="store_true", help="print the names of all attention layers")
     options = parser.parse_args(arguments)

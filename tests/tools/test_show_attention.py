@@ -25,7 +25,7 @@ from attn_plugins.modules import (  # noqa: E402
     NonLocal2d,
     capture_attention,
 )
-from tools.attention_view import page, view  # noqa: E402
+from tools.attention_view import mm, page, view  # noqa: E402
 from tools.classification.checkpoint import read_weights, save_weights  # noqa: E402
 from tools.classification.config import Config  # noqa: E402
 from tools.pictures import open_picture  # noqa: E402
@@ -106,7 +106,7 @@ def test_pixels_find_their_cells(photograph):
     seen = view.see_timm(model, open_picture(photograph), ["layer4.2.conv1"], (64, 128))  # 2×4 cells
     (layer,) = seen.captured.values()
     assert seen.file_size == (300, 451)
-    assert [seen.cell(layer, p) for p in [(0, 0), (149, 112), (150, 113), (299, 450)]] == [
+    assert [seen.cell(layer.size, p) for p in [(0, 0), (149, 112), (150, 113), (299, 450)]] == [
         (0, 0), (0, 0), (1, 1), (1, 3)
     ]  # fmt: skip
 
@@ -219,7 +219,7 @@ def test_a_detector_by_its_config(photograph, tmp_path, capsys):
 def test_the_picture_is_what_the_detector_sees(photograph):
     pytest.importorskip("mmdet", reason="mmdet is not installed")
     config = ROOT / "configs/mmdet/digits/atss_narrow-r50-attn0010-dcn_fpn_digits.py"
-    seen = view.see_mm(view.load_mm(str(config), None), photograph, [])
+    seen = mm.see_mm(mm.load_mm(str(config), None), photograph, [])
     h, w = (round(n * s) for n, s in zip(seen.file_size, seen.scale))
     assert seen.file_size == (300, 451)
     assert seen.picture.shape[0] >= h
@@ -264,7 +264,7 @@ def test_a_segmentor_by_its_config(photograph, tmp_path):
         (["aa_resnet34", "IMAGE", "--pixels", "300,10"], "must lie in the picture of 300 rows and 451 columns"),
         (["aa_resnet34", "IMAGE", "--pixels", "3;4"], "--pixels must be Y,X in pixels of the picture, got '3;4'"),
         (["aa_resnet34", "nowhere.png"], "nowhere.png cannot be read as a picture"),
-        (["aa_resnet34"], "IMAGE is missing: name a picture, or --list"),
+        (["aa_resnet34"], "IMAGE is missing: name a picture, --slots or --list"),
         (["aa_resnet43", "IMAGE"], "got 'aa_resnet43': did you mean aa_resnet34"),
         (["aa_resnet34", "IMAGE", "--checkpoint", "IMAGE"], "--checkpoint PHOTO does not fit aa_resnet34 {}: "),
         (["aa_resnet34", "IMAGE", "--input-size", "0", "32"], "--input-size must be H W, at least 1 each, got [0, 32]"),

@@ -7,14 +7,13 @@ from pathlib import Path
 
 import torch
 
-from attn_plugins.modules.capture import Captured
 from tools.files import write
 from tools.show_sampling import save
 
-from .view import View, uniform_weights
+from .view import PixelMaps, View, uniform_weights
 
 
-def draw(view: View, layer: Captured, pixels: Sequence[tuple[int, int]], out: Path) -> None:
+def draw(view: View, layer: PixelMaps, pixels: Sequence[tuple[int, int]], out: Path) -> None:
     """Save the picture with its numbered query pixels, and below every head's map for each of them.
 
     Above a map stands its greatest weight and, to judge it by, the weight that uniform attention would give.
@@ -24,13 +23,13 @@ def draw(view: View, layer: Captured, pixels: Sequence[tuple[int, int]], out: Pa
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    cells = [view.cell(layer, pixel) for pixel in pixels]
+    cells = [view.cell(layer.size, pixel) for pixel in pixels]
     maps = layer.maps(torch.tensor(cells))[0].float().cpu().numpy()  # (M, Q, Hk, Wk)
     uniform = uniform_weights(layer, torch.tensor(cells)).tolist()
     heads, queries = maps.shape[:2]
-    H, W = view.picture.shape[:2]
-    width = 1.5 * max(1.0, W / H)
-    height = width * H / W
+    (H, W), (h, w) = view.size, view.inside
+    width = 1.5 * max(1.0, w / h)
+    height = width * h / w
     figure, axes = plt.subplots(
         heads + 1,
         queries,
@@ -41,7 +40,7 @@ def draw(view: View, layer: Captured, pixels: Sequence[tuple[int, int]], out: Pa
     )
     for q, pixel in enumerate(pixels):
         y, x = (n * scale for n, scale in zip(pixel, view.scale))
-        axes[0, q].imshow(view.picture)
+        axes[0, q].imshow(view.picture, extent=(0, W, H, 0))
         axes[0, q].plot(x, y, "+", color="red", markersize=10, markeredgewidth=2)
         axes[0, q].set_title(f"{q + 1}: ({pixel[0]}, {pixel[1]})", fontsize=8, pad=3)
         for head in range(heads):
@@ -54,6 +53,7 @@ def draw(view: View, layer: Captured, pixels: Sequence[tuple[int, int]], out: Pa
     for panel in axes.flat:
         panel.set_xticks([])
         panel.set_yticks([])
+        panel.set(xlim=(0, w), ylim=(h, 0))  # without the padding
     Hq, Wq = layer.size
     figure.suptitle(f"{layer.name}: {Hq}×{Wq} queries, {maps.shape[2]}×{maps.shape[3]} keys", fontsize=9)
     write(out, lambda partial: save(figure, partial))

@@ -6,7 +6,6 @@ import base64
 import html
 import io
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,35 +14,34 @@ import torch
 from PIL import Image
 from torch.nn import functional as F
 
-from attn_plugins.modules.capture import Captured
 from tools.files import write_text
 
-from .view import View, uniform_weights
+from .page_objects import centres, objects_data, points_data
+from .view import PixelMaps, View, uniform_weights
 
 MOST_QUERIES, MOST_KEYS = 16, 28  # rows or columns of a map that the page holds
 WIDEST = 640  # of the picture, in pixels
 TEMPLATE = Path(__file__).with_name("page.html")
+PARTS = dict(POINTS="points.js", OBJECTS="objects.js")  # of its script
 
 
-def thinned(layer: Captured) -> tuple[np.ndarray, np.ndarray, list[str]]:
+def thinned(layer: PixelMaps) -> tuple[np.ndarray, np.ndarray, list[str]]:
     """A layer's maps (M, Hq', Wq', Hk', Wk') of bounded size, the uniform weights (Hq', Wq') of the queries, and in
     words what was left out."""
+    assert layer.size is not None
     H, W = layer.size
-    rows, columns = (torch.arange(min(n, MOST_QUERIES)) for n in (H, W))
-    # The centre of each part, where there are fewer parts than cells.
-    y = ((2 * rows + 1) * H) // (2 * len(rows))
-    x = ((2 * columns + 1) * W) // (2 * len(columns))
+    y, x = (centres(n, MOST_QUERIES) for n in (H, W))
     queries = torch.cartesian_prod(y, x)
     maps, uniform = layer.maps(queries)[0].float(), uniform_weights(layer, queries)  # (M, Q, Hk, Wk), (Q,)
     notes = []
-    if (len(rows), len(columns)) != (H, W):
-        notes.append(f"{len(rows)}×{len(columns)} of {H}×{W} queries")
+    if (len(y), len(x)) != (H, W):
+        notes.append(f"{len(y)}×{len(x)} of {H}×{W} queries")
     Hk, Wk = maps.shape[2:]
     size = min(Hk, MOST_KEYS), min(Wk, MOST_KEYS)
     if size != (Hk, Wk):
         notes.append(f"{Hk}×{Wk} keys averaged to {size[0]}×{size[1]}")
         maps = F.adaptive_avg_pool2d(maps, size)
-    grid = len(rows), len(columns)
+    grid = len(y), len(x)
     return maps.unflatten(1, grid).cpu().numpy(), uniform.unflatten(0, grid).cpu().numpy(), notes
 
 
@@ -54,7 +52,7 @@ def quantised(maps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return np.rint(scaled * 255).astype(np.uint8), peaks.astype(np.float32)
 
 
-def layer_data(layer: Captured) -> dict[str, Any]:
+def layer_data(layer: PixelMaps) -> dict[str, Any]:
     """What the page knows of a layer."""
     maps, uniform, notes = thinned(layer)
     bytes_, peaks = quantised(maps)
@@ -87,25 +85,31 @@ def picture_data(picture: np.ndarray) -> tuple[str, int, int]:
     return "data:image/jpeg;base64," + base64.b64encode(file.getvalue()).decode(), image.height, image.width
 
 
-def write_page(view: View, layers: Sequence[Captured], title: str, out: Path) -> list[str]:
+def write_page(view: View, title: str, out: Path) -> list[str]:
     """Write the page; in words, what it does not hold."""
-    url, height, width = picture_data(view.picture)
+    h, w = view.inside
+    url, height, width = picture_data(view.picture[:h, :w])
     data = dict(
         height=height,
         width=width,
         # Pixels of the file per pixel on the page: what is read out is what the user's own picture viewer shows.
-        pixel=[view.picture.shape[n] / view.scale[n] / (height, width)[n] for n in range(2)],
+        pixel=[view.inside[n] / view.scale[n] / (height, width)[n] for n in range(2)],
         file=view.file_size,
+        share=[h / view.size[0], w / view.size[1]],  # of the maps, which cover the padding as well
         colours=colours(),
-        layers=[layer_data(layer) for layer in layers],
+        layers=[layer_data(layer) for layer in view.maps],
+        points=[points_data(view, layer) for layer in view.samples(objects=False)],
+        objects=objects_data(view),
     )
     text = TEMPLATE.read_text()
     # A "</script>" in a layer's name would end the script: JSON may escape the slash.
     for key, value in {
         "TITLE": html.escape(title),
+        **{part: TEMPLATE.with_name(name).read_text().rstrip() for part, name in PARTS.items()},
         "PICTURE": url,
         "DATA": json.dumps(data).replace("</", "<\\/"),
     }.items():
         text = text.replace(f"@{key}@", value)
     write_text(out, text)
-    return [f"{layer['name']}: {layer['note']}" for layer in data["layers"] if layer["note"]]  # type: ignore[index]
+    layers: list[Any] = [*data["layers"], *data["points"]]  # type: ignore[misc]
+    return [f"{layer['name']}: {layer['note']}" for layer in layers if layer["note"]]

@@ -1,10 +1,10 @@
-"""A timm or OpenMMLab model that has seen a picture."""
+"""A model that has seen a picture; timm's models."""
 
 from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,14 @@ from PIL import Image
 from torch import Tensor, nn
 
 from attn_plugins.modules.capture import Captured, capture_attention
+from tools.attention_view.objects import Objects
+from tools.attention_view.sampling import Samples
+from tools.attention_view.tokens import TokenMaps
 from tools.model_names import check_model_name
 from tools.requires import need
+
+PixelMaps = Captured | TokenMaps
+Layer = PixelMaps | Samples
 
 
 class ViewError(ValueError):
@@ -32,18 +38,45 @@ class View:
         scale: Rows and columns of ``picture`` per row and column of the file.
         file_size: (H, W) of the file.
         captured: The attention layers, in the order of their calls.
+        objects: What the model found, if its queries are objects.
     """
 
     picture: np.ndarray
     scale: tuple[float, float]
     file_size: tuple[int, int]
-    captured: dict[str, Captured]
+    captured: dict[str, Layer]
+    objects: Objects | None = None
 
-    def cell(self, layer: Captured, pixel: Sequence[int]) -> tuple[int, int]:
-        """Where the query of a pixel (y, x) of the file lies on a layer's map."""
+    @property
+    def size(self) -> tuple[int, int]:
+        """(H, W) of ``picture``."""
+        return self.picture.shape[0], self.picture.shape[1]
+
+    @property
+    def inside(self) -> tuple[int, int]:
+        """(h, w), the part of ``picture`` that is no padding."""
+        h, w = (min(round(n * scale), size) for n, scale, size in zip(self.file_size, self.scale, self.size))
+        return h, w
+
+    @property
+    def maps(self) -> list[PixelMaps]:
+        """The layers with a map for every pixel."""
+        return [layer for layer in self.captured.values() if not isinstance(layer, Samples) and layer.size is not None]
+
+    @property
+    def object_maps(self) -> list[TokenMaps]:
+        """The layers with a map for every object."""
+        return [layer for layer in self.captured.values() if isinstance(layer, TokenMaps) and layer.size is None]
+
+    def samples(self, objects: bool) -> list[Samples]:
+        """The layers with sampling points for every object, or for every pixel."""
+        return [n for n in self.captured.values() if isinstance(n, Samples) and n.objects == objects]
+
+    def cell(self, size: Sequence[int], pixel: Sequence[int]) -> tuple[int, int]:
+        """Where a pixel (y, x) of the file lies on a map of ``size``."""
         found = []
-        for n, scale, size, cells in zip(pixel, self.scale, self.picture.shape, layer.size):
-            found.append(min(int((n + 0.5) * scale * cells / size), cells - 1))
+        for n, scale, whole, cells in zip(pixel, self.scale, self.size, size):
+            found.append(min(int((n + 0.5) * scale * cells / whole), cells - 1))
         return found[0], found[1]
 
 
@@ -52,15 +85,19 @@ def is_mm(model: str) -> bool:
     return model.endswith(".py") or "::" in model
 
 
-def default_layers(model: nn.Module, run: Any) -> list[str]:
+def default_layers(captured: Mapping[str, Layer]) -> list[str]:
     """The last attention layer of every stage: of every name up to the first number, and every size of map."""
-    with capture_attention(model) as captured:
-        run()
-    stages = {(re.split(r"\.\d+(?:\.|$)", name)[0], layer.size): name for name, layer in captured.items()}
+    stages = {(re.split(r"\.\d+(?:\.|$)", name)[0], _extent(layer)): name for name, layer in captured.items()}
     return list(stages.values())
 
 
-def uniform_weights(layer: Captured, queries: Tensor) -> Tensor:
+def _extent(layer: Layer) -> Any:
+    if isinstance(layer, Samples):
+        return None
+    return layer.size or layer.keys  # type: ignore[union-attr]
+
+
+def uniform_weights(layer: PixelMaps, queries: Tensor) -> Tensor:
     """What every key of a query would weigh if all weighed the same: 1 / their number.
 
     Args:
@@ -70,6 +107,9 @@ def uniform_weights(layer: Captured, queries: Tensor) -> Tensor:
     Returns:
         (Q,).
     """
+
+    if isinstance(layer, TokenMaps):
+        return layer.uniform(layer.numbers(queries))
 
     def blank(value: Any) -> Any:
         return torch.zeros_like(value) if isinstance(value, Tensor) else value
@@ -156,77 +196,11 @@ def see_timm(model: Any, image: Image.Image, layers: Sequence[str], size: tuple[
         with torch.no_grad():
             model(x)
 
-    with capture_attention(model, layers or default_layers(model, run)) as captured:
+    with capture_attention(model, layers or "*") as captured:
         run()
-    return View(picture, (H / image.height, W / image.width), (image.height, image.width), captured)
-
-
-def load_mm(name: str, checkpoint: Path | None) -> nn.Module:
-    """A detector or segmentor of OpenMMLab's on the CPU, with the weights of ``checkpoint``.
-
-    Raises:
-        ViewError: the config cannot be read, the model not be built, or the weights not be loaded.
-    """
-    need("mmengine", "mmcv")
-    from mmengine.config import Config
-
-    import attn_plugins.mmcv  # noqa: F401
-
-    if checkpoint is not None and not checkpoint.is_file():
-        raise ViewError(f"--checkpoint must be a file, got {checkpoint}")
-    try:
-        if "::" in name:
-            from mmengine.hub import get_config
-
-            config: Any = get_config(name)
-        else:
-            config = Config.fromfile(name)
-    except Exception as error:
-        raise ViewError(f"MODEL {name} cannot be read as a config: {one_line(error)}") from error
-    weights = None if checkpoint is None else str(checkpoint)
-    segmentor = config.get("default_scope") == "mmseg"
-    need("mmseg" if segmentor else "mmdet")
-    if segmentor:
-        from mmseg.apis import init_model as build
-    else:
-        from mmdet.apis import init_detector as build
-    try:
-        return build(config, weights, device="cpu")
-    except Exception as error:
-        which = "" if checkpoint is None else f" with --checkpoint {checkpoint}"
-        raise ViewError(f"MODEL {name}{which} cannot be built: {one_line(error)}") from error
-
-
-def see_mm(model: Any, file: Path, layers: Sequence[str]) -> View:
-    """Show an OpenMMLab model the picture through its config's own test pipeline."""
-    if model.cfg.get("default_scope") == "mmseg":
-        from mmseg.apis import inference_model as infer
-    else:
-        from mmdet.apis import inference_detector as infer
-    seen: dict[str, Any] = {}
-
-    def run() -> None:
-        with torch.no_grad():
-            seen["result"] = infer(model, str(file))
-
-    def remember(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        seen["input"] = inputs[0]
-
-    handle = model.backbone.register_forward_pre_hook(remember)
-    try:
-        with capture_attention(model, layers or default_layers(model, run)) as captured:
-            run()
-    finally:
-        handle.remove()
-    pixels, preprocessor = seen["input"][0], model.data_preprocessor
-    if hasattr(preprocessor, "mean"):
-        pixels = pixels * preprocessor.std.view(-1, 1, 1) + preprocessor.mean.view(-1, 1, 1)
-    if not model.cfg.model.get("data_preprocessor", {}).get("bgr_to_rgb", False):
-        pixels = pixels.flip(0)
-    picture = pixels.permute(1, 2, 0).round().clamp(0, 255).byte().numpy()
-    facts = seen["result"].metainfo
-    (h, w), (H, W) = facts["img_shape"][:2], facts["ori_shape"][:2]
-    return View(picture, (h / H, w / W), (H, W), captured)
+    chosen = list(captured) if layers else default_layers(captured)
+    shown: dict[str, Layer] = {name: captured[name] for name in chosen}
+    return View(picture, (H / image.height, W / image.width), (image.height, image.width), shown)
 
 
 def parse_pixels(texts: Sequence[str], size: tuple[int, int]) -> list[tuple[int, int]]:

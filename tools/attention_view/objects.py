@@ -1,0 +1,123 @@
+"""What a transformer's object queries found in a picture: boxes or masks, classes and scores."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+HEADS = ("bbox_head", "panoptic_head", "decode_head")  # of mmdet's and mmseg's models
+
+
+@dataclass
+class Objects:
+    """What queries found, surest first.
+
+    Attributes:
+        queries: (N,), their numbers.
+        labels: (N,), numbers of classes.
+        names: Their names.
+        scores: (N,), of the class, 0 to 1.
+        boxes: (N, 4) as (left, top, right, bottom), in pixels of the picture that the model saw.
+        masks: (N, H', W'), logits over the padded picture, where a model of masks gives them.
+    """
+
+    queries: Tensor
+    labels: Tensor
+    names: list[str]
+    scores: Tensor
+    boxes: Tensor
+    masks: Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self.queries)
+
+    def __getitem__(self, chosen: Tensor) -> Objects:
+        """The objects at these places of the list."""
+        names = [self.names[n] for n in chosen.tolist()]
+        masks = None if self.masks is None else self.masks[chosen]
+        parts = (tensor[chosen] for tensor in (self.queries, self.labels))
+        return Objects(*parts, names, self.scores[chosen], self.boxes[chosen], masks)
+
+    def surest(self, count: int, least: float) -> Objects:
+        """At most ``count`` objects with a score of at least ``least``; the surest alone where there is none."""
+        size = self.boxes[:, 2:] - self.boxes[:, :2]
+        there = ((self.scores >= least) & (size > 0).all(1)).nonzero().flatten()
+        return self[there[:count] if len(there) else torch.arange(min(len(self), 1))]
+
+    def title(self, n: int) -> str:
+        """An object's class, score and query in a line."""
+        return f"{self.names[n]} {self.scores[n]:.2f} (query {self.queries[n]})"
+
+
+@contextmanager
+def watch_head(model: nn.Module) -> Iterator[dict[str, Any]]:
+    """Remember what the model's head gives: under ``"output"``, classes and boxes or masks."""
+    seen: dict[str, Any] = {}
+    head = next(getattr(model, name) for name in HEADS if isinstance(getattr(model, name, None), nn.Module))
+
+    def keep(_: nn.Module, __: Any, output: Any) -> None:
+        seen["output"] = output
+
+    handle = head.register_forward_hook(keep)
+    seen["sigmoid"] = bool(getattr(getattr(head, "loss_cls", None), "use_sigmoid", False))
+    try:
+        yield seen
+    finally:
+        handle.remove()
+
+
+def found(seen: dict[str, Any], picture: Sequence[int], inside: Sequence[int], classes: Sequence[str]) -> Objects:
+    """Return what the queries found in the first picture of a batch, by the last layer of the decoder.
+
+    Args:
+        seen: By :func:`watch_head`.
+        picture: (H, W) of the model's input, with its padding.
+        inside: (h, w) of the picture in it.
+        classes: Their names; a class beyond them goes by its number.
+
+    Raises:
+        ValueError: the head does not give classes and boxes or masks for every query.
+    """
+    output = seen.get("output")
+    if not isinstance(output, (tuple, list)) or len(output) < 2:
+        raise ValueError("the model's head must give classes, and boxes or masks, of object queries")
+    logits, places = output[0][-1][0].float(), output[1][-1][0].float()
+    # With a softmax the last class is 'no object'.
+    scores, labels = (logits.sigmoid() if seen["sigmoid"] else logits.softmax(-1)[:, :-1]).max(-1)
+    order = scores.argsort(descending=True)
+    masks = None
+    if places.dim() == 3:
+        masks = places[order]
+        boxes = torch.stack([_box_of_mask(mask, picture, inside) for mask in masks])
+    else:
+        boxes = _corners(places[order], inside)
+    names = [classes[n] if n < len(classes) else f"class {n}" for n in labels[order].tolist()]
+    return Objects(order, labels[order], names, scores[order], boxes, masks)
+
+
+def _corners(boxes: Tensor, inside: Sequence[int]) -> Tensor:
+    """(N, 4) as (x, y, w, h) of the picture's sizes, as corners in its pixels."""
+    size = torch.tensor([inside[1], inside[0]], dtype=boxes.dtype)
+    corners = torch.cat((boxes[:, :2] - boxes[:, 2:] / 2, boxes[:, :2] + boxes[:, 2:] / 2), 1) * size.repeat(2)
+    return torch.minimum(corners.clamp(min=0), size.repeat(2))
+
+
+def fine_mask(logits: Tensor, picture: Sequence[int], inside: Sequence[int]) -> Tensor:
+    """Logits (H', W') over the padded picture as (h, w), in the picture's pixels and without the padding."""
+    fine = F.interpolate(logits[None, None], tuple(picture), mode="bilinear", align_corners=False)
+    return fine[0, 0, : inside[0], : inside[1]]
+
+
+def _box_of_mask(logits: Tensor, picture: Sequence[int], inside: Sequence[int]) -> Tensor:
+    """The box around the pixels whose logit is above 0; of no size where there is none."""
+    there = fine_mask(logits, picture, inside) > 0
+    rows, columns = (there.any(axis).nonzero().flatten() for axis in (1, 0))
+    if not len(rows):
+        return torch.zeros(4)
+    return torch.tensor([columns[0], rows[0], columns[-1] + 1, rows[-1] + 1], dtype=torch.float32)
