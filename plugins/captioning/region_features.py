@@ -28,9 +28,8 @@ from typing import Any
 import numpy as np
 
 from . import files
-from .region_formats import ARRAYS, open_arrays, package_of, save_arrays
-
-ImageId = int | str
+from .region_formats import ARRAYS, open_arrays, package_of
+from .region_parts import INDEX, ImageId, RegionParts, read_index
 
 
 class RegionFeatures:
@@ -230,21 +229,12 @@ class RegionFeaturesWriter:
             raise ValueError(f"dtype must be 'float16' or 'float32', got {dtype!r}")
         self.folder, self.dtype = Path(folder), np.dtype(dtype)
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.image_ids: list[ImageId] = []
-        self.offsets = [0]
-        self.feature_dim: int | None = None
-        index = self.folder / "images.jsonl"
-        lines = index.read_bytes().splitlines(keepends=True) if index.is_file() else []
-        lines = [line for line in lines if line.endswith(b"\n")]
-        for line in lines:
-            image_id, n, D, written = json.loads(line)
-            if written != dtype:
-                raise ValueError(f"{self.folder} was begun with {written}, not {dtype}")
-            self.image_ids.append(image_id)
-            self.offsets.append(self.offsets[-1] + n)
-            self.feature_dim = D
+        found = read_index(self.folder)
+        if found.dtype not in (None, dtype):
+            raise ValueError(f"{self.folder} was begun with {found.dtype}, not {dtype}")
+        self.image_ids, self.offsets, self.feature_dim = found.image_ids, found.offsets, found.feature_dim
         self._known = set(map(str, self.image_ids))
-        self._index = _appended(index, sum(map(len, lines)))
+        self._index = _appended(self.folder / INDEX, found.size)
         rows, D = self.offsets[-1], self.feature_dim or 0
         sizes = {"features": D * self.dtype.itemsize, "boxes": 16, "scores": 4}
         self._files = {name: _appended(self.folder / name, rows * size) for name, size in sizes.items()}
@@ -297,22 +287,10 @@ class RegionFeaturesWriter:
         path = Path(path)
         package_of(path)
         self.close()
-        rows, D = self.offsets[-1], self.feature_dim or 0
-        if not self.image_ids or not D:
+        parts = RegionParts([self.folder])
+        if not parts.image_ids:
             raise ValueError(f"{path}: there is no image to write")
-        shapes = {
-            "features": (self.dtype, (rows, D)),
-            "boxes": (np.dtype(np.float32), (rows, 4)),
-            "scores": (np.dtype(np.float32), (rows,)),
-        }
-        arrays: dict[str, np.ndarray] = {
-            name: np.memmap(self.folder / name, dtype, "r", shape=shape) if rows else np.empty(shape, dtype)
-            for name, (dtype, shape) in shapes.items()
-        }
-        text = any(isinstance(x, str) for x in self.image_ids)
-        ids = np.array([str(x).encode() for x in self.image_ids]) if text else np.array(self.image_ids, np.int64)
-        arrays = {"image_ids": ids, "offsets": np.array(self.offsets, np.int64), **arrays}
-        files.write(path, lambda partial: save_arrays(partial, arrays, None if recipe is None else json.dumps(recipe)))
+        files.write(path, lambda partial: parts.save(partial, recipe))
 
     def close(self) -> None:
         """Close the files."""

@@ -32,8 +32,11 @@ def open_arrays(path: Path) -> dict[str, Any]:
     return {".npz": _open_npz, ".lmdb": _open_lmdb}.get(path.suffix, _open_hdf5)(path)
 
 
-def save_arrays(path: Path, arrays: dict[str, np.ndarray], recipe: str | None = None) -> None:
-    """Write all five arrays, the large ones block by block, and the recipe."""
+def save_arrays(path: Path, arrays: dict[str, Any], recipe: str | None = None) -> None:
+    """Write all five arrays, the large ones block by block, and the recipe; the same bytes of the same arrays.
+
+    An array may be anything that has ``shape``, ``dtype``, ``nbytes`` and slices of rows.
+    """
     {".npz": _save_npz, ".lmdb": _save_lmdb}.get(path.suffix, _save_hdf5)(path, arrays, recipe)
 
 
@@ -83,19 +86,25 @@ def _mapped(path: Path, file: Any, info: zipfile.ZipInfo) -> np.ndarray:
     return np.memmap(path, dtype, "r", start, shape, "F" if fortran else "C")
 
 
-def _save_npz(path: Path, arrays: dict[str, np.ndarray], recipe: str | None) -> None:
+def _save_npz(path: Path, arrays: dict[str, Any], recipe: str | None) -> None:
     with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
         for name, array in arrays.items():
-            with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
-                npy.write_array_header_1_0(member, npy.header_data_from_array_1_0(array))
+            with archive.open(_member(name), "w", force_zip64=True) as member:
+                header = dict(descr=npy.dtype_to_descr(array.dtype), fortran_order=False, shape=array.shape)
+                npy.write_array_header_1_0(member, header)
                 for start, stop in _blocks(array):
                     member.write(array[start:stop].tobytes())
         if recipe is not None:
-            with archive.open(f"{RECIPE}.npy", "w") as member:
+            with archive.open(_member(RECIPE), "w") as member:
                 npy.write_array(member, np.array(recipe), allow_pickle=False)
 
 
-def _blocks(array: np.ndarray) -> Iterable[tuple[int, int]]:
+def _member(name: str) -> zipfile.ZipInfo:
+    """Without the time of day."""
+    return zipfile.ZipInfo(f"{name}.npy")
+
+
+def _blocks(array: Any) -> Iterable[tuple[int, int]]:
     """Rows first to last, ``BLOCK`` bytes at a time."""
     step = max(1, BLOCK // max(1, array[:1].nbytes))
     return ((start, min(start + step, len(array))) for start in range(0, len(array), step))
@@ -113,7 +122,7 @@ def _open_hdf5(path: Path) -> dict[str, Any]:
     return {**arrays, "image_ids": ids, "offsets": offsets, "recipe": recipe}
 
 
-def _save_hdf5(path: Path, arrays: dict[str, np.ndarray], recipe: str | None) -> None:
+def _save_hdf5(path: Path, arrays: dict[str, Any], recipe: str | None) -> None:
     with package_of(path).File(path, "w") as file:
         for name, array in arrays.items():
             dataset = file.create_dataset(name, array.shape, array.dtype)
@@ -150,7 +159,7 @@ def _environment(path: Path, *_: int) -> Any:
     return environment
 
 
-def _save_lmdb(path: Path, arrays: dict[str, np.ndarray], recipe: str | None) -> None:
+def _save_lmdb(path: Path, arrays: dict[str, Any], recipe: str | None) -> None:
     # The map may be larger than the file will be: a page a record and the tree's pages, on top of the data.
     size = 2 * sum(array.nbytes for array in arrays.values()) + 16384 * (len(arrays["image_ids"]) + 64)
     size += 4 * len(recipe or "")

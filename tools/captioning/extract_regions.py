@@ -23,6 +23,14 @@ there are read; without both, all pictures of the folder are, and their ids are 
 What is done is kept in a folder beside OUT: the same command goes on where it was interrupted, and gives the same file.
 A picture that is missing, broken or fails in the network is named with its reason and left out.
 
+Several processes share the pictures, each on its own GPU (``--device cuda``) or all on the CPU::
+
+    torchrun --nproc-per-node 8 -m tools.captioning.extract_regions data/coco/images data/coco/regions.h5 ...
+
+OUT has the bytes that one process with as many threads writes. An interrupted run goes on with any number of processes;
+a second one at the same OUT is an error. Process 0 prints how far all are, and its exit code is that of all (torchrun's
+own is 1 where it is not 0). On several machines the folder of OUT must be one that all see, with file locks.
+
 OUT also holds the recipe, by which ``tools.caption`` computes the regions of new pictures: the options, and where the
 weights lie.
 
@@ -34,11 +42,8 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import shutil
 import sys
-import time
-from collections.abc import Iterator, Sequence
-from datetime import timedelta
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,15 +51,19 @@ from tools.requires import extras, need
 
 with extras("captioning", "timm", "tools"):
     import torch
+    from PIL import Image
     from torch.utils.data import DataLoader, Dataset
 
     from attn_plugins.captioning.region_features import RegionFeaturesWriter
     from attn_plugins.captioning.region_formats import PACKAGES, package_of
-    from tools import files
-    from tools.captioning.image_list import ImageId, ListedImage, listed_images
+    from attn_plugins.captioning.region_parts import RegionParts, read_index
+    from tools.captioning.image_list import ListedImage, listed_images
     from tools.captioning.json_files import BadFile
+    from tools.captioning.processes import Process, device_of, this_process
+    from tools.captioning.progress import Progress
     from tools.captioning.region_recipe import make_extractor, recipe_of
     from tools.captioning.regions import BadExtractor, Extractor, Regions, Selection
+    from tools.captioning.shared_run import SharedRun, made
     from tools.pictures import BadPicture, open_picture
 
 
@@ -80,43 +89,57 @@ class Prepared(Dataset):
 
 
 class Extraction:
-    """Goes through the pictures batch by batch and keeps what comes."""
+    """Goes through this process' share of the pictures, batch by batch, and keeps what comes.
 
-    def __init__(self, writer: RegionFeaturesWriter, extractor: Extractor) -> None:
-        self.writer, self.extractor = writer, extractor
-        self.skipped: dict[ImageId, str] = {}
-        self.worked = False  # a first failure of the network is the network's, not the picture's
+    A padded batch changes its members a little: batches are the same however many processes there are, and in a run
+    that goes on, for which some pictures are computed again.
+    """
 
-    def run(self, images: Sequence[ListedImage], batch_size: int, workers: int) -> None:
-        """Append the regions of all pictures that the writer does not have yet."""
-        done = set(map(str, self.writer.image_ids))
-        # A padded batch changes its members a little: batches are the same in a run that goes on, some computed again.
-        batches = [range(i, min(i + batch_size, len(images))) for i in range(0, len(images), batch_size)]
-        left = [list(batch) for batch in batches if any(str(images[i].id) not in done for i in batch)]
+    def __init__(self, images: Sequence[ListedImage], batch_size: int, extractor: Extractor) -> None:
+        self.images, self.extractor = images, extractor
+        self.batches = [range(i, min(i + batch_size, len(images))) for i in range(0, len(images), batch_size)]
+        self.numbers = {str(image.id): i for i, image in enumerate(images)}
+
+    def left(self, parts: list[Path]) -> list[int]:
+        """Numbers of the batches that are not done."""
+        done = _done(parts)
+        if done:
+            print(f"going on after {len(done)} of {len(self.images)} images", flush=True)
+        return [n for n, batch in enumerate(self.batches) if any(str(self.images[i].id) not in done for i in batch)]
+
+    def run(self, run: SharedRun, dtype: str, workers: int, progress: Callable[[], None]) -> None:
+        """Append the regions of the pictures that are left to this process."""
+        done = _done(run.parts)
         loader: Any = DataLoader(
-            Prepared(images, self.extractor), batch_sampler=left, num_workers=workers, collate_fn=list
+            Prepared(self.images, self.extractor),
+            batch_sampler=[list(self.batches[n]) for n in run.left],
+            num_workers=workers,
+            collate_fn=list,
         )
-        progress = Progress(len(images), len(images) - sum(map(len, left)))
-        for batch in loader:
-            for image, _, reason in batch:
-                if reason is not None:
-                    self.skip(image, reason)
-            good = [(image, prepared) for image, prepared, reason in batch if reason is None]
-            for image, regions in self.extract(good):
-                if str(image.id) in done:
-                    continue
-                try:
-                    self.writer.append(image.id, regions)
-                except ValueError as error:
-                    self.skip(image, str(error))
-            progress.add(len(batch), len(self.skipped))
+        with RegionFeaturesWriter(run.part, dtype) as writer:
+            for batch in loader:
+                run.check()
+                for image, _, reason in batch:
+                    if reason is not None:
+                        self.skip(run, image, reason)
+                good = [(image, prepared) for image, prepared, reason in batch if reason is None]
+                for image, regions in self.extract(run, good):
+                    if str(image.id) in done:
+                        continue
+                    try:
+                        writer.append(image.id, regions)
+                    except ValueError as error:
+                        self.skip(run, image, str(error))
+                progress()
 
-    def skip(self, image: ListedImage, reason: str) -> None:
+    def skip(self, run: SharedRun, image: ListedImage, reason: str) -> None:
         """Name a picture that is left out."""
-        self.skipped[image.id] = reason
-        print(f"\nskipped {image.path} (image {image.id}): {reason}", file=sys.stderr, flush=True)
+        run.skip(self.numbers[str(image.id)], reason)
+        start = "\n" if sys.stdout.isatty() else ""  # not into the line of the progress
+        sys.stderr.write(f"{start}skipped {image.path} (image {image.id}): {reason}\n")
+        sys.stderr.flush()
 
-    def extract(self, batch: list[tuple[ListedImage, Any]]) -> Iterator[tuple[ListedImage, Regions]]:
+    def extract(self, run: SharedRun, batch: list[tuple[ListedImage, Any]]) -> Iterator[tuple[ListedImage, Regions]]:
         """The regions of a batch; where it fails, of its pictures one by one."""
         if not batch:
             return
@@ -127,89 +150,72 @@ class Extraction:
         except (RuntimeError, ValueError, IndexError, AssertionError) as error:
             if len(batch) > 1:
                 for one in batch:
-                    yield from self.extract([one])
-            elif not self.worked:
+                    yield from self.extract(run, [one])
+            elif not self.works():
                 raise
             else:
-                self.skip(batch[0][0], f"{type(error).__name__}: {error}")
+                self.skip(run, batch[0][0], f"{type(error).__name__}: {error}")
             return
-        self.worked = True
         yield from zip((image for image, _ in batch), found)
 
-
-class Progress:
-    """A line that tells how far it is: rewritten on a terminal, else one every twentieth part."""
-
-    def __init__(self, total: int, done: int) -> None:
-        self.total, self.done, self.began, self.first = total, done, time.monotonic(), done
-        self.terminal, self.shown = sys.stdout.isatty(), -1
-
-    def add(self, number: int, skipped: int) -> None:
-        self.done += number
-        part = 20 * self.done // self.total
-        if not self.terminal and part == self.shown:
-            return
-        self.shown = part
-        rate = (self.done - self.first) / max(time.monotonic() - self.began, 1e-9)
-        left = timedelta(seconds=round((self.total - self.done) / rate))
-        line = f"{self.done}/{self.total} images, {rate:.1f} a second, left {left}"
-        line += f", {skipped} skipped" if skipped else ""
-        print(f"{line}   ", end="\r" if self.terminal and self.done < self.total else "\n", flush=True)
+    def works(self) -> bool:
+        """Whether the network has regions for a plain picture: else its failure is not a picture's."""
+        try:
+            return len(self.extractor([self.extractor.prepare(Image.new("RGB", (64, 64), "grey"))])) == 1
+        except Exception:
+            return False
 
 
-def open_writer(
-    folder: Path, recipe: dict[str, Any], images: Sequence[ListedImage], restart: bool
-) -> RegionFeaturesWriter:
-    """A new writer, or that of an interrupted run of the same recipe.
+def _done(parts: list[Path]) -> set[str]:
+    return {str(image_id) for part in parts for image_id in read_index(part).image_ids}
 
-    Raises:
-        BadFile: the run was of another one.
-    """
-    if restart:
-        shutil.rmtree(folder, ignore_errors=True)
+
+def settings_of(recipe: dict[str, Any], images: Sequence[ListedImage]) -> dict[str, Any]:
+    """What two runs have in common, one of which goes on with what the other has done."""
     names = json.dumps([[image.id, image.path.name] for image in images])
-    own = dict(recipe["options"], images=hashlib.sha256(names.encode()).hexdigest())
-    own.update({f"content of the {name}": found["sha256"] for name, found in recipe["files"].items()})
-    file = folder / "recipe.json"
-    if file.is_file():
-        before = json.loads(file.read_text())
-        for name, value in json.loads(json.dumps(own)).items():
-            if before.get(name) != value:
-                what = f"{name} = {before.get(name)!r}, not {value!r}"
-                what = "other images" if name == "images" else f"another {name}" if name.startswith("content") else what
-                raise BadFile(f"{folder} is of an interrupted run with {what}: --restart begins anew")
-    else:
-        files.write_text(file, json.dumps(own))
-    return RegionFeaturesWriter(folder, recipe["options"]["dtype"])
+    settings = dict(recipe["options"], images=hashlib.sha256(names.encode()).hexdigest())
+    settings.update({f"content of the {name}": found["sha256"] for name, found in recipe["files"].items()})
+    return settings
 
 
-def extract(options: argparse.Namespace) -> int:
+def extract(options: argparse.Namespace, process: Process) -> int:
     """What the command line asks for; returns how many pictures were left out."""
     out: Path = options.out
     if (package := PACKAGES.get(out.suffix)) is not None:
         need(package)
     package_of(out)
-    if out.exists() and not options.overwrite:
-        raise BadFile(f"OUT {out} is there already: --overwrite makes it anew")
+    folder = out.with_name(f".{out.name}.partial")
+
+    def check_out() -> None:
+        if out.exists() and not options.overwrite and not made(folder, out):
+            raise BadFile(f"OUT {out} is there already: --overwrite makes it anew")
+
+    if process.rank == 0:  # another one may come when all is done
+        check_out()
     if options.batch_size < 1:
         raise BadExtractor(f"--batch-size must be at least 1, got {options.batch_size}")
     images = listed_images(options.images, options.captions, options.splits)
-    extractor = make_extractor(options, options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    extractor = make_extractor(options, device_of(process, options.device))
     recipe = recipe_of(options, out)
-    folder = out.with_name(f".{out.name}.partial")
-    with open_writer(folder, recipe, images, options.restart) as writer:
-        before = len(writer.image_ids)
-        if before:
-            print(f"going on after {before} of {len(images)} images")
-        extraction = Extraction(writer, extractor)
-        extraction.run(images, options.batch_size, options.workers)
-        if not writer.image_ids:
+    extraction = Extraction(images, options.batch_size, extractor)
+    with SharedRun(folder, process, settings_of(recipe, images), options.restart) as run:
+        run.begin(extraction.left, check_out)
+        shown = None
+        if process.rank == 0:
+            shown = Progress(len(images), run.count, seconds=1 if process.number > 1 else 0)
+        show = shown.show if shown else lambda: None
+        extraction.run(run, options.dtype, options.workers, show)
+        if not run.finish(show):
+            return 0
+        assert shown is not None
+        shown.show(last=True)
+        parts = RegionParts(run.parts, [image.id for image in images])
+        if not parts.image_ids:
             raise BadFile(f"none of the {len(images)} pictures gave regions; the first: {images[0].path}")
-        writer.assemble(out, recipe)
-        rows, D = writer.offsets[-1], writer.feature_dim
-    shutil.rmtree(folder)
-    number = len(images) - len(extraction.skipped)
-    print(f"{out}: {number} images, {rows} regions of {D} channels")
+        run.make(out, lambda partial: parts.save(partial, recipe))
+        skipped = run.skipped()
+        run.remove()
+    print(f"{out}: {len(parts.image_ids)} images, {parts.rows} regions of {parts.feature_dim} channels")
     h, w = getattr(extractor, "map_size", None) or (options.grid_size,) * 2
     if min(h, w) < options.grid_size:
         print(
@@ -217,11 +223,10 @@ def extract(options: argparse.Namespace) -> int:
             f"{options.grid_size} regions some are the same: a larger --size, or --grid-size {min(h, w)}",
             file=sys.stderr,
         )
-    if extraction.skipped:
-        print(f"{len(extraction.skipped)} pictures were skipped:", file=sys.stderr)
-        for image_id, reason in extraction.skipped.items():
-            print(f"  image {image_id}: {reason}", file=sys.stderr)
-    return len(extraction.skipped)
+    if skipped:
+        lines = [f"  image {images[number].id}: {reason}" for number, reason in skipped]
+        print("\n".join([f"{len(skipped)} pictures were skipped:", *lines]), file=sys.stderr)
+    return len(skipped)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -258,7 +263,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--batch-size", type=int, default=4, help="default %(default)s")
     made.add_argument("--workers", type=int, default=0, help="processes that read pictures, default %(default)s")
     made.add_argument("--dtype", choices=("float16", "float32"), default="float16", help="default %(default)s")
-    made.add_argument("--device", help="default: cuda where there is one, else cpu")
+    made.add_argument("--device", help="default: cuda where there is one (of several processes each its own), else cpu")
     made.add_argument("--seed", type=int, default=0, help="of random weights, default %(default)s")
     made.add_argument("--overwrite", action="store_true", help="replace OUT")
     made.add_argument("--restart", action="store_true", help="forget what an interrupted run has done")
@@ -267,13 +272,18 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: list[str] | None = None) -> int:
     options = parser().parse_args(arguments)
+    process = Process()
     try:
-        return 1 if extract(options) else 0
+        process = this_process()
+        return 1 if extract(options, process) else 0
     except (ValueError, ModuleNotFoundError) as error:
-        print(f"extract_regions: {error}", file=sys.stderr)
+        print(f"extract_regions{process.note}: {error}", file=sys.stderr)
         return 2
     except torch.cuda.OutOfMemoryError as error:
-        print(f"extract_regions: {error}; a smaller --batch-size needs less; --restart with it", file=sys.stderr)
+        print(
+            f"extract_regions{process.note}: {error}; a smaller --batch-size needs less; --restart with it",
+            file=sys.stderr,
+        )
         return 2
 
 

@@ -82,11 +82,12 @@ def recipe_of(options: argparse.Namespace, out: Path) -> dict[str, Any]:
 def _located(path: Path, out: Path) -> dict[str, Any]:
     absolute, folder = path.resolve(), out.resolve().parent
     return dict(
-        given=str(path), absolute=str(absolute), relative=os.path.relpath(absolute, folder), sha256=_hash(absolute)
+        given=str(path), absolute=str(absolute), relative=os.path.relpath(absolute, folder), sha256=sha256_of(absolute)
     )
 
 
-def _hash(path: Path) -> str:
+def sha256_of(path: Path) -> str:
+    """The hash of a file's content."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(1 << 20):
@@ -146,7 +147,7 @@ class RecordedExtractor:
         places = [features.resolve().parent / file["relative"], Path(file["absolute"]), Path(file["given"])]
         found = [path for path in places if path.is_file()]
         for path in found:
-            if _hash(path) == file["sha256"]:
+            if sha256_of(path) == file["sha256"]:
                 return str(path)
         if found:
             what = f"but {found[0]} has another content now"

@@ -1,0 +1,294 @@
+"""A run of one process or several over a list of things, which goes on where it was interrupted.
+
+The folder of a run has a folder for every process, ``part-0``, ``part-1``, ..., to which no other process writes. What
+lies there are the tool's own files; ``images.jsonl`` has a line for every thing that is done, ``skipped.jsonl`` one for
+every thing that was left out. Process 0 looks at what is done, says what is left, waits for the others and makes one
+result of all parts, so that it does not depend on how many processes there were, nor on how often they were ended.
+
+Processes know of each other by locks on bytes of the file ``lock``. A lock ends with its process, so that nothing old
+is ever taken for something new: no process group, no ports, no run id.
+
+======== ==================================================
+byte     held by
+======== ==================================================
+0        process 0, from its beginning to its end
+1        process 0, from saying what is left to its result
+2 + 2r   process r, from its first thing to its end
+3 + 2r   process r, when its part is complete
+======== ==================================================
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from attn_plugins.captioning.files import complete_lines
+from tools import files
+from tools.captioning.byte_locks import PAUSE, ByteLocks
+from tools.captioning.json_files import BadFile
+from tools.captioning.processes import Process
+
+RECORDS, SKIPPED = "images.jsonl", "skipped.jsonl"
+RUN, READY, PARTS = 0, 1, 2
+PATIENCE = 10.0  # seconds that a process which was just killed may take to be gone
+BEGIN = 3600.0  # seconds until all processes must have begun
+
+
+class SharedRun:
+    """One process' view of a run.
+
+    Args:
+        folder: Of the run.
+        process: Which one this is.
+        settings: What the result depends on, of what JSON can hold; a run with others is not gone on with.
+        restart: Whether to forget what an interrupted run has done.
+    """
+
+    def __init__(self, folder: Path, process: Process, settings: Mapping[str, Any], restart: bool = False) -> None:
+        self.folder, self.process, self.restart = folder, process, restart
+        self.settings = json.loads(json.dumps(settings))
+        self.part = folder / f"part-{process.rank}"
+        self.left: list[int] = []
+        self._counts: dict[Path, tuple[int, int]] = {}
+        self._locks: ByteLocks | None = None
+        self._records: IO[str] | None = None
+
+    def begin(self, left: Callable[[list[Path]], Sequence[int]], check: Callable[[], None] = lambda: None) -> None:
+        """Take this process' share of what is left.
+
+        Args:
+            left: From the folders of the parts to the numbers of what is not done; process 0 alone is asked.
+            check: Raises where the result must not be made; likewise, and before anything is changed.
+
+        Raises:
+            BadFile: another run is at work in the folder, an interrupted one had other settings, or process 0 does not
+                begin.
+        """
+        if self.process.rank == 0:
+            self._locks = self._lead()
+            check()
+            self._prepare()
+            numbers = list(left(self.parts))
+            plan = dict(processes=self.process.number, settings=self.settings, left=numbers)
+            files.write_text(self.folder / "plan.json", json.dumps(plan))
+            free = self._locks.hold(READY, PATIENCE)
+        else:
+            self._locks = self._follow()
+            plan = json.loads((self.folder / "plan.json").read_text())
+            free = (plan["processes"], plan["settings"]) == (self.process.number, self.settings)
+        if not free or not self._locks.hold(self._byte(self.process.rank), PATIENCE):
+            raise BadFile(f"another run is at work in {self.folder}")
+        self.part.mkdir(exist_ok=True)
+        self.left = plan["left"][self.process.rank :: self.process.number]
+
+    def _byte(self, rank: int) -> int:
+        return PARTS + 2 * rank
+
+    def _lead(self) -> ByteLocks:
+        """As process 0: the folder's locks, when no other run has any."""
+        while True:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            try:
+                locks = ByteLocks(self.folder / "lock", create=True, needed=self.process.number > 1)
+            except FileNotFoundError:  # a run that ends removes its folder
+                continue
+            try:
+                until = time.monotonic() + PATIENCE
+                free = locks.hold(RUN, PATIENCE)
+                while free and locks.held(PARTS, 0) and (free := time.monotonic() < until):
+                    time.sleep(PAUSE)
+            except OSError as error:
+                locks.close()
+                raise BadFile(f"{locks.path} cannot be locked: {error.strerror}") from error
+            if not free:
+                locks.close()
+                raise BadFile(f"another run, or a process of an interrupted one, is at work in {self.folder}")
+            if not locks.removed:
+                return locks
+            locks.close()
+
+    def _follow(self) -> ByteLocks:
+        """As another process: the locks, when process 0 says what is left."""
+        until = time.monotonic() + BEGIN
+        while time.monotonic() < until:
+            with contextlib.suppress(FileNotFoundError):
+                locks = ByteLocks(self.folder / "lock")
+                if locks.held(READY) and not locks.removed:
+                    return locks
+                locks.close()
+            time.sleep(PAUSE)
+        raise BadFile(f"process 0 of {self.process.number} has not begun within {BEGIN:.0f} seconds")
+
+    def _prepare(self) -> None:
+        """As process 0 alone in the folder: forget what may not be used."""
+        file, before = self.folder / "settings.json", {}
+        if file.is_file():
+            before = json.loads(file.read_text())
+        if before != self.settings or self.restart:
+            if not self.restart and any(complete_lines(part / RECORDS) for part in self.parts):
+                raise BadFile(
+                    f"{self.folder} is of an interrupted run with {self._other(before)}: --restart begins anew"
+                )
+            self._forget()
+            files.write_text(file, json.dumps(self.settings))
+        for part in self.parts:
+            (part / SKIPPED).unlink(missing_ok=True)
+
+    def _other(self, before: Mapping[str, Any]) -> str:
+        """In words, the first setting that was another one."""
+        for name, value in self.settings.items():
+            if before.get(name) == value:
+                continue
+            if name == "images":
+                return "other images"
+            if name.startswith("content"):
+                return f"another {name}"
+            return f"{name} = {before.get(name)!r}, not {value!r}"
+        return f"{', '.join(sorted(set(before) - set(self.settings)))}, which this one lacks"
+
+    def _forget(self) -> None:
+        for part in self.parts:
+            (part / RECORDS).unlink(missing_ok=True)  # first: ended in between, nothing else counts
+            shutil.rmtree(part)
+
+    @property
+    def parts(self) -> list[Path]:
+        """The folders of all parts, also those of processes that this run does not have."""
+        return sorted(self.folder.glob("part-*"), key=lambda part: int(part.name[5:]))
+
+    def record(self, row: Any) -> None:
+        """Add a line to ``images.jsonl``, for tools whose own files have none."""
+        if self._records is None:
+            file = self.part / RECORDS
+            file.touch()
+            os.truncate(file, sum(map(len, complete_lines(file))))
+            self._records = file.open("a")
+        self._records.write(json.dumps(row) + "\n")
+        self._records.flush()
+
+    def skip(self, number: int, reason: str) -> None:
+        """Note that something is left out; a later run tries it again."""
+        with (self.part / SKIPPED).open("a") as file:
+            file.write(json.dumps([number, reason]) + "\n")
+
+    def skipped(self) -> list[tuple[int, str]]:
+        """Numbers and reasons of what all processes have left out, in order."""
+        lines = [line for part in self.parts for line in complete_lines(part / SKIPPED)]
+        return sorted((number, reason) for number, reason in map(json.loads, lines))
+
+    def count(self) -> tuple[int, int]:
+        """How many things all processes have done, and how many they have left out."""
+        return self._lines(RECORDS), self._lines(SKIPPED)
+
+    def _lines(self, name: str) -> int:
+        total = 0
+        for part in self.parts:
+            size, lines = self._counts.get(part / name, (0, 0))
+            with contextlib.suppress(FileNotFoundError), (part / name).open("rb") as file:
+                file.seek(size)
+                added = file.read()
+                added = added[: added.rfind(b"\n") + 1]
+                self._counts[part / name] = size + len(added), (lines := lines + added.count(b"\n"))
+            total += lines
+        return total
+
+    def check(self) -> None:
+        """To be called now and then.
+
+        Raises:
+            BadFile: process 0 has ended, so that nobody would make the result.
+        """
+        if self.process.rank != 0 and not self._locked.held(READY):
+            raise BadFile(f"process 0 of {self.process.number} has ended: the same command goes on")
+
+    @property
+    def _locked(self) -> ByteLocks:
+        assert self._locks is not None
+        return self._locks
+
+    def finish(self, meanwhile: Callable[[], None] = lambda: None) -> bool:
+        """Wait until the parts of all processes are complete.
+
+        Args:
+            meanwhile: Called by process 0 now and then.
+
+        Returns:
+            Whether this is process 0, which makes the result; the others are back when it has.
+
+        Raises:
+            BadFile: a process has ended before its part was complete, or has not begun.
+        """
+        locks, number = self._locked, self.process.number
+        if self.process.rank != 0:
+            locks.hold(self._byte(self.process.rank) + 1, PATIENCE)
+            while locks.held(READY):
+                time.sleep(PAUSE)
+            return False
+        until, begun, waited = time.monotonic() + BEGIN, set[int](), set(range(1, number))
+        while waited:
+            for rank in sorted(waited):
+                at_work = locks.held(self._byte(rank))
+                if locks.held(self._byte(rank) + 1):
+                    waited.discard(rank)
+                elif at_work:
+                    begun.add(rank)
+                elif rank in begun or time.monotonic() > until:
+                    what = "ended before its part was complete" if rank in begun else "not begun"
+                    raise BadFile(f"process {rank} of {number} has {what}: the same command goes on")
+            meanwhile()
+            time.sleep(PAUSE if waited else 0)
+        return True
+
+    def make(self, out: Path, save: Callable[[Path], object]) -> None:
+        """As process 0, write the result by ``save`` beside ``out``, then rename it."""
+
+        def marked(partial: Path) -> None:
+            save(partial)
+            files.write_text(self.folder / "made.json", json.dumps(_identity(partial)))
+
+        files.write(out, marked)
+
+    def remove(self) -> None:
+        """As process 0, after the result: let the others end, then remove the folder."""
+        locks = self._locked
+        locks.release(READY)
+        until = time.monotonic() + 3 * PATIENCE
+        while locks.held(self._byte(1), 0) and time.monotonic() < until:
+            time.sleep(PAUSE)
+        self._forget()
+        shutil.rmtree(self.folder, ignore_errors=True)  # who waits for the lock may have made another
+
+    def __enter__(self) -> SharedRun:
+        return self
+
+    def __exit__(self, kind: object, *error: object) -> None:
+        """Let go everything; of a run that failed before anything was done nothing stays."""
+        if self._records is not None:
+            self._records.close()
+        if self._locks is None:
+            return
+        alone = self.process.number == 1 and not self._locks.removed
+        if kind is not None and alone and not any(complete_lines(part / RECORDS) for part in self.parts):
+            shutil.rmtree(self.folder, ignore_errors=True)
+        self._locks.close()
+
+
+def made(folder: Path, out: Path) -> bool:
+    """Whether ``out`` is the result of the run in ``folder``, which was ended before it had removed the folder."""
+    try:
+        return json.loads((folder / "made.json").read_text()) == _identity(out)
+    except FileNotFoundError:
+        return False
+
+
+def _identity(path: Path) -> list[int]:
+    """What a file keeps when it is renamed."""
+    found = path.stat()
+    return [found.st_ino, found.st_size, found.st_mtime_ns]
