@@ -10,7 +10,13 @@ import torch
 from mmengine.optim import build_optim_wrapper
 
 ROOT = Path(__file__).parents[2]
-TRAIN_TOOL = Path(importlib.util.find_spec("mmdet").origin).parent / ".mim/tools/train.py"
+MMDET_TOOLS = Path(importlib.util.find_spec("mmdet").origin).parent / ".mim/tools"
+TRAIN_TOOL, TEST_TOOL = MMDET_TOOLS / "train.py", MMDET_TOOLS / "test.py"
+
+
+def mmseg_tool(name: str) -> Path:
+    """mmseg's own tool, ``'train'`` or ``'test'``."""
+    return Path(importlib.util.find_spec("mmseg").origin).parent / f".mim/tools/{name}.py"
 
 
 def without_downloads(config: Any) -> Any:

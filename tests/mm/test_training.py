@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-import torch
 
-from tests.mm.mm_helpers import ROOT, TRAIN_TOOL
+from tests.mm.mm_helpers import ROOT
+from tests.mm.training_run import EPOCHS, ITERATIONS_PER_EPOCH, Run, assert_same_weights
 
-ITERATIONS_PER_EPOCH, EPOCHS = 4, 3
+BASE = ROOT / "configs/mmdet/digits/atss_narrow-r50-attn0010-dcn_fpn_digits.py"
 
 # Nothing here depends on how a batch is split: group norm, one image size, no random augmentation, and SGD,
 # whose step is linear in the gradient (Adam's first steps are its sign, which rounding can turn).
@@ -46,64 +42,15 @@ custom_hooks = [dict(type="LossLog", file={losses!r})]
 """
 
 
-class Run:
-    """One training in its own folder, started by mmdet's tool."""
-
-    def __init__(self, folder: Path, data: Path):
-        folder.mkdir()
-        self.folder, self.losses_file = folder, folder / "losses.jsonl"
-        self.config, self.log = folder / "config.py", folder / "log.txt"
-        base = ROOT / "configs/mmdet/digits/atss_narrow-r50-attn0010-dcn_fpn_digits.py"
-        self.config.write_text(
-            CONFIG.format(base=str(base), data=f"{data}/", epochs=EPOCHS, losses=str(self.losses_file))
-        )
-
-    def start(self, *arguments: str, processes: int = 1, batch_size: int = 4, kill_after: int | None = None) -> int:
-        """Run the tool; its return code."""
-        launcher = []
-        if processes > 1:
-            launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-            arguments = (*arguments, "--launcher", "pytorch")
-        path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-        options = ["--cfg-options", f"train_dataloader.batch_size={batch_size}"]
-        command = [sys.executable, *launcher, TRAIN_TOOL, self.config, "--work-dir", self.folder, *arguments, *options]
-        environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-        if kill_after is not None:
-            environment["KILL_AFTER"] = str(kill_after)
-        with self.log.open("a") as log:
-            return subprocess.run(
-                [str(part) for part in command],
-                cwd=ROOT,
-                env=environment,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                timeout=1800,
-            ).returncode
-
-    def finish(self, *arguments: str, **options: int) -> None:
-        assert self.start(*arguments, **options) == 0, self.log.read_text()[-3000:]
-
-    def losses(self) -> dict[int, float]:
-        """Iteration -> loss; of an iteration that ran twice, the second."""
-        lines = self.losses_file.read_text().splitlines() if self.losses_file.exists() else []
-        return {entry["iteration"]: entry["loss"] for entry in map(json.loads, lines)}
-
-    def weights(self, epoch: int) -> dict[str, torch.Tensor]:
-        file = self.folder / f"epoch_{epoch}.pth"
-        return torch.load(file, weights_only=False)["state_dict"]  # our own file, seconds old
+def training(folder: Path, data: Path) -> Run:
+    return Run(folder, CONFIG, base=str(BASE), data=f"{data}/")
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory, digits) -> Run:
-    run = Run(tmp_path_factory.mktemp("training") / "uninterrupted", digits)
+    run = training(tmp_path_factory.mktemp("training") / "uninterrupted", digits)
     run.finish()
     return run
-
-
-def assert_same_weights(run: Run, expected: Run, epoch: int, atol: float) -> None:
-    weights = run.weights(epoch)
-    for name, tensor in expected.weights(epoch).items():
-        torch.testing.assert_close(weights[name], tensor, rtol=1e-5, atol=atol, msg=lambda m, name=name: f"{name}: {m}")
 
 
 def test_the_loss_falls(uninterrupted):
@@ -112,7 +59,7 @@ def test_the_loss_falls(uninterrupted):
 
 
 def test_two_processes_give_the_curve_of_one_with_the_doubled_batch(uninterrupted, digits, tmp_path):
-    run = Run(tmp_path / "two", digits)
+    run = training(tmp_path / "two", digits)
     run.finish(processes=2, batch_size=2)
     # From step to step the two differ by rounding alone; later, sampling points that cross a pixel and the assignment
     # of objects to anchors amplify it (measured: 1e-7 in the first five steps, 5e-5 in the last ones).
@@ -127,7 +74,7 @@ def test_two_processes_give_the_curve_of_one_with_the_doubled_batch(uninterrupte
 
 
 def test_a_killed_run_resumes_on_its_curve(uninterrupted, digits, tmp_path):
-    run = Run(tmp_path / "killed", digits)
+    run = training(tmp_path / "killed", digits)
     last = ITERATIONS_PER_EPOCH + 2  # two iterations past the first checkpoint
     assert run.start(kill_after=last) == -signal.SIGKILL, run.log.read_text()[-3000:]
     assert max(run.losses()) == last
