@@ -140,9 +140,11 @@ load, resize = dict(type="LoadImageFromFile"), dict(type="Resize", scale=(96, 64
 annotations, pack = dict(type="LoadAnnotations"), dict(type="PackSegInputs")
 loader = dict(_delete_=True, batch_size=2, num_workers=0, sampler=dict(type="DefaultSampler", shuffle=False))
 train_dataloader = dict(loader, dataset=dict(
-    **digits, data_prefix=dict(img_path="train", seg_map_path="semantic/train"), pipeline=[load, annotations, resize, pack]))
+    **digits, data_prefix=dict(img_path="train", seg_map_path="semantic/train"),
+    pipeline=[load, annotations, resize, pack]))
 val_dataloader = dict(loader, batch_size=1, dataset=dict(
-    **digits, data_prefix=dict(img_path="val", seg_map_path="semantic/val"), pipeline=[load, resize, annotations, pack]))
+    **digits, data_prefix=dict(img_path="val", seg_map_path="semantic/val"),
+    pipeline=[load, resize, annotations, pack]))
 test_dataloader = val_dataloader
 train_cfg = dict(max_iters=3, val_interval=3)
 default_hooks = dict(checkpoint=dict(interval=3))

@@ -182,6 +182,7 @@ def test_outputs_follow_from_what_is_shown(package, name, monkeypatch):
         dict(attention_type="0010"),
         dict(attention_type="1111", spatial_range=3),
         dict(attention_type="1000"),
+        dict(attention_type="1000", kernel_size=5, outside="learned", smoothing="zscore"),
     ],
     ids=str,
 )
@@ -196,10 +197,20 @@ def test_outputs_of_our_layers_follow_from_what_is_shown(options, monkeypatch):
     (encoder,) = (layer for layer in captured.values() if layer.size is not None)
     assert encoder.size == encoder.keys == (3, 5)
     weights = encoder.weights()
-    torch.testing.assert_close(weights.sum(-1), torch.ones(weights.shape[:-1]))
     padded = torch.ones(3, 5, dtype=torch.bool)
     padded[:2, :3] = False
     assert not weights[1][..., padded.flatten()].any()  # of the second picture
+    sums = weights.sum(-1)
+    torch.testing.assert_close(sums[0], torch.ones_like(sums[0]))
+    torch.testing.assert_close(sums[1][:, ~padded.flatten()], torch.ones(8, 6))
+
+
+def test_outputs_of_our_deformable_layers_follow_from_what_is_shown(monkeypatch):
+    model = build("mmdet", DEFORMABLE)
+    exchange(model, {"encoder.layers.*.self_attn": dict(type="MultiScaleDeformableAttention", key_saliency=True)})
+    encoder = model.encoder.layers[0].self_attn
+    nn.init.normal_(encoder.gate, std=3.0)
+    check_outputs(model, "mmdet", monkeypatch)
 
 
 def test_chosen_queries_are_those_of_all(forwards):
