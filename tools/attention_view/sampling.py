@@ -70,12 +70,11 @@ class Samples:
             inside: (h, w) without.
         """
         sizes, valid = (torch.tensor([n[1], n[0]], dtype=places.dtype) for n in (picture, inside))
-        # A map's share that is picture was counted in its own pixels: boxes are relative to that.
-        ratios = self.arguments.get("valid_ratios")
         scale = sizes.expand(len(self.shapes), 2)
-        if ratios is not None:
-            share = ratios[0].to(places)
-            scale = torch.where(share < 1, valid / share, sizes)
+        ratios, padding = (self.arguments.get(name) for name in ("valid_ratios", "key_padding_mask"))
+        if ratios is not None and padding is not None and padding[0].any():
+            # The model took the picture for this share of the maps, in whole pixels of theirs, and its boxes with it.
+            scale = valid / ratios[0].to(places)
         if places.dim() > 3:
             return places * scale[:, None]
         return places * (scale if places.shape[-1] == 2 else scale.repeat(1, 2))

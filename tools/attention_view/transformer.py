@@ -117,7 +117,10 @@ def _watch(stack: ExitStack, module: nn.Module, keep: Callable[[dict[str, Any]],
 
 def _named(signature: inspect.Signature, arguments: Any, keywords: dict[str, Any]) -> dict[str, Any]:
     given = dict(signature.bind(*arguments, **keywords).arguments)
-    return given | given.pop("kwargs", {})
+    for name, parameter in signature.parameters.items():
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            given |= given.pop(name, {})
+    return given
 
 
 @contextmanager
