@@ -127,7 +127,10 @@ def draw_pixel_samples(view: View, layer: Samples, pixels: Sequence[tuple[int, i
             places = layer.in_pixels(locations[0], view.size, view.inside)
             for q, panel in enumerate(axes[level]):
                 y, x = ((n + 0.5) * scale for n, scale in zip(pixels[q], view.scale))
+                height, width = (size / cells for size, cells in zip(view.size, shape))
+                top, left = height * (y // height), width * (x // width)  # of the cell that is the query
                 panel.imshow(view.picture, extent=(0, view.size[1], view.size[0], 0), alpha=0.75)
+                _box(panel, (left, top, left + width, top + height), "black")
                 _points(panel, places[q], weights[0, q])
                 panel.plot(x, y, "+", color="black", markersize=9, markeredgewidth=2)
                 panel.set_title(f"{pixels[q]} on the map {shape[0]}×{shape[1]}", fontsize=7, pad=2)

@@ -33,7 +33,7 @@ function paintPoints(canvas, layer, points, under) {
     if (chosen !== "all" && Number(chosen) !== head) continue;
     painted++;
     context.beginPath();
-    context.arc(x * canvas.width, y * canvas.height, 0.8 + 4.5 * Math.sqrt(weight), 0, 2 * Math.PI);
+    context.arc(x * canvas.width, y * canvas.height, (1 + 6 * Math.sqrt(weight)) * canvas.width / 480, 0, 2 * Math.PI);
     context.fillStyle = layer.colours[level];
     context.fill();
     context.lineWidth = 0.6;
