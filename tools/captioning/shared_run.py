@@ -23,6 +23,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -58,6 +59,7 @@ class SharedRun:
         self.left: list[int] = []
         self._counts: dict[Path, tuple[int, int]] = {}
         self._locks: ByteLocks | None = None
+        self._token = ""
         self._records: IO[str] | None = None
 
     def begin(self, left: Callable[[list[Path]], Sequence[int]], check: Callable[[], None] = lambda: None) -> None:
@@ -77,6 +79,7 @@ class SharedRun:
             self._prepare()
             numbers = list(left(self.parts))
             plan = dict(processes=self.process.number, settings=self.settings, left=numbers)
+            plan["token"] = secrets.token_hex(8)
             files.write_text(self.folder / "plan.json", json.dumps(plan))
             free = self._locks.hold(READY, PATIENCE)
         else:
@@ -86,6 +89,8 @@ class SharedRun:
         if not free or not self._locks.hold(self._byte(self.process.rank), PATIENCE):
             raise BadFile(f"another run is at work in {self.folder}")
         self.part.mkdir(exist_ok=True)
+        self._token = plan["token"]
+        files.write_text(self.part / "begun", self._token)
         self.left = plan["left"][self.process.rank :: self.process.number]
 
     def _byte(self, rank: int) -> int:
@@ -208,6 +213,13 @@ class SharedRun:
         if self.process.rank != 0 and not self._locked.held(READY):
             raise BadFile(f"process 0 of {self.process.number} has ended: the same command goes on")
 
+    def _begun(self, rank: int) -> bool:
+        """Whether a process has begun its part of this very run."""
+        try:
+            return (self.folder / f"part-{rank}" / "begun").read_text() == self._token
+        except FileNotFoundError:
+            return False
+
     @property
     def _locked(self) -> ByteLocks:
         assert self._locks is not None
@@ -231,16 +243,15 @@ class SharedRun:
             while locks.held(READY):
                 time.sleep(PAUSE)
             return False
-        until, begun, waited = time.monotonic() + BEGIN, set[int](), set(range(1, number))
+        until, waited = time.monotonic() + BEGIN, set(range(1, number))
         while waited:
             for rank in sorted(waited):
+                begun = self._begun(rank)  # before the look at its lock, which it had then
                 at_work = locks.held(self._byte(rank))
                 if locks.held(self._byte(rank) + 1):
                     waited.discard(rank)
-                elif at_work:
-                    begun.add(rank)
-                elif rank in begun or time.monotonic() > until:
-                    what = "ended before its part was complete" if rank in begun else "not begun"
+                elif not at_work and (begun or time.monotonic() > until):
+                    what = "ended before its part was complete" if begun else "not begun"
                     raise BadFile(f"process {rank} of {number} has {what}: the same command goes on")
             meanwhile()
             time.sleep(PAUSE if waited else 0)
