@@ -83,7 +83,7 @@ def show(options: argparse.Namespace) -> list[Path]:
         files = pictures(options.slots)
         written = [] if options.image is None else look(model, mm, options)
         if files:
-            written.append(folder_of(options, options.image or files[0]) / "slots.png")
+            written.append(folder_of(options, options.image or options.slots[0]) / "slots.png")
             draw_slots(collect(partial(see_objects, model), files), written[-1])
         return written
     except (BadPicture, ViewError):

@@ -318,6 +318,17 @@ def test_points_follow_the_pixel_the_object_and_the_head(shown, browser):
     assert sorted(where) == sorted(list(range(8)) * 16)
 
 
+def test_a_page_of_objects_alone(configs, photograph, tmp_path, browser):
+    arguments = [configs["deformable"], str(photograph), "--output", str(tmp_path), "--layers", "decoder.*"]
+    assert main([*arguments, "--least-score", "0"]) == 0
+    browser.open(tmp_path / "attention.html")
+    browser.run("image.decode()")
+    assert browser.run("[picture, found, headLabel, opacity].map(n => n.checkVisibility())") == [
+        False, True, True, True
+    ]  # fmt: skip
+    assert browser.run("objectPanels.map(p => p.text.textContent.split(' ')[0])") == ["128", "128"]
+
+
 def test_the_page_works_by_keyboard_and_on_a_narrow_screen(shown, browser):
     browser.send("Emulation.setDeviceMetricsOverride", width=360, height=700, deviceScaleFactor=1, mobile=True)
     browser.open(shown["deformable"] / "attention.html")

@@ -14,7 +14,10 @@ function outline(context, canvas, [left, top, right, bottom], colour, width) {
 
 if (objects) {
   document.getElementById("objects").hidden = false;
-  if (!data.layers.length && !data.points.length) document.querySelector("main").hidden = true;
+  if (!data.layers.length && !data.points.length) {
+    document.querySelector("main").hidden = true;
+    document.querySelector("#choose .controls").append(headLabel, opacity.closest("label"));
+  }
   boxes.width = 640;
   boxes.height = Math.round(640 * data.height / data.width);
   objects.list.forEach((object, n) => objectSelect.add(new Option(object.title, n)));

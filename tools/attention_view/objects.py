@@ -41,8 +41,7 @@ class Objects:
         """The objects at these places of the list."""
         names = [self.names[n] for n in chosen.tolist()]
         masks = None if self.masks is None else self.masks[chosen]
-        parts = (tensor[chosen] for tensor in (self.queries, self.labels))
-        return Objects(*parts, names, self.scores[chosen], self.boxes[chosen], masks)
+        return Objects(self.queries[chosen], self.labels[chosen], names, self.scores[chosen], self.boxes[chosen], masks)
 
     def surest(self, count: int, least: float) -> Objects:
         """At most ``count`` objects with a score of at least ``least``; the surest alone where there is none."""

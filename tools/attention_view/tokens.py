@@ -91,9 +91,12 @@ def stock_weights(
     if chosen is not None:
         query = query.index_select(1 if attention.batch_first else 0, chosen)
         mask = None if mask is None else mask.index_select(-2, chosen)
-    options = dict(need_weights=True, average_attn_weights=False, attn_mask=mask)
     # Not a call: a hook on the layer shall not take this for another pass.
-    return attention.forward(query, key, key, key_padding_mask=masks.get("key_padding_mask"), **options)[1]
+    _, weights = attention.forward(
+        query, key, key, key_padding_mask=masks.get("key_padding_mask"), attn_mask=mask, average_attn_weights=False
+    )
+    assert weights is not None
+    return weights
 
 
 def probed_weights(
