@@ -151,8 +151,10 @@ def notes_of(found: CaptionedPicture, layer: int | None) -> list[str]:
     return notes
 
 
-def caption_picture(captioner: Captioner, name: str, path: Path, options: argparse.Namespace) -> dict[str, str]:
-    """Write ``NAME.json`` and ``NAME.png`` of a picture; returns its item of ``captions.json``.
+def caption_picture(
+    captioner: Captioner, name: str, path: Path, options: argparse.Namespace, folder: Path
+) -> dict[str, str]:
+    """Write ``NAME.json`` and ``NAME.png`` of a picture, first to ``folder``; returns its item of ``captions.json``.
 
     Raises:
         Uncaptioned: it cannot be read or captioned.
@@ -172,8 +174,9 @@ def caption_picture(captioner: Captioner, name: str, path: Path, options: argpar
     if options.all_weights:
         content["models"] = [all_weights(attention) for attention in found.attention]
     drawn = page(picture, explanation(found, shown, notes_of(found, options.layer)))
-    files.write_text(options.out / f"{name}.json", json.dumps(content) + "\n")
-    files.write(options.out / f"{name}.png", drawn.save)
+    numbered = json.dumps(content) + "\n"
+    files.write(options.out / f"{name}.json", lambda partial: partial.write_text(numbered), folder)
+    files.write(options.out / f"{name}.png", drawn.save, folder)
     return {"image_id": name, "file_name": str(path), "caption": found.caption}
 
 
@@ -215,7 +218,7 @@ def caption(options: argparse.Namespace, process: Process) -> int:
                 run.check()
                 name, path = pictures[number]
                 try:
-                    row = caption_picture(captioner, name, path, options)
+                    row = caption_picture(captioner, name, path, options, run.part)
                 except Uncaptioned as error:  # the others go on
                     print(f"skipped {path}: {error}", file=sys.stderr, flush=True)
                     run.skip(number, str(error))
@@ -226,7 +229,8 @@ def caption(options: argparse.Namespace, process: Process) -> int:
                 return 0
             rows = list(recorded(run.parts).values())
             if rows:
-                files.write_text(options.out / "captions.json", json.dumps(rows, indent=1) + "\n")
+                listed = json.dumps(rows, indent=1) + "\n"
+                run.make(options.out / "captions.json", lambda partial: partial.write_text(listed))
             skipped = len(run.skipped())
             run.remove()
     finally:

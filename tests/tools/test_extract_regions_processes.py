@@ -311,6 +311,25 @@ def test_ended_between_the_file_and_the_folder(scenes, tmp_path, monkeypatch, ca
     assert "is there already: --overwrite" in capsys.readouterr().err
 
 
+def test_a_file_that_was_half_written_goes(scenes, tmp_path, monkeypatch):
+    out, seen = tmp_path / "regions.npz", []
+
+    def killed(self: SharedRun, out: Path, save: object) -> None:
+        seen.extend(self.folder.glob("**/.*.partial-*"))
+        (self.folder / ".regions.partial-1-abc.npz").write_bytes(b"half")
+        (self.part / ".000001.partial-1-abc.png").write_bytes(b"half")
+        raise KeyboardInterrupt
+
+    for _ in range(2):
+        with monkeypatch.context() as patched:
+            patched.setattr(SharedRun, "make", killed)
+            with pytest.raises(KeyboardInterrupt):
+                run(scenes, out, *OPTIONS)
+    assert seen == []
+    assert run(scenes, out, *OPTIONS) == 1
+    assert {path.name for path in tmp_path.iterdir()} == {"set", "regions.npz"}
+
+
 def test_a_file_of_another_run_stays(scenes, tmp_path, monkeypatch, capsys):
     """Also where an interrupted run has begun beside it."""
     out = tmp_path / "regions.npz"

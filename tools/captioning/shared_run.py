@@ -145,6 +145,8 @@ class SharedRun:
             files.write_text(file, json.dumps(self.settings))
         for part in self.parts:
             (part / SKIPPED).unlink(missing_ok=True)
+        for partial in self.folder.glob("**/.*.partial-*"):
+            partial.unlink()
 
     def _other(self, before: Mapping[str, Any]) -> str:
         """In words, the first setting that was another one."""
@@ -258,13 +260,13 @@ class SharedRun:
         return True
 
     def make(self, out: Path, save: Callable[[Path], object]) -> None:
-        """As process 0, write the result by ``save`` beside ``out``, then rename it."""
+        """As process 0, write the result by ``save`` to the run's folder, then rename it to ``out``."""
 
         def marked(partial: Path) -> None:
             save(partial)
             files.write_text(self.folder / "made.json", json.dumps(_identity(partial)))
 
-        files.write(out, marked)
+        files.write(out, marked, self.folder)
 
     def remove(self) -> None:
         """As process 0, after the result: let the others end, then remove the folder."""
