@@ -16,13 +16,13 @@ OUT gets ``captions.json``, ``[{"image_id": "photo", "file_name": "photo.jpg", "
 attention not those of its guidance), in the last block of the decoder (``--layer``), as the mean over heads and models;
 the gate's share is its mean over channels. ``--all-weights`` adds those of every block and head to ``NAME.json``.
 
-An interrupted run goes on with the same command. Several processes share the pictures, each on its own GPU
-(``--device cuda``) or all on the CPU, and OUT holds what one process writes; they must all see OUT::
+The same command resumes an interrupted run; ``captions.json`` is written when all pictures are done. Several processes
+share the pictures, each on its own GPU (``--device cuda``) or all on the CPU, and write what one process writes::
 
     torchrun --nproc-per-node 8 -m tools.caption photos --path checkpoints/eta/checkpoint_best.pt ...
 
-``captions.json`` is written when all pictures are done. Process 0's exit code is that of all (torchrun's own is 1 where
-it is not 0).
+Process 0 returns the exit code below (torchrun returns 1 for any code but 0). A second run on the same OUT ends with an
+error. Processes on several machines need a shared file system with file locks for OUT.
 
 Exit code: 0, all pictures have captions; 1, some could not be read or captioned, and are named; 2, none was tried.
 """

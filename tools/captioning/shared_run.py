@@ -1,20 +1,20 @@
-"""A run of one process or several over a list of things, which goes on where it was interrupted.
+"""A resumable run of one process or several over a list of pictures.
 
-The folder of a run has a folder for every process, ``part-0``, ``part-1``, ..., to which no other process writes. What
-lies there are the tool's own files; ``images.jsonl`` has a line for every thing that is done, ``skipped.jsonl`` one for
-every thing that was left out. Process 0 looks at what is done, says what is left, waits for the others and makes one
-result of all parts, so that it does not depend on how many processes there were, nor on how often they were ended.
+Each process writes to a folder of its own, ``part-0``, ``part-1``, ..., inside the run's folder. A part holds the
+tool's files, a line in ``images.jsonl`` for each picture that is done, and one in ``skipped.jsonl`` for each that was
+left out. Process 0 reads all parts, plans what is left, waits for the other processes and makes one result of all
+parts. The result depends neither on the number of processes nor on interruptions.
 
-Processes know of each other by locks on bytes of the file ``lock``. A lock ends with its process, so that nothing old
-is ever taken for something new: no process group, no ports, no run id.
+Processes see each other by locks on bytes of the file ``lock``. The kernel drops a lock when its process ends, so a
+killed run leaves no stale state. No process group, port or run id is needed.
 
 ======== ==================================================
 byte     held by
 ======== ==================================================
-0        process 0, from its beginning to its end
-1        process 0, from saying what is left to its result
-2 + 2r   process r, from its first thing to its end
-3 + 2r   process r, when its part is complete
+0        process 0, from start to end
+1        process 0, from its plan to its result
+2 + 2r   process r, while it may write to its part
+3 + 2r   process r, once its part is complete
 ======== ==================================================
 """
 
@@ -48,8 +48,8 @@ class SharedRun:
     Args:
         folder: Of the run.
         process: Which one this is.
-        settings: What the result depends on, of what JSON can hold; a run with others is not gone on with.
-        restart: Whether to forget what an interrupted run has done.
+        settings: All that the result depends on, as JSON values; a run with other settings is not resumed.
+        restart: Discard what an interrupted run has done.
     """
 
     def __init__(self, folder: Path, process: Process, settings: Mapping[str, Any], restart: bool = False) -> None:
@@ -66,8 +66,8 @@ class SharedRun:
         """Take this process' share of what is left.
 
         Args:
-            left: From the folders of the parts to the numbers of what is not done; process 0 alone is asked.
-            check: Raises where the result must not be made; likewise, and before anything is changed.
+            left: Maps the folders of the parts to the numbers of what is not done. Called by process 0 alone.
+            check: Raises if the result must not be made. Called by process 0 alone, before anything is changed.
 
         Raises:
             BadFile: another run is at work in the folder, an interrupted one had other settings, or process 0 does not
@@ -207,7 +207,7 @@ class SharedRun:
         return total
 
     def check(self) -> None:
-        """To be called now and then.
+        """Check that process 0 is alive; call it between pictures.
 
         Raises:
             BadFile: process 0 has ended, so that nobody would make the result.
@@ -231,10 +231,10 @@ class SharedRun:
         """Wait until the parts of all processes are complete.
 
         Args:
-            meanwhile: Called by process 0 now and then.
+            meanwhile: Called by process 0 while it waits.
 
         Returns:
-            Whether this is process 0, which makes the result; the others are back when it has.
+            True in process 0, which then makes the result. The others return False once it is made.
 
         Raises:
             BadFile: a process has ended before its part was complete, or has not begun.
