@@ -76,7 +76,7 @@ data.points.forEach((layer, l) => {
 });
 const pointed = data.points.concat(data.objects ? data.objects.points : []);
 if (pointed.length) {
-  headLabel.hidden = false;
+  headLabel.hidden = document.getElementById("aboutPoints").hidden = false;
   for (let n = 0; n < Math.max(...pointed.map(layer => layer.heads)); n++) headSelect.add(new Option(n + 1, n));
 }
 headSelect.addEventListener("change", () => { show(); showObject(); });
