@@ -138,7 +138,7 @@ def draw_pixel_samples(view: View, layer: Samples, pixels: Sequence[tuple[int, i
 
 
 def _sampled(layer: Samples, who: str) -> str:
-    return f"{layer.name}: points that {who} reads, all heads; the larger, the more weight"
+    return f"{layer.name}: points that {who} reads on every level; the larger, the more weight"
 
 
 def _points(panel: Any, places: Tensor, weights: Tensor) -> None:
@@ -155,5 +155,4 @@ def _points(panel: Any, places: Tensor, weights: Tensor) -> None:
 def _legend(panel: Any, layer: Samples) -> None:
     for level, (H, W) in enumerate(layer.shapes):
         panel.scatter([], [], s=20, c=LEVEL_COLOURS[level % 6], edgecolors="black", linewidths=0.3, label=f"{H}×{W}")
-    panel.legend(loc="lower right", fontsize=5, framealpha=0.8, borderpad=0.3, handletextpad=0.1, title="level",
-                 title_fontsize=5)  # fmt: skip
+    panel.figure.legend(loc="outside lower center", ncols=len(layer.shapes), fontsize=7, frameon=False)
