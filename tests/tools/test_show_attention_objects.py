@@ -159,6 +159,24 @@ def test_the_pages_numbers_are_the_layers(configs, photograph):
     np.testing.assert_allclose(places[near], expected[near], atol=1e-4)
 
 
+def test_without_a_checkpoint_weights_are_drawn(configs):
+    """mmdet leaves parameters that it makes empty as they are: any numbers at all."""
+    found = mm.load_mm(configs["deformable"], None)
+    assert float(found.level_embed.std()) == pytest.approx(1, abs=0.1)
+    assert all(parameter.isfinite().all() for parameter in found.parameters())
+
+
+def test_a_diverged_model_is_an_error(configs, photograph, tmp_path, capsys):
+    model = mm.load_mm(configs["deformable"], None)
+    with torch.no_grad():
+        model.bbox_head.cls_branches[1].bias.fill_(torch.nan)
+    torch.save(dict(state_dict=model.state_dict()), tmp_path / "diverged.pth")
+    arguments = [configs["deformable"], str(photograph), "--checkpoint", str(tmp_path / "diverged.pth")]
+    assert main([*arguments, "--output", str(tmp_path / "out")]) == 2
+    assert "must be finite numbers: has its training diverged?" in capsys.readouterr().err.splitlines()[-1]
+    assert not (tmp_path / "out").exists()
+
+
 def test_layers_are_listed_and_chosen(configs, photograph, tmp_path, capsys):
     assert main([configs["mask2former"], "--list"]) == 0
     lines = capsys.readouterr().out.strip().splitlines()

@@ -81,12 +81,14 @@ def found(seen: dict[str, Any], picture: Sequence[int], inside: Sequence[int], c
         classes: Their names; a class beyond them goes by its number.
 
     Raises:
-        ValueError: the head does not give classes and boxes or masks for every query.
+        ValueError: the head does not give classes and boxes or masks for every query, or they are not finite.
     """
     output = seen.get("output")
     if not isinstance(output, (tuple, list)) or len(output) < 2:
         raise ValueError("the model's head must give classes, and boxes or masks, of object queries")
     logits, places = output[0][-1][0].float(), output[1][-1][0].float()
+    if not (logits.isfinite().all() and places.isfinite().all()):
+        raise ValueError("the model's classes and places must be finite numbers: has its training diverged?")
     # With a softmax the last class is 'no object'.
     scores, labels = (logits.sigmoid() if seen["sigmoid"] else logits.softmax(-1)[:, :-1]).max(-1)
     order = scores.argsort(descending=True)
