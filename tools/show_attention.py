@@ -151,7 +151,9 @@ def main(arguments: list[str] | None = None) -> int:
         prog="python -m tools.show_attention", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("model", metavar="MODEL", help="timm's name, or a config of mmdet or mmseg")
-    parser.add_argument("image", metavar="IMAGE", type=Path, nargs="?", help="a picture; not needed with --list")
+    parser.add_argument(
+        "image", metavar="IMAGE", type=Path, nargs="?", help="a picture; not needed with --slots or --list"
+    )
     parser.add_argument("--checkpoint", type=Path, metavar="FILE", help="weights; without them the maps show noise")
     parser.add_argument(
         "--model-args", action="append", default=[], metavar="KEY=VALUE",

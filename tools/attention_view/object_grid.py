@@ -72,9 +72,7 @@ def draw_object_maps(view: View, layer: TokenMaps, out: Path) -> None:
     with panels(view, *_object_panels(view), title, out) as axes:
         for n, panel in zip(range(len(objects)), axes.flat):
             panel.imshow(_grey(view), cmap="gray", extent=(0, W, H, 0))
-            panel.imshow(
-                maps[n], cmap="inferno", vmin=0, alpha=0.7, extent=(0, W, H, 0), interpolation="nearest"
-            )  # fmt: skip
+            panel.imshow(maps[n], cmap="inferno", vmin=0, alpha=0.7, extent=(0, W, H, 0), interpolation="nearest")
             _box(panel, objects.boxes[n].tolist())
             panel.set_title(
                 f"{objects.title(n)}\nmax {maps[n].max():.2g} (uniform {uniform[n]:.2g})", fontsize=7, pad=2
@@ -94,7 +92,8 @@ def draw_object_masks(view: View, out: Path) -> None:
             colour = np.array([0.24, 0.86, 0.36], np.float32)
             share = 0.65 * mask[..., None]
             panel.imshow(grey * (1 - share) + colour * share, extent=(0, w, h, 0))
-            panel.contour(mask, [0.5], colors="white", linewidths=0.8, extent=(0, w, 0, h))
+            if mask.min() < 0.5 < mask.max():
+                panel.contour(mask, [0.5], colors="white", linewidths=0.8, extent=(0, w, 0, h))
             panel.set_title(objects.title(n), fontsize=7, pad=2)
 
 

@@ -56,9 +56,16 @@ class Objects:
 
 @contextmanager
 def watch_head(model: nn.Module) -> Iterator[dict[str, Any]]:
-    """Remember what the model's head gives: under ``"output"``, classes and boxes or masks."""
+    """Remember what the model's head gives: under ``"output"``, classes and boxes or masks.
+
+    Raises:
+        ValueError: the model has no head of a known name.
+    """
     seen: dict[str, Any] = {}
-    head = next(getattr(model, name) for name in HEADS if isinstance(getattr(model, name, None), nn.Module))
+    heads = [getattr(model, name) for name in HEADS if isinstance(getattr(model, name, None), nn.Module)]
+    if not heads:
+        raise ValueError(f"a model with object queries must have one of {', '.join(HEADS)}, got {type(model).__name__}")
+    head = heads[0]
 
     def keep(_: nn.Module, __: Any, output: Any) -> None:
         seen["output"] = output
