@@ -94,11 +94,11 @@ def test_epochs_to_a_level():
 
 
 def test_table():
-    rows = [result("detr", 0, [0.0, 0.1]), result("mask2former", 0, [0.2, 0.3], segm_mAP=[0.2, 0.4])]
+    rows = [result("detr", 0, [0.0, 0.1]), result("mask2former-20e", 0, [0.2, 0.3], segm_mAP=[0.2, 0.4])]
     rows.insert(1, result("detr", 1, [0.0, 0.2]))
     table = curves.markdown(rows, {"cpu": "one"})
     cells = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("| `")]
-    assert [row[0] for row in cells] == ["`detr`", "`mask2former`"]
+    assert [row[0] for row in cells] == ["`detr`", "`mask2former-20e`"]
     assert cells[0][1:4] == ["12,345", "0 1", "7.5 ± 3.5"]  # 5 and 10 CPU seconds an epoch
     assert cells[0][4:8] == ["4 ± 0", "4 ± 0", "4 (1 of 2)", "> 4"]
     assert cells[0][8] == "0.150 ± 0.071 at 4"
@@ -173,6 +173,20 @@ def test_only_attention_and_levels_differ():
     assert max(sizes) < 1.1 * min(sizes)
 
 
+def test_schedules():
+    from mmengine.config import Config
+
+    base = Config.fromfile(study.config_file("detr_narrow-r18_digits"))
+    same = Config.fromfile(study.config_file("detr_narrow-r18_digits"))
+    pairs = dict(option.split("=") for option in study.lasting(40, 2).split())
+    milestones = pairs.pop("param_scheduler.1.milestones")
+    same.merge_from_dict({key: int(value) for key, value in pairs.items()})
+    assert same.train_cfg == base.train_cfg
+    assert same.default_hooks == base.default_hooks
+    assert same.param_scheduler == base.param_scheduler
+    assert json.loads(milestones) == base.param_scheduler[1].milestones
+
+
 def test_kept_results_make_the_report(tmp_path, data, capsys):
     recipe = study.prepare(data)
     settings = {name: [config] for name, config in study.SETTINGS.items()}
@@ -244,14 +258,14 @@ def test_the_whole_study_on_a_few_pictures(tmp_path, data, capsys):
         "train_cfg.max_epochs=2 train_cfg.val_interval=1 "
         "default_hooks.checkpoint.interval=2 default_hooks.logger.interval=1"
     )
-    names = ["detr", "deformable-detr-1level", "mask2former"]
+    names = ["detr", "deformable-detr-1level", "mask2former-20e"]
     arguments = [str(output), f"--data={data}", "--train", short, "--seeds", "3", "--settings"]
     assert study.main([*arguments, *names]) == 0
     for name in names:
         found = json.loads((output / f"{name}-3" / "result.json").read_text())
         assert found["epochs"] == [1, 2]
         assert len(found["loss"]) == 2
-        assert ("segm_mAP" in found) == (name == "mask2former")
+        assert ("segm_mAP" in found) == (name == "mask2former-20e")
         assert found["train_cpu_seconds"] > 0
         assert study.checkpoint(output / f"{name}-3").is_file()
     text = (output / "detr-3" / "train.log").read_text()
