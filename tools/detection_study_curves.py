@@ -13,7 +13,7 @@ from tools.requires import extras
 with extras("tools"):
     from tools.files import write
 
-LEVELS = (0.05, 0.1, 0.2, 0.3)  # of mAP, that the table tells the epochs to
+LEVELS = (0.02, 0.05, 0.1, 0.2)  # of mAP, to which the table counts epochs
 COLOURS = ("#b3462c", "#2b6ca3", "#3c8c5a", "#8a5fa8", "#a3792b", "#5b6770")
 Result = Mapping[str, Any]
 
@@ -120,7 +120,7 @@ def draw(results: Sequence[Result], out: Path) -> None:
 
     style = {"font.size": 8, "axes.spines.top": False, "axes.spines.right": False}
     with plt.rc_context(style):
-        figure, axes = plt.subplots(1, 2, sharey=True, dpi=120, figsize=(7.2, 2.7), layout="constrained")
+        figure, axes = plt.subplots(1, 2, sharey=True, dpi=120, figsize=(7.2, 2.9), layout="constrained")
         for colour, (name, group) in zip(COLOURS * len(results), by_setting(results).items()):
             count = min(len(result["epochs"]) for result in group)
             columns = list(zip(*(result["mAP"][:count] for result in group)))
@@ -135,7 +135,7 @@ def draw(results: Sequence[Result], out: Path) -> None:
                 panel.fill_between(places, low, high, color=colour, alpha=0.2, linewidth=0)
         axes[0].set(xlabel="epochs", ylabel="mAP on validation images", xlim=(0, None), ylim=(0, None))
         axes[1].set(xlabel="CPU minutes", xlim=(0, None))
-        axes[0].legend(frameon=False, loc="upper left")
+        figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=5, frameon=False)
         for panel in axes:
             panel.grid(alpha=0.25, linewidth=0.5)
         write(out, lambda partial: figure.savefig(partial, format="png"))
