@@ -21,7 +21,7 @@ val_dataloader = _base_.val_on_digits
 test_dataloader = _base_.val_on_digits
 val_evaluator = dict(ann_file=_base_.digits_val)
 test_evaluator = dict(ann_file=_base_.digits_val)
-optim_wrapper = dict(optimizer=dict(lr=3e-4))  # half of Deformable DETR's, as upstream's; more was no faster
+optim_wrapper = dict(optimizer=dict(lr=3e-4))  # half of Deformable DETR's, as upstream's
 param_scheduler = _base_.schedule
 train_cfg = _base_.loop
 default_hooks = _base_.hooks

@@ -1,9 +1,9 @@
 # What this folder's transformers share, in pieces that a config lays over mmdet's own file. mmdet's learning rates of
-# the parts, losses, costs of the assignment and positional encodings stay; dropout goes, as nets this small need none.
+# the parts, losses, costs of the assignment and positional encodings stay; dropout is off.
 custom_imports = dict(imports=["attn_plugins.mmcv", "attn_plugins.mmcv.drop_in"], allow_failed_imports=False)
 
 narrow, width, layers, queries = 16, 64, 2, 30  # channels of the stem (64 in a full ResNet-18) and of a token
-backbone = dict(  # of a detector that has learned the ten digits: a DETR from nothing shows nothing for hours
+backbone = dict(  # of a detector that has learned the ten digits
     depth=18,
     base_channels=narrow,
     frozen_stages=-1,
