@@ -113,10 +113,15 @@ class GridTerms(nn.Module):
             nn.init.zeros_(layer.bias)
 
     def key_logits(self, k: Tensor) -> Tensor | None:
-        """ε3, gated: (B, M, H, W) of keys (B, M, H, W, d)."""
+        """ε3, gated: (B, M, ...) of keys (B, M, ..., d)."""
         if self.saliency is None:
             return None
-        return key_saliency(k, self._gate(1) * self.scale * self._heads(self.saliency))
+        return key_saliency(k, self.saliency_query()[0, :, 0, 0])
+
+    def saliency_query(self) -> Tensor:
+        """u, gated, of which the product with a key is ε3: (1, M, 1, 1, d)."""
+        assert self.saliency is not None
+        return (self._gate(1) * self.scale * self._heads(self.saliency))[None, :, None, None]
 
     def axis_logits(self, q: Tensor, grid: Grid) -> tuple[Tensor | None, Tensor | None]:
         """ε2 + ε4, gated, of queries (B, M, H, W, d), scaled: (B, M, H, W, H) of rows, (B, M, H, W, W) of columns."""
@@ -135,6 +140,14 @@ class GridTerms(nn.Module):
             return None, None
         rows, columns = (axis_window(n, n, self.radius, device=like.device).to(like.dtype) for n in grid)
         return rows[None, None, :, None], columns[None, None, None]
+
+    def axis_pairs(self, q: Tensor, grid: Grid) -> Tensor:
+        """ε2 + ε4, gated, and the range, for all pairs: (B, M, N, N), of size 1 where it does not depend on them."""
+        logits = q.new_zeros(1, 1, 1, 1, 1, 1)
+        for row, column in (self.axis_logits(q, grid), self.range_logits(grid, q)):
+            if row is not None and column is not None:
+                logits = logits + row.unsqueeze(5) + column.unsqueeze(4)
+        return logits.expand(-1, -1, *grid, *grid).flatten(4, 5).flatten(2, 3)
 
     def predicted_logits(self, x: Tensor, grid: Grid, padding: Tensor | None) -> Tensor | None:
         """Predicted position logits of all keys, smoothed and gated: (B, M, N, N) of tokens (B, N, C)."""
