@@ -59,10 +59,11 @@ def axis_embeddings(table: Tensor, queries: int, keys: int) -> Tensor:
     Returns:
         (Q, K, d).
     """
-    table = resize_offsets(table, max(queries, keys))
+    places = max(queries, keys)
+    table = resize_offsets(table, places)
     # float32, as upstream: truncation must fall on the same side.
-    q = torch.arange(queries, device=table.device, dtype=torch.float32) * max(keys / queries, 1.0)
-    stretch = max(queries / keys, 1.0)
+    q = torch.arange(queries, device=table.device, dtype=torch.float32) * (places / queries)
+    stretch = places / keys
     k = torch.arange(keys, device=table.device, dtype=torch.float32) * stretch
     index = (q.unsqueeze(1) - k + (keys - 1) * stretch).long()
     return table.index_select(0, index.flatten()).unflatten(0, (queries, keys))

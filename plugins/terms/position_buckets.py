@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .map_size import check_size
-from .relative_position import axis_offsets, spread
+from .relative_position import axis_offsets
 
 
 def relative_buckets(offsets: Tensor, buckets: int = 32, max_distance: int = 128, *, causal: bool = False) -> Tensor:
@@ -73,9 +73,11 @@ def bucket_logits(
     """
     if table.dim() != 2:
         raise ValueError(f"table must have shape (buckets, M), got {tuple(table.shape)}")
-    offsets = axis_offsets(queries, keys, device=table.device) - start
-    bucket = relative_buckets(offsets, table.shape[0], max_distance, causal=causal)
-    return spread(table.t().index_select(1, bucket), queries, keys)
+    offsets = axis_offsets(queries, keys, device=table.device)
+    bucket = relative_buckets(offsets - start, table.shape[0], max_distance, causal=causal)
+    q, k = (torch.arange(n, device=table.device) for n in (queries, keys))
+    pairs = bucket[k - q.unsqueeze(1) + queries - 1]
+    return table.t().index_select(1, pairs.flatten()).view(-1, queries, keys)
 
 
 def bucket_map_logits(
