@@ -165,3 +165,11 @@ class GridAttention(GridTerms):
         if predicted is not None:
             logits = logits + predicted
         return F.pad(logits, (prefix, 0, prefix, 0)) if prefix else logits
+
+
+def check_grid(grid: Grid, prefix_tokens: int, T: int) -> None:
+    """Check that a grid holds the tokens behind the prefix."""
+    if grid[0] * grid[1] + prefix_tokens != T:
+        raise ValueError(
+            f"grid must hold the {T - prefix_tokens} tokens behind the prefix of {prefix_tokens}, got {grid}"
+        )

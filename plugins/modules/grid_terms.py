@@ -32,6 +32,7 @@ from ..terms.window import axis_window, window_position_logits
 from .checks import one_of
 
 Grid = tuple[int, int]
+ADDED = ("row_table", "column_table", "saliency", "position", "predictor", "gate")
 
 
 class GridTerms(nn.Module):
@@ -111,6 +112,13 @@ class GridTerms(nn.Module):
             assert isinstance(layer, nn.Linear)
             nn.init.xavier_uniform_(layer.weight)
             nn.init.zeros_(layer.bias)
+
+    def described(self) -> str:
+        """What asks for places, in words."""
+        text = f"attention_type {self.attention_type!r}"
+        if self.spatial_range != -1:
+            text += f", spatial_range {self.spatial_range}"
+        return text if self.kernel_size is None else f"{text}, kernel_size {self.kernel_size}"
 
     def key_logits(self, k: Tensor) -> Tensor | None:
         """ε3, gated: (B, M, ...) of keys (B, M, ..., d)."""
@@ -200,6 +208,13 @@ class GridTerms(nn.Module):
             logits = q.new_zeros(1) if logits is None else logits
             logits = logits.masked_fill(hidden, -math.inf)
         return logits, taps
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        """Let a checkpoint without the added parameters load strictly, which then stay as they are."""
+        for name, own in self.state_dict().items():
+            if name.split(".")[0] in ADDED:
+                state_dict.setdefault(prefix + name, own)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def _position_query(self, q: Tensor) -> Tensor:
         """q + v, gated, of which the product with R is ε2 + ε4: (B, M, H, W, d), or of size 1 without ε2."""

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from ..terms.nonlocal_position import Outside, Smoothing
 from .checks import check_heads, check_padding_mask, check_sequence, check_tensor
-from .grid_attention import GridAttention
+from .grid_attention import GridAttention, check_grid
 from .grid_terms import Grid
 
 
@@ -143,22 +143,9 @@ class SpatialSelfAttention(GridAttention):
         output = output.expand(B, -1, T, -1)  # of one query, where none differs
         return self.out_proj(output.transpose(1, 2).reshape(B, T, self.embed_dim))
 
-    def described(self) -> str:
-        """What asks for places, in words."""
-        text = f"attention_type {self.attention_type!r}"
-        if self.spatial_range != -1:
-            text += f", spatial_range {self.spatial_range}"
-        return text if self.kernel_size is None else f"{text}, kernel_size {self.kernel_size}"
-
     def _projections(self) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]]:
         biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
         return self.in_proj_weight.chunk(3), biases
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
-        for name, own in self.state_dict().items():
-            if name.split(".")[0] not in ("in_proj_weight", "in_proj_bias", "out_proj"):
-                state_dict.setdefault(prefix + name, own)
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def extra_repr(self) -> str:
         text = f"{self.embed_dim}, {self.num_heads}, attention_type={self.attention_type!r}"
@@ -167,14 +154,6 @@ class SpatialSelfAttention(GridAttention):
         if self.kernel_size is not None:
             text += f", kernel_size={self.kernel_size}, outside={self.outside!r}, smoothing={self.smoothing!r}"
         return text
-
-
-def check_grid(grid: Grid, prefix_tokens: int, T: int) -> None:
-    """Check that a grid holds the tokens behind the prefix."""
-    if grid[0] * grid[1] + prefix_tokens != T:
-        raise ValueError(
-            f"grid must hold the {T - prefix_tokens} tokens behind the prefix of {prefix_tokens}, got {grid}"
-        )
 
 
 def _checked_mask(mask: Tensor, B: int, num_heads: int, N: int, S: int) -> Tensor:

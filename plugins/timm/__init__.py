@@ -15,6 +15,8 @@ from .attended_resnet import (
     dcn_resnet50,
 )
 from .conventions import param_groups
+from .vit import attn_vit_base_patch16_224, attn_vit_small_patch16_224, attn_vit_tiny_patch16_224
+from .vit_attention import ViTAttention, vit_attention
 
 __all__ = [
     "AABasicBlock",
@@ -25,6 +27,7 @@ __all__ = [
     "AAWideResNet",
     "AttendedBottleneck",
     "AttendedResNet",
+    "ViTAttention",
     "aa_mnasnet_075",
     "aa_mnasnet_100",
     "aa_mnasnet_125",
@@ -37,6 +40,10 @@ __all__ = [
     "attn0010_dcn_resnet50",
     "attn1111_resnet50",
     "attn_resnet50",
+    "attn_vit_base_patch16_224",
+    "attn_vit_small_patch16_224",
+    "attn_vit_tiny_patch16_224",
     "dcn_resnet50",
     "param_groups",
+    "vit_attention",
 ]

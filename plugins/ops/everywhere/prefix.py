@@ -53,7 +53,7 @@ def with_prefix(terms: GlobalTerms, prefix_key: Tensor | None, prefix_value: Ten
     a, b = corner(H, W, P)
     row, column = torch.arange(H + a, device=value.device).unsqueeze(1), torch.arange(W + b, device=value.device)
     inside, place = (row >= H) & (column >= W), (row - H) * b + column - W
-    hidden = ((row >= H) != (column >= W)) | (inside & (place >= P))
+    hidden = torch.logical_xor(row >= H, column >= W) | (inside & (place >= P))
     mask = torch.zeros(1, 1, H + a, W + b, dtype=value.dtype, device=value.device).masked_fill(hidden, -math.inf)
     return terms._replace(
         key=None if key is None or prefix_key is None else _square(prefix_key, key, a, b),
