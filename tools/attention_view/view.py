@@ -213,7 +213,7 @@ def chosen_layers(model: nn.Module, known: Sequence[str], patterns: Sequence[str
         ValueError: the model has no attention layer, or none fits a pattern.
     """
     if not known:
-        raise ValueError(f"model must hold an attention layer, and {type(model).__name__} has none")
+        raise ValueError(f"model must hold an attention layer that can be shown, and {type(model).__name__} has none")
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in known):
             raise ValueError(f"layers must name attention layers, and none is called {pattern!r}: {', '.join(known)}")
@@ -259,7 +259,7 @@ def see_timm(
         except AssertionError as error:  # timm's, of a size
             raise ViewError(
                 f"{type(model).__name__} does not take an input of {H}×{W} pixels: {one_line(error)} "
-                "(--model-args dynamic_img_size=true dynamic_img_pad=true, one flag each, takes any)"
+                "With --model-args dynamic_img_size=true --model-args dynamic_img_pad=true it takes any size"
             ) from error
     captured: dict[str, Layer] = {**first, **{name: layer for name, layer in second.items() if name in named}}
     chosen = list(captured) if layers else default_layers(captured)

@@ -260,6 +260,8 @@ def rollouts(model: nn.Module, captured: Mapping[str, PatchMaps]) -> dict[str, P
                 )
             whole = f"{start}.{own[0]}" if start else own[0]
             chosen += [captured[whole]] if whole in captured else []
+        if not chosen:
+            raise ValueError(f"--rollout needs a vision transformer that runs, and {start or 'the model'} did not")
         product = rollout([layer.weights for layer in chosen])[:, None]
         name = f"{start}.rollout" if start else "rollout"
         found[name] = PatchMaps(name, lambda _, product=product: product, None, chosen[0].size, chosen[0].prefix)
