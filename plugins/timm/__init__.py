@@ -6,6 +6,7 @@ With torch >= 2.5 an installed attn_plugins needs no import: ``attn_plugins.auto
 from .aa_mnasnet import AAMnasNet, aa_mnasnet_075, aa_mnasnet_100, aa_mnasnet_125, aa_mnasnet_140
 from .aa_resnet import AABasicBlock, AABottleneck, AAResNet, aa_resnet34, aa_resnet50, aa_resnet101, aa_resnet152
 from .aa_wide_resnet import AAWideBlock, AAWideResNet, aa_wide_resnet28_10
+from .accelerate import accelerate
 from .attended_resnet import (
     AttendedBottleneck,
     AttendedResNet,
@@ -37,6 +38,7 @@ __all__ = [
     "aa_resnet101",
     "aa_resnet152",
     "aa_wide_resnet28_10",
+    "accelerate",
     "attn0010_dcn_resnet50",
     "attn1111_resnet50",
     "attn_resnet50",
