@@ -16,12 +16,22 @@ OUT gets ``captions.json``, ``[{"image_id": "photo", "file_name": "photo.jpg", "
 attention not those of its guidance), in the last block of the decoder (``--layer``), as the mean over heads and models;
 the gate's share is its mean over channels. ``--all-weights`` adds those of every block and head to ``NAME.json``.
 
+The same command resumes an interrupted run; ``captions.json`` is written when all pictures are done. Several processes
+share the pictures, each on its own GPU (``--device cuda``) or all on the CPU, and write what one process writes::
+
+    torchrun --nproc-per-node 8 -m tools.caption photos --path checkpoints/eta/checkpoint_best.pt ...
+
+Process 0 returns the exit code below (torchrun returns 1 for any code but 0). A second run on the same OUT ends with an
+error. Processes on several machines need a shared file system with file locks for OUT.
+
 Exit code: 0, all pictures have captions; 1, some could not be read or captioned, and are named; 2, none was tried.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import hashlib
 import json
 import logging
 import sys
@@ -35,15 +45,27 @@ with extras("captioning", "timm", "tools"):
     import torch
     from torch import Tensor
 
+    from attn_plugins.captioning.files import complete_lines
     from tools import files
     from tools.captioning.attributes import load_detector
     from tools.captioning.caption_picture import Explanation, page
     from tools.captioning.image_list import listed_images
+    from tools.captioning.processes import Process, device_of, this_process
+    from tools.captioning.region_recipe import sha256_of
+    from tools.captioning.shared_run import RECORDS, SharedRun
     from tools.captioning.word_attention import WordAttention, summary
     from tools.pictures import BadPicture, open_picture
 
 if TYPE_CHECKING:
     from tools.captioning.captioner import CaptionedPicture, Captioner
+
+
+# Options that change what is written.
+RESULT = ("path", "detector", "data", "beam", "max_len", "lenpen", "layer", "all_weights", "region_config")
+
+
+class Uncaptioned(Exception):
+    """A picture that has no caption, and why."""
 
 
 def make_captioner(options: argparse.Namespace, device: str) -> Captioner:
@@ -129,32 +151,94 @@ def notes_of(found: CaptionedPicture, layer: int | None) -> list[str]:
     return notes
 
 
-def caption(options: argparse.Namespace) -> int:
+def caption_picture(
+    captioner: Captioner, name: str, path: Path, options: argparse.Namespace, folder: Path
+) -> dict[str, str]:
+    """Write ``NAME.json`` and ``NAME.png`` of a picture, first to ``folder``; returns its item of ``captions.json``.
+
+    Raises:
+        Uncaptioned: it cannot be read or captioned.
+        ValueError: the options do not fit the model.
+    """
+    try:
+        if not path.is_file():
+            raise BadPicture("no such file")
+        picture = open_picture(path)
+        found = captioner(picture)
+    except (BadPicture, ValueError, RuntimeError, IndexError) as error:
+        raise Uncaptioned(
+            f"cannot be read as a picture: {error.__cause__}" if error.__cause__ else str(error)
+        ) from error
+    shown = summary(found.attention, options.layer)
+    content = {"file_name": str(path), "checkpoints": options.path.split(":"), **numbers(found, shown)}
+    if options.all_weights:
+        content["models"] = [all_weights(attention) for attention in found.attention]
+    drawn = page(picture, explanation(found, shown, notes_of(found, options.layer)))
+    numbered = json.dumps(content) + "\n"
+    files.write(options.out / f"{name}.json", lambda partial: partial.write_text(numbered), folder)
+    files.write(options.out / f"{name}.png", drawn.save, folder)
+    return {"image_id": name, "file_name": str(path), "caption": found.caption}
+
+
+def settings_of(options: argparse.Namespace, pictures: dict[str, Path], captioner: Captioner) -> dict[str, Any]:
+    """What two runs have in common, one of which goes on with what the other has done."""
+    settings = {name: getattr(options, name) for name in RESULT}
+    settings = {name: str(value) if isinstance(value, Path) else value for name, value in settings.items()}
+    named = {f"checkpoint {path}": Path(path) for path in options.path.split(":")}
+    named.update(detector=options.detector, **{"regions' checkpoint": options.region_checkpoint})
+    named["regions' config"] = options.region_config
+    settings.update({f"content of the {name}": sha256_of(path) for name, path in named.items() if path is not None})
+    if captioner.extractor is not None:
+        settings["recipe of the regions"] = captioner.extractor.features.recipe
+    names = json.dumps({name: str(path) for name, path in pictures.items()})
+    return dict(settings, images=hashlib.sha256(names.encode()).hexdigest())
+
+
+def caption(options: argparse.Namespace, process: Process) -> int:
     """What the command line asks for; returns how many pictures have no caption."""
-    pictures = pictures_of(options.images)
-    captioner = make_captioner(options, options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    results, skipped = [], 0
-    for name, path in pictures.items():
-        try:
-            if not path.is_file():
-                raise BadPicture("no such file")
-            picture = open_picture(path)
-            found = captioner(picture)
-        except (BadPicture, ValueError, RuntimeError, IndexError) as error:  # of one picture: the others go on
-            reason = f"cannot be read as a picture: {error.__cause__}" if error.__cause__ else str(error)
-            print(f"skipped {path}: {reason}", file=sys.stderr, flush=True)
-            skipped += 1
-            continue
-        shown = summary(found.attention, options.layer)
-        print(f"{path}: {found.caption}", flush=True)
-        results.append({"image_id": name, "file_name": str(path), "caption": found.caption})
-        content = {"file_name": str(path), "checkpoints": options.path.split(":"), **numbers(found, shown)}
-        if options.all_weights:
-            content["models"] = [all_weights(attention) for attention in found.attention]
-        files.write_text(options.out / f"{name}.json", json.dumps(content) + "\n")
-        drawn = page(picture, explanation(found, shown, notes_of(found, options.layer)))
-        files.write(options.out / f"{name}.png", drawn.save)
-        files.write_text(options.out / "captions.json", json.dumps(results, indent=1) + "\n")
+    pictures = list(pictures_of(options.images).items())
+    captioner = make_captioner(options, device_of(process, options.device))
+    settings = settings_of(options, dict(pictures), captioner)
+    is_new = not options.out.exists()
+
+    def recorded(parts: list[Path]) -> dict[int, dict[str, str]]:
+        rows = dict(json.loads(line) for part in parts for line in complete_lines(part / RECORDS))
+        return dict(sorted(rows.items()))
+
+    def left(parts: list[Path]) -> list[int]:
+        done = recorded(parts)
+        if done:
+            print(f"going on after {len(done)} of {len(pictures)} pictures", flush=True)
+        return [number for number in range(len(pictures)) if number not in done]
+
+    try:
+        with SharedRun(options.out / ".captions.partial", process, settings, options.restart) as run:
+            run.begin(left)
+            for number in run.left:
+                run.check()
+                name, path = pictures[number]
+                try:
+                    row = caption_picture(captioner, name, path, options, run.part)
+                except Uncaptioned as error:  # the others go on
+                    print(f"skipped {path}: {error}", file=sys.stderr, flush=True)
+                    run.skip(number, str(error))
+                    continue
+                run.record([number, row])
+                print(f"{path}: {row['caption']}", flush=True)
+            if not run.finish():
+                return 0
+            rows = list(recorded(run.parts).values())
+            if rows:
+                listed = json.dumps(rows, indent=1) + "\n"
+                run.make(options.out / "captions.json", lambda partial: partial.write_text(listed))
+            skipped = len(run.skipped())
+            run.remove()
+    finally:
+        if process.rank == 0 and is_new:
+            with contextlib.suppress(OSError):  # it is not there, or has something
+                options.out.rmdir()
+    if process.number > 1:
+        print(f"{options.out / 'captions.json'}: {len(rows)} captions, {skipped} pictures skipped", flush=True)
     return skipped
 
 
@@ -192,20 +276,23 @@ def parser() -> argparse.ArgumentParser:
         "--region-checkpoint", type=Path, metavar="FILE", help="instead of what the regions' recipe names"
     )
     made.add_argument("--region-config", type=Path, metavar="FILE", help="of mmdet, likewise")
-    made.add_argument("--device", help="default: cuda where there is one, else cpu")
+    made.add_argument("--device", help="default: cuda where there is one (of several processes each its own), else cpu")
+    made.add_argument("--restart", action="store_true", help="forget what an interrupted run has done")
     return made
 
 
 def main(arguments: list[str] | None = None) -> int:
     options = parser().parse_args(arguments)
+    process = Process()
     try:
-        return 1 if caption(options) else 0
+        process = this_process()
+        return 1 if caption(options, process) else 0
     except ValueError as error:
-        print(f"caption: {error}", file=sys.stderr)
+        print(f"caption{process.note}: {error}", file=sys.stderr)
         return 2
     except ModuleNotFoundError as error:  # such as h5py, of the data folder's regions
         command = install_command(getattr(error.__cause__, "name", None) or error.name or "")
-        print(f"caption: {error}" + (f": {command}" if command else ""), file=sys.stderr)
+        print(f"caption{process.note}: {error}" + (f": {command}" if command else ""), file=sys.stderr)
         return 2
 
 

@@ -83,7 +83,7 @@ def show(options: argparse.Namespace) -> list[Path]:
         files = pictures(options.slots)
         written = [] if options.image is None else look(model, mm, options)
         if files:
-            written.append(folder_of(options, options.image or files[0]) / "slots.png")
+            written.append(folder_of(options, options.image or options.slots[0]) / "slots.png")
             draw_slots(collect(partial(see_objects, model), files), written[-1])
         return written
     except (BadPicture, ViewError):
@@ -151,7 +151,9 @@ def main(arguments: list[str] | None = None) -> int:
         prog="python -m tools.show_attention", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("model", metavar="MODEL", help="timm's name, or a config of mmdet or mmseg")
-    parser.add_argument("image", metavar="IMAGE", type=Path, nargs="?", help="a picture; not needed with --list")
+    parser.add_argument(
+        "image", metavar="IMAGE", type=Path, nargs="?", help="a picture; not needed with --slots or --list"
+    )
     parser.add_argument("--checkpoint", type=Path, metavar="FILE", help="weights; without them the maps show noise")
     parser.add_argument(
         "--model-args", action="append", default=[], metavar="KEY=VALUE",

@@ -27,18 +27,20 @@ class StudyError(Exception):
     """What the user has to change, or which command failed."""
 
 
-def run(command: str, arguments: Sequence[str | Path], log: Path) -> float:
-    """Run a console command of fairseq, or a module of ours (``tools.…``), on one thread; its CPU seconds.
+def run(command: str | Path, arguments: Sequence[str | Path], log: Path) -> float:
+    """Run a console command of fairseq, a module of ours (``tools.…``) or a script on one thread; its CPU seconds.
 
     Args:
-        command: The name of either.
+        command: The name of either of the first two, or the script's file.
         arguments: Its own.
         log: Where all it prints goes.
 
     Raises:
         StudyError: it is not installed, or failed.
     """
-    if command.startswith("tools."):
+    if isinstance(command, Path):
+        words = [sys.executable, str(command)]
+    elif command.startswith("tools."):
         words = [sys.executable, "-m", command]
     else:
         executable = Path(sys.executable).with_name(command)
@@ -97,11 +99,11 @@ def facts(*modules: str) -> dict[str, str]:
     return found
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The choice of settings."""
+def add_arguments(parser: argparse.ArgumentParser, options: str = "fairseq-train's options") -> None:
+    """The choice of settings, and further ones, which ``options`` make."""
     parser.add_argument("--settings", nargs="+", metavar="NAME", help="which; default: all of the study")
     parser.add_argument(
-        "--add", action="append", default=[], metavar="NAME=OPTIONS", help="a setting more, by fairseq-train's options"
+        "--add", action="append", default=[], metavar="NAME=OPTIONS", help=f"a setting more, by {options}"
     )
 
 

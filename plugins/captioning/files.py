@@ -8,14 +8,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 
-def write(path: Path, save: Callable[[Path], object]) -> None:
+def write(path: Path, save: Callable[[Path], object], folder: Path | None = None) -> None:
     """Write a file beside ``path`` with ``save``, then rename it to ``path``.
 
-    ``save`` gets a path of the same suffix. Where it raises, ``path`` stays as it was and nothing is left behind.
+    ``save`` gets a path of the same suffix. Where it raises, ``path`` stays as it was and nothing is left behind. A
+    process that is killed leaves a file ``.*.partial-*`` beside ``path``, or in ``folder``, on the same file system.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     # Processes on two machines may have the same id.
-    partial = path.with_name(f".{path.stem}.partial-{os.getpid()}-{secrets.token_hex(3)}{path.suffix}")
+    partial = (folder or path.parent) / f".{path.stem}.partial-{os.getpid()}-{secrets.token_hex(3)}{path.suffix}"
     try:
         save(partial)
         partial.replace(path)

@@ -13,6 +13,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..ops import global_attention, sequence_attention, window_attention
+from ..terms.relative_position import axis_offsets, relative_logits
+from ..terms.saliency import key_saliency
+from ..terms.window import axis_window
 from .grid_terms import Grid, GridTerms
 
 
@@ -148,6 +151,33 @@ class GridAttention(GridTerms):
         logits = logits.masked_fill(hidden, 0.0)
         weights = logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32)).to(v.dtype)
         return F.dropout(weights.masked_fill(hidden, 0.0), dropout) @ v
+
+    def scripted_attend(
+        self, q: Tensor, k: Tensor, v: Tensor, H: int, W: int, prefix: int, mask: Tensor | None
+    ) -> Tensor:
+        """:meth:`attend` for TorchScript, without predicted position logits and dropout: weights are written out."""
+        by_content, _, _, _ = self.terms
+        logits = q.new_zeros(1, 1, 1, 1)
+        if by_content:
+            logits = logits + torch.matmul(q, k.transpose(2, 3))
+        if self.saliency is not None:
+            logits = logits + key_saliency(k, self.saliency_query()[0, :, 0, 0]).unsqueeze(2)
+        if self.row_table is not None and self.column_table is not None:
+            moved = self._position_query(q[:, :, prefix:].unflatten(2, [H, W])).expand(-1, -1, H, W, -1)
+            rows = self._table(self.row_table.weight, axis_offsets(H, H, 1, 1, q.device))
+            columns = self._table(self.column_table.weight, axis_offsets(W, W, 1, 1, q.device))
+            pairs = relative_logits(moved, rows, H, "row").unsqueeze(5)
+            pairs = pairs + relative_logits(moved, columns, W, "column").unsqueeze(4)
+            logits = logits + F.pad(pairs.flatten(4, 5).flatten(2, 3), [prefix, 0, prefix, 0])
+        radius = self.radius
+        if radius is not None:
+            near = axis_window(H, H, radius, 1, 1, q.device)[:, None, :, None]
+            near = near + axis_window(W, W, radius, 1, 1, q.device)[None, :, None, :]
+            logits = logits + F.pad(near.flatten(2, 3).flatten(0, 1).to(q.dtype), [prefix, 0, prefix, 0])
+        if mask is not None:
+            logits = logits.masked_fill(mask, -math.inf) if mask.dtype == torch.bool else logits + mask
+        logits = logits.expand(v.shape[0], v.shape[1], -1, v.shape[2])
+        return torch.matmul(logits.float().softmax(-1).to(v.dtype), v)
 
     def _content(self, q: Tensor, k: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Query and key of ε1 + ε3, or, without ε1, ε3 as logits of the keys; of tokens or of maps."""

@@ -41,6 +41,8 @@ class GridTerms(nn.Module):
     Its methods give logits, gated where they are added to the content term; a subclass attends with them.
     """
 
+    __jit_unused_properties__ = ["needs_grid"]
+
     def __init__(
         self,
         embed_dim: int,
@@ -218,7 +220,8 @@ class GridTerms(nn.Module):
 
     def _position_query(self, q: Tensor) -> Tensor:
         """q + v, gated, of which the product with R is ε2 + ε4: (B, M, H, W, d), or of size 1 without ε2."""
-        moved = q if self.terms.content_position else q.new_zeros(1, self.num_heads, 1, 1, q.shape[-1])
+        _, by_position, _, _ = self.terms  # to TorchScript a plain tuple
+        moved = q if by_position else q.new_zeros(1, self.num_heads, 1, 1, q.shape[-1])
         if self.position is not None:
             moved = moved + (self.scale * self._heads(self.position))[:, None, None]
         return moved * self._gate(3)
@@ -242,7 +245,7 @@ class GridTerms(nn.Module):
     def _gate(self, axes: int) -> Tensor:
         """(M, 1, ...), for that many axes behind the heads'."""
         assert self.gate is not None
-        return self.gate.view(-1, *(1,) * axes)
+        return self.gate.view([-1] + [1] * axes)
 
     def _heads(self, vector: Tensor) -> Tensor:
         return vector.view(self.num_heads, -1)

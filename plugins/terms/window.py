@@ -70,10 +70,13 @@ def shifted_window_groups(
 
     A map that is rolled by (-shift) and cut into windows has pixels of opposite borders in its last row and its last
     column of windows; they do not see each other. Up to four groups: windows inside, the last column of windows, the
-    last row, the corner. Attention runs once a group, with logits that batch and windows share:
+    last row, the corner. Attention runs once a group, with logits that batch and windows share, so that neither masks
+    nor their sum with a position table is held for every window:
 
         for group in shifted_window_groups((nH, nW), (Wh, Ww), shift):
             tokens = map_of_windows[:, group.rows, group.columns]          # of (B, nH, nW, N, C)
+
+    For training cut the map with ``split`` at the groups' borders: the gradient of every slice is a map of zeros.
 
     timm, mmdet and mmsegmentation mask with -100, one (N, N) for every window; the softmax is the same.
 

@@ -11,6 +11,7 @@ from itertools import product
 from typing import Any
 
 import torch
+from timm.layers import register_notrace_module
 from timm.models.vision_transformer import ATTN_LAYERS
 from torch import Tensor, nn
 
@@ -20,6 +21,7 @@ from ..terms.nonlocal_position import Outside, Smoothing
 from .vit_places import Places
 
 
+@register_notrace_module
 class ViTAttention(GridAttention):
     """timm's ``Attention``, its keys and call, with more terms in its logits.
 
@@ -76,6 +78,7 @@ class ViTAttention(GridAttention):
         self.proj_drop = nn.Dropout(proj_drop)
         self.make_terms(**factory)
         self.places: Places | None = None  # of the model that the layer is part of
+        self.script_grid, self.script_prefix = (1, 1), 0  # what TorchScript sees of it
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -98,19 +101,39 @@ class ViTAttention(GridAttention):
             ValueError: a shape does not fit, or the layer does not know where the tokens lie.
             TypeError: ``x`` is no Tensor, or not of the module's dtype.
         """
-        check_sequence("x", x, self.embed_dim, self.qkv.weight)
         if is_causal:
             raise ValueError("is_causal must be False: patches of a picture have no order, got True")
+        if not torch.jit.is_scripting():
+            check_sequence("x", x, self.embed_dim, self.qkv.weight)
         B, T, C = x.shape
-        grid, prefix = self._places(T)
-        q, k, v = self.qkv(x).unflatten(2, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
-        q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = self.qkv(x).unflatten(2, [3, self.num_heads, -1]).permute(2, 0, 3, 1, 4).unbind(0)
+        q, k = self.q_norm(q) * self.scale, self.k_norm(k)
         if attn_mask is not None and attn_mask.dtype == torch.bool:
             attn_mask = ~attn_mask
-        dropout = self.attn_drop.p if self.training else 0.0
-        output = self.attend(x, q * self.scale, k, v, grid, prefix, mask=attn_mask, dropout=dropout)
+        if torch.jit.is_scripting():
+            output = self.scripted_attend(
+                q, k, v, self.script_grid[0], self.script_grid[1], self.script_prefix, attn_mask
+            )
+        else:
+            grid, prefix = self._places(T)
+            dropout = self.attn_drop.p if self.training else 0.0
+            output = self.attend(x, q, k, v, grid, prefix, mask=attn_mask, dropout=dropout)
         output = output.expand(B, -1, T, -1).transpose(1, 2).reshape(B, T, C)  # one query, where none differs
         return self.proj_drop(self.proj(self.norm(output)))
+
+    def __prepare_scriptable__(self) -> ViTAttention:
+        """Write down where tokens lie, for ``torch.jit.script``: models of one picture size alone can be scripted."""
+        if self.predictor is not None or self.attn_drop.p:
+            raise ValueError("TorchScript takes no predicted position logits (kernel_size) and no attn_drop")
+        if self.needs_grid:
+            if self.places is None or self.places.watched:
+                raise ValueError(
+                    f"TorchScript takes {self.described()} in a VisionTransformer of one picture size alone"
+                )
+            grid = self.places.grid
+            assert grid is not None
+            self.script_grid, self.script_prefix = grid, self.places.prefix
+        return self
 
     def _places(self, T: int) -> tuple[tuple[int, int], int]:
         """The grid of T tokens, and how many come before it; a line where no term needs places."""

@@ -40,7 +40,8 @@ def picture(config: Config) -> dict:
         metainfo=dict(img_shape=SIZE, ori_shape=SIZE, scale_factor=(1.0, 1.0), img_id=0, pad_shape=SIZE)
     )
     boxes = torch.tensor([[10.0, 12.0, 60.0, 50.0], [70.0, 20.0, 120.0, 90.0]])
-    sample.gt_instances = InstanceData(bboxes=boxes, labels=torch.tensor([1, 3]))
+    classes = config.train_dataloader.dataset.get("metainfo", {}).get("classes", range(80))
+    sample.gt_instances = InstanceData(bboxes=boxes, labels=torch.tensor([1, 3]) % len(classes))
     panoptic = config.model.get("panoptic_head") is not None
     if panoptic or config.model.get("roi_head", {}).get("mask_head") is not None:
         from mmdet.structures.mask import BitmapMasks

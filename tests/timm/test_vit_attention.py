@@ -156,6 +156,31 @@ def test_features_copies_and_pickles():
     torch.testing.assert_close(torch.load(file, weights_only=False)(picture()), expected)
 
 
+@pytest.mark.parametrize("name", [name for name in LAYERS if name != "attn_bilateral"])
+def test_scripted(name):
+    model = open_gates(build(name, reg_tokens=2))
+    torch.testing.assert_close(torch.jit.script(model)(picture()), model(picture()), rtol=1e-4, atol=1e-5)
+
+
+def test_what_cannot_be_scripted_says_so():
+    with pytest.raises(ValueError, match="TorchScript takes no predicted position logits"):
+        torch.jit.script(build("attn_bilateral"))
+    with pytest.raises(ValueError, match=r"TorchScript takes attention_type '1111' in a VisionTransformer of one pict"):
+        torch.jit.script(build(dynamic_img_size=True))
+
+
+def test_features_by_fx():
+    """timm's feature extraction by torch.fx: the layer is a leaf."""
+    from timm.models._features_fx import create_feature_extractor
+
+    model = open_gates(build())
+    (found,) = create_feature_extractor(model, ["blocks.1"])(picture()).values()
+    seen: list[Tensor] = []
+    model.blocks[1].register_forward_hook(lambda module, inputs, output: seen.append(output))
+    model(picture())
+    torch.testing.assert_close(found, seen[0])
+
+
 @pytest.mark.parametrize("name", ["attn1111", "attn_bilateral", "attn_range7"])
 def test_compiled_exported_and_half(name):
     model = open_gates(build(name))

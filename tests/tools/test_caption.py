@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import os
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +39,7 @@ from tools.captioning.word_attention import summary, word_attention
 from tools.datasets.captioned_scenes import Recipe, build
 from tools.pictures import BadPicture, open_picture
 
+ROOT = Path(__file__).parents[2]
 FUSIONS = {
     "entangled": {"regions", "attributes", "visual_share"},
     "parallel": {"regions", "attributes", "visual_share"},
@@ -301,6 +306,84 @@ def test_a_broken_orientation_does_not_make_a_broken_picture(tmp_path, monkeypat
     (tmp_path / "y.png").write_bytes((tmp_path / "x.png").read_bytes()[:50])
     with pytest.raises(BadPicture, match=r"y\.png cannot be read as a picture"):
         open_picture(tmp_path / "y.png")
+
+
+# --- several processes ------------------------------------------------------------------------------------------------
+
+KILLED = """
+import os, signal, sys
+from tools import caption
+
+whole, calls = caption.caption_picture, []
+def killed(*arguments):
+    calls.append(0)
+    if len(calls) == 2 and os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return whole(*arguments)
+
+caption.caption_picture = killed
+sys.exit(caption.main(sys.argv[1:]))
+"""
+
+
+def torchrun(*arguments: Any) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        list(map(str, command)), cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+
+
+def ended_at(last: str, whole: Any, captioner: Captioner, name: str, *given: Any) -> Any:
+    if name == last:
+        raise KeyboardInterrupt
+    return whole(captioner, name, *given)
+
+
+def contents(folder: Path) -> dict[str, Any]:
+    """Of every file; numbers of JSON files and pixels rather than bytes."""
+    found: dict[str, Any] = {}
+    for path in folder.iterdir():
+        found[path.name] = read(path) if path.suffix == ".json" else Image.open(path).tobytes()
+    return found
+
+
+@pytest.mark.parametrize("interrupted", ["alone", pytest.param("killed", marks=pytest.mark.slow)])
+def test_two_processes_after_an_interruption_write_what_one_writes(interrupted, data, tmp_path, capsys, monkeypatch):
+    (tmp_path / "killed.py").write_text(KILLED)
+    shutil.copytree(data / "images", tmp_path / "images")
+    (tmp_path / "images/000004.jpg").write_text("no picture")
+    options = ["--path", data.parent / "visual.pt", "--device", "cpu", "--max-len", 6, "--beam", 1]
+    out = tmp_path / "out"
+    command = [tmp_path / "images", *options, "--out", out]
+    if interrupted == "killed":
+        assert torchrun(tmp_path / "killed.py", *command).returncode != 0
+        assert len(list((out / ".captions.partial").glob("part-*"))) == 2
+    else:
+        whole = tool.caption_picture
+        with monkeypatch.context() as patched, contextlib.suppress(KeyboardInterrupt):
+            patched.setattr(tool, "caption_picture", lambda *given: ended_at("000006", whole, *given))
+            tool.main(list(map(str, command)))
+    assert not (out / "captions.json").exists()
+    shutil.copytree(out, tmp_path / "alone")
+
+    assert tool.main([*map(str, command), "--max-len", "7"]) == 2
+    assert "interrupted run with max_len = 6, not 7: --restart begins anew" in capsys.readouterr().err
+    ended = torchrun("-m", "tools.caption", *command)
+    assert ended.returncode == 1, ended.stderr
+    assert "going on after " in ended.stdout
+    assert f"{out / 'captions.json'}: 8 captions, 1 pictures skipped" in ended.stdout
+    assert ended.stderr.count("000004.jpg: cannot be read as a picture") == 1
+
+    assert tool.main(list(map(str, [tmp_path / "images", *options, "--out", tmp_path / "one"]))) == 1
+    assert "going on" not in capsys.readouterr().out
+    expected = contents(tmp_path / "one")
+    assert len(expected) == 17
+    assert contents(out) == expected
+    assert (out / "captions.json").read_bytes() == (tmp_path / "one/captions.json").read_bytes()
+    assert tool.main(list(map(str, [tmp_path / "images", *options, "--out", tmp_path / "alone"]))) == 1
+    assert "going on after " in capsys.readouterr().out
+    assert contents(tmp_path / "alone") == expected
 
 
 # --- what cannot be ---------------------------------------------------------------------------------------------------

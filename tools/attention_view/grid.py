@@ -23,6 +23,7 @@ def draw(view: View, layer: PixelMaps, pixels: Sequence[tuple[int, int]], out: P
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
+    assert layer.size is not None
     cells = [view.cell(layer.size, pixel) for pixel in pixels]
     maps = layer.maps(torch.tensor(cells))[0].float().cpu().numpy()  # (M, Q, Hk, Wk)
     uniform = uniform_weights(layer, torch.tensor(cells)).tolist()

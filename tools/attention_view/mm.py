@@ -55,10 +55,30 @@ def load_mm(name: str, checkpoint: Path | None) -> nn.Module:
     else:
         from mmdet.apis import init_detector as build
     try:
-        return build(config, weights, device="cpu")
+        model = build(config, weights, device="cpu")
+        if checkpoint is None:
+            _draw(model)
+        return model
     except Exception as error:
         which = "" if checkpoint is None else f" with --checkpoint {checkpoint}"
         raise ViewError(f"MODEL {name}{which} cannot be built: {one_line(error)}") from error
+
+
+def _draw(model: Any) -> None:
+    """Draw a model's weights as for training, but for those that a file would bring: some are made empty."""
+    from mmengine.logging import MMLogger
+
+    for module in model.modules():
+        given = getattr(module, "init_cfg", None)
+        if any(rule.get("type") == "Pretrained" for rule in (given if isinstance(given, list) else [given or {}])):
+            module.init_cfg = None
+    logger = MMLogger.get_current_instance()
+    level = logger.level
+    logger.setLevel("WARNING")  # it tells of every parameter
+    try:
+        model.init_weights()
+    finally:
+        logger.setLevel(level)
 
 
 def see_mm(model: Any, file: Path, layers: Sequence[str], most_objects: int = 8, least_score: float = 0.3) -> View:

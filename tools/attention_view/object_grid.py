@@ -72,9 +72,7 @@ def draw_object_maps(view: View, layer: TokenMaps, out: Path) -> None:
     with panels(view, *_object_panels(view), title, out) as axes:
         for n, panel in zip(range(len(objects)), axes.flat):
             panel.imshow(_grey(view), cmap="gray", extent=(0, W, H, 0))
-            panel.imshow(
-                maps[n], cmap="inferno", vmin=0, alpha=0.7, extent=(0, W, H, 0), interpolation="nearest"
-            )  # fmt: skip
+            panel.imshow(maps[n], cmap="inferno", vmin=0, alpha=0.7, extent=(0, W, H, 0), interpolation="nearest")
             _box(panel, objects.boxes[n].tolist())
             panel.set_title(
                 f"{objects.title(n)}\nmax {maps[n].max():.2g} (uniform {uniform[n]:.2g})", fontsize=7, pad=2
@@ -94,7 +92,8 @@ def draw_object_masks(view: View, out: Path) -> None:
             colour = np.array([0.24, 0.86, 0.36], np.float32)
             share = 0.65 * mask[..., None]
             panel.imshow(grey * (1 - share) + colour * share, extent=(0, w, h, 0))
-            panel.contour(mask, [0.5], colors="white", linewidths=0.8, extent=(0, w, 0, h))
+            if mask.min() < 0.5 < mask.max():
+                panel.contour(mask, [0.5], colors="white", linewidths=0.8, extent=(0, w, 0, h))
             panel.set_title(objects.title(n), fontsize=7, pad=2)
 
 
@@ -127,7 +126,10 @@ def draw_pixel_samples(view: View, layer: Samples, pixels: Sequence[tuple[int, i
             places = layer.in_pixels(locations[0], view.size, view.inside)
             for q, panel in enumerate(axes[level]):
                 y, x = ((n + 0.5) * scale for n, scale in zip(pixels[q], view.scale))
+                height, width = (size / cells for size, cells in zip(view.size, shape))
+                top, left = height * (y // height), width * (x // width)  # of the cell that is the query
                 panel.imshow(view.picture, extent=(0, view.size[1], view.size[0], 0), alpha=0.75)
+                _box(panel, (left, top, left + width, top + height), "black")
                 _points(panel, places[q], weights[0, q])
                 panel.plot(x, y, "+", color="black", markersize=9, markeredgewidth=2)
                 panel.set_title(f"{pixels[q]} on the map {shape[0]}×{shape[1]}", fontsize=7, pad=2)
@@ -135,7 +137,7 @@ def draw_pixel_samples(view: View, layer: Samples, pixels: Sequence[tuple[int, i
 
 
 def _sampled(layer: Samples, who: str) -> str:
-    return f"{layer.name}: points that {who} reads, all heads; the larger, the more weight"
+    return f"{layer.name}: points that {who} reads on every level; the larger, the more weight"
 
 
 def _points(panel: Any, places: Tensor, weights: Tensor) -> None:
@@ -152,5 +154,4 @@ def _points(panel: Any, places: Tensor, weights: Tensor) -> None:
 def _legend(panel: Any, layer: Samples) -> None:
     for level, (H, W) in enumerate(layer.shapes):
         panel.scatter([], [], s=20, c=LEVEL_COLOURS[level % 6], edgecolors="black", linewidths=0.3, label=f"{H}×{W}")
-    panel.legend(loc="lower right", fontsize=5, framealpha=0.8, borderpad=0.3, handletextpad=0.1, title="level",
-                 title_fontsize=5)  # fmt: skip
+    panel.figure.legend(loc="outside lower center", ncols=len(layer.shapes), fontsize=7, frameon=False)

@@ -14,9 +14,12 @@ function outline(context, canvas, [left, top, right, bottom], colour, width) {
 
 if (objects) {
   document.getElementById("objects").hidden = false;
-  if (!data.layers.length && !data.points.length) document.querySelector("main").hidden = true;
-  boxes.width = data.width;
-  boxes.height = data.height;
+  if (!data.layers.length && !data.points.length) {
+    document.querySelector("main").hidden = true;
+    document.querySelector("#choose .controls").append(headLabel, opacity.closest("label"));
+  }
+  boxes.width = 640;
+  boxes.height = Math.round(640 * data.height / data.width);
   objects.list.forEach((object, n) => objectSelect.add(new Option(object.title, n)));
   if (objects.masks) {
     objects.masks.maps = bytes(objects.masks.maps);
@@ -35,6 +38,8 @@ if (objects) {
     const { note, heads } = sectionIn(attended, layer.name, "points by level, the larger the more weight:");
     legend(note, layer);
     const panel = panelIn(heads);
+    panel.canvas.width *= 2;
+    panel.canvas.height *= 2;
     panel.canvas.closest("button").setAttribute("aria-pressed", "true");
     objectPanels.push({ kind: "points", layer, ...panel });
   }

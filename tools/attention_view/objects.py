@@ -41,8 +41,7 @@ class Objects:
         """The objects at these places of the list."""
         names = [self.names[n] for n in chosen.tolist()]
         masks = None if self.masks is None else self.masks[chosen]
-        parts = (tensor[chosen] for tensor in (self.queries, self.labels))
-        return Objects(*parts, names, self.scores[chosen], self.boxes[chosen], masks)
+        return Objects(self.queries[chosen], self.labels[chosen], names, self.scores[chosen], self.boxes[chosen], masks)
 
     def surest(self, count: int, least: float) -> Objects:
         """At most ``count`` objects with a score of at least ``least``; the surest alone where there is none."""
@@ -57,9 +56,16 @@ class Objects:
 
 @contextmanager
 def watch_head(model: nn.Module) -> Iterator[dict[str, Any]]:
-    """Remember what the model's head gives: under ``"output"``, classes and boxes or masks."""
+    """Remember what the model's head gives: under ``"output"``, classes and boxes or masks.
+
+    Raises:
+        ValueError: the model has no head of a known name.
+    """
     seen: dict[str, Any] = {}
-    head = next(getattr(model, name) for name in HEADS if isinstance(getattr(model, name, None), nn.Module))
+    heads = [getattr(model, name) for name in HEADS if isinstance(getattr(model, name, None), nn.Module)]
+    if not heads:
+        raise ValueError(f"a model with object queries must have one of {', '.join(HEADS)}, got {type(model).__name__}")
+    head = heads[0]
 
     def keep(_: nn.Module, __: Any, output: Any) -> None:
         seen["output"] = output
@@ -82,12 +88,14 @@ def found(seen: dict[str, Any], picture: Sequence[int], inside: Sequence[int], c
         classes: Their names; a class beyond them goes by its number.
 
     Raises:
-        ValueError: the head does not give classes and boxes or masks for every query.
+        ValueError: the head does not give classes and boxes or masks for every query, or they are not finite.
     """
     output = seen.get("output")
     if not isinstance(output, (tuple, list)) or len(output) < 2:
         raise ValueError("the model's head must give classes, and boxes or masks, of object queries")
     logits, places = output[0][-1][0].float(), output[1][-1][0].float()
+    if not (logits.isfinite().all() and places.isfinite().all()):
+        raise ValueError("the model's classes and places must be finite numbers: has its training diverged?")
     # With a softmax the last class is 'no object'.
     scores, labels = (logits.sigmoid() if seen["sigmoid"] else logits.softmax(-1)[:, :-1]).max(-1)
     order = scores.argsort(descending=True)

@@ -69,15 +69,15 @@ def _maps(layer: TokenMaps, chosen: Tensor) -> dict[str, Any]:
     """Maps of objects: the mean of all heads first, then every head, each of its own greatest weight."""
     maps = layer.of_objects(chosen)[0].float()  # (M, N, Hk, Wk)
     maps = torch.cat((maps.mean(0, keepdim=True), maps))
-    size = [min(n, MOST_OBJECT_KEYS) for n in layer.keys]
-    if size != list(layer.keys):
+    size = min(layer.keys[0], MOST_OBJECT_KEYS), min(layer.keys[1], MOST_OBJECT_KEYS)
+    if size != layer.keys:
         maps = F.adaptive_avg_pool2d(maps, size)
     peaks = maps.amax((2, 3))
     return dict(
         name=layer.name,
         heads=maps.shape[0] - 1,
         keys=size,
-        note="" if size == list(layer.keys) else f"{layer.keys[0]}×{layer.keys[1]} averaged",
+        note="" if size == layer.keys else f"{layer.keys[0]}×{layer.keys[1]} averaged",
         maps=encoded((maps / peaks.clamp(min=1e-30)[..., None, None] * 255).round().numpy(), "u1"),
         peaks=encoded(peaks.numpy(), "<f4"),
         uniform=encoded(layer.uniform(chosen).numpy(), "<f4"),
@@ -90,7 +90,7 @@ def _masks(view: View) -> dict[str, Any] | None:
     if view.objects.masks is None:
         return None
     step = max(1.0, max(view.inside) / MOST_MASK)
-    size = [max(1, round(n / step)) for n in view.inside]
+    size = max(1, round(view.inside[0] / step)), max(1, round(view.inside[1] / step))
     fine = [fine_mask(mask, view.size, view.inside).sigmoid()[None, None] for mask in view.objects.masks]
     small = torch.cat([F.adaptive_avg_pool2d(mask, size) for mask in fine])
     return dict(size=size, maps=encoded((small * 255).round().numpy(), "u1"))

@@ -33,7 +33,7 @@ function paintPoints(canvas, layer, points, under) {
     if (chosen !== "all" && Number(chosen) !== head) continue;
     painted++;
     context.beginPath();
-    context.arc(x * canvas.width, y * canvas.height, 0.8 + 4.5 * Math.sqrt(weight), 0, 2 * Math.PI);
+    context.arc(x * canvas.width, y * canvas.height, (1.2 + 8 * Math.sqrt(weight)) * canvas.width / 480, 0, 2 * Math.PI);
     context.fillStyle = layer.colours[level];
     context.fill();
     context.lineWidth = 0.6;
@@ -46,10 +46,12 @@ function paintPoints(canvas, layer, points, under) {
 // Colours of the levels, after a section's title.
 function legend(note, layer) {
   layer.shapes.forEach(([H, W], level) => {
-    const dot = document.createElement("span");
+    const words = document.createElement("span"), dot = document.createElement("span");
+    words.style.whiteSpace = "nowrap";
     dot.className = "key";
     dot.style.background = layer.colours[level];
-    note.append(dot, `${H}×${W}`);
+    words.append(dot, `${H}×${W}`);
+    note.append(words, " ");
   });
 }
 
@@ -76,7 +78,7 @@ data.points.forEach((layer, l) => {
 });
 const pointed = data.points.concat(data.objects ? data.objects.points : []);
 if (pointed.length) {
-  headLabel.hidden = false;
+  headLabel.hidden = document.getElementById("aboutPoints").hidden = false;
   for (let n = 0; n < Math.max(...pointed.map(layer => layer.heads)); n++) headSelect.add(new Option(n + 1, n));
 }
 headSelect.addEventListener("change", () => { show(); showObject(); });

@@ -6,7 +6,7 @@ Shapes: B batch, M heads, Q queries, S keys, C channels, d width per head.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -39,11 +39,17 @@ class TokenMaps:
     masks: dict[str, Tensor | None]
     keys: tuple[int, int]
     size: tuple[int, int] | None = None
+    _probed: Tensor | None = field(default=None, init=False, repr=False)
+    _blank: TokenMaps | None = field(default=None, init=False, repr=False)
 
     @torch.no_grad()
     def weights(self, chosen: Tensor | None = None) -> Tensor:
         """(B, M, Q, S), of all queries or of the chosen ones."""
-        return self.weigh(self.attention, self.query, self.key, self.masks, chosen)
+        if self.weigh is not probed_weights:
+            return self.weigh(self.attention, self.query, self.key, self.masks, chosen)
+        if self._probed is None:  # those of all queries cost what those of one do
+            self._probed = probed_weights(self.attention, self.query, self.key, self.masks)
+        return self._probed if chosen is None else self._probed.index_select(2, chosen)
 
     def of_objects(self, chosen: Tensor) -> Tensor:
         """(B, M, Q, Hk, Wk) of object queries, by their numbers."""
@@ -61,8 +67,9 @@ class TokenMaps:
     def uniform(self, chosen: Tensor) -> Tensor:
         """(Q,), 1 / the number of keys that are not masked, of the first picture."""
         # Of tokens of zeros no key is so unlike the query that its weight rounds to 0: what is 0 is masked.
-        blank = replace(self, query=torch.zeros_like(self.query), key=torch.zeros_like(self.key))
-        return 1 / (blank.weights(chosen)[0] != 0).any(0).sum(-1).clamp(min=1)
+        if self._blank is None:
+            self._blank = replace(self, query=torch.zeros_like(self.query), key=torch.zeros_like(self.key))
+        return 1 / (self._blank.weights(chosen)[0] != 0).any(0).sum(-1).clamp(min=1)
 
 
 def stock_weights(
@@ -84,9 +91,12 @@ def stock_weights(
     if chosen is not None:
         query = query.index_select(1 if attention.batch_first else 0, chosen)
         mask = None if mask is None else mask.index_select(-2, chosen)
-    options = dict(need_weights=True, average_attn_weights=False, attn_mask=mask)
     # Not a call: a hook on the layer shall not take this for another pass.
-    return attention.forward(query, key, key, key_padding_mask=masks.get("key_padding_mask"), **options)[1]
+    _, weights = attention.forward(
+        query, key, key, key_padding_mask=masks.get("key_padding_mask"), attn_mask=mask, average_attn_weights=False
+    )
+    assert weights is not None
+    return weights
 
 
 def probed_weights(

@@ -42,8 +42,8 @@ def _deformable(module: nn.Module) -> bool:
 
 
 def _inner(module: nn.Module) -> nn.Module | None:
-    """The attention inside mmcv's ``MultiheadAttention``."""
-    inner = getattr(module, "attn", None)
+    """The attention inside mmcv's ``MultiheadAttention``, torch's or ours."""
+    inner = getattr(module, "attn", None) if type(module).__name__ == "MultiheadAttention" else None
     return inner if isinstance(inner, (nn.MultiheadAttention, SpatialSelfAttention)) else None
 
 

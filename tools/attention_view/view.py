@@ -94,7 +94,7 @@ def default_layers(captured: Mapping[str, Layer]) -> list[str]:
 def _extent(layer: Layer) -> Any:
     if isinstance(layer, Samples):
         return None
-    return layer.size or layer.keys  # type: ignore[union-attr]
+    return layer.keys if isinstance(layer, TokenMaps) and layer.size is None else layer.size
 
 
 def uniform_weights(layer: PixelMaps, queries: Tensor) -> Tensor:

@@ -27,9 +27,10 @@ Several processes share the pictures, each on its own GPU (``--device cuda``) or
 
     torchrun --nproc-per-node 8 -m tools.captioning.extract_regions data/coco/images data/coco/regions.h5 ...
 
-OUT has the bytes that one process with as many threads writes. An interrupted run goes on with any number of processes;
-a second one at the same OUT is an error. Process 0 prints how far all are, and its exit code is that of all (torchrun's
-own is 1 where it is not 0). On several machines the folder of OUT must be one that all see, with file locks.
+OUT has the same bytes as from one process with as many threads. The same command resumes an interrupted run, with any
+number of processes; a second run on the same OUT ends with an error. Process 0 prints the progress of all and returns
+the exit code below (torchrun returns 1 for any code but 0). Processes on several machines need a shared file system
+with file locks for OUT.
 
 OUT also holds the recipe, by which ``tools.caption`` computes the regions of new pictures: the options, and where the
 weights lie.

@@ -1,20 +1,20 @@
-"""A run of one process or several over a list of things, which goes on where it was interrupted.
+"""A resumable run of one process or several over a list of pictures.
 
-The folder of a run has a folder for every process, ``part-0``, ``part-1``, ..., to which no other process writes. What
-lies there are the tool's own files; ``images.jsonl`` has a line for every thing that is done, ``skipped.jsonl`` one for
-every thing that was left out. Process 0 looks at what is done, says what is left, waits for the others and makes one
-result of all parts, so that it does not depend on how many processes there were, nor on how often they were ended.
+Each process writes to a folder of its own, ``part-0``, ``part-1``, ..., inside the run's folder. A part holds the
+tool's files, a line in ``images.jsonl`` for each picture that is done, and one in ``skipped.jsonl`` for each that was
+left out. Process 0 reads all parts, plans what is left, waits for the other processes and makes one result of all
+parts. The result depends neither on the number of processes nor on interruptions.
 
-Processes know of each other by locks on bytes of the file ``lock``. A lock ends with its process, so that nothing old
-is ever taken for something new: no process group, no ports, no run id.
+Processes see each other by locks on bytes of the file ``lock``. The kernel drops a lock when its process ends, so a
+killed run leaves no stale state. No process group, port or run id is needed.
 
 ======== ==================================================
 byte     held by
 ======== ==================================================
-0        process 0, from its beginning to its end
-1        process 0, from saying what is left to its result
-2 + 2r   process r, from its first thing to its end
-3 + 2r   process r, when its part is complete
+0        process 0, from start to end
+1        process 0, from its plan to its result
+2 + 2r   process r, while it may write to its part
+3 + 2r   process r, once its part is complete
 ======== ==================================================
 """
 
@@ -23,6 +23,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -47,8 +48,8 @@ class SharedRun:
     Args:
         folder: Of the run.
         process: Which one this is.
-        settings: What the result depends on, of what JSON can hold; a run with others is not gone on with.
-        restart: Whether to forget what an interrupted run has done.
+        settings: All that the result depends on, as JSON values; a run with other settings is not resumed.
+        restart: Discard what an interrupted run has done.
     """
 
     def __init__(self, folder: Path, process: Process, settings: Mapping[str, Any], restart: bool = False) -> None:
@@ -58,14 +59,15 @@ class SharedRun:
         self.left: list[int] = []
         self._counts: dict[Path, tuple[int, int]] = {}
         self._locks: ByteLocks | None = None
+        self._token = ""
         self._records: IO[str] | None = None
 
     def begin(self, left: Callable[[list[Path]], Sequence[int]], check: Callable[[], None] = lambda: None) -> None:
         """Take this process' share of what is left.
 
         Args:
-            left: From the folders of the parts to the numbers of what is not done; process 0 alone is asked.
-            check: Raises where the result must not be made; likewise, and before anything is changed.
+            left: Maps the folders of the parts to the numbers of what is not done. Called by process 0 alone.
+            check: Raises if the result must not be made. Called by process 0 alone, before anything is changed.
 
         Raises:
             BadFile: another run is at work in the folder, an interrupted one had other settings, or process 0 does not
@@ -77,6 +79,7 @@ class SharedRun:
             self._prepare()
             numbers = list(left(self.parts))
             plan = dict(processes=self.process.number, settings=self.settings, left=numbers)
+            plan["token"] = secrets.token_hex(8)
             files.write_text(self.folder / "plan.json", json.dumps(plan))
             free = self._locks.hold(READY, PATIENCE)
         else:
@@ -86,6 +89,8 @@ class SharedRun:
         if not free or not self._locks.hold(self._byte(self.process.rank), PATIENCE):
             raise BadFile(f"another run is at work in {self.folder}")
         self.part.mkdir(exist_ok=True)
+        self._token = plan["token"]
+        files.write_text(self.part / "begun", self._token)
         self.left = plan["left"][self.process.rank :: self.process.number]
 
     def _byte(self, rank: int) -> int:
@@ -140,6 +145,8 @@ class SharedRun:
             files.write_text(file, json.dumps(self.settings))
         for part in self.parts:
             (part / SKIPPED).unlink(missing_ok=True)
+        for partial in self.folder.glob("**/.*.partial-*"):
+            partial.unlink()
 
     def _other(self, before: Mapping[str, Any]) -> str:
         """In words, the first setting that was another one."""
@@ -200,13 +207,20 @@ class SharedRun:
         return total
 
     def check(self) -> None:
-        """To be called now and then.
+        """Check that process 0 is alive; call it between pictures.
 
         Raises:
             BadFile: process 0 has ended, so that nobody would make the result.
         """
         if self.process.rank != 0 and not self._locked.held(READY):
             raise BadFile(f"process 0 of {self.process.number} has ended: the same command goes on")
+
+    def _begun(self, rank: int) -> bool:
+        """Whether a process has begun its part of this very run."""
+        try:
+            return (self.folder / f"part-{rank}" / "begun").read_text() == self._token
+        except FileNotFoundError:
+            return False
 
     @property
     def _locked(self) -> ByteLocks:
@@ -217,10 +231,10 @@ class SharedRun:
         """Wait until the parts of all processes are complete.
 
         Args:
-            meanwhile: Called by process 0 now and then.
+            meanwhile: Called by process 0 while it waits.
 
         Returns:
-            Whether this is process 0, which makes the result; the others are back when it has.
+            True in process 0, which then makes the result. The others return False once it is made.
 
         Raises:
             BadFile: a process has ended before its part was complete, or has not begun.
@@ -231,29 +245,28 @@ class SharedRun:
             while locks.held(READY):
                 time.sleep(PAUSE)
             return False
-        until, begun, waited = time.monotonic() + BEGIN, set[int](), set(range(1, number))
+        until, waited = time.monotonic() + BEGIN, set(range(1, number))
         while waited:
             for rank in sorted(waited):
+                begun = self._begun(rank)  # before the look at its lock, which it had then
                 at_work = locks.held(self._byte(rank))
                 if locks.held(self._byte(rank) + 1):
                     waited.discard(rank)
-                elif at_work:
-                    begun.add(rank)
-                elif rank in begun or time.monotonic() > until:
-                    what = "ended before its part was complete" if rank in begun else "not begun"
+                elif not at_work and (begun or time.monotonic() > until):
+                    what = "ended before its part was complete" if begun else "not begun"
                     raise BadFile(f"process {rank} of {number} has {what}: the same command goes on")
             meanwhile()
             time.sleep(PAUSE if waited else 0)
         return True
 
     def make(self, out: Path, save: Callable[[Path], object]) -> None:
-        """As process 0, write the result by ``save`` beside ``out``, then rename it."""
+        """As process 0, write the result by ``save`` to the run's folder, then rename it to ``out``."""
 
         def marked(partial: Path) -> None:
             save(partial)
             files.write_text(self.folder / "made.json", json.dumps(_identity(partial)))
 
-        files.write(out, marked)
+        files.write(out, marked, self.folder)
 
     def remove(self) -> None:
         """As process 0, after the result: let the others end, then remove the folder."""

@@ -1,0 +1,82 @@
+"""Folders of several writers as one file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from attn_plugins.captioning import region_formats
+from attn_plugins.captioning.region_features import RegionFeatures, RegionFeaturesWriter
+from attn_plugins.captioning.region_parts import GatheredRows, RegionParts
+from tests.captioning.test_region_features import SUFFIXES, made_up, needs
+
+
+def part(folder: Path, images: list[tuple], dtype: str = "float16") -> Path:
+    with RegionFeaturesWriter(folder, dtype) as writer:
+        for image_id, regions in images:
+            writer.append(image_id, regions)
+    return folder
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+@pytest.mark.parametrize("ids", [int, str])
+def test_parts_give_the_bytes_of_one_folder(suffix, ids, tmp_path, monkeypatch):
+    needs(suffix)
+    monkeypatch.setattr(region_formats, "BLOCK", 48)  # blocks that begin and end within parts
+    images = made_up(17, ids=ids)
+    whole = tmp_path / f"whole{suffix}"
+    RegionParts([part(tmp_path / "whole", images)]).save(whole, dict(seed=1))
+    folders = [part(tmp_path / f"{n}", images[n::3][::-1]) for n in range(3)]
+    part(tmp_path / "empty", [])
+    parts = RegionParts([*folders, tmp_path / "empty", tmp_path / "gone"], [image_id for image_id, _ in images])
+    parts.save(tmp_path / f"of_parts{suffix}", dict(seed=1))
+    assert (tmp_path / f"of_parts{suffix}").read_bytes() == whole.read_bytes()
+    read = RegionFeatures(whole)
+    assert parts.image_ids == read.image_ids == [image_id for image_id, _ in images]
+    assert (parts.rows, parts.feature_dim) == (sum(len(regions["scores"]) for _, regions in images), 5)
+    for image_id, regions in images:
+        if read.count(image_id):
+            expected = regions["features"].astype(np.float16)
+            np.testing.assert_array_equal(read.regions(image_id)["features"], expected)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_gathered_rows_are_those_of_the_pieces(seed):
+    draw = np.random.default_rng(seed)
+    arrays = [draw.normal(size=(n, 3)).astype(np.float32) for n in (7, 4, 9)]
+    pieces = []
+    for a in draw.integers(0, 3, 12):
+        start, stop = np.sort(draw.integers(0, len(arrays[a]) + 1, 2)).tolist()
+        pieces.append((arrays[a], start, stop))
+    rows, expected = GatheredRows(pieces), np.concatenate([a[start:stop] for a, start, stop in pieces])
+    assert (rows.shape, rows.dtype, rows.nbytes, len(rows)) == (
+        expected.shape,
+        "float32",
+        expected.nbytes,
+        len(expected),
+    )
+    for start in range(len(rows) + 1):
+        for stop in range(len(rows) + 2):
+            np.testing.assert_array_equal(rows[start:stop], expected[start:stop])
+    with pytest.raises(ValueError, match="got the step 2"):
+        rows[::2]
+
+
+def test_parts_that_do_not_fit(tmp_path):
+    images = made_up(6)
+    first = part(tmp_path / "first", images[:4])
+    with pytest.raises(ValueError, match=r"image 997 is in .*first and in .*again"):
+        RegionParts([first, part(tmp_path / "again", images[3:])])
+    with pytest.raises(ValueError, match=r"narrow has features of 2 channels in float16, but .*first of 5 in float16"):
+        RegionParts([first, part(tmp_path / "narrow", made_up(6, 2)[4:])])
+    with pytest.raises(ValueError, match=r"fine has features of 5 channels in float32, but .*first of 5 in float16"):
+        RegionParts([first, part(tmp_path / "fine", images[4:], "float32")])
+    with pytest.raises(ValueError, match="first has image 997, which is none of the list's"):
+        RegionParts([first], [1000, 999, 998])
+    with pytest.raises(ValueError, match="there is no image to write"):
+        RegionParts([tmp_path / "gone"]).save(tmp_path / "regions.npz")
+    (first / "boxes").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"boxes has 0 bytes, not \d+: begin anew without .*first"):
+        RegionParts([first]).save(tmp_path / "regions.npz")
