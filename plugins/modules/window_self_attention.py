@@ -118,6 +118,10 @@ class WindowSelfAttention(GridTerms):
                 nn.init.trunc_normal_(layer.weight, std=0.02)
                 if layer.bias is not None:
                     nn.init.zeros_(layer.bias)
+        self.reset_positions()
+
+    def reset_positions(self) -> None:
+        """Draw what is no linear layer's."""
         if self.relative_position_bias_table is not None:
             nn.init.trunc_normal_(self.relative_position_bias_table, std=0.02)
         if self.logit_scale is not None:

@@ -16,6 +16,16 @@ from .attended_resnet import (
     dcn_resnet50,
 )
 from .conventions import param_groups
+from .swin import (
+    AttnSwinTransformer,
+    AttnSwinTransformerV2,
+    attn_swin_base_patch4_window7_224,
+    attn_swin_small_patch4_window7_224,
+    attn_swin_tiny_patch4_window7_224,
+    attn_swinv2_base_window8_256,
+    attn_swinv2_small_window8_256,
+    attn_swinv2_tiny_window8_256,
+)
 from .vit import attn_vit_base_patch16_224, attn_vit_small_patch16_224, attn_vit_tiny_patch16_224
 from .vit_attention import ViTAttention, vit_attention
 
@@ -28,6 +38,8 @@ __all__ = [
     "AAWideResNet",
     "AttendedBottleneck",
     "AttendedResNet",
+    "AttnSwinTransformer",
+    "AttnSwinTransformerV2",
     "ViTAttention",
     "aa_mnasnet_075",
     "aa_mnasnet_100",
@@ -42,6 +54,12 @@ __all__ = [
     "attn0010_dcn_resnet50",
     "attn1111_resnet50",
     "attn_resnet50",
+    "attn_swin_base_patch4_window7_224",
+    "attn_swin_small_patch4_window7_224",
+    "attn_swin_tiny_patch4_window7_224",
+    "attn_swinv2_base_window8_256",
+    "attn_swinv2_small_window8_256",
+    "attn_swinv2_tiny_window8_256",
     "attn_vit_base_patch16_224",
     "attn_vit_small_patch16_224",
     "attn_vit_tiny_patch16_224",
