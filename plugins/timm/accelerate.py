@@ -12,6 +12,7 @@ stay.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -28,10 +29,11 @@ from ..terms.position_table import table_logits
 def accelerate(model: nn.Module) -> list[str]:
     """Let the attention of a timm model be computed by our operators, in place.
 
-    What it knows: blocks of Swin and Swin V2 (``swin_*``, ``swinv2_*``, ``swin_s3_*``), attention with decomposed
-    positions of SAM (``samvit_*``) and MViTv2 (``mvitv2_*``). Outputs and gradients are timm's up to rounding, in
-    training and after; only masks of shifted windows are -inf for -100. Where attention weights must be written out
-    (dropout of them in training, a hook that looks at them) timm's own code runs.
+    What it knows: blocks of Swin and Swin V2 (``swin_*``, ``swinv2_*`` but for ``swinv2_cr_*``), attention with
+    decomposed positions of SAM (``samvit_*``) and MViTv2 (``mvitv2_*``). Outputs and gradients are timm's up to
+    rounding, in training and after; only masks of shifted windows are -inf for -100. Where attention weights must be
+    written out (dropout of them in training, a hook that looks at them) timm's own code runs. ``torch.jit.script`` puts
+    timm's layers back, in ``model`` too.
 
     Args:
         model: A model of timm's, or one that holds such.
@@ -61,7 +63,16 @@ def accelerate(model: nn.Module) -> list[str]:
     return list(found)
 
 
-class AcceleratedSwinBlock(swin_transformer.SwinTransformerBlock):
+class _Scriptable:
+    """Gives TorchScript timm's own code with the same parameters."""
+
+    def __prepare_scriptable__(self) -> Any:
+        twin = copy.copy(self)
+        twin.__class__ = next(kind.stock for kind in KINDS if type(self) is kind.ours)  # type: ignore[assignment]
+        return twin
+
+
+class AcceleratedSwinBlock(_Scriptable, swin_transformer.SwinTransformerBlock):
     """timm's block of Swin, whose windows attend by our operator."""
 
     def _attn(self, x: Tensor) -> Tensor:
@@ -72,7 +83,7 @@ class AcceleratedSwinBlock(swin_transformer.SwinTransformerBlock):
         return _attend_windows(self, x, attn.qkv, with_position_logits(logits, attn.scale))
 
 
-class AcceleratedSwinV2Block(swin_transformer_v2.SwinTransformerV2Block):
+class AcceleratedSwinV2Block(_Scriptable, swin_transformer_v2.SwinTransformerV2Block):
     """timm's block of Swin V2, whose windows attend by our operator."""
 
     def _attn(self, x: Tensor) -> Tensor:
@@ -89,7 +100,7 @@ class AcceleratedSwinV2Block(swin_transformer_v2.SwinTransformerV2Block):
         return _attend_windows(self, x, project, attend)
 
 
-class AcceleratedSAMAttention(vision_transformer_sam.Attention):
+class AcceleratedSAMAttention(_Scriptable, vision_transformer_sam.Attention):
     """timm's attention of SAM, with decomposed positions as logits of rows and of columns."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -102,7 +113,7 @@ class AcceleratedSAMAttention(vision_transformer_sam.Attention):
         return self.proj_drop(self.proj(output.permute(0, 2, 3, 1, 4).flatten(3)))
 
 
-class AcceleratedMViTAttention(mvitv2.MultiScaleAttention):
+class AcceleratedMViTAttention(_Scriptable, mvitv2.MultiScaleAttention):
     """timm's pooled attention of MViTv2, with decomposed positions as logits of rows and of columns."""
 
     def forward(self, x: Tensor, feat_size: list[int]) -> tuple[Tensor, list[int]]:

@@ -6,8 +6,9 @@ of each block is exchanged; weights are drawn as timm's are, and timm's load str
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from timm.layers import register_notrace_module
@@ -20,6 +21,7 @@ from ..modules.window_self_attention import Position, Version, WindowSelfAttenti
 from ..terms.position_table import resize_position_table
 from .conventions import imagenet_cfg
 
+SHARED = ("qkv", "proj", "relative_position_bias_table", "cpb_mlp", "logit_scale", "q_bias", "v_bias")
 TABLES = ("relative_position_bias_table", "cpb_mlp.0.weight", "cpb_mlp.0.bias", "cpb_mlp.2.weight")
 
 
@@ -58,7 +60,7 @@ class SwinAttention(WindowSelfAttention):
             device=weight.device,
             dtype=weight.dtype,
         )
-        for name in ("qkv", "proj", "relative_position_bias_table", "cpb_mlp", "logit_scale", "q_bias", "v_bias"):
+        for name in SHARED:
             if getattr(self, name) is not None:
                 setattr(self, name, getattr(stock, name))
         self.proj_drop = stock.proj_drop
@@ -91,10 +93,10 @@ class SwinAttention(WindowSelfAttention):
 class _Block:
     """What our blocks change in timm's of either version."""
 
-    attn: SwinAttention
-    shifts: bool
-    shift_size: tuple[int, int]
-    target_shift_size: tuple[int, int]
+    if TYPE_CHECKING:
+        attn: SwinAttention
+        shift_size: tuple[int, int]
+        target_shift_size: tuple[int, int]
 
     def exchange(self, version: Version, position: Position, shift: bool) -> None:
         """Put our attention in the place of timm's."""
@@ -113,6 +115,30 @@ class _Block:
         """See timm's."""
         super().set_input_size(*args, **kwargs)  # type: ignore[misc]
         self.attn.shift_size = self.shift_size
+
+    def __prepare_scriptable__(self) -> nn.Module:
+        """Give TorchScript timm's own block with our weights; it puts the block into the model that it compiles."""
+        attn: Any = self.attn
+        if attn.position_kind != "table":
+            raise NotImplementedError(f"TorchScript needs position='table', got {attn.position_kind!r}")
+        twin: Any = copy.copy(self)
+        twin._modules, twin._buffers = dict(twin._modules), dict(twin._buffers)
+        arguments: dict[str, Any] = dict(dim=attn.embed_dim, num_heads=attn.num_heads, window_size=attn.window_size)
+        if attn.version == "v1":
+            twin.__class__ = swin_transformer.SwinTransformerBlock
+            twin.attn = swin_transformer.WindowAttention(**arguments)
+        else:
+            twin.__class__ = v2.SwinTransformerV2Block
+            pretrained = attn.pretrained_window_size or (0, 0)
+            twin.attn = v2.WindowAttention(**arguments, pretrained_window_size=pretrained)
+            twin.attn.to(attn.proj.weight)
+            twin.attn.k_bias = None if attn.q_bias is None else twin.attn.k_bias
+        for name in SHARED:
+            if hasattr(twin.attn, name):
+                setattr(twin.attn, name, getattr(attn, name))
+        twin.attn.attn_drop.p, twin.attn.proj_drop = attn.dropout, attn.proj_drop
+        twin._init_buffers()
+        return twin.train(attn.training)
 
 
 class AttnSwinBlock(_Block, swin_transformer.SwinTransformerBlock):  # type: ignore[misc]
