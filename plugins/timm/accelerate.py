@@ -12,11 +12,11 @@ stay.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from timm.layers import register_notrace_module
 from timm.models import mvitv2, swin_transformer, swin_transformer_v2, vision_transformer_sam
 from torch import Tensor, nn
 
@@ -64,12 +64,11 @@ def accelerate(model: nn.Module) -> list[str]:
 
 
 class _Scriptable:
-    """Gives TorchScript timm's own code with the same parameters."""
+    """Gives TorchScript timm's own code, in the module itself: torch keeps track of modules by their ids."""
 
     def __prepare_scriptable__(self) -> Any:
-        twin = copy.copy(self)
-        twin.__class__ = next(kind.stock for kind in KINDS if type(self) is kind.ours)  # type: ignore[assignment]
-        return twin
+        self.__class__ = next(kind.stock for kind in KINDS if type(self) is kind.ours)  # type: ignore[assignment]
+        return self
 
 
 class AcceleratedSwinBlock(_Scriptable, swin_transformer.SwinTransformerBlock):
@@ -195,6 +194,11 @@ KINDS = (
     Kind(vision_transformer_sam.Attention, AcceleratedSAMAttention, lambda attn: attn.use_rel_pos),
     Kind(mvitv2.MultiScaleAttention, AcceleratedMViTAttention, lambda attn: attn.rel_pos_type == "spatial"),
 )
+
+
+# Leaves to timm's feature extraction by FX, as in ``conventions``.
+for _kind in KINDS:
+    register_notrace_module(_kind.ours)
 
 
 def _check(name: str, module: Any, kind: Kind) -> None:

@@ -6,9 +6,8 @@ of each block is exchanged; weights are drawn as timm's are, and timm's load str
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from timm.layers import register_notrace_module
@@ -25,7 +24,6 @@ SHARED = ("qkv", "proj", "relative_position_bias_table", "cpb_mlp", "logit_scale
 TABLES = ("relative_position_bias_table", "cpb_mlp.0.weight", "cpb_mlp.0.bias", "cpb_mlp.2.weight")
 
 
-@register_notrace_module
 class SwinAttention(WindowSelfAttention):
     """:class:`attn_plugins.modules.WindowSelfAttention` in a block of timm's Swin, whose window may change.
 
@@ -116,35 +114,35 @@ class _Block:
         super().set_input_size(*args, **kwargs)  # type: ignore[misc]
         self.attn.shift_size = self.shift_size
 
-    def __prepare_scriptable__(self) -> nn.Module:
-        """Give TorchScript timm's own block with our weights; it puts the block into the model that it compiles."""
-        attn: Any = self.attn
-        if attn.position_kind != "table":
-            raise NotImplementedError(f"TorchScript needs position='table', got {attn.position_kind!r}")
-        twin: Any = copy.copy(self)
-        twin._modules, twin._buffers = dict(twin._modules), dict(twin._buffers)
-        arguments: dict[str, Any] = dict(dim=attn.embed_dim, num_heads=attn.num_heads, window_size=attn.window_size)
-        if attn.version == "v1":
-            twin.__class__ = swin_transformer.SwinTransformerBlock
-            twin.attn = swin_transformer.WindowAttention(**arguments)
+    def __prepare_scriptable__(self) -> Any:
+        """Become timm's own block with our weights, which TorchScript compiles."""
+        ours, block = self.attn, cast(Any, self)
+        if ours.position_kind != "table":
+            raise NotImplementedError(f"TorchScript needs position='table', got {ours.position_kind!r}")
+        weight = ours.qkv.weight
+        arguments: dict[str, Any] = dict(dim=ours.embed_dim, num_heads=ours.num_heads, window_size=ours.window_size)
+        arguments |= dict(attn_drop=ours.dropout, device=weight.device, dtype=weight.dtype)
+        if ours.version == "v1":
+            block.__class__ = swin_transformer.SwinTransformerBlock
+            block.attn = swin_transformer.WindowAttention(**arguments)
         else:
-            twin.__class__ = v2.SwinTransformerV2Block
-            pretrained = attn.pretrained_window_size or (0, 0)
-            twin.attn = v2.WindowAttention(**arguments, pretrained_window_size=pretrained)
-            twin.attn.to(attn.proj.weight)
-            twin.attn.k_bias = None if attn.q_bias is None else twin.attn.k_bias
+            block.__class__ = v2.SwinTransformerV2Block
+            arguments |= dict(qkv_bias=ours.q_bias is not None)
+            block.attn = v2.WindowAttention(**arguments, pretrained_window_size=ours.pretrained_window_size or (0, 0))
         for name in SHARED:
-            if hasattr(twin.attn, name):
-                setattr(twin.attn, name, getattr(attn, name))
-        twin.attn.attn_drop.p, twin.attn.proj_drop = attn.dropout, attn.proj_drop
-        twin._init_buffers()
-        return twin.train(attn.training)
+            if hasattr(block.attn, name):
+                setattr(block.attn, name, getattr(ours, name))
+        block.attn.proj_drop = ours.proj_drop
+        block._init_buffers()
+        return block.train(ours.training)
 
 
+@register_notrace_module  # a leaf to timm's feature extraction by FX
 class AttnSwinBlock(_Block, swin_transformer.SwinTransformerBlock):  # type: ignore[misc]
     """timm's block of Swin with our attention."""
 
 
+@register_notrace_module
 class AttnSwinV2Block(_Block, v2.SwinTransformerV2Block):  # type: ignore[misc]
     """timm's block of Swin V2 with our attention."""
 

@@ -9,6 +9,7 @@ import pytest
 import timm
 import torch
 from timm.layers import set_scriptable
+from timm.models._features_fx import GraphExtractNet
 from timm.models.vision_transformer_sam import Attention
 from torch import Tensor, nn
 
@@ -185,6 +186,15 @@ def test_features():
     assert len(accelerate(model)) == 4
     for found, tensor in zip(model(x), expected):
         torch.testing.assert_close(found, tensor, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["swin_tiny_patch4_window7_224", "swinv2_tiny_window8_256", "samvit_base_patch16"])
+def test_traced_by_fx(name):
+    model = build(name).eval()
+    x = picture(model, name)
+    expected = model(x)
+    accelerate(model)
+    torch.testing.assert_close(GraphExtractNet(model, ["head"])(x), expected)
 
 
 @pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "resnet18", "samvit_base_patch16_224"])
