@@ -7,6 +7,7 @@ positions: ViT, DeiT, DINOv2 with registers, SigLIP, CLIP and more. Names: ``att
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
@@ -15,6 +16,7 @@ from timm.layers import register_notrace_module
 from timm.models.vision_transformer import ATTN_LAYERS
 from torch import Tensor, nn
 
+from ..modules.capture import checked_queries
 from ..modules.checks import check_heads, check_sequence
 from ..modules.grid_attention import GridAttention, check_grid
 from ..terms.nonlocal_position import Outside, Smoothing
@@ -106,8 +108,7 @@ class ViTAttention(GridAttention):
         if not torch.jit.is_scripting():
             check_sequence("x", x, self.embed_dim, self.qkv.weight)
         B, T, C = x.shape
-        q, k, v = self.qkv(x).unflatten(2, [3, self.num_heads, -1]).permute(2, 0, 3, 1, 4).unbind(0)
-        q, k = self.q_norm(q) * self.scale, self.k_norm(k)
+        q, k, v = self._projected(x)
         if attn_mask is not None and attn_mask.dtype == torch.bool:
             attn_mask = ~attn_mask
         if torch.jit.is_scripting():
@@ -120,6 +121,66 @@ class ViTAttention(GridAttention):
             output = self.attend(x, q, k, v, grid, prefix, mask=attn_mask, dropout=dropout)
         output = output.expand(B, -1, T, -1).transpose(1, 2).reshape(B, T, C)  # one query, where none differs
         return self.proj_drop(self.proj(self.norm(output)))
+
+    def _projected(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Query, multiplied by the scale, key and value: (B, M, T, d)."""
+        q, k, v = self.qkv(x).unflatten(2, [3, self.num_heads, -1]).permute(2, 0, 3, 1, 4).unbind(0)
+        return self.q_norm(q) * self.scale, self.k_norm(k), v
+
+    def token_weights(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+        """Return the attention weights of all tokens, without dropout.
+
+        They are read off what the layer attends with: its outputs for values that are 1 at one key and 0 elsewhere, d
+        keys at a time.
+
+        Args:
+            x: (B, T, C), as for :meth:`forward`, and what follows likewise.
+
+        Returns:
+            (B, M, T, T), class tokens and registers first.
+
+        Raises:
+            ValueError: as :meth:`forward`.
+        """
+        if is_causal:
+            raise ValueError("is_causal must be False: patches of a picture have no order, got True")
+        check_sequence("x", x, self.embed_dim, self.qkv.weight)
+        B, T, _ = x.shape
+        q, k, v = self._projected(x)
+        grid, prefix = self._places(T)
+        mask = ~attn_mask if attn_mask is not None and attn_mask.dtype == torch.bool else attn_mask
+        found = []
+        for one in torch.eye(T, dtype=v.dtype, device=v.device).split(v.shape[3], 1):
+            value = one.expand(B, self.num_heads, -1, -1)
+            found.append(self.attend(x, q, k, value, grid, prefix, mask=mask).expand(B, -1, T, -1))
+        return torch.cat(found, -1)
+
+    def attention_size(self, size: Sequence[int]) -> tuple[int, int]:
+        """(H, W), the patches of the model's present input; ``size`` does not say it."""
+        return self._model_places()[0]
+
+    def attention_maps(
+        self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False, queries: Tensor | None = None
+    ) -> Tensor:
+        """Return the weights from patches to patches; with those of class tokens and registers they sum to 1.
+
+        Args:
+            x: (B, T, C), as for :meth:`forward`, and what follows likewise.
+            queries: (Q, 2), rows and columns of patches; None for all.
+
+        Returns:
+            (B, M, H, W, H, W), or (B, M, Q, H, W) of ``queries``.
+
+        Raises:
+            ValueError: as :meth:`forward`, or ``queries`` are no patches.
+        """
+        (H, W), prefix = self._model_places()
+        check_grid((H, W), prefix, x.shape[1])
+        maps = self.token_weights(x, attn_mask, is_causal)[:, :, prefix:, prefix:].unflatten(3, (H, W))
+        if queries is None:
+            return maps.unflatten(2, (H, W))
+        row, column = checked_queries(queries, (H, W), x.device)
+        return maps[:, :, row * W + column]
 
     def __prepare_scriptable__(self) -> ViTAttention:
         """Write down where tokens lie, for ``torch.jit.script``: models of one picture size alone can be scripted."""
@@ -139,6 +200,12 @@ class ViTAttention(GridAttention):
         """The grid of T tokens, and how many come before it; a line where no term needs places."""
         if not self.needs_grid:
             return (1, T), 0
+        grid, prefix = self._model_places()
+        check_grid(grid, prefix, T)
+        return grid, prefix
+
+    def _model_places(self) -> tuple[tuple[int, int], int]:
+        """The grid of the model's present input, and how many tokens come before it."""
         if self.places is None:
             raise ValueError(
                 f"{self.described()} needs tokens with places, which a layer of timm's VisionTransformer or NaFlexVit "
@@ -150,7 +217,6 @@ class ViTAttention(GridAttention):
             raise ValueError(
                 f"{self.described()} needs one grid for all pictures of a batch, and patch_coord gives many"
             )
-        check_grid(grid, prefix, T)
         return grid, prefix
 
 
