@@ -25,6 +25,7 @@ from .non_local import NonLocal2d
 from .sequence_cache import SequenceCache
 from .spatial_attention_1d import MultiheadSpatialAttention
 from .spatial_self_attention import SpatialSelfAttention
+from .window_self_attention import WindowSelfAttention
 
 __all__ = [
     "AAConv2d",
@@ -51,6 +52,7 @@ __all__ = [
     "NonLocal2d",
     "SequenceCache",
     "SpatialSelfAttention",
+    "WindowSelfAttention",
     "attention_layers",
     "capture_attention",
 ]

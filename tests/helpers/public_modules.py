@@ -34,6 +34,7 @@ MODULES: dict[str, Build] = {
     "SpatialSelfAttention": lambda **f: modules.SpatialSelfAttention(16, 2, **f),
     "MultimodalDecoderBlock": lambda **f: modules.MultimodalDecoderBlock(16, 2, ffn_dim=8, **f),
     "NonLocal2d": lambda **f: modules.NonLocal2d(16, **f),
+    "WindowSelfAttention": lambda **f: modules.WindowSelfAttention(16, 2, 3, **f),
 }
 
 # Other parameters than above, by an argument.
@@ -57,6 +58,8 @@ VARIANTS: dict[str, Build] = {
     "NonLocal2d, concatenation": lambda **f: modules.NonLocal2d(16, mode="concatenation", **f),
     "NonLocal2d, normalised": lambda **f: modules.NonLocal2d(16, norm_layer=nn.BatchNorm2d, **f),
     "NonLocal2d, relative": lambda **f: modules.NonLocal2d(16, position="relative", input_size=(5, 7), **f),
+    "WindowSelfAttention, relative": lambda **f: modules.WindowSelfAttention(16, 2, 3, 1, position="relative", **f),
+    "WindowSelfAttention, V2": lambda **f: modules.WindowSelfAttention(16, 2, 3, 1, "v2", **f),
 }
 
 
