@@ -93,9 +93,10 @@ class SpaceTimeSelfAttention(nn.Module):
         one_of(Pattern, pattern=pattern)
         self.embed_dim, self.num_heads, self.pattern = embed_dim, num_heads, pattern
         factory: dict[str, Any] = dict(device=device, dtype=dtype)
+        given = {name: value for name, value in factory.items() if value is not None}  # norms may know neither
         for name, region in STEPS[pattern]:
             attention = RegionAttention(embed_dim, num_heads, region, dropout, qkv_bias, proj_bias, **factory)
-            self.add_module(f"{name}norm1", nn.Identity() if norm_layer is None else norm_layer(embed_dim, **factory))
+            self.add_module(f"{name}norm1", nn.Identity() if norm_layer is None else norm_layer(embed_dim, **given))
             self.add_module(f"{name}attn", attention)
             if name:
                 self.add_module(f"{name}fc", nn.Linear(embed_dim, embed_dim, **factory))

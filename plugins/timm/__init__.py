@@ -15,6 +15,7 @@ from .attended_resnet import (
     dcn_resnet50,
 )
 from .conventions import param_groups
+from .timesformer import TimeSformer, timesformer_base_patch16_224, timesformer_small_patch16_224
 from .vit import attn_vit_base_patch16_224, attn_vit_small_patch16_224, attn_vit_tiny_patch16_224
 from .vit_attention import ViTAttention, vit_attention
 
@@ -27,6 +28,7 @@ __all__ = [
     "AAWideResNet",
     "AttendedBottleneck",
     "AttendedResNet",
+    "TimeSformer",
     "ViTAttention",
     "aa_mnasnet_075",
     "aa_mnasnet_100",
@@ -45,5 +47,7 @@ __all__ = [
     "attn_vit_tiny_patch16_224",
     "dcn_resnet50",
     "param_groups",
+    "timesformer_base_patch16_224",
+    "timesformer_small_patch16_224",
     "vit_attention",
 ]
