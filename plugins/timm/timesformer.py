@@ -140,7 +140,7 @@ class TimeSformer(VisionTransformer):
 
     @property
     def _blocks(self) -> list[SpaceTimeBlock]:
-        return list(self.blocks)  # type: ignore[call-overload, arg-type]
+        return list(self.blocks)  # type: ignore[arg-type]
 
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
         """(B, T, 3, H * 16, W * 16) -> (B, num_classes)."""

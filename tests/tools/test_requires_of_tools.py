@@ -65,6 +65,8 @@ CASES = [
     ("gpu_check --help", "torch", OWN),
     ("show_sampling --help", "PIL", TOOLS),
     ("show_sampling config.py model.pth image.png DIR/out.png", "mmdet", MM),
+    ("space_time_cost --help", "timm", TIMM_TOOLS),
+    ("space_time_cost --frames 1 --sizes 32 --plot DIR/out.svg", "matplotlib", TOOLS),
     ("translation_study --help", "torch", OWN),
     ("translation_study corpus DIR/out", "fairseq", FAIRSEQ),
 ]  # fmt: skip
