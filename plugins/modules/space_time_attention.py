@@ -144,8 +144,8 @@ class SpaceTimeSelfAttention(nn.Module):
         """Take the steps, whose attention's results pass ``drop``.
 
         Returns:
-            The tokens before the last step, of which ``x`` itself is one where there is no other step, and the last
-            step's result, each (B, P + N, C).
+            The tokens before the last step (``x`` itself where there is one step) and the last step's result, each
+            (B, P + N, C).
         """
         P = prefix_tokens
         last = self.get_submodule("attn")
@@ -210,9 +210,8 @@ class RegionAttention(nn.Module):
         if prefix.shape[1]:
             groups = torch.cat((prefix.unsqueeze(1).expand(-1, G, -1, -1), groups), 2)
         L = groups.shape[2]
-        q, k, v = groups.reshape(B * G, L, 3, self.num_heads, -1 if B else C // 3 // self.num_heads).permute(
-            2, 0, 3, 1, 4
-        )
+        heads = self.num_heads, C // 3 // self.num_heads
+        q, k, v = groups.reshape(B * G, L, 3, *heads).permute(2, 0, 3, 1, 4)
         scale = q.shape[3] ** -0.5
         if self.training and self.dropout:
             output = F.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout, scale=scale)
