@@ -26,6 +26,7 @@ from .swin import (
     attn_swinv2_small_window8_256,
     attn_swinv2_tiny_window8_256,
 )
+from .timesformer import TimeSformer, timesformer_base_patch16_224, timesformer_small_patch16_224
 from .vit import attn_vit_base_patch16_224, attn_vit_small_patch16_224, attn_vit_tiny_patch16_224
 from .vit_attention import ViTAttention, vit_attention
 
@@ -40,6 +41,7 @@ __all__ = [
     "AttendedResNet",
     "AttnSwinTransformer",
     "AttnSwinTransformerV2",
+    "TimeSformer",
     "ViTAttention",
     "aa_mnasnet_075",
     "aa_mnasnet_100",
@@ -65,5 +67,7 @@ __all__ = [
     "attn_vit_tiny_patch16_224",
     "dcn_resnet50",
     "param_groups",
+    "timesformer_base_patch16_224",
+    "timesformer_small_patch16_224",
     "vit_attention",
 ]
