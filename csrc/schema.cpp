@@ -38,7 +38,7 @@ STABLE_TORCH_LIBRARY(attn_plugins, m) {
       "Tensor? band_logits, Tensor? outside_logits, Tensor? position_logits, Tensor? key_padding_mask, "
       "Tensor log_sum_exp, Tensor(a!)? grad_query, Tensor(b!)? grad_key, Tensor(c!)? grad_value, "
       "Tensor(d!)? grad_band_logits, Tensor(e!)? grad_outside_logits, Tensor(f!)? grad_position_logits, "
-      "int start, bool causal, float scale, int slots) -> ()");
+      "int start, bool causal, float scale, int slots, int groups) -> ()");
   // The same for attn_plugins::window_attention; geometry: kernel size, stride, padding and dilation of rows
   // and columns. Gradients are written, not added to.
   m.def(

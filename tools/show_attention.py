@@ -6,17 +6,22 @@
     python -m tools.show_attention attn1111_resnet50 photo.jpg --pixels 60,80 --pixels 120,40 --layers 'layer4.*'
     python -m tools.show_attention configs/mmdet/….py photo.jpg --checkpoint epoch_12.pth
     python -m tools.show_attention aa_resnet50 photo.jpg --list
+    python -m tools.show_attention vit_small_patch16_224 photo.jpg --checkpoint vit.safetensors --pixels cls --rollout
     python -m tools.show_attention mmdet::detr/detr_r50_8xb2-150e_coco.py photo.jpg --checkpoint detr.pth
     python -m tools.show_attention configs/mmdet/….py --checkpoint epoch_50.pth --slots data/digits/val
 
 MODEL is timm's name of a model, or a config (a file or 'mmdet::…') of mmdet or mmseg, with any of our attention modules
-in it, or of a transformer: DETR and its relatives, MaskFormer, Mask2Former, stock or with our layers. A timm model sees
-the whole picture, resized to --input-size, else to the size that a checkpoint of tools.train_classifier was trained at,
-else to the model's own; a line says which.
+in it, or of a transformer, stock or with our layers: what timm makes of its VisionTransformer or NaFlexVit (ViT, DeiT,
+DINOv2), DETR and its relatives, MaskFormer, Mask2Former. A timm model sees the whole picture, resized to --input-size,
+else to the size that a checkpoint of tools.train_classifier was trained at, else to the model's own; a line says which.
 
 Written are a PNG grid for every layer (heads in rows, pixels in columns, as in Bello et al. 2019, Fig. 9 and 10) and
 attention.html, one self-contained page on which a click or the arrow keys choose the pixel. Beside the greatest weight
 of a map stands the uniform one, 1 / number of keys. In Python: attn_plugins.modules.capture_attention.
+
+Of timm's vision transformers a query may also be the cls token, by --pixels cls or a button of the page. The mean of
+all heads comes first, and beside a map stands what the cls token and registers weigh. --rollout adds what reaches the
+cls token, or a patch, over all layers, residual connections included (Abnar and Zuidema 2020).
 
 Of a transformer's object queries, PNG and page show the surest objects: where each attends with its box or mask, or
 the points that deformable attention reads for it on every level, the larger the more weight; the page takes the object
@@ -39,7 +44,6 @@ with extras("timm", "tools"):
     import matplotlib  # noqa: F401 - missed here, before a model is built and run
     import yaml
 
-    from attn_plugins.modules.capture import attention_layers
     from tools.attention_view.folder import RECORD, own_folder
     from tools.attention_view.grid import draw
     from tools.attention_view.mm import load_mm, mm_layers, see_mm, see_objects
@@ -51,7 +55,17 @@ with extras("timm", "tools"):
     )
     from tools.attention_view.page import write_page
     from tools.attention_view.slots import collect, draw_slots, pictures
-    from tools.attention_view.view import View, ViewError, is_mm, load_timm, parse_pixels, see_timm, timm_size
+    from tools.attention_view.view import (
+        View,
+        ViewError,
+        is_mm,
+        load_timm,
+        parse_pixels,
+        see_timm,
+        timm_layers,
+        timm_size,
+    )
+    from tools.attention_view.vit import CLS, Cell, PatchMaps, has_cls
     from tools.files import write_text
     from tools.pictures import BadPicture, open_picture
 
@@ -77,7 +91,7 @@ def show(options: argparse.Namespace) -> list[Path]:
         raise ViewError(f"--objects must be at least 1, got {options.objects}")
     model = load_mm(name, options.checkpoint) if mm else load_timm(name, options.checkpoint, arguments)
     if options.list:
-        print(listing(model, mm) or "no attention layer of attn_plugins, or of a transformer of mmdet or mmseg")
+        print(listing(model, mm) or "no attention layer of attn_plugins, or of a transformer of timm, mmdet or mmseg")
         return []
     try:
         files = pictures(options.slots)
@@ -94,24 +108,26 @@ def show(options: argparse.Namespace) -> list[Path]:
 
 def listing(model: Any, mm: bool) -> str:
     """The names of all attention layers, and of a transformer's layers what looks at what."""
+    plain = timm_layers(model)
     if not mm:
-        return "\n".join(attention_layers(model))
-    own = attention_layers(model)
-    return "\n".join(name if name in own else f"{name}  ({what})" for name, what in mm_layers(model).items())
+        return "\n".join(plain)
+    return "\n".join(name if name in plain else f"{name}  ({what})" for name, what in mm_layers(model).items())
 
 
 def look(model: Any, mm: bool, options: argparse.Namespace) -> list[Path]:
     """Show the model the picture, and write what it attends to; the files."""
     image = open_picture(options.image)
-    pixels = parse_pixels(options.pixels, (image.height, image.width))
+    pixels = parse_pixels(options.pixels, (image.height, image.width), has_cls(model))
     if mm:
-        view = see_mm(model, options.image, options.layers, options.objects, options.least_score)
+        view = see_mm(model, options.image, options.layers, options.objects, options.least_score, options.rollout)
         if view.objects is not None and len(view.objects) and view.objects.scores[0] < options.least_score:
             print(f"no object has a score of {options.least_score:g}: the surest is shown, {view.objects.title(0)}")
     else:
         size, why = timm_size(model, options.checkpoint, options.input_size)
-        view = see_timm(model, image, options.layers, size)
+        view = see_timm(model, image, options.layers, size, options.rollout)
         print(f"input: {size[0]}×{size[1]} pixels, {why}")
+    if any(isinstance(layer, PatchMaps) and not layer.cls for layer in view.maps):
+        print("no cls token: its patches alone are queries")
     return write_view(view, pixels, options)
 
 
@@ -125,11 +141,16 @@ def folder_of(options: argparse.Namespace, image: Path) -> Path:
     return output
 
 
-def write_view(view: View, pixels: Sequence[tuple[int, int]], options: argparse.Namespace) -> list[Path]:
+def write_view(view: View, pixels: Sequence[Cell], options: argparse.Namespace) -> list[Path]:
     """Write the grids and the page; the files."""
     output = folder_of(options, options.image)
-    drawn = [(layer.name, partial(draw, view, layer, pixels)) for layer in view.maps]
-    drawn += [(layer.name, partial(draw_pixel_samples, view, layer, pixels)) for layer in view.samples(objects=False)]
+    places: list[Any] = [pixel for pixel in pixels if pixel != CLS]
+    drawn = []
+    for layer in view.maps:
+        shown = pixels if isinstance(layer, PatchMaps) and layer.cls else places
+        drawn += [(layer.name, partial(draw, view, layer, shown))] if shown else []
+    if places:
+        drawn += [(n.name, partial(draw_pixel_samples, view, n, places)) for n in view.samples(objects=False)]
     if view.objects is not None and len(view.objects):
         drawn += [(layer.name, partial(draw_object_maps, view, layer)) for layer in view.object_maps]
         drawn += [(layer.name, partial(draw_object_samples, view, layer)) for layer in view.samples(objects=True)]
@@ -168,8 +189,13 @@ def main(arguments: list[str] | None = None) -> int:
         action="append",
         default=[],
         metavar="Y,X",
-        help="a query pixel of the picture; may be repeated; default: four",
+        help="a query pixel of the picture, or cls for a vision transformer's cls token; may be repeated; "
+        "default: four pixels, and cls where there is one",
     )
+    parser.add_argument(
+        "--rollout", action="store_true",
+        help="of a vision transformer of timm: also what reaches the cls token, or a patch, over all layers together",
+    )  # fmt: skip
     parser.add_argument(
         "--input-size", type=int, nargs=2, metavar=("H", "W"),
         help="of a timm model's input; default: the size that the checkpoint was trained at, else the model's own",

@@ -1,4 +1,4 @@
-"""Train a timm model, one of ours or any other, to classify images.
+"""Train a timm model, one of ours or any other, to classify images, or a TimeSformer to classify clips.
 
 ::
 
@@ -10,9 +10,10 @@
     torchrun --nproc-per-node 8 -m tools.train_classifier configs/timm/imagenet_aa_resnet50.yaml --data DIR
 
 DIR holds train/CLASS/*.jpg and val/CLASS/*.jpg (or .jpeg, .png, .webp, .bmp, .tif, .tiff, .ppm, .pgm), with the same
-classes in both. Every key of CONFIG is a field of tools.classification.config.Config, which explains it; --set changes
-one. A batch size that is more than the training images is reduced to one that fits, and the learning rate with it, in
-proportion; a line says so.
+classes in both. With dataset=clips it holds videos, train/CLASS/*.mp4 (or .avi, .m4v, .mkv, .mov, .webm, which OpenCV
+decodes: python -m attn_plugins install mm), or folders of frames, train/CLASS/CLIP/*.png. Every key of CONFIG is a
+field of tools.classification.config.Config, which explains it; --set changes one. A batch size that is more than the
+training images is reduced to one that fits, and the learning rate with it, in proportion; a line says so.
 
 The folder --output gets log.csv; best.safetensors and last.safetensors (the weights of the best and of the last epoch,
 for timm.create_model(..., checkpoint_path=FILE), tools.show_attention and our mmdet backbone); state.pt, which --resume
@@ -161,9 +162,10 @@ def train(settings: Settings, state: State | None, options: argparse.Namespace, 
     log = Log(options.output, options.tensorboard, state.rows if state else [], silent=place.rank != 0)
     parameters = sum(p.numel() for p in model.parameters()) / 1e6
     size = "×".join(str(n) for n in data["input_size"][1:])
+    what = "clips" if config.dataset == "clips" else "images"
     notes.append(
         f"{config.model}: {parameters:.2f} M parameters, {len(classes)} classes, {size} pixels; "
-        f"{len(training)} + {len(validation)} images"
+        f"{len(training)} + {len(validation)} {what}"
     )
     if first >= config.epochs:
         notes.append(f"nothing is left to train: {first} of {config.epochs} epochs are done")

@@ -20,12 +20,14 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
 // What one call works on. Views are (B, M, 1, rows, width), those of gradients that are added to
-// (B, M, slots, rows, width); a stride is 0 where a tensor broadcasts.
+// (B or groups, M, slots, rows, width); a stride is 0 where a tensor broadcasts. A group is a run of batch
+// entries that one task works on, so that they can add to the same gradients.
 template <typename T>
 struct Problem {
-  int64_t B, M, queries, S, K = 0, left = 0, start, d = 0, d_padded = 0, dv, dv_padded, slots;
+  int64_t B, M, queries, S, K = 0, left = 0, start, d = 0, d_padded = 0, dv, dv_padded, slots, groups;
   int64_t line;  // elements from one query's logits to the next one's
   bool causal, logits_wanted = false;
+  bool band_by_group = false, outside_by_group = false, position_by_group = false;
   bool direct = false;  // keys and values are read as they lie, for queries too few to pay for packing
   T scale;
   View<T> query, key, value, band, outside, position, log_sum_exp, output;
@@ -40,7 +42,7 @@ template <typename T>
 void run(const Problem<T>& p, bool backward) {
   using Range = void (*)(const Problem<T>&, int64_t, int64_t);
   const Range range = backward ? BEST(Range, backward_range) : BEST(Range, forward_range);
-  torch::stable::parallel_for(0, p.B * p.M * p.slots, 1,
+  torch::stable::parallel_for(0, p.groups * p.M * p.slots, 1,
                               [&](int64_t begin, int64_t end) { range(p, begin, end); });
 }
 
@@ -54,7 +56,7 @@ Problem<T> problem(const std::optional<Tensor>& query, const std::optional<Tenso
   Problem<T> p;
   p.B = value.size(0), p.M = value.size(1), p.S = value.size(3), p.dv = value.size(4);
   p.queries = log_sum_exp.size(3);
-  p.start = start, p.causal = causal, p.scale = static_cast<T>(scale), p.slots = slots;
+  p.start = start, p.causal = causal, p.scale = static_cast<T>(scale), p.slots = slots, p.groups = p.B;
   p.query = View<T>(query), p.key = View<T>(key), p.value = View<T>(value);
   p.band = View<T>(band), p.outside = View<T>(outside), p.position = View<T>(position);
   p.log_sum_exp = View<T>(log_sum_exp);
@@ -88,13 +90,19 @@ void backward(const Tensor& grad_output, const std::optional<Tensor>& query, con
               const std::optional<Tensor>& grad_key, const std::optional<Tensor>& grad_value,
               const std::optional<Tensor>& grad_band, const std::optional<Tensor>& grad_outside,
               const std::optional<Tensor>& grad_position, int64_t start, bool causal, double scale,
-              int64_t slots) {
+              int64_t slots, int64_t groups) {
   auto p = problem<T>(query, key, value, band, outside, position, key_padding_mask, log_sum_exp, start,
                       causal, scale, slots);
   p.grad_output = View<T>(grad_output);
   p.grad_query = View<T>(grad_query), p.grad_key = View<T>(grad_key), p.grad_value = View<T>(grad_value);
   p.grad_band = View<T>(grad_band), p.grad_outside = View<T>(grad_outside);
   p.grad_position = View<T>(grad_position);
+  p.groups = groups;
+  const auto by_group = [&](const std::optional<Tensor>& grad) {
+    return grad.has_value() && grad->size(0) == groups;
+  };
+  p.band_by_group = by_group(grad_band), p.outside_by_group = by_group(grad_outside);
+  p.position_by_group = by_group(grad_position);
   p.logits_wanted =
       p.grad_query.data || p.grad_key.data || p.grad_band.data || p.grad_outside.data || p.grad_position.data;
   run(p, true);
@@ -115,10 +123,10 @@ void backward_entry(Tensor grad_output, std::optional<Tensor> query, std::option
                     std::optional<Tensor> grad_query, std::optional<Tensor> grad_key,
                     std::optional<Tensor> grad_value, std::optional<Tensor> grad_band,
                     std::optional<Tensor> grad_outside, std::optional<Tensor> grad_position, int64_t start,
-                    bool causal, double scale, int64_t slots) {
+                    bool causal, double scale, int64_t slots, int64_t groups) {
   auto* typed = value.scalar_type() == ScalarType::Double ? backward<double> : backward<float>;
   typed(grad_output, query, key, value, band, outside, position, key_padding_mask, log_sum_exp, grad_query,
-        grad_key, grad_value, grad_band, grad_outside, grad_position, start, causal, scale, slots);
+        grad_key, grad_value, grad_band, grad_outside, grad_position, start, causal, scale, slots, groups);
 }
 
 }  // namespace

@@ -1,7 +1,7 @@
 // The arithmetic of sequence attention for one instruction set, included by each_target.h once per
 // set as cpu_global_kernel.h is by its own file.
 //
-// A task works on one head and on every slots-th block of BLOCK queries. It packs the head's keys and values
+// A task works on one head and on every slots-th block of queries. It packs the head's keys and values
 // once, in panels that stay in the first-level cache while a block's logits are computed; these stay in the
 // second-level cache from the first product to the last.
 
@@ -10,22 +10,28 @@
 #include "common/product_kernel.h"
 
 constexpr int64_t BLOCK = 48;
+constexpr int64_t WHOLE = 64;  // so many queries, those of a window of 7 or 8 rows, are one block
 constexpr int64_t DEPTH = 96;  // rows of keys or values that a product over keys takes at a time
 
 template <typename T>
 constexpr int64_t PANEL = 256 / sizeof(T);  // columns of a panel: four of the widest vectors
 
 template <typename T>
+ATTN_INLINE int64_t block_size(const Problem<T>& p) {
+  return p.queries <= WHOLE && p.slots == 1 ? p.queries : BLOCK;
+}
+
+template <typename T>
 struct Scratch {
   Buffer<T> query, gradient, mixed, weights, slopes, scale;
   Buffer<T> key_panels, value_panels, key_rows, value_rows, grad_key, grad_value;
   Scratch(const Problem<T>& p, bool backward)
-      : query(BLOCK * p.d_padded),
-        gradient(backward ? BLOCK * p.dv_padded : 0),
-        mixed(BLOCK * std::max(p.d_padded, p.dv_padded)),
-        weights(BLOCK * p.line),
-        slopes(backward ? BLOCK * p.line : 0),
-        scale(BLOCK),
+      : query(block_size(p) * p.d_padded),
+        gradient(backward ? block_size(p) * p.dv_padded : 0),
+        mixed(block_size(p) * std::max(p.d_padded, p.dv_padded)),
+        weights(block_size(p) * p.line),
+        slopes(backward ? block_size(p) * p.line : 0),
+        scale(block_size(p)),
         key_panels(panels(p, p.query.data && !p.direct ? p.d : 0)),
         value_panels(panels(p, backward && p.logits_wanted ? p.dv : 0)),
         key_rows(backward && p.grad_query.data ? p.S * p.d_padded : 0),
@@ -210,13 +216,13 @@ ATTN_INLINE int64_t columns_of(const Problem<T>& p, int64_t last) {
 template <typename T>
 void forward_tasks(const Problem<T>& p, int64_t begin, int64_t end) {
   Scratch<T> s(p, false);
-  const int64_t blocks = (p.queries + BLOCK - 1) / BLOCK;
+  const int64_t size = block_size(p), blocks = size ? (p.queries + size - 1) / size : 0;
   for (int64_t task = begin; task < end; ++task) {
     const int64_t slot = task % p.slots, head = task / p.slots, m = head % p.M, b = head / p.M;
     if (p.query.data && !p.direct) pack_panels(p.key, b, m, p.S, p.d, s.key_panels.data());
     if (!p.direct) gather(p.value, b, m, int64_t(0), p.S, p.dv, p.dv_padded, T(1), s.value_rows.data());
     for (int64_t block = slot; block < blocks; block += p.slots) {
-      const int64_t first = block * BLOCK, count = std::min(BLOCK, p.queries - first);
+      const int64_t first = block * size, count = std::min(size, p.queries - first);
       const int64_t columns = columns_of(p, first + count - 1);
       attention_weights(p, s, b, m, first, count, columns, false);
       const int64_t keys = std::min(p.S, columns);
@@ -232,15 +238,15 @@ void forward_tasks(const Problem<T>& p, int64_t begin, int64_t end) {
 
 // The gradients of the logits of one query: of its band, outside and position logits, all added to.
 template <typename T>
-ATTN_INLINE void add_logit_gradients(const Problem<T>& p, int64_t b, int64_t m, int64_t slot, int64_t t,
-                                     const T* __restrict slope) {
+ATTN_INLINE void add_logit_gradients(const Problem<T>& p, int64_t group, int64_t b, int64_t m, int64_t slot,
+                                     int64_t t, const T* __restrict slope) {
   const Reach<T> reach(p, t);
   if (p.grad_position.data) {
-    T* __restrict to = p.grad_position.at(b, m, slot, t);
+    T* __restrict to = p.grad_position.at(p.position_by_group ? group : b, m, slot, t);
     for (int64_t k = 0; k < reach.keys; ++k) to[k] += slope[k];
   }
   if (p.grad_band.data) {
-    T* __restrict to = p.grad_band.at(b, m, slot, t);
+    T* __restrict to = p.grad_band.at(p.band_by_group ? group : b, m, slot, t);
     const int64_t shift = p.left - reach.position;
     for (int64_t k = reach.first; k < reach.last; ++k) to[k + shift] += slope[k];
   }
@@ -248,56 +254,63 @@ ATTN_INLINE void add_logit_gradients(const Problem<T>& p, int64_t b, int64_t m, 
     T sum = 0;
     for (int64_t k = 0; k < reach.first; ++k) sum += slope[k];
     for (int64_t k = reach.last; k < reach.keys; ++k) sum += slope[k];
-    *p.grad_outside.at(b, m, slot, t) += sum;
+    *p.grad_outside.at(p.outside_by_group ? group : b, m, slot, t) += sum;
   }
 }
 
+// The gradients of one head's share of queries.
 template <typename T>
-void backward_tasks(const Problem<T>& p, int64_t begin, int64_t end) {
-  Scratch<T> s(p, true);
-  const int64_t blocks = (p.queries + BLOCK - 1) / BLOCK, line = p.line;
+void backward_head(const Problem<T>& p, Scratch<T>& s, int64_t group, int64_t b, int64_t m, int64_t slot) {
+  const int64_t size = block_size(p), blocks = size ? (p.queries + size - 1) / size : 0, line = p.line;
   const T one = 1;
   T* weights = s.weights.data();
   T* slopes = s.slopes.data();
-  for (int64_t task = begin; task < end; ++task) {
-    const int64_t slot = task % p.slots, head = task / p.slots, m = head % p.M, b = head / p.M;
-    if (p.query.data) pack_panels(p.key, b, m, p.S, p.d, s.key_panels.data());
-    if (p.logits_wanted) pack_panels(p.value, b, m, p.S, p.dv, s.value_panels.data());
-    if (p.grad_query.data) gather(p.key, b, m, int64_t(0), p.S, p.d, p.d_padded, p.scale, s.key_rows.data());
-    if (p.grad_key.data) std::fill_n(s.grad_key.data(), p.S * p.d_padded, T(0));
-    if (p.grad_value.data) std::fill_n(s.grad_value.data(), p.S * p.dv_padded, T(0));
-    for (int64_t block = slot; block < blocks; block += p.slots) {
-      const int64_t first = block * BLOCK, count = std::min(BLOCK, p.queries - first);
-      const int64_t columns = columns_of(p, first + count - 1), keys = std::min(p.S, columns);
-      attention_weights(p, s, b, m, first, count, columns, true);
-      gather(p.grad_output, b, m, first, count, p.dv, p.dv_padded, one, s.gradient.data());
-      if (p.grad_value.data)
-        product(weights, int64_t(1), line, s.gradient.data(), p.dv_padded, s.grad_value.data(), p.dv_padded,
-                keys, p.dv_padded, count, true);
-      if (!p.logits_wanted) continue;
-      panel_product(s.gradient.data(), p.dv_padded, s.value_panels.data(), p.dv, slopes, line, count,
-                    columns);
-      for (int64_t i = 0; i < count; ++i) {
-        const T* __restrict weight = weights + i * line;
-        T* __restrict slope = slopes + i * line;
-        const T mean = dot(weight, slope, columns);
-        for (int64_t k = 0; k < columns; ++k) slope[k] = weight[k] * (slope[k] - mean);
-        add_logit_gradients(p, b, m, slot, first + i, slope);
-      }
-      if (p.grad_key.data)
-        product(slopes, int64_t(1), line, s.query.data(), p.d_padded, s.grad_key.data(), p.d_padded, keys,
-                p.d_padded, count, true);
-      if (p.grad_query.data) {
-        row_product(slopes, line, s.key_rows.data(), p.d_padded, s.mixed.data(), count, keys);
-        scatter(p.grad_query, b, m, int64_t(0), first, count, p.d, p.d_padded, &one, int64_t(0),
-                s.mixed.data());
-      }
+  if (p.query.data) pack_panels(p.key, b, m, p.S, p.d, s.key_panels.data());
+  if (p.logits_wanted) pack_panels(p.value, b, m, p.S, p.dv, s.value_panels.data());
+  if (p.grad_query.data) gather(p.key, b, m, int64_t(0), p.S, p.d, p.d_padded, p.scale, s.key_rows.data());
+  if (p.grad_key.data) std::fill_n(s.grad_key.data(), p.S * p.d_padded, T(0));
+  if (p.grad_value.data) std::fill_n(s.grad_value.data(), p.S * p.dv_padded, T(0));
+  for (int64_t block = slot; block < blocks; block += p.slots) {
+    const int64_t first = block * size, count = std::min(size, p.queries - first);
+    const int64_t columns = columns_of(p, first + count - 1), keys = std::min(p.S, columns);
+    attention_weights(p, s, b, m, first, count, columns, true);
+    gather(p.grad_output, b, m, first, count, p.dv, p.dv_padded, one, s.gradient.data());
+    if (p.grad_value.data)
+      product(weights, int64_t(1), line, s.gradient.data(), p.dv_padded, s.grad_value.data(), p.dv_padded,
+              keys, p.dv_padded, count, true);
+    if (!p.logits_wanted) continue;
+    panel_product(s.gradient.data(), p.dv_padded, s.value_panels.data(), p.dv, slopes, line, count, columns);
+    for (int64_t i = 0; i < count; ++i) {
+      const T* __restrict weight = weights + i * line;
+      T* __restrict slope = slopes + i * line;
+      const T mean = dot(weight, slope, columns);
+      for (int64_t k = 0; k < columns; ++k) slope[k] = weight[k] * (slope[k] - mean);
+      add_logit_gradients(p, group, b, m, slot, first + i, slope);
     }
     if (p.grad_key.data)
-      scatter(p.grad_key, b, m, slot, int64_t(0), p.S, p.d, p.d_padded, &one, int64_t(0), s.grad_key.data());
-    if (p.grad_value.data)
-      scatter(p.grad_value, b, m, slot, int64_t(0), p.S, p.dv, p.dv_padded, &one, int64_t(0),
-              s.grad_value.data());
+      product(slopes, int64_t(1), line, s.query.data(), p.d_padded, s.grad_key.data(), p.d_padded, keys,
+              p.d_padded, count, true);
+    if (p.grad_query.data) {
+      row_product(slopes, line, s.key_rows.data(), p.d_padded, s.mixed.data(), count, keys);
+      scatter(p.grad_query, b, m, int64_t(0), first, count, p.d, p.d_padded, &one, int64_t(0),
+              s.mixed.data());
+    }
+  }
+  if (p.grad_key.data)
+    scatter(p.grad_key, b, m, slot, int64_t(0), p.S, p.d, p.d_padded, &one, int64_t(0), s.grad_key.data());
+  if (p.grad_value.data)
+    scatter(p.grad_value, b, m, slot, int64_t(0), p.S, p.dv, p.dv_padded, &one, int64_t(0),
+            s.grad_value.data());
+}
+
+// A task is a group's batch entries, one after the other, of one head and slot.
+template <typename T>
+void backward_tasks(const Problem<T>& p, int64_t begin, int64_t end) {
+  Scratch<T> s(p, true);
+  for (int64_t task = begin; task < end; ++task) {
+    const int64_t slot = task % p.slots, m = task / p.slots % p.M, group = task / p.slots / p.M;
+    for (int64_t b = group * p.B / p.groups; b < (group + 1) * p.B / p.groups; ++b)
+      backward_head(p, s, group, b, m, slot);
   }
 }
 

@@ -8,8 +8,9 @@
 Importing this module replaces ``GeneralizedAttention``, ``CrissCrossAttention``, ``DCN`` and ``DCNv2`` in mmengine's
 root ``MODELS``, and ``CrissCrossAttention`` also in mmcv and where mmseg's ``CCHead`` takes it from, by its name;
 and the ``forward`` of mmcv's ``MultiScaleDeformableAttention`` and ``MultiheadAttention``, which transformers of mmdet
-and mmseg (DETR and its relatives, MaskFormer, Mask2Former) take from mmcv itself: all of them or, where one cannot be
-replaced, none, with an error. Models built before the import keep mmcv's layers, but for the two ``forward``s.
+and mmseg (DETR and its relatives, MaskFormer, Mask2Former) take from mmcv itself; and that of ``ShiftWindowMSA``, the
+window attention of mmdet's and mmseg's Swin, once the toolkit imports it: all of them or, where one cannot be
+replaced, none, with an error. Models built before the import keep mmcv's layers, but for the ``forward``s.
 Outputs are contiguous where inputs are, and gradients are mmcv's, as its own tests have them. What mmcv's layers keep
 for themselves (``q_downsample``, ``kv_downsample``, ``local_constraint_map``) ours do not have.
 """
@@ -30,7 +31,7 @@ from torch import Tensor
 from .. import ops
 from ..modules import CrissCrossAttention2d
 from ..modules.generalized_attention import GeneralizedAttention2d, MMCVGeneralizedAttention2d
-from . import transformer
+from . import transformer, window_attention
 from .edge_rule import without_edge_gradients
 from .layers import DrawnAgain
 
@@ -105,10 +106,10 @@ HOLDERS = {"CrissCrossAttention": ("mmcv.ops.cc_attention", "mmcv.ops", "mmseg.m
 
 
 def replace() -> None:
-    """Put ``REPLACEMENTS`` and ``FORWARDS`` in the place of mmcv's, all or none; nothing changes where they are there.
+    """Put ``REPLACEMENTS``, ``FORWARDS`` and Swin's in the place of upstream's, all or none, unless they are there.
 
     Raises:
-        RuntimeError: one of the names belongs to neither mmcv nor us.
+        RuntimeError: one of the names belongs to neither upstream nor us.
     """
     for name in REPLACEMENTS:
         _check(name, "MODELS", MODELS.module_dict.get(name))
@@ -116,12 +117,14 @@ def replace() -> None:
         _check(name, holder, getattr(sys.modules[holder], name))
     for layer in FORWARDS:
         _check(f"{layer.__name__}.forward", layer.__module__, layer.__dict__.get("forward"))
+    window_attention.check()
     for name, layer in REPLACEMENTS.items():
         MODELS.register_module(name=name, module=layer, force=True)
     for name, holder in _holders():
         setattr(sys.modules[holder], name, REPLACEMENTS[name])
     for layer, forward in FORWARDS.items():
         layer.forward = forward
+    window_attention.replace()
 
 
 def _holders() -> Iterator[tuple[str, str]]:

@@ -23,8 +23,10 @@ from .local_bilateral import LocalBilateralConv2d
 from .multihead_attention import MultiheadAttention
 from .non_local import NonLocal2d
 from .sequence_cache import SequenceCache
+from .space_time_attention import SpaceTimeSelfAttention
 from .spatial_attention_1d import MultiheadSpatialAttention
 from .spatial_self_attention import SpatialSelfAttention
+from .window_self_attention import WindowSelfAttention
 
 __all__ = [
     "AAConv2d",
@@ -50,7 +52,9 @@ __all__ = [
     "MultimodalDecoderBlock",
     "NonLocal2d",
     "SequenceCache",
+    "SpaceTimeSelfAttention",
     "SpatialSelfAttention",
+    "WindowSelfAttention",
     "attention_layers",
     "capture_attention",
 ]

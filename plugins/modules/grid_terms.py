@@ -32,6 +32,7 @@ from ..terms.window import axis_window, window_position_logits
 from .checks import one_of
 
 Grid = tuple[int, int]
+ADDED = ("row_table", "column_table", "saliency", "position", "predictor", "gate")
 
 
 class GridTerms(nn.Module):
@@ -39,6 +40,8 @@ class GridTerms(nn.Module):
 
     Its methods give logits, gated where they are added to the content term; a subclass attends with them.
     """
+
+    __jit_unused_properties__ = ["needs_grid"]
 
     def __init__(
         self,
@@ -112,11 +115,23 @@ class GridTerms(nn.Module):
             nn.init.xavier_uniform_(layer.weight)
             nn.init.zeros_(layer.bias)
 
+    def described(self) -> str:
+        """What asks for places, in words."""
+        text = f"attention_type {self.attention_type!r}"
+        if self.spatial_range != -1:
+            text += f", spatial_range {self.spatial_range}"
+        return text if self.kernel_size is None else f"{text}, kernel_size {self.kernel_size}"
+
     def key_logits(self, k: Tensor) -> Tensor | None:
-        """ε3, gated: (B, M, H, W) of keys (B, M, H, W, d)."""
+        """ε3, gated: (B, M, ...) of keys (B, M, ..., d)."""
         if self.saliency is None:
             return None
-        return key_saliency(k, self._gate(1) * self.scale * self._heads(self.saliency))
+        return key_saliency(k, self.saliency_query()[0, :, 0, 0])
+
+    def saliency_query(self) -> Tensor:
+        """u, gated, of which the product with a key is ε3: (1, M, 1, 1, d)."""
+        assert self.saliency is not None
+        return (self._gate(1) * self.scale * self._heads(self.saliency))[None, :, None, None]
 
     def axis_logits(self, q: Tensor, grid: Grid) -> tuple[Tensor | None, Tensor | None]:
         """ε2 + ε4, gated, of queries (B, M, H, W, d), scaled: (B, M, H, W, H) of rows, (B, M, H, W, W) of columns."""
@@ -135,6 +150,14 @@ class GridTerms(nn.Module):
             return None, None
         rows, columns = (axis_window(n, n, self.radius, device=like.device).to(like.dtype) for n in grid)
         return rows[None, None, :, None], columns[None, None, None]
+
+    def axis_pairs(self, q: Tensor, grid: Grid) -> Tensor:
+        """ε2 + ε4, gated, and the range, for all pairs: (B, M, N, N), of size 1 where it does not depend on them."""
+        logits = q.new_zeros(1, 1, 1, 1, 1, 1)
+        for row, column in (self.axis_logits(q, grid), self.range_logits(grid, q)):
+            if row is not None and column is not None:
+                logits = logits + row.unsqueeze(5) + column.unsqueeze(4)
+        return logits.expand(-1, -1, *grid, *grid).flatten(4, 5).flatten(2, 3)
 
     def predicted_logits(self, x: Tensor, grid: Grid, padding: Tensor | None) -> Tensor | None:
         """Predicted position logits of all keys, smoothed and gated: (B, M, N, N) of tokens (B, N, C)."""
@@ -188,9 +211,17 @@ class GridTerms(nn.Module):
             logits = logits.masked_fill(hidden, -math.inf)
         return logits, taps
 
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        """Let a checkpoint without the added parameters load strictly, which then stay as they are."""
+        for name, own in self.state_dict().items():
+            if name.split(".")[0] in ADDED:
+                state_dict.setdefault(prefix + name, own)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
     def _position_query(self, q: Tensor) -> Tensor:
         """q + v, gated, of which the product with R is ε2 + ε4: (B, M, H, W, d), or of size 1 without ε2."""
-        moved = q if self.terms.content_position else q.new_zeros(1, self.num_heads, 1, 1, q.shape[-1])
+        _, by_position, _, _ = self.terms  # to TorchScript a plain tuple
+        moved = q if by_position else q.new_zeros(1, self.num_heads, 1, 1, q.shape[-1])
         if self.position is not None:
             moved = moved + (self.scale * self._heads(self.position))[:, None, None]
         return moved * self._gate(3)
@@ -214,7 +245,7 @@ class GridTerms(nn.Module):
     def _gate(self, axes: int) -> Tensor:
         """(M, 1, ...), for that many axes behind the heads'."""
         assert self.gate is not None
-        return self.gate.view(-1, *(1,) * axes)
+        return self.gate.view([-1] + [1] * axes)
 
     def _heads(self, vector: Tensor) -> Tensor:
         return vector.view(self.num_heads, -1)

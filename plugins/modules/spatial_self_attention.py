@@ -5,20 +5,19 @@ Shapes: B batch, N tokens, C channels, M heads, d width per head, (H, W) the gri
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..ops import global_attention, sequence_attention, window_attention
 from ..terms.nonlocal_position import Outside, Smoothing
 from .checks import check_heads, check_padding_mask, check_sequence, check_tensor
-from .grid_terms import Grid, GridTerms
+from .grid_attention import GridAttention, check_grid
+from .grid_terms import Grid
 
 
-class SpatialSelfAttention(GridTerms):
+class SpatialSelfAttention(GridAttention):
     """``nn.MultiheadAttention`` over tokens on a grid, with more terms in its logits.
 
     ::
@@ -92,20 +91,23 @@ class SpatialSelfAttention(GridTerms):
         grid: tuple[int, int] | None = None,
         key_padding_mask: Tensor | None = None,
         attn_mask: Tensor | None = None,
+        prefix_tokens: int = 0,
     ) -> Tensor:
         """Attend from every token to all others.
 
         Args:
-            query: (B, N, C), row by row.
-            key: (B, N, C), the same tokens; None for ``query``. Where no term needs places, (B, S, C): cross-attention.
-            value: (B, N, C); None for ``key``.
+            query: (B, P + N, C): P tokens without a place, then those of the grid, row by row.
+            key: (B, P + N, C), the same tokens; None for ``query``. Where no term needs places, (B, S, C):
+                cross-attention.
+            value: (B, P + N, C); None for ``key``.
             grid: (H, W) with H * W = N; needed for ε2, ε4, δ and a range.
-            key_padding_mask: (B, N), bool; True for padding.
-            attn_mask: (N, S) or (B * M, N, S), bool (True leaves out) or added to the logits; with it the weights are
-                written out.
+            key_padding_mask: (B, P + N), bool; True for padding.
+            attn_mask: (T, S) or (B * M, T, S), T = P + N, bool (True leaves out) or added to the logits; with it the
+                weights are written out.
+            prefix_tokens: P, class tokens and registers, which attend and are attended to by ε1 and ε3 alone.
 
         Returns:
-            (B, N, C).
+            (B, P + N, C).
 
         Raises:
             ValueError: a shape does not fit, or there is no grid where one is needed.
@@ -114,114 +116,36 @@ class SpatialSelfAttention(GridTerms):
         key = query if key is None else key
         value = key if value is None else value
         check_sequence("query", query, self.embed_dim, self.in_proj_weight)
-        B, N, _ = query.shape
+        B, T, _ = query.shape
         for name, tokens in (("key", key), ("value", value)):
             check_sequence(name, tokens, self.embed_dim, self.in_proj_weight, B)
         S = key.shape[1]
+        if not isinstance(prefix_tokens, int) or not 0 <= prefix_tokens <= min(T, S):
+            raise ValueError(f"prefix_tokens must be an int from 0 to query's {T}, got {prefix_tokens!r}")
         if value.shape[1] != S:
             raise ValueError(f"value must have as many tokens as key, {S}, got {value.shape[1]}")
         check_padding_mask(key_padding_mask, B, S, query.device)
         if attn_mask is not None:
-            attn_mask = _checked_mask(attn_mask, B * self.num_heads, N, S)
-        queries, keys = (1, N), (1, S)  # without places, a grid of one row
+            attn_mask = _checked_mask(attn_mask, B, self.num_heads, T, S)
         if self.needs_grid:
             if grid is None:
                 raise ValueError(f"grid must be (H, W) for {self.described()}, got None")
-            if grid[0] * grid[1] != N or S != N:
-                raise ValueError(f"grid must hold the {N} tokens of query, and as many of key ({S}), got {grid}")
-            queries = keys = grid
+            check_grid(grid, prefix_tokens, T)
+            if S != T:
+                raise ValueError(f"key must be the {T} tokens of query for {self.described()}, got {S}")
         q, k, v = (
-            F.linear(x, weight, bias).view(B, *size, self.num_heads, -1).permute(0, 3, 1, 2, 4)
-            for x, size, weight, bias in zip((query, key, value), (queries, keys, keys), *self._projections())
+            F.linear(tokens, weight, bias).unflatten(2, (self.num_heads, -1)).transpose(1, 2)
+            for tokens, weight, bias in zip((query, key, value), *self._projections())
         )
-        q = q * self.scale
-        if attn_mask is not None or (self.training and self.dropout):
-            output = self._written_out(query, q, k, v, key_padding_mask, attn_mask)
-        elif self.radius is not None:
-            output = self._in_windows(query, q, k, v, keys, key_padding_mask)
-        else:
-            output = self._everywhere(query, q, k, v, keys, key_padding_mask)
-        output = output.expand(B, -1, *queries, -1)  # of one query, where none differs
-        return self.out_proj(output.permute(0, 2, 3, 1, 4).reshape(B, N, self.embed_dim))
-
-    def described(self) -> str:
-        """What asks for places, in words."""
-        text = f"attention_type {self.attention_type!r}"
-        if self.spatial_range != -1:
-            text += f", spatial_range {self.spatial_range}"
-        return text if self.kernel_size is None else f"{text}, kernel_size {self.kernel_size}"
+        places: Grid = grid if grid is not None and self.needs_grid else (1, T - prefix_tokens)
+        dropout = self.dropout if self.training else 0.0
+        output = self.attend(query, q * self.scale, k, v, places, prefix_tokens, key_padding_mask, attn_mask, dropout)
+        output = output.expand(B, -1, T, -1)  # of one query, where none differs
+        return self.out_proj(output.transpose(1, 2).reshape(B, T, self.embed_dim))
 
     def _projections(self) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]]:
         biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
         return self.in_proj_weight.chunk(3), biases
-
-    def _content(self, q: Tensor, k: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        return (q, k) if self.terms.content else (None, None)
-
-    def _everywhere(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, keys: Grid, padding: Tensor | None) -> Tensor:
-        """Attend to all keys: (B, M, H, W, d)."""
-        content = self._content(q, k)
-        row, column = self.axis_logits(q, keys)
-        key_logits = self.key_logits(k)
-        predicted = self.predicted_logits(x, keys, padding)
-        if predicted is not None:
-            logits = predicted + _pairs(row, column, key_logits, v)
-            query, key = (None if t is None else t.flatten(2, 3) for t in content)
-            output = sequence_attention(query, key, v.flatten(2, 3), position_logits=logits, key_padding_mask=padding)
-            return output.unflatten(2, keys)
-        if padding is not None:
-            key_logits = q.new_zeros(1) if key_logits is None else key_logits
-            key_logits = key_logits.masked_fill(padding.view(-1, 1, *keys), -math.inf)
-        if content[0] is None and row is None and column is None and key_logits is None:
-            key_logits = v.new_zeros(1, 1, *keys)  # the mean of all values
-        return global_attention(*content, v, row_logits=row, column_logits=column, key_logits=key_logits)
-
-    def _in_windows(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, keys: Grid, padding: Tensor | None) -> Tensor:
-        """Attend to the keys in range: (B, M, H, W, d)."""
-        position, taps = self.tap_logits(x, q, keys, padding)
-        content = self._content(q, k)
-        key_logits = self.key_logits(k)
-        if key_logits is not None:
-            if content[0] is None:  # a key's own logit is the product with a query of 1
-                content = torch.ones_like(key_logits).unsqueeze(-1), key_logits.unsqueeze(-1)
-            else:  # ε1 + ε3 = (q + u)·k
-                assert self.saliency is not None
-                content = q + self._gate(3) * (self.scale * self._heads(self.saliency))[:, None, None], k
-        if content[0] is None and position is None:
-            position = v.new_zeros(1).expand(1, 1, *keys, taps[0] * taps[1])
-        return window_attention(*content, v, position, taps)
-
-    def _written_out(
-        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, padding: Tensor | None, mask: Tensor | None
-    ) -> Tensor:
-        """Attend by weights in memory, of which training drops some: (B, M, H, W, d)."""
-        B, M, Hq, Wq, _ = q.shape
-        keys = (k.shape[2], k.shape[3])
-        row, column = self.axis_logits(q, keys)
-        logits = _pairs(row, column, self.key_logits(k), v) + _pairs(*self.range_logits(keys, q), None, v)
-        predicted = self.predicted_logits(x, keys, padding)
-        if predicted is not None:
-            logits = logits + predicted
-        if self.terms.content:
-            logits = logits + q.flatten(2, 3) @ k.flatten(2, 3).mT
-        logits = logits.expand(B, M, Hq * Wq, -1)
-        if padding is not None:
-            logits = logits.masked_fill(padding[:, None, None], -math.inf)
-        if mask is not None:
-            mask = mask if mask.dim() == 2 else mask.unflatten(0, (B, M))
-            logits = logits.masked_fill(mask, -math.inf) if mask.dtype == torch.bool else logits + mask
-        hidden = torch.isneginf(logits).all(-1, keepdim=True)  # a query without keys gets 0, as from the operators
-        logits = logits.masked_fill(hidden, 0.0)
-        weights = logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32)).to(v.dtype)
-        weights = weights.masked_fill(hidden, 0.0)
-        weights = F.dropout(weights, self.dropout, self.training)
-        return (weights @ v.flatten(2, 3)).unflatten(2, (Hq, Wq))
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
-        for name, own in self.state_dict().items():
-            if name.split(".")[0] not in ("in_proj_weight", "in_proj_bias", "out_proj"):
-                state_dict.setdefault(prefix + name, own)
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def extra_repr(self) -> str:
         text = f"{self.embed_dim}, {self.num_heads}, attention_type={self.attention_type!r}"
@@ -232,20 +156,9 @@ class SpatialSelfAttention(GridTerms):
         return text
 
 
-def _pairs(row: Tensor | None, column: Tensor | None, key: Tensor | None, like: Tensor) -> Tensor:
-    """Sum row, column and key logits for all pairs: (B, M, Nq, Nk), of size 1 where it does not depend on them."""
-    logits = like.new_zeros(1, 1, 1, 1, 1, 1)
-    for part, axes in ((row, (5,)), (column, (4,)), (key, (2, 2))):
-        if part is not None:
-            for axis in axes:
-                part = part.unsqueeze(axis)
-            logits = logits + part
-    H, W = like.shape[2:4]
-    return logits.expand(-1, -1, -1, -1, H, W).flatten(4, 5).flatten(2, 3)
-
-
-def _checked_mask(mask: Tensor, heads: int, N: int, S: int) -> Tensor:
-    """Check an ``attn_mask``; ``heads`` are those of the whole batch."""
+def _checked_mask(mask: Tensor, B: int, num_heads: int, N: int, S: int) -> Tensor:
+    """Check an ``attn_mask`` and give it an axis of heads."""
+    heads = B * num_heads
     check_tensor("attn_mask", mask)
     if mask.shape not in ((N, S), (heads, N, S)):
         raise ValueError(
@@ -253,4 +166,4 @@ def _checked_mask(mask: Tensor, heads: int, N: int, S: int) -> Tensor:
         )
     if mask.dtype != torch.bool and not mask.is_floating_point():
         raise TypeError(f"attn_mask must be bool or floating, got {mask.dtype}")
-    return mask
+    return mask if mask.dim() == 2 else mask.unflatten(0, (-1, num_heads))

@@ -1,12 +1,18 @@
-"""Windows of keys along one axis, as logits: 0 inside, -inf outside.
+"""Windows of keys, as logits: 0 inside, -inf outside.
 
-A rectangular window on a map is the sum of its rows' and its columns' logits, so no (query, key) mask exists.
+A rectangular window on a map is the sum of its rows' and its columns' logits, so no (query, key) mask exists. In a
+partition into windows (Swin) the masks of shifted windows are of up to four kinds.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
+
+from .map_size import check_size
 
 
 def axis_window(
@@ -41,3 +47,81 @@ def window_position_logits(row: Tensor, column: Tensor, height: int, width: int)
     """
     logits = (row.unsqueeze(-1) + column.unsqueeze(-2)).flatten(-2)
     return logits.expand(logits.shape[0], logits.shape[1], height, width, logits.shape[4])
+
+
+class WindowGroup(NamedTuple):
+    """Windows of a shifted partition that share a mask.
+
+    Attributes:
+        rows: Slice of the rows of windows.
+        columns: Slice of the columns of windows.
+        logits: (N, N) of queries and keys in a window, 0 or -inf; None where nothing is masked.
+    """
+
+    rows: slice
+    columns: slice
+    logits: Tensor | None
+
+
+def shifted_window_groups(
+    windows: Sequence[int], window: Sequence[int], shift: Sequence[int], device: torch.device | None = None
+) -> list[WindowGroup]:
+    """The masks of shifted windows (Liu et al. 2021, Figure 4), one for each kind of window and not one a window.
+
+    A map that is rolled by (-shift) and cut into windows has pixels of opposite borders in its last row and its last
+    column of windows; they do not see each other. Up to four groups: windows inside, the last column of windows, the
+    last row, the corner. Attention runs once a group, with logits that batch and windows share, so that neither masks
+    nor their sum with a position table is held for every window:
+
+        for group in shifted_window_groups((nH, nW), (Wh, Ww), shift):
+            tokens = map_of_windows[:, group.rows, group.columns]          # of (B, nH, nW, N, C)
+
+    For training cut the map with ``split`` at the groups' borders: the gradient of every slice is a map of zeros.
+
+    timm, mmdet and mmsegmentation mask with -100, one (N, N) for every window; the softmax is the same.
+
+    Args:
+        windows: (nH, nW), numbers of windows, of the padded map where it is padded.
+        window: (Wh, Ww), in pixels; N = Wh * Ww, row by row.
+        shift: Pixels of rows and of columns, each at least 0 and less than the window; 0 masks nothing along an axis.
+        device: Of the logits.
+
+    Returns:
+        Every window is in one of the groups. Logits are float32.
+
+    Raises:
+        ValueError: ``windows`` or ``window`` is not two ints of at least 1, or ``shift`` not two ints below ``window``.
+    """
+    windows, (H, W) = check_size("windows", windows), check_size("window", window)
+    moves = tuple(shift) if isinstance(shift, Sequence) else ()
+    if len(moves) != 2 or not all(isinstance(s, int) and 0 <= s < length for s, length in zip(moves, (H, W))):
+        raise ValueError(f"shift must be two ints from 0 to below window {(H, W)}, got {shift!r}")
+    parts = []
+    for count, length, moved in zip(windows, (H, W), moves):
+        inside = [(slice(0, count - 1), None)] if moved and count > 1 else []
+        last = (slice(count - 1, count), shifted_axis(length, moved, device)) if moved else (slice(0, count), None)
+        parts.append([*inside, last])
+    return [
+        WindowGroup(rows, columns, _both_axes(of_rows, of_columns, H, W))
+        for rows, of_rows in parts[0]
+        for columns, of_columns in parts[1]
+    ]
+
+
+def shifted_axis(length: int, shift: int, device: torch.device | None = None) -> Tensor:
+    """The mask along an axis of its last window: the last ``shift`` pixels and the others do not see each other.
+
+    Returns:
+        (length, length), float32.
+    """
+    wrapped = torch.arange(length, device=device) >= length - shift
+    return window_logits(wrapped.unsqueeze(1) == wrapped)
+
+
+def _both_axes(rows: Tensor | None, columns: Tensor | None, height: int, width: int) -> Tensor | None:
+    """(N, N) of the sum of (Wh, Wh) and (Ww, Ww)."""
+    axes = [rows[:, None, :, None]] if rows is not None else []
+    axes += [columns[None, :, None, :]] if columns is not None else []
+    if not axes:
+        return None
+    return sum(axes[1:], axes[0]).expand(height, width, height, width).reshape(height * width, -1)

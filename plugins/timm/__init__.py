@@ -6,6 +6,7 @@ With torch >= 2.5 an installed attn_plugins needs no import: ``attn_plugins.auto
 from .aa_mnasnet import AAMnasNet, aa_mnasnet_075, aa_mnasnet_100, aa_mnasnet_125, aa_mnasnet_140
 from .aa_resnet import AABasicBlock, AABottleneck, AAResNet, aa_resnet34, aa_resnet50, aa_resnet101, aa_resnet152
 from .aa_wide_resnet import AAWideBlock, AAWideResNet, aa_wide_resnet28_10
+from .accelerate import accelerate
 from .attended_resnet import (
     AttendedBottleneck,
     AttendedResNet,
@@ -15,6 +16,19 @@ from .attended_resnet import (
     dcn_resnet50,
 )
 from .conventions import param_groups
+from .swin import (
+    AttnSwinTransformer,
+    AttnSwinTransformerV2,
+    attn_swin_base_patch4_window7_224,
+    attn_swin_small_patch4_window7_224,
+    attn_swin_tiny_patch4_window7_224,
+    attn_swinv2_base_window8_256,
+    attn_swinv2_small_window8_256,
+    attn_swinv2_tiny_window8_256,
+)
+from .timesformer import TimeSformer, timesformer_base_patch16_224, timesformer_small_patch16_224
+from .vit import attn_vit_base_patch16_224, attn_vit_small_patch16_224, attn_vit_tiny_patch16_224
+from .vit_attention import ViTAttention, vit_attention
 
 __all__ = [
     "AABasicBlock",
@@ -25,6 +39,10 @@ __all__ = [
     "AAWideResNet",
     "AttendedBottleneck",
     "AttendedResNet",
+    "AttnSwinTransformer",
+    "AttnSwinTransformerV2",
+    "TimeSformer",
+    "ViTAttention",
     "aa_mnasnet_075",
     "aa_mnasnet_100",
     "aa_mnasnet_125",
@@ -34,9 +52,22 @@ __all__ = [
     "aa_resnet101",
     "aa_resnet152",
     "aa_wide_resnet28_10",
+    "accelerate",
     "attn0010_dcn_resnet50",
     "attn1111_resnet50",
     "attn_resnet50",
+    "attn_swin_base_patch4_window7_224",
+    "attn_swin_small_patch4_window7_224",
+    "attn_swin_tiny_patch4_window7_224",
+    "attn_swinv2_base_window8_256",
+    "attn_swinv2_small_window8_256",
+    "attn_swinv2_tiny_window8_256",
+    "attn_vit_base_patch16_224",
+    "attn_vit_small_patch16_224",
+    "attn_vit_tiny_patch16_224",
     "dcn_resnet50",
     "param_groups",
+    "timesformer_base_patch16_224",
+    "timesformer_small_patch16_224",
+    "vit_attention",
 ]

@@ -31,9 +31,11 @@ MODULES: dict[str, Build] = {
     "MultiScaleDeformableAttention": lambda **f: modules.MultiScaleDeformableAttention(16, 2, **f),
     "MultiheadAttention": lambda **f: modules.MultiheadAttention(16, 2, **f),
     "MultiheadSpatialAttention": lambda **f: modules.MultiheadSpatialAttention(16, 2, **f),
+    "SpaceTimeSelfAttention": lambda **f: modules.SpaceTimeSelfAttention(16, 2, **f),
     "SpatialSelfAttention": lambda **f: modules.SpatialSelfAttention(16, 2, **f),
     "MultimodalDecoderBlock": lambda **f: modules.MultimodalDecoderBlock(16, 2, ffn_dim=8, **f),
     "NonLocal2d": lambda **f: modules.NonLocal2d(16, **f),
+    "WindowSelfAttention": lambda **f: modules.WindowSelfAttention(16, 2, 3, **f),
 }
 
 # Other parameters than above, by an argument.
@@ -41,6 +43,9 @@ VARIANTS: dict[str, Build] = {
     **MODULES,
     "MultiScaleDeformableAttention, ε3": lambda **f: modules.MultiScaleDeformableAttention(
         16, 2, key_saliency=True, **f
+    ),
+    "SpaceTimeSelfAttention, axial": lambda **f: modules.SpaceTimeSelfAttention(
+        16, 2, "axial", norm_layer=nn.LayerNorm, **f
     ),
     "SpatialSelfAttention, bilateral": lambda **f: modules.SpatialSelfAttention(16, 2, kernel_size=3, **f),
     "AAConv2d, no attention": lambda **f: modules.AAConv2d(6, 8, 3, dk=0, dv=0, num_heads=2, **f),
@@ -57,6 +62,8 @@ VARIANTS: dict[str, Build] = {
     "NonLocal2d, concatenation": lambda **f: modules.NonLocal2d(16, mode="concatenation", **f),
     "NonLocal2d, normalised": lambda **f: modules.NonLocal2d(16, norm_layer=nn.BatchNorm2d, **f),
     "NonLocal2d, relative": lambda **f: modules.NonLocal2d(16, position="relative", input_size=(5, 7), **f),
+    "WindowSelfAttention, relative": lambda **f: modules.WindowSelfAttention(16, 2, 3, 1, position="relative", **f),
+    "WindowSelfAttention, V2": lambda **f: modules.WindowSelfAttention(16, 2, 3, 1, "v2", **f),
 }
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 
+import mmdet.models.backbones.swin
+import mmseg.models.backbones.swin
 from mmcv.cnn.bricks.generalized_attention import GeneralizedAttention
 from mmcv.cnn.bricks.transformer import MultiheadAttention
 from mmcv.ops import CrissCrossAttention, DeformConv2dPack, ModulatedDeformConv2dPack, MultiScaleDeformableAttention
@@ -15,7 +17,15 @@ STOCK = dict(
     DCN=DeformConv2dPack,
     DCNv2=ModulatedDeformConv2dPack,
 )
-STOCK_FORWARDS = {layer: layer.forward for layer in (MultiheadAttention, MultiScaleDeformableAttention)}
+STOCK_FORWARDS = {
+    layer: layer.forward
+    for layer in (
+        MultiheadAttention,
+        MultiScaleDeformableAttention,
+        mmdet.models.backbones.swin.ShiftWindowMSA,
+        mmseg.models.backbones.swin.ShiftWindowMSA,
+    )
+}
 
 from attn_plugins.mmcv import drop_in  # noqa: E402  replaces them
 

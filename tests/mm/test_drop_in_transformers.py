@@ -224,7 +224,8 @@ def test_multi_head_attention_equals_mmcvs(masks, batch_first):
 def test_weights_are_there_for_who_hooks_the_inner_layer():
     """As visualisations of DETR do; without a hook none are written out."""
     drop_in.replace()
-    layer, x = MultiheadAttention(32, 4), torch.randn(5, 2, 32)
+    # In evaluation: a model that was built before has changed the default dropout of mmcv's layer, a shared dict.
+    layer, x = MultiheadAttention(32, 4).eval(), torch.randn(5, 2, 32)
     seen = []
     handle = layer.attn.register_forward_hook(lambda module, inputs, outputs: seen.append(outputs[1]))
     expected = layer(x)

@@ -20,6 +20,7 @@ LAYERS = {
     "LocalBilateralConv2d": lambda: modules.LocalBilateralConv2d(16, 16, 3),
     "MultiheadSpatialAttention": lambda: modules.MultiheadSpatialAttention(16, 2),
     "NonLocal2d": lambda: modules.NonLocal2d(16),
+    "WindowSelfAttention": lambda: modules.WindowSelfAttention(16, 2),
 }
 
 

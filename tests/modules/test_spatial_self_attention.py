@@ -57,8 +57,8 @@ def nonlocal_logits(layer, x, m, i, seen) -> list[Tensor]:
     return [(logit - counted.mean()) / (counted.var(correction=0) + 1e-6).sqrt() for logit in logits]
 
 
-def by_loops(layer, query, key, value, padding=None, reach=None) -> Tensor:
-    """Eq. 2, key by key and head by head."""
+def by_loops(layer, query, key, value, padding=None, reach=None, prefix=0) -> Tensor:
+    """Eq. 2, key by key and head by head; the first ``prefix`` tokens have no place."""
     bits = [bit == "1" for bit in layer.attention_type]
     d, scale = C // M, (C // M) ** -0.5
     q, k, v = (
@@ -66,30 +66,34 @@ def by_loops(layer, query, key, value, padding=None, reach=None) -> Tensor:
     )
     output = torch.empty_like(query)
     for b in range(2):
-        for i in range(N):
+        for i in range(prefix + N):
             heads = []
             for m in range(M):
                 part = slice(m * d, m * d + d)
                 logits, near = [], []
-                for j in range(N):
-                    dy, dx = j // GRID[1] - i // GRID[1], j % GRID[1] - i % GRID[1]
-                    near.append(reach is None or max(abs(dy), abs(dx)) <= reach)
+                for j in range(prefix + N):
+                    placed = min(i, j) >= prefix
+                    y, x = i - prefix, j - prefix
+                    dy, dx = x // GRID[1] - y // GRID[1], x % GRID[1] - y % GRID[1]
+                    near.append(reach is None or not placed or max(abs(dy), abs(dx)) <= reach)
                     logit, added = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
                     if bits[0]:
                         logit = q[b, i, part] @ k[b, j, part]
-                    if bits[1] or bits[3]:
+                    if placed and (bits[1] or bits[3]):
                         R = (layer.row_table.weight @ encode(dy) + layer.column_table.weight @ encode(dx))[part]
-                    if bits[1]:
+                    if placed and bits[1]:
                         added = added + q[b, i, part] @ R
                     if bits[2]:
                         added = added + layer.saliency[part] @ k[b, j, part]
-                    if bits[3]:
+                    if placed and bits[3]:
                         added = added + layer.position[part] @ R
                     logit = scale * (logit + (layer.gate[m] * added if any(bits[1:]) else 0))
                     logits.append(logit)
-                seen = [near[j] and (padding is None or not padding[b, j]) for j in range(N)]
+                seen = [near[j] and (padding is None or not padding[b, j]) for j in range(prefix + N)]
                 if layer.kernel_size is not None:
-                    more = nonlocal_logits(layer, query[b], m, i, seen)
+                    more = [torch.zeros(())] * (prefix + N)
+                    if i >= prefix:
+                        more[prefix:] = nonlocal_logits(layer, query[b, prefix:], m, i - prefix, seen[prefix:])
                     logits = [
                         logit + (delta if delta == -math.inf else layer.gate[m] * delta)
                         for logit, delta in zip(logits, more)
@@ -115,6 +119,28 @@ def test_range_and_padding(attention_type):
     with torch.no_grad():
         found = layer(*given, GRID, padding)
         torch.testing.assert_close(found, by_loops(layer, *given, padding, reach=1))
+
+
+@pytest.mark.parametrize("prefix", [1, 3])
+@pytest.mark.parametrize(
+    "options", [{}, dict(spatial_range=3), dict(kernel_size=3), dict(kernel_size=3, spatial_range=3)]
+)
+@pytest.mark.parametrize("attention_type", TYPES)
+def test_tokens_without_a_place(attention_type, options, prefix):
+    """Weights written out, of dropout or a mask, are the same."""
+    layer = module(attention_type, **options)
+    torch.manual_seed(2)
+    given = [torch.randn(2, prefix + N, C, dtype=torch.float64) for _ in range(3)]
+    reach = 1 if "spatial_range" in options else None
+    with torch.no_grad():
+        expected = by_loops(layer, *given, reach=reach, prefix=prefix)
+        torch.testing.assert_close(layer(*given, GRID, prefix_tokens=prefix), expected)
+        nothing = torch.zeros(prefix + N, prefix + N, dtype=torch.bool)
+        torch.testing.assert_close(layer(*given, GRID, attn_mask=nothing, prefix_tokens=prefix), expected)
+        padding = torch.zeros(2, prefix + N, dtype=torch.bool)
+        padding[1, [0, prefix + 4]] = True
+        expected = by_loops(layer, *given, padding, reach, prefix)
+        torch.testing.assert_close(layer(*given, GRID, padding, prefix_tokens=prefix), expected)
 
 
 BILATERAL = [
@@ -284,11 +310,16 @@ def test_bad_options(options, words):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
+        (dict(prefix_tokens=-1), "prefix_tokens must be an int from 0 to query's 12, got -1"),
+        (dict(prefix_tokens=2), r"grid must hold the 10 tokens behind the prefix of 2, got \(3, 4\)"),
         (dict(query=None), "query must be a Tensor"),
         (dict(query=torch.zeros(2, N, 7).double()), r"query must have shape \(B, T, 8\)"),
         (dict(grid=None), r"grid must be \(H, W\) for attention_type '1111', got None"),
-        (dict(grid=(3, 5)), r"grid must hold the 12 tokens of query, and as many of key \(12\), got \(3, 5\)"),
-        (dict(key=torch.zeros(2, 5, 8).double(), value=torch.zeros(2, 5, 8).double()), "as many of key"),
+        (dict(grid=(3, 5)), r"grid must hold the 12 tokens behind the prefix of 0, got \(3, 5\)"),
+        (
+            dict(key=torch.zeros(2, 5, 8).double(), value=torch.zeros(2, 5, 8).double()),
+            r"key must be the 12 tokens of query for .* got 5",
+        ),
         (dict(value=torch.zeros(2, 5, 8).double()), "value must have as many tokens as key, 12, got 5"),
         (dict(key=torch.zeros(3, N, 8).double()), "key must have query's batch size 2, got 3"),
         (dict(key_padding_mask=torch.zeros(2, 5, dtype=torch.bool)), r"key_padding_mask must have shape \(2, 12\)"),

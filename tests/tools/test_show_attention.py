@@ -89,7 +89,8 @@ def test_large_maps_are_thinned_and_it_is_said(photograph):
     model = timm.create_model("aa_wide_resnet28_10", depth=10, width=5, img_size=36).eval()
     seen = view.see_timm(model, open_picture(photograph), ["layer1.0.conv1"], (36, 12))
     (layer,) = seen.captured.values()
-    maps, uniform, notes = page.thinned(layer)
+    found, notes = page.thinned(layer)
+    maps, uniform = found.maps.numpy(), found.uniform.numpy()
     assert maps.shape == (8, 16, 12, 28, 12)
     np.testing.assert_allclose(uniform, np.full((16, 12), 1 / (36 * 12)))
     assert notes == ["16×12 of 36×12 queries", "36×12 keys averaged to 28×12"]

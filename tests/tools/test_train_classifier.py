@@ -156,6 +156,8 @@ def test_two_processes(few_digits, tmp_path, capsys):
 def test_a_config_trains_and_infers(config, ten_digits, tmp_path):
     size = "16" if "imagenet" not in config.stem and "image" not in config.stem else "64"
     changes = ["dataset=folder", "epochs=1", "batch_size=5", "workers=0", f"input_size={size}"]
+    if "vit" in config.stem:
+        changes.append(f"model_args.img_size={size}")
     if "cifar" in config.stem:
         changes += ["model_args.depth=10", "model_args.width=5"]
     if "mnasnet" not in config.stem:  # the CPU's convolutions in bfloat16 are slow: once, for the MnasNet

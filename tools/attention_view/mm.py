@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +13,14 @@ from torch import Tensor, nn
 from attn_plugins.modules.capture import attention_layers, capture_attention
 from tools.attention_view.objects import Objects, found, watch_head
 from tools.attention_view.transformer import OBJECTS, PIXELS, SAMPLED_OBJECTS, capture_transformer, transformer_layers
-from tools.attention_view.view import Layer, View, ViewError, default_layers, one_line
+from tools.attention_view.view import Layer, View, ViewError, chosen_layers, default_layers, one_line
+from tools.attention_view.vit import capture_vit, rollouts, vit_layers
 from tools.requires import need
 
 
 def mm_layers(model: nn.Module) -> dict[str, str]:
     """The attention layers of ours and of a transformer, by name, each with what looks at what."""
-    kinds = transformer_layers(model)
+    kinds = transformer_layers(model) | dict.fromkeys(vit_layers(model), PIXELS)
     own = {name: PIXELS for name in attention_layers(model) if name.removesuffix(".attn") not in kinds}
     return {name: (own | kinds)[name] for name, _ in model.named_modules() if name in own or name in kinds}
 
@@ -81,7 +81,14 @@ def _draw(model: Any) -> None:
         logger.setLevel(level)
 
 
-def see_mm(model: Any, file: Path, layers: Sequence[str], most_objects: int = 8, least_score: float = 0.3) -> View:
+def see_mm(
+    model: Any,
+    file: Path,
+    layers: Sequence[str],
+    most_objects: int = 8,
+    least_score: float = 0.3,
+    with_rollout: bool = False,
+) -> View:
     """Show an OpenMMLab model the picture through its config's own test pipeline.
 
     Args:
@@ -90,21 +97,16 @@ def see_mm(model: Any, file: Path, layers: Sequence[str], most_objects: int = 8,
         layers: Patterns of names; none for the last layer of every stage.
         most_objects: How many objects are taken, the surest.
         least_score: Of an object; where none has it, the surest object alone is taken.
+        with_rollout: Whether to add the rollout of a vision transformer of timm.
 
     Raises:
         ValueError: there is no such layer, or its keys are no map.
     """
     known = mm_layers(model)
-    if not known:
-        raise ValueError(f"model must hold an attention layer, and {type(model).__name__} has none")
-    named = set(known)
-    for pattern in layers:
-        if not any(fnmatchcase(name, pattern) for name in known):
-            raise ValueError(f"layers must name attention layers, and none is called {pattern!r}: {', '.join(known)}")
-    if layers:
-        named = {name for name in known if any(fnmatchcase(name, pattern) for pattern in layers)}
-    kinds = transformer_layers(model)
-    own, tokens = ([name for name in known if name in named and (name in kinds) == there] for there in (False, True))
+    named = chosen_layers(model, list(known), layers)
+    kinds, patches = transformer_layers(model), vit_layers(model)
+    tokens = [name for name in named if name in kinds]
+    own = [name for name in named if name not in kinds and name not in patches]
     crossed = any(kind in (OBJECTS, SAMPLED_OBJECTS) for kind in kinds.values())
     seen: dict[str, Any] = {}
 
@@ -117,8 +119,12 @@ def see_mm(model: Any, file: Path, layers: Sequence[str], most_objects: int = 8,
         first = stack.enter_context(capture_attention(model, own)) if own else {}
         second = stack.enter_context(capture_transformer(model, tokens))
         head = stack.enter_context(watch_head(model)) if crossed else {}
-        result = infer(model, file)
-        captured = {**first, **second}
+        third = stack.enter_context(capture_vit(model))
+        try:
+            result = infer(model, file)
+        except AssertionError as error:  # timm's, of a size
+            raise ViewError(f"the model does not take the picture: {one_line(error)}") from error
+        captured = {**first, **second, **{name: layer for name, layer in third.items() if name in named}}
     missing = [name for name in named if name not in captured]
     if layers and missing:
         raise ValueError(f"{missing[0]} cannot be shown: its keys are no map of encoded positions, or it did not run")
@@ -127,6 +133,8 @@ def see_mm(model: Any, file: Path, layers: Sequence[str], most_objects: int = 8,
     facts = result.metainfo
     (h, w), (H, W) = facts["img_shape"][:2], facts["ori_shape"][:2]
     view = View(picture, (h / H, w / W), (H, W), {name: captured[name] for name in shown})
+    if with_rollout:
+        view.captured.update(rollouts(model, third))
     if crossed:
         view.objects = found(head, view.size, view.inside, _classes(model)).surest(most_objects, least_score)
     return view

@@ -12,37 +12,44 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
+from torch import Tensor
 from torch.nn import functional as F
 
 from tools.files import write_text
 
-from .page_objects import centres, objects_data, points_data
-from .view import PixelMaps, View, uniform_weights
+from .page_objects import centres, encoded, objects_data, points_data
+from .view import PixelMaps, View, looked
+from .vit import CLS, Looked, PatchMaps
 
 MOST_QUERIES, MOST_KEYS = 16, 28  # rows or columns of a map that the page holds
 WIDEST = 640  # of the picture, in pixels
 TEMPLATE = Path(__file__).with_name("page.html")
-PARTS = dict(POINTS="points.js", OBJECTS="objects.js")  # of its script
+PARTS = dict(CLS="cls.js", POINTS="points.js", OBJECTS="objects.js")  # of its script
 
 
-def thinned(layer: PixelMaps) -> tuple[np.ndarray, np.ndarray, list[str]]:
-    """A layer's maps (M, Hq', Wq', Hk', Wk') of bounded size, the uniform weights (Hq', Wq') of the queries, and in
-    words what was left out."""
+def thinned(layer: PixelMaps) -> tuple[Looked, list[str]]:
+    """A layer's maps (M, Hq', Wq', Hk', Wk') of bounded size, with the uniform weights (Hq', Wq') of the queries and
+    what lies elsewhere (M, Hq', Wq'); and in words what was left out."""
     assert layer.size is not None
     H, W = layer.size
     y, x = (centres(n, MOST_QUERIES) for n in (H, W))
-    queries = torch.cartesian_prod(y, x)
-    maps, uniform = layer.maps(queries)[0].float(), uniform_weights(layer, queries)  # (M, Q, Hk, Wk), (Q,)
+    found = looked(layer, torch.cartesian_prod(y, x).tolist())
     notes = []
     if (len(y), len(x)) != (H, W):
         notes.append(f"{len(y)}×{len(x)} of {H}×{W} queries")
-    Hk, Wk = maps.shape[2:]
-    size = min(Hk, MOST_KEYS), min(Wk, MOST_KEYS)
-    if size != (Hk, Wk):
-        notes.append(f"{Hk}×{Wk} keys averaged to {size[0]}×{size[1]}")
-        maps = F.adaptive_avg_pool2d(maps, size)
+    Hk, Wk = found.maps.shape[2:]
+    maps = _averaged(found.maps)
+    if maps.shape[2:] != (Hk, Wk):
+        notes.append(f"{Hk}×{Wk} keys averaged to {maps.shape[2]}×{maps.shape[3]}")
     grid = len(y), len(x)
-    return maps.unflatten(1, grid).cpu().numpy(), uniform.unflatten(0, grid).cpu().numpy(), notes
+    elsewhere = None if found.elsewhere is None else found.elsewhere.unflatten(1, grid)
+    return Looked(found.names, maps.unflatten(1, grid), found.uniform.unflatten(0, grid), elsewhere), notes
+
+
+def _averaged(maps: Tensor) -> Tensor:
+    """Maps (M, Q, Hk, Wk) of at most MOST_KEYS rows and columns."""
+    size = min(maps.shape[2], MOST_KEYS), min(maps.shape[3], MOST_KEYS)
+    return maps if size == maps.shape[2:] else F.adaptive_avg_pool2d(maps, size)
 
 
 def quantised(maps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -54,17 +61,32 @@ def quantised(maps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def layer_data(layer: PixelMaps) -> dict[str, Any]:
     """What the page knows of a layer."""
-    maps, uniform, notes = thinned(layer)
-    bytes_, peaks = quantised(maps)
-    return dict(
+    found, notes = thinned(layer)
+    data = dict(
         name=layer.name,
         note="; ".join(notes),
-        heads=maps.shape[0],
-        queries=maps.shape[1:3],
-        keys=maps.shape[3:],
-        maps=base64.b64encode(bytes_.tobytes()).decode(),
-        peaks=base64.b64encode(peaks.astype("<f4").tobytes()).decode(),
-        uniform=base64.b64encode(uniform.astype("<f4").tobytes()).decode(),
+        names=found.names,
+        heads=len(found.names),
+        queries=found.maps.shape[1:3],
+        keys=found.maps.shape[3:],
+        without=layer.prefix_words if isinstance(layer, PatchMaps) else "",
+        cls=None,
+        **maps_data(found),
+    )
+    if isinstance(layer, PatchMaps) and layer.cls:
+        cls = layer.look([CLS])
+        data["cls"] = maps_data(Looked(cls.names, _averaged(cls.maps), cls.uniform, cls.elsewhere))
+    return data
+
+
+def maps_data(found: Looked) -> dict[str, Any]:
+    """Maps in bytes of their own maxima, and these."""
+    bytes_, peaks = quantised(found.maps.cpu().numpy())
+    return dict(
+        maps=encoded(bytes_, "u1"),
+        peaks=encoded(peaks, "<f4"),
+        uniform=encoded(found.uniform.cpu().numpy(), "<f4"),
+        elsewhere=None if found.elsewhere is None else encoded(found.elsewhere.cpu().numpy(), "<f4"),
     )
 
 

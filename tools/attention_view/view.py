@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +16,24 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from attn_plugins.modules.capture import Captured, capture_attention
+from attn_plugins.modules.capture import Captured, attention_layers, capture_attention
 from tools.attention_view.objects import Objects
 from tools.attention_view.sampling import Samples
 from tools.attention_view.tokens import TokenMaps
+from tools.attention_view.vit import (
+    CLS,
+    Cell,
+    Looked,
+    PatchMaps,
+    capture_vit,
+    rollouts,
+    vision_transformers,
+    vit_layers,
+)
 from tools.model_names import check_model_name
 from tools.requires import need
 
-PixelMaps = Captured | TokenMaps
+PixelMaps = Captured | TokenMaps | PatchMaps
 Layer = PixelMaps | Samples
 
 
@@ -97,7 +109,16 @@ def _extent(layer: Layer) -> Any:
     return layer.keys if isinstance(layer, TokenMaps) and layer.size is None else layer.size
 
 
-def uniform_weights(layer: PixelMaps, queries: Tensor) -> Tensor:
+def looked(layer: PixelMaps, cells: Sequence[Cell]) -> Looked:
+    """What a layer gives for cells of its map of queries, or for the cls token."""
+    if isinstance(layer, PatchMaps):
+        return layer.look(cells)
+    queries = torch.tensor(cells)
+    maps = layer.maps(queries)[0].float()
+    return Looked([f"head {n + 1}" for n in range(len(maps))], maps, uniform_weights(layer, queries))
+
+
+def uniform_weights(layer: Captured | TokenMaps, queries: Tensor) -> Tensor:
     """What every key of a query would weigh if all weighed the same: 1 / their number.
 
     Args:
@@ -175,6 +196,8 @@ def timm_size(model: nn.Module, checkpoint: Path | None, given: Sequence[int] | 
     if trained is not None:
         return trained, "at which the checkpoint was trained"
     size = tuple(resolve_model_data_config(model)["input_size"][1:])
+    if model in vision_transformers(model).values():
+        size = tuple(getattr(getattr(model, "patch_embed", None), "img_size", None) or size)  # as it was made
     return size, "the model's own; --input-size H W takes another"
 
 
@@ -183,8 +206,41 @@ def one_line(error: Exception) -> str:
     return textwrap.shorten(str(error) or type(error).__name__, 300, placeholder=" …")
 
 
-def see_timm(model: Any, image: Image.Image, layers: Sequence[str], size: tuple[int, int]) -> View:
-    """Show a timm model the whole picture, resized to (H, W)."""
+def chosen_layers(model: nn.Module, known: Sequence[str], patterns: Sequence[str]) -> list[str]:
+    """The names among ``known`` that fit one of the patterns; all where there is no pattern.
+
+    Raises:
+        ValueError: the model has no attention layer, or none fits a pattern.
+    """
+    if not known:
+        raise ValueError(f"model must hold an attention layer that can be shown, and {type(model).__name__} has none")
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in known):
+            raise ValueError(f"layers must name attention layers, and none is called {pattern!r}: {', '.join(known)}")
+    return [name for name in known if not patterns or any(fnmatchcase(name, pattern) for pattern in patterns)]
+
+
+def timm_layers(model: nn.Module) -> list[str]:
+    """The attention layers of ours and of timm's vision transformers, by name."""
+    known = {**attention_layers(model), **vit_layers(model)}
+    return [name for name, _ in model.named_modules() if name in known]
+
+
+def see_timm(
+    model: Any, image: Image.Image, layers: Sequence[str], size: tuple[int, int], with_rollout: bool = False
+) -> View:
+    """Show a timm model the whole picture, resized to (H, W).
+
+    Args:
+        model: The model.
+        image: The picture.
+        layers: Patterns of names; none for the last layer of every stage.
+        size: (H, W).
+        with_rollout: Whether to add the rollout of a vision transformer.
+
+    Raises:
+        ValueError: there is no such layer, the model does not take this size, or has no rollout.
+    """
     from timm.data import resolve_model_data_config
 
     config, (H, W) = resolve_model_data_config(model), size
@@ -192,24 +248,59 @@ def see_timm(model: Any, image: Image.Image, layers: Sequence[str], size: tuple[
     mean, std = (torch.tensor(config[key]).view(3, 1, 1) for key in ("mean", "std"))
     x = ((torch.from_numpy(picture).permute(2, 0, 1) / 255 - mean) / std).unsqueeze(0)
 
-    def run() -> None:
-        with torch.no_grad():
-            model(x)
-
-    with capture_attention(model, layers or "*") as captured:
-        run()
+    named, patches = chosen_layers(model, timm_layers(model), layers), vit_layers(model)
+    own = [name for name in named if name not in patches]
+    with ExitStack() as stack:
+        second = stack.enter_context(capture_vit(model))
+        first = stack.enter_context(capture_attention(model, own)) if own else {}
+        try:
+            with torch.no_grad():
+                model(x)
+        except AssertionError as error:  # timm's, of a size
+            raise ViewError(
+                f"{type(model).__name__} does not take an input of {H}×{W} pixels: {one_line(error)} "
+                "With --model-args dynamic_img_size=true --model-args dynamic_img_pad=true it takes any size"
+            ) from error
+    captured: dict[str, Layer] = {**first, **{name: layer for name, layer in second.items() if name in named}}
     chosen = list(captured) if layers else default_layers(captured)
     shown: dict[str, Layer] = {name: captured[name] for name in chosen}
+    if with_rollout:
+        shown.update(rollouts(model, second))
+    if second:
+        picture = _padded(picture, model, next(iter(second.values())).size)
     return View(picture, (H / image.height, W / image.width), (image.height, image.width), shown)
 
 
-def parse_pixels(texts: Sequence[str], size: tuple[int, int]) -> list[tuple[int, int]]:
-    """``'y,x'`` texts as pixels of a file of ``size``; where there is none, four spread over it."""
+def _padded(picture: np.ndarray, model: Any, grid: tuple[int, int]) -> np.ndarray:
+    """The picture as patches cover it: with ``dynamic_img_pad`` timm pads it to whole patches."""
+    embed = getattr(model, "embeds", None) or model.patch_embed
+    if not getattr(embed, "dynamic_img_pad", False):
+        return picture
+    more = [n * cells - size for n, cells, size in zip(embed.patch_size, grid, picture.shape)]
+    return np.pad(picture, ((0, more[0]), (0, more[1]), (0, 0)))
+
+
+def parse_pixels(texts: Sequence[str], size: tuple[int, int], cls: bool = False) -> list[Cell]:
+    """``'y,x'`` texts as pixels of a file of ``size``, and ``'cls'``.
+
+    Args:
+        texts: Where there is none, four pixels spread over the picture, and first the cls token.
+        size: (H, W).
+        cls: Whether the model has a cls token.
+
+    Raises:
+        ViewError: a text is neither, or there is no such pixel or token.
+    """
     H, W = size
     if not texts:
-        return [(H * i // 3, W * j // 3) for i in (1, 2) for j in (1, 2)]
-    found = []
+        return ([CLS] if cls else []) + [(H * i // 3, W * j // 3) for i in (1, 2) for j in (1, 2)]
+    found: list[Cell] = []
     for text in texts:
+        if text == CLS:
+            if not cls:
+                raise ViewError("--pixels cls needs a vision transformer of timm with a cls token: this model has none")
+            found.append(CLS)
+            continue
         match = re.fullmatch(r"(\d+),(\d+)", text)
         if match is None:
             raise ViewError(f"--pixels must be Y,X in pixels of the picture, got {text!r}")

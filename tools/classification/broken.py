@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset, Subset
 from torchvision.datasets import ImageFolder
 
 from tools.files import write_text
-from tools.pictures import BadPicture, open_picture
+from tools.pictures import BadPicture
 
 from .config import Config, ConfigError
 from .data import loaders
@@ -37,16 +37,16 @@ class Broken:
 class _Reasons(Dataset):
     """For each file why it cannot be read; an empty text where it can."""
 
-    def __init__(self, files: Sequence[str]) -> None:
-        self.files = files
+    def __init__(self, halves: Sequence[ImageFolder]) -> None:
+        self.files = [(file, half.loader) for half in halves for file, _ in half.samples]
 
     def __len__(self) -> int:
         return len(self.files)
 
     def __getitem__(self, index: int) -> str:
-        file = self.files[index]
+        file, read = self.files[index]
         try:
-            open_picture(file)
+            read(file)
         except BadPicture as error:
             if Path(file).is_file() and not Path(file).stat().st_size:
                 return "the file is empty"
@@ -61,7 +61,7 @@ def folders(halves: Sequence[Any]) -> list[ImageFolder]:
         ConfigError: they are another kind of data set.
     """
     if not all(isinstance(half, ImageFolder) for half in halves):
-        raise ConfigError("--check and --skip-broken need dataset 'folder', for only its images are files")
+        raise ConfigError("--check and --skip-broken need dataset 'folder' or 'clips', for only theirs are files")
     return list(halves)
 
 
@@ -70,7 +70,7 @@ def find_broken(halves: Sequence[ImageFolder], root: Path, config: Config, place
     files = [file for half in halves for file, _ in half.samples]
     rank, processes = (place.rank, place.processes) if place else (0, 1)
     own = range(rank, len(files), processes)
-    reasons = DataLoader(Subset(_Reasons(files), own), batch_size=32, num_workers=loaders(config), collate_fn=list)
+    reasons = DataLoader(Subset(_Reasons(halves), own), batch_size=32, num_workers=loaders(config), collate_fn=list)
     found = [
         Broken(Path(files[index]).relative_to(root).as_posix(), reason)
         for index, reason in zip(own, (reason for batch in reasons for reason in batch))

@@ -28,8 +28,10 @@ class Config:
     Attributes:
         model: timm's name.
         model_args: Keyword arguments of the model: ``kappa``, ``nu``, ``num_heads``, ``img_size``, ...
-        dataset: ``'folder'`` (``train/CLASS/*.png`` and ``val/CLASS/*.png``), or one of timm's datasets, such as
+        dataset: ``'folder'`` (``train/CLASS/*.png`` and ``val/CLASS/*.png``), ``'clips'`` (``train/CLASS/*.mp4``, or
+            folders of frames ``train/CLASS/CLIP/*.png``, and ``val`` likewise), or one of timm's datasets, such as
             ``'torch/cifar100'``.
+        frames: Of a clip, spread over the whole of it.
         input_size: (H, W) in pixels; None: the model's own.
         epochs: Passes over the training images.
         batch_size: Images of one optimizer step, over all processes and accumulated parts.
@@ -69,6 +71,7 @@ class Config:
     model: str
     model_args: dict[str, Any] = field(default_factory=dict)
     dataset: str = "folder"
+    frames: int = 8
     input_size: tuple[int, int] | None = None
     epochs: int = 100
     batch_size: int = 256
@@ -105,7 +108,7 @@ class Config:
         for name, choices in (("schedule", SCHEDULES), ("crop", CROPS), ("precision", PRECISIONS)):
             if getattr(self, name) not in choices:
                 raise ConfigError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
-        for name in ("epochs", "batch_size", "accumulate"):
+        for name in ("frames", "epochs", "batch_size", "accumulate"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)!r}")
         if self.workers is not None and self.workers < 0:
@@ -116,6 +119,10 @@ class Config:
         for name in ("lr", "decay_epochs", "decay_rate"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} must be more than 0, got {getattr(self, name)!r}")
+        if self.dataset == "clips":
+            for name in ("cutmix", "channels_last"):
+                if getattr(self, name):
+                    raise ConfigError(f"dataset 'clips' goes without {name}, got {getattr(self, name)!r}")
         if self.schedule == "multistep" and not self.milestones:
             raise ConfigError("schedule 'multistep' needs milestones, such as [30, 60, 80, 90]")
 

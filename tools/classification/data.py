@@ -16,6 +16,7 @@ from torchvision.datasets import ImageFolder
 
 from tools.pictures import open_picture
 
+from .clips import ClipFolder, ClipTransform
 from .config import Config, ConfigError
 
 
@@ -25,8 +26,8 @@ def datasets(config: Config, root: Path) -> tuple[Dataset, Dataset, list[str]]:
     Raises:
         ConfigError: a folder is missing or empty, or both halves do not have the same classes.
     """
-    if config.dataset == "folder":
-        halves = [_folder(root / name) for name in ("train", "val")]
+    if config.dataset in ("folder", "clips"):
+        halves = [_folder(root / name, config) for name in ("train", "val")]
         train, val = (half.classes for half in halves)
         if train != val:
             odd = sorted(set(train) ^ set(val))
@@ -45,26 +46,31 @@ def datasets(config: Config, root: Path) -> tuple[Dataset, Dataset, list[str]]:
     return halves[0], halves[1], list(classes)
 
 
-def _folder(path: Path) -> ImageFolder:
+def _folder(path: Path, config: Config) -> ImageFolder:
     if not path.is_dir():
         raise ConfigError(f"--data must hold train/CLASS/… and val/CLASS/…: there is no folder {path}")
     try:
+        if config.dataset == "clips":
+            return ClipFolder(str(path), config.frames)
         return ImageFolder(str(path), loader=open_picture)
     except FileNotFoundError as error:  # no class at all, or a class without an image
         raise ConfigError(f"{path}: {str(error).splitlines()[0]}") from error
 
 
 class Transformed(Dataset):
-    """A dataset whose images pass a transform."""
+    """A dataset whose images, or frames of clips, pass a transform."""
 
     def __init__(self, dataset: Any, transform: Any) -> None:
         self.dataset, self.transform = dataset, transform
+        self.clips = ClipTransform(transform)
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
         image, label = self.dataset[index]
+        if isinstance(image, list):
+            return self.clips(image), int(label)
         return self.transform(image.convert("RGB")), int(label)
 
 

@@ -8,6 +8,7 @@ import timm
 from timm.data import resolve_data_config
 from torch import nn
 
+from attn_plugins.timm import TimeSformer
 from tools.model_names import check_model_name, is_built_for_a_size
 
 from .config import Config, ConfigError
@@ -20,12 +21,18 @@ def create_model(config: Config, num_classes: int) -> nn.Module:
     options = dict(config.model_args)
     if options.get("in_chans", 3) != 3:
         raise ConfigError(f"model_args.in_chans must be 3, for images are read in RGB, got {options['in_chans']!r}")
+    if config.dataset == "clips" and config.model.startswith("timesformer_"):
+        options.setdefault("num_frames", config.frames)
     if config.input_size is not None and is_built_for_a_size(config.model):
         options.setdefault("img_size", config.input_size)
     try:
-        return timm.create_model(config.model, num_classes=num_classes, **options)
+        model = timm.create_model(config.model, num_classes=num_classes, **options)
     except (TypeError, ValueError, RuntimeError, OSError) as error:
         raise ConfigError(f"model {config.model} with {options}: {error}") from error
+    if config.dataset == "clips" and not isinstance(model, TimeSformer):
+        names = ", ".join(timm.list_models("timesformer_*"))
+        raise ConfigError(f"dataset 'clips' needs a model of clips, {names}, got {config.model}")
+    return model
 
 
 def data_config(config: Config, model: nn.Module) -> dict[str, Any]:

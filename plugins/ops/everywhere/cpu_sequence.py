@@ -22,6 +22,16 @@ def _slots(B: int, M: int, T: int) -> int:
     return max(1, min(-(-_TASKS // max(1, B * M)), -(-T // _BLOCK)))
 
 
+def _shares(B: int, M: int, T: int) -> tuple[int, int]:
+    """Shares per head, and groups of the batch, whose sums over their entries are their own.
+
+    Every sum holds logits' gradients of (M, T, S). Long sequences are shared out in slots, since these hold parts of
+    them; short ones in groups, since every slot packs all keys.
+    """
+    slots = max(1, min(-(-_TASKS // max(1, M)), T // (4 * _BLOCK)))
+    return slots, max(1, min(B, -(-_TASKS // max(1, M * slots))))
+
+
 def _inputs(terms: SequenceTerms, key_padding_mask: Tensor | None, lse: Tensor) -> list[Tensor | None]:
     B, M, T = lse.shape
     query, key, value, *logits = (None if t is None else t.to(lse.dtype) for t in terms)
@@ -55,11 +65,10 @@ def backward(
 ) -> None:
     """Fill the wanted gradients (those not None), in the order of :class:`.SequenceTerms`."""
     B, M, T = lse.shape
-    position = grads[5]
-    if position is not None and position.shape[0] == 1 and B > 1 and T > 1:
-        _backward_by_batch(grad_output, terms, options, lse, grads)
-        return
-    slots, dtype = _slots(B, M, T), lse.dtype
+    dtype = lse.dtype
+    slots, groups = _slots(B, M, T), B
+    if B > 1 and any(g is not None and g.shape[0] == 1 for g in grads[3:]):
+        slots, groups = _shares(B, M, T)
 
     def per_slot(grad: Tensor | None) -> Tensor | None:
         """Where the kernel writes sums over a slot's queries, (B, M, slots, S, width)."""
@@ -70,13 +79,14 @@ def backward(
         return grad.new_empty((B, M, slots, *grad.shape[2:]), dtype=dtype)
 
     def logits(grad: Tensor | None) -> Tensor | None:
-        """Where the kernel adds, (B, M, slots or 1, T or 1, ...)."""
+        """Where the kernel adds, (B or groups, M, slots or 1, T or 1, ...)."""
         if grad is None:
             return None
         if grad.shape[:3] == (B, M, T) and grad.dtype == dtype and grad.stride(-1) == 1:
             return grad.zero_().unsqueeze(2)
         shared = grad.shape[2] == 1 and T > 1
-        return grad.new_zeros((B, M, slots if shared else 1, *grad.shape[2:]), dtype=dtype)
+        batch = groups if grad.shape[0] == 1 else B
+        return grad.new_zeros((batch, M, slots if shared else 1, *grad.shape[2:]), dtype=dtype)
 
     query = None
     if grads[0] is not None:
@@ -91,39 +101,16 @@ def backward(
         *_inputs(terms, options.key_padding_mask, lse),
         lse.unsqueeze(2),
         *written[:3],
-        *(None if t is None else t.expand(B, M, slots, T, *t.shape[4:]) for t in written[3:]),
+        *(None if t is None else t.expand(-1, -1, slots, T, *t.shape[4:]) for t in written[3:]),
         options.start,
         options.causal,
         options.scale,
         slots,
+        groups,
     )
     for grad, result in zip(grads, written):
         if grad is not None and result is not None and result.data_ptr() != grad.data_ptr():
             grad.copy_(result.sum(2).sum_to_size(grad.shape))
-
-
-def _backward_by_batch(
-    grad_output: Tensor, terms: SequenceTerms, options: SequenceOptions, lse: Tensor, grads: list[Tensor | None]
-) -> None:
-    """:func:`backward` where the batch shares position logits: their gradients (T, S) are never held for all of it."""
-    B, mask = lse.shape[0], options.key_padding_mask
-    sums = [g if g is None or g.shape[0] == B else torch.zeros_like(g, dtype=lse.dtype) for g in grads]
-    for b in range(B):
-        one = slice(b, b + 1)
-        parts = [None if g is None else g[one] if g.shape[0] == B else torch.empty_like(g) for g in sums]
-        backward(
-            grad_output[one],
-            SequenceTerms(*(t if t is None or t.shape[0] == 1 else t[one] for t in terms)),  # type: ignore[arg-type]
-            options if mask is None else options._replace(key_padding_mask=mask[one]),
-            lse[one],
-            parts,
-        )
-        for total, part in zip(sums, parts):
-            if total is not None and part is not None and total.shape[0] == 1:
-                total += part
-    for grad, total in zip(grads, sums):
-        if grad is not None and total is not None and grad is not total:
-            grad.copy_(total)
 
 
 BACKEND = Backend("cpu", refuses, forward, backward)

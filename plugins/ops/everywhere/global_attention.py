@@ -23,6 +23,7 @@ from . import chunked_global as chunked
 from . import cpu_global as cpu
 from . import folding, reference
 from .operands import GlobalOptions, GlobalTerms
+from .prefix import with_prefix
 
 
 def global_attention(
@@ -33,6 +34,8 @@ def global_attention(
     row_logits: Tensor | None = None,
     column_logits: Tensor | None = None,
     key_logits: Tensor | None = None,
+    prefix_key: Tensor | None = None,
+    prefix_value: Tensor | None = None,
     scale: float = 1.0,
 ) -> Tensor:
     """Attend from every query of a map to all keys of a map (Zhu et al. 2019, Eq. 1, 2 and 8).
@@ -41,10 +44,13 @@ def global_attention(
 
         scale * query[q]·key[k] + row_logits[q, hk] + column_logits[q, wk] + key_logits[k]
 
-    with absent terms 0. Only O(Hq * Wq + Hk * Wk) memory is used beyond a bounded workspace, except for
-    second derivatives, which hold all logits. A logit of -inf masks: a window of rows and columns is -inf in
-    ``row_logits`` and ``column_logits``; a query whose keys are all masked gets zeros. Strided views are read
-    without a copy where the last axis is contiguous.
+    with absent terms 0. Keys of ``prefix_key`` have no place (class tokens, registers): their weight is that of
+    scale * query[q]·prefix_key[p], in the same softmax.
+
+    Only O(Hq * Wq + Hk * Wk) memory is used beyond a bounded workspace, except for second derivatives, which hold
+    all logits. A logit of -inf masks: a window of rows and columns is -inf in ``row_logits`` and ``column_logits``;
+    a query whose keys are all masked gets zeros. Strided views are read without a copy where the last axis is
+    contiguous.
 
     Args:
         query: (B, M, Hq, Wq, d); None, together with ``key``, for no content term.
@@ -53,6 +59,8 @@ def global_attention(
         row_logits: (B, M, Hq, Wq, Hk), of size 1 where it does not depend on batch, head, Hq or Wq.
         column_logits: (B, M, Hq, Wq, Wk), of size 1 likewise.
         key_logits: (B, M, Hk, Wk), of size 1 where it does not depend on batch or head.
+        prefix_key: (B, M, P, d), keys without a place; None where ``query`` is.
+        prefix_value: (B, M, P, dv), their values.
         scale: Factor of the content term.
 
     Returns:
@@ -66,6 +74,9 @@ def global_attention(
     terms = GlobalTerms(query, key, value, row_logits, column_logits, key_logits)
     _check(terms)
     scale = finite("scale", scale)
+    if prefix_key is not None or prefix_value is not None:
+        terms = with_prefix(terms, prefix_key, prefix_value)
+        query, key, value, row_logits, column_logits, key_logits = terms
     if query is None and row_logits is None and column_logits is None:
         if closed_form():
             return under_autocast(_attend_by_keys, (value, key_logits))

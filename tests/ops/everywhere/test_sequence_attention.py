@@ -112,6 +112,18 @@ def test_sizes_around_blocks_panels_and_vectors(T, S, K, d, dv, causal, dtype, p
     check(arguments, padding(2, S), tolerance, start=max(0, S - T), causal=causal, scale=d**-0.5)
 
 
+@pytest.mark.parametrize("which", [(0, 1, 2), (0,), (1,), (2,)])
+@pytest.mark.parametrize("B, M, T", [(37, 3, 7), (5, 1, 9), (3, 2, 400)])
+def test_a_batch_shares_logits(B, M, T, which, path):
+    """Their gradients are sums over the batch, in parts that do not divide it evenly."""
+    if path == "plain, one query a chunk" and T > 50:
+        pytest.skip("a loop of many queries")
+    torch.manual_seed(4)
+    query, key, value, *logits = operands(T=T, S=11, B=B, M=M, K=5)
+    logits = [t.detach()[:1].requires_grad_() if n in which else t for n, t in enumerate(logits)]
+    check((query, key, value, *logits), padding(B, 11), scale=0.5)
+
+
 @pytest.mark.parametrize("T", [1, 4, 5])
 def test_few_queries_against_many_keys(T, path):
     torch.manual_seed(3)

@@ -44,6 +44,7 @@ MODELS = {
         "Deformable DETR R-50", "mmdet", "deformable_detr/deformable-detr_r50_16xb2-50e_coco.py", (800, 1344)
     ),
     "dino": Model("DINO R-50, 4 scales", "mmdet", "dino/dino-4scale_r50_8xb2-12e_coco.py", (800, 1344)),
+    "mask-rcnn-swin": Model("Mask R-CNN Swin-T", "mmdet", "swin/mask-rcnn_swin-t-p4-w7_fpn_1x_coco.py", (800, 1344)),
     "mask2former": Model(
         "Mask2Former R-50, instances", "mmdet", "mask2former/mask2former_r50_8xb2-lsj-50e_coco.py", (800, 1344)
     ),

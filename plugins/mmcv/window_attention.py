@@ -1,0 +1,110 @@
+"""Swin's windows in mmdet and mmsegmentation: ``forward`` of their ``ShiftWindowMSA``, on our operator.
+
+Both toolkits have a class of their own of this name, and their backbones ask no registry for it.
+:mod:`attn_plugins.mmcv.drop_in` replaces the ``forward`` of each class that is imported, and that of the others when
+they are; no toolkit is imported for it. ``WindowMSA`` keeps its ``forward``, which serves where attention weights must
+be written out.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..autoload import _PostImportFinder
+from ..modules.windows import in_windows, with_position_logits
+from ..terms.position_table import table_logits
+
+MODULES = ("mmdet.models.backbones.swin", "mmseg.models.backbones.swin")
+LAYER = "ShiftWindowMSA"
+
+
+def shift_window_forward(stock: Callable[..., Tensor], inner: type[Any]) -> Callable[..., Tensor]:
+    """The ``forward`` that takes the place of ``stock``.
+
+    Args:
+        stock: The toolkit's own, which runs where weights are dropped or looked at, or the inner layer is another.
+        inner: The toolkit's ``WindowMSA``.
+    """
+
+    def forward(self: Any, query: Tensor, hw_shape: Sequence[int]) -> Tensor:
+        """Attend from every token, (B, H * W, C) with ``hw_shape`` (H, W), to those of its window."""
+        attn: Any = self.w_msa
+        if type(attn) is not inner or _needs_weights(attn):
+            return stock(self, query, hw_shape)
+        B, L, C = query.shape
+        H, W = hw_shape
+        assert L == H * W, "input feature has wrong size"  # in the toolkit's words
+        n, shift = self.window_size, self.shift_size
+        x = F.pad(query.view(B, H, W, C), (0, 0, 0, -W % n, 0, -H % n))  # before the roll; timm pads behind it
+        attend = with_position_logits(table_logits(attn.relative_position_bias_table, attn.window_size), attn.scale)
+        x = in_windows(x, (n, n), (shift, shift), attn.num_heads, attn.qkv, attend)[:, :H, :W]
+        return self.drop(attn.proj_drop(attn.proj(x)).reshape(B, L, C))
+
+    return forward
+
+
+def _needs_weights(attn: Any) -> bool:
+    """Whether weights are dropped in training, or somebody looks at what leads to them."""
+    if attn.training and attn.attn_drop.p > 0:
+        return True
+    return any(m._forward_hooks or m._forward_pre_hooks for m in (attn, attn.softmax, attn.attn_drop))
+
+
+def check() -> None:
+    """Check that the layers that are imported are their toolkits' own, or have our ``forward``.
+
+    Raises:
+        RuntimeError: somebody else's ``forward`` is there.
+    """
+    for name in MODULES:
+        if name in sys.modules:
+            _check(sys.modules[name])
+
+
+def replace() -> None:
+    """Replace the ``forward`` of each toolkit's layer: now, or when its module is imported."""
+    for name in MODULES:
+        if name in sys.modules:
+            _replace(sys.modules[name])
+        else:
+            _finder.waiting[name] = _replace
+    if _finder.waiting and _finder not in sys.meta_path:
+        sys.meta_path.insert(0, _finder)
+
+
+def _check(module: ModuleType) -> None:
+    layer = getattr(module, LAYER, None)
+    if layer is None:
+        return
+    forward = layer.__dict__.get("forward")
+    owner = getattr(forward, "__module__", None)
+    if owner not in (__name__, module.__name__):
+        raise RuntimeError(
+            f"attn_plugins.mmcv.drop_in replaces the forward of {LAYER}, but {module.__name__} holds {forward} there; "
+            "nothing was replaced. Derive a class of another name for it."
+        )
+
+
+def _replace(module: ModuleType) -> None:
+    layer: Any = getattr(module, LAYER, None)
+    if layer is not None and layer.forward.__module__ != __name__:
+        layer.forward = shift_window_forward(layer.forward, module.WindowMSA)
+
+
+class _Finder(_PostImportFinder):
+    """Replaces a layer right after its module has run."""
+
+    def _finish(self, name: str, module: ModuleType) -> None:
+        self.waiting.pop(name, None)
+        if not self.waiting and self in sys.meta_path:
+            sys.meta_path.remove(self)
+        _replace(module)
+
+
+_finder = _Finder()

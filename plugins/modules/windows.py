@@ -1,0 +1,142 @@
+"""Attention inside the windows of a map that is cut into windows, shifted or not (Liu et al. 2021, section 3.2).
+
+Shapes: B batch, (H, W) the map, C channels, (Wh, Ww) a window, (nH, nW) numbers of windows, N = Wh * Ww tokens of a
+window row by row, n windows of one kind in the whole batch, M heads, d width per head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..ops import sequence_attention
+from ..terms.cosine_scale import cosine_operands
+from ..terms.log_positions import bounded_logits, log_coordinates
+from ..terms.position_table import table_logits
+from ..terms.window import WindowGroup, shifted_window_groups
+
+Pair = tuple[int, int]
+Project = Callable[[Tensor], Tensor]  # (n, N, C) -> (n, N, 3 * M * d)
+Attend = Callable[[Tensor, Tensor, Tensor, WindowGroup], Tensor]  # query, key, value (n, M, N, d) -> (n, M, N, d)
+
+
+def in_windows(x: Tensor, window: Pair, shift: Pair, num_heads: int, project: Project, attend: Attend) -> Tensor:
+    """Attend from every token of a map to the tokens of its window.
+
+    The map is rolled by (-shift), then padded at the bottom and the right to whole windows, in timm's order. What is
+    padded with is zeros before the projection: padding tokens are keys too, with the projection's biases. Windows that
+    share a mask are one call of ``attend``.
+
+    Args:
+        x: (B, H, W, C).
+        window: (Wh, Ww).
+        shift: Rows and columns, each below the window's.
+        num_heads: M.
+        project: From tokens to queries, keys and values, in this order.
+        attend: Attention of windows that share a mask.
+
+    Returns:
+        (B, H, W, M * d).
+    """
+    B, H, W, C = x.shape
+    h, w = window
+    below, right = -H % h, -W % w
+    if any(shift):
+        x = x.roll((-shift[0], -shift[1]), (1, 2))
+    if below or right:
+        x = F.pad(x, (0, 0, 0, right, 0, below))
+    nH, nW = (H + below) // h, (W + right) // w
+    groups = shifted_window_groups((nH, nW), window, shift, x.device)
+    rows = [g.rows.stop - g.rows.start for g in groups if g.columns.start == 0]
+    columns = [g.columns.stop - g.columns.start for g in groups if g.rows.start == 0]
+    parts = [
+        part.reshape(B * part.shape[1] * part.shape[2], h * w, C)
+        for row in x.view(B, nH, h, nW, w, C).transpose(2, 3).split(rows, 1)
+        for part in row.split(columns, 2)
+    ]
+    projected = project(parts[0] if len(parts) == 1 else torch.cat(parts))  # one product, whatever the kinds
+    attended = []
+    for part, group in zip(projected.split([len(p) for p in parts]), groups):
+        q, k, v = part.unflatten(2, (3, num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+        attended.append(attend(q, k, v, group).transpose(1, 2).flatten(2))
+    width = attended[0].shape[2]
+    kinds = iter(attended)
+    on_map = [[next(kinds).view(B, row, column, h, w, width) for column in columns] for row in rows]
+    joined = _cat([_cat(row, 2) for row in on_map], 1).transpose(2, 3).reshape(B, nH * h, nW * w, width)
+    if below or right:
+        joined = joined[:, :H, :W]
+    return joined.roll(shift, (1, 2)) if any(shift) else joined
+
+
+def with_position_logits(logits: Tensor | None, scale: float = 1.0, dropout: float = 0.0) -> Attend:
+    """Attention whose position logits are the same in all windows, but for the masks of shifted ones.
+
+    Args:
+        logits: (M, N, N), or None.
+        scale: Factor of the content term.
+        dropout: Share of the weights to drop; they are written out then.
+
+    Returns:
+        The argument ``attend`` of :func:`in_windows`.
+    """
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, group: WindowGroup) -> Tensor:
+        position = logits
+        if group.logits is not None:
+            mask = group.logits.to(q.dtype if logits is None else logits.dtype)
+            position = mask.unsqueeze(0) if logits is None else logits + mask
+        return attend_pairs(q, k, v, None if position is None else position.unsqueeze(0), scale, dropout)
+
+    return attend
+
+
+def attend_pairs(
+    q: Tensor, k: Tensor, v: Tensor, position_logits: Tensor | None, scale: float = 1.0, dropout: float = 0.0
+) -> Tensor:
+    """``sequence_attention`` with position logits, or the same with dropout by weights in memory."""
+    if not dropout:
+        return sequence_attention(q, k, v, position_logits=position_logits, scale=scale)
+    logits = scale * (q @ k.mT)
+    weights = (logits if position_logits is None else logits + position_logits).softmax(-1)
+    return F.dropout(weights.to(v.dtype), dropout) @ v
+
+
+def with_cosines(attend: Attend, logit_scale: Tensor) -> Attend:
+    """Attention by scaled cosines (Liu et al. 2022, Eq. 2), from one that multiplies queries and keys.
+
+    Args:
+        attend: Attention without a scale of its own.
+        logit_scale: Logarithm of a head's scale, (M, 1, 1).
+    """
+
+    def cosines(q: Tensor, k: Tensor, v: Tensor, group: WindowGroup) -> Tensor:
+        return attend(*cosine_operands(q, k, logit_scale), v, group)
+
+    return cosines
+
+
+def project_v2(tokens: Tensor, qkv: nn.Linear, q_bias: Tensor | None, v_bias: Tensor | None) -> Tensor:
+    """Swin V2's projection, whose keys have no bias: (n, N, 3 * M * d) of (n, N, C)."""
+    if q_bias is None or v_bias is None:
+        return F.linear(tokens, qkv.weight)
+    return F.linear(tokens, qkv.weight, torch.cat((q_bias, torch.zeros_like(q_bias), v_bias)))
+
+
+def predicted_logits(net: nn.Module, window: Pair, pretrained: Pair | None = None) -> Tensor:
+    """Swin V2's position logits, of the net that it calls ``cpb_mlp``: (M, N, N).
+
+    Args:
+        net: From coordinates (..., 2) to one number a head.
+        window: (Wh, Ww).
+        pretrained: The window that offsets are scaled by; None for ``window``.
+    """
+    weight = next(net.parameters())
+    coordinates = log_coordinates(window, pretrained, device=weight.device).to(weight.dtype)
+    return table_logits(bounded_logits(net(coordinates.flatten(0, 1))), window)
+
+
+def _cat(tensors: list[Tensor], dim: int) -> Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim)

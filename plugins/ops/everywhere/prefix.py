@@ -1,0 +1,102 @@
+"""Keys without a place before those of a map: class tokens and registers, as more cells of the map.
+
+Where no logits depend on rows or columns, the map is a sequence, which they precede. Else they are the corner of a map
+of a more rows and b more columns, whose other new cells are masked:
+
+    keys | -inf
+    -----+-------
+    -inf | prefix
+
+In the corner row and column logits are 0, as a prefix key's are. (H + a) * (W + b) cells are computed for H * W + P
+keys: 14 % more for 14 x 14 and a class token, 14 % for 37 x 37 and 5 tokens.
+
+Shapes: B batch, M heads, (H, W) keys of the map, P prefix keys, d and dv widths.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ..arguments import check_tensors
+from .operands import GlobalTerms
+
+
+def with_prefix(terms: GlobalTerms, prefix_key: Tensor | None, prefix_value: Tensor | None) -> GlobalTerms:
+    """Put prefix keys into the map.
+
+    Args:
+        terms: Of the map, checked.
+        prefix_key: (B, M, P, d); None without a content term.
+        prefix_value: (B, M, P, dv).
+
+    Raises:
+        ValueError: a shape or a device does not fit, or one of the two is missing.
+        TypeError: they are not of the value's dtype.
+    """
+    query, key, value, row_logits, column_logits, key_logits = terms
+    _check(query, value, prefix_key, prefix_value)
+    assert prefix_value is not None
+    P = prefix_value.shape[2]
+    if P == 0:
+        return terms
+    if row_logits is None and column_logits is None:
+        return terms._replace(
+            key=None if key is None or prefix_key is None else _line(prefix_key, key),
+            value=_line(prefix_value, value),
+            key_logits=None if key_logits is None else pad(key_logits.flatten(2), (P, 0)).unsqueeze(2),
+        )
+    H, W = value.shape[2:4]
+    a, b = corner(H, W, P)
+    row, column = torch.arange(H + a, device=value.device).unsqueeze(1), torch.arange(W + b, device=value.device)
+    inside, place = (row >= H) & (column >= W), (row - H) * b + column - W
+    hidden = torch.logical_xor(row >= H, column >= W) | (inside & (place >= P))
+    mask = torch.zeros(1, 1, H + a, W + b, dtype=value.dtype, device=value.device).masked_fill(hidden, -math.inf)
+    return terms._replace(
+        key=None if key is None or prefix_key is None else _square(prefix_key, key, a, b),
+        value=_square(prefix_value, value, a, b),
+        row_logits=None if row_logits is None else pad(row_logits, (0, a)),
+        column_logits=None if column_logits is None else pad(column_logits, (0, b)),
+        key_logits=mask if key_logits is None else pad(key_logits, (0, b, 0, a)) + mask,
+    )
+
+
+def corner(H: int, W: int, P: int) -> tuple[int, int]:
+    """The rows and columns to add for P keys, so that the map has the fewest cells."""
+    shapes = [(a, -(-P // a)) for a in range(1, P + 1)]
+    return min(shapes, key=lambda shape: (H + shape[0]) * (W + shape[1]))
+
+
+def _line(prefix: Tensor, cells: Tensor) -> Tensor:
+    """(B, M, P, width) and (B, M, H, W, width) as (B, M, 1, P + H * W, width)."""
+    return torch.cat((prefix, cells.flatten(2, 3)), 2).unsqueeze(2)
+
+
+def _square(prefix: Tensor, cells: Tensor, a: int, b: int) -> Tensor:
+    """(B, M, P, width) and (B, M, H, W, width) as (B, M, H + a, W + b, width), new cells without a key 0."""
+    B, M, H, W, width = cells.shape
+    square = pad(prefix, (0, 0, 0, a * b - prefix.shape[2])).unflatten(2, (a, b))
+    right, below = cells.new_zeros(()).expand(B, M, H, b, width), cells.new_zeros(()).expand(B, M, a, W, width)
+    return torch.cat((torch.cat((cells, right), 3), torch.cat((below, square), 3)), 2)
+
+
+def _check(query: Tensor | None, value: Tensor, prefix_key: Tensor | None, prefix_value: Tensor | None) -> None:
+    if prefix_value is None or (prefix_key is None) != (query is None):
+        raise ValueError(
+            "prefix_key and prefix_value must be given together, but prefix_key must be None where query and key are"
+        )
+    check_tensors("value", value=value, prefix_key=prefix_key, prefix_value=prefix_value)
+    B, M, _, _, dv = value.shape
+    P = prefix_value.shape[2] if prefix_value.dim() == 4 else 0
+    if prefix_value.shape != (B, M, P, dv):
+        raise ValueError(
+            f"prefix_value must have shape (B, M, P, dv), ({B}, {M}, P, {dv}) of value, got {tuple(prefix_value.shape)}"
+        )
+    if query is not None and prefix_key is not None and prefix_key.shape != (B, M, P, query.shape[4]):
+        raise ValueError(
+            f"prefix_key must have shape {(B, M, P, query.shape[4])} = (B, M, P, d) of prefix_value and query, "
+            f"got {tuple(prefix_key.shape)}"
+        )

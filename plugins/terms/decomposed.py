@@ -1,0 +1,88 @@
+"""Decomposed relative positions: q·R_h + q·R_w, tables of rows' and of columns' offsets (Li et al. 2022, MViTv2).
+
+SAM's, ViTDet's and MViTv2's. The products are row and column logits, so ``global_attention`` adds them without a tensor
+of pairs. Index order is theirs: entry L - 1 + q - k of a table, not k - q. The query is the unscaled one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .map_size import check_size
+
+
+def decomposed_logits(
+    query: Tensor, row_table: Tensor, column_table: Tensor, key_size: Sequence[int] | None = None
+) -> tuple[Tensor, Tensor]:
+    """The products of queries with the tables' entries of all rows and all columns of keys.
+
+    Args:
+        query: (B, M, H, W, d), before the content term's scale.
+        row_table: (2L - 1, d), shared by heads; interpolated where L is not the larger of H and Hk.
+        column_table: (2L - 1, d), of the columns.
+        key_size: (Hk, Wk), of pooled keys; (H, W) if None.
+
+    Returns:
+        ``row_logits`` (B, M, H, W, Hk) and ``column_logits`` (B, M, H, W, Wk).
+
+    Raises:
+        ValueError: ``query`` does not have five axes, a table does not have its width or an odd number of rows, or
+            ``key_size`` is not two ints of at least 1.
+    """
+    if query.dim() != 5:
+        raise ValueError(f"query must have shape (B, M, H, W, d), got {tuple(query.shape)}")
+    for name, table in (("row_table", row_table), ("column_table", column_table)):
+        if table.dim() != 2 or table.shape[1] != query.shape[4] or table.shape[0] % 2 == 0:
+            raise ValueError(f"{name} must have shape (2L - 1, {query.shape[4]}), got {tuple(table.shape)}")
+    H, W = query.shape[2:4]
+    Hk, Wk = check_size("key_size", key_size) if key_size is not None else (H, W)
+    rows = torch.einsum("bmhwd,hkd->bmhwk", query, axis_embeddings(row_table, H, Hk))
+    columns = torch.einsum("bmhwd,wkd->bmhwk", query, axis_embeddings(column_table, W, Wk))
+    return rows, columns
+
+
+def axis_embeddings(table: Tensor, queries: int, keys: int) -> Tensor:
+    """The entry of every pair of a query's and a key's row, or column.
+
+    The axis with fewer places is stretched to the other one. Where that is no whole factor, an offset between
+    two entries takes the lower one, as upstream's code does.
+
+    Args:
+        table: (2L - 1, d); interpolated where L is not the larger of ``queries`` and ``keys``.
+        queries: Q.
+        keys: K.
+
+    Returns:
+        (Q, K, d).
+    """
+    places = max(queries, keys)
+    table = resize_offsets(table, places)
+    # float32, as upstream: truncation must fall on the same side.
+    q = torch.arange(queries, device=table.device, dtype=torch.float32) * (places / queries)
+    stretch = places / keys
+    k = torch.arange(keys, device=table.device, dtype=torch.float32) * stretch
+    index = (q.unsqueeze(1) - k + (keys - 1) * stretch).long()
+    return table.index_select(0, index.flatten()).unflatten(0, (queries, keys))
+
+
+def resize_offsets(table: Tensor, length: int) -> Tensor:
+    """Interpolate a table over offsets to another axis length, as SAM's and ViTDet's code.
+
+    Linear, between the centres of entries; ``relative_table.resize_table`` keeps the first and the last entry instead.
+
+    Args:
+        table: (2L - 1, d).
+        length: The other axis length L'.
+
+    Returns:
+        (2L' - 1, d), the table's dtype; ``table`` itself where L' = L.
+    """
+    rows = 2 * length - 1
+    if table.shape[0] == rows:
+        return table
+    wide = table.float() if table.dtype in (torch.float16, torch.bfloat16) else table
+    return F.interpolate(wide.t().unsqueeze(0), rows, mode="linear").squeeze(0).t().to(table.dtype)

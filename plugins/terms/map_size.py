@@ -1,0 +1,19 @@
+"""The check that terms of a map's or a window's size share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+
+def check_size(name: str, size: Sequence[int]) -> tuple[int, int]:
+    """Return ``size`` as a tuple.
+
+    Raises:
+        ValueError: ``size`` is not two ints of at least 1, rows and columns.
+    """
+    numbers = tuple(size) if isinstance(size, Sequence) and not isinstance(size, str) else ()
+    if len(numbers) != 2 or not all(isinstance(n, (int, torch.SymInt)) and n >= 1 for n in numbers):
+        raise ValueError(f"{name} must be two ints, rows and columns, each at least 1, got {size!r}")
+    return numbers[0], numbers[1]

@@ -1,0 +1,214 @@
+"""Our operators under models that timm has built: the same parameters, keys and numbers.
+
+::
+
+    model = timm.create_model("swin_tiny_patch4_window7_224", pretrained=True)
+    attn_plugins.timm.accelerate(model)
+
+timm's Swin, SAM and MViTv2 name their attention layers themselves and take none from outside. Therefore the class of
+the layers that are there is exchanged for one derived from it; parameters, hooks and methods such as ``set_input_size``
+stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from timm.layers import register_notrace_module
+from timm.models import mvitv2, swin_transformer, swin_transformer_v2, vision_transformer_sam
+from torch import Tensor, nn
+
+from ..modules.windows import Attend, in_windows, predicted_logits, project_v2, with_cosines, with_position_logits
+from ..ops import global_attention, sequence_attention
+from ..terms.decomposed import decomposed_logits
+from ..terms.position_table import table_logits
+
+
+def accelerate(model: nn.Module) -> list[str]:
+    """Let the attention of a timm model be computed by our operators, in place.
+
+    What it knows: blocks of Swin and Swin V2 (``swin_*``, ``swinv2_*`` but for ``swinv2_cr_*``), attention with
+    decomposed positions of SAM (``samvit_*``) and MViTv2 (``mvitv2_*``). Outputs and gradients are timm's up to
+    rounding, in training and after; only masks of shifted windows are -inf for -100. Where attention weights must be
+    written out (dropout of them in training, a hook that looks at them) timm's own code runs. ``torch.jit.script`` puts
+    timm's layers back, in ``model`` too.
+
+    Args:
+        model: A model of timm's, or one that holds such.
+
+    Returns:
+        The names of the replaced modules; of Swin those of blocks. Empty where all have been replaced before.
+
+    Raises:
+        ValueError: ``model`` has nothing that is known.
+        RuntimeError: one of the modules has been changed by others; nothing is replaced then.
+    """
+    found: dict[str, tuple[nn.Module, type[nn.Module]]] = {}
+    known = False
+    for name, module in model.named_modules():
+        known = known or isinstance(module, tuple(kind.ours for kind in KINDS))
+        for kind in KINDS:
+            if type(module) is kind.stock and kind.serves(module):
+                _check(name, module, kind)
+                found[name] = module, kind.ours
+    if not found and not known:
+        raise ValueError(
+            "model must hold blocks of timm's Swin or Swin V2, or attention with relative positions of its SAM or "
+            f"MViTv2, and {type(model).__name__} has none"
+        )
+    for module, ours in found.values():
+        module.__class__ = ours
+    return list(found)
+
+
+class _Scriptable:
+    """Gives TorchScript timm's own code, in the module itself: torch keeps track of modules by their ids."""
+
+    def __prepare_scriptable__(self) -> Any:
+        self.__class__ = next(kind.stock for kind in KINDS if type(self) is kind.ours)  # type: ignore[assignment]
+        return self
+
+
+class AcceleratedSwinBlock(_Scriptable, swin_transformer.SwinTransformerBlock):
+    """timm's block of Swin, whose windows attend by our operator."""
+
+    def _attn(self, x: Tensor) -> Tensor:
+        attn = self.attn
+        if _needs_weights(attn):
+            return super()._attn(x)
+        logits = table_logits(attn.relative_position_bias_table, attn.window_size)
+        return _attend_windows(self, x, attn.qkv, with_position_logits(logits, attn.scale))
+
+
+class AcceleratedSwinV2Block(_Scriptable, swin_transformer_v2.SwinTransformerV2Block):
+    """timm's block of Swin V2, whose windows attend by our operator."""
+
+    def _attn(self, x: Tensor) -> Tensor:
+        attn = self.attn
+        if _needs_weights(attn):
+            return super()._attn(x)
+        pretrained = attn.pretrained_window_size if attn.pretrained_window_size[0] > 0 else None
+        logits = predicted_logits(attn.cpb_mlp, attn.window_size, pretrained)
+        attend = with_cosines(with_position_logits(logits), attn.logit_scale)
+
+        def project(tokens: Tensor) -> Tensor:
+            return project_v2(tokens, attn.qkv, attn.q_bias, attn.v_bias)
+
+        return _attend_windows(self, x, project, attend)
+
+
+class AcceleratedSAMAttention(_Scriptable, vision_transformer_sam.Attention):
+    """timm's attention of SAM, with decomposed positions as logits of rows and of columns."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if _needs_weights(self):
+            return super().forward(x)
+        q, k, v = self.qkv(x).unflatten(3, (3, self.num_heads, -1)).permute(3, 0, 4, 1, 2, 5).unbind(0)
+        q, k = self.q_norm(q), self.k_norm(k)
+        rows, columns = decomposed_logits(q, self.rel_pos_h, self.rel_pos_w)
+        output = global_attention(q, k, v, row_logits=rows, column_logits=columns, scale=self.scale)
+        return self.proj_drop(self.proj(output.permute(0, 2, 3, 1, 4).flatten(3)))
+
+
+class AcceleratedMViTAttention(_Scriptable, mvitv2.MultiScaleAttention):
+    """timm's pooled attention of MViTv2, with decomposed positions as logits of rows and of columns."""
+
+    def forward(self, x: Tensor, feat_size: list[int]) -> tuple[Tensor, list[int]]:
+        B, N, _ = x.shape
+        tokens = self.qkv(x).reshape(B, N, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
+        (q, size), (k, key_size), (v, _) = (
+            self._pooled(part, pool, norm, feat_size)
+            for part, pool, norm in zip(
+                tokens, (self.pool_q, self.pool_k, self.pool_v), (self.norm_q, self.norm_k, self.norm_v)
+            )
+        )
+        P = int(self.has_cls_token)
+        query, key, value = q[:, :, P:].unflatten(2, size), k[:, :, P:].unflatten(2, key_size), v[:, :, P:]
+        row_table, column_table = (
+            table[: 2 * max(n, m) - 1]  # timm takes the first entries for a smaller map, and does not interpolate
+            for table, n, m in zip((self.rel_pos_h, self.rel_pos_w), size, key_size)
+        )
+        rows, columns = decomposed_logits(query, row_table, column_table, key_size)
+        output = global_attention(
+            query,
+            key,
+            value.unflatten(2, key_size),
+            row_logits=rows,
+            column_logits=columns,
+            prefix_key=k[:, :, :P] if P else None,
+            prefix_value=v[:, :, :P] if P else None,
+            scale=self.scale,
+        ).flatten(2, 3)
+        if P:
+            output = torch.cat((sequence_attention(q[:, :, :P], k, v, scale=self.scale), output), 2)
+        if self.residual_pooling:
+            output = output + q
+        return self.proj(output.transpose(1, 2).reshape(B, -1, self.dim_out)), size
+
+    def _pooled(self, x: Tensor, pool: Any, norm: Any, size: list[int]) -> tuple[Tensor, list[int]]:
+        """Tokens (B, M, T, d) with their map pooled, as timm does it."""
+        if pool is not None:
+            on_map, cls_token = mvitv2.reshape_pre_pool(x, size, self.has_cls_token)
+            x, size = mvitv2.reshape_post_pool(pool(on_map), self.num_heads, cls_token)
+        return (x if norm is None else norm(x)), size
+
+
+def _attend_windows(block: Any, x: Tensor, project: Callable[[Tensor], Tensor], attend: Attend) -> Tensor:
+    attn = block.attn
+    output = in_windows(x, block.window_size, block.shift_size, attn.num_heads, project, attend)
+    return attn.proj_drop(attn.proj(output))
+
+
+def _needs_weights(attn: Any) -> bool:
+    """Whether the weights are dropped from, or somebody looks at what leads to them."""
+    if attn.training and attn.attn_drop.p > 0:
+        return True
+    observed = [attn.attn_drop, attn.softmax, attn] if hasattr(attn, "softmax") else [attn.attn_drop]
+    return any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks for m in observed)
+
+
+class Kind(NamedTuple):
+    """A class of timm's, the one that takes its place, and which of its modules that serves."""
+
+    stock: type[nn.Module]
+    ours: type[nn.Module]
+    serves: Callable[[Any], bool]
+    attention: type[nn.Module] | None = None  # what the module must hold as ``attn``
+
+
+KINDS = (
+    Kind(
+        swin_transformer.SwinTransformerBlock,
+        AcceleratedSwinBlock,
+        lambda block: True,
+        swin_transformer.WindowAttention,
+    ),
+    Kind(
+        swin_transformer_v2.SwinTransformerV2Block,
+        AcceleratedSwinV2Block,
+        lambda block: True,
+        swin_transformer_v2.WindowAttention,
+    ),
+    Kind(vision_transformer_sam.Attention, AcceleratedSAMAttention, lambda attn: attn.use_rel_pos),
+    Kind(mvitv2.MultiScaleAttention, AcceleratedMViTAttention, lambda attn: attn.rel_pos_type == "spatial"),
+)
+
+
+# Leaves to timm's feature extraction by FX, as in ``conventions``.
+for _kind in KINDS:
+    register_notrace_module(_kind.ours)
+
+
+def _check(name: str, module: Any, kind: Kind) -> None:
+    """Check that nobody has exchanged what we replace."""
+    parts = [(name, module)]
+    if kind.attention is not None:
+        parts.append((f"{name}.attn", module.attn))
+        if type(module.attn) is not kind.attention:
+            raise RuntimeError(f"{name}.attn is {type(module.attn).__name__}, not timm's; nothing was replaced")
+    for part, owner in parts:
+        for method in ("forward", "_attn"):
+            if method in vars(owner):
+                raise RuntimeError(f"{part} has a {method} of its own, not timm's; nothing was replaced")

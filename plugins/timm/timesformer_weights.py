@@ -1,0 +1,69 @@
+"""Weights for TimeSformer: a ViT's, and those of the official checkpoints.
+
+The official files (``TimeSformer_divST_8x32_224_K400.pyth`` and its like) hold ``model_state``, whose names begin with
+``model.``. From a ViT, as from a TimeSformer without them, the added attention starts with the spatial attention's
+weights, behind an ``fc`` of zeros, and the time embedding with zeros (``load_pretrained`` of the official code).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+WRAPPED = "model."
+
+
+def resized_in_time(time_embed: Tensor, frames: int) -> Tensor:
+    """A time embedding (1, T, C) for another number of frames, each that of the nearest frame, as official."""
+    if time_embed.shape[1] == frames:
+        return time_embed
+    return F.interpolate(time_embed.transpose(1, 2), size=frames, mode="nearest").transpose(1, 2)
+
+
+def unwrap(state_dict: dict[str, Any], prefix: str = "") -> None:
+    """Bring the names of an official checkpoint to ours, in place.
+
+    Args:
+        state_dict: Of the whole model, whose names begin with ``prefix``.
+        prefix: Of the TimeSformer.
+    """
+    if isinstance(weights := state_dict.get(f"{prefix}model_state"), dict):
+        for key in [key for key in state_dict if key.startswith(prefix)]:  # the epoch, the optimizer, the settings
+            del state_dict[key]
+        state_dict.update({prefix + key: value for key, value in weights.items()})
+    for key in [key for key in state_dict if key.startswith(prefix + WRAPPED)]:
+        state_dict[prefix + key.removeprefix(prefix + WRAPPED)] = state_dict.pop(key)
+
+
+def complete(
+    state_dict: dict[str, Any], prefix: str, time_embed: Tensor | None, blocks: int, added: Iterable[str]
+) -> None:
+    """Add what a ViT's weights do not have, in place.
+
+    Args:
+        state_dict: Of the whole model, whose names begin with ``prefix``.
+        prefix: Of the TimeSformer.
+        time_embed: The model's, (1, T, C), or None.
+        blocks: How many.
+        added: What the names of each block's added attention begin with.
+    """
+    if time_embed is not None:
+        found = state_dict.get(f"{prefix}time_embed")
+        if found is None:
+            state_dict[f"{prefix}time_embed"] = torch.zeros_like(time_embed)
+        elif found.dim() == 3 and found.shape[::2] == time_embed.shape[::2]:
+            state_dict[f"{prefix}time_embed"] = resized_in_time(found, time_embed.shape[1])
+    for block in (f"{prefix}blocks.{number}." for number in range(blocks)):
+        for name in added:
+            if any(key.startswith(block + name) for key in state_dict):
+                continue
+            for key in [key for key in state_dict if key.startswith((f"{block}attn.", f"{block}norm1."))]:
+                state_dict[block + name + key.removeprefix(block)] = state_dict[key]
+            weight = state_dict.get(f"{block}attn.proj.weight")
+            if weight is not None:
+                state_dict[f"{block}{name}fc.weight"] = torch.zeros_like(weight)
+                state_dict[f"{block}{name}fc.bias"] = weight.new_zeros(len(weight))

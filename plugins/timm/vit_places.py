@@ -1,0 +1,76 @@
+"""Where the tokens of timm's vision transformers lie.
+
+timm gives an attention layer tokens alone: neither the grid that they come from nor how many class tokens and registers
+precede them. A model that has layers of ours therefore gets a :class:`Places`, once it is built: the constructors of
+``VisionTransformer`` and ``NaFlexVit`` are wrapped for that, and do what they did otherwise.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from timm.models.naflexvit import NaFlexVit
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor, nn
+
+
+class Places:
+    """The grid of a model's present input, and its tokens without a place."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.seen: tuple[int, int] | None = None
+        self.watched = False
+        if isinstance(model, NaFlexVit):  # its grid is that of the picture, always
+            model.embeds.register_forward_hook(self._note_embeds)
+            self.watched = True
+        elif model.dynamic_img_size:
+            model.patch_embed.register_forward_hook(self._note_patches)  # type: ignore[union-attr]
+            self.watched = True
+
+    @property
+    def prefix(self) -> int:
+        """Class tokens and registers."""
+        return self.model.num_prefix_tokens  # type: ignore[return-value]
+
+    @property
+    def grid(self) -> tuple[int, int] | None:
+        """(H, W), or None where every picture of the batch has its own."""
+        if self.watched:
+            return self.seen
+        H, W = self.model.patch_embed.grid_size  # type: ignore[union-attr, misc]
+        return H, W
+
+    def _note_embeds(self, module: nn.Module, inputs: Any, output: tuple[Tensor, tuple[int, int] | None]) -> None:
+        self.seen = None if output[1] is None else (output[1][0], output[1][1])
+
+    def _note_patches(self, module: nn.Module, inputs: Any, output: Tensor) -> None:
+        self.seen = (output.shape[1], output.shape[2])  # (B, H, W, C)
+
+
+def give_places(model: nn.Module) -> None:
+    """Tell the layers of ``model`` that ask for it where their tokens lie."""
+    layers: list[Any] = [module for module in model.modules() if hasattr(module, "places")]
+    if layers:
+        places = Places(model)
+        for layer in layers:
+            layer.places = places
+
+
+def _wrap(model_class: Any) -> None:
+    original = model_class.__init__
+    if hasattr(original, "_attn_plugins"):
+        return
+
+    @functools.wraps(original)
+    def __init__(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        give_places(self)
+
+    __init__._attn_plugins = True  # type: ignore[attr-defined]
+    model_class.__init__ = __init__
+
+
+_wrap(VisionTransformer)
+_wrap(NaFlexVit)

@@ -1,0 +1,146 @@
+"""SAM's, ViTDet's and MViTv2's decomposed positions against loops and timm's functions."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from attn_plugins.ops import global_attention
+from attn_plugins.terms.decomposed import axis_embeddings, decomposed_logits, resize_offsets
+
+
+def make(size, key_size, lengths=None, dtype=torch.float64, **options):
+    torch.manual_seed(0)
+    lengths = lengths or [max(a, b) for a, b in zip(size, key_size)]
+    query = torch.randn(2, 3, *size, 4, dtype=dtype, **options)
+    tables = [torch.randn(2 * length - 1, 4, dtype=dtype, **options) for length in lengths]
+    return query, *tables
+
+
+@pytest.mark.parametrize("size", [(3, 5), (4, 4), (1, 6)])
+def test_every_pair_has_its_entry(size):
+    H, W = size
+    query, row_table, column_table = make(size, size)
+    rows, columns = decomposed_logits(query, row_table, column_table)
+    assert (rows.shape, columns.shape) == ((2, 3, H, W, H), (2, 3, H, W, W))
+    for i in range(H):
+        for j in range(W):
+            for y in range(H):
+                torch.testing.assert_close(rows[:, :, i, j, y], query[:, :, i, j] @ row_table[H - 1 + i - y])
+            for x in range(W):
+                torch.testing.assert_close(columns[:, :, i, j, x], query[:, :, i, j] @ column_table[W - 1 + j - x])
+
+
+def test_pooled_keys():
+    """Keys of stride 2 stand at rows 0, 2, 4, and pooled queries likewise."""
+    table = torch.randn(11, 4)
+    pooled_keys = axis_embeddings(table, 6, 3)
+    pooled_queries = axis_embeddings(table, 3, 6)
+    for one in range(6):
+        for two in range(3):
+            assert torch.equal(pooled_keys[one, two], table[4 + one - 2 * two])
+            assert torch.equal(pooled_queries[two, one], table[5 + 2 * two - one])
+
+
+@pytest.mark.parametrize("old, new", [(3, 5), (7, 4), (1, 3), (4, 1)])
+def test_resizing_is_linear_between_centres(old, new):
+    torch.manual_seed(0)
+    table = torch.randn(2 * old - 1, 3, dtype=torch.float64)
+    resized = resize_offsets(table, new)
+    assert resized.shape == (2 * new - 1, 3)
+    for n in range(2 * new - 1):
+        place = (n + 0.5) * (2 * old - 1) / (2 * new - 1) - 0.5
+        place = min(max(place, 0), 2 * old - 2)
+        low = math.floor(place)
+        high = min(low + 1, 2 * old - 2)
+        expected = table[low] * (low + 1 - place) + table[high] * (place - low)
+        torch.testing.assert_close(resized[n], expected)
+    assert resize_offsets(table, old) is table
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision(dtype):
+    query, row_table, column_table = make((3, 5), (3, 5), (4, 4), dtype)
+    ours = decomposed_logits(query, row_table, column_table)
+    wide = decomposed_logits(query.float(), row_table.float(), column_table.float())
+    for half, expected in zip(ours, wide):
+        assert half.dtype == dtype
+        torch.testing.assert_close(half.float(), expected, rtol=3e-2, atol=5e-2)
+
+
+@pytest.mark.parametrize("key_size, lengths", [(None, None), ((1, 3), (4, 2))])
+def test_gradients(key_size, lengths):
+    operands = make((2, 3), key_size or (2, 3), lengths, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda *operands: decomposed_logits(*operands, key_size), operands)
+
+
+def test_it_compiles():
+    operands = make((3, 5), (3, 5), (4, 6))
+    compiled = torch.compile(decomposed_logits, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(*operands), decomposed_logits(*operands))
+
+
+@pytest.mark.parametrize(
+    "query, row_table, message",
+    [
+        ((2, 3, 4, 5), (7, 5), r"query must have shape \(B, M, H, W, d\), got"),
+        ((1, 2, 3, 4, 5), (5, 4), r"row_table must have shape \(2L - 1, 5\), got \(5, 4\)"),
+        ((1, 2, 3, 4, 5), (6, 5), r"row_table must have shape \(2L - 1, 5\), got \(6, 5\)"),
+    ],
+)
+def test_errors(query, row_table, message):
+    with pytest.raises(ValueError, match=message):
+        decomposed_logits(torch.zeros(query), torch.zeros(row_table), torch.zeros(7, 5))
+
+
+# --- timm ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "size, key_size, lengths",
+    [
+        ((3, 5), (3, 5), None),
+        ((8, 6), (4, 3), None),
+        ((4, 3), (8, 6), None),
+        ((7, 5), (3, 4), None),
+        ((5, 7), (5, 7), (14, 4)),
+        ((6, 9), (4, 3), (10, 5)),
+    ],
+)
+def test_the_logits_are_sams(size, key_size, lengths):
+    sam = pytest.importorskip("timm.models.vision_transformer_sam")
+    query, row_table, column_table = make(size, key_size, lengths, torch.float32)
+    rows, columns = decomposed_logits(query, row_table, column_table, key_size)
+    ours = (rows.unsqueeze(-1) + columns.unsqueeze(-2)).flatten(4).flatten(2, 3)
+    flat = query.flatten(0, 1).flatten(1, 2)
+    expected = sam.get_decomposed_rel_pos_bias(flat, row_table, column_table, size, key_size)
+    torch.testing.assert_close(ours.flatten(0, 1), expected)
+
+
+@pytest.mark.parametrize("size, key_size", [((4, 6), (4, 6)), ((8, 6), (4, 3)), ((4, 3), (8, 6))])
+def test_the_logits_are_mvits(size, key_size):
+    mvit = pytest.importorskip("timm.models.mvitv2")
+    query, row_table, column_table = make(size, key_size, dtype=torch.float32)
+    rows, columns = decomposed_logits(query, row_table, column_table, key_size)
+    ours = (rows.unsqueeze(-1) + columns.unsqueeze(-2)).flatten(4).flatten(2, 3)
+    zeros = torch.zeros(2, 3, size[0] * size[1], key_size[0] * key_size[1])
+    flat = query.flatten(2, 3)
+    expected = mvit.cal_rel_pos_type(zeros, flat, False, size, key_size, row_table, column_table)
+    torch.testing.assert_close(ours, expected)
+
+
+def test_a_whole_layer_of_timms():
+    """SAM's attention from its weights: our terms, and global attention without a tensor of pairs."""
+    sam = pytest.importorskip("timm.models.vision_transformer_sam")
+    torch.manual_seed(0)
+    H, W = 5, 7
+    layer = sam.Attention(24, num_heads=3, use_rel_pos=True, input_size=(4, 9))
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    x = torch.randn(2, H, W, 24)
+    q, k, v = layer.qkv(x).view(2, H, W, 3, 3, 8).permute(3, 0, 4, 1, 2, 5)
+    rows, columns = decomposed_logits(q, layer.rel_pos_h, layer.rel_pos_w)
+    out = global_attention(q, k, v, row_logits=rows, column_logits=columns, scale=8**-0.5)
+    torch.testing.assert_close(layer.proj(out.permute(0, 2, 3, 1, 4).flatten(3)), layer(x), atol=1e-5, rtol=1e-4)

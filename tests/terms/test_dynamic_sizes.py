@@ -1,0 +1,45 @@
+"""Terms of maps whose size is open when a model is exported."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from attn_plugins.terms.decomposed import decomposed_logits
+from attn_plugins.terms.linear_distance import alibi_slopes, manhattan_map_logits
+from attn_plugins.terms.log_positions import log_coordinates
+from attn_plugins.terms.position_buckets import bucket_map_logits
+from attn_plugins.terms.position_table import table_index
+from attn_plugins.terms.rotary import axial_angles, centred_frequencies, centred_positions, rotate, rotation
+
+
+class Terms(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        # A table longer than any axis is always interpolated: whether it is, is decided when the model is exported.
+        self.tables = nn.Parameter(torch.randn(2, 2 * 64 - 1, 8))
+        self.buckets = nn.Parameter(torch.randn(2, 8, 3))
+
+    def forward(self, x):
+        size = x.shape[2:4]
+        turned = rotation(axial_angles(centred_positions(size), centred_frequencies(8)))
+        return (
+            rotate(x.flatten(2, 3), turned, halves=True),
+            *decomposed_logits(x, *self.tables),
+            *bucket_map_logits(*self.buckets, size, 20),
+            *manhattan_map_logits(alibi_slopes(3), size),
+            table_index(size),
+            log_coordinates(size),
+        )
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_model_exported_at_one_size_runs_at_another(strict):
+    model = Terms()
+    H, W = torch.export.Dim("H", min=4, max=60), torch.export.Dim("W", min=4, max=60)
+    exported = torch.export.export(model, (torch.randn(1, 3, 5, 6, 8),), dynamic_shapes=({2: H, 3: W},), strict=strict)
+    x = torch.randn(1, 3, 9, 7, 8)
+    for ours, expected in zip(exported.module()(x), model(x), strict=True):
+        torch.testing.assert_close(ours, expected)

@@ -1,0 +1,158 @@
+"""Swin's table against plain loops, timm and mmdet."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from attn_plugins.terms.position_table import resize_position_table, table_index, table_logits
+
+SIZES = [(3, 5), (4, 2), (1, 4), (3, 1), (1, 1), (4, 4)]
+
+
+def random_table(size, heads=2, cls_token=False, **options):
+    torch.manual_seed(0)
+    H, W = size
+    return torch.randn((2 * H - 1) * (2 * W - 1) + 3 * cls_token, heads, **options)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_every_pair_has_its_entry(size):
+    H, W = size
+    table = random_table(size)
+    logits = table_logits(table, size).view(2, H, W, H, W)
+    grid = table.view(2 * H - 1, 2 * W - 1, 2)
+    for qh in range(H):
+        for qw in range(W):
+            for kh in range(H):
+                for kw in range(W):
+                    expected = grid[H - 1 + qh - kh, W - 1 + qw - kw]
+                    assert torch.equal(logits[:, qh, qw, kh, kw], expected)
+
+
+def test_strided_tables():
+    strided = random_table((3, 5), 4).t().contiguous().t()
+    assert not strided.is_contiguous()
+    for call in (lambda t: table_logits(t, (3, 5)), lambda t: resize_position_table(t, (3, 5), (4, 6))):
+        torch.testing.assert_close(call(strided), call(strided.contiguous()))
+
+
+def test_gradients_and_half_precision():
+    table = random_table((2, 3), cls_token=True, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda t: table_logits(t, (2, 3), cls_token=True), table)
+    assert torch.autograd.gradcheck(lambda t: resize_position_table(t, (2, 3), (4, 2), cls_token=True), table)
+    half = random_table((2, 3)).half()
+    assert torch.equal(table_logits(half, (2, 3)), table_logits(half.float(), (2, 3)).half())
+    resized = resize_position_table(half, (2, 3), (4, 5))
+    assert torch.equal(resized, resize_position_table(half.float(), (2, 3), (4, 5)).half())
+
+
+def test_it_compiles():
+    table = random_table((3, 5), cls_token=True)
+
+    def run(table):
+        return table_logits(resize_position_table(table, (3, 5), (4, 6), cls_token=True), (4, 6), cls_token=True)
+
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(table), run(table))
+
+
+def by_loops(column, old, new):
+    """One axis of a table, by the definition: geometric distances, then straight lines between them."""
+    if old == 1:
+        return [column[0]] * (2 * new - 1)
+    low, high = 1.01, 1.5
+    while high - low > 1e-6:
+        r = (low + high) / 2
+        low, high = (low, r) if (1 - r ** (old - 1)) / (1 - r) > new - 1 else (r, high)
+    at = [math.copysign((1 - r ** abs(n)) / (1 - r), n) for n in range(1 - old, old)]
+    out = []
+    for offset in range(1 - new, new):
+        if offset <= at[0] or offset >= at[-1]:
+            out.append(column[0] if offset < 0 else column[-1])
+            continue
+        i = next(n for n in range(len(at) - 1) if at[n] <= offset <= at[n + 1])
+        share = (offset - at[i]) / (at[i + 1] - at[i])
+        out.append(column[i] * (1 - share) + column[i + 1] * share)
+    return out
+
+
+@pytest.mark.parametrize("old, new", [((3, 5), (5, 8)), ((5, 7), (3, 4)), ((1, 4), (3, 4)), ((4, 1), (4, 2))])
+def test_resizing(old, new):
+    table = random_table(old, dtype=torch.float64)
+    resized = resize_position_table(table, old, new).view(2 * new[0] - 1, 2 * new[1] - 1, 2)
+    grid = table.view(2 * old[0] - 1, 2 * old[1] - 1, 2)
+    rows = torch.stack(by_loops(list(grid), old[0], new[0]))
+    expected = torch.stack(by_loops(list(rows.transpose(0, 1)), old[1], new[1]), 1)
+    # Both bisect to 1e-6, with sums that are rounded differently.
+    torch.testing.assert_close(resized, expected, atol=1e-4, rtol=0)
+
+
+def test_equal_windows_keep_the_table():
+    table = random_table((3, 5))
+    assert resize_position_table(table, (3, 5), (3, 5)) is table
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (
+            lambda: table_logits(torch.zeros(9, 2), (3, 2)),
+            r"table must have shape \(15, M\) for a window of 3 × 2, got",
+        ),
+        (
+            lambda: table_logits(torch.zeros(15, 2), (3, 2), cls_token=True),
+            r"\(18, M\) for a window .* and a cls token",
+        ),
+        (lambda: table_logits(torch.zeros(15), (3, 2)), r"table must have shape \(15, M\).*got \(15,\)"),
+        (lambda: table_logits(torch.zeros(15, 2), 3), "size must be two ints, rows and columns.*got 3"),
+        (lambda: resize_position_table(torch.zeros(15, 2), (3, 2), (0, 2)), "new_size must be two ints"),
+        (lambda: resize_position_table(torch.zeros(14, 2), (3, 2), (3, 3)), "table must have shape"),
+    ],
+)
+def test_errors(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+# --- upstream -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_the_logits_are_timms(size):
+    swin = pytest.importorskip("timm.models.swin_transformer")
+    layer = swin.WindowAttention(12, 3, window_size=size)
+    torch.nn.init.normal_(layer.relative_position_bias_table)
+    assert torch.equal(table_index(size), layer.relative_position_index)
+    assert torch.equal(table_logits(layer.relative_position_bias_table, size), layer._get_rel_pos_bias()[0])
+
+
+@pytest.mark.parametrize("size", [(3, 5), (1, 4), (4, 4)])
+def test_the_cls_token_is_beits(size):
+    pos_embed_rel = pytest.importorskip("timm.layers.pos_embed_rel")
+    layer = pos_embed_rel.RelPosBias(size, 3, prefix_tokens=1)
+    torch.nn.init.normal_(layer.relative_position_bias_table)
+    ours = table_logits(layer.relative_position_bias_table, size, cls_token=True)
+    assert torch.equal(ours, layer.get_bias()[0])
+
+
+@pytest.mark.parametrize("cls_token", [False, True])
+@pytest.mark.parametrize(
+    "old, new", [((7, 7), (12, 12)), ((7, 7), (4, 5)), ((3, 5), (6, 5)), ((1, 4), (2, 4)), ((7, 7), (24, 16))]
+)
+def test_the_interpolation_is_timms(old, new, cls_token):
+    pos_embed_rel = pytest.importorskip("timm.layers.pos_embed_rel")
+    table = random_table(old, 3, cls_token)
+    shape = ((2 * new[0] - 1) * (2 * new[1] - 1) + 3 * cls_token, 3)
+    expected = pos_embed_rel.resize_rel_pos_bias_table(table, new, shape, old_window_size=old)
+    torch.testing.assert_close(
+        resize_position_table(table, old, new, cls_token=cls_token), expected, atol=1e-4, rtol=1e-4
+    )
+
+
+def test_the_index_is_mmdets():
+    swin = pytest.importorskip("mmdet.models.backbones.swin", reason="mmdet is not installed", exc_type=ImportError)
+    layer = swin.WindowMSA(12, 3, (3, 5))
+    assert torch.equal(table_index((3, 5)), layer.relative_position_index)

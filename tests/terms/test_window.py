@@ -1,0 +1,114 @@
+"""The masks of shifted windows: which pixels of a rolled map are neighbours, and timm's own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from attn_plugins.ops import sequence_attention
+from attn_plugins.terms.position_table import table_logits
+from attn_plugins.terms.window import shifted_window_groups
+
+CASES = [
+    ((3, 2), (4, 6), (2, 3)),
+    ((2, 4), (3, 5), (1, 4)),
+    ((2, 3), (4, 4), (2, 0)),
+    ((2, 3), (4, 4), (0, 2)),
+    ((1, 3), (4, 2), (2, 1)),
+    ((1, 1), (3, 4), (1, 2)),
+    ((2, 2), (3, 4), (0, 0)),
+]
+
+
+def spread_out(groups, windows, N):
+    """One mask for every window, from those of the groups; every window is in one group."""
+    masks = torch.full((*windows, N, N), torch.nan)
+    for group in groups:
+        assert masks[group.rows, group.columns].isnan().all()
+        assert masks[group.rows, group.columns].numel()
+        masks[group.rows, group.columns] = torch.zeros(N, N) if group.logits is None else group.logits
+    assert not masks.isnan().any()
+    return masks
+
+
+@pytest.mark.parametrize("windows, window, shift", CASES)
+def test_pixels_see_those_that_were_beside_them(windows, window, shift):
+    """In a window of the rolled map, a pair is masked where the roll took one of both over a border."""
+    (nH, nW), (h, w) = windows, window
+    H, W, N = nH * h, nW * w, h * w
+    masks = spread_out(shifted_window_groups(windows, window, shift), windows, N)
+    for a in range(nH):
+        for b in range(nW):
+            places = [(a * h + i + shift[0], b * w + j + shift[1]) for i in range(h) for j in range(w)]
+            wrapped = [(y >= H, x >= W) for y, x in places]
+            for q in range(N):
+                for k in range(N):
+                    expected = 0.0 if wrapped[q] == wrapped[k] else float("-inf")
+                    assert float(masks[a, b, q, k]) == expected
+
+
+def test_there_are_four_kinds():
+    groups = shifted_window_groups((3, 4), (4, 4), (2, 2))
+    inside, right, bottom, corner = groups
+    assert inside.logits is None
+    assert (right.rows, right.columns) == (slice(0, 2), slice(3, 4))
+    assert (bottom.rows, bottom.columns) == (slice(2, 3), slice(0, 3))
+    assert [int((g.logits == 0).sum()) for g in (right, bottom, corner)] == [128, 128, 64]
+    assert [g.logits for g in shifted_window_groups((3, 4), (4, 4), (0, 0))] == [None]
+
+
+@pytest.mark.parametrize("windows, window, shift", [case for case in CASES if any(case[2])])
+def test_the_masks_are_timms(windows, window, shift):
+    swin = pytest.importorskip("timm.models.swin_transformer")
+    (nH, nW), (h, w) = windows, window
+    block = swin.SwinTransformerBlock(
+        8, (nH * h, nW * w), num_heads=2, window_size=window, shift_size=shift, always_partition=True
+    )
+    theirs = block.attn_mask.view(nH, nW, h * w, h * w)
+    ours = spread_out(shifted_window_groups(windows, window, shift), windows, h * w)
+    assert torch.equal(ours == 0, theirs == 0)
+    torch.manual_seed(0)
+    logits = torch.randn_like(ours)
+    torch.testing.assert_close((logits + ours).softmax(-1), (logits + theirs).softmax(-1), atol=1e-30, rtol=1e-5)
+
+
+def test_a_whole_block_of_timms():
+    """Swin's shifted attention on H ≠ W with padding, run once for each group with masks that are shared."""
+    swin = pytest.importorskip("timm.models.swin_transformer")
+    torch.manual_seed(0)
+    (h, w), shift, heads = (4, 3), (2, 1), 2
+    block = swin.SwinTransformerBlock(8, (10, 9), num_heads=heads, window_size=(h, w), shift_size=shift).eval()
+    assert (block.window_size, block.shift_size) == ((h, w), shift)
+    for parameter in block.attn.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    x = torch.randn(2, 10, 9, 8)
+    rolled = torch.nn.functional.pad(x.roll((-2, -1), (1, 2)), (0, 0, 0, 0, 0, 2))
+    nH, nW, N = 3, 3, h * w
+    map_of_windows = rolled.view(2, nH, h, nW, w, 8).transpose(2, 3).reshape(2, nH, nW, N, 8)
+    position = table_logits(block.attn.relative_position_bias_table, (h, w)).unsqueeze(0)
+    out = torch.empty_like(map_of_windows)
+    for group in shifted_window_groups((nH, nW), (h, w), shift):
+        tokens = map_of_windows[:, group.rows, group.columns]
+        q, k, v = block.attn.qkv(tokens.reshape(-1, N, 8)).view(-1, N, 3, heads, 4).permute(2, 0, 3, 1, 4)
+        logits = position if group.logits is None else position + group.logits
+        attended = sequence_attention(q, k, v, position_logits=logits, scale=4**-0.5).transpose(1, 2).flatten(2)
+        out[:, group.rows, group.columns] = block.attn.proj(attended).view(tokens.shape)
+    on_map = out.view(2, nH, nW, h, w, 8).transpose(2, 3).reshape(2, 12, 9, 8)[:, :10].roll((2, 1), (1, 2))
+    torch.testing.assert_close(on_map, block._attn(x), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "windows, window, shift, message",
+    [
+        ((0, 2), (4, 4), (2, 2), "windows must be two ints"),
+        ((2, 2), (4,), (2, 2), "window must be two ints"),
+        ((2, 2), (4, 4), (4, 2), r"shift must be two ints from 0 to below window \(4, 4\), got \(4, 2\)"),
+        ((2, 2), (4, 4), (-1, 2), "shift must be two ints from 0"),
+        ((2, 2), (4, 4), 2, "shift must be two ints from 0"),
+        ((2, 2), (4, 4), (1.5, 0), "shift must be two ints from 0"),
+        ((2, 2), (4, 4), (2,), "shift must be two ints from 0"),
+    ],
+)
+def test_errors(windows, window, shift, message):
+    with pytest.raises(ValueError, match=message):
+        shifted_window_groups(windows, window, shift)

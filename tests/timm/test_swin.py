@@ -1,0 +1,198 @@
+"""``attn_swin_*`` and ``attn_swinv2_*``: timm's weights and numbers, and what timm's Swin does not have."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import timm
+import torch
+from timm.layers import set_scriptable
+from torch import Tensor, nn
+
+import attn_plugins.timm
+from attn_plugins.modules import WindowSelfAttention
+from attn_plugins.timm.swin import WIDTHS, SwinAttention
+
+NAMES = {f"attn_swin_{size}_patch4_window7_224": f"swin_{size}_patch4_window7_224" for size in WIDTHS} | {
+    f"attn_swinv2_{size}_window8_256": f"swinv2_{size}_window8_256" for size in WIDTHS
+}
+V1, V2 = "attn_swin_tiny_patch4_window7_224", "attn_swinv2_tiny_window8_256"
+SMALL = dict(img_size=(40, 64), window_size=4, embed_dim=16, depths=(2, 2), num_heads=(2, 4), num_classes=5)
+
+
+def build(name: str, **options) -> nn.Module:
+    """A small model, every part of which matters."""
+    torch.manual_seed(0)
+    model = timm.create_model(name, **{**SMALL, "drop_path_rate": 0.0, **options}).double().eval()
+    for key, parameter in model.named_parameters():
+        if "norm" in key and key.endswith("weight"):  # 0 at the start of a V2's block
+            nn.init.uniform_(parameter, 0.5, 1.5)
+        elif parameter.dim() == 1 or "table" in key or "cpb_mlp" in key:
+            nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+def picture(size=(40, 64)) -> Tensor:
+    return torch.randn(2, 3, *size, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def close(found: Tensor, expected: Tensor) -> bool:
+    return torch.allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_names_are_registered_and_timms_weights_fit(name):
+    with torch.device("meta"):
+        ours, stock = timm.create_model(name), timm.create_model(NAMES[name])
+    shapes = [{key: (t.shape, t.dtype) for key, t in model.state_dict().items()} for model in (ours, stock)]
+    assert shapes[0] == shapes[1]
+    assert name in attn_plugins.timm.__all__
+    assert not timm.is_model_pretrained(name)
+    cfg = timm.get_pretrained_cfg(name)
+    theirs = timm.get_pretrained_cfg(NAMES[name])
+    for field in ("input_size", "pool_size", "crop_pct", "interpolation", "mean", "std", "first_conv", "classifier"):
+        assert getattr(cfg, field) == getattr(theirs, field)
+    assert {type(m.attn) for m in ours.modules() if hasattr(m, "attn")} == {SwinAttention}
+
+
+@pytest.mark.parametrize("name", [V1, V2])
+def test_numbers_and_gradients_are_timms(name):
+    stock, ours = build(NAMES[name]), build(name)
+    torch.manual_seed(3)
+    ours.load_state_dict(stock.state_dict(), strict=True)
+    stock.load_state_dict(ours.state_dict(), strict=True)
+    results = []
+    for model in (stock, ours):
+        output = model(picture())
+        output.square().sum().backward()
+        results.append({"output": output, **{key: p.grad for key, p in model.named_parameters()}})
+    for key, expected in results[0].items():
+        scale = max(1.0, expected.abs().max().item())
+        torch.testing.assert_close(results[1][key], expected, rtol=1e-4, atol=1e-6 * scale, msg=key)
+
+
+@pytest.mark.parametrize("name", [V1, V2])
+def test_the_draw_is_timms(name):
+    torch.manual_seed(0)
+    stock = timm.create_model(NAMES[name], **SMALL)
+    torch.manual_seed(0)
+    ours = timm.create_model(name, **SMALL)
+    for key, value in stock.state_dict().items():
+        expected, found = value.std(), ours.state_dict()[key].std()
+        assert key in ours.state_dict()
+        if value.numel() > 1:
+            torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("name", [V1, V2])
+@pytest.mark.parametrize("position", ["relative", "none"])
+def test_other_positions_and_no_shift(name, position, tmp_path):
+    """They are another model, which timm's weights start where they fit."""
+    stock, ours = build(NAMES[name]), build(name, position=position)
+    tables = {key for key in stock.state_dict() if "relative_position_bias_table" in key or "cpb_mlp" in key}
+    assert set(stock.state_dict()) - set(ours.state_dict()) == tables
+    file = tmp_path / "stock.pth"
+    torch.save({"state_dict": stock.state_dict()}, file)
+    loaded = timm.create_model(name, **SMALL, position=position, drop_path_rate=0.0, checkpoint_path=str(file)).double()
+    assert not close(loaded.eval()(picture()), stock(picture()))
+    for key in set(stock.state_dict()) - tables:
+        torch.testing.assert_close(loaded.state_dict()[key], stock.state_dict()[key], rtol=1e-6, atol=1e-6, msg=key)
+    if position == "relative":
+        assert not any(m.gate.any() for m in loaded.modules() if isinstance(m, SwinAttention))
+        plain = timm.create_model(
+            name, **SMALL, position="none", drop_path_rate=0.0, checkpoint_path=str(file)
+        ).double()
+        torch.testing.assert_close(loaded(picture()), plain.eval()(picture()))
+    still = build(name, position=position, shift=False)
+    still.load_state_dict(ours.state_dict())
+    assert not close(still(picture()), ours(picture()))
+    assert {m.shift_size for m in still.modules() if isinstance(m, SwinAttention)} == {(0, 0)}
+    assert len({m.shift_size for m in ours.modules() if isinstance(m, SwinAttention)}) > 1
+
+
+@pytest.mark.parametrize("name", [V1, V2])
+def test_without_shift_it_is_timms_without(name):
+    stock, ours = build(NAMES[name]), build(name, shift=False)
+    ours.load_state_dict(stock.state_dict())
+    for module in stock.modules():
+        if hasattr(module, "shift_size"):
+            module.shift_size, module.attn_mask = (0, 0), None
+    torch.testing.assert_close(ours(picture()), stock(picture()), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", [V1, V2])
+@pytest.mark.parametrize("shift", [True, False])
+def test_other_sizes(name, shift):
+    """set_input_size changes windows, shifts and tables as timm's; pictures of any size."""
+    ours = build(name, strict_img_size=False, shift=shift)
+    stock = build(NAMES[name], strict_img_size=False)
+    stock.load_state_dict(ours.state_dict())
+    if shift:
+        assert close(ours(picture((52, 36))), stock(picture((52, 36))))
+    for model in (ours, stock):
+        model.set_input_size(img_size=(48, 80), window_size=6)
+    layers = [m for m in ours.modules() if isinstance(m, SwinAttention)]
+    assert {m.window_size for m in layers} == {(6, 6)}
+    assert ({m.shift_size for m in layers} == {(0, 0)}) != shift
+    if shift:
+        assert close(ours(picture((48, 80))), stock(picture((48, 80))))
+
+
+def test_checkpoints_of_other_windows():
+    """As timm's filter interpolates them."""
+    from attn_plugins.timm.swin import _filter
+
+    square = dict(img_size=64)
+    stock = build(NAMES[V1], window_size=6, **square)
+    ours, expected = build(V1, **square), build(NAMES[V1], **square)
+    expected.load_state_dict(
+        timm.models.swin_transformer.checkpoint_filter_fn(stock.state_dict(), expected), strict=True
+    )
+    ours.load_state_dict(_filter(stock.state_dict(), ours), strict=True)
+    assert close(ours(picture((64, 64))), expected(picture((64, 64))))
+
+
+def test_features_checkpointing_dropout_and_copies():
+    model = build(V1)
+    features = timm.create_model(V1, features_only=True, **{k: v for k, v in SMALL.items() if k != "num_classes"})
+    assert [tuple(f.shape) for f in features(picture().float())] == [(2, 10, 16, 16), (2, 5, 8, 32)]
+    expected = model(picture())
+    assert close(copy.deepcopy(model)(picture()), expected)
+    model.set_grad_checkpointing()
+    model.train()(picture()).sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+    dropped = build(V1, attn_drop_rate=0.5, proj_drop_rate=0.5)
+    assert [(m.dropout, m.proj_drop.p) for m in dropped.modules() if isinstance(m, SwinAttention)] == [(0.5, 0.5)] * 4
+    dropped.load_state_dict(model.state_dict())
+    assert close(dropped(picture()), expected)
+    assert not close(dropped.train()(picture()), expected)
+
+
+@pytest.mark.parametrize("name", [V1, V2])
+def test_torchscript_compiles_timms(name):
+    with set_scriptable(True):
+        model = build(name)
+    expected = model(picture())
+    torch.testing.assert_close(torch.jit.script(model)(picture()), expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(model(picture()), expected, rtol=1e-5, atol=1e-6)
+    with pytest.raises(NotImplementedError, match="TorchScript needs position='table', got 'relative'"):
+        torch.jit.script(build(name, position="relative"))
+
+
+def test_no_masks_are_kept():
+    model = build(V1)
+    assert not [name for name, _ in model.named_buffers()]
+    assert all(isinstance(m, WindowSelfAttention) for n, m in model.named_modules() if n.endswith(".attn"))
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (dict(position="sine"), "position must be one of table, relative, none, got 'sine'"),
+        (dict(head_dim=4), "head_dim must be None: the 2 heads share the 16 channels, got a width of 4"),
+    ],
+)
+def test_errors(options, message):
+    with pytest.raises(ValueError, match=message):
+        timm.create_model(V1, **SMALL, **options)

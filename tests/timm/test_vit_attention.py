@@ -1,0 +1,254 @@
+"""``attn_layer='attn1111'`` in timm's vision transformers, and the models of our own names."""
+
+from __future__ import annotations
+
+import copy
+import io
+import logging
+
+import pytest
+import timm
+import torch
+from timm.models import _registry
+from timm.models.vision_transformer import ATTN_LAYERS
+from torch import Tensor, nn
+
+from attn_plugins.timm import ViTAttention, vit_attention
+from attn_plugins.timm.vit_attention import LAYERS
+
+# Families whose models timm builds with an ``attn_layer`` of our choice; others take no such argument.
+FAMILIES = ("vision_transformer", "deit", "naflexvit", "vision_transformer_hybrid", "vitamin")
+# Their blocks are not made of timm's Attention: attention and MLP are one layer, or the attention is differential.
+OTHER_BLOCKS = {
+    "vit_base_patch16_xp_224", "vit_large_patch14_xp_224", "vit_huge_patch14_xp_224",
+    "vit_dpwee_patch16_reg1_gap_256", "vit_pwee_patch16_reg1_gap_256",
+}  # fmt: skip
+SMALL = dict(img_size=(48, 64), patch_size=16, embed_dim=32, depth=2, num_heads=2, num_classes=5)
+
+
+def models_of(family: str) -> list[str]:
+    return [name for name in timm.list_models() if _registry._model_to_module[name] == family]
+
+
+def build(attn_layer: object = "attn1111", name="vit_tiny_patch16_224", **options) -> nn.Module:
+    torch.manual_seed(0)
+    layer = {} if attn_layer is None else dict(attn_layer=attn_layer)
+    return timm.create_model(name, **{**SMALL, **layer, **options}).eval()
+
+
+def layers_of(model: nn.Module) -> list[ViTAttention]:
+    return [module for module in model.modules() if isinstance(module, ViTAttention)]
+
+
+def open_gates(model: nn.Module) -> nn.Module:
+    with torch.no_grad():
+        for layer in layers_of(model):
+            for name, parameter in layer.named_parameters():
+                if name.split(".")[0] not in ("qkv", "proj", "norm", "q_norm", "k_norm"):
+                    nn.init.normal_(parameter, std=0.5)
+    return model
+
+
+def picture(H=48, W=64, B=2) -> Tensor:
+    return torch.randn(B, 3, H, W, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_model_that_takes_an_attention_layer_takes_ours(family):
+    logging.getLogger("timm").setLevel(logging.ERROR)
+    names, without = models_of(family), set()
+    assert names
+    for name in names:
+        with torch.device("meta"):
+            model = timm.create_model(name, attn_layer="attn1111", depth=1)
+        layers = layers_of(model)
+        if not layers:
+            without.add(name)
+        for layer in layers:
+            assert layer.places.model is model
+    assert without == {n for n in names if n in OTHER_BLOCKS}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_the_start_is_timms(name):
+    """Its weights load strictly; with the content term and all keys the output is timm's."""
+    stock, model = build(None), build(name)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    model.load_state_dict(stock.state_dict(), strict=True)
+    for key in set(before) - set(stock.state_dict()):
+        assert torch.equal(model.state_dict()[key], before[key])
+    assert not any(layer.gate is not None and layer.gate.any() for layer in layers_of(model))
+    expected = stock(picture())
+    same = LAYERS[name]["attention_type"][0] == "1"  # the range of 7 holds all 3 × 4 tokens
+    assert torch.allclose(model(picture()), expected, rtol=1e-4, atol=1e-5) == same
+
+
+@pytest.mark.parametrize(
+    "name, options",
+    [
+        ("vit_tiny_patch16_224", {}),
+        ("vit_tiny_patch16_224", dict(reg_tokens=3, no_embed_class=True)),
+        ("vit_tiny_patch16_224", dict(class_token=False, global_pool="avg", qk_norm=True, scale_attn_norm=True)),
+        ("deit_tiny_distilled_patch16_224", {}),
+        ("naflexvit_base_patch16_gap", dict(img_size=None)),
+    ],
+)
+def test_places_are_found(name, options):
+    """Each layer computes what the module of tokens does, with the grid and the prefix that are the model's."""
+    from attn_plugins.modules import SpatialSelfAttention
+
+    options = {k: v for k, v in {**SMALL, **options}.items() if v is not None}
+    model = open_gates(timm.create_model(name, attn_layer="attn1111", **options).eval())
+    seen: list[tuple] = []
+    layer = layers_of(model)[-1]
+    layer.register_forward_hook(lambda module, inputs, output: seen.append((inputs[0], output)))
+    model(picture())
+    (x, output), prefix = seen[0], model.num_prefix_tokens
+    assert x.shape[1] == prefix + 12
+    plain = SpatialSelfAttention(32, 2)
+    if isinstance(layer.q_norm, nn.Identity):
+        weights = {k: v for k, v in layer.state_dict().items() if k.split(".")[0] not in ("qkv", "proj")}
+        weights |= {"in_proj_weight": layer.qkv.weight, "in_proj_bias": layer.qkv.bias}
+        plain.load_state_dict(weights | {f"out_proj.{k}": v for k, v in layer.proj.state_dict().items()}, strict=True)
+        torch.testing.assert_close(output, plain(x, grid=(3, 4), prefix_tokens=prefix), rtol=1e-4, atol=1e-5)
+
+
+def test_pictures_of_other_sizes():
+    """dynamic_img_size, set_input_size and another img_size at creation agree, with positions of patches alone."""
+    options = dict(pos_embed="none")
+    model = open_gates(build(**options, dynamic_img_size=True))
+    small, wide = model(picture(32, 48)), model(picture(48, 64))
+    fixed = build(**options)
+    fixed.load_state_dict(model.state_dict())
+    torch.testing.assert_close(fixed(picture()), wide)
+    fixed.set_input_size(img_size=(32, 48))
+    torch.testing.assert_close(fixed(picture(32, 48)), small)
+    other = build(**options, img_size=(32, 48))
+    other.load_state_dict(model.state_dict())
+    torch.testing.assert_close(other(picture(32, 48)), small)
+
+
+def test_gradient_checkpointing_and_gradients():
+    model = open_gates(build("attn_bilateral", dynamic_img_size=True)).train()
+    model(picture()).square().sum().backward()
+    expected = {name: p.grad.clone() for name, p in model.named_parameters()}
+    assert all(gradient.isfinite().all() for gradient in expected.values())
+    model.zero_grad()
+    model.set_grad_checkpointing()
+    model(picture()).square().sum().backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name])
+
+
+def test_features_copies_and_pickles():
+    model = open_gates(build())
+    features = timm.create_model(
+        "vit_tiny_patch16_224", attn_layer="attn1111", features_only=True, out_indices=(0, 1), **SMALL
+    )
+    assert [tuple(f.shape) for f in features(picture())] == [(2, 32, 3, 4)] * 2
+    expected = model(picture())
+    twin = copy.deepcopy(model)
+    assert all(layer.places.model is twin for layer in layers_of(twin))
+    torch.testing.assert_close(twin(picture()), expected)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    torch.testing.assert_close(torch.load(file, weights_only=False)(picture()), expected)
+
+
+@pytest.mark.parametrize("name", [name for name in LAYERS if name != "attn_bilateral"])
+def test_scripted(name):
+    model = open_gates(build(name, reg_tokens=2))
+    torch.testing.assert_close(torch.jit.script(model)(picture()), model(picture()), rtol=1e-4, atol=1e-5)
+
+
+def test_what_cannot_be_scripted_says_so():
+    with pytest.raises(ValueError, match="TorchScript takes no predicted position logits"):
+        torch.jit.script(build("attn_bilateral"))
+    with pytest.raises(ValueError, match=r"TorchScript takes attention_type '1111' in a VisionTransformer of one pict"):
+        torch.jit.script(build(dynamic_img_size=True))
+
+
+def test_features_by_fx():
+    """timm's feature extraction by torch.fx: the layer is a leaf."""
+    from timm.models._features_fx import create_feature_extractor
+
+    model = open_gates(build())
+    (found,) = create_feature_extractor(model, ["blocks.1"])(picture()).values()
+    seen: list[Tensor] = []
+    model.blocks[1].register_forward_hook(lambda module, inputs, output: seen.append(output))
+    model(picture())
+    torch.testing.assert_close(found, seen[0])
+
+
+@pytest.mark.parametrize("name", ["attn1111", "attn_bilateral", "attn_range7"])
+def test_compiled_exported_and_half(name):
+    model = open_gates(build(name))
+    expected = model(picture())
+    torch.testing.assert_close(torch.compile(model, fullgraph=True)(picture()), expected, rtol=1e-3, atol=1e-4)
+    exported = torch.export.export(model, (picture(),)).module()
+    torch.testing.assert_close(exported(picture()), expected, rtol=1e-4, atol=1e-4)
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(model(picture()).float(), expected, rtol=0.2, atol=0.2)
+
+
+def test_a_compiled_model_takes_other_sizes():
+    model = open_gates(build(dynamic_img_size=True))
+    compiled = torch.compile(model, fullgraph=True)
+    for size in ((48, 64), (32, 64), (64, 48)):
+        torch.testing.assert_close(compiled(picture(*size)), model(picture(*size)), rtol=1e-3, atol=1e-4)
+
+
+def test_attention_masks_and_dropout():
+    model = open_gates(build(attn_drop_rate=0.3))
+    layer, x = layers_of(model)[0], torch.randn(2, 13, 32)
+    keep = torch.ones(13, 13, dtype=torch.bool)
+    torch.testing.assert_close(layer(x, keep), layer(x), rtol=1e-4, atol=1e-5)
+    keep[:, 5] = False
+    added = torch.zeros(2, 1, 13, 13).masked_fill(~keep, float("-inf"))
+    torch.testing.assert_close(layer(x, keep), layer(x, added))
+    assert not torch.allclose(layer(x, keep), layer(x), rtol=1e-2)
+    model.train()
+    assert not torch.allclose(model(picture()), model(picture()))
+
+
+@pytest.mark.parametrize("size", ["tiny", "small", "base"])
+def test_our_names(size):
+    stock = timm.create_model(f"vit_{size}_patch16_224", depth=1)
+    model = timm.create_model(f"attn_vit_{size}_patch16_224", depth=1, attention_type="1011", kernel_size=3)
+    model.load_state_dict(stock.state_dict(), strict=True)
+    (layer,) = layers_of(model)
+    assert (layer.attention_type, layer.kernel_size, layer.num_heads) == ("1011", 3, stock.blocks[0].attn.num_heads)
+    assert timm.create_model(f"attn_vit_{size}_patch16_224", depth=1).blocks[0].attn.attention_type == "1111"
+    assert model.default_cfg["architecture"] == f"attn_vit_{size}_patch16_224"
+
+
+def test_a_class_of_other_options():
+    wide = vit_attention("Range13", attention_type="1000", spatial_range=13)
+    model = build(wide)
+    assert type(layers_of(model)[0]) is wide
+    assert layers_of(model)[0].spatial_range == 13
+    narrow, all_keys = (build(vit_attention("R", attention_type="1000", spatial_range=n)) for n in (3, -1))
+    narrow.load_state_dict(all_keys.state_dict())
+    assert not torch.allclose(narrow(picture()), all_keys(picture()), rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match=r"options must be of attention_type, .*, got 'heads'"):
+        vit_attention("Other", heads=3)
+    assert all(name in ATTN_LAYERS for name in ("attn", "diff"))  # timm's own stay
+
+
+def test_errors_say_what_is_missing():
+    layer = ViTAttention(32, 2)
+    with pytest.raises(ValueError, match=r"needs tokens with places, which a layer of timm's .* knows from its model"):
+        layer(torch.randn(2, 13, 32))
+    with pytest.raises(ValueError, match="is_causal must be False"):
+        layer(torch.randn(2, 13, 32), is_causal=True)
+    assert ViTAttention(32, 2, attention_type="1010")(torch.randn(2, 13, 32)).shape == (2, 13, 32)
+    model = build(patch_drop_rate=0.5).train()
+    with pytest.raises(ValueError, match=r"grid must hold the 6 tokens behind the prefix of 1, got \(3, 4\)"):
+        model(picture())
+    naflex = timm.create_model("naflexvit_base_patch16_gap", attn_layer="attn1111", embed_dim=32, depth=1, num_heads=2)
+    places = torch.cartesian_prod(torch.arange(3), torch.arange(4)).expand(2, -1, -1)
+    with pytest.raises(ValueError, match="needs one grid for all pictures of a batch, and patch_coord gives many"):
+        naflex(torch.randn(2, 12, 768), patch_coord=places, patch_valid=torch.ones(2, 12, dtype=torch.bool))
+    with pytest.raises(ValueError, match="norm_layer must be given for qk_norm"):
+        ViTAttention(32, 2, qk_norm=True)

@@ -1,0 +1,181 @@
+"""The classifier's trainer on folders of clips."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("timm")
+pytest.importorskip("sklearn")
+pytest.importorskip("skimage")
+
+from PIL import Image
+
+from tools.classification.clips import ClipFolder, ClipTransform
+from tools.classification.config import Config, ConfigError
+from tools.classification.data import Transformed, datasets, training_transform
+from tools.classification.model import create_model
+from tools.clips import open_clip, sampled
+from tools.datasets import moving_digits
+from tools.pictures import BadPicture
+from tools.train_classifier import main
+
+TINY = [
+    "--model", "timesformer_small_patch16_224", "--epochs", "1", "--batch-size", "4",
+    "--set", "model_args={'embed_dim': 32, 'depth': 1, 'num_heads': 2}", "--set", "dataset=clips",
+    "--set", "input_size=[32, 48]", "--set", "frames=4", "--set", "crop=none", "--set", "hflip=0", "--set", "workers=0",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=["png", "mp4"])
+def made(request, tmp_path_factory) -> Path:
+    if request.param == "mp4":
+        pytest.importorskip("cv2")
+    folder = tmp_path_factory.mktemp("clips") / request.param
+    moving_digits.build(folder, moving_digits.Recipe(8, 4, height=32, width=48, format=request.param))
+    return folder
+
+
+@pytest.fixture
+def clips(made, tmp_path) -> Path:
+    return Path(shutil.copytree(made, tmp_path / made.name))
+
+
+def train(data: Path, output: Path, *arguments: str) -> int:
+    return main(["--data", str(data), "--output", str(output), *TINY, *arguments])
+
+
+def break_clip(clips: Path) -> str:
+    """Break one training clip; its name."""
+    clip = sorted((clips / "train/left").iterdir())[0]
+    file = clip / "001.png" if clip.is_dir() else clip
+    file.write_bytes(file.read_bytes()[:200])
+    return clip.relative_to(clips).as_posix()
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
+def test_frames_are_spread_over_the_clip(clips):
+    assert sampled(8, 8) == list(range(8))
+    assert sampled(100, 4) == [12, 37, 62, 87]
+    assert sampled(3, 5) == [0, 0, 1, 2, 2]
+    clip = sorted((clips / "train/up").iterdir())[0]
+    whole = [np.asarray(frame) for frame in open_clip(clip, 8)]
+    assert [frame.shape for frame in whole] == [(32, 48, 3)] * 8
+    assert not any(np.array_equal(a, b) for a, b in pairwise(whole))
+    for frame, expected in zip(open_clip(clip, 4), whole[1::2]):
+        assert np.array_equal(frame, expected)
+    assert len(open_clip(clip, 12)) == 12
+
+
+def test_colours_are_rgb(tmp_path):
+    cv2 = pytest.importorskip("cv2")
+    red = np.zeros((4, 32, 48, 3), np.uint8)
+    red[..., 0] = 250
+    moving_digits.write_mp4(tmp_path / "red", red)
+    assert cv2.imread is not None
+    frame = np.asarray(open_clip(tmp_path / "red.mp4", 2)[0]).mean((0, 1))
+    assert frame[0] > 200
+    assert max(frame[1:]) < 50
+
+
+def test_what_is_no_clip(tmp_path):
+    pytest.importorskip("cv2")
+    (tmp_path / "text.mp4").write_text("no video")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "mixed").mkdir()
+    for name, size in (("0.png", (8, 8)), ("1.png", (8, 9))):
+        Image.new("RGB", size).save(tmp_path / "mixed" / name)
+    for name, reason in (
+        ("text.mp4", "it is no video that OpenCV decodes"), ("empty", "it holds no picture"),
+        ("mixed", r"its pictures differ in size, \[\(8, 8\), \(8, 9\)\]"), ("none.mp4", "there is no such file"),
+    ):  # fmt: skip
+        with pytest.raises(BadPicture, match=f"{name} cannot be read as a clip: {reason}"):
+            open_clip(tmp_path / name, 2)
+
+
+def test_folders(clips):
+    folder = ClipFolder(str(clips / "train"), 4)
+    assert folder.classes == ["down", "left", "right", "up"]
+    assert sorted(folder.targets) == [0, 0, 1, 1, 2, 2, 3, 3]
+    frames, label = folder[5]
+    assert (len(frames), label) == (4, 2)
+    for path in (clips / "val/up").iterdir():
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    with pytest.raises(ConfigError, match="val: no video and no folder of pictures for the class up"):
+        datasets(Config("any", dataset="clips"), clips)
+
+
+def test_videos_without_opencv(tmp_path, monkeypatch):
+    """The line that says what to install."""
+    for split in ("train", "val"):
+        (tmp_path / split / "one").mkdir(parents=True)
+        (tmp_path / split / "one/0.mp4").touch()
+    monkeypatch.setitem(sys.modules, "cv2", None)
+    with pytest.raises(SystemExit, match="needs cv2, which is not installed: python -m attn_plugins install mm"):
+        train(tmp_path, tmp_path / "out")
+
+
+def test_all_frames_pass_the_same_random_transform():
+    """Equal frames stay equal, clips differ, and randomness outside goes on."""
+    data = dict(input_size=(3, 32, 48), interpolation="bilinear", mean=(0.5,) * 3, std=(0.5,) * 3)
+    config = Config("any", dataset="clips", color_jitter=0.4, auto_augment="rand-m9-mstd0.5", erasing=0.5)
+    transform = training_transform(config, data)
+    picture = Image.fromarray(np.random.default_rng(0).integers(0, 255, (48, 64, 3), np.uint8))
+    torch.manual_seed(0)
+    clips = [ClipTransform(transform)([picture] * 3) for _ in range(4)]
+    assert all(clip.shape == (3, 3, 32, 48) for clip in clips)
+    assert all(torch.equal(clip[0], clip[2]) for clip in clips)
+    assert not any(torch.equal(a, b) for a, b in pairwise(clips))
+    (found, label) = Transformed([([picture] * 2, 3)], transform)[0]
+    assert (tuple(found.shape), label) == ((2, 3, 32, 48), 3)
+
+
+# --- training ---------------------------------------------------------------------------------------------------------
+
+
+def test_training_resuming_and_evaluation(clips, tmp_path, capsys):
+    assert train(clips, tmp_path / "out") == 0
+    assert "4 classes, 32×48 pixels; 8 + 4 clips" in capsys.readouterr().out
+    assert main(["--data", str(clips), "--output", str(tmp_path / "out"), "--resume"]) == 0
+    assert "nothing is left to train: 1 of 1 epochs are done" in capsys.readouterr().out
+    weights = str(tmp_path / "out/best.safetensors")
+    assert train(clips, tmp_path / "other", "--evaluate", weights) == 0
+    assert capsys.readouterr().out.startswith("top-1 ")
+    resume = ["--data", str(clips), "--output", str(tmp_path / "out"), "--resume", "--set", "frames=8"]
+    assert main(resume) == 2
+    assert "was trained with frames = 4, but now it is 8" in capsys.readouterr().err
+
+
+def test_broken_clips_are_named_and_skipped(clips, tmp_path, capsys):
+    name = break_clip(clips)
+    assert main(["--data", str(clips), "--check", "--set", "dataset=clips", "--set", "workers=0"]) == 1
+    first, last = capsys.readouterr().out.splitlines()
+    assert first.startswith(f"{clips / name}: ")
+    assert last == "1 of 12 images cannot be read"
+    assert train(clips, tmp_path / "out", "--batch-size", "2") == 2
+    error = capsys.readouterr().err
+    assert name in error
+    assert "--skip-broken trains without them" in error
+    assert train(clips, tmp_path / "other", "--skip-broken") == 0
+    assert f"left out 1 of 12 images, which cannot be read: {name} " in capsys.readouterr().out
+    assert (tmp_path / "other/broken.txt").read_text().startswith(f"{name}\t")
+
+
+def test_settings_that_clips_go_without():
+    for key, value in (("cutmix", 1.0), ("channels_last", True)):
+        with pytest.raises(ConfigError, match=f"dataset 'clips' goes without {key}, got {value}"):
+            Config("any", dataset="clips", **{key: value})
+    with pytest.raises(ConfigError, match="frames must be at least 1, got 0"):
+        Config("any", frames=0)
+    with pytest.raises(ConfigError, match=r"'clips' needs a model of clips, timesformer_base_.*, got aa_resnet34"):
+        create_model(Config("aa_resnet34", dataset="clips"), 4)
+    model = create_model(Config("timesformer_small_patch16_224", dataset="clips", frames=3, input_size=(32, 48)), 4)
+    assert model.time_embed.shape[1] == 3

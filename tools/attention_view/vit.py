@@ -1,0 +1,268 @@
+"""The attention of timm's vision transformers: from patches, from the cls token, and its rollout over the layers.
+
+Shapes: B batch, M heads, T tokens: P class tokens and registers, then H * W patches, row by row.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+Cell = Sequence[int] | Literal["cls"]  # row and column on a map, or the cls token
+CLS: Literal["cls"] = "cls"
+
+
+@dataclass
+class Looked:
+    """What a layer gives for some queries, of the first picture.
+
+    Attributes:
+        names: Of the maps, in their order.
+        maps: (len(names), Q, Hk, Wk).
+        uniform: (Q,), 1 / number of a query's keys.
+        elsewhere: (len(names), Q), the weight of keys that have no place on the map; None where there are none.
+    """
+
+    names: list[str]
+    maps: Tensor
+    uniform: Tensor
+    elsewhere: Tensor | None = None
+
+
+@dataclass
+class PatchMaps:
+    """An attention of a vision transformer, or its rollout, for one picture.
+
+    Attributes:
+        name: Of the layer in its model.
+        weigh: Computes (B, M, T, T) from ``x``.
+        x: What the layer took, (B, T, C); None of the rollout.
+        size: (H, W), the patches, which are queries and keys.
+        prefix: The names of the tokens before the patches.
+    """
+
+    name: str
+    weigh: Callable[[Tensor | None], Tensor]
+    x: Tensor | None
+    size: tuple[int, int]
+    prefix: list[str]
+
+    @property
+    def keys(self) -> tuple[int, int]:
+        """As ``size``."""
+        return self.size
+
+    @property
+    def cls(self) -> bool:
+        """Whether the first token is the cls token."""
+        return self.prefix[:1] == [CLS]
+
+    @torch.no_grad()
+    def weights(self) -> Tensor:
+        """(B, M, T, T), as the layer used them."""
+        return self.weigh(self.x)
+
+    @property
+    def prefix_words(self) -> str:
+        """The tokens before the patches in words."""
+        return " and ".join(dict.fromkeys(self.prefix))
+
+    def maps(self, queries: Tensor) -> Tensor:
+        """(B, M, Q, H, W) of the patches ``queries``, (Q, 2), rows and columns."""
+        numbers = len(self.prefix) + queries[:, 0] * self.size[1] + queries[:, 1]
+        return self.weights()[:, :, numbers, len(self.prefix) :].unflatten(-1, self.size)
+
+    def look(self, cells: Sequence[Cell]) -> Looked:
+        """The mean of all heads, then every head, for patches and the cls token.
+
+        Raises:
+            ValueError: there is no cls token.
+        """
+        if CLS in cells and not self.cls:
+            raise ValueError(f"{self.name} has no cls token")
+        P = len(self.prefix)
+        numbers = torch.tensor([0 if isinstance(n, str) else P + n[0] * self.size[1] + n[1] for n in cells])
+        weights = self.weights()[0, :, numbers].float()  # (M, Q, T)
+        names = [f"head {n + 1}" for n in range(len(weights))]
+        if self.x is None:
+            names = ["rollout"]
+        elif len(weights) > 1:
+            weights, names = torch.cat((weights.mean(0, keepdim=True), weights)), ["mean of heads", *names]
+        elsewhere = weights[..., :P].sum(-1) if P else None
+        return Looked(names, weights[..., P:].unflatten(-1, self.size), self._uniform(numbers), elsewhere)
+
+    @torch.no_grad()
+    def _uniform(self, numbers: Tensor) -> Tensor:
+        if self.x is None:  # all tokens
+            return torch.full((len(numbers),), 1 / (len(self.prefix) + self.size[0] * self.size[1]))
+        # Of tokens of zeros no key is so unlike the query that its weight rounds to 0: what is 0 is no key.
+        blank = self.weigh(torch.zeros_like(self.x))[0, :, numbers]
+        return 1 / (blank != 0).any(0).sum(-1).clamp(min=1)
+
+
+def vision_transformers(model: nn.Module) -> dict[str, Any]:
+    """timm's ``VisionTransformer`` and ``NaFlexVit`` in ``model``, by name; ``''`` is the model itself."""
+    # A model of theirs has imported them; others do without timm.
+    modules = [sys.modules.get(f"timm.models.{name}") for name in ("vision_transformer", "naflexvit")]
+    names = ("VisionTransformer", "NaFlexVit")
+    classes = tuple(getattr(module, name) for module, name in zip(modules, names) if module is not None)
+    return {name: module for name, module in model.named_modules() if isinstance(module, classes)}
+
+
+def vit_layers(model: nn.Module) -> dict[str, Any]:
+    """The attention layers of vision transformers, timm's ``Attention`` and ours, by name."""
+    found = {}
+    for start, vit in vision_transformers(model).items():
+        for name, module in vit.blocks.named_modules(prefix=f"{start}.blocks" if start else "blocks"):
+            if callable(getattr(module, "token_weights", None)) or _is_stock(module):
+                found[name] = module
+    return found
+
+
+def _is_stock(module: nn.Module) -> bool:
+    return type(module).__name__ == "Attention" and type(module).__module__ in (
+        "timm.layers.attention",
+        "timm.models.vision_transformer",  # before timm 1.0.20
+    )
+
+
+def stock_weights(attention: Any, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+    """Return the weights of timm's ``Attention``, fused or not, without dropout.
+
+    Args:
+        attention: The layer.
+        x: (B, T, C), and what follows likewise as for its forward.
+
+    Returns:
+        (B, M, T, T).
+    """
+    q, k, _ = attention.qkv(x).unflatten(2, (3, attention.num_heads, -1)).permute(2, 0, 3, 1, 4)
+    logits = (attention.q_norm(q) * attention.scale) @ attention.k_norm(k).mT
+    if is_causal:
+        attn_mask = torch.ones(logits.shape[-2:], dtype=torch.bool, device=x.device).tril()
+    if attn_mask is not None:
+        logits = logits.masked_fill(~attn_mask, -torch.inf) if attn_mask.dtype == torch.bool else logits + attn_mask
+    return logits.softmax(-1)
+
+
+def prefix_names(vit: Any) -> list[str]:
+    """The names of the tokens before a vision transformer's patches: cls, dist and registers."""
+    holder = getattr(vit, "embeds", vit)  # of NaFlexVit
+    named = [name for name in (CLS, "dist") if getattr(holder, f"{name}_token", None) is not None]
+    return named + ["registers"] * (vit.num_prefix_tokens - len(named))
+
+
+def has_cls(model: nn.Module) -> bool:
+    """Whether a vision transformer in ``model`` has a cls token."""
+    return any(prefix_names(vit)[:1] == [CLS] for vit in vision_transformers(model).values())
+
+
+@contextmanager
+def capture_vit(model: nn.Module) -> Iterator[dict[str, PatchMaps]]:
+    """Remember what a forward pass gives to all layers of :func:`vit_layers`.
+
+    Nothing is computed before weights are asked for, and nothing stays in the model afterwards. Ask before the model
+    sees another picture.
+
+    Yields:
+        What was captured, by name, in the order of the calls.
+    """
+    captured: dict[str, PatchMaps] = {}
+    layers = vit_layers(model)
+
+    def keep(name: str, vit: Any, grid: dict[str, Any]) -> Callable[..., None]:
+        prefix = prefix_names(vit)
+
+        def hook(layer: Any, arguments: Any, keywords: dict[str, Any]) -> None:
+            given = dict(inspect.signature(layer.forward).bind(*arguments, **keywords).arguments)
+            x = given.pop("x")
+            weights = getattr(layer, "token_weights", None) or partial(stock_weights, layer)
+            captured.pop(name, None)
+            captured[name] = PatchMaps(name, partial(_weigh, weights, given), x, grid["size"], prefix)
+
+        return hook
+
+    with ExitStack() as stack:
+        for start, vit in vision_transformers(model).items():
+            grid: dict[str, Any] = {}
+            embed = vit.embeds if hasattr(vit, "embeds") else vit.patch_embed
+            stack.callback(embed.register_forward_hook(partial(_note_grid, grid)).remove)
+            for name, layer in layers.items():
+                if name.startswith(f"{start}.blocks" if start else "blocks"):
+                    handle = layer.register_forward_pre_hook(keep(name, vit, grid), with_kwargs=True)
+                    stack.callback(handle.remove)
+        yield captured
+
+
+def _note_grid(grid: dict[str, Any], embed: Any, inputs: Any, output: Any) -> None:
+    if isinstance(output, tuple):  # NaFlexVit's
+        grid["size"] = tuple(output[1])
+    else:  # (B, H, W, C), or (B, H * W, C) of its own size
+        grid["size"] = tuple(output.shape[1:3] if output.dim() == 4 else embed.grid_size)
+
+
+def _weigh(weights: Callable[..., Tensor], given: Mapping[str, Any], x: Tensor) -> Tensor:
+    return weights(x, **given)
+
+
+def rollout(layers: Sequence[Callable[[], Tensor]]) -> Tensor:
+    """Attention rollout: the product of all layers' weights and residual connections.
+
+    For every layer heads are averaged, the identity is added, rows are normalised to a sum of 1, and the matrix is
+    multiplied from the left to that of the layers before. Abnar and Zuidema (2020): Quantifying Attention Flow in
+    Transformers, section 3.
+
+    Args:
+        layers: Each gives weights (B, M, T, T); the first layer first.
+
+    Returns:
+        (B, T, T): row t, how much of every input token is in token t.
+    """
+    product: Tensor | None = None
+    for weights in layers:
+        mixed = weights().float().mean(1)
+        mixed = mixed + torch.eye(mixed.shape[-1], device=mixed.device)
+        mixed = mixed / mixed.sum(-1, keepdim=True)
+        product = mixed if product is None else mixed @ product
+    assert product is not None
+    return product
+
+
+def rollouts(model: nn.Module, captured: Mapping[str, PatchMaps]) -> dict[str, PatchMaps]:
+    """The rollout of every vision transformer over all its layers that ran.
+
+    Args:
+        model: The model.
+        captured: By :func:`capture_vit`.
+
+    Raises:
+        ValueError: the model has no vision transformer, or blocks of other attention.
+    """
+    vits = vision_transformers(model)
+    if not vits:
+        raise ValueError(f"--rollout needs a vision transformer of timm, and {type(model).__name__} has none")
+    found = {}
+    for start, vit in vits.items():
+        chosen: list[PatchMaps] = []
+        for number in range(len(vit.blocks)):
+            own = [name for name in vit_layers(vit) if name.startswith(f"blocks.{number}.")]
+            if len(own) != 1:
+                raise ValueError(
+                    f"--rollout needs blocks of one attention layer that can be shown, blocks.{number} has {len(own)}"
+                )
+            whole = f"{start}.{own[0]}" if start else own[0]
+            chosen += [captured[whole]] if whole in captured else []
+        if not chosen:
+            raise ValueError(f"--rollout needs a vision transformer that runs, and {start or 'the model'} did not")
+        product = rollout([layer.weights for layer in chosen])[:, None]
+        name = f"{start}.rollout" if start else "rollout"
+        found[name] = PatchMaps(name, lambda _, product=product: product, None, chosen[0].size, chosen[0].prefix)
+    return found

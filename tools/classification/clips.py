@@ -1,0 +1,64 @@
+"""Clips for training and validation: folders of videos or of frames, and transforms of all frames alike."""
+
+from __future__ import annotations
+
+import random
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torchvision.datasets import ImageFolder
+
+from tools.clips import is_clip, is_video, open_clip
+from tools.requires import need
+
+
+class ClipFolder(ImageFolder):
+    """``CLASS/*.mp4`` or ``CLASS/CLIP/*.png``: clips as lists of pictures, with the numbers of their classes.
+
+    Args:
+        root: The folder of the classes.
+        frames: How many of a clip to read, spread over the whole of it.
+
+    Raises:
+        FileNotFoundError: there is no class, or a class without a clip.
+    """
+
+    def __init__(self, root: str, frames: int) -> None:
+        super().__init__(root, loader=partial(open_clip, count=frames))  # type: ignore[arg-type]
+        if any(is_video(Path(file)) for file, _ in self.samples):
+            need("cv2")
+
+    @staticmethod
+    def make_dataset(directory: Any, class_to_idx: dict[str, int], *args: Any, **kwargs: Any) -> list[tuple[str, int]]:
+        """(path, class) of every clip."""
+        found = []
+        for name, label in class_to_idx.items():
+            clips = [path for path in sorted((Path(directory) / name).iterdir()) if is_clip(path)]
+            if not clips:
+                raise FileNotFoundError(f"no video and no folder of pictures for the class {name}")
+            found += [(str(path), label) for path in clips]
+        return found
+
+
+class ClipTransform:
+    """Apply a transform of pictures to all frames of a clip with the same random choices: (T, 3, H, W)."""
+
+    def __init__(self, transform: Any) -> None:
+        self.transform = transform
+
+    def __call__(self, frames: list[Any]) -> torch.Tensor:
+        seed = int(torch.randint(2**31, ()))
+        states = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002 - what transforms draw from
+        transformed = []
+        for frame in frames:
+            random.seed(seed)
+            np.random.seed(seed)  # noqa: NPY002
+            torch.manual_seed(seed)
+            transformed.append(self.transform(frame))
+        random.setstate(states[0])
+        np.random.set_state(states[1])  # noqa: NPY002
+        torch.set_rng_state(states[2])
+        return torch.stack(transformed)

@@ -1,0 +1,95 @@
+"""Clips from files: videos, which OpenCV decodes, and folders of pictures."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from PIL import Image
+
+from tools.pictures import BadPicture, open_picture
+
+VIDEOS = (".avi", ".m4v", ".mkv", ".mov", ".mp4", ".webm")
+PICTURES = (".bmp", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
+
+
+def is_video(path: Path) -> bool:
+    """Whether a file's name is that of a video."""
+    return path.suffix.lower() in VIDEOS and path.is_file()
+
+
+def pictures_in(folder: Path) -> list[Path]:
+    """The pictures of a folder, in the order of their names."""
+    return sorted(file for file in folder.iterdir() if file.suffix.lower() in PICTURES)
+
+
+def is_clip(path: Path) -> bool:
+    """Whether a path is a video, or a folder of pictures."""
+    return is_video(path) or (path.is_dir() and bool(pictures_in(path)))
+
+
+def sampled(frames: int, count: int) -> list[int]:
+    """Which of ``frames`` to take: the middles of ``count`` equal parts.
+
+    >>> sampled(8, 4), sampled(2, 4)
+    ([1, 3, 5, 7], [0, 0, 1, 1])
+    """
+    return [(2 * n + 1) * frames // (2 * count) for n in range(count)]
+
+
+def open_clip(path: str | Path, count: int) -> list[Image.Image]:
+    """Read ``count`` frames, spread over the whole clip, in RGB.
+
+    Args:
+        path: A video, or a folder of pictures, whose names are in the order of time.
+        count: How many; a clip of fewer repeats some.
+
+    Raises:
+        BadPicture: it cannot be read.
+    """
+    path = Path(path)
+    if path.is_dir():
+        files = pictures_in(path)
+        if not files:
+            raise BadPicture(f"{path} cannot be read as a clip: it holds no picture")
+        frames = {n: open_picture(files[n]) for n in sorted(set(sampled(len(files), count)))}
+        sizes = {frame.size for frame in frames.values()}
+        if len(sizes) > 1:
+            raise BadPicture(f"{path} cannot be read as a clip: its pictures differ in size, {sorted(sizes)}")
+        return [frames[n] for n in sampled(len(files), count)]
+    return _decode(path, count)
+
+
+def _decode(path: Path, count: int) -> list[Image.Image]:
+    os.environ.setdefault("OPENCV_FFMPEG_LOGLEVEL", "-8")  # what is wrong is said here
+    import cv2
+
+    if not path.is_file():
+        raise BadPicture(f"{path} cannot be read as a clip: there is no such file")
+    video = cv2.VideoCapture(str(path))
+    try:
+        told = int(video.get(cv2.CAP_PROP_FRAME_COUNT)) if video.isOpened() else 0
+        if told <= 0:
+            raise BadPicture(f"{path} cannot be read as a clip: it is no video that OpenCV decodes, or has no frame")
+        wanted = sampled(told, count)
+        frames = _frames(video, wanted)
+        if len(frames) < len(set(wanted)):
+            raise BadPicture(f"{path} cannot be read as a clip: it has {told} frames, and not all can be decoded")
+        return [frames[n] for n in wanted]
+    finally:
+        video.release()
+
+
+def _frames(video: object, wanted: Sequence[int]) -> dict[int, Image.Image]:
+    """The frames ``wanted`` of an opened video, as far as they are there."""
+    found: dict[int, Image.Image] = {}
+    for number in range(max(wanted) + 1):
+        if not video.grab():  # type: ignore[attr-defined]
+            break
+        if number in wanted:
+            decoded, pixels = video.retrieve()  # type: ignore[attr-defined]
+            if not decoded:
+                break
+            found[number] = Image.fromarray(pixels[..., ::-1].copy())  # from BGR
+    return found
