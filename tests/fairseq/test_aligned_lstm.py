@@ -48,6 +48,14 @@ def test_console_scripts_print_hard_alignments(data, tmp_path):
         assert line.split() == [f"{i}-{t}" for t, i in enumerate(best)]
 
 
+def test_checkpoints_load_after_a_context_that_allows_their_options(tmp_path):
+    """As timm's loading of a checkpoint is one: torch takes back what it allowed, though it was allowed before."""
+    torch.save({"args": argparse.Namespace(arch=ARCH)}, tmp_path / "checkpoint.pt")
+    with torch.serialization.safe_globals([argparse.Namespace]):
+        pass
+    assert torch.load(tmp_path / "checkpoint.pt", weights_only=True)["args"].arch == ARCH
+
+
 def build(alignment: str, **options) -> AlignedLSTMModel:
     torch.manual_seed(0)
     options = {**SMALL, "criterion": "cross_entropy", "dropout": 0.0, **options}

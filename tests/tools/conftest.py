@@ -104,3 +104,14 @@ def browser(tmp_path_factory) -> Iterator[Browser]:
     browser = Browser(executable, tmp_path_factory.mktemp("profile"))
     yield browser
     browser.close()
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """One thread here as in the processes that a test starts: sums differ by rounding between numbers of them."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -39,6 +39,8 @@ from tools.captioning.word_attention import summary, word_attention
 from tools.datasets.captioned_scenes import Recipe, build
 from tools.pictures import BadPicture, open_picture
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 ROOT = Path(__file__).parents[2]
 FUSIONS = {
     "entangled": {"regions", "attributes", "visual_share"},

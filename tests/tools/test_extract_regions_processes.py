@@ -21,6 +21,8 @@ from tools.captioning.shared_run import SharedRun
 from tools.datasets.captioned_scenes import Recipe, build
 from tools.pictures import open_picture
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 OPTIONS = [*GRID, "--batch-size", "3", "--device", "cpu"]
 
 
