@@ -35,5 +35,5 @@ if hasattr(torch.serialization, "add_safe_globals"):  # torch >= 2.4; older ones
     # Of a checkpoint that several processes resume, the first one sends the others its options and its tensors' places.
     options = [DictConfig, ListConfig, AnyNode, ContainerMetadata, Metadata, defaultdict, dict, list, int, Any]
     torch.serialization.add_safe_globals([argparse.Namespace, distributed_utils._TensorPlaceholder, *options])
-    if torch.__version__ >= (2, 6):  # by name too, which stays when a `safe_globals` context of others (timm) ends
+    if torch.__version__ >= "2.6":  # by name too, which stays when a `safe_globals` context of others (timm) ends
         torch.serialization.add_safe_globals([(argparse.Namespace, "argparse.Namespace")])

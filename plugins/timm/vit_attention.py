@@ -7,6 +7,7 @@ positions: ViT, DeiT, DINOv2 with registers, SigLIP, CLIP and more. Names: ``att
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from itertools import product
 from typing import Any
@@ -235,11 +236,26 @@ def vit_attention(name: str, **options: Any) -> type[ViTAttention]:
     for option in options:
         if option not in OPTIONS:
             raise ValueError(f"options must be of {', '.join(OPTIONS)}, got {option!r}")
+    return _vit_attention(name, tuple(sorted(options.items())))
+
+
+@functools.cache
+def _vit_attention(name: str, given: tuple[tuple[str, Any], ...]) -> type[ViTAttention]:
+    """One class for equal arguments, which copies and pickles of its layers find again."""
 
     def __init__(self: ViTAttention, dim: int, num_heads: int = 8, **kwargs: Any) -> None:
-        ViTAttention.__init__(self, dim, num_heads, **{**options, **kwargs})
+        ViTAttention.__init__(self, dim, num_heads, **{**dict(given), **kwargs})
 
-    return type(name, (ViTAttention,), {"__init__": __init__, "__doc__": ViTAttention.__doc__, "__module__": __name__})
+    def __reduce__(self: ViTAttention) -> tuple[Any, ...]:
+        return _blank, (name, given), self.__dict__
+
+    own = {"__init__": __init__, "__reduce__": __reduce__, "__doc__": ViTAttention.__doc__, "__module__": __name__}
+    return type(name, (ViTAttention,), own)
+
+
+def _blank(name: str, given: tuple[tuple[str, Any], ...]) -> ViTAttention:
+    layer = _vit_attention(name, given)
+    return layer.__new__(layer)
 
 
 OPTIONS = ("attention_type", "spatial_range", "kernel_size", "outside", "smoothing")
@@ -250,4 +266,3 @@ LAYERS: dict[str, dict[str, Any]] = {
 }
 for _name, _options in LAYERS.items():
     ATTN_LAYERS[_name] = vit_attention("ViTAttention_" + _name.removeprefix("attn").removeprefix("_"), **_options)
-    globals()[ATTN_LAYERS[_name].__name__] = ATTN_LAYERS[_name]  # where pickle looks for it

@@ -140,8 +140,10 @@ def test_gradient_checkpointing_and_gradients():
         torch.testing.assert_close(parameter.grad, expected[name])
 
 
-def test_features_copies_and_pickles():
-    model = open_gates(build())
+@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "attn_vit_tiny_patch16_224"])
+def test_features_copies_and_pickles(name):
+    options = {} if name.startswith("attn") else dict(attn_layer="attn1111")
+    model = open_gates(timm.create_model(name, **options, **SMALL).eval())
     features = timm.create_model(
         "vit_tiny_patch16_224", attn_layer="attn1111", features_only=True, out_indices=(0, 1), **SMALL
     )
@@ -149,6 +151,7 @@ def test_features_copies_and_pickles():
     expected = model(picture())
     twin = copy.deepcopy(model)
     assert all(layer.places.model is twin for layer in layers_of(twin))
+    assert type(layers_of(twin)[0]) is type(layers_of(model)[0])
     torch.testing.assert_close(twin(picture()), expected)
     file = io.BytesIO()
     torch.save(model, file)
