@@ -47,8 +47,8 @@ class AAConv2d(nn.Module):
         stride: Of the layer.
         padding: None or the padding that keeps the size: a map of H rows gives ⌈H / stride⌉.
         position: ``'relative'`` (above), ``'none'``, ``'sine'`` (sines and cosines of both axes are added to the
-            attention's input; ``in_channels`` must be a multiple of 4) or ``'coordconv'`` (both coordinates, from
-            -1 to 1, are two more channels of the attention's input).
+            attention's input; ``in_channels`` must be a multiple of 4) or ``'coordconv'`` (x and y from -1 to 1 and
+            their distance r from the centre are three more channels of the attention's input; Bello et al., 4.5).
         input_size: (H, W) of the layer's input, for which the relative tables are made.
         pool: Average the attention's input once more, 3×3 with stride 2, and bring its output back by bilinear
             interpolation: a sixteenth of the logits.
@@ -118,7 +118,7 @@ class AAConv2d(nn.Module):
         self.width_rel: nn.Parameter | None = None
         if not dv:
             return
-        self.qkv = nn.Conv2d(in_channels + 2 * (position == "coordconv"), 2 * dk + dv, 1, bias=False, **factory)
+        self.qkv = nn.Conv2d(in_channels + 3 * (position == "coordconv"), 2 * dk + dv, 1, bias=False, **factory)
         self.proj = nn.Conv2d(dv, dv, 1, bias=False, **factory)
         if position == "relative":
             if input_size is None:
@@ -336,8 +336,15 @@ def _sine_map(x: Tensor) -> Tensor:
 
 
 def _coordinates(x: Tensor) -> Tensor:
-    """(B, 2, H, W): row and column from -1 to 1."""
+    """(B, 3, H, W): x and y, both from -1 to 1, and r = (x² + y²)^1/2."""
     B, _, H, W = x.shape
-    rows = torch.linspace(-1, 1, H, device=x.device, dtype=x.dtype).view(1, 1, H, 1).expand(B, 1, H, W)
-    columns = torch.linspace(-1, 1, W, device=x.device, dtype=x.dtype).view(1, 1, 1, W).expand(B, 1, H, W)
-    return torch.cat((rows, columns), 1)
+    rows = _from_the_centre(H, x).view(H, 1).expand(H, W)
+    columns = _from_the_centre(W, x).expand(H, W)
+    return torch.stack((columns, rows, torch.hypot(columns, rows))).expand(B, -1, -1, -1)
+
+
+def _from_the_centre(size: int, x: Tensor) -> Tensor:
+    """(size,): from -1 to 1, 0 of a single position."""
+    if size == 1:
+        return torch.zeros(1, device=x.device, dtype=x.dtype)
+    return torch.linspace(-1, 1, size, device=x.device, dtype=x.dtype)

@@ -78,14 +78,25 @@ def test_it_is_the_papers_algorithm(size, position):
     torch.testing.assert_close(layer.attention_maps(x).flatten(4).flatten(2, 3), torch.from_numpy(weights))
 
 
-def test_the_coordinates_and_sines_enter_as_they_should():
-    x = torch.randn(1, 16, 3, 4, dtype=torch.float64)
-    layer = make(position="coordconv")
-    rows = torch.tensor([-1.0, 0.0, 1.0], dtype=torch.float64).view(1, 1, 3, 1).expand(1, 1, 3, 4)
-    columns = torch.tensor([-1.0, -1 / 3, 1 / 3, 1.0], dtype=torch.float64).expand(1, 1, 3, 4)
-    attended, _ = paper_attention(numpy_of(torch.cat((x, rows, columns), 1).permute(0, 2, 3, 1)), layer)
-    torch.testing.assert_close(layer(x)[:, 24:], torch.from_numpy(attended).permute(0, 3, 1, 2))
+@pytest.mark.parametrize("size", [(3, 4), (1, 3), (4, 1), (1, 1)])
+def test_three_coordinates_enter(size):
+    """(x, y, r) of section 4.5: both axes from -1 to 1 and the distance from the centre, a single position at 0."""
+    H, W = size
+    x = torch.randn(2, 16, H, W, dtype=torch.float64)
+    coordinates = torch.zeros(2, 3, H, W, dtype=torch.float64)
+    for i in range(H):
+        for j in range(W):
+            across = 2 * j / (W - 1) - 1 if W > 1 else 0.0
+            down = 2 * i / (H - 1) - 1 if H > 1 else 0.0
+            coordinates[:, :, i, j] = torch.tensor([across, down, math.sqrt(across**2 + down**2)])
+    layer = make(position="coordconv", size=size)
+    assert layer.qkv.in_channels == 16 + 3
+    attended, _ = paper_attention(numpy_of(torch.cat((x, coordinates), 1).permute(0, 2, 3, 1)), layer)
+    torch.testing.assert_close(layer(x)[:, 24:], torch.from_numpy(attended).permute(0, 3, 1, 2), rtol=1e-6, atol=1e-6)
 
+
+def test_sines_are_added():
+    x = torch.randn(1, 16, 3, 4, dtype=torch.float64)
     layer = make(position="sine")
     encoded = x.clone()
     for i in range(3):
