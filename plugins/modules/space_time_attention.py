@@ -204,22 +204,45 @@ class RegionAttention(nn.Module):
             patches = torch.cat((means, patches), 1)
         return self.proj(patches)
 
+    @torch.no_grad()
+    def group_weights(self, x: Tensor, grid: ClipGrid, prefix: int) -> list[Tensor]:
+        """Compute the attention weights within groups, without dropout.
+
+        Args:
+            x: (B, P + N, C), and what follows likewise as for :meth:`forward`.
+            grid: (T, H, W).
+            prefix: P.
+
+        Returns:
+            (B, G, M, P + L, P + L) of the groups in the order of :func:`.space_time_regions.grouped`; several such
+            tensors where groups differ in size. The result of a prefix token is the mean over all groups.
+        """
+        qkv, found = self.qkv(x), []
+        for part in grouped(qkv[:, prefix:].unflatten(1, grid), self.region):
+            q, k, _ = self._heads(part, qkv[:, :prefix])
+            weights = (q.float() * q.shape[3] ** -0.5 @ k.float().mT).softmax(-1)
+            found.append(weights.unflatten(0, part.shape[:2]))
+        return found
+
     def _attend(self, groups: Tensor, prefix: Tensor) -> Tensor:
         """Attend within groups (B, G, L, 3 * C), before which the prefix (B, P, 3 * C) comes: (B, G, P + L, C)."""
-        B, G, _, C = groups.shape
-        if prefix.shape[1]:
-            groups = torch.cat((prefix.unsqueeze(1).expand(-1, G, -1, -1), groups), 2)
-        L = groups.shape[2]
-        heads = self.num_heads, C // 3 // self.num_heads
-        q, k, v = groups.reshape(B * G, L, 3, *heads).permute(2, 0, 3, 1, 4)
-        scale = q.shape[3] ** -0.5
+        q, k, v = self._heads(groups, prefix)
+        scale, L = q.shape[3] ** -0.5, q.shape[2]
         if self.training and self.dropout:
             output = F.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout, scale=scale)
         elif L <= _SHORT and not q.is_cuda:
             output = sequence_attention(q, k, v, scale=scale)
         else:
             output = global_attention(*(t.unsqueeze(2) for t in (q, k, v)), scale=scale).squeeze(2)
-        return output.transpose(1, 2).reshape(B, G, L, C // 3)
+        return output.transpose(1, 2).reshape(*groups.shape[:2], L, groups.shape[3] // 3)
+
+    def _heads(self, groups: Tensor, prefix: Tensor) -> tuple[Tensor, ...]:
+        """Query, key and value, (B * G, M, P + L, d), of groups (B, G, L, 3 * C) behind a prefix (B, P, 3 * C)."""
+        B, G, _, C = groups.shape
+        if prefix.shape[1]:
+            groups = torch.cat((prefix.unsqueeze(1).expand(-1, G, -1, -1), groups), 2)
+        heads = self.num_heads, C // 3 // self.num_heads
+        return groups.reshape(B * G, groups.shape[2], 3, *heads).permute(2, 0, 3, 1, 4).unbind()
 
 
 def check_clip_grid(grid: ClipGrid, prefix_tokens: int, tokens: int) -> None:
