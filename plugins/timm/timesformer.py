@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from timm.layers import DropPath, Mlp
+from timm.layers import DropPath, Mlp, register_notrace_function, register_notrace_module
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 from timm.models._features import feature_take_indices
 from timm.models.vision_transformer import Attention, VisionTransformer, checkpoint_filter_fn
@@ -22,9 +22,12 @@ from ..modules.space_time_regions import ClipGrid
 from .conventions import imagenet_cfg
 from .timesformer_weights import complete, resized_in_time, unwrap
 
+register_notrace_function(resized_in_time)
+
 WIDTHS = {"small": (384, 6), "base": (768, 12)}  # and heads, as in timm's ViTs of these names
 
 
+@register_notrace_module  # a leaf to timm's feature extraction by FX, as are the functions registered here
 class SpaceTimeBlock(SpaceTimeSelfAttention):
     """TimeSformer's block: the attention's steps and an MLP, each behind a norm and added to the tokens.
 
@@ -65,6 +68,9 @@ class SpaceTimeBlock(SpaceTimeSelfAttention):
         self.mlp = mlp_layer(dim, int(dim * mlp_ratio), act_layer=act_layer, bias=proj_bias, drop=proj_drop, **given)
         self.drop2 = DropPath(drop_path)
 
+    def __prepare_scriptable__(self) -> SpaceTimeBlock:
+        raise ValueError("TorchScript takes no TimeSformer: torch.export and torch.compile take it")
+
     def init_weights(self) -> None:
         """What timm calls once all linear layers are drawn: make the added steps' ``fc`` 0 again."""
         self.reset_added()
@@ -74,6 +80,21 @@ class SpaceTimeBlock(SpaceTimeSelfAttention):
         before, result = self.steps(x, grid, prefix_tokens, self.drop1)
         x = before + result
         return x + self.drop2(self.mlp(self.norm2(x)))
+
+
+@register_notrace_function
+def as_clip(x: Tensor, channels: int) -> Tensor:
+    """Check a model's input; a picture becomes a clip of one frame."""
+    check_tensor("x", x)
+    if x.dim() == 4 and x.shape[1] == channels:
+        return x.unsqueeze(1)
+    if x.dim() != 5 or x.shape[2] != channels or x.shape[1] == 0:
+        swapped = "; x.transpose(1, 2) has this shape" if x.dim() == 5 and x.shape[1] == channels else ""
+        raise ValueError(
+            f"x must have shape (B, T, {channels}, height, width), frames before channels, got {tuple(x.shape)}"
+            f"{swapped}"
+        )
+    return x
 
 
 class TimeSformer(VisionTransformer):
@@ -151,7 +172,7 @@ class TimeSformer(VisionTransformer):
 
         With ``pattern='space'`` (B, P + H * W, C), the mean over the frames.
         """
-        clip = self._clip(x)
+        clip = as_clip(x, self.in_chans)
         x, grid = self._embed(clip)
         for block in self._blocks:
             x = self._run(block, x, grid)
@@ -188,7 +209,7 @@ class TimeSformer(VisionTransformer):
         if attn_mask is not None:
             raise ValueError("attn_mask must be None: the pattern says which keys a query has")
         indices_taken, last = feature_take_indices(len(self._blocks), indices)
-        clip = self._clip(x)
+        clip = as_clip(x, self.in_chans)
         (B, T), picture, P = clip.shape[:2], x.dim() == 4, self.num_prefix_tokens
         x, grid = self._embed(clip)
         maps, prefixes = [], []
@@ -211,19 +232,6 @@ class TimeSformer(VisionTransformer):
             return found if final is None else {**found, "image_features": final}
         taken = list(zip(maps, prefixes)) if P and return_prefix_tokens else maps
         return taken if final is None else (final, taken)
-
-    def _clip(self, x: Tensor) -> Tensor:
-        """Check the input; a picture becomes a clip of one frame."""
-        check_tensor("x", x)
-        if x.dim() == 4 and x.shape[1] == self.in_chans:
-            return x.unsqueeze(1)
-        if x.dim() != 5 or x.shape[2] != self.in_chans or x.shape[1] == 0:
-            swapped = "; x.transpose(1, 2) has this shape" if x.dim() == 5 and x.shape[1] == self.in_chans else ""
-            raise ValueError(
-                f"x must have shape (B, T, {self.in_chans}, height, width), frames before channels, got "
-                f"{tuple(x.shape)}{swapped}"
-            )
-        return x
 
     def _embed(self, clip: Tensor) -> tuple[Tensor, ClipGrid]:
         """The blocks' input and its grid: (B, P + T * H * W, C), or (B * T, P + H * W, C) where frames are alone."""

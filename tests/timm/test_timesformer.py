@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import timm
 import torch
+from timm.models._features_fx import create_feature_extractor
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -277,6 +278,20 @@ def test_compiled_exported_and_half(pattern):
         tolerance = dict(rtol=0.1, atol=0.1 * expected.abs().max().item())
         with torch.autocast("cpu", torch.bfloat16):
             torch.testing.assert_close(model(clip()).float(), expected, **tolerance)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_features_by_fx(pattern):
+    """timm's feature extraction by torch.fx: blocks are leaves, and clips may be pictures or of another length."""
+    model = build(pattern)
+    traced = create_feature_extractor(model, ["head"])
+    for x in (clip()[:, 0], clip(), clip(T=3)):
+        torch.testing.assert_close(traced(x)["head"], model(x))
+
+
+def test_torchscript_is_refused():
+    with pytest.raises(ValueError, match=r"TorchScript takes no TimeSformer: torch.export and torch.compile take it"):
+        torch.jit.script(build())
 
 
 @pytest.mark.parametrize("size", ["small", "base"])
