@@ -8,6 +8,7 @@ call it from the children on, as ``model.apply`` does, for a module whose parame
 """
 
 from .alignment_attention import AlignmentAttention
+from .attended_lstm import AttendedLSTM
 from .augmented_conv import AAConv2d
 from .bilateral import BilateralCrissCross2d, BilateralNonLocal2d
 from .bilateral_1d import BilateralSelfAttention
@@ -18,11 +19,13 @@ from .deformable_conv import CausalDeformableConv1d, DeformableConv1d, Deformabl
 from .dynamic_conv import DynamicConv1d, DynamicConv2d
 from .entangled_attention import EntangledAttention, GatedBilateralController, Modality
 from .eta_transformer import DualWayEncoder, MultimodalDecoderBlock
+from .gated_conv import GatedConvBlock
 from .generalized_attention import GeneralizedAttention2d
 from .local_bilateral import LocalBilateralConv2d
 from .multihead_attention import MultiheadAttention
 from .non_local import NonLocal2d
 from .sequence_cache import SequenceCache
+from .show_attend_tell import ShowAttendTell
 from .space_time_attention import SpaceTimeSelfAttention
 from .spatial_attention_1d import MultiheadSpatialAttention
 from .spatial_self_attention import SpatialSelfAttention
@@ -31,6 +34,7 @@ from .window_self_attention import WindowSelfAttention
 __all__ = [
     "AAConv2d",
     "AlignmentAttention",
+    "AttendedLSTM",
     "BilateralCrissCross2d",
     "BilateralNonLocal2d",
     "BilateralSelfAttention",
@@ -43,6 +47,7 @@ __all__ = [
     "DynamicConv2d",
     "EntangledAttention",
     "GatedBilateralController",
+    "GatedConvBlock",
     "GeneralizedAttention2d",
     "LocalBilateralConv2d",
     "Modality",
@@ -52,6 +57,7 @@ __all__ = [
     "MultimodalDecoderBlock",
     "NonLocal2d",
     "SequenceCache",
+    "ShowAttendTell",
     "SpaceTimeSelfAttention",
     "SpatialSelfAttention",
     "WindowSelfAttention",

@@ -6,6 +6,7 @@ Shapes: B batch, M heads, S keys, d width per head.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -68,6 +69,19 @@ class SequenceCache:
 def _mask(mask: Tensor | None, value: Tensor) -> Tensor:
     B, _, S, _ = value.shape
     return torch.zeros(B, S, dtype=torch.bool, device=value.device) if mask is None else mask
+
+
+def reordered(state: Any, order: Tensor) -> Any:
+    """The state of a recurrent or convolutional decoder, row i going on from what was row ``order[i]``.
+
+    Args:
+        state: A tensor whose first axis is the batch, or a (named) tuple of such states.
+        order: (B',) integers.
+    """
+    if isinstance(state, Tensor):
+        return state.index_select(0, order)
+    parts = [reordered(part, order) for part in state]
+    return type(state)(*parts) if hasattr(state, "_fields") else tuple(parts)
 
 
 def check_cache(cache: SequenceCache, B: int) -> None:
