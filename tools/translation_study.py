@@ -3,7 +3,7 @@
 ::
 
     python -m tools.datasets.gettext_corpus data/gettext --download --bpe 3000
-    python -m tools.translation_study data/gettext OUT                          # ten attentions of spatial_transformer
+    python -m tools.translation_study data/gettext OUT                          # twelve attentions
     python -m tools.translation_study data/gettext OUT --study alignment        # five scores of aligned_lstm
     python -m tools.translation_study data/gettext OUT --settings cross-1000 cross-0111
     python -m tools.translation_study data/gettext OUT --add 'range-7=--attention-range 7' --settings range-7
@@ -70,8 +70,9 @@ class Study:
     settings: Mapping[str, str]
 
 
-def _self(attention: str) -> str:
-    return f"--encoder-attention {attention} --decoder-attention {attention}"
+def _self(attention: str, positions: str = "none") -> str:
+    """Self-attention of both sides; Zhu et al. (2019) have relative positions instead of absolute ones, or none."""
+    return " ".join(f"--{side}-attention {attention} --{side}-positions {positions}" for side in ("encoder", "decoder"))
 
 
 STUDIES = {
@@ -84,11 +85,13 @@ STUDIES = {
             "cross-0111": f"{_self('1111')} --cross-attention 0111",
             "cross-0010": f"{_self('1111')} --cross-attention 0010",
             "none": _self("none"),
+            "none+absolute": _self("none", "absolute"),
             "0010": _self("0010"),
+            "0010+absolute": _self("0010", "absolute"),
             "0110": _self("0110"),
             "0010+deformable": f"{_self('0010')} --deformable",
             "dynamic": _self("dynamic"),
-            "bilateral": _self("bilateral"),
+            "bilateral": _self("bilateral", "absolute"),  # as the thesis, which changes self-attention alone
         },
     ),
     "alignment": Study(

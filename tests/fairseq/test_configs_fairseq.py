@@ -152,6 +152,18 @@ def documented() -> list[Any]:
     found, kinds = [], set()
     for section in re.split(r"^## ", README, flags=re.M):
         recipe = re.search(r"--config-name (\w+)", section)
+@pytest.mark.parametrize("attention", ATTENTIONS)
+def test_positions_are_the_papers(attention, joined):
+    """Zhu et al. (2019) replace absolute positions, also where no relative ones are left; the thesis keeps them."""
+    cfg = composed("wmt14_en_de", f"task.data={joined}", f"attention={attention}")
+    positions = "absolute" if attention in ("content", "bilateral") else "none"
+    assert (cfg.model.encoder_positions, cfg.model.decoder_positions) == (positions, positions)
+    with torch.device("meta"):
+        model = tasks.setup_task(cfg.task).build_model(cfg.model)
+    for part in model.encoder, model.decoder:
+        assert (part.embed_positions is not None) == (positions == "absolute")
+
+
         for row in table_overrides(section):
             kind = (recipe[1], re.sub(r"\d+|zero|min|learned", "", row))
             found.append(pytest.param(recipe[1], row, marks=[pytest.mark.slow] if kind in kinds else []))

@@ -168,3 +168,11 @@ def test_score():
 
 def test_every_alignment_score_is_studied():
     assert set(study.STUDIES["alignment"].settings) == set(ALIGNMENT_SCORES)
+
+
+def test_settings_are_compared_with_like_positions():
+    """Those of Zhu et al. (2019) have no absolute positions, unless their name says so; the thesis keeps them."""
+    for name, options in study.STUDIES["attention"].settings.items():
+        positions = "absolute" if "absolute" in name or name == "bilateral" else "none"
+        words = options.split()
+        assert [words[words.index(f"--{side}-positions") + 1] for side in ("encoder", "decoder")] == [positions] * 2
