@@ -76,6 +76,8 @@ CASES = [
     ("space_time_cost --frames 1 --sizes 32 --plot DIR/out.svg", "matplotlib", TOOLS),
     ("translation_study --help", "torch", OWN),
     ("translation_study corpus DIR/out", "fairseq", FAIRSEQ),
+    ("vit_study --help", "timm", TIMM_TOOLS),
+    ("vit_study DIR/out", "matplotlib", TIMM_TOOLS),
 ]  # fmt: skip
 RUN = """
 import runpy, sys
