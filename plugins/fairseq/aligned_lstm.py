@@ -1,8 +1,18 @@
 """``aligned_lstm``: fairseq's LSTM encoder-decoder, aligned by one of the lecture's five scores (``--alignment``).
 
-The encoder is bidirectional, h_i = [h→_i; h←_i]; the decoder's state s_t attends to all h_i, and
-tanh(W [c_t; s_t]) gives the word and feeds the next step, as in fairseq's ``lstm``, whose own score is ``general``.
-``fairseq-generate --print-alignment soft`` (or ``hard``) prints α_{t,i} (or its argmax) of each target token.
+The encoder is bidirectional, h_i = [h→_i; h←_i]. ``--recurrence`` decides which state of the decoder is aligned:
+
+============ ================================== ================== ===========================
+recurrence   state                              scores             word, from
+============ ================================== ================== ===========================
+``luong``    s_t = f(s_{t-1}, y_{t-1}, a_{t-1}) of s_t and h_i     a_t = tanh(W [c_t; s_t])
+``bahdanau`` s_t = f(s_{t-1}, y_{t-1}, c_t)     of s_{t-1} and h_i tanh(W [c_t; s_t; y_{t-1}])
+============ ================================== ================== ===========================
+
+c_t = Σ_i α_{t,i} h_i. ``luong`` (Luong et al. 2015, with input feeding) is the recurrence of fairseq's ``lstm``, whose
+own score is ``general``; ``bahdanau`` (Bahdanau et al. 2015, Eq. 4 to 6) is the lecture's. Of several layers the last
+one's state is s; the first one reads y_{t-1} and c_t. ``fairseq-generate --print-alignment soft`` (or ``hard``) prints
+α_{t,i} (or its argmax) of each target token.
 
 Shapes: B sentences, T target tokens, S source tokens, C channels; fairseq keeps states as (S, B, C).
 """
@@ -10,23 +20,25 @@ Shapes: B sentences, T target tokens, S source tokens, C channels; fairseq keeps
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from fairseq import utils
 from fairseq.models import register_model, register_model_architecture
-from fairseq.models.lstm import LSTMDecoder, LSTMEncoder, LSTMModel, base_architecture
+from fairseq.models.lstm import Linear, LSTMCell, LSTMDecoder, LSTMEncoder, LSTMModel, base_architecture
 from torch import Tensor, nn
 
 from ..modules import AlignmentAttention
 from ..modules.alignment_attention import ALIGNMENT_SCORES, AlignmentScore
 
 IncrementalState = dict[str, dict[str, Tensor | None]]
+Recurrence = Literal["luong", "bahdanau"]
+RECURRENCES: tuple[Recurrence, ...] = get_args(Recurrence)
 
 
 @register_model("aligned_lstm")
 class AlignedLSTMModel(LSTMModel):
-    """LSTM encoder-decoder with a choice of alignment score; options as ``lstm`` has, but two."""
+    """LSTM encoder-decoder with a choice of alignment score and of the state aligned; options of ``lstm`` and three."""
 
     @staticmethod
     def add_args(parser: ArgumentParser) -> None:
@@ -43,6 +55,12 @@ class AlignedLSTMModel(LSTMModel):
             type=int,
             metavar="N",
             help="hidden layer of the additive score (default: the decoder's hidden size)",
+        )
+        parser.add_argument(
+            "--recurrence",
+            choices=list(RECURRENCES),
+            help="state whose alignment gives c_t: luong: s_t, with input feeding; bahdanau: s_{t-1}, and c_t is an "
+            "input of s_t (default: luong)",
         )
 
     @classmethod
@@ -66,11 +84,12 @@ class AlignedLSTMModel(LSTMModel):
             pretrained_embed=stock.encoder.embed_tokens,
             max_source_positions=stock.encoder.max_source_positions,
         )
-        layer = AlignmentLayer(
+        luong = args.recurrence == "luong"
+        layer = (AlignmentLayer if luong else AlignmentContext)(
             args.alignment, args.decoder_hidden_size, encoder.output_units, args.alignment_hidden_size
         )
         cutoff = utils.eval_str_list(args.adaptive_softmax_cutoff, type=int)
-        decoder = AlignedLSTMDecoder(
+        decoder = (AlignedLSTMDecoder if luong else BahdanauLSTMDecoder)(
             layer,
             task.target_dictionary,
             embed_dim=args.decoder_embed_dim,
@@ -106,16 +125,14 @@ class AlignedLSTMEncoder(LSTMEncoder):
         return outputs, hiddens, cells, padding.t()
 
 
-class AlignmentLayer(nn.Module):
-    """tanh(W [c_t; s_t]) with c_t of :class:`AlignmentAttention`, called as fairseq's LSTM decoder calls its own."""
+class AlignmentContext(nn.Module):
+    """c_t and α_t of :class:`AlignmentAttention` for fairseq's shapes, with the source's keys kept beside it."""
 
     def __init__(
         self, score: AlignmentScore, query_channels: int, source_channels: int, hidden_channels: int | None
     ) -> None:
         super().__init__()
         self.attention = AlignmentAttention(score, query_channels, source_channels, hidden_channels)
-        self.output = nn.Linear(source_channels + query_channels, query_channels, bias=False)
-        nn.init.uniform_(self.output.weight, -0.1, 0.1)  # as all layers of fairseq's LSTM
         self.keys: Tensor | None = None
 
     def project_keys(self, source: Tensor) -> Tensor:
@@ -123,18 +140,33 @@ class AlignmentLayer(nn.Module):
         return self.attention.project_keys(source)
 
     def forward(self, state: Tensor, source: Tensor, padding: Tensor | None) -> tuple[Tensor, Tensor]:
-        """s_t (B, C_s), h (S, B, C_h), padding (S, B) -> (B, C_s), α_t (S, B)."""
+        """s (B, C_s), h (S, B, C_h), padding (S, B) -> c_t (B, C_h), α_t (S, B)."""
         keys = self.project_keys(source) if self.keys is None else self.keys
         context, alignment = self.attention(
             state.unsqueeze(1), source.transpose(0, 1), None if padding is None else padding.t(), keys.transpose(0, 1)
         )
-        return torch.tanh(self.output(torch.cat([context.squeeze(1), state], 1))), alignment.squeeze(1).t()
+        return context.squeeze(1), alignment.squeeze(1).t()
+
+
+class AlignmentLayer(AlignmentContext):
+    """tanh(W [c_t; s_t]), called as fairseq's LSTM decoder calls its own."""
+
+    def __init__(
+        self, score: AlignmentScore, query_channels: int, source_channels: int, hidden_channels: int | None
+    ) -> None:
+        super().__init__(score, query_channels, source_channels, hidden_channels)
+        self.output = Linear(source_channels + query_channels, query_channels, bias=False)
+
+    def forward(self, state: Tensor, source: Tensor, padding: Tensor | None) -> tuple[Tensor, Tensor]:
+        """s_t (B, C_s), h (S, B, C_h), padding (S, B) -> (B, C_s), α_t (S, B)."""
+        context, alignment = super().forward(state, source, padding)
+        return torch.tanh(self.output(torch.cat([context, state], 1))), alignment
 
 
 class AlignedLSTMDecoder(LSTMDecoder):
     """fairseq's LSTM decoder with an :class:`AlignmentLayer`, which projects the source's keys once a sentence."""
 
-    def __init__(self, attention: AlignmentLayer, dictionary: Any, **options: Any) -> None:
+    def __init__(self, attention: AlignmentContext, dictionary: Any, **options: Any) -> None:
         super().__init__(dictionary, attention=False, **options)
         self.attention = attention
 
@@ -152,13 +184,19 @@ class AlignedLSTMDecoder(LSTMDecoder):
         keys = self.attention.project_keys(source) if cached is None else cached["keys"]
         self.attention.keys = keys
         try:
-            features = super().extract_features(prev_output_tokens, encoder_out, incremental_state)
+            features = self.decode(prev_output_tokens, encoder_out, incremental_state)
         finally:
             self.attention.keys = None
         # Afterwards: fairseq's decoder takes a filled state for a step that is not the first.
         if incremental_state is not None and keys is not source:
             self.set_incremental_state(incremental_state, "alignment_keys", {"keys": keys})
         return features
+
+    def decode(
+        self, prev_output_tokens: Tensor, encoder_out: tuple[Tensor, ...], incremental_state: IncrementalState | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """The recurrence; returns as ``extract_features``."""
+        return super().extract_features(prev_output_tokens, encoder_out, incremental_state)
 
     def reorder_incremental_state(self, incremental_state: IncrementalState, new_order: Tensor) -> None:
         """Follow the beam; fairseq reorders the encoder's output itself."""
@@ -169,7 +207,54 @@ class AlignedLSTMDecoder(LSTMDecoder):
             self.set_incremental_state(incremental_state, "alignment_keys", keys)
 
 
+class BahdanauLSTMDecoder(AlignedLSTMDecoder):
+    """LSTM decoder whose state s_t is of s_{t-1}, y_{t-1} and c_t, the context of s_{t-1} (Bahdanau et al. 2015)."""
+
+    def __init__(self, attention: AlignmentContext, dictionary: Any, **options: Any) -> None:
+        super().__init__(attention, dictionary, **options)
+        embedded, context = self.embed_tokens.embedding_dim, self.encoder_output_units
+        self.layers[0] = LSTMCell(embedded + context, self.hidden_size)  # c_t, where fairseq feeds tanh(W [c_t; s_t])
+        self.output = Linear(context + self.hidden_size + embedded, self.hidden_size, bias=False)
+
+    def decode(
+        self, prev_output_tokens: Tensor, encoder_out: tuple[Tensor, ...], incremental_state: IncrementalState | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """The steps one by one: c_t needs s_{t-1}."""
+        source, _, _, padding = encoder_out
+        if incremental_state:
+            prev_output_tokens = prev_output_tokens[:, -1:]
+            hiddens, cells, _ = self.get_cached_state(incremental_state)
+        else:
+            hiddens, cells = self._first_states(encoder_out)
+        features, alignments = [], []
+        for word in self.dropout_in_module(self.embed_tokens(prev_output_tokens)).unbind(1):
+            context, alignment = self.attention(hiddens[-1], source, padding)
+            x = torch.cat([word, context], 1)
+            for i, cell in enumerate(self.layers):
+                hiddens[i], cells[i] = cell(x, (hiddens[i], cells[i]))
+                x = self.dropout_out_module(hiddens[i])
+            features.append(torch.tanh(self.output(torch.cat([context, hiddens[-1], word], 1))))
+            alignments.append(alignment)
+        state = {"prev_hiddens": torch.stack(hiddens), "prev_cells": torch.stack(cells), "input_feed": None}
+        self.set_incremental_state(incremental_state, "cached_state", state)
+        x = self.dropout_out_module(torch.stack(features, 1))
+        if hasattr(self, "additional_fc") and self.adaptive_softmax is None:
+            x = self.dropout_out_module(self.additional_fc(x))
+        wanted = not self.training and self.need_attn
+        return x, torch.stack(alignments).permute(2, 0, 1) if wanted else None
+
+    def _first_states(self, encoder_out: tuple[Tensor, ...]) -> tuple[list[Tensor], list[Tensor]]:
+        """s_0 and its cells: as in fairseq's ``lstm``, of both directions' last ones."""
+        hiddens, cells = list(encoder_out[1]), list(encoder_out[2])
+        if self.encoder_hidden_proj is not None:
+            hiddens = [self.encoder_hidden_proj(h) for h in hiddens]
+            cells = [self.encoder_cell_proj(c) for c in cells]
+        return hiddens, cells
+
+
 def _check(args: Namespace) -> None:
+    if args.recurrence not in RECURRENCES:
+        raise ValueError(f"--recurrence must be one of {', '.join(RECURRENCES)}, got {args.recurrence!r}")
     if args.alignment not in ALIGNMENT_SCORES:
         raise ValueError(f"--alignment must be one of {', '.join(ALIGNMENT_SCORES)}, got {args.alignment!r}")
     if not utils.eval_bool(args.decoder_attention):
@@ -196,6 +281,8 @@ def aligned_lstm(args: Namespace) -> None:
     """256 channels a direction, 512 in the decoder, one layer; all embeddings 512."""
     args.alignment = getattr(args, "alignment", "additive")
     args.alignment_hidden_size = getattr(args, "alignment_hidden_size", None)
+    args.recurrence = getattr(args, "recurrence", "luong")
+    args.criterion = getattr(args, "criterion", None)  # of the command line; hydra keeps it elsewhere
     args.encoder_bidirectional = getattr(args, "encoder_bidirectional", True)
     args.encoder_hidden_size = getattr(args, "encoder_hidden_size", 256)
     args.decoder_hidden_size = getattr(args, "decoder_hidden_size", 2 * args.encoder_hidden_size)

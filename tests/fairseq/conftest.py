@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,4 +17,19 @@ def data(tmp_path_factory) -> Path:
     write_text(folder)
     prefixes = [part for split in ("train", "valid", "test") for part in (f"--{split}pref", folder / split)]
     fairseq("preprocess", "--source-lang=en", "--target-lang=de", *prefixes, "--destdir", folder / "bin")
+    return folder / "bin"
+
+
+@pytest.fixture(scope="session")
+def joined(tmp_path_factory) -> Path:
+    """The toy language pair, which fairseq reads in both directions, with one dictionary."""
+    from fairseq_cli import preprocess
+
+    folder = tmp_path_factory.mktemp("joined")
+    write_text(folder)
+    words = [f"--{split}pref={folder / split}" for split in ("train", "valid", "test")]
+    words += ["-s=en", "-t=de", "--joined-dictionary", f"--destdir={folder / 'bin'}"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["fairseq-preprocess", *words])
+        preprocess.cli_main()
     return folder / "bin"

@@ -16,6 +16,7 @@ from attn_plugins.fairseq.aligned_lstm import AlignedLSTMModel, aligned_lstm_tin
 from tests.fairseq.fairseq_helpers import Task, batch, generate, step_by_step, train
 
 SCORES = ["cosine", "additive", "general", "dot", "scaled-dot"]
+RECURRENCES = ["luong", "bahdanau"]
 SMALL = dict(encoder_embed_dim=12, decoder_embed_dim=12, decoder_out_embed_dim=12, encoder_hidden_size=8)
 ARCH = "--arch=aligned_lstm_tiny"
 
@@ -34,7 +35,7 @@ def test_console_scripts_print_soft_alignments(data, tmp_path):
 
 def test_console_scripts_print_hard_alignments(data, tmp_path):
     """In one padded batch; they are the most probable words of each sentence alone, by the model loaded in Python."""
-    checkpoint = train(data, tmp_path, ARCH, "--alignment=dot")
+    checkpoint = train(data, tmp_path, ARCH, "--alignment=dot", "--recurrence=bahdanau")
     lines = generate(data, checkpoint, "--print-alignment=hard")
     assert len({len(line.split()) for line in lines["S"].values()}) > 1
     assert len(lines["A"]) == 8
@@ -64,9 +65,10 @@ def build(alignment: str, **options) -> AlignedLSTMModel:
     return AlignedLSTMModel.build_model(args, Task())
 
 
+@pytest.mark.parametrize("recurrence", RECURRENCES)
 @pytest.mark.parametrize("alignment", SCORES)
-def test_every_score_trains(alignment):
-    model = build(alignment, encoder_layers=2, decoder_layers=2)
+def test_every_score_trains(alignment, recurrence):
+    model = build(alignment, recurrence=recurrence, encoder_layers=2, decoder_layers=2)
     sample = batch(model)
     target = torch.randint(4, len(model.decoder.dictionary), sample["prev_output_tokens"].shape)
     optimizer = torch.optim.Adam(model.parameters(), 0.02)
@@ -84,10 +86,11 @@ def test_every_score_trains(alignment):
     assert losses[-1] < losses[0] - 0.3
 
 
+@pytest.mark.parametrize("recurrence", RECURRENCES)
 @pytest.mark.parametrize("alignment", SCORES)
-def test_alignment_belongs_to_the_tokens_given(alignment):
+def test_alignment_belongs_to_the_tokens_given(alignment, recurrence):
     """A sentence is aligned alike, alone, in a batch padded on the left and in one padded on the right."""
-    model = build(alignment).eval()
+    model = build(alignment, recurrence=recurrence).eval()
     sample = batch(model)
     output, matrix = model(**sample)
     lengths = sample["src_lengths"].tolist()
@@ -109,9 +112,10 @@ def test_alignment_belongs_to_the_tokens_given(alignment):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("recurrence", RECURRENCES)
 @pytest.mark.parametrize("alignment", SCORES)
-def test_step_by_step_equals_the_full_pass_after_reorders(alignment):
-    model = build(alignment, encoder_layers=2, decoder_layers=2).eval()
+def test_step_by_step_equals_the_full_pass_after_reorders(alignment, recurrence):
+    model = build(alignment, recurrence=recurrence, encoder_layers=2, decoder_layers=2).eval()
     sample = batch(model)
     steps, previous, memory = step_by_step(model, sample, {2: torch.tensor([2, 0, 0])})
     output, matrix = model.decoder(previous, memory)
@@ -119,6 +123,54 @@ def test_step_by_step_equals_the_full_pass_after_reorders(alignment):
         torch.testing.assert_close(steps[t][0][:, 0], output[:, t])
         torch.testing.assert_close(steps[t][1][:, 0], matrix[:, t])
     assert model.decoder.attention.keys is None
+
+
+def lstm_step(cell, x, hidden, memory):
+    """A step of an LSTM, gate by gate."""
+    gates = cell.weight_ih @ x + cell.bias_ih + cell.weight_hh @ hidden + cell.bias_hh
+    i, f, g, o = gates.chunk(4)
+    memory = f.sigmoid() * memory + i.sigmoid() * g.tanh()
+    return o.sigmoid() * memory.tanh(), memory
+
+
+def score_by_formula(attention, s, h):
+    """The lecture's five, of one pair."""
+    score = attention.score
+    if attention.score_name == "additive":
+        return score.vector @ torch.tanh(score.query(s) + score.source(h))
+    if attention.score_name == "general":
+        return s @ score.weight @ h
+    divisor = {"dot": 1, "scaled-dot": len(s) ** 0.5}.get(attention.score_name)
+    return s @ h / (s.norm() * h.norm() if divisor is None else divisor)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.parametrize("alignment", SCORES)
+def test_bahdanau_is_the_lectures_recurrence(alignment, layers):
+    """s_t = f(s_{t-1}, y_{t-1}, c_t), with α of the scores of s_{t-1}: sentence by sentence, step by step, in loops."""
+    model = build(alignment, recurrence="bahdanau", encoder_layers=layers, decoder_layers=layers).eval()
+    for parameter in model.parameters():
+        parameter.mul_(3)
+    sample, decoder = batch(model), model.decoder
+    outputs, matrix = model(**sample)
+    source, hiddens, cells, _ = model.encoder(sample["src_tokens"], sample["src_lengths"])
+    for b, length in enumerate(sample["src_lengths"].tolist()):
+        states = source[6 - length :, b]
+        s, memory = list(hiddens[:, b]), list(cells[:, b])
+        for t, token in enumerate(sample["prev_output_tokens"][b]):
+            y = decoder.embed_tokens.weight[token]
+            weights = torch.stack([score_by_formula(decoder.attention.attention, s[-1], h) for h in states]).exp()
+            weights = weights / weights.sum()
+            context = sum(weight * h for weight, h in zip(weights, states))
+            x = torch.cat([y, context])
+            for layer, cell in enumerate(decoder.layers):
+                s[layer], memory[layer] = lstm_step(cell, x, s[layer], memory[layer])
+                x = s[layer]
+            word = torch.tanh(decoder.output.weight @ torch.cat([context, s[-1], y]))
+            expected = decoder.fc_out(decoder.additional_fc(word))
+            torch.testing.assert_close(outputs[b, t], expected)
+            torch.testing.assert_close(matrix[b, t, 6 - length :], weights)
 
 
 def test_general_is_fairseqs_own_lstm():
@@ -136,8 +188,9 @@ def test_general_is_fairseqs_own_lstm():
 
 
 @torch.no_grad()
-def test_beam_search_projects_the_source_once():
-    model = build("additive").eval()
+@pytest.mark.parametrize("recurrence", RECURRENCES)
+def test_beam_search_projects_the_source_once(recurrence):
+    model = build("additive", recurrence=recurrence).eval()
     sample = batch(model)
     calls = []
     model.decoder.attention.attention.score.source.register_forward_hook(lambda *_: calls.append(1))
@@ -154,17 +207,20 @@ def test_beam_search_projects_the_source_once():
             torch.testing.assert_close(matrix[:, 6 - length :], alone)
 
 
+@pytest.mark.parametrize("recurrence", RECURRENCES)
 @pytest.mark.parametrize("alignment", SCORES)
-def test_half_precision(alignment):
+def test_half_precision(alignment, recurrence):
     """bfloat16, as ``--bf16`` trains: the model's own sums apart, softmax rows still sum to one."""
-    model = build(alignment).bfloat16().eval()
+    model = build(alignment, recurrence=recurrence).bfloat16().eval()
     output, matrix = model(**batch(model))
     assert output.dtype == matrix.dtype == torch.bfloat16
     torch.testing.assert_close(matrix.float().sum(2), torch.ones(3, 5), rtol=0, atol=0.02)
 
 
-def test_adaptive_softmax_and_shared_embeddings():
-    model = build("scaled-dot", criterion="adaptive_loss", adaptive_softmax_cutoff="8,12", share_all_embeddings=True)
+@pytest.mark.parametrize("recurrence", RECURRENCES)
+def test_adaptive_softmax_and_shared_embeddings(recurrence):
+    options = dict(criterion="adaptive_loss", adaptive_softmax_cutoff="8,12", share_all_embeddings=True)
+    model = build("scaled-dot", recurrence=recurrence, **options)
     assert model.decoder.adaptive_softmax is not None
     assert model.decoder.embed_tokens is model.encoder.embed_tokens
     features, _ = model(**batch(model))
@@ -180,6 +236,7 @@ def test_adaptive_softmax_and_shared_embeddings():
         (dict(alignment="general", encoder_bidirectional=False), "encoder_bidirectional must be True"),
         (dict(alignment="dot", alignment_hidden_size=8), "only with --alignment additive, got 8 with dot"),
         (dict(alignment="additive", alignment_hidden_size=0), "--alignment-hidden-size must be at least 1"),
+        (dict(alignment="dot", recurrence="gru"), "--recurrence must be one of luong, bahdanau, got 'gru'"),
         (dict(alignment="dot", encoder_layers=2), "--encoder-layers must match --decoder-layers"),
     ],
 )
@@ -188,8 +245,10 @@ def test_bad_options(options, message):
         build(**options)
 
 
-def test_general_and_additive_take_any_widths():
+@pytest.mark.parametrize("recurrence", RECURRENCES)
+def test_general_and_additive_take_any_widths(recurrence):
     for alignment in ("general", "additive"):
-        assert build(alignment, decoder_hidden_size=10)(**batch(build(alignment)))[0].shape[:2] == (3, 5)
+        model = build(alignment, recurrence=recurrence, decoder_hidden_size=10, decoder_embed_dim=7)
+        assert model(**batch(model))[0].shape[:2] == (3, 5)
     with pytest.raises(ValueError, match="no language model"):
-        build("dot").decoder(torch.tensor([[2]]))
+        build("dot", recurrence=recurrence).decoder(torch.tensor([[2]]))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,13 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from tests.fairseq.fairseq_helpers import ROOT, fairseq, write_text
+from tests.fairseq.fairseq_helpers import ROOT, fairseq
 
 pytest.importorskip("fairseq")
 
 from fairseq import checkpoint_utils, tasks
 from fairseq.models import ARCH_CONFIG_REGISTRY
-from fairseq_cli import preprocess
 
 from attn_plugins.fairseq.spatial_transformer_options import SpatialTransformerConfig, checked
 from tests.fairseq.recipe_helpers import (
@@ -37,19 +35,6 @@ ATTENTIONS = sorted(path.stem for path in CONFIGS.glob("attention/*.yaml"))
 SMALL = ["embed_dim=16", "ffn_embed_dim=16", "attention_heads=2", "layers=2"]
 README = (CONFIGS / "README.md").read_text(encoding="utf-8")
 hydra_main, composed = partial(hydra_main_of, CONFIGS), partial(composed_of, CONFIGS)
-
-
-@pytest.fixture(scope="module")
-def joined(tmp_path_factory) -> Path:
-    """The toy language pair, which fairseq reads in both directions, with one dictionary."""
-    folder = tmp_path_factory.mktemp("joined")
-    write_text(folder)
-    words = [f"--{split}pref={folder / split}" for split in ("train", "valid", "test")]
-    words += ["-s=en", "-t=de", "--joined-dictionary", f"--destdir={folder / 'bin'}"]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["fairseq-preprocess", *words])
-        preprocess.cli_main()
-    return folder / "bin"
 
 
 def small(data: Path, folder: Path) -> list[str]:
@@ -152,18 +137,6 @@ def documented() -> list[Any]:
     found, kinds = [], set()
     for section in re.split(r"^## ", README, flags=re.M):
         recipe = re.search(r"--config-name (\w+)", section)
-@pytest.mark.parametrize("attention", ATTENTIONS)
-def test_positions_are_the_papers(attention, joined):
-    """Zhu et al. (2019) replace absolute positions, also where no relative ones are left; the thesis keeps them."""
-    cfg = composed("wmt14_en_de", f"task.data={joined}", f"attention={attention}")
-    positions = "absolute" if attention in ("content", "bilateral") else "none"
-    assert (cfg.model.encoder_positions, cfg.model.decoder_positions) == (positions, positions)
-    with torch.device("meta"):
-        model = tasks.setup_task(cfg.task).build_model(cfg.model)
-    for part in model.encoder, model.decoder:
-        assert (part.embed_positions is not None) == (positions == "absolute")
-
-
         for row in table_overrides(section):
             kind = (recipe[1], re.sub(r"\d+|zero|min|learned", "", row))
             found.append(pytest.param(recipe[1], row, marks=[pytest.mark.slow] if kind in kinds else []))
@@ -177,6 +150,18 @@ def test_every_setting_of_the_readme_builds(recipe, overrides, joined, tmp_path)
     check_overrides(cfg, overrides)
     with torch.device("meta"):
         tasks.setup_task(cfg.task).build_model(cfg.model)
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+def test_positions_are_the_papers(attention, joined):
+    """Zhu et al. (2019) replace absolute positions, also where no relative ones are left; the thesis keeps them."""
+    cfg = composed("wmt14_en_de", f"task.data={joined}", f"attention={attention}")
+    positions = "absolute" if attention in ("content", "bilateral") else "none"
+    assert (cfg.model.encoder_positions, cfg.model.decoder_positions) == (positions, positions)
+    with torch.device("meta"):
+        model = tasks.setup_task(cfg.task).build_model(cfg.model)
+    for part in model.encoder, model.decoder:
+        assert (part.embed_positions is not None) == (positions == "absolute")
 
 
 @pytest.mark.parametrize(
