@@ -4,7 +4,7 @@
 
     python -m tools.datasets.gettext_corpus data/gettext --download --bpe 3000
     python -m tools.translation_study data/gettext OUT                          # twelve attentions
-    python -m tools.translation_study data/gettext OUT --study alignment        # five scores of aligned_lstm
+    python -m tools.translation_study data/gettext OUT --study alignment        # scores and recurrences of aligned_lstm
     python -m tools.translation_study data/gettext OUT --settings cross-1000 cross-0111
     python -m tools.translation_study data/gettext OUT --add 'range-7=--attention-range 7' --settings range-7
     python -m tools.translation_study data/gettext OUT --train '--max-update 8000 --seed 2'
@@ -97,7 +97,10 @@ STUDIES = {
     "alignment": Study(
         "Alignment scores of a small LSTM",
         f"--arch aligned_lstm_tiny --share-all-embeddings {TRAINING}",
-        {name: f"--alignment {name}" for name in ("additive", "general", "dot", "scaled-dot", "cosine")},
+        {
+            **{name: f"--alignment {name}" for name in ("additive", "general", "dot", "scaled-dot", "cosine")},
+            "additive+bahdanau": "--alignment additive --recurrence bahdanau",
+        },
     ),
 }
 

@@ -167,7 +167,7 @@ def test_score():
 
 
 def test_every_alignment_score_is_studied():
-    assert set(study.STUDIES["alignment"].settings) == set(ALIGNMENT_SCORES)
+    assert set(study.STUDIES["alignment"].settings) == {*ALIGNMENT_SCORES, "additive+bahdanau"}
 
 
 def test_settings_are_compared_with_like_positions():
