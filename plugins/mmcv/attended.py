@@ -199,14 +199,31 @@ class TokenAttention(modules.SpatialSelfAttention):
         Raises:
             ValueError: tokens have no place where one is needed.
         """
+        grid = self._grid(query, key)
+        query, key, value = query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1)
+        return super().forward(query, key, value, grid, key_padding_mask, attn_mask).transpose(0, 1), None
+
+    def token_logits(
+        self, query: Tensor, key: Tensor, key_padding_mask: Tensor | None = None, attn_mask: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        """The logits of every term, (B, M, N, S), of what :meth:`forward` takes."""
+        grid = self._grid(query, key)
+        query, key = query.transpose(0, 1), key.transpose(0, 1)
+        return self.attention_logits(query, key, None, grid, key_padding_mask, attn_mask)
+
+    def _grid(self, query: Tensor, key: Tensor) -> Grid | None:
+        """Where tokens lie; None where no term needs it.
+
+        Raises:
+            ValueError: tokens have no place where one is needed.
+        """
         grid = self._grids.of(len(query)) if self.needs_grid else None
         if self.needs_grid and (grid is None or len(key) != len(query)):
             raise ValueError(
                 f"{self._path}: {self.described()} needs tokens with places, and these {len(query)} queries and "
                 f"{len(key)} keys are no map of this image; without places use the content terms, such as '1010'"
             )
-        query, key, value = query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1)
-        return super().forward(query, key, value, grid, key_padding_mask, attn_mask).transpose(0, 1), None
+        return grid
 
 
 class DeformableAttention(SampledSaliency, MultiScaleDeformableAttention):

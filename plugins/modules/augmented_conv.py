@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from ..terms.relative_position import relative_logits
 from ..terms.relative_table import resize_table
 from ..terms.sine_position import sine_encoding
-from .capture import maps_of
+from .capture import logits_of, maps_of
 from .checks import check_map, check_table_size, one_of, pair, positive
 from .memory_format import in_format_of, to_channels_last
 from .relative_tables import load_resized
@@ -220,6 +220,22 @@ class AAConv2d(nn.Module):
         if not self.dv:
             raise ValueError("dv is 0: a plain convolution has no attention")
         return maps_of((*self._terms(x), None), self.scale, self.attention_size(list(x.shape[2:])), queries)
+
+    @torch.jit.unused
+    def attention_logits(self, x: Tensor, queries: Tensor | None = None) -> dict[str, Tensor]:
+        """The logits of content and of relative position.
+
+        The softmax of their sum is :meth:`attention_maps`, whose arguments and axes are the same.
+        """
+        self._check(x)
+        if not self.dv:
+            raise ValueError("dv is 0: a plain convolution has no attention")
+        query, key, value, row, column = self._terms(x)
+        size = self.attention_size(list(x.shape[2:]))
+        found = {"content": logits_of((query, key, value, None, None, None), self.scale, size, queries)}
+        if row is not None:
+            found["position"] = logits_of((None, None, value, row, column, None), self.scale, size, queries)
+        return found
 
     def _attend(self, x: Tensor) -> Tensor:
         """(B, dv, ⌈H / stride⌉, ⌈W / stride⌉)."""

@@ -24,7 +24,7 @@ from ..terms.nonlocal_position import (
     standardised,
     with_outside,
 )
-from .capture import checked_queries
+from .capture import checked_queries, softmax_over_keys
 from .checks import check_map, one_of, pair, positive
 from .criss_cross import CrissCross
 from .memory_format import in_format_of, to_channels_last
@@ -161,15 +161,26 @@ class BilateralNonLocal2d(_Bilateral):
         Returns:
             (B, 1, H, W, H, W), or (B, 1, Q, H, W) of ``queries``.
         """
+        logits = self.attention_logits(x, queries)
+        return softmax_over_keys(logits["content"] + logits["position"])
+
+    def attention_logits(self, x: Tensor, queries: Tensor | None = None) -> dict[str, Tensor]:
+        """The logits of content and of position.
+
+        The softmax of their sum is :meth:`attention_maps`, whose arguments and axes are the same.
+        """
         query, key, _, values = self._terms(x)
         H, W = x.shape[2:]
         positions = torch.arange(H * W, device=x.device)
         if queries is not None:
             y, z = checked_queries(queries, (H, W), x.device)
             positions = y * W + z
-        logits = self._logits(query[:, positions], key, values[:, positions], positions, H, W)
-        maps = logits.softmax(-1).unflatten(2, (H, W)).unsqueeze(1)
-        return maps.unflatten(2, (H, W)) if queries is None else maps
+        pair = self._both_logits(query[:, positions], key, values[:, positions], positions, H, W)
+        found = {}
+        for name, logits in zip(("content", "position"), pair):
+            laid = logits.unflatten(2, (H, W)).unsqueeze(1)
+            found[name] = laid.unflatten(2, (H, W)) if queries is None else laid
+        return found
 
     def _terms(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Queries (scaled), keys, values (B, N, d) and predicted values with that outside (B, N, n + 1)."""
@@ -182,10 +193,17 @@ class BilateralNonLocal2d(_Bilateral):
 
     def _logits(self, query: Tensor, key: Tensor, values: Tensor, positions: Tensor, H: int, W: int) -> Tensor:
         """(B, Q, N) for the queries at ``positions``, in float32 at least."""
+        content, position = self._both_logits(query, key, values, positions, H, W)
+        return content + position
+
+    def _both_logits(
+        self, query: Tensor, key: Tensor, values: Tensor, positions: Tensor, H: int, W: int
+    ) -> tuple[Tensor, Tensor]:
+        """Those of content and those of position."""
         index = map_index(positions, (H, W), self.kernel_size)
         content = torch.matmul(query, key.transpose(1, 2))
         position = self.smoothed(realign(values, index))
-        return content.float() + position.float() if content.dtype != torch.float64 else content + position
+        return (content, position) if content.dtype == torch.float64 else (content.float(), position.float())
 
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, values: Tensor, positions: Tensor, H: int, W: int

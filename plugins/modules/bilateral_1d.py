@@ -17,7 +17,7 @@ from ..terms.nonlocal_position import Outside, Smoothing, check_smoothing, predi
 from .checks import check_heads, check_padding_mask, check_sequence, one_of
 from .renamed import renamed_argument, renamed_attribute, renamed_method
 from .sequence_cache import SequenceCache, check_cache
-from .sequence_heads import attended, split_heads, weights_of
+from .sequence_heads import attended, logits_of, split_heads, weights_of
 
 
 class BilateralSelfAttention(nn.Module):
@@ -140,6 +140,27 @@ class BilateralSelfAttention(nn.Module):
         cache = None if cache is None else dataclasses.replace(cache)
         maps = weights_of(self._arguments(query, key_padding_mask, cache))
         return maps if queries is None else maps[:, :, queries]
+
+    @torch.no_grad()
+    def attention_logits(
+        self,
+        query: Tensor,
+        *,
+        key_padding_mask: Tensor | None = None,
+        cache: SequenceCache | None = None,
+        queries: Tensor | None = None,
+    ) -> dict[str, Tensor]:
+        """The logits of content and of position, -inf at masked keys.
+
+        The softmax of their sum is :meth:`attention_maps`, whose arguments and axes are the same.
+        """
+        cache = None if cache is None else dataclasses.replace(cache)
+        arguments = self._arguments(query, key_padding_mask, cache)
+        found = {
+            "content": logits_of({**arguments, "band_logits": None, "outside_logits": None}),
+            "position": logits_of({**arguments, "query": None, "key": None}),
+        }
+        return found if queries is None else {name: part[:, :, queries] for name, part in found.items()}
 
     def _arguments(self, query: Tensor, key_padding_mask: Tensor | None, cache: SequenceCache | None) -> dict[str, Any]:
         """What ``sequence_attention`` takes."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,6 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from ..ops import reference
+
+Geometry = tuple[Sequence[int], Sequence[int], Sequence[int], Sequence[int]]  # kernel size, stride, padding, dilation
 
 
 @dataclass
@@ -46,6 +49,28 @@ class Captured:
             (B, M, Q, Hk, Wk), or (B, M, Hq, Wq, Hk, Wk) of all.
         """
         return self.layer.attention_maps(*self.arguments, **self.keywords, queries=queries)
+
+    @torch.no_grad()
+    def parts(self, queries: Tensor | None = None) -> dict[str, Tensor]:
+        """The weights that every term of the logits would give alone, computed now.
+
+        Each is the softmax of its own logits, as in Thesis, Fig. 3.4: they do not add up to the weights of all terms,
+        which are the softmax of the logits' sum.
+
+        Args:
+            queries: As :meth:`maps`.
+
+        Returns:
+            As :meth:`maps`, by the names that the layer's ``attention_logits`` gives its terms; nothing of a layer with
+            one term.
+        """
+        if callable(getattr(self.layer, "attention_parts", None)):  # of keys that are not all on the map
+            parts: dict[str, Tensor] = self.layer.attention_parts(*self.arguments, **self.keywords, queries=queries)
+            return parts
+        if not callable(getattr(self.layer, "attention_logits", None)):
+            return {}
+        logits = self.layer.attention_logits(*self.arguments, **self.keywords, queries=queries)
+        return {name: softmax_over_keys(part) for name, part in logits.items()} if len(logits) > 1 else {}
 
 
 def attention_layers(model: nn.Module) -> dict[str, Any]:
@@ -113,6 +138,13 @@ def remember_calls(layers: Mapping[str, nn.Module], keep: Callable[[Captured], N
             handle.remove()
 
 
+def softmax_over_keys(logits: Tensor) -> Tensor:
+    """The weights of logits: over the last axis of a sequence's, (B, M, T, S), over the last two of a map's."""
+    if logits.dim() == 4:
+        return reference.masked_softmax(logits)
+    return reference.masked_softmax(logits.flatten(-2)).unflatten(-1, logits.shape[-2:])
+
+
 def maps_of(
     terms: Sequence[Tensor | None], scale: float, size: tuple[int, int], queries: Tensor | None = None
 ) -> Tensor:
@@ -130,11 +162,18 @@ def maps_of(
     Raises:
         ValueError: ``queries`` are not positions on the map.
     """
+    return softmax_over_keys(logits_of(terms, scale, size, queries))
+
+
+def logits_of(
+    terms: Sequence[Tensor | None], scale: float, size: tuple[int, int], queries: Tensor | None = None
+) -> Tensor:
+    """The sum of logits for all queries or for some; arguments, shapes and errors as :func:`maps_of`."""
     query, key, value, row, column, key_logits = terms
     assert value is not None
     if queries is None:
-        maps = reference.global_attention_probabilities(query, key, value, row, column, key_logits, scale)
-        return maps.expand(*maps.shape[:2], *size, *maps.shape[4:])
+        logits = reference.global_attention_logits(query, key, value, row, column, key_logits, scale)
+        return logits.expand(*logits.shape[:2], *size, *logits.shape[4:])
     y, x = checked_queries(queries, size, value.device)
 
     def chosen(tensor: Tensor | None) -> Tensor | None:
@@ -142,10 +181,10 @@ def maps_of(
             return None
         return tensor[:, :, y if tensor.shape[2] > 1 else 0 * y, x if tensor.shape[3] > 1 else 0 * x].unsqueeze(3)
 
-    maps = reference.global_attention_probabilities(
+    logits = reference.global_attention_logits(
         chosen(query), key, value, chosen(row), chosen(column), key_logits, scale
     )
-    return maps.squeeze(3).expand(-1, -1, len(queries), -1, -1)
+    return logits.squeeze(3).expand(-1, -1, len(queries), -1, -1)
 
 
 def window_maps_of(
@@ -153,7 +192,7 @@ def window_maps_of(
     key: Tensor | None,
     position_logits: Tensor | None,
     keys: Sequence[int],
-    geometry: tuple[Sequence[int], Sequence[int], Sequence[int], Sequence[int]],
+    geometry: Geometry,
     queries: Tensor | None = None,
     zero_border: bool = False,
 ) -> Tensor:
@@ -174,20 +213,47 @@ def window_maps_of(
     Raises:
         ValueError: ``queries`` are not positions on the map.
     """
+    windows = _windows(query, position_logits, keys, geometry)
+    weights = reference.window_attention_probabilities(query, key, position_logits, windows, zero_border, 1.0)
+    return _on_map(weights, windows, keys, 0.0, queries)
+
+
+def window_logits_of(
+    query: Tensor | None,
+    key: Tensor | None,
+    position_logits: Tensor | None,
+    keys: Sequence[int],
+    geometry: Geometry,
+    queries: Tensor | None = None,
+) -> Tensor:
+    """The sum of logits on the whole map, -inf outside the windows; all else as :func:`window_maps_of`."""
+    windows = _windows(query, position_logits, keys, geometry)
+    logits = reference.window_attention_logits(query, key, position_logits, windows, False, 1.0)
+    return _on_map(logits, windows, keys, -math.inf, queries)
+
+
+def _windows(
+    query: Tensor | None, position_logits: Tensor | None, keys: Sequence[int], geometry: Geometry
+) -> reference.Windows:
     leader = position_logits if query is None else query
     assert leader is not None
-    Hq, Wq = leader.shape[2:4]
-    windows = reference.Windows((Hq, Wq), keys, *geometry, leader.device)
-    weights = reference.window_attention_probabilities(query, key, position_logits, windows, zero_border, 1.0)
-    index = (windows.rows[:, None, :, None] * keys[1] + windows.columns[:, None, :]).flatten(2)
-    weights = (weights * windows.inside.flatten(2)).flatten(2, 3)
-    index = index.flatten(0, 1)
+    return reference.Windows(leader.shape[2:4], keys, *geometry, leader.device)
+
+
+def _on_map(
+    taps: Tensor, windows: reference.Windows, keys: Sequence[int], beyond: float, queries: Tensor | None
+) -> Tensor:
+    """Values of a window's taps (B, M, Hq, Wq, taps) laid on the map, ``beyond`` where there is none."""
+    Hq, Wq = taps.shape[2:4]
+    number = keys[0] * keys[1]
+    index = windows.rows[:, None, :, None] * keys[1] + windows.columns[:, None, :]
+    index = torch.where(windows.inside, index, number).flatten(2).flatten(0, 1)  # off the map: one place behind it
+    taps = taps.flatten(2, 3)
     if queries is not None:
-        y, x = checked_queries(queries, (Hq, Wq), leader.device)
-        weights, index = weights[:, :, y * Wq + x], index[y * Wq + x]
-    maps = weights.new_zeros((*weights.shape[:3], keys[0] * keys[1]))
-    maps.scatter_add_(3, index.expand_as(weights), weights)
-    maps = maps.unflatten(3, (keys[0], keys[1]))
+        y, x = checked_queries(queries, (Hq, Wq), taps.device)
+        taps, index = taps[:, :, y * Wq + x], index[y * Wq + x]
+    maps = taps.new_full((*taps.shape[:3], number + 1), beyond).scatter(3, index.expand_as(taps), taps)
+    maps = maps[..., :number].unflatten(3, (keys[0], keys[1]))
     return maps.unflatten(2, (Hq, Wq)) if queries is None else maps
 
 

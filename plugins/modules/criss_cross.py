@@ -5,6 +5,7 @@ Shapes: B batch, C channels, d width of queries and keys, (H, W) the map, N = H 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -88,16 +89,19 @@ class CrissCross(nn.Module):
         Raises:
             ValueError: as ``forward``; or a query lies outside the map.
         """
+        weights = reference.criss_cross_probabilities(*self._terms(x), self.scale)
+        return _on_map(weights, 0.0, queries)
+
+    def attention_logits(self, x: Tensor, queries: Tensor | None = None) -> dict[str, Tensor]:
+        """The logits of content and of position, -inf off the cross.
+
+        The softmax of their sum is :meth:`attention_maps`, whose arguments and axes are the same.
+        """
         query, key, value, logits = self._terms(x)
-        H, W = x.shape[2:]
-        rows, columns = torch.arange(H, device=x.device), torch.arange(W, device=x.device)
-        chosen = torch.cartesian_prod(rows, columns) if queries is None else queries
-        y, z = checked_queries(chosen, (H, W), x.device)
-        weights = reference.criss_cross_probabilities(query, key, value, logits, self.scale)[:, :, y, z]
-        keys = torch.cat((rows * W + z.unsqueeze(1), y.unsqueeze(1) * W + columns), 1)  # (Q, H + W)
-        maps = weights.new_zeros((*weights.shape[:3], H * W))
-        maps = maps.scatter_add(3, keys.expand_as(weights), weights).unflatten(3, (H, W))
-        return maps.unflatten(2, (H, W)) if queries is None else maps
+        found = {"content": reference.criss_cross_logits(query, key, value, None, self.scale)}
+        if logits is not None:
+            found["position"] = reference.criss_cross_logits(None, None, value, logits, self.scale)
+        return {name: _on_map(part, -math.inf, queries) for name, part in found.items()}
 
     def _terms(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Query, key and value (B, 1, H, W, ·); position logits."""
@@ -107,6 +111,22 @@ class CrissCross(nn.Module):
             layer(x).permute(0, 2, 3, 1).unsqueeze(1) for layer in (self.query_conv, self.key_conv, self.value_conv)
         )
         return query, key, value, self.position_logits(x, query)
+
+
+def _on_map(cross: Tensor, off: float, queries: Tensor | None) -> Tensor:
+    """Values (B, M, H, W, H + W) of a query's column and row laid on the map, ``off`` where there is none.
+
+    The query's own in its column, 0 or -inf, gives way to that in its row.
+    """
+    H, W = cross.shape[2:4]
+    rows, columns = torch.arange(H, device=cross.device), torch.arange(W, device=cross.device)
+    chosen = torch.cartesian_prod(rows, columns) if queries is None else queries
+    y, z = checked_queries(chosen, (H, W), cross.device)
+    cross = cross[:, :, y, z]
+    keys = torch.cat((rows * W + z.unsqueeze(1), y.unsqueeze(1) * W + columns), 1)  # (Q, H + W)
+    maps = cross.new_full((*cross.shape[:3], H * W), off)
+    maps = maps.scatter_reduce(3, keys.expand_as(cross), cross, "amax").unflatten(3, (H, W))
+    return maps.unflatten(2, (H, W)) if queries is None else maps
 
 
 class CrissCrossAttention2d(CrissCross, RelativeTables):

@@ -265,17 +265,32 @@ class GeneralizedAttention2d(AxisPositions):
         position_query, query, key, value, key_logits = self._projected(x, context)
         Hq, Wq = -(-x.shape[2] // self.q_stride), -(-x.shape[3] // self.q_stride)
         Hk, Wk = value.shape[2], value.shape[3]
-        row, column = self._range_logits([Hq, Wq], [Hk, Wk], x)
-        if self.appr_geom_fc_y is not None and self.appr_geom_fc_x is not None:
-            geometry = self.appr_geom_fc_y.weight, self.appr_geom_fc_x.weight
-            row = _sum(self._axis_logits(geometry[0], position_query, Hq, Hk, "row"), row)
-            column = _sum(self._axis_logits(geometry[1], position_query, Wq, Wk, "column"), column)
-        return query, key, value, row, column, key_logits
+        v: Tensor | None = None
+        if self.geom_bias is not None:
+            v = self._scaled(self._vector(self.geom_bias))
+        row, column = self._both_axes(position_query, v, [Hq, Wq], [Hk, Wk])
+        rows_in_range, columns_in_range = self._range_logits([Hq, Wq], [Hk, Wk], x)
+        return query, key, value, _sum(row, rows_in_range), _sum(column, columns_in_range), key_logits
 
     def _projected(
         self, x: Tensor, context: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor, Tensor | None]:
         """The position terms' query; query and key of the content term, with u; value; key logits."""
+        query, key, value = self._features(x, context)
+        by_content, by_position, _, _ = self.terms  # to TorchScript a plain tuple
+        content = query if by_content else None
+        key_logits: Tensor | None = None
+        if self.appr_bias is not None and key is not None:
+            u = self._scaled(self._vector(self.appr_bias))
+            if content is not None:
+                content = add_vector(content, u)
+            else:
+                key_logits = key_saliency(key, u)
+        position_query = query if by_position else None
+        return position_query, content, key if by_content else None, value, key_logits
+
+    def _features(self, x: Tensor, context: Tensor | None) -> tuple[Tensor | None, Tensor | None, Tensor]:
+        """Query, scaled, key and value, (B, M, ·, ·, d), those that the terms need."""
         check_map(x, self.in_channels, self.value_conv.weight)
         if context is not None:
             check_map(context, self.in_channels, self.value_conv.weight, "context")
@@ -292,17 +307,7 @@ class GeneralizedAttention2d(AxisPositions):
             query = self._scaled(self._heads(self.query_conv(queries)))
         if self.key_conv is not None:
             key = self._heads(self.key_conv(keys))
-        by_content, by_position, _, _ = self.terms  # to TorchScript a plain tuple
-        content = query if by_content else None
-        key_logits: Tensor | None = None
-        if self.appr_bias is not None and key is not None:
-            u = self._scaled(self._vector(self.appr_bias))
-            if content is not None:
-                content = add_vector(content, u)
-            else:
-                key_logits = key_saliency(key, u)
-        position_query = query if by_position else None
-        return position_query, content, key if by_content else None, value, key_logits
+        return query, key, value
 
     def _heads(self, projected: Tensor) -> Tensor:
         """(B, M * d, H, W) as (B, M, H, W, d), a view."""
@@ -368,5 +373,7 @@ def _every(x: Tensor, stride: int) -> Tensor:
     return x if stride == 1 else x[:, :, ::stride, ::stride]
 
 
-def _sum(logits: Tensor, more: Tensor | None) -> Tensor:
+def _sum(logits: Tensor | None, more: Tensor | None) -> Tensor | None:
+    if logits is None:
+        return more
     return logits if more is None else logits + more

@@ -5,21 +5,28 @@ Shapes: B batch, M heads, d width per head, (H, W) or (Hq, Wq) queries, (Hk, Wk)
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..terms.attention_type import AttentionTerms
 from ..terms.relative_position import axis_offsets, relative_logits, spread
-from ..terms.saliency import add_vector
+from ..terms.saliency import add_vector, key_saliency
 from ..terms.sine_position import sine_encoding
+from .capture import logits_of
 
 
 class AxisPositions(nn.Module):
     """Base of generalized attention: position logits, axis by axis, from its parameters and options."""
 
     if TYPE_CHECKING:  # TorchScript takes its types from the values
+        terms: AttentionTerms
+        appr_geom_fc_x: nn.Linear | None
+        appr_geom_fc_y: nn.Linear | None
+        appr_bias: nn.Parameter | None  # u
         geom_bias: nn.Parameter | None  # v
         num_heads: int
         q_stride: int
@@ -33,6 +40,14 @@ class AxisPositions(nn.Module):
 
     def axis_width(self) -> int:
         """Width of one axis' position encoding."""
+        raise NotImplementedError
+
+    def attention_size(self, size: Sequence[int]) -> tuple[int, int]:
+        """The map of queries, for an input of ``size`` (H, W)."""
+        raise NotImplementedError
+
+    def _features(self, x: Tensor, context: Tensor | None) -> tuple[Tensor | None, Tensor | None, Tensor]:
+        """Query, scaled, key and value, (B, M, ·, ·, d)."""
         raise NotImplementedError
 
     def axis_range(self, queries: int, keys: int, device: torch.device) -> Tensor:
@@ -58,12 +73,56 @@ class AxisPositions(nn.Module):
         columns = self.axis_range(queries[1], keys[1], like.device).to(like.dtype)
         return _along(rows.unsqueeze(0), "row"), _along(columns.unsqueeze(0), "column")
 
-    def _axis_logits(self, weight: Tensor, query: Tensor | None, queries: int, keys: int, axis: str) -> Tensor:
-        """ε2 + ε4 of one axis, by its projection of encodings; of size 1 along axes that it does not depend on."""
-        table = self._table(weight, axis_offsets(queries, keys, self.q_stride, self.kv_stride, weight.device))
-        v: Tensor | None = None
+    @torch.jit.unused
+    def attention_logits(
+        self, x: Tensor, context: Tensor | None = None, queries: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        """The logits of every term, by its name in :class:`.AttentionTerms`; -inf out of range in each of them.
+
+        The softmax of their sum is ``attention_maps``, whose arguments and axes are the same.
+        """
+        query, key, value = self._features(x, context)
+        size, terms = self.attention_size(x.shape[2:]), self.terms
+        found: dict[str, Tensor] = {}
+
+        def keep(name: str, *arguments: Tensor | None) -> None:
+            found[name] = logits_of(arguments, 1.0, size, queries)
+
+        if terms.content:
+            keep("content", query, key, value, None, None, None)
+        queries_and_keys = list(size), list(value.shape[2:4])
+        if terms.content_position:
+            keep("content_position", None, None, value, *self._both_axes(query, None, *queries_and_keys), None)
         if self.geom_bias is not None:
             v = self._scaled(self._vector(self.geom_bias))
+            keep("position", None, None, value, *self._both_axes(None, v, *queries_and_keys), None)
+        if self.appr_bias is not None and key is not None:
+            saliency = key_saliency(key, self._scaled(self._vector(self.appr_bias)))
+            keep("saliency", None, None, value, None, None, saliency)
+        limits = self._range_logits(*queries_and_keys, x)
+        if limits[0] is not None:
+            keep("range", None, None, value, *limits, None)
+            limit = found.pop("range")
+            found = {name: logits + limit for name, logits in found.items()}
+        return {name: found[name] for name in terms._fields if name in found}
+
+    def _both_axes(
+        self, query: Tensor | None, v: Tensor | None, queries: list[int], keys: list[int]
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """ε2 of ``query`` and ε4 of ``v``, scaled, or one of them, for rows and for columns; None without a table."""
+        if self.appr_geom_fc_y is None or self.appr_geom_fc_x is None:
+            return None, None
+        rows, columns = self.appr_geom_fc_y.weight, self.appr_geom_fc_x.weight
+        return (
+            self._axis_logits(rows, query, v, queries[0], keys[0], "row"),
+            self._axis_logits(columns, query, v, queries[1], keys[1], "column"),
+        )
+
+    def _axis_logits(
+        self, weight: Tensor, query: Tensor | None, v: Tensor | None, queries: int, keys: int, axis: str
+    ) -> Tensor:
+        """ε2 + ε4 of one axis, by its projection of encodings; of size 1 along axes that it does not depend on."""
+        table = self._table(weight, axis_offsets(queries, keys, self.q_stride, self.kv_stride, weight.device))
         if query is not None:
             query = query if v is None else add_vector(query, v)
             return relative_logits(query, table, keys, axis, self.q_stride, self.kv_stride)

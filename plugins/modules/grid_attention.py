@@ -152,6 +152,54 @@ class GridAttention(GridTerms):
         weights = logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32)).to(v.dtype)
         return F.dropout(weights.masked_fill(hidden, 0.0), dropout) @ v
 
+    def term_logits(
+        self,
+        x: Tensor,
+        q: Tensor,
+        k: Tensor,
+        grid: Grid,
+        prefix: int = 0,
+        padding: Tensor | None = None,
+        mask: Tensor | None = None,
+    ) -> dict[str, Tensor]:
+        """The logits of every term, gated, whose sum :meth:`attend` takes the softmax of.
+
+        Args:
+            x: As :meth:`attend`, and so are the others.
+
+        Returns:
+            (B, M, T, S) by the names of :class:`.AttentionTerms`, and ``predicted``; each is -inf at keys that are left
+            out. What is added to the logits by ``mask`` is in the first alone.
+        """
+        found: dict[str, Tensor] = {}
+        if self.terms.content:
+            found["content"] = q @ k.mT
+        if self.row_table is not None:
+            relative = self.relative_terms(q[:, :, prefix:].unflatten(2, grid), grid)
+            found.update((name, F.pad(part, (prefix, 0, prefix, 0))) for name, part in relative.items())
+        saliency = self.key_logits(k)
+        if saliency is not None:
+            found["saliency"] = saliency.unsqueeze(2)
+        predicted = self.predicted_logits(x[:, prefix:], grid, None if padding is None else padding[:, prefix:])
+        if predicted is not None:
+            found["predicted"] = F.pad(predicted, (prefix, 0, prefix, 0))
+        left_out = k.new_zeros(1, 1, q.shape[2], k.shape[2])
+        rows, columns = self.range_logits(grid, k)
+        if rows is not None and columns is not None:
+            pairs = (rows.unsqueeze(5) + columns.unsqueeze(4)).flatten(4, 5).flatten(2, 3)
+            left_out = left_out + F.pad(pairs, (prefix, 0, prefix, 0))
+        if padding is not None:
+            left_out = left_out.masked_fill(padding[:, None, None], -math.inf)
+        if mask is not None and mask.dtype == torch.bool:
+            left_out = left_out.masked_fill(mask, -math.inf)
+        elif mask is not None:
+            left_out = left_out.masked_fill(mask == -math.inf, -math.inf)
+            first = next(iter(found), None)
+            if first is not None:
+                found[first] = found[first] + mask
+        order = (*self.terms._fields, "predicted")
+        return {name: (found[name] + left_out).expand(len(q), q.shape[1], -1, -1) for name in order if name in found}
+
     def scripted_attend(
         self, q: Tensor, k: Tensor, v: Tensor, H: int, W: int, prefix: int, mask: Tensor | None
     ) -> Tensor:

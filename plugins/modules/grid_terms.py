@@ -137,12 +137,31 @@ class GridTerms(nn.Module):
         """ε2 + ε4, gated, of queries (B, M, H, W, d), scaled: (B, M, H, W, H) of rows, (B, M, H, W, W) of columns."""
         if self.row_table is None or self.column_table is None:
             return None, None
-        moved = self._position_query(q).expand(-1, -1, *grid, -1)
+        return self._relative(self._position_query(q), grid)
+
+    def _relative(self, moved: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
+        """The products of (B, M, H or 1, W or 1, d) with R, for the axes as :meth:`axis_logits`."""
+        assert self.row_table is not None
+        assert self.column_table is not None
+        moved = moved.expand(-1, -1, *grid, -1)
         rows, columns = (
-            relative_logits(moved, self._table(table.weight, axis_offsets(n, n, device=q.device)), n, axis)
+            relative_logits(moved, self._table(table.weight, axis_offsets(n, n, device=moved.device)), n, axis)
             for table, n, axis in zip((self.row_table, self.column_table), grid, ("row", "column"))
         )
         return rows, columns
+
+    def relative_terms(self, q: Tensor, grid: Grid) -> dict[str, Tensor]:
+        """ε2 and ε4 apart, gated, of queries (B, M, H, W, d), scaled: (B, M, N, N) by their names."""
+        moved: dict[str, Tensor] = {}
+        if self.terms.content_position:
+            moved["content_position"] = q
+        if self.position is not None:
+            moved["position"] = (self.scale * self._heads(self.position))[None, :, None, None]
+        found = {}
+        for name, query in moved.items():
+            rows, columns = self._relative(query * self._gate(3), grid)
+            found[name] = (rows.unsqueeze(5) + columns.unsqueeze(4)).flatten(4, 5).flatten(2, 3)
+        return found
 
     def range_logits(self, grid: Grid, like: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """0 in range and -inf out of it, for the axes: (1, 1, H, 1, H) and (1, 1, 1, W, W); None without a range."""

@@ -6,24 +6,30 @@ Shapes: B batch, M heads, d = out_channels / M, (H, W) the input's map, (Hq, Wq)
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from .capture import window_maps_of
-from .checks import check_map, check_window, pair, positive
+from .capture import window_logits_of, window_maps_of
+from .checks import check_map, check_window, one_of, pair, positive
 from .memory_format import in_format_of, to_channels_last
 from .scripting import attend_in_windows
 
+Activation = Literal["none", "relu"]
+
 
 class Projection(nn.Sequential):
-    """A linear layer at every position: a 1×1 convolution, with ``bias`` and BatchNorm where it is normalised."""
+    """A linear layer at every position: a 1×1 convolution, with ``bias``, BatchNorm and activation if normalised."""
 
-    def __init__(self, in_channels: int, out_channels: int, bias: bool, norm: bool, **factory: Any) -> None:
+    def __init__(
+        self, in_channels: int, out_channels: int, bias: bool, norm: bool, activation: Activation, **factory: Any
+    ) -> None:
         layers: list[nn.Module] = [nn.Conv2d(in_channels, out_channels, 1, bias=bias and norm, **factory)]
         if norm:
             layers.append(nn.BatchNorm2d(out_channels, **factory))
+        if norm and activation == "relu":
+            layers.append(nn.ReLU())
         super().__init__(*layers)
 
 
@@ -54,6 +60,8 @@ class LocalBilateralConv2d(nn.Module):
         iterations: 1 for no refinement; more need ``content``.
         shared: W_φ = W_σ = W_β: one projection, normalised, for queries, keys and values; output projection and
             geometric layer are then without bias and BatchNorm (the thesis' parameter counts).
+        activation: ``'none'``, projections are linear (Eq. 4.4), or ``'relu'`` after every BatchNorm but that of the
+            geometric logits, without which the GFLOPs of Table 4.2 are not met.
 
     Shapes:
         (B, in_channels, H, W) -> (B, out_channels, Hq, Wq), the size of a convolution with these arguments
@@ -77,12 +85,14 @@ class LocalBilateralConv2d(nn.Module):
         geometric: bool = True,
         iterations: int = 1,
         shared: bool = False,
+        activation: Activation = "none",
         *,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         positive(in_channels=in_channels, out_channels=out_channels, num_heads=num_heads, iterations=iterations)
+        one_of(Activation, activation=activation)
         if out_channels % num_heads:
             raise ValueError(f"out_channels must be a multiple of num_heads = {num_heads}, got {out_channels}")
         if groups != 1:
@@ -105,20 +115,20 @@ class LocalBilateralConv2d(nn.Module):
             )
         self.first_centre = centre[0] - self.padding[0], centre[1] - self.padding[1]
         self.groups, self.iterations, self.shared = groups, iterations, shared
-        self.content, self.geometric = content, geometric
+        self.content, self.geometric, self.activation = content, geometric, activation
         factory: dict[str, Any] = dict(device=device, dtype=dtype)
-        self.query = Projection(in_channels, out_channels, bias, True, **factory)
+        self.query = Projection(in_channels, out_channels, bias, True, activation, **factory)
         self.key: Projection | None = None
         self.value: Projection | None = None
         if not shared:
             if content:
-                self.key = Projection(in_channels, out_channels, bias, True, **factory)
-            self.value = Projection(in_channels, out_channels, bias, True, **factory)
+                self.key = Projection(in_channels, out_channels, bias, True, activation, **factory)
+            self.value = Projection(in_channels, out_channels, bias, True, activation, **factory)
         self.position: Projection | None = None
         if geometric:
             taps = self.kernel_size[0] * self.kernel_size[1]
-            self.position = Projection(out_channels, num_heads * taps, bias, not shared, **factory)
-        self.output = Projection(out_channels, out_channels, bias, not shared, **factory)
+            self.position = Projection(out_channels, num_heads * taps, bias, not shared, "none", **factory)
+        self.output = Projection(out_channels, out_channels, bias, not shared, activation, **factory)
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, in_channels, H, W) -> (B, out_channels, Hq, Wq)."""
@@ -147,6 +157,20 @@ class LocalBilateralConv2d(nn.Module):
         query, key, _, logits = self._terms(x)
         geometry = (self.kernel_size, self.stride, self.padding, self.dilation)
         return window_maps_of(query, key, logits, x.shape[2:], geometry, queries)
+
+    @torch.jit.unused
+    def attention_logits(self, x: Tensor, queries: Tensor | None = None) -> dict[str, Tensor]:
+        """The logits of content, refined, and of geometry, -inf outside the windows.
+
+        The softmax of their sum is :meth:`attention_maps`, whose arguments and axes are the same.
+        """
+        query, key, _, logits = self._terms(x)
+        found, geometry = {}, (self.kernel_size, self.stride, self.padding, self.dilation)
+        if query is not None:
+            found["content"] = window_logits_of(query, key, None, x.shape[2:], geometry, queries)
+        if logits is not None:
+            found["geometric"] = window_logits_of(None, None, logits, x.shape[2:], geometry, queries)
+        return found
 
     def _terms(self, x: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor | None]:
         """Refined query, key, value (B, M, ·, ·, d) and geometric logits (B, M, Hq, Wq, taps)."""
@@ -190,7 +214,7 @@ class LocalBilateralConv2d(nn.Module):
         text = f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, num_heads={self.num_heads}"
         for name, default in (
             ("stride", (1, 1)), ("dilation", (1, 1)), ("content", True), ("geometric", True), ("iterations", 1),
-            ("shared", False),
+            ("shared", False), ("activation", "none"),
         ):  # fmt: skip
             if getattr(self, name) != default:
                 text += f", {name}={getattr(self, name)}"

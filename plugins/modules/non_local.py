@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..ops import global_attention
-from .capture import maps_of
+from .capture import logits_of, maps_of
 from .checks import check_map, one_of, positive
 from .memory_format import in_format_of, to_channels_last
 from .relative_tables import Position, RelativeTables
@@ -167,6 +167,20 @@ class NonLocal2d(RelativeTables):
         query, key, value = self._embeddings(x)
         terms = (query, key, value, *self._position(query, key), None)
         return maps_of(terms, self.scale, self.attention_size(x.shape[2:]), queries)
+
+    def attention_logits(self, x: Tensor, queries: Tensor | None = None) -> dict[str, Tensor]:
+        """The logits of content and of relative position.
+
+        The softmax of their sum is :meth:`attention_maps`, whose arguments, axes and errors are the same.
+        """
+        if "gaussian" not in self.mode:
+            raise ValueError(f"mode {self.mode!r} has no logits: only 'gaussian' and 'embedded_gaussian' have")
+        query, key, value = self._embeddings(x)
+        (row, column), size = self._position(query, key), self.attention_size(x.shape[2:])
+        found = {"content": logits_of((query, key, value, None, None, None), self.scale, size, queries)}
+        if row is not None:
+            found["position"] = logits_of((None, None, value, row, column, None), self.scale, size, queries)
+        return found
 
     def _embeddings(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Query (B, 1, H, W, ·), key and value (B, 1, Hk, Wk, ·)."""

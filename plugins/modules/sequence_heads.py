@@ -32,10 +32,15 @@ def attended(arguments: dict[str, Any], dropout: float) -> Tensor:
 
 def weights_of(arguments: dict[str, Any]) -> Tensor:
     """The weights that ``sequence_attention`` gives its keys, (B, M, T, S), written out."""
+    return reference.masked_softmax(logits_of(arguments))
+
+
+def logits_of(arguments: dict[str, Any]) -> Tensor:
+    """The sum of the logits that ``sequence_attention`` is given, (B, M, T, S), written out; -inf at masked keys."""
     value, outside, start = arguments["value"], arguments.get("outside_logits"), arguments["start"]
     if isinstance(outside, float):
         outside = value.new_full((1, 1, 1), outside)
-    return reference.sequence_attention_probabilities(
+    return reference.sequence_attention_logits(
         arguments["query"],
         arguments["key"],
         value,

@@ -14,13 +14,11 @@ from torch import Tensor, nn
 
 from ..terms.attention_type import parse_attention_type
 from ..terms.saliency import key_saliency
-from ..terms.sine_position import sine_encoding
 from .checks import check_heads, check_padding_mask, check_sequence
 from .renamed import renamed_method
 from .sequence_cache import SequenceCache, check_cache
-from .sequence_heads import attended, split_heads, weights_of
-
-_is_dynamo_compiling = getattr(torch.compiler, "is_dynamo_compiling", lambda: False)  # torch >= 2.2
+from .sequence_heads import attended, logits_of, split_heads, weights_of
+from .sequence_positions import SequencePositions
 
 
 class Keys(NamedTuple):
@@ -39,7 +37,7 @@ class Keys(NamedTuple):
     shift: Tensor | None = None
 
 
-class MultiheadSpatialAttention(nn.Module):
+class MultiheadSpatialAttention(SequencePositions):
     """Self-, causal self- and encoder-decoder attention whose logits are any of ε1 ... ε4.
 
     Source: Zhu et al. (2019), Eq. 1, 2 and 8, with the relative positions of Transformer-XL (Dai et al. 2019). The
@@ -199,6 +197,31 @@ class MultiheadSpatialAttention(nn.Module):
             maps = maps.gather(3, _rotation(-shift, maps.shape[3])[:, None, None].expand_as(maps))
         return maps if queries is None else maps[:, :, queries]
 
+    @torch.no_grad()
+    def attention_logits(
+        self,
+        query: Tensor,
+        key: Tensor | None = None,
+        value: Tensor | None = None,
+        *,
+        key_padding_mask: Tensor | None = None,
+        cache: SequenceCache | None = None,
+        queries: Tensor | None = None,
+    ) -> dict[str, Tensor]:
+        """The logits of every term, by its name in :class:`.AttentionTerms`; -inf at keys out of range or masked.
+
+        The softmax of their sum is :meth:`attention_maps`, whose arguments and axes are the same.
+        """
+        cache = None if cache is None else dataclasses.replace(cache)
+        keys, start = self._prepared(query, key, value, key_padding_mask, cache)
+        found = {}
+        for name, given in self._single_terms(query, keys, start, cache).items():
+            logits = logits_of({**self._frame(keys, start), **given}).expand(-1, -1, query.shape[1], -1)
+            if keys.shift is not None:
+                logits = logits.gather(3, _rotation(-keys.shift, logits.shape[3])[:, None, None].expand_as(logits))
+            found[name] = logits if queries is None else logits[:, :, queries]
+        return found
+
     # --- the arguments of ``sequence_attention`` --------------------------------------------------------------------
 
     def _arguments(
@@ -210,6 +233,19 @@ class MultiheadSpatialAttention(nn.Module):
         cache: SequenceCache | None,
     ) -> tuple[dict[str, Any], Tensor | None]:
         """What ``sequence_attention`` takes, and by how much the keys were moved."""
+        keys, start = self._prepared(query, key, value, key_padding_mask, cache)
+        logits = self._logits(query, keys.key, keys.value, start, cache)
+        return {**self._frame(keys, start), **logits}, keys.shift
+
+    def _prepared(
+        self,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        key_padding_mask: Tensor | None,
+        cache: SequenceCache | None,
+    ) -> tuple[Keys, int]:
+        """Keys and values, and the first query's position."""
         key = None if key is query else key
         value = None if value is query and key is None else value
         self._check(query, key, value, key_padding_mask, cache)
@@ -219,15 +255,36 @@ class MultiheadSpatialAttention(nn.Module):
         else:
             start = 0 if cache is None else cache.steps
             keys = self._source(key, key if value is None else value, key_padding_mask, cache)
-        arguments = {
-            **self._logits(query, keys.key, keys.value, start, cache),
-            "value": keys.value,
-            "causal": self.causal,
-            "key_padding_mask": keys.padding_mask,
-            "start": start,
-            "scale": 1.0,
-        }
-        return arguments, keys.shift
+        return keys, start
+
+    def _frame(self, keys: Keys, start: int) -> dict[str, Any]:
+        """What ``sequence_attention`` takes besides logits."""
+        mask = keys.padding_mask
+        return dict(value=keys.value, causal=self.causal, key_padding_mask=mask, start=start, scale=1.0)
+
+    def _single_terms(
+        self, query: Tensor, keys: Keys, start: int, cache: SequenceCache | None
+    ) -> dict[str, dict[str, Any]]:
+        """The logits that ``sequence_attention`` takes for each term alone."""
+        T, S = query.shape[1], keys.value.shape[2]
+        outside = -math.inf if self.attention_range != -1 else None
+        reach = self._reach(T, S, start)
+        # A band of zeros says how many queries there are, and which keys are in range.
+        taps = (reach + 1 if self.causal else 2 * reach + 1) if outside is not None else 1
+        band = keys.value.new_zeros(1, 1, 1, taps).expand(-1, -1, T, -1)
+        common: dict[str, Any] = dict(query=None, key=None, band_logits=band, outside_logits=outside)
+        projected = None if self.q_proj is None else self._scaled(split_heads(self.q_proj(query), self.num_heads))
+        found: dict[str, dict[str, Any]] = {}
+        if self.terms.content:
+            found["content"] = dict(query=projected, key=keys.key)
+        if self.terms.content_position:
+            found["content_position"] = dict(band_logits=self._band_of(projected, None, T, reach, cache))
+        if self.content_bias is not None and keys.key is not None:
+            saliency = key_saliency(keys.key, self._scaled(self.content_bias))
+            found["saliency"] = dict(position_logits=saliency.unsqueeze(2))
+        if self.position_bias is not None:
+            found["position"] = dict(band_logits=self._band_of(None, self.position_bias, T, reach, cache))
+        return {name: {**common, **given} for name, given in found.items()}
 
     def _keys(self, key: Tensor, value: Tensor, key_padding_mask: Tensor | None, cache: SequenceCache | None) -> Keys:
         """Those of the cache and of these tokens, which go into the cache."""
@@ -284,53 +341,6 @@ class MultiheadSpatialAttention(nn.Module):
                 position_logits = value.new_zeros(1, 1, 1, S)
         outside = -math.inf if self.attention_range != -1 else None
         return dict(query=content, key=key, band_logits=band, outside_logits=outside, position_logits=position_logits)
-
-    def _band(
-        self, query: Tensor | None, value: Tensor, T: int, S: int, start: int, cache: SequenceCache | None
-    ) -> Tensor | None:
-        """ε2 + ε4 of all offsets that occur, or of those in range: (B, M, T, K), of size 1 where it depends on none."""
-        if self.position_proj is None and self.attention_range == -1:
-            return None
-        if self.attention_range != -1:
-            reach = self.attention_range // 2
-        else:
-            reach = start + T - 1
-            if not self.causal:
-                larger = max if _is_dynamo_compiling() else torch.sym_max  # each where it traces
-                reach = larger(reach, S - 1 - start)
-        if self.position_proj is None:
-            return value.new_zeros(1, 1, 1, reach + 1 if self.causal else 2 * reach + 1).expand(-1, -1, T, -1)
-        table = split_heads(self._encodings(self.position_proj, reach, cache).unsqueeze(0), self.num_heads)[0]
-        v = None if self.position_bias is None else self._scaled(self.position_bias)
-        if self.terms.content_position:
-            assert query is not None
-            query = query if v is None else query + v.unsqueeze(1)
-            # One product a head; matmul would copy the table for every sequence of the batch.
-            return torch.einsum("bmtd,mkd->bmtk", query, table.to(query.dtype))
-        assert v is not None
-        band = torch.einsum("md,mkd->mk", v.to(table.dtype), table)
-        return band[None, :, None].expand(-1, -1, T, -1)
-
-    def _encodings(self, projection: nn.Linear, reach: int, cache: SequenceCache | None) -> Tensor:
-        """R: the projected encodings of the offsets -reach ... reach, with ``causal`` ... 0: (K, C)."""
-        if cache is None:
-            return self._encoded(projection, reach)
-        known = -1
-        if cache.table is not None:
-            known = len(cache.table) - 1 if self.causal else len(cache.table) // 2
-        if cache.table is None or known < reach:
-            known = max(2 * reach, 32)  # so that few steps need another one
-            cache.table = self._encoded(projection, known)
-        return cache.table[known - reach : known + 1 + (0 if self.causal else reach)]
-
-    def _encoded(self, projection: nn.Linear, reach: int) -> Tensor:
-        weight = projection.weight
-        dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
-        offsets = torch.arange(-reach, 1 if self.causal else reach + 1, device=weight.device, dtype=dtype)
-        return projection(sine_encoding(offsets, self.embed_dim).to(weight.dtype))
-
-    def _scaled(self, tensor: Tensor) -> Tensor:
-        return tensor if self.scale == 1 else tensor * self.scale
 
     def _check(
         self,

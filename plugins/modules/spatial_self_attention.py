@@ -113,6 +113,45 @@ class SpatialSelfAttention(GridAttention):
             ValueError: a shape does not fit, or there is no grid where one is needed.
             TypeError: an argument is no Tensor, or not of the module's dtype.
         """
+        q, k, v, places, attn_mask = self._prepared(query, key, value, grid, key_padding_mask, attn_mask, prefix_tokens)
+        dropout = self.dropout if self.training else 0.0
+        output = self.attend(query, q, k, v, places, prefix_tokens, key_padding_mask, attn_mask, dropout)
+        output = output.expand(len(query), -1, query.shape[1], -1)  # of one query, where none differs
+        return self.out_proj(output.transpose(1, 2).reshape(query.shape))
+
+    @torch.no_grad()
+    def attention_logits(
+        self,
+        query: Tensor,
+        key: Tensor | None = None,
+        value: Tensor | None = None,
+        grid: tuple[int, int] | None = None,
+        key_padding_mask: Tensor | None = None,
+        attn_mask: Tensor | None = None,
+        prefix_tokens: int = 0,
+    ) -> dict[str, Tensor]:
+        """The logits of every term, gated, the softmax of whose sum weighs the keys.
+
+        Args:
+            query: As :meth:`forward`, and so are the others.
+
+        Returns:
+            (B, M, T, S), by name, as :meth:`.GridAttention.term_logits`.
+        """
+        q, k, _, places, attn_mask = self._prepared(query, key, value, grid, key_padding_mask, attn_mask, prefix_tokens)
+        return self.term_logits(query, q, k, places, prefix_tokens, key_padding_mask, attn_mask)
+
+    def _prepared(
+        self,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        grid: tuple[int, int] | None,
+        key_padding_mask: Tensor | None,
+        attn_mask: Tensor | None,
+        prefix_tokens: int,
+    ) -> tuple[Tensor, Tensor, Tensor, Grid, Tensor | None]:
+        """Query, scaled, key and value (B, M, ·, d), the grid, and the mask with an axis of heads."""
         key = query if key is None else key
         value = key if value is None else value
         check_sequence("query", query, self.embed_dim, self.in_proj_weight)
@@ -138,10 +177,7 @@ class SpatialSelfAttention(GridAttention):
             for tokens, weight, bias in zip((query, key, value), *self._projections())
         )
         places: Grid = grid if grid is not None and self.needs_grid else (1, T - prefix_tokens)
-        dropout = self.dropout if self.training else 0.0
-        output = self.attend(query, q * self.scale, k, v, places, prefix_tokens, key_padding_mask, attn_mask, dropout)
-        output = output.expand(B, -1, T, -1)  # of one query, where none differs
-        return self.out_proj(output.transpose(1, 2).reshape(B, T, self.embed_dim))
+        return q * self.scale, k, v, places, attn_mask
 
     def _projections(self) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]]:
         biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)

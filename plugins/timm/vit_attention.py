@@ -17,7 +17,7 @@ from timm.layers import register_notrace_module
 from timm.models.vision_transformer import ATTN_LAYERS
 from torch import Tensor, nn
 
-from ..modules.capture import checked_queries
+from ..modules.capture import checked_queries, softmax_over_keys
 from ..modules.checks import check_heads, check_sequence
 from ..modules.grid_attention import GridAttention, check_grid
 from ..terms.nonlocal_position import Outside, Smoothing
@@ -156,6 +156,26 @@ class ViTAttention(GridAttention):
             found.append(self.attend(x, q, k, value, grid, prefix, mask=mask).expand(B, -1, T, -1))
         return torch.cat(found, -1)
 
+    def token_logits(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> dict[str, Tensor]:
+        """Return the logits of every term, gated; the softmax of their sum is :meth:`token_weights`.
+
+        Args:
+            x: (B, T, C), as for :meth:`forward`, and what follows likewise.
+
+        Returns:
+            (B, M, T, T) by the names of :meth:`.GridAttention.term_logits`.
+
+        Raises:
+            ValueError: as :meth:`forward`.
+        """
+        if is_causal:
+            raise ValueError("is_causal must be False: patches of a picture have no order, got True")
+        check_sequence("x", x, self.embed_dim, self.qkv.weight)
+        q, k, _ = self._projected(x)
+        grid, prefix = self._places(x.shape[1])
+        mask = ~attn_mask if attn_mask is not None and attn_mask.dtype == torch.bool else attn_mask
+        return self.term_logits(x, q, k, grid, prefix, mask=mask)
+
     def attention_size(self, size: Sequence[int]) -> tuple[int, int]:
         """(H, W), the patches of the model's present input; ``size`` does not say it."""
         return self._model_places()[0]
@@ -177,11 +197,22 @@ class ViTAttention(GridAttention):
         """
         (H, W), prefix = self._model_places()
         check_grid((H, W), prefix, x.shape[1])
-        maps = self.token_weights(x, attn_mask, is_causal)[:, :, prefix:, prefix:].unflatten(3, (H, W))
-        if queries is None:
-            return maps.unflatten(2, (H, W))
-        row, column = checked_queries(queries, (H, W), x.device)
-        return maps[:, :, row * W + column]
+        return _of_patches(self.token_weights(x, attn_mask, is_causal), (H, W), prefix, queries)
+
+    def attention_parts(
+        self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False, queries: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        """Return the weights that every term would give alone: the softmax of its own logits.
+
+        Returns:
+            As :meth:`attention_maps`, by the names of :meth:`token_logits`; nothing of a layer with one term.
+        """
+        grid, prefix = self._model_places()
+        check_grid(grid, prefix, x.shape[1])
+        logits = self.token_logits(x, attn_mask, is_causal)
+        if len(logits) < 2:
+            return {}
+        return {name: _of_patches(softmax_over_keys(part), grid, prefix, queries) for name, part in logits.items()}
 
     def __prepare_scriptable__(self) -> ViTAttention:
         """Write down where tokens lie, for ``torch.jit.script``: models of one picture size alone can be scripted."""
@@ -219,6 +250,15 @@ class ViTAttention(GridAttention):
                 f"{self.described()} needs one grid for all pictures of a batch, and patch_coord gives many"
             )
         return grid, prefix
+
+
+def _of_patches(pairs: Tensor, grid: tuple[int, int], prefix: int, queries: Tensor | None) -> Tensor:
+    """Values (B, M, T, T) from patches to patches: all, (B, M, H, W, H, W), or of ``queries``, (B, M, Q, H, W)."""
+    maps = pairs[:, :, prefix:, prefix:].unflatten(3, grid)
+    if queries is None:
+        return maps.unflatten(2, grid)
+    row, column = checked_queries(queries, grid, pairs.device)
+    return maps[:, :, row * grid[1] + column]
 
 
 def vit_attention(name: str, **options: Any) -> type[ViTAttention]:

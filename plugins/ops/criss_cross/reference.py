@@ -9,13 +9,10 @@ from ..arguments import at_least_float32
 from ..softmax import masked_softmax
 
 
-def criss_cross_probabilities(
+def criss_cross_logits(
     query: Tensor | None, key: Tensor | None, value: Tensor, position_logits: Tensor | None, scale: float
 ) -> Tensor:
-    """The attention weights themselves, (B, M, H, W, H + W): of the query's column, then of its row.
-
-    The query's own position has its weight in the row and 0 in the column.
-    """
+    """The sum of all logits, (B, M, H, W, H + W): of the query's column, where its own is -inf, then of its row."""
     query, key, value, position_logits = at_least_float32(query, key, value, position_logits)
     H, W = value.shape[2:4]
     logits = value.new_zeros((*value.shape[:4], H + W))
@@ -27,7 +24,17 @@ def criss_cross_probabilities(
         logits = logits + position_logits
     rows = torch.arange(H, device=value.device).unsqueeze(1)
     own = torch.arange(H + W, device=value.device) == rows  # (H, H + W)
-    return masked_softmax(logits.masked_fill(own.unsqueeze(1), float("-inf")))
+    return logits.masked_fill(own.unsqueeze(1), float("-inf"))
+
+
+def criss_cross_probabilities(
+    query: Tensor | None, key: Tensor | None, value: Tensor, position_logits: Tensor | None, scale: float
+) -> Tensor:
+    """The attention weights themselves, (B, M, H, W, H + W): of the query's column, then of its row.
+
+    The query's own position has its weight in the row and 0 in the column.
+    """
+    return masked_softmax(criss_cross_logits(query, key, value, position_logits, scale))
 
 
 def criss_cross_attention(

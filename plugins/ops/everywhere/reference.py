@@ -9,7 +9,7 @@ from ..arguments import at_least_float32
 from ..softmax import masked_softmax
 
 
-def global_attention_probabilities(
+def global_attention_logits(
     query: Tensor | None,
     key: Tensor | None,
     value: Tensor,
@@ -18,10 +18,7 @@ def global_attention_probabilities(
     key_logits: Tensor | None,
     scale: float,
 ) -> Tensor:
-    """The attention weights themselves, (B, M, Hq, Wq, Hk, Wk); Hq = Wq = 1 where no argument has query axes.
-
-    A query whose keys are all masked (logit -inf) has the weight 0 everywhere.
-    """
+    """The sum of all logits, (B, M, Hq, Wq, Hk, Wk); Hq = Wq = 1 where no argument has query axes."""
     B, M, Hk, Wk, _ = value.shape
     query, key, row_logits, column_logits, key_logits = at_least_float32(
         query, key, row_logits, column_logits, key_logits
@@ -36,8 +33,24 @@ def global_attention_probabilities(
         logits = logits + column_logits.unsqueeze(-2)
     if key_logits is not None:
         logits = logits + key_logits[:, :, None, None]
-    probabilities = masked_softmax(logits.flatten(-2))
-    return probabilities.unflatten(-1, (Hk, Wk))
+    return logits
+
+
+def global_attention_probabilities(
+    query: Tensor | None,
+    key: Tensor | None,
+    value: Tensor,
+    row_logits: Tensor | None,
+    column_logits: Tensor | None,
+    key_logits: Tensor | None,
+    scale: float,
+) -> Tensor:
+    """The attention weights themselves, as :func:`global_attention_logits`.
+
+    A query whose keys are all masked (logit -inf) has the weight 0 everywhere.
+    """
+    logits = global_attention_logits(query, key, value, row_logits, column_logits, key_logits, scale)
+    return masked_softmax(logits.flatten(-2)).unflatten(-1, value.shape[2:4])
 
 
 def global_attention(
@@ -54,7 +67,7 @@ def global_attention(
     return torch.einsum("bmhwyx,bmyxd->bmhwd", weights, value.to(weights.dtype)).to(value.dtype)
 
 
-def sequence_attention_probabilities(
+def sequence_attention_logits(
     query: Tensor | None,
     key: Tensor | None,
     value: Tensor,
@@ -66,7 +79,7 @@ def sequence_attention_probabilities(
     causal: bool,
     scale: float,
 ) -> Tensor:
-    """The attention weights themselves, (B, M, T, S); 0 everywhere for a query whose keys are all masked."""
+    """The sum of all logits, (B, M, T, S); -inf at keys that are masked."""
     query, key, band_logits, outside_logits, position_logits = at_least_float32(
         query, key, band_logits, outside_logits, position_logits
     )
@@ -90,7 +103,27 @@ def sequence_attention_probabilities(
         logits = logits.masked_fill(offset > 0, float("-inf"))
     if key_padding_mask is not None:
         logits = logits.masked_fill(key_padding_mask[:, None, None], float("-inf"))
-    return masked_softmax(logits)
+    return logits
+
+
+def sequence_attention_probabilities(
+    query: Tensor | None,
+    key: Tensor | None,
+    value: Tensor,
+    band_logits: Tensor | None,
+    outside_logits: Tensor | None,
+    position_logits: Tensor | None,
+    key_padding_mask: Tensor | None,
+    start: int,
+    causal: bool,
+    scale: float,
+) -> Tensor:
+    """The attention weights themselves, (B, M, T, S); 0 everywhere for a query whose keys are all masked."""
+    return masked_softmax(
+        sequence_attention_logits(
+            query, key, value, band_logits, outside_logits, position_logits, key_padding_mask, start, causal, scale
+        )
+    )
 
 
 def sequence_attention(

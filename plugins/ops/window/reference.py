@@ -39,7 +39,7 @@ class Windows:
         return torch.where(self.inside[..., None], found, 0).flatten(4, 5)
 
 
-def window_attention_probabilities(
+def window_attention_logits(
     query: Tensor | None,
     key: Tensor | None,
     position_logits: Tensor | None,
@@ -47,7 +47,7 @@ def window_attention_probabilities(
     zero_border: bool,
     scale: float,
 ) -> Tensor:
-    """The attention weights themselves, (B, M, Hq, Wq, taps); B and M may be 1 where the logits' are."""
+    """The sum of all logits, (B, M, Hq, Wq, taps); B and M may be 1 where the arguments' are."""
     query, key, position_logits = at_least_float32(query, key, position_logits)
     terms = []
     if query is not None and key is not None:
@@ -57,7 +57,19 @@ def window_attention_probabilities(
     logits = sum(terms[1:], terms[0])
     if not zero_border:
         logits = logits.masked_fill(~windows.inside.flatten(2), float("-inf"))
-    return masked_softmax(logits)
+    return logits
+
+
+def window_attention_probabilities(
+    query: Tensor | None,
+    key: Tensor | None,
+    position_logits: Tensor | None,
+    windows: Windows,
+    zero_border: bool,
+    scale: float,
+) -> Tensor:
+    """The attention weights themselves, (B, M, Hq, Wq, taps); B and M may be 1 where the logits' are."""
+    return masked_softmax(window_attention_logits(query, key, position_logits, windows, zero_border, scale))
 
 
 def window_attention(
