@@ -47,6 +47,7 @@ class PatchMaps:
         x: What the layer took, (B, T, C); None of the rollout.
         size: (H, W), the patches, which are queries and keys.
         prefix: The names of the tokens before the patches.
+        logits: Computes those of every term, (B, M, T, T) by its name, from ``x``; None where there is one term.
     """
 
     name: str
@@ -54,6 +55,7 @@ class PatchMaps:
     x: Tensor | None
     size: tuple[int, int]
     prefix: list[str]
+    logits: Callable[[Tensor], dict[str, Tensor]] | None = None
 
     @property
     def keys(self) -> tuple[int, int]:
@@ -186,7 +188,9 @@ def capture_vit(model: nn.Module) -> Iterator[dict[str, PatchMaps]]:
             x = given.pop("x")
             weights = getattr(layer, "token_weights", None) or partial(stock_weights, layer)
             captured.pop(name, None)
-            captured[name] = PatchMaps(name, partial(_weigh, weights, given), x, grid["size"], prefix)
+            terms = getattr(layer, "token_logits", None)
+            logits = None if terms is None else partial(_weigh, terms, given)
+            captured[name] = PatchMaps(name, partial(_weigh, weights, given), x, grid["size"], prefix, logits)
 
         return hook
 
@@ -209,7 +213,7 @@ def _note_grid(grid: dict[str, Any], embed: Any, inputs: Any, output: Any) -> No
         grid["size"] = tuple(output.shape[1:3] if output.dim() == 4 else embed.grid_size)
 
 
-def _weigh(weights: Callable[..., Tensor], given: Mapping[str, Any], x: Tensor) -> Tensor:
+def _weigh(weights: Callable[..., Any], given: Mapping[str, Any], x: Tensor) -> Any:
     return weights(x, **given)
 
 
