@@ -22,6 +22,8 @@ KINDS = [
     dict(shared=True),
     dict(shared=True, iterations=3),
     dict(content=False, shared=True),
+    dict(activation="relu"),
+    dict(activation="relu", shared=True, iterations=3),
 ]
 
 
@@ -37,10 +39,20 @@ def layer(in_channels=6, out_channels=8, kernel_size=3, *, dtype=torch.float64, 
     return made
 
 
-def linear(projection: nn.Module, x: np.ndarray) -> np.ndarray:
-    """A projection of one position's vector."""
-    vector = torch.from_numpy(x).view(1, -1, 1, 1)
-    return projection(vector).detach().flatten().numpy()
+def linear(module: LocalBilateralConv2d, name: str, x: np.ndarray) -> np.ndarray:
+    """A projection of one position's vector: W x + b, BatchNorm, ReLU, whichever of them it has."""
+    convolution, *rest = getattr(module, name)
+    y = convolution.weight.detach().numpy()[:, :, 0, 0] @ x
+    if module.shared and name in ("position", "output"):
+        assert convolution.bias is None
+        assert not rest
+        return y
+    norm = rest[0]
+    y = (y + convolution.bias.detach().numpy() - norm.running_mean.numpy()) / np.sqrt(
+        norm.running_var.numpy() + norm.eps
+    )
+    y = y * norm.weight.detach().numpy() + norm.bias.detach().numpy()
+    return np.maximum(y, 0) if module.activation == "relu" and name != "position" else y
 
 
 def by_loops(module: LocalBilateralConv2d, image: torch.Tensor) -> torch.Tensor:
@@ -53,8 +65,8 @@ def by_loops(module: LocalBilateralConv2d, image: torch.Tensor) -> torch.Tensor:
     output = np.zeros((1, module.out_channels, Hq, Wq))
     for y, z in itertools.product(range(Hq), range(Wq)):
         centre = x[0, :, y * sy - py + ky // 2 * dy, z * sx - px + kx // 2 * dx]
-        v = linear(module.query, centre)
-        gamma = linear(module.position, v).reshape(M, ky * kx) if module.geometric else None
+        v = linear(module, "query", centre)
+        gamma = linear(module, "position", v).reshape(M, ky * kx) if module.geometric else None
         attended = np.zeros(module.out_channels)
         for m in range(M):
             head = slice(m * d, (m + 1) * d)
@@ -63,26 +75,22 @@ def by_loops(module: LocalBilateralConv2d, image: torch.Tensor) -> torch.Tensor:
                 for i, j in itertools.product(range(ky), range(kx))
                 if 0 <= y * sy - py + i * dy < H and 0 <= z * sx - px + j * dx < W
             ]
-            values = [
-                linear(module.query if module.shared else module.value, x[0, :, r, c])[head] for _, r, c in places
-            ]
+            values = [linear(module, "query" if module.shared else "value", x[0, :, r, c])[head] for _, r, c in places]
             logits = np.zeros(len(places))
             if module.content:
-                keys = [
-                    linear(module.query if module.shared else module.key, x[0, :, r, c])[head] for _, r, c in places
-                ]
+                keys = [linear(module, "query" if module.shared else "key", x[0, :, r, c])[head] for _, r, c in places]
                 logits = np.array([v[head] @ key for key in keys])  # c_j
                 for _ in range(module.iterations - 1):
                     a = np.exp(logits) / np.exp(logits).sum()
                     updated = sum(weight * key for weight, key in zip(a, keys))
                     square = updated @ updated
-                    u = square / (1 + square) * updated / math.sqrt(square)
+                    u = square / (1 + square) * updated / (math.sqrt(square) or 1)
                     logits = logits + np.array([u @ key for key in keys])
             if gamma is not None:
                 logits = logits + gamma[m, [tap for tap, _, _ in places]]
             weights = np.exp(logits) / np.exp(logits).sum()
             attended[head] = sum(weight * value for weight, value in zip(weights, values))
-        output[0, :, y, z] = linear(module.output, attended)
+        output[0, :, y, z] = linear(module, "output", attended)
     return torch.from_numpy(output)
 
 
@@ -169,6 +177,7 @@ def test_gradients():
 
 @pytest.mark.parametrize("options", KINDS, ids=str)
 def test_compile_export_and_script(options):
+    torch._dynamo.reset()  # there are more kinds than it compiles a function for
     module, x = layer(dtype=torch.float32, **options), torch.randn(2, 6, 5, 7)
     check_compile_export_and_script(module, x)
 
@@ -220,6 +229,7 @@ def test_attention_maps(options):
         (dict(stride=0), "stride must be an int or two ints, each at least 1, got 0"),
         (dict(dilation=(1, 2, 3)), "dilation must be an int or two ints"),
         (dict(groups=2), "groups must be 1"),
+        (dict(activation="gelu"), "activation must be one of none, relu, got 'gelu'"),
     ],
 )
 def test_bad_arguments(options, words):

@@ -247,11 +247,19 @@ LOCAL_BILATERAL = dict(zip("abcdefghij", [
 
 @pytest.mark.parametrize("entry", local_bilateral.LAYERS, ids=lambda entry: entry[0])
 def test_local_bilateral_attention_is_met(entry):
-    parameters, giga = LOCAL_BILATERAL[entry[0][0]]
-    module = local_bilateral.layer(256, 256, entry[1])
-    assert convention.parameters(module) == parameters
+    """The GFLOPs with a ReLU after every BatchNorm but the geometric logits', one for each of 256 outputs."""
+    name, options, _, printed, *_ = entry
+    parameters, giga = LOCAL_BILATERAL[name[0]]
+    assert convention.parameters(local_bilateral.layer(256, 256, options)) == parameters
+    (with_relu, executed), linear = (local_bilateral.operations(options, kind) for kind in ("relu", "none"))
     if giga is not None:
-        assert round(convention.thesis(convention.calls(module, 1, 256, 96, 96)) / 1e9, 3) == giga
+        assert round(with_relu, 3) == giga
+    if options is not None:
+        normalised = 1 if options.get("shared") else 4 if options.get("content", True) else 3
+        assert linear[0] == pytest.approx(with_relu - normalised * 256 * 96 * 96 / 1e9, rel=1e-12)
+        assert linear[1] == executed
+    if name[0] in "acdefh":
+        assert f"{linear[0]:.2f}" != printed
 
 
 def test_calls_are_named_and_counted():
@@ -263,7 +271,10 @@ def test_calls_are_named_and_counted():
     assert convolution.products == 2 * 5 * 4 * 3 * 3 * 9
     assert (norm.module, norm.shapes[0], norm.operations) == ("Sequential.1", (2, 5, 4, 3), 0)
     assert convention.executed([convolution, norm]) == convolution.products
-    assert convention.thesis([convolution, norm]) == convolution.products + 2 * 5 * 4 * 3 * (1 + 3)
+    assert convention.thesis([convolution, norm]) == convolution.products + 2 * 5 * 4 * 3 * (1 + 2)
+    with torch.device("meta"):
+        (relu,) = convention.calls(nn.ReLU(), 2, 5, 4, 3)
+    assert (relu.operator, relu.operations, convention.thesis([relu])) == ("aten.relu", 0, 2 * 5 * 4 * 3)
 
 
 def test_a_convention_refuses_what_the_paper_does_not_count():
@@ -282,7 +293,7 @@ def test_a_convention_refuses_what_the_paper_does_not_count():
             "empirical", ["mmdet", "mmseg", "fairseq"],
             f"| detection: 0010 | GFLOPs | 221.1 | 221.148 | = | 218.672 | {empirical.ONCE} |", 19,
         ),
-        ("local_bilateral", [], "| Table 4.2 e: both | GFLOPs | 2.63 | 2.62553 | = | 2.62826 |  |", 2),
+        ("local_bilateral", [], "| Table 4.2 e: both | GFLOPs | 2.63 | 2.62553 | = | 2.62826 |  |", 9),
     ],
     ids=["aaconv", "empirical", "local_bilateral"],
 )  # fmt: skip

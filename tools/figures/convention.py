@@ -16,9 +16,9 @@ from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 from torch.utils.module_tracker import ModuleTracker
 
-_BATCH_NORM = "aten._native_batch_norm_legit_no_training"
+_BATCH_NORM, _RELU = "aten._native_batch_norm_legit_no_training", "aten.relu"
 # What the counter passes over and a convention may charge: counted as 0 here, so that its shapes are known.
-_NOTED = (torch.ops.aten._native_batch_norm_legit_no_training,)
+_NOTED = (torch.ops.aten._native_batch_norm_legit_no_training, torch.ops.aten.relu)
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def bello_2019(found: Sequence[Call]) -> int:
             total += call.products
         elif call.operator in ("aten.convolution", "aten.addmm"):
             total += call.operations
-        elif call.operator not in ("aten.bmm", _BATCH_NORM):  # bmm: the relative logits
+        elif call.operator not in ("aten.bmm", _BATCH_NORM, _RELU):  # bmm: the relative logits
             raise _unknown(call, "Bello et al. (2019)")
     return total
 
@@ -130,7 +130,7 @@ def zhu_2019(found: Sequence[Call], positions: int, head_width: int) -> int:
                 total += 0 if has_content else call.products
             else:
                 sums, keys = heads * rows * columns, keys * inner
-        else:
+        elif call.operator != _RELU:
             raise _unknown(call, "Zhu et al. (2019)")
     return total + sums * keys
 
@@ -162,7 +162,7 @@ def zhu_2019_sequence(found: Sequence[Call], tokens: int) -> int:
         elif call.operator == "aten.bmm":
             (heads, rows, width), (_, _, columns) = call.shapes[:2]
             total += 0 if has_content else heads * rows * width * min(columns, tokens)
-        elif not call.module.endswith("conv_offset"):
+        elif call.operator != _RELU and not call.module.endswith("conv_offset"):
             raise _unknown(call, "Zhu et al. (2019)")
     return total
 
@@ -170,8 +170,7 @@ def zhu_2019_sequence(found: Sequence[Call], tokens: int) -> int:
 def thesis(found: Sequence[Call]) -> int:
     """Thesis, Table 4.2: multiply-adds of linear layers, and 1 a bias, 2 a BatchNorm and 1 a ReLU for each output.
 
-    Attention itself is free. The counts suppose a ReLU after every BatchNorm but the geometric logits'; Eq. 4.6 to
-    4.9 and our modules have none, and are charged it here.
+    Attention itself is free.
     """
     total = 0
     for call in found:
@@ -183,7 +182,9 @@ def thesis(found: Sequence[Call]) -> int:
                 outputs *= (n + 2 * p - d * (k - 1) - 1) // s + 1
             total += call.products + (0 if bias is None else outputs)
         elif call.operator == _BATCH_NORM:
-            total += math.prod(call.shapes[0]) * (2 if ".position." in call.module else 3)
+            total += math.prod(call.shapes[0]) * 2
+        elif call.operator == _RELU:
+            total += math.prod(call.shapes[0])
         elif call.operator not in _ATTENTION:
             raise _unknown(call, "the thesis")
     return total

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -17,9 +18,9 @@ TITLE = "Local bilateral attention (Thesis, chapter 4)"
 CONVENTION = (
     "One 3×3 layer, 256 → 256 channels, on 96×96 positions. Operations as the thesis must have counted them: 1 a "
     "multiply-add of a linear layer, 1 a bias, 2 a BatchNorm and 1 a ReLU for each output; QKᵀ, AV, the softmax and "
-    "the refinement of attention are free. The count supposes a ReLU after every BatchNorm but the geometric logits'; "
-    "Eq. 4.6 to 4.9 and our module have none. `=`: ours rounds to the printed figure. *executed*: the multiply-adds "
-    "that our module runs, those of attention included."
+    "the refinement of attention are free. The printed GFLOPs suppose a ReLU after every BatchNorm but the geometric "
+    "logits', which is `activation='relu'`. Eq. 4.4 and our default have none: *linear*. `=`: ours rounds to the "
+    "printed figure. *executed*: the multiply-adds that our module runs, those of attention included."
 )
 
 SIZE = (96, 96)
@@ -51,6 +52,7 @@ DECODER = (
     ("up-3", (320, 256), dict(num_heads=4), 323_692, 737_536),
     ("up-4", (320, 128), dict(num_heads=4), 145_516, 368_768),
 )
+LINEAR = "the printed figure has a ReLU after every BatchNorm"
 NOT_PRINTED = "not printed: counted by hand from the table's configuration"
 
 
@@ -62,20 +64,26 @@ def layer(in_channels: int, out_channels: int, options: Mapping | None) -> nn.Mo
         return LocalBilateralConv2d(in_channels, out_channels, **options)
 
 
+def operations(options: Mapping | None, activation: str = "none") -> tuple[float, float]:
+    """GFLOPs of a layer of Table 4.2, by the thesis' convention and as executed."""
+    if options is not None:
+        options = {**options, "activation": activation}
+    calls = convention.calls(layer(256, 256, options), 1, 256, *SIZE)
+    return convention.thesis(calls) / 1e9, convention.executed(calls) / 1e9
+
+
 def rows() -> list[Row]:
     """All figures."""
     found = []
     for name, options, thousands, giga, remark, remark_on_operations in LAYERS:
-        module = layer(256, 256, options)
-        calls = convention.calls(module, 1, 256, *SIZE)
         label = f"Table 4.2 {name}"
-        found.append(Row(label, "K parameters", thousands, parameters(module) / 1e3, remark))
-        found.append(
-            Row(
-                label, "GFLOPs", giga, convention.thesis(calls) / 1e9, remark_on_operations,
-                convention.executed(calls) / 1e9,
-            )
-        )  # fmt: skip
+        found.append(Row(label, "K parameters", thousands, parameters(layer(256, 256, options)) / 1e3, remark))
+        ours, executed = operations(options, "relu")
+        found.append(Row(label, "GFLOPs", giga, ours, remark_on_operations, executed))
+        if options is not None:
+            ours, executed = operations(options, "none")
+            linear = Row(f"{label}, linear", "GFLOPs", giga, ours, remark_on_operations or LINEAR, executed)
+            found.append(replace(linear, remark="") if linear.agrees else linear)
     totals = [0, 0, 0, 0]
     for name, channels, options, attention, convolution in DECODER:
         ours = parameters(layer(*channels, options)), parameters(layer(*channels, None))
