@@ -1,8 +1,9 @@
 """The folder for fairseq's ``--user-dir``: ``fairseq-train ... --user-dir plugins/fairseq``.
 
 ``python -m attn_plugins fairseq-dir`` prints where it lies in an installed package. What it does: the task
-``captioning``, the criterion ``self_critical`` and the models ``aligned_lstm``, ``eta_transformer``,
-``spatial_transformer`` and ``spatial_transformer_lm`` are registered, and since ``torch.load`` (>= 2.6) refuses by
+``captioning``, the criteria ``self_critical`` and ``doubly_stochastic_cross_entropy`` and the models ``aligned_lstm``,
+``conv_captioner``, ``eta_transformer``, ``lstm_captioner``, ``show_attend_tell``, ``spatial_transformer`` and
+``spatial_transformer_lm`` are registered, and since ``torch.load`` (>= 2.6) refuses by
 default what is no tensor, ``argparse.Namespace``, which fairseq's checkpoints may hold, is declared safe, and so is
 what processes that resume send each other with a checkpoint. So ``fairseq-generate`` and ``fairseq-train`` load them
 without giving up safe loading. Data sets that fail under numpy 2 are repaired (``numpy2``).
@@ -26,7 +27,18 @@ from attn_plugins.fairseq import numpy2
 
 # Importing registers the models, the task and the criterion.
 if __name__ == "attn_plugins.fairseq":
-    from . import aligned_lstm, captioning, eta_transformer, self_critical, spatial_transformer, spatial_transformer_lm  # noqa: F401
+    from . import (  # noqa: F401
+        aligned_lstm,
+        captioning,
+        conv_captioner,
+        doubly_stochastic,
+        eta_transformer,
+        lstm_captioner,
+        self_critical,
+        show_attend_tell,
+        spatial_transformer,
+        spatial_transformer_lm,
+    )
 else:  # by a link, as a package of that name
     import attn_plugins.fairseq  # noqa: F401
 

@@ -7,29 +7,32 @@ Shapes: B images, C channels, T words, Sv regions of D channels, Ss attributes, 
 """
 
 # ruff: noqa: UP045  fairseq reads the types of the fields
-import math
 from argparse import Namespace
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
-import torch
 from fairseq.dataclass import ChoiceEnum, FairseqDataclass
-from fairseq.models import (
-    FairseqEncoder,
-    FairseqEncoderDecoderModel,
-    FairseqIncrementalDecoder,
-    register_model,
-    register_model_architecture,
-)
+from fairseq.models import FairseqIncrementalDecoder, register_model, register_model_architecture
 from fairseq.modules import SinusoidalPositionalEmbedding
-from omegaconf import OmegaConf
 from torch import Tensor, nn
 
 from ..modules import SequenceCache
 from ..modules.entangled_attention import ACTIVATIONS, Modality
 from ..modules.eta_transformer import FUSIONS, DualWayEncoder, MultimodalDecoderBlock, reorder_caches
+from .captioner import (
+    CaptionerModel,
+    EncoderOut,
+    ModalitiesEncoder,
+    check_task,
+    classifier,
+    complete,
+    embedded,
+    modality,
+    set_sizes,
+    visual_dim_of,
+    word_embeddings,
+)
 
-EncoderOut = dict[str, list[Tensor]]
 Caches = list[dict[str, SequenceCache]]
 BASE = {"embed_dim": 512, "layers": 6, "heads": 8, "ffn_dim": 2048}  # the thesis' (section 2.5.2)
 
@@ -65,7 +68,7 @@ class EtaTransformerConfig(FairseqDataclass):
     max_target_positions: int = field(default=256, metadata={"help": "words of a caption at most, with its end"})
 
 
-class EtaEncoder(FairseqEncoder):
+class EtaEncoder(ModalitiesEncoder):
     """Regions and attributes, each through its own encoder; of a model of one modality only that.
 
     Args:
@@ -76,8 +79,7 @@ class EtaEncoder(FairseqEncoder):
     """
 
     def __init__(self, cfg: Any, dictionary: Any, embed_tokens: nn.Embedding, visual_dim: Optional[int]) -> None:
-        super().__init__(dictionary)
-        self.fusion, self.embed_tokens = str(cfg.fusion), embed_tokens
+        super().__init__(dictionary, embed_tokens, str(cfg.fusion))
         layers = 0 if cfg.no_encoder else cfg.layers
         blocks: Any = DualWayEncoder(visual_dim or 1, cfg.embed_dim, layers, cfg.heads, cfg.ffn_dim, cfg.dropout)
         if self.fusion == "semantic":  # what nothing reads would be parameters without a gradient
@@ -86,52 +88,17 @@ class EtaEncoder(FairseqEncoder):
             blocks.semantic = None
         self.blocks = blocks
 
-    def forward(
-        self,
-        src_tokens: Tensor,
-        src_lengths: Optional[Tensor] = None,
-        regions: Optional[Tensor] = None,
-        regions_padding_mask: Optional[Tensor] = None,
-    ) -> EncoderOut:
-        """Encode a batch.
-
-        Args:
-            src_tokens: (B, Ss), attributes.
-            src_lengths: Not needed.
-            regions: (B, Sv, D).
-            regions_padding_mask: (B, Sv) bool, True for padding; None: there is none.
-
-        Returns:
-            ``visual`` and ``semantic``, (B, S, C) each, and ``..._padding_mask``, (B, S), as lists of one or none.
-        """
-        visual = semantic = None
-        if self.fusion != "semantic":
-            if regions is None:
-                raise ValueError(f"regions must be in net_input with --fusion {self.fusion}")
-            regions = regions.to(self.embed_tokens.weight.dtype)  # fairseq-generate --fp16 converts models alone
-        attributes = _embedded(self.embed_tokens, src_tokens)
-        padding = src_tokens.eq(self.dictionary.pad())
+    def encode(
+        self, src_tokens: Tensor, regions: Optional[Tensor], regions_padding_mask: Optional[Tensor]
+    ) -> tuple[Optional[Modality], Optional[Modality]]:
+        """Both, or the one that the model reads."""
         if self.fusion == "visual":
             x = self.blocks.dropout(self.blocks.projection(regions))
-            visual = self.blocks.visual(Modality(x, regions_padding_mask))
-        elif self.fusion == "semantic":
-            semantic = self.blocks.semantic(Modality(self.blocks.dropout(attributes), padding))
-        else:
-            visual, semantic = self.blocks(regions, attributes, regions_padding_mask, padding)
-        found: EncoderOut = {}
-        for name, modality in (("visual", visual), ("semantic", semantic)):
-            found[name] = [] if modality is None else [modality.features]
-            mask = None if modality is None else modality.padding_mask
-            found[f"{name}_padding_mask"] = [] if mask is None else [mask]
-        return found
-
-    def reorder_encoder_out(self, encoder_out: EncoderOut, new_order: Tensor) -> EncoderOut:
-        """Follow the beam."""
-        return {name: [x.index_select(0, new_order) for x in parts] for name, parts in encoder_out.items()}
-
-    def max_positions(self) -> int:
-        """Any number of regions."""
-        return int(1e6)
+            return self.blocks.visual(Modality(x, regions_padding_mask)), None
+        attributes, padding = self.attributes(src_tokens)
+        if self.fusion == "semantic":
+            return None, self.blocks.semantic(Modality(self.blocks.dropout(attributes), padding))
+        return self.blocks(regions, attributes, regions_padding_mask, padding)
 
 
 class EtaDecoder(FairseqIncrementalDecoder):
@@ -145,12 +112,7 @@ class EtaDecoder(FairseqIncrementalDecoder):
         self.dropout = nn.Dropout(cfg.dropout)
         options: tuple[Any, ...] = (C, cfg.heads, cfg.ffn_dim, cfg.dropout, str(cfg.fusion), str(cfg.gate_activation))
         self.blocks = nn.ModuleList(MultimodalDecoderBlock(*options) for _ in range(cfg.layers))
-        self.output_projection = nn.Linear(C, len(dictionary), bias=not cfg.share_decoder_input_output_embed)
-        if cfg.share_decoder_input_output_embed:
-            self.output_projection.weight = embed_tokens.weight
-        else:
-            nn.init.normal_(self.output_projection.weight, std=C**-0.5)
-            nn.init.zeros_(self.output_projection.bias)
+        self.output_projection = classifier(cfg, dictionary, embed_tokens)
 
     def forward(
         self,
@@ -186,9 +148,9 @@ class EtaDecoder(FairseqIncrementalDecoder):
             raise ValueError("encoder_out must be the encoder's output: eta_transformer is no language model")
         caches = self._caches(incremental_state)
         start = caches[0]["self_attention"].steps if caches and caches[0] else 0
-        x = _embedded(self.embed_tokens, prev_output_tokens[:, start:])
+        x = embedded(self.embed_tokens, prev_output_tokens[:, start:])
         x = self.dropout(x + self.embed_positions(prev_output_tokens)[:, start:])
-        visual, semantic = (_modality(encoder_out, name) for name in ("visual", "semantic"))
+        visual, semantic = (modality(encoder_out, name) for name in ("visual", "semantic"))
         # Padding is behind all words, where causal attention does not look.
         for i, block in enumerate(self.blocks):
             x = block(x, visual, semantic, caches=caches[i] if caches else None)
@@ -219,10 +181,10 @@ class EtaDecoder(FairseqIncrementalDecoder):
 
 
 @register_model("eta_transformer", dataclass=EtaTransformerConfig)
-class EtaTransformerModel(FairseqEncoderDecoderModel):
+class EtaTransformerModel(CaptionerModel):
     """Regions and attributes to a caption; ``--arch`` names below, or hydra's ``model._name``."""
 
-    regions_path: Any = None
+    region_weight = "encoder.blocks.projection.weight"
 
     @classmethod
     def build_model(cls, cfg: Any, task: Any) -> "EtaTransformerModel":
@@ -231,86 +193,14 @@ class EtaTransformerModel(FairseqEncoderDecoderModel):
         Raises:
             ValueError: the options do not fit each other or the task.
         """
-        cfg = _complete(cfg)
-        regions = getattr(task, "regions", None)
-        fusion = str(cfg.fusion)
-        if fusion != "semantic" and regions is None:
-            raise ValueError(f"--fusion {fusion} needs region features: give --regions, or --fusion semantic")
-        if fusion != "visual" and not getattr(task, "has_attributes", False):
-            raise ValueError(f"--fusion {fusion} needs attributes: give --attributes, or --fusion visual")
-        if cfg.max_target_positions < 2:
-            raise ValueError(f"--max-target-positions must be at least 2, got {cfg.max_target_positions}")
+        cfg = complete(cfg, {**vars(EtaTransformerConfig()), **BASE})
+        check_task(cfg, task, str(cfg.fusion))
         dictionary = task.target_dictionary
-        embed_tokens = nn.Embedding(len(dictionary), cfg.embed_dim, dictionary.pad())
-        nn.init.normal_(embed_tokens.weight, std=cfg.embed_dim**-0.5)
-        nn.init.zeros_(embed_tokens.weight[dictionary.pad()])
-        visual_dim = None if regions is None else regions.feature_dim
-        model = cls(EtaEncoder(cfg, dictionary, embed_tokens, visual_dim), EtaDecoder(cfg, dictionary, embed_tokens))
-        model.regions_path = getattr(regions, "path", None)
+        embed_tokens = word_embeddings(dictionary, cfg.embed_dim)
+        encoder = EtaEncoder(cfg, dictionary, embed_tokens, visual_dim_of(task))
+        model = cls(encoder, EtaDecoder(cfg, dictionary, embed_tokens))
+        model.regions_path = getattr(task.regions, "path", None)
         return model
-
-    def forward(
-        self,
-        src_tokens: Tensor,
-        src_lengths: Optional[Tensor],
-        prev_output_tokens: Tensor,
-        regions: Optional[Tensor] = None,
-        regions_padding_mask: Optional[Tensor] = None,
-        **kwargs: Any,
-    ) -> tuple[Tensor, dict[str, Any]]:
-        """Logits of a batch of the task; shapes as of encoder and decoder.
-
-        Args:
-            prev_output_tokens: (B, T), or (kB, T), k captions of each image in turn: images are encoded once.
-
-        Returns:
-            (B, T, V) or (kB, T, V).
-        """
-        encoder_out = self.encoder(src_tokens, src_lengths, regions, regions_padding_mask)
-        images, captions = len(src_tokens), len(prev_output_tokens)
-        if captions != images:
-            if captions % images:
-                raise ValueError(f"prev_output_tokens must be of a multiple of {images} images, got {captions} rows")
-            rows = torch.arange(images, device=src_tokens.device).repeat_interleave(captions // images)
-            encoder_out = self.encoder.reorder_encoder_out(encoder_out, rows)
-        return self.decoder(prev_output_tokens, encoder_out)
-
-    def load_state_dict(self, state_dict: dict[str, Tensor], *args: Any, **kwargs: Any) -> Any:
-        """As fairseq's.
-
-        Raises:
-            ValueError: the checkpoint is of other region features, another dictionary or other options.
-        """
-        own = self.state_dict()
-        for name, axis, what in (
-            ("encoder.blocks.projection.weight", 1, f"channels a region; those of {self.regions_path} have"),
-            ("encoder.embed_tokens.weight", 0, "words; the task's dictionary has"),
-        ):
-            sizes = [weights[name].shape[axis] if name in weights else 0 for weights in (state_dict, own)]
-            if sizes[0] != sizes[1] and all(sizes):
-                raise ValueError(f"the checkpoint is of {sizes[0]} {what} {sizes[1]}")
-        try:
-            return super().load_state_dict(state_dict, *args, **kwargs)
-        except RuntimeError as error:
-            raise ValueError(f"the checkpoint is of other options than this model: {error}") from error
-
-
-def _complete(options: Any) -> Namespace:
-    """All options; what hydra or a Python caller has not given has its default."""
-    given: Any = OmegaConf.to_container(options, resolve=True) if OmegaConf.is_config(options) else vars(options)
-    values: dict[str, Any] = {**vars(EtaTransformerConfig()), **BASE}
-    values.update({name: value for name, value in given.items() if value is not None})
-    return Namespace(**values)
-
-
-def _embedded(embedding: nn.Embedding, tokens: Tensor) -> Tensor:
-    return math.sqrt(embedding.embedding_dim) * embedding(tokens)
-
-
-def _modality(encoder_out: EncoderOut, name: str) -> Modality:
-    """A fusion that looks at the other one alone does not read it."""
-    features, mask = encoder_out[name], encoder_out[f"{name}_padding_mask"]
-    return Modality(features[0] if features else torch.empty(0), mask[0] if mask else None)
 
 
 # --- architectures ----------------------------------------------------------------------------------------------------
@@ -319,6 +209,4 @@ def _modality(encoder_out: EncoderOut, name: str) -> Modality:
 @register_model_architecture("eta_transformer", "eta_transformer_tiny")
 def eta_transformer_tiny(args: Namespace) -> None:
     """2 layers, 64 channels, 4 heads, 128 hidden: minutes on a CPU."""
-    for name, value in {"layers": 2, "embed_dim": 64, "heads": 4, "ffn_dim": 128}.items():
-        if getattr(args, name, None) is None:
-            setattr(args, name, value)
+    set_sizes(args, {"layers": 2, "embed_dim": 64, "heads": 4, "ffn_dim": 128})

@@ -80,3 +80,21 @@ def model_of(task: Any, **options: Any) -> Any:
     args = argparse.Namespace(**{"embed_dim": 16, "heads": 2, "ffn_dim": 24, "dropout": 0.0, **options})
     eta_transformer_tiny(args)
     return EtaTransformerModel.build_model(EtaTransformerConfig.from_namespace(args), task)
+
+
+CAPTIONERS = {
+    "show_attend_tell": {"embed_dim": 12, "hidden_dim": 16, "attention_dim": 8},
+    "lstm_captioner": {"embed_dim": 16, "layers": 2},
+    "conv_captioner": {"embed_dim": 16, "layers": 2, "kernel_size": 3},
+}
+
+
+def captioner_of(task: Any, name: str, **options: Any) -> Any:
+    """A captioner of this name, small and without dropout, as fairseq builds it of its options."""
+    from fairseq.models import MODEL_DATACLASS_REGISTRY, MODEL_REGISTRY
+
+    import attn_plugins.fairseq  # noqa: F401 - registers it
+
+    torch.manual_seed(0)
+    args = argparse.Namespace(**{**CAPTIONERS[name], "dropout": 0.0, **options})
+    return MODEL_REGISTRY[name].build_model(MODEL_DATACLASS_REGISTRY[name].from_namespace(args), task)

@@ -1,0 +1,76 @@
+"""``conv_captioner``: ConvS2S' decoder with attention to regions, attributes or both, of the task ``captioning``.
+
+The "Convolution" row of the thesis' Table 2.4 (Aneja et al. 2018, after Gehring et al. 2017): layers of causal
+convolution, gated linear unit and attention, :class:`attn_plugins.modules.GatedConvBlock`, which look at all words of
+a caption together in training. There are no positions: the first layer sees where a caption begins by the zeros before
+it. ``--fusion visual`` is the table's row; ``semantic`` and ``parallel`` are that model with attributes alone and with
+both.
+"""
+
+# ruff: noqa: UP045  fairseq reads the types of the fields
+from argparse import Namespace
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Optional
+
+from fairseq.models import register_model, register_model_architecture
+from torch import Tensor, nn
+
+from ..modules import GatedConvBlock, Modality
+from ..modules.gated_conv import NormalisedConv1d
+from .captioner import set_sizes
+from .plain_captioner import SOURCES, CaptionerDecoder, FusingConfig, FusingModel
+
+BASE = {"embed_dim": 512, "layers": 3, "kernel_size": 5}
+
+
+@dataclass
+class ConvCaptionerConfig(FusingConfig):
+    """Options of the model."""
+
+    layers: Optional[int] = field(default=None, metadata={"help": "layers of convolution and attention (base: 3)"})
+    kernel_size: Optional[int] = field(
+        default=None, metadata={"help": "words that a convolution sees, the current one the last (base: 5)"}
+    )
+
+
+class ConvCaptionerDecoder(CaptionerDecoder):
+    """Words through :class:`GatedConvBlock` after :class:`GatedConvBlock`."""
+
+    model = "conv_captioner"
+
+    def __init__(self, cfg: Any, dictionary: Any, embed_tokens: nn.Embedding) -> None:
+        super().__init__(cfg, dictionary, embed_tokens)
+        if cfg.layers < 1:
+            raise ValueError(f"--layers must be at least 1, got {cfg.layers}")
+        C, options = cfg.embed_dim, (cfg.kernel_size, SOURCES[str(cfg.fusion)], cfg.dropout)
+        self.input_projection = NormalisedConv1d(C, C, gain=1 - cfg.dropout)
+        self.layers = nn.ModuleList(GatedConvBlock(C, *options) for _ in range(cfg.layers))
+        self.dropout = nn.Dropout(cfg.dropout)
+
+    def advance(
+        self, words: Tensor, memory: dict[str, Modality], state: Optional[tuple[Tensor, ...]]
+    ) -> tuple[Tensor, dict[str, list[Tensor]], tuple[Tensor, ...]]:
+        """As :class:`CaptionerDecoder` has it."""
+        words = self.dropout(words)
+        x, states = self.input_projection(words), []
+        weights: dict[str, list[Tensor]] = {}
+        for i, layer in enumerate(self.layers):
+            x, found, own = layer(x, words, memory, None if state is None else state[i])
+            states.append(own)
+            for name, alignment in found.items():
+                weights.setdefault(name, []).append(alignment)
+        return self.dropout(x), weights, tuple(states)
+
+
+@register_model("conv_captioner", dataclass=ConvCaptionerConfig)
+class ConvCaptionerModel(FusingModel):
+    """Regions and attributes to a caption; ``--arch`` names below, or hydra's ``model._name``."""
+
+    decoder_type = ConvCaptionerDecoder
+    defaults: ClassVar = {**vars(ConvCaptionerConfig()), **BASE}
+
+
+@register_model_architecture("conv_captioner", "conv_captioner_tiny")
+def conv_captioner_tiny(args: Namespace) -> None:
+    """3 layers of 64 channels, kernel size 5: minutes on a CPU."""
+    set_sizes(args, {"embed_dim": 64, "layers": 3, "kernel_size": 5})

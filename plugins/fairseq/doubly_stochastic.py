@@ -1,0 +1,95 @@
+"""``doubly_stochastic_cross_entropy``: cross-entropy, and a penalty on regions that a caption overlooks.
+
+Xu et al. 2015, Eq. 14: -log P(y|x) + λ Σ_i (1 - Σ_t α_{t,i})² of each caption. The weights α of every word's attention
+sum to 1 over the regions; the penalty lets those of every region sum to about 1 over the words. For every captioner
+whose decoder tells its weights of regions: ``show_attend_tell``, ``lstm_captioner`` and ``conv_captioner``, of whose
+layers the mean weights count. The logged ``loss`` has the penalty, ``nll_loss`` and ``ppl`` have not.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from fairseq.criterions import register_criterion
+from fairseq.criterions.label_smoothed_cross_entropy import (
+    LabelSmoothedCrossEntropyCriterion,
+    LabelSmoothedCrossEntropyCriterionConfig,
+)
+from fairseq.logging import metrics
+from torch import Tensor
+
+from ..modules.show_attend_tell import doubly_stochastic_penalty
+
+
+@dataclass
+class DoublyStochasticConfig(LabelSmoothedCrossEntropyCriterionConfig):
+    """Options of the criterion: those of ``label_smoothed_cross_entropy``, and λ."""
+
+    doubly_stochastic_weight: float = field(
+        default=1.0, metadata={"help": "λ of the penalty on regions that a caption overlooks"}
+    )
+
+
+@register_criterion("doubly_stochastic_cross_entropy", dataclass=DoublyStochasticConfig)
+class DoublyStochasticCriterion(LabelSmoothedCrossEntropyCriterion):
+    """fairseq's ``label_smoothed_cross_entropy`` with the penalty; logs its mean as ``doubly_stochastic``.
+
+    Raises:
+        ValueError: λ is negative.
+    """
+
+    def __init__(
+        self,
+        task: Any,
+        sentence_avg: bool,
+        label_smoothing: float,
+        doubly_stochastic_weight: float,
+        ignore_prefix_size: int = 0,
+        report_accuracy: bool = False,
+    ) -> None:
+        super().__init__(task, sentence_avg, label_smoothing, ignore_prefix_size, report_accuracy)
+        if not 0 <= doubly_stochastic_weight < float("inf"):
+            raise ValueError(f"--doubly-stochastic-weight must be at least 0, got {doubly_stochastic_weight}")
+        self.weight = doubly_stochastic_weight
+        self._penalty: Tensor | None = None
+
+    def forward(self, model: Any, sample: dict[str, Any], reduce: bool = True) -> tuple[Tensor, int, dict[str, Any]]:
+        """The loss, what fairseq divides it by, and what is logged.
+
+        Raises:
+            ValueError: the model does not tell its weights of regions.
+        """
+        loss, size, log = super().forward(model, sample, reduce)
+        assert self._penalty is not None
+        log["doubly_stochastic"], self._penalty = self._penalty, None
+        return loss, size, log
+
+    def compute_loss(
+        self, model: Any, net_output: Any, sample: dict[str, Any], reduce: bool = True
+    ) -> tuple[Tensor, Tensor]:
+        """The loss with the penalty, and the negative log-likelihood without; without ``reduce`` of every word, to
+        which the caption's penalty is given in equal parts.
+        """
+        loss, nll_loss = super().compute_loss(model, net_output, sample, reduce)
+        weights = net_output[1].get("weights", {}).get("regions")
+        if weights is None:
+            raise ValueError(
+                "--criterion doubly_stochastic_cross_entropy needs a model that tells its weights of regions: "
+                f"show_attend_tell, lstm_captioner or conv_captioner with regions, got {type(model).__name__}"
+            )
+        padding = sample["target"].eq(self.padding_idx)
+        regions_padding = sample["net_input"].get("regions_padding_mask")
+        penalty = doubly_stochastic_penalty(weights.mean(0), padding, regions_padding)
+        self._penalty = penalty.detach().sum()
+        if reduce:
+            return loss + self.weight * penalty.sum(), nll_loss
+        shares = (penalty / padding.logical_not().sum(1)).unsqueeze(1).masked_fill(padding, 0)
+        return loss + self.weight * shares.reshape(loss.shape), nll_loss
+
+    @classmethod
+    def reduce_metrics(cls, logging_outputs: list[dict[str, Any]]) -> None:
+        """As fairseq's, and the penalty of a caption."""
+        super().reduce_metrics(logging_outputs)
+        penalty = sum(log.get("doubly_stochastic", 0) for log in logging_outputs)
+        captions = sum(log.get("nsentences", 0) for log in logging_outputs)
+        if captions:
+            metrics.log_scalar("doubly_stochastic", penalty / captions, captions, round=3)

@@ -1,0 +1,66 @@
+"""``lstm_captioner``: an LSTM that attends to regions, attributes or both, of the task ``captioning``.
+
+The thesis' Table 2.4 compares with an LSTM "equipped with visual attention" and prints nothing else of it. This one is
+:class:`attn_plugins.modules.AttendedLSTM`: one attention for each modality over projected regions and embedded
+attributes, whose outcome feeds the next step. ``--fusion visual`` is the table's row; ``semantic`` and ``parallel`` are
+that model with attributes alone and with both. Xu et al.'s own decoder is ``show_attend_tell``.
+"""
+
+# ruff: noqa: UP045  fairseq reads the types of the fields
+from argparse import Namespace
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Optional
+
+from fairseq.dataclass import ChoiceEnum
+from fairseq.models import register_model, register_model_architecture
+from torch import Tensor, nn
+
+from ..modules import AttendedLSTM, Modality
+from ..modules.alignment_attention import ALIGNMENT_SCORES
+from ..modules.attended_lstm import AttendedLSTMState
+from .captioner import set_sizes
+from .plain_captioner import SOURCES, CaptionerDecoder, FusingConfig, FusingModel
+
+BASE = {"embed_dim": 512, "layers": 1}
+
+
+@dataclass
+class LSTMCaptionerConfig(FusingConfig):
+    """Options of the model."""
+
+    layers: Optional[int] = field(default=None, metadata={"help": "layers of the LSTM (base: 1)"})
+    alignment: ChoiceEnum(list(ALIGNMENT_SCORES)) = field(  # type: ignore[valid-type]
+        default="additive", metadata={"help": "score of the decoder's state and of what it looks at"}
+    )
+
+
+class LSTMCaptionerDecoder(CaptionerDecoder):
+    """Words through :class:`AttendedLSTM`."""
+
+    model = "lstm_captioner"
+
+    def __init__(self, cfg: Any, dictionary: Any, embed_tokens: nn.Embedding) -> None:
+        super().__init__(cfg, dictionary, embed_tokens)
+        score: Any = str(cfg.alignment)
+        self.lstm = AttendedLSTM(cfg.embed_dim, SOURCES[str(cfg.fusion)], cfg.layers, score, cfg.dropout)
+
+    def advance(
+        self, words: Tensor, memory: dict[str, Modality], state: Optional[AttendedLSTMState]
+    ) -> tuple[Tensor, dict[str, list[Tensor]], AttendedLSTMState]:
+        """As :class:`CaptionerDecoder` has it."""
+        features, weights, state = self.lstm(words, memory, state)
+        return features, {name: [alignment] for name, alignment in weights.items()}, state
+
+
+@register_model("lstm_captioner", dataclass=LSTMCaptionerConfig)
+class LSTMCaptionerModel(FusingModel):
+    """Regions and attributes to a caption; ``--arch`` names below, or hydra's ``model._name``."""
+
+    decoder_type = LSTMCaptionerDecoder
+    defaults: ClassVar = {**vars(LSTMCaptionerConfig()), **BASE}
+
+
+@register_model_architecture("lstm_captioner", "lstm_captioner_tiny")
+def lstm_captioner_tiny(args: Namespace) -> None:
+    """One layer of 128 channels: minutes on a CPU."""
+    set_sizes(args, {"embed_dim": 128, "layers": 1})

@@ -1,0 +1,430 @@
+"""``show_attend_tell``, ``lstm_captioner`` and ``conv_captioner`` as fairseq's models, alone and together."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+pytest.importorskip("fairseq")
+
+from fairseq.criterions import CRITERION_REGISTRY
+from fairseq.criterions.label_smoothed_cross_entropy import LabelSmoothedCrossEntropyCriterion
+from fairseq.data import Dictionary
+from fairseq.logging import metrics
+from fairseq.models import ARCH_CONFIG_REGISTRY, ARCH_MODEL_REGISTRY
+from fairseq.sequence_generator import SequenceGenerator
+from omegaconf import OmegaConf
+
+from attn_plugins.fairseq.conv_captioner import ConvCaptionerModel
+from attn_plugins.fairseq.lstm_captioner import LSTMCaptionerModel
+from attn_plugins.fairseq.self_critical import SelfCriticalConfig, SelfCriticalCriterion
+from attn_plugins.fairseq.show_attend_tell import ShowAttendTellModel
+from attn_plugins.modules import Modality
+from tests.fairseq.captioning_helpers import CAPTIONERS, COLOURS, THINGS, captioner_of, model_of, task_of, write_images
+
+D = 5
+SETTINGS = [
+    ("show_attend_tell", {}),
+    ("show_attend_tell", dict(share_decoder_input_output_embed=True)),
+    *(
+        (name, dict(fusion=f))
+        for name in ("lstm_captioner", "conv_captioner")
+        for f in ("visual", "semantic", "parallel")
+    ),
+    ("lstm_captioner", dict(alignment="general", layers=1)),
+]
+every_setting = pytest.mark.parametrize(
+    ("name", "setting"), SETTINGS, ids=["-".join([n, *map(str, s.values())]) for n, s in SETTINGS]
+)
+every_captioner = pytest.mark.parametrize("name", CAPTIONERS)
+
+
+def task(number: int = 19, D: int = D) -> Any:
+    """What the models read of the task."""
+    dictionary = Dictionary()
+    for i in range(number - len(dictionary)):
+        dictionary.add_symbol(f"word{i}")
+    regions = SimpleNamespace(feature_dim=D, path="regions.npz")
+    return SimpleNamespace(regions=regions, has_attributes=True, target_dictionary=dictionary)
+
+
+def batch(dtype: torch.dtype = torch.float32, T: int = 5) -> dict[str, Any]:
+    """Three images of 4, 2, 3 regions and of 3, 1, 2 attributes."""
+    counts, lengths = torch.tensor([4, 2, 3]), torch.tensor([3, 1, 2])
+    tokens = torch.randint(4, 19, (3, 3)).masked_fill(torch.arange(3) >= lengths.unsqueeze(1), 1)
+    return dict(
+        src_tokens=tokens,
+        src_lengths=lengths,
+        regions=torch.randn(3, 4, D, dtype=dtype),
+        regions_padding_mask=torch.arange(4) >= counts.unsqueeze(1),
+        prev_output_tokens=torch.cat([torch.full((3, 1), 2), torch.randint(4, 19, (3, T - 1))], 1),
+    )
+
+
+def reads(name: str, setting: dict[str, Any]) -> set[str]:
+    """What the model tells weights of."""
+    fusion = setting.get("fusion", "visual")
+    return {"visual": {"regions"}, "semantic": {"attributes"}, "parallel": {"regions", "attributes"}}[fusion]
+
+
+# --- what they compute ------------------------------------------------------------------------------------------------
+
+
+@every_setting
+def test_every_setting_trains(name, setting):
+    """Every parameter has a gradient."""
+    model, sample = captioner_of(task(), name, **setting), batch()
+    target = torch.randint(4, 19, (3, 5))
+    optimizer = torch.optim.Adam(model.parameters(), 0.02)
+    losses = []
+    for step in range(15):
+        loss = F.cross_entropy(model(**sample)[0].flatten(0, 1), target.flatten())
+        losses.append(loss.item())
+        optimizer.zero_grad()
+        loss.backward()
+        if step == 0:
+            assert [key for key, p in model.named_parameters() if p.grad is None or not p.grad.any()] == []
+        optimizer.step()
+    assert losses[-1] < losses[0] - 0.5
+
+
+@every_setting
+def test_steps_are_those_of_the_whole(name, setting):
+    """Also several words at first, and with a beam that goes on from other rows and ends some."""
+    model = captioner_of(task(), name, **setting).double().eval()
+    sample = batch(torch.float64, T=6)
+    previous = sample.pop("prev_output_tokens")
+    reorders = {3: torch.tensor([1, 1, 0]), 5: torch.tensor([2, 0])}
+    memory, state = model.encoder(**sample), {}
+    for t in (2, 3, 4, 5, 6):
+        if t in reorders:
+            model.decoder.reorder_incremental_state_scripting(state, reorders[t])
+            memory = model.encoder.reorder_encoder_out(memory, reorders[t])
+            previous = previous[reorders[t]]
+        found, extra = model.decoder(previous[:, :t], memory, state)
+        whole, whole_extra = model.decoder(previous[:, :t], memory)
+        new = found.shape[1]
+        assert new == (2 if t == 2 else 1)
+        torch.testing.assert_close(found, whole[:, -new:], rtol=1e-11, atol=1e-11)
+        assert set(extra["weights"]) == reads(name, setting)
+        for key, weights in extra["weights"].items():
+            torch.testing.assert_close(weights, whole_extra["weights"][key][:, :, -new:], rtol=1e-11, atol=1e-11)
+
+
+@every_setting
+def test_padding_does_not_matter(name, setting):
+    model = captioner_of(task(), name, **setting).double().eval()
+    sample = batch(torch.float64)
+    together = model(**sample)[0]
+    for row, (n, s) in enumerate(((4, 3), (2, 1), (3, 2))):
+        alone, extra = model(
+            src_tokens=sample["src_tokens"][row : row + 1, :s],
+            src_lengths=None,
+            regions=sample["regions"][row : row + 1, :n],
+            prev_output_tokens=sample["prev_output_tokens"][row : row + 1],
+        )
+        torch.testing.assert_close(alone[0], together[row])
+        for key, weights in extra["weights"].items():
+            assert weights.shape[1:] == (1, 5, {"regions": n, "attributes": s}[key])
+            torch.testing.assert_close(weights.sum(-1), torch.ones(weights.shape[:-1], dtype=torch.float64))
+
+
+@every_captioner
+def test_it_is_the_module_with_embeddings_and_a_classifier(name):
+    model = captioner_of(task(), name).double().eval()
+    sample, decoder = batch(torch.float64), model.decoder
+    C = decoder.embed_tokens.embedding_dim
+    words = F.embedding(sample["prev_output_tokens"], decoder.embed_tokens.weight) * C**0.5
+    if name == "show_attend_tell":
+        features = decoder.lstm(words, sample["regions"], sample["regions_padding_mask"])[0]
+    else:
+        projection = model.encoder.projection
+        visual = sample["regions"] @ projection.weight.T + projection.bias
+        sources = {"visual": Modality(visual, sample["regions_padding_mask"])}
+        if name == "lstm_captioner":
+            features = decoder.lstm(words, sources)[0]
+        else:
+            features = decoder.input_projection(words)
+            for layer in decoder.layers:
+                features = layer(features, words, sources)[0]
+    expected = features @ decoder.output_projection.weight.T + decoder.output_projection.bias
+    torch.testing.assert_close(model(**sample)[0], expected)
+    memory = model.encoder(*(sample[key] for key in ("src_tokens", "src_lengths", "regions", "regions_padding_mask")))
+    torch.testing.assert_close(decoder.extract_features(sample["prev_output_tokens"], memory), features)
+
+
+@every_captioner
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half(name, dtype):
+    """The features stay as they are in the file: fairseq-generate --fp16 converts the models alone."""
+    model, sample = captioner_of(task(), name).eval(), batch()
+    expected = model(**sample)[0]
+    model.to(dtype)
+    for features in (torch.float32, torch.float16):
+        found = model(**{**sample, "regions": sample["regions"].to(features)})[0]
+        assert found.dtype == dtype
+        torch.testing.assert_close(found.float(), expected, rtol=0.1, atol=0.1)
+
+
+@every_captioner
+def test_images_are_encoded_once(name):
+    """k captions of each image in one call are what k calls give."""
+    model, inputs = captioner_of(task(), name), batch()
+    previous = torch.randint(4, 16, (6, 4))
+    found = model(**{**inputs, "prev_output_tokens": previous})[0]
+    for k in range(2):
+        torch.testing.assert_close(found[k::2], model(**{**inputs, "prev_output_tokens": previous[k::2]})[0])
+
+
+@pytest.mark.parametrize("names", [[name] for name in CAPTIONERS] + [[*CAPTIONERS, "eta_transformer"]], ids="-".join)
+def test_beam_search(names):
+    """With caches as without; several models give the logarithm of their mean probability."""
+    of = task()
+    models = [model_of(of).eval() if name == "eta_transformer" else captioner_of(of, name).eval() for name in names]
+    for seed, model in enumerate(models):
+        torch.manual_seed(seed)
+        for parameter in model.parameters():
+            parameter.data.add_(torch.randn_like(parameter), alpha=0.2)
+    sample = {"net_input": batch()}
+    found = []
+    for cached in (True, False):
+        generator = SequenceGenerator(models, of.target_dictionary, beam_size=3, max_len_b=7)
+        generator.model.has_incremental = cached
+        found.append(generator.generate(models, sample))
+    inputs = sample["net_input"]
+    for image, (with_cache, without) in enumerate(zip(*found)):
+        for one, other in zip(with_cache, without):
+            assert one["tokens"].tolist() == other["tokens"].tolist()
+            torch.testing.assert_close(one["score"], other["score"])
+        best = with_cache[0]["tokens"]
+        inputs["prev_output_tokens"] = torch.cat([torch.tensor([2]), best[:-1]]).expand(3, -1)
+        mean = torch.stack([model(**inputs)[0][image].softmax(1) for model in models]).mean(0).log()
+        torch.testing.assert_close(with_cache[0]["positional_scores"], mean.gather(1, best.unsqueeze(1)).squeeze(1))
+
+
+@pytest.mark.parametrize(
+    ("name", "fusion"), [("show_attend_tell", ""), ("lstm_captioner", "parallel"), ("conv_captioner", "parallel")]
+)
+def test_captions_come_from_the_picture(tmp_path, name, fusion):
+    """Eight captions by heart; with another image's regions comes that image's colour."""
+    of = task_of(write_images(tmp_path))
+    of.load_dataset("train")
+    dataset = of.dataset("train")
+    firsts = [dataset[2 * i] for i in range(8)]  # each image's first caption: a COLOUR THING
+    options = {"embed_dim": 32, **({"fusion": fusion} if fusion else {"hidden_dim": 32})}
+    model = captioner_of(of, name, **options).train()
+    optimizer = torch.optim.Adam(model.parameters(), 0.01)
+    sample = dataset.collater(firsts)
+    if not fusion:  # its thing must be told by the regions as well
+        for i, region in enumerate(sample["net_input"]["regions"]):
+            region[:, 4:] += torch.tensor([i % 3, i // 3 % 3])
+            firsts[i]["regions"][:, 4:] += torch.tensor([i % 3, i // 3 % 3])
+    for _ in range(80):
+        loss = F.cross_entropy(model(**sample["net_input"])[0].flatten(0, 1), sample["target"].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    generator = SequenceGenerator([model.eval()], of.dictionary, beam_size=1, max_len_b=6)
+
+    def captions(samples: list[dict[str, Any]]) -> list[list[str]]:
+        found = generator.generate([model], dataset.collater(samples))
+        return [of.dictionary.string(best["tokens"]).split() for best, *_ in found]
+
+    def true(regions_of: dict[str, Any], attributes_of: dict[str, Any]) -> list[str]:
+        colour, thing = (dataset.image_ids[s["image"]] - 100 for s in (regions_of, attributes_of))
+        return ["a", COLOURS[colour % 4], THINGS[thing // 2 % 5]]
+
+    assert captions(firsts) == [true(s, s) for s in firsts]
+    turned = firsts[1:] + firsts[:1]
+    swapped = [{**s, "regions": t["regions"]} for s, t in zip(firsts, turned)]
+    found = captions(swapped)
+    assert sum(words[1] == true(t, t)[1] for words, t in zip(found, turned)) >= 6
+
+
+# --- the criteria -----------------------------------------------------------------------------------------------------
+
+
+@every_captioner
+def test_self_critical_training(name, tmp_path):
+    """Greedy captions are those of a beam of one; the loss has a gradient everywhere, and rewards rise."""
+    of = task_of(write_images(tmp_path), one_caption_per_image=True)
+    of.load_dataset("train")
+    dataset = of.dataset("train")
+    sample = dataset.collater([dataset[i] for i in range(len(dataset))])
+    model = captioner_of(of, name, embed_dim=32, dropout=0.2)
+    optimizer = torch.optim.Adam(model.parameters(), 0.01)
+    for _ in range(12):
+        logits = model(**sample["net_input"])[0]
+        loss = F.cross_entropy(logits.flatten(0, 1), sample["target"].flatten(), ignore_index=1)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    criterion = SelfCriticalCriterion(SelfCriticalConfig(samples=6, baseline="mean"), of)
+    found = criterion.captions(model, sample["net_input"], 1, 2)[:, 0].tolist()
+    generator = SequenceGenerator([model.eval()], of.dictionary, beam_size=1, max_len_b=20)
+    right = [hypotheses[0]["tokens"].tolist() for hypotheses in generator.generate([model], sample)]
+    assert [[word for word in words if word != 1] for words in found] == [words[:20] for words in right]
+
+    torch.manual_seed(0)
+    rewards = []
+    for step in range(30):
+        loss, size, log = criterion(model.train(), sample)
+        optimizer.zero_grad()
+        (loss / size).backward()
+        if step == 0:
+            assert [key for key, p in model.named_parameters() if p.grad is None or not p.grad.any()] == []
+        optimizer.step()
+        rewards.append(log["reward"] / log["captions"])
+    assert sum(rewards[-5:]) > sum(rewards[:5]) + 0.5
+
+
+def criterion_of(of: Any, name: str, **options: Any) -> Any:
+    kind = CRITERION_REGISTRY[name]
+    values = dict(sentence_avg=False, label_smoothing=0.1, **options)
+    return kind.build_criterion(argparse.Namespace(**values, ignore_prefix_size=0, report_accuracy=False), of)
+
+
+@pytest.mark.parametrize(
+    ("name", "weight"), [("show_attend_tell", 1.0), ("show_attend_tell", 0.3), ("conv_captioner", 2.0)]
+)
+def test_the_doubly_stochastic_loss(tmp_path, name, weight):
+    """Cross-entropy, and Eq. 14's penalty of every caption by loops over words and regions."""
+    of = task_of(write_images(tmp_path))
+    of.load_dataset("train")
+    dataset = of.dataset("train")
+    sample = dataset.collater([dataset[i] for i in range(5)])
+    assert sample["net_input"]["regions_padding_mask"] is not None
+    model = captioner_of(of, name)
+    criterion = criterion_of(of, "doubly_stochastic_cross_entropy", doubly_stochastic_weight=weight)
+    loss, size, log = criterion(model, sample)
+    plain, _, plain_log = LabelSmoothedCrossEntropyCriterion(of, False, 0.1)(model, sample)
+    layers = model(**sample["net_input"])[1]["weights"]["regions"].detach()
+    penalty = 0.0
+    for b in range(5):
+        for i in range(int(dataset.region_counts[b])):
+            words = [t for t, word in enumerate(sample["target"][b].tolist()) if word != 1]
+            penalty += (1 - sum(float(layers[:, b, t, i].mean()) for t in words)) ** 2
+    torch.testing.assert_close(loss, plain + weight * penalty)
+    assert (size, log["ntokens"], log["nll_loss"]) == (sample["ntokens"], sample["ntokens"], plain_log["nll_loss"])
+    assert float(log["doubly_stochastic"]) == pytest.approx(penalty, rel=1e-5)
+    each = criterion(model, sample, reduce=False)[0]
+    assert each.shape == LabelSmoothedCrossEntropyCriterion(of, False, 0.1)(model, sample, reduce=False)[0].shape
+    torch.testing.assert_close(each.sum(), loss)
+    loss.backward()
+    assert all(p.grad.isfinite().all() and p.grad.any() for p in model.parameters())
+    with metrics.aggregate(new_root=True) as found:
+        criterion.reduce_metrics([log, {**log, "doubly_stochastic": 0}])
+    assert found.get_smoothed_values()["doubly_stochastic"] == pytest.approx(penalty / 10, abs=1e-3)
+
+
+def test_the_penalty_spreads_attention(tmp_path):
+    """With it, every region gets more nearly its share than without."""
+    of = task_of(write_images(tmp_path))
+    of.load_dataset("train")
+    dataset = of.dataset("train")
+    sample = dataset.collater([dataset[i] for i in range(12)])
+    penalties = []
+    for weight in (0.0, 1.0):
+        model = captioner_of(of, "show_attend_tell")
+        criterion = criterion_of(of, "doubly_stochastic_cross_entropy", doubly_stochastic_weight=weight)
+        optimizer = torch.optim.Adam(model.parameters(), 0.01)
+        for _ in range(40):
+            loss, size, log = criterion(model, sample)
+            optimizer.zero_grad()
+            (loss / size).backward()
+            optimizer.step()
+        penalties.append(float(log["doubly_stochastic"]))
+    assert penalties[1] < penalties[0]
+
+
+def test_a_model_that_tells_no_weights(tmp_path):
+    of = task_of(write_images(tmp_path))
+    of.load_dataset("train")
+    dataset = of.dataset("train")
+    sample = dataset.collater([dataset[0]])
+    criterion = criterion_of(of, "doubly_stochastic_cross_entropy", doubly_stochastic_weight=1.0)
+    for model in (model_of(of), captioner_of(of, "lstm_captioner", fusion="semantic")):
+        with pytest.raises(ValueError, match=f"needs a model that tells its weights of .* got {type(model).__name__}"):
+            criterion(model, sample)
+    with pytest.raises(ValueError, match="--doubly-stochastic-weight must be at least 0, got -1"):
+        criterion_of(of, "doubly_stochastic_cross_entropy", doubly_stochastic_weight=-1)
+
+
+# --- options and checkpoints ------------------------------------------------------------------------------------------
+
+
+def test_sizes():
+    """Of the base models and the tiny ones; what hydra leaves out has the base model's size."""
+    kinds = {"show_attend_tell": ShowAttendTellModel, "lstm_captioner": LSTMCaptionerModel}
+    for name, kind in {**kinds, "conv_captioner": ConvCaptionerModel}.items():
+        assert ARCH_MODEL_REGISTRY[name] is ARCH_MODEL_REGISTRY[f"{name}_tiny"] is kind
+        with torch.device("meta"):
+            model = kind.build_model(OmegaConf.create({"dropout": 0.2}), task(D=2048))
+        assert model.decoder.embed_tokens.weight.shape == (19, 512)
+        assert model.encoder.embed_tokens is model.decoder.embed_tokens
+        assert {m.p for m in model.modules() if isinstance(m, torch.nn.Dropout)} == {0.2}
+        args = argparse.Namespace(embed_dim=24)
+        ARCH_CONFIG_REGISTRY[f"{name}_tiny"](args)
+        assert args.embed_dim == 24
+        assert len(vars(args)) == len(CAPTIONERS[name])
+    assert len(model.decoder.layers) == 3
+    assert model.decoder.layers[0].conv.direction.shape == (1024, 512, 5)
+
+
+@every_setting
+def test_checkpoints(name, setting):
+    model, sample = captioner_of(task(), name, **setting).eval(), batch()
+    other = captioner_of(task(), name, **setting).eval()
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(1.5)
+    state = copy.deepcopy(model.state_dict())
+    other.load_state_dict(state)
+    assert torch.equal(other(**sample)[0], model(**sample)[0])
+    if setting.get("fusion") != "semantic":
+        with pytest.raises(ValueError, match=r"is of 5 channels a region; those of regions\.npz have 7"):
+            captioner_of(task(D=7), name, **setting).load_state_dict(state)
+    with pytest.raises(ValueError, match="is of 19 words; the task's dictionary has 23"):
+        captioner_of(task(23), name, **setting).load_state_dict(state)
+    more = {"show_attend_tell": "hidden_dim"}.get(name, "layers")
+    with pytest.raises(ValueError, match="the checkpoint is of other options than this model"):
+        captioner_of(task(), name, **{**setting, more: 3}).load_state_dict(state)
+
+
+@every_captioner
+def test_models_that_cannot_be(name):
+    without_regions, without_attributes = task(), task()
+    without_regions.regions, without_attributes.has_attributes = None, False
+    own = name == "show_attend_tell"
+    needs = "show_attend_tell needs region features: give --regions" if own else "--fusion visual needs region features"
+    with pytest.raises(ValueError, match=needs):
+        captioner_of(without_regions, name)
+    assert captioner_of(without_attributes, name).regions_path == "regions.npz"
+    if not own:
+        for fusion in ("semantic", "parallel"):
+            with pytest.raises(ValueError, match=f"--fusion {fusion} needs attributes: give --attributes, or"):
+                captioner_of(without_attributes, name, fusion=fusion)
+        assert captioner_of(without_regions, name, fusion="semantic").regions_path is None
+        with pytest.raises(ValueError, match=r"(--layers must be at least 1|num_layers must be a positive int), got 0"):
+            captioner_of(task(), name, layers=0)
+    with pytest.raises(ValueError, match="--max-target-positions must be at least 2, got 1"):
+        captioner_of(task(), name, max_target_positions=1)
+    with pytest.raises(ValueError, match="--embed-dim must be at least 1, got 0"):
+        captioner_of(task(), name, embed_dim=0)
+
+
+@every_captioner
+def test_inputs_that_are_missing(name):
+    model, sample = captioner_of(task(), name), batch()
+    del sample["regions"]
+    where = "of show_attend_tell" if name == "show_attend_tell" else "with --fusion visual"
+    with pytest.raises(ValueError, match=f"regions must be in net_input {where}"):
+        model(**sample)
+    with pytest.raises(ValueError, match=f"{name} is no language model"):
+        model.decoder(sample["prev_output_tokens"])
