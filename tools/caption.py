@@ -13,8 +13,9 @@ alone (``--fusion visual``) do without. IMAGE may be a folder, for all pictures 
 OUT gets ``captions.json``, ``[{"image_id": "photo", "file_name": "photo.jpg", "caption": "..."}]``, and of each picture
 ``NAME.png``, on which every word has its regions, the gate's visual and semantic share, and its attributes, and
 ``NAME.json`` with the numbers. Shown are the weights by which regions and attributes enter the output (of entangled
-attention not those of its guidance), in the last block of the decoder (``--layer``), as the mean over heads and models;
-the gate's share is its mean over channels. ``--all-weights`` adds those of every block and head to ``NAME.json``.
+attention not those of its guidance), in the last block or layer of the decoder (``--layer``), as the mean over heads
+and models; ``show_attend_tell`` and ``lstm_captioner`` have one layer and one head. The gate's share is its mean over
+channels. ``--all-weights`` adds those of every block and head to ``NAME.json``.
 
 The same command resumes an interrupted run; ``captions.json`` is written when all pictures are done. Several processes
 share the pictures, each on its own GPU (``--device cuda``) or all on the CPU, and write what one process writes::
@@ -142,10 +143,14 @@ def explanation(found: CaptionedPicture, shown: dict[str, Tensor], notes: Sequen
 
 def notes_of(found: CaptionedPicture, layer: int | None) -> list[str]:
     """Which attention is shown, and the attributes that were detected."""
-    heads = next(iter(found.attention[0].weights.values())).shape[:2]
-    block = "mean of all blocks" if layer == 0 else f"block {layer or heads[0]} of {heads[0]}"
-    models = f", mean of {len(found.attention)} models" if len(found.attention) > 1 else ""
-    notes = [f"Attention: {block} of the decoder, mean of {heads[1]} heads{models}."]
+    blocks, heads = next(iter(found.attention[0].weights.values())).shape[:2]
+    shown = "mean of all blocks" if layer == 0 else f"block {layer or blocks} of {blocks}"
+    parts = [f"Attention: {shown} of the decoder"] if blocks > 1 else ["Attention of the decoder"]
+    if heads > 1:
+        parts.append(f"mean of {heads} heads")
+    if len(found.attention) > 1:
+        parts.append(f"mean of {len(found.attention)} models")
+    notes = [", ".join(parts) + "."]
     if found.attributes:
         notes.append("Attributes: " + ", ".join(f"{word} {p:.2f}" for word, p in found.attributes))
     return notes

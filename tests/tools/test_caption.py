@@ -49,6 +49,12 @@ FUSIONS = {
     "visual": {"regions"},
     "semantic": {"attributes"},
 }
+CAPTIONERS = {
+    "show_attend_tell": {"regions"},
+    "lstm_captioner": {"regions", "attributes"},
+    "conv_captioner": {"regions", "attributes"},
+}
+SHOWN = {**FUSIONS, **CAPTIONERS}
 
 
 def checkpoint(path: Path, data: Path, *options: str, seed: int = 0) -> Path:
@@ -88,6 +94,9 @@ def data(tmp_path_factory) -> Path:
     assert extract_regions.main([str(data / "images"), str(data / "regions.npz"), *grid, *splits]) == 0
     for fusion in FUSIONS:
         checkpoint(folder / f"{fusion}.pt", data, "--fusion", fusion)
+    for name, seen in CAPTIONERS.items():
+        both = ["--fusion", "parallel"] if "attributes" in seen else []
+        checkpoint(folder / f"{name}.pt", data, f"--arch={name}_tiny", *both)
     checkpoint(folder / "other.pt", data, "--layers=3", seed=1)
     return data
 
@@ -95,7 +104,7 @@ def data(tmp_path_factory) -> Path:
 def run(data: Path, out: Path, *pictures: Any, path: str = "entangled", options: tuple = ()) -> int:
     folder = data.parent
     models = ":".join(str(folder / f"{name}.pt") for name in path.split(":"))
-    detector = () if path == "visual" else ("--detector", folder / "best.safetensors")
+    detector = () if path in ("visual", "show_attend_tell") else ("--detector", folder / "best.safetensors")
     given = [*pictures, "--path", models, *detector, "--out", out, "--device", "cpu", "--max-len", 6, *options]
     return tool.main(list(map(str, given)))
 
@@ -114,7 +123,7 @@ def captioner(data) -> Captioner:
 # --- captions ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", ["entangled", "entangled:other"])
+@pytest.mark.parametrize("path", ["entangled", f"entangled:other:{':'.join(CAPTIONERS)}"])
 def test_the_caption_is_that_of_fairseq_generate(path, data, tmp_path, capsys):
     names = [f"{i:06}" for i in range(6, 10)]
     assert run(data, tmp_path, *(data / f"images/{name}.jpg" for name in names), path=path) == 0
@@ -137,22 +146,22 @@ def test_the_caption_is_that_of_fairseq_generate(path, data, tmp_path, capsys):
         assert numbers["attributes"] == read(data / "attributes.json")[str(int(row["image_id"]))]
 
 
-@pytest.mark.parametrize("fusion", FUSIONS)
+@pytest.mark.parametrize("fusion", SHOWN)
 def test_every_fusion_shows_what_it_has(fusion, data, tmp_path):
     picture = data / "images/000007.jpg"
     assert run(data, tmp_path, picture, path=fusion, options=("--all-weights", "--layer", "1")) == 0
     numbers = read(tmp_path / "000007.json")
     [model] = numbers["models"]
-    assert set(model) - {"regions_injection", "attributes_injection"} == FUSIONS[fusion]
+    assert set(model) - {"regions_injection", "attributes_injection"} == SHOWN[fusion]
     assert ("regions_injection" in model) == (fusion == "entangled")
-    assert numbers.keys() & {"regions", "attributes"} == FUSIONS[fusion] - {"visual_share"}
+    assert numbers.keys() & {"regions", "attributes"} == SHOWN[fusion] - {"visual_share"}
     for t, word in enumerate(numbers["words"]):
-        assert word.keys() - {"word", "log_probability"} == FUSIONS[fusion]
+        assert word.keys() - {"word", "log_probability"} == SHOWN[fusion]
         for name in word.keys() & {"regions", "attributes"}:
             assert len(word[name]) == dict(regions=9, attributes=3)[name]
             assert sum(word[name]) == pytest.approx(1, abs=1e-4)
             heads = np.array(model[name])[0, :, t]
-            assert heads.shape[0] == 4
+            assert heads.shape[0] == (4 if fusion in FUSIONS else 1)
             np.testing.assert_allclose(word[name], heads.mean(0), atol=2e-5)
         if "visual_share" in word:
             assert word["visual_share"] == pytest.approx(model["visual_share"][0][t], abs=2e-5)
@@ -213,6 +222,29 @@ def test_rows_of_attention_are_of_the_words_beside_them(captioner, data):
     np.testing.assert_allclose(found.log_probabilities, expected, atol=1e-4)
     [attention] = found.attention
     assert attention.weights["regions"].shape[2] == len(tokens) == len(expected)
+
+
+@pytest.mark.parametrize("name", CAPTIONERS)
+def test_where_a_captioner_without_blocks_looked(name, data):
+    """By its decoder, word by word: the row beside a word is that of the step that chose it."""
+    folder = data.parent
+    captioner = Captioner([folder / f"{name}.pt"], detector=load_detector(folder / "best.safetensors"))
+    [model] = captioner.models
+    regions = captioner.extractor(open_picture(data / "images/000007.jpg"))
+    tokens = [5, 6, 7, 8]
+    net_input = captioner._sample(regions, [("zero", 0.9), ("two", 0.8)], tokens)["net_input"]
+    found = word_attention(model, net_input)
+    assert found.visual_share is None
+    assert set(found.weights) == CAPTIONERS[name]
+    previous = net_input.pop("prev_output_tokens")
+    memory, state = model.encoder(**net_input), {}
+    for t in range(len(tokens)):
+        told = model.decoder(previous[:, : t + 1], memory, state)[1]["weights"]
+        for key, weights in found.weights.items():
+            assert weights.shape[:3] == (3 if name == "conv_captioner" else 1, 1, len(tokens))
+            torch.testing.assert_close(weights[:, :, t], told[key][:, :, 0], rtol=1e-3, atol=1e-4)
+    with pytest.raises(ValueError, match="model must be a captioner, got Linear"):
+        word_attention(torch.nn.Linear(2, 2), net_input)
 
 
 def test_attributes_that_the_vocabulary_lacks_are_left_out(captioner, data, tmp_path):

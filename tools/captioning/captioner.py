@@ -18,12 +18,12 @@ from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.utils import apply_to_sample
 from PIL import Image
 
-import attn_plugins.fairseq  # noqa: F401 - registers the task and the model
+import attn_plugins.fairseq  # noqa: F401 - registers the task and the models
 from attn_plugins.captioning.caption_files import read_attributes
 from attn_plugins.captioning.region_features import RegionFeatures
+from attn_plugins.fairseq.captioner import CaptionerModel
 from attn_plugins.fairseq.captioning import CaptioningTask
 from attn_plugins.fairseq.captioning_dataset import CaptionedImage, CaptioningDataset
-from attn_plugins.fairseq.eta_transformer import EtaTransformerModel
 from tools.captioning.attributes import AttributeDetector
 from tools.captioning.region_recipe import RecordedExtractor
 from tools.captioning.regions import Regions
@@ -157,8 +157,8 @@ class Captioner:
         if self.task is None:
             self.task = self._task(path, cfg.task)
         [model], cfg, _ = checkpoint_utils.load_model_ensemble_and_task([str(path)], task=self.task, state=state)
-        if not isinstance(model, EtaTransformerModel):
-            raise BadCaptioner(f"--path: {path} is of the model {architecture}, not eta_transformer")
+        if not isinstance(model, CaptionerModel):
+            raise BadCaptioner(f"--path: {path} is of the model {architecture}, which is no captioner of ours")
         model.to(self.device).eval()
         model.prepare_for_inference_(cfg)
         self.models.append(model)

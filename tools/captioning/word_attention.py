@@ -1,6 +1,6 @@
 """Which regions and attributes a captioner attended to for each word, and how its gate weighed both.
 
-Shapes: L blocks of the decoder, M heads, T words, Sv regions, Ss attributes.
+Shapes: L blocks or layers of the decoder, M heads (1 where it is no Transformer), T words, Sv regions, Ss attributes.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from attn_plugins.fairseq.captioner import CaptionerModel
+from attn_plugins.fairseq.plain_captioner import CaptionerDecoder
 from attn_plugins.modules import GatedBilateralController, MultimodalDecoderBlock, capture_attention
 
 # Of a block's attentions, by what they look at: what the gate blends (or what there is without a gate), and what the
@@ -43,19 +45,22 @@ class WordAttention:
 
 @torch.inference_mode()
 def word_attention(model: Any, net_input: Mapping[str, Any]) -> WordAttention:
-    """Run ``model`` over one image and its caption, and look at every block of its decoder.
+    """Run ``model`` over one image and its caption, and look at every block or layer of its decoder.
 
     Args:
-        model: An ``eta_transformer`` in evaluation mode.
+        model: An ``eta_transformer``, or a captioner whose decoder tells its weights, in evaluation mode.
         net_input: Of a batch of one; ``prev_output_tokens`` are the caption's words (1, T + 1), the end in front. What
             tells the end itself is left out.
 
     Raises:
-        ValueError: the model's decoder has no :class:`MultimodalDecoderBlock`.
+        ValueError: the model is no captioner.
     """
-    blocks = [m for m in getattr(model.decoder, "blocks", ()) if isinstance(m, MultimodalDecoderBlock)]
-    if not blocks:
-        raise ValueError(f"model must be an eta_transformer, got {type(model).__name__}")
+    if not isinstance(model, CaptionerModel):
+        raise ValueError(f"model must be a captioner, got {type(model).__name__}")
+    if isinstance(model.decoder, CaptionerDecoder):
+        told = model(**net_input)[1]["weights"]
+        return WordAttention({name: weights[:, :, :-1].float().cpu() for name, weights in told.items()}, None)
+    blocks = [m for m in model.decoder.blocks if isinstance(m, MultimodalDecoderBlock)]
     with capture_attention(model.decoder, "blocks.*") as captured, visual_shares(blocks) as shares:
         model(**net_input)
     found: dict[str, list[Tensor]] = {}
