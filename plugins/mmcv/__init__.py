@@ -15,6 +15,7 @@ One line in any config is enough::
 ``BilateralCrissCross2d``        plug-in layer; ``decode_head=dict(type='AttentionHead', attention=...)``
 ``CrissCrossAttention2d``        plug-in layer, content alone or with relative positions
 ``NonLocalAttention2d``          :class:`attn_plugins.modules.NonLocal2d`, a plug-in layer
+``NonLocalAttention1d, …3d``     :class:`attn_plugins.modules.NonLocal1d` and ``NonLocal3d``, on sequences and clips
 ``AttentionHead`` and others     segmentation heads, see :mod:`.heads`; need mmsegmentation
 ``AAResNet``                     backbone: ``backbone=dict(type=..., depth=50)``; needs timm
 ``Attended``                     any upstream model with attention layers exchanged, see :mod:`.attended`
@@ -42,7 +43,9 @@ from .layers import (
     DynamicConv2d,
     GeneralizedAttention2d,
     LocalBilateralConv2d,
+    NonLocalAttention1d,
     NonLocalAttention2d,
+    NonLocalAttention3d,
 )
 from .lazy import register_lazily
 
@@ -57,7 +60,9 @@ __all__ = [
     "DynamicConv2d",
     "GeneralizedAttention2d",
     "LocalBilateralConv2d",
+    "NonLocalAttention1d",
     "NonLocalAttention2d",
+    "NonLocalAttention3d",
 ]
 
 for _name in __all__:

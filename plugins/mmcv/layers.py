@@ -54,6 +54,14 @@ class NonLocalAttention2d(DrawnAgain, modules.NonLocal2d):
     """:class:`attn_plugins.modules.NonLocal2d`, whose name is mmcv's in the registry."""
 
 
+class NonLocalAttention1d(DrawnAgain, modules.NonLocal1d):
+    """:class:`attn_plugins.modules.NonLocal1d`, called as the one of maps is."""
+
+
+class NonLocalAttention3d(DrawnAgain, modules.NonLocal3d):
+    """:class:`attn_plugins.modules.NonLocal3d`, called as the one of maps is."""
+
+
 class DeformableConv2d(modules.DeformableConv2d):
     """:class:`attn_plugins.modules.DeformableConv2d`; ``deform_groups`` may say ``offset_groups``."""
 

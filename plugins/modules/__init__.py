@@ -24,6 +24,7 @@ from .generalized_attention import GeneralizedAttention2d
 from .local_bilateral import LocalBilateralConv2d
 from .multihead_attention import MultiheadAttention
 from .non_local import NonLocal2d
+from .non_local_1d_3d import NonLocal1d, NonLocal3d
 from .sequence_cache import SequenceCache
 from .show_attend_tell import ShowAttendTell
 from .space_time_attention import SpaceTimeSelfAttention
@@ -55,7 +56,9 @@ __all__ = [
     "MultiheadAttention",
     "MultiheadSpatialAttention",
     "MultimodalDecoderBlock",
+    "NonLocal1d",
     "NonLocal2d",
+    "NonLocal3d",
     "SequenceCache",
     "ShowAttendTell",
     "SpaceTimeSelfAttention",

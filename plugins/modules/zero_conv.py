@@ -19,3 +19,7 @@ class ZeroConv1d(_Zero, nn.Conv1d):
 
 class ZeroConv2d(_Zero, nn.Conv2d):
     """An ``nn.Conv2d`` whose weight and bias are 0 at first."""
+
+
+class ZeroConv3d(_Zero, nn.Conv3d):
+    """An ``nn.Conv3d`` whose weight and bias are 0 at first."""

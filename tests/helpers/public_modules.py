@@ -37,7 +37,9 @@ MODULES: dict[str, Build] = {
     "SpaceTimeSelfAttention": lambda **f: modules.SpaceTimeSelfAttention(16, 2, **f),
     "SpatialSelfAttention": lambda **f: modules.SpatialSelfAttention(16, 2, **f),
     "MultimodalDecoderBlock": lambda **f: modules.MultimodalDecoderBlock(16, 2, ffn_dim=8, **f),
+    "NonLocal1d": lambda **f: modules.NonLocal1d(16, **f),
     "NonLocal2d": lambda **f: modules.NonLocal2d(16, **f),
+    "NonLocal3d": lambda **f: modules.NonLocal3d(16, **f),
     "WindowSelfAttention": lambda **f: modules.WindowSelfAttention(16, 2, 3, **f),
 }
 

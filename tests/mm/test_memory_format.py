@@ -32,7 +32,8 @@ REPLACEMENTS = dict(
 
 
 def test_every_layer_on_maps_is_here():
-    others = {"AAResNet", "DeformableConv1d"}  # a backbone, and a layer on sequences
+    others = {"AAResNet", "DeformableConv1d"}  # a backbone, and layers on sequences and clips
+    others |= {"NonLocalAttention1d", "NonLocalAttention3d"}
     assert {*attn_plugins.mmcv.__all__, "NonLocalAttention2d"} == {*CONVOLUTIONS, *PLUGINS, *others}
     assert set(drop_in.REPLACEMENTS) == set(REPLACEMENTS) == set(STOCK)
 

@@ -123,3 +123,13 @@ def test_local_bilateral_attention_in_a_conv_module():
     assert isinstance(module.conv, modules.LocalBilateralConv2d)
     assert module(torch.randn(2, 8, 9, 13)).shape == (2, 12, 5, 7)
     assert build_conv_layer(dict(type="LocalBilateralConv2d"), 8, 16, 3, padding=1, bias=False).query[0].bias is None
+
+
+@pytest.mark.parametrize("axes, size", [(1, (5,)), (2, (3, 4)), (3, (2, 3, 4))])
+def test_non_local_layers_start_as_the_identity_again(axes, size):
+    layer = MODELS.build(dict(type=f"NonLocalAttention{axes}d", in_channels=8, sub_sample=True))
+    assert isinstance(layer, getattr(modules, f"NonLocal{axes}d"))
+    x = torch.randn(1, 8, *size)
+    torch.nn.init.ones_(layer.conv_out.weight)
+    layer.init_weights()
+    assert torch.equal(layer(x), x)

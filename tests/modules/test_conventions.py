@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from attn_plugins import modules
 from attn_plugins.modules.checks import one_of
-from attn_plugins.modules.non_local import Mode
+from attn_plugins.modules.non_local_block import Mode
 from tests.helpers.public_modules import MODULES, VARIANTS, public_modules
 
 # Made in another order than their children and then they themselves: a seed gives other numbers of the same kind.

@@ -19,7 +19,9 @@ LAYERS = {
     "GeneralizedAttention2d": lambda: modules.GeneralizedAttention2d(16, num_heads=2),
     "LocalBilateralConv2d": lambda: modules.LocalBilateralConv2d(16, 16, 3),
     "MultiheadSpatialAttention": lambda: modules.MultiheadSpatialAttention(16, 2),
+    "NonLocal1d": lambda: modules.NonLocal1d(16),
     "NonLocal2d": lambda: modules.NonLocal2d(16),
+    "NonLocal3d": lambda: modules.NonLocal3d(16),
     "WindowSelfAttention": lambda: modules.WindowSelfAttention(16, 2),
 }
 

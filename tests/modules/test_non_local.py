@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from attn_plugins.modules import NonLocal2d, capture_attention
-from attn_plugins.modules import non_local as non_local_module
-from attn_plugins.modules.non_local import MODES, rectified_sums
+from attn_plugins.modules import NonLocal2d, capture_attention, non_local_sums
+from attn_plugins.modules.non_local_block import MODES
+from attn_plugins.modules.non_local_sums import rectified_sums
 from attn_plugins.terms.relative_table import resize_table
 from tests.helpers.module_checks import check_maps_that_do_not_fit
 from tests.helpers.operator_checks import check_compiled_and_exported
@@ -147,7 +147,7 @@ def test_half_precision(mode, position):
 
 def test_dot_products_of_many_keys_stay_in_float16():
     query, key, value = (torch.full((1, 4096, 8), n, dtype=torch.float16) for n in (1.0, 12.0, 12.0))
-    found = non_local_module.dot_products(query, key, value)
+    found = non_local_sums.dot_products(query, key, value)
     torch.testing.assert_close(found, torch.full((1, 4096, 8), 8 * 144.0, dtype=torch.float16), rtol=1e-2, atol=0)
 
 
@@ -195,7 +195,7 @@ def test_rectified_sums_keep_their_precision():
 def test_prefix_sums_by_products(rows):
     """The way of deterministic CUDA."""
     x = torch.randn(2, rows, 3, dtype=torch.float64)
-    torch.testing.assert_close(non_local_module._prefix_sums_by_products(x), x.cumsum(1))
+    torch.testing.assert_close(non_local_sums._prefix_sums_by_products(x), x.cumsum(1))
 
 
 @pytest.mark.parametrize("mode", ["dot_product", "concatenation"])
