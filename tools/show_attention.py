@@ -7,13 +7,15 @@
     python -m tools.show_attention configs/mmdet/….py photo.jpg --checkpoint epoch_12.pth
     python -m tools.show_attention aa_resnet50 photo.jpg --list
     python -m tools.show_attention vit_small_patch16_224 photo.jpg --checkpoint vit.safetensors --pixels cls --rollout
+    python -m tools.show_attention timesformer_small_patch16_224 clip.mp4 --checkpoint best.safetensors --pixels 3,60,80
     python -m tools.show_attention mmdet::detr/detr_r50_8xb2-150e_coco.py photo.jpg --checkpoint detr.pth
     python -m tools.show_attention configs/mmdet/….py --checkpoint epoch_50.pth --slots data/digits/val
 
 MODEL is timm's name of a model, or a config (a file or 'mmdet::…') of mmdet or mmseg, with any of our attention modules
 in it, or of a transformer, stock or with our layers: what timm makes of its VisionTransformer or NaFlexVit (ViT, DeiT,
-DINOv2), DETR and its relatives, MaskFormer, Mask2Former. A timm model sees the whole picture, resized to --input-size,
-else to the size that a checkpoint of tools.train_classifier was trained at, else to the model's own; a line says which.
+DINOv2) or TimeSformer, DETR and its relatives, MaskFormer, Mask2Former. A timm model sees the whole picture, resized to
+--input-size, else to the size that a checkpoint of tools.train_classifier was trained at, else to the model's own; a
+line says which.
 
 Written are a PNG grid for every layer (heads in rows, pixels in columns, as in Bello et al. 2019, Fig. 9 and 10) and
 attention.html, one self-contained page on which a click or the arrow keys choose the pixel. Beside the greatest weight
@@ -22,6 +24,10 @@ of a map stands the uniform one, 1 / number of keys. In Python: attn_plugins.mod
 Of timm's vision transformers a query may also be the cls token, by --pixels cls or a button of the page. The mean of
 all heads comes first, and beside a map stands what the cls token and registers weigh. --rollout adds what reaches the
 cls token, or a patch, over all layers, residual connections included (Abnar and Zuidema 2020).
+
+TimeSformer sees a clip, a video or a folder of frames. For every step of its attention and every query, FRAME,Y,X or
+cls, a PNG has the frames in a row with the share of the weight that each has; on the page frames lie side by side. Each
+step has its own keys, so that 'divided' shows time and space apart. --rollout counts every step as a layer.
 
 Of a transformer's object queries, PNG and page show the surest objects: where each attends with its box or mask, or
 the points that deformable attention reads for it on every level, the larger the more weight; the page takes the object
@@ -44,6 +50,7 @@ with extras("timm", "tools"):
     import matplotlib  # noqa: F401 - missed here, before a model is built and run
     import yaml
 
+    from tools.attention_view.clips import draw_clip, file_name, open_frames, parse_places, see_clip, sees_clips
     from tools.attention_view.folder import RECORD, own_folder
     from tools.attention_view.grid import draw
     from tools.attention_view.mm import load_mm, mm_layers, see_mm, see_objects
@@ -66,6 +73,7 @@ with extras("timm", "tools"):
         timm_size,
     )
     from tools.attention_view.vit import CLS, Cell, PatchMaps, has_cls
+    from tools.clips import is_clip
     from tools.files import write_text
     from tools.pictures import BadPicture, open_picture
 
@@ -115,7 +123,11 @@ def listing(model: Any, mm: bool) -> str:
 
 
 def look(model: Any, mm: bool, options: argparse.Namespace) -> list[Path]:
-    """Show the model the picture, and write what it attends to; the files."""
+    """Show the model the picture or clip, and write what it attends to; the files."""
+    if not mm and sees_clips(model):
+        return look_at_clip(model, options)
+    if is_clip(options.image):
+        raise ViewError(f"IMAGE must be a picture, for {options.model} sees no clips, got {options.image}")
     image = open_picture(options.image)
     pixels = parse_pixels(options.pixels, (image.height, image.width), has_cls(model))
     if mm:
@@ -129,6 +141,22 @@ def look(model: Any, mm: bool, options: argparse.Namespace) -> list[Path]:
     if any(isinstance(layer, PatchMaps) and not layer.cls for layer in view.maps):
         print("no cls token: its patches alone are queries")
     return write_view(view, pixels, options)
+
+
+def look_at_clip(model: Any, options: argparse.Namespace) -> list[Path]:
+    """As :func:`look`, of a TimeSformer."""
+    frames = open_frames(model, options.image)
+    places = parse_places(options.pixels, len(frames), (frames[0].height, frames[0].width), model)
+    size, why = timm_size(model, options.checkpoint, options.input_size)
+    view = see_clip(model, frames, options.layers, size, options.rollout)
+    print(f"input: {len(frames)} frames of {size[0]}×{size[1]} pixels, {why}")
+    output, written = folder_of(options, options.image), []
+    for layer in view.maps:
+        for place in places:
+            if layer.cls or place != CLS:
+                written.append(output / file_name(layer, place))
+                draw_clip(view, layer, place, written[-1])
+    return [*written, write_view_page(view, options, output)]
 
 
 def folder_of(options: argparse.Namespace, image: Path) -> Path:
@@ -160,11 +188,16 @@ def write_view(view: View, pixels: Sequence[Cell], options: argparse.Namespace) 
     for name, draw_one in drawn:
         written.append(output / f"{name}.png")
         draw_one(written[-1])
-    written.append(output / "attention.html")
+    return [*written, write_view_page(view, options, output)]
+
+
+def write_view_page(view: View, options: argparse.Namespace, output: Path) -> Path:
+    """Write the page; the file."""
+    file = output / "attention.html"
     title = f"Attention of {Path(options.model).name} on {options.image.name}"
-    for note in write_page(view, title, written[-1]):
+    for note in write_page(view, title, file):
         print(f"attention.html holds less of {note}")
-    return written
+    return file
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -173,7 +206,11 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("model", metavar="MODEL", help="timm's name, or a config of mmdet or mmseg")
     parser.add_argument(
-        "image", metavar="IMAGE", type=Path, nargs="?", help="a picture; not needed with --slots or --list"
+        "image",
+        metavar="IMAGE",
+        type=Path,
+        nargs="?",
+        help="a picture, or for TimeSformer a clip; not needed with --slots or --list",
     )
     parser.add_argument("--checkpoint", type=Path, metavar="FILE", help="weights; without them the maps show noise")
     parser.add_argument(
@@ -188,9 +225,9 @@ def main(arguments: list[str] | None = None) -> int:
         "--pixels",
         action="append",
         default=[],
-        metavar="Y,X",
-        help="a query pixel of the picture, or cls for a vision transformer's cls token; may be repeated; "
-        "default: four pixels, and cls where there is one",
+        metavar="[FRAME,]Y,X",
+        help="a query pixel of the picture or clip, or cls for a vision transformer's cls token; may be repeated; "
+        "default: four pixels, or the middle of the clip, and cls where there is one",
     )
     parser.add_argument(
         "--rollout", action="store_true",

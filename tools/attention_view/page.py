@@ -17,14 +17,17 @@ from torch.nn import functional as F
 
 from tools.files import write_text
 
+from .clips import ClipView
 from .page_objects import centres, encoded, objects_data, points_data
+from .space_time import ClipMaps, layout
 from .view import PixelMaps, View, looked
 from .vit import CLS, Looked, PatchMaps
 
 MOST_QUERIES, MOST_KEYS = 16, 28  # rows or columns of a map that the page holds
+MOST_CLIP_QUERIES, MOST_CLIP_KEYS = 128, 2048  # of all frames together
 WIDEST = 640  # of the picture, in pixels
 TEMPLATE = Path(__file__).with_name("page.html")
-PARTS = dict(CLS="cls.js", POINTS="points.js", OBJECTS="objects.js")  # of its script
+PARTS = dict(CLIP="clip.js", CLS="cls.js", POINTS="points.js", OBJECTS="objects.js")  # of its script
 
 
 def thinned(layer: PixelMaps) -> tuple[Looked, list[str]]:
@@ -32,13 +35,13 @@ def thinned(layer: PixelMaps) -> tuple[Looked, list[str]]:
     what lies elsewhere (M, Hq', Wq'); and in words what was left out."""
     assert layer.size is not None
     H, W = layer.size
-    y, x = (centres(n, MOST_QUERIES) for n in (H, W))
+    y, x = _queries(layer)
     found = looked(layer, torch.cartesian_prod(y, x).tolist())
     notes = []
     if (len(y), len(x)) != (H, W):
         notes.append(f"{len(y)}×{len(x)} of {H}×{W} queries")
     Hk, Wk = found.maps.shape[2:]
-    maps = _averaged(found.maps)
+    maps = _averaged(found.maps, layer)
     if maps.shape[2:] != (Hk, Wk):
         notes.append(f"{Hk}×{Wk} keys averaged to {maps.shape[2]}×{maps.shape[3]}")
     grid = len(y), len(x)
@@ -46,9 +49,21 @@ def thinned(layer: PixelMaps) -> tuple[Looked, list[str]]:
     return Looked(found.names, maps.unflatten(1, grid), found.uniform.unflatten(0, grid), elsewhere), notes
 
 
-def _averaged(maps: Tensor) -> Tensor:
-    """Maps (M, Q, Hk, Wk) of at most MOST_KEYS rows and columns."""
+def _queries(layer: PixelMaps) -> list[Tensor]:
+    """Rows and columns of the queries that the page holds; of a clip as many of every frame."""
+    if not isinstance(layer, ClipMaps):
+        return [centres(n, MOST_QUERIES) for n in layer.size or ()]
+    found = []
+    for n, parts, frames in zip(layer.clip[1:], layer.of_mosaic(MOST_CLIP_QUERIES), layout(layer.clip[0])):
+        found.append(torch.cat([frame * n + centres(n, parts // frames) for frame in range(frames)]))
+    return found
+
+
+def _averaged(maps: Tensor, layer: PixelMaps) -> Tensor:
+    """Maps (M, Q, Hk, Wk) of at most MOST_KEYS rows and columns, or of a clip of at most MOST_CLIP_KEYS cells."""
     size = min(maps.shape[2], MOST_KEYS), min(maps.shape[3], MOST_KEYS)
+    if isinstance(layer, ClipMaps):
+        size = layer.of_mosaic(MOST_CLIP_KEYS)
     return maps if size == maps.shape[2:] else F.adaptive_avg_pool2d(maps, size)
 
 
@@ -75,7 +90,7 @@ def layer_data(layer: PixelMaps) -> dict[str, Any]:
     )
     if isinstance(layer, PatchMaps) and layer.cls:
         cls = layer.look([CLS])
-        data["cls"] = maps_data(Looked(cls.names, _averaged(cls.maps), cls.uniform, cls.elsewhere))
+        data["cls"] = maps_data(Looked(cls.names, _averaged(cls.maps, layer), cls.uniform, cls.elsewhere))
     return data
 
 
@@ -110,13 +125,14 @@ def picture_data(picture: np.ndarray) -> tuple[str, int, int]:
 def write_page(view: View, title: str, out: Path) -> list[str]:
     """Write the page; in words, what it does not hold."""
     h, w = view.inside
-    url, height, width = picture_data(view.picture[:h, :w])
+    url, height, width = picture_data(view.page_picture if isinstance(view, ClipView) else view.picture[:h, :w])
     data = dict(
         height=height,
         width=width,
         # Pixels of the file per pixel on the page: what is read out is what the user's own picture viewer shows.
         pixel=[view.inside[n] / view.scale[n] / (height, width)[n] for n in range(2)],
         file=view.file_size,
+        frames=layout(len(view.frames)) if isinstance(view, ClipView) else None,
         share=[h / view.size[0], w / view.size[1]],  # of the maps, which cover the padding as well
         colours=colours(),
         layers=[layer_data(layer) for layer in view.maps],

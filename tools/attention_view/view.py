@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from attn_plugins.modules.capture import Captured, attention_layers, capture_attention
 from tools.attention_view.objects import Objects
 from tools.attention_view.sampling import Samples
+from tools.attention_view.space_time import step_layers
 from tools.attention_view.tokens import TokenMaps
 from tools.attention_view.vit import (
     CLS,
@@ -222,7 +223,7 @@ def chosen_layers(model: nn.Module, known: Sequence[str], patterns: Sequence[str
 
 def timm_layers(model: nn.Module) -> list[str]:
     """The attention layers of ours and of timm's vision transformers, by name."""
-    known = {**attention_layers(model), **vit_layers(model)}
+    known = {**attention_layers(model), **vit_layers(model), **step_layers(model)}
     return [name for name, _ in model.named_modules() if name in known]
 
 

@@ -29,6 +29,7 @@ def save_weights(file: Path, model: nn.Module, config: Config, classes: list[str
         "model_args": json.dumps(config.model_args),
         "input_size": json.dumps(config.input_size),
         "classes": json.dumps(classes),
+        **({"frames": json.dumps(config.frames)} if config.dataset == "clips" else {}),
         **{key: json.dumps(value) for key, value in facts.items()},
     }
     tensors = {key: value.detach().cpu().contiguous() for key, value in model.state_dict().items()}
@@ -55,6 +56,8 @@ def model_options(file: Path) -> dict[str, Any]:
     if "model_args" not in metadata:
         return {}
     options = dict(json.loads(metadata["model_args"]), num_classes=len(json.loads(metadata["classes"])))
+    if "frames" in metadata:
+        options.setdefault("num_frames", json.loads(metadata["frames"]))
     size = json.loads(metadata["input_size"])
     if size is not None and is_built_for_a_size(metadata["model"]):
         options.setdefault("img_size", tuple(size))

@@ -1,0 +1,10 @@
+// The frames of a clip lie side by side, in data.frames rows and columns of them.
+document.getElementById("aboutClip").hidden = !data.frames;
+
+// A place of a map in words, and of a clip its frame, which is counted from 0.
+function wordsOf([y, x], size, write) {
+  if (!data.frames) return write(y, x);
+  const [h, w] = size.map((n, axis) => n / data.frames[axis]);
+  const frame = Math.floor(y / h) * data.frames[1] + Math.floor(x / w);
+  return `frame ${frame}, ${write(y % h, x % w)}`;
+}
