@@ -36,7 +36,8 @@ class Captured:
     @property
     def size(self) -> tuple[int, int]:
         """(Hq, Wq), the map of queries."""
-        return self.layer.attention_size(self.arguments[0].shape[2:])
+        axes = getattr(self.layer, "map_axes", slice(2, None))
+        return self.layer.attention_size(self.arguments[0].shape[axes])
 
     @torch.no_grad()
     def maps(self, queries: Tensor | None = None) -> Tensor:

@@ -178,8 +178,13 @@ class GridTerms(nn.Module):
                 logits = logits + row.unsqueeze(5) + column.unsqueeze(4)
         return logits.expand(-1, -1, *grid, *grid).flatten(4, 5).flatten(2, 3)
 
-    def predicted_logits(self, x: Tensor, grid: Grid, padding: Tensor | None) -> Tensor | None:
-        """Predicted position logits of all keys, smoothed and gated: (B, M, N, N) of tokens (B, N, C)."""
+    def predicted_logits(
+        self, x: Tensor, grid: Grid, padding: Tensor | None, seen: Tensor | None = None
+    ) -> Tensor | None:
+        """Predicted position logits of all keys, smoothed and gated: (B, M, N, N) of tokens (B, N, C).
+
+        They are standardised over the keys that are not ``padding``, (B, N), and that are ``seen``, (N, N).
+        """
         if self.predictor is None or self.kernel_size is None:
             return None
         N = grid[0] * grid[1]
@@ -190,9 +195,13 @@ class GridTerms(nn.Module):
             counted = (map_index(torch.arange(N, device=x.device), grid, window) >= 0)[None, None]
         if padding is not None:
             counted = counted & ~padding[:, None, None]
+        if seen is not None:
+            counted = counted & seen
         return self._smoothed(realign(self._predicted(x), index), counted)
 
-    def tap_logits(self, x: Tensor, q: Tensor, grid: Grid, padding: Tensor | None) -> tuple[Tensor | None, Grid]:
+    def tap_logits(
+        self, x: Tensor, q: Tensor, grid: Grid, padding: Tensor | None, reach: Grid | None = None
+    ) -> tuple[Tensor | None, Grid]:
         """All position logits for the taps of the window that keys are limited to, -inf at padding.
 
         Args:
@@ -200,14 +209,17 @@ class GridTerms(nn.Module):
             q: (B, M, H, W, d), queries, scaled.
             grid: (H, W).
             padding: (B, N), True for padding; or None.
+            reach: Rows and columns from the query to the window's border; None for ``radius`` of both.
 
         Returns:
             (B, M, H, W, n), of size 1 where it does not depend on batch or head, or None; and the window's sides,
             which end where a window wider than the map would have no keys.
         """
-        assert self.radius is not None
+        if reach is None:
+            assert self.radius is not None
+            reach = self.radius, self.radius
         H, W = grid
-        radius = min(self.radius, H - 1), min(self.radius, W - 1)
+        radius = min(reach[0], H - 1), min(reach[1], W - 1)
         taps = 2 * radius[0] + 1, 2 * radius[1] + 1
         logits: Tensor | None = None
         if self.row_table is not None and self.column_table is not None:

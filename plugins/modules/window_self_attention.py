@@ -13,15 +13,37 @@ import torch
 from torch import Tensor, nn
 
 from ..ops import global_attention
-from ..terms.position_table import table_logits
-from ..terms.window import WindowGroup
+from ..terms.cosine_scale import cosine_operands
+from ..terms.nonlocal_position import Outside, Smoothing
+from ..terms.position_table import table_logits, tap_logits
+from .centred_windows import attend_centred, centred_maps
 from .checks import check_fits, check_heads, check_tensor, one_of, pair
 from .grid_terms import GridTerms
-from .windows import Attend, attend_pairs, in_windows, predicted_logits, project_v2, with_cosines, with_position_logits
+from .windows import (
+    Attend,
+    Pair,
+    Project,
+    attend_pairs,
+    in_windows,
+    masked,
+    pair_weights,
+    predicted_table,
+    project_v2,
+    window_maps,
+    with_cosines,
+    with_position_logits,
+)
 
-Position = Literal["table", "relative", "none"]
+Position = Literal["table", "relative", "bilateral", "table+relative", "table+bilateral", "none"]
 Version = Literal["v1", "v2"]
+Window = Literal["partition", "centred"]
 HIDDEN = 512  # units of the net that predicts v2's table
+
+
+def check_centred(window_size: Sequence[int]) -> None:
+    """Check that windows of this size have a middle."""
+    if any(n % 2 == 0 for n in window_size):
+        raise ValueError(f"window_size must be odd for window='centred', got {tuple(window_size)}")
 
 
 class WindowSelfAttention(GridTerms):
@@ -32,11 +54,25 @@ class WindowSelfAttention(GridTerms):
         v1  logit = q·k / √d + table[q - k]
         v2  logit = cos(q, k) * min(exp(logit_scale), 100) + 16 * sigmoid(cpb_mlp(log-spaced q - k))
 
+        relative   gate * (q·R[k - q] + v·R[k - q])     ε2 and ε4 of Zhu et al. (2019), Eq. 2, by row and column
+        bilateral  gate * δ / σ                         δ predicted for the k × k keys around the query, from its token
+                                                        (Thesis, Eq. 3.11 and 3.12), and standardised over its keys
+
+    The two terms below take the table's place, or are added to it. ``gate`` (M) is 0 at the start: beside the table the
+    module is then Swin's, and without it Swin's without positions. Stock weights load strictly into the modules with a
+    table.
+
     Parameters have timm's names and shapes: ``qkv``, ``proj``, and ``relative_position_bias_table``, or ``q_bias``,
     ``v_bias``, ``logit_scale`` and ``cpb_mlp``. A map that is not made of whole windows is rolled by the shift, then
     padded with zeros below and at the right, as timm does: padding tokens are projected and attended to. Masks of
     shifted windows are -inf. timm's -100 gives the same numbers unless a masked logit exceeds the row's others by
     nearly as much.
+
+    ``window='centred'`` has no partition: a query sees the keys of a window around itself, and keys outside the map are
+    left out, not padded. The parameters are the same. Of the table's (2 Wh - 1) * (2 Ww - 1) offsets such windows have
+    the Wh * Ww inner ones; the others have no effect and no gradient. With a stock layer's weights, v1's and v2's logit
+    of a query and a key is exactly that of the stock layer wherever both have the key. All keys are the same, and so is
+    the output, for the query in the middle of an unshifted window that lies on the map.
 
     Args:
         embed_dim: C.
@@ -44,15 +80,22 @@ class WindowSelfAttention(GridTerms):
         window_size: An int, or (Wh, Ww).
         shift_size: An int, or rows and columns, each less than the window's; half a window in every other layer.
         version: ``'v1'`` or ``'v2'``.
-        position: ``'table'``, Swin's; ``'relative'``, q·R[k - q] + v·R[k - q] (ε2 and ε4 of Zhu et al. 2019, Eq. 2) by
-            row and column, behind a ``gate`` of zeros; or ``'none'``.
+        position: ``'table'``, Swin's; ``'relative'``; ``'bilateral'``; ``'table+relative'``; ``'table+bilateral'``; or
+            ``'none'``. Bilateral logits are written out, (N, N) a head and window of a partition.
         dropout: Share of the attention weights that is dropped in training, where they are written out then.
         bias: Whether queries, keys (v1 alone) and values have biases.
         pretrained_window_size: v2: the window that offsets are scaled by; None for ``window_size``.
+        window: ``'partition'``, Swin's; or ``'centred'``, with an odd ``window_size`` and no shift.
+        kernel_size: k, odd, of δ; None for the window's longer side, plus 1 where it is even.
+        outside: δ of keys farther away: ``'learned'`` (one more predicted value), ``'zero'``, ``'min'``, ``'mean'``, or
+            ``'-inf'``, which leaves them out, from the start and whatever the gate.
+        smoothing: σ: ``'zscore'`` standardises a query's δ over the keys it sees, ``'sqrt_d'`` divides them by √d.
 
     Raises:
         ValueError: an argument is out of its range, or does not fit the others.
     """
+
+    map_axes = slice(1, 3)  # of an input, for ``capture_attention``
 
     def __init__(
         self,
@@ -65,6 +108,10 @@ class WindowSelfAttention(GridTerms):
         dropout: float = 0.0,
         bias: bool = True,
         pretrained_window_size: int | Sequence[int] | None = None,
+        window: Window = "partition",
+        kernel_size: int | None = None,
+        outside: Outside = "learned",
+        smoothing: Smoothing = "zscore",
         *,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -72,15 +119,25 @@ class WindowSelfAttention(GridTerms):
         check_heads(embed_dim, num_heads, dropout)
         one_of(Version, version=version)
         one_of(Position, position=position)
-        super().__init__(embed_dim, num_heads, "1101" if position == "relative" else "1000", -1, None, "zero", "sqrt_d")
-        self.window_size = pair("window_size", window_size)
-        self.shift_size = pair("shift_size", shift_size, 0)
-        if any(s >= n for s, n in zip(self.shift_size, self.window_size)):
-            raise ValueError(f"shift_size must be less than window_size {self.window_size}, got {shift_size!r}")
-        if pretrained_window_size is not None and (version, position) != ("v2", "table"):
+        one_of(Window, window=window)
+        terms = position.split("+")
+        sides, shifts = pair("window_size", window_size), pair("shift_size", shift_size, 0)
+        if "bilateral" not in terms and kernel_size is not None:
+            raise ValueError(f"kernel_size must be None but for bilateral logits, got {kernel_size!r}")
+        if "bilateral" in terms and kernel_size is None:
+            kernel_size = max(sides) // 2 * 2 + 1
+        bits = "1101" if "relative" in terms else "1000"
+        super().__init__(embed_dim, num_heads, bits, -1, kernel_size, outside, smoothing)
+        self.window_size, self.shift_size, self.window = sides, shifts, window
+        if any(s >= n for s, n in zip(shifts, sides)):
+            raise ValueError(f"shift_size must be less than window_size {sides}, got {shift_size!r}")
+        if window == "centred":
+            check_centred(sides)
+            if any(shifts):
+                raise ValueError(f"shift_size must be 0 for window='centred', got {shift_size!r}")
+        if pretrained_window_size is not None and (version != "v2" or "table" not in terms):
             raise ValueError(
-                "pretrained_window_size must be None but for version='v2' with position='table', "
-                f"got {pretrained_window_size!r}"
+                f"pretrained_window_size must be None but for version='v2' with a table, got {pretrained_window_size!r}"
             )
         self.pretrained_window_size = (
             None if pretrained_window_size is None else pair("pretrained_window_size", pretrained_window_size)
@@ -96,11 +153,11 @@ class WindowSelfAttention(GridTerms):
             self.logit_scale = nn.Parameter(torch.empty(num_heads, 1, 1, **factory))
             if bias:
                 self.q_bias, self.v_bias = (nn.Parameter(torch.empty(embed_dim, **factory)) for _ in range(2))
-        if position == "table" and version == "v1":
+        if "table" in terms and version == "v1":
             Wh, Ww = self.window_size
             table = torch.empty((2 * Wh - 1) * (2 * Ww - 1), num_heads, **factory)
             self.relative_position_bias_table = nn.Parameter(table)
-        elif position == "table":
+        elif "table" in terms:
             self.cpb_mlp = nn.Sequential(
                 nn.Linear(2, HIDDEN, **factory),
                 nn.ReLU(inplace=True),
@@ -112,7 +169,7 @@ class WindowSelfAttention(GridTerms):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw linear layers and the table as Swin does, σ = 0.02, biases 0; ε2 and ε4 as :meth:`reset_terms` says."""
+        """Draw linear layers and the table as Swin does, σ = 0.02, biases 0; what is added as :meth:`reset_terms` says."""
         for layer in (self.qkv, self.proj, *(self.cpb_mlp or ())):
             if isinstance(layer, nn.Linear):
                 nn.init.trunc_normal_(layer.weight, std=0.02)
@@ -121,7 +178,7 @@ class WindowSelfAttention(GridTerms):
         self.reset_positions()
 
     def reset_positions(self) -> None:
-        """Draw what is no linear layer's."""
+        """Draw what Swin's rules for linear layers do not."""
         if self.relative_position_bias_table is not None:
             nn.init.trunc_normal_(self.relative_position_bias_table, std=0.02)
         if self.logit_scale is not None:
@@ -144,54 +201,129 @@ class WindowSelfAttention(GridTerms):
             ValueError: a shape does not fit.
             TypeError: ``x`` is no Tensor, or not of the module's dtype.
         """
+        self._check(x)
+        if self.window == "centred":
+            q, k, v, logits, taps = self._centred_terms(x)
+            output = attend_centred(q, k, v, logits, taps, self.dropout if self.training else 0.0)
+            return self.proj(output.permute(0, 2, 3, 1, 4).flatten(3))
+        return self.proj(in_windows(x, *self._windows(), self._attention()))
+
+    def attention_maps(self, x: Tensor, queries: Tensor | None = None) -> Tensor:
+        """The attention weights for an input, without dropout: for inspection, O(N²) without ``queries``.
+
+        What a window weighs on padding is on no place of the map: there a sum is less than 1.
+
+        Args:
+            x: As ``forward``.
+            queries: (Q, 2), rows and columns; None for all.
+
+        Returns:
+            (B, M, H, W, H, W), or (B, M, Q, H, W) of ``queries``; 0 outside a query's window.
+
+        Raises:
+            ValueError: a shape does not fit, or ``queries`` are not positions on the map.
+            TypeError: as ``forward``.
+        """
+        self._check(x)
+        if self.window == "centred":
+            q, k, _, logits, taps = self._centred_terms(x)
+            return centred_maps(q, k, logits, taps, queries)
+        table = self.position_logits()
+
+        def weigh(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, tokens: Tensor) -> Tensor:
+            q, k = self._operands(q, k)
+            return pair_weights(q, k, self._pair_logits(table, q, mask, tokens))
+
+        return window_maps(x, *self._windows(), weigh, queries)
+
+    def attention_size(self, size: Sequence[int]) -> tuple[int, int]:
+        """The map of queries, for an input of ``size`` (H, W)."""
+        return size[0], size[1]
+
+    def position_logits(self) -> Tensor | None:
+        """The logits of the table for all pairs of a window's tokens, (M, N, N); None without a table."""
+        table = self._offset_table()
+        return None if table is None else table_logits(table, self.window_size)
+
+    def _check(self, x: Tensor) -> None:
         check_tensor("x", x)
         if x.dim() != 4 or x.shape[3] != self.embed_dim or 0 in x.shape[1:3]:
             raise ValueError(
                 f"x must have shape (B, H, W, {self.embed_dim}) with at least one token, got {tuple(x.shape)}"
             )
         check_fits("x", x, self.qkv.weight)
-        return self.proj(
-            in_windows(x, self.window_size, self.shift_size, self.num_heads, self._project, self._attention())
-        )
 
-    def position_logits(self) -> Tensor | None:
-        """The logits of the table for all pairs of a window's tokens, (M, N, N); None without a table."""
-        if self.relative_position_bias_table is not None:
-            return table_logits(self.relative_position_bias_table, self.window_size)
-        if self.cpb_mlp is not None:
-            return predicted_logits(self.cpb_mlp, self.window_size, self.pretrained_window_size)
-        return None
+    def _windows(self) -> tuple[Pair, Pair, int, Project]:
+        return self.window_size, self.shift_size, self.num_heads, self._project
 
     def _project(self, tokens: Tensor) -> Tensor:
         return self.qkv(tokens) if self.version == "v1" else project_v2(tokens, self.qkv, self.q_bias, self.v_bias)
 
+    def _operands(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries and keys whose product is the content term."""
+        return (q * self.scale, k) if self.logit_scale is None else cosine_operands(q, k, self.logit_scale)
+
+    def _offset_table(self) -> Tensor | None:
+        if self.cpb_mlp is not None:
+            return predicted_table(self.cpb_mlp, self.window_size, self.pretrained_window_size)
+        return self.relative_position_bias_table
+
     def _attention(self) -> Attend:
+        """Attention in a partition's windows."""
         dropout = self.dropout if self.training else 0.0
-        scale = self.scale if self.logit_scale is None else 1.0
-        attend: Attend
-        if self.position_kind == "relative":
-            attend = self._attend_by_axes if self.logit_scale is not None else self._scaled
-        else:
-            attend = with_position_logits(self.position_logits(), scale, dropout)
-        return attend if self.logit_scale is None else with_cosines(attend, self.logit_scale)
+        table = self.position_logits()
+        if self.gate is None:
+            plain = with_position_logits(table, self.scale if self.logit_scale is None else 1.0, dropout)
+            return plain if self.logit_scale is None else with_cosines(plain, self.logit_scale)
+        by_axes = table is None and self.predictor is None and not dropout
 
-    def _scaled(self, q: Tensor, k: Tensor, v: Tensor, group: WindowGroup) -> Tensor:
-        return self._attend_by_axes(q * self.scale, k, v, group)
+        def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, tokens: Tensor) -> Tensor:
+            q, k = self._operands(q, k)
+            if by_axes:
+                return self._attend_by_axes(q, k, v, mask)
+            return attend_pairs(q, k, v, self._pair_logits(table, q, mask, tokens), dropout=dropout)
 
-    def _attend_by_axes(self, q: Tensor, k: Tensor, v: Tensor, group: WindowGroup) -> Tensor:
+        return attend
+
+    def _attend_by_axes(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         """Attention with ε2 + ε4 of rows and of columns, of queries that are scaled."""
         h, w = window = self.window_size
-        if self.training and self.dropout:
-            pairs = self.axis_pairs(q.unflatten(2, window), window)
-            pairs = pairs if group.logits is None else pairs + group.logits.to(pairs.dtype)
-            return attend_pairs(q, k, v, pairs, dropout=self.dropout)
         q, k, v = (tokens.unflatten(2, window) for tokens in (q, k, v))
         rows, columns = self.axis_logits(q, window)
-        if group.logits is not None and rows is not None and columns is not None:
-            mask = group.logits.to(q.dtype).view(h, w, h, w)  # a sum of rows' and columns'
+        if mask is not None and rows is not None and columns is not None:
+            mask = mask.to(q.dtype).view(h, w, h, w)  # a sum of rows' and columns'
             rows, columns = rows + mask[:, 0, :, 0].unsqueeze(1), columns + mask[0, :, 0, :]
         return global_attention(q, k, v, row_logits=rows, column_logits=columns).flatten(2, 3)
 
+    def _pair_logits(self, table: Tensor | None, q: Tensor, mask: Tensor | None, tokens: Tensor) -> Tensor | None:
+        """All position logits and the mask, for queries that are scaled: (n or 1, M or 1, N, N)."""
+        logits = None if table is None else table.unsqueeze(0)
+        added = [self.axis_pairs(q.unflatten(2, self.window_size), self.window_size)] if self.needs_grid else []
+        if self.predictor is not None:
+            predicted = self.predicted_logits(tokens, self.window_size, None, None if mask is None else mask == 0)
+            assert predicted is not None
+            added.append(predicted)
+        for term in added:
+            logits = term if logits is None else logits + term
+        return masked(logits, mask, q)
+
+    def _centred_terms(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Pair]:
+        """Queries (scaled), keys, values (B, M, H, W, d), position logits (B or 1, M, H, W, n), the window's sides."""
+        H, W = x.shape[1:3]
+        q, k, v = self._project(x).unflatten(3, (3, self.num_heads, -1)).permute(3, 0, 4, 1, 2, 5).unbind(0)
+        q, k = self._operands(q, k)
+        radius = self.radius if self.radius is not None else max(self.window_size)
+        reach = min(self.window_size[0] // 2, radius), min(self.window_size[1] // 2, radius)
+        logits, taps = self.tap_logits(x.flatten(1, 2), q, (H, W), None, reach)
+        table = self._offset_table()
+        if table is not None:
+            of_table = tap_logits(table, self.window_size, taps)[None, :, None, None].expand(-1, -1, H, W, -1)
+            logits = of_table if logits is None else logits + of_table
+        return q, k, v, logits, taps
+
     def extra_repr(self) -> str:
         text = f"{self.embed_dim}, {self.num_heads}, window_size={self.window_size}, shift_size={self.shift_size}"
-        return f"{text}, version={self.version!r}, position={self.position_kind!r}"
+        text += f", version={self.version!r}, position={self.position_kind!r}, window={self.window!r}"
+        if self.kernel_size is not None:
+            text += f", kernel_size={self.kernel_size}, outside={self.outside!r}, smoothing={self.smoothing!r}"
+        return text

@@ -16,11 +16,13 @@ from ..ops import sequence_attention
 from ..terms.cosine_scale import cosine_operands
 from ..terms.log_positions import bounded_logits, log_coordinates
 from ..terms.position_table import table_logits
-from ..terms.window import WindowGroup, shifted_window_groups
+from ..terms.window import shifted_window_masks
+from .capture import checked_queries
 
 Pair = tuple[int, int]
 Project = Callable[[Tensor], Tensor]  # (n, N, C) -> (n, N, 3 * M * d)
-Attend = Callable[[Tensor, Tensor, Tensor, WindowGroup], Tensor]  # query, key, value (n, M, N, d) -> (n, M, N, d)
+# Of query, key, value (n, M, N, d), the windows' mask (N, N) or None, and their tokens (n, N, C): (n, M, N, width).
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor], Tensor]
 
 
 def in_windows(x: Tensor, window: Pair, shift: Pair, num_heads: int, project: Project, attend: Attend) -> Tensor:
@@ -39,29 +41,28 @@ def in_windows(x: Tensor, window: Pair, shift: Pair, num_heads: int, project: Pr
         attend: Attention of windows that share a mask.
 
     Returns:
-        (B, H, W, M * d).
+        (B, H, W, M * width), d or what ``attend`` makes of it.
     """
     B, H, W, C = x.shape
     h, w = window
-    below, right = -H % h, -W % w
+    nH, nW = (H + h - 1) // h, (W + w - 1) // w
+    below, right = nH * h - H, nW * w - W
     if any(shift):
         x = x.roll((-shift[0], -shift[1]), (1, 2))
     if below or right:
         x = F.pad(x, (0, 0, 0, right, 0, below))
-    nH, nW = (H + below) // h, (W + right) // w
-    groups = shifted_window_groups((nH, nW), window, shift, x.device)
-    rows = [g.rows.stop - g.rows.start for g in groups if g.columns.start == 0]
-    columns = [g.columns.stop - g.columns.start for g in groups if g.rows.start == 0]
+    masks = shifted_window_masks((nH, nW), window, shift, x.device)
+    rows, columns = ([n - 1, 1] if moved and n > 1 else [n] for n, moved in zip((nH, nW), shift))
     parts = [
-        part.reshape(B * part.shape[1] * part.shape[2], h * w, C)
+        part.reshape(-1, h * w, C)
         for row in x.view(B, nH, h, nW, w, C).transpose(2, 3).split(rows, 1)
         for part in row.split(columns, 2)
     ]
     projected = project(parts[0] if len(parts) == 1 else torch.cat(parts))  # one product, whatever the kinds
     attended = []
-    for part, group in zip(projected.split([len(p) for p in parts]), groups):
+    for tokens, part, mask in zip(parts, projected.split([len(p) for p in parts]), masks):
         q, k, v = part.unflatten(2, (3, num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
-        attended.append(attend(q, k, v, group).transpose(1, 2).flatten(2))
+        attended.append(attend(q, k, v, mask, tokens).transpose(1, 2).flatten(2))
     width = attended[0].shape[2]
     kinds = iter(attended)
     on_map = [[next(kinds).view(B, row, column, h, w, width) for column in columns] for row in rows]
@@ -83,14 +84,17 @@ def with_position_logits(logits: Tensor | None, scale: float = 1.0, dropout: flo
         The argument ``attend`` of :func:`in_windows`.
     """
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, group: WindowGroup) -> Tensor:
-        position = logits
-        if group.logits is not None:
-            mask = group.logits.to(q.dtype if logits is None else logits.dtype)
-            position = mask.unsqueeze(0) if logits is None else logits + mask
-        return attend_pairs(q, k, v, None if position is None else position.unsqueeze(0), scale, dropout)
+    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, tokens: Tensor) -> Tensor:
+        return attend_pairs(q, k, v, masked(None if logits is None else logits.unsqueeze(0), mask, q), scale, dropout)
 
     return attend
+
+
+def masked(logits: Tensor | None, mask: Tensor | None, like: Tensor) -> Tensor | None:
+    """Position logits (n or 1, M, N, N) with a mask (N, N), which has the dtype of ``like`` without them."""
+    if mask is None:
+        return logits
+    return mask.to(like.dtype)[None, None] if logits is None else logits + mask.to(logits.dtype)
 
 
 def attend_pairs(
@@ -112,8 +116,8 @@ def with_cosines(attend: Attend, logit_scale: Tensor) -> Attend:
         logit_scale: Logarithm of a head's scale, (M, 1, 1).
     """
 
-    def cosines(q: Tensor, k: Tensor, v: Tensor, group: WindowGroup) -> Tensor:
-        return attend(*cosine_operands(q, k, logit_scale), v, group)
+    def cosines(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, tokens: Tensor) -> Tensor:
+        return attend(*cosine_operands(q, k, logit_scale), v, mask, tokens)
 
     return cosines
 
@@ -133,9 +137,56 @@ def predicted_logits(net: nn.Module, window: Pair, pretrained: Pair | None = Non
         window: (Wh, Ww).
         pretrained: The window that offsets are scaled by; None for ``window``.
     """
+    return table_logits(predicted_table(net, window, pretrained), window)
+
+
+def predicted_table(net: nn.Module, window: Pair, pretrained: Pair | None = None) -> Tensor:
+    """The table over offsets that they are laid out from, ((2 Wh - 1) * (2 Ww - 1), M)."""
     weight = next(net.parameters())
     coordinates = log_coordinates(window, pretrained, device=weight.device).to(weight.dtype)
-    return table_logits(bounded_logits(net(coordinates.flatten(0, 1))), window)
+    return bounded_logits(net(coordinates.flatten(0, 1)))
+
+
+def pair_weights(q: Tensor, k: Tensor, position_logits: Tensor | None, scale: float = 1.0) -> Tensor:
+    """The attention weights of :func:`attend_pairs`, without dropout: (n, M, N, N), float32 at least."""
+    logits = scale * (q @ k.mT)
+    logits = logits if position_logits is None else logits + position_logits
+    return logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
+
+
+def window_maps(
+    x: Tensor, window: Pair, shift: Pair, num_heads: int, project: Project, weigh: Attend, queries: Tensor | None
+) -> Tensor:
+    """What ``attention_maps`` of windows returns: weights on the whole map, 0 outside the query's window.
+
+    The weight of padding tokens, which are keys too, is on no place of the map: there a sum is less than 1.
+
+    Args:
+        x: As :func:`in_windows`, like the next four.
+        weigh: In the place of ``attend``: weights (n, M, N, N) of queries and keys.
+        queries: (Q, 2), rows and columns; None for all.
+
+    Returns:
+        (B, M, H, W, H, W), or (B, M, Q, H, W) of ``queries``.
+
+    Raises:
+        ValueError: ``queries`` are not positions on the map.
+    """
+    H, W = x.shape[1:3]
+    N = window[0] * window[1]
+    weights = in_windows(x, window, shift, num_heads, project, weigh).unflatten(3, (num_heads, N)).flatten(1, 2)
+    # Where a query's keys are, by the same way: numbers from 1 on the map, 0 in the padding.
+    numbers = torch.arange(1, H * W + 1, dtype=torch.float64, device=x.device).view(1, H, W, 1)
+    places = in_windows(
+        numbers, window, shift, 1, lambda n: n.repeat(1, 1, 3), lambda q, k, v, *_: v.mT.expand(-1, -1, N, -1)
+    )
+    index = places.long().view(1, H * W, 1, N)
+    if queries is not None:
+        row, column = checked_queries(queries, (H, W), x.device)
+        weights, index = weights[:, row * W + column], index[:, row * W + column]
+    maps = weights.new_zeros((*weights.shape[:3], 1 + H * W)).scatter_add_(3, index.expand_as(weights), weights)
+    maps = maps[..., 1:].unflatten(3, (H, W)).transpose(1, 2)
+    return maps.unflatten(2, (H, W)) if queries is None else maps
 
 
 def _cat(tensors: list[Tensor], dim: int) -> Tensor:

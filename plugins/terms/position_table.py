@@ -55,6 +55,27 @@ def table_index(size: Sequence[int], *, device: torch.device | str | None = None
     return (dy[:, None, :, None] * (2 * W - 1) + dx[None, :, None, :]).reshape(H * W, H * W)
 
 
+def tap_logits(table: Tensor, size: Sequence[int], taps: Sequence[int]) -> Tensor:
+    """The entries of a table for the keys of a window that is centred on its query.
+
+    Args:
+        table: ((2 Wh - 1) * (2 Ww - 1), M).
+        size: (Wh, Ww), the table's window.
+        taps: Rows and columns of the centred window, both odd and at most 2 Wh - 1 and 2 Ww - 1.
+
+    Returns:
+        (M, taps[0] * taps[1]), offsets k - q row-major, as ``window_attention`` takes them.
+
+    Raises:
+        ValueError: ``table`` does not have the rows of ``size``.
+    """
+    H, W = check_size("size", size)
+    _offsets(table, (H, W), False)
+    top, left = (length - 1 - n // 2 for length, n in zip((H, W), taps))
+    inner = table.view(2 * H - 1, 2 * W - 1, -1)[top : top + taps[0], left : left + taps[1]]
+    return inner.flip(0, 1).flatten(0, 1).t()  # a table's offsets are q - k
+
+
 def resize_position_table(
     table: Tensor, size: Sequence[int], new_size: Sequence[int], *, cls_token: bool = False
 ) -> Tensor:

@@ -7,6 +7,7 @@ partition into windows (Swin) the masks of shifted windows are of up to four kin
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 from typing import NamedTuple
 
 import torch
@@ -92,20 +93,35 @@ def shifted_window_groups(
     Raises:
         ValueError: ``windows`` or ``window`` is not two ints of at least 1, or ``shift`` not two ints below ``window``.
     """
+    masks = shifted_window_masks(windows, window, shift, device)
+    slices = [
+        [slice(0, n - 1), slice(n - 1, n)] if moved and n > 1 else [slice(0, n)] for n, moved in zip(windows, shift)
+    ]
+    return [WindowGroup(*place, mask) for place, mask in zip(product(*slices), masks)]
+
+
+def shifted_window_masks(
+    windows: Sequence[int], window: Sequence[int], shift: Sequence[int], device: torch.device | None = None
+) -> list[Tensor | None]:
+    """The masks of :func:`shifted_window_groups` alone, in its order.
+
+    ``torch.compile`` fixes the numbers in a slice: with these masks ``windows`` may be symbolic.
+
+    Returns:
+        For each group (N, N), float32, or None where nothing is masked.
+
+    Raises:
+        ValueError: as :func:`shifted_window_groups`.
+    """
     windows, (H, W) = check_size("windows", windows), check_size("window", window)
     moves = tuple(shift) if isinstance(shift, Sequence) else ()
     if len(moves) != 2 or not all(isinstance(s, int) and 0 <= s < length for s, length in zip(moves, (H, W))):
         raise ValueError(f"shift must be two ints from 0 to below window {(H, W)}, got {shift!r}")
-    parts = []
+    axes: list[list[Tensor | None]] = []
     for count, length, moved in zip(windows, (H, W), moves):
-        inside = [(slice(0, count - 1), None)] if moved and count > 1 else []
-        last = (slice(count - 1, count), shifted_axis(length, moved, device)) if moved else (slice(0, count), None)
-        parts.append([*inside, last])
-    return [
-        WindowGroup(rows, columns, _both_axes(of_rows, of_columns, H, W))
-        for rows, of_rows in parts[0]
-        for columns, of_columns in parts[1]
-    ]
+        inside: list[Tensor | None] = [None] if moved and count > 1 else []
+        axes.append([*inside, shifted_axis(length, moved, device) if moved else None])
+    return [_both_axes(rows, columns, H, W) for rows in axes[0] for columns in axes[1]]
 
 
 def shifted_axis(length: int, shift: int, device: torch.device | None = None) -> Tensor:

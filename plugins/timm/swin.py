@@ -7,7 +7,7 @@ of each block is exchanged; weights are drawn as timm's are, and timm's load str
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from timm.layers import register_notrace_module
@@ -16,12 +16,38 @@ from timm.models import swin_transformer_v2 as v2
 from torch import Tensor, nn
 
 from ..modules.checks import one_of
-from ..modules.window_self_attention import Position, Version, WindowSelfAttention
+from ..modules.window_self_attention import Position, Version, Window, WindowSelfAttention, check_centred
+from ..terms.nonlocal_position import Outside, Smoothing
 from ..terms.position_table import resize_position_table
 from .conventions import imagenet_cfg
 
 SHARED = ("qkv", "proj", "relative_position_bias_table", "cpb_mlp", "logit_scale", "q_bias", "v_bias")
 TABLES = ("relative_position_bias_table", "cpb_mlp.0.weight", "cpb_mlp.0.bias", "cpb_mlp.2.weight")
+
+
+class SwinOptions(NamedTuple):
+    """What timm's Swin does not have; each is an argument of ``timm.create_model``.
+
+    Attributes:
+        position: See :class:`attn_plugins.modules.WindowSelfAttention`, like all but ``shift``.
+        shift: Whether the windows of every other block are shifted; those of ``window='centred'`` never are.
+        window: ``'partition'`` or ``'centred'``.
+        kernel_size: Of bilateral logits.
+        outside: Likewise.
+        smoothing: Likewise.
+    """
+
+    position: Position = "table"
+    shift: bool = True
+    window: Window = "partition"
+    kernel_size: int | None = None
+    outside: Outside = "learned"
+    smoothing: Smoothing = "zscore"
+
+    @property
+    def table(self) -> bool:
+        """Whether the layers have Swin's table."""
+        return "table" in self.position.split("+")
 
 
 class SwinAttention(WindowSelfAttention):
@@ -31,13 +57,13 @@ class SwinAttention(WindowSelfAttention):
         stock: The block's own attention, whose linear layers, table and biases become ours.
         shift_size: Rows and columns.
         version: ``'v1'`` or ``'v2'``.
-        position: ``'table'``, ``'relative'`` or ``'none'``.
+        options: What timm's does not have.
 
     Raises:
         ValueError: heads do not divide the channels among them (timm's ``head_dim``).
     """
 
-    def __init__(self, stock: Any, shift_size: Sequence[int], version: Version, position: Position) -> None:
+    def __init__(self, stock: Any, shift_size: Sequence[int], version: Version, options: SwinOptions) -> None:
         if stock.qkv.out_features != 3 * stock.dim:
             raise ValueError(
                 f"head_dim must be None: the {stock.num_heads} heads share the {stock.dim} channels, got a width of "
@@ -51,10 +77,14 @@ class SwinAttention(WindowSelfAttention):
             stock.window_size,
             shift_size,
             version,
-            position,
+            options.position,
             stock.attn_drop.p,
             stock.qkv.bias is not None if version == "v1" else stock.q_bias is not None,
-            pretrained if pretrained[0] > 0 and position == "table" else None,
+            pretrained if pretrained[0] > 0 and options.table else None,
+            options.window,
+            options.kernel_size,
+            options.outside,
+            options.smoothing,
             device=weight.device,
             dtype=weight.dtype,
         )
@@ -73,6 +103,8 @@ class SwinAttention(WindowSelfAttention):
 
     def set_window_size(self, window_size: Sequence[int]) -> None:
         """Change the window, to which a table is interpolated as timm does it."""
+        if self.window == "centred":
+            check_centred(window_size)
         old, self.window_size = self.window_size, (window_size[0], window_size[1])
         table = self.relative_position_bias_table
         if table is not None:
@@ -82,7 +114,7 @@ class SwinAttention(WindowSelfAttention):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         """Leave a table out where the layer has none, so that timm's weights load strictly."""
-        if self.position_kind != "table":
+        if "table" not in self.position_kind.split("+"):
             for name in TABLES:
                 state_dict.pop(prefix + name, None)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
@@ -96,11 +128,11 @@ class _Block:
         shift_size: tuple[int, int]
         target_shift_size: tuple[int, int]
 
-    def exchange(self, version: Version, position: Position, shift: bool) -> None:
+    def exchange(self, version: Version, options: SwinOptions) -> None:
         """Put our attention in the place of timm's."""
-        if not shift:
+        if not options.shift or options.window == "centred":
             self.shift_size = self.target_shift_size = (0, 0)
-        self.attn = SwinAttention(self.attn, self.shift_size, version, position)
+        self.attn = SwinAttention(self.attn, self.shift_size, version, options)
         self.attn_mask = None  # one (N, N) for every window
 
     def _attn(self, x: Tensor) -> Tensor:
@@ -119,6 +151,8 @@ class _Block:
         ours, block = self.attn, cast(Any, self)
         if ours.position_kind != "table":
             raise NotImplementedError(f"TorchScript needs position='table', got {ours.position_kind!r}")
+        if ours.window != "partition":
+            raise NotImplementedError(f"TorchScript needs window='partition', got {ours.window!r}")
         weight = ours.qkv.weight
         arguments: dict[str, Any] = dict(dim=ours.embed_dim, num_heads=ours.num_heads, window_size=ours.window_size)
         arguments |= dict(attn_drop=ours.dropout, device=weight.device, dtype=weight.dtype)
@@ -147,42 +181,62 @@ class AttnSwinV2Block(_Block, v2.SwinTransformerV2Block):  # type: ignore[misc]
     """timm's block of Swin V2 with our attention."""
 
 
-class AttnSwinTransformer(swin_transformer.SwinTransformer):
+class _Model:
+    """What our models change in timm's of either version."""
+
+    if TYPE_CHECKING:
+        layers: Any
+        modules: Any
+    version: Version
+    blocks: tuple[type[nn.Module], type[nn.Module]]  # timm's and ours
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        options = SwinOptions(**{name: kwargs.pop(name) for name in SwinOptions._fields if name in kwargs})
+        one_of(Position, position=options.position)
+        one_of(Window, window=options.window)
+        if options.window == "centred":  # a small map does not make such windows smaller
+            kwargs.setdefault("always_partition", True)
+        super().__init__(*args, **kwargs)
+        self.options = options
+        stock, ours = self.blocks
+        for module in list(self.modules()):
+            if type(module) is stock:
+                module.__class__ = ours
+                module.exchange(self.version, options)
+
+    def set_input_size(
+        self, img_size: Any = None, patch_size: Any = None, window_size: Any = None, *args: Any, **kwargs: Any
+    ) -> None:
+        """See timm's; centred windows keep their size unless another is given."""
+        ratio = args[0] if args else kwargs.get("window_ratio")
+        if self.options.window == "centred" and window_size is None and ratio is None:
+            window_size = tuple(stage.blocks[0].attn.window_size for stage in self.layers)
+        super().set_input_size(img_size, patch_size, window_size, *args, **kwargs)  # type: ignore[misc]
+
+
+class AttnSwinTransformer(_Model, swin_transformer.SwinTransformer):
     """timm's Swin with :class:`attn_plugins.modules.WindowSelfAttention`.
 
-    Args:
-        position: ``'table'``, Swin's; ``'relative'``, ε2 and ε4 behind a gate of zeros; or ``'none'``. timm's
-            weights load strictly into each, without the table where there is none.
-        shift: Whether the windows of every other block are shifted.
-        args, kwargs: Those of timm's ``SwinTransformer``; ``head_dim`` must be None.
-    """
-
-    def __init__(self, *args: Any, position: Position = "table", shift: bool = True, **kwargs: Any) -> None:
-        one_of(Position, position=position)
-        super().__init__(*args, **kwargs)
-        _exchange(self, swin_transformer.SwinTransformerBlock, AttnSwinBlock, ("v1", position, shift))
-
-
-class AttnSwinTransformerV2(v2.SwinTransformerV2):
-    """timm's Swin V2 likewise.
+    timm's weights load strictly, without the table where there is none, and leave what is added alone.
 
     Args:
-        position: As :class:`AttnSwinTransformer`'s; ``'table'`` is V2's net of log-spaced offsets.
-        shift: Likewise.
-        args, kwargs: Those of timm's ``SwinTransformerV2``.
+        args, kwargs: Those of timm's ``SwinTransformer``, whose ``head_dim`` must be None, and the fields of
+            :class:`SwinOptions`.
     """
 
-    def __init__(self, *args: Any, position: Position = "table", shift: bool = True, **kwargs: Any) -> None:
-        one_of(Position, position=position)
-        super().__init__(*args, **kwargs)
-        _exchange(self, v2.SwinTransformerV2Block, AttnSwinV2Block, ("v2", position, shift))
+    version = "v1"
+    blocks = (swin_transformer.SwinTransformerBlock, AttnSwinBlock)
 
 
-def _exchange(model: nn.Module, stock: type[nn.Module], ours: type[nn.Module], options: tuple[Any, ...]) -> None:
-    for module in list(model.modules()):
-        if type(module) is stock:
-            module.__class__ = ours
-            module.exchange(*options)  # type: ignore[operator]
+class AttnSwinTransformerV2(_Model, v2.SwinTransformerV2):
+    """timm's Swin V2 likewise; its table is that of the net of log-spaced offsets.
+
+    Args:
+        args, kwargs: Those of timm's ``SwinTransformerV2``, and the fields of :class:`SwinOptions`.
+    """
+
+    version = "v2"
+    blocks = (v2.SwinTransformerV2Block, AttnSwinV2Block)
 
 
 WIDTHS = {  # channels, depths and heads, as in timm's models of these names
@@ -233,7 +287,7 @@ def _create(name: str, pretrained: bool, options: dict[str, Any]) -> nn.Module:
 
 @register_model
 def attn_swin_tiny_patch4_window7_224(pretrained: bool = False, **kwargs: Any) -> nn.Module:
-    """Swin-T on our operator; ``position`` and ``shift`` are options."""
+    """Swin-T on our operators, with the options of :class:`SwinOptions`."""
     return _create("attn_swin_tiny_patch4_window7_224", pretrained, kwargs)
 
 
@@ -251,7 +305,7 @@ def attn_swin_base_patch4_window7_224(pretrained: bool = False, **kwargs: Any) -
 
 @register_model
 def attn_swinv2_tiny_window8_256(pretrained: bool = False, **kwargs: Any) -> nn.Module:
-    """Swin V2-T on our operator; ``position`` and ``shift`` are options."""
+    """Swin V2-T on our operators, with the options of :class:`SwinOptions`."""
     return _create("attn_swinv2_tiny_window8_256", pretrained, kwargs)
 
 

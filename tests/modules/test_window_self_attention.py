@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from attn_plugins import ops
-from attn_plugins.modules import WindowSelfAttention
+from attn_plugins.modules import WindowSelfAttention, capture_attention
 from attn_plugins.modules.grid_terms import GridTerms
 from attn_plugins.terms.sine_position import sine_encoding
 
@@ -37,30 +37,62 @@ def tokens(size, dtype=torch.float64, B=2) -> Tensor:
 
 
 def offset_logit(module: WindowSelfAttention, head: int, query: Tensor, dy: int, dx: int) -> Tensor:
-    """The position logit of one query for the key at (dy, dx) = k - q, from the definitions."""
-    (Wh, Ww), d = module.window_size, C // M
-    if module.position_kind == "none":
-        return query.new_zeros(())
-    if module.position_kind == "relative":
+    """The logit of table and relative terms of one query for the key at (dy, dx) = k - q, from the definitions."""
+    (Wh, Ww), d, kinds = module.window_size, C // M, module.position_kind.split("+")
+    logit = query.new_zeros(())
+    if "relative" in kinds:
         heads = slice(head * d, (head + 1) * d)
-        logit = query.new_zeros(())
         for table, offset in ((module.row_table, dy), (module.column_table, dx)):
             encoding = sine_encoding(torch.tensor([offset], dtype=query.dtype), C, 10000.0)[0]
             v = module.position[heads] * d**-0.5
             logit = logit + (query + v) @ (table.weight[heads] @ encoding)
-        return module.gate[head] * logit
+        logit = module.gate[head] * logit
+    if "table" not in kinds:
+        return logit
     if module.version == "v1":
-        return module.relative_position_bias_table[(Wh - 1 - dy) * (2 * Ww - 1) + Ww - 1 - dx, head]
+        return logit + module.relative_position_bias_table[(Wh - 1 - dy) * (2 * Ww - 1) + Ww - 1 - dx, head]
     x = [8 * -o / max(n - 1, 1) for o, n in zip((dy, dx), module.pretrained_window_size or (Wh, Ww))]
     coordinates = query.new_tensor([math.copysign(math.log2(1 + abs(a)) / 3, a) for a in x])
-    return 16 * torch.sigmoid(module.cpb_mlp(coordinates)[head])
+    return logit + 16 * torch.sigmoid(module.cpb_mlp(coordinates)[head])
+
+
+def bilateral_logits(module: WindowSelfAttention, head: int, token: Tensor, offsets: list) -> Tensor:
+    """Thesis, Eq. 3.11 and 3.12, of one query for the keys at ``offsets``: predicted near it, smoothed over its keys."""
+    k, d = module.kernel_size, C // M
+    values = module.predictor(token).view(M, -1)[head]
+    window, r = values[: k * k].view(k, k), k // 2
+    outside = {
+        "learned": values[-1],
+        "zero": torch.zeros(()).to(values),
+        "-inf": torch.tensor(-math.inf).to(values),
+        "min": window.min(),
+        "mean": window.mean(),
+    }[module.outside]
+    logits = torch.stack([window[r + dy, r + dx] if abs(dy) <= r and abs(dx) <= r else outside for dy, dx in offsets])
+    if module.smoothing == "sqrt_d":
+        smooth = logits / d**0.5
+        return torch.where(smooth.isinf(), smooth, smooth * module.gate[head])
+    return module.gate[head] * (logits - logits.mean()) / (logits.var(correction=0) + 1e-6).sqrt()
+
+
+def seen_keys(module: WindowSelfAttention, y: int, x: int, size, padded):
+    """The keys that a query of the rolled map sees."""
+    (h, w), (sy, sx), (H, W), (Hp, Wp) = module.window_size, module.shift_size, size, padded
+    if module.window == "centred":
+        return [(ky, kx) for ky in range(H) for kx in range(W) if abs(ky - y) <= h // 2 and abs(kx - x) <= w // 2]
+    return [
+        (ky, kx)
+        for ky in range(y // h * h, y // h * h + h)
+        for kx in range(x // w * w, x // w * w + w)
+        if (ky >= Hp - sy) == (y >= Hp - sy) and (kx >= Wp - sx) == (x >= Wp - sx)
+    ]
 
 
 def loops(module: WindowSelfAttention, x: Tensor) -> Tensor:
     """Roll, pad, and let every token see those of its window on the same side of the rolled borders."""
     B, H, W, _ = x.shape
     (h, w), (sy, sx), d = module.window_size, module.shift_size, C // M
-    Hp, Wp = -(-H // h) * h, -(-W // w) * w
+    Hp, Wp = (H, W) if module.window == "centred" else (-(-H // h) * h, -(-W // w) * w)
     padded = F.pad(x.roll((-sy, -sx), (1, 2)), (0, 0, 0, Wp - W, 0, Hp - H))
     bias = module.qkv.bias
     if module.q_bias is not None:
@@ -77,17 +109,17 @@ def loops(module: WindowSelfAttention, x: Tensor) -> Tensor:
                     else:
                         query = query * d**-0.5
                     logits, values = [], []
-                    for ky in range(y // h * h, y // h * h + h):
-                        for kx in range(x_ // w * w, x_ // w * w + w):
-                            apart = (ky >= Hp - sy) != (y >= Hp - sy) or (kx >= Wp - sx) != (x_ >= Wp - sx)
-                            if apart:
-                                continue
-                            key = k[b, ky, kx, head]
-                            key = F.normalize(key, dim=0) if module.version == "v2" else key
-                            logits.append(query @ key + offset_logit(module, head, query, ky - y, kx - x_))
-                            values.append(v[b, ky, kx, head])
-                    weights = torch.stack(logits).softmax(0)
-                    output[b, y, x_, head * d : (head + 1) * d] = weights @ torch.stack(values)
+                    seen = seen_keys(module, y, x_, (H, W), (Hp, Wp))
+                    for ky, kx in seen:
+                        key = k[b, ky, kx, head]
+                        key = F.normalize(key, dim=0) if module.version == "v2" else key
+                        logits.append(query @ key + offset_logit(module, head, query, ky - y, kx - x_))
+                        values.append(v[b, ky, kx, head])
+                    total = torch.stack(logits)
+                    if module.predictor is not None:
+                        offsets = [(ky - y, kx - x_) for ky, kx in seen]
+                        total = total + bilateral_logits(module, head, padded[b, y, x_], offsets)
+                    output[b, y, x_, head * d : (head + 1) * d] = total.softmax(0) @ torch.stack(values)
     return module.proj(output).roll((sy, sx), (1, 2))
 
 
@@ -100,6 +132,110 @@ def test_equals_loops(size, window, shift, version, position):
     x = tokens(size, B=1)
     tolerance = dict(rtol=1e-4, atol=1e-5) if module.cpb_mlp is not None else {}  # coordinates are of float32
     torch.testing.assert_close(module(x), loops(module, x), **tolerance)
+
+
+BILATERAL = [
+    dict(position="bilateral"),
+    dict(position="table+bilateral", kernel_size=1, smoothing="sqrt_d"),
+    dict(position="bilateral", kernel_size=5, outside="zero"),
+    dict(position="bilateral", kernel_size=3, outside="-inf", smoothing="sqrt_d"),
+    dict(position="table+bilateral", kernel_size=3, outside="min"),
+    dict(position="table+relative"),
+]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("options", BILATERAL, ids=str)
+@pytest.mark.parametrize("version", ["v1", "v2"])
+def test_bilateral_and_sums_equal_loops(version, options):
+    tolerance = dict(rtol=1e-4, atol=1e-5) if version == "v2" else {}
+    for size, window, shift in (CASES[0], CASES[1], CASES[4]):
+        module = layer(window_size=window, shift_size=shift, version=version, **options)
+        x = tokens(size, B=1)
+        torch.testing.assert_close(module(x), loops(module, x), **tolerance)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("options", [*(dict(position=p) for p in ("table", "relative", "none")), *BILATERAL], ids=str)
+@pytest.mark.parametrize("version", ["v1", "v2"])
+def test_centred_windows_equal_loops(version, options):
+    """Also of maps that are smaller than the window."""
+    tolerance = dict(rtol=1e-4, atol=1e-5) if version == "v2" else {}
+    for size, window in (((5, 4), (3, 3)), ((2, 6), (5, 3))):
+        module = layer(window_size=window, version=version, window="centred", **options)
+        x = tokens(size, B=1)
+        torch.testing.assert_close(module(x), loops(module, x), **tolerance)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("version", ["v1", "v2"])
+def test_where_centred_windows_are_a_partitions(version):
+    """The query in the middle of a window has the same keys and logits."""
+    stock = layer(window_size=(3, 5), version=version)
+    centred = layer(window_size=(3, 5), version=version, window="centred")
+    centred.load_state_dict(stock.state_dict(), strict=True)
+    assert stock.state_dict().keys() == centred.state_dict().keys()
+    x = tokens((6, 10))
+    expected, found = stock(x), centred(x)
+    torch.testing.assert_close(found[:, 1::3, 2::5], expected[:, 1::3, 2::5])
+    assert not torch.isclose(found[:, ::3, ::5], expected[:, ::3, ::5]).any()
+
+
+@pytest.mark.parametrize("window", ["partition", "centred"])
+@pytest.mark.parametrize("added", ["table+bilateral", "table+relative"])
+@pytest.mark.parametrize("version", ["v1", "v2"])
+def test_what_is_added_to_the_table_starts_as_nothing(version, added, window):
+    torch.manual_seed(0)
+    shift = 1 if window == "partition" else 0
+    stock = WindowSelfAttention(C, M, 3, shift, version, window=window)
+    ours = WindowSelfAttention(C, M, 3, shift, version, added, window=window)
+    ours.load_state_dict(stock.state_dict(), strict=True)
+    x = tokens((5, 7), torch.float32)
+    torch.testing.assert_close(ours(x), stock(x))
+    ours(x).square().sum().backward()
+    assert ours.gate.grad.abs().min() > 0
+    again = WindowSelfAttention(C, M, 3, shift, version, added, window=window)
+    again.load_state_dict(ours.state_dict(), strict=True)
+    torch.testing.assert_close(again(x), ours(x))
+
+
+ALL = [dict(position=p) for p in ("table", "relative", "none", "bilateral", "table+relative")] + [
+    dict(position="bilateral", kernel_size=3, outside="-inf", smoothing="sqrt_d")
+]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("options", ALL, ids=str)
+@pytest.mark.parametrize("version", ["v1", "v2"])
+@pytest.mark.parametrize("window", ["partition", "centred"])
+def test_attention_maps_give_the_output(window, version, options):
+    """Of a map that fills its windows; of one that does not, what padding weighs is missing."""
+    shift = (1, 2) if window == "partition" else 0
+    module = layer(window_size=(3, 5), shift_size=shift, version=version, window=window, **options)
+    for H, W in ((6, 10), (4, 7)):
+        x = tokens((H, W))
+        maps = module.attention_maps(x)
+        assert maps.shape == (2, M, H, W, H, W)
+        v = module._project(x).unflatten(3, (3, M, -1))[:, :, :, 2]
+        output = module.proj(torch.einsum("bmhwyx,byxmd->bhwmd", maps, v).flatten(3))
+        if window == "centred" or (H, W) == (6, 10):
+            torch.testing.assert_close(output, module(x))
+            torch.testing.assert_close(maps.sum((4, 5)), torch.ones_like(maps[..., 0, 0]))
+        else:
+            assert (maps.sum((4, 5)) < 1).any()
+        queries = torch.tensor([[0, 1], [3, 6]])
+        torch.testing.assert_close(module.attention_maps(x, queries), maps[:, :, queries[:, 0], queries[:, 1]])
+
+
+def test_capture_knows_the_map():
+    model = nn.Sequential(layer(torch.float32, window_size=3, shift_size=1), nn.ReLU())
+    x = tokens((4, 7), torch.float32)
+    with capture_attention(model) as captured:
+        model(x)
+    assert captured["0"].size == (4, 7)
+    assert captured["0"].maps(torch.tensor([[2, 3]])).shape == (2, M, 1, 4, 7)
+    with pytest.raises(ValueError, match="queries must lie on the map of 4 rows and 7 columns"):
+        captured["0"].maps(torch.tensor([[4, 0]]))
 
 
 def timm_block(version: str, size, window, shift) -> nn.Module:
@@ -151,9 +287,16 @@ def test_windows_share_masks(monkeypatch):
 
 
 @pytest.mark.parametrize("version", ["v1", "v2"])
-@pytest.mark.parametrize("position", ["table", "relative", "none"])
-def test_gradcheck(position, version):
-    module = layer(window_size=(2, 3), shift_size=(1, 1), version=version, position=position)
+@pytest.mark.parametrize(
+    "options",
+    [
+        *(dict(position=p, window_size=(2, 3), shift_size=(1, 1)) for p in ("table", "relative", "bilateral", "none")),
+        *(dict(position=p, window_size=3, window="centred") for p in ("table", "relative", "bilateral")),
+    ],
+    ids=str,
+)
+def test_gradcheck(options, version):
+    module = layer(version=version, **options)
     names, values = zip(*((n, p.detach().requires_grad_()) for n, p in module.named_parameters() if "cpb" not in n))
 
     def run(x, *parameters):
@@ -175,11 +318,13 @@ def test_relative_starts_without_positions_and_loads_what_lacks_them():
     assert isinstance(relative, GridTerms)
 
 
-@pytest.mark.parametrize("position", ["table", "relative"])
+@pytest.mark.parametrize("window", ["partition", "centred"])
+@pytest.mark.parametrize("position", ["table", "relative", "bilateral"])
 @pytest.mark.parametrize("version", ["v1", "v2"])
-def test_dropout_writes_the_same_weights_out(version, position):
+def test_dropout_writes_the_same_weights_out(version, position, window):
     """Of a share that is all but 0 nothing is dropped."""
-    module = layer(window_size=3, shift_size=1, version=version, position=position)
+    shift = int(window == "partition")
+    module = layer(window_size=3, shift_size=shift, version=version, position=position, window=window)
     x = tokens((5, 6))
     expected = module(x)
     module.train().dropout = 1e-12
@@ -189,16 +334,25 @@ def test_dropout_writes_the_same_weights_out(version, position):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("version", ["v1", "v2"])
-def test_half_precision_and_autocast(version, dtype):
-    wide = layer(torch.float32, window_size=3, shift_size=1, version=version)
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(version="v1", shift_size=1),
+        dict(version="v2", shift_size=1),
+        dict(position="bilateral", shift_size=1),
+        dict(position="table+bilateral", window="centred"),
+    ],
+    ids=str,
+)
+def test_half_precision_and_autocast(options, dtype):
+    wide = layer(torch.float32, window_size=3, **options)
     for parameter in wide.parameters():
         nn.init.normal_(parameter, std=0.2)
     x = tokens((5, 6), torch.float32)
     expected = wide(x)
     with torch.autocast("cpu", dtype):
         cast = wide(x)
-    half = layer(dtype, window_size=3, shift_size=1, version=version)
+    half = layer(dtype, window_size=3, **options)
     half.load_state_dict(wide.state_dict())
     found = half(x.to(dtype))
     assert found.dtype == cast.dtype == dtype
@@ -232,12 +386,42 @@ def test_compile_and_empty_batches(version):
         (
             lambda: WindowSelfAttention(8, 2, position="sine"),
             ValueError,
-            "position must be one of table, relative, none",
+            "position must be one of table, relative, bilateral, .*, none, got 'sine'",
         ),
         (
             lambda: WindowSelfAttention(8, 2, pretrained_window_size=7),
             ValueError,
             "pretrained_window_size must be None",
+        ),
+        (
+            lambda: WindowSelfAttention(8, 2, window="centered"),
+            ValueError,
+            "window must be one of partition, centred, got 'centered'",
+        ),
+        (
+            lambda: WindowSelfAttention(8, 2, (7, 8), window="centred"),
+            ValueError,
+            r"window_size must be odd for window='centred', got \(7, 8\)",
+        ),
+        (
+            lambda: WindowSelfAttention(8, 2, 7, 3, window="centred"),
+            ValueError,
+            "shift_size must be 0 for window='centred', got 3",
+        ),
+        (
+            lambda: WindowSelfAttention(8, 2, kernel_size=3),
+            ValueError,
+            "kernel_size must be None but for bilateral logits, got 3",
+        ),
+        (
+            lambda: WindowSelfAttention(8, 2, position="bilateral", kernel_size=4),
+            ValueError,
+            "kernel_size must be a positive odd int",
+        ),
+        (
+            lambda: WindowSelfAttention(8, 2, position="bilateral", outside="-inf"),
+            ValueError,
+            "smoothing 'zscore' needs another outside",
         ),
         (lambda: WindowSelfAttention(8, 2)(torch.zeros(1, 8, 7, 7)), ValueError, r"x must have shape \(B, H, W, 8\)"),
         (lambda: WindowSelfAttention(8, 2)(torch.zeros(1, 0, 7, 8)), ValueError, "with at least one token"),

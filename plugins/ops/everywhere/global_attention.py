@@ -161,7 +161,7 @@ def _check(terms: GlobalTerms) -> None:
             continue
         broadcast = 4 if len(shape) == 5 else 2  # of the first axes
         fits = logits.dim() == len(shape) and logits.shape[broadcast:] == shape[broadcast:]
-        if not fits or any(n not in (1, m) for n, m in zip(logits.shape[:broadcast], shape[:broadcast])):
+        if not fits or any(n != 1 and n != m for n, m in zip(logits.shape[:broadcast], shape[:broadcast])):
             queries = (
                 "" if broadcast == 2 else "positions of query, " if query is not None else "positions of row_logits, "
             )

@@ -184,7 +184,7 @@ def _check(terms: SequenceTerms, number: float | None, key_padding_mask: Tensor 
             continue
         shape = (B, M, T, S) if name == "position_logits" else (B, M, T, *logits.shape[3:])
         fits = logits.shape[3:] == shape[3:]
-        if not fits or any(n not in (1, m) for n, m in zip(logits.shape[:3], shape[:3])):
+        if not fits or any(n != 1 and n != m for n, m in zip(logits.shape[:3], shape[:3])):
             keys = ", keys" if name == "position_logits" else ""
             raise ValueError(
                 f"{name} must have shape {shape}, batch{keys} and heads of value and queries of {_leader(terms)}, or "

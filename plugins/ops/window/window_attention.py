@@ -149,7 +149,7 @@ def _check(terms: Terms, options: Options) -> None:
         shape = (B, M, *grid, taps)
         of_query = "" if query is None else ", positions of query"
         fits = position_logits.shape[2:] == shape[2:]
-        if not fits or any(n not in (1, m) for n, m in zip(position_logits.shape[:2], shape[:2])):
+        if not fits or any(n != 1 and n != m for n, m in zip(position_logits.shape[:2], shape[:2])):
             raise ValueError(
                 f"position_logits must have shape {shape}, batch and heads of value{of_query} and {taps} taps of "
                 f"kernel_size, or size 1 in either of the first two axes, got {tuple(position_logits.shape)}"
