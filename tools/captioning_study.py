@@ -4,6 +4,7 @@
 
     python -m tools.captioning_study OUT                                      # all: ten minutes, then two a row
     python -m tools.captioning_study OUT --settings eta visual semantic --seeds 1 2 3
+    python -m tools.captioning_study OUT --settings visual show-attend-tell lstm conv models-fused  # Table 2.4
     python -m tools.captioning_study OUT --add 'wide=--embed-dim 128' --settings wide
     python -m tools.captioning_study OUT --data DATA --train '--max-update 20000'
     python -m tools.captioning_study OUT --regions '--mmdet CONFIG CHECKPOINT'  # instead of a grid's cells
@@ -39,6 +40,7 @@ from tools.requires import extras, need
 with extras():
     from tools.captioning.json_files import BadFile, read_json
     from tools.captioning.score import read_references, read_split
+    from tools.captioning.study_settings import BASELINES, SETTINGS, Setting
     from tools.captioning.study_table import aggregated, markdown
     from tools.files import write_text
     from tools.study import (
@@ -76,48 +78,6 @@ FIRST, SECOND = STAGES
 GENERATION = "--batch-size 50 --beam 5 --max-len-b 40 --required-batch-size-multiple 1"
 BEST = {FIRST: ("loss", min), SECOND: ("reward", max)}  # by which a checkpoint is chosen
 PARTS = {"val": "valid", "test": "test"}
-
-
-@dataclass(frozen=True)
-class Setting:
-    """A row, or two with its second stage.
-
-    Attributes:
-        what: of the table.
-        model: fairseq-train's own options.
-        task: options of training and generation.
-        self_critical: Whether it has a second stage.
-        fused: The settings whose checkpoints generate together; then nothing is trained.
-    """
-
-    what: str
-    model: str = ""
-    task: str = ""
-    self_critical: bool = False
-    fused: tuple[str, ...] = ()
-
-
-SETTINGS = {
-    "eta": Setting("ETA-Transformer", self_critical=True),
-    "visual": Setting("regions alone", "--fusion visual", self_critical=True),
-    "semantic": Setting("attributes alone", "--fusion semantic", self_critical=True),
-    "oracle": Setting("ETA, attributes of the true captions", task="--oracle-attributes"),
-    "parallel": Setting("parallel attention", "--fusion parallel", self_critical=True),
-    "stacked-visual": Setting("stacked attention, visual", "--fusion stacked-visual", self_critical=True),
-    "stacked-semantic": Setting("stacked attention, semantic", "--fusion stacked-semantic", self_critical=True),
-    "eta-no-encoder": Setting("ETA without encoders", "--no-encoder"),
-    "visual-no-encoder": Setting("regions alone, without encoder", "--fusion visual --no-encoder"),
-    "semantic-no-encoder": Setting("attributes alone, without encoder", "--fusion semantic --no-encoder"),
-    "gate-sigmoid": Setting("ETA, gate with sigmoid", "--gate-activation sigmoid"),
-    "gate-tanh": Setting("ETA, gate with tanh", "--gate-activation tanh"),
-    "gate-relu": Setting("ETA, gate with ReLU", "--gate-activation relu"),
-    "eta-fused": Setting("ETA of all seeds, fused", fused=("eta",)),
-    "modalities-fused": Setting("regions alone and attributes alone, fused", fused=("visual", "semantic")),
-}
-BASELINES = {
-    "grammar": "the grammar that wrote the captions: an image's first one against its others",
-    "stranger": "the next image's caption",
-}
 
 
 @dataclass(frozen=True)
@@ -171,8 +131,16 @@ class Study:
 
     def options(self, setting: Setting, stage: str, seed: int) -> dict[str, Any]:
         """Those that a result is kept for."""
-        own = f"{TASK} {TRAINING} {STAGES[stage]} --seed {seed} {setting.model} {setting.task} {self.more[stage]}"
-        return {"train": " ".join(own.split()), "generate": GENERATION, "part": self.part}
+        words = [
+            TASK,
+            TRAINING,
+            STAGES[stage],
+            f"--seed {seed}",
+            setting.model,
+            setting.first if stage == FIRST else "",
+        ]
+        words += [setting.task, self.more[stage]]
+        return {"train": " ".join(" ".join(words).split()), "generate": GENERATION, "part": self.part}
 
     def row(self, name: str, setting: Setting, stage: str, seed: int) -> dict[str, Any]:
         """Train, caption and score one setting in one stage, or read what was found before."""
@@ -351,7 +319,8 @@ def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, dict[str, Se
     options = parser.parse_args(arguments)
     settings = dict(SETTINGS)
     for name, model in added(parser, options, (*settings, *BASELINES, "scenes", "detector")).items():
-        settings[name] = Setting(f"ETA, {model}", model, self_critical=True)
+        what = model if "--arch" in model else f"ETA, {model}"
+        settings[name] = Setting(what, model, self_critical=True)
     choose(parser, options, settings)
     if options.data is not None and options.scenes:
         parser.error("--scenes is of the scenes that are made without --data")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 from pathlib import Path
 
@@ -12,6 +13,11 @@ import pytest
 pytest.importorskip("fairseq")
 pytest.importorskip("pycocoevalcap")
 
+from fairseq import options as fairseq_options
+from fairseq import tasks
+from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+
+import attn_plugins.fairseq  # noqa: F401
 from attn_plugins.captioning.region_features import write_region_features
 from tools import captioning_study as study
 from tools.captioning.study_table import aggregated, markdown
@@ -134,6 +140,26 @@ def test_fused(output, data, tmp_path, capsys):
     assert result["parameters"] == 2 * single["parameters"]
     assert result["seeds"] == [1, 2]
     assert "| `eta-fused` |" in capsys.readouterr().out
+
+
+ROWS = [(name, stage) for name, row in study.SETTINGS.items() for stage in study.STAGES if not row.fused]
+
+
+@pytest.mark.parametrize(
+    ("name", "stage"), [row for row in ROWS if row[1] == study.FIRST or "arch" in study.SETTINGS[row[0]].model]
+)
+def test_every_row_is_a_training_that_there_is(data, name, stage):
+    """Its options make the model, and of the criteria that are named the one that is meant is the last."""
+    setting = study.SETTINGS[name]
+    own = study.Study(data, data, "test", dict.fromkeys(study.STAGES, "")).options(setting, stage, 1)
+    parser = fairseq_options.get_training_parser()
+    words = [str(data), "--min-word-count=1", *shlex.split(own["train"])]
+    cfg = convert_namespace_to_omegaconf(fairseq_options.parse_args_and_arch(parser, words))
+    model = tasks.setup_task(cfg.task).build_model(cfg.model)
+    assert model.encoder.fusion == getattr(cfg.model, "fusion", "visual")
+    assert cfg.model._name == (setting.model.split()[1] if "--arch" in setting.model else "eta_transformer_tiny")
+    expected = "self_critical" if stage == study.SECOND else "label_smoothed_cross_entropy"
+    assert cfg.criterion._name == (setting.first.split()[1] if stage == study.FIRST and setting.first else expected)
 
 
 def test_failing_command_is_named(tmp_path, capsys):
