@@ -4,7 +4,7 @@
 from typing import Any
 
 import torch
-from timm.layers import create_classifier, to_2tuple
+from timm.layers import create_attn, create_classifier, to_2tuple
 from timm.models import build_model_with_cfg, checkpoint_seq, generate_default_cfgs, register_model
 from timm.models._features import feature_take_indices
 from torch import Tensor, nn
@@ -26,6 +26,8 @@ class AAWideBlock(nn.Module):
         stride: Of the first convolution.
         augmentation: Arguments of :meth:`AAConv2d.from_ratios`.
         drop_rate: Dropout between the convolutions.
+        attn_layer: None, or timm's name of a layer behind the second convolution, such as ``'se'``.
+        attn_args: Its arguments.
 
     Shapes:
         (B, inplanes, H, W) -> (B, planes, ⌈H / stride⌉, ⌈W / stride⌉)
@@ -38,6 +40,8 @@ class AAWideBlock(nn.Module):
         stride: int,
         augmentation: dict[str, Any],
         drop_rate: float = 0.0,
+        attn_layer: str | None = None,
+        attn_args: dict[str, Any] | None = None,
         device: Any = None,
         dtype: Any = None,
     ) -> None:
@@ -48,6 +52,7 @@ class AAWideBlock(nn.Module):
         self.bn2 = nn.BatchNorm2d(planes, **dd)
         self.conv2 = nn.Conv2d(planes, planes, 3, 1, 1, bias=False, **dd)
         self.drop = nn.Dropout(drop_rate)
+        self.attn = _attention(attn_layer, planes, {**(attn_args or {}), **dd})
         self.stride = stride
         self.padding = planes - inplanes
 
@@ -60,8 +65,17 @@ class AAWideBlock(nn.Module):
                 shortcut = F.avg_pool2d(shortcut, self.stride, self.stride, ceil_mode=True)
             shortcut = F.pad(shortcut, (0, 0, 0, 0, 0, self.padding))
         x = self.conv1(activated)
-        x = self.conv2(self.drop(F.relu(self.bn2(x))))
+        x = self.attn(self.conv2(self.drop(F.relu(self.bn2(x)))))
         return x + shortcut
+
+
+def _attention(name: str | None, channels: int, arguments: dict[str, Any]) -> nn.Module:
+    try:
+        return create_attn(name, channels, **arguments) or nn.Identity()
+    except AssertionError as error:
+        raise ValueError(
+            f"attn_layer must be one of timm's attention layers, such as se, ge, cbam or eca, got {name!r}"
+        ) from error
 
 
 class AAWideResNet(nn.Module):
@@ -81,6 +95,9 @@ class AAWideResNet(nn.Module):
         img_size: Image size (H, W) for which relative positions are made; they are interpolated to others.
         drop_rate: Dropout before the classifier.
         block_drop_rate: Dropout between the convolutions of a block.
+        attn_layer: None, or timm's name of a layer at the end of every block's branch: ``'se'``, ``'ge'``, ``'cbam'``,
+            ... (the baselines of Bello et al., Table 1, with ``nu=0``).
+        attn_args: Its arguments, such as ``dict(use_mlp=False)`` for ``'ge'`` without parameters.
 
     Shapes:
         (B, in_chans, H, W) -> (B, num_classes)
@@ -104,6 +121,8 @@ class AAWideResNet(nn.Module):
         img_size: int | tuple[int, int] = 32,
         drop_rate: float = 0.0,
         block_drop_rate: float = 0.0,
+        attn_layer: str | None = None,
+        attn_args: dict[str, Any] | None = None,
         device: Any = None,
         dtype: Any = None,
     ) -> None:
@@ -124,7 +143,9 @@ class AAWideResNet(nn.Module):
             for n in range((depth - 4) // 6):
                 stride = 2 if i > 0 and n == 0 else 1
                 options = dict(augmentation, input_size=size)
-                blocks.append(AAWideBlock(inplanes, planes, stride, options, block_drop_rate, **dd))
+                blocks.append(
+                    AAWideBlock(inplanes, planes, stride, options, block_drop_rate, attn_layer, attn_args, **dd)
+                )
                 inplanes, size = planes, tuple(-(-s // stride) for s in size)
             self.add_module(f"layer{i + 1}", nn.Sequential(*blocks))
             self.feature_info.append(dict(num_chs=planes, reduction=2**i, module=f"layer{i + 1}"))

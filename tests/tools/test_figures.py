@@ -38,6 +38,18 @@ DETERMINED = [
     ("aa_mnasnet_140", {}, 6_441_000, 1.281),
     ("aa_wide_resnet28_10", {}, 36_054_100, 11.404),
     ("aa_wide_resnet28_10", dict(nu=0.0), 36_278_324, 10.429),
+    # The baselines. SE of ratio 16 with biases adds C * C / 8 + C + C / 16 to a block of C channels.
+    ("resnet34", {}, 21_797_672, 7.328),
+    ("resnet50", {}, 25_557_032, 8.178),
+    ("resnet101", {}, 44_549_160, 15.603),
+    ("resnet152", {}, 60_192_808, 23.027),
+    ("aa_wide_resnet28_10", aaconv.GATHER, 36_278_324, 10.429),
+    (
+        "aa_wide_resnet28_10",
+        aaconv.SQUEEZE,
+        36_278_324 + sum(4 * C * C // 8 + 68 * C // 16 for C in (160, 320, 640)),
+        10.430,
+    ),
 ]
 
 
@@ -58,6 +70,17 @@ def test_the_layers_of_table_9():
     for stage, parameters in (("layer2", 43_128), ("layer3", 89_720), ("layer4", 191_240)):
         layers = [m for m in getattr(model, stage).modules() if isinstance(m, AAConv2d)]
         assert {convention.parameters(m) - convention.parameters(m.conv) for m in layers} == {parameters}
+
+
+def test_the_operations_of_table_9():
+    """Projections at two a multiply-add, QKᵀ and AV at one; d_k 160, d_v a tenth of the channels in multiples of 8."""
+    needs("timm")
+    calls = convention.calls(aaconv.model("aa_resnet50"), 1, 3, 224, 224)
+    for layer, side, channels, dv in (("layer2.1", 14, 128, 8), ("layer3.2", 14, 256, 24), ("layer4.2", 7, 512, 48)):
+        N = side * side
+        projections, logits, sums = 2 * N * (channels * (2 * 160 + dv) + dv * dv), N * N * 160, N * N * dv
+        found = aaconv.attention_operations(calls, f"AAResNet.{layer}.conv2")
+        assert found == (projections + logits + sums, projections + logits)
 
 
 # What an independent count of Zhu et al. (2019), Tables 2 and 3, gives: detection, segmentation, in GFLOPs.
@@ -288,7 +311,7 @@ def test_a_convention_refuses_what_the_paper_does_not_count():
 @pytest.mark.parametrize(
     "paper, toolkits, line, differing",
     [
-        ("aaconv", ["timm"], "| Table 3: aa_resnet50 | M parameters | 25.8 | 25.8094 | = |  |", 9),
+        ("aaconv", ["timm", "mmdet"], "| Table 3: aa_resnet50 | M parameters | 25.8 | 25.8094 | = |  |", 27),
         (
             "empirical", ["mmdet", "mmseg", "fairseq"],
             f"| detection: 0010 | GFLOPs | 221.1 | 221.148 | = | 218.672 | {empirical.ONCE} |", 19,

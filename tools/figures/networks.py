@@ -49,6 +49,36 @@ def faster_rcnn(config: str, height: int = 800, width: int = 1344) -> list[conve
     return convention.calls(network, 1, 3, height, width)
 
 
+class _RetinaNet(nn.Module):
+    """All layers of the detector, likewise."""
+
+    def __init__(self, detector: Any) -> None:
+        super().__init__()
+        self.detector = detector
+
+    def forward(self, image: Tensor) -> Tensor:
+        scores, _ = self.detector.bbox_head(self.detector.neck(self.detector.backbone(image)))
+        return scores[0]
+
+
+def retinanet(config: str, size: int = 640) -> tuple[int, list[convention.Call]]:
+    """How many parameters a RetinaNet has, and its calls for one image.
+
+    Args:
+        config: A file of ours, under ``configs/mmdet``.
+        size: Of the image, square.
+    """
+    with extras():
+        from mmdet.registry import MODELS
+        from mmengine.config import Config
+
+    model = Config.fromfile(CONFIGS / "mmdet" / config).model
+    model.backbone.init_cfg = None
+    with torch.device("meta"):
+        network = _RetinaNet(MODELS.build(model))
+    return convention.parameters(network), convention.calls(network, 1, 3, size, size)
+
+
 def segmentor(config: str, height: int = 768, width: int = 768) -> list[convention.Call]:
     """The calls of a segmentor for one image.
 
