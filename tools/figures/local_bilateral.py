@@ -1,7 +1,8 @@
-"""Figures of the thesis, chapter 4: Tables 4.2 and 4.5."""
+"""Figures of the thesis, chapter 4: Tables 4.1, 4.2 and 4.5."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -20,7 +21,10 @@ CONVENTION = (
     "multiply-add of a linear layer, 1 a bias, 2 a BatchNorm and 1 a ReLU for each output; QKᵀ, AV, the softmax and "
     "the refinement of attention are free. The printed GFLOPs suppose a ReLU after every BatchNorm but the geometric "
     "logits', which is `activation='relu'`. Eq. 4.4 and our default have none: *linear*. `=`: ours rounds to the "
-    "printed figure. *executed*: the multiply-adds that our module runs, those of attention included."
+    "printed figure. *executed*: the multiply-adds that our module runs, those of attention included.\n\n"
+    "Table 4.1 prints orders, in k, d_i, d_o and M: here with k = 3, 256 channels and 8 heads, for one position. It "
+    "counts weights without biases, 1 a multiply-add of a linear layer, and 2 of what is summed over a window. A "
+    "convolution's sums (k²·d_o) have no row: they are in its product."
 )
 
 SIZE = (96, 96)
@@ -44,6 +48,29 @@ LAYERS = (
     ),
     ("j: 3×3 convolution", None, "590.08", "5.44", "", ""),
 )  # fmt: skip
+
+CONTENT, GEOMETRIC, REFINED = dict(geometric=False), dict(content=False), dict(LAYERS[6][1])
+OTHERS = "the table has the value's projection alone, a layer also those of the query and of the output"
+# Table 4.1: label, arguments, the part, its formula, that with k = 3, 256 channels and 8 heads, a remark.
+ORDERS = (
+    ("convolution", None, "weights", "k²·d_i·d_o", 9 * 256 * 256, ""),
+    ("convolution", None, "linear", "k²·d_i·d_o", 9 * 256 * 256, ""),
+    ("content", CONTENT, "weights", "4·d_i·d_o", 4 * 256 * 256, ""),
+    ("content", CONTENT, "linear", "4·d_i·d_o", 4 * 256 * 256, ""),
+    ("content", CONTENT, "spatial", "4·d_o·k²", 4 * 256 * 9, ""),
+    ("geometric", GEOMETRIC, "position's weights", "k²·d_i·M", 9 * 256 * 8, ""),
+    ("geometric", GEOMETRIC, "linear", "d_i·d_o", 256 * 256, OTHERS),
+    ("geometric", GEOMETRIC, "spatial", "2·(M + 1)·d_o·k²", 2 * 9 * 256 * 9, ""),
+    ("content, 3 iterations", REFINED, "weights", "2·d_i·d_o", 2 * 256 * 256, ""),
+    ("content, 3 iterations", REFINED, "linear", "2·d_i·d_o", 2 * 256 * 256, ""),
+    ("content, 3 iterations", REFINED, "spatial", "12·d_o·k²", 12 * 256 * 9, ""),
+)
+PARTS = {  # unit
+    "weights": "weights",
+    "position's weights": "weights",
+    "linear": "multiply-adds of linear layers",
+    "spatial": "operations in windows",
+}
 
 # Table 4.5: label, channels, arguments, parameters of the attention and of the convolution in its place.
 DECODER = (
@@ -72,9 +99,33 @@ def operations(options: Mapping | None, activation: str = "none") -> tuple[float
     return convention.thesis(calls) / 1e9, convention.executed(calls) / 1e9
 
 
+def complexity(options: Mapping | None, part: str) -> int:
+    """What a layer has of a part of Table 4.1: weights, or what it runs at one position.
+
+    Args:
+        options: Its arguments; None: of a convolution.
+        part: Of ``PARTS``.
+    """
+    module = layer(256, 256, options)
+    weights = {name: p.numel() for name, p in module.named_parameters() if p.ndim == 4}
+    position = sum(n for name, n in weights.items() if name.startswith("position."))
+    if part == "position's weights":
+        return position
+    if part == "weights":
+        return sum(weights.values()) - position
+    found = convention.calls(module, 1, 256, *SIZE)
+    everything = sum(call.operations for call in found)
+    # What weighs a window counts as spatial, geometric logits included.
+    spatial = sum(c.operations for c in found if c.operator.endswith("window_attention") or ".position" in c.module)
+    return (spatial if part == "spatial" else (everything - spatial) // 2) // math.prod(SIZE)
+
+
 def rows() -> list[Row]:
     """All figures."""
-    found = []
+    found = [
+        Row(f"Table 4.1 {name}, {formula}", PARTS[part], str(printed), complexity(options, part), remark)
+        for name, options, part, formula, printed, remark in ORDERS
+    ]
     for name, options, thousands, giga, remark, remark_on_operations in LAYERS:
         label = f"Table 4.2 {name}"
         found.append(Row(label, "K parameters", thousands, parameters(layer(256, 256, options)) / 1e3, remark))
@@ -84,7 +135,12 @@ def rows() -> list[Row]:
             ours, executed = operations(options, "none")
             linear = Row(f"{label}, linear", "GFLOPs", giga, ours, remark_on_operations or LINEAR, executed)
             found.append(replace(linear, remark="") if linear.agrees else linear)
-    totals = [0, 0, 0, 0]
+    return found + decoder_rows()
+
+
+def decoder_rows() -> list[Row]:
+    """Table 4.5."""
+    found, totals = [], [0, 0, 0, 0]
     for name, channels, options, attention, convolution in DECODER:
         ours = parameters(layer(*channels, options)), parameters(layer(*channels, None))
         found += _decoder_rows(name, (attention, convolution), ours)

@@ -1,4 +1,4 @@
-# "w/o": CCNet without criss-cross attention (Zhu et al. 2019, section 4.1 and Table 3), on CCNet's own schedule.
+# "w/o": CCNet without criss-cross attention (Zhu et al. 2019, section 4.1 and Table 2), on CCNet's own schedule.
 _base_ = ["mmseg::ccnet/ccnet_r50-d8_4xb2-80k_cityscapes-769x769.py"]
 custom_imports = dict(imports=["attn_plugins.mmcv"], allow_failed_imports=False)
 
