@@ -10,6 +10,8 @@
     python -m tools.show_attention timesformer_small_patch16_224 clip.mp4 --checkpoint best.safetensors --pixels 3,60,80
     python -m tools.show_attention mmdet::detr/detr_r50_8xb2-150e_coco.py photo.jpg --checkpoint detr.pth
     python -m tools.show_attention configs/mmdet/….py --checkpoint epoch_50.pth --slots data/digits/val
+    python -m tools.show_attention attn1111_resnet50 photo.jpg --checkpoint best.safetensors --parts
+    python -m tools.show_attention --fairseq checkpoint_best.pt --data data-bin "a sentence to translate"
 
 MODEL is timm's name of a model, or a config (a file or 'mmdet::…') of mmdet or mmseg, with any of our attention modules
 in it, or of a transformer, stock or with our layers: what timm makes of its VisionTransformer or NaFlexVit (ViT, DeiT,
@@ -33,6 +35,13 @@ Of a transformer's object queries, PNG and page show the surest objects: where e
 the points that deformable attention reads for it on every level, the larger the more weight; the page takes the object
 by a click or the arrow keys. Deformable encoders show these points for the chosen pixels. --slots draws the centres of
 every query's boxes over many pictures, as in Carion et al. 2020, Fig. 7.
+
+--parts adds, where logits have several terms (content and position; ε1 to ε4), what each would attend to alone: the
+softmax of its own logits, as in Fig. 3.4 of the thesis. LAYER.parts.png has the parts and the whole in a row for every
+query, the mean of all heads; the page has a switch. --rollout and deformable attention have no parts.
+
+--fairseq takes a checkpoint of fairseq-train, of our models or fairseq's own, and a sentence in the place of MODEL. The
+page and a PNG of every layer show self-attention in it and in its translation, and the alignment of both.
 """
 
 from __future__ import annotations
@@ -61,6 +70,8 @@ with extras("timm", "tools"):
         draw_pixel_samples,
     )
     from tools.attention_view.page import write_page
+    from tools.attention_view.parts import draw_parts, parts_of
+    from tools.attention_view.sentence_command import add_sentence_arguments, check_sentence_options, show_sentence
     from tools.attention_view.slots import collect, draw_slots, pictures
     from tools.attention_view.view import (
         View,
@@ -80,6 +91,9 @@ with extras("timm", "tools"):
 
 def show(options: argparse.Namespace) -> list[Path]:
     """Do what the command line asks for; the files written."""
+    check_sentence_options(options)
+    if options.fairseq is not None:
+        return show_sentence(options)
     arguments: dict[str, Any] = {}
     for text in options.model_args:
         key, equals, value = text.partition("=")
@@ -177,6 +191,10 @@ def write_view(view: View, pixels: Sequence[Cell], options: argparse.Namespace) 
     for layer in view.maps:
         shown = pixels if isinstance(layer, PatchMaps) and layer.cls else places
         drawn += [(layer.name, partial(draw, view, layer, shown))] if shown else []
+        parts = parts_of(layer) if options.parts and shown else {}
+        drawn += [(f"{layer.name}.parts", partial(draw_parts, view, layer, parts, shown))] if parts else []
+    if options.parts and not any(name.endswith(".parts") for name, _ in drawn):
+        print("no layer shown has more than one term in its logits: there are no parts to show")
     if places:
         drawn += [(n.name, partial(draw_pixel_samples, view, n, places)) for n in view.samples(objects=False)]
     if view.objects is not None and len(view.objects):
@@ -195,7 +213,7 @@ def write_view_page(view: View, options: argparse.Namespace, output: Path) -> Pa
     """Write the page; the file."""
     file = output / "attention.html"
     title = f"Attention of {Path(options.model).name} on {options.image.name}"
-    for note in write_page(view, title, file):
+    for note in write_page(view, title, file, options.parts):
         print(f"attention.html holds less of {note}")
     return file
 
@@ -204,7 +222,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tools.show_attention", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("model", metavar="MODEL", help="timm's name, or a config of mmdet or mmseg")
+    parser.add_argument(
+        "model", metavar="MODEL", help="timm's name, or a config of mmdet or mmseg; with --fairseq a sentence"
+    )
     parser.add_argument(
         "image",
         metavar="IMAGE",
@@ -234,6 +254,10 @@ def main(arguments: list[str] | None = None) -> int:
         help="of a vision transformer of timm: also what reaches the cls token, or a patch, over all layers together",
     )  # fmt: skip
     parser.add_argument(
+        "--parts", action="store_true",
+        help="also what every term of the logits would attend to alone: a PNG more, and a switch on the page",
+    )  # fmt: skip
+    parser.add_argument(
         "--input-size", type=int, nargs=2, metavar=("H", "W"),
         help="of a timm model's input; default: the size that the checkpoint was trained at, else the model's own",
     )  # fmt: skip
@@ -254,6 +278,7 @@ def main(arguments: list[str] | None = None) -> int:
         help="pictures, or a folder of them: also draw where every object query's boxes lie in them; may be repeated",
     )  # fmt: skip
     parser.add_argument("--list", action="store_true", help="print the names of all attention layers")
+    add_sentence_arguments(parser)
     options = parser.parse_args(arguments)
     try:
         for file in show(options):

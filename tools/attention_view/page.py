@@ -19,6 +19,7 @@ from tools.files import write_text
 
 from .clips import ClipView
 from .page_objects import centres, encoded, objects_data, points_data
+from .parts import parts_of
 from .space_time import ClipMaps, layout
 from .view import PixelMaps, View, looked
 from .vit import CLS, Looked, PatchMaps
@@ -27,7 +28,7 @@ MOST_QUERIES, MOST_KEYS = 16, 28  # rows or columns of a map that the page holds
 MOST_CLIP_QUERIES, MOST_CLIP_KEYS = 128, 2048  # of all frames together
 WIDEST = 640  # of the picture, in pixels
 TEMPLATE = Path(__file__).with_name("page.html")
-PARTS = dict(CLIP="clip.js", CLS="cls.js", POINTS="points.js", OBJECTS="objects.js")  # of its script
+PARTS = dict(CLIP="clip.js", CLS="cls.js", PARTS="parts.js", POINTS="points.js", OBJECTS="objects.js")  # of its script
 
 
 def thinned(layer: PixelMaps) -> tuple[Looked, list[str]]:
@@ -74,8 +75,8 @@ def quantised(maps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return np.rint(scaled * 255).astype(np.uint8), peaks.astype(np.float32)
 
 
-def layer_data(layer: PixelMaps) -> dict[str, Any]:
-    """What the page knows of a layer."""
+def layer_data(layer: PixelMaps, with_parts: bool = False) -> dict[str, Any]:
+    """What the page knows of a layer, and of every term of its logits alone."""
     found, notes = thinned(layer)
     data = dict(
         name=layer.name,
@@ -91,6 +92,8 @@ def layer_data(layer: PixelMaps) -> dict[str, Any]:
     if isinstance(layer, PatchMaps) and layer.cls:
         cls = layer.look([CLS])
         data["cls"] = maps_data(Looked(cls.names, _averaged(cls.maps, layer), cls.uniform, cls.elsewhere))
+    if with_parts:
+        data["parts"] = {name: layer_data(part) for name, part in parts_of(layer).items()}
     return data
 
 
@@ -122,8 +125,8 @@ def picture_data(picture: np.ndarray) -> tuple[str, int, int]:
     return "data:image/jpeg;base64," + base64.b64encode(file.getvalue()).decode(), image.height, image.width
 
 
-def write_page(view: View, title: str, out: Path) -> list[str]:
-    """Write the page; in words, what it does not hold."""
+def write_page(view: View, title: str, out: Path, with_parts: bool = False) -> list[str]:
+    """Write the page, with the parts of the logits or without; in words, what it does not hold."""
     h, w = view.inside
     url, height, width = picture_data(view.page_picture if isinstance(view, ClipView) else view.picture[:h, :w])
     data = dict(
@@ -135,7 +138,7 @@ def write_page(view: View, title: str, out: Path) -> list[str]:
         frames=layout(len(view.frames)) if isinstance(view, ClipView) else None,
         share=[h / view.size[0], w / view.size[1]],  # of the maps, which cover the padding as well
         colours=colours(),
-        layers=[layer_data(layer) for layer in view.maps],
+        layers=[layer_data(layer, with_parts) for layer in view.maps],
         points=[points_data(view, layer) for layer in view.samples(objects=False)],
         objects=objects_data(view),
     )

@@ -1,0 +1,55 @@
+"""One HTML file in which a word shows what it attends to, by layers and heads: no network, keyboard and mouse."""
+
+from __future__ import annotations
+
+import html
+import json
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from tools.files import write_text
+
+from .page import colours, quantised
+from .page_objects import encoded
+from .parts import WHOLE
+from .sentence import ALIGNMENT, DECODER, ENCODER, Sentence, WordMaps
+from .sentence_grid import head_names, with_mean
+
+TEMPLATE = Path(__file__).with_name("sentence.html")
+KINDS = {
+    ALIGNMENT: "alignment: from what is written to the source",
+    ENCODER: "self-attention of the source",
+    DECODER: "self-attention of what is written",
+}
+
+
+def _maps(weights: Tensor) -> dict[str, str]:
+    """Weights (M, T, S) in bytes of every row's maximum, and these; the mean of the heads first."""
+    bytes_, peaks = quantised(with_mean(weights).unsqueeze(2).numpy())
+    return dict(maps=encoded(bytes_, "u1"), peaks=encoded(peaks, "<f4"))
+
+
+def _layer(layer: WordMaps) -> dict[str, Any]:
+    parts = {WHOLE: layer.weights, **layer.parts}
+    return dict(
+        name=layer.name,
+        heads=head_names(len(layer.weights)),
+        parts=[dict(name=name, **_maps(weights)) for name, weights in parts.items()],
+    )
+
+
+def write_sentence_page(sentence: Sentence, title: str, out: Path) -> None:
+    """Write the page."""
+    kinds = []
+    for kind, words in KINDS.items():
+        layers = [_layer(layer) for layer in sentence.maps if layer.kind == kind]
+        if layers:
+            queries, keys = sentence.words[kind]
+            kinds.append(dict(title=words, queries=queries, keys=keys, layers=layers))
+    text = TEMPLATE.read_text()
+    data = json.dumps(dict(kinds=kinds, colours=colours())).replace("</", "<\\/")  # a "</script>" would end the script
+    for key, value in dict(TITLE=html.escape(title), DATA=data).items():
+        text = text.replace(f"@{key}@", value)
+    write_text(out, text)
