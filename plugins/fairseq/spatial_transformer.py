@@ -1,9 +1,10 @@
 """``spatial_transformer``: fairseq's Transformer with a choice of attention for each of its three places.
 
 ``--encoder-attention``, ``--decoder-attention`` and ``--cross-attention`` are four bits for the terms ε1 to ε4 of Zhu
-et al. (2019); the first two may also be ``dynamic`` (convolution), ``bilateral`` (the thesis' section 3.6) or ``none``,
-and ``--deformable`` puts a deformable convolution before each self-attention (the paper's Fig. 2c). Everything else is
-fairseq's own Transformer, through its build hooks.
+et al. (2019); the first two may also be ``dynamic`` (convolution), ``bilateral`` (the thesis' section 3.6), ``shaw``
+(relative positions of Shaw et al. 2018, which it is compared with) or ``none``, and ``--deformable`` puts a deformable
+convolution before each self-attention (the paper's Fig. 2c). Everything else is fairseq's own Transformer, through its
+build hooks.
 """
 
 from __future__ import annotations

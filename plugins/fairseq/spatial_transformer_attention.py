@@ -20,8 +20,11 @@ from ..modules import (
     DeformableConv1d,
     DynamicConv1d,
     MultiheadSpatialAttention,
+    RelativeSelfAttention,
     SequenceCache,
 )
+
+from ..terms.attention_type import parse_attention_type
 
 IncrementalState = dict[str, dict[str, Any]]
 
@@ -135,6 +138,7 @@ class SpatialEncoderAttention(_CachedAttention):
             cfg.cross_attention,
             dropout=cfg.attention_dropout,
             scale=self.head_dim**-0.5,
+            query_key_bias=_query_key_bias(cfg, cfg.cross_attention),
             kdim=cfg.encoder.embed_dim,
         )
         _add_noise(self, cfg)
@@ -198,6 +202,16 @@ def _self_attention(cfg: TransformerConfig, part: Any, kernel_size: int | None, 
             causal,
             cfg.attention_dropout,
         )
+    if part.attention == "shaw":
+        return RelativeSelfAttention(
+            part.embed_dim,
+            part.attention_heads,
+            cfg.shaw_distance,
+            cfg.shaw_vectors == "keys_and_values",
+            cfg.shaw_per_head,
+            causal,
+            cfg.attention_dropout,
+        )
     return MultiheadSpatialAttention(
         part.embed_dim,
         part.attention_heads,
@@ -206,7 +220,12 @@ def _self_attention(cfg: TransformerConfig, part: Any, kernel_size: int | None, 
         causal,
         cfg.attention_dropout,
         scale=(part.embed_dim // part.attention_heads) ** -0.5,
+        query_key_bias=_query_key_bias(cfg, part.attention),
     )
+
+
+def _query_key_bias(cfg: TransformerConfig, attention_type: str) -> bool:
+    return cfg.query_key_bias and parse_attention_type(attention_type).content
 
 
 def _deformable(cfg: TransformerConfig, channels: int, causal: bool) -> nn.Module:

@@ -21,7 +21,8 @@ from ..terms.nonlocal_position import Outside, Smoothing
 POSITIONS = ("auto", "absolute", "none")
 KERNEL_SIZES = {"dynamic": {"encoder": 31, "decoder": 31}, "bilateral": {"encoder": 21, "decoder": 11}}
 SIZES = {"embed_dim": 512, "ffn_embed_dim": 2048, "attention_heads": 8, "layers": 6}
-KINDS = "four bits (ε1 to ε4, as 0110), dynamic, bilateral or none"
+KINDS = "four bits (ε1 to ε4, as 0110), shaw, dynamic, bilateral or none"
+SHAW_VECTORS = ("keys_and_values", "keys")
 
 
 @dataclass
@@ -32,7 +33,8 @@ class SideOptions(FairseqDataclass):
         default="1111",
         metadata={
             "help": "self-attention: four bits for the terms of content, query and position, key and position alone "
-            "(as 0110; in YAML quoted), dynamic (convolution), bilateral, or none"
+            "(as 0110; in YAML quoted), dynamic (convolution), bilateral, shaw (relative positions up to a distance), "
+            "or none"
         },
     )
     kernel_sizes: Optional[str] = field(
@@ -73,6 +75,20 @@ class SharedOptions(FairseqDataclass):
     )
     bilateral_smoothing: ChoiceEnum(get_args(Smoothing)) = field(  # type: ignore[valid-type]
         default="sqrt_d", metadata={"help": "divisor of bilateral's position logits"}
+    )
+    query_key_bias: bool = field(
+        default=False,
+        metadata={"help": "give queries and keys biases where the first bit is set, as the original Transformer has them"},
+    )
+
+    shaw_distance: int = field(
+        default=16, metadata={"help": "the distance at which shaw clips relative positions (Shaw et al. 2018, k)"}
+    )
+    shaw_vectors: ChoiceEnum(SHAW_VECTORS) = field(  # type: ignore[valid-type]
+        default="keys_and_values", metadata={"help": "what shaw adds vectors of relative positions to"}
+    )
+    shaw_per_head: bool = field(
+        default=False, metadata={"help": "give every head of shaw vectors of its own, in place of one table for all"}
     )
 
 
@@ -187,7 +203,7 @@ def _take_old_name(args: Namespace, sides: tuple[str, ...]) -> None:
 def _check_side(args: Namespace, side: str) -> None:
     """Check the options of one side, and replace its kernel sizes and positions by what they come to."""
     kind = getattr(args, f"{side}_attention")
-    if not is_attention_type(kind) and kind not in ("dynamic", "bilateral", "none"):
+    if not is_attention_type(kind) and kind not in ("dynamic", "bilateral", "shaw", "none"):
         raise ValueError(f"--{side}-attention must be {KINDS} (in YAML the bits in quotes), got {kind!r}")
     if getattr(args, f"{side}_xformers_att_config") is not None:
         raise ValueError(f"--{side}-xformers-att-config is not possible: --{side}-attention chooses the attention")
@@ -198,9 +214,12 @@ def _check_side(args: Namespace, side: str) -> None:
         raise ValueError(f"--{side}-positions must be one of {', '.join(POSITIONS)}, got {positions!r}")
     if positions == "auto":
         # Zhu et al. (2019), section 4.1, have relative positions in place of absolute ones; the thesis' section 3.6
-        # changes nothing but self-attention in a Transformer, which has absolute ones.
+        # changes nothing but self-attention in a Transformer, which has absolute ones. Shaw et al. (2018) found no
+        # use for both.
         relative = (
-            args.deformable or kind == "dynamic" or (is_attention_type(kind) and parse_attention_type(kind).relative)
+            args.deformable
+            or kind in ("dynamic", "shaw")
+            or (is_attention_type(kind) and parse_attention_type(kind).relative)
         )
         positions = "none" if relative and kind != "bilateral" else "absolute"
     elif positions == "absolute" and args.no_token_positional_embeddings:
@@ -243,15 +262,22 @@ def _check_shared(args: Namespace, sides: tuple[str, ...]) -> None:
         raise ValueError(f"--attention-range must be -1 (all keys) or a positive odd number, got {n}")
     if n != -1 and not any(map(is_attention_type, kinds)):
         raise ValueError(f"--attention-range is of self-attention by four bits, got {n} with {' and '.join(kinds)}")
+    if args.shaw_distance < 1:
+        raise ValueError(f"--shaw-distance must be at least 1, got {args.shaw_distance}")
+    args.shaw_vectors = str(args.shaw_vectors)
+    if args.shaw_vectors not in SHAW_VECTORS:
+        raise ValueError(f"--shaw-vectors must be one of {', '.join(SHAW_VECTORS)}, got {args.shaw_vectors!r}")
+    bits = [kind for kind in (*kinds, getattr(args, "cross_attention", "")) if is_attention_type(kind)]
+    if args.query_key_bias and not any(parse_attention_type(kind).content for kind in bits):
+        raise ValueError(f"--query-key-bias needs attention whose first bit is set, got {' and '.join(kinds)}")
     if not args.offset_lr_scale > 0:
         raise ValueError(f"--offset-lr-scale must be positive, got {args.offset_lr_scale}")
     if "encoder" not in sides:
         return
     if not is_attention_type(args.cross_attention):
         raise ValueError(
-            f"--cross-attention must be four bits, got {args.cross_attention!r}: dynamic and bilateral know keys by "
-            "their distance in the query's own sequence, and a decoder without cross-attention is "
-            "--no-cross-attention"
+            f"--cross-attention must be four bits, got {args.cross_attention!r}: the others know keys by their "
+            "distance in the query's own sequence, and a decoder without cross-attention is --no-cross-attention"
         )
     if args.cross_self_attention:
         raise ValueError("--cross-self-attention is not possible: encoder and decoder have no common positions")

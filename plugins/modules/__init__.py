@@ -25,6 +25,7 @@ from .local_bilateral import LocalBilateralConv2d
 from .multihead_attention import MultiheadAttention
 from .non_local import NonLocal2d
 from .non_local_1d_3d import NonLocal1d, NonLocal3d
+from .relative_attention_1d import RelativeSelfAttention
 from .sequence_cache import SequenceCache
 from .show_attend_tell import ShowAttendTell
 from .space_time_attention import SpaceTimeSelfAttention
@@ -59,6 +60,7 @@ __all__ = [
     "NonLocal1d",
     "NonLocal2d",
     "NonLocal3d",
+    "RelativeSelfAttention",
     "SequenceCache",
     "ShowAttendTell",
     "SpaceTimeSelfAttention",

@@ -20,7 +20,7 @@ from attn_plugins.modules import MultiheadSpatialAttention
 from tests.fairseq.fairseq_helpers import Task, batch, step_by_step
 
 BITS = [f"{number:04b}" for number in range(16)]
-KINDS = [*BITS, "dynamic", "bilateral", "none"]
+KINDS = [*BITS, "dynamic", "bilateral", "shaw", "none"]
 SETTINGS = [
     *(dict(kind=kind, deformable=deformable) for kind in KINDS for deformable in (False, True)),
     dict(kind="1111", attention_range=3),
@@ -28,6 +28,8 @@ SETTINGS = [
     dict(kind="dynamic", encoder_kernel_sizes="3,5", decoder_kernel_sizes="2,3"),
     dict(kind="bilateral", encoder_kernel_sizes="3", decoder_kernel_sizes="2", bilateral_outside="learned"),
     dict(kind="bilateral", decoder_kernel_sizes="3,2", bilateral_outside="-inf"),
+    dict(kind="shaw", shaw_distance=2, shaw_vectors="keys"),
+    dict(kind="shaw", shaw_distance=1, shaw_per_head=True),
     dict(kind="bilateral", encoder_kernel_sizes=3, bilateral_smoothing="zscore", bilateral_outside="mean"),
 ]
 every_setting = pytest.mark.parametrize("setting", SETTINGS, ids=lambda s: "-".join(map(str, s.values())))
@@ -131,11 +133,11 @@ def test_padding_changes_no_other_token(setting):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("normalize_before", [False, True])
-def test_query_and_key_content_is_fairseqs_transformer(normalize_before):
-    """'1000' with absolute positions is fairseq's ``transformer`` of the same weights, without biases of q and k."""
+@pytest.mark.parametrize("normalize_before, biases", [(False, True), (True, True), (False, False)])
+def test_query_and_key_content_is_fairseqs_transformer(normalize_before, biases):
+    """'1000' with absolute positions and ``--query-key-bias`` is fairseq's ``transformer``, without it that without."""
     options = dict(encoder_normalize_before=normalize_before, decoder_normalize_before=normalize_before)
-    model = build_trained(dict(kind="1000"), **options)
+    model = build_trained(dict(kind="1000"), **options, query_key_bias=biases)
     args = argparse.Namespace(
         **{name: value for name, value in vars(model.cfg).items() if isinstance(value, (int, float))}
     )
@@ -146,7 +148,7 @@ def test_query_and_key_content_is_fairseqs_transformer(normalize_before):
     stock = TransformerModel.build_model(args, Task()).eval().double()
     weights = {name.replace("_attn.attention.", "_attn."): value for name, value in model.state_dict().items()}
     for name in stock.state_dict():
-        if name.endswith(("q_proj.bias", "k_proj.bias")):
+        if not biases and name.endswith(("q_proj.bias", "k_proj.bias")):
             weights[name] = torch.zeros(32)
     stock.load_state_dict(weights)
     sample = batch(model)

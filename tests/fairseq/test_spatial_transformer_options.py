@@ -50,6 +50,7 @@ def build_language_model(**options: Any) -> SpatialTransformerLanguageModel:
         (dict(encoder_attention="0010", decoder_attention="none", deformable=True), False, False),
         (dict(encoder_attention="dynamic", decoder_attention="bilateral"), False, True),
         (dict(encoder_attention="bilateral", decoder_attention="1000", deformable=True), True, False),
+        (dict(encoder_attention="shaw", decoder_attention="shaw", decoder_positions="absolute"), False, True),
         (dict(encoder_positions="absolute"), True, False),
         (dict(encoder_attention="1000", decoder_attention="1000", decoder_positions="none"), True, False),
         (dict(encoder_attention="1000", decoder_attention="1000", no_token_positional_embeddings=True), False, False),
@@ -208,6 +209,8 @@ def test_layerdrop_prunes_to_the_layers_to_keep():
             dict(decoder_positions="absolute", no_token_positional_embeddings=True),
             "--no-token-positional-embeddings contradicts --decoder-positions absolute",
         ),
+        (dict(encoder_attention="shaw", shaw_distance=0), "--shaw-distance must be at least 1, got 0"),
+        (dict(encoder_attention="shaw", shaw_vectors="values"), "--shaw-vectors must be one of keys_and_values, keys"),
         (dict(offset_lr_scale=0.0), "--offset-lr-scale must be positive, got 0.0"),
         (dict(encoder_xformers_att_config="{}"), "--encoder-xformers-att-config is not possible"),
         (dict(decoder_attention_heads=5), "num_heads must divide embed_dim = 32, got 5"),
@@ -346,3 +349,15 @@ def test_console_scripts_model_language(data, tmp_path):
     )  # fmt: skip
     perplexity = float(log.rpartition("Perplexity: ")[2].split()[0])
     assert 1 < perplexity < len(Dictionary.load(str(folder / "dict.txt")))
+
+
+def test_shaw_takes_its_distance_and_its_vectors():
+    """The decoder sees no key after the query, and so has no vectors of later ones."""
+    both = dict(encoder_attention="shaw", decoder_attention="shaw", shaw_distance=5)
+    model = build(**both)
+    for side, offsets in ((model.encoder, 11), (model.decoder, 6)):
+        attention = side.layers[0].self_attn.attention
+        assert attention.key_table.shape == attention.value_table.shape == (1, offsets, 8)
+    model = build(**both, shaw_vectors="keys", shaw_per_head=True)
+    attention = model.encoder.layers[0].self_attn.attention
+    assert (attention.key_table.shape, attention.value_table) == ((4, 11, 8), None)

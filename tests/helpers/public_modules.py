@@ -33,6 +33,7 @@ MODULES: dict[str, Build] = {
     "MultiScaleDeformableAttention": lambda **f: modules.MultiScaleDeformableAttention(16, 2, **f),
     "MultiheadAttention": lambda **f: modules.MultiheadAttention(16, 2, **f),
     "MultiheadSpatialAttention": lambda **f: modules.MultiheadSpatialAttention(16, 2, **f),
+    "RelativeSelfAttention": lambda **f: modules.RelativeSelfAttention(16, 2, max_distance=3, **f),
     "ShowAttendTell": lambda **f: modules.ShowAttendTell(8, 6, 10, **f),
     "SpaceTimeSelfAttention": lambda **f: modules.SpaceTimeSelfAttention(16, 2, **f),
     "SpatialSelfAttention": lambda **f: modules.SpatialSelfAttention(16, 2, **f),
@@ -67,6 +68,7 @@ VARIANTS: dict[str, Build] = {
     "NonLocal2d, concatenation": lambda **f: modules.NonLocal2d(16, mode="concatenation", **f),
     "NonLocal2d, normalised": lambda **f: modules.NonLocal2d(16, norm_layer=nn.BatchNorm2d, **f),
     "NonLocal2d, relative": lambda **f: modules.NonLocal2d(16, position="relative", input_size=(5, 7), **f),
+    "RelativeSelfAttention, per head": lambda **f: modules.RelativeSelfAttention(16, 2, 3, per_head=True, **f),
     "WindowSelfAttention, relative": lambda **f: modules.WindowSelfAttention(16, 2, 3, 1, position="relative", **f),
     "WindowSelfAttention, V2": lambda **f: modules.WindowSelfAttention(16, 2, 3, 1, "v2", **f),
 }

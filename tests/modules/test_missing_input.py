@@ -22,6 +22,7 @@ LAYERS = {
     "NonLocal1d": lambda: modules.NonLocal1d(16),
     "NonLocal2d": lambda: modules.NonLocal2d(16),
     "NonLocal3d": lambda: modules.NonLocal3d(16),
+    "RelativeSelfAttention": lambda: modules.RelativeSelfAttention(16, 2),
     "WindowSelfAttention": lambda: modules.WindowSelfAttention(16, 2),
 }
 

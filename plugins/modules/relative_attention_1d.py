@@ -1,0 +1,190 @@
+"""Self-attention with relative position representations (Shaw et al. 2018).
+
+Shapes: B batch, C channels, M heads, T tokens, S keys, d width per head, k the clipping distance.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..terms.clipped_distance import clipped_band, weights_by_distance
+from .checks import check_heads, check_padding_mask, check_sequence, positive
+from .sequence_cache import SequenceCache, check_cache
+from .sequence_heads import attended, logits_of, split_heads, weights_of
+
+
+class RelativeSelfAttention(nn.Module):
+    """Multi-head self-attention whose keys and values have a learned vector of their distance added.
+
+    Source: Shaw et al. (2018), Eq. 3 to 5. In each head, with a_ij = w[max(-k, min(k, j - i))],
+
+        z_i = Σ_j α_ij (v_j + a^V_ij),    α_i = softmax_j(q_i·(k_j + a^K_ij) / √d)
+
+    Neither a is laid out over T × T. With ``values`` the weights are, (B, M, T, S).
+
+    Args:
+        embed_dim: C.
+        num_heads: M; must divide C.
+        max_distance: k; keys that are further away have the vector of k.
+        values: Whether values have vectors, too; False: keys alone, as in the paper's Table 3.
+        per_head: Whether each head has vectors of its own; False: one table for all of them.
+        causal: No key after the query is seen; the tables then have offsets -k ... 0.
+        dropout: Share of the weights that is dropped in training. Then T × T weights are written out.
+        bias: Of all four projections.
+
+    Shapes:
+        (B, T, C) -> (B, T, C)
+
+    Raises:
+        ValueError: an argument is out of its range, or does not fit the others.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int = 8,
+        max_distance: int = 16,
+        values: bool = True,
+        per_head: bool = False,
+        causal: bool = False,
+        dropout: float = 0.0,
+        bias: bool = True,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        check_heads(embed_dim, num_heads, dropout)
+        positive(max_distance=max_distance)
+        self.embed_dim, self.num_heads, self.max_distance = embed_dim, num_heads, max_distance
+        self.values, self.per_head, self.causal, self.dropout = values, per_head, causal, dropout
+        factory: dict[str, Any] = dict(device=device, dtype=dtype)
+        self.q_proj, self.k_proj, self.v_proj, self.out_proj = (
+            nn.Linear(embed_dim, embed_dim, bias=bias, **factory) for _ in range(4)
+        )
+        offsets = max_distance + 1 if causal else 2 * max_distance + 1
+        table = (num_heads if per_head else 1, offsets, embed_dim // num_heads)
+        self.key_table = nn.Parameter(torch.empty(table, **factory))
+        self.value_table = nn.Parameter(torch.empty(table, **factory)) if values else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw projections by Glorot, uniform, those of queries, keys and values as one; each table too; biases 0."""
+        joint = (self.q_proj, self.k_proj, self.v_proj)
+        for layer in (*joint, self.out_proj):
+            nn.init.xavier_uniform_(layer.weight, gain=1 / math.sqrt(2) if layer in joint else 1.0)
+            if layer.bias is not None:
+                nn.init.zeros_(layer.bias)
+        for tables in (self.key_table, self.value_table):
+            for table in () if tables is None else tables.unbind():
+                nn.init.xavier_uniform_(table)
+
+    def forward(
+        self, query: Tensor, *, key_padding_mask: Tensor | None = None, cache: SequenceCache | None = None
+    ) -> Tensor:
+        """Attend from every token of ``query`` to all of them.
+
+        Args:
+            query: (B, T, C). With ``cache`` the next tokens, one or several.
+            key_padding_mask: (B, T) bool, True for tokens to be left out.
+            cache: For decoding step by step, with ``causal``: the same one in every step, which changes it.
+
+        Returns:
+            (B, T, C).
+
+        Raises:
+            ValueError: a shape, a device or a combination does not fit.
+            TypeError: a tensor is not of the module's dtype.
+        """
+        arguments = self._arguments(query, key_padding_mask, cache)
+        dropout = self.dropout if self.training else 0.0
+        if cache is not None:
+            cache.steps += query.shape[1]
+        if self.value_table is None:
+            return self.out_proj(attended(arguments, dropout))
+        value = arguments["value"]
+        weights = F.dropout(weights_of(arguments).to(value.dtype), dropout)
+        by_distance = weights_by_distance(weights, self.max_distance, arguments["start"], self.causal)
+        output = weights.matmul(value) + by_distance.matmul(self.value_table.to(value.dtype))
+        return self.out_proj(output.transpose(1, 2).flatten(2))
+
+    @torch.no_grad()
+    def attention_maps(
+        self,
+        query: Tensor,
+        *,
+        key_padding_mask: Tensor | None = None,
+        cache: SequenceCache | None = None,
+        queries: Tensor | None = None,
+    ) -> Tensor:
+        """The attention weights that ``forward`` would have: for inspection, O(T S). The cache is left as it is.
+
+        Args:
+            query: As ``forward``, and so are the others.
+            queries: (Q,), positions in ``query``; None for all.
+
+        Returns:
+            (B, M, T, S), or (B, M, Q, S) of ``queries``; S counts the keys of the cache.
+        """
+        cache = None if cache is None else dataclasses.replace(cache)
+        maps = weights_of(self._arguments(query, key_padding_mask, cache))
+        return maps if queries is None else maps[:, :, queries]
+
+    @torch.no_grad()
+    def attention_logits(
+        self,
+        query: Tensor,
+        *,
+        key_padding_mask: Tensor | None = None,
+        cache: SequenceCache | None = None,
+        queries: Tensor | None = None,
+    ) -> dict[str, Tensor]:
+        """The logits of content and of position, -inf at masked keys.
+
+        The softmax of their sum is :meth:`attention_maps`, whose arguments and axes are the same.
+        """
+        cache = None if cache is None else dataclasses.replace(cache)
+        arguments = self._arguments(query, key_padding_mask, cache)
+        found = {
+            "content": logits_of({**arguments, "band_logits": None, "outside_logits": None}),
+            "position": logits_of({**arguments, "query": None, "key": None}),
+        }
+        return found if queries is None else {name: part[:, :, queries] for name, part in found.items()}
+
+    def _arguments(self, query: Tensor, key_padding_mask: Tensor | None, cache: SequenceCache | None) -> dict[str, Any]:
+        """What ``sequence_attention`` takes."""
+        weight = self.out_proj.weight
+        check_sequence("query", query, self.embed_dim, weight)
+        B, T, _ = query.shape
+        check_padding_mask(key_padding_mask, B, T, weight.device)
+        if cache is not None:
+            if not self.causal:
+                raise ValueError("cache needs causal=True: other queries would change what was answered")
+            check_cache(cache, B)
+        content, key, value = (
+            split_heads(layer(query), self.num_heads) for layer in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        content = content * (self.embed_dim // self.num_heads) ** -0.5
+        if cache is not None:
+            cache.append(key, value, key_padding_mask)
+            assert cache.key is not None
+            assert cache.value is not None
+            key, value, key_padding_mask = cache.key, cache.value, cache.key_padding_mask
+        S = value.shape[2]
+        band = content.matmul(self.key_table.transpose(1, 2).to(content.dtype))
+        # All causal offsets beyond the table are on one side of it, and so have one logit.
+        beyond, band = (band[..., 0], band) if self.causal else (None, clipped_band(band, S - 1))
+        return dict(
+            query=content, key=key, value=value, band_logits=band, outside_logits=beyond, causal=self.causal,
+            key_padding_mask=key_padding_mask, start=S - T, scale=1.0,
+        )  # fmt: skip
+
+    def extra_repr(self) -> str:
+        text = f"{self.embed_dim}, num_heads={self.num_heads}, max_distance={self.max_distance}, values={self.values}"
+        return text + (", per_head=True" if self.per_head else "") + (", causal=True" if self.causal else "")

@@ -1,0 +1,53 @@
+"""Relative positions clipped at a distance k: w[max(-k, min(k, j - i))] (Shaw et al. 2018, section 3.2).
+
+A table holds the offsets -k ... k of a key from its query, with ``causal`` -k ... 0. Query t stands at the keys'
+position start + t. Shapes: B batch, M heads, T queries, S keys.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+def clipped_band(logits: Tensor, reach: int) -> Tensor:
+    """Repeat the ends of a band: the offsets -reach ... reach of -k ... k.
+
+    Args:
+        logits: (..., 2k + 1).
+        reach: The largest offset that is wanted.
+
+    Returns:
+        (..., 2 * reach + 1).
+    """
+    k = logits.shape[-1] // 2
+    offsets = torch.arange(-reach, reach + 1, device=logits.device)
+    return logits.index_select(-1, offsets.clamp(-k, k) + k)
+
+
+def weights_by_distance(weights: Tensor, distance: int, start: int = 0, causal: bool = False) -> Tensor:
+    """Sum the weights of the keys at each clipped offset: Σ_j α_ij a[clip(j - i)] is their product with the table.
+
+    Args:
+        weights: α, (B, M, T, S), with start + T <= S.
+        distance: k.
+        start: Position of the first query.
+        causal: Whether no key after the query has weight.
+
+    Returns:
+        (B, M, T, 2k + 1), with ``causal`` (B, M, T, k + 1).
+    """
+    k, (T, S) = distance, weights.shape[-2:]
+    # In rows that are one longer than they are, query t's keys are t further on: one column an offset.
+    rows = S + 2 * k
+    skewed = F.pad(F.pad(weights, (k, k)).flatten(-2), (0, T)).unflatten(-1, (T, rows + 1))
+    K = k + 1 if causal else 2 * k + 1
+    near = skewed[..., start : start + K]
+    offset = torch.arange(S, device=weights.device) - torch.arange(start, start + T, device=weights.device)[:, None]
+    before = weights.masked_fill(offset >= -k, 0).sum(-1, keepdim=True)
+    near = near + F.pad(before, (0, K - 1))
+    if causal:
+        return near
+    behind = weights.masked_fill(offset <= k, 0).sum(-1, keepdim=True)
+    return near + F.pad(behind, (K - 1, 0))
