@@ -15,7 +15,7 @@ from tests.fairseq.fairseq_helpers import ROOT
 pytest.importorskip("fairseq")
 
 from fairseq import checkpoint_utils, tasks
-from fairseq.models import ARCH_CONFIG_REGISTRY
+from fairseq.models import ARCH_CONFIG_REGISTRY, ARCH_MODEL_REGISTRY
 from fairseq.optim import build_optimizer
 from fairseq.optim.lr_scheduler import build_lr_scheduler
 
@@ -34,6 +34,12 @@ from tests.fairseq.recipe_helpers import hydra_main as hydra_main_of
 
 CONFIGS = ROOT / "configs/fairseq/captioning"
 RECIPES = sorted(path.stem for path in CONFIGS.glob("*.yaml") if path.stem != "shared")
+SIZES = {  # of the tests, by the model's name
+    "eta": ("embed_dim=16", "ffn_dim=16", "heads=2", "layers=2"),
+    "show": ("embed_dim=16", "hidden_dim=16", "attention_dim=8"),
+    "lstm": ("embed_dim=16", "layers=2"),
+    "conv": ("embed_dim=16", "layers=2", "kernel_size=3"),
+}
 SETS = [recipe for recipe in RECIPES if not recipe.endswith("_self_critical")]
 README = (CONFIGS / "README.md").read_text(encoding="utf-8")
 hydra_main, composed = partial(hydra_main_of, CONFIGS), partial(composed_of, CONFIGS)
@@ -46,7 +52,7 @@ def folder(tmp_path_factory) -> Path:
 
 def test_the_recipes():
     assert sorted(f"{name}{stage}" for name in SETS for stage in ("", "_self_critical")) == RECIPES
-    assert SETS == ["coco", "scenes"]
+    assert SETS == ["coco", "scenes", "scenes_conv", "scenes_lstm", "scenes_show_attend_tell"]
 
 
 @pytest.mark.parametrize("name", SETS)
@@ -56,7 +62,8 @@ def test_every_recipe_trains_and_makes_captions(name, folder, tmp_path, monkeypa
     monkeypatch.setattr(checkpoint_utils.save_checkpoint, "best", -1.0, raising=False)
     run = ["common.cpu=true", "dataset.num_workers=0", "++optimization.max_update=1", f"task.data={folder}"]
     run += ["++task.min_word_count=1", "dataset.batch_size=8"]
-    run += [f"++model.{size}" for size in ("embed_dim=16", "ffn_dim=16", "heads=2", "layers=2")]
+    model = name.partition("_")[2].partition("_")[0] or "eta"
+    run += [f"++model.{size}" for size in SIZES[model]]
     hydra_main(name, *run, f"checkpoint.save_dir={tmp_path / 'one'}")
     first = f"checkpoint.finetune_from_model={tmp_path / 'one/checkpoint_best.pt'}"
     hydra_main(f"{name}_self_critical", *run, f"checkpoint.save_dir={tmp_path / 'two'}", first)
@@ -122,8 +129,10 @@ def test_the_one_line_commands_are_the_recipes(command, folder):
         if option != "log_format":  # which a file of a log should have
             assert line.common[option] == cfg.common[option]
     ARCH_CONFIG_REGISTRY[cfg.model._name](cfg.model)
-    models = [EtaTransformerModel.build_model(each.model, tasks.setup_task(each.task)) for each in (line, cfg)]
+    kind = ARCH_MODEL_REGISTRY[cfg.model._name]
+    models = [kind.build_model(each.model, tasks.setup_task(each.task)) for each in (line, cfg)]
     assert str(models[0]) == str(models[1])
+    assert line.criterion == cfg.criterion
 
 
 def test_every_recipe_is_given_as_one_command():
@@ -143,4 +152,5 @@ def test_what_the_readme_names_in_its_text(folder):
     found = re.findall(r"`((?:\+\+)?(?:model|criterion)\.[^`]*)`", README)
     assert len(found) > 3
     for overrides in found:
-        check_overrides(composed("coco_self_critical", f"task.data={folder}", *shlex.split(overrides)), overrides)
+        recipe = "coco" if "doubly_stochastic" in overrides else "coco_self_critical"
+        check_overrides(composed(recipe, f"task.data={folder}", *shlex.split(overrides)), overrides)
