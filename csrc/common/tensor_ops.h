@@ -49,6 +49,10 @@ inline Tensor zeros_like_options(const Tensor& self, std::vector<int64_t> sizes)
   return torch::stable::new_zeros(self, sizes);
 }
 
+inline Tensor zeros_like_options(const Tensor& self, std::vector<int64_t> sizes, ScalarType dtype) {
+  return torch::stable::new_zeros(self, sizes, dtype);
+}
+
 // out = a @ b for matrices.
 inline void mm_out(const Tensor& out, const Tensor& a, const Tensor& b) {
   call("aten::mm", "out", a, b, out);

@@ -8,20 +8,20 @@
 namespace attn_plugins {
 
 // One tile of a transposition: out (channels, pixels) = in (pixels, channels).
-template <class T>
-void transpose_tile(T* __restrict out, const T* __restrict in, int64_t pixels, int64_t channels, int64_t row,
-                    int64_t column) {
+template <class Out, class In>
+void transpose_tile(Out* __restrict out, const In* __restrict in, int64_t pixels, int64_t channels,
+                    int64_t row, int64_t column) {
   constexpr int64_t tile = 16;
   const int64_t rows = std::min(tile, pixels - row), columns = std::min(tile, channels - column);
   for (int64_t c = 0; c < columns; ++c) {
-    T* to = out + (column + c) * pixels + row;
-    const T* from = in + row * channels + column + c;
-    for (int64_t r = 0; r < rows; ++r) to[r] = from[r * channels];
+    Out* to = out + (column + c) * pixels + row;
+    const In* from = in + row * channels + column + c;
+    for (int64_t r = 0; r < rows; ++r) to[r] = Out(from[r * channels]);
   }
 }
 
-template <class T>
-void transpose_images(T* out, const T* in, int64_t images, int64_t pixels, int64_t channels) {
+template <class Out, class In>
+void transpose_images(Out* out, const In* in, int64_t images, int64_t pixels, int64_t channels) {
   const int64_t strips = (pixels + 15) / 16;
   torch::stable::parallel_for(0, images * strips, 4, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {

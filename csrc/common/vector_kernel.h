@@ -8,6 +8,35 @@ struct Vector {
   static constexpr int64_t lanes = VECTOR_BYTES / sizeof(T);
 };
 
+// A vector of elements as they lie in memory.
+template <typename T>
+ATTN_INLINE typename Vector<T>::type load(const T* from) {
+  return *reinterpret_cast<const typename Vector<T>::type*>(from);
+}
+
+template <typename T>
+ATTN_INLINE typename Vector<T>::type load(const BFloat16* from) {
+  typedef uint16_t halves __attribute__((vector_size(VECTOR_BYTES / 2), aligned(2), may_alias));
+  typedef uint32_t words __attribute__((vector_size(VECTOR_BYTES)));
+  return (typename Vector<T>::type)(__builtin_convertvector(*reinterpret_cast<const halves*>(from), words)
+                                    << 16);
+}
+
+template <typename T>
+ATTN_INLINE void store(typename Vector<T>::type vector, T* to) {
+  *reinterpret_cast<typename Vector<T>::type*>(to) = vector;
+}
+
+// Rounds as BFloat16's constructor does.
+template <typename T>
+ATTN_INLINE void store(typename Vector<T>::type vector, BFloat16* to) {
+  typedef uint16_t halves __attribute__((vector_size(VECTOR_BYTES / 2), aligned(2), may_alias));
+  typedef uint32_t words __attribute__((vector_size(VECTOR_BYTES)));
+  const words whole = (words)vector, rounded = (whole + 0x7fffu + ((whole >> 16) & 1u)) >> 16;
+  const words kept = vector != vector ? (whole >> 16) | 0x40u : rounded;
+  *reinterpret_cast<halves*>(to) = __builtin_convertvector(kept, halves);
+}
+
 // exp(x) for x <= 0, by Exp's constants: 2^n * e^r, |r| <= ln(2) / 2. Below LOWEST the result is an exact 0;
 // NaN stays NaN.
 template <typename T>
@@ -63,3 +92,14 @@ class Buffer {
   std::vector<T> storage_;
   T* data_;
 };
+
+// Calls `body` with a pointer to the view's elements at (b, m, h, w), of T or of BFloat16.
+template <typename T, typename Body>
+ATTN_INLINE void with_elements(const View<T>& view, int64_t b, int64_t m, int64_t h, int64_t w,
+                               const Body& body) {
+  const int64_t offset = view.offset(b, m, h, w);
+  if constexpr (sizeof(T) == sizeof(float)) {
+    if (view.bfloat16) return body(reinterpret_cast<BFloat16*>(view.data) + offset);
+  }
+  body(view.data + offset);
+}

@@ -3,12 +3,14 @@
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
 
 #include <cstdint>
 #include <iterator>
 #include <optional>
 #include <vector>
 
+#include "bfloat16.h"
 #include "simd.h"
 
 #pragma GCC diagnostic ignored "-Wpsabi"  // vectors are never passed between functions of different targets
@@ -59,21 +61,24 @@ struct Exp<double> {
   static constexpr Bits BIAS = 1023, MANTISSA = 52;
 };
 
-// A (B, M, Hq, Wq, ·) view, or nothing; stride 0 where it broadcasts.
+// A (B, M, Hq, Wq, ·) view of elements of T, or of bfloat16, or nothing; stride 0 where it broadcasts.
 template <typename T>
 struct View {
   T* data = nullptr;
   int64_t stride[5] = {0, 0, 0, 0, 0};
+  bool bfloat16 = false;  // `data` points at numbers of BFloat16, and `at` may not be called
 
   View() = default;
   explicit View(const std::optional<Tensor>& tensor) {
     if (!tensor.has_value()) return;
     data = static_cast<T*>(tensor->data_ptr());
     for (int64_t i = 0; i < tensor->dim(); ++i) stride[i] = tensor->stride(i);
+    bfloat16 = tensor->scalar_type() == torch::headeronly::ScalarType::BFloat16;
   }
-  ATTN_INLINE T* at(int64_t b, int64_t m, int64_t h, int64_t w) const {
-    return data + b * stride[0] + m * stride[1] + h * stride[2] + w * stride[3];
+  ATTN_INLINE int64_t offset(int64_t b, int64_t m, int64_t h, int64_t w) const {
+    return b * stride[0] + m * stride[1] + h * stride[2] + w * stride[3];
   }
+  ATTN_INLINE T* at(int64_t b, int64_t m, int64_t h, int64_t w) const { return data + offset(b, m, h, w); }
 };
 
 #ifdef HAS_TARGETS

@@ -10,6 +10,7 @@
 #include <iterator>
 #include <limits>
 #include <optional>
+#include <type_traits>
 #include <vector>
 
 #include "common/vectors.h"
@@ -78,7 +79,8 @@ void forward(const std::optional<Tensor>& query, const std::optional<Tensor>& ke
   auto p = problem<T>(query, key, value, band, outside, position, key_padding_mask, log_sum_exp, start,
                       causal, scale, slots);
   p.output = View<T>(output);
-  p.direct = p.queries <= 4 && p.value.stride[4] == 1 && (!p.query.data || p.key.stride[4] == 1);
+  p.direct = p.queries <= 4 && !p.value.bfloat16 && p.value.stride[4] == 1 &&
+             (!p.query.data || p.key.stride[4] == 1);
   run(p, false);
 }
 

@@ -48,27 +48,32 @@ struct Scratch {
 template <typename T>
 ATTN_INLINE void gather(const View<T>& view, int64_t b, int64_t m, int64_t first, int64_t count,
                         int64_t width, int64_t padded, T scale, T* __restrict to) {
-  for (int64_t i = 0; i < count; ++i) {
-    const T* __restrict from = view.at(b, m, 0, first + i);
-    if (view.stride[4] == 1)
-      for (int64_t c = 0; c < width; ++c) to[i * padded + c] = from[c] * scale;
-    else
-      for (int64_t c = 0; c < width; ++c) to[i * padded + c] = from[c * view.stride[4]] * scale;
-  }
+  const int64_t row = view.stride[3], step = view.stride[4];
+  with_elements(view, b, m, 0, first, [&](const auto* __restrict from) {
+    for (int64_t i = 0; i < count; ++i) {
+      if (step == 1)
+        for (int64_t c = 0; c < width; ++c) to[i * padded + c] = T(from[i * row + c]) * scale;
+      else
+        for (int64_t c = 0; c < width; ++c) to[i * padded + c] = T(from[i * row + c * step]) * scale;
+    }
+  });
 }
 
 template <typename T>
 ATTN_INLINE void scatter(const View<T>& view, int64_t b, int64_t m, int64_t slot, int64_t first,
                          int64_t count, int64_t width, int64_t padded, const T* scale, int64_t scale_step,
                          const T* __restrict from) {
-  for (int64_t i = 0; i < count; ++i) {
-    T* __restrict to = view.at(b, m, slot, first + i);
-    const T factor = scale[i * scale_step];
-    if (view.stride[4] == 1)
-      for (int64_t c = 0; c < width; ++c) to[c] = from[i * padded + c] * factor;
-    else
-      for (int64_t c = 0; c < width; ++c) to[c * view.stride[4]] = from[i * padded + c] * factor;
-  }
+  const int64_t row = view.stride[3], step = view.stride[4];
+  with_elements(view, b, m, slot, first, [&](auto* __restrict to) {
+    using E = std::remove_reference_t<decltype(*to)>;
+    for (int64_t i = 0; i < count; ++i) {
+      const T factor = scale[i * scale_step];
+      if (step == 1)
+        for (int64_t c = 0; c < width; ++c) to[i * row + c] = E(from[i * padded + c] * factor);
+      else
+        for (int64_t c = 0; c < width; ++c) to[i * row + c * step] = E(from[i * padded + c] * factor);
+    }
+  });
 }
 
 // Rows of keys (N, width) as panels (N / PANEL, width, PANEL).
@@ -76,15 +81,18 @@ template <typename T>
 ATTN_INLINE void pack_panels(const View<T>& view, int64_t b, int64_t m, int64_t count, int64_t width,
                              T* __restrict to) {
   constexpr int64_t few = 16;
-  for (int64_t k = 0; k < count; k += few) {
-    T* __restrict panel = to + k / PANEL<T> * PANEL<T> * width + k % PANEL<T>;
-    const int64_t n = std::min(few, count - k);
-    const T* from[few];
-    for (int64_t i = 0; i < few; ++i) from[i] = view.at(b, m, 0, k + std::min(i, n - 1));
-    for (int64_t c = 0; c < width; ++c) {
-      for (int64_t i = 0; i < few; ++i) panel[c * PANEL<T> + i] = i < n ? from[i][c * view.stride[4]] : T(0);
+  const int64_t row = view.stride[3], step = view.stride[4];
+  with_elements(view, b, m, 0, 0, [&](const auto* elements) {
+    for (int64_t k = 0; k < count; k += few) {
+      T* __restrict panel = to + k / PANEL<T> * PANEL<T> * width + k % PANEL<T>;
+      const int64_t n = std::min(few, count - k);
+      decltype(elements) from[few];
+      for (int64_t i = 0; i < few; ++i) from[i] = elements + (k + std::min(i, n - 1)) * row;
+      for (int64_t c = 0; c < width; ++c) {
+        for (int64_t i = 0; i < few; ++i) panel[c * PANEL<T> + i] = i < n ? T(from[i][c * step]) : T(0);
+      }
     }
-  }
+  });
 }
 
 // C (count x columns) = A (count x width) * panels.
@@ -173,16 +181,19 @@ ATTN_INLINE void attention_weights(const Problem<T>& p, Scratch<T>& s, int64_t b
     const Reach<T> reach(p, first + i);
     T* __restrict line = weights + i * p.line;
     if (p.position.data) {
-      const T* __restrict from = p.position.at(b, m, 0, first + i);
       const int64_t step = p.position.stride[4];
-      for (int64_t k = 0; k < reach.keys; ++k) line[k] += from[k * step];
+      with_elements(p.position, b, m, 0, first + i, [&](const auto* __restrict from) {
+        for (int64_t k = 0; k < reach.keys; ++k) line[k] += T(from[k * step]);
+      });
     }
     if (p.band.data) {
-      const T* __restrict from = p.band.at(b, m, 0, first + i);
       const int64_t step = p.band.stride[4], shift = p.left - reach.position;
-      for (int64_t k = reach.first; k < reach.last; ++k) line[k] += from[(k + shift) * step];
+      with_elements(p.band, b, m, 0, first + i, [&](const auto* __restrict from) {
+        for (int64_t k = reach.first; k < reach.last; ++k) line[k] += T(from[(k + shift) * step]);
+      });
       if (p.outside.data) {
-        const T outside = *p.outside.at(b, m, 0, first + i);
+        T outside = 0;
+        with_elements(p.outside, b, m, 0, first + i, [&](const auto* from) { outside = T(*from); });
         for (int64_t k = 0; k < reach.first; ++k) line[k] += outside;
         for (int64_t k = reach.last; k < reach.keys; ++k) line[k] += outside;
       }
@@ -236,25 +247,32 @@ void forward_tasks(const Problem<T>& p, int64_t begin, int64_t end) {
   }
 }
 
+template <typename E, typename T>
+ATTN_INLINE void add(E* __restrict to, const T* __restrict from, int64_t count) {
+  for (int64_t k = 0; k < count; ++k) to[k] = E(T(to[k]) + from[k]);
+}
+
 // The gradients of the logits of one query: of its band, outside and position logits, all added to.
 template <typename T>
 ATTN_INLINE void add_logit_gradients(const Problem<T>& p, int64_t group, int64_t b, int64_t m, int64_t slot,
                                      int64_t t, const T* __restrict slope) {
   const Reach<T> reach(p, t);
   if (p.grad_position.data) {
-    T* __restrict to = p.grad_position.at(p.position_by_group ? group : b, m, slot, t);
-    for (int64_t k = 0; k < reach.keys; ++k) to[k] += slope[k];
+    with_elements(p.grad_position, p.position_by_group ? group : b, m, slot, t,
+                  [&](auto* __restrict to) { add(to, slope, reach.keys); });
   }
   if (p.grad_band.data) {
-    T* __restrict to = p.grad_band.at(p.band_by_group ? group : b, m, slot, t);
     const int64_t shift = p.left - reach.position;
-    for (int64_t k = reach.first; k < reach.last; ++k) to[k + shift] += slope[k];
+    with_elements(p.grad_band, p.band_by_group ? group : b, m, slot, t, [&](auto* __restrict to) {
+      add(to + reach.first + shift, slope + reach.first, reach.last - reach.first);
+    });
   }
   if (p.grad_outside.data) {
     T sum = 0;
     for (int64_t k = 0; k < reach.first; ++k) sum += slope[k];
     for (int64_t k = reach.last; k < reach.keys; ++k) sum += slope[k];
-    *p.grad_outside.at(p.outside_by_group ? group : b, m, slot, t) += sum;
+    with_elements(p.grad_outside, p.outside_by_group ? group : b, m, slot, t,
+                  [&](auto* to) { add(to, &sum, int64_t(1)); });
   }
 }
 

@@ -11,6 +11,7 @@
 #include <iterator>
 #include <limits>
 #include <optional>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -69,7 +70,10 @@ void run(Stage stage, const Problem<T>& p, int64_t tasks) {
   torch::stable::parallel_for(0, tasks, 1, [&](int64_t begin, int64_t end) { range(stage, p, begin, end); });
 }
 
-// `tensor` packed, in a new tensor of zeros.
+template <typename T>
+constexpr ScalarType COMPUTED = sizeof(T) == sizeof(double) ? ScalarType::Double : ScalarType::Float;
+
+// `tensor` packed, in a new tensor of zeros of T.
 template <typename T>
 Tensor packed(const std::optional<Tensor>& tensor, int64_t phases, int64_t first, int64_t line) {
   Packing<T> p;
@@ -77,7 +81,7 @@ Tensor packed(const std::optional<Tensor>& tensor, int64_t phases, int64_t first
   p.M = tensor->size(1), p.rows = tensor->size(2), p.columns = tensor->size(3), p.width = tensor->size(4);
   p.phases = phases, p.first = first, p.line = line;
   const int64_t tasks = tensor->size(0) * p.M * p.rows;
-  Tensor result = zeros_like_options(*tensor, {tasks, phases, p.width, line});
+  Tensor result = zeros_like_options(*tensor, {tasks, phases, p.width, line}, COMPUTED<T>);
   p.to = static_cast<T*>(result.data_ptr());
   using Range = void (*)(const Packing<T>&, int64_t, int64_t);
   const Range range = BEST(Range, pack_range);
@@ -178,7 +182,8 @@ void backward(const Tensor& grad_output, const std::optional<Tensor>& query, con
       keys_wanted ? std::clamp(WORKSPACE / std::max(one, int64_t(1)), int64_t(1), all) : all;
   Tensor weights, slopes;
   if (keys_wanted) {
-    weights = zeros_like_options(value, {heads, one}), slopes = zeros_like_options(value, {heads, one});
+    weights = zeros_like_options(value, {heads, one}, COMPUTED<T>);
+    slopes = zeros_like_options(value, {heads, one}, COMPUTED<T>);
     p.weights = static_cast<T*>(weights.data_ptr()), p.slopes = static_cast<T*>(slopes.data_ptr());
   }
   const int64_t tiles = (p.Wq + baseline::TILE - 1) / baseline::TILE;

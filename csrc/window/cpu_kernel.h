@@ -79,21 +79,21 @@ void mixes(const T* const* weights, int64_t weight_shift, const T* const* source
 // -----------------------------------------------------------------------------------------------------
 
 // Columns 0 ... count - 1 of a row, to elements that begin at column `first` of the padded map.
-template <typename T>
-ATTN_INLINE void pack_row(const T* from, int64_t column_stride, int64_t channel_stride, int64_t count,
+template <typename E, typename T>
+ATTN_INLINE void pack_row(const E* from, int64_t column_stride, int64_t channel_stride, int64_t count,
                           int64_t width, int64_t phases, int64_t first, int64_t line, T* to) {
   constexpr int64_t tile = 16;  // both sides of a transposition stay in the first-level cache
   for (int64_t x0 = 0; x0 < count; x0 += tile) {
     const int64_t end = std::min(count, x0 + tile);
     for (int64_t c = 0; c < width; ++c) {
-      const T* source = from + c * channel_stride;
+      const E* source = from + c * channel_stride;
       if (phases == 1) {
         T* row = to + c * line + first;
-        for (int64_t x = x0; x < end; ++x) row[x] = source[x * column_stride];
+        for (int64_t x = x0; x < end; ++x) row[x] = T(source[x * column_stride]);
       } else {
         for (int64_t x = x0; x < end; ++x) {
           const int64_t column = x + first;
-          to[(column % phases * width + c) * line + column / phases] = source[x * column_stride];
+          to[(column % phases * width + c) * line + column / phases] = T(source[x * column_stride]);
         }
       }
     }
@@ -104,8 +104,10 @@ template <typename T>
 void pack_tasks(const Packing<T>& p, int64_t begin, int64_t end) {
   for (int64_t task = begin; task < end; ++task) {
     const int64_t y = task % p.rows, m = task / p.rows % p.M, b = task / p.rows / p.M;
-    pack_row(p.view.at(b, m, y, 0), p.view.stride[3], p.view.stride[4], p.columns, p.width, p.phases, p.first,
-             p.line, p.to + task * p.phases * p.width * p.line);
+    with_elements(p.view, b, m, y, 0, [&](const auto* from) {
+      pack_row(from, p.view.stride[3], p.view.stride[4], p.columns, p.width, p.phases, p.first, p.line,
+               p.to + task * p.phases * p.width * p.line);
+    });
   }
 }
 
@@ -160,10 +162,11 @@ ATTN_INLINE void tile_logits(const Problem<T>& p, Scratch<T>& s, int64_t head, i
   for (int64_t t = 0; t < taps; ++t)
     for (int64_t x = p.position.data ? count : 0; x < padded; ++x) weights[t * step + x] = T(0);
   if (p.position.data) {
-    for (int64_t x = 0; x < count; ++x) {
-      const T* from = p.position.at(b, m, y, x0 + x);
-      for (int64_t t = 0; t < taps; ++t) weights[t * step + x] = from[t * p.position.stride[4]];
-    }
+    const int64_t column = p.position.stride[3], tap = p.position.stride[4];
+    with_elements(p.position, b, m, y, x0, [&](const auto* from) {
+      for (int64_t x = 0; x < count; ++x)
+        for (int64_t t = 0; t < taps; ++t) weights[t * step + x] = T(from[x * column + t * tap]);
+    });
   }
   if (p.query) {
     const T* left = p.query + (head * p.Hq + y) * p.d * p.line + p.margin + x0;
@@ -189,10 +192,12 @@ ATTN_INLINE void tile_logits(const Problem<T>& p, Scratch<T>& s, int64_t head, i
 template <typename T>
 ATTN_INLINE void scatter(const View<T>& view, int64_t b, int64_t m, int64_t y, int64_t first, int64_t step,
                          int64_t begin, int64_t end, int64_t width, const T* from) {
-  for (int64_t x = begin; x < end; ++x) {
-    T* to = view.at(b, m, y, first + x * step);
-    for (int64_t c = 0; c < width; ++c) to[c * view.stride[4]] = from[c * TILE + x];
-  }
+  const int64_t column = view.stride[3] * step, channel = view.stride[4];
+  with_elements(view, b, m, y, first, [&](auto* to) {
+    using E = std::remove_reference_t<decltype(*to)>;
+    for (int64_t x = begin; x < end; ++x)
+      for (int64_t c = 0; c < width; ++c) to[x * column + c * channel] = E(from[c * TILE + x]);
+  });
 }
 
 template <typename T>
@@ -289,10 +294,12 @@ void query_tasks(const Problem<T>& p, int64_t begin, int64_t end) {
     if (p.grad_query.data)
       scatter(p.grad_query, b, m, y, x0, int64_t(1), int64_t(0), count, p.d, s.mixed.data());
     if (p.grad_position.data) {
-      for (int64_t x = 0; x < count; ++x) {
-        T* to = p.grad_position.at(b, m, y, x0 + x);
-        for (int64_t t = 0; t < taps; ++t) to[t * p.grad_position.stride[4]] = slopes[t * step + x];
-      }
+      const int64_t column = p.grad_position.stride[3], tap = p.grad_position.stride[4];
+      with_elements(p.grad_position, b, m, y, x0, [&](auto* to) {
+        using E = std::remove_reference_t<decltype(*to)>;
+        for (int64_t x = 0; x < count; ++x)
+          for (int64_t t = 0; t < taps; ++t) to[x * column + t * tap] = E(slopes[t * step + x]);
+      });
     }
   }
 }

@@ -26,27 +26,27 @@ struct Softmax {
 
 // weights = exp(logits - max) of `taps` >= lanes, those left out being -inf; their maximum and sum. The last
 // vector overlaps the one before it and is written first, so that nothing behind the last tap is read.
-template <typename T>
-ATTN_INLINE Softmax<T> exponentials(const T* logits, int64_t taps, T* weights) {
+template <typename T, typename E>
+ATTN_INLINE Softmax<T> exponentials(const E* logits, int64_t taps, T* weights) {
   using V = typename Vector<T>::type;
   constexpr int64_t lanes = Vector<T>::lanes;
   constexpr T NONE = -std::numeric_limits<T>::infinity();
   const int64_t last = taps - lanes, repeated = (lanes - taps % lanes) % lanes;
-  V top = *reinterpret_cast<const V*>(logits + last), sum = {};
+  V top = load<T>(logits + last), sum = {};
   for (int64_t t = 0; t < last; t += lanes) {
-    const V l = *reinterpret_cast<const V*>(logits + t);
+    const V l = load<T>(logits + t);
     top = (l > top) | (l != l) ? l : top;  // NaN stays NaN
   }
   top = over_lanes<T, false>(top);
   const V shift = top == NONE ? V{} : top;
-  const V e = exponential<T>(*reinterpret_cast<const V*>(logits + last) - shift);
+  const V e = exponential<T>(load<T>(logits + last) - shift);
   *reinterpret_cast<V*>(weights + last) = e;
   typename Vector<T>::bits lane;
 #pragma GCC unroll 16
   for (int i = 0; i < lanes; ++i) lane[i] = i;
   sum = lane < typename Exp<T>::Bits(repeated) ? V{} : e;
   for (int64_t t = 0; t < last; t += lanes) {
-    const V e = exponential<T>(*reinterpret_cast<const V*>(logits + t) - shift);
+    const V e = exponential<T>(load<T>(logits + t) - shift);
     *reinterpret_cast<V*>(weights + t) = e;
     sum += e;
   }
@@ -118,29 +118,32 @@ ATTN_INLINE void mix_span(const T* weights, int64_t taps, int64_t columns, const
 }
 
 // Copies `count` elements, in vectors where they lie side by side; the last two may overlap.
-template <typename T>
-ATTN_INLINE void copy_strided(const T* from, int64_t from_step, int64_t count, T* to, int64_t to_step = 1) {
-  using V = typename Vector<T>::type;
+template <typename T, typename From, typename To>
+ATTN_INLINE void copy_strided(const From* from, int64_t from_step, int64_t count, To* to,
+                              int64_t to_step = 1) {
   constexpr int64_t lanes = Vector<T>::lanes;
   if (from_step != 1 || to_step != 1 || count < lanes) {
-    for (int64_t i = 0; i < count; ++i) to[i * to_step] = from[i * from_step];
+    for (int64_t i = 0; i < count; ++i) to[i * to_step] = To(from[i * from_step]);
     return;
   }
-  for (int64_t i = 0; i < count - lanes; i += lanes)
-    *reinterpret_cast<V*>(to + i) = *reinterpret_cast<const V*>(from + i);
-  *reinterpret_cast<V*>(to + count - lanes) = *reinterpret_cast<const V*>(from + count - lanes);
+  for (int64_t i = 0; i < count - lanes; i += lanes) store<T>(load<T>(from + i), to + i);
+  store<T>(load<T>(from + count - lanes), to + count - lanes);
 }
 
-// The logits of one query as they are, or where taps lie beside the map, strides or few taps need it, copied
-// to `room` with -inf in the place of what is left out. `row` and `column` of the map are the window's first.
+// Whether the logits of a query can be read as they lie: none is left out, and they fill vectors. `row` and
+// `column` of the map are the window's first.
 template <typename T>
-ATTN_INLINE const T* readable(const Problem<T>& p, const T* logits, int64_t row, int64_t column, T* room) {
+ATTN_INLINE bool readable(const Problem<T>& p, int64_t row, int64_t column) {
+  const bool whole = row >= 0 && column >= 0 && row + p.kernel[0] <= p.Hk && column + p.kernel[1] <= p.Wk;
+  return p.position.stride[4] == 1 && p.taps() >= Vector<T>::lanes && (whole || p.zero_border);
+}
+
+// The logits of a query copied to `room`, with -inf in the place of what is left out.
+template <typename T, typename E>
+ATTN_INLINE const T* copied(const Problem<T>& p, const E* logits, int64_t row, int64_t column, T* room) {
   constexpr T NONE = -std::numeric_limits<T>::infinity();
   const int64_t taps = p.taps(), columns = p.kernel[1];
-  const bool whole = row >= 0 && column >= 0 && row + p.kernel[0] <= p.Hk && column + columns <= p.Wk;
-  const bool direct = p.position.stride[4] == 1 && taps >= Vector<T>::lanes;
-  if (direct && (whole || p.zero_border)) return logits;
-  copy_strided(logits, p.position.stride[4], taps, room);
+  copy_strided<T>(logits, p.position.stride[4], taps, room);
   for (int64_t t = taps; t < Vector<T>::lanes; ++t) room[t] = NONE;
   if (p.zero_border) return room;
   const int64_t begin = std::clamp(-column, int64_t(0), columns),
@@ -173,8 +176,12 @@ void predicted_tasks(const Problem<T>& p, int64_t begin, int64_t end) {
     for (int64_t i = first_row; i < last_row; ++i) {
       T* row = values.data() + i * reach * width;
       std::fill(row, row + from * width, T(0));
-      for (int64_t j = from; j < to; ++j)
-        copy_strided(p.value_view.at(b, m, top + i, left + j), p.value_view.stride[4], p.dv, row + j * width);
+      if (from < to)
+        with_elements(p.value_view, b, m, top + i, left + from, [&](const auto* value) {
+          for (int64_t j = from; j < to; ++j)
+            copy_strided<T>(value + (j - from) * p.value_view.stride[3], p.value_view.stride[4], p.dv,
+                            row + j * width);
+        });
       std::fill(row + to * width, row + reach * width, T(0));
     }
     for (int64_t x = 0; x < count; x += SPAN) {
@@ -184,12 +191,17 @@ void predicted_tasks(const Problem<T>& p, int64_t begin, int64_t end) {
       std::fill(sums, sums + ROOM, T(1));
       for (int64_t q = 0; q < queries; ++q) {
         // Where heads lie side by side in memory, the hardware does not guess the next query's logits.
-        const T* ahead = p.position.at(b, m, y, std::min(x0 + x + q + SPAN, p.Wq - 1));
-        for (int64_t t = 0; t < taps; t += 64 / sizeof(T))
-          __builtin_prefetch(ahead + t * p.position.stride[4]);
-        const T* logits = readable(p, p.position.at(b, m, y, x0 + x + q), top, left + x + q, room.data());
-        const auto softmax = exponentials(logits, std::max(taps, lanes), weights.data() + q * step);
-        tops[q] = softmax.top, sums[q] = softmax.sum;
+        const int64_t ahead = std::min(SPAN, p.Wq - 1 - (x0 + x + q)) * p.position.stride[3];
+        with_elements(p.position, b, m, y, x0 + x + q, [&](const auto* taken) {
+          for (int64_t t = 0; t < taps; t += 64 / sizeof(*taken))
+            __builtin_prefetch(taken + ahead + t * p.position.stride[4]);
+          T* const to = weights.data() + q * step;
+          const auto softmax =
+              readable(p, top, left + x + q)
+                  ? exponentials(taken, taps, to)
+                  : exponentials(copied(p, taken, top, left + x + q, room.data()), std::max(taps, lanes), to);
+          tops[q] = softmax.top, sums[q] = softmax.sum;
+        });
       }
       finish(tops, sums, scale, log_sum_exp);
       for (int64_t q = 0; q < queries; ++q) *p.log_sum_exp.at(b, m, y, x0 + x + q) = log_sum_exp[q];
@@ -201,8 +213,11 @@ void predicted_tasks(const Problem<T>& p, int64_t begin, int64_t end) {
         mix_span<T, 2>(w, step, columns, v + c, reach * width, rows, width, scale, mixed.data() + c);
       for (; c < width; c += lanes)
         mix_span<T, 1>(w, step, columns, v + c, reach * width, rows, width, scale, mixed.data() + c);
-      for (int64_t q = 0; q < queries; ++q)
-        copy_strided(mixed.data() + q * width, 1, p.dv, p.output.at(b, m, y, x0 + x + q), p.output.stride[4]);
+      with_elements(p.output, b, m, y, x0 + x, [&](auto* output) {
+        for (int64_t q = 0; q < queries; ++q)
+          copy_strided<T>(mixed.data() + q * width, 1, p.dv, output + q * p.output.stride[3],
+                          p.output.stride[4]);
+      });
     }
   }
 }

@@ -1,6 +1,7 @@
 """Hands sequence attention to the CPU kernels (``csrc/everywhere/cpu_sequence.cpp``).
 
-Half precision is computed in float32. Shapes as in ``chunked_sequence``; the kernels want an axis of slots after
+The kernels compute in float32 and read and write bfloat16 where :func:`_stored` says so; other halves are converted
+here. Shapes as in ``chunked_sequence``; the kernels want an axis of slots after
 (B, M): a slot is a share of a head's queries, whose sums over queries are its own.
 """
 
@@ -15,6 +16,7 @@ from .operands import SequenceOptions, SequenceTerms
 
 _TASKS = 16  # at least so many independent sums over queries, for threads to share
 _BLOCK = 48  # queries, of which a task takes at least one block
+_FEW = 4  # queries at most that are not worth packing keys for
 
 
 def _slots(B: int, M: int, T: int) -> int:
@@ -32,9 +34,15 @@ def _shares(B: int, M: int, T: int) -> tuple[int, int]:
     return slots, max(1, min(B, -(-_TASKS // max(1, M * slots))))
 
 
+def _stored(value: Tensor, lse: Tensor) -> torch.dtype:
+    """The dtype of the operands that the kernels get. Few queries' kernel reads keys as they lie, float32 alone."""
+    return value.dtype if value.dtype == torch.bfloat16 and lse.shape[2] > _FEW else lse.dtype
+
+
 def _inputs(terms: SequenceTerms, key_padding_mask: Tensor | None, lse: Tensor) -> list[Tensor | None]:
     B, M, T = lse.shape
-    query, key, value, *logits = (None if t is None else t.to(lse.dtype) for t in terms)
+    stored = _stored(terms.value, lse)
+    query, key, value, *logits = (None if t is None else t.to(stored) for t in terms)
     expanded = [None if t is None else t.expand(B, M, T, *t.shape[3:]) for t in logits]
     found = [None if t is None else t.unsqueeze(2) for t in (query, key, value, *expanded)]
     return [*found, None if key_padding_mask is None else key_padding_mask.contiguous()]
@@ -46,7 +54,8 @@ def refuses(terms: SequenceTerms, options: SequenceOptions) -> str | None:
 
 def forward(terms: SequenceTerms, options: SequenceOptions, output: Tensor, lse: Tensor) -> None:
     """Write the output (B, M, T, dv) and the log-sum-exp (B, M, T), +inf where all keys are masked."""
-    target = output if output.dtype == lse.dtype else torch.empty_like(output, dtype=lse.dtype)
+    stored = _stored(terms.value, lse)
+    target = output if output.dtype == stored else torch.empty_like(output, dtype=stored)
     torch.ops.attn_plugins.sequence_attention_forward_(
         *_inputs(terms, options.key_padding_mask, lse),
         target.unsqueeze(2),
@@ -65,7 +74,7 @@ def backward(
 ) -> None:
     """Fill the wanted gradients (those not None), in the order of :class:`.SequenceTerms`."""
     B, M, T = lse.shape
-    dtype = lse.dtype
+    dtype, stored = lse.dtype, _stored(terms.value, lse)
     slots, groups = _slots(B, M, T), B
     if B > 1 and any(g is not None and g.shape[0] == 1 for g in grads[3:]):
         slots, groups = _shares(B, M, T)
@@ -74,7 +83,7 @@ def backward(
         """Where the kernel writes sums over a slot's queries, (B, M, slots, S, width)."""
         if grad is None:
             return None
-        if slots == 1 and grad.dtype == dtype:
+        if slots == 1 and grad.dtype == stored:
             return grad.unsqueeze(2)
         return grad.new_empty((B, M, slots, *grad.shape[2:]), dtype=dtype)
 
@@ -82,7 +91,7 @@ def backward(
         """Where the kernel adds, (B or groups, M, slots or 1, T or 1, ...)."""
         if grad is None:
             return None
-        if grad.shape[:3] == (B, M, T) and grad.dtype == dtype and grad.stride(-1) == 1:
+        if grad.shape[:3] == (B, M, T) and grad.dtype == stored and grad.stride(-1) == 1:
             return grad.zero_().unsqueeze(2)
         shared = grad.shape[2] == 1 and T > 1
         batch = groups if grad.shape[0] == 1 else B
@@ -90,14 +99,14 @@ def backward(
 
     query = None
     if grads[0] is not None:
-        query = grads[0] if grads[0].dtype == dtype else torch.empty_like(grads[0], dtype=dtype)
+        query = grads[0] if grads[0].dtype == stored else torch.empty_like(grads[0], dtype=stored)
     written = [
         None if query is None else query.unsqueeze(2),
         *(per_slot(g) for g in grads[1:3]),
         *(logits(g) for g in grads[3:]),
     ]
     torch.ops.attn_plugins.sequence_attention_backward_(
-        grad_output.to(dtype).unsqueeze(2),
+        grad_output.to(stored).unsqueeze(2),
         *_inputs(terms, options.key_padding_mask, lse),
         lse.unsqueeze(2),
         *written[:3],

@@ -1,6 +1,6 @@
 """Calls the CPU kernels of window attention (``csrc/window/cpu.cpp``), which read and write any strides.
 
-Half precision is computed in float32.
+The kernels compute in float32 and read and write bfloat16; float16 is converted here.
 """
 
 from __future__ import annotations
@@ -15,6 +15,11 @@ from ..backends import Backend
 from .operands import Options, Terms
 
 _REACH = 1 << 14  # keys, beyond eight times a row
+
+
+def _stored(value: Tensor, computed: torch.dtype) -> torch.dtype:
+    """The dtype of the operands that the kernels get."""
+    return value.dtype if value.dtype == torch.bfloat16 else computed
 
 
 def _operands(terms: Terms, dtype: torch.dtype) -> list[Tensor | None]:
@@ -40,9 +45,10 @@ def refuses(terms: Terms, options: Options) -> str | None:
 
 def forward(terms: Terms, options: Options, output: Tensor, lse: Tensor) -> None:
     """Write the output (B, M, Hq, Wq, dv) and the log-sum-exp (B, M, Hq, Wq), +inf where all keys are masked."""
-    target = output if output.dtype == lse.dtype else torch.empty_like(output, dtype=lse.dtype)
+    stored = _stored(terms.value, lse.dtype)
+    target = output if output.dtype == stored else torch.empty_like(output, dtype=stored)
     torch.ops.attn_plugins.window_attention_forward_(
-        *_operands(terms, lse.dtype), target, lse, options.numbers(), options.zero_border, options.scale
+        *_operands(terms, stored), target, lse, options.numbers(), options.zero_border, options.scale
     )
     if target is not output:
         output.copy_(target)
@@ -52,19 +58,20 @@ def backward(
     grad_output: Tensor, terms: Terms, options: Options, output: Tensor, lse: Tensor, grads: Sequence[Tensor | None]
 ) -> None:
     """Fill the wanted gradients (those not None) of query, key, value and position logits."""
-    value, dtype = terms[2], lse.dtype
+    value = terms.value
+    stored = _stored(value, lse.dtype)
 
     def full(grad: Tensor | None) -> Tensor | None:
         """Where the kernel writes: the gradient itself unless it is of another dtype or broadcasts."""
         if grad is None:
             return None
         shape = (*value.shape[:2], *grad.shape[2:])
-        return grad if grad.shape == shape and grad.dtype == dtype else value.new_empty(shape, dtype=dtype)
+        return grad if grad.shape == shape and grad.dtype == stored else value.new_empty(shape, dtype=lse.dtype)
 
     written = [full(grad) for grad in grads]
     geometry = (options.numbers(), options.zero_border, options.scale)
     torch.ops.attn_plugins.window_attention_backward_(
-        grad_output.to(dtype), *_operands(terms, dtype), lse, *written, *geometry
+        grad_output.to(stored), *_operands(terms, stored), lse, *written, *geometry
     )
     for grad, result in zip(grads, written):
         if grad is not None and result is not None and grad is not result:
