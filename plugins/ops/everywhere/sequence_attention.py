@@ -19,6 +19,7 @@ from ..window.window_attention import window_attention
 from . import chunked_sequence as chunked
 from . import cpu_sequence as cpu
 from . import reference
+from . import sdpa_sequence as sdpa
 from .chunked_sequence import band_reach
 from .operands import SequenceOptions, SequenceTerms
 
@@ -227,6 +228,6 @@ ATTEND = Operator(
     keeps=("log_sum_exp",),
     fake=_results,
     reference=lambda terms, options: reference.sequence_attention(*terms, *options),
-    table=[cpu.BACKEND, chunked.BACKEND],
+    table=[sdpa.BACKEND, cpu.BACKEND, chunked.BACKEND],
     **counts_of_products(_products),
 )

@@ -1,0 +1,173 @@
+"""bfloat16 on CPUs: kernels that read and write it compute what they compute of float32, rounded once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from attn_plugins.ops import backend, deform_conv2d, explain, library, sequence_attention, window_attention
+from attn_plugins.ops.everywhere import sdpa_sequence
+
+pytestmark = pytest.mark.skipif(not library.has_kernel("cpu"), reason="no CPU binary is compiled")
+
+
+def draw(*shapes, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator).bfloat16() for shape in shapes]
+
+
+def heads(tensor):
+    """The same numbers, stored as (B, T, M, d)."""
+    return tensor.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def sequence(T, S, d, dv, *logits, **options):
+    query, key, value, *rest = draw((3, 2, T, d), (3, 2, S, d), (3, 2, S, dv), *logits)
+    names = options.pop("names", ())
+    return (
+        lambda q, k, v, *given: sequence_attention(q, k, v, **dict(zip(names, given)), scale=0.3, **options),
+        [heads(query), key, heads(value), *rest],
+    )
+
+
+def window(size, kernel, d, dv, position=False, **options):
+    shapes = [(2, 2, *size, d)] * 2 if d else []
+    tensors = draw(*shapes, (2, 2, *size, dv), *([(2, 2, *size, kernel * kernel)] if position else []))
+    value, logits = tensors[len(shapes)], tensors[len(shapes) + 1 :]
+
+    def call(*given):
+        q, k = given[:2] if d else (None, None)
+        v, *rest = given[2 * bool(d) :]
+        return window_attention(q, k, v, rest[0] if rest else None, kernel, **options)
+
+    return call, [*tensors[: len(shapes)], value, *logits]
+
+
+POSITION, BAND = ("position_logits",), ("band_logits", "outside_logits")
+EXACT = {
+    "content": lambda: sequence(7, 11, 5, 6),
+    "whole windows, logits of all": lambda: sequence(49, 49, 32, 32, (1, 2, 49, 49), names=POSITION),
+    "logits of each": lambda: sequence(70, 70, 16, 16, (3, 2, 70, 70), names=POSITION),
+    "slots": lambda: sequence(450, 450, 8, 8, (1, 2, 450, 450), names=POSITION),
+    "logits of a query": lambda: sequence(50, 30, 8, 8, (3, 2, 1, 30), names=POSITION),
+    "band": lambda: sequence(60, 60, 9, 17, (3, 2, 60, 5), (3, 2, 60), names=BAND),
+    "causal band": lambda: sequence(60, 60, 8, 8, (1, 2, 60, 4), names=BAND[:1], causal=True),
+    "few queries": lambda: sequence(3, 40, 8, 8, (3, 2, 3, 40), names=POSITION),
+    "window": lambda: window((9, 13), 3, 7, 5),
+    "window and logits": lambda: window((9, 13), 3, 8, 16, position=True),
+    "dilated window": lambda: window((9, 13), 3, 8, 16, position=True, dilation=2),
+    "predicted logits": lambda: window((9, 70), 7, 0, 17, position=True),
+    "predicted logits, few channels": lambda: window((9, 20), 3, 0, 3, position=True),
+}
+
+
+@pytest.mark.parametrize("case", EXACT.values(), ids=EXACT.keys())
+def test_attention_is_that_of_float32_rounded(case):
+    call, tensors = case()
+    assert all(t.dtype == torch.bfloat16 for t in tensors)
+    results = []
+    for dtype in (torch.bfloat16, torch.float32):
+        leaves = [t.to(dtype).requires_grad_() for t in tensors]
+        output = call(*leaves)
+        (grad_output,) = draw(output.shape, seed=1)
+        results.append([output, *torch.autograd.grad(output, leaves, grad_output.to(dtype))])
+    for half, single in zip(*results):
+        assert half.dtype == torch.bfloat16
+        assert torch.equal(half, single.bfloat16())
+
+
+@pytest.mark.parametrize(
+    "groups,offset_groups,bias,mask", [(1, 1, True, True), (2, 3, False, True), (1, 2, True, False)]
+)
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_deform_conv2d_is_close_to_that_of_float32(groups, offset_groups, bias, mask, layout):
+    x, offset, weight, given_bias, given_mask = draw(
+        (3, 12, 19, 23),
+        (3, 18 * offset_groups, 19, 23),
+        (10, 12 // groups, 3, 3),
+        (10,),
+        (3, 9 * offset_groups, 19, 23),
+    )
+    tensors = [x.to(memory_format=layout), offset, weight]
+    tensors += [given_bias] if bias else []
+    tensors += [given_mask.sigmoid()] if mask else []
+
+    def call(x, offset, weight, *rest):
+        rest = list(rest)
+        return deform_conv2d(
+            x, offset, weight, rest.pop(0) if bias else None, padding=1, mask=rest.pop(0) if mask else None
+        )
+
+    results = []
+    for dtype in (torch.bfloat16, torch.float32):
+        leaves = [t.to(dtype).requires_grad_() for t in tensors]
+        output = call(*leaves)
+        (grad_output,) = draw(output.shape, seed=1)
+        results.append([output, *torch.autograd.grad(output, leaves, grad_output.to(dtype))])
+    for half, single in zip(*results):
+        assert half.dtype == torch.bfloat16
+        # Columns and their gradients are rounded as well as results.
+        assert (half.float() - single).norm() <= 6e-3 * single.norm()
+        assert (half.float() - single).abs().max() <= 1.5e-2 * single.abs().max()
+
+
+def test_rounding_is_torchs():
+    """To the nearest, ties to even; infinities and NaN stay."""
+    numbers = torch.tensor([1.00390625, 1.01171875, -1.00390625, 3.4e38, 1e-40, float("inf"), float("-inf")])
+    value = numbers.view(1, 1, 1, -1).expand(1, 1, 6, -1).contiguous()
+    for dtype in (torch.float32, torch.bfloat16):
+        output = sequence_attention(None, None, value.to(dtype), position_logits=torch.zeros(1, 1, 6, 6, dtype=dtype))
+        assert torch.equal(output.bfloat16(), value.bfloat16())
+
+
+def test_nan_stays_nan():
+    (query, key, value) = draw(*[(1, 1, 6, 4)] * 3)
+    value[0, 0, 2, 1] = float("nan")
+    output = sequence_attention(query, key, value)
+    assert output[..., 1].isnan().all()
+    assert not output[..., 0].isnan().any()
+
+
+# --- SDPA in its place ---------------------------------------------------------------------------------------------
+
+
+def test_sdpa_serves_where_tiles_are_multiplied(monkeypatch):
+    query, key, value, position = draw((2, 3, 5, 16), (2, 3, 9, 16), (2, 3, 9, 16), (1, 3, 5, 9))
+    position[0, 1, 2] = float("-inf")
+    expected = sequence_attention(query, key, value, position_logits=position)
+    monkeypatch.setattr(sdpa_sequence, "multiplies_tiles", lambda: False)
+    refused = explain(sequence_attention, query, key, value, position_logits=position)
+    assert refused.serves == "cpu"
+    assert refused.refusals["sdpa"] == "this CPU multiplies no tiles of bfloat16 (AMX)"
+    monkeypatch.setattr(sdpa_sequence, "multiplies_tiles", lambda: True)
+    assert explain(sequence_attention, query, key, value, position_logits=position).serves == "sdpa"
+    leaves = [t.clone().requires_grad_() for t in (query, key, value, position)]
+    output = sequence_attention(*leaves[:3], position_logits=leaves[3])
+    torch.testing.assert_close(output, expected, atol=1e-2, rtol=1e-2)
+    (grad_output,) = draw(output.shape, seed=1)
+    found = torch.autograd.grad(output, leaves, grad_output)
+    with backend("reference"):
+        leaves = [t.float().requires_grad_() for t in (query, key, value, position)]
+        output = sequence_attention(*leaves[:3], position_logits=leaves[3])
+        right = torch.autograd.grad(output, leaves, grad_output.float())
+    for half, single in zip(found, right):
+        torch.testing.assert_close(half.float(), single, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize(
+    "change,reason",
+    [
+        (dict(causal=True), "it knows no padding and no order of keys"),
+        (dict(key_padding_mask=torch.zeros(1, 6, dtype=torch.bool)), "it knows no padding and no order of keys"),
+        (
+            dict(band_logits=torch.zeros(1, 1, 6, 3, dtype=torch.bfloat16)),
+            "it knows content and position logits, no band",
+        ),
+    ],
+)
+def test_what_sdpa_does_not_know(change, reason, monkeypatch):
+    monkeypatch.setattr(sdpa_sequence, "multiplies_tiles", lambda: True)
+    query, key, value = draw(*[(1, 1, 6, 4)] * 3)
+    choice = explain(sequence_attention, query, key, value, **change)
+    assert choice.serves == "cpu"
+    assert choice.refusals["sdpa"] == reason
