@@ -67,6 +67,10 @@ class SharedOptions(FairseqDataclass):
     attention_range: int = field(
         default=-1, metadata={"help": "keys of self-attention by four bits, odd: as many around the query; -1: all"}
     )
+    query_key_bias: bool = field(
+        default=False,
+        metadata={"help": "give queries and keys biases where the first bit is set, as the original Transformer has"},
+    )
     bilateral_outside: ChoiceEnum(get_args(Outside)) = field(  # type: ignore[valid-type]
         default="zero", metadata={"help": "position logits of bilateral outside its kernel; write ...-outside=-inf"}
     )
@@ -75,10 +79,6 @@ class SharedOptions(FairseqDataclass):
     )
     bilateral_smoothing: ChoiceEnum(get_args(Smoothing)) = field(  # type: ignore[valid-type]
         default="sqrt_d", metadata={"help": "divisor of bilateral's position logits"}
-    )
-    query_key_bias: bool = field(
-        default=False,
-        metadata={"help": "give queries and keys biases where the first bit is set, as the original Transformer has them"},
     )
 
     shaw_distance: int = field(
@@ -267,11 +267,11 @@ def _check_shared(args: Namespace, sides: tuple[str, ...]) -> None:
     args.shaw_vectors = str(args.shaw_vectors)
     if args.shaw_vectors not in SHAW_VECTORS:
         raise ValueError(f"--shaw-vectors must be one of {', '.join(SHAW_VECTORS)}, got {args.shaw_vectors!r}")
-    bits = [kind for kind in (*kinds, getattr(args, "cross_attention", "")) if is_attention_type(kind)]
-    if args.query_key_bias and not any(parse_attention_type(kind).content for kind in bits):
-        raise ValueError(f"--query-key-bias needs attention whose first bit is set, got {' and '.join(kinds)}")
     if not args.offset_lr_scale > 0:
         raise ValueError(f"--offset-lr-scale must be positive, got {args.offset_lr_scale}")
+    kinds += [args.cross_attention] if "encoder" in sides else []
+    if args.query_key_bias and not any(is_attention_type(kind) and kind.startswith("1") for kind in kinds):
+        raise ValueError(f"--query-key-bias needs attention whose first bit is set, got {', '.join(kinds)}")
     if "encoder" not in sides:
         return
     if not is_attention_type(args.cross_attention):

@@ -55,7 +55,7 @@ class MultiheadSpatialAttention(SequencePositions):
     Of all terms only ε2 has its logits written out, (B, M, T, K), and kept for the gradient: K is ``attention_range``,
     or 2 max(T, S) - 1 for all keys (T with ``causal``). The others take O(T + S) memory.
 
-    Queries and keys are projected without a bias, which would be a u or a v in disguise.
+    Queries and keys are projected without a bias, which would be a u or a v in disguise, unless ``query_key_bias``.
 
     Args:
         embed_dim: C.
@@ -68,6 +68,7 @@ class MultiheadSpatialAttention(SequencePositions):
         bias: Of values and outputs.
         scale: Factor of the sum of all terms: the Transformer's is ``(embed_dim / num_heads) ** -0.5``; the paper's
             Eq. 2 has 1.
+        query_key_bias: Biases of queries and keys too, as the Transformer of Vaswani et al. (2017) has them; needs ε1.
         kdim: Channels of ``key`` and ``value``; None: C.
 
     Shapes:
@@ -88,6 +89,7 @@ class MultiheadSpatialAttention(SequencePositions):
         bias: bool = True,
         *,
         scale: float = 1.0,
+        query_key_bias: bool = False,
         kdim: int | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -103,15 +105,17 @@ class MultiheadSpatialAttention(SequencePositions):
             )
         if terms.relative and embed_dim % 2:
             raise ValueError(f"embed_dim must be even for relative positions (sines and cosines), got {embed_dim}")
+        if query_key_bias and not terms.content:
+            raise ValueError(f"query_key_bias needs the first bit of attention_type, got {attention_type!r}")
         kdim = embed_dim if kdim is None else kdim
         if not isinstance(kdim, int) or kdim < 1 or (causal and kdim != embed_dim):
             raise ValueError(f"kdim must be a positive int, and embed_dim = {embed_dim} with causal, got {kdim!r}")
         self.embed_dim, self.num_heads, self.kdim = embed_dim, num_heads, kdim
         self.attention_type, self.attention_range, self.causal = attention_type, attention_range, causal
-        self.dropout, self.scale = dropout, scale
+        self.dropout, self.scale, self.query_key_bias = dropout, scale, query_key_bias
         factory: dict[str, Any] = dict(device=device, dtype=dtype)
-        self.q_proj = nn.Linear(embed_dim, embed_dim, bias=False, **factory) if terms.queries else None
-        self.k_proj = nn.Linear(kdim, embed_dim, bias=False, **factory) if terms.keys else None
+        self.q_proj = nn.Linear(embed_dim, embed_dim, bias=query_key_bias, **factory) if terms.queries else None
+        self.k_proj = nn.Linear(kdim, embed_dim, bias=query_key_bias, **factory) if terms.keys else None
         self.v_proj = nn.Linear(kdim, embed_dim, bias=bias, **factory)
         self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias, **factory)
         self.position_proj = nn.Linear(embed_dim, embed_dim, bias=False, **factory) if terms.relative else None
@@ -378,7 +382,8 @@ class MultiheadSpatialAttention(SequencePositions):
     def extra_repr(self) -> str:
         text = f"{self.embed_dim}, num_heads={self.num_heads}, attention_type={self.attention_type!r}"
         for name, default in (
-            ("attention_range", -1), ("causal", False), ("dropout", 0.0), ("scale", 1.0), ("kdim", self.embed_dim)
+            ("attention_range", -1), ("causal", False), ("dropout", 0.0), ("scale", 1.0), ("query_key_bias", False),
+            ("kdim", self.embed_dim),
         ):  # fmt: skip
             if getattr(self, name) != default:
                 text += f", {name}={getattr(self, name)}"

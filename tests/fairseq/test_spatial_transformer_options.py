@@ -211,6 +211,10 @@ def test_layerdrop_prunes_to_the_layers_to_keep():
         ),
         (dict(encoder_attention="shaw", shaw_distance=0), "--shaw-distance must be at least 1, got 0"),
         (dict(encoder_attention="shaw", shaw_vectors="values"), "--shaw-vectors must be one of keys_and_values, keys"),
+        (
+            dict(encoder_attention="0111", decoder_attention="none", cross_attention="0110", query_key_bias=True),
+            "--query-key-bias needs attention whose first bit is set, got 0111, none, 0110",
+        ),
         (dict(offset_lr_scale=0.0), "--offset-lr-scale must be positive, got 0.0"),
         (dict(encoder_xformers_att_config="{}"), "--encoder-xformers-att-config is not possible"),
         (dict(decoder_attention_heads=5), "num_heads must divide embed_dim = 32, got 5"),

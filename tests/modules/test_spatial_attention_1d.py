@@ -51,7 +51,10 @@ def by_loops(module: MultiheadSpatialAttention, query, key=None, value=None, pad
     def weight(layer):
         return None if layer is None else layer.weight.numpy()
 
-    U, V, W = weight(module.q_proj), weight(module.k_proj), weight(module.position_proj)
+    def project(layer, x):
+        return layer.weight.numpy() @ x.numpy() + (0 if layer.bias is None else layer.bias.numpy())
+
+    W = weight(module.position_proj)
     e1, e2, e3, e4 = (bit == "1" for bit in module.attention_type)
     output = np.zeros((B, T, C))
     for b, m, t in itertools.product(range(B), range(M), range(T)):
@@ -69,11 +72,11 @@ def by_loops(module: MultiheadSpatialAttention, query, key=None, value=None, pad
             R = np.array([math.sin(offset * r) for r in rates] + [math.cos(offset * r) for r in rates])
             logits[s] = 0
             if e1:
-                logits[s] += (U @ query[b, t].numpy())[head] @ (V @ key[b, s].numpy())[head]
+                logits[s] += project(module.q_proj, query[b, t])[head] @ project(module.k_proj, key[b, s])[head]
             if e2:
-                logits[s] += (U @ query[b, t].numpy())[head] @ (W @ R)[head]
+                logits[s] += project(module.q_proj, query[b, t])[head] @ (W @ R)[head]
             if e3:
-                logits[s] += module.content_bias[m].numpy() @ (V @ key[b, s].numpy())[head]
+                logits[s] += module.content_bias[m].numpy() @ project(module.k_proj, key[b, s])[head]
             if e4:
                 logits[s] += module.position_bias[m].numpy() @ (W @ R)[head]
             logits[s] *= module.scale
@@ -121,6 +124,28 @@ def test_content_alone_is_the_transformers_attention():
     expected, weights = theirs(x, source, source, key_padding_mask=mask, average_attn_weights=False)
     torch.testing.assert_close(module(x, source, key_padding_mask=mask), expected)
     torch.testing.assert_close(module.attention_maps(x, source, key_padding_mask=mask), weights)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("bits", ["1000", "1010", "1100", "1111"])
+def test_biases_of_queries_and_keys(bits, mode):
+    module = build(bits, mode, query_key_bias=True)
+    arguments = inputs(mode)
+    torch.testing.assert_close(module(*arguments), by_loops(module, *arguments))
+    if mode == "causal":
+        torch.testing.assert_close(in_steps(module, *arguments), module(*arguments))
+
+
+def test_with_all_biases_it_is_the_transformers_attention():
+    module, (x,) = build("1000", scale=2**-0.5, query_key_bias=True), inputs("self")
+    theirs = nn.MultiheadAttention(6, 3, batch_first=True).double()
+    layers = module.q_proj, module.k_proj, module.v_proj
+    theirs.load_state_dict({
+        "in_proj_weight": torch.cat([layer.weight for layer in layers]),
+        "in_proj_bias": torch.cat([layer.bias for layer in layers]),
+        **{f"out_proj.{name}": value for name, value in module.out_proj.state_dict().items()},
+    })  # fmt: skip
+    torch.testing.assert_close(module(x), theirs(x, x, x)[0])
 
 
 @pytest.mark.parametrize("bits", ["1111", "0100", "0010", "0001", "0000"])
@@ -347,6 +372,10 @@ def test_state_dict():
     [
         (dict(attention_type="12"), "attention_type must be a string of four bits such as '1111', got '12'"),
         (dict(attention_type="1121"), "attention_type must be a string of four bits"),
+        (
+            dict(attention_type="0111", query_key_bias=True),
+            "query_key_bias needs the first bit of attention_type, got '0111'",
+        ),
         (dict(attention_range=4), "attention_range must be -1 .* or a positive odd int .* got 4"),
         (dict(attention_range=0), "attention_range must be"),
         (dict(num_heads=4), "num_heads must divide embed_dim = 6, got 4"),
