@@ -23,7 +23,6 @@ from ..modules import (
     RelativeSelfAttention,
     SequenceCache,
 )
-
 from ..terms.attention_type import parse_attention_type
 
 IncrementalState = dict[str, dict[str, Any]]
