@@ -49,7 +49,8 @@ EXTRAS = {
     "pycocoevalcap": "captioning",
 }
 # Toolkits, likewise. A tool that lacks one names this one alone.
-STACKS = {"cv2": "mm", "mmcv": "mm", "mmdet": "mm", "mmengine": "mm", "mmseg": "mm", "fairseq": "fairseq"}
+STACKS = {"cv2": "mm", "mmcv": "mm", "mmdet": "mm", "mmengine": "mm", "mmseg": "mm"}
+STACKS |= {"fairseq": "fairseq", "sacrebleu": "fairseq"}
 
 
 @contextmanager

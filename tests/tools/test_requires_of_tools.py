@@ -70,6 +70,8 @@ CASES = [
     ("fuzz --help", "torch", OWN),
     ("fuzz window_attention", "attn_plugins", OWN),
     ("gpu_check --help", "torch", OWN),
+    ("score_compounds --help", "attn_plugins", OWN),
+    ("score_compounds DIR/generate.txt", "sacrebleu", FAIRSEQ),
     ("show_sampling --help", "PIL", TOOLS),
     ("show_sampling config.py model.pth image.png DIR/out.png", "mmdet", MM),
     ("space_time_cost --help", "timm", TIMM_TOOLS),

@@ -1,0 +1,175 @@
+"""Scores the output of fairseq-generate as papers on WMT English-German do: BLEU of tokens, with compounds split.
+
+::
+
+    fairseq-generate ... --beam 5 --remove-bpe > generate.txt
+    python -m tools.score_compounds generate.txt
+    python -m tools.score_compounds generate.txt --reference test.de --json scores.json
+
+A hyphen between two characters becomes a token, ``##AT##-##AT##``, in translations and references, by the rule of
+tensor2tensor's and fairseq's scripts, ``s{(\\S)-(\\S)}{$1 ##AT##-##AT## $2}g``; so ``a-b-c`` is split once. Text that
+Moses tokenised with ``-a`` has the token ``@-@`` there and is split already: it is left alone, and both figures are the
+same. BLEU of tokens counts them as they are, case-sensitive and without smoothing, as multi-bleu.perl does (sacrebleu
+with ``tokenize="none"``).
+
+sacreBLEU stands beside them, of lines D and T. It can be compared with others' where those lines are detokenised,
+which ``fairseq-generate --tokenizer moses`` does; lines T are then no tokens, and ``--reference`` gives them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tools.requires import extras, need
+
+with extras():
+    from tools.files import write_text
+
+LINE = re.compile(r"([THD])-(\d+)\t(.*)")
+FINISHED = re.compile(r"^Generate .+ with beam=", re.MULTILINE)
+HYPHEN = re.compile(r"(?<!\S)@-@(?!\S)|(\S)-(\S)")  # what Moses split already, or a compound
+
+
+@dataclass(frozen=True)
+class Generated:
+    """What fairseq-generate printed, in the order of the test set.
+
+    Attributes:
+        references: Lines T.
+        hypotheses: Lines H, the best of each sentence: tokens.
+        detokenised: Lines D, of the same; equal to ``hypotheses`` without ``--tokenizer``.
+    """
+
+    references: list[str]
+    hypotheses: list[str]
+    detokenised: list[str]
+
+
+def read(log: str, name: str = "the output") -> Generated:
+    """The sentences of an output of fairseq-generate.
+
+    Raises:
+        ValueError: it is none, is not finished, or lacks a sentence.
+    """
+    found: dict[str, dict[int, str]] = {"T": {}, "H": {}, "D": {}}
+    for match in filter(None, map(LINE.fullmatch, log.split("\n"))):
+        letter, number, text = match[1], int(match[2]), match[3]
+        found[letter].setdefault(number, text if letter == "T" else text.partition("\t")[2])  # the first is the best
+    if not found["H"]:
+        raise ValueError(f"{name} has no line H-...: it must be what fairseq-generate prints without --quiet")
+    if not found["T"]:
+        raise ValueError(f"{name} has no line T-...: the test set must have its target language")
+    if not FINISHED.search(log):
+        raise ValueError(f"{name} does not end with the line 'Generate ... with beam=': fairseq-generate is not done")
+    numbers = range(1 + max(map(max, found.values())))
+    for letter, lines in found.items():
+        if missing := sorted(set(numbers) - lines.keys()):
+            first = f"{letter}-{missing[0]}"
+            raise ValueError(f"{name} lacks {len(missing)} of {len(numbers)} sentences, the first is {first}")
+    references, hypotheses, detokenised = ([lines[n] for n in numbers] for lines in found.values())
+    pieces = next((line for line in hypotheses if "@@ " in line or "\u2581" in line), None)
+    if pieces is not None:
+        raise ValueError(f"{name} has words in pieces: fairseq-generate needs --remove-bpe; got {pieces!r}")
+    return Generated(references, hypotheses, detokenised)
+
+
+def split_compounds(line: str) -> str:
+    """``line`` with ``a-b`` as ``a ##AT##-##AT## b``.
+
+    >>> split_compounds("das Ost-West-Projekt - heute")
+    'das Ost ##AT##-##AT## West ##AT##-##AT## Projekt - heute'
+    """
+    return HYPHEN.sub(lambda m: m[0] if m[1] is None else f"{m[1]} ##AT##-##AT## {m[2]}", line)
+
+
+def token_bleu(hypotheses: Iterable[str], references: Iterable[str]) -> Any:
+    """Corpus BLEU of tokens as they are; sacrebleu's ``BLEUScore``."""
+    from sacrebleu.metrics import BLEU
+
+    bleu = BLEU(tokenize="none", smooth_method="none", force=True)
+    return bleu.corpus_score([*hypotheses], [[*references]])
+
+
+def scores(generated: Generated, references: list[str] | None = None) -> dict[str, Any]:
+    """BLEU of tokens, of tokens with compounds split, and sacreBLEU with its signature.
+
+    Args:
+        generated: Of :func:`read`.
+        references: Tokens, in the order of the test set; None: lines T, where they are no detokenised text.
+    """
+    from sacrebleu.metrics import BLEU
+
+    found: dict[str, Any] = {"sentences": len(generated.hypotheses)}
+    detokenised = generated.detokenised != generated.hypotheses
+    if references is None and not detokenised:
+        references = generated.references
+    if references is not None:
+        plain = token_bleu(generated.hypotheses, references)
+        split = token_bleu(map(split_compounds, generated.hypotheses), map(split_compounds, references))
+        found["bleu"], found["bleu_compounds_split"] = plain.score, split.score
+        found["detail"], found["detail_compounds_split"] = str(plain), str(split)
+    bleu = BLEU(force=True)
+    found["sacrebleu"] = bleu.corpus_score(generated.detokenised, [generated.references]).score
+    found["signature"] = str(bleu.get_signature())
+    found["detokenised"] = detokenised
+    return found
+
+
+def table(found: dict[str, Any]) -> str:
+    """The scores as lines."""
+    lines = [f"{found['sentences']:,} sentences"]
+    if "bleu" in found:
+        lines += [f"tokens                     {found['detail']}"]
+        lines += [f"tokens, compounds split    {found['detail_compounds_split']}"]
+    else:
+        lines += ["tokens                     need --reference: lines T are detokenised"]
+    note = "" if found["detokenised"] else " (not detokenised: others' sacreBLEU is of other text)"
+    lines += [f"sacreBLEU                  {found['sacrebleu']:.2f} {found['signature']}{note}"]
+    return "\n".join(lines)
+
+
+def read_lines(path: Path, count: int) -> list[str]:
+    """The ``count`` lines of a file.
+
+    Raises:
+        ValueError: there are more or fewer.
+    """
+    lines = path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
+    if len(lines) != count:
+        raise ValueError(f"--reference {path} must have a line for each of the {count} sentences, got {len(lines)}")
+    return lines
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.score_compounds",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("output", type=Path, metavar="OUTPUT", help="what fairseq-generate printed")
+    parser.add_argument("--reference", type=Path, metavar="FILE", help="tokenised references (default: lines T)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to a file")
+    options = parser.parse_args(arguments)
+    need("sacrebleu")
+    try:
+        generated = read(options.output.read_text(encoding="utf-8"), str(options.output))
+        reference = None if options.reference is None else read_lines(options.reference, len(generated.hypotheses))
+        found = scores(generated, reference)
+        if options.json is not None:
+            write_text(options.json, json.dumps(found, indent=1, ensure_ascii=False) + "\n")
+    except (OSError, UnicodeDecodeError, ValueError) as error:
+        print(f"score_compounds: {error}", file=sys.stderr)
+        return 2
+    print(table(found))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
