@@ -3,17 +3,20 @@
 python -m tools.space_time_cost
 python -m tools.space_time_cost --model timesformer_small_patch16_224 --frames 8 16 --sizes 224 --patterns divided joint
 python -m tools.space_time_cost --markdown benchmarks/space-time-cost.md --plot benchmarks/space-time-cost.svg
+python -m tools.space_time_cost --measure benchmarks/space-time-cost.json --training --markdown … --plot …
 
-Multiply-adds of one clip by torch's flop counter, on shapes alone: nothing is computed or timed.
+Multiply-adds of one clip by torch's flop counter, on shapes alone: nothing is computed. --measure times small models as
+well, patterns in turn, with their peak memory; --measured shows what it stored.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 from tools.files import write, write_text
 from tools.requires import extras
@@ -25,7 +28,9 @@ with extras("timm", "tools"):
 
     import attn_plugins.timm  # noqa: F401 - registers the models
     from attn_plugins.modules.space_time_attention import STEPS
+    from tools.benchmark import results
     from tools.figures.row import Row, markdown
+    from tools.space_time_measure import KINDS, Clip, add_arguments, measured, over_frames, over_sizes, section
 
 MODEL = "timesformer_base_patch16_224"
 PATTERNS = tuple(STEPS)
@@ -46,9 +51,9 @@ def build(name: str, pattern: str, frames: int, size: int, **options: int) -> to
 
 
 @cache
-def cost(name: str, pattern: str, frames: int, size: int) -> int:
+def cost(name: str, pattern: str, frames: int, size: int, **options: int) -> int:
     """Multiply-adds of one clip, of all products: projections, MLPs, attention, patches and the head."""
-    model = build(name, pattern, frames, size)
+    model = build(name, pattern, frames, size, **options)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(torch.empty(1, frames, 3, size, size, device="meta"))
     return counter.get_total_flops() // 2
@@ -78,31 +83,73 @@ def table(name: str, patterns: Sequence[str], frames: Sequence[int], sizes: Sequ
     return "\n".join(lines) + "\n"
 
 
-def plot(path: Path, name: str, patterns: Sequence[str], frames: Sequence[int], sizes: Sequence[int]) -> None:
-    """Draw cost over size, of the fewest frames, and over frames, of the smallest size (the paper's Fig. 4)."""
+def plot(
+    path: Path,
+    name: str,
+    patterns: Sequence[str],
+    frames: Sequence[int],
+    sizes: Sequence[int],
+    data: Mapping[str, Any] | None = None,
+) -> None:
+    """Draw cost over size, of the fewest frames, and over frames, of the smallest size (the paper's Fig. 4).
+
+    With measured ``data`` a row of panels for each kind of step follows, whose bands are the quartiles.
+    """
     with extras("tools"):
         import matplotlib
 
         matplotlib.use("Agg")
         from matplotlib import pyplot
 
+    def counted(axes: Any, ticks: Sequence[int], clips: Sequence[Clip]) -> None:
+        for pattern in patterns:
+            costs = [cost(name, pattern, *clip) / 1e12 for clip in clips]
+            axes.plot(ticks, costs, marker="o", markersize=3, color=COLOURS[pattern], label=pattern)
+
+    kinds = [] if data is None else [kind for kind in KINDS if any(row["kind"] == kind for row in data["rows"])]
     with pyplot.rc_context({"svg.hashsalt": "space-time", "svg.fonttype": "none", "font.family": "sans-serif"}):
-        figure, axes = pyplot.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
-        panels = (
-            (axes[0], f"{min(frames)} frames", "size in pixels", sizes, [(min(frames), size) for size in sizes]),
-            (axes[1], f"{min(sizes)}² pixels", "frames", frames, [(count, min(sizes)) for count in frames]),
-        )
-        for panel, title, label, ticks, clips in panels:
-            for pattern in patterns:
-                costs = [cost(name, pattern, *clip) / 1e12 for clip in clips]
-                panel.plot(ticks, costs, marker="o", markersize=3, color=COLOURS[pattern], label=pattern)
-            panel.set(title=title, xlabel=label, ylabel="TFLOPs a clip", xticks=list(ticks), ylim=(0, None))
-            panel.grid(alpha=0.3)
-        axes[0].legend(frameon=False, fontsize="small")
-        kind = path.suffix.removeprefix(".")
-        metadata = {"Date": None} if kind == "svg" else {}
-        write(path, lambda partial: figure.savefig(partial, format=kind, dpi=150, metadata=metadata))
+        rows = 1 + len(kinds)
+        figure, axes = pyplot.subplots(rows, 2, figsize=(9, 3.6 * rows), layout="constrained", squeeze=False)
+        _draw(axes[0], frames, sizes, "TFLOPs a clip", "", counted)
+        for kind, pair in zip(kinds, axes[1:]):
+            assert data is not None
+            model = f"{data['model'].removesuffix('_patch16_224')}, {data['depth']} blocks: "
+            _draw(pair, data["frames"], data["sizes"], f"seconds, {kind}", model, partial(_timed, data, kind))
+        axes[0, 0].legend(frameon=False, fontsize="small")
+        suffix = path.suffix.removeprefix(".")
+        metadata = {"Date": None} if suffix == "svg" else {}
+        write(path, lambda beside: figure.savefig(beside, format=suffix, dpi=150, metadata=metadata))
         pyplot.close(figure)
+
+
+def _timed(data: Mapping[str, Any], kind: str, axes: Any, ticks: Sequence[int], clips: Sequence[Clip]) -> None:
+    times = {(row["frames"], row["size"]): row["patterns"] for row in data["rows"] if row["kind"] == kind}
+    for pattern in data["patterns"]:
+        low, least, high = ([times[clip][pattern][key] for clip in clips] for key in ("q1", "min", "q3"))
+        axes.plot(ticks, least, marker="o", markersize=3, color=COLOURS[pattern])
+        axes.fill_between(ticks, low, high, color=COLOURS[pattern], alpha=0.2, linewidth=0)
+
+
+def _draw(
+    pair: Sequence[Any], frames: Sequence[int], sizes: Sequence[int], unit: str, start: str, curves: Callable[..., None]
+) -> None:
+    """Draw curves over size and over frames, with their titles."""
+    for axes, title, label, ticks, clips in (
+        (pair[0], f"{min(frames)} frames", "size in pixels", sizes, over_sizes(frames, sizes)),
+        (pair[1], f"{min(sizes)}² pixels", "frames", frames, over_frames(frames, sizes)),
+    ):
+        curves(axes, ticks, clips)
+        axes.set(title=start + title, xlabel=label, ylabel=unit, xticks=list(ticks), ylim=(0, None))
+        axes.grid(alpha=0.3)
+
+
+def stored(file: Path) -> dict[str, Any] | None:
+    """Read what --measure stored; None where a file is none of these."""
+    try:
+        data = results.read(file)
+    except (OSError, ValueError, AttributeError):
+        return None
+    return data if data is not None and data.get("benchmark") == "space-time-cost" else None
 
 
 def parser() -> argparse.ArgumentParser:
@@ -118,6 +165,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--sizes", nargs="+", type=int, default=SIZES, metavar="PIXELS", help=f"multiples of 16; {SIZES}")
     made.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables there as well")
     made.add_argument("--plot", type=Path, metavar="FILE", help="draw the cost, as .svg, .png or .pdf")
+    add_arguments(made)
     return made
 
 
@@ -126,26 +174,42 @@ def main(arguments: list[str] | None = None) -> int:
     options = made.parse_args(arguments)
     if not options.model.startswith("timesformer_") or not timm.is_model(options.model):
         made.error(f"--model must be one of {', '.join(timm.list_models('timesformer_*'))}, got {options.model!r}")
-    for flag, numbers, unit in (("--frames", options.frames, 1), ("--sizes", options.sizes, 16)):
+    checked = (
+        ("--frames", options.frames, 1), ("--sizes", options.sizes, 16),
+        ("--measure-frames", options.measure_frames, 1), ("--measure-sizes", options.measure_sizes, 16),
+        ("--threads", [options.threads], 1),
+    )  # fmt: skip
+    for flag, numbers, unit in checked:
         for number in numbers:
             if number < 1 or number % unit:
                 made.error(f"{flag} must be positive{' multiples of 16' if unit > 1 else ''}, got {number}")
     if options.plot is not None and options.plot.suffix not in (".svg", ".png", ".pdf"):
         made.error(f"--plot must end with .svg, .png or .pdf, got {options.plot}")
+    if options.measure is not None and options.measure.suffix != ".json":
+        made.error(f"--measure must end with .json, got {options.measure}")
+    if options.seconds < 0:
+        made.error(f"--seconds must not be negative, got {options.seconds:g}")
+    data = None
+    if options.measured is not None and (data := stored(options.measured)) is None:
+        made.error(f"--measured must be a file that --measure wrote, got {options.measured}")
+    if options.measure is not None:
+        data = measured(options)
     clips = options.model, options.patterns, options.frames, options.sizes
     text = (
         "# What TimeSformer's patterns cost\n\n"
         "Multiply-adds of all products in a forward pass, counted by torch's flop counter on shapes alone: FLOPs as "
-        "the paper counts them. Nothing here is a time.\n\n"
+        f"the paper counts them. {'Nothing here is a time.' if data is None else 'Times follow them.'}\n\n"
         f"## The paper's figures\n\nThe paper's model, {MODEL}: parameters with the {SSV2_CLASSES} classes of "
         f"Something-Something V2, inference on {VIEWS} views of a clip by the pattern 'divided'. `=`: ours rounds to "
         f"the printed figure.\n\n{markdown(printed_figures())}\n"
         f"## TFLOPs of one clip, {options.model}\n\n"
     )
     if options.plot is not None:
-        plot(options.plot, *clips)
+        plot(options.plot, *clips, data)
         text += f"![Cost over size and over frames]({options.plot.name})\n\n"
     text += table(*clips)
+    if data is not None:
+        text += "\n" + section(data, cost)
     print(text)
     if options.markdown is not None:
         write_text(options.markdown, text)
