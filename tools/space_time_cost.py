@@ -198,7 +198,7 @@ def main(arguments: list[str] | None = None) -> int:
     text = (
         "# What TimeSformer's patterns cost\n\n"
         "Multiply-adds of all products in a forward pass, counted by torch's flop counter on shapes alone: FLOPs as "
-        f"the paper counts them. {'Nothing here is a time.' if data is None else 'Times follow them.'}\n\n"
+        f"the paper counts them. {'Nothing here is a time.' if data is None else 'Measured times follow below.'}\n\n"
         f"## The paper's figures\n\nThe paper's model, {MODEL}: parameters with the {SSV2_CLASSES} classes of "
         f"Something-Something V2, inference on {VIEWS} views of a clip by the pattern 'divided'. `=`: ours rounds to "
         f"the printed figure.\n\n{markdown(printed_figures())}\n"
