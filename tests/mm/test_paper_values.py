@@ -1,0 +1,117 @@
+"""Every config's schedule, weight decay, crop and test mode against what its paper prints: ``paper_values.yaml``."""
+
+from __future__ import annotations
+
+import re
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from mmengine.config import Config
+
+from tests.mm.mm_helpers import ROOT
+
+TABLE = yaml.safe_load((Path(__file__).parent / "paper_values.yaml").read_text(encoding="utf-8"))
+CONFIGS = sorted(path for kit in ("mmdet", "mmseg") for path in (ROOT / "configs" / kit).glob("*/*.py"))
+# Small sets of ours, and transformers that are upstream's but for their attention.
+WITHOUT_PAPER = ("digits", "scenes", "transformers")
+OF_PAPERS = [path for path in CONFIGS if path.parent.name not in WITHOUT_PAPER]
+
+
+def folder_of(path: Path) -> str:
+    return f"{path.parents[1].name}/{path.parent.name}"
+
+
+def expected(path: Path) -> dict[str, Any]:
+    """What the table says of a config; its folder's values, and its own, which are of other names."""
+    folder = TABLE[folder_of(path)]
+    [own] = [row for pattern, row in folder["files"].items() if fnmatch(path.stem, pattern)]
+    found: dict[str, Any] = {}
+    for part in (folder, own):
+        for kind in ("values", "open"):
+            given = part.get(kind) or {}
+            assert not found.keys() & given.keys()
+            found |= given
+    return found
+
+
+def transform(config: Config, kind: str, key: str) -> Any:
+    """An argument of the training's transform of a kind; None: there is none."""
+    found = [step.get(key) for step in config.train_dataloader.dataset.pipeline if step["type"] == kind]
+    assert len(found) <= 1
+    return list(found[0]) if found else None
+
+
+def gpus(path: Path) -> int:
+    """As the name of the file says, ``4xb2``; the names ``1x`` and ``150e`` are of mmdet's 8."""
+    found = re.search(r"(\d+)xb\d+", path.stem)
+    return int(found[1]) if found else 8
+
+
+def schedule(config: Config) -> dict[str, Any]:
+    found: dict[str, Any] = {"warmup": 0}
+    for part in config.param_scheduler:
+        if part["type"] == "LinearLR":
+            assert part["begin"] == 0
+            assert not part["by_epoch"]
+            found["warmup"] = part["end"]
+        elif part["type"] == "PolyLR":
+            found |= {"poly": [part["power"], part["eta_min"]], "iterations": part["end"]}
+            assert part["begin"] == found["warmup"]
+            assert config.train_cfg.max_iters == part["end"]
+        else:
+            assert part["type"] == "MultiStepLR"
+            assert part["gamma"] == 0.1
+            found |= {"steps": list(part["milestones"]), "epochs": config.train_cfg.max_epochs}
+            assert part["end"] == config.train_cfg.max_epochs
+    return found
+
+
+def proposals(config: Config) -> dict[str, Any]:
+    """Of a detector of two stages."""
+    if "rpn_proposal" not in (config.model.get("train_cfg") or {}):
+        return {}
+    train, test = config.model.train_cfg, config.model.test_cfg
+    samplers = train.rpn.sampler, train.rcnn.sampler
+    return {
+        "proposals": [train.rpn_proposal.max_per_img, test.rpn.max_per_img],
+        "proposal_iou": train.rpn_proposal.nms.iou_threshold,
+        "samples": [number for sampler in samplers for number in (sampler.num, sampler.pos_fraction)],
+    }
+
+
+def found(path: Path) -> dict[str, Any]:
+    """What a config says of all that the table may name."""
+    config = Config.fromfile(path)
+    optimizer = config.optim_wrapper.optimizer
+    return {
+        "optimizer": optimizer.type,
+        **{name: optimizer.get(name) for name in ("lr", "momentum", "weight_decay")},
+        **schedule(config),
+        **proposals(config),
+        "scale": transform(config, "RandomResize", "ratio_range"),
+        "crop": transform(config, "RandomCrop", "crop_size"),
+        "batch": config.train_dataloader.batch_size * gpus(path),
+        "test": config.model.get("test_cfg", {}).get("mode"),
+        "pretrained": config.model.get("pretrained") or config.model.backbone.get("init_cfg"),
+    }
+
+
+OPTIONAL = {"pretrained", "proposals", "proposal_iou", "samples"}  # those that only some papers print
+
+
+@pytest.mark.parametrize("path", OF_PAPERS, ids=lambda path: f"{folder_of(path)}/{path.stem}")
+def test_a_config_is_its_papers(path):
+    table, config = expected(path), found(path)
+    assert {name: config.get(name, "missing") for name in table} == table
+    assert config.keys() - OPTIONAL <= table.keys()  # nothing is left out of the table
+
+
+def test_every_folder_is_in_the_table():
+    assert {folder_of(path) for path in OF_PAPERS} == set(TABLE)
+    for folder, row in TABLE.items():
+        stems = [path.stem for path in OF_PAPERS if folder_of(path) == folder]
+        for pattern in row["files"]:
+            assert any(fnmatch(stem, pattern) for stem in stems), f"{folder}: no config is {pattern}"
