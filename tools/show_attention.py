@@ -15,9 +15,9 @@
 
 MODEL is timm's name of a model, or a config (a file or 'mmdet::…') of mmdet or mmseg, with any of our attention modules
 in it, or of a transformer, stock or with our layers: what timm makes of its VisionTransformer or NaFlexVit (ViT, DeiT,
-DINOv2) or TimeSformer, DETR and its relatives, MaskFormer, Mask2Former. A timm model sees the whole picture, resized to
---input-size, else to the size that a checkpoint of tools.train_classifier was trained at, else to the model's own; a
-line says which.
+DINOv2), its Swin and Swin V2, or TimeSformer, DETR and its relatives, MaskFormer, Mask2Former. A timm model sees the
+whole picture, resized to --input-size, else to the size that a checkpoint of tools.train_classifier was trained at,
+else to the model's own; a line says which.
 
 Written are a PNG grid for every layer (heads in rows, pixels in columns, as in Bello et al. 2019, Fig. 9 and 10) and
 attention.html, one self-contained page on which a click or the arrow keys choose the pixel. Beside the greatest weight

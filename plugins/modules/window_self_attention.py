@@ -169,7 +169,7 @@ class WindowSelfAttention(GridTerms):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw linear layers and the table as Swin does, σ = 0.02, biases 0; what is added as :meth:`reset_terms` says."""
+        """Draw linear layers and the table as Swin does, σ = 0.02, biases 0; the rest as :meth:`reset_terms` says."""
         for layer in (self.qkv, self.proj, *(self.cpb_mlp or ())):
             if isinstance(layer, nn.Linear):
                 nn.init.trunc_normal_(layer.weight, std=0.02)

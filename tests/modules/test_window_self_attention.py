@@ -57,7 +57,7 @@ def offset_logit(module: WindowSelfAttention, head: int, query: Tensor, dy: int,
 
 
 def bilateral_logits(module: WindowSelfAttention, head: int, token: Tensor, offsets: list) -> Tensor:
-    """Thesis, Eq. 3.11 and 3.12, of one query for the keys at ``offsets``: predicted near it, smoothed over its keys."""
+    """Thesis, Eq. 3.11 and 3.12, of a query for the keys at ``offsets``: predicted near it, smoothed over all."""
     k, d = module.kernel_size, C // M
     values = module.predictor(token).view(M, -1)[head]
     window, r = values[: k * k].view(k, k), k // 2

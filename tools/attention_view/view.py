@@ -20,6 +20,7 @@ from attn_plugins.modules.capture import Captured, attention_layers, capture_att
 from tools.attention_view.objects import Objects
 from tools.attention_view.sampling import Samples
 from tools.attention_view.space_time import step_layers
+from tools.attention_view.swin import capture_swin, is_swin, swin_layers
 from tools.attention_view.tokens import TokenMaps
 from tools.attention_view.vit import (
     CLS,
@@ -197,7 +198,7 @@ def timm_size(model: nn.Module, checkpoint: Path | None, given: Sequence[int] | 
     if trained is not None:
         return trained, "at which the checkpoint was trained"
     size = tuple(resolve_model_data_config(model)["input_size"][1:])
-    if model in vision_transformers(model).values():
+    if model in vision_transformers(model).values() or is_swin(model):
         size = tuple(getattr(getattr(model, "patch_embed", None), "img_size", None) or size)  # as it was made
     return size, "the model's own; --input-size H W takes another"
 
@@ -222,8 +223,8 @@ def chosen_layers(model: nn.Module, known: Sequence[str], patterns: Sequence[str
 
 
 def timm_layers(model: nn.Module) -> list[str]:
-    """The attention layers of ours and of timm's vision transformers, by name."""
-    known = {**attention_layers(model), **vit_layers(model), **step_layers(model)}
+    """The attention layers of ours and of timm's vision transformers and Swins, by name."""
+    known = {**attention_layers(model), **vit_layers(model), **step_layers(model), **swin_layers(model)}
     return [name for name, _ in model.named_modules() if name in known]
 
 
@@ -250,10 +251,11 @@ def see_timm(
     x = ((torch.from_numpy(picture).permute(2, 0, 1) / 255 - mean) / std).unsqueeze(0)
 
     named, patches = chosen_layers(model, timm_layers(model), layers), vit_layers(model)
-    own = [name for name in named if name not in patches]
+    own = [name for name in named if name not in patches and name not in swin_layers(model)]
     with ExitStack() as stack:
         second = stack.enter_context(capture_vit(model))
         first = stack.enter_context(capture_attention(model, own)) if own else {}
+        windows = stack.enter_context(capture_swin(model, named))
         try:
             with torch.no_grad():
                 model(x)
@@ -262,7 +264,8 @@ def see_timm(
                 f"{type(model).__name__} does not take an input of {H}×{W} pixels: {one_line(error)} "
                 "With --model-args dynamic_img_size=true --model-args dynamic_img_pad=true it takes any size"
             ) from error
-    captured: dict[str, Layer] = {**first, **{name: layer for name, layer in second.items() if name in named}}
+    captured: dict[str, Layer] = {**first, **windows}
+    captured.update({name: layer for name, layer in second.items() if name in named})
     chosen = list(captured) if layers else default_layers(captured)
     shown: dict[str, Layer] = {name: captured[name] for name in chosen}
     if with_rollout:

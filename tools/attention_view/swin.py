@@ -1,0 +1,121 @@
+"""The attention of timm's Swin and Swin V2, stock or under ``attn_plugins.timm.accelerate``.
+
+Shapes: B batch, M heads, (H, W) the map, N tokens of a window.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from attn_plugins.modules.capture import Captured
+from attn_plugins.modules.windows import masked, pair_weights, predicted_logits, project_v2, window_maps
+from attn_plugins.terms.cosine_scale import cosine_operands
+from attn_plugins.terms.position_table import table_logits
+
+SECOND = "swin_transformer_v2"
+
+
+KINDS = {"swin_transformer": "SwinTransformer", SECOND: "SwinTransformerV2"}  # files of timm's, and their models
+
+
+def is_swin(model: nn.Module) -> bool:
+    """Whether ``model`` is timm's Swin or Swin V2, with any attention."""
+    return isinstance(model, tuple(getattr(module, name) for module, name in _imported()))
+
+
+def swin_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """The blocks of timm's Swin with timm's own attention, by the names of the attention layers.
+
+    Those with our layers are not there: :func:`attn_plugins.modules.capture.attention_layers` knows them.
+    """
+    found = {}
+    for file, kind in _imported():
+        block = getattr(file, f"{kind}Block")
+        for name, module in model.named_modules():
+            if isinstance(module, block) and type(module.attn) is file.WindowAttention:
+                found[f"{name}.attn" if name else "attn"] = module
+    return found
+
+
+def _imported() -> list[tuple[Any, str]]:
+    """timm's files, and their models' names: a model of theirs has imported them, others do without timm."""
+    files = {sys.modules.get(f"timm.models.{name}"): kind for name, kind in KINDS.items()}
+    return [(file, kind) for file, kind in files.items() if file is not None]
+
+
+class StockWindows:
+    """A block's attention in the words of :class:`attn_plugins.modules.capture.Captured`.
+
+    Args:
+        block: timm's, of either version.
+    """
+
+    map_axes = slice(1, 3)  # of an input
+
+    def __init__(self, block: Any) -> None:
+        self.block, self.second = block, type(block.attn).__module__.endswith(SECOND)
+
+    def attention_size(self, size: Sequence[int]) -> tuple[int, int]:
+        """The map of queries, for an input of ``size`` (H, W)."""
+        return size[0], size[1]
+
+    def attention_maps(self, x: Tensor, queries: Tensor | None = None) -> Tensor:
+        """The weights for an input (B, H, W, C) of the attention.
+
+        Masks of shifted windows are -inf; timm's -100 gives the same up to rounding.
+
+        Returns:
+            (B, M, H, W, H, W), or (B, M, Q, H, W) of ``queries``.
+        """
+        block, attn = self.block, self.block.attn
+        if self.second:
+            pretrained = attn.pretrained_window_size if attn.pretrained_window_size[0] > 0 else None
+            table = predicted_logits(attn.cpb_mlp, attn.window_size, pretrained)
+        else:
+            table = table_logits(attn.relative_position_bias_table, attn.window_size)
+
+        def project(tokens: Tensor) -> Tensor:
+            return project_v2(tokens, attn.qkv, attn.q_bias, attn.v_bias) if self.second else attn.qkv(tokens)
+
+        def weigh(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, tokens: Tensor) -> Tensor:
+            q, k = cosine_operands(q, k, attn.logit_scale) if self.second else (q * attn.scale, k)
+            return pair_weights(q, k, masked(table.unsqueeze(0), mask, q))
+
+        return window_maps(x, block.window_size, block.shift_size, attn.num_heads, project, weigh, queries)
+
+
+@contextmanager
+def capture_swin(model: nn.Module, layers: Sequence[str] | None = None) -> Iterator[dict[str, Captured]]:
+    """Remember what a forward pass gives to the attention of :func:`swin_layers`.
+
+    Args:
+        model: Any model.
+        layers: Names; None for all.
+
+    Yields:
+        What was captured, by name, in the order of the calls.
+    """
+    captured: dict[str, Captured] = {}
+
+    def keep(name: str, windows: StockWindows, x: Tensor) -> None:
+        captured.pop(name, None)
+        captured[name] = Captured(name, windows, (x,), {})
+
+    with ExitStack() as stack:
+        for name, block in swin_layers(model).items():
+            if layers is None or name in layers:
+                stack.callback(_watch(block, partial(keep, name, StockWindows(block))).remove)
+        yield captured
+
+
+def _watch(block: Any, keep: Any) -> Any:
+    """Hand the input of a block's attention to ``keep``: V2 normalises behind its attention, V1 before."""
+    if type(block.attn).__module__.endswith(SECOND):
+        return block.register_forward_pre_hook(lambda _, inputs: keep(inputs[0]))
+    return block.norm1.register_forward_hook(lambda _, inputs, output: keep(output))
