@@ -1,0 +1,101 @@
+"""The stock console commands with the captioners: both stages, an interruption, several models together, bad input."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("fairseq")
+
+from tests.fairseq.captioning_helpers import CAPTIONERS, write_images
+from tests.fairseq.console_helpers import in_one_process
+
+OPTIONS = ["--user-dir=plugins/fairseq", "--task=captioning", "--min-word-count=1", "--cpu", "--num-workers=0"]
+# All samples are one batch: fairseq shuffles samples of one length by the epoch that a run begins with.
+TRAIN = [*OPTIONS, "--optimizer=adam", "--batch-size=40", "--dropout=0", "--no-progress-bar", "--log-format=simple"]
+CRITERIA = {"show_attend_tell": "doubly_stochastic_cross_entropy"}
+
+
+def first_stage(name: str, data: Path, folder: Path, updates: int) -> list[Any]:
+    criterion = f"--criterion={CRITERIA.get(name, 'label_smoothed_cross_entropy')}"
+    model = [f"--arch={name}_tiny", "--embed-dim=32", criterion, "--label-smoothing=0.1", "--lr=0.02"]
+    return [
+        "train",
+        data,
+        *TRAIN,
+        *model,
+        f"--max-update={updates}",
+        "--no-epoch-checkpoints",
+        f"--save-dir={folder}",
+        "--disable-validation",
+    ]
+
+
+def parameters(folder: Path) -> dict[str, torch.Tensor]:
+    return torch.load(folder / "checkpoint_last.pt", weights_only=False)["model"]
+
+
+def bad_input(folder: Path, names: list[str]) -> tuple[list[list[Any]], list[str]]:
+    """Commands with files that do not fit a checkpoint or a model, and what they raise."""
+    wider = write_images(folder / "wider")
+    arrays = {name: np.array(array) for name, array in np.load(wider / "regions.npz").items()}
+    arrays["features"] = np.concatenate([arrays["features"], arrays["features"][:, :1]], 1)
+    np.savez(wider / "regions.npz", **arrays)
+    blind = write_images(folder / "blind")
+    (blind / "regions.npz").unlink()
+    commands, expected = [], []
+    for name in names:
+        commands.append(["generate", wider, *OPTIONS, "--path", folder / name / "checkpoint_last.pt"])
+        expected.append("the checkpoint is of 6 channels a region; those of .*regions.npz have 7")
+        commands.append(first_stage(name, blind, folder / "none", 1))
+        what = name if name == "show_attend_tell" else "--fusion visual"
+        expected.append(f"{what} needs region features: give --regions")
+    return commands, expected
+
+
+def test_both_stages_an_interruption_captions_and_bad_input(tmp_path):
+    """What was interrupted and went on has the parameters of what was not."""
+    data, names = write_images(tmp_path / "data"), list(CAPTIONERS)
+    commands = [first_stage(name, data, tmp_path / name, 10) for name in names]
+    commands += [first_stage(name, data, tmp_path / f"{name}_again", updates) for name in names for updates in (5, 10)]
+    for name in names:
+        stage = [f"--arch={name}_tiny", "--embed-dim=32", "--criterion=self_critical", "--one-caption-per-image"]
+        stage += ["--samples=2", "--baseline=mean", "--lr=0.001", "--max-update=2", "--no-epoch-checkpoints"]
+        stage += [f"--finetune-from-model={tmp_path / name / 'checkpoint_last.pt'}", f"--save-dir={tmp_path / name}_sc"]
+        commands.append(["train", data, *TRAIN, *stage])
+    paths = ":".join(
+        str(tmp_path / f"{name}{suffix}" / "checkpoint_last.pt") for name in names for suffix in ("", "_sc")
+    )
+    results = tmp_path / "captions.json"
+    generate = ["--gen-subset=test", "--path", paths, "--beam=3", "--batch-size=2", "--max-len-b=9"]
+    commands.append(["generate", data, *OPTIONS, *generate, "--results-json", results])
+    bad, messages = bad_input(tmp_path, names)
+    logs = in_one_process(*commands, *bad, check=False)
+    assert not [text for text in logs[: len(commands)] if re.search(r"^raised |^exit [1-9]", text, re.M)]
+    for text, message in zip(logs[len(commands) :], messages, strict=True):
+        assert re.search(rf"^raised ValueError .*{message}", text, re.M), (message, text[-1000:])
+    assert not (tmp_path / "none").exists() or not list((tmp_path / "none").glob("*.pt"))
+
+    for name, log in zip(names, logs[:3]):
+        losses = [float(loss) for loss in re.findall(r"\| train \|.* nll_loss (\S+)", log)]
+        assert losses[-1] < losses[0] - 1
+        assert ("| doubly_stochastic " in log) == (name == "show_attend_tell")
+    for name, log in zip(names, logs[4:9:2]):
+        assert f"Loaded checkpoint {tmp_path / name}_again/checkpoint_last.pt (epoch 6 @ 5 updates)" in log
+        one, other = parameters(tmp_path / name), parameters(tmp_path / f"{name}_again")
+        assert one.keys() == other.keys()
+        for key in one:
+            torch.testing.assert_close(one[key], other[key], rtol=1e-3, atol=1e-3)
+    for name, log in zip(names, logs[9:12]):
+        assert re.search(r"\| train \|.*\| reward \d", log)
+        begun, ended = parameters(tmp_path / name), parameters(tmp_path / f"{name}_sc")
+        assert 0 < max((begun[key] - ended[key]).abs().max() for key in begun) < 0.003
+    found = json.loads(results.read_text())
+    assert [result["image_id"] for result in found] == [105, 111, 117, 123]
+    assert all(result["caption"].split()[0] in ("a", "the") for result in found)
