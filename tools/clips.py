@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Collection
+from itertools import pairwise
 from pathlib import Path
 
+import torch
 from PIL import Image
 
 from tools.pictures import BadPicture, open_picture
@@ -38,30 +40,74 @@ def sampled(frames: int, count: int) -> list[int]:
     return [(2 * n + 1) * frames // (2 * count) for n in range(count)]
 
 
-def open_clip(path: str | Path, count: int) -> list[Image.Image]:
-    """Read ``count`` frames, spread over the whole clip, in RGB.
+def segments(frames: int, count: int) -> list[int]:
+    """Which of ``frames`` to take: a random one of each of ``count`` equal parts (Wang et al. 2016, TSN).
+
+    Draws from torch's generator. A clip of exactly ``count`` frames is taken as it is.
+
+    >>> segments(8, 8), segments(2, 4)
+    ([0, 1, 2, 3, 4, 5, 6, 7], [0, 0, 1, 1])
+    """
+    starts = [n * frames // count for n in range(count + 1)]
+    return [start + int(torch.randint(max(end - start, 1), ())) for start, end in pairwise(starts)]
+
+
+def strided(frames: int, count: int) -> list[int]:
+    """Which of ``frames`` to take: ``count`` at a random distance, from a random one on.
+
+    Draws from torch's generator; all distances that fit are as probable. A clip of fewer than ``count`` frames repeats
+    some, as :func:`sampled`.
+
+    >>> strided(8, 8), strided(2, 4)
+    ([0, 1, 2, 3, 4, 5, 6, 7], [0, 0, 1, 1])
+    """
+    if frames < count:
+        return sampled(frames, count)
+    stride = 1 + int(torch.randint((frames - 1) // max(count - 1, 1) or 1, ()))
+    first = int(torch.randint(frames - stride * (count - 1), ()))
+    return [first + n * stride for n in range(count)]
+
+
+SAMPLINGS: dict[str, Callable[[int, int], list[int]]] = {"uniform": sampled, "segments": segments, "stride": strided}
+
+
+def open_clip(path: str | Path, count: int, sampling: str = "uniform") -> list[Image.Image]:
+    """Read ``count`` frames of a clip in RGB.
 
     Args:
         path: A video, or a folder of pictures, whose names are in the order of time.
         count: How many; a clip of fewer repeats some.
+        sampling: Which: ``'uniform'``, spread over the whole clip (:func:`sampled`), or at random ``'segments'``
+            (:func:`segments`) or ``'stride'`` (:func:`strided`).
+
+    Raises:
+        BadPicture: it cannot be read.
+    """
+    path, choose = Path(path), SAMPLINGS[sampling]
+    if path.is_dir():
+        files = pictures_in(path)
+        if not files:
+            raise BadPicture(f"{path} cannot be read as a clip: it holds no picture")
+        wanted = choose(len(files), count)
+        frames = {n: open_picture(files[n]) for n in sorted(set(wanted))}
+        sizes = {frame.size for frame in frames.values()}
+        if len(sizes) > 1:
+            raise BadPicture(f"{path} cannot be read as a clip: its pictures differ in size, {sorted(sizes)}")
+        return [frames[n] for n in wanted]
+    return _decode(path, lambda told: choose(told, count))
+
+
+def read_whole(path: str | Path) -> list[Image.Image]:
+    """Read every frame of a clip, which random sampling may take, in RGB.
 
     Raises:
         BadPicture: it cannot be read.
     """
     path = Path(path)
-    if path.is_dir():
-        files = pictures_in(path)
-        if not files:
-            raise BadPicture(f"{path} cannot be read as a clip: it holds no picture")
-        frames = {n: open_picture(files[n]) for n in sorted(set(sampled(len(files), count)))}
-        sizes = {frame.size for frame in frames.values()}
-        if len(sizes) > 1:
-            raise BadPicture(f"{path} cannot be read as a clip: its pictures differ in size, {sorted(sizes)}")
-        return [frames[n] for n in sampled(len(files), count)]
-    return _decode(path, count)
+    return open_clip(path, len(pictures_in(path)) or 1) if path.is_dir() else _decode(path, lambda told: [*range(told)])
 
 
-def _decode(path: Path, count: int) -> list[Image.Image]:
+def _decode(path: Path, choose: Callable[[int], list[int]]) -> list[Image.Image]:
     os.environ.setdefault("OPENCV_FFMPEG_LOGLEVEL", "-8")  # what is wrong is said here
     import cv2
 
@@ -72,8 +118,8 @@ def _decode(path: Path, count: int) -> list[Image.Image]:
         told = int(video.get(cv2.CAP_PROP_FRAME_COUNT)) if video.isOpened() else 0
         if told <= 0:
             raise BadPicture(f"{path} cannot be read as a clip: it is no video that OpenCV decodes, or has no frame")
-        wanted = sampled(told, count)
-        frames = _frames(video, wanted)
+        wanted = choose(told)
+        frames = _frames(video, set(wanted))
         if len(frames) < len(set(wanted)):
             raise BadPicture(f"{path} cannot be read as a clip: it has {told} frames, and not all can be decoded")
         return [frames[n] for n in wanted]
@@ -81,7 +127,7 @@ def _decode(path: Path, count: int) -> list[Image.Image]:
         video.release()
 
 
-def _frames(video: object, wanted: Sequence[int]) -> dict[int, Image.Image]:
+def _frames(video: object, wanted: Collection[int]) -> dict[int, Image.Image]:
     """The frames ``wanted`` of an opened video, as far as they are there."""
     found: dict[int, Image.Image] = {}
     for number in range(max(wanted) + 1):

@@ -21,8 +21,8 @@ needs; and broken.txt, the images that --skip-broken left out.
 
 A training that is resumed keeps the settings it began with, whatever CONFIG says now; a line names what has changed
 there. The command line may set other values of accumulate, clip_grad, channels_last, label_smoothing and workers, and
-of what augments images (crop, scale, hflip, color_jitter, auto_augment, erasing, mixup, cutmix), for the epochs that
-are left; a line says so. Another value of any other setting is an error.
+of what augments images (frame_sampling, crop, scale, hflip, color_jitter, auto_augment, erasing, mixup, cutmix), for
+the epochs that are left; a line says so. Another value of any other setting is an error.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ with extras("timm", "tools"):
         validation_transform,
     )
     from tools.classification.log import Log
-    from tools.classification.model import create_model, data_config
+    from tools.classification.model import create_model, data_config, draw_parameters
     from tools.classification.place import Place, find_place
     from tools.classification.state import Settings, State, check_data, read_state, resumed, save_state
     from tools.classification.trainer import Trainer, evaluate
@@ -150,6 +150,7 @@ def train(settings: Settings, state: State | None, options: argparse.Namespace, 
     config = settings.config
     torch.manual_seed(config.seed)
     model = build_model(config, len(classes), place)
+    draw_parameters(model, config.init_std)
     data = data_config(config, model)
     val_loader = load_validation(validation, config, data, place)
     transformed = Transformed(training, training_transform(config, data))

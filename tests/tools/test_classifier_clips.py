@@ -18,14 +18,15 @@ pytest.importorskip("skimage")
 from PIL import Image
 
 from tools.classification.clips import ClipFolder, ClipTransform
-from tools.classification.config import Config, ConfigError
+from tools.classification.config import Config, ConfigError, load
 from tools.classification.data import Transformed, datasets, training_transform
-from tools.classification.model import create_model
-from tools.clips import open_clip, sampled
+from tools.classification.model import create_model, draw_parameters
+from tools.clips import open_clip, read_whole, sampled, segments, strided
 from tools.datasets import moving_digits
 from tools.pictures import BadPicture
 from tools.train_classifier import main
 
+CONFIGS = sorted((Path(__file__).parents[2] / "configs/timm").glob("*.yaml"))
 TINY = [
     "--model", "timesformer_small_patch16_224", "--epochs", "1", "--batch-size", "4",
     "--set", "model_args={'embed_dim': 32, 'depth': 1, 'num_heads': 2}", "--set", "dataset=clips",
@@ -38,7 +39,9 @@ def made(request, tmp_path_factory) -> Path:
     if request.param == "mp4":
         pytest.importorskip("cv2")
     folder = tmp_path_factory.mktemp("clips") / request.param
-    moving_digits.build(folder, moving_digits.Recipe(8, 4, height=32, width=48, format=request.param))
+    moving_digits.build(
+        folder, moving_digits.Recipe(8, 4, frames=8, width=48, speed=(0.06, 0.08), format=request.param)
+    )
     return folder
 
 
@@ -73,6 +76,61 @@ def test_frames_are_spread_over_the_clip(clips):
     for frame, expected in zip(open_clip(clip, 4), whole[1::2]):
         assert np.array_equal(frame, expected)
     assert len(open_clip(clip, 12)) == 12
+
+
+def test_a_random_frame_of_each_part():
+    torch.manual_seed(0)
+    drawn = [segments(12, 4) for _ in range(200)]
+    for part in range(4):
+        assert {frames[part] for frames in drawn} == set(range(3 * part, 3 * part + 3))
+    assert segments(4, 4) == [0, 1, 2, 3]
+    assert segments(2, 5) == [0, 0, 0, 1, 1]
+    assert {frames[3] for frames in (segments(10, 4) for _ in range(100))} == {7, 8, 9}
+
+
+def test_frames_at_a_random_distance():
+    torch.manual_seed(0)
+    drawn = [strided(16, 4) for _ in range(500)]
+    strides = [{b - a for a, b in pairwise(frames)} for frames in drawn]
+    assert all(len(found) == 1 for found in strides)
+    assert set.union(*strides) == {1, 2, 3, 4, 5}
+    assert {frames[0] for frames, found in zip(drawn, strides) if found == {5}} == {0}
+    assert {frames[0] for frames, found in zip(drawn, strides) if found == {4}} == {0, 1, 2, 3}
+    assert max(frames[-1] for frames in drawn) == 15
+    assert strided(4, 4) == [0, 1, 2, 3]
+    assert strided(2, 4) == sampled(2, 4)
+    assert {tuple(strided(3, 1)) for _ in range(50)} == {(0,), (1,), (2,)}
+
+
+@pytest.mark.parametrize("sampling", ["segments", "stride"])
+def test_random_frames_are_of_training_alone(clips, sampling):
+    config = Config("any", dataset="clips", frames=3, frame_sampling=sampling)
+    training, validation, _ = datasets(config, clips)
+    whole = [np.asarray(frame) for frame in read_whole(training.samples[0][0])]
+    assert len(whole) == 8
+    torch.manual_seed(0)
+    seen = set()
+    for _ in range(30):
+        numbers = [[np.array_equal(frame, other) for other in whole].index(True) for frame in training[0][0]]
+        assert numbers == sorted(set(numbers))
+        seen.add(tuple(numbers))
+    assert len(seen) > 5
+    frames = [np.asarray(frame) for frame in validation[0][0]]
+    assert all(
+        np.array_equal(a, b)
+        for a, b in zip(frames, map(np.asarray, open_clip(validation.samples[0][0], 3)), strict=True)
+    )
+
+
+def test_the_check_reads_every_frame_that_training_may_take(tmp_path, capsys):
+    moving_digits.build(tmp_path / "clips", moving_digits.Recipe(4, 4, frames=8, speed=(0.06, 0.08)))
+    clip = next((tmp_path / "clips/train/up").iterdir())
+    (clip / "007.png").write_bytes(b"")
+    check = ["--data", str(tmp_path / "clips"), "--check"]
+    check += ["--set", "dataset=clips", "--set", "workers=0", "--set", "frames=2"]
+    assert main(check) == 0
+    assert main([*check, "--set", "frame_sampling=segments"]) == 1
+    assert f"{clip}: " in capsys.readouterr().out
 
 
 def test_colours_are_rgb(tmp_path):
@@ -154,6 +212,40 @@ def test_training_resuming_and_evaluation(clips, tmp_path, capsys):
     assert "was trained with frames = 4, but now it is 8" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("config", [c for c in CONFIGS if load(c).dataset == "clips"], ids=lambda file: file.stem)
+@pytest.mark.parametrize("pattern", ["divided", "space"])
+def test_a_config_trains_and_infers(config, pattern, tmp_path, capsys):
+    moving_digits.build(tmp_path / "clips", moving_digits.Recipe(8, 4))
+    arguments = [str(config), "--data", str(tmp_path / "clips"), "--output", str(tmp_path / "out"), "--epochs", "1"]
+    arguments += ["--set", f"model_args.pattern={pattern}"]
+    blind = ["--set", "init_std={pos_embed: 0.5}"] * (pattern == "space")
+    assert main([*arguments, *blind]) == 0
+    assert "4 classes, 32×32 pixels; 8 + 4 clips" in capsys.readouterr().out
+    assert main([*arguments, "--evaluate", str(tmp_path / "out/best.safetensors")]) == 0
+    if pattern == "space":
+        assert main([*arguments[:-4], "--epochs", "1", *arguments[-2:], "--output", str(tmp_path / "other")]) == 2
+        assert "init_std must name parameters of the model, such as " in capsys.readouterr().err
+
+
+def test_parameters_are_drawn_by_their_deviation():
+    args = dict(embed_dim=32, depth=1, num_heads=2)
+    config = Config("timesformer_small_patch16_224", args, dataset="clips", frames=8, input_size=(32, 48))
+    model = create_model(config, 4)
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    torch.manual_seed(0)
+    draw_parameters(model, dict(time_embed=0.5, cls_token=0.0))
+    assert float(model.time_embed.detach().std()) == pytest.approx(0.5, rel=0.15)
+    assert not model.cls_token.any()
+    assert all(name in ("time_embed", "cls_token") or p.equal(before[name]) for name, p in model.named_parameters())
+    with pytest.raises(
+        ConfigError, match=r"init_std must name parameters of the model, such as time_embed, .*'time_emb'"
+    ):
+        draw_parameters(model, dict(time_emb=0.5))
+    for wrong in (-1, "big", True):
+        with pytest.raises(ConfigError, match=f"init_std.time_embed must be a number of at least 0, got {wrong!r}"):
+            Config("any", init_std=dict(time_embed=wrong))
+
+
 def test_broken_clips_are_named_and_skipped(clips, tmp_path, capsys):
     name = break_clip(clips)
     assert main(["--data", str(clips), "--check", "--set", "dataset=clips", "--set", "workers=0"]) == 1
@@ -173,6 +265,8 @@ def test_settings_that_clips_go_without():
     for key, value in (("cutmix", 1.0), ("channels_last", True)):
         with pytest.raises(ConfigError, match=f"dataset 'clips' goes without {key}, got {value}"):
             Config("any", dataset="clips", **{key: value})
+    with pytest.raises(ConfigError, match="frame_sampling must be one of uniform, segments, stride, got 'random'"):
+        Config("any", frame_sampling="random")
     with pytest.raises(ConfigError, match="frames must be at least 1, got 0"):
         Config("any", frames=0)
     with pytest.raises(ConfigError, match=r"'clips' needs a model of clips, timesformer_base_.*, got aa_resnet34"):

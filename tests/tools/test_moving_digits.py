@@ -11,7 +11,7 @@ pytest.importorskip("skimage")
 
 from tools.datasets import moving_digits as tool
 
-SMALL = dict(train=8, val=4, frames=6, height=32, width=48)
+SMALL = dict(train=8, val=4, frames=6, height=32, width=48, speed=(0.1, 0.15))
 
 
 def files(folder):
@@ -30,14 +30,16 @@ def read_mp4(file) -> np.ndarray:
     return np.stack(frames).astype(float)
 
 
-def seen_direction(frames: np.ndarray) -> str:
-    """By which shift of one frame's difference from the background the next frame is explained best."""
-    digits = np.abs(frames - np.median(frames, 0)).sum(-1)
-    errors = {}
-    for name, step in tool.DIRECTIONS.items():
-        shifts = [np.roll(digits[:-1], [n * part for part in step], (1, 2)) for n in range(1, 8)]
-        errors[name] = min(np.abs(shifted - digits[1:]).sum() for shifted in shifts)
-    return min(errors, key=errors.get)
+def corners(clip: np.ndarray) -> list[tuple[int, int]]:
+    """Of the one white digit on black in every frame: its first row and column."""
+    lit = clip[..., 0] > 127
+    return [(int(frame.any(1).argmax()), int(frame.any(0).argmax())) for frame in lit]
+
+
+@pytest.fixture
+def white_on_black(monkeypatch):
+    monkeypatch.setattr(tool, "crop_background", lambda rng, regions, size: np.zeros((*size, 3)))
+    monkeypatch.setattr(tool, "COLOUR", (255.0, 255.0))
 
 
 @pytest.mark.parametrize("kind", tool.FORMATS)
@@ -47,7 +49,7 @@ def test_the_same_recipe_gives_the_same_bytes_and_another_seed_others(tmp_path, 
     recipe = tool.Recipe(**SMALL, format=kind, seed=3)
     assert tool.build(tmp_path / "one", recipe)
     assert tool.build(tmp_path / "two", recipe)
-    assert not tool.build(tmp_path / "two", recipe)
+    assert not tool.build(tmp_path / "two", recipe)  # the recipe's pairs are lists in its file
     assert files(tmp_path / "one") == files(tmp_path / "two")
     assert tool.build(tmp_path / "other", tool.Recipe(**SMALL, format=kind, seed=4))
     assert files(tmp_path / "one").keys() == files(tmp_path / "other").keys()
@@ -58,33 +60,69 @@ def test_the_same_recipe_gives_the_same_bytes_and_another_seed_others(tmp_path, 
         assert all(len(list(path.iterdir())) == count for path in classes)
 
 
-@pytest.mark.parametrize("name", tool.DIRECTIONS)
-def test_digits_move_in_their_direction(name):
+@pytest.mark.parametrize("name", ["left", "right"])
+def test_the_digit_moves_in_its_direction_and_stays_in_the_picture(name, white_on_black):
     rng = np.random.default_rng(5)
-    samples, _ = tool.digit_samples()
-    recipe = tool.Recipe(**{**SMALL, "frames": 12, "height": 64, "width": 96})
-    seen = []
+    recipe = tool.Recipe(**{**SMALL, "frames": 5, "directions": 2})
     for _ in range(10):
-        clip = tool.compose(rng, tool.photographs(), samples, tool.DIRECTIONS[name], recipe)
-        assert clip.shape == (12, 64, 96, 3)
-        seen.append(seen_direction(clip.astype(float)))
-    assert seen.count(name) >= 8
+        clip = tool.compose(rng, [], tool.digit_samples()[0], tool.DIRECTIONS[name], recipe)
+        assert clip.shape == (5, 32, 48, 3)
+        rows, columns = np.transpose(corners(clip))
+        assert len(set(rows)) == 1
+        steps = tool.DIRECTIONS[name][1] * np.diff(columns)
+        assert all(3 <= step <= 5 for step in steps)
+        assert max(steps) - min(steps) <= 1
+        assert len({int((frame > 127).sum()) for frame in clip}) == 1
 
 
-def test_no_frame_tells_the_class(monkeypatch):
-    """A digit's place in any frame has the same distribution for every direction."""
-    monkeypatch.setattr(tool, "crop_background", lambda rng, regions, size: np.zeros((*size, 3)))
-    monkeypatch.setattr(tool, "contrasting_colour", lambda rng, below: np.full(3, 255.0))
-    monkeypatch.setattr(tool, "DIGITS", (1, 1))
-    recipe, samples = tool.Recipe(**SMALL), np.ones((1, 8, 8))
-    for direction in tool.DIRECTIONS.values():
-        rng = np.random.default_rng(0)
-        clips = np.stack([tool.compose(rng, [], samples, direction, recipe)[..., 0] for _ in range(400)])
-        shown = clips.mean(0) / clips.mean()  # of each frame, how often each pixel is covered
-        assert abs(shown - 1).max() < 0.45
-        assert abs(shown.mean((1, 2)) - 1).max() < 0.02
-        halves = shown[:, :, :24].mean((1, 2)), shown[:, :16].mean((1, 2))
-        assert all(abs(half - 1).max() < 0.12 for half in halves)
+@pytest.mark.parametrize("name", tool.DIRECTIONS)
+def test_one_digit_moves_and_the_other_one_jumps(name, monkeypatch):
+    seen = []
+    places = tool.places
+
+    def record(rng, shape, axis, recipe):
+        found = places(rng, shape, axis, recipe)
+        seen.append((axis, found))
+        return found
+
+    monkeypatch.setattr(tool, "places", record)
+    rng, recipe = np.random.default_rng(0), tool.Recipe(**SMALL)
+    regions, samples = tool.photographs(), tool.digit_samples()[0]
+    for _ in range(5):
+        tool.compose(rng, regions, samples, tool.DIRECTIONS[name], recipe)
+    own = int(tool.DIRECTIONS[name][0] == 0)
+    assert [axis for axis, _ in seen] == [own, 1 - own] * 5
+    for axis, found in seen:
+        assert (np.diff(found[:, axis]) > 0).all()
+        assert (np.diff(found[:, 1 - axis]) == 0).all()
+
+
+@pytest.mark.parametrize("directions", [2, 4])
+def test_the_set_of_frames_does_not_tell_the_class(directions, white_on_black):
+    """Statistics of frames in no order, of first and second degree, are those of every class; with the order not."""
+    recipe = tool.Recipe(**{**SMALL, "frames": 4, "width": 32, "directions": directions})
+    samples, count = np.ones((1, 8, 8)), 1200
+    blind, ordered = {}, {}
+    for number, name in enumerate(tool.CHOICES[directions]):
+        rng = np.random.default_rng(number)
+        clips = [tool.compose(rng, [], samples, tool.DIRECTIONS[name], recipe)[..., 0] / 255 for _ in range(count)]
+        lit = np.stack(clips).reshape(count, 4, 4, 8, 4, 8).mean((3, 5)).reshape(count, 4, 16)
+        mean = lit.mean(1)  # the average of the frames
+        pairs = np.einsum("nti,ntj->nij", lit, lit).reshape(count, -1) / 4  # of single frames
+        products = np.einsum("ni,nj->nij", mean, mean).reshape(count, -1)  # of the average
+        blind[name] = np.concatenate([mean, pairs, products], 1)
+        ordered[name] = lit.reshape(count, -1)
+    names = list(blind)
+
+    def apart(values, one, other) -> float:
+        """The greatest difference of two classes' means, in its own standard deviations."""
+        a, b = values[one], values[other]
+        error = np.sqrt((a.var(0) + b.var(0)) / count) + 1e-9
+        return float((np.abs(a.mean(0) - b.mean(0)) / error).max())
+
+    for other in names[1:]:
+        assert apart(blind, names[0], other) < 5  # of some 530 statistics
+        assert apart(ordered, names[0], other) > 15
 
 
 def test_videos_hold_the_frames(tmp_path):
@@ -126,6 +164,9 @@ def test_train_and_val_share_no_digit_and_no_pixel(monkeypatch, tmp_path):
         (["--train", "0"], "train must be at least 1, got 0"),
         (["--frames", "1"], "frames must be at least 2, got 1"),
         (["--height", "33"], "height must be even and at least 32 pixels, got 33"),
+        (["--directions", "3"], "directions must be 2 or 4, got 3"),
+        (["--speed", "0.2", "0.1"], "speed must be two shares, 0 < least <= greatest <= 0.5, got 0.2 0.1"),
+        (["--side", "0.1", "0.4"], "side must be at least 6 pixels, got 0.1 of 32"),
         (["--format", "gif"], "format must be one of png, mp4, got 'gif'"),
     ],
 )
@@ -138,10 +179,11 @@ def test_errors(arguments, message, tmp_path, capsys):
 
 
 def test_the_command(tmp_path, capsys):
-    arguments = [str(tmp_path / "set"), "--train", "4", "--val", "4", "--height", "32", "--width", "48"]
+    arguments = [str(tmp_path / "set"), "--train", "4", "--val", "4", "--width", "48", "--directions", "2"]
     for state in ("written to", "already in"):
         assert tool.main(arguments) == 0
         assert capsys.readouterr().out.splitlines()[-1] == f"4 training and 4 validation clips {state} {tmp_path}/set"
+    assert sorted(path.name for path in (tmp_path / "set/train").iterdir()) == ["left", "right"]
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/file").touch()
     with pytest.raises(SystemExit):

@@ -38,7 +38,7 @@ class _Reasons(Dataset):
     """For each file why it cannot be read; an empty text where it can."""
 
     def __init__(self, halves: Sequence[ImageFolder]) -> None:
-        self.files = [(file, half.loader) for half in halves for file, _ in half.samples]
+        self.files = [(file, getattr(half, "check", half.loader)) for half in halves for file, _ in half.samples]
 
     def __len__(self) -> int:
         return len(self.files)

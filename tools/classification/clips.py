@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torchvision.datasets import ImageFolder
 
-from tools.clips import is_clip, is_video, open_clip
+from tools.clips import is_clip, is_video, open_clip, read_whole
 from tools.requires import need
 
 
@@ -20,14 +20,16 @@ class ClipFolder(ImageFolder):
 
     Args:
         root: The folder of the classes.
-        frames: How many of a clip to read, spread over the whole of it.
+        frames: How many of a clip to read.
+        sampling: Which, as :func:`tools.clips.open_clip` says.
 
     Raises:
         FileNotFoundError: there is no class, or a class without a clip.
     """
 
-    def __init__(self, root: str, frames: int) -> None:
-        super().__init__(root, loader=partial(open_clip, count=frames))  # type: ignore[arg-type]
+    def __init__(self, root: str, frames: int, sampling: str = "uniform") -> None:
+        super().__init__(root, loader=partial(open_clip, count=frames, sampling=sampling))  # type: ignore[arg-type]
+        self.check = self.loader if sampling == "uniform" else read_whole  # reads all that a training may read
         if any(is_video(Path(file)) for file, _ in self.samples):
             need("cv2")
 

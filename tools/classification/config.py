@@ -12,6 +12,8 @@ from typing import Any
 
 import yaml
 
+from tools.clips import SAMPLINGS
+
 SCHEDULES = ("cosine", "multistep", "exponential")
 CROPS = ("random_resized", "pad", "none")
 PRECISIONS = ("float32", "bfloat16", "float16")
@@ -28,10 +30,15 @@ class Config:
     Attributes:
         model: timm's name.
         model_args: Keyword arguments of the model: ``kappa``, ``nu``, ``num_heads``, ``img_size``, ...
+        init_std: Of parameters, by name: the deviation of the normal distribution that they are drawn from, instead of
+            by the model. TimeSformer's ``time_embed`` begins at 0, for pretrained weights; trained from nothing, it and
+            ``pos_embed`` want more.
         dataset: ``'folder'`` (``train/CLASS/*.png`` and ``val/CLASS/*.png``), ``'clips'`` (``train/CLASS/*.mp4``, or
             folders of frames ``train/CLASS/CLIP/*.png``, and ``val`` likewise), or one of timm's datasets, such as
             ``'torch/cifar100'``.
-        frames: Of a clip, spread over the whole of it.
+        frames: Of a clip; validation spreads them over the whole of it.
+        frame_sampling: Which frames of a training clip: ``'uniform'`` (as in validation), ``'segments'`` (a random one
+            of each of ``frames`` equal parts) or ``'stride'`` (at a random distance, from a random one on).
         input_size: (H, W) in pixels; None: the model's own.
         epochs: Passes over the training images.
         batch_size: Images of one optimizer step, over all processes and accumulated parts.
@@ -53,7 +60,7 @@ class Config:
         crop: Of training images: ``'random_resized'``, ``'pad'`` (an eighth of the size on each side, then a random
             crop), or ``'none'``.
         scale: Share of the area that random resized crops show.
-        hflip: Probability of mirroring a training image.
+        hflip: Probability of mirroring a training image, or all frames of a clip; 0 where left and right are classes.
         color_jitter: Strength of changes of brightness, contrast and saturation.
         auto_augment: timm's notation, such as ``'rand-m9-mstd0.5'``.
         erasing: Probability of erasing a rectangle.
@@ -70,8 +77,10 @@ class Config:
 
     model: str
     model_args: dict[str, Any] = field(default_factory=dict)
+    init_std: dict[str, Any] = field(default_factory=dict)
     dataset: str = "folder"
     frames: int = 8
+    frame_sampling: str = "uniform"
     input_size: tuple[int, int] | None = None
     epochs: int = 100
     batch_size: int = 256
@@ -105,7 +114,9 @@ class Config:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, choices in (("schedule", SCHEDULES), ("crop", CROPS), ("precision", PRECISIONS)):
+        for name, choices in (
+            ("schedule", SCHEDULES), ("crop", CROPS), ("precision", PRECISIONS), ("frame_sampling", tuple(SAMPLINGS)),
+        ):  # fmt: skip
             if getattr(self, name) not in choices:
                 raise ConfigError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
         for name in ("frames", "epochs", "batch_size", "accumulate"):
@@ -119,6 +130,9 @@ class Config:
         for name in ("lr", "decay_epochs", "decay_rate"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} must be more than 0, got {getattr(self, name)!r}")
+        for name, std in self.init_std.items():
+            if isinstance(std, bool) or not isinstance(std, (int, float)) or std < 0:
+                raise ConfigError(f"init_std.{name} must be a number of at least 0, got {std!r}")
         if self.dataset == "clips":
             for name in ("cutmix", "channels_last"):
                 if getattr(self, name):

@@ -27,7 +27,7 @@ def datasets(config: Config, root: Path) -> tuple[Dataset, Dataset, list[str]]:
         ConfigError: a folder is missing or empty, or both halves do not have the same classes.
     """
     if config.dataset in ("folder", "clips"):
-        halves = [_folder(root / name, config) for name in ("train", "val")]
+        halves = [_folder(root / "train", config, config.frame_sampling), _folder(root / "val", config, "uniform")]
         train, val = (half.classes for half in halves)
         if train != val:
             odd = sorted(set(train) ^ set(val))
@@ -46,12 +46,12 @@ def datasets(config: Config, root: Path) -> tuple[Dataset, Dataset, list[str]]:
     return halves[0], halves[1], list(classes)
 
 
-def _folder(path: Path, config: Config) -> ImageFolder:
+def _folder(path: Path, config: Config, sampling: str) -> ImageFolder:
     if not path.is_dir():
         raise ConfigError(f"--data must hold train/CLASS/… and val/CLASS/…: there is no folder {path}")
     try:
         if config.dataset == "clips":
-            return ClipFolder(str(path), config.frames)
+            return ClipFolder(str(path), config.frames, sampling)
         return ImageFolder(str(path), loader=open_picture)
     except FileNotFoundError as error:  # no class at all, or a class without an image
         raise ConfigError(f"{path}: {str(error).splitlines()[0]}") from error

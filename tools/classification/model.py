@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from typing import Any
 
 import timm
@@ -39,3 +40,17 @@ def data_config(config: Config, model: nn.Module) -> dict[str, Any]:
     """timm's data configuration of the model, at the configured size."""
     size = {} if config.input_size is None else dict(input_size=(3, *config.input_size))
     return resolve_data_config(size, model=model)
+
+
+def draw_parameters(model: nn.Module, init_std: dict[str, float]) -> None:
+    """Draw the parameters that are named, from normal distributions of mean 0 and these deviations.
+
+    Raises:
+        ConfigError: the model has no such parameter.
+    """
+    parameters = dict(model.named_parameters())
+    for name, std in init_std.items():
+        if name not in parameters:
+            near = ", ".join(difflib.get_close_matches(name, parameters, 3, 0.3))
+            raise ConfigError(f"init_std must name parameters of the model, such as {near}, got {name!r}")
+        nn.init.normal_(parameters[name], std=std)

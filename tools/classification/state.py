@@ -18,9 +18,9 @@ from .config import Config, ConfigError, build, read_yaml
 
 # What a resumed training may not change: other weights, or another course of the learning rate and the optimizer.
 FIXED = (
-    "model", "model_args", "dataset", "frames", "input_size", "epochs", "batch_size", "optimizer", "optimizer_args",
-    "momentum", "weight_decay", "lr", "lr_batch_size", "offset_lr_scale", "schedule", "warmup", "milestones",
-    "decay_epochs", "decay_rate", "precision", "ema", "seed",
+    "model", "model_args", "init_std", "dataset", "frames", "input_size", "epochs", "batch_size", "optimizer",
+    "optimizer_args", "momentum", "weight_decay", "lr", "lr_batch_size", "offset_lr_scale", "schedule", "warmup",
+    "milestones", "decay_epochs", "decay_rate", "precision", "ema", "seed",
 )  # fmt: skip
 
 

@@ -1,15 +1,30 @@
-"""Makes a small set of clips from real images, with no download: digits that move over photographs.
+"""Makes a small set of clips from real images, with no download: digits that move over dimmed photographs.
 
-The class of a clip is the direction that its digits move in. They leave the picture on one side and enter it on the
-other, so that a digit is anywhere with the same probability in every frame of every class: no single frame tells the
-class, and no model of single frames can learn it. Digits are scikit-learn's, photographs those that scikit-learn and
-scikit-image carry; train and val share neither a digit sample nor a photograph pixel::
+The class of a clip is the direction that a digit moves in, steadily. With four directions a second digit jumps about on
+the other axis: its places are those of such a movement in a random order. Digits are scikit-learn's, photographs those
+that scikit-learn and scikit-image carry; train and val share neither a digit sample nor a photograph pixel::
 
-    python -m tools.datasets.moving_digits data/moving --train 400 --val 100 --frames 8
-    python -m tools.datasets.moving_digits data/moving --format mp4
+    python -m tools.datasets.moving_digits data/moving --train 8000
+    python -m tools.datasets.moving_digits data/moving --directions 2
+    python -m tools.datasets.moving_digits data/moving --frames 8 --height 64 --width 96 --speed 0.04 0.08 --format mp4
 
     data/moving/{train,val}/{down,left,right,up}/000000/000.png    or .../000000.mp4
     data/moving/recipe.json
+
+What a clip is drawn from, for digit m that moves and digit j that jumps, each with a sample, a turn, a side, a colour,
+a speed v and a start of its own, all from the same distributions::
+
+    place of m in frame t      start_m + v_m * t * direction                      t = 0 ... T - 1
+    place of j in frame t      start_j + v_j * order[t] on the other axis         order: a random one of all T! orders
+
+The start is uniform over all places from which the digit stays in the picture; where there is none, the speed is less.
+Which digit is drawn over the other is random, too. So the frames of a clip, in an unknown order, have one distribution
+for all classes: reversed, they are a clip of the opposite direction, and in the order of j one of the other axis.
+Neither a frame nor the average of all frames tells the class, and no model that is blind to their order, such as
+``pattern='space'``, can do better than chance. Two limits: the number of a frame tells a little (what moves right
+starts further left), and so does the spacing where a model takes fewer frames than the clip has: take all. One clip in
+T!/2 has a digit j that moves steadily by chance. With two directions, left and right, there is no j: reversed, the
+frames are a clip of the other class already.
 
 The same recipe gives the same pixels on every run. MPEG-4 stores differences of frames, of which some are left in what
 is decoded: where single frames must hold nothing of the direction at all, take PNG.
@@ -18,10 +33,12 @@ is decoded: where single frames must hold nothing of the direction at all, take 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from tools.requires import extras, need
 
@@ -29,15 +46,15 @@ with extras("tools"):
     import numpy as np
     from PIL import Image
 
-    from tools.datasets.digits_on_photographs import GAP, TRAIN_WIDTH, contrasting_colour, crop_background, photographs
+    from tools.datasets.digits_on_photographs import GAP, TRAIN_WIDTH, crop_background, photographs
     from tools.datasets.pasting import digit_samples, draw_digit
     from tools.datasets.recipes import making, stands
 
 DIRECTIONS = {"down": (1, 0), "left": (0, -1), "right": (0, 1), "up": (-1, 0)}  # of rows and columns
+CHOICES = {2: ("left", "right"), 4: ("down", "left", "right", "up")}
 FORMATS = ("png", "mp4")
-DIGITS = (1, 2)  # a clip
-SIDE = (0.35, 0.6)  # of a digit, as share of the picture's height
-SPEED = (0.03, 0.08)  # of the picture's height, a frame; at least a pixel
+BACKGROUND = 0.35  # of a photograph's brightness
+COLOUR = (170.0, 255.0)  # of a digit's red, green and blue
 FRAME_RATE = 8.0
 SMALLEST = 32  # pixels of a side
 
@@ -52,18 +69,24 @@ class Recipe:
         frames: Of a clip.
         height: In pixels, even, as MPEG-4 wants it.
         width: Likewise.
+        directions: 4, or 2: left and right.
+        speed: Least and greatest, as share of the picture's height, a frame.
+        side: Least and greatest of a digit, as share of the picture's height.
         format: ``'png'``: a clip is a folder of frames, or ``'mp4'``.
         seed: Of all that is random.
     """
 
-    train: int = 400
-    val: int = 100
-    frames: int = 8
-    height: int = 64
-    width: int = 96  # not square, so that swapped axes show
+    train: int = 4000
+    val: int = 400
+    frames: int = 4
+    height: int = 32
+    width: int = 32
+    directions: int = 4
+    speed: tuple[float, float] = (0.15, 0.2)
+    side: tuple[float, float] = (0.3, 0.4)
     format: str = "png"
     seed: int = 0
-    version: int = 1
+    version: int = 2
 
     def __post_init__(self) -> None:
         for name, least in (("train", 1), ("val", 1), ("frames", 2)):
@@ -72,28 +95,52 @@ class Recipe:
         for name in ("height", "width"):
             if getattr(self, name) < SMALLEST or getattr(self, name) % 2:
                 raise ValueError(f"{name} must be even and at least {SMALLEST} pixels, got {getattr(self, name)}")
+        if self.directions not in CHOICES:
+            raise ValueError(f"directions must be 2 or 4, got {self.directions}")
+        for name in ("speed", "side"):
+            least, greatest = getattr(self, name)
+            if not 0 < least <= greatest <= 0.5:
+                raise ValueError(f"{name} must be two shares, 0 < least <= greatest <= 0.5, got {least} {greatest}")
+        if self.side[0] * self.height < 6:
+            raise ValueError(f"side must be at least 6 pixels, got {self.side[0]} of {self.height}")
         if self.format not in FORMATS:
             raise ValueError(f"format must be one of {', '.join(FORMATS)}, got {self.format!r}")
+
+    def stamp(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return json.loads(json.dumps(asdict(self)))
+
+
+def places(rng: np.random.Generator, shape: tuple[int, int], axis: int, recipe: Recipe) -> np.ndarray:
+    """(T, 2): where a digit of ``shape`` is, in rows and columns, that moves up or left to right by a random speed."""
+    room = [recipe.height - shape[0], recipe.width - shape[1]]
+    steps = recipe.frames - 1
+    speed = min(recipe.height * rng.uniform(*recipe.speed), room[axis] / steps)
+    room[axis] -= speed * steps
+    found = np.repeat([[rng.uniform(0, room[0]), rng.uniform(0, room[1])]], recipe.frames, 0)
+    found[:, axis] += speed * np.arange(recipe.frames)
+    return np.floor(found + 0.5).astype(int)
 
 
 def compose(
     rng: np.random.Generator, regions: list[np.ndarray], samples: np.ndarray, direction: tuple[int, int], recipe: Recipe
 ) -> np.ndarray:
     """One clip, (T, H, W, 3) uint8."""
-    size = recipe.height, recipe.width
-    background = crop_background(rng, regions, size)
-    frames = np.repeat(background[None], recipe.frames, 0)
-    for _ in range(rng.integers(DIGITS[0], DIGITS[1] + 1)):
-        side = int(recipe.height * rng.uniform(*SIDE))
-        digit = draw_digit(rng, samples[rng.integers(len(samples))], side)[: size[0], : size[1]]
-        layer = np.zeros(size)
-        layer[: digit.shape[0], : digit.shape[1]] = digit
-        start, speed = rng.integers(size), max(1.0, recipe.height * rng.uniform(*SPEED))
-        colour = contrasting_colour(rng, background)
-        for time in range(recipe.frames):
-            place = [int(at + step * round(speed * time)) for at, step in zip(start, direction)]
-            alpha = np.roll(layer, place, (0, 1))[..., None]
-            frames[time] = alpha * colour + (1 - alpha) * frames[time]
+    T, axis = recipe.frames, int(direction[0] == 0)
+    moves = np.arange(T)[:: direction[axis]]
+    background = BACKGROUND * crop_background(rng, regions, (recipe.height, recipe.width))
+    digits = []
+    orders = {axis: moves, 1 - axis: rng.permutation(T)} if recipe.directions > 2 else {axis: moves}
+    for along, order in orders.items():
+        side = round(recipe.height * rng.uniform(*recipe.side))
+        digit = draw_digit(rng, samples[rng.integers(len(samples))], side)
+        digits.append((digit[..., None], rng.uniform(*COLOUR, 3), places(rng, digit.shape, along, recipe)[order]))
+    frames = np.repeat(background[None], T, 0)
+    for which in rng.permutation(len(digits)):
+        alpha, colour, corners = digits[which]
+        for frame, (top, left) in zip(frames, corners):
+            window = frame[top : top + alpha.shape[0], left : left + alpha.shape[1]]
+            window[:] = alpha * colour + (1 - alpha) * window
     return frames.round().clip(0, 255).astype(np.uint8)
 
 
@@ -127,10 +174,10 @@ def build(folder: Path, recipe: Recipe, show: Callable[[str], None] = lambda lin
     Raises:
         ValueError: ``folder`` holds something else, or a set of another recipe.
     """
-    if stands(folder, asdict(recipe)):
+    if stands(folder, recipe.stamp()):
         return False
     write = write_mp4 if recipe.format == "mp4" else write_png
-    with making(folder, asdict(recipe)) as partial:
+    with making(folder, recipe.stamp()) as partial:
         rng = np.random.default_rng(recipe.seed)
         samples, _ = digit_samples()
         order, pictures = rng.permutation(len(samples)), photographs()
@@ -140,11 +187,12 @@ def build(folder: Path, recipe: Recipe, show: Callable[[str], None] = lambda lin
             "val": (order[cut:], [p[:, int((TRAIN_WIDTH + GAP) * p.shape[1]) :] for p in pictures]),
         }
         for split, (chosen, regions) in parts.items():
-            for name in DIRECTIONS:
+            names = CHOICES[recipe.directions]
+            for name in names:
                 (partial / split / name).mkdir(parents=True)
             count = getattr(recipe, split)
             for index in range(count):
-                name = list(DIRECTIONS)[index % len(DIRECTIONS)]
+                name = names[index % len(names)]
                 frames = compose(rng, regions, samples[chosen], DIRECTIONS[name], recipe)
                 write(partial / split / name / f"{index:06d}", frames)
                 show(f"{split}: {index + 1}/{count} clips")
@@ -163,6 +211,12 @@ def main(arguments: list[str] | None = None) -> int:
         ("height", "of a frame, in pixels"), ("width", "of a frame, in pixels"), ("seed", "of all that is random"),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=getattr(Recipe, name), help=f"{text}, default %(default)s")
+    parser.add_argument("--directions", type=int, default=Recipe.directions, help="4 (default), or 2: left and right")
+    for name, text in (("speed", "of a digit, a frame"), ("side", "of a digit")):
+        parser.add_argument(
+            f"--{name}", type=float, nargs=2, default=getattr(Recipe, name), metavar=("LEAST", "GREATEST"),
+            help=f"{text}, as share of the height, default %(default)s",
+        )  # fmt: skip
     parser.add_argument("--format", default=Recipe.format, help="png (folders of frames) or mp4; default %(default)s")
     options = vars(parser.parse_args(arguments))
     folder = options.pop("folder")
@@ -174,7 +228,7 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"{line}   ", end=end, flush=True)
 
     try:
-        recipe = Recipe(**options)
+        recipe = Recipe(**{**options, "speed": tuple(options["speed"]), "side": tuple(options["side"])})
         written = build(folder, recipe, show)
     except (RuntimeError, ValueError) as error:
         parser.exit(2, f"moving_digits: {error}\n")
