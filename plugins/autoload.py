@@ -35,27 +35,41 @@ FAIRSEQ_USER_DIR = PACKAGE / "fairseq"
 def activate() -> None:
     """Install the hooks, once per process. Never raises: it runs inside ``import torch``."""
     try:
-        if os.environ.get("ATTN_PLUGINS_AUTOLOAD", "1") == "0" or _finder in sys.meta_path:
+        if os.environ.get("ATTN_PLUGINS_AUTOLOAD", "1") == "0":
             return
-        waiting = {}
-        for name, action in ACTIONS.items():
-            module = sys.modules.get(name)
-            if module is not None:
-                _run(action, module)
-            elif name not in _done:
-                waiting[name] = action
-        _finder.waiting = waiting
-        if waiting:
-            sys.meta_path.insert(0, _finder)
+        for name in ACTIONS:
+            if name not in _done:
+                after_import(name, _run)
     except Exception:
         logger.warning("attn_plugins could not install its toolkit hooks", exc_info=True)
 
 
+def after_import(name: str, action: Callable[[ModuleType], None]) -> None:
+    """Call ``action(module)`` right after the module ``name`` has run, or now if it has been imported.
+
+    Nothing is imported for it. The same action waits once for a module; several wait in the order of the calls. What an
+    action raises, the import of the module raises.
+
+    Args:
+        name: Full, such as ``'timm.models'``.
+        action: What to call, once, with the module.
+    """
+    module = sys.modules.get(name)
+    if module is not None:
+        action(module)
+        return
+    actions = _finder.waiting.setdefault(name, [])
+    if action not in actions:
+        actions.append(action)
+    if _finder not in sys.meta_path:
+        sys.meta_path.insert(0, _finder)
+
+
 class _PostImportFinder(MetaPathFinder):
-    """Runs an action right after a module of ``waiting`` has executed, then forgets it."""
+    """Runs the actions right after a module of ``waiting`` has executed, then forgets them."""
 
     def __init__(self) -> None:
-        self.waiting: dict[str, Callable[[ModuleType], None]] = {}
+        self.waiting: dict[str, list[Callable[[ModuleType], None]]] = {}
 
     def find_spec(self, fullname, path=None, target=None):
         if fullname not in self.waiting:
@@ -79,19 +93,20 @@ class _PostImportFinder(MetaPathFinder):
         return [f for f in sys.meta_path if f is not self and hasattr(f, "find_spec")]
 
     def _finish(self, name: str, module: ModuleType) -> None:
-        action = self.waiting.pop(name, None)
+        actions = self.waiting.pop(name, [])
         if not self.waiting and self in sys.meta_path:
             sys.meta_path.remove(self)
-        if action is not None:
-            _run(action, module)
+        for action in actions:
+            action(module)
 
 
-def _run(action: Callable[[ModuleType], None], module: ModuleType) -> None:
+def _run(module: ModuleType) -> None:
+    """Do a toolkit's action, once per process; a failure is a warning."""
     if module.__name__ in _done:
         return
     _done.add(module.__name__)
     try:
-        action(module)
+        ACTIONS[module.__name__](module)
     except Exception as error:
         logger.warning(
             "attn_plugins is not available in %s: %s: %s (`python -m attn_plugins` tells more)",

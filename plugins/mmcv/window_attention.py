@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..autoload import _PostImportFinder
+from ..autoload import after_import
 from ..modules.windows import in_windows, with_position_logits
 from ..terms.position_table import table_logits
 
@@ -70,12 +70,7 @@ def check() -> None:
 def replace() -> None:
     """Replace the ``forward`` of each toolkit's layer: now, or when its module is imported."""
     for name in MODULES:
-        if name in sys.modules:
-            _replace(sys.modules[name])
-        else:
-            _finder.waiting[name] = _replace
-    if _finder.waiting and _finder not in sys.meta_path:
-        sys.meta_path.insert(0, _finder)
+        after_import(name, _replace)
 
 
 def _check(module: ModuleType) -> None:
@@ -95,16 +90,3 @@ def _replace(module: ModuleType) -> None:
     layer: Any = getattr(module, LAYER, None)
     if layer is not None and layer.forward.__module__ != __name__:
         layer.forward = shift_window_forward(layer.forward, module.WindowMSA)
-
-
-class _Finder(_PostImportFinder):
-    """Replaces a layer right after its module has run."""
-
-    def _finish(self, name: str, module: ModuleType) -> None:
-        self.waiting.pop(name, None)
-        if not self.waiting and self in sys.meta_path:
-            sys.meta_path.remove(self)
-        _replace(module)
-
-
-_finder = _Finder()

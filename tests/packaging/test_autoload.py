@@ -83,14 +83,36 @@ def test_modules_keep_their_loader(python):
 def test_the_finder_leaves_when_all_is_done(python):
     code = f"""
 import sys, torch, attn_plugins.autoload as a
-names = dict.fromkeys(a.ACTIONS)
 {WAITING}
-a._finder.waiting = {{"odd.inner": lambda module: print("after", module.value)}}
+a._finder.waiting.clear()
+a.after_import("odd.inner", lambda module: print("after", module.value))
 import odd.inner
 {WAITING}
 """
     packages = {"odd/__init__.py": "", "odd/inner.py": "value = 7"}
     assert python(code, packages=packages).stdout.split() == ["True", "after", "7", "False"]
+
+
+def test_after_import(python):
+    """In the order of the calls, each once, at once where the module is there; failures are the import's."""
+    code = """
+import attn_plugins.autoload as a
+for action in (print, lambda module: print(module.value), print):
+    a.after_import("odd.inner", action)
+import odd.inner, odd.inner
+a.after_import("odd.inner", lambda module: print("again"))
+def fail(module):
+    raise KeyError("ours")
+a.after_import("odd.other", fail)
+try:
+    import odd.other
+except KeyError as error:
+    print(error)
+"""
+    packages = {"odd/__init__.py": "", "odd/inner.py": "value = 7", "odd/other.py": ""}
+    lines = python(code, packages=packages, TORCH_DEVICE_BACKEND_AUTOLOAD="0").stdout.splitlines()
+    assert lines[0].startswith("<module 'odd.inner'")
+    assert lines[1:] == ["7", "again", "'ours'"]
 
 
 def test_activating_twice_changes_nothing(python):
