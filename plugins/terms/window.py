@@ -7,7 +7,6 @@ partition into windows (Swin) the masks of shifted windows are of up to four kin
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import product
 from typing import NamedTuple
 
 import torch
@@ -97,7 +96,8 @@ def shifted_window_groups(
     slices = [
         [slice(0, n - 1), slice(n - 1, n)] if moved and n > 1 else [slice(0, n)] for n, moved in zip(windows, shift)
     ]
-    return [WindowGroup(*place, mask) for place, mask in zip(product(*slices), masks)]
+    places = [(rows, columns) for rows in slices[0] for columns in slices[1]]
+    return [WindowGroup(rows, columns, mask) for (rows, columns), mask in zip(places, masks)]
 
 
 def shifted_window_masks(

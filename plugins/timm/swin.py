@@ -202,7 +202,7 @@ class _Model:
         for module in list(self.modules()):
             if type(module) is stock:
                 module.__class__ = ours
-                module.exchange(self.version, options)
+                module.exchange(self.version, options)  # type: ignore[operator]
 
     def set_input_size(
         self, img_size: Any = None, patch_size: Any = None, window_size: Any = None, *args: Any, **kwargs: Any

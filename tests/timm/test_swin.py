@@ -111,6 +111,62 @@ def test_other_positions_and_no_shift(name, position, tmp_path):
     assert len({m.shift_size for m in ours.modules() if isinstance(m, SwinAttention)}) > 1
 
 
+def stock_and_file(name: str, tmp_path, **options) -> tuple[nn.Module, dict]:
+    """timm's model, and the options that make ours from its weights."""
+    stock = build(NAMES[name], **options)
+    file = tmp_path / "stock.pth"
+    torch.save({"state_dict": stock.state_dict()}, file)
+    return stock, dict(SMALL, drop_path_rate=0.0, checkpoint_path=str(file), **options)
+
+
+@pytest.mark.parametrize("name", [V1, V2])
+@pytest.mark.parametrize(
+    "options",
+    [dict(position="table+bilateral", kernel_size=3, outside="zero"), dict(position="table+relative")],
+    ids=str,
+)
+def test_what_is_added_to_the_table_starts_as_timms(name, options, tmp_path):
+    stock, ours = stock_and_file(name, tmp_path)
+    model = timm.create_model(name, **ours, **options).double().eval()
+    assert close(model(picture()), stock(picture()))
+    for module in model.modules():
+        if isinstance(module, SwinAttention):
+            nn.init.ones_(module.gate)
+    assert not close(model(picture()), stock(picture()))
+    model(picture()).square().sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("name", [V1, V2])
+def test_bilateral_in_the_tables_place(name, tmp_path):
+    _, ours = stock_and_file(name, tmp_path)
+    model = timm.create_model(name, **ours, position="bilateral").double().eval()
+    plain = timm.create_model(name, **ours, position="none").double().eval()
+    assert close(model(picture()), plain(picture()))
+    layers = [m for m in model.modules() if isinstance(m, SwinAttention)]
+    assert {(m.kernel_size, m.outside, m.smoothing) for m in layers} == {(5, "learned", "zscore")}
+
+
+@pytest.mark.parametrize("name", [V1, V2])
+def test_centred_windows(name, tmp_path):
+    """timm's weights load strictly, also where timm makes the window as small as the map; no window is shifted."""
+    stock, ours = stock_and_file(name, tmp_path, window_size=5, always_partition=True)
+    model = timm.create_model(name, **ours, window="centred").double().eval()
+    model.load_state_dict(stock.state_dict(), strict=True)
+    layers = [m for m in model.modules() if isinstance(m, SwinAttention)]
+    assert {(m.window, m.window_size, m.shift_size) for m in layers} == {("centred", (5, 5), (0, 0))}
+    assert not close(model(picture()), stock(picture()))
+    small = timm.create_model(name, **dict(SMALL, window_size=9), window="centred")
+    assert {m.window_size for m in small.modules() if isinstance(m, SwinAttention)} == {(9, 9)}
+    model.set_input_size(img_size=(48, 80))
+    assert model(picture((48, 80))).shape == (2, 5)
+    model.set_input_size(img_size=(48, 80), window_size=3)
+    assert {m.window_size for m in layers} == {(3, 3)}
+    assert model(picture((48, 80))).shape == (2, 5)
+    with pytest.raises(ValueError, match=r"window_size must be odd for window='centred', got \(4, 4\)"):
+        model.set_input_size(window_size=4)
+
+
 @pytest.mark.parametrize("name", [V1, V2])
 def test_without_shift_it_is_timms_without(name):
     stock, ours = build(NAMES[name]), build(name, shift=False)
@@ -178,6 +234,8 @@ def test_torchscript_compiles_timms(name):
     torch.testing.assert_close(model(picture()), expected, rtol=1e-5, atol=1e-6)
     with pytest.raises(NotImplementedError, match="TorchScript needs position='table', got 'relative'"):
         torch.jit.script(build(name, position="relative"))
+    with pytest.raises(NotImplementedError, match="TorchScript needs window='partition', got 'centred'"):
+        torch.jit.script(build(name, window="centred", window_size=5))
 
 
 def test_no_masks_are_kept():
@@ -189,7 +247,9 @@ def test_no_masks_are_kept():
 @pytest.mark.parametrize(
     "options, message",
     [
-        (dict(position="sine"), "position must be one of table, relative, none, got 'sine'"),
+        (dict(position="sine"), "position must be one of table, relative, bilateral, .*, none, got 'sine'"),
+        (dict(window="centered"), "window must be one of partition, centred, got 'centered'"),
+        (dict(window="centred"), r"window_size must be odd for window='centred', got \(4, 4\)"),
         (dict(head_dim=4), "head_dim must be None: the 2 heads share the 16 channels, got a width of 4"),
     ],
 )
