@@ -217,6 +217,13 @@ def spatial_transformer_wmt_en_de(args: Namespace) -> None:
     """The base model: 6 layers, 512 channels, 8 heads, 2048 hidden; as ``spatial_transformer`` itself."""
 
 
+@register_model_architecture("spatial_transformer", "spatial_transformer_wmt_en_de_big")
+def spatial_transformer_wmt_en_de_big(args: Namespace) -> None:
+    """The big model: 6 layers, 1024 channels, 16 heads, 4096 hidden."""
+    default_sizes(args, "encoder", embed_dim=1024, ffn_embed_dim=4096, attention_heads=16)
+    default_sizes(args, "decoder", attention_heads=16)
+
+
 @register_model_architecture("spatial_transformer", "spatial_transformer_iwslt_de_en")
 def spatial_transformer_iwslt_de_en(args: Namespace) -> None:
     """6 layers, 512 channels, 4 heads, 1024 hidden."""

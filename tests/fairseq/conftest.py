@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from pathlib import Path
 
@@ -22,7 +23,7 @@ def data(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def joined(tmp_path_factory) -> Path:
-    """The toy language pair, which fairseq reads in both directions, with one dictionary."""
+    """The toy language pair, which fairseq reads in both directions, with one dictionary; the same as en-fr."""
     from fairseq_cli import preprocess
 
     folder = tmp_path_factory.mktemp("joined")
@@ -32,4 +33,6 @@ def joined(tmp_path_factory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["fairseq-preprocess", *words])
         preprocess.cli_main()
+    for path in [*folder.joinpath("bin").glob("*.en-de.*"), folder / "bin/dict.de.txt"]:
+        shutil.copy(path, path.with_name(path.name.replace("en-de", "en-fr").replace(".de.", ".fr.")))
     return folder / "bin"

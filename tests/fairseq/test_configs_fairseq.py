@@ -61,7 +61,8 @@ def trained(folder: Path) -> tuple[dict[str, Any], Any, Any]:
 def test_every_recipe_trains_and_translates(recipe, attention, joined, tmp_path):
     hydra_main(recipe, *small(joined, tmp_path), *([] if attention is None else [f"attention={attention}"]))
     cfg, model, task = trained(tmp_path)
-    assert (cfg.criterion.label_smoothing, cfg.lr_scheduler._name) == (0.1, "inverse_sqrt")
+    schedule = "cosine" if recipe.endswith("_big") else "inverse_sqrt"
+    assert (cfg.criterion.label_smoothing, cfg.lr_scheduler._name) == (0.1, schedule)
     assert model.encoder.embed_tokens.weight is model.decoder.output_projection.weight  # of one dictionary
     source = task.source_dictionary.encode_line("the cat", append_eos=True, add_if_not_exist=False).long()
     sample = {"net_input": {"src_tokens": source[None], "src_lengths": torch.tensor([len(source)])}}
@@ -87,6 +88,18 @@ PAPERS = {
         "checkpoint": {"save_dir": "checkpoints/iwslt14_de_en_bilateral"},
     },
 }
+BIG = {
+    "model": {"layers": 6, "embed_dim": 1024, "ffn": 4096, "heads": 16, "kind": "BilateralSelfAttention"},
+    "optimizer": {"adam_betas": "(0.9, 0.98)", "weight_decay": 0},
+    "dataset": {"max_tokens": 3584},
+}
+for corpus, last in ("wmt14_en_de", 30_000), ("wmt14_en_fr", 80_000):  # after a warm-up of 10,000, one period
+    PAPERS[f"{corpus}_big"] = {
+        **BIG,
+        "optimization": {"max_update": last, "lr": [0.001], "update_freq": [16], "clip_norm": 0},
+        "lr_scheduler": {"_name": "cosine", "warmup_updates": 10_000, "lr_period_updates": last - 10_000},
+        "checkpoint": {"save_dir": f"checkpoints/{corpus}_big_bilateral"},
+    }
 
 
 @pytest.mark.parametrize("recipe", PAPERS)
