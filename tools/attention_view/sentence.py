@@ -5,7 +5,6 @@ Shapes: M heads, T queries, S keys.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from attn_plugins.modules import AlignmentAttention
 from attn_plugins.modules.capture import Captured, attention_layers
 from tools.attention_view.parts import title_of
 from tools.attention_view.view import ViewError, one_line
+from tools.logs import quiet
 from tools.requires import need
 
 ENCODER, DECODER, ALIGNMENT = "encoder", "decoder", "alignment"
@@ -155,19 +155,6 @@ def load(checkpoint: Path, data: Path | None, sentencepiece: Path | None) -> Rea
     if not isinstance(made, (TranslationTask, LanguageModelingTask)):
         raise ViewError(f"--fairseq must be of a task of translation or language modelling, got {task['_name']!r}")
     return Reader(str(checkpoint), models[0].eval(), made, pieces)
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Keep what fairseq logs from the terminal; one of its modules shows every library's debugging."""
-    root, silent = logging.getLogger(), logging.NullHandler()
-    level = root.level
-    root.addHandler(silent)  # where there is a handler, fairseq adds none
-    try:
-        yield
-    finally:
-        root.setLevel(level)
-        root.removeHandler(silent)
 
 
 def _pieces(sentencepiece: Path | None) -> Callable[[str], str]:

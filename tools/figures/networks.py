@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tools.logs import quiet
 from tools.requires import extras
 
 from . import convention
@@ -112,29 +113,31 @@ class _Translator(nn.Module):
         return self.model(words, lengths, words)[0]
 
 
-def translator(tokens: int, **options: Any) -> list[convention.Call]:
-    """The calls of a base Transformer for one sentence and its translation, but those of the output layer.
+def translator(
+    tokens: int, architecture: str = "spatial_transformer_wmt_en_de", **options: Any
+) -> list[convention.Call]:
+    """The calls of a Transformer for one sentence and its translation, but those of the output layer.
 
     Args:
         tokens: Of both.
+        architecture: fairseq's name; the base model's.
         options: Of ``spatial_transformer``, such as ``encoder_attention='0110'``.
     """
     from argparse import Namespace
 
-    with extras():
+    with extras(), quiet():
         from fairseq.data import Dictionary
         from fairseq.models import ARCH_CONFIG_REGISTRY, ARCH_MODEL_REGISTRY
 
         import attn_plugins.fairseq  # noqa: F401  registers the model
 
-    name = "spatial_transformer_wmt_en_de"
     dictionary = Dictionary()
     word = dictionary.add_symbol("word")
     args = Namespace(**options)
-    ARCH_CONFIG_REGISTRY[name](args)
+    ARCH_CONFIG_REGISTRY[architecture](args)
     # Not on the meta device: fairseq looks into the masks. With one word in it the model has 0.2 GB.
     task = Namespace(source_dictionary=dictionary, target_dictionary=dictionary)
-    model = ARCH_MODEL_REGISTRY[name].build_model(args, task)
+    model = ARCH_MODEL_REGISTRY[architecture].build_model(args, task)
     model.make_generation_fast_()  # else the last layer has its weights written out
     found = convention.calls(_Translator(model, word), 1, tokens)
     return [call for call in found if not call.module.endswith(".output_projection")]

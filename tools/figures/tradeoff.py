@@ -1,0 +1,222 @@
+"""Accuracy over the operations of attention: Zhu et al. (2019), Fig. 3, from printed figures and from our small runs.
+
+Figure 3 has no numbers. What is drawn is what Tables 2 and 3 print: every setting with ε1 or ε2 that the authors name,
+those with deformable convolution, ranges and dynamic convolution. Operations are those of the attention under study:
+the network's less those of the network without it.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tools.files import write
+from tools.requires import extras
+
+from . import convention, empirical, networks, translation
+
+# Setting: mAP of detection, mIoU of segmentation, BLEU of translation.
+ACCURACY: dict[str, tuple[float, float, float]] = {
+    "w/o": (36.4, 71.9, 20.9),
+    "1111": (38.8, 76.7, 27.7),
+    "1110": (38.8, 76.7, 27.7),
+    "1101": (38.8, 76.7, 27.7),
+    "1100": (38.8, 76.7, 27.7),
+    "0111": (38.8, 76.6, 27.6),
+    "0110": (38.8, 76.6, 27.6),
+    "0101": (38.6, 76.3, 27.4),
+    "0100": (38.6, 76.3, 27.4),
+    "1111 + deformable": (41.0, 77.8, 28.0),
+    "1011 + deformable": (41.0, 77.8, 28.0),
+    "1010 + deformable": (40.9, 77.7, 28.0),
+    "1001 + deformable": (41.0, 77.8, 28.0),
+    "1000 + deformable": (40.9, 77.7, 28.0),
+    "0011 + deformable": (41.0, 77.5, 27.7),
+    "0010 + deformable": (40.8, 77.3, 27.7),
+    "0001 + deformable": (40.7, 77.3, 27.6),
+    "w/o + deformable": (39.9, 77.2, 27.3),
+    "0100 n=31": (38.6, 75.5, 27.4),
+    "0100 n=25": (38.6, 75.5, 27.4),
+    "0100 n=19": (38.6, 75.4, 27.4),
+    "0100 n=13": (38.5, 74.4, 27.3),
+    "dynamic n=31": (37.9, 74.2, 27.6),
+    "dynamic n=25": (37.8, 74.2, 27.6),
+    "dynamic n=19": (37.6, 73.7, 27.5),
+    "dynamic n=13": (37.5, 71.9, 27.4),
+}
+TASKS = {
+    "detection": "mAP, detection",
+    "segmentation": "mIoU, segmentation",
+    "translation": "BLEU, translation (self-attention)",
+}
+KINDS = {".self_attn": "self-attention", ".encoder_attn": "encoder-decoder attention"}  # by parts of modules' names
+TOKENS = 50  # of our small models, as in the paper
+RUNS = Path("benchmarks/translation-gettext.json")
+GROUPS = {"terms": "#1f77b4", "range": "#7fb2dd", "deformable": "#d62728", "dynamic": "#2ca02c", "bilateral": "#9467bd"}
+# Of the paper's settings those with a name in the figure, and where it stands, in points from the setting's.
+LABELS = {"w/o": (5, 3), "1111": (4, 4), "0110": (4, -9), "0010 + deformable": (5, 5), "w/o + deformable": (5, -9)}
+
+
+@dataclass(frozen=True)
+class Point:
+    """A setting.
+
+    Attributes:
+        name: Of the setting.
+        operations: Of the attention under study: 10⁹ of the paper's networks, 10⁶ of ours.
+        accuracy: In the panel's measure.
+        interval: Half of its 95 % interval; 0 where none is known.
+    """
+
+    name: str
+    operations: float
+    accuracy: float
+    interval: float = 0.0
+
+    @property
+    def group(self) -> str:
+        """Which colour it has."""
+        for word, group in (("deformable",) * 2, ("dynamic",) * 2, ("bilateral",) * 2, ("n=", "range")):
+            if word in self.name:
+                return group
+        return "terms"
+
+
+def printed(task: str) -> list[Point]:
+    """The paper's settings, of one of :data:`TASKS`; operations are differences of printed GFLOPs."""
+    column = list(TASKS).index(task)
+    if task == "translation":
+        giga = {setting: float(figure) for setting, figure, _ in translation.SETTINGS}
+    else:
+        giga = {setting: float(figures[column]) for setting, *figures, _ in empirical.SETTINGS}
+        giga["w/o"] = float(empirical.TASKS[task][0])
+        giga["w/o + deformable"] = giga.pop("deformable")
+    found = []
+    for setting, accuracy in ACCURACY.items():
+        # On images deformable convolution adds nothing to what its convolution costs.
+        own = giga[setting] if setting in giga else giga[setting.removesuffix(" + deformable")]
+        found.append(Point(setting, round(own - giga["w/o"], 1), accuracy[column]))
+    return found
+
+
+def measured(runs: Path = RUNS) -> dict[str, list[Point]]:
+    """Our small translators, by panel: self-attention, and attention of the decoder to the encoder.
+
+    Args:
+        runs: JSON of ``tools.translation_study``.
+
+    Raises:
+        ValueError: the file is none.
+    """
+    try:
+        data = json.loads(runs.read_text(encoding="utf-8"))
+        common = options_of(data["common"])
+        results = {key: value for key, value in data.items() if key.endswith(" updates")}
+        panels: dict[str, list[Point]] = {}
+        for updates, rows in results.items():
+            for row in rows:
+                cross = row["setting"].startswith("cross-")
+                for kind, words in KINDS.items():
+                    if cross != (kind == ".encoder_attn") and row["setting"] != "1111":
+                        continue
+                    million = operations({**common, **options_of(row["options"])}, kind) / 1e6
+                    point = Point(row["setting"].removeprefix("cross-"), million, row["bleu"], row["bleu_interval"])
+                    panels.setdefault(f"BLEU, ours, {words}, {updates}", []).append(point)
+    except (OSError, KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+        raise ValueError(f"RUNS must be a file of tools.translation_study, got {runs}: {error!r}") from error
+    return {panel: points for panel, points in panels.items() if len(points) > 1}
+
+
+def options_of(text: str) -> dict[str, Any]:
+    """Options of a command line, as fairseq names them; those without a value are True."""
+    words, found = shlex.split(text), dict[str, Any]()
+    for n, word in enumerate(words):
+        if word.startswith("--"):
+            name, equals, value = word.removeprefix("--").partition("=")
+            follows = n + 1 < len(words) and not words[n + 1].startswith("--")
+            found[name.replace("-", "_")] = value if equals else words[n + 1] if follows else True
+    return found
+
+
+def operations(options: dict[str, Any], kind: str) -> int:
+    """Multiply-adds of a small translator's attention for one sentence of :data:`TOKENS` and its translation.
+
+    Args:
+        options: Of fairseq-train; of them those of attention and ``arch`` are read.
+        kind: ``'.self_attn'`` or ``'.encoder_attn'``.
+    """
+    names = ("encoder_attention", "decoder_attention", "cross_attention", "attention_range", "deformable")
+    given = {name: options[name] for name in names if name in options}
+    if "attention_range" in given:
+        given["attention_range"] = int(given["attention_range"])
+    calls = networks.translator(TOKENS, options["arch"], **given)
+    return convention.executed([call for call in calls if kind in call.module])
+
+
+def envelope(points: Sequence[Point]) -> list[Point]:
+    """Those that no cheaper or equally cheap one reaches, by their operations."""
+    best: list[Point] = []
+    for point in sorted(points, key=lambda p: (p.operations, -p.accuracy)):
+        if not best or point.accuracy > best[-1].accuracy:
+            best.append(point)
+    return best
+
+
+def plot(path: Path, runs: Path = RUNS) -> dict[str, list[Point]]:
+    """Draw all panels; what is in them."""
+    with extras("tools"):
+        import matplotlib
+
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
+
+    panels = {title: printed(task) for task, title in TASKS.items()} | measured(runs)
+    rows = -(-len(panels) // 3)
+    style = {"font.size": 8, "axes.spines.top": False, "axes.spines.right": False, "svg.fonttype": "none"}
+    with pyplot.rc_context({**style, "svg.hashsalt": "tradeoff"}):
+        figure, axes = pyplot.subplots(rows, 3, figsize=(11, 3.5 * rows), layout="constrained", squeeze=False)
+        for axis, (title, points) in zip(axes.flat, panels.items()):
+            _panel(axis, title, points)
+        for axis in axes.flat[len(panels) :]:
+            axis.axis("off")
+        handles = [
+            matplotlib.lines.Line2D([], [], color=colour, marker="o", linestyle="", label=group)
+            for group, colour in GROUPS.items()
+        ]
+        figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
+        suffix = path.suffix.removeprefix(".")
+        metadata = {"Date": None} if suffix == "svg" else {}
+        write(path, lambda beside: figure.savefig(beside, format=suffix, dpi=110, metadata=metadata))
+        pyplot.close(figure)
+    return panels
+
+
+def _panel(axis: Any, title: str, points: Sequence[Point]) -> None:
+    ours = "ours" in title
+    for group, colour in GROUPS.items():
+        own = [point for point in points if point.group == group]
+        line = envelope(own)
+        if len(line) > 1:
+            axis.plot([p.operations for p in line], [p.accuracy for p in line], color=colour, linewidth=1, alpha=0.5)
+        for point in own:
+            interval = point.interval or None
+            axis.errorbar(
+                point.operations, point.accuracy, interval, color=colour, marker="o", markersize=4, elinewidth=0.7
+            )
+    placed: dict[tuple[float, float], list[str]] = {}  # settings of equal cost and accuracy lie on one another
+    for point in points:
+        if ours or point.name in LABELS:
+            placed.setdefault((point.operations, point.accuracy), []).append(point.name)
+    for place, names in placed.items():
+        bold = "bold" if names[0].replace(" ", "") == "0010+deformable" else "normal"
+        offset = (4, 4) if ours else LABELS[names[0]]
+        axis.annotate(", ".join(names), place, offset, textcoords="offset points", fontsize=6.5, fontweight=bold)
+    axis.set_title(title, fontsize=8)
+    label = "MFLOPs of attention; bars are 95 % intervals" if ours else "GFLOPs of attention"
+    axis.set(xlabel=label, ylabel=title.partition(",")[0])
+    axis.margins(x=0.15, y=0.1)
+    axis.grid(alpha=0.25, linewidth=0.5)
