@@ -8,7 +8,7 @@
 ``--path`` names a checkpoint of fairseq's task ``captioning``, or several with colons, whose words are averaged. A
 picture's regions are computed as those of the data folder, by the recipe in its ``regions.npz`` (or ``.h5``,
 ``.lmdb``), and its attributes by ``--detector`` (of ``tools.captioning.train_attributes``), which models of regions
-alone (``--fusion visual``) do without. IMAGE may be a folder, for all pictures in it.
+alone (``--fusion visual``, ``show_attend_tell``) do without. IMAGE may be a folder, for all pictures in it.
 
 OUT gets ``captions.json``, ``[{"image_id": "photo", "file_name": "photo.jpg", "caption": "..."}]``, and of each picture
 ``NAME.png``, on which every word has its regions, the gate's visual and semantic share, and its attributes, and

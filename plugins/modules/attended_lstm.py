@@ -11,9 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..ops.arguments import check_padding_mask
 from .alignment_attention import AlignmentAttention, AlignmentScore
-from .checks import check_fits, check_sequence, check_tensor, positive
+from .checks import check_padding_mask, check_sequence, check_source, positive
 from .entangled_attention import Modality
 
 
@@ -147,10 +146,5 @@ def check_sources(
         if name not in sources:
             raise ValueError(f"sources must have {', '.join(names)}, got {', '.join(sources) or 'none'}")
         features, mask = sources[name]
-        check_tensor(f"sources[{name!r}]", features)
-        if features.dim() != 3 or features.shape[1] == 0 or features.shape[::2] != (batch, channels):
-            raise ValueError(
-                f"sources[{name!r}] must have shape ({batch}, S, {channels}) with S > 0, got {tuple(features.shape)}"
-            )
-        check_fits(f"sources[{name!r}]", features, weight)
+        check_source(f"sources[{name!r}]", features, channels, batch, weight)
         check_padding_mask(mask, batch, features.shape[1], features.device)

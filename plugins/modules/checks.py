@@ -17,6 +17,7 @@ __all__ = [
     "check_map",
     "check_padding_mask",
     "check_sequence",
+    "check_source",
     "check_table_size",
     "check_tensor",
     "check_window",
@@ -78,6 +79,14 @@ def check_sequence(name: str, x: Tensor, channels: int, weight: Tensor, batch: i
         raise ValueError(f"{name} must have shape (B, T, {channels}) with at least one token, got {tuple(x.shape)}")
     if batch is not None and x.shape[0] != batch:
         raise ValueError(f"{name} must have query's batch size {batch}, got {x.shape[0]}")
+    check_fits(name, x, weight)
+
+
+def check_source(name: str, x: Tensor, channels: int, batch: int, weight: Tensor) -> None:
+    """Check that ``x`` is (batch, S, channels) with S > 0, on ``weight``'s device and of its dtype."""
+    check_tensor(name, x)
+    if x.dim() != 3 or x.shape[0] != batch or x.shape[1] == 0 or x.shape[2] != channels:
+        raise ValueError(f"{name} must have shape ({batch}, S, {channels}) with S > 0, got {tuple(x.shape)}")
     check_fits(name, x, weight)
 
 

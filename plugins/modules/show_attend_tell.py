@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..ops.arguments import check_padding_mask
 from .alignment_attention import AlignmentAttention
-from .checks import check_fits, check_sequence, check_tensor, positive
+from .checks import check_padding_mask, check_sequence, check_source, check_tensor, positive
 
 
 class ShowAttendTellState(NamedTuple):
@@ -99,7 +98,7 @@ class ShowAttendTell(nn.Module):
             TypeError: an argument is no tensor, or not of the module's dtype.
         """
         check_sequence("words", words, self.word_dim, self.cell.weight_ih)
-        _check_source("source", source, self.source_dim, len(words), self.cell.weight_ih)
+        check_source("source", source, self.source_dim, len(words), self.cell.weight_ih)
         check_padding_mask(padding_mask, len(source), source.shape[1], source.device)
         words = self.dropout(words)
         hidden, cell, keys = self.first_state(source, padding_mask) if state is None else state
@@ -155,11 +154,3 @@ def doubly_stochastic_penalty(
     if source_padding_mask is not None:
         missing = missing.masked_fill(source_padding_mask, 0)
     return missing.sum(1)
-
-
-def _check_source(name: str, x: Tensor, channels: int, batch: int, weight: Tensor) -> None:
-    """Check that ``x`` is (batch, S, channels) with a place, on ``weight``'s device and of its dtype."""
-    check_tensor(name, x)
-    if x.dim() != 3 or x.shape[0] != batch or x.shape[1] == 0 or x.shape[2] != channels:
-        raise ValueError(f"{name} must have shape ({batch}, S, {channels}) with S > 0, got {tuple(x.shape)}")
-    check_fits(name, x, weight)
