@@ -15,8 +15,9 @@ from fairseq.models.transformer.transformer_config import DecoderConfig, EncDecB
 from fairseq.models.transformer_lm import TransformerLanguageModelConfig
 from omegaconf import OmegaConf
 
+from ..modules.bilateral_1d import SequenceSmoothing
 from ..terms.attention_type import is_attention_type, parse_attention_type
-from ..terms.nonlocal_position import Outside, Smoothing
+from ..terms.nonlocal_position import Outside
 
 POSITIONS = ("auto", "absolute", "none")
 KERNEL_SIZES = {"dynamic": {"encoder": 31, "decoder": 31}, "bilateral": {"encoder": 21, "decoder": 11}}
@@ -77,8 +78,9 @@ class SharedOptions(FairseqDataclass):
     bilateral_padding: Optional[str] = field(
         default=None, metadata={"help": "the old name of --bilateral-outside, in checkpoints"}
     )
-    bilateral_smoothing: ChoiceEnum(get_args(Smoothing)) = field(  # type: ignore[valid-type]
-        default="sqrt_d", metadata={"help": "divisor of bilateral's position logits"}
+    bilateral_smoothing: ChoiceEnum(get_args(SequenceSmoothing)) = field(  # type: ignore[valid-type]
+        default="sqrt_d",
+        metadata={"help": "divisor of bilateral's position logits; sqrt_embed_dim: that of its content logits too"},
     )
 
     shaw_distance: int = field(

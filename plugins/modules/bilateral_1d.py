@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from ..terms.nonlocal_band import counted_keys, standardised_band
-from ..terms.nonlocal_position import Outside, Smoothing, check_smoothing, predicted_values, with_outside
+from ..terms.nonlocal_position import Outside, check_smoothing, predicted_values, with_outside
 from .checks import check_heads, check_padding_mask, check_sequence, one_of
 from .renamed import renamed_argument, renamed_attribute, renamed_method
 from .sequence_cache import SequenceCache, check_cache
 from .sequence_heads import attended, logits_of, split_heads, weights_of
+
+SequenceSmoothing = Literal["sqrt_d", "sqrt_embed_dim", "zscore"]
 
 
 class BilateralSelfAttention(nn.Module):
@@ -33,8 +35,9 @@ class BilateralSelfAttention(nn.Module):
         kernel_size: k, odd, or any with ``causal``; None: 21, with ``causal`` 11 (Table 3.7).
         outside: v: ``'zero'``, ``'learned'`` (one more value predicted for each head), ``'-inf'``, ``'min'`` or
             ``'mean'`` of the window's values.
-        smoothing: σ_p: ``'sqrt_d'`` divides the position logits by √d, ``'zscore'`` standardises a query's over all
-            the keys that it sees.
+        smoothing: σ_p: ``'sqrt_d'`` divides the position logits by √d, d being a head's width C / M, ``'zscore'``
+            standardises a query's over all the keys that it sees. ``'sqrt_embed_dim'`` divides logits of content and
+            of position by √C, as section 3.6.2's "root of embedding dimension √d" can be read.
         causal: No key after the query is seen.
         dropout: Share of the weights that is dropped in training. Then T × T weights are written out.
         bias: Of all layers but f's, which have theirs.
@@ -53,7 +56,7 @@ class BilateralSelfAttention(nn.Module):
         num_heads: int = 8,
         kernel_size: int | None = None,
         outside: Outside = "zero",
-        smoothing: Smoothing = "sqrt_d",
+        smoothing: SequenceSmoothing = "sqrt_d",
         causal: bool = False,
         dropout: float = 0.0,
         bias: bool = True,
@@ -68,10 +71,12 @@ class BilateralSelfAttention(nn.Module):
         if not isinstance(kernel_size, int) or kernel_size < 1 or (kernel_size % 2 == 0 and not causal):
             raise ValueError(f"kernel_size must be a positive odd int, or any with causal, got {kernel_size!r}")
         one_of(Outside, outside=outside)
-        one_of(Smoothing, smoothing=smoothing)
-        check_smoothing(outside, smoothing)
+        one_of(SequenceSmoothing, smoothing=smoothing)
+        if smoothing != "sqrt_embed_dim":
+            check_smoothing(outside, smoothing)
         self.embed_dim, self.num_heads, self.kernel_size = embed_dim, num_heads, kernel_size
         self.outside, self.smoothing, self.causal, self.dropout = outside, smoothing, causal, dropout
+        self.scale = (embed_dim if smoothing == "sqrt_embed_dim" else embed_dim // num_heads) ** -0.5
         factory: dict[str, Any] = dict(device=device, dtype=dtype)
         self.q_proj, self.k_proj, self.v_proj, self.out_proj = (
             nn.Linear(embed_dim, embed_dim, bias=bias, **factory) for _ in range(4)
@@ -175,7 +180,7 @@ class BilateralSelfAttention(nn.Module):
         content, key, value = (
             split_heads(layer(query), self.num_heads) for layer in (self.q_proj, self.k_proj, self.v_proj)
         )
-        content = content * (self.embed_dim // self.num_heads) ** -0.5
+        content = content * self.scale
         if cache is not None:
             cache.append(key, value, key_padding_mask)
             assert cache.key is not None
@@ -194,8 +199,8 @@ class BilateralSelfAttention(nn.Module):
         """δ_p / σ_p in the window, (B, M, T, k), and beyond it."""
         k = self.kernel_size
         predicted = split_heads(self.position(x), self.num_heads)
-        if self.smoothing == "sqrt_d":
-            predicted = predicted * (self.embed_dim // self.num_heads) ** -0.5
+        if self.smoothing != "zscore":
+            predicted = predicted * self.scale
         else:
             values = with_outside(predicted, self.outside)
             counted, number = counted_keys(x.shape[1], S, k, start, self.causal, key_padding_mask, x.device)

@@ -20,7 +20,7 @@ CHOICES = [
     (outside, smoothing)
     for outside, smoothing in itertools.product(("zero", "learned", "min", "mean", "-inf"), ("sqrt_d", "zscore"))
     if (outside, smoothing) != ("-inf", "zscore")
-]
+] + [("zero", "sqrt_embed_dim"), ("-inf", "sqrt_embed_dim"), ("mean", "sqrt_embed_dim")]
 
 
 def build(*, dtype=torch.float64, **options) -> BilateralSelfAttention:
@@ -67,11 +67,12 @@ def by_loops(module: BilateralSelfAttention, x: torch.Tensor, hidden=None) -> to
             index = j - i + (k - 1 if module.causal else k // 2)
             position.append(window[index] if 0 <= index < k else beyond)
         position = np.array(position)
-        if module.smoothing == "sqrt_d":
-            position = position / math.sqrt(d)
+        root = math.sqrt(C if module.smoothing == "sqrt_embed_dim" else d)
+        if module.smoothing != "zscore":
+            position = position / root
         else:
             position = (position - position.mean()) / math.sqrt(position.var() + 1e-6)
-        logits = np.array([q[b, i, head] @ key[b, j, head] / math.sqrt(d) for j in keys]) + position
+        logits = np.array([q[b, i, head] @ key[b, j, head] / root for j in keys]) + position
         if np.isneginf(logits).all():
             continue
         weights = np.exp(logits - logits.max())
@@ -265,7 +266,7 @@ def test_the_standardised_band_is_the_standardised_logits(causal):
         (dict(kernel_size=4), "kernel_size must be a positive odd int, or any with causal, got 4"),
         (dict(kernel_size=0, causal=True), "kernel_size must be"),
         (dict(outside="reflect"), "outside must be one of -inf, zero, learned, min, mean, got 'reflect'"),
-        (dict(smoothing="none"), "smoothing must be one of sqrt_d, zscore, got 'none'"),
+        (dict(smoothing="none"), "smoothing must be one of sqrt_d, sqrt_embed_dim, zscore, got 'none'"),
         (dict(outside="-inf", smoothing="zscore"), "smoothing 'zscore' needs another outside than '-inf'"),
         (dict(num_heads=4), "num_heads must divide embed_dim = 6, got 4"),
         (dict(embed_dim=0), "embed_dim must be a positive int, got 0"),

@@ -146,7 +146,10 @@ def test_parameters_and_buffers_follow(name, device, dtype):
         (lambda: modules.AAConv2d(8, 8, 3, 4, 4, 2, position="polar"), "position must be one of relative, none, sine"),
         (lambda: modules.AlignmentAttention("bilinear", 4), "score must be one of cosine, additive, general, dot"),
         (lambda: modules.BilateralNonLocal2d(8, outside="same"), "outside must be one of -inf, zero, learned, min"),
-        (lambda: modules.BilateralSelfAttention(8, smoothing="none"), "smoothing must be one of sqrt_d, zscore, got"),
+        (
+            lambda: modules.BilateralSelfAttention(8, smoothing="none"),
+            "smoothing must be one of sqrt_d, sqrt_embed_dim, ",
+        ),
         (lambda: modules.CrissCrossAttention2d(8, position=None), "position must be one of none, relative, got None"),
         (lambda: modules.GatedBilateralController(8, ["relu"]), "activation must be one of identity, relu, .* got "),
         (lambda: modules.MultimodalDecoderBlock(fusion="mean"), "fusion must be one of entangled, parallel, stacked"),
