@@ -21,8 +21,8 @@ needs; and broken.txt, the images that --skip-broken left out.
 
 A training that is resumed keeps the settings it began with, whatever CONFIG says now; a line names what has changed
 there. The command line may set other values of accumulate, clip_grad, channels_last, label_smoothing and workers, and
-of what augments images (crop, scale, hflip, color_jitter, auto_augment, erasing, mixup, cutmix, frame_sampling),
-for the epochs that are left; a line says so. Another value of any other setting is an error.
+of what augments images and clips (crop, scale, hflip, color_jitter, auto_augment, erasing, mixup, cutmix,
+frame_sampling) for the epochs that are left; a line says so. Another value of any other setting is an error.
 """
 
 from __future__ import annotations
