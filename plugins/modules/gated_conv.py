@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .alignment_attention import AlignmentAttention, AlignmentScore
+from .alignment_attention import AlignmentAttention
 from .attended_lstm import check_source_names, check_sources
 from .checks import check_sequence, check_tensor, positive
 from .entangled_attention import Modality
@@ -75,7 +75,6 @@ class GatedConvBlock(nn.Module):
         kernel_size: k.
         sources: Names of the sources, such as ``("visual", "semantic")``.
         dropout: Of x before the convolution.
-        score: ``dot``, or ``scaled-dot`` for softer attention at first.
 
     Raises:
         ValueError: an argument is out of its range.
@@ -87,7 +86,6 @@ class GatedConvBlock(nn.Module):
         kernel_size: int = 5,
         sources: Sequence[str] = ("visual",),
         dropout: float = 0.0,
-        score: AlignmentScore = "dot",
         *,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -101,7 +99,7 @@ class GatedConvBlock(nn.Module):
         self.conv = NormalisedConv1d(embed_dim, 2 * embed_dim, kernel_size, 4 * (1 - dropout), **factory)
         self.queries = nn.ModuleDict({name: NormalisedConv1d(embed_dim, embed_dim, **factory) for name in sources})
         self.contexts = nn.ModuleDict({name: NormalisedConv1d(embed_dim, embed_dim, **factory) for name in sources})
-        self.attention = AlignmentAttention(score, embed_dim, **factory)
+        self.attention = AlignmentAttention("dot", embed_dim, **factory)
 
     def forward(
         self, x: Tensor, words: Tensor, sources: Mapping[str, Modality], state: Tensor | None = None

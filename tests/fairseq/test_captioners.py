@@ -17,7 +17,7 @@ from fairseq.criterions import CRITERION_REGISTRY
 from fairseq.criterions.label_smoothed_cross_entropy import LabelSmoothedCrossEntropyCriterion
 from fairseq.data import Dictionary
 from fairseq.logging import metrics
-from fairseq.models import ARCH_CONFIG_REGISTRY, ARCH_MODEL_REGISTRY
+from fairseq.models import ARCH_CONFIG_REGISTRY, ARCH_MODEL_REGISTRY, MODEL_REGISTRY
 from fairseq.sequence_generator import SequenceGenerator
 from omegaconf import OmegaConf
 
@@ -375,6 +375,26 @@ def test_sizes():
         assert len(vars(args)) == len(CAPTIONERS[name])
     assert len(model.decoder.layers) == 3
     assert model.decoder.layers[0].conv.direction.shape == (1024, 512, 5)
+
+
+def test_parameters():
+    """Of the base models, by a count of every layer, of 9487 words and regions of 512 channels, those of VGG-16."""
+    V, C, D, dictionary = 9487, 512, 512, 9487 * 512
+    classifier = dictionary + V
+    # Two layers before the LSTM's first state, attention, gate, LSTM, and the deep output layer.
+    first, attention = 2 * (D * C + C), C * C + C + D * C + C
+    lstm, output = 4 * C * (C + D + C) + 8 * C, C * C + C + D * C
+    expected = {
+        "show_attend_tell": dictionary + first + attention + C + 1 + lstm + output + classifier,
+        "lstm_captioner": dictionary + (D * C + C) + attention + lstm + (2 * C * C + C) + classifier,
+    }
+    # A convolution or projection has a length and a bias of each output beside its directions.
+    block = 2 * C * 5 * C + 2 * 2 * C + 2 * (C * C + 2 * C)
+    expected["conv_captioner"] = dictionary + (D * C + C) + (C * C + 2 * C) + 3 * block + classifier
+    for name, number in expected.items():
+        with torch.device("meta"):
+            model = MODEL_REGISTRY[name].build_model(argparse.Namespace(), task(V, D))
+        assert sum(parameter.numel() for parameter in model.parameters()) == number, name
 
 
 @every_setting
