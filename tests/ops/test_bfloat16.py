@@ -138,9 +138,9 @@ def test_sdpa_serves_where_tiles_are_multiplied(monkeypatch):
     monkeypatch.setattr(sdpa_sequence, "multiplies_tiles", lambda: False)
     refused = explain(sequence_attention, query, key, value, position_logits=position)
     assert refused.serves == "cpu"
-    assert refused.refusals["sdpa"] == "this CPU multiplies no tiles of bfloat16 (AMX)"
+    assert refused.refusals["amx"] == "this CPU multiplies no tiles of bfloat16 (AMX)"
     monkeypatch.setattr(sdpa_sequence, "multiplies_tiles", lambda: True)
-    assert explain(sequence_attention, query, key, value, position_logits=position).serves == "sdpa"
+    assert explain(sequence_attention, query, key, value, position_logits=position).serves == "amx"
     leaves = [t.clone().requires_grad_() for t in (query, key, value, position)]
     output = sequence_attention(*leaves[:3], position_logits=leaves[3])
     torch.testing.assert_close(output, expected, atol=1e-2, rtol=1e-2)
@@ -170,4 +170,4 @@ def test_what_sdpa_does_not_know(change, reason, monkeypatch):
     query, key, value = draw(*[(1, 1, 6, 4)] * 3)
     choice = explain(sequence_attention, query, key, value, **change)
     assert choice.serves == "cpu"
-    assert choice.refusals["sdpa"] == reason
+    assert choice.refusals["amx"] == reason

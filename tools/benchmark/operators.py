@@ -14,6 +14,8 @@ OPERATORS = {  # name -> module with `cases(device)`
     "window_attention": "window.window_attention",
     "criss_cross": "criss_cross.criss_cross",
     "sequence_attention": "everywhere.sequence_attention",
+    "vision_transformers": "everywhere.vision_transformers",
+    "halves": "halves",
     "calls": "calls",
 }
 

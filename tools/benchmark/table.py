@@ -96,6 +96,7 @@ BACKENDS = {
     "cuda": "CUDA kernels",
     "triton": "Triton kernels",
     "sdpa": "PyTorch's SDPA",
+    "amx": "PyTorch's SDPA (bfloat16 with AMX)",
     "torch": "PyTorch operations",
 }
 
@@ -227,7 +228,7 @@ def backends() -> list[str]:
     lines = ["| operator | on CPUs | on CUDA |", "| --- | --- | --- |"]
     for name, table in sorted(tables().items()):
         cells = []
-        for absent in (("cuda", "triton"), ("cpu",)):
+        for absent in (("cuda", "triton"), ("cpu", "amx")):
             cells.append(", then ".join(BACKENDS.get(each, each) for each in table if each not in absent))
         lines.append(f"| `{name}` | {' | '.join(cells)} |")
     return lines

@@ -56,4 +56,4 @@ def backward(*_: Any) -> None:
     raise AssertionError("refused")
 
 
-BACKEND = Backend("sdpa", refuses, forward, backward, refuses_backward)
+BACKEND = Backend("amx", refuses, forward, backward, refuses_backward)

@@ -1,0 +1,206 @@
+"""Attention of vision transformers: Swin's windows, SAM's decomposed positions, a block and a network of Swin.
+
+Peers compute as timm does, by its eager code and by its fused one (SDPA); tables and their gradients are part of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from attn_plugins.modules.windows import attend_pairs
+from attn_plugins.ops import global_attention
+from attn_plugins.terms.decomposed import decomposed_logits
+from attn_plugins.terms.position_table import table_logits
+from attn_plugins.terms.window import shifted_window_groups
+from tools.requires import extras
+
+from ..case import Case, Run, forward, forward_backward
+
+PASSES = (("forward", forward), ("forward+backward", forward_backward))
+BATCH, MAP, HEADS, WIDTH, WINDOW = 4, 56, 3, 32, 7  # Swin-T's first stage at 224x224
+TOKENS, WINDOWS = WINDOW**2, MAP // WINDOW
+WINDOW_GOALS = {False: {"forward": 1.4, "forward+backward": 1.2}, True: {"forward": 1.5, "forward+backward": 2.0}}
+SAM_GOALS = {"forward": 4.0, "forward+backward": 2.5}
+FASTER = 1.0
+
+
+# --- windows ------------------------------------------------------------------------------------------------------
+
+
+def groups(shift: int) -> list[tuple[int, Tensor | None]]:
+    """Windows of a kind in the whole batch, and their mask."""
+    found = shifted_window_groups((WINDOWS, WINDOWS), (WINDOW, WINDOW), (shift, shift))
+    sizes = [(g.rows.stop - g.rows.start) * (g.columns.stop - g.columns.start) for g in found]
+    return [(BATCH * size, g.logits) for size, g in zip(sizes, found)]
+
+
+def windows_ours(shift: int) -> Callable[..., Tensor]:
+    """Windows in the order of their kinds, in which the layer projects them."""
+    kinds = groups(shift)
+
+    def run(query: Tensor, key: Tensor, value: Tensor, table: Tensor) -> Tensor:
+        logits = table_logits(table, (WINDOW, WINDOW))
+        sizes = [size for size, _ in kinds]
+        parts = zip(query.split(sizes), key.split(sizes), value.split(sizes), kinds)
+        outputs = [
+            attend_pairs(q, k, v, (logits if mask is None else logits + mask.to(logits.dtype))[None], WIDTH**-0.5)
+            for q, k, v, (_, mask) in parts
+        ]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    return run
+
+
+def windows_timm(shift: int, fused: bool, masked: float = -100.0) -> Callable[..., Tensor]:
+    """timm's eager or fused attention; its masks are -100."""
+    mask = None
+    if shift:
+        kinds = [(size // BATCH, logits) for size, logits in groups(shift)]
+        parts = [(torch.zeros(TOKENS, TOKENS) if m is None else m).expand(n, -1, -1) for n, m in kinds]
+        mask = torch.cat(parts).clamp_min(masked)
+
+    def run(query: Tensor, key: Tensor, value: Tensor, table: Tensor) -> Tensor:
+        logits = table_logits(table, (WINDOW, WINDOW))[None]
+        if fused:
+            if mask is not None:
+                every = mask.to(query.dtype).view(1, -1, 1, TOKENS, TOKENS).expand(BATCH, -1, HEADS, -1, -1)
+                logits = logits + every.reshape(-1, HEADS, TOKENS, TOKENS)
+            return nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=logits)
+        pairs = (query * WIDTH**-0.5) @ key.mT + logits
+        if mask is not None:
+            pairs = pairs.view(BATCH, -1, HEADS, TOKENS, TOKENS) + mask.to(query.dtype)[:, None]
+            pairs = pairs.view(-1, HEADS, TOKENS, TOKENS)
+        return pairs.softmax(-1) @ value
+
+    return run
+
+
+def windows_case(shift: int, device: str, dtype: torch.dtype, passes: str, build: Callable[..., Run]) -> Case:
+    def prepare(function: Callable[..., Tensor]) -> Callable[[], Run]:
+        def run() -> Run:
+            with torch.device(device):
+                projected = torch.randn(BATCH * WINDOWS**2, TOKENS, 3, HEADS, WIDTH, dtype=dtype)
+                table = torch.randn((2 * WINDOW - 1) ** 2, HEADS, dtype=dtype)
+            return build(function, *projected.permute(2, 0, 3, 1, 4).unbind(0), table)
+
+        return run
+
+    peers = {"timm, eager": prepare(windows_timm(shift, False)), "timm, SDPA": prepare(windows_timm(shift, True))}
+    if shift:
+        peers["eager, masks of -inf"] = prepare(windows_timm(shift, False, float("-inf")))
+    return Case(
+        f"Swin's windows{', shifted' if shift else ''}, batch {BATCH}, {MAP}x{MAP}, {HEADS} heads x {WIDTH}, "
+        f"{str(dtype).removeprefix('torch.')}, {passes}",
+        prepare(windows_ours(shift)),
+        peers,
+        WINDOW_GOALS[bool(shift)][passes] if device == "cpu" else FASTER,
+    )
+
+
+# --- decomposed positions -----------------------------------------------------------------------------------------
+
+
+def decomposed_ours(query: Tensor, key: Tensor, value: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+    row_logits, column_logits = decomposed_logits(query, rows, columns)
+    scale = query.shape[-1] ** -0.5
+    return global_attention(query, key, value, row_logits=row_logits, column_logits=column_logits, scale=scale)
+
+
+def decomposed_timm(fused: bool) -> Callable[..., Tensor]:
+    def run(query: Tensor, key: Tensor, value: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+        from timm.models.vision_transformer_sam import get_decomposed_rel_pos_bias
+
+        size = query.shape[2:4]
+        q, k, v = (t.flatten(2, 3).flatten(0, 1) for t in (query, key, value))
+        bias = get_decomposed_rel_pos_bias(q, rows, columns, size, size)
+        if fused:
+            output = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+        else:
+            output = ((q * q.shape[-1] ** -0.5) @ k.mT + bias).softmax(-1) @ v
+        return output.view(query.shape)
+
+    return run
+
+
+def decomposed_case(S: int, device: str, dtype: torch.dtype, passes: str, build: Callable[..., Run]) -> Case:
+    M, d = 12, 64
+
+    def prepare(function: Callable[..., Tensor]) -> Callable[[], Run]:
+        def run() -> Run:
+            shapes: Sequence[tuple[int, ...]] = (*[(1, M, S, S, d)] * 3, *[(2 * S - 1, d)] * 2)
+            return build(function, *(torch.randn(shape, device=device, dtype=dtype) * d**-0.25 for shape in shapes))
+
+        return run
+
+    return Case(
+        f"decomposed positions (SAM), {S}x{S}, {M} heads x {d}, {str(dtype).removeprefix('torch.')}, {passes}",
+        prepare(decomposed_ours),
+        {"timm, eager": prepare(decomposed_timm(False)), "timm, SDPA": prepare(decomposed_timm(True))},
+        SAM_GOALS[passes] if device == "cpu" else FASTER,
+        heavy=S == 64,
+    )
+
+
+# --- timm's layers and models -------------------------------------------------------------------------------------
+
+
+def built(name: str, fused: bool, ours: bool) -> nn.Module:
+    """A model of timm's: its eager or fused attention, or ours in its place."""
+    with extras("timm"):
+        import timm
+        from timm.layers import set_fused_attn
+
+        from attn_plugins.timm import accelerate
+
+    set_fused_attn(fused)
+    try:
+        model = timm.create_model(name)
+    finally:
+        set_fused_attn(True)
+    if ours:
+        accelerate(model)
+    return model
+
+
+def model_case(
+    name: str, batch: int, block: int | None, device: str, dtype: torch.dtype, passes: str, build: Callable[..., Run]
+) -> Case:
+    """A network, or the attention of one block of its first stage with projections and the windows' moves."""
+
+    def prepare(fused: bool, ours: bool) -> Callable[[], Run]:
+        def run() -> Run:
+            model: nn.Module = built(name, fused, ours).to(device, dtype)
+            x = torch.randn(batch, 3, 224, 224, device=device, dtype=dtype)
+            call: Callable[..., Tensor] = model
+            if block is not None:
+                model = model.get_submodule(f"layers.0.blocks.{block}")
+                call = model._attn
+                x = torch.randn(batch, MAP, MAP, HEADS * WIDTH, device=device, dtype=dtype)
+            model.eval() if build is forward else model.train()
+            if build is forward:
+                return forward(call, x)
+            parameters = model.attn.parameters() if block is not None else model.parameters()
+            return forward_backward(call, x, parameters=tuple(parameters))
+
+        return run
+
+    what = f"{name}, 224x224" if block is None else f"{name}'s first stage, {'shifted' if block else 'unshifted'} layer"
+    return Case(
+        f"{what}, batch {batch}, {str(dtype).removeprefix('torch.')}, {passes}",
+        prepare(True, True),
+        {"timm, eager": prepare(False, False), "timm, SDPA": prepare(True, False)},
+        FASTER,
+    )
+
+
+def cases(device: str) -> list[Case]:
+    dtypes = (torch.float32,) if device == "cpu" else (torch.float32, torch.float16, torch.bfloat16)
+    every = [(device, dtype, passes, build) for dtype in dtypes for passes, build in PASSES]
+    found = [windows_case(shift, *rest) for shift in (0, WINDOW // 2) for rest in every]
+    found += [decomposed_case(S, *rest) for S in (32, 64) for rest in every]
+    swin = "swin_tiny_patch4_window7_224"
+    found += [model_case(swin, BATCH, block, *rest) for block in (0, 1) for rest in every]
+    return found + [model_case(swin, 2 if device == "cpu" else 64, None, *rest) for rest in every]

@@ -1,0 +1,186 @@
+"""bfloat16: operators beside SDPA's and beside our own float32, and layers under autocast beside the toolkits'."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from attn_plugins import ops
+from tools.requires import extras
+
+from .case import Case, Run, forward, forward_backward
+
+PASSES = (("forward", forward), ("forward+backward", forward_backward))
+HALF = torch.bfloat16
+Shapes = Sequence[tuple[int, ...]]
+Function = Callable[..., Tensor]
+
+
+def content(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return ops.sequence_attention(query, key, value, scale=query.shape[-1] ** -0.5)
+
+
+def with_logits(query: Tensor, key: Tensor, value: Tensor, logits: Tensor) -> Tensor:
+    return ops.sequence_attention(query, key, value, position_logits=logits, scale=query.shape[-1] ** -0.5)
+
+
+def sdpa(query: Tensor, key: Tensor, value: Tensor, logits: Tensor | None = None) -> Tensor:
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=logits)
+
+
+def window(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return ops.window_attention(query, key, value, None, 7)
+
+
+def dynamic(value: Tensor, logits: Tensor) -> Tensor:
+    return ops.window_attention(None, None, value, logits, 7)
+
+
+def deform(x: Tensor, offset: Tensor, weight: Tensor, mask: Tensor) -> Tensor:
+    return ops.deform_conv2d(x, offset, weight, padding=1, mask=mask)
+
+
+SEQUENCE = ((2, 8, 1024, 64),) * 3
+# title -> ours, shapes, the peer; None: ours in float32
+OPERATORS: dict[str, tuple[Function, Shapes, Function | None]] = {
+    "content attention, B 2, 8 heads x 64, T 1024": (content, SEQUENCE, sdpa),
+    "attention with logits of pairs, B 2, 8 heads x 64, T 1024": (with_logits, (*SEQUENCE, (2, 8, 1024, 1024)), sdpa),
+    "Swin's windows, B 4, 56x56, 3 heads x 32": (with_logits, (*[(256, 3, 49, 32)] * 3, (1, 3, 49, 49)), None),
+    "window_attention, content, (1,256,56,56), 7x7, 8 heads": (window, [(1, 8, 56, 56, 32)] * 3, None),
+    "dynamic convolution, (1,256,56,56), 7x7, 16 groups": (dynamic, ((1, 16, 56, 56, 16), (1, 16, 56, 56, 49)), None),
+    "deform_conv2d, (2,256,50,68), 3x3, masks": (
+        deform,
+        ((2, 256, 50, 68), (2, 18, 50, 68), (256, 256, 3, 3), (2, 9, 50, 68)),
+        None,
+    ),
+}
+
+
+def operator_case(title: str, device: str, passes: str, build: Callable[..., Run]) -> Case:
+    ours, shapes, peer = OPERATORS[title]
+
+    def prepare(function: Function, dtype: torch.dtype) -> Callable[[], Run]:
+        return lambda: build(function, *(torch.randn(shape, device=device, dtype=dtype) for shape in shapes))
+
+    peers = {"ours, float32": prepare(ours, torch.float32)} if peer is None else {"SDPA": prepare(peer, HALF)}
+    return Case(f"{title}, bfloat16, {passes}", prepare(ours, HALF), peers, 1.0)
+
+
+# --- layers under autocast ----------------------------------------------------------------------------------------
+
+
+def generalized(ours: bool) -> nn.Module:
+    from attn_plugins.modules import GeneralizedAttention2d
+
+    if ours:
+        layer: nn.Module = GeneralizedAttention2d.mmcv_compatible(256, num_heads=8, attention_type="1111")
+    else:
+        from mmcv.cnn.bricks.generalized_attention import GeneralizedAttention
+
+        layer = GeneralizedAttention(256, num_heads=8, attention_type="1111")
+    nn.init.ones_(layer.gamma)  # at 0, no gradient would reach the attention
+    return layer
+
+
+def criss_cross(ours: bool) -> nn.Module:
+    if ours:
+        from attn_plugins.modules import CrissCrossAttention2d
+
+        layer: nn.Module = CrissCrossAttention2d(512)
+    else:
+        from mmcv.ops.cc_attention import CrissCrossAttention
+
+        layer = CrissCrossAttention(512)
+    nn.init.ones_(next(layer.gamma.parameters()))
+    return layer
+
+
+class TorchvisionLayer(nn.Module):
+    """torchvision's operator behind a convolution that predicts offsets and masks.
+
+    Neither torchvision's nor mmcv's takes bfloat16 on CPUs; one goes round autocast as here.
+    """
+
+    def __init__(self, C: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(C, C, 3, 3) / C)
+        self.bias = nn.Parameter(torch.zeros(C))
+        self.conv_offset = nn.Conv2d(C, 27, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        from torchvision.ops import deform_conv2d
+
+        offset, mask = self.conv_offset(x).float().split((18, 9), 1)
+        return deform_conv2d(x.float(), offset, self.weight, self.bias, padding=1, mask=mask.sigmoid())
+
+
+def deformable_conv(ours: bool) -> nn.Module:
+    from attn_plugins.modules import DeformableConv2d
+
+    layer = DeformableConv2d(256, 256, 3, padding=1) if ours else TorchvisionLayer(256)
+    nn.init.normal_(layer.conv_offset.weight, std=0.01)
+    return layer
+
+
+def timm_layer(name: str, layer: str) -> Callable[[bool], nn.Module]:
+    def make(ours: bool) -> nn.Module:
+        with extras("timm"):
+            import timm
+
+            from attn_plugins.timm import accelerate
+
+        model = timm.create_model(name)
+        if ours:
+            accelerate(model)
+        return model.get_submodule(layer)
+
+    return make
+
+
+# title -> maker of the layer, its input, the peer's name
+LAYERS: dict[str, tuple[Callable[[bool], nn.Module], tuple[int, ...], str]] = {
+    "GeneralizedAttention2d 1111, (1,256,50,84), 8 heads": (generalized, (1, 256, 50, 84), "mmcv"),
+    "CrissCrossAttention2d, (1,512,65,65)": (criss_cross, (1, 512, 65, 65), "mmcv"),
+    "DeformableConv2d, (2,256,50,68)": (deformable_conv, (2, 256, 50, 68), "torchvision"),
+    "Swin-T's second block, batch 4": (
+        timm_layer("swin_tiny_patch4_window7_224", "layers.0.blocks.1"),
+        (4, 56, 56, 96),
+        "timm",
+    ),
+    "SAM's attention, 32x32, 12 heads x 64": (
+        timm_layer("samvit_base_patch16_224", "blocks.2.attn"),
+        (1, 32, 32, 768),
+        "timm",
+    ),
+}
+
+
+def layer_case(title: str, device: str, passes: str, build: Callable[..., Run]) -> Case:
+    make, shape, peer = LAYERS[title]
+
+    def prepare(ours: bool) -> Callable[[], Run]:
+        def run() -> Run:
+            layer = make(ours).to(device)
+            layer.train(build is forward_backward)
+
+            def call(x: Tensor) -> Tensor:
+                with torch.autocast(device, HALF):
+                    return layer(x)
+
+            x = torch.randn(shape, device=device)
+            if build is forward:
+                return forward(call, x)
+            return forward_backward(call, x, parameters=tuple(p for p in layer.parameters() if p.requires_grad))
+
+        return run
+
+    return Case(f"{title}, autocast to bfloat16, {passes}", prepare(True), {peer: prepare(False)}, 1.0)
+
+
+def cases(device: str) -> list[Case]:
+    every = [(device, passes, build) for passes, build in PASSES]
+    found = [operator_case(title, *rest) for title in OPERATORS for rest in every]
+    return found + [layer_case(title, *rest) for title in LAYERS for rest in every]
