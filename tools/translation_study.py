@@ -3,7 +3,7 @@
 ::
 
     python -m tools.datasets.gettext_corpus data/gettext --download --bpe 3000
-    python -m tools.translation_study data/gettext OUT                          # twelve attentions
+    python -m tools.translation_study data/gettext OUT                          # thirteen attentions
     python -m tools.translation_study data/gettext OUT --study alignment        # scores and recurrences of aligned_lstm
     python -m tools.translation_study data/gettext OUT --settings cross-1000 cross-0111
     python -m tools.translation_study data/gettext OUT --add 'range-7=--attention-range 7' --settings range-7
@@ -92,6 +92,7 @@ STUDIES = {
             "0010+deformable": f"{_self('0010')} --deformable",
             "dynamic": _self("dynamic"),
             "bilateral": _self("bilateral", "absolute"),  # as the thesis, which changes self-attention alone
+            "shaw": _self("shaw"),
         },
     ),
     "alignment": Study(

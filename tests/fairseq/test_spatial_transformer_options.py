@@ -120,7 +120,7 @@ FAIRSEQ = [
 ]
 
 
-@pytest.mark.parametrize("attention", ["1111", "dynamic", "bilateral", "none"])
+@pytest.mark.parametrize("attention", ["1111", "dynamic", "bilateral", "shaw", "none"])
 @pytest.mark.parametrize("options", FAIRSEQ, ids=lambda options: next(iter(options)))
 def test_options_of_fairseqs_transformer(options, attention):
     options = {"encoder_attention": attention, "decoder_attention": attention, "deformable": True, **options}
@@ -255,7 +255,7 @@ def test_another_models_checkpoint(options, message):
         build(**options).load_state_dict(build().state_dict())
 
 
-@pytest.mark.parametrize("kind", ["1111", "0010", "dynamic", "bilateral", "none"])
+@pytest.mark.parametrize("kind", ["1111", "0010", "dynamic", "bilateral", "shaw", "none"])
 def test_language_model(kind):
     """It trains, sees no future, and predicts step by step what it does at once."""
     model = build_language_model(decoder_attention=kind, deformable=True, max_target_positions=30)
