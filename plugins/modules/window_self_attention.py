@@ -19,6 +19,7 @@ from ..terms.position_table import table_logits, tap_logits
 from .centred_windows import attend_centred, centred_maps
 from .checks import check_fits, check_heads, check_tensor, one_of, pair
 from .grid_terms import GridTerms
+from .window_parts import window_parts
 from .windows import (
     Attend,
     Pair,
@@ -67,6 +68,9 @@ class WindowSelfAttention(GridTerms):
     padded with zeros below and at the right, as timm does: padding tokens are projected and attended to. Masks of
     shifted windows are -inf. timm's -100 gives the same numbers unless a masked logit exceeds the row's others by
     nearly as much.
+
+    ``torch.compile(fullgraph=True, dynamic=True)`` takes symbolic sizes. Maps are compiled apart by whether they need
+    padding and whether an axis has one window or more. Training a shifted layer takes some 8 s to compile on one core.
 
     ``window='centred'`` has no partition: a query sees the keys of a window around itself, and keys outside the map are
     left out, not padded. The parameters are the same. Of the table's (2 Wh - 1) * (2 Ww - 1) offsets such windows have
@@ -235,6 +239,45 @@ class WindowSelfAttention(GridTerms):
             return pair_weights(q, k, self._pair_logits(table, q, mask, tokens))
 
         return window_maps(x, *self._windows(), weigh, queries)
+
+    def attention_parts(self, x: Tensor, queries: Tensor | None = None) -> dict[str, Tensor]:
+        """The weights that every term would give alone, the softmax of its own logits; as :meth:`attention_maps`.
+
+        Returns:
+            By name: ``content``; ``content_position`` and ``position`` (ε2, ε4), ``table`` and ``predicted``, or in
+            centred windows ``positions``, all of these. Nothing of a layer with one term.
+        """
+        self._check(x)
+        if self.window == "centred":
+            q, k, _, logits, taps = self._centred_terms(x)
+            if logits is None:
+                return {}
+            nothing = torch.zeros_like(logits)
+            positions = centred_maps(torch.zeros_like(q), k, logits, taps, queries)
+            return dict(content=centred_maps(q, k, nothing, taps, queries), positions=positions)
+        has = dict(
+            content=True,
+            content_position=self.terms.content_position,
+            position=self.terms.position,
+            table=self._offset_table() is not None,
+            predicted=self.predictor is not None,
+        )
+        names = [name for name, there in has.items() if there]
+        if len(names) < 2:
+            return {}
+        return window_parts(x, *self._windows(), self._operands, self._term, names, queries)
+
+    def _term(self, name: str, q: Tensor, k: Tensor, mask: Tensor | None, tokens: Tensor) -> Tensor:
+        """One term's logits in a partition's windows: see :func:`.window_parts`."""
+        if name == "content":
+            return q @ k.mT
+        logits = self.position_logits() if name == "table" else None
+        if name == "predicted":
+            logits = self.predicted_logits(tokens, self.window_size, None, None if mask is None else mask == 0)
+        elif logits is None:
+            return self.relative_terms(q.unflatten(2, self.window_size), self.window_size)[name]
+        assert logits is not None
+        return logits.unsqueeze(0) if name == "table" else logits
 
     def attention_size(self, size: Sequence[int]) -> tuple[int, int]:
         """The map of queries, for an input of ``size`` (H, W)."""

@@ -22,13 +22,15 @@ from .tokens import TokenMaps
 from .view import PixelMaps, View, looked
 from .vit import CLS, Cell, PatchMaps
 
-# Of layers with the four terms of Zhu et al. (2019); those of others have their names.
+# Of layers with the four terms of Zhu et al. (2019), and what is added to them; those of others have their names.
 FOUR_TERMS = dict(
     content="ε1: query and key content",
     content_position="ε2: query content and position",
     saliency="ε3: key content",
     position="ε4: position",
     predicted="predicted position",
+    table="position table",
+    positions="positions",
 )
 WHOLE = "all terms"
 EXPLAINED = "each part is the softmax of its own logits; all terms: of their sum"

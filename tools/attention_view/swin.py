@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from attn_plugins.modules.capture import Captured
+from attn_plugins.modules.window_parts import window_parts
 from attn_plugins.modules.windows import masked, pair_weights, predicted_logits, project_v2, window_maps
 from attn_plugins.terms.cosine_scale import cosine_operands
 from attn_plugins.terms.position_table import table_logits
@@ -73,21 +74,45 @@ class StockWindows:
         Returns:
             (B, M, H, W, H, W), or (B, M, Q, H, W) of ``queries``.
         """
-        block, attn = self.block, self.block.attn
-        if self.second:
-            pretrained = attn.pretrained_window_size if attn.pretrained_window_size[0] > 0 else None
-            table = predicted_logits(attn.cpb_mlp, attn.window_size, pretrained)
-        else:
-            table = table_logits(attn.relative_position_bias_table, attn.window_size)
-
-        def project(tokens: Tensor) -> Tensor:
-            return project_v2(tokens, attn.qkv, attn.q_bias, attn.v_bias) if self.second else attn.qkv(tokens)
+        block, table = self.block, self._table()
 
         def weigh(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, tokens: Tensor) -> Tensor:
-            q, k = cosine_operands(q, k, attn.logit_scale) if self.second else (q * attn.scale, k)
+            q, k = self._operands(q, k)
             return pair_weights(q, k, masked(table.unsqueeze(0), mask, q))
 
-        return window_maps(x, block.window_size, block.shift_size, attn.num_heads, project, weigh, queries)
+        heads = block.attn.num_heads
+        return window_maps(x, block.window_size, block.shift_size, heads, self._project, weigh, queries)
+
+    def attention_parts(self, x: Tensor, queries: Tensor | None = None) -> dict[str, Tensor]:
+        """The weights that content and the table would give alone, each the softmax of its own logits.
+
+        Returns:
+            As :meth:`attention_maps`, by name.
+        """
+        block = self.block
+
+        def term(name: str, q: Tensor, k: Tensor, mask: Tensor | None, tokens: Tensor) -> Tensor:
+            return q @ k.mT if name == "content" else self._table().unsqueeze(0)
+
+        windows = block.window_size, block.shift_size, block.attn.num_heads, self._project
+        return window_parts(x, *windows, self._operands, term, ["content", "table"], queries)
+
+    def _table(self) -> Tensor:
+        """Its logits, (M, N, N)."""
+        attn = self.block.attn
+        if not self.second:
+            return table_logits(attn.relative_position_bias_table, attn.window_size)
+        pretrained = attn.pretrained_window_size if attn.pretrained_window_size[0] > 0 else None
+        return predicted_logits(attn.cpb_mlp, attn.window_size, pretrained)
+
+    def _project(self, tokens: Tensor) -> Tensor:
+        attn = self.block.attn
+        return project_v2(tokens, attn.qkv, attn.q_bias, attn.v_bias) if self.second else attn.qkv(tokens)
+
+    def _operands(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries and keys whose product is the content term."""
+        attn = self.block.attn
+        return cosine_operands(q, k, attn.logit_scale) if self.second else (q * attn.scale, k)
 
 
 @contextmanager
