@@ -70,6 +70,12 @@ VARIANTS: dict[str, Build] = {
     "NonLocal2d, relative": lambda **f: modules.NonLocal2d(16, position="relative", input_size=(5, 7), **f),
     "RelativeSelfAttention, per head": lambda **f: modules.RelativeSelfAttention(16, 2, 3, per_head=True, **f),
     "WindowSelfAttention, relative": lambda **f: modules.WindowSelfAttention(16, 2, 3, 1, position="relative", **f),
+    "WindowSelfAttention, bilateral": lambda **f: modules.WindowSelfAttention(
+        16, 2, 3, 1, position="table+bilateral", **f
+    ),
+    "WindowSelfAttention, centred": lambda **f: modules.WindowSelfAttention(
+        16, 2, 3, position="bilateral", window="centred", **f
+    ),
     "WindowSelfAttention, V2": lambda **f: modules.WindowSelfAttention(16, 2, 3, 1, "v2", **f),
 }
 

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional as F
 
 from attn_plugins import ops
@@ -369,6 +370,33 @@ def test_compile_and_empty_batches(version):
     assert module(x[:0]).shape == (0, 7, 9, C)
     shared = x[:, :, ::2]
     torch.testing.assert_close(module(shared), module(shared.contiguous()))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("options", "backend"),
+    [
+        (dict(shift_size=1), "eager"),
+        (dict(version="v2"), "eager"),
+        (dict(position="relative"), "eager"),
+        (dict(position="bilateral"), "eager"),
+        (dict(window="centred", position="table+bilateral"), "eager"),
+        (dict(), "aot_eager"),
+    ],
+    ids=str,
+)
+def test_compile_with_symbolic_sizes(options, backend):
+    """One graph for all maps that are cut and padded alike."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend(backend)
+    module = layer(torch.float32, window_size=3, **options)
+    compiled = torch.compile(module, fullgraph=True, backend=counter, dynamic=True)
+    frames = []
+    for size in ((7, 11), (8, 8), (13, 17)):
+        x = tokens(size, torch.float32)
+        torch.testing.assert_close(compiled(x), module(x))
+        frames.append(counter.frame_count)
+    assert frames[0] == frames[-1]
 
 
 @pytest.mark.parametrize(

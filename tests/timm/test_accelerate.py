@@ -155,6 +155,18 @@ def test_compile():
     torch.testing.assert_close(torch.compile(model, fullgraph=True, backend="aot_eager")(x), expected)
 
 
+@torch.no_grad()
+def test_compile_with_symbolic_sizes():
+    """Without graph breaks. timm's own layers are compiled again for another size."""
+    torch._dynamo.reset()
+    model = build("swin_tiny_patch4_window7_224", depths=(2,), num_heads=(2,), strict_img_size=False).eval()
+    accelerate(model)
+    compiled = torch.compile(model, fullgraph=True, backend="eager", dynamic=True)
+    for size in ((40, 72), (56, 88)):
+        x = torch.randn(2, 3, *size).double()
+        torch.testing.assert_close(compiled(x), model(x))
+
+
 @pytest.mark.parametrize("name", ["swin_tiny_patch4_window7_224", "swinv2_tiny_window8_256", "samvit_base_patch16"])
 def test_torchscript_compiles_timms(name):
     with set_scriptable(True):
