@@ -7,9 +7,9 @@
     python -m tools.score_compounds generate.txt --reference test.de --json scores.json
 
 A hyphen between two characters becomes a token, ``##AT##-##AT##``, in translations and references, by the rule of
-tensor2tensor's and fairseq's scripts, ``s{(\\S)-(\\S)}{$1 ##AT##-##AT## $2}g``; so ``a-b-c`` is split once. Text that
-Moses tokenised with ``-a`` has the token ``@-@`` there and is split already: it is left alone, and both figures are the
-same. BLEU of tokens counts them as they are, case-sensitive and without smoothing, as multi-bleu.perl does (sacrebleu
+tensor2tensor's and fairseq's scripts, ``s{(\\S)-(\\S)}{$1 ##AT##-##AT## $2}g``; so ``a-b-c`` is split once. Text
+that has the token ``##AT##-##AT##`` there, or ``@-@`` (Moses with ``-a``, as in fairseq's prepare-wmt14en2de.sh), is split
+already: it is left alone, and both figures are the same. BLEU of tokens counts them as they are, case-sensitive and without smoothing, as multi-bleu.perl does (sacrebleu
 with ``tokenize="none"``).
 
 sacreBLEU stands beside them, of lines D and T. It can be compared with others' where those lines are detokenised,
@@ -34,7 +34,7 @@ with extras():
 
 LINE = re.compile(r"([THD])-(\d+)\t(.*)")
 FINISHED = re.compile(r"^Generate .+ with beam=", re.MULTILINE)
-HYPHEN = re.compile(r"(?<!\S)@-@(?!\S)|(\S)-(\S)")  # what Moses split already, or a compound
+HYPHEN = re.compile(r"(?<!\S)(?:@-@|##AT##-##AT##)(?!\S)|(\S)-(\S)")  # what is split already, or a compound
 
 
 @dataclass(frozen=True)

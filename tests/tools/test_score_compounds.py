@@ -81,6 +81,7 @@ def test_without_a_common_word_of_four_the_figure_is_0():
         ("-x y-", "-x y-"),
         ("a--b", "a ##AT##-##AT## -b"),
         ("a @-@ b c-d", "a @-@ b c ##AT##-##AT## d"),
+        ("a ##AT##-##AT## b", "a ##AT##-##AT## b"),
         ("über-all", "über ##AT##-##AT## all"),
         ("", ""),
     ],
