@@ -33,8 +33,8 @@ def accelerate(model: nn.Module) -> list[str]:
     decomposed positions of SAM (``samvit_*``) and MViTv2 (``mvitv2_*``). Outputs and gradients are timm's up to
     rounding, in training and after; only masks of shifted windows are -inf for -100. Where attention weights must be
     written out (dropout of them in training, a hook that looks at them) timm's own code runs. ``torch.jit.script`` puts
-    timm's layers back, in ``model`` too. ``torch.compile(fullgraph=True, dynamic=True)`` takes Swin of symbolic sizes and
-    compiles again for another picture's size, as it does for timm's own.
+    timm's layers back, in ``model`` too. ``torch.compile(fullgraph=True, dynamic=True)`` takes Swin of symbolic sizes
+    and compiles again for another picture's size, as it does for timm's own.
 
     Args:
         model: A model of timm's, or one that holds such.

@@ -361,9 +361,8 @@ def test_half_precision_and_autocast(options, dtype):
         torch.testing.assert_close(result.float(), expected, rtol=0.05, atol=0.05)
 
 
-@pytest.mark.parametrize("version", ["v1", "v2"])
-def test_compile_and_empty_batches(version):
-    module = layer(torch.float32, window_size=3, shift_size=1, version=version)
+def test_compile_and_empty_batches():
+    module = layer(torch.float32, window_size=3, shift_size=1, version="v2")
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager", dynamic=False)
     x = tokens((7, 9), torch.float32)
     torch.testing.assert_close(compiled(x), module(x))
