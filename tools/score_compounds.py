@@ -1,4 +1,4 @@
-"""Scores the output of fairseq-generate as papers on WMT English-German do: BLEU of tokens, with compounds split.
+"""Score the output of fairseq-generate as papers on WMT English-German do: BLEU of tokens, with compounds split.
 
 ::
 
@@ -7,10 +7,10 @@
     python -m tools.score_compounds generate.txt --reference test.de --json scores.json
 
 A hyphen between two characters becomes a token, ``##AT##-##AT##``, in translations and references, by the rule of
-tensor2tensor's and fairseq's scripts, ``s{(\\S)-(\\S)}{$1 ##AT##-##AT## $2}g``; so ``a-b-c`` is split once. Text
-that has the token ``##AT##-##AT##`` there, or ``@-@`` (Moses with ``-a``, as in fairseq's prepare-wmt14en2de.sh), is split
-already: it is left alone, and both figures are the same. BLEU of tokens counts them as they are, case-sensitive and without smoothing, as multi-bleu.perl does (sacrebleu
-with ``tokenize="none"``).
+tensor2tensor's and fairseq's scripts, ``s{(\\S)-(\\S)}{$1 ##AT##-##AT## $2}g``; so ``a-b-c`` is split once. Text that
+has the token ``##AT##-##AT##`` there, or ``@-@`` (Moses with ``-a``, as in fairseq's prepare-wmt14en2de.sh), is split
+already: it is left alone, and both figures are the same. BLEU of tokens counts them as they are, case-sensitive and
+without smoothing, as multi-bleu.perl does (sacrebleu with ``tokenize="none"``).
 
 sacreBLEU stands beside them, of lines D and T. It can be compared with others' where those lines are detokenised,
 which ``fairseq-generate --tokenizer moses`` does; lines T are then no tokens, and ``--reference`` gives them.
