@@ -190,15 +190,7 @@ class DynamicConv1d(nn.Module):
             ValueError: a shape, a device or a combination does not fit.
             TypeError: ``key_padding_mask`` is not bool.
         """
-        check_tensor("x", x)
-        if x.dim() != 3 or x.shape[1] != self.in_channels or x.shape[2] == 0:
-            raise ValueError(f"x must have shape (B, {self.in_channels}, T) with T > 0, got {tuple(x.shape)}")
-        check_padding_mask(key_padding_mask, x.shape[0], x.shape[2], x.device)
-        value = F.glu(self.input(x.transpose(1, 2)), -1)
-        logits = self._grouped(self.kernel(value))
-        if key_padding_mask is not None:
-            value = value.masked_fill(key_padding_mask.unsqueeze(2), 0)
-        value = self._grouped(value)
+        value, logits = self._terms(x, key_padding_mask)
         padding = self.kernel_size - 1 if self.causal else self.kernel_size // 2
         if cache is not None:
             if not self.causal:
@@ -212,6 +204,49 @@ class DynamicConv1d(nn.Module):
             cache.keep(self.kernel_size - 1)
         convolved = window_attention(None, None, value, logits, self.kernel_size, padding=padding, border="zero")
         return self.output(convolved.transpose(1, 2).flatten(2)).transpose(1, 2)
+
+    @torch.no_grad()
+    def attention_maps(
+        self,
+        x: Tensor,
+        *,
+        key_padding_mask: Tensor | None = None,
+        cache: SequenceCache | None = None,
+        queries: Tensor | None = None,
+    ) -> Tensor:
+        """The kernels laid along the sequence, for inspection, O(T²); taps outside it and on padding are lost.
+
+        Args:
+            x: As ``forward``.
+            key_padding_mask: As ``forward``.
+            cache: Must be None: maps are of whole sequences.
+            queries: (Q,), positions; None for all.
+
+        Returns:
+            (B, G, T, T), or (B, G, Q, T) of ``queries``.
+        """
+        if cache is not None:
+            raise ValueError("cache must be None: attention_maps looks at whole sequences")
+        _, logits = self._terms(x, key_padding_mask)
+        ahead = self.kernel_size - 1 if self.causal else self.kernel_size // 2
+        geometry = ((1, self.kernel_size), (1, 1), (0, ahead), (1, 1))
+        maps = window_maps_of(None, None, logits.unsqueeze(2), (1, x.shape[2]), geometry, zero_border=True)
+        maps = maps[:, :, 0, :, 0]
+        if key_padding_mask is not None:
+            maps = maps.masked_fill(key_padding_mask[:, None, None], 0)
+        return maps if queries is None else maps[:, :, queries]
+
+    def _terms(self, x: Tensor, key_padding_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Value (B, G, T, C / G), 0 at padding, and kernels' logits (B, G, T, taps)."""
+        check_tensor("x", x)
+        if x.dim() != 3 or x.shape[1] != self.in_channels or x.shape[2] == 0:
+            raise ValueError(f"x must have shape (B, {self.in_channels}, T) with T > 0, got {tuple(x.shape)}")
+        check_padding_mask(key_padding_mask, x.shape[0], x.shape[2], x.device)
+        value = F.glu(self.input(x.transpose(1, 2)), -1)
+        logits = self._grouped(self.kernel(value))
+        if key_padding_mask is not None:
+            value = value.masked_fill(key_padding_mask.unsqueeze(2), 0)
+        return self._grouped(value), logits
 
     def _grouped(self, projected: Tensor) -> Tensor:
         """(B, T, G * n) as (B, G, T, n), a view."""

@@ -114,14 +114,15 @@ def test_layers_of_fairseq_s_own_transformer(trained):
     assert all((layer.weights.triu(1) == 0).all() for layer in found.maps if layer.kind == DECODER)
 
 
-def test_the_model_s_own_translation_and_layers_without_attention(trained):
+def test_the_model_s_own_translation_and_kernels_of_dynamic_convolution(trained):
     found = seen(trained["content"])
-    assert {layer.kind for layer in found.maps} == {ALIGNMENT}  # dynamic convolution and nothing beside it
+    assert [layer.kind for layer in found.maps] == [ENCODER, ENCODER, ALIGNMENT, ALIGNMENT]
+    assert found.maps[0].weights.shape == (16, 6, 6)
     assert not any(layer.parts for layer in found.maps)
     queries, keys = found.words[ALIGNMENT]
     assert queries[-1] == keys[-1] == "</s>"
     assert 1 <= len(queries) <= 2 * len(keys) + 11
-    assert found.maps[0].weights.shape == (4, len(queries), len(keys))
+    assert found.maps[2].weights.shape == (4, len(queries), len(keys))
 
 
 def test_a_language_model_reads_the_sentence_itself(trained):
@@ -217,9 +218,9 @@ def test_a_folder_for_every_sentence_and_the_list(trained, tmp_path, monkeypatch
     assert folders == ["the-cat", "the-cat-2"]
     assert "not in the dictionary, read as unknown: cat?; has the corpus pieces?" in capsys.readouterr().out
     assert main(["--fairseq", str(trained["content"]), SENTENCE, "--list"]) == 0
-    assert capsys.readouterr().out.splitlines() == [
-        f"decoder.layers.{n}.encoder_attn  (alignment)" for n in range(2)
-    ]  # fmt: skip
+    names = [f"encoder.layers.{n}.self_attn  (encoder)" for n in range(2)]
+    names += [f"decoder.layers.{n}.encoder_attn  (alignment)" for n in range(2)]
+    assert capsys.readouterr().out.splitlines() == names
 
 
 def test_pieces_of_sentencepiece(trained, tmp_path):

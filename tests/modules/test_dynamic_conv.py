@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from attn_plugins.modules import DynamicConv1d, DynamicConv2d
+from attn_plugins.modules import DynamicConv1d, DynamicConv2d, SequenceCache
 from tests.helpers.module_checks import check_compile_export_and_script
 
 
@@ -148,6 +148,24 @@ def test_attention_maps():
     value, _ = module._terms(x)
     convolved = torch.einsum("bmhwyx,bmyxd->bmdhw", maps, value).flatten(1, 2)
     torch.testing.assert_close(x + module.gamma * module.output(convolved), module(x))
+
+
+@pytest.mark.parametrize(("kernel_size", "causal"), [(3, False), (9, False), (4, True)])
+def test_kernels_along_a_sequence_make_the_output(kernel_size, causal):
+    torch.manual_seed(0)
+    module = DynamicConv1d(6, kernel_size, 3, causal).double()
+    x, padding = torch.randn(2, 6, 5, dtype=torch.float64), torch.zeros(2, 5, dtype=torch.bool)
+    padding[1, 3:] = True
+    maps = module.attention_maps(x, key_padding_mask=padding)
+    assert maps.shape == (2, 3, 5, 5)
+    value = nn.functional.glu(module.input(x.transpose(1, 2)), -1).unflatten(2, (3, 2)).transpose(1, 2)
+    output = module.output((maps @ value).transpose(1, 2).flatten(2)).transpose(1, 2)
+    torch.testing.assert_close(output, module(x, key_padding_mask=padding))
+    assert (maps.triu(1) == 0).all() or not causal
+    some = module.attention_maps(x, key_padding_mask=padding, queries=torch.tensor([4, 1]))
+    torch.testing.assert_close(some, maps[:, :, [4, 1]])
+    with pytest.raises(ValueError, match="cache must be None"):
+        module.attention_maps(x, cache=SequenceCache())
 
 
 def test_parameters_of_the_papers_module():
