@@ -58,7 +58,7 @@ class ClipTransform:
         for frame in frames:
             random.seed(seed)
             np.random.seed(seed)  # noqa: NPY002
-            torch.manual_seed(seed)
+            torch.default_generator.manual_seed(seed)  # torch.manual_seed also formats a stack trace, for GPUs
             transformed.append(self.transform(frame))
         random.setstate(states[0])
         np.random.set_state(states[1])  # noqa: NPY002
