@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tools.files import write_text
 
-from .page import colours, quantised
+from .page import colours
 from .page_objects import encoded
 from .parts import WHOLE
 from .sentence import ALIGNMENT, DECODER, ENCODER, Sentence, WordMaps
@@ -26,9 +26,11 @@ KINDS = {
 
 
 def _maps(weights: Tensor) -> dict[str, str]:
-    """Weights (M, T, S) in bytes of every row's maximum, and these; the mean of the heads first."""
-    bytes_, peaks = quantised(with_mean(weights).unsqueeze(2).numpy())
-    return dict(maps=encoded(bytes_, "u1"), peaks=encoded(peaks, "<f4"))
+    """Weights (M, T, S) in 65535ths of every row's maximum, and these; the mean of the heads first."""
+    shown = with_mean(weights)
+    peaks = shown.amax(2).clamp(min=1e-30)
+    shares = (shown / peaks.unsqueeze(2) * 65535).round().numpy()
+    return dict(maps=encoded(shares, "<u2"), peaks=encoded(peaks.numpy(), "<f4"))
 
 
 def _layer(layer: WordMaps) -> dict[str, Any]:
