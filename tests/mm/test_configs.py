@@ -15,12 +15,13 @@ from mmengine.registry import init_default_scope
 from mmengine.structures import InstanceData, PixelData
 
 from attn_plugins.mmcv.attended import DeformableAttention, TokenAttention
-from attn_plugins.modules import DeformableConv2d
+from attn_plugins.modules import DeformableConv2d, DynamicConv2d
 from attn_plugins.modules.generalized_attention import GeneralizedAttention2d
 from tests.mm.mm_helpers import ROOT, training_step, without_downloads, without_gradient
 
 CONFIGS = sorted(p for p in (ROOT / "configs/mmdet").glob("*/*.py"))
 SIZE = (96, 128)
+OURS = (DeformableConv2d, DynamicConv2d, GeneralizedAttention2d, TokenAttention, DeformableAttention)
 
 
 def load(path: Path) -> Config:
@@ -31,6 +32,16 @@ def load(path: Path) -> Config:
     for augment in config.model.data_preprocessor.get("batch_augments") or ():
         augment.size = (256, 256)  # what a batch is padded to; the coarsest level then has 2 × 2 positions
     return without_downloads(config)
+
+
+def narrow(config: Config) -> Config:
+    """An R-CNN of a full ResNet-50 with a quarter of its channels, for the training step; its sizes are on file."""
+    model = config.model
+    if "roi_head" in model and "base_channels" not in model.backbone:
+        model.backbone.base_channels = 16
+        model.neck.in_channels = [channels // 4 for channels in model.neck.in_channels]
+        model.roi_head.bbox_head.fc_out_channels = 64
+    return config
 
 
 def picture(config: Config) -> dict:
@@ -57,11 +68,11 @@ def picture(config: Config) -> dict:
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
 def test_a_config_trains_and_infers(path):
     torch.manual_seed(0)
-    config = load(path)
+    config = narrow(load(path))
     model = MODELS.build(config.model)
     model.init_weights()
     training_step(model, config.optim_wrapper, picture(config))
-    assert not without_gradient(model, (DeformableConv2d, GeneralizedAttention2d, TokenAttention, DeformableAttention))
+    assert not without_gradient(model, OURS)
 
     model.eval()
     with torch.no_grad():
@@ -84,6 +95,11 @@ def test_a_config_says_what_its_name_says(path):
     blocks = [f"layer3.{n}" for n in range(6)] + [f"layer4.{n}" for n in range(3)]
     assert deformable == ({f"{b}.conv2" for b in blocks} if "-dcn" in path.stem else set())
     assert attention == ({f"{b}.gen_attention_block" for b in blocks} if "-attn" in path.stem else set())
+    dynamic = {n.rpartition(".")[0]: m for n, m in backbone.named_modules() if isinstance(m, DynamicConv2d)}
+    assert dynamic.keys() == (set(blocks) if "-dynamic" in path.stem else set())
+    for layer in dynamic.values():
+        assert f"-nk{layer.kernel_size[0]}_" in path.stem
+        assert layer.num_groups == 16
     for name in attention:
         layer = backbone.get_submodule(name)
         assert f"-attn{layer.attention_type}" in path.stem

@@ -1,0 +1,5 @@
+# Relative position alone; deformable convolution (Zhu et al. 2019, Table 2).
+_base_ = "./faster-rcnn_r50_fpn_1x_coco.py"
+attention = dict(_base_.attention, attention_type="0001")
+model = dict(backbone=dict(plugins=[dict(_base_.after_conv2, cfg=attention)], **_base_.deformable))
+optim_wrapper = dict(paramwise_cfg=_base_.offsets_learn_slowly)

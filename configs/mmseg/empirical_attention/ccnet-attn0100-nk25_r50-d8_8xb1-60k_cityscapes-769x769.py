@@ -1,0 +1,6 @@
+# Query content and relative position alone, within 25 × 25 keys (Zhu et al. 2019, Table 3).
+_base_ = ["./ccnet-none_r50-d8_8xb1-60k_cityscapes-769x769.py"]
+attention = dict(_base_.attention, attention_type="0100", spatial_range=25)
+model = dict(
+    backbone=dict(plugins=[dict(_base_.last_two_stages, cfg=attention)]), decode_head=dict(attention=attention)
+)

@@ -1,0 +1,6 @@
+# Query and key content; query content and relative position; relative position (Zhu et al. 2019, Table 2).
+_base_ = ["./ccnet-none_r50-d8_8xb1-60k_cityscapes-769x769.py"]
+attention = dict(_base_.attention, attention_type="1101")
+model = dict(
+    backbone=dict(plugins=[dict(_base_.last_two_stages, cfg=attention)]), decode_head=dict(attention=attention)
+)

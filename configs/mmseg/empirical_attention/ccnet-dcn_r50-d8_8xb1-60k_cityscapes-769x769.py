@@ -1,0 +1,6 @@
+# Deformable convolution alone (Zhu et al. 2019, Table 2).
+_base_ = ["./ccnet-none_r50-d8_8xb1-60k_cityscapes-769x769.py"]
+model = dict(
+    backbone=dict(dcn=dict(type="DeformableConv2d", offset_groups=1), stage_with_dcn=(False, False, True, True))
+)
+optim_wrapper = dict(paramwise_cfg=dict(custom_keys=dict(conv_offset=dict(lr_mult=0.1))))
