@@ -18,6 +18,7 @@ from ..terms.log_positions import bounded_logits, log_coordinates
 from ..terms.position_table import table_logits
 from ..terms.window import shifted_window_masks
 from .capture import checked_queries
+from .token_moves import inverse, reorder, split_heads
 
 Pair = tuple[int, int]
 Project = Callable[[Tensor], Tensor]  # (n, N, C) -> (n, N, 3 * M * d)
@@ -47,29 +48,42 @@ def in_windows(x: Tensor, window: Pair, shift: Pair, num_heads: int, project: Pr
     h, w = window
     nH, nW = (H + h - 1) // h, (W + w - 1) // w
     below, right = nH * h - H, nW * w - W
-    if any(shift):
-        x = x.roll((-shift[0], -shift[1]), (1, 2))
     if below or right:
+        # Rolled first, as timm does; where nothing is padded the order of tokens holds the roll.
+        x = x.roll((-shift[0], -shift[1]), (1, 2)) if any(shift) else x
         x = F.pad(x, (0, 0, 0, right, 0, below))
+    rolled = (0, 0) if below or right else shift
     masks = shifted_window_masks((nH, nW), window, shift, x.device)
-    rows, columns = ([n - 1, 1] if moved and n > 1 else [n] for n, moved in zip((nH, nW), shift))
-    parts = [
-        part.reshape(-1, h * w, C)
-        for row in x.view(B, nH, h, nW, w, C).transpose(2, 3).split(rows, 1)
-        for part in row.split(columns, 2)
+    order, sizes = _window_order(B, (nH, nW), window, rolled, shift, x.device)
+    tokens = reorder(x.reshape(-1, C), order).view(-1, h * w, C)
+    heads = split_heads(project(tokens), sizes, num_heads)  # one product, whatever the kinds
+    attended = [
+        attend(q, k, v, mask, part).transpose(1, 2).flatten(2)
+        for (q, k, v), mask, part in zip(heads, masks, tokens.split(sizes))
     ]
-    projected = project(parts[0] if len(parts) == 1 else torch.cat(parts))  # one product, whatever the kinds
-    attended = []
-    for tokens, part, mask in zip(parts, projected.split([len(p) for p in parts]), masks):
-        q, k, v = part.unflatten(2, (3, num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
-        attended.append(attend(q, k, v, mask, tokens).transpose(1, 2).flatten(2))
     width = attended[0].shape[2]
-    kinds = iter(attended)
-    on_map = [[next(kinds).view(B, row, column, h, w, width) for column in columns] for row in rows]
-    joined = _cat([_cat(row, 2) for row in on_map], 1).transpose(2, 3).reshape(B, nH * h, nW * w, width)
+    joined = reorder(_cat(attended, 0).view(-1, width), inverse(order)).view(B, nH * h, nW * w, width)
     if below or right:
         joined = joined[:, :H, :W]
-    return joined.roll(shift, (1, 2)) if any(shift) else joined
+        return joined.roll(shift, (1, 2)) if any(shift) else joined
+    return joined
+
+
+def _window_order(
+    B: int, windows: Pair, window: Pair, rolled: Pair, shift: Pair, device: torch.device
+) -> tuple[Tensor, list[int]]:
+    """Where the tokens of all windows lie on the map, window by window and kind by kind; windows of each kind."""
+    (nH, nW), (h, w) = windows, window
+    places = torch.arange(B * nH * h * nW * w, device=device).view(B, nH * h, nW * w)
+    if any(rolled):
+        places = places.roll((-rolled[0], -rolled[1]), (1, 2))
+    rows, columns = ([n - 1, 1] if moved and n > 1 else [n] for n, moved in zip(windows, shift))
+    parts = [
+        part.reshape(-1)
+        for row in places.view(B, nH, h, nW, w).transpose(2, 3).split(rows, 1)
+        for part in row.split(columns, 2)
+    ]
+    return _cat(parts, 0), [B * row * column for row in rows for column in columns]
 
 
 def with_position_logits(logits: Tensor | None, scale: float = 1.0, dropout: float = 0.0) -> Attend:

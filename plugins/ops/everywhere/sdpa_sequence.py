@@ -44,6 +44,7 @@ def refuses_backward(terms: SequenceTerms, options: SequenceOptions) -> str | No
 def forward(terms: SequenceTerms, options: SequenceOptions, output: Tensor, lse: Tensor) -> None:
     """Write the output (B, M, T, dv) and the log-sum-exp (B, M, T), +inf where all keys are masked."""
     query, key, value, _, _, position = terms
+    assert query is not None
     mask = None if position is None else position.expand(*query.shape[:3], value.shape[2])
     found, total = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         query, key, value, 0.0, False, attn_mask=mask, scale=options.scale

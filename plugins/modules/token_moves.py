@@ -1,0 +1,100 @@
+"""Moves of tokens whose gradients are moves of the same kind: one copy forward and one backward, to any order.
+
+Shapes: R tokens one after the other, C channels, n windows, N tokens of a window, M heads, d width per head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def reorder(tokens: Tensor, order: Tensor) -> Tensor:
+    """Take tokens in another order.
+
+    Args:
+        tokens: (R, C).
+        order: (R,), a permutation of 0 ... R - 1: where each token comes from.
+
+    Returns:
+        (R, C), contiguous.
+    """
+    if not (torch.is_grad_enabled() and tokens.requires_grad):
+        return tokens.index_select(0, order)
+    return _Reorder.apply(tokens, order, inverse(order))
+
+
+def inverse(order: Tensor) -> Tensor:
+    """Return the permutation that undoes one, (R,)."""
+    places = torch.arange(order.shape[0], device=order.device)
+    return torch.empty_like(order).scatter_(0, order, places)
+
+
+class _Reorder(torch.autograd.Function):
+    """A gather, whose gradient would be a sum over an index, as the gather that it is."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, order: Tensor, back: Tensor) -> Tensor:
+        ctx.save_for_backward(order, back)
+        return tokens.index_select(0, order)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        order, back = ctx.saved_tensors
+        return _Reorder.apply(grad, back, order), None, None
+
+
+def split_heads(projected: Tensor, sizes: Sequence[int], num_heads: int) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Split the projection of windows into kinds, and each into queries, keys and values of heads.
+
+    Args:
+        projected: (n, N, 3 * M * d), queries, keys and values in this order.
+        sizes: Windows of each kind; n together.
+        num_heads: M.
+
+    Returns:
+        For each kind three views (size, M, N, d).
+    """
+    if torch.is_grad_enabled() and projected.requires_grad:
+        views = _SplitHeads.apply(projected, list(sizes), num_heads)
+    else:
+        views = _views(projected, sizes, num_heads)
+    return [(views[i], views[i + 1], views[i + 2]) for i in range(0, len(views), 3)]
+
+
+def _views(projected: Tensor, sizes: Sequence[int], num_heads: int) -> tuple[Tensor, ...]:
+    heads = projected.unflatten(2, (3, num_heads, -1)).permute(2, 0, 3, 1, 4)
+    return tuple(view for part in heads.split(list(sizes), 1) for view in part.unbind(0))
+
+
+class _SplitHeads(torch.autograd.Function):
+    """The views; their gradients are written side by side at once."""
+
+    @staticmethod
+    def forward(ctx: Any, projected: Tensor, sizes: list[int], num_heads: int) -> tuple[Tensor, ...]:
+        ctx.sizes, ctx.num_heads = sizes, num_heads
+        return _views(projected, sizes, num_heads)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return _JoinHeads.apply(ctx.sizes, ctx.num_heads, *grads), None, None
+
+
+class _JoinHeads(torch.autograd.Function):
+    """The transpose of :class:`_SplitHeads`."""
+
+    @staticmethod
+    def forward(ctx: Any, sizes: list[int], num_heads: int, *parts: Tensor) -> Tensor:
+        ctx.sizes, ctx.num_heads = sizes, num_heads
+        _, _, N, d = parts[0].shape
+        joined = parts[0].new_empty((sum(sizes), N, 3 * num_heads * d))
+        for view, part in zip(_views(joined, sizes, num_heads), parts):
+            view.copy_(part)
+        return joined
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        return None, None, *_SplitHeads.apply(grad, ctx.sizes, ctx.num_heads)
