@@ -62,7 +62,7 @@ def in_windows(x: Tensor, window: Pair, shift: Pair, num_heads: int, project: Pr
         for (q, k, v), mask, part in zip(heads, masks, tokens.split(sizes))
     ]
     width = attended[0].shape[2]
-    joined = reorder(_cat(attended, 0).view(-1, width), inverse(order)).view(B, nH * h, nW * w, width)
+    joined = reorder(_cat(attended, 0).reshape(-1, width), inverse(order)).view(B, nH * h, nW * w, width)
     if below or right:
         joined = joined[:, :H, :W]
         return joined.roll(shift, (1, 2)) if any(shift) else joined
