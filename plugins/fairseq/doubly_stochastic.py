@@ -2,7 +2,7 @@
 
 Xu et al. 2015, Eq. 14: -log P(y|x) + λ Σ_i (1 - Σ_t α_{t,i})² of each caption. The weights α of every word's attention
 sum to 1 over the regions; the penalty lets those of every region sum to about 1 over the words. For every captioner
-whose decoder tells its weights of regions: ``show_attend_tell``, ``lstm_captioner`` and ``conv_captioner``, of whose
+whose decoder returns its weights of regions: ``show_attend_tell``, ``lstm_captioner`` and ``conv_captioner``, of whose
 layers the mean weights count. The logged ``loss`` has the penalty, ``nll_loss`` and ``ppl`` have not.
 """
 
@@ -56,7 +56,7 @@ class DoublyStochasticCriterion(LabelSmoothedCrossEntropyCriterion):
         """The loss, what fairseq divides it by, and what is logged.
 
         Raises:
-            ValueError: the model does not tell its weights of regions.
+            ValueError: the model does not return its weights of regions.
         """
         loss, size, log = super().forward(model, sample, reduce)
         assert self._penalty is not None
@@ -73,7 +73,7 @@ class DoublyStochasticCriterion(LabelSmoothedCrossEntropyCriterion):
         weights = net_output[1].get("weights", {}).get("regions")
         if weights is None:
             raise ValueError(
-                "--criterion doubly_stochastic_cross_entropy needs a model that tells its weights of regions: "
+                "--criterion doubly_stochastic_cross_entropy needs a model that returns its weights of regions: "
                 f"show_attend_tell, lstm_captioner or conv_captioner with regions, got {type(model).__name__}"
             )
         padding = sample["target"].eq(self.padding_idx)

@@ -30,7 +30,7 @@ class LSTMCaptionerConfig(FusingConfig):
 
     layers: Optional[int] = field(default=None, metadata={"help": "layers of the LSTM (base: 1)"})
     alignment: ChoiceEnum(list(ALIGNMENT_SCORES)) = field(  # type: ignore[valid-type]
-        default="additive", metadata={"help": "score of the decoder's state and of what it looks at"}
+        default="additive", metadata={"help": "score of the decoder's state and of what it attends to"}
     )
 
 

@@ -49,7 +49,7 @@ class FusingConfig(CaptionerConfig):
     """Options of those that have a choice of what to look at."""
 
     fusion: ChoiceEnum(list(SOURCES)) = field(  # type: ignore[valid-type]
-        default="visual", metadata={"help": "what the decoder looks at: regions, attributes, or each by itself"}
+        default="visual", metadata={"help": "what the decoder attends to: regions, attributes, or each by itself"}
     )
 
 
@@ -100,7 +100,7 @@ class CaptionerDecoder(FairseqIncrementalDecoder):
     def advance(
         self, words: Tensor, memory: dict[str, Modality], state: Any
     ) -> tuple[Tensor, dict[str, list[Tensor]], Any]:
-        """Go on after ``state``, None at first.
+        """Continue after ``state``, None at first.
 
         Args:
             words: (B, T, C), embedded.

@@ -113,14 +113,16 @@ def test_the_penalty_spreads_attention(tmp_path):
     assert penalties[1] < penalties[0]
 
 
-def test_a_model_that_tells_no_weights(tmp_path):
+def test_a_model_that_returns_no_weights(tmp_path):
     of = task_of(write_images(tmp_path))
     of.load_dataset("train")
     dataset = of.dataset("train")
     sample = dataset.collater([dataset[0]])
     criterion = criterion_of(of, "doubly_stochastic_cross_entropy", doubly_stochastic_weight=1.0)
     for model in (model_of(of), captioner_of(of, "lstm_captioner", fusion="semantic")):
-        with pytest.raises(ValueError, match=f"needs a model that tells its weights of .* got {type(model).__name__}"):
+        with pytest.raises(
+            ValueError, match=f"needs a model that returns its weights of .* got {type(model).__name__}"
+        ):
             criterion(model, sample)
     with pytest.raises(ValueError, match="--doubly-stochastic-weight must be at least 0, got -1"):
         criterion_of(of, "doubly_stochastic_cross_entropy", doubly_stochastic_weight=-1)

@@ -64,7 +64,7 @@ def batch(dtype: torch.dtype = torch.float32, T: int = 5) -> dict[str, Any]:
 
 
 def reads(name: str, setting: dict[str, Any]) -> set[str]:
-    """What the model tells weights of."""
+    """What the model returns weights of."""
     fusion = setting.get("fusion", "visual")
     return {"visual": {"regions"}, "semantic": {"attributes"}, "parallel": {"regions", "attributes"}}[fusion]
 

@@ -48,7 +48,7 @@ def word_attention(model: Any, net_input: Mapping[str, Any]) -> WordAttention:
     """Run ``model`` over one image and its caption, and look at every block or layer of its decoder.
 
     Args:
-        model: An ``eta_transformer``, or a captioner whose decoder tells its weights, in evaluation mode.
+        model: An ``eta_transformer``, or a captioner whose decoder returns its weights, in evaluation mode.
         net_input: Of a batch of one; ``prev_output_tokens`` are the caption's words (1, T + 1), the end in front. What
             tells the end itself is left out.
 
@@ -58,8 +58,8 @@ def word_attention(model: Any, net_input: Mapping[str, Any]) -> WordAttention:
     if not isinstance(model, CaptionerModel):
         raise ValueError(f"model must be a captioner, got {type(model).__name__}")
     if isinstance(model.decoder, CaptionerDecoder):
-        told = model(**net_input)[1]["weights"]
-        return WordAttention({name: weights[:, :, :-1].float().cpu() for name, weights in told.items()}, None)
+        returned = model(**net_input)[1]["weights"]
+        return WordAttention({name: weights[:, :, :-1].float().cpu() for name, weights in returned.items()}, None)
     blocks = [m for m in model.decoder.blocks if isinstance(m, MultimodalDecoderBlock)]
     with capture_attention(model.decoder, "blocks.*") as captured, visual_shares(blocks) as shares:
         model(**net_input)
