@@ -1,5 +1,5 @@
-# U-Net-BA: local bilateral attention in all four fusions (Thesis, Table 4.5), with a warm-up. Its projections are linear, as
-# in Eq. 4.4; the thesis prints no GFLOPs of it that would tell of a ReLU.
+# U-Net-BA: local bilateral attention in all four fusions (Thesis, Table 4.5), with a warm-up. Its projections are
+# linear, as in Eq. 4.4; the thesis prints no GFLOPs of it that would tell of a ReLU.
 _base_ = ["./unet_r18_1xb12-100e_helen-512x512.py"]
 eight, four = (dict(type="LocalBilateralConv2d", num_heads=n) for n in (8, 4))
 model = dict(decode_head=dict(fusion_cfgs=[dict(eight, shared=True, iterations=3), eight, four, four]))
