@@ -1,7 +1,7 @@
 """``lstm_captioner``: an LSTM that attends to regions, attributes or both, of the task ``captioning``.
 
-The thesis' Table 2.4 compares with an LSTM that its text calls "equipped with visual attention mechanism" (Xu et al. 2015); the
-table itself cites Karpathy and Fei-Fei (2015), and no size is printed. This one is
+The thesis' Table 2.4 compares with an LSTM that its text calls "equipped with visual attention mechanism" (Xu et al.
+2015); the table itself cites Karpathy and Fei-Fei (2015), and no size is printed. This one is
 :class:`attn_plugins.modules.AttendedLSTM`: one attention for each modality over projected regions and embedded
 attributes, whose outcome feeds the next step. ``--fusion visual`` is the table's row; ``semantic`` and ``parallel`` are
 that model with attributes alone and with both. Xu et al.'s own decoder is ``show_attend_tell``.
