@@ -88,6 +88,8 @@ with extras("timm", "tools"):
     from tools.files import write_text
     from tools.pictures import BadPicture, open_picture
 
+NO_PARTS = "no layer shown has more than one term in its logits: there are no parts to show"
+
 
 def show(options: argparse.Namespace) -> list[Path]:
     """Do what the command line asks for; the files written."""
@@ -164,6 +166,8 @@ def look_at_clip(model: Any, options: argparse.Namespace) -> list[Path]:
     size, why = timm_size(model, options.checkpoint, options.input_size)
     view = see_clip(model, frames, options.layers, size, options.rollout)
     print(f"input: {len(frames)} frames of {size[0]}×{size[1]} pixels, {why}")
+    if options.parts:
+        print(NO_PARTS)
     output, written = folder_of(options, options.image), []
     for layer in view.maps:
         for place in places:
@@ -194,7 +198,7 @@ def write_view(view: View, pixels: Sequence[Cell], options: argparse.Namespace) 
         parts = parts_of(layer) if options.parts and shown else {}
         drawn += [(f"{layer.name}.parts", partial(draw_parts, view, layer, parts, shown))] if parts else []
     if options.parts and not any(name.endswith(".parts") for name, _ in drawn):
-        print("no layer shown has more than one term in its logits: there are no parts to show")
+        print(NO_PARTS)
     if places:
         drawn += [(n.name, partial(draw_pixel_samples, view, n, places)) for n in view.samples(objects=False)]
     if view.objects is not None and len(view.objects):
