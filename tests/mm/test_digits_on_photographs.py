@@ -56,9 +56,9 @@ def test_train_and_val_share_no_digit_and_no_pixel(monkeypatch, tmp_path):
     given = []
     real = tool.compose
 
-    def compose(rng, regions, samples, targets):
+    def compose(rng, regions, samples, targets, recipe):
         given.append((regions, samples))
-        return real(rng, regions, samples, targets)
+        return real(rng, regions, samples, targets, recipe)
 
     pictures = [np.stack([np.arange(300 * 400).reshape(300, 400) % 251] * 3, -1).astype(np.uint8)]
     monkeypatch.setattr(tool, "photographs", lambda: pictures)
@@ -96,3 +96,50 @@ def test_command_line(tmp_path, capsys):
     assert "another recipe" in capsys.readouterr().err
     with pytest.raises(ValueError, match="train must be at least 1 image, got 0"):
         tool.Recipe(train=0)
+
+
+def test_sides_and_turns(monkeypatch, tmp_path):
+    drawn = []
+    real = tool.draw_digit
+
+    def draw_digit(rng, sample, side, turn):
+        drawn.append((side, turn))
+        return real(rng, sample, side, turn)
+
+    monkeypatch.setattr(tool, "draw_digit", draw_digit)
+    recipe = tool.Recipe(train=24, val=8, seed=3, sides=(14, 100), turn=60.0)
+    assert tool.build(tmp_path / "varied", recipe)
+    assert not tool.build(tmp_path / "varied", recipe)
+    assert json.loads((tmp_path / "varied/recipe.json").read_text()) == {
+        "train": 24, "val": 8, "seed": 3, "version": 1, "sides": [14, 100], "turn": 60.0
+    }  # fmt: skip
+    sides = np.array([side for side, _ in drawn])
+    assert {turn for _, turn in drawn} == {60.0}
+    assert sides.min() >= 14
+    assert 80 < sides.max() <= 100
+    octaves = [((sides >= low) & (sides < 2 * low)).sum() for low in (14, 28)]  # as many in the one as in the other
+    assert 0.5 < octaves[0] / octaves[1] < 2
+    annotations = json.loads((tmp_path / "varied/annotations/train.json").read_text())
+    assert {a["image_id"] for a in annotations["annotations"]} == set(range(24))  # no image is empty
+
+
+def test_the_largest_turned_digit_fits_every_image():
+    rng = np.random.default_rng(0)
+    full = np.ones((8, 8))
+    for _ in range(20):
+        opacity = tool.draw_digit(rng, full, tool.LARGEST, 180.0)
+        assert max(opacity.shape) <= min(min(size) for size in tool.SIZES)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(sides=(9, 40)), "sides must be two rising numbers from 10 to 100 pixels, got"),
+        (dict(sides=(40, 20)), "sides must be two rising numbers"),
+        (dict(sides=(20, 101)), "sides must be two rising numbers"),
+        (dict(turn=181.0), "turn must be between 0 and 180 degrees, got 181"),
+    ],
+)
+def test_bad_sides_and_turns(options, message):
+    with pytest.raises(ValueError, match=message):
+        tool.Recipe(**options)

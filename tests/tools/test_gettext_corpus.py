@@ -245,6 +245,10 @@ def test_refusals(tmp_path, capsys):
         (["--test", "0.5"], "--test must be between 0 and 0.5, got 0.5"),
         (["--bpe", "0"], "--bpe must be at least 1, got 0"),
         (["--longest", "-1"], "--longest must be at least 1, got -1"),
+        (["--shortest", "0"], "--shortest must be at least 1, got 0"),
+        (["--shortest", "81"], "--shortest must be at most --longest, 80, got 81"),
+        (["--coverage", "0.5"], "--coverage must be between 0.98 and 1, got 0.5"),
+        (["--coverage", "1.5"], "--coverage must be between 0.98 and 1, got 1.5"),
         (["--language", "en"], "--language must be a language other than en"),
         (["--language", "../de"], "--language must be a language other than en"),
     ],
@@ -348,3 +352,46 @@ def test_real_catalogues(tmp_path):
         assert corpus.placeholders(source) == corpus.placeholders(target)
     umlauts = sum(any(c in "äöüß" for c in target) for target in found["train"].values())
     assert umlauts > 0.1 * len(found["train"])  # German, decoded as it was meant
+
+
+JAPANESE = {"file": "ファイル", "page": "ページ", "list": "一覧", "line": "行", "task": "課題", "card": "札"}
+
+
+def japanese() -> dict[str, str]:
+    """Pairs whose translations have no spaces; every third has three characters that no other one has."""
+    pairs = {}
+    for number, (noun, verb) in enumerate(itertools.product(JAPANESE, ("saved", "moved", "found", "closed", "copied"))):
+        rare = "".join(chr(ord("一") + 97 * number + more) for more in range(3 * (number % 3 == 0)))
+        pairs[f"The {noun} was {verb} by user {number}."] = f"{JAPANESE[noun]}{rare}は使用者{number}により{verb}。"
+        pairs[f"{verb.title()} {noun} {number}"] = f"{JAPANESE[noun]}{number}"
+    return pairs
+
+
+def test_entries_of_few_english_words_are_left_out(tmp_path):
+    pairs = japanese()
+    source = folder(tmp_path / "in", {"locale/ja/LC_MESSAGES/x.po": po(pairs)})
+    arguments = [str(tmp_path / "out"), str(source), "--language", "ja", "--valid", "0.2", "--test", "0.2"]
+    assert corpus.main([*arguments, "--shortest", "6"]) == 0
+    found = {s: t for part in parts(tmp_path / "out", "ja").values() for s, t in part.items()}
+    assert found == {s: t for s, t in pairs.items() if len(s.split()) >= 6}
+    recipe = json.loads((tmp_path / "out/recipe.json").read_text())
+    assert recipe["left_out"]["too short"] == len(pairs) - len(found)
+    assert recipe["shortest"] == 6
+
+
+def test_coverage_keeps_rare_characters_as_they_are(tmp_path, capsys):
+    sentencepiece = pytest.importorskip("sentencepiece", reason="sentencepiece is not installed")
+    source = folder(tmp_path / "in", {"locale/ja/LC_MESSAGES/x.po": po(japanese())})
+    arguments = [str(source), "--language", "ja", "--valid", "0.2", "--test", "0.2", "--bpe", "70"]
+    message = refusal(capsys, tmp_path / "all", *arguments)  # more characters than pieces
+    assert "--bpe 70 does not fit" in message
+    assert "--coverage 0.9995 leaves out the rarest characters" in message
+    assert corpus.main([str(tmp_path / "out"), *arguments, "--coverage", "0.98"]) == 0
+    assert json.loads((tmp_path / "out/recipe.json").read_text())["bpe"]["coverage"] == 0.98
+    processor = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "out/bpe/sentencepiece.model"))
+    unknown = 0
+    for name in corpus.PARTS:
+        pieces = [line.split() for line in lines(tmp_path / f"out/bpe/{name}.ja")]
+        unknown += sum(processor.piece_to_id(piece) == processor.unk_id() for line in pieces for piece in line)
+        assert ["".join(line).replace("▁", " ").strip() for line in pieces] == lines(tmp_path / f"out/{name}.ja")
+    assert unknown

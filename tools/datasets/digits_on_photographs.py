@@ -12,6 +12,15 @@ label images (0 is background, digit d is d + 1)::
     data/digits/semantic/{train,val}/000000.png
     data/digits/recipe.json
 
+By default a digit's side is uniform in 26 to 60 pixels and its turn in ±18 degrees. For objects whose scale and
+rotation vary as in photographs::
+
+    python -m tools.datasets.digits_on_photographs data/digits_varied --sides 14 100 --turn 60
+
+The side is then log-uniform between the two, so that as many objects are 14 to 28 pixels as 28 to 56 (in photographs,
+too, most objects are small), and the turn uniform in ±60 degrees (with more than 90 a six can be a nine). A digit that
+finds no free place is left out, which happens to large ones more often.
+
 The same recipe gives the same bytes on every run.
 """
 
@@ -30,12 +39,14 @@ with extras("tools"):
     import numpy as np
     from PIL import Image
 
+    from tools.datasets import pasting
     from tools.datasets.pasting import SAMPLE_IMAGES, annotation, digit_samples, draw_digit, free_place, photograph
     from tools.datasets.recipes import making, stands
 
 CLASSES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 SIZES = ((144, 208), (208, 144), (160, 192))  # (H, W): never square, so that swapped axes show
 DIGIT_SIDE = (26, 60)  # pixels
+LARGEST = int((min(min(size) for size in SIZES) - 2) / 2**0.5)  # a turned digit of this side fits every image
 DIGITS_PER_IMAGE = (2, 6)
 ZOOM = (1.0, 1.6)  # how much more of a photograph a crop shows than it has pixels
 TRAIN_WIDTH, GAP = 0.66, 0.02  # share of each photograph's width that train crops, then unused columns
@@ -46,17 +57,42 @@ PHOTOGRAPHS = (*SAMPLE_IMAGES, *OTHERS)
 
 @dataclass(frozen=True)
 class Recipe:
-    """What determines the set, byte for byte."""
+    """What determines the set, byte for byte.
+
+    Attributes:
+        train: Training images.
+        val: Validation images.
+        seed: Of everything that is drawn.
+        version: Of this module.
+        sides: Smallest and largest side of a digit in pixels, log-uniform; None: uniform in ``DIGIT_SIDE``.
+        turn: Degrees that a digit is turned by at most, either way, uniform; None: ``pasting.TURN``.
+    """
 
     train: int = 400
     val: int = 100
     seed: int = 0
     version: int = 1
+    sides: tuple[int, int] | None = None
+    turn: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("train", "val"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1 image, got {getattr(self, name)}")
+        if self.sides is not None and not 10 <= self.sides[0] <= self.sides[1] <= LARGEST:
+            raise ValueError(f"sides must be two rising numbers from 10 to {LARGEST} pixels, got {self.sides}")
+        if self.turn is not None and not 0 <= self.turn <= 180:
+            raise ValueError(f"turn must be between 0 and 180 degrees, got {self.turn}")
+
+    def stamp(self) -> dict:
+        """As ``recipe.json`` keeps it: what is None is left out."""
+        return json.loads(json.dumps({name: value for name, value in asdict(self).items() if value is not None}))
+
+    def side(self, rng: np.random.Generator) -> int:
+        """Draw a digit's side in pixels."""
+        if self.sides is None:
+            return int(rng.integers(DIGIT_SIDE[0], DIGIT_SIDE[1] + 1))
+        return round(float(np.exp(rng.uniform(*np.log(self.sides)))))
 
 
 def photographs() -> list[np.ndarray]:
@@ -86,7 +122,7 @@ def contrasting_colour(rng: np.random.Generator, below: np.ndarray) -> np.ndarra
 
 
 def compose(
-    rng: np.random.Generator, regions: list[np.ndarray], samples: np.ndarray, targets: np.ndarray
+    rng: np.random.Generator, regions: list[np.ndarray], samples: np.ndarray, targets: np.ndarray, recipe: Recipe
 ) -> tuple[np.ndarray, list[tuple[int, np.ndarray]]]:
     """One image (H, W, 3) uint8 and its objects: (digit, mask (H, W) bool) each."""
     size = SIZES[rng.integers(len(SIZES))]
@@ -95,7 +131,8 @@ def compose(
     wanted = rng.integers(DIGITS_PER_IMAGE[0], DIGITS_PER_IMAGE[1] + 1)
     while len(objects) < wanted:
         which = rng.integers(len(samples))
-        opacity = draw_digit(rng, samples[which], int(rng.integers(DIGIT_SIDE[0], DIGIT_SIDE[1] + 1)))
+        turn = pasting.TURN if recipe.turn is None else recipe.turn
+        opacity = draw_digit(rng, samples[which], recipe.side(rng), turn)
         place = free_place(rng, taken, opacity.shape)
         if place is None:
             wanted -= 1  # crowded: fewer digits; the first one always finds its place
@@ -152,9 +189,9 @@ def build(folder: Path, recipe: Recipe, show: Callable[[str], None] = lambda lin
     Raises:
         ValueError: ``folder`` holds something else, or a set of another recipe.
     """
-    if stands(folder, asdict(recipe)):
+    if stands(folder, recipe.stamp()):
         return False
-    with making(folder, asdict(recipe)) as partial:
+    with making(folder, recipe.stamp()) as partial:
         (partial / "annotations").mkdir()
         rng = np.random.default_rng(recipe.seed)
         samples, targets = digit_samples()
@@ -167,7 +204,7 @@ def build(folder: Path, recipe: Recipe, show: Callable[[str], None] = lambda lin
         }
         for split, (chosen, regions) in parts.items():
             count = getattr(recipe, split)
-            images = (compose(rng, regions, samples[chosen], targets[chosen]) for _ in range(count))
+            images = (compose(rng, regions, samples[chosen], targets[chosen], recipe) for _ in range(count))
             write_split(partial, split, images, count, show)
     return True
 
@@ -179,6 +216,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--train", type=int, default=Recipe.train, help="training images, default %(default)s")
     parser.add_argument("--val", type=int, default=Recipe.val, help="validation images, default %(default)s")
     parser.add_argument("--seed", type=int, default=Recipe.seed, help="default %(default)s")
+    parser.add_argument(
+        "--sides", type=int, nargs=2, metavar=("MIN", "MAX"), help="of digits in pixels, log-uniform; see above"
+    )
+    parser.add_argument("--turn", type=float, metavar="DEGREES", help="digits are turned by at most, either way")
     options = parser.parse_args(arguments)
     need("sklearn", "skimage", "pycocotools")
     end = "\r" if sys.stdout.isatty() else "\n"
@@ -188,7 +229,9 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"{line}   ", end=end, flush=True)
 
     try:
-        written = build(options.folder, Recipe(options.train, options.val, options.seed), show)
+        sides = options.sides and tuple(options.sides)
+        recipe = Recipe(options.train, options.val, options.seed, sides=sides, turn=options.turn)
+        written = build(options.folder, recipe, show)
     except ValueError as error:
         parser.exit(2, f"digits_on_photographs: {error}\n")
     state = "written to" if written else "already in"

@@ -4,6 +4,7 @@
 
     python -m tools.datasets.gettext_corpus data/gettext --download --bpe 4000    # five pinned packages, by pip
     python -m tools.datasets.gettext_corpus data/gettext                          # of the installed packages
+    python -m tools.datasets.gettext_corpus data/gettext-ja --download --language ja --bpe 3000 --coverage 0.9995
     python -m tools.datasets.gettext_corpus data/gettext wheels/ django-5.2.19.tar.gz    # of folders, wheels, archives
 
     data/gettext/{train,valid,test}.{en,de}        one entry a line, UTF-8
@@ -15,8 +16,12 @@ A model of the pieces takes and gives plain text in ``fairseq-interactive`` with
 --sentencepiece-model data/gettext/bpe/sentencepiece.model``, and in ``fairseq-generate`` with ``--remove-bpe
 sentencepiece``.
 
-Left out are entries that are untranslated, fuzzy, without a word or too long, and those whose placeholders
-(``%(name)s``, ``%s``, ``{name}``, HTML tags) differ between the two languages. A source keeps one translation, that
+``--coverage`` is the share of the texts' characters that pieces are made of: 1 for alphabets, 0.9995 for Japanese and
+Chinese, where every character would take a piece otherwise. Rarer characters are written as they stand.
+
+Left out are entries that are untranslated, fuzzy, without a word or too long, those whose placeholders
+(``%(name)s``, ``%s``, ``{name}``, HTML tags) differ between the two languages, and with ``--shortest`` those of fewer
+English words. A source keeps one translation, that
 of most catalogues. A hash of the source's words decides its part, so that a source, however it is cased and
 punctuated, lies in one part only, the same whichever packages are there. The same packages give the same bytes.
 The texts keep the licences of their packages.
@@ -78,7 +83,7 @@ def part(source: str, valid: float, test: float) -> str:
     return "test" if place < test else "valid" if place < test + valid else "train"
 
 
-def why_not(source: str, target: str, longest: int) -> str | None:
+def why_not(source: str, target: str, longest: int, shortest: int = 1) -> str | None:
     """The reason to leave out a pair of normalised texts, or None."""
     if not target:
         return "untranslated"
@@ -88,15 +93,19 @@ def why_not(source: str, target: str, longest: int) -> str | None:
         return "placeholders differ"
     if max(len(source.split()), len(target.split())) > longest:
         return "too long"
+    if len(source.split()) < shortest:  # a language without spaces tells nothing of its words
+        return "too short"
     return None
 
 
-def gather(packages: Iterable[Package], longest: int) -> tuple[dict[str, str], dict[str, int], list[dict]]:
+def gather(
+    packages: Iterable[Package], longest: int, shortest: int = 1
+) -> tuple[dict[str, str], dict[str, int], list[dict]]:
     """Each source's translation in the order of the sources' hashes, how much was left out why, and the packages."""
     found: defaultdict[str, Counter[str]] = defaultdict(Counter)
-    left_out = dict.fromkeys(
-        ("untranslated", "fuzzy", "without words", "placeholders differ", "too long", "repeated", "unreadable files"), 0
-    )
+    reasons = ["untranslated", "fuzzy", "without words", "placeholders differ", "too long"]
+    reasons += ["too short"] * (shortest > 1)
+    left_out = dict.fromkeys([*reasons, "repeated", "unreadable files"], 0)
     report = []
     for package in sorted(packages, key=lambda p: (p.name.lower(), p.version or "")):
         pairs = 0
@@ -109,7 +118,7 @@ def gather(packages: Iterable[Package], longest: int) -> tuple[dict[str, str], d
                 continue
             for entry in all_entries:
                 source, target = normalise(entry.source), normalise(entry.target)
-                reason = "fuzzy" if entry.fuzzy and target else why_not(source, target, longest)
+                reason = "fuzzy" if entry.fuzzy and target else why_not(source, target, longest, shortest)
                 if reason:
                     left_out[reason] += 1
                 else:
@@ -127,8 +136,10 @@ def write_lines(path: Path, lines: Iterable[str]) -> None:
     path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8", newline="\n")
 
 
-def write_pieces(folder: Path, languages: tuple[str, str], size: int) -> dict:
+def write_pieces(folder: Path, languages: tuple[str, str], size: int, coverage: float = 1.0) -> dict:
     """Learn ``size`` pieces on train of both languages, write every file in pieces to ``folder``/bpe; the recipe.
+
+    ``coverage`` is the share of train's characters that pieces are made of; the others stay as they are.
 
     Raises:
         ValueError: the corpus cannot give so many pieces, or has more letters than that.
@@ -147,7 +158,7 @@ def write_pieces(folder: Path, languages: tuple[str, str], size: int) -> dict:
             model_writer=model,
             model_type="bpe",
             vocab_size=size,
-            character_coverage=1.0,
+            character_coverage=coverage,
             normalization_rule_name="identity",  # placeholders and quotes come back as they were
             remove_extra_whitespaces=False,
             num_threads=1,
@@ -155,6 +166,8 @@ def write_pieces(folder: Path, languages: tuple[str, str], size: int) -> dict:
         )
     except RuntimeError as error:
         reason = " ".join(str(error).split())
+        if coverage == 1:
+            reason += " (--coverage 0.9995 leaves out the rarest characters)"
         raise ValueError(f"--bpe {size} does not fit {len(lines[f'train.{languages[0]}'])} pairs: {reason}") from error
     bpe = folder / "bpe"
     bpe.mkdir()
@@ -162,7 +175,8 @@ def write_pieces(folder: Path, languages: tuple[str, str], size: int) -> dict:
     processor = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
     for name, content in lines.items():
         write_lines(bpe / name, (" ".join(pieces) for pieces in processor.encode(content, out_type=str)))
-    return dict(pieces=size, sentencepiece=sentencepiece.__version__)
+    recipe = dict(pieces=size, sentencepiece=sentencepiece.__version__)
+    return recipe if coverage == 1 else {**recipe, "coverage": coverage}
 
 
 def build(
@@ -173,6 +187,8 @@ def build(
     test: float = 0.05,
     longest: int = 80,
     bpe: int | None = None,
+    shortest: int = 1,
+    coverage: float = 1.0,
 ) -> dict:
     """Write the corpus beside ``output``, then rename it; its recipe.
 
@@ -181,13 +197,15 @@ def build(
         valid, test: shares of the sources.
         longest: words of a pair's longer side.
         bpe: how many pieces; None writes none.
+        shortest: words of a pair's English side, at least.
+        coverage: share of the characters that the pieces are made of.
 
     Raises:
         ValueError: ``output`` exists, a part would be empty, or ``bpe`` does not fit the corpus.
     """
     if output.exists():
         raise ValueError(f"{output} exists already: name another folder, or remove it")
-    pairs, left_out, report = gather(packages, longest)
+    pairs, left_out, report = gather(packages, longest, shortest)
     split: dict[str, list[str]] = {name: [] for name in PARTS}
     for source in pairs:
         split[part(source, valid, test)].append(source)
@@ -202,6 +220,8 @@ def build(
         longest=longest,
         packages=[row for row in report if row["catalogues"]],
     )
+    if shortest > 1:
+        recipe["shortest"] = shortest
     partial = output.with_name(f".{output.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -210,7 +230,7 @@ def build(
             write_lines(partial / f"{name}.en", sources)
             write_lines(partial / f"{name}.{language}", map(pairs.__getitem__, sources))
         if bpe is not None:
-            recipe["bpe"] = write_pieces(partial, ("en", language), bpe)
+            recipe["bpe"] = write_pieces(partial, ("en", language), bpe, coverage)
         (partial / "recipe.json").write_text(json.dumps(recipe, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
         partial.rename(output)
     finally:
@@ -271,13 +291,22 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--valid", type=float, default=0.05, help="share of the sources, default %(default)s")
     parser.add_argument("--test", type=float, default=0.05, help="share of the sources, default %(default)s")
     parser.add_argument("--longest", type=int, default=80, metavar="WORDS", help="of an entry, default %(default)s")
+    parser.add_argument("--shortest", type=int, default=1, metavar="WORDS", help="of its English, default %(default)s")
+    parser.add_argument(
+        "--coverage", type=float, default=1.0, metavar="SHARE",
+        help="of the characters that the pieces are made of, default %(default)s",
+    )  # fmt: skip
     options = parser.parse_args(arguments)
     for name in ("valid", "test"):
         if not 0 < getattr(options, name) < 0.5:
             parser.error(f"--{name} must be between 0 and 0.5, got {getattr(options, name)}")
-    for name in ("longest", "bpe"):
+    if not 0.98 <= options.coverage <= 1:
+        parser.error(f"--coverage must be between 0.98 and 1, got {options.coverage}")
+    for name in ("longest", "shortest", "bpe"):
         if (value := getattr(options, name)) is not None and value < 1:
             parser.error(f"--{name} must be at least 1, got {value}")
+    if options.shortest > options.longest:
+        parser.error(f"--shortest must be at most --longest, {options.longest}, got {options.shortest}")
     if not re.fullmatch(r"[A-Za-z]{2,}([_@-][A-Za-z0-9]+)*", options.language) or canonical(options.language) == "en":
         parser.error(f"--language must be a language other than en, such as de or pt_BR, got {options.language!r}")
     options.language = options.language.replace("-", "_")  # fairseq parts the two languages at a hyphen
@@ -296,7 +325,10 @@ def main(arguments: list[str] | None = None) -> int:
             download(options.cache)
             sources = [*sources, options.cache]
         packages = find(sources, language)
-        recipe = build(output, packages, language, options.valid, options.test, options.longest, options.bpe)
+        recipe = build(
+            output, packages, language, options.valid, options.test, options.longest, options.bpe,
+            options.shortest, options.coverage,
+        )  # fmt: skip
     except ValueError as error:
         print(f"gettext_corpus: {error}", file=sys.stderr)
         return 2

@@ -33,10 +33,10 @@ def digit_samples() -> tuple[np.ndarray, np.ndarray]:
     return digits.images / 16.0, digits.target
 
 
-def draw_digit(rng: np.random.Generator, sample: np.ndarray, side: int) -> np.ndarray:
-    """Opacity of an 8x8 sample at ``side`` pixels, turned, cut to what is visible."""
+def draw_digit(rng: np.random.Generator, sample: np.ndarray, side: int, turn: float = TURN) -> np.ndarray:
+    """Opacity of an 8x8 sample at ``side`` pixels, turned by at most ``turn`` degrees, cut to what is visible."""
     coarse = Image.fromarray((sample * 255).astype(np.uint8)).resize((side, side), Image.Resampling.BICUBIC)
-    turned = coarse.rotate(rng.uniform(-TURN, TURN), Image.Resampling.BILINEAR, expand=True)
+    turned = coarse.rotate(rng.uniform(-turn, turn), Image.Resampling.BILINEAR, expand=True)
     opacity = np.clip((np.asarray(turned, float) / 255 - 0.25) / 0.3, 0, 1)  # blur -> an edge
     rows, columns = np.flatnonzero(opacity.max(1) > 0.5), np.flatnonzero(opacity.max(0) > 0.5)
     return opacity[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
