@@ -2,7 +2,7 @@
 
 ::
 
-    fairseq-generate ... --beam 5 --remove-bpe > generate.txt
+    fairseq-generate ... --beam 5 --remove-bpe --required-batch-size-multiple 1 > generate.txt
     python -m tools.score_compounds generate.txt
     python -m tools.score_compounds generate.txt --reference test.de --json scores.json
 
@@ -72,7 +72,10 @@ def read(log: str, name: str = "the output") -> Generated:
     for letter, lines in found.items():
         if missing := sorted(set(numbers) - lines.keys()):
             first = f"{letter}-{missing[0]}"
-            raise ValueError(f"{name} lacks {len(missing)} of {len(numbers)} sentences, the first is {first}")
+            raise ValueError(
+                f"{name} lacks {len(missing)} of {len(numbers)} sentences, the first is {first}; fairseq-generate leaves "
+                "none out with --required-batch-size-multiple 1"
+            )
     references, hypotheses, detokenised = ([lines[n] for n in numbers] for lines in found.values())
     pieces = next((line for line in hypotheses if "@@ " in line or "\u2581" in line), None)
     if pieces is not None:
