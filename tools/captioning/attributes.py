@@ -22,6 +22,7 @@ from tools import files
 from tools.captioning.json_files import BadFile
 from tools.captioning.noisy_or import NoisyOrHead, noisy_or
 from tools.captioning.timm_backbone import BadBackbone, TimmBackbone, in_json, read_weights
+from tools.captioning.vgg import VggFc7, make_backbone
 
 Attributes = list[list[Any]]  # [word, probability], the most probable first
 
@@ -67,7 +68,7 @@ class AttributeDetector(nn.Module):
         metadata: dict[str, Any] = dict(
             model=self.backbone.name, size=self.backbone.size, words=self.words, format="pt"
         )
-        metadata["output_stride"] = self.backbone.output_stride
+        metadata.update(output_stride=self.backbone.output_stride, fc7=isinstance(self.backbone, VggFc7))
         tensors = {key: value.detach().cpu().contiguous() for key, value in self.state_dict().items()}
         content = serialize(tensors, in_json(**metadata, **facts))
         files.write(path, lambda partial: partial.write_bytes(content))
@@ -85,7 +86,8 @@ def load_detector(path: Path, device: str | torch.device = "cpu") -> AttributeDe
     if missing:
         raise BadFile(f"{path} is not of an attribute detector: its metadata lack {', '.join(missing)}")
     size = tuple(json.loads(metadata["size"]))
-    backbone = TimmBackbone(metadata["model"], size, json.loads(metadata["output_stride"]))
+    fc7 = json.loads(metadata.get("fc7", "false"))
+    backbone = make_backbone(metadata["model"], size, json.loads(metadata["output_stride"]), fc7)
     detector = AttributeDetector(backbone, json.loads(metadata["words"]))
     try:
         detector.load_state_dict(weights)

@@ -77,6 +77,8 @@ class TimmBackbone(nn.Module):
     def load(self, path: Path) -> None:
         """Weights of a file: ``.safetensors`` of ``tools.train_classifier`` or of the attribute detector, or torch's.
 
+        A VGG's may also be torchvision's (:func:`from_torchvision`).
+
         Raises:
             BadFile: the file cannot be read.
             BadBackbone: it is of another network.
@@ -85,8 +87,8 @@ class TimmBackbone(nn.Module):
         if metadata.get("model", self.name) != self.name:
             raise BadBackbone(f"{path} holds a {metadata['model']}, but the backbone is a {self.name}")
         own = {key.removeprefix(PREFIX): value for key, value in weights.items() if key.startswith(PREFIX)}
-        found = own or weights
         wanted = self.model.state_dict()
+        found = from_torchvision(own or weights, wanted)
         bad = [key for key, value in wanted.items() if key not in found or found[key].shape != value.shape]
         if bad:
             raise BadBackbone(f"{path} does not fit {self.name}: {len(bad)} of {len(wanted)} weights, such as {bad[0]}")
@@ -99,7 +101,11 @@ class TimmBackbone(nn.Module):
             picture: In RGB.
             shift: By which share of its sides it is moved to the right and down; its border is repeated.
         """
-        H, W = self.size
+        return self.normalised(picture, self.size, shift)
+
+    def normalised(self, picture: Image.Image, size: tuple[int, int], shift: tuple[float, float]) -> Tensor:
+        """The whole picture, stretched to ``size`` (H, W), moved as :meth:`prepare` says, and normalised: (3, H, W)."""
+        H, W = size
         array = np.asarray(picture.resize((W, H), Image.Resampling.BICUBIC), np.float32) / 255
         dx, dy = round(shift[0] * W), round(shift[1] * H)
         if dx or dy:
@@ -124,6 +130,27 @@ class TimmBackbone(nn.Module):
         x = x[:, getattr(self.model, "num_prefix_tokens", 0) :]
         h, w = getattr(getattr(self.model, "patch_embed", None), "grid_size", None) or (round(x.shape[1] ** 0.5),) * 2
         return x.transpose(1, 2).unflatten(2, (h, w))
+
+
+def from_torchvision(weights: dict[str, Tensor], wanted: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A VGG's weights of torchvision under timm's names and shapes; any other weights as they are.
+
+    The first two layers of torchvision's classifier, fc6 and fc7, are convolutions of 7 × 7 and 1 × 1 in timm. Their
+    rows are the kernels, channels first, row by row.
+
+    Args:
+        weights: Of a file.
+        wanted: Of timm's model.
+    """
+    found = dict(weights)
+    for theirs, ours in (("classifier.0", "pre_logits.fc1"), ("classifier.3", "pre_logits.fc2")):
+        for part in (".weight", ".bias"):
+            if theirs + part not in found or ours + part not in wanted:
+                continue
+            value, like = found.pop(theirs + part), wanted[ours + part]
+            fits = value.shape[0] == like.shape[0] and value.numel() == like.numel()
+            found[ours + part] = value.reshape(like.shape) if fits else value
+    return found
 
 
 def read_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:

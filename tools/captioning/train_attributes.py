@@ -14,7 +14,9 @@ over the cells of the backbone's last map (Fang et al., 2015). Pictures are stre
 DATA is the captioning task's folder: ``images/``, ``splits.json`` (Karpathy's format) and ``captions.json`` (COCO's;
 without it the captions in ``splits.json``); an option for each gives another path. The backbone starts with timm's
 weights (a download; resnet50 unless ``--backbone`` says otherwise), with those of ``--weights FILE``, or with
-``--no-pretrained`` from nothing, which suits a small one.
+``--no-pretrained`` from nothing, which suits a small one. ``--fc7`` is the network of Fang et al.: VGG-16 with fc6 and
+fc7 as convolutions, whose cells are the 4,096 features of fc7, and pictures that keep their shape, the longer side
+``--size`` (565) pixels. Its weights may be torchvision's.
 
 OUT gets ``best.safetensors`` (of the epoch with the best mAP over words on ``val``), ``last.pth`` (for ``--resume``)
 and ``log.json``. In the end DATA gets ``attributes.json``: the ``--top`` most probable words of every image of
@@ -52,12 +54,13 @@ with extras("timm", "tools"):
     from tools.captioning.json_files import BadFile
     from tools.captioning.noisy_or import noisy_or, noisy_or_loss
     from tools.captioning.timm_backbone import BadBackbone, TimmBackbone
+    from tools.captioning.vgg import make_backbone
     from tools.pictures import BadPicture
 
 # What a resumed training may not change.
 FIXED = (
-    "backbone", "size", "output_stride", "weights", "no_pretrained", "words", "min_word_count", "skip_words", "epochs",
-    "batch_size", "lr", "weight_decay", "shift", "seed",
+    "backbone", "fc7", "size", "output_stride", "weights", "no_pretrained", "words", "min_word_count", "skip_words",
+    "epochs", "batch_size", "lr", "weight_decay", "shift", "seed",
 )  # fmt: skip
 TRAINING, VALIDATION = ("train", "restval"), ("val",)
 
@@ -94,7 +97,7 @@ class Training:
             )
         torch.manual_seed(options.seed)
         size = (options.size,) * 2 if options.size else None
-        backbone = TimmBackbone(options.backbone, size, options.output_stride)
+        backbone = make_backbone(options.backbone, size, options.output_stride, options.fc7)
         state = self._state()
         if state is None:
             self._first_weights(backbone)
@@ -146,9 +149,9 @@ class Training:
         except Exception as error:
             raise BadFile(f"{file} cannot be read: {error}") from error
         for name, value in json.loads(_fixed(self.options)).items():
-            if before.get(name) != value:
+            if (then := before.get(name, parser().get_default(name))) != value:
                 option = "--" + name.replace("_", "-")
-                raise BadOption(f"{file} was trained with {option} {before.get(name)}, but now it is {value}")
+                raise BadOption(f"{file} was trained with {option} {then}, but now it is {value}")
         return state
 
     def run(self) -> float:
@@ -272,11 +275,14 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--attributes", type=Path, metavar="FILE", help="where they are written, default: DATA/attributes.json"
     )
-    made.add_argument("--backbone", metavar="NAME", help="of timm, default resnet50")
+    made.add_argument("--backbone", metavar="NAME", help="of timm, default resnet50; with --fc7 vgg16")
+    made.add_argument("--fc7", action="store_true", help="of a VGG: up to fc7, with fc6 and fc7 as convolutions")
     weights = made.add_mutually_exclusive_group()
     weights.add_argument("--weights", type=Path, metavar="FILE", help="of the backbone, instead of timm's")
     weights.add_argument("--no-pretrained", action="store_true", help="train from nothing")
-    made.add_argument("--size", type=int, metavar="PIXELS", help="side of the pictures, default: the backbone's own")
+    made.add_argument(
+        "--size", type=int, metavar="PIXELS", help="side of the pictures, default: the backbone's own; with --fc7 565"
+    )
     made.add_argument("--output-stride", type=int, metavar="PIXELS", help="of a cell, where the backbone can change it")
     made.add_argument("--words", type=int, default=1000, help="default %(default)s")
     made.add_argument("--min-word-count", type=int, default=5, help="default %(default)s")
@@ -312,7 +318,7 @@ def check(options: argparse.Namespace) -> None:
     if not 0 <= options.shift < 0.5:
         raise BadOption(f"--shift must be from 0 to 0.5, got {options.shift}")
     options.backbone_given = options.backbone is not None
-    options.backbone = options.backbone or "resnet50"
+    options.backbone = options.backbone or ("vgg16" if options.fc7 else "resnet50")
     options.lr = options.lr or (2e-3 if options.no_pretrained else 2e-4)
 
 
