@@ -73,8 +73,8 @@ def read(log: str, name: str = "the output") -> Generated:
         if missing := sorted(set(numbers) - lines.keys()):
             first = f"{letter}-{missing[0]}"
             raise ValueError(
-                f"{name} lacks {len(missing)} of {len(numbers)} sentences, the first is {first}; fairseq-generate leaves "
-                "none out with --required-batch-size-multiple 1"
+                f"{name} lacks {len(missing)} of {len(numbers)} sentences, the first is {first}; fairseq-generate "
+                "leaves none out with --required-batch-size-multiple 1"
             )
     references, hypotheses, detokenised = ([lines[n] for n in numbers] for lines in found.values())
     pieces = next((line for line in hypotheses if "@@ " in line or "\u2581" in line), None)
