@@ -63,15 +63,26 @@ void product(const T* A, int64_t a_row, int64_t a_depth, const T* B, int64_t b_r
   }
 }
 
-template <typename T>
-ATTN_INLINE T lanes_sum(typename Vector<T>::type vector) {
+// All lanes' sum, or greatest.
+template <typename T, bool SUM>
+ATTN_INLINE T over_all_lanes(typename Vector<T>::type vector) {
   constexpr int64_t lanes = Vector<T>::lanes;
   typename Vector<T>::bits lane;
   for (int64_t l = 0; l < lanes; ++l) lane[l] = l;
 #pragma GCC unroll 4
-  for (int64_t half = lanes / 2; half > 0; half /= 2)
-    vector += __builtin_shuffle(vector, lane ^ typename Exp<T>::Bits(half));
+  for (int64_t half = lanes / 2; half > 0; half /= 2) {
+    const auto other = __builtin_shuffle(vector, lane ^ typename Exp<T>::Bits(half));
+    if constexpr (SUM)
+      vector += other;
+    else
+      vector = other > vector ? other : vector;
+  }
   return vector[0];
+}
+
+template <typename T>
+ATTN_INLINE T lanes_sum(typename Vector<T>::type vector) {
+  return over_all_lanes<T, true>(vector);
 }
 
 // --- softmax over one query's row of logits, padded to whole vectors
@@ -85,9 +96,7 @@ ATTN_INLINE T maximum(const T* s, int64_t padded) {
     const V v = *reinterpret_cast<const V*>(s + i);
     top = v > top ? v : top;
   }
-  T result = top[0];
-  for (int64_t l = 1; l < lanes; ++l) result = top[l] > result ? T(top[l]) : result;
-  return result;
+  return over_all_lanes<T, false>(top);
 }
 
 // s -> exp(s - shift); returns the sum.

@@ -23,7 +23,7 @@ ATTN_INLINE int64_t block_size(const Problem<T>& p) {
 
 template <typename T>
 struct Scratch {
-  Buffer<T> query, gradient, mixed, weights, slopes, scale;
+  Buffer<T> query, gradient, mixed, weights, slopes, top, scale;
   Buffer<T> key_panels, value_panels, key_rows, value_rows, grad_key, grad_value;
   Scratch(const Problem<T>& p, bool backward)
       : query(block_size(p) * p.d_padded),
@@ -31,7 +31,8 @@ struct Scratch {
         mixed(block_size(p) * std::max(p.d_padded, p.dv_padded)),
         weights(block_size(p) * p.line),
         slopes(backward ? block_size(p) * p.line : 0),
-        scale(block_size(p)),
+        top(block_size(p) + 64 / sizeof(T)),  // whole vectors
+        scale(block_size(p) + 64 / sizeof(T)),
         key_panels(panels(p, p.query.data && !p.direct ? p.d : 0)),
         value_panels(panels(p, backward && p.logits_wanted ? p.dv : 0)),
         key_rows(backward && p.grad_query.data ? p.S * p.d_padded : 0),
@@ -159,6 +160,20 @@ struct Reach {
   }
 };
 
+// Greatest logits and sums of exponentials to log-sum-exps and factors of the weights. All keys masked: no
+// weight anywhere, and a log-sum-exp that repeats this in the backward.
+template <typename T>
+ATTN_INLINE void finish(int64_t count, T* tops, T* sums) {
+  using V = typename Vector<T>::type;
+  for (int64_t i = 0; i < count; i += Vector<T>::lanes) {
+    V* const top = reinterpret_cast<V*>(tops + i);
+    V* const sum = reinterpret_cast<V*>(sums + i);
+    const auto nothing = *top == V{} - std::numeric_limits<T>::infinity();
+    *top = nothing ? V{} + std::numeric_limits<T>::infinity() : *top + logarithm<T>(*sum);
+    *sum = nothing ? V{} : T(1) / *sum;
+  }
+}
+
 // scratch.weights = attention weights of queries first ... first + count - 1 on `columns` keys, 0 where there
 // is no key. `known`: the log-sum-exp is read; else it is written, and the weights are still to be multiplied
 // by scratch.scale.
@@ -203,18 +218,16 @@ ATTN_INLINE void attention_weights(const Problem<T>& p, Scratch<T>& s, int64_t b
       for (int64_t k = 0; k < reach.keys; ++k) line[k] = padding[k] ? masked : line[k];
     }
     for (int64_t k = reach.keys; k < columns; ++k) line[k] = masked;
-    T* stored = p.log_sum_exp.at(b, m, 0, first + i);
     if (known) {
-      exponentials(line, columns, *stored);
+      exponentials(line, columns, *p.log_sum_exp.at(b, m, 0, first + i));
       continue;
     }
-    // All keys masked: no weight anywhere, and a log-sum-exp that repeats this in the backward.
-    const T top = maximum(line, columns);
-    const bool nothing = top == masked;
-    const T sum = exponentials(line, columns, nothing ? T(0) : top);
-    s.scale[i] = nothing ? T(0) : T(1) / sum;
-    *stored = nothing ? std::numeric_limits<T>::infinity() : top + std::log(sum);
+    s.top[i] = maximum(line, columns);
+    s.scale[i] = exponentials(line, columns, s.top[i] == masked ? T(0) : s.top[i]);
   }
+  if (known) return;
+  finish(count, s.top.data(), s.scale.data());
+  for (int64_t i = 0; i < count; ++i) *p.log_sum_exp.at(b, m, 0, first + i) = s.top[i];
 }
 
 // How many keys a block computes: those its last query sees, in whole vectors of 64 bytes; at least one.

@@ -56,11 +56,6 @@ class Samples {
 };
 
 template <typename T>
-ATTN_INLINE typename Vector<T>::type load(const T* from) {
-  return *reinterpret_cast<const typename Vector<T>::type*>(from);
-}
-
-template <typename T>
 ATTN_INLINE T sum_of_lanes(typename Vector<T>::type v) {
   typename Vector<T>::bits order;
 #pragma GCC unroll 4
