@@ -5,17 +5,19 @@
     python -m tools.datasets.gettext_corpus data/gettext --download --bpe 3000
     python -m tools.translation_study data/gettext OUT                          # thirteen attentions
     python -m tools.translation_study data/gettext OUT --study alignment        # scores and recurrences of aligned_lstm
+    python -m tools.translation_study data/gettext-ja OUT --study cross --target ja --seeds 1 2 3   # word order differs
     python -m tools.translation_study data/gettext OUT --settings cross-1000 cross-0111
     python -m tools.translation_study data/gettext OUT --add 'range-7=--attention-range 7' --settings range-7
     python -m tools.translation_study data/gettext OUT --train '--max-update 8000 --seed 2'
 
     OUT/bin                      of fairseq-preprocess
-    OUT/SETTING/                 checkpoint_last.pt, train.log, generate.log, hypotheses.txt, result.json
+    OUT/SETTING/                 checkpoint_last.pt, train.log, generate.log, hypotheses.txt, result.json; of other
+                                 seeds than 1, OUT/SETTING-seedN/
     OUT/attention.{md,json}      the table of all settings that are there, written anew after each
 
 All settings of a study are trained with the same options, on one CPU thread each. A finished setting, which is one
 with a ``result.json``, is not run again; one that was interrupted begins anew. Scores are sacrebleu's of the
-detokenised translations against the corpus's own lines.
+detokenised translations against the corpus's own lines, of characters where the target language has no spaces.
 """
 
 from __future__ import annotations
@@ -25,9 +27,10 @@ import json
 import re
 import shlex
 import shutil
+import statistics
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +38,7 @@ from typing import Any
 from tools.requires import extras, need
 
 with extras():
+    from tools.datasets import gettext_corpus
     from tools.files import write_text
     from tools.study import USER_DIR, StudyError, add_arguments, added, choose, count_parameters, kept, log_rows, run
     from tools.study import facts as machine_facts
@@ -95,6 +99,15 @@ STUDIES = {
             "shaw": _self("shaw"),
         },
     ),
+    "cross": Study(
+        "Terms of cross-attention, and of self-attention without content",
+        f"--arch spatial_transformer_tiny --share-all-embeddings {TRAINING} --max-update 3000",
+        {
+            "1111": f"{_self('1111')} --cross-attention 1111",
+            **{f"cross-{bits}": f"{_self('1111')} --cross-attention {bits}" for bits in ("1000", "0111", "0110")},
+            "self-0111": f"{_self('0111')} --cross-attention 1111",
+        },
+    ),
     "alignment": Study(
         "Alignment scores of a small LSTM",
         f"--arch aligned_lstm_tiny --share-all-embeddings {TRAINING}",
@@ -104,6 +117,27 @@ STUDIES = {
         },
     ),
 }
+
+
+TOKENS = {"ja": "char", "ko": "char", "th": "char", "zh": "zh"}  # BLEU's, where words have no spaces between them
+PIECES = ("--bpe", "3000", "--shortest", "6")  # of the corpus of --target
+
+
+def make_corpus(folder: Path, target: str) -> None:
+    """Make the corpus of ``target`` in ``folder``, of entries of at least six English words, where it is missing.
+
+    Raises:
+        StudyError: the corpus there is of another language, or it cannot be made.
+    """
+    if (folder / "recipe.json").is_file():
+        language = json.loads((folder / "recipe.json").read_text(encoding="utf-8"))["languages"][1]
+        if language != target:
+            raise StudyError(f"--target {target}: CORPUS {folder} is of {language}: name another folder")
+        return
+    coverage = ["--coverage", "0.9995"] if target.split("_")[0] in TOKENS else []
+    arguments = [str(folder), "--download", "--language", target, *PIECES, *coverage]
+    if gettext_corpus.main(arguments):
+        raise StudyError(f"CORPUS {folder} cannot be made, see above")
 
 
 @dataclass(frozen=True)
@@ -125,6 +159,11 @@ class Corpus:
             raise StudyError(f"CORPUS {folder} has no bpe/: {make}, into another folder")
         recipe = json.loads((folder / "recipe.json").read_text(encoding="utf-8"))
         return cls(folder, *recipe["languages"], recipe)
+
+    @property
+    def tokens(self) -> str:
+        """sacrebleu's tokeniser."""
+        return TOKENS.get(self.target.split("_")[0], "13a")
 
     def references(self) -> list[str]:
         """The test part in the target language, as it was before the pieces."""
@@ -171,11 +210,14 @@ def read_translations(log: str, count: int) -> list[str]:
     return [found[number] for number in range(count)]
 
 
-def score(hypotheses: list[str], references: list[str]) -> dict[str, Any]:
-    """BLEU with half of its 95 % interval over 1000 resamplings of the test sentences, and chrF."""
+def score(hypotheses: list[str], references: list[str], tokens: str = "13a") -> dict[str, Any]:
+    """BLEU with half of its 95 % interval over 1000 resamplings of the test sentences, and chrF.
+
+    ``tokens`` is BLEU's tokeniser, a name of sacrebleu's.
+    """
     from sacrebleu.metrics import BLEU, CHRF
 
-    bleu, chrf = BLEU(), CHRF()
+    bleu, chrf = BLEU(tokenize=tokens), CHRF()
     of_bleu = bleu.corpus_score(hypotheses, [references], n_bootstrap=1000)
     of_chrf = chrf.corpus_score(hypotheses, [references])
     return {
@@ -187,19 +229,21 @@ def score(hypotheses: list[str], references: list[str]) -> dict[str, Any]:
     }
 
 
-def run_setting(name: str, options: list[str], corpus: Corpus, binary: Path, folder: Path) -> dict[str, Any]:
+def run_setting(
+    name: str, options: list[str], corpus: Corpus, binary: Path, folder: Path, seed: int = 1
+) -> dict[str, Any]:
     """Train, translate and score one setting in ``folder``, or read what was found there before.
 
     Raises:
         StudyError: a command failed, or the setting was run with other options.
     """
-    path = folder / "result.json"
+    path, named = folder / "result.json", folder.name
     if result := kept(path, options):
-        print(f"{name}: there already", flush=True)
+        print(f"{named}: there already", flush=True)
         return result
     shutil.rmtree(folder, ignore_errors=True)
     began = time.monotonic()
-    print(f"{name}: training, see {folder / 'train.log'}", flush=True)
+    print(f"{named}: training, see {folder / 'train.log'}", flush=True)
     plugins = f"--user-dir={USER_DIR}"
     training = [binary, plugins, f"--save-dir={folder}", *shlex.split(HOUSEKEEPING), *options]
     seconds = run("fairseq-train", training, folder / "train.log")
@@ -213,17 +257,24 @@ def run_setting(name: str, options: list[str], corpus: Corpus, binary: Path, fol
     write_text(folder / "hypotheses.txt", "".join(f"{line}\n" for line in hypotheses))
     result = {
         "setting": name,
+        "seed": seed,
         "options": options,
         **facts,
-        **score(hypotheses, references),
+        **score(hypotheses, references, corpus.tokens),
         "train_cpu_seconds": round(seconds, 1),
         "train_wall_seconds": round(wall, 1),
         "generate_cpu_seconds": round(generation, 1),
         "tokens_per_cpu_second": round(facts["tokens"] / seconds),
     }
     write_text(path, json.dumps(result, indent=1) + "\n")
-    print(f"{name}: BLEU {result['bleu']:.1f}, chrF {result['chrf']:.1f}, {wall:.0f} s of training", flush=True)
+    print(f"{named}: BLEU {result['bleu']:.1f}, chrF {result['chrf']:.1f}, {wall:.0f} s of training", flush=True)
     return result
+
+
+def spread(values: Sequence[float], form: str) -> str:
+    """Mean, and deviation where there are several."""
+    deviation = f" ± {statistics.stdev(values):{form}}" if len(values) > 1 else ""
+    return f"{statistics.fmean(values):{form}}{deviation}"
 
 
 def markdown(study: Study, results: list[dict], facts: dict[str, str], signatures: dict[str, str]) -> str:
@@ -239,24 +290,39 @@ def markdown(study: Study, results: list[dict], facts: dict[str, str], signature
         "| target tokens / CPU s |",
         "|---|---:|---:|---:|---:|---:|---:|---:|",
     ]
-    for row in results:
+    for name in dict.fromkeys(row["setting"] for row in results):
+        rows = [row for row in results if row["setting"] == name]
+        one = f"{rows[0]['bleu']:.1f} ± {rows[0]['bleu_interval']:.1f}"
+        bleu = one if len(rows) == 1 else f"{spread([row['bleu'] for row in rows], '.1f')} ({len(rows)} seeds)"
+        means = {key: [row[key] for row in rows] for key in ("valid_loss", "valid_ppl", "chrf", "train_cpu_seconds")}
         cells = [
-            row["setting"], f"{row['parameters']:,}", f"{row['valid_loss']:.3f}", f"{row['valid_ppl']:.2f}",
-            f"{row['bleu']:.1f} ± {row['bleu_interval']:.1f}", f"{row['chrf']:.1f}",
-            f"{row['train_cpu_seconds']:.0f}", f"{row['tokens_per_cpu_second']:,}",
+            name, f"{rows[0]['parameters']:,}", spread(means["valid_loss"], ".3f"), spread(means["valid_ppl"], ".2f"),
+            bleu, spread(means["chrf"], ".1f"), f"{statistics.fmean(means['train_cpu_seconds']):.0f}",
+            f"{round(statistics.fmean(row['tokens_per_cpu_second'] for row in rows)):,}",
         ]  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
+
+
+def trained_as(common: str, own: str, seed: int) -> list[str]:
+    """fairseq-train's options of a setting; seed 1 is that of all studies."""
+    return shlex.split(f"{common} {own}" if seed == 1 else f"{common} {own} --seed {seed}")
+
+
+def folder_of(name: str, seed: int) -> str:
+    """Where a setting is trained."""
+    return name if seed == 1 else f"{name}-seed{seed}"
 
 
 def report(study: Study, which: str, settings: Mapping[str, str], output: Path, corpus: Corpus, common: str) -> str:
     """Write the table of every setting that is finished in ``output`` and was trained as now; the table."""
     results = []
     for name, own in settings.items():
-        path = output / name / "result.json"
-        result = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-        if result.get("options") == shlex.split(f"{common} {own}"):
-            results.append(result)
+        paths = [output / name / "result.json", *sorted(output.glob(f"{name}-seed*/result.json"))]
+        for path in paths:
+            result = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+            if result.get("options") == trained_as(common, own, result.get("seed", 1)):
+                results.append(result)
     facts = machine_facts("fairseq", "sacrebleu", "sentencepiece")
     facts["pairs"] = ", ".join(f"{count:,} {part}" for part, count in corpus.recipe["pairs"].items())
     signatures = results[0]["signatures"]
@@ -278,8 +344,15 @@ def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, dict[str, st
     parser.add_argument("output", type=Path, metavar="OUT")
     parser.add_argument("--study", choices=list(STUDIES), default="attention", help="default: %(default)s")
     add_arguments(parser)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1], metavar="N", help="default: 1")
+    parser.add_argument(
+        "--target", metavar="LANGUAGE",
+        help="make CORPUS where it is missing: English and LANGUAGE, entries of six words and more",
+    )  # fmt: skip
     parser.add_argument("--train", default="", metavar="OPTIONS", help="fairseq-train's options for every setting")
     options = parser.parse_args(arguments)
+    if min(options.seeds) < 1:
+        parser.error(f"--seeds must be at least 1, got {min(options.seeds)}")
     settings = dict(STUDIES[options.study].settings)
     settings.update(added(parser, options, (*settings, "bin")))
     choose(parser, options, settings)
@@ -292,12 +365,16 @@ def main(arguments: list[str] | None = None) -> int:
     study = STUDIES[options.study]
     common = f"{study.common} {options.train}".strip()
     try:
+        if options.target:
+            make_corpus(options.corpus.resolve(), options.target)
         corpus, output = Corpus.open(options.corpus.resolve()), options.output.resolve()
         binary = preprocess(corpus, output)
         table = ""
-        for number, name in enumerate(options.settings, 1):
-            print(f"{number}/{len(options.settings)} ", end="", flush=True)
-            run_setting(name, shlex.split(f"{common} {settings[name]}"), corpus, binary, output / name)
+        runs = [(name, seed) for seed in options.seeds for name in options.settings]
+        for number, (name, seed) in enumerate(runs, 1):
+            print(f"{number}/{len(runs)} ", end="", flush=True)
+            own = trained_as(common, settings[name], seed)
+            run_setting(name, own, corpus, binary, output / folder_of(name, seed), seed)
             table = report(study, options.study, settings, output, corpus, common)
         print(f"\n{table}\nwritten: {output / options.study}.md and .json")
     except StudyError as error:

@@ -123,6 +123,7 @@ def test_failing_command_is_named(corpus, tmp_path, capsys):
         (["--add", "none=--deformable"], "--add must be NAME=OPTIONS"),
         (["--add", "../up=--deformable"], "--add must be NAME=OPTIONS"),
         (["--add", "more"], "--add must be NAME=OPTIONS"),
+        (["--seeds", "0"], "--seeds must be at least 1, got 0"),
     ],
 )
 def test_bad_setting(corpus, tmp_path, capsys, arguments, message):
@@ -176,3 +177,46 @@ def test_settings_are_compared_with_like_positions():
         positions = "absolute" if "absolute" in name or name == "bilateral" else "none"
         words = options.split()
         assert [words[words.index(f"--{side}-positions") + 1] for side in ("encoder", "decoder")] == [positions] * 2
+
+
+def test_seeds(output, corpus, capsys):
+    first = json.loads((output / "none" / "result.json").read_text())
+    assert first["seed"] == 1
+    second = {**first, "seed": 2, "options": [*first["options"], "--seed", "2"], "bleu": first["bleu"] + 2}
+    (output / "none-seed2").mkdir()
+    (output / "none-seed2" / "result.json").write_text(json.dumps(second))
+    assert again(corpus, output, "--train", SHORT, "--settings", "none", "--seeds", "1", "2") == 0
+    assert "2/2 none-seed2: there already" in capsys.readouterr().out
+    (row,) = [line for line in (output / "attention.md").read_text().splitlines() if line.startswith("| none")]
+    assert f"| {first['bleu'] + 1:.1f} ± 1.4 (2 seeds) |" in row
+    assert len(json.loads((output / "attention.json").read_text())["results"]) == 3
+    assert again(corpus, output, "--train", SHORT, "--settings", "none", "--seeds", "2") == 0  # and not seed 1
+    assert "1/1 none-seed2: there already" in capsys.readouterr().out
+
+
+def test_characters_are_scored_where_there_are_no_spaces(corpus):
+    found = study.Corpus(corpus, "en", "ja", {}), study.Corpus(corpus, "en", "zh_Hans", {}), study.Corpus.open(corpus)
+    assert [one.tokens for one in found] == ["char", "zh", "13a"]
+    near = study.score(["日本語の文章です"], ["日本語の文です"], "char")
+    assert 0 < near["bleu"] < 100
+    assert "tok:char" in near["signatures"]["BLEU"]
+    assert study.score(["日本語の文章です"], ["日本語の文です"])["bleu"] < near["bleu"]
+
+
+def test_the_corpus_of_a_target_language(corpus, tmp_path, monkeypatch, capsys):
+    given = []
+
+    def main(arguments):
+        given.append(arguments)
+        return 2
+
+    monkeypatch.setattr(study.gettext_corpus, "main", main)
+    arguments = [str(tmp_path / "new"), str(tmp_path / "out"), "--study", "cross", "--target"]
+    assert study.main([*arguments, "ja"]) == 2
+    assert "cannot be made, see above" in capsys.readouterr().err
+    assert study.main([*arguments, "fr"]) == 2
+    folder = str((tmp_path / "new").resolve())
+    common = [folder, "--download", "--language"]
+    assert given == [[*common, "ja", *study.PIECES, "--coverage", "0.9995"], [*common, "fr", *study.PIECES]]
+    assert again(corpus, tmp_path / "out", "--target", "ja") == 2
+    assert f"--target ja: CORPUS {corpus} is of de" in capsys.readouterr().err
