@@ -14,12 +14,32 @@ ATTN_INLINE typename Vector<T>::type load(const T* from) {
   return *reinterpret_cast<const typename Vector<T>::type*>(from);
 }
 
+typedef uint16_t Halves __attribute__((vector_size(VECTOR_BYTES / 2), aligned(2), may_alias));
+typedef uint32_t Words __attribute__((vector_size(VECTOR_BYTES)));
+
+template <typename T>
+ATTN_INLINE typename Vector<T>::type widened(Halves halves) {
+  return (typename Vector<T>::type)(__builtin_convertvector(halves, Words) << 16);
+}
+
 template <typename T>
 ATTN_INLINE typename Vector<T>::type load(const BFloat16* from) {
-  typedef uint16_t halves __attribute__((vector_size(VECTOR_BYTES / 2), aligned(2), may_alias));
-  typedef uint32_t words __attribute__((vector_size(VECTOR_BYTES)));
-  return (typename Vector<T>::type)(__builtin_convertvector(*reinterpret_cast<const halves*>(from), words)
-                                    << 16);
+  return widened<T>(*reinterpret_cast<const Halves*>(from));
+}
+
+// A vector of the first `count` elements, fewer than lanes; nothing behind them is read.
+template <typename T, typename E>
+ATTN_INLINE typename Vector<T>::type load_first(const E* from, int64_t count) {
+  using V = typename Vector<T>::type;
+#if defined(HAS_TARGETS) && VECTOR_BYTES == 64
+  const uint32_t mask = (1u << count) - 1;
+  if constexpr (std::is_same_v<E, float>) return (V)_mm512_maskz_loadu_ps(mask, from);
+  if constexpr (std::is_same_v<E, double>) return (V)_mm512_maskz_loadu_pd(mask, from);
+  if constexpr (std::is_same_v<E, BFloat16>) return widened<T>((Halves)_mm256_maskz_loadu_epi16(mask, from));
+#endif
+  V vector = {};
+  for (int64_t l = 0; l < count; ++l) vector[l] = T(from[l]);
+  return vector;
 }
 
 template <typename T>
@@ -30,11 +50,9 @@ ATTN_INLINE void store(typename Vector<T>::type vector, T* to) {
 // Rounds as BFloat16's constructor does.
 template <typename T>
 ATTN_INLINE void store(typename Vector<T>::type vector, BFloat16* to) {
-  typedef uint16_t halves __attribute__((vector_size(VECTOR_BYTES / 2), aligned(2), may_alias));
-  typedef uint32_t words __attribute__((vector_size(VECTOR_BYTES)));
-  const words whole = (words)vector, rounded = (whole + 0x7fffu + ((whole >> 16) & 1u)) >> 16;
-  const words kept = vector != vector ? (whole >> 16) | 0x40u : rounded;
-  *reinterpret_cast<halves*>(to) = __builtin_convertvector(kept, halves);
+  const Words whole = (Words)vector, rounded = (whole + 0x7fffu + ((whole >> 16) & 1u)) >> 16;
+  const Words kept = vector != vector ? (whole >> 16) | 0x40u : rounded;
+  *reinterpret_cast<Halves*>(to) = __builtin_convertvector(kept, Halves);
 }
 
 // exp(x) for x <= 0, by Exp's constants: 2^n * e^r, |r| <= ln(2) / 2. Below LOWEST the result is an exact 0;

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <iterator>
 #include <optional>
+#include <type_traits>
 #include <vector>
 
 #include "bfloat16.h"
@@ -17,6 +18,7 @@
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 #define HAS_TARGETS
+#include <immintrin.h>
 #endif
 
 namespace {

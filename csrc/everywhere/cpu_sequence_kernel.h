@@ -174,6 +174,35 @@ ATTN_INLINE void finish(int64_t count, T* tops, T* sums) {
   }
 }
 
+// Adds `position`, where it is given, to the logits of `keys`, sets those beyond to -inf, and returns the
+// greatest. In whole vectors: what is written in parts cannot be read at once as a whole.
+template <typename T, typename E>
+ATTN_INLINE T complete(T* line, const E* position, int64_t keys, int64_t columns) {
+  using V = typename Vector<T>::type;
+  using B = typename Vector<T>::bits;
+  constexpr int64_t lanes = Vector<T>::lanes;
+  const V none = V{} - std::numeric_limits<T>::infinity();
+  V top = none;
+  for (int64_t k = 0; k < columns; k += lanes) {
+    V* const at = reinterpret_cast<V*>(line + k);
+    const int64_t here = keys - k;
+    if (here >= lanes) {
+      if (position) *at += load<T>(position + k);
+    } else if (here <= 0) {
+      *at = none;
+    } else {
+      B lane;
+#pragma GCC unroll 16
+      for (int64_t l = 0; l < lanes; ++l) lane[l] = l;
+      V last = *at;
+      if (position) last += load_first<T>(position + k, here);
+      *at = lane < B{} + typename Exp<T>::Bits(here) ? last : none;
+    }
+    top = *at > top ? *at : top;
+  }
+  return over_all_lanes<T, false>(top);
+}
+
 // scratch.weights = attention weights of queries first ... first + count - 1 on `columns` keys, 0 where there
 // is no key. `known`: the log-sum-exp is read; else it is written, and the weights are still to be multiplied
 // by scratch.scale.
@@ -195,7 +224,8 @@ ATTN_INLINE void attention_weights(const Problem<T>& p, Scratch<T>& s, int64_t b
   for (int64_t i = 0; i < count; ++i) {
     const Reach<T> reach(p, first + i);
     T* __restrict line = weights + i * p.line;
-    if (p.position.data) {
+    const bool apart = p.position.data && (p.padding || p.position.stride[4] != 1);
+    if (apart) {
       const int64_t step = p.position.stride[4];
       with_elements(p.position, b, m, 0, first + i, [&](const auto* __restrict from) {
         for (int64_t k = 0; k < reach.keys; ++k) line[k] += T(from[k * step]);
@@ -217,12 +247,17 @@ ATTN_INLINE void attention_weights(const Problem<T>& p, Scratch<T>& s, int64_t b
       const bool* __restrict padding = p.padding + b * p.S;
       for (int64_t k = 0; k < reach.keys; ++k) line[k] = padding[k] ? masked : line[k];
     }
-    for (int64_t k = reach.keys; k < columns; ++k) line[k] = masked;
+    T top;
+    if (p.position.data && !apart)
+      with_elements(p.position, b, m, 0, first + i,
+                    [&](const auto* from) { top = complete(line, from, reach.keys, columns); });
+    else
+      top = complete(line, static_cast<const T*>(nullptr), reach.keys, columns);
     if (known) {
       exponentials(line, columns, *p.log_sum_exp.at(b, m, 0, first + i));
       continue;
     }
-    s.top[i] = maximum(line, columns);
+    s.top[i] = top;
     s.scale[i] = exponentials(line, columns, s.top[i] == masked ? T(0) : s.top[i]);
   }
   if (known) return;
