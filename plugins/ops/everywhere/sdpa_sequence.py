@@ -25,7 +25,7 @@ def multiplies_tiles() -> bool:
 def refuses(terms: SequenceTerms, options: SequenceOptions) -> str | None:
     query, _, value, band, *_ = terms
     if value.device.type != "cpu" or value.dtype != torch.bfloat16:
-        return f"it serves bfloat16 on CPUs, not {value.dtype} on {value.device.type}"
+        return "it serves bfloat16 on CPUs alone"
     if not multiplies_tiles():
         return "this CPU multiplies no tiles of bfloat16 (AMX)"
     if query is None or band is not None:
