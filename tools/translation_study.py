@@ -38,7 +38,6 @@ from typing import Any
 from tools.requires import extras, need
 
 with extras():
-    from tools.datasets import gettext_corpus
     from tools.files import write_text
     from tools.study import USER_DIR, StudyError, add_arguments, added, choose, count_parameters, kept, log_rows, run
     from tools.study import facts as machine_facts
@@ -134,6 +133,9 @@ def make_corpus(folder: Path, target: str) -> None:
         if language != target:
             raise StudyError(f"--target {target}: CORPUS {folder} is of {language}: name another folder")
         return
+    need("polib", "sentencepiece", extras=("tools",))
+    from tools.datasets import gettext_corpus
+
     coverage = ["--coverage", "0.9995"] if target.split("_")[0] in TOKENS else []
     arguments = [str(folder), "--download", "--language", target, *PIECES, *coverage]
     if gettext_corpus.main(arguments):

@@ -16,6 +16,7 @@ pytest.importorskip("sentencepiece")
 
 from attn_plugins.modules.alignment_attention import ALIGNMENT_SCORES
 from tools import translation_study as study
+from tools.datasets import gettext_corpus
 from tools.datasets.gettext_corpus import write_lines, write_pieces
 
 WORDS = "the a cat dog bird sees likes finds red blue small big house tree book on in under".split()
@@ -210,7 +211,7 @@ def test_the_corpus_of_a_target_language(corpus, tmp_path, monkeypatch, capsys):
         given.append(arguments)
         return 2
 
-    monkeypatch.setattr(study.gettext_corpus, "main", main)
+    monkeypatch.setattr(gettext_corpus, "main", main)
     arguments = [str(tmp_path / "new"), str(tmp_path / "out"), "--study", "cross", "--target"]
     assert study.main([*arguments, "ja"]) == 2
     assert "cannot be made, see above" in capsys.readouterr().err
