@@ -8,6 +8,8 @@
                  data_prefix=dict(img_path="images/train", seg_map_path="labels/train"), pipeline=...)
     val_evaluator = dict(type="FaceParsingMetric")
 
+With ``--landmarks`` it aligns HELEN's faces by the data set's annotation, as the thesis did before its scores.
+
 A mirrored face has its left eye where the right one was: give HELEN's ``RandomFlip`` the argument
 ``swap_seg_labels=[(2, 3), (4, 5)]``.
 """

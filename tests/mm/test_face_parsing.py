@@ -21,6 +21,7 @@ import attn_plugins.mmcv  # noqa: F401
 from attn_plugins.mmcv.face_parsing import FaceParsingMetric, HELENDataset, LFWPLDataset
 from tests.mm.made_up_faces import HELEN, SWAPPED, draw_face
 from tools.datasets import face_parsing as tool
+from tools.datasets.face_alignment import Request
 
 
 def dataset(kind, root, split="train", pipeline=(), **options):
@@ -61,6 +62,25 @@ def test_mmsegs_pipeline_loads_lfw_pl(lfw, tmp_path):
     data = dataset("LFWPLDataset", tmp_path / "out", "val", [*LOAD, dict(type="PackSegInputs")], test_mode=True)
     assert isinstance(data, LFWPLDataset)
     assert np.array_equal(data[0]["data_samples"].gt_sem_seg.data[0], truth["Aaron_Eckhart_0002"])
+
+
+def test_aligned_faces_are_scored_where_the_photograph_is(helen, tmp_path):
+    source, truth = helen
+    around = np.arange(194) * 2 * math.pi / 194
+    (tmp_path / "annotation").mkdir()
+    for number, (name, labels) in enumerate(truth.items()):
+        H, W = labels.shape
+        turned = around + 0.3 * number  # a circle on the face: every face is turned by another angle
+        lines = [f"{W / 2 + 12 * math.cos(a):.3f} , {H / 2 + 12 * math.sin(a):.3f}" for a in turned]
+        (tmp_path / f"annotation/{number}.txt").write_text("\n".join([name, *lines]))
+    tool.build("helen", source, tmp_path / "out", align=Request(tmp_path / "annotation", size=64))
+    (loaded,) = dataset("HELENDataset", tmp_path / "out", "test", [*LOAD, dict(type="PackSegInputs")])
+    labels = loaded["data_samples"].gt_sem_seg.data[0].numpy()
+    assert loaded["inputs"].shape == (3, 64, 64)
+    assert set(np.unique(labels)) <= {*range(11), 255}
+    assert (labels == 255).any()
+    scores = evaluate(FaceParsingMetric(), HELENDataset, [np.where(labels == 255, 6, labels).astype(int)], [labels])
+    assert scores["face/accuracy"] == scores["face/nose"] == scores["face/overall"] == 100
 
 
 def test_classes_and_palettes_are_those_of_the_converter():

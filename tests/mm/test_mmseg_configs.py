@@ -157,7 +157,7 @@ def test_the_fusion_has_the_parameters_of_its_row(row, parameters):
         ("unet-ba_r18", [693_760, 578_776, 323_692, 145_516]),
     ],
 )
-@pytest.mark.parametrize("data", ["helen", "lfw-pl"])
+@pytest.mark.parametrize("data", ["helen-512", "helen-aligned", "lfw-pl"])
 def test_the_u_nets_fusions_have_the_thesis_parameters(name, parameters, data):
     (path,) = (p for p in CONFIGS if p.name.startswith(name) and data in p.name)
     with torch.device("meta"):

@@ -4,6 +4,8 @@
 
     python -m tools.datasets.face_parsing helen SmithCVPR2013_dataset_resized data/helen
     python -m tools.datasets.face_parsing lfw_pl lfw data/lfw_pl
+    python -m tools.datasets.face_parsing helen SmithCVPR2013_dataset_resized data/helen_aligned \\
+        --landmarks annotation --landmark-pictures helen
 
 HELEN (Smith et al. 2013; 2,000 + 230 + 100 faces) is read from one folder, as its archive unpacks::
 
@@ -20,7 +22,13 @@ LFW-PL (Kae et al. 2013; 1,500 + 500 + 927 faces) from a folder with two archive
 Written are ``images/{train,val,test}/NAME.jpg``, the published pixels untouched, and
 ``labels/{train,val,test}/NAME.png`` with one number a pixel. HELEN: 0 background, 1 skin, 2 and 3 left and right
 brow, 4 and 5 left and right eye, 6 nose, 7 upper lip, 8 inner mouth, 9 lower lip, 10 hair, whichever is the most
-probable, the first of equals. LFW-PL: 0 background, 1 skin, 2 hair. Faces are not aligned.
+probable, the first of equals. LFW-PL: 0 background, 1 skin, 2 hair.
+
+Faces are not aligned, but for ``--landmarks`` with the folder of HELEN's own annotation (Le et al. 2012: 1.txt to
+2330.txt, a name and 194 lines "565.86 , 758.98" each): images and labels are then turned, scaled and moved onto the
+training faces' mean shape, in squares of ``--size`` pixels. Labels are taken from the nearest pixel, and are 255, which
+is not scored, where the photograph ends. The annotation belongs to HELEN's own pictures: ``--landmark-pictures`` names
+their folder where SOURCE has resized ones. ``alignment.json`` has the mean shape and each face's matrix.
 """
 
 from __future__ import annotations
@@ -38,6 +46,8 @@ from tools.requires import extras
 with extras("tools"):
     import numpy as np
     from PIL import Image
+
+    from tools.datasets.face_alignment import SIZE, Alignment, Request
 
 SPLITS = ("train", "val", "test")
 ORIENTATION = 0x0112  # EXIF: how a viewer is to turn the picture
@@ -224,27 +234,42 @@ def write_image(face: Face, target: Path) -> tuple[int, int]:
     return shape
 
 
-def write_face(layout: Layout, face: Face, folder: Path, split: str) -> None:
-    shape = write_image(face, folder / "images" / split / f"{face.name}.jpg")
+def write_face(layout: Layout, face: Face, folder: Path, split: str, alignment: Alignment | None) -> None:
+    target = folder / "images" / split / f"{face.name}.jpg"
+    shape = write_image(face, target)
     labels = layout.read_labels(face)
     if labels.shape != shape:
         raise ValueError(f"{face.image} has {shape[0]}x{shape[1]} pixels, its labels {face.labels[0]} {size(labels)}")
+    if alignment is not None:
+        with Image.open(target) as photograph:
+            aligned, labels = alignment.align(face.name, photograph.convert("RGB"), labels)
+        aligned.save(target, quality=95, subsampling=0)
     image = Image.fromarray(labels)
-    image.putpalette([channel for colour in layout.palette for channel in colour])
+    # Fewer colours than labels would be written in fewer bits, which cut off 255
+    unused = [(0, 0, 0)] * (0 if alignment is None else 256 - len(layout.palette))
+    image.putpalette([channel for colour in (*layout.palette, *unused) for channel in colour])
     image.save(folder / "labels" / split / f"{face.name}.png")
 
 
-def build(name: str, source: Path, output: Path, show: Callable[[str], None] = lambda line: None) -> dict[str, int]:
+def build(
+    name: str, source: Path, output: Path, show: Callable[[str], None] = lambda line: None, align: Request | None = None
+) -> dict[str, int]:
     """Write the set beside ``output``, then rename it; how many faces each split has.
 
     Raises:
-        ValueError: ``output`` holds something, or ``source`` is not as published.
+        ValueError: ``output`` holds something, ``source`` is not as published, or the faces cannot be aligned.
     """
     layout = LAYOUTS[name]
+    if align is not None and name != "helen":
+        raise ValueError(f"landmarks are HELEN's: {name} cannot be aligned by them")
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ValueError(f"{output} exists already; remove it or name another folder")
     faces = read_lists(layout, source)
     check_files(face for split in SPLITS for face in faces[split])
+    alignment = None
+    if align is not None:
+        images = {face.name: face.image for split in SPLITS for face in faces[split]}
+        alignment = Alignment(align, images, [face.name for face in faces["train"]])
     partial = output.with_name(f".{output.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:
@@ -252,8 +277,10 @@ def build(name: str, source: Path, output: Path, show: Callable[[str], None] = l
             for kind in ("images", "labels"):
                 (partial / kind / split).mkdir(parents=True)
             for done, face in enumerate(faces[split], 1):
-                write_face(layout, face, partial, split)
+                write_face(layout, face, partial, split, alignment)
                 show(f"{split}: {done}/{len(faces[split])} faces")
+        if alignment is not None:
+            alignment.write(partial / "alignment.json")
         if output.is_dir():
             output.rmdir()  # empty, seen above
         partial.rename(output)
@@ -271,7 +298,18 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("set", choices=tuple(LAYOUTS))
     parser.add_argument("source", type=Path, help="folder of the published files")
     parser.add_argument("output", type=Path, help="where the set goes")
+    parser.add_argument("--landmarks", type=Path, metavar="DIR", help="align HELEN's faces by its annotation")
+    parser.add_argument(
+        "--landmark-pictures", type=Path, metavar="DIR", help="HELEN's own pictures, where SOURCE's are resized"
+    )
+    parser.add_argument("--size", type=int, metavar="PIXELS", help=f"side of aligned images, default {SIZE}")
     options = parser.parse_args(arguments)
+    align = None
+    if options.landmarks is not None:
+        size = SIZE if options.size is None else options.size
+        align = Request(options.landmarks, options.landmark_pictures, size)
+    elif options.landmark_pictures is not None or options.size is not None:
+        parser.error("--landmark-pictures and --size are of aligned faces: give --landmarks, too")
     tty = sys.stdout.isatty()
 
     def show(line: str) -> None:
@@ -279,7 +317,7 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"{line}   ", end="\r" if tty else "\n", flush=True)
 
     try:
-        counts = build(options.set, options.source, options.output, show)
+        counts = build(options.set, options.source, options.output, show, align)
     except ValueError as error:
         parser.exit(2, f"face_parsing: {error}\n")
     for split, (name, published) in zip(SPLITS, LAYOUTS[options.set].lists):

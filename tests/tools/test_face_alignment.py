@@ -1,0 +1,340 @@
+"""Alignment of HELEN's faces: similarities and means against plain loops, and drawn faces of known turn and scale."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+pytest.importorskip("PIL")
+
+from PIL import Image
+
+from tools.datasets import face_alignment as tool
+from tools.datasets import face_parsing
+from tools.datasets.face_alignment import Alignment, Request, mean_shape, on_canvas, read_landmarks, similarity, warp
+
+SIZE = 96
+FACES = {"train": ["1_1", "2_1", "3_1"], "val": ["4_1"], "test": ["5_1"]}
+LISTS = {"train": "exemplars.txt", "val": "tuning.txt", "test": "testing.txt"}
+# Label, centre and half axes of ellipses in a face's own coordinates, the later ones on top
+PARTS = [(10, 0, -8, 46, 54), (1, 0, 0, 34, 44), (2, -15, -16, 9, 3), (3, 15, -16, 9, 3), (4, -14, -8, 7, 3)]
+PARTS += [(5, 14, -8, 7, 3), (6, 0, 6, 6, 10), (7, 0, 21, 12, 3), (8, 0, 24, 11, 2), (9, 0, 28, 12, 4)]
+
+
+def own_points():
+    """194 points: on the chin, which is half an ellipse, and around brows, eyes, nose and mouth."""
+    chin = np.linspace(0, math.pi, 41)
+    rows = [np.stack((34 * np.cos(chin), 44 * np.sin(chin)), 1)]
+    for (_, x, y, a, b), count in zip([*PARTS[2:7], PARTS[7], PARTS[9]], (20, 20, 20, 20, 17, 28, 28)):
+        around = np.arange(count) * 2 * math.pi / count
+        rows.append(np.stack((x + a * np.cos(around), y + b * np.sin(around)), 1))
+    return np.concatenate(rows)
+
+
+def turned(degrees, scale, x, y):
+    """(2, 3): a face's own coordinates to a picture's pixels."""
+    c, s = scale * math.cos(math.radians(degrees)), scale * math.sin(math.radians(degrees))
+    return np.array([[c, -s, x], [s, c, y]])
+
+
+def applied(matrix, points):
+    return points @ matrix[:, :2].T + matrix[:, 2]
+
+
+def drawn(matrix, H, W):
+    """(H, W) labels of the face under a similarity."""
+    y, x = np.mgrid[:H, :W]
+    own = np.linalg.inv(matrix[:, :2]) @ (np.stack((x.ravel(), y.ravel())) - matrix[:, 2:])
+    labels = np.zeros(H * W, np.uint8)
+    for label, cx, cy, a, b in PARTS:
+        labels[((own[0] - cx) / a) ** 2 + ((own[1] - cy) / b) ** 2 < 1] = label
+    return labels.reshape(H, W)
+
+
+PLACES = {
+    "1_1": turned(0, 1, 70, 80),
+    "2_1": turned(25, 1.3, 80, 75),
+    "3_1": turned(-25, 0.8, 90, 70),
+    "4_1": turned(40, 0.7, 66, 90),
+    "5_1": turned(-14, 2.6, 160, 150),
+}
+SHAPES = {"5_1": (290, 330)}  # (H, W), of the others (150, 170)
+
+
+def write_points(folder, number, name, points):
+    folder.mkdir(exist_ok=True)
+    lines = "".join(f"{x:.2f} , {y:.2f} \r\n" for x, y in points)
+    (folder / f"{number}.txt").write_text(f"{name}\r\n{lines}")
+
+
+@pytest.fixture
+def faces(tmp_path):
+    """A folder like HELEN's with turned faces, and their annotation beside it."""
+    source = tmp_path / "SmithCVPR2013_dataset_original"
+    (source / "images").mkdir(parents=True)
+    palette = np.asarray(face_parsing.HELEN_PALETTE)
+    for split, names in FACES.items():
+        (source / LISTS[split]).write_text("".join(f"{i} , {name}\n" for i, name in enumerate(names, 1)))
+        for name in names:
+            labels = drawn(PLACES[name], *SHAPES.get(name, (150, 170)))
+            Image.fromarray(palette[labels].astype(np.uint8)).save(source / f"images/{name}.jpg", quality=95)
+            (source / "labels" / name).mkdir(parents=True)
+            for label in range(11):
+                pixels = np.where(labels == label, 200, 20).astype(np.uint8)
+                Image.fromarray(pixels).save(source / f"labels/{name}/{name}_lbl{label:02d}.png")
+            write_points(tmp_path / "annotation", name[0], name, applied(PLACES[name], own_points()))
+    return source, tmp_path / "annotation"
+
+
+# Similarities and means
+
+
+def test_a_known_similarity_is_recovered():
+    rng = np.random.default_rng(0)
+    for degrees, scale in ((0, 1), (30, 2.5), (-170, 0.3), (90, 1e-3)):
+        source = rng.normal(size=(194, 2)) * 50 + [300, -40]
+        matrix = turned(degrees, scale, -7, 90)
+        np.testing.assert_allclose(similarity(source, applied(matrix, source)), matrix, atol=1e-9)
+
+
+def test_similarity_is_the_least_squares_solution():
+    rng = np.random.default_rng(1)
+    source, target = rng.normal(size=(2, 30, 2))
+    rows, values = [], []
+    for (x, y), (u, v) in zip(source, target):  # u = c x - s y + t, v = s x + c y + t'
+        rows += [[x, -y, 1, 0], [y, x, 0, 1]]
+        values += [u, v]
+    c, s, t, other = np.linalg.lstsq(np.array(rows), np.array(values), rcond=None)[0]
+    np.testing.assert_allclose(similarity(source, target), [[c, -s, t], [s, c, other]], atol=1e-12)
+
+
+def test_a_mirrored_face_is_not_mirrored_back():
+    points = own_points() + np.random.default_rng(2).normal(size=(194, 2))
+    matrix = similarity(points * [-1, 1], points)
+    assert np.linalg.det(matrix[:, :2]) > 0
+
+
+def test_mean_of_turned_copies_is_the_face():
+    shapes = [applied(turned(degrees, scale, 9, 9), own_points()) for degrees, scale in ((10, 3), (-10, 1), (0, 0.2))]
+    own = own_points() - own_points().mean(0)
+    np.testing.assert_allclose(mean_shape(shapes), own / np.linalg.norm(own), atol=1e-9)
+
+
+def test_mean_is_that_of_repeated_alignment():
+    rng = np.random.default_rng(3)
+    shapes = []
+    for _ in range(12):
+        matrix = turned(rng.normal() * 15, rng.uniform(0.5, 3), *rng.normal(size=2) * 99)
+        shapes.append(applied(matrix, own_points() + rng.normal(size=(194, 2)) * 4))
+    normal = [(shape - shape.mean(0)) / np.linalg.norm(shape - shape.mean(0)) for shape in shapes]
+    mean = np.mean(normal, 0)
+    for _ in range(60):
+        mean = np.mean([applied(similarity(shape, mean), shape) for shape in normal], 0)
+        mean /= np.linalg.norm(mean)
+    np.testing.assert_allclose(mean_shape(shapes), mean, atol=1e-9)
+
+
+def test_canvas_has_the_shape_where_it_is_documented():
+    shape = on_canvas(mean_shape([own_points()]), 200) + 0.5  # from the corner on
+    low, high = shape.min(0), shape.max(0)
+    assert (high - low).max() == pytest.approx(100)
+    np.testing.assert_allclose((low + high) / 2, [100, 120])
+
+
+# Warping
+
+
+def test_labels_are_those_of_the_nearest_pixel():
+    rng = np.random.default_rng(4)
+    labels = rng.integers(0, 11, (40, 60)).astype(np.uint8)
+    matrix = turned(33, 0.8, 14, -3)
+    found = np.asarray(warp(Image.fromarray(labels), matrix, 48, nearest=True, fill=255))
+    assert found.shape == (48, 48)
+    back, outside = np.linalg.inv(matrix[:, :2]), 0
+    for row in range(48):
+        for column in range(48):
+            x, y = back @ (np.array([column, row]) - matrix[:, 2])
+            if min(abs(x % 1 - 0.5), abs(y % 1 - 0.5)) < 1e-3:
+                continue  # between two pixels
+            near, far = round(y), round(x)
+            inside = 0 <= near < 40 and 0 <= far < 60
+            outside += not inside
+            assert found[row, column] == (labels[near, far] if inside else 255)
+    assert 0 < outside < 48 * 48
+
+
+def test_images_are_interpolated():
+    y, x = np.mgrid[:50, :70]
+    ramp = Image.fromarray(np.stack((2 * x, 3 * y, x + y), 2).astype(np.uint8))
+    matrix = turned(-20, 1.4, 3, 8)
+    found = np.asarray(warp(ramp, matrix, 64), float)
+    back = np.linalg.inv(matrix[:, :2])
+    rows, columns = np.mgrid[:64, :64]
+    px, py = back @ (np.stack((columns.ravel(), rows.ravel())) - matrix[:, 2:])
+    inside = ((px > 0) & (px < 69) & (py > 0) & (py < 49)).reshape(64, 64)
+    assert inside.sum() > 1500
+    expected = np.stack((2 * px, 3 * py, px + py), 1).reshape(64, 64, 3)
+    assert abs(found - expected)[inside].max() <= 1.01
+    assert (found[((px < -1) | (py < -1)).reshape(64, 64)] == 0).all()
+
+
+def test_shrunk_images_average_blocks():
+    stripes = np.zeros((80, 120, 3), np.uint8)
+    stripes[:, ::2] = 200
+    found = np.asarray(warp(Image.fromarray(stripes), turned(0, 0.25, -0.375, -0.375), 20))
+    assert (found == 100).all()
+    y, x = np.mgrid[:80, :120]
+    ramp = Image.fromarray(np.stack((x, y, x), 2).astype(np.uint8))
+    found = np.asarray(warp(ramp, turned(0, 0.25, -0.375, -0.375), 20), float)
+    np.testing.assert_allclose(found[5, :, 0], 4 * np.arange(20) + 1.5, atol=0.6)  # the block's centre
+
+
+# The data set
+
+
+def test_turned_faces_become_one(faces, tmp_path):
+    source, annotation = faces
+    out = tmp_path / "out"
+    assert face_parsing.build("helen", source, out, align=Request(annotation, size=SIZE)) == dict(
+        train=3, val=1, test=1
+    )
+    written = json.loads((out / "alignment.json").read_text())
+    shape = np.array(written["mean_shape"])
+    assert written["size"] == SIZE
+    canonical = similarity(own_points(), shape)
+    expected = drawn(canonical, SIZE, SIZE)
+    palette = np.asarray(face_parsing.HELEN_PALETTE)
+    for split, names in FACES.items():
+        for name in names:
+            matrix = np.array(written["faces"][name])
+            np.testing.assert_allclose(applied(matrix, applied(PLACES[name], own_points())), shape, atol=0.02)
+            image = Image.open(out / f"labels/{split}/{name}.png")
+            labels = np.asarray(image)
+            assert image.mode == "P"
+            assert labels.shape == (SIZE, SIZE)
+            assert set(np.unique(labels)) <= {*range(11), 255}
+            seen = labels != 255
+            assert (labels == expected)[seen].mean() > 0.97  # but pixels on contours
+            photograph = np.asarray(Image.open(out / f"images/{split}/{name}.jpg"), float)
+            assert photograph.shape == (SIZE, SIZE, 3)
+            assert np.median(abs(photograph - palette[np.where(seen, labels, 0)])[seen]) < 12
+            back = np.linalg.inv(matrix[:, :2])
+            y, x = np.mgrid[:SIZE, :SIZE]
+            columns, rows = back @ (np.stack((x.ravel(), y.ravel())) - matrix[:, 2:])
+            H, W = SHAPES.get(name, (150, 170))
+            shown = (columns > -0.5) & (columns < W - 0.5) & (rows > -0.5) & (rows < H - 0.5)
+            assert np.array_equal(seen, shown.reshape(SIZE, SIZE))
+            assert seen.mean() > 0.7
+    assert not seen.all()
+
+
+def test_mean_shape_is_of_the_training_faces_alone(faces, tmp_path):
+    source, annotation = faces
+    images = {name: source / f"images/{name}.jpg" for name in PLACES}
+    whole = Alignment(Request(annotation), images, FACES["train"])
+    write_points(annotation, 5, "5_1", applied(PLACES["5_1"], own_points() * [1.2, 1]))
+    changed = Alignment(Request(annotation), images, FACES["train"])
+    assert np.array_equal(whole.shape, changed.shape)
+    assert not np.allclose(whole.matrices["5_1"], changed.matrices["5_1"])
+
+
+def test_points_of_larger_pictures_are_scaled(faces, tmp_path):
+    source, annotation = faces
+    plain = face_parsing.build("helen", source, tmp_path / "plain", align=Request(annotation, size=SIZE))
+    pictures, larger = tmp_path / "pictures", tmp_path / "larger"
+    for name, matrix in PLACES.items():
+        (pictures / name[0]).mkdir(parents=True)
+        H, W = SHAPES.get(name, (150, 170))
+        Image.new("RGB", (3 * W + 1, 3 * H - 1)).save(pictures / name[0] / f"{name}.jpg")
+        write_points(larger, name[0], name, (applied(matrix, own_points()) + 0.5) * 3 - 0.5)
+    with pytest.raises(ValueError, match=r"of the 194 landmarks of 1_1 are on its face: .* 150x170 pixels"):
+        face_parsing.build("helen", source, tmp_path / "scaled", align=Request(larger, size=SIZE))
+    assert not (tmp_path / "scaled").exists()
+    request = Request(larger, pictures, SIZE)
+    assert face_parsing.build("helen", source, tmp_path / "scaled", align=request) == plain
+    for name in ("train/2_1", "test/5_1"):
+        first, second = (np.asarray(Image.open(tmp_path / f"{kind}/labels/{name}.png")) for kind in ("plain", "scaled"))
+        assert (first == second).mean() > 0.97
+
+    Image.new("RGB", (510, 300)).save(pictures / "2/2_1.jpg")
+    with pytest.raises(ValueError, match=r"2_1.jpg has 150x170 pixels, .*2_1.jpg 300x510: one must be the other"):
+        face_parsing.build("helen", source, tmp_path / "other", align=request)
+    (pictures / "2/2_1.jpg").unlink()
+    with pytest.raises(ValueError, match=r"landmark pictures: .*pictures lacks 1 of 5 faces, such as 2_1.jpg"):
+        face_parsing.build("helen", source, tmp_path / "other", align=request)
+
+
+def edited(change):
+    def apply(annotation):
+        lines = (annotation / "2.txt").read_text().splitlines()
+        (annotation / "2.txt").write_text("\n".join(change(lines)))
+
+    return apply
+
+
+def add_twice(annotation):
+    (annotation / "9.txt").write_text((annotation / "2.txt").read_text())
+
+
+@pytest.mark.parametrize(
+    "spoil, message",
+    [
+        (
+            lambda annotation: [file.unlink() for file in annotation.iterdir()],
+            r"annotation has no \*.txt; name the fol",
+        ),
+        (lambda annotation: (annotation / "4.txt").unlink(), r"annotation lacks 1 of 5 faces, such as 4_1"),
+        (lambda annotation: (annotation / "4.txt").write_text(""), r"4.txt, line 1: expected the name of a face, .*''"),
+        (lambda annotation: (annotation / "4.txt").write_bytes(b"\xff\xfe1"), r"4.txt cannot be read as text"),
+        (add_twice, r"9.txt and 2.txt both hold the landmarks of 2_1"),
+        (edited(lambda lines: lines[1:]), r"2.txt, line 1: expected the name of a face, such as .*, got '\d"),
+        (edited(lambda lines: lines[:-1]), r"2.txt has 193 points of 2_1, expected 194"),
+        (edited(lambda lines: [*lines, "1 , 2"]), r"2.txt has 195 points of 2_1, expected 194"),
+        (edited(lambda lines: [*lines[:7], "12.5 13.5", *lines[8:]]), r"2.txt, line 8: expected one .*'12.5 13.5'"),
+        (edited(lambda lines: [*lines[:7], "nan , 13.5", *lines[8:]]), r"2.txt, line 8: expected one like"),
+        (edited(lambda lines: [*lines[:7], "1e999 , 13.5", *lines[8:]]), r"points of 2_1 must be finite"),
+        (edited(lambda lines: [lines[0], *["5 , 5"] * 194]), r"points of 2_1 must be finite and not in one row or"),
+        (
+            edited(lambda lines: [lines[0], *["-9 , 3", "-8 , 4"] * 97]),
+            r"0 of the 194 landmarks of 2_1 are on its face",
+        ),
+    ],
+)
+def test_bad_annotation_is_named_and_leaves_nothing(spoil, message, faces, tmp_path):
+    source, annotation = faces
+    spoil(annotation)
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(ValueError, match=message):
+        face_parsing.build("helen", source, tmp_path / "out", align=Request(annotation, size=SIZE))
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_annotation_as_it_is_published(tmp_path):
+    (tmp_path / "1.txt").write_text("100032540_1\n" + "".join(f"{565.86 + i} , {i}\n" for i in range(194)) + "\n")
+    (found,) = read_landmarks(tmp_path).items()
+    assert found[0] == "100032540_1"
+    np.testing.assert_allclose(found[1][[0, 193]], [[565.86, 0], [758.86, 193]])
+
+
+def test_command_line(faces, tmp_path, capsys):
+    source, annotation = faces
+    arguments = ["helen", str(source), str(tmp_path / "out")]
+    assert face_parsing.main([*arguments, "--landmarks", str(annotation), "--size", "64"]) == 0
+    assert "3 train, 1 val, 1 test faces in" in capsys.readouterr().out
+    assert Image.open(tmp_path / "out/labels/val/4_1.png").size == (64, 64)
+    for options, message in (
+        (["--size", "64"], "are of aligned faces: give --landmarks"),
+        (["--landmark-pictures", "x"], "are of aligned faces: give --landmarks"),
+        (["--landmarks", str(annotation), "--size", "8"], "size must be at least 32 pixels, got 8"),
+        (["--landmarks", str(tmp_path / "none")], "none has no *.txt"),
+    ):
+        with pytest.raises(SystemExit) as stop:
+            face_parsing.main(["helen", str(source), str(tmp_path / "other"), *options])
+        assert stop.value.code == 2
+        assert message in capsys.readouterr().err
+    with pytest.raises(ValueError, match="landmarks are HELEN's: lfw_pl cannot be aligned by them"):
+        face_parsing.build("lfw_pl", source, tmp_path / "other", align=Request(annotation))
+    assert tool.SIZE == 512

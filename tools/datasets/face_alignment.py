@@ -1,0 +1,243 @@
+"""Aligns HELEN's faces by their annotated landmarks, for :mod:`tools.datasets.face_parsing`.
+
+HELEN's ``annotation`` (Le et al. 2012) is a text file for each face: its name, then 194 lines ``x , y`` with points on
+the chin, nose, lips, eyes and brows. The similarity (rotation, one scale and translation) that fits a face's points
+best to the training faces' mean shape warps its image and its labels.
+
+Points are (x, y) in pixels, and the centre of the first pixel is (0, 0). A similarity is a (2, 3) matrix [A | t],
+p ↦ A p + t.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+POINTS = 194
+IGNORED = 255  # label of what the photograph does not show: mmseg's losses and scores leave it out
+SIZE = 512
+FACE = 0.5  # the longer side of the mean shape's box, as a share of the aligned image's side
+CENTRE = (0.5, 0.6)  # of that box, likewise: hair needs more room than the neck
+FACE_LABELS = range(1, 10)  # skin, brows, eyes, nose and mouth
+_NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
+_LINE = re.compile(rf"\s*({_NUMBER})\s*,\s*({_NUMBER})\s*")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a user asks for.
+
+    Args:
+        landmarks: Folder of HELEN's annotation.
+        pictures: Folder of the pictures that the points belong to, where those to align are resized; subfolders count.
+        size: Side of the aligned images in pixels.
+    """
+
+    landmarks: Path
+    pictures: Path | None = None
+    size: int = SIZE
+
+
+def read_landmarks(folder: Path) -> dict[str, np.ndarray]:
+    """The points of every face by its name: (194, 2) float64.
+
+    Raises:
+        ValueError: there is no such folder, it has no text file, or one is not as HELEN's.
+    """
+    files = sorted(folder.glob("*.txt")) if folder.is_dir() else []
+    if not files:
+        raise ValueError(f"landmarks: {folder} has no *.txt; name the folder that HELEN's annotation.zip unpacks")
+    found: dict[str, tuple[Path, np.ndarray]] = {}
+    for file in files:
+        name, points = _read_file(file)
+        if name in found:
+            raise ValueError(f"{file} and {found[name][0].name} both hold the landmarks of {name}")
+        found[name] = file, points
+    return {name: points for name, (_, points) in found.items()}
+
+
+def _read_file(file: Path) -> tuple[str, np.ndarray]:
+    try:
+        lines = file.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{file} cannot be read as text: {error}") from error
+    name = lines[0].strip().removesuffix(".jpg") if lines else ""
+    if not name or "," in name:
+        raise ValueError(f"{file}, line 1: expected the name of a face, such as '100032540_1', got {name!r}")
+    rows = []
+    for number, line in enumerate(lines[1:], 2):
+        match = _LINE.fullmatch(line)
+        if match is not None:
+            rows.append([float(match[1]), float(match[2])])
+        elif line.strip():
+            raise ValueError(f"{file}, line {number}: expected one like '565.86 , 758.98', got {line!r}")
+    if len(rows) != POINTS:
+        raise ValueError(f"{file} has {len(rows)} points of {name}, expected {POINTS}")
+    points = np.array(rows)
+    if not np.isfinite(points).all() or not np.ptp(points, axis=0).all():
+        raise ValueError(f"{file}: the points of {name} must be finite and not in one row or column")
+    return name, points
+
+
+def similarity(source: np.ndarray, target: np.ndarray) -> np.ndarray:
+    """The similarity without reflection that takes ``source`` nearest to ``target``, by squared distances.
+
+    Args:
+        source: (P, 2), not all the same.
+        target: (P, 2).
+
+    Returns:
+        (2, 3).
+    """
+    z, w = _complex(source), _complex(target)
+    centred = z - z.mean()
+    turn = np.vdot(centred, w - w.mean()) / np.vdot(centred, centred).real  # x + iy is turned and scaled by this
+    shift = w.mean() - turn * z.mean()
+    return np.array([[turn.real, -turn.imag, shift.real], [turn.imag, turn.real, shift.imag]])
+
+
+def mean_shape(shapes: Iterable[np.ndarray]) -> np.ndarray:
+    """The full Procrustes mean of shapes: (P, 2), centred, of norm 1.
+
+    It is the leading eigenvector of Σ z z* over the centred shapes of norm 1 as complex vectors (Kent 1994), turned to
+    the plain average of these: as upright as the faces are in their pictures.
+
+    Args:
+        shapes: Each (P, 2).
+    """
+    z = np.stack([_complex(shape) for shape in shapes])
+    z -= z.mean(1, keepdims=True)
+    z /= np.linalg.norm(z, axis=1, keepdims=True)
+    mean = np.linalg.eigh(z.T @ z.conj())[1][:, -1]
+    turn = np.vdot(mean, z.mean(0))
+    mean *= turn / abs(turn)
+    return np.stack((mean.real, mean.imag), 1)
+
+
+def _complex(points: np.ndarray) -> np.ndarray:
+    return points[:, 0] + 1j * points[:, 1]
+
+
+def on_canvas(shape: np.ndarray, size: int) -> np.ndarray:
+    """A shape where an aligned image of ``size`` pixels a side has it: (P, 2)."""
+    low, high = shape.min(0), shape.max(0)
+    scale = FACE * size / (high - low).max()
+    return (shape - (low + high) / 2) * scale + np.array(CENTRE) * size - 0.5
+
+
+def warp(image: Image.Image, matrix: np.ndarray, size: int, nearest: bool = False, fill: int = 0) -> Image.Image:
+    """The image under a similarity, ``size`` pixels a side.
+
+    Args:
+        image: In RGB, or of labels.
+        matrix: (2, 3), from the image's pixels to the result's.
+        size: Of the result.
+        nearest: Take the nearest pixel, as for labels; else interpolate linearly, of blocks' means where it shrinks to
+            half or less.
+        fill: Of what the image does not show, in every channel.
+    """
+    back = np.linalg.inv(matrix[:, :2])
+    shift = -back @ matrix[:, 2]
+    # PIL's coordinates begin at the first pixel's corner
+    shift += 0.5 - back @ [0.5, 0.5]
+    block = 1 if nearest else max(1, int(np.sqrt(abs(np.linalg.det(back))) + 1e-6))
+    if block > 1:
+        image, back, shift = image.reduce(block), back / block, shift / block
+    data = (*back[0], shift[0], *back[1], shift[1])
+    resample = Image.Resampling.NEAREST if nearest else Image.Resampling.BILINEAR
+    colour = fill if len(image.getbands()) == 1 else (fill,) * len(image.getbands())
+    return image.transform((size, size), Image.Transform.AFFINE, data, resample, fillcolor=colour)
+
+
+class Alignment:
+    """Where each face goes.
+
+    Args:
+        request: What the user asks for.
+        images: The picture of each face, by its name.
+        training: The names of the faces whose mean shape is taken.
+
+    Attributes:
+        size: Side of the aligned images.
+        shape: (194, 2), the mean shape in their pixels.
+        matrices: (2, 3) of each face, from its picture to the aligned one.
+
+    Raises:
+        ValueError: the size is too small, a face has no landmarks, or no picture that they belong to.
+    """
+
+    def __init__(self, request: Request, images: Mapping[str, Path], training: Sequence[str]) -> None:
+        if request.size < 32:
+            raise ValueError(f"size must be at least 32 pixels, got {request.size}")
+        found = read_landmarks(request.landmarks)
+        if missing := [name for name in images if name not in found]:
+            raise ValueError(
+                f"landmarks: {request.landmarks} lacks {len(missing)} of {len(images)} faces, such as {missing[0]}"
+            )
+        self.size = request.size
+        self.points = {name: found[name] for name in images}
+        if request.pictures is not None:
+            self._rescale(request.pictures, images)
+        self.shape = on_canvas(mean_shape(self.points[name] for name in training), self.size)
+        self.matrices = {name: similarity(points, self.shape) for name, points in self.points.items()}
+
+    def _rescale(self, folder: Path, images: Mapping[str, Path]) -> None:
+        """From the pixels of the pictures in ``folder`` to those of ``images``."""
+        originals = {path.stem: path for path in sorted(folder.rglob("*.jpg"))} if folder.is_dir() else {}
+        if missing := [name for name in images if name not in originals]:
+            raise ValueError(
+                f"landmark pictures: {folder} lacks {len(missing)} of {len(images)} faces, such as {missing[0]}.jpg"
+            )
+        for name, path in images.items():
+            original, own = _size(originals[name]), _size(path)
+            ratio = own / original
+            if (abs(own - ratio[original.argmax()] * original) > 2).any():
+                raise ValueError(
+                    f"{path} has {own[1]}x{own[0]} pixels, {originals[name]} {original[1]}x{original[0]}: one must be "
+                    f"the other one resized"
+                )
+            self.points[name] = (self.points[name] + 0.5) * ratio - 0.5
+
+    def align(self, name: str, image: Image.Image, labels: np.ndarray) -> tuple[Image.Image, np.ndarray]:
+        """The image and its labels, aligned; :data:`IGNORED` where the photograph ends.
+
+        Args:
+            name: Of the face.
+            image: In RGB.
+            labels: (H, W) uint8, HELEN's.
+
+        Raises:
+            ValueError: most landmarks are not on the face.
+        """
+        H, W = labels.shape
+        columns, rows = np.rint(self.points[name]).astype(int).T
+        inside = (columns >= 0) & (columns < W) & (rows >= 0) & (rows < H)
+        hits = np.isin(labels[rows[inside], columns[inside]], FACE_LABELS).sum()
+        if 2 * hits < POINTS:
+            raise ValueError(
+                f"{hits} of the {POINTS} landmarks of {name} are on its face: they must belong to a picture of {H}x{W} "
+                f"pixels (--landmark-pictures names the folder of HELEN's own, where these are resized)"
+            )
+        matrix = self.matrices[name]
+        seen = warp(Image.fromarray(labels), matrix, self.size, nearest=True, fill=IGNORED)
+        return warp(image, matrix, self.size), np.asarray(seen)
+
+    def write(self, file: Path) -> None:
+        """The mean shape and every face's matrix, as JSON."""
+        faces = {name: matrix.tolist() for name, matrix in self.matrices.items()}
+        file.write_text(json.dumps(dict(size=self.size, mean_shape=self.shape.tolist(), faces=faces)) + "\n")
+
+
+def _size(path: Path) -> np.ndarray:
+    """(width, height) in pixels, as stored."""
+    try:
+        with Image.open(path) as image:
+            return np.array(image.size)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read as an image: {error}") from error
