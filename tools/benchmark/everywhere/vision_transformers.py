@@ -37,24 +37,22 @@ def groups(shift: int) -> list[tuple[int, Tensor | None]]:
     return [(BATCH * size, g.logits) for size, g in zip(sizes, found)]
 
 
-def windows_ours(shift: int) -> Callable[..., Tensor]:
-    """Windows in the order of their kinds, in which the layer projects them."""
-    kinds = groups(shift)
+def windows_ours(shift: int) -> Callable[..., list[Tensor]]:
+    """Windows kind by kind, as the layer splits them."""
+    masks = [mask for _, mask in groups(shift)]
 
-    def run(query: Tensor, key: Tensor, value: Tensor, table: Tensor) -> Tensor:
+    def run(table: Tensor, *heads: Tensor) -> list[Tensor]:
         logits = table_logits(table, (WINDOW, WINDOW))
-        sizes = [size for size, _ in kinds]
-        parts = zip(query.split(sizes), key.split(sizes), value.split(sizes), kinds)
-        outputs = [
-            attend_pairs(q, k, v, (logits if mask is None else logits + mask.to(logits.dtype))[None], WIDTH**-0.5)
-            for q, k, v, (_, mask) in parts
-        ]
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        outputs = []
+        for number, mask in enumerate(masks):
+            position = logits if mask is None else logits + mask.to(logits.dtype)
+            outputs.append(attend_pairs(*heads[3 * number : 3 * number + 3], position[None], WIDTH**-0.5))
+        return outputs
 
     return run
 
 
-def windows_timm(shift: int, fused: bool, masked: float = -100.0) -> Callable[..., Tensor]:
+def windows_timm(shift: int, fused: bool, masked: float = -100.0) -> Callable[..., list[Tensor]]:
     """timm's eager or fused attention; its masks are -100."""
     mask = None
     if shift:
@@ -62,39 +60,58 @@ def windows_timm(shift: int, fused: bool, masked: float = -100.0) -> Callable[..
         parts = [(torch.zeros(TOKENS, TOKENS) if m is None else m).expand(n, -1, -1) for n, m in kinds]
         mask = torch.cat(parts).clamp_min(masked)
 
-    def run(query: Tensor, key: Tensor, value: Tensor, table: Tensor) -> Tensor:
+    def run(table: Tensor, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
         logits = table_logits(table, (WINDOW, WINDOW))[None]
         if fused:
             if mask is not None:
                 every = mask.to(query.dtype).view(1, -1, 1, TOKENS, TOKENS).expand(BATCH, -1, HEADS, -1, -1)
                 logits = logits + every.reshape(-1, HEADS, TOKENS, TOKENS)
-            return nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=logits)
+            return [nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=logits)]
         pairs = (query * WIDTH**-0.5) @ key.mT + logits
         if mask is not None:
             pairs = pairs.view(BATCH, -1, HEADS, TOKENS, TOKENS) + mask.to(query.dtype)[:, None]
             pairs = pairs.view(-1, HEADS, TOKENS, TOKENS)
-        return pairs.softmax(-1) @ value
+        return [pairs.softmax(-1) @ value]
 
     return run
 
 
+def windows_run(
+    function: Callable[..., list[Tensor]], sizes: Sequence[int], device: str, dtype: torch.dtype, backward: bool
+) -> Run:
+    """A run on projections of ``sizes`` windows; of both passes if ``backward``."""
+    with torch.device(device):
+        leaves = [torch.randn((2 * WINDOW - 1) ** 2, HEADS, dtype=dtype)]
+        for size in sizes:
+            projected = torch.randn(size, TOKENS, 3, HEADS, WIDTH, dtype=dtype)
+            leaves += projected.permute(2, 0, 3, 1, 4).unbind(0)
+    if not backward:
+
+        def forward_alone() -> object:
+            with torch.no_grad():
+                return function(*leaves)
+
+        return forward_alone
+    leaves = [t.detach().requires_grad_() for t in leaves]
+    grads = [torch.randn_like(output) for output in function(*leaves)]
+    return lambda: torch.autograd.grad(function(*leaves), leaves, grads)
+
+
 def windows_case(shift: int, device: str, dtype: torch.dtype, passes: str, build: Callable[..., Run]) -> Case:
-    def prepare(function: Callable[..., Tensor]) -> Callable[[], Run]:
-        def run() -> Run:
-            with torch.device(device):
-                projected = torch.randn(BATCH * WINDOWS**2, TOKENS, 3, HEADS, WIDTH, dtype=dtype)
-                table = torch.randn((2 * WINDOW - 1) ** 2, HEADS, dtype=dtype)
-            return build(function, *projected.permute(2, 0, 3, 1, 4).unbind(0), table)
+    def prepare(function: Callable[..., list[Tensor]], sizes: Sequence[int]) -> Callable[[], Run]:
+        return lambda: windows_run(function, sizes, device, dtype, build is forward_backward)
 
-        return run
-
-    peers = {"timm, eager": prepare(windows_timm(shift, False)), "timm, SDPA": prepare(windows_timm(shift, True))}
+    every = [BATCH * WINDOWS**2]
+    peers = {
+        "timm, eager": prepare(windows_timm(shift, False), every),
+        "timm, SDPA": prepare(windows_timm(shift, True), every),
+    }
     if shift:
-        peers["eager, masks of -inf"] = prepare(windows_timm(shift, False, float("-inf")))
+        peers["eager, masks of -inf"] = prepare(windows_timm(shift, False, float("-inf")), every)
     return Case(
         f"Swin's windows{', shifted' if shift else ''}, batch {BATCH}, {MAP}x{MAP}, {HEADS} heads x {WIDTH}, "
         f"{str(dtype).removeprefix('torch.')}, {passes}",
-        prepare(windows_ours(shift)),
+        prepare(windows_ours(shift), [size for size, _ in groups(shift)]),
         peers,
         WINDOW_GOALS[bool(shift)][passes] if device == "cpu" else FASTER,
     )
