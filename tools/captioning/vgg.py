@@ -7,6 +7,8 @@ computes of one 224 × 224 window, 32 pixels from its neighbours. The words' cla
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from PIL import Image
 from timm.models.vgg import VGG
@@ -42,7 +44,7 @@ class VggFc7(TimmBackbone):
         if not isinstance(self.model, VGG):
             raise BadBackbone(f"fc7: the backbone must be a VGG of timm, such as vgg16, got {name}")
         self.size = size or SIZE
-        head = self.model.pre_logits
+        head: Any = self.model.pre_logits
         self.num_features = head.fc2.out_channels
         head.drop.p = DROPOUT
         self.drop = nn.Dropout(DROPOUT)
