@@ -97,8 +97,10 @@ class Training:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Everything that the result depends on but the images, as JSON keeps it."""
-        return json.loads(json.dumps(dataclasses.asdict(self.config)))
+        """The fields of the config that are not at their defaults, as JSON keeps them."""
+        default = dataclasses.asdict(Config(""))
+        options = {key: value for key, value in dataclasses.asdict(self.config).items() if value != default[key]}
+        return json.loads(json.dumps(options))
 
     def folder(self, output: Path) -> Path:
         """Where it is trained."""
