@@ -45,8 +45,8 @@ SEEDS = (0, 1, 2)
 SIZE = (128, 160)  # pixels (H, W) for which multiply-adds are counted
 VARIED = Recipe(sides=(14, 100), turn=60.0)
 SHORT = (  # of 1,000 steps
-    "max_iters=600 train_cfg.max_iters=600 train_cfg.val_interval=300 param_scheduler.1.T_max=550 "
-    "param_scheduler.1.end=600"
+    "max_iters=400 train_cfg.max_iters=400 train_cfg.val_interval=200 param_scheduler.1.T_max=350 "
+    "param_scheduler.1.end=400"
 )
 _LBA = "deeplabv3plus-lba_narrow-r18_digits"
 _FUSION = "model.decode_head.fusion_cfg"
@@ -96,7 +96,6 @@ STUDIES = {
             "deformable": "atss_narrow-r50-dcn_fpn_digits",
             "1111": "atss_narrow-r50-attn1111_fpn_digits",
             "0010+deformable": "atss_narrow-r50-attn0010-dcn_fpn_digits",
-            "0010": "atss_narrow-r50-attn0010_fpn_digits",
         },
     ),
     "sharing": Study(

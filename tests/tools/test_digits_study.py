@@ -55,7 +55,6 @@ def test_settings_are_networks():
     # That of Zhu et al.'s Table 2.
     order = [products["deformable", name] for name in ("plain", "deformable", "0010+deformable")]
     assert order == sorted(order)
-    assert products["deformable", "0010"] < products["deformable", "1111"]
     # The kernel's size costs predicted values.
     sizes = [products["paddings", name] for name in ("cc", "k-3", "learned-zscore", "k-31")]
     assert sizes == sorted(sizes)

@@ -1,0 +1,1 @@
+"""The documents' claims beside what small trainings show: python -m tools.findings."""

@@ -1,0 +1,199 @@
+"""The studies that claims are tested by: their commands, their files, what is missing of them."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tools.findings import values
+from tools.findings.values import Reader, Samples
+from tools.study import ROOT, StudyError, run
+
+WORK = Path("work_dirs/findings")
+BENCHMARKS = Path("benchmarks")
+SCENES = "configs/mmdet/scenes/faster-rcnn_narrow-r50_fpn_scenes.py"
+DETECTOR = "work_dirs/faster-rcnn_narrow-r50_fpn_scenes/epoch_12.pth"
+
+
+@dataclass(frozen=True)
+class Step:
+    """A command, and the file of a finished one, where the command itself would begin again.
+
+    Attributes:
+        words: A module of ours and its arguments, or ``mmdet`` or ``mmseg`` and those of its training tool.
+        product: From the repository's root.
+    """
+
+    words: str
+    product: str = ""
+
+    @property
+    def command(self) -> str:
+        """As a person types it."""
+        command, _, arguments = self.words.partition(" ")
+        arguments = f" {arguments}" if arguments else ""
+        return f"python {'$TOOLS/train.py' if command in ('mmdet', 'mmseg') else f'-m {command}'}{arguments}"
+
+
+@dataclass(frozen=True)
+class Study:
+    """Settings that are trained and scored alike.
+
+    Attributes:
+        data: In a few words.
+        file: In ``benchmarks``.
+        read: What makes samples of it.
+        steps: Its commands.
+        minutes: About, of one core.
+        product: The file that the last step writes, of which ``file`` is a copy; empty: the study was measured by hand,
+            and is not run from here.
+        needed: Names of the samples that a finished study has.
+        seeds: Of each.
+        page: What tells of it in ``benchmarks``, where ``file`` is not the copy of a product.
+    """
+
+    data: str
+    file: str
+    read: Reader
+    steps: tuple[Step, ...]
+    minutes: int
+    product: str = ""
+    needed: tuple[str, ...] = ()
+    seeds: int = 3
+    page: str = ""
+
+    def samples(self, root: Path = ROOT) -> Samples:
+        """What was measured; nothing where the file is missing."""
+        path = root / BENCHMARKS / self.file
+        return self.read(path) if path.is_file() else {}
+
+    def finished(self, root: Path = ROOT) -> bool:
+        """Whether every setting has its seeds."""
+        found = self.samples(root)
+        return bool(found) and all(n in found and len(found[n].values) >= self.seeds for n in self.needed)
+
+
+def _settings(prefix: str, names: Sequence[str]) -> tuple[str, ...]:
+    return tuple(f"{prefix}{name}" for name in names)
+
+
+def _digits(which: str, data: str, minutes: int, needed: str) -> Study:
+    """A study of tools.digits_study."""
+    return Study(
+        data, f"digits-{which}.json", values.digits, (Step(f"tools.digits_study {which} {WORK / which}"),), minutes,
+        f"{WORK / which}/{which}.json", tuple(needed.split()),
+    )  # fmt: skip
+
+
+_FUSIONS = ("eta", "parallel", "stacked-visual", "stacked-semantic")
+STUDIES = {
+    "cross-attention": Study(
+        "4,227 English–Japanese entries of user interfaces, of 6 words and more; BLEU of characters",
+        "translation-gettext-ja.json", values.translation,
+        (Step(f"tools.translation_study data/gettext-ja {WORK / 'cross'} --study cross --target ja --seeds 1 2 3"),),
+        60, f"{WORK / 'cross'}/cross.json", ("1111", "cross-1000", "cross-0111", "cross-0110", "self-0111"),
+    ),
+    "deformable": _digits(
+        "deformable", "400 + 100 photographs with digits of 14 to 100 pixels, turned by up to 60°; mAP", 65,
+        "plain deformable 1111 0010+deformable",
+    ),
+    "sharing": _digits(
+        "sharing", "400 + 100 photographs with digits; mIoU", 55,
+        "j-conv e-unshared h-shared i-shared-refined g-content-shared-refined a-content b-geometric",
+    ),
+    "paddings": _digits(
+        "paddings", "400 + 100 photographs with digits; mIoU", 60,
+        "learned-zscore cc inf-sqrt_d zero-zscore learned-sqrt_d zero-sqrt_d k-3 k-31",
+    ),
+    "augmented": Study(
+        "2,750 crops of 11 photographs, 32×32; top-1", "augmented-crops.json", values.classifiers,
+        (Step(f"tools.augmented_study {WORK / 'augmented'}"),), 60, f"{WORK / 'augmented'}/augmented.json",
+        _settings("crops/", "plain none relative sine coordconv share-0.5 share-0.75 share-1.0 none-share-1.0".split()),
+    ),
+    "fusion": Study(
+        "2,200 made-up scenes, regions of a detector; CIDEr-D", "captioning-fusion.json", values.captions,
+        (
+            Step("tools.datasets.captioned_scenes data/scenes --train 1500 --val 200 --test 500"),
+            Step(f"mmdet {SCENES}", DETECTOR),
+            Step(
+                f"tools.captioning_study {WORK / 'fusion'} --regions '--mmdet {SCENES} {DETECTOR}' "
+                f"--settings {' '.join(_FUSIONS)} --seeds 1 2 3"
+            ),
+        ),
+        60, f"{WORK / 'fusion'}/study.json", tuple(f"{name}/self-critical" for name in _FUSIONS),
+    ),
+    "space-time": Study(
+        "clips of moving digits; top-1", "space-time-digits.json", values.clips,
+        (Step(f"tools.space_time_study {WORK / 'space-time'} --tasks two-directions four-directions"),), 60,
+        f"{WORK / 'space-time'}/space-time.json",
+        ("two-directions/space", "two-directions/divided", "four-directions/space", "four-directions/divided"),
+    ),
+    "vision-transformers": Study(
+        "2,750 crops of photographs and 1,797 digits; top-1", "vit-crops-digits.json", values.classifiers,
+        (Step(f"tools.vit_study {WORK / 'vit'}"),), 45, f"{WORK / 'vit'}/vit.json",
+        _settings("crops/", ("vit-1111", "vit-0110", "swin", "swin-unshifted")),
+    ),
+    "translation": Study(
+        "11,174 English–German entries of user interfaces, half of them of at most 4 words; BLEU",
+        "translation-gettext.json", values.translation_by_part,
+        (Step(f"tools.translation_study data/gettext {WORK / 'attention'} --train '--max-update 1500'"),), 40,
+        page="translation-gettext.md",
+    ),
+    "captioning": Study(
+        "2,200 made-up scenes, regions of a detector; CIDEr-D", "captioning-scenes.json", values.captions,
+        (Step(f"tools.captioning_study OUT --regions '--mmdet {SCENES} {DETECTOR}'"),), 90, page="captioning-scenes.md",
+    ),
+    "captioning-grid": Study(
+        "2,200 made-up scenes, regions are cells of a grid; CIDEr-D", "captioning-scenes-grid.json", values.captions,
+        (Step("tools.captioning_study OUT"),), 90, page="captioning-scenes.md",
+    ),
+    "detection": Study(
+        "400 + 100 photographs with digits of one class; mAP", "detection-digits.json", values.detection,
+        (Step("tools.detection_study"),), 88, page="detection-digits.md",
+    ),
+    "classifier": Study(
+        "2,750 crops of photographs and 1,797 digits; top-1", "classifier-digits.md", values.classifier_page,
+        (Step("tools.train_classifier configs/timm/crops.yaml --data data/photograph_crops --set seed=0"),), 30,
+        page="classifier-digits.md",
+    ),
+    "segmentation": Study(
+        "400 + 100 photographs with digits; mIoU", "segmentation-digits.md", values.segmentation_page,
+        (Step("mmseg configs/mmseg/digits/bi-cc_narrow-r18_digits.py"),), 10, page="segmentation-digits.md",
+    ),
+}  # fmt: skip
+
+
+def missing(root: Path = ROOT) -> list[str]:
+    """The studies that can be run from here and are not finished, the shortest first."""
+    names = [name for name, study in STUDIES.items() if study.product and not study.finished(root)]
+    return sorted(names, key=lambda name: STUDIES[name].minutes)
+
+
+def carry_out(name: str, root: Path = ROOT) -> None:
+    """Run a study from where it stopped, in the current folder, which is ``root``; copy its file to ``benchmarks``.
+
+    Raises:
+        StudyError: a command failed.
+    """
+    study = STUDIES[name]
+    for number, step in enumerate(study.steps, 1):
+        if step.product and (root / step.product).is_file():
+            continue
+        command, *arguments = shlex.split(step.words)
+        log = root / WORK / f"{name}-{number}.log"
+        print(f"{name}: {step.command}, see {log.relative_to(root)}", flush=True)
+        if command == "mmdet":
+            from tools.digits_study import training_tool
+
+            run(training_tool("mmdet"), arguments, log)
+        else:
+            run(command, arguments, log)
+    product = root / study.product
+    if not product.is_file():
+        raise StudyError(f"{name}: its last command left no {study.product}")
+    partial = root / BENCHMARKS / f".{study.file}.partial"
+    shutil.copyfile(product, partial)
+    partial.rename(root / BENCHMARKS / study.file)
