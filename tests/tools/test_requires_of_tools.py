@@ -22,6 +22,8 @@ CAPTIONING, CAPTIONS = (
 
 # Tool and arguments, a package that is missing, the command. What has no --help fails before any work.
 CASES = [
+    ("augmented_study --help", "timm", TIMM_TOOLS),
+    ("augmented_study DIR/out", "skimage", TIMM_TOOLS),
     ("average_checkpoints --help", "torch", OWN),
     ("benchmark --help", "torch", OWN),
     ("benchmark window_attention", "attn_plugins", OWN),
@@ -66,9 +68,14 @@ CASES = [
     ("detection_study --help", "PIL", TOOLS),
     ("detection_study DIR/out", "mmdet", MM),
     ("detection_study DIR/out", "matplotlib", TOOLS),
+    ("digits_study --help", "PIL", TOOLS),
+    ("digits_study deformable DIR/out", "mmdet", MM),
+    ("digits_study sharing DIR/out", "mmseg", MM),
+    ("digits_study sharing DIR/out", "sklearn", TOOLS),
     ("figures --help", "torch", OWN),
     ("figures aaconv", "timm", TIMM),
     ("figures empirical", "mmdet", MM),
+    ("findings --list", "torch", OWN),
     ("fuzz --help", "torch", OWN),
     ("fuzz window_attention", "attn_plugins", OWN),
     ("gpu_check --help", "torch", OWN),
@@ -84,6 +91,7 @@ CASES = [
     ("space_time_study DIR/out", "cv2", MM),
     ("translation_study --help", "torch", OWN),
     ("translation_study corpus DIR/out", "fairseq", FAIRSEQ),
+    ("translation_study DIR/new DIR/out --target ja", "polib", TOOLS),
     ("vit_study --help", "timm", TIMM_TOOLS),
     ("vit_study DIR/out", "matplotlib", TIMM_TOOLS),
 ]  # fmt: skip
