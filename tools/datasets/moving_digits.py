@@ -4,8 +4,8 @@ The class of a clip is the direction that a digit moves in, steadily. With four 
 the other axis: its places are those of such a movement in a random order. Digits are scikit-learn's, photographs those
 that scikit-learn and scikit-image carry; train and val share neither a digit sample nor a photograph pixel::
 
-    python -m tools.datasets.moving_digits data/moving --train 8000
-    python -m tools.datasets.moving_digits data/moving --directions 2
+    python -m tools.datasets.moving_digits data/moving
+    python -m tools.datasets.moving_digits data/moving --directions 2 --train 3000
     python -m tools.datasets.moving_digits data/moving --frames 8 --height 64 --width 96 --speed 0.04 0.08 --format mp4
 
     data/moving/{train,val}/{down,left,right,up}/000000/000.png    or .../000000.mp4
@@ -76,7 +76,7 @@ class Recipe:
         seed: Of all that is random.
     """
 
-    train: int = 4000
+    train: int = 8000
     val: int = 400
     frames: int = 4
     height: int = 32
