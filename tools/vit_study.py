@@ -2,7 +2,7 @@
 
 ::
 
-    python -m tools.vit_study                                        # all of it: three quarters of a CPU hour
+    python -m tools.vit_study                                        # all of it: 40 CPU minutes
     python -m tools.vit_study OUT --sets crops --settings vit-stock vit-1111 --seeds 0 1 2 3 4
     python -m tools.vit_study OUT --train 'epochs=40 lr=5e-4'        # train_classifier's --set, for every setting
     python -m tools.vit_study OUT --add 'range7=vit model_args.attn_layer=attn_range7' --settings vit-stock range7
