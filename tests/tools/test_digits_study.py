@@ -151,7 +151,11 @@ def test_sets_of_other_recipes_are_refused(tmp_path, capsys):
     ("which", "name", "short"),
     [
         ("sharing", "i-shared-refined", "train_cfg.max_iters=4 train_cfg.val_interval=4"),
-        ("deformable", "0010+deformable", "train_cfg.max_epochs=1 train_cfg.val_interval=1"),
+        (
+            "deformable",
+            "0010+deformable",
+            "train_cfg.max_epochs=1 train_cfg.val_interval=1 model.test_cfg.score_thr=0.0",
+        ),
     ],
 )
 def test_the_whole_study_on_a_few_pictures(which, name, short, tmp_path, monkeypatch, capsys):

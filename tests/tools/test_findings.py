@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -140,6 +142,16 @@ def test_studies(name):
         assert module in ("mmdet", "mmseg") or (ROOT / f"{module.replace('.', '/')}.py").is_file()
         for word in step.words.replace("'", "").split():
             assert not word.startswith("configs/") or (ROOT / word).is_file()
+
+
+@pytest.mark.parametrize("name", [name for name, study in STUDIES.items() if study.product])
+def test_commands_are_understood(name):
+    pytest.importorskip("timm")
+    pytest.importorskip("skimage")
+    *_, step = STUDIES[name].steps
+    module, *arguments = shlex.split(step.words)
+    options, _ = importlib.import_module(module).parse(arguments)
+    assert (ROOT / STUDIES[name].product).parent == ROOT / options.output
 
 
 def test_needed_settings_are_those_of_the_studies():

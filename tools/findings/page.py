@@ -56,7 +56,7 @@ def study_row(name: str, study: Study, samples: Samples) -> str:
     """A study's line of the table."""
     commands = "<br>".join(f"`{step.command}`" for step in study.steps)
     if study.page:
-        commands += f"<br>measured by hand, see [{study.page}]({study.page})"
+        commands += f"<br>measured before, see [{study.page}]({study.page})"
     where = f"[{study.file}]({study.file})" if samples else MISSING
     seeds = Counter(len(sample.values) for sample in samples.values() if not sample.exact)
     counted = ", ".join(f"{count}: {n} settings" for count, n in sorted(seeds.items(), reverse=True))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 import shutil
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +17,7 @@ from tools.study import ROOT, StudyError, run
 WORK = Path("work_dirs/findings")
 BENCHMARKS = Path("benchmarks")
 SCENES = "configs/mmdet/scenes/faster-rcnn_narrow-r50_fpn_scenes.py"
+DATA = threading.Lock()  # two studies may want the same data set
 DETECTOR = "work_dirs/faster-rcnn_narrow-r50_fpn_scenes/epoch_12.pth"
 
 
@@ -80,10 +83,15 @@ def _settings(prefix: str, names: Sequence[str]) -> tuple[str, ...]:
     return tuple(f"{prefix}{name}" for name in names)
 
 
+_PHOTOGRAPHS = Step("tools.datasets.digits_on_photographs data/digits", "data/digits/recipe.json")
+_CROPS = Step("tools.datasets.image_folders crops data/photograph_crops", "data/photograph_crops")
+
+
 def _digits(which: str, data: str, minutes: int, needed: str) -> Study:
     """A study of tools.digits_study."""
     return Study(
-        data, f"digits-{which}.json", values.digits, (Step(f"tools.digits_study {which} {WORK / which}"),), minutes,
+        data, f"digits-{which}.json", values.digits,
+        (_PHOTOGRAPHS, Step(f"tools.digits_study {which} {WORK / which}")), minutes,
         f"{WORK / which}/{which}.json", tuple(needed.split()),
     )  # fmt: skip
 
@@ -110,7 +118,7 @@ STUDIES = {
     ),
     "augmented": Study(
         "2,750 crops of 11 photographs, 32×32; top-1", "augmented-crops.json", values.classifiers,
-        (Step(f"tools.augmented_study {WORK / 'augmented'}"),), 60, f"{WORK / 'augmented'}/augmented.json",
+        (_CROPS, Step(f"tools.augmented_study {WORK / 'augmented'}")), 60, f"{WORK / 'augmented'}/augmented.json",
         _settings("crops/", "plain none relative sine coordconv share-0.5 share-0.75 share-1.0 none-share-1.0".split()),
     ),
     "fusion": Study(
@@ -133,7 +141,7 @@ STUDIES = {
     ),
     "vision-transformers": Study(
         "2,750 crops of photographs and 1,797 digits; top-1", "vit-crops-digits.json", values.classifiers,
-        (Step(f"tools.vit_study {WORK / 'vit'}"),), 45, f"{WORK / 'vit'}/vit.json",
+        (_CROPS, Step(f"tools.vit_study {WORK / 'vit'}")), 45, f"{WORK / 'vit'}/vit.json",
         _settings("crops/", ("vit-1111", "vit-0110", "swin", "swin-unshifted")),
     ),
     "translation": Study(
@@ -172,6 +180,22 @@ def missing(root: Path = ROOT) -> list[str]:
     return sorted(names, key=lambda name: STUDIES[name].minutes)
 
 
+def take(step: Step, name: str, log: Path) -> None:
+    """Run a step of the study ``name``.
+
+    Raises:
+        StudyError: it failed.
+    """
+    print(f"{name}: {step.command}, see {log}", flush=True)
+    command, *arguments = shlex.split(step.words)
+    if command == "mmdet":
+        from tools.digits_study import training_tool
+
+        run(training_tool("mmdet"), arguments, log)
+    else:
+        run(command, arguments, log)
+
+
 def carry_out(name: str, root: Path = ROOT) -> None:
     """Run a study from where it stopped, in the current folder, which is ``root``; copy its file to ``benchmarks``.
 
@@ -180,17 +204,9 @@ def carry_out(name: str, root: Path = ROOT) -> None:
     """
     study = STUDIES[name]
     for number, step in enumerate(study.steps, 1):
-        if step.product and (root / step.product).is_file():
-            continue
-        command, *arguments = shlex.split(step.words)
-        log = root / WORK / f"{name}-{number}.log"
-        print(f"{name}: {step.command}, see {log.relative_to(root)}", flush=True)
-        if command == "mmdet":
-            from tools.digits_study import training_tool
-
-            run(training_tool("mmdet"), arguments, log)
-        else:
-            run(command, arguments, log)
+        with DATA if step.words.startswith("tools.datasets.") else contextlib.nullcontext():
+            if not (step.product and (root / step.product).exists()):
+                take(step, name, root / WORK / f"{name}-{number}.log")
     product = root / study.product
     if not product.is_file():
         raise StudyError(f"{name}: its last command left no {study.product}")
