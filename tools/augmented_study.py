@@ -60,7 +60,6 @@ SETTINGS = {  # name to train_classifier's --set
     "relative": "model_args.position=relative",
     "sine": "model_args.position=sine",
     "coordconv": "model_args.position=coordconv",
-    "share-0.5": _share(0.5),
     "share-0.75": _share(0.75),
     "share-1.0": _share(1.0),
     "none-share-1.0": f"model_args.position=none {_share(1.0)}",

@@ -11,8 +11,7 @@
     python -m tools.translation_study data/gettext OUT --train '--max-update 8000 --seed 2'
 
     OUT/bin                      of fairseq-preprocess
-    OUT/SETTING/                 checkpoint_last.pt, train.log, generate.log, hypotheses.txt, result.json; of other
-                                 seeds than 1, OUT/SETTING-seedN/
+    OUT/SETTING/, OUT/SETTING-seedN/   checkpoint_last.pt, train.log, generate.log, hypotheses.txt, result.json
     OUT/attention.{md,json}      the table of all settings that are there, written anew after each
 
 All settings of a study are trained with the same options, on one CPU thread each. A finished setting, which is one
@@ -100,11 +99,23 @@ STUDIES = {
     ),
     "cross": Study(
         "Terms of cross-attention, and of self-attention without content",
-        f"--arch spatial_transformer_tiny --share-all-embeddings {TRAINING} --max-update 3000",
+        f"--arch spatial_transformer_tiny --share-all-embeddings {TRAINING} --max-update 2000",
         {
             "1111": f"{_self('1111')} --cross-attention 1111",
             **{f"cross-{bits}": f"{_self('1111')} --cross-attention {bits}" for bits in ("1000", "0111", "0110")},
             "self-0111": f"{_self('0111')} --cross-attention 1111",
+        },
+    ),
+    "paddings": Study(
+        "Paddings of bilateral self-attention",
+        f"--arch spatial_transformer_tiny --share-all-embeddings {TRAINING} --max-update 1500",
+        {
+            "bilateral": _self("bilateral", "absolute"),  # 0 outside its window
+            **{
+                f"bilateral-{name.lstrip('-')}": f"{_self('bilateral', 'absolute')} --bilateral-outside={name}"
+                for name in ("min", "-inf", "learned")
+            },
+            "1000+absolute": _self("1000", "absolute"),
         },
     ),
     "alignment": Study(
@@ -347,10 +358,8 @@ def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, dict[str, st
     parser.add_argument("--study", choices=list(STUDIES), default="attention", help="default: %(default)s")
     add_arguments(parser)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1], metavar="N", help="default: 1")
-    parser.add_argument(
-        "--target", metavar="LANGUAGE",
-        help="make CORPUS where it is missing: English and LANGUAGE, entries of six words and more",
-    )  # fmt: skip
+    target = "make CORPUS where it is missing: English and LANGUAGE, entries of six words and more"
+    parser.add_argument("--target", metavar="LANGUAGE", help=target)
     parser.add_argument("--train", default="", metavar="OPTIONS", help="fairseq-train's options for every setting")
     options = parser.parse_args(arguments)
     if min(options.seeds) < 1:

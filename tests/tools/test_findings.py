@@ -163,6 +163,7 @@ def test_needed_settings_are_those_of_the_studies():
     for name, study in digits_study.STUDIES.items():
         assert STUDIES[name].needed == tuple(study.settings)
     assert STUDIES["augmented"].needed == tuple(f"crops/{name}" for name in augmented_study.SETTINGS)
+    assert STUDIES["translation-paddings"].needed == tuple(translation_study.STUDIES["paddings"].settings)
     assert STUDIES["cross-attention"].needed == tuple(translation_study.STUDIES["cross"].settings)
 
 
@@ -274,7 +275,7 @@ def test_a_study_without_figures_is_an_error(toy, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--studies", "translation"], "--studies must be of cross-attention, deformable"),
+        (["--studies", "translation"], "--studies must be of cross-attention, translation-paddings"),
         (["--jobs", "0"], "--jobs must be at least 1, got 0"),
         (["--list", "--write"], "not allowed with argument"),
     ],

@@ -102,7 +102,17 @@ STUDIES = {
         "4,227 English–Japanese entries of user interfaces, of 6 words and more; BLEU of characters",
         "translation-gettext-ja.json", values.translation,
         (Step(f"tools.translation_study data/gettext-ja {WORK / 'cross'} --study cross --target ja --seeds 1 2 3"),),
-        60, f"{WORK / 'cross'}/cross.json", ("1111", "cross-1000", "cross-0111", "cross-0110", "self-0111"),
+        40, f"{WORK / 'cross'}/cross.json", ("1111", "cross-1000", "cross-0111", "cross-0110", "self-0111"),
+    ),
+    "translation-paddings": Study(
+        "11,174 English–German entries of user interfaces; BLEU", "translation-gettext-paddings.json",
+        values.translation,
+        (
+            Step("tools.datasets.gettext_corpus data/gettext --download --bpe 3000", "data/gettext/recipe.json"),
+            Step(f"tools.translation_study data/gettext {WORK / 'paddings-nmt'} --study paddings --seeds 1 2 3"),
+        ),
+        35, f"{WORK / 'paddings-nmt'}/paddings.json",
+        ("bilateral", "bilateral-min", "bilateral-inf", "bilateral-learned", "1000+absolute"),
     ),
     "deformable": _digits(
         "deformable", "400 + 100 photographs with digits of 14 to 100 pixels, turned by up to 60°; mAP", 65,
@@ -118,8 +128,8 @@ STUDIES = {
     ),
     "augmented": Study(
         "2,750 crops of 11 photographs, 32×32; top-1", "augmented-crops.json", values.classifiers,
-        (_CROPS, Step(f"tools.augmented_study {WORK / 'augmented'}")), 60, f"{WORK / 'augmented'}/augmented.json",
-        _settings("crops/", "plain none relative sine coordconv share-0.5 share-0.75 share-1.0 none-share-1.0".split()),
+        (_CROPS, Step(f"tools.augmented_study {WORK / 'augmented'}")), 55, f"{WORK / 'augmented'}/augmented.json",
+        _settings("crops/", "plain none relative sine coordconv share-0.75 share-1.0 none-share-1.0".split()),
     ),
     "fusion": Study(
         "2,200 made-up scenes, regions of a detector; CIDEr-D", "captioning-fusion.json", values.captions,
