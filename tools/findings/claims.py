@@ -75,7 +75,7 @@ ZHU_CLAIMS = (
           "M multiply-adds; on maps as small as these attention over all pairs is cheap"),
     Claim("dynamic convolution is behind ε2 in detection and segmentation", ZHU, "Table 3", "",
           Beyond("no study: kernels of 13 and more cover these small maps whole, where the paper's are local")),
-    Claim("ε1 is removable in self-attention on images, `0110` as good as `1111`", ZHU, "4.2 (3), Fig. 3a",
+    Claim("in self-attention on images `0110` is as good as `1111`", ZHU, "4.2 (3), Fig. 3a",
           "vision-transformers", AsGood("crops/vit-0110", "crops/vit-1111", 1.0),
           "in a vision transformer, not in a CNN"),
 )  # fmt: skip
@@ -177,11 +177,12 @@ THESIS_CLAIMS = (
 LECTURE_CLAIMS = (
     Claim("DETR converges slowly, Deformable DETR does not", LECTURE, "slide Deformable DETR", "detection",
           Every((Above("deformable-detr", "detr"), Above("deformable-detr-1level", "detr"))), "mAP after 40 epochs"),
-    Claim("DETR is slow, not unable: three times as long helps", LECTURE, "slide Deformable DETR", "detection",
+    Claim("DETR converges slowly: a training three times as long helps", LECTURE, "slide Deformable DETR", "detection",
           Above("detr-120e", "detr"), "mAP after 120 and 40 epochs"),
     Claim("attention over space and time is ahead of space alone where order matters", LECTURE, "slide TimeSformer",
           "space-time", Every((Above("two-directions/divided", "two-directions/space"),
-                               Above("four-directions/divided", "four-directions/space")))),
+                               Above("four-directions/divided", "four-directions/space"))),
+          "the slide compares patterns without figures; the class is the direction of a movement"),
     Claim("windows that shift see beyond their borders", LECTURE, "slide Swin Transformer", "vision-transformers",
           Above("crops/swin", "crops/swin-unshifted"), "accuracy with and without the shift"),
     Claim("vision transformers are comparable to CNNs on ImageNet", LECTURE, "slide Vision Transformer", "",
