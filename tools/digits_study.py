@@ -102,7 +102,7 @@ STUDIES = {
         "Local bilateral attention in a small DeepLabv3+",
         "mmseg", "digits", Recipe(), "fcn_narrow-r18_digits", "mIoU",
         {
-            "j-conv": "deeplabv3plus-conv_narrow-r18_digits",
+            "j-conv": "deeplabv3plus-j-conv_narrow-r18_digits",
             "e-unshared": _LBA,
             "h-shared": f"{_LBA} {_FUSION}.shared=True",
             "i-shared-refined": f"{_LBA} {_FUSION}.shared=True {_FUSION}.iterations=3",
