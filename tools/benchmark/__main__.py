@@ -1,6 +1,6 @@
 """Benchmark our operators against their peers, side by side in one run.
 
-python -m tools.benchmark                        # every operator (15 minutes on 2 cores), to benchmarks/
+python -m tools.benchmark                        # every operator (20 minutes on 2 cores), to benchmarks/
 python -m tools.benchmark deform_conv            # one of them
 python -m tools.benchmark --device cuda          # on a GPU
 python -m tools.benchmark deform_conv -k 1-D     # only cases whose name contains 1-D; nothing is written

@@ -74,6 +74,14 @@ OPERATORS = (
     Entry("`sequence_attention`, band of 21, B 4, 8 heads × 64, T 512", "sequence_attention-cpu",
           "band, B 4, M 8, d 64, T 512, k 21, float32"),
     Entry("… T 2048", "sequence_attention-cpu", "band, B 4, M 8, d 64, T 2048, k 21, float32"),
+    Entry("attention in Swin's windows of 7×7, batch 4, 56×56, 3 heads × 32", "vision_transformers-cpu",
+          "Swin's windows, batch 4, 56x56, 3 heads x 32, float32"),
+    Entry("… shifted", "vision_transformers-cpu", "Swin's windows, shifted, batch 4, 56x56, 3 heads x 32, float32"),
+    Entry("attention with decomposed positions (SAM), 12 heads × 64, 32×32", "vision_transformers-cpu",
+          "decomposed positions (SAM), 32x32, 12 heads x 64, float32"),
+    Entry("… 64×64", "vision_transformers-cpu", "decomposed positions (SAM), 64x64, 12 heads x 64, float32"),
+    Entry("timm's `swin_tiny_patch4_window7_224` with `accelerate`, batch 2", "vision_transformers-cpu",
+          "swin_tiny_patch4_window7_224, 224x224, batch 2, float32"),
 )  # fmt: skip
 STEPS = ("prediction", "training step")
 MODELS = (
@@ -85,7 +93,8 @@ MODELS = (
     Entry("mmdet, Deformable DETR R-50, 800×1344", "end_to_end-cpu", "Deformable DETR R-50, 800x1344", STEPS),
     Entry("mmdet, DINO R-50, 800×1344", "end_to_end-cpu", "DINO R-50, 4 scales, 800x1344", STEPS),
     Entry("mmdet, Mask2Former R-50, 800×1344", "end_to_end-cpu", "Mask2Former R-50, instances, 800x1344", STEPS),
-    Entry("mmdet, Mask2Former Swin-T, 800×1344", "end_to_end-cpu", "Mask2Former Swin-T, instances, 800x1344", STEPS),
+    Entry("mmdet, Mask2Former Swin-T, 800×1344", "end_to_end_swin-cpu", "Mask2Former Swin-T, instances, 800x1344", STEPS),
+    Entry("mmdet, Mask R-CNN Swin-T, 800×1344", "end_to_end_swin-cpu", "Mask R-CNN Swin-T, 800x1344", STEPS),
     Entry("mmseg, Mask2Former R-50, 512×1024", "end_to_end-cpu", "Mask2Former R-50, semantic (mmseg), 512x1024", STEPS),
 )  # fmt: skip
 COLUMN_BUFFER = ("deform_conv-cpu", "2-D (2,256,100,152), 1 offset group, float32")

@@ -31,7 +31,7 @@ from .models import MODELS
 
 ROOT = Path(__file__).parents[3]
 RUN = "from tools.benchmark.end_to_end.child import main; main()"
-SHOWN = ("models", "size", "threads", "seconds", "rounds", "min_rounds", "minutes", "wait", "out")
+SHOWN = ("name", "models", "size", "threads", "seconds", "rounds", "min_rounds", "minutes", "wait", "out")
 PASSES = ("prediction", "training step")
 EXPLANATION = f"""One picture, CPU, float32. Each cell: minimum / lower quartile · median · upper quartile of the
 time in {{unit}} (MiB: the peak resident memory of the process during the pass, above its level with the model built).
@@ -53,6 +53,9 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     made.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS), metavar="MODEL")
+    made.add_argument(
+        "--name", default="end_to_end", help="of the files, for models that are measured apart (NAME-cpu.json)"
+    )
     made.add_argument("--size", type=int, nargs=2, metavar=("H", "W"), help="of pictures (writes no file)")
     made.add_argument("--threads", type=int, default=torch.get_num_threads(), help="CPU threads")
     made.add_argument("--seconds", type=float, default=10, help="time for the calls of a pass in a process")
@@ -83,7 +86,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"benchmark: {error}", file=sys.stderr)
         return 1
     data = {
-        "benchmark": "end_to_end",
+        "benchmark": options.name,
         "device": "cpu",
         "command": results.command_line("python -m tools.benchmark end_to_end", [], options, SHOWN),
         "machine": report.machine("cpu", report.PEERS),
@@ -93,7 +96,7 @@ def main(arguments: list[str] | None = None) -> int:
     text = page(data)
     print("\n" + text)
     if not options.size:
-        print(f"written to {results.write(options.out, 'end_to_end-cpu', data, text)}")
+        print(f"written to {results.write(options.out, f'{options.name}-cpu', data, text)}")
     return 0
 
 
@@ -182,7 +185,7 @@ def row(
 def page(data: Mapping[str, Any]) -> str:
     """Return the whole page."""
     rows = data["rows"]
-    lines = report.head("end_to_end, cpu", data) + report.table(rows, EXPLANATION)
+    lines = report.head(f"{data['benchmark']}, cpu", data) + report.table(rows, EXPLANATION)
     lines += [
         "",
         "Forward time of backbone and neck, the least of all calls, and the loss of the first training step, in which",
