@@ -93,7 +93,8 @@ MODELS = (
     Entry("mmdet, Deformable DETR R-50, 800×1344", "end_to_end-cpu", "Deformable DETR R-50, 800x1344", STEPS),
     Entry("mmdet, DINO R-50, 800×1344", "end_to_end-cpu", "DINO R-50, 4 scales, 800x1344", STEPS),
     Entry("mmdet, Mask2Former R-50, 800×1344", "end_to_end-cpu", "Mask2Former R-50, instances, 800x1344", STEPS),
-    Entry("mmdet, Mask2Former Swin-T, 800×1344", "end_to_end_swin-cpu", "Mask2Former Swin-T, instances, 800x1344", STEPS),
+    Entry("mmdet, Mask2Former Swin-T, 800×1344", "end_to_end_swin-cpu",
+          "Mask2Former Swin-T, instances, 800x1344", STEPS),
     Entry("mmdet, Mask R-CNN Swin-T, 800×1344", "end_to_end_swin-cpu", "Mask R-CNN Swin-T, 800x1344", STEPS),
     Entry("mmseg, Mask2Former R-50, 512×1024", "end_to_end-cpu", "Mask2Former R-50, semantic (mmseg), 512x1024", STEPS),
 )  # fmt: skip
