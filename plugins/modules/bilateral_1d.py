@@ -5,7 +5,6 @@ Shapes: B batch, C channels, M heads, T tokens, S keys, d width per head, k taps
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from typing import Any, Literal
 
@@ -14,15 +13,16 @@ from torch import Tensor, nn
 
 from ..terms.nonlocal_band import counted_keys, standardised_band
 from ..terms.nonlocal_position import Outside, check_smoothing, predicted_values, with_outside
+from .banded_maps import BandedMaps
 from .checks import check_heads, check_padding_mask, check_sequence, one_of
 from .renamed import renamed_argument, renamed_attribute, renamed_method
 from .sequence_cache import SequenceCache, check_cache
-from .sequence_heads import attended, logits_of, split_heads, weights_of
+from .sequence_heads import attended, split_heads
 
 SequenceSmoothing = Literal["sqrt_d", "sqrt_embed_dim", "zscore"]
 
 
-class BilateralSelfAttention(nn.Module):
+class BilateralSelfAttention(BandedMaps):
     """Multi-head self-attention whose logits are of content and of position.
 
     Source: Thesis, Eq. 3.9 to 3.12 and section 3.4.4. In head m, the logit of key j for query i is
@@ -123,49 +123,6 @@ class BilateralSelfAttention(nn.Module):
             if self.outside == "-inf":
                 cache.keep(self.kernel_size - 1)
         return output
-
-    @torch.no_grad()
-    def attention_maps(
-        self,
-        query: Tensor,
-        *,
-        key_padding_mask: Tensor | None = None,
-        cache: SequenceCache | None = None,
-        queries: Tensor | None = None,
-    ) -> Tensor:
-        """The attention weights that ``forward`` would have: for inspection, O(T S). The cache is left as it is.
-
-        Args:
-            query: As ``forward``, and so are the others.
-            queries: (Q,), positions in ``query``; None for all.
-
-        Returns:
-            (B, M, T, S), or (B, M, Q, S) of ``queries``; S counts the keys of the cache.
-        """
-        cache = None if cache is None else dataclasses.replace(cache)
-        maps = weights_of(self._arguments(query, key_padding_mask, cache))
-        return maps if queries is None else maps[:, :, queries]
-
-    @torch.no_grad()
-    def attention_logits(
-        self,
-        query: Tensor,
-        *,
-        key_padding_mask: Tensor | None = None,
-        cache: SequenceCache | None = None,
-        queries: Tensor | None = None,
-    ) -> dict[str, Tensor]:
-        """The logits of content and of position, -inf at masked keys.
-
-        The softmax of their sum is :meth:`attention_maps`, whose arguments and axes are the same.
-        """
-        cache = None if cache is None else dataclasses.replace(cache)
-        arguments = self._arguments(query, key_padding_mask, cache)
-        found = {
-            "content": logits_of({**arguments, "band_logits": None, "outside_logits": None}),
-            "position": logits_of({**arguments, "query": None, "key": None}),
-        }
-        return found if queries is None else {name: part[:, :, queries] for name, part in found.items()}
 
     def _arguments(self, query: Tensor, key_padding_mask: Tensor | None, cache: SequenceCache | None) -> dict[str, Any]:
         """What ``sequence_attention`` takes."""

@@ -5,7 +5,6 @@ Shapes: B batch, C channels, M heads, T tokens, S keys, d width per head, k the 
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from typing import Any
 
@@ -14,12 +13,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..terms.clipped_distance import clipped_band, weights_by_distance
+from .banded_maps import BandedMaps
 from .checks import check_heads, check_padding_mask, check_sequence, positive
 from .sequence_cache import SequenceCache, check_cache
-from .sequence_heads import attended, logits_of, split_heads, weights_of
+from .sequence_heads import attended, split_heads, weights_of
 
 
-class RelativeSelfAttention(nn.Module):
+class RelativeSelfAttention(BandedMaps):
     """Multi-head self-attention whose keys and values have a learned vector of their distance added.
 
     Source: Shaw et al. (2018), Eq. 3 to 5. In each head, with a_ij = w[max(-k, min(k, j - i))],
@@ -113,49 +113,6 @@ class RelativeSelfAttention(nn.Module):
         by_distance = weights_by_distance(weights, self.max_distance, arguments["start"], self.causal)
         output = weights.matmul(value) + by_distance.matmul(self.value_table.to(value.dtype))
         return self.out_proj(output.transpose(1, 2).flatten(2))
-
-    @torch.no_grad()
-    def attention_maps(
-        self,
-        query: Tensor,
-        *,
-        key_padding_mask: Tensor | None = None,
-        cache: SequenceCache | None = None,
-        queries: Tensor | None = None,
-    ) -> Tensor:
-        """The attention weights that ``forward`` would have: for inspection, O(T S). The cache is left as it is.
-
-        Args:
-            query: As ``forward``, and so are the others.
-            queries: (Q,), positions in ``query``; None for all.
-
-        Returns:
-            (B, M, T, S), or (B, M, Q, S) of ``queries``; S counts the keys of the cache.
-        """
-        cache = None if cache is None else dataclasses.replace(cache)
-        maps = weights_of(self._arguments(query, key_padding_mask, cache))
-        return maps if queries is None else maps[:, :, queries]
-
-    @torch.no_grad()
-    def attention_logits(
-        self,
-        query: Tensor,
-        *,
-        key_padding_mask: Tensor | None = None,
-        cache: SequenceCache | None = None,
-        queries: Tensor | None = None,
-    ) -> dict[str, Tensor]:
-        """The logits of content and of position, -inf at masked keys.
-
-        The softmax of their sum is :meth:`attention_maps`, whose arguments and axes are the same.
-        """
-        cache = None if cache is None else dataclasses.replace(cache)
-        arguments = self._arguments(query, key_padding_mask, cache)
-        found = {
-            "content": logits_of({**arguments, "band_logits": None, "outside_logits": None}),
-            "position": logits_of({**arguments, "query": None, "key": None}),
-        }
-        return found if queries is None else {name: part[:, :, queries] for name, part in found.items()}
 
     def _arguments(self, query: Tensor, key_padding_mask: Tensor | None, cache: SequenceCache | None) -> dict[str, Any]:
         """What ``sequence_attention`` takes."""

@@ -1,0 +1,66 @@
+"""The attention maps of self-attention on sequences, by content and a band of positions.
+
+Shapes: B batch, M heads, T queries, S keys, Q chosen queries.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .sequence_cache import SequenceCache
+from .sequence_heads import logits_of, weights_of
+
+
+class BandedMaps(nn.Module):
+    """Gives a module the maps and logits of what its ``_arguments`` hands to ``sequence_attention``."""
+
+    def _arguments(self, query: Tensor, key_padding_mask: Tensor | None, cache: SequenceCache | None) -> dict[str, Any]:
+        """What ``sequence_attention`` takes."""
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def attention_maps(
+        self,
+        query: Tensor,
+        *,
+        key_padding_mask: Tensor | None = None,
+        cache: SequenceCache | None = None,
+        queries: Tensor | None = None,
+    ) -> Tensor:
+        """The attention weights that ``forward`` would have: for inspection, O(T S). The cache is left as it is.
+
+        Args:
+            query: As ``forward``, and so are the others.
+            queries: (Q,), positions in ``query``; None for all.
+
+        Returns:
+            (B, M, T, S), or (B, M, Q, S) of ``queries``; S counts the keys of the cache.
+        """
+        cache = None if cache is None else dataclasses.replace(cache)
+        maps = weights_of(self._arguments(query, key_padding_mask, cache))
+        return maps if queries is None else maps[:, :, queries]
+
+    @torch.no_grad()
+    def attention_logits(
+        self,
+        query: Tensor,
+        *,
+        key_padding_mask: Tensor | None = None,
+        cache: SequenceCache | None = None,
+        queries: Tensor | None = None,
+    ) -> dict[str, Tensor]:
+        """The logits of content and of position, -inf at masked keys.
+
+        The softmax of their sum is :meth:`attention_maps`, whose arguments and axes are the same.
+        """
+        cache = None if cache is None else dataclasses.replace(cache)
+        arguments = self._arguments(query, key_padding_mask, cache)
+        found = {
+            "content": logits_of({**arguments, "band_logits": None, "outside_logits": None}),
+            "position": logits_of({**arguments, "query": None, "key": None}),
+        }
+        return found if queries is None else {name: part[:, :, queries] for name, part in found.items()}
