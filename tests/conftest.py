@@ -9,8 +9,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parent.parent
+
+if not torch.cuda.is_available():  # before anything imports Triton: its kernels are interpreted here
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 def pytest_collection_modifyitems(config, items):
@@ -18,8 +22,6 @@ def pytest_collection_modifyitems(config, items):
         left_out = [item for item in items if item.get_closest_marker("install")]
         items[:] = [item for item in items if not item.get_closest_marker("install")]
         config.hook.pytest_deselected(items=left_out)
-
-    import torch
 
     if not torch.cuda.is_available():
         skip = pytest.mark.skip(reason="no CUDA device")

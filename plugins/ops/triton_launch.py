@@ -1,0 +1,130 @@
+"""Triton's place among the backends: where its kernels run, how they are launched, what they are compiled for.
+
+A room's kernels lie in a file of their own, ``triton_*_kernels.py``, which imports ``triton`` and is imported by the
+first call that they serve. They are launched by :func:`launch` alone. Where the variable ``TRITON_INTERPRET`` is 1 as
+that file is imported, its kernels run in Triton's interpreter, on tensors of the CPU: for tests.
+
+Triton compiles a kernel once for each set of dtypes, constants, and integers that are 1 or divisible by 16, and keeps
+the binary in ``TRITON_CACHE_DIR`` (``~/.triton/cache``) for later processes. Sizes of maps and sequences are therefore
+arguments that kernels name in ``do_not_specialize``, or are rounded up to a power of two where a constant is needed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Iterator
+from functools import cache
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import backends
+
+NAME = "triton"
+OLDEST_CAPABILITY = (8, 0)  # of the devices that Triton compiles for
+LONGEST_GRID = 2**31 - 1
+
+
+class Launch(NamedTuple):
+    """A launch that :func:`recorded` kept instead of doing it.
+
+    Attributes:
+        kernel: What ``triton.jit`` made.
+        grid: Programs along up to three axes.
+        args: In order, tensors and numbers.
+        constants: ``tl.constexpr`` arguments and Triton's own, such as ``num_warps``.
+    """
+
+    kernel: Any
+    grid: tuple[int, ...]
+    args: tuple[Any, ...]
+    constants: dict[str, Any]
+
+
+_recording: list[Launch] | None = None
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[list[Launch]]:
+    """Keep launches in a list instead of doing them: which variants of kernels a call needs, without a device."""
+    global _recording
+    before, _recording = _recording, []
+    try:
+        yield _recording
+    finally:
+        _recording = before
+
+
+def recording() -> bool:
+    """True within :func:`recorded`, where a kernel's results are not written."""
+    return _recording is not None
+
+
+def interpreted() -> bool:
+    """Whether kernels run in Triton's interpreter."""
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def refusal(tensor: Tensor) -> str | None:
+    """The reason why Triton's kernels do not take ``tensor``, whatever its shape, or None.
+
+    Tensors of the CPU are taken by the interpreter, and tensors of no device while launches are recorded, but only
+    where :func:`.backend` asks for it.
+    """
+    if backends.forced() == NAME and (recording() or (tensor.device.type == "cpu" and interpreted())):
+        return _missing()
+    if not tensor.is_cuda:
+        return f"its kernels are for CUDA, and the tensors are on {tensor.device.type}"
+    if tensor.dtype == torch.float64:
+        return "its kernels take no float64"
+    return _missing() or _no_compiler() or _too_old(tensor.device.index or 0)
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
+    """Run ``kernel`` on the device of its first argument, a tensor; an empty grid runs nothing."""
+    if _recording is not None:
+        _recording.append(Launch(kernel, grid, args, constants))
+    elif all(grid):
+        with torch.cuda.device_of(args[0]):
+            kernel[grid](*args, **constants)
+
+
+def precision(dtype: torch.dtype) -> str:
+    """How ``tl.dot`` multiplies float32, of which torch's own switch decides; half numbers have one way alone."""
+    return "tf32" if dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32 else "ieee"
+
+
+def upcast(dtype: torch.dtype) -> bool:
+    """Whether operands of ``tl.dot`` must become float32 first: the interpreter cannot multiply bfloat16."""
+    return interpreted() and dtype == torch.bfloat16
+
+
+def power_of_two(size: int, smallest: int = 16) -> int:
+    """The lowest power of two that is neither below ``size`` nor below ``smallest``; 16 is the least of ``tl.dot``."""
+    return max(smallest, 1 << max(0, size - 1).bit_length())
+
+
+@cache
+def _missing() -> str | None:
+    return None if find_spec("triton") else "Triton is not installed; torch's CUDA builds for Linux bring it"
+
+
+@cache
+def _no_compiler() -> str | None:
+    """Triton compiles the code that launches a kernel by a C compiler."""
+    if interpreted() or os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang"):
+        return None
+    return "Triton needs a C compiler at run time, and neither CC, gcc nor clang is there"
+
+
+@cache
+def _too_old(index: int) -> str | None:
+    capability = torch.cuda.get_device_capability(index)
+    if capability >= OLDEST_CAPABILITY:
+        return None
+    needed, found = (".".join(map(str, each)) for each in (OLDEST_CAPABILITY, capability))
+    return f"Triton needs compute capability {needed}, and the device has {found}"

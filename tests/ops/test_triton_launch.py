@@ -1,0 +1,70 @@
+"""Where Triton serves, what it says where it does not, and what its shared functions compute."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from attn_plugins.ops import backends, triton_launch
+from tests.helpers.triton_checks import DEVICE, DTYPES, TOLERANCES, needs_triton, randn
+
+
+def test_tensors_of_the_cpu_are_refused_in_words_unless_asked_for():
+    tensor = torch.zeros(1)
+    assert triton_launch.refusal(tensor) == "its kernels are for CUDA, and the tensors are on cpu"
+
+
+@needs_triton
+@pytest.mark.skipif(DEVICE == "cuda", reason="kernels are compiled here, not interpreted")
+def test_the_interpreter_takes_tensors_of_the_cpu():
+    with backends.backend("triton"):
+        assert triton_launch.refusal(torch.zeros(1)) is None
+        assert "are on meta" in triton_launch.refusal(torch.zeros(1, device="meta"))
+        with triton_launch.recorded():
+            assert triton_launch.refusal(torch.zeros(1, device="meta")) is None
+
+
+def test_without_triton(monkeypatch):
+    monkeypatch.setattr(triton_launch, "_missing", lambda: "Triton is not installed")
+    with backends.backend("triton"), triton_launch.recorded():
+        assert triton_launch.refusal(torch.zeros(1)) == "Triton is not installed"
+
+
+def test_without_a_compiler(monkeypatch):
+    monkeypatch.setattr(triton_launch, "interpreted", lambda: False)
+    monkeypatch.setattr(triton_launch.shutil, "which", lambda name: None)
+    monkeypatch.delenv("CC", raising=False)
+    assert "needs a C compiler" in triton_launch._no_compiler.__wrapped__()
+
+
+def test_an_old_device(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (7, 5))
+    found = triton_launch._too_old.__wrapped__(0)
+    assert found == "Triton needs compute capability 8.0, and the device has 7.5"
+
+
+def test_recorded_launches_are_not_done():
+    with triton_launch.recorded() as found:
+        triton_launch.launch("kernel", (2,), torch.zeros(1), 3, BLOCK=16)
+    assert [(each.kernel, each.grid, each.constants) for each in found] == [("kernel", (2,), {"BLOCK": 16})]
+    assert not triton_launch.recording()
+
+
+def test_sizes_are_rounded_up():
+    assert [triton_launch.power_of_two(n) for n in (1, 16, 17, 64, 65)] == [16, 16, 32, 64, 128]
+    assert triton_launch.power_of_two(3, 1) == 4
+    assert triton_launch.power_of_two(1, 1) == 1
+
+
+@needs_triton
+@DTYPES
+def test_multiply(dtype):
+    from tests.ops import triton_product
+
+    a, b = randn(16, 16, dtype=dtype), randn(16, 16, dtype=dtype, seed=1)
+    result = torch.empty(16, 16, device=DEVICE)
+    upcast = triton_launch.upcast(dtype)
+    triton_launch.launch(
+        triton_product.product, (1,), a, b, result, BLOCK=16, PRECISION=triton_launch.precision(dtype), UPCAST=upcast
+    )
+    torch.testing.assert_close(result, 1 + a.float() @ b.float(), rtol=TOLERANCES[dtype], atol=1e-4)
