@@ -35,6 +35,32 @@ inline DeviceLimits device_limits() {
   return {multiprocessors, l2_bytes};
 }
 
+// Compiled for every target, as all kernels are: what the runtime says of it holds for them.
+template <class>
+__global__ void probe_kernel() {}
+
+// Whether the current device can run this library's code, as the runtime says; *architecture is then 80 where
+// that code, or the PTX that it was made of, was compiled for compute_80.
+inline cudaError_t find_code(int* architecture) {
+  cudaFuncAttributes attributes{};
+  const cudaError_t status = cudaFuncGetAttributes(&attributes, probe_kernel<void>);
+  if (status != cudaSuccess) cudaGetLastError();  // or the next launch would report it
+  *architecture = attributes.ptxVersion;
+  return status;
+}
+
+// find_code's architecture, remembered.
+inline int code_architecture() {
+  thread_local int known_device = -1, known = 0;
+  int device = 0;
+  STD_CUDA_CHECK(cudaGetDevice(&device));
+  if (device != known_device) {
+    STD_CUDA_CHECK(find_code(&known));
+    known_device = device;
+  }
+  return known;
+}
+
 // Runs kernel<<<blocks, kThreads>>>(arguments...) on the current stream of the current device.
 template <class... Parameters, class... Arguments>
 void launch(void (*kernel)(Parameters...), int64_t blocks, const Arguments&... arguments) {

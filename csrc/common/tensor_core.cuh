@@ -4,6 +4,7 @@
 // those rows of column g; of the sum (16 x 8) rows g and g + 8, columns 2c and 2c + 1.
 #pragma once
 
+#include "launch.cuh"
 #include "vector.cuh"
 
 namespace attn_plugins {
@@ -18,12 +19,10 @@ __device__ __forceinline__ unsigned pack(float first, float second) {
 
 #ifdef __CUDACC__
 
-// False in a kernel compiled for an older chip, which then must not call `multiply_add`.
+// True where the current device runs code that can multiply_add. The device alone cannot tell: a new one runs
+// old PTX too, in which the instruction is missing.
 inline bool has_tensor_cores() {
-  int device = 0, major = 0;
-  STD_CUDA_CHECK(cudaGetDevice(&device));
-  STD_CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
-  return major >= 8;
+  return code_architecture() >= 80;
 }
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
@@ -60,6 +59,8 @@ __device__ __forceinline__ void multiply_add(float (&sum)[4], unsigned a0, unsig
         : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
   }
+#else
+  __trap();  // has_tensor_cores was not asked: an error, not a wrong sum
 #endif
 }
 
