@@ -45,6 +45,7 @@ CASES = [
     ("captioning_study --help", "torch", OWN),
     ("captioning_study DIR/out", "fairseq", FAIRSEQ),
     ("captioning_study DIR/out", "skimage", CAPTIONS),
+    ("cuda_report --help", "attn_plugins", OWN),
     ("datasets.captioned_scenes --help", "PIL", TOOLS),
     ("datasets.captioned_scenes DIR/out", "sklearn", TOOLS),
     ("datasets.digits_on_photographs --help", "PIL", TOOLS),

@@ -1,0 +1,155 @@
+"""Read what ``cuobjdump`` prints: resources of a kernel, its instructions, its loops."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+ARCHITECTURE = re.compile(r"^arch = (sm_\w+)")
+FUNCTION = re.compile(r"^\s+Function\s*:?\s*(\S+?):?$")
+RESOURCES = re.compile(r"\b([A-Z]+)(?:\[\d\])?:(\d+)")
+INSTRUCTION = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(@!?U?P\w+\s+)?([A-Z]\w*(?:\.\w+)*)([^;]*);")
+TARGET = re.compile(r"0x([0-9a-f]+)")
+
+# What a loop spends, by the first part of an instruction's name; loads of global memory are counted by width as well.
+COUNTED = {
+    "HMMA": ("HMMA", "HGMMA"), "MATCH": ("MATCH",), "REDUX": ("REDUX", "CREDUX"), "VOTE": ("VOTE", "VOTEU"),
+    "SHFL": ("SHFL",), "MUFU": ("MUFU",), "LDS": ("LDS", "LDSM"), "STS": ("STS",), "LDL": ("LDL",), "STL": ("STL",),
+    "ATOM": ("ATOM", "ATOMG", "ATOMS", "RED", "REDG"), "BAR": ("BAR",),
+}  # fmt: skip
+KINDS = {name: kind for kind, names in COUNTED.items() for name in names}
+WIDTHS = {"U8": 8, "S8": 8, "U16": 16, "S16": 16, "64": 64, "128": 128, "256": 256}
+# A loop in a loop that is shorter than this share of it (an atomic addition by compare and swap) is part of it.
+SMALL = 0.25
+
+
+class Instruction(NamedTuple):
+    """One instruction: its address, its name with all suffixes, its operands, whether a predicate guards it."""
+
+    address: int
+    name: str
+    operands: str
+    guarded: bool = False
+
+
+class Loop(NamedTuple):
+    """Addresses of the first and the last instruction of a loop, which is the branch back."""
+
+    first: int
+    last: int
+
+
+def resources(text: str) -> dict[tuple[str, str], dict[str, int]]:
+    """Return what ``cuobjdump -res-usage`` says, by mangled name and architecture."""
+    found: dict[tuple[str, str], dict[str, int]] = {}
+    architecture = function = ""
+    for line in text.splitlines():
+        if match := ARCHITECTURE.match(line):
+            architecture = match[1]
+        elif match := FUNCTION.match(line):
+            function = match[1]
+        elif function and "REG:" in line:
+            usage = dict(RESOURCES.findall(line))
+            found[function, architecture] = {
+                "registers": int(usage["REG"]),
+                "stack": int(usage.get("STACK", 0)) + int(usage.get("LOCAL", 0)),
+                "shared": int(usage.get("SHARED", 0)),
+            }
+            function = ""
+    return found
+
+
+def functions(text: str) -> Iterator[tuple[str, str, list[Instruction]]]:
+    """Yield mangled name, architecture and instructions of every kernel that ``cuobjdump -sass`` printed."""
+    architecture = function = ""
+    body: list[Instruction] = []
+    for line in text.splitlines():
+        if match := INSTRUCTION.match(line):
+            body.append(Instruction(int(match[1], 16), match[3], match[4].strip(), match[2] is not None))
+        elif match := FUNCTION.match(line):
+            if function:
+                yield function, architecture, body
+            function, body = match[1], []
+        elif match := ARCHITECTURE.match(line):
+            if function:
+                yield function, architecture, body
+            function, architecture, body = "", match[1], []
+    if function:
+        yield function, architecture, body
+
+
+def loops(body: Sequence[Instruction]) -> list[Loop]:
+    """Return the loops: from the target of each branch back to the branch; of those with one start, the longest.
+
+    A branch to itself, which fills the end of a kernel, is none. Nor is one with an ``EXIT`` without a condition
+    between its target and it: it leads back from a rare case that the compiler moved behind the kernel's end.
+    """
+    addresses = {each.address for each in body}
+    exits = [each.address for each in body if each.name.split(".")[0] == "EXIT" and not each.guarded]
+    ends: dict[int, int] = {}
+    for each in body:
+        match = TARGET.search(each.operands) if each.name.split(".")[0] == "BRA" else None
+        target = int(match[1], 16) if match else each.address
+        if target not in addresses or target >= each.address:
+            continue
+        if not any(target < address < each.address for address in exits):
+            ends[target] = max(ends.get(target, 0), each.address)
+    return sorted(Loop(first, last) for first, last in ends.items())
+
+
+def within(body: Sequence[Instruction], loop: Loop) -> list[Instruction]:
+    """Return the instructions of a loop."""
+    return [each for each in body if loop.first <= each.address <= loop.last]
+
+
+def hottest(body: Sequence[Instruction]) -> list[Instruction]:
+    """Return the instructions of the loop that a kernel is taken to spend its time in; none where it has no loop.
+
+    Of the innermost loops, those that load or multiply matrices come before the others, and then the longest. A loop
+    is innermost although a loop of less than a quarter of its instructions lies in it.
+    """
+    every = loops(body)
+    length = {loop: len(within(body, loop)) for loop in every}
+
+    def innermost(loop: Loop) -> bool:
+        inner = (each for each in every if each != loop and loop.first <= each.first and each.last <= loop.last)
+        return all(length[each] < SMALL * length[loop] for each in inner)
+
+    def rank(loop: Loop) -> tuple[bool, int]:
+        counts = count(within(body, loop))
+        return any(counts.get(kind) for kind in ("HMMA", "LDG", "LDS")), length[loop]
+
+    chosen = max(filter(innermost, every), key=rank, default=None)
+    return [] if chosen is None else within(body, chosen)
+
+
+def count(body: Sequence[Instruction]) -> dict[str, int]:
+    """Return how many instructions there are in all and of each expensive kind that occurs."""
+    found: Counter[str] = Counter(instructions=sum(each.name != "NOP" for each in body))
+    for each in body:
+        name, *suffixes = each.name.split(".")
+        if name in KINDS:
+            found[KINDS[name]] += 1
+        elif name in ("MOV", "UMOV") or (name == "IMAD" and suffixes[:1] == ["MOV"]):
+            found["MOV"] += 1
+        elif name in ("LDG", "LD"):
+            found["LDG"] += 1
+            found[f"LDG{next((WIDTHS[s] for s in suffixes if s in WIDTHS), 32)}"] += 1
+    return dict(found)
+
+
+def kernels(usage: str, code: str) -> list[dict[str, Any]]:
+    """Return a row for every kernel and architecture, from what ``-res-usage`` and ``-sass`` print."""
+    used = resources(usage)
+    return [
+        {
+            "kernel": name,
+            "architecture": architecture,
+            **used.get((name, architecture), {}),
+            "all": count(body),
+            "loop": count(hottest(body)),
+        }
+        for name, architecture, body in functions(code)
+    ]

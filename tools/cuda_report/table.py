@@ -1,0 +1,83 @@
+"""Tables of kernels: alone, or before and after."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+Row = Mapping[str, Any]
+COUNTS = ("HMMA", "MATCH", "REDUX", "VOTE", "SHFL", "MOV", "MUFU", "LDS", "STS", "LDL", "STL", "ATOM", "BAR")
+COLUMNS = ("registers", "stack", "shared", "instructions", "loop")
+EXPLANATION = """Registers a thread, stack in bytes (spills), static shared memory in bytes a block, instructions of the
+kernel; then of its hottest loop alone: instructions, and those that are expensive. The hottest loop is the longest of
+the innermost ones that load or multiply matrices. LDG: loads of global memory, number × bits. ATOM: RED and ATOMS, too;
+MOV: IMAD.MOV and UMOV, too. Nothing here was measured: these are counts of what the compiler wrote."""
+
+
+def short(name: str) -> str:
+    """Return a demangled name without result, arguments and namespaces: ``stats_kernel<half, Team<2, 4, 2>>``."""
+    depth = 0
+    for end, letter in enumerate(name):
+        depth += (letter == "<") - (letter == ">")
+        if letter == "(" and depth == 0 and not name.startswith("(anonymous namespace)", end):
+            name = name[:end]
+            break
+    name = name.replace("(anonymous namespace)::", "").removeprefix("void ").replace("__nv_bfloat16", "bfloat16")
+    return re.sub(r"\b(?:[a-z]\w*)::", "", name.replace("__half", "half").replace("> >", ">>"))
+
+
+def loads(counts: Mapping[str, int]) -> str:
+    """Return loads of global memory, the widest first: ``4×128 8×16``."""
+    widths = sorted((int(key[3:]) for key in counts if re.fullmatch(r"LDG\d+", key)), reverse=True)
+    return " ".join(f"{counts[f'LDG{width}']}×{width}" for width in widths)
+
+
+def values(row: Row) -> dict[str, str]:
+    """Return what the cells of a kernel show."""
+    found = {name: str(row.get(name, "?")) for name in COLUMNS[:3]}
+    loop = row["loop"]
+    found["instructions"] = str(row["all"]["instructions"])
+    found["loop"] = str(loop["instructions"] or "–")
+    found |= {name: str(loop.get(name, "") or "") for name in COUNTS}
+    return found | {"LDG": loads(loop)}
+
+
+def key(row: Row) -> tuple[str, str]:
+    """Return what a kernel is found by in another report."""
+    return row["kernel"], row["architecture"]
+
+
+def table(rows: Sequence[Row], before: Sequence[Row] | None = None) -> list[str]:
+    """Return the lines of a table for every architecture; with ``before``, what changed as ``old → new``.
+
+    Columns of which no kernel has anything are left out; kernels that only ``before`` has come last in each table.
+    """
+    old = {key(row): row for row in before or ()}
+    lines: list[str] = []
+    for architecture in sorted({row["architecture"] for row in rows}):
+        shown = sorted((row for row in rows if row["architecture"] == architecture), key=lambda row: row["kernel"])
+        cells = {row["kernel"]: _cells(row, old, before is not None) for row in shown}
+        names = [*COLUMNS, "LDG", *COUNTS]
+        names = [name for name in names if any(each[name] for each in cells.values())]
+        lines += ["", f"## {architecture}", "", "| kernel | " + " | ".join(names) + " |"]
+        lines.append("| --- " + "| ---: " * len(names) + "|")
+        for row in shown:
+            each = cells[row["kernel"]]
+            lines.append(f"| `{row['kernel']}`{each['new']} | " + " | ".join(each[name] for name in names) + " |")
+        here = {key(row) for row in shown}
+        gone = sorted(name for name, there in old if there == architecture and (name, there) not in here)
+        if gone:
+            lines += ["", "No longer there: " + ", ".join(f"`{name}`" for name in gone) + "."]
+    return lines[1:]
+
+
+def _cells(row: Row, old: Mapping[tuple[str, str], Row], compared: bool) -> dict[str, str]:
+    found = values(row)
+    earlier = old.get(key(row))
+    if earlier is None:
+        return found | {"new": " (new)" if compared else ""}
+    past = values(earlier)
+    return {name: now if now == past[name] else f"{past[name] or 0} → {now or 0}" for name, now in found.items()} | {
+        "new": ""
+    }
