@@ -15,7 +15,7 @@ SEED ?= 0
 export VENV
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-all fuzz sanitize test-install test-abi lint format types build cuda wheel benchmark benchmark-end-to-end benchmark-table gpu-check doctor clean
+.PHONY: help env demo test test-all fuzz sanitize test-install test-abi lint format types build cuda wheel docs benchmark benchmark-end-to-end benchmark-table gpu-check doctor clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "  make %-21s %s\n", $$1, $$2}'
@@ -69,6 +69,9 @@ wheel: env  ## build dist/*.whl
 	@rm -rf build/lib* build/bdist*  # setuptools would pack what a deleted file left there
 	$(PY) -m pip wheel --disable-pip-version-check -q --no-build-isolation --no-deps -w dist .
 	@ls -l dist
+
+docs: env  ## build the site in build/site, strictly
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build -q
 
 benchmark: env  ## our operators beside their peers, to benchmarks/ and README (15 minutes on 2 quiet cores)
 	$(PY) -m tools.benchmark

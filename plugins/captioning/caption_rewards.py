@@ -344,7 +344,8 @@ def reward(name: str, references: References, *, cache_dir: str | Path | None = 
     Args:
         name: ``'cider-d'``, ``'bleu-4'`` or ``'rouge-l'``.
         references: {image: its sentences}.
-        cache_dir, end: see :class:`CiderD`; the others keep no file and read no end.
+        cache_dir: As :class:`CiderD`; the others keep no file.
+        end: Likewise; the others read no end.
 
     Raises:
         ValueError: another name, no image, or one without references.

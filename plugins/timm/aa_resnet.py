@@ -46,7 +46,8 @@ class AABasicBlock(BasicBlock):
     Args:
         output_size: (H, W) of the block's output, for which relative positions are made.
         augmentation: Arguments of :meth:`AAConv2d.from_ratios`.
-        args, kwargs: Those of timm's ``BasicBlock``.
+        *args: Those of timm's ``BasicBlock``.
+        **kwargs: Likewise.
 
     Shapes:
         (B, inplanes, H, W) -> (B, planes, ⌈H / stride⌉, ⌈W / stride⌉)
@@ -64,7 +65,8 @@ class AABottleneck(Bottleneck):
     Args:
         output_size: (H, W) of the block's output, for which relative positions are made.
         augmentation: Arguments of :meth:`AAConv2d.from_ratios`.
-        args, kwargs: Those of timm's ``Bottleneck``.
+        *args: Those of timm's ``Bottleneck``.
+        **kwargs: Likewise.
 
     Shapes:
         (B, inplanes, H, W) -> (B, 4 * planes, ⌈H / stride⌉, ⌈W / stride⌉)

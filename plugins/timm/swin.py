@@ -220,8 +220,8 @@ class AttnSwinTransformer(_Model, swin_transformer.SwinTransformer):
     timm's weights load strictly, without the table where there is none, and leave what is added alone.
 
     Args:
-        args, kwargs: Those of timm's ``SwinTransformer``, whose ``head_dim`` must be None, and the fields of
-            :class:`SwinOptions`.
+        *args: Those of timm's ``SwinTransformer``.
+        **kwargs: Likewise, but ``head_dim`` must be None; and the fields of :class:`SwinOptions`.
     """
 
     version = "v1"
@@ -232,7 +232,8 @@ class AttnSwinTransformerV2(_Model, v2.SwinTransformerV2):
     """timm's Swin V2 likewise; its table is that of the net of log-spaced offsets.
 
     Args:
-        args, kwargs: Those of timm's ``SwinTransformerV2``, and the fields of :class:`SwinOptions`.
+        *args: Those of timm's ``SwinTransformerV2``.
+        **kwargs: Likewise, and the fields of :class:`SwinOptions`.
     """
 
     version = "v2"

@@ -1,0 +1,59 @@
+"""The workflows and forms of the repository's host name what exists."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+yaml = pytest.importorskip("yaml")
+
+ROOT = Path(__file__).parents[2]
+WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
+TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
+
+
+def steps(workflow: Path) -> list[dict]:
+    jobs = yaml.safe_load(workflow.read_text())["jobs"].values()
+    return [step for job in jobs for step in job.get("steps", [])]
+
+
+def test_all_are_there():
+    assert [path.stem for path in WORKFLOWS] == ["ci", "docs", "release", "wheels"]
+
+
+@pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.stem)
+def test_commands_exist(workflow):
+    for step in steps(workflow):
+        assert ("run" in step) != ("uses" in step)
+        command = step.get("run", "")
+        for target in re.findall(r"\bmake ([a-z-]+)", command):
+            assert target in TARGETS
+        if command.startswith(".ci/"):
+            assert (ROOT / command).is_file()
+
+
+def test_continuous_integration_is_the_one_of_the_repository():
+    assert ".ci/run" in [step.get("run") for step in steps(ROOT / ".github/workflows/ci.yml")]
+
+
+def test_the_release_reads_the_version_as_setup_does():
+    """The expression of the workflow, for sed, finds the version."""
+    text = (ROOT / ".github/workflows/release.yml").read_text()
+    pattern = re.search(r"s/(\^__version__ = .*?)/\\1/p", text)[1].replace(r"\(", "(").replace(r"\)", ")")
+    source = (ROOT / "plugins/__init__.py").read_text()
+    assert re.search(pattern, source, re.M)
+
+
+def test_the_citation_has_the_version():
+    version = re.search(r'^__version__ = "(.+)"', (ROOT / "plugins/__init__.py").read_text(), re.M)[1]
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == version
+
+
+@pytest.mark.parametrize("form", sorted((ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml")), ids=lambda path: path.stem)
+def test_forms(form):
+    content = yaml.safe_load(form.read_text())
+    if form.stem != "config":
+        assert {"name", "description", "body"} <= content.keys()
+        assert len({field["id"] for field in content["body"]}) == len(content["body"])

@@ -1,0 +1,48 @@
+"""The command lines' pages: each command's own ``--help``."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ("attn_plugins", "-h")
+
+
+def commands() -> list[str]:
+    """Every ``python -m`` name of ``tools/`` that parses arguments, sorted."""
+    found = []
+    for file in (ROOT / "tools").rglob("*.py"):
+        names = {node.id for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Name)}
+        if "__name__" in names:  # what runs, not what is imported
+            parts = file.relative_to(ROOT).with_suffix("").parts
+            found.append(".".join(parts[:-1] if parts[-1] == "__main__" else parts))
+    return sorted(found)
+
+
+def help_of(command: str) -> str:
+    """What ``python -m <command> --help`` prints.
+
+    Raises:
+        RuntimeError: it fails.
+    """
+    done = subprocess.run(
+        [sys.executable, "-m", command, "--help"],
+        cwd=ROOT, capture_output=True, text=True, env={**os.environ, "COLUMNS": "100", "NO_COLOR": "1"},
+    )  # fmt: skip
+    if done.returncode:
+        raise RuntimeError(f"python -m {command} --help: {done.stderr.strip()}")
+    return done.stdout.rstrip()
+
+
+def page() -> str:
+    """All of them, one section each."""
+    names = ["attn_plugins", *commands()]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        texts = list(pool.map(help_of, names))
+    sections = [f"## {name}\n\n```text\n{text}\n```\n" for name, text in zip(names, texts)]
+    return "# Command lines\n\nGenerated from `--help`.\n\n" + "\n".join(sections)

@@ -1,0 +1,59 @@
+"""mkdocs calls these while it builds: pages from docstrings, from ``--help``, and from ``benchmarks/``."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+
+from tools.site import commands, reference  # noqa: E402
+
+_LINK = re.compile(r"(?<!!)\[([^]]*)\]\((?!https?:|#|mailto:)([^)\s]+)\)")
+
+
+def on_pre_build(config: Any) -> None:
+    """Let mkdocstrings find the package by its import name, without an installation."""
+    link = ROOT / "build/site_sources/attn_plugins"
+    link.parent.mkdir(parents=True, exist_ok=True)
+    link.unlink(missing_ok=True)
+    link.symlink_to("../../plugins")
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add the generated pages."""
+    for name, text in reference.pages().items():
+        files.append(File.generated(config, f"reference/{name}.md", content=text))
+    files.append(File.generated(config, "reference/commands.md", content=commands.page()))
+    for page in sorted((ROOT / "benchmarks").glob("*.md")):
+        files.append(File.generated(config, f"benchmarks/{page.name}", content=_of_benchmarks(page)))
+    files.append(File.generated(config, "changelog.md", content=_outside((ROOT / "CHANGELOG.md").read_text(), "")))
+    files.append(
+        File.generated(config, "contributing.md", content=_outside((ROOT / "CONTRIBUTING.md").read_text(), ""))
+    )
+    return files
+
+
+def _of_benchmarks(page: Path) -> str:
+    """A page of ``benchmarks/``; its pictures lie in ``docs/``."""
+    return _outside(page.read_text().replace("](../docs/", "](../"), "benchmarks/")
+
+
+def _outside(text: str, folder: str) -> str:
+    """Links to files of the repository that are no pages, as their text and the file's path."""
+
+    def link(match: re.Match[str]) -> str:
+        words, target = match[1], match[2].partition("#")[0]
+        path = (ROOT / folder / target).resolve()
+        on_site = (ROOT / "docs" / folder / target).resolve().exists() or path.parent.name == folder.rstrip("/")
+        if on_site or not path.exists():  # mkdocs reports a broken one
+            return match[0]
+        where = path.relative_to(ROOT).as_posix()
+        return f"{words} (`{where}`)" if where not in words else words
+
+    return _LINK.sub(link, text)
