@@ -33,6 +33,8 @@ def scaled_dot_scores(query: Tensor, key: Tensor) -> Tensor:
 def unit_vectors(x: Tensor) -> Tensor:
     """x / |x| along the last axis, in float32 for half inputs, whose squares overflow; a zero vector stays zero."""
     wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+    if x.dtype == torch.float16:  # the gradient of a zero vector, 1 / eps times another, is beyond its range: 0 here
+        wide = wide.masked_fill((x == 0).all(-1, keepdim=True), 0.0)
     return F.normalize(wide, dim=-1, eps=1e-8).to(x.dtype)
 
 
