@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 DTYPES = {torch.float64: 1e-11, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+# Of whole modules and networks: rounding of several layers, and of offsets that decide where a sample is read.
+MODULE_TOLERANCES = {torch.float32: 1e-4, torch.float16: 3e-2, torch.bfloat16: 0.2}
 
 
 def on_cuda(operands: dict, dtype: torch.dtype | None = None) -> dict:
@@ -14,3 +22,108 @@ def on_cuda(operands: dict, dtype: torch.dtype | None = None) -> dict:
 
 def exact(operands: dict) -> dict:
     return {k: v.detach().double() if isinstance(v, Tensor) else v for k, v in operands.items()}
+
+
+@pytest.fixture
+def no_tf32() -> Iterator[None]:
+    """float32 products and convolutions of the libraries in float32; the latter's default is TF32."""
+    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    yield
+    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
+
+
+def moved(values: Any, device: str, dtype: torch.dtype) -> Any:
+    """Copy nested arguments: floating tensors of ``dtype`` as leaves with gradients, the others as they are."""
+
+    def move(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        if value.is_floating_point():
+            return value.detach().to(device, dtype, copy=True).requires_grad_()
+        return value.to(device)
+
+    return pytree.tree_map(move, values)
+
+
+def floating(values: Any) -> list[Tensor]:
+    """The floating tensors of nested values."""
+    return [t for t in pytree.tree_leaves(values) if isinstance(t, Tensor) and t.is_floating_point()]
+
+
+def results(module: nn.Module, args: Any, kwargs: Any, autocast: torch.dtype | None = None) -> dict[str, Tensor]:
+    """Outputs of a module, and the gradients of its inputs and parameters, from fixed gradients of the outputs."""
+    leaves = {f"input {n}": t for n, t in enumerate(floating((args, kwargs)))} | dict(module.named_parameters())
+    device = next(iter(leaves.values())).device.type
+    with torch.autocast(device, autocast or torch.bfloat16, enabled=autocast is not None):
+        outputs = [t for t in floating(module(*args, **kwargs)) if t.requires_grad]
+    generator = torch.Generator().manual_seed(1)
+    grads = [torch.randn(t.shape, generator=generator, dtype=torch.float64).to(t) for t in outputs]
+    found = torch.autograd.grad(outputs, list(leaves.values()), grads, allow_unused=True)
+    given = {f"gradient of {name}": t for name, t in zip(leaves, found) if t is not None}
+    return {f"output {n}": t.detach() for n, t in enumerate(outputs)} | given
+
+
+def check_module(
+    module: nn.Module,
+    call: tuple[Any, Any],
+    device: str,
+    dtype: torch.dtype,
+    *,
+    autocast: torch.dtype | None = None,
+    factor: float = 1.0,
+    compiled: Any = None,
+) -> None:
+    """Compare a module on ``device`` with the same one on the CPU in float64, all its weights at work.
+
+    Args:
+        module: In float32 on the CPU; is left as it is.
+        call: Its arguments, likewise.
+        device: Where it is checked.
+        dtype: Of its weights and inputs there.
+        autocast: Autocast's dtype; weights and inputs then are float32.
+        factor: On the tolerance.
+        compiled: Makes of the module what is called in its place.
+    """
+    there = copy.deepcopy(module).to(device, dtype).eval()
+    args, kwargs = moved(call, device, dtype)
+    exact_module = copy.deepcopy(there).cpu().double()
+    expected = results(exact_module, *moved((args, kwargs), "cpu", torch.float64))
+    found = results(there if compiled is None else _Compiled(there, compiled), args, kwargs, autocast)
+    tolerance = factor * MODULE_TOLERANCES[autocast or dtype]
+    # A gradient that is 0 but for rounding (of the keys' bias) is measured by the largest one's scale.
+    least = 0.02 * max(t.double().norm().item() / t.numel() ** 0.5 for t in expected.values())
+    assert found.keys() == expected.keys()
+    for name, wanted in expected.items():
+        result = found[name].cpu().double()
+        assert result.isfinite().all(), name
+        if name.startswith("gradient"):
+            assert found[name].dtype == dtype, name
+        error = (result - wanted).norm().item() / max(wanted.norm().item(), least * wanted.numel() ** 0.5)
+        assert error < tolerance, f"{name}: relative error {error:.2g}, allowed {tolerance:.2g}"
+
+
+class _Compiled(nn.Module):
+    """A compiled call under the module's own names of parameters."""
+
+    def __init__(self, module: nn.Module, compiled: Any) -> None:
+        super().__init__()
+        self._run, self._named = compiled(module), dict(module.named_parameters())
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
+        return iter(self._named.items())
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run(*args, **kwargs)
+
+
+def randomised(module: nn.Module, std: float = 0.3) -> nn.Module:
+    """Draw every parameter, so that nothing is zero and the identity; keep scales of normalisation near 1."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for part in module.modules():
+            normalises = isinstance(part, (nn.LayerNorm, nn.GroupNorm, nn.modules.batchnorm._BatchNorm))
+            for name, parameter in part.named_parameters(recurse=False):
+                drawn = torch.randn(parameter.shape, generator=generator) * (0.1 if normalises else std)
+                parameter.copy_(drawn + (normalises and name == "weight"))
+    return module

@@ -1,0 +1,88 @@
+"""Inputs for every module of :mod:`tests.helpers.public_modules`: maps with H ≠ W, and padding masks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attn_plugins.modules import Modality
+from attn_plugins.modules.entangled_attention import Entangled
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]  # positional and keyword arguments
+B, T, S = 2, 9, 6  # batch, words, regions
+LEVELS = ((5, 7), (3, 4), (2, 3), (1, 2))
+
+
+def mask(length: int) -> Tensor:
+    """Of two sequences, the last two places of the second are padding."""
+    found = torch.zeros(B, length, dtype=torch.bool)
+    found[1, -2:] = True
+    return found
+
+
+def sources() -> tuple[Modality, Modality]:
+    return Modality(torch.randn(B, S, 16), mask(S)), Modality(torch.randn(B, 4, 16))
+
+
+def over(*shape: int) -> Callable[[], Call]:
+    return lambda: ((torch.randn(B, *shape),), {})
+
+
+def padded(channels: int) -> Callable[[], Call]:
+    return lambda: ((torch.randn(B, T, channels),), {"key_padding_mask": mask(T)})
+
+
+def narrow_sources() -> dict[str, Modality]:
+    return {"visual": Modality(torch.randn(B, S, 8), mask(S)), "semantic": Modality(torch.randn(B, 4, 8))}
+
+
+def deformable() -> Call:
+    value = torch.randn(sum(h * w for h, w in LEVELS), B, 16)
+    return (torch.randn(T, B, 16),), dict(value=value, reference_points=torch.rand(B, T, 4, 2), spatial_shapes=LEVELS)
+
+
+# By the name of the class; maps are (5, 7).
+INPUTS: dict[str, Callable[[], Call]] = {
+    "AAConv2d": over(6, 5, 7),
+    "AlignmentAttention": lambda: ((torch.randn(B, T, 8), torch.randn(B, S, 6), mask(S)), {}),
+    "AttendedLSTM": lambda: ((torch.randn(B, 4, 8), narrow_sources()), {}),
+    "BilateralCrissCross2d": over(16, 5, 7),
+    "BilateralNonLocal2d": over(16, 5, 7),
+    "BilateralSelfAttention": padded(16),
+    "CausalDeformableConv1d": over(4, T),
+    "CrissCrossAttention2d": over(16, 5, 7),
+    "DeformableConv1d": over(4, T),
+    "DeformableConv2d": over(4, 5, 7),
+    "DualWayEncoder": lambda: ((torch.randn(B, S, 12), torch.randn(B, 4, 16), mask(S)), {}),
+    "DynamicConv1d": lambda: ((torch.randn(B, 16, T),), {"key_padding_mask": mask(T)}),
+    "DynamicConv2d": over(16, 5, 7),
+    "EntangledAttention": lambda: ((torch.randn(B, T, 16), *sources()), {}),
+    "GatedBilateralController": lambda: (
+        (Entangled(*(torch.randn(B, T, 16) for _ in range(4))), torch.randn(B, T, 16)),
+        {},
+    ),
+    "GatedConvBlock": lambda: ((torch.randn(B, T, 8), torch.randn(B, T, 8), narrow_sources()), {}),
+    "GeneralizedAttention2d": over(16, 5, 7),
+    "LocalBilateralConv2d": over(16, 5, 7),
+    "MultiScaleDeformableAttention": deformable,
+    "MultiheadAttention": padded(16),
+    "MultiheadSpatialAttention": padded(16),
+    "MultimodalDecoderBlock": lambda: ((torch.randn(B, T, 16), *sources(), mask(T)), {}),
+    "NonLocal1d": over(16, T),
+    "NonLocal2d": over(16, 5, 7),
+    "NonLocal3d": over(16, 3, 4, 5),
+    "RelativeSelfAttention": padded(16),
+    "ShowAttendTell": lambda: ((torch.randn(B, 4, 8), torch.randn(B, S, 6), mask(S)), {}),
+    "SpaceTimeSelfAttention": lambda: ((torch.randn(B, 1 + 4 * 2 * 6, 16), (4, 2, 6), 1), {}),
+    "SpatialSelfAttention": lambda: ((torch.randn(B, 35, 16),), {"grid": (5, 7)}),
+    "WindowSelfAttention": over(7, 8, 16),
+}
+
+
+def inputs(name: str, seed: int = 0) -> Call:
+    """Return the arguments of one of ``VARIANTS``, float32 on the CPU."""
+    torch.manual_seed(seed)
+    return INPUTS[name.split(",")[0]]()
