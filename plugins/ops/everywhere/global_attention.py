@@ -22,6 +22,7 @@ from ..softmax import masked_softmax
 from . import chunked_global as chunked
 from . import cpu_global as cpu
 from . import folding, reference
+from . import triton_global as triton
 from .operands import GlobalOptions, GlobalTerms
 from .prefix import with_prefix
 
@@ -200,6 +201,6 @@ ATTEND = Operator(
     keeps=("output", "log_sum_exp"),
     fake=_results,
     reference=lambda terms, options: reference.global_attention(*terms, *options),
-    table=[folding.BACKEND, cpu.BACKEND, chunked.BACKEND],
+    table=[folding.BACKEND, triton.BACKEND, cpu.BACKEND, chunked.BACKEND],
     **counts_of_products(_products),
 )

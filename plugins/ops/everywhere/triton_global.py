@@ -1,0 +1,270 @@
+"""Global attention in Triton: what its kernels need of a call, and their launches.
+
+Half numbers are multiplied as they are and summed in float32; the softmax is in float32. Sums have a fixed order, so
+that gradients are the same each time. See :mod:`.triton_global_kernels`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import reduce
+from math import gcd
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import triton_launch
+from ..backends import Backend
+from ..triton_launch import launch, power_of_two
+from .operands import GlobalOptions, GlobalTerms
+
+WIDEST = 256  # of queries, keys and values: a block of each must fit into shared memory
+NARROWEST = 8  # columns of a tile
+
+
+class Block(NamedTuple):
+    """What a program holds at a time, and how it is run."""
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+
+
+# By the kernel, bytes of a number, and the greater of both widths. Chosen by registers and shared memory (below 99 KiB,
+# what the smaller devices have), as `python -m tools.triton_report --only global` shows them: nothing spills.
+BLOCKS = {
+    ("forward", 2, 32): Block(64, 64, 4, 3),
+    ("forward", 2, 64): Block(64, 64, 4, 3),
+    ("forward", 2, 128): Block(64, 64, 4, 2),
+    ("forward", 2, 256): Block(64, 32, 8, 2),
+    ("forward", 4, 32): Block(32, 32, 4, 2),
+    ("forward", 4, 64): Block(32, 32, 4, 2),
+    ("forward", 4, 128): Block(32, 32, 8, 1),
+    ("forward", 4, 256): Block(32, 16, 8, 1),
+    ("query_gradients", 2, 32): Block(64, 64, 4, 2),
+    ("query_gradients", 2, 64): Block(64, 64, 4, 2),
+    ("query_gradients", 2, 128): Block(64, 32, 4, 2),
+    ("query_gradients", 2, 256): Block(64, 32, 8, 1),
+    ("query_gradients", 4, 32): Block(32, 32, 4, 2),
+    ("query_gradients", 4, 64): Block(32, 32, 4, 1),
+    ("query_gradients", 4, 128): Block(32, 32, 8, 1),
+    ("query_gradients", 4, 256): Block(32, 16, 8, 1),
+    ("key_gradients", 2, 32): Block(64, 64, 4, 2),
+    ("key_gradients", 2, 64): Block(64, 64, 4, 2),
+    ("key_gradients", 2, 128): Block(32, 64, 4, 2),
+    ("key_gradients", 2, 256): Block(32, 64, 8, 1),
+    ("key_gradients", 4, 32): Block(32, 32, 4, 2),
+    ("key_gradients", 4, 64): Block(32, 32, 4, 1),
+    ("key_gradients", 4, 128): Block(32, 32, 8, 1),
+    ("key_gradients", 4, 256): Block(16, 32, 8, 1),
+    **{("products_of_outputs", size, width): Block(64, 16, 4, 1) for size in (2, 4) for width in (32, 64, 128, 256)},
+}
+_OF_KEYS = ("key", "value", "near", "grad_key", "grad_value", "grad_near")  # the other tensors are of queries
+_LOGITS = ("row", "column", "near", "grad_row", "grad_column", "grad_near")
+
+
+def refuses(terms: GlobalTerms, options: GlobalOptions) -> str | None:
+    """The reason why these kernels do not compute, or None."""
+    query, _, value, *_ = terms
+    if reason := triton_launch.refusal(value):
+        return reason
+    if value.dtype == torch.float64:
+        return "its kernels take no float64"
+    widths = (0 if query is None else query.shape[4], value.shape[4])
+    if max(widths) > WIDEST:
+        return f"queries are {widths[0]} and values {widths[1]} wide, and {WIDEST} is the widest that its kernels hold"
+    B, M, Hk, Wk, _ = value.shape
+    Hq, Wq = terms.grid()
+    if max(B * M * Hq * Wq, B * M * Hk * Wk) > triton_launch.LONGEST_GRID:
+        return "there are 2**31 queries or keys, more than it counts"
+    return None
+
+
+class _Shape(NamedTuple):
+    B: int
+    M: int
+    Hq: int
+    Wq: int
+    Hk: int
+    Wk: int
+    D: int  # 0 without a content term
+    DV: int
+
+
+def _shape(terms: GlobalTerms) -> _Shape:
+    query, _, value, *_ = terms
+    B, M, Hk, Wk, DV = value.shape
+    return _Shape(B, M, *terms.grid(), Hk, Wk, 0 if query is None else query.shape[4], DV)
+
+
+def _tensors(terms: GlobalTerms, shape: _Shape) -> dict[str, Tensor | None]:
+    """The terms under the kernels' names, expanded."""
+    query, key, value, row_logits, column_logits, key_logits = terms
+    B, M, Hq, Wq, Hk, Wk, D, _ = shape
+    return {
+        "value": _readable(value),
+        "query": _readable(query) if query is not None and D else None,
+        "key": _readable(key) if key is not None and D else None,
+        "row": None if row_logits is None else _readable(row_logits).expand(B, M, Hq, Wq, Hk),
+        "column": None if column_logits is None else _readable(column_logits).expand(B, M, Hq, Wq, Wk),
+        "near": None if key_logits is None else key_logits.expand(B, M, Hk, Wk),
+    }
+
+
+def _readable(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy where its last axis is not contiguous."""
+    return tensor if _adjacent(tensor) else tensor.contiguous()
+
+
+def _adjacent(tensor: Tensor) -> bool:
+    return tensor.stride(-1) == 1 or tensor.shape[-1] == 1
+
+
+def _block(kernel: str, shape: _Shape, dtype: torch.dtype) -> Block:
+    return BLOCKS[kernel, dtype.itemsize, power_of_two(max(shape.D, shape.DV), 32)]
+
+
+def _launch(kernel: str, shape: _Shape, scale: float, **tensors: Tensor | None) -> None:
+    """Launch a kernel.
+
+    Args:
+        kernel: Its name.
+        shape: Of the call.
+        scale: Of the content term.
+        **tensors: All that the kernel names, of their full shapes; None where one is absent or not wanted.
+    """
+    from . import triton_global_kernels as kernels
+
+    B, M, Hq, Wq, Hk, Wk, D, DV = shape
+        strides = {
+        name: _strides(name, each, shape) for name, each in tensors.items() if each is not None and each.dim() > 3
+    }
+    of_keys = [name for name in strides if name in _OF_KEYS]
+    if "row" not in strides and "column" not in strides and all(_even(strides[name], Wk) for name in of_keys):
+        # Neither rows nor columns matter: a tile is a piece of the sequence of keys.
+        columns = width = block.keys
+        rows = -(-Hk * Wk // columns)
+        strides |= {name: (*strides[name][:2], columns * strides[name][3], strides[name][3]) for name in of_keys}
+    else:
+        columns, width, rows = min(block.keys, power_of_two(Wk, NARROWEST)), Wk, Hk
+    tile_rows = block.keys // columns
+    row_blocks = -(-rows // tile_rows)
+    numbers = {
+        **tensors,
+        **{f"{name}_{axis}": 0 for name in tensors for axis in "bmhw"},
+        **{f"{name}_{axis}": stride for name, four in strides.items() for axis, stride in zip("bmhw", four)},
+        **dict(scale=scale, M=M, Wq=Wq, queries=Hq * Wq, Hk=rows, Wk=width, keys=Hk * Wk, row_blocks=row_blocks),
+    }
+    constants = {
+        **{name.upper(): each is not None for name, each in tensors.items()},
+        **dict(CONTENT=D > 0, D=D, DV=DV, BLOCK_D=power_of_two(D), BLOCK_DV=power_of_two(DV)),
+        **dict(QUERIES=block.queries, ROWS=tile_rows, COLUMNS=columns, WIDE=columns < width),
+        **dict(ALIGNED=_alignment(strides, dtype), LONG=_long(strides, shape)),
+        **dict(FLAT=all(_even(each, Wq) for name, each in strides.items() if name not in _OF_KEYS)),
+        **dict(PRECISION=triton_launch.precision(dtype), UPCAST=triton_launch.upcast(dtype)),
+    }
+    over_keys = kernel == "key_gradients"
+    blocks = row_blocks * -(-width // columns) if over_keys else -(-Hq * Wq // block.queries)
+    function = getattr(kernels, kernel)
+    args = [numbers[name] for name in function.arg_names if name in numbers]
+    constants = {name: constants[name] for name in function.arg_names if name not in numbers}
+    launch(function, (B * M * blocks,), *args, **constants, num_warps=block.warps, num_stages=block.stages)
+
+
+def _strides(name: str, tensor: Tensor, shape: _Shape) -> tuple[int, int, int, int]:
+    """Of batch, heads, and rows and columns of the map; of a map of one row, its columns' times their number."""
+    H, W = (shape.Hk, shape.Wk) if name in _OF_KEYS else (shape.Hq, shape.Wq)
+    b, m, h, w = tensor.stride()[:4]
+    w = h if W == 1 else w
+    return b if shape.B > 1 else 0, m if shape.M > 1 else 0, W * w if H == 1 else h, w
+
+
+def _even(strides: tuple[int, int, int, int], width: int) -> bool:
+    """Whether the cells of a map of ``width`` columns are evenly spaced, row after row."""
+    return strides[2] == width * strides[3]
+
+
+def _alignment(strides: dict[str, tuple[int, int, int, int]], dtype: torch.dtype) -> int:
+    """The greatest power of two, up to 16 bytes, that divides the strides of all but the logits."""
+    common = reduce(gcd, (stride for name, four in strides.items() if name not in _LOGITS for stride in four), 0)
+    return min(common & -common or 16, 16 // dtype.itemsize)
+
+
+def _long(strides: dict[str, tuple[int, int, int, int]], shape: _Shape) -> bool:
+    """Whether a head of an image spans so much memory that its offsets need 64 bits."""
+    widest = max(shape.D, shape.DV, shape.Hk, shape.Wk)
+    rows, columns = max(shape.Hq, shape.Hk), max(shape.Wq, shape.Wk)
+    return any(rows * h + columns * w + widest >= 2**31 for _, _, h, w in strides.values())
+
+
+def forward(terms: GlobalTerms, options: GlobalOptions, output: Tensor, lse: Tensor) -> None:
+    """Write the output (B, M, Hq, Wq, dv) and the log-sum-exp (B, M, Hq, Wq), +inf where all keys are masked."""
+    shape = _shape(terms)
+    written = _target(output, output.shape)
+    sums = lse if lse.is_contiguous() else torch.empty_like(lse, memory_format=torch.contiguous_format)
+    _launch("forward", shape, options.scale, **_tensors(terms, shape), output=written, lse=sums.flatten(2))
+    if written is not output:
+        output.copy_(written)
+    if sums is not lse:
+        lse.copy_(sums)
+
+
+def backward(
+    grad_output: Tensor,
+    terms: GlobalTerms,
+    options: GlobalOptions,
+    output: Tensor,
+    lse: Tensor,
+    grads: list[Tensor | None],
+) -> None:
+    """Fill the wanted gradients (those not None) of query, key, value, row, column and key logits."""
+    shape = _shape(terms)
+    B, M, Hq, Wq, Hk, Wk, D, DV = shape
+    wide = Wk > _block("query_gradients", shape, output.dtype).keys
+    query, key, value, row, column, near = written = [
+        _target(grads[0], (B, M, Hq, Wq, D)),
+        _target(grads[1], (B, M, Hk, Wk, D)),
+        _target(grads[2], (B, M, Hk, Wk, DV)),
+        _target(grads[3], (B, M, Hq, Wq, Hk), added=wide),
+        _target(grads[4], (B, M, Hq, Wq, Wk)),
+        _target(grads[5], (B, M, Hk, Wk)),
+    ]
+    tensors = _tensors(terms, shape)
+    tensors["grad_output"], tensors["lse"], tensors["products"] = _readable(grad_output), lse.flatten(2), None
+    of_queries, of_keys = (
+        any(each is not None for each in some) for some in ((query, row, column), (key, value, near))
+    )
+    if of_queries or key is not None or near is not None:
+        tensors["products"] = torch.empty_like(tensors["lse"])
+        outputs = dict(output=_readable(output), grad_output=tensors["grad_output"], products=tensors["products"])
+        _launch("products_of_outputs", shape, options.scale, **outputs)
+    if of_queries:
+        targets = dict(grad_query=query, grad_row=row, grad_column=column)
+        _launch("query_gradients", shape, options.scale, **tensors, **targets)
+    if of_keys:
+        targets = dict(grad_key=key, grad_value=value, grad_near=near)
+        _launch("key_gradients", shape, options.scale, **tensors, **targets)
+    for grad, found in zip(grads, written):
+        if grad is not None and found is not None and found is not grad:
+            grad.copy_(found.sum_to_size(grad.shape))
+
+
+def _target(grad: Tensor | None, shape: Sequence[int], added: bool = False) -> Tensor | None:
+    """Where a kernel writes: the gradient itself, or a tensor of the full shape that is summed and copied to it.
+
+    Args:
+        grad: None where it is not wanted.
+        shape: With no axis broadcast.
+        added: True where the kernel adds to what it has written, for which half numbers are too coarse.
+    """
+    if grad is None or grad.numel() == 0:
+        return None
+    full = tuple(grad.shape) == tuple(shape)
+    if full and _adjacent(grad) and not (added and grad.itemsize < 4):
+        return grad
+    return grad.new_empty(tuple(shape), dtype=grad.dtype if full and not added else torch.float32)
+
+
+BACKEND = Backend(triton_launch.NAME, refuses, forward, backward)
