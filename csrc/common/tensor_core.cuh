@@ -9,14 +9,6 @@
 
 namespace attn_plugins {
 
-// Two neighbouring elements in a register.
-template <class T>
-__device__ __forceinline__ unsigned pack(float first, float second) {
-  Vector<T, 2> v;
-  v.element[0] = narrow_to<T>(first), v.element[1] = narrow_to<T>(second);
-  return v.word;
-}
-
 #ifdef __CUDACC__
 
 // True where the current device runs code that can multiply_add. The device alone cannot tell: a new one runs
@@ -24,21 +16,6 @@ __device__ __forceinline__ unsigned pack(float first, float second) {
 inline bool has_tensor_cores() {
   return code_architecture() >= 80;
 }
-
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-template <>
-__device__ __forceinline__ unsigned pack<__half>(float first, float second) {
-  unsigned pair;
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(second), "f"(first));
-  return pair;
-}
-template <>
-__device__ __forceinline__ unsigned pack<__nv_bfloat16>(float first, float second) {
-  unsigned pair;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(second), "f"(first));
-  return pair;
-}
-#endif
 
 // sum += A B (volatile: it must not move to where not all of a warp goes); A's pairs: row g, row g + 8, then
 // the same of columns + 8. All threads of a warp together.

@@ -5,7 +5,9 @@
 #include <cuda_fp16.h>
 
 #include <torch/headeronly/core/ScalarType.h>
+#include <bit>
 #include <cstdint>
+#include <cstring>
 
 namespace attn_plugins {
 
@@ -93,6 +95,66 @@ __device__ __forceinline__ Vector<T, N> load(const T* from) {
 template <class T, int N>
 __device__ __forceinline__ void store(T* to, const Vector<T, N>& v) {
   *reinterpret_cast<typename Vector<T, N>::Word*>(to) = v.word;
+}
+
+template <class T, int N>
+__device__ __forceinline__ void widen(const Vector<T, N>& v, accumulate_t<T> (&x)[N]) {
+#pragma unroll
+  for (int e = 0; e < N; ++e) x[e] = widen(v.element[e]);
+}
+
+// Two neighbouring elements in a register.
+template <class T>
+__device__ __forceinline__ unsigned pack(float first, float second) {
+  Vector<T, 2> v;
+  v.element[0] = narrow_to<T>(first), v.element[1] = narrow_to<T>(second);
+  return v.word;
+}
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+template <>
+__device__ __forceinline__ unsigned pack<__half>(float first, float second) {
+  unsigned pair;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(second), "f"(first));
+  return pair;
+}
+template <>
+__device__ __forceinline__ unsigned pack<__nv_bfloat16>(float first, float second) {
+  unsigned pair;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(second), "f"(first));
+  return pair;
+}
+#endif
+
+template <class T, int N>
+__device__ __forceinline__ Vector<T, N> narrow(const accumulate_t<T> (&x)[N]) {
+  Vector<T, N> v;
+  if constexpr (sizeof(T) == 2 && N % 2 == 0) {
+    unsigned pairs[N / 2];
+#pragma unroll
+    for (int i = 0; i < N / 2; ++i) pairs[i] = pack<T>(x[2 * i], x[2 * i + 1]);
+    memcpy(&v.word, pairs, sizeof(pairs));
+  } else {
+#pragma unroll
+    for (int e = 0; e < N; ++e) v.element[e] = narrow_to<T>(x[e]);
+  }
+  return v;
+}
+
+// A bfloat16 is the upper half of a float: an instruction an element, where they come as pairs.
+template <int N>
+__device__ __forceinline__ void widen(const Vector<__nv_bfloat16, N>& v, float (&x)[N]) {
+  if constexpr (N % 2 == 0) {
+    unsigned pairs[N / 2];
+    memcpy(pairs, &v.word, sizeof(pairs));
+#pragma unroll
+    for (int i = 0; i < N / 2; ++i) {
+      x[2 * i] = std::bit_cast<float>(pairs[i] << 16);
+      x[2 * i + 1] = std::bit_cast<float>(pairs[i] & 0xffff0000u);
+    }
+  } else {
+    x[0] = widen(v.element[0]);
+  }
 }
 
 // to[i] += x[i], atomically each. Four floats travel as one request where the chip can (sm_90). (No memory

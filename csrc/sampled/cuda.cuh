@@ -2,7 +2,9 @@
 // own switches (allow_tf32, float32_matmul_precision, reduced-precision reductions) rule them.
 #pragma once
 
+#include <algorithm>
 #include <cstdlib>
+#include <limits>
 
 #include "common/dispatch.cuh"
 #include "common/transpose.cuh"
@@ -75,29 +77,36 @@ struct CudaKernels {
   template <class T>
   static SamplingProblem<T> problem(const Geometry& g, const Tensor& input, const Tensor& offset,
                                     const Tensor& mask, int64_t start, int64_t length) {
-    // Pixel coordinates and channels are 32-bit in the kernels; what they address is not.
+    // Places, channels and what divides them are 32-bit in the kernels; what they address is not.
     constexpr int64_t limit = std::numeric_limits<int32_t>::max();
-    STD_TORCH_CHECK(g.C <= limit && g.H + 2 * g.pad_h <= limit && g.W + 2 * g.pad_w <= limit &&
-                        g.Ho <= limit && g.Wo <= limit && g.taps() <= limit && g.stride_h <= limit &&
-                        g.stride_w <= limit && g.dilation_h <= limit && g.dilation_w <= limit,
-                    "attn_plugins: no size or step of a deformable convolution may exceed 2^31 - 1 on CUDA");
+    const auto small = [](std::initializer_list<int64_t> numbers) {
+      return std::ranges::all_of(numbers, [](int64_t n) { return n <= limit; });
+    };
+    STD_TORCH_CHECK(small({g.C * 8, g.H * g.W, g.H + 2 * g.pad_h, g.W + 2 * g.pad_w, g.pixels(),
+                           2 * g.taps() * g.offset_groups, g.Ho * g.stride_h, g.Wo * g.stride_w,
+                           g.Kh * g.dilation_h, g.Kw * g.dilation_w}),
+                    "attn_plugins: no map, stride, dilation or number of taps of a deformable convolution "
+                    "may reach 2^31 on "
+                    "CUDA, nor channels 2^28, got input (",
+                    g.N, ", ", g.C, ", ", g.H, ", ", g.W, ") and output ", g.Ho, " x ", g.Wo);
     SamplingProblem<T> p{};
     p.input = data_of<const T>(input);
     p.offset = data_of<const T>(offset);
     p.mask = data_of<const T>(mask);
     p.offset_strides = plane_strides(offset);
     if (mask.defined()) p.mask_strides = plane_strides(mask);
-    p.start = start;
-    p.length = length;
-    p.C = g.C;
-    p.H = int(g.H), p.W = int(g.W), p.Ho = int(g.Ho), p.Wo = int(g.Wo);
-    p.Kw = int(g.Kw), p.taps = int(g.taps()), p.groups = int(g.groups),
-    p.offset_groups = int(g.offset_groups);
-    p.stride_h = int(g.stride_h), p.stride_w = int(g.stride_w), p.pad_h = int(g.pad_h),
-    p.pad_w = int(g.pad_w);
+    p.image = g.H * g.W * g.C;
+    p.group_step = (length * g.taps() - 1) * g.channels_per_group();
+    p.start = int(start), p.length = int(length);
+    p.C = int(g.C), p.H = int(g.H), p.W = int(g.W), p.taps = int(g.taps());
+    p.stride_h = int(g.stride_h), p.stride_w = int(g.stride_w);
+    p.pad_h = int(g.pad_h), p.pad_w = int(g.pad_w);
     p.dilation_h = int(g.dilation_h), p.dilation_w = int(g.dilation_w);
     p.group_channels = int(g.channels_per_group());
     p.offset_group_channels = int(g.channels_per_offset_group());
+    p.pixel_bytes = int(g.C * sizeof(T));
+    p.rows = Divisor(g.Ho), p.columns = Divisor(g.Wo), p.kernel_columns = Divisor(g.Kw);
+    p.channel_groups = Divisor(g.channels_per_group()), p.offset_groups = Divisor(g.offset_groups);
     return p;
   }
 
@@ -111,14 +120,20 @@ struct CudaKernels {
   template <class T>
   static int64_t assign_teams(SamplingProblem<T>& p, int width, bool slice_channels) {
     const int vectors = p.offset_group_channels / width;
-    p.lanes_log2 = 0;
+    p.lanes_log2 = slice_channels ? 0 : 2;  // sum_over_team
     while ((1 << p.lanes_log2) < std::min(vectors, 32)) ++p.lanes_log2;
-    const int64_t lanes = int64_t(1) << p.lanes_log2;
-    p.channel_slices = slice_channels ? int(divide_up(vectors, lanes)) : 1;
-    const int64_t threads = p.length * p.offset_groups * p.channel_slices * lanes;
+    const int64_t slices = slice_channels ? divide_up(vectors, int64_t(1) << p.lanes_log2) : 1;
+    p.channel_slices = Divisor(slices);
+    const int64_t threads = (int64_t(p.length) * p.offset_groups.divisor * slices) << p.lanes_log2;
     const int64_t wanted = device_limits().multiprocessors * 1024;  // threads in flight
-    p.tap_slices = int(std::clamp<int64_t>(wanted / std::max<int64_t>(threads, 1), 1, p.taps));
-    return divide_up(threads * p.tap_slices, kThreads);
+    const int64_t shares = std::clamp<int64_t>(wanted / std::max<int64_t>(threads, 1), 1, p.taps);
+    p.slice_taps = int(divide_up(p.taps, shares));
+    const int64_t tap_slices = divide_up(p.taps, p.slice_taps);
+    p.tap_slices = Divisor(tap_slices);
+    const int64_t teams = (threads * tap_slices) >> p.lanes_log2;
+    STD_TORCH_CHECK(teams < std::numeric_limits<int32_t>::max() - kThreads, "attn_plugins: a block of ",
+                    p.length, " output pixels is too large for CUDA");
+    return divide_up(teams, kThreads >> p.lanes_log2);
   }
 
   static void sample(const Geometry& g, const Tensor& input, const Tensor& offset, const Tensor& mask,

@@ -1,13 +1,15 @@
 // Device code of deformable convolution: bilinear samples into columns, and back.
 //
 // The same function as cpu.cpp, cut for a GPU: a team of `lanes` neighbouring threads (a power of two, at
-// most a warp) serves one output pixel and one offset group. Each lane locates another tap's sample; then,
-// tap by tap, the sample is handed to the whole team and every lane moves one vector of channels. Teams of
-// neighbouring pixels share a block, whose overlapping reads then meet in the first-level cache.
+// most a warp) serves one output pixel and one offset group, each lane a vector of channels. A block goes
+// through its teams' taps in rounds of `lanes` taps: each thread locates one sample of the round,
+// neighbouring threads those of neighbouring pixels, whose offsets are neighbours too, and then all teams
+// read theirs. Teams of neighbouring pixels share a block, whose overlapping reads then meet in the
+// first-level cache.
 #pragma once
 
-#include "common/launch.cuh"
-#include "common/vector.cuh"
+#include "common/divisor.cuh"
+#include "cuda_bilinear.cuh"
 
 namespace attn_plugins {
 
@@ -21,210 +23,154 @@ struct SamplingProblem {
   const T* offset;  // (N, D * K * 2, Ho, Wo)
   const T* mask;    // (N, D * K, Ho, Wo); nullptr: every mask is 1
   PlaneStrides offset_strides, mask_strides;
-  int64_t start, length;  // the block of output pixels
-  int64_t C;
-  int H, W, Ho, Wo, Kw, taps, groups, offset_groups;
+  int64_t image;       // elements of one: H * W * C
+  int64_t group_step;  // elements from a group's columns to the next one's, less Cg: those of its channels
+  int start, length;   // the block of output pixels
+  int C, H, W, taps;
   int stride_h, stride_w, pad_h, pad_w, dilation_h, dilation_w;
   int group_channels, offset_group_channels;
-  int lanes_log2;      // of a team
-  int tap_slices;      // teams that share a pixel's taps
-  int channel_slices;  // teams that share a pixel's channels (sampling only; 1 in the backward pass)
+  int pixel_bytes;  // of input: C * sizeof(T)
+  int lanes_log2;   // of a team
+  int slice_taps;   // a team's taps
+  // By Ho, Wo, Kw, group_channels, D, and how many teams share a pixel's taps and its channels (in sampling
+  // only; 1 in the backward pass).
+  Divisor rows, columns, kernel_columns, channel_groups, offset_groups, tap_slices, channel_slices;
 };
 
-// quotient of value / divisor; *remainder gets the rest. 32-bit arithmetic where it suffices: it nearly
-// always does.
-__device__ __forceinline__ int64_t divide(int64_t value, int divisor, int* remainder) {
-  if (value <= 0xffffffffll) {
-    const unsigned quotient = static_cast<unsigned>(value) / static_cast<unsigned>(divisor);
-    *remainder = static_cast<int>(static_cast<unsigned>(value) - quotient * static_cast<unsigned>(divisor));
-    return quotient;
-  }
-  *remainder = static_cast<int>(value % divisor);
-  return value / divisor;
-}
-
-// One bilinear sample. (row, column): its upper left pixel; dy, dx: the fractions. A sample outside the map
-// has no pixel inside it, and weight 0.
-template <class A>
-struct Sample {
-  int row, column;
-  A dy, dx, mask;
-  A scale;  // mask, or 0 outside
-};
-
-template <class A>
-__device__ __forceinline__ Sample<A> sample_at(A y, A x, A mask, int H, int W) {
-  Sample<A> s{-2, -2, A(0), A(0), mask, A(0)};
-  // Written so that a NaN, too, is outside; nothing outside is ever converted to an integer.
-  if (y >= A(-1) && y < A(H) && x >= A(-1) && x < A(W)) {
-    const A top = floor(y), left = floor(x);
-    s.row = static_cast<int>(top);
-    s.column = static_cast<int>(left);
-    s.dy = y - top;
-    s.dx = x - left;
-    s.scale = mask;
-  }
-  return s;
-}
-
-// Where a team works.
+// What a team works on.
 struct Team {
-  int64_t pixel;  // within the block
-  int64_t n;
-  int oy, ox, offset_group, channel_slice, first_tap, last_tap;  // taps [first, last)
-  int lane, lanes;
-  unsigned members;  // the team's bits among the warp's
-
-  // The value that lane `source` of the team holds.
-  template <class V>
-  __device__ __forceinline__ V from(V value, int source) const {
-    return __shfl_sync(members, value, source, lanes);
-  }
-
-  template <class V>
-  __device__ __forceinline__ V sum(V value) const {
-    for (int step = lanes >> 1; step > 0; step >>= 1) value += __shfl_xor_sync(members, value, step, lanes);
-    return value;
-  }
-
-  template <class A>
-  __device__ __forceinline__ Sample<A> from(const Sample<A>& s, int source) const {
-    Sample<A> t;
-    t.row = from(s.row, source);
-    t.column = from(s.column, source);
-    t.dy = from(s.dy, source);
-    t.dx = from(s.dx, source);
-    t.scale = from(s.scale, source);
-    t.mask = t.scale;
-    return t;
-  }
+  int pixel;  // within the block
+  int n, oy, ox, offset_group, channel_slice;
+  int first_tap, taps;  // none where there is no such pixel
 };
 
-// False where the thread's team has nothing to do; a team's threads all get one answer.
+// Team number `number` of the grid. Where there is none, the last pixel stands in, with no taps.
 template <class T>
-__device__ __forceinline__ bool find_team(const SamplingProblem<T>& p, Team* team) {
-  const int64_t thread = int64_t(blockIdx.x) * kThreads + threadIdx.x;
-  team->lanes = 1 << p.lanes_log2;
-  team->lane = threadIdx.x & (team->lanes - 1);
-  const int warp_lane = threadIdx.x & 31;
-  team->members = (0xffffffffu >> (32 - team->lanes)) << (warp_lane - team->lane);
-
-  int tap_slice, oy_in_image;
-  int64_t rest = divide(thread >> p.lanes_log2, p.channel_slices, &team->channel_slice);
-  rest = divide(rest, p.tap_slices, &tap_slice);
-  team->pixel = divide(rest, p.offset_groups, &team->offset_group);
-  if (team->pixel >= p.length) return false;
-  const int per_slice = (p.taps + p.tap_slices - 1) / p.tap_slices;
-  team->first_tap = tap_slice * per_slice;
-  team->last_tap = min(p.taps, team->first_tap + per_slice);
-  rest = divide(p.start + team->pixel, p.Wo, &team->ox);
-  team->n = divide(rest, p.Ho, &oy_in_image);
-  team->oy = oy_in_image;
-  return true;
+__device__ __forceinline__ Team find_team(const SamplingProblem<T>& p, int number) {
+  Team team;
+  int slice;
+  int rest = p.channel_slices.divide(number, &team.channel_slice);
+  rest = p.tap_slices.divide(rest, &slice);
+  rest = p.offset_groups.divide(rest, &team.offset_group);
+  team.pixel = min(rest, p.length - 1);
+  team.first_tap = slice * p.slice_taps;
+  team.taps = rest < p.length ? min(p.slice_taps, p.taps - team.first_tap) : 0;
+  rest = p.columns.divide(p.start + team.pixel, &team.ox);
+  team.n = p.rows.divide(rest, &team.oy);
+  return team;
 }
+
+// The teams of a block and of a thread.
+struct TeamLayout {
+  int lanes, lane, teams;  // teams of a block
+  int own;                 // number of the thread's team within the block
+  int located, tap;        // the sample that it locates in each round: of this team, and which of the round
+
+  template <class T>
+  __device__ __forceinline__ explicit TeamLayout(const SamplingProblem<T>& p) {
+    const int thread = static_cast<int>(threadIdx.x);
+    lanes = 1 << p.lanes_log2;
+    lane = thread & (lanes - 1);
+    own = thread >> p.lanes_log2;
+    teams = kThreads >> p.lanes_log2;
+    located = thread & (teams - 1);
+    tap = thread / teams;
+  }
+
+  // Where tap `tap` of the round lies among the staged samples: at the number of the thread that locates it.
+  __device__ __forceinline__ int slot(int tap) const { return tap * teams + own; }
+
+  __device__ __forceinline__ int first() const { return static_cast<int>(blockIdx.x) * teams; }
+};
 
 // Where a tap's values lie in a tensor of one channel per (offset group, tap, component).
 __device__ __forceinline__ int64_t plane_index(const PlaneStrides& s, const Team& t, int64_t channel) {
   return t.n * s.n + channel * s.channel + t.oy * s.y + t.ox * s.x;
 }
 
+// The sample of a team's tap, or one outside the map where it has no such tap.
 template <class T>
-__device__ __forceinline__ Sample<accumulate_t<T>> locate(const SamplingProblem<T>& p, const Team& t,
-                                                          int tap) {
+__device__ __forceinline__ Sample<accumulate_t<T>> locate(const SamplingProblem<T>& p, const Team& t, int tap,
+                                                          accumulate_t<T>* mask) {
   using A = accumulate_t<T>;
-  const int ky = tap / p.Kw, kx = tap - ky * p.Kw;
-  const int64_t channel = int64_t(t.offset_group) * p.taps + tap;
-  const T* offset = p.offset + plane_index(p.offset_strides, t, 2 * channel);
+  *mask = A(0);
+  if (tap >= t.taps) return {};
+  tap += t.first_tap;
+  int kx;
+  const int ky = p.kernel_columns.divide(tap, &kx), channel = t.offset_group * p.taps + tap;
+  const T* offset = p.offset + plane_index(p.offset_strides, t, 2 * int64_t(channel));
   const A y = A(t.oy * p.stride_h - p.pad_h + ky * p.dilation_h) + widen(__ldg(offset));
   const A x =
       A(t.ox * p.stride_w - p.pad_w + kx * p.dilation_w) + widen(__ldg(offset + p.offset_strides.channel));
-  const A mask = p.mask ? A(widen(__ldg(p.mask + plane_index(p.mask_strides, t, channel)))) : A(1);
-  return sample_at<A>(y, x, mask, p.H, p.W);
+  *mask = p.mask ? A(widen(__ldg(p.mask + plane_index(p.mask_strides, t, channel)))) : A(1);
+  return sample_at<A>(y, x, p.H, p.W);
 }
 
-// A sample's four pixels, in the order upper left, upper right, lower left, lower right.
-template <class A>
-struct Corners {
-  int64_t base, right_of, below;  // elements of the image: of the upper left one, and to its neighbours
-  bool inside[4];
-  A weight[4];  // times the mask
-
-  template <class T>
-  __device__ __forceinline__ Corners(const SamplingProblem<T>& p, const Sample<A>& s) {
-    const bool top = s.row >= 0, bottom = s.row + 1 >= 0 && s.row + 1 < p.H;
-    const bool left = s.column >= 0, right = s.column + 1 >= 0 && s.column + 1 < p.W;
-    base = (int64_t(s.row) * p.W + s.column) * p.C;
-    right_of = p.C;
-    below = p.W * p.C;
-    inside[0] = top && left;
-    inside[1] = top && right;
-    inside[2] = bottom && left;
-    inside[3] = bottom && right;
-    weight[0] = (A(1) - s.dy) * (A(1) - s.dx) * s.scale;
-    weight[1] = (A(1) - s.dy) * s.dx * s.scale;
-    weight[2] = s.dy * (A(1) - s.dx) * s.scale;
-    weight[3] = s.dy * s.dx * s.scale;
-  }
-
-  __device__ __forceinline__ int64_t at(int corner) const {
-    return base + (corner & 1 ? right_of : 0) + (corner & 2 ? below : 0);
-  }
-};
-
-// Where channel c of (pixel, tap 0) lies in columns (G, length, K, Cg); taps follow at distance Cg.
+// Columns are (G, length, K, Cg): (pixel, tap) of the first group begins at (pixel * K + tap) * Cg, and
+// channel c, of all groups, lies so far behind.
 template <class T>
-__device__ __forceinline__ int64_t column_index(const SamplingProblem<T>& p, int64_t pixel, int64_t c) {
-  const int group = p.groups == 1 ? 0 : static_cast<int>(c) / p.group_channels;
-  return (group * p.length + pixel) * p.taps * p.group_channels + (c - int64_t(group) * p.group_channels);
+__device__ __forceinline__ int64_t column_index(const SamplingProblem<T>& p, int c) {
+  int rest;
+  return p.channel_groups.divide(c, &rest) * p.group_step + c;
 }
 
-// columns = samples * mask; N channels to a lane, kUnroll taps in flight.
+// `taps` samples, times mask, of N channels into columns; they are in flight together.
+template <int TAPS, class T, int N>
+__device__ __forceinline__ void sample_taps(const Staged<accumulate_t<T>>& staged, int slot, int teams,
+                                            const T* image, int pixel_bytes, T* column, int column_step,
+                                            int writes) {
+  using A = accumulate_t<T>;
+  Vector<T, N> corner[TAPS][4];
+#pragma unroll
+  for (int u = 0; u < TAPS; ++u) {
+    const Corners<const T> corners(image, staged.places[slot + u * teams], pixel_bytes);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) corner[u][i] = load_constant<T, N>(corners.at[i]);
+  }
+#pragma unroll
+  for (int u = 0; u < TAPS; ++u) {
+    A total[N] = {};
+    blend<T, N>(staged.weights[slot + u * teams], corner[u], total);
+    const bool near = staged.places[slot + u * teams].near;
+    if (u < writes) store(column + u * int64_t(column_step), narrow_sample<T>(total, near));
+  }
+}
+
+// columns = samples * mask; N channels to a lane.
 template <class T, int N>
-__global__ void __launch_bounds__(kThreads, 2)
+__global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2 : 4)
     sample_kernel(const SamplingProblem<T> p, T* __restrict__ columns) {
   using A = accumulate_t<T>;
-  constexpr int kUnroll = 2;
-  Team team;
-  if (!find_team(p, &team)) return;
-  const int v = team.channel_slice * team.lanes + team.lane;
-  const bool active = v * N < p.offset_group_channels;
-  const int64_t c = int64_t(team.offset_group) * p.offset_group_channels + (active ? v * N : 0);
-  const T* image = p.input + team.n * p.H * p.W * p.C + c;
-  T* column = columns + column_index(p, team.pixel, c);
+  constexpr int kTogether = 2;  // taps
+  __shared__ Staged<A> rounds[2];
+  const TeamLayout layout(p);
+  const Team own = find_team(p, layout.first() + layout.own);
+  const Team located = find_team(p, layout.first() + layout.located);
+  const int v = (own.channel_slice * layout.lanes + layout.lane) * N;
+  const bool active = v < p.offset_group_channels;
+  const int c = own.offset_group * p.offset_group_channels + (active ? v : 0);
+  const T* image = p.input + own.n * p.image + c;
+  T* column = columns + column_index(p, c) + int64_t(own.pixel * p.taps + own.first_tap) * p.group_channels;
 
-  for (int batch = team.first_tap; batch < team.last_tap; batch += team.lanes) {
-    const int count = min(team.lanes, team.last_tap - batch);
-    Sample<A> mine{};
-    if (team.lane < count) mine = locate(p, team, batch + team.lane);
-    for (int first = 0; first < count; first += kUnroll) {
-      Vector<T, N> corner[kUnroll][4];
-      A weight[kUnroll][4];
-#pragma unroll
-      for (int u = 0; u < kUnroll; ++u) {
-        if (first + u >= count) break;
-        const Sample<A> s = team.from(mine, first + u);
-        const Corners<A> corners(p, s);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          weight[u][i] = corners.weight[i];
-          if (active && corners.inside[i]) {
-            corner[u][i] = load_constant<T, N>(image + corners.at(i));
-          }
-        }
-      }
-#pragma unroll
-      for (int u = 0; u < kUnroll; ++u) {
-        if (first + u >= count || !active) break;
-        Vector<T, N> value;
-#pragma unroll
-        for (int e = 0; e < N; ++e) {
-          A total = weight[u][0] * A(widen(corner[u][0].element[e]));
-#pragma unroll
-          for (int i = 1; i < 4; ++i) total += weight[u][i] * A(widen(corner[u][i].element[e]));
-          value.element[e] = narrow_to<T>(total);
-        }
-        store(column + int64_t(batch + first + u) * p.group_channels, value);
-      }
+  for (int first = 0, round = 0; first < p.slice_taps; first += layout.lanes, round ^= 1) {
+    const int count = min(layout.lanes, p.slice_taps - first);
+    Staged<A>& staged = rounds[round];  // the other one may still be read
+    if (layout.tap < count) {
+      A mask;
+      const Sample<A> s = locate(p, located, first + layout.tap, &mask);
+      staged.put(static_cast<int>(threadIdx.x), s, mask, p.H, p.W, 0);
+    }
+    __syncthreads();
+    const int writes = active ? own.taps - first : 0;
+    int j = 0;
+    for (; j + kTogether <= count; j += kTogether) {
+      sample_taps<kTogether, T, N>(staged, layout.slot(j), layout.teams, image, p.pixel_bytes,
+                                   column + int64_t(first + j) * p.group_channels, p.group_channels,
+                                   writes - j);
+    }
+    if (j < count) {
+      sample_taps<1, T, N>(staged, layout.slot(j), layout.teams, image, p.pixel_bytes,
+                           column + int64_t(first + j) * p.group_channels, p.group_channels, writes - j);
     }
   }
 }
@@ -240,94 +186,91 @@ struct SamplingGradients {
   PlaneStrides offset_strides, mask_strides;
 };
 
-// With s_i = <grad column, corner i>, the gradients of a sample's coordinates and mask are combinations of
+// With s_i = <grad column, pixel i>, the gradients of a sample's coordinates and mask are combinations of
 // the s_i (Zhu et al. 2019, Eq. 4, differentiated).
 template <class T>
 __device__ __forceinline__ void store_tap_gradients(const SamplingProblem<T>& p,
                                                     const SamplingGradients<T>& g, const Team& t, int tap,
-                                                    const Sample<accumulate_t<T>>& s,
-                                                    const accumulate_t<T> (&sums)[4]) {
+                                                    const Sample<accumulate_t<T>>& s, accumulate_t<T> mask,
+                                                    const Four<accumulate_t<T>>& found) {
   using A = accumulate_t<T>;
-  const int64_t channel = int64_t(t.offset_group) * p.taps + tap;
+  if (tap >= t.taps) return;
+  const PixelSums<A> sums(s, found, p.H, p.W);
+  const int64_t channel = int64_t(t.offset_group) * p.taps + t.first_tap + tap;
   T* out = g.grad_offset + plane_index(g.offset_strides, t, 2 * channel);
-  out[0] = narrow_to<T>(s.mask * ((A(1) - s.dx) * (sums[2] - sums[0]) + s.dx * (sums[3] - sums[1])));
-  out[g.offset_strides.channel] =
-      narrow_to<T>(s.mask * ((A(1) - s.dy) * (sums[1] - sums[0]) + s.dy * (sums[3] - sums[2])));
-  if (g.grad_mask) {
-    g.grad_mask[plane_index(g.mask_strides, t, channel)] =
-        narrow_to<T>((A(1) - s.dy) * ((A(1) - s.dx) * sums[0] + s.dx * sums[1]) +
-                     s.dy * ((A(1) - s.dx) * sums[2] + s.dx * sums[3]));
-  }
+  out[0] = narrow_to<T>(mask * sums.down());
+  out[g.offset_strides.channel] = narrow_to<T>(mask * sums.across());
+  if (g.grad_mask) g.grad_mask[plane_index(g.mask_strides, t, channel)] = narrow_to<T>(sums.sampled());
 }
 
 template <class T, int N>
 __global__ void __launch_bounds__(kThreads, 2)
     sample_backward_kernel(const SamplingProblem<T> p, const SamplingGradients<T> g) {
   using A = accumulate_t<T>;
-  Team team;
-  if (!find_team(p, &team)) return;
-  const int64_t first_channel = int64_t(team.offset_group) * p.offset_group_channels;
-  const int64_t image = team.n * p.H * p.W * p.C;
-  const bool reads_input = g.grad_offset || g.columns;
+  __shared__ Staged<A> staged;
+  __shared__ Four<A> sums[kThreads];  // of the samples staged
+  const TeamLayout layout(p);
+  const Team own = find_team(p, layout.first() + layout.own);
+  const Team located = find_team(p, layout.first() + layout.located);
+  const int first_channel = own.offset_group * p.offset_group_channels;
+  const T* image = p.input + own.n * p.image;
+  const int first_column = own.pixel * p.taps + own.first_tap;
+  A* grad_image = g.grad_input ? g.grad_input + own.n * p.image : nullptr;
 
-  for (int batch = team.first_tap; batch < team.last_tap; batch += team.lanes) {
-    const int count = min(team.lanes, team.last_tap - batch);
-    Sample<A> mine{};
-    A my_sums[4] = {};
-    if (team.lane < count) mine = locate(p, team, batch + team.lane);
+  for (int first = 0; first < p.slice_taps; first += layout.lanes) {
+    const int count = min(layout.lanes, p.slice_taps - first);
+    Sample<A> mine;
+    A mask = A(0);
+    if (layout.tap < count) {
+      mine = locate(p, located, first + layout.tap, &mask);
+      staged.put(static_cast<int>(threadIdx.x), mine, mask, p.H, p.W, 0);
+    }
+    __syncthreads();
     for (int j = 0; j < count; ++j) {
-      const Sample<A> s = team.from(mine, j);
-      const Corners<A> corners(p, s);
-      A sums[4] = {};
-      for (int v = team.lane * N; v < p.offset_group_channels; v += team.lanes * N) {
-        const int64_t c = first_channel + v;
-        const int64_t at = column_index(p, team.pixel, c) + int64_t(batch + j) * p.group_channels;
-        const Vector<T, N> grad = load<T, N>(g.grad_columns + at);
-        A column[N] = {};
-        if (reads_input) {
-          Vector<T, N> corner[4];
+      const int slot = layout.slot(j);
+      const int64_t column = int64_t(first_column + first + j) * p.group_channels;
+      const Place place = staged.places[slot];
+      const Four<A> weights = staged.weights[slot];
+      A products[4] = {};
+      // A team without the tap has nothing to read.
+      const int channels = first + j < own.taps ? p.offset_group_channels : 0;
+      for (int v = layout.lane * N; v < channels; v += layout.lanes * N) {
+        const int c = first_channel + v;
+        const int64_t at = column + column_index(p, c);
+        const Vector<T, N> column_gradient = load<T, N>(g.grad_columns + at);
+        const Corners<const T> corners(image + c, place, p.pixel_bytes);
+        Vector<T, N> corner[4];
 #pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            if (corners.inside[i]) {
-              corner[i] = load_constant<T, N>(p.input + image + corners.at(i) + c);
-            }
-          }
+        for (int i = 0; i < 4; ++i) corner[i] = load_constant<T, N>(corners.at[i]);
+        A grad[N], sample[N] = {};
+        widen(column_gradient, grad);
 #pragma unroll
-          for (int i = 0; i < 4; ++i) {
+        for (int i = 0; i < 4; ++i) {
+          A x[N];
+          widen(corner[i], x);
 #pragma unroll
-            for (int e = 0; e < N; ++e) {
-              const A x = widen(corner[i].element[e]);
-              if (corners.inside[i]) sums[i] += x * A(widen(grad.element[e]));
-              column[e] += corners.weight[i] * x;
-            }
+          for (int e = 0; e < N; ++e) {
+            products[i] += x[e] * grad[e];
+            sample[e] += weights.of[i] * x[e];
           }
         }
-        if (g.grad_input) {
+        if (g.columns) store(g.columns + at, narrow_sample<T>(sample, place.near));
+        if (grad_image && place.near) {
+          const Corners<A> corners(grad_image + c, place, p.C * int(sizeof(A)));
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
-            if (!corners.inside[i]) continue;
             A part[N];
 #pragma unroll
-            for (int e = 0; e < N; ++e) part[e] = corners.weight[i] * A(widen(grad.element[e]));
-            add_atomically(g.grad_input + image + corners.at(i) + c, part);
+            for (int e = 0; e < N; ++e) part[e] = weights.of[i] * grad[e];
+            add_atomically(corners.at[i], part);
           }
         }
-        if (g.columns) {
-          Vector<T, N> value;
-#pragma unroll
-          for (int e = 0; e < N; ++e) value.element[e] = narrow_to<T>(column[e]);
-          store(g.columns + at, value);
-        }
       }
-      if (!g.grad_offset) continue;
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const A total = team.sum(sums[i]);
-        if (team.lane == j) my_sums[i] = total;
-      }
+      if (g.grad_offset) sum_over_team(products, layout.lane, layout.lanes, &sums[slot]);
     }
-    if (g.grad_offset && team.lane < count) {
-      store_tap_gradients(p, g, team, batch + team.lane, mine, my_sums);
+    __syncthreads();
+    if (g.grad_offset && layout.tap < count) {
+      store_tap_gradients(p, g, located, first + layout.tap, mine, mask, sums[threadIdx.x]);
     }
   }
 }

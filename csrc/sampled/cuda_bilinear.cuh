@@ -1,0 +1,158 @@
+// Bilinear samples as a block of threads shares them: each is located once, by one thread, and handed to the
+// team of threads that reads its channels through shared memory.
+//
+// A sample has four pixels, and those outside the map read as 0. So that its readers need not ask, a row or
+// column of the sample that is outside is replaced by the one inside, and each of the two gets half of that
+// one's weight. All loads are then unconditional, and no weight of 0 meets an infinite stand-in.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "common/launch.cuh"
+#include "common/vector.cuh"
+
+namespace attn_plugins {
+
+// (row, column): the upper left pixel, from -1 on; dy, dx: the fractions. Where `near` is false, no pixel is
+// inside the map.
+template <class A>
+struct Sample {
+  int row = 0, column = 0;
+  A dy = A(0), dx = A(0);
+  bool near = false;
+};
+
+template <class A>
+__device__ __forceinline__ Sample<A> sample_at(A y, A x, int H, int W) {
+  Sample<A> s;
+  // Written so that a NaN, too, is outside; nothing outside is ever converted to an integer.
+  s.near = y >= A(-1) && y < A(H) && x >= A(-1) && x < A(W);
+  const A top = s.near ? floor(y) : A(0), left = s.near ? floor(x) : A(0);
+  s.row = static_cast<int>(top);
+  s.column = static_cast<int>(left);
+  s.dy = s.near ? y - top : A(0);
+  s.dx = s.near ? x - left : A(0);
+  return s;
+}
+
+// Where a sample's four pixels are: the upper left one's number in the map, and how far on those to the right
+// and below are.
+struct alignas(16) Place {
+  int pixel, right, below, near;
+};
+
+// Of the four pixels, in the order upper left, upper right, lower left, lower right.
+template <class A>
+struct alignas(16) Four {
+  A of[4];
+};
+
+// The places and weights of a round of samples.
+template <class A>
+struct Staged {
+  Four<A> weights[kThreads];
+  Place places[kThreads];
+
+  // Of a map H x W whose pixel 0 is number `first`; the weights are times `scale`.
+  __device__ __forceinline__ void put(int slot, const Sample<A>& s, A scale, int H, int W, int first) {
+    const bool above = s.row < 0, under = s.row + 1 >= H, before = s.column < 0, behind = s.column + 1 >= W;
+    const A down = above ? s.dy / 2 : s.dy, up = above ? down : A(1) - s.dy;
+    const A across = before ? s.dx / 2 : s.dx, back = before ? across : A(1) - s.dx;
+    const A upper = under ? up / 2 : up, lower = under ? upper : down;
+    const A left = behind ? back / 2 : back, right = behind ? left : across;
+    weights[slot] = {
+        {upper * left * scale, upper * right * scale, lower * left * scale, lower * right * scale}};
+    places[slot] = {first + (above ? 0 : s.row) * W + (before ? 0 : s.column), before || behind ? 0 : 1,
+                    above || under ? 0 : W, s.near};
+  }
+};
+
+// Pixel number `pixel` of a map whose pixels are `pixel_bytes` apart.
+template <class P>
+__device__ __forceinline__ P* pixel_at(P* map, int pixel, int pixel_bytes) {
+  return reinterpret_cast<P*>(
+      reinterpret_cast<std::conditional_t<std::is_const_v<P>, const char, char>*>(map) +
+      int64_t(pixel) * pixel_bytes);
+}
+
+// The addresses of a sample's four pixels.
+template <class P>
+struct Corners {
+  P* at[4];
+
+  __device__ __forceinline__ Corners(P* map, const Place& place, int pixel_bytes) {
+    at[0] = pixel_at(map, place.pixel, pixel_bytes);
+    at[1] = pixel_at(at[0], place.right, pixel_bytes);
+    at[2] = pixel_at(at[0], place.below, pixel_bytes);
+    at[3] = pixel_at(at[2], place.right, pixel_bytes);
+  }
+};
+
+// The weighted sum of four pixels' channels.
+template <class T, int N>
+__device__ __forceinline__ void blend(const Four<accumulate_t<T>>& weights, const Vector<T, N> (&corner)[4],
+                                      accumulate_t<T> (&total)[N]) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    accumulate_t<T> x[N];
+    widen(corner[i], x);
+#pragma unroll
+    for (int e = 0; e < N; ++e) total[e] += weights.of[i] * x[e];
+  }
+}
+
+// Of a sample's N channels: 0 where none of its pixels is inside.
+template <class T, int N>
+__device__ __forceinline__ Vector<T, N> narrow_sample(const accumulate_t<T> (&total)[N], bool near) {
+  Vector<T, N> value = narrow<T>(total);
+  if (!near) value.word = {};
+  return value;
+}
+
+// What gradients of a sample's place and weight are made of: sums[i] is of products with pixel i as `put` has
+// it, so those of pixels outside go.
+template <class A>
+struct PixelSums {
+  A dy, dx, of[4];
+
+  __device__ __forceinline__ PixelSums(const Sample<A>& s, const Four<A>& found, int H, int W)
+      : dy(s.dy), dx(s.dx) {
+    const bool above = s.near && s.row >= 0, under = s.near && s.row + 1 < H;
+    const bool before = s.column >= 0, behind = s.column + 1 < W;
+    of[0] = above && before ? found.of[0] : A(0);
+    of[1] = above && behind ? found.of[1] : A(0);
+    of[2] = under && before ? found.of[2] : A(0);
+    of[3] = under && behind ? found.of[3] : A(0);
+  }
+
+  // The sum with the sample itself, and its derivatives.
+  __device__ __forceinline__ A sampled() const {
+    return (A(1) - dy) * ((A(1) - dx) * of[0] + dx * of[1]) + dy * ((A(1) - dx) * of[2] + dx * of[3]);
+  }
+  __device__ __forceinline__ A down() const { return (A(1) - dx) * (of[2] - of[0]) + dx * (of[3] - of[1]); }
+  __device__ __forceinline__ A across() const { return (A(1) - dy) * (of[1] - of[0]) + dy * (of[3] - of[2]); }
+};
+
+// Sums four values over teams of `lanes` neighbouring threads, 4 at least, and stores the totals. The whole
+// warp together. Lanes soon take one value each, so that a step moves one, not four.
+template <class A>
+__device__ __forceinline__ void sum_over_team(const A (&values)[4], int lane, int lanes, Four<A>* totals) {
+  constexpr unsigned kWarp = 0xffffffffu;
+  const bool odd = lane & 1, upper = lane & 2;
+  A first = odd ? values[1] : values[0], second = odd ? values[3] : values[2];
+  first += __shfl_xor_sync(kWarp, odd ? values[0] : values[1], 1, 32);
+  second += __shfl_xor_sync(kWarp, odd ? values[2] : values[3], 1, 32);
+  A total = upper ? second : first;
+  total += __shfl_xor_sync(kWarp, upper ? first : second, 2, 32);
+  if (lanes == 32) {
+#pragma unroll
+    for (int step = 4; step < 32; step *= 2) total += __shfl_xor_sync(kWarp, total, step, 32);
+  } else {
+#pragma unroll 1
+    for (int step = 4; step < lanes; step *= 2) total += __shfl_xor_sync(kWarp, total, step, 32);
+  }
+  if (lane < 4) totals->of[lane] = total;
+}
+
+}  // namespace attn_plugins
