@@ -1,0 +1,281 @@
+"""The GPU check's machinery, on a machine without a GPU: time limits, tests that crash or hang, summaries, tables."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tools.gpu_check import memory, processes, testing
+from tools.gpu_check.__main__ import main
+from tools.gpu_check.check import Stage, reason, summary
+from tools.gpu_check.processes import Budget, Done
+
+ROOT = Path(__file__).parents[2]
+
+# --- the commands -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("command", ["check", "check --stages tests memory fuzz", "measure", "measure -k window"])
+def test_without_a_gpu_one_line_and_status_2(command, capsys, tmp_path):
+    assert main([*command.split(), "--out", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == f"gpu_check {command.split()[0]}: torch finds no CUDA device here\n"
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("words", ["", "check --stages fly", "check --seconds 0", "measure --jobs 0"])
+def test_a_bad_command_line_ends_with_status_2(words, capsys):
+    with pytest.raises(SystemExit) as raised:
+        main(words.split())
+    assert raised.value.code == 2
+    assert "usage:" in capsys.readouterr().err
+
+
+def test_a_checkout_that_is_not_installed_is_importable():
+    code = "from tools.gpu_check import machine as m; m.make_importable(); import attn_plugins as a; print(a.__file__)"
+    done = subprocess.run([sys.executable, "-S", "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert Path(done.stdout.strip()).resolve() == ROOT / "plugins" / "__init__.py", done.stderr
+
+
+# --- processes and budgets --------------------------------------------------------------------------------------------
+
+
+def test_a_process_over_its_limit_is_killed_with_what_it_started(tmp_path):
+    code = "import subprocess, time; subprocess.Popen(['sleep', '60']); print('here', flush=True); time.sleep(60)"
+    begin = time.monotonic()
+    done = processes.run([sys.executable, "-c", code], 1.0, tmp_path / "log")
+    assert time.monotonic() - begin < 10
+    assert done.status is None
+    assert done.last_line() == "here"
+
+
+def test_output_and_status_of_each_process_in_one_log(tmp_path):
+    log = tmp_path / "new" / "log"
+    for number in (3, 4):
+        done = processes.run([sys.executable, "-c", f"print({number}); raise SystemExit({number})"], 60, log)
+        assert (done.status, done.output) == (number, f"{number}\n")
+    assert log.read_text() == "3\n4\n"
+    assert Done(-11, 1.0, "\n").last_line() == "ended with status -11 and no message"
+
+
+def test_a_part_of_a_budget_is_never_more_than_what_is_left():
+    budget = Budget(100, time.monotonic() - 90)
+    assert 9 < budget.part(50).left() <= 10
+    assert 2 < budget.part(3).left() <= 3
+    assert not budget.over()
+    assert Budget(100, time.monotonic() - 98).over()
+    assert Budget(100, time.monotonic() - 200).left() == 0
+
+
+# --- tests in processes -----------------------------------------------------------------------------------------------
+
+FILE = """
+import os, time
+import pytest
+
+@pytest.mark.parametrize("n", range(3))
+def test_fine(n):
+    pass
+
+def test_wrong():
+    assert 1 + 1 == 3, "sums"
+
+def test_dies():
+    os._exit(13)
+
+def test_hangs():
+    time.sleep(60)
+
+@pytest.mark.skip(reason="not here")
+def test_left_out():
+    pass
+
+def test_last():
+    pass
+"""
+
+
+@pytest.fixture
+def bad_file(tmp_path) -> str:
+    path = tmp_path / "test_bad.py"
+    path.write_text(FILE)
+    return str(path)
+
+
+def run_file(path: str, tmp_path: Path, names: list[str], **limits) -> dict[str, testing.Result]:
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    found = testing.run_tests([f"{path}::{name}" for name in names], 2, Budget(60), tmp_path / "log", scratch, **limits)
+    return {name.split("::")[1]: result for name, result in found.items()}
+
+
+def test_one_that_dies_or_hangs_does_not_spoil_the_rest(bad_file, tmp_path, monkeypatch):
+    monkeypatch.setattr(testing, "pytest_command", in_folder(tmp_path))
+    names = ["test_fine[0]", "test_wrong", "test_dies", "test_hangs", "test_left_out", "test_last"]
+    found = run_file("test_bad.py", tmp_path, names, seconds=1.5)
+    outcomes = {name: result.outcome for name, result in found.items()}
+    assert outcomes == {
+        "test_fine[0]": "passed", "test_wrong": "failed", "test_dies": "failed", "test_hangs": "failed",
+        "test_left_out": "skipped", "test_last": "passed",
+    }  # fmt: skip
+    assert "sums" in reason(found["test_wrong"].message)
+    assert "ended with status 13" in found["test_dies"].message
+    assert "took more than 1.5 s" in found["test_hangs"].message
+    assert "not here" in found["test_left_out"].message
+    passed, line = testing.summary(found, None)
+    assert not passed
+    assert line == "2 passed, 3 failed, 1 skipped"
+
+
+def in_folder(folder: Path):
+    """pytest's command for tests of another folder than the repository."""
+    plain = testing.pytest_command
+
+    def command(*arguments):
+        start = ["-o", "addopts=", "--rootdir", folder]
+        return plain(*start, *(folder / word if str(word).endswith("test_bad.py") else word for word in arguments))
+
+    return command
+
+
+def test_a_file_that_does_not_import(tmp_path, monkeypatch):
+    (tmp_path / "test_bad.py").write_text("import nothing_of_this_name\n")
+    monkeypatch.setattr(testing, "pytest_command", in_folder(tmp_path))
+    (result,) = run_file("test_bad.py", tmp_path, ["test_one"]).values()
+    assert result.outcome == "failed"
+    assert "nothing_of_this_name" in result.message
+
+
+def test_time_that_is_over_leaves_tests_not_run(bad_file, tmp_path):
+    found = testing.run_tests([f"{bad_file}::test_last"], 1, Budget(0), tmp_path / "log", tmp_path)
+    assert [result.outcome for result in found.values()] == ["not run"]
+    assert testing.summary(found, None) == (False, "1 not run")
+
+
+def test_collecting_finds_marked_tests_of_this_repository(tmp_path):
+    found, problem = testing.collect(Budget(120), tmp_path / "log", tmp_path, ["tests/ops/criss_cross"])
+    assert problem is None
+    assert found
+    assert all(name.startswith("tests/ops/criss_cross/") and "cuda" in name for name in found)
+
+
+def test_chunks_are_of_one_file_and_begin_with_slow_ones():
+    names = [f"a.py::test[{n}]" for n in range(5)] + ["b.py::test_compiled", "b.py::test"]
+    assert testing.chunks(names, 3) == [names[5:], names[:3], names[3:5]]
+
+
+def test_a_test_that_spoils_cuda_is_named_and_the_rest_goes_on(tmp_path, monkeypatch):
+    """A made-up torch, whose device fails from the second test on."""
+    (tmp_path / "test_bad.py").write_text(
+        "import sys, types\n"
+        "spoiled = []\n"
+        "class cuda:\n"
+        "    is_available = is_initialized = staticmethod(lambda: True)\n"
+        "    @staticmethod\n"
+        "    def synchronize():\n"
+        "        if spoiled: raise RuntimeError('CUDA error: an illegal memory access\\nmore')\n"
+        "sys.modules['torch'] = types.SimpleNamespace(cuda=cuda)\n"
+        "def test_first(): pass\n"
+        "def test_spoils(): spoiled.append(1)\n"
+        "def test_third(): assert not spoiled\n"
+    )
+    monkeypatch.setattr(testing, "pytest_command", in_folder(tmp_path))
+    found = run_file("test_bad.py", tmp_path, ["test_first", "test_spoils", "test_third"])
+    assert [result.outcome for result in found.values()] == ["passed", "failed", "passed"]
+    assert reason(found["test_spoils"].message) == "CUDA error: an illegal memory access"
+
+
+def test_a_summary_has_a_line_for_each_stage():
+    stages = [
+        Stage("build", "passed", 3.2, ["done"]),
+        Stage("tests", "FAILED", 9.0, ["a", "b"]),
+        Stage("fuzz", "no time", 0, []),
+    ]
+    assert summary(stages) == ["build: passed in 3 s. done", "tests: FAILED in 9 s. b", "fuzz: no time in 0 s. "]
+
+
+# --- memory checkers --------------------------------------------------------------------------------------------------
+
+
+def test_kernels_are_found_by_namespace_and_decorator(tmp_path):
+    (tmp_path / "kernels.py").write_text(
+        "import triton\nfrom triton import jit\n\n@triton.jit\ndef one(x):\n    pass\n\n"
+        "@triton.jit(do_not_specialize=['n'])\ndef two(x):\n    pass\n\n"
+        "@triton.jit(\n    do_not_specialize=['n'],\n)\ndef three(x):\n    pass\n\n"
+        "@jit\ndef four(x):\n    pass\n\ndef five(x):\n    pass\n"
+    )
+    assert memory.our_kernels(tmp_path) == ["attn_plugins", "four", "one", "three", "two"]
+
+
+INITCHECK = """========= COMPUTE-SANITIZER
+========= Uninitialized __global__ memory read of size 4 bytes
+=========     at void at::native::vectorized_elementwise_kernel<4>(int)+0x80
+=========     by thread (0,0,0) in block (0,0,0)
+========= Uninitialized __global__ memory read of size 4 bytes
+=========     at void attn_plugins::sample_kernel<float, 4>(float*)+0x120 in sampling.cuh:57
+=========     by thread (3,0,0) in block (1,0,0)
+window_attention: 40 calls by cuda
+========= ERROR SUMMARY: 2 errors
+"""
+
+
+def test_what_initcheck_says_of_other_kernels_does_not_count():
+    kernels = ["attn_plugins"]
+    done = Done(0, 1.0, INITCHECK)
+    found = memory.judge("initcheck", "window_attention", done, INITCHECK, kernels)
+    assert not found.passed
+    assert found.line.startswith("1 reads of memory that nothing wrote")
+    assert "sample_kernel" in found.line
+    text = INITCHECK.replace("attn_plugins::", "other::")
+    assert memory.judge("initcheck", "window_attention", done, text, kernels) == (
+        "initcheck, window_attention", True, "window_attention: 40 calls by cuda",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "status, text, passed, words",
+    [
+        (0, "f: 3 calls by cuda\n========= ERROR SUMMARY: 0 errors\n", True, "f: 3 calls by cuda"),
+        (9, "f: 3 calls by cuda\n========= ERROR SUMMARY: 2 errors\n", False, "ERROR SUMMARY: 2 errors"),
+        (1, "ImportError: no torch\n", False, "status 1: ImportError: no torch"),
+        (0, "========= Error: no GPU\n", False, "status 0: ========= Error: no GPU"),
+        (None, "", False, "not done after 5 s"),
+    ],
+)
+def test_verdicts_of_memcheck(status, text, passed, words):
+    assert memory.judge("memcheck", "f", Done(status, 5.0, text), text, ["k"]) == ("memcheck, f", passed, words)
+
+
+def test_the_checker_watches_our_kernels():
+    words = memory.command("memcheck", "window_attention", 60.0, ["attn_plugins", "one"])
+    assert words[:3] == ["compute-sanitizer", "--tool", "memcheck"]
+    assert [words[n + 1] for n, word in enumerate(words) if word == "--kernel-name"] == ["kns=attn_plugins", "kns=one"]
+    assert "--kernel-name" not in memory.command("initcheck", "window_attention", 60.0, ["attn_plugins"])
+
+
+def test_without_the_checker_it_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(memory.shutil, "which", lambda name: None)
+    (found,) = memory.check_memory(["window_attention"], 1, Budget(9), tmp_path / "log")
+    assert not found.passed
+    assert "not on the PATH" in found.line
+
+
+def test_random_calls_by_every_backend_on_the_cpu():
+    from tools.gpu_check.backends import backends_of
+    from tools.gpu_check.calls import compute
+
+    done = compute("window_attention", 6, 60.0, "cpu")
+    assert set(done) <= set(backends_of("window_attention"))
+    assert done["torch"] == 6
+
+
+def test_fuzzing_beside_the_reference_on_the_cpu(tmp_path, monkeypatch):
+    monkeypatch.setattr(memory, "NUMBER", 3)
+    (found,) = memory.fuzz(["criss_cross_attention"], 1, Budget(120), tmp_path / "log", "cpu")
+    assert found.passed, found.line
+    assert "3 calls" in found.line

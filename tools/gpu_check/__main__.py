@@ -1,0 +1,74 @@
+"""Check and measure the operators on this machine's GPU, in two commands of under 500 seconds each.
+
+python -m tools.gpu_check check              build where needed, tests marked cuda, random calls, compute-sanitizer
+python -m tools.gpu_check check --stages tests memory
+python -m tools.gpu_check measure            every operator and module by each of its backends, beside its peers
+python -m tools.gpu_check measure -k window  rows by a regular expression
+
+Needs a Python with torch for CUDA, pytest and, for some peers, torchvision, timm, natten, mmcv; nothing is installed.
+What a command found is written to --out after every part: a command that is cut short leaves what it has. Clocks,
+power limits and other settings of the GPU stay as they are. The status is 0 where all is well, 1 where something
+failed, 2 where there is no CUDA device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from tools.requires import extras
+
+from . import machine
+
+machine.make_importable()
+
+with extras():
+    import torch
+
+    from . import check
+    from .processes import Budget
+
+SECONDS = 480.0
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    made = argparse.ArgumentParser(
+        prog="python -m tools.gpu_check", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = made.add_subparsers(dest="command", required=True)
+    out = Path(os.environ.get("OUT") or machine.FOLDER / "out")
+    jobs = max(1, (os.cpu_count() or 1) - 2)
+    first = commands.add_parser("check", help="build, tests, random calls, memory checkers")
+    first.add_argument("--stages", nargs="+", choices=check.STAGES, default=list(check.STAGES))
+    first.add_argument("--build", action="store_true", help="compile even where the binaries load")
+    second = commands.add_parser("measure", help="times, memory, and shares of what the device can do")
+    second.add_argument("-k", default="", metavar="REGEX", help="only rows whose name this finds")
+    second.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: tries the tool; means nothing")
+    for each in (first, second):
+        each.add_argument("--seconds", type=float, default=SECONDS, help="for the whole command (default: %(default)g)")
+        each.add_argument("--jobs", type=int, default=jobs, help="processes at a time (default: %(default)s)")
+        each.add_argument("--out", type=Path, default=out, help="where results go (default: $OUT, %(default)s)")
+    return made
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run a command and return its exit status."""
+    options = parser().parse_args(arguments)
+    if options.seconds <= 0 or options.jobs < 1:
+        parser().error(f"--seconds and --jobs must be positive, got {options.seconds:g} and {options.jobs}")
+    if getattr(options, "device", "cuda") == "cuda" and not torch.cuda.is_available():
+        print(f"gpu_check {options.command}: {machine.NO_DEVICE}", file=sys.stderr)
+        return 2
+    budget = Budget(options.seconds)
+    if options.command == "check":
+        return check.check(options.stages, budget, options.jobs, options.out, options.build)
+    from . import measure
+
+    return measure.measure(options.k, budget, options.jobs, options.out, options.device)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

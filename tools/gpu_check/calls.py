@@ -1,0 +1,45 @@
+"""Random calls of one operator on a device by every backend that takes them, for a memory checker to watch.
+
+Run by :mod:`.memory` as ``python -c "from tools.gpu_check.calls import main; main()" OPERATOR CALLS SECONDS DEVICE``.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import Counter
+
+import torch
+
+from tools.fuzz import check
+from tools.fuzz.operators import legal_call
+
+from .backends import backends_of, calling_thread
+
+
+def compute(operator: str, count: int, seconds: float, device: str) -> Counter[str]:
+    """Compute up to ``count`` calls within ``seconds``, forward and backward; return how many by each backend."""
+    names = backends_of(operator)
+    done: Counter[str] = Counter()
+    begin = time.monotonic()
+    for number in range(count):
+        if time.monotonic() - begin > seconds:
+            break
+        _, call, grad = legal_call(operator, 0, number, device)
+        for name in names:
+            try:
+                with check.mode_of(call), calling_thread():
+                    check.compute(call, grad, name)
+            except ValueError:  # it refuses this call
+                continue
+            done[name] += 1
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return done
+
+
+def main() -> None:
+    """Compute as the arguments say, and print a line of what was."""
+    operator, count, seconds, device = sys.argv[1:]
+    done = compute(operator, int(count), float(seconds), device)
+    print(f"{operator}: " + (", ".join(f"{n} calls by {name}" for name, n in done.items()) or "no call"), flush=True)

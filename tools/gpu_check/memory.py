@@ -1,0 +1,111 @@
+"""Random calls of every operator under compute-sanitizer, and beside the reference.
+
+memcheck and synccheck watch our kernels alone. initcheck watches all, since memory that another kernel wrote would
+count as never written otherwise; what it says of other kernels is not counted.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+from .machine import ROOT
+from .processes import Budget, Done, run
+
+TOOLS = ("memcheck", "initcheck", "synccheck")
+ERRORS = 9  # compute-sanitizer's exit status where it found some
+CALLS = "from tools.gpu_check.calls import main; main()"
+NUMBER = 400  # calls of an operator at most
+JIT = re.compile(r"^@(?:triton\.)?jit\b[^\n]*\n(?:@[^\n]*\n|\s[^\n]*\n|\)[^\n]*\n)*def (\w+)\(", re.M)
+
+
+class Found(NamedTuple):
+    """What one process found: whether all is well, and a line that says so."""
+
+    name: str
+    passed: bool
+    line: str
+
+
+def our_kernels(package: Path = ROOT / "plugins") -> list[str]:
+    """Return parts of names that only our kernels have: the C++ namespace, and functions that Triton compiles."""
+    found = {"attn_plugins"}
+    for path in sorted(package.rglob("*.py")):
+        found.update(JIT.findall(path.read_text(encoding="utf-8")))
+    return sorted(found)
+
+
+def command(tool: str, operator: str, seconds: float, kernels: Sequence[str]) -> list[str]:
+    """Return the command line that runs calls of an operator under a tool."""
+    words = ["compute-sanitizer", "--tool", tool, "--report-api-errors", "no"]
+    if tool != "initcheck":
+        words += ["--error-exitcode", str(ERRORS)]
+        words += [word for name in kernels for word in ("--kernel-name", f"kns={name}")]
+    return [*words, sys.executable, "-c", CALLS, operator, str(NUMBER), f"{seconds:g}", "cuda"]
+
+
+def reports(text: str, kernels: Sequence[str]) -> list[str]:
+    """Return the blocks of initcheck's output that name one of ``kernels``."""
+    blocks = re.split(r"(?m)^(?==+ *Uninitialized)", text)[1:]
+    heads = ["\n".join(block.splitlines()[:3]) for block in blocks]
+    return [head for head in heads if any(name in head for name in kernels)]
+
+
+def judge(tool: str, operator: str, done: Done, text: str, kernels: Sequence[str]) -> Found:
+    """Return what a process under a tool found."""
+    name = f"{tool}, {operator}"
+    computed = next((line for line in text.splitlines() if line.startswith(f"{operator}: ")), None)
+    if tool == "initcheck" and (unwritten := reports(text, kernels)):
+        return Found(name, False, f"{len(unwritten)} reads of memory that nothing wrote: {unwritten[0]}")
+    if tool != "initcheck" and done.status == ERRORS:
+        summary = re.findall(r"=+ (ERROR SUMMARY: .*)", text)
+        return Found(name, False, summary[-1] if summary else "errors")
+    if done.status is None:
+        return Found(name, False, f"not done after {done.seconds:.0f} s")
+    if computed is None or (done.status != 0 and tool != "initcheck"):
+        return Found(name, False, f"status {done.status}: {done.last_line()}")
+    return Found(name, True, computed)
+
+
+def check_memory(operators: Sequence[str], jobs: int, budget: Budget, log: Path) -> list[Found]:
+    """Return what every tool found in every operator's calls."""
+    if shutil.which("compute-sanitizer") is None:
+        return [Found("compute-sanitizer", False, "is not on the PATH: memory was not checked")]
+    kernels = our_kernels()
+    # Calls end by themselves well before they are killed, which would lose what was found.
+    seconds = budget.left() * 0.45
+
+    def one(tool: str, operator: str) -> Found:
+        part = log.with_name(f"{log.stem}-{tool}-{operator}.log")
+        limits = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # so that the checker sees where each tensor ends
+        done = run(command(tool, operator, seconds, kernels), budget.left(), part, limits)
+        text = part.read_text(errors="replace")
+        return judge(tool, operator, done, text, kernels)
+
+    with ThreadPoolExecutor(jobs) as pool:
+        running = [pool.submit(one, tool, operator) for tool in TOOLS for operator in operators]
+        return [each.result() for each in running]
+
+
+def fuzz(operators: Sequence[str], jobs: int, budget: Budget, log: Path, device: str = "cuda") -> list[Found]:
+    """Return how random calls compare with the reference; time that runs out is no fault."""
+
+    def one(operator: str) -> Found:
+        part = log.with_name(f"{log.stem}-fuzz-{operator}.log")
+        words = ["--device", device, "--calls", str(NUMBER), "--workers", str(max(1, jobs // len(operators)))]
+        done = run([sys.executable, "-m", "tools.fuzz", operator, *words], budget.left(), part)
+        text = part.read_text(errors="replace")
+        failures = list(dict.fromkeys(line for line in text.splitlines() if "--only" in line))
+        if failures:
+            return Found(f"fuzz, {operator}", False, f"{len(failures)} failures: {failures[0][:300]}")
+        if done.status is None:
+            return Found(f"fuzz, {operator}", True, f"no failure in {done.seconds:.0f} s, not all {NUMBER} calls done")
+        return Found(f"fuzz, {operator}", done.status == 0, done.last_line())
+
+    with ThreadPoolExecutor(len(operators)) as pool:
+        return list(pool.map(one, operators))

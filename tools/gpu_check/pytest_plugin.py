@@ -1,0 +1,100 @@
+"""A pytest plugin: run listed tests, record each as it starts and ends, and end the process where CUDA is spoiled.
+
+After an illegal access no call of CUDA works in that process any more: every later test would fail for nothing.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .testing import trace_of
+
+SPOILED = 71  # exit status
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("gpu_check")
+    group.addoption("--listed", type=Path, help="run only the tests whose identifiers this file lists")
+    group.addoption("--list-to", type=Path, help="write the identifiers of what was collected, a line each")
+    group.addoption("--record", type=Path, help="append a line of JSON as each test starts and ends")
+    group.addoption("--test-seconds", type=float, default=90.0, help="end the process where a test takes longer")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--record") is not None:
+        config.pluginmanager.register(Recorder(config), "gpu_check_recorder")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    listed = config.getoption("--listed")
+    if listed is None:
+        return
+    wanted = set(listed.read_text().splitlines())
+    left_out = [item for item in items if item.nodeid not in wanted]
+    items[:] = [item for item in items if item.nodeid in wanted]
+    config.hook.pytest_deselected(items=left_out)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    target = session.config.getoption("--list-to")
+    if target is not None:
+        target.write_text("".join(f"{item.nodeid}\n" for item in session.items))
+
+
+class Recorder:
+    """Writes what happens to a file that survives the process."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.path, self.limit = config.getoption("--record"), config.getoption("--test-seconds")
+        self.outcome, self.message = "passed", ""
+        self.trace = trace_of(self.path).open("w")  # pytest takes stderr for itself
+
+    def write(self, **line: Any) -> None:
+        with self.path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Any:
+        self.write(start=item.nodeid)
+        self.outcome, self.message = "passed", ""
+        begin = time.monotonic()
+        faulthandler.dump_traceback_later(self.limit, exit=True, file=self.trace)
+        try:
+            result = yield
+            spoiled = cuda_error()
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+        if spoiled is not None:
+            self.outcome, self.message = "failed", f"{spoiled}\n{self.message}"
+        seconds = round(time.monotonic() - begin, 3)
+        self.write(end=item.nodeid, outcome=self.outcome, seconds=seconds, message=self.message[-1500:])
+        if spoiled is not None:
+            os._exit(SPOILED)
+        return result
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self.outcome, self.message = "failed", report.longreprtext
+        elif report.skipped and self.outcome == "passed":
+            self.outcome = "skipped"
+            self.message = str(report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr)
+
+
+def cuda_error() -> str | None:
+    """Wait for the device and return the error that it has met, or None."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_available() or not torch.cuda.is_initialized():
+        return None
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        return str(error).splitlines()[0]
+    return None

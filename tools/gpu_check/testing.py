@@ -1,0 +1,134 @@
+"""Run the tests marked ``cuda`` in many processes, none of which can spoil what runs in another.
+
+Each process takes some tests of one file. Where it dies or hangs, the test that it was at has failed and another
+process takes the rest.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+from .machine import ROOT
+from .processes import Budget, run
+
+FOLDERS = ("tests/ops", "tests/terms", "tests/modules", "tests/timm")
+MARKER = "cuda"
+TESTS_A_PROCESS = 60
+STARTS = 6  # of a process for the same tests, each after one that ended early
+TEST_SECONDS = 90.0
+SLOW = re.compile("compil|triton|opcheck|gradcheck", re.I)
+
+
+class Result(NamedTuple):
+    """What came of a test: ``passed``, ``failed``, ``skipped`` or ``not run``, and why."""
+
+    outcome: str
+    seconds: float = 0.0
+    message: str = ""
+
+
+def pytest_command(*arguments: str | Path) -> list[str | Path]:
+    """Return the command line of pytest with the plugin."""
+    plugin = f"{__package__}.pytest_plugin"
+    return [sys.executable, "-m", "pytest", "-q", "-p", plugin, "-p", "no:cacheprovider", *arguments]
+
+
+def collect(
+    budget: Budget, log: Path, scratch: Path, folders: Sequence[str] = FOLDERS, marker: str = MARKER
+) -> tuple[list[str], str | None]:
+    """Return the tests' identifiers, and what went wrong while they were collected, or None."""
+    listing = scratch / "collected"
+    folders = [folder for folder in folders if (ROOT / folder).exists()]
+    words = ["--collect-only", "-m", marker, "--continue-on-collection-errors", "--list-to", listing, *folders]
+    done = run(pytest_command(*words), budget.left(), log)
+    found = listing.read_text().splitlines() if listing.exists() else []
+    if done.status in (0, 5):
+        return found, None
+    return found, f"collecting tests: {'time is over' if done.status is None else done.last_line()}"
+
+
+def chunks(identifiers: Iterable[str], size: int = TESTS_A_PROCESS) -> list[list[str]]:
+    """Return tests of one file each, ``size`` at most, those with the slowest ones first."""
+    files: dict[str, list[str]] = {}
+    for each in identifiers:
+        files.setdefault(each.split("::")[0], []).append(each)
+    found = [tests[start : start + size] for tests in files.values() for start in range(0, len(tests), size)]
+    return sorted(found, key=lambda tests: -sum(bool(SLOW.search(name)) for name in tests))
+
+
+def run_chunk(tests: Sequence[str], number: int, budget: Budget, log: Path, scratch: Path, seconds: float) -> dict:
+    """Return the result of every one of ``tests``, all of one file."""
+    found: dict[str, Result] = {}
+    for start in range(STARTS):
+        rest = [name for name in tests if name not in found]
+        if not rest or budget.over():
+            break
+        listing, record = scratch / f"{number}-{start}.tests", scratch / f"{number}-{start}.jsonl"
+        listing.write_text("\n".join(rest) + "\n")
+        words = ["--listed", listing, "--record", record, "--test-seconds", f"{seconds:g}", rest[0].split("::")[0]]
+        done = run(pytest_command(*words), budget.left(), scratch / f"{number}.log")
+        ended, at = read_record(record)
+        found |= ended
+        if at is not None:
+            why = f"its process ended with status {done.status}"
+            if done.status is None:
+                why = "the time of all tests was over"
+            elif trace := trace_of(record).read_text():
+                why = f"{trace[:1000]}\ntook more than {seconds:g} s"
+            outcome = "not run" if done.status is None else "failed"
+            found[at] = Result(outcome, message=f"{done.output[-800:]}\n{why}")
+        elif not ended:  # nothing started: the file does not import, or the identifiers do not fit
+            found |= {name: Result("failed", message=f"no test was run: {done.output[-800:]}") for name in rest}
+    return {name: found.get(name, Result("not run", message="the time was over")) for name in tests}
+
+
+def trace_of(record: Path) -> Path:
+    """Return the file that says where a test that took too long was, empty where none did."""
+    return record.with_suffix(".trace")
+
+
+def read_record(path: Path) -> tuple[dict[str, Result], str | None]:
+    """Return the tests that ended, and the one that only started, or None."""
+    ended: dict[str, Result] = {}
+    at = None
+    for line in path.read_text().splitlines() if path.exists() else ():
+        try:
+            entry = json.loads(line)
+        except ValueError:  # the process died while it wrote
+            continue
+        if "start" in entry:
+            at = entry["start"]
+        else:
+            ended[entry["end"]] = Result(entry["outcome"], entry["seconds"], entry["message"])
+            at = None
+    return ended, at
+
+
+def run_tests(
+    identifiers: Sequence[str], jobs: int, budget: Budget, log: Path, scratch: Path, seconds: float = TEST_SECONDS
+) -> dict[str, Result]:
+    """Return the result of every test, ``jobs`` processes at a time; never raise for what a test does."""
+    found: dict[str, Result] = {}
+    with ThreadPoolExecutor(jobs) as pool:
+        running = [
+            pool.submit(run_chunk, tests, number, budget, log, scratch, seconds)
+            for number, tests in enumerate(chunks(identifiers))
+        ]
+        for each in running:
+            found |= each.result()
+    return found
+
+
+def summary(results: dict[str, Result], problem: str | None) -> tuple[bool, str]:
+    """Return whether all went well, and the line that says so."""
+    counts = Counter(result.outcome for result in results.values())
+    words = [f"{counts[kind]} {kind}" for kind in ("passed", "failed", "skipped", "not run") if counts[kind]]
+    passed = bool(counts["passed"]) and not counts["failed"] and not counts["not run"] and problem is None
+    return passed, ", ".join([*words, *([problem] if problem else [])]) or "no test was found"
