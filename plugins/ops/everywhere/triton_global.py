@@ -138,9 +138,10 @@ def _launch(kernel: str, shape: _Shape, scale: float, **tensors: Tensor | None) 
     from . import triton_global_kernels as kernels
 
     B, M, Hq, Wq, Hk, Wk, D, DV = shape
-        strides = {
-        name: _strides(name, each, shape) for name, each in tensors.items() if each is not None and each.dim() > 3
-    }
+    given = {name: each for name, each in tensors.items() if each is not None}
+    strides = {name: _strides(name, each, shape) for name, each in given.items() if each.dim() > 3}
+    dtype = next(iter(given.values())).dtype
+    block = _block(kernel, shape, dtype)
     of_keys = [name for name in strides if name in _OF_KEYS]
     if "row" not in strides and "column" not in strides and all(_even(strides[name], Wk) for name in of_keys):
         # Neither rows nor columns matter: a tile is a piece of the sequence of keys.
