@@ -73,7 +73,7 @@ wheel: env  ## build dist/*.whl
 docs: env  ## build the site in build/site, strictly
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build -q
 
-benchmark: env  ## our operators beside their peers, to benchmarks/ and README (15 minutes on 2 quiet cores)
+benchmark: env  ## our operators beside their peers, to benchmarks/, README and the site (15 minutes on 2 quiet cores)
 	$(PY) -m tools.benchmark
 	$(PY) -m tools.benchmark table
 
@@ -81,7 +81,7 @@ benchmark-end-to-end: env  ## whole mmdet and mmsegmentation models, stock besid
 	$(PY) -m tools.benchmark end_to_end
 	$(PY) -m tools.benchmark table
 
-benchmark-table: env  ## README's table from benchmarks/*.json
+benchmark-table: env  ## the tables of README and the site from benchmarks/*.json
 	$(PY) -m tools.benchmark table
 
 gpu-check:  ## check and measure the operators on this GPU (PYTHON=python3, one with torch for CUDA; 17 minutes at most)

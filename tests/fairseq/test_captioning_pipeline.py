@@ -29,7 +29,7 @@ SMALLER = {
     "tools.captioning.score": "--json work_dirs/scores.json",
     "tools.caption": "--beam 2 --max-len 12 --device cpu",
 }
-DOCUMENTS = ("README.md", "configs/fairseq/captioning/README.md")
+DOCUMENTS = ("docs/howto/captioning.md", "configs/fairseq/captioning/README.md")
 
 
 def sequence(document: str) -> str:

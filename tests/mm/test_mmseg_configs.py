@@ -166,10 +166,10 @@ def test_the_u_nets_fusions_have_the_thesis_parameters(name, parameters, data):
 
 
 def test_three_lines_turn_ccnet_into_bi_cc(tmp_path):
-    """The README's example, literally."""
-    readme = (ROOT / "README.md").read_text()
-    start = readme.index('_base_ = "mmseg::ccnet/')
-    example = readme[start : readme.index("```", start)]
+    """The example of the site's first page, literally."""
+    page = (ROOT / "docs/start/mmsegmentation.md").read_text()
+    start = page.index('_base_ = "mmseg::ccnet/')
+    example = page[start : page.index("```", start)]
     assert len(example.strip().splitlines()) == 3
     (tmp_path / "bi_cc.py").write_text(example)
     with torch.device("meta"):

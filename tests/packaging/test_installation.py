@@ -1,4 +1,4 @@
-"""README's install lines and first blocks, as printed, in empty environments: ``make test-install``.
+"""The install lines and first blocks of README and the site, as printed, in empty environments: ``make test-install``.
 
 One environment for each Python that is there, with the torch that pip takes today, and one with the oldest Python and
 torch. They are kept under ``build/install``; remove a folder there to begin anew. ``build/install/table.md`` records
@@ -24,7 +24,10 @@ pytestmark = [pytest.mark.install, pytest.mark.timeout(0)]
 
 ROOT = Path(__file__).parents[2]
 BUILD = ROOT / "build/install"
-README = (ROOT / "README.md").read_text()
+INSTALL, PYTORCH, TIMM, MMDET, MMSEG, FAIRSEQ = (
+    (ROOT / f"docs/start/{name}.md").read_text()
+    for name in ("install", "pytorch", "timm", "mmdet", "mmsegmentation", "fairseq")
+)
 OLDEST_TORCH = "2.1.2"
 # What onedl-mmcv and fairseq-fixed state or were found to need; the operators and timm need torch 2.1.
 OLDEST_FOR = {"mm": "2.4", "fairseq": "2.1"}
@@ -50,15 +53,19 @@ def environments() -> list[str]:
     return [*there, *(f"{there[0]}:{OLDEST_TORCH}" for _ in there[:1] if there[0] == "3.10")]
 
 
-def block(heading: str, language: str, containing: str = "") -> str:
-    """The first block of a language after ``heading`` that contains a text."""
-    after = README[README.index(heading) :]
-    found = [text for kind, text in re.findall(r"^```(\w+)\n(.*?)^```", after, re.M | re.S) if kind == language]
+def block(page: str, language: str, containing: str = "") -> str:
+    """The first block of a language on a page that contains a text."""
+    found = [text for kind, text in re.findall(r"^```(\w+)\n(.*?)^```", page, re.M | re.S) if kind == language]
     return next(text for text in found if containing in text)
 
 
+def all_code(page: str) -> str:
+    """Its Python, in order."""
+    return "\n".join(text for kind, text in re.findall(r"^```(\w+)\n(.*?)^```", page, re.M | re.S) if kind == "python")
+
+
 def install_line(containing: str) -> str:
-    (line,) = (line for line in block("## Install", "bash").splitlines() if containing in line)
+    (line,) = (line for line in block(INSTALL, "bash").splitlines() if containing in line)
     return line
 
 
@@ -135,14 +142,14 @@ def test_package_and_the_pytorch_block(environment):
     environment.bash(install_line("pip install ."), environment.clone, record="`pip install .`")
     text = environment.bash("python -m attn_plugins", record="doctor")
     assert text.endswith("all is well\n")
-    environment.python(block("**PyTorch.**", "python"), record="PyTorch block")
+    environment.python(all_code(PYTORCH), record="PyTorch page")
 
 
 def test_timm(environment):
     environment.bash(install_line("install timm"), record="`install timm`")
-    # Before torch 2.5 nothing registers the models unasked, as README says.
+    # Before torch 2.5 nothing registers the models unasked, as the page says.
     asked = "import attn_plugins.timm\n" if environment.older_than("2.5") else ""
-    environment.python(asked + block("**timm.**", "python"), record="timm block")
+    environment.python(asked + all_code(TIMM), record="timm page")
 
 
 # What mmdet's and mmseg's training tools do with a config, on made-up pictures and without downloaded weights.
@@ -207,14 +214,14 @@ def test_mm(environment):
     assert set(before.splitlines()) <= set(after.splitlines()), "a package that was there was changed"
     assert len(re.findall(r"^opencv-", after, re.M)) == 1
     blocks = {
-        "first block (Faster R-CNN)": block("# attn_plugins", "python"),
-        "mmseg block (CCNet)": block("## Quick starts", "python", "mmseg::"),
-        "drop-in block": block("## Quick starts", "python", "drop_in"),
+        "first block (Faster R-CNN)": block(MMDET, "python"),
+        "mmseg block (CCNet)": block(MMSEG, "python"),
+        "drop-in block": block(MMDET, "python", "drop_in"),
     }
     for name, text in blocks.items():
         (environment.work / "my_config.py").write_text(text)
         environment.python(MM, record=name)
-    environment.bash(block("## Quick starts", "bash", "tools/train.py").splitlines()[0] + "\nls $MMDET/tools/train.py")
+    environment.bash(block(MMDET, "bash").splitlines()[0] + "\nls $MMDET/tools/train.py")
     environment.bash(install_line("install mm"), record="`install mm` again")
 
 
@@ -222,10 +229,10 @@ def test_fairseq(environment):
     """The whole block, with 20 updates instead of 1,500."""
     environment.need("fairseq")
     environment.bash(install_line("install fairseq"), record="`install fairseq`")
-    text = block("**fairseq.**", "bash").replace("--max-update 1500", "--max-update 20")
+    text = block(FAIRSEQ, "bash").replace("--max-update 1500", "--max-update 20")
     assert "--max-update 20" in text
-    if environment.older_than("2.5"):  # nothing hooks fairseq then: README's link of another name
+    if environment.older_than("2.5"):  # nothing hooks fairseq then: the link of another name
         link = 'ln -s "$(python -m attn_plugins fairseq-dir)" attention'
-        assert link in README
+        assert link in INSTALL
         text = f"{link}\n{text.replace('--user-dir plugins/fairseq', '--user-dir attention')}"
     environment.bash(text, environment.clone, record="fairseq block, 20 updates")

@@ -1,4 +1,4 @@
-"""README's performance table: made from the files that are there, and what it is made of exists."""
+"""The performance tables: made from the files that are there, and what they are made of exists."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from tools.benchmark import calls, operators, results, table
 from tools.benchmark.end_to_end.models import MODELS
 from tools.benchmark.summary import summarize
 
-README = table.README.read_text(encoding="utf-8")
+PERFORMANCE = (table.ROOT / "docs/performance.md").read_text(encoding="utf-8")
+BEGIN, END = "<!-- benchmark all: begin -->", "<!-- benchmark all: end -->"
 
 
 def made_up(folder):
@@ -32,13 +33,13 @@ def made_up(folder):
     return files
 
 
-def test_readme_is_what_the_files_say(capsys):
+def test_pages_are_what_the_files_say(capsys):
     assert table.main(["--check"]) == 0, capsys.readouterr().out
 
 
 def test_all_rows_are_there(tmp_path):
     made_up(tmp_path)
-    text = table.generate(tmp_path)
+    text = table.generate(tmp_path, "all")
     for entry in (*table.OPERATORS, *table.MODELS):
         assert f"| {entry.title} | slow, fast | 10 ms, **4.0×** | 20 ms, **2.0×** | 0.25 / 0.25 |" in text
     assert "(Made Up, 2 cores, 2 threads, torch 2.11.0, 2030-01-02)" in text
@@ -48,12 +49,27 @@ def test_all_rows_are_there(tmp_path):
     assert "Not measured" not in text
 
 
+def test_readme_shows_six_rows(tmp_path):
+    made_up(tmp_path)
+    text = table.generate(tmp_path, "short")
+    rows = [line for line in text.splitlines() if "10 ms" in line]
+    assert [line.split(" | ")[0].removeprefix("| ") for line in rows] == list(table.SHORT)
+    assert len(rows) == 6
+
+
+def test_models(tmp_path):
+    made_up(tmp_path)
+    text = table.generate(tmp_path, "models")
+    assert all(f"| {entry.title} |" in text for entry in table.MODELS)
+    assert not any(f"| {entry.title} |" in text for entry in table.OPERATORS)
+
+
 def test_losses_and_noise_show(tmp_path):
     files = made_up(tmp_path)
     row = files["criss_cross-cpu"][0]
     row |= dict(ratio=0.934, noisy=True)
     results.write(tmp_path, "criss_cross-cpu", dict(rows=files["criss_cross-cpu"]), "")
-    text = table.generate(tmp_path)
+    text = table.generate(tmp_path, "all")
     assert "| 10 ms, 0.93×\u2020 |" in text
     assert "\u2020 noisy" in text
 
@@ -63,7 +79,7 @@ def test_what_was_not_measured_is_said(tmp_path):
     (tmp_path / "criss_cross-cpu.json").write_text('{"rows": []}')  # as older versions wrote them
     (tmp_path / "end_to_end-cpu.json").unlink()
     (tmp_path / "end_to_end_swin-cpu.json").unlink()
-    text = table.generate(tmp_path)
+    text = table.generate(tmp_path, "all")
     assert "Not measured yet in this way: `criss_cross-cpu`, `end_to_end-cpu`, `end_to_end_swin-cpu`." in text
     assert "CrissCrossAttention2d" not in text
     assert "whole model" not in text
@@ -73,34 +89,41 @@ def test_a_file_without_a_shown_row_is_an_error(tmp_path, capsys):
     made_up(tmp_path)
     results.write(tmp_path, "criss_cross-cpu", dict(rows=[]), "")
     with pytest.raises(ValueError, match=r"criss_cross-cpu\.json has no row 'module, "):
-        table.generate(tmp_path)
-    readme = tmp_path / "README.md"
-    readme.write_text(f"{table.BEGIN}\n{table.END}\n")
-    assert table.main(["--readme", str(readme), "--benchmarks", str(tmp_path)]) == 1
+        table.generate(tmp_path, "all")
+    page = tmp_path / "page.md"
+    page.write_text(f"{BEGIN}\n{END}\n")
+    assert table.main(["--pages", str(page), "--benchmarks", str(tmp_path)]) == 1
     assert "has no row" in capsys.readouterr().err
 
 
 def test_only_what_is_between_the_markers_is_written(tmp_path):
     made_up(tmp_path)
-    readme = tmp_path / "README.md"
-    readme.write_text(f"# before\n\n{table.BEGIN}\nas it was\n{table.END}\n\nafter\n")
-    options = ["--readme", str(readme), "--benchmarks", str(tmp_path)]
+    page = tmp_path / "page.md"
+    short = "<!-- benchmark short: begin -->\n<!-- benchmark short: end -->\n"
+    page.write_text(f"# before\n\n{BEGIN}\nas it was\n{END}\n\nbetween\n{short}after\n")
+    options = ["--pages", str(page), "--benchmarks", str(tmp_path)]
     assert table.main([*options, "--check"]) == 1
-    assert "as it was" in readme.read_text()
+    assert "as it was" in page.read_text()
     assert table.main(options) == 0
     assert table.main([*options, "--check"]) == 0
-    text = readme.read_text()
-    assert text.startswith(f"# before\n\n{table.BEGIN}\n| operator")
-    assert text.endswith(f"\n{table.END}\n\nafter\n")
+    text = page.read_text()
+    assert text.startswith(f"# before\n\n{BEGIN}\n| operator")
+    assert f"\n{END}\n\nbetween\n<!-- benchmark short: begin -->\n| operator or model" in text
+    assert text.endswith("<!-- benchmark short: end -->\nafter\n")
     assert "as it was" not in text
 
 
 @pytest.mark.parametrize(
-    "text", ["", table.BEGIN, f"{table.END}{table.BEGIN}", f"{table.BEGIN}{table.BEGIN}{table.END}"]
+    "text", ["", BEGIN, f"{END}{BEGIN}", f"{BEGIN}{BEGIN}{END}", BEGIN + END.replace("all", "short")]
 )
-def test_markers_that_are_amiss_are_an_error(text):
-    with pytest.raises(ValueError, match="once each"):
-        table.split(text)
+def test_markers_that_are_amiss_are_an_error(text, tmp_path):
+    with pytest.raises(ValueError, match="each table needs"):
+        table.filled(text, tmp_path)
+
+
+def test_a_table_that_there_is_not_is_an_error(tmp_path):
+    with pytest.raises(ValueError, match="must be one of all, models, short, got 'other'"):
+        table.filled("<!-- benchmark other: begin --><!-- benchmark other: end -->", tmp_path)
 
 
 def test_every_row_of_the_table_is_measured():
@@ -123,6 +146,6 @@ def test_backends_are_those_of_the_operators():
     assert names["deform_conv2d"][:2] == ["cpu", "cuda"]
     assert set().union(*names.values()) <= set(table.BACKENDS)
     for name, backends in names.items():
-        line = next(line for line in README.splitlines() if line.startswith(f"| `{name}` |"))
+        line = next(line for line in PERFORMANCE.splitlines() if line.startswith(f"| `{name}` |"))
         assert ("CUDA kernels" in line) == ("cuda" in backends)
         assert ("C++ kernels" in line) == ("cpu" in backends)

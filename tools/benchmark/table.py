@@ -1,14 +1,17 @@
-"""README's performance table, from ``benchmarks/*.json``.
+"""Write the performance tables of README and of the site from ``benchmarks/*.json``.
 
-python -m tools.benchmark table            # rewrite it
-python -m tools.benchmark table --check    # status 1 where README is not what the files say
+python -m tools.benchmark table            # rewrite them
+python -m tools.benchmark table --check    # status 1 where a page is not what the files say
+
+A page holds ``<!-- benchmark NAME: begin -->`` and ``<!-- benchmark NAME: end -->`` around each table.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,15 +23,16 @@ from . import results
 with extras():
     from .report import megabytes, milliseconds, working_memory
 
-README = results.FOLDER.parent / "README.md"
-BEGIN, END = "<!-- benchmark table: begin -->", "<!-- benchmark table: end -->"
+ROOT = results.FOLDER.parent
+PAGES = (ROOT / "README.md", ROOT / "docs/performance.md", ROOT / "docs/howto/faster.md")
+_MARKER = re.compile(r"<!-- benchmark (\w+): (begin|end) -->")
 
 
 class Entry(NamedTuple):
-    """A row of README's table.
+    """A row of a table.
 
     Attributes:
-        title: As README shows it.
+        title: As the page shows it.
         file: Of ``benchmarks``, without ``.json``.
         case: The row's name in it, up to the pass.
         passes: The names of both passes.
@@ -40,7 +44,7 @@ class Entry(NamedTuple):
     passes: tuple[str, str] = ("forward", "forward+backward")
 
 
-# Which rows README shows, the ones that we lose included; all others are on the pages in benchmarks/.
+# The rows of the site, the ones that we lose included; all others are on the pages in benchmarks/.
 OPERATORS = (
     Entry("`deform_conv2d`, (2,256,50,68), 3×3, masks", "deform_conv-cpu",
           "2-D (2,256,50,68), 1 offset group, float32"),
@@ -98,6 +102,15 @@ MODELS = (
     Entry("mmdet, Mask R-CNN Swin-T, 800×1344", "end_to_end_swin-cpu", "Mask R-CNN Swin-T, 800x1344", STEPS),
     Entry("mmseg, Mask2Former R-50, 512×1024", "end_to_end-cpu", "Mask2Former R-50, semantic (mmseg), 512x1024", STEPS),
 )  # fmt: skip
+# README's rows: of these titles.
+SHORT = (
+    "`deform_conv2d`, (2,256,50,68), 3×3, masks",
+    "`deformable_attention`, DETR's encoder, 17,821 queries, 4 levels",
+    "`GeneralizedAttention2d` 1111, (1,256,50,84), kv_stride 2",
+    "mmdet, Faster R-CNN R-50, attention 0010 and DCN, 800×1344",
+    "mmdet, Deformable DETR R-50, 800×1344",
+    "timm's `swin_tiny_patch4_window7_224` with `accelerate`, batch 2",
+)
 COLUMN_BUFFER = ("deform_conv-cpu", "2-D (2,256,100,152), 1 offset group, float32")
 
 # How a backend computes, for people.
@@ -138,29 +151,60 @@ class Rows:
         for row in data["rows"]:
             if row["case"] == case:
                 return row
-        raise ValueError(f"{self._folder / file}.json has no row {case!r}, which README's table shows")
+        raise ValueError(f"{self._folder / file}.json has no row {case!r}, which a page shows")
 
 
-def generate(folder: Path) -> str:
-    """Return what stands between the markers.
-
-    Raises:
-        ValueError: A file lacks a row that README shows.
-    """
-    rows = Rows(folder)
+def everything(rows: Rows) -> list[str]:
+    """Return all rows, how to read them, and what computes each operator."""
     lines: list[str] = []
     for entries, title in ((OPERATORS, "operator or module"), (MODELS, "whole model, stock config with the drop-in")):
-        body = [line for entry in entries if (line := entry_line(rows, entry))]
-        if body:
-            lines += [f"| {title} | peers | {' | '.join(entries[0].passes)} | memory |", "| --- " * 5 + "|", *body, ""]
-    lines += sentences(rows)
-    if rows.missing:
-        lines += [f"Not measured yet in this way: {', '.join(f'`{name}`' for name in rows.missing)}.", ""]
-    return "\n".join([*lines, *backends()])
+        lines += rows_table(rows, entries, title)
+    return [*lines, *sentences(rows), *unmeasured(rows), *backends()]
+
+
+def models(rows: Rows) -> list[str]:
+    """Return the rows of whole models."""
+    return [*rows_table(rows, MODELS, "whole model"), *reading(rows, MODELS), *unmeasured(rows)]
+
+
+def short(rows: Rows) -> list[str]:
+    """Return README's rows."""
+    by_title = {entry.title: entry for entry in (*OPERATORS, *MODELS)}
+    entries = [by_title[title] for title in SHORT]
+    made = [line for entry in entries if (line := entry_line(rows, entry))]
+    head = ["| operator or model | peers | forward, prediction | training step | memory |", "| --- " * 5 + "|"]
+    return [*(head if made else []), *made, "", *reading(rows, entries), *unmeasured(rows)]
+
+
+TABLES: dict[str, Callable[[Rows], list[str]]] = {"all": everything, "models": models, "short": short}
+
+
+def generate(folder: Path, table: str) -> str:
+    """Return what stands between the markers of a table.
+
+    Raises:
+        ValueError: A file lacks a row that the table shows, or there is no such table.
+    """
+    if table not in TABLES:
+        raise ValueError(f"the table of a page must be one of {', '.join(TABLES)}, got {table!r}")
+    return "\n".join(TABLES[table](Rows(folder))).strip("\n") + "\n"
+
+
+def rows_table(rows: Rows, entries: Sequence[Entry], title: str) -> list[str]:
+    """Return a table of those rows that are measured; nothing where none is."""
+    body = [line for entry in entries if (line := entry_line(rows, entry))]
+    head = [f"| {title} | peers | {' | '.join(entries[0].passes)} | memory |", "| --- " * 5 + "|"]
+    return [*head, *body, ""] if body else []
+
+
+def unmeasured(rows: Rows) -> list[str]:
+    """Return a line that names the files that are missing."""
+    names = ", ".join(f"`{name}`" for name in rows.missing)
+    return [f"Not measured yet in this way: {names}.", ""] if names else []
 
 
 def entry_line(rows: Rows, entry: Entry) -> str | None:
-    """Return a row of README's table, or None where its file is missing."""
+    """Return a row, or None where its file is missing."""
     found = [rows.find(entry.file, f"{entry.case}, {each}") for each in entry.passes]
     both = [row for row in found if row is not None]
     if len(both) < len(found):
@@ -181,9 +225,9 @@ def ratio(row: Mapping[str, Any]) -> str:
     return text + "†" * (row["noisy"] or row["loaded"])
 
 
-def sentences(rows: Rows) -> Iterator[str]:
-    """Yield what is said below the tables: how to read them, memory, calls."""
-    shown = [row for entry in (*OPERATORS, *MODELS) for row in _rows(rows, entry)]
+def reading(rows: Rows, entries: Sequence[Entry]) -> Iterator[str]:
+    """Yield how to read the rows of ``entries``."""
+    shown = [row for entry in entries for row in _rows(rows, entry)]
     if shown:
         machine = (rows.file(OPERATORS[0].file) or rows.file(MODELS[0].file) or {}).get("machine", {})
         where = f" ({machine['cpu']}, torch {machine['torch']}, {machine['date']})" if machine else ""
@@ -193,6 +237,11 @@ def sentences(rows: Rows) -> Iterator[str]:
         if any(row["noisy"] or row["loaded"] for row in shown):
             yield "† noisy: measured on a busy machine, or varying more than 1.3-fold between quartiles."
         yield ""
+
+
+def sentences(rows: Rows) -> Iterator[str]:
+    """Yield what is said below all tables: how to read them, memory, calls."""
+    yield from reading(rows, (*OPERATORS, *MODELS))
     both = [rows.find(COLUMN_BUFFER[0], f"{COLUMN_BUFFER[1]}, {each}") for each in ("forward", "forward+backward")]
     if both[0] is not None and both[1] is not None:
         size = both[0]["buffer"]["size"]
@@ -244,17 +293,24 @@ def backends() -> list[str]:
     return lines
 
 
-def split(text: str) -> tuple[str, str, str]:
-    """Return README before, between and after the markers.
+def filled(text: str, folder: Path) -> str:
+    """Return a page with its tables as the files of ``folder`` say.
 
     Raises:
-        ValueError: The markers are not there once each, in order.
+        ValueError: The page has no marker, markers are not in pairs, or a row is missing.
     """
-    if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
-        raise ValueError(f"README must hold {BEGIN} and, below it, {END}, once each")
-    head, _, rest = text.partition(BEGIN)
-    inside, _, tail = rest.partition(END)
-    return head + BEGIN + "\n", inside.strip("\n") + "\n", END + tail
+    found = list(_MARKER.finditer(text))
+    begins, ends = found[::2], found[1::2]
+    paired = len(begins) == len(ends) and all(
+        begin[2] == "begin" and end[2] == "end" and begin[1] == end[1] for begin, end in zip(begins, ends)
+    )
+    if not found or not paired:
+        raise ValueError("each table needs <!-- benchmark NAME: begin --> and, below it, <!-- benchmark NAME: end -->")
+    parts, last = [], 0
+    for begin, end in zip(begins, ends):
+        parts += [text[last : begin.end()], "\n", generate(folder, begin[1])]
+        last = end.start()
+    return "".join([*parts, text[last:]])
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -264,19 +320,22 @@ def main(arguments: list[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     made.add_argument("--check", action="store_true", help="write nothing")
-    made.add_argument("--readme", type=Path, default=README)
+    made.add_argument("--pages", nargs="+", type=Path, default=PAGES, help="default: README's and the site's")
     made.add_argument("--benchmarks", type=Path, default=results.FOLDER, help="the folder of JSON files")
     options = made.parse_args(arguments)
-    try:
-        head, before, tail = split(options.readme.read_text(encoding="utf-8"))
-        inside = generate(options.benchmarks).strip("\n") + "\n"
-    except ValueError as error:
-        print(f"benchmark: {error}", file=sys.stderr)
-        return 1
-    if options.check:
-        if inside != before:
-            print(f"benchmark: {options.readme} is not what {options.benchmarks} says (make benchmark-table)")
-        return int(inside != before)
-    write_text(options.readme, head + inside + tail)
-    print(f"written to {options.readme}")
-    return 0
+    status = 0
+    for page in options.pages:
+        before = page.read_text(encoding="utf-8")
+        try:
+            after = filled(before, options.benchmarks)
+        except ValueError as error:
+            print(f"benchmark: {page}: {error}", file=sys.stderr)
+            status = 1
+            continue
+        if options.check and after != before:
+            print(f"benchmark: {page} is not what {options.benchmarks} says (make benchmark-table)")
+            status = 1
+        elif not options.check:
+            write_text(page, after)
+            print(f"written to {page}")
+    return status

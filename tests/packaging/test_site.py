@@ -1,0 +1,113 @@
+"""README and the pages of the site: what stands in their blocks runs, or says what it needs; links lead somewhere."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+yaml = pytest.importorskip("yaml")
+
+ROOT = Path(__file__).parents[2]
+README = ROOT / "README.md"
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
+BLOCK = re.compile(r"(?:<!-- (tested by|needs): (.*?) -->\n)?^```(python|bash)\n(.*?)^```$", re.M | re.S)
+LINK = re.compile(r"!?\[[^]]*\]\((?!https?:|mailto:)([^)\s]+)\)")
+
+
+def blocks(page: Path) -> list[tuple[str | None, str, str, str]]:
+    """(``tested by``, ``needs`` or None, of what, language, text) of each block."""
+    return [(kind or None, what, language, text) for kind, what, language, text in BLOCK.findall(page.read_text())]
+
+
+def name(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+def code(page: Path) -> str:
+    """The Python of a page that nothing else tests, in order."""
+    return "\n".join(text for kind, _, language, text in blocks(page) if kind is None and language == "python")
+
+
+WITH_CODE = [page for page in (README, *PAGES) if code(page)]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_shell_blocks_say_what_tests_them_or_what_they_need(page):
+    for kind, what, language, text in blocks(page):
+        if language == "bash":
+            assert kind is not None, text
+        if kind == "tested by":
+            assert (ROOT / what).is_file(), what
+
+
+def test_pages_with_code_are_found():
+    names = {name(page) for page in WITH_CODE}
+    assert names >= {"README.md", "docs/start/pytorch.md", "docs/start/timm.md", "docs/howto/new-module.md"}
+
+
+@pytest.mark.parametrize("page", WITH_CODE, ids=name)
+def test_code_runs(page, tmp_path):
+    """All blocks of a page, one after another, as a reader would type them; a config is another test's."""
+    text = code(page)
+    if page == README:
+        parts = [text for _, _, language, text in blocks(README) if language == "python"]
+        text = "\n".join(part for part in parts if "custom_imports" not in part)
+    (tmp_path / "page.py").write_text(text)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "page.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=1200
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+def test_readme_is_short_and_has_the_start_pages_config():
+    assert len(README.read_bytes()) < 8192
+    config = next(text for _, _, _, text in blocks(README) if "custom_imports" in text)
+    assert config in (ROOT / "docs/start/mmdet.md").read_text()
+
+
+@pytest.mark.parametrize(
+    "page", [README, ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("configs/**/README.md"))], ids=name
+)
+def test_links_of_the_repository_lead_somewhere(page):
+    for target in LINK.findall(page.read_text()):
+        path = target.partition("#")[0]
+        assert not path or (page.parent / path).exists(), target
+
+
+def navigation(node) -> list[str]:
+    if isinstance(node, str):
+        return [node]
+    return [page for value in (node.values() if isinstance(node, dict) else node) for page in navigation(value)]
+
+
+def test_every_page_is_in_the_navigation():
+    listed = navigation(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])
+    generated = {page for page in listed if page.startswith(("reference/", "benchmarks/"))}
+    generated |= {"changelog.md", "contributing.md"}
+    written = {page.relative_to(ROOT / "docs").as_posix() for page in PAGES}
+    assert len(listed) == len(set(listed))
+    assert set(listed) - generated == written
+
+
+def test_docstrings_become_markdown():
+    from tools.site.docstrings import markdown
+
+    text = "Does this; see :class:`.Other` and ``x``::\n\n    a = 1\n\nThen more.\n\n==== ====\na    b\n==== ===="
+    assert markdown(text).split("\n") == [
+        "Does this; see `Other` and `x`:", "```text", "    a = 1", "```", "", "Then more.", "",
+        "```text", "a    b", "```",
+    ]  # fmt: skip
+
+
+def test_every_command_has_help():
+    from tools.site.commands import commands
+
+    found = commands()
+    assert {"tools.show_attention", "tools.benchmark", "tools.captioning.score", "tools.findings"} <= set(found)
+    assert not [command for command in found if ".site" in command]
