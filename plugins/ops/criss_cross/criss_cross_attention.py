@@ -1,19 +1,21 @@
 """Region "criss-cross": attention to the keys in the row and in the column of each query.
 
 Criss-cross attention (CCNet) and bilateral criss-cross attention are this operator, without and with position
-logits. It is batched matrix products around one softmax, on every device (``products``).
+logits. It is batched matrix products around one softmax, on every device (``products``), or Triton's kernels
+(``triton_criss_cross``).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..arguments import check_dim, check_tensors, finite
+from ..arguments import arithmetic_dtype, check_dim, check_tensors, finite
 from ..operator import Operator
-from . import products, reference
+from . import products, reference, triton_criss_cross
 from .operands import Options, Terms
 
 
@@ -54,7 +56,7 @@ def criss_cross_attention(
     """
     terms = Terms(query, key, value, position_logits)
     _check(*terms)
-    return ATTEND(terms, Options(finite("scale", scale)))
+    return ATTEND(terms, Options(finite("scale", scale), triton_criss_cross.wanted(value)))
 
 
 def _check(query: Tensor | None, key: Tensor | None, value: Tensor, position_logits: Tensor | None) -> None:
@@ -87,24 +89,22 @@ def _check(query: Tensor | None, key: Tensor | None, value: Tensor, position_log
 # --- the operator -------------------------------------------------------------------------------------------------
 
 
-def _empty(like: Tensor, width: int) -> Tensor:
-    """Uninitialised (B, M, H, W, width), stored as (B, H, W, M, width) for the projection behind it.
-
-    Not a view: its owner may add to it in place.
-    """
-    B, M, H, W, _ = like.shape
-    return like.new_empty_strided((B, M, H, W, width), (H * W * M * width, width, W * M * width, M * width, 1))
+def _definition(terms: Terms, options: Options) -> Tensor:
+    return reference.criss_cross_attention(*terms, options.scale)
 
 
-def _results(terms: Terms, options: Options) -> tuple[Tensor, Tensor]:
-    """Uninitialised output and weights."""
-    _, _, H, W, dv = terms.value.shape
-    return _empty(terms.value, dv), _empty(terms.value, products.aligned(H) + products.aligned(W))
+def _results(terms: Terms, options: Options) -> tuple[Tensor, Tensor, Tensor]:
+    """Uninitialised output, weights and log-sum-exp; whichever of these is not kept has no elements."""
+    value = terms.value
+    output = products.empty(value, value.shape[4])
+    if options.recompute:
+        return output, value.new_empty(0), value.new_empty(value.shape[:4], dtype=arithmetic_dtype(value.dtype))
+    return output, products.scratch_of_weights(value, value.dtype), value.new_empty(0)
 
 
 def _gradient(name: str, term: Tensor) -> Tensor:
     """An uninitialised gradient, laid out as its term where this has a contiguous width."""
-    return torch.empty_like(term) if term.stride(-1) == 1 else _empty(term, term.shape[-1])
+    return torch.empty_like(term) if term.stride(-1) == 1 else products.empty(term, term.shape[-1])
 
 
 def _products(terms: Any, options: Options) -> tuple[int, int]:
@@ -114,18 +114,23 @@ def _products(terms: Any, options: Options) -> tuple[int, int]:
     return (0 if terms.query is None else pairs * terms.query[4]), pairs * dv
 
 
+def _backward_operations(terms: Any, options: Options, needs: Sequence[bool]) -> int:
+    """Gradients of query and key, of weights and value; recomputed logits."""
+    content, mixing = _products(terms, options)
+    return (3 if options.recompute else 2) * content + 2 * mixing
+
+
 ATTEND = Operator(
     "criss_cross_attention",
     Terms,
     Options,
-    ("output", "weights"),
-    keeps=("weights",),
+    ("output", "weights", "log_sum_exp"),
+    keeps=("weights", "log_sum_exp"),
     fake=_results,
     fake_gradient=_gradient,
-    reference=lambda terms, options: reference.criss_cross_attention(*terms, *options),
-    table=[products.BACKEND],
+    reference=_definition,
+    table=[triton_criss_cross.BACKEND, products.BACKEND],
     operations=lambda terms, options: sum(_products(terms, options)),
-    # Gradients of query and key; gradients of weights and value.
-    backward_operations=lambda terms, options, needs: 2 * sum(_products(terms, options)),
+    backward_operations=_backward_operations,
     nothing=0.0,
 )

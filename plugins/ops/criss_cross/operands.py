@@ -17,6 +17,13 @@ class Terms(NamedTuple):
 
 
 class Options(NamedTuple):
-    """What is no tensor."""
+    """What is no tensor.
+
+    Attributes:
+        scale: Factor of the content term.
+        recompute: Whether the forward keeps the log-sum-exp of each query's logits for the backward, which recomputes
+            the weights, or keeps the weights. Every backend does either: results have the same shapes whoever serves.
+    """
 
     scale: float
+    recompute: bool

@@ -3,8 +3,9 @@
 All keys of a column's queries are that column, so its logits are one H x H product, and a row's one W x W product.
 Both read strided views: nothing is gathered, transposed or concatenated. A query's logits lie side by side in one
 scratch, the column's before the row's, and one softmax in place makes the weights of both.
-The gradient reads the weights that were kept. To recompute them would cost a twelfth of the time (6 of 81 ms at
-97 x 97, d 64, dv 512) and free 7.5 of the 30.5 MiB kept between the passes, but not lower the peak, the gradient's.
+The gradient reads the weights that were kept. To recompute them costs a twelfth of the time (6 of 81 ms at
+97 x 97, d 64, dv 512) and frees 7.5 of the 30.5 MiB kept between the passes, but does not lower the peak, the
+gradient's; it is done where Triton's kernels were to serve.
 
 Shapes: B batch, M heads, (H, W) the map, d and dv widths per head, S a query's logits with their padding.
 """
@@ -36,12 +37,22 @@ def _operand_dtype(value: Tensor) -> torch.dtype:
     return value.dtype if value.is_cuda and _MIXES else arithmetic_dtype(value.dtype)
 
 
+def empty(like: Tensor, width: int, dtype: torch.dtype | None = None) -> Tensor:
+    """Uninitialised (B, M, H, W, width), stored as (B, H, W, M, width) for the projection behind it.
+
+    Not a view: its owner may add to it in place.
+    """
+    B, M, H, W, _ = like.shape
+    strides = (H * W * M * width, width, W * M * width, M * width, 1)
+    return like.new_empty_strided((B, M, H, W, width), strides, dtype=dtype)
+
+
 def heads_innermost(tensor: Tensor) -> Tensor:
     """The memory (B, H, W, M, x) of a (B, M, H, W, x) view of it."""
     return tensor.permute(0, 2, 3, 1, 4)
 
 
-def _packed(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+def packed(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """``tensor`` in ``dtype`` with a contiguous last axis, copied where it must."""
     tensor = tensor.to(dtype)
     if tensor.stride(-1) == 1 or tensor.shape[-1] == 1:
@@ -106,9 +117,17 @@ def _multiply(result: Tensor, left: Tensor, right: Tensor, *, add: bool = False,
 
 
 def _write_weights(
-    query: Tensor | None, key: Tensor | None, position_logits: Tensor | None, scale: float, logits: Tensor
+    query: Tensor | None,
+    key: Tensor | None,
+    position_logits: Tensor | None,
+    scale: float,
+    logits: Tensor,
+    log_sum_exp: Tensor | None = None,
 ) -> None:
-    """Fill a scratch (B, M, H, W, S) with the softmax over each query's keys, 0 where all are masked."""
+    """Fill a scratch (B, M, H, W, S) with the softmax over each query's keys, 0 where all are masked.
+
+    Fill ``log_sum_exp`` (B, M, H, W), where it is wanted, with +inf for these.
+    """
     H, W = logits.shape[2:4]
     column, row = _parts(logits, H, W)
     _fill_padding(logits, H, W, float("-inf"))
@@ -124,6 +143,9 @@ def _write_weights(
     masked = None
     if position_logits is not None:
         masked = scratch.amax(-1, keepdim=True) == float("-inf")
+    if log_sum_exp is not None:
+        log_sum_exp.copy_(logits.logsumexp(-1))
+        log_sum_exp.masked_fill_(log_sum_exp == float("-inf"), float("inf"))
     torch.softmax(scratch, -1, out=scratch)
     if masked is not None:
         scratch.masked_fill_(masked, 0)
@@ -138,29 +160,45 @@ def _mix(result: Tensor, column: Tensor, row: Tensor, tensor: Tensor, scale: flo
         result.copy_(total)
 
 
-def forward(terms: Terms, options: Options, output: Tensor, weights: Tensor) -> None:
-    """Write the output (B, M, H, W, dv) and the weights (B, M, H, W, S)."""
-    H, W = weights.shape[2:4]
+def scratch_of_weights(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """Uninitialised (B, M, H, W, S)."""
+    H, W = value.shape[2:4]
+    return empty(value, aligned(H) + aligned(W), dtype)
+
+
+def forward(terms: Terms, options: Options, output: Tensor, weights: Tensor, log_sum_exp: Tensor) -> None:
+    """Write the output (B, M, H, W, dv), and the weights (B, M, H, W, S) or the log-sum-exp (B, M, H, W)."""
+    H, W = output.shape[2:4]
     dtype, arithmetic = _operand_dtype(terms[2]), arithmetic_dtype(terms[2].dtype)
-    query, key, value = (None if t is None else _packed(t, dtype) for t in terms[:3])
+    query, key, value = (None if t is None else packed(t, dtype) for t in terms[:3])
     assert value is not None
+    if options.recompute:
+        weights = scratch_of_weights(value, terms[2].dtype)
     logits = weights if weights.dtype == arithmetic else torch.empty_like(weights, dtype=arithmetic)
-    _write_weights(query, key, terms[3], options.scale, logits)
+    _write_weights(query, key, terms[3], options.scale, logits, log_sum_exp if options.recompute else None)
     if logits is not weights:
         weights.copy_(logits)
     _mix(output, *_parts(weights if weights.dtype == dtype else logits, H, W), value)
 
 
 def backward(
-    grad_output: Tensor, terms: Terms, options: Options, weights: Tensor, grads: Sequence[Tensor | None]
+    grad_output: Tensor,
+    terms: Terms,
+    options: Options,
+    weights: Tensor,
+    log_sum_exp: Tensor,
+    grads: Sequence[Tensor | None],
 ) -> None:
     """Fill the wanted gradients (those not None) of query, key, value and position logits."""
-    H, W = weights.shape[2:4]
+    H, W = terms[2].shape[2:4]
     dtype, arithmetic = _operand_dtype(terms[2]), arithmetic_dtype(terms[2].dtype)
-    query, key, value, gradient = (None if t is None else _packed(t, dtype) for t in (*terms[:3], grad_output))
+    query, key, value, gradient = (None if t is None else packed(t, dtype) for t in (*terms[:3], grad_output))
     assert value is not None
     assert gradient is not None
     grad_query, grad_key, grad_value, grad_position = grads
+    if options.recompute:
+        weights = scratch_of_weights(value, arithmetic)
+        _write_weights(query, key, terms[3], options.scale, weights)
     weights_read = weights.to(dtype)
     if grad_value is not None:
         column, row = _parts(weights_read, H, W)

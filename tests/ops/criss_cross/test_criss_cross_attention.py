@@ -97,7 +97,7 @@ def test_probabilities_are_the_weights():
     terms = operands(grad=False)
     H, W = terms[2].shape[2:4]
     found = reference.criss_cross_probabilities(*terms, 0.3)
-    weights = torch.ops.attn_plugins.criss_cross_attention(*terms, 0.3)[1]
+    weights = torch.ops.attn_plugins.criss_cross_attention(*terms, 0.3, False)[1]
     torch.testing.assert_close(found.sum(-1), torch.ones_like(found[..., 0]))
     torch.testing.assert_close(weights[..., :H], found[..., :H])
     torch.testing.assert_close(weights[..., products.aligned(H) :][..., :W], found[..., H:])

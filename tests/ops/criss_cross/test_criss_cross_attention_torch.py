@@ -30,15 +30,17 @@ def test_gradients_of_both_orders(logits, device):
 
 @pytest.mark.parametrize("logits", LOGITS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_opcheck(logits, dtype):
+@pytest.mark.parametrize("recompute", [False, True])
+def test_opcheck(recompute, logits, dtype):
     terms = operands((4, 9), logits, batch=1, heads=2, dtype=dtype)
-    torch.library.opcheck(torch.ops.attn_plugins.criss_cross_attention, (*terms, 0.5))
-    output, weights = torch.ops.attn_plugins.criss_cross_attention(*terms, 0.5)
+    torch.library.opcheck(torch.ops.attn_plugins.criss_cross_attention, (*terms, 0.5, recompute))
+    output, *kept = torch.ops.attn_plugins.criss_cross_attention(*terms, 0.5, recompute)
+    assert [each.numel() > 0 for each in kept] == [not recompute, recompute]
     needs = [t is not None for t in terms]
     detached = [None if t is None else t.detach() for t in terms]
     torch.library.opcheck(
         torch.ops.attn_plugins.criss_cross_attention_backward,
-        (torch.randn_like(output), *detached, weights.detach(), 0.5, needs),
+        (torch.randn_like(output), *detached, *(each.detach() for each in kept), 0.5, recompute, needs),
     )
 
 

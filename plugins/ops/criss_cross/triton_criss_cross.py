@@ -1,0 +1,203 @@
+"""Criss-cross attention in Triton's kernels: two passes, along columns and along rows, around one softmax.
+
+Forward, the pass along rows continues the softmax of the pass along columns: nothing as large as the weights is
+stored. A program has a block of queries of one line and a block of the values' channels, and reads the line's keys.
+Values are split over programs, for which logits are computed again: widths of 512 beside keys of 64 (CCNet) would not
+fit a program's registers, and the columns of one map alone would not fill a device.
+
+Backward, weights are recomputed from the log-sum-exp. The output is not kept, since its owner may change it: the mean
+over a query's keys that the softmax's gradient needs is summed first. Every gradient is written by one program in each
+pass, the second of which adds to the first: results do not depend on the order of programs.
+
+CUDA tensors of float32, float16 and bfloat16; sums and softmax in float32. What a line's first pass has written is
+rounded to the tensors' dtype before the second adds to it.
+
+The kernels have not been measured on a device. Until then (``MEASURED``) they serve where ``backend("triton")`` asks
+for them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import backends, triton_launch
+from ..backends import Backend
+from .operands import Options, Terms
+from .products import packed
+
+MEASURED = False  # True lets them serve CUDA tensors unasked
+WIDEST = 256  # width of query and key: a program holds them whole
+
+
+class Blocks(NamedTuple):
+    """What a program holds at once, and how it is compiled."""
+
+    queries: int
+    keys: int
+    channels: int  # of the values
+    warps: int
+    stages: int
+
+
+# By the kind of product; chosen by what compiles without spills, see tools.triton_report.
+BLOCKS = {
+    "attend": {"half": Blocks(64, 64, 128, 4, 2), "tf32": Blocks(64, 32, 64, 4, 2), "ieee": Blocks(32, 32, 32, 4, 1)},
+    "queries": {"half": Blocks(64, 64, 64, 4, 2), "tf32": Blocks(64, 32, 32, 4, 2), "ieee": Blocks(32, 32, 32, 4, 1)},
+    "keys": {"half": Blocks(64, 64, 64, 4, 2), "tf32": Blocks(32, 64, 32, 4, 2), "ieee": Blocks(32, 32, 32, 4, 1)},
+}
+
+
+def wanted(value: Tensor) -> bool:
+    """Whether these kernels are to serve, as far as that is known without looking for Triton."""
+    name = backends.forced()
+    return name == triton_launch.NAME or (MEASURED and name is None and value.is_cuda and value.dtype != torch.float64)
+
+
+def refuses(terms: Terms, options: Options) -> str | None:
+    """Return the reason why the kernels do not compute this, or None."""
+    if reason := triton_launch.refusal(terms.value):
+        return reason
+    if not options.recompute:
+        return "it keeps no weights" if MEASURED else "not yet measured on a device: batched products serve"
+    if terms.query is not None and terms.query.shape[4] > WIDEST:
+        return f"its kernels take widths of query and key up to {WIDEST}, got {terms.query.shape[4]}"
+    if terms.value.numel() > triton_launch.LONGEST_GRID * 16:
+        return "the map needs more programs than a grid has"
+    return None
+
+
+def forward(terms: Terms, options: Options, output: Tensor, weights: Tensor, log_sum_exp: Tensor) -> None:
+    """Write the output (B, M, H, W, dv) and the log-sum-exp (B, M, H, W)."""
+    from . import triton_kernels
+
+    launches = _Launches(terms, options, output)
+    query, key, value, position = launches.terms
+    blocks = launches.blocks("attend")
+    partial = torch.empty_like(log_sum_exp)
+    for column in (True, False):
+        launches.add(
+            triton_kernels.attend, blocks, column, blocks.queries, -(-value.shape[4] // blocks.channels),
+            (value, query, key, position, output, partial, log_sum_exp), (value, query, key, output), (position,),
+        )  # fmt: skip
+
+
+def backward(
+    grad_output: Tensor,
+    terms: Terms,
+    options: Options,
+    weights: Tensor,
+    log_sum_exp: Tensor,
+    grads: Sequence[Tensor | None],
+) -> None:
+    """Fill the wanted gradients (those not None) of query, key, value and position logits."""
+    from . import triton_kernels
+
+    grad_query, grad_key, grad_value, grad_position = grads
+    slopes = packed(grad_output, grad_output.dtype)
+    launches = _Launches(terms, options, slopes, grad_query, grad_key, grad_value)
+    query, key, value, position = launches.terms
+    every = grad_position  # of every image and head, where logits of position are shared
+    if grad_position is not None and grad_position.shape[:2] != value.shape[:2]:
+        every = grad_position.new_empty((*value.shape[:2], *grad_position.shape[2:]), dtype=torch.float32)
+    mean = torch.empty_like(log_sum_exp)
+
+    blocks = launches.blocks("queries")
+    of_queries = grad_query is not None or every is not None
+    steps = [(True, True, False, False), (False, True, of_queries, False), (True, False, of_queries, True)]
+    for column, sums, gradients, add in steps:
+        if (of_queries or grad_key is not None) and (sums or gradients):
+            launches.add(
+                triton_kernels.gradients_of_queries, blocks, column, blocks.queries, 1,
+                (value, query, key, position, slopes, log_sum_exp, mean, grad_query, every),
+                (value, query, key, slopes, grad_query), (position, every),
+                MEAN=sums, GRADIENTS=gradients, ADD=add,
+            )  # fmt: skip
+
+    blocks = launches.blocks("keys")
+    value_parts = 0 if grad_value is None else -(-value.shape[4] // blocks.channels)
+    parts = value_parts + (grad_key is not None)
+    for column in (True, False) if parts else ():
+        launches.add(
+            triton_kernels.gradients_of_keys, blocks, column, blocks.keys, parts,
+            (value, query, key, position, slopes, log_sum_exp, mean, grad_key, grad_value),
+            (value, query, key, slopes, grad_key, grad_value), (position,),
+            VALUE_PARTS=value_parts, ADD=not column,
+        )  # fmt: skip
+    if grad_position is not None and every is not None and every is not grad_position:
+        grad_position.copy_(every.sum_to_size(grad_position.shape))
+
+
+class _Launches:
+    """What all launches of a call share.
+
+    Attributes:
+        terms: The call's, with contiguous widths.
+    """
+
+    def __init__(self, terms: Terms, options: Options, *others: Tensor | None):
+        dtype = terms.value.dtype
+        self.terms = Terms._make(None if t is None else packed(t, dtype) for t in terms)
+        query, key, value, _ = self.terms
+        self.scale, self.shape = options.scale, value.shape
+        strides = [n for t in (query, key, value, *others) if t is not None for n in _strides(t, False)]
+        self.unit = math.gcd(16, *strides)
+        D, DV = 0 if query is None else query.shape[4], value.shape[4]
+        self.kind = triton_launch.precision(dtype) if dtype == torch.float32 else "half"
+        self.constants = dict(
+            D=D, DV=DV, UNIT=self.unit, BLOCK_D=triton_launch.power_of_two(D), CONTENT=D > 0,
+            PRECISION=triton_launch.precision(dtype), UPCAST=triton_launch.upcast(dtype),
+        )  # fmt: skip
+
+    def blocks(self, kernel: str) -> Blocks:
+        """Those of a kernel, with no more channels than there are."""
+        found = BLOCKS[kernel][self.kind]
+        return found._replace(channels=min(found.channels, triton_launch.power_of_two(self.shape[4])))
+
+    def add(
+        self,
+        kernel: Any,
+        blocks: Blocks,
+        column: bool,
+        block: int,
+        parts: int,
+        tensors: Sequence[Tensor | None],
+        strided: Sequence[Tensor | None],
+        of_position: Sequence[Tensor | None],
+        **constants: Any,
+    ) -> None:
+        """Launch a kernel along columns or rows.
+
+        Args:
+            block: Places of a line that a program has.
+            parts: Programs that have the same places.
+            tensors: The kernel's.
+            strided: Those whose strides, in units, it takes.
+            of_position: Those whose strides it takes as they are.
+        """
+        B, M, H, W, _ = self.shape
+        lines, length = (W, H) if column else (H, W)
+        sizes = [n // self.unit for t in strided for n in _strides(t, column)]
+        sizes += [n for t in of_position for n in _strides(t, column)]
+        triton_launch.launch(
+            kernel, (B * M * lines * -(-length // block) * parts,), *tensors,
+            self.scale, M, lines, length, 0 if column else H, *sizes,
+            **self.constants, **constants, COLUMN=column, PARTS=parts,
+            BLOCK_Q=blocks.queries, BLOCK_K=blocks.keys, BLOCK_V=blocks.channels,
+            num_warps=blocks.warps, num_stages=blocks.stages,
+        )  # fmt: skip
+
+
+def _strides(tensor: Tensor | None, column: bool) -> tuple[int, ...]:
+    """Of image, head, line and place, 0 where there is but one or no tensor."""
+    if tensor is None:
+        return (0,) * 4
+    B, M, H, W = (0 if size == 1 else stride for size, stride in zip(tensor.shape[:4], tensor.stride()))
+    return (B, M, W, H) if column else (B, M, H, W)
+
+
+BACKEND = Backend(triton_launch.NAME, refuses, forward, backward)
