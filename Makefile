@@ -70,8 +70,9 @@ wheel: env  ## build dist/*.whl
 	$(PY) -m pip wheel --disable-pip-version-check -q --no-build-isolation --no-deps -w dist .
 	@ls -l dist
 
-docs: env  ## build the site in build/site, strictly
+docs: env  ## build the site in build/site, strictly, and look at it in a browser
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build -q
+	$(PY) -m pytest -m site $(PYTEST) tests/tools/test_built_site.py
 
 benchmark: env  ## our operators beside their peers, to benchmarks/, README and the site (15 minutes on 2 quiet cores)
 	$(PY) -m tools.benchmark

@@ -18,10 +18,11 @@ if not torch.cuda.is_available():  # before anything imports Triton: its kernels
 
 
 def pytest_collection_modifyitems(config, items):
-    if "install" not in config.option.markexpr:
-        left_out = [item for item in items if item.get_closest_marker("install")]
-        items[:] = [item for item in items if not item.get_closest_marker("install")]
-        config.hook.pytest_deselected(items=left_out)
+    for marker in ("install", "site"):  # only where asked for
+        if marker not in config.option.markexpr:
+            left_out = [item for item in items if item.get_closest_marker(marker)]
+            items[:] = [item for item in items if not item.get_closest_marker(marker)]
+            config.hook.pytest_deselected(items=left_out)
 
     if not torch.cuda.is_available():
         skip = pytest.mark.skip(reason="no CUDA device")

@@ -1,0 +1,115 @@
+"""The built site in a browser, as a reader has it: ``make docs`` builds it and runs this."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import http.server
+import threading
+import time
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tools.site import reference
+
+pytestmark = pytest.mark.site
+ROOT = Path(__file__).parents[2]
+SITE = ROOT / "build/site"
+
+
+class Quiet(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *args: object) -> None:
+        """Print nothing."""
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    """The site, served: search needs more than files."""
+    handler = functools.partial(Quiet, directory=SITE)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+KEEP_ERRORS = """{
+    window.errors = [];
+    addEventListener("error", e => window.errors.push(e.message || e.target.src || e.target.href), true);
+    const log = console.error;
+    console.error = (...all) => { window.errors.push(all.join(" ")); log(...all); };
+}"""
+
+
+@pytest.fixture(scope="module")
+def page(browser):
+    """The browser, whose pages keep their errors."""
+    browser.send("Page.addScriptToEvaluateOnNewDocument", source=KEEP_ERRORS)
+    return browser
+
+
+def visit(browser, url: str) -> None:
+    """Open a page whose errors are kept in ``window.errors``."""
+    browser.send("Page.navigate", url=url)
+    ready = "new Promise(done => document.readyState === 'complete' ? done() : addEventListener('load', done))"
+    for _ in range(100):  # the page that is left may answer once more
+        with contextlib.suppress(AssertionError):
+            browser.run(ready)
+            if browser.run("location.href").split("#")[0] == url and browser.run("document.readyState") == "complete":
+                return
+        time.sleep(0.1)
+    raise AssertionError(f"{url} does not load")
+
+
+PAGES = sorted(page.relative_to(SITE).as_posix() for page in SITE.rglob("*.html")) if SITE.is_dir() else []
+
+
+def test_the_site_is_built():
+    assert {"index.html", "reference/modules.html", "howto/choosing.html", "benchmarks/findings.html"} <= set(PAGES)
+
+
+@pytest.mark.parametrize("name", [name for name in PAGES if not name.startswith(("benchmarks/", "404"))])
+def test_no_error_and_every_picture(name, address, page):
+    visit(page, f"{address}/{name}")
+    assert page.run("window.errors") == []
+    broken = "[...document.images].filter(i => i.complete && !i.naturalWidth).map(i => i.src)"
+    assert page.run(broken) == []
+
+
+@pytest.mark.parametrize("words, wanted", [("window_attention", "reference/ops.html"), ("shaw", "start/fairseq.html")])
+def test_search(words, wanted, address, page):
+    visit(page, f"{address}/index.html")
+    page.run("document.querySelector('[data-md-toggle=search]').click()")
+    page.run(f"""(() => {{
+        const box = document.querySelector('[data-md-component=search-query]');
+        box.focus(); box.value = '{words}'; box.dispatchEvent(new Event('input', {{bubbles: true}}));
+        box.dispatchEvent(new Event('keyup', {{bubbles: true}}));
+    }})()""")
+    found: list[str] = []
+    for _ in range(100):
+        found = page.run("[...document.querySelectorAll('.md-search-result__link')].map(a => a.href)")
+        if found:
+            break
+        time.sleep(0.1)
+    assert any(wanted in link for link in found), found
+
+
+def test_every_public_name_is_on_the_site():
+    lines = zlib.decompress((SITE / "objects.inv").read_bytes().split(b"\n", 4)[4]).decode().splitlines()
+    documented = {line.split()[0] for line in lines}
+    wanted = {name for room in reference.TITLES for name in reference.public_names(room)}
+    assert wanted <= documented
+
+
+def test_the_attention_page_answers_a_click(address, page):
+    visit(page, f"{address}/attention/index.html")
+    before = page.run("document.body.innerText")
+    x, y = page.run("""(() => {
+        const box = document.querySelector('canvas').getBoundingClientRect();
+        return [box.x + box.width * 0.8, box.y + box.height * 0.8];
+    })()""")
+    page.click(x, y)
+    assert page.run("document.body.innerText") != before
+    assert page.run("window.errors") == []
