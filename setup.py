@@ -8,7 +8,7 @@ Environment variables:
                          ``cpu``: CPU binary only; ``cuda``: both, also without a GPU; fail where nvcc is missing;
                          ``none``: pure Python, every operator runs on its PyTorch reference.
     ATTN_PLUGINS_SANITIZE ``1``: compile with gcc's address and undefined-behaviour sanitizers (``tools/sanitize.sh``).
-    TORCH_CUDA_ARCH_LIST CUDA targets, default ``8.0;9.0``.
+    TORCH_CUDA_ARCH_LIST CUDA targets, default ``8.0;9.0+PTX``: later GPUs compile the PTX when they first run it.
     CUDA_HOME            where nvcc's toolkit lies, if it is not on the PATH.
 """
 
@@ -108,7 +108,7 @@ def extensions(build: str) -> list:
             raise SystemExit(f"attn_plugins: ATTN_PLUGINS_BUILD=cuda, but {missing}.")
         print(f"attn_plugins: building the CPU binary only: {missing}", file=sys.stderr)
         return found
-    os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "8.0;9.0")
+    os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "8.0;9.0+PTX")
     nvcc = ["-O3", "-std=c++20", "--expt-relaxed-constexpr", "-lineinfo", *defines, "-DUSE_CUDA"]
     # After the toolkit's own headers: torch's packages may be of another minor version than nvcc.
     nvcc += [part for folder in nvidia_headers() for part in ("-isystem", folder)]

@@ -6,6 +6,7 @@ logs why.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 from functools import cache
 from pathlib import Path
@@ -22,17 +23,22 @@ OLDEST_TORCH = Version("2.10")  # the stable ABI that the binaries were compiled
 _PACKAGE = Path(__file__).resolve().parent.parent
 
 
+def _binary(name: str) -> Path | None:
+    """The file of binary ``name``, or None."""
+    return next(iter(sorted(_PACKAGE.glob(f"{name}.*so")) + sorted(_PACKAGE.glob(f"{name}.*pyd"))), None)
+
+
 def _load(name: str) -> str | None:
     """Load binary ``name``; return None on success, else the reason in words."""
     if Version(torch.__version__) < OLDEST_TORCH:
         return f"torch {torch.__version__} is older than {OLDEST_TORCH}, whose ABI the binary needs"
-    files = sorted(_PACKAGE.glob(f"{name}.*so")) + sorted(_PACKAGE.glob(f"{name}.*pyd"))
-    if not files:
+    file = _binary(name)
+    if file is None:
         return f"no {name} binary lies in {_PACKAGE.name}/: it was not compiled at installation"
     try:
-        torch.ops.load_library(str(files[0]))
+        torch.ops.load_library(str(file))
     except OSError as error:
-        return f"{files[0].name} does not load: {error}"
+        return f"{file.name} does not load: {error}"
     return None
 
 
@@ -52,9 +58,50 @@ def failures() -> dict[str, str | None]:
 _FAILURES = failures()
 
 
-def has_kernel(device_type: str) -> bool:
-    """True where the compiled operators run on ``device_type`` (``'cpu'`` or ``'cuda'``)."""
-    return device_type in _FAILURES and _FAILURES[device_type] is None
+def _code_refusal(index: int) -> str | None:
+    """Why the CUDA binary holds nothing that GPU ``index`` can run, in CUDA's words, or None."""
+    ask = ctypes.CDLL(str(_binary("_C_cuda"))).attn_plugins_cuda_refusal
+    ask.restype = ctypes.c_char_p
+    with torch.cuda.device(index):
+        reason = ask()
+    return None if reason is None else reason.decode()
+
+
+@cache
+def _gpu_failure(index: int) -> str | None:
+    """The reason why the CUDA binary's kernels do not run on GPU ``index``, or None."""
+    reason = _code_refusal(index)
+    if reason is None:
+        return None
+    major, minor = torch.cuda.get_device_capability(index)
+    return (
+        f"the CUDA binary holds no code for {torch.cuda.get_device_name(index)} of compute capability "
+        f"{major}.{minor} ({reason}): TORCH_CUDA_ARCH_LIST={major}.{minor} at installation compiles it"
+    )
+
+
+def _device(device: torch.device | str) -> torch.device:
+    return torch.device(device) if isinstance(device, str) else device
+
+
+def _gpu(device: torch.device) -> int | None:
+    """The number of the GPU, or None where there is none: tensors that hold no data need none."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return None
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
+def _failure(device: torch.device | str) -> str | None:
+    """The reason why the compiled operators do not run on ``device``, or None."""
+    device = _device(device)
+    reason = _FAILURES.get(device.type, f"there are no kernels for {device.type}")
+    gpu = _gpu(device)
+    return _gpu_failure(gpu) if reason is None and gpu is not None else reason
+
+
+def has_kernel(device: torch.device | str) -> bool:
+    """True where the compiled operators run on ``device``; ``'cuda'`` is the current GPU."""
+    return _failure(device) is None
 
 
 def has_schemas() -> bool:
@@ -63,20 +110,20 @@ def has_schemas() -> bool:
 
 
 @cache
-def explain_once(device_type: str) -> None:
-    """Log, once per device type, why the reference serves it."""
-    reason = _FAILURES.get(device_type, f"there are no kernels for {device_type}")
+def explain_once(device_type: str, reason: str) -> None:
+    """Log, once per device type and reason, why the reference serves it."""
     logger.warning("attn_plugins runs on its PyTorch reference on %s: %s", device_type, reason)
 
 
-def refusal(device_type: str, kind: str) -> str | None:
-    """The reason why the compiled kernels of device ``kind`` do not take tensors of ``device_type``, or None.
+def refusal(device: torch.device | str, kind: str) -> str | None:
+    """The reason why the compiled kernels of device ``kind`` do not take tensors on ``device``, or None.
 
-    Where the binary itself is missing, one log line per device says so.
+    Where the binary is missing, or holds no code for the GPU, one log line says so.
     """
-    if device_type != kind:
-        return f"its kernels are for {kind}, and the tensors are on {device_type}"
-    reason = _FAILURES[kind]
+    device = _device(device)
+    if device.type != kind:
+        return f"its kernels are for {kind}, and the tensors are on {device.type}"
+    reason = _failure(device)
     if reason is not None and not backends.explaining() and not _is_compiling():  # a log line would break the graph
-        explain_once(kind)
+        explain_once(kind, reason)
     return reason

@@ -56,7 +56,7 @@ def _logits(terms: GlobalTerms, shape: torch.Size, dtype: torch.dtype) -> list[T
 
 
 def refuses(terms: GlobalTerms, options: GlobalOptions) -> str | None:
-    return library.refusal(terms.value.device.type, "cpu")
+    return library.refusal(terms.value.device, "cpu")
 
 
 def forward(terms: GlobalTerms, options: GlobalOptions, output: Tensor, lse: Tensor) -> None:

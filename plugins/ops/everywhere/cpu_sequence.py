@@ -49,7 +49,7 @@ def _inputs(terms: SequenceTerms, key_padding_mask: Tensor | None, lse: Tensor) 
 
 
 def refuses(terms: SequenceTerms, options: SequenceOptions) -> str | None:
-    return library.refusal(terms.value.device.type, "cpu")
+    return library.refusal(terms.value.device, "cpu")
 
 
 def forward(terms: SequenceTerms, options: SequenceOptions, output: Tensor, lse: Tensor) -> None:

@@ -22,11 +22,11 @@ _MOST_LEVELS = 16  # of the CUDA kernels, as in cuda_attention.cuh
 
 
 def refuses_cpu(terms: Terms, options: Options) -> str | None:
-    return library.refusal(terms.value.device.type, "cpu")
+    return library.refusal(terms.value.device, "cpu")
 
 
 def refuses_cuda(terms: Terms, options: Options) -> str | None:
-    if reason := library.refusal(terms.value.device.type, "cuda"):
+    if reason := library.refusal(terms.value.device, "cuda"):
         return reason
     levels = len(options.points)
     return f"it takes at most {_MOST_LEVELS} levels, and there are {levels}" if levels > _MOST_LEVELS else None

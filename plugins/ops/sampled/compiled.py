@@ -13,11 +13,11 @@ from .operands import Options, Terms
 
 
 def refuses_cpu(terms: Terms, options: Options) -> str | None:
-    return library.refusal(terms.input.device.type, "cpu")
+    return library.refusal(terms.input.device, "cpu")
 
 
 def refuses_cuda(terms: Terms, options: Options) -> str | None:
-    return library.refusal(terms.input.device.type, "cuda")
+    return library.refusal(terms.input.device, "cuda")
 
 
 def refuses_cuda_backward(terms: Terms, options: Options) -> str | None:

@@ -32,7 +32,7 @@ def _operands(terms: Terms, dtype: torch.dtype) -> list[Tensor | None]:
 
 def refuses(terms: Terms, options: Options) -> str | None:
     """Rows are packed with their windows' reach, which is nothing but memory where it is far beyond the map."""
-    if reason := library.refusal(terms.value.device.type, "cpu"):
+    if reason := library.refusal(terms.value.device, "cpu"):
         return reason
     queries = terms.position_logits if terms.query is None else terms.query
     assert queries is not None

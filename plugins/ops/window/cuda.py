@@ -34,7 +34,7 @@ def refuses(terms: Terms, options: Options) -> str | None:
     width = max(value.shape[-1], 0 if query is None else query.shape[-1])
     if width > WIDEST_HEAD:
         return f"its kernels hold heads of {WIDEST_HEAD} channels, and these have {width}"
-    return library.refusal(value.device.type, "cuda")
+    return library.refusal(value.device, "cuda")
 
 
 def _rows(tensor: Tensor | None) -> Tensor | None:

@@ -1,0 +1,113 @@
+"""Which compiled operators can serve a tensor, and what is said where they cannot."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from attn_plugins.ops import backend, backends, deform_conv2d, deformable_attention, explain, library, window_attention
+from attn_plugins.ops.sampled import compiled, deform_conv
+
+NO_IMAGE = "no kernel image is available for execution on the device"
+WORDS = (
+    "the CUDA binary holds no code for Ancient 7 of compute capability 6.1 (no kernel image is available for execution "
+    "on the device): TORCH_CUDA_ARCH_LIST=6.1 at installation compiles it"
+)
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """A machine with a CUDA binary and two GPUs, of which the binary's code is for number 1 alone."""
+    asked = []
+
+    def code_refusal(index):
+        asked.append(index)
+        return None if index == 1 else NO_IMAGE
+
+    monkeypatch.setitem(library._FAILURES, "cuda", None)
+    monkeypatch.setattr(library, "_code_refusal", code_refusal)
+    monkeypatch.setattr(library, "_gpu", lambda device: device.index or 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (6, 1))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"Ancient {index + 7}")
+    caches = [library._gpu_failure, library.explain_once]
+    for cache in caches:
+        cache.cache_clear()
+    yield asked
+    for cache in caches:
+        cache.cache_clear()
+
+
+def test_a_gpu_that_the_binary_has_no_code_for_is_refused_in_words(gpus, caplog):
+    with caplog.at_level(logging.WARNING, logger="attn_plugins"):
+        assert library.refusal(torch.device("cuda", 0), "cuda") == WORDS
+        assert library.refusal("cuda:0", "cuda") == library.refusal("cuda", "cuda") == WORDS
+    assert [record.getMessage() for record in caplog.records] == [
+        f"attn_plugins runs on its PyTorch reference on cuda: {WORDS}"
+    ]
+    assert gpus == [0]  # the answer is remembered
+
+
+def test_every_gpu_is_asked_for_itself(gpus):
+    assert [library.has_kernel(device) for device in (torch.device("cuda", 1), "cuda:1", "cuda:0", "cuda")] == [
+        True,
+        True,
+        False,
+        False,
+    ]
+    assert library.refusal("cuda:1", "cuda") is None
+    assert gpus == [1, 0]
+    assert library.refusal("cuda:1", "cpu") == "its kernels are for cpu, and the tensors are on cuda"
+
+
+def calls():
+    window = torch.empty(2, 2, 5, 6, 8, device="cuda")
+    value, places = torch.empty(1, 4, 2, 8, device="cuda"), torch.empty(1, 3, 2, 1, 2, 2, device="cuda")
+    image = [torch.empty(shape, device="cuda") for shape in ((2, 4, 5, 6), (2, 18, 5, 6), (4, 4, 3, 3))]
+    return {
+        deform_conv2d: (*image, None, 1, 1),
+        window_attention: (window, window, window, None, 3),
+        deformable_attention: (value, ((2, 2),), places, places[..., 0]),
+    }
+
+
+def test_explain_says_so(gpus):
+    with FakeTensorMode():
+        for operator, args in calls().items():
+            choice = explain(operator, *args)
+            assert choice.serves not in ("cpu", "cuda"), operator
+            assert choice.refusals["cuda"] == WORDS, operator
+
+
+def test_a_forced_backend_says_so(gpus):
+    with FakeTensorMode():
+        terms = deform_conv.Terms(*calls()[deform_conv2d][:3], None, None)
+    with pytest.raises(ValueError, match=r"holds no code for Ancient 7"), backend("cuda"):
+        backends.choose("deform_conv2d", [compiled.CUDA], terms, None)
+
+
+def test_without_a_gpu_the_binary_that_loaded_serves(gpus, monkeypatch):
+    """As for tensors without data, which `explain` takes on any machine."""
+    monkeypatch.setattr(library, "_gpu", lambda device: None)
+    assert library.refusal("cuda:0", "cuda") is None
+    assert not gpus
+
+
+def test_the_number_of_a_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    assert [library._gpu(torch.device(name)) for name in ("cuda:1", "cuda", "cpu")] == [1, 3, None]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert library._gpu(torch.device("cuda:1")) is None
+
+
+def test_the_binary_answers():
+    file = library._binary("_C_cuda")
+    if file is None or library.failures()["cuda"] is not None:
+        pytest.skip("no CUDA binary is compiled")
+    ask = ctypes.CDLL(str(file)).attn_plugins_cuda_refusal
+    ask.restype = ctypes.c_char_p
+    assert ask() is None  # also where there is no GPU: that is no lack of code
