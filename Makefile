@@ -15,7 +15,7 @@ SEED ?= 0
 export VENV
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-all fuzz sanitize test-install test-abi lint format types build cuda wheel docs benchmark benchmark-end-to-end benchmark-table gpu-check doctor clean
+.PHONY: help env demo test test-all fuzz sanitize test-install test-abi lint format types build cuda wheel test-wheel docs benchmark benchmark-end-to-end benchmark-table gpu-check doctor clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "  make %-21s %s\n", $$1, $$2}'
@@ -65,10 +65,11 @@ build: env  ## compile the operators in place (only what changed)
 cuda: env  ## compile the CUDA operators for sm_80 and sm_90 (needs nvcc, no GPU)
 	ATTN_PLUGINS_BUILD=cuda $(PY) setup.py -q build_ext --inplace
 
-wheel: env  ## build dist/*.whl
-	@rm -rf build/lib* build/bdist*  # setuptools would pack what a deleted file left there
-	$(PY) -m pip wheel --disable-pip-version-check -q --no-build-isolation --no-deps -w dist .
-	@ls -l dist
+wheel: env  ## dist/: a source distribution and a manylinux wheel, checked (CUDA kernels in it where there is nvcc)
+	$(PY) -m tools.release
+
+test-wheel: env  ## dist's wheel in empty environments without a compiler (WHEEL_ENVIRONMENTS; downloads torch for each)
+	$(PY) -m pytest -m install -s $(PYTEST) tests/packaging/test_wheel_environments.py
 
 docs: env  ## build the site in build/site, strictly, and look at it in a browser
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build -q

@@ -1,0 +1,68 @@
+"""The wheel in ``dist/`` in empty environments, without a compiler: ``make wheel && make test-wheel``.
+
+One environment for each Python that is there, with the newest torch that pip takes, and one with the oldest torch whose
+ABI the binary needs. Removed afterwards.
+
+WHEEL_ENVIRONMENTS   which ones, such as ``3.12 3.11:2.10.0`` (Python, or Python:torch); default: those above.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.packaging.test_installation import interpreters
+
+pytestmark = [pytest.mark.install, pytest.mark.timeout(0)]
+
+ROOT = Path(__file__).parents[2]
+PYTORCH = (ROOT / "docs/start/pytorch.md").read_text()
+OLDEST = "2.10.0"
+
+
+def environments() -> list[str]:
+    if given := os.environ.get("WHEEL_ENVIRONMENTS"):
+        return given.split()
+    there = list(interpreters())
+    return [*there, *(f"{there[-1]}:{OLDEST}" for _ in there[:1])]
+
+
+@pytest.fixture(scope="module", params=environments())
+def environment(request, tmp_path_factory) -> Path:
+    """An environment with the wheel in it."""
+    found = sorted((ROOT / "dist").glob("*.whl"))
+    assert len(found) == 1, "make wheel"
+    version, _, torch = request.param.partition(":")
+    folder = tmp_path_factory.mktemp("environment")
+    subprocess.run([interpreters()[version], "-m", "venv", folder], check=True)
+    pip = [folder / "bin/python", "-m", "pip", "install", "-q", "--disable-pip-version-check"]
+    subprocess.run([*pip, found[0], f"torch=={torch}" if torch else "torch", "numpy"], check=True)
+    return folder
+
+
+def run(environment: Path, *arguments: str) -> str:
+    """What Python prints with nothing but the environment on the PATH."""
+    keep = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV", "CC", "CXX")}
+    done = subprocess.run(
+        [environment / "bin/python", *arguments],
+        cwd=environment, env={**keep, "PATH": str(environment / "bin")}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_the_doctor_is_well_and_the_binary_loads(environment):
+    text = run(environment, "-m", "attn_plugins")
+    print(text)
+    assert text.endswith("all is well\n")
+    code = "from attn_plugins.ops import library as l; assert l.has_kernel('cpu'), l.failures()"
+    run(environment, "-c", code)
+
+
+def test_the_page_of_pytorch(environment):
+    code = "\n".join(re.findall(r"^```python\n(.*?)^```", PYTORCH, re.M | re.S))
+    run(environment, "-c", code)
