@@ -1,182 +1,143 @@
-// Runs CUDA kernels on the CPU, thread by thread, so that a machine without a GPU can test their source.
+// Runs CUDA kernels on the CPU, so that a machine without a GPU can test their source.
 //
-// Included before csrc/*/*.cuh (compiled as C++), it stands in for csrc/common/launch.cuh. Each CUDA thread
-// is a fiber; a shuffle or __syncthreads is where fibers wait for each other. Blocks run one after the other.
+// Include it before csrc/*/*.cuh, as translate.py rewrites them: that turns launches, inline assembly and
+// shared variables into calls, as nvcc would, and changes nothing else; common/launch.cuh is compiled as it
+// is.
+//
+// Emulated:
+// * grids, blocks, warps: every thread is a fiber. Blocks run one after the other in random order, threads in
+//   random order, and another may go on at any access to memory.
+// * __syncthreads, __syncwarp, shuffles, votes: threads wait for each other. A lane outside its mask, lanes
+// of a
+//   mask that meet at different intrinsics, and threads that have returned or never come are errors.
+// * memory: an access outside the tensors, the shared variables and the thread's own stack is an error, so
+// are
+//   writes to a tensor given as constant, and misaligned vectors. Shared memory, and what new_empty returns,
+//   are filled with NaN before.
+// * races: two threads that touch the same two bytes in one launch, one of them writing (not both
+// atomically),
+//   with no barrier between, are an error, in shared and in global memory; so is reading by __ldg what the
+//   launch writes.
+// * __CUDA_ARCH__ and inline PTX: loads, stores, reductions, conversions, arithmetic, mma, ldmatrix, cp.async
+//   (which arrives when it is waited for). EMULATED_ARCH, given to the compiler, is 800 or 900.
+// * the device's properties, and the shared memory that a block may ask for.
+//
+// Not emulated: registers and their spilling, launch bounds, time; the weak order in which a GPU's memory
+// shows writes to other threads, fences, and blocks that run at once and wait for each other; the rounding of
+// sums inside mma (here: one rounding at the end) and of approximate functions (here: the CPU's).
+//
+// An error ends the kernel with RuntimeError, which names thread and block. Environment variables:
+//   EMULATOR_MULTIPROCESSORS (132), EMULATOR_L2 (bytes), EMULATOR_SHARED (bytes)  the device
+//   EMULATOR_SEED (0)      another order of threads and blocks
+//   EMULATOR_PREEMPTS (1)  0: threads change at barriers alone
+//   EMULATOR_RACES (1)     0: do not look for races
 #pragma once
 
-#define ATTN_PLUGINS_CUDA_LAUNCH  // launch.cuh stays out
-#define __device__
-#define __global__
-#define __forceinline__ inline
-#define __launch_bounds__(...)
-#define __shared__ static
-
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/util/Exception.h>
-#include <ucontext.h>
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/c/shim.h>
 
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <cstdio>
-#include <cstdlib>
 #include <cstring>
 #include <functional>
 #include <limits>
 #include <map>
+#include <optional>
+#include <tuple>
 #include <utility>
 #include <vector>
 
-struct alignas(16) uint4 {
-  unsigned x, y, z, w;
-};
-struct alignas(8) uint2 {
-  unsigned x, y;
-};
-struct Index {
-  unsigned x;
-};
-inline Index threadIdx, blockIdx;
-using std::floor;
-using std::min;
-
-template <class T>
-T __ldg(const T* from) {
-  return *from;
-}
+#include "emulator.h"
 
 namespace emulator {
 
-constexpr int kBlockThreads = 256;
-
-struct Fiber {
-  ucontext_t context;
-  std::vector<char> stack;
-  bool finished = false;
-};
-
-struct Barrier {
-  unsigned arrived = 0;
-  uint64_t generation = 0;
-};
-
-struct Block {
-  std::vector<Fiber> fibers = std::vector<Fiber>(kBlockThreads);
-  ucontext_t scheduler;
-  unsigned current = 0;
-  std::map<std::pair<unsigned, unsigned>, Barrier> warp_barriers;  // (warp, members)
-  Barrier block_barrier;
-  double slots[kBlockThreads];  // what a shuffle hands over, bit by bit
-  std::function<void()> body;
-};
-
-inline Block* block = nullptr;
-
-inline void yield() {
-  const unsigned me = block->current;
-  swapcontext(&block->fibers[me].context, &block->scheduler);
-  threadIdx.x = me;
+// Kernels may touch what data_ptr was asked of, and nothing else.
+inline void allow_tensor(AtenTensorHandle tensor, const void* data, bool constant) {
+  int64_t dim = 0, *sizes = nullptr, *strides = nullptr, offset = 0, bytes = 0;
+  int32_t type = 0;
+  aoti_torch_get_dim(tensor, &dim), aoti_torch_get_sizes(tensor, &sizes),
+      aoti_torch_get_strides(tensor, &strides);
+  aoti_torch_get_storage_offset(tensor, &offset), aoti_torch_get_storage_size(tensor, &bytes);
+  aoti_torch_get_dtype(tensor, &type);
+  const int64_t element = int64_t(aoti_torch_dtype_element_size(type));
+  int64_t span = 1;
+  for (int64_t i = 0; i < dim; ++i)
+    span = sizes[i] == 0 || span == 0 ? 0 : span + (sizes[i] - 1) * strides[i];
+  char* const first = static_cast<char*>(const_cast<void*>(data));
+  allow(first - offset * element, size_t(bytes), first, size_t(span * element), constant);
+}
+inline AOTITorchError data_pointer(AtenTensorHandle tensor, void** data) {
+  const AOTITorchError error = aoti_torch_get_data_ptr(tensor, data);
+  if (error == 0) allow_tensor(tensor, *data, false);
+  return error;
+}
+inline AOTITorchError mutable_pointer(AtenTensorHandle tensor, void** data) {
+  const AOTITorchError error = torch_get_mutable_data_ptr(tensor, data);
+  if (error == 0) allow_tensor(tensor, *data, false);
+  return error;
+}
+inline AOTITorchError constant_pointer(AtenTensorHandle tensor, const void** data) {
+  const AOTITorchError error = torch_get_const_data_ptr(tensor, data);
+  if (error == 0) allow_tensor(tensor, *data, true);
+  return error;
 }
 
-inline void wait(Barrier& barrier, unsigned expected) {
-  const uint64_t generation = barrier.generation;
-  if (++barrier.arrived == expected) {
-    barrier.arrived = 0;
-    ++barrier.generation;
-    return;
+// What an operator of torch returns uninitialised is filled with NaN.
+inline AOTITorchError dispatch(const char* name, const char* overload, StableIValue* stack,
+                               uint64_t version) {
+  const AOTITorchError error = torch_call_dispatcher(name, overload, stack, version);
+  if (error != 0 ||
+      (std::strcmp(name, "aten::new_empty") != 0 && std::strcmp(name, "aten::empty_like") != 0)) {
+    return error;
   }
-  for (uint64_t turns = 0; barrier.generation == generation; ++turns) {
-    if (turns > 1000000)
-      std::fprintf(stderr, "emulator: threads wait for each other for ever\n"), std::abort();
-    yield();
-  }
-}
-
-inline void entry() {
-  block->body();
-  block->fibers[block->current].finished = true;
-  swapcontext(&block->fibers[block->current].context, &block->scheduler);
-}
-
-inline void run_block(unsigned index, const std::function<void()>& body) {
-  static Block reused;  // stacks are costly
-  block = &reused;
-  block->body = body;
-  block->warp_barriers.clear();
-  block->block_barrier = {};
-  blockIdx.x = index;
-  for (Fiber& fiber : block->fibers) {
-    fiber.stack.resize(64 << 10);
-    fiber.finished = false;
-    getcontext(&fiber.context);
-    fiber.context.uc_stack.ss_sp = fiber.stack.data();
-    fiber.context.uc_stack.ss_size = fiber.stack.size();
-    fiber.context.uc_link = nullptr;
-    makecontext(&fiber.context, entry, 0);
-  }
-  for (bool alive = true; alive;) {
-    alive = false;
-    for (unsigned i = 0; i < kBlockThreads; ++i) {
-      if (block->fibers[i].finished) continue;
-      alive = true;
-      block->current = threadIdx.x = i;
-      swapcontext(&block->scheduler, &block->fibers[i].context);
-    }
-  }
-}
-
-template <class V>
-V shuffle(unsigned members, V value, unsigned source) {
-  static_assert(sizeof(V) <= sizeof(double));
-  const unsigned me = block->current, warp = me / 32;
-  if (!(members >> (me % 32) & 1) || !(members >> (source % 32) & 1) || source / 32 != warp) {
-    std::fprintf(stderr, "emulator: thread %u shuffles outside its members\n", me), std::abort();
-  }
-  Barrier& barrier = block->warp_barriers[{warp, members}];
-  const unsigned count = unsigned(__builtin_popcount(members));
-  std::memcpy(&block->slots[me], &value, sizeof(V));
-  wait(barrier, count);
-  V got;
-  std::memcpy(&got, &block->slots[source], sizeof(V));
-  wait(barrier, count);
-  return got;
+  AtenTensorHandle tensor;
+  std::memcpy(&tensor, &stack[0], sizeof tensor);
+  void* data = nullptr;
+  int64_t bytes = 0;
+  aoti_torch_get_data_ptr(tensor, &data), aoti_torch_get_storage_size(tensor, &bytes);
+  if (bytes > 0) poison(data, size_t(bytes));
+  return error;
 }
 
 }  // namespace emulator
 
-template <class V>
-V __shfl_sync(unsigned members, V value, int source, int width) {
-  const unsigned me = emulator::block->current;
-  return emulator::shuffle(members, value, me - me % unsigned(width) + unsigned(source) % unsigned(width));
-}
-template <class V>
-V __shfl_xor_sync(unsigned members, V value, int bits, int) {
-  return emulator::shuffle(members, value, emulator::block->current ^ unsigned(bits));
-}
-inline void __syncthreads() {
-  emulator::wait(emulator::block->block_barrier, emulator::kBlockThreads);
-}
+#define aoti_torch_get_data_ptr emulator::data_pointer
+#define torch_get_mutable_data_ptr emulator::mutable_pointer
+#define torch_get_const_data_ptr emulator::constant_pointer
+#define torch_call_dispatcher emulator::dispatch
 
-template <class T>
-void atomicAdd(T* to, T value) {
-  *to += value;
-}
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/macros.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+#include <torch/headeronly/util/BFloat16.h>
+#include <torch/headeronly/util/Exception.h>
+#include <torch/headeronly/util/Half.h>
 
-namespace attn_plugins {
+#include "cuda_index.h"
+#include "cuda_language.h"
+#include "cuda_runtime.h"
 
-constexpr int kThreads = emulator::kBlockThreads;
+// After torch's headers, which would include CUDA's.
+#define __CUDACC__ 1
+#define __CUDA_ARCH__ EMULATED_ARCH
 
-struct DeviceLimits {
-  int64_t multiprocessors, l2_bytes;
+namespace emulator {
+
+// An operator, of whose tensors kernels know from here on.
+template <auto FUNCTION>
+struct Operator;
+template <class Result, class... Arguments, Result (*FUNCTION)(Arguments...)>
+struct Operator<FUNCTION> {
+  static Result call(Arguments... arguments) {
+    begin_session();
+    return FUNCTION(arguments...);
+  }
 };
-inline DeviceLimits device_limits() {
-  return {2, 1 << 20};
-}
 
-template <class... Parameters, class... Arguments>
-void launch(void (*kernel)(Parameters...), int64_t blocks, const Arguments&... arguments) {
-  for (int64_t i = 0; i < blocks; ++i) emulator::run_block(unsigned(i), [&] { kernel(arguments...); });
-}
+}  // namespace emulator
 
-}  // namespace attn_plugins
+#define EMULATED(function) TORCH_BOX(&emulator::Operator<&function>::call)

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shlex
 import shutil
 import subprocess
+import tempfile
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from tests.ops.emulation.translate import translate, translate_tree
+
 EMULATION = Path(__file__).resolve().parent
 ROOT = EMULATION.parents[2]
 COMPILER = shlex.split(os.environ.get("CXX", "c++"))
+COMMON = ["-c", "-fPIC", "-std=c++20", "-Wall", "-U_FORTIFY_SOURCE"]
 
-# Undefined behaviour (a misaligned vector, an overflowing conversion) ends the process instead of passing unseen.
-FLAGS = """-shared -fPIC -O1 -std=c++20 -fsanitize=alignment,bounds,integer-divide-by-zero,float-cast-overflow
-    -fsanitize=signed-integer-overflow -fsanitize-undefined-trap-on-error -DTORCH_TARGET_VERSION=0x020a000000000000"""
+# Every access calls the emulator, and so does undefined behaviour (an overflow, a misaligned vector).
+CHECKS = """-O1 -g1 -fsanitize=thread,alignment,bounds,integer-divide-by-zero,float-cast-overflow
+    -fsanitize=signed-integer-overflow,shift -fno-sanitize-recover=all -fno-strict-aliasing
+    -Wno-unknown-pragmas -Wno-attributes -DUSE_CUDA -DTORCH_TARGET_VERSION=0x020a000000000000"""
 
 NEEDS = [
     pytest.mark.skipif(shutil.which(COMPILER[0]) is None, reason="no C++ compiler"),
@@ -26,14 +32,30 @@ NEEDS = [
 ]
 
 
-def load(source: Path, folder: Path) -> None:
-    """Compile ``source`` into ``folder``, and load its operators."""
-    library = folder / "emulated.so"
+@functools.cache
+def _emulator() -> list[Path]:
+    """The emulator's own files, compiled once in a process, without checks."""
+    folder = Path(tempfile.mkdtemp(prefix="emulator"))
+    objects = []
+    for name in ("threads", "memory", "ptx"):
+        objects.append(folder / f"{name}.o")
+        subprocess.run([*COMPILER, *COMMON, "-O2", str(EMULATION / f"{name}.cpp"), "-o", str(objects[-1])], check=True)
+    return objects
+
+
+def load(source: Path, folder: Path, arch: int = 900) -> None:
+    """Compile ``source`` into ``folder`` for chips of ``arch``, and load its operators."""
+    translate_tree(ROOT / "csrc", folder / "csrc")
+    main = folder / "emulation.cpp"
+    main.write_text(f'#line 1 "{source}"\n{translate(source.read_text())}')
     site = Path(torch.__file__).parent
-    folders = [EMULATION, ROOT / "csrc", site / "include"]
-    command = [*COMPILER, *FLAGS.split(), *(f"-I{folder}" for folder in folders)]
-    command += [str(source), "-o", str(library), f"-L{site / 'lib'}", "-ltorch_cpu"]
-    subprocess.run(command, check=True)
+    folders = [EMULATION, folder / "csrc", site / "include"]
+    command = [*COMPILER, *COMMON, *CHECKS.split(), f"-DEMULATED_ARCH={arch}", *(f"-I{f}" for f in folders)]
+    subprocess.run([*command, str(main), "-o", str(folder / "emulation.o")], check=True)
+    library = folder / "emulated.so"
+    objects = [folder / "emulation.o", *_emulator()]
+    command = [*COMPILER, "-shared", "-Wl,-Bsymbolic", *map(str, objects), "-o", str(library)]
+    subprocess.run([*command, f"-L{site / 'lib'}", "-ltorch_cpu"], check=True)
     torch.ops.load_library(str(library))
 
 

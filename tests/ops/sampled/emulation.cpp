@@ -23,8 +23,8 @@ STABLE_TORCH_LIBRARY(attn_plugins_emulated, m) {
 
 STABLE_TORCH_LIBRARY_IMPL(attn_plugins_emulated, CPU, m) {
   using namespace attn_plugins;
-  m.impl("deform_conv2d", TORCH_BOX(&deform_conv2d_driver<CudaKernels>));
-  m.impl("deform_conv2d_backward", TORCH_BOX(&deform_conv2d_backward_driver<CudaKernels>));
-  m.impl("deformable_attention_forward_", TORCH_BOX(&deformable_attention_forward));
-  m.impl("deformable_attention_backward_", TORCH_BOX(&deformable_attention_backward));
+  m.impl("deform_conv2d", EMULATED(deform_conv2d_driver<CudaKernels>));
+  m.impl("deform_conv2d_backward", EMULATED(deform_conv2d_backward_driver<CudaKernels>));
+  m.impl("deformable_attention_forward_", EMULATED(deformable_attention_forward));
+  m.impl("deformable_attention_backward_", EMULATED(deformable_attention_backward));
 }

@@ -1,7 +1,7 @@
 """The CUDA kernels' own source, run thread by thread on the CPU: what a machine without a GPU can know of them.
 
-``tests/ops/emulation/cuda_emulator.h`` says how. Not covered: what only a GPU has (vector atomics, real concurrency,
-speed); ``test_deform_conv_cuda.py`` tests the compiled kernels where there is a GPU.
+``tests/ops/emulation/cuda_emulator.h`` says what is emulated: races and accesses out of bounds are errors, speed and
+registers are not seen. ``test_deform_conv_cuda.py`` tests the compiled kernels where there is a GPU.
 """
 
 from __future__ import annotations

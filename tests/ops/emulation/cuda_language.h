@@ -1,0 +1,262 @@
+// CUDA's words and intrinsics.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#include "cuda_index.h"
+#include "emulator.h"
+
+#define __device__
+#define __host__
+#define __global__
+#define __constant__ const
+#define __forceinline__ inline
+#define __noinline__
+#define __launch_bounds__(...)
+#define __align__(n) alignas(n)
+#define EMULATOR_UNSEEN __attribute__((no_sanitize("thread"), noinline))
+
+struct alignas(16) uint4 {
+  unsigned x, y, z, w;
+};
+struct alignas(16) int4 {
+  int x, y, z, w;
+};
+struct alignas(16) float4 {
+  float x, y, z, w;
+};
+struct alignas(16) double2 {
+  double x, y;
+};
+struct alignas(8) uint2 {
+  unsigned x, y;
+};
+struct alignas(8) int2 {
+  int x, y;
+};
+struct alignas(8) float2 {
+  float x, y;
+};
+inline float2 make_float2(float x, float y) {
+  return {x, y};
+}
+inline float4 make_float4(float x, float y, float z, float w) {
+  return {x, y, z, w};
+}
+inline uint2 make_uint2(unsigned x, unsigned y) {
+  return {x, y};
+}
+inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) {
+  return {x, y, z, w};
+}
+struct dim3 : emulator::Index {
+  dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : emulator::Index{x, y, z} {}
+};
+constexpr int warpSize = 32;
+
+using std::ceil;
+using std::floor;
+using std::max;
+using std::min;
+
+// Memory
+
+template <class T>
+EMULATOR_UNSEEN T __ldg(const T* from) {
+  emulator::access(from, sizeof(T), emulator::kConstantRead, sizeof(T));
+  return *from;
+}
+template <class T>
+T __ldcs(const T* from) {
+  return *from;
+}
+template <class T>
+void __stcs(T* to, T value) {
+  *to = value;
+}
+template <class T, class Change>
+EMULATOR_UNSEEN T change_atomically(T* at, const Change& change) {
+  emulator::access(at, sizeof(T), emulator::kAtomic, sizeof(T));
+  const T old = *at;
+  *at = change(old);
+  return old;
+}
+template <class T>
+T atomicAdd(T* to, T value) {
+  return change_atomically(to, [&](T old) { return old + value; });
+}
+template <class T>
+T atomicMax(T* to, T value) {
+  return change_atomically(to, [&](T old) { return old < value ? value : old; });
+}
+template <class T>
+T atomicMin(T* to, T value) {
+  return change_atomically(to, [&](T old) { return value < old ? value : old; });
+}
+template <class T>
+T atomicExch(T* to, T value) {
+  return change_atomically(to, [&](T) { return value; });
+}
+template <class T>
+T atomicCAS(T* to, T expected, T value) {
+  return change_atomically(to, [&](T old) { return old == expected ? value : old; });
+}
+inline void __trap() {
+  emulator::fail("trap");
+}
+inline void __threadfence() {}
+inline void __threadfence_block() {}
+inline size_t __cvta_generic_to_shared(const void* at) {
+  return emulator::shared_address(at);
+}
+
+// Barriers
+
+inline void __syncthreads() {
+  emulator::block_barrier();
+}
+inline int __syncthreads_count(int predicate) {
+  int sum = predicate != 0;
+  emulator::block_barrier(&sum);
+  return sum;
+}
+inline int __syncthreads_or(int predicate) {
+  return __syncthreads_count(predicate) != 0;
+}
+inline int __syncthreads_and(int predicate) {
+  return __syncthreads_count(predicate) == int(blockDim.x * blockDim.y * blockDim.z);
+}
+inline void __syncwarp(unsigned mask = 0xffffffffu) {
+  emulator::together("__syncwarp", mask, nullptr, 0, nullptr, true);
+}
+
+// Shuffles: a lane brings a value, and says whose it wants.
+
+namespace emulator {
+
+struct Exchange {
+  uint64_t value;
+  unsigned source;  // a lane
+};
+inline void exchange(Payload* lanes, unsigned mask) {
+  Exchange all[kLanes];
+  for (unsigned l = 0; l < kLanes; ++l) std::memcpy(&all[l], lanes[l].bytes, sizeof all[l]);
+  for (unsigned l = 0; l < kLanes; ++l) {
+    if (!(mask >> l & 1)) continue;
+    if (!(mask >> all[l].source & 1)) {
+      fail("lane %u shuffles from lane %u, which is not in the mask %08x", l, all[l].source, mask);
+    }
+    const uint64_t got = all[all[l].source].value;
+    std::memcpy(lanes[l].bytes, &got, sizeof got);
+  }
+}
+template <class T>
+T shuffle(const char* name, unsigned mask, T value, unsigned source) {
+  Exchange mine{bits_of(value), source};
+  together(name, mask, &mine, sizeof mine, exchange);
+  T got;
+  std::memcpy(&got, &mine.value, sizeof got);
+  return got;
+}
+inline unsigned lane() {
+  return now.thread % kLanes;
+}
+inline unsigned checked_width(int width) {
+  if (width < 1 || width > 32 || (width & (width - 1)) != 0) fail("a shuffle's width is %d", width);
+  return unsigned(width);
+}
+inline void vote(Payload* lanes, unsigned mask) {
+  unsigned votes = 0;
+  for (unsigned l = 0; l < kLanes; ++l) {
+    if (mask >> l & 1 && lanes[l].bytes[0]) votes |= 1u << l;
+  }
+  for (unsigned l = 0; l < kLanes; ++l) {
+    if (mask >> l & 1) std::memcpy(lanes[l].bytes, &votes, sizeof votes);
+  }
+}
+
+}  // namespace emulator
+
+template <class T>
+T __shfl_sync(unsigned mask, T value, int source, int width = 32) {
+  const unsigned lane = emulator::lane(), size = emulator::checked_width(width);
+  return emulator::shuffle("__shfl_sync", mask, value, lane - lane % size + unsigned(source) % size);
+}
+template <class T>
+T __shfl_xor_sync(unsigned mask, T value, int bits, int width = 32) {
+  const unsigned lane = emulator::lane(), size = emulator::checked_width(width),
+                 source = lane ^ unsigned(bits);
+  const bool beyond = source / size > lane / size;  // then a lane keeps its own
+  return emulator::shuffle("__shfl_xor_sync", mask, value, beyond ? lane : source % 32);
+}
+template <class T>
+T __shfl_up_sync(unsigned mask, T value, unsigned distance, int width = 32) {
+  const unsigned lane = emulator::lane(), size = emulator::checked_width(width);
+  return emulator::shuffle("__shfl_up_sync", mask, value, lane % size < distance ? lane : lane - distance);
+}
+template <class T>
+T __shfl_down_sync(unsigned mask, T value, unsigned distance, int width = 32) {
+  const unsigned lane = emulator::lane(), size = emulator::checked_width(width);
+  return emulator::shuffle("__shfl_down_sync", mask, value,
+                           lane % size + distance >= size ? lane : lane + distance);
+}
+inline unsigned __ballot_sync(unsigned mask, int predicate) {
+  unsigned votes = predicate != 0;
+  emulator::together("__ballot_sync", mask, &votes, sizeof votes, emulator::vote);
+  return votes;
+}
+inline int __any_sync(unsigned mask, int predicate) {
+  unsigned votes = predicate != 0;
+  emulator::together("__any_sync", mask, &votes, sizeof votes, emulator::vote);
+  return votes != 0;
+}
+inline int __all_sync(unsigned mask, int predicate) {
+  unsigned votes = predicate != 0;
+  emulator::together("__all_sync", mask, &votes, sizeof votes, emulator::vote);
+  return votes == mask;
+}
+
+// Arithmetic
+
+inline int __popc(unsigned bits) {
+  return __builtin_popcount(bits);
+}
+inline int __clz(int bits) {
+  return bits == 0 ? 32 : __builtin_clz(unsigned(bits));
+}
+inline int __ffs(int bits) {
+  return __builtin_ffs(bits);
+}
+inline float __expf(float x) {
+  return std::exp(x);
+}
+inline float __logf(float x) {
+  return std::log(x);
+}
+inline float __fdividef(float x, float y) {
+  return x / y;
+}
+inline float __frcp_rn(float x) {
+  return 1 / x;
+}
+inline float rsqrtf(float x) {
+  return 1 / std::sqrt(x);
+}
+inline float __int_as_float(int bits) {
+  float x;
+  std::memcpy(&x, &bits, sizeof x);
+  return x;
+}
+inline float __uint_as_float(unsigned bits) {
+  return __int_as_float(int(bits));
+}
+inline int __float_as_int(float x) {
+  int bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  return bits;
+}
+inline unsigned __float_as_uint(float x) {
+  return unsigned(__float_as_int(x));
+}

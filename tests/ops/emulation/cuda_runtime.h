@@ -1,0 +1,134 @@
+// Stands in for CUDA's header of this name: the functions that our host code calls, of an emulated device.
+#pragma once
+
+#include <cstdio>
+#include <map>
+
+#include "emulator.h"
+
+using cudaStream_t = void*;
+enum cudaError_t { cudaSuccess = 0, cudaErrorInvalidValue = 1 };
+enum cudaDeviceAttr {
+  cudaDevAttrMaxSharedMemoryPerBlock,
+  cudaDevAttrMaxSharedMemoryPerBlockOptin,
+  cudaDevAttrMaxSharedMemoryPerMultiprocessor,
+  cudaDevAttrMultiProcessorCount,
+  cudaDevAttrMaxThreadsPerMultiProcessor,
+  cudaDevAttrL2CacheSize,
+  cudaDevAttrComputeCapabilityMajor,
+  cudaDevAttrComputeCapabilityMinor,
+};
+enum cudaFuncAttribute {
+  cudaFuncAttributeMaxDynamicSharedMemorySize,
+  cudaFuncAttributePreferredSharedMemoryCarveout
+};
+
+namespace emulator {
+inline std::map<const void*, size_t> most_dynamic_bytes;  // of a kernel, where it asked
+inline cudaError_t last_error = cudaSuccess;
+inline cudaError_t result(cudaError_t error) {
+  if (error != cudaSuccess) last_error = error;
+  return error;
+}
+}  // namespace emulator
+
+inline cudaError_t cudaGetDevice(int* index) {
+  *index = 0;
+  return cudaSuccess;
+}
+inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
+  const emulator::Device& device = emulator::device();
+  switch (attribute) {
+    case cudaDevAttrMaxSharedMemoryPerBlock:
+      *value = 48 << 10;
+      break;
+    case cudaDevAttrMaxSharedMemoryPerBlockOptin:
+      *value = device.shared_bytes;
+      break;
+    case cudaDevAttrMaxSharedMemoryPerMultiprocessor:
+      *value = device.shared_bytes + 1024;
+      break;
+    case cudaDevAttrMultiProcessorCount:
+      *value = device.multiprocessors;
+      break;
+    case cudaDevAttrMaxThreadsPerMultiProcessor:
+      *value = 2048;
+      break;
+    case cudaDevAttrL2CacheSize:
+      *value = device.l2_bytes;
+      break;
+    case cudaDevAttrComputeCapabilityMajor:
+      *value = EMULATED_ARCH / 100;
+      break;
+    case cudaDevAttrComputeCapabilityMinor:
+      *value = EMULATED_ARCH / 10 % 10;
+      break;
+    default:
+      return emulator::result(cudaErrorInvalidValue);
+  }
+  return cudaSuccess;
+}
+struct cudaFuncAttributes {
+  size_t sharedSizeBytes, localSizeBytes;
+  int maxThreadsPerBlock, numRegs, ptxVersion, binaryVersion, maxDynamicSharedSizeBytes;
+};
+template <class Kernel>
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, Kernel*) {
+  *attributes = {0, 0, int(emulator::kMostThreads), 0, EMULATED_ARCH / 10, EMULATED_ARCH / 10, 48 << 10};
+  return cudaSuccess;
+}
+template <class Kernel>
+cudaError_t cudaFuncSetAttribute(Kernel* kernel, cudaFuncAttribute attribute, int value) {
+  if (attribute != cudaFuncAttributeMaxDynamicSharedMemorySize) return cudaSuccess;
+  if (value < 0 || value > emulator::device().shared_bytes) return emulator::result(cudaErrorInvalidValue);
+  emulator::most_dynamic_bytes[reinterpret_cast<const void*>(kernel)] = size_t(value);
+  return cudaSuccess;
+}
+inline cudaError_t cudaGetLastError() {
+  const cudaError_t error = emulator::last_error;
+  emulator::last_error = cudaSuccess;
+  return error;
+}
+inline cudaError_t cudaPeekAtLastError() {
+  return emulator::last_error;
+}
+
+// What torch's STD_CUDA_CHECK calls, and the current stream: a torch without CUDA has neither.
+#define torch_c10_cuda_check_msg emulated_check_message
+#define torch_c10_cuda_free_error_msg emulated_free_message
+#define aoti_torch_get_current_cuda_stream emulated_current_stream
+inline int emulated_check_message(int error, const char* file, const char*, unsigned line, bool,
+                                  char** message) {
+  *message = nullptr;
+  if (error == cudaSuccess) return 0;
+  *message = new char[500];
+  std::snprintf(*message, 500, "CUDA error: %d (%s:%u)", error, file, line);
+  return 0;
+}
+inline void emulated_free_message(char* message) {
+  delete[] message;
+}
+inline int emulated_current_stream(int, void** stream) {
+  *stream = nullptr;
+  return 0;
+}
+
+namespace emulator {
+
+// kernel<<<configuration>>>(arguments...), as translate.py writes it.
+template <class... Parameters, class... Arguments>
+void launch(const Configuration& configuration, void (*kernel)(Parameters...),
+            const Arguments&... arguments) {
+  struct Call {
+    void (*kernel)(Parameters...);
+    std::tuple<Parameters...> parameters;
+  } call{kernel, {static_cast<Parameters>(arguments)...}};
+  const auto body = [](void* given) {
+    const Call& c = *static_cast<Call*>(given);
+    std::apply(c.kernel, c.parameters);
+  };
+  const auto most = most_dynamic_bytes.find(reinterpret_cast<const void*>(kernel));
+  run(configuration, body, &call, sizeof call, most == most_dynamic_bytes.end() ? 48 << 10 : most->second);
+}
+
+}  // namespace emulator
