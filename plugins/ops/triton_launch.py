@@ -123,6 +123,8 @@ def _no_compiler() -> str | None:
 
 @cache
 def _too_old(index: int) -> str | None:
+    if not torch.cuda.is_available():  # tensors that hold nothing, as the doctor explains with
+        return "there is no CUDA device here"
     capability = torch.cuda.get_device_capability(index)
     if capability >= OLDEST_CAPABILITY:
         return None

@@ -38,9 +38,15 @@ def test_without_a_compiler(monkeypatch):
 
 
 def test_an_old_device(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (7, 5))
     found = triton_launch._too_old.__wrapped__(0)
     assert found == "Triton needs compute capability 8.0, and the device has 7.5"
+
+
+def test_no_device(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert triton_launch._too_old.__wrapped__(0) == "there is no CUDA device here"
 
 
 def test_recorded_launches_are_not_done():
