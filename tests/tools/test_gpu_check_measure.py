@@ -1,0 +1,320 @@
+"""Measuring for a GPU, tried without one: rows that fail, hang or end the process, turns of parts, tables, peers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from attn_plugins import ops
+from tools.benchmark.case import Case
+from tools.gpu_check import measure, ratios, roofline, rows, worker
+from tools.gpu_check.backends import backends_of, operators, served_by
+from tools.gpu_check.processes import Budget, Done
+
+# --- the worker -------------------------------------------------------------------------------------------------------
+
+
+def prepared(function=lambda: torch.ones(3)):
+    return lambda: function
+
+
+def raising(error: Exception):
+    def run():
+        raise error
+
+    return run
+
+
+@pytest.fixture
+def few_rows(monkeypatch) -> None:
+    """Rows of two parts: one that works with peers that do not, one whose own function fails."""
+    found = {
+        "operators": [
+            Case(
+                "good, bfloat16, forward", prepared(), {"peer": prepared(), "missing": raising(ImportError("no such"))}
+            ),
+            Case("bad", prepared(raising(RuntimeError("out of luck\nand more")))),
+        ],
+        "modules": [Case("a module", prepared(lambda: (torch.ones(2), torch.zeros(2))))],
+    }
+    monkeypatch.setattr(worker, "PARTS", {"operators": 1.0, "modules": 1.0})
+    monkeypatch.setattr(worker, "part_cases", lambda part, device: found[part])
+
+
+def worked(tmp_path: Path, **settings: Any) -> list[dict[str, Any]]:
+    record = tmp_path / "rows.jsonl"
+    worker.work_through(worker.Settings("cpu", str(record), seconds=60, race_seconds=0.0, **settings))
+    return measure.read(record)[0]
+
+
+def test_one_row_that_fails_ends_nothing(few_rows, tmp_path):
+    found = {row["end"]: row["row"] for row in worked(tmp_path)}
+    assert set(found) == {"operators: good, bfloat16, forward", "operators: bad", "modules: a module"}
+    assert found["operators: bad"] == {"error": "RuntimeError: out of luck"}
+    good = found["operators: good, bfloat16, forward"]
+    assert set(good["entries"]) == {"ours", "peer"}
+    assert good["errors"] == {"none": "ImportError: no such"}
+    assert good["kind"] == "bfloat16"
+    assert all(entry["how"] == "clock" and entry["min"] > 0 for entry in good["entries"].values())
+
+
+def test_rows_that_are_done_are_left_out_and_those_that_crashed_have_no_peers(few_rows, tmp_path):
+    name = "operators: good, bfloat16, forward"
+    found = worked(tmp_path, skip=["modules: a module"], pattern="good|module", alone=[name])
+    assert [row["end"] for row in found] == [name]
+    assert set(found[0]["row"]["entries"]) == {"ours"}
+
+
+def test_workers_that_fill_caches_share_all_rows_between_them(few_rows, tmp_path):
+    found = []
+    for number in range(2):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        found += [row["end"] for row in worked(folder, share=(number, 2))]
+    assert len(found) == 3
+    assert len(set(found)) == 3
+
+
+def test_the_part_with_the_least_of_its_time_is_next():
+    planned = {part: [(f"{part}: {n}", Case(str(n), prepared())) for n in range(2)] for part in ("operators", "halves")}
+    spent = {"operators": 0.0, "halves": 0.0}
+    order = []
+    for part, name, _ in worker.turns(planned, spent):
+        order.append(name)
+        spent[part] += 10.0
+    # "operators" has six times the weight of "halves"
+    assert order == ["operators: 0", "halves: 0", "operators: 1", "halves: 1"]
+
+
+def test_every_row_has_a_name_of_its_own():
+    for pattern in ("operators", "modules"):
+        names = [name for name, _ in worker.plan("cpu", f"^{pattern}")[pattern]]
+        assert len(names) == len(set(names)) > 20
+    for words in ("sequence", "FlexAttention"):
+        case = next(case for case in worker.part_cases("operators", "cpu") if "sequence" in case.name)
+        assert words in case.name or words in case.peers
+
+
+def test_every_public_module_has_a_row():
+    from attn_plugins import modules
+    from tools.gpu_check.module_rows import MODULES
+
+    public = {
+        n
+        for n in modules.__all__
+        if isinstance(kind := getattr(modules, n), type) and issubclass(kind, torch.nn.Module)
+    }
+    assert {name.split(",")[0] for name in MODULES} == public
+
+
+# --- backends ---------------------------------------------------------------------------------------------------------
+
+
+def window() -> torch.Tensor:
+    q, k, v = torch.randn(3, 1, 2, 5, 6, 8).unbind()
+    v.requires_grad_()
+    output = ops.window_attention(q, k, v, None, 3)
+    return torch.autograd.grad(output.sum(), v)[0]
+
+
+def test_backends_are_read_from_the_tables():
+    assert {"window_attention", "global_attention", "deform_conv2d"} <= set(operators())
+    names = backends_of("window_attention")
+    assert names[-1] == "torch"
+    assert len(names) > 1
+    assert backends_of("no_operator") == []
+
+
+def test_what_serves_is_seen_forward_and_backward():
+    assert served_by(window).keys() == {"window_attention"}
+    with ops.backend("torch"):
+        assert served_by(window) == {"window_attention": ["torch"]}
+
+
+def test_contestants_are_every_backend_that_does_not_refuse():
+    runs, facts = worker.contestants(Case("window", prepared(window)), "cpu")
+    others = set(backends_of("window_attention")) - set(facts["served_by"]["window_attention"])
+    assert {name.removeprefix("ours, by ") for name in runs if "by" in name} | set(facts["refusals"]) == others
+    assert "cuda" in facts["refusals"]
+
+
+def test_the_definition_stands_for_operators_also_while_they_are_compiled():
+    q, k, v = torch.randn(3, 1, 2, 5, 6, 8).unbind()
+    compiled = torch.compile(lambda *t: ops.window_attention(*t, None, 3), backend="aot_eager", fullgraph=True)
+    with rows.definitions():
+        assert served_by(lambda: compiled(q, k, v)) == {}
+    torch.testing.assert_close(compiled(q, k, v), ops.window_attention(q, k, v, None, 3))
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("maker", ["window", "global", "sequence", "criss_cross", "deform"])
+def test_peers_compute_the_same(maker, monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    sizes = {"window": dict(B=1, S=7), "criss_cross": dict(B=1, S=6), "deform": dict(B=1, C=8, S=6)}
+    make = getattr(rows, f"{maker}_rows")
+    if maker == "global":
+        monkeypatch.setattr(rows, "GLOBAL", (2, 4, 5, 3, 4, 8))
+    cases = make(torch.float32, 0, "cpu", **sizes.get(maker, dict(B=1)))[:2]
+    compared = 0
+    for case in cases:
+        torch.manual_seed(0)
+        expected = case.ours()()
+        for name, prepare in case.peers.items():
+            torch.manual_seed(0)
+            try:
+                found = prepare()()
+            except ImportError:
+                continue
+            torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4, msg=name)
+            compared += 1
+    assert compared >= 2
+
+
+# --- work and tables --------------------------------------------------------------------------------------------------
+
+
+def test_work_counts_products_and_what_is_read_and_returned_once():
+    a, b = torch.randn(30, 40), torch.randn(40, 50)
+
+    def run():
+        c = a @ b
+        return c + (a @ b).relu()
+
+    work = roofline.work_of(run)
+    assert work == (2 * 2 * 30 * 40 * 50, 4 * (30 * 40 + 40 * 50 + 30 * 50))
+    rates = {"float32": 1e6, "bytes": 1e3}
+    assert roofline.floor(work, "float32", rates) == work.moved / 1e3
+    assert roofline.kind_of("x, TF32, forward") == "TF32"
+    assert roofline.kind_of("x, autocast to bfloat16") == "bfloat16"
+
+
+def entry(name: str, ours: float, operator: str = "f", **times: float) -> dict[str, Any]:
+    every = {"ours": ours, **{key.replace("by_", "ours, by "): time for key, time in times.items()}}
+    entries = {
+        key: dict(min=time, q1=time, median=time, q3=time, how="graph", memory=1 << 20) for key, time in every.items()
+    }
+    row = dict(
+        goal=None, entries=entries, work=dict(operations=10**9, moved=10**6), kind="bfloat16", errors={},
+        refusals={"cuda": "ValueError: too wide"}, differences={}, served_by={operator: ["torch"]},
+    )  # fmt: skip
+    return {"end": name, "part": name.split(":")[0], "seconds": 1.0, "row": row}
+
+
+DATA = {
+    "machine": {"gpu": "none"},
+    "command": "measure",
+    "ceilings": {"bfloat16": 1e13, "bytes": 1e12},
+    "rows": [
+        entry("a: one", 2e-3, by_triton=1e-3, sdpa=4e-3, flex=3e-3),
+        entry("a: two", 1e-3, sdpa=0.5e-3),
+        entry("b: three", 1e-3, by_triton=4e-3),
+        {"end": "b: four", "part": "b", "seconds": 1.0, "row": {"error": "RuntimeError: out of luck"}},
+    ],
+}
+
+
+def test_ratios_shares_and_the_faster_backend():
+    one, two, three = (ratios.compare(row, DATA["ceilings"]) for row in DATA["rows"][:3])
+    assert (one.peer, one.ratio, one.best, one.gain, one.memory) == ("flex", 1.5, "triton", 2.0, 1.0)
+    assert one.share == pytest.approx(1e-4 / 2e-3)
+    assert (two.peer, two.ratio, two.best) == ("sdpa", 0.5, None)
+    assert (three.peer, three.ratio, three.best) == (None, None, None)
+    assert ratios.compare(DATA["rows"][0], None).share is None
+
+
+def test_the_last_lines_are_the_table_with_the_worst_row_at_the_end():
+    lines = ratios.closing(DATA)
+    assert lines[-1] == " 0.50  10%      1 ms a: two [torch] over sdpa"
+    assert lines[-2] == " 1.50   5%      2 ms a: one [torch; triton 2.0x] over flex"
+    assert lines[-3] == "    –  10%      1 ms b: three [torch]"
+    assert "b: four: RuntimeError: out of luck" in lines
+    assert "f, bfloat16, triton against torch: 0.71x (0.25 to 2.00, 2 rows)" in lines
+    assert "a: 2 rows, ratio 0.87, 7% of the roofline; a peer is faster in 1" in lines
+
+
+def test_the_page_has_a_table_a_part_with_errors_and_refusals():
+    page = ratios.page(DATA)
+    assert (
+        "| one | 2 (1.0 MiB) | torch | triton 1 | sdpa 4; flex 3 | 1.50× | 5 % | 1.00 | ValueError: too wide |" in page
+    )
+    assert "* b: four: RuntimeError: out of luck" in page
+    assert "bfloat16 10 T/s" in page
+
+
+def test_what_is_to_be_said_against_a_row():
+    row = entry("a: one", 1e-3, sdpa=1e-3)
+    row["row"]["entries"]["ours"] |= {"q3": 2e-3}
+    row["row"]["entries"]["sdpa"]["how"] = "events, with the host's time: no graph"
+    row["row"]["differences"] = {"triton": 0.5, "cuda": float("nan"), "torch": 1e-3}
+    assert ratios.compare(row, None).marks == "noisy, host's time, triton differs by 0.5, cuda differs by nan"
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+class Workers:
+    """Stands in for workers: each appends lines to the record and ends with a status."""
+
+    def __init__(self, *ends: tuple[int | None, list[dict[str, Any]]]) -> None:
+        self.ends, self.settings = list(ends), []
+
+    def __call__(self, settings: dict[str, Any], limit: float, log: Path) -> Done:
+        self.settings.append(settings)
+        status, lines = self.ends.pop(0)
+        with Path(settings["record"]).open("a") as file:
+            file.write("".join(json.dumps(line) + "\n" for line in lines))
+        return Done(status, 1.0, "Segmentation fault\n")
+
+
+def test_a_row_that_ends_its_process_is_tried_without_peers_and_the_rest_goes_on(tmp_path, monkeypatch):
+    first, third = entry("a: 0", 1e-3), entry("a: 2", 1e-3)
+    workers = Workers(
+        (-11, [{"start": "a: 0"}, first, {"start": "a: 1"}]),
+        (-11, [{"start": "a: 1"}]),
+        (0, [{"start": "a: 2"}, third]),
+    )
+    monkeypatch.setattr(measure, "start_worker", workers)
+    found = measure.rows_of("", Budget(60), tmp_path, tmp_path / "log", "cpu")
+    assert [row["end"] for row in found] == ["a: 0", "a: 2", "a: 1"]
+    assert found[-1]["row"] == {"error": "its process ended with status -11: Segmentation fault"}
+    assert [settings["skip"] for settings in workers.settings] == [[], ["a: 0"], ["a: 0", "a: 1"]]
+    assert [settings["alone"] for settings in workers.settings] == [[], ["a: 1"], ["a: 1"]]
+
+
+def test_a_row_that_works_without_its_peers_says_so(tmp_path, monkeypatch):
+    workers = Workers((71, [{"start": "a: 0"}]), (0, [{"start": "a: 0"}, entry("a: 0", 1e-3)]))
+    monkeypatch.setattr(measure, "start_worker", workers)
+    (row,) = measure.rows_of("", Budget(60), tmp_path, tmp_path / "log", "cpu")
+    assert row["row"]["errors"]["peers"].startswith("left out: with them, its process ended with status 71")
+
+
+def test_time_that_is_over_leaves_what_there_is(tmp_path, monkeypatch):
+    workers = Workers((None, [{"start": "a: 0"}, entry("a: 0", 1e-3), {"start": "a: 1"}]))
+    monkeypatch.setattr(measure, "start_worker", workers)
+    budget = Budget(60)
+    kept: list[Any] = []
+
+    def keep(found):
+        kept.append(found)
+        budget.seconds = 0.0
+
+    found = measure.rows_of("", budget, tmp_path, tmp_path / "log", "cpu", keep)
+    assert found == kept[-1]
+    assert [row["row"].get("error") for row in found] == [None, "the time was over"]
+
+
+def test_the_whole_command_on_the_cpu(tmp_path, capsys):
+    """Its numbers mean nothing; its files and its last lines are those of a GPU."""
+    status = measure.measure("decoder, 300 queries .*bfloat16, forward$", Budget(120), 1, tmp_path, "cpu")
+    printed = capsys.readouterr().out
+    assert status == 0, printed
+    data = json.loads((tmp_path / "measure.json").read_text())
+    (row,) = data["rows"]
+    assert row["row"]["entries"]["ours"]["min"] > 0
+    assert row["row"]["work"]["moved"] > 0
+    assert "deformable_attention: decoder, 300 queries" in printed.splitlines()[-1]
+    assert "## deformable_attention" in (tmp_path / "measure.md").read_text()

@@ -1,0 +1,122 @@
+"""Times of short runs: replays of CUDA graphs between events, contestants in turn, caches emptied before each."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from tools.benchmark.summary import summarize
+
+Run = Callable[[], object]
+GRAPHS_UNDER = 5e-3  # seconds; a longer run hides what the host takes
+ROUNDS, LEAST_ROUNDS = 25, 5
+
+
+class Contestant:
+    """A run that is timed, by a graph of it where that can be captured and is worth it.
+
+    Args:
+        run: What is timed; it has run before.
+        device: ``cuda`` or ``cpu``.
+    """
+
+    def __init__(self, run: Run, device: str) -> None:
+        self.run, self.device, self.how = run, device, "events"
+        self.estimate = _once(run, device)
+        if device != "cuda":
+            self.how = "clock"
+        elif self.estimate < GRAPHS_UNDER:
+            try:
+                self.run, self.how = captured(run), "graph"
+                self.estimate = _once(self.run, device)
+            except RuntimeError as error:
+                torch.cuda.synchronize()
+                self.how = f"events, with the host's time: no graph ({str(error).splitlines()[0][:60]})"
+
+
+def captured(run: Run) -> Run:
+    """Return the replay of a CUDA graph of a run."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        kept = run()
+
+    def replay() -> object:
+        graph.replay()
+        return kept
+
+    return replay
+
+
+def _once(run: Run, device: str) -> float:
+    """Return about how long a run takes, of two."""
+    found = []
+    for _ in range(2):
+        if device == "cuda":
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            run()
+            end.record()
+            torch.cuda.synchronize()
+            found.append(start.elapsed_time(end) / 1e3)
+        else:
+            begin = time.perf_counter()
+            run()
+            found.append(time.perf_counter() - begin)
+    return min(found)
+
+
+class Flush:
+    """Empties the device's second-level cache by writing more than it holds."""
+
+    def __init__(self, device: str) -> None:
+        self.buffer: torch.Tensor | None = None
+        if device == "cuda":
+            size = getattr(torch.cuda.get_device_properties(0), "L2_cache_size", 0) or 64 << 20
+            self.buffer = torch.empty(4 * size, dtype=torch.int8, device="cuda")
+
+    def __call__(self) -> None:
+        if self.buffer is not None:
+            self.buffer.zero_()
+
+
+def race(contestants: Mapping[str, Contestant], flush: Flush, seconds: float) -> dict[str, dict[str, Any]]:
+    """Time all in turn, A B A B …, for about ``seconds``; return statistics by name, with how each was timed."""
+    times: dict[str, list[float]] = {name: [] for name in contestants}
+    begin = time.monotonic()
+    for number in range(ROUNDS):
+        if number >= LEAST_ROUNDS and time.monotonic() - begin > seconds:
+            break
+        events = []
+        for name, each in contestants.items():
+            if each.device != "cuda":
+                start_time = time.perf_counter()
+                each.run()
+                times[name].append(time.perf_counter() - start_time)
+                continue
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            flush()  # also keeps the device busy while the host gets ahead of it
+            start.record()
+            each.run()
+            end.record()
+            events.append((name, start, end))
+        if events:
+            torch.cuda.synchronize()
+        for name, start, end in events:
+            times[name].append(start.elapsed_time(end) / 1e3)
+    return {name: summarize(found) | {"how": contestants[name].how} for name, found in times.items()}
+
+
+def fastest(run: Run, device: str, repeats: int = 10) -> float:
+    """Return the least time of a run, caches warm."""
+    for _ in range(2):
+        run()
+    return min(_once(run, device) for _ in range(repeats // 2))
