@@ -85,6 +85,22 @@ __device__ __forceinline__ Vector<T, N> load_constant(const T* from) {
   return v;
 }
 
+// Keeps the load of v ahead of what follows, even where v is used under a condition alone.
+template <class T, int N>
+__device__ __forceinline__ void loaded(Vector<T, N>& v) {
+#ifdef __CUDA_ARCH__
+  if constexpr (sizeof(v.word) == 16) {
+    asm volatile("" : "+r"(v.word.x), "+r"(v.word.y), "+r"(v.word.z), "+r"(v.word.w));
+  } else if constexpr (sizeof(v.word) == 8) {
+    asm volatile("" : "+r"(v.word.x), "+r"(v.word.y));
+  } else if constexpr (sizeof(v.word) == 4) {
+    asm volatile("" : "+r"(v.word));
+  } else {
+    asm volatile("" : "+h"(v.word));
+  }
+#endif
+}
+
 template <class T, int N>
 __device__ __forceinline__ Vector<T, N> load(const T* from) {
   Vector<T, N> v;

@@ -2,127 +2,152 @@
 // head of one query, each thread a vector of its channels. Teams of a query's heads are neighbours: together
 // they read the query's locations and write its output without gaps.
 //
-// Every thread computes the places of the samples for itself: that is a few operations on numbers that its
-// team reads as one, and no thread waits for another.
+// The points are gone through in rounds: each thread locates some samples of its block's teams, and then all
+// teams read theirs (cuda_bilinear.cuh).
 #pragma once
 
+#include <algorithm>
 #include <limits>
 #include <optional>
 #include <vector>
 
 #include "common/dispatch.cuh"
-#include "common/launch.cuh"
+#include "common/divisor.cuh"
+#include "cuda_bilinear.cuh"
 
 namespace attn_plugins {
 
 constexpr int kMostLevels = 16;
+constexpr int kRound = 2;  // samples that a thread locates at a time
+
+struct AttentionLevel {
+  int height, width, first_pixel;
+  int last_point;  // points of this level and those before it
+};
 
 struct AttentionProblem {
-  int64_t teams, S, Q;  // teams: B * Q * M
+  int64_t teams, S;  // teams: B * Q * M, times the slices of a head's channels
   int M, d, P, levels;
   int lanes_log2;
-  int height[kMostLevels], width[kMostLevels], points[kMostLevels];
-  int64_t start[kMostLevels];
+  Divisor slices, heads, queries;  // of a head's channels (in the forward pass only); by M, by Q
+  AttentionLevel level[kMostLevels];
 };
 
 // Of one (b, q, m): where the team's numbers begin, in elements.
 struct AttentionTeam {
   int64_t index;  // (b * Q + q) * M + m: its row of locations, weights and outputs
   int64_t head;   // of pixel 0 in (B, S, M, d)
-  int lane, lanes;
-  unsigned members;
+  int slice;
 
-  template <class A>
-  __device__ __forceinline__ A sum(A value) const {
-    for (int step = lanes >> 1; step > 0; step >>= 1) value += __shfl_xor_sync(members, value, step, lanes);
-    return value;
+  // Team `number` of the block. Where there is none, the last one stands in.
+  __device__ __forceinline__ AttentionTeam(const AttentionProblem& p, int number) {
+    const int64_t team = int64_t(blockIdx.x) * (kThreads >> p.lanes_log2) + number;
+    int m, q;
+    const int row = p.slices.divide(static_cast<int>(min(team, p.teams - 1)), &slice);
+    const int b = p.queries.divide(p.heads.divide(row, &m), &q);
+    index = row;
+    head = (b * p.S * p.M + m) * p.d;
   }
 };
 
-__device__ __forceinline__ bool find_team(const AttentionProblem& p, AttentionTeam* team) {
-  const int64_t thread = int64_t(blockIdx.x) * kThreads + threadIdx.x;
-  team->lanes = 1 << p.lanes_log2;
-  team->lane = threadIdx.x & (team->lanes - 1);
-  team->members = (0xffffffffu >> (32 - team->lanes)) << ((threadIdx.x & 31) - team->lane);
-  team->index = thread >> p.lanes_log2;
-  if (team->index >= p.teams) return false;
-  const int64_t query = team->index / p.M, b = query / p.Q;
-  team->head = (b * p.S * p.M + (team->index - query * p.M)) * p.d;
-  return true;
+// The block's teams, and what a thread is in them.
+struct AttentionLayout {
+  int lanes, lane, teams, own;
+  bool writes;  // its team is none that stands in
+
+  __device__ __forceinline__ explicit AttentionLayout(const AttentionProblem& p) {
+    const int thread = static_cast<int>(threadIdx.x);
+    lanes = 1 << p.lanes_log2;
+    lane = thread & (lanes - 1);
+    own = thread >> p.lanes_log2;
+    teams = kThreads >> p.lanes_log2;
+    writes = int64_t(blockIdx.x) * teams + own < p.teams;
+  }
+
+  // Of the samples that a round stages, that of the team's point: neighbouring teams' are neighbours.
+  __device__ __forceinline__ int slot(int point) const { return point * teams + own; }
+};
+
+// A point's level and sample. Points of a level follow those of the one before.
+template <class A>
+__device__ __forceinline__ const AttentionLevel& locate(const AttentionProblem& p, const A* locations,
+                                                        int point, Sample<A>* sample) {
+  int level = 0;
+  while (level + 1 < p.levels && point >= p.level[level].last_point) ++level;
+  const AttentionLevel& found = p.level[level];
+  const A x = __ldg(locations + 2 * point), y = __ldg(locations + 2 * point + 1);
+  *sample =
+      sample_at<A>(y * A(found.height) - A(0.5), x * A(found.width) - A(0.5), found.height, found.width);
+  return found;
 }
 
-// The four pixels of a sample, in the order upper left, upper right, lower left, lower right.
-template <class A>
-struct AttentionSample {
-  A dy, dx;
-  A share[4];     // bilinear weights
-  int64_t at[4];  // elements from the head's pixel 0
-  bool inside[4];
-
-  __device__ __forceinline__ AttentionSample(const AttentionProblem& p, int level, A x, A y, int64_t stride) {
-    const int H = p.height[level], W = p.width[level];
-    const A row = y * A(H) - A(0.5), column = x * A(W) - A(0.5);
-    // Written so that a NaN, too, is outside; nothing outside is ever converted to an integer.
-    const bool near = row >= A(-1) && row < A(H) && column >= A(-1) && column < A(W);
-    const A top = near ? floor(row) : A(-2), left = near ? floor(column) : A(-2);
-    const int iy = static_cast<int>(top), ix = static_cast<int>(left);
-    dy = near ? row - top : A(0);
-    dx = near ? column - left : A(0);
-    share[0] = (A(1) - dy) * (A(1) - dx);
-    share[1] = (A(1) - dy) * dx;
-    share[2] = dy * (A(1) - dx);
-    share[3] = dy * dx;
-    const bool above = near && iy >= 0, below = near && iy + 1 < H;
-    const bool before = ix >= 0, behind = ix + 1 < W;
-    inside[0] = above && before;
-    inside[1] = above && behind;
-    inside[2] = below && before;
-    inside[3] = below && behind;
-    at[0] = (p.start[level] + int64_t(iy) * W + ix) * stride;
-    at[1] = at[0] + stride;
-    at[2] = at[0] + W * stride;
-    at[3] = at[2] + stride;
+// Stages points [first, first + count) of every team: a team's own lanes locate its points.
+template <class A, int SLOTS>
+__device__ __forceinline__ void stage(const AttentionProblem& p, const AttentionLayout& layout,
+                                      const A* locations, const A* weights, int first, int count,
+                                      Staged<A, SLOTS>* staged) {
+#pragma unroll
+  for (int i = 0; i < kRound; ++i) {
+    const int point = layout.lane + i * layout.lanes;
+    if (point >= count) break;
+    Sample<A> s;
+    const AttentionLevel& level = locate(p, locations, first + point, &s);
+    staged->put(layout.slot(point), s, __ldg(weights + first + point), level.height, level.width,
+                level.first_pixel);
   }
-};
+}
+
+// Adds the weighted samples of POINTS points, in flight together, to N channels.
+template <int POINTS, class T, int N, class Points>
+__device__ __forceinline__ void add_points(const Points& staged, int slot, int teams, const T* head,
+                                           int pixel_bytes, accumulate_t<T> (&total)[N]) {
+  Vector<T, N> corner[POINTS][4];
+#pragma unroll
+  for (int u = 0; u < POINTS; ++u) {
+    const Corners<const T> corners(head, staged.places[slot + u * teams], pixel_bytes);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) corner[u][i] = load_constant<T, N>(corners.at[i]);
+  }
+#pragma unroll
+  for (int u = 0; u < POINTS; ++u) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) loaded(corner[u][i]);  // or the compiler loads behind the condition
+  }
+#pragma unroll
+  for (int u = 0; u < POINTS; ++u) {
+    if (!staged.places[slot + u * teams].near) continue;
+    blend<T, N>(staged.weights[slot + u * teams], corner[u], total);
+  }
+}
 
 // output = sum of weighted samples; N channels to a thread.
 template <class T, int N>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2 : 4)
     attend_kernel(const AttentionProblem p, const T* __restrict__ value,
                   const accumulate_t<T>* __restrict__ locations, const accumulate_t<T>* __restrict__ weights,
                   T* __restrict__ output) {
   using A = accumulate_t<T>;
-  AttentionTeam team;
-  if (!find_team(p, &team)) return;
-  const int64_t stride = int64_t(p.M) * p.d;
-  for (int c = team.lane * N; c < p.d; c += team.lanes * N) {
-    const T* head = value + team.head + c;
-    const A* location = locations + team.index * p.P * 2;
-    const A* weight = weights + team.index * p.P;
-    A total[N] = {};
-    for (int level = 0; level < p.levels; ++level) {
-#pragma unroll 2
-      for (int k = 0; k < p.points[level]; ++k, location += 2, ++weight) {
-        const AttentionSample<A> s(p, level, __ldg(location), __ldg(location + 1), stride);
-        const A attention = __ldg(weight);
-        Vector<T, N> corner[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          if (s.inside[i]) corner[i] = load_constant<T, N>(head + s.at[i]);
-        }
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const A share = attention * s.share[i];
-#pragma unroll
-          for (int e = 0; e < N; ++e) total[e] += share * A(widen(corner[i].element[e]));
-        }
-      }
+  __shared__ Staged<A, kThreads * kRound> staged;
+  const AttentionLayout layout(p);
+  const AttentionTeam team(p, layout.own);
+  const int channel = (team.slice * layout.lanes + layout.lane) * N;
+  const bool active = channel < p.d;
+  const int c = active ? channel : 0, pixel_bytes = p.M * p.d * int(sizeof(T));
+  const T* head = value + team.head + c;
+  A total[N] = {};
+  for (int first = 0; first < p.P; first += kRound * layout.lanes) {
+    const int count = min(kRound * layout.lanes, p.P - first);
+    if (first > 0) __syncthreads();  // the round before has been read
+    stage(p, layout, locations + team.index * p.P * 2, weights + team.index * p.P, first, count, &staged);
+    __syncthreads();
+    int point = 0;
+    for (; point + 2 <= count; point += 2) {
+      add_points<2, T, N>(staged, layout.slot(point), layout.teams, head, pixel_bytes, total);
     }
-    Vector<T, N> result;
-#pragma unroll
-    for (int e = 0; e < N; ++e) result.element[e] = narrow_to<T>(total[e]);
-    store(output + team.index * p.d + c, result);
+    if (point < count)
+      add_points<1, T, N>(staged, layout.slot(point), layout.teams, head, pixel_bytes, total);
   }
+  if (active && layout.writes) store(output + team.index * p.d + c, narrow<T>(total));
 }
 
 // Results of the backward; nullptr where not needed. The value's is added to.
@@ -132,50 +157,73 @@ struct AttentionGradients {
 };
 
 template <class T, int N>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 2)
     attend_backward_kernel(const AttentionProblem p, const T* __restrict__ grad_output,
                            const T* __restrict__ value, const accumulate_t<T>* __restrict__ locations,
                            const accumulate_t<T>* __restrict__ weights,
                            const AttentionGradients<accumulate_t<T>> grads) {
   using A = accumulate_t<T>;
-  AttentionTeam team;
-  if (!find_team(p, &team)) return;
-  const int64_t stride = int64_t(p.M) * p.d;
-  int64_t point = team.index * p.P;
-  for (int level = 0; level < p.levels; ++level) {
-    for (int k = 0; k < p.points[level]; ++k, ++point) {
-      const AttentionSample<A> s(p, level, __ldg(locations + 2 * point), __ldg(locations + 2 * point + 1),
-                                 stride);
-      const A attention = __ldg(weights + point);
-      A sums[4] = {};  // <gradient, pixel i>
-      for (int c = team.lane * N; c < p.d; c += team.lanes * N) {
-        const Vector<T, N> gradient = load_constant<T, N>(grad_output + team.index * p.d + c);
+  __shared__ Staged<A, kThreads * kRound> staged;
+  __shared__ Four<A> sums[kThreads * kRound];  // <gradient, pixel> of the samples staged
+  const AttentionLayout layout(p);
+  const AttentionTeam team(p, layout.own);
+  const int pixel_bytes = p.M * p.d * int(sizeof(T)), sum_bytes = p.M * p.d * int(sizeof(A));
+  const T* head = value + team.head;
+  const T* output_gradient = grad_output + team.index * p.d;
+  const int channels = layout.writes ? p.d : 0, own_channel = layout.lane * N;
+  const bool needs_points = grads.locations || grads.weights;
+  // Most often a thread has one vector of channels, whose gradient is read once.
+  Vector<T, N> own_gradient;
+  if (own_channel < channels) own_gradient = load_constant<T, N>(output_gradient + own_channel);
+
+  for (int first = 0; first < p.P; first += kRound * layout.lanes) {
+    const int count = min(kRound * layout.lanes, p.P - first);
+    stage(p, layout, locations + team.index * p.P * 2, weights + team.index * p.P, first, count, &staged);
+    __syncthreads();
+    for (int point = 0; point < count; ++point) {
+      const int slot = layout.slot(point);
+      const Place place = staged.places[slot];
+      const Four<A> shares = staged.weights[slot];
+      A products[4] = {};
+      for (int c = own_channel; c < channels; c += layout.lanes * N) {
+        Vector<T, N> gradient = own_gradient;
+        if (c != own_channel) gradient = load_constant<T, N>(output_gradient + c);
+        const Corners<const T> corners(head + c, place, pixel_bytes);
+        Vector<T, N> corner[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) corner[i] = load_constant<T, N>(corners.at[i]);
+        A grad[N];
+        widen(gradient, grad);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          if (!s.inside[i]) continue;
-          const int64_t at = team.head + s.at[i] + c;
-          const Vector<T, N> corner = load_constant<T, N>(value + at);
+          A x[N];
+          widen(corner[i], x);
+#pragma unroll
+          for (int e = 0; e < N; ++e) products[i] += x[e] * grad[e];
+        }
+        if (!grads.value || !place.near) continue;
+        const Corners<A> targets(grads.value + team.head + c, place, sum_bytes);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
           A part[N];
 #pragma unroll
-          for (int e = 0; e < N; ++e) {
-            const A g = widen(gradient.element[e]);
-            sums[i] += g * A(widen(corner.element[e]));
-            part[e] = attention * s.share[i] * g;
-          }
-          if (grads.value) add_atomically(grads.value + at, part);
+          for (int e = 0; e < N; ++e) part[e] = shares.of[i] * grad[e];
+          add_atomically(targets.at[i], part);
         }
       }
-      if (!grads.locations && !grads.weights) continue;
-      const A above = (A(1) - s.dx) * sums[0] + s.dx * sums[1];
-      const A below = (A(1) - s.dx) * sums[2] + s.dx * sums[3];
-      const A sampled = team.sum((A(1) - s.dy) * above + s.dy * below);
-      const A across = team.sum((A(1) - s.dy) * (sums[1] - sums[0]) + s.dy * (sums[3] - sums[2]));
-      const A down = team.sum(below - above);
-      if (team.lane != 0) continue;
-      if (grads.weights) grads.weights[point] = sampled;
+      if (needs_points) sum_over_team(products, layout.lane, layout.lanes, &sums[slot]);
+    }
+    __syncthreads();
+    for (int point = layout.lane; needs_points && layout.writes && point < count; point += layout.lanes) {
+      const int64_t at = team.index * p.P + first + point;
+      Sample<A> s;
+      const AttentionLevel& level = locate(p, locations + team.index * p.P * 2, first + point, &s);
+      const PixelSums<A> found(s, sums[layout.slot(point)], level.height, level.width);
+      const A attention = __ldg(weights + at);
+      if (grads.weights) grads.weights[at] = found.sampled();
       if (grads.locations) {
-        grads.locations[2 * point] = attention * A(p.width[level]) * across;
-        grads.locations[2 * point + 1] = attention * A(p.height[level]) * down;
+        grads.locations[2 * at] = attention * A(level.width) * found.across();
+        grads.locations[2 * at + 1] = attention * A(level.height) * found.down();
       }
     }
   }
@@ -183,32 +231,40 @@ __global__ void __launch_bounds__(kThreads)
 
 namespace {
 
+// `forward`: the channels of a head that exceed a team's go to more teams, and a team may be a single thread.
 inline AttentionProblem attention_problem(const Tensor& value, const Tensor& weights,
                                           const std::vector<int64_t>& shapes,
-                                          const std::vector<int64_t>& points, int vector) {
+                                          const std::vector<int64_t>& points, int vector, bool forward) {
   constexpr int64_t limit = std::numeric_limits<int32_t>::max();
+  const int64_t M = value.size(2), d = value.size(3), Q = weights.size(1), P = weights.size(3);
   AttentionProblem p{};
-  p.S = value.size(1), p.Q = weights.size(1);
-  p.M = static_cast<int>(value.size(2)), p.d = static_cast<int>(value.size(3));
-  p.P = static_cast<int>(weights.size(3)), p.levels = static_cast<int>(points.size());
-  p.teams = value.size(0) * p.Q * p.M;
-  STD_TORCH_CHECK(points.size() <= kMostLevels && value.size(2) <= limit && value.size(3) <= limit &&
-                      weights.size(3) <= limit && p.S <= limit,
-                  "attn_plugins: deformable attention on CUDA takes at most 16 levels and sizes below 2^31");
-  int64_t first = 0;
+  while (p.lanes_log2 < 5 && (int64_t(vector) << p.lanes_log2) < d) ++p.lanes_log2;
+  const int64_t lanes = int64_t(1) << p.lanes_log2;
+  const int64_t slices = forward ? std::max<int64_t>(1, (d + lanes * vector - 1) / (lanes * vector)) : 1;
+  if (!forward) p.lanes_log2 = std::max(p.lanes_log2, 2);  // sum_over_team
+  p.S = value.size(1), p.M = static_cast<int>(M), p.d = static_cast<int>(d), p.P = static_cast<int>(P);
+  p.levels = static_cast<int>(points.size());
+  p.teams = value.size(0) * Q * M * slices;
+  STD_TORCH_CHECK(points.size() <= kMostLevels && p.teams < limit && M * d <= limit / 8 && P < limit / 2 &&
+                      p.S < limit && *std::ranges::max_element(shapes) < limit,
+                  "attn_plugins: deformable attention on CUDA takes at most 16 levels, and fewer than 2^31 "
+                  "pixels and heads of queries, got ",
+                  points.size(), ", ", p.S, " and ", p.teams);
+  p.slices = Divisor(slices), p.heads = Divisor(std::max<int64_t>(M, 1));
+  p.queries = Divisor(std::max<int64_t>(Q, 1));
+  int pixel = 0, point = 0;
   for (int level = 0; level < p.levels; ++level) {
-    p.height[level] = static_cast<int>(shapes[2 * level]);
-    p.width[level] = static_cast<int>(shapes[2 * level + 1]);
-    p.points[level] = static_cast<int>(points[level]);
-    p.start[level] = first;
-    first += shapes[2 * level] * shapes[2 * level + 1];
+    const int height = static_cast<int>(shapes[2 * level]), width = static_cast<int>(shapes[2 * level + 1]);
+    point += static_cast<int>(points[level]);
+    p.level[level] = {height, width, pixel, point};
+    pixel += height * width;
   }
-  while (p.lanes_log2 < 5 && (vector << p.lanes_log2) < p.d) ++p.lanes_log2;
   return p;
 }
 
 inline int64_t attention_blocks(const AttentionProblem& p) {
-  return ((p.teams << p.lanes_log2) + kThreads - 1) / kThreads;
+  const int64_t teams = kThreads >> p.lanes_log2;
+  return (p.teams + teams - 1) / teams;
 }
 
 // All tensors contiguous; locations and weights in the arithmetic's type.
@@ -219,7 +275,7 @@ inline void deformable_attention_forward(Tensor value, Tensor locations, Tensor 
     using A = accumulate_t<T>;
     for_width<T>({value.size(3)}, {value.data_ptr(), output.data_ptr()}, [&](auto, auto width) {
       constexpr int N = decltype(width)::value;
-      const auto p = attention_problem(value, weights, shapes, points, N);
+      const auto p = attention_problem(value, weights, shapes, points, N, true);
       launch(attend_kernel<T, N>, attention_blocks(p), p, data_of<const T>(value),
              data_of<const A>(locations), data_of<const A>(weights), data_of<T>(output));
     });
@@ -242,7 +298,7 @@ inline void deformable_attention_backward(Tensor grad_output, Tensor value, Tens
     // Sums are as wide as the gradient's vectors are in the arithmetic's type.
     for_width<T>({value.size(3)}, {value.data_ptr(), grad_output.data_ptr()}, [&](auto, auto width) {
       constexpr int N = decltype(width)::value;
-      const auto p = attention_problem(value, weights, shapes, points, N);
+      const auto p = attention_problem(value, weights, shapes, points, N, false);
       launch(attend_backward_kernel<T, N>, attention_blocks(p), p, data_of<const T>(grad_output),
              data_of<const T>(value), data_of<const A>(locations), data_of<const A>(weights), grads);
     });

@@ -49,10 +49,10 @@ struct alignas(16) Four {
 };
 
 // The places and weights of a round of samples.
-template <class A>
+template <class A, int SLOTS = kThreads>
 struct Staged {
-  Four<A> weights[kThreads];
-  Place places[kThreads];
+  Four<A> weights[SLOTS];
+  Place places[SLOTS];
 
   // Of a map H x W whose pixel 0 is number `first`; the weights are times `scale`.
   __device__ __forceinline__ void put(int slot, const Sample<A>& s, A scale, int H, int W, int first) {
