@@ -35,7 +35,7 @@ def few_rows(monkeypatch) -> None:
     found = {
         "operators": [
             Case(
-                "good, bfloat16, forward", prepared(), {"peer": prepared(), "missing": raising(ImportError("no such"))}
+                "good, bfloat16, forward", prepared(), {"peer": prepared(), "none": raising(ImportError("no such"))}
             ),
             Case("bad", prepared(raising(RuntimeError("out of luck\nand more")))),
         ],
