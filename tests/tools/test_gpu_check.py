@@ -279,3 +279,14 @@ def test_fuzzing_beside_the_reference_on_the_cpu(tmp_path, monkeypatch):
     (found,) = memory.fuzz(["criss_cross_attention"], 1, Budget(120), tmp_path / "log", "cpu")
     assert found.passed, found.line
     assert "3 calls" in found.line
+
+
+def test_files_that_take_the_device_that_is_there_are_collected(tmp_path, monkeypatch):
+    (tmp_path / "test_bad.py").write_text("import pytest\nDEVICE = 'cuda'\ndef test_there(): pass\n")
+    (tmp_path / "test_other.py").write_text(
+        "import pytest\nDEVICE = 'cpu'\ndef test_here(): pass\n@pytest.mark.cuda\ndef test_marked(): pass\n"
+    )
+    monkeypatch.setattr(testing, "pytest_command", in_folder(tmp_path))
+    monkeypatch.setattr(testing, "ROOT", tmp_path)
+    found, _ = testing.collect(Budget(60), tmp_path / "log", tmp_path, [str(tmp_path)])
+    assert found == ["test_bad.py::test_there", "test_other.py::test_marked"]

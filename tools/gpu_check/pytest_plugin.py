@@ -22,6 +22,7 @@ SPOILED = 71  # exit status
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("gpu_check")
+    group.addoption("--device-tests", action="store_true", help="only the tests that need a CUDA device or use one")
     group.addoption("--listed", type=Path, help="run only the tests whose identifiers this file lists")
     group.addoption("--list-to", type=Path, help="write the identifiers of what was collected, a line each")
     group.addoption("--record", type=Path, help="append a line of JSON as each test starts and ends")
@@ -35,12 +36,20 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     listed = config.getoption("--listed")
-    if listed is None:
-        return
-    wanted = set(listed.read_text().splitlines())
-    left_out = [item for item in items if item.nodeid not in wanted]
-    items[:] = [item for item in items if item.nodeid in wanted]
-    config.hook.pytest_deselected(items=left_out)
+    wanted = None if listed is None else set(listed.read_text().splitlines())
+    chosen = [
+        item
+        for item in items
+        if (wanted is None or item.nodeid in wanted) and (not config.getoption("--device-tests") or on_device(item))
+    ]
+    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+    items[:] = chosen
+
+
+def on_device(item: pytest.Item) -> bool:
+    """Whether a test is marked ``cuda``, or is of a file whose ``DEVICE`` is the one that is there."""
+    module = getattr(item, "module", None)
+    return item.get_closest_marker("cuda") is not None or getattr(module, "DEVICE", None) == "cuda"
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -1,4 +1,4 @@
-"""Run the tests marked ``cuda`` in many processes, none of which can spoil what runs in another.
+"""Run the tests that use a CUDA device in many processes, none of which can spoil what runs in another.
 
 Each process takes some tests of one file. Where it dies or hangs, the test that it was at has failed and another
 process takes the rest.
@@ -19,7 +19,6 @@ from .machine import ROOT
 from .processes import Budget, run
 
 FOLDERS = ("tests/ops", "tests/terms", "tests/modules", "tests/timm")
-MARKER = "cuda"
 TESTS_A_PROCESS = 60
 STARTS = 6  # of a process for the same tests, each after one that ended early
 TEST_SECONDS = 90.0
@@ -40,13 +39,11 @@ def pytest_command(*arguments: str | Path) -> list[str | Path]:
     return [sys.executable, "-m", "pytest", "-q", "-p", plugin, "-p", "no:cacheprovider", *arguments]
 
 
-def collect(
-    budget: Budget, log: Path, scratch: Path, folders: Sequence[str] = FOLDERS, marker: str = MARKER
-) -> tuple[list[str], str | None]:
+def collect(budget: Budget, log: Path, scratch: Path, folders: Sequence[str] = FOLDERS) -> tuple[list[str], str | None]:
     """Return the tests' identifiers, and what went wrong while they were collected, or None."""
     listing = scratch / "collected"
     folders = [folder for folder in folders if (ROOT / folder).exists()]
-    words = ["--collect-only", "-m", marker, "--continue-on-collection-errors", "--list-to", listing, *folders]
+    words = ["--collect-only", "--device-tests", "--continue-on-collection-errors", "--list-to", listing, *folders]
     done = run(pytest_command(*words), budget.left(), log)
     found = listing.read_text().splitlines() if listing.exists() else []
     if done.status in (0, 5):
