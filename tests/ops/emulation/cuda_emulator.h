@@ -1,30 +1,25 @@
 // Runs CUDA kernels on the CPU, so that a machine without a GPU can test their source.
 //
 // Include it before csrc/*/*.cuh, as translate.py rewrites them: that turns launches, inline assembly and
-// shared variables into calls, as nvcc would, and changes nothing else; common/launch.cuh is compiled as it
-// is.
+// shared variables into calls, and changes nothing else. common/launch.cuh is compiled as it is.
 //
 // Emulated:
-// * grids, blocks, warps: every thread is a fiber. Blocks run one after the other in random order, threads in
-//   random order, and another may go on at any access to memory.
-// * __syncthreads, __syncwarp, shuffles, votes: threads wait for each other. A lane outside its mask, lanes
-// of a
-//   mask that meet at different intrinsics, and threads that have returned or never come are errors.
-// * memory: an access outside the tensors, the shared variables and the thread's own stack is an error, so
-// are
-//   writes to a tensor given as constant, and misaligned vectors. Shared memory, and what new_empty returns,
-//   are filled with NaN before.
-// * races: two threads that touch the same two bytes in one launch, one of them writing (not both
-// atomically),
-//   with no barrier between, are an error, in shared and in global memory; so is reading by __ldg what the
-//   launch writes.
-// * __CUDA_ARCH__ and inline PTX: loads, stores, reductions, conversions, arithmetic, mma, ldmatrix, cp.async
-//   (which arrives when it is waited for). EMULATED_ARCH, given to the compiler, is 800 or 900.
-// * the device's properties, and the shared memory that a block may ask for.
+// * Grids, blocks, warps: every thread is a fiber. Blocks run one after the other in random order, threads
+//   in random order, and another may go on at any access to memory.
+// * __syncthreads, __syncwarp, shuffles, votes: threads wait for each other. Errors: a lane outside its
+//   mask, lanes of a mask that meet at different intrinsics, threads that have returned or never come.
+// * Memory. Errors: an access outside the tensors, the shared variables and the thread's own stack, a write
+//   to a tensor given as constant, a misaligned vector. Shared memory and what new_empty returns are filled
+//   with NaN before, variables with a number of no sense.
+// * Races: an error where two threads touch the same two bytes in one launch, one of them writing (not both
+//   atomically), with no barrier between, in shared or global memory; so is __ldg of what the launch writes.
+// * __CUDA_ARCH__ and inline PTX: loads, stores, reductions, conversions, arithmetic, mma, ldmatrix,
+//   cp.async (which arrives when it is waited for). EMULATED_ARCH, given to the compiler, is 800 or 900.
+// * The device's properties, the limits of a grid, the shared memory that a block may ask for.
 //
 // Not emulated: registers and their spilling, launch bounds, time; the weak order in which a GPU's memory
-// shows writes to other threads, fences, and blocks that run at once and wait for each other; the rounding of
-// sums inside mma (here: one rounding at the end) and of approximate functions (here: the CPU's).
+// shows writes to other threads, fences, blocks that wait for each other; the rounding of sums inside mma
+// (here: one rounding at the end) and of approximate functions (here: the CPU's).
 //
 // An error ends the kernel with RuntimeError, which names thread and block. Environment variables:
 //   EMULATOR_MULTIPROCESSORS (132), EMULATOR_L2 (bytes), EMULATOR_SHARED (bytes)  the device

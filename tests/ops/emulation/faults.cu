@@ -77,6 +77,12 @@ KERNEL shared_uninitialised(const float* x, float* out, int) {
   if (RIGHT || threadIdx.x != 7) tile[threadIdx.x] = x[blockIdx.x * kThreads + threadIdx.x];
   out[blockIdx.x * kThreads + threadIdx.x] = tile[threadIdx.x];
 }
+KERNEL uninitialised_register(const float* x, float* out, int) {
+  const int i = blockIdx.x * kThreads + threadIdx.x;
+  float kept;
+  if (RIGHT || i != 7) kept = x[i];
+  out[i] = kept;
+}
 KERNEL misaligned(const float* x, float* out, int) {
   const int i = blockIdx.x * kThreads + threadIdx.x;
   if (i % 4 == 0) store(out + i, load_constant<float, 4>(x + i + (RIGHT || i > 0 ? 0 : 1)));
@@ -197,13 +203,14 @@ KERNEL partial_product(const float* x, float* out, int) {
     launch(right ? name<true> : name<false>, (x.numel() + kThreads - 1) / kThreads,                       \
            static_cast<const float*>(x.data_ptr()), static_cast<float*>(out.data_ptr()), int(x.numel())); \
   }
-#define FOR_ALL(DO)                                                                                    \
-  DO(block_barrier)                                                                                    \
-  DO(second_barrier)                                                                                   \
-  DO(warp_barrier) DO(atomic_sum) DO(read_beyond) DO(write_before) DO(shared_beyond)                   \
-      DO(shared_uninitialised) DO(misaligned) DO(constant_read) DO(early_return) DO(barrier_in_branch) \
-          DO(two_barriers) DO(index_of_array) DO(divergent_shuffle) DO(foreign_mask) DO(outside_mask)  \
-              DO(other_intrinsic) DO(overlapping_masks) DO(asynchronous_copy) DO(unknown_assembly)     \
+#define FOR_ALL(DO)                                                                                      \
+  DO(block_barrier)                                                                                      \
+  DO(second_barrier)                                                                                     \
+  DO(warp_barrier)                                                                                       \
+  DO(atomic_sum) DO(read_beyond) DO(write_before) DO(shared_beyond) DO(shared_uninitialised)             \
+      DO(uninitialised_register) DO(misaligned) DO(constant_read) DO(early_return) DO(barrier_in_branch) \
+          DO(two_barriers) DO(index_of_array) DO(divergent_shuffle) DO(foreign_mask) DO(outside_mask)    \
+              DO(other_intrinsic) DO(overlapping_masks) DO(asynchronous_copy) DO(unknown_assembly)       \
                   DO(predicated_load) DO(vector_atomics) DO(partial_product)
 FOR_ALL(OPERATOR)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.ops.emulation.kernels import NEEDS, load
+from tests.ops.emulation.kernels import NEEDS, fills_variables, load
 from tests.ops.emulation.translate import translate
 
 pytestmark = NEEDS
@@ -104,6 +104,15 @@ def test_what_nobody_wrote_is_nan(faults, seed, monkeypatch, name):
     assert torch.equal(out, x + 1 if name == "incomplete" else x)
     getattr(faults, name)(out, x, False)
     assert out.isnan().any()
+
+
+@pytest.mark.skipif(not fills_variables(), reason="the compiler does not fill variables")
+def test_an_uninitialised_register_holds_no_sense(faults):
+    x, out = numbers(), torch.empty(1024)
+    faults.uninitialised_register(out, x, True)
+    assert torch.equal(out, x)
+    faults.uninitialised_register(out, x, False)
+    assert not -1e30 < out[7] < 1e30
 
 
 def test_vector_atomics(faults, seed):

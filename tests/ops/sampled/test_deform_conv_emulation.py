@@ -56,9 +56,14 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.float16: 3e-3, tor
 
 @pytest.fixture(params=[None, "13"], ids=["own blocks", "blocks of 13 pixels"])
 def blocks(request, monkeypatch):
-    """With 13, chunks hold one image or less, and blocks end in the middle of a row."""
+    """With 13, chunks hold one image or less, blocks end in the middle of a row, and a team has all of a pixel's taps.
+
+    Threads run in another order.
+    """
     if request.param:
         monkeypatch.setenv("ATTN_PLUGINS_BLOCK_PIXELS", request.param)
+        monkeypatch.setenv("EMULATOR_MULTIPROCESSORS", "1")
+        monkeypatch.setenv("EMULATOR_SEED", "1")
     else:
         monkeypatch.delenv("ATTN_PLUGINS_BLOCK_PIXELS", raising=False)
 
@@ -89,6 +94,20 @@ def test_equals_reference(emulated, blocks, case, dtype):
     for name, result, gradient in zip(("input", "offset", "weight", "mask"), results, gradients):
         assert result.dtype == dtype, name
         assert error(result, gradient) < TOLERANCE[dtype], name
+
+
+@pytest.mark.parametrize("seed", range(2, 6))
+def test_any_order_of_threads(emulated, monkeypatch, seed):
+    """Forward bit by bit, and the backward but for the order of its sums."""
+    tensors, parameters = problem(C=24, groups=2, offset_groups=3, out=6)
+    input, offset, weight, bias, mask = tensors
+    expected = emulated.deform_conv2d(*tensors, *parameters)
+    arguments = (expected, input, offset, weight, mask, *parameters, True, True, True)
+    gradients = emulated.deform_conv2d_backward(*arguments)
+    monkeypatch.setenv("EMULATOR_SEED", str(seed))
+    assert torch.equal(emulated.deform_conv2d(*tensors, *parameters), expected)
+    for found, gradient in zip(emulated.deform_conv2d_backward(*arguments), gradients):
+        assert error(found, gradient) < 1e-12
 
 
 @pytest.mark.parametrize("needs", [(1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 0, 1), (0, 1, 1)], ids=str)

@@ -41,6 +41,12 @@ def in_dtype(terms, dtype):
     return terms.value.to(dtype), terms.locations.to(beside), terms.weights.to(beside)
 
 
+@pytest.fixture(autouse=True, params=[0, 1], ids="order {}".format)
+def order(request, monkeypatch):
+    """Of blocks and threads."""
+    monkeypatch.setenv("EMULATOR_SEED", str(request.param))
+
+
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("case", CASES)
 def test_forward(emulated, case, dtype):

@@ -141,6 +141,20 @@ def test_half_precision(compute, case, dtype, tensor_cores):
     compare(compute, *problem(**CASES[case]), dtype)
 
 
+@pytest.mark.parametrize("seed", range(1, 4))
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("case", ["stride and dilation", "several blocks", "odd widths"])
+def test_any_order_of_threads(compute, monkeypatch, case, dtype, seed):
+    """Nothing is added atomically: results are the same, bit by bit."""
+    terms, geometry, grad_output = problem(**CASES[case])
+    arguments = [t.to(dtype) for t in terms], geometry, grad_output.to(dtype)
+    expected, gradients = compute(*arguments)
+    monkeypatch.setenv("EMULATOR_SEED", str(seed))
+    found, grads = compute(*arguments)
+    assert torch.equal(found, expected)
+    assert all(torch.equal(a, b) for a, b in zip(grads, gradients))
+
+
 @pytest.mark.parametrize("zero_border", [False, True], ids=["exclude", "zero"])
 @pytest.mark.parametrize("logits", ["content", "position"])
 @pytest.mark.parametrize("case", ["two lanes", "four lanes", "stride 2", "keys that none sees", "causal sequence"])

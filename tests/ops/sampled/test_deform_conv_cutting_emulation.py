@@ -1,0 +1,83 @@
+"""How the CUDA convolution is cut into chunks of images, blocks of pixels and teams, on devices of several sizes."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from tests.ops.emulation.kernels import NEEDS, error
+from tests.ops.sampled.test_deform_conv_emulation import expected_gradients, problem
+
+pytestmark = NEEDS
+DEVICES = {"one multiprocessor": (1, 4 << 20), "A100": (108, 40 << 20), "H200": (132, 60 << 20)}
+
+
+@pytest.fixture(params=DEVICES)
+def device(request, monkeypatch):
+    """Multiprocessors, and bytes of second-level cache."""
+    multiprocessors, cache = DEVICES[request.param]
+    monkeypatch.delenv("ATTN_PLUGINS_BLOCK_PIXELS", raising=False)
+    monkeypatch.setenv("EMULATOR_MULTIPROCESSORS", str(multiprocessors))
+    monkeypatch.setenv("EMULATOR_L2", str(cache))
+    return multiprocessors, cache
+
+
+# With 2048 output channels a wave is 4, 432 or 528 pixels: a few images are cut as the largest batches are.
+@pytest.mark.parametrize("case", [dict(B=6, H=12, W=11), dict(B=1, H=31, W=29)], ids=["chunks", "blocks"])
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 4e-6), (torch.float16, 3e-3)], ids=str)
+def test_equals_reference_however_it_is_cut(emulated, device, case, dtype, tolerance):
+    tensors, parameters = problem(C=4, out=2048, kernel=2, padding=0, bias=False, **case)
+    B, out, (Ho, Wo) = tensors[0].shape[0], tensors[2].shape[0], tensors[1].shape[2:]
+    images, pixels = emulated.cut([*tensors[0].shape, Ho, Wo, 2, 2, out], dtype.itemsize)
+    assert images < B or images * Ho * Wo > pixels  # or this would not test what it says
+    grad_output = torch.randn(B, out, Ho, Wo, generator=torch.Generator().manual_seed(1)).bfloat16().double()
+    expected, gradients = expected_gradients(tensors, parameters, grad_output)
+    input, offset, weight, mask = (tensors[i].to(dtype) for i in (0, 1, 2, 4))
+    # (Channels-last, so that not most of the time goes into moving 2048 channels.)
+    input, grad = (t.to(dtype, memory_format=torch.channels_last) for t in (input, grad_output))
+    found = emulated.deform_conv2d(input, offset, weight, None, mask, *parameters)
+    assert error(found, expected) < tolerance
+    results = emulated.deform_conv2d_backward(grad, input, offset, weight, mask, *parameters, True, True, True)
+    for name, result, gradient in zip(("input", "offset", "weight", "mask"), results, gradients):
+        assert error(result, gradient) < tolerance, name
+
+
+def test_cuts_of_random_problems(emulated, device):
+    multiprocessors, cache = device
+    chosen = random.Random(0)
+    for _ in range(500):
+        N, C, out = chosen.randint(1, 64), 2 ** chosen.randint(0, 11), 2 ** chosen.randint(0, 11)
+        Ho, Wo, kernel = chosen.randint(1, 300), chosen.randint(1, 300), chosen.choice([1, 3, 5, 7])
+        bytes = chosen.choice([2, 4, 8])
+        images, pixels = emulated.cut([N, C, Ho, Wo, Ho, Wo, kernel, kernel, out], bytes)
+        case = (N, C, out, Ho, Wo, kernel, bytes, images, pixels)
+        assert 1 <= images <= N, case
+        assert pixels % 128 == 0, case
+        wave, cached = multiprocessors * 128 * 64 // out, cache * 2 // 3 // (kernel**2 * C * bytes)
+        target = max(256, min(wave, cached))
+        assert images == 1 or (images - 1) * Ho * Wo < 1.5 * target, case  # no more images than make a block
+        assert pixels <= 1.5 * target + 127, case
+        blocks = -(-images * Ho * Wo // pixels)
+        assert blocks * pixels < images * Ho * Wo + blocks * 128, case  # equal but for whole tiles
+
+
+def test_the_documented_cut(emulated, monkeypatch):
+    """What ``cuda.cuh`` says of 16 images of 64 x 64 pixels and 256 channels."""
+    monkeypatch.setenv("EMULATOR_MULTIPROCESSORS", "132")
+    monkeypatch.setenv("EMULATOR_L2", str(60 << 20))
+    for bytes in (2, 4):
+        assert emulated.cut([16, 256, 64, 64, 64, 64, 3, 3, 256], bytes) == (1, 4096)
+
+
+def test_division_by_multiplication(emulated):
+    """Exact below 2^31, at the borders of every quotient that could be wrong."""
+    chosen, most = random.Random(0), 2**31 - 1
+    divisors = [1, 2, 3, 5, 7, 641, 65535, 65536, 65537, 2**30 - 1, 2**30, 2**30 + 1, most - 1, most]
+    divisors += [chosen.randint(1, 2 ** chosen.randint(1, 31) - 1) for _ in range(300)]
+    for by in divisors:
+        quotients = [0, 1, 2, most // by, *(chosen.randint(0, most // by) for _ in range(20))]
+        numbers = sorted({min(max(q * by + d, 0), most) for q in quotients for d in (-1, 0, 1)} | {most})
+        found = emulated.divided(numbers, by)
+        assert list(zip(found[::2], found[1::2])) == [divmod(n, by) for n in numbers], by
