@@ -34,9 +34,7 @@ def few_rows(monkeypatch) -> None:
     """Rows of two parts: one that works with peers that do not, one whose own function fails."""
     found = {
         "operators": [
-            Case(
-                "good, bfloat16, forward", prepared(), {"peer": prepared(), "none": raising(ImportError("no such"))}
-            ),
+            Case("good, bfloat16, forward", prepared(), {"peer": prepared(), "none": raising(ImportError("no such"))}),
             Case("bad", prepared(raising(RuntimeError("out of luck\nand more")))),
         ],
         "modules": [Case("a module", prepared(lambda: (torch.ones(2), torch.zeros(2))))],

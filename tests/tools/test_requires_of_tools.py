@@ -93,6 +93,7 @@ CASES = [
     ("translation_study --help", "torch", OWN),
     ("translation_study corpus DIR/out", "fairseq", FAIRSEQ),
     ("translation_study DIR/new DIR/out --target ja", "polib", TOOLS),
+    ("triton_report --help", "torch", OWN),
     ("vit_study --help", "timm", TIMM_TOOLS),
     ("vit_study DIR/out", "matplotlib", TIMM_TOOLS),
 ]  # fmt: skip
