@@ -15,7 +15,7 @@ SEED ?= 0
 export VENV
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-all fuzz sanitize test-install test-abi lint format types build cuda wheel test-wheel docs benchmark benchmark-end-to-end benchmark-table gpu-check doctor clean
+.PHONY: help env demo demo-quick test test-all fuzz sanitize test-install test-abi lint format types build cuda wheel test-wheel docs benchmark benchmark-end-to-end benchmark-table gpu-check doctor clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "  make %-21s %s\n", $$1, $$2}'
@@ -25,6 +25,10 @@ env:  ## set up $(VENV): the pinned stack and the compiled extension (resumes; 1
 
 demo: env  ## train a small detector with the attended block on real pictures (5 to 10 minutes on 2 cores)
 	$(PY) -m tools.demo
+
+demo-quick:  ## the same without mmdet: train a classifier of digits and draw its attention page (2 minutes after set-up)
+	@tools/environment.sh --timm
+	$(PY) -m tools.demo_quick
 
 test: env  ## the test suite
 	$(RUN_TESTS) -m "not slow" $(PYTEST)

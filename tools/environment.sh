@@ -3,6 +3,7 @@
 #
 #   tools/environment.sh          set up everything that is not set up yet
 #   tools/environment.sh --list   show the steps and which are done
+#   tools/environment.sh --timm   timm and what runs without mmdet, mmsegmentation and fairseq: no long compilation
 #
 #   VENV    the environment, default .venv. One that this script did not make (yours) keeps every package it has:
 #           only what is missing, or does not run, is installed.
@@ -22,6 +23,9 @@ EXTRAS=tools,captioning,onnx,test,lint,docs,release
 export ATTN_PLUGINS_BUILD=${ATTN_PLUGINS_BUILD:-auto}
 export TORCH_DEVICE_BACKEND_AUTOLOAD=0 # what imports torch here must not meet a half-installed attn_plugins
 STEPS=(venv tools package binary toolkits)
+if [[ ${1:-} == --timm ]]; then
+    STEPS=(venv tools package binary timm)
+fi
 
 about() {
     case $1 in
@@ -29,6 +33,7 @@ about() {
     tools) echo "build tools" ;;
     package) echo "attn_plugins, editable, with torch and the packages of tools and tests (downloads 3 GB once)" ;;
     binary) echo "attn_plugins' compiled operators (about half a minute)" ;;
+    timm) echo "timm" ;;
     toolkits) echo "timm, mmdet, mmsegmentation, fairseq (compiles mmcv and fairseq once: 5 to 12 minutes on 2 cores)" ;;
     esac
 }
@@ -40,7 +45,7 @@ files_of() {
     tools) echo $PINS ;;
     package) echo $PINS setup.py pyproject.toml build_backend/*.py plugins/__init__.py ;;
     binary) echo $PINS setup.py plugins/install/toolchain.py csrc/*.* csrc/*/*.* ;;
-    toolkits) echo $PINS plugins/install/*.py ;;
+    timm | toolkits) echo $PINS plugins/install/*.py ;;
     esac
 }
 
@@ -103,11 +108,13 @@ do_binary() {
     "$PY" setup.py -q build_ext --inplace
     "$PY" -c 'from attn_plugins.ops import library as l; sys = __import__("sys"); sys.exit(l.failures()["cpu"])'
 }
-do_toolkits() {
+install() {
     local pins=()
     [[ ! -f $STATE/ours ]] || pins=(--constraint "$PINS")
-    env -u TORCH_DEVICE_BACKEND_AUTOLOAD "$PY" -m attn_plugins install timm mm fairseq "${pins[@]}"
+    env -u TORCH_DEVICE_BACKEND_AUTOLOAD "$PY" -m attn_plugins install "$@" "${pins[@]}"
 }
+do_timm() { install timm; }
+do_toolkits() { install timm mm fairseq; }
 
 # run_step NAME: its output goes to a log; shown are the elapsed time, and the log's end where it fails. The toolkits
 # show their own progress.
