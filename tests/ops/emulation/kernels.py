@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import math
+import mmap
 import os
 import shlex
 import shutil
@@ -75,3 +77,15 @@ def load(source: Path, folder: Path, arch: int = 900) -> None:
 def error(found: Tensor, expected: Tensor) -> float:
     """The norm of the difference, relative to the expected one's."""
     return ((found.double() - expected).norm() / expected.norm().clamp_min(1e-30)).item()
+
+
+def reserved(*shape: int, dtype: torch.dtype) -> Tensor:
+    """A tensor of zeros whose memory is used only where somebody writes."""
+    bytes = math.prod(shape) * dtype.itemsize
+    try:
+        memory = mmap.mmap(
+            -1, bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
+        )
+    except OSError as refusal:
+        pytest.skip(f"the system does not reserve {bytes >> 20} MiB: {refusal}")
+    return torch.frombuffer(memory, dtype=dtype).view(shape)

@@ -14,7 +14,7 @@ import torch
 from attn_plugins.ops import reference
 from attn_plugins.ops.window import cuda
 from attn_plugins.ops.window.operands import Options, Terms
-from tests.ops.emulation.kernels import NEEDS, error, load
+from tests.ops.emulation.kernels import NEEDS, error, load, reserved
 
 pytestmark = NEEDS
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}
@@ -22,7 +22,7 @@ TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}
 
 @pytest.fixture(scope="module")
 def emulated(tmp_path_factory):
-    load(Path(__file__).with_name("emulation.cpp"), tmp_path_factory.mktemp("emulation"))
+    load(Path(__file__).with_name("emulation.cpp"), tmp_path_factory.mktemp("emulation"), arch=800)
     return torch.ops.attn_plugins_emulated_window
 
 
@@ -246,3 +246,21 @@ def test_what_the_kernels_serve(compute):
     assert "heads of 512 channels" in cuda.refuses(Terms(None, None, wide, None), options)
     with pytest.raises(RuntimeError, match="up to 512 channels"):
         compute([None, None, wide, torch.zeros(1, 1, 1, 2, 9)], problem()[1], wide)
+
+
+def test_far_keys(emulated, monkeypatch):
+    """Keys of more than 2^31 elements, of which few queries see few."""
+    monkeypatch.setenv("EMULATOR_RACES", "0")  # whose traces would take a multiple of the memory
+    size, step, d = 6000, 2999, 64
+    keys = reserved(1, 1, size, size, d, dtype=torch.float16)
+    random = torch.Generator().manual_seed(0)
+    rows = torch.tensor([0, 1, step, step + 1, 2 * step, 2 * step + 1])
+    keys[0, 0, rows, :4] = torch.randn(6, 4, d, generator=random).half()
+    query = torch.randn(1, 1, 3, 3, d, generator=random).half()
+    output, lse = torch.full_like(query, math.nan), torch.full((1, 1, 3, 3), math.nan)
+    options = Options((2, 2), (step, 1), (0, 0), (1, 1), False, 0.1)
+    emulated.forward_(query, keys, keys, None, output, lse, options.numbers(), False, 0.1)
+    pairs = keys[0, 0, rows, :4].double().view(3, 2, 4, d)
+    seen = torch.stack([pairs[:, i, j : j + 3] for i in (0, 1) for j in (0, 1)], 2)
+    weights = torch.einsum("yxd,yxkd->yxk", query[0, 0].double() * 0.1, seen).softmax(-1)
+    assert error(output[0, 0], torch.einsum("yxk,yxkd->yxd", weights, seen)) < 1e-3
