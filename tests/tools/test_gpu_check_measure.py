@@ -62,7 +62,7 @@ def test_one_row_that_fails_ends_nothing(few_rows, tmp_path):
 
 def test_rows_that_are_done_are_left_out_and_those_that_crashed_have_no_peers(few_rows, tmp_path):
     name = "operators: good, bfloat16, forward"
-    found = worked(tmp_path, skip=["modules: a module"], pattern="good|module", alone=[name])
+    found = worked(tmp_path, skip=["modules: a module"], pattern="good|module", losses={name: 1})
     assert [row["end"] for row in found] == [name]
     assert set(found[0]["row"]["entries"]) == {"ours"}
 
@@ -134,7 +134,7 @@ def test_what_serves_is_seen_forward_and_backward():
 
 
 def test_contestants_are_every_backend_that_does_not_refuse():
-    runs, facts = worker.contestants(Case("window", prepared(window)), "cpu")
+    runs, facts = worker.contestants(Case("window", prepared(window)))
     others = set(backends_of("window_attention")) - set(facts["served_by"]["window_attention"])
     assert {name.removeprefix("ours, by ") for name in runs if "by" in name} | set(facts["refusals"]) == others
     assert "cuda" in facts["refusals"]
@@ -268,26 +268,34 @@ class Workers:
         return Done(status, 1.0, "Segmentation fault\n")
 
 
-def test_a_row_that_ends_its_process_is_tried_without_peers_and_the_rest_goes_on(tmp_path, monkeypatch):
+def test_a_row_that_ends_its_process_is_tried_with_less_and_the_rest_goes_on(tmp_path, monkeypatch):
     first, third = entry("a: 0", 1e-3), entry("a: 2", 1e-3)
     workers = Workers(
-        (-11, [{"start": "a: 0"}, first, {"start": "a: 1"}]),
-        (-11, [{"start": "a: 1"}]),
+        (-11, [{"start": "a: 0"}, first, {"start": "a: 1"}, {"at": "ours"}, {"at": "sdpa"}]),
+        (-11, [{"start": "a: 1"}, {"at": "ours, by triton"}]),
+        (-11, [{"start": "a: 1"}, {"at": "ours"}]),
         (0, [{"start": "a: 2"}, third]),
     )
     monkeypatch.setattr(measure, "start_worker", workers)
     found = measure.rows_of("", Budget(60), tmp_path, tmp_path / "log", "cpu")
     assert [row["end"] for row in found] == ["a: 0", "a: 2", "a: 1"]
-    assert found[-1]["row"] == {"error": "its process ended with status -11: Segmentation fault"}
-    assert [settings["skip"] for settings in workers.settings] == [[], ["a: 0"], ["a: 0", "a: 1"]]
-    assert [settings["alone"] for settings in workers.settings] == [[], ["a: 1"], ["a: 1"]]
+    assert found[-1]["row"] == {"error": "ours: its process ended with status -11: Segmentation fault"}
+    assert [settings["skip"] for settings in workers.settings] == [[], ["a: 0"], ["a: 0"], ["a: 0", "a: 1"]]
+    assert [settings["losses"].get("a: 1", 0) for settings in workers.settings[-1:]] == [3]
 
 
 def test_a_row_that_works_without_its_peers_says_so(tmp_path, monkeypatch):
-    workers = Workers((71, [{"start": "a: 0"}]), (0, [{"start": "a: 0"}, entry("a: 0", 1e-3)]))
+    workers = Workers((71, [{"start": "a: 0"}, {"at": "sdpa"}]), (0, [{"start": "a: 0"}, entry("a: 0", 1e-3)]))
     monkeypatch.setattr(measure, "start_worker", workers)
     (row,) = measure.rows_of("", Budget(60), tmp_path, tmp_path / "log", "cpu")
-    assert row["row"]["errors"]["peers"].startswith("left out: with them, its process ended with status 71")
+    assert row["row"]["errors"]["left out"].startswith("peers; sdpa: its process ended with status 71")
+
+
+def test_rows_that_ended_a_process_while_caches_were_filled_begin_without_peers(tmp_path, monkeypatch):
+    workers = Workers((-9, [{"start": "a: 0"}]), (0, [{"start": "a: 1"}, entry("a: 1", 1e-3)]))
+    monkeypatch.setattr(measure, "start_worker", workers)
+    assert measure.warm("", Budget(60), 1, tmp_path, "cpu") == (1, {"a: 0": 1})
+    assert workers.settings[1]["skip"] == ["a: 0"]
 
 
 def test_time_that_is_over_leaves_what_there_is(tmp_path, monkeypatch):

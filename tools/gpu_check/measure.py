@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,13 @@ from tools.benchmark.results import dump
 from tools.files import write_text
 
 from . import machine, ratios, testing
-from .processes import Budget, run
+from .processes import Budget, Done, run
 
 WORK = "from tools.gpu_check.worker import main; main()"
 CEILINGS = "from tools.gpu_check.roofline import main; main()"
 WARM_SHARE = 0.3  # of the time, for running everything once
-LOST_SECONDS = 75.0  # that a row is taken to have cost where it ended its process
+MOST_LOSSES = 3
+LOST_SECONDS = 45.0  # that a row is taken to have cost where it ended its process
 STARTS = 16  # of the process that measures, each after a row that ended it
 
 
@@ -43,10 +45,11 @@ def measure(pattern: str, budget: Budget, jobs: int, out: Path, device: str) -> 
         data["binaries"] = {"load": passed, "line": line}
     with tempfile.TemporaryDirectory(prefix="gpu_check-") as folder:
         scratch = Path(folder)
+        losses: dict[str, int] = {}
         data["ceilings"] = measure_ceilings(device, budget.part(40), scratch)
         if device == "cuda":
-            data["warmed"] = warm(pattern, budget.part(WARM_SHARE * budget.seconds), jobs, scratch, device)
-            print(f"caches: {data['warmed']} rows ran once, {budget.left():.0f} s are left", flush=True)
+            ran, losses = warm(pattern, budget.part(WARM_SHARE * budget.seconds), jobs, scratch, device)
+            print(f"caches: {ran} rows ran once, {len(losses)} ended a process; {budget.left():.0f} s left", flush=True)
         data["rows"] = []
 
         def keep(rows: Iterable[dict[str, Any]]) -> None:
@@ -55,7 +58,7 @@ def measure(pattern: str, budget: Budget, jobs: int, out: Path, device: str) -> 
             write_text(out / "measure.json", dump(data))
             write_text(out / "measure.md", ratios.page(data))
 
-        keep(rows_of(pattern, budget, scratch, log, device, keep))
+        keep(rows_of(pattern, budget, scratch, log, device, keep, losses))
     print("\n".join(ratios.closing(data)), flush=True)
     ran = [row for row in data["rows"] if "entries" in row["row"]]
     return 0 if ran and len(ran) == len(data["rows"]) else 1
@@ -87,74 +90,109 @@ def start_worker(settings: dict[str, Any], limit: float, log: Path) -> Any:
     return run([sys.executable, "-W", "ignore", "-c", WORK, json.dumps(settings)], limit, log)
 
 
-def warm(pattern: str, budget: Budget, jobs: int, scratch: Path, device: str) -> int:
-    """Run every row once, in ``jobs`` processes, so that what is compiled lies in caches; return how many ran."""
+def warm(pattern: str, budget: Budget, jobs: int, scratch: Path, device: str) -> tuple[int, dict[str, int]]:
+    """Run every row once, in ``jobs`` processes, so that what is compiled lies in caches.
 
-    def one(number: int) -> int:
-        record, done = scratch / f"warm-{number}.jsonl", list[str]()
+    Returns:
+        How many rows ran, and those that ended a process.
+    """
+
+    def one(number: int) -> tuple[list[str], list[str]]:
+        record, lost = scratch / f"warm-{number}.jsonl", list[str]()
         for _ in range(STARTS):
             if budget.over():
                 break
             settings = dict(
-                device=device, record=str(record), seconds=budget.left() - 5, pattern=pattern, skip=done,
-                share=[number, jobs],
+                device=device, record=str(record), seconds=budget.left() - 5, pattern=pattern, row_seconds=110.0,
+                skip=[*(row["end"] for row in read(record)[0]), *lost], share=[number, jobs],
             )  # fmt: skip
             ended = start_worker(settings, budget.left(), scratch / f"warm-{number}.log")
-            rows, at = read(record)
-            done = list(dict.fromkeys([*done, *(row["end"] for row in rows), *([at] if at else [])]))
-            if ended.status == 0:
+            at = read(record)[1]
+            if ended.status in (0, None):  # where time was over, the row is not to blame
                 break
-        return len(done)
+            lost += [at] if at is not None and at not in lost else []
+        return [row["end"] for row in read(record)[0]], lost
 
     with ThreadPoolExecutor(jobs) as pool:
-        return sum(pool.map(one, range(jobs)))
+        found = list(pool.map(one, range(jobs)))
+    return sum(len(done) for done, _ in found), {name: 1 for _, lost in found for name in lost}
 
 
 def rows_of(
-    pattern: str, budget: Budget, scratch: Path, log: Path, device: str, keep: Any = lambda rows: None
+    pattern: str,
+    budget: Budget,
+    scratch: Path,
+    log: Path,
+    device: str,
+    keep: Callable[[list[dict[str, Any]]], None] = lambda rows: None,
+    lost_before: Mapping[str, int] | None = None,
 ) -> list[dict[str, Any]]:
-    """Return all rows that a worker measured, and those that ended one, with and then without peers, and how."""
+    """Return all rows that a worker measured, and those that ended one however little of them ran.
+
+    A row that ends a process is tried without its peers, then by the default backend alone.
+
+    Args:
+        pattern: Of names, a regular expression.
+        budget: For all.
+        scratch: A folder for the record.
+        log: What workers print.
+        device: ``cuda`` or ``cpu``.
+        keep: Is given the rows so far whenever a worker has ended.
+        lost_before: Processes that rows have ended before.
+    """
     record = scratch / "rows.jsonl"
-    losses: dict[str, str] = {}  # of rows that ended a process, how
-    gone: list[dict[str, Any]] = []  # those that did it twice
+    losses, reasons = dict(lost_before or {}), dict.fromkeys(lost_before or {}, "a process ended")
+    gone: dict[str, dict[str, Any]] = {}  # rows that are not tried again
     for _ in range(STARTS):
         if budget.over():
             break
-        done = [*read(record)[0], *gone]
+        done = [*read(record)[0], *gone.values()]
         spent: dict[str, float] = {}
         for row in done:
             spent[row["part"]] = spent.get(row["part"], 0.0) + row["seconds"]
         settings = dict(
             device=device, record=str(record), seconds=max(0.0, budget.left() - 8), pattern=pattern, spent=spent,
-            skip=[row["end"] for row in done], alone=list(losses),
+            skip=[row["end"] for row in done], losses=losses,
         )  # fmt: skip
         ended = start_worker(settings, budget.left(), log)
         at = read(record)[1]
-        if at is not None and at not in {row["end"] for row in gone}:
-            why = f"its process ended with status {ended.status}: {ended.last_line()}"
-            if ended.status is None:
-                why = "the time was over"
-            elif (trace := testing.trace_of(record)).exists() and trace.read_text():
-                why = "took too long"
-            if at in losses or ended.status is None:
-                gone.append({"end": at, "part": at.split(":")[0], "seconds": LOST_SECONDS, "row": {"error": why}})
-            losses[at] = why
-        rows = rows_with_losses(record, losses)
-        keep([*rows, *gone])
+        if at is not None and at not in gone:
+            reasons[at] = _reason(record, ended)
+            losses[at] = losses.get(at, 0) + 1
+            if losses[at] == MOST_LOSSES or ended.status is None:
+                entry = {"end": at, "part": at.split(":")[0], "seconds": LOST_SECONDS}
+                gone[at] = {**entry, "row": {"error": reasons[at]}}
+        keep([*rows_with_losses(record, reasons), *gone.values()])
         if ended.status == 0:
             break
-        if at is None and not rows:
+        if at is None and not read(record)[0]:
             print(f"measure: {ended.last_line()}", flush=True)
             break
-    return [*rows_with_losses(record, losses), *gone]
+    return [*rows_with_losses(record, reasons), *gone.values()]
 
 
-def rows_with_losses(record: Path, losses: dict[str, str]) -> list[dict[str, Any]]:
-    """Return the rows that ended; of those measured without peers, why."""
+def _reason(record: Path, ended: Done) -> str:
+    """Return how the last row of a record ended its process."""
+    if ended.status is None:
+        return "the time was over"
+    trace = testing.trace_of(record)
+    late = trace.exists() and trace.read_text()
+    how = "took too long" if late else f"its process ended with status {ended.status}: {ended.last_line()}"
+    return f"{last_contestant(record)}: {how}"
+
+
+def last_contestant(record: Path) -> str:
+    """Return the contestant that was at work last."""
+    names = re.findall(r'^{"at": "(.*)"}$', record.read_text(), re.M) if record.exists() else []
+    return names[-1] if names else "at the start"
+
+
+def rows_with_losses(record: Path, reasons: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Return the rows that ended; of those measured without their peers, why."""
     rows = read(record)[0]
     for row in rows:
-        if row["end"] in losses and "errors" in row["row"]:
-            row["row"]["errors"]["peers"] = f"left out: with them, {losses[row['end']]}"
+        if row["end"] in reasons and "errors" in row["row"]:
+            row["row"]["errors"]["left out"] = f"peers; {reasons[row['end']]}"
     return rows
 
 
@@ -168,7 +206,7 @@ def read(record: Path) -> tuple[list[dict[str, Any]], str | None]:
             continue
         if "start" in entry:
             at = entry["start"]
-        else:
+        elif "end" in entry:
             rows.append(entry)
             at = None
     return rows, at

@@ -19,6 +19,7 @@ from .rows import DTYPES, definitions
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 B, T, S, C = 4, 32, 36, 512  # captions: batch, words, regions, channels
+STEPWISE = ("AttendedLSTM", "ShowAttendTell")  # a loop over words, which takes minutes to compile
 LEVELS = ((100, 134), (50, 67), (25, 34), (13, 17))  # of an image of 800 x 1072
 
 
@@ -78,7 +79,7 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Call]]] = {
     "GeneralizedAttention2d": (lambda: modules.GeneralizedAttention2d(256, 8, kv_stride=2), map2d),
     "GeneralizedAttention2d, 0010": (lambda: modules.GeneralizedAttention2d(256, 8, "0010"), map2d),
     "LocalBilateralConv2d": (lambda: modules.LocalBilateralConv2d(256, 256, 7), lambda: map2d(256, 56, 56, 8)),
-    "MultiScaleDeformableAttention": (lambda: modules.MultiScaleDeformableAttention(256, 8), deformable),
+    "MultiScaleDeformableAttention": (lambda: modules.MultiScaleDeformableAttention(256, 8, dropout=0.0), deformable),
     "MultiheadAttention": (lambda: modules.MultiheadAttention(C, 8), lambda: tokens(512)),
     "MultiheadSpatialAttention": (lambda: modules.MultiheadSpatialAttention(C, 8), lambda: tokens(512)),
     "MultimodalDecoderBlock": (
@@ -173,15 +174,10 @@ def module_case(name: str, dtype: torch.dtype, backward: bool, device: str) -> C
         return run
 
     words = "forward+backward" if backward else "forward"
-    return Case(
-        f"{name}, {str(dtype).removeprefix('torch.')}, {words}",
-        prepare(False, False),
-        {
-            "definition": prepare(True, False),
-            "definition, compiled": prepare(True, True),
-            "ours, compiled": prepare(False, True),
-        },
-    )
+    peers = {"definition": prepare(True, False)}
+    if name not in STEPWISE:
+        peers |= {"definition, compiled": prepare(True, True), "ours, compiled": prepare(False, True)}
+    return Case(f"{name}, {str(dtype).removeprefix('torch.')}, {words}", prepare(False, False), peers)
 
 
 def cases(device: str) -> list[Case]:

@@ -14,7 +14,7 @@ from .roofline import Work, floor
 OWN = "ours"
 BETTER = 1.05  # by which another backend must be faster to be named
 MISMATCH = {"float32": 1e-3, "TF32": 1e-2, "float16": 2e-2, "bfloat16": 8e-2}  # between two of our backends
-LINES = 110  # of the last table, the end of which must fit a short log
+LINES = 70  # of the last table, the end of which must fit a short log
 
 Entry = Mapping[str, Any]
 

@@ -38,12 +38,22 @@ class Contestant:
 
 
 def captured(run: Run) -> Run:
-    """Return the replay of a CUDA graph of a run."""
+    """Return the replay of a CUDA graph of a run.
+
+    Raises:
+        RuntimeError: The run waits for the device, or does something else that no graph holds.
+    """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        for _ in range(2):
+        run()
+        torch.cuda.synchronize()
+        # What waits for the device cannot be captured, and an attempt would leave the allocator in a bad state.
+        torch.cuda.set_sync_debug_mode("error")
+        try:
             run()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):

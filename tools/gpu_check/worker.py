@@ -6,7 +6,6 @@ Run by :mod:`.measure` as ``python -c "from tools.gpu_check.worker import main; 
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import gc
 import json
@@ -14,12 +13,13 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from attn_plugins import ops
 from tools.benchmark import operators
@@ -51,7 +51,7 @@ class Settings:
         seconds: When it stops to start rows.
         pattern: Of rows, a regular expression.
         skip: Names of rows that are done.
-        alone: Names of rows that ended a process before: they are measured without their peers.
+        losses: How many processes a row has ended: after one it has no peers, after two it is by default alone.
         spent: Seconds that each part has had.
         share: (number, of how many): of the rows, for those that only run once and fill caches; None: measure.
         race_seconds: For the rounds of a row.
@@ -63,11 +63,11 @@ class Settings:
     seconds: float
     pattern: str = ""
     skip: list[str] = field(default_factory=list)
-    alone: list[str] = field(default_factory=list)
+    losses: dict[str, int] = field(default_factory=dict)
     spent: dict[str, float] = field(default_factory=dict)
     share: tuple[int, int] | None = None
     race_seconds: float = 0.35
-    row_seconds: float = 75.0
+    row_seconds: float = 45.0
 
 
 def part_cases(part: str, device: str) -> list[Case]:
@@ -136,23 +136,32 @@ def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no message'])[0][:160]}"
 
 
-def contestants(case: Case, device: str) -> tuple[dict[str, Run], dict[str, Any]]:
+def contestants(
+    case: Case, others: bool = True, begin: Callable[[str], None] = lambda name: None
+) -> tuple[dict[str, Run], dict[str, Any]]:
     """Return the runs of a row by name, each run once, and what is known of it: errors, refusals, backends.
 
     "ours" is what serves by default, "ours, by NAME" another backend of a table of the operators that it calls.
+
+    Args:
+        case: The row.
+        others: Whether other backends run as well.
+        begin: Is called with a name before anything of it runs.
     """
     found: dict[str, Run] = {}
     facts: dict[str, Any] = {"errors": {}, "refusals": {}, "differences": {}}
     torch.manual_seed(0)
+    begin("ours")
     ours = case.ours()
     facts["served_by"] = served_by(ours)
     found["ours"] = ours
     serving = {name for names in facts["served_by"].values() for name in names}
-    others = dict.fromkeys(name for operator in facts["served_by"] for name in backends_of(operator))
+    backends = dict.fromkeys(name for operator in facts["served_by"] for name in backends_of(operator))
     expected = ours()
-    for name in others:
-        if serving == {name}:
+    for name in backends:
+        if serving == {name} or not others:
             continue
+        begin(f"ours, by {name}")
         run = forced(ours, name)
         try:
             facts["differences"][name] = difference(run(), expected)
@@ -164,6 +173,7 @@ def contestants(case: Case, device: str) -> tuple[dict[str, Run], dict[str, Any]
             facts["errors"][f"ours, by {name}"] = first_line(error)
     for name, prepare in case.peers.items():
         torch.manual_seed(0)
+        begin(name)
         try:
             run = prepare()
             run()
@@ -176,8 +186,18 @@ def contestants(case: Case, device: str) -> tuple[dict[str, Run], dict[str, Any]
 
 def difference(found: Any, expected: Any) -> float:
     """Return the relative norm of the difference of the first tensors of two results."""
-    a, b = ((each if isinstance(each, torch.Tensor) else each[0]).double() for each in (found, expected))
+    a, b = (next(filter(torch.is_tensor, pytree.tree_leaves(each))).double() for each in (found, expected))
     return float((a - b).norm() / b.norm().clamp_min(1e-30))
+
+
+def spoiled(device: str) -> bool:
+    """Whether the device takes no more work."""
+    try:
+        if device == "cuda":
+            torch.cuda.synchronize()
+    except RuntimeError:
+        return True
+    return False
 
 
 def fatal(error: BaseException) -> None:
@@ -186,22 +206,21 @@ def fatal(error: BaseException) -> None:
     Raises:
         SystemExit: It does not.
     """
-    if "CUDA" not in str(error) or isinstance(error, torch.cuda.OutOfMemoryError):
-        return
-    try:
-        torch.cuda.synchronize()
-    except RuntimeError:
+    if spoiled("cuda" if torch.cuda.is_available() else "cpu"):
         raise SystemExit(SPOILED) from error
 
 
-def measured(case: Case, settings: Settings, flush: Flush) -> dict[str, Any]:
+def measured(
+    case: Case, settings: Settings, flush: Flush, others: bool = True, begin: Callable[[str], None] = lambda name: None
+) -> dict[str, Any]:
     """Return a row: times and memory of all, and what ours has to do at least."""
     defaults()
-    runs, facts = contestants(case, settings.device)
+    runs, facts = contestants(case, others, begin)
     work = roofline.work_of(runs["ours"])
     memory: dict[str, int] = {}
     racing: dict[str, Contestant] = {}
     for name, run in list(runs.items()):
+        begin(name)
         try:
             memory[name] = peak_memory(run, settings.device)
             racing[name] = Contestant(run, settings.device)
@@ -237,39 +256,33 @@ def work_through(settings: Settings) -> None:
                 continue
         if name in settings.skip:
             continue
-        if name in settings.alone:
+        lost = settings.losses.get(name, 0)
+        if lost:
             case = replace(case, peers={})
         row_begin = time.monotonic()
         write(start=name)
         faulthandler.dump_traceback_later(settings.row_seconds, exit=True, file=trace)
-        spoiled = False
+        begin_contestant = lambda contestant: write(at=contestant)  # noqa: E731
         try:
             with calling_thread():
                 if settings.share is None:
-                    row = measured(case, settings, flush)
+                    row = measured(case, settings, flush, lost < 2, begin_contestant)
                 else:
-                    row = {"warm": sorted(contestants(case, settings.device)[0])}
+                    row = {"warm": sorted(contestants(case, True, begin_contestant)[0])}
                     defaults()
-        except SystemExit as error:
-            spoiled, row = True, {"error": first_line(error.__cause__ or error)}
-        except Exception as error:
-            row = {"error": first_line(error)}
-            with contextlib.suppress(SystemExit):
-                fatal(error)
-        faulthandler.cancel_dump_traceback_later()
-        if settings.device == "cuda":
-            try:
+            if settings.device == "cuda":
                 torch.cuda.synchronize()
-            except RuntimeError as error:
-                spoiled, row = True, {"error": first_line(error)}
+        except (SystemExit, Exception) as error:
+            row = {"error": first_line(error.__cause__ or error)}
+            if spoiled(settings.device):  # the row has not ended, which says so
+                print(row["error"], flush=True)
+                os._exit(SPOILED)
+        faulthandler.cancel_dump_traceback_later()
         seconds = time.monotonic() - row_begin
         if settings.share is None:
             spent[part] = spent.get(part, 0.0) + seconds
         write(end=name, part=part, seconds=round(seconds, 2), row=row)
         del row
-        if spoiled:
-            sys.stdout.flush()
-            os._exit(SPOILED)
 
 
 def main() -> None:
