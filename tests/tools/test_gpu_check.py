@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tools.gpu_check import memory, processes, testing
+from tools.gpu_check import machine, memory, processes, testing
 from tools.gpu_check.__main__ import main
 from tools.gpu_check.check import Stage, reason, summary
 from tools.gpu_check.processes import Budget, Done
@@ -40,6 +40,32 @@ def test_a_checkout_that_is_not_installed_is_importable():
     code = "from tools.gpu_check import machine as m; m.make_importable(); import attn_plugins as a; print(a.__file__)"
     done = subprocess.run([sys.executable, "-S", "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert Path(done.stdout.strip()).resolve() == ROOT / "plugins" / "__init__.py", done.stderr
+
+
+def test_binaries_that_do_not_serve_are_compiled_and_the_reason_is_told(tmp_path, monkeypatch):
+    log = tmp_path / "log"
+    reasons = ["no _C_cuda binary lies here", "it does not load"]
+    commands = []
+
+    def run(command, limit, log, environment=None):
+        commands.append((command, environment))
+        return Done(0 if len(commands) == 1 else 1, 2.0, "error: no nvcc\n")
+
+    monkeypatch.setattr(machine, "run", run)
+    monkeypatch.setattr(machine, "binary_failure", lambda log: reasons[-1] if commands else reasons[0])
+    assert machine.build(Budget(60), log, (9, 0)) == (False, "compiled in 2 s, but it does not load")
+    assert commands[0][0][1:] == [ROOT / "setup.py", "-q", "build_ext", "--inplace"]
+    assert commands[0][1] == {"ATTN_PLUGINS_BUILD": "cuda", "TORCH_CUDA_ARCH_LIST": "9.0"}
+    assert machine.build(Budget(60), log, (9, 0)) == (False, "not compiled: error: no nvcc (it does not load)")
+    monkeypatch.setattr(machine, "binary_failure", lambda log: None)
+    assert machine.build(Budget(60), log, (9, 0)) == (True, "the binaries load, nothing was compiled")
+    assert len(commands) == 2
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_the_reason_why_binaries_do_not_serve_comes_from_a_new_process(tmp_path):
+    found = machine.binary_failure(tmp_path / "log")
+    assert found is None or "_C_cuda" in found or "CUDA" in found
 
 
 # --- processes and budgets --------------------------------------------------------------------------------------------

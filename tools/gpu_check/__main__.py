@@ -22,7 +22,8 @@ from tools.requires import extras
 
 from . import machine
 
-machine.make_importable()
+if __name__ == "__main__":  # before anything imports the package, which need not be installed
+    machine.make_importable()
 
 with extras():
     import torch

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "build" / "gpu_check"
 NO_DEVICE = "torch finds no CUDA device here"
 BUILD_SECONDS = 200.0
-FAILURES = "import json; from attn_plugins.ops import library; print(json.dumps(library.failures()))"
+REFUSAL = "import json; from attn_plugins.ops import library; print(json.dumps(library.refusal('cuda', 'cuda')))"
 
 
 def make_importable() -> None:
@@ -33,13 +33,13 @@ def make_importable() -> None:
 
 
 def binary_failure(log: Path) -> str | None:
-    """Return the reason why the CUDA binary does not load in a new process, or None."""
-    done = run([sys.executable, "-W", "ignore", "-c", FAILURES], 60, log)
+    """Return the reason why the CUDA binary does not load, or has no code for this GPU, in a new process, or None."""
+    done = run([sys.executable, "-W", "ignore", "-c", REFUSAL], 60, log)
     if done.status != 0:
         return done.last_line()
     try:
-        return json.loads(done.last_line())["cuda"]
-    except (ValueError, KeyError):
+        return json.loads(done.last_line())
+    except ValueError:
         return done.last_line()
 
 
