@@ -4,35 +4,6 @@
 #include "sampled/cuda.cuh"
 #include "sampled/cuda_attention.cuh"
 
-namespace attn_plugins {
-namespace {
-
-// How a convolution is cut on the device: images of a chunk, pixels of a block of such a chunk.
-// sizes: N, C, H, W, Ho, Wo, Kh, Kw, out_channels.
-std::tuple<int64_t, int64_t> cut(std::vector<int64_t> sizes, int64_t element_bytes) {
-  DeformConvGeometry g{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5],
-                       sizes[6], sizes[7], sizes[8], 1,        1,        1,
-                       1,        0,        0,        1,        1};
-  const int64_t images = CudaKernels::images_per_chunk(g, element_bytes);
-  g.N = images;
-  return {images, CudaKernels::block_pixels(g, element_bytes)};
-}
-
-// Quotients and remainders of Divisor(by), which kernels divide by.
-std::vector<int64_t> divided(std::vector<int64_t> numbers, int64_t by) {
-  const Divisor divisor(by);
-  std::vector<int64_t> found;
-  for (const int64_t n : numbers) {
-    int rest = -1;
-    found.push_back(divisor.divide(int(n), &rest));
-    found.push_back(rest);
-  }
-  return found;
-}
-
-}  // namespace
-}  // namespace attn_plugins
-
 STABLE_TORCH_LIBRARY(attn_plugins_emulated, m) {
   m.def(
       "deform_conv2d(Tensor input, Tensor offset, Tensor weight, Tensor? bias, Tensor? mask, int[] stride, "
@@ -48,8 +19,6 @@ STABLE_TORCH_LIBRARY(attn_plugins_emulated, m) {
       "deformable_attention_backward_(Tensor grad_output, Tensor value, Tensor locations, Tensor weights, "
       "Tensor(a!)? grad_value, Tensor(b!)? grad_locations, Tensor(c!)? grad_weights, int[] shapes, "
       "int[] points) -> ()");
-  m.def("cut(int[] sizes, int element_bytes) -> (int, int)");
-  m.def("divided(int[] numbers, int by) -> int[]");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(attn_plugins_emulated, CPU, m) {
@@ -60,7 +29,27 @@ STABLE_TORCH_LIBRARY_IMPL(attn_plugins_emulated, CPU, m) {
   m.impl("deformable_attention_backward_", EMULATED(deformable_attention_backward));
 }
 
+namespace attn_plugins {
+namespace {
+
+// How a convolution is cut on the device: images of a chunk, pixels of a block of such a chunk.
+// sizes: N, C, H, W, Ho, Wo, Kh, Kw, out_channels.
+std::tuple<int64_t, int64_t> cut(std::vector<int64_t> sizes, int64_t element_bytes) {
+  DeformConvGeometry g{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5],
+                       sizes[6], sizes[7], sizes[8], 1,        1,        1,
+                       1,        0,        0,        1,        1};
+  const int64_t images = CudaKernels::images_per_chunk(g, element_bytes);
+  g.N = images;
+  return {images, CudaKernels::block_pixels(g, element_bytes)};
+}
+
+}  // namespace
+}  // namespace attn_plugins
+
+STABLE_TORCH_LIBRARY_FRAGMENT(attn_plugins_emulated, m) {
+  m.def("cut(int[] sizes, int element_bytes) -> (int, int)");
+}
+
 STABLE_TORCH_LIBRARY_IMPL(attn_plugins_emulated, CompositeExplicitAutograd, m) {
   m.impl("cut", TORCH_BOX(&attn_plugins::cut));
-  m.impl("divided", TORCH_BOX(&attn_plugins::divided));
 }

@@ -69,15 +69,3 @@ def test_the_documented_cut(emulated, monkeypatch):
     monkeypatch.setenv("EMULATOR_L2", str(60 << 20))
     for bytes in (2, 4):
         assert emulated.cut([16, 256, 64, 64, 64, 64, 3, 3, 256], bytes) == (1, 4096)
-
-
-def test_division_by_multiplication(emulated):
-    """Exact below 2^31, at the borders of every quotient that could be wrong."""
-    chosen, most = random.Random(0), 2**31 - 1
-    divisors = [1, 2, 3, 5, 7, 641, 65535, 65536, 65537, 2**30 - 1, 2**30, 2**30 + 1, most - 1, most]
-    divisors += [chosen.randint(1, 2 ** chosen.randint(1, 31) - 1) for _ in range(300)]
-    for by in divisors:
-        quotients = [0, 1, 2, most // by, *(chosen.randint(0, most // by) for _ in range(20))]
-        numbers = sorted({min(max(q * by + d, 0), most) for q in quotients for d in (-1, 0, 1)} | {most})
-        found = emulated.divided(numbers, by)
-        assert list(zip(found[::2], found[1::2])) == [divmod(n, by) for n in numbers], by
