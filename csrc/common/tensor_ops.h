@@ -37,6 +37,17 @@ inline Tensor narrowed(Tensor self, int64_t dim, int64_t start, int64_t length) 
   return torch::stable::narrow(self, dim, start, length);
 }
 
+// A view that repeats axes of size 1; -1 keeps an axis.
+inline Tensor expanded(const Tensor& self, std::vector<int64_t> sizes) {
+  return call("aten::expand", "", self, sizes, false);
+}
+
+inline std::vector<int64_t> sizes_of(const Tensor& self) {
+  std::vector<int64_t> sizes(self.dim());
+  for (size_t i = 0; i < sizes.size(); ++i) sizes[i] = self.size(int64_t(i));
+  return sizes;
+}
+
 inline Tensor to_dtype(const Tensor& self, ScalarType dtype) {
   return torch::stable::to(self, dtype);
 }

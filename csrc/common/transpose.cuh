@@ -2,6 +2,7 @@
 // pixels.
 #pragma once
 
+#include "divisor.cuh"
 #include "launch.cuh"
 #include "vector.cuh"
 
@@ -58,6 +59,24 @@ __global__ void __launch_bounds__(kThreads)
     value.element[e] = narrow_to<T>(widen(value.element[e]) + widen(addend.element[e]));
   }
   store(rows + at, value);
+}
+
+// planes (images, channels, pixels) += bias (channels); N elements to a thread, `vectors` threads to a plane.
+template <class T, int N>
+__global__ void __launch_bounds__(kThreads)
+    add_plane_bias_kernel(T* __restrict__ planes, const T* __restrict__ bias, int64_t count, Divisor vectors,
+                          Divisor channels) {
+  const int64_t at = int64_t(blockIdx.x) * kThreads + threadIdx.x;
+  if (at >= count) return;
+  int rest, channel;
+  channels.divide(vectors.divide(static_cast<int>(at), &rest), &channel);
+  const accumulate_t<T> addend = widen(__ldg(bias + channel));
+  const Vector<T, N> value = load<T, N>(planes + at * N);
+  accumulate_t<T> x[N];
+  widen(value, x);
+#pragma unroll
+  for (int e = 0; e < N; ++e) x[e] += addend;
+  store(planes + at * N, narrow<T>(x));
 }
 
 }  // namespace attn_plugins

@@ -417,9 +417,13 @@ struct CpuKernels {
   }
 
   static void accumulate(Tensor& sum, const Tensor& part) {
-    const Tensor wide = to_dtype(part, accumulate_type(part));
-    sum = sum.defined() ? add(sum, wide) : wide;
+    sum = add(sum, to_dtype(part, accumulate_type(part)));
   }
+
+  // Rows are written faster than planes, a whole vector of channels at a time.
+  static bool writes_planes(const Geometry&, int64_t) { return false; }
+  static int64_t images_per_copy(const Geometry& g, int64_t) { return g.N; }
+  static void add_plane_bias(const Tensor&, const Tensor&) {}
 
   static Tensor channels_last(const Tensor& t) { return to_channels_last(t); }
 

@@ -36,14 +36,15 @@ struct CudaKernels {
   // A100). ATTN_PLUGINS_BLOCK_PIXELS overrides it, for tuning runs.
   //
   // Working memory that follows, in MB, for N = 16, C = out_channels = 256, 64 x 64 pixels, K = 9 on 132
-  // multiprocessors, against the column buffer of the whole batch (chunks of one image, blocks of 4096
-  // pixels):
+  // multiprocessors, against the column buffer of the whole batch (blocks of 4096 pixels; chunks of four
+  // images in the forward pass, of one in the backward):
   //                                                     bfloat16                   float32
   //   columns (over their own gradients in backward)    18.9                       37.7
-  //   input and rows of a chunk, channels-last          2.1 + 2.1                  4.2 + 4.2
   //   packed weight                                     1.2                        2.4
-  //   forward                                           24.3 of 302 (8.0 %)        48.5 of 604 (8.0 %)
-  //   sums of a chunk's input gradient, float32         4.2                        4.2
+  //   input of four images, channels-last               8.4                        16.8
+  //   forward                                           28.5 of 302 (9.4 %)        56.9 of 604 (9.4 %)
+  //   input and rows of an image, channels-last         2.1 + 2.1                  4.2 + 4.2
+  //   sums of an image's input gradient, float32        4.2                        4.2
   //   sum and part of the weight gradient               2.4 + 1.2                  2.4 + 2.4
   //   backward                                          32.1 of 302 (10.6 %)       57.5 of 604 (9.5 %)
   // tests/ops/sampled/test_deform_conv_cuda.py holds it to that. A channels-last input needs no copy of input
@@ -65,6 +66,20 @@ struct CudaKernels {
     const int64_t target = target_pixels(g, element_bytes);
     const int64_t images = std::clamp<int64_t>((target + image / 2) / image, 1, std::max<int64_t>(1, g.N));
     return divide_up(g.N, std::max<int64_t>(1, divide_up(g.N, images)));  // chunks of equal size
+  }
+
+  // Tiles of the products are then aligned, and few of them are cut at an image's end.
+  static bool writes_planes(const Geometry& g, int64_t element_bytes) {
+    const int64_t pixels = g.Ho * g.Wo;
+    return pixels * element_bytes % 16 == 0 && (pixels >= 1024 || pixels % 128 == 0);
+  }
+
+  // Images whose channels-last copy takes half the memory of a block's columns, or of one block: few
+  // launches.
+  static int64_t images_per_copy(const Geometry& g, int64_t element_bytes) {
+    const int64_t map = std::max<int64_t>(1, g.H * g.W);
+    const int64_t images = target_pixels(g, element_bytes) * g.taps() / (2 * map);
+    return std::clamp<int64_t>(images, images_per_chunk(g, element_bytes), std::max<int64_t>(1, g.N));
   }
 
   // The blocks of a chunk, of equal size but for whole tiles of 128 rows.
@@ -173,11 +188,7 @@ struct CudaKernels {
     });
   }
 
-  static void accumulate(Tensor& sum, const Tensor& part) {
-    if (!sum.defined()) {
-      sum = to_dtype(part, accumulate_type(part));
-      return;
-    }
+  static void accumulate(const Tensor& sum, const Tensor& part) {
     for_type(part.scalar_type(), [&](auto zero) {
       using T = decltype(zero);
       launch(accumulate_kernel<T>, divide_up(part.numel(), kThreads), data_of<accumulate_t<T>>(sum),
@@ -227,6 +238,23 @@ struct CudaKernels {
       const T* from = data_of<const T>(row);
       for_width<T>({width}, {to, from}, [&](auto, auto n) {
         launch(add_bias_kernel<T, n>, divide_up(count * width / n, kThreads), to, from, count, width);
+      });
+    });
+  }
+
+  static void add_plane_bias(const Tensor& planes, const Tensor& bias) {
+    const int64_t channels = planes.size(1), pixels = planes.size(2) * planes.size(3);
+    const Tensor row = contiguous(bias);
+    for_type(planes.scalar_type(), [&](auto zero) {
+      using T = decltype(zero);
+      T* to = data_of<T>(planes);
+      for_width<T>({pixels}, {to}, [&](auto, auto n) {
+        const int64_t count = planes.numel() / n;
+        STD_TORCH_CHECK(count < std::numeric_limits<int32_t>::max(), "attn_plugins: ", planes.size(0),
+                        " images of ", channels, " x ", pixels,
+                        " are too large for one block of a deformable convolution on CUDA");
+        launch(add_plane_bias_kernel<T, n>, divide_up(count, kThreads), to, data_of<const T>(row), count,
+               Divisor(pixels / n), Divisor(channels));
       });
     });
   }

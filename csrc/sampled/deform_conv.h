@@ -86,9 +86,46 @@ inline Tensor group_rows(const Tensor& rows, int64_t start, int64_t length, cons
                   {1, 0, 2});
 }
 
-inline Tensor first(const Tensor& t) {
-  return torch::stable::select(t, 0, 0);
+// Matrices of one group without the axis of groups: their products are plain ones.
+inline Tensor matrices(const Tensor& t) {
+  return t.size(0) == 1 ? torch::stable::select(t, 0, 0) : t;
 }
+
+inline Tensor transposed(const Tensor& t) {
+  return transpose(t, -2, -1);
+}
+
+// out = a @ b, of matrices or of one for each group.
+inline void product_out(const Tensor& out, const Tensor& a, const Tensor& b) {
+  if (a.dim() == 2) {
+    mm_out(out, a, b);
+  } else {
+    bmm_out(out, a, b);
+  }
+}
+
+// Columns of one block after another, in memory that all blocks of a call share.
+class __attribute__((visibility("hidden"))) Columns {
+ public:
+  // Uninitialised matrices (groups, length, width), or (length, width) of one group, of like's dtype.
+  const Tensor& resize(const Tensor& like, int64_t groups, int64_t length, int64_t width) {
+    if (view_.defined() && groups_ == groups && length_ == length) return view_;
+    const int64_t count = groups * length * width;
+    if (!memory_.defined() || memory_.size(0) < count) {
+      memory_ = Tensor(), view_ = Tensor();  // free the old before the new is asked for
+      memory_ = empty_like_options(like, {count});
+    }
+    const Tensor part = memory_.size(0) == count ? memory_ : narrowed(memory_, 0, 0, count);
+    groups_ = groups, length_ = length;
+    view_ = reshaped(part, groups == 1 ? std::vector<int64_t>{length, width}
+                                       : std::vector<int64_t>{groups, length, width});
+    return view_;
+  }
+
+ private:
+  Tensor memory_, view_;
+  int64_t groups_ = 0, length_ = 0;
+};
 
 // Rows of a block whose columns take about `block_bytes`.
 inline int64_t pixels_of_bytes(const DeformConvGeometry& g, int64_t element_bytes, int64_t block_bytes) {
@@ -113,31 +150,63 @@ inline int64_t pixels_of_bytes(const DeformConvGeometry& g, int64_t element_byte
 //       columns as above where it is defined; grad_input (N, H, W, C), of dtype accumulate_type, += ;
 //       grad_offset, grad_mask = ; what is not needed is undefined (a default-constructed Tensor).
 //   static void add_bias(rows, bias)       rows (length, out_channels) += bias
-//   static void accumulate(sum, part)      sum += part, in accumulate_type; an undefined sum is 0
+//   static bool writes_planes(g, element_bytes)   products go straight to (out_channels, Ho, Wo) of an image
+//   static int64_t images_per_copy(g, element_bytes)   then, instead of images_per_chunk
+//   static void add_plane_bias(planes, bias)      planes (N, out_channels, Ho, Wo) += bias
+//   static void accumulate(sum, part)      sum += part, in accumulate_type
 //   static ScalarType accumulate_type(t)   what gradients of input and weight are summed in
 //   static ScalarType compute_type(t)      what t is computed in
 
-// One chunk: rows (pixels, out_channels) = the convolution of input (N, C, H, W);
-// weight (G, K * Cg, out / G).
+// One chunk: rows (pixels, out_channels) = the convolution of input (N, C, H, W); weight: matrices of
+// (G, K * Cg, out / G).
 template <class Kernels>
 void deform_conv2d_rows(const DeformConvGeometry& g, const Tensor& input_, const Tensor& offset,
-                        const Tensor& mask, const Tensor& weight, const Tensor& bias, const Tensor& output) {
+                        const Tensor& mask, const Tensor& weight, const Tensor& bias, const Tensor& output,
+                        Columns& memory) {
   const Tensor input = Kernels::channels_last(input_);
   const int64_t block = Kernels::block_pixels(g, input.element_size());
   const int64_t width = g.taps() * g.channels_per_group();
-  Tensor columns = empty_like_options(input, {g.groups, std::min(block, g.pixels()), width});
   for (int64_t start = 0; start < g.pixels(); start += block) {
     const int64_t length = std::min(block, g.pixels() - start);
-    if (length < columns.size(1)) columns = empty_like_options(input, {g.groups, length, width});
+    const Tensor& columns = memory.resize(input, g.groups, length, width);
     Kernels::sample(g, input, offset, mask, columns, start, length);
-    const Tensor rows = narrowed(output, 0, start, length);
+    const Tensor rows = length == g.pixels() ? output : narrowed(output, 0, start, length);
     if (g.groups == 1) {
-      mm_out(rows, first(columns), first(weight));
+      mm_out(rows, columns, weight);
     } else {
       Tensor groups_of_rows = group_rows(output, start, length, g);
       torch::stable::copy_(groups_of_rows, torch::stable::matmul(columns, weight));
     }
     if (bias.defined()) Kernels::add_bias(rows, bias);
+  }
+}
+
+// One chunk whose result is planes: output (N, out_channels, Ho, Wo), contiguous. No rows in between, no copy
+// of them. weight: matrices of (G, out / G, K * Cg). A block is of one image, or of several whole ones.
+template <class Kernels>
+void deform_conv2d_planes(const DeformConvGeometry& g, const Tensor& input_, const Tensor& offset,
+                          const Tensor& mask, const Tensor& weight, const Tensor& output, Columns& memory) {
+  const Tensor input = Kernels::channels_last(input_);
+  const int64_t bytes = input.element_size(), pixels = g.Ho * g.Wo;
+  const int64_t width = g.taps() * g.channels_per_group();
+  DeformConvGeometry one = g;
+  one.N = 1;
+  const int64_t most = g.groups == 1 ? Kernels::block_pixels(g, bytes) / std::max<int64_t>(1, pixels) : 1;
+  const int64_t together = std::clamp<int64_t>(most, 1, std::max<int64_t>(1, g.N));
+  const int64_t block = together > 1 ? pixels : Kernels::block_pixels(one, bytes);
+  const Tensor planes = reshaped(output, {g.N * g.groups, g.out_channels / g.groups, pixels});
+  const auto weights = [&](int64_t count) { return count == 1 ? weight : expanded(weight, {count, -1, -1}); };
+  const Tensor repeated = weights(together);
+  for (int64_t n = 0; n < g.N; n += together) {
+    const int64_t count = std::min(together, g.N - n), matrix_count = count * g.groups;
+    const Tensor image = matrices(narrowed(planes, 0, n * g.groups, matrix_count));
+    for (int64_t start = 0; start < pixels; start += block) {
+      const int64_t length = std::min(block, pixels - start);
+      const Tensor& columns = memory.resize(input, matrix_count, length, width);
+      Kernels::sample(g, input, offset, mask, columns, n * pixels + start, count * length);
+      const Tensor out = length == pixels ? image : narrowed(image, -1, start, length);
+      product_out(out, count == together ? repeated : weights(count), transposed(columns));
+    }
   }
 }
 
@@ -153,20 +222,28 @@ Tensor deform_conv2d_driver(const Tensor& input_, const Tensor& offset_, const T
   const Tensor offset = to_dtype(offset_, type);
   const Tensor mask = mask_ ? to_dtype(*mask_, type) : Tensor();
   const Tensor bias = bias_ ? to_dtype(*bias_, type) : Tensor();
-  const Tensor weight = transpose(pack_weight(to_dtype(weight_, type), g), 1, 2);
+  const Tensor packed = matrices(pack_weight(to_dtype(weight_, type), g)), weight = transposed(packed);
 
   const bool channels_last = is_channels_last(input_);
+  const bool planes = !channels_last && Kernels::writes_planes(g, input.element_size());
   const Tensor result = empty_images(input, channels_last, g.N, g.out_channels, g.Ho, g.Wo);
-  const int64_t chunk = Kernels::images_per_chunk(g, input.element_size());
+  const int64_t chunk = planes ? Kernels::images_per_copy(g, input.element_size())
+                               : Kernels::images_per_chunk(g, input.element_size());
+  Columns columns;
   for (int64_t n = 0; n < g.N; n += chunk) {
     DeformConvGeometry part = g;
     part.N = std::min(chunk, g.N - n);
-    const Tensor out = images(result, n, part.N);
+    const Tensor out = images(result, n, part.N), in = images(input, n, part.N);
+    const Tensor shifts = images(offset, n, part.N), factors = images(mask, n, part.N);
+    if (planes) {
+      deform_conv2d_planes<Kernels>(part, in, shifts, factors, packed, out, columns);
+      if (bias.defined()) Kernels::add_plane_bias(out, bias);
+      continue;
+    }
     const Tensor rows = channels_last ? permuted(out, {0, 2, 3, 1})
                                       : empty_like_options(input, {part.N, g.Ho, g.Wo, g.out_channels});
-    deform_conv2d_rows<Kernels>(part, images(input, n, part.N), images(offset, n, part.N),
-                                images(mask, n, part.N), weight, bias,
-                                reshaped(rows, {part.pixels(), g.out_channels}));
+    deform_conv2d_rows<Kernels>(part, in, shifts, factors, weight, bias,
+                                reshaped(rows, {part.pixels(), g.out_channels}), columns);
     if (!channels_last) Kernels::channels_first(rows, out);
   }
   return to_dtype(result, input_.scalar_type());
@@ -179,30 +256,36 @@ struct __attribute__((visibility("hidden"))) DeformConvBackward {
   Tensor grad_offset, grad_mask;            // =
 };
 
-// One chunk; weight (G, out / G, K * Cg). Adds to grad_weight, of weight's shape and dtype accumulate_type.
+// What the chunks of the backward pass share: columns (their gradients first, where one can be the other),
+// and the weight's gradient, of dtype accumulate_type, beside that of one block.
+struct __attribute__((visibility("hidden"))) DeformConvSums {
+  Columns grad_columns, columns;
+  Tensor grad_weight, part;
+};
+
+// One chunk; weight: matrices of (G, out / G, K * Cg). Adds to sums.grad_weight, shaped alike.
 template <class Kernels>
 void deform_conv2d_backward_rows(const DeformConvGeometry& g, const DeformConvBackward& c,
-                                 const Tensor& weight, bool needs_weight, Tensor& grad_weight) {
+                                 const Tensor& weight, bool needs_weight, DeformConvSums& sums) {
   const Tensor input = Kernels::channels_last(c.input);
   const Tensor grad_output = reshaped(Kernels::channels_last(c.grad_output), {g.pixels(), g.out_channels});
   const int64_t block = Kernels::block_pixels(g, input.element_size());
   const int64_t width = g.taps() * g.channels_per_group();
+  const bool needs_columns = c.grad_input.defined() || c.grad_offset.defined();
   for (int64_t start = 0; start < g.pixels(); start += block) {
     const int64_t length = std::min(block, g.pixels() - start);
-    const Tensor grad_rows = group_rows(grad_output, start, length, g);  // (G, length, out / G)
-    const bool needs_columns = c.grad_input.defined() || c.grad_offset.defined();
+    // (G, length, out / G), or a matrix
+    const Tensor grad_rows = g.groups > 1           ? group_rows(grad_output, start, length, g)
+                             : length == g.pixels() ? grad_output
+                                                    : narrowed(grad_output, 0, start, length);
     Tensor grad_columns, columns;
     if (needs_columns) {
-      grad_columns = empty_like_options(input, {g.groups, length, width});
-      if (g.groups == 1) {
-        mm_out(first(grad_columns), first(grad_rows), first(weight));
-      } else {
-        bmm_out(grad_columns, grad_rows, weight);
-      }
+      grad_columns = sums.grad_columns.resize(input, g.groups, length, width);
+      product_out(grad_columns, grad_rows, weight);
     }
     if (needs_weight) {
       const bool replace = Kernels::columns_replace_gradients && needs_columns;
-      columns = replace ? grad_columns : empty_like_options(input, {g.groups, length, width});
+      columns = replace ? grad_columns : sums.columns.resize(input, g.groups, length, width);
     }
     if (needs_columns) {
       Kernels::sample_backward(g, input, c.offset, c.mask, grad_columns, columns, c.grad_input, c.grad_offset,
@@ -210,8 +293,21 @@ void deform_conv2d_backward_rows(const DeformConvGeometry& g, const DeformConvBa
     } else if (needs_weight) {
       Kernels::sample(g, input, c.offset, c.mask, columns, start, length);
     }
-    if (needs_weight)
-      Kernels::accumulate(grad_weight, torch::stable::matmul(transpose(grad_rows, 1, 2), columns));
+    if (!needs_weight) continue;
+    const bool first = !sums.grad_weight.defined();
+    if (first)
+      sums.grad_weight = torch::stable::new_empty(weight, sizes_of(weight), Kernels::accumulate_type(weight));
+    if (first && sums.grad_weight.scalar_type() == weight.scalar_type()) {
+      product_out(sums.grad_weight, transposed(grad_rows), columns);
+      continue;
+    }
+    if (!sums.part.defined()) sums.part = empty_like_options(weight, sizes_of(weight));
+    product_out(sums.part, transposed(grad_rows), columns);
+    if (first) {
+      torch::stable::copy_(sums.grad_weight, sums.part);
+    } else {
+      Kernels::accumulate(sums.grad_weight, sums.part);
+    }
   }
 }
 
@@ -228,9 +324,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> deform_conv2d_backward_driver(
   const Tensor offset = to_dtype(offset_, type);
   const Tensor mask = mask_ ? to_dtype(*mask_, type) : Tensor();
   const Tensor grad_output = to_dtype(grad_output_, type);
-  const Tensor weight = pack_weight(to_dtype(weight_, type), g);  // (G, out / G, K * Cg)
+  const Tensor weight = matrices(pack_weight(to_dtype(weight_, type), g));  // of (G, out / G, K * Cg)
   const ScalarType sum_type = Kernels::accumulate_type(input);
 
+  DeformConvSums sums;
   Tensor grad_input, grad_weight, grad_offset, grad_mask;
   const bool channels_last = is_channels_last(input_);
   const bool in_place = channels_last && sum_type == type;  // sums need no array of their own
@@ -258,7 +355,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> deform_conv2d_backward_driver(
     } else if (needs_input) {
       c.grad_input = torch::stable::new_zeros(input, std::vector<int64_t>{part.N, g.H, g.W, g.C}, sum_type);
     }
-    deform_conv2d_backward_rows<Kernels>(part, c, weight, needs_weight, grad_weight);
+    deform_conv2d_backward_rows<Kernels>(part, c, weight, needs_weight, sums);
     if (!needs_input || in_place) continue;
     if (channels_last) {
       torch::stable::copy_(out, permuted(c.grad_input, {0, 3, 1, 2}));
@@ -270,10 +367,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> deform_conv2d_backward_driver(
   const ScalarType out = input_.scalar_type();
   const auto none = [&] { return empty_like_options(input_, {0}); };  // no two results may share memory
   if (needs_weight) {
-    if (!grad_weight.defined()) {
-      grad_weight = zeros_like_options(
-          weight, {g.groups, g.out_channels / g.groups, g.taps() * g.channels_per_group()});
-    }
+    grad_weight =
+        sums.grad_weight.defined() ? sums.grad_weight : zeros_like_options(weight, sizes_of(weight));
     grad_weight = contiguous(
         permuted(reshaped(grad_weight, {g.out_channels, g.Kh, g.Kw, g.channels_per_group()}), {0, 3, 1, 2}));
   }

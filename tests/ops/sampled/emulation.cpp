@@ -4,7 +4,23 @@
 #include "sampled/cuda.cuh"
 #include "sampled/cuda_attention.cuh"
 
+namespace {
+
+// numbers (n, 2), int64: the quotient and the rest of the first column.
+void divide_(attn_plugins::Tensor numbers, int64_t divisor) {
+  const attn_plugins::Divisor by(divisor);
+  auto* number = static_cast<int64_t*>(numbers.data_ptr());
+  for (int64_t i = 0; i < numbers.size(0); ++i, number += 2) {
+    int rest;
+    number[0] = by.divide(static_cast<int>(number[0]), &rest);
+    number[1] = rest;
+  }
+}
+
+}  // namespace
+
 STABLE_TORCH_LIBRARY(attn_plugins_emulated, m) {
+  m.def("divide_(Tensor(a!) numbers, int divisor) -> ()");
   m.def(
       "deform_conv2d(Tensor input, Tensor offset, Tensor weight, Tensor? bias, Tensor? mask, int[] stride, "
       "int[] padding, int[] dilation, int groups, int offset_groups) -> Tensor");
@@ -23,6 +39,7 @@ STABLE_TORCH_LIBRARY(attn_plugins_emulated, m) {
 
 STABLE_TORCH_LIBRARY_IMPL(attn_plugins_emulated, CPU, m) {
   using namespace attn_plugins;
+  m.impl("divide_", TORCH_BOX(&divide_));
   m.impl("deform_conv2d", EMULATED(deform_conv2d_driver<CudaKernels>));
   m.impl("deform_conv2d_backward", EMULATED(deform_conv2d_backward_driver<CudaKernels>));
   m.impl("deformable_attention_forward_", EMULATED(deformable_attention_forward));

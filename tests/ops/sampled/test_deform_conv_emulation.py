@@ -50,6 +50,9 @@ CASES = {
     "one pixel": dict(H=1, W=1, B=1),
     "far offsets": dict(spread=1e9),
     "no images": dict(B=0),
+    "no images of planes": dict(B=0, H=8, W=16),
+    "products of several images, into planes": dict(B=3, H=8, W=16, C=8, out=5),
+    "products of parts of images, into planes": dict(B=2, H=16, W=16, C=8, kernel=1, padding=0, groups=2, out=6),
 }
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 
@@ -177,3 +180,44 @@ def test_borders_exactly(emulated):
     weight = torch.eye(8).double().view(8, 8, 1, 1)
     found = emulated.deform_conv2d(input_grid, offset, weight, None, None, [1, 1], [0, 0], [1, 1], 1, 1)
     assert error(found, reference.bilinear_samples(input_grid, y[None], x[None]).permute(0, 3, 1, 2)) < 1e-14
+
+
+@pytest.mark.parametrize("shape", [(5, 7), (8, 16), (1, 9)], ids=str)
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_infinite_pixels_spoil_their_own_samples_alone(emulated, value, shape):
+    """Also at the borders, where other pixels stand in for those outside."""
+    (input, offset, weight, bias, mask), parameters = problem(H=shape[0], W=shape[1], B=2, C=8, spread=3)
+    for row, column in ((0, 0), (-1, -1), (0, -1), (shape[0] // 2, shape[1] // 2)):
+        input[0, :, row, column] = value
+    found = emulated.deform_conv2d(input, offset, weight, bias, mask, *parameters)
+    expected = reference.deform_conv2d(input, offset, weight, bias, mask, *map(tuple, parameters[:3]))
+    assert 0 < expected.isfinite().sum() < expected.numel()
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_map_that_no_sample_reaches_is_not_read(emulated, value, dtype):
+    (input, offset, weight, bias, mask), parameters = problem(B=1, C=16)
+    far = torch.full_like(offset, 1e4)
+    tensors = [t.to(dtype) for t in (torch.full_like(input, value), far, weight, bias, mask)]
+    found = emulated.deform_conv2d(*tensors, *parameters)
+    assert torch.equal(found, tensors[3].view(1, -1, 1, 1).expand_as(found))
+    arguments = [*tensors[:3], tensors[4], *parameters, True, True, True]
+    for gradient in (1.0, float("inf")):
+        grads = emulated.deform_conv2d_backward(torch.full_like(found, gradient), *arguments)
+        assert not grads[0].any()
+        if gradient == 1:
+            assert not any(grad.any() for grad in grads)
+
+
+def test_division_by_multiplication(emulated):
+    random = torch.Generator().manual_seed(0)
+    last = 2**31 - 1
+    for divisor in (1, 2, 3, 5, 7, 9, 10, 64, 97, 641, 2**16 - 1, 2**16, 2**16 + 1, 2**30 - 1, 2**30, last - 1, last):
+        numbers = torch.randint(last + 1, (200,), generator=random)
+        whole = numbers // divisor * divisor
+        numbers = torch.cat((numbers, whole, (whole - 1).clamp_min(0), torch.tensor([0, divisor - 1, divisor, last])))
+        pairs = torch.stack((numbers, torch.zeros_like(numbers)), 1)
+        emulated.divide_(pairs, divisor)
+        assert torch.equal(pairs, torch.stack((numbers // divisor, numbers % divisor), 1)), divisor
