@@ -15,7 +15,7 @@ SEED ?= 0
 export VENV
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo demo-quick test test-all fuzz sanitize test-install test-abi lint format types build cuda wheel test-wheel docs benchmark benchmark-end-to-end benchmark-table gpu-check doctor clean
+.PHONY: help env demo demo-quick test test-all fuzz sanitize test-install test-abi lint format types build cuda aarch64 wheel test-wheel docs benchmark benchmark-end-to-end benchmark-table gpu-check doctor clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "  make %-21s %s\n", $$1, $$2}'
@@ -68,6 +68,9 @@ build: env  ## compile the operators in place (only what changed)
 
 cuda: env  ## compile the CUDA operators for sm_80 and sm_90 (needs nvcc, no GPU)
 	ATTN_PLUGINS_BUILD=cuda $(PY) setup.py -q build_ext --inplace
+
+aarch64: env  ## compile the CPU operators for 64-bit ARM (needs g++-aarch64-linux-gnu; nothing is run)
+	tools/cross_compile.sh
 
 wheel: env  ## dist/: a source distribution and a manylinux wheel, checked (CUDA kernels in it where there is nvcc)
 	$(PY) -m tools.release
