@@ -19,6 +19,8 @@ CASES = {
     "pairs": dict(d=6),
     "no vectors": dict(d=5),
     "one number": dict(d=1, heads=1),
+    "more points than a round locates": dict(d=4, K=7),
+    "an odd number of points": dict(d=32, K=1, heads=8),
     "one level, one pixel": dict(shapes=((1, 1),), K=3),
     "more than a block": dict(shapes=((3, 2),), queries=150, K=1),
     "far beside the map": dict(margin=1e7),
@@ -80,3 +82,42 @@ def test_nan_reads_nothing(emulated):
     output = torch.ones(1, 4, 4)
     emulated.deformable_attention_forward_(value, locations, torch.ones(1, 4, 1, 1), output, [2, 2], [1])
     assert not output.any()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("d", [4, 5, 32])
+def test_infinite_pixels_spoil_their_own_samples_alone(emulated, value, d):
+    """Also at the borders, where other pixels stand in for those outside."""
+    terms, options = problem(d=d, queries=20, margin=0.5)
+    for pixel in (0, 6, 34, 35, 46):  # corners of the first two levels
+        terms.value[0, pixel] = value
+    expected = reference(terms, options)
+    assert 0 < expected.isfinite().sum() < expected.numel()
+    output = torch.empty_like(expected)
+    emulated.deformable_attention_forward_(*terms, output, *options)
+    torch.testing.assert_close(output, expected, rtol=1e-12, atol=1e-12, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_a_map_that_no_point_reaches_is_not_read(emulated, dtype):
+    terms, options = problem(d=8)
+    value, locations, weights = in_dtype(terms, dtype)
+    value, locations = torch.full_like(value, float("inf")), torch.full_like(locations, 3.0)
+    output = torch.ones_like(reference(terms, options), dtype=dtype)
+    emulated.deformable_attention_forward_(value, locations, weights, output, *options)
+    assert not output.any()
+    found = [torch.zeros_like(t, dtype=weights.dtype) for t in terms]
+    gradient = torch.full_like(output, float("inf"))
+    emulated.deformable_attention_backward_(gradient, value, locations, weights, *found, *options)
+    assert not found[0].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_misaligned_value(emulated, dtype):
+    terms, options = problem(d=8)
+    value, locations, weights = in_dtype(terms, dtype)
+    shifted = torch.empty(value.numel() + 1, dtype=dtype)[1:].view(value.shape).copy_(value)
+    outputs = [torch.empty_like(reference(terms, options), dtype=dtype) for _ in range(2)]
+    for source, output in zip((value, shifted), outputs):
+        emulated.deformable_attention_forward_(source, locations, weights, output, *options)
+    assert torch.equal(*outputs)
