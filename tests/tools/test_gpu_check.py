@@ -295,9 +295,23 @@ def test_random_calls_by_every_backend_on_the_cpu():
     from tools.gpu_check.backends import backends_of
     from tools.gpu_check.calls import compute
 
-    done = compute("window_attention", 6, 60.0, "cpu")
+    done, errors = compute("window_attention", 6, 60.0, "cpu")
+    assert not errors
     assert set(done) <= set(backends_of("window_attention"))
     assert done["torch"] == 6
+
+
+def test_a_call_that_fails_does_not_end_the_others(monkeypatch):
+    from tools.gpu_check import calls
+
+    def fail(call, grad, name):
+        raise RuntimeError("no luck\nat all")
+
+    monkeypatch.setattr(calls.check, "compute", fail)
+    done, errors = calls.compute("window_attention", 2, 60.0, "cpu")
+    assert not done
+    assert errors[0].endswith(": no luck")
+    assert {line.split()[1] for line in errors} == {"0", "1"}
 
 
 def test_fuzzing_beside_the_reference_on_the_cpu(tmp_path, monkeypatch):

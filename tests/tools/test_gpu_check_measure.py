@@ -11,7 +11,7 @@ import torch
 
 from attn_plugins import ops
 from tools.benchmark.case import Case
-from tools.gpu_check import measure, ratios, roofline, rows, worker
+from tools.gpu_check import measure, ratios, roofline, rows, timing, worker
 from tools.gpu_check.backends import backends_of, operators, served_by
 from tools.gpu_check.processes import Budget, Done
 
@@ -107,6 +107,49 @@ def test_every_public_module_has_a_row():
         if isinstance(kind := getattr(modules, n), type) and issubclass(kind, torch.nn.Module)
     }
     assert {name.split(",")[0] for name in MODULES} == public
+
+
+class Clock:
+    """Stands in for a device's events: each run takes as long as ``took`` says."""
+
+    now = 0.0
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        self.at = Clock.now
+
+    def elapsed_time(self, end: Clock) -> float:
+        return (end.at - self.at) * 1e3
+
+    @staticmethod
+    def taking(seconds: float):
+        def run() -> None:
+            Clock.now += seconds
+
+        return run
+
+
+def test_short_runs_are_timed_by_graphs_and_long_ones_by_events(monkeypatch):
+    order = []
+    monkeypatch.setattr(torch.cuda, "Event", Clock)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(timing, "captured", lambda run: Clock.taking(1e-5))
+    short, long = (timing.Contestant(Clock.taking(seconds), "cuda") for seconds in (1e-4, 1e-2))
+    assert (short.how, long.how) == ("graph", "events")
+    found = timing.race({"short": short, "long": long}, lambda: order.append(1), 0.0)  # type: ignore[arg-type]
+    assert len(order) == 2 * timing.LEAST_ROUNDS  # caches are emptied before each
+    assert found["short"]["min"] == pytest.approx(1e-5)
+    assert found["long"]["median"] == pytest.approx(1e-2)
+
+    def refuse(run):
+        raise RuntimeError("called a synchronizing CUDA operation\nand more")
+
+    monkeypatch.setattr(timing, "captured", refuse)
+    assert timing.Contestant(Clock.taking(1e-4), "cuda").how == (
+        "events, with the host's time: no graph (called a synchronizing CUDA operation)"
+    )
 
 
 # --- backends ---------------------------------------------------------------------------------------------------------

@@ -17,10 +17,15 @@ from tools.fuzz.operators import legal_call
 from .backends import backends_of, calling_thread
 
 
-def compute(operator: str, count: int, seconds: float, device: str) -> Counter[str]:
-    """Compute up to ``count`` calls within ``seconds``, forward and backward; return how many by each backend."""
+def compute(operator: str, count: int, seconds: float, device: str) -> tuple[Counter[str], list[str]]:
+    """Compute up to ``count`` calls within ``seconds``, forward and backward.
+
+    Returns:
+        How many were computed by each backend, and the first line of every error.
+    """
     names = backends_of(operator)
     done: Counter[str] = Counter()
+    errors: list[str] = []
     begin = time.monotonic()
     for number in range(count):
         if time.monotonic() - begin > seconds:
@@ -30,16 +35,27 @@ def compute(operator: str, count: int, seconds: float, device: str) -> Counter[s
             try:
                 with check.mode_of(call), calling_thread():
                     check.compute(call, grad, name)
+                    if device == "cuda":
+                        torch.cuda.synchronize()
             except ValueError:  # it refuses this call
                 continue
+            except Exception as error:
+                errors.append(
+                    f"call {number} by {name}: {(str(error).splitlines() or [type(error).__name__])[0][:200]}"
+                )
+                if device == "cuda" and "CUDA error" in str(error):  # nothing works after it
+                    return done, errors
+                continue
             done[name] += 1
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return done
+    return done, errors
 
 
 def main() -> None:
     """Compute as the arguments say, and print a line of what was."""
     operator, count, seconds, device = sys.argv[1:]
-    done = compute(operator, int(count), float(seconds), device)
-    print(f"{operator}: " + (", ".join(f"{n} calls by {name}" for name, n in done.items()) or "no call"), flush=True)
+    done, errors = compute(operator, int(count), float(seconds), device)
+    words = ", ".join(f"{n} calls by {name}" for name, n in done.items()) or "no call"
+    print(f"{operator}: {words}", flush=True)
+    if errors:
+        print(f"{len(errors)} errors: {errors[0]}", flush=True)
+        raise SystemExit(1)

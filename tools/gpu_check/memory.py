@@ -67,7 +67,7 @@ def judge(tool: str, operator: str, done: Done, text: str, kernels: Sequence[str
         return Found(name, False, summary[-1] if summary else "errors")
     if done.status is None:
         return Found(name, False, f"not done after {done.seconds:.0f} s")
-    if computed is None or (done.status != 0 and tool != "initcheck"):
+    if computed is None or done.status != 0:
         return Found(name, False, f"status {done.status}: {done.last_line()}")
     return Found(name, True, computed)
 
