@@ -6,7 +6,6 @@ that gradients are the same each time. See :mod:`.triton_global_kernels`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import reduce
 from math import gcd
 from typing import NamedTuple
@@ -32,35 +31,47 @@ class Block(NamedTuple):
     stages: int
 
 
-# By the kernel, bytes of a number, and the greater of both widths. Chosen by registers and shared memory (below 99 KiB,
-# what the smaller devices have), as `python -m tools.triton_report --only global` shows them: nothing spills.
+# By kernel, arithmetic and the greater of both widths. Chosen by what `python -m tools.triton_report --only global`
+# shows: registers, and shared memory, below the 99 KiB that smaller devices have where the widths allow it.
 BLOCKS = {
-    ("forward", 2, 32): Block(64, 64, 4, 3),
-    ("forward", 2, 64): Block(64, 64, 4, 3),
-    ("forward", 2, 128): Block(64, 64, 4, 2),
-    ("forward", 2, 256): Block(64, 32, 8, 2),
-    ("forward", 4, 32): Block(32, 32, 4, 2),
-    ("forward", 4, 64): Block(32, 32, 4, 2),
-    ("forward", 4, 128): Block(32, 32, 8, 1),
-    ("forward", 4, 256): Block(32, 16, 8, 1),
-    ("query_gradients", 2, 32): Block(64, 64, 4, 2),
-    ("query_gradients", 2, 64): Block(64, 64, 4, 2),
-    ("query_gradients", 2, 128): Block(64, 32, 4, 2),
-    ("query_gradients", 2, 256): Block(64, 32, 8, 1),
-    ("query_gradients", 4, 32): Block(32, 32, 4, 2),
-    ("query_gradients", 4, 64): Block(32, 32, 4, 1),
-    ("query_gradients", 4, 128): Block(32, 32, 8, 1),
-    ("query_gradients", 4, 256): Block(32, 16, 8, 1),
-    ("key_gradients", 2, 32): Block(64, 64, 4, 2),
-    ("key_gradients", 2, 64): Block(64, 64, 4, 2),
-    ("key_gradients", 2, 128): Block(32, 64, 4, 2),
-    ("key_gradients", 2, 256): Block(32, 64, 8, 1),
-    ("key_gradients", 4, 32): Block(32, 32, 4, 2),
-    ("key_gradients", 4, 64): Block(32, 32, 4, 1),
-    ("key_gradients", 4, 128): Block(32, 32, 8, 1),
-    ("key_gradients", 4, 256): Block(16, 32, 8, 1),
-    **{("products_of_outputs", size, width): Block(64, 16, 4, 1) for size in (2, 4) for width in (32, 64, 128, 256)},
+    ("forward", "half", 32): Block(64, 64, 4, 3),
+    ("forward", "half", 64): Block(64, 64, 4, 3),
+    ("forward", "half", 128): Block(64, 64, 4, 2),
+    ("forward", "half", 256): Block(64, 32, 8, 2),
+    ("forward", "tf32", 32): Block(64, 64, 4, 1),
+    ("forward", "tf32", 64): Block(64, 32, 4, 1),
+    ("forward", "tf32", 128): Block(64, 32, 8, 1),
+    ("forward", "tf32", 256): Block(32, 16, 8, 1),
+    ("forward", "ieee", 32): Block(32, 32, 4, 2),
+    ("forward", "ieee", 64): Block(32, 32, 4, 2),
+    ("forward", "ieee", 128): Block(32, 32, 8, 1),
+    ("forward", "ieee", 256): Block(16, 16, 8, 1),
+    ("query_gradients", "half", 32): Block(64, 64, 4, 2),
+    ("query_gradients", "half", 64): Block(64, 64, 4, 2),
+    ("query_gradients", "half", 128): Block(64, 32, 4, 2),
+    ("query_gradients", "half", 256): Block(64, 32, 8, 1),
+    ("query_gradients", "tf32", 32): Block(64, 32, 4, 1),
+    ("query_gradients", "tf32", 64): Block(64, 32, 4, 1),
+    ("query_gradients", "tf32", 128): Block(64, 32, 8, 1),
+    ("query_gradients", "tf32", 256): Block(32, 16, 8, 1),
+    ("query_gradients", "ieee", 32): Block(32, 32, 4, 1),
+    ("query_gradients", "ieee", 64): Block(32, 32, 4, 1),
+    ("query_gradients", "ieee", 128): Block(32, 32, 8, 1),
+    ("query_gradients", "ieee", 256): Block(16, 16, 8, 1),
+    ("key_gradients", "half", 32): Block(64, 64, 4, 2),
+    ("key_gradients", "half", 64): Block(64, 64, 4, 2),
+    ("key_gradients", "half", 128): Block(64, 32, 4, 1),
+    ("key_gradients", "half", 256): Block(32, 32, 8, 1),
+    ("key_gradients", "tf32", 32): Block(64, 64, 4, 1),
+    ("key_gradients", "tf32", 64): Block(64, 32, 4, 1),
+    ("key_gradients", "tf32", 128): Block(32, 32, 8, 1),
+    ("key_gradients", "tf32", 256): Block(16, 16, 8, 1),
+    ("key_gradients", "ieee", 32): Block(32, 32, 4, 1),
+    ("key_gradients", "ieee", 64): Block(32, 32, 4, 1),
+    ("key_gradients", "ieee", 128): Block(32, 32, 8, 1),
+    ("key_gradients", "ieee", 256): Block(16, 16, 8, 1),
 }
+_PRODUCTS = Block(64, 16, 4, 1)
 _OF_KEYS = ("key", "value", "near", "grad_key", "grad_value", "grad_near")  # the other tensors are of queries
 _LOGITS = ("row", "column", "near", "grad_row", "grad_column", "grad_near")
 
@@ -109,7 +120,7 @@ def _tensors(terms: GlobalTerms, shape: _Shape) -> dict[str, Tensor | None]:
         "key": _readable(key) if key is not None and D else None,
         "row": None if row_logits is None else _readable(row_logits).expand(B, M, Hq, Wq, Hk),
         "column": None if column_logits is None else _readable(column_logits).expand(B, M, Hq, Wq, Wk),
-        "near": None if key_logits is None else key_logits.expand(B, M, Hk, Wk),
+        "near": None if key_logits is None else _dense_rows(key_logits).expand(B, M, Hk, Wk),
     }
 
 
@@ -118,12 +129,20 @@ def _readable(tensor: Tensor) -> Tensor:
     return tensor if _adjacent(tensor) else tensor.contiguous()
 
 
+def _dense_rows(logits: Tensor) -> Tensor:
+    """(·, ·, Hk, Wk), or a copy, so that columns are adjacent; of maps of one column, rows."""
+    return logits if logits.stride(-2 if logits.shape[-1] == 1 else -1) == 1 else logits.contiguous()
+
+
 def _adjacent(tensor: Tensor) -> bool:
     return tensor.stride(-1) == 1 or tensor.shape[-1] == 1
 
 
 def _block(kernel: str, shape: _Shape, dtype: torch.dtype) -> Block:
-    return BLOCKS[kernel, dtype.itemsize, power_of_two(max(shape.D, shape.DV), 32)]
+    if kernel == "products_of_outputs":
+        return _PRODUCTS
+    arithmetic = "half" if dtype.itemsize == 2 else triton_launch.precision(dtype)
+    return BLOCKS[kernel, arithmetic, power_of_two(max(shape.D, shape.DV), 32)]
 
 
 def _launch(kernel: str, shape: _Shape, scale: float, **tensors: Tensor | None) -> None:
@@ -159,10 +178,9 @@ def _launch(kernel: str, shape: _Shape, scale: float, **tensors: Tensor | None) 
         **dict(scale=scale, M=M, Wq=Wq, queries=Hq * Wq, Hk=rows, Wk=width, keys=Hk * Wk, row_blocks=row_blocks),
     }
     constants = {
-        **{name.upper(): each is not None for name, each in tensors.items()},
-        **dict(CONTENT=D > 0, D=D, DV=DV, BLOCK_D=power_of_two(D), BLOCK_DV=power_of_two(DV)),
+        **dict(D=D, DV=DV, BLOCK_D=power_of_two(D), BLOCK_DV=power_of_two(DV)),
         **dict(QUERIES=block.queries, ROWS=tile_rows, COLUMNS=columns, WIDE=columns < width),
-        **dict(ALIGNED=_alignment(strides, dtype), LONG=_long(strides, shape)),
+        **dict(ALIGNED=_alignment(strides, dtype), LINE=_line(strides, Wk, dtype), LONG=_long(strides, shape)),
         **dict(FLAT=all(_even(each, Wq) for name, each in strides.items() if name not in _OF_KEYS)),
         **dict(PRECISION=triton_launch.precision(dtype), UPCAST=triton_launch.upcast(dtype)),
     }
@@ -193,6 +211,13 @@ def _alignment(strides: dict[str, tuple[int, int, int, int]], dtype: torch.dtype
     return min(common & -common or 16, 16 // dtype.itemsize)
 
 
+def _line(strides: dict[str, tuple[int, int, int, int]], width: int, dtype: torch.dtype) -> int:
+    """How many column logits are read at a time, 16 bytes or one: each further number would be one more variant."""
+    numbers = 16 // dtype.itemsize
+    fits = "column" in strides and not any(size % numbers for size in (width, *strides["column"]))
+    return numbers if fits else 1
+
+
 def _long(strides: dict[str, tuple[int, int, int, int]], shape: _Shape) -> bool:
     """Whether a head of an image spans so much memory that its offsets need 64 bits."""
     widest = max(shape.D, shape.DV, shape.Hk, shape.Wk)
@@ -203,13 +228,12 @@ def _long(strides: dict[str, tuple[int, int, int, int]], shape: _Shape) -> bool:
 def forward(terms: GlobalTerms, options: GlobalOptions, output: Tensor, lse: Tensor) -> None:
     """Write the output (B, M, Hq, Wq, dv) and the log-sum-exp (B, M, Hq, Wq), +inf where all keys are masked."""
     shape = _shape(terms)
-    written = _target(output, output.shape)
-    sums = lse if lse.is_contiguous() else torch.empty_like(lse, memory_format=torch.contiguous_format)
+    written = output if _adjacent(output) else output.contiguous()
+    sums = lse.contiguous()
     _launch("forward", shape, options.scale, **_tensors(terms, shape), output=written, lse=sums.flatten(2))
-    if written is not output:
-        output.copy_(written)
-    if sums is not lse:
-        lse.copy_(sums)
+    for result, found in ((output, written), (lse, sums)):
+        if found is not result:
+            result.copy_(found)
 
 
 def backward(
@@ -232,15 +256,14 @@ def backward(
         _target(grads[4], (B, M, Hq, Wq, Wk)),
         _target(grads[5], (B, M, Hk, Wk)),
     ]
-    tensors = _tensors(terms, shape)
-    tensors["grad_output"], tensors["lse"], tensors["products"] = _readable(grad_output), lse.flatten(2), None
-    of_queries, of_keys = (
-        any(each is not None for each in some) for some in ((query, row, column), (key, value, near))
-    )
-    if of_queries or key is not None or near is not None:
-        tensors["products"] = torch.empty_like(tensors["lse"])
-        outputs = dict(output=_readable(output), grad_output=tensors["grad_output"], products=tensors["products"])
+    of_queries = any(each is not None for each in (query, row, column))
+    of_keys = any(each is not None for each in (key, value, near))
+    sums, grad_output = lse.flatten(2).contiguous(), _readable(grad_output)
+    products = torch.empty_like(sums) if of_queries or key is not None or near is not None else None
+    if products is not None:
+        outputs = dict(output=_readable(output), grad_output=grad_output, products=products)
         _launch("products_of_outputs", shape, options.scale, **outputs)
+    tensors = dict(**_tensors(terms, shape), grad_output=grad_output, lse=sums, products=products)
     if of_queries:
         targets = dict(grad_query=query, grad_row=row, grad_column=column)
         _launch("query_gradients", shape, options.scale, **tensors, **targets)
@@ -252,7 +275,7 @@ def backward(
             grad.copy_(found.sum_to_size(grad.shape))
 
 
-def _target(grad: Tensor | None, shape: Sequence[int], added: bool = False) -> Tensor | None:
+def _target(grad: Tensor | None, shape: tuple[int, ...], added: bool = False) -> Tensor | None:
     """Where a kernel writes: the gradient itself, or a tensor of the full shape that is summed and copied to it.
 
     Args:
@@ -262,10 +285,10 @@ def _target(grad: Tensor | None, shape: Sequence[int], added: bool = False) -> T
     """
     if grad is None or grad.numel() == 0:
         return None
-    full = tuple(grad.shape) == tuple(shape)
-    if full and _adjacent(grad) and not (added and grad.itemsize < 4):
+    full = tuple(grad.shape) == shape
+    if full and _adjacent(grad) and not (added and grad.dtype.itemsize < 4):
         return grad
-    return grad.new_empty(tuple(shape), dtype=grad.dtype if full and not added else torch.float32)
+    return grad.new_empty(shape, dtype=grad.dtype if full and not added else torch.float32)
 
 
 BACKEND = Backend(triton_launch.NAME, refuses, forward, backward)
