@@ -10,6 +10,9 @@ from tools.requires import extras
 with extras():
     import torch
 
+    from attn_plugins.ops.everywhere.global_attention import ATTEND as ATTEND_GLOBAL
+    from attn_plugins.ops.everywhere.operands import GlobalOptions, GlobalTerms, SequenceOptions, SequenceTerms
+    from attn_plugins.ops.everywhere.sequence_attention import ATTEND as ATTEND_SEQUENCE
     from attn_plugins.ops.operator import Operator
     from attn_plugins.ops.sampled import operands as sampled
     from attn_plugins.ops.sampled.deform_conv import CONVOLVE
@@ -36,9 +39,69 @@ def deform_conv(B: int, C: int, H: int, W: int, offset_groups: int, dtype: torch
     return make
 
 
+def everywhere(
+    B: int, M: int, queries: tuple[int, int], keys: tuple[int, int], d: int, dtype: torch.dtype, present: str = "1111"
+) -> Case:  # fmt: skip
+    """Attention of a map to a map, heads innermost, with content, row, column and key logits where ``present`` is 1."""
+
+    def heads(size: tuple[int, int]) -> torch.Tensor:
+        return meta(B, *size, M, d, dtype=dtype).permute(0, 3, 1, 2, 4)
+
+    def make() -> tuple[Operator, Any, Any]:
+        content, row, column, key = (each == "1" for each in present)
+        terms = GlobalTerms(
+            heads(queries) if content else None,
+            heads(keys) if content else None,
+            heads(keys),
+            meta(B, M, *queries, keys[0], dtype=dtype) if row else None,
+            meta(B, M, *queries, keys[1], dtype=dtype) if column else None,
+            meta(B, M, *keys, dtype=dtype) if key else None,
+        )
+        return ATTEND_GLOBAL, terms, GlobalOptions(0.125)
+
+    return make
+
+
+def sequence(
+    B: int, M: int, T: int, S: int, d: int, dtype: torch.dtype, *, K: int = 0, position: tuple[int, ...] = (),
+    causal: bool = False, padded: bool = False,
+) -> Case:  # fmt: skip
+    """Attention over a sequence: a band of K taps, position logits of that shape."""
+
+    def make() -> tuple[Operator, Any, Any]:
+        query, key, value = (meta(B, M, n, d, dtype=dtype) for n in (T, S, S))
+        band = meta(B, M, T, K, dtype=dtype) if K else None
+        mask = meta(B, S, dtype=torch.bool) if padded else None
+        table = meta(*position, dtype=dtype) if position else None
+        return (
+            ATTEND_SEQUENCE,
+            SequenceTerms(query, key, value, band, None, table),
+            SequenceOptions(mask, 0, causal, 0.125),
+        )
+
+    return make
+
+
 for _name, _dtype in DTYPES.items():
     CASES |= {
         f"deform_conv2d, (16,256,64,64), {_name}": deform_conv(16, 256, 64, 64, 1, _dtype),
         f"deform_conv2d, (2,256,100,152), {_name}": deform_conv(2, 256, 100, 152, 1, _dtype),
         f"deform_conv2d, (2,256,100,152), 4 offset groups, {_name}": deform_conv(2, 256, 100, 152, 4, _dtype),
     }
+    CASES |= {
+        f"global_attention, 1111, (2,8,50,84,32) of (25,42), {_name}": everywhere(2, 8, (50, 84), (25, 42), 32, _dtype),
+        f"global_attention, SAM, (1,12,64,64,64), {_name}": everywhere(1, 12, (64, 64), (64, 64), 64, _dtype, "1110"),
+        f"global_attention, halo windows, (512,4,7,7,32) of (13,13), {_name}":
+            everywhere(512, 4, (7, 7), (13, 13), 32, _dtype, "1110"),
+        f"global_attention, AAConv, (8,8,40,40,20), {_name}": everywhere(8, 8, (40, 40), (40, 40), 20, _dtype, "1110"),
+        f"global_attention, content, (8,12,14,14,64), {_name}":
+            everywhere(8, 12, (14, 14), (14, 14), 64, _dtype, "1000"),
+    }  # fmt: skip
+    CASES |= {
+        f"sequence_attention, (4,8,1024,64), band of 21, {_name}": sequence(4, 8, 1024, 1024, 64, _dtype, K=21),
+        f"sequence_attention, (4,8,1024,64), causal, {_name}": sequence(4, 8, 1024, 1024, 64, _dtype, causal=True),
+        f"sequence_attention, (2048,4,49,32), windows, {_name}":
+            sequence(2048, 4, 49, 49, 32, _dtype, position=(1, 4, 49, 49)),
+        f"sequence_attention, (8,4,100,64), across, {_name}": sequence(8, 4, 100, 700, 64, _dtype, padded=True),
+        f"sequence_attention, (2,4,512,128), wide heads, {_name}": sequence(2, 4, 512, 512, 128, _dtype, K=21),
+    }  # fmt: skip
