@@ -77,6 +77,10 @@ def forced() -> str | None:
     return _state.forced
 
 
+# As torch.compiler.assume_constant_result does, which would import all of dynamo: a graph has what held as it was made.
+forced._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def explaining() -> bool:
     """True within :func:`explain`."""
     return _state.explaining

@@ -112,6 +112,22 @@ def test_a_closed_form_is_explained():
     torch.testing.assert_close(forced, global_attention(None, None, value))
 
 
+def test_a_graph_has_the_backend_that_was_forced_as_it_was_made():
+    operator, args, _ = criss_cross()
+    graphs = []
+
+    def keep(graph, _):
+        graphs.append(str(graph.graph))
+        return graph
+
+    torch._dynamo.reset()
+    torch.compile(operator, fullgraph=True, backend=keep)(*args)
+    torch._dynamo.reset()
+    with backend("reference"):
+        torch.compile(operator, fullgraph=True, backend=keep)(*args)
+    assert ["torch.ops.attn_plugins" in graph for graph in graphs] == [True, False]
+
+
 def test_a_forced_backend_that_refuses_or_is_unknown_is_an_error():
     operator, args, kwargs = window()
     with backend("cuda"), pytest.raises(ValueError, match="backend 'cuda' does not compute this window_attention: its"):
