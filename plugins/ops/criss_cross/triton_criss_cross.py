@@ -44,11 +44,11 @@ class Blocks(NamedTuple):
     stages: int
 
 
-# By the kind of product; chosen by what compiles without spills, see tools.triton_report.
+# By the kind of product: what compiles without spills for sm_80, sm_90 and sm_100 (tools.triton_report).
 BLOCKS = {
-    "attend": {"half": Blocks(64, 64, 128, 4, 2), "tf32": Blocks(64, 32, 64, 4, 2), "ieee": Blocks(32, 32, 32, 4, 1)},
-    "queries": {"half": Blocks(64, 64, 64, 4, 2), "tf32": Blocks(64, 32, 32, 4, 2), "ieee": Blocks(32, 32, 32, 4, 1)},
-    "keys": {"half": Blocks(64, 64, 64, 4, 2), "tf32": Blocks(32, 64, 32, 4, 2), "ieee": Blocks(32, 32, 32, 4, 1)},
+    "attend": {"half": Blocks(64, 32, 64, 4, 2), "tf32": Blocks(64, 32, 32, 4, 2), "ieee": Blocks(32, 32, 32, 8, 1)},
+    "queries": {"half": Blocks(64, 32, 64, 4, 2), "tf32": Blocks(64, 32, 32, 4, 2), "ieee": Blocks(16, 16, 16, 4, 1)},
+    "keys": {"half": Blocks(32, 64, 64, 4, 2), "tf32": Blocks(32, 64, 32, 4, 2), "ieee": Blocks(16, 16, 16, 4, 1)},
 }
 
 
@@ -97,7 +97,7 @@ def backward(
     """Fill the wanted gradients (those not None) of query, key, value and position logits."""
     from . import triton_kernels
 
-    grad_query, grad_key, grad_value, grad_position = grads
+    grad_query, grad_key, grad_value, grad_position = (g if g is None or g.numel() else None for g in grads)
     slopes = packed(grad_output, grad_output.dtype)
     launches = _Launches(terms, options, slopes, grad_query, grad_key, grad_value)
     query, key, value, position = launches.terms

@@ -1,0 +1,289 @@
+"""Criss-cross attention in Triton's kernels, interpreted on the CPU where there is no device; what serves and why."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from attn_plugins.ops import backend, criss_cross_attention, explain
+from attn_plugins.ops.criss_cross import triton_criss_cross
+from attn_plugins.ops.criss_cross.criss_cross_attention import ATTEND
+from attn_plugins.ops.criss_cross.operands import Options, Terms
+from tests.helpers.triton_checks import DEVICE, DTYPES, TOLERANCES, check, definition, needs_triton, randn
+from tests.ops.criss_cross.operands import LOGITS
+
+pytestmark = needs_triton
+RECOMPUTE = Options(0.7, True)
+
+
+def terms(size=(2, 3), logits="both", *, batch=1, heads=1, d=4, dv=5, dtype=torch.float32) -> Terms:
+    content = logits in ("content", "both")
+    return Terms(
+        randn(batch, heads, *size, d, dtype=dtype) if content else None,
+        randn(batch, heads, *size, d, dtype=dtype, seed=1) if content else None,
+        randn(batch, heads, *size, dv, dtype=dtype, seed=2),
+        randn(batch, heads, *size, sum(size), dtype=dtype, seed=3) if logits in ("position", "both") else None,
+    )
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    """Blocks of 16 places and 16 channels: many of them in small maps."""
+    for kinds in triton_criss_cross.BLOCKS.values():
+        for kind, blocks in kinds.items():
+            monkeypatch.setitem(kinds, kind, blocks._replace(queries=16, keys=16, channels=16))
+
+
+@pytest.mark.parametrize("logits", LOGITS)
+@DTYPES
+def test_equals_the_definition(dtype, logits):
+    check(ATTEND, terms((3, 2), logits, dtype=dtype), RECOMPUTE)
+
+
+@pytest.mark.parametrize("size", [(1, 3), (3, 1), (1, 1)])
+def test_lines_of_one_place(size):
+    check(ATTEND, terms(size), RECOMPUTE)
+
+
+@pytest.mark.parametrize("size", [(18, 1), (2, 18)])
+def test_several_blocks(size, small_blocks):
+    check(ATTEND, terms(size, d=17, dv=18), RECOMPUTE)
+
+
+@pytest.mark.parametrize("shape", [(1, 2), (2, 1), (1, 1)])
+def test_shared_position_logits(shape):
+    query, key, value, position = terms((1, 2), batch=2, heads=2)
+    check(ATTEND, Terms(query, key, value, position[: shape[0], : shape[1]]), RECOMPUTE)
+
+
+def test_stretched_position_logits():
+    query, key, value, position = terms((2, 1), batch=2, heads=2)
+    check(ATTEND, Terms(query, key, value, position[:1, :1].expand_as(position)), RECOMPUTE)
+
+
+def test_masks_and_masked_queries():
+    query, key, value, position = terms((3, 2))
+    position[0, 0, 1, 1] = -math.inf  # a query without keys
+    position[0, 0, 2, 1, :3] = -math.inf  # one without its column
+    position[0, 0, 0, 1, 3:] = -math.inf  # one without its row
+    position[0, 0, 1, 0, 4] = -math.inf
+    with backend("triton"):
+        output = criss_cross_attention(query, key, value, position)
+    assert not output[0, 0, 1, 1].any()
+    check(ATTEND, Terms(query, key, value, position), RECOMPUTE)
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf])
+def test_the_own_entry_of_the_column_is_not_read(number):
+    arguments = terms((2, 2))
+    own = arguments.position_logits[..., :2].diagonal(dim1=2, dim2=4)
+    own.fill_(number)
+    grad_output = torch.randn_like(arguments.value)
+    found = results(arguments, grad_output)
+    own.fill_(0)
+    for ours, theirs in zip(found, results(arguments, grad_output)):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+    assert not found[-1][..., :2].diagonal(dim1=2, dim2=4).any()
+
+
+def results(arguments: Terms, grad_output: Tensor, scale: float = 1.0) -> list[Tensor]:
+    """Output and gradients as a user gets them; the backward's thread of a device does not know what is forced."""
+    leaves = [None if t is None else t.detach().requires_grad_() for t in arguments]
+    with backend("triton"):
+        output = criss_cross_attention(*leaves, scale=scale)
+        wanted = [t for t in leaves if t is not None]
+        return [output, *torch.autograd.grad(output, wanted, grad_output)]
+
+
+def test_extreme_logits():
+    position = torch.full((1, 1, 2, 2, 4), 3e4, device=DEVICE)
+    position[..., 2] = 6e4  # column 0 of the own row
+    value = randn(1, 1, 2, 2, 3)
+    with backend("triton"):
+        found = criss_cross_attention(None, None, value, position)
+    torch.testing.assert_close(found, value[:, :, :, :1].expand_as(value))
+
+
+def test_views_are_read_in_place():
+    """Channels-last projections, fused ones, channels first, a crop, a stretched head: all but one without a copy."""
+    B, M, H, W, d = 1, 2, 2, 1, 4
+    fused = randn(B, H, W, 3 * M * d)
+    views = {
+        "projections": [randn(B, H, W, M * d, seed=n).unflatten(-1, (M, d)).permute(0, 3, 1, 2, 4) for n in range(3)],
+        "fused": [part.unflatten(-1, (M, d)).permute(0, 3, 1, 2, 4) for part in fused.chunk(3, -1)],
+        "channels first": [randn(B, M, d, H, W, seed=n).permute(0, 1, 3, 4, 2) for n in range(3)],
+        "crop": [randn(B, M, H + 2, W + 3, d, seed=n)[:, :, 1:-1, 2:-1] for n in range(3)],
+        "stretched": [randn(B, 1, H, W, d, seed=n).expand(B, M, H, W, d) for n in range(3)],
+    }
+    position = randn(B, H, W, M, H + W).permute(0, 3, 1, 2, 4)
+    for name, tensors in views.items():
+        check(ATTEND, Terms(*tensors, position), RECOMPUTE)
+        copied = [t.data_ptr() for t in triton_criss_cross._Launches(Terms(*tensors, position), RECOMPUTE).terms]
+        kept = [t.data_ptr() for t in (*tensors, position)]
+        assert (copied == kept) == (name != "channels first"), name
+
+
+def test_gradients_of_every_kind_alone():
+    arguments = terms((2, 2))
+    grad_output = torch.randn_like(arguments.value)
+    every = results(arguments, grad_output)[1:]
+    for n, expected in enumerate(every):
+        leaves = [t.detach().requires_grad_(n == m) for m, t in enumerate(arguments)]
+        with backend("triton"):
+            found = torch.autograd.grad(criss_cross_attention(*leaves), leaves[n], grad_output)[0]
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("batch, d, dv", [(0, 4, 5), (1, 0, 5), (1, 4, 0)])
+def test_nothing_in_an_axis(batch, d, dv):
+    arguments = terms((2, 2), batch=batch, d=d, dv=dv)
+    grad_output = torch.randn_like(arguments.value)
+    found = results(arguments, grad_output, RECOMPUTE.scale)
+    expected = definition(ATTEND, arguments, RECOMPUTE, grad_output)
+    for ours, theirs in zip(found, expected):
+        torch.testing.assert_close(ours.double(), theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_the_result_may_be_changed_in_place():
+    leaves = [t.requires_grad_() for t in terms((2, 1))]
+    with backend("triton"):
+        output = criss_cross_attention(*leaves)
+        output += 1
+        output.square().sum().backward()
+    assert all(leaf.grad.isfinite().all() for leaf in leaves)
+
+
+@pytest.mark.parametrize("first, second", [("triton", "torch"), ("torch", "triton")])
+@DTYPES
+def test_forward_and_backward_by_different_backends(dtype, first, second):
+    """Either keeps what the other reads: the option decides, not who serves."""
+    arguments = terms((3, 2), dtype=dtype)
+    grad_output = torch.randn_like(arguments.value)
+    with backend(first):
+        output, *kept = ATTEND._forward(*arguments, *RECOMPUTE)
+    with backend(second):
+        grads = ATTEND._backward(grad_output, *arguments, *kept, *RECOMPUTE, [True] * 4)
+    expected = definition(ATTEND, arguments, RECOMPUTE, grad_output)
+    for ours, theirs in zip((output, *grads), expected):
+        assert (ours.double() - theirs).norm() < TOLERANCES[dtype] * theirs.norm()
+
+
+def test_log_sum_exp_of_masked_queries():
+    arguments = terms((2, 3))
+    arguments.position_logits[0, 0, 1, 2] = -math.inf
+    kept = []
+    for name in ("triton", "torch"):
+        with backend(name):
+            kept.append(ATTEND._forward(*arguments, *RECOMPUTE)[2])
+    torch.testing.assert_close(*kept)
+    assert kept[0][0, 0, 1, 2] == math.inf
+
+
+# --- what serves --------------------------------------------------------------------------------------------------
+
+
+def test_explained():
+    arguments = terms()
+    with backend("triton"):
+        assert explain(criss_cross_attention, *arguments).serves == "triton"
+    choice = explain(criss_cross_attention, *arguments)
+    assert choice.serves == "torch"
+    words = "are on cpu" if DEVICE == "cpu" else "not yet measured on a device: batched products serve"
+    assert words in choice.refusals["triton"]
+
+
+@pytest.mark.parametrize(
+    "arguments, options, words",
+    [
+        (terms(), Options(1.0, False), "not yet measured on a device: batched products serve"),
+        (terms(d=257), Options(1.0, True), "widths of query and key up to 256, got 257"),
+    ],
+)
+def test_refusals(arguments, options, words):
+    with backend("triton"), pytest.raises(ValueError, match=words):
+        ATTEND._forward(*arguments, *options)
+
+
+def test_wanted_where_asked_for_or_measured(monkeypatch):
+    half = torch.empty(1, dtype=torch.float16)
+    assert not triton_criss_cross.wanted(half)
+    with backend("triton"):
+        assert triton_criss_cross.wanted(half)
+    monkeypatch.setattr(triton_criss_cross, "MEASURED", True)
+    assert not triton_criss_cross.wanted(half)
+    on_device = type("OnDevice", (), dict(is_cuda=True, dtype=torch.float16))
+    assert triton_criss_cross.wanted(on_device)
+    with backend("torch"):
+        assert not triton_criss_cross.wanted(on_device)
+    on_device.dtype = torch.float64
+    assert not triton_criss_cross.wanted(on_device)
+
+
+def test_compiled_in_one_graph():
+    torch._dynamo.reset()
+    arguments = terms((2, 2))
+    leaves = [t.requires_grad_() for t in arguments]
+    grad_output = torch.randn_like(arguments.value)
+    expected = results(arguments, grad_output)
+    with backend("triton"):
+        compiled = torch.compile(lambda *tensors: criss_cross_attention(*tensors), fullgraph=True, backend="aot_eager")
+        output = compiled(*leaves)
+        found = [output, *torch.autograd.grad(output, leaves, grad_output)]
+    for ours, theirs in zip(found, expected):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+    unforced = compiled(*leaves)  # what the graph keeps it keeps, whoever serves
+    torch.testing.assert_close(torch.autograd.grad(unforced, leaves, grad_output), tuple(expected[1:]))
+
+
+def test_opcheck():
+    arguments = [t.requires_grad_() for t in terms((2, 1))]
+    with backend("triton"):
+        torch.library.opcheck(torch.ops.attn_plugins.criss_cross_attention, (*arguments, *RECOMPUTE))
+
+
+# --- what is compiled ---------------------------------------------------------------------------------------------
+
+_VARIANTS = """
+import torch
+from tests.helpers.triton_checks import compiled_variants
+from attn_plugins.ops.criss_cross.criss_cross_attention import ATTEND
+from attn_plugins.ops.criss_cross.operands import Options, Terms
+
+def call(H, W, d, dtype=torch.float16):
+    def meta(width):
+        return torch.empty(2, H, W, 3, width, device="meta", dtype=dtype).permute(0, 3, 1, 2, 4)
+    terms = Terms(meta(d), meta(d), meta(d), torch.empty(2, 3, H, W, H + W, device="meta", dtype=dtype))
+    return lambda: (ATTEND, terms, Options(1.0, True))
+
+def variants_of(*args):
+    return compiled_variants(call(*args))
+"""
+
+
+def test_another_size_of_map_compiles_nothing(python):
+    python(
+        _VARIANTS + "for d in (32, 24, 5):\n"
+        "    sizes = [(n, m) for n in (1, 16, 17, 97, 128) for m in (31, 33, 64, 96)]\n"
+        "    found = [variants_of(H, W, d) for H, W in sizes]\n"
+        "    assert len(found[0]) == 7\n"
+        "    assert all(each == found[0] for each in found)\n",
+        TRITON_INTERPRET="0",
+        PYTHONPATH=str(Path(__file__).parents[3]),
+    )
+
+
+def test_compiles_ahead_of_time(python):
+    """One launch of each kernel, for a device that is not there."""
+    python(
+        _VARIANTS + "from tools.triton_report import compiled, launches, variants\n"
+        "chosen = {each.kernel: (each, kernel) for each, kernel in variants(launches(*call(97, 97, 64)())).items()}\n"
+        "assert len(chosen) == 3\n"
+        "for each in chosen.values():\n"
+        "    assert compiled(*each, 90)['stack'] == 0\n",
+        TRITON_INTERPRET="0",
+        PYTHONPATH=str(Path(__file__).parents[3]),
+    )
