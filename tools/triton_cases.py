@@ -10,6 +10,8 @@ from tools.requires import extras
 with extras():
     import torch
 
+    from attn_plugins.ops.criss_cross import operands as criss_cross_operands
+    from attn_plugins.ops.criss_cross.criss_cross_attention import ATTEND as ATTEND_CRISS_CROSS
     from attn_plugins.ops.everywhere.global_attention import ATTEND as ATTEND_GLOBAL
     from attn_plugins.ops.everywhere.operands import GlobalOptions, GlobalTerms, SequenceOptions, SequenceTerms
     from attn_plugins.ops.everywhere.sequence_attention import ATTEND as ATTEND_SEQUENCE
@@ -82,6 +84,20 @@ def sequence(
     return make
 
 
+def criss_cross(
+    B: int, M: int, H: int, W: int, d: int, dv: int, dtype: torch.dtype, *, position: bool = False
+) -> Case:  # fmt: skip
+    """Attention of a map to columns and rows, heads innermost."""
+
+    def make() -> tuple[Operator, Any, Any]:
+        query, key, value = (meta(B, H, W, M, width, dtype=dtype).permute(0, 3, 1, 2, 4) for width in (d, d, dv))
+        logits = meta(B, M, H, W, H + W, dtype=dtype) if position else None
+        terms = criss_cross_operands.Terms(query, key, value, logits)
+        return ATTEND_CRISS_CROSS, terms, criss_cross_operands.Options(1.0, recompute=True)
+
+    return make
+
+
 for _name, _dtype in DTYPES.items():
     CASES |= {
         f"deform_conv2d, (16,256,64,64), {_name}": deform_conv(16, 256, 64, 64, 1, _dtype),
@@ -104,4 +120,12 @@ for _name, _dtype in DTYPES.items():
             sequence(2048, 4, 49, 49, 32, _dtype, position=(1, 4, 49, 49)),
         f"sequence_attention, (8,4,100,64), across, {_name}": sequence(8, 4, 100, 700, 64, _dtype, padded=True),
         f"sequence_attention, (2,4,512,128), wide heads, {_name}": sequence(2, 4, 512, 512, 128, _dtype, K=21),
+    }  # fmt: skip
+    CASES |= {
+        f"criss_cross_attention, (1,1,97,97), d 64, dv 512, {_name}": criss_cross(1, 1, 97, 97, 64, 512, _dtype),
+        f"criss_cross_attention, (1,1,97,97), d 64, dv 512, position logits, {_name}":
+            criss_cross(1, 1, 97, 97, 64, 512, _dtype, position=True),
+        f"criss_cross_attention, (2,8,64,128,32), {_name}": criss_cross(2, 8, 64, 128, 32, 32, _dtype),
+        f"criss_cross_attention, (2,8,64,128,32), position logits, {_name}":
+            criss_cross(2, 8, 64, 128, 32, 32, _dtype, position=True),
     }  # fmt: skip
