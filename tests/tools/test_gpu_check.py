@@ -143,7 +143,7 @@ def run_file(path: str, tmp_path: Path, names: list[str], **limits) -> dict[str,
 def test_one_that_dies_or_hangs_does_not_spoil_the_rest(bad_file, tmp_path, monkeypatch):
     monkeypatch.setattr(testing, "pytest_command", in_folder(tmp_path))
     names = ["test_fine[0]", "test_wrong", "test_dies", "test_hangs", "test_left_out", "test_last"]
-    found = run_file("test_bad.py", tmp_path, names, seconds=1.5)
+    found = run_file("test_bad.py", tmp_path, names, seconds=4)
     outcomes = {name: result.outcome for name, result in found.items()}
     assert outcomes == {
         "test_fine[0]": "passed", "test_wrong": "failed", "test_dies": "failed", "test_hangs": "failed",
@@ -151,7 +151,7 @@ def test_one_that_dies_or_hangs_does_not_spoil_the_rest(bad_file, tmp_path, monk
     }  # fmt: skip
     assert "sums" in reason(found["test_wrong"].message)
     assert "ended with status 13" in found["test_dies"].message
-    assert "took more than 1.5 s" in found["test_hangs"].message
+    assert "took more than 4 s" in found["test_hangs"].message
     assert "not here" in found["test_left_out"].message
     passed, line = testing.summary(found, None)
     assert not passed

@@ -92,7 +92,7 @@ def rows_of(binary: Path) -> list[dict[str, Any]]:
         raise Failed(f"{binary} holds no kernel")
     for row, name in zip(rows, readable([row["kernel"] for row in rows])):
         row["kernel"] = name
-    return rows
+    return list({(row["kernel"], row["architecture"]): row for row in reversed(rows)}.values())[::-1]  # one of equals
 
 
 def last_line(text: str) -> str:

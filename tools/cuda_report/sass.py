@@ -21,7 +21,7 @@ COUNTED = {
 }  # fmt: skip
 KINDS = {name: kind for kind, names in COUNTED.items() for name in names}
 WIDTHS = {"U8": 8, "S8": 8, "U16": 16, "S16": 16, "64": 64, "128": 128, "256": 256}
-# A loop in a loop that is shorter than this share of it (an atomic addition by compare and swap) is part of it.
+# A loop in a loop that is shorter than this share of it may be part of it: an atomic addition by compare and swap.
 SMALL = 0.25
 
 
@@ -107,19 +107,25 @@ def within(body: Sequence[Instruction], loop: Loop) -> list[Instruction]:
 def hottest(body: Sequence[Instruction]) -> list[Instruction]:
     """Return the instructions of the loop that a kernel is taken to spend its time in; none where it has no loop.
 
-    Of the innermost loops, those that load or multiply matrices come before the others, and then the longest. A loop
-    is innermost although a loop of less than a quarter of its instructions lies in it.
+    Of the innermost loops, it is the one with the most products of matrices, then with the most loads of global memory,
+    then the longest. A loop is innermost although a loop lies in it that has less than a quarter of its instructions
+    and only repeats an atomic operation, or does not load.
     """
     every = loops(body)
-    length = {loop: len(within(body, loop)) for loop in every}
+    counts = {loop: count(within(body, loop)) for loop in every}
+    works = {loop: any(counts[loop].get(kind) for kind in ("HMMA", "LDG", "LDS")) for loop in every}
+
+    def part_of(inner: Loop, outer: Loop) -> bool:
+        swaps = any("CAS" in each.name for each in within(body, inner))
+        small = counts[inner]["instructions"] < SMALL * counts[outer]["instructions"]
+        return small and (swaps or not works[inner])
 
     def innermost(loop: Loop) -> bool:
         inner = (each for each in every if each != loop and loop.first <= each.first and each.last <= loop.last)
-        return all(length[each] < SMALL * length[loop] for each in inner)
+        return all(part_of(each, loop) for each in inner)
 
-    def rank(loop: Loop) -> tuple[bool, int]:
-        counts = count(within(body, loop))
-        return any(counts.get(kind) for kind in ("HMMA", "LDG", "LDS")), length[loop]
+    def rank(loop: Loop) -> tuple[int, ...]:
+        return works[loop], *(counts[loop].get(kind, 0) for kind in ("HMMA", "LDG", "instructions"))
 
     chosen = max(filter(innermost, every), key=rank, default=None)
     return [] if chosen is None else within(body, chosen)

@@ -10,9 +10,10 @@ Row = Mapping[str, Any]
 COUNTS = ("HMMA", "MATCH", "REDUX", "VOTE", "SHFL", "MOV", "MUFU", "LDS", "STS", "LDL", "STL", "ATOM", "BAR")
 COLUMNS = ("registers", "stack", "shared", "instructions", "loop")
 EXPLANATION = """Registers a thread, stack in bytes (spills), static shared memory in bytes a block, instructions of the
-kernel; then of its hottest loop alone: instructions, and those that are expensive. The hottest loop is the longest of
-the innermost ones that load or multiply matrices. LDG: loads of global memory, number × bits. ATOM: RED and ATOMS, too;
-MOV: IMAD.MOV and UMOV, too. Nothing here was measured: these are counts of what the compiler wrote."""
+kernel; then of its hottest loop alone: instructions, and those that are expensive. Of the innermost loops, the hottest
+is the one with the most products of matrices, then with the most loads of global memory, then the longest. LDG: loads
+of global memory, number × bits. ATOM: RED and ATOMS, too; MOV: IMAD.MOV and UMOV, too. Nothing here was measured: these
+are counts of what the compiler wrote."""
 
 
 def short(name: str) -> str:
