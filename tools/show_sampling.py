@@ -133,15 +133,8 @@ def default_queries(found: Any, image: tuple[int, int], count: int = 3) -> list[
 
 
 def save(figure: Any, out: Path) -> None:
-    """Save a figure as a PNG of 256 colours, a third of the size."""
-    from PIL import Image
-
-    figure.savefig(out, bbox_inches="tight")
-    with Image.open(out) as file:
-        picture = file.convert("RGB")
-    colours = picture.quantize(256, Image.Quantize.MAXCOVERAGE)  # keeps the few pixels of a ring in their colour
-    small = picture.quantize(palette=colours, dither=Image.Dither.FLOYDSTEINBERG)
-    small.save(out, optimize=True)
+    """Save a figure as a PNG."""
+    figure.savefig(out, bbox_inches="tight", format="png", pil_kwargs=dict(optimize=True))
 
 
 def draw(

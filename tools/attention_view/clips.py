@@ -167,7 +167,7 @@ def draw_clip(view: ClipView, layer: ClipMaps, query: Place, out: Path) -> None:
         chosen = sorted({*chosen, query[0]})
     heads, width = len(found.names), 1.3 * max(1.0, W / H)
     size = width * len(chosen) + 1.2, (width * H / W + 0.2) * (heads + 1) + 0.4
-    figure, axes = plt.subplots(heads + 1, 1, dpi=90, layout="constrained", figsize=size)
+    figure, axes = plt.subplots(heads + 1, 1, dpi=180, layout="constrained", figsize=size)
     step = W * 1.04  # from a frame's left to that of the next: a panel for every frame would take matplotlib minutes
     for column, t in enumerate(chosen):
         left = column * step

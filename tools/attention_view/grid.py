@@ -36,7 +36,7 @@ def draw(view: View, layer: PixelMaps, pixels: Sequence[Cell], out: Path) -> Non
         heads + 1,
         queries,
         squeeze=False,
-        dpi=90,
+        dpi=180,
         layout="constrained",
         figsize=(width * queries + 0.4, (height + (0.14 if found.elsewhere is None else 0.24)) * (heads + 1) + 0.3),
     )

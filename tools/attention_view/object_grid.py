@@ -34,7 +34,7 @@ def panels(view: View, rows: int, columns: int, title: str, out: Path) -> Iterat
     h, w = view.inside
     width = 2.0 * max(1.0, (w / h) ** 0.5)
     size = width * columns + 0.3, (width * h / w + 0.2) * rows + 0.45
-    figure, axes = plt.subplots(rows, columns, squeeze=False, dpi=110, layout="constrained", figsize=size)
+    figure, axes = plt.subplots(rows, columns, squeeze=False, dpi=180, layout="constrained", figsize=size)
     for panel in axes.flat:
         panel.set(xticks=[], yticks=[], xlim=(0, w), ylim=(h, 0), aspect="equal")
         panel.axis("off")

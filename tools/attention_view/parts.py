@@ -108,7 +108,9 @@ def draw_parts(view: View, layer: PixelMaps, parts: dict[str, PixelMaps], pixels
     (H, W), (h, w) = view.size, view.inside
     width = 1.8 * max(1.0, w / h)
     size = (width * (len(columns) + 1), (width * h / w + 0.2) * len(cells) + 0.5)
-    figure, axes = plt.subplots(len(cells), len(columns) + 1, squeeze=False, dpi=90, layout="constrained", figsize=size)
+    figure, axes = plt.subplots(
+        len(cells), len(columns) + 1, squeeze=False, dpi=180, layout="constrained", figsize=size
+    )
     for q, pixel in enumerate(pixels):
         axes[q, 0].imshow(view.picture, extent=(0, W, H, 0))
         axes[q, 0].set_title(f"{q + 1}: {'cls token' if isinstance(pixel, str) else tuple(pixel)}", fontsize=7, pad=2)

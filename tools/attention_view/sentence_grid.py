@@ -62,7 +62,7 @@ def _draw(sentence: Sentence, layer: WordMaps, panels: dict[str, Tensor], title:
         rows,
         columns,
         squeeze=False,
-        dpi=90,
+        dpi=180,
         layout="constrained",
         figsize=((size[0] + longest[1] + 0.2) * columns, (size[1] + longest[0] + 0.3) * rows + 0.4),
     )

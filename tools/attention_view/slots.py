@@ -86,7 +86,7 @@ def draw_slots(slots: Slots, out: Path) -> list[int]:
     columns = min(len(chosen), 5)
     rows = -(-len(chosen) // columns)
     figure, axes = plt.subplots(
-        rows, columns, squeeze=False, dpi=110, layout="constrained", figsize=(1.5 * columns, 1.62 * rows + 0.7)
+        rows, columns, squeeze=False, dpi=180, layout="constrained", figsize=(1.5 * columns, 1.62 * rows + 0.7)
     )
     for panel in axes.flat[len(chosen) :]:
         panel.axis("off")
