@@ -61,6 +61,17 @@ def version(program: str | Path) -> str:
     return match[1].strip() if match else "unknown"
 
 
+def revision(binary: Path) -> str | None:
+    """Return the commit of this checkout, where the binary is its own; None without git."""
+    if binary.resolve() != BINARY.resolve():
+        return None
+    try:
+        done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    except OSError:
+        return None
+    return done.stdout.strip() or None if done.returncode == 0 else None
+
+
 def readable(names: list[str]) -> list[str]:
     """Return demangled names, shortened; as they are where there is no c++filt."""
     filter_ = shutil.which("c++filt")
@@ -109,11 +120,17 @@ def select(rows: list[dict[str, Any]], pattern: str, architecture: str | None) -
 def page(data: dict[str, Any], before: dict[str, Any] | None) -> str:
     """Return the whole page."""
     lines = ["# CUDA kernels as compiled", "", f"`{data['command']}`", ""]
-    lines.append(f"nvcc {data['nvcc']}, cuobjdump {data['cuobjdump']}, {data['date']}.")
+    lines.append(f"{described(data)}, cuobjdump {data['cuobjdump']}.")
     if before is not None:
-        lines.append(f"Arrows: from the report of {before['date']} (nvcc {before['nvcc']}) to this one.")
+        lines.append(f"Arrows: from {described(before)} to this one.")
     lines += ["", EXPLANATION, "", *table(data["rows"], before and before["rows"])]
     return "\n".join(lines) + "\n"
+
+
+def described(data: dict[str, Any]) -> str:
+    """Return which binary a report is of, in words."""
+    commit = f"commit {data['revision']}, " if data.get("revision") else ""
+    return f"{commit}nvcc {data['nvcc']}, {data['date']}"
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -165,6 +182,7 @@ def main(arguments: list[str] | None = None) -> int:
         "nvcc": version(f"{home}/bin/nvcc") if home else "none",
         "cuobjdump": version(tool) if tool else "none",
         "date": date.today().isoformat(),
+        "revision": revision(options.binary),
         "rows": rows,
     }
     text = page(data, before)
