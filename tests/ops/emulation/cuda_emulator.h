@@ -21,7 +21,8 @@
 // shows writes to other threads, fences, blocks that wait for each other; the rounding of sums inside mma
 // (here: one rounding at the end) and of approximate functions (here: the CPU's).
 //
-// An error ends the kernel with RuntimeError, which names thread and block. Environment variables:
+// An error ends the kernel with RuntimeError, which names the thread, the block and, where there is
+// addr2line, the line. Environment variables:
 //   EMULATOR_MULTIPROCESSORS (132), EMULATOR_L2 (bytes), EMULATOR_SHARED (bytes)  the device
 //   EMULATOR_SEED (0)      another order of threads and blocks
 //   EMULATOR_PREEMPTS (1)  0: threads change at barriers alone

@@ -9,6 +9,7 @@ import os
 import shlex
 import shutil
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -30,6 +31,7 @@ CHECKS = """-O1 -g1 -fsanitize=thread,alignment,bounds,integer-divide-by-zero,fl
     -Wno-maybe-uninitialized -DUSE_CUDA -DTORCH_TARGET_VERSION=0x020a000000000000"""
 
 NEEDS = [
+    pytest.mark.skipif(sys.platform != "linux", reason="the emulator knows Linux alone"),
     pytest.mark.skipif(shutil.which(COMPILER[0]) is None, reason="no C++ compiler"),
     pytest.mark.skipif(torch.__version__ < (2, 10), reason="torch's stable ABI begins with 2.10"),
 ]
@@ -37,6 +39,9 @@ NEEDS = [
 
 # Variables that a kernel leaves uninitialised hold a number of no sense (gcc 12, clang 8).
 PATTERN = "-ftrivial-auto-var-init=pattern"
+
+
+_FOLDER = tempfile.TemporaryDirectory(prefix="emulator")  # until the process ends
 
 
 @functools.cache
@@ -49,7 +54,7 @@ def fills_variables() -> bool:
 @functools.cache
 def _emulator() -> list[Path]:
     """The emulator's own files, compiled once in a process, without checks."""
-    folder = Path(tempfile.mkdtemp(prefix="emulator"))
+    folder = Path(_FOLDER.name)
     objects = []
     for name in ("threads", "memory", "ptx"):
         objects.append(folder / f"{name}.o")

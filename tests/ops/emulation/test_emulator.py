@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -186,6 +188,19 @@ def test_device(faults, monkeypatch, multiprocessors):
     out = torch.zeros(3, dtype=torch.float64)
     faults.device(out)
     assert out.tolist() == [multiprocessors, 12345, 1]
+
+
+@pytest.mark.skipif(shutil.which("addr2line") is None, reason="no addr2line")
+def test_an_error_names_its_line(faults):
+    lines = Path(__file__).with_name("faults.cu").read_text().splitlines()
+    for name, text in (
+        ("block_barrier", "tile[kThreads - 1 - threadIdx.x]"),
+        ("foreign_mask", "(RIGHT || i != 3 ? low"),
+    ):
+        with pytest.raises(RuntimeError) as found:
+            getattr(faults, name)(torch.zeros(1024), numbers(), False)
+        number = int(re.search(r"faults\.cu:(\d+)\)", str(found.value)).group(1))
+        assert text in lines[number - 1] or "tile[threadIdx.x] = x" in lines[number - 1]
 
 
 def test_translation_keeps_lines():

@@ -1,6 +1,8 @@
 // Threads of a block as fibers, which go on in random order and wait for each other where CUDA's do.
 #include "emulator.h"
 
+#include <dlfcn.h>
+#include <execinfo.h>
 #include <setjmp.h>
 #include <sys/mman.h>
 #include <ucontext.h>
@@ -125,6 +127,32 @@ std::string where_all_wait() {
   return text;
 }
 
+// The line of the kernel that runs, where there is addr2line. (The emulator itself has no lines, only "?".)
+std::string source_line() {
+  void* frames[24];
+  const int count = backtrace(frames, 24);
+  Dl_info own{}, info{};
+  dladdr(&now, &own);
+  std::string command = "addr2line -ie '" + std::string(own.dli_fname ? own.dli_fname : "") + "'";
+  for (int i = 0; i < count; ++i) {
+    if (!dladdr(frames[i], &info) || info.dli_fbase != own.dli_fbase) continue;
+    char offset[40];
+    std::snprintf(offset, sizeof offset, " %#tx",
+                  static_cast<char*>(frames[i]) - 1 - static_cast<char*>(info.dli_fbase));
+    command += offset;
+  }
+  std::string found;
+  FILE* lines = popen((command + " 2>/dev/null").c_str(), "r");
+  for (char line[1000]; lines != nullptr && std::fgets(line, sizeof line, lines) != nullptr;) {
+    const std::string text(line, std::strcspn(line, " (\n"));  // without "(discriminator 3)"
+    const bool ours =
+        text.empty() || text.find("/emulation/cuda_") != std::string::npos || text.back() == '?';
+    if (found.empty() && !ours) found = " (" + text + ")";
+  }
+  if (lines != nullptr) pclose(lines);
+  return found;
+}
+
 void run_block(unsigned block) {
   now.block = block, now.epoch = 0;
   blockIdx = {block % gridDim.x, block / gridDim.x % gridDim.y, block / (gridDim.x * gridDim.y)};
@@ -166,7 +194,8 @@ void fail(const char* format, ...) {
     std::fprintf(stderr, "emulator: %s\n", text);
     std::abort();
   }
-  message = "thread " + std::to_string(now.thread) + " of block " + std::to_string(now.block) + ": " + text;
+  message = "thread " + std::to_string(now.thread) + " of block " + std::to_string(now.block) + ": " + text +
+            source_line();
   _longjmp(scheduler, 1);
 }
 
