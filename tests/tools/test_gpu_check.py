@@ -190,9 +190,11 @@ def test_collecting_finds_marked_tests_of_this_repository(tmp_path):
     assert all(name.startswith("tests/ops/criss_cross/") and "cuda" in name for name in found)
 
 
-def test_chunks_are_of_one_file_and_begin_with_slow_ones():
-    names = [f"a.py::test[{n}]" for n in range(5)] + ["b.py::test_compiled", "b.py::test"]
-    assert testing.chunks(names, 3) == [names[5:], names[:3], names[3:5]]
+def test_chunks_are_of_one_file_and_begin_with_heavy_ones():
+    names = [f"a.py::test[{n}]" for n in range(5)] + [f"b.py::test_compiled[{n}]" for n in range(3)] + ["b.py::test"]
+    assert testing.chunks(names, 4) == [["b.py::test_compiled[0]"], ["b.py::test_compiled[1]"],
+                                        ["b.py::test_compiled[2]"], names[:4], names[4:5], names[8:]]  # fmt: skip
+    assert testing.chunks(names, 31) == [names[5:7], names[7:], names[:5]]
 
 
 def test_a_test_that_spoils_cuda_is_named_and_the_rest_goes_on(tmp_path, monkeypatch):

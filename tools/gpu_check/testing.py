@@ -19,10 +19,12 @@ from .machine import ROOT
 from .processes import Budget, run
 
 FOLDERS = ("tests/ops", "tests/terms", "tests/modules", "tests/timm")
-TESTS_A_PROCESS = 60
+WEIGHT_A_PROCESS = 60  # of tests that it takes
 STARTS = 6  # of a process for the same tests, each after one that ended early
 TEST_SECONDS = 90.0
-SLOW = re.compile("compil|triton|opcheck|gradcheck", re.I)
+ALONE = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # plugins of other packages cost seconds in each process
+# By a part of its name, what a test weighs against a quick one.
+WEIGHTS = {re.compile("compil", re.I): 15, re.compile("triton|opcheck|gradcheck", re.I): 3}
 
 
 class Result(NamedTuple):
@@ -44,20 +46,29 @@ def collect(budget: Budget, log: Path, scratch: Path, folders: Sequence[str] = F
     listing = scratch / "collected"
     folders = [folder for folder in folders if (ROOT / folder).exists()]
     words = ["--collect-only", "--device-tests", "--continue-on-collection-errors", "--list-to", listing, *folders]
-    done = run(pytest_command(*words), budget.left(), log)
+    done = run(pytest_command(*words), budget.left(), log, ALONE)
     found = listing.read_text().splitlines() if listing.exists() else []
     if done.status in (0, 5):
         return found, None
     return found, f"collecting tests: {'time is over' if done.status is None else done.last_line()}"
 
 
-def chunks(identifiers: Iterable[str], size: int = TESTS_A_PROCESS) -> list[list[str]]:
-    """Return tests of one file each, ``size`` at most, those with the slowest ones first."""
-    files: dict[str, list[str]] = {}
+def weight(identifier: str) -> int:
+    """Return about how long a test takes, against a quick one."""
+    return next((each for pattern, each in WEIGHTS.items() if pattern.search(identifier)), 1)
+
+
+def chunks(identifiers: Iterable[str], most: int = WEIGHT_A_PROCESS) -> list[list[str]]:
+    """Return tests of one file each, of a weight of ``most`` together, the heaviest first."""
+    found: list[list[str]] = []
+    file, total = "", 0
     for each in identifiers:
-        files.setdefault(each.split("::")[0], []).append(each)
-    found = [tests[start : start + size] for tests in files.values() for start in range(0, len(tests), size)]
-    return sorted(found, key=lambda tests: -sum(bool(SLOW.search(name)) for name in tests))
+        total += weight(each)
+        if each.split("::")[0] != file or total > most:
+            file, total = each.split("::")[0], weight(each)
+            found.append([])
+        found[-1].append(each)
+    return sorted(found, key=lambda tests: -sum(map(weight, tests)))
 
 
 def run_chunk(tests: Sequence[str], number: int, budget: Budget, log: Path, scratch: Path, seconds: float) -> dict:
@@ -70,7 +81,7 @@ def run_chunk(tests: Sequence[str], number: int, budget: Budget, log: Path, scra
         listing, record = scratch / f"{number}-{start}.tests", scratch / f"{number}-{start}.jsonl"
         listing.write_text("\n".join(rest) + "\n")
         words = ["--listed", listing, "--record", record, "--test-seconds", f"{seconds:g}", rest[0].split("::")[0]]
-        done = run(pytest_command(*words), budget.left(), scratch / f"{number}.log")
+        done = run(pytest_command(*words), budget.left(), scratch / f"{number}.log", ALONE)
         ended, at = read_record(record)
         found |= ended
         if at is not None:
