@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 
+from attn_plugins.ops import reference
 from tests.ops.emulation.kernels import NEEDS, error
 from tests.ops.sampled.test_deform_conv_emulation import expected_gradients, problem
 
@@ -42,6 +43,15 @@ def test_equals_reference_however_it_is_cut(emulated, device, case, dtype, toler
     results = emulated.deform_conv2d_backward(grad, input, offset, weight, mask, *parameters, True, True, True)
     for name, result, gradient in zip(("input", "offset", "weight", "mask"), results, gradients):
         assert error(result, gradient) < tolerance, name
+
+
+@pytest.mark.parametrize("B, size", [(3, 33), (5, 17)], ids=["blocks of an image", "images of a block"])
+def test_planes_however_they_are_cut(emulated, device, B, size):
+    """Maps of 1024 and of 256 pixels, contiguous: products write the result themselves."""
+    tensors, parameters = problem(B=B, C=4, H=size, W=size, out=2048, kernel=2, padding=0, bias=False)
+    expected = reference.deform_conv2d(*tensors, *map(tuple, parameters[:3]))
+    found = emulated.deform_conv2d(*(None if t is None else t.float() for t in tensors), *parameters)
+    assert error(found, expected) < 4e-6
 
 
 def test_cuts_of_random_problems(emulated, device):
