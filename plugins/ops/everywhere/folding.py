@@ -4,10 +4,18 @@
 
 so that q'·k' is the sum of all terms, exactly, and the library's fused kernels do the rest in O(N) memory.
 The terms' gradients are columns of the gradients of q' and k'. The device decides only which fused kernel is
-called; the folding is the same everywhere.
+called, and whether it wants values as wide as q'; the folding is the same everywhere.
+
+A product with -inf would be NaN. It becomes the lowest number, which float16 has not low enough: there the logits are
+divided by 16 in one of q' and k', and the ones are 16 in the other. What stands for -inf is then -1e6, beneath any sum
+of float16's own numbers, and 1/16 of a logit is as precise as the logit, down to 5e-7.
+
+Content alone in half precision, with values as wide as the keys, needs no folding: CUDA's flash attention reads it.
 """
 
 from __future__ import annotations
+
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -16,6 +24,7 @@ from ..backends import Backend
 from .operands import GlobalOptions, GlobalTerms
 
 WIDEST = 256  # of q'; beyond it the fused kernels fall to slow paths
+WIDEST_OF_FLASH = 192  # beyond it some devices have no backward
 _MULTIPLE = 8  # of the width, for the kernels' alignment
 _LSE_ALIGNMENT = 32  # the CUDA kernel's log-sum-exp comes and goes padded to this many queries
 
@@ -29,7 +38,11 @@ def width(terms: GlobalTerms) -> int:
         0 if column_logits is None else value.shape[3],
         0 if key_logits is None else 1,
     )
-    return -(-max(sum(parts), value.shape[-1]) // _MULTIPLE) * _MULTIPLE
+    return _padded(sum(parts))
+
+
+def _padded(size: int) -> int:
+    return -(-size // _MULTIPLE) * _MULTIPLE
 
 
 def refuses(terms: GlobalTerms, options: GlobalOptions) -> str | None:
@@ -50,7 +63,7 @@ def refuses(terms: GlobalTerms, options: GlobalOptions) -> str | None:
         return f"it serves CPUs and CUDA, and the tensors are on {value.device.type}"
     if value.dtype == torch.float64:
         return "CUDA's fused attention takes no float64"
-    folded = width(terms)
+    folded = max(width(terms), value.shape[-1])
     return None if folded <= WIDEST else f"all terms together are {folded} wide, and {WIDEST} is the widest that pays"
 
 
@@ -61,37 +74,46 @@ def refuses_backward(terms: GlobalTerms, options: GlobalOptions) -> str | None:
     return None
 
 
-def _finite(logits: Tensor) -> Tensor:
-    """-inf as a number that still gives exp(...) = 0 but survives a product with 0."""
-    return logits.clamp(min=_lowest(logits.dtype))
+def _unit(dtype: torch.dtype) -> float:
+    """What stands for 1 beside logits, which are divided by it."""
+    return 16.0 if dtype == torch.float16 else 1.0
 
 
 def _lowest(dtype: torch.dtype) -> float:
-    return -3e4 if dtype == torch.float16 else -1e30
+    """What stands for -inf: the exponential of its sum with other logits is still 0, and its product with 0 is 0."""
+    return torch.finfo(dtype).min if dtype == torch.float16 else -1e30
+
+
+def _logits(logits: Tensor) -> Tensor:
+    unit = _unit(logits.dtype)
+    return (logits if unit == 1 else logits / unit).clamp(min=_lowest(logits.dtype))
 
 
 def fold(terms: GlobalTerms, scale: float, grid: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor]:
-    """q' (B, M, Hq * Wq, D), k' and the padded value (B, M, Hk * Wk, D)."""
+    """q' (B, M, Hq * Wq, D), k' (B, M, Hk * Wk, D) and the padded value."""
     query, key, value, row_logits, column_logits, key_logits = terms
-    B, M, Hk, Wk, _ = value.shape
+    B, M, Hk, Wk, dv = value.shape
+    unit = value.new_full((), _unit(value.dtype))
     queries: list[Tensor] = []
     keys: list[Tensor] = []
     if query is not None and key is not None:
         queries.append(query * scale)
         keys.append(key)
     if row_logits is not None:
-        queries.append(_finite(row_logits).expand(B, M, *grid, Hk))
-        rows = torch.eye(Hk, dtype=value.dtype, device=value.device)
+        queries.append(_logits(row_logits).expand(B, M, *grid, Hk))
+        rows = torch.eye(Hk, dtype=value.dtype, device=value.device) * unit
         keys.append(rows.unsqueeze(1).expand(B, M, Hk, Wk, Hk))
     if column_logits is not None:
-        queries.append(_finite(column_logits).expand(B, M, *grid, Wk))
-        columns = torch.eye(Wk, dtype=value.dtype, device=value.device)
+        queries.append(_logits(column_logits).expand(B, M, *grid, Wk))
+        columns = torch.eye(Wk, dtype=value.dtype, device=value.device) * unit
         keys.append(columns.expand(B, M, Hk, Wk, Wk))
     if key_logits is not None:
-        queries.append(value.new_ones(()).expand(B, M, *grid, 1))
-        keys.append(_finite(key_logits).unsqueeze(-1).expand(B, M, Hk, Wk, 1))
-    D = width(terms)
-    return _join(queries, D), _join(keys, D), _join([value], D)
+        queries.append(unit.expand(B, M, *grid, 1))
+        keys.append(_logits(key_logits).unsqueeze(-1).expand(B, M, Hk, Wk, 1))
+    D, DV = width(terms), _padded(dv)
+    if not value.is_cuda:  # the CPU's kernel knows one width
+        D = DV = max(D, DV)
+    return _join(queries, D), _join(keys, D), _join([value], DV)
 
 
 def _join(parts: list[Tensor], D: int) -> Tensor:
@@ -102,20 +124,50 @@ def _join(parts: list[Tensor], D: int) -> Tensor:
     return torch.cat(parts, -1).flatten(2, 3).contiguous()
 
 
+def _flash(terms: GlobalTerms) -> bool:
+    """Whether CUDA's flash attention computes it: content alone, in half precision, of one width."""
+    query, key, value, *logits = terms
+    if query is None or any(term is not None for term in logits) or not value.is_cuda:
+        return False
+    d, dv = query.shape[-1], value.shape[-1]
+    if value.dtype not in (torch.float16, torch.bfloat16) or d != dv or d % _MULTIPLE or d > WIDEST_OF_FLASH:
+        return False
+    return torch.backends.cuda.flash_sdp_enabled() and _has_flash(value.device.index or 0)
+
+
+@cache
+def _has_flash(index: int) -> bool:
+    available = getattr(torch.backends.cuda, "is_flash_attention_available", lambda: False)
+    return bool(available()) and torch.cuda.get_device_capability(index) >= (8, 0)
+
+
+def _sequence(tensor: Tensor) -> Tensor:
+    """(B, M, H, W, d) as (B, M, H * W, d) whose rows can be read 16 bytes at a time: a view wherever that is one."""
+    rows = tensor.flatten(2, 3)
+    places = (*rows.stride()[:3], rows.storage_offset())
+    return rows if rows.stride(3) == 1 and not any(n % _MULTIPLE for n in places) else rows.contiguous()
+
+
 def forward(terms: GlobalTerms, options: GlobalOptions, output: Tensor, lse: Tensor) -> None:
     """Write the output (B, M, Hq, Wq, dv) and the log-sum-exp (B, M, Hq, Wq), +inf where all keys are masked."""
-    query, key, value = fold(terms, options.scale, (output.shape[2], output.shape[3]))
-    if value.is_cuda:
+    flash = _flash(terms)
+    if flash:
+        query, key, value = (_sequence(term) for term in terms[:3] if term is not None)
+        folded, total, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
+            query, key, value, 0.0, False, False, scale=options.scale
+        )
+    else:
+        query, key, value = fold(terms, options.scale, (output.shape[2], output.shape[3]))
+    if not flash and value.is_cuda:
         folded, total, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
             query, key, value, None, True, 0.0, False, scale=1.0
         )
-        total = total[..., : query.shape[2]]
-    else:
+    elif not flash:
         folded, total = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, 0.0, False, scale=1.0
         )
-    total = total.view(lse.shape)
-    masked = total < _lowest(value.dtype) / 2
+    total = total[..., : query.shape[2]].view(lse.shape)
+    masked = total < _lowest(value.dtype) * _unit(value.dtype) / 2
     lse.copy_(torch.where(masked, float("inf"), total))
     folded = folded[..., : output.shape[-1]].unflatten(2, output.shape[2:4])
     output.copy_(folded.masked_fill(masked.unsqueeze(-1), 0))
@@ -130,10 +182,12 @@ def backward(
     grads: list[Tensor | None],
 ) -> None:
     """Fill the wanted gradients (those not None) of query, key, value, row, column and key logits."""
+    if _flash(terms):
+        return _flash_backward(grad_output, terms, options, output, lse, grads)
     grid = (output.shape[2], output.shape[3])
     query, key, value = fold(terms, options.scale, grid)
-    D = query.shape[-1]
-    grad_output, output = _join([grad_output], D), _join([output], D)
+    DV = value.shape[-1]
+    grad_output, output = _join([grad_output], DV), _join([output], DV)
     lse = lse.flatten(2)
     if value.is_cuda:
         N = query.shape[2]
@@ -149,6 +203,25 @@ def backward(
             grad_output, query, key, value, output, lse, 0.0, False, scale=1.0
         )
     _unfold(terms, options.scale, grid, grad_query, grad_key, grad_value, grads)
+
+
+def _flash_backward(
+    grad_output: Tensor,
+    terms: GlobalTerms,
+    options: GlobalOptions,
+    output: Tensor,
+    lse: Tensor,
+    grads: list[Tensor | None],
+) -> None:
+    query, key, value = (_sequence(term) for term in terms[:3] if term is not None)
+    unused = torch.empty((), dtype=torch.long, device=value.device)
+    found = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+        _sequence(grad_output), query, key, value, _sequence(output), lse.flatten(2).contiguous(), None, None,
+        query.shape[2], key.shape[2], 0.0, False, unused, unused, scale=options.scale,
+    )  # fmt: skip
+    for grad, each in zip(grads, found):
+        if grad is not None:
+            grad.copy_(each.unflatten(2, grad.shape[2:4]))
 
 
 def _unfold(
@@ -177,14 +250,15 @@ def _unfold(
         write(grads[0], take(grad_query, query.shape[-1]) * scale)
         write(grads[1], take(grad_key, query.shape[-1]))
         start += query.shape[-1]
+    unit = _unit(value.dtype)
     if row_logits is not None:
-        write(grads[3], take(grad_query, value.shape[2]))
+        write(grads[3], take(grad_query, value.shape[2]) / unit)
         start += value.shape[2]
     if column_logits is not None:
-        write(grads[4], take(grad_query, value.shape[3]))
+        write(grads[4], take(grad_query, value.shape[3]) / unit)
         start += value.shape[3]
     if key_logits is not None:
-        write(grads[5], take(grad_key, 1).squeeze(-1))
+        write(grads[5], take(grad_key, 1).squeeze(-1) / unit)
     write(grads[2], grad_value.unflatten(2, value.shape[2:4])[..., : value.shape[-1]])
 
 

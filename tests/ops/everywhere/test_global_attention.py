@@ -183,10 +183,12 @@ def test_gradgradcheck_of_a_part():
 @pytest.mark.parametrize("folded_terms", [t for t in COMBINATIONS if any(t)])
 def test_folding(folded_terms):
     """What runs on CUDA: all terms folded into one dot product, here through the CPU's fused attention."""
-    for broadcast, dtype in itertools.product((False, True), (torch.float64, torch.float32)):
+    for broadcast, dtype in itertools.product((False, True), (torch.float64, torch.float32, torch.float16)):
         arguments = make(folded_terms, broadcast=broadcast, dtype=dtype)
         expected = reference.global_attention(*arguments, 0.7)
-        output, lse = torch.empty_like(expected), expected.new_empty(expected.shape[:-1])
+        half = dtype == torch.float16
+        output = torch.empty_like(expected)
+        lse = expected.new_empty(expected.shape[:-1], dtype=torch.float32 if half else dtype)
         folding.forward(GlobalTerms(*arguments), SCALE, output, lse)
         close(output, expected, dtype)
         inputs = leaves(arguments)
@@ -196,7 +198,7 @@ def test_folding(folded_terms):
         grads = [None if t is None else torch.empty_like(t) for t in arguments]
         folding.backward(grad, GlobalTerms(*arguments), SCALE, output, lse, grads)
         for actual, one in zip([g for g in grads if g is not None], wanted):
-            close(actual, one, dtype, factor=4)
+            close(actual, one, dtype, factor=20 if half else 4)
 
 
 def masked_arguments(dtype):
@@ -221,14 +223,35 @@ def test_masked_keys(dtype, path):
         close(actual, wanted, dtype, factor=20)
 
 
-def test_masked_keys_when_folded():
-    arguments = masked_arguments(torch.float32)
-    expected = reference.global_attention(*arguments, 0.7)
-    output, lse = torch.empty_like(expected), expected.new_empty(expected.shape[:-1])
-    folding.forward(GlobalTerms(*arguments), SCALE, output, lse)
-    close(output, expected, torch.float32)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_masked_keys_when_folded(dtype):
+    arguments = masked_arguments(dtype)
+    output, grads = folded(arguments)
+    close(output, reference.global_attention(*arguments, 0.7), dtype, factor=2)
+    assert (output[:, :, 1] == 0).all()
+    assert all(g.isfinite().all() for g in grads)
+
+
+def folded(arguments):
+    """Output and gradients of ones, all terms folded."""
+    terms = GlobalTerms(*arguments)
+    shape = (*terms.value.shape[:2], *terms.grid())
+    output = terms.value.new_empty(*shape, terms.value.shape[4])
+    lse = terms.value.new_empty(shape, dtype=torch.float32)
+    folding.forward(terms, SCALE, output, lse)
     grads = [torch.empty_like(t) for t in arguments]
-    folding.backward(torch.ones_like(output), GlobalTerms(*arguments), SCALE, output, lse, grads)
+    folding.backward(torch.ones_like(output), terms, SCALE, output, lse, grads)
+    return output, grads
+
+
+def test_what_is_masked_in_float16_does_not_depend_on_how_low_the_other_logits_are():
+    """Rows and columns of -6e4 each: a query that sees them is not masked, and a masked key is below them."""
+    arguments = masked_arguments(torch.float16)
+    for n in (3, 4):
+        arguments[n] = arguments[n] - 6e4
+    output, grads = folded(arguments)
+    close(output, reference.global_attention(*arguments, 0.7), torch.float16, factor=2)
+    assert (output[:, :, 1] == 0).all()
     assert all(g.isfinite().all() for g in grads)
 
 
@@ -433,6 +456,42 @@ def test_folding_calls_what_cuda_offers():
         folding.forward(terms, SCALE, output, lse)
         folding.backward(torch.empty_like(output), terms, SCALE, output, lse, grads)
         assert [g.shape for g in grads] == [t.shape for t in terms]
+
+
+@pytest.mark.skipif(torch.version.cuda is None, reason="a CPU-only torch")
+@pytest.mark.parametrize("layout", ["heads outermost", "heads innermost", "crop"])
+def test_flash_attention_takes_what_cuda_offers_of_content_alone(layout, monkeypatch):
+    """Without a GPU, as above."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    monkeypatch.setattr(folding, "_has_flash", lambda index: True)
+
+    def laid_out(tensor):
+        if layout == "heads outermost":
+            return tensor
+        if layout == "crop":
+            return tensor.repeat(1, 1, 2, 1, 1)[:, :, ::2]
+        return tensor.permute(0, 2, 3, 1, 4).contiguous().permute(0, 3, 1, 2, 4)
+
+    with FakeTensorMode():
+        content = make((True, False, False, False), d=8, dv=8, dtype=torch.float16)
+        terms = GlobalTerms(*(None if t is None else laid_out(t.cuda()) for t in content))
+        assert folding._flash(terms)
+        assert not folding._flash(terms._replace(value=terms.value[..., :6]))
+        assert not folding._flash(GlobalTerms(*(None if t is None else t.float() for t in terms)))
+        output, lse = torch.empty(2, 3, 3, 4, 8, device="cuda").half(), torch.empty(2, 3, 3, 4, device="cuda")
+        grads = [None if t is None else torch.empty_like(t) for t in terms]
+        folding.forward(terms, SCALE, output, lse)
+        folding.backward(torch.empty_like(output), terms, SCALE, output, lse, grads)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("d, dv", [(16, 16), (64, 64), (16, 32), (20, 20)])
+def test_content_alone_on_cuda(d, dv, dtype):
+    """Flash attention, but for widths that differ or are no multiple of 8."""
+    arguments = make((True, False, False, False), grid=(9, 8), keys=(5, 7), d=d, dv=dv, dtype=dtype)
+    check_against_reference(tuple(None if t is None else t.cuda() for t in arguments), dtype)
 
 
 @pytest.mark.cuda
