@@ -36,8 +36,9 @@ def criss_cross_attention(
     with an absent term 0. The query's own position, in both, counts once: in the row. Its entry in the column, number
     h, is read as -inf and gets no gradient. A logit of -inf masks; a query whose keys are all masked gets zeros.
     The memory beyond arguments and results is that of the weights, H + W numbers per query and head, kept for the
-    gradient, which needs as much again; half inputs add a map of weights in float32. Strided views are read without
-    a copy where the last axis is contiguous; on the CPU, half inputs are copied to float32.
+    gradient, which needs as much again; half inputs add a map of weights in float32. Triton's kernels, which
+    ``backend("triton")`` asks for, keep one number per query and head instead. Strided views are read without a copy
+    where the last axis is contiguous; on the CPU, half inputs are copied to float32.
 
     Args:
         query: (B, M, H, W, d); None, together with ``key``, for position logits alone.

@@ -2,18 +2,18 @@
 
 Forward, the pass along rows continues the softmax of the pass along columns: nothing as large as the weights is
 stored. A program has a block of queries of one line and a block of the values' channels, and reads the line's keys.
-Values are split over programs, for which logits are computed again: widths of 512 beside keys of 64 (CCNet) would not
-fit a program's registers, and the columns of one map alone would not fill a device.
+Values are split over programs, each of which computes the logits: 512 channels beside keys of 64 (CCNet) do not fit
+a program's registers, and the columns of one map alone do not fill a device.
 
 Backward, weights are recomputed from the log-sum-exp. The output is not kept, since its owner may change it: the mean
-over a query's keys that the softmax's gradient needs is summed first. Every gradient is written by one program in each
-pass, the second of which adds to the first: results do not depend on the order of programs.
+over a query's keys that the softmax's gradient needs is summed first. A gradient is written by one program in each of
+both passes, the second of which adds to the first: no result depends on the order of programs.
 
-CUDA tensors of float32, float16 and bfloat16; sums and softmax in float32. What a line's first pass has written is
-rounded to the tensors' dtype before the second adds to it.
+They take CUDA tensors of float32, float16 and bfloat16; sums and softmax are in float32. What the first pass writes
+is rounded to the tensors' dtype before the second adds to it, as between batched products.
 
-The kernels have not been measured on a device. Until then (``MEASURED``) they serve where ``backend("triton")`` asks
-for them.
+The kernels have not been measured on a device. Until they are (``MEASURED``), they serve only within
+``backend("triton")``; ``Options.recompute`` takes that to the backward, which runs in a thread of its own.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from .products import packed
 
 MEASURED = False  # True lets them serve CUDA tensors unasked
 WIDEST = 256  # width of query and key: a program holds them whole
+_SMALLEST = 16  # block
 
 
 class Blocks(NamedTuple):
@@ -63,12 +64,20 @@ def refuses(terms: Terms, options: Options) -> str | None:
     if reason := triton_launch.refusal(terms.value):
         return reason
     if not options.recompute:
-        return "it keeps no weights" if MEASURED else "not yet measured on a device: batched products serve"
+        if MEASURED:
+            return "its gradient recomputes the weights, and this call keeps them"
+        return "not yet measured on a device: batched products serve"
     if terms.query is not None and terms.query.shape[4] > WIDEST:
         return f"its kernels take widths of query and key up to {WIDEST}, got {terms.query.shape[4]}"
-    if terms.value.numel() > triton_launch.LONGEST_GRID * 16:
-        return "the map needs more programs than a grid has"
+    B, M, H, W, dv = terms.value.shape
+    most = B * M * max(H * _blocks(W, _SMALLEST), W * _blocks(H, _SMALLEST)) * (_blocks(dv, _SMALLEST) + 1)
+    if most > triton_launch.LONGEST_GRID:
+        return f"its kernels might need {most} programs, and a grid has at most {triton_launch.LONGEST_GRID}"
     return None
+
+
+def _blocks(size: int, block: int) -> int:
+    return -(-size // block)
 
 
 def forward(terms: Terms, options: Options, output: Tensor, weights: Tensor, log_sum_exp: Tensor) -> None:
@@ -81,7 +90,7 @@ def forward(terms: Terms, options: Options, output: Tensor, weights: Tensor, log
     partial = torch.empty_like(log_sum_exp)
     for column in (True, False):
         launches.add(
-            triton_kernels.attend, blocks, column, blocks.queries, -(-value.shape[4] // blocks.channels),
+            triton_kernels.attend, blocks, column, blocks.queries, _blocks(value.shape[4], blocks.channels),
             (value, query, key, position, output, partial, log_sum_exp), (value, query, key, output), (position,),
         )  # fmt: skip
 
@@ -119,7 +128,7 @@ def backward(
             )  # fmt: skip
 
     blocks = launches.blocks("keys")
-    value_parts = 0 if grad_value is None else -(-value.shape[4] // blocks.channels)
+    value_parts = 0 if grad_value is None else _blocks(value.shape[4], blocks.channels)
     parts = value_parts + (grad_key is not None)
     for column in (True, False) if parts else ():
         launches.add(
@@ -154,9 +163,10 @@ class _Launches:
         )  # fmt: skip
 
     def blocks(self, kernel: str) -> Blocks:
-        """Those of a kernel, with no more channels than there are."""
+        """Those of a kernel, with no more channels than there are; above a width of 64, of twice as many warps."""
         found = BLOCKS[kernel][self.kind]
-        return found._replace(channels=min(found.channels, triton_launch.power_of_two(self.shape[4])))
+        channels = min(found.channels, triton_launch.power_of_two(self.shape[4]))
+        return found._replace(channels=channels, warps=found.warps * (2 if self.constants["D"] > 64 else 1))
 
     def add(
         self,
@@ -184,7 +194,7 @@ class _Launches:
         sizes = [n // self.unit for t in strided for n in _strides(t, column)]
         sizes += [n for t in of_position for n in _strides(t, column)]
         triton_launch.launch(
-            kernel, (B * M * lines * -(-length // block) * parts,), *tensors,
+            kernel, (B * M * lines * _blocks(length, block) * parts,), *tensors,
             self.scale, M, lines, length, 0 if column else H, *sizes,
             **self.constants, **constants, COLUMN=column, PARTS=parts,
             BLOCK_Q=blocks.queries, BLOCK_K=blocks.keys, BLOCK_V=blocks.channels,

@@ -196,16 +196,17 @@ def test_explained():
     assert words in choice.refusals["triton"]
 
 
-@pytest.mark.parametrize(
-    "arguments, options, words",
-    [
-        (terms(), Options(1.0, False), "not yet measured on a device: batched products serve"),
-        (terms(d=257), Options(1.0, True), "widths of query and key up to 256, got 257"),
-    ],
-)
-def test_refusals(arguments, options, words):
-    with backend("triton"), pytest.raises(ValueError, match=words):
-        ATTEND._forward(*arguments, *options)
+def test_refusals(monkeypatch):
+    arguments, many = terms((1, 1)), randn(1, 1, 1, 1, 1).expand(2**30, 1, 1, 1, 1)
+    with backend("triton"), pytest.raises(ValueError, match="not yet measured on a device: batched products serve"):
+        ATTEND._forward(*arguments, *RECOMPUTE._replace(recompute=False))
+    with backend("triton"):
+        assert "query and key up to 256, got 257" in triton_criss_cross.refuses(terms((1, 1), d=257), RECOMPUTE)
+        found = triton_criss_cross.refuses(Terms(None, None, many, randn(1, 1, 1, 1, 2)), RECOMPUTE)
+        assert found == "its kernels might need 2147483648 programs, and a grid has at most 2147483647"
+        monkeypatch.setattr(triton_criss_cross, "MEASURED", True)
+        found = triton_criss_cross.refuses(arguments, RECOMPUTE._replace(recompute=False))
+        assert found == "its gradient recomputes the weights, and this call keeps them"
 
 
 def test_wanted_where_asked_for_or_measured(monkeypatch):
@@ -247,11 +248,12 @@ def test_opcheck():
 
 # --- what is compiled ---------------------------------------------------------------------------------------------
 
-_VARIANTS = """
+_COMPILE = """
 import torch
-from tests.helpers.triton_checks import compiled_variants
 from attn_plugins.ops.criss_cross.criss_cross_attention import ATTEND
 from attn_plugins.ops.criss_cross.operands import Options, Terms
+from tests.helpers.triton_checks import compiled_variants
+from tools.triton_report import compiled, launches, variants
 
 def call(H, W, d, dtype=torch.float16):
     def meta(width):
@@ -259,31 +261,16 @@ def call(H, W, d, dtype=torch.float16):
     terms = Terms(meta(d), meta(d), meta(d), torch.empty(2, 3, H, W, H + W, device="meta", dtype=dtype))
     return lambda: (ATTEND, terms, Options(1.0, True))
 
-def variants_of(*args):
-    return compiled_variants(call(*args))
+for d in (32, 24, 5):
+    found = [compiled_variants(call(n, m, d)) for n in (1, 16, 17, 97, 128) for m in (31, 33, 64, 96)]
+    assert len(found[0]) == 7
+    assert all(each == found[0] for each in found)
+
+for each, kernel in variants(launches(*call(97, 97, 64)(), passes="forward")).items():
+    assert compiled(each, kernel, 90)["stack"] == 0
 """
 
 
 def test_another_size_of_map_compiles_nothing(python):
-    python(
-        _VARIANTS + "for d in (32, 24, 5):\n"
-        "    sizes = [(n, m) for n in (1, 16, 17, 97, 128) for m in (31, 33, 64, 96)]\n"
-        "    found = [variants_of(H, W, d) for H, W in sizes]\n"
-        "    assert len(found[0]) == 7\n"
-        "    assert all(each == found[0] for each in found)\n",
-        TRITON_INTERPRET="0",
-        PYTHONPATH=str(Path(__file__).parents[3]),
-    )
-
-
-def test_compiles_ahead_of_time(python):
-    """One launch of each kernel, for a device that is not there."""
-    python(
-        _VARIANTS + "from tools.triton_report import compiled, launches, variants\n"
-        "chosen = {each.kernel: (each, kernel) for each, kernel in variants(launches(*call(97, 97, 64)())).items()}\n"
-        "assert len(chosen) == 3\n"
-        "for each in chosen.values():\n"
-        "    assert compiled(*each, 90)['stack'] == 0\n",
-        TRITON_INTERPRET="0",
-        PYTHONPATH=str(Path(__file__).parents[3]),
-    )
+    """And the forward's kernels compile, for a device that is not there."""
+    python(_COMPILE, TRITON_INTERPRET="0", PYTHONPATH=str(Path(__file__).parents[3]))
