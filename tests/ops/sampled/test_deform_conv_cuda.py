@@ -19,6 +19,8 @@ cuda = pytest.mark.cuda
 CASES = {
     **GEOMETRIES,
     "a block and more": (3, 256, 50, 68, 256, (3, 3), 1, 1, 1, 1, 1),
+    "planes, several images a product": (9, 16, 8, 16, 12, (3, 3), 1, 1, 1, 1, 1),
+    "planes of groups": (3, 16, 32, 32, 12, (3, 3), 1, 1, 1, 2, 2),
     "vectors": (2, 64, 17, 23, 48, (3, 3), 1, 1, 1, 2, 4),
     "three slices": (1, 520, 9, 7, 16, (3, 3), 1, 1, 1, 1, 1),
     "5 x 5": (2, 32, 12, 13, 24, (5, 5), 2, 2, 1, 1, 2),
@@ -93,9 +95,10 @@ def test_layouts(layout, dtype):
 
 @cuda
 @pytest.mark.parametrize("pixels", ["64", "200", "1000000"])
-def test_any_block_size(pixels, monkeypatch):
+@pytest.mark.parametrize("name", ["vectors", "planes of groups", "planes, several images a product"])
+def test_any_block_size(name, pixels, monkeypatch):
     monkeypatch.setenv("ATTN_PLUGINS_BLOCK_PIXELS", pixels)
-    operands = on_cuda(make(CASES["vectors"], dtype=torch.float32))
+    operands = on_cuda(make(CASES[name], dtype=torch.float32))
     for found, wanted in zip(
         cuda_gradients(deform_conv2d, operands), cuda_gradients(through_reference, exact(operands))
     ):
