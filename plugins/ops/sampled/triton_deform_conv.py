@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,24 +28,30 @@ class Tile(NamedTuple):
     channels: int
     num_warps: int
     num_stages: int
+    maxnreg: int  # registers of a thread: two to three blocks then run on a multiprocessor
 
 
 # By kernel and by how it multiplies, "ieee" being float32 without tensor cores. ``convolve`` and
 # ``differentiate_weight`` sample again for every block of outs.
 TILES = {
-    "convolve": {"half": Tile(64, 256, 64, 8, 2), "tf32": Tile(64, 256, 32, 8, 2), "ieee": Tile(64, 128, 16, 8, 2)},
+    "convolve": {
+        "half": Tile(64, 256, 32, 8, 2, 128),
+        "tf32": Tile(64, 256, 16, 8, 2, 128),
+        "ieee": Tile(64, 128, 16, 8, 2, 128),
+    },
     "differentiate_samples": {
-        "half": Tile(64, 64, 64, 4, 2),
-        "tf32": Tile(64, 32, 64, 4, 2),
-        "ieee": Tile(64, 16, 64, 4, 2),
+        "half": Tile(32, 64, 32, 4, 2, 168),
+        "tf32": Tile(32, 32, 32, 4, 2, 168),
+        "ieee": Tile(32, 16, 32, 4, 2, 168),
     },
     "differentiate_weight": {
-        "half": Tile(64, 256, 64, 8, 2),
-        "tf32": Tile(32, 256, 64, 8, 2),
-        "ieee": Tile(16, 64, 64, 4, 2),
+        "half": Tile(64, 256, 32, 8, 2, 128),
+        "tf32": Tile(32, 256, 32, 8, 2, 128),
+        "ieee": Tile(16, 128, 64, 8, 2, 128),
     },
-}
+}  # fmt: skip
 CHUNK_PIXELS = 16384  # of the output, in a chunk of images
+WIDE = 2**31  # elements of a chunk from which on places are 64 bits wide
 WEIGHT_PROGRAMS = 288  # of differentiate_weight, which splits the pixels to have as many
 
 
@@ -72,9 +78,14 @@ class _Layer:
         """(O, C / groups, Kh, Kw) -> (groups, taps, O / groups, C / groups), not contiguous."""
         return weight.reshape(self.groups, self.group_outs, self.group_channels, self.taps).permute(0, 3, 1, 2)
 
+    def unpack(self, grad: Tensor) -> Tensor:
+        """(groups, taps, C / groups, O / groups) -> (O, C / groups, Kh, Kw)."""
+        shape = self.outs, self.group_channels, self.taps // self.kernel_width, self.kernel_width
+        return grad.permute(0, 3, 2, 1).reshape(shape).contiguous()
+
     def launch(
         self, kernel: str, programs: int, tensors: Sequence[Tensor | None], input: Tensor, offset: Tensor,
-        split: Sequence[int] = (), **constants: Any,
+        split: Sequence[int] = (),
     ) -> None:  # fmt: skip
         """Launch a kernel on a chunk.
 
@@ -85,7 +96,6 @@ class _Layer:
             input: (B, H, W, C).
             offset: (B, D * Kh * Kw * 2, Ho, Wo).
             split: What the kernel takes after the geometry.
-            **constants: What it takes beside those of every kernel.
         """
         from . import triton_kernels  # here, since it needs Triton
 
@@ -99,9 +109,9 @@ class _Layer:
             TAPS=self.taps, KERNEL_WIDTH=self.kernel_width, BLOCK_PIXELS=tile.pixels, BLOCK_OUTS=tile.outs,
             BLOCK_CHANNELS=tile.channels, EVEN_OUTS=self.group_outs % tile.outs == 0,
             EVEN_CHANNELS=self.segment % tile.channels == 0,
-            WIDE=max(input.numel(), offset.numel(), B * Ho * Wo * self.outs) >= 2**31,
+            WIDE=max(input.numel(), offset.numel(), B * Ho * Wo * self.outs) >= WIDE,
             PRECISION=self.precision, UPCAST=triton_launch.upcast(self.dtype),
-            num_warps=tile.num_warps, num_stages=tile.num_stages, **constants,
+            num_warps=tile.num_warps, num_stages=tile.num_stages, maxnreg=tile.maxnreg,
         )  # fmt: skip
 
 
@@ -126,10 +136,12 @@ def forward(terms: Terms, options: Options) -> Tensor:
     blocks = layer.groups * _ceil(layer.group_outs, tile.outs)
     for images in _chunks(offset):
         x, shift, modulation = _chunk(terms, images)
-        layer.launch(
-            "convolve", _ceil(_pixels(shift), tile.pixels) * blocks,
-            (x, shift, modulation, packed, bias, output[images]), x, shift, CHANNELS_LAST=layout == torch.channels_last,
-        )  # fmt: skip
+        target = output[images].permute(0, 2, 3, 1)
+        found = target if layout == torch.channels_last else target.new_empty(target.shape)
+        programs = _ceil(_pixels(shift), tile.pixels) * blocks
+        layer.launch("convolve", programs, (x, shift, modulation, packed, bias, found), x, shift)
+        if found is not target:  # a kernel that writes channels first runs out of registers
+            target.copy_(found)
     return output
 
 
@@ -141,10 +153,8 @@ def backward(grad_output: Tensor, terms: Terms, options: Options, needs: Sequenc
     layer = _Layer(terms, options)
     layout = plain.memory_format(input)
     grad_input = torch.empty_like(input, memory_format=layout) if needs_input else None
-    grad_offset = torch.empty_like(offset, memory_format=torch.contiguous_format) if needs_offset else None
-    grad_mask = (
-        torch.empty_like(mask, memory_format=torch.contiguous_format) if mask is not None and needs_mask else None
-    )
+    grad_offset = offset.new_empty(offset.shape) if needs_offset else None
+    grad_mask = mask.new_empty(mask.shape) if mask is not None and needs_mask else None
     grad_weight = None
     packed = layer.pack(weight).transpose(2, 3).contiguous()
     for images in _chunks(offset):
@@ -166,7 +176,7 @@ def backward(grad_output: Tensor, terms: Terms, options: Options, needs: Sequenc
     return [
         grad_input,
         _laid_out(grad_offset, offset),
-        None if grad_weight is None else grad_weight.permute(0, 3, 2, 1).reshape(weight.shape).to(weight.dtype),
+        None if grad_weight is None else layer.unpack(grad_weight).to(weight.dtype),
         grad_output.sum((0, 2, 3)) if needs_bias else None,
         _laid_out(grad_mask, mask),
     ]

@@ -95,11 +95,11 @@ def convolve(
     mask,  # (B, D, TAPS, Ho, Wo) or None
     weight,  # (G, TAPS, O / G, C / G)
     bias,  # (O,) or None
-    output,  # (B, Ho, Wo, O), or (B, O, Ho, Wo) unless CHANNELS_LAST
+    output,  # (B, Ho, Wo, O)
     pixels, H, W, Ho, Wo, stride_y, stride_x, padding_y, padding_x, dilation_y, dilation_x,
     groups, offset_groups, group_channels, group_outs, segment,
     TAPS: tl.constexpr, KERNEL_WIDTH: tl.constexpr, BLOCK_PIXELS: tl.constexpr, BLOCK_OUTS: tl.constexpr,
-    BLOCK_CHANNELS: tl.constexpr, EVEN_OUTS: tl.constexpr, EVEN_CHANNELS: tl.constexpr, CHANNELS_LAST: tl.constexpr,
+    BLOCK_CHANNELS: tl.constexpr, EVEN_OUTS: tl.constexpr, EVEN_CHANNELS: tl.constexpr,
     WIDE: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """A program convolves BLOCK_PIXELS output pixels into BLOCK_OUTS channels of one group."""
@@ -137,12 +137,7 @@ def convolve(
     if bias is not None:
         total += tl.load(bias + out_channel, has_out, 0.0).to(tl.float32)[None, :]
     total = total.to(output.dtype.element_ty)
-    if CHANNELS_LAST:
-        tl.store(output + (pixel * outs)[:, None] + out_channel[None, :], total, exists[:, None] & has_out[None, :])
-    else:  # pixels last, so that neighbouring threads write neighbouring pixels
-        place = image * outs * (Ho * Wo) + row * Wo + column
-        pointers = output + place[None, :] + (out_channel.to(pixel.dtype) * (Ho * Wo))[:, None]
-        tl.store(pointers, tl.trans(total), has_out[:, None] & exists[None, :])
+    tl.store(output + (pixel * outs)[:, None] + out_channel[None, :], total, exists[:, None] & has_out[None, :])
 
 
 @triton.jit
@@ -191,15 +186,16 @@ def differentiate_samples(
     outs = groups * group_outs
     blocks = tl.cdiv(segment, BLOCK_CHANNELS)
     below = W * channels
-    # Sums over channels of the gradient times each of the four pixels.
-    sum00 = tl.zeros((BLOCK_PIXELS,), tl.float32)
-    sum01 = tl.zeros((BLOCK_PIXELS,), tl.float32)
-    sum10 = tl.zeros((BLOCK_PIXELS,), tl.float32)
-    sum11 = tl.zeros((BLOCK_PIXELS,), tl.float32)
-    for step in range(channels // offset_groups // segment * blocks):
+    # The gradient times each of the four pixels, summed over blocks of channels, and at the end within them.
+    sum00 = tl.zeros((BLOCK_PIXELS, BLOCK_CHANNELS), tl.float32)
+    sum01 = tl.zeros((BLOCK_PIXELS, BLOCK_CHANNELS), tl.float32)
+    sum10 = tl.zeros((BLOCK_PIXELS, BLOCK_CHANNELS), tl.float32)
+    sum11 = tl.zeros((BLOCK_PIXELS, BLOCK_CHANNELS), tl.float32)
+    parts = channels // offset_groups // segment
+    for step in range(parts * blocks):
         in_segment = step % blocks * BLOCK_CHANNELS + tl.arange(0, BLOCK_CHANNELS)
         has_channel = in_segment < segment
-        first_channel = offset_group * (channels // offset_groups) + step // blocks * segment
+        first_channel = (offset_group * parts + step // blocks) * segment
         group = first_channel // group_channels
         in_group = first_channel % group_channels + in_segment
         grads = grad_output + (pixel * outs + group * group_outs)[:, None]
@@ -214,16 +210,20 @@ def differentiate_samples(
         places = (corner * channels + first_channel)[:, None] + in_segment[None, :]
         if grad_offset is not None or grad_mask is not None:
             pointers = input + places
-            sum00 += tl.sum(grad * _read(pointers, has00, has_channel, EVEN_CHANNELS), 1)
-            sum01 += tl.sum(grad * _read(pointers + channels, has01, has_channel, EVEN_CHANNELS), 1)
-            sum10 += tl.sum(grad * _read(pointers + below, has10, has_channel, EVEN_CHANNELS), 1)
-            sum11 += tl.sum(grad * _read(pointers + below + channels, has11, has_channel, EVEN_CHANNELS), 1)
+            sum00 += grad * _read(pointers, has00, has_channel, EVEN_CHANNELS)
+            sum01 += grad * _read(pointers + channels, has01, has_channel, EVEN_CHANNELS)
+            sum10 += grad * _read(pointers + below, has10, has_channel, EVEN_CHANNELS)
+            sum11 += grad * _read(pointers + below + channels, has11, has_channel, EVEN_CHANNELS)
         if grad_input is not None:
             targets = grad_input + places
             _scatter(targets, grad, (1 - dy) * (1 - dx) * modulation, has00, has_channel, EVEN_CHANNELS)
             _scatter(targets + channels, grad, (1 - dy) * dx * modulation, has01, has_channel, EVEN_CHANNELS)
             _scatter(targets + below, grad, dy * (1 - dx) * modulation, has10, has_channel, EVEN_CHANNELS)
             _scatter(targets + below + channels, grad, dy * dx * modulation, has11, has_channel, EVEN_CHANNELS)
+    sum00 = tl.sum(sum00, 1)
+    sum01 = tl.sum(sum01, 1)
+    sum10 = tl.sum(sum10, 1)
+    sum11 = tl.sum(sum11, 1)
     area = Ho * Wo
     sample = (image * offset_groups + offset_group) * TAPS + tap
     place = row * Wo + column
