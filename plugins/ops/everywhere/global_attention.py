@@ -1,9 +1,10 @@
 """Region "everywhere": two-dimensional attention over all keys, with factored position logits.
 
-Four ways to compute it, chosen by what the arguments hold, never by a flag:
+Five ways to compute it, chosen by what the arguments hold, never by a flag:
     * the weights are the same for all queries, or a product of rows' and columns': plain matrix products do;
     * CUDA up to a width, and wide content alone on CPUs: the library's fused attention, all terms folded into
       its dot product (``folding``);
+    * else on CUDA, where the terms together are wider or gradients must be deterministic: Triton (``triton_global``);
     * CPU: one compiled pass over blocks of queries (``cpu_global``);
     * else plain PyTorch over chunks of queries (``chunked_global``).
 """
