@@ -105,7 +105,11 @@ def _results(terms: Terms, options: Options) -> tuple[Tensor, Tensor, Tensor]:
 
 def _gradient(name: str, term: Tensor) -> Tensor:
     """An uninitialised gradient, laid out as its term where this has a contiguous width."""
-    return torch.empty_like(term) if term.stride(-1) == 1 else products.empty(term, term.shape[-1])
+    if term.stride(-1) == 1:
+        gradient = torch.empty_like(term)
+        if gradient.stride(-1) == 1:  # not of overlapping windows
+            return gradient
+    return products.empty(term, term.shape[-1])
 
 
 def _products(terms: Any, options: Options) -> tuple[int, int]:

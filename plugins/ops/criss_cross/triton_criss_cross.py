@@ -157,7 +157,7 @@ class _Launches:
         self.unit = math.gcd(16, *strides)
         D, DV = 0 if query is None else query.shape[4], value.shape[4]
         self.kind = triton_launch.precision(dtype) if dtype == torch.float32 else "half"
-        self.constants = dict(
+        self.constants: dict[str, Any] = dict(
             D=D, DV=DV, UNIT=self.unit, BLOCK_D=triton_launch.power_of_two(D), CONTENT=D > 0,
             PRECISION=triton_launch.precision(dtype), UPCAST=triton_launch.upcast(dtype),
         )  # fmt: skip

@@ -127,6 +127,13 @@ def test_views_are_read_in_place():
         assert (copied == kept) == (name != "channels first"), name
 
 
+def test_overlapping_windows():
+    """Places and channels have the same stride; the gradient's channels are contiguous nevertheless."""
+    windows = [randn(1, 1, 2, 6, seed=n).unfold(3, 4, 1) for n in range(3)]
+    assert windows[0].stride()[3:] == (1, 1)
+    check(ATTEND, Terms(*windows, None), RECOMPUTE)
+
+
 def test_gradients_of_every_kind_alone():
     arguments = terms((2, 2))
     grad_output = torch.randn_like(arguments.value)
