@@ -20,6 +20,7 @@ from . import chunked_sequence as chunked
 from . import cpu_sequence as cpu
 from . import reference
 from . import sdpa_sequence as sdpa
+from . import triton_sequence as triton
 from .chunked_sequence import band_reach
 from .operands import SequenceOptions, SequenceTerms
 
@@ -228,6 +229,6 @@ ATTEND = Operator(
     keeps=("log_sum_exp",),
     fake=_results,
     reference=lambda terms, options: reference.sequence_attention(*terms, *options),
-    table=[sdpa.BACKEND, cpu.BACKEND, chunked.BACKEND],
+    table=[sdpa.BACKEND, cpu.BACKEND, triton.BACKEND, chunked.BACKEND],
     **counts_of_products(_products),
 )

@@ -1,0 +1,257 @@
+"""Sequence attention by Triton kernels (:mod:`.triton_sequence_kernels`), without a tensor of all logits.
+
+The forward pass goes once over the keys, for each block of queries. The backward pass goes twice over the keys for the
+gradients of what belongs to queries, once over the queries for those of what belongs to keys, and once more for
+position logits that are broadcast. No sum depends on the order in which blocks run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import triton_launch
+from ..backends import Backend
+from ..triton_launch import launch, power_of_two
+from .chunked_sequence import band_reach
+from .operands import SequenceOptions, SequenceTerms
+
+
+class Tile(NamedTuple):
+    """Queries and keys of a program's tile of logits, warps of a program, loads that are under way in a loop."""
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+
+
+# By arithmetic, then by the largest width: tiles of the forward, of queries' gradients, of keys', of position logits'.
+# Halves, and float32 as TF32, are multiplied by tensor cores; "ieee" keeps its factors in registers.
+TILES = {
+    "half": {
+        64: (Tile(128, 64, 8, 3), Tile(64, 32, 4, 3), Tile(32, 64, 4, 3), Tile(64, 32, 4, 3)),
+        128: (Tile(128, 64, 8, 2), Tile(64, 32, 8, 2), Tile(32, 64, 8, 2), Tile(64, 32, 8, 2)),
+        256: (Tile(64, 32, 8, 2), Tile(32, 32, 8, 1), Tile(32, 32, 8, 1), Tile(32, 32, 8, 1)),
+    },
+    "tf32": {
+        64: (Tile(64, 64, 4, 2), Tile(64, 32, 4, 2), Tile(32, 32, 4, 2), Tile(64, 32, 4, 2)),
+        128: (Tile(64, 32, 8, 2), Tile(32, 32, 8, 1), Tile(32, 64, 8, 1), Tile(32, 32, 8, 1)),
+    },
+    "ieee": {
+        64: (Tile(64, 16, 4, 1), Tile(32, 32, 8, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),
+        128: (Tile(32, 16, 4, 1), Tile(32, 16, 8, 1), Tile(16, 32, 8, 1), Tile(32, 16, 8, 1)),
+    },
+}
+SHORT = 64  # queries at most for which a block of more is mostly empty
+PROGRAMS = 512  # into at least so many the sums over broadcast axes are parted, if there are so many addends
+LONGEST = 2**23  # positions, taps, and numbers between rows: offsets within a tile stay below 2**31
+
+
+def refuses(terms: SequenceTerms, options: SequenceOptions) -> str | None:
+    value, T = terms.value, terms.queries()
+    if reason := triton_launch.refusal(value):
+        return reason
+    widths = max(value.shape[3], 0 if terms.query is None else terms.query.shape[3])
+    widest = max(TILES[_arithmetic(value.dtype)])
+    if widths > widest:
+        return f"its tiles hold widths of up to {widest} in {str(value.dtype)[6:]}, and a head has {widths}"
+    K = 0 if terms.band_logits is None else terms.band_logits.shape[3]
+    longest = max(T, value.shape[2], K)
+    if longest > LONGEST:
+        return f"it counts up to {LONGEST} queries, keys and taps, and there are {longest}"
+    programs = value.shape[0] * value.shape[1] * -(-longest // 16)
+    if programs > triton_launch.LONGEST_GRID:
+        return f"a grid has up to {triton_launch.LONGEST_GRID} programs, and these are up to {programs}"
+    return None
+
+
+def _arithmetic(dtype: torch.dtype) -> str:
+    """A key of :data:`TILES`."""
+    return "half" if dtype.itemsize == 2 else triton_launch.precision(dtype)
+
+
+class Call:
+    """The arguments of one call as kernels take them."""
+
+    def __init__(self, terms: SequenceTerms, options: SequenceOptions):
+        mask, dtype = options.key_padding_mask, terms.value.dtype
+        self.B, self.M, self.S, self.dv = terms.value.shape
+        self.T, self.d = terms.queries(), 0 if terms.query is None else terms.query.shape[3]
+        self.K = 0 if terms.band_logits is None else terms.band_logits.shape[3]
+        query, key, value, *logits = (None if t is None else _with_rows(t) for t in terms)
+        if self.d == 0:
+            query = key = None
+        start = min(options.start, self.S + self.K)  # positions beyond all bands are alike
+        left, _ = band_reach(self.K, options.causal)
+        self.vectors = [value, query, key]
+        self.logits = logits
+        self.padding = None if mask is None else mask.contiguous().view(torch.uint8)
+        self.numbers = (self.M, self.T, self.S, self.K, left, start, float(options.scale))
+        self.arithmetic = _arithmetic(dtype)
+        self.constants = dict(
+            D=self.d,
+            DV=self.dv,
+            BLOCK_D=power_of_two(self.d),
+            BLOCK_DV=power_of_two(self.dv),
+            CAUSAL=options.causal,
+            PRECISION=triton_launch.precision(dtype),
+            UPCAST=triton_launch.upcast(dtype),
+        )
+
+    @property
+    def tiles(self) -> tuple[Tile, ...]:
+        """Of the forward, of queries' gradients, of keys', of position logits'."""
+        of_widths = TILES[self.arithmetic]
+        return of_widths[next(width for width in of_widths if max(self.d, self.dv) <= width)]
+
+    def run(
+        self,
+        kernel: Any,
+        programs: int,
+        tile: Tile,
+        output: Tensor,
+        others: Sequence[Tensor | None],
+        vectors: Sequence[Tensor | None] = (),
+        logits: Sequence[Tensor | None] = (),
+        numbers: Sequence[int] = (),
+        **constants: Any,
+    ) -> None:
+        """Launch ``kernel``.
+
+        Args:
+            output: The output or its gradient, (B, M, T, dv), the first tensor behind the mask.
+            others: Tensors without strides, behind it.
+            vectors: Gradients of query, key or value.
+            logits: Gradients of logits.
+            numbers: Integers in front of the sizes.
+        """
+        unit = _unit(*self.vectors, output, *vectors)
+        padding = 0 if self.padding is None else self.padding.stride(0)
+        launch(
+            kernel, (programs,),
+            *self.vectors, *self.logits, self.padding, output, *others, *vectors, *logits,
+            *_strides(self.vectors, unit), *_strides(self.logits), padding, *_strides([output], unit),
+            *_strides(vectors, unit), *_strides(logits), *numbers, *self.numbers,
+            BLOCK_T=tile.queries, BLOCK_S=tile.keys, UNIT=unit, num_warps=tile.warps, num_stages=tile.stages,
+            **self.constants, **constants,
+        )  # fmt: skip
+
+
+def _near(step: int) -> int:
+    """Keys, or queries, that a loop takes at a time where a band touches them; 16 is the least of ``tl.dot``."""
+    return max(16, step // 2)
+
+
+def _has_rows(tensor: Tensor) -> bool:
+    """Whether kernels can address ``tensor``, (B, M, rows) or (B, M, rows, width)."""
+    together = tensor.dim() == 3 or tensor.shape[3] <= 1 or tensor.stride(3) == 1
+    return together and (tensor.shape[2] == 1 or tensor.stride(2) <= LONGEST)
+
+
+def _with_rows(tensor: Tensor) -> Tensor:
+    """``tensor``, or a copy whose last axis is contiguous."""
+    return tensor if _has_rows(tensor) else tensor.contiguous()
+
+
+def _unit(*tensors: Tensor | None) -> int:
+    """The numbers in 16 bytes where these divide all strides, else 1."""
+    given = [t for t in tensors if t is not None]
+    unit = 16 // given[0].element_size()
+    return unit if all(stride % unit == 0 for stride in _strides(given)) else 1
+
+
+def _strides(tensors: Sequence[Tensor | None], unit: int = 1) -> list[int]:
+    """Of batch, head and row of each, in units; 0 along axes of size 1, and of None."""
+    return [0 if t is None or t.shape[axis] == 1 else t.stride(axis) // unit for t in tensors for axis in range(3)]
+
+
+def forward(terms: SequenceTerms, options: SequenceOptions, output: Tensor, lse: Tensor) -> None:
+    """Write the output (B, M, T, dv) and the log-sum-exp (B, M, T), +inf where all keys are masked."""
+    from . import triton_sequence_kernels as kernels
+
+    call = Call(terms, options)
+    tile = call.tiles[0]
+    if call.T <= SHORT < tile.queries:
+        tile = tile._replace(queries=tile.queries // 2, warps=tile.warps // 2)
+    programs = call.B * call.M * -(-call.T // tile.queries)
+    call.run(kernels.attend, programs, tile, output, [lse], NEAR=_near(tile.keys))
+
+
+def backward(
+    grad_output: Tensor, terms: SequenceTerms, options: SequenceOptions, lse: Tensor, grads: list[Tensor | None]
+) -> None:
+    """Fill the wanted gradients (those not None), in the order of :class:`.SequenceTerms`."""
+    from . import triton_sequence_kernels as kernels
+
+    call = Call(terms, options)
+    B, M, T, S = call.B, call.M, call.T, call.S
+    grad_output, lse = _with_rows(grad_output), lse.contiguous()
+    if call.d == 0:
+        grads = [None, None, *grads[2:]]
+    shape = (B, M, T)
+    shared = grads[5] if grads[5] is not None and grads[5].shape[:3] != shape else None
+    targets = [
+        None if g is None or g is shared else _target(g, g.shape if i < 3 else (*shape, *g.shape[3:]))
+        for i, g in enumerate(grads)
+    ]
+    query, key, value, band, outside, position = targets
+    delta = None
+    if any(g is not None for i, g in enumerate(grads) if i != 2):
+        delta = torch.empty_like(lse)
+        if band is not None:  # at the ends of a sequence, bands have taps without keys
+            band.zero_()
+        if position is not None and options.causal:  # what no query of a block sees is left out
+            position.zero_()
+        tile = call.tiles[1]
+        programs = B * M * -(-T // tile.queries)
+        turns = 1 if query is band is outside is position is None else 2
+        call.run(
+            kernels.differentiate_queries, programs, tile, grad_output, [lse, delta], [query],
+            [band, outside, position], TURNS=turns, NEAR=_near(tile.keys),
+        )  # fmt: skip
+    if key is not None or value is not None:
+        tile = call.tiles[2]
+        programs = B * M * -(-S // tile.keys)
+        call.run(
+            kernels.differentiate_keys, programs, tile, grad_output, [lse, delta], [key, value],
+            NEAR=_near(tile.queries),
+        )  # fmt: skip
+    if shared is not None:
+        targets[5] = _sum_position(kernels.differentiate_position, call, grad_output, [lse, delta], shared.shape)
+    for grad, found in zip(grads, targets):
+        if grad is not None and found is not None and found is not grad:
+            grad.copy_(found.sum_to_size(grad.shape))
+
+
+def _target(grad: Tensor, shape: Sequence[int]) -> Tensor:
+    """Where a kernel writes a gradient: there, or to what is summed and copied to it."""
+    if grad.shape != shape:
+        return grad.new_empty(shape, dtype=torch.float32)
+    return grad if _has_rows(grad) else torch.empty(shape, dtype=grad.dtype, device=grad.device)
+
+
+def _sum_position(
+    kernel: Any, call: Call, grad_output: Tensor, others: Sequence[Tensor | None], shape: Sequence[int]
+) -> Tensor:
+    """The gradient of position logits that are broadcast, in float32."""
+    B, M, T, S = call.B, call.M, call.T, call.S
+    tile = call.tiles[3]
+    blocks = -(-T // tile.queries)
+    every_query = shape[2] != T
+    own = [shape[0] * shape[1], -(-S // tile.keys) * (1 if every_query else blocks)]  # heads, tiles of a head
+    steps = [B // shape[0], M // shape[1], blocks if every_query else 1]  # along the axes that are summed
+    count = steps[0] * steps[1] * steps[2]
+    share = -(-count // min(count, -(-PROGRAMS // (own[0] * own[1]))))
+    parts = -(-count // share)
+    sums = grad_output.new_empty((parts, *shape), dtype=torch.float32)
+    programs = parts * own[0] * own[1]
+    numbers = [own[0], *steps, share]
+    call.run(kernel, programs, tile, grad_output, [*others, sums], numbers=numbers, EVERY_QUERY=every_query)
+    return sums.sum(0)
+
+
+BACKEND = Backend(triton_launch.NAME, refuses, forward, backward)
