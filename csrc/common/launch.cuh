@@ -61,9 +61,10 @@ inline int code_architecture() {
   return known;
 }
 
-// Runs kernel<<<blocks, kThreads>>>(arguments...) on the current stream of the current device.
+// Runs kernel<<<blocks, kThreads, bytes>>>(arguments...) on the current stream of the current device.
 template <class... Parameters, class... Arguments>
-void launch(void (*kernel)(Parameters...), int64_t blocks, const Arguments&... arguments) {
+void launch_with_shared_memory(void (*kernel)(Parameters...), int64_t blocks, int64_t bytes,
+                               const Arguments&... arguments) {
   if (blocks == 0) return;
   STD_TORCH_CHECK(blocks <= std::numeric_limits<int32_t>::max(), "attn_plugins: a grid of ", blocks,
                   " blocks is too large for CUDA");
@@ -71,8 +72,15 @@ void launch(void (*kernel)(Parameters...), int64_t blocks, const Arguments&... a
   STD_CUDA_CHECK(cudaGetDevice(&device));
   void* stream = nullptr;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
-  kernel<<<static_cast<unsigned>(blocks), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(arguments...);
+  kernel<<<static_cast<unsigned>(blocks), kThreads, static_cast<size_t>(bytes),
+           static_cast<cudaStream_t>(stream)>>>(arguments...);
   STD_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
+// The same without shared memory of its own.
+template <class... Parameters, class... Arguments>
+void launch(void (*kernel)(Parameters...), int64_t blocks, const Arguments&... arguments) {
+  launch_with_shared_memory(kernel, blocks, 0, arguments...);
 }
 
 }  // namespace attn_plugins

@@ -229,6 +229,12 @@ inline int __clz(int bits) {
 inline int __ffs(int bits) {
   return __builtin_ffs(bits);
 }
+inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selector) {
+  const uint64_t bytes = low | uint64_t(high) << 32;
+  unsigned result = 0;
+  for (unsigned i = 0; i < 4; ++i) result |= unsigned(bytes >> (selector >> 4 * i & 7) * 8 & 0xff) << 8 * i;
+  return result;
+}
 inline float __expf(float x) {
   return std::exp(x);
 }

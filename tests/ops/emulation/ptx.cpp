@@ -337,6 +337,8 @@ struct Machine {
     } else if (name == "cvt") {
       write(a[0], a.size() == 3 ? convert_pair(i.text, i.words[i.words.size() - 2], read(a[1]), read(a[2]))
                                 : convert(i.text, i.words[i.words.size() - 2], i.type(), read(a[1])));
+    } else if (name == "mad" && i.has("wide") && i.type() == "s32") {
+      write(a[0], uint64_t(int64_t(int32_t(read(a[1]))) * int32_t(read(a[2]))) + read(a[3]));
     } else if (name == "fma" || name == "mad") {
       write(a[0], multiply_add_numbers(i.text, i.type(), read(a[1]), read(a[2]), read(a[3])));
     } else if (a.size() == 2) {
