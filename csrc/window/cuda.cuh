@@ -59,8 +59,9 @@ WindowAxis window_axis(int64_t queries, int64_t keys, const std::vector<int64_t>
 template <class T>
 struct WindowArguments {
   WindowProblem<T> p{};
-  int64_t heads;  // of the whole batch
-  bool vectors;   // 16 bytes at a time
+  int64_t heads;          // of the whole batch
+  bool vectors;           // 16 bytes at a time
+  bool lines_fit = true;  // their distances are 32-bit
 
   WindowArguments(const std::optional<Tensor>& query, const std::optional<Tensor>& key, const Tensor& value,
                   const std::optional<Tensor>& position, const Tensor& log_sum_exp,
@@ -80,7 +81,7 @@ struct WindowArguments {
     p.d = query.has_value() ? int(query->size(4)) : 0, p.dv = int(value.size(4));
     STD_TORCH_CHECK(width() <= 32 * kWideChannels, "attn_plugins: a head may have up to ", 32 * kWideChannels,
                     " channels on CUDA, got ", width());
-    p.scale = float(scale), p.zero_border = zero_border;
+    p.scale = float(scale), p.power_scale = p.scale * kLog2E, p.zero_border = zero_border;
     vectors = p.d % kVector == 0 && p.dv % kVector == 0;
     add_rows("query", p.query), add_rows("key", p.key), add_rows("value", p.value);
     check_distance("position_logits", p.position.column, p.x.dilation);
@@ -88,6 +89,17 @@ struct WindowArguments {
     p.key_step = int(p.x.dilation * p.key.column), p.value_step = int(p.x.dilation * p.value.column);
     p.query_step = int(p.x.step * p.query.column);
     p.position_step = int(p.x.step * p.position.column - p.x.shift * p.position.channel);
+    set_bytes(p.key_bytes, p.y.dilation * p.key.row, sizeof(T));
+    set_bytes(p.value_bytes, p.y.dilation * p.value.row, sizeof(T));
+    set_bytes(p.query_bytes, p.y.step * p.query.row, sizeof(T));
+    const int64_t taps_row = p.x.taps * p.position.channel;
+    set_bytes(p.position_bytes, p.y.step * p.position.row - p.y.shift * taps_row, sizeof(T));
+    set_bytes(p.stats_bytes, 2 * int64_t(p.y.step) * p.x.queries, sizeof(float));
+  }
+
+  // Sets a distance of lines, for tensor cores.
+  void set_bytes(int& bytes, int64_t elements, int64_t size) {
+    bytes = int(elements * size), lines_fit = lines_fit && bytes == elements * size;
   }
 
   static constexpr int kVector = 16 / sizeof(T);
@@ -168,7 +180,8 @@ void for_team(WindowArguments<T>& a, const Body& body) {
 // about. ATTN_PLUGINS_WINDOW_TENSOR_CORES=0 does without, for comparisons.
 template <class T>
 bool tensor_cores_fit(const WindowArguments<T>& a) {
-  if (std::is_same_v<T, float> || !a.vectors || a.width() > 64 || a.p.x.shift > 2 || !has_tensor_cores())
+  if (std::is_same_v<T, float> || !a.vectors || !a.lines_fit || a.width() > 64 || a.p.x.shift > 2 ||
+      !has_tensor_cores())
     return false;
   const char* wanted = std::getenv("ATTN_PLUGINS_WINDOW_TENSOR_CORES");
   return wanted == nullptr || wanted[0] != '0';
@@ -181,6 +194,35 @@ void for_tile(WindowArguments<T>& a, const Body& body) {
   if (a.width() <= 16) return body(std::integral_constant<int, 16>());
   if (a.width() <= 32) return body(std::integral_constant<int, 32>());
   body(std::integral_constant<int, 64>());
+}
+
+// Launches a tensor kernel, which may stage position logits; kernel(width, logits, content) is its instance.
+template <bool STAGED, class T, class Kernel>
+void launch_tiles(WindowArguments<T>& a, const Kernel& kernel) {
+  const auto run = [&](auto logits, auto content) {
+    constexpr bool kStaged = decltype(logits)::value == Logits::kStaged;
+    const int64_t bytes = kStaged ? a.p.staged * kWarps * int64_t(sizeof(T)) : 0;
+    for_tile(a, [&](auto width) {
+      launch_with_shared_memory(kernel(width, logits, content), a.blocks(), bytes, a.p);
+    });
+  };
+  if (a.p.position.data == nullptr) {
+    return run(std::integral_constant<Logits, Logits::kNone>(), std::true_type());
+  }
+  const auto run_either = [&](auto logits) {
+    a.p.d > 0 ? run(logits, std::true_type()) : run(logits, std::false_type());
+  };
+  if constexpr (STAGED) {
+    const int64_t elements = staged_elements(int64_t(a.p.y.taps) * a.p.x.taps);
+    if (elements * kWarps * int64_t(sizeof(T)) <= kSharedBytes) {
+      a.p.staged = int(elements);
+      return run_either(std::integral_constant<Logits, Logits::kStaged>());
+    }
+    // So rare that there is no instance without content: it is a content of no channels.
+    run(std::integral_constant<Logits, Logits::kDirect>(), std::true_type());
+  } else {
+    run_either(std::integral_constant<Logits, Logits::kDirect>());
+  }
 }
 
 // A warp to each tile of queries, in the shape whose windows take fewer products: per tile, of rows of other
@@ -223,9 +265,10 @@ void window_attention_forward(std::optional<Tensor> query, std::optional<Tensor>
     a.add_rows("output", a.p.output);
     if constexpr (!std::is_same_v<T, float>) {
       if (tensor_cores_fit(a)) {
-        return for_tile(a, [&](auto width) {
-          assign_queries(a);
-          launch(window_forward_tensor_kernel<T, decltype(width)::value>, a.blocks(), a.p);
+        assign_queries(a);
+        return launch_tiles<true>(a, [](auto width, auto logits, auto content) {
+          return window_forward_tensor_kernel<T, decltype(width)::value, decltype(logits)::value,
+                                              decltype(content)::value>;
         });
       }
     }
@@ -253,11 +296,12 @@ void window_attention_backward(Tensor grad_output, std::optional<Tensor> query, 
     p.grad_position = maps<T>(grad_position);
     a.check_taps("grad_position_logits", p.grad_position.channel);
     p.gradient_step = int(p.x.step * p.grad_output.column);
+    a.set_bytes(p.gradient_bytes, p.y.step * p.grad_output.row, sizeof(T));
     a.add_rows("grad_output", p.grad_output), a.add_rows("output", p.output_read);
     a.add_rows("grad_query", p.grad_query), a.add_rows("grad_key", p.grad_key);
     a.add_rows("grad_value", p.grad_value);
-    const Tensor stats = empty_like_options(log_sum_exp, {log_sum_exp.numel(), 2});
-    p.stats = static_cast<float*>(stats.data_ptr());
+    const Tensor stats = empty_like_options(log_sum_exp, {log_sum_exp.numel(), 3});
+    p.stats = static_cast<float*>(stats.data_ptr()), p.peaks = p.stats + 2 * log_sum_exp.numel();
     const bool queries_wanted = p.grad_query.data || p.grad_position.data;
     const bool keys_wanted = p.grad_key.data || p.grad_value.data;
     for_team(a, [&](auto team, auto wide) {
@@ -278,16 +322,20 @@ void window_attention_backward(Tensor grad_output, std::optional<Tensor> query, 
     });
     if constexpr (!std::is_same_v<T, float>) {
       if (!tensor_cores_fit(a)) return;
-      for_tile(a, [&](auto width) {
-        if (queries_wanted) {
-          assign_queries(a);
-          launch(window_query_gradient_tensor_kernel<T, decltype(width)::value>, a.blocks(), p);
-        }
-        if (keys_wanted) {
-          assign_keys(a);
-          launch(window_key_gradient_tensor_kernel<T, decltype(width)::value>, a.blocks(), p);
-        }
-      });
+      if (queries_wanted) {
+        assign_queries(a);
+        launch_tiles<true>(a, [](auto width, auto logits, auto content) {
+          return window_query_gradient_tensor_kernel<T, decltype(width)::value, decltype(logits)::value,
+                                                     decltype(content)::value>;
+        });
+      }
+      if (keys_wanted) {
+        assign_keys(a);
+        launch_tiles<false>(a, [](auto width, auto logits, auto content) {
+          return window_key_gradient_tensor_kernel<T, decltype(width)::value, decltype(logits)::value,
+                                                   decltype(content)::value>;
+        });
+      }
     }
   });
 }

@@ -1,6 +1,8 @@
 // What window attention's kernels work on, and which keys and queries meet.
 #pragma once
 
+#include <type_traits>
+
 #include "common/launch.cuh"
 #include "common/vector.cuh"
 
@@ -33,6 +35,7 @@ struct WindowProblem {
   Maps<T> output, grad_query, grad_key, grad_value, grad_position;
   float* log_sum_exp;  // (B, M, Hq, Wq); natural, +inf where a window is empty
   float* stats;        // (B, M, Hq, Wq, 2): log-sum-exp, and grad_output · output
+  float* peaks;        // (B, M, Hq, Wq), of float16 alone: grad_output's greatest magnitude
   WindowAxis y, x;
   int64_t teams;
   int M, d, dv;       // d is 0 without content
@@ -40,8 +43,11 @@ struct WindowProblem {
   // Elements from place to place: of lines of keys, and of lines of queries; the logits' of the same key.
   // (Here, for kernels read them from constant memory; products they would compute anew each time.)
   int key_step, value_step, query_step, gradient_step, position_step;
-  int lanes;  // of a team, where the kernel does not fix them
-  float scale;
+  // Bytes from line to line, for kernels on tensor cores: those with longer ones are not chosen.
+  int key_bytes, value_bytes, query_bytes, gradient_bytes, position_bytes, stats_bytes;
+  int lanes;                 // of a team, where the kernel does not fix them
+  int staged;                // elements of shared memory for a warp's position logits
+  float scale, power_scale;  // of logits; of them as powers of two
   bool zero_border;
   bool tall;  // a warp's tile has two rows
 
@@ -68,6 +74,14 @@ __device__ __forceinline__ Place locate(int64_t team, int64_t teams, int M, int 
 // The first place of the n-th run of `count` places at distances of `step`.
 __device__ __forceinline__ int spread(int n, int step, int count) {
   return n / step * (step * count) + n % step;
+}
+
+// The team's run of places of a row, of `count` at these distances.
+template <class T>
+__device__ __forceinline__ Place locate_run(const WindowProblem<T>& p, int64_t team, int step, int count) {
+  Place at = locate(team, p.teams, p.M, p.rows, p.columns);
+  at.x = spread(at.x, step, count);
+  return at;
 }
 
 __device__ __forceinline__ bool within(int i, int count) {
@@ -97,6 +111,20 @@ struct Span {
 template <class T>
 __device__ __forceinline__ T* along(T* row, int place, int distance) {
   return row + place * distance;
+}
+
+// Place i, places being this many bytes apart. (By one instruction, which the compiler does not always see.)
+template <class T>
+__device__ __forceinline__ T* go(T* first, int i, int bytes) {
+  uintptr_t to = reinterpret_cast<uintptr_t>(first);
+  asm("mad.wide.s32 %0, %1, %2, %0;" : "+l"(to) : "r"(i), "r"(bytes));
+  return reinterpret_cast<T*>(to);
+}
+
+// Keeps x in a register from here on: the compiler would compute it anew in each turn of a loop.
+template <class T>
+__device__ __forceinline__ void keep(T& x) {
+  asm volatile("" : "+r"(x));
 }
 
 // The greatest tap by which a query may see key `at` of an axis, and that query; tap - n * shift belongs to

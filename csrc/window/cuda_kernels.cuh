@@ -39,6 +39,11 @@ struct Team {
     return x;
   }
 
+  __device__ __forceinline__ float greatest(float x) const {
+    for (int step = lanes / 2; step > 0; step /= 2) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, step, 32));
+    return x;
+  }
+
   // This lane's channels of a row of `width`; zeros where it is not present.
   template <class T>
   __device__ __forceinline__ void read(const T* row, bool present, int width, float (&to)[OWN]) const {
@@ -79,15 +84,17 @@ __device__ __forceinline__ void add_scaled(float (&to)[N], float factor, const f
   for (int c = 0; c < N; ++c) to[c] += factor * x[c];
 }
 
-__device__ __forceinline__ float exponential(float x) {
-  const float power = x * 1.4426950408889634f;
-#ifdef __CUDA_ARCH__
+constexpr float kLog2E = 1.4426950408889634f;
+constexpr float kLowestTop = -2e38f;  // its power of two has a finite exponent
+
+__device__ __forceinline__ float power_of_two(float x) {
   float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(power));
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
-#else
-  return exp2f(power);
-#endif
+}
+
+__device__ __forceinline__ float exponential(float x) {
+  return power_of_two(x * kLog2E);
 }
 
 template <class T>
@@ -95,11 +102,9 @@ __device__ __forceinline__ float load_one(const T* from) {
   return widen(load_constant<T, 1>(from).element[0]);
 }
 
-template <class T, class Team, int QUERIES>
-__global__ void __launch_bounds__(kThreads) window_forward_kernel(const WindowProblem<T> p) {
-  const Team team(p.lanes);
-  Place at = locate(team.index, p.teams, p.M, p.rows, p.columns);
-  at.x = spread(at.x, p.x.step, QUERIES);
+// Queries at.x, at.x + p.x.step, ... of a row.
+template <int QUERIES, class T, class Team>
+__device__ __forceinline__ void window_forward(const WindowProblem<T>& p, const Team& team, const Place& at) {
   const bool content = p.d > 0, biased = p.position.data != nullptr;
   float query[QUERIES][Team::OWN], sum[QUERIES][Team::OWN], top[QUERIES], total[QUERIES];
   bool valid[QUERIES];
@@ -129,7 +134,7 @@ __global__ void __launch_bounds__(kThreads) window_forward_kernel(const WindowPr
       float key[Team::OWN], value[Team::OWN], logit[QUERIES], bias[QUERIES];
 #pragma unroll
       for (int r = 0; r < QUERIES; ++r) {
-        bias[r] = counts ? 0 : -INFINITY;
+        bias[r] = 0;
         if (biased && counts && valid[r] && within(j - r * p.x.shift, p.x.taps)) {
           bias[r] = load_one(positions + (j * int(p.position.channel) + r * p.position_step));
         }
@@ -149,7 +154,7 @@ __global__ void __launch_bounds__(kThreads) window_forward_kernel(const WindowPr
 #pragma unroll
       for (int r = 0; r < QUERIES; ++r) {
         if (!within(j - r * p.x.shift, p.x.taps)) continue;  // for all threads alike
-        logit[r] += bias[r];
+        logit[r] = counts ? logit[r] + bias[r] : -INFINITY;  // chosen: a sum could be NaN
         if (logit[r] > top[r] + kSlack) {
           const float factor = exponential(top[r] - logit[r]);
           top[r] = logit[r], total[r] *= factor;
@@ -175,6 +180,12 @@ __global__ void __launch_bounds__(kThreads) window_forward_kernel(const WindowPr
   }
 }
 
+template <class T, class Team, int QUERIES>
+__global__ void __launch_bounds__(kThreads) window_forward_kernel(const WindowProblem<T> p) {
+  const Team team(p.lanes);
+  window_forward<QUERIES>(p, team, locate_run(p, team.index, p.x.step, QUERIES));
+}
+
 // The backward kernels' statistics, one team a query. Of half numbers the output is read as it was rounded: a
 // gradient carries the error of that, relative to the gradient of the output, as in FlashAttention.
 template <class T, class Team>
@@ -185,20 +196,25 @@ __global__ void __launch_bounds__(kThreads) window_stats_kernel(const WindowProb
   team.read(p.output_read.at(at.b, at.m, at.y, at.x), at.exists, p.dv, output);
   team.read(p.grad_output.at(at.b, at.m, at.y, at.x), at.exists, p.dv, gradient);
   const float product = team.sum(dot(output, gradient));
+  float peak = 0;
+  if constexpr (std::is_same_v<T, __half>) {
+#pragma unroll
+    for (int c = 0; c < Team::OWN; ++c) peak = fmaxf(peak, fabsf(gradient[c]));
+    peak = team.greatest(peak);
+  }
   if (at.exists && team.lane == 0) {
     const int64_t query_index = p.query_index(at.b, at.m, at.y, at.x);
     Vector<float, 2> stats;
     stats.element[0] = p.log_sum_exp[query_index], stats.element[1] = product;
     store(p.stats + 2 * query_index, stats);
+    if (std::is_same_v<T, __half>) p.peaks[query_index] = peak;
   }
 }
 
-// Gradients of queries and position logits.
-template <class T, class Team, int QUERIES>
-__global__ void __launch_bounds__(kThreads) window_query_gradient_kernel(const WindowProblem<T> p) {
-  const Team team(p.lanes);
-  Place at = locate(team.index, p.teams, p.M, p.rows, p.columns);
-  at.x = spread(at.x, p.x.step, QUERIES);
+// Gradients of queries at.x, at.x + p.x.step, ... of a row, and of their position logits.
+template <int QUERIES, class T, class Team>
+__device__ __forceinline__ void window_query_gradient(const WindowProblem<T>& p, const Team& team,
+                                                      const Place& at) {
   const bool content = p.d > 0, biased = p.position.data != nullptr;
   const int taps = p.y.taps * p.x.taps;
   float query[QUERIES][Team::OWN], gradient[QUERIES][Team::OWN], sum[QUERIES][Team::OWN];
@@ -233,7 +249,7 @@ __global__ void __launch_bounds__(kThreads) window_query_gradient_kernel(const W
       float key[Team::OWN], value[Team::OWN], logit[QUERIES], slope[QUERIES], bias[QUERIES];
 #pragma unroll
       for (int r = 0; r < QUERIES; ++r) {
-        bias[r] = counts ? 0 : -INFINITY;
+        bias[r] = 0;
         if (biased && counts && valid[r] && within(j - r * p.x.shift, p.x.taps)) {
           bias[r] = load_one(positions + (j * int(p.position.channel) + r * p.position_step));
         }
@@ -256,7 +272,8 @@ __global__ void __launch_bounds__(kThreads) window_query_gradient_kernel(const W
       for (int r = 0; r < QUERIES; ++r) {
         const int tap = j - r * p.x.shift;
         if (!within(tap, p.x.taps)) continue;
-        slope[r] = exponential(logit[r] + bias[r] - stats[r].element[0]) * (slope[r] - stats[r].element[1]);
+        const float weight = exponential(logit[r] + bias[r] - stats[r].element[0]);
+        slope[r] = counts ? weight * (slope[r] - stats[r].element[1]) : 0;
         add_scaled(sum[r], slope[r], key);
         if (p.grad_position.data) {
           const int t = i * p.x.taps + tap, lane = t & (team.lanes - 1);
@@ -280,12 +297,17 @@ __global__ void __launch_bounds__(kThreads) window_query_gradient_kernel(const W
   }
 }
 
-// Gradients of keys and values, each gathered from the queries that see the key.
-template <class T, class Team, int KEYS>
-__global__ void __launch_bounds__(kThreads) window_key_gradient_kernel(const WindowProblem<T> p) {
+template <class T, class Team, int QUERIES>
+__global__ void __launch_bounds__(kThreads) window_query_gradient_kernel(const WindowProblem<T> p) {
   const Team team(p.lanes);
-  Place at = locate(team.index, p.teams, p.M, p.rows, p.columns);
-  at.x = spread(at.x, p.x.dilation, KEYS);
+  window_query_gradient<QUERIES>(p, team, locate_run(p, team.index, p.x.step, QUERIES));
+}
+
+// Gradients of keys at.x, at.x + p.x.dilation, ... and of their values, each gathered from the queries that
+// see the key.
+template <int KEYS, class T, class Team>
+__device__ __forceinline__ void window_key_gradient(const WindowProblem<T>& p, const Team& team,
+                                                    const Place& at) {
   const bool content = p.d > 0, biased = p.position.data != nullptr, slopes = p.grad_key.data != nullptr;
   float key[KEYS][Team::OWN], value[KEYS][Team::OWN], key_sum[KEYS][Team::OWN], value_sum[KEYS][Team::OWN];
 #pragma unroll
@@ -315,15 +337,16 @@ __global__ void __launch_bounds__(kThreads) window_key_gradient_kernel(const Win
       const int j = columns.tap - l * p.x.shift, greatest = p.x.taps - 1 - l * p.x.shift;
       const bool inside = row_inside && on_map.has(l);
       float query[Team::OWN], gradient[Team::OWN], logit[KEYS], slope[KEYS], bias[KEYS];
+      bool sees[KEYS];
       Vector<float, 2> stats;
       if (inside) stats = load_constant<float, 2>(along(row_stats, l, 2 * p.x.step));
       const T* position = along(positions, l, p.x.step * int(p.position.column));
 #pragma unroll
       for (int r = 0; r < KEYS; ++r) {
-        const bool sees = inside && within(j + r, p.x.taps);
-        bias[r] = sees ? 0 : -INFINITY;
-        if (biased && sees)
+        sees[r] = inside && within(j + r, p.x.taps), bias[r] = 0;
+        if (biased && sees[r]) {
           bias[r] = load_one(along(position, i * p.x.taps + j + r, int(p.position.channel)));
+        }
       }
       team.read(along(queries, l, p.query_step), inside, p.d, query);
       team.read(along(gradients, l, p.gradient_step), inside, p.dv, gradient);
@@ -343,7 +366,7 @@ __global__ void __launch_bounds__(kThreads) window_key_gradient_kernel(const Win
       }
 #pragma unroll
       for (int r = 0; r < KEYS; ++r) {
-        if (greatest + r < 0 || greatest + r >= p.x.taps + p.x.shift - 1) continue;
+        if (!sees[r]) continue;  // not times 0: the query may be infinite
         const float weight = exponential(logit[r] + bias[r] - stats.element[0]);
         add_scaled(value_sum[r], weight, gradient);
         if (slopes) add_scaled(key_sum[r], weight * (slope[r] - stats.element[1]), query);
@@ -357,6 +380,12 @@ __global__ void __launch_bounds__(kThreads) window_key_gradient_kernel(const Win
     if (p.grad_key.data) team.write(p.grad_key.at(at.b, at.m, at.y, x), p.d, key_sum[r], p.scale);
     if (p.grad_value.data) team.write(p.grad_value.at(at.b, at.m, at.y, x), p.dv, value_sum[r], 1);
   }
+}
+
+template <class T, class Team, int KEYS>
+__global__ void __launch_bounds__(kThreads) window_key_gradient_kernel(const WindowProblem<T> p) {
+  const Team team(p.lanes);
+  window_key_gradient<KEYS>(p, team, locate_run(p, team.index, p.x.dilation, KEYS));
 }
 
 }  // namespace attn_plugins

@@ -118,6 +118,8 @@ CASES = {
     "causal sequence": dict(kernel=(1, 31), size=(1, 40), padding=(0, 30), M=1),
     "a column": dict(kernel=(3, 3), size=(19, 1), M=1),
     "larger than the map": dict(kernel=(7, 9), size=(3, 4), B=1),
+    "seven by seven": dict(kernel=(7, 7), size=(9, 11), B=1, d=32, dv=32),
+    "too many taps for shared memory": dict(kernel=(15, 13), size=(5, 6), B=1, M=1),
     "one key": dict(size=(1, 1)),
     "several blocks": dict(size=(19, 23), B=1, kernel=(3, 1)),
 }
@@ -222,6 +224,69 @@ def test_masked_windows_and_extreme_logits(compute, dtype):
     one = torch.randn(1, 1, 2, 2, 8, dtype=dtype)
     output, _ = compute([None, None, one, rising], geometry, torch.randn_like(one))
     torch.testing.assert_close(output, one[:, :, 1:, 1:].expand_as(one))
+
+
+@pytest.mark.parametrize("padding", [0, 1, 3, 8], ids="{} elements between rows".format)
+@pytest.mark.parametrize("kernel", [(3, 3), (7, 7), (1, 4)], ids=str)
+def test_position_logits_at_any_address(compute, kernel, padding):
+    """Staged by vectors where neighbours follow each other, whatever the alignment; else one by one."""
+    (_, _, value, position), geometry, grad_output = problem(kernel=kernel, size=(5, 9), B=1, logits="position")
+    expected, gradients = expected_of((None, None, value, position), geometry, grad_output)
+    for start in range(3):
+        *grid, taps = position.shape
+        row = grid[-1] * taps + padding
+        strides = (grid[1] * grid[2] * row, grid[2] * row, row, taps, 1)
+        memory = torch.full((start + strides[0] * grid[0],), math.nan, dtype=torch.float16)
+        logits = memory.as_strided(position.shape, strides, start).copy_(position)
+        output, grads = compute([None, None, value.half(), logits], geometry, grad_output.half())
+        assert error(output, expected) < TOLERANCE[torch.float16]
+        assert error(grads[2], gradients[2]) < TOLERANCE[torch.float16]
+        assert error(grads[3], gradients[3]) < TOLERANCE[torch.float16]
+
+
+@pytest.mark.parametrize("bad", [math.inf, math.nan], ids=str)
+@pytest.mark.parametrize("which", ["query", "key", "value", "grad_output"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_infinity_and_nan_reach_only_their_windows(compute, dtype, which, bad):
+    """A weight of 0 outside of the window must not meet them."""
+    for stride in ((1, 1), (2, 2)):
+        terms, geometry, grad_output = problem(size=(9, 13), B=1, M=1, stride=stride)
+        spoilt = dict(query=terms[0], key=terms[1], value=terms[2], grad_output=grad_output)[which]
+        spoilt[0, 0, 2, 3, 5] = bad
+        expected, gradients = expected_of(terms, geometry, grad_output)
+        output, grads = compute([t.to(dtype) for t in terms], geometry, grad_output.to(dtype))
+        for found, wanted in zip([output, *grads], [expected, *gradients]):
+            finite = wanted.isfinite()
+            torch.testing.assert_close(found.isfinite(), finite)
+            assert error(found[finite], wanted[finite]) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("large", [0, 1], ids=["query", "key"])
+@pytest.mark.parametrize("power", [-18, 13], ids="gradients of 2^{}".format)
+def test_slopes_beyond_the_range_of_half_numbers(compute, power, large):
+    """Under a large loss scale, and none: products of slopes are in range, the slopes themselves are not."""
+    terms, geometry, grad_output = problem(logits="content", d=32, dv=64, B=1)
+    query, key, value, _ = terms
+    factors = [2.0**-9, 2.0**-9] if power < 0 else [2.0**-5, 2.0**-5]
+    factors[large] = 2.0**9 if power < 0 else 2.0**-5
+    value = value * (1 if power < 0 else 32)
+    terms = (query * factors[0], key * factors[1], value, None)
+    grad_output = (grad_output * 2.0**power).half().double()
+    _, gradients = expected_of(terms, geometry, grad_output)
+    _, grads = compute([None if t is None else t.half() for t in terms], geometry, grad_output.half())
+    assert grads[1 - large].isfinite().all()
+    assert error(grads[1 - large], gradients[1 - large]) < TOLERANCE[torch.float16]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_lowest_logits_are_not_masks(compute, dtype):
+    """A window of such logits alone has equal weights, as the softmax of any constant."""
+    (query, key, value, position), geometry, grad_output = problem(B=1)
+    position[0, 0, 2, 3] = torch.finfo(torch.bfloat16).min
+    position[0, 1, 2, 3, 1:] = torch.finfo(torch.bfloat16).min
+    expected, _ = expected_of((query, key, value, position), geometry, grad_output)
+    output, _ = compute([t.to(dtype) for t in (query, key, value, position)], geometry, grad_output.to(dtype))
+    assert error(output, expected) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)

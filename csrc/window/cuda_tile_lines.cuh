@@ -1,0 +1,165 @@
+// What a tile of queries, or of keys, walks along: lines of keys with their position logits, lines of
+// queries.
+#pragma once
+
+#include "cuda_tile.cuh"
+
+namespace attn_plugins {
+
+// 2^exponent, -126 <= exponent <= 127.
+__device__ __forceinline__ float whole_power_of_two(int exponent) {
+  Vector<float, 1> power;
+  power.word = unsigned(exponent + 127) << 23;
+  return power.element[0];
+}
+
+// Of the greatest power of two up to x >= 0; 0 where there is none, as for 0, infinity and NaN.
+__device__ __forceinline__ int exponent_of(float x) {
+  Vector<float, 1> power;
+  power.element[0] = x;
+  const int exponent = int(power.word >> 23);
+  return exponent == 0 || exponent == 255 ? 0 : exponent - 127;
+}
+
+// Of the line of keys that the windows of a tile of queries share.
+template <class T>
+__device__ __forceinline__ int line_length(const WindowProblem<T>& p) {
+  return p.x.taps + (p.tall ? 7 : 15) * p.x.shift;
+}
+
+// The line of keys that the windows of a tile of queries share, and the rows of such lines.
+template <class T>
+struct KeyLines {
+  int first[2], row_tap[2];  // of halves: where their windows begin on the line, and on the column
+  Span on_map, window[2], rows, rows_on_map;
+  const T *keys, *values;  // row 0, place 0
+
+  __device__ __forceinline__ KeyLines(const WindowProblem<T>& p, const TilePlace& at, int group,
+                                      bool all_rows) {
+    const int column = at.x0 * p.x.stride - p.x.padding, row = at.y0 * p.y.stride - p.y.padding;
+    on_map = Span::on_axis(column, p.x.dilation, p.x.keys);
+    const Span all{0, p.y.taps + (p.tall ? p.y.shift : 0)};
+    rows_on_map = Span::on_axis(row, p.y.dilation, p.y.keys).common(0, all.count);
+    rows = p.zero_border || all_rows ? all : rows_on_map;
+    const Span counting = p.zero_border ? Span{0, line_length(p)} : on_map;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      first[h] = (group + (p.tall ? 0 : 8 * h)) * p.x.shift, row_tap[h] = p.tall ? h * p.y.shift : 0;
+      window[h] = counting.common(first[h], first[h] + p.x.taps).only_if(at.valid[h]);
+    }
+    keys = p.key.at(at.b, at.m, row, column), values = p.value.at(at.b, at.m, row, column);
+    keep(row_tap[1]);
+  }
+};
+
+// Sets of a lane's eight elements in a chunk of a line: bit n is of half n / 2 % 2, at place
+// n / 4 * 8 + 2 member + n % 2. Those in windows:
+__device__ __forceinline__ unsigned elements_in(const Span (&window)[2], int place) {
+  unsigned bits = 0;
+#pragma unroll
+  for (int n = 0; n < 8; ++n) bits |= unsigned(window[n / 2 % 2].has(place + n / 4 * 8 + n % 2)) << n;
+  return bits;
+}
+// Those of halves:
+__device__ __forceinline__ unsigned elements_of(bool half_0, bool half_1) {
+  return (half_0 ? 0x33 : 0) | (half_1 ? 0xcc : 0);
+}
+
+// The position logits of a tile of queries, at a lane's elements of a chunk.
+template <class T, Logits LOGITS>
+struct TileLogits {
+  Stage<T> stage;
+  const T* direct[2];
+  int index[2], offset[2];  // bytes of shared memory: of row 0, of the row that was read
+
+  __device__ __forceinline__ TileLogits(const WindowProblem<T>& p, const TilePlace& at) : stage(p) {
+    if (LOGITS == Logits::kStaged) stage.fill(p, at);
+  }
+
+  // To the chunk that begins with this place of the lane.
+  __device__ __forceinline__ void begin(const WindowProblem<T>& p, const TilePlace& at,
+                                        const KeyLines<T>& lines, int group, int place) {
+    const int taps = p.y.taps * p.x.taps;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int tap = place - lines.first[h] - lines.row_tap[h] * p.x.taps;
+      if (LOGITS == Logits::kStaged) {
+        index[h] = (stage.first[h] + group * taps + tap) * int(sizeof(T));
+        keep(index[h]);
+      }
+      direct[h] = p.position.at(at.b, at.m, at.y[h], at.x[h]) + int64_t(tap) * p.position.channel;
+    }
+  }
+
+  // In shared memory, the logits at the lane's places of half h, after `read`.
+  __device__ __forceinline__ T* staged(int h) const {
+    return reinterpret_cast<T*>(static_cast<char*>(shared_memory()) + offset[h]);
+  }
+
+  // Of key row i, for these elements; -inf for others.
+  __device__ __forceinline__ void read(const WindowProblem<T>& p, int i, unsigned seen, float (&bias)[2][4]) {
+    if (LOGITS == Logits::kStaged) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) offset[h] = index[h] + i * p.x.taps * int(sizeof(T)), keep(offset[h]);
+    }
+#pragma unroll
+    for (int n = 0; n < 8; ++n) {
+      const int h = n / 2 % 2, place = n / 4 * 8 + n % 2;
+      float& x = bias[n / 4][n % 4];
+      x = -INFINITY;
+      if (!(seen >> n & 1)) continue;
+      if constexpr (LOGITS == Logits::kNone) {
+        x = 0;
+      } else if constexpr (LOGITS == Logits::kStaged) {
+        x = widen(staged(h)[place]);
+      } else {
+        x = load_one(direct[h] + (int64_t(i) * p.x.taps + place) * p.position.channel);
+      }
+    }
+  }
+};
+
+// The line of queries that see a tile of keys, and the rows of such lines. Place l sees the lane's key of
+// half 0 by tap - l * shift; rows likewise.
+template <class T>
+struct QueryLines {
+  int x, y, tap, row_tap;  // of place 0 and row 0
+  Span on_map, window[2], rows;
+
+  __device__ __forceinline__ QueryLines(const WindowProblem<T>& p, const TilePlace& at, int group) {
+    const Reach row_reach(p.y, at.y0), column_reach(p.x, at.x0);
+    x = column_reach.query, y = row_reach.query, row_tap = row_reach.tap, tap = column_reach.tap + group;
+    on_map = Span::on_axis(x, p.x.step, p.x.queries).common(0, length(p));
+    rows = Span::on_axis(y, p.y.step, p.y.queries)
+               .common(0, (p.y.taps + (p.tall ? 1 : 0) + p.y.shift - 1) / p.y.shift)
+               .only_if(row_reach.exists && column_reach.exists);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int half_tap = tap + (p.tall ? 0 : 8 * h);
+      const Span reach = Span::on_axis(p.x.taps - 1 - half_tap, p.x.shift, p.x.taps);
+      window[h] = on_map.common(reach.first, reach.first + reach.count).only_if(at.valid[h]);
+    }
+  }
+
+  static __device__ __forceinline__ int length(const WindowProblem<T>& p) {
+    return (p.x.taps + (p.tall ? 7 : 15) + p.x.shift - 1) / p.x.shift;
+  }
+
+  // The greatest magnitude in the gradients of these queries' outputs; for all of the warp.
+  __device__ __forceinline__ float greatest_peak(const WindowProblem<T>& p, const TilePlace& at) const {
+    float peak = 0;
+    for (int i = rows.first; i < rows.first + rows.count; ++i) {
+      const float* peaks = p.peaks + p.query_index(at.b, at.m, y + i * p.y.step, x);
+      for (int n = int(threadIdx.x) % 32; n < on_map.count; n += 32) {
+        peak = fmaxf(peak, load_one(along(peaks, on_map.first + n, p.x.step)));
+      }
+    }
+#pragma unroll
+    for (int bits = 16; bits > 0; bits /= 2) {
+      peak = fmaxf(peak, __shfl_xor_sync(0xffffffffu, peak, bits, 32));
+    }
+    return peak;
+  }
+};
+
+}  // namespace attn_plugins
