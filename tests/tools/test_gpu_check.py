@@ -280,17 +280,27 @@ def test_verdicts_of_memcheck(status, text, passed, words):
 
 
 def test_the_checker_watches_our_kernels():
-    words = memory.command("memcheck", "window_attention", 60.0, ["attn_plugins", "one"])
-    assert words[:3] == ["compute-sanitizer", "--tool", "memcheck"]
+    words = memory.command("checker", "memcheck", "window_attention", 60.0, ["attn_plugins", "one"])
+    assert words[:3] == ["checker", "--tool", "memcheck"]
     assert [words[n + 1] for n, word in enumerate(words) if word == "--kernel-name"] == ["kns=attn_plugins", "kns=one"]
-    assert "--kernel-name" not in memory.command("initcheck", "window_attention", 60.0, ["attn_plugins"])
+    assert "--kernel-name" not in memory.command("checker", "initcheck", "window_attention", 60.0, ["attn_plugins"])
 
 
 def test_without_the_checker_it_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr(memory.shutil, "which", lambda name: None)
+    monkeypatch.setattr(memory.toolchain, "cuda_home", lambda: str(tmp_path))
     (found,) = memory.check_memory(["window_attention"], 1, Budget(9), tmp_path / "log")
     assert not found.passed
-    assert "not on the PATH" in found.line
+    assert "memory was not checked" in found.line
+
+
+def test_the_checker_of_the_toolkit_is_found(tmp_path, monkeypatch):
+    monkeypatch.setattr(memory.shutil, "which", lambda name: None)
+    monkeypatch.setattr(memory.toolchain, "cuda_home", lambda: str(tmp_path))
+    program = tmp_path / "compute-sanitizer" / "compute-sanitizer"
+    program.parent.mkdir()
+    program.touch()
+    assert memory.checker() == str(program)
 
 
 def test_random_calls_by_every_backend_on_the_cpu():

@@ -14,6 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
+from attn_plugins.install import toolchain
+
 from .machine import ROOT
 from .processes import Budget, Done, run
 
@@ -40,9 +42,18 @@ def our_kernels(package: Path = ROOT / "plugins") -> list[str]:
     return sorted(found)
 
 
-def command(tool: str, operator: str, seconds: float, kernels: Sequence[str]) -> list[str]:
+def checker() -> str | None:
+    """Return compute-sanitizer's path: on the PATH, or in the toolkit that nvcc belongs to; None without one."""
+    if found := shutil.which("compute-sanitizer"):
+        return found
+    home = Path(toolchain.cuda_home() or "/usr/local/cuda")
+    places = (home / "bin" / "compute-sanitizer", home / "compute-sanitizer" / "compute-sanitizer")
+    return next((str(each) for each in places if each.is_file()), None)
+
+
+def command(program: str, tool: str, operator: str, seconds: float, kernels: Sequence[str]) -> list[str]:
     """Return the command line that runs calls of an operator under a tool."""
-    words = ["compute-sanitizer", "--tool", tool, "--report-api-errors", "no"]
+    words = [program, "--tool", tool, "--report-api-errors", "no"]
     if tool != "initcheck":
         words += ["--error-exitcode", str(ERRORS)]
         words += [word for name in kernels for word in ("--kernel-name", f"kns={name}")]
@@ -74,8 +85,11 @@ def judge(tool: str, operator: str, done: Done, text: str, kernels: Sequence[str
 
 def check_memory(operators: Sequence[str], jobs: int, budget: Budget, log: Path) -> list[Found]:
     """Return what every tool found in every operator's calls."""
-    if shutil.which("compute-sanitizer") is None:
-        return [Found("compute-sanitizer", False, "is not on the PATH: memory was not checked")]
+    program = checker()
+    if program is None:
+        return [
+            Found("compute-sanitizer", False, "not on the PATH, nor in the toolkit: memory was not checked")
+        ]
     kernels = our_kernels()
     # Calls end by themselves well before they are killed, which would lose what was found.
     seconds = budget.left() * 0.45
@@ -83,7 +97,7 @@ def check_memory(operators: Sequence[str], jobs: int, budget: Budget, log: Path)
     def one(tool: str, operator: str) -> Found:
         part = log.with_name(f"{log.stem}-{tool}-{operator}.log")
         limits = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # so that the checker sees where each tensor ends
-        done = run(command(tool, operator, seconds, kernels), budget.left(), part, limits)
+        done = run(command(program, tool, operator, seconds, kernels), budget.left(), part, limits)
         text = part.read_text(errors="replace")
         return judge(tool, operator, done, text, kernels)
 
