@@ -1,4 +1,4 @@
-"""The console entry point: ``attn-plugins [doctor | install | fairseq-dir]``, or ``python -m attn_plugins``."""
+"""Console entry point: ``attn-plugins [doctor | install | fairseq-dir]``, or ``python -m attn_plugins``."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from attn_plugins.install import command
 def main() -> None:
     parser = argparse.ArgumentParser(prog="attn-plugins", description=sys.modules["attn_plugins"].__doc__)
     commands = parser.add_subparsers(dest="command")
-    commands.add_parser("doctor", help="what is installed, loaded and registered (the default)")
-    commands.add_parser("fairseq-dir", help="print the folder to give to fairseq's --user-dir")
+    commands.add_parser("doctor", help="report what is installed, loaded and registered (the default)")
+    commands.add_parser("fairseq-dir", help="print the folder to pass to fairseq's --user-dir")
     command.add_parser(commands)
     options = vars(parser.parse_args())
     name = options.pop("command")

@@ -1,15 +1,15 @@
-"""Makes the plug-ins known to timm, fairseq and mmengine without an import line in the user's code.
+"""Registration of the plug-ins in timm, fairseq and mmengine without an import in the user's code.
 
 torch (>= 2.5) calls :func:`activate` at the end of ``import torch``, through the ``torch.backends`` entry
-point. It imports nothing: it only waits for a toolkit and, right after that toolkit's module has run,
+point. The function imports no toolkit. It installs hooks that act right after the import of a toolkit's module:
 
-* ``timm.models``: imports ``attn_plugins.timm``, so that ``timm.create_model`` knows our models;
-* ``fairseq.utils``: lets ``import_user_module`` accept our own folder (``--user-dir plugins/fairseq``), which
-  fairseq itself refuses because a module called ``fairseq`` exists already;
-* ``mmengine.config.utils``: lets ``_base_ = 'mmseg::...'`` resolve where mmseg came with a distribution that
+* ``timm.models``: import ``attn_plugins.timm``, which registers the models with ``timm.create_model``;
+* ``fairseq.utils``: make ``import_user_module`` accept this package's folder (``--user-dir plugins/fairseq``),
+  which fairseq refuses because a module called ``fairseq`` exists already;
+* ``mmengine.config.utils``: make ``_base_ = 'mmseg::...'`` resolve when mmseg comes from a distribution that
   is not called ``mmsegmentation``.
 
-``ATTN_PLUGINS_AUTOLOAD=0`` switches this off, ``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` all such entry points.
+``ATTN_PLUGINS_AUTOLOAD=0`` disables these hooks, ``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` all such entry points.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ FAIRSEQ_USER_DIR = PACKAGE / "fairseq"
 
 
 def activate() -> None:
-    """Install the hooks, once per process. Never raises: it runs inside ``import torch``."""
+    """Install the hooks, once per process. No exception escapes, because this runs inside ``import torch``."""
     try:
         if os.environ.get("ATTN_PLUGINS_AUTOLOAD", "1") == "0":
             return
@@ -45,14 +45,14 @@ def activate() -> None:
 
 
 def after_import(name: str, action: Callable[[ModuleType], None]) -> None:
-    """Call ``action(module)`` right after the module ``name`` has run, or now if it has been imported.
+    """Call ``action(module)`` right after the import of the module ``name``, or now if it is already imported.
 
-    Nothing is imported for it. The same action waits once for a module; several wait in the order of the calls. What an
-    action raises, the import of the module raises.
+    This imports nothing. An action is registered once per module; several actions run in the order of registration.
+    The import of the module raises any error that an action raises.
 
     Args:
-        name: Full, such as ``'timm.models'``.
-        action: What to call, once, with the module.
+        name: Full module name, such as ``'timm.models'``.
+        action: Function called once with the module.
     """
     module = sys.modules.get(name)
     if module is not None:
@@ -66,7 +66,7 @@ def after_import(name: str, action: Callable[[ModuleType], None]) -> None:
 
 
 class _PostImportFinder(MetaPathFinder):
-    """Runs the actions right after a module of ``waiting`` has executed, then forgets them."""
+    """Finder that runs the actions right after a module of ``waiting`` has executed, then removes them."""
 
     def __init__(self) -> None:
         self.waiting: dict[str, list[Callable[[ModuleType], None]]] = {}
@@ -80,12 +80,12 @@ class _PostImportFinder(MetaPathFinder):
         loader, execute = spec.loader, spec.loader.exec_module
 
         def exec_module(module):
-            execute(module)  # where the toolkit itself fails, nothing was done and the hook stays
+            execute(module)  # if the toolkit's import fails, the hook stays for the next attempt
             if module.__name__ == fullname:
                 del loader.exec_module
                 self._finish(fullname, module)
 
-        # On the instance: the loader keeps its class, which inspect, pkgutil and importlib.resources look at.
+        # Patch the instance: inspect, pkgutil and importlib.resources depend on the loader's class.
         loader.exec_module = exec_module
         return spec
 
@@ -101,7 +101,7 @@ class _PostImportFinder(MetaPathFinder):
 
 
 def _run(module: ModuleType) -> None:
-    """Do a toolkit's action, once per process; a failure is a warning."""
+    """Run a toolkit's action once per process; a failure is logged as a warning."""
     if module.__name__ in _done:
         return
     _done.add(module.__name__)
@@ -109,7 +109,7 @@ def _run(module: ModuleType) -> None:
         ACTIONS[module.__name__](module)
     except Exception as error:
         logger.warning(
-            "attn_plugins is not available in %s: %s: %s (`python -m attn_plugins` tells more)",
+            "attn_plugins is not available in %s: %s: %s (for details run `python -m attn_plugins`)",
             module.__name__.partition(".")[0],
             type(error).__name__,
             error,
@@ -134,10 +134,10 @@ def _accept_own_user_dir(utils: ModuleType) -> None:
 
 
 def is_own_user_dir(path: str | os.PathLike[str]) -> bool:
-    """True where ``path`` is this package's ``fairseq`` folder, or that of another copy of attn_plugins.
+    """Return True if ``path`` is the ``fairseq`` folder of this package or of another copy of attn_plugins.
 
-    Another copy is, say, the checkout a user stands in while a wheel is installed: one process can hold only
-    one attn_plugins, so the installed one serves, with a warning.
+    Another copy is, for example, a checkout used while a wheel is installed. One process can hold only one
+    attn_plugins, so the installed one is used, with a warning.
     """
     folder = Path(os.path.abspath(path))
     if not (folder / "__init__.py").is_file():
@@ -145,7 +145,7 @@ def is_own_user_dir(path: str | os.PathLike[str]) -> bool:
     if folder.samefile(FAIRSEQ_USER_DIR):
         return True
     ours = ("autoload.py", "fairseq/__init__.py")
-    loader = ("ops/library.py", "ops/_library.py")  # the latter: older checkouts
+    loader = ("ops/library.py", "ops/_library.py")  # the latter is in older checkouts
     copy = folder.parent
     if (
         folder.name == "fairseq"
@@ -169,8 +169,8 @@ def _repair_mmseg_name(utils: ModuleType) -> None:
             utils.MODULE2PACKAGE["mmseg"] = "mmseg"
 
 
-# The module after which an action runs: one that starts only when torch is complete, so that it is never
-# half-imported when `activate` looks (timm and fairseq import torch on their way to these).
+# Each action runs after a module that is imported only once torch is complete, so that the module is never
+# half-imported when `activate` checks it (timm and fairseq import torch before these modules).
 ACTIONS: dict[str, Callable[[ModuleType], None]] = {
     "timm.models": _register_timm_models,
     "fairseq.utils": _accept_own_user_dir,

@@ -1,7 +1,7 @@
-"""``attn-plugins doctor``: what is installed, loaded and registered, and what is broken.
+"""``attn-plugins doctor``: report what is installed, loaded, registered and broken.
 
-A toolkit or a binary that is merely absent is reported and fine; one that is there and fails is broken. What mends it
-is printed below the report.
+A missing toolkit or binary is reported but not an error; one that is present and fails is broken. The report ends with
+commands that repair what is broken.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Report:
-    """Prints lines as they come and remembers the broken ones."""
+    """Printer of report lines that collects the broken items."""
 
     def __init__(self) -> None:
         self.broken: list[str] = []
@@ -31,7 +31,7 @@ class Report:
         print(f"  {name:<18} {text}")
 
     def fail(self, name: str, text: str, command: str | None = None) -> None:
-        """Report what is broken, and the command that mends it."""
+        """Report a broken item and the command that repairs it."""
         self.broken.append(f"{name}: {text}" + (f"\n  mend it: {command}" if command else ""))
         self.line(name, f"BROKEN: {text}")
 
@@ -40,10 +40,10 @@ def main(required: Collection[str] = ()) -> int:
     """Print the report.
 
     Args:
-        required: names of :data:`attn_plugins.install.checks.CHECKS` that must be installed.
+        required: Names of :data:`attn_plugins.install.checks.CHECKS` that must be installed.
 
     Returns:
-        The exit status, 1 where something is broken.
+        The exit status: 1 if something is broken, else 0.
     """
     report = Report()
     print("versions")
@@ -95,7 +95,7 @@ def _binaries(report: Report) -> None:
 
 
 def _is_due(device: str) -> bool:
-    """True where a binary that is there should load: not under an older torch, and CUDA's where torch has CUDA."""
+    """Return True if an existing binary should load: torch is new enough and, for CUDA, built with CUDA."""
     import torch
     from packaging.version import Version
 
@@ -105,7 +105,7 @@ def _is_due(device: str) -> bool:
 
 
 def _operators(report: Report, device: str) -> None:
-    """Run a small call of every operator beside its reference, and say who served it."""
+    """Compare a small call of every operator with its reference, and report which backend ran."""
     import torch
 
     from attn_plugins.ops import backend, explain
@@ -129,7 +129,7 @@ def _operators(report: Report, device: str) -> None:
 
 
 def _explained(report: Report, device: str) -> None:
-    """Say who would serve every operator on a device that is not there."""
+    """Report which backend would run every operator on a device that is not present."""
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -139,7 +139,7 @@ def _explained(report: Report, device: str) -> None:
     with FakeTensorMode():
         try:
             calls = examples(lambda *shape: torch.empty(shape, device=device))
-        except RuntimeError as error:  # before torch 2.4, also for tensors that hold no data
+        except RuntimeError as error:  # torch before 2.4 needs the device even for fake tensors
             return report.line(device, f"not explained without a GPU: {' '.join(str(error).split())[:60]}…")
         for name, (operator, args, kwargs) in calls.items():
             served = "; ".join(str(explain(operator, *args, **kwargs)).splitlines())

@@ -1,1 +1,1 @@
-"""Captioning without a toolkit: region features and their formats, caption files, rewards."""
+"""Captioning without a toolkit: region features and their file formats, caption files, and rewards."""

@@ -1,7 +1,7 @@
-"""The files of a captioning task: captions in COCO format, Karpathy's splits, attributes; and their vocabulary.
+"""Readers for the files of a captioning task: COCO captions, Karpathy's splits, attributes and the vocabulary.
 
-No toolkit is needed to read them. Every error names the file and the item. An image's id is a number or a text, and
-``7`` and ``"7"`` are the same image.
+They need no toolkit. Every error names the file and the item. An image id is a number or a string; ``7`` and ``"7"``
+are the same image.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 class Problems:
-    """What to do about a bad sample: an error, or with ``skip`` one line of the log, and the sample is left out.
+    """Policy for invalid samples: raise an error, or with ``skip`` log a warning and leave the sample out.
 
     Attributes:
-        number: How many there were, of which the first ``LINES`` have a line.
+        number: Number of invalid samples so far. Only the first ``LINES`` are logged.
     """
 
-    LINES = 100  # a set may be bad throughout
+    LINES = 100  # limits the log when a whole set is invalid
 
     def __init__(self, skip: bool) -> None:
         self.skip, self.number = skip, 0
 
     def __call__(self, message: str) -> None:
-        """Report one.
+        """Report one invalid sample.
 
         Raises:
-            ValueError: unless ``skip``.
+            ValueError: ``skip`` is False.
         """
         if not self.skip:
             raise ValueError(f"{message} (--skip-invalid-samples leaves such samples out)")
@@ -53,25 +53,25 @@ class Problems:
 
 
 def words_of(caption: str) -> Words:
-    """In lower case, without punctuation, split at white space: the tokens of Karpathy's files."""
-    # One object a word: COCO has seven million.
+    """Split a caption into the tokens of Karpathy's files: lower case, no punctuation, split at white space."""
+    # Interning keeps one object per distinct word: COCO has seven million words.
     return [sys.intern(word) for word in caption.lower().translate(_NO_PUNCTUATION).split()]
 
 
 def read_splits(captions: Sequence[Path], splits: Path, problems: Problems) -> dict[str, Captions]:
-    """The captions of every image of every split, as words.
+    """Return the tokenised captions of every image, grouped by split.
 
-    An image has the id that the captions' files give it, which scores are computed by.
+    Images have the ids of the caption files, because the metrics use these ids.
 
     Args:
-        captions: Files in COCO format, ``{"images": [{"id"}], "annotations": [{"id", "image_id", "caption"}]}``;
-            without any, the captions are the ``sentences`` (``raw``) of ``splits``.
-        splits: ``{"images": [{"cocoid" or "imgid", "split", "sentences"}]}``, of which ``sentences`` may be absent
-            where there are ``captions``.
-        problems: Takes what is wrong with a sample.
+        captions: Files in COCO format, ``{"images": [{"id"}], "annotations": [{"id", "image_id", "caption"}]}``.
+            If empty, the captions are the ``sentences`` (``raw``) of ``splits``.
+        splits: ``{"images": [{"cocoid" or "imgid", "split", "sentences"}]}``; ``sentences`` is optional if
+            ``captions`` are given.
+        problems: Called with a message for every invalid sample.
 
     Raises:
-        ValueError: a file is not such. Of a bad sample, what ``problems`` raises.
+        ValueError: A file has another format, or ``problems`` raised an error for an invalid sample.
     """
     texts = _read_coco(captions, problems) if captions else None
     where = ", ".join(map(str, captions)) or str(splits)
@@ -107,7 +107,7 @@ def read_splits(captions: Sequence[Path], splits: Path, problems: Problems) -> d
 
 
 def _sentences(path: Path, image_id: ImageId, entry: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """Names and texts of the captions in Karpathy's file."""
+    """Return the names and texts of an image's captions in Karpathy's file."""
     sentences = entry.get("sentences", [])
     if not isinstance(sentences, list) or not all(
         isinstance(s, dict) and ("raw" in s or "tokens" in s) for s in sentences
@@ -120,7 +120,7 @@ def _sentences(path: Path, image_id: ImageId, entry: Mapping[str, Any]) -> list[
 
 
 def _read_coco(paths: Sequence[Path], problems: Problems) -> dict[str, tuple[ImageId, list[tuple[str, Any]]]]:
-    """By the text of its id, every image's id and the names and texts of its captions."""
+    """Return each image's id and the names and texts of its captions, keyed by the id as a string."""
     images: dict[str, tuple[ImageId, list[tuple[str, Any]]]] = {}
     for path in paths:
         for image in _entries(path, "images"):
@@ -140,7 +140,7 @@ def _read_coco(paths: Sequence[Path], problems: Problems) -> dict[str, tuple[Ima
 
 
 def _image_id(path: Path, entry: Mapping[str, Any], *names: str) -> ImageId:
-    """What the first of ``names`` that is there gives."""
+    """Return the value of the first of ``names`` that ``entry`` contains."""
     image_id = next((entry[name] for name in names if name in entry), None)
     if isinstance(image_id, bool) or not isinstance(image_id, (int, str)):
         raise ValueError(f"{path}: {' or '.join(names)} of an image must be a number or a text, got {entry!r:.120}")
@@ -148,10 +148,10 @@ def _image_id(path: Path, entry: Mapping[str, Any], *names: str) -> ImageId:
 
 
 def read_attributes(path: Path) -> dict[str, list[tuple[str, float]]]:
-    """The file ``{image id: [[word, probability], ...]}``, the most probable words first.
+    """Read the file ``{image id: [[word, probability], ...]}``; the most probable words come first.
 
     Raises:
-        ValueError: the file is not such, or an image is there twice.
+        ValueError: The file has another format, or an image appears twice.
     """
     found = {}
     for image_id, pairs in _read_json(path, dict, once=True).items():
@@ -166,11 +166,12 @@ def read_attributes(path: Path) -> dict[str, list[tuple[str, float]]]:
 
 
 def described_by(captions: Iterable[Words], vocabulary: Mapping[str, int], number: int) -> Words:
-    """The words that most of an image's captions have, of ``vocabulary``; of as many captions, the rarer word first.
+    """Return the words of ``vocabulary`` that occur in most of an image's captions; ties prefer the rarer word.
 
     Args:
-        vocabulary: Words and how frequent they are.
-        number: How many words at most.
+        captions: Tokenised captions of one image.
+        vocabulary: Words and their frequencies.
+        number: Maximum number of words.
     """
     counts = Counter(word for caption in captions for word in set(caption) if word in vocabulary)
     return sorted(counts, key=lambda word: (-counts[word], vocabulary[word], word))[:number]
@@ -185,15 +186,15 @@ def _entries(path: Path, name: str) -> list[dict[str, Any]]:
 
 
 def _read_json(path: Path, kind: type, once: bool = False) -> Any:
-    """What a file holds; with ``once`` no key of an object may be there twice, of which JSON takes the last."""
+    """Read a JSON object; with ``once``, reject duplicate keys, of which JSON would keep the last."""
     try:
-        with path.open(encoding="utf-8-sig") as file:  # with the mark that some editors put first, or without
+        with path.open(encoding="utf-8-sig") as file:  # accepts a byte order mark
             content = json.load(file, object_pairs_hook=_object if once else None)
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is no text in UTF-8: {error}") from error
     except json.JSONDecodeError as error:
         raise ValueError(f"{path} is no JSON file, or cut off: {error}") from error
-    except ValueError as error:  # of _object
+    except ValueError as error:  # raised by _object
         raise ValueError(f"{path}: {error}") from error
     if not isinstance(content, kind):
         raise ValueError(f"{path} must hold a JSON object, got a {type(content).__name__}")

@@ -1,12 +1,12 @@
-"""Rewards of self-critical training: CIDEr-D, BLEU-4 and ROUGE-L of one caption against its image's references.
+"""Rewards of self-critical training: CIDEr-D, BLEU-4 and ROUGE-L of a caption against the references of its image.
 
-No toolkit is imported here, and the numbers are those of the standard evaluation package (pycocoevalcap 1.2), which
-calls its CIDEr-D "CIDEr". Sentences are strings of words between spaces; tokenising them is the caller's part::
+This module imports no toolkit. Its values equal those of the standard evaluation package (pycocoevalcap 1.2), which
+calls its CIDEr-D "CIDEr". Sentences are strings of words separated by spaces; the caller tokenises them::
 
     cider = reward("cider-d", references, cache_dir="work_dirs/rewards")     # {image: [sentence, ...]}
     cider([42, 42, 7], ["a cat on grass", "a cat", "two coins"])             # float64 array of 3, 0 to 10 each
 
-CIDEr-D works on a whole batch in numpy, not sentence by sentence: it is called at every step of training. Sources:
+CIDEr-D processes a whole batch in numpy because every training step calls it. Sources:
 Vedantam et al., CIDEr, 2015, Eq. 1-3 and section 5.2 (the "-D"); Papineni et al., BLEU, 2002; Lin, ROUGE, 2004.
 """
 
@@ -25,16 +25,16 @@ import numpy as np
 from . import files
 
 References = Mapping[Hashable, Sequence[str]]
-SIGMA = 6.0  # of the Gaussian over differences in length, in words
+SIGMA = 6.0  # standard deviation, in words, of the Gaussian over length differences
 ORDERS = 4  # n-grams of 1 to 4 words
-BETA = 1.2  # ROUGE-L: how much more recall counts than precision
+BETA = 1.2  # ROUGE-L: weight of recall relative to precision
 
 
 class Reward(Protocol):
-    """What :func:`reward` gives."""
+    """Interface of the rewards that :func:`reward` returns."""
 
     def __call__(self, images: Sequence[Hashable], captions: Sequence[str]) -> np.ndarray:
-        """A float64 per caption: how well it fits the references of its image."""
+        """Return a float64 score per caption, measured against the references of its image."""
 
 
 def _check_references(references: References) -> None:
@@ -54,21 +54,23 @@ def _check_batch(references: References, images: Sequence[Hashable], captions: S
 
 
 def _number_ngrams(sentences: Sequence[Sequence[int]], words: int) -> list[tuple[np.ndarray, ...]]:
-    """For every order n: which n-grams there are, and which sentence holds which one how often.
+    """Count the n-grams of each order per sentence.
 
-    Each n-gram is its first n - 1 words' number and its last word's, so that codes fit 64 bits at any vocabulary.
+    An n-gram is encoded by the number of its first n - 1 words and its last word, so that codes fit 64 bits for any
+    vocabulary.
 
     Args:
-        sentences: numbers of words, each below ``words``.
+        sentences: Word numbers, each below ``words``.
+        words: Size of the vocabulary.
 
     Returns:
-        Per order, of D different n-grams and E pairs (sentence, n-gram), sorted: prefix (D,), last word (D,),
+        For each order, with D distinct n-grams and E sorted (sentence, n-gram) pairs: prefix (D,), last word (D,),
         sentence (E,), n-gram (E,), count (E,).
     """
     lengths = np.fromiter(map(len, sentences), np.int64, len(sentences))
     flat = np.fromiter((word for sentence in sentences for word in sentence), np.int64, int(lengths.sum()))
     owner = np.repeat(np.arange(len(sentences)), lengths)
-    left = np.repeat(np.cumsum(lengths), lengths) - np.arange(len(flat))  # words from here to the sentence's end
+    left = np.repeat(np.cumsum(lengths), lengths) - np.arange(len(flat))  # words up to the end of the sentence
     starts, prefix = np.arange(len(flat)), np.zeros(len(flat), np.int64)
     levels: list[tuple[np.ndarray, ...]] = []
     for n in range(1, ORDERS + 1):
@@ -83,11 +85,11 @@ def _number_ngrams(sentences: Sequence[Sequence[int]], words: int) -> list[tuple
 
 
 class DocumentFrequencies:
-    """In how many images' references each n-gram (n = 1 to 4) occurs: the weights of CIDEr, Eq. 1.
+    """Number of images whose references contain each n-gram (n = 1 to 4): the weights of CIDEr, Eq. 1.
 
     Attributes:
-        images: how many images there are.
-        vocabulary: words and their numbers.
+        images: Number of images.
+        vocabulary: Words and their numbers.
     """
 
     def __init__(self, images: int, words: Sequence[str], codes: list[np.ndarray], counts: list[np.ndarray]) -> None:
@@ -97,10 +99,10 @@ class DocumentFrequencies:
 
     @classmethod
     def of(cls, references: References) -> DocumentFrequencies:
-        """Count them.
+        """Count the n-grams of ``references``.
 
         Raises:
-            ValueError: there is no image, one without references, or no word at all.
+            ValueError: There is no image, an image has no references, or there is no word at all.
         """
         _check_references(references)
         vocabulary: dict[str, int] = {}
@@ -120,14 +122,14 @@ class DocumentFrequencies:
 
     @classmethod
     def cached(cls, references: References, folder: str | Path) -> DocumentFrequencies:
-        """Read them from the file in ``folder`` that bears the references' hash, or count and write them there.
+        """Load the frequencies from the cache file for these references in ``folder``, or count and save them.
 
         Raises:
-            ValueError: as :meth:`of`.
+            ValueError: As for :meth:`of`.
         """
         _check_references(references)
         digest = hashlib.sha256()
-        for own in references.values():  # which image is which does not matter, but which sentences share one does
+        for own in references.values():  # ids do not matter, but the grouping of sentences by image does
             digest.update("".join(f"{' '.join(sentence.split())}\n" for sentence in own).encode() + b"\0")
         path = Path(folder) / f"cider-df-{digest.hexdigest()[:32]}.npz"
         if path.is_file():
@@ -154,11 +156,12 @@ class DocumentFrequencies:
         files.write(path, lambda partial: np.savez(partial, **arrays))
 
     def look_up(self, level: int, prefix: np.ndarray, last: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Numbers of the n-grams of order ``level`` + 1 and how many images have them; -1 and 0 where none has.
+        """Return the numbers of the n-grams of order ``level`` + 1 and their image counts; -1 and 0 if unknown.
 
         Args:
-            prefix: numbers of the first words together, as this method gave them one level below; -1: in no image.
-            last: numbers of the last words; those of no image are beyond the vocabulary.
+            level: Order of the n-grams minus 1.
+            prefix: Numbers of the first words, as returned for ``level`` - 1; -1 if unknown.
+            last: Numbers of the last words; unknown words have numbers beyond the vocabulary.
         """
         codes, words = self._codes[level], len(self.vocabulary)
         wanted = np.where((prefix >= 0) & (last < words), prefix * words + last, -1)
@@ -168,19 +171,19 @@ class DocumentFrequencies:
 
 
 class CiderD:
-    """CIDEr-D, 0 to 10 a caption.
+    """CIDEr-D score, 0 to 10 per caption.
 
-    The end of a sentence counts as a word of its own where ``end`` names one: self-critical training without it
-    learns captions that break off ("a seven above a"), since nothing rewards ending well.
+    If ``end`` is given, it counts as a word at the end of every sentence. Self-critical training without it learns
+    truncated captions ("a seven above a"), because nothing rewards a complete sentence.
 
     Args:
-        references: sentences of every image that will be asked for.
-        frequencies: of n-grams, usually those of the training set; None counts them over ``references``.
-        cache_dir: where counted frequencies are kept, in a file for each set of references; None keeps none.
-        end: a word appended to every sentence; with ``frequencies`` given, these must have been counted with it.
+        references: Sentences of every image that will be scored.
+        frequencies: n-gram frequencies, usually those of the training set; None counts them over ``references``.
+        cache_dir: Folder for counted frequencies, one file per set of references; None disables the cache.
+        end: Word appended to every sentence; given ``frequencies`` must have been counted with it.
 
     Raises:
-        ValueError: no image, or one without references.
+        ValueError: There is no image, or an image has no references.
     """
 
     def __init__(
@@ -201,10 +204,10 @@ class CiderD:
         self.frequencies = frequencies
 
     def __call__(self, images: Sequence[Hashable], captions: Sequence[str]) -> np.ndarray:
-        """Scores of ``captions`` (N of them, each of the image at its place in ``images``): float64 (N,).
+        """Score N ``captions``, caption i against the references of ``images[i]``; returns float64 (N,).
 
         Raises:
-            ValueError: lengths that differ, or an image without references.
+            ValueError: The lengths differ, or an image has no references.
         """
         _check_batch(self.references, images, captions)
         if not captions:
@@ -213,7 +216,7 @@ class CiderD:
         references = [(row, sentence) for image, row in rows.items() for sentence in self.references[image]]
         sentences, words = self._numbers([*captions, *(sentence for _, sentence in references)])
         image_of = np.array([*(rows[image] for image in images), *(row for row, _ in references)])
-        # The length that the standard package compares is that in pairs of words.
+        # The standard package defines the length of a sentence as its number of bigrams.
         lengths = np.array([max(len(sentence) - 1, 0) for sentence in sentences], float)
 
         total, known = np.zeros(len(captions)), np.zeros(1, np.int64)
@@ -226,7 +229,7 @@ class CiderD:
         return 10 / ORDERS * total / np.bincount(image_of[len(captions) :])[image_of[: len(captions)]]
 
     def _numbers(self, sentences: Iterable[str]) -> tuple[list[list[int]], int]:
-        """Each sentence's words as numbers, and a bound on these; words of no reference get new ones beyond."""
+        """Convert words to numbers and return their upper bound; unknown words get numbers beyond the vocabulary."""
         vocabulary, new = self.frequencies.vocabulary, dict[str, int]()
         found = [
             [
@@ -247,13 +250,13 @@ class CiderD:
         ngram: np.ndarray,
         weight: np.ndarray,
     ) -> np.ndarray:
-        """Sum over an image's references of the clipped cosine times the Gaussian of the lengths' difference.
+        """Sum the clipped cosine times the Gaussian of the length difference over an image's references.
 
-        Sentences (lengths, norm, image_of: (S,)) are the N ``captions``, then the references; ``sentence``, ``ngram``
-        and ``weight`` (E,) are the entries of their vectors of one order, by sentence.
+        The S sentences (lengths, norm, image_of: (S,)) are the N ``captions`` followed by the references. ``sentence``,
+        ``ngram`` and ``weight`` (E,) are the entries of their n-gram vectors of one order, sorted by sentence.
         """
         border = int(np.searchsorted(sentence, captions))
-        # Every entry of a caption meets those of its image's references that are of the same n-gram.
+        # Pair every entry of a caption with the entries of its image's references for the same n-gram.
         stride = int(ngram.max(initial=0)) + 1
         key = image_of[sentence] * stride + ngram
         order = border + np.argsort(key[border:], kind="stable")
@@ -266,7 +269,7 @@ class CiderD:
         caption, reference = sentence[mine], sentence[theirs]
         lengths_apart = lengths[caption] - lengths[reference]
         product = np.minimum(weight[mine], weight[theirs]) * weight[theirs]
-        scale = norm[caption] * norm[reference]  # zero only where the product is
+        scale = norm[caption] * norm[reference]  # if zero, the product is zero too
         cosine = np.divide(product, scale, out=np.zeros_like(product), where=scale > 0)
         return np.bincount(caption, cosine * np.exp(-(lengths_apart**2) / (2 * SIGMA**2)), minlength=captions)
 
@@ -276,7 +279,7 @@ def _ngrams(words: Sequence[str]) -> Counter[tuple[str, ...]]:
 
 
 def bleu4(caption: str, references: Sequence[str]) -> float:
-    """BLEU-4 of one sentence, unsmoothed, against the reference closest in length, 0 to 1."""
+    """Return the unsmoothed BLEU-4 of one sentence, 0 to 1, with the length of the closest reference."""
     words, others = caption.split(), [reference.split() for reference in references]
     most: Counter[tuple[str, ...]] = Counter()
     for other in others:
@@ -284,7 +287,7 @@ def bleu4(caption: str, references: Sequence[str]) -> float:
     correct = [0] * ORDERS
     for ngram, count in _ngrams(words).items():
         correct[len(ngram) - 1] += min(count, most[ngram])
-    # 1e-15 and 1e-9 are those of the standard package: they keep an order without a match from being exactly zero.
+    # 1e-15 and 1e-9 come from the standard package: an order without a match gets a precision above zero.
     precision = math.prod((right + 1e-15) / (max(len(words) - n, 0) + 1e-9) for n, right in enumerate(correct))
     closest = min((abs(len(other) - len(words)), len(other)) for other in others)[1]
     ratio = (len(words) + 1e-15) / (closest + 1e-9)
@@ -293,7 +296,7 @@ def bleu4(caption: str, references: Sequence[str]) -> float:
 
 
 def _common_subsequence(first: Sequence[str], second: Sequence[str]) -> int:
-    """Length of the longest common subsequence, a row of the table at a time as the bits of one integer."""
+    """Return the length of the longest common subsequence; each table row is stored as the bits of one integer."""
     places: dict[str, int] = {}
     for place, word in enumerate(first):
         places[word] = places.get(word, 0) | 1 << place
@@ -306,7 +309,7 @@ def _common_subsequence(first: Sequence[str], second: Sequence[str]) -> int:
 
 
 def rouge_l(caption: str, references: Sequence[str]) -> float:
-    """ROUGE-L of one sentence, best precision and best recall over the references, 0 to 1."""
+    """Return the ROUGE-L of one sentence, 0 to 1, from the best precision and best recall over the references."""
     words = caption.split()
     if not words:
         return 0.0
@@ -318,10 +321,10 @@ def rouge_l(caption: str, references: Sequence[str]) -> float:
 
 
 class SentenceReward:
-    """A function of one caption and its references, over a batch.
+    """Reward that applies a function of one caption and its references to a batch.
 
     Raises:
-        ValueError: no image, or one without references.
+        ValueError: There is no image, or an image has no references.
     """
 
     def __init__(self, function: Callable[[str, Sequence[str]], float], references: References) -> None:
@@ -329,7 +332,7 @@ class SentenceReward:
         self.function, self.references = function, references
 
     def __call__(self, images: Sequence[Hashable], captions: Sequence[str]) -> np.ndarray:
-        """As :meth:`CiderD.__call__`."""
+        """Score a batch; see :meth:`CiderD.__call__`."""
         _check_batch(self.references, images, captions)
         scores = (self.function(caption, self.references[image]) for image, caption in zip(images, captions))
         return np.fromiter(scores, float, len(captions))
@@ -339,16 +342,16 @@ REWARDS = ("cider-d", "bleu-4", "rouge-l")
 
 
 def reward(name: str, references: References, *, cache_dir: str | Path | None = None, end: str | None = None) -> Reward:
-    """The reward of that name over ``references``.
+    """Create the reward ``name`` over ``references``.
 
     Args:
         name: ``'cider-d'``, ``'bleu-4'`` or ``'rouge-l'``.
-        references: {image: its sentences}.
-        cache_dir: As :class:`CiderD`; the others keep no file.
-        end: Likewise; the others read no end.
+        references: Sentences of every image, ``{image: sentences}``.
+        cache_dir: See :class:`CiderD`; ignored by the other rewards.
+        end: See :class:`CiderD`; ignored by the other rewards.
 
     Raises:
-        ValueError: another name, no image, or one without references.
+        ValueError: The name is unknown, there is no image, or an image has no references.
     """
     if name == "cider-d":
         return CiderD(references, cache_dir=cache_dir, end=end)

@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all."""
+"""Atomic writes, and files of complete lines."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from pathlib import Path
 
 
 def write(path: Path, save: Callable[[Path], object], folder: Path | None = None) -> None:
-    """Write a file beside ``path`` with ``save``, then rename it to ``path``.
+    """Write a temporary file beside ``path`` with ``save``, then rename it to ``path``.
 
-    ``save`` gets a path of the same suffix. Where it raises, ``path`` stays as it was and nothing is left behind. A
-    process that is killed leaves a file ``.*.partial-*`` beside ``path``, or in ``folder``, on the same file system.
+    ``save`` receives a path with the same suffix. If it raises an error, ``path`` is unchanged and the temporary file
+    is removed. A killed process leaves a file ``.*.partial-*`` beside ``path``, or in ``folder`` if given, which must
+    be on the same file system.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Processes on two machines may have the same id.
+    # The token is needed because processes on two machines may have the same id.
     partial = (folder or path.parent) / f".{path.stem}.partial-{os.getpid()}-{secrets.token_hex(3)}{path.suffix}"
     try:
         save(partial)
@@ -25,7 +26,7 @@ def write(path: Path, save: Callable[[Path], object], folder: Path | None = None
 
 
 def complete_lines(path: Path) -> list[bytes]:
-    """Lines of a file that is appended to, without a last one that is cut off; a missing file has none."""
+    """Return the complete lines of a file that is being appended to; a missing file has none."""
     try:
         lines = path.read_bytes().splitlines(keepends=True)
     except FileNotFoundError:

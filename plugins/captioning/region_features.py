@@ -1,19 +1,19 @@
-"""One file with the region features of a whole set of images, read image by image and never held in memory.
+"""Region features of a whole image set in one file, read image by image without loading the file into memory.
 
-The same five arrays in every format, N images with Σn regions of D channels:
+Every format holds the same five arrays, for N images with Σn regions of D channels:
 
     image_ids (N,)   integers or text
-    offsets (N + 1,) the regions of image i are the rows offsets[i] to offsets[i + 1] of the others
+    offsets (N + 1,) rows offsets[i] to offsets[i + 1] of the other arrays are the regions of image i
     features (Σn, D) float16 or float32
     boxes (Σn, 4)    x0, y0, x1, y1, relative to the image's width and height, 0 to 1
-    scores (Σn,)     the detector's, of each box
+    scores (Σn,)     detector score of each box
 
-``.npz``: members of these names, stored uncompressed (``numpy.savez``), which are mapped into memory where they lie in
-the file. ``.h5``, ``.hdf5``: datasets of these names (h5py). ``.lmdb``: one record an image, its key the id in UTF-8,
-its value boxes, scores (both float32) and features one after the other; ``__image_ids__``, ``__offsets__`` and
-``__features__`` (no rows) are in the npy format (lmdb).
+``.npz`` (``numpy.savez``): uncompressed members of these names, mapped into memory. ``.h5``, ``.hdf5`` (h5py): datasets
+of these names. ``.lmdb`` (lmdb): one record per image, whose key is the id in UTF-8 and whose value is the
+concatenation of boxes, scores (both float32) and features; ``__image_ids__``, ``__offsets__`` and ``__features__`` (no
+rows) are stored in npy format.
 
-A file may also hold its ``recipe``, a JSON object in text: how the regions of another picture are computed.
+A file may also hold a ``recipe``, JSON text that describes how to compute the regions of another image.
 """
 
 from __future__ import annotations
@@ -33,15 +33,16 @@ from .region_parts import INDEX, ImageId, RegionParts, read_index
 
 
 class RegionFeatures:
-    """Reads such a file. It is opened at the first use, in every process by itself, so that it pickles into workers.
+    """Reader of a region feature file. Each process opens the file at its first use, so readers can be pickled.
 
     Args:
-        path: The file; its suffix tells the format.
+        path: The file; its suffix selects the format.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        ModuleNotFoundError: its format needs a package that is not installed.
-        ValueError: the suffix is unknown. At the first use: the file is cut off, lacks an array, or arrays do not fit.
+        FileNotFoundError: The file does not exist.
+        ModuleNotFoundError: The format needs a package that is not installed.
+        ValueError: The suffix is unknown. At the first use: the file is truncated, lacks an array, or the arrays'
+            shapes are inconsistent.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -55,28 +56,28 @@ class RegionFeatures:
         return {"path": self.path, "_process": None}
 
     def __len__(self) -> int:
-        """N."""
+        """Return the number of images N."""
         self._open()
         return len(self._ids)
 
     @property
     def image_ids(self) -> list[ImageId]:
-        """All N, in the file's order."""
+        """All N image ids, in the order of the file."""
         self._open()
         return list(self._ids)
 
     @property
     def feature_dim(self) -> int:
-        """D."""
+        """Number of channels D."""
         self._open()
         return self._shape[1]
 
     @property
     def recipe(self) -> dict[str, Any] | None:
-        """How the regions were made, as who wrote the file has told; None: they have not.
+        """Description of how the regions were computed, or None if the file has none.
 
         Raises:
-            ValueError: it is no JSON object.
+            ValueError: The recipe is not a JSON object.
         """
         self._open()
         if self._recipe is None:
@@ -94,26 +95,26 @@ class RegionFeatures:
         return str(image_id) in self._index
 
     def count(self, image_id: ImageId) -> int:
-        """How many regions an image has, which may be 0.
+        """Return the number of regions of an image, which may be 0.
 
         Raises:
-            ValueError: the image is not in the file.
+            ValueError: The image is not in the file.
         """
         first, last = self._rows(image_id)
         return last - first
 
     def regions(self, image_id: ImageId) -> dict[str, np.ndarray]:
-        """``features`` (n, D), ``boxes`` (n, 4) and ``scores`` (n,) of one image, copied out of the file.
+        """Return copies of ``features`` (n, D), ``boxes`` (n, 4) and ``scores`` (n,) of one image.
 
         Raises:
-            ValueError: the image is not in the file, has no regions, or a feature is NaN or infinite.
+            ValueError: The image is not in the file, has no regions, or has NaN or infinite features.
         """
         first, last = self._rows(image_id)
         if first == last:
             raise ValueError(f"{self.path}: image {image_id} has no regions")
         try:
             found = self._read(str(image_id), first, last)
-        except Exception as error:  # LMDB and HDF5 have their own
+        except Exception as error:  # LMDB and HDF5 have their own exception types
             raise ValueError(f"{self.path}: image {image_id} cannot be read: {error}") from error
         if not np.isfinite(found["features"]).all():
             raise ValueError(f"{self.path}: image {image_id} has features that are NaN or infinite")
@@ -127,7 +128,7 @@ class RegionFeatures:
         return int(self._offsets[i]), int(self._offsets[i + 1])
 
     def _open(self) -> None:
-        """Open the file, in a forked process anew: the two would share a handle."""
+        """Open the file, and reopen it after a fork, because the two processes would share a handle."""
         if self._process == os.getpid():
             return
         opened = open_arrays(self.path)
@@ -187,20 +188,20 @@ def write_region_features(
     dtype: str = "float16",
     recipe: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write the regions of many images to one file, which is there whole or not at all.
+    """Write the regions of many images to one file atomically.
 
-    What comes is kept in a folder beside ``path`` until the end: twice the file's size is needed on the disk.
+    A temporary folder beside ``path`` holds the regions until the end, so twice the file's size is needed on disk.
 
     Args:
         path: ``.npz``, ``.h5``, ``.hdf5`` or ``.lmdb``.
-        images: Pairs of id and ``features`` (n, D), ``boxes`` (n, 4) and ``scores`` (n,), one image at a time; n may
-            be 0, D must not change.
-        dtype: Of the features in the file: ``float16`` or ``float32``.
-        recipe: How they were made, of what JSON can hold.
+        images: Pairs of an id and ``features`` (n, D), ``boxes`` (n, 4) and ``scores`` (n,), one per image; n may be
+            0, D must be constant.
+        dtype: Type of the stored features: ``float16`` or ``float32``.
+        recipe: How the regions were computed, as values that JSON can hold.
 
     Raises:
-        ModuleNotFoundError: the format needs a package that is not installed.
-        ValueError: the suffix is unknown, or an image's arrays are not such.
+        ModuleNotFoundError: The format needs a package that is not installed.
+        ValueError: The suffix is unknown, or the arrays of an image are invalid.
     """
     path = Path(path)
     package_of(path)
@@ -215,13 +216,13 @@ def write_region_features(
 
 
 class RegionFeaturesWriter:
-    """Flat files in a folder, to which images are appended, and which one file is made of in the end.
+    """Writer that appends images to flat files in a folder and assembles them into one file.
 
-    A folder of an interrupted run is gone on with, after its last image that is there whole.
+    It resumes an interrupted run after the last complete image in ``folder``.
 
     Args:
-        folder: Made where there is none.
-        dtype: Of the features, ``float16`` or ``float32``.
+        folder: Created if it does not exist.
+        dtype: Type of the stored features: ``float16`` or ``float32``.
     """
 
     def __init__(self, folder: str | os.PathLike[str], dtype: str = "float16") -> None:
@@ -240,15 +241,15 @@ class RegionFeaturesWriter:
         self._files = {name: _appended(self.folder / name, rows * size) for name, size in sizes.items()}
 
     def append(self, image_id: ImageId, regions: Mapping[str, Any]) -> None:
-        """Add an image: ``features`` (n, D), ``boxes`` (n, 4), ``scores`` (n,).
+        """Append the ``features`` (n, D), ``boxes`` (n, 4) and ``scores`` (n,) of an image.
 
         Raises:
-            ValueError: the arrays are not such, a value is not finite, or the image is there already.
+            ValueError: A shape is wrong, a value is not finite, or the image was already appended.
         """
         arrays = self._checked(image_id, regions)
         for name, array in arrays.items():
             self._files[name].write(array.tobytes())
-            self._files[name].flush()  # the line of the index comes after what it stands for
+            self._files[name].flush()  # data must be on disk before its index line
         n, self.feature_dim = arrays["features"].shape
         self._index.write((json.dumps([image_id, n, self.feature_dim, self.dtype.name]) + "\n").encode())
         self._index.flush()
@@ -283,7 +284,7 @@ class RegionFeaturesWriter:
         return found
 
     def assemble(self, path: str | os.PathLike[str], recipe: Mapping[str, Any] | None = None) -> None:
-        """Make the file of all images so far, with the ``recipe`` they were made by; the folder stays."""
+        """Write all images so far and the ``recipe`` to one file; the folder remains."""
         path = Path(path)
         package_of(path)
         self.close()
@@ -305,9 +306,9 @@ class RegionFeaturesWriter:
 
 
 def _appended(path: Path, size: int) -> Any:
-    """A file open for appending, cut to ``size`` bytes."""
+    """Truncate a file to ``size`` bytes and open it for appending."""
     path.touch()
     if path.stat().st_size < size:
-        raise ValueError(f"{path} has {path.stat().st_size} bytes, not {size}: begin anew without {path.parent}")
+        raise ValueError(f"{path} has {path.stat().st_size} bytes, not {size}: delete {path.parent} and start again")
     os.truncate(path, size)
     return path.open("ab")

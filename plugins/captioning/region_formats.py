@@ -1,4 +1,4 @@
-"""The file formats of :mod:`attn_plugins.captioning.region_features`: npz, HDF5 and LMDB, opened and written.
+"""File formats of :mod:`attn_plugins.captioning.region_features`: reading and writing npz, HDF5 and LMDB.
 
 Every error names the file.
 """
@@ -25,23 +25,23 @@ BLOCK = 1 << 24  # bytes copied at a time
 
 
 def open_arrays(path: Path) -> dict[str, Any]:
-    """The arrays of the file, the large ones still in it, and the text of its ``recipe``, or None.
+    """Return the arrays of the file, the large ones not loaded, and the text of its ``recipe`` or None.
 
-    Of LMDB not boxes and scores, but the ``environment`` that has them.
+    For LMDB, the ``environment`` replaces boxes and scores.
     """
     return {".npz": _open_npz, ".lmdb": _open_lmdb}.get(path.suffix, _open_hdf5)(path)
 
 
 def save_arrays(path: Path, arrays: dict[str, Any], recipe: str | None = None) -> None:
-    """Write all five arrays, the large ones block by block, and the recipe; the same bytes of the same arrays.
+    """Write all five arrays and the recipe; large arrays are written in blocks, and the output is deterministic.
 
-    An array may be anything that has ``shape``, ``dtype``, ``nbytes`` and slices of rows.
+    An array is any object with ``shape``, ``dtype``, ``nbytes`` and slicing of rows.
     """
     {".npz": _save_npz, ".lmdb": _save_lmdb}.get(path.suffix, _save_hdf5)(path, arrays, recipe)
 
 
 def package_of(path: Path) -> Any:
-    """What the format of ``path`` needs to be imported; None where nothing."""
+    """Import and return the package that the format of ``path`` needs, or return None."""
     if path.suffix not in PACKAGES:
         raise ValueError(f"region features {path}: the suffix must be one of {', '.join(PACKAGES)}")
     name = PACKAGES[path.suffix]
@@ -68,11 +68,11 @@ def _open_npz(path: Path) -> dict[str, Any]:
 
 
 def _mapped(path: Path, file: Any, info: zipfile.ZipInfo) -> np.ndarray:
-    """A member of a zip file as an array that lies in the file; one that is compressed does not."""
+    """Map an uncompressed member of a zip file into memory."""
     if info.compress_type != zipfile.ZIP_STORED:
         raise ValueError(f"{path}: {info.filename} is compressed and cannot be mapped: write it by numpy.savez")
     file.seek(info.header_offset)
-    name, extra = struct.unpack("<HH", file.read(30)[26:])  # the local header's lengths, of which the index knows none
+    name, extra = struct.unpack("<HH", file.read(30)[26:])  # lengths that only the local header stores
     file.seek(name + extra, os.SEEK_CUR)
     read = npy.read_array_header_1_0 if npy.read_magic(file) == (1, 0) else npy.read_array_header_2_0
     shape, fortran, dtype = read(file)
@@ -100,12 +100,12 @@ def _save_npz(path: Path, arrays: dict[str, Any], recipe: str | None) -> None:
 
 
 def _member(name: str) -> zipfile.ZipInfo:
-    """Without the time of day."""
+    """Return a member entry with a fixed time stamp."""
     return zipfile.ZipInfo(f"{name}.npy")
 
 
 def _blocks(array: Any) -> Iterable[tuple[int, int]]:
-    """Rows first to last, ``BLOCK`` bytes at a time."""
+    """Yield the first and last rows of successive blocks of ``BLOCK`` bytes."""
     step = max(1, BLOCK // max(1, array[:1].nbytes))
     return ((start, min(start + step, len(array))) for start in range(0, len(array), step))
 
@@ -148,19 +148,19 @@ def _open_lmdb(path: Path) -> dict[str, Any]:
 
 @functools.cache
 def _environment(path: Path, *_: int) -> Any:
-    """The one that a process may have of a file. Without locks, and only read, it serves forked processes too."""
+    """Open one environment per file and process. Read-only and without locks, it also works in forked processes."""
     environment = package_of(path).open(
         str(path), subdir=False, readonly=True, lock=False, readahead=False, meminit=False
     )
     pages, page, size = environment.info()["last_pgno"] + 1, environment.stat()["psize"], path.stat().st_size
-    if pages * page > size:  # reading a page that is not there would end the process
+    if pages * page > size:  # reading a missing page would kill the process
         environment.close()
         raise ValueError(f"{path} is cut off: {size} bytes of {pages * page}")
     return environment
 
 
 def _save_lmdb(path: Path, arrays: dict[str, Any], recipe: str | None) -> None:
-    # The map may be larger than the file will be: a page a record and the tree's pages, on top of the data.
+    # An upper bound for the map: the data, one page per record, and the pages of the tree.
     size = 2 * sum(array.nbytes for array in arrays.values()) + 16384 * (len(arrays["image_ids"]) + 64)
     size += 4 * len(recipe or "")
     environment = package_of(path).open(str(path), subdir=False, map_size=size, lock=False, sync=False)
@@ -172,7 +172,7 @@ def _save_lmdb(path: Path, arrays: dict[str, Any], recipe: str | None) -> None:
         if value:
             transaction.put(image_id if isinstance(image_id, bytes) else str(image_id).encode(), value)
         kept += len(value)
-        if kept > BLOCK:  # what is not committed is held in memory
+        if kept > BLOCK:  # uncommitted data stays in memory
             transaction.commit()
             transaction, kept = environment.begin(write=True), 0
     for name in ARRAYS[:3]:

@@ -1,7 +1,7 @@
-"""One file of the folders that :class:`~attn_plugins.captioning.region_features.RegionFeaturesWriter` has filled.
+"""Merge of folders written by :class:`~attn_plugins.captioning.region_features.RegionFeaturesWriter` into one file.
 
-Such a folder holds flat files of ``features``, ``boxes`` and ``scores``, and ``images.jsonl``: a line for every image
-that is there whole, ``[id, regions, channels, dtype]``.
+A folder holds flat files of ``features``, ``boxes`` and ``scores``, and ``images.jsonl`` with one line
+``[id, regions, channels, dtype]`` per complete image.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ ImageId = int | str
 
 @dataclass
 class PartIndex:
-    """What ``images.jsonl`` of a folder lists.
+    """Content of a folder's ``images.jsonl``.
 
     Attributes:
-        image_ids: In the order in which they were appended.
-        offsets: The regions of image i are the rows offsets[i] to offsets[i + 1].
-        feature_dim: D; None: there is no image yet.
-        dtype: Of the features; likewise.
-        size: Bytes of the complete lines.
+        image_ids: Ids in the order in which they were appended.
+        offsets: Rows offsets[i] to offsets[i + 1] are the regions of image i.
+        feature_dim: Number of channels D, or None without images.
+        dtype: Type of the features, or None without images.
+        size: Number of bytes of the complete lines.
     """
 
     image_ids: list[ImageId] = field(default_factory=list)
@@ -43,7 +43,7 @@ class PartIndex:
 
 
 def read_index(folder: Path) -> PartIndex:
-    """Read ``images.jsonl`` up to its last complete line; a missing file has none."""
+    """Read ``images.jsonl`` up to its last complete line; a missing file is empty."""
     found = PartIndex()
     for line in complete_lines(folder / INDEX):
         image_id, n, found.feature_dim, found.dtype = json.loads(line)
@@ -54,15 +54,15 @@ def read_index(folder: Path) -> PartIndex:
 
 
 class RegionParts:
-    """Reads folders together, as the one file that is made of them.
+    """View of several folders as the one file that they are merged into.
 
     Args:
-        folders: Of writers that are closed; those without an image do not count.
-        order: Ids of all images that may be in the folders, in the order of the file; None: the folders' own.
+        folders: Folders of closed writers; folders without images are ignored.
+        order: Ids of all images that may be in the folders, in the order of the output; None keeps the folders' order.
 
     Raises:
-        ValueError: an image is in two folders or not in ``order``, the folders' widths or types of features differ, or
-            one of their files is cut off.
+        ValueError: An image is in two folders or not in ``order``, the folders' feature widths or types differ, or a
+            file is truncated.
     """
 
     def __init__(self, folders: Iterable[str | os.PathLike[str]], order: Sequence[ImageId] | None = None) -> None:
@@ -90,24 +90,24 @@ class RegionParts:
 
     @property
     def image_ids(self) -> list[ImageId]:
-        """All N, in the file's order."""
+        """All N image ids, in the order of the output."""
         return [self._parts[p][1].image_ids[i] for p, i in self._places]
 
     @property
     def rows(self) -> int:
-        """Σn."""
+        """Total number of regions Σn."""
         return sum(index.offsets[-1] for _, index in self._parts)
 
     @property
     def feature_dim(self) -> int | None:
-        """D; None: there is no image."""
+        """Number of channels D, or None without images."""
         return self._parts[0][1].feature_dim if self._parts else None
 
     def save(self, path: Path, recipe: Mapping[str, Any] | None = None) -> None:
-        """Write the file to ``path``, block by block; of the same images always the same bytes.
+        """Write the file to ``path`` in blocks; the output is deterministic.
 
         Raises:
-            ValueError: there is no image.
+            ValueError: There is no image.
         """
         D = self.feature_dim
         if not D:
@@ -133,10 +133,10 @@ class RegionParts:
 
 
 class GatheredRows:
-    """Rows of several arrays, one piece after the other, read slice by slice.
+    """Concatenation of row ranges of several arrays, read slice by slice.
 
     Args:
-        pieces: Array, first and last row; the arrays have one type and one width. At least one piece.
+        pieces: Non-empty list of (array, first row, last row); the arrays have the same type and width.
     """
 
     def __init__(self, pieces: Sequence[tuple[np.ndarray, int, int]]) -> None:
@@ -168,5 +168,5 @@ def _mapped(path: Path, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
         return np.empty(shape, dtype)
     size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
     if path.stat().st_size < size:
-        raise ValueError(f"{path} has {path.stat().st_size} bytes, not {size}: begin anew without {path.parent}")
+        raise ValueError(f"{path} has {path.stat().st_size} bytes, not {size}: delete {path.parent} and start again")
     return np.memmap(path, dtype, "r", shape=shape)

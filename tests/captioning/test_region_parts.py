@@ -78,5 +78,5 @@ def test_parts_that_do_not_fit(tmp_path):
     with pytest.raises(ValueError, match="there is no image to write"):
         RegionParts([tmp_path / "gone"]).save(tmp_path / "regions.npz")
     (first / "boxes").write_bytes(b"")
-    with pytest.raises(ValueError, match=r"boxes has 0 bytes, not \d+: begin anew without .*first"):
+    with pytest.raises(ValueError, match=r"boxes has 0 bytes, not \d+: delete .*first and start again"):
         RegionParts([first]).save(tmp_path / "regions.npz")
