@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 
 def dot_scores(query: Tensor, key: Tensor) -> Tensor:
-    """s_t · h_i.
+    """Compute s_t · h_i.
 
     Args:
         query: s, (B, T, d).
@@ -25,26 +25,26 @@ def dot_scores(query: Tensor, key: Tensor) -> Tensor:
 
 
 def scaled_dot_scores(query: Tensor, key: Tensor) -> Tensor:
-    """s_t · h_i / √d; shapes as :func:`dot_scores`."""
-    # On the query: the smaller side, and half precision does not overflow in the product.
+    """Compute s_t · h_i / √d; shapes as :func:`dot_scores`."""
+    # Scaling the query is cheaper, and keeps the product from overflowing in half precision.
     return dot_scores(query * query.shape[-1] ** -0.5, key)
 
 
 def unit_vectors(x: Tensor) -> Tensor:
-    """x / |x| along the last axis, in float32 for half inputs, whose squares overflow; a zero vector stays zero."""
+    """Return x / |x| along the last axis, 0 for zero vectors; half inputs, whose squares overflow, go by float32."""
     wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
-    if x.dtype == torch.float16:  # the gradient of a zero vector, 1 / eps times another, is beyond its range: 0 here
+    if x.dtype == torch.float16:  # the gradient at a zero vector has the factor 1 / eps, which overflows: make it 0
         wide = wide.masked_fill((x == 0).all(-1, keepdim=True), 0.0)
     return F.normalize(wide, dim=-1, eps=1e-8).to(x.dtype)
 
 
 def cosine_scores(query: Tensor, key: Tensor) -> Tensor:
-    """cos(s_t, h_i), from -1 to 1, 0 where either is zero; shapes as :func:`dot_scores`."""
+    """Compute cos(s_t, h_i), 0 where either vector is zero; shapes as :func:`dot_scores`."""
     return dot_scores(unit_vectors(query), unit_vectors(key))
 
 
 def general_scores(query: Tensor, key: Tensor, weight: Tensor) -> Tensor:
-    """s_tᵀ W h_i.
+    """Compute s_tᵀ W h_i.
 
     Args:
         query: s, (B, T, n).
@@ -58,15 +58,15 @@ def general_scores(query: Tensor, key: Tensor, weight: Tensor) -> Tensor:
 
 
 def additive_scores(query: Tensor, key: Tensor, vector: Tensor) -> Tensor:
-    """w_1 · tanh(W_2 [s_t; h_i]), the concatenation-based score, of the two halves of W_2 [s_t; h_i].
+    """Compute the concatenation-based score w_1 · tanh(W_2 [s_t; h_i] + b_2).
 
-    W_2 applied to a concatenation is a sum: its columns of s applied to s_t and its columns of h applied to h_i, so
-    that every state is projected once and not once a pair. Holds the (B, T, S, A) hidden layer.
+    W_2 [s_t; h_i] is the sum of W_2's s columns applied to s_t and its h columns applied to h_i, so every state is
+    projected once instead of once per pair. The (B, T, S, A) hidden layer is held in memory.
 
     Args:
-        query: W_2's columns of s applied to s, with the bias b_2, (B, T, A).
-        key: W_2's columns of h applied to h, (B, S, A).
-        vector: w_1, (A,). Its bias b_1 is the same for all i: the softmax does not see it.
+        query: s projected by W_2's s columns, plus the bias b_2, (B, T, A).
+        key: h projected by W_2's h columns, (B, S, A).
+        vector: w_1, (A,). A bias b_1 would be the same for all i and cancel in the softmax.
 
     Returns:
         (B, T, S).

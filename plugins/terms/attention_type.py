@@ -1,4 +1,4 @@
-"""Which of the four terms of Transformer attention make a module's logits (Zhu et al. 2019, Eq. 2)."""
+"""The four terms of Transformer attention and their selection by ``attention_type`` (Zhu et al. 2019, Eq. 2)."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ class AttentionTerms(NamedTuple):
 
     @property
     def relative(self) -> bool:
-        """Whether relative positions enter: R is projected for ε2 and ε4."""
+        """Whether a term uses relative positions, so that R is projected (ε2, ε4)."""
         return self.content_position or self.position
 
     @property
     def queries(self) -> bool:
-        """Whether queries are projected: ε1 and ε2."""
+        """Whether a term uses projected queries (ε1, ε2)."""
         return self.content or self.content_position
 
     @property
     def keys(self) -> bool:
-        """Whether keys are projected: ε1 and ε3."""
+        """Whether a term uses projected keys (ε1, ε3)."""
         return self.content or self.saliency
 
 
 def is_attention_type(attention_type: object) -> bool:
-    """Whether ``attention_type`` is a string of four bits."""
+    """Return whether ``attention_type`` is a string of four bits."""
     return isinstance(attention_type, str) and len(attention_type) == 4 and not set(attention_type) - {"0", "1"}
 
 

@@ -1,7 +1,7 @@
 """Relative positions clipped at a distance k: w[max(-k, min(k, j - i))] (Shaw et al. 2018, section 3.2).
 
-A table holds the offsets -k ... k of a key from its query, with ``causal`` -k ... 0. Query t stands at the keys'
-position start + t. Shapes: B batch, M heads, T queries, S keys.
+A table holds the offsets -k ... k of a key from its query, or -k ... 0 with ``causal``. Query t is at key position
+start + t. Shapes: B batch, M heads, T queries, S keys.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from torch.nn import functional as F
 
 
 def clipped_band(logits: Tensor, reach: int) -> Tensor:
-    """Repeat the ends of a band: the offsets -reach ... reach of -k ... k.
+    """Extend a band over the offsets -k ... k to -reach ... reach by repeating its ends.
 
     Args:
         logits: (..., 2k + 1).
-        reach: The largest offset that is wanted.
+        reach: The largest offset of the result.
 
     Returns:
         (..., 2 * reach + 1).
@@ -27,19 +27,21 @@ def clipped_band(logits: Tensor, reach: int) -> Tensor:
 
 
 def weights_by_distance(weights: Tensor, distance: int, start: int = 0, causal: bool = False) -> Tensor:
-    """Sum the weights of the keys at each clipped offset: Σ_j α_ij a[clip(j - i)] is their product with the table.
+    """Sum the weights of the keys at each clipped offset.
+
+    The product of the result and a table a is Σ_j α_ij a[clip(j - i)].
 
     Args:
         weights: α, (B, M, T, S), with start + T <= S.
         distance: k.
         start: Position of the first query.
-        causal: Whether no key after the query has weight.
+        causal: Whether all keys after the query have weight 0.
 
     Returns:
-        (B, M, T, 2k + 1), with ``causal`` (B, M, T, k + 1).
+        (B, M, T, 2k + 1), or (B, M, T, k + 1) with ``causal``.
     """
     k, (T, S) = distance, weights.shape[-2:]
-    # In rows that are one longer than they are, query t's keys are t further on: one column an offset.
+    # Reading the rows as one element longer shifts row t by t, so that each column holds one offset.
     rows = S + 2 * k
     skewed = F.pad(F.pad(weights, (k, k)).flatten(-2), (0, T)).unflatten(-1, (T, rows + 1))
     K = k + 1 if causal else 2 * k + 1

@@ -1,7 +1,7 @@
-"""Decomposed relative positions: q·R_h + q·R_w, tables of rows' and of columns' offsets (Li et al. 2022, MViTv2).
+"""Decomposed relative positions: q·R_h + q·R_w, with tables over row and column offsets (Li et al. 2022, MViTv2).
 
-SAM's, ViTDet's and MViTv2's. The products are row and column logits, so ``global_attention`` adds them without a tensor
-of pairs. Index order is theirs: entry L - 1 + q - k of a table, not k - q. The query is the unscaled one.
+SAM, ViTDet and MViTv2 use them. The products are row and column logits, so ``global_attention`` adds them without a
+tensor of pairs. The index order follows these models: entry L - 1 + q - k of a table, not k - q. The query is unscaled.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from .map_size import check_size
 def decomposed_logits(
     query: Tensor, row_table: Tensor, column_table: Tensor, key_size: Sequence[int] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The products of queries with the tables' entries of all rows and all columns of keys.
+    """Compute the products of queries with the table entries of all rows and all columns of keys.
 
     Args:
         query: (B, M, H, W, d), before the content term's scale.
-        row_table: (2L - 1, d), shared by heads; interpolated where L is not the larger of H and Hk.
-        column_table: (2L - 1, d), of the columns.
-        key_size: (Hk, Wk), of pooled keys; (H, W) if None.
+        row_table: (2L - 1, d), shared by the heads; interpolated if L differs from the larger of H and Hk.
+        column_table: (2L - 1, d), likewise for W and Wk.
+        key_size: (Hk, Wk), the size of pooled keys; (H, W) if None.
 
     Returns:
         ``row_logits`` (B, M, H, W, Hk) and ``column_logits`` (B, M, H, W, Wk).
@@ -46,22 +46,22 @@ def decomposed_logits(
 
 
 def axis_embeddings(table: Tensor, queries: int, keys: int) -> Tensor:
-    """The entry of every pair of a query's and a key's row, or column.
+    """Look up the table entry of every pair of a query and a key along one axis.
 
-    The axis with fewer places is stretched to the other one. Where that is no whole factor, an offset between
-    two entries takes the lower one, as upstream's code does.
+    The axis with fewer positions is stretched to the other one. If the factor is not an integer, an offset between
+    two entries uses the lower one, as the published code does.
 
     Args:
-        table: (2L - 1, d); interpolated where L is not the larger of ``queries`` and ``keys``.
-        queries: Q.
-        keys: K.
+        table: (2L - 1, d); interpolated if L differs from the larger of ``queries`` and ``keys``.
+        queries: Q, rows or columns of queries.
+        keys: K, rows or columns of keys.
 
     Returns:
         (Q, K, d).
     """
     places = max(queries, keys)
     table = resize_offsets(table, places)
-    # float32, as upstream: truncation must fall on the same side.
+    # float32 as in the published code, so that offsets are truncated alike.
     q = torch.arange(queries, device=table.device, dtype=torch.float32) * (places / queries)
     stretch = places / keys
     k = torch.arange(keys, device=table.device, dtype=torch.float32) * stretch
@@ -70,16 +70,17 @@ def axis_embeddings(table: Tensor, queries: int, keys: int) -> Tensor:
 
 
 def resize_offsets(table: Tensor, length: int) -> Tensor:
-    """Interpolate a table over offsets to another axis length, as SAM's and ViTDet's code.
+    """Interpolate a table over offsets to another axis length, as in the code of SAM and ViTDet.
 
-    Linear, between the centres of entries; ``relative_table.resize_table`` keeps the first and the last entry instead.
+    Interpolation is linear between the centres of entries; ``relative_table.resize_table`` keeps the first and the
+    last entry instead.
 
     Args:
         table: (2L - 1, d).
-        length: The other axis length L'.
+        length: The new axis length L'.
 
     Returns:
-        (2L' - 1, d), the table's dtype; ``table`` itself where L' = L.
+        (2L' - 1, d), in the table's dtype; ``table`` itself if L' = L.
     """
     rows = 2 * length - 1
     if table.shape[0] == rows:

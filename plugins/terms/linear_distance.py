@@ -1,8 +1,8 @@
-"""Logits that fall linearly with the distance between query and key: ALiBi (Press et al. 2022), also on maps.
+"""Logits that decrease linearly with the distance between query and key: ALiBi (Press et al. 2022), also on maps.
 
-No parameter is learned and no length is fixed: head m subtracts slope_m * distance. On a map the distance is
-Euclidean (Fuller et al. 2023, CROMA: "2D-ALiBi"), or the sum of rows and columns, |Δy| + |Δx|, which alone is a sum of
-row and column logits: ``global_attention`` adds it in O(N) memory.
+Head m subtracts slope_m * distance; nothing is learned, and any length is accepted. On a map the distance is Euclidean
+(Fuller et al. 2023, CROMA: "2D-ALiBi") or |Δy| + |Δx|. Only the latter splits into row and column logits, which
+``global_attention`` adds in O(N) memory.
 
 Slopes are positive and the logits are at most 0. Shapes: M heads, H rows, W columns, N = H * W row by row.
 """
@@ -19,10 +19,10 @@ from .position_table import table_logits
 
 
 def alibi_slopes(heads: int, *, device: torch.device | str | None = None) -> Tensor:
-    """The published slopes: 2^(-8/M), 2^(-16/M) ... 2^(-8), the geometric series whose first term is its ratio.
+    """Return the published slopes 2^(-8/M), 2^(-16/M) ... 2^(-8), a geometric series whose ratio is its first term.
 
-    Where M is no power of 2: the series of the next lower power of 2, then every other term, from the first on, of the
-    series of twice as many (the authors' code).
+    If M is not a power of 2, use the series of the next lower power of 2, followed by the first, third, fifth ... term
+    of the series with twice as many terms (the authors' code).
 
     Returns:
         (M,), float32.
@@ -39,9 +39,10 @@ def alibi_slopes(heads: int, *, device: torch.device | str | None = None) -> Ten
 
 
 def distance_logits(slopes: Tensor, queries: int, keys: int, *, start: int = 0) -> Tensor:
-    """-slope * |k - q| along one axis (Press et al. 2022, section 3), a ``position_logits`` of ``sequence_attention``.
+    """Compute -slope * |k - q| along one axis (Press et al. 2022, section 3).
 
-    The paper's attention is causal; for keys after the query the distance counts alike.
+    The result is a ``position_logits`` of ``sequence_attention``. The paper's attention is causal; here keys after the
+    query are at the same distance as keys before it.
 
     Args:
         slopes: (M,).
@@ -53,7 +54,7 @@ def distance_logits(slopes: Tensor, queries: int, keys: int, *, start: int = 0) 
         (M, T, S), the dtype of ``slopes``.
 
     Raises:
-        ValueError: ``slopes`` is not of one axis.
+        ValueError: ``slopes`` is not one-dimensional.
     """
     _check_slopes(slopes)
     q = torch.arange(start, start + queries, device=slopes.device)
@@ -62,7 +63,7 @@ def distance_logits(slopes: Tensor, queries: int, keys: int, *, start: int = 0) 
 
 
 def manhattan_map_logits(slopes: Tensor, size: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """-slope * (|Δy| + |Δx|) in two parts, for ``global_attention``.
+    """Compute -slope * (|Δy| + |Δx|) as row and column logits of ``global_attention``.
 
     Args:
         slopes: (M,).
@@ -72,7 +73,7 @@ def manhattan_map_logits(slopes: Tensor, size: Sequence[int]) -> tuple[Tensor, T
         ``row_logits`` (1, M, H, 1, H) and ``column_logits`` (1, M, 1, W, W).
 
     Raises:
-        ValueError: ``slopes`` is not of one axis, or ``size`` is not two ints of at least 1.
+        ValueError: ``slopes`` is not one-dimensional, or ``size`` is not two ints of at least 1.
     """
     H, W = check_size("size", size)
     rows, columns = distance_logits(slopes, H, H), distance_logits(slopes, W, W)
@@ -80,16 +81,16 @@ def manhattan_map_logits(slopes: Tensor, size: Sequence[int]) -> tuple[Tensor, T
 
 
 def manhattan_logits(slopes: Tensor, size: Sequence[int]) -> Tensor:
-    """-slope * (|Δy| + |Δx|) of all pairs, (M, N, N): the sum of :func:`manhattan_map_logits`, for small windows."""
+    """Compute -slope * (|Δy| + |Δx|) of all pairs, (M, N, N), for small windows; see :func:`manhattan_map_logits`."""
     H, W = check_size("size", size)
     rows, columns = distance_logits(slopes, H, H), distance_logits(slopes, W, W)
     return (rows[:, :, None, :, None] + columns[:, None, :, None, :]).reshape(-1, H * W, H * W)
 
 
 def euclidean_logits(slopes: Tensor, size: Sequence[int]) -> Tensor:
-    """-slope * √(Δy² + Δx²) of all pairs (Fuller et al. 2023).
+    """Compute -slope * √(Δy² + Δx²) of all pairs (Fuller et al. 2023).
 
-    The root of a sum is no sum of rows and columns: there is no form without the (N, N) table.
+    The distance does not split into row and column logits, so the (N, N) logits are always held.
 
     Args:
         slopes: (M,).
@@ -99,7 +100,7 @@ def euclidean_logits(slopes: Tensor, size: Sequence[int]) -> Tensor:
         (M, N, N), the dtype of ``slopes``.
 
     Raises:
-        ValueError: ``slopes`` is not of one axis, or ``size`` is not two ints of at least 1.
+        ValueError: ``slopes`` is not one-dimensional, or ``size`` is not two ints of at least 1.
     """
     _check_slopes(slopes)
     H, W = check_size("size", size)
@@ -114,5 +115,5 @@ def _check_slopes(slopes: Tensor) -> None:
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """Squares of distances overflow half precision."""
+    """Return the dtype for squared distances, which overflow half precision."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype

@@ -1,6 +1,6 @@
-"""Log-spaced continuous relative positions, whose logits a small net predicts (Liu et al. 2022, Swin V2, Eq. 3 and 4).
+"""Log-spaced continuous relative positions: a small network predicts their logits (Liu et al. 2022, Eq. 3 and 4).
 
-coordinates = log_coordinates(size)                  the net's input, (2 Wh - 1, 2 Ww - 1, 2)
+coordinates = log_coordinates(size)                  the network's input, (2 Wh - 1, 2 Ww - 1, 2)
 table = bounded_logits(net(coordinates).flatten(0, 1))
 logits = table_logits(table, size)                   of ``position_table``: (M, N, N)
 """
@@ -19,15 +19,16 @@ from .map_size import check_size
 def log_coordinates(
     size: Sequence[int], pretrained: Sequence[int] | None = None, *, device: torch.device | str | None = None
 ) -> Tensor:
-    """The offsets of a window as sign(x) * log2(1 + |x|) / 3, where x is 8 Δ / (W - 1): from -8 to 8 in pretraining.
+    """Compute the offsets of a window as sign(x) * log2(1 + |x|) / 3, where x = 8 Δ / (W - 1).
 
-    The paper's Eq. 4 has no factor; log2(8) = 3 and the range of 8 are the published code's, in which timm follows.
+    In pretraining x is from -8 to 8. The paper's Eq. 4 has neither this range nor the divisor log2(8) = 3; they come
+    from the published code, as in timm.
 
     Args:
         size: (Wh, Ww).
-        pretrained: The window of pretraining, whose W scales the offsets; ``size`` if None. A window of 1 has no
-            offset but 0.
-        device: Of the result.
+        pretrained: Window of pretraining, whose sides W scale the offsets; ``size`` if None. The only offset of a
+            side of 1 is 0.
+        device: Device of the result.
 
     Returns:
         (2 Wh - 1, 2 Ww - 1, 2), float32: offsets of rows, then of columns, in the order of a table's entries.
@@ -45,5 +46,5 @@ def log_coordinates(
 
 
 def bounded_logits(table: Tensor) -> Tensor:
-    """16 * sigmoid(table): between 0 and 16, so that they cannot drown the content term (published code)."""
+    """Return 16 * sigmoid(table), which keeps position logits from dominating the content term (published code)."""
     return 16 * torch.sigmoid(table)

@@ -1,4 +1,4 @@
-"""The check that terms of a map's or a window's size share."""
+"""Check of the size of a map or a window, shared by the terms."""
 
 from __future__ import annotations
 

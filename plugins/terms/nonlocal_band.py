@@ -1,4 +1,4 @@
-"""Non-localized position logits of sequences (Thesis, Eq. 3.12) without laying them out over the keys.
+"""Non-localized position logits of sequences (Thesis, Eq. 3.12) that are not laid out over the keys.
 
 A query's logits are a band of K values and one value for every key beyond it.
 
@@ -14,16 +14,18 @@ from torch import Tensor
 def counted_keys(
     T: int, S: int, K: int, start: int, causal: bool, key_padding_mask: Tensor | None, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Which taps of a band meet a key, and how many keys there are; padding and keys after a causal query left out.
+    """Find the taps of a band that are on a key, and count each query's keys.
+
+    Padding is not counted and, with ``causal``, neither are keys after the query.
 
     Args:
-        T: Queries, the first of them at the keys' position ``start``.
-        S: Keys.
-        K: Taps; the last is the query itself with ``causal``, else the middle one.
+        T: Number of queries; the first is at key position ``start``.
+        S: Number of keys.
+        K: Number of taps; the query itself is the last tap with ``causal``, else the middle one.
         start: See T.
-        causal: Whether keys after a query's position are left out.
+        causal: Whether to leave out keys after the query.
         key_padding_mask: (B, S) bool, True for padding.
-        device: Of the results.
+        device: Device of the results.
 
     Returns:
         (B or 1, 1, T, K) bool and (B or 1, 1, T) integers.
@@ -44,17 +46,17 @@ def counted_keys(
 def standardised_band(
     band: Tensor, beyond: Tensor, counted: Tensor, number: Tensor, eps: float = 1e-6
 ) -> tuple[Tensor, Tensor]:
-    """Subtract the mean over a query's keys and divide by the deviation, as ``nonlocal_position.standardised`` does.
+    """Standardise each query's logits over its keys, as ``nonlocal_position.standardised`` does.
 
     Args:
         band: (B, M, T, K).
-        beyond: (B, M, T), the logit of keys that the band does not hold.
-        counted: (B or 1, 1, T, K), taps that meet a key.
-        number: (B or 1, 1, T), keys of a query.
+        beyond: (B, M, T), the logit of all keys beyond the band.
+        counted: (B or 1, 1, T, K), taps that are on a key.
+        number: (B or 1, 1, T), number of keys of each query.
         eps: Added to the variance.
 
     Returns:
-        Both logits, shaped as they were.
+        ``band`` and ``beyond``, standardised.
     """
     dtype = band.dtype
     wide = torch.float64 if dtype == torch.float64 else torch.float32

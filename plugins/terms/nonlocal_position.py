@@ -1,8 +1,8 @@
 """Non-localized position logits (Thesis, Eq. 3.12): predicted inside a window, one value for all keys outside it.
 
-k is the window's side, r = (k - 1) / 2. The query's logits for the offsets of the window are predicted from its
-features; every key farther away gets one value v, an ``Outside``. (The thesis prints |i - j| <= ⌈(k + 1) / 2⌉, which
-overruns the k predicted values; |i - j| <= r is meant.)
+k is the window's side, r = (k - 1) / 2. The logits for the window's offsets are predicted from the query's features;
+all keys outside the window share one value v, chosen by ``Outside``. The thesis prints |i - j| <= ⌈(k + 1) / 2⌉, which
+exceeds the k predicted values; the code uses |i - j| <= r.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ Smoothing = Literal["sqrt_d", "zscore"]
 
 
 def check_smoothing(outside: Outside, smoothing: Smoothing) -> None:
-    """Check that both go together."""
+    """Raise a ValueError if ``outside`` and ``smoothing`` cannot be combined."""
     if outside == "-inf" and smoothing == "zscore":
-        raise ValueError("smoothing 'zscore' needs another outside than '-inf', of which there is no mean")
+        raise ValueError("smoothing 'zscore' needs another outside than '-inf', which has no mean")
 
 
 def predicted_values(window: int, outside: Outside) -> int:
-    """How many values f predicts for a query: the window's, and one more where that of keys outside is learned."""
+    """Return how many values f predicts for a query: one per offset, and one more for a learned ``outside``."""
     return window + (outside == "learned")
 
 
@@ -33,11 +33,11 @@ def with_outside(predicted: Tensor, outside: Outside) -> Tensor:
 
     Args:
         predicted: (..., n), or (..., n + 1) for ``'learned'``.
-        outside: ``'-inf'`` (attention stays in the window), ``'zero'``, ``'learned'``, ``'min'`` or ``'mean'`` of the
-            window's values.
+        outside: ``'-inf'`` (attention only inside the window), ``'zero'``, ``'learned'``, or the ``'min'`` or
+            ``'mean'`` of the window's values.
 
     Returns:
-        (..., n + 1), the value outside last.
+        (..., n + 1); the last value is that of keys outside.
     """
     if outside == "learned":
         return predicted
@@ -53,17 +53,17 @@ def with_outside(predicted: Tensor, outside: Outside) -> Tensor:
 
 
 def axis_index(queries: Tensor, keys: int, k: int) -> Tensor:
-    """Which of a window's k offsets a key is for a query, -1 outside: (len(queries), keys)."""
+    """Return the index of each key among the k offsets of a query's window, -1 outside: (len(queries), keys)."""
     offset = torch.arange(keys, device=queries.device) - queries.unsqueeze(1) + k // 2
     return torch.where((offset >= 0) & (offset < k), offset, -1)
 
 
 def map_index(positions: Tensor, size: tuple[int, int], kernel_size: tuple[int, int]) -> Tensor:
-    """Which of a window's offsets, row-major, a key of a map is for a query, -1 outside.
+    """Return the row-major index of each key of a map in a query's window, -1 outside.
 
     Args:
-        positions: (Q,), of queries on the map, row by row.
-        size: (H, W), of the map.
+        positions: (Q,), positions of the queries on the map, row by row.
+        size: (H, W), the map's size.
         kernel_size: Sides of the window, both odd.
 
     Returns:
@@ -76,7 +76,7 @@ def map_index(positions: Tensor, size: tuple[int, int], kernel_size: tuple[int, 
 
 
 def tap_index(taps: tuple[int, int], kernel_size: tuple[int, int], device: torch.device) -> Tensor:
-    """Which of a window's offsets a tap of another window around the same query is, -1 outside; all sides odd.
+    """Return the index of each tap of a window in another window around the same query, -1 outside; sides are odd.
 
     Returns:
         (taps[0] * taps[1],), row-major.
@@ -89,8 +89,8 @@ def realign(values: Tensor, index: Tensor) -> Tensor:
     """Lay predicted values out over keys.
 
     Args:
-        values: (..., Q, n + 1), of :func:`with_outside`.
-        index: (Q, K), which value a key has; -1: the one outside the window.
+        values: (..., Q, n + 1), from :func:`with_outside`.
+        index: (Q, K), index of each key's value; -1 for the value outside the window.
 
     Returns:
         (..., Q, K).
@@ -100,11 +100,11 @@ def realign(values: Tensor, index: Tensor) -> Tensor:
 
 
 def standardised(logits: Tensor, counted: Tensor | None = None, eps: float = 1e-6) -> Tensor:
-    """Subtract the mean over keys and divide by the deviation ("z-score", Thesis, section 3.5).
+    """Subtract the mean over keys and divide by the standard deviation ("z-score", Thesis, section 3.5).
 
     Args:
         logits: (..., K).
-        counted: (..., K), which keys count; None: all.
+        counted: (..., K) bool, keys that are included; all if None.
         eps: Added to the variance.
     """
     wide = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits

@@ -1,7 +1,7 @@
-"""Relative positions in buckets, one each for near offsets and wider ones for distant offsets (Raffel et al. 2020).
+"""Bucketed relative positions: one bucket per near offset, wider buckets for distant offsets (Raffel et al. 2020).
 
-Along one axis, and on a map as rows' and columns' logits, which ``global_attention`` adds without a table of pairs.
-The paper (section 2.1) gives the idea; the numbers are those of the T5 code, so that its weights serve.
+On a map, rows and columns are bucketed separately, and ``global_attention`` adds both logits without a table of pairs.
+The idea is from the paper (section 2.1); bucket bounds follow the T5 code, so that T5 weights can be loaded.
 """
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ from .relative_position import axis_offsets
 
 
 def relative_buckets(offsets: Tensor, buckets: int = 32, max_distance: int = 128, *, causal: bool = False) -> Tensor:
-    """Number the buckets of offsets.
+    """Return the bucket of each offset.
 
-    With n buckets a direction, distances below n/2 have a bucket each; from there to ``max_distance`` buckets grow
-    by equal ratios, n/2 + ⌊n/2 * ln(2 distance / n) / ln(2 max_distance / n)⌋; the last one has all that is further.
+    With n buckets per direction, each distance below n/2 has its own bucket. From there to ``max_distance`` bucket
+    sizes grow geometrically: n/2 + ⌊n/2 * ln(2 distance / n) / ln(2 max_distance / n)⌋. Larger distances share the last
+    bucket.
 
     Args:
         offsets: k - q, integers of any shape.
-        buckets: Their number; half of them, the lower ones, for keys at and before the query, half for keys after it.
-        max_distance: The distance from which all offsets share the last bucket.
-        causal: All buckets are of keys at and before the query; keys after it are in bucket 0.
+        buckets: Number of buckets. The lower half is for keys at and before the query, the upper half for keys after.
+        max_distance: Distance from which all offsets share the last bucket.
+        causal: Use all buckets for keys at and before the query; keys after it are in bucket 0.
 
     Returns:
         int64, the shape of ``offsets``.
@@ -46,7 +47,7 @@ def relative_buckets(offsets: Tensor, buckets: int = 32, max_distance: int = 128
     if max_distance <= near:
         raise ValueError(f"max_distance must be more than the {near} distances of one bucket each, got {max_distance}")
     distance = (-offsets).clamp(min=0) if causal else offsets.abs()
-    # In this order of float32 operations, which T5's weights were trained with.
+    # The same float32 operations in the same order as in T5, whose weights were trained with their rounding.
     growth = torch.log(distance.clamp(min=near).float() / near) / math.log(max_distance / near) * (directed - near)
     bucket = torch.where(distance < near, distance, (near + growth.long()).clamp(max=directed - 1))
     return bucket if causal else bucket + directed * (offsets > 0)
@@ -55,21 +56,21 @@ def relative_buckets(offsets: Tensor, buckets: int = 32, max_distance: int = 128
 def bucket_logits(
     table: Tensor, queries: int, keys: int, max_distance: int = 128, *, causal: bool = False, start: int = 0
 ) -> Tensor:
-    """Position logits of a sequence, from one logit for every bucket and head.
+    """Lay out one logit per bucket and head as the position logits of a sequence.
 
     Args:
         table: (buckets, M).
         queries: T.
         keys: S.
-        max_distance: As in :func:`relative_buckets`.
-        causal: Likewise. This masks nothing.
+        max_distance: See :func:`relative_buckets`.
+        causal: See :func:`relative_buckets`. No key is masked.
         start: The first query's position among the keys.
 
     Returns:
         (M, T, S), the table's dtype.
 
     Raises:
-        ValueError: ``table`` has no two axes, or as :func:`relative_buckets`.
+        ValueError: ``table`` is not two-dimensional, or for the reasons of :func:`relative_buckets`.
     """
     if table.dim() != 2:
         raise ValueError(f"table must have shape (buckets, M), got {tuple(table.shape)}")
@@ -83,19 +84,19 @@ def bucket_logits(
 def bucket_map_logits(
     row_table: Tensor, column_table: Tensor, size: Sequence[int], max_distance: int = 128
 ) -> tuple[Tensor, Tensor]:
-    """Logits of both axes of a map, for ``global_attention``: buckets of k - q in rows, and in columns.
+    """Lay out one logit per bucket and head as row and column logits of ``global_attention``.
 
     Args:
         row_table: (buckets, M).
         column_table: (buckets, M).
         size: (H, W).
-        max_distance: As in :func:`relative_buckets`, in pixels.
+        max_distance: See :func:`relative_buckets`; in pixels.
 
     Returns:
         ``row_logits`` (1, M, H, 1, H) and ``column_logits`` (1, M, 1, W, W).
 
     Raises:
-        ValueError: as :func:`bucket_logits`, or ``size`` is not two ints of at least 1.
+        ValueError: for the reasons of :func:`bucket_logits`, or ``size`` is not two ints of at least 1.
     """
     H, W = check_size("size", size)
     rows = bucket_logits(row_table, H, H, max_distance)

@@ -1,9 +1,9 @@
-"""Relative positions along one axis: every distinct offset is encoded and projected once, then spread.
+"""Relative positions along one axis: each distinct offset is encoded and projected once, then laid out over pairs.
 
-Q queries stand at pixels 0, q_stride, 2 * q_stride ... and K keys at 0, kv_stride, ...; there are no more than
-(Q - 1) * q_stride + (K - 1) * kv_stride + 1 offsets k - q, fewer where both strides have a common divisor.
+Q queries are at pixels 0, q_stride, 2 * q_stride ... and K keys at 0, kv_stride, ...; there are at most
+(Q - 1) * q_stride + (K - 1) * kv_stride + 1 offsets k - q, fewer if the strides have a common divisor.
 
-The terms of Zhu et al. (2019), Eq. 2, that such a table serves, for one axis:
+The terms of Zhu et al. (2019), Eq. 2, that such a table R provides, for one axis:
     ε2 = q·R[k - q]   relative_logits(query, R)
     ε4 = v·R[k - q]   spread(v·R)
 and both together, ε2 + ε4 = (q + v)·R[k - q].
@@ -20,7 +20,7 @@ from torch import Tensor
 def axis_offsets(
     queries: int, keys: int, q_stride: int = 1, kv_stride: int = 1, device: torch.device | None = None
 ) -> Tensor:
-    """The distinct offsets k - q in pixels, rising: D integers."""
+    """Return the D distinct offsets k - q in pixels, ascending."""
     step = math.gcd(q_stride, kv_stride)
     return torch.arange(-(queries - 1) * q_stride, (keys - 1) * kv_stride + 1, step, device=device)
 
@@ -30,12 +30,16 @@ def spread(table: Tensor, queries: int, keys: int, q_stride: int = 1, kv_stride:
 
     Args:
         table: (..., D), in the order of :func:`axis_offsets`.
+        queries: Q.
+        keys: K.
+        q_stride: Pixels between queries.
+        kv_stride: Pixels between keys.
 
     Returns:
-        (..., Q, K): entry (q, k) is the table's at offset k * kv_stride - q * q_stride.
+        (..., Q, K); entry (q, k) is the table's entry for the offset k * kv_stride - q * q_stride.
     """
     step = math.gcd(q_stride, kv_stride)
-    # A query further on sees the table from an earlier offset: windows in reverse order.
+    # The first offset decreases from query to query, so the windows are in reverse order.
     windows = table.unfold(-1, (keys - 1) * kv_stride // step + 1, q_stride // step)
     return windows[..., :: kv_stride // step].flip(-2)
 
@@ -43,13 +47,15 @@ def spread(table: Tensor, queries: int, keys: int, q_stride: int = 1, kv_stride:
 def relative_logits(
     query: Tensor, table: Tensor, keys: int, axis: str, q_stride: int = 1, kv_stride: int = 1
 ) -> Tensor:
-    """The products of all queries with the encoded offsets to all rows (``axis='row'``) or columns of keys.
+    """Compute the products of all queries with the encoded offsets to all rows or columns of keys.
 
     Args:
         query: (B, M, Hq, Wq, d).
         table: (M, d, D), projected encodings in the order of :func:`axis_offsets`.
         keys: Number of key rows or columns.
         axis: ``'row'`` or ``'column'``.
+        q_stride: Pixels between queries.
+        kv_stride: Pixels between keys.
 
     Returns:
         (B, M, Hq, Wq, keys).

@@ -1,14 +1,14 @@
-"""Rotary position embedding in two dimensions: queries and keys are rotated, so that q·k reads relative positions.
+"""Rotary position embedding in two dimensions: rotated queries and keys, whose product depends on relative positions.
 
-A head of width d is d/2 pairs of channels. At every position pair i of a query or key is turned by an angle, which is
-linear in the position; the product of a turned query and a turned key then depends on the difference of their
-positions (Su et al. 2021, Eq. 14 to 16). Three steps, each with its variants:
+A head of width d has d/2 pairs of channels. Each pair of a query or key is rotated by an angle that is linear in its
+position, so that the product of a rotated query and a rotated key depends on the difference of their positions
+(Su et al. 2021, Eq. 14 to 16). There are three steps, each with variants:
 
     1. positions of rows and columns   index_positions, pixel_positions, centred_positions
     2. angles (N, d/2)                 axial_angles of frequencies, mixed_angles of learned ones
-    3. rotate(query, rotation(angles)), and the key likewise
+    3. rotate(query, rotation(angles)), and likewise for the key
 
-What timm's classes are in these steps:
+timm's classes in these steps:
 
     RotaryEmbeddingCat, in_pixels=False   index_positions; axis_frequencies; axial_angles (EVA-02: ``reference``)
     RotaryEmbeddingCat, in_pixels=True    pixel_positions; pixel_frequencies; axial_angles
@@ -17,7 +17,7 @@ What timm's classes are in these steps:
                                           ``halves=True``
 
 Shapes: B batch, M heads, H rows, W columns, N = H * W positions row by row, d width of a head. Positions, frequencies
-and angles are float32 or float64: in half precision an angle of many turns has no fraction left.
+and angles are float32 or float64, as half precision cannot resolve large angles.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Normalise = Literal["separate", "min", "max"]
 
 
 class Positions(NamedTuple):
-    """Where the rows and the columns of a map are.
+    """Positions of the rows and columns of a map.
 
     Attributes:
         rows: (H,), float32.
@@ -47,7 +47,7 @@ class Positions(NamedTuple):
 
 
 class Rotation(NamedTuple):
-    """Sines and cosines of all angles, computed once for all layers that rotate alike.
+    """Sines and cosines of all angles, which layers with the same rotation share.
 
     Attributes:
         sin: (..., N, d/2).
@@ -65,13 +65,13 @@ def index_positions(
     offset: float = 0.0,
     device: torch.device | str | None = None,
 ) -> Positions:
-    """Positions 0, 1, 2 ... of rows and columns, in patches.
+    """Return positions 0, 1, 2 ... of rows and columns, in patches.
 
     Args:
         size: (H, W).
         reference: Size of the map in pretraining. Positions are scaled to its range, by reference / size (EVA-02).
-        offset: Added to all indices, before they are scaled.
-        device: Of the result.
+        offset: Added to all indices before scaling.
+        device: Device of the result.
 
     Raises:
         ValueError: ``size`` or ``reference`` is not two ints of at least 1.
@@ -83,7 +83,7 @@ def index_positions(
 def pixel_positions(
     size: Sequence[int], *, reference: Sequence[int] | None = None, device: torch.device | str | None = None
 ) -> Positions:
-    """Positions from -1 at the first row or column to 1 at the last; arguments as :func:`index_positions`."""
+    """Return positions from -1 at the first row or column to 1 at the last; arguments as :func:`index_positions`."""
     axes = [torch.linspace(-1.0, 1.0, s, device=device, dtype=torch.float32) for s in check_size("size", size)]
     return _scaled(axes, size, reference)
 
@@ -95,17 +95,17 @@ def centred_positions(
     normalise: Normalise = "separate",
     device: torch.device | str | None = None,
 ) -> Positions:
-    """Centres of patches on a map from -1 to 1: 2 (i + 1/2 + offset) / s - 1 (Siméoni et al. 2025, DINOv3).
+    """Return patch centres on a map from -1 to 1: 2 (i + 1/2 + offset) / s - 1 (Siméoni et al. 2025, DINOv3).
 
     Args:
         size: (H, W).
         offset: Added to the indices.
-        normalise: What s is: each axis's own size (``'separate'``), or for both axes the smaller (``'min'``) or the
-            larger one (``'max'``), which keeps the patches square.
-        device: Of the result.
+        normalise: s is each axis's size (``'separate'``), or the smaller (``'min'``) or larger (``'max'``) size for
+            both axes, which keeps the patches square.
+        device: Device of the result.
 
     Raises:
-        ValueError: ``size`` is not two ints of at least 1, or ``normalise`` is another word.
+        ValueError: ``size`` is not two ints of at least 1, or ``normalise`` is not one of the three.
     """
     H, W = check_size("size", size)
     if normalise not in get_args(Normalise):
@@ -119,15 +119,15 @@ def centred_positions(
 
 
 def axis_frequencies(width: int, temperature: float = 10000.0, *, device: torch.device | str | None = None) -> Tensor:
-    """Angles per unit of position, of one axis: temperature^(-4i / d), i = 0 ... d/4 - 1 (Su et al. 2021, Eq. 15).
+    """Return one axis's angles per unit of position: temperature^(-4i / d), i = 0 ... d/4 - 1 (Su et al., Eq. 15).
 
     Args:
-        width: d, of a head: a multiple of 4, as each axis turns half of the pairs.
-        temperature: Wavelengths rise from 2π towards ``temperature`` * 2π.
-        device: Of the result.
+        width: d, the width of a head: a multiple of 4, as each axis rotates half of the pairs.
+        temperature: Wavelengths increase from 2π towards ``temperature`` * 2π.
+        device: Device of the result.
 
     Returns:
-        (d/4,), float32, falling from 1.
+        (d/4,), float32, decreasing from 1.
 
     Raises:
         ValueError: ``width`` is not a positive multiple of 4.
@@ -136,14 +136,14 @@ def axis_frequencies(width: int, temperature: float = 10000.0, *, device: torch.
 
 
 def centred_frequencies(width: int, temperature: float = 100.0, *, device: torch.device | str | None = None) -> Tensor:
-    """2π times :func:`axis_frequencies`: a map from -1 to 1 is two turns of the first pair (DINOv3)."""
+    """Return 2π * :func:`axis_frequencies`, so that the first pair turns twice from -1 to 1 (DINOv3)."""
     return 2 * math.pi * axis_frequencies(width, temperature, device=device)
 
 
 def period_frequencies(
     width: int, shortest: float, longest: float, *, device: torch.device | str | None = None
 ) -> Tensor:
-    """2π / period, for d/4 periods from ``shortest`` to ``longest`` in geometric steps, (d/4,) float32 (DINOv3).
+    """Return 2π / period for d/4 periods from ``shortest`` to ``longest`` in geometric steps, float32 (DINOv3).
 
     Raises:
         ValueError: ``width`` is not a positive multiple of 4, or a period is not positive.
@@ -157,16 +157,16 @@ def period_frequencies(
 def pixel_frequencies(
     width: int, resolution: float = 224.0, linear: bool = False, *, device: torch.device | str | None = None
 ) -> Tensor:
-    """π to π * resolution / 2, for positions from -1 to 1: up to a half turn from a pixel to the next.
+    """Return frequencies from π to π * resolution / 2 for positions from -1 to 1, at most half a turn per pixel.
 
     Args:
-        width: d, of a head: a multiple of 4.
+        width: d, the width of a head: a multiple of 4.
         resolution: Number of pixels of an axis, at least 2.
         linear: Equal steps between frequencies; else equal ratios.
-        device: Of the result.
+        device: Device of the result.
 
     Returns:
-        (d/4,), float32, rising.
+        (d/4,), float32, ascending.
 
     Raises:
         ValueError: ``width`` is not a positive multiple of 4, or ``resolution`` is below 2.
@@ -180,12 +180,12 @@ def pixel_frequencies(
 
 
 def axial_angles(positions: Positions, frequencies: Tensor, *, columns_first: bool = False) -> Tensor:
-    """Angles of which the first half follows the rows and the second half the columns.
+    """Compute angles of which the first half depends on the row and the second half on the column.
 
     Args:
-        positions: Of the map's rows (H,) and columns (W,).
+        positions: Positions of the map's rows (H,) and columns (W,).
         frequencies: (d/4,), angle per unit of position.
-        columns_first: The other way round: timm's ``grid_indexing='xy'``.
+        columns_first: Put the columns' half first, as timm's ``grid_indexing='xy'``.
 
     Returns:
         (N, d/2), in radians.
@@ -197,18 +197,18 @@ def axial_angles(positions: Positions, frequencies: Tensor, *, columns_first: bo
 
 
 def mixed_angles(positions: Positions, frequencies: Tensor, *, columns_first: bool = True) -> Tensor:
-    """Angles that are a learned linear function of both coordinates (Heo et al. 2024).
+    """Compute angles that are a learned linear function of both coordinates (Heo et al. 2024).
 
     Args:
-        positions: Of the map's rows (H,) and columns (W,).
+        positions: Positions of the map's rows (H,) and columns (W,).
         frequencies: (2, ..., d/2): θ of the columns and θ of the rows, e.g. (2, M, d/2) for a layer.
-        columns_first: ``frequencies[0]`` belongs to the columns, as in timm's default; else to the rows.
+        columns_first: Whether ``frequencies[0]`` is that of the columns, as in timm by default; else of the rows.
 
     Returns:
         (..., N, d/2), in radians, float32 for half precision frequencies.
 
     Raises:
-        ValueError: ``frequencies`` is not of two axes.
+        ValueError: ``frequencies`` does not have shape (2, ..., d/2).
     """
     if frequencies.dim() < 2 or frequencies.shape[0] != 2:
         raise ValueError(f"frequencies must have shape (2, ..., d/2), got {tuple(frequencies.shape)}")
@@ -229,14 +229,14 @@ def draw_mixed_frequencies(
     generator: torch.Generator | None = None,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """Draw what :func:`mixed_angles` learns from: axial frequencies, whose axes each head turns by a random angle.
+    """Draw initial frequencies for :func:`mixed_angles`: axial ones, rotated by a random angle for each head.
 
     Args:
-        width: d, of a head: a multiple of 4.
+        width: d, the width of a head: a multiple of 4.
         heads: M.
-        temperature: As :func:`axis_frequencies`.
-        generator: Of the random angles.
-        device: Of the result.
+        temperature: See :func:`axis_frequencies`.
+        generator: Generator of the random angles.
+        device: Device of the result.
 
     Returns:
         (2, M, d/2), float32.
@@ -246,32 +246,32 @@ def draw_mixed_frequencies(
     """
     lengths = axis_frequencies(width, temperature, device=device)
     turn = torch.rand(heads, 1, generator=generator, device=device) * 2 * math.pi
-    directions = torch.stack((turn, turn + math.pi / 2), -1)  # of a head's two perpendicular axes, (M, 1, 2)
+    directions = torch.stack((turn, turn + math.pi / 2), -1)  # each head's two perpendicular axes, (M, 1, 2)
     along = [(f(directions).transpose(1, 2) * lengths).flatten(1) for f in (torch.cos, torch.sin)]
     return torch.stack(along)
 
 
 def rotation(angles: Tensor) -> Rotation:
-    """Sines and cosines of angles (..., N, d/2)."""
+    """Compute the sines and cosines of angles (..., N, d/2)."""
     return Rotation(angles.sin(), angles.cos())
 
 
 def rotate(x: Tensor, turned: Rotation, *, halves: bool = False, prefix_tokens: int = 0) -> Tensor:
-    """Turn every pair (a, b) of channels by its angle: (a cos - b sin, b cos + a sin) (Su et al. 2021, Eq. 34).
+    """Rotate every pair (a, b) of channels by its angle: (a cos - b sin, b cos + a sin) (Su et al. 2021, Eq. 34).
 
-    The sums are taken in the wider dtype of ``x`` and the rotation, the result has the dtype of ``x``.
+    The arithmetic is in the wider dtype of ``x`` and the rotation.
 
     Args:
         x: Queries or keys, (B, M, P + N, d); (B, M, H, W, d) with a rotation of (..., H, W, d/2).
-        turned: Of shape (..., N, d/2), broadcast against ``x``: (N, d/2), or (M, N, d/2) where heads differ.
+        turned: Rotation (..., N, d/2), broadcast against ``x``: (N, d/2), or (M, N, d/2) if heads differ.
         halves: Pair i is channels i and i + d/2, as in DINOv3; else channels 2i and 2i + 1, as in EVA-02.
-        prefix_tokens: P, tokens before the map's, such as cls tokens and registers, which have no position.
+        prefix_tokens: P, the number of leading tokens without a position, such as cls tokens and registers.
 
     Returns:
-        The shape and dtype of ``x``.
+        A tensor of the shape and dtype of ``x``.
 
     Raises:
-        ValueError: ``x`` does not have the rotation's positions and width.
+        ValueError: the positions or the width of ``x`` differ from the rotation's.
     """
     sin, cos = turned
     positions, width = sin.shape[-2], 2 * sin.shape[-1]
@@ -289,14 +289,14 @@ def rotate(x: Tensor, turned: Rotation, *, halves: bool = False, prefix_tokens: 
 
 
 def _scaled(axes: list[Tensor], size: Sequence[int], reference: Sequence[int] | None) -> Positions:
-    """Positions on a map of ``size``, scaled to a map of ``reference``."""
+    """Scale positions on a map of ``size`` to a map of ``reference``."""
     if reference is not None:
         axes = [axis / s * r for axis, s, r in zip(axes, size, check_size("reference", reference))]
     return Positions(axes[0], axes[1])
 
 
 def _ranks(width: int, device: torch.device | str | None) -> Tensor:
-    """0 ... d/4 - 1, float32."""
+    """Return 0 ... d/4 - 1, float32."""
     if width < 4 or width % 4:
         raise ValueError(f"width must be a positive multiple of 4 (two axes of pairs), got {width}")
     return torch.arange(width // 4, device=device).float()

@@ -1,4 +1,4 @@
-"""What makes a key salient whatever the query: ε3 = u·key of Zhu et al. (2019), Eq. 2."""
+"""Saliency of keys, independent of the query: ε3 = u·key (Zhu et al. 2019, Eq. 2)."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from ..ops import deformable_attention
 
 
 def key_saliency(key: Tensor, vector: Tensor) -> Tensor:
-    """ε3 of every key.
+    """Compute ε3 of every key.
 
     Args:
-        key: (B, M, ..., d), projected: of a map (B, M, Hk, Wk, d), of a sequence (B, M, S, d).
+        key: Projected keys, (B, M, Hk, Wk, d) for a map, (B, M, S, d) for a sequence.
         vector: u, (M, d).
 
     Returns:
@@ -24,7 +24,7 @@ def key_saliency(key: Tensor, vector: Tensor) -> Tensor:
 
 
 def add_vector(query: Tensor, vector: Tensor) -> Tensor:
-    """q + u, so that one product gives ε1 + ε3 = (q + u)·key; likewise ε2 + ε4 with v and R.
+    """Return q + u, so that one product computes ε1 + ε3 = (q + u)·key; likewise ε2 + ε4 with v and R.
 
     Args:
         query: (B, M, Hq, Wq, d).
@@ -37,20 +37,20 @@ def add_vector(query: Tensor, vector: Tensor) -> Tensor:
 
 
 def sampled_saliency(saliency: Tensor, spatial_shapes: Sequence[Sequence[int]], sampling_locations: Tensor) -> Tensor:
-    """ε3 of keys that are sampled between pixels: the saliency there, 0 outside the maps.
+    """Compute ε3 of keys that are sampled between pixels, 0 outside the maps.
 
-    A key between pixels is their bilinear mean, and ε3 is linear in the key.
+    Sampled keys are interpolated bilinearly and ε3 is linear in the key, so the saliency itself is interpolated.
 
     Args:
         saliency: (B, S, M), of every pixel of all levels, row by row, one level after another.
-        spatial_shapes: ((H_1, W_1), ..., (H_L, W_L)), of the levels.
+        spatial_shapes: ((H_1, W_1), ..., (H_L, W_L)), the sizes of the levels.
         sampling_locations: (B, Q, M, L, K, 2), as (x, y), 0 to 1 on the map.
 
     Returns:
-        (B, Q, M, L, K), of the locations' dtype.
+        (B, Q, M, L, K), in the dtype of ``sampling_locations``.
 
     Raises:
-        ValueError: the shapes' pixels are not those of ``saliency``.
+        ValueError: the number of pixels of ``spatial_shapes`` is not that of ``saliency``.
     """
     B, Q, M, _, K, _ = sampling_locations.shape
     pixels = sum(H * W for H, W in spatial_shapes)
@@ -59,7 +59,7 @@ def sampled_saliency(saliency: Tensor, spatial_shapes: Sequence[Sequence[int]], 
     levels = saliency.to(sampling_locations.dtype).unsqueeze(-1).split([H * W for H, W in spatial_shapes], 1)
     sampled = []
     for values, shape, locations in zip(levels, spatial_shapes, sampling_locations.unbind(3)):
-        # Every point is a query of its own, whose one sample has the weight 1.
+        # Treat every point as a separate query with a single sample of weight 1.
         points = locations.transpose(2, 3).reshape(B, Q * K, M, 1, 1, 2)
         found = deformable_attention(values, [shape], points, points.new_ones(1).expand(B, Q * K, M, 1, 1))
         sampled.append(found.view(B, Q, K, M).transpose(2, 3))

@@ -7,17 +7,18 @@ from torch import Tensor
 
 
 def sine_encoding(offsets: Tensor, width: int, wavelength: float = 10000.0) -> Tensor:
-    """Encode offsets by sines and cosines whose wavelengths rise from 2π to ``wavelength`` * 2π.
+    """Encode offsets by sines and cosines whose wavelengths increase from 2π to ``wavelength`` * 2π.
 
-    Feature i is sin(offset / wavelength^(2i / width)), feature width/2 + i its cosine, for i < width/2. This is
-    R of one axis in Zhu et al. (2019), Eq. 2: the two axes of a map are encoded apart.
+    For i < width/2, feature i is sin(offset / wavelength^(2i / width)) and feature width/2 + i is the cosine. This is
+    R of one axis in Zhu et al. (2019), Eq. 2, which encodes the two axes of a map separately.
 
     Args:
         offsets: Any shape, in pixels.
         width: Number of features, even.
+        wavelength: Upper bound of the wavelengths, in units of 2π pixels.
 
     Returns:
-        (*offsets.shape, width), float32 or the dtype of floating ``offsets``.
+        (*offsets.shape, width), in the dtype of floating-point ``offsets``, else float32.
 
     Raises:
         ValueError: ``width`` is not a positive even number.

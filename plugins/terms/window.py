@@ -1,7 +1,7 @@
 """Windows of keys, as logits: 0 inside, -inf outside.
 
-A rectangular window on a map is the sum of its rows' and its columns' logits, so no (query, key) mask exists. In a
-partition into windows (Swin) the masks of shifted windows are of up to four kinds.
+A rectangular window on a map is the sum of row and column logits, so no (query, key) mask is needed. In a partition
+into windows (Swin), shifted windows have up to four distinct masks.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from .map_size import check_size
 def axis_window(
     queries: int, keys: int, radius: int, q_stride: int = 1, kv_stride: int = 1, device: torch.device | None = None
 ) -> Tensor:
-    """Keys at most ``radius`` pixels from the query: |k * kv_stride - q * q_stride| <= radius.
+    """Return the logits of a window along one axis: |k * kv_stride - q * q_stride| <= radius.
 
     Returns:
-        (queries, keys), float32.
+        (queries, keys), float32, 0 or -inf.
     """
     q = torch.arange(queries, device=device).unsqueeze(1) * q_stride
     k = torch.arange(keys, device=device) * kv_stride
@@ -29,21 +29,21 @@ def axis_window(
 
 
 def window_logits(inside: Tensor) -> Tensor:
-    """0 where ``inside``, else -inf, float32."""
+    """Return 0 where ``inside`` is True and -inf elsewhere, float32."""
     return torch.zeros(inside.shape, device=inside.device).masked_fill(~inside, float("-inf"))
 
 
 def window_position_logits(row: Tensor, column: Tensor, height: int, width: int) -> Tensor:
-    """The sum of two axes' logits for every offset of a window.
+    """Add the logits of two axes for every offset of a window.
 
     Args:
-        row: (B, M, H, W, ny), of size 1 along axes that it does not depend on.
+        row: (B, M, H, W, ny), with size 1 along axes that it does not depend on.
         column: (B, M, H, W, nx), likewise.
         height: H.
         width: W.
 
     Returns:
-        (B, M, H, W, ny * nx), offsets row-major, as ``window_attention`` takes them.
+        (B, M, H, W, ny * nx), offsets row-major, as ``window_attention`` expects.
     """
     logits = (row.unsqueeze(-1) + column.unsqueeze(-2)).flatten(-2)
     return logits.expand(logits.shape[0], logits.shape[1], height, width, logits.shape[4])
@@ -55,7 +55,7 @@ class WindowGroup(NamedTuple):
     Attributes:
         rows: Slice of the rows of windows.
         columns: Slice of the columns of windows.
-        logits: (N, N) of queries and keys in a window, 0 or -inf; None where nothing is masked.
+        logits: (N, N), queries and keys of a window, 0 or -inf; None if nothing is masked.
     """
 
     rows: slice
@@ -66,28 +66,29 @@ class WindowGroup(NamedTuple):
 def shifted_window_groups(
     windows: Sequence[int], window: Sequence[int], shift: Sequence[int], device: torch.device | None = None
 ) -> list[WindowGroup]:
-    """The masks of shifted windows (Liu et al. 2021, Figure 4), one for each kind of window and not one a window.
+    """Return the masks of shifted windows (Liu et al. 2021, Figure 4), one per group of windows with equal masks.
 
-    A map that is rolled by (-shift) and cut into windows has pixels of opposite borders in its last row and its last
-    column of windows; they do not see each other. Up to four groups: windows inside, the last column of windows, the
-    last row, the corner. Attention runs once a group, with logits that batch and windows share, so that neither masks
-    nor their sum with a position table is held for every window:
+    After the map is rolled by -shift, the last row and the last column of windows contain pixels of opposite borders,
+    which must not attend to each other. There are up to four groups: the inner windows, the last column of windows, the
+    last row, and the corner. Attention runs once per group, with logits that batch and windows share, so that neither
+    the masks nor their sum with a position table are held for every window:
 
         for group in shifted_window_groups((nH, nW), (Wh, Ww), shift):
             tokens = map_of_windows[:, group.rows, group.columns]          # of (B, nH, nW, N, C)
 
-    For training cut the map with ``split`` at the groups' borders: the gradient of every slice is a map of zeros.
+    For training, cut the map with ``split`` at the groups' borders, as the backward pass of each slice fills a whole
+    map with zeros.
 
     timm, mmdet and mmsegmentation mask with -100, one (N, N) for every window; the softmax is the same.
 
     Args:
-        windows: (nH, nW), numbers of windows, of the padded map where it is padded.
+        windows: (nH, nW), numbers of windows, including padding.
         window: (Wh, Ww), in pixels; N = Wh * Ww, row by row.
         shift: Pixels of rows and of columns, each at least 0 and less than the window; 0 masks nothing along an axis.
-        device: Of the logits.
+        device: Device of the logits.
 
     Returns:
-        Every window is in one of the groups. Logits are float32.
+        Groups that contain every window once. Logits are float32.
 
     Raises:
         ValueError: ``windows`` or ``window`` is not two ints of at least 1, or ``shift`` not two ints below ``window``.
@@ -103,15 +104,15 @@ def shifted_window_groups(
 def shifted_window_masks(
     windows: Sequence[int], window: Sequence[int], shift: Sequence[int], device: torch.device | None = None
 ) -> list[Tensor | None]:
-    """The masks of :func:`shifted_window_groups` alone, in its order.
+    """Return only the masks of :func:`shifted_window_groups`, in its order.
 
-    ``torch.compile`` fixes the numbers in a slice: with these masks ``windows`` may be symbolic.
+    ``torch.compile`` specialises on the numbers in a slice; without slices ``windows`` may be symbolic.
 
     Returns:
-        For each group (N, N), float32, or None where nothing is masked.
+        For each group (N, N), float32, or None if nothing is masked.
 
     Raises:
-        ValueError: as :func:`shifted_window_groups`.
+        ValueError: for the reasons of :func:`shifted_window_groups`.
     """
     windows, (H, W) = check_size("windows", windows), check_size("window", window)
     moves = tuple(shift) if isinstance(shift, Sequence) else ()
@@ -125,7 +126,7 @@ def shifted_window_masks(
 
 
 def shifted_axis(length: int, shift: int, device: torch.device | None = None) -> Tensor:
-    """The mask along an axis of its last window: the last ``shift`` pixels and the others do not see each other.
+    """Return the mask of an axis's last window, which separates the last ``shift`` pixels from the others.
 
     Returns:
         (length, length), float32.
@@ -135,7 +136,7 @@ def shifted_axis(length: int, shift: int, device: torch.device | None = None) ->
 
 
 def _both_axes(rows: Tensor | None, columns: Tensor | None, height: int, width: int) -> Tensor | None:
-    """(N, N) of the sum of (Wh, Wh) and (Ww, Ww)."""
+    """Return the sum of the row mask (Wh, Wh) and the column mask (Ww, Ww), (N, N)."""
     axes = [rows[:, None, :, None]] if rows is not None else []
     axes += [columns[None, :, None, :]] if columns is not None else []
     if not axes:

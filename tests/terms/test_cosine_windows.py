@@ -104,7 +104,7 @@ def test_half_precision(dtype):
         (lambda: cosine_scale(torch.zeros(2), 0), "largest must be a positive scale, got 0"),
         (
             lambda: cosine_operands(torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 4), torch.zeros(3)),
-            r"logit_scale must have 2 elements, one a head, got \(3,\)",
+            r"logit_scale must have 2 elements, one per head, got \(3,\)",
         ),
     ],
 )
