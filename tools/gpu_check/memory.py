@@ -87,9 +87,7 @@ def check_memory(operators: Sequence[str], jobs: int, budget: Budget, log: Path)
     """Return what every tool found in every operator's calls."""
     program = checker()
     if program is None:
-        return [
-            Found("compute-sanitizer", False, "not on the PATH, nor in the toolkit: memory was not checked")
-        ]
+        return [Found("compute-sanitizer", False, "not on the PATH, nor in the toolkit: memory was not checked")]
     kernels = our_kernels()
     # Calls end by themselves well before they are killed, which would lose what was found.
     seconds = budget.left() * 0.45
