@@ -320,7 +320,7 @@ def key_gradients(
 
     key_sum = tl.zeros((ROWS * COLUMNS, BLOCK_D), tl.float32)
     value_sum = tl.zeros((ROWS * COLUMNS, BLOCK_DV), tl.float32)
-    near_sum = tl.zeros((ROWS * COLUMNS, NARROWEST), tl.float32)  # alike in all columns
+    near_sum = tl.zeros((NARROWEST, ROWS * COLUMNS), tl.float32)  # alike in all rows: a product with ones
     for block in range(0, queries, QUERIES):
         cells = block + tl.arange(0, QUERIES)
         known = cells < queries
@@ -344,8 +344,8 @@ def key_gradients(
             if grad_key is not None:
                 key_sum = multiply(tl.trans(slopes.to(q.dtype)), q, key_sum, PRECISION, UPCAST)
             if grad_near is not None:
-                ones = tl.full((QUERIES, NARROWEST), 1.0, tl.float32).to(g.dtype)
-                near_sum = multiply(tl.trans(slopes.to(g.dtype)), ones, near_sum, PRECISION, UPCAST)
+                ones = tl.full((NARROWEST, QUERIES), 1.0, tl.float32).to(g.dtype)
+                near_sum = multiply(ones, slopes.to(g.dtype), near_sum, PRECISION, UPCAST)
 
     if grad_key is not None:
         grad_key = slab(grad_key, b, m, grad_key_b, grad_key_m, ALIGNED)
@@ -358,4 +358,4 @@ def key_gradients(
     if grad_near is not None:
         grad_near = slab(grad_near, b, m, grad_near_b, grad_near_m, 1)
         near_places = tile_places(rows, columns, grad_near_h, grad_near_w, 1, LONG)
-        tl.store(grad_near + near_places, (tl.sum(near_sum, 1) / NARROWEST).to(grad_near.dtype.element_ty), mask=there)
+        tl.store(grad_near + near_places, (tl.sum(near_sum, 0) / NARROWEST).to(grad_near.dtype.element_ty), mask=there)
