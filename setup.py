@@ -109,7 +109,7 @@ def extensions(build: str) -> list:
         print(f"attn_plugins: building the CPU binary only: {missing}", file=sys.stderr)
         return found
     os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "8.0;9.0+PTX")
-    nvcc = ["-O3", "-std=c++20", "--expt-relaxed-constexpr", "-lineinfo", *defines, "-DUSE_CUDA"]
+    nvcc = ["-O3", "-std=c++20", "--expt-relaxed-constexpr", *defines, "-DUSE_CUDA"]
     # After the toolkit's own headers: torch's packages may be of another minor version than nvcc.
     nvcc += [part for folder in nvidia_headers() for part in ("-isystem", folder)]
     found.append(
