@@ -1,7 +1,7 @@
-"""Attention modules: toolkit-free ``nn.Module``s, one idea a file.
+"""Attention modules: toolkit-free ``nn.Module``s, one idea per file.
 
-All take ``device`` and ``dtype`` by keyword. ``reset_parameters()`` draws what a module owns, its projections included;
-call it from the children on, as ``model.apply`` does, for a module whose parameters were made on the device ``meta``::
+All take ``device`` and ``dtype`` by keyword. ``reset_parameters()`` initialises a module's own parameters and its
+projections. For a model created on the ``meta`` device, call it on children before parents, as ``model.apply`` does::
 
     model.to_empty(device="cuda")
     model.apply(lambda module: module.reset_parameters() if hasattr(module, "reset_parameters") else None)

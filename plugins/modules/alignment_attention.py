@@ -19,7 +19,7 @@ AlignmentScore = Literal["cosine", "additive", "general", "dot", "scaled-dot"]
 
 
 class DotScore(nn.Module):
-    """s_t · h_i; has no parameters."""
+    """Dot-product score s_t · h_i, without parameters."""
 
     def __init__(self, query_channels: int, source_channels: int, **_: Any) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class DotScore(nn.Module):
             )
 
     def project_keys(self, source: Tensor) -> Tensor:
-        """What the score reads of the source, whatever the query."""
+        """Return the part of the score that depends on the source alone."""
         return source
 
     def forward(self, query: Tensor, keys: Tensor) -> Tensor:
@@ -38,14 +38,14 @@ class DotScore(nn.Module):
 
 
 class ScaledDotScore(DotScore):
-    """s_t · h_i / √d; has no parameters."""
+    """Scaled dot-product score s_t · h_i / √d, without parameters."""
 
     def forward(self, query: Tensor, keys: Tensor) -> Tensor:
         return terms.scaled_dot_scores(query, keys)
 
 
 class CosineScore(DotScore):
-    """cos(s_t, h_i), within ±1: no weight is more than e² times another; has no parameters."""
+    """Cosine score cos(s_t, h_i), without parameters; attention weights differ by a factor of e² at most."""
 
     def project_keys(self, source: Tensor) -> Tensor:
         return terms.unit_vectors(source)
@@ -55,7 +55,7 @@ class CosineScore(DotScore):
 
 
 class GeneralScore(nn.Module):
-    """s_tᵀ W h_i."""
+    """General score s_tᵀ W h_i."""
 
     def __init__(self, query_channels: int, source_channels: int, **factory: Any) -> None:
         super().__init__()
@@ -63,18 +63,18 @@ class GeneralScore(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw W by Glorot, uniform."""
+        """Draw W by Glorot uniform initialisation."""
         nn.init.xavier_uniform_(self.weight)
 
     def project_keys(self, source: Tensor) -> Tensor:
-        return source  # W goes to the query: a decoder has one at a time, and many encoder states
+        return source  # W is applied to the query: a decoder has one at a time, but many encoder states
 
     def forward(self, query: Tensor, keys: Tensor) -> Tensor:
         return terms.general_scores(query, keys, self.weight)
 
 
 class AdditiveScore(nn.Module):
-    """w_1 · tanh(W_2 [s_t; h_i] + b_2): a network of two layers."""
+    """Additive score w_1 · tanh(W_2 [s_t; h_i] + b_2), a network of two layers."""
 
     def __init__(
         self, query_channels: int, source_channels: int, hidden_channels: int | None = None, **factory: Any
@@ -87,7 +87,7 @@ class AdditiveScore(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw both layers by Glorot, uniform, W_2 as the one matrix it is; the bias 0."""
+        """Draw both layers by Glorot uniform initialisation, W_2 as a single matrix, and zero the bias."""
         hidden, channels = len(self.vector), self.query.in_features + self.source.in_features
         bound = math.sqrt(6 / (hidden + channels))
         nn.init.uniform_(self.query.weight, -bound, bound)
@@ -114,20 +114,20 @@ ALIGNMENT_SCORES: dict[str, type[DotScore] | type[GeneralScore] | type[AdditiveS
 class AlignmentAttention(nn.Module):
     """Context vectors c_t = Σ_i α_{t,i} h_i, with α_t the softmax of the alignment scores of s_t and all h_i.
 
-    The softmax runs in float32 for half inputs. A query whose keys are all padding gets zeros.
+    The softmax runs in float32 for half inputs. Fully masked queries return zeros.
 
     Args:
-        score: 'cosine', 'additive' (the concatenation-based one), 'general', 'dot' or 'scaled-dot'.
+        score: 'cosine', 'additive' (concatenation-based), 'general', 'dot' or 'scaled-dot'.
         query_channels: Width of s.
-        source_channels: Width of h; that of s for the scores without parameters. None: that of s.
-        hidden_channels: A, the hidden layer of the additive score. None: ``query_channels``.
+        source_channels: Width of h; must equal that of s for scores without parameters. Defaults to that of s.
+        hidden_channels: A, width of the additive score's hidden layer. Defaults to ``query_channels``.
 
     Shapes:
         query (B, T, query_channels), source (B, S, source_channels)
         -> context (B, T, source_channels), alignment (B, T, S)
 
     Raises:
-        ValueError: an argument is out of its range, or does not fit the others.
+        ValueError: an argument is out of range or inconsistent with the others.
     """
 
     def __init__(
@@ -143,7 +143,9 @@ class AlignmentAttention(nn.Module):
         super().__init__()
         one_of(AlignmentScore, score=score)
         if hidden_channels is not None and score != "additive":
-            raise ValueError(f"hidden_channels is of the additive score alone, got {hidden_channels!r} for {score!r}")
+            raise ValueError(
+                f"hidden_channels must be None except for 'additive', got {hidden_channels!r} for {score!r}"
+            )
         source_channels = query_channels if source_channels is None else source_channels
         widths = dict(query_channels=query_channels, source_channels=source_channels)
         if hidden_channels is not None:
@@ -153,13 +155,13 @@ class AlignmentAttention(nn.Module):
         self.score = ALIGNMENT_SCORES[score](**widths, device=device, dtype=dtype)
 
     def project_keys(self, source: Tensor) -> Tensor:
-        """What the score reads of the source: for a decoder that asks step by step to compute once.
+        """Compute the part of the score that depends on the source alone, once for all steps of a decoder.
 
         Args:
             source: (B, S, source_channels).
 
         Returns:
-            (B, S, ·), for ``forward``'s ``keys``; ``source`` itself where the score reads it as it is.
+            (B, S, ·), the ``keys`` of :meth:`forward`; ``source`` itself if the score does not project it.
         """
         return self.score.project_keys(source)
 
@@ -171,8 +173,8 @@ class AlignmentAttention(nn.Module):
         Args:
             query: s, (B, T, query_channels).
             source: h, (B, S, source_channels).
-            key_padding_mask: (B, S) bool, True for states to be left out.
-            keys: ``project_keys(source)`` where it is known already.
+            key_padding_mask: (B, S) bool, True for states to leave out.
+            keys: ``project_keys(source)``, if already computed.
 
         Returns:
             c, (B, T, source_channels), and α, (B, T, S), whose rows sum to one.
@@ -185,7 +187,7 @@ class AlignmentAttention(nn.Module):
             alignment = scores.softmax(-1)
         else:
             mask = key_padding_mask.unsqueeze(1)
-            # The least finite value and not -inf: all keys masked must give zeros, in the gradient, too.
+            # The lowest finite value instead of -inf: fully masked queries must have zero output and zero gradient.
             alignment = scores.masked_fill(mask, torch.finfo(scores.dtype).min).softmax(-1).masked_fill(mask, 0)
         alignment = alignment.to(source.dtype)
         return alignment @ source, alignment

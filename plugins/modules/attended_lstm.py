@@ -1,4 +1,4 @@
-"""An LSTM that attends to one source or several, and feeds what it saw into its next step (Luong et al. 2015).
+"""An LSTM that attends to one or more sources and feeds the result into its next step (Luong et al. 2015).
 
 Shapes: B batch, T words, S entries of a source (regions, attributes), C channels, L layers.
 """
@@ -17,13 +17,13 @@ from .entangled_attention import Modality
 
 
 class AttendedLSTMState(NamedTuple):
-    """What decoding step by step keeps.
+    """State of step-by-step decoding.
 
     Attributes:
         hidden: h of every layer, (B, L, C).
         cell: c of every layer, (B, L, C).
         attended: ã_t, (B, C).
-        keys: Every source as its attention's score reads it, (B, S, ·).
+        keys: Each source as projected for its attention's score, (B, S, ·).
     """
 
     hidden: Tensor
@@ -33,22 +33,22 @@ class AttendedLSTMState(NamedTuple):
 
 
 class AttendedLSTM(nn.Module):
-    """Layers of an LSTM, whose last one's state attends to every source.
+    """Stacked LSTM whose last layer's state attends to every source.
 
         h_t = LSTM([x_t; ã_{t-1}])     c^m_t = Σ_i α^m_{t,i} s^m_i,  α^m_t = softmax_i score(h_t, s^m_i)
         ã_t = tanh(W [h_t; c^1_t; …])
 
-    h, c and ã are zero before the first word. Each source has an attention of its own.
+    h, c and ã are zero before the first word. Each source has its own attention.
 
     Args:
         embed_dim: C, of words, sources and states.
         sources: Names of the sources, such as ``("visual", "semantic")``.
         num_layers: L.
-        score: Of :class:`AlignmentAttention`.
-        dropout: Of the words, between layers and of ã.
+        score: Score of :class:`AlignmentAttention`.
+        dropout: Dropout probability of the words, of ã, and between layers.
 
     Raises:
-        ValueError: an argument is out of its range.
+        ValueError: an argument is out of range.
     """
 
     def __init__(
@@ -77,19 +77,19 @@ class AttendedLSTM(nn.Module):
     def forward(
         self, words: Tensor, sources: Mapping[str, Modality], state: AttendedLSTMState | None = None
     ) -> tuple[Tensor, dict[str, Tensor], AttendedLSTMState]:
-        """Read words, and look at all sources after each.
+        """Process words, attending to all sources after each.
 
         Args:
             words: x, (B, T, C), the words so far; with ``state`` the next ones.
-            sources: By name, (B, S, C) with their padding masks; those that the module has not are not read.
-            state: What the call before returned; ``reordered`` follows a beam search.
+            sources: Sources (B, S, C) by name, with padding masks; names that the module does not have are ignored.
+            state: State returned by the previous call; ``reordered`` permutes it for beam search.
 
         Returns:
             ã (B, T, C), α of each source (B, T, S) and the state after the last word.
 
         Raises:
-            ValueError: a source is missing, or a shape or a device does not fit.
-            TypeError: an argument is no tensor, or not of the module's dtype.
+            ValueError: a source is missing, or a shape or a device does not match.
+            TypeError: an argument is not a Tensor, or does not have the module's dtype.
         """
         weight = self.output.weight
         check_sequence("words", words, self.embed_dim, weight)
@@ -121,7 +121,7 @@ class AttendedLSTM(nn.Module):
         return AttendedLSTMState(zeros, zeros, zeros[:, 0], keys)
 
     def _layers(self, x: Tensor, hidden: Tensor, cell: Tensor) -> tuple[Tensor, Tensor]:
-        """One step of all layers."""
+        """Run one step of all layers."""
         states = []
         for i, layer in enumerate(self.cells):
             states.append(layer(x if i == 0 else self.dropout(x), (hidden[:, i], cell[:, i])))
@@ -133,7 +133,7 @@ class AttendedLSTM(nn.Module):
 
 
 def check_source_names(names: Sequence[str]) -> None:
-    """Check that there are names, none of them twice."""
+    """Raise a ValueError unless there is at least one name and all are distinct."""
     if isinstance(names, str) or not names or len(set(names)) != len(names):
         raise ValueError(f"sources must be one name or more, each once, such as ('visual', 'semantic'), got {names!r}")
 
@@ -141,7 +141,7 @@ def check_source_names(names: Sequence[str]) -> None:
 def check_sources(
     sources: Mapping[str, Modality], names: Sequence[str], channels: int, batch: int, weight: Tensor
 ) -> None:
-    """Check that the sources called ``names`` are there, each (batch, S, channels) with its padding mask."""
+    """Check that all sources ``names`` are present, each (batch, S, channels) with its padding mask."""
     for name in names:
         if name not in sources:
             raise ValueError(f"sources must have {', '.join(names)}, got {', '.join(sources) or 'none'}")

@@ -1,6 +1,6 @@
-"""Attention-augmented convolution: a convolution beside two-dimensional relative self-attention (Bello et al. 2019).
+"""Attention-augmented convolution: convolution in parallel with 2-D relative self-attention (Bello et al. 2019).
 
-Shapes: B batch, F channels, M heads, (H, W) the attention's map, d_k and d_v the widths of all heads together.
+Shapes: B batch, F channels, M heads, (H, W) the attention's map, d_k and d_v the total widths of all heads.
 """
 
 from __future__ import annotations
@@ -27,42 +27,42 @@ Position = Literal["relative", "none", "sine", "coordconv"]
 
 
 class AAConv2d(nn.Module):
-    """``out_channels - dv`` channels of a convolution and ``dv`` of multi-head self-attention, concatenated.
+    """Concatenation of ``out_channels - dv`` channels of a convolution and ``dv`` of multi-head self-attention.
 
     Source: Bello et al. (2019), Eq. 1 to 4 and Figure 8. The logit of pixel j for pixel i, in every head, is
 
         d^-1/2 * q_i·(k_j + r_W[j_x - i_x] + r_H[j_y - i_y])        d = dk / num_heads
 
-    with learned tables r_W (2W - 1, d) and r_H (2H - 1, d) that the heads share. ``dv = out_channels`` is a fully
-    attentional layer, ``dv = 0`` a plain convolution. The attention runs at the output's resolution: with a stride
+    with learned tables r_W (2W - 1, d) and r_H (2H - 1, d) that the heads share. ``dv = out_channels`` gives a fully
+    attentional layer, ``dv = 0`` a plain convolution. The attention runs at the output's resolution; with a stride
     its input is averaged over windows of 2 * stride - 1 pixels.
 
     Args:
         in_channels: F_in.
-        out_channels: F_out, of convolution and attention together.
-        kernel_size: Of the convolution, odd.
-        dk: Width of queries and of keys, all heads together; a multiple of ``num_heads``.
-        dv: Width of values and number of attention channels; a multiple of ``num_heads``.
+        out_channels: F_out, total of convolution and attention.
+        kernel_size: Kernel size of the convolution, odd.
+        dk: Total width of the queries and of the keys of all heads; a multiple of ``num_heads``.
+        dv: Total width of the values, and number of attention channels; a multiple of ``num_heads``.
         num_heads: M.
-        stride: Of the layer.
-        padding: None or the padding that keeps the size: a map of H rows gives ⌈H / stride⌉.
+        stride: Stride of the layer.
+        padding: None, or the padding that preserves the size: H rows become ⌈H / stride⌉.
         position: ``'relative'`` (above), ``'none'``, ``'sine'`` (sines and cosines of both axes are added to the
             attention's input; ``in_channels`` must be a multiple of 4) or ``'coordconv'`` (x and y from -1 to 1 and
             their distance r from the centre are three more channels of the attention's input; Bello et al., 4.5).
-        input_size: (H, W) of the layer's input, for which the relative tables are made.
-        pool: Average the attention's input once more, 3×3 with stride 2, and bring its output back by bilinear
-            interpolation: a sixteenth of the logits.
-        resize_tables: Interpolate the tables where a map, or a loaded state_dict, is made for another size than
-            ``input_size``; False: an error.
-        dilation: Of the convolution.
-        groups: Of the convolution.
-        bias: Whether the convolution has one; the attention's projections have none.
+        input_size: (H, W) of the layer's input, which determines the size of the relative tables.
+        pool: Whether to average the attention's input once more, 3×3 with stride 2, and to upsample its output by
+            bilinear interpolation. This needs a sixteenth of the logits.
+        resize_tables: Whether to interpolate the tables if a map or a loaded state_dict has another size than
+            ``input_size``; otherwise this is an error.
+        dilation: Dilation of the convolution.
+        groups: Groups of the convolution.
+        bias: Whether the convolution has a bias; the attention's projections have none.
 
     Shapes:
         (B, in_channels, H, W) -> (B, out_channels, ⌈H / stride⌉, ⌈W / stride⌉)
 
     Raises:
-        ValueError: an argument is out of its range, or does not fit the others.
+        ValueError: an argument is out of range or inconsistent with the others.
     """
 
     def __init__(
@@ -145,20 +145,24 @@ class AAConv2d(nn.Module):
         min_value_dim_per_head: int = 0,
         **options: Any,
     ) -> AAConv2d:
-        """Make the layer from the paper's ratios κ = d_k / F_out and υ = d_v / F_out (Bello et al. 2019, 3.2).
+        """Create the layer from the paper's ratios κ = d_k / F_out and υ = d_v / F_out (Bello et al. 2019, 3.2).
 
         Both widths are rounded down to multiples of ``num_heads``; d_k is at least ``min_key_dim_per_head`` *
         ``num_heads``, and d_v likewise unless υ = 0.
 
         Args:
+            in_channels: F_in.
+            out_channels: F_out.
+            kernel_size: Kernel size of the convolution, odd.
             kappa: κ, at least 0.
             nu: υ, from 0 (a plain convolution) to 1 (fully attentional).
-            min_key_dim_per_head: The paper's 20 for its ResNets and Wide-ResNet; 0 for none.
-            min_value_dim_per_head: 1 for the paper's MnasNets, else 0.
-            options: All further arguments of the class.
+            num_heads: M.
+            min_key_dim_per_head: 20 in the paper's ResNets and Wide-ResNet; 0 for no minimum.
+            min_value_dim_per_head: 1 in the paper's MnasNets, else 0.
+            options: Further arguments of the class.
 
         Raises:
-            ValueError: as the class; or a ratio is out of its range, or too small for one channel per head.
+            ValueError: for the reasons of the class; or a ratio is out of range, or too small for one channel per head.
         """
         return cls(
             in_channels,
@@ -170,14 +174,14 @@ class AAConv2d(nn.Module):
         )
 
     def attention_size(self, size: list[int]) -> tuple[int, int]:
-        """The map on which attention runs, for an input of ``size`` (H, W)."""
+        """Return the size of the map on which attention runs for an input of ``size`` (H, W)."""
         H, W = -(-size[0] // self.stride), -(-size[1] // self.stride)
         return (-(-H // 2), -(-W // 2)) if self.pool else (H, W)
 
     def reset_parameters(self) -> None:
-        """Draw attention's own: projections by Glorot, uniform, tables with deviation d^-1/2 (Bello et al., Figure 8).
+        """Draw projections by Glorot uniform initialisation, tables with deviation d^-1/2 (Bello et al., Figure 8).
 
-        The convolution beside it draws itself, as ``nn.Conv2d`` does.
+        The convolution initialises itself, as ``nn.Conv2d`` does.
         """
         for projection in (self.qkv, self.proj):
             if projection is not None:
@@ -189,10 +193,10 @@ class AAConv2d(nn.Module):
     reset_attention = renamed_method("reset_attention")
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, in_channels, H, W) -> (B, out_channels, ⌈H / stride⌉, ⌈W / stride⌉).
+        """Apply the layer: (B, in_channels, H, W) -> (B, out_channels, ⌈H / stride⌉, ⌈W / stride⌉).
 
         Raises:
-            ValueError: the shape does not fit, or needs other tables and ``resize_tables`` is off.
+            ValueError: the shape does not match, or needs tables of another size while ``resize_tables`` is False.
         """
         self._check(x)
         if self.conv is None:
@@ -204,17 +208,17 @@ class AAConv2d(nn.Module):
 
     @torch.jit.unused
     def attention_maps(self, x: Tensor, queries: Tensor | None = None) -> Tensor:
-        """The attention weights for the map that ``forward`` takes: for inspection, O(N²) without ``queries``.
+        """Compute the attention weights for inspection, in O(N²) memory without ``queries``.
 
         Args:
-            x: As ``forward``.
+            x: As in :meth:`forward`.
             queries: (Q, 2), rows and columns on the attention's map; None for all.
 
         Returns:
-            (B, M, H, W, H, W), queries before keys, or (B, M, Q, H, W) of ``queries``.
+            (B, M, H, W, H, W), queries before keys, or (B, M, Q, H, W) with ``queries``.
 
         Raises:
-            ValueError: as ``forward``; or a query lies outside the map.
+            ValueError: as in :meth:`forward`, or a query lies outside the map.
         """
         self._check(x)
         if not self.dv:
@@ -223,7 +227,7 @@ class AAConv2d(nn.Module):
 
     @torch.jit.unused
     def attention_logits(self, x: Tensor, queries: Tensor | None = None) -> dict[str, Tensor]:
-        """The logits of content and of relative position.
+        """Compute the logits of content and of relative position.
 
         The softmax of their sum is :meth:`attention_maps`, whose arguments and axes are the same.
         """
@@ -238,7 +242,7 @@ class AAConv2d(nn.Module):
         return found
 
     def _attend(self, x: Tensor) -> Tensor:
-        """(B, dv, ⌈H / stride⌉, ⌈W / stride⌉)."""
+        """Compute the attention channels, (B, dv, ⌈H / stride⌉, ⌈W / stride⌉)."""
         query, key, value, row, column = self._terms(x)
         attended = attend_everywhere(query, key, value, row, column, None, self.scale)
         attended = attended.permute(0, 1, 4, 2, 3).flatten(1, 2)
@@ -250,7 +254,7 @@ class AAConv2d(nn.Module):
         return in_format_of(x, attended)
 
     def _terms(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-        """Query, key and value (B, M, H, W, ·), row and column logits."""
+        """Compute query, key and value (B, M, H, W, ·), and row and column logits."""
         if self.stride > 1:
             window = 2 * self.stride - 1
             x = F.avg_pool2d(x, window, self.stride, window // 2, count_include_pad=False)
@@ -260,7 +264,7 @@ class AAConv2d(nn.Module):
             x = x + _sine_map(x)
         elif self.position == "coordconv":
             x = torch.cat((x, _coordinates(x)), 1)
-        # Channels-last, the projection is one plain GEMM and the heads are views with a contiguous width.
+        # In channels-last memory the projection is a plain GEMM and the heads are views with a contiguous width.
         assert self.qkv is not None
         qkv = self.qkv(to_channels_last(x)).permute(0, 2, 3, 1)
         query, key, value = (
@@ -275,7 +279,7 @@ class AAConv2d(nn.Module):
         return query, key, value, row, column
 
     def _table(self, table: Tensor, size: int) -> Tensor:
-        """(M, d, 2 * size - 1), scaled: the tables are smaller than the queries."""
+        """Return a table, (M, d, 2 * size - 1), scaled because it is smaller than the queries."""
         return (resize_table(table, size).t() * self.scale).expand(self.num_heads, -1, -1)
 
     def _check(self, x: Tensor) -> None:
@@ -307,7 +311,7 @@ def widths(
     min_key_dim_per_head: int = 20,
     min_value_dim_per_head: int = 0,
 ) -> tuple[int, int]:
-    """d_k and d_v of an augmented convolution; see :meth:`AAConv2d.from_ratios`."""
+    """Return d_k and d_v of an augmented convolution; see :meth:`AAConv2d.from_ratios`."""
     positive(num_heads=num_heads)
     if not kappa >= 0:
         raise ValueError(f"kappa must be at least 0, got {kappa!r}")
@@ -315,7 +319,7 @@ def widths(
         raise ValueError(f"nu must be from 0 to 1, got {nu!r}")
 
     def multiple(ratio: float) -> int:
-        # 0.29 * 100 is 28.999...: what is a whole number but for rounding counts as one.
+        # Round first: 0.29 * 100 is 28.999..., but means 29.
         return math.floor(round(ratio * out_channels, 6)) // num_heads * num_heads
 
     if nu == 0:
@@ -344,7 +348,7 @@ def _same_padding(
 
 
 def _sine_map(x: Tensor) -> Tensor:
-    """(1, C, H, W): the first half of the channels encodes the row, the second the column."""
+    """Return the encoding (1, C, H, W), of rows in the first half of the channels, of columns in the second."""
     C, H, W = x.shape[1:]
     rows = sine_encoding(torch.arange(H, device=x.device), C // 2).t().unsqueeze(2).expand(-1, -1, W)
     columns = sine_encoding(torch.arange(W, device=x.device), C // 2).t().unsqueeze(1).expand(-1, H, -1)
@@ -352,7 +356,7 @@ def _sine_map(x: Tensor) -> Tensor:
 
 
 def _coordinates(x: Tensor) -> Tensor:
-    """(B, 3, H, W): x and y, both from -1 to 1, and r = (x² + y²)^1/2."""
+    """Return coordinates (B, 3, H, W): x and y, both from -1 to 1, and r = (x² + y²)^1/2."""
     B, _, H, W = x.shape
     rows = _from_the_centre(H, x).view(H, 1).expand(H, W)
     columns = _from_the_centre(W, x).expand(H, W)
@@ -360,7 +364,7 @@ def _coordinates(x: Tensor) -> Tensor:
 
 
 def _from_the_centre(size: int, x: Tensor) -> Tensor:
-    """(size,): from -1 to 1, 0 of a single position."""
+    """Return (size,) coordinates from -1 to 1, or 0 for a single position."""
     if size == 1:
         return torch.zeros(1, device=x.device, dtype=x.dtype)
     return torch.linspace(-1, 1, size, device=x.device, dtype=x.dtype)

@@ -16,10 +16,10 @@ from .sequence_heads import logits_of, weights_of
 
 
 class BandedMaps(nn.Module):
-    """Gives a module the maps and logits of what its ``_arguments`` hands to ``sequence_attention``."""
+    """Mixin for attention maps and logits, from the ``_arguments`` that a module passes to ``sequence_attention``."""
 
     def _arguments(self, query: Tensor, key_padding_mask: Tensor | None, cache: SequenceCache | None) -> dict[str, Any]:
-        """What ``sequence_attention`` takes."""
+        """Return the arguments of ``sequence_attention``."""
         raise NotImplementedError
 
     @torch.no_grad()
@@ -31,14 +31,16 @@ class BandedMaps(nn.Module):
         cache: SequenceCache | None = None,
         queries: Tensor | None = None,
     ) -> Tensor:
-        """The attention weights that ``forward`` would have: for inspection, O(T S). The cache is left as it is.
+        """Compute the attention weights of ``forward`` for inspection, in O(T S) memory. The cache is not changed.
 
         Args:
-            query: As ``forward``, and so are the others.
+            query: As in ``forward``.
+            key_padding_mask: As in ``forward``.
+            cache: As in ``forward``.
             queries: (Q,), positions in ``query``; None for all.
 
         Returns:
-            (B, M, T, S), or (B, M, Q, S) of ``queries``; S counts the keys of the cache.
+            (B, M, T, S), or (B, M, Q, S) with ``queries``; S includes the keys of the cache.
         """
         cache = None if cache is None else dataclasses.replace(cache)
         maps = weights_of(self._arguments(query, key_padding_mask, cache))
@@ -53,7 +55,7 @@ class BandedMaps(nn.Module):
         cache: SequenceCache | None = None,
         queries: Tensor | None = None,
     ) -> dict[str, Tensor]:
-        """The logits of content and of position, -inf at masked keys.
+        """Compute the logits of content and of position, -inf at masked keys.
 
         The softmax of their sum is :meth:`attention_maps`, whose arguments and axes are the same.
         """

@@ -31,11 +31,11 @@ from .memory_format import in_format_of, to_channels_last
 from .renamed import renamed_argument, renamed_attribute, renamed_method
 from .zero_conv import ZeroConv2d
 
-CHUNK = 1 << 26  # logits that BilateralNonLocal2d holds at once
+CHUNK = 1 << 26  # maximum number of logits that BilateralNonLocal2d holds at once
 
 
 class PositionPredictor(nn.Sequential):
-    """f of Eq. 3.11: an embedding and a mapping to one value for each offset, both linear.
+    """f of Eq. 3.11: a linear embedding and a linear mapping to one value per offset.
 
     Shapes:
         (B, in_channels, H, W) -> (B, values, H, W)
@@ -46,7 +46,7 @@ class PositionPredictor(nn.Sequential):
 
 
 class _Bilateral(nn.Module):
-    """What both have in common: arguments, smoothing, and what ``attention_maps`` needs."""
+    """Common base of both modules: arguments, smoothing and the size of attention maps."""
 
     padding = renamed_attribute("padding", "outside")
 
@@ -65,11 +65,11 @@ class _Bilateral(nn.Module):
         self.width = max(in_channels // reduction, 1)
 
     def attention_size(self, size: Sequence[int]) -> tuple[int, int]:
-        """The map of queries, for an input of ``size`` (H, W)."""
+        """Return the size of the map of queries for an input of ``size`` (H, W)."""
         return size[0], size[1]
 
     def smoothed(self, logits: Tensor, counted: Tensor | None = None) -> Tensor:
-        """Position logits over their smoothing factor."""
+        """Divide position logits by their smoothing factor."""
         return logits / math.sqrt(self.width) if self.smoothing == "sqrt_d" else standardised(logits, counted)
 
     def extra_repr(self) -> str:
@@ -80,28 +80,29 @@ class _Bilateral(nn.Module):
 
 
 class BilateralNonLocal2d(_Bilateral):
-    """``x + conv_out(attention)`` over all positions, their logits of content and of position.
+    """``x + conv_out(attention)`` over all positions, with logits of content and of position.
 
-    Source: Thesis, Eq. 3.9 to 3.12, on the non-local block of Wang et al. (2018) as mmcv has it. The logit of key j
-    for query i is θ(x_i)·φ(x_j) / √d + δ_p(x_i, i, j) / σ_p, where δ_p is predicted for the k × k window around i and
-    v_i outside it. ``conv_out`` starts at 0: put into a trained network, the layer changes nothing at first.
+    Source: Thesis, Eq. 3.9 to 3.12, on the non-local block of Wang et al. (2018) as implemented in mmcv. The logit of
+    key j for query i is θ(x_i)·φ(x_j) / √d + δ_p(x_i, i, j) / σ_p, where δ_p is predicted for the k × k window around i
+    and is v_i outside it. ``conv_out`` starts at 0, so inserting the layer does not change a trained network's output.
 
-    The logits of all N² pairs are needed. They are computed a few rows of queries at a time, and again in the
-    backward pass: about 2²⁶ logits are held at once (256 MiB in float32, three such maps in the gradient), where
-    those of 97 × 97 positions would be 354 MB an image. Time stays N² (d + C) operations.
+    The logits of all N² pairs are computed a few rows of queries at a time, and again in the backward pass: about 2²⁶
+    logits are held at once (256 MiB in float32, three such maps in the backward pass), while 97 × 97 positions would
+    need 354 MB per image. Time stays N² (d + C) operations.
 
     Args:
         in_channels: C.
-        reduction: d = C / reduction, of queries, keys, values and the position predictor.
-        kernel_size: k, odd, or two for rows and columns.
+        reduction: d = C / reduction, the width of queries, keys, values and the position predictor.
+        kernel_size: k, odd, or two ints for rows and columns.
         outside: v: ``'learned'`` (one more predicted value), ``'zero'``, ``'-inf'``, ``'min'``, ``'mean'``.
-        smoothing: σ_p: ``'zscore'`` standardises a query's position logits over all keys, ``'sqrt_d'`` divides them.
+        smoothing: σ_p: ``'zscore'`` standardises a query's position logits over all keys, ``'sqrt_d'`` divides them
+            by √d.
 
     Shapes:
         (B, C, H, W) -> (B, C, H, W)
 
     Raises:
-        ValueError: an argument is out of its range, or does not fit the others.
+        ValueError: an argument is out of range or inconsistent with the others.
     """
 
     @renamed_argument("padding", "outside")
@@ -125,7 +126,7 @@ class BilateralNonLocal2d(_Bilateral):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Projections normal with deviation 0.01, as in mmcv; ``conv_out`` 0."""
+        """Draw projections from a normal distribution with deviation 0.01, as mmcv does, and zero ``conv_out``."""
         for module in (self.theta, self.phi, self.g, *self.position, self.conv_out):
             assert isinstance(module, nn.Conv2d)
             assert module.bias is not None
@@ -135,7 +136,7 @@ class BilateralNonLocal2d(_Bilateral):
     init_weights = renamed_method("init_weights")
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, C, H, W) -> (B, C, H, W)."""
+        """Apply the layer: (B, C, H, W) -> (B, C, H, W)."""
         query, key, value, values = self._terms(x)
         B, _, H, W = x.shape
         rows = max(1, CHUNK // max(1, B * W * H * W))
@@ -152,20 +153,20 @@ class BilateralNonLocal2d(_Bilateral):
         return x + in_format_of(x, self.conv_out(attended))
 
     def attention_maps(self, x: Tensor, queries: Tensor | None = None) -> Tensor:
-        """The attention weights for an input: for inspection, O(N²) without ``queries``.
+        """Compute the attention weights for inspection, in O(N²) memory without ``queries``.
 
         Args:
-            x: As ``forward``.
+            x: As in :meth:`forward`.
             queries: (Q, 2), rows and columns; None for all.
 
         Returns:
-            (B, 1, H, W, H, W), or (B, 1, Q, H, W) of ``queries``.
+            (B, 1, H, W, H, W), or (B, 1, Q, H, W) with ``queries``.
         """
         logits = self.attention_logits(x, queries)
         return softmax_over_keys(logits["content"] + logits["position"])
 
     def attention_logits(self, x: Tensor, queries: Tensor | None = None) -> dict[str, Tensor]:
-        """The logits of content and of position.
+        """Compute the logits of content and of position.
 
         The softmax of their sum is :meth:`attention_maps`, whose arguments and axes are the same.
         """
@@ -183,7 +184,7 @@ class BilateralNonLocal2d(_Bilateral):
         return found
 
     def _terms(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Queries (scaled), keys, values (B, N, d) and predicted values with that outside (B, N, n + 1)."""
+        """Return scaled queries, keys and values (B, N, d), and the predicted values with v last (B, N, n + 1)."""
         check_map(x, self.in_channels, self.theta.weight)
         x = to_channels_last(x)
         query, key, value, predicted = (
@@ -192,14 +193,14 @@ class BilateralNonLocal2d(_Bilateral):
         return query * self.width**-0.5, key, value, with_outside(predicted, self.outside)
 
     def _logits(self, query: Tensor, key: Tensor, values: Tensor, positions: Tensor, H: int, W: int) -> Tensor:
-        """(B, Q, N) for the queries at ``positions``, in float32 at least."""
+        """Compute the logits (B, Q, N) of the queries at ``positions``, in float32 at least."""
         content, position = self._both_logits(query, key, values, positions, H, W)
         return content + position
 
     def _both_logits(
         self, query: Tensor, key: Tensor, values: Tensor, positions: Tensor, H: int, W: int
     ) -> tuple[Tensor, Tensor]:
-        """Those of content and those of position."""
+        """Compute the content logits and the position logits of the queries at ``positions``."""
         index = map_index(positions, (H, W), self.kernel_size)
         content = torch.matmul(query, key.transpose(1, 2))
         position = self.smoothed(realign(values, index))
@@ -208,32 +209,33 @@ class BilateralNonLocal2d(_Bilateral):
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, values: Tensor, positions: Tensor, H: int, W: int
     ) -> Tensor:
-        """(B, Q, d)."""
+        """Attend from the queries at ``positions``, (B, Q, d)."""
         weights = self._logits(query, key, values, positions, H, W).softmax(-1)
         return torch.matmul(weights.to(value.dtype), value)
 
 
 class BilateralCrissCross2d(CrissCross, _Bilateral):
-    """``x + gamma * attention`` along each position's row and column, logits of content and of position.
+    """``x + gamma * attention`` along each position's row and column, with logits of content and of position.
 
     Source: Thesis, Eq. 3.9 to 3.12, on criss-cross attention (Huang et al. 2019). The position logits are predicted
-    for the k rows and k columns around the query, the query itself once, and v_i beyond. ``gamma`` starts at 0: put
-    into a trained network, the layer changes nothing at first. Parameters have the names of mmcv's
-    ``CrissCrossAttention``, whose checkpoints load but for ``position``.
+    for the k rows and k columns around the query, the query itself once, and are v_i beyond. ``gamma`` starts at 0, so
+    inserting the layer does not change a trained network's output. Parameters are named as in mmcv's
+    ``CrissCrossAttention``, whose checkpoints load except for ``position``.
 
     Args:
         in_channels: C.
-        reduction: d = C / reduction, of queries, keys and the position predictor.
-        kernel_size: k, odd, or two for rows and columns.
+        reduction: d = C / reduction, the width of queries, keys and the position predictor.
+        kernel_size: k, odd, or two ints for rows and columns.
         outside: v: ``'learned'`` (one more predicted value), ``'zero'``, ``'-inf'``, ``'min'``, ``'mean'``.
-        smoothing: σ_p: ``'zscore'`` standardises a query's position logits over its keys, ``'sqrt_d'`` divides them.
-        content_scale: Factor of the content logits; None: d^-1/2. (mmcv's content-only module has 1.)
+        smoothing: σ_p: ``'zscore'`` standardises a query's position logits over its keys, ``'sqrt_d'`` divides them
+            by √d.
+        content_scale: Factor of the content logits; d^-1/2 if None. mmcv's content-only module uses 1.
 
     Shapes:
         (B, C, H, W) -> (B, C, H, W)
 
     Raises:
-        ValueError: an argument is out of its range, or does not fit the others.
+        ValueError: an argument is out of range or inconsistent with the others.
     """
 
     @renamed_argument("padding", "outside")
@@ -257,14 +259,14 @@ class BilateralCrissCross2d(CrissCross, _Bilateral):
         self.scale = self.width**-0.5 if content_scale is None else content_scale
 
     def position_logits(self, x: Tensor, query: Tensor) -> Tensor:
-        """Predicted values along both arms, laid out over the rows and the columns of the map, and smoothed."""
-        # The offsets of rows, the centre among them, then those of columns without the centre, then the one outside.
+        """Lay out the predicted values of both arms over the rows and columns of the map, and smooth them."""
+        # Values: row offsets including the centre, column offsets without the centre, and the value outside.
         values = with_outside(self.position(x).permute(0, 2, 3, 1), self.outside)
         H, W = values.shape[1:3]
         ky, kx = self.kernel_size
         rows = axis_index(torch.arange(H, device=values.device), H, ky)
         columns = axis_index(torch.arange(W, device=values.device), W, kx)
-        # The columns' centre is the rows': the query itself. Beyond it one value less comes before.
+        # The centre column is the query itself, whose value is among the rows; later columns move up by one.
         centre = kx // 2
         beside = ky + columns - (columns > centre).to(columns.dtype)
         columns = torch.where(columns < 0, -1, torch.where(columns == centre, ky // 2, beside))

@@ -23,30 +23,30 @@ SequenceSmoothing = Literal["sqrt_d", "sqrt_embed_dim", "zscore"]
 
 
 class BilateralSelfAttention(BandedMaps):
-    """Multi-head self-attention whose logits are of content and of position.
+    """Multi-head self-attention with logits of content and of position.
 
     Source: Thesis, Eq. 3.9 to 3.12 and section 3.4.4. In head m, the logit of key j for query i is
-    θ(x_i)·φ(x_j) / √d + δ_p(x_i, i, j) / σ_p. δ_p is f(x_i), two linear layers, one value for each of the k keys around
-    i, or with ``causal`` for i and the k - 1 before it; v_i for all other keys. Neither is laid out over T × T.
+    θ(x_i)·φ(x_j) / √d + δ_p(x_i, i, j) / σ_p. Two linear layers f(x_i) predict δ_p for the k keys around i, or with
+    ``causal`` for i and the k - 1 keys before it; for all other keys δ_p is v_i. Neither is laid out over T × T.
 
     Args:
         embed_dim: C.
         num_heads: M; must divide C.
-        kernel_size: k, odd, or any with ``causal``; None: 21, with ``causal`` 11 (Table 3.7).
+        kernel_size: k, odd, or any with ``causal``; None for 21, or 11 with ``causal`` (Table 3.7).
         outside: v: ``'zero'``, ``'learned'`` (one more value predicted for each head), ``'-inf'``, ``'min'`` or
             ``'mean'`` of the window's values.
-        smoothing: σ_p: ``'sqrt_d'`` divides the position logits by √d, d being a head's width C / M, ``'zscore'``
-            standardises a query's over all the keys that it sees. ``'sqrt_embed_dim'`` divides logits of content and
-            of position by √C, as section 3.6.2's "root of embedding dimension √d" can be read.
-        causal: No key after the query is seen.
-        dropout: Share of the weights that is dropped in training. Then T × T weights are written out.
-        bias: Of all layers but f's, which have theirs.
+        smoothing: σ_p: ``'sqrt_d'`` divides the position logits by √d, where d = C / M is a head's width; ``'zscore'``
+            standardises them over all keys of a query. ``'sqrt_embed_dim'`` divides content and position logits by
+            √C, another reading of "root of embedding dimension √d" in section 3.6.2.
+        causal: Whether to mask all keys after the query.
+        dropout: Dropout probability of the attention weights, which are then held in memory, T × T.
+        bias: Whether the layers have biases; those of f always do.
 
     Shapes:
         (B, T, C) -> (B, T, C)
 
     Raises:
-        ValueError: an argument is out of its range, or does not fit the others.
+        ValueError: an argument is out of range or inconsistent with the others.
     """
 
     @renamed_argument("padding", "outside")
@@ -88,7 +88,7 @@ class BilateralSelfAttention(BandedMaps):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw all layers by Glorot, uniform, those of queries, keys and values as one; biases 0."""
+        """Draw all layers by Glorot uniform initialisation, the input projections as one matrix; zero the biases."""
         joint = (self.q_proj, self.k_proj, self.v_proj)
         for layer in (*joint, self.out_proj, *self.position):
             assert isinstance(layer, nn.Linear)
@@ -105,16 +105,16 @@ class BilateralSelfAttention(BandedMaps):
         """Attend from every token of ``query`` to all of them.
 
         Args:
-            query: (B, T, C). With ``cache`` the next tokens, one or several.
-            key_padding_mask: (B, T) bool, True for tokens to be left out.
-            cache: For decoding step by step, with ``causal``: the same one in every step, which changes it.
+            query: (B, T, C). With ``cache`` one or more next tokens.
+            key_padding_mask: (B, T) bool, True for tokens to leave out.
+            cache: For step-by-step decoding with ``causal``: the same one in every step, updated in place.
 
         Returns:
             (B, T, C).
 
         Raises:
-            ValueError: a shape, a device or a combination does not fit.
-            TypeError: a tensor is not of the module's dtype.
+            ValueError: a shape, a device or a combination of arguments is invalid.
+            TypeError: a tensor does not have the module's dtype.
         """
         arguments = self._arguments(query, key_padding_mask, cache)
         output = self.out_proj(attended(arguments, self.dropout if self.training else 0.0))
@@ -125,14 +125,14 @@ class BilateralSelfAttention(BandedMaps):
         return output
 
     def _arguments(self, query: Tensor, key_padding_mask: Tensor | None, cache: SequenceCache | None) -> dict[str, Any]:
-        """What ``sequence_attention`` takes."""
+        """Return the arguments of ``sequence_attention``."""
         weight = self.out_proj.weight
         check_sequence("query", query, self.embed_dim, weight)
         B, T, _ = query.shape
         check_padding_mask(key_padding_mask, B, T, weight.device)
         if cache is not None:
             if not self.causal:
-                raise ValueError("cache needs causal=True: other queries would change what was answered")
+                raise ValueError("cache needs causal=True: otherwise new keys would change earlier outputs")
             check_cache(cache, B)
         content, key, value = (
             split_heads(layer(query), self.num_heads) for layer in (self.q_proj, self.k_proj, self.v_proj)
@@ -153,7 +153,7 @@ class BilateralSelfAttention(BandedMaps):
     def _position_logits(
         self, x: Tensor, S: int, start: int, key_padding_mask: Tensor | None
     ) -> tuple[Tensor, Tensor | float | None]:
-        """δ_p / σ_p in the window, (B, M, T, k), and beyond it."""
+        """Compute δ_p / σ_p inside the window, (B, M, T, k), and beyond it."""
         k = self.kernel_size
         predicted = split_heads(self.position(x), self.num_heads)
         if self.smoothing != "zscore":

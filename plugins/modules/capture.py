@@ -158,7 +158,7 @@ def maps_of(
         queries: (Q, 2), rows and columns.
 
     Returns:
-        (B, M, Hq, Wq, Hk, Wk), or (B, M, Q, Hk, Wk) of ``queries``.
+        (B, M, Hq, Wq, Hk, Wk), or (B, M, Q, Hk, Wk) with ``queries``.
 
     Raises:
         ValueError: ``queries`` are not positions on the map.
@@ -209,7 +209,7 @@ def window_maps_of(
         zero_border: Whether positions outside the map have their share of the weight, which is lost.
 
     Returns:
-        (B, M, Hq, Wq, Hk, Wk), or (B, M, Q, Hk, Wk) of ``queries``.
+        (B, M, Hq, Wq, Hk, Wk), or (B, M, Q, Hk, Wk) with ``queries``.
 
     Raises:
         ValueError: ``queries`` are not positions on the map.

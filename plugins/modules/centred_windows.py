@@ -25,7 +25,7 @@ def attend_centred(
         v: (B, M, H, W, d).
         position_logits: (B or 1, M, H, W, n), or None.
         taps: The window's rows and columns, both odd.
-        dropout: Share of the weights to drop.
+        dropout: Dropout probability of the attention weights.
 
     Returns:
         (B, M, H, W, d).

@@ -66,7 +66,7 @@ class CrissCross(nn.Module):
         raise NotImplementedError
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, C, H, W) -> (B, C, H, W).
+        """Apply the layer: (B, C, H, W) -> (B, C, H, W).
 
         Raises:
             ValueError: the shape does not fit, or needs other relative tables than there are.
@@ -80,14 +80,14 @@ class CrissCross(nn.Module):
         """The attention weights for an input, 0 off the cross: for inspection, O(N²) without ``queries``.
 
         Args:
-            x: As ``forward``.
+            x: As in :meth:`forward`.
             queries: (Q, 2), rows and columns; None for all.
 
         Returns:
-            (B, 1, H, W, H, W), or (B, 1, Q, H, W) of ``queries``.
+            (B, 1, H, W, H, W), or (B, 1, Q, H, W) with ``queries``.
 
         Raises:
-            ValueError: as ``forward``; or a query lies outside the map.
+            ValueError: as in :meth:`forward`, or a query lies outside the map.
         """
         weights = reference.criss_cross_probabilities(*self._terms(x), self.scale)
         return _on_map(weights, 0.0, queries)
@@ -145,16 +145,16 @@ class CrissCrossAttention2d(CrissCross, RelativeTables):
         in_channels: C.
         reduction: d = C / reduction, of queries and keys; at least 1.
         position: ``'none'`` or ``'relative'``.
-        input_size: (H, W) of the module's input, for which the relative tables are made.
+        input_size: (H, W) of the module's input, which determines the size of the relative tables.
         scale: Factor of all logits.
-        resize_tables: Interpolate the tables where a map, or a loaded state_dict, is made for another size than
-            ``input_size``; False: an error.
+        resize_tables: Whether to interpolate the tables if a map or a loaded state_dict has another size than
+            ``input_size``; otherwise this is an error.
 
     Shapes:
         (B, C, H, W) -> (B, C, H, W)
 
     Raises:
-        ValueError: an argument is out of its range, or does not fit the others.
+        ValueError: an argument is out of range or inconsistent with the others.
     """
 
     def __init__(

@@ -70,7 +70,7 @@ class MultiScaleDeformableAttention(SampledSaliency):
         key_saliency: Whether the logits have the term ε3.
 
     Raises:
-        ValueError: an argument is out of its range, or does not fit the others.
+        ValueError: an argument is out of range or inconsistent with the others.
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class MultiScaleDeformableAttention(SampledSaliency):
             (Q, B, C), or (B, Q, C) with ``batch_first``.
 
         Raises:
-            ValueError: a shape does not fit.
+            ValueError: a shape does not match.
             TypeError: an argument that must be given is None.
         """
         return attend(self, query, value, identity, query_pos, key_padding_mask, reference_points, spatial_shapes)

@@ -41,7 +41,7 @@ class DynamicConv2d(nn.Module):
         (B, C, H, W) -> (B, C, H, W)
 
     Raises:
-        ValueError: an argument is out of its range, or does not fit the others.
+        ValueError: an argument is out of range or inconsistent with the others.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class DynamicConv2d(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw all layers by Glorot, uniform, biases and ``gamma`` 0."""
+        """Draw all layers by Glorot uniform initialisation, with biases and ``gamma`` 0."""
         for layer in (self.input, self.kernel, self.output):
             nn.init.xavier_uniform_(layer.weight)
             if layer.bias is not None:
@@ -83,7 +83,7 @@ class DynamicConv2d(nn.Module):
     init_weights = renamed_method("init_weights")
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, C, H, W) -> (B, C, H, W)."""
+        """Apply the layer: (B, C, H, W) -> (B, C, H, W)."""
         value, logits = self._terms(x)
         kernel_size, padding, dilation = list(self.kernel_size), list(self.padding), list(self.dilation)
         convolved = attend_in_windows(None, None, value, logits, kernel_size, [1, 1], padding, dilation, True)
@@ -91,7 +91,7 @@ class DynamicConv2d(nn.Module):
         return output if self.gamma is None else x + self.gamma * output
 
     def attention_size(self, size: Sequence[int]) -> tuple[int, int]:
-        """The map of queries, for an input of ``size`` (H, W)."""
+        """Return the size of the map of queries for an input of ``size`` (H, W)."""
         return size[0], size[1]
 
     @torch.jit.unused
@@ -99,11 +99,11 @@ class DynamicConv2d(nn.Module):
         """The kernels laid on the map, for inspection, O(N²) without ``queries``; taps outside the map are lost.
 
         Args:
-            x: As ``forward``.
+            x: As in :meth:`forward`.
             queries: (Q, 2), rows and columns; None for all.
 
         Returns:
-            (B, G, H, W, H, W), or (B, G, Q, H, W) of ``queries``.
+            (B, G, H, W, H, W), or (B, G, Q, H, W) with ``queries``.
         """
         _, logits = self._terms(x)
         geometry = (self.kernel_size, (1, 1), self.padding, self.dilation)
@@ -112,7 +112,7 @@ class DynamicConv2d(nn.Module):
     def _terms(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Value (B, G, H, W, C / G) and kernels' logits (B, G, H, W, taps)."""
         check_map(x, self.in_channels, self.input.weight)
-        # Channels-last, a projection is one plain GEMM and the groups are views with a contiguous width.
+        # In channels-last memory a projection is a plain GEMM and the groups are views with a contiguous width.
         value = to_channels_last(F.glu(self.input(to_channels_last(x)), 1))
         return self._grouped(value), self._grouped(self.kernel(value))
 
@@ -139,7 +139,7 @@ class DynamicConv1d(nn.Module):
         (B, C, T) -> (B, C, T)
 
     Raises:
-        ValueError: an argument is out of its range, or does not fit the others.
+        ValueError: an argument is out of range or inconsistent with the others.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class DynamicConv1d(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw all layers by Glorot, uniform, biases 0."""
+        """Draw all layers by Glorot uniform initialisation, with biases 0."""
         for layer in (self.input, self.kernel, self.output):
             nn.init.xavier_uniform_(layer.weight)
             if layer.bias is not None:
@@ -181,13 +181,13 @@ class DynamicConv1d(nn.Module):
         Args:
             x: (B, C, T). With ``cache`` the next tokens, one or several.
             key_padding_mask: (B, T) bool, True for tokens that are read as those outside the sequence: 0.
-            cache: For decoding step by step, with ``causal``: the same one in every step, which changes it.
+            cache: For step-by-step decoding with ``causal``: the same one in every step, updated in place.
 
         Returns:
             (B, C, T).
 
         Raises:
-            ValueError: a shape, a device or a combination does not fit.
+            ValueError: a shape, a device or a combination of arguments is invalid.
             TypeError: ``key_padding_mask`` is not bool.
         """
         value, logits = self._terms(x, key_padding_mask)
@@ -217,13 +217,13 @@ class DynamicConv1d(nn.Module):
         """The kernels laid along the sequence, for inspection, O(T²); taps outside it and on padding are lost.
 
         Args:
-            x: As ``forward``.
+            x: As in :meth:`forward`.
             key_padding_mask: As ``forward``.
             cache: Must be None: maps are of whole sequences.
             queries: (Q,), positions; None for all.
 
         Returns:
-            (B, G, T, T), or (B, G, Q, T) of ``queries``.
+            (B, G, T, T), or (B, G, Q, T) with ``queries``.
         """
         if cache is not None:
             raise ValueError("cache must be None: attention_maps looks at whole sequences")

@@ -98,7 +98,7 @@ class EntangledAttention(nn.Module):
         dropout: Of the weights, and of each attention's output.
 
     Raises:
-        ValueError: an argument is out of its range, or does not fit the others.
+        ValueError: an argument is out of range or inconsistent with the others.
     """
 
     def __init__(
@@ -124,11 +124,11 @@ class EntangledAttention(nn.Module):
             x: a, (B, T, C), the words' self-attention.
             visual: V, (B, Sv, C).
             semantic: S, (B, Ss, C).
-            caches: For decoding step by step: the same dict, empty at first, in every step.
+            caches: For step-by-step decoding: the same dict in every step, initially empty.
 
         Raises:
-            ValueError: a shape or a device does not fit.
-            TypeError: a tensor is not of the module's dtype.
+            ValueError: a shape or a device does not match.
+            TypeError: a tensor does not have the module's dtype.
         """
         semantic_guidance = self.semantic_injection(x, semantic, cache_of(caches, "semantic_injection"))
         visual_guidance = self.visual_injection(x, visual, cache_of(caches, "visual_injection"))
@@ -148,7 +148,7 @@ class GatedBilateralController(nn.Module):
         activation: f: ``identity`` (the thesis' choice), ``relu``, ``sigmoid`` or ``tanh`` (Table 2.6).
 
     Raises:
-        ValueError: an argument is out of its range.
+        ValueError: an argument is out of range.
     """
 
     def __init__(
@@ -177,8 +177,8 @@ class GatedBilateralController(nn.Module):
         """Blend the pathways, (B, T, C) each, to (B, T, C); ``x`` is the words' self-attention, a.
 
         Raises:
-            ValueError: a shape or a device does not fit.
-            TypeError: a tensor is not of the module's dtype.
+            ValueError: a shape or a device does not match.
+            TypeError: a tensor does not have the module's dtype.
         """
         for name, tensor in (("x", x), *pathways._asdict().items()):
             check_tensor(name, tensor)

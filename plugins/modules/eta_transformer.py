@@ -45,7 +45,7 @@ class FeedForward(nn.Module):
             nn.init.zeros_(layer.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, T, C) -> (B, T, C)."""
+        """Apply the layer: (B, T, C) -> (B, T, C)."""
         return self.norm(x + self.dropout(self.output(self.dropout(torch.relu(self.input(x))))))
 
 
@@ -88,7 +88,7 @@ class DualWayEncoder(nn.Module):
         dropout: Of weights, of what each layer adds, and of the input.
 
     Raises:
-        ValueError: an argument is out of its range, or does not fit the others.
+        ValueError: an argument is out of range or inconsistent with the others.
     """
 
     def __init__(
@@ -134,8 +134,8 @@ class DualWayEncoder(nn.Module):
             V^N (B, Sv, C) and S^N (B, Ss, C), with their masks.
 
         Raises:
-            ValueError: a shape or a device does not fit.
-            TypeError: a tensor is not of the module's dtype.
+            ValueError: a shape or a device does not match.
+            TypeError: a tensor does not have the module's dtype.
         """
         for name, x, width in (("regions", regions, self.visual_dim), ("attributes", attributes, self.embed_dim)):
             check_tensor(name, x)
@@ -164,7 +164,7 @@ class MultimodalDecoderBlock(nn.Module):
         activation: f of the gate.
 
     Raises:
-        ValueError: an argument is out of its range, or does not fit the others.
+        ValueError: an argument is out of range or inconsistent with the others.
     """
 
     def __init__(
@@ -211,15 +211,15 @@ class MultimodalDecoderBlock(nn.Module):
             visual: V^N; a fusion that looks at attributes alone does not read it.
             semantic: S^N, likewise.
             padding_mask: (B, T) bool, True for words that are padding.
-            caches: For decoding step by step: the same dict, empty at first, in every step. The first step's
+            caches: For step-by-step decoding: the same dict in every step, initially empty. The first step's
                 modalities stay. ``reorder_caches`` follows a beam search.
 
         Returns:
             (B, T, C).
 
         Raises:
-            ValueError: a shape or a device does not fit.
-            TypeError: a tensor is not of the module's dtype.
+            ValueError: a shape or a device does not match.
+            TypeError: a tensor does not have the module's dtype.
         """
         cache = cache_of(caches, "self_attention")
         a = self.self_attention(x, cache=cache, padding_mask=padding_mask)

@@ -77,7 +77,7 @@ class GatedConvBlock(nn.Module):
         dropout: Of x before the convolution.
 
     Raises:
-        ValueError: an argument is out of its range.
+        ValueError: an argument is out of range.
     """
 
     def __init__(
@@ -116,8 +116,8 @@ class GatedConvBlock(nn.Module):
             y (B, T, C), α of each source (B, T, S) and the state (B, k - 1, C), the last inputs of the convolution.
 
         Raises:
-            ValueError: a source is missing, or a shape or a device does not fit.
-            TypeError: an argument is no tensor, or not of the module's dtype.
+            ValueError: a source is missing, or a shape or a device does not match.
+            TypeError: an argument is not a Tensor, or does not have the module's dtype.
         """
         weight = self.conv.direction
         check_sequence("x", x, self.embed_dim, weight)

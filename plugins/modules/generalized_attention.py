@@ -51,7 +51,7 @@ class GeneralizedAttention2d(AxisPositions):
         scale: Factor of the sum of all terms, such as d ** -0.5; the paper uses 1.
 
     Raises:
-        ValueError: an argument is out of its range.
+        ValueError: an argument is out of range.
     """
 
     _abbr_ = "gen_attention_block"  # under which mmengine and mmcv file the plug-in in checkpoints
@@ -196,7 +196,7 @@ class GeneralizedAttention2d(AxisPositions):
             (B, C, H, W), in the memory format of ``x``.
 
         Raises:
-            ValueError: a shape or a device does not fit.
+            ValueError: a shape or a device does not match.
             TypeError: a map is not of the module's floating dtype.
         """
         if self.in_windows and context is None:
@@ -210,7 +210,7 @@ class GeneralizedAttention2d(AxisPositions):
         return torch.addcmul(x, self.gamma, output) if output.dtype == x.dtype else x + self.gamma * output
 
     def attention_size(self, size: Sequence[int]) -> tuple[int, int]:
-        """The map of queries, for an input of ``size`` (H, W)."""
+        """Return the size of the map of queries for an input of ``size`` (H, W)."""
         H, W = (-(-n // self.q_stride) for n in size)
         return H, W
 
@@ -219,15 +219,15 @@ class GeneralizedAttention2d(AxisPositions):
         """The attention weights for the maps that ``forward`` takes: for inspection, O(N²) without ``queries``.
 
         Args:
-            x: As ``forward``.
+            x: As in :meth:`forward`.
             context: As ``forward``.
             queries: (Q, 2), rows and columns on the map of queries; None for all.
 
         Returns:
-            (B, M, Hq, Wq, Hk, Wk), or (B, M, Q, Hk, Wk) of ``queries``.
+            (B, M, Hq, Wq, Hk, Wk), or (B, M, Q, Hk, Wk) with ``queries``.
 
         Raises:
-            ValueError: as ``forward``; or a query lies outside the map.
+            ValueError: as in :meth:`forward`, or a query lies outside the map.
         """
         return maps_of(self._terms(x, context), 1.0, self.attention_size(x.shape[2:]), queries)
 
@@ -296,7 +296,7 @@ class GeneralizedAttention2d(AxisPositions):
             check_map(context, self.in_channels, self.value_conv.weight, "context")
             if context.shape[0] != x.shape[0]:
                 raise ValueError(f"context must have x's batch size {x.shape[0]}, got {context.shape[0]}")
-        # Channels-last, every projection is one plain GEMM and its heads are views with a contiguous width.
+        # In channels-last memory a projection is a plain GEMM and its heads are views with a contiguous width.
         queries = to_channels_last(x)
         keys = queries if context is None else to_channels_last(context)
         queries, keys = _every(queries, self.q_stride), _every(keys, self.kv_stride)

@@ -1,6 +1,6 @@
-"""Attention of tokens on a grid, and of others without a place, with the terms of :class:`.GridTerms`.
+"""Attention of tokens on a grid, and of others without a position, with the terms of :class:`.GridTerms`.
 
-Shapes: B batch, M heads, d width per head, P tokens without a place (class tokens, registers), then N = H * W tokens of
+Shapes: B batch, M heads, d width per head, P tokens without a position (class tokens, registers), then N = H * W tokens of
 the grid (H, W), row by row; T = P + N.
 """
 
@@ -22,7 +22,7 @@ from .grid_terms import Grid, GridTerms
 class GridAttention(GridTerms):
     """Base of modules that project tokens and attend among them.
 
-    Tokens without a place attend, and are attended to, by content and saliency alone (ε1 and ε3); a range does not keep
+    Tokens without a position attend, and are attended to, by content and saliency alone (ε1 and ε3); a range does not keep
     them out.
     """
 
@@ -50,7 +50,7 @@ class GridAttention(GridTerms):
             padding: (B, S), True for keys to be left out.
             mask: (T, S) or (B or 1, M or 1, T, S), bool (True leaves out) or added to the logits; with it, or dropout,
                 weights are written out.
-            dropout: Share of the weights to drop.
+            dropout: Dropout probability of the attention weights.
 
         Returns:
             (B, M, T or 1, dv); 0 for a query whose keys are all left out.
@@ -93,7 +93,7 @@ class GridAttention(GridTerms):
         return window_attention(query, key, v, position, taps)
 
     def _from_prefix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """The queries without a place, (B, M, P, dv)."""
+        """The queries without a position, (B, M, P, dv)."""
         query, key, added = self._content(q, k)
         if query is None and added is None:
             return v.mean(2, keepdim=True).expand(-1, -1, q.shape[2], -1)
@@ -237,7 +237,7 @@ class GridAttention(GridTerms):
         return q + (u if q.dim() == 5 else u[:, :, 0]), k, None
 
     def _pair_logits(self, x: Tensor, q: Tensor, grid: Grid, prefix: int, padding: Tensor | None) -> Tensor:
-        """All position logits, of tokens without a place 0: (B, M, T, T), of size 1 where they do not depend on it."""
+        """All position logits, of tokens without a position 0: (B, M, T, T), of size 1 where they do not depend on it."""
         logits = self.axis_pairs(q[:, :, prefix:].unflatten(2, grid), grid)
         predicted = self.predicted_logits(x[:, prefix:], grid, None if padding is None else padding[:, prefix:])
         if predicted is not None:

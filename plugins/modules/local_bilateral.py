@@ -67,7 +67,7 @@ class LocalBilateralConv2d(nn.Module):
         (B, in_channels, H, W) -> (B, out_channels, Hq, Wq), the size of a convolution with these arguments
 
     Raises:
-        ValueError: an argument is out of its range, or does not fit the others; the map is too small.
+        ValueError: an argument is out of range or inconsistent with the others; the map is too small.
     """
 
     def __init__(
@@ -145,14 +145,14 @@ class LocalBilateralConv2d(nn.Module):
 
     @torch.jit.unused
     def attention_maps(self, x: Tensor, queries: Tensor | None = None) -> Tensor:
-        """The attention weights for an input: for inspection, O(N²) without ``queries``.
+        """Compute the attention weights for inspection, in O(N²) memory without ``queries``.
 
         Args:
-            x: As ``forward``.
+            x: As in :meth:`forward`.
             queries: (Q, 2), rows and columns of the output's map; None for all.
 
         Returns:
-            (B, M, Hq, Wq, H, W), or (B, M, Q, H, W) of ``queries``; 0 outside the windows.
+            (B, M, Hq, Wq, H, W), or (B, M, Q, H, W) with ``queries``; 0 outside the windows.
         """
         query, key, _, logits = self._terms(x)
         geometry = (self.kernel_size, self.stride, self.padding, self.dilation)
@@ -176,7 +176,7 @@ class LocalBilateralConv2d(nn.Module):
         """Refined query, key, value (B, M, ·, ·, d) and geometric logits (B, M, Hq, Wq, taps)."""
         check_map(x, self.in_channels, self.query[0].weight)  # type: ignore[arg-type]
         check_window(x, list(self.kernel_size), list(self.padding), list(self.dilation))
-        # Channels-last, a projection is one plain GEMM and the heads are views with a contiguous width.
+        # In channels-last memory a projection is a plain GEMM and the heads are views with a contiguous width.
         x = to_channels_last(x)
         projected = self.query(x)
         value = self._heads(projected if self.value is None else self.value(x))

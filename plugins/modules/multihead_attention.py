@@ -20,14 +20,14 @@ class MultiheadAttention(MultiheadSpatialAttention):
     Args:
         embed_dim: C.
         num_heads: M; must divide C.
-        dropout: Share of the weights that is dropped in training.
+        dropout: Dropout probability of the attention weights.
         causal: Self-attention that sees no key after the query.
 
     Shapes:
         query (B, T, C), key (B, S, C) -> (B, T, C)
 
     Raises:
-        ValueError: an argument is out of its range, or does not fit the others.
+        ValueError: an argument is out of range or inconsistent with the others.
     """
 
     def __init__(

@@ -51,17 +51,17 @@ class NonLocal2d(NonLocalBlock, RelativeTables):
         sub_sample: Keys and values are 2 × 2 maxima of their maps, K = ⌊H / 2⌋ ⌊W / 2⌋; an axis of one pixel stays.
             For relative positions each stands where the first of its pixels does.
         position: ``'none'`` or, for the Gaussian modes, ``'relative'``.
-        input_size: (H, W) of the module's input, for which the relative tables are made.
-        resize_tables: Interpolate the tables where a map, or a loaded state_dict, is made for another size than
-            ``input_size``; False: an error.
-        norm_layer: Makes a normalisation of C channels after ``conv_out``, which then has no bias, and starts at 0 in
-            its place; None for none.
+        input_size: (H, W) of the module's input, which determines the size of the relative tables.
+        resize_tables: Whether to interpolate the tables if a map or a loaded state_dict has another size than
+            ``input_size``; otherwise this is an error.
+        norm_layer: Callable that creates a normalisation of C channels after ``conv_out``. ``conv_out`` then has no
+            bias, and the normalisation is the part that starts at 0.
 
     Shapes:
         (B, C, H, W) -> (B, C, H, W)
 
     Raises:
-        ValueError: an argument is out of its range, or does not fit the others.
+        ValueError: an argument is out of range or inconsistent with the others.
     """
 
     conv, zero_conv, sub_sampling = nn.Conv2d, ZeroConv2d, (2, 2)
@@ -99,7 +99,7 @@ class NonLocal2d(NonLocalBlock, RelativeTables):
     init_weights = renamed_method("init_weights")
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, C, H, W) -> (B, C, H, W).
+        """Apply the layer: (B, C, H, W) -> (B, C, H, W).
 
         Raises:
             ValueError: the shape does not fit, or needs other tables and ``resize_tables`` is off.
@@ -110,17 +110,17 @@ class NonLocal2d(NonLocalBlock, RelativeTables):
         return x + in_format_of(x, self.out(attended))
 
     def attention_maps(self, x: Tensor, queries: Tensor | None = None) -> Tensor:
-        """The attention weights of a Gaussian mode: for inspection, O(N K) without ``queries``.
+        """Compute the attention weights of a Gaussian mode for inspection, in O(N K) memory without ``queries``.
 
         Args:
-            x: As ``forward``.
+            x: As in :meth:`forward`.
             queries: (Q, 2), rows and columns; None for all.
 
         Returns:
-            (B, 1, H, W, Hk, Wk), queries before keys, or (B, 1, Q, Hk, Wk) of ``queries``.
+            (B, 1, H, W, Hk, Wk), queries before keys, or (B, 1, Q, Hk, Wk) with ``queries``.
 
         Raises:
-            ValueError: as ``forward``; a query lies outside the map; or the mode has no attention weights.
+            ValueError: as in :meth:`forward`; a query lies outside the map; or the mode has no attention weights.
         """
         if "gaussian" not in self.mode:
             raise ValueError(
@@ -132,7 +132,7 @@ class NonLocal2d(NonLocalBlock, RelativeTables):
         return maps_of(terms, self.scale, self.attention_size(x.shape[2:]), queries)
 
     def attention_logits(self, x: Tensor, queries: Tensor | None = None) -> dict[str, Tensor]:
-        """The logits of content and of relative position.
+        """Compute the logits of content and of relative position.
 
         The softmax of their sum is :meth:`attention_maps`, whose arguments, axes and errors are the same.
         """

@@ -49,7 +49,7 @@ class _NonLocalTokens(NonLocalBlock):
 
         Raises:
             ValueError: the shape does not fit.
-            TypeError: ``x`` is no tensor, or not of the module's dtype.
+            TypeError: ``x`` is not a Tensor, or does not have the module's dtype.
         """
         self._check(x)
         attended = self.attended(*(_tokens(t) for t in self.projected(x)))
@@ -58,17 +58,17 @@ class _NonLocalTokens(NonLocalBlock):
 
     @torch.no_grad()
     def attention_maps(self, x: Tensor, queries: Tensor | None = None) -> Tensor:
-        """The attention weights of a Gaussian mode: for inspection, O(N K) without ``queries``.
+        """Compute the attention weights of a Gaussian mode for inspection, in O(N K) memory without ``queries``.
 
         Args:
-            x: As ``forward``.
+            x: As in :meth:`forward`.
             queries: (Q, axes) positions, (t, y, x) of a clip; None for all.
 
         Returns:
-            (B, 1, *size, *key_size), queries before keys, or (B, 1, Q, *key_size) of ``queries``.
+            (B, 1, *size, *key_size), queries before keys, or (B, 1, Q, *key_size) with ``queries``.
 
         Raises:
-            ValueError: as ``forward``; a query lies outside ``x``; or the mode has no attention weights.
+            ValueError: as in :meth:`forward`; a query lies outside ``x``; or the mode has no attention weights.
         """
         if "gaussian" not in self.mode:
             raise ValueError(
@@ -106,14 +106,14 @@ class NonLocal1d(_NonLocalTokens):
         mode: ``'gaussian'``, ``'embedded_gaussian'``, ``'dot_product'`` or ``'concatenation'``.
         use_scale: False: no 1 / √d in ``embedded_gaussian``. (``gaussian`` never has it.)
         sub_sample: Keys and values are maxima of two neighbours, K = ⌊L / 2⌋; a sequence of one position stays.
-        norm_layer: Makes a normalisation of C channels after ``conv_out``, which then has no bias, and starts at 0 in
-            its place; None for none.
+        norm_layer: Callable that creates a normalisation of C channels after ``conv_out``. ``conv_out`` then has no
+            bias, and the normalisation is the part that starts at 0.
 
     Shapes:
         (B, C, L) -> (B, C, L)
 
     Raises:
-        ValueError: an argument is out of its range.
+        ValueError: an argument is out of range.
     """
 
     conv, zero_conv, sub_sampling, axes = nn.Conv1d, ZeroConv1d, (2,), "L"
@@ -133,14 +133,14 @@ class NonLocal3d(_NonLocalTokens):
         mode: ``'gaussian'``, ``'embedded_gaussian'``, ``'dot_product'`` or ``'concatenation'``.
         use_scale: False: no 1 / √d in ``embedded_gaussian``. (``gaussian`` never has it.)
         sub_sample: Keys and values are 2 × 2 maxima of each frame, K = T ⌊H / 2⌋ ⌊W / 2⌋; an axis of one pixel stays.
-        norm_layer: Makes a normalisation of C channels after ``conv_out``, which then has no bias, and starts at 0 in
-            its place; None for none.
+        norm_layer: Callable that creates a normalisation of C channels after ``conv_out``. ``conv_out`` then has no
+            bias, and the normalisation is the part that starts at 0.
 
     Shapes:
         (B, C, T, H, W) -> (B, C, T, H, W), in the memory format of the input
 
     Raises:
-        ValueError: an argument is out of its range.
+        ValueError: an argument is out of range.
     """
 
     conv, zero_conv, sub_sampling, axes = nn.Conv3d, ZeroConv3d, (1, 2, 2), "T, H, W"

@@ -35,14 +35,14 @@ class RelativeSelfAttention(BandedMaps):
         values: Whether values have vectors, too; False: keys alone, as in the paper's Table 3.
         per_head: Whether each head has vectors of its own; False: one table for all of them.
         causal: No key after the query is seen; the tables then have offsets -k ... 0.
-        dropout: Share of the weights that is dropped in training. Then T × T weights are written out.
+        dropout: Dropout probability of the attention weights. Then T × T weights are written out.
         bias: Of all four projections.
 
     Shapes:
         (B, T, C) -> (B, T, C)
 
     Raises:
-        ValueError: an argument is out of its range, or does not fit the others.
+        ValueError: an argument is out of range or inconsistent with the others.
     """
 
     def __init__(
@@ -93,14 +93,14 @@ class RelativeSelfAttention(BandedMaps):
         Args:
             query: (B, T, C). With ``cache`` the next tokens, one or several.
             key_padding_mask: (B, T) bool, True for tokens to be left out.
-            cache: For decoding step by step, with ``causal``: the same one in every step, which changes it.
+            cache: For step-by-step decoding with ``causal``: the same one in every step, updated in place.
 
         Returns:
             (B, T, C).
 
         Raises:
-            ValueError: a shape, a device or a combination does not fit.
-            TypeError: a tensor is not of the module's dtype.
+            ValueError: a shape, a device or a combination of arguments is invalid.
+            TypeError: a tensor does not have the module's dtype.
         """
         arguments = self._arguments(query, key_padding_mask, cache)
         dropout = self.dropout if self.training else 0.0
@@ -115,7 +115,7 @@ class RelativeSelfAttention(BandedMaps):
         return self.out_proj(output.transpose(1, 2).flatten(2))
 
     def _arguments(self, query: Tensor, key_padding_mask: Tensor | None, cache: SequenceCache | None) -> dict[str, Any]:
-        """What ``sequence_attention`` takes."""
+        """Return the arguments of ``sequence_attention``."""
         weight = self.out_proj.weight
         check_sequence("query", query, self.embed_dim, weight)
         B, T, _ = query.shape

@@ -51,7 +51,7 @@ class RelativeTables(nn.Module):
         RelativeTables.reset_parameters(self)
 
     def attention_size(self, size: Sequence[int]) -> tuple[int, int]:
-        """The map of queries, for an input of ``size`` (H, W)."""
+        """Return the size of the map of queries for an input of ``size`` (H, W)."""
         return size[0], size[1]
 
     def reset_parameters(self) -> None:

@@ -46,7 +46,7 @@ class ShowAttendTell(nn.Module):
         dropout: Of the words and of the features.
 
     Raises:
-        ValueError: an argument is out of its range.
+        ValueError: an argument is out of range.
     """
 
     def __init__(
@@ -94,8 +94,8 @@ class ShowAttendTell(nn.Module):
             features (B, T, m), α (B, T, S) and the state after the last word.
 
         Raises:
-            ValueError: a shape or a device does not fit.
-            TypeError: an argument is no tensor, or not of the module's dtype.
+            ValueError: a shape or a device does not match.
+            TypeError: an argument is not a Tensor, or does not have the module's dtype.
         """
         check_sequence("words", words, self.word_dim, self.cell.weight_ih)
         check_source("source", source, self.source_dim, len(words), self.cell.weight_ih)

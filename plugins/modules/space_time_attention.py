@@ -1,6 +1,6 @@
 """Attention of a clip's patches in space and time: the five patterns of TimeSformer.
 
-Shapes: B batch, P tokens without a place (class tokens, registers), (T, H, W) a clip's grid of patches, N = T * H * W,
+Shapes: B batch, P tokens without a position (class tokens, registers), (T, H, W) a clip's grid of patches, N = T * H * W,
 C channels, M heads, d width per head.
 """
 
@@ -65,14 +65,14 @@ class SpaceTimeSelfAttention(nn.Module):
         embed_dim: C.
         num_heads: M; must divide C.
         pattern: As above.
-        dropout: Share of the attention weights that is dropped in training.
+        dropout: Dropout probability of the attention weights.
         qkv_bias: Whether the input projections have biases.
         proj_bias: Whether the output projections have biases.
         norm_layer: Makes each step's norm from C; None: no norm. With it ``x + module(x)`` is the attention half of
             TimeSformer's block.
 
     Raises:
-        ValueError: an argument is out of its range.
+        ValueError: an argument is out of range.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class SpaceTimeSelfAttention(nn.Module):
         """Attend from every token to those that the pattern gives it.
 
         Args:
-            x: (B, P + N, C): P tokens without a place, then the patches, frame by frame and row by row.
+            x: (B, P + N, C): P tokens without a position, then the patches, frame by frame and row by row.
             grid: (T, H, W) with T * H * W = N.
             prefix_tokens: P.
 
@@ -132,8 +132,8 @@ class SpaceTimeSelfAttention(nn.Module):
             (B, P + N, C), what a residual block adds to ``x``: the results of all steps.
 
         Raises:
-            ValueError: a shape does not fit.
-            TypeError: ``x`` is no Tensor, or not of the module's dtype.
+            ValueError: a shape does not match.
+            TypeError: ``x`` is not a Tensor, or does not have the module's dtype.
         """
         before, result = self.steps(x, grid, prefix_tokens)
         return result if before is x else before - x + result

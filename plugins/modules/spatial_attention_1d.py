@@ -64,7 +64,7 @@ class MultiheadSpatialAttention(SequencePositions):
         attention_range: n_k, odd: keys are limited to |k - q| <= (n_k - 1) / 2, with ``causal`` to the query and the
             (n_k - 1) / 2 before it; -1: all keys. A query without a key in range gets the output's bias.
         causal: Self-attention that sees no key after the query.
-        dropout: Share of the weights that is dropped in training. Then T × S weights are written out.
+        dropout: Dropout probability of the attention weights. Then T × S weights are written out.
         bias: Of values and outputs.
         scale: Factor of the sum of all terms: the Transformer's is ``(embed_dim / num_heads) ** -0.5``; the paper's
             Eq. 2 has 1.
@@ -75,7 +75,7 @@ class MultiheadSpatialAttention(SequencePositions):
         query (B, T, C), key and value (B, S, kdim) -> (B, T, C)
 
     Raises:
-        ValueError: an argument is out of its range, or does not fit the others.
+        ValueError: an argument is out of range or inconsistent with the others.
     """
 
     def __init__(
@@ -163,8 +163,8 @@ class MultiheadSpatialAttention(SequencePositions):
             (B, T, C).
 
         Raises:
-            ValueError: a shape, a device or a combination does not fit.
-            TypeError: a tensor is not of the module's dtype.
+            ValueError: a shape, a device or a combination of arguments is invalid.
+            TypeError: a tensor does not have the module's dtype.
         """
         arguments, _ = self._arguments(query, key, value, key_padding_mask, cache)
         output = self.out_proj(attended(arguments, self.dropout if self.training else 0.0))
@@ -192,7 +192,7 @@ class MultiheadSpatialAttention(SequencePositions):
             queries: (Q,), positions in ``query``; None for all.
 
         Returns:
-            (B, M, T, S), or (B, M, Q, S) of ``queries``; S counts the keys of the cache.
+            (B, M, T, S), or (B, M, Q, S) with ``queries``; S counts the keys of the cache.
         """
         cache = None if cache is None else dataclasses.replace(cache)
         arguments, shift = self._arguments(query, key, value, key_padding_mask, cache)

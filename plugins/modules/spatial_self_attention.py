@@ -38,7 +38,7 @@ class SpatialSelfAttention(GridAttention):
         num_heads: M; must divide C.
         attention_type: Four bits, ε1 to ε4.
         spatial_range: n_k, odd: keys are limited to |Δ| <= (n_k - 1) / 2 rows and columns; -1: all keys.
-        dropout: Share of the attention weights that is dropped in training, where they are written out then.
+        dropout: Dropout probability of the attention weights, where they are written out then.
         bias: Whether the projections have biases.
         kernel_size: k, odd, of δ; None: without δ. Its logits are written out, (N, N) a head, unless keys are limited.
         outside: δ beyond the window: ``'learned'`` (one more predicted value), ``'zero'``, ``'min'``, ``'mean'``, or
@@ -46,7 +46,7 @@ class SpatialSelfAttention(GridAttention):
         smoothing: σ: ``'zscore'`` standardises a query's δ over its keys, ``'sqrt_d'`` divides them by √d.
 
     Raises:
-        ValueError: an argument is out of its range, or does not fit the others.
+        ValueError: an argument is out of range or inconsistent with the others.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class SpatialSelfAttention(GridAttention):
         """Attend from every token to all others.
 
         Args:
-            query: (B, P + N, C): P tokens without a place, then those of the grid, row by row.
+            query: (B, P + N, C): P tokens without a position, then those of the grid, row by row.
             key: (B, P + N, C), the same tokens; None for ``query``. Where no term needs places, (B, S, C):
                 cross-attention.
             value: (B, P + N, C); None for ``key``.
@@ -110,8 +110,8 @@ class SpatialSelfAttention(GridAttention):
             (B, P + N, C).
 
         Raises:
-            ValueError: a shape does not fit, or there is no grid where one is needed.
-            TypeError: an argument is no Tensor, or not of the module's dtype.
+            ValueError: a shape does not match, or there is no grid where one is needed.
+            TypeError: an argument is not a Tensor, or does not have the module's dtype.
         """
         q, k, v, places, attn_mask = self._prepared(query, key, value, grid, key_padding_mask, attn_mask, prefix_tokens)
         dropout = self.dropout if self.training else 0.0

@@ -38,7 +38,7 @@ def window_parts(
         queries: (Q, 2), rows and columns; None for all.
 
     Returns:
-        (B, M, H, W, H, W), or (B, M, Q, H, W) of ``queries``, by name.
+        (B, M, H, W, H, W), or (B, M, Q, H, W) with ``queries``, by name.
 
     Raises:
         ValueError: ``queries`` are not positions on the map.

@@ -86,7 +86,7 @@ class WindowSelfAttention(GridTerms):
         version: ``'v1'`` or ``'v2'``.
         position: ``'table'``, Swin's; ``'relative'``; ``'bilateral'``; ``'table+relative'``; ``'table+bilateral'``; or
             ``'none'``. Bilateral logits are written out, (N, N) a head and window of a partition.
-        dropout: Share of the attention weights that is dropped in training, where they are written out then.
+        dropout: Dropout probability of the attention weights, where they are written out then.
         bias: Whether queries, keys (v1 alone) and values have biases.
         pretrained_window_size: v2: the window that offsets are scaled by; None for ``window_size``.
         window: ``'partition'``, Swin's; or ``'centred'``, with an odd ``window_size`` and no shift.
@@ -96,7 +96,7 @@ class WindowSelfAttention(GridTerms):
         smoothing: σ: ``'zscore'`` standardises a query's δ over the keys it sees, ``'sqrt_d'`` divides them by √d.
 
     Raises:
-        ValueError: an argument is out of its range, or does not fit the others.
+        ValueError: an argument is out of range or inconsistent with the others.
     """
 
     map_axes = slice(1, 3)  # of an input, for ``capture_attention``
@@ -202,8 +202,8 @@ class WindowSelfAttention(GridTerms):
             (B, H, W, C).
 
         Raises:
-            ValueError: a shape does not fit.
-            TypeError: ``x`` is no Tensor, or not of the module's dtype.
+            ValueError: a shape does not match.
+            TypeError: ``x`` is not a Tensor, or does not have the module's dtype.
         """
         self._check(x)
         if self.window == "centred":
@@ -218,15 +218,15 @@ class WindowSelfAttention(GridTerms):
         What a window weighs on padding is on no place of the map: there a sum is less than 1.
 
         Args:
-            x: As ``forward``.
+            x: As in :meth:`forward`.
             queries: (Q, 2), rows and columns; None for all.
 
         Returns:
-            (B, M, H, W, H, W), or (B, M, Q, H, W) of ``queries``; 0 outside a query's window.
+            (B, M, H, W, H, W), or (B, M, Q, H, W) with ``queries``; 0 outside a query's window.
 
         Raises:
-            ValueError: a shape does not fit, or ``queries`` are not positions on the map.
-            TypeError: as ``forward``.
+            ValueError: a shape does not match, or ``queries`` are not positions on the map.
+            TypeError: as in :meth:`forward`.
         """
         self._check(x)
         if self.window == "centred":
@@ -280,7 +280,7 @@ class WindowSelfAttention(GridTerms):
         return logits.unsqueeze(0) if name == "table" else logits
 
     def attention_size(self, size: Sequence[int]) -> tuple[int, int]:
-        """The map of queries, for an input of ``size`` (H, W)."""
+        """Return the size of the map of queries for an input of ``size`` (H, W)."""
         return size[0], size[1]
 
     def position_logits(self) -> Tensor | None:

@@ -92,7 +92,7 @@ def with_position_logits(logits: Tensor | None, scale: float = 1.0, dropout: flo
     Args:
         logits: (M, N, N), or None.
         scale: Factor of the content term.
-        dropout: Share of the weights to drop; they are written out then.
+        dropout: Dropout probability of the attention weights; they are written out then.
 
     Returns:
         The argument ``attend`` of :func:`in_windows`.
@@ -181,7 +181,7 @@ def window_maps(
         queries: (Q, 2), rows and columns; None for all.
 
     Returns:
-        (B, M, H, W, H, W), or (B, M, Q, H, W) of ``queries``.
+        (B, M, H, W, H, W), or (B, M, Q, H, W) with ``queries``.
 
     Raises:
         ValueError: ``queries`` are not positions on the map.

@@ -189,7 +189,7 @@ def test_compiles_to_one_graph(score):
         (("general", 0), "query_channels must be a positive int, got 0"),
         (("general", 4, 2.0), "source_channels must be a positive int, got 2.0"),
         (("additive", 4, 4, -1), "hidden_channels must be a positive int, got -1"),
-        (("dot", 4, 4, 8), "hidden_channels is of the additive score alone, got 8 for 'dot'"),
+        (("dot", 4, 4, 8), "hidden_channels must be None except for 'additive', got 8 for 'dot'"),
     ],
 )
 def test_bad_arguments(arguments, message):
