@@ -138,11 +138,15 @@ def _adjacent(tensor: Tensor) -> bool:
     return tensor.stride(-1) == 1 or tensor.shape[-1] == 1
 
 
-def _block(kernel: str, shape: _Shape, dtype: torch.dtype) -> Block:
+def _block(kernel: str, shape: _Shape, dtype: torch.dtype, both: bool = False) -> Block:
+    """What a program holds; ``both`` where there are row and column logits."""
     if kernel == "products_of_outputs":
         return _PRODUCTS
     arithmetic = "half" if dtype.itemsize == 2 else triton_launch.precision(dtype)
-    return BLOCKS[kernel, arithmetic, power_of_two(max(shape.D, shape.DV), 32)]
+    block = BLOCKS[kernel, arithmetic, power_of_two(max(shape.D, shape.DV), 32)]
+    if both and kernel == "query_gradients" and shape.Wk > block.keys:
+        return block._replace(keys=min(block.keys, 32))  # gradients of rows in pieces want registers
+    return block
 
 
 def _launch(kernel: str, shape: _Shape, scale: float, **tensors: Tensor | None) -> None:
@@ -160,7 +164,7 @@ def _launch(kernel: str, shape: _Shape, scale: float, **tensors: Tensor | None) 
     given = {name: each for name, each in tensors.items() if each is not None}
     strides = {name: _strides(name, each, shape) for name, each in given.items() if each.dim() > 3}
     dtype = next(iter(given.values())).dtype
-    block = _block(kernel, shape, dtype)
+    block = _block(kernel, shape, dtype, both="row" in given and "column" in given)
     of_keys = [name for name in strides if name in _OF_KEYS]
     if "row" not in strides and "column" not in strides and all(_even(strides[name], Wk) for name in of_keys):
         # Neither rows nor columns matter: a tile is a piece of the sequence of keys.
