@@ -45,11 +45,11 @@ class Blocks(NamedTuple):
     stages: int
 
 
-# By the kind of product: what compiles without spills for sm_80, sm_90 and sm_100 (tools.triton_report).
+# By the kind of product; widths up to 64 compile without spills for sm_80, sm_90 and sm_100 (tools.triton_report).
 BLOCKS = {
-    "attend": {"half": Blocks(64, 32, 64, 4, 2), "tf32": Blocks(64, 32, 32, 4, 2), "ieee": Blocks(32, 32, 32, 8, 1)},
-    "queries": {"half": Blocks(64, 32, 64, 4, 2), "tf32": Blocks(64, 32, 32, 4, 2), "ieee": Blocks(16, 16, 16, 4, 1)},
-    "keys": {"half": Blocks(32, 64, 64, 4, 2), "tf32": Blocks(32, 64, 32, 4, 2), "ieee": Blocks(16, 16, 16, 4, 1)},
+    "attend": {"half": Blocks(64, 32, 64, 4, 2), "tf32": Blocks(64, 32, 32, 4, 2), "ieee": Blocks(16, 32, 32, 4, 1)},
+    "queries": {"half": Blocks(64, 32, 64, 4, 2), "tf32": Blocks(64, 32, 32, 4, 2), "ieee": Blocks(16, 16, 32, 8, 1)},
+    "keys": {"half": Blocks(32, 64, 64, 8, 2), "tf32": Blocks(32, 64, 32, 4, 2), "ieee": Blocks(16, 16, 16, 4, 1)},
 }
 
 
@@ -163,10 +163,10 @@ class _Launches:
         )  # fmt: skip
 
     def blocks(self, kernel: str) -> Blocks:
-        """Those of a kernel, with no more channels than there are; above a width of 64, of twice as many warps."""
+        """Those of a kernel, with no more channels than there are; above a width of 64, of 8 warps."""
         found = BLOCKS[kernel][self.kind]
         channels = min(found.channels, triton_launch.power_of_two(self.shape[4]))
-        return found._replace(channels=channels, warps=found.warps * (2 if self.constants["D"] > 64 else 1))
+        return found._replace(channels=channels, warps=8 if self.constants["D"] > 64 else found.warps)
 
     def add(
         self,
