@@ -1,4 +1,4 @@
-"""Looking at the attention of any model that holds our modules, at no cost to it otherwise."""
+"""Inspection of attention in any model that contains this package's modules, at no cost when unused."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ Geometry = tuple[Sequence[int], Sequence[int], Sequence[int], Sequence[int]]  # 
 
 @dataclass
 class Captured:
-    """An attention layer and what the last forward pass gave it.
+    """An attention layer and the inputs of its last forward pass.
 
     Attributes:
-        name: Of the layer in its model.
+        name: Name of the layer in its model.
         layer: The layer.
         arguments: Positional arguments of its forward.
         keywords: Keyword arguments of its forward.
@@ -35,37 +35,37 @@ class Captured:
 
     @property
     def size(self) -> tuple[int, int]:
-        """(Hq, Wq), the map of queries."""
+        """Size (Hq, Wq) of the map of queries."""
         axes = getattr(self.layer, "map_axes", slice(2, None))
         return self.layer.attention_size(self.arguments[0].shape[axes])
 
     @torch.no_grad()
     def maps(self, queries: Tensor | None = None) -> Tensor:
-        """The attention weights, computed now.
+        """Compute the attention weights.
 
         Args:
-            queries: (Q, 2), rows and columns on the map of queries; None for all, which is O(N²).
+            queries: (Q, 2), rows and columns on the map of queries; None for all, which needs O(N²) memory.
 
         Returns:
-            (B, M, Q, Hk, Wk), or (B, M, Hq, Wq, Hk, Wk) of all.
+            (B, M, Q, Hk, Wk), or (B, M, Hq, Wq, Hk, Wk) without ``queries``.
         """
         return self.layer.attention_maps(*self.arguments, **self.keywords, queries=queries)
 
     @torch.no_grad()
     def parts(self, queries: Tensor | None = None) -> dict[str, Tensor]:
-        """The weights that every term of the logits would give alone, computed now.
+        """Compute the weights of each term of the logits alone.
 
-        Each is the softmax of its own logits, as in Thesis, Fig. 3.4: they do not add up to the weights of all terms,
-        which are the softmax of the logits' sum.
+        Each is the softmax of the term's own logits, as in Thesis, Fig. 3.4. They do not add up to the attention
+        weights, which are the softmax of the logits' sum.
 
         Args:
-            queries: As :meth:`maps`.
+            queries: As in :meth:`maps`.
 
         Returns:
-            As :meth:`maps`, by the names that the layer's ``attention_logits`` gives its terms; nothing of a layer with
-            one term.
+            Weights as returned by :meth:`maps`, by the terms' names in the layer's ``attention_logits``; empty for a
+            layer with a single term.
         """
-        if callable(getattr(self.layer, "attention_parts", None)):  # of keys that are not all on the map
+        if callable(getattr(self.layer, "attention_parts", None)):  # some keys are outside the map
             parts: dict[str, Tensor] = self.layer.attention_parts(*self.arguments, **self.keywords, queries=queries)
             return parts
         if not callable(getattr(self.layer, "attention_logits", None)):
@@ -75,35 +75,35 @@ class Captured:
 
 
 def attention_layers(model: nn.Module) -> dict[str, Any]:
-    """The modules of ``model`` that show their attention, by name: those with a method ``attention_maps``."""
+    """Return the modules of ``model`` that have a method ``attention_maps``, by name."""
     return {
         name: module
         for name, module in model.named_modules()
-        # An augmented convolution of no attention channel is a plain one.
+        # An augmented convolution without attention channels is a plain convolution.
         if callable(getattr(module, "attention_maps", None)) and getattr(module, "dv", None) != 0
     }
 
 
 @contextmanager
 def capture_attention(model: nn.Module, layers: str | Sequence[str] = "*") -> Iterator[dict[str, Captured]]:
-    """Remember the inputs of attention layers during forward passes.
+    """Record the inputs of attention layers during forward passes.
 
     >>> with capture_attention(model, "layer4.*") as captured:
     ...     model(image)
     >>> captured["layer4.2.conv2"].maps()  # (B, M, Hq, Wq, Hk, Wk)
 
-    Nothing is computed before ``maps`` is called, and nothing stays in the model afterwards. A layer that a forward
-    pass calls several times shows its last call.
+    Nothing is computed before ``maps`` is called, and the hooks are removed afterwards. If a forward pass calls a layer
+    several times, only its last call is kept.
 
     Args:
         model: Any model.
         layers: Patterns of names, with ``*`` and ``?``.
 
     Yields:
-        What was captured, by name, in the order of the calls.
+        Captured layers by name, in the order of their calls.
 
     Raises:
-        ValueError: the model has no attention layer of ours, or none of a pattern's name.
+        ValueError: the model has no attention layer of this package, or no name matches a pattern.
     """
     known = attention_layers(model)
     if not known:
@@ -117,7 +117,7 @@ def capture_attention(model: nn.Module, layers: str | Sequence[str] = "*") -> It
     captured: dict[str, Captured] = {}
 
     def keep(call: Captured) -> None:
-        captured.pop(call.name, None)  # in the order of the last calls
+        captured.pop(call.name, None)  # order by the last call
         captured[call.name] = call
 
     with remember_calls(chosen, keep):
@@ -126,7 +126,7 @@ def capture_attention(model: nn.Module, layers: str | Sequence[str] = "*") -> It
 
 @contextmanager
 def remember_calls(layers: Mapping[str, nn.Module], keep: Callable[[Captured], None]) -> Iterator[None]:
-    """Hand every call of ``layers``, by their names, to ``keep`` before it runs."""
+    """Pass every call of ``layers`` to ``keep`` before it runs."""
 
     def hook(name: str) -> Any:
         return lambda layer, arguments, keywords: keep(Captured(name, layer, arguments, keywords))
@@ -140,7 +140,7 @@ def remember_calls(layers: Mapping[str, nn.Module], keep: Callable[[Captured], N
 
 
 def softmax_over_keys(logits: Tensor) -> Tensor:
-    """The weights of logits: over the last axis of a sequence's, (B, M, T, S), over the last two of a map's."""
+    """Apply softmax over the keys: the last axis of sequences, (B, M, T, S), else the last two axes."""
     if logits.dim() == 4:
         return reference.masked_softmax(logits)
     return reference.masked_softmax(logits.flatten(-2)).unflatten(-1, logits.shape[-2:])
@@ -149,13 +149,13 @@ def softmax_over_keys(logits: Tensor) -> Tensor:
 def maps_of(
     terms: Sequence[Tensor | None], scale: float, size: tuple[int, int], queries: Tensor | None = None
 ) -> Tensor:
-    """What a module's ``attention_maps`` returns: the reference's weights, for all queries or for some.
+    """Compute the weights that a module's ``attention_maps`` returns, for all queries or for some.
 
     Args:
         terms: The arguments of ``global_attention``: query, key, value, row, column and key logits.
-        scale: Of the content term.
+        scale: Factor of the content term.
         size: (Hq, Wq).
-        queries: (Q, 2), rows and columns.
+        queries: (Q, 2), rows and columns; None for all.
 
     Returns:
         (B, M, Hq, Wq, Hk, Wk), or (B, M, Q, Hk, Wk) with ``queries``.
@@ -169,7 +169,7 @@ def maps_of(
 def logits_of(
     terms: Sequence[Tensor | None], scale: float, size: tuple[int, int], queries: Tensor | None = None
 ) -> Tensor:
-    """The sum of logits for all queries or for some; arguments, shapes and errors as :func:`maps_of`."""
+    """Compute the sum of logits for all queries or for some; arguments, shapes and errors as :func:`maps_of`."""
     query, key, value, row, column, key_logits = terms
     assert value is not None
     if queries is None:
@@ -197,16 +197,16 @@ def window_maps_of(
     queries: Tensor | None = None,
     zero_border: bool = False,
 ) -> Tensor:
-    """What the ``attention_maps`` of a module of windows returns: weights on the whole map, 0 outside the windows.
+    """Compute a window module's ``attention_maps``: weights on the whole map, 0 outside the windows.
 
     Args:
-        query: Of ``window_attention``.
-        key: Of ``window_attention``.
-        position_logits: Of ``window_attention``.
+        query: See ``window_attention``.
+        key: See ``window_attention``.
+        position_logits: See ``window_attention``.
         keys: (Hk, Wk).
         geometry: Kernel size, stride, padding and dilation.
         queries: (Q, 2), rows and columns; None for all.
-        zero_border: Whether positions outside the map have their share of the weight, which is lost.
+        zero_border: Whether positions outside the map take part in the softmax; their weights are dropped.
 
     Returns:
         (B, M, Hq, Wq, Hk, Wk), or (B, M, Q, Hk, Wk) with ``queries``.
@@ -227,7 +227,7 @@ def window_logits_of(
     geometry: Geometry,
     queries: Tensor | None = None,
 ) -> Tensor:
-    """The sum of logits on the whole map, -inf outside the windows; all else as :func:`window_maps_of`."""
+    """Compute the sum of logits on the whole map, -inf outside the windows; otherwise like :func:`window_maps_of`."""
     windows = _windows(query, position_logits, keys, geometry)
     logits = reference.window_attention_logits(query, key, position_logits, windows, False, 1.0)
     return _on_map(logits, windows, keys, -math.inf, queries)
@@ -244,11 +244,11 @@ def _windows(
 def _on_map(
     taps: Tensor, windows: reference.Windows, keys: Sequence[int], beyond: float, queries: Tensor | None
 ) -> Tensor:
-    """Values of a window's taps (B, M, Hq, Wq, taps) laid on the map, ``beyond`` where there is none."""
+    """Lay out values of window taps (B, M, Hq, Wq, taps) on the map, with ``beyond`` elsewhere."""
     Hq, Wq = taps.shape[2:4]
     number = keys[0] * keys[1]
     index = windows.rows[:, None, :, None] * keys[1] + windows.columns[:, None, :]
-    index = torch.where(windows.inside, index, number).flatten(2).flatten(0, 1)  # off the map: one place behind it
+    index = torch.where(windows.inside, index, number).flatten(2).flatten(0, 1)  # outside taps: one extra entry
     taps = taps.flatten(2, 3)
     if queries is not None:
         y, x = checked_queries(queries, (Hq, Wq), taps.device)
@@ -259,10 +259,10 @@ def _on_map(
 
 
 def checked_queries(queries: Tensor, size: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Rows and columns of ``queries``, (Q, 2), on a map of ``size``.
+    """Return the rows and columns of ``queries``, (Q, 2), on a map of ``size``.
 
     Raises:
-        ValueError: they are not positions on the map.
+        ValueError: ``queries`` are not positions on the map.
     """
     H, W = size
     if queries.dim() != 2 or queries.shape[1] != 2 or queries.is_floating_point():

@@ -1,4 +1,4 @@
-"""Attention to a window that is centred on its query, with weights in memory where some of them are dropped.
+"""Attention to a window that is centred on its query; with dropout, the weights are held in memory.
 
 Shapes: B batch, M heads, (H, W) the map, d width per head, n taps of a window, row by row.
 """
@@ -17,7 +17,7 @@ Pair = tuple[int, int]
 def attend_centred(
     q: Tensor, k: Tensor, v: Tensor, position_logits: Tensor | None, taps: Pair, dropout: float = 0.0
 ) -> Tensor:
-    """``window_attention``, or the same with dropout by weights and values in memory, n of each a query.
+    """Apply ``window_attention``; with dropout, hold n weights and values per query in memory.
 
     Args:
         q: (B, M, H, W, d), scaled.
@@ -41,10 +41,10 @@ def attend_centred(
 def centred_maps(
     q: Tensor, k: Tensor, position_logits: Tensor | None, taps: Pair, queries: Tensor | None = None
 ) -> Tensor:
-    """The weights of :func:`attend_centred` on the whole map: see :func:`.window_maps_of`."""
+    """Compute the weights of :func:`attend_centred` on the whole map; see :func:`.window_maps_of`."""
     return window_maps_of(q, k, position_logits, k.shape[2:4], _geometry(taps), queries)
 
 
 def _geometry(taps: Pair) -> tuple[Pair, Pair, Pair, Pair]:
-    """Kernel size, stride, padding and dilation."""
+    """Return kernel size, stride, padding and dilation."""
     return taps, (1, 1), (taps[0] // 2, taps[1] // 2), (1, 1)

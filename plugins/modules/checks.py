@@ -1,4 +1,4 @@
-"""Argument checks that modules share: one clear error, before anything runs."""
+"""Argument checks that modules share: a clear error before any computation."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ __all__ = [
 
 
 def one_of(kind: Any, **choices: str) -> None:
-    """Check that all are among the strings of ``kind``, a ``Literal``."""
+    """Check that all ``choices`` are among the strings of ``kind``, a ``Literal``."""
     for name, choice in choices.items():
         if choice not in get_args(kind):
             raise ValueError(f"{name} must be one of {', '.join(get_args(kind))}, got {choice!r}")
 
 
 def positive(**numbers: int) -> None:
-    """Check that all are ints of at least 1."""
+    """Check that all ``numbers`` are ints of at least 1."""
     for name, number in numbers.items():
         if not isinstance(number, int) or number < 1:
             raise ValueError(f"{name} must be a positive int, got {number!r}")
 
 
 def pair(name: str, value: int | Sequence[int], minimum: int = 1) -> tuple[int, int]:
-    """An int, or two for rows and columns, as two."""
+    """Return an int twice, or two ints as a tuple, for rows and columns."""
     numbers = (value, value) if isinstance(value, int) else tuple(value) if isinstance(value, Sequence) else ()
     if len(numbers) != 2 or not all(isinstance(n, int) and n >= minimum for n in numbers):
         raise ValueError(f"{name} must be an int or two ints, each at least {minimum}, got {value!r}")
@@ -50,7 +50,7 @@ def pair(name: str, value: int | Sequence[int], minimum: int = 1) -> tuple[int, 
 
 
 def check_fits(name: str, x: Tensor, weight: Tensor) -> None:
-    """Check that ``x`` is on ``weight``'s device and of its dtype, which autocast may see to."""
+    """Check that ``x`` has the device and the dtype of ``weight``; under autocast the dtype may differ."""
     if x.device != weight.device:
         raise ValueError(f"{name} must be on the module's device {weight.device}, got {x.device}")
     if x.dtype != weight.dtype and not (x.is_floating_point() and autocast_dtype(x.device.type) is not None):
@@ -64,7 +64,7 @@ def check_tensor(name: str, x: object) -> None:
 
 
 def check_heads(embed_dim: int, num_heads: int, dropout: float) -> None:
-    """Check the arguments that all attention on sequences takes."""
+    """Check the arguments shared by all attention modules on sequences."""
     positive(embed_dim=embed_dim, num_heads=num_heads)
     if embed_dim % num_heads:
         raise ValueError(f"num_heads must divide embed_dim = {embed_dim}, got {num_heads}")
@@ -73,7 +73,7 @@ def check_heads(embed_dim: int, num_heads: int, dropout: float) -> None:
 
 
 def check_sequence(name: str, x: Tensor, channels: int, weight: Tensor, batch: int | None = None) -> None:
-    """Check that ``x`` is (B, T, channels) with a token, on ``weight``'s device and of its dtype."""
+    """Check that ``x`` is (B, T, channels) with T > 0, and has the device and the dtype of ``weight``."""
     check_tensor(name, x)
     if x.dim() != 3 or x.shape[2] != channels or x.shape[1] == 0:
         raise ValueError(f"{name} must have shape (B, T, {channels}) with at least one token, got {tuple(x.shape)}")
@@ -83,18 +83,18 @@ def check_sequence(name: str, x: Tensor, channels: int, weight: Tensor, batch: i
 
 
 def check_source(name: str, x: Tensor, channels: int, batch: int, weight: Tensor) -> None:
-    """Check that ``x`` is (batch, S, channels) with S > 0, on ``weight``'s device and of its dtype."""
+    """Check that ``x`` is (batch, S, channels) with S > 0, and has the device and the dtype of ``weight``."""
     check_tensor(name, x)
     if x.dim() != 3 or x.shape[0] != batch or x.shape[1] == 0 or x.shape[2] != channels:
         raise ValueError(f"{name} must have shape ({batch}, S, {channels}) with S > 0, got {tuple(x.shape)}")
     check_fits(name, x, weight)
 
 
-# --- checks that scripted modules call: TorchScript leaves them out -----------------------------------------------
+# --- checks called by scripted modules; TorchScript skips them ---- -----------------------------------------------
 
 
 def check_map(x: Tensor, channels: int, weight: Tensor, name: str = "x") -> None:
-    """Check that ``x`` is (B, channels, H, W) with a pixel, on ``weight``'s device and of its dtype."""
+    """Check that ``x`` is a non-empty (B, channels, H, W), and has the device and the dtype of ``weight``."""
     if not torch.jit.is_scripting():
         check_tensor(name, x)
         if x.dim() != 4 or x.shape[1] != channels or 0 in x.shape[2:]:
@@ -105,7 +105,7 @@ def check_map(x: Tensor, channels: int, weight: Tensor, name: str = "x") -> None
 
 
 def check_window(x: Tensor, kernel_size: list[int], padding: list[int], dilation: list[int]) -> None:
-    """Check that a window has room on the padded map ``x``, (B, C, H, W)."""
+    """Check that a window fits on the padded map ``x``, (B, C, H, W)."""
     if not torch.jit.is_scripting():
         sizes = zip(x.shape[2:], kernel_size, padding, dilation)
         if any(size + 2 * p <= d * (k - 1) for size, k, p, d in sizes):
@@ -116,7 +116,7 @@ def check_window(x: Tensor, kernel_size: list[int], padding: list[int], dilation
 
 
 def check_table_size(x: Tensor, made: tuple[int, int], found: tuple[int, int], input_size: tuple[int, int]) -> None:
-    """Check that relative tables ``made`` for one size of the attention's map serve the size that was ``found``."""
+    """Check that the map's size that relative tables were ``made`` for is the size ``found``."""
     if not torch.jit.is_scripting() and made != found:
         raise ValueError(
             f"x of size {tuple(x.shape[2:])} attends on a {found} map, but the relative tables are made for {made} "
@@ -127,7 +127,7 @@ def check_table_size(x: Tensor, made: tuple[int, int], found: tuple[int, int], i
 def check_convolved(
     x: Tensor, channels: int, weight: Tensor, kernel_size: list[int], padding: list[int], dilation: list[int]
 ) -> None:
-    """Check of a convolution's input what a stock convolution would refuse in less clear words."""
+    """Check a convolution's input, with clearer messages than those of the stock convolution."""
     if not torch.jit.is_scripting():
         check_tensor("input", x)
         axes = ("L",) if len(kernel_size) == 1 else ("H", "W")

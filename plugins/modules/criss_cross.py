@@ -1,4 +1,4 @@
-"""Criss-cross attention, of content alone or with relative positions (Huang et al. 2019; Shaw et al. 2018).
+"""Criss-cross attention, by content alone or with relative positions (Huang et al. 2019; Shaw et al. 2018).
 
 Shapes: B batch, C channels, d width of queries and keys, (H, W) the map, N = H * W positions.
 """
@@ -20,7 +20,7 @@ from .relative_tables import Position, RelativeTables
 
 
 class Gamma(nn.Module):
-    """A learned factor, 0 at first, under the name that mmcv gives it."""
+    """A learned factor, initially 0, with mmcv's parameter name."""
 
     def __init__(self, **factory: Any) -> None:
         super().__init__()
@@ -32,21 +32,21 @@ class Gamma(nn.Module):
         nn.init.zeros_(self.scale)
 
     def forward(self, x: Tensor, attended: Tensor) -> Tensor:
-        """``x + scale * attended``."""
+        """Return ``x + scale * attended``."""
         return torch.addcmul(x, self.scale, attended) if x.dtype == attended.dtype else x + self.scale * attended
 
 
 class CrissCross(nn.Module):
-    """Base of attention along rows and columns: projections under mmcv's names, residual, maps.
+    """Base of attention along rows and columns: projections with mmcv's names, residual, attention maps.
 
-    A module of this kind calls ``make_layers``, sets ``scale``, and gives ``position_logits``.
+    Subclasses call ``make_layers``, set ``scale``, and implement ``position_logits``.
     """
 
     in_channels: int
-    scale: float  # of the content logits
+    scale: float  # factor of the content logits
 
     def make_layers(self, in_channels: int, width: int, **factory: Any) -> None:
-        """Make the projections, and the residual's factor."""
+        """Create the projections and the residual's factor."""
         self.in_channels, self.width = in_channels, width
         self.query_conv = nn.Conv2d(in_channels, width, 1, **factory)
         self.key_conv = nn.Conv2d(in_channels, width, 1, **factory)
@@ -54,14 +54,14 @@ class CrissCross(nn.Module):
         self.gamma = Gamma(**factory)
 
     def position_logits(self, x: Tensor, query: Tensor) -> Tensor | None:
-        """Of the H rows of a query's column, then of the W columns of its row.
+        """Compute the position logits of the H keys in a query's column, then of the W keys in its row.
 
         Args:
             x: (B, C, H, W), in channels-last memory.
             query: (B, 1, H, W, d).
 
         Returns:
-            (B, 1, H, W, H + W); None for content alone.
+            (B, 1, H, W, H + W); None for attention by content alone.
         """
         raise NotImplementedError
 
@@ -69,15 +69,15 @@ class CrissCross(nn.Module):
         """Apply the layer: (B, C, H, W) -> (B, C, H, W).
 
         Raises:
-            ValueError: the shape does not fit, or needs other relative tables than there are.
+            ValueError: the shape does not match, or needs relative tables of another size.
         """
         query, key, value, logits = self._terms(x)
         attended = criss_cross_attention(query, key, value, logits, scale=self.scale)
-        # First to one format: a sum of two memory formats takes ten times as long as one of one.
+        # Convert before the sum, which is ten times slower for mixed memory formats.
         return self.gamma(x, in_format_of(x, attended.squeeze(1).permute(0, 3, 1, 2)))
 
     def attention_maps(self, x: Tensor, queries: Tensor | None = None) -> Tensor:
-        """The attention weights for an input, 0 off the cross: for inspection, O(N²) without ``queries``.
+        """Compute the attention weights, 0 off the cross, for inspection, in O(N²) memory without ``queries``.
 
         Args:
             x: As in :meth:`forward`.
@@ -93,7 +93,7 @@ class CrissCross(nn.Module):
         return _on_map(weights, 0.0, queries)
 
     def attention_logits(self, x: Tensor, queries: Tensor | None = None) -> dict[str, Tensor]:
-        """The logits of content and of position, -inf off the cross.
+        """Compute the logits of content and of position, -inf off the cross.
 
         The softmax of their sum is :meth:`attention_maps`, whose arguments and axes are the same.
         """
@@ -104,7 +104,7 @@ class CrissCross(nn.Module):
         return {name: _on_map(part, -math.inf, queries) for name, part in found.items()}
 
     def _terms(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Query, key and value (B, 1, H, W, ·); position logits."""
+        """Compute query, key and value (B, 1, H, W, ·), and position logits."""
         check_map(x, self.in_channels, self.query_conv.weight)
         x = to_channels_last(x)
         query, key, value = (
@@ -114,9 +114,9 @@ class CrissCross(nn.Module):
 
 
 def _on_map(cross: Tensor, off: float, queries: Tensor | None) -> Tensor:
-    """Values (B, M, H, W, H + W) of a query's column and row laid on the map, ``off`` where there is none.
+    """Lay out values (B, M, H, W, H + W) of a query's column and row on the map, with ``off`` elsewhere.
 
-    The query's own in its column, 0 or -inf, gives way to that in its row.
+    The query's own value in its row replaces that in its column, which is 0 or -inf.
     """
     H, W = cross.shape[2:4]
     rows, columns = torch.arange(H, device=cross.device), torch.arange(W, device=cross.device)
@@ -132,18 +132,18 @@ def _on_map(cross: Tensor, off: float, queries: Tensor | None) -> Tensor:
 class CrissCrossAttention2d(CrissCross, RelativeTables):
     """``x + gamma * attention`` of every position to its row and its column.
 
-    Source: Huang et al. (2019); with ``position='relative'`` the "CC+RPE" of the thesis' Table 3.2, by Shaw et al.
+    Source: Huang et al. (2019). ``position='relative'`` is "CC+RPE" of the thesis' Table 3.2, which follows Shaw et al.
     (2018), Eq. 4. The logit of key j, in the row or in the column of query i, is
 
         scale * q_i·(k_j + r_W[j_x - i_x])  in the row,  scale * q_i·(k_j + r_H[j_y - i_y])  in the column
 
-    with learned tables r_W (2W - 1, d) and r_H (2H - 1, d), without which r = 0. The query itself is a key of its
-    row, once: r_H[0] is never read. ``gamma`` starts at 0: put into a trained network, the layer changes nothing at
-    first. Without tables and with ``scale=1`` this is mmcv's ``CrissCrossAttention``, whose checkpoints load.
+    with learned tables r_W (2W - 1, d) and r_H (2H - 1, d), or r = 0 without tables. The query itself is a key of its
+    row only, so r_H[0] is never read. ``gamma`` starts at 0, so inserting the layer does not change a trained network's
+    output. Without tables and with ``scale=1`` this is mmcv's ``CrissCrossAttention``, whose checkpoints load.
 
     Args:
         in_channels: C.
-        reduction: d = C / reduction, of queries and keys; at least 1.
+        reduction: d = C / reduction, the width of queries and keys; at least 1.
         position: ``'none'`` or ``'relative'``.
         input_size: (H, W) of the module's input, which determines the size of the relative tables.
         scale: Factor of all logits.
@@ -177,7 +177,7 @@ class CrissCrossAttention2d(CrissCross, RelativeTables):
         self.make_layers(in_channels, width, **factory)
 
     def position_logits(self, x: Tensor, query: Tensor) -> Tensor | None:
-        """The products of queries and tables; None without tables."""
+        """Compute the products of queries and tables; None without tables."""
         self.check_size(x)
         row, column = self.table_logits(query, self.scale, x.shape[2:])
         return None if row is None or column is None else torch.cat((row, column), -1)

@@ -16,7 +16,7 @@ from .checks import check_heads, check_tensor, positive
 
 
 class SampledSaliency(nn.Module):
-    """Mixin: the parameters of ε3 for a module that :func:`attend` serves."""
+    """Mixin with the parameters of ε3 for modules that call :func:`attend`."""
 
     embed_dims: int
     num_heads: int
@@ -24,13 +24,13 @@ class SampledSaliency(nn.Module):
     gate: nn.Parameter | None
 
     def make_saliency(self, wanted: bool, **factory: Any) -> None:
-        """Make ``key_saliency``, u·key of every head, and its gate; None where they are not wanted."""
+        """Create ``key_saliency``, u·key of every head, and its gate, or set both to None."""
         width, heads = self.embed_dims, self.num_heads
         self.key_saliency = nn.Linear(width, heads, bias=False, **factory) if wanted else None
         self.gate = nn.Parameter(torch.empty(heads, **factory)) if wanted else None
 
     def reset_saliency(self) -> None:
-        """Draw u·key by Glorot; the gate 0."""
+        """Draw u·key by Glorot initialisation and zero the gate."""
         if self.key_saliency is not None and self.gate is not None:
             nn.init.xavier_uniform_(self.key_saliency.weight)
             nn.init.zeros_(self.gate)
@@ -43,7 +43,7 @@ class SampledSaliency(nn.Module):
 
 
 class MultiScaleDeformableAttention(SampledSaliency):
-    """Attention of every query to a few points near its reference point, on feature maps of several sizes.
+    """Attention from every query to a few points near its reference point, on feature maps of several sizes.
 
     ::
 
@@ -51,23 +51,23 @@ class MultiScaleDeformableAttention(SampledSaliency):
         locations = reference_point + sampling_offsets(query)    # offsets are in pixels of each map
         output = output_proj(sum of weights * value_proj(value) at locations) + identity
 
-    ``key_saliency`` adds ε3 of Zhu et al. (2019), Eq. 2, the same for every query: u·key at the sampled point, u·key
-    being one linear map of ``value`` for each head. Its ``gate`` (M) is 0 at the start, and a checkpoint without it
-    loads strictly.
+    ``key_saliency`` adds ε3 of Zhu et al. (2019), Eq. 2, to the logits: u·key at the sampled point, independent of the
+    query, where u·key is a linear map of ``value`` for each head. Its ``gate`` (M) is initially 0, and a checkpoint
+    without these parameters loads strictly.
 
-    Arguments, defaults, initialisation and ``state_dict`` keys are those of mmcv's class of this name; that of
-    Deformable DETR's own code has the same keys and ``batch_first``.
+    Arguments, defaults, initialisation and ``state_dict`` keys are those of mmcv's class of the same name. The class in
+    Deformable DETR's code has the same keys and is always ``batch_first``.
 
     Args:
         embed_dims: C.
         num_heads: M, which divides C.
         num_levels: L.
-        num_points: K, the points of a query on every level.
-        im2col_step: Accepted for compatibility with mmcv; not used.
-        dropout: Share of the output's entries that is dropped in training, before ``identity`` is added.
-        batch_first: Whether the batch is the first axis of query, value and output, or the second.
-        value_proj_ratio: Width of the values, as a share of C.
-        key_saliency: Whether the logits have the term ε3.
+        num_points: K, the number of points per query and level.
+        im2col_step: Ignored; accepted for compatibility with mmcv.
+        dropout: Dropout probability of the output, before ``identity`` is added.
+        batch_first: Whether the batch is the first axis of query, value and output instead of the second.
+        value_proj_ratio: Width of the values, as a fraction of C.
+        key_saliency: Whether to add ε3 to the logits.
 
     Raises:
         ValueError: an argument is out of range or inconsistent with the others.
@@ -111,10 +111,10 @@ class MultiScaleDeformableAttention(SampledSaliency):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the projections; head m looks along direction 2 pi m / M, its point k at a distance of k pixels."""
+        """Initialise the projections; head m samples in direction 2 pi m / M, with point k at k pixels' distance."""
         angles = torch.arange(self.num_heads, dtype=torch.float32) * (2 * math.pi / self.num_heads)
         directions = torch.stack((angles.cos(), angles.sin()), -1)
-        directions = directions / directions.abs().amax(-1, keepdim=True)  # on the edge of a square
+        directions = directions / directions.abs().amax(-1, keepdim=True)  # on the border of a square
         distances = torch.arange(1, self.num_points + 1, dtype=torch.float32)
         offsets = directions.view(-1, 1, 1, 2) * distances.view(-1, 1)
         with torch.no_grad():
@@ -142,24 +142,24 @@ class MultiScaleDeformableAttention(SampledSaliency):
         """Attend from ``query`` to ``value``.
 
         Args:
-            query: (Q, B, C), or (B, Q, C) with ``batch_first``, as all that follow.
-            key: Not used: weights and places follow from the query.
+            query: (Q, B, C), or (B, Q, C) with ``batch_first``, which also applies to the arguments below.
+            key: Ignored: weights and locations depend on the query alone.
             value: (S, B, C), the maps of all levels row by row, one after another; None for ``query``.
             identity: (Q, B, C), added to the result; None for ``query``.
             query_pos: (Q, B, C), added to ``query`` before it predicts weights and offsets.
-            key_padding_mask: (B, S), bool; True where a value is padding and reads as 0.
-            reference_points: (B, Q, L, 2) as (x, y), 0 to 1 on the map; or boxes (B, Q, L, 4) as (x, y, w, h), to
-                whose half sizes, divided by K, the offsets are relative.
+            key_padding_mask: (B, S), bool; True for padding, whose values are set to 0.
+            reference_points: (B, Q, L, 2) as (x, y), 0 to 1 on the map; or boxes (B, Q, L, 4) as (x, y, w, h), whose
+                half sizes, divided by K, are the unit of the offsets.
             spatial_shapes: ((H_1, W_1), ..., (H_L, W_L)), or an integer Tensor (L, 2).
-            level_start_index: Not used: it follows from ``spatial_shapes``.
-            **kwargs: Not used; a transformer's layers pass what other attention needs.
+            level_start_index: Ignored: it follows from ``spatial_shapes``.
+            **kwargs: Ignored; mmcv's transformer layers pass arguments of other attention modules.
 
         Returns:
             (Q, B, C), or (B, Q, C) with ``batch_first``.
 
         Raises:
             ValueError: a shape does not match.
-            TypeError: an argument that must be given is None.
+            TypeError: a required argument is None.
         """
         return attend(self, query, value, identity, query_pos, key_padding_mask, reference_points, spatial_shapes)
 
@@ -178,7 +178,7 @@ def attend(
     reference_points: Tensor | None,
     spatial_shapes: Tensor | Sequence[Sequence[int]] | None,
 ) -> Tensor:
-    """:meth:`MultiScaleDeformableAttention.forward` of any module with its attributes, mmcv's as well."""
+    """Run :meth:`MultiScaleDeformableAttention.forward` for any module with its attributes, including mmcv's."""
     check_tensor("query", query)
     check_tensor("reference_points", reference_points)
     assert reference_points is not None
@@ -220,11 +220,11 @@ def samples(
     reference_points: Tensor,
     spatial_shapes: Tensor | Sequence[Sequence[int]],
 ) -> tuple[Tensor, Tensor]:
-    """Where a module looks, and how much every point weighs.
+    """Compute the sampling locations of a module and the weight of every point.
 
     Args:
-        module: As :func:`attend` takes it.
-        query: (B, Q, C), its position added.
+        module: See :func:`attend`.
+        query: (B, Q, C), including its position.
         value: (B, S, C).
         key_padding_mask: (B, S), bool.
         reference_points: (B, Q, L, 2) or boxes (B, Q, L, 4).
@@ -235,7 +235,7 @@ def samples(
     """
     B, Q, _ = query.shape
     M, L, K = module.num_heads, module.num_levels, module.num_points
-    # Half a pixel of a wide map is less than half precision tells apart.
+    # Half precision cannot resolve half a pixel on a wide map.
     places = torch.float64 if query.dtype == torch.float64 else torch.float32
     offsets = module.sampling_offsets(query).to(places).view(B, Q, M, L, K, 2)
     points = reference_points.to(places)[:, :, None, :, None]
@@ -254,10 +254,10 @@ def samples(
 
 
 def on_host(spatial_shapes: Tensor | Sequence[Sequence[int]]) -> list[tuple[int, int]]:
-    """Shapes as numbers. A Tensor is copied from its device once, though every layer of a transformer asks."""
+    """Return shapes as ints; a Tensor is copied from its device once for all layers of a transformer."""
     if not isinstance(spatial_shapes, Tensor):
         return shapes_on_host(spatial_shapes)
-    if torch.compiler.is_compiling() or spatial_shapes.is_inference():  # neither takes, or counts, what is kept
+    if torch.compiler.is_compiling() or spatial_shapes.is_inference():  # no attributes, or no version counter
         return shapes_on_host(spatial_shapes)
     version, shapes = getattr(spatial_shapes, _KEPT, (None, []))
     if version != spatial_shapes._version:

@@ -1,4 +1,4 @@
-"""Deformable convolution layers with their own offset predictor (Zhu et al. 2019, Eq. 4; Dai et al. 2017)."""
+"""Deformable convolution layers with a built-in offset predictor (Zhu et al. 2019, Eq. 4; Dai et al. 2017)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .zero_conv import ZeroConv1d, ZeroConv2d
 
 
 class _DeformableConv(nn.Module):
-    """What the one- and the two-dimensional layer share; a subclass names its convolution and its operator."""
+    """Base of the 1-D and 2-D layers; subclasses define the convolution and the operator."""
 
     _dims: int
     _components: int  # offset components per tap
@@ -62,7 +62,7 @@ class _DeformableConv(nn.Module):
         self.offset_groups = offset_groups
         self.modulated = modulated
         self.offset_scale = float(offset_scale)
-        self.transposed = False  # as torch's convolutions say it: toolkits' weight initialisers ask
+        self.transposed = False  # an attribute of torch's convolutions that weight initialisers of toolkits read
         self.output_padding = (0,) * self._dims
         options: dict[str, Any] = dict(device=device, dtype=dtype)
         self.weight = nn.Parameter(torch.empty(out_channels, in_channels // groups, *self.kernel_size, **options))
@@ -80,7 +80,7 @@ class _DeformableConv(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the weight as ``nn.Conv2d`` does, zero the bias and the predictor."""
+        """Draw the weight as ``nn.Conv2d`` does, and zero the bias and the predictor."""
         nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
         if self.bias is not None:
             nn.init.zeros_(self.bias)
@@ -90,7 +90,7 @@ class _DeformableConv(nn.Module):
     zero_offset = renamed_method("zero_offset", "conv_offset.reset_parameters")
 
     def predict(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The offsets of every output position and, if modulated, the masks, as the operator takes them."""
+        """Predict the operator's offsets and, if modulated, its masks."""
         predicted = self.conv_offset(x)
         if not self.modulated:
             return self._scaled(predicted), None
@@ -114,38 +114,38 @@ class _DeformableConv(nn.Module):
 
 
 class DeformableConv2d(_DeformableConv):
-    """A 2-D convolution that learns where to sample; stands wherever ``nn.Conv2d`` stands.
+    """A 2-D convolution with learned sampling locations, a drop-in replacement for ``nn.Conv2d``.
 
     Equation 4 of Zhu et al. (2019): tap m of query q reads the map at ``q + p_m + w_m x_q`` by bilinear
-    interpolation. The offsets come from ``conv_offset``, a zero-initialised convolution of the layer's own shape,
-    so at the start the layer equals ``nn.Conv2d`` with the same weight. Train ``conv_offset`` at 0.1 times the
-    learning rate (the paper's footnote 2).
+    interpolation. The offsets come from ``conv_offset``, a zero-initialised convolution of the same shape, so the layer
+    initially equals ``nn.Conv2d`` with the same weight. Train ``conv_offset`` at 0.1 times the learning rate (the
+    paper's footnote 2).
 
-    The state_dict is that of mmcv's ``DCN`` pack, with ``modulated`` that of its ``DCNv2`` pack.
+    The state_dict is that of mmcv's ``DCN`` pack, or of its ``DCNv2`` pack with ``modulated``.
 
     Args:
         in_channels: Channels C of the input.
         out_channels: Channels of the output.
-        kernel_size: Kh, Kw or one int for both; likewise the next three.
-        stride: Distance of neighbouring output pixels.
+        kernel_size: Kh, Kw or one int for both, as for the next three arguments.
+        stride: Distance between neighbouring output pixels.
         padding: Zeros around the input.
-        dilation: Distance of neighbouring taps.
-        groups: Blocks of channels with weights of their own.
-        offset_groups: Blocks of channels with offsets of their own.
-        bias: Whether to add a bias, zero at the start.
-        modulated: Deformable convolution v2: every sample is weighted by a sigmoid mask, which is 1/2 at the start
-            (so the layer then equals half a convolution).
-        offset_scale: Factor of the predicted offsets. 0.1 is 0.1 times the learning rate where an optimiser's steps
-            do not depend on the gradient's size (Adam, Adafactor, LAMB) and has one rate for all parameters.
-        device: Where to make the parameters.
-        dtype: Their dtype.
+        dilation: Distance between neighbouring taps.
+        groups: Number of channel groups with separate weights.
+        offset_groups: Number of channel groups with separate offsets.
+        bias: Whether to add a bias, initially zero.
+        modulated: Deformable convolution v2: every sample is weighted by a sigmoid mask, initially 1/2, so that the
+            layer initially equals half a convolution.
+        offset_scale: Factor of the predicted offsets. With optimisers whose steps do not depend on the gradient's size
+            (Adam, Adafactor, LAMB), 0.1 has the effect of 0.1 times the learning rate, without a parameter group.
+        device: Device of the parameters.
+        dtype: Dtype of the parameters.
 
     Shapes:
         (B, C, H, W) -> (B, out_channels, Ho, Wo)
 
     Raises:
-        ValueError: an argument or the input's shape does not fit.
-        TypeError: the input is not floating or not of the weight's dtype.
+        ValueError: an argument or the input's shape is invalid.
+        TypeError: the input is not floating-point or does not have the weight's dtype.
     """
 
     _dims, _components, _predictor = 2, 2, ZeroConv2d
@@ -160,7 +160,7 @@ class DeformableConv2d(_DeformableConv):
 
 
 class DeformableConv1d(_DeformableConv):
-    """A 1-D convolution that learns where to sample: :class:`DeformableConv2d` for sequences.
+    """A 1-D convolution with learned sampling locations: :class:`DeformableConv2d` for sequences.
 
     Arguments are those of :class:`DeformableConv2d`; offsets have one component per tap.
 
@@ -168,8 +168,8 @@ class DeformableConv1d(_DeformableConv):
         (B, C, L) -> (B, out_channels, L_out)
 
     Raises:
-        ValueError: an argument or the input's shape does not fit.
-        TypeError: the input is not floating or not of the weight's dtype.
+        ValueError: an argument or the input's shape is invalid.
+        TypeError: the input is not floating-point or does not have the weight's dtype.
     """
 
     _dims, _components, _predictor = 1, 1, ZeroConv1d
@@ -181,11 +181,11 @@ class DeformableConv1d(_DeformableConv):
 
 
 class CausalDeformableConv1d(_DeformableConv):
-    """A deformable convolution along a sequence of which no position reads anything that comes after it.
+    """A deformable convolution along a sequence in which no position reads later inputs.
 
-    Its taps are -(kernel_size - 1) * dilation ... -dilation, 0, each with an offset that the same inputs predict. A
-    position after the query is moved to the query, before the first input it reads 0. The interpolation is taken from
-    the right: a tap on the query itself has the gradient of moving back, where one from the left would look ahead.
+    The taps are -(kernel_size - 1) * dilation ... -dilation, 0, each with an offset that the same inputs predict.
+    Sampling locations after the query are clamped to the query; those before the first input read 0. At integer
+    locations the interpolation takes the gradient of moving back, as that of moving ahead would read a later input.
 
     The ``state_dict`` is that of :class:`DeformableConv1d`.
 
@@ -193,15 +193,15 @@ class CausalDeformableConv1d(_DeformableConv):
         in_channels: Channels C of the input.
         out_channels: Channels of the output.
         kernel_size: Number of taps.
-        dilation: Distance of neighbouring taps.
-        groups: This one and all others are those of :class:`DeformableConv2d`.
+        dilation: Distance between neighbouring taps.
+        groups: See :class:`DeformableConv2d`, as for all further arguments.
 
     Shapes:
         (B, C, L) -> (B, out_channels, L)
 
     Raises:
-        ValueError: an argument or the input's shape does not fit.
-        TypeError: the input is not floating or not of the weight's dtype.
+        ValueError: an argument or the input's shape is invalid.
+        TypeError: the input is not floating-point or does not have the weight's dtype.
     """
 
     _dims, _components, _predictor = 1, 1, ZeroConv1d
@@ -226,14 +226,14 @@ class CausalDeformableConv1d(_DeformableConv):
             in_channels, out_channels, kernel_size, 1, 0, dilation, groups, offset_groups, bias, modulated,
             offset_scale=offset_scale, device=device, dtype=dtype,
         )  # fmt: skip
-        self.reach = (self.kernel_size[0] - 1) * self.dilation[0]  # of the first tap
+        self.reach = (self.kernel_size[0] - 1) * self.dilation[0]  # distance of the first tap
 
     def forward(self, x: Tensor, cache: SequenceCache | None = None) -> Tensor:
         """Convolve ``x``.
 
         Args:
-            x: (B, C, L). With ``cache`` the next inputs, one or several.
-            cache: For one input after the other: the same one in every step, which changes it and keeps all inputs.
+            x: (B, C, L). With ``cache`` one or more next inputs.
+            cache: For step-by-step processing: the same one in every step, updated in place; it keeps all inputs.
 
         Returns:
             (B, out_channels, L).
@@ -244,16 +244,16 @@ class CausalDeformableConv1d(_DeformableConv):
         if cache is not None:
             return self._step(x, cache)
         offset, mask = self.predict(padded)
-        # Backwards in time: then the operator's interpolation is from the right.
+        # Reverse time, so that the operator's gradient at integer locations is that of moving back.
         offset = self._per_tap(-offset).flip((2, 3))
         taps = torch.arange(offset.shape[2], device=x.device, dtype=offset.dtype).unsqueeze(1)
-        offset = offset.clamp(min=taps * -self.dilation[0]).flatten(1, 2)  # none is after the query
+        offset = offset.clamp(min=taps * -self.dilation[0]).flatten(1, 2)  # no location is after the query
         mask = None if mask is None else self._per_tap(mask).flip((2, 3)).flatten(1, 2)
         output = deform_conv1d(padded.flip(2), offset, self.weight.flip(2), self.bias, 1, 0, self.dilation[0], mask)
         return output.flip(2)
 
     def _step(self, x: Tensor, cache: SequenceCache) -> Tensor:
-        """The same for the inputs ``x`` that follow those of ``cache``: reads no more of them than the samples."""
+        """Convolve the inputs ``x`` that follow those of ``cache``, gathering only the sampled ones."""
         check_cache(cache, x.shape[0])
         cache.append(None, x.transpose(1, 2).unsqueeze(1), None)
         cache.steps += x.shape[2]
@@ -275,12 +275,12 @@ class CausalDeformableConv1d(_DeformableConv):
         index = index.clamp(min=0).long().flatten(2).unsqueeze(3).expand(-1, -1, -1, rows.shape[3])
         samples = rows.gather(2, index).unflatten(2, share.shape[2:])
         samples = (samples * share.unsqueeze(5)).sum(4).to(x.dtype)  # (B, offset groups, taps, L, C / offset groups)
-        # A product for each group, not a convolution: that would lay the weight out anew in every step.
+        # A product for each group, as a convolution would rearrange the weight in every step.
         samples = samples.permute(0, 3, 1, 4, 2).flatten(2).unflatten(2, (self.groups, -1))
         weight = self.weight.flatten(1).unflatten(0, (self.groups, -1))
         output = torch.einsum("blgi,goi->bgol", samples, weight).flatten(1, 2)
         return output if self.bias is None else output + self.bias.to(output.dtype).unsqueeze(1)
 
     def _per_tap(self, predicted: Tensor) -> Tensor:
-        """(B, groups * taps, L) -> (B, groups, taps, L)."""
+        """Split (B, groups * taps, L) into (B, groups, taps, L)."""
         return predicted.unflatten(1, (self.offset_groups, -1))

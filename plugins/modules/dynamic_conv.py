@@ -1,4 +1,4 @@
-"""Dynamic convolution: depthwise kernels that every position predicts for itself (Empirical, section 3; Eq. 9).
+"""Dynamic convolution: depthwise kernels that are predicted at every position (Empirical, section 3; Eq. 9).
 
 Shapes: B batch, G groups, C channels, (H, W) or T positions, taps of the kernel.
 """
@@ -24,18 +24,17 @@ from .sequence_cache import SequenceCache, check_cache
 class DynamicConv2d(nn.Module):
     """``x + gamma * f(x)``, f a gated linear unit, a dynamic convolution and an output projection.
 
-    With v = GLU(W_1 x), each position's softmax over W_K v, ``groups`` kernels of as many taps as the window has, is
-    the weight of v's channels around it; channels of a group share their kernel. Taps outside the map read 0 and keep
-    their share of the softmax (the rule of dynamic convolution in fairseq). ``gamma`` starts at 0: put into a
-    trained network, the layer changes nothing at first.
+    With v = GLU(W_1 x), each position predicts ``num_groups`` kernels softmax(W_K v), which weight the values v around
+    it; channels of a group share a kernel. Taps outside the map read 0 and keep their softmax weight, as in fairseq's
+    dynamic convolution. ``gamma`` starts at 0, so inserting the layer does not change a trained network's output.
 
     Args:
         in_channels: C; a multiple of ``num_groups``.
-        kernel_size: Odd; the papers' n_k: 13 to 31 in images.
+        kernel_size: Odd; n_k of the papers, 13 to 31 in images.
         num_groups: G.
-        dilation: Distance of neighbouring taps.
-        bias: Of both linear layers; the kernels' predictor has none.
-        residual: Return ``x + gamma * f(x)``; False: f(x) itself, which has no ``gamma``.
+        dilation: Distance between neighbouring taps.
+        bias: Whether both linear layers have biases; the kernels' predictor has none.
+        residual: Whether to return ``x + gamma * f(x)``; else f(x), without ``gamma``.
 
     Shapes:
         (B, C, H, W) -> (B, C, H, W)
@@ -72,7 +71,7 @@ class DynamicConv2d(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw all layers by Glorot uniform initialisation, with biases and ``gamma`` 0."""
+        """Draw all layers by Glorot uniform initialisation, and zero biases and ``gamma``."""
         for layer in (self.input, self.kernel, self.output):
             nn.init.xavier_uniform_(layer.weight)
             if layer.bias is not None:
@@ -96,7 +95,9 @@ class DynamicConv2d(nn.Module):
 
     @torch.jit.unused
     def attention_maps(self, x: Tensor, queries: Tensor | None = None) -> Tensor:
-        """The kernels laid on the map, for inspection, O(N²) without ``queries``; taps outside the map are lost.
+        """Lay out the kernels on the map for inspection, in O(N²) memory without ``queries``.
+
+        Taps outside the map are left out.
 
         Args:
             x: As in :meth:`forward`.
@@ -110,7 +111,7 @@ class DynamicConv2d(nn.Module):
         return window_maps_of(None, None, logits, x.shape[2:], geometry, queries, zero_border=True)
 
     def _terms(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Value (B, G, H, W, C / G) and kernels' logits (B, G, H, W, taps)."""
+        """Compute values (B, G, H, W, C / G) and the kernels' logits (B, G, H, W, taps)."""
         check_map(x, self.in_channels, self.input.weight)
         # In channels-last memory a projection is a plain GEMM and the groups are views with a contiguous width.
         value = to_channels_last(F.glu(self.input(to_channels_last(x)), 1))
@@ -126,14 +127,14 @@ class DynamicConv2d(nn.Module):
 class DynamicConv1d(nn.Module):
     """A gated linear unit, a dynamic convolution along the sequence and an output projection.
 
-    As :class:`DynamicConv2d` without the residual: it takes self-attention's place in a Transformer (Empirical, 4.1).
+    Like :class:`DynamicConv2d` without the residual; replaces self-attention in a Transformer (Empirical, 4.1).
 
     Args:
         in_channels: C; a multiple of ``num_groups``.
         kernel_size: Odd, or any with ``causal``.
         num_groups: G.
-        causal: A position sees itself and the ``kernel_size`` - 1 before it.
-        bias: Of both linear layers; the kernels' predictor has none.
+        causal: Whether a position reads only itself and the ``kernel_size`` - 1 positions before it.
+        bias: Whether both linear layers have biases; the kernels' predictor has none.
 
     Shapes:
         (B, C, T) -> (B, C, T)
@@ -165,7 +166,7 @@ class DynamicConv1d(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw all layers by Glorot uniform initialisation, with biases 0."""
+        """Draw all layers by Glorot uniform initialisation, and zero the biases."""
         for layer in (self.input, self.kernel, self.output):
             nn.init.xavier_uniform_(layer.weight)
             if layer.bias is not None:
@@ -179,8 +180,8 @@ class DynamicConv1d(nn.Module):
         """Convolve along the sequence.
 
         Args:
-            x: (B, C, T). With ``cache`` the next tokens, one or several.
-            key_padding_mask: (B, T) bool, True for tokens that are read as those outside the sequence: 0.
+            x: (B, C, T). With ``cache`` one or more next tokens.
+            key_padding_mask: (B, T) bool, True for padding, which reads as 0 like positions outside the sequence.
             cache: For step-by-step decoding with ``causal``: the same one in every step, updated in place.
 
         Returns:
@@ -194,12 +195,12 @@ class DynamicConv1d(nn.Module):
         padding = self.kernel_size - 1 if self.causal else self.kernel_size // 2
         if cache is not None:
             if not self.causal:
-                raise ValueError("cache needs causal=True: other queries would change what was answered")
+                raise ValueError("cache needs causal=True: otherwise new keys would change earlier outputs")
             check_cache(cache, x.shape[0])
             cache.append(None, value, None)
             assert cache.value is not None
             value = cache.value
-            padding -= value.shape[2] - x.shape[2]  # not negative: the cache keeps no more than the kernel reaches
+            padding -= value.shape[2] - x.shape[2]  # not negative, as the cache keeps at most the kernel's reach
             cache.steps += x.shape[2]
             cache.keep(self.kernel_size - 1)
         convolved = window_attention(None, None, value, logits, self.kernel_size, padding=padding, border="zero")
@@ -214,19 +215,21 @@ class DynamicConv1d(nn.Module):
         cache: SequenceCache | None = None,
         queries: Tensor | None = None,
     ) -> Tensor:
-        """The kernels laid along the sequence, for inspection, O(T²); taps outside it and on padding are lost.
+        """Lay out the kernels along the sequence for inspection, in O(T²) memory.
+
+        Taps outside the sequence and on padding are left out.
 
         Args:
             x: As in :meth:`forward`.
-            key_padding_mask: As ``forward``.
-            cache: Must be None: maps are of whole sequences.
+            key_padding_mask: As in :meth:`forward`.
+            cache: Must be None, as maps are those of whole sequences.
             queries: (Q,), positions; None for all.
 
         Returns:
             (B, G, T, T), or (B, G, Q, T) with ``queries``.
         """
         if cache is not None:
-            raise ValueError("cache must be None: attention_maps looks at whole sequences")
+            raise ValueError("cache must be None: attention_maps takes whole sequences")
         _, logits = self._terms(x, key_padding_mask)
         ahead = self.kernel_size - 1 if self.causal else self.kernel_size // 2
         geometry = ((1, self.kernel_size), (1, 1), (0, ahead), (1, 1))
@@ -237,7 +240,7 @@ class DynamicConv1d(nn.Module):
         return maps if queries is None else maps[:, :, queries]
 
     def _terms(self, x: Tensor, key_padding_mask: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Value (B, G, T, C / G), 0 at padding, and kernels' logits (B, G, T, taps)."""
+        """Compute values (B, G, T, C / G), 0 at padding, and the kernels' logits (B, G, T, taps)."""
         check_tensor("x", x)
         if x.dim() != 3 or x.shape[1] != self.in_channels or x.shape[2] == 0:
             raise ValueError(f"x must have shape (B, {self.in_channels}, T) with T > 0, got {tuple(x.shape)}")
@@ -249,7 +252,7 @@ class DynamicConv1d(nn.Module):
         return self._grouped(value), logits
 
     def _grouped(self, projected: Tensor) -> Tensor:
-        """(B, T, G * n) as (B, G, T, n), a view."""
+        """View (B, T, G * n) as (B, G, T, n)."""
         return projected.unflatten(2, (self.num_groups, -1)).transpose(1, 2)
 
     def extra_repr(self) -> str:

@@ -26,11 +26,11 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class Modality(NamedTuple):
-    """What an encoder made of one modality.
+    """Encoded features of one modality.
 
     Attributes:
         features: (B, S, C).
-        padding_mask: (B, S) bool, True for padding; None where nothing is.
+        padding_mask: (B, S) bool, True for padding; None without padding.
     """
 
     features: Tensor
@@ -38,13 +38,13 @@ class Modality(NamedTuple):
 
 
 class Entangled(NamedTuple):
-    """What entangled attention gives, all (B, T, C).
+    """Outputs of entangled attention, all (B, T, C).
 
     Attributes:
-        visual: v_t, drawn from the regions with the attributes' guidance (Eq. 2.10).
-        semantic: s_t, drawn from the attributes with the regions' guidance.
-        semantic_guidance: g^(s), what the attributes tell (Eq. 2.9).
-        visual_guidance: g^(v), what the regions tell.
+        visual: v_t, attention to the regions, guided by the attributes (Eq. 2.10).
+        semantic: s_t, attention to the attributes, guided by the regions.
+        semantic_guidance: g^(s), guidance of the attributes (Eq. 2.9).
+        visual_guidance: g^(v), guidance of the regions.
     """
 
     visual: Tensor
@@ -54,13 +54,13 @@ class Entangled(NamedTuple):
 
 
 class GuidedAttention(nn.Module):
-    """LayerNorm(x + dropout(MultiHead(x, features, features))): one attention of a pathway.
+    """One attention of a pathway: LayerNorm(x + dropout(MultiHead(x, features, features))).
 
     Args:
         embed_dim: C.
         num_heads: Must divide C.
-        dropout: Of the weights, and of what is added to x.
-        causal: Self-attention that sees no word after its own.
+        dropout: Dropout probability of the weights and of the attention's output.
+        causal: Whether to use causal self-attention.
     """
 
     def __init__(
@@ -79,23 +79,23 @@ class GuidedAttention(nn.Module):
         *,
         padding_mask: Tensor | None = None,
     ) -> Tensor:
-        """(B, T, C) -> (B, T, C), attending to ``modality``; without it to itself, whose padding is (B, T)."""
+        """Attend from x (B, T, C) to ``modality``, or without it to x itself, whose padding mask is (B, T)."""
         features, mask = (None, padding_mask) if modality is None else modality
         return self.norm(x + self.dropout(self.attention(x, features, key_padding_mask=mask, cache=cache)))
 
 
 class EntangledAttention(nn.Module):
-    """Two pathways: each asks one modality for guidance, and with it attends to the other (Thesis, Eq. 2.9 and 2.10).
+    """Two pathways that attend to one modality, guided by the other (Thesis, Eq. 2.9 and 2.10).
 
         g^(s) = LN(a + MultiHead(a, S, S))        v = LN(g^(s) + MultiHead(g^(s), V, V))
         g^(v) = LN(a + MultiHead(a, V, V))        s = LN(g^(v) + MultiHead(g^(v), S, S))
 
-    All four attentions have their own weights. :class:`GatedBilateralController` makes one output of them.
+    All four attentions have separate weights. :class:`GatedBilateralController` combines their outputs.
 
     Args:
         embed_dim: C.
         num_heads: Must divide C.
-        dropout: Of the weights, and of each attention's output.
+        dropout: Dropout probability of the weights and of each attention's output.
 
     Raises:
         ValueError: an argument is out of range or inconsistent with the others.
@@ -118,7 +118,7 @@ class EntangledAttention(nn.Module):
     def forward(
         self, x: Tensor, visual: Modality, semantic: Modality, caches: dict[str, SequenceCache] | None = None
     ) -> Entangled:
-        """Look at both modalities.
+        """Attend to both modalities.
 
         Args:
             x: a, (B, T, C), the words' self-attention.
@@ -141,11 +141,11 @@ class EntangledAttention(nn.Module):
 
 
 class GatedBilateralController(nn.Module):
-    """e = c * f(v) + (1 - c) * f(s), the gate c = σ(W_c [g^(s), g^(v), a]) of each channel (Thesis, Eq. 2.11, 2.12).
+    """Gated sum e = c * f(v) + (1 - c) * f(s), c = σ(W_c [g^(s), g^(v), a]) per channel (Thesis, Eq. 2.11, 2.12).
 
     Args:
         embed_dim: C.
-        activation: f: ``identity`` (the thesis' choice), ``relu``, ``sigmoid`` or ``tanh`` (Table 2.6).
+        activation: f: ``identity`` (used in the thesis), ``relu``, ``sigmoid`` or ``tanh`` (Table 2.6).
 
     Raises:
         ValueError: an argument is out of range.
@@ -167,14 +167,14 @@ class GatedBilateralController(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw W_c by Glorot, uniform, its bias 0."""
+        """Draw W_c by Glorot uniform initialisation and zero its bias."""
         nn.init.xavier_uniform_(self.gate.weight)
         nn.init.zeros_(self.gate.bias)
 
     init_weights = renamed_method("init_weights")
 
     def forward(self, pathways: Entangled, x: Tensor) -> Tensor:
-        """Blend the pathways, (B, T, C) each, to (B, T, C); ``x`` is the words' self-attention, a.
+        """Combine the pathways, (B, T, C) each, into (B, T, C); ``x`` is the words' self-attention, a.
 
         Raises:
             ValueError: a shape or a device does not match.
@@ -191,7 +191,7 @@ class GatedBilateralController(nn.Module):
         return gate * f(pathways.visual) + (1 - gate) * f(pathways.semantic)
 
     def visual_share(self, pathways: Entangled, x: Tensor) -> Tensor:
-        """c, (B, T, C): the share of the visual pathway in each channel."""
+        """Compute c, (B, T, C), the share of the visual pathway in each channel."""
         return torch.sigmoid(self.gate(torch.cat((pathways.semantic_guidance, pathways.visual_guidance, x), 2)))
 
     def extra_repr(self) -> str:
@@ -199,5 +199,5 @@ class GatedBilateralController(nn.Module):
 
 
 def cache_of(caches: dict[str, SequenceCache] | None, name: str) -> SequenceCache | None:
-    """The cache called ``name``, made where there is none yet."""
+    """Return the cache called ``name``, created if missing; None without caches."""
     return None if caches is None else caches.setdefault(name, SequenceCache())

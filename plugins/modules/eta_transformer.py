@@ -1,4 +1,4 @@
-"""The blocks of the ETA-Transformer: a dual-way encoder and a multimodal decoder (Thesis, sections 2.4.1 and 2.4.2).
+"""Blocks of the ETA-Transformer: a dual-way encoder and a multimodal decoder (Thesis, sections 2.4.1 and 2.4.2).
 
 Shapes: B batch, C channels, T words, Sv regions, Ss attributes.
 """
@@ -27,7 +27,7 @@ FUSIONS: tuple[Fusion, ...] = get_args(Fusion)
 
 
 class FeedForward(nn.Module):
-    """LayerNorm(x + W_2 ReLU(W_1 x + b_1) + b_2), token by token (Thesis, Eq. 2.5)."""
+    """Feed-forward layer LayerNorm(x + W_2 ReLU(W_1 x + b_1) + b_2), applied to each token (Thesis, Eq. 2.5)."""
 
     def __init__(self, embed_dim: int, ffn_dim: int, dropout: float = 0.0, **factory: Any) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class FeedForward(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw both layers by Glorot, uniform, biases 0."""
+        """Draw both layers by Glorot uniform initialisation, and zero the biases."""
         for layer in (self.input, self.output):
             nn.init.xavier_uniform_(layer.weight)
             nn.init.zeros_(layer.bias)
@@ -67,7 +67,7 @@ class SubEncoder(nn.Module):
         )
 
     def forward(self, modality: Modality) -> Modality:
-        """(B, S, C) -> (B, S, C)."""
+        """Apply the layers: (B, S, C) -> (B, S, C)."""
         features, mask = modality
         for layer in self.layers:
             assert isinstance(layer, nn.ModuleList)
@@ -77,15 +77,15 @@ class SubEncoder(nn.Module):
 
 
 class DualWayEncoder(nn.Module):
-    """Regions and attributes, each through its own stack of self-attention (Thesis, 2.4.1).
+    """Separate stacks of self-attention for regions and for attributes (Thesis, 2.4.1).
 
     Args:
         visual_dim: Channels of a region's features, which are projected to C.
         embed_dim: C.
-        num_layers: Of each stack; 0: the projection alone (Table 2.4's "without encoder").
+        num_layers: Layers of each stack; 0 for the projection alone (Table 2.4's "without encoder").
         num_heads: Must divide C.
         ffn_dim: d_m, the feed-forward layers' width.
-        dropout: Of weights, of what each layer adds, and of the input.
+        dropout: Dropout probability of the weights, of each layer's output, and of the input.
 
     Raises:
         ValueError: an argument is out of range or inconsistent with the others.
@@ -126,7 +126,7 @@ class DualWayEncoder(nn.Module):
 
         Args:
             regions: (B, Sv, visual_dim).
-            attributes: (B, Ss, C), the words' embeddings; their order does not matter.
+            attributes: (B, Ss, C), word embeddings in any order.
             regions_padding_mask: (B, Sv) bool, True for padding.
             attributes_padding_mask: (B, Ss) bool, True for padding.
 
@@ -157,10 +157,10 @@ class MultimodalDecoderBlock(nn.Module):
         embed_dim: C.
         num_heads: Must divide C.
         ffn_dim: d_m, the feed-forward layer's width.
-        dropout: Of weights and of what each layer adds.
-        fusion: ``entangled``; or an ablation (Table 2.5): ``parallel``, no injection, and the two attentions stand
-            for both the outputs and the guidance of the gate; ``stacked-visual``, ``stacked-semantic``, one pathway
-            without gate; ``visual``, ``semantic``, a plain Transformer on one modality.
+        dropout: Dropout probability of the weights and of each layer's output.
+        fusion: ``entangled``, or an ablation (Table 2.5): ``parallel`` has no guidance, and its two attentions are both
+            the outputs and the inputs of the gate; ``stacked-visual`` and ``stacked-semantic`` have one pathway and no
+            gate; ``visual`` and ``semantic`` are a plain Transformer on one modality.
         activation: f of the gate.
 
     Raises:
@@ -204,15 +204,15 @@ class MultimodalDecoderBlock(nn.Module):
         padding_mask: Tensor | None = None,
         caches: dict[str, SequenceCache] | None = None,
     ) -> Tensor:
-        """One block of the decoder.
+        """Apply the block.
 
         Args:
             x: (B, T, C), the words so far; with ``caches`` the next ones.
-            visual: V^N; a fusion that looks at attributes alone does not read it.
-            semantic: S^N, likewise.
+            visual: V^N; not used by a fusion that attends to attributes alone.
+            semantic: S^N; not used by a fusion that attends to regions alone.
             padding_mask: (B, T) bool, True for words that are padding.
-            caches: For step-by-step decoding: the same dict in every step, initially empty. The first step's
-                modalities stay. ``reorder_caches`` follows a beam search.
+            caches: For step-by-step decoding: the same dict in every step, initially empty. The
+                first step's modalities are kept. ``reorder_caches`` permutes the caches for beam search.
 
         Returns:
             (B, T, C).
@@ -232,7 +232,7 @@ class MultimodalDecoderBlock(nn.Module):
     def pathways(
         self, a: Tensor, visual: Modality, semantic: Modality, caches: dict[str, SequenceCache] | None = None
     ) -> Entangled | Tensor:
-        """What the gate blends, or where there is no gate, the pathway itself."""
+        """Compute the pathways that the gate combines, or without a gate the only pathway's output."""
         if self.entangled is not None:
             return self.entangled(a, visual, semantic, caches)
         modalities = {"visual": visual, "semantic": semantic}
@@ -247,13 +247,13 @@ class MultimodalDecoderBlock(nn.Module):
 
 
 def reorder_caches(caches: dict[str, SequenceCache], order: Tensor) -> None:
-    """Let row i of the batch go on from what was row ``order[i]``, in all caches of a block."""
+    """Move row ``order[i]`` of the batch to row i, in all caches of a block."""
     for cache in caches.values():
         cache.reorder(order)
 
 
 def _order(fusion: str) -> tuple[str, ...]:
-    """The modalities that are attended to, one after the other."""
+    """Return the modalities that are attended to, in order."""
     return {
         "parallel": ("visual", "semantic"),
         "stacked-visual": ("semantic", "visual"),
