@@ -1,6 +1,6 @@
-"""``aligned_lstm``: fairseq's LSTM encoder-decoder, aligned by one of the lecture's five scores (``--alignment``).
+"""``aligned_lstm``: fairseq's LSTM encoder-decoder with one of the lecture's five alignment scores (``--alignment``).
 
-The encoder is bidirectional, h_i = [h→_i; h←_i]. ``--recurrence`` decides which state of the decoder is aligned:
+The encoder is bidirectional, h_i = [h→_i; h←_i]. ``--recurrence`` selects the decoder state that is aligned:
 
 ============ ================================== ================== ===========================
 recurrence   state                              scores             word, from
@@ -9,12 +9,12 @@ recurrence   state                              scores             word, from
 ``bahdanau`` s_t = f(s_{t-1}, y_{t-1}, c_t)     of s_{t-1} and h_i tanh(W [c_t; s_t; y_{t-1}])
 ============ ================================== ================== ===========================
 
-c_t = Σ_i α_{t,i} h_i. ``luong`` (Luong et al. 2015, with input feeding) is the recurrence of fairseq's ``lstm``, whose
-own score is ``general``; ``bahdanau`` (Bahdanau et al. 2015, Eq. 4 to 6) is the lecture's. Of several layers the last
-one's state is s; the first one reads y_{t-1} and c_t. ``fairseq-generate --print-alignment soft`` (or ``hard``) prints
-α_{t,i} (or its argmax) of each target token.
+c_t = Σ_i α_{t,i} h_i. ``luong`` (Luong et al. 2015, with input feeding) is the recurrence of fairseq's ``lstm``, which
+uses the score ``general``; ``bahdanau`` (Bahdanau et al. 2015, Eq. 4 to 6) is that of the lecture. With several layers,
+s is the state of the last layer, and the first layer reads y_{t-1} and c_t. ``fairseq-generate --print-alignment soft``
+(or ``hard``) prints α_{t,i} (or its argmax) of each target token.
 
-Shapes: B sentences, T target tokens, S source tokens, C channels; fairseq keeps states as (S, B, C).
+Shapes: B sentences, T target tokens, S source tokens, C channels; fairseq stores states as (S, B, C).
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ RECURRENCES: tuple[Recurrence, ...] = get_args(Recurrence)
 
 @register_model("aligned_lstm")
 class AlignedLSTMModel(LSTMModel):
-    """LSTM encoder-decoder with a choice of alignment score and of the state aligned; options of ``lstm`` and three."""
+    """LSTM encoder-decoder with selectable alignment score and recurrence; extends the options of ``lstm``."""
 
     @staticmethod
     def add_args(parser: ArgumentParser) -> None:
-        """Add the options of ``lstm`` and ours."""
+        """Add the options of ``lstm`` and of the alignment."""
         LSTMModel.add_args(parser)
         parser.add_argument(
             "--alignment",
@@ -65,10 +65,10 @@ class AlignedLSTMModel(LSTMModel):
 
     @classmethod
     def build_model(cls, args: Namespace, task: Any) -> AlignedLSTMModel:
-        """Build the model, after the checks and with the embeddings of ``lstm``.
+        """Build the model with the checks and embeddings of ``lstm``.
 
         Raises:
-            ValueError: the options do not fit each other.
+            ValueError: The options are inconsistent.
         """
         aligned_lstm(args)  # a checkpoint or Python caller may lack some options
         _check(args)
@@ -108,14 +108,18 @@ class AlignedLSTMModel(LSTMModel):
 
 
 class AlignedLSTMEncoder(LSTMEncoder):
-    """fairseq's LSTM encoder with its outputs at the places of the tokens they came from.
+    """LSTM encoder of fairseq whose outputs are in the order of the source tokens.
 
-    fairseq pads sources on the left and its LSTM moves them to the right: without the way back, the columns of the
-    alignment would be those of other tokens in every sentence shorter than the longest of its batch.
+    fairseq pads sources on the left, but its LSTM moves them to the right. Without this correction, the alignment
+    columns of every sentence shorter than the longest in its batch would be shifted.
     """
 
     def forward(self, src_tokens: Tensor, src_lengths: Tensor, enforce_sorted: bool = True) -> tuple[Tensor, ...]:
-        """(B, S) tokens -> outputs (S, B, C), final hidden and cell states (layers, B, C), padding mask (S, B)."""
+        """Encode (B, S) tokens.
+
+        Returns:
+            Outputs (S, B, C), final hidden and cell states (layers, B, C), padding mask (S, B).
+        """
         outputs, hiddens, cells, _ = super().forward(src_tokens, src_lengths, enforce_sorted)
         padding = src_tokens.eq(self.padding_idx)
         ahead = padding.cumprod(1).sum(1, keepdim=True)
@@ -126,7 +130,7 @@ class AlignedLSTMEncoder(LSTMEncoder):
 
 
 class AlignmentContext(nn.Module):
-    """c_t and α_t of :class:`AlignmentAttention` for fairseq's shapes, with the source's keys kept beside it."""
+    """Adapter of :class:`AlignmentAttention` to fairseq's shapes, which caches the projected keys of the source."""
 
     def __init__(
         self, score: AlignmentScore, query_channels: int, source_channels: int, hidden_channels: int | None
@@ -136,11 +140,11 @@ class AlignmentContext(nn.Module):
         self.keys: Tensor | None = None
 
     def project_keys(self, source: Tensor) -> Tensor:
-        """(S, B, C) -> (S, B, ·), the same tensor where there is nothing to project."""
+        """Project the source (S, B, C) to keys (S, B, ·); scores without a projection return ``source`` itself."""
         return self.attention.project_keys(source)
 
     def forward(self, state: Tensor, source: Tensor, padding: Tensor | None) -> tuple[Tensor, Tensor]:
-        """s (B, C_s), h (S, B, C_h), padding (S, B) -> c_t (B, C_h), α_t (S, B)."""
+        """Attend from s (B, C_s) to h (S, B, C_h) with padding (S, B); returns c_t (B, C_h) and α_t (S, B)."""
         keys = self.project_keys(source) if self.keys is None else self.keys
         context, alignment = self.attention(
             state.unsqueeze(1), source.transpose(0, 1), None if padding is None else padding.t(), keys.transpose(0, 1)
@@ -149,7 +153,7 @@ class AlignmentContext(nn.Module):
 
 
 class AlignmentLayer(AlignmentContext):
-    """tanh(W [c_t; s_t]), called as fairseq's LSTM decoder calls its own."""
+    """Output layer tanh(W [c_t; s_t]) with the interface of the attention in fairseq's LSTM decoder."""
 
     def __init__(
         self, score: AlignmentScore, query_channels: int, source_channels: int, hidden_channels: int | None
@@ -158,13 +162,13 @@ class AlignmentLayer(AlignmentContext):
         self.output = Linear(source_channels + query_channels, query_channels, bias=False)
 
     def forward(self, state: Tensor, source: Tensor, padding: Tensor | None) -> tuple[Tensor, Tensor]:
-        """s_t (B, C_s), h (S, B, C_h), padding (S, B) -> (B, C_s), α_t (S, B)."""
+        """Map s_t (B, C_s), h (S, B, C_h) and padding (S, B) to a_t (B, C_s) and α_t (S, B)."""
         context, alignment = super().forward(state, source, padding)
         return torch.tanh(self.output(torch.cat([context, state], 1))), alignment
 
 
 class AlignedLSTMDecoder(LSTMDecoder):
-    """fairseq's LSTM decoder with an :class:`AlignmentLayer`, which projects the source's keys once a sentence."""
+    """LSTM decoder of fairseq with an :class:`AlignmentLayer`; the source's keys are projected once per sentence."""
 
     def __init__(self, attention: AlignmentContext, dictionary: Any, **options: Any) -> None:
         super().__init__(dictionary, attention=False, **options)
@@ -176,7 +180,7 @@ class AlignedLSTMDecoder(LSTMDecoder):
         encoder_out: tuple[Tensor, ...] | None = None,
         incremental_state: IncrementalState | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """As fairseq's: features (B, T, C) and, in evaluation, the alignment (B, T, S)."""
+        """Return features (B, T, C) and, in evaluation mode, the alignment (B, T, S)."""
         if encoder_out is None:
             raise ValueError("encoder_out must be the encoder's output: aligned_lstm is no language model")
         source = encoder_out[0]
@@ -187,7 +191,7 @@ class AlignedLSTMDecoder(LSTMDecoder):
             features = self.decode(prev_output_tokens, encoder_out, incremental_state)
         finally:
             self.attention.keys = None
-        # Afterwards: fairseq's decoder takes a filled state for a step that is not the first.
+        # Set last, because fairseq's decoder treats a non-empty state as a later step.
         if incremental_state is not None and keys is not source:
             self.set_incremental_state(incremental_state, "alignment_keys", {"keys": keys})
         return features
@@ -195,11 +199,11 @@ class AlignedLSTMDecoder(LSTMDecoder):
     def decode(
         self, prev_output_tokens: Tensor, encoder_out: tuple[Tensor, ...], incremental_state: IncrementalState | None
     ) -> tuple[Tensor, Tensor | None]:
-        """The recurrence; returns as ``extract_features``."""
+        """Run the recurrence; returns the same as ``extract_features``."""
         return super().extract_features(prev_output_tokens, encoder_out, incremental_state)
 
     def reorder_incremental_state(self, incremental_state: IncrementalState, new_order: Tensor) -> None:
-        """Follow the beam; fairseq reorders the encoder's output itself."""
+        """Reorder the cached keys to follow the beam; fairseq reorders the encoder's output."""
         super().reorder_incremental_state(incremental_state, new_order)
         cached = self.get_incremental_state(incremental_state, "alignment_keys")
         if cached is not None:
@@ -208,18 +212,18 @@ class AlignedLSTMDecoder(LSTMDecoder):
 
 
 class BahdanauLSTMDecoder(AlignedLSTMDecoder):
-    """LSTM decoder whose state s_t is of s_{t-1}, y_{t-1} and c_t, the context of s_{t-1} (Bahdanau et al. 2015)."""
+    """LSTM decoder with s_t = f(s_{t-1}, y_{t-1}, c_t), where c_t is the context of s_{t-1} (Bahdanau et al. 2015)."""
 
     def __init__(self, attention: AlignmentContext, dictionary: Any, **options: Any) -> None:
         super().__init__(attention, dictionary, **options)
         embedded, context = self.embed_tokens.embedding_dim, self.encoder_output_units
-        self.layers[0] = LSTMCell(embedded + context, self.hidden_size)  # c_t, where fairseq feeds tanh(W [c_t; s_t])
+        self.layers[0] = LSTMCell(embedded + context, self.hidden_size)  # input c_t instead of tanh(W [c_t; s_t])
         self.output = Linear(context + self.hidden_size + embedded, self.hidden_size, bias=False)
 
     def decode(
         self, prev_output_tokens: Tensor, encoder_out: tuple[Tensor, ...], incremental_state: IncrementalState | None
     ) -> tuple[Tensor, Tensor | None]:
-        """The steps one by one: c_t needs s_{t-1}."""
+        """Run the steps one by one, because c_t needs s_{t-1}."""
         source, _, _, padding = encoder_out
         if incremental_state:
             prev_output_tokens = prev_output_tokens[:, -1:]
@@ -244,7 +248,7 @@ class BahdanauLSTMDecoder(AlignedLSTMDecoder):
         return x, torch.stack(alignments).permute(2, 0, 1) if wanted else None
 
     def _first_states(self, encoder_out: tuple[Tensor, ...]) -> tuple[list[Tensor], list[Tensor]]:
-        """s_0 and its cells: as in fairseq's ``lstm``, of both directions' last ones."""
+        """Return s_0 and its cells from the final encoder states of both directions, as in fairseq's ``lstm``."""
         hiddens, cells = list(encoder_out[1]), list(encoder_out[2])
         if self.encoder_hidden_proj is not None:
             hiddens = [self.encoder_hidden_proj(h) for h in hiddens]
@@ -278,11 +282,11 @@ def _check(args: Namespace) -> None:
 
 @register_model_architecture("aligned_lstm", "aligned_lstm")
 def aligned_lstm(args: Namespace) -> None:
-    """256 channels a direction, 512 in the decoder, one layer; all embeddings 512."""
+    """Set the base sizes: 256 channels per direction, 512 in the decoder, one layer, 512 in all embeddings."""
     args.alignment = getattr(args, "alignment", "additive")
     args.alignment_hidden_size = getattr(args, "alignment_hidden_size", None)
     args.recurrence = getattr(args, "recurrence", "luong")
-    args.criterion = getattr(args, "criterion", None)  # of the command line; hydra keeps it elsewhere
+    args.criterion = getattr(args, "criterion", None)  # set by the command line; hydra stores it elsewhere
     args.encoder_bidirectional = getattr(args, "encoder_bidirectional", True)
     args.encoder_hidden_size = getattr(args, "encoder_hidden_size", 256)
     args.decoder_hidden_size = getattr(args, "decoder_hidden_size", 2 * args.encoder_hidden_size)
@@ -291,7 +295,7 @@ def aligned_lstm(args: Namespace) -> None:
 
 @register_model_architecture("aligned_lstm", "aligned_lstm_tiny")
 def aligned_lstm_tiny(args: Namespace) -> None:
-    """32 channels a direction, 64 in the decoder and in the embeddings: minutes on a CPU."""
+    """Set sizes that train in minutes on a CPU: 32 channels per direction, 64 in the decoder and the embeddings."""
     for name in ("encoder_embed_dim", "decoder_embed_dim", "decoder_out_embed_dim"):
         setattr(args, name, getattr(args, name, 64))
     args.encoder_hidden_size = getattr(args, "encoder_hidden_size", 32)

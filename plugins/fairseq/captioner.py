@@ -1,4 +1,4 @@
-"""What all captioners of the task ``captioning`` share: embeddings, checks, the model around encoder and decoder.
+"""Shared parts of the captioners of the task ``captioning``: embeddings, checks, encoder interface and base model.
 
 Shapes: B images, C channels, T words, Sv regions of D channels, Ss attributes, V words of the dictionary.
 """
@@ -20,11 +20,11 @@ MODALITIES = ("visual", "semantic")
 
 
 class CaptionerModel(FairseqEncoderDecoderModel):
-    """Regions, attributes or both to a caption.
+    """Base model of captioners that read regions, attributes or both.
 
     Attributes:
-        regions_path: Of the region features that it is built for.
-        region_weight: A parameter whose second axis has the regions' channels.
+        regions_path: Path of the region features that the model was built for.
+        region_weight: Name of a parameter whose second axis is the regions' channels.
     """
 
     regions_path: Any = None
@@ -39,13 +39,18 @@ class CaptionerModel(FairseqEncoderDecoderModel):
         regions_padding_mask: Optional[Tensor] = None,
         **kwargs: Any,
     ) -> tuple[Tensor, dict[str, Any]]:
-        """Logits of a batch of the task; shapes as of encoder and decoder.
+        """Compute the logits of a batch of the task; for shapes see the encoder and the decoder.
 
         Args:
-            prev_output_tokens: (B, T), or (kB, T), k captions of each image in turn: images are encoded once.
+            src_tokens: (B, Ss), attributes.
+            src_lengths: Unused.
+            prev_output_tokens: (B, T), or (kB, T) with k consecutive captions of each image, which is encoded once.
+            regions: (B, Sv, D).
+            regions_padding_mask: (B, Sv) bool, True for padding; None if there is none.
+            **kwargs: Ignored.
 
         Returns:
-            (B, T, V) or (kB, T, V).
+            Logits (B, T, V) or (kB, T, V).
         """
         encoder_out = self.encoder(src_tokens, src_lengths, regions, regions_padding_mask)
         images, captions = len(src_tokens), len(prev_output_tokens)
@@ -57,33 +62,33 @@ class CaptionerModel(FairseqEncoderDecoderModel):
         return self.decoder(prev_output_tokens, encoder_out)
 
     def load_state_dict(self, state_dict: dict[str, Tensor], *args: Any, **kwargs: Any) -> Any:
-        """As fairseq's.
+        """Load a checkpoint.
 
         Raises:
-            ValueError: the checkpoint is of other region features, another dictionary or other options.
+            ValueError: The checkpoint was made with other region features, another dictionary or other options.
         """
         own = self.state_dict()
         for name, axis, what in (
-            (self.region_weight, 1, f"channels a region; those of {self.regions_path} have"),
+            (self.region_weight, 1, f"channels per region; those of {self.regions_path} have"),
             ("encoder.embed_tokens.weight", 0, "words; the task's dictionary has"),
         ):
             sizes = [weights[name].shape[axis] if name in weights else 0 for weights in (state_dict, own)]
             if sizes[0] != sizes[1] and all(sizes):
-                raise ValueError(f"the checkpoint is of {sizes[0]} {what} {sizes[1]}")
+                raise ValueError(f"the checkpoint has {sizes[0]} {what} {sizes[1]}")
         try:
             return super().load_state_dict(state_dict, *args, **kwargs)
         except RuntimeError as error:
-            raise ValueError(f"the checkpoint is of other options than this model: {error}") from error
+            raise ValueError(f"the checkpoint was made with other options than this model: {error}") from error
 
 
 class ModalitiesEncoder(FairseqEncoder):
-    """The encoder's interface; ``encode`` is a model's own.
+    """Base class of encoders; subclasses implement ``encode``.
 
     Args:
-        dictionary: Of attributes.
+        dictionary: Dictionary of attributes.
         embed_tokens: The decoder's word embeddings.
-        fusion: ``visual`` and ``semantic`` models read that modality alone.
-        named: What the error calls a model that lacks its regions.
+        fusion: ``visual`` and ``semantic`` models read only that modality.
+        named: Description of the model in the error for missing regions.
     """
 
     def __init__(self, dictionary: Any, embed_tokens: nn.Embedding, fusion: str, named: str = "") -> None:
@@ -93,7 +98,7 @@ class ModalitiesEncoder(FairseqEncoder):
     def encode(
         self, src_tokens: Tensor, regions: Optional[Tensor], regions_padding_mask: Optional[Tensor]
     ) -> tuple[Optional[Modality], Optional[Modality]]:
-        """What becomes of regions and attributes; None for what the model does not read."""
+        """Encode regions and attributes; the result is None for a modality that the model does not read."""
         raise NotImplementedError
 
     def forward(
@@ -107,17 +112,17 @@ class ModalitiesEncoder(FairseqEncoder):
 
         Args:
             src_tokens: (B, Ss), attributes.
-            src_lengths: Not needed.
+            src_lengths: Unused.
             regions: (B, Sv, D).
-            regions_padding_mask: (B, Sv) bool, True for padding; None: there is none.
+            regions_padding_mask: (B, Sv) bool, True for padding; None if there is none.
 
         Returns:
-            ``visual`` and ``semantic``, (B, S, C) each, and ``..._padding_mask``, (B, S), as lists of one or none.
+            Lists ``visual`` and ``semantic`` of at most one tensor (B, S, C), and ``..._padding_mask`` (B, S).
         """
         if self.fusion != "semantic":
             if regions is None:
                 raise ValueError(f"regions must be in net_input {self.named}")
-            regions = regions.to(self.embed_tokens.weight.dtype)  # fairseq-generate --fp16 converts models alone
+            regions = regions.to(self.embed_tokens.weight.dtype)  # fairseq-generate --fp16 converts only models
         found: EncoderOut = {}
         for name, modality in zip(MODALITIES, self.encode(src_tokens, regions, regions_padding_mask)):
             found[name] = [] if modality is None else [modality.features]
@@ -126,36 +131,36 @@ class ModalitiesEncoder(FairseqEncoder):
         return found
 
     def attributes(self, src_tokens: Tensor) -> Modality:
-        """The embeddings of attributes, and which are padding."""
+        """Return the attributes' embeddings and padding mask."""
         return Modality(embedded(self.embed_tokens, src_tokens), src_tokens.eq(self.dictionary.pad()))
 
     def reorder_encoder_out(self, encoder_out: EncoderOut, new_order: Tensor) -> EncoderOut:
-        """Follow the beam."""
+        """Reorder the batch to follow the beam."""
         return {name: [x.index_select(0, new_order) for x in parts] for name, parts in encoder_out.items()}
 
     def max_positions(self) -> int:
-        """Any number of regions."""
+        """Return a bound that any number of regions satisfies."""
         return int(1e6)
 
 
 def complete(options: Any, defaults: dict[str, Any]) -> Namespace:
-    """All options; what hydra or a Python caller has not given has its default."""
+    """Return all options; those that hydra or a Python caller did not set get their defaults."""
     given: Any = OmegaConf.to_container(options, resolve=True) if OmegaConf.is_config(options) else vars(options)
     return Namespace(**{**defaults, **{name: value for name, value in given.items() if value is not None}})
 
 
 def set_sizes(args: Namespace, sizes: dict[str, int]) -> None:
-    """Give an architecture's sizes to what the command line has not given."""
+    """Set an architecture's sizes for options that are not given."""
     for name, value in sizes.items():
         if getattr(args, name, None) is None:
             setattr(args, name, value)
 
 
 def check_task(cfg: Any, task: Any, fusion: str) -> None:
-    """Check that the task has what the model reads.
+    """Check that the task provides the modalities that the model reads.
 
     Raises:
-        ValueError: it has not, or captions would have no words.
+        ValueError: A modality is missing, or the length limit leaves no room for words.
     """
     if fusion != "semantic" and getattr(task, "regions", None) is None:
         raise ValueError(f"--fusion {fusion} needs region features: give --regions, or --fusion semantic")
@@ -166,13 +171,13 @@ def check_task(cfg: Any, task: Any, fusion: str) -> None:
 
 
 def visual_dim_of(task: Any) -> Optional[int]:
-    """D; None: the task has no regions."""
+    """Return the number of region channels D, or None if the task has no regions."""
     regions = getattr(task, "regions", None)
     return None if regions is None else regions.feature_dim
 
 
 def word_embeddings(dictionary: Any, embed_dim: int) -> nn.Embedding:
-    """Of the dictionary's words, which ``embedded`` brings to a variance of 1."""
+    """Create word embeddings, which ``embedded`` scales to a variance of 1."""
     if embed_dim < 1:
         raise ValueError(f"--embed-dim must be at least 1, got {embed_dim}")
     embed_tokens = nn.Embedding(len(dictionary), embed_dim, dictionary.pad())
@@ -182,7 +187,7 @@ def word_embeddings(dictionary: Any, embed_dim: int) -> nn.Embedding:
 
 
 def classifier(cfg: Any, dictionary: Any, embed_tokens: nn.Embedding) -> nn.Linear:
-    """From C channels to the logits of V words, by the embeddings where they are shared."""
+    """Create the layer from C channels to the logits of V words, which may share the embeddings' weights."""
     layer = nn.Linear(cfg.embed_dim, len(dictionary), bias=not cfg.share_decoder_input_output_embed)
     if cfg.share_decoder_input_output_embed:
         layer.weight = embed_tokens.weight
@@ -193,16 +198,16 @@ def classifier(cfg: Any, dictionary: Any, embed_tokens: nn.Embedding) -> nn.Line
 
 
 def embedded(embedding: nn.Embedding, tokens: Tensor) -> Tensor:
-    """√C times the embeddings, (B, T) -> (B, T, C)."""
+    """Return the embeddings of tokens times √C, (B, T) -> (B, T, C)."""
     return math.sqrt(embedding.embedding_dim) * embedding(tokens)
 
 
 def modality(encoder_out: EncoderOut, name: str) -> Modality:
-    """A fusion that looks at the other one alone does not read it."""
+    """Return an encoded modality, or an empty one, which a fusion of the other modality does not read."""
     features, mask = encoder_out[name], encoder_out[f"{name}_padding_mask"]
     return Modality(features[0] if features else torch.empty(0), mask[0] if mask else None)
 
 
 def modalities(encoder_out: EncoderOut) -> dict[str, Modality]:
-    """Those that the encoder gives, by name."""
+    """Return the encoded modalities by name."""
     return {name: modality(encoder_out, name) for name in MODALITIES if encoder_out[name]}

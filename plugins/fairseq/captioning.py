@@ -1,10 +1,9 @@
-"""The task ``captioning``: images as region features and attributes, with captions in COCO format.
+"""Task ``captioning``: region features and attributes of images, with captions in COCO format.
 
-The data folder holds ``splits.json`` (Karpathy's, or one alike), ``captions.json`` (COCO format; without it the
-captions of ``splits.json``), ``regions.npz`` (or ``.h5``, ``.hdf5``, ``.lmdb``) and ``attributes.json``; an option for
-each gives another path. ``dict.txt``, the words that occur at least ``--min-word-count`` times in the captions to train
-on, is made where it is missing: by whatever process comes first, and whole or not at all. Delete it to have it made
-anew. A model may do without regions or without attributes.
+The data folder holds ``splits.json`` (in Karpathy's format), ``captions.json`` (COCO format; by default the captions of
+``splits.json``), ``regions.npz`` (or ``.h5``, ``.hdf5``, ``.lmdb``) and ``attributes.json``; each has an option for
+another path. A model may do without regions or without attributes. The first process writes a missing ``dict.txt``
+atomically: the words that occur at least ``--min-word-count`` times in the training captions. Delete it to rebuild it.
 """
 
 # ruff: noqa: UP045  fairseq reads the types of the fields: not as X | None
@@ -37,23 +36,23 @@ from ..captioning.region_features import RegionFeatures
 from .captioning_dataset import CaptionedImage, CaptioningDataset
 
 logger = logging.getLogger(__name__)
-MANY_UNKNOWN = 0.25  # of the words of captions: rare ones are 1 % of COCO's, and more in a small set
-ORACLE_WORDS = 1000  # the thesis' labels are the most frequent ones (section 2.5.2)
+MANY_UNKNOWN = 0.25  # share of a split's words; rare words are 1 % in COCO and more in a small set
+ORACLE_WORDS = 1000  # the thesis uses the most frequent words as labels (section 2.5.2)
 
 
 @dataclass
 class CaptioningConfig(FairseqDataclass):
-    """Options of the task."""
+    """Options of the task ``captioning``."""
 
     data: str = field(default=MISSING, metadata={"help": "folder of the files below"})
     splits: Optional[str] = field(
-        default=None, metadata={"help": "which image is in which split, as Karpathy's file has it (DATA/splits.json)"}
+        default=None, metadata={"help": "file with the split of each image, in Karpathy's format (DATA/splits.json)"}
     )
     captions: Optional[str] = field(
         default=None,
         metadata={
-            "help": "captions in COCO format, several files with colons (DATA/captions.json; where there is none, the "
-            "captions in the file of splits)"
+            "help": "captions in COCO format, several files separated by colons (DATA/captions.json; if it does not "
+            "exist, the captions in the file of splits)"
         },
     )
     regions: Optional[str] = field(
@@ -66,40 +65,39 @@ class CaptioningConfig(FairseqDataclass):
         },
     )
     dictionary: Optional[str] = field(
-        default=None, metadata={"help": "the vocabulary, made where it is missing (DATA/dict.txt)"}
+        default=None, metadata={"help": "vocabulary, created if it does not exist (DATA/dict.txt)"}
     )
     min_word_count: int = field(
-        default=5, metadata={"help": "how often a word occurs in the captions to train on to be in a new dictionary"}
+        default=5, metadata={"help": "minimum number of occurrences in the training captions for a new dictionary"}
     )
-    max_attributes: int = field(default=20, metadata={"help": "attributes of an image, the most probable ones"})
+    max_attributes: int = field(default=20, metadata={"help": "maximum attributes per image, the most probable ones"})
     oracle_attributes: bool = field(
         default=False,
         metadata={
-            "help": "take an image's attributes from its own captions: of the 1000 most frequent words those that "
-            "most of them have"
+            "help": "take an image's attributes from its own captions: those of the 1000 most frequent words that "
+            "occur in most of its captions"
         },
     )
     one_caption_per_image: bool = field(
         default=False,
-        metadata={"help": "in training too every image is a sample, not every caption (for --criterion self_critical)"},
+        metadata={"help": "use one training sample per image, not per caption (for --criterion self_critical)"},
     )
     skip_invalid_samples: bool = field(
-        default=False,
-        metadata={"help": "leave out samples that are not valid, with a line in the log, instead of an error"},
+        default=False, metadata={"help": "skip invalid samples with a line in the log instead of an error"}
     )
     results_json: Optional[str] = field(
         default=None,
-        metadata={"help": 'of fairseq-generate: write [{"image_id", "caption"}, ...] to this file, as COCO wants it'},
+        metadata={"help": 'fairseq-generate: write [{"image_id", "caption"}, ...] to this file, in COCO format'},
     )
 
 
 @register_task("captioning", dataclass=CaptioningConfig)
 class CaptioningTask(FairseqTask):
-    """Images to captions.
+    """Image captioning.
 
     Attributes:
-        regions: The region features; None where there are none.
-        has_attributes: Whether there are attributes.
+        regions: The region features, or None.
+        has_attributes: Whether the images have attributes.
     """
 
     cfg: CaptioningConfig
@@ -122,27 +120,27 @@ class CaptioningTask(FairseqTask):
 
     @classmethod
     def setup_task(cls, cfg: CaptioningConfig, **kwargs: Any) -> "CaptioningTask":
-        """Make the task of its options.
+        """Create the task from its options.
 
         Raises:
-            FileNotFoundError: a file is not there.
-            ValueError: an option is out of its range, or a file is not what it should be.
+            FileNotFoundError: A file does not exist.
+            ValueError: An option is out of range, or a file is invalid.
         """
         return cls(cfg)
 
     @property
     def source_dictionary(self) -> Dictionary:
-        """Of attributes: the same."""
+        """Dictionary of attributes, the same as that of captions."""
         return self.dictionary
 
     @property
     def target_dictionary(self) -> Dictionary:
-        """Of captions."""
+        """Dictionary of captions."""
         return self.dictionary
 
     @cached_property
     def captions(self) -> dict[str, Captions]:
-        """The captions of every image of every split of the file."""
+        """Captions of every image, by the split names of the file."""
         splits = self._path("splits", "splits.json", needed=True)
         assert splits is not None
         if self.cfg.captions is None:
@@ -155,10 +153,10 @@ class CaptioningTask(FairseqTask):
         return read_splits(captions, splits, self.problems)
 
     def captions_of(self, split: str) -> Captions:
-        """The captions of every image of ``train`` (with Karpathy's ``restval``), ``valid`` or ``test``.
+        """Return the captions of every image of ``train`` (with Karpathy's ``restval``), ``valid`` or ``test``.
 
         Raises:
-            ValueError: there is no such split, or no image in it.
+            ValueError: The split does not exist or has no image.
         """
         if split not in SPLITS:
             raise ValueError(f"the subset must be one of {', '.join(SPLITS)}, got {split!r}")
@@ -171,7 +169,7 @@ class CaptioningTask(FairseqTask):
         return found
 
     def _path(self, option: str, *names: str, needed: bool = False) -> Optional[Path]:
-        """What ``option`` says, or the first of ``names`` that is in the data folder."""
+        """Return the path of ``option``, or the first of ``names`` that exists in the data folder."""
         given = getattr(self.cfg, option)
         folder = Path(self.cfg.data)
         if not folder.is_dir():
@@ -205,11 +203,11 @@ class CaptioningTask(FairseqTask):
         return dictionary
 
     def load_dataset(self, split: str, combine: bool = False, task_cfg: Any = None, **kwargs: Any) -> None:
-        """Read captions and attributes of a split; its region features stay where they are.
+        """Load the captions and attributes of a split; region features are read on demand.
 
         Raises:
-            FileNotFoundError: a file is not there.
-            ValueError: a file or a sample is not valid; of a sample, unless ``--skip-invalid-samples``.
+            FileNotFoundError: A file does not exist.
+            ValueError: A file is invalid, or a sample is invalid and ``--skip-invalid-samples`` is not given.
         """
         captions = self.captions_of(split)
         self._check_dictionary(split, captions)
@@ -230,22 +228,21 @@ class CaptioningTask(FairseqTask):
             logger.warning("%d bad samples skipped so far, in all files", self.problems.number)
 
     def _check_dictionary(self, split: str, captions: Captions) -> None:
-        """Tell where a dictionary seems to be of other captions: training with it teaches to say nothing."""
+        """Warn when many words are unknown, which suggests a dictionary made from other captions."""
         words = Counter(word for own in captions.values() for caption in own for word in caption)
         known = sum(n for word, n in words.items() if self.dictionary.index(word) >= self.dictionary.nspecial)
         share = 1 - known / words.total()
         logger.info("%s: %.1f %% of the words are not in the dictionary", split, 100 * share)
         if share > MANY_UNKNOWN:
             logger.warning(
-                "%.0f %% of the words of %s are not in %s: if it was made of other captions, delete it, and it is made "
-                "anew",
+                "%.0f %% of the words of %s are not in %s: if it was made from other captions, delete it to rebuild it",
                 100 * share,
                 split,
                 self._dictionary_path,
             )
 
     def _images(self, captions: Captions) -> Iterator[CaptionedImage]:
-        """The images that are valid."""
+        """Yield the valid images."""
         dictionary = self.dictionary
         for image_id, words in captions.items():
             count = self._region_count(image_id)
@@ -255,7 +252,7 @@ class CaptioningTask(FairseqTask):
                 yield CaptionedImage(image_id, numbers, [" ".join(caption) for caption in words], attributes, count)
 
     def _region_count(self, image_id: ImageId) -> Optional[int]:
-        """None where the image is to be left out."""
+        """Return the number of regions, or None to skip the image."""
         if self.regions is None:
             return 0
         if image_id not in self.regions:
@@ -268,9 +265,9 @@ class CaptioningTask(FairseqTask):
         return count
 
     def _attributes(self, image_id: ImageId, captions: list[Words]) -> Optional[list[int]]:
-        """Their numbers in the dictionary; None where the image is to be left out."""
+        """Return the attributes' numbers in the dictionary, or None to skip the image."""
         if not self.has_attributes:
-            return [self.dictionary.eos()]  # a batch's size is read from it
+            return [self.dictionary.eos()]  # the batch size is read from the attributes
         if self.attributes_file is None:
             words, where = described_by(captions, self._oracle_vocabulary, self.cfg.max_attributes), "its captions"
         else:
@@ -297,13 +294,13 @@ class CaptioningTask(FairseqTask):
 
     @cached_property
     def _oracle_vocabulary(self) -> dict[str, int]:
-        """Frequent words, and how frequent; the dictionary begins with them."""
+        """The most frequent words, which come first in the dictionary, and their counts."""
         first = self.dictionary.nspecial
         last = min(len(self.dictionary), first + ORACLE_WORDS)
         return {self.dictionary[i]: self.dictionary.count[i] for i in range(first, last)}
 
     def begin_epoch(self, epoch: int, model: Any) -> None:
-        """Tell how many images were left out so far, for regions that cannot be read, where there are more of them."""
+        """Warn about images skipped because their regions cannot be read, if their number has grown."""
         for split, dataset in self.datasets.items():
             if dataset.skipped > self._told.get(split, 0):
                 self._told[split] = dataset.skipped
@@ -314,7 +311,7 @@ class CaptioningTask(FairseqTask):
     def filter_indices_by_size(
         self, indices: Any, dataset: Any, max_positions: Any = None, ignore_invalid_inputs: bool = False
     ) -> Any:
-        """As fairseq's, with the image's name where a sample is too large."""
+        """Filter samples by size, and name the first image whose sample is too large."""
         ignored = dataset.filter_indices_by_size(indices, max_positions)[1]
         if ignored:
             regions, words = dataset.size(ignored[0])
@@ -322,17 +319,17 @@ class CaptioningTask(FairseqTask):
                 f"{len(ignored)} samples are too large: image {dataset.image_id(ignored[0])} has {regions} regions and "
                 f"a caption of {words} words with its end; the most are {max_positions}"
             )
-            if ignore_invalid_inputs:  # so it is in training
+            if ignore_invalid_inputs:  # set in training
                 logger.warning("skipped: %s", message)
             else:
                 self.problems(message)
         return super().filter_indices_by_size(indices, dataset, max_positions, True)
 
     def build_generator(self, models: Any, args: Any, *more: Any, **kwargs: Any) -> Any:
-        """As fairseq's.
+        """Build fairseq's generator.
 
         Raises:
-            ValueError: ``--print-alignment`` is given: there are two modalities to align with.
+            ValueError: ``--print-alignment`` is given, which is ambiguous for two modalities.
         """
         if getattr(args, "print_alignment", None):
             raise ValueError(
@@ -345,7 +342,7 @@ class CaptioningTask(FairseqTask):
     def inference_step(
         self, generator: Any, models: Any, sample: dict[str, Any], prefix_tokens: Any = None, constraints: Any = None
     ) -> Any:
-        """As fairseq's; the best captions are kept for ``--results-json``."""
+        """Generate captions, and keep the best ones for ``--results-json``."""
         found = super().inference_step(generator, models, sample, prefix_tokens, constraints)
         if self._results is not None:
             for image_id, hypotheses in zip(sample["image_ids"], found):
@@ -354,7 +351,7 @@ class CaptioningTask(FairseqTask):
         return found
 
     def get_batch_iterator(self, *args: Any, **kwargs: Any) -> Any:
-        """As fairseq's; with ``--results-json`` the file is written when a pass over the data has come to its end."""
+        """Return fairseq's iterator; with ``--results-json``, it writes the file after a complete pass."""
         batches = super().get_batch_iterator(*args, **kwargs)
         if self.cfg.results_json is not None:
             original = batches.next_epoch_itr
@@ -373,7 +370,7 @@ class CaptioningTask(FairseqTask):
 
 
 class _Pass:
-    """A pass over the batches, at whose end something is done."""
+    """Iterator over batches that calls a function at the end."""
 
     def __init__(self, batches: Any, at_end: Any) -> None:
         self.batches, self.at_end = batches, at_end

@@ -1,6 +1,6 @@
-"""The samples of the ``captioning`` task: an image's regions and attributes, and one of its captions.
+"""Dataset of the ``captioning`` task: an image's regions and attributes with one of its captions per sample.
 
-Shapes: B samples, Sv regions, Ss attributes, D channels of a region, T words and the end.
+Shapes: B samples, Sv regions, Ss attributes, D channels per region, T words including the end.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class CaptionedImage:
-    """One image.
+    """One image of the dataset.
 
     Attributes:
-        image_id: As in the captions' file.
-        captions: Each as numbers of words, without the end.
-        references: The same as text, with the words that are not in the dictionary.
-        attributes: Numbers of words.
-        regions: How many.
+        image_id: Id in the caption files.
+        captions: Word numbers of each caption, without the end.
+        references: Text of each caption, including words that are not in the dictionary.
+        attributes: Word numbers of the attributes.
+        regions: Number of regions.
     """
 
     image_id: ImageId
@@ -41,7 +41,7 @@ class CaptionedImage:
 
 
 class Ragged:
-    """Rows of numbers of unequal lengths, in two arrays: workers share them, as they do not with lists."""
+    """Integer rows of unequal lengths, stored in two arrays that workers can share, unlike lists."""
 
     def __init__(self, rows: Iterable[Sequence[int]]) -> None:
         values, lengths = array("i"), [0]
@@ -53,7 +53,7 @@ class Ragged:
 
     @property
     def lengths(self) -> np.ndarray:
-        """Of all rows."""
+        """Lengths of all rows."""
         return np.diff(self.offsets)
 
     def __getitem__(self, i: int) -> torch.Tensor:
@@ -61,16 +61,16 @@ class Ragged:
 
 
 class CaptioningDataset(FairseqDataset):
-    """Samples in the order of their numbers of regions, then of words.
+    """Captioning samples, ordered by the number of regions, then of words.
 
     Args:
-        images: All of a split.
-        regions: Where the images' regions are; None: there are none.
-        dictionary: Of captions and attributes.
-        training: Every caption is a sample, drawn in another order each epoch; otherwise every image, whose target is
-            its first caption.
-        skip: Leave an image out whose regions cannot be read, with a line in the log, instead of an error.
-        one_caption: In training too every image is a sample.
+        images: All images of a split.
+        regions: The images' region features, or None.
+        dictionary: Dictionary of captions and attributes.
+        training: Use every caption as a sample, in another order each epoch; otherwise every image, with its first
+            caption as target.
+        skip: Skip images whose regions cannot be read, with a line in the log, instead of raising an error.
+        one_caption: Use one sample per image in training too.
     """
 
     def __init__(
@@ -95,12 +95,12 @@ class CaptioningDataset(FairseqDataset):
         self.samples = np.arange(len(self.image_of)) if training and not one_caption else firsts
         self.lengths = self.captions.lengths[self.samples]
         self.region_counts = np.array([image.regions for image in images], np.int64)[self.image_of[self.samples]]
-        # Shared by all workers, so that an image is reported once.
+        # All workers share this, so that an image is reported once.
         self._skipped = torch.zeros(len(images), dtype=torch.bool).share_memory_()
 
     @property
     def skipped(self) -> int:
-        """How many images could not be read so far, by all workers."""
+        """Number of images that the workers could not read so far."""
         return int(self._skipped.sum())
 
     def __len__(self) -> int:
@@ -127,18 +127,18 @@ class CaptioningDataset(FairseqDataset):
         )
 
     def collater(self, samples: Sequence[dict[str, Any] | None]) -> dict[str, Any]:
-        """A batch.
+        """Collate samples into a batch; skipped samples are None.
 
         Returns:
             ``net_input``: ``src_tokens`` (B, Ss) attributes and ``src_lengths`` (B,), ``regions`` (B, Sv, D),
-            ``regions_padding_mask`` (B, Sv) or None where no region is padding, ``prev_output_tokens`` (B, T).
-            ``target`` (B, T), ``id``, ``image_ids``, ``references`` and the numbers fairseq counts. Padding is on the
-            right. Of samples that are all left out, some other sample.
+            ``regions_padding_mask`` (B, Sv), or None without padding, ``prev_output_tokens`` (B, T).
+            ``target`` (B, T), ``id``, ``image_ids``, ``references`` and the counts that fairseq needs. Padding is on
+            the right. If all samples were skipped, the batch holds another sample.
         """
         found = [sample for sample in samples if sample is not None]
         if not samples:
             return {}
-        if not found:  # fairseq has no answer to a batch without samples that is the first, or to validate by
+        if not found:  # fairseq fails on an empty batch if it is the first one, or in validation
             found = [self._any_sample()]
         pad, eos = self.dictionary.pad(), self.dictionary.eos()
         target = data_utils.collate_tokens([sample["target"] for sample in found], pad)
@@ -172,23 +172,23 @@ class CaptioningDataset(FairseqDataset):
         raise ValueError(f"no image of {len(self.image_ids)} can be read")
 
     def image_id(self, index: int) -> ImageId:
-        """Of a sample."""
+        """Return the image id of a sample."""
         return self.image_ids[self.image_of[self.samples[index]]]
 
     def num_tokens(self, index: int) -> int:
-        """What ``--max-tokens`` counts: the regions, or the words where they are more."""
+        """Return the size that ``--max-tokens`` limits: the larger of the numbers of regions and words."""
         return max(self.size(index))
 
     def num_tokens_vec(self, indices: np.ndarray) -> np.ndarray:
-        """As ``num_tokens``, of many."""
+        """Return ``num_tokens`` of many samples."""
         return np.maximum(self.region_counts[indices], self.lengths[indices])
 
     def size(self, index: int) -> tuple[int, int]:
-        """Regions, and words with the end."""
+        """Return the numbers of regions and of words, including the end."""
         return int(self.region_counts[index]), int(self.lengths[index])
 
     def ordered_indices(self) -> np.ndarray:
-        """By regions, then words; in training those alike in another order each time."""
+        """Sort samples by regions, then words; in training, the order of ties is random."""
         indices = np.arange(len(self))
         if self.training:
             np.random.shuffle(indices)  # noqa: NPY002  fairseq seeds this generator
@@ -201,5 +201,5 @@ class CaptioningDataset(FairseqDataset):
         max_sentences: int | None = None,
         required_batch_size_multiple: int = 1,
     ) -> Any:
-        """As fairseq's with a multiple of 1: with more, some releases leave out samples at the end, unannounced."""
+        """Batch with a multiple of 1, because some fairseq releases silently drop samples for a larger multiple."""
         return super().batch_by_size(indices, max_tokens, max_sentences)

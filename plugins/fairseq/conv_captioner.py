@@ -1,10 +1,10 @@
-"""``conv_captioner``: ConvS2S' decoder with attention to regions, attributes or both, of the task ``captioning``.
+"""``conv_captioner``: convolutional decoder of ConvS2S with attention to regions, attributes or both.
 
-The "Convolution" row of the thesis' Table 2.4 (Aneja et al. 2018, after Gehring et al. 2017): layers of causal
-convolution, gated linear unit and attention, :class:`attn_plugins.modules.GatedConvBlock`, which look at all words of
-a caption together in training. There are no positions: the first layer sees where a caption begins by the zeros before
-it. ``--fusion visual`` is the table's row; ``semantic`` and ``parallel`` are that model with attributes alone and with
-both.
+It belongs to the task ``captioning`` and is the "Convolution" row of the thesis' Table 2.4 (Aneja et al. 2018, after
+Gehring et al. 2017). A layer, :class:`attn_plugins.modules.GatedConvBlock`, consists of a causal convolution, a gated
+linear unit and attention, and processes all words of a caption in parallel in training. There are no position
+embeddings: the zero padding before a caption marks its beginning. ``--fusion visual`` is the table's row; ``semantic``
+and ``parallel`` use attributes alone and both.
 """
 
 # ruff: noqa: UP045  fairseq reads the types of the fields
@@ -25,16 +25,16 @@ BASE = {"embed_dim": 512, "layers": 3, "kernel_size": 5}
 
 @dataclass
 class ConvCaptionerConfig(FusingConfig):
-    """Options of the model."""
+    """Options of the model ``conv_captioner``."""
 
     layers: Optional[int] = field(default=None, metadata={"help": "layers of convolution and attention (base: 3)"})
     kernel_size: Optional[int] = field(
-        default=None, metadata={"help": "words that a convolution sees, the current one the last (base: 5)"}
+        default=None, metadata={"help": "words that a convolution spans, ending with the current one (base: 5)"}
     )
 
 
 class ConvCaptionerDecoder(CaptionerDecoder):
-    """Words through :class:`GatedConvBlock` after :class:`GatedConvBlock`."""
+    """Decoder of stacked :class:`GatedConvBlock` layers."""
 
     model = "conv_captioner"
 
@@ -50,7 +50,7 @@ class ConvCaptionerDecoder(CaptionerDecoder):
     def advance(
         self, words: Tensor, memory: dict[str, Modality], state: Optional[tuple[Tensor, ...]]
     ) -> tuple[Tensor, dict[str, list[Tensor]], tuple[Tensor, ...]]:
-        """As :class:`CaptionerDecoder` has it."""
+        """Continue after ``state``; see :meth:`CaptionerDecoder.advance`."""
         words = self.dropout(words)
         x, states = self.input_projection(words), []
         weights: dict[str, list[Tensor]] = {}
@@ -64,7 +64,7 @@ class ConvCaptionerDecoder(CaptionerDecoder):
 
 @register_model("conv_captioner", dataclass=ConvCaptionerConfig)
 class ConvCaptionerModel(FusingModel):
-    """Regions and attributes to a caption; ``--arch`` names below, or hydra's ``model._name``."""
+    """Captioner with a convolutional decoder; select it by ``--arch`` or hydra's ``model._name``."""
 
     decoder_type = ConvCaptionerDecoder
     defaults: ClassVar = {**vars(ConvCaptionerConfig()), **BASE}
@@ -72,5 +72,5 @@ class ConvCaptionerModel(FusingModel):
 
 @register_model_architecture("conv_captioner", "conv_captioner_tiny")
 def conv_captioner_tiny(args: Namespace) -> None:
-    """3 layers of 64 channels, kernel size 5: minutes on a CPU."""
+    """Set sizes that train in minutes on a CPU: 3 layers of 64 channels, kernel size 5."""
     set_sizes(args, {"embed_dim": 64, "layers": 3, "kernel_size": 5})

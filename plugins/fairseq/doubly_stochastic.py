@@ -1,9 +1,10 @@
-"""``doubly_stochastic_cross_entropy``: cross-entropy, and a penalty on regions that a caption overlooks.
+"""``doubly_stochastic_cross_entropy``: cross-entropy with a penalty on regions that a caption overlooks.
 
-Xu et al. 2015, Eq. 14: -log P(y|x) + λ Σ_i (1 - Σ_t α_{t,i})² of each caption. The weights α of every word's attention
-sum to 1 over the regions; the penalty lets those of every region sum to about 1 over the words. For every captioner
-whose decoder returns its weights of regions: ``show_attend_tell``, ``lstm_captioner`` and ``conv_captioner``, of whose
-layers the mean weights count. The logged ``loss`` has the penalty, ``nll_loss`` and ``ppl`` have not.
+Xu et al. 2015, Eq. 14: -log P(y|x) + λ Σ_i (1 - Σ_t α_{t,i})² of each caption. The attention weights α of every word
+sum to 1 over the regions; the penalty makes the weights of every region sum to about 1 over the words. It works with
+every captioner whose decoder returns its weights of regions: ``show_attend_tell``, ``lstm_captioner`` and
+``conv_captioner``, whose weights are averaged over the layers. The logged ``loss`` includes the penalty; ``nll_loss``
+and ``ppl`` do not.
 """
 
 from dataclasses import dataclass, field
@@ -25,13 +26,13 @@ class DoublyStochasticConfig(LabelSmoothedCrossEntropyCriterionConfig):
     """Options of the criterion: those of ``label_smoothed_cross_entropy``, and λ."""
 
     doubly_stochastic_weight: float = field(
-        default=1.0, metadata={"help": "λ of the penalty on regions that a caption overlooks"}
+        default=1.0, metadata={"help": "weight λ of the penalty on regions that a caption overlooks"}
     )
 
 
 @register_criterion("doubly_stochastic_cross_entropy", dataclass=DoublyStochasticConfig)
 class DoublyStochasticCriterion(LabelSmoothedCrossEntropyCriterion):
-    """fairseq's ``label_smoothed_cross_entropy`` with the penalty; logs its mean as ``doubly_stochastic``.
+    """``label_smoothed_cross_entropy`` of fairseq with the penalty, whose mean is logged as ``doubly_stochastic``.
 
     Raises:
         ValueError: λ is negative.
@@ -53,10 +54,10 @@ class DoublyStochasticCriterion(LabelSmoothedCrossEntropyCriterion):
         self._penalty: Tensor | None = None
 
     def forward(self, model: Any, sample: dict[str, Any], reduce: bool = True) -> tuple[Tensor, int, dict[str, Any]]:
-        """The loss, what fairseq divides it by, and what is logged.
+        """Return the loss, the divisor that fairseq applies to it, and the values to log.
 
         Raises:
-            ValueError: the model does not return its weights of regions.
+            ValueError: The model does not return its weights of regions.
         """
         loss, size, log = super().forward(model, sample, reduce)
         assert self._penalty is not None
@@ -66,8 +67,9 @@ class DoublyStochasticCriterion(LabelSmoothedCrossEntropyCriterion):
     def compute_loss(
         self, model: Any, net_output: Any, sample: dict[str, Any], reduce: bool = True
     ) -> tuple[Tensor, Tensor]:
-        """The loss with the penalty, and the negative log-likelihood without; without ``reduce`` of every word, to
-        which the caption's penalty is given in equal parts.
+        """Return the loss with the penalty and the negative log-likelihood without it.
+
+        Without ``reduce``, both are per word, and a caption's penalty is divided equally among its words.
         """
         loss, nll_loss = super().compute_loss(model, net_output, sample, reduce)
         weights = net_output[1].get("weights", {}).get("regions")
@@ -87,7 +89,7 @@ class DoublyStochasticCriterion(LabelSmoothedCrossEntropyCriterion):
 
     @classmethod
     def reduce_metrics(cls, logging_outputs: list[dict[str, Any]]) -> None:
-        """As fairseq's, and the penalty of a caption."""
+        """Aggregate fairseq's metrics and the mean penalty per caption."""
         super().reduce_metrics(logging_outputs)
         penalty = sum(log.get("doubly_stochastic", 0) for log in logging_outputs)
         captions = sum(log.get("nsentences", 0) for log in logging_outputs)

@@ -1,7 +1,7 @@
-"""``eta_transformer``: the ETA-Transformer for image captioning (Thesis, chapter 2), of the task ``captioning``.
+"""``eta_transformer``: ETA-Transformer for image captioning (thesis, chapter 2), for the task ``captioning``.
 
-The blocks are those of :mod:`attn_plugins.modules`; here are embeddings, positions, options and fairseq's interfaces.
-The semantic encoder and the decoder share their word embeddings, and only the decoder has positions.
+The blocks are in :mod:`attn_plugins.modules`; this file adds embeddings, positions, options and fairseq's interfaces.
+The semantic encoder and the decoder share word embeddings, and only the decoder has positions.
 
 Shapes: B images, C channels, T words, Sv regions of D channels, Ss attributes, V words of the dictionary.
 """
@@ -34,55 +34,55 @@ from .captioner import (
 )
 
 Caches = list[dict[str, SequenceCache]]
-BASE = {"embed_dim": 512, "layers": 6, "heads": 8, "ffn_dim": 2048}  # the thesis' (section 2.5.2)
+BASE = {"embed_dim": 512, "layers": 6, "heads": 8, "ffn_dim": 2048}  # thesis, section 2.5.2
 
 
 @dataclass
 class EtaTransformerConfig(FairseqDataclass):
-    """Options of the model."""
+    """Options of the model ``eta_transformer``."""
 
-    # None leaves a size to the architecture, in hydra too.
+    # None leaves a size to the architecture, also in hydra.
     embed_dim: Optional[int] = field(
-        default=None, metadata={"help": "channels of words and of what regions are projected to (base: 512)"}
+        default=None, metadata={"help": "channels of words and of projected regions (base: 512)"}
     )
     layers: Optional[int] = field(
-        default=None, metadata={"help": "blocks of the decoder, and of each of both encoders (base: 6)"}
+        default=None, metadata={"help": "blocks in the decoder and in each of the two encoders (base: 6)"}
     )
     heads: Optional[int] = field(default=None, metadata={"help": "heads of every attention (base: 8)"})
     ffn_dim: Optional[int] = field(default=None, metadata={"help": "channels within feed-forward layers (base: 2048)"})
-    dropout: float = field(default=0.1, metadata={"help": "of attention weights, of what layers add, of inputs"})
+    dropout: float = field(default=0.1, metadata={"help": "dropout of attention weights, residual branches and inputs"})
     fusion: ChoiceEnum(FUSIONS) = field(  # type: ignore[valid-type]
         default="entangled",
         metadata={
-            "help": "how the decoder looks at regions and attributes: the thesis' way, one of Table 2.5's others, or "
-            "at one of the two alone"
+            "help": "how the decoder combines regions and attributes: entangled as in the thesis, another fusion of "
+            "Table 2.5, or one modality alone"
         },
     )
     gate_activation: ChoiceEnum(sorted(ACTIVATIONS)) = field(  # type: ignore[valid-type]
-        default="identity", metadata={"help": "f of the gate between both (Table 2.6)"}
+        default="identity", metadata={"help": "activation f of the gate between both modalities (Table 2.6)"}
     )
-    no_encoder: bool = field(default=False, metadata={"help": "leave both encoders out (Table 2.4)"})
+    no_encoder: bool = field(default=False, metadata={"help": "omit both encoders (Table 2.4)"})
     share_decoder_input_output_embed: bool = field(
-        default=False, metadata={"help": "classify by the word embeddings, without weights of the classifier's own"}
+        default=False, metadata={"help": "use the word embeddings as the weights of the classifier"}
     )
-    max_target_positions: int = field(default=256, metadata={"help": "words of a caption at most, with its end"})
+    max_target_positions: int = field(default=256, metadata={"help": "maximum words of a caption, including its end"})
 
 
 class EtaEncoder(ModalitiesEncoder):
-    """Regions and attributes, each through its own encoder; of a model of one modality only that.
+    """Separate encoders of regions and attributes; a model of one modality has only that encoder.
 
     Args:
         cfg: The options.
-        dictionary: Of attributes.
+        dictionary: Dictionary of attributes.
         embed_tokens: The decoder's word embeddings.
-        visual_dim: D; None: there are no regions.
+        visual_dim: Number of region channels D, or None without regions.
     """
 
     def __init__(self, cfg: Any, dictionary: Any, embed_tokens: nn.Embedding, visual_dim: Optional[int]) -> None:
         super().__init__(dictionary, embed_tokens, str(cfg.fusion))
         layers = 0 if cfg.no_encoder else cfg.layers
         blocks: Any = DualWayEncoder(visual_dim or 1, cfg.embed_dim, layers, cfg.heads, cfg.ffn_dim, cfg.dropout)
-        if self.fusion == "semantic":  # what nothing reads would be parameters without a gradient
+        if self.fusion == "semantic":  # unused blocks would be parameters without a gradient
             blocks.visual = blocks.projection = None
         elif self.fusion == "visual":
             blocks.semantic = None
@@ -91,7 +91,7 @@ class EtaEncoder(ModalitiesEncoder):
     def encode(
         self, src_tokens: Tensor, regions: Optional[Tensor], regions_padding_mask: Optional[Tensor]
     ) -> tuple[Optional[Modality], Optional[Modality]]:
-        """Both, or the one that the model reads."""
+        """Encode both modalities, or the one that the model reads."""
         if self.fusion == "visual":
             x = self.blocks.dropout(self.blocks.projection(regions))
             return self.blocks.visual(Modality(x, regions_padding_mask)), None
@@ -102,7 +102,7 @@ class EtaEncoder(ModalitiesEncoder):
 
 
 class EtaDecoder(FairseqIncrementalDecoder):
-    """Words, with positions, through blocks that look at both modalities, to the logits of the next word."""
+    """Decoder with positions whose blocks attend to both modalities."""
 
     def __init__(self, cfg: Any, dictionary: Any, embed_tokens: nn.Embedding) -> None:
         super().__init__(dictionary)
@@ -122,16 +122,17 @@ class EtaDecoder(FairseqIncrementalDecoder):
         features_only: bool = False,
         **kwargs: Any,
     ) -> tuple[Tensor, dict[str, Any]]:
-        """The logits of the next words.
+        """Compute the logits of the next words.
 
         Args:
             prev_output_tokens: (B, T), padded on the right.
-            encoder_out: The encoder's.
-            incremental_state: For decoding step by step: the same dict, empty at first, in every step.
-            features_only: Give (B, T, C), of the last block.
+            encoder_out: Output of the encoder.
+            incremental_state: For step-by-step decoding, a dict that is empty at first and passed in every step.
+            features_only: Return the features (B, T, C) of the last block instead.
+            **kwargs: Ignored.
 
         Returns:
-            (B, T, V), of the tokens that ``incremental_state`` has not seen.
+            Logits (B, T, V) of the tokens that ``incremental_state`` does not hold yet.
         """
         features = self.extract_features(prev_output_tokens, encoder_out, incremental_state)
         return (features if features_only else self.output_layer(features)), {"attn": [None]}
@@ -143,7 +144,7 @@ class EtaDecoder(FairseqIncrementalDecoder):
         incremental_state: Optional[dict[str, Any]] = None,
         **kwargs: Any,
     ) -> Tensor:
-        """(B, T) -> (B, T, C), of the tokens that ``incremental_state`` has not seen."""
+        """Compute features (B, T, C) of the tokens (B, T) that ``incremental_state`` does not hold yet."""
         if encoder_out is None:
             raise ValueError("encoder_out must be the encoder's output: eta_transformer is no language model")
         caches = self._caches(incremental_state)
@@ -151,21 +152,21 @@ class EtaDecoder(FairseqIncrementalDecoder):
         x = embedded(self.embed_tokens, prev_output_tokens[:, start:])
         x = self.dropout(x + self.embed_positions(prev_output_tokens)[:, start:])
         visual, semantic = (modality(encoder_out, name) for name in ("visual", "semantic"))
-        # Padding is behind all words, where causal attention does not look.
+        # Padding follows all words, so causal attention never reads it.
         for i, block in enumerate(self.blocks):
             x = block(x, visual, semantic, caches=caches[i] if caches else None)
         return x
 
     def output_layer(self, features: Tensor, **kwargs: Any) -> Tensor:
-        """(B, T, C) -> (B, T, V)."""
+        """Compute logits, (B, T, C) -> (B, T, V)."""
         return self.output_projection(features)
 
     def max_positions(self) -> int:
-        """Words of a caption at most."""
+        """Return the maximum number of words of a caption."""
         return self.max_target_positions
 
     def _caches(self, state: Optional[dict[str, Any]]) -> Optional[Caches]:
-        """One of each block, made in the first step."""
+        """Return one cache per block, created in the first step."""
         if state is None:
             return None
         caches = self.get_incremental_state(state, "caches")
@@ -175,14 +176,14 @@ class EtaDecoder(FairseqIncrementalDecoder):
         return caches["blocks"]
 
     def reorder_incremental_state(self, incremental_state: dict[str, Any], new_order: Tensor) -> None:
-        """Follow the beam."""
+        """Reorder the caches to follow the beam."""
         for caches in self._caches(incremental_state) or ():
             reorder_caches(caches, new_order)
 
 
 @register_model("eta_transformer", dataclass=EtaTransformerConfig)
 class EtaTransformerModel(CaptionerModel):
-    """Regions and attributes to a caption; ``--arch`` names below, or hydra's ``model._name``."""
+    """ETA-Transformer captioner; select it by ``--arch`` or hydra's ``model._name``."""
 
     region_weight = "encoder.blocks.projection.weight"
 
@@ -191,7 +192,7 @@ class EtaTransformerModel(CaptionerModel):
         """Build the model for the task's dictionary and region features.
 
         Raises:
-            ValueError: the options do not fit each other or the task.
+            ValueError: The options are inconsistent or do not fit the task.
         """
         cfg = complete(cfg, {**vars(EtaTransformerConfig()), **BASE})
         check_task(cfg, task, str(cfg.fusion))
@@ -208,5 +209,5 @@ class EtaTransformerModel(CaptionerModel):
 
 @register_model_architecture("eta_transformer", "eta_transformer_tiny")
 def eta_transformer_tiny(args: Namespace) -> None:
-    """2 layers, 64 channels, 4 heads, 128 hidden: minutes on a CPU."""
+    """Set sizes that train in minutes on a CPU: 2 layers, 64 channels, 4 heads, 128 hidden."""
     set_sizes(args, {"layers": 2, "embed_dim": 64, "heads": 4, "ffn_dim": 128})

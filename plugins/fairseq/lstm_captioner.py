@@ -1,10 +1,10 @@
-"""``lstm_captioner``: an LSTM that attends to regions, attributes or both, of the task ``captioning``.
+"""``lstm_captioner``: LSTM with attention to regions, attributes or both, for the task ``captioning``.
 
 The thesis' Table 2.4 compares with an LSTM that its text calls "equipped with visual attention mechanism" (Xu et al.
-2015); the table itself cites Karpathy and Fei-Fei (2015), and no size is printed. This one is
-:class:`attn_plugins.modules.AttendedLSTM`: one attention for each modality over projected regions and embedded
-attributes, whose outcome feeds the next step. ``--fusion visual`` is the table's row; ``semantic`` and ``parallel`` are
-that model with attributes alone and with both. Xu et al.'s own decoder is ``show_attend_tell``.
+2015); the table itself cites Karpathy and Fei-Fei (2015) and states no size. This model uses
+:class:`attn_plugins.modules.AttendedLSTM`: each modality, projected regions or embedded attributes, has an attention
+whose output feeds the next step. ``--fusion visual`` is the table's row; ``semantic`` and ``parallel`` use attributes
+alone and both. ``show_attend_tell`` is the decoder of Xu et al.
 """
 
 # ruff: noqa: UP045  fairseq reads the types of the fields
@@ -27,16 +27,16 @@ BASE = {"embed_dim": 512, "layers": 1}
 
 @dataclass
 class LSTMCaptionerConfig(FusingConfig):
-    """Options of the model."""
+    """Options of the model ``lstm_captioner``."""
 
     layers: Optional[int] = field(default=None, metadata={"help": "layers of the LSTM (base: 1)"})
     alignment: ChoiceEnum(list(ALIGNMENT_SCORES)) = field(  # type: ignore[valid-type]
-        default="additive", metadata={"help": "score of the decoder's state and of what it attends to"}
+        default="additive", metadata={"help": "alignment score of the decoder's state and the regions or attributes"}
     )
 
 
 class LSTMCaptionerDecoder(CaptionerDecoder):
-    """Words through :class:`AttendedLSTM`."""
+    """Decoder based on :class:`AttendedLSTM`."""
 
     model = "lstm_captioner"
 
@@ -48,14 +48,14 @@ class LSTMCaptionerDecoder(CaptionerDecoder):
     def advance(
         self, words: Tensor, memory: dict[str, Modality], state: Optional[AttendedLSTMState]
     ) -> tuple[Tensor, dict[str, list[Tensor]], AttendedLSTMState]:
-        """As :class:`CaptionerDecoder` has it."""
+        """Continue after ``state``; see :meth:`CaptionerDecoder.advance`."""
         features, weights, state = self.lstm(words, memory, state)
         return features, {name: [alignment] for name, alignment in weights.items()}, state
 
 
 @register_model("lstm_captioner", dataclass=LSTMCaptionerConfig)
 class LSTMCaptionerModel(FusingModel):
-    """Regions and attributes to a caption; ``--arch`` names below, or hydra's ``model._name``."""
+    """Captioner with an attended LSTM; select it by ``--arch`` or hydra's ``model._name``."""
 
     decoder_type = LSTMCaptionerDecoder
     defaults: ClassVar = {**vars(LSTMCaptionerConfig()), **BASE}
@@ -63,5 +63,5 @@ class LSTMCaptionerModel(FusingModel):
 
 @register_model_architecture("lstm_captioner", "lstm_captioner_tiny")
 def lstm_captioner_tiny(args: Namespace) -> None:
-    """One layer of 128 channels: minutes on a CPU."""
+    """Set sizes that train in minutes on a CPU: one layer of 128 channels."""
     set_sizes(args, {"embed_dim": 128, "layers": 1})

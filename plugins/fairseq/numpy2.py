@@ -1,8 +1,7 @@
-"""Let fairseq's data sets run under numpy 2, which has no ``numpy.compat``.
+"""Repair of fairseq's data sets for numpy 2, which has no ``numpy.compat``.
 
-``--sample-break-mode eos`` and length buckets (``--num-batch-buckets``) ask for ``numpy.compat.long``, which is
-Python's ``int``. numpy itself stays as it is: the two modules of fairseq that use the name get a view of numpy that
-has it.
+``--sample-break-mode eos`` and length buckets (``--num-batch-buckets``) use ``numpy.compat.long``, which is Python's
+``int``. numpy itself is not modified: the two modules of fairseq that use the name get a proxy of numpy that has it.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from fairseq.data import language_pair_dataset, token_block_dataset
 
 
 class _Numpy(ModuleType):
-    """numpy with the ``compat`` of numpy 1."""
+    """Proxy of numpy with the ``compat`` of numpy 1."""
 
     compat = SimpleNamespace(long=int)
 
@@ -24,7 +23,7 @@ class _Numpy(ModuleType):
 
 
 def repair() -> None:
-    """Give the two modules their view, unless this numpy has ``compat``."""
+    """Install the proxy in the two modules, unless numpy has ``compat``."""
     if hasattr(numpy, "compat"):
         return
     for module in (token_block_dataset, language_pair_dataset):

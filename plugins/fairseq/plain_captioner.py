@@ -1,4 +1,4 @@
-"""Captioners whose decoder attends to regions and attributes as they come, without an encoder's layers.
+"""Captioners whose decoder attends to regions and attributes directly, without encoder layers.
 
 Shapes: B images, C channels, T words, Sv regions of D channels, Ss attributes, V words of the dictionary.
 """
@@ -28,39 +28,39 @@ from .captioner import (
 )
 
 SOURCES = {"visual": ("visual",), "semantic": ("semantic",), "parallel": ("visual", "semantic")}  # by --fusion
-SEEN = {"visual": "regions", "semantic": "attributes"}  # what each is called where weights are shown
+SEEN = {"visual": "regions", "semantic": "attributes"}  # names of the returned weights
 
 
 @dataclass
 class CaptionerConfig(FairseqDataclass):
-    """Options of the captioners without an encoder of their own."""
+    """Options of the captioners without encoder layers."""
 
-    # None leaves a size to the architecture, in hydra too.
+    # None leaves a size to the architecture, also in hydra.
     embed_dim: Optional[int] = field(default=None, metadata={"help": "channels of words (base: 512)"})
-    dropout: float = field(default=0.1, metadata={"help": "of words and of what layers give"})
+    dropout: float = field(default=0.1, metadata={"help": "dropout of words and of layer outputs"})
     share_decoder_input_output_embed: bool = field(
-        default=False, metadata={"help": "classify by the word embeddings, without weights of the classifier's own"}
+        default=False, metadata={"help": "use the word embeddings as the weights of the classifier"}
     )
-    max_target_positions: int = field(default=256, metadata={"help": "words of a caption at most, with its end"})
+    max_target_positions: int = field(default=256, metadata={"help": "maximum words of a caption, including its end"})
 
 
 @dataclass
 class FusingConfig(CaptionerConfig):
-    """Options of those that have a choice of what to look at."""
+    """Options of captioners with a choice of modalities."""
 
     fusion: ChoiceEnum(list(SOURCES)) = field(  # type: ignore[valid-type]
-        default="visual", metadata={"help": "what the decoder attends to: regions, attributes, or each by itself"}
+        default="visual", metadata={"help": "what the decoder attends to: regions, attributes, or both in parallel"}
     )
 
 
 class ProjectingEncoder(ModalitiesEncoder):
-    """Regions after a linear layer, and attributes as they are embedded: what the decoder attends to.
+    """Encoder that projects regions by a linear layer and embeds attributes.
 
     Args:
         cfg: The options; ``fusion`` is ``visual``, ``semantic`` or ``parallel``.
-        dictionary: Of attributes.
+        dictionary: Dictionary of attributes.
         embed_tokens: The decoder's word embeddings.
-        visual_dim: D; None: there are no regions.
+        visual_dim: Number of region channels D, or None without regions.
     """
 
     def __init__(self, cfg: Any, dictionary: Any, embed_tokens: nn.Embedding, visual_dim: Optional[int]) -> None:
@@ -71,7 +71,7 @@ class ProjectingEncoder(ModalitiesEncoder):
     def encode(
         self, src_tokens: Tensor, regions: Optional[Tensor], regions_padding_mask: Optional[Tensor]
     ) -> tuple[Optional[Modality], Optional[Modality]]:
-        """Both, or the one that the model reads."""
+        """Encode both modalities, or the one that the model reads."""
         visual = semantic = None
         if self.projection is not None:
             visual = Modality(self.dropout(self.projection(regions)), regions_padding_mask)
@@ -82,11 +82,11 @@ class ProjectingEncoder(ModalitiesEncoder):
 
 
 class CaptionerDecoder(FairseqIncrementalDecoder):
-    """Words, and what was seen before each, to the logits of the next one; ``advance`` is a model's own.
+    """Base class of decoders; subclasses implement ``advance``.
 
     Args:
         cfg: The options.
-        dictionary: Of captions.
+        dictionary: Dictionary of captions.
         embed_tokens: The word embeddings.
     """
 
@@ -100,15 +100,15 @@ class CaptionerDecoder(FairseqIncrementalDecoder):
     def advance(
         self, words: Tensor, memory: dict[str, Modality], state: Any
     ) -> tuple[Tensor, dict[str, list[Tensor]], Any]:
-        """Continue after ``state``, None at first.
+        """Continue decoding after ``state``, which is None at first.
 
         Args:
             words: (B, T, C), embedded.
-            memory: The encoder's output.
-            state: Tensors whose first axis is the batch, or tuples of such.
+            memory: The encoded modalities.
+            state: Tensors with the batch as first axis, or nested tuples of them.
 
         Returns:
-            Features (B, T, C), the weights of each modality, (B, T, S) of each layer, and the state.
+            Features (B, T, C), the weights (B, T, S) of each layer by modality, and the new state.
         """
         raise NotImplementedError
 
@@ -120,30 +120,31 @@ class CaptionerDecoder(FairseqIncrementalDecoder):
         features_only: bool = False,
         **kwargs: Any,
     ) -> tuple[Tensor, dict[str, Any]]:
-        """The logits of the next words.
+        """Compute the logits of the next words.
 
         Args:
             prev_output_tokens: (B, T), padded on the right.
-            encoder_out: The encoder's.
-            incremental_state: For decoding step by step: the same dict, empty at first, in every step.
-            features_only: Give (B, T, C) instead.
+            encoder_out: Output of the encoder.
+            incremental_state: For step-by-step decoding, a dict that is empty at first and passed in every step.
+            features_only: Return features (B, T, C) instead of logits.
+            **kwargs: Ignored.
 
         Returns:
-            (B, T, V), of the tokens that ``incremental_state`` has not seen, and ``weights``: of ``regions`` and
-            ``attributes``, (layers, B, T, S) each, those that the model reads.
+            Logits (B, T, V) of the tokens that ``incremental_state`` does not hold yet, and ``weights``: attention
+            weights (layers, B, T, S) of ``regions`` and ``attributes``, as far as the model reads them.
         """
         if encoder_out is None:
             raise ValueError(f"encoder_out must be the encoder's output: {self.model} is no language model")
         kept = None if incremental_state is None else self.get_incremental_state(incremental_state, "decoder")
         steps, state = (0, None) if kept is None else (kept["steps"], kept["state"])
-        # Padding is behind all words: what becomes of it no word sees.
+        # Padding follows all words, so its features do not affect any word.
         words = embedded(self.embed_tokens, prev_output_tokens[:, steps:])
         features, weights, state = self.advance(words, modalities(encoder_out), state)
         if incremental_state is not None:
             kept = {"steps": prev_output_tokens.shape[1], "state": state}
             self.set_incremental_state(incremental_state, "decoder", kept)
         shown = {SEEN[name]: torch.stack(layers) for name, layers in weights.items()}
-        # "attn" would be fairseq's, which takes it for weights of src_tokens.
+        # The key "attn" is not used, because fairseq reads it as weights of src_tokens.
         return (features if features_only else self.output_layer(features)), {"attn": [None], "weights": shown}
 
     def extract_features(
@@ -153,19 +154,19 @@ class CaptionerDecoder(FairseqIncrementalDecoder):
         incremental_state: Optional[dict[str, Any]] = None,
         **kwargs: Any,
     ) -> Tensor:
-        """(B, T) -> (B, T, C), of the tokens that ``incremental_state`` has not seen."""
+        """Compute features (B, T, C) of the tokens (B, T) that ``incremental_state`` does not hold yet."""
         return self(prev_output_tokens, encoder_out, incremental_state, features_only=True)[0]
 
     def output_layer(self, features: Tensor, **kwargs: Any) -> Tensor:
-        """(B, T, C) -> (B, T, V)."""
+        """Compute logits, (B, T, C) -> (B, T, V)."""
         return self.output_projection(features)
 
     def max_positions(self) -> int:
-        """Words of a caption at most."""
+        """Return the maximum number of words of a caption."""
         return self.max_target_positions
 
     def reorder_incremental_state(self, incremental_state: dict[str, Any], new_order: Tensor) -> None:
-        """Follow the beam."""
+        """Reorder the state to follow the beam."""
         kept = self.get_incremental_state(incremental_state, "decoder")
         if kept is not None:
             state = reordered(kept["state"], new_order)
@@ -173,11 +174,11 @@ class CaptionerDecoder(FairseqIncrementalDecoder):
 
 
 class FusingModel(CaptionerModel):
-    """A :class:`ProjectingEncoder` and a decoder.
+    """Captioner of a :class:`ProjectingEncoder` and a decoder.
 
     Attributes:
-        decoder_type: Of the options, the dictionary and the embeddings.
-        defaults: Of all options.
+        decoder_type: Class of the decoder, created from the options, the dictionary and the embeddings.
+        defaults: Default values of all options.
     """
 
     decoder_type: ClassVar[type[CaptionerDecoder]]
@@ -188,7 +189,7 @@ class FusingModel(CaptionerModel):
         """Build the model for the task's dictionary and region features.
 
         Raises:
-            ValueError: the options do not fit each other or the task.
+            ValueError: The options are inconsistent or do not fit the task.
         """
         cfg = complete(cfg, cls.defaults)
         check_task(cfg, task, str(cfg.fusion))

@@ -1,26 +1,26 @@
-"""``self_critical``: the second stage of captioning, in which the model is rewarded for the captions it makes itself.
+r"""Criterion ``self_critical``: the second stage of captioning, which rewards the captions that the model samples.
 
-The policy draws captions word by word, and the loss is -(r(drawn) - b) sum_t log p(w_t | w_<t), whose gradient is that
-of the expected reward -E[r]; b is the reward of the caption that greedy decoding makes, or the mean over the image's
-other drawn captions (Rennie et al., Self-critical sequence training for image captioning, 2017; Luo, A better variant
-of self-critical sequence training, 2020). It is summed over words, and fairseq divides the sum by the
-number of drawn captions, over all workers and all batches of an update.
+The policy samples captions word by word. The loss is -(r(sample) - b) sum_t log p(w_t | w_<t), whose gradient is that
+of the negative expected reward -E[r]. The baseline b is the reward of the greedy caption, or the mean reward of the
+image's other sampled captions (Rennie et al., Self-critical sequence training for image captioning, 2017; Luo, A better
+variant of self-critical sequence training, 2020). The loss is summed over words, and fairseq divides the sum by the
+number of sampled captions over all workers and all batches of an update.
 
-Captions are drawn without dropout, as they are at inference, and the pass that has a gradient is without it too: else
-the gradient of the baseline's part is not zero on average, and since a greedy caption is mostly better than a drawn
-one, training drives the model away from what it knows. ``--dropout-in-loss`` has it nevertheless.
+Captions are sampled without dropout, as at inference, and the pass with a gradient omits dropout too. Otherwise the
+gradient of the baseline term would not be zero on average, and since a greedy caption mostly beats a sampled one,
+training would drive the model away from what it has learned. ``--dropout-in-loss`` enables dropout in that pass.
 
-The policy is what ``fairseq-generate`` searches: no padding, at least one word, an end at the latest after
-``--max-caption-length`` words; of the beginning of a sentence, which no caption shows, it makes none.
+The policy has the search space of ``fairseq-generate``: no padding, at least one word, and an end after at most
+``--max-caption-length`` words. It also excludes the begin-of-sentence symbol, which no caption contains.
 
-To begin from a model trained by cross-entropy::
+To start from a model trained by cross-entropy::
 
-    fairseq-train DATA --user-dir ... --task captioning --arch eta_transformer --criterion self_critical \\
-        --finetune-from-model CE/checkpoint_best.pt \\
+    fairseq-train DATA --user-dir ... --task captioning --arch eta_transformer --criterion self_critical \
+        --finetune-from-model CE/checkpoint_best.pt \
         --one-caption-per-image --best-checkpoint-metric reward --maximize-best-checkpoint-metric ...
 
-Shapes: B images, K captions of each (the greedy one first, where there is one), T words of the longest with its end,
-V words of the dictionary.
+Shapes: B images, K captions per image (the greedy one, if any, comes first), T words of the longest caption including
+its end, V words of the dictionary.
 """
 
 # ruff: noqa: UP045  fairseq reads the types of the fields
@@ -42,15 +42,15 @@ from .captioning import CaptioningTask
 
 logger = logging.getLogger(__name__)
 BASELINES = ("greedy", "mean")
-END = "</s>"  # a word of its own to CIDEr-D, without which captions learn to break off; no reference holds it
-# What is logged: its name, and the number that the sum of all workers is divided by.
+END = "</s>"  # the end as a word for CIDEr-D, without which captions become truncated; no reference contains it
+# Logged values, each with the count that divides its sum over all workers.
 LOGGED = {"reward": "captions", "baseline": "captions", "advantage": "captions", "length": "captions"}
 LOGGED |= {"entropy": "ntokens"}
 
 
 @contextmanager
 def _inference(model: Any) -> Iterator[None]:
-    """Without dropout; then in the mode that it was in."""
+    """Switch the model to evaluation mode, and restore its mode afterwards."""
     training = model.training
     model.eval()
     try:
@@ -61,38 +61,38 @@ def _inference(model: Any) -> Iterator[None]:
 
 @dataclass
 class SelfCriticalConfig(FairseqDataclass):
-    """Options of the criterion."""
+    """Options of the criterion ``self_critical``."""
 
-    samples: int = field(default=1, metadata={"help": "captions drawn for an image"})
+    samples: int = field(default=1, metadata={"help": "sampled captions per image"})
     baseline: ChoiceEnum(BASELINES) = field(  # type: ignore[valid-type]
         default="greedy",
-        metadata={"help": "what a caption must be better than: the greedy one, or the mean of the others drawn"},
+        metadata={"help": "reward to beat: that of the greedy caption, or the mean of the other sampled captions"},
     )
     reward: ChoiceEnum(REWARDS) = field(  # type: ignore[valid-type]
-        default="cider-d", metadata={"help": "score of a caption against those of its image"}
+        default="cider-d", metadata={"help": "score of a caption against the references of its image"}
     )
     reward_cache: Optional[str] = field(
-        default=None, metadata={"help": "folder of the n-grams' frequencies in the captions to train on (DATA)"}
+        default=None, metadata={"help": "folder for the n-gram frequencies of the training captions (DATA)"}
     )
     sampling_temperature: float = field(
-        default=1.0, metadata={"help": "what logits are divided by, in drawing and in the loss"}
+        default=1.0, metadata={"help": "divisor of the logits, in sampling and in the loss"}
     )
     dropout_in_loss: bool = field(
         default=False,
-        metadata={"help": "have dropout in the pass with a gradient, though not in drawing; --baseline mean bears it"},
+        metadata={"help": "use dropout in the pass with a gradient, not in sampling; safe with --baseline mean"},
     )
-    max_caption_length: int = field(default=20, metadata={"help": "words of a caption at most, without its end"})
+    max_caption_length: int = field(default=20, metadata={"help": "maximum words of a caption, without its end"})
 
 
 @register_criterion("self_critical", dataclass=SelfCriticalConfig)
 class SelfCriticalCriterion(FairseqCriterion):
-    """Self-critical sequence training of the task ``captioning``.
+    """Self-critical sequence training for the task ``captioning``.
 
-    Logs the mean ``reward`` of drawn captions (in validation: of greedy ones, and ``loss`` is its negative), the mean
-    ``baseline`` and ``advantage``, words a caption (``length``) and the policy's ``entropy`` a word, in nats.
+    It logs the mean ``reward`` of sampled captions (in validation of greedy ones, whose negative is ``loss``), the mean
+    ``baseline`` and ``advantage``, the words per caption (``length``) and the policy's ``entropy`` per word, in nats.
 
     Raises:
-        ValueError: another task, or an option is out of its range.
+        ValueError: The task is another one, or an option is out of range.
     """
 
     def __init__(self, cfg: SelfCriticalConfig, task: Any) -> None:
@@ -110,7 +110,7 @@ class SelfCriticalCriterion(FairseqCriterion):
         if self.reward not in REWARDS:
             raise ValueError(f"--reward must be one of {', '.join(REWARDS)}, got {self.reward!r}")
         if self.baseline == "mean" and cfg.samples < 2:
-            raise ValueError("--baseline mean is of an image's other captions: --samples must be at least 2, got 1")
+            raise ValueError("--baseline mean compares with other samples: --samples must be at least 2, got 1")
         self.samples, self.max_length, self.temperature = cfg.samples, cfg.max_caption_length, cfg.sampling_temperature
         self.dropout_in_loss = cfg.dropout_in_loss
         self.dictionary = task.target_dictionary
@@ -124,18 +124,18 @@ class SelfCriticalCriterion(FairseqCriterion):
             logger.info("CIDEr-D weighs n-grams by the captions of %d images", self.frequencies.images)
 
     def forward(self, model: Any, sample: dict[str, Any], reduce: bool = True) -> tuple[Tensor, int, dict[str, Any]]:
-        """The loss in training, the negative reward of greedy captions in validation.
+        """Compute the loss in training, and the negative reward of greedy captions in validation.
 
         Args:
-            model: An encoder and decoder whose ``prev_output_tokens`` may hold several rows of each image.
+            model: Encoder and decoder whose ``prev_output_tokens`` may hold several rows per image.
             sample: A batch of the task.
-            reduce: Sum it; otherwise it is that of each caption.
+            reduce: Sum the loss over captions; otherwise return it per caption.
 
         Returns:
-            The loss, how many captions it is of, and what is logged.
+            The loss, the number of captions, and the values to log.
 
         Raises:
-            ValueError: the batch has no references.
+            ValueError: The batch has no references.
         """
         if "references" not in sample:
             raise ValueError("sample must have the references of its images: the dataset is not of the task captioning")
@@ -190,11 +190,11 @@ class SelfCriticalCriterion(FairseqCriterion):
         )
 
     def _words(self, captions: Tensor) -> int:
-        """Of all of them, without their ends."""
+        """Count the words of all captions, without their ends."""
         return int((captions.ne(self.padding_idx) & captions.ne(self.dictionary.eos())).sum())
 
     def _policy(self, logits: Tensor, first: Tensor) -> Tensor:
-        """Logits of what may be drawn, in float32: (N, V) and which are of a caption's first word, (N,) -> (N, V)."""
+        """Return the policy's logits (N, V) in float32, -inf for excluded words; ``first`` (N,) marks first words."""
         logits = logits.float() / self.temperature
         logits[:, [self.padding_idx, self.dictionary.bos()]] = -torch.inf
         logits[:, self.dictionary.eos()].masked_fill_(first, -torch.inf)
@@ -202,16 +202,16 @@ class SelfCriticalCriterion(FairseqCriterion):
 
     @torch.no_grad()
     def captions(self, model: Any, net_input: Mapping[str, Any], greedy: int, samples: int) -> Tensor:
-        """Captions of every image, made together, word by word, without dropout.
+        """Generate captions for a batch, without dropout.
 
         Args:
-            model: The model; it is in the mode it was in when this ends.
-            net_input: The batch's.
-            greedy: 1: the first caption of every image is the greedy one; 0: there is none.
-            samples: How many more are drawn.
+            model: The model; its mode is restored afterwards.
+            net_input: The batch's ``net_input``.
+            greedy: 1 to generate the greedy caption of each image first, else 0.
+            samples: Number of sampled captions per image.
 
         Returns:
-            (B, K, T): words, the end unless there are as many words as may be, padding.
+            (B, K, T): words, the end unless the caption has the maximum length, then padding.
         """
         pad, eos = self.padding_idx, self.dictionary.eos()
         with _inference(model):
@@ -227,18 +227,18 @@ class SelfCriticalCriterion(FairseqCriterion):
             for t in range(longest):
                 logits = model.decoder(tokens[:, : t + 1], encoder_out, incremental_state=state)[0][:, -1]
                 logits = self._policy(logits, torch.full_like(ended, t == 0)).view(B, K, -1)
-                if samples:  # the largest of logits with Gumbel noise is a draw, and no NaN stops the device
+                if samples:  # Gumbel-max sampling, which raises no device-side assertion on NaN
                     noise = torch.empty_like(logits[:, greedy:]).exponential_()
                     logits[:, greedy:] -= noise.clamp_min_(torch.finfo(noise.dtype).tiny).log_()
                 tokens[:, t + 1] = logits.argmax(-1).flatten().masked_fill_(ended, pad)
                 ended |= tokens[:, t + 1].eq(eos)
                 if ended.all():
                     break
-        torch.clear_autocast_cache()  # older torch gives the next pass what it holds: weights without a gradient
+        torch.clear_autocast_cache()  # older torch would reuse cached weights without a gradient in the next pass
         return tokens[:, 1 : t + 2].view(B, K, -1)
 
     def rewards(self, sample: Mapping[str, Any], captions: Tensor) -> np.ndarray:
-        """(B, K, T) -> float64 (B, K)."""
+        """Compute rewards, (B, K, T) -> float64 (B, K)."""
         references = dict(zip(sample["image_ids"], sample["references"]))
         if self.frequencies is None:
             score: Any = reward(self.reward, references)
@@ -252,15 +252,15 @@ class SelfCriticalCriterion(FairseqCriterion):
         return score([image_id for image_id in sample["image_ids"] for _ in range(K)], texts).reshape(B, K)
 
     def log_probabilities(self, model: Any, net_input: Mapping[str, Any], target: Tensor) -> tuple[Tensor, Tensor]:
-        """The log-probability of every caption, with a gradient, and the sum of the entropies of all their words.
+        """Compute the differentiable log-probability of every caption and the summed entropy of all their words.
 
         Args:
             model: The model.
-            net_input: The batch's, of B images.
-            target: (N, T) captions, N / B of each image in turn.
+            net_input: The batch's ``net_input``, of B images.
+            target: (N, T) captions, N / B consecutive ones per image.
 
         Returns:
-            (N,) and a number, both float32.
+            Log-probabilities (N,) and the entropy, a scalar, both float32.
         """
         start = target.new_full((len(target), 1), self.dictionary.eos())
         previous = torch.cat([start, target[:, :-1]], 1)
@@ -274,7 +274,7 @@ class SelfCriticalCriterion(FairseqCriterion):
 
     @classmethod
     def reduce_metrics(cls, logging_outputs: list[dict[str, Any]]) -> None:
-        """Means over workers and batches."""
+        """Average the logged values over workers and batches."""
         total: dict[str, Any] = {}
         for output in logging_outputs:
             for name, value in output.items():
@@ -287,5 +287,5 @@ class SelfCriticalCriterion(FairseqCriterion):
 
     @staticmethod
     def logging_outputs_can_be_summed() -> bool:
-        """They can."""
+        """Return True: workers' outputs may be summed."""
         return True

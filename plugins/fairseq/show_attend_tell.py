@@ -1,8 +1,9 @@
-"""``show_attend_tell``: an LSTM with soft attention over the cells of a grid, of the task ``captioning``.
+"""``show_attend_tell``: LSTM with soft attention over the cells of a grid, for the task ``captioning``.
 
-Xu et al. 2015, as the lecture has it ("Image Captioning"): the decoder is :class:`attn_plugins.modules.ShowAttendTell`,
-and what it attends to are the features as they are in the file. The criterion ``doubly_stochastic_cross_entropy`` has
-the paper's regularisation. Any regions serve, a grid's cells (``extract_regions --grid``) or those of a detector.
+The model of Xu et al. 2015 as in the lecture ("Image Captioning"): the decoder, which is
+:class:`attn_plugins.modules.ShowAttendTell`, attends to the stored features directly. The criterion
+``doubly_stochastic_cross_entropy`` adds the paper's regularisation. Regions may be the cells of a grid
+(``extract_regions --grid``) or those of a detector.
 """
 
 # ruff: noqa: UP045  fairseq reads the types of the fields
@@ -31,27 +32,27 @@ BASE = {"embed_dim": 512, "hidden_dim": 512, "attention_dim": 512}
 
 @dataclass
 class ShowAttendTellConfig(CaptionerConfig):
-    """Options of the model."""
+    """Options of the model ``show_attend_tell``."""
 
     hidden_dim: Optional[int] = field(default=None, metadata={"help": "channels of the LSTM (base: 512)"})
     attention_dim: Optional[int] = field(
-        default=None, metadata={"help": "hidden layer of the attention's network (base: 512)"}
+        default=None, metadata={"help": "hidden layer of the attention network (base: 512)"}
     )
 
 
 class GridEncoder(ModalitiesEncoder):
-    """The features as they are."""
+    """Encoder that passes the features on unchanged."""
 
     def encode(
         self, src_tokens: Tensor, regions: Optional[Tensor], regions_padding_mask: Optional[Tensor]
     ) -> tuple[Optional[Modality], Optional[Modality]]:
-        """Regions alone."""
+        """Return the regions alone."""
         assert regions is not None
         return Modality(regions, regions_padding_mask), None
 
 
 class ShowAttendTellDecoder(CaptionerDecoder):
-    """Words through :class:`ShowAttendTell`."""
+    """Decoder based on :class:`ShowAttendTell`."""
 
     model = "show_attend_tell"
 
@@ -62,14 +63,14 @@ class ShowAttendTellDecoder(CaptionerDecoder):
     def advance(
         self, words: Tensor, memory: dict[str, Modality], state: Optional[ShowAttendTellState]
     ) -> tuple[Tensor, dict[str, list[Tensor]], ShowAttendTellState]:
-        """As :class:`CaptionerDecoder` has it."""
+        """Continue after ``state``; see :meth:`CaptionerDecoder.advance`."""
         features, alignment, state = self.lstm(words, *memory["visual"], state)
         return features, {"visual": [alignment]}, state
 
 
 @register_model("show_attend_tell", dataclass=ShowAttendTellConfig)
 class ShowAttendTellModel(CaptionerModel):
-    """Regions to a caption; ``--arch`` names below, or hydra's ``model._name``."""
+    """Show, Attend and Tell captioner; select it by ``--arch`` or hydra's ``model._name``."""
 
     region_weight = "decoder.lstm.first_hidden.weight"
 
@@ -78,7 +79,7 @@ class ShowAttendTellModel(CaptionerModel):
         """Build the model for the task's dictionary and region features.
 
         Raises:
-            ValueError: the options do not fit each other or the task.
+            ValueError: The options are inconsistent or do not fit the task.
         """
         cfg = complete(cfg, {**vars(ShowAttendTellConfig()), **BASE})
         visual_dim = visual_dim_of(task)
@@ -95,5 +96,5 @@ class ShowAttendTellModel(CaptionerModel):
 
 @register_model_architecture("show_attend_tell", "show_attend_tell_tiny")
 def show_attend_tell_tiny(args: Namespace) -> None:
-    """64 channels of words, 128 of the LSTM and of the attention: minutes on a CPU."""
+    """Set sizes that train in minutes on a CPU: 64 channels of words, 128 in the LSTM and in the attention."""
     set_sizes(args, {"embed_dim": 64, "hidden_dim": 128, "attention_dim": 128})

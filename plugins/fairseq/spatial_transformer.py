@@ -1,10 +1,10 @@
-"""``spatial_transformer``: fairseq's Transformer with a choice of attention for each of its three places.
+"""``spatial_transformer``: fairseq's Transformer with a choice of attention at each of its three places.
 
 ``--encoder-attention``, ``--decoder-attention`` and ``--cross-attention`` are four bits for the terms ε1 to ε4 of Zhu
-et al. (2019); the first two may also be ``dynamic`` (convolution), ``bilateral`` (the thesis' section 3.6), ``shaw``
-(relative positions of Shaw et al. 2018, which it is compared with) or ``none``, and ``--deformable`` puts a deformable
-convolution before each self-attention (the paper's Fig. 2c). Everything else is fairseq's own Transformer, through its
-build hooks.
+et al. (2019). The first two may also be ``dynamic`` (convolution), ``bilateral`` (thesis, section 3.6), ``shaw``
+(relative positions of Shaw et al. 2018, for comparison) or ``none``. ``--deformable`` adds a deformable convolution
+before each self-attention (Fig. 2c of the paper). The rest is fairseq's Transformer, customised through its build
+hooks.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from .spatial_transformer_options import SpatialTransformerConfig, checked
 
 
 class SpatialEncoderLayer(TransformerEncoderLayerBase):
-    """fairseq's layer with our self-attention, of this layer's ``kernel_size`` where it has a kernel."""
+    """Encoder layer of fairseq with :class:`SpatialSelfAttention`; ``kernel_size`` is that of this layer, if any."""
 
     def __init__(self, cfg: TransformerConfig, return_fc: bool = False, kernel_size: int | None = None) -> None:
-        self.kernel_size = kernel_size  # before fairseq's constructor, which builds the attention
+        self.kernel_size = kernel_size  # set first, because fairseq's constructor builds the attention
         super().__init__(cfg, return_fc)
         _leave_out_empty(self)
 
     def build_self_attention(self, embed_dim: int, cfg: TransformerConfig) -> nn.Module:
-        """Ours."""
+        """Build this package's self-attention."""
         return SpatialSelfAttention(cfg, "encoder", self.kernel_size)
 
 
 class SpatialDecoderLayer(TransformerDecoderLayerBase):
-    """fairseq's layer with our attentions; it weighs the encoder's words where the decoder asks for the weights."""
+    """Decoder layer of fairseq with this package's attentions; it computes weights only when they are requested."""
 
     def __init__(self, cfg: TransformerConfig, no_encoder_attn: bool = False, kernel_size: int | None = None) -> None:
         self.kernel_size = kernel_size
@@ -55,33 +55,33 @@ class SpatialDecoderLayer(TransformerDecoderLayerBase):
     def build_self_attention(
         self, embed_dim: int, cfg: TransformerConfig, add_bias_kv: bool = False, add_zero_attn: bool = False
     ) -> nn.Module:
-        """Ours."""
+        """Build this package's self-attention."""
         return SpatialSelfAttention(cfg, "decoder", self.kernel_size)
 
     def build_encoder_attention(self, embed_dim: int, cfg: TransformerConfig) -> nn.Module:
-        """Ours."""
+        """Build this package's cross-attention."""
         return SpatialEncoderAttention(cfg)
 
     def make_generation_fast_(self, need_attn: bool = False, **kwargs: Any) -> None:
-        """Change nothing: fairseq's would let every layer compute weights of which one's are used."""
+        """Do nothing: fairseq's method would make every layer compute weights, though those of one are used."""
 
 
 class SpatialEncoder(TransformerEncoderBase):
-    """fairseq's encoder of :class:`SpatialEncoderLayer`."""
+    """Encoder of fairseq with :class:`SpatialEncoderLayer`."""
 
     def __init__(self, cfg: TransformerConfig, dictionary: Any, embed_tokens: nn.Module) -> None:
         self.layers_built = 0
         super().__init__(_of_side(cfg, "encoder"), dictionary, embed_tokens)
 
     def build_encoder_layer(self, cfg: TransformerConfig) -> nn.Module:
-        """The next layer."""
+        """Build the next layer."""
         layer = SpatialEncoderLayer(cfg, self.return_fc, cfg.encoder.kernel_sizes[self.layers_built])
         self.layers_built += 1
         return _wrapped(layer, cfg)
 
 
 class SpatialDecoder(TransformerDecoderBase):
-    """fairseq's decoder of :class:`SpatialDecoderLayer`."""
+    """Decoder of fairseq with :class:`SpatialDecoderLayer`."""
 
     def __init__(
         self, cfg: TransformerConfig, dictionary: Any, embed_tokens: nn.Module, no_encoder_attn: bool = False
@@ -91,7 +91,7 @@ class SpatialDecoder(TransformerDecoderBase):
         super().__init__(_of_side(cfg, "decoder"), dictionary, embed_tokens, no_encoder_attn)
 
     def build_decoder_layer(self, cfg: TransformerConfig, no_encoder_attn: bool = False) -> nn.Module:
-        """The next layer."""
+        """Build the next layer."""
         layer = SpatialDecoderLayer(cfg, no_encoder_attn, cfg.decoder.kernel_sizes[self.layers_built])
         self.layers_built += 1
         return _wrapped(layer, cfg)
@@ -105,30 +105,30 @@ class SpatialDecoder(TransformerDecoderBase):
         alignment_layer: int | None = None,
         alignment_heads: int | None = None,
     ) -> tuple[Tensor, dict[str, list[Tensor | None]]]:
-        """As fairseq's, but without an alignment in training, and in generation without ``--print-alignment``."""
+        """Compute features; the alignment is omitted in training and in generation without ``--print-alignment``."""
         if alignment_layer is None and (self.training or not self.need_alignment):
-            alignment_layer = -1  # of no layer
+            alignment_layer = -1  # no layer computes weights
         elif self.training:
             raise ValueError("alignment_layer must be None in training: the alignment has no gradient")
         if encoder_out is not None and incremental_state is None and not _any(encoder_out["encoder_padding_mask"]):
-            encoder_out = {**encoder_out, "encoder_padding_mask": []}  # it would cost every layer
+            encoder_out = {**encoder_out, "encoder_padding_mask": []}  # an empty mask would slow down every layer
         return super().extract_features(
             prev_output_tokens, encoder_out, incremental_state, full_context_alignment, alignment_layer, alignment_heads
         )
 
     def make_generation_fast_(self, need_attn: Any = False, **kwargs: Any) -> None:
-        """Remember whether ``--print-alignment`` is given."""
+        """Record whether ``--print-alignment`` is given."""
         self.need_alignment = bool(need_attn)
 
 
 class OwnCheckpoints:
-    """Says in one line why a checkpoint does not fit."""
+    """Mixin whose error for an incompatible checkpoint fits on one line."""
 
     def load_state_dict(self, state_dict: dict[str, Tensor], *args: Any, **kwargs: Any) -> Any:
-        """As fairseq's.
+        """Load a checkpoint.
 
         Raises:
-            ValueError: the checkpoint is of another model.
+            ValueError: The checkpoint belongs to another model.
         """
         try:
             return super().load_state_dict(state_dict, *args, **kwargs)  # type: ignore[misc]
@@ -149,19 +149,19 @@ class OwnCheckpoints:
 
 @register_model("spatial_transformer", dataclass=SpatialTransformerConfig)
 class SpatialTransformerModel(OwnCheckpoints, TransformerModelBase):
-    """fairseq's Transformer with a choice of attention; ``--arch`` names below, or hydra's ``model._name``."""
+    """Transformer of fairseq with a choice of attention; select it by ``--arch`` or hydra's ``model._name``."""
 
     @classmethod
     def add_args(cls, parser: Any) -> None:
-        """Add fairseq's options of the Transformer and ours."""
+        """Add fairseq's options of the Transformer and those of this model."""
         super(TransformerModelBase, cls).add_args(parser)
 
     @classmethod
     def build_model(cls, cfg: Any, task: Any) -> SpatialTransformerModel:
-        """Build the model of the dataclass, ``DictConfig`` or ``Namespace`` ``cfg``.
+        """Build the model from a dataclass, ``DictConfig`` or ``Namespace`` ``cfg``.
 
         Raises:
-            ValueError: the options do not fit each other or the task.
+            ValueError: The options are inconsistent or do not fit the task.
         """
         cfg = TransformerConfig.from_namespace(checked(cfg, SpatialTransformerConfig))
         if (
@@ -176,12 +176,12 @@ class SpatialTransformerModel(OwnCheckpoints, TransformerModelBase):
 
     @classmethod
     def build_encoder(cls, cfg: TransformerConfig, src_dict: Any, embed_tokens: nn.Module) -> SpatialEncoder:
-        """Ours."""
+        """Build the encoder."""
         return SpatialEncoder(cfg, src_dict, embed_tokens)
 
     @classmethod
     def build_decoder(cls, cfg: TransformerConfig, tgt_dict: Any, embed_tokens: nn.Module) -> SpatialDecoder:
-        """Ours."""
+        """Build the decoder."""
         return SpatialDecoder(cfg, tgt_dict, embed_tokens, no_encoder_attn=cfg.no_cross_attention)
 
 
@@ -190,21 +190,21 @@ def _any(masks: list[Tensor]) -> bool:
 
 
 def _of_side(cfg: TransformerConfig, side: str) -> TransformerConfig:
-    """fairseq has one switch for the position embeddings of both sides."""
+    """Set the position embeddings of one side, because fairseq has one switch for both sides."""
     cfg = copy.copy(cfg)
     cfg.no_token_positional_embeddings = getattr(cfg, side).positions == "none" or cfg.no_token_positional_embeddings
     return cfg
 
 
 def _wrapped(layer: nn.Module, cfg: TransformerConfig) -> nn.Module:
-    """With fairseq's checkpointing of activations and sharding of parameters, where they are asked for."""
+    """Apply fairseq's activation checkpointing and parameter sharding if requested."""
     if cfg.checkpoint_activations:
         layer = checkpoint_wrapper(layer, offload_to_cpu=cfg.offload_activations)
     return fsdp_wrap(layer, min_num_params=0 if cfg.checkpoint_activations else cfg.min_params_to_wrap)
 
 
 def _leave_out_empty(layer: Any) -> None:
-    """Without self-attention, its normalisation goes too: the layer then begins with what comes next."""
+    """Remove the normalisation of an empty self-attention, so that the layer begins with the next sublayer."""
     if layer.self_attn.empty:
         layer.self_attn_layer_norm = nn.Identity()
 
@@ -214,32 +214,32 @@ def _leave_out_empty(layer: Any) -> None:
 
 @register_model_architecture("spatial_transformer", "spatial_transformer_wmt_en_de")
 def spatial_transformer_wmt_en_de(args: Namespace) -> None:
-    """The base model: 6 layers, 512 channels, 8 heads, 2048 hidden; as ``spatial_transformer`` itself."""
+    """Keep the base sizes of ``spatial_transformer``: 6 layers, 512 channels, 8 heads, 2048 hidden."""
 
 
 @register_model_architecture("spatial_transformer", "spatial_transformer_wmt_en_de_big")
 def spatial_transformer_wmt_en_de_big(args: Namespace) -> None:
-    """The big model: 6 layers, 1024 channels, 16 heads, 4096 hidden."""
+    """Set the sizes of the big model: 6 layers, 1024 channels, 16 heads, 4096 hidden."""
     default_sizes(args, "encoder", embed_dim=1024, ffn_embed_dim=4096, attention_heads=16)
     default_sizes(args, "decoder", attention_heads=16)
 
 
 @register_model_architecture("spatial_transformer", "spatial_transformer_iwslt_de_en")
 def spatial_transformer_iwslt_de_en(args: Namespace) -> None:
-    """6 layers, 512 channels, 4 heads, 1024 hidden."""
+    """Set the IWSLT sizes: 6 layers, 512 channels, 4 heads, 1024 hidden."""
     default_sizes(args, "encoder", ffn_embed_dim=1024, attention_heads=4)
     default_sizes(args, "decoder", attention_heads=4)
 
 
 @register_model_architecture("spatial_transformer", "spatial_transformer_tiny")
 def spatial_transformer_tiny(args: Namespace) -> None:
-    """2 layers, 64 channels, 4 heads, 128 hidden: minutes on a CPU."""
+    """Set sizes that train in minutes on a CPU: 2 layers, 64 channels, 4 heads, 128 hidden."""
     default_sizes(args, "encoder", embed_dim=64, ffn_embed_dim=128, attention_heads=4, layers=2)
     default_sizes(args, "decoder", attention_heads=4, layers=2)
 
 
 def default_sizes(args: Namespace, side: str, **values: int) -> None:
-    """Set what an architecture says and the user does not; the decoder's widths are the encoder's otherwise."""
+    """Set an architecture's sizes that the user did not set; other decoder widths follow the encoder's."""
     for name, value in values.items():
         if getattr(args, f"{side}_{name}", None) is None:
             setattr(args, f"{side}_{name}", value)

@@ -1,6 +1,6 @@
-"""Our attention behind the interface of fairseq's ``MultiheadAttention``.
+"""Adapters of this package's attention to the interface of fairseq's ``MultiheadAttention``.
 
-Shapes: B sentences, T queries, S keys, C channels, M heads; fairseq keeps states as (T, B, C).
+Shapes: B sentences, T queries, S keys, C channels, M heads; fairseq stores states as (T, B, C).
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ IncrementalState = dict[str, dict[str, Any]]
 
 
 class _CachedAttention(FairseqIncrementalState, nn.Module):
-    """What both attentions keep between two steps of decoding: one cache a unit."""
+    """Base of both attentions, with one decoding cache per unit."""
 
-    get_incremental_state: Any  # of fairseq
+    get_incremental_state: Any  # defined by fairseq
     set_incremental_state: Any
 
     def __init__(self, embed_dim: int, num_heads: int) -> None:
@@ -39,7 +39,7 @@ class _CachedAttention(FairseqIncrementalState, nn.Module):
         self.num_heads, self.head_dim = num_heads, embed_dim // num_heads  # fairseq's layer reads them
 
     def caches(self, state: IncrementalState | None) -> dict[str, SequenceCache]:
-        """Those of ``state``, made in the first step; none without a state."""
+        """Return the caches in ``state``, created in the first step; empty without a state."""
         if state is None:
             return {}
         caches = self.get_incremental_state(state, "caches")
@@ -49,13 +49,13 @@ class _CachedAttention(FairseqIncrementalState, nn.Module):
         return caches
 
     def reorder_incremental_state(self, state: IncrementalState, new_order: Tensor) -> IncrementalState:
-        """Follow the beam."""
+        """Reorder the caches to follow the beam."""
         for cache in (self.get_incremental_state(state, "caches") or {}).values():
             cache.reorder(new_order)
         return state
 
     def _get_input_buffer(self, state: IncrementalState | None) -> dict[str, Tensor]:
-        """fairseq's decoder layer asks for it in every step, and reads it with cross+self-attention alone."""
+        """Return an empty buffer: fairseq's decoder layer reads it only with cross+self-attention."""
         return {}
 
     def _set_input_buffer(self, state: IncrementalState, buffer: Any) -> None:
@@ -63,12 +63,12 @@ class _CachedAttention(FairseqIncrementalState, nn.Module):
 
 
 class SpatialSelfAttention(_CachedAttention):
-    """Self-attention of one layer, after its deformable convolution where it has one.
+    """Self-attention of one layer, preceded by a deformable convolution if ``cfg.deformable`` is set.
 
     Args:
-        cfg: fairseq's configuration, with our options as :func:`checked` leaves them.
+        cfg: Configuration of fairseq with this package's options, as returned by :func:`checked`.
         side: ``'encoder'`` or ``'decoder'``, which is causal.
-        kernel_size: Of dynamic and bilateral.
+        kernel_size: Kernel size of dynamic and bilateral.
     """
 
     def __init__(self, cfg: TransformerConfig, side: str, kernel_size: int | None) -> None:
@@ -81,7 +81,7 @@ class SpatialSelfAttention(_CachedAttention):
 
     @property
     def empty(self) -> bool:
-        """Whether there is nothing in it: the paper's "w/o"."""
+        """Whether the layer has neither attention nor convolution: the paper's "w/o"."""
         return self.attention is None and self.deformable is None
 
     def forward(
@@ -94,10 +94,10 @@ class SpatialSelfAttention(_CachedAttention):
         need_weights: bool = False,
         attn_mask: Tensor | None = None,
     ) -> tuple[Tensor, None]:
-        """(T, B, C) -> (T, B, C); ``key`` and ``value`` are ``query``.
+        """Compute self-attention, (T, B, C) -> (T, B, C); ``key`` and ``value`` equal ``query``.
 
-        ``attn_mask`` is fairseq's mask of the future, which the causal modules have in them; a decoder's pass without
-        it, and an encoder's with one, are refused.
+        ``attn_mask`` is fairseq's causal mask, which the causal modules apply themselves. A decoder's pass without it
+        and an encoder's pass with a mask raise an error.
         """
         if self.causal and attn_mask is None and incremental_state is None:
             raise ValueError("full_context_alignment must be False: the decoder's self-attention is causal")
@@ -122,10 +122,10 @@ class SpatialSelfAttention(_CachedAttention):
 
 
 class SpatialEncoderAttention(_CachedAttention):
-    """Attention of a decoder's layer to the encoder's output.
+    """Cross-attention of a decoder layer to the encoder's output.
 
     Args:
-        cfg: fairseq's configuration, with our options as :func:`checked` leaves them.
+        cfg: Configuration of fairseq with this package's options, as returned by :func:`checked`.
     """
 
     def __init__(self, cfg: TransformerConfig) -> None:
@@ -153,13 +153,15 @@ class SpatialEncoderAttention(_CachedAttention):
         need_weights: bool = False,
         need_head_weights: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """(T, B, C) and the encoder's (S, B, C') -> (T, B, C), weights (B, T, S) or (M, B, T, S) of each head.
+        """Attend from ``query`` (T, B, C) to the encoder's output ``key`` (S, B, C').
 
-        Weights have no gradient, and are computed where they are asked for alone.
+        Returns:
+            Output (T, B, C), and weights (B, T, S), or (M, B, T, S) per head, or None unless requested. Weights have no
+            gradient.
         """
         cache = self.caches(incremental_state).get("attention")
         key = key.transpose(0, 1)
-        if cache is None or cache.value is None:  # later steps read no more of it than its shape
+        if cache is None or cache.value is None:  # later steps read only its shape
             key = key.contiguous()
             if cache is not None:
                 same = (key[1:] == key[:-1]).flatten(1).all(1)
@@ -175,9 +177,9 @@ class SpatialEncoderAttention(_CachedAttention):
         return self.attention(x, key, **options).transpose(0, 1), weights
 
     def reorder_incremental_state(self, state: IncrementalState, new_order: Tensor) -> IncrementalState:
-        """Follow the beam; on the CPU, where no row changes its sentence, the source's keys and values need no copy."""
+        """Reorder to follow the beam; on the CPU, skip the copy of keys and values if no row changes its sentence."""
         found = self.get_incremental_state(state, "sentences")
-        if found is not None and new_order.device.type == "cpu":  # elsewhere to look takes longer than the copy
+        if found is not None and new_order.device.type == "cpu":  # on other devices the check is slower than the copy
             sentence = found["sentence"]
             found["sentence"] = sentence[new_order]
             if torch.equal(found["sentence"], sentence):
@@ -233,12 +235,12 @@ def _deformable(cfg: TransformerConfig, channels: int, causal: bool) -> nn.Modul
         unit: Any = CausalDeformableConv1d(channels, channels, 3, offset_scale=scale)
     else:
         unit = DeformableConv1d(channels, channels, 3, padding=1, offset_scale=scale)
-    nn.init.xavier_uniform_(unit.weight)  # as all projections of fairseq's Transformer
+    nn.init.xavier_uniform_(unit.weight)  # like all projections of fairseq's Transformer
     return unit
 
 
 def _add_noise(attention: nn.Module, cfg: TransformerConfig) -> None:
-    """--quant-noise-pq, on every projection, as in fairseq's attention."""
+    """Apply --quant-noise-pq to every projection, as in fairseq's attention."""
     for layer in attention.modules():
         if isinstance(layer, nn.Linear):
             quant_noise(layer, cfg.quant_noise.pq, cfg.quant_noise.pq_block_size)

@@ -15,22 +15,22 @@ from .spatial_transformer_options import SpatialTransformerLMConfig, checked
 
 @register_model("spatial_transformer_lm", dataclass=SpatialTransformerLMConfig)
 class SpatialTransformerLanguageModel(OwnCheckpoints, TransformerLanguageModel):
-    """A decoder without cross-attention: ``--decoder-attention`` and the other options of ``spatial_transformer``."""
+    """Decoder without cross-attention, with ``--decoder-attention`` and other options of ``spatial_transformer``."""
 
     @classmethod
     def build_model(cls, args: Any, task: Any) -> SpatialTransformerLanguageModel:
-        """Build the model, after the checks and with the embeddings of ``transformer_lm``.
+        """Build the model with the checks and embeddings of ``transformer_lm``.
 
         Raises:
-            ValueError: the options do not fit each other.
+            ValueError: The options are inconsistent.
         """
         args = checked(args, SpatialTransformerLMConfig, ("decoder",))
-        stock = super().build_model(args, task)  # which also completes args
+        stock = super().build_model(args, task)  # this also completes args
         cfg = TransformerConfig.from_namespace(args)
         return cls(SpatialDecoder(cfg, task.target_dictionary, stock.decoder.embed_tokens, no_encoder_attn=True))
 
 
 @register_model_architecture("spatial_transformer_lm", "spatial_transformer_lm_tiny")
 def spatial_transformer_lm_tiny(args: Namespace) -> None:
-    """2 layers, 64 channels, 4 heads, 128 hidden: minutes on a CPU."""
+    """Set sizes that train in minutes on a CPU: 2 layers, 64 channels, 4 heads, 128 hidden."""
     default_sizes(args, "decoder", embed_dim=64, ffn_embed_dim=128, attention_heads=4, layers=2)

@@ -1,6 +1,6 @@
-"""The options of ``spatial_transformer``: fairseq's of the Transformer, under their flat names, and ours.
+"""Options of ``spatial_transformer``: those of fairseq's Transformer under their flat names, and this package's.
 
-The dataclasses serve the command line (``--encoder-attention``) and hydra (``model.encoder_attention``) alike.
+The dataclasses serve both the command line (``--encoder-attention``) and hydra (``model.encoder_attention``).
 """
 
 # ruff: noqa: UP045  fairseq reads the types of the fields: neither as strings nor as X | None
@@ -28,75 +28,75 @@ SHAW_VECTORS = ("keys_and_values", "keys")
 
 @dataclass
 class SideOptions(FairseqDataclass):
-    """What encoder and decoder have each."""
+    """Options that encoder and decoder have separately."""
 
     attention: str = field(
         default="1111",
         metadata={
             "help": "self-attention: four bits for the terms of content, query and position, key and position alone "
-            "(as 0110; in YAML quoted), dynamic (convolution), bilateral, shaw (relative positions up to a distance), "
-            "or none"
+            "(for example 0110; quoted in YAML), dynamic (convolution), bilateral, shaw (relative positions up to a "
+            "distance), or none"
         },
     )
     kernel_sizes: Optional[str] = field(
         default=None,
         metadata={
-            "help": "of dynamic and bilateral: one number, or one for each layer (3,7,15); "
+            "help": "kernel size of dynamic and bilateral: one number, or one per layer (3,7,15); "
             "default: dynamic 31, bilateral 21, in the decoder 11"
         },
     )
     positions: ChoiceEnum(POSITIONS) = field(  # type: ignore[valid-type]
         default="auto",
         metadata={
-            "help": "absolute: add position embeddings to the words; none: do not; auto: where self-attention has no "
-            "relative positions (bits without the second and the fourth, none), and with bilateral"
+            "help": "absolute: add position embeddings to the words; none: do not; auto: add them if self-attention "
+            "has no relative positions (bits without the second and the fourth, none), and with bilateral"
         },
     )
 
 
 @dataclass
 class SharedOptions(FairseqDataclass):
-    """What encoder and decoder have in common."""
+    """Options that encoder and decoder share."""
 
     deformable: bool = field(
-        default=False, metadata={"help": "put a deformable convolution of kernel size 3 before every self-attention"}
+        default=False, metadata={"help": "add a deformable convolution of kernel size 3 before every self-attention"}
     )
     offset_lr_scale: float = field(
         default=0.1,
-        metadata={"help": "the learning rate of deformable convolution's offsets, in that of all others, with Adam"},
+        metadata={"help": "learning rate of the deformable convolution's offsets with Adam, relative to all others"},
     )
     attention_range: int = field(
-        default=-1, metadata={"help": "keys of self-attention by four bits, odd: as many around the query; -1: all"}
+        default=-1, metadata={"help": "odd number of keys around the query in self-attention by four bits; -1: all"}
     )
     query_key_bias: bool = field(
         default=False,
-        metadata={"help": "give queries and keys biases where the first bit is set, as the original Transformer has"},
+        metadata={"help": "add biases to queries and keys if the first bit is set, as in the original Transformer"},
     )
     bilateral_outside: ChoiceEnum(get_args(Outside)) = field(  # type: ignore[valid-type]
         default="zero", metadata={"help": "position logits of bilateral outside its kernel; write ...-outside=-inf"}
     )
     bilateral_padding: Optional[str] = field(
-        default=None, metadata={"help": "the old name of --bilateral-outside, in checkpoints"}
+        default=None, metadata={"help": "old name of --bilateral-outside, found in checkpoints"}
     )
     bilateral_smoothing: ChoiceEnum(get_args(SequenceSmoothing)) = field(  # type: ignore[valid-type]
         default="sqrt_d",
-        metadata={"help": "divisor of bilateral's position logits; sqrt_embed_dim: that of its content logits too"},
+        metadata={"help": "divisor of bilateral's position logits; sqrt_embed_dim also divides its content logits"},
     )
 
     shaw_distance: int = field(
-        default=16, metadata={"help": "the distance at which shaw clips relative positions (Shaw et al. 2018, k)"}
+        default=16, metadata={"help": "distance at which shaw clips relative positions (k of Shaw et al. 2018)"}
     )
     shaw_vectors: ChoiceEnum(SHAW_VECTORS) = field(  # type: ignore[valid-type]
-        default="keys_and_values", metadata={"help": "what shaw adds vectors of relative positions to"}
+        default="keys_and_values", metadata={"help": "where shaw adds vectors of relative positions"}
     )
     shaw_per_head: bool = field(
-        default=False, metadata={"help": "give every head of shaw vectors of its own, in place of one table for all"}
+        default=False, metadata={"help": "use a separate table of vectors per head of shaw instead of one for all"}
     )
 
 
 @dataclass
 class CrossOptions(FairseqDataclass):
-    """What an encoder-decoder model has besides."""
+    """Additional options of an encoder-decoder model."""
 
     cross_attention: str = field(
         default="1111", metadata={"help": "attention of the decoder to the encoder: four bits, as --encoder-attention"}
@@ -104,15 +104,15 @@ class CrossOptions(FairseqDataclass):
 
 
 def _flat(options: type, prefix: str) -> list[tuple[str, Any, Any]]:
-    """The fields of a part of fairseq's configuration, with its prefix as on the command line."""
+    """Return the fields of a part of fairseq's configuration, prefixed as on the command line."""
     found = []
     for part in fields(options):
         name, kind, default = f"{prefix}_{part.name}", part.type, part.default
         if part.name == "_name":
             continue
-        if part.name == "layers_to_keep":  # fairseq splits a string
+        if part.name == "layers_to_keep":  # a string that fairseq splits
             kind = Optional[str]
-        if part.name in (*SIZES, "input_dim", "output_dim"):  # None leaves them to the architecture, in hydra too
+        if part.name in (*SIZES, "input_dim", "output_dim"):  # None leaves them to the architecture, also in hydra
             kind, default = Optional[int], None
         found.append((name, kind, field(default=default, metadata=dict(part.metadata))))
     return found
@@ -152,19 +152,19 @@ SpatialTransformerLMConfig = make_dataclass(
 
 
 def checked(options: Any, defaults: type, sides: tuple[str, ...] = ("encoder", "decoder")) -> Namespace:
-    """All options, with what follows from others, and lists of kernel sizes.
+    """Check the options, derive those that depend on others, and expand kernel sizes to one per layer.
 
     Args:
-        options: A dataclass, a ``DictConfig`` or a ``Namespace``; what it lacks has its default.
+        options: A dataclass, a ``DictConfig`` or a ``Namespace``; missing options get their defaults.
         defaults: The dataclass.
-        sides: What the model has of encoder and decoder.
+        sides: The sides that the model has: encoder, decoder or both.
 
     Raises:
-        ValueError: an option is out of its range, or does not fit the others.
+        ValueError: An option is out of range or inconsistent with others.
     """
     values = vars(defaults()).copy()
     values.update(OmegaConf.to_container(options, resolve=True) if OmegaConf.is_config(options) else vars(options))
-    # Outside hydra what refers to the task's options stays open, and is left to fairseq.
+    # Outside hydra, references to the task's options stay unresolved; fairseq sets these options.
     args = Namespace(**{name: v for name, v in values.items() if not (isinstance(v, str) and v.startswith("${"))})
     for name, size in SIZES.items():
         if "encoder" in sides:
@@ -187,7 +187,7 @@ def _default(args: Namespace, name: str, value: Any) -> None:
 
 
 def _take_old_name(args: Namespace, sides: tuple[str, ...]) -> None:
-    """Read ``bilateral_padding``, as configurations and checkpoints of before spell ``bilateral_outside``."""
+    """Read ``bilateral_padding``, the name of ``bilateral_outside`` in older configurations and checkpoints."""
     old = args.bilateral_padding
     del args.bilateral_padding
     if old is None:
@@ -203,7 +203,7 @@ def _take_old_name(args: Namespace, sides: tuple[str, ...]) -> None:
 
 
 def _check_side(args: Namespace, side: str) -> None:
-    """Check the options of one side, and replace its kernel sizes and positions by what they come to."""
+    """Check the options of one side, and resolve its kernel sizes and positions."""
     kind = getattr(args, f"{side}_attention")
     if not is_attention_type(kind) and kind not in ("dynamic", "bilateral", "shaw", "none"):
         raise ValueError(f"--{side}-attention must be {KINDS} (in YAML the bits in quotes), got {kind!r}")
@@ -215,9 +215,9 @@ def _check_side(args: Namespace, side: str) -> None:
     if positions not in POSITIONS:
         raise ValueError(f"--{side}-positions must be one of {', '.join(POSITIONS)}, got {positions!r}")
     if positions == "auto":
-        # Zhu et al. (2019), section 4.1, have relative positions in place of absolute ones; the thesis' section 3.6
-        # changes nothing but self-attention in a Transformer, which has absolute ones. Shaw et al. (2018) found no
-        # use for both.
+        # Zhu et al. (2019), section 4.1, replace absolute positions by relative ones; the thesis' section 3.6 changes
+        # only the self-attention of a Transformer with absolute ones. Shaw et al. (2018) found no benefit in
+        # combining both.
         relative = (
             args.deformable
             or kind in ("dynamic", "shaw")
@@ -230,13 +230,13 @@ def _check_side(args: Namespace, side: str) -> None:
 
 
 def _kernel_sizes(args: Namespace, side: str, kind: str) -> list[Any]:
-    """The kernel size of each layer, None where it has no kernel."""
+    """Return the kernel size of each layer; None without a kernel."""
     given, layers = getattr(args, f"{side}_kernel_sizes"), getattr(args, f"{side}_layers")
     if kind not in KERNEL_SIZES:
         if given is not None:
             raise ValueError(
-                f"--{side}-kernel-sizes is of dynamic and bilateral, got {given!r} with --{side}-attention {kind}; "
-                "--attention-range limits four bits"
+                f"--{side}-kernel-sizes applies to dynamic and bilateral, got {given!r} with --{side}-attention "
+                f"{kind}; --attention-range limits four bits"
             )
         return [None] * layers
     if given is None:
@@ -263,7 +263,9 @@ def _check_shared(args: Namespace, sides: tuple[str, ...]) -> None:
     if n != -1 and (n < 1 or n % 2 == 0):
         raise ValueError(f"--attention-range must be -1 (all keys) or a positive odd number, got {n}")
     if n != -1 and not any(map(is_attention_type, kinds)):
-        raise ValueError(f"--attention-range is of self-attention by four bits, got {n} with {' and '.join(kinds)}")
+        raise ValueError(
+            f"--attention-range applies to self-attention by four bits, got {n} with {' and '.join(kinds)}"
+        )
     if args.shaw_distance < 1:
         raise ValueError(f"--shaw-distance must be at least 1, got {args.shaw_distance}")
     args.shaw_vectors = str(args.shaw_vectors)

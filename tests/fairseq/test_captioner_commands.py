@@ -52,7 +52,7 @@ def bad_input(folder: Path, names: list[str]) -> tuple[list[list[Any]], list[str
     commands, expected = [], []
     for name in names:
         commands.append(["generate", wider, *OPTIONS, "--path", folder / name / "checkpoint_last.pt"])
-        expected.append("the checkpoint is of 6 channels a region; those of .*regions.npz have 7")
+        expected.append("the checkpoint has 6 channels per region; those of .*regions.npz have 7")
         commands.append(first_stage(name, blind, folder / "none", 1))
         what = name if name == "show_attend_tell" else "--fusion visual"
         expected.append(f"{what} needs region features: give --regions")

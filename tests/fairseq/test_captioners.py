@@ -295,12 +295,12 @@ def test_checkpoints(name, setting):
     other.load_state_dict(state)
     assert torch.equal(other(**sample)[0], model(**sample)[0])
     if setting.get("fusion") != "semantic":
-        with pytest.raises(ValueError, match=r"is of 5 channels a region; those of regions\.npz have 7"):
+        with pytest.raises(ValueError, match=r"has 5 channels per region; those of regions\.npz have 7"):
             captioner_of(task(D=7), name, **setting).load_state_dict(state)
-    with pytest.raises(ValueError, match="is of 19 words; the task's dictionary has 23"):
+    with pytest.raises(ValueError, match="has 19 words; the task's dictionary has 23"):
         captioner_of(task(23), name, **setting).load_state_dict(state)
     more = {"show_attend_tell": "hidden_dim"}.get(name, "layers")
-    with pytest.raises(ValueError, match="the checkpoint is of other options than this model"):
+    with pytest.raises(ValueError, match="the checkpoint was made with other options than this model"):
         captioner_of(task(), name, **{**setting, more: 3}).load_state_dict(state)
 
 

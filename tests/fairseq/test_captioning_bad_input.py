@@ -211,4 +211,4 @@ def test_a_dictionary_of_other_captions(folder, caplog):
         task_of(folder).load_dataset("valid")
     [told] = [record.message for record in caplog.records]  # of each image's 7 words: the colour twice, and "is"
     assert told.startswith("43 % of the words of valid are not in")
-    assert "dict.txt: if it was made of other captions, delete it, and it is made anew" in told
+    assert "dict.txt: if it was made from other captions, delete it to rebuild it" in told

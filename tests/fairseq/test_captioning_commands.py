@@ -105,7 +105,7 @@ def test_bad_input_is_one_error_with_the_item_s_name(tmp_path):
     command("train", data, message, *TINY, "--save-dir", tmp_path / "none")
     data = write_images(tmp_path / "wider")
     _wider(data)
-    message = r"^raised ValueError .*the checkpoint is of 6 channels a region; those of .*regions\.npz have 7"
+    message = r"^raised ValueError .*the checkpoint has 6 channels per region; those of .*regions\.npz have 7"
     model = ["--path", tmp_path / "model/checkpoint_last.pt"]
     command("generate", data, message, *TINY[:2], "--cpu", "--num-workers=0", *model)
     printed = in_one_process(*commands, check=False)

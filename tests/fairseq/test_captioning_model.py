@@ -266,11 +266,11 @@ def test_models_that_cannot_be():
 
 def test_checkpoints_of_another_model():
     state = build().state_dict()
-    with pytest.raises(ValueError, match=r"is of 5 channels a region; those of regions\.npz have 7"):
+    with pytest.raises(ValueError, match=r"has 5 channels per region; those of regions\.npz have 7"):
         build(task(D=7)).load_state_dict(state)
-    with pytest.raises(ValueError, match="is of 19 words; the task's dictionary has 23"):
+    with pytest.raises(ValueError, match="has 19 words; the task's dictionary has 23"):
         build(task(23)).load_state_dict(state)
-    with pytest.raises(ValueError, match="the checkpoint is of other options than this model"):
+    with pytest.raises(ValueError, match="the checkpoint was made with other options than this model"):
         build(fusion="parallel").load_state_dict(state)
 
 

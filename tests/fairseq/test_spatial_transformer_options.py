@@ -186,9 +186,12 @@ def test_layerdrop_prunes_to_the_layers_to_keep():
         (dict(attention_range=-3), "--attention-range must be -1"),
         (
             dict(attention_range=5, encoder_attention="dynamic", decoder_attention="none"),
-            "--attention-range is of self-attention by four bits, got 5 with dynamic and none",
+            "--attention-range applies to self-attention by four bits, got 5 with dynamic and none",
         ),
-        (dict(encoder_kernel_sizes="7"), "--encoder-kernel-sizes is of dynamic and bilateral, got '7' with .* 1111"),
+        (
+            dict(encoder_kernel_sizes="7"),
+            "--encoder-kernel-sizes applies to dynamic and bilateral, got '7' with .* 1111",
+        ),
         (dict(encoder_attention="dynamic", encoder_kernel_sizes="4"), "positive odd number, or 2 with commas"),
         (
             dict(encoder_attention="dynamic", encoder_kernel_sizes="3,5,7"),
@@ -283,7 +286,7 @@ def test_language_model_has_the_options_of_fairseqs():
     assert [layer.self_attn.attention.kernel_size for layer in model.decoder.layers] == [3, 5]
     assert model.max_positions() == 12
     assert model(torch.tensor([[2, 5]]))[0].shape == (1, 2, 32)
-    with pytest.raises(ValueError, match="--decoder-kernel-sizes is of dynamic and bilateral"):
+    with pytest.raises(ValueError, match="--decoder-kernel-sizes applies to dynamic and bilateral"):
         build_language_model(decoder_kernel_sizes="3")
 
 
