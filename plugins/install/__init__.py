@@ -1,6 +1,6 @@
-"""``python -m attn_plugins install TOOLKIT``: install a toolkit against the torch that is there.
+"""``python -m attn_plugins install TOOLKIT``: install a toolkit without changing the installed torch.
 
-``recipes`` says what a toolkit consists of, ``packages`` looks at the environment and calls pip, ``wheels`` compiles a
-package against the installed torch and keeps the wheel, ``checks`` runs what was installed, and ``command`` puts these
-together.
+``recipes`` lists the parts of each toolkit, ``packages`` inspects the environment and calls pip, ``wheels`` compiles
+packages against the installed torch and caches the wheels, ``checks`` tests installed toolkits, and ``command``
+combines these.
 """

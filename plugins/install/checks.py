@@ -1,4 +1,4 @@
-"""Run a small part of each toolkit, each in a process of its own: an extension module that does not fit may crash.
+"""Checks that run a small part of each toolkit in a separate process, because an incompatible extension may crash.
 
 ``python -m attn_plugins.install.checks mmcv`` runs one check in this process and prints its summary.
 """
@@ -18,7 +18,7 @@ from typing import Any
 
 from attn_plugins.autoload import FAIRSEQ_USER_DIR
 
-SECONDS = 900  # a process that hangs; a check takes seconds
+SECONDS = 900  # time limit for a hanging process; a check takes seconds
 
 
 def _torchvision() -> str:
@@ -117,7 +117,7 @@ def _expect(what: str, found: object, expected: object) -> None:
 
 @dataclass(frozen=True)
 class Check:
-    """A module, the toolkit of ``recipes`` that brings it, and a function that uses it and returns a summary."""
+    """Check of a module: the toolkit of ``recipes`` that provides it, and a function that returns a summary."""
 
     module: str
     toolkit: str
@@ -140,17 +140,17 @@ CHECKS: dict[str, Check] = {
 
 @dataclass(frozen=True)
 class Result:
-    """The outcome of a check: ``works``, and what to print."""
+    """Outcome of a check and the text to print."""
 
     works: bool
     text: str
 
 
 def run(names: Iterable[str]) -> dict[str, Result]:
-    """Run checks side by side, each in its own process.
+    """Run checks in parallel, each in a separate process.
 
     Returns:
-        A result for each name. A package that is not installed does not work.
+        A result for each name; that of a package that is not installed has ``works=False``.
     """
     processes: dict[str, subprocess.Popen[str] | None] = {}
     for name in names:
@@ -188,7 +188,7 @@ def _result(name: str, process: subprocess.Popen[str] | None) -> Result:
 
 
 def installed_version(module: str) -> str:
-    """The version of the distribution that ``module`` comes from, with that distribution's name where it differs."""
+    """Return the version of the distribution that provides ``module``, and the distribution's name if it differs."""
     names = sorted(set(packages_distributions().get(module, [module])))
     try:
         return " / ".join(version(name) if name == module else f"{version(name)} ({name})" for name in names)

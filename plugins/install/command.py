@@ -1,4 +1,4 @@
-"""Install toolkits into the running environment: look, print the plan, do what is missing, run what was installed."""
+"""Command that installs toolkits into the running environment: print the plan, install what is missing, and check."""
 
 from __future__ import annotations
 
@@ -23,19 +23,20 @@ from . import checks, packages, recipes, wheels
 from .packages import InstallError
 from .recipes import TOOLKITS, Compiled, Package, Toolkit
 
-ABOUT = """Install toolkits beside the torch that is there.
+ABOUT = """Install toolkits without changing the installed torch.
 
-What is installed keeps its version; only what is missing, or does not run, is installed. mmcv and fairseq are compiled
-against the installed torch, and their wheels are kept (ATTN_PLUGINS_CACHE, default ~/.cache/attn_plugins). An
-interrupted run resumes. MAX_JOBS limits the compilers that run at once; FORCE_CUDA=1 compiles mmcv's CUDA operators
-without a visible GPU. Ends with the doctor, and its exit status."""
+Installed packages keep their versions; only packages that are missing or do not run are installed. mmcv and fairseq
+are compiled against the installed torch, and their wheels are cached (ATTN_PLUGINS_CACHE, default
+~/.cache/attn_plugins). The same command resumes an interrupted run. MAX_JOBS limits the number of parallel compilers;
+FORCE_CUDA=1 compiles mmcv's CUDA operators without a visible GPU. At the end the doctor runs, and its exit status is
+returned."""
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
     """Add ``install`` to the commands of ``python -m attn_plugins``."""
     parser = commands.add_parser(
         "install",
-        help="install mm (mmdet, mmseg), timm, fairseq, tools, captioning or onnx beside the torch that is there",
+        help="install mm (mmdet, mmseg), timm, fairseq, tools, captioning or onnx without changing torch",
         description=ABOUT,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -47,7 +48,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         default=[],
         type=Path,
         metavar="FILE",
-        help="versions (name==version) to install, also in the place of others that are there; may be repeated",
+        help="file of versions (name==version) to install, which replace other installed versions; may be repeated",
     )
 
 
@@ -83,61 +84,61 @@ class Installation:
         self.log = wheels.cache() / "logs" / time.strftime("install-%Y%m%d-%H%M%S.log")
         torch = packages.version_of("torch")
         if torch is None:
-            raise InstallError("torch is not installed: `pip install torch` first, the build that fits your machine")
+            raise InstallError("torch is not installed: first run `pip install torch`, with the build for your machine")
         self.torch = torch
 
     def need_torch(self, names: Iterable[str]) -> None:
-        """Refuse toolkits whose packages do not run under this torch."""
+        """Raise an error for toolkits whose packages do not run under this torch."""
         for name in names:
             oldest = TOOLKITS[name].oldest_torch
             if Version(self.torch) < Version(oldest):
                 raise InstallError(
-                    f"{name} needs torch >= {oldest}, and {self.torch} is installed: install another first"
+                    f"{name} needs torch >= {oldest}, but {self.torch} is installed: install a newer torch first"
                 )
 
     def print_plan(self, names: Iterable[str]) -> None:
-        """Print what is there, what will be done, and how long that takes."""
-        print(f"Python {platform.python_version()}, torch {self.torch}, {wheels.jobs()} compilers at once")
+        """Print what is installed, what will be done, and how long that takes."""
+        print(f"Python {platform.python_version()}, torch {self.torch}, {wheels.jobs()} parallel compilers")
         for name in names:
             toolkit = TOOLKITS[name]
             print(f"{name} ({toolkit.about})")
             missing = self._missing((*toolkit.libraries, *toolkit.packages))
             for package in (*toolkit.libraries, *toolkit.packages):
-                print(f"  {package.module:<18} {'to install' if package in missing else 'is there'}")
+                print(f"  {package.module:<18} {'to install' if package in missing else 'installed'}")
             if toolkit.extra:
                 wanted = ", ".join(packages.missing_of_extra(toolkit.extra))
-                print(f"  {f'to install: {wanted}' if wanted else 'everything is there'}")
+                print(f"  {f'to install: {wanted}' if wanted else 'everything is installed'}")
             if toolkit.opencv:
                 build = packages.opencv_build(recipes.OPENCV_BUILDS)
-                print(f"  {'cv2':<18} {f'is there ({build})' if build else f'to install: {recipes.OPENCV}'}")
+                print(f"  {'cv2':<18} {f'installed ({build})' if build else f'to install: {recipes.OPENCV}'}")
             if toolkit.compiled:
                 print(f"  {toolkit.compiled.module:<18} {self._state(toolkit.compiled)}")
-        print("Missing dependencies of these are added. Every other package keeps its version.", flush=True)
+        print("Missing dependencies of these are added. All other packages keep their versions.", flush=True)
 
     def _state(self, compiled: Compiled) -> str:
         if find_spec(compiled.module) is not None and packages.is_satisfied(compiled, self.pins):
             result = checks.run([compiled.check])[compiled.check]
             if result.works:
-                return "is there, and its compiled parts run"
-            why = f"is there and does not run ({result.text}); "
+                return "installed, and its compiled parts run"
+            why = f"installed but does not run ({result.text}); "
         else:
             why = ""
         if packages.version_of("numpy") and wheels.Target(compiled, self._cuda(compiled)).wheel():
-            return f"{why}to install: the wheel was compiled before"
+            return f"{why}to install from a cached wheel"
         low, high = (max(1, round(minutes / wheels.jobs())) for minutes in compiled.cpu_minutes)
         return f"{why}to compile against torch {self.torch}: {low} to {high} minutes" + (
             ", and several times that with its CUDA operators" if self._cuda(compiled) else ""
         )
 
     def align(self) -> None:
-        """Bring what is installed to its pinned version, where it has one. What must be compiled comes later."""
+        """Bring installed packages to their pinned versions, except for compiled ones, which are handled later."""
         compiled = {Requirement(t.compiled.requirement).name for t in TOOLKITS.values() if t.compiled}
         differing = packages.differing(self.pins).items()
         if wanted := [f"{name}=={pin}" for name, pin in differing if name not in compiled]:
             self._pip("", ["install", "--no-deps"], wanted)
 
     def install(self, toolkit: Toolkit) -> None:
-        """Install what ``toolkit`` lacks, the slowest last."""
+        """Install what ``toolkit`` lacks, the slowest part last."""
         if libraries := self._missing(toolkit.libraries):
             self._pip("with their dependencies", ["install"], [p.requirement for p in libraries])
         if missing := self._missing(toolkit.packages):
@@ -191,7 +192,7 @@ class Installation:
         was_there = target.wheel() is not None
         self._install_wheel(target)
         if was_there and not checks.run([compiled.check])[compiled.check].works and not self._lacks_modules(compiled):
-            print(f"  the kept wheel of {name} does not run here and is compiled again")
+            print(f"  the cached wheel of {name} does not run here and is compiled again")
             wheels.forget(target)
             self._install_wheel(target)
 
@@ -202,18 +203,18 @@ class Installation:
             wheel = wheels.build_wheel(target, constraints, lambda line: print(f"    {line}", flush=True))
             packages.pip(["install", "--no-deps", "--force-reinstall", wheel], self.log)
 
-        verb = "install the kept wheel of" if target.wheel() else "compile and install"
+        verb = "install the cached wheel of" if target.wheel() else "compile and install"
         self._timed(f"{verb} {target.requirement}", build_and_install)
         constraints.unlink()
 
     def _lacks_modules(self, compiled: Compiled) -> bool:
-        """True where dependencies are still to come, so that a failing check tells nothing of the wheel."""
+        """Return True while dependencies are missing, so that a failed check says nothing about the wheel."""
         return bool(packages.dependencies([compiled])[0])
 
     def _need_running(self, compiled: Compiled) -> None:
         result = checks.run([compiled.check])[compiled.check]
         if not result.works:
-            raise InstallError(f"{compiled.module} was installed and does not run: {result.text}")
+            raise InstallError(f"{compiled.module} was installed but does not run: {result.text}")
 
     def _cuda(self, compiled: Compiled) -> bool:
         return wheels.compiles_cuda(compiled.environment)

@@ -1,4 +1,4 @@
-"""Look at the distributions of the running environment, and call pip without changing what is there."""
+"""Queries about the distributions of the running environment, and pip calls that keep installed versions."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from .recipes import LEFT_OUT, TOOLKITS, Package, Toolkit
 
 
 class InstallError(Exception):
-    """A reason, in words, why an installation cannot go on."""
+    """Reason why an installation cannot continue."""
 
 
 def installed() -> dict[str, str]:
-    """Version by canonical name of every installed distribution."""
+    """Return the versions of all installed distributions by canonical name."""
     importlib.invalidate_caches()
     found: dict[str, str] = {}
     for each in distributions():
         name = each.metadata["Name"]
-        if name:  # the remains of an interrupted installation have none
+        if name:  # the remains of an interrupted installation have no name
             found.setdefault(canonicalize_name(name), each.version)
     return found
 
 
 def read_pins(files: Iterable[Path]) -> dict[str, str]:
-    """Version by canonical name of the lines ``name==version`` whose markers hold here."""
+    """Read lines ``name==version`` whose markers hold here; return the versions by canonical name."""
     pins: dict[str, str] = {}
     for file in files:
         for line in file.read_text().splitlines():
@@ -52,13 +52,13 @@ def read_pins(files: Iterable[Path]) -> dict[str, str]:
 
 
 def differing(pins: Mapping[str, str]) -> dict[str, str]:
-    """The pins of packages that are installed in another version."""
+    """Return the pins of packages that are installed in another version."""
     there = installed()
     return {name: pin for name, pin in pins.items() if name in there and not _same(there[name], pin)}
 
 
 def is_satisfied(package: Package, pins: Mapping[str, str]) -> bool:
-    """True where the package, or a fork that brings its module, is there; a pinned one at its pin."""
+    """Return True if the package, at its pin if any, or a fork that provides its module is installed."""
     requirement = Requirement(package.requirement)
     found = installed().get(canonicalize_name(requirement.name))
     if found is None:
@@ -67,10 +67,10 @@ def is_satisfied(package: Package, pins: Mapping[str, str]) -> bool:
 
 
 def dependencies(packages: Iterable[Package]) -> tuple[list[str], list[str]]:
-    """Read what ``packages`` depend on, apart from :data:`LEFT_OUT`.
+    """Read the dependencies of ``packages``, apart from :data:`LEFT_OUT`.
 
     Returns:
-        The requirements that nothing here meets, and one sentence for each that is there in another version.
+        The missing requirements, and one sentence for each package installed in a conflicting version.
     """
     there, ours = installed(), {_name(p) for toolkit in TOOLKITS.values() for p in _all(toolkit)}
     missing, conflicts = [], []
@@ -89,7 +89,7 @@ def dependencies(packages: Iterable[Package]) -> tuple[list[str], list[str]]:
 
 
 def missing_of_extra(extra: str) -> list[str]:
-    """Read the requirements of an extra of attn-plugins that nothing here meets."""
+    """Return the requirements of an extra of attn-plugins that the environment does not meet."""
     try:
         stated = requires("attn-plugins") or []
     except PackageNotFoundError:
@@ -107,19 +107,19 @@ def missing_of_extra(extra: str) -> list[str]:
 
 
 def pip(arguments: Sequence[str | Path], log: Path, environment: Mapping[str, str] | None = None) -> None:
-    """Run pip and append what it prints to ``log``.
+    """Run pip and append its output to ``log``.
 
     Raises:
-        InstallError: where it fails, with the end of its output.
+        InstallError: pip failed; the message contains the end of its output.
     """
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *map(str, arguments)]
     run_logged(command, log, environment)
 
 
 def run_logged(command: Sequence[str], log: Path, environment: Mapping[str, str] | None = None) -> None:
-    """Run ``command`` with its output appended to ``log``; raise :class:`InstallError` where it fails."""
+    """Run ``command`` with its output appended to ``log``; raise :class:`InstallError` if it fails."""
     log.parent.mkdir(parents=True, exist_ok=True)
-    # torch must not meet a half-installed attn_plugins here.
+    # torch must not load a half-installed attn_plugins here.
     variables = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "PIP_NO_INPUT": "1", **(environment or {})}
     with log.open("a") as output:
         print("$", *command, file=output, flush=True)
@@ -130,7 +130,7 @@ def run_logged(command: Sequence[str], log: Path, environment: Mapping[str, str]
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
             env=variables,
-            start_new_session=True,  # so that an interruption reaches the compilers as well
+            start_new_session=True,  # so that the signal also reaches the compilers
         )
         try:
             status = process.wait()
@@ -152,7 +152,7 @@ def need_pip() -> None:
 
 
 def write_constraints(file: Path, pins: Mapping[str, str]) -> Path:
-    """Write a constraint file that keeps every installed distribution, except where ``pins`` names another version."""
+    """Write a constraint file that pins every installed distribution to its version or to that in ``pins``."""
     lines = {**{name: version for name, version in installed().items() if _is_version(version)}, **pins}
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text("".join(f"{name}=={version}\n" for name, version in sorted(lines.items())))
@@ -160,7 +160,7 @@ def write_constraints(file: Path, pins: Mapping[str, str]) -> Path:
 
 
 def opencv_build(builds: Iterable[str]) -> str | None:
-    """The installed distribution that brings cv2, or None."""
+    """Return the installed distribution that provides cv2, or None."""
     return next((name for name in builds if name in installed()), None)
 
 
@@ -180,7 +180,7 @@ def _all(toolkit: Toolkit) -> tuple[Package, ...]:
 
 
 def _same(found: str, pin: str) -> bool:
-    """``2.11.0+cu130`` is what the pin ``2.11.0`` asks for."""
+    """Compare versions; ``2.11.0+cu130`` satisfies the pin ``2.11.0``."""
     return Version(found) == Version(pin) or Version(found).public == pin
 
 

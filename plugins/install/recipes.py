@@ -1,4 +1,4 @@
-"""What each toolkit consists of, and in which order it is installed."""
+"""Parts of each toolkit, in the order of their installation."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 @dataclass(frozen=True)
 class Package:
-    """A distribution, and the module that shows that it, or a fork of it, is installed."""
+    """Distribution, and a module that is present if it or a fork is installed."""
 
     requirement: str
     module: str
@@ -17,13 +17,13 @@ class Package:
 
 @dataclass(frozen=True)
 class Compiled(Package):
-    """A package whose extension modules must be compiled against the installed torch.
+    """Package whose extension modules must be compiled against the installed torch.
 
     Args:
-        check: the check of :mod:`~attn_plugins.install.checks` that runs its extension modules.
-        environment: variables for the compilation; those that are set already win.
-        cpu_minutes: the least and the greatest time it takes, divided by the number of jobs.
-        tools: build requirements beside setuptools, wheel, packaging and ninja.
+        check: Check of :mod:`~attn_plugins.install.checks` that runs the extension modules.
+        environment: Variables for the compilation; variables that are already set take precedence.
+        cpu_minutes: Minimum and maximum compilation time with one job.
+        tools: Build requirements besides setuptools, wheel, packaging and ninja.
     """
 
     check: str
@@ -37,14 +37,14 @@ class Toolkit:
     """One argument of the command.
 
     Args:
-        about: the name that a person reads.
-        libraries: installed by pip with their dependencies.
-        packages: installed without their dependencies, which follow, apart from :data:`LEFT_OUT`.
-        compiled: compiled last.
-        opencv: True where a build of OpenCV is needed.
-        extra: an extra of attn-plugins whose requirements pip installs.
-        oldest_torch: the first torch that its packages run under.
-        checks: run at the end, in this order.
+        about: Display name.
+        libraries: Packages that pip installs with their dependencies.
+        packages: Packages installed without dependencies, which follow later, apart from :data:`LEFT_OUT`.
+        compiled: Package compiled last.
+        opencv: True if a build of OpenCV is needed.
+        extra: Extra of attn-plugins whose requirements pip installs.
+        oldest_torch: Minimum torch version of the packages.
+        checks: Checks run at the end, in this order.
     """
 
     about: str
@@ -57,12 +57,12 @@ class Toolkit:
     oldest_torch: str = "2.1"
 
 
-# Dependencies that pip would add and that are handled otherwise, or not needed.
+# Dependencies that pip would add but that are handled elsewhere or not needed.
 LEFT_OUT = {
-    "opencv-python": "cv2 comes from whichever build is there, else from opencv-python-headless",
+    "opencv-python": "cv2 comes from the installed build, else from opencv-python-headless",
     "opencv-python-headless": "the same",
-    "numba": "imagecorruptions needs it for mmdet's corruption benchmark alone",
-    "torchaudio": "fairseq needs it for speech synthesis alone, and it exists up to torch 2.11 only",
+    "numba": "imagecorruptions needs it only for mmdet's corruption benchmark",
+    "torchaudio": "fairseq needs it only for speech synthesis, and it exists only up to torch 2.11",
 }
 OPENCV_BUILDS = ("opencv-python", "opencv-python-headless", "opencv-contrib-python", "opencv-contrib-python-headless")
 OPENCV = "opencv-python-headless>=4.5,<5"
@@ -72,7 +72,7 @@ TOOLKITS: dict[str, Toolkit] = {
     "timm": Toolkit(
         about="timm", libraries=(TORCHVISION, Package("timm>=1.0.20", "timm")), checks=("torchvision", "timm")
     ),
-    # The maintained line of OpenMMLab's packages. imaug is imported by mmdet's lane transforms.
+    # Maintained forks of OpenMMLab's packages. mmdet's lane transforms import imaug.
     "mm": Toolkit(
         about="mmdetection and mmsegmentation",
         libraries=(TORCHVISION,),
@@ -91,7 +91,7 @@ TOOLKITS: dict[str, Toolkit] = {
             environment=MappingProxyType({"MMCV_WITH_OPS": "1", "FORCE_CUDA": "0"}),
         ),
         opencv=True,
-        oldest_torch="2.4",  # onedl-mmcv states it; under 2.1.2 it compiles, and onedl-mmengine does not import
+        oldest_torch="2.4",  # stated by onedl-mmcv; under 2.1.2 it compiles, but onedl-mmengine fails to import
         checks=("torchvision", "mmcv", "mmdet", "mmseg"),
     ),
     "fairseq": Toolkit(
@@ -102,12 +102,12 @@ TOOLKITS: dict[str, Toolkit] = {
         ),
         checks=("fairseq",),
     ),
-    "tools": Toolkit(about="what the command-line tools need", extra="tools"),
-    "captioning": Toolkit(about="what captioning needs beside fairseq, timm and tools", extra="captioning"),
+    "tools": Toolkit(about="requirements of the command-line tools", extra="tools"),
+    "captioning": Toolkit(about="requirements of captioning besides fairseq, timm and tools", extra="captioning"),
     "onnx": Toolkit(about="ONNX export and its runtime", extra="onnx"),
 }
 
 
 def mend(toolkit: str) -> str:
-    """The command that installs or repairs ``toolkit``."""
+    """Return the command that installs or repairs ``toolkit``."""
     return f"python -m attn_plugins install {toolkit}"

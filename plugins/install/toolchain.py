@@ -1,6 +1,6 @@
-"""Find what compiles: the C++ compiler, nvcc, a visible GPU.
+"""Detection of the C++ compiler, nvcc and visible GPUs.
 
-``setup.py`` imports this file before anything is installed, so it uses the standard library alone.
+``setup.py`` imports this file before anything is installed, so it uses only the standard library.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ DEBIAN = "Debian/Ubuntu: apt install g++ python3-dev"
 
 
 def compiler() -> str:
-    """The C++ compiler that setuptools and torch call: ``CXX``, else ``c++``."""
+    """Return the C++ compiler that setuptools and torch call: ``CXX``, else ``c++``."""
     return os.environ.get("CXX") or "c++"
 
 
 def missing_compiler() -> str | None:
-    """The reason why C++ cannot be compiled here, or None."""
+    """Return the reason why C++ cannot be compiled here, or None."""
     name = shlex.split(compiler())[0]
     if shutil.which(name) is None:
         return f"the C++ compiler {name!r} is not on the PATH; install one ({DEBIAN}) or set CXX"
@@ -32,7 +32,7 @@ def missing_compiler() -> str | None:
 
 
 def compiles_cxx20() -> bool:
-    """True where the compiler accepts ``-std=c++20``."""
+    """Return True if the compiler accepts ``-std=c++20``."""
     command = [*shlex.split(compiler()), "-std=c++20", "-x", "c++", "-fsyntax-only", "-"]
     try:
         return subprocess.run(command, input="", capture_output=True, text=True).returncode == 0
@@ -41,7 +41,7 @@ def compiles_cxx20() -> bool:
 
 
 def gpu_visible() -> bool:
-    """True where the NVIDIA driver lists a GPU. Asks no torch, which a build environment may lack."""
+    """Return True if the NVIDIA driver lists a GPU; torch, which a build environment may lack, is not used."""
     if any(Path("/proc/driver/nvidia/gpus").glob("*")):
         return True
     smi = shutil.which("nvidia-smi")
@@ -52,7 +52,7 @@ def gpu_visible() -> bool:
 
 
 def cuda_home() -> str | None:
-    """``CUDA_HOME``, else the toolkit that nvcc belongs to (the nvcc on the PATH may be a wrapper script)."""
+    """Return ``CUDA_HOME``, else the toolkit of nvcc (the nvcc on the PATH may be a wrapper script)."""
     if home := os.environ.get("CUDA_HOME"):
         return home
     nvcc = shutil.which("nvcc")
@@ -64,7 +64,7 @@ def cuda_home() -> str | None:
 
 
 def missing_for_cuda(torch_cuda: str | None) -> str | None:
-    """The reason why CUDA sources cannot be compiled against a torch built with CUDA ``torch_cuda``, or None."""
+    """Return why CUDA sources cannot be compiled against a torch built with CUDA ``torch_cuda``, or None."""
     home = cuda_home()
     if home is None:
         return "nvcc is not on the PATH and CUDA_HOME is not set"
@@ -73,6 +73,6 @@ def missing_for_cuda(torch_cuda: str | None) -> str | None:
     version = subprocess.run([f"{home}/bin/nvcc", "--version"], capture_output=True, text=True).stdout
     release = re.search(r"release (\d+)\.\d+", version)
     if release is None or release[1] != torch_cuda.split(".")[0]:
-        found = f"that of CUDA {release[1]}" if release else "of no known release"
-        return f"the nvcc in {home} is {found} and this torch was built with CUDA {torch_cuda}"
+        found = f"of CUDA {release[1]}" if release else "of unknown version"
+        return f"the nvcc in {home} is {found}, but this torch was built with CUDA {torch_cuda}"
     return None

@@ -1,8 +1,8 @@
-"""Compile a package against the installed torch, and keep the wheel for the next environment with the same torch.
+"""Compilation of packages against the installed torch, with a wheel cache for environments with the same torch.
 
-pip's own cache knows a wheel by its source alone. A wheel of mmcv that torch 2.11 compiled would be installed beside
-torch 2.15 and fail there, so the wheels are kept by torch, Python and numpy instead. The sources and objects stay
-until the wheel is complete: an interrupted compilation resumes.
+pip's own cache identifies a wheel only by its source, so it would install a wheel of mmcv compiled against torch 2.11
+beside torch 2.15, where it fails. This cache also distinguishes torch, Python and numpy. Sources and objects stay until
+the wheel is complete, so that an interrupted compilation resumes.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from . import toolchain
 from .packages import InstallError, pip
 from .recipes import Compiled
 
-CXX20_SINCE = Version("2.12")  # torch's headers need C++20 from here on
+CXX20_SINCE = Version("2.12")  # first torch whose headers need C++20
 BUILD_TOOLS = ("setuptools>=77,<82", "wheel", "packaging", "ninja")
-BYTES_A_JOB = 2 << 30  # what the compiler takes for a file that includes torch's headers, generously
+BYTES_A_JOB = 2 << 30  # generous estimate for the compilation of a file that includes torch's headers
 
 
 def cache() -> Path:
-    """The folder of wheels and logs: ``ATTN_PLUGINS_CACHE``, else ``attn_plugins`` in the user's cache folder."""
+    """Return the folder of wheels and logs: ``ATTN_PLUGINS_CACHE``, else ``attn_plugins`` in the user's cache."""
     if folder := os.environ.get("ATTN_PLUGINS_CACHE"):
         return Path(folder).expanduser().absolute()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "attn_plugins"
 
 
 def jobs() -> int:
-    """Compilers to run at once: ``MAX_JOBS``, else one for each core that memory allows."""
+    """Return the number of parallel compilers: ``MAX_JOBS``, else one per core as far as memory allows."""
     if given := os.environ.get("MAX_JOBS"):
         return max(1, int(given))
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -55,7 +55,7 @@ def jobs() -> int:
 
 @dataclass(frozen=True)
 class Target:
-    """What a wheel is compiled for: its folder in the cache is named by these."""
+    """Configuration that a wheel is compiled for, which determines its folder in the cache."""
 
     package: Compiled
     cuda: bool
@@ -73,7 +73,7 @@ class Target:
         return cache() / "wheels" / self.requirement.name / "-".join(("torch" + parts[0], *parts[1:]))
 
     def wheel(self) -> Path | None:
-        """The wheel that is there already and meets the requirement."""
+        """Return the cached wheel that meets the requirement, or None."""
         for file in sorted(self.folder.glob("*.whl"), reverse=True):
             if self.requirement.specifier.contains(file.name.split("-")[1], prereleases=True):
                 return file
@@ -81,7 +81,7 @@ class Target:
 
 
 def compiles_cuda(environment: Mapping[str, str]) -> bool:
-    """True where the package's CUDA operators are compiled: asked for by FORCE_CUDA=1, or a GPU and its nvcc."""
+    """Return True if CUDA operators are compiled: FORCE_CUDA=1 is set, or there are a GPU and a matching nvcc."""
     import torch
 
     if os.environ.get("FORCE_CUDA"):
@@ -92,21 +92,21 @@ def compiles_cuda(environment: Mapping[str, str]) -> bool:
 
 
 def build_wheel(target: Target, constraints: Path, say: Callable[[str], None]) -> Path:
-    """Return the wheel of ``target``, compiled now unless it is there.
+    """Return the wheel of ``target``, compiled now unless it is cached.
 
     Args:
-        target: what to compile.
-        constraints: a constraint file that decides the version of the source.
-        say: called with a line on the progress every half minute.
+        target: Package and configuration.
+        constraints: Constraint file that determines the version of the source.
+        say: Function called with a line on the progress every half minute.
 
     Raises:
-        InstallError: where the compiler is missing, the source cannot be had, or the compilation fails.
+        InstallError: The compiler is missing, the source cannot be downloaded, or the compilation fails.
     """
     if found := target.wheel():
         return found
     if missing := toolchain.missing_compiler():
         raise InstallError(missing)
-    flags = ["-g0"]  # debug information takes 40 % of the time and nobody reads it
+    flags = ["-g0"]  # debug information would take 40 % of the time
     if Version(version("torch")) >= CXX20_SINCE:
         if not toolchain.compiles_cxx20():
             raise InstallError(
@@ -117,7 +117,7 @@ def build_wheel(target: Target, constraints: Path, say: Callable[[str], None]) -
     target.folder.mkdir(parents=True, exist_ok=True)
     log = target.folder / "log.txt"
     with locked(target.folder / "lock", say):
-        if found := target.wheel():  # another process compiled it meanwhile
+        if found := target.wheel():  # compiled by another process in the meantime
             return found
         environment = _environment(target, flags, _build_tools(target.package, log))
         source = _source(target, constraints, log, environment)
@@ -132,7 +132,7 @@ def build_wheel(target: Target, constraints: Path, say: Callable[[str], None]) -
 
 
 def _environment(target: Target, flags: list[str], tools: Path) -> dict[str, str]:
-    """Variables for the compilation, with a compiler that appends ``flags``: the last ``-std=`` wins."""
+    """Return variables for the compilation, with a compiler that appends ``flags``: the last ``-std=`` wins."""
     compiler = target.folder / "c++"
     compiler.write_text(f'#!/bin/sh\nexec {toolchain.compiler()} "$@" {" ".join(flags)}\n')
     compiler.chmod(0o755)
@@ -153,20 +153,20 @@ def _environment(target: Target, flags: list[str], tools: Path) -> dict[str, str
 
 
 def _build_tools(package: Compiled, log: Path) -> Path:
-    """Install what compiles into a folder of the cache, beside the environment rather than into it."""
+    """Install the build tools into a folder of the cache, so that the environment stays unchanged."""
     wanted = [*BUILD_TOOLS, *package.tools]
     key = hashlib.sha256(" ".join([sys.version, *wanted]).encode()).hexdigest()[:12]
     folder = cache() / "build_tools" / key
     if not folder.is_dir():
         partial = folder.with_name(f"{key}.{os.getpid()}")
         pip(["install", "--target", partial, "--no-warn-conflicts", *wanted], log)
-        with contextlib.suppress(OSError):  # another process was quicker
+        with contextlib.suppress(OSError):  # another process was faster
             partial.rename(folder)
     return folder
 
 
 def _source(target: Target, constraints: Path, log: Path, environment: Mapping[str, str]) -> Path:
-    """Download and unpack the source, once: what a former call compiled of it is kept."""
+    """Download and unpack the source once; compiled objects of earlier calls are kept."""
     unpacked = target.folder / "source"
     if not unpacked.is_dir():
         download = target.folder / "download"
@@ -179,7 +179,7 @@ def _source(target: Target, constraints: Path, log: Path, environment: Mapping[s
         with tarfile.open(archive) as opened:
             if hasattr(tarfile, "data_filter"):
                 opened.extractall(partial, filter="data")
-            else:  # Python 3.10 and 3.11 before the filters
+            else:  # Python 3.10 and 3.11 before the introduction of filters
                 opened.extractall(partial)
         partial.rename(unpacked)
         shutil.rmtree(download)
@@ -189,7 +189,7 @@ def _source(target: Target, constraints: Path, log: Path, environment: Mapping[s
 
 @contextlib.contextmanager
 def _progress(source: Path, say: Callable[[str], None], every: float = 30) -> Iterator[None]:
-    """Report the number of compiled files from time to time."""
+    """Report the number of compiled files periodically."""
     done, began = threading.Event(), time.monotonic()
 
     def report() -> None:
@@ -211,7 +211,7 @@ def _progress(source: Path, say: Callable[[str], None], every: float = 30) -> It
 
 @contextlib.contextmanager
 def locked(file: Path, say: Callable[[str], None]) -> Iterator[None]:
-    """Hold a lock that ends with the process."""
+    """Hold a file lock, which also ends with the process."""
     with file.open("w") as handle:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -222,6 +222,6 @@ def locked(file: Path, say: Callable[[str], None]) -> Iterator[None]:
 
 
 def forget(target: Target) -> None:
-    """Remove a wheel that turned out not to work."""
+    """Remove a wheel that does not work."""
     for file in target.folder.glob(f"{canonicalize_name(target.requirement.name).replace('-', '_')}-*.whl"):
         file.unlink()

@@ -1,4 +1,4 @@
-"""Registers our layers and data sets in mmengine's root registries, for mmdet, mmsegmentation and their like.
+"""Adapter for mmdet, mmsegmentation and related toolkits: registers layers and data sets in mmengine's root registries.
 
 One line in any config is enough::
 
@@ -10,21 +10,21 @@ One line in any config is enough::
 ``DeformableConv1d``             convolution: ``conv_cfg=dict(type=...)``
 ``AAConv2d``                     convolution: ``conv_cfg=dict(type=..., kappa=..., nu=...)``
 ``LocalBilateralConv2d``         convolution: ``conv_cfg=dict(type=..., num_heads=8)``
-``DynamicConv2d``                plug-in layer, as ``GeneralizedAttention2d``
+``DynamicConv2d``                plug-in layer, like ``GeneralizedAttention2d``
 ``BilateralNonLocal2d``          plug-in layer; ``decode_head=dict(type='NonLocalAttentionHead', attention=...)``
 ``BilateralCrissCross2d``        plug-in layer; ``decode_head=dict(type='AttentionHead', attention=...)``
 ``CrissCrossAttention2d``        plug-in layer, content alone or with relative positions
 ``NonLocalAttention2d``          :class:`attn_plugins.modules.NonLocal2d`, a plug-in layer
-``NonLocalAttention1d, …3d``     :class:`attn_plugins.modules.NonLocal1d` and ``NonLocal3d``, on sequences and clips
+``NonLocalAttention1d, …3d``     :class:`attn_plugins.modules.NonLocal1d` and ``NonLocal3d``, for sequences and clips
 ``AttentionHead`` and others     segmentation heads, see :mod:`.heads`; need mmsegmentation
 ``AAResNet``                     backbone: ``backbone=dict(type=..., depth=50)``; needs timm
-``Attended``                     any upstream model with attention layers exchanged, see :mod:`.attended`
+``Attended``                     any upstream model with its attention layers replaced, see :mod:`.attended`
 ``HELENDataset, LFWPLDataset``   faces: ``dataset=dict(type=..., data_root=..., ...)``; need mmsegmentation
 ``FaceParsingMetric``            their scores: ``val_evaluator=dict(type=...)``; needs mmsegmentation
 ================================ =======================================================================
 
-To put our operators under configs that name mmcv's own layers, import
-:mod:`attn_plugins.mmcv.drop_in` instead.
+To use this package's operators in configs that name mmcv's own layers, import :mod:`attn_plugins.mmcv.drop_in`
+instead.
 """
 
 from __future__ import annotations

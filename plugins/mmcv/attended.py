@@ -1,4 +1,4 @@
-"""Our attention in any upstream transformer, by config: ``model=dict(type='Attended', of='DETR', attention={...})``."""
+"""Attention of this package in any upstream transformer: ``model=dict(type='Attended', of='DETR', attention={...})``."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from ..modules.deformable_attention import SampledSaliency
 from .transformer import deformable_forward
 
 Grid = tuple[int, int]
-# What a layer takes the place of.
+# The class that each layer replaces.
 STOCK: dict[str, Any] = {
     "SpatialSelfAttention": MultiheadAttention,
     "MultiScaleDeformableAttention": MultiScaleDeformableAttention,
 }
-_QUERIES = re.compile(r"(^|\.)(transformer_)?decoder\.layers\.")  # where mmdet and mmseg keep what queries attend with
+_QUERIES = re.compile(r"(^|\.)(transformer_)?decoder\.layers\.")  # decoder layers of object queries in mmdet and mmseg
 
 
 @MODELS.register_module()
 def Attended(of: str, attention: Mapping[str, Mapping[str, Any]], **model: Any) -> nn.Module:
-    """Build an upstream model and exchange attention layers in it, by the paths of its modules.
+    """Build an upstream model and replace attention layers in it, selected by their module paths.
 
     ::
 
@@ -36,18 +36,18 @@ def Attended(of: str, attention: Mapping[str, Mapping[str, Any]], **model: Any) 
         model = dict(type="Attended", of="DETR", attention={
             "encoder.layers.*.self_attn": dict(type="SpatialSelfAttention", attention_type="1111")})
 
-    ``SpatialSelfAttention`` takes the place of mmcv's ``MultiheadAttention``, ``MultiScaleDeformableAttention`` that of
-    mmcv's. The model is of the upstream class, with its parameters' names; what is added has names of its own, which a
-    stock checkpoint may lack, and a gate of zeros: at the start the model computes what upstream's does, where the
-    attention type has the content term.
+    ``SpatialSelfAttention`` replaces mmcv's ``MultiheadAttention``, and ``MultiScaleDeformableAttention`` replaces
+    mmcv's layer of that name. The model keeps its upstream class and parameter names. Added parameters have new names,
+    which a stock checkpoint may lack, and a gate initialised to zero: if the attention type has the content term, the
+    model initially computes the same as upstream.
 
     Args:
         of: The upstream model's ``type``.
-        attention: From a pattern of paths (``*`` stands for anything) to a layer: ``type`` and its own options.
+        attention: Layers (``type`` and options) by module path pattern, in which ``*`` matches anything.
         **model: The upstream model's config.
 
     Raises:
-        ValueError: a pattern matches no module, or none that the layer can take the place of; or the layer is unknown.
+        ValueError: A pattern matches no module that the layer can replace, or the layer is unknown.
     """
     built = MODELS.build(dict(type=of, **model))
     exchange(built, attention)
@@ -55,7 +55,7 @@ def Attended(of: str, attention: Mapping[str, Mapping[str, Any]], **model: Any) 
 
 
 def exchange(model: nn.Module, attention: Mapping[str, Mapping[str, Any]]) -> None:
-    """Exchange attention layers of a built model, as :func:`Attended` says; all or none."""
+    """Replace attention layers of a built model as :func:`Attended` does; on an error, none is replaced."""
     planned: dict[str, nn.Module] = {}
     grids = Grids()
     for pattern, options in attention.items():
@@ -89,7 +89,7 @@ def _no_match(model: nn.Module, pattern: str, matched: Mapping[str, nn.Module], 
 
 
 def _spatial(stock: nn.MultiheadAttention, options: Mapping[str, Any], path: str, grids: Grids) -> TokenAttention:
-    """Ours in the place of torch's layer, with its weights."""
+    """Return a :class:`TokenAttention` with the weights of torch's layer."""
     if stock.in_proj_weight is None or stock.bias_k is not None or stock.add_zero_attn:
         raise ValueError(f"{path}: keys or values of another width, and added keys, are not supported")
     weight = stock.in_proj_weight
@@ -104,7 +104,7 @@ def _spatial(stock: nn.MultiheadAttention, options: Mapping[str, Any], path: str
     )
     if ours.needs_grid and _QUERIES.search(path):
         raise ValueError(
-            f"{path}: object queries have no places, which {ours.described()} needs; they take the content terms, "
+            f"{path}: object queries have no places, which {ours.described()} needs; use the content terms, "
             "such as '1010'"
         )
     ours.load_state_dict(stock.state_dict(), strict=True)
@@ -113,7 +113,7 @@ def _spatial(stock: nn.MultiheadAttention, options: Mapping[str, Any], path: str
 
 
 def _deformable(stock: MultiScaleDeformableAttention, options: Mapping[str, Any], path: str) -> DeformableAttention:
-    """Ours in the place of mmcv's layer, with its weights and settings."""
+    """Return a :class:`DeformableAttention` with the weights and settings of mmcv's layer."""
     _check_options(path, options, "key_saliency")
     ours = DeformableAttention(
         embed_dims=stock.embed_dims,
@@ -139,24 +139,24 @@ def _check_options(path: str, options: Mapping[str, Any], *names: str) -> None:
 
 
 class Grids:
-    """Sizes of the maps whose positions a model has encoded in the present pass: where its tokens lie.
+    """Sizes of the maps whose positions the model encoded in the current pass, to locate their tokens.
 
-    Transformers hand tokens to their layers without the map that they come from, but every one encodes the positions
-    of that map before.
+    Transformers pass tokens to their layers without the size of the map, but all of them encode the map's positions
+    first.
     """
 
     def __init__(self) -> None:
         self.seen: dict[int, Grid] = {}
 
     def watch(self, model: nn.Module) -> None:
-        """Note what the model's position encodings give, from now on.
+        """Record the output sizes of the model's position encodings from now on.
 
         Raises:
-            ValueError: the model has none.
+            ValueError: The model has no position encoding.
         """
         encodings = [module for module in model.modules() if type(module).__name__.endswith("PositionalEncoding")]
         if not encodings:
-            raise ValueError(f"{type(model).__name__} has no module named ...PositionalEncoding to tell places from")
+            raise ValueError(f"{type(model).__name__} has no module named ...PositionalEncoding to locate tokens by")
         model.register_forward_pre_hook(self._forget)
         for module in encodings:
             module.register_forward_hook(self._note)
@@ -169,18 +169,18 @@ class Grids:
         self.seen[H * W] = (H, W)
 
     def of(self, tokens: int) -> Grid | None:
-        """The latest map of so many pixels, or None."""
+        """Return the latest map with this number of pixels, or None."""
         return self.seen.get(tokens)
 
 
 class TokenAttention(modules.SpatialSelfAttention):
-    """:class:`attn_plugins.modules.SpatialSelfAttention` with the call of ``nn.MultiheadAttention``, tokens first."""
+    """:class:`attn_plugins.modules.SpatialSelfAttention` with the interface of ``nn.MultiheadAttention``."""
 
     _grids: Grids
     _path = ""
 
     def find_grid(self, grids: Grids, path: str) -> None:
-        """Ask ``grids`` where tokens lie; ``path`` is this layer's, for errors."""
+        """Set the source of token grids; ``path`` is the path of this layer for error messages."""
         self._grids, self._path = grids, path
 
     def forward(  # type: ignore[override]
@@ -194,10 +194,10 @@ class TokenAttention(modules.SpatialSelfAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, None]:
-        """Attend from (N, B, C) to (S, B, C); there are no weights to return.
+        """Attend from (N, B, C) to (S, B, C); the returned weights are None.
 
         Raises:
-            ValueError: tokens have no place where one is needed.
+            ValueError: A term needs positions, but the tokens have none.
         """
         grid = self._grid(query, key)
         query, key, value = query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1)
@@ -206,16 +206,16 @@ class TokenAttention(modules.SpatialSelfAttention):
     def token_logits(
         self, query: Tensor, key: Tensor, key_padding_mask: Tensor | None = None, attn_mask: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """The logits of every term, (B, M, N, S), of what :meth:`forward` takes."""
+        """Compute the logits (B, M, N, S) of every term, for the inputs of :meth:`forward`."""
         grid = self._grid(query, key)
         query, key = query.transpose(0, 1), key.transpose(0, 1)
         return self.attention_logits(query, key, None, grid, key_padding_mask, attn_mask)
 
     def _grid(self, query: Tensor, key: Tensor) -> Grid | None:
-        """Where tokens lie; None where no term needs it.
+        """Return the grid of the tokens, or None if no term needs it.
 
         Raises:
-            ValueError: tokens have no place where one is needed.
+            ValueError: A term needs positions, but the tokens have none.
         """
         grid = self._grids.of(len(query)) if self.needs_grid else None
         if self.needs_grid and (grid is None or len(key) != len(query)):
@@ -227,9 +227,9 @@ class TokenAttention(modules.SpatialSelfAttention):
 
 
 class DeformableAttention(SampledSaliency, MultiScaleDeformableAttention):
-    """mmcv's ``MultiScaleDeformableAttention`` on our operator, with ε3 as an option.
+    """mmcv's ``MultiScaleDeformableAttention`` on this package's operator, with ε3 as an option.
 
-    It is mmcv's class as well, whose initialisation detectors call.
+    It derives from mmcv's class, because detectors call that class's initialisation.
     """
 
     def __init__(self, *, key_saliency: bool = False, **options: Any) -> None:

@@ -1,4 +1,4 @@
-"""The attention-augmented ResNets as backbones of mmdet and mmsegmentation."""
+"""Attention-augmented ResNets as backbones of mmdet and mmsegmentation."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ from torch.utils.checkpoint import checkpoint
 
 
 class AAResNet(BaseModule):
-    """timm's ``aa_resnet{depth}`` with the arguments of the toolkits' ``ResNet`` (Bello et al. 2019, section 4.4).
+    """``aa_resnet{depth}`` of timm with the arguments of the toolkits' ``ResNet`` (Bello et al. 2019, section 4.4).
 
-    In a config over an upstream one, ``type='AAResNet'`` takes the place of ``type='ResNet'``. The keys of the
-    state_dict are those of the timm model: what ``tools/train_classifier.py`` writes loads by
+    In a config that inherits from an upstream one, ``type='AAResNet'`` replaces ``type='ResNet'``. The keys of the
+    state_dict are those of the timm model, so that a checkpoint of ``tools/train_classifier.py`` loads with
     ``init_cfg=dict(type='Pretrained', checkpoint='….safetensors')``.
 
     Args:
         depth: 34, 50, 101 or 152.
-        in_channels: Of the images.
-        num_stages: How many of the four stages to build.
-        out_indices: Whose outputs are returned, 0 to ``num_stages`` - 1.
-        frozen_stages: The stem (0) and the stages up to this number do not train; -1: all train.
-        norm_cfg: Of all normalisations.
-        norm_eval: Normalisations keep their running statistics in training.
-        with_cp: Checkpoint the stages' activations.
-        style: ``'pytorch'``: the stride lies in the 3×3 convolutions, as it does here.
-        input_size: (H, W) for which the relative positions' tables are made; they are interpolated to others.
-        init_cfg: None trains from scratch, as the paper does.
-        options: Of the timm model: ``kappa``, ``nu``, ``num_heads``, ``position``, ...
+        in_channels: Channels of the images.
+        num_stages: Number of stages to build, 1 to 4.
+        out_indices: Stages whose outputs are returned, 0 to ``num_stages`` - 1.
+        frozen_stages: Freeze the stem (0) and the stages up to this number; -1 freezes nothing.
+        norm_cfg: Config of all normalisations.
+        norm_eval: Keep the running statistics of normalisations in training.
+        with_cp: Use activation checkpointing in the stages.
+        style: ``'pytorch'``: the stride is in the 3×3 convolutions.
+        input_size: (H, W) of the relative position tables, which are interpolated to other sizes.
+        init_cfg: Initialisation; None trains from scratch, as in the paper.
+        options: Options of the timm model: ``kappa``, ``nu``, ``num_heads``, ``position``, ...
 
     Shapes:
         (B, in_channels, H, W) -> tuple of (B, C_i, ⌈H / 2^(i + 2)⌉, ⌈W / 2^(i + 2)⌉)
 
     Raises:
         ImportError: timm is not installed.
-        ValueError: an argument is out of its range.
+        ValueError: An argument is out of range.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class AAResNet(BaseModule):
         self._freeze()
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        """The outputs of the stages in ``out_indices``."""
+        """Return the outputs of the stages in ``out_indices``."""
         for name in self.stem:
             x = getattr(self, name)(x)
         outputs = []
@@ -98,7 +98,7 @@ class AAResNet(BaseModule):
         return tuple(outputs)
 
     def train(self, mode: bool = True) -> AAResNet:
-        """As ``nn.Module.train``; what is frozen stays as it is."""
+        """Set the training mode; frozen parts stay in evaluation mode."""
         super().train(mode)
         self._freeze()
         if mode and self.norm_eval:
@@ -115,7 +115,7 @@ class AAResNet(BaseModule):
 
 
 def _timm() -> Any:
-    """timm with our models; mm users who want none of them need no timm."""
+    """Import timm with this package's models on demand, because mm users without these models need no timm."""
     try:
         import timm
     except ImportError as error:
@@ -126,7 +126,7 @@ def _timm() -> Any:
 
 
 def load_from_safetensors(filename: str, map_location: Any = None) -> dict[str, Tensor]:
-    """mmengine's loader of local ``.safetensors`` files."""
+    """Load a local ``.safetensors`` file for mmengine."""
     from safetensors.torch import load_file
 
     return load_file(filename, device=str(map_location or "cpu"))

@@ -1,8 +1,8 @@
-"""Lets ``--launcher pytorch`` work on a machine without a GPU.
+"""Support for ``--launcher pytorch`` on machines without a GPU.
 
-mmengine's launcher calls ``torch.cuda.set_device`` whatever the backend, which fails there, but it leaves
-alone a process group that exists. Importing this module makes one (gloo) where ``torch.distributed.run``
-started the process and CUDA is absent; everywhere else it does nothing. In a config::
+mmengine's launcher calls ``torch.cuda.set_device`` for every backend, which fails without a GPU, but it skips the
+setup if a process group exists. Importing this module creates a gloo group if ``torch.distributed.run`` started the
+process and CUDA is absent; otherwise it does nothing. In a config::
 
     custom_imports = dict(imports=["attn_plugins.mmcv", "attn_plugins.mmcv.cpu_launch"])
     model_wrapper_cfg = dict(device_ids=None)  # the default names a GPU
@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 
 def join() -> bool:
-    """Join the launcher's gloo group; True where that was for us to do."""
+    """Join the launcher's gloo group if this process needs it; return whether it did."""
     if torch.cuda.is_available() or dist.is_initialized() or not dist.is_torchelastic_launched():
         return False
     dist.init_process_group("gloo")

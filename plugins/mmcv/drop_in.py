@@ -1,18 +1,22 @@
-"""Puts our operators under configs that name mmcv's own layers; their checkpoints' keys stay what they are.
+"""Drop-in replacement of mmcv's layers by this package's operators; configs and checkpoint keys stay unchanged.
 
 ::
 
     _base_ = "mmdet::empirical_attention/faster-rcnn_r50-attn0010-dcn_fpn_1x_coco.py"
     custom_imports = dict(imports=["attn_plugins.mmcv.drop_in"], allow_failed_imports=False)
 
-Importing this module replaces ``GeneralizedAttention``, ``CrissCrossAttention``, ``DCN`` and ``DCNv2`` in mmengine's
-root ``MODELS``, and ``CrissCrossAttention`` also in mmcv and where mmseg's ``CCHead`` takes it from, by its name;
-and the ``forward`` of mmcv's ``MultiScaleDeformableAttention`` and ``MultiheadAttention``, which transformers of mmdet
-and mmseg (DETR and its relatives, MaskFormer, Mask2Former) take from mmcv itself; and that of ``ShiftWindowMSA``, the
-window attention of mmdet's and mmseg's Swin, once the toolkit imports it: all of them or, where one cannot be
-replaced, none, with an error. Models built before the import keep mmcv's layers, but for the ``forward``s.
-Outputs are contiguous where inputs are, and gradients are mmcv's, as its own tests have them. What mmcv's layers keep
-for themselves (``q_downsample``, ``kv_downsample``, ``local_constraint_map``) ours do not have.
+Importing this module replaces
+
+* ``GeneralizedAttention``, ``CrissCrossAttention``, ``DCN`` and ``DCNv2`` in mmengine's root ``MODELS``, and
+  ``CrissCrossAttention`` also in mmcv and in the module of mmseg's ``CCHead``, which imports it by name;
+* the ``forward`` of mmcv's ``MultiScaleDeformableAttention`` and ``MultiheadAttention``, which the transformers of
+  mmdet and mmseg (DETR and its relatives, MaskFormer, Mask2Former) import directly;
+* the ``forward`` of ``ShiftWindowMSA``, the window attention of mmdet's and mmseg's Swin, once the toolkit imports it.
+
+If one of them cannot be replaced, an error is raised and none is. Models built before the import keep mmcv's layers,
+but use the new ``forward`` methods. Outputs are contiguous for contiguous inputs, and gradients equal mmcv's as in its
+own tests. The attributes ``q_downsample``, ``kv_downsample`` and ``local_constraint_map`` of mmcv's layers do not
+exist.
 """
 
 from __future__ import annotations
@@ -37,7 +41,7 @@ from .layers import DrawnAgain
 
 
 class GeneralizedAttention(DrawnAgain, MMCVGeneralizedAttention2d):
-    """mmcv's ``GeneralizedAttention``: its arguments, defaults and numerics, computed by our operator."""
+    """mmcv's ``GeneralizedAttention``, with its arguments, defaults and numerics, on this package's operator."""
 
     def __init__(self, *args: Any, **options: Any):
         given = inspect.signature(GeneralizedAttention2d.mmcv_compatible).bind(*args, **options)
@@ -46,20 +50,20 @@ class GeneralizedAttention(DrawnAgain, MMCVGeneralizedAttention2d):
 
 
 class CrissCrossAttention(CrissCrossAttention2d):
-    """mmcv's ``CrissCrossAttention``, computed by our operator."""
+    """mmcv's ``CrissCrossAttention`` on this package's operator."""
 
     def __init__(self, in_channels: int) -> None:
         super().__init__(in_channels)
 
 
 class DCN(DeformConv2dPack):
-    """mmcv's ``DCN`` (deformable convolution v1 with its predictor), computed by our operator.
+    """mmcv's ``DCN`` (deformable convolution v1 with its predictor) on this package's operator.
 
-    Any batch will do: ``im2col_step``, by which mmcv's batches must be divisible, is taken and not needed.
+    It accepts any batch size: ``im2col_step``, which must divide mmcv's batches, is ignored.
     """
 
     def init_weights(self) -> None:
-        """Zero the predictor again: ``init_cfg`` rules for Conv2d reach it (mmcv's ``DCN`` leaves it so)."""
+        """Zero the predictor again after ``init_cfg`` rules for Conv2d, which mmcv's ``DCN`` does not do."""
         self.init_offset()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -69,7 +73,7 @@ class DCN(DeformConv2dPack):
 
 
 class DCNv2(ModulatedDeformConv2dPack):
-    """mmcv's ``DCNv2`` (modulated, with its predictor), computed by our operator."""
+    """mmcv's ``DCNv2`` (modulated, with its predictor) on this package's operator."""
 
     def forward(self, x: Tensor) -> Tensor:
         taps = self.deform_groups * self.kernel_size[0] * self.kernel_size[1]
@@ -80,11 +84,11 @@ class DCNv2(ModulatedDeformConv2dPack):
 
 
 def upgrade_keys(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A checkpoint from before version 2 of mmcv's packs, with today's keys; others come back as they are.
+    """Rename the keys of a checkpoint from before version 2 of mmcv's packs; other checkpoints are unchanged.
 
-    Those kept the predictor beside the layer: ``conv2_offset.weight`` is ``conv2.conv_offset.weight`` now.
-    mmcv's own layers still try to rename them, but today's loaders show a layer none of its parent's keys, so
-    that these are skipped with a warning. Use:
+    Such checkpoints store the predictor beside the layer: ``conv2_offset.weight`` is now
+    ``conv2.conv_offset.weight``. mmcv's layers try to rename these keys, but current loaders hide the parent's keys
+    from a layer, so they are skipped with a warning. Use:
     ``torch.save(dict(state_dict=upgrade_keys(old["state_dict"])), file)``.
     """
     renamed = {}
@@ -101,15 +105,15 @@ FORWARDS: dict[Any, Callable[..., Tensor]] = {
     MultiScaleDeformableAttention: transformer.deformable_forward,
     MultiheadAttention: transformer.multihead_forward,
 }
-# Modules that hold a layer under its name, whose users do not ask a registry.
+# Modules that hold a layer under its name, so that its users bypass the registry.
 HOLDERS = {"CrissCrossAttention": ("mmcv.ops.cc_attention", "mmcv.ops", "mmseg.models.decode_heads.cc_head")}
 
 
 def replace() -> None:
-    """Put ``REPLACEMENTS``, ``FORWARDS`` and Swin's in the place of upstream's, all or none, unless they are there.
+    """Install ``REPLACEMENTS``, ``FORWARDS`` and Swin's ``forward``, all or none; a repeated call has no effect.
 
     Raises:
-        RuntimeError: one of the names belongs to neither upstream nor us.
+        RuntimeError: A name belongs to neither upstream nor this package.
     """
     for name in REPLACEMENTS:
         _check(name, "MODELS", MODELS.module_dict.get(name))
@@ -128,7 +132,7 @@ def replace() -> None:
 
 
 def _holders() -> Iterator[tuple[str, str]]:
-    """Names and their ``HOLDERS`` so far imported; those imported later take the name from mmcv."""
+    """Yield names with the imported ones of their ``HOLDERS``; modules imported later get the name from mmcv."""
     for name, holders in HOLDERS.items():
         yield from ((name, holder) for holder in holders if hasattr(sys.modules.get(holder), name))
 

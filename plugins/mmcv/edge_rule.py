@@ -1,4 +1,4 @@
-"""mmcv's gradient of an offset that puts its sample on the edge of where the map is read."""
+"""mmcv's gradient rule for offsets that put a sample exactly on the border of the readable area."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from torch import Tensor
 def without_edge_gradients(
     offset: Tensor, kernel_size: Sequence[int], stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]
 ) -> Tensor:
-    """``offset``, whose components that put a sample at row or column -1 exactly have no gradient.
+    """Return ``offset`` without gradients for components that put a sample exactly at row or column -1.
 
-    A sample reads 0 there and something of the map beyond it, so its slope is 0 on one side only. mmcv takes that
-    side; torchvision, and with it :func:`attn_plugins.ops.deform_conv2d`, takes the other. At row H or column W both
-    take 0. While an offset is 0, as at the start of a training, every tap in the padding next to the map is such a
-    sample. Values, and all other gradients, are the same by either rule.
+    A sample there reads 0, but beyond it part of the map, so its slope is 0 on one side only. mmcv uses the slope 0;
+    torchvision and :func:`attn_plugins.ops.deform_conv2d` use the other one. At row H or column W both use 0. While
+    offsets are 0, as at the start of a training, every tap in the padding next to the map is such a sample. Values and
+    all other gradients are equal under both rules.
 
     Args:
-        offset: (B, D * Kh * Kw * 2, Ho, Wo), as ``deform_conv2d`` takes it.
+        offset: (B, D * Kh * Kw * 2, Ho, Wo), as for ``deform_conv2d``.
         kernel_size: (Kh, Kw).
-        stride: Of rows and columns; likewise the next two.
-        padding: Zeros around the input.
-        dilation: Distance of neighbouring taps.
+        stride: Stride of rows and columns.
+        padding: Zero padding of rows and columns.
+        dilation: Distance of neighbouring taps in rows and columns.
     """
     if not (torch.is_grad_enabled() and offset.requires_grad):
         return offset
     Ho, Wo = offset.shape[2:]
-    dtype = torch.float64 if offset.dtype == torch.float64 else torch.float32  # as the kernels compute positions
+    dtype = torch.float64 if offset.dtype == torch.float64 else torch.float32  # the kernels' type of positions
 
     def undisturbed(axis: int, outputs: int) -> Tensor:
-        """Where the taps of all outputs lie along an axis: (kernel, outputs)."""
+        """Return the undisplaced tap positions of all outputs along an axis: (kernel, outputs)."""
         taps = torch.arange(kernel_size[axis], device=offset.device) * dilation[axis] - padding[axis]
         return taps.unsqueeze(1) + torch.arange(outputs, device=offset.device) * stride[axis]
 

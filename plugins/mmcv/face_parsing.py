@@ -1,6 +1,6 @@
-"""Face parsing in mmsegmentation: HELEN, LFW-PL and their scores.
+"""Face parsing in mmsegmentation: the data sets HELEN and LFW-PL, and their metric.
 
-``python -m tools.datasets.face_parsing`` makes the folders that the two data sets read::
+``python -m tools.datasets.face_parsing`` creates the folders that the two data sets read::
 
     data/helen/{images,labels}/{train,val,test}/NAME.{jpg,png}
 
@@ -8,9 +8,9 @@
                  data_prefix=dict(img_path="images/train", seg_map_path="labels/train"), pipeline=...)
     val_evaluator = dict(type="FaceParsingMetric")
 
-With ``--landmarks`` it aligns HELEN's faces by the data set's annotation, as the thesis did before its scores.
+With ``--landmarks`` it aligns HELEN's faces by the data set's landmarks, as the thesis did before scoring.
 
-A mirrored face has its left eye where the right one was: give HELEN's ``RandomFlip`` the argument
+Mirroring a face swaps its left and right eyes: give HELEN's ``RandomFlip`` the argument
 ``swap_seg_labels=[(2, 3), (4, 5)]``.
 """
 
@@ -31,13 +31,13 @@ __all__ = ["FaceParsingMetric", "HELENDataset", "LFWPLDataset"]
 
 
 class _FaceDataset(BaseSegDataset):
-    """A BaseSegDataset that misses no image and no label image when it is made, rather than an hour into training."""
+    """BaseSegDataset that reports missing images and label images at its creation, not during training."""
 
     def load_data_list(self) -> list[dict[str, Any]]:
-        """The samples; labels are looked for where ``data_prefix`` names their folder.
+        """Load the list of samples; labels are expected if ``data_prefix`` names their folder.
 
         Raises:
-            FileNotFoundError: there is no image, or an image or its label image is missing.
+            FileNotFoundError: There is no image, or an image or its label image is missing.
         """
         samples = super().load_data_list()
         advice = f"expected images *{self.img_suffix} and label images *{self.seg_map_suffix} of the same names"
@@ -55,7 +55,7 @@ class _FaceDataset(BaseSegDataset):
 
 @DATASETS.register_module(force=True)
 class HELENDataset(_FaceDataset):
-    """HELEN with the eleven labels of Smith et al. 2013; the arguments are mmseg's ``BaseSegDataset``'s."""
+    """HELEN with the eleven labels of Smith et al. 2013; takes the arguments of mmseg's ``BaseSegDataset``."""
 
     METAINFO = dict(
         classes=(
@@ -89,12 +89,12 @@ class HELENDataset(_FaceDataset):
 
 @DATASETS.register_module(force=True)
 class LFWPLDataset(_FaceDataset):
-    """LFW Part Labels with the three labels of Kae et al. 2013; the arguments are mmseg's ``BaseSegDataset``'s."""
+    """LFW Part Labels with the three labels of Kae et al. 2013; takes the arguments of mmseg's ``BaseSegDataset``."""
 
     METAINFO = dict(classes=("background", "skin", "hair"), palette=[[0, 0, 255], [0, 255, 0], [255, 0, 0]])
 
 
-# What Table 4.3 scores beside single classes; the parts of a face are merged before they are compared.
+# Groups that Table 4.3 scores in addition to single classes; their classes are merged before the comparison.
 GROUPS: dict[str, tuple[str, ...]] = {
     "brows": ("left brow", "right brow"),
     "eyes": ("left eye", "right eye"),
@@ -105,23 +105,23 @@ GROUPS["overall"] = (*GROUPS["brows"], *GROUPS["eyes"], "nose", *GROUPS["mouth"]
 
 @METRICS.register_module(force=True)
 class FaceParsingMetric(BaseMetric):
-    """F1 of every class and of merged classes, and pixel accuracy, in percent, over all pixels of the set.
+    """F1 of every class and of groups of merged classes, and pixel accuracy, in percent, over all pixels of the set.
 
-    They are the columns of Tables 4.3 and 4.4 of the thesis this package follows: ``face/<class>`` (a blank becomes
-    ``_``), ``face/brows``, ``face/eyes``, ``face/mouth``, ``face/overall`` and ``face/accuracy``. A group is one
-    label: a left eye taken for the right one counts as hit. ``overall`` is the group of all inner components (brows,
-    eyes, nose and mouth), without skin and hair. A score is NaN where neither prediction nor truth has its class.
+    The scores are the columns of the thesis' Tables 4.3 and 4.4: ``face/<class>`` (with ``_`` for a space),
+    ``face/brows``, ``face/eyes``, ``face/mouth``, ``face/overall`` and ``face/accuracy``. A group is one label: a left
+    eye predicted as a right one counts as correct. ``overall`` is the group of all inner components (brows, eyes, nose
+    and mouth), without skin and hair. A score is NaN if neither prediction nor ground truth has its class.
 
     Args:
-        groups: Classes merged into one, by name; None: those of Table 4.3 whose classes the data set has.
+        groups: Classes to merge, by group name; None uses the groups of Table 4.3 whose classes the data set has.
         ignore_index: Label of pixels that are not scored.
-        collect_device: As mmengine's ``BaseMetric``.
-        prefix: Of the scores' names, in place of ``face``.
-        collect_dir: As mmengine's ``BaseMetric``.
+        collect_device: See mmengine's ``BaseMetric``.
+        prefix: Prefix of the score names instead of ``face``.
+        collect_dir: See mmengine's ``BaseMetric``.
 
     Raises:
-        ValueError: a group is empty, is called like a class, or has classes that the data set has not; prediction
-            and truth differ in size; a label is out of range.
+        ValueError: A group is empty, has the name of a class, or has classes that the data set lacks; prediction
+            and ground truth differ in size; a label is out of range.
     """
 
     default_prefix = "face"
@@ -141,7 +141,7 @@ class FaceParsingMetric(BaseMetric):
         self.groups, self.ignore_index = groups, ignore_index
 
     def process(self, data_batch: Any, data_samples: Sequence[dict[str, Any]]) -> None:
-        """Count every image's (truth, prediction) pairs."""
+        """Count the (ground truth, prediction) pairs of every image."""
         count = len(self._classes())
         for sample in data_samples:
             where = sample.get("img_path", "an image")
@@ -161,17 +161,17 @@ class FaceParsingMetric(BaseMetric):
 
     @staticmethod
     def _confusion(truth: Tensor, predicted: Tensor, count: int) -> Tensor:
-        """(count, count) numbers of pixels, by true label and predicted label."""
+        """Count pixels by true and predicted label: (count, count)."""
         return torch.bincount(truth * count + predicted, minlength=count * count).view(count, count).cpu()
 
     def compute_metrics(self, results: list[Tensor]) -> dict[str, float]:
-        """The scores over all images, in percent."""
+        """Compute the scores over all images, in percent."""
         classes = self._classes()
         total = sum(results, torch.zeros(len(classes), len(classes), dtype=torch.long))
         parts = {name.replace(" ", "_"): [i] for i, name in enumerate(classes)}
         for name, members in self._groups(classes).items():
             if name in parts:
-                raise ValueError(f"groups has {name!r}, which is a class: call the group otherwise")
+                raise ValueError(f"groups has {name!r}, which is a class: choose another name for the group")
             parts[name] = sorted({classes.index(member) for member in members})
         scores = {
             name: _percent(2 * total[i][:, i].sum(), total[i].sum() + total[:, i].sum()) for name, i in parts.items()

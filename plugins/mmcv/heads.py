@@ -1,4 +1,4 @@
-"""Segmentation heads for our modules; they need mmsegmentation."""
+"""Segmentation heads for this package's modules; they need mmsegmentation."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from torch import Tensor, nn
 
 @MODELS.register_module(force=True)
 class AttentionHead(FCNHead):
-    """CCNet's head around any attention module: convolution, attention, convolution, concatenation, classifier.
+    """CCNet's head with any attention module: convolution, attention, convolution, concatenation, classifier.
 
-    In a config over an upstream ``ccnet_*``, ``decode_head=dict(type='AttentionHead', attention=dict(type=...))`` is
-    all; the other keys are those of ``CCHead``.
+    In a config that inherits from an upstream ``ccnet_*``, set
+    ``decode_head=dict(type='AttentionHead', attention=dict(type=...))``; the other keys are those of ``CCHead``.
 
     Args:
-        attention: A plug-in layer, ``(channels, H, W) -> (channels, H, W)``; None for none.
-        recurrence: How often it is applied, always with the same weights.
-        options: Those of mmseg's ``FCNHead``.
+        attention: A plug-in layer, ``(channels, H, W) -> (channels, H, W)``, or None.
+        recurrence: Number of times that the attention is applied, with the same weights.
+        options: Options of mmseg's ``FCNHead``.
     """
 
     def __init__(self, attention: dict[str, Any] | None = None, recurrence: int = 1, **options: Any) -> None:
@@ -36,7 +36,7 @@ class AttentionHead(FCNHead):
         self.attention = None if attention is None else MODELS.build({"in_channels": self.channels, **attention})
 
     def forward(self, inputs: Sequence[Tensor]) -> Tensor:
-        """The features of a backbone -> logits (B, num_classes, H, W)."""
+        """Compute logits (B, num_classes, H, W) from the features of a backbone."""
         x = self._transform_inputs(inputs)
         output = self.convs[0](x)
         if self.attention is not None:
@@ -50,11 +50,12 @@ class AttentionHead(FCNHead):
 
 @MODELS.register_module(force=True)
 class NonLocalAttentionHead(NLHead):
-    """mmseg's ``NLHead`` with another module in the place of its non-local block.
+    """``NLHead`` of mmseg with another module instead of its non-local block.
 
     Args:
-        attention: A plug-in layer, ``(channels, H, W) -> (channels, H, W)``, which also gets the head's ``reduction``.
-        options: Those of mmseg's ``NLHead``.
+        attention: A plug-in layer, ``(channels, H, W) -> (channels, H, W)``, which also receives the head's
+            ``reduction``.
+        options: Options of mmseg's ``NLHead``.
     """
 
     def __init__(self, attention: dict[str, Any], **options: Any) -> None:
@@ -65,13 +66,13 @@ class NonLocalAttentionHead(NLHead):
 
 @MODELS.register_module(force=True)
 class SingleConvASPPHead(DepthwiseSeparableASPPHead):
-    """DeepLabv3+ whose decoder has one 3×3 convolution, which may be another layer (Thesis, section 4.4.1).
+    """DeepLabv3+ whose decoder has one 3×3 convolution, or another layer instead (thesis, section 4.4.1).
 
-    Low-level and high-level features are brought to ``channels`` by a 1×1 convolution before it.
+    The convolution follows a 1×1 convolution that maps the features to ``channels``.
 
     Args:
         fusion_cfg: mmcv's ``conv_cfg`` of the 3×3 convolution; None for a plain one.
-        options: Those of mmseg's ``DepthwiseSeparableASPPHead``.
+        options: Options of mmseg's ``DepthwiseSeparableASPPHead``.
     """
 
     def __init__(self, fusion_cfg: dict[str, Any] | None = None, **options: Any) -> None:
@@ -86,14 +87,14 @@ class SingleConvASPPHead(DepthwiseSeparableASPPHead):
 
 @MODELS.register_module(force=True)
 class StemResNet(ResNet):
-    """mmseg's ``ResNet`` that also returns the stem's features, first: res-1 of the thesis' U-Net.
+    """``ResNet`` of mmseg that also returns the stem's features first: res-1 of the thesis' U-Net.
 
     Shapes:
         (B, 3, H, W) -> (B, 64, ⌈H / 2⌉, ⌈W / 2⌉) and the stages in ``out_indices``
     """
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        """The stem's features and those of the stages."""
+        """Return the features of the stem and of the stages."""
         stem = self.stem(x) if self.deep_stem else self.relu(self.norm1(self.conv1(x)))
         x, outputs = self.maxpool(stem), [stem]
         for i, name in enumerate(self.res_layers):
@@ -105,13 +106,13 @@ class StemResNet(ResNet):
 
 @MODELS.register_module(force=True)
 class UNetHead(BaseDecodeHead):
-    """The decoder of a U-Net: a 3×3 layer fuses the features so far with the next lower level (Thesis, Table 4.5).
+    """U-Net decoder in which a 3×3 layer fuses the features with those of the next lower level (thesis, Table 4.5).
 
     Args:
-        fusion_channels: Output channels of the fusions, from the deepest on.
+        fusion_channels: Output channels of the fusions, beginning with the deepest.
         fusion_cfgs: mmcv's ``conv_cfg`` of each fusion; None for plain convolutions.
-        options: Those of mmseg's ``BaseDecodeHead``; ``in_channels`` from the lowest level to the deepest, one more
-            than there are fusions.
+        options: Options of mmseg's ``BaseDecodeHead``; ``in_channels`` lists the levels from the lowest to the deepest,
+            one more than there are fusions.
     """
 
     def __init__(
@@ -126,7 +127,7 @@ class UNetHead(BaseDecodeHead):
                 f"in_channels must be one more than fusion_channels, {len(fusion_channels) + 1}, got {self.in_channels}"
             )
         if fusion_cfgs is not None and len(fusion_cfgs) != len(fusion_channels):
-            raise ValueError(f"fusion_cfgs must be {len(fusion_channels)}, as fusion_channels, got {fusion_cfgs}")
+            raise ValueError(f"fusion_cfgs must have {len(fusion_channels)} items, one per fusion, got {fusion_cfgs}")
         width, *levels = reversed(self.in_channels)
         self.fusions = nn.ModuleList()
         for level, channels, cfg in zip(levels, fusion_channels, fusion_cfgs or [None] * len(fusion_channels)):
@@ -139,7 +140,7 @@ class UNetHead(BaseDecodeHead):
             width = channels
 
     def forward(self, inputs: Sequence[Tensor]) -> Tensor:
-        """The features of a backbone -> logits (B, num_classes, H, W) at the lowest level's size."""
+        """Compute logits (B, num_classes, H, W) from the features of a backbone, at the lowest level's size."""
         x, *levels = reversed(self._transform_inputs(inputs))
         for level, fusion in zip(levels, self.fusions):
             x = resize(x, size=level.shape[2:], mode="bilinear", align_corners=self.align_corners)

@@ -1,7 +1,7 @@
-"""Our layers with what mmengine asks of one: the toolkits' argument names and the hook ``init_weights``.
+"""Layers with the interface that mmengine expects: the toolkits' argument names and the hook ``init_weights``.
 
-mmengine's ``init_cfg`` rules for Conv2d reach our projections and predictors from the outside, and mmengine calls the
-hook ``init_weights`` of the layers afterwards.
+mmengine's ``init_cfg`` rules for Conv2d also overwrite the layers' projections and predictors; mmengine calls the hook
+``init_weights`` of the layers afterwards.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..modules.augmented_conv import widths
 
 
 def _offset_groups(options: dict[str, Any]) -> dict[str, Any]:
-    """Let ``deform_groups``, the toolkits' name, say ``offset_groups``."""
+    """Rename ``deform_groups``, the toolkits' name, to ``offset_groups``."""
     if "deform_groups" not in options:
         return options
     if "offset_groups" in options:
@@ -31,10 +31,10 @@ def _offset_groups(options: dict[str, Any]) -> dict[str, Any]:
 
 
 class DrawnAgain(nn.Module):
-    """A layer that draws itself again after ``init_cfg`` rules."""
+    """Mixin that initialises a layer again after ``init_cfg`` rules."""
 
     def init_weights(self) -> None:
-        """mmengine's hook."""
+        """Initialise the parameters again; mmengine calls this hook."""
         self.reset_parameters()  # type: ignore[operator]
 
 
@@ -51,47 +51,47 @@ class BilateralNonLocal2d(DrawnAgain, modules.BilateralNonLocal2d):
 
 
 class NonLocalAttention2d(DrawnAgain, modules.NonLocal2d):
-    """:class:`attn_plugins.modules.NonLocal2d`, whose name is mmcv's in the registry."""
+    """:class:`attn_plugins.modules.NonLocal2d` under mmcv's registry name."""
 
 
 class NonLocalAttention1d(DrawnAgain, modules.NonLocal1d):
-    """:class:`attn_plugins.modules.NonLocal1d`, called as the one of maps is."""
+    """:class:`attn_plugins.modules.NonLocal1d` under a name like that for maps."""
 
 
 class NonLocalAttention3d(DrawnAgain, modules.NonLocal3d):
-    """:class:`attn_plugins.modules.NonLocal3d`, called as the one of maps is."""
+    """:class:`attn_plugins.modules.NonLocal3d` under a name like that for maps."""
 
 
 class DeformableConv2d(modules.DeformableConv2d):
-    """:class:`attn_plugins.modules.DeformableConv2d`; ``deform_groups`` may say ``offset_groups``."""
+    """:class:`attn_plugins.modules.DeformableConv2d`, which also accepts ``deform_groups`` for ``offset_groups``."""
 
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **_offset_groups(options))
 
     def init_weights(self) -> None:
-        """Zero the predictor again; the weight stays as the toolkit draws it."""
+        """Zero the predictor again; the weight keeps the toolkit's initialisation."""
         constant_init(self.conv_offset, 0)
 
 
 class DeformableConv1d(modules.DeformableConv1d):
-    """:class:`attn_plugins.modules.DeformableConv1d`; ``deform_groups`` may say ``offset_groups``."""
+    """:class:`attn_plugins.modules.DeformableConv1d`, which also accepts ``deform_groups`` for ``offset_groups``."""
 
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **_offset_groups(options))
 
     def init_weights(self) -> None:
-        """Zero the predictor again; the weight stays as the toolkit draws it."""
+        """Zero the predictor again; the weight keeps the toolkit's initialisation."""
         constant_init(self.conv_offset, 0)
 
 
 class AAConv2d(DrawnAgain, modules.AAConv2d):
-    """:class:`attn_plugins.modules.AAConv2d`, which also takes the paper's ratios in place of its widths.
+    """:class:`attn_plugins.modules.AAConv2d`, which also accepts the paper's ratios instead of its widths.
 
-    One ``conv_cfg`` serves convolutions of any width by ``kappa`` and ``nu``; see
+    With ``kappa`` and ``nu``, one ``conv_cfg`` fits convolutions of any width; see
     :meth:`attn_plugins.modules.AAConv2d.from_ratios`.
     """
 
-    transposed, output_padding = False, (0, 0)  # mmcv's ConvModule repeats these of its convolution
+    transposed, output_padding = False, (0, 0)  # attributes that mmcv's ConvModule reads
 
     def __init__(
         self,
@@ -119,7 +119,7 @@ class AAConv2d(DrawnAgain, modules.AAConv2d):
 class LocalBilateralConv2d(modules.LocalBilateralConv2d):
     """:class:`attn_plugins.modules.LocalBilateralConv2d`."""
 
-    transposed, output_padding = False, (0, 0)  # mmcv's ConvModule repeats these of its convolution
+    transposed, output_padding = False, (0, 0)  # attributes that mmcv's ConvModule reads
 
     def init_weights(self) -> None:
-        """Its projections are plain convolutions and stay as they were made."""
+        """Do nothing: the projections are plain convolutions and keep their initialisation."""

@@ -1,4 +1,4 @@
-"""Registered names whose classes are imported when they are first built: mmdet's users need no mmsegmentation."""
+"""Registry names whose classes are imported when they are first built, so that mmdet works without mmsegmentation."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from mmengine.registry import Registry
 
 
 def register_lazily(registry: Registry, module: str, *names: str) -> None:
-    """Let ``registry`` build the classes ``names`` of ``module``, a module of this package that needs mmseg.
+    """Register the classes ``names`` of ``module``, a module of this package that needs mmseg, without importing it.
 
-    ``module`` registers the classes themselves when it is imported, by ``register_module(force=True)``.
+    ``module`` registers the classes itself on its import, with ``register_module(force=True)``.
     """
     for name in names:
         registry.register_module(name=name, module=_builder(module, name))

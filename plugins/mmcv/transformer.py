@@ -1,7 +1,7 @@
-"""What mmdet's and mmseg's transformers attend with: ``forward`` of two of mmcv's layers, on our operator and torch's.
+"""``forward`` of two attention layers of mmcv that the transformers of mmdet and mmseg use.
 
-mmdet names these classes itself and asks no registry, so that not the class is replaced but its ``forward``
-(:mod:`attn_plugins.mmcv.drop_in` does it): models that are built already, ``isinstance`` checks and checkpoints stay.
+mmdet refers to these classes directly instead of using a registry. Therefore :mod:`attn_plugins.mmcv.drop_in` replaces
+their ``forward`` and not the classes, so that existing models, ``isinstance`` checks and checkpoints remain valid.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def deformable_forward(
     level_start_index: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor:
-    """See :meth:`attn_plugins.modules.MultiScaleDeformableAttention.forward`."""
+    """Compute deformable attention; see :meth:`attn_plugins.modules.MultiScaleDeformableAttention.forward`."""
     return attend(self, query, value, identity, query_pos, key_padding_mask, reference_points, spatial_shapes)
 
 
@@ -48,18 +48,19 @@ def multihead_forward(
     key_padding_mask: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor:
-    """Attend, and write no attention weights out, which mmcv asks torch for and drops.
+    """Compute attention without the weights, which mmcv requests from torch and discards.
 
     Args:
-        query: (Q, B, C), or (B, Q, C) with ``batch_first``, as all that follow.
+        self: The layer.
+        query: (Q, B, C), or (B, Q, C) with ``batch_first``, like all tensors below.
         key: (S, B, C); None for ``query``.
         value: (S, B, C); None for ``key``.
         identity: (Q, B, C), added to the result; None for ``query``.
         query_pos: (Q, B, C), added to ``query``.
-        key_pos: (S, B, C), added to ``key``; None for ``query_pos`` where that has its shape.
-        attn_mask: (Q, S) or (B * M, Q, S), bool (True leaves out) or added to the logits.
+        key_pos: (S, B, C), added to ``key``; None for ``query_pos`` if that has the shape of ``key``.
+        attn_mask: (Q, S) or (B * M, Q, S), bool (True excludes a key) or added to the logits.
         key_padding_mask: (B, S), bool; True for padding.
-        **kwargs: Not used.
+        **kwargs: Ignored.
 
     Returns:
         (Q, B, C), or (B, Q, C) with ``batch_first``.
@@ -74,7 +75,7 @@ def multihead_forward(
             warnings.warn(f"{type(self).__name__}: key_pos is None, and query_pos does not fit key", stacklevel=3)
     query = query if query_pos is None else query + query_pos
     key = key if key_pos is None else key + key_pos
-    if self.batch_first:  # the inner layer's batch is its second axis
+    if self.batch_first:  # the inner layer expects the batch as second axis
         query, key, value = (x.transpose(0, 1) for x in (query, key, value))
     masks = dict(attn_mask=attn_mask, key_padding_mask=key_padding_mask)
     output = self.attn(query, key, value, need_weights=_somebody_looks(self.attn), **masks)[0]
@@ -84,6 +85,6 @@ def multihead_forward(
 
 
 def _somebody_looks(attention: Any) -> bool:
-    """True where a hook gets the weights, or where the inner layer is not torch's own."""
+    """Return True if a hook reads the weights or the inner layer is not torch's own class."""
     hooks = attention._forward_hooks or torch_module._global_forward_hooks
     return bool(hooks) or type(attention) is not nn.MultiheadAttention

@@ -1,9 +1,8 @@
-"""Swin's windows in mmdet and mmsegmentation: ``forward`` of their ``ShiftWindowMSA``, on our operator.
+"""``forward`` of ``ShiftWindowMSA``, Swin's window attention in mmdet and mmsegmentation, on this package's operator.
 
-Both toolkits have a class of their own of this name, and their backbones ask no registry for it.
-:mod:`attn_plugins.mmcv.drop_in` replaces the ``forward`` of each class that is imported, and that of the others when
-they are; no toolkit is imported for it. ``WindowMSA`` keeps its ``forward``, which serves where attention weights must
-be written out.
+Each toolkit has its own class of this name, which its backbone refers to directly instead of using a registry.
+:mod:`attn_plugins.mmcv.drop_in` replaces the ``forward`` of each imported class now, and of the others when they are
+imported; it imports no toolkit. ``WindowMSA`` keeps its ``forward``, which is used when attention weights are needed.
 """
 
 from __future__ import annotations
@@ -25,23 +24,23 @@ LAYER = "ShiftWindowMSA"
 
 
 def shift_window_forward(stock: Callable[..., Tensor], inner: type[Any]) -> Callable[..., Tensor]:
-    """The ``forward`` that takes the place of ``stock``.
+    """Create the ``forward`` that replaces ``stock``.
 
     Args:
-        stock: The toolkit's own, which runs where weights are dropped or looked at, or the inner layer is another.
+        stock: The toolkit's ``forward``, used for dropout of weights, hooks on weights or another inner layer.
         inner: The toolkit's ``WindowMSA``.
     """
 
     def forward(self: Any, query: Tensor, hw_shape: Sequence[int]) -> Tensor:
-        """Attend from every token, (B, H * W, C) with ``hw_shape`` (H, W), to those of its window."""
+        """Attend within windows; tokens are (B, H * W, C) with ``hw_shape`` (H, W)."""
         attn: Any = self.w_msa
         if type(attn) is not inner or _needs_weights(attn):
             return stock(self, query, hw_shape)
         B, L, C = query.shape
         H, W = hw_shape
-        assert L == H * W, "input feature has wrong size"  # in the toolkit's words
+        assert L == H * W, "input feature has wrong size"  # the toolkit's message
         n, shift = self.window_size, self.shift_size
-        x = F.pad(query.view(B, H, W, C), (0, 0, 0, -W % n, 0, -H % n))  # before the roll; timm pads behind it
+        x = F.pad(query.view(B, H, W, C), (0, 0, 0, -W % n, 0, -H % n))  # before the roll, unlike timm
         attend = with_position_logits(table_logits(attn.relative_position_bias_table, attn.window_size), attn.scale)
         x = in_windows(x, (n, n), (shift, shift), attn.num_heads, attn.qkv, attend)[:, :H, :W]
         return self.drop(attn.proj_drop(attn.proj(x)).reshape(B, L, C))
@@ -50,17 +49,17 @@ def shift_window_forward(stock: Callable[..., Tensor], inner: type[Any]) -> Call
 
 
 def _needs_weights(attn: Any) -> bool:
-    """Whether weights are dropped in training, or somebody looks at what leads to them."""
+    """Return True if weights are dropped in training or a hook observes their computation."""
     if attn.training and attn.attn_drop.p > 0:
         return True
     return any(m._forward_hooks or m._forward_pre_hooks for m in (attn, attn.softmax, attn.attn_drop))
 
 
 def check() -> None:
-    """Check that the layers that are imported are their toolkits' own, or have our ``forward``.
+    """Check that each imported layer has its toolkit's ``forward`` or this package's.
 
     Raises:
-        RuntimeError: somebody else's ``forward`` is there.
+        RuntimeError: A layer has another ``forward``.
     """
     for name in MODULES:
         if name in sys.modules:
@@ -68,7 +67,7 @@ def check() -> None:
 
 
 def replace() -> None:
-    """Replace the ``forward`` of each toolkit's layer: now, or when its module is imported."""
+    """Replace the ``forward`` of each toolkit's layer now, or when its module is imported."""
     for name in MODULES:
         after_import(name, _replace)
 
