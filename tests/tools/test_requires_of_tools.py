@@ -66,6 +66,7 @@ CASES = [
     ("demo --help", "PIL", TOOLS),
     ("demo", "mmdet", MM),
     ("demo", "matplotlib", TOOLS),
+    ("demo_quick --help", "timm", TIMM_TOOLS),
     ("detection_study --help", "PIL", TOOLS),
     ("detection_study DIR/out", "mmdet", MM),
     ("detection_study DIR/out", "matplotlib", TOOLS),
@@ -136,8 +137,9 @@ def test_scores_without_the_standard_package(tmp_path):
 
 
 def test_every_tool_is_here():
-    """Those of image classification are in test_requires.py."""
-    own = {words.split()[0] for words, _, _ in CASES} | {"captioning.score", "train_classifier", "show_attention"}
+    """Those of image classification are in test_requires.py; release is for the environment of ``make``."""
+    own = {words.split()[0] for words, _, _ in CASES}
+    own |= {"captioning.score", "release", "show_attention", "train_classifier"}
     files = [path for path in (ROOT / "tools").rglob("*.py") if '__name__ == "__main__"' in path.read_text()]
     names = {".".join(path.relative_to(ROOT / "tools").with_suffix("").parts) for path in files}
     assert {name.removesuffix(".__main__") for name in names} == own
