@@ -1,4 +1,4 @@
-"""Attention of this package in any upstream transformer: ``model=dict(type='Attended', of='DETR', attention={...})``."""
+"""Replacement of attention in upstream transformers: ``model=dict(type='Attended', of='DETR', attention={...})``."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The timm adapter: importing it registers our models, so that ``timm.create_model('attn_resnet50')`` works.
+"""Adapter for timm: importing it registers the models, so that ``timm.create_model('attn_resnet50')`` works.
 
-With torch >= 2.5 an installed attn_plugins needs no import: ``attn_plugins.autoload`` does it after timm's.
+With torch >= 2.5 and an installed attn_plugins no import is needed: ``attn_plugins.autoload`` imports it after timm.
 """
 
 from .aa_mnasnet import AAMnasNet, aa_mnasnet_075, aa_mnasnet_100, aa_mnasnet_125, aa_mnasnet_140

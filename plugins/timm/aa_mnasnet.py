@@ -1,4 +1,4 @@
-"""Attention-augmented MnasNets: the expansions of the last 13 inverted residual blocks (Bello et al. 2019, 4.3)."""
+"""Attention-augmented MnasNets: augmented expansions in the last 13 inverted residuals (Bello et al. 2019, 4.3)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..modules.augmented_conv import AAConv2d, Position
 from .aa_resnet import augment
 from .conventions import imagenet_cfg, table_names
 
-# MnasNet-A1 in timm's notation (Tan et al. 2019, Figure 7), one stage a line.
+# MnasNet-A1 in timm's notation (Tan et al. 2019, Figure 7), one stage per line.
 STAGES = (
     ("ds_r1_k3_s1_e1_c16_noskip",),
     ("ir_r2_k3_s2_e6_c24",),
@@ -27,31 +27,31 @@ STAGES = (
     ("ir_r3_k5_s2_e6_c160_se0.25",),
     ("ir_r1_k3_s1_e6_c320",),
 )
-FIRST_AUGMENTED = 2  # the stage that begins with the change from 56×56 to 28×28
+FIRST_AUGMENTED = 2  # the stage that reduces 56×56 to 28×28
 POOLED_REDUCTION = 8
 
 
 class AAMnasNet(EfficientNet):
-    """MnasNet-A1 whose pointwise expansions are augmented in its last 13 blocks (Bello et al. 2019, section 4.3).
+    """MnasNet-A1 with augmented pointwise expansions in its last 13 blocks (Bello et al. 2019, section 4.3).
 
-    An expansion runs at its block's input resolution. Down to an eighth of the image (28×28 of 224×224), attention
-    runs on an average of 3×3 windows with stride 2.
+    An expansion runs at its block's input resolution. At an eighth of the image resolution (28×28 of 224×224) or above,
+    attention runs on maps that are average-pooled by 3×3 windows with stride 2.
 
     Args:
         kappa: κ, ratio of key depth to an expansion's channels.
-        nu: υ, ratio of attention channels, but at least one a head; 0 is the plain MnasNet.
-        num_heads: Heads of every attention.
-        min_key_dim_per_head: The least key depth of a head.
+        nu: υ, ratio of attention channels, at least one per head; 0 gives the plain MnasNet.
+        num_heads: Number of heads.
+        min_key_dim_per_head: Minimum key depth per head.
         position: ``'relative'``, ``'none'``, ``'sine'`` or ``'coordconv'``; see :class:`AAConv2d`.
-        img_size: Image size (H, W) for which relative positions are made; they are interpolated to others.
-        pool: Whether expansions at an eighth of the image's resolution, or above, attend on pooled maps.
-        kwargs: Those of timm's ``EfficientNet``.
+        img_size: Image size (H, W) of the relative position tables, which are interpolated to other sizes.
+        pool: Pool maps at an eighth of the image resolution or above for attention.
+        kwargs: Arguments of timm's ``EfficientNet``.
 
     Shapes:
         (B, in_chans, H, W) -> (B, num_classes)
 
     Raises:
-        ValueError: an argument is out of its range.
+        ValueError: An argument is out of range.
     """
 
     def __init__(
@@ -88,12 +88,12 @@ class AAMnasNet(EfficientNet):
 
     @torch.jit.ignore
     def no_weight_decay(self) -> set[str]:
-        """The tables of relative positions, as everywhere in timm."""
+        """Return the names of the relative position tables."""
         return table_names(self)
 
 
 def _initialise(layer: AAConv2d) -> None:
-    """Its convolution as timm draws a MnasNet's: normal, by fan-out."""
+    """Initialise the convolution like timm's MnasNet: normal by fan-out."""
     if layer.conv is not None:
         nn.init.kaiming_normal_(layer.conv.weight, mode="fan_out", nonlinearity="relu")
 
@@ -116,23 +116,23 @@ def _create(variant: str, pretrained: bool, **kwargs: Any) -> AAMnasNet:
 
 @register_model
 def aa_mnasnet_075(pretrained: bool = False, **kwargs: Any) -> AAMnasNet:
-    """AA-MnasNet with 0.75 times the channels, κ = 2υ = 0.1."""
+    """Create AA-MnasNet with 0.75 times the channels, κ = 2υ = 0.1."""
     return _create("aa_mnasnet_075", pretrained, **kwargs)
 
 
 @register_model
 def aa_mnasnet_100(pretrained: bool = False, **kwargs: Any) -> AAMnasNet:
-    """AA-MnasNet-1.0, κ = 2υ = 0.1."""
+    """Create AA-MnasNet-1.0, κ = 2υ = 0.1."""
     return _create("aa_mnasnet_100", pretrained, **kwargs)
 
 
 @register_model
 def aa_mnasnet_125(pretrained: bool = False, **kwargs: Any) -> AAMnasNet:
-    """AA-MnasNet with 1.25 times the channels, κ = 2υ = 0.1."""
+    """Create AA-MnasNet with 1.25 times the channels, κ = 2υ = 0.1."""
     return _create("aa_mnasnet_125", pretrained, **kwargs)
 
 
 @register_model
 def aa_mnasnet_140(pretrained: bool = False, **kwargs: Any) -> AAMnasNet:
-    """AA-MnasNet with 1.4 times the channels, κ = 2υ = 0.1."""
+    """Create AA-MnasNet with 1.4 times the channels, κ = 2υ = 0.1."""
     return _create("aa_mnasnet_140", pretrained, **kwargs)

@@ -1,6 +1,6 @@
-"""Attention-augmented ResNets: 3×3 convolutions of the last three stages are augmented (Bello et al. 2019, 4.2).
+"""Attention-augmented ResNets: augmented 3×3 convolutions in the last three stages (Bello et al. 2019, 4.2).
 
-In timm "aa" elsewhere means anti-aliasing (``aa_layer``); here it is the paper's name for attention augmentation.
+Elsewhere in timm "aa" means anti-aliasing (``aa_layer``); here it is the paper's name for attention augmentation.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LAYERS = {34: (3, 4, 6, 3), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36
 
 
 def augment(conv: nn.Module, input_size: Sequence[int], **options: Any) -> AAConv2d:
-    """The augmented convolution in the place of a plain one: the same channels, kernel, stride and dilation."""
+    """Create the augmented version of a convolution, with its channels, kernel, stride and dilation."""
     assert isinstance(conv, nn.Conv2d)
     weight = conv.weight
     return AAConv2d.from_ratios(
@@ -41,13 +41,13 @@ def augment(conv: nn.Module, input_size: Sequence[int], **options: Any) -> AACon
 
 
 class AABasicBlock(BasicBlock):
-    """timm's basic block whose first 3×3 convolution is augmented.
+    """Basic block of timm with an augmented first 3×3 convolution.
 
     Args:
-        output_size: (H, W) of the block's output, for which relative positions are made.
+        output_size: (H, W) of the block's output, the size of the relative position tables.
         augmentation: Arguments of :meth:`AAConv2d.from_ratios`.
-        *args: Those of timm's ``BasicBlock``.
-        **kwargs: Likewise.
+        *args: Positional arguments of timm's ``BasicBlock``.
+        **kwargs: Keyword arguments of timm's ``BasicBlock``.
 
     Shapes:
         (B, inplanes, H, W) -> (B, planes, ⌈H / stride⌉, ⌈W / stride⌉)
@@ -60,13 +60,13 @@ class AABasicBlock(BasicBlock):
 
 
 class AABottleneck(Bottleneck):
-    """timm's bottleneck whose 3×3 convolution is augmented.
+    """Bottleneck of timm with an augmented 3×3 convolution.
 
     Args:
-        output_size: (H, W) of the block's output, for which relative positions are made.
+        output_size: (H, W) of the block's output, the size of the relative position tables.
         augmentation: Arguments of :meth:`AAConv2d.from_ratios`.
-        *args: Those of timm's ``Bottleneck``.
-        **kwargs: Likewise.
+        *args: Positional arguments of timm's ``Bottleneck``.
+        **kwargs: Keyword arguments of timm's ``Bottleneck``.
 
     Shapes:
         (B, inplanes, H, W) -> (B, 4 * planes, ⌈H / stride⌉, ⌈W / stride⌉)
@@ -79,28 +79,28 @@ class AABottleneck(Bottleneck):
 
 
 class AAResNet(ResNet):
-    """timm's ResNet with attention-augmented blocks in its last three stages (Bello et al. 2019, section 4.2).
+    """ResNet of timm with attention-augmented blocks in its last three stages (Bello et al. 2019, section 4.2).
 
-    Attention runs at each block's output resolution; in layer2, the largest maps, on an average of 3×3 windows with
-    stride 2 besides.
+    Attention runs at each block's output resolution; in layer2, which has the largest maps, these are first
+    average-pooled by 3×3 windows with stride 2.
 
     Args:
         block: ``BasicBlock`` or ``Bottleneck``.
-        layers: Blocks of the four stages.
+        layers: Number of blocks in each of the four stages.
         kappa: κ, ratio of key depth to a convolution's output channels.
-        nu: υ, ratio of attention channels; 0 is the plain ResNet, 1 fully attentional.
-        num_heads: Heads of every attention.
-        min_key_dim_per_head: The least key depth of a head.
+        nu: υ, ratio of attention channels; 0 gives the plain ResNet, 1 a fully attentional one.
+        num_heads: Number of heads.
+        min_key_dim_per_head: Minimum key depth per head.
         position: ``'relative'``, ``'none'``, ``'sine'`` or ``'coordconv'``; see :class:`AAConv2d`.
-        img_size: Image size (H, W) for which relative positions are made; they are interpolated to others.
-        pool: Whether layer2 attends on pooled maps.
-        kwargs: Those of timm's ``ResNet``.
+        img_size: Image size (H, W) of the relative position tables, which are interpolated to other sizes.
+        pool: Pool the maps of layer2 for attention.
+        kwargs: Arguments of timm's ``ResNet``.
 
     Shapes:
         (B, in_chans, H, W) -> (B, num_classes)
 
     Raises:
-        ValueError: an argument is out of its range.
+        ValueError: An argument is out of range.
     """
 
     def __init__(
@@ -136,13 +136,13 @@ class AAResNet(ResNet):
 
     @torch.jit.ignore
     def init_weights(self, zero_init_last: bool = True) -> None:
-        """timm's initialisation; attention's own parts as the paper's code draws them."""
+        """Initialise by timm's rules, and the attention's parts like the paper's code."""
         super().init_weights(zero_init_last=zero_init_last)
         initialise_ours(self)
 
     @torch.jit.ignore
     def no_weight_decay(self) -> set[str]:
-        """The tables of relative positions, as everywhere in timm."""
+        """Return the names of the relative position tables."""
         return table_names(self)
 
 
@@ -158,23 +158,23 @@ def _create(depth: int, pretrained: bool, **kwargs: Any) -> AAResNet:
 
 @register_model
 def aa_resnet34(pretrained: bool = False, **kwargs: Any) -> AAResNet:
-    """AA-ResNet-34, κ = υ = 0.25; the first convolution of each block is augmented."""
+    """Create AA-ResNet-34, κ = υ = 0.25; the first convolution of each block is augmented."""
     return _create(34, pretrained, **{**dict(kappa=0.25, nu=0.25), **kwargs})
 
 
 @register_model
 def aa_resnet50(pretrained: bool = False, **kwargs: Any) -> AAResNet:
-    """AA-ResNet-50, κ = 2υ = 0.2 (Table 3; Table 6 by ``kappa`` and ``nu``)."""
+    """Create AA-ResNet-50, κ = 2υ = 0.2 (Table 3; ``kappa`` and ``nu`` give the variants of Table 6)."""
     return _create(50, pretrained, **kwargs)
 
 
 @register_model
 def aa_resnet101(pretrained: bool = False, **kwargs: Any) -> AAResNet:
-    """AA-ResNet-101, κ = 2υ = 0.2."""
+    """Create AA-ResNet-101, κ = 2υ = 0.2."""
     return _create(101, pretrained, **kwargs)
 
 
 @register_model
 def aa_resnet152(pretrained: bool = False, **kwargs: Any) -> AAResNet:
-    """AA-ResNet-152, κ = 2υ = 0.2."""
+    """Create AA-ResNet-152, κ = 2υ = 0.2."""
     return _create(152, pretrained, **kwargs)

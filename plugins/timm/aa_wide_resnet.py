@@ -1,5 +1,5 @@
-"""The attention-augmented Wide-ResNet of the CIFAR experiments (Bello et al. 2019, section 4.1)."""
-# No postponed annotations here: FX writes them into the code it generates, where TorchScript must know the names.
+"""Attention-augmented Wide-ResNet of the CIFAR experiments (Bello et al. 2019, section 4.1)."""
+# No postponed annotations: FX copies them into generated code, where TorchScript must resolve the names.
 
 from typing import Any
 
@@ -15,19 +15,19 @@ from .conventions import imagenet_cfg, initialise_ours, table_names
 
 
 class AAWideBlock(nn.Module):
-    """Two 3×3 convolutions with pre-activation, the first augmented; the shortcut has no parameters.
+    """Block of two 3×3 convolutions with pre-activation, the first augmented; the shortcut has no parameters.
 
-    Where the shape changes, the shortcut is the activated input, averaged over the stride and padded with zero
+    If the shape changes, the shortcut is the activated input, average-pooled by the stride and padded with zero
     channels.
 
     Args:
         inplanes: Input channels.
         planes: Output channels.
-        stride: Of the first convolution.
+        stride: Stride of the first convolution.
         augmentation: Arguments of :meth:`AAConv2d.from_ratios`.
         drop_rate: Dropout between the convolutions.
-        attn_layer: None, or timm's name of a layer behind the second convolution, such as ``'se'``.
-        attn_args: Its arguments.
+        attn_layer: timm's name of a layer after the second convolution, such as ``'se'``, or None.
+        attn_args: Arguments of that layer.
 
     Shapes:
         (B, inplanes, H, W) -> (B, planes, ⌈H / stride⌉, ⌈W / stride⌉)
@@ -79,31 +79,31 @@ def _attention(name: str | None, channels: int, arguments: dict[str, Any]) -> nn
 
 
 class AAWideResNet(nn.Module):
-    """Wide-ResNet for small images, the first convolution of every block augmented (Bello et al. 2019, section 4.1).
+    """Wide-ResNet for small images with an augmented first convolution in each block (Bello et al. 2019, section 4.1).
 
     Args:
-        depth: 6n + 4 layers, n blocks in each of three stages.
+        depth: 6n + 4 layers, with n blocks in each of three stages.
         width: Factor of the channels 16, 32 and 64.
-        num_classes: Outputs of the classifier; 0 for none.
+        num_classes: Outputs of the classifier; 0 for no classifier.
         in_chans: Channels of the images.
         global_pool: timm's name of the pooling before the classifier.
         kappa: κ, ratio of key depth to a convolution's output channels.
-        nu: υ, ratio of attention channels; 0 is the plain Wide-ResNet.
-        num_heads: Heads of every attention.
-        min_key_dim_per_head: The least key depth of a head.
+        nu: υ, ratio of attention channels; 0 gives the plain Wide-ResNet.
+        num_heads: Number of heads.
+        min_key_dim_per_head: Minimum key depth per head.
         position: ``'relative'``, ``'none'``, ``'sine'`` or ``'coordconv'``; see :class:`AAConv2d`.
-        img_size: Image size (H, W) for which relative positions are made; they are interpolated to others.
+        img_size: Image size (H, W) of the relative position tables, which are interpolated to other sizes.
         drop_rate: Dropout before the classifier.
         block_drop_rate: Dropout between the convolutions of a block.
-        attn_layer: None, or timm's name of a layer at the end of every block's branch: ``'se'``, ``'ge'``, ``'cbam'``,
-            ... (the baselines of Bello et al., Table 1, with ``nu=0``).
-        attn_args: Its arguments, such as ``dict(use_mlp=False)`` for ``'ge'`` without parameters.
+        attn_layer: timm's name of a layer at the end of each block's branch, or None: ``'se'``, ``'ge'``, ``'cbam'``,
+            ... (with ``nu=0`` the baselines of Bello et al., Table 1).
+        attn_args: Arguments of that layer, such as ``dict(use_mlp=False)`` for ``'ge'`` without parameters.
 
     Shapes:
         (B, in_chans, H, W) -> (B, num_classes)
 
     Raises:
-        ValueError: an argument is out of its range.
+        ValueError: An argument is out of range.
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class AAWideResNet(nn.Module):
 
     @torch.jit.ignore
     def init_weights(self) -> None:
-        """Convolutions normal by fan-out; attention's own parts as the paper's code draws them."""
+        """Initialise convolutions normally by fan-out, and the attention's parts like the paper's code."""
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
@@ -168,28 +168,28 @@ class AAWideResNet(nn.Module):
 
     @torch.jit.ignore
     def no_weight_decay(self) -> set[str]:
-        """The tables of relative positions, as everywhere in timm."""
+        """Return the names of the relative position tables."""
         return table_names(self)
 
     @torch.jit.ignore
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        """Patterns that group parameters by depth, stages or blocks."""
+        """Return patterns that group parameters by depth, in stages or blocks."""
         return dict(
             stem=r"^conv1", blocks=r"^layer(\d+)" if coarse else [(r"^layer(\d+)\.(\d+)", None), (r"^bn", (99999,))]
         )
 
     @torch.jit.ignore
     def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Whether activations inside the blocks are computed again in the backward pass."""
+        """Enable activation checkpointing of the blocks."""
         self.grad_checkpointing = enable
 
     @torch.jit.ignore
     def get_classifier(self, name_only: bool = False) -> nn.Module | str:
-        """The classifier, or its name."""
+        """Return the classifier, or its name."""
         return "fc" if name_only else self.fc
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        """Replace the classifier by a new one; the pooling stays unless another is named."""
+        """Replace the classifier; the pooling stays unless another is given."""
         self.num_classes = num_classes
         pool = self.global_pool.pool_type if global_pool is None else global_pool
         weight = self.conv1.weight
@@ -214,15 +214,15 @@ class AAWideResNet(nn.Module):
         output_fmt: str = "NCHW",
         intermediates_only: bool = False,
     ) -> list[Tensor] | tuple[Tensor, list[Tensor]]:
-        """The features after the stem (0) and the stages (1 to 3), and the final ones.
+        """Compute the features after the stem (0) and the stages (1 to 3), and the final features.
 
         Args:
             x: (B, in_chans, H, W).
-            indices: Which; the last n for a number, all for None.
-            norm: Normalise and activate the last stage's.
-            stop_early: Leave out the stages after the last wanted one.
+            indices: Indices of the features, or n for the last n; None for all.
+            norm: Normalise and activate the features of the last stage.
+            stop_early: Skip the stages after the last requested one.
             output_fmt: ``'NCHW'``.
-            intermediates_only: Return only the list.
+            intermediates_only: Return only the list of features.
         """
         if output_fmt != "NCHW":
             raise ValueError(f"output_fmt must be 'NCHW', got {output_fmt!r}")
@@ -243,7 +243,7 @@ class AAWideResNet(nn.Module):
     def prune_intermediate_layers(
         self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
     ) -> list[int]:
-        """Remove what the wanted intermediate features do not need; returns their indices."""
+        """Remove what the requested intermediate features do not need, and return their indices."""
         take, last = feature_take_indices(4, indices)
         for i in range(last + 1, 4):
             setattr(self, f"layer{i}", nn.Sequential())
@@ -256,7 +256,7 @@ class AAWideResNet(nn.Module):
         return take
 
     def forward_features(self, x: Tensor) -> Tensor:
-        """(B, in_chans, H, W) -> (B, 64 * width, ⌈H / 4⌉, ⌈W / 4⌉)."""
+        """Compute features, (B, in_chans, H, W) -> (B, 64 * width, ⌈H / 4⌉, ⌈W / 4⌉)."""
         x = self.conv1(x)
         if self.grad_checkpointing and not torch.jit.is_scripting():
             x = checkpoint_seq([self.layer1, self.layer2, self.layer3], x, flatten=True)
@@ -267,7 +267,7 @@ class AAWideResNet(nn.Module):
         return self.act(self.bn(x))
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
-        """Pool and classify; with ``pre_logits``, pool alone."""
+        """Pool and classify; with ``pre_logits``, only pool."""
         x = self.global_pool(x)
         if self.drop_rate > 0.0:
             x = F.dropout(x, p=self.drop_rate, training=self.training)
@@ -284,7 +284,7 @@ default_cfgs = generate_default_cfgs(
             input_size=(3, 32, 32),
             pool_size=(8, 8),
             crop_pct=1.0,
-            mean=(0.5071, 0.4866, 0.4409),  # of CIFAR-100's training images
+            mean=(0.5071, 0.4866, 0.4409),  # statistics of CIFAR-100's training images
             std=(0.2673, 0.2564, 0.2762),
         )
     }
@@ -293,6 +293,6 @@ default_cfgs = generate_default_cfgs(
 
 @register_model
 def aa_wide_resnet28_10(pretrained: bool = False, **kwargs: Any) -> AAWideResNet:
-    """AA-Wide-ResNet-28-10 for CIFAR, κ = 2υ = 0.2; ``nu=0`` is the plain network of Table 1."""
+    """Create AA-Wide-ResNet-28-10 for CIFAR, κ = 2υ = 0.2; ``nu=0`` gives the plain network of Table 1."""
     features = dict(out_indices=(0, 1, 2, 3))
     return build_model_with_cfg(AAWideResNet, "aa_wide_resnet28_10", pretrained, feature_cfg=features, **kwargs)

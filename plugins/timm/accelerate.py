@@ -1,13 +1,12 @@
-"""Our operators under models that timm has built: the same parameters, keys and numbers.
+"""Acceleration of timm models by this package's operators, with the same parameters, keys and outputs.
 
 ::
 
     model = timm.create_model("swin_tiny_patch4_window7_224", pretrained=True)
     attn_plugins.timm.accelerate(model)
 
-timm's Swin, SAM and MViTv2 name their attention layers themselves and take none from outside. Therefore the class of
-the layers that are there is exchanged for one derived from it; parameters, hooks and methods such as ``set_input_size``
-stay.
+timm's Swin, SAM and MViTv2 do not let the user choose their attention layers. Therefore the class of existing layers is
+replaced by a derived class; parameters, hooks and methods such as ``set_input_size`` stay.
 """
 
 from __future__ import annotations
@@ -27,24 +26,24 @@ from ..terms.position_table import table_logits
 
 
 def accelerate(model: nn.Module) -> list[str]:
-    """Let the attention of a timm model be computed by our operators, in place.
+    """Replace the attention of a timm model by this package's operators, in place.
 
-    What it knows: blocks of Swin and Swin V2 (``swin_*``, ``swinv2_*`` but for ``swinv2_cr_*``), attention with
-    decomposed positions of SAM (``samvit_*``) and MViTv2 (``mvitv2_*``). Outputs and gradients are timm's up to
-    rounding, in training and after; only masks of shifted windows are -inf for -100. Where attention weights must be
-    written out (dropout of them in training, a hook that looks at them) timm's own code runs. ``torch.jit.script`` puts
-    timm's layers back, in ``model`` too. ``torch.compile(fullgraph=True, dynamic=True)`` takes Swin of symbolic sizes
-    and compiles again for another picture's size, as it does for timm's own.
+    Supported are blocks of Swin and Swin V2 (``swin_*``, ``swinv2_*`` except ``swinv2_cr_*``) and the attention with
+    decomposed positions of SAM (``samvit_*``) and MViTv2 (``mvitv2_*``). Outputs and gradients equal timm's up to
+    rounding, in training and evaluation, except that masks of shifted windows are -inf instead of -100. timm's own code
+    runs where attention weights are needed: for dropout of weights in training, and for hooks on them.
+    ``torch.jit.script`` restores timm's layers, also in ``model``. ``torch.compile(fullgraph=True, dynamic=True)``
+    supports Swin with symbolic sizes, and recompiles for another image size as it does for timm's layers.
 
     Args:
-        model: A model of timm's, or one that holds such.
+        model: A model of timm, or a module that contains one.
 
     Returns:
-        The names of the replaced modules; of Swin those of blocks. Empty where all have been replaced before.
+        The names of the replaced modules, which are the blocks in case of Swin. Empty if all were replaced before.
 
     Raises:
-        ValueError: ``model`` has nothing that is known.
-        RuntimeError: one of the modules has been changed by others; nothing is replaced then.
+        ValueError: ``model`` contains no supported module.
+        RuntimeError: Other code has modified one of the modules; nothing is replaced.
     """
     found: dict[str, tuple[nn.Module, type[nn.Module]]] = {}
     known = False
@@ -65,7 +64,7 @@ def accelerate(model: nn.Module) -> list[str]:
 
 
 class _Scriptable:
-    """Gives TorchScript timm's own code, in the module itself: torch keeps track of modules by their ids."""
+    """Mixin that restores timm's class for TorchScript, in place because torch tracks modules by their ids."""
 
     def __prepare_scriptable__(self) -> Any:
         self.__class__ = next(kind.stock for kind in KINDS if type(self) is kind.ours)  # type: ignore[assignment]
@@ -73,7 +72,7 @@ class _Scriptable:
 
 
 class AcceleratedSwinBlock(_Scriptable, swin_transformer.SwinTransformerBlock):
-    """timm's block of Swin, whose windows attend by our operator."""
+    """Swin block of timm whose window attention uses this package's operator."""
 
     def _attn(self, x: Tensor) -> Tensor:
         attn = self.attn
@@ -84,7 +83,7 @@ class AcceleratedSwinBlock(_Scriptable, swin_transformer.SwinTransformerBlock):
 
 
 class AcceleratedSwinV2Block(_Scriptable, swin_transformer_v2.SwinTransformerV2Block):
-    """timm's block of Swin V2, whose windows attend by our operator."""
+    """Swin V2 block of timm whose window attention uses this package's operator."""
 
     def _attn(self, x: Tensor) -> Tensor:
         attn = self.attn
@@ -101,7 +100,7 @@ class AcceleratedSwinV2Block(_Scriptable, swin_transformer_v2.SwinTransformerV2B
 
 
 class AcceleratedSAMAttention(_Scriptable, vision_transformer_sam.Attention):
-    """timm's attention of SAM, with decomposed positions as logits of rows and of columns."""
+    """SAM attention of timm, with decomposed positions as logits of rows and of columns."""
 
     def forward(self, x: Tensor) -> Tensor:
         if _needs_weights(self):
@@ -114,7 +113,7 @@ class AcceleratedSAMAttention(_Scriptable, vision_transformer_sam.Attention):
 
 
 class AcceleratedMViTAttention(_Scriptable, mvitv2.MultiScaleAttention):
-    """timm's pooled attention of MViTv2, with decomposed positions as logits of rows and of columns."""
+    """Pooled attention of timm's MViTv2, with decomposed positions as logits of rows and of columns."""
 
     def forward(self, x: Tensor, feat_size: list[int]) -> tuple[Tensor, list[int]]:
         B, N, _ = x.shape
@@ -128,7 +127,7 @@ class AcceleratedMViTAttention(_Scriptable, mvitv2.MultiScaleAttention):
         P = int(self.has_cls_token)
         query, key, value = q[:, :, P:].unflatten(2, size), k[:, :, P:].unflatten(2, key_size), v[:, :, P:]
         row_table, column_table = (
-            table[: 2 * max(n, m) - 1]  # timm takes the first entries for a smaller map, and does not interpolate
+            table[: 2 * max(n, m) - 1]  # for a smaller map timm takes the first entries and does not interpolate
             for table, n, m in zip((self.rel_pos_h, self.rel_pos_w), size, key_size)
         )
         rows, columns = decomposed_logits(query, row_table, column_table, key_size)
@@ -149,7 +148,7 @@ class AcceleratedMViTAttention(_Scriptable, mvitv2.MultiScaleAttention):
         return self.proj(output.transpose(1, 2).reshape(B, -1, self.dim_out)), size
 
     def _pooled(self, x: Tensor, pool: Any, norm: Any, size: list[int]) -> tuple[Tensor, list[int]]:
-        """Tokens (B, M, T, d) with their map pooled, as timm does it."""
+        """Pool the map of tokens (B, M, T, d) in the same way as timm."""
         if pool is not None:
             on_map, cls_token = mvitv2.reshape_pre_pool(x, size, self.has_cls_token)
             x, size = mvitv2.reshape_post_pool(pool(on_map), self.num_heads, cls_token)
@@ -163,7 +162,7 @@ def _attend_windows(block: Any, x: Tensor, project: Callable[[Tensor], Tensor], 
 
 
 def _needs_weights(attn: Any) -> bool:
-    """Whether the weights are dropped from, or somebody looks at what leads to them."""
+    """Return True if weights are dropped or a hook observes their computation."""
     if attn.training and attn.attn_drop.p > 0:
         return True
     observed = [attn.attn_drop, attn.softmax, attn] if hasattr(attn, "softmax") else [attn.attn_drop]
@@ -171,12 +170,12 @@ def _needs_weights(attn: Any) -> bool:
 
 
 class Kind(NamedTuple):
-    """A class of timm's, the one that takes its place, and which of its modules that serves."""
+    """Supported class of timm, its replacement, and a predicate that selects the supported modules."""
 
     stock: type[nn.Module]
     ours: type[nn.Module]
     serves: Callable[[Any], bool]
-    attention: type[nn.Module] | None = None  # what the module must hold as ``attn``
+    attention: type[nn.Module] | None = None  # required class of the module's ``attn``
 
 
 KINDS = (
@@ -197,13 +196,13 @@ KINDS = (
 )
 
 
-# Leaves to timm's feature extraction by FX, as in ``conventions``.
+# Leaf modules for timm's feature extraction by FX, as in ``conventions``.
 for _kind in KINDS:
     register_notrace_module(_kind.ours)
 
 
 def _check(name: str, module: Any, kind: Kind) -> None:
-    """Check that nobody has exchanged what we replace."""
+    """Raise an error if other code has modified the parts to be replaced."""
     parts = [(name, module)]
     if kind.attention is not None:
         parts.append((f"{name}.attn", module.attn))

@@ -15,15 +15,15 @@ from .conventions import imagenet_cfg, initialise_ours
 
 
 class AttendedBottleneck(Bottleneck):
-    """timm's bottleneck with attention on the output of its 3×3 convolution, which may be deformable.
+    """Bottleneck of timm with attention after its 3×3 convolution, which may be deformable.
 
-    At the start the attention's γ and the deformable convolution's offsets are 0: the block then equals timm's
+    Initially the attention's γ and the deformable convolution's offsets are 0, so that the block equals timm's block
     with the same weights. Other arguments are those of timm's ``Bottleneck``.
 
     Args:
         attention_type: The four bits of :class:`GeneralizedAttention2d`; None for no attention.
         deformable: Replace the 3×3 convolution by a deformable one.
-        num_heads: Heads of the attention.
+        num_heads: Number of heads.
 
     Shapes:
         (B, inplanes, H, W) -> (B, 4 * planes, H / stride, W / stride)
@@ -72,7 +72,7 @@ class AttendedBottleneck(Bottleneck):
 
 
 class AttendedResNet(ResNet):
-    """timm's ResNet; its weight initialisation leaves ours as they were made."""
+    """ResNet of timm whose weight initialisation preserves that of this package's layers."""
 
     def init_weights(self, zero_init_last: bool = True) -> None:
         super().init_weights(zero_init_last=zero_init_last)
@@ -97,23 +97,23 @@ def _create(
 def attn_resnet50(
     pretrained: bool = False, attention_type: str = "1111", deformable: bool = False, **kwargs: Any
 ) -> AttendedResNet:
-    """ResNet-50 with the four-bit ``attention_type``, and deformable 3×3 convolutions, in conv4 and conv5."""
+    """Create a ResNet-50 with the attention ``attention_type`` and optional deformable convolutions in conv4, conv5."""
     return _create("attn_resnet50", pretrained, attention_type, deformable, **kwargs)
 
 
 @register_model
 def attn1111_resnet50(pretrained: bool = False, **kwargs: Any) -> AttendedResNet:
-    """All four attention terms."""
+    """Create a ResNet-50 with all four attention terms."""
     return _create("attn1111_resnet50", pretrained, "1111", False, **kwargs)
 
 
 @register_model
 def attn0010_dcn_resnet50(pretrained: bool = False, **kwargs: Any) -> AttendedResNet:
-    """Key saliency and deformable convolution: the paper's recommended trade-off (Table 2)."""
+    """Create a ResNet-50 with key saliency and deformable convolution, the paper's recommended trade-off (Table 2)."""
     return _create("attn0010_dcn_resnet50", pretrained, "0010", True, **kwargs)
 
 
 @register_model
 def dcn_resnet50(pretrained: bool = False, **kwargs: Any) -> AttendedResNet:
-    """Deformable convolution alone."""
+    """Create a ResNet-50 with deformable convolution and no attention."""
     return _create("dcn_resnet50", pretrained, None, True, **kwargs)

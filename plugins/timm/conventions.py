@@ -1,4 +1,4 @@
-"""What our timm models share: default configurations, initialisation, parameter groups."""
+"""Shared parts of the timm models: default configurations, initialisation, parameter groups."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from ..modules.augmented_conv import AAConv2d
 from ..modules.deformable_conv import DeformableConv2d
 from ..modules.generalized_attention import GeneralizedAttention2d
 
-OURS = (AAConv2d, DeformableConv2d, GeneralizedAttention2d)  # of which timm's models are made
+OURS = (AAConv2d, DeformableConv2d, GeneralizedAttention2d)  # this package's layers in the timm models
 
 
 def imagenet_cfg(**changes: Any) -> dict[str, Any]:
-    """timm's default configuration of a ResNet on ImageNet, without weights."""
+    """Return timm's default configuration of a ResNet on ImageNet, without weights."""
     cfg = dict(
         url="",
         num_classes=1000,
@@ -33,9 +33,9 @@ def imagenet_cfg(**changes: Any) -> dict[str, Any]:
 
 
 def initialise_ours(model: nn.Module) -> None:
-    """Redraw what timm's loops over every ``Conv2d`` have drawn by their own rule within our layers."""
+    """Restore the initialisation of this package's layers, which timm's loops over every ``Conv2d`` overwrite."""
     for module in model.modules():
-        if isinstance(module, DeformableConv2d):  # a convolution as any of the model's, but for its predictor
+        if isinstance(module, DeformableConv2d):  # timm's rule for convolutions, and zeros for the predictor
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
             for parameter in module.conv_offset.parameters():
                 nn.init.zeros_(parameter)
@@ -44,7 +44,7 @@ def initialise_ours(model: nn.Module) -> None:
 
 
 def table_names(model: nn.Module) -> set[str]:
-    """The names of all tables of relative positions, which take no weight decay."""
+    """Return the names of all relative position tables, which are exempt from weight decay."""
     return {
         f"{prefix}.{name}"
         for prefix, module in model.named_modules()
@@ -57,17 +57,17 @@ def table_names(model: nn.Module) -> set[str]:
 def param_groups(
     model: nn.Module, lr: float, offset_lr_scale: float = 0.1, weight_decay: float | None = None
 ) -> list[dict[str, Any]]:
-    """Parameter groups that train the predictors of sampling offsets more slowly (Empirical, footnote 2).
+    """Create parameter groups that train the predictors of sampling offsets more slowly (Empirical, footnote 2).
 
-    For any optimizer of torch's, or ``timm.optim.create_optimizer_v2(model, lr=lr, param_group_fn=partial(
+    They fit any optimizer of torch, and ``timm.optim.create_optimizer_v2(model, lr=lr, param_group_fn=partial(
     param_groups, lr=lr))``; learning-rate schedules keep the ratio.
 
     Args:
         model: Any model.
         lr: Learning rate of all other parameters.
-        offset_lr_scale: The predictors' share of it.
-        weight_decay: Give it to the groups by timm's rule: none for biases, normalisations and what the model's
-            ``no_weight_decay()`` names. None leaves it to the optimizer.
+        offset_lr_scale: Learning rate of the predictors relative to ``lr``.
+        weight_decay: Weight decay of the groups by timm's rule: 0 for biases, normalisations and the names in the
+            model's ``no_weight_decay()``. None leaves it to the optimizer.
     """
     offsets = {
         id(parameter)
@@ -89,6 +89,6 @@ def param_groups(
     ]
 
 
-# Leaves to timm's feature extraction by FX: their argument checks look at shapes.
+# Leaf modules for timm's feature extraction by FX, because their argument checks read shapes.
 for _module in OURS:
     register_notrace_module(_module)

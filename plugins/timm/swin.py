@@ -1,7 +1,7 @@
-"""Swin with our attention under names of its own: ``attn_swin_tiny_patch4_window7_224``, ``attn_swinv2_…``.
+"""Swin models with this package's attention: ``attn_swin_tiny_patch4_window7_224``, ``attn_swinv2_…``.
 
-timm's stages name their blocks themselves. The models are therefore built as timm builds them, and then the attention
-of each block is exchanged; weights are drawn as timm's are, and timm's load strictly.
+timm's stages do not let the user choose their blocks. Therefore timm builds the model, and then the attention of each
+block is replaced. Weights are initialised like timm's, and timm's weights load strictly.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ TABLES = ("relative_position_bias_table", "cpb_mlp.0.weight", "cpb_mlp.0.bias", 
 
 
 class SwinOptions(NamedTuple):
-    """What timm's Swin does not have; each is an argument of ``timm.create_model``.
+    """Options that timm's Swin does not have; each is an argument of ``timm.create_model``.
 
     Attributes:
-        position: See :class:`attn_plugins.modules.WindowSelfAttention`, like all but ``shift``.
-        shift: Whether the windows of every other block are shifted; those of ``window='centred'`` never are.
+        position: See :class:`attn_plugins.modules.WindowSelfAttention`.
+        shift: Shift the windows of every other block; not applied to ``window='centred'``.
         window: ``'partition'`` or ``'centred'``.
-        kernel_size: Of bilateral logits.
-        outside: Likewise.
-        smoothing: Likewise.
+        kernel_size: Kernel size of bilateral logits; see :class:`attn_plugins.modules.WindowSelfAttention`.
+        outside: See :class:`attn_plugins.modules.WindowSelfAttention`.
+        smoothing: See :class:`attn_plugins.modules.WindowSelfAttention`.
     """
 
     position: Position = "table"
@@ -46,21 +46,21 @@ class SwinOptions(NamedTuple):
 
     @property
     def table(self) -> bool:
-        """Whether the layers have Swin's table."""
+        """Whether the layers have Swin's position table."""
         return "table" in self.position.split("+")
 
 
 class SwinAttention(WindowSelfAttention):
-    """:class:`attn_plugins.modules.WindowSelfAttention` in a block of timm's Swin, whose window may change.
+    """:class:`attn_plugins.modules.WindowSelfAttention` in a block of timm's Swin, with a variable window size.
 
     Args:
-        stock: The block's own attention, whose linear layers, table and biases become ours.
-        shift_size: Rows and columns.
+        stock: The block's attention, whose linear layers, table and biases are reused.
+        shift_size: Shift of rows and columns.
         version: ``'v1'`` or ``'v2'``.
-        options: What timm's does not have.
+        options: Options that timm's attention does not have.
 
     Raises:
-        ValueError: heads do not divide the channels among them (timm's ``head_dim``).
+        ValueError: The heads do not divide the channels (timm's ``head_dim``).
     """
 
     def __init__(self, stock: Any, shift_size: Sequence[int], version: Version, options: SwinOptions) -> None:
@@ -94,15 +94,15 @@ class SwinAttention(WindowSelfAttention):
         self.proj_drop = stock.proj_drop
 
     def reset_parameters(self) -> None:
-        """Draw what timm's rules for linear layers do not."""
+        """Initialise the parameters that timm's rules for linear layers do not cover."""
         self.reset_positions()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Attend from every token of (B, H, W, C) to those of its window."""
+        """Compute window attention, (B, H, W, C) -> (B, H, W, C)."""
         return self.proj_drop(super().forward(x))
 
     def set_window_size(self, window_size: Sequence[int]) -> None:
-        """Change the window, to which a table is interpolated as timm does it."""
+        """Change the window size; a table is interpolated in the same way as in timm."""
         if self.window == "centred":
             check_centred(window_size)
         old, self.window_size = self.window_size, (window_size[0], window_size[1])
@@ -113,7 +113,7 @@ class SwinAttention(WindowSelfAttention):
             self.relative_position_bias_table = nn.Parameter(resized, requires_grad=table.requires_grad)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
-        """Leave a table out where the layer has none, so that timm's weights load strictly."""
+        """Skip tables that the layer does not have, so that timm's weights load strictly."""
         if "table" not in self.position_kind.split("+"):
             for name in TABLES:
                 state_dict.pop(prefix + name, None)
@@ -121,7 +121,7 @@ class SwinAttention(WindowSelfAttention):
 
 
 class _Block:
-    """What our blocks change in timm's of either version."""
+    """Mixin of Swin blocks of both versions."""
 
     if TYPE_CHECKING:
         attn: SwinAttention
@@ -129,25 +129,25 @@ class _Block:
         target_shift_size: tuple[int, int]
 
     def exchange(self, version: Version, options: SwinOptions) -> None:
-        """Put our attention in the place of timm's."""
+        """Replace timm's attention."""
         if not options.shift or options.window == "centred":
             self.shift_size = self.target_shift_size = (0, 0)
         self.attn = SwinAttention(self.attn, self.shift_size, version, options)
-        self.attn_mask = None  # one (N, N) for every window
+        self.attn_mask = None  # timm's mask would be (N, N) for every window
 
     def _attn(self, x: Tensor) -> Tensor:
         return self.attn(x)
 
     def get_attn_mask(self, *args: Any, **kwargs: Any) -> None:
-        """No mask is kept."""
+        """Return None: no mask is stored."""
 
     def set_input_size(self, *args: Any, **kwargs: Any) -> None:
-        """See timm's."""
+        """Set the input size; see timm."""
         super().set_input_size(*args, **kwargs)  # type: ignore[misc]
         self.attn.shift_size = self.shift_size
 
     def __prepare_scriptable__(self) -> Any:
-        """Become timm's own block with our weights, which TorchScript compiles."""
+        """Convert the block to timm's class with the same weights, which TorchScript compiles."""
         ours, block = self.attn, cast(Any, self)
         if ours.position_kind != "table":
             raise NotImplementedError(f"TorchScript needs position='table', got {ours.position_kind!r}")
@@ -171,30 +171,30 @@ class _Block:
         return block.train(ours.training)
 
 
-@register_notrace_module  # a leaf to timm's feature extraction by FX
+@register_notrace_module  # a leaf module for timm's feature extraction by FX
 class AttnSwinBlock(_Block, swin_transformer.SwinTransformerBlock):  # type: ignore[misc]
-    """timm's block of Swin with our attention."""
+    """Swin block of timm with this package's attention."""
 
 
 @register_notrace_module
 class AttnSwinV2Block(_Block, v2.SwinTransformerV2Block):  # type: ignore[misc]
-    """timm's block of Swin V2 with our attention."""
+    """Swin V2 block of timm with this package's attention."""
 
 
 class _Model:
-    """What our models change in timm's of either version."""
+    """Mixin of Swin models of both versions."""
 
     if TYPE_CHECKING:
         layers: Any
         modules: Any
     version: Version
-    blocks: tuple[type[nn.Module], type[nn.Module]]  # timm's and ours
+    blocks: tuple[type[nn.Module], type[nn.Module]]  # timm's class and its replacement
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         options = SwinOptions(**{name: kwargs.pop(name) for name in SwinOptions._fields if name in kwargs})
         one_of(Position, position=options.position)
         one_of(Window, window=options.window)
-        if options.window == "centred":  # a small map does not make such windows smaller
+        if options.window == "centred":  # centred windows keep their size on small maps
             kwargs.setdefault("always_partition", True)
         super().__init__(*args, **kwargs)
         self.options = options
@@ -207,7 +207,7 @@ class _Model:
     def set_input_size(
         self, img_size: Any = None, patch_size: Any = None, window_size: Any = None, *args: Any, **kwargs: Any
     ) -> None:
-        """See timm's; centred windows keep their size unless another is given."""
+        """Set the input size as in timm; centred windows keep their size unless another is given."""
         ratio = args[0] if args else kwargs.get("window_ratio")
         if self.options.window == "centred" and window_size is None and ratio is None:
             window_size = tuple(stage.blocks[0].attn.window_size for stage in self.layers)
@@ -215,13 +215,14 @@ class _Model:
 
 
 class AttnSwinTransformer(_Model, swin_transformer.SwinTransformer):
-    """timm's Swin with :class:`attn_plugins.modules.WindowSelfAttention`.
+    """Swin of timm with :class:`attn_plugins.modules.WindowSelfAttention`.
 
-    timm's weights load strictly, without the table where there is none, and leave what is added alone.
+    timm's weights load strictly; a missing table is skipped, and added parameters keep their initialisation.
 
     Args:
-        *args: Those of timm's ``SwinTransformer``.
-        **kwargs: Likewise, but ``head_dim`` must be None; and the fields of :class:`SwinOptions`.
+        *args: Positional arguments of timm's ``SwinTransformer``.
+        **kwargs: Keyword arguments of timm's ``SwinTransformer``, whose ``head_dim`` must be None, and the fields of
+            :class:`SwinOptions`.
     """
 
     version = "v1"
@@ -229,18 +230,20 @@ class AttnSwinTransformer(_Model, swin_transformer.SwinTransformer):
 
 
 class AttnSwinTransformerV2(_Model, v2.SwinTransformerV2):
-    """timm's Swin V2 likewise; its table is that of the net of log-spaced offsets.
+    """Swin V2 of timm with :class:`attn_plugins.modules.WindowSelfAttention`.
+
+    Its position table comes from the network on log-spaced offsets.
 
     Args:
-        *args: Those of timm's ``SwinTransformerV2``.
-        **kwargs: Likewise, and the fields of :class:`SwinOptions`.
+        *args: Positional arguments of timm's ``SwinTransformerV2``.
+        **kwargs: Keyword arguments of timm's ``SwinTransformerV2``, and the fields of :class:`SwinOptions`.
     """
 
     version = "v2"
     blocks = (v2.SwinTransformerV2Block, AttnSwinV2Block)
 
 
-WIDTHS = {  # channels, depths and heads, as in timm's models of these names
+WIDTHS = {  # channels, depths and heads, as in timm's models of the same names
     "tiny": (96, (2, 2, 6, 2), (3, 6, 12, 24)),
     "small": (96, (2, 2, 18, 2), (3, 6, 12, 24)),
     "base": (128, (2, 2, 18, 2), (4, 8, 16, 32)),
@@ -259,7 +262,7 @@ default_cfgs = generate_default_cfgs(
 
 
 def _filter(state_dict: dict[str, Any], model: nn.Module) -> dict[str, Any]:
-    """timm's conversion of a checkpoint, without the table where the model has none."""
+    """Convert a checkpoint in the same way as timm, without tables that the model does not have."""
     second = isinstance(model, AttnSwinTransformerV2)
     state_dict = state_dict.get("model", state_dict)
     state_dict = state_dict.get("state_dict", state_dict)
@@ -269,7 +272,7 @@ def _filter(state_dict: dict[str, Any], model: nn.Module) -> dict[str, Any]:
 
 
 def _create(name: str, pretrained: bool, options: dict[str, Any]) -> nn.Module:
-    """A Swin of timm with our attention."""
+    """Create a Swin of timm with this package's attention."""
     _, version, size = name.split("_")[:3]
     width, depths, heads = WIDTHS[size]
     second = version == "swinv2"
@@ -288,35 +291,35 @@ def _create(name: str, pretrained: bool, options: dict[str, Any]) -> nn.Module:
 
 @register_model
 def attn_swin_tiny_patch4_window7_224(pretrained: bool = False, **kwargs: Any) -> nn.Module:
-    """Swin-T on our operators, with the options of :class:`SwinOptions`."""
+    """Create Swin-T with this package's attention; takes the options of :class:`SwinOptions`."""
     return _create("attn_swin_tiny_patch4_window7_224", pretrained, kwargs)
 
 
 @register_model
 def attn_swin_small_patch4_window7_224(pretrained: bool = False, **kwargs: Any) -> nn.Module:
-    """Swin-S likewise."""
+    """Create Swin-S with this package's attention; takes the options of :class:`SwinOptions`."""
     return _create("attn_swin_small_patch4_window7_224", pretrained, kwargs)
 
 
 @register_model
 def attn_swin_base_patch4_window7_224(pretrained: bool = False, **kwargs: Any) -> nn.Module:
-    """Swin-B likewise."""
+    """Create Swin-B with this package's attention; takes the options of :class:`SwinOptions`."""
     return _create("attn_swin_base_patch4_window7_224", pretrained, kwargs)
 
 
 @register_model
 def attn_swinv2_tiny_window8_256(pretrained: bool = False, **kwargs: Any) -> nn.Module:
-    """Swin V2-T on our operators, with the options of :class:`SwinOptions`."""
+    """Create Swin V2-T with this package's attention; takes the options of :class:`SwinOptions`."""
     return _create("attn_swinv2_tiny_window8_256", pretrained, kwargs)
 
 
 @register_model
 def attn_swinv2_small_window8_256(pretrained: bool = False, **kwargs: Any) -> nn.Module:
-    """Swin V2-S likewise."""
+    """Create Swin V2-S with this package's attention; takes the options of :class:`SwinOptions`."""
     return _create("attn_swinv2_small_window8_256", pretrained, kwargs)
 
 
 @register_model
 def attn_swinv2_base_window8_256(pretrained: bool = False, **kwargs: Any) -> nn.Module:
-    """Swin V2-B likewise."""
+    """Create Swin V2-B with this package's attention; takes the options of :class:`SwinOptions`."""
     return _create("attn_swinv2_base_window8_256", pretrained, kwargs)

@@ -24,15 +24,15 @@ from .timesformer_weights import complete, resized_in_time, unwrap
 
 register_notrace_function(resized_in_time)
 
-WIDTHS = {"small": (384, 6), "base": (768, 12)}  # and heads, as in timm's ViTs of these names
+WIDTHS = {"small": (384, 6), "base": (768, 12)}  # channels and heads, as in timm's ViTs of the same names
 
 
-@register_notrace_module  # a leaf to timm's feature extraction by FX, as are the functions registered here
+@register_notrace_module  # a leaf for timm's feature extraction by FX, like the functions registered here
 class SpaceTimeBlock(SpaceTimeSelfAttention):
-    """TimeSformer's block: the attention's steps and an MLP, each behind a norm and added to the tokens.
+    """TimeSformer block: the steps of the attention and an MLP, each with a preceding norm and a residual connection.
 
-    Its arguments are those of timm's ``Block``, of which ``qk_norm``, ``scale_attn_norm``, ``scale_mlp_norm``,
-    ``init_values`` and ``attn_layer`` must be the default, and the pattern.
+    It takes the arguments of timm's ``Block`` and the pattern; ``qk_norm``, ``scale_attn_norm``, ``scale_mlp_norm``,
+    ``init_values`` and ``attn_layer`` must have their defaults.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class SpaceTimeBlock(SpaceTimeSelfAttention):
         **others: Any,
     ) -> None:
         if attn_layer is not Attention:
-            raise ValueError(f"attn_layer must be timm's Attention, whose place pattern takes, got {attn_layer!r}")
+            raise ValueError(f"attn_layer must be timm's Attention, which pattern replaces, got {attn_layer!r}")
         for name, value in others.items():
             if value:
                 raise ValueError(f"{name} must be left out: TimeSformer's blocks have none, got {value!r}")
@@ -69,14 +69,14 @@ class SpaceTimeBlock(SpaceTimeSelfAttention):
         self.drop2 = DropPath(drop_path)
 
     def __prepare_scriptable__(self) -> SpaceTimeBlock:
-        raise ValueError("TorchScript takes no TimeSformer: torch.export and torch.compile take it")
+        raise ValueError("TorchScript does not support TimeSformer: use torch.export or torch.compile")
 
     def init_weights(self) -> None:
-        """What timm calls once all linear layers are drawn: make the added steps' ``fc`` 0 again."""
+        """Set the added steps' ``fc`` to 0 again; timm calls this after initialising all linear layers."""
         self.reset_added()
 
     def forward(self, x: Tensor, grid: ClipGrid, prefix_tokens: int = 0) -> Tensor:
-        """(B, P + T * H * W, C) -> the same."""
+        """Transform tokens, (B, P + T * H * W, C) -> (B, P + T * H * W, C)."""
         before, result = self.steps(x, grid, prefix_tokens, self.drop1)
         x = before + result
         return x + self.drop2(self.mlp(self.norm2(x)))
@@ -84,7 +84,7 @@ class SpaceTimeBlock(SpaceTimeSelfAttention):
 
 @register_notrace_function
 def as_clip(x: Tensor, channels: int) -> Tensor:
-    """Check a model's input; a picture becomes a clip of one frame."""
+    """Check a model's input; an image becomes a clip of one frame."""
     check_tensor("x", x)
     if x.dim() == 4 and x.shape[1] == channels:
         return x.unsqueeze(1)
@@ -98,29 +98,29 @@ def as_clip(x: Tensor, channels: int) -> Tensor:
 
 
 class TimeSformer(VisionTransformer):
-    """timm's ``VisionTransformer`` on clips (Bertasius et al. 2021).
+    """``VisionTransformer`` of timm for clips (Bertasius et al. 2021).
 
-    Frames are cut into patches and embedded as pictures are; patches also get the embedding of their frame's time. The
-    blocks attend by :class:`attn_plugins.modules.SpaceTimeSelfAttention`. With ``pattern='space'`` frames are pictures
-    of their own, without a time, until the mean over frames before the last norm.
+    Frames are split into patches and embedded like images; patches also get the time embedding of their frame. The
+    blocks use :class:`attn_plugins.modules.SpaceTimeSelfAttention`. With ``pattern='space'`` frames are processed as
+    separate images, without a time embedding, and averaged before the last norm.
 
-    A ViT's weights load strictly. The model then starts as the ViT: for one picture with every pattern but
-    'local_global' and 'axial', and for a clip of equal frames with 'divided' and 'space'. The official checkpoints load
-    strictly, too ('divided', 'space' and 'joint'; :mod:`.timesformer_weights`), and a time embedding of another number
-    of frames is resized, as that of the model is for clips of other lengths.
+    A ViT's weights load strictly. The model then initially equals the ViT: for one image with every pattern except
+    'local_global' and 'axial', and for a clip of equal frames with 'divided' and 'space'. The official checkpoints also
+    load strictly ('divided', 'space' and 'joint'; :mod:`.timesformer_weights`). The time embedding is resized for
+    checkpoints and clips with another number of frames.
 
     Args:
-        *args: Of ``VisionTransformer``.
-        num_frames: T of the time embedding.
-        pattern: Of the attention.
-        **kwargs: Of ``VisionTransformer``.
+        *args: Positional arguments of ``VisionTransformer``.
+        num_frames: Length T of the time embedding.
+        pattern: Pattern of the attention.
+        **kwargs: Keyword arguments of ``VisionTransformer``.
 
     Shapes:
-        (B, T, 3, H * 16, W * 16), frames before channels, or a picture (B, 3, H * 16, W * 16), a clip of one frame ->
+        (B, T, 3, H * 16, W * 16), frames before channels, or an image (B, 3, H * 16, W * 16), a clip of one frame ->
         (B, num_classes)
 
     Raises:
-        ValueError: an argument is out of its range, or has no meaning here.
+        ValueError: An argument is out of range or not supported.
     """
 
     def __init__(self, *args: Any, num_frames: int = 8, pattern: Pattern = "divided", **kwargs: Any) -> None:
@@ -129,7 +129,7 @@ class TimeSformer(VisionTransformer):
         if kwargs.get("patch_drop_rate"):
             raise ValueError(f"patch_drop_rate must be 0: groups need all patches, got {kwargs['patch_drop_rate']}")
         if "block_fn" in kwargs:
-            raise ValueError(f"block_fn must be left out: pattern takes its place, got {kwargs['block_fn']!r}")
+            raise ValueError(f"block_fn must be left out: pattern replaces it, got {kwargs['block_fn']!r}")
         super().__init__(*args, **{**kwargs, "block_fn": partial(SpaceTimeBlock, pattern=pattern)})
         self.pattern, self.num_frames = pattern, num_frames
         factory: dict[str, Any] = {name: kwargs.get(name) for name in ("device", "dtype")}
@@ -138,18 +138,18 @@ class TimeSformer(VisionTransformer):
         self.time_drop = nn.Dropout(kwargs.get("pos_drop_rate", 0.0))
 
     def init_weights(self, *args: Any, **kwargs: Any) -> None:
-        """Draw all weights by timm's rule; the time embedding and the added steps' ``fc`` are 0."""
+        """Initialise all weights by timm's rule; the time embedding and the added steps' ``fc`` are 0."""
         super().init_weights(*args, **kwargs)
-        time_embed = getattr(self, "time_embed", None)  # there is none yet when timm's constructor calls this
+        time_embed = getattr(self, "time_embed", None)  # it does not exist yet when timm's constructor calls this
         if time_embed is not None:
             nn.init.zeros_(time_embed)
 
     def no_weight_decay(self) -> set[str]:
-        """What takes no weight decay."""
+        """Return the names of parameters exempt from weight decay."""
         return {*super().no_weight_decay(), "time_embed"}
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        """The parameters' groups by depth."""
+        """Return patterns that group parameters by depth."""
         groups = super().group_matcher(coarse)
         return {**groups, "stem": groups["stem"] + "|time_embed"}
 
@@ -164,13 +164,13 @@ class TimeSformer(VisionTransformer):
         return list(self.blocks)  # type: ignore[arg-type]
 
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
-        """(B, T, 3, H * 16, W * 16) -> (B, num_classes)."""
+        """Classify clips, (B, T, 3, H * 16, W * 16) -> (B, num_classes)."""
         return self.forward_head(self.forward_features(x))
 
     def forward_features(self, x: Tensor) -> Tensor:  # type: ignore[override]
-        """(B, T, 3, H * 16, W * 16) -> the last block's normalised tokens, (B, P + T * H * W, C).
+        """Compute the normalised tokens of the last block, (B, T, 3, H * 16, W * 16) -> (B, P + T * H * W, C).
 
-        With ``pattern='space'`` (B, P + H * W, C), the mean over the frames.
+        With ``pattern='space'`` the result is the mean over frames, (B, P + H * W, C).
         """
         clip = as_clip(x, self.in_chans)
         x, grid = self._embed(clip)
@@ -190,24 +190,24 @@ class TimeSformer(VisionTransformer):
         output_dict: bool = False,
         attn_mask: None = None,
     ) -> Any:
-        """The tokens behind blocks, as timm's ``VisionTransformer`` returns them.
+        """Compute the tokens after blocks, as timm's ``VisionTransformer`` returns them.
 
         Args:
-            x: A clip (B, T, 3, H * 16, W * 16) or a picture.
-            indices: Take the last n blocks if an int, all if None, else these.
-            return_prefix_tokens: Return those as well.
-            norm: Normalise intermediates.
-            stop_early: Run no block behind the last wanted one.
-            output_fmt: ``'NCHW'``: maps, (B, T, C, H, W) of a clip and (B, C, H, W) of a picture; ``'NLC'``:
+            x: A clip (B, T, 3, H * 16, W * 16) or an image.
+            indices: Block indices, or n for the last n blocks; None for all.
+            return_prefix_tokens: Also return class tokens and registers.
+            norm: Normalise intermediate tokens.
+            stop_early: Skip the blocks after the last requested one.
+            output_fmt: ``'NCHW'``: maps, (B, T, C, H, W) of a clip and (B, C, H, W) of an image; ``'NLC'``:
                 (B, T * H * W, C).
-            intermediates_only: Return no final tokens.
+            intermediates_only: Omit the final tokens.
             output_dict: Return a dictionary.
             attn_mask: Must be None.
         """
         if output_fmt not in ("NCHW", "NLC"):
             raise ValueError(f"output_fmt must be NCHW or NLC, got {output_fmt!r}")
         if attn_mask is not None:
-            raise ValueError("attn_mask must be None: the pattern says which keys a query has")
+            raise ValueError("attn_mask must be None: the pattern determines the keys of a query")
         indices_taken, last = feature_take_indices(len(self._blocks), indices)
         clip = as_clip(x, self.in_chans)
         (B, T), picture, P = clip.shape[:2], x.dim() == 4, self.num_prefix_tokens
@@ -234,7 +234,7 @@ class TimeSformer(VisionTransformer):
         return taken if final is None else (final, taken)
 
     def _embed(self, clip: Tensor) -> tuple[Tensor, ClipGrid]:
-        """The blocks' input and its grid: (B, P + T * H * W, C), or (B * T, P + H * W, C) where frames are alone."""
+        """Return the blocks' input, (B, P + T * H * W, C) or (B * T, P + H * W, C) of separate frames, and its grid."""
         B, T = clip.shape[:2]
         H, W = self.patch_embed.dynamic_feat_size((clip.shape[3], clip.shape[4]))
         x = self._pos_embed(self.patch_embed(clip.flatten(0, 1)))
@@ -251,7 +251,7 @@ class TimeSformer(VisionTransformer):
         return block(x, grid, self.num_prefix_tokens)
 
     def _mean_of_frames(self, x: Tensor, B: int) -> Tensor:
-        """Where frames are alone, one sequence of tokens from a clip's."""
+        """Average separate frames, so that each clip has one sequence of tokens."""
         return x.unflatten(0, (B, x.shape[0] // B)).mean(1) if self.time_embed is None else x
 
 
@@ -263,7 +263,7 @@ default_cfgs = generate_default_cfgs(
             crop_pct=0.9,
             interpolation="bicubic",
             fixed_input_size=True,
-            mean=(0.45, 0.45, 0.45),  # the official settings' mean and deviation
+            mean=(0.45, 0.45, 0.45),  # mean and standard deviation of the official settings
             std=(0.225, 0.225, 0.225),
             first_conv="patch_embed.proj",
             classifier="head",
@@ -274,7 +274,7 @@ default_cfgs = generate_default_cfgs(
 
 
 def _filtered(state_dict: dict[str, Any], model: TimeSformer) -> dict[str, Any]:
-    """Weights of other picture sizes as well, by timm's rule."""
+    """Convert a checkpoint, also one for another image size, by timm's rule."""
     state_dict = dict(state_dict)
     unwrap(state_dict)
     return checkpoint_filter_fn(state_dict, model)
@@ -295,11 +295,11 @@ def _create(name: str, pretrained: bool, options: dict[str, Any]) -> TimeSformer
 
 @register_model
 def timesformer_small_patch16_224(pretrained: bool = False, **kwargs: Any) -> TimeSformer:
-    """TimeSformer of ViT-Small's width; ``pattern`` and ``num_frames`` as :class:`TimeSformer` says."""
+    """Create TimeSformer with ViT-Small's width; takes ``pattern`` and ``num_frames`` of :class:`TimeSformer`."""
     return _create("timesformer_small_patch16_224", pretrained, kwargs)
 
 
 @register_model
 def timesformer_base_patch16_224(pretrained: bool = False, **kwargs: Any) -> TimeSformer:
-    """TimeSformer of ViT-Base's width, the paper's: 8 frames of 224²; -HR: 16 of 448² (``img_size``); -L: 96."""
+    """Create the paper's TimeSformer (ViT-Base's width): 8 frames of 224²; -HR: 16 of 448² (``img_size``); -L: 96."""
     return _create("timesformer_base_patch16_224", pretrained, kwargs)

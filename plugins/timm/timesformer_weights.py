@@ -1,8 +1,9 @@
-"""Weights for TimeSformer: a ViT's, and those of the official checkpoints.
+"""Conversion of weights for TimeSformer, from a ViT or from the official checkpoints.
 
-The official files (``TimeSformer_divST_8x32_224_K400.pyth`` and its like) hold ``model_state``, whose names begin with
-``model.``. From a ViT, as from a TimeSformer without them, the added attention starts with the spatial attention's
-weights, behind an ``fc`` of zeros, and the time embedding with zeros (``load_pretrained`` of the official code).
+The official files (``TimeSformer_divST_8x32_224_K400.pyth`` and others) hold ``model_state``, whose names begin with
+``model.``. Weights without the added attention, such as a ViT's, are completed as in ``load_pretrained`` of the
+official code: the added attention starts with the spatial attention's weights, followed by an ``fc`` of zeros, and the
+time embedding starts with zeros.
 """
 
 from __future__ import annotations
@@ -18,21 +19,21 @@ WRAPPED = "model."
 
 
 def resized_in_time(time_embed: Tensor, frames: int) -> Tensor:
-    """A time embedding (1, T, C) for another number of frames, each that of the nearest frame, as official."""
+    """Resize a time embedding (1, T, C) to another number of frames by nearest neighbours, as in the official code."""
     if time_embed.shape[1] == frames:
         return time_embed
     return F.interpolate(time_embed.transpose(1, 2), size=frames, mode="nearest").transpose(1, 2)
 
 
 def unwrap(state_dict: dict[str, Any], prefix: str = "") -> None:
-    """Bring the names of an official checkpoint to ours, in place.
+    """Rename the keys of an official checkpoint to those of this model, in place.
 
     Args:
-        state_dict: Of the whole model, whose names begin with ``prefix``.
-        prefix: Of the TimeSformer.
+        state_dict: State of the whole model, whose names begin with ``prefix``.
+        prefix: Prefix of the TimeSformer.
     """
     if isinstance(weights := state_dict.get(f"{prefix}model_state"), dict):
-        for key in [key for key in state_dict if key.startswith(prefix)]:  # the epoch, the optimizer, the settings
+        for key in [key for key in state_dict if key.startswith(prefix)]:  # epoch, optimizer and settings
             del state_dict[key]
         state_dict.update({prefix + key: value for key, value in weights.items()})
     for key in [key for key in state_dict if key.startswith(prefix + WRAPPED)]:
@@ -42,14 +43,14 @@ def unwrap(state_dict: dict[str, Any], prefix: str = "") -> None:
 def complete(
     state_dict: dict[str, Any], prefix: str, time_embed: Tensor | None, blocks: int, added: Iterable[str]
 ) -> None:
-    """Add what a ViT's weights do not have, in place.
+    """Add the parameters that a ViT's weights lack, in place.
 
     Args:
-        state_dict: Of the whole model, whose names begin with ``prefix``.
-        prefix: Of the TimeSformer.
-        time_embed: The model's, (1, T, C), or None.
-        blocks: How many.
-        added: What the names of each block's added attention begin with.
+        state_dict: State of the whole model, whose names begin with ``prefix``.
+        prefix: Prefix of the TimeSformer.
+        time_embed: The model's time embedding (1, T, C), or None.
+        blocks: Number of blocks.
+        added: Name prefixes of the added attention in each block.
     """
     if time_embed is not None:
         found = state_dict.get(f"{prefix}time_embed")

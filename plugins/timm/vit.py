@@ -1,4 +1,4 @@
-"""Vision transformers with our attention under names of their own: ``attn_vit_small_patch16_224`` and its like."""
+"""Vision transformers with this package's attention: ``attn_vit_small_patch16_224`` and others."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from timm.models.vision_transformer import VisionTransformer, checkpoint_filter_
 from .conventions import imagenet_cfg
 from .vit_attention import OPTIONS, vit_attention
 
-WIDTHS = {"tiny": (192, 3), "small": (384, 6), "base": (768, 12)}  # and heads, as in timm's models of these names
+WIDTHS = {"tiny": (192, 3), "small": (384, 6), "base": (768, 12)}  # channels and heads, as in timm's models
 
 
 default_cfgs = generate_default_cfgs(
@@ -32,7 +32,7 @@ default_cfgs = generate_default_cfgs(
 
 
 def _create(name: str, pretrained: bool, options: dict[str, Any]) -> VisionTransformer:
-    """A ViT of timm whose attention takes the ``options`` of :func:`vit_attention`."""
+    """Create a ViT of timm whose attention takes the ``options`` of :func:`vit_attention`."""
     width, heads = WIDTHS[name.split("_")[2]]
     ours = {name: options.pop(name) for name in OPTIONS if name in options}
     arguments: dict[str, Any] = dict(patch_size=16, embed_dim=width, depth=12, num_heads=heads)
@@ -49,17 +49,17 @@ def _create(name: str, pretrained: bool, options: dict[str, Any]) -> VisionTrans
 
 @register_model
 def attn_vit_tiny_patch16_224(pretrained: bool = False, **kwargs: Any) -> VisionTransformer:
-    """ViT-Tiny whose attention has all four terms, or what ``attention_type`` and its like say."""
+    """Create ViT-Tiny with all four attention terms, or those of ``attention_type`` and related options."""
     return _create("attn_vit_tiny_patch16_224", pretrained, kwargs)
 
 
 @register_model
 def attn_vit_small_patch16_224(pretrained: bool = False, **kwargs: Any) -> VisionTransformer:
-    """ViT-Small likewise."""
+    """Create ViT-Small with all four attention terms, or those of ``attention_type`` and related options."""
     return _create("attn_vit_small_patch16_224", pretrained, kwargs)
 
 
 @register_model
 def attn_vit_base_patch16_224(pretrained: bool = False, **kwargs: Any) -> VisionTransformer:
-    """ViT-Base likewise."""
+    """Create ViT-Base with all four attention terms, or those of ``attention_type`` and related options."""
     return _create("attn_vit_base_patch16_224", pretrained, kwargs)

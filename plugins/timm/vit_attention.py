@@ -1,8 +1,8 @@
-"""What timm's vision transformers attend with: ``timm.create_model('vit_small_patch16_224', attn_layer='attn1111')``.
+"""Attention layers for timm's ViTs: ``timm.create_model('vit_small_patch16_224', attn_layer='attn1111')``.
 
-timm takes ``attn_layer`` for every model of its classes ``VisionTransformer`` and ``NaFlexVit`` without rotary
-positions: ViT, DeiT, DINOv2 with registers, SigLIP, CLIP and more. Names: ``attn0000`` to ``attn1111``,
-``attn_bilateral`` and ``attn_range7``; any other setting by a class from :func:`vit_attention`.
+timm accepts ``attn_layer`` for every model of its classes ``VisionTransformer`` and ``NaFlexVit`` without rotary
+positions: ViT, DeiT, DINOv2 with registers, SigLIP, CLIP and more. The names are ``attn0000`` to ``attn1111``,
+``attn_bilateral`` and ``attn_range7``; :func:`vit_attention` creates classes for other settings.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from .vit_places import Places
 
 @register_notrace_module
 class ViTAttention(GridAttention):
-    """timm's ``Attention``, its keys and call, with more terms in its logits.
+    """``Attention`` of timm, with its keys and interface, and additional terms in its logits.
 
-    The terms are those of :class:`attn_plugins.modules.SpatialSelfAttention`; class tokens and registers have no place.
-    With the gate at 0, where it starts, and a type with the content term the layer is timm's.
+    The terms are those of :class:`attn_plugins.modules.SpatialSelfAttention`; class tokens and registers have no
+    position. With the initial gate 0 and a type with the content term, the layer equals timm's.
 
-    The model tells its layers where their tokens lie: see :mod:`.vit_places`. Other arguments are those of timm's
-    ``Attention``; ``gated`` and other widths of heads are not supported.
+    The model provides the positions of tokens to its layers: see :mod:`.vit_places`. Other arguments are those of
+    timm's ``Attention``; ``gated`` and other head widths are not supported.
 
     Args:
         attention_type: Four bits, ε1 to ε4.
         spatial_range: n_k of the keys' range, odd; -1: all keys.
-        kernel_size: k of the predicted position logits, odd; None: none.
-        outside: What these are beyond their window.
-        smoothing: What they are divided by.
+        kernel_size: k of the predicted position logits, odd; None: no such logits.
+        outside: Value of the predicted logits outside their window.
+        smoothing: Divisor of the predicted logits.
 
     Shapes:
         (B, P + H * W, C) -> (B, P + H * W, C)
 
     Raises:
-        ValueError: an argument is out of its range, or does not fit the others.
+        ValueError: An argument is out of range or inconsistent with others.
     """
 
     def __init__(
@@ -80,12 +80,12 @@ class ViTAttention(GridAttention):
         self.proj = nn.Linear(dim, dim, bias=proj_bias, **factory)
         self.proj_drop = nn.Dropout(proj_drop)
         self.make_terms(**factory)
-        self.places: Places | None = None  # of the model that the layer is part of
-        self.script_grid, self.script_prefix = (1, 1), 0  # what TorchScript sees of it
+        self.places: Places | None = None  # set by the model that contains the layer
+        self.script_grid, self.script_prefix = (1, 1), 0  # the part of it that TorchScript can read
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw what is added: see :meth:`reset_terms`. Projections draw themselves, and then timm's rule does."""
+        """Initialise the added parameters: see :meth:`reset_terms`. timm's rule initialises the projections."""
         self.reset_terms()
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
@@ -93,19 +93,19 @@ class ViTAttention(GridAttention):
 
         Args:
             x: (B, T, C): class tokens and registers, then the patches, row by row.
-            attn_mask: (T, T) or (B, 1 or M, T, T): bool (False leaves out) or added to the logits; weights are written
-                out then.
+            attn_mask: (T, T) or (B, 1 or M, T, T): bool (False excludes a key) or added to the logits; a mask makes the
+                layer compute explicit weights.
             is_causal: Must be False: tokens of a map have no order.
 
         Returns:
             (B, T, C).
 
         Raises:
-            ValueError: a shape does not fit, or the layer does not know where the tokens lie.
-            TypeError: ``x`` is no Tensor, or not of the module's dtype.
+            ValueError: A shape does not fit, or the layer does not know the positions of tokens.
+            TypeError: ``x`` is not a Tensor, or does not have the module's dtype.
         """
         if is_causal:
-            raise ValueError("is_causal must be False: patches of a picture have no order, got True")
+            raise ValueError("is_causal must be False: patches of an image have no order, got True")
         if not torch.jit.is_scripting():
             check_sequence("x", x, self.embed_dim, self.qkv.weight)
         B, T, C = x.shape
@@ -120,31 +120,32 @@ class ViTAttention(GridAttention):
             grid, prefix = self._places(T)
             dropout = self.attn_drop.p if self.training else 0.0
             output = self.attend(x, q, k, v, grid, prefix, mask=attn_mask, dropout=dropout)
-        output = output.expand(B, -1, T, -1).transpose(1, 2).reshape(B, T, C)  # one query, where none differs
+        output = output.expand(B, -1, T, -1).transpose(1, 2).reshape(B, T, C)  # one query if all are equal
         return self.proj_drop(self.proj(self.norm(output)))
 
     def _projected(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Query, multiplied by the scale, key and value: (B, M, T, d)."""
+        """Return the scaled query, the key and the value: (B, M, T, d)."""
         q, k, v = self.qkv(x).unflatten(2, [3, self.num_heads, -1]).permute(2, 0, 3, 1, 4).unbind(0)
         return self.q_norm(q) * self.scale, self.k_norm(k), v
 
     def token_weights(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
         """Return the attention weights of all tokens, without dropout.
 
-        They are read off what the layer attends with: its outputs for values that are 1 at one key and 0 elsewhere, d
-        keys at a time.
+        The weights are measured as the layer's outputs for one-hot values, d keys at a time.
 
         Args:
-            x: (B, T, C), as for :meth:`forward`, and what follows likewise.
+            x: (B, T, C), as for :meth:`forward`.
+            attn_mask: See :meth:`forward`.
+            is_causal: Must be False.
 
         Returns:
             (B, M, T, T), class tokens and registers first.
 
         Raises:
-            ValueError: as :meth:`forward`.
+            ValueError: See :meth:`forward`.
         """
         if is_causal:
-            raise ValueError("is_causal must be False: patches of a picture have no order, got True")
+            raise ValueError("is_causal must be False: patches of an image have no order, got True")
         check_sequence("x", x, self.embed_dim, self.qkv.weight)
         B, T, _ = x.shape
         q, k, v = self._projected(x)
@@ -160,16 +161,18 @@ class ViTAttention(GridAttention):
         """Return the logits of every term, gated; the softmax of their sum is :meth:`token_weights`.
 
         Args:
-            x: (B, T, C), as for :meth:`forward`, and what follows likewise.
+            x: (B, T, C), as for :meth:`forward`.
+            attn_mask: See :meth:`forward`.
+            is_causal: Must be False.
 
         Returns:
             (B, M, T, T) by the names of :meth:`.GridAttention.term_logits`.
 
         Raises:
-            ValueError: as :meth:`forward`.
+            ValueError: See :meth:`forward`.
         """
         if is_causal:
-            raise ValueError("is_causal must be False: patches of a picture have no order, got True")
+            raise ValueError("is_causal must be False: patches of an image have no order, got True")
         check_sequence("x", x, self.embed_dim, self.qkv.weight)
         q, k, _ = self._projected(x)
         grid, prefix = self._places(x.shape[1])
@@ -177,23 +180,25 @@ class ViTAttention(GridAttention):
         return self.term_logits(x, q, k, grid, prefix, mask=mask)
 
     def attention_size(self, size: Sequence[int]) -> tuple[int, int]:
-        """(H, W), the patches of the model's present input; ``size`` does not say it."""
+        """Return the grid (H, W) of the model's current input; ``size`` is ignored."""
         return self._model_places()[0]
 
     def attention_maps(
         self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False, queries: Tensor | None = None
     ) -> Tensor:
-        """Return the weights from patches to patches; with those of class tokens and registers they sum to 1.
+        """Return the weights from patches to patches, which sum to 1 with those of class tokens and registers.
 
         Args:
-            x: (B, T, C), as for :meth:`forward`, and what follows likewise.
+            x: (B, T, C), as for :meth:`forward`.
+            attn_mask: See :meth:`forward`.
+            is_causal: Must be False.
             queries: (Q, 2), rows and columns of patches; None for all.
 
         Returns:
             (B, M, H, W, H, W), or (B, M, Q, H, W) of ``queries``.
 
         Raises:
-            ValueError: as :meth:`forward`, or ``queries`` are no patches.
+            ValueError: See :meth:`forward`, or ``queries`` are outside the grid.
         """
         (H, W), prefix = self._model_places()
         check_grid((H, W), prefix, x.shape[1])
@@ -202,10 +207,10 @@ class ViTAttention(GridAttention):
     def attention_parts(
         self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False, queries: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """Return the weights that every term would give alone: the softmax of its own logits.
+        """Return the weights of every term alone: the softmax of its own logits.
 
         Returns:
-            As :meth:`attention_maps`, by the names of :meth:`token_logits`; nothing of a layer with one term.
+            As :meth:`attention_maps`, by the names of :meth:`token_logits`; empty for a layer with one term.
         """
         grid, prefix = self._model_places()
         check_grid(grid, prefix, x.shape[1])
@@ -215,13 +220,13 @@ class ViTAttention(GridAttention):
         return {name: _of_patches(softmax_over_keys(part), grid, prefix, queries) for name, part in logits.items()}
 
     def __prepare_scriptable__(self) -> ViTAttention:
-        """Write down where tokens lie, for ``torch.jit.script``: models of one picture size alone can be scripted."""
+        """Store the grid for ``torch.jit.script``, which supports only models of one image size."""
         if self.predictor is not None or self.attn_drop.p:
-            raise ValueError("TorchScript takes no predicted position logits (kernel_size) and no attn_drop")
+            raise ValueError("TorchScript supports neither predicted position logits (kernel_size) nor attn_drop")
         if self.needs_grid:
             if self.places is None or self.places.watched:
                 raise ValueError(
-                    f"TorchScript takes {self.described()} in a VisionTransformer of one picture size alone"
+                    f"TorchScript supports {self.described()} only in a VisionTransformer of one image size"
                 )
             grid = self.places.grid
             assert grid is not None
@@ -229,7 +234,7 @@ class ViTAttention(GridAttention):
         return self
 
     def _places(self, T: int) -> tuple[tuple[int, int], int]:
-        """The grid of T tokens, and how many come before it; a line where no term needs places."""
+        """Return the grid of T tokens and the number of tokens before it; a line if no term needs positions."""
         if not self.needs_grid:
             return (1, T), 0
         grid, prefix = self._model_places()
@@ -237,23 +242,23 @@ class ViTAttention(GridAttention):
         return grid, prefix
 
     def _model_places(self) -> tuple[tuple[int, int], int]:
-        """The grid of the model's present input, and how many tokens come before it."""
+        """Return the grid of the model's current input and the number of tokens before it."""
         if self.places is None:
             raise ValueError(
                 f"{self.described()} needs tokens with places, which a layer of timm's VisionTransformer or NaFlexVit "
-                "knows from its model; this layer is in none. Outside of them use attn_plugins.modules."
+                "knows from its model; this layer is in none. Elsewhere use attn_plugins.modules."
                 "SpatialSelfAttention"
             )
         grid, prefix = self.places.grid, self.places.prefix
         if grid is None:
             raise ValueError(
-                f"{self.described()} needs one grid for all pictures of a batch, and patch_coord gives many"
+                f"{self.described()} needs one grid for all images of a batch, but patch_coord gives several"
             )
         return grid, prefix
 
 
 def _of_patches(pairs: Tensor, grid: tuple[int, int], prefix: int, queries: Tensor | None) -> Tensor:
-    """Values (B, M, T, T) from patches to patches: all, (B, M, H, W, H, W), or of ``queries``, (B, M, Q, H, W)."""
+    """Select values from patches to patches of (B, M, T, T): (B, M, H, W, H, W), or (B, M, Q, H, W) of ``queries``."""
     maps = pairs[:, :, prefix:, prefix:].unflatten(3, grid)
     if queries is None:
         return maps.unflatten(2, grid)
@@ -262,7 +267,7 @@ def _of_patches(pairs: Tensor, grid: tuple[int, int], prefix: int, queries: Tens
 
 
 def vit_attention(name: str, **options: Any) -> type[ViTAttention]:
-    """Make a class for ``attn_layer`` that has other defaults, since timm takes a class and no options.
+    """Create a class with other defaults for ``attn_layer``, for which timm accepts a class and no options.
 
     ::
 
@@ -270,8 +275,8 @@ def vit_attention(name: str, **options: Any) -> type[ViTAttention]:
         timm.create_model("vit_small_patch16_224", attn_layer=wide)
 
     Args:
-        name: The class's.
-        **options: Of :class:`ViTAttention`, ``attention_type`` and those behind it.
+        name: Name of the class.
+        **options: Options of :class:`ViTAttention` from ``attention_type`` to ``smoothing``.
     """
     for option in options:
         if option not in OPTIONS:
@@ -281,7 +286,7 @@ def vit_attention(name: str, **options: Any) -> type[ViTAttention]:
 
 @functools.cache
 def _vit_attention(name: str, given: tuple[tuple[str, Any], ...]) -> type[ViTAttention]:
-    """One class for equal arguments, which copies and pickles of its layers find again."""
+    """Return one class for equal arguments, so that copies and pickles of its layers find it again."""
 
     def __init__(self: ViTAttention, dim: int, num_heads: int = 8, **kwargs: Any) -> None:
         ViTAttention.__init__(self, dim, num_heads, **{**dict(given), **kwargs})

@@ -1,8 +1,8 @@
-"""Where the tokens of timm's vision transformers lie.
+"""Positions of the tokens of timm's vision transformers.
 
-timm gives an attention layer tokens alone: neither the grid that they come from nor how many class tokens and registers
-precede them. A model that has layers of ours therefore gets a :class:`Places`, once it is built: the constructors of
-``VisionTransformer`` and ``NaFlexVit`` are wrapped for that, and do what they did otherwise.
+timm passes only tokens to an attention layer: neither the grid that they come from nor the number of preceding class
+tokens and registers. Therefore a model with layers of this package gets a :class:`Places` once it is built, by wrapping
+the constructors of ``VisionTransformer`` and ``NaFlexVit``, which are otherwise unchanged.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from torch import Tensor, nn
 
 
 class Places:
-    """The grid of a model's present input, and its tokens without a place."""
+    """Grid of a model's current input, and its number of tokens without a position."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.seen: tuple[int, int] | None = None
         self.watched = False
-        if isinstance(model, NaFlexVit):  # its grid is that of the picture, always
+        if isinstance(model, NaFlexVit):  # its grid always depends on the image
             model.embeds.register_forward_hook(self._note_embeds)
             self.watched = True
         elif model.dynamic_img_size:
@@ -31,12 +31,12 @@ class Places:
 
     @property
     def prefix(self) -> int:
-        """Class tokens and registers."""
+        """Number of class tokens and registers."""
         return self.model.num_prefix_tokens  # type: ignore[return-value]
 
     @property
     def grid(self) -> tuple[int, int] | None:
-        """(H, W), or None where every picture of the batch has its own."""
+        """(H, W), or None if every image of the batch has its own grid."""
         if self.watched:
             return self.seen
         H, W = self.model.patch_embed.grid_size  # type: ignore[union-attr, misc]
@@ -50,7 +50,7 @@ class Places:
 
 
 def give_places(model: nn.Module) -> None:
-    """Tell the layers of ``model`` that ask for it where their tokens lie."""
+    """Set the ``places`` of those layers of ``model`` that need the positions of tokens."""
     layers: list[Any] = [module for module in model.modules() if hasattr(module, "places")]
     if layers:
         places = Places(model)

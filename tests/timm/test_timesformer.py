@@ -290,7 +290,7 @@ def test_features_by_fx(pattern):
 
 
 def test_torchscript_is_refused():
-    with pytest.raises(ValueError, match=r"TorchScript takes no TimeSformer: torch.export and torch.compile take it"):
+    with pytest.raises(ValueError, match=r"TorchScript does not support TimeSformer: use torch.export"):
         torch.jit.script(build())
 
 
@@ -329,5 +329,5 @@ def test_errors_say_what_is_expected():
         build(qk_norm=True)
     with pytest.raises(ValueError, match=r"init_values must be left out: .*, got 1e-05"):
         build(init_values=1e-5)
-    with pytest.raises(ValueError, match="attn_layer must be timm's Attention, whose place pattern takes, got "):
+    with pytest.raises(ValueError, match="attn_layer must be timm's Attention, which pattern replaces, got "):
         build(attn_layer="attn1111")

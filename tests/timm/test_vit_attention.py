@@ -166,9 +166,11 @@ def test_scripted(name):
 
 
 def test_what_cannot_be_scripted_says_so():
-    with pytest.raises(ValueError, match="TorchScript takes no predicted position logits"):
+    with pytest.raises(ValueError, match="TorchScript supports neither predicted position logits"):
         torch.jit.script(build("attn_bilateral"))
-    with pytest.raises(ValueError, match=r"TorchScript takes attention_type '1111' in a VisionTransformer of one pict"):
+    with pytest.raises(
+        ValueError, match=r"TorchScript supports attention_type '1111' only in a VisionTransformer of one image"
+    ):
         torch.jit.script(build(dynamic_img_size=True))
 
 
@@ -251,7 +253,7 @@ def test_errors_say_what_is_missing():
         model(picture())
     naflex = timm.create_model("naflexvit_base_patch16_gap", attn_layer="attn1111", embed_dim=32, depth=1, num_heads=2)
     places = torch.cartesian_prod(torch.arange(3), torch.arange(4)).expand(2, -1, -1)
-    with pytest.raises(ValueError, match="needs one grid for all pictures of a batch, and patch_coord gives many"):
+    with pytest.raises(ValueError, match="needs one grid for all images of a batch, but patch_coord gives several"):
         naflex(torch.randn(2, 12, 768), patch_coord=places, patch_valid=torch.ones(2, 12, dtype=torch.bool))
     with pytest.raises(ValueError, match="norm_layer must be given for qk_norm"):
         ViTAttention(32, 2, qk_norm=True)
