@@ -1,4 +1,4 @@
-"""The decoder's block of the convolutional captioner: causal convolution, gate, attention (Gehring et al. 2017).
+"""Decoder block of the convolutional captioner: causal convolution, gate, attention (Gehring et al. 2017).
 
 Shapes: B batch, T words, S entries of a source (regions, attributes), C channels, k kernel size.
 """
@@ -22,13 +22,13 @@ from .entangled_attention import Modality
 class NormalisedConv1d(nn.Module):
     """Convolution over (B, T, C) with weight normalisation: every output channel's weights are g v / |v|.
 
-    A linear layer, word by word, with ``kernel_size`` 1.
+    With ``kernel_size`` 1 it is a linear layer on each word.
 
     Args:
         in_channels: C.
         out_channels: C'.
         kernel_size: k; (B, T, C) becomes (B, T - k + 1, C').
-        gain: The outputs' variance for inputs of variance 1, at first.
+        gain: Initial variance of the outputs for inputs of variance 1.
     """
 
     def __init__(
@@ -42,14 +42,14 @@ class NormalisedConv1d(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw v from a normal distribution and let g be its length, so that the weights are v; the bias 0."""
+        """Draw v from a normal distribution, set g to |v|, so that the weights equal v, and zero the bias."""
         nn.init.normal_(self.direction, std=math.sqrt(self.gain / self.direction[0].numel()))
         with torch.no_grad():
             self.length.copy_(self.direction.norm(dim=(1, 2), keepdim=True))
         nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, T, C) -> (B, T - k + 1, C')."""
+        """Apply the layer: (B, T, C) -> (B, T - k + 1, C')."""
         weight = self.length * self.direction / self.direction.norm(dim=(1, 2), keepdim=True)
         if weight.shape[2] == 1:
             return F.linear(x, weight.squeeze(2), self.bias)
@@ -61,20 +61,20 @@ class NormalisedConv1d(nn.Module):
 
 
 class GatedConvBlock(nn.Module):
-    """One layer of ConvS2S' decoder over words, with attention to one source or several.
+    """One layer of ConvS2S' decoder over words, with attention to one or more sources.
 
-        h = GLU(conv(x))                    each word sees itself and the k - 1 before; in front of the first are zeros
+        h = GLU(conv(x))                    causal: each word and the k - 1 words before it; zeros before the first
         c^m = √S W_out^m Σ_i α^m_i s^m_i,   α^m = softmax_i (W_in^m h + g) · s^m_i / √2
         y = (x + (h + Σ_m c^m) / √(1 + M)) / √2
 
-    g are the words' embeddings, √S undoes what a mean takes from the variance, M is the number of sources (Gehring et
+    g are the word embeddings, √S compensates for the lower variance of a mean, M is the number of sources (Gehring et
     al. 2017, section 3; Aneja et al. 2018 for captions). All convolutions and projections have weight normalisation.
 
     Args:
-        embed_dim: C, of words, sources and of what goes through the block.
+        embed_dim: C, of words, sources, inputs and outputs.
         kernel_size: k.
         sources: Names of the sources, such as ``("visual", "semantic")``.
-        dropout: Of x before the convolution.
+        dropout: Dropout probability of x before the convolution.
 
     Raises:
         ValueError: an argument is out of range.
@@ -104,13 +104,13 @@ class GatedConvBlock(nn.Module):
     def forward(
         self, x: Tensor, words: Tensor, sources: Mapping[str, Modality], state: Tensor | None = None
     ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
-        """One layer.
+        """Apply the layer.
 
         Args:
             x: (B, T, C), the words so far; with ``state`` the next ones.
             words: g, (B, T, C), their embeddings.
-            sources: By name, (B, S, C) with their padding masks; those that the block has not are not read.
-            state: What the call before returned; ``reordered`` follows a beam search.
+            sources: Sources (B, S, C) by name, with padding masks; names that the block does not have are ignored.
+            state: State returned by the previous call; ``reordered`` permutes it for beam search.
 
         Returns:
             y (B, T, C), α of each source (B, T, S) and the state (B, k - 1, C), the last inputs of the convolution.

@@ -31,35 +31,34 @@ class GeneralizedAttention2d(AxisPositions):
 
         1000  ε1 = q·k            query content and key content
         0100  ε2 = q·R[k - q]     query content and relative position
-        0010  ε3 = u·k            key content alone; needs no more than one query, computed once
+        0010  ε3 = u·k            key content alone; computed once, as it is the same for all queries
         0001  ε4 = v·R[k - q]     relative position alone
 
-    With ``'0000'`` the output is the mean of the values. gamma starts at 0, so a new module is the identity.
+    With ``'0000'`` the values are averaged. gamma starts at 0, so a new module is the identity.
 
     Args:
-        in_channels: C, of the map and of ``context``.
+        in_channels: C, channels of the map and of ``context``.
         num_heads: M; must divide C.
         attention_type: Four bits, ε1 to ε4.
-        spatial_range: n_k, odd: keys are limited to |Δ| <= (n_k - 1) / 2 pixels on both axes, exactly; -1: all
-            keys. A query without any key in range (possible where ``kv_stride`` > 1) gets only the bias of
-            the output projection.
-        q_stride: Only every q_stride-th pixel is a query; the result is brought back by bilinear interpolation
-            between exactly those pixels (beyond the last of them it is repeated).
+        spatial_range: n_k, odd: keys are limited to |Δ| <= (n_k - 1) / 2 pixels on both axes; -1 for all keys. A query
+            without any key in range (possible if ``kv_stride`` > 1) returns only the output projection's bias.
+        q_stride: Only every q_stride-th pixel is a query. The result is interpolated bilinearly between these pixels,
+            and repeated beyond the last of them.
         kv_stride: Only every kv_stride-th pixel is a key, at pixel j * kv_stride.
         position_embedding_dim: Width of the sine encoding of each axis, even; -1: C.
-        position_magnitude: Factor of the offsets before they are encoded.
+        position_magnitude: Factor of the offsets before encoding.
         scale: Factor of the sum of all terms, such as d ** -0.5; the paper uses 1.
 
     Raises:
         ValueError: an argument is out of range.
     """
 
-    _abbr_ = "gen_attention_block"  # under which mmengine and mmcv file the plug-in in checkpoints
+    _abbr_ = "gen_attention_block"  # mmengine's and mmcv's name of the plug-in in checkpoints
 
     wavelength = 10000.0
     offset_sign = 1  # R encodes k - q
-    position_factor = 1.0  # of the projected R
-    windowed = True  # a range is a window centred on the query
+    position_factor = 1.0  # factor of the projected R
+    windowed = True  # the range is a window centred on the query
 
     def __init__(
         self,
@@ -81,7 +80,7 @@ class GeneralizedAttention2d(AxisPositions):
         if not isinstance(in_channels, int) or in_channels < num_heads:
             raise ValueError(f"in_channels must be an int of at least num_heads = {num_heads}, got {in_channels!r}")
         self.attention_type = attention_type
-        # On the instance, where TorchScript finds them.
+        # Instance attributes, as TorchScript does not read class attributes.
         self.wavelength, self.offset_sign = type(self).wavelength, type(self).offset_sign
         self.position_factor = type(self).position_factor
         self.terms = terms = parse_attention_type(attention_type)
@@ -100,7 +99,7 @@ class GeneralizedAttention2d(AxisPositions):
         def table() -> nn.Linear:
             return nn.Linear(self.axis_width(), width, bias=False, **factory)
 
-        # What a term does not need is None: TorchScript wants every name to exist.
+        # Unused parameters are None, as TorchScript requires every name to exist.
         self.query_conv = projection() if terms.queries else None
         self.key_conv = projection() if terms.keys else None
         self.value_conv = projection()
@@ -126,7 +125,7 @@ class GeneralizedAttention2d(AxisPositions):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> MMCVGeneralizedAttention2d:
-        """The variant of mmcv's ``GeneralizedAttention``; see :class:`MMCVGeneralizedAttention2d`."""
+        """Create a :class:`MMCVGeneralizedAttention2d`, the variant of mmcv's ``GeneralizedAttention``."""
         return MMCVGeneralizedAttention2d(
             in_channels=in_channels,
             num_heads=num_heads,
@@ -140,10 +139,10 @@ class GeneralizedAttention2d(AxisPositions):
             dtype=dtype,
         )
 
-    # --- where the paper's and mmcv's variant differ --------------------------------------------------------------
+    # --- differences between the paper's and mmcv's variants ------------------------------------------------------
 
     def check_variant(self) -> None:
-        """Raise ValueError where the arguments do not fit this variant."""
+        """Raise a ValueError if the arguments are invalid for this variant."""
         if self.in_channels % self.num_heads:
             raise ValueError(f"num_heads must divide in_channels = {self.in_channels}, got {self.num_heads}")
         n_k = self.spatial_range
@@ -155,15 +154,15 @@ class GeneralizedAttention2d(AxisPositions):
             )
 
     def axis_width(self) -> int:
-        """Width of one axis' position encoding."""
+        """Return the width of one axis's position encoding."""
         return self.position_embedding_dim
 
     def axis_range(self, queries: int, keys: int, device: torch.device) -> Tensor:
-        """0 where a key is in range of the query on one axis, else -inf: (queries, keys)."""
+        """Return (queries, keys) logits of one axis: 0 for keys in range, else -inf."""
         return axis_window(queries, keys, (self.spatial_range - 1) // 2, self.q_stride, self.kv_stride, device)
 
     def upsample(self, output: Tensor, size: list[int]) -> Tensor:
-        """Bring the queries' outputs, at every ``q_stride``-th pixel, to all pixels."""
+        """Interpolate the queries' outputs, at every ``q_stride``-th pixel, to all pixels."""
         covered = [(n - 1) * self.q_stride + 1 for n in output.shape[2:]]
         output = F.interpolate(output, covered, mode="bilinear", align_corners=True)
         return F.pad(output, (0, size[1] - covered[1], 0, size[0] - covered[0]), mode="replicate")
@@ -171,7 +170,7 @@ class GeneralizedAttention2d(AxisPositions):
     # --------------------------------------------------------------------------------------------------------------
 
     def reset_parameters(self) -> None:
-        """Projections uniform by fan-in, u and v uniform, gamma and the output bias 0."""
+        """Draw projections uniformly by fan-in, and u and v uniformly; zero gamma and the output bias."""
         for module in self.children():
             assert isinstance(module, (nn.Conv2d, nn.Linear))
             nn.init.kaiming_uniform_(module.weight, a=1)
@@ -190,14 +189,14 @@ class GeneralizedAttention2d(AxisPositions):
 
         Args:
             x: (B, C, H, W), of any size and memory format.
-            context: (B, C, H', W'), another map in the same coordinates (cross-attention); None: ``x``.
+            context: (B, C, H', W'), another map in the same coordinates (cross-attention); None for ``x``.
 
         Returns:
             (B, C, H, W), in the memory format of ``x``.
 
         Raises:
             ValueError: a shape or a device does not match.
-            TypeError: a map is not of the module's floating dtype.
+            TypeError: a map does not have the module's dtype.
         """
         if self.in_windows and context is None:
             output = self._attend_in_windows(x)
@@ -216,11 +215,11 @@ class GeneralizedAttention2d(AxisPositions):
 
     @torch.jit.unused
     def attention_maps(self, x: Tensor, context: Tensor | None = None, queries: Tensor | None = None) -> Tensor:
-        """The attention weights for the maps that ``forward`` takes: for inspection, O(N²) without ``queries``.
+        """Compute the attention weights for inspection, in O(N²) memory without ``queries``.
 
         Args:
             x: As in :meth:`forward`.
-            context: As ``forward``.
+            context: As in :meth:`forward`.
             queries: (Q, 2), rows and columns on the map of queries; None for all.
 
         Returns:
@@ -232,17 +231,17 @@ class GeneralizedAttention2d(AxisPositions):
         return maps_of(self._terms(x, context), 1.0, self.attention_size(x.shape[2:]), queries)
 
     def _attend(self, x: Tensor, context: Tensor | None) -> Tensor:
-        """(B, M, Hq, Wq, d), all keys being looked at."""
+        """Attend to all keys, (B, M, Hq, Wq, d)."""
         query, key, value, row, column, key_logits = self._terms(x, context)
         return attend_everywhere(query, key, value, row, column, key_logits, 1.0)
 
     def _attend_in_windows(self, x: Tensor) -> Tensor:
-        """The same where the range is a window around the query: only its keys are looked at."""
+        """Attend to the keys in a window around the query, (B, M, H, W, d)."""
         position_query, query, key, value, key_logits = self._projected(x, None)
-        # A window wider than the map has no key beyond it.
+        # A larger radius than the map's size minus 1 would add no keys.
         H, W = x.shape[2], x.shape[3]
         radius = [min(self.spatial_range // 2, H - 1), min(self.spatial_range // 2, W - 1)]
-        if key_logits is not None:  # a key's own logit is the product with a query of 1
+        if key_logits is not None:  # write a key's own logit as its product with a query of 1
             query, key = torch.ones_like(key_logits).unsqueeze(-1), key_logits.unsqueeze(-1)
         position: Tensor | None = None
         if self.appr_geom_fc_y is not None and self.appr_geom_fc_x is not None:
@@ -261,7 +260,7 @@ class GeneralizedAttention2d(AxisPositions):
     def _terms(
         self, x: Tensor, context: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor | None, Tensor | None, Tensor | None]:
-        """The arguments of ``global_attention``: query, key, value, row, column and key logits."""
+        """Compute the arguments of ``global_attention``: query, key, value, row, column and key logits."""
         position_query, query, key, value, key_logits = self._projected(x, context)
         Hq, Wq = -(-x.shape[2] // self.q_stride), -(-x.shape[3] // self.q_stride)
         Hk, Wk = value.shape[2], value.shape[3]
@@ -275,9 +274,9 @@ class GeneralizedAttention2d(AxisPositions):
     def _projected(
         self, x: Tensor, context: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor, Tensor | None]:
-        """The position terms' query; query and key of the content term, with u; value; key logits."""
+        """Compute the position terms' query, the content term's query (with u) and key, value, and key logits."""
         query, key, value = self._features(x, context)
-        by_content, by_position, _, _ = self.terms  # to TorchScript a plain tuple
+        by_content, by_position, _, _ = self.terms  # TorchScript sees a plain tuple
         content = query if by_content else None
         key_logits: Tensor | None = None
         if self.appr_bias is not None and key is not None:
@@ -290,7 +289,7 @@ class GeneralizedAttention2d(AxisPositions):
         return position_query, content, key if by_content else None, value, key_logits
 
     def _features(self, x: Tensor, context: Tensor | None) -> tuple[Tensor | None, Tensor | None, Tensor]:
-        """Query, scaled, key and value, (B, M, ·, ·, d), those that the terms need."""
+        """Compute scaled query, key and value, (B, M, ·, ·, d), as far as the terms need them."""
         check_map(x, self.in_channels, self.value_conv.weight)
         if context is not None:
             check_map(context, self.in_channels, self.value_conv.weight, "context")
@@ -310,11 +309,11 @@ class GeneralizedAttention2d(AxisPositions):
         return query, key, value
 
     def _heads(self, projected: Tensor) -> Tensor:
-        """(B, M * d, H, W) as (B, M, H, W, d), a view."""
+        """View (B, M * d, H, W) as (B, M, H, W, d)."""
         return projected.unflatten(1, (self.num_heads, -1)).permute(0, 1, 3, 4, 2)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
-        # mmcv stores the range as a constant (84, 84, ...) mask, which is a function of the arguments.
+        # mmcv stores the range as a constant (84, 84, ...) mask, which follows from the arguments.
         state_dict.pop(prefix + "local_constraint_map", None)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
@@ -327,23 +326,25 @@ class GeneralizedAttention2d(AxisPositions):
 
 
 class MMCVGeneralizedAttention2d(GeneralizedAttention2d):
-    """The numerics of mmcv's ``GeneralizedAttention``, from the same state_dict.
+    """Generalized attention with the numerics and the state_dict of mmcv's ``GeneralizedAttention``.
 
-    What differs from :class:`GeneralizedAttention2d`: R encodes q - k, with wavelength 1000, half of
-    ``position_embedding_dim`` per axis, and is divided by √2; C // M channels per head, also where M does not
-    divide C; queries come back from ``q_stride`` by interpolation with half-pixel centres; ``spatial_range`` r is
-    a half-range in pixels, any number from 0: key j is in range of the query at pixel p where
-    ⌊(p - r) / kv_stride⌋ <= j <= ⌊(p + r + 1) / kv_stride⌋, on maps of any size and channel count (mmcv's own
-    mask ends at 84 pixels, needs 256 or 512 channels, and forgets ``q_stride``).
+    Differences from :class:`GeneralizedAttention2d`:
 
-    mmcv's results for '0100', '0110', '1100' and '1110' are wrong (queries transposed, an error where H ≠ W);
-    here these four are right.
+    * R encodes q - k, with wavelength 1000 and half of ``position_embedding_dim`` per axis, and is divided by √2.
+    * A head has C // M channels, even if M does not divide C.
+    * Outputs are interpolated from ``q_stride`` with half-pixel centres.
+    * ``spatial_range`` r is a half-range in pixels, at least 0: key j is in range of the query at pixel p if
+      ⌊(p - r) / kv_stride⌋ <= j <= ⌊(p + r + 1) / kv_stride⌋, on maps of any size and channel count. mmcv's own mask
+      ends at 84 pixels, needs 256 or 512 channels, and ignores ``q_stride``.
+
+    mmcv's results for '0100', '0110', '1100' and '1110' are wrong (queries are transposed, and H ≠ W raises an error);
+    this class computes these four correctly.
     """
 
     wavelength = 1000.0
     offset_sign = -1
     position_factor = 1 / math.sqrt(2)
-    windowed = False  # its ranges are not centred on the query
+    windowed = False  # the range is not centred on the query
 
     def check_variant(self) -> None:
         r = self.spatial_range

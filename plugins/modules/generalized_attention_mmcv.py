@@ -1,4 +1,4 @@
-"""Moved to :mod:`attn_plugins.modules.generalized_attention`."""
+"""Deprecated alias of :mod:`attn_plugins.modules.generalized_attention`."""
 
 import warnings
 

@@ -20,9 +20,9 @@ from .capture import logits_of
 
 
 class AxisPositions(nn.Module):
-    """Base of generalized attention: position logits, axis by axis, from its parameters and options."""
+    """Base of generalized attention: position logits of each axis."""
 
-    if TYPE_CHECKING:  # TorchScript takes its types from the values
+    if TYPE_CHECKING:  # TorchScript infers these types from the values
         terms: AttentionTerms
         appr_geom_fc_x: nn.Linear | None
         appr_geom_fc_y: nn.Linear | None
@@ -39,7 +39,7 @@ class AxisPositions(nn.Module):
         position_magnitude: float
 
     def axis_width(self) -> int:
-        """Width of one axis' position encoding."""
+        """Return the width of one axis's position encoding."""
         raise NotImplementedError
 
     def attention_size(self, size: Sequence[int]) -> tuple[int, int]:
@@ -47,15 +47,15 @@ class AxisPositions(nn.Module):
         raise NotImplementedError
 
     def _features(self, x: Tensor, context: Tensor | None) -> tuple[Tensor | None, Tensor | None, Tensor]:
-        """Query, scaled, key and value, (B, M, ·, ·, d)."""
+        """Compute scaled query, key and value, (B, M, ·, ·, d)."""
         raise NotImplementedError
 
     def axis_range(self, queries: int, keys: int, device: torch.device) -> Tensor:
-        """0 where a key is in range of the query on one axis, else -inf: (queries, keys)."""
+        """Return (queries, keys) logits of one axis: 0 for keys in range, else -inf."""
         raise NotImplementedError
 
     def _along_window(self, weight: Tensor, query: Tensor | None, radius: int) -> Tensor:
-        """ε2 + ε4 of one axis for the offsets -radius ... radius: (B, M, H, W, n), or (1, M, 1, 1, n) without ε2."""
+        """Compute ε2 + ε4 of one axis for offsets -radius ... radius: (B, M, H, W, n), without ε2 (1, M, 1, 1, n)."""
         table = self._table(weight, torch.arange(-radius, radius + 1, device=weight.device))
         v: Tensor | None = None
         if self.geom_bias is not None:
@@ -66,7 +66,7 @@ class AxisPositions(nn.Module):
         return torch.einsum("md,mdn->mn", v, table)[None, :, None, None]
 
     def _range_logits(self, queries: list[int], keys: list[int], like: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """0 in range and -inf out of it, for rows and for columns; None where all keys are in range."""
+        """Return row and column logits, 0 in range and -inf out of range; None if all keys are in range."""
         if self.spatial_range == -1:
             return None, None
         rows = self.axis_range(queries[0], keys[0], like.device).to(like.dtype)
@@ -77,7 +77,7 @@ class AxisPositions(nn.Module):
     def attention_logits(
         self, x: Tensor, context: Tensor | None = None, queries: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """The logits of every term, by its name in :class:`.AttentionTerms`; -inf out of range in each of them.
+        """Compute the logits of each term, by its name in :class:`.AttentionTerms`, -inf for keys out of range.
 
         The softmax of their sum is ``attention_maps``, whose arguments and axes are the same.
         """
@@ -109,7 +109,7 @@ class AxisPositions(nn.Module):
     def _both_axes(
         self, query: Tensor | None, v: Tensor | None, queries: list[int], keys: list[int]
     ) -> tuple[Tensor | None, Tensor | None]:
-        """ε2 of ``query`` and ε4 of ``v``, scaled, or one of them, for rows and for columns; None without a table."""
+        """Compute scaled ε2 of ``query`` plus ε4 of ``v``, or one of them, as row and column logits, or None."""
         if self.appr_geom_fc_y is None or self.appr_geom_fc_x is None:
             return None, None
         rows, columns = self.appr_geom_fc_y.weight, self.appr_geom_fc_x.weight
@@ -121,7 +121,7 @@ class AxisPositions(nn.Module):
     def _axis_logits(
         self, weight: Tensor, query: Tensor | None, v: Tensor | None, queries: int, keys: int, axis: str
     ) -> Tensor:
-        """ε2 + ε4 of one axis, by its projection of encodings; of size 1 along axes that it does not depend on."""
+        """Compute ε2 + ε4 of one axis, with size 1 along axes that they do not depend on."""
         table = self._table(weight, axis_offsets(queries, keys, self.q_stride, self.kv_stride, weight.device))
         if query is not None:
             query = query if v is None else add_vector(query, v)
@@ -131,7 +131,7 @@ class AxisPositions(nn.Module):
         return _along(spread(bias, queries, keys, self.q_stride, self.kv_stride), axis)
 
     def _table(self, weight: Tensor, offsets: Tensor) -> Tensor:
-        """The projected encodings of offsets in pixels, (M, d, D)."""
+        """Project the encodings of offsets in pixels, (M, d, D)."""
         offsets = offsets.to(torch.float64 if weight.dtype == torch.float64 else torch.float32)
         offsets = offsets * (self.offset_sign * self.position_magnitude)
         encoding = sine_encoding(offsets, self.axis_width(), self.wavelength).to(weight.dtype)
@@ -148,5 +148,5 @@ class AxisPositions(nn.Module):
 
 
 def _along(pairs: Tensor, axis: str) -> Tensor:
-    """(·, queries, keys) of one axis as logits (1, ·, Hq, 1, keys) or (1, ·, 1, Wq, keys)."""
+    """Reshape (·, queries, keys) to row logits (1, ·, Hq, 1, keys) or column logits (1, ·, 1, Wq, keys)."""
     return pairs.unsqueeze(0).unsqueeze(3 if axis == "row" else 2)

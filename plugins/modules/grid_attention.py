@@ -1,7 +1,7 @@
-"""Attention of tokens on a grid, and of others without a position, with the terms of :class:`.GridTerms`.
+"""Attention of tokens on a grid, and of tokens without a position, with the terms of :class:`.GridTerms`.
 
-Shapes: B batch, M heads, d width per head, P tokens without a position (class tokens, registers), then N = H * W tokens of
-the grid (H, W), row by row; T = P + N.
+Shapes: B batch, M heads, d width per head, P tokens without a position (class tokens, registers), then N = H * W
+tokens of the grid (H, W), row by row; T = P + N.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from .grid_terms import Grid, GridTerms
 
 
 class GridAttention(GridTerms):
-    """Base of modules that project tokens and attend among them.
+    """Base of self-attention modules over tokens on a grid.
 
-    Tokens without a position attend, and are attended to, by content and saliency alone (ε1 and ε3); a range does not keep
-    them out.
+    Tokens without a position attend and are attended to by content and saliency alone (ε1 and ε3), and are always in
+    range.
     """
 
     def attend(
@@ -38,22 +38,22 @@ class GridAttention(GridTerms):
         mask: Tensor | None = None,
         dropout: float = 0.0,
     ) -> Tensor:
-        """Attend from all tokens to all.
+        """Attend from all tokens to all tokens.
 
         Args:
             x: (B, T, C), from which position logits are predicted.
             q: (B, M, T, d), multiplied by ``scale``.
-            k: (B, M, S, d); S = T where a term needs places.
+            k: (B, M, S, d); S = T if a term needs positions.
             v: (B, M, S, dv).
-            grid: (H, W); without places (1, N).
+            grid: (H, W); (1, N) without positions.
             prefix: P.
-            padding: (B, S), True for keys to be left out.
-            mask: (T, S) or (B or 1, M or 1, T, S), bool (True leaves out) or added to the logits; with it, or dropout,
-                weights are written out.
+            padding: (B, S), True for keys to leave out.
+            mask: (T, S) or (B or 1, M or 1, T, S), bool (True leaves out) or added to the logits. With a mask or
+                dropout, the weights are held in memory.
             dropout: Dropout probability of the attention weights.
 
         Returns:
-            (B, M, T or 1, dv); 0 for a query whose keys are all left out.
+            (B, M, T or 1, dv); fully masked queries return zeros.
         """
         if mask is not None or dropout or (prefix and padding is not None):
             return self._written_out(x, q, k, v, grid, prefix, padding, mask, dropout)
@@ -71,7 +71,7 @@ class GridAttention(GridTerms):
         return served(x, q, k, v, keys, padding).flatten(2, 3)
 
     def _everywhere(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, keys: Grid, padding: Tensor | None) -> Tensor:
-        """All keys: (B, M, H, W, dv) of maps."""
+        """Attend from maps to all keys, (B, M, H, W, dv)."""
         row, column = self.axis_logits(q, keys)
         key_logits = self.key_logits(k)
         if padding is not None:
@@ -83,17 +83,17 @@ class GridAttention(GridTerms):
         return global_attention(query, key, v, row_logits=row, column_logits=column, key_logits=key_logits)
 
     def _in_windows(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, keys: Grid, padding: Tensor | None) -> Tensor:
-        """The keys in range: (B, M, H, W, dv) of maps."""
+        """Attend from maps to the keys in range, (B, M, H, W, dv)."""
         position, taps = self.tap_logits(x, q, keys, padding)
         query, key, key_logits = self._content(q, k)
-        if key_logits is not None:  # a key's own logit is the product with a query of 1
+        if key_logits is not None:  # write a key's own logit as its product with a query of 1
             query, key = torch.ones_like(key_logits).unsqueeze(-1), key_logits.unsqueeze(-1)
         if query is None and position is None:
             position = v.new_zeros(1).expand(1, 1, *keys, taps[0] * taps[1])
         return window_attention(query, key, v, position, taps)
 
     def _from_prefix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """The queries without a position, (B, M, P, dv)."""
+        """Attend from the queries without a position, (B, M, P, dv)."""
         query, key, added = self._content(q, k)
         if query is None and added is None:
             return v.mean(2, keepdim=True).expand(-1, -1, q.shape[2], -1)
@@ -101,7 +101,7 @@ class GridAttention(GridTerms):
         return sequence_attention(query, key, v, position_logits=logits).expand(-1, -1, q.shape[2], -1)
 
     def _after_prefix(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, prefix: int) -> Tensor:
-        """The queries of the grid to all keys, (B, M, N, dv)."""
+        """Attend from the queries of the grid to all keys, (B, M, N, dv)."""
         on_map = q[:, :, prefix:].unflatten(2, grid)
         row, column = self.axis_logits(on_map, grid)
         in_range = self.range_logits(grid, q)
@@ -134,7 +134,7 @@ class GridAttention(GridTerms):
         mask: Tensor | None,
         dropout: float,
     ) -> Tensor:
-        """By weights in memory, of which training drops some: (B, M, T, dv)."""
+        """Attend with the weights in memory, which dropout and masks need: (B, M, T, dv)."""
         B, M, T, _ = q.shape
         logits = self._pair_logits(x, q, grid, prefix, padding) if self.needs_grid else v.new_zeros(1, 1, 1, 1)
         query, key, added = self._content(q, k)
@@ -147,7 +147,7 @@ class GridAttention(GridTerms):
             logits = logits.masked_fill(padding[:, None, None], -math.inf)
         if mask is not None:
             logits = logits.masked_fill(mask, -math.inf) if mask.dtype == torch.bool else logits + mask
-        hidden = torch.isneginf(logits).all(-1, keepdim=True)  # a query without keys gets 0, as from the operators
+        hidden = torch.isneginf(logits).all(-1, keepdim=True)  # fully masked queries return zeros, as in the operators
         logits = logits.masked_fill(hidden, 0.0)
         weights = logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32)).to(v.dtype)
         return F.dropout(weights.masked_fill(hidden, 0.0), dropout) @ v
@@ -162,14 +162,20 @@ class GridAttention(GridTerms):
         padding: Tensor | None = None,
         mask: Tensor | None = None,
     ) -> dict[str, Tensor]:
-        """The logits of every term, gated, whose sum :meth:`attend` takes the softmax of.
+        """Compute the gated logits of each term; :meth:`attend` applies the softmax to their sum.
 
         Args:
-            x: As :meth:`attend`, and so are the others.
+            x: As in :meth:`attend`.
+            q: As in :meth:`attend`.
+            k: As in :meth:`attend`.
+            grid: As in :meth:`attend`.
+            prefix: As in :meth:`attend`.
+            padding: As in :meth:`attend`.
+            mask: As in :meth:`attend`.
 
         Returns:
-            (B, M, T, S) by the names of :class:`.AttentionTerms`, and ``predicted``; each is -inf at keys that are left
-            out. What is added to the logits by ``mask`` is in the first alone.
+            (B, M, T, S) by the names of :class:`.AttentionTerms`, and ``predicted``, each -inf at masked keys. A mask
+            of floats is added to the first term only.
         """
         found: dict[str, Tensor] = {}
         if self.terms.content:
@@ -203,7 +209,7 @@ class GridAttention(GridTerms):
     def scripted_attend(
         self, q: Tensor, k: Tensor, v: Tensor, H: int, W: int, prefix: int, mask: Tensor | None
     ) -> Tensor:
-        """:meth:`attend` for TorchScript, without predicted position logits and dropout: weights are written out."""
+        """Run :meth:`attend` in TorchScript, with the weights in memory, without predicted logits and dropout."""
         by_content, _, _, _ = self.terms
         logits = q.new_zeros(1, 1, 1, 1)
         if by_content:
@@ -228,7 +234,7 @@ class GridAttention(GridTerms):
         return torch.matmul(logits.float().softmax(-1).to(v.dtype), v)
 
     def _content(self, q: Tensor, k: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Query and key of ε1 + ε3, or, without ε1, ε3 as logits of the keys; of tokens or of maps."""
+        """Return query and key of ε1 + ε3 of tokens or maps, or, without ε1, ε3 as logits of the keys."""
         if not self.terms.content:
             return None, None, self.key_logits(k)
         if self.saliency is None:
@@ -237,7 +243,7 @@ class GridAttention(GridTerms):
         return q + (u if q.dim() == 5 else u[:, :, 0]), k, None
 
     def _pair_logits(self, x: Tensor, q: Tensor, grid: Grid, prefix: int, padding: Tensor | None) -> Tensor:
-        """All position logits, of tokens without a position 0: (B, M, T, T), of size 1 where they do not depend on it."""
+        """Sum all position logits, 0 for tokens without a position: (B or 1, M or 1, T, T)."""
         logits = self.axis_pairs(q[:, :, prefix:].unflatten(2, grid), grid)
         predicted = self.predicted_logits(x[:, prefix:], grid, None if padding is None else padding[:, prefix:])
         if predicted is not None:
@@ -246,7 +252,7 @@ class GridAttention(GridTerms):
 
 
 def check_grid(grid: Grid, prefix_tokens: int, T: int) -> None:
-    """Check that a grid holds the tokens behind the prefix."""
+    """Check that a grid has as many tokens as follow the prefix."""
     if grid[0] * grid[1] + prefix_tokens != T:
         raise ValueError(
             f"grid must hold the {T - prefix_tokens} tokens behind the prefix of {prefix_tokens}, got {grid}"

@@ -1,4 +1,4 @@
-"""The logits that attention over tokens on a grid adds to its content term, and their parameters.
+"""Logits that attention over tokens on a grid adds to its content term, and their parameters.
 
 Shapes: B batch, N tokens, C channels, M heads, d width per head, (H, W) the grid, N = H * W, k side of the window of
 predicted position logits, n taps of a window.
@@ -38,7 +38,7 @@ ADDED = ("row_table", "column_table", "saliency", "position", "predictor", "gate
 class GridTerms(nn.Module):
     """Base of attention over tokens on a grid: ε2, ε3, ε4, predicted position logits and the range of keys.
 
-    Its methods give logits, gated where they are added to the content term; a subclass attends with them.
+    Its methods compute logits, gated if they are added to the content term; subclasses attend with them.
     """
 
     __jit_unused_properties__ = ["needs_grid"]
@@ -71,15 +71,15 @@ class GridTerms(nn.Module):
         self.outside, self.smoothing = outside, smoothing
         self.scale = (embed_dim // num_heads) ** -0.5
         ranges = [n for n in (spatial_range, kernel_size if outside == "-inf" else None) if n is not None and n != -1]
-        self.radius = min(ranges) // 2 if ranges else None  # of the window that keys are limited to
+        self.radius = min(ranges) // 2 if ranges else None  # radius of the window that keys are limited to
 
     @property
     def needs_grid(self) -> bool:
-        """Whether tokens must have places: for ε2, ε4, predicted position logits and a range."""
+        """Whether tokens need positions: for ε2, ε4, predicted position logits or a range."""
         return self.terms.relative or self.spatial_range != -1 or self.kernel_size is not None
 
     def make_terms(self, **factory: Any) -> None:
-        """Make the parameters of the added terms."""
+        """Create the parameters of the added terms."""
         C, M = self.embed_dim, self.num_heads
 
         def vector() -> nn.Parameter:
@@ -100,7 +100,7 @@ class GridTerms(nn.Module):
         self.gate = nn.Parameter(torch.empty(M, **factory)) if added else None
 
     def reset_terms(self) -> None:
-        """Draw tables and the predictor by Glorot, u and v uniform by fan-in; the gate 0."""
+        """Draw tables and the predictor by Glorot initialisation, u and v uniformly by fan-in; zero the gate."""
         if self.gate is not None:
             nn.init.zeros_(self.gate)
         for table in (self.row_table, self.column_table):
@@ -116,31 +116,31 @@ class GridTerms(nn.Module):
             nn.init.zeros_(layer.bias)
 
     def described(self) -> str:
-        """What asks for places, in words."""
+        """Describe the options that need positions, for error messages."""
         text = f"attention_type {self.attention_type!r}"
         if self.spatial_range != -1:
             text += f", spatial_range {self.spatial_range}"
         return text if self.kernel_size is None else f"{text}, kernel_size {self.kernel_size}"
 
     def key_logits(self, k: Tensor) -> Tensor | None:
-        """ε3, gated: (B, M, ...) of keys (B, M, ..., d)."""
+        """Compute ε3, gated, (B, M, ...), of keys (B, M, ..., d)."""
         if self.saliency is None:
             return None
         return key_saliency(k, self.saliency_query()[0, :, 0, 0])
 
     def saliency_query(self) -> Tensor:
-        """u, gated, of which the product with a key is ε3: (1, M, 1, 1, d)."""
+        """Return u, gated, whose product with a key is ε3: (1, M, 1, 1, d)."""
         assert self.saliency is not None
         return (self._gate(1) * self.scale * self._heads(self.saliency))[None, :, None, None]
 
     def axis_logits(self, q: Tensor, grid: Grid) -> tuple[Tensor | None, Tensor | None]:
-        """ε2 + ε4, gated, of queries (B, M, H, W, d), scaled: (B, M, H, W, H) of rows, (B, M, H, W, W) of columns."""
+        """Compute ε2 + ε4, gated, of scaled queries (B, M, H, W, d), as row and column logits (B, M, H, W, H or W)."""
         if self.row_table is None or self.column_table is None:
             return None, None
         return self._relative(self._position_query(q), grid)
 
     def _relative(self, moved: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
-        """The products of (B, M, H or 1, W or 1, d) with R, for the axes as :meth:`axis_logits`."""
+        """Compute the products of (B, M, H or 1, W or 1, d) with R, with shapes as in :meth:`axis_logits`."""
         assert self.row_table is not None
         assert self.column_table is not None
         moved = moved.expand(-1, -1, *grid, -1)
@@ -151,7 +151,7 @@ class GridTerms(nn.Module):
         return rows, columns
 
     def relative_terms(self, q: Tensor, grid: Grid) -> dict[str, Tensor]:
-        """ε2 and ε4 apart, gated, of queries (B, M, H, W, d), scaled: (B, M, N, N) by their names."""
+        """Compute ε2 and ε4 separately, gated, of scaled queries (B, M, H, W, d): (B, M, N, N) by name."""
         moved: dict[str, Tensor] = {}
         if self.terms.content_position:
             moved["content_position"] = q
@@ -164,14 +164,14 @@ class GridTerms(nn.Module):
         return found
 
     def range_logits(self, grid: Grid, like: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """0 in range and -inf out of it, for the axes: (1, 1, H, 1, H) and (1, 1, 1, W, W); None without a range."""
+        """Return row logits (1, 1, H, 1, H) and column logits (1, 1, 1, W, W), 0 in range, else -inf, or None."""
         if self.radius is None:
             return None, None
         rows, columns = (axis_window(n, n, self.radius, device=like.device).to(like.dtype) for n in grid)
         return rows[None, None, :, None], columns[None, None, None]
 
     def axis_pairs(self, q: Tensor, grid: Grid) -> Tensor:
-        """ε2 + ε4, gated, and the range, for all pairs: (B, M, N, N), of size 1 where it does not depend on them."""
+        """Compute ε2 + ε4, gated, and the range of all pairs: (B or 1, M or 1, N, N)."""
         logits = q.new_zeros(1, 1, 1, 1, 1, 1)
         for row, column in (self.axis_logits(q, grid), self.range_logits(grid, q)):
             if row is not None and column is not None:
@@ -181,7 +181,7 @@ class GridTerms(nn.Module):
     def predicted_logits(
         self, x: Tensor, grid: Grid, padding: Tensor | None, seen: Tensor | None = None
     ) -> Tensor | None:
-        """Predicted position logits of all keys, smoothed and gated: (B, M, N, N) of tokens (B, N, C).
+        """Compute predicted position logits of all keys, smoothed and gated: (B, M, N, N) of tokens (B, N, C).
 
         They are standardised over the keys that are not ``padding``, (B, N), and that are ``seen``, (N, N).
         """
@@ -202,18 +202,17 @@ class GridTerms(nn.Module):
     def tap_logits(
         self, x: Tensor, q: Tensor, grid: Grid, padding: Tensor | None, reach: Grid | None = None
     ) -> tuple[Tensor | None, Grid]:
-        """All position logits for the taps of the window that keys are limited to, -inf at padding.
+        """Sum all position logits for the taps of the window that keys are limited to, -inf at padding.
 
         Args:
             x: (B, N, C), tokens.
-            q: (B, M, H, W, d), queries, scaled.
+            q: (B, M, H, W, d), scaled queries.
             grid: (H, W).
             padding: (B, N), True for padding; or None.
             reach: Rows and columns from the query to the window's border; None for ``radius`` of both.
 
         Returns:
-            (B, M, H, W, n), of size 1 where it does not depend on batch or head, or None; and the window's sides,
-            which end where a window wider than the map would have no keys.
+            (B or 1, M or 1, H, W, n), or None; and the window's sides, cut to at most twice the map's side minus 1.
         """
         if reach is None:
             assert self.radius is not None
@@ -243,38 +242,38 @@ class GridTerms(nn.Module):
         return logits, taps
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
-        """Let a checkpoint without the added parameters load strictly, which then stay as they are."""
+        """Load a checkpoint without the added parameters strictly, leaving these parameters unchanged."""
         for name, own in self.state_dict().items():
             if name.split(".")[0] in ADDED:
                 state_dict.setdefault(prefix + name, own)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def _position_query(self, q: Tensor) -> Tensor:
-        """q + v, gated, of which the product with R is ε2 + ε4: (B, M, H, W, d), or of size 1 without ε2."""
-        _, by_position, _, _ = self.terms  # to TorchScript a plain tuple
+        """Return q + v, gated, whose product with R is ε2 + ε4: (B, M, H, W, d), or (1, M, 1, 1, d) without ε2."""
+        _, by_position, _, _ = self.terms  # TorchScript sees a plain tuple
         moved = q if by_position else q.new_zeros(1, self.num_heads, 1, 1, q.shape[-1])
         if self.position is not None:
             moved = moved + (self.scale * self._heads(self.position))[:, None, None]
         return moved * self._gate(3)
 
     def _table(self, weight: Tensor, offsets: Tensor) -> Tensor:
-        """The projected encodings of offsets along one axis, (M, d, D)."""
+        """Project the encodings of offsets along one axis, (M, d, D)."""
         offsets = offsets.to(weight.device, torch.float64 if weight.dtype == torch.float64 else torch.float32)
         encoding = sine_encoding(offsets, self.embed_dim, 10000.0).to(weight.dtype)
         return F.linear(encoding, weight).unflatten(-1, (self.num_heads, -1)).permute(1, 2, 0)
 
     def _predicted(self, x: Tensor) -> Tensor:
-        """f(x) and the value outside, (B, M, N, k * k + 1)."""
+        """Predict f(x), with the value outside last, (B, M, N, k * k + 1)."""
         assert self.predictor is not None
         values = self.predictor(x).unflatten(2, (self.num_heads, -1)).transpose(1, 2)
-        return with_outside(values, "zero" if self.outside == "-inf" else self.outside)  # -inf is a range
+        return with_outside(values, "zero" if self.outside == "-inf" else self.outside)  # -inf is applied as a range
 
     def _smoothed(self, logits: Tensor, counted: Tensor) -> Tensor:
         smooth = logits * self.scale if self.smoothing == "sqrt_d" else standardised(logits, counted)
         return smooth * self._gate(2)
 
     def _gate(self, axes: int) -> Tensor:
-        """(M, 1, ...), for that many axes behind the heads'."""
+        """Return the gate, (M, 1, ...), with ``axes`` axes after the heads."""
         assert self.gate is not None
         return self.gate.view([-1] + [1] * axes)
 
@@ -283,7 +282,7 @@ class GridTerms(nn.Module):
 
 
 def _at_taps(real: Tensor, grid: Grid, radius: Grid) -> Tensor:
-    """Whether a window's taps meet a key: (B, 1, H, W, n) of ``real`` (B, N), True for keys."""
+    """Return whether each window tap is on a key, (B, 1, H, W, n), from ``real`` (B, N), True for keys."""
     (H, W), (ry, rx) = grid, radius
     padded = F.pad(real.view(-1, 1, H, W), (rx, rx, ry, ry))
     return padded.unfold(2, 2 * ry + 1, 1).unfold(3, 2 * rx + 1, 1).flatten(4)

@@ -1,4 +1,4 @@
-"""Local bilateral attention in the place of a convolution, with iterative refinement (Thesis, chapter 4).
+"""Local bilateral attention as a replacement for convolution, with iterative refinement (Thesis, chapter 4).
 
 Shapes: B batch, M heads, d = out_channels / M, (H, W) the input's map, (Hq, Wq) the output's, taps of the window.
 """
@@ -20,7 +20,7 @@ Activation = Literal["none", "relu"]
 
 
 class Projection(nn.Sequential):
-    """A linear layer at every position: a 1×1 convolution, with ``bias``, BatchNorm and activation if normalised."""
+    """A 1×1 convolution; if normalised, with ``bias``, followed by BatchNorm and an activation."""
 
     def __init__(
         self, in_channels: int, out_channels: int, bias: bool, norm: bool, activation: Activation, **factory: Any
@@ -34,40 +34,40 @@ class Projection(nn.Sequential):
 
 
 class LocalBilateralConv2d(nn.Module):
-    """A convolution's place taken by attention to the k × k positions around each position.
+    """A replacement for ``nn.Conv2d``: attention over the k × k window around each position.
 
-    Source: Thesis, Eq. 4.6 to 4.9. With v_i = W_σ x_i the logit of position j of i's window, in every head, is
+    Source: Thesis, Eq. 4.6 to 4.9. With v_i = W_σ x_i the logit of position j in i's window, in every head, is
 
         v_i·W_φ x_j + W_γ[j - i]·v_i
 
-    (the content and the geometric part), and the output W_M of the weights' sum of W_β x_j. Refinement (Algorithm 1)
-    repeats, ``iterations`` - 1 times, on the content part: the window's keys are summed by their weights, squashed to
-    u_i, and u_i·W_φ x_j is added to the logits; that is, u_i is added to the content's query.
+    (the content and the geometric part), and the output is W_M applied to the weighted sum of W_β x_j. Refinement
+    (Algorithm 1) repeats the following ``iterations`` - 1 times for the content part: the weighted sum of the window's
+    keys is squashed to u_i, and u_i·W_φ x_j is added to the logits; that is, u_i is added to the content's query.
 
     Args:
-        in_channels: Of the input.
-        out_channels: Of the output, of queries, keys and values; a multiple of ``num_heads``.
-        kernel_size: Odd; the window's height and width.
-        stride: As of a convolution.
-        padding: None for ``dilation * (kernel_size - 1) / 2``, which keeps the size; at most that, so that every
-            window's centre is on the map. Positions outside the map take no part.
-        dilation: Distance of neighbouring positions of a window.
-        groups: 1; a convolution's argument that has no meaning here.
-        bias: Of the projections that are normalised.
+        in_channels: Channels of the input.
+        out_channels: Channels of the output, queries, keys and values; a multiple of ``num_heads``.
+        kernel_size: Height and width of the window, odd.
+        stride: Stride, as in a convolution.
+        padding: None for ``dilation * (kernel_size - 1) / 2``, which preserves the size. Larger values are invalid, as
+            every window's centre must be on the map. Positions outside the map are masked.
+        dilation: Distance between neighbouring positions of a window.
+        groups: Must be 1; accepted because convolutions have it.
+        bias: Whether the normalised projections have biases.
         num_heads: M.
         content: Whether the logits have the content part.
         geometric: Whether the logits have the geometric part.
-        iterations: 1 for no refinement; more need ``content``.
-        shared: W_φ = W_σ = W_β: one projection, normalised, for queries, keys and values; output projection and
-            geometric layer are then without bias and BatchNorm (the thesis' parameter counts).
-        activation: ``'none'``, projections are linear (Eq. 4.4), or ``'relu'`` after every BatchNorm but that of the
-            geometric logits, without which the GFLOPs of Table 4.2 are not met.
+        iterations: 1 for no refinement; more require ``content``.
+        shared: Whether to use one normalised projection W_φ = W_σ = W_β for queries, keys and values. The output
+            projection and the geometric layer then have no bias and no BatchNorm (the thesis' parameter counts).
+        activation: ``'none'`` for linear projections (Eq. 4.4), or ``'relu'`` after every BatchNorm except that of the
+            geometric logits, which reproduces the GFLOPs of Table 4.2.
 
     Shapes:
         (B, in_channels, H, W) -> (B, out_channels, Hq, Wq), the size of a convolution with these arguments
 
     Raises:
-        ValueError: an argument is out of range or inconsistent with the others; the map is too small.
+        ValueError: an argument is out of range or inconsistent with the others, or the map is too small.
     """
 
     def __init__(
@@ -131,13 +131,13 @@ class LocalBilateralConv2d(nn.Module):
         self.output = Projection(out_channels, out_channels, bias, not shared, activation, **factory)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, in_channels, H, W) -> (B, out_channels, Hq, Wq)."""
+        """Apply the layer: (B, in_channels, H, W) -> (B, out_channels, Hq, Wq)."""
         query, key, value, logits = self._terms(x)
         attended = self._attend(query, key, value, logits)
         return in_format_of(x, self.output(attended.permute(0, 1, 4, 2, 3).flatten(1, 2)))
 
     def attention_size(self, size: list[int]) -> tuple[int, int]:
-        """(Hq, Wq), for an input of ``size`` (H, W)."""
+        """Return (Hq, Wq) for an input of ``size`` (H, W)."""
         k, s, p, d = self.kernel_size, self.stride, self.padding, self.dilation
         return (size[0] + 2 * p[0] - d[0] * (k[0] - 1) - 1) // s[0] + 1, (
             size[1] + 2 * p[1] - d[1] * (k[1] - 1) - 1
@@ -160,7 +160,7 @@ class LocalBilateralConv2d(nn.Module):
 
     @torch.jit.unused
     def attention_logits(self, x: Tensor, queries: Tensor | None = None) -> dict[str, Tensor]:
-        """The logits of content, refined, and of geometry, -inf outside the windows.
+        """Compute the refined content logits and the geometric logits, -inf outside the windows.
 
         The softmax of their sum is :meth:`attention_maps`, whose arguments and axes are the same.
         """
@@ -173,7 +173,7 @@ class LocalBilateralConv2d(nn.Module):
         return found
 
     def _terms(self, x: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor | None]:
-        """Refined query, key, value (B, M, ·, ·, d) and geometric logits (B, M, Hq, Wq, taps)."""
+        """Compute refined query, key and value (B, M, ·, ·, d), and geometric logits (B, M, Hq, Wq, taps)."""
         check_map(x, self.in_channels, self.query[0].weight)  # type: ignore[arg-type]
         check_window(x, list(self.kernel_size), list(self.padding), list(self.dilation))
         # In channels-last memory a projection is a plain GEMM and the heads are views with a contiguous width.
@@ -197,7 +197,7 @@ class LocalBilateralConv2d(nn.Module):
         return attend_in_windows(query, key, value, logits, k, s, p, d, False)
 
     def _centres(self, x: Tensor) -> Tensor:
-        """What lies in the middle of every window."""
+        """Return the centre of every window."""
         if self.stride == (1, 1) and self.first_centre == (0, 0):
             return x
         Hq, Wq = self.attention_size([x.shape[2], x.shape[3]])
@@ -207,7 +207,7 @@ class LocalBilateralConv2d(nn.Module):
         return x.contiguous(memory_format=torch.channels_last)
 
     def _heads(self, projected: Tensor) -> Tensor:
-        """(B, M * d, H, W) as (B, M, H, W, d), a view."""
+        """View (B, M * d, H, W) as (B, M, H, W, d)."""
         return projected.unflatten(1, (self.num_heads, -1)).permute(0, 1, 3, 4, 2)
 
     def extra_repr(self) -> str:
@@ -222,7 +222,7 @@ class LocalBilateralConv2d(nn.Module):
 
 
 def squash(x: Tensor, eps: float = 1e-6) -> Tensor:
-    """|x|² / (1 + |x|²) · x / |x| over the last axis (Thesis, section 4.3.2); ``eps`` keeps its slope finite at 0."""
+    """Compute |x|² / (1 + |x|²) · x / |x| over the last axis (Thesis, 4.3.2); ``eps`` keeps the gradient finite at 0."""
     wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
     square = wide.square().sum(-1, keepdim=True)
     return (wide * ((square + eps).sqrt() / (1 + square))).to(x.dtype)

@@ -1,4 +1,4 @@
-"""Memory formats of maps: layers compute on channels-last memory and answer in the format of their input.
+"""Memory formats of maps: layers compute in channels-last memory and return the format of their input.
 
 Shapes: B batch, C channels, (H, W) the map.
 """
@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# A plain copy touches another page for every element of a pixel, or of a plane: on two threads (1, 512, 97, 97) took
-# 1.2 to 18 ms to channels-last and 6 ms back, (4, 1024, 32, 32) 7 and 6 ms. PyTorch's copy of a transposed matrix goes
-# by tiles, on one thread: 2.4 to 2.8 ms, and 2.2 ms, either way. With more threads a plain copy catches up.
+# A plain copy accesses another page for every element of a pixel or of a plane. On two threads (1, 512, 97, 97) took
+# 1.2 to 18 ms to channels-last and 6 ms back; (4, 1024, 32, 32) took 7 and 6 ms. PyTorch copies a transposed matrix in
+# tiles on one thread: 2.4 to 2.8 ms and 2.2 ms in either direction. With more threads a plain copy is as fast.
 _LARGE_IMAGE = 1 << 18  # elements
 _FEW_THREADS = 4
 
@@ -20,22 +20,22 @@ _is_compiling = getattr(torch.compiler, "is_compiling", lambda: False)  # torch 
 
 
 def is_channels_last(x: Tensor) -> bool:
-    """Whether (B, C, H, W) is channels-last, and not contiguous as well (as C = 1 and H = W = 1 are)."""
+    """Return whether (B, C, H, W) is channels-last and not also contiguous (as with C = 1 or H = W = 1)."""
     return not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last)
 
 
 def to_channels_last(x: Tensor) -> Tensor:
-    """``x`` (B, C, H, W) in channels-last memory; ``x`` itself where it is. The gradient has the format of ``x``."""
+    """Return ``x`` (B, C, H, W) in channels-last memory, copied if needed. The gradient has the format of ``x``."""
     return in_memory_format(x, True)
 
 
 def in_format_of(x: Tensor, output: Tensor) -> Tensor:
-    """``output`` (B, C', H', W') channels-last where ``x`` is, else contiguous; ``output`` itself where it is so."""
+    """Return ``output`` (B, C', H', W') in the memory format of ``x``, copied if needed."""
     return in_memory_format(output, is_channels_last(x))
 
 
 def in_memory_format(x: Tensor, channels_last: bool) -> Tensor:
-    """``x`` in channels-last memory, or contiguous; ``x`` itself where it is so."""
+    """Return ``x`` in channels-last or contiguous memory, copied if needed."""
     if torch.jit.is_scripting():
         if channels_last:
             return x.contiguous(memory_format=torch.channels_last)
@@ -44,7 +44,7 @@ def in_memory_format(x: Tensor, channels_last: bool) -> Tensor:
         memory_format = torch.channels_last if channels_last else torch.contiguous_format
         if x.is_contiguous(memory_format=memory_format):
             return x
-        if _is_compiling() or torch.jit.is_tracing():  # which lay out tensors themselves
+        if _is_compiling() or torch.jit.is_tracing():  # these choose the layout themselves
             return x.contiguous(memory_format=memory_format)
         if torch.is_grad_enabled() and x.requires_grad:
             return _Converted.apply(x, channels_last)
@@ -52,7 +52,7 @@ def in_memory_format(x: Tensor, channels_last: bool) -> Tensor:
 
 
 class _Converted(torch.autograd.Function):
-    """A copy in another memory format, and the gradient in the format that the map had."""
+    """A copy in another memory format, whose gradient has the original format."""
 
     @staticmethod
     def forward(x: Tensor, channels_last: bool) -> Tensor:
@@ -68,7 +68,7 @@ class _Converted(torch.autograd.Function):
 
 
 def _copied(x: Tensor, channels_last: bool) -> Tensor:
-    """A copy of ``x`` in channels-last memory, or contiguous."""
+    """Copy ``x`` to channels-last or contiguous memory."""
     B, C, H, W = x.shape
     transposed = x.is_contiguous() if channels_last else is_channels_last(x)
     few = x.device.type == "cpu" and torch.get_num_threads() <= _FEW_THREADS

@@ -1,4 +1,4 @@
-"""The Transformer's multi-head attention (Vaswani et al. 2017), with exact decoding step by step."""
+"""The Transformer's multi-head attention (Vaswani et al. 2017), with exact step-by-step decoding."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from .spatial_attention_1d import MultiheadSpatialAttention
 
 
 class MultiheadAttention(MultiheadSpatialAttention):
-    """softmax(q·k / sqrt(d)) in every head, between learned projections of queries, keys, values and the result.
+    """Multi-head attention softmax(q·k / sqrt(d)) with learned projections of queries, keys, values and outputs.
 
-    :class:`MultiheadSpatialAttention` of its first term alone, scaled, and with biases. torch's own has no cache, and
-    gives NaN to a query whose keys are all padding; here that query gets the output's bias. The weights of
-    ``torch.nn.MultiheadAttention`` are these, its three input projections in one.
+    This is :class:`MultiheadSpatialAttention` with the first term only, scaled, and with biases. Unlike
+    ``torch.nn.MultiheadAttention`` it has a cache, and fully masked queries return the output's bias instead of NaN.
+    The weights are the same, except that torch's module stores the three input projections as one.
 
     Args:
         embed_dim: C.
         num_heads: M; must divide C.
         dropout: Dropout probability of the attention weights.
-        causal: Self-attention that sees no key after the query.
+        causal: Whether to use causal self-attention.
 
     Shapes:
         query (B, T, C), key (B, S, C) -> (B, T, C)

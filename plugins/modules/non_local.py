@@ -1,4 +1,4 @@
-"""The non-local block with its four pairwise functions, none of which holds all pairs (Wang et al. 2018).
+"""The non-local block with its four pairwise functions, without a matrix of all pairs (Wang et al. 2018).
 
 Shapes: B batch, C channels, d width of the embeddings, (H, W) the map, N = H * W queries, K keys.
 """
@@ -24,8 +24,8 @@ from .zero_conv import ZeroConv2d
 class NonLocal2d(NonLocalBlock, RelativeTables):
     """``x + conv_out(y)``, y_i = 1 / C(x) Σ_j f(x_i, x_j) g(x_j) over all positions j.
 
-    Source: Wang et al. (2018), Eq. 1 to 6; numerics, defaults and checkpoints of mmcv's ``NonLocal2d``. ``conv_out``
-    starts at 0: put into a trained network, the layer changes nothing at first.
+    Source: Wang et al. (2018), Eq. 1 to 6; numerics, defaults and checkpoints are those of mmcv's ``NonLocal2d``.
+    ``conv_out`` starts at 0, so inserting the layer does not change a trained network's output.
 
     ====================== ==================================== ============ ==================== ===============
     mode                   f(x_i, x_j)                          C(x)         operations           memory
@@ -36,20 +36,20 @@ class NonLocal2d(NonLocalBlock, RelativeTables):
     ``concatenation``      ReLU(w·[θ(x_i), φ(x_j)])             K            O(N (d + log K))     O(N d)
     ====================== ==================================== ============ ==================== ===============
 
-    beside the projections. The Gaussian modes run on ``ops.global_attention``. A dot product needs no pairs:
-    (θ φᵀ) g = θ (φᵀ g). Nor does the concatenation: ReLU(a_i + b_j) is a_i + b_j for the keys with b_j > -a_i and 0
-    for the others, so that prefix sums over the keys in order of b hold every query's answer.
+    without the projections. The Gaussian modes run on ``ops.global_attention``. A dot product needs no pairs, as
+    (θ φᵀ) g = θ (φᵀ g). Concatenation needs none either: ReLU(a_i + b_j) is a_i + b_j for keys with b_j > -a_i and 0
+    for the others, so every query's result follows from prefix sums over the keys, sorted by b.
 
-    With ``position='relative'`` the logit of a Gaussian mode has q_i·(r_W[j_x - i_x] + r_H[j_y - i_y]), scaled as the
-    content, added: the "NL+RPE" of the thesis' Table 3.2, by Bello et al. (2019), Eq. 2 to 4.
+    ``position='relative'`` adds q_i·(r_W[j_x - i_x] + r_H[j_y - i_y]) to the logits of a Gaussian mode, scaled like the
+    content: "NL+RPE" of the thesis' Table 3.2, which follows Bello et al. (2019), Eq. 2 to 4.
 
     Args:
         in_channels: C.
         reduction: d = C / reduction, at least 1.
         mode: f, see above.
-        use_scale: False: no 1 / √d in ``embedded_gaussian``. (``gaussian`` never has it.)
-        sub_sample: Keys and values are 2 × 2 maxima of their maps, K = ⌊H / 2⌋ ⌊W / 2⌋; an axis of one pixel stays.
-            For relative positions each stands where the first of its pixels does.
+        use_scale: Whether ``embedded_gaussian`` has the factor 1 / √d; ``gaussian`` never has it.
+        sub_sample: Whether to max-pool keys and values by 2 × 2, K = ⌊H / 2⌋ ⌊W / 2⌋, except along an axis of one
+            pixel. The relative position of a pooled key is that of its first pixel.
         position: ``'none'`` or, for the Gaussian modes, ``'relative'``.
         input_size: (H, W) of the module's input, which determines the size of the relative tables.
         resize_tables: Whether to interpolate the tables if a map or a loaded state_dict has another size than
@@ -92,7 +92,7 @@ class NonLocal2d(NonLocalBlock, RelativeTables):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """As mmcv: embeddings normal with deviation 0.01, ``conv_out``, or the normalisation after it, 0."""
+        """Draw embeddings with deviation 0.01, and zero ``conv_out`` or the normalisation after it, as mmcv does."""
         NonLocalBlock.reset_parameters(self)
         RelativeTables.reset_parameters(self)
 
@@ -102,7 +102,7 @@ class NonLocal2d(NonLocalBlock, RelativeTables):
         """Apply the layer: (B, C, H, W) -> (B, C, H, W).
 
         Raises:
-            ValueError: the shape does not fit, or needs other tables and ``resize_tables`` is off.
+            ValueError: the shape does not match, or needs tables of another size while ``resize_tables`` is False.
         """
         query, key, value = self._embeddings(x)
         row, column = self._position(query, key)
@@ -146,14 +146,14 @@ class NonLocal2d(NonLocalBlock, RelativeTables):
         return found
 
     def _embeddings(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Query (B, 1, H, W, ·), key and value (B, 1, Hk, Wk, ·)."""
+        """Compute query (B, 1, H, W, ·), and key and value (B, 1, Hk, Wk, ·)."""
         check_map(x, self.in_channels, self.g.weight)
         self.check_size(x)
         query, key, value = (t.permute(0, 2, 3, 1).unsqueeze(1) for t in self.projected(to_channels_last(x)))
         return query, key, value
 
     def _position(self, query: Tensor, key: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Row and column logits."""
+        """Compute row and column logits."""
         return self.table_logits(query, self.scale, key.shape[2:4], self.key_stride(query.shape[2:4]))
 
     def extra_repr(self) -> str:

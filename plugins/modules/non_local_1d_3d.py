@@ -1,4 +1,4 @@
-"""Non-local blocks of sequences and of space-time: ``NonLocal2d`` with one axis and with three (Wang et al. 2018).
+"""Non-local blocks for sequences and clips: ``NonLocal2d`` with one and with three axes (Wang et al. 2018).
 
 Shapes: B batch, C channels, L positions of a sequence, (T, H, W) a clip's frames, rows and columns; N queries, K keys.
 """
@@ -20,7 +20,7 @@ from .zero_conv import ZeroConv1d, ZeroConv3d
 
 
 class _NonLocalTokens(NonLocalBlock):
-    """A block whose positions are tokens in a row to the operator: it knows no positions but which are equal."""
+    """Base of blocks without position logits, whose positions are flattened to one row for the operator."""
 
     axes: ClassVar[str]
 
@@ -45,10 +45,10 @@ class _NonLocalTokens(NonLocalBlock):
     init_weights = renamed_method("init_weights")
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, C, *size) -> (B, C, *size).
+        """Apply the layer: (B, C, *size) -> (B, C, *size).
 
         Raises:
-            ValueError: the shape does not fit.
+            ValueError: the shape does not match.
             TypeError: ``x`` is not a Tensor, or does not have the module's dtype.
         """
         self._check(x)
@@ -62,7 +62,7 @@ class _NonLocalTokens(NonLocalBlock):
 
         Args:
             x: As in :meth:`forward`.
-            queries: (Q, axes) positions, (t, y, x) of a clip; None for all.
+            queries: (Q, axes) positions, (t, y, x) for a clip; None for all.
 
         Returns:
             (B, 1, *size, *key_size), queries before keys, or (B, 1, Q, *key_size) with ``queries``.
@@ -96,16 +96,16 @@ class _NonLocalTokens(NonLocalBlock):
 class NonLocal1d(_NonLocalTokens):
     """``x + conv_out(y)`` on sequences, y_i = 1 / C(x) Σ_j f(x_i, x_j) g(x_j) over all positions j.
 
-    Source: Wang et al. (2018), Eq. 1 to 6; numerics, defaults and checkpoints of mmcv's ``NonLocal1d``. The pairwise
-    functions f, their C(x) and their cost are those of :class:`NonLocal2d`. ``conv_out`` starts at 0: put into a
-    trained network, the layer changes nothing at first.
+    Source: Wang et al. (2018), Eq. 1 to 6; numerics, defaults and checkpoints are those of mmcv's ``NonLocal1d``. The
+    pairwise functions f, their C(x) and their cost are those of :class:`NonLocal2d`. ``conv_out`` starts at 0, so
+    inserting the layer does not change a trained network's output.
 
     Args:
         in_channels: C.
         reduction: d = C / reduction, at least 1.
         mode: ``'gaussian'``, ``'embedded_gaussian'``, ``'dot_product'`` or ``'concatenation'``.
-        use_scale: False: no 1 / √d in ``embedded_gaussian``. (``gaussian`` never has it.)
-        sub_sample: Keys and values are maxima of two neighbours, K = ⌊L / 2⌋; a sequence of one position stays.
+        use_scale: Whether ``embedded_gaussian`` has the factor 1 / √d; ``gaussian`` never has it.
+        sub_sample: Whether to max-pool keys and values by 2, K = ⌊L / 2⌋, unless L = 1.
         norm_layer: Callable that creates a normalisation of C channels after ``conv_out``. ``conv_out`` then has no
             bias, and the normalisation is the part that starts at 0.
 
@@ -123,16 +123,17 @@ class NonLocal1d(_NonLocalTokens):
 class NonLocal3d(_NonLocalTokens):
     """``x + conv_out(y)`` on clips, y_i = 1 / C(x) Σ_j f(x_i, x_j) g(x_j) over all positions j of all frames.
 
-    Source: Wang et al. (2018), Eq. 1 to 6, in space-time; numerics, defaults and checkpoints of mmcv's ``NonLocal3d``.
-    The pairwise functions f, their C(x) and their cost are those of :class:`NonLocal2d`, with N = T H W. ``conv_out``
-    starts at 0: put into a trained network, the layer changes nothing at first.
+    Source: Wang et al. (2018), Eq. 1 to 6, in space-time; numerics, defaults and checkpoints are those of mmcv's
+    ``NonLocal3d``. The pairwise functions f, their C(x) and their cost are those of :class:`NonLocal2d`, with
+    N = T H W. ``conv_out`` starts at 0, so inserting the layer does not change a trained network's output.
 
     Args:
         in_channels: C.
         reduction: d = C / reduction, at least 1.
         mode: ``'gaussian'``, ``'embedded_gaussian'``, ``'dot_product'`` or ``'concatenation'``.
-        use_scale: False: no 1 / √d in ``embedded_gaussian``. (``gaussian`` never has it.)
-        sub_sample: Keys and values are 2 × 2 maxima of each frame, K = T ⌊H / 2⌋ ⌊W / 2⌋; an axis of one pixel stays.
+        use_scale: Whether ``embedded_gaussian`` has the factor 1 / √d; ``gaussian`` never has it.
+        sub_sample: Whether to max-pool keys and values of each frame by 2 × 2, K = T ⌊H / 2⌋ ⌊W / 2⌋, except along an
+            axis of one pixel.
         norm_layer: Callable that creates a normalisation of C channels after ``conv_out``. ``conv_out`` then has no
             bias, and the normalisation is the part that starts at 0.
 
@@ -148,12 +149,12 @@ class NonLocal3d(_NonLocalTokens):
 
 
 def _tokens(x: Tensor) -> Tensor:
-    """(B, d, *size) -> (B, 1, 1, N, d), its last axis contiguous."""
+    """Flatten (B, d, *size) to (B, 1, 1, N, d), with a contiguous last axis."""
     return x.flatten(2).transpose(1, 2).contiguous().unsqueeze(1).unsqueeze(1)
 
 
 def _in_a_row(queries: Tensor, size: Sequence[int], device: torch.device) -> Tensor:
-    """Positions (Q, axes) of a map of ``size`` as (Q, 2) of a map of one row."""
+    """Convert positions (Q, axes) on a map of ``size`` to (Q, 2) on a map with one row."""
     if queries.dim() != 2 or queries.shape[1] != len(size) or queries.is_floating_point():
         raise ValueError(
             f"queries must be whole numbers of shape (Q, {len(size)}), got {queries.dtype} {tuple(queries.shape)}"

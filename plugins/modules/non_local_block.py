@@ -1,4 +1,4 @@
-"""What non-local blocks of one, two and three axes share: projections, pairwise functions and mmcv's checkpoints.
+"""Common parts of non-local blocks with one, two and three axes: projections, pairwise functions, mmcv's checkpoints.
 
 Shapes: B batch, C channels, d width of the embeddings, N queries, K keys.
 """
@@ -17,12 +17,12 @@ from .non_local_sums import dot_products, rectified_sums
 
 Mode = Literal["gaussian", "embedded_gaussian", "dot_product", "concatenation"]
 MODES: tuple[Mode, ...] = get_args(Mode)
-_CONVS = ("conv.", "0.conv.")  # what mmcv, without and with sub_sample, has between a projection and its parameter
-_NORMS = ("bn", "gn", "in", "ln")  # mmcv's names of the normalisation within conv_out
+_CONVS = ("conv.", "0.conv.")  # mmcv's names between a projection and its parameter, without and with sub_sample
+_NORMS = ("bn", "gn", "in", "ln")  # mmcv's names of the normalisation inside conv_out
 
 
 def check_block(in_channels: int, reduction: int, mode: str) -> None:
-    """Check the arguments that all non-local blocks take."""
+    """Check the arguments shared by all non-local blocks."""
     positive(in_channels=in_channels, reduction=reduction)
     one_of(Mode, mode=mode)
 
@@ -31,10 +31,10 @@ class NonLocalBlock(nn.Module):
     """Base of ``NonLocal1d``, ``NonLocal2d`` and ``NonLocal3d``, whose constructors call :meth:`make`.
 
     Attributes:
-        conv: The convolution of as many axes.
-        zero_conv: The same that starts at 0.
-        pool: Its max pooling.
-        sub_sampling: How many positions of each axis ``sub_sample`` pools.
+        conv: Convolution class for the number of axes.
+        zero_conv: Zero-initialised convolution class.
+        pool: Max pooling class.
+        sub_sampling: Pooling size of ``sub_sample`` along each axis.
     """
 
     conv: ClassVar[Any]
@@ -52,7 +52,7 @@ class NonLocalBlock(nn.Module):
         norm_layer: Callable[..., nn.Module] | None,
         factory: dict[str, Any],
     ) -> None:
-        """Make the projections."""
+        """Create the projections."""
         width = max(in_channels // reduction, 1)
         self.in_channels, self.reduction, self.width = in_channels, reduction, width
         self.mode, self.use_scale, self.sub_sample = mode, use_scale, sub_sample
@@ -64,14 +64,14 @@ class NonLocalBlock(nn.Module):
         if mode != "gaussian":
             self.theta = self.conv(in_channels, width, 1, **factory)
             self.phi = self.conv(in_channels, width, 1, **factory)
-        if mode == "concatenation":  # over pairs: two axes, whatever the map has
+        if mode == "concatenation":  # mmcv's layer over pairs: always two axes
             self.concat_project = nn.Conv2d(2 * width, 1, 1, bias=False, **factory)
         last = self.zero_conv if norm_layer is None else self.conv
         self.conv_out = last(width, in_channels, 1, bias=norm_layer is None, **factory)
         self.norm = None if norm_layer is None else norm_layer(in_channels).to(**factory)
 
     def reset_parameters(self) -> None:
-        """As mmcv: embeddings normal with deviation 0.01, ``conv_out``, or the normalisation after it, 0."""
+        """Draw embeddings with deviation 0.01, and zero ``conv_out`` or the normalisation after it, as mmcv does."""
         for projection in (self.g, self.theta, self.phi):
             if projection is not None:
                 nn.init.normal_(projection.weight, std=0.01)
@@ -82,13 +82,13 @@ class NonLocalBlock(nn.Module):
             nn.init.zeros_(parameter)
 
     def key_stride(self, size: Sequence[int]) -> tuple[int, ...]:
-        """How many positions of each axis of a map of ``size`` a key stands for."""
+        """Return the number of positions that one key covers along each axis of a map of ``size``."""
         if not self.sub_sample:
             return (1,) * len(size)
         return tuple(stride if n > 1 else 1 for stride, n in zip(self.sub_sampling, size))
 
     def projected(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The maps (B, ·, *size) of queries, keys and values, the latter two sub-sampled."""
+        """Compute the maps (B, ·, *size) of queries, keys and values; the latter two are sub-sampled."""
         query = x if self.theta is None else self.theta(x)
         key = x if self.phi is None else self.phi(x)
         value = self.g(x)
@@ -100,9 +100,9 @@ class NonLocalBlock(nn.Module):
     def attended(
         self, query: Tensor, key: Tensor, value: Tensor, row: Tensor | None = None, column: Tensor | None = None
     ) -> Tensor:
-        """1 / C(x) Σ_j f(x_i, x_j) g(x_j) for (B, 1, ·, ·, d): (B, 1, ·, ·, d) in the shape of ``query``.
+        """Compute 1 / C(x) Σ_j f(x_i, x_j) g(x_j) of (B, 1, ·, ·, d): (B, 1, ·, ·, d) with the axes of ``query``.
 
-        ``row`` and ``column`` logits are of the Gaussian modes.
+        ``row`` and ``column`` logits apply to the Gaussian modes only.
         """
         if "gaussian" in self.mode:
             return global_attention(query, key, value, row_logits=row, column_logits=column, scale=self.scale)
@@ -115,7 +115,7 @@ class NonLocalBlock(nn.Module):
         return attended.reshape(*query.shape[:4], self.width)
 
     def out(self, attended: Tensor) -> Tensor:
-        """``conv_out`` and the normalisation after it."""
+        """Apply ``conv_out`` and the normalisation after it."""
         attended = self.conv_out(attended)
         return attended if self.norm is None else self.norm(attended)
 
