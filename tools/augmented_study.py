@@ -7,14 +7,14 @@
     python -m tools.augmented_study OUT --train 'epochs=10'              # train_classifier's --set, for every setting
     python -m tools.augmented_study OUT --add 'two-heads=model_args.num_heads=2' --settings relative two-heads
 
-    OUT/crops/SETTING-SEED/      log.csv, last.safetensors and more of tools.train_classifier, train.log, result.json
-    OUT/augmented.{md,json}      the table of all that is there, rewritten after each training
+    OUT/crops/SETTING-SEED/      files of tools.train_classifier, train.log, result.json
+    OUT/augmented.{md,json}      the table of all finished trainings, rewritten after each one
 
-A setting is what it changes in ``configs/timm/crops.yaml``, a Wide-ResNet with relative attention in a quarter of its
-channels: another encoding of positions (Bello et al. 2019, Table 7) or another share (Table 6 and Fig. 4). OUT is
-``work_dirs/augmented_study`` by default, and the crops are made in ``--data`` where they are missing. Each training
-runs on one CPU thread and reports the accuracy after its last epoch. What has a ``result.json`` is kept; an
-interrupted training begins again.
+A setting is a list of changes to ``configs/timm/crops.yaml``, a Wide-ResNet with relative attention in a quarter of its
+channels: another position encoding (Bello et al. 2019, Table 7) or another share of attention (Table 6 and Fig. 4). OUT
+is ``work_dirs/augmented_study`` by default. Missing crops are created in ``--data``. Each training runs on one CPU
+thread and reports the accuracy after its last epoch. Trainings with a ``result.json`` are not repeated; an interrupted
+training restarts from the beginning.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ EPOCHS = "epochs=6"
 
 
 class Augmented(Training):
-    """A training whose recipe is the data set's own."""
+    """A training that uses the recipe of its data set."""
 
     @property
     def recipe(self) -> Path:
-        """The YAML file."""
+        """YAML file of the recipe."""
         return RECIPES / f"{self.data_set}.yaml"
 
 
 def _share(ratio: float) -> str:
-    """κ = υ."""
+    """Return the settings that make κ = υ = ``ratio``."""
     return f"model_args.kappa={ratio} model_args.nu={ratio}"
 
 
@@ -67,18 +67,18 @@ SETTINGS = {  # name to train_classifier's --set
 
 
 def training(name: str, changes: Sequence[str], seed: int) -> Augmented:
-    """One of the study."""
+    """Return one training of the study."""
     return Augmented(DATA_SET, name, "", tuple(changes), seed)
 
 
 def spread(values: Sequence[float]) -> str:
-    """Mean ± standard deviation."""
+    """Return mean ± standard deviation."""
     deviation = f" ± {statistics.stdev(values):.1f}" if len(values) > 1 else ""
     return f"{statistics.fmean(values):.1f}{deviation}"
 
 
 def report(settings: Mapping[str, Sequence[str]], output: Path) -> str:
-    """Write the table of every training that is finished in ``output`` and was run as now; the table."""
+    """Write the table of every finished training in ``output`` whose options are current, and return the table."""
     results: list[dict[str, Any]] = []
     for name, changes in settings.items():
         for path in sorted((output / DATA_SET).glob(f"{name}-*/result.json")):
@@ -112,7 +112,7 @@ def report(settings: Mapping[str, Sequence[str]], output: Path) -> str:
 
 
 def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, dict[str, list[str]]]:
-    """The options, and all settings: train_classifier's --set each."""
+    """Parse the options; return them and all settings, each a list of train_classifier's --set."""
     parser = argparse.ArgumentParser(
         prog="python -m tools.augmented_study",
         description=__doc__,

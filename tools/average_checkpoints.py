@@ -1,4 +1,4 @@
-"""Averages the parameters of fairseq checkpoints, as fairseq's own script does, which its package leaves out.
+"""Average the parameters of fairseq checkpoints, as fairseq's own script does, which its package does not include.
 
 ::
 
@@ -6,7 +6,7 @@
     python -m tools.average_checkpoints first.pt second.pt --output average.pt
 
 A folder stands for its ``checkpoint1.pt``, ``checkpoint2.pt``, ... (with ``--updates`` for ``checkpoint_1_500.pt``,
-...), of which the last are taken. The average is written to ``average.pt`` beside the first checkpoint, or to
+...), of which the last are averaged. The average is written to ``average.pt`` beside the first checkpoint, or to
 ``--output``; ``fairseq-generate --path`` and ``from_pretrained`` read it. Checkpoints are loaded safely
 (``weights_only``): they hold tensors, plain Python values and an ``argparse.Namespace``.
 """
@@ -31,10 +31,10 @@ EPOCHS, UPDATES = re.compile(r"checkpoint(\d+)\.pt"), re.compile(r"checkpoint_\d
 
 
 def last_of(folder: Path, count: int, name: re.Pattern[str]) -> list[Path]:
-    """The ``count`` checkpoints of the highest numbers.
+    """Return the ``count`` checkpoints with the highest numbers.
 
     Raises:
-        ValueError: there are fewer.
+        ValueError: the folder has fewer.
     """
     found = sorted((int(match[1]), path) for path in folder.iterdir() if (match := name.fullmatch(path.name)))
     if len(found) < count:
@@ -43,25 +43,25 @@ def last_of(folder: Path, count: int, name: re.Pattern[str]) -> list[Path]:
 
 
 def load(path: Path) -> dict[str, Any]:
-    """A checkpoint of fairseq.
+    """Load a fairseq checkpoint.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the file is not a fairseq checkpoint.
     """
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        raise ValueError(f"{path} is no checkpoint of fairseq that loads safely") from error
+        raise ValueError(f"{path} is not a fairseq checkpoint that loads safely") from error
     if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get("model"), dict):
-        raise ValueError(f"{path} is no checkpoint of fairseq: it has no 'model'")
+        raise ValueError(f"{path} is not a fairseq checkpoint: it has no 'model'")
     return checkpoint
 
 
 def average(paths: list[Path]) -> dict[str, Any]:
-    """The first checkpoint with the mean of all models, summed in float64.
+    """Return the first checkpoint with its model replaced by the mean of all models, summed in float64.
 
     Raises:
-        ValueError: a file is no checkpoint of fairseq, or of another model than the first.
+        ValueError: a file is not a fairseq checkpoint, or its model differs from the first one's.
     """
     state = load(paths[0])
     totals = {name: tensor.double() for name, tensor in state["model"].items()}
@@ -77,7 +77,7 @@ def average(paths: list[Path]) -> dict[str, Any]:
     for name, tensor in state["model"].items():
         mean = totals[name] / len(paths)
         state["model"][name] = (mean if tensor.is_floating_point() else mean.round()).to(tensor.dtype)
-    state["last_optimizer_state"] = None  # of no use to the average, and twice its size
+    state["last_optimizer_state"] = None  # useless for an average, and twice its size
     return state
 
 
@@ -88,8 +88,10 @@ def main(arguments: list[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("inputs", type=Path, nargs="+", metavar="CHECKPOINT_OR_FOLDER")
-    parser.add_argument("--last", type=int, default=10, metavar="N", help="of a folder, default %(default)s")
-    parser.add_argument("--updates", action="store_true", help="those saved every so many updates, not every epoch")
+    parser.add_argument(
+        "--last", type=int, default=10, metavar="N", help="checkpoints of a folder, default %(default)s"
+    )
+    parser.add_argument("--updates", action="store_true", help="average checkpoints saved by updates, not by epochs")
     parser.add_argument("--output", type=Path, metavar="FILE", help="default: average.pt beside the first checkpoint")
     options = parser.parse_args(arguments)
     if options.last < 1:

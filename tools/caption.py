@@ -1,31 +1,33 @@
-"""Captions pictures, and shows which regions and attributes each word attended to.
+"""Caption pictures, and show which regions and attributes each word attends to.
 
 ::
 
     python -m tools.caption photo.jpg --path checkpoints/eta/checkpoint_best.pt \\
         --detector work_dirs/attributes/best.safetensors --out work_dirs/captions
 
-``--path`` names a checkpoint of fairseq's task ``captioning``, or several with colons, whose words are averaged. A
-picture's regions are computed as those of the data folder, by the recipe in its ``regions.npz`` (or ``.h5``,
-``.lmdb``), and its attributes by ``--detector`` (of ``tools.captioning.train_attributes``), which models of regions
-alone (``--fusion visual``, ``show_attend_tell``) do without. IMAGE may be a folder, for all pictures in it.
+``--path`` names a checkpoint of fairseq's task ``captioning``, or several separated by colons, whose word probabilities
+are averaged. Regions are extracted by the recipe stored in the data folder's ``regions.npz`` (or ``.h5``, ``.lmdb``),
+attributes by ``--detector`` (trained by ``tools.captioning.train_attributes``). Models of regions alone
+(``--fusion visual``, ``show_attend_tell``) need no detector. IMAGE may be a folder, for all pictures in it.
 
-OUT gets ``captions.json``, ``[{"image_id": "photo", "file_name": "photo.jpg", "caption": "..."}]``, and of each picture
-``NAME.png``, on which every word has its regions, the gate's visual and semantic share, and its attributes, and
-``NAME.json`` with the numbers. Shown are the weights by which regions and attributes enter the output (of entangled
-attention not those of its guidance), in the last block or layer of the decoder (``--layer``), as the mean over heads
-and models; ``show_attend_tell`` and ``lstm_captioner`` have one layer and one head. The gate's share is its mean over
-channels. ``--all-weights`` adds those of every block and head to ``NAME.json``.
+OUT gets ``captions.json``, ``[{"image_id": "photo", "file_name": "photo.jpg", "caption": "..."}]``, and for each
+picture ``NAME.png``, which shows every word with its regions, the visual and semantic share of the gate, and its
+attributes, and ``NAME.json`` with the numbers. The weights shown are those by which regions and attributes enter the
+output (for entangled attention without those of its guidance), in the last block or layer of the decoder
+(``--layer``), averaged over heads and models; ``show_attend_tell`` and ``lstm_captioner`` have one layer and one head.
+The share of the gate is its mean over channels. ``--all-weights`` adds the weights of every block and head to
+``NAME.json``.
 
-The same command resumes an interrupted run; ``captions.json`` is written when all pictures are done. Several processes
-share the pictures, each on its own GPU (``--device cuda``) or all on the CPU, and write what one process writes::
+The same command resumes an interrupted run; ``captions.json`` is written after the last picture. Several processes
+share the pictures, each on its own GPU (``--device cuda``) or all on the CPU, and write the same files as one process::
 
     torchrun --nproc-per-node 8 -m tools.caption photos --path checkpoints/eta/checkpoint_best.pt ...
 
-Process 0 returns the exit code below (torchrun returns 1 for any code but 0). A second run on the same OUT ends with an
+Process 0 returns the exit code below (torchrun returns 1 for any code but 0). A second run on the same OUT raises an
 error. Processes on several machines need a shared file system with file locks for OUT.
 
-Exit code: 0, all pictures have captions; 1, some could not be read or captioned, and are named; 2, none was tried.
+Exit code: 0, all pictures have captions; 1, some could not be read or captioned, and are listed; 2, no picture was
+tried.
 """
 
 from __future__ import annotations
@@ -66,11 +68,11 @@ RESULT = ("path", "detector", "data", "beam", "max_len", "lenpen", "layer", "all
 
 
 class Uncaptioned(Exception):
-    """A picture that has no caption, and why."""
+    """Reason why a picture has no caption."""
 
 
 def make_captioner(options: argparse.Namespace, device: str) -> Captioner:
-    """What the command line asks for."""
+    """Return the captioner that the command line describes."""
     with extras("captioning", "timm", "tools"):
         from tools.captioning.captioner import Captioner, Search
     detector = None if options.detector is None else load_detector(options.detector, device)
@@ -80,7 +82,7 @@ def make_captioner(options: argparse.Namespace, device: str) -> Captioner:
 
 
 def pictures_of(given: Sequence[Path]) -> dict[str, Path]:
-    """The pictures, folders opened, by names that are unlike each other.
+    """Return the pictures, including those of folders, by unique names.
 
     Raises:
         BadFile: a folder has no pictures.
@@ -89,7 +91,7 @@ def pictures_of(given: Sequence[Path]) -> dict[str, Path]:
     found: dict[str, Path] = {}
     for path in dict.fromkeys(paths):
         name, number = path.stem, 1
-        while name in found or name == "captions":  # captions.json is of all
+        while name in found or name == "captions":  # captions.json is the file of all captions
             number += 1
             name = f"{path.stem}-{number}"
         found[name] = path
@@ -97,7 +99,7 @@ def pictures_of(given: Sequence[Path]) -> dict[str, Path]:
 
 
 def numbers(found: CaptionedPicture, shown: dict[str, Tensor]) -> dict[str, Any]:
-    """What the picture of a caption shows, for a JSON file."""
+    """Return the numbers behind the drawing of a caption, for a JSON file."""
     words: list[dict[str, Any]] = []
     for t, (word, value) in enumerate(zip(found.words, found.log_probabilities)):
         words.append({"word": word, "log_probability": round(value, 5)})
@@ -114,20 +116,20 @@ def numbers(found: CaptionedPicture, shown: dict[str, Tensor]) -> dict[str, Any]
 
 
 def all_weights(attention: WordAttention) -> dict[str, Any]:
-    """Of one model: lists of blocks, heads, words and regions or attributes; ``visual_share``, of blocks and words."""
+    """Return one model's weights: lists over blocks, heads, words and regions or attributes, and ``visual_share``."""
     share = attention.visual_share
     weights = {name: rounded(weights) for name, weights in attention.weights.items()}
     return weights if share is None else {**weights, "visual_share": rounded(share)}
 
 
 def rounded(x: Tensor) -> Any:
-    """Lists of numbers of five decimals."""
+    """Return nested lists of numbers, rounded to five decimals."""
     values = x.double()
     return json.loads(json.dumps(((values * 1e5).round() / 1e5).tolist()))
 
 
 def explanation(found: CaptionedPicture, shown: dict[str, Tensor], notes: Sequence[str]) -> Explanation:
-    """What is drawn of a caption."""
+    """Return what is drawn for a caption."""
     arrays = {
         name: shown[name].numpy() if name in shown else None for name in ("regions", "attributes", "visual_share")
     }
@@ -142,7 +144,7 @@ def explanation(found: CaptionedPicture, shown: dict[str, Tensor], notes: Sequen
 
 
 def notes_of(found: CaptionedPicture, layer: int | None) -> list[str]:
-    """Which attention is shown, and the attributes that were detected."""
+    """Return lines that say which attention is shown and which attributes were detected."""
     blocks, heads = next(iter(found.attention[0].weights.values())).shape[:2]
     shown = "mean of all blocks" if layer == 0 else f"block {layer or blocks} of {blocks}"
     parts = [f"Attention: {shown} of the decoder"] if blocks > 1 else ["Attention of the decoder"]
@@ -159,10 +161,10 @@ def notes_of(found: CaptionedPicture, layer: int | None) -> list[str]:
 def caption_picture(
     captioner: Captioner, name: str, path: Path, options: argparse.Namespace, folder: Path
 ) -> dict[str, str]:
-    """Write ``NAME.json`` and ``NAME.png`` of a picture, first to ``folder``; returns its item of ``captions.json``.
+    """Write ``NAME.json`` and ``NAME.png`` of a picture, first to ``folder``; return its item of ``captions.json``.
 
     Raises:
-        Uncaptioned: it cannot be read or captioned.
+        Uncaptioned: the picture cannot be read or captioned.
         ValueError: the options do not fit the model.
     """
     try:
@@ -186,7 +188,7 @@ def caption_picture(
 
 
 def settings_of(options: argparse.Namespace, pictures: dict[str, Path], captioner: Captioner) -> dict[str, Any]:
-    """What two runs have in common, one of which goes on with what the other has done."""
+    """Return the settings that two runs must share for one to resume the other."""
     settings = {name: getattr(options, name) for name in RESULT}
     settings = {name: str(value) if isinstance(value, Path) else value for name, value in settings.items()}
     named = {f"checkpoint {path}": Path(path) for path in options.path.split(":")}
@@ -200,7 +202,7 @@ def settings_of(options: argparse.Namespace, pictures: dict[str, Path], captione
 
 
 def caption(options: argparse.Namespace, process: Process) -> int:
-    """What the command line asks for; returns how many pictures have no caption."""
+    """Caption the pictures of the command line; return how many have no caption."""
     pictures = list(pictures_of(options.images).items())
     captioner = make_captioner(options, device_of(process, options.device))
     settings = settings_of(options, dict(pictures), captioner)
@@ -224,7 +226,7 @@ def caption(options: argparse.Namespace, process: Process) -> int:
                 name, path = pictures[number]
                 try:
                     row = caption_picture(captioner, name, path, options, run.part)
-                except Uncaptioned as error:  # the others go on
+                except Uncaptioned as error:  # continue with the others
                     print(f"skipped {path}: {error}", file=sys.stderr, flush=True)
                     run.skip(number, str(error))
                     continue
@@ -248,7 +250,7 @@ def caption(options: argparse.Namespace, process: Process) -> int:
 
 
 def layer(text: str) -> int:
-    """Number of a block from 1, or ``all``, which is 0."""
+    """Parse the number of a block, from 1, or ``all``, which becomes 0."""
     if text == "all":
         return 0
     if not text.isdecimal() or int(text) < 1:
@@ -257,17 +259,17 @@ def layer(text: str) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Of the command line."""
+    """Return the parser of the command line."""
     made = argparse.ArgumentParser(
         prog="python -m tools.caption", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     made.add_argument("images", type=Path, nargs="+", metavar="IMAGE")
     made.add_argument("--path", required=True, metavar="FILE[:FILE]", help="checkpoints of the captioner")
     made.add_argument(
-        "--detector", type=Path, metavar="FILE", help="of attributes: best.safetensors of train_attributes"
+        "--detector", type=Path, metavar="FILE", help="attribute detector: best.safetensors of train_attributes"
     )
     made.add_argument(
-        "--data", type=Path, metavar="DIR", help="data folder, with all its files; default: that of the training"
+        "--data", type=Path, metavar="DIR", help="data folder, with all its files; default: the one used for training"
     )
     made.add_argument("--out", type=Path, default=Path("work_dirs/captions"), metavar="DIR", help="default %(default)s")
     made.add_argument("--beam", type=int, default=3, help="default %(default)s")
@@ -276,13 +278,15 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--layer", type=layer, metavar="N", help="block of the decoder, from 1, or all; default: the last"
     )
-    made.add_argument("--all-weights", action="store_true", help="also write those of every block and head")
+    made.add_argument("--all-weights", action="store_true", help="also write the weights of every block and head")
     made.add_argument(
-        "--region-checkpoint", type=Path, metavar="FILE", help="instead of what the regions' recipe names"
+        "--region-checkpoint", type=Path, metavar="FILE", help="checkpoint that replaces the one of the regions' recipe"
     )
-    made.add_argument("--region-config", type=Path, metavar="FILE", help="of mmdet, likewise")
+    made.add_argument(
+        "--region-config", type=Path, metavar="FILE", help="mmdet config that replaces the one of the regions' recipe"
+    )
     made.add_argument("--device", help="default: cuda where there is one (of several processes each its own), else cpu")
-    made.add_argument("--restart", action="store_true", help="forget what an interrupted run has done")
+    made.add_argument("--restart", action="store_true", help="discard the results of an interrupted run")
     return made
 
 
@@ -295,7 +299,7 @@ def main(arguments: list[str] | None = None) -> int:
     except ValueError as error:
         print(f"caption{process.note}: {error}", file=sys.stderr)
         return 2
-    except ModuleNotFoundError as error:  # such as h5py, of the data folder's regions
+    except ModuleNotFoundError as error:  # such as h5py, for the data folder's regions
         command = install_command(getattr(error.__cause__, "name", None) or error.name or "")
         print(f"caption{process.note}: {error}" + (f": {command}" if command else ""), file=sys.stderr)
         return 2

@@ -1,4 +1,4 @@
-"""The thesis' tables of image captioning, small: every model trained and scored on made-up scenes by one command.
+"""The thesis' captioning tables at a small scale: train and score every model on synthetic scenes by one command.
 
 ::
 
@@ -7,20 +7,20 @@
     python -m tools.captioning_study OUT --settings visual show-attend-tell lstm conv models-fused  # Table 2.4
     python -m tools.captioning_study OUT --add 'wide=--embed-dim 128' --settings wide
     python -m tools.captioning_study OUT --data DATA --train '--max-update 20000'
-    python -m tools.captioning_study OUT --regions '--mmdet CONFIG CHECKPOINT'  # instead of a grid's cells
+    python -m tools.captioning_study OUT --regions '--mmdet CONFIG CHECKPOINT'  # instead of grid cells
 
     OUT/scenes                    tools.datasets.captioned_scenes, with attributes.json and regions.npz
-    OUT/detector                  of the attributes; the regions are its backbone's cells
+    OUT/detector                  the attribute detector; regions are the cells of its backbone
     OUT/SETTING/STAGE-SEED/       checkpoint_best.pt, logs, results.json, scores.json, result.json
-    OUT/study.{md,json}           the table of all that is there, written anew after each row
+    OUT/study.{md,json}           the table of all finished rows, rewritten after each one
 
-Every setting is trained by cross-entropy, some are then trained self-critically, with the same options for all but the
-setting's own, on one CPU thread; the best checkpoint by validation loss, in the second stage by validation CIDEr-D, is
-scored on the test images by ``tools.captioning.score``. What has a ``result.json`` is not run again; what was
-interrupted begins anew.
+Every setting is trained with cross-entropy, and some are then trained self-critically, all with the same options except
+the setting's own, on one CPU thread. The checkpoint with the best validation loss (in the second stage: the best
+validation CIDEr-D) is scored on the test images by ``tools.captioning.score``. Settings with a ``result.json`` are not
+run again; an interrupted setting restarts from the beginning.
 
-``--data`` takes a data folder of the task ``captioning`` instead of the scenes: ``images``, ``captions.json`` and
-``splits.json``. Attributes and regions are made in it where they are missing, by the same small detector.
+``--data`` names a data folder of the task ``captioning`` to use instead of the scenes: ``images``, ``captions.json``
+and ``splits.json``. Missing attributes and regions are created in it by the same small detector.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ with extras():
 
 SCENES = "--train 1500 --val 200 --test 500"
 DETECTOR = "--backbone resnet10t --no-pretrained --size 96 --epochs 15"
-REGIONS = "--grid resnet10t --grid-size 3"  # the cells that its last map has at 96 pixels
+REGIONS = "--grid resnet10t --grid-size 3"  # size of its last feature map at 96 pixels
 TASK = "--task captioning --cpu --num-workers 0"
 TRAINING = (
     "--arch eta_transformer_tiny --optimizer adam --adam-betas '(0.9, 0.98)' --adam-eps 1e-9 "
@@ -76,17 +76,17 @@ STAGES = {
 }
 FIRST, SECOND = STAGES
 GENERATION = "--batch-size 50 --beam 5 --max-len-b 40 --required-batch-size-multiple 1"
-BEST = {FIRST: ("loss", min), SECOND: ("reward", max)}  # by which a checkpoint is chosen
+BEST = {FIRST: ("loss", min), SECOND: ("reward", max)}  # criterion for the best checkpoint
 PARTS = {"val": "valid", "test": "test"}
 
 
 @dataclass(frozen=True)
 class Study:
-    """What all rows share.
+    """Settings shared by all rows.
 
     Attributes:
-        data: The task's folder.
-        output: OUT.
+        data: Data folder of the task.
+        output: The folder OUT.
         part: Images to score, ``test`` or ``val``.
         more: Options to append, by stage.
     """
@@ -97,14 +97,14 @@ class Study:
     more: Mapping[str, str]
 
     def score(self, folder: Path, captions: Path, *splits: str | Path) -> dict[str, Any]:
-        """What tools.captioning.score reports of ``folder / "results.json"``."""
+        """Return the report of tools.captioning.score for ``folder / "results.json"``."""
         scores = folder / "scores.json"
         arguments = [folder / "results.json", captions, *splits, "--json", scores]
         run("tools.captioning.score", arguments, folder / "score.log")
         return json.loads(scores.read_text(encoding="utf-8"))
 
     def generate(self, folder: Path, checkpoints: Sequence[Path], task: str) -> dict[str, Any]:
-        """Caption the part's images by one or several checkpoints, and score that."""
+        """Caption the part's images with one or several checkpoints, and score the captions."""
         words = [self.data, f"--user-dir={USER_DIR}", *shlex.split(f"{TASK} {GENERATION} {task}")]
         words += [
             f"--gen-subset={PARTS[self.part]}",
@@ -116,7 +116,7 @@ class Study:
         return {**scored, "generate_cpu_seconds": round(seconds, 1)}
 
     def train(self, folder: Path, stage: str, options: Sequence[str], before: Sequence[str]) -> dict[str, Any]:
-        """One stage; what its log tells."""
+        """Train one stage, and return the figures of its log."""
         words = [self.data, f"--user-dir={USER_DIR}", *options, *before, f"--save-dir={folder}"]
         seconds = run("fairseq-train", words, folder / "train.log")
         log = (folder / "train.log").read_text(encoding="utf-8")
@@ -130,7 +130,7 @@ class Study:
         }
 
     def options(self, setting: Setting, stage: str, seed: int) -> dict[str, Any]:
-        """Those that a result is kept for."""
+        """Return the options that a stored result must have been run with."""
         words = [
             TASK,
             TRAINING,
@@ -143,14 +143,14 @@ class Study:
         return {"train": " ".join(" ".join(words).split()), "generate": GENERATION, "part": self.part}
 
     def row(self, name: str, setting: Setting, stage: str, seed: int) -> dict[str, Any]:
-        """Train, caption and score one setting in one stage, or read what was found before."""
+        """Train, caption and score one setting in one stage, or read the stored result."""
         folder = self.output / name / f"{stage}-{seed}"
         options = self.options(setting, stage, seed)
         result = self.begin(folder, options)
         if result:
             return result
         before = []
-        if stage == FIRST:  # what begins from another checkpoint than before
+        if stage == FIRST:  # remove stages that started from the previous checkpoint
             shutil.rmtree(self.output / name / f"{SECOND}-{seed}", ignore_errors=True)
         else:
             before.append(f"--finetune-from-model={self.output / name / f'{FIRST}-{seed}' / 'checkpoint_best.pt'}")
@@ -159,7 +159,7 @@ class Study:
         return self.end(folder, options, name, stage, [seed], found)
 
     def fused(self, name: str, setting: Setting, stage: str, seeds: Sequence[int]) -> dict[str, Any] | None:
-        """Caption by the checkpoints of several settings or seeds together; None where they are less than two."""
+        """Caption with an ensemble of several settings or seeds; return None for fewer than two checkpoints."""
         if len(setting.fused) > 1:
             seeds = seeds[:1]
         paths = [self.output / other / f"{stage}-{n}" / "checkpoint_best.pt" for other in setting.fused for n in seeds]
@@ -192,7 +192,7 @@ class Study:
             truth = {image: references[image] for image in given}
             given = dict(zip(given, [*list(given.values())[1:], *list(given.values())[:1]]))
         rows = [{"image_id": image, "caption": caption} for image, captions in truth.items() for caption in captions]
-        folder.mkdir(parents=True, exist_ok=True)  # of another process that works in OUT
+        folder.mkdir(parents=True, exist_ok=True)  # another process may work in OUT
         content = {"images": [{"id": image} for image in truth], "annotations": rows}
         write_text(folder / "captions.json", json.dumps(content))
         results = [{"image_id": image, "caption": caption} for image, caption in given.items()]
@@ -200,7 +200,7 @@ class Study:
         return self.end(folder, options, name, "", [], self.score(folder, folder / "captions.json"))
 
     def begin(self, folder: Path, options: Any, anew: bool = False) -> dict[str, Any] | None:
-        """A finished result, or a folder that is not there; ``anew``: also where the result is of other options."""
+        """Return a stored result, or None after creating a folder; ``anew`` discards results of other options."""
         name = folder.relative_to(self.output)
         try:
             result = kept(folder / "result.json", options)
@@ -216,7 +216,7 @@ class Study:
         return result
 
     def end(self, folder: Path, options: Any, name: str, stage: str, seeds: list[int], found: Any) -> dict[str, Any]:
-        """Write the result."""
+        """Write the result and return it."""
         result = {"setting": name, "stage": stage, "seeds": seeds, "options": options, **found}
         write_text(folder / "result.json", json.dumps(result, indent=1) + "\n")
         print(f"{folder.relative_to(self.output)}: CIDEr-D {100 * result['scores']['CIDEr-D']:.1f}", flush=True)
@@ -224,10 +224,10 @@ class Study:
 
 
 def prepare(output: Path, options: argparse.Namespace) -> tuple[Path, dict[str, Any]]:
-    """The data folder, where all is made that is missing; what was made, by which options, in which CPU seconds.
+    """Create what is missing in the data folder; return it, and the options and CPU seconds of each part created.
 
     Raises:
-        StudyError: a file of the user's is missing, or what is there was made by other options.
+        StudyError: a user's file is missing, or an existing file was created with other options.
     """
     data = options.data or output / "scenes"
     path = output / "prepared.json"
@@ -254,8 +254,8 @@ def prepare(output: Path, options: argparse.Namespace) -> tuple[Path, dict[str, 
     lacking = not options.regions and not any(file.exists() for file in (*regions, weights))
     if lacking and (data / "attributes.json").exists():
         raise StudyError(
-            f"{data} has attributes.json, but no regions: give it them by tools.captioning.extract_regions, or remove "
-            f"attributes.json to have both by a detector that is trained in {output / 'detector'}"
+            f"{data} has attributes.json, but no regions: create them with tools.captioning.extract_regions, or remove "
+            f"attributes.json to create both with a detector that is trained in {output / 'detector'}"
         )
     for name, results, module, arguments in steps:
         if not any(result.exists() for result in results):
@@ -273,7 +273,7 @@ def prepare(output: Path, options: argparse.Namespace) -> tuple[Path, dict[str, 
 
 
 def report(study: Study, made: Mapping[str, Any], settings: Mapping[str, Setting]) -> str:
-    """Write the table of all results that are in OUT, and were made as now; the table."""
+    """Write the table of all results in OUT whose options are current, and return it."""
     whats = {name: setting.what for name, setting in settings.items()} | BASELINES
     order = {name: number for number, name in enumerate([*BASELINES, *settings])}
     results = []
@@ -291,30 +291,41 @@ def report(study: Study, made: Mapping[str, Any], settings: Mapping[str, Setting
     found["images"] = ", ".join(f"{parts.count(part):,} {part}" for part in dict.fromkeys(parts))
     table = markdown(aggregated(results, whats), found, made)
     raw = json.dumps({"facts": found, "made": made, "results": results}, indent=1) + "\n"
-    for name, text in (("study.md", table), ("study.json", raw)):  # a path of this machine says nothing to a reader
+    for name, text in (("study.md", table), ("study.json", raw)):  # paths of this machine mean nothing to readers
         write_text(study.output / name, text.replace(f"{sys.prefix}/", ""))
     return table
 
 
 def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, dict[str, Setting]]:
-    """The options, and all settings: ours and the user's."""
+    """Parse the options; return them and all settings, built-in and the user's."""
     parser = argparse.ArgumentParser(
         prog="python -m tools.captioning_study",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("output", type=Path, metavar="OUT")
-    parser.add_argument("--data", type=Path, metavar="DATA", help="a folder of the task, instead of made-up scenes")
+    parser.add_argument(
+        "--data", type=Path, metavar="DATA", help="a data folder of the task, instead of synthetic scenes"
+    )
     add_arguments(parser)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1], metavar="N", help="default: 1")
     parser.add_argument("--stages", nargs="+", choices=list(STAGES), default=list(STAGES), help="default: both")
     parser.add_argument("--part", choices=list(PARTS), default="test", help="images to score, default %(default)s")
-    parser.add_argument("--train", default="", metavar="OPTIONS", help="fairseq-train's options, cross-entropy")
-    parser.add_argument("--self-critical", default="", metavar="OPTIONS", help="the same of the second stage")
-    parser.add_argument("--scenes", default="", metavar="OPTIONS", help="those of tools.datasets.captioned_scenes")
-    parser.add_argument("--detector", default="", metavar="OPTIONS", help="those of tools.captioning.train_attributes")
     parser.add_argument(
-        "--regions", default="", metavar="OPTIONS", help="those of tools.captioning.extract_regions, of other regions"
+        "--train", default="", metavar="OPTIONS", help="options of fairseq-train in the cross-entropy stage"
+    )
+    parser.add_argument(
+        "--self-critical", default="", metavar="OPTIONS", help="options of fairseq-train in the self-critical stage"
+    )
+    parser.add_argument("--scenes", default="", metavar="OPTIONS", help="options of tools.datasets.captioned_scenes")
+    parser.add_argument(
+        "--detector", default="", metavar="OPTIONS", help="options of tools.captioning.train_attributes"
+    )
+    parser.add_argument(
+        "--regions",
+        default="",
+        metavar="OPTIONS",
+        help="options of tools.captioning.extract_regions, for other regions",
     )
     options = parser.parse_args(arguments)
     settings = dict(SETTINGS)
@@ -323,9 +334,9 @@ def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, dict[str, Se
         settings[name] = Setting(what, model, self_critical=True)
     choose(parser, options, settings)
     if options.data is not None and options.scenes:
-        parser.error("--scenes is of the scenes that are made without --data")
+        parser.error("--scenes applies to the scenes created without --data")
     if FIRST not in options.stages:
-        parser.error(f"--stages must have {FIRST}, which the other one begins from")
+        parser.error(f"--stages must include {FIRST}, from which the other stage starts")
     return options, settings
 
 

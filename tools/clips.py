@@ -17,22 +17,22 @@ PICTURES = (".bmp", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".
 
 
 def is_video(path: Path) -> bool:
-    """Whether a file's name is that of a video."""
+    """Return whether a file name is that of a video."""
     return path.suffix.lower() in VIDEOS and path.is_file()
 
 
 def pictures_in(folder: Path) -> list[Path]:
-    """The pictures of a folder, in the order of their names."""
+    """Return the pictures of a folder, sorted by name."""
     return sorted(file for file in folder.iterdir() if file.suffix.lower() in PICTURES)
 
 
 def is_clip(path: Path) -> bool:
-    """Whether a path is a video, or a folder of pictures."""
+    """Return whether a path is a video or a folder of pictures."""
     return is_video(path) or (path.is_dir() and bool(pictures_in(path)))
 
 
 def sampled(frames: int, count: int) -> list[int]:
-    """Which of ``frames`` to take: the middles of ``count`` equal parts.
+    """Return indices of ``frames``: the middles of ``count`` equal parts.
 
     >>> sampled(8, 4), sampled(2, 4)
     ([1, 3, 5, 7], [0, 0, 1, 1])
@@ -41,9 +41,9 @@ def sampled(frames: int, count: int) -> list[int]:
 
 
 def segments(frames: int, count: int) -> list[int]:
-    """Which of ``frames`` to take: a random one of each of ``count`` equal parts (Wang et al. 2016, TSN).
+    """Return indices of ``frames``: a random one from each of ``count`` equal parts (Wang et al. 2016, TSN).
 
-    Draws from torch's generator. A clip of exactly ``count`` frames is taken as it is.
+    Draws from torch's generator. A clip of exactly ``count`` frames is returned whole.
 
     >>> segments(8, 8), segments(2, 4)
     ([0, 1, 2, 3, 4, 5, 6, 7], [0, 0, 1, 1])
@@ -53,10 +53,10 @@ def segments(frames: int, count: int) -> list[int]:
 
 
 def strided(frames: int, count: int) -> list[int]:
-    """Which of ``frames`` to take: ``count`` at a random distance, from a random one on.
+    """Return ``count`` indices of ``frames`` with a random stride from a random start.
 
-    Draws from torch's generator; all distances that fit are as probable. A clip of fewer than ``count`` frames repeats
-    some, as :func:`sampled`.
+    Draws from torch's generator; all strides that fit are equally probable. A clip of fewer than ``count`` frames
+    repeats some, like :func:`sampled`.
 
     >>> strided(8, 8), strided(2, 4)
     ([0, 1, 2, 3, 4, 5, 6, 7], [0, 0, 1, 1])
@@ -75,13 +75,13 @@ def open_clip(path: str | Path, count: int, sampling: str = "uniform") -> list[I
     """Read ``count`` frames of a clip in RGB.
 
     Args:
-        path: A video, or a folder of pictures, whose names are in the order of time.
-        count: How many; a clip of fewer repeats some.
-        sampling: Which: ``'uniform'``, spread over the whole clip (:func:`sampled`), or at random ``'segments'``
+        path: A video, or a folder of pictures whose sorted names give their order in time.
+        count: Number of frames; a shorter clip repeats some.
+        sampling: ``'uniform'``, spread over the whole clip (:func:`sampled`), or the random ``'segments'``
             (:func:`segments`) or ``'stride'`` (:func:`strided`).
 
     Raises:
-        BadPicture: it cannot be read.
+        BadPicture: the clip cannot be read.
     """
     path, choose = Path(path), SAMPLINGS[sampling]
     if path.is_dir():
@@ -98,17 +98,17 @@ def open_clip(path: str | Path, count: int, sampling: str = "uniform") -> list[I
 
 
 def read_whole(path: str | Path) -> list[Image.Image]:
-    """Read every frame of a clip, which random sampling may take, in RGB.
+    """Read every frame of a clip in RGB, for random sampling.
 
     Raises:
-        BadPicture: it cannot be read.
+        BadPicture: the clip cannot be read.
     """
     path = Path(path)
     return open_clip(path, len(pictures_in(path)) or 1) if path.is_dir() else _decode(path, lambda told: [*range(told)])
 
 
 def _decode(path: Path, choose: Callable[[int], list[int]]) -> list[Image.Image]:
-    os.environ.setdefault("OPENCV_FFMPEG_LOGLEVEL", "-8")  # what is wrong is said here
+    os.environ.setdefault("OPENCV_FFMPEG_LOGLEVEL", "-8")  # errors are reported here
     import cv2
 
     if not path.is_file():
@@ -128,7 +128,7 @@ def _decode(path: Path, choose: Callable[[int], list[int]]) -> list[Image.Image]
 
 
 def _frames(video: object, wanted: Collection[int]) -> dict[int, Image.Image]:
-    """The frames ``wanted`` of an opened video, as far as they are there."""
+    """Return those of the ``wanted`` frames that an opened video has."""
     found: dict[int, Image.Image] = {}
     for number in range(max(wanted) + 1):
         if not video.grab():  # type: ignore[attr-defined]

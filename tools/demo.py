@@ -1,12 +1,12 @@
-"""The main job in small: trains a detector with the "0010 + deformable" block on real pictures and draws it.
+"""The main use case at a small scale: train a detector with the "0010 + deformable" block on photographs, and draw it.
 
 ::
 
     python -m tools.demo                  the attended detector, into work_dirs/demo
     python -m tools.demo --no-attention   the same detector without the block, into work_dirs/demo-plain
 
-Builds the digits-on-photographs set, runs mmdet's own training tool on ``configs/mmdet/digits/`` (about five
-minutes on two free CPU cores, ten on busy ones) and leaves ``detections.png`` and ``sampling.png`` beside the
+Creates the digits-on-photographs set, runs mmdet's own training tool on ``configs/mmdet/digits/`` (about five
+minutes on two free CPU cores, ten on busy ones) and saves ``detections.png`` and ``sampling.png`` beside the
 checkpoint. An interrupted run resumes from its last checkpoint; a finished one only draws again, in half a minute.
 """
 
@@ -34,29 +34,29 @@ with extras("tools"):
 ROOT = Path(__file__).parent.parent
 DATA = ROOT / "data/digits"
 CONFIGS = ROOT / "configs/mmdet/digits"
-# The score is a class's probability times a centredness, so it is low. From 0.15 on the detector finds nine digits of
-# ten and 98 % of its boxes are on one; half of them have a score of less than 0.27.
+# The score is low because it is the product of a class's probability and a centredness. With threshold 0.15 the
+# detector finds nine of ten digits and 98 % of its boxes lie on a digit; half of these have a score below 0.27.
 SCORE = 0.15
 PROGRESS = re.compile(r"Epoch\(train\)\s+\[(\d+)\]\[ *(\d+)/(\d+)\].*?eta: (\S+).*?loss: (\S+)")
 ACCURACY = re.compile(r"coco/bbox_mAP: (\S+)\s+coco/bbox_mAP_50: (\S+)")
 
 
 def training_tool() -> Path:
-    """mmdet's ``tools/train.py``, which its package brings along."""
+    """Return the path of mmdet's ``tools/train.py``, which its package contains."""
     spec = importlib.util.find_spec("mmdet")
     if spec is None or spec.origin is None:
-        raise SystemExit("tools.demo: mmdet has no files: `make env` sets up all of it")
+        raise SystemExit("tools.demo: mmdet's package has no files: `make env` installs it completely")
     return Path(spec.origin).parent / ".mim/tools/train.py"
 
 
 def final_checkpoint(work_dir: Path) -> Path | None:
-    """The checkpoint of a finished training, None where it has not finished."""
+    """Return the checkpoint of a finished training, or None for an unfinished one."""
     done = work_dir / "finished.json"
     return work_dir / json.loads(done.read_text())["checkpoint"] if done.is_file() else None
 
 
 def show_progress(line: str) -> None:
-    """Print what a line of the training log tells about the progress, if anything."""
+    """Print the progress that a line of the training log reports, if any."""
     if "resumed epoch" in line:
         print(f"  {line.split(' - ')[-1].strip()}", flush=True)
     elif match := PROGRESS.search(line):
@@ -69,7 +69,7 @@ def show_progress(line: str) -> None:
 def train(config: Path, work_dir: Path) -> Path:
     """Run mmdet's tool on ``config``, showing its progress, and return the last checkpoint."""
     command = [sys.executable, "-u", str(training_tool()), str(config), "--work-dir", str(work_dir), "--resume"]
-    # Threads that spin at a barrier slow a busy machine down tenfold; let them sleep.
+    # Threads that spin at a barrier slow a busy machine down tenfold: let them sleep.
     environment = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ}
     began, recent = time.monotonic(), deque[str](maxlen=40)
     with subprocess.Popen(
@@ -86,7 +86,7 @@ def train(config: Path, work_dir: Path) -> Path:
             for line in process.stdout:
                 recent.append(line)
                 show_progress(line)
-        except BaseException:  # interrupted or terminated: the training must not go on unseen
+        except BaseException:  # interrupted or terminated: do not leave the training running
             process.terminate()
             raise
     if process.returncode:
@@ -98,7 +98,7 @@ def train(config: Path, work_dir: Path) -> Path:
 
 
 def history(work_dir: Path) -> tuple[list[float], list[float]]:
-    """The losses and the validation mAPs of a training, through all its interruptions."""
+    """Return the losses and the validation mAPs of a training, across all interruptions."""
     losses, accuracies = {}, {}
     for file in sorted(work_dir.glob("*/vis_data/scalars.json")):
         for entry in map(json.loads, file.read_text().splitlines()):
@@ -110,7 +110,7 @@ def history(work_dir: Path) -> tuple[list[float], list[float]]:
 
 
 def draw_detections(config: Path, checkpoint: Path, out: Path, count: int = 6) -> str:
-    """Save ``count`` validation images with what the detector finds on them; the line below the picture."""
+    """Save ``count`` validation images with the detections on them; return the caption of the picture."""
     from mmdet.apis import inference_detector, init_detector
 
     model = init_detector(str(config), str(checkpoint), device="cpu")

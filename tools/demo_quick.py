@@ -1,10 +1,10 @@
-"""The demo without a detector: trains an attention-augmented network on digits and draws what it attends to.
+"""The demo without a detector: train an attention-augmented network on digits, and draw its attention.
 
 ::
 
-    python -m tools.demo_quick      into work_dirs/demo-quick: a minute of two cores after set-up
+    python -m tools.demo_quick      writes to work_dirs/demo-quick: one minute on two cores after set-up
 
-It needs torch and timm alone. Written are the weights, ``log.csv``, a PNG of every layer and ``attention.html``, a page
+It needs only torch and timm. It writes the weights, ``log.csv``, a PNG of every layer and ``attention.html``, a page
 on which a click or the arrow keys choose the pixel whose attention is shown.
 """
 

@@ -1,4 +1,4 @@
-"""DETR beside Deformable DETR on digits on photographs: trained by mmdet's own tool, compared epoch by epoch.
+"""DETR and Deformable DETR on digits on photographs, trained by mmdet's own tool and compared epoch by epoch.
 
 ::
 
@@ -8,13 +8,13 @@
     python -m tools.detection_study OUT --add 'fast=detr_narrow-r18_digits optim_wrapper.optimizer.lr=1e-3' \\
         --settings detr fast
 
-    OUT/backbone/                the detector that has learned the backbone which every setting starts from
+    OUT/backbone/                the detector that trains the backbone from which every setting starts
     OUT/SETTING-SEED/            the last checkpoint, mmengine's logs, train.log, result.json
-    OUT/detection.{md,json,png}  the table and the curves of all that is there, rewritten after each training
+    OUT/detection.{md,json,png}  table and curves of all finished trainings, rewritten after each one
 
-OUT is ``work_dirs/detection_study`` by default, and the data, made where they are missing, ``data/digits``. Each
-training runs on one CPU thread; a second process with other ``--settings`` or ``--seeds`` may work in the same OUT.
-What has a ``result.json`` is kept. An interrupted training begins again, so that no figure is of two halves.
+OUT is ``work_dirs/detection_study`` by default, and the data, created if missing, are in ``data/digits``. Each training
+runs on one CPU thread; a second process with other ``--settings`` or ``--seeds`` may work in the same OUT. Trainings
+with a ``result.json`` are not repeated. An interrupted training restarts, so that every figure is of one whole run.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ BACKBONE = "atss_narrow-r18_fpn_digits"
 
 
 def lasting(epochs: int, interval: int) -> str:
-    """Return mmdet's options for another schedule: rate ×0.1 after 5/6 of it, an evaluation every ``interval``."""
+    """Return mmdet's options for another schedule: rate × 0.1 after 5/6 of it, an evaluation every ``interval``."""
     return (
         f"train_cfg.max_epochs={epochs} train_cfg.val_interval={interval} param_scheduler.1.end={epochs} "
         f"param_scheduler.1.milestones=[{5 * epochs // 6}] default_hooks.checkpoint.interval={epochs}"
@@ -60,7 +60,7 @@ SEEDS = (0, 1, 2)
 
 
 def one_class(source: Path, target: Path) -> None:
-    """Write the COCO annotations of ``source`` to ``target``, all of one class, ``digit``."""
+    """Write the COCO annotations of ``source`` to ``target``, all with the one class ``digit``."""
     content = json.loads(source.read_text(encoding="utf-8"))
     for annotation in content["annotations"]:
         annotation["category_id"] = 1
@@ -69,7 +69,7 @@ def one_class(source: Path, target: Path) -> None:
 
 
 def prepare(data: Path) -> dict[str, Any]:
-    """Make the set in ``data``, and its annotations of one class, where they are missing; return its recipe.
+    """Create the set in ``data`` and its annotations of one class if missing; return its recipe.
 
     Raises:
         StudyError: ``data`` holds other files.
@@ -88,7 +88,7 @@ def prepare(data: Path) -> dict[str, Any]:
 
 
 def data_options(data: Path, classes: str = "") -> list[str]:
-    """mmdet's options that let a config read ``data``; ``classes`` is ``one_class_`` or, for all ten, nothing."""
+    """Return mmdet's options that make a config read ``data``; ``classes`` is ``one_class_``, or empty for all ten."""
     file = data / f"annotations/{classes}val.json"
     folders = [f"{part}_dataloader.dataset.data_root={data}/" for part in ("train", "val", "test")]
     return [*folders, *(f"{part}_evaluator.ann_file={file}" for part in ("val", "test"))]
@@ -98,7 +98,7 @@ def config_file(name: str) -> Path:
     """Return the file of a config: a name in ``configs/mmdet/digits``, or a path.
 
     Raises:
-        StudyError: there is none.
+        StudyError: the config does not exist.
     """
     file = CONFIGS / f"{name}.py"
     if not file.is_file():
@@ -122,10 +122,10 @@ def count_parameters(config: Path) -> int:
 
 
 def train(config: Path, options: list[str], folder: Path) -> dict[str, Any]:
-    """Train ``config`` in ``folder`` by mmdet's tool, from its beginning; return its curves and what it took.
+    """Train ``config`` in ``folder`` with mmdet's tool, from the beginning; return its curves and its cost.
 
     Raises:
-        StudyError: the training failed, or left no evaluation.
+        StudyError: the training failed, or logged no evaluation.
     """
     shutil.rmtree(folder, ignore_errors=True)
     began = time.monotonic()
@@ -139,19 +139,19 @@ def train(config: Path, options: list[str], folder: Path) -> dict[str, Any]:
 
 
 def checkpoint(folder: Path) -> Path:
-    """Return the last checkpoint of a finished training, wherever ``folder`` was when it was written."""
+    """Return the last checkpoint of a finished training, even if ``folder`` was moved since."""
     return folder / Path((folder / "last_checkpoint").read_text(encoding="utf-8").strip()).name
 
 
 def finished(name: str, seed: int, options: list[str], folder: Path, more: list[str]) -> dict[str, Any]:
-    """Train a setting in ``folder``, or read what was found there before.
+    """Train a setting in ``folder``, or read the stored result.
 
     Args:
-        name: What the table calls it.
-        seed: Of everything that is random.
-        options: The name of its config, then mmdet's options.
+        name: Its name in the table.
+        seed: Seed of all random numbers.
+        options: Name of its config, then mmdet's options.
         folder: Its work directory.
-        more: mmdet's options that are the same for every setting: where data and backbone are.
+        more: mmdet's options for every setting: the paths of data and backbone.
 
     Raises:
         StudyError: the training failed, or was run with other options.
@@ -171,7 +171,7 @@ def finished(name: str, seed: int, options: list[str], folder: Path, more: list[
 
 
 def report(settings: Mapping[str, list[str]], output: Path, recipe: Mapping[str, Any]) -> str:
-    """Write table and figure of every training that is finished in ``output`` and was run as now; the table."""
+    """Write table and figure of every finished training in ``output`` with current options; return the table."""
     results = []
     for name, options in settings.items():
         for path in sorted(output.glob(f"{name}-*/result.json")):
@@ -188,7 +188,7 @@ def report(settings: Mapping[str, list[str]], output: Path, recipe: Mapping[str,
 
 
 def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, dict[str, list[str]]]:
-    """The options, and all settings: a config's name and mmdet's options each."""
+    """Parse the options; return them and all settings, each a config's name and mmdet's options."""
     parser = argparse.ArgumentParser(
         prog="python -m tools.detection_study",
         description=__doc__,

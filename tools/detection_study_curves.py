@@ -13,7 +13,7 @@ from tools.requires import extras
 with extras("tools"):
     from tools.files import write
 
-LEVELS = (0.02, 0.05, 0.1, 0.2)  # of mAP, to which the table counts epochs
+LEVELS = (0.02, 0.05, 0.1, 0.2)  # mAP levels for which the table counts epochs
 COLOURS = ("#b3462c", "#2b6ca3", "#3c8c5a", "#8a5fa8", "#a3792b", "#5b6770")
 Result = Mapping[str, Any]
 
@@ -22,11 +22,11 @@ def read_curves(folder: Path) -> dict[str, Any]:
     """Read what mmengine logged in ``folder``, a work directory.
 
     Returns:
-        ``epochs``, those with an evaluation; at each of them ``mAP`` and ``mAP_50`` of boxes and, where masks are
+        ``epochs``, those with an evaluation; for each of them ``mAP`` and ``mAP_50`` of boxes and, where masks are
         evaluated, ``segm_mAP``; ``loss``, the last one logged in every epoch.
 
     Raises:
-        ValueError: ``folder`` has no log, or one without evaluations.
+        ValueError: ``folder`` has no log, or its log has no evaluation.
     """
     losses: dict[int, float] = {}
     found: dict[int, dict[str, float]] = {}
@@ -61,7 +61,7 @@ def epoch_seconds(result: Result) -> float:
 
 
 def by_setting(results: Sequence[Result]) -> dict[str, list[Result]]:
-    """Group the results of all seeds by setting, in the order of their first."""
+    """Group the results of all seeds by setting, in order of first appearance."""
     groups: dict[str, list[Result]] = {}
     for result in results:
         groups.setdefault(result["setting"], []).append(result)
@@ -69,13 +69,13 @@ def by_setting(results: Sequence[Result]) -> dict[str, list[Result]]:
 
 
 def spread(values: Sequence[float], digits: int) -> str:
-    """Write mean ± standard deviation of a sample, or its only value."""
+    """Format mean ± standard deviation of a sample, or the only value."""
     text = f"{statistics.fmean(values):.{digits}f}"
     return f"{text} ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else text
 
 
 def epochs_to(group: Sequence[Result], level: float) -> str:
-    """Write in how many epochs the seeds of a setting reach ``level``, and how many of them do."""
+    """Format the epochs in which the seeds of a setting reach ``level``, and how many of them do."""
     epochs = [epoch for result in group if (epoch := reached(result, level)) is not None]
     if not epochs:
         return f"> {max(result['epochs'][-1] for result in group)}"
@@ -84,7 +84,7 @@ def epochs_to(group: Sequence[Result], level: float) -> str:
 
 
 def markdown(results: Sequence[Result], facts: Mapping[str, str]) -> str:
-    """Write the table: a row a setting, with mean ± standard deviation over its seeds."""
+    """Return the table: a row for each setting, with mean ± standard deviation over its seeds."""
     levels = " | ".join(f"epochs to {level}" for level in LEVELS)
     lines = [
         "# DETR beside Deformable DETR, small",

@@ -1,4 +1,4 @@
-"""A picture of what a detector finds on pictures whose objects are known."""
+"""Drawing of detections on annotated pictures."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class Found:
 
 @dataclass(frozen=True)
 class Judged:
-    """What was found on a picture, and what was not.
+    """Detections on a picture, and the objects missed.
 
     Attributes:
-        pairs: Each detection with the name of the object that it lies on, None where it lies on none.
+        pairs: Each detection with the name of the object that it matches, or None.
         missed: The boxes of the other objects.
     """
 
@@ -41,7 +41,7 @@ class Judged:
 
 
 def known_objects(annotations: Path) -> dict[str, list[tuple[Rectangle, str]]]:
-    """The boxes and names of a COCO file, by the name of the picture's file."""
+    """Return the boxes and names of a COCO file, keyed by the picture's file name."""
     content = json.loads(annotations.read_text(encoding="utf-8"))
     names = {category["id"]: category["name"] for category in content["categories"]}
     files = {image["id"]: image["file_name"] for image in content["images"]}
@@ -53,7 +53,7 @@ def known_objects(annotations: Path) -> dict[str, list[tuple[Rectangle, str]]]:
 
 
 def judge(found: Sequence[Found], objects: Sequence[tuple[Rectangle, str]]) -> Judged:
-    """Give each detection, the surest first, the object with which it shares more than half of both areas' union."""
+    """Match each detection, by falling score, with the object whose IoU with it is above one half."""
     free, pairs = list(objects), []
     for one in sorted(found, key=lambda one: -one.score):
         shares = [_share(one.box, box) for box, _ in free]
@@ -69,10 +69,10 @@ def draw(
     threshold: float,
     out: Path,
 ) -> str:
-    """Save the pictures with what ``detect`` finds on them from a score of ``threshold`` on.
+    """Save the pictures with the detections whose score is at least ``threshold``.
 
     Returns:
-        The line below the picture.
+        The caption of the picture.
     """
     judged = [
         judge([one for one in detect(file) if one.score >= threshold], objects.get(file.name, [])) for file in files
@@ -91,7 +91,7 @@ def draw(
 
 
 def summary(judged: Sequence[Judged], threshold: float) -> str:
-    """Say in one line how many objects were found and what the colours mean."""
+    """Return one line that counts the objects found and explains the colours."""
     pairs = [pair for each in judged for pair in each.pairs]
     hits = sum(name is not None for _, name in pairs)
     right = sum(one.name == name for one, name in pairs)
@@ -103,7 +103,7 @@ def summary(judged: Sequence[Judged], threshold: float) -> str:
 
 
 def _annotate(panel: Image.Image, judged: Judged, scale: float) -> None:
-    """Draw boxes and labels on a picture that is ``scale`` times as large as the one they are of."""
+    """Draw boxes and labels on a picture magnified by ``scale``."""
     pen = ImageDraw.Draw(panel)
     frame = panel.size
     missed = [_scaled(box, scale, frame) for box in judged.missed]
@@ -141,7 +141,7 @@ def _dashed(pen: ImageDraw.ImageDraw, box: Rectangle, dash: int = 14) -> None:
 
 
 def _share(a: Rectangle, b: Rectangle) -> float:
-    """Intersection over union."""
+    """Return intersection over union."""
     shared = overlap(a, b)
     areas = sum((box[2] - box[0]) * (box[3] - box[1]) for box in (a, b))
     return shared / (areas - shared) if shared else 0.0

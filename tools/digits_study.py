@@ -2,21 +2,21 @@
 
 ::
 
-    python -m tools.digits_study deformable          # alone, with 0010, beside 1111; scale and rotation vary
+    python -m tools.digits_study deformable          # alone, with 0010, compared with 1111; varied scale and rotation
     python -m tools.digits_study sharing             # the thesis' Table 4.2: shared projections, refinement
     python -m tools.digits_study paddings            # the thesis' Tables 3.3 and 3.4: paddings, smoothings, windows
     python -m tools.digits_study sharing OUT --settings j-conv h-shared i-shared-refined --seeds 0
     python -m tools.digits_study deformable OUT --train 'train_cfg.max_epochs=12'    # --cfg-options, for every setting
     python -m tools.digits_study paddings OUT --add 'nl=nl_narrow-r18_digits' --settings cc nl
 
-    OUT/pretrained/              the plain network whose backbone every setting starts from; backbone.pth
+    OUT/pretrained/              the plain network with whose backbone every setting starts; backbone.pth
     OUT/SETTING-SEED/            the last checkpoint, mmengine's logs, train.log, result.json
-    OUT/STUDY.{md,json}          the table of all that is there, rewritten after each training
+    OUT/STUDY.{md,json}          the table of all finished trainings, rewritten after each one
 
-OUT is ``work_dirs/STUDY_study`` by default, and the sets are made in ``--data`` where they are missing: ``digits``, of
-which the backbone has learned, and for the first study ``digits_varied``. As the papers' networks start from ImageNet's
-weights, all but the backbone is new. Each training is mmdet's or mmsegmentation's own on one CPU thread. What has a
-``result.json`` is kept; an interrupted training begins again.
+OUT is ``work_dirs/STUDY_study`` by default. Missing sets are created in ``--data``: ``digits``, on which the backbone
+is trained, and for the first study ``digits_varied``. Only the backbone is pretrained, as the papers' networks start
+from ImageNet weights. Each training is mmdet's or mmsegmentation's own, on one CPU thread. Trainings with a
+``result.json`` are not repeated; an interrupted training restarts from the beginning.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ with extras("tools"):
 SEEDS = (0, 1, 2)
 SIZE = (128, 160)  # pixels (H, W) for which multiply-adds are counted
 VARIED = Recipe(sides=(14, 100), turn=60.0)
-SHORT = (  # of 1,000 steps
+SHORT = (  # instead of 1,000 steps
     "max_iters=400 train_cfg.max_iters=400 train_cfg.val_interval=200 param_scheduler.1.T_max=350 "
     "param_scheduler.1.end=400"
 )
@@ -58,12 +58,12 @@ class Study:
     """Settings to compare.
 
     Attributes:
-        title: Of the table.
+        title: Title of the table.
         toolkit: ``'mmdet'`` or ``'mmseg'``.
-        data: Folder in ``--data``, and its recipe.
-        recipe: Of the pictures.
-        pretrained: Config of the network that the backbone comes from.
-        metric: Its name in mmengine's log.
+        data: Folder in ``--data``.
+        recipe: Recipe of the pictures.
+        pretrained: Config of the network that provides the backbone.
+        metric: Name of the metric in mmengine's log.
         settings: Name to a config of ``configs/TOOLKIT/digits``, then ``--cfg-options``.
         train: ``--cfg-options`` of every setting.
     """
@@ -79,11 +79,11 @@ class Study:
 
     @property
     def unit(self) -> str:
-        """The metric's name in the table, in percent."""
+        """Name of the metric in the table, where it is in percent."""
         return "mAP" if self.toolkit == "mmdet" else "mIoU"
 
     def percent(self, value: float) -> float:
-        """``value`` of the log in percent."""
+        """Convert a ``value`` of the log to percent."""
         return round(100 * value, 2) if self.toolkit == "mmdet" else value
 
 
@@ -133,7 +133,7 @@ STUDIES = {
 
 
 def training_tool(toolkit: str) -> Path:
-    """``tools/train.py`` of mmdet or mmseg, which their packages bring along."""
+    """Return the path of ``tools/train.py`` of mmdet or mmseg, which their packages contain."""
     need(toolkit)
     spec = importlib.util.find_spec(toolkit)
     assert spec is not None
@@ -142,7 +142,7 @@ def training_tool(toolkit: str) -> Path:
 
 
 def prepare(folder: Path, recipe: Recipe) -> None:
-    """Make a set where it is missing.
+    """Create a set if it is missing.
 
     Raises:
         StudyError: ``folder`` holds other files, or a set of another recipe.
@@ -156,7 +156,7 @@ def prepare(folder: Path, recipe: Recipe) -> None:
 
 
 def data_options(toolkit: str, data: Path) -> list[str]:
-    """``--cfg-options`` that let a config read ``data``."""
+    """Return the ``--cfg-options`` that make a config read ``data``."""
     found = [f"{part}_dataloader.dataset.data_root={data}/" for part in ("train", "val", "test")]
     if toolkit == "mmdet":
         found += [f"{part}_evaluator.ann_file={data / 'annotations/val.json'}" for part in ("val", "test")]
@@ -167,7 +167,7 @@ def config_file(toolkit: str, name: str) -> Path:
     """Return the file of a config: a name in ``configs/TOOLKIT/digits``, or a path.
 
     Raises:
-        StudyError: there is none.
+        StudyError: the config does not exist.
     """
     folder = ROOT / "configs" / toolkit / "digits"
     file = folder / f"{name}.py"
@@ -179,7 +179,7 @@ def config_file(toolkit: str, name: str) -> Path:
 
 
 def size_of(toolkit: str, words: Sequence[str]) -> dict[str, int]:
-    """Parameters of a setting's network, and multiply-adds of an image of ``SIZE``, on shapes alone.
+    """Count the parameters of a setting's network, and its multiply-adds for an image of ``SIZE``, on shapes alone.
 
     Args:
         toolkit: ``'mmdet'`` or ``'mmseg'``.
@@ -223,7 +223,7 @@ def read_log(folder: Path, metric: str) -> dict[str, list[float]]:
 
 
 def keep_backbone(folder: Path) -> Path:
-    """Write the backbone's weights of a finished training to ``backbone.pth`` beside them, once; its path."""
+    """Write the backbone's weights of a finished training to ``backbone.pth``, once; return its path."""
     import torch
 
     path = folder / "backbone.pth"
@@ -237,15 +237,15 @@ def keep_backbone(folder: Path) -> Path:
 
 
 def finished(study: Study, name: str, seed: int, words: list[str], folder: Path, more: list[str]) -> dict[str, Any]:
-    """Train a setting in ``folder``, or read what was found there before.
+    """Train a setting in ``folder``, or read the stored result.
 
     Args:
-        study: Its study.
-        name: What the table calls it.
-        seed: Of everything that is random.
-        words: The name of its config, then ``--cfg-options``.
+        study: Study of the setting.
+        name: Its name in the table.
+        seed: Seed of all random numbers.
+        words: Name of its config, then ``--cfg-options``.
         folder: Its work directory.
-        more: ``--cfg-options`` that are the same for every setting: where data and backbone are.
+        more: ``--cfg-options`` for every setting: the paths of data and backbone.
 
     Raises:
         StudyError: the training failed, or was run with other options.
@@ -272,13 +272,13 @@ def finished(study: Study, name: str, seed: int, words: list[str], folder: Path,
 
 
 def spread(values: Sequence[float]) -> str:
-    """Mean ± standard deviation."""
+    """Return mean ± standard deviation."""
     deviation = f" ± {statistics.stdev(values):.1f}" if len(values) > 1 else ""
     return f"{statistics.fmean(values):.1f}{deviation}"
 
 
 def markdown(study: Study, results: Sequence[Mapping[str, Any]], where: Mapping[str, str]) -> str:
-    """The table of ``results``."""
+    """Return the table of ``results``."""
     lines = [
         f"# {study.title}", "", ", ".join(f"{k} {v}" for k, v in where.items()), "",
         f"| setting | config and options | parameters | M multiply-adds | seeds | {study.unit}, % | CPU s |",
@@ -296,7 +296,7 @@ def markdown(study: Study, results: Sequence[Mapping[str, Any]], where: Mapping[
 
 
 def report(which: str, settings: Mapping[str, list[str]], output: Path) -> str:
-    """Write the table of every training that is finished in ``output`` and was run as now; the table."""
+    """Write the table of every finished training in ``output`` whose options are current, and return it."""
     study, results = STUDIES[which], []
     for name, words in settings.items():
         for path in sorted(output.glob(f"{name}-*/result.json")):
@@ -313,7 +313,7 @@ def report(which: str, settings: Mapping[str, list[str]], output: Path) -> str:
 
 
 def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, dict[str, list[str]]]:
-    """The options, and all settings: a config's name and ``--cfg-options`` each."""
+    """Parse the options; return them and all settings, each a config's name and ``--cfg-options``."""
     parser = argparse.ArgumentParser(
         prog="python -m tools.digits_study", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

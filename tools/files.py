@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all."""
+"""Atomic file writes: a file is written completely or not at all."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ __all__ = ["write", "write_text"]
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write ``text`` to ``path``."""
+    """Write ``text`` to ``path`` atomically."""
     write(path, lambda partial: partial.write_text(text))

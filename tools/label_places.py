@@ -1,4 +1,4 @@
-"""Places for labels beside boxes: inside the frame, and not on one another."""
+"""Places for labels beside boxes, inside the frame and without overlap."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Rectangle = tuple[float, float, float, float]  # left, top, right, bottom
 
 
 def overlap(a: Rectangle, b: Rectangle) -> float:
-    """The area that two rectangles share."""
+    """Return the area of the intersection of two rectangles."""
     width, height = min(a[2], b[2]) - max(a[0], b[0]), min(a[3], b[3]) - max(a[1], b[1])
     return max(width, 0) * max(height, 0)
 
@@ -23,17 +23,17 @@ def place(
 ) -> list[Rectangle]:
     """Find a place for the label of each box.
 
-    A label stays inside the frame and off the labels before it. Of the places that do, it takes the one that hides
-    least of the boxes and is closest to its own, above rather than below.
+    A label stays inside the frame and does not cover earlier labels. Of the remaining places, the one that hides
+    least of the boxes and is closest to its own box is chosen, above it rather than below.
 
     Args:
-        boxes: What is labelled, the most important first.
+        boxes: Boxes to label, the most important first.
         sizes: Width and height of each label.
         frame: Width and height of the picture.
-        others: Further boxes, without a label, that had better not be hidden.
+        others: Further boxes, without a label, that should stay visible.
 
     Returns:
-        A rectangle for each label. Two overlap only where the frame has no room left.
+        A rectangle for each label. Two overlap only if the frame has no room left.
     """
     shown = [*boxes, *others]
     taken: list[Rectangle] = []
@@ -52,7 +52,7 @@ def place(
 
 
 def _places(box: Rectangle, size: tuple[float, float], frame: tuple[float, float]) -> list[Rectangle]:
-    """Above, below, beside and inside the box, moved into the frame."""
+    """Return places above, below, beside and inside the box, moved into the frame."""
     left, top, right, bottom = box
     width, height = size
     columns = [left, (left + right - width) / 2, right - width, left - width / 2, right - width / 2]
@@ -63,7 +63,7 @@ def _places(box: Rectangle, size: tuple[float, float], frame: tuple[float, float
 
 
 def _grid(size: tuple[float, float], frame: tuple[float, float]) -> list[Rectangle]:
-    """Everywhere in the frame, half a label apart."""
+    """Return places all over the frame, half a label apart."""
     xs = np.arange(0, max(frame[0] - size[0], 0) + 1, size[0] / 2)
     ys = np.arange(0, max(frame[1] - size[1], 0) + 1, size[1] / 2)
     return [_inside(float(x), float(y), size, frame) for y in ys for x in xs]
@@ -75,7 +75,7 @@ def _inside(x: float, y: float, size: tuple[float, float], frame: tuple[float, f
 
 
 def _distance(label: Rectangle, box: Rectangle) -> float:
-    """How far the label is from the box, a little farther below it than above."""
+    """Return the distance of the label from the box, with a small penalty below the box."""
     across = max(box[0] - label[2], label[0] - box[2], 0)
     along = max(box[1] - label[3], label[1] - box[3], 0)
     below = 0.1 * (label[3] - label[1]) if label[1] >= box[1] else 0

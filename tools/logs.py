@@ -1,4 +1,4 @@
-"""Other libraries' logs."""
+"""Logging of other libraries."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Leave logging as it is while fairseq is imported, one of whose modules shows every library's debugging."""
+    """Preserve the logging configuration while fairseq is imported, which turns on debug output of all libraries."""
     root, silent = logging.getLogger(), logging.NullHandler()
     level = root.level
-    root.addHandler(silent)  # where there is a handler, fairseq adds none
+    root.addHandler(silent)  # with a handler present, fairseq adds none
     try:
         yield
     finally:

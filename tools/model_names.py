@@ -1,4 +1,4 @@
-"""Answer a model name that timm does not know by the names nearest to it."""
+"""Suggestions for model names that timm does not know."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import difflib
 
 
 def check_model_name(name: str) -> str | None:
-    """Return a model name with timm's names nearest to it, or None where timm has it: "must be ..., got" + this.
+    """Return an unknown model name with timm's nearest names, or None for a known name.
 
     >>> check_model_name("aa_resnet51")
     "'aa_resnet51': did you mean aa_resnet50, aa_resnet152 or aa_resnet101?"
@@ -27,7 +27,7 @@ def check_model_name(name: str) -> str | None:
 
 
 def is_built_for_a_size(name: str) -> bool:
-    """Whether a model of timm is built for images of one size, its ``img_size``: position tables are of that size."""
+    """Return whether a timm model has a fixed image size, ``img_size``, such as that of its position tables."""
     import timm
 
     cfg = timm.get_pretrained_cfg(name, allow_unregistered=True)

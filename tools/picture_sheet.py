@@ -1,4 +1,4 @@
-"""Sheets of panels with titles and one line below that says what to see, in twice the pixels that they are shown at."""
+"""Sheets of panels with titles and one caption line, at twice their display resolution."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from PIL import Image, ImageDraw
 
 from tools.captioning.lettering import lettering_for
 
-Place = tuple[int, int, int, int]  # left, top, width, height, from within the margin
+Place = tuple[int, int, int, int]  # left, top, width, height, relative to the margin
 MARGIN, GAP = 16, 16
-WIDTH = 1800 - 2 * MARGIN  # of the panels together; the sheet is shown 900 wide
-TITLE, CAPTION = 24, 26  # the size of their letters
+WIDTH = 1800 - 2 * MARGIN  # total width of the panels; the sheet is displayed 900 pixels wide
+TITLE, CAPTION = 24, 26  # font sizes
 TITLE_HEIGHT, CAPTION_HEIGHT = 38, 52
 INK, PAPER = "#1a202c", "#ffffff"
 
@@ -22,12 +22,12 @@ def justified(sizes: Sequence[tuple[int, int]], columns: int, width: int = WIDTH
 
     Args:
         sizes: Width and height of each picture.
-        columns: Pictures a row.
-        width: Of the sheet.
-        gap: Between two pictures.
+        columns: Pictures in a row.
+        width: Width of the sheet.
+        gap: Space between two pictures.
 
     Returns:
-        The place of each picture. A row that is not full is as high as the one before it.
+        The place of each picture. An incomplete row is as high as the row before it.
     """
     places: list[Place] = []
     top = height = 0
@@ -46,7 +46,7 @@ def justified(sizes: Sequence[tuple[int, int]], columns: int, width: int = WIDTH
 
 
 def sheet(places: Sequence[Place], caption: str) -> Image.Image:
-    """Return white paper that holds panels at ``places``, a margin around, and a line of ``caption`` below."""
+    """Return a white sheet for panels at ``places``, with a margin and a line of ``caption`` below."""
     right, bottom = (max(place[side] + place[side + 2] for place in places) for side in (0, 1))
     picture = Image.new("RGB", (right + 2 * MARGIN, bottom + MARGIN + CAPTION_HEIGHT), PAPER)
     lettering = lettering_for(caption)
@@ -57,7 +57,7 @@ def sheet(places: Sequence[Place], caption: str) -> Image.Image:
 
 
 def title(picture: Image.Image, at: tuple[int, int], text: str, width: int) -> None:
-    """Write a title into ``TITLE_HEIGHT`` pixels below ``at``, its upper left corner; what is too long is cut off."""
+    """Draw a title in the ``TITLE_HEIGHT`` pixels below ``at``, its upper left corner; long titles are cut off."""
     lettering = lettering_for(text)
     text, size = lettering.fitted(text, TITLE, 12, width)
     place = at[0], at[1] + TITLE_HEIGHT / 2

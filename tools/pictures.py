@@ -1,4 +1,4 @@
-"""Pictures from files."""
+"""Reading of picture files."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from PIL import Image, ImageOps
 
 
 class BadPicture(RuntimeError):
-    """A file that is no picture."""
+    """A file that cannot be read as a picture."""
 
 
 def open_picture(file: str | Path) -> Image.Image:
-    """The picture in RGB, upright as its EXIF tag says, on white where it is transparent.
+    """Open a picture in RGB, rotated by its EXIF tag, with transparent parts in white.
 
     Raises:
-        BadPicture: the file cannot be read as one.
+        BadPicture: the file cannot be read as a picture.
     """
     try:
         with Image.open(file) as picture:
@@ -28,7 +28,7 @@ def _upright(picture: Image.Image) -> Image.Image:
     picture.load()
     try:
         return ImageOps.exif_transpose(picture)
-    except Exception:  # a broken tag does not make a broken picture
+    except Exception:  # the picture is usable even if its tag is broken
         return picture
 
 

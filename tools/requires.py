@@ -1,6 +1,6 @@
-"""What a tool answers where a package is not installed: one line with the command that installs it.
+"""One-line errors for missing packages, with the command that installs them.
 
-At the head of a tool, around the imports that a plain ``pip install .`` does not bring::
+At the head of a tool, around imports that a plain ``pip install .`` does not provide::
 
     from tools.requires import extras
 
@@ -10,13 +10,13 @@ At the head of a tool, around the imports that a plain ``pip install .`` does no
 
         from tools.classification.config import Config
 
-and before work that needs a package which is imported later::
+and before work that needs a package imported later::
 
     need("tensorboard")
 
-Run without timm, the tool then ends with status 1 and the line ``tools.train_classifier needs timm, which is not
-installed: python -m attn_plugins install timm tools``. Imported by anything but a tool, it raises the usual
-ModuleNotFoundError.
+Without timm, the tool then exits with status 1 and the line ``tools.train_classifier needs timm, which is not
+installed: python -m attn_plugins install timm tools``. If the module is imported by anything but a tool, the usual
+ModuleNotFoundError is raised.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 
-# What `python -m attn_plugins install` calls the packages that a module belongs to; "" for attn_plugins' own.
+# Module to the name of its packages in `python -m attn_plugins install`; "" for attn_plugins' own.
 EXTRAS = {
     "attn_plugins": "",
     "numpy": "captioning",
@@ -48,17 +48,17 @@ EXTRAS = {
     "lmdb": "captioning",
     "pycocoevalcap": "captioning",
 }
-# Toolkits, likewise. A tool that lacks one names this one alone.
+# Toolkits, likewise. If a toolkit is missing, the error names only the toolkit.
 STACKS = {"cv2": "mm", "mmcv": "mm", "mmdet": "mm", "mmengine": "mm", "mmseg": "mm"}
 STACKS |= {"fairseq": "fairseq", "sacrebleu": "fairseq"}
 
 
 @contextmanager
 def extras(*names: str) -> Iterator[None]:
-    """Turn a missing package into one line that ends the running tool.
+    """Exit the running tool with one line if a package is missing.
 
     Args:
-        names: The extras of pyproject.toml that the tool needs; the line's command installs them all at once.
+        names: The extras of pyproject.toml that the tool needs; the command in the error installs them all.
 
     Raises:
         SystemExit: A tool is running and a package of :data:`EXTRAS` or :data:`STACKS` is missing.
@@ -73,11 +73,11 @@ def extras(*names: str) -> Iterator[None]:
 
 
 def need(*modules: str, extras: tuple[str, ...] = ()) -> None:
-    """End the running program with one line where one of ``modules`` is not installed.
+    """Exit the running program with one line if one of ``modules`` is not installed.
 
     Args:
-        modules: Names as they are imported, of :data:`EXTRAS` or :data:`STACKS`.
-        extras: Further extras that the line's command shall install.
+        modules: Import names, keys of :data:`EXTRAS` or :data:`STACKS`.
+        extras: Further extras that the command in the error installs.
 
     Raises:
         SystemExit: A module is missing.
@@ -88,7 +88,7 @@ def need(*modules: str, extras: tuple[str, ...] = ()) -> None:
 
 
 def install_command(module: str, extras: tuple[str, ...] = ()) -> str | None:
-    """Return the command that installs ``module``, or None where it is not one that tools need."""
+    """Return the command that installs ``module``, or None if no tool needs it."""
     if module in STACKS:
         return f"python -m attn_plugins install {STACKS[module]}"
     if module not in EXTRAS:

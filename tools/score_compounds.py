@@ -1,4 +1,4 @@
-"""Score the output of fairseq-generate as papers on WMT English-German do: BLEU of tokens, with compounds split.
+"""Score the output of fairseq-generate like papers on WMT English-German: BLEU of tokens, with compounds split.
 
 ::
 
@@ -8,12 +8,12 @@
 
 A hyphen between two characters becomes a token, ``##AT##-##AT##``, in translations and references, by the rule of
 tensor2tensor's and fairseq's scripts, ``s{(\\S)-(\\S)}{$1 ##AT##-##AT## $2}g``; so ``a-b-c`` is split once. Text that
-has the token ``##AT##-##AT##`` there, or ``@-@`` (Moses with ``-a``, as in fairseq's prepare-wmt14en2de.sh), is split
-already: it is left alone, and both figures are the same. BLEU of tokens counts them as they are, case-sensitive and
-without smoothing, as multi-bleu.perl does (sacrebleu with ``tokenize="none"``).
+already has the token ``##AT##-##AT##`` or ``@-@`` (Moses with ``-a``, as in fairseq's prepare-wmt14en2de.sh) is left
+unchanged, and both scores are equal. BLEU of tokens is case-sensitive and without smoothing, as in multi-bleu.perl
+(sacrebleu with ``tokenize="none"``).
 
-sacreBLEU stands beside them, of lines D and T. It can be compared with others' where those lines are detokenised,
-which ``fairseq-generate --tokenizer moses`` does; lines T are then no tokens, and ``--reference`` gives them.
+sacreBLEU is computed from lines D and T. It is comparable with other work if those lines are detokenised, by
+``fairseq-generate --tokenizer moses``; lines T are then not tokens, and ``--reference`` must provide the tokens.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ with extras():
 
 LINE = re.compile(r"([THD])-(\d+)\t(.*)")
 FINISHED = re.compile(r"^Generate .+ with beam=", re.MULTILINE)
-HYPHEN = re.compile(r"(?<!\S)(?:@-@|##AT##-##AT##)(?!\S)|(\S)-(\S)")  # what is split already, or a compound
+HYPHEN = re.compile(r"(?<!\S)(?:@-@|##AT##-##AT##)(?!\S)|(\S)-(\S)")  # an existing split, or a compound
 
 
 @dataclass(frozen=True)
 class Generated:
-    """What fairseq-generate printed, in the order of the test set.
+    """Sentences printed by fairseq-generate, in the order of the test set.
 
     Attributes:
         references: Lines T.
         hypotheses: Lines H, the best of each sentence: tokens.
-        detokenised: Lines D, of the same; equal to ``hypotheses`` without ``--tokenizer``.
+        detokenised: Lines D of the same sentences; equal to ``hypotheses`` without ``--tokenizer``.
     """
 
     references: list[str]
@@ -53,10 +53,10 @@ class Generated:
 
 
 def read(log: str, name: str = "the output") -> Generated:
-    """The sentences of an output of fairseq-generate.
+    """Parse the sentences of an output of fairseq-generate.
 
     Raises:
-        ValueError: it is none, is not finished, or lacks a sentence.
+        ValueError: the text is not such an output, is not finished, or lacks a sentence.
     """
     found: dict[str, dict[int, str]] = {"T": {}, "H": {}, "D": {}}
     for match in filter(None, map(LINE.fullmatch, log.split("\n"))):
@@ -84,7 +84,7 @@ def read(log: str, name: str = "the output") -> Generated:
 
 
 def split_compounds(line: str) -> str:
-    """``line`` with ``a-b`` as ``a ##AT##-##AT## b``.
+    """Return ``line`` with ``a-b`` replaced by ``a ##AT##-##AT## b``.
 
     >>> split_compounds("das Ost-West-Projekt - heute")
     'das Ost ##AT##-##AT## West ##AT##-##AT## Projekt - heute'
@@ -93,7 +93,7 @@ def split_compounds(line: str) -> str:
 
 
 def token_bleu(hypotheses: Iterable[str], references: Iterable[str]) -> Any:
-    """Corpus BLEU of tokens as they are; sacrebleu's ``BLEUScore``."""
+    """Return corpus BLEU of given tokens, as sacrebleu's ``BLEUScore``."""
     from sacrebleu.metrics import BLEU
 
     bleu = BLEU(tokenize="none", smooth_method="none", force=True)
@@ -101,11 +101,11 @@ def token_bleu(hypotheses: Iterable[str], references: Iterable[str]) -> Any:
 
 
 def scores(generated: Generated, references: list[str] | None = None) -> dict[str, Any]:
-    """BLEU of tokens, of tokens with compounds split, and sacreBLEU with its signature.
+    """Compute BLEU of tokens, of tokens with compounds split, and sacreBLEU with its signature.
 
     Args:
-        generated: Of :func:`read`.
-        references: Tokens, in the order of the test set; None: lines T, where they are no detokenised text.
+        generated: Result of :func:`read`.
+        references: Tokens, in the order of the test set; None uses lines T, unless they are detokenised text.
     """
     from sacrebleu.metrics import BLEU
 
@@ -126,7 +126,7 @@ def scores(generated: Generated, references: list[str] | None = None) -> dict[st
 
 
 def table(found: dict[str, Any]) -> str:
-    """The scores as lines."""
+    """Format the scores as lines of text."""
     lines = [f"{found['sentences']:,} sentences"]
     if "bleu" in found:
         lines += [f"tokens                     {found['detail']}"]
@@ -139,10 +139,10 @@ def table(found: dict[str, Any]) -> str:
 
 
 def read_lines(path: Path, count: int) -> list[str]:
-    """The ``count`` lines of a file.
+    """Read the ``count`` lines of a file.
 
     Raises:
-        ValueError: there are more or fewer.
+        ValueError: the file has more or fewer lines.
     """
     lines = path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
     if len(lines) != count:

@@ -13,35 +13,35 @@
     python -m tools.show_attention attn1111_resnet50 photo.jpg --checkpoint best.safetensors --parts
     python -m tools.show_attention --fairseq checkpoint_best.pt --data data-bin "a sentence to translate"
 
-MODEL is timm's name of a model, or a config (a file or 'mmdet::…') of mmdet or mmseg, with any of our attention modules
-in it, or of a transformer, stock or with our layers: what timm makes of its VisionTransformer or NaFlexVit (ViT, DeiT,
-DINOv2), its Swin and Swin V2, or TimeSformer, DETR and its relatives, MaskFormer, Mask2Former. A timm model sees the
+MODEL is a timm model name, or a config (a file or 'mmdet::…') of mmdet or mmseg, of a model that contains any of our
+attention modules or is a transformer, stock or with our layers: timm's VisionTransformer and NaFlexVit (ViT, DeiT,
+DINOv2), Swin and Swin V2, or TimeSformer, DETR and its relatives, MaskFormer, Mask2Former. A timm model receives the
 whole picture, resized to --input-size, else to the size that a checkpoint of tools.train_classifier was trained at,
-else to the model's own; a line says which.
+else to the model's own; a printed line says which.
 
-Written are a PNG grid for every layer (heads in rows, pixels in columns, as in Bello et al. 2019, Fig. 9 and 10) and
-attention.html, one self-contained page on which a click or the arrow keys choose the pixel. Beside the greatest weight
-of a map stands the uniform one, 1 / number of keys. In Python: attn_plugins.modules.capture_attention.
+The tool writes a PNG grid for every layer (heads in rows, pixels in columns, as in Bello et al. 2019, Fig. 9 and 10)
+and attention.html, a self-contained page on which a click or the arrow keys choose the pixel. The greatest weight of a
+map is shown beside the uniform weight, 1 / number of keys. In Python: attn_plugins.modules.capture_attention.
 
-Of timm's vision transformers a query may also be the cls token, by --pixels cls or a button of the page. The mean of
-all heads comes first, and beside a map stands what the cls token and registers weigh. --rollout adds what reaches the
-cls token, or a patch, over all layers, residual connections included (Abnar and Zuidema 2020).
+For timm's vision transformers a query may also be the cls token, by --pixels cls or a button of the page. The mean of
+all heads comes first, and each map shows the weights of the cls token and registers beside it. --rollout adds the
+attention rollout to the cls token, or to a patch, over all layers with residual connections (Abnar and Zuidema 2020).
 
-TimeSformer sees a clip, a video or a folder of frames. For every step of its attention and every query, FRAME,Y,X or
-cls, a PNG has the frames in a row with the share of the weight that each has; on the page frames lie side by side. Each
-step has its own keys, so that 'divided' shows time and space apart. --rollout counts every step as a layer.
+TimeSformer receives a clip, a video or a folder of frames. For every step of its attention and every query, FRAME,Y,X
+or cls, a PNG shows the frames in a row, each with its share of the weight; the page shows frames side by side. Each
+step has its own keys, so 'divided' shows time and space separately. --rollout treats every step as a layer.
 
-Of a transformer's object queries, PNG and page show the surest objects: where each attends with its box or mask, or
-the points that deformable attention reads for it on every level, the larger the more weight; the page takes the object
-by a click or the arrow keys. Deformable encoders show these points for the chosen pixels. --slots draws the centres of
-every query's boxes over many pictures, as in Carion et al. 2020, Fig. 7.
+For a transformer with object queries, PNG and page show the objects with the highest scores: where each attends, with
+its box or mask, or the points that deformable attention samples for it on every level, larger for larger weights. On
+the page a click or the arrow keys choose the object. Deformable encoders show these points for the chosen pixels.
+--slots draws the centres of every query's boxes over many pictures, as in Carion et al. 2020, Fig. 7.
 
---parts adds, where logits have several terms (content and position; ε1 to ε4), what each would attend to alone: the
-softmax of its own logits, as in Fig. 3.4 of the thesis. LAYER.parts.png has the parts and the whole in a row for every
-query, the mean of all heads; the page has a switch. --rollout and deformable attention have no parts.
+--parts adds, for logits with several terms (content and position; ε1 to ε4), the attention of each term alone: the
+softmax of its own logits, as in Fig. 3.4 of the thesis. LAYER.parts.png shows the parts and the whole in a row for
+every query, averaged over heads; the page has a switch. --rollout and deformable attention have no parts.
 
---fairseq takes a checkpoint of fairseq-train, of our models or fairseq's own, and a sentence in the place of MODEL. The
-page and a PNG of every layer show self-attention in it and in its translation, and the alignment of both.
+--fairseq takes a checkpoint of fairseq-train, of our models or fairseq's own, and a sentence in place of MODEL. The
+page and a PNG of every layer show self-attention in the sentence and in its translation, and the alignment of both.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from typing import Any
 from tools.requires import extras
 
 with extras("timm", "tools"):
-    import matplotlib  # noqa: F401 - missed here, before a model is built and run
+    import matplotlib  # noqa: F401 - fail here, before a model is built and run
     import yaml
 
     from tools.attention_view.clips import draw_clip, file_name, open_frames, parse_places, see_clip, sees_clips
@@ -92,7 +92,7 @@ NO_PARTS = "no layer shown has more than one term in its logits: there are no pa
 
 
 def show(options: argparse.Namespace) -> list[Path]:
-    """Do what the command line asks for; the files written."""
+    """Run the command line; return the files written."""
     check_sentence_options(options)
     if options.fairseq is not None:
         return show_sentence(options)
@@ -131,7 +131,7 @@ def show(options: argparse.Namespace) -> list[Path]:
 
 
 def listing(model: Any, mm: bool) -> str:
-    """The names of all attention layers, and of a transformer's layers what looks at what."""
+    """List the names of all attention layers, with the queries and keys of a transformer's layers."""
     plain = timm_layers(model)
     if not mm:
         return "\n".join(plain)
@@ -139,7 +139,7 @@ def listing(model: Any, mm: bool) -> str:
 
 
 def look(model: Any, mm: bool, options: argparse.Namespace) -> list[Path]:
-    """Show the model the picture or clip, and write what it attends to; the files."""
+    """Run the model on the picture or clip and write its attention; return the files."""
     if not mm and sees_clips(model):
         return look_at_clip(model, options)
     if is_clip(options.image):
@@ -160,7 +160,7 @@ def look(model: Any, mm: bool, options: argparse.Namespace) -> list[Path]:
 
 
 def look_at_clip(model: Any, options: argparse.Namespace) -> list[Path]:
-    """As :func:`look`, of a TimeSformer."""
+    """Run :func:`look` for a TimeSformer."""
     frames = open_frames(model, options.image)
     places = parse_places(options.pixels, len(frames), (frames[0].height, frames[0].width), model)
     size, why = timm_size(model, options.checkpoint, options.input_size)
@@ -178,7 +178,7 @@ def look_at_clip(model: Any, options: argparse.Namespace) -> list[Path]:
 
 
 def folder_of(options: argparse.Namespace, image: Path) -> Path:
-    """Where the files of a model and a picture go."""
+    """Return the folder for the files of a model and a picture."""
     if options.output is not None:
         return options.output
     identity = options.model, options.model_args, options.checkpoint, image
@@ -188,7 +188,7 @@ def folder_of(options: argparse.Namespace, image: Path) -> Path:
 
 
 def write_view(view: View, pixels: Sequence[Cell], options: argparse.Namespace) -> list[Path]:
-    """Write the grids and the page; the files."""
+    """Write the grids and the page; return the files."""
     output = folder_of(options, options.image)
     places: list[Any] = [pixel for pixel in pixels if pixel != CLS]
     drawn = []
@@ -214,7 +214,7 @@ def write_view(view: View, pixels: Sequence[Cell], options: argparse.Namespace) 
 
 
 def write_view_page(view: View, options: argparse.Namespace, output: Path) -> Path:
-    """Write the page; the file."""
+    """Write the page; return the file."""
     file = output / "attention.html"
     title = f"Attention of {Path(options.model).name} on {options.image.name}"
     for note in write_page(view, title, file, options.parts):

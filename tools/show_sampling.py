@@ -1,13 +1,13 @@
-"""Draws where an attended detector looks: sampling points of deformable convolutions and key-saliency maps.
+"""Draw where a detector with attention looks: sampling points of deformable convolutions, and key-saliency maps.
 
-For any mm detector config with our layers, its checkpoint and an image::
+For any mmdet config with our layers, its checkpoint and an image::
 
     python -m tools.show_sampling CONFIG CHECKPOINT IMAGE OUT.png
     python -m tools.show_sampling CONFIG CHECKPOINT IMAGE OUT.png --layer layer3.5.conv2 --query 60,80 --depth 3
 
-Left: for each query pixel (a ring; by default the centres of the surest detections) the points that a deformable
-convolution reads for it, followed down through ``--depth`` deformable layers on maps of the same size. Right: what
-the key-content term (epsilon 3, "0010") of the same block attends to, one map per head.
+Left: for each query pixel (a ring; by default the centres of the detections with the highest scores) the points that a
+deformable convolution reads for it, through ``--depth`` deformable layers on maps of the same size. Right: what the
+key-content term (epsilon 3, "0010") of the same block attends to, one map per head.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ with extras("tools"):
     from tools import picture_sheet
     from tools.picture_sheet import GAP, INK, MARGIN, PAPER, TITLE_HEIGHT, WIDTH, Place, sheet, title
 
-COLOURS = ("#ff3b3b", "#38a3ff", "#ffd60a", "#3ddc5b", "#ff6ad5", "#ff9f1a")  # of queries
+COLOURS = ("#ff3b3b", "#38a3ff", "#ffd60a", "#3ddc5b", "#ff6ad5", "#ff9f1a")  # for queries
 
 
 @dataclass
 class Seen:
-    """A layer and the input it had in a forward pass."""
+    """A layer and its input in a forward pass."""
 
     name: str
     layer: Any
@@ -46,7 +46,7 @@ class Seen:
 
 
 def record(model: nn.Module, kinds: tuple[type[nn.Module], ...], run: Callable[[], object]) -> list[Seen]:
-    """The layers of ``kinds`` with their inputs, in the order in which ``run()`` calls them."""
+    """Return the layers of ``kinds`` with their inputs, in the order in which ``run()`` calls them."""
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, kinds)}
     calls: list[Captured] = []
     with remember_calls(layers, calls.append):
@@ -55,11 +55,11 @@ def record(model: nn.Module, kinds: tuple[type[nn.Module], ...], run: Callable[[
 
 
 def sampled(seen: Seen, points: np.ndarray) -> np.ndarray:
-    """Where a deformable layer reads, for output ``points``.
+    """Return the positions that a deformable layer reads for output ``points``.
 
     Args:
         seen: The layer and its input.
-        points: (N, 2), y and x in units of the layer's output grid; rounded to its positions.
+        points: (N, 2), y and x in units of the layer's output grid; rounded to whole positions.
 
     Returns:
         (N * taps, 2), y and x in units of the layer's input grid.
@@ -78,21 +78,21 @@ def sampled(seen: Seen, points: np.ndarray) -> np.ndarray:
 
 
 def follow(layers: list[Seen], query: np.ndarray, image: tuple[int, int]) -> np.ndarray:
-    """The image points (N, 2) that ``layers``, deepest last, read for the image point ``query``, y and x."""
+    """Return the image points (N, 2) that ``layers``, deepest last, read for the image point ``query``, y and x."""
     points = np.asarray(query, float)[None]
     for seen in reversed(layers):
         grid = np.array(seen.input.shape[2:])
-        step = np.array(image) / grid  # image pixels per input cell; a cell's value sits at its centre
+        step = np.array(image) / grid  # image pixels per input cell; a cell's value is at its centre
         points = (points + 0.5) / (step * seen.layer.stride) - 0.5
         points = (sampled(seen, points) + 0.5) * step - 0.5
     return points
 
 
 def pick(layers: list[Seen], name: str | None, kind: str) -> int:
-    """Index of the layer whose name ends on ``name``; of the last one where ``name`` is None.
+    """Return the index of the layer whose name ends with ``name``, or of the last layer if ``name`` is None.
 
     Raises:
-        ValueError: no layer is called so.
+        ValueError: no layer has this name.
     """
     found = [n for n, seen in enumerate(layers) if name is None or seen.name.endswith(name)]
     if not found:
@@ -101,20 +101,20 @@ def pick(layers: list[Seen], name: str | None, kind: str) -> int:
 
 
 def chain(layers: list[Seen], last: int, depth: int) -> list[Seen]:
-    """Up to ``depth`` layers that end on number ``last`` and read maps of the size that it reads."""
+    """Return up to ``depth`` layers, the last of which has index ``last``, that read maps of the same size."""
     size = layers[last].input.shape[2:]
     return [seen for seen in layers[: last + 1] if seen.input.shape[2:] == size][-depth:]
 
 
 def saliency(seen: Seen) -> np.ndarray:
-    """The attention of a '0010' layer, the same for every query: (heads, H, W)."""
+    """Return the attention of a '0010' layer, the same for every query: (heads, H, W)."""
     with torch.no_grad():
         attention = seen.layer.attention_maps(seen.input)
     return attention[0, :, 0, 0].float().cpu().numpy()
 
 
 def distinct(found: Any) -> list[int]:
-    """The detections, surest first, without those that lie on a surer one, whatever their class."""
+    """Return the detections by falling score, without overlapping ones of any class (non-maximum suppression)."""
     boxes, kept = found.bboxes.tolist(), list[int]()
     for n in found.scores.argsort(descending=True).tolist():
         y, x = (boxes[n][1] + boxes[n][3]) / 2, (boxes[n][0] + boxes[n][2]) / 2
@@ -124,7 +124,7 @@ def distinct(found: Any) -> list[int]:
 
 
 def default_queries(found: Any, image: tuple[int, int], count: int = 3) -> list[tuple[int, int]]:
-    """The centres of the surest detections, filled up with points spread over the picture."""
+    """Return the centres of the detections with the highest scores, padded with points spread over the picture."""
     height, width = image
     boxes = [found.bboxes[n].tolist() for n in distinct(found)]
     spread = [(height // 3, width // 4), (height // 2, width // 2), (2 * height // 3, 3 * width // 4)]
@@ -143,7 +143,7 @@ def draw(
     """Save the panels: ``picture`` (H, W, 3) with queries and points, then one map per head over it, in order.
 
     Returns:
-        The line below the picture.
+        The caption of the picture.
     """
     heads = np.zeros((0, 1, 1)) if heads is None else heads
     places = _panels(picture.shape[1] / picture.shape[0], len(heads))
@@ -164,7 +164,7 @@ def draw(
 
 
 def _panels(aspect: float, heads: int) -> list[Place]:
-    """The places of a large panel, and beside it, as high together, two rows of one for each head."""
+    """Return the places of a large panel and of two rows of head panels beside it, with the same total height."""
     if not heads:
         return [(0, TITLE_HEIGHT, WIDTH // 2, round(WIDTH / 2 / aspect))]
     columns = (heads + 1) // 2
@@ -201,7 +201,7 @@ def _dot(pen: ImageDraw.ImageDraw, at: np.ndarray, radius: int, **style: Any) ->
 
 
 def _with_heat(picture: np.ndarray, heat: np.ndarray, size: tuple[int, int]) -> Image.Image:
-    """The picture in grey, and over it a map from its least value (dark) to its greatest (bright)."""
+    """Return the picture in grey, with a map over it from its least value (dark) to its greatest (bright)."""
     from matplotlib import colormaps
 
     span = max(float(np.ptp(heat)), 1e-12)
@@ -224,10 +224,10 @@ def show(
     """Run the detector on ``image`` and save the drawing.
 
     Returns:
-        The line below the picture.
+        The caption of the picture.
 
     Raises:
-        ValueError: the model has no deformable convolution of ours, or none called ``layer``.
+        ValueError: the model has no ``DeformableConv2d`` of ours, or none called ``layer``.
     """
     from mmdet.apis import inference_detector, init_detector
 
@@ -242,7 +242,7 @@ def show(
         raise ValueError(f"{config} has no DeformableConv2d of attn_plugins")
     last = pick(deformable, layer, "deformable convolution")
 
-    # The network saw a resized picture, padded below and to the right: work there, draw in the file's pixels.
+    # The network's input is resized and padded below and to the right: compute there, draw in the file's pixels.
     scale = np.array(results[0].metainfo["scale_factor"])[::-1]
     padded = tuple(results[0].metainfo["batch_input_shape"])
     queries = queries or default_queries(results[0].pred_instances.cpu(), size)
@@ -259,7 +259,7 @@ def show(
 
 
 def _unpad(heat: np.ndarray, inside: np.ndarray, padded: tuple[int, int]) -> np.ndarray:
-    """Cut a map over the padded picture to the picture itself, on a fine grid so that the edge is sharp."""
+    """Crop a map over the padded picture to the picture itself, on a fine grid for a sharp edge."""
     fine = nn.functional.interpolate(torch.as_tensor(heat)[None, None], padded, mode="bilinear")[0, 0].numpy()
     return fine[: round(inside[0]), : round(inside[1])]
 

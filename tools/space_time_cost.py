@@ -1,12 +1,12 @@
-"""Count what TimeSformer's patterns cost, over frames and resolution, and print it beside the paper's figures.
+"""Count the cost of TimeSformer's patterns over frames and resolution, and compare it with the paper's figures.
 
 python -m tools.space_time_cost
 python -m tools.space_time_cost --model timesformer_small_patch16_224 --frames 8 16 --sizes 224 --patterns divided joint
 python -m tools.space_time_cost --markdown benchmarks/space-time-cost.md --plot benchmarks/space-time-cost.svg
 python -m tools.space_time_cost --measure benchmarks/space-time-cost.json --training --markdown … --plot …
 
-Multiply-adds of one clip by torch's flop counter, on shapes alone: nothing is computed. --measure times small models as
-well, patterns in turn, with their peak memory; --measured shows what it stored.
+Multiply-adds of one clip are counted by torch's flop counter on shapes alone: nothing is computed. --measure also times
+small models, patterns in turn, with their peak memory; --measured shows the stored times.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ with extras("timm", "tools"):
 MODEL = "timesformer_base_patch16_224"
 PATTERNS = tuple(STEPS)
 FRAMES, SIZES = (8, 16, 32, 64, 96), (224, 336, 448, 560)
-VIEWS = 3  # spatial crops that the paper adds up for its cost of inference
+VIEWS = 3  # spatial crops in the paper's cost of inference
 SSV2_CLASSES = 174
 # Bertasius et al. (2021): parameters in millions, Table 1, and inference in TFLOPs, Table 3.
 PARAMETERS = {"space": "85.9", "joint": "85.9", "divided": "121.4", "local_global": "121.4", "axial": "156.8"}
@@ -45,14 +45,14 @@ COLOURS = {"space": "#718096", "joint": "#c53030", "divided": "#2b6cb0", "local_
 
 
 def build(name: str, pattern: str, frames: int, size: int, **options: int) -> torch.nn.Module:
-    """The model, without memory."""
+    """Build the model on the meta device."""
     with torch.device("meta"):
         return timm.create_model(name, pattern=pattern, num_frames=frames, img_size=size, **options).eval()
 
 
 @cache
 def cost(name: str, pattern: str, frames: int, size: int, **options: int) -> int:
-    """Multiply-adds of one clip, of all products: projections, MLPs, attention, patches and the head."""
+    """Count the multiply-adds of all products for one clip: projections, MLPs, attention, patches and the head."""
     model = build(name, pattern, frames, size, **options)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(torch.empty(1, frames, 3, size, size, device="meta"))
@@ -60,7 +60,7 @@ def cost(name: str, pattern: str, frames: int, size: int, **options: int) -> int
 
 
 def printed_figures() -> list[Row]:
-    """The paper's figures beside ours."""
+    """Return rows with the paper's figures and ours."""
     rows = []
     for pattern, printed in PARAMETERS.items():
         model = build(MODEL, pattern, 8, 224, num_classes=SSV2_CLASSES)
@@ -74,7 +74,7 @@ def printed_figures() -> list[Row]:
 
 
 def table(name: str, patterns: Sequence[str], frames: Sequence[int], sizes: Sequence[int]) -> str:
-    """TFLOPs of a clip, a row for each number of frames and size."""
+    """Return the table of TFLOPs per clip, with a row for each number of frames and size."""
     lines = ["| frames | size | " + " | ".join(patterns) + " |", "|---:|---:|" + "---:|" * len(patterns)]
     for size in sizes:
         for count in frames:
@@ -91,9 +91,9 @@ def plot(
     sizes: Sequence[int],
     data: Mapping[str, Any] | None = None,
 ) -> None:
-    """Draw cost over size, of the fewest frames, and over frames, of the smallest size (the paper's Fig. 4).
+    """Draw cost over size, for the fewest frames, and over frames, for the smallest size (the paper's Fig. 4).
 
-    With measured ``data`` a row of panels for each kind of step follows, whose bands are the quartiles.
+    With measured ``data``, a row of panels for each kind of step follows; its bands are the quartiles.
     """
     with extras("tools"):
         import matplotlib
@@ -144,7 +144,7 @@ def _draw(
 
 
 def stored(file: Path) -> dict[str, Any] | None:
-    """Read what --measure stored; None where a file is none of these."""
+    """Read the results that --measure stored; return None for any other file."""
     try:
         data = results.read(file)
     except (OSError, ValueError, AttributeError):
@@ -153,7 +153,7 @@ def stored(file: Path) -> dict[str, Any] | None:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Of the command line."""
+    """Return the parser of the command line."""
     made = argparse.ArgumentParser(
         prog="python -m tools.space_time_cost",
         description=__doc__,

@@ -1,6 +1,6 @@
-"""Time TimeSformer's patterns: forward passes and training steps of small models, patterns in turn, call by call.
+"""Timing of TimeSformer's patterns: forward passes and training steps of small models, patterns in turn.
 
-For ``python -m tools.space_time_cost --measure FILE``, which shows the times beside the counted operations.
+Used by ``python -m tools.space_time_cost --measure FILE``, which shows the times beside the counted operations.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tools.benchmark.case import Case, Run, forward
 from tools.benchmark.measure import Settings, Timer, interleaved, measure
 from tools.files import write_text
 
-MODEL, DEPTH = "timesformer_small_patch16_224", 2  # all blocks are alike: two of them take a sixth of the time
+MODEL, DEPTH = "timesformer_small_patch16_224", 2  # all blocks are alike: two take a sixth of the time
 FRAMES, SIZES = (4, 8, 16, 32), (224, 336, 448)
 KINDS = ("forward", "training")
 SHOWN = ("measure", "measure_frames", "measure_sizes", "training", "threads", "seconds", "wait")
@@ -48,17 +48,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def over_sizes(frames: Sequence[int], sizes: Sequence[int]) -> list[Clip]:
-    """The fewest frames, of every size."""
+    """Return clips of the fewest frames, in every size."""
     return [(min(frames), size) for size in sizes]
 
 
 def over_frames(frames: Sequence[int], sizes: Sequence[int]) -> list[Clip]:
-    """Every number of frames, of the smallest size."""
+    """Return clips of every number of frames, in the smallest size."""
     return [(count, min(sizes)) for count in frames]
 
 
 def prepare(pattern: str, clip: Clip, kind: str, depth: int = DEPTH) -> Run:
-    """Make a model and a clip, and return what is timed."""
+    """Create a model and a clip, and return the function to time."""
     frames, size = clip
     torch.manual_seed(0)
     model = timm.create_model(MODEL, pattern=pattern, num_frames=frames, img_size=size, depth=depth)
@@ -75,9 +75,9 @@ def rows(
     """Measure every clip, and yield a row of all patterns for each.
 
     Args:
-        patterns: By their names.
+        patterns: Names of the patterns.
         clips: Frames and sizes.
-        kinds: Of :data:`KINDS`.
+        kinds: Keys of :data:`KINDS`.
         settings: Rounds and attempts.
         timer: As for :func:`tools.benchmark.measure.measure`.
     """
@@ -92,7 +92,7 @@ def rows(
 
 
 def measured(options: argparse.Namespace) -> dict[str, Any]:
-    """Measure what the command line asks for, print each row, and store and return all."""
+    """Run the measurements of the command line, print each row, and store and return all."""
     torch.set_num_threads(options.threads)
     before = load.wait_until_quiet(options.wait)
     if (before or 0) > load.LOADED:

@@ -1,4 +1,4 @@
-"""The five patterns of space-time attention on clips whose class is a movement, trained and compared by one command.
+"""Train and compare the five patterns of space-time attention on clips whose class is a motion.
 
 ::
 
@@ -9,12 +9,12 @@
 
     OUT/TASK/                     the clips, of tools.datasets.moving_digits and tools.datasets.video_order
     OUT/TASK-SETTING-SEED/        weights, log.csv, train.log, result.json
-    OUT/space-time.{md,json}      the tables of all that is there, rewritten after each training
+    OUT/space-time.{md,json}      the tables of all finished trainings, rewritten after each one
 
 OUT is ``work_dirs/space_time_study`` by default. Each training is ``tools.train_classifier`` with
-``configs/timm/moving_digits.yaml`` on one CPU thread. The accuracy is that of the last epoch, not of the best one. What
-has a ``result.json`` is kept; an interrupted training begins again, so that no figure is of two halves. The
-videos of the task ``arrow`` are fetched by pip.
+``configs/timm/moving_digits.yaml`` on one CPU thread. The accuracy is that of the last epoch, not of the best one.
+Trainings with a ``result.json`` are not repeated; an interrupted training restarts, so that every figure is of one
+whole run. The videos of the task ``arrow`` are downloaded by pip.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ SEEDS = (0, 1, 2)
 
 @dataclass(frozen=True)
 class Task:
-    """Clips, and how to train on them.
+    """Clips, and the options to train on them.
 
     Attributes:
-        what: Of the table's heading.
-        classes: How many.
+        what: Heading of the table.
+        classes: Number of classes.
         data: The module that makes the clips, and its options.
-        settings: Those of the study.
-        train: The trainer's ``--set`` beside the config's.
+        settings: Settings of the study.
+        train: The trainer's ``--set``, in addition to the config.
     """
 
     what: str
@@ -78,10 +78,10 @@ TASKS = {
 
 
 def prepare(output: Path, name: str) -> Path:
-    """Make the clips of a task where they are missing; their folder.
+    """Create the clips of a task if missing; return their folder.
 
     Raises:
-        StudyError: they cannot be made.
+        StudyError: they cannot be created.
     """
     folder = output / name
     if not (folder / "recipe.json").is_file():
@@ -92,19 +92,19 @@ def prepare(output: Path, name: str) -> Path:
 
 
 def overrides(task: str, own: Sequence[str], train: str) -> list[str]:
-    """The trainer's ``--set`` of a setting, which begins with its pattern."""
+    """Return the trainer's ``--set`` of a setting, which begins with its pattern."""
     pattern, *others = own
     found = [f"model_args.pattern={pattern}"]
-    if pattern == "space":  # it has no embedding of time
+    if pattern == "space":  # it has no time embedding
         found.append("init_std={pos_embed: 0.5}")
     return [*found, *shlex.split(TASKS[task].train), *others, *shlex.split(train)]
 
 
 def read_log(folder: Path) -> dict[str, Any]:
-    """What a training's log and its first lines tell.
+    """Read the curves and the model's size from the logs of a training.
 
     Raises:
-        StudyError: it has no epoch.
+        StudyError: the log has no epoch, or no sizes.
     """
     with (folder / "log.csv").open(encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
@@ -114,13 +114,13 @@ def read_log(folder: Path) -> dict[str, Any]:
     log = (folder / "train.log").read_text(encoding="utf-8")
     size = re.search(r"([\d.]+) M parameters, .*; (\d+) \+ (\d+) clips", log)
     if size is None:
-        raise StudyError(f"{folder / 'train.log'} does not tell parameters and clips")
+        raise StudyError(f"{folder / 'train.log'} has no line with parameters and clips")
     found: dict[str, Any] = {name: [float(row[name]) for row in rows] for name in names}
     return {**found, "parameters": float(size[1]), "train": int(size[2]), "val": int(size[3])}
 
 
 def finished(task: str, name: str, seed: int, options: list[str], output: Path, data: Path) -> dict[str, Any]:
-    """Train a setting, or read what was found before.
+    """Train a setting, or read the stored result.
 
     Raises:
         StudyError: the training failed, or was run with other options.
@@ -142,13 +142,13 @@ def finished(task: str, name: str, seed: int, options: list[str], output: Path, 
 
 
 def spread(values: Sequence[float]) -> str:
-    """Mean ± standard deviation."""
+    """Return mean ± standard deviation."""
     deviation = f" ± {statistics.stdev(values):.1f}" if len(values) > 1 else ""
     return f"{statistics.fmean(values):.1f}{deviation}"
 
 
 def table(task: str, results: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The lines of a task's table."""
+    """Return the lines of a task's table."""
     about = TASKS[task]
     first = results[0]
     lines = [
@@ -169,7 +169,7 @@ def table(task: str, results: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def report(output: Path, all_options: Mapping[tuple[str, str], list[str]]) -> str:
-    """Write the tables of every training that is finished in ``output`` and was run as now; these."""
+    """Write the tables of every finished training in ``output`` whose options are current, and return them."""
     results = []
     for (task, name), options in all_options.items():
         for path in sorted(output.glob(f"{task}-{name}-*/result.json")):
@@ -188,7 +188,7 @@ def report(output: Path, all_options: Mapping[tuple[str, str], list[str]]) -> st
 
 
 def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, dict[str, list[str]]]:
-    """The options, and all settings: a pattern and the trainer's ``--set`` each."""
+    """Parse the options; return them and all settings, each a pattern and the trainer's ``--set``."""
     parser = argparse.ArgumentParser(
         prog="python -m tools.space_time_study",
         description=__doc__,

@@ -1,4 +1,4 @@
-"""What the studies share: commands with their CPU time, finished settings that are kept, the choice of settings."""
+"""Shared parts of the studies: commands with their CPU time, stored results, the choice of settings."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "CUDA_VISIBLE_DEVI
 
 
 class StudyError(Exception):
-    """What the user has to change, or which command failed."""
+    """An error for the user to correct, or a command that failed."""
 
 
 def run(command: str | Path, arguments: Sequence[str | Path], log: Path) -> float:
-    """Run a console command of fairseq, a module of ours (``tools.…``) or a script on one thread; its CPU seconds.
+    """Run a fairseq console command, a module of ours (``tools.…``) or a script on one thread; return its CPU seconds.
 
     Args:
-        command: The name of either of the first two, or the script's file.
-        arguments: Its own.
-        log: Where all it prints goes.
+            command: Name of the command or module, or the script's file.
+            arguments: Its arguments.
+            log: File for its output.
 
     Raises:
-        StudyError: it is not installed, or failed.
+        StudyError: the command is not installed, or failed.
     """
     if isinstance(command, Path):
         words = [sys.executable, str(command)]
@@ -64,32 +64,32 @@ def run(command: str | Path, arguments: Sequence[str | Path], log: Path) -> floa
 
 
 def kept(path: Path, options: Any) -> dict[str, Any] | None:
-    """The result that was written to ``path`` before; None: there is none.
+    """Return the result stored in ``path``, or None if there is none.
 
     Raises:
-        StudyError: it is of other options.
+        StudyError: the result was obtained with other options.
     """
     if not path.exists():
         return None
     result = json.loads(path.read_text(encoding="utf-8"))
     if result["options"] != options:
-        raise StudyError(f"{path} is of other options than now: name another OUT, or remove {path.parent}")
+        raise StudyError(f"{path} was obtained with other options: name another OUT, or remove {path.parent}")
     return result
 
 
 def count_parameters(log: str) -> int:
-    """What fairseq-train's log tells of them."""
+    """Return the number of parameters that fairseq-train logs."""
     counts = re.findall(r"num\. (?:shared|expert) model params: ([\d,]+)", log)
     return sum(int(count.replace(",", "")) for count in counts)
 
 
 def log_rows(log: str) -> list[dict[str, Any]]:
-    """The lines of fairseq-train's log that are JSON."""
+    """Return the JSON lines of fairseq-train's log."""
     return [json.loads(row) for row in re.findall(r"\{\"epoch\".*\}", log)]
 
 
 def facts(*modules: str) -> dict[str, str]:
-    """The machine, and the versions of torch and of what holds ``modules``."""
+    """Return the machine, and the versions of torch and of the packages that provide ``modules``."""
     found = {k: v for k, v in machine("cpu").items() if k not in ("torchvision", "mmcv", "onedl-mmcv", "timm")}
     found["cpu"] = found["cpu"].rsplit(",", 1)[0] + ", 1 thread"
     distributions = importlib.metadata.packages_distributions()
@@ -100,27 +100,27 @@ def facts(*modules: str) -> dict[str, str]:
 
 
 def add_arguments(parser: argparse.ArgumentParser, options: str = "fairseq-train's options") -> None:
-    """The choice of settings, and further ones, which ``options`` make."""
-    parser.add_argument("--settings", nargs="+", metavar="NAME", help="which; default: all of the study")
+    """Add the options ``--settings`` and ``--add``; ``options`` describes the values of the latter."""
+    parser.add_argument("--settings", nargs="+", metavar="NAME", help="settings to run; default: all of the study")
     parser.add_argument(
-        "--add", action="append", default=[], metavar="NAME=OPTIONS", help=f"a setting more, by {options}"
+        "--add", action="append", default=[], metavar="NAME=OPTIONS", help=f"a further setting: {options}"
     )
 
 
 def added(parser: argparse.ArgumentParser, options: argparse.Namespace, taken: Collection[str]) -> dict[str, str]:
-    """The settings of ``--add``, whose names must not be among ``taken``."""
+    """Return the settings of ``--add``, whose names must not be among ``taken``."""
     found: dict[str, str] = {}
     for text in options.add:
         name, equals, value = text.partition("=")
         if not (equals and re.fullmatch(r"[\w+-][\w.+-]*", name)) or name in (*taken, *found):
-            parser.error(f"--add must be NAME=OPTIONS, NAME a new one of letters, digits and ._+-, got {text!r}")
+            parser.error(f"--add must be NAME=OPTIONS, with a new NAME of letters, digits and ._+-, got {text!r}")
         found[name] = value
     return found
 
 
 def choose(parser: argparse.ArgumentParser, options: argparse.Namespace, settings: Mapping[str, Any]) -> None:
-    """Check ``--settings``, or let it be all."""
+    """Check ``--settings``, or set it to all settings."""
     options.settings = options.settings or list(settings)
     for name in options.settings:
         if name not in settings:
-            parser.error(f"--settings must be of {', '.join(settings)}, got {name!r}")
+            parser.error(f"--settings must be among {', '.join(settings)}, got {name!r}")

@@ -11,18 +11,18 @@
 
 DIR holds train/CLASS/*.jpg and val/CLASS/*.jpg (or .jpeg, .png, .webp, .bmp, .tif, .tiff, .ppm, .pgm), with the same
 classes in both. With dataset=clips it holds videos, train/CLASS/*.mp4 (or .avi, .m4v, .mkv, .mov, .webm, which OpenCV
-decodes: python -m attn_plugins install mm), or folders of frames, train/CLASS/CLIP/*.png. Every key of CONFIG is a
-field of tools.classification.config.Config, which explains it; --set changes one. A batch size that is more than the
-training images is reduced to one that fits, and the learning rate with it, in proportion; a line says so.
+decodes: python -m attn_plugins install mm), or folders of frames, train/CLASS/CLIP/*.png. The keys of CONFIG are the
+fields of tools.classification.config.Config, which documents them; --set changes one. A batch size greater than the
+number of training images is reduced to fit, and the learning rate is scaled in proportion; a printed line says so.
 
 The folder --output gets log.csv; best.safetensors and last.safetensors (the weights of the best and of the last epoch,
 for timm.create_model(..., checkpoint_path=FILE), tools.show_attention and our mmdet backbone); state.pt, which --resume
 needs; and broken.txt, the images that --skip-broken left out.
 
-A training that is resumed keeps the settings it began with, whatever CONFIG says now; a line names what has changed
-there. The command line may set other values of accumulate, clip_grad, channels_last, label_smoothing and workers, and
-of what augments images and clips (crop, scale, hflip, color_jitter, auto_augment, erasing, mixup, cutmix,
-frame_sampling) for the epochs that are left; a line says so. Another value of any other setting is an error.
+A resumed training keeps the settings it started with, whatever CONFIG says now; a printed line names the differences.
+The command line may change accumulate, clip_grad, channels_last, label_smoothing and workers, and the augmentation of
+images and clips (crop, scale, hflip, color_jitter, auto_augment, erasing, mixup, cutmix, frame_sampling) for the
+remaining epochs; a printed line says so. Another value of any other setting is an error.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ with extras("timm", "tools"):
 
 
 def check(options: argparse.Namespace) -> int:
-    """Print every image that cannot be read, with the reason; 1 if there is any."""
+    """Print every image that cannot be read, with the reason; return 1 if there is any, else 0."""
     values = {} if options.config is None else read_yaml(options.config)
     config = build({"model": "any", **values}, options.set)
     training, validation, _ = datasets(config, options.data)
@@ -73,19 +73,19 @@ def check(options: argparse.Namespace) -> int:
 
 
 def build_model(config: Config, num_classes: int, place: Place) -> torch.nn.Module:
-    """The configured model where it computes."""
+    """Return the configured model on its device."""
     model = create_model(config, num_classes).to(place.device)
     return model.to(memory_format=torch.channels_last) if config.channels_last else model  # type: ignore[call-overload]
 
 
 def load_validation(images: Any, config: Config, data: dict[str, Any], place: Place) -> Any:
-    """This process's share of the validation images; ``data`` is timm's data configuration."""
+    """Return this process's share of the validation images; ``data`` is timm's data configuration."""
     transformed = Transformed(images, validation_transform(config, data))
     return validation_loader(transformed, config, place.rank, place.processes, place.device.type == "cuda")
 
 
 def evaluate_weights(config: Config, options: argparse.Namespace, place: Place) -> None:
-    """Print the accuracy of ``--evaluate``'s weights, at the size they were trained at unless another is configured."""
+    """Print the accuracy of ``--evaluate``'s weights, at their training size unless another one is configured."""
     if config.input_size is None:
         config = dataclasses.replace(config, input_size=checkpoint.trained_size(options.evaluate, "--evaluate"))
     _, validation, classes, _ = read_images(Settings(config, config), options, place)
@@ -97,9 +97,9 @@ def evaluate_weights(config: Config, options: argparse.Namespace, place: Place) 
 
 
 def read_images(settings: Settings, options: argparse.Namespace, place: Place) -> tuple[Any, Any, list[str], list[str]]:
-    """Training images, validation images, the classes' names, and in lines what the user should know of them.
+    """Return training images, validation images, the classes' names, and notes to print.
 
-    Broken images are left out where ``--skip-broken`` or the training that is resumed says so.
+    Broken images are left out if ``--skip-broken`` or the resumed training says so.
     """
     training, validation, classes = datasets(settings.config, options.data)
     if settings.left_out is None and not options.skip_broken:
@@ -119,10 +119,10 @@ def read_images(settings: Settings, options: argparse.Namespace, place: Place) -
 
 
 def fit_batch(settings: Settings, images: int, processes: int, resuming: bool) -> list[str]:
-    """Reduce a batch size that is more than the images of an epoch; in lines what the user should know.
+    """Reduce a batch size that is greater than the images of an epoch; return notes to print.
 
     Raises:
-        ConfigError: there are too few images, or a training that is resumed had more.
+        ConfigError: there are too few images, or fewer than the resumed training had.
     """
     config, fitting = settings.config, settings.config.fitting(images, processes)
     if fitting == config:
@@ -139,7 +139,7 @@ def fit_batch(settings: Settings, images: int, processes: int, resuming: bool) -
 
 
 def train(settings: Settings, state: State | None, options: argparse.Namespace, place: Place) -> dict[str, float]:
-    """Train from the beginning or from ``state``; the last row of the log."""
+    """Train from the beginning or from ``state``; return the last row of the log."""
     file = options.output / "state.pt"
     training, validation, classes, notes = read_images(settings, options, place)
     notes += fit_batch(settings, len(training), place.processes, state is not None)
@@ -189,19 +189,19 @@ def train(settings: Settings, state: State | None, options: argparse.Namespace, 
                     options.output / f"{name}.safetensors", trainer.result(), config, classes, epoch=epoch + 1,
                     top1=row["top1"], input_size=data["input_size"][1:], mean=data["mean"], std=data["std"],
                 )  # fmt: skip
-            # Last: what was interrupted before this repeats the epoch.
+            # Written last: a training interrupted before this line repeats the epoch.
             save_state(file, State(settings, epoch + 1, best, log.rows), trainer.parts())
     log.close()
     return log.rows[-1]
 
 
 def begin(options: argparse.Namespace) -> tuple[Settings, State | None]:
-    """The settings of the command line, or those of the training that ``--resume`` means, with its state.
+    """Return the settings of the command line, or those of the training to ``--resume`` with its state.
 
     Sets ``options.output`` where it is not given.
 
     Raises:
-        ConfigError: they cannot be meant.
+        ConfigError: a setting is invalid.
     """
     more = dict(model=options.model, epochs=options.epochs, batch_size=options.batch_size, lr=options.lr)
     if options.resume:
@@ -223,7 +223,7 @@ def begin(options: argparse.Namespace) -> tuple[Settings, State | None]:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Of the command line."""
+    """Return the parser of the command line."""
     made = argparse.ArgumentParser(
         prog="python -m tools.train_classifier",
         description=__doc__,

@@ -1,4 +1,4 @@
-"""Train, translate and score by fairseq's own commands, once for each of several attentions, on a small real corpus.
+"""Train, translate and score with fairseq's own commands, for each of several attentions, on a small real corpus.
 
 ::
 
@@ -12,11 +12,11 @@
 
     OUT/bin                      of fairseq-preprocess
     OUT/SETTING/, OUT/SETTING-seedN/   checkpoint_last.pt, train.log, generate.log, hypotheses.txt, result.json
-    OUT/attention.{md,json}      the table of all settings that are there, written anew after each
+    OUT/attention.{md,json}      the table of all finished settings, rewritten after each one
 
-All settings of a study are trained with the same options, on one CPU thread each. A finished setting, which is one
-with a ``result.json``, is not run again; one that was interrupted begins anew. Scores are sacrebleu's of the
-detokenised translations against the corpus's own lines, of characters where the target language has no spaces.
+All settings of a study are trained with the same options, on one CPU thread each. A setting with a ``result.json`` is
+not run again; an interrupted one restarts from the beginning. Scores are sacrebleu's, of the detokenised translations
+against the corpus's own lines, of characters if the target language has no spaces.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ TRAINING = (
     "--criterion label_smoothed_cross_entropy --label-smoothing 0.1 --dropout 0.1 --max-tokens 1000 "
     "--max-update 4000 --seed 1"
 )
-# What the tool reads and keeps; not for the user to choose.
+# Options that the tool depends on; the user cannot change them.
 HOUSEKEEPING = (
     "--cpu --num-workers 0 --log-format json --log-interval 100 --no-epoch-checkpoints --save-interval 100000 "
     "--validate-interval 100000 --required-batch-size-multiple 1"
@@ -62,9 +62,9 @@ class Study:
     """Settings to compare.
 
     Attributes:
-        title: of the table.
-        common: fairseq-train's options for all.
-        settings: name to its own options.
+        title: Title of the table.
+        common: fairseq-train's options for all settings.
+        settings: Name to its own options.
     """
 
     title: str
@@ -73,7 +73,7 @@ class Study:
 
 
 def _self(attention: str, positions: str = "none") -> str:
-    """Self-attention of both sides; Zhu et al. (2019) have relative positions instead of absolute ones, or none."""
+    """Return the options of self-attention on both sides; Zhu et al. (2019) use relative positions or none."""
     return " ".join(f"--{side}-attention {attention} --{side}-positions {positions}" for side in ("encoder", "decoder"))
 
 
@@ -81,7 +81,7 @@ STUDIES = {
     "attention": Study(
         "Attention of a small Transformer",
         f"--arch spatial_transformer_tiny --share-all-embeddings {TRAINING}",
-        {  # those that decide about the paper's second finding first
+        {  # first those that test the paper's second finding
             "1111": f"{_self('1111')} --cross-attention 1111",
             "cross-1000": f"{_self('1111')} --cross-attention 1000",
             "cross-0111": f"{_self('1111')} --cross-attention 0111",
@@ -93,7 +93,7 @@ STUDIES = {
             "0110": _self("0110"),
             "0010+deformable": f"{_self('0010')} --deformable",
             "dynamic": _self("dynamic"),
-            "bilateral": _self("bilateral", "absolute"),  # as the thesis, which changes self-attention alone
+            "bilateral": _self("bilateral", "absolute"),  # as in the thesis, which changes self-attention only
             "shaw": _self("shaw"),
         },
     ),
@@ -129,15 +129,15 @@ STUDIES = {
 }
 
 
-TOKENS = {"ja": "char", "ko": "char", "th": "char", "zh": "zh"}  # BLEU's, where words have no spaces between them
-PIECES = ("--bpe", "3000", "--shortest", "6")  # of the corpus of --target
+TOKENS = {"ja": "char", "ko": "char", "th": "char", "zh": "zh"}  # BLEU's tokenisers for languages without spaces
+PIECES = ("--bpe", "3000", "--shortest", "6")  # for the corpus of --target
 
 
 def make_corpus(folder: Path, target: str) -> None:
-    """Make the corpus of ``target`` in ``folder``, of entries of at least six English words, where it is missing.
+    """Create the corpus of ``target`` in ``folder`` if missing, from entries of at least six English words.
 
     Raises:
-        StudyError: the corpus there is of another language, or it cannot be made.
+        StudyError: the corpus there is of another language, or it cannot be created.
     """
     if (folder / "recipe.json").is_file():
         language = json.loads((folder / "recipe.json").read_text(encoding="utf-8"))["languages"][1]
@@ -164,7 +164,7 @@ class Corpus:
 
     @classmethod
     def open(cls, folder: Path) -> Corpus:
-        """Raises StudyError where it is not there, or not in pieces."""
+        """Open a corpus; raise StudyError if it is missing or has no BPE pieces."""
         make = f"make it with python -m tools.datasets.gettext_corpus {folder} --download --bpe 3000"
         if not (folder / "recipe.json").is_file():
             raise StudyError(f"CORPUS {folder} has no recipe.json: {make}")
@@ -175,16 +175,16 @@ class Corpus:
 
     @property
     def tokens(self) -> str:
-        """sacrebleu's tokeniser."""
+        """Name of sacrebleu's tokeniser."""
         return TOKENS.get(self.target.split("_")[0], "13a")
 
     def references(self) -> list[str]:
-        """The test part in the target language, as it was before the pieces."""
+        """Return the test part in the target language, before BPE."""
         return (self.folder / f"test.{self.target}").read_text(encoding="utf-8").split("\n")[:-1]
 
 
 def preprocess(corpus: Corpus, output: Path) -> Path:
-    """fairseq's binary form of ``corpus`` with one dictionary for both languages, made where it is not there yet."""
+    """Return fairseq's binary form of ``corpus``, with one dictionary for both languages; create it if missing."""
     binary, partial = output / "bin", output / ".bin.partial"
     if not binary.exists():
         shutil.rmtree(partial, ignore_errors=True)
@@ -199,10 +199,10 @@ def preprocess(corpus: Corpus, output: Path) -> Path:
 
 
 def read_training(log: str) -> dict[str, Any]:
-    """Parameters, updates, target tokens, validation loss and perplexity from fairseq-train's log in JSON."""
+    """Read parameters, updates, target tokens, validation loss and perplexity from fairseq-train's JSON log."""
     found: dict[str, Any] = {"parameters": count_parameters(log), "updates": 0, "tokens": 0}
     for row in log_rows(log):
-        if "train_num_updates" in row:  # one an epoch
+        if "train_num_updates" in row:  # one per epoch
             updates = int(row["train_num_updates"])
             found["tokens"] += round(float(row["train_wpb"]) * (updates - found["updates"]))
             found["updates"] = updates
@@ -212,7 +212,7 @@ def read_training(log: str) -> dict[str, Any]:
 
 
 def read_translations(log: str, count: int) -> list[str]:
-    """The ``count`` best hypotheses of fairseq-generate, in the corpus's order.
+    """Read the ``count`` best hypotheses of fairseq-generate, in the corpus's order.
 
     Raises:
         StudyError: one is missing.
@@ -224,9 +224,9 @@ def read_translations(log: str, count: int) -> list[str]:
 
 
 def score(hypotheses: list[str], references: list[str], tokens: str = "13a") -> dict[str, Any]:
-    """BLEU with half of its 95 % interval over 1000 resamplings of the test sentences, and chrF.
+    """Compute BLEU with half of its 95 % interval over 1000 resamplings of the test sentences, and chrF.
 
-    ``tokens`` is BLEU's tokeniser, a name of sacrebleu's.
+    ``tokens`` is sacrebleu's name of BLEU's tokeniser.
     """
     from sacrebleu.metrics import BLEU, CHRF
 
@@ -245,7 +245,7 @@ def score(hypotheses: list[str], references: list[str], tokens: str = "13a") -> 
 def run_setting(
     name: str, options: list[str], corpus: Corpus, binary: Path, folder: Path, seed: int = 1
 ) -> dict[str, Any]:
-    """Train, translate and score one setting in ``folder``, or read what was found there before.
+    """Train, translate and score one setting in ``folder``, or read the stored result.
 
     Raises:
         StudyError: a command failed, or the setting was run with other options.
@@ -285,13 +285,13 @@ def run_setting(
 
 
 def spread(values: Sequence[float], form: str) -> str:
-    """Mean, and deviation where there are several."""
+    """Format the mean, with the standard deviation of several values."""
     deviation = f" ± {statistics.stdev(values):{form}}" if len(values) > 1 else ""
     return f"{statistics.fmean(values):{form}}{deviation}"
 
 
 def markdown(study: Study, results: list[dict], facts: dict[str, str], signatures: dict[str, str]) -> str:
-    """The table of ``results``."""
+    """Return the table of ``results``."""
     lines = [
         f"# {study.title}",
         "",
@@ -318,17 +318,17 @@ def markdown(study: Study, results: list[dict], facts: dict[str, str], signature
 
 
 def trained_as(common: str, own: str, seed: int) -> list[str]:
-    """fairseq-train's options of a setting; seed 1 is that of all studies."""
+    """Return fairseq-train's options of a setting; seed 1 is the default of all studies."""
     return shlex.split(f"{common} {own}" if seed == 1 else f"{common} {own} --seed {seed}")
 
 
 def folder_of(name: str, seed: int) -> str:
-    """Where a setting is trained."""
+    """Return the folder name of a setting."""
     return name if seed == 1 else f"{name}-seed{seed}"
 
 
 def report(study: Study, which: str, settings: Mapping[str, str], output: Path, corpus: Corpus, common: str) -> str:
-    """Write the table of every setting that is finished in ``output`` and was trained as now; the table."""
+    """Write the table of every finished setting in ``output`` whose options are current, and return it."""
     results = []
     for name, own in settings.items():
         paths = [output / name / "result.json", *sorted(output.glob(f"{name}-seed*/result.json"))]
@@ -347,7 +347,7 @@ def report(study: Study, which: str, settings: Mapping[str, str], output: Path, 
 
 
 def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, dict[str, str]]:
-    """The options, and all settings of the study: its own and the user's."""
+    """Parse the options; return them and all settings of the study, its own and the user's."""
     parser = argparse.ArgumentParser(
         prog="python -m tools.translation_study",
         description=__doc__,

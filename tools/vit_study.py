@@ -1,4 +1,4 @@
-"""Small vision transformers with our attention beside timm's own: the same trainings, settings × seeds × data sets.
+"""Small vision transformers with our attention and with timm's own, trained alike: settings × seeds × data sets.
 
 ::
 
@@ -8,13 +8,13 @@
     python -m tools.vit_study OUT --add 'range7=vit model_args.attn_layer=attn_range7' --settings vit-stock range7
 
     OUT/SET/SETTING-SEED/    log.csv, last.safetensors and more of tools.train_classifier, train.log, result.json
-    OUT/vit.{md,json,png}    tables and curves of all that is there, rewritten after each training
+    OUT/vit.{md,json,png}    tables and curves of all finished trainings, rewritten after each one
 
-A setting is a family, ``vit`` or ``swin``, whose recipes are ``configs/timm/{crops,digits}_FAMILY.yaml``, and what it
-changes in them. OUT is ``work_dirs/vit_study`` by default. The data sets are made in ``--data`` where they are missing:
-``photograph_crops`` and ``digit_folders`` of tools.datasets.image_folders. Each training runs on one CPU thread, and
-reports the accuracy after its last epoch, not the best. What has a ``result.json`` is kept. An interrupted training
-begins again, so that its CPU time is of one piece.
+A setting is a family, ``vit`` or ``swin``, with recipes ``configs/timm/{crops,digits}_FAMILY.yaml``, and its changes to
+them. OUT is ``work_dirs/vit_study`` by default. Missing data sets are created in ``--data``: ``photograph_crops`` and
+``digit_folders`` of tools.datasets.image_folders. Each training runs on one CPU thread and reports the accuracy after
+its last epoch, not the best. Trainings with a ``result.json`` are not repeated. An interrupted training restarts, so
+that its CPU time is of one whole run.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class Training:
         data_set: ``'crops'`` or ``'digits'``.
         setting: Its name.
         family: ``'vit'`` or ``'swin'``.
-        changes: ``'key=value'``, in the family's recipe.
-        seed: Of everything that is random.
+        changes: ``'key=value'`` changes to the family's recipe.
+        seed: Seed of all random numbers.
     """
 
     data_set: str
@@ -75,15 +75,15 @@ class Training:
 
     @property
     def recipe(self) -> Path:
-        """The YAML file."""
+        """YAML file of the recipe."""
         return RECIPES / f"{self.data_set}_{self.family}.yaml"
 
     @property
     def config(self) -> Config:
-        """The recipe with the changes.
+        """Return the recipe with the changes applied.
 
         Raises:
-            StudyError: there is no such recipe, or a change cannot be meant.
+            StudyError: the recipe does not exist, or a change is invalid.
         """
         if not self.recipe.is_file():
             raise StudyError(
@@ -97,26 +97,26 @@ class Training:
 
     @property
     def options(self) -> dict[str, Any]:
-        """The fields of the config that are not at their defaults, as JSON keeps them."""
+        """Return the fields of the config that differ from their defaults, as read back from JSON."""
         default = dataclasses.asdict(Config(""))
         options = {key: value for key, value in dataclasses.asdict(self.config).items() if value != default[key]}
         return json.loads(json.dumps(options))
 
     def folder(self, output: Path) -> Path:
-        """Where it is trained."""
+        """Return the folder of the training."""
         return output / self.data_set / f"{self.setting}-{self.seed}"
 
     def words(self, data: Path) -> list[str]:
-        """Arguments of ``tools.train_classifier`` between recipe and --output; ``data`` holds both sets."""
+        """Return the arguments of ``tools.train_classifier`` between recipe and --output; ``data`` holds both sets."""
         sets = [part for change in (*self.changes, f"seed={self.seed}") for part in ("--set", change)]
         return ["--data", f"{data / FOLDERS[self.data_set]}", "--device", "cpu", *sets]
 
 
 def prepare(data: Path, data_set: str) -> dict[str, int]:
-    """Make a data set where it is missing.
+    """Create a data set if it is missing.
 
     Returns:
-        Its number of ``classes``, and of images for ``train`` and ``val``.
+        The number of its ``classes``, and of its ``train`` and ``val`` images.
 
     Raises:
         StudyError: the folder holds other files.
@@ -134,20 +134,20 @@ def prepare(data: Path, data_set: str) -> dict[str, int]:
 
 
 def read_log(folder: Path) -> dict[str, list[float]]:
-    """Read accuracy in percent and both losses, epoch by epoch, from ``log.csv``."""
+    """Read accuracy in percent and both losses, per epoch, from ``log.csv``."""
     with open(folder / "log.csv", encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
     return {name: [float(row[name]) for row in rows] for name in ("top1", "train_loss", "val_loss")}
 
 
 def finished(training: Training, data: Path, images: Mapping[str, int], output: Path) -> dict[str, Any]:
-    """Train in the training's folder, or read what was found there before.
+    """Train in the training's folder, or read the stored result.
 
     Args:
         training: What to train.
         data: Folder of both data sets.
-        images: What :func:`prepare` returned of this one.
-        output: The study's folder.
+        images: Result of :func:`prepare` for the training's data set.
+        output: Folder of the study.
 
     Raises:
         StudyError: the training failed, or was run with other options.
@@ -183,7 +183,7 @@ def finished(training: Training, data: Path, images: Mapping[str, int], output: 
 
 
 def report(settings: Mapping[str, Sequence[str]], output: Path) -> str:
-    """Write tables and figure of every training that is finished in ``output`` and was run as now; the tables."""
+    """Write tables and figure of every finished training in ``output`` with current options; return the tables."""
     results = []
     for data_set in FOLDERS:
         for name, (family, *changes) in settings.items():
@@ -201,7 +201,7 @@ def report(settings: Mapping[str, Sequence[str]], output: Path) -> str:
 
 
 def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, dict[str, list[str]]]:
-    """The options, and all settings: a family and train_classifier's --set each."""
+    """Parse the options; return them and all settings, each a family and train_classifier's --set."""
     parser = argparse.ArgumentParser(
         prog="python -m tools.vit_study", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

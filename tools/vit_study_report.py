@@ -17,7 +17,7 @@ Result = Mapping[str, Any]
 
 
 def grouped(results: Sequence[Result], key: str) -> dict[str, list[Result]]:
-    """Group ``results`` by one of their values, in the order of their first."""
+    """Group ``results`` by one of their values, in order of first appearance."""
     groups: dict[str, list[Result]] = {}
     for result in results:
         groups.setdefault(result[key], []).append(result)
@@ -25,12 +25,12 @@ def grouped(results: Sequence[Result], key: str) -> dict[str, list[Result]]:
 
 
 def epoch_minutes(result: Result) -> float:
-    """Return the CPU minutes of an epoch, its evaluation and a share of the start included."""
+    """Return the CPU minutes of an epoch, including its evaluation and a share of the start."""
     return result["train_cpu_seconds"] / 60 / len(result["top1"])
 
 
 def table(results: Sequence[Result]) -> list[str]:
-    """Write the table of one data set: a row a setting, with mean ± standard deviation over its seeds."""
+    """Return the table of one data set: a row for each setting, with mean ± standard deviation over its seeds."""
     lines = [
         "| setting | parameters | epochs | seeds | top-1 at the end, % | of each seed | validation loss "
         "| CPU minutes an epoch |",
@@ -52,7 +52,7 @@ def table(results: Sequence[Result]) -> list[str]:
 
 
 def markdown(results: Sequence[Result], facts: Mapping[str, str]) -> str:
-    """Write the tables of all data sets."""
+    """Return the tables of all data sets."""
     lines = ["# Small vision transformers, with our attention and with timm's", ""]
     lines.append(", ".join(f"{key} {value}" for key, value in facts.items()))
     for name, group in grouped(results, "set").items():
@@ -72,7 +72,7 @@ def band(group: Sequence[Result]) -> tuple[list[int], list[float], list[float]]:
 
 
 def draw(results: Sequence[Result], out: Path) -> None:
-    """Save accuracy by epoch, a row of panels a data set and a panel a family, with the band of one deviation."""
+    """Save accuracy by epoch: a row of panels per data set, a panel per family, bands of one standard deviation."""
     import matplotlib
 
     matplotlib.use("Agg")

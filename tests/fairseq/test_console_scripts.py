@@ -245,7 +245,9 @@ def test_wrong_folders_and_checkpoints_are_refused(data, trained, tmp_path):
     assert re.search(r"raised \w+ .*dict\.en\.txt", logs[1])
     for log in logs[2:4]:
         assert re.search(r"raised \w+ Cannot load model .*; please ensure that the architectures match", log)
-    assert re.search(r"raised ValueError the checkpoint is not of this model: it lacks .*--encoder-attention", logs[4])
+    assert re.search(
+        r"raised ValueError the checkpoint does not fit this model \(missing: .*--encoder-attention", logs[4]
+    )
     assert re.search(r"raised \w+ Model file not found", logs[5])
 
 
@@ -274,7 +276,7 @@ def test_checkpoints_that_cannot_be_averaged(trained, tmp_path, capsys):
     torch.save({"model": {"weight": torch.ones(2)}}, tmp_path / "other.pt")
     for arguments, message in (
         ([str(folder)], "--last 10 needs as many"),
-        ([last, str(tmp_path / "text.pt")], "text.pt is no checkpoint of fairseq"),
+        ([last, str(tmp_path / "text.pt")], "text.pt is not a fairseq checkpoint"),
         ([last, str(tmp_path / "other.pt")], "is of another model than"),
     ):
         assert average_checkpoints([*arguments, "--output", str(tmp_path / "average.pt")]) == 2

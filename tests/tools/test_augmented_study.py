@@ -72,7 +72,7 @@ def test_kept_results_make_the_table(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--settings", "relativ"], "--settings must be of plain, none, relative"),
+        (["--settings", "relativ"], "--settings must be among plain, none, relative"),
         (["--add", "none=model_args.nu=0.5"], "--add must be NAME=OPTIONS"),
     ],
 )

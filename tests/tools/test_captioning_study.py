@@ -121,7 +121,8 @@ def test_finished_rows_are_kept(output, data, capsys):
 
 def test_other_options_are_refused(output, data, capsys):
     assert study.main([str(output), "--data", str(data), "--settings", "semantic"]) == 2
-    assert f"{output / 'semantic' / 'cross-entropy-1' / 'result.json'} is of other options" in capsys.readouterr().err
+    result = output / "semantic" / "cross-entropy-1" / "result.json"
+    assert f"{result} was obtained with other options" in capsys.readouterr().err
 
 
 def test_fused(output, data, tmp_path, capsys):
@@ -175,12 +176,12 @@ def test_failing_command_is_named(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--settings", "eta", "etta"], "--settings must be of eta, visual, semantic"),
+        (["--settings", "eta", "etta"], "--settings must be among eta, visual, semantic"),
         (["--add", "eta=--layers 1"], "--add must be NAME=OPTIONS"),
         (["--add", "scenes=--layers 1"], "--add must be NAME=OPTIONS"),
         (["--add", "../up=--layers 1"], "--add must be NAME=OPTIONS"),
         (["--stages", "self-critical"], "--stages must have cross-entropy"),
-        (["--data", "somewhere", "--scenes", "--train 5"], "--scenes is of the scenes"),
+        (["--data", "somewhere", "--scenes", "--train 5"], "--scenes applies to the scenes"),
     ],
 )
 def test_bad_options(tmp_path, capsys, arguments, message):

@@ -211,14 +211,14 @@ def test_kept_results_make_the_report(tmp_path, data, capsys):
 
 def test_results_of_other_options_are_refused(tmp_path):
     write_result(tmp_path, result("detr", 0, [0.0]))
-    with pytest.raises(StudyError, match="of other options than now"):
+    with pytest.raises(StudyError, match="obtained with other options"):
         study.finished("detr", 0, ["detr_narrow-r18_digits", "train_cfg.max_epochs=4"], tmp_path / "detr-0", [])
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--settings", "detr", "dino"], "--settings must be of detr, deformable-detr"),
+        (["--settings", "detr", "dino"], "--settings must be among detr, deformable-detr"),
         (["--add", "detr=detr_narrow-r18_digits"], "--add must be NAME=OPTIONS"),
         (["--add", "backbone=detr_narrow-r18_digits"], "--add must be NAME=OPTIONS"),
         (["--seeds", "one"], "--seeds: invalid int value"),

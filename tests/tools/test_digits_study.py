@@ -106,7 +106,7 @@ def test_kept_results_make_the_report(tmp_path, capsys):
     own = words("sharing", "j-conv")
     assert study.finished(one, "j-conv", 0, own, tmp_path / "j-conv-0", [])["values"] == [1.0, 36.0]
     assert "j-conv-0: there already" in capsys.readouterr().out
-    with pytest.raises(StudyError, match="of other options than now"):
+    with pytest.raises(StudyError, match="obtained with other options"):
         study.finished(one, "j-conv", 1, own, tmp_path / "j-conv-1", [])
     table = study.report("sharing", {name: words("sharing", name) for name in one.settings}, tmp_path)
     rows = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("| `")]
@@ -121,7 +121,7 @@ def test_kept_results_make_the_report(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--settings", "j-con"], "--settings must be of j-conv, e-unshared"),
+        (["--settings", "j-con"], "--settings must be among j-conv, e-unshared"),
         (["--add", "pretrained=fcn_narrow-r18_digits"], "--add must be NAME=OPTIONS"),
         (["--seeds", "one"], "--seeds: invalid int value"),
     ],

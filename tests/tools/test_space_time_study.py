@@ -76,7 +76,7 @@ def test_what_is_finished_is_kept(tmp_path, monkeypatch, capsys):
     arguments = ("two-directions", "divided", 0)
     assert study.finished(*arguments, row["options"], tmp_path, tmp_path) == row
     assert "two-directions-divided-0: there already" in capsys.readouterr().out
-    with pytest.raises(StudyError, match="is of other options than now"):
+    with pytest.raises(StudyError, match="was obtained with other options"):
         study.finished(*arguments, ["model_args.pattern=axial"], tmp_path, tmp_path)
 
 
@@ -93,11 +93,11 @@ def test_a_failing_training_is_named(tmp_path):
     [
         (
             ["--settings", "temporal"],
-            "--settings must be of space, joint, divided, local_global, axial, got 'temporal'",
+            "--settings must be among space, joint, divided, local_global, axial, got 'temporal'",
         ),
         (["--tasks", "kinetics"], "invalid choice: 'kinetics'"),
         (["--add", "wide=epochs=3"], "OPTIONS must begin with one of space, joint, divided, local_global, axial"),
-        (["--add", "joint=divided"], "--add must be NAME=OPTIONS, NAME a new one"),
+        (["--add", "joint=divided"], "--add must be NAME=OPTIONS, with a new NAME"),
     ],
 )
 def test_bad_arguments(arguments, message, tmp_path, capsys):

@@ -99,7 +99,7 @@ def test_finished_settings_are_kept(output, corpus, capsys):
 
 def test_other_options_are_refused(output, corpus, capsys):
     assert again(corpus, output, "--settings", "none") == 2
-    assert "of other options" in capsys.readouterr().err
+    assert "obtained with other options" in capsys.readouterr().err
     assert (output / "attention.md").read_text().count("\n| ") == 3
 
 
@@ -118,8 +118,8 @@ def test_failing_command_is_named(corpus, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--settings", "none", "1112"], "--settings must be of 1111, cross-1000"),
-        (["--study", "alignment", "--settings", "none"], "--settings must be of additive, general"),
+        (["--settings", "none", "1112"], "--settings must be among 1111, cross-1000"),
+        (["--study", "alignment", "--settings", "none"], "--settings must be among additive, general"),
         (["--add", "bin=--deformable"], "--add must be NAME=OPTIONS"),
         (["--add", "none=--deformable"], "--add must be NAME=OPTIONS"),
         (["--add", "../up=--deformable"], "--add must be NAME=OPTIONS"),

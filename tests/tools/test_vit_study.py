@@ -161,7 +161,7 @@ def test_kept_results_make_the_report(tmp_path, data, capsys):
 
 def test_results_of_other_options_are_refused(tmp_path, data):
     write_result(tmp_path, training("swin"), [10.0])
-    with pytest.raises(StudyError, match="of other options than now"):
+    with pytest.raises(StudyError, match="obtained with other options"):
         study.finished(training("swin", more="epochs=3"), data, IMAGES, tmp_path)
 
 
@@ -174,7 +174,7 @@ def test_a_folder_with_other_files_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--settings", "swin", "vit"], "--settings must be of vit-stock, vit-1111"),
+        (["--settings", "swin", "vit"], "--settings must be among vit-stock, vit-1111"),
         (["--add", "swin=swin model_args.shift=false"], "--add must be NAME=OPTIONS"),
         (["--sets", "cifar"], "--sets: invalid choice"),
         (["--seeds", "one"], "--seeds: invalid int value"),
