@@ -105,11 +105,11 @@ def test_every_public_name_is_on_the_site():
 
 def test_the_attention_page_answers_a_click(address, page):
     visit(page, f"{address}/attention/index.html")
-    before = page.run("document.body.innerText")
-    x, y = page.run("""(() => {
-        const box = document.querySelector('canvas').getBoundingClientRect();
-        return [box.x + box.width * 0.8, box.y + box.height * 0.8];
-    })()""")
-    page.click(x, y)
-    assert page.run("document.body.innerText") != before
+    page.run("image.decode()")
+    before = page.run("where.textContent")
+    left, top, width, height = page.run(
+        "(() => { const b = picture.getBoundingClientRect(); return [b.left, b.top, b.width, b.height]; })()"
+    )
+    page.click(left + 0.8 * width, top + 0.8 * height)
+    assert page.run("where.textContent") != before
     assert page.run("window.errors") == []

@@ -1,4 +1,4 @@
-"""One HTML file in which a picture's pixels show their attention: no network, keyboard and mouse."""
+"""A single HTML file that shows the attention of a picture's pixels, by keyboard and mouse, without network access."""
 
 from __future__ import annotations
 
@@ -24,16 +24,20 @@ from .space_time import ClipMaps, layout
 from .view import PixelMaps, View, looked
 from .vit import CLS, Looked, PatchMaps
 
-MOST_QUERIES, MOST_KEYS = 16, 28  # rows or columns of a map that the page holds
-MOST_CLIP_QUERIES, MOST_CLIP_KEYS = 128, 2048  # of all frames together
+MOST_QUERIES, MOST_KEYS = 16, 28  # maximum rows or columns of a map in the page
+MOST_CLIP_QUERIES, MOST_CLIP_KEYS = 128, 2048  # of all frames together, likewise
 WIDEST = 640  # of the picture, in pixels
 TEMPLATE = Path(__file__).with_name("page.html")
-PARTS = dict(CLIP="clip.js", CLS="cls.js", PARTS="parts.js", POINTS="points.js", OBJECTS="objects.js")  # of its script
+PARTS = dict(CLIP="clip.js", CLS="cls.js", PARTS="parts.js", POINTS="points.js", OBJECTS="objects.js")
 
 
 def thinned(layer: PixelMaps) -> tuple[Looked, list[str]]:
-    """A layer's maps (M, Hq', Wq', Hk', Wk') of bounded size, with the uniform weights (Hq', Wq') of the queries and
-    what lies elsewhere (M, Hq', Wq'); and in words what was left out."""
+    """Reduce a layer's maps to a bounded size, and describe in words what was left out.
+
+    Returns:
+        Maps (M, Hq', Wq', Hk', Wk') with uniform weights (Hq', Wq') and weights elsewhere (M, Hq', Wq'); and
+        notes on what was left out.
+    """
     assert layer.size is not None
     H, W = layer.size
     y, x = _queries(layer)
@@ -51,7 +55,7 @@ def thinned(layer: PixelMaps) -> tuple[Looked, list[str]]:
 
 
 def _queries(layer: PixelMaps) -> list[Tensor]:
-    """Rows and columns of the queries that the page holds; of a clip as many of every frame."""
+    """Return rows and columns of the queries in the page; for a clip, as many of every frame."""
     if not isinstance(layer, ClipMaps):
         return [centres(n, MOST_QUERIES) for n in layer.size or ()]
     found = []
@@ -61,7 +65,7 @@ def _queries(layer: PixelMaps) -> list[Tensor]:
 
 
 def _averaged(maps: Tensor, layer: PixelMaps) -> Tensor:
-    """Maps (M, Q, Hk, Wk) of at most MOST_KEYS rows and columns, or of a clip of at most MOST_CLIP_KEYS cells."""
+    """Average maps (M, Q, Hk, Wk) to at most MOST_KEYS rows and columns, or for a clip to MOST_CLIP_KEYS cells."""
     size = min(maps.shape[2], MOST_KEYS), min(maps.shape[3], MOST_KEYS)
     if isinstance(layer, ClipMaps):
         size = layer.of_mosaic(MOST_CLIP_KEYS)
@@ -69,14 +73,14 @@ def _averaged(maps: Tensor, layer: PixelMaps) -> Tensor:
 
 
 def quantised(maps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Each map in 0..255 of its own maximum, and the maxima (M, Hq, Wq)."""
+    """Return each map in 0..255 of its own maximum, and the maxima (M, Hq, Wq)."""
     peaks = maps.max((-2, -1))
     scaled = maps / np.maximum(peaks, 1e-30)[..., None, None]
     return np.rint(scaled * 255).astype(np.uint8), peaks.astype(np.float32)
 
 
 def layer_data(layer: PixelMaps, with_parts: bool = False) -> dict[str, Any]:
-    """What the page knows of a layer, and of every term of its logits alone."""
+    """Return the page's data of a layer, and of every term of its logits alone."""
     found, notes = thinned(layer)
     data = dict(
         name=layer.name,
@@ -98,7 +102,7 @@ def layer_data(layer: PixelMaps, with_parts: bool = False) -> dict[str, Any]:
 
 
 def maps_data(found: Looked) -> dict[str, Any]:
-    """Maps in bytes of their own maxima, and these."""
+    """Return maps as bytes relative to their own maxima, and the maxima."""
     bytes_, peaks = quantised(found.maps.cpu().numpy())
     return dict(
         maps=encoded(bytes_, "u1"),
@@ -109,7 +113,7 @@ def maps_data(found: Looked) -> dict[str, Any]:
 
 
 def colours() -> str:
-    """matplotlib's viridis as 256 times three bytes."""
+    """Return matplotlib's viridis as 256 times three bytes."""
     import matplotlib
 
     table = matplotlib.colormaps["viridis"](np.arange(256))[:, :3]
@@ -117,7 +121,7 @@ def colours() -> str:
 
 
 def picture_data(picture: np.ndarray) -> tuple[str, int, int]:
-    """The picture as a data URL, and its size on the page."""
+    """Return the picture as a data URL, and its size on the page."""
     image = Image.fromarray(picture)
     image.thumbnail((WIDEST, WIDEST), Image.Resampling.LANCZOS)
     file = io.BytesIO()
@@ -125,32 +129,43 @@ def picture_data(picture: np.ndarray) -> tuple[str, int, int]:
     return "data:image/jpeg;base64," + base64.b64encode(file.getvalue()).decode(), image.height, image.width
 
 
-def write_page(view: View, title: str, out: Path, with_parts: bool = False) -> list[str]:
-    """Write the page, with the parts of the logits or without; in words, what it does not hold."""
-    h, w = view.inside
-    url, height, width = picture_data(view.page_picture if isinstance(view, ClipView) else view.picture[:h, :w])
-    data = dict(
-        height=height,
-        width=width,
-        # Pixels of the file per pixel on the page: what is read out is what the user's own picture viewer shows.
-        pixel=[view.inside[n] / view.scale[n] / (height, width)[n] for n in range(2)],
-        file=view.file_size,
-        frames=layout(len(view.frames)) if isinstance(view, ClipView) else None,
-        share=[h / view.size[0], w / view.size[1]],  # of the maps, which cover the padding as well
-        colours=colours(),
-        layers=[layer_data(layer, with_parts) for layer in view.maps],
-        points=[points_data(view, layer) for layer in view.samples(objects=False)],
-        objects=objects_data(view),
-    )
+def page_of(title: str, picture: str, data: dict[str, Any]) -> str:
+    """Return the page.
+
+    Args:
+        title: Of the page.
+        picture: Its picture, a data URL.
+        data: What its scripts show.
+    """
     text = TEMPLATE.read_text()
     # A "</script>" in a layer's name would end the script: JSON may escape the slash.
     for key, value in {
         "TITLE": html.escape(title),
         **{part: TEMPLATE.with_name(name).read_text().rstrip() for part, name in PARTS.items()},
-        "PICTURE": url,
+        "PICTURE": picture,
         "DATA": json.dumps(data).replace("</", "<\\/"),
     }.items():
         text = text.replace(f"@{key}@", value)
-    write_text(out, text)
+    return text
+
+
+def write_page(view: View, title: str, out: Path, with_parts: bool = False) -> list[str]:
+    """Write the page, with or without the parts of the logits; return notes on what it leaves out."""
+    h, w = view.inside
+    url, height, width = picture_data(view.page_picture if isinstance(view, ClipView) else view.picture[:h, :w])
+    data = dict(
+        height=height,
+        width=width,
+        # Pixels of the file per pixel on the page: coordinates are those of the user's own picture viewer.
+        pixel=[view.inside[n] / view.scale[n] / (height, width)[n] for n in range(2)],
+        file=view.file_size,
+        frames=layout(len(view.frames)) if isinstance(view, ClipView) else None,
+        share=[h / view.size[0], w / view.size[1]],  # of the maps, which include the padding
+        colours=colours(),
+        layers=[layer_data(layer, with_parts) for layer in view.maps],
+        points=[points_data(view, layer) for layer in view.samples(objects=False)],
+        objects=objects_data(view),
+    )
+    write_text(out, page_of(title, url, data))
     layers: list[Any] = [*data["layers"], *data["points"]]  # type: ignore[misc]
     return [f"{layer['name']}: {layer['note']}" for layer in layers if layer["note"]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
+from tools.attention_view.page import page_of  # noqa: E402
 from tools.site import commands, reference  # noqa: E402
 
 _LINK = re.compile(r"(?<!!)\[([^]]*)\]\((?!https?:|#|mailto:)([^)\s]+)\)")
@@ -36,6 +38,9 @@ def on_files(files: Files, config: Any) -> Files:
     files.append(
         File.generated(config, "contributing.md", content=_outside((ROOT / "CONTRIBUTING.md").read_text(), ""))
     )
+    kept = json.loads((ROOT / "docs/attention.json").read_text())  # of one call of tools.show_attention
+    page_file = File.generated(config, "attention/index.html", content=page_of(**kept))
+    files.append(page_file)
     return files
 
 
