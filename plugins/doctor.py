@@ -32,7 +32,7 @@ class Report:
 
     def fail(self, name: str, text: str, command: str | None = None) -> None:
         """Report a broken item and the command that repairs it."""
-        self.broken.append(f"{name}: {text}" + (f"\n  mend it: {command}" if command else ""))
+        self.broken.append(f"{name}: {text}" + (f"\n  to repair it: {command}" if command else ""))
         self.line(name, f"BROKEN: {text}")
 
 
@@ -87,7 +87,7 @@ def _binaries(report: Report) -> None:
         elif _is_due(device) and any(PACKAGE.glob(f"{name}.*so")):
             report.fail(device, reason)
         else:
-            report.line(device, f"no kernels of ours: {reason}")
+            report.line(device, f"no compiled kernels: {reason}")
         if device == "cpu" or torch.cuda.is_available():
             _operators(report, device)
         elif torch.version.cuda:
@@ -170,8 +170,10 @@ def _hooks(report: Report) -> None:
     if off:
         report.line("autoload", f"switched off by {' and '.join(off)}")
     elif Version(torch.__version__) < Version("2.5"):
-        report.line("autoload", f"off: torch {torch.__version__} has none (2.5 is the first), import attn_plugins.timm")
+        report.line(
+            "autoload", f"off: torch {torch.__version__} does not support it (2.5 does); import attn_plugins.timm"
+        )
     elif any(e.value == "attn_plugins_autoload:activate" for e in entry_points(group="torch.backends")):
-        report.line("autoload", "on: timm and fairseq know the plug-ins without an import line")
+        report.line("autoload", "on: timm and fairseq find the plug-ins without an import")
     else:
-        report.line("autoload", "off: this copy was not installed by pip, import attn_plugins.timm yourself")
+        report.line("autoload", "off: this copy was not installed by pip; import attn_plugins.timm")

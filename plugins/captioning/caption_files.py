@@ -44,7 +44,7 @@ class Problems:
             ValueError: ``skip`` is False.
         """
         if not self.skip:
-            raise ValueError(f"{message} (--skip-invalid-samples leaves such samples out)")
+            raise ValueError(f"{message} (--skip-invalid-samples skips such samples)")
         self.number += 1
         if self.number <= self.LINES:
             logger.warning("skipped: %s", message)
@@ -82,7 +82,7 @@ def read_splits(captions: Sequence[Path], splits: Path, problems: Problems) -> d
         if "split" not in entry:
             raise ValueError(f"{splits}: image {image_id} has no split")
         if str(image_id) in seen:
-            problems(f"{splits}: image {image_id} is there twice, in {seen[str(image_id)]} and in {entry['split']}")
+            problems(f"{splits}: image {image_id} appears twice, in {seen[str(image_id)]} and in {entry['split']}")
             continue
         seen[str(image_id)] = entry["split"]
         if texts is None:
@@ -133,7 +133,7 @@ def _read_coco(paths: Sequence[Path], problems: Problems) -> dict[str, tuple[Ima
                 raise ValueError(f"{path}: {name} must have image_id and caption, got {', '.join(annotation)}")
             image_id = _image_id(path, annotation, "image_id")
             if str(image_id) not in images:
-                problems(f"{path}: {name} is of image {image_id}, which is not among its images")
+                problems(f"{path}: {name} belongs to image {image_id}, which is not in its list of images")
             else:
                 images[str(image_id)][1].append((name, annotation["caption"]))
     return images
@@ -143,7 +143,7 @@ def _image_id(path: Path, entry: Mapping[str, Any], *names: str) -> ImageId:
     """Return the value of the first of ``names`` that ``entry`` contains."""
     image_id = next((entry[name] for name in names if name in entry), None)
     if isinstance(image_id, bool) or not isinstance(image_id, (int, str)):
-        raise ValueError(f"{path}: {' or '.join(names)} of an image must be a number or a text, got {entry!r:.120}")
+        raise ValueError(f"{path}: {' or '.join(names)} of an image must be a number or a string, got {entry!r:.120}")
     return image_id
 
 
@@ -191,9 +191,9 @@ def _read_json(path: Path, kind: type, once: bool = False) -> Any:
         with path.open(encoding="utf-8-sig") as file:  # accepts a byte order mark
             content = json.load(file, object_pairs_hook=_object if once else None)
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is no text in UTF-8: {error}") from error
+        raise ValueError(f"{path} is not UTF-8 text: {error}") from error
     except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is no JSON file, or cut off: {error}") from error
+        raise ValueError(f"{path} is not a JSON file or is truncated: {error}") from error
     except ValueError as error:  # raised by _object
         raise ValueError(f"{path}: {error}") from error
     if not isinstance(content, kind):
@@ -205,5 +205,5 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
         twice = next(name for name, number in Counter(name for name, _ in pairs).items() if number > 1)
-        raise ValueError(f"image {twice} is there twice")
+        raise ValueError(f"image {twice} appears twice")
     return found

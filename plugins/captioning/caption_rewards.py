@@ -47,7 +47,7 @@ def _check_references(references: References) -> None:
 
 def _check_batch(references: References, images: Sequence[Hashable], captions: Sequence[str]) -> None:
     if len(images) != len(captions):
-        raise ValueError(f"images and captions must be of one length, got {len(images)} and {len(captions)}")
+        raise ValueError(f"images and captions must have the same length, got {len(images)} and {len(captions)}")
     for image in images:
         if image not in references:
             raise ValueError(f"image {image!r} has no references")
@@ -112,7 +112,7 @@ class DocumentFrequencies:
                 sentences.append([vocabulary.setdefault(word, len(vocabulary)) for word in text.split()])
                 image_of.append(image)
         if not vocabulary:
-            raise ValueError(f"references of {len(references)} images hold no word")
+            raise ValueError(f"references of {len(references)} images contain no word")
         owner, codes, counts = np.asarray(image_of), [], []
         for prefix, last, sentence, ngram, _ in _number_ngrams(sentences, len(vocabulary)):
             codes.append(prefix * len(vocabulary) + last)

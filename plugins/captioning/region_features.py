@@ -85,7 +85,7 @@ class RegionFeatures:
         try:
             recipe = json.loads(self._recipe)
         except ValueError as error:
-            raise ValueError(f"{self.path}: its recipe is no JSON: {error}") from error
+            raise ValueError(f"{self.path}: its recipe is not JSON: {error}") from error
         if not isinstance(recipe, dict):
             raise ValueError(f"{self.path}: its recipe must be a JSON object, got {self._recipe:.80}")
         return recipe
@@ -142,7 +142,7 @@ class RegionFeatures:
         self._index = {str(x): i for i, x in enumerate(self._ids)}
         if len(self._index) != len(self._ids):
             twice = next(x for i, x in enumerate(self._ids) if self._index[str(x)] != i)
-            raise ValueError(f"{self.path}: image {twice} is there twice")
+            raise ValueError(f"{self.path}: image {twice} appears twice")
         self._process = os.getpid()
 
     def _check(self) -> None:
@@ -154,8 +154,8 @@ class RegionFeatures:
             )
         falls = np.flatnonzero(np.diff(offsets.astype(np.int64)) < 0)
         if offsets[0] != 0 or falls.size:
-            where = f"they fall after image {self._ids[falls[0]]}" if falls.size else f"got {offsets[0]} first"
-            raise ValueError(f"{self.path}: offsets must begin with 0 and rise; {where}")
+            where = f"they decrease after image {self._ids[falls[0]]}" if falls.size else f"got {offsets[0]} first"
+            raise ValueError(f"{self.path}: offsets must start at 0 and increase; {where}")
         if len(self._shape) != 2 or self._dtype not in (np.float16, np.float32):
             raise ValueError(
                 f"{self.path}: features must be (regions, channels) in float16 or float32, got {self._shape} "
@@ -232,7 +232,7 @@ class RegionFeaturesWriter:
         self.folder.mkdir(parents=True, exist_ok=True)
         found = read_index(self.folder)
         if found.dtype not in (None, dtype):
-            raise ValueError(f"{self.folder} was begun with {found.dtype}, not {dtype}")
+            raise ValueError(f"{self.folder} was started with {found.dtype}, not {dtype}")
         self.image_ids, self.offsets, self.feature_dim = found.image_ids, found.offsets, found.feature_dim
         self._known = set(map(str, self.image_ids))
         self._index = _appended(self.folder / INDEX, found.size)
@@ -261,7 +261,7 @@ class RegionFeaturesWriter:
         if isinstance(image_id, bool) or not isinstance(image_id, (int, str)):
             raise ValueError(f"an image id must be an int or a str, got {image_id!r}")
         if str(image_id) in self._known:
-            raise ValueError(f"image {image_id} is there already")
+            raise ValueError(f"image {image_id} was already added")
         missing = [name for name in ARRAYS[2:] if name not in regions]
         if missing:
             raise ValueError(f"image {image_id} has no {', '.join(missing)}")
@@ -277,7 +277,9 @@ class RegionFeaturesWriter:
             with np.errstate(over="ignore"):
                 found[name] = array.astype(self.dtype if name == "features" else np.float32)
             if not np.isfinite(found[name]).all():
-                raise ValueError(f"image {image_id}: {name} are NaN, infinite or beyond {found[name].dtype}")
+                raise ValueError(
+                    f"image {image_id}: {name} are NaN, infinite or outside the range of {found[name].dtype}"
+                )
         boxes = found["boxes"]
         if ((boxes < 0) | (boxes > 1)).any() or (boxes[:, :2] > boxes[:, 2:]).any():
             raise ValueError(f"image {image_id}: boxes must be x0 <= x1, y0 <= y1 relative to the image, 0 to 1")

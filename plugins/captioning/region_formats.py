@@ -62,7 +62,7 @@ def _open_npz(path: Path) -> dict[str, Any]:
                 with archive.open(members[RECIPE]) as member:
                     recipe = str(npy.read_array(member, allow_pickle=False))
     except zipfile.BadZipFile as error:
-        raise ValueError(f"{path} is no npz file, or cut off: {error}") from error
+        raise ValueError(f"{path} is not an npz file or is truncated: {error}") from error
     arrays.update(image_ids=np.array(arrays["image_ids"]), offsets=np.array(arrays["offsets"]), recipe=recipe)
     return arrays
 
@@ -70,7 +70,7 @@ def _open_npz(path: Path) -> dict[str, Any]:
 def _mapped(path: Path, file: Any, info: zipfile.ZipInfo) -> np.ndarray:
     """Map an uncompressed member of a zip file into memory."""
     if info.compress_type != zipfile.ZIP_STORED:
-        raise ValueError(f"{path}: {info.filename} is compressed and cannot be mapped: write it by numpy.savez")
+        raise ValueError(f"{path}: {info.filename} is compressed and cannot be mapped: write it with numpy.savez")
     file.seek(info.header_offset)
     name, extra = struct.unpack("<HH", file.read(30)[26:])  # lengths that only the local header stores
     file.seek(name + extra, os.SEEK_CUR)
@@ -80,7 +80,7 @@ def _mapped(path: Path, file: Any, info: zipfile.ZipInfo) -> np.ndarray:
         raise ValueError(f"{path}: {info.filename} must hold numbers or text, got {dtype}")
     start = file.tell()
     if start + int(np.prod(shape)) * dtype.itemsize > path.stat().st_size:
-        raise ValueError(f"{path}: {info.filename} is cut off")
+        raise ValueError(f"{path}: {info.filename} is truncated")
     if 0 in shape:
         return np.empty(shape, dtype)
     return np.memmap(path, dtype, "r", start, shape, "F" if fortran else "C")
@@ -118,7 +118,7 @@ def _open_hdf5(path: Path) -> dict[str, Any]:
         ids, offsets = arrays["image_ids"][:], arrays["offsets"][:]
         recipe = file[RECIPE].asstr()[()] if RECIPE in file else None
     except OSError as error:
-        raise ValueError(f"{path} is no HDF5 file, or cut off: {error}") from error
+        raise ValueError(f"{path} is not an HDF5 file or is truncated: {error}") from error
     return {**arrays, "image_ids": ids, "offsets": offsets, "recipe": recipe}
 
 
@@ -140,7 +140,7 @@ def _open_lmdb(path: Path) -> dict[str, Any]:
             records = {name: transaction.get(f"__{name}__".encode()) for name in ARRAYS[:3]}
             recipe = transaction.get(f"__{RECIPE}__".encode())
     except lmdb.Error as error:
-        raise ValueError(f"{path} is no LMDB file, or cut off: {error}") from error
+        raise ValueError(f"{path} is not an LMDB file or is truncated: {error}") from error
     _check_names(path, [name for name, record in records.items() if record is not None], ARRAYS[:3])
     arrays = {name: np.load(io.BytesIO(record), allow_pickle=False) for name, record in records.items()}
     return {**arrays, "environment": environment, "recipe": None if recipe is None else recipe.decode()}
@@ -155,7 +155,7 @@ def _environment(path: Path, *_: int) -> Any:
     pages, page, size = environment.info()["last_pgno"] + 1, environment.stat()["psize"], path.stat().st_size
     if pages * page > size:  # reading a missing page would kill the process
         environment.close()
-        raise ValueError(f"{path} is cut off: {size} bytes of {pages * page}")
+        raise ValueError(f"{path} is truncated: {size} bytes of {pages * page}")
     return environment
 
 

@@ -85,7 +85,7 @@ class RegionParts:
         known = places if order is None else {str(x): places[str(x)] for x in order if str(x) in places}
         if len(known) < len(places):
             image_id = next(x for x in places if x not in known)
-            raise ValueError(f"{self._parts[places[image_id][0]][0]} has image {image_id}, which is none of the list's")
+            raise ValueError(f"{self._parts[places[image_id][0]][0]} has image {image_id}, which is not in the list")
         self._places = list(known.values())
 
     @property
@@ -151,7 +151,7 @@ class GatheredRows:
     def __getitem__(self, rows: slice) -> np.ndarray:
         start, stop, step = rows.indices(len(self))
         if step != 1:
-            raise ValueError(f"rows must follow each other, got the step {step}")
+            raise ValueError(f"rows must be consecutive, got the step {step}")
         found = []
         piece = int(np.searchsorted(self.ends, start, "right"))
         while start < stop:

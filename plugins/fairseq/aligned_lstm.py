@@ -182,7 +182,7 @@ class AlignedLSTMDecoder(LSTMDecoder):
     ) -> tuple[Tensor, Tensor | None]:
         """Return features (B, T, C) and, in evaluation mode, the alignment (B, T, S)."""
         if encoder_out is None:
-            raise ValueError("encoder_out must be the encoder's output: aligned_lstm is no language model")
+            raise ValueError("encoder_out must be the encoder's output: aligned_lstm is not a language model")
         source = encoder_out[0]
         cached = self.get_incremental_state(incremental_state, "alignment_keys")
         keys = self.attention.project_keys(source) if cached is None else cached["keys"]
@@ -268,9 +268,9 @@ def _check(args: Namespace) -> None:
     width = 2 * args.encoder_hidden_size
     if args.alignment in ("cosine", "dot", "scaled-dot") and args.decoder_hidden_size != width:
         raise ValueError(
-            f"--alignment {args.alignment} compares states of one width: --decoder-hidden-size must be twice "
+            f"--alignment {args.alignment} needs states of equal width: --decoder-hidden-size must be twice "
             f"--encoder-hidden-size (both directions) = {width}, got {args.decoder_hidden_size}; "
-            "general and additive take any"
+            "general and additive accept any"
         )
     hidden = args.alignment_hidden_size
     if hidden is not None and (hidden < 1 or args.alignment != "additive"):

@@ -56,7 +56,7 @@ class CaptionerModel(FairseqEncoderDecoderModel):
         images, captions = len(src_tokens), len(prev_output_tokens)
         if captions != images:
             if captions % images:
-                raise ValueError(f"prev_output_tokens must be of a multiple of {images} images, got {captions} rows")
+                raise ValueError(f"prev_output_tokens must have a multiple of {images} rows, got {captions} rows")
             rows = torch.arange(images, device=src_tokens.device).repeat_interleave(captions // images)
             encoder_out = self.encoder.reorder_encoder_out(encoder_out, rows)
         return self.decoder(prev_output_tokens, encoder_out)

@@ -163,9 +163,7 @@ class CaptioningTask(FairseqTask):
         parts = [self.captions.get(name, {}) for name in SPLITS[split]]
         found = {image_id: captions for part in parts for image_id, captions in part.items()}
         if not found:
-            raise ValueError(
-                f"no image is in the split {' or '.join(SPLITS[split])}; there are {', '.join(self.captions)}"
-            )
+            raise ValueError(f"no image is in split {' or '.join(SPLITS[split])}; there are {', '.join(self.captions)}")
         return found
 
     def _path(self, option: str, *names: str, needed: bool = False) -> Optional[Path]:
@@ -304,7 +302,9 @@ class CaptioningTask(FairseqTask):
         for split, dataset in self.datasets.items():
             if dataset.skipped > self._told.get(split, 0):
                 self._told[split] = dataset.skipped
-                logger.warning("%s: %d images skipped so far, whose regions cannot be read", split, dataset.skipped)
+                logger.warning(
+                    "%s: %d images skipped so far because their regions cannot be read", split, dataset.skipped
+                )
 
     begin_valid_epoch = begin_epoch
 
@@ -317,7 +317,7 @@ class CaptioningTask(FairseqTask):
             regions, words = dataset.size(ignored[0])
             message = (
                 f"{len(ignored)} samples are too large: image {dataset.image_id(ignored[0])} has {regions} regions and "
-                f"a caption of {words} words with its end; the most are {max_positions}"
+                f"a caption of {words} words including its end; the limit is {max_positions}"
             )
             if ignore_invalid_inputs:  # set in training
                 logger.warning("skipped: %s", message)
@@ -333,7 +333,7 @@ class CaptioningTask(FairseqTask):
         """
         if getattr(args, "print_alignment", None):
             raise ValueError(
-                "--print-alignment is not possible with the task captioning, whose sources are no sentences"
+                "--print-alignment is not supported by the task captioning, whose sources are not sentences"
             )
         if self.cfg.results_json is not None:
             self._results = {}

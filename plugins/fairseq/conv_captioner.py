@@ -4,7 +4,7 @@ It belongs to the task ``captioning`` and is the "Convolution" row of the thesis
 Gehring et al. 2017). A layer, :class:`attn_plugins.modules.GatedConvBlock`, consists of a causal convolution, a gated
 linear unit and attention, and processes all words of a caption in parallel in training. There are no position
 embeddings: the zero padding before a caption marks its beginning. ``--fusion visual`` is the table's row; ``semantic``
-and ``parallel`` use attributes alone and both.
+uses attributes instead, and ``parallel`` uses both.
 """
 
 # ruff: noqa: UP045  fairseq reads the types of the fields

@@ -146,7 +146,7 @@ class EtaDecoder(FairseqIncrementalDecoder):
     ) -> Tensor:
         """Compute features (B, T, C) of the tokens (B, T) that ``incremental_state`` does not hold yet."""
         if encoder_out is None:
-            raise ValueError("encoder_out must be the encoder's output: eta_transformer is no language model")
+            raise ValueError("encoder_out must be the encoder's output: eta_transformer is not a language model")
         caches = self._caches(incremental_state)
         start = caches[0]["self_attention"].steps if caches and caches[0] else 0
         x = embedded(self.embed_tokens, prev_output_tokens[:, start:])

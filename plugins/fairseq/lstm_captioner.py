@@ -3,8 +3,8 @@
 The thesis' Table 2.4 compares with an LSTM that its text calls "equipped with visual attention mechanism" (Xu et al.
 2015); the table itself cites Karpathy and Fei-Fei (2015) and states no size. This model uses
 :class:`attn_plugins.modules.AttendedLSTM`: each modality, projected regions or embedded attributes, has an attention
-whose output feeds the next step. ``--fusion visual`` is the table's row; ``semantic`` and ``parallel`` use attributes
-alone and both. ``show_attend_tell`` is the decoder of Xu et al.
+whose output feeds the next step. ``--fusion visual`` is the table's row; ``semantic`` uses attributes instead, and
+``parallel`` uses both. ``show_attend_tell`` is the decoder of Xu et al.
 """
 
 # ruff: noqa: UP045  fairseq reads the types of the fields

@@ -134,7 +134,7 @@ class CaptionerDecoder(FairseqIncrementalDecoder):
             weights (layers, B, T, S) of ``regions`` and ``attributes``, as far as the model reads them.
         """
         if encoder_out is None:
-            raise ValueError(f"encoder_out must be the encoder's output: {self.model} is no language model")
+            raise ValueError(f"encoder_out must be the encoder's output: {self.model} is not a language model")
         kept = None if incremental_state is None else self.get_incremental_state(incremental_state, "decoder")
         steps, state = (0, None) if kept is None else (kept["steps"], kept["state"])
         # Padding follows all words, so its features do not affect any word.

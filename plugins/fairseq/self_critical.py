@@ -121,7 +121,7 @@ class SelfCriticalCriterion(FairseqCriterion):
                 image_id: [" ".join(words) for words in captions] for image_id, captions in training.items()
             }
             self.frequencies = CiderD(references, cache_dir=cfg.reward_cache or task.cfg.data, end=END).frequencies
-            logger.info("CIDEr-D weighs n-grams by the captions of %d images", self.frequencies.images)
+            logger.info("CIDEr-D weights n-grams by the captions of %d images", self.frequencies.images)
 
     def forward(self, model: Any, sample: dict[str, Any], reduce: bool = True) -> tuple[Tensor, int, dict[str, Any]]:
         """Compute the loss in training, and the negative reward of greedy captions in validation.
@@ -138,7 +138,9 @@ class SelfCriticalCriterion(FairseqCriterion):
             ValueError: The batch has no references.
         """
         if "references" not in sample:
-            raise ValueError("sample must have the references of its images: the dataset is not of the task captioning")
+            raise ValueError(
+                "sample must have the references of its images: the dataset does not belong to the task captioning"
+            )
         if not model.training:
             return self._validation(model, sample, reduce)
         greedy = int(self.baseline == "greedy")

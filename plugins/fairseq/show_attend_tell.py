@@ -46,7 +46,7 @@ class GridEncoder(ModalitiesEncoder):
     def encode(
         self, src_tokens: Tensor, regions: Optional[Tensor], regions_padding_mask: Optional[Tensor]
     ) -> tuple[Optional[Modality], Optional[Modality]]:
-        """Return the regions alone."""
+        """Return the regions; attributes are not read."""
         assert regions is not None
         return Modality(regions, regions_padding_mask), None
 

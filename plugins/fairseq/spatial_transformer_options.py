@@ -22,7 +22,7 @@ from ..terms.nonlocal_position import Outside
 POSITIONS = ("auto", "absolute", "none")
 KERNEL_SIZES = {"dynamic": {"encoder": 31, "decoder": 31}, "bilateral": {"encoder": 21, "decoder": 11}}
 SIZES = {"embed_dim": 512, "ffn_embed_dim": 2048, "attention_heads": 8, "layers": 6}
-KINDS = "four bits (ε1 to ε4, as 0110), shaw, dynamic, bilateral or none"
+KINDS = "four bits (ε1 to ε4, such as 0110), shaw, dynamic, bilateral or none"
 SHAW_VECTORS = ("keys_and_values", "keys")
 
 
@@ -99,7 +99,8 @@ class CrossOptions(FairseqDataclass):
     """Additional options of an encoder-decoder model."""
 
     cross_attention: str = field(
-        default="1111", metadata={"help": "attention of the decoder to the encoder: four bits, as --encoder-attention"}
+        default="1111",
+        metadata={"help": "attention of the decoder to the encoder: four bits, like --encoder-attention"},
     )
 
 
@@ -208,7 +209,7 @@ def _check_side(args: Namespace, side: str) -> None:
     if not is_attention_type(kind) and kind not in ("dynamic", "bilateral", "shaw", "none"):
         raise ValueError(f"--{side}-attention must be {KINDS} (in YAML the bits in quotes), got {kind!r}")
     if getattr(args, f"{side}_xformers_att_config") is not None:
-        raise ValueError(f"--{side}-xformers-att-config is not possible: --{side}-attention chooses the attention")
+        raise ValueError(f"--{side}-xformers-att-config is not supported: --{side}-attention chooses the attention")
     sizes = _kernel_sizes(args, side, kind)
     setattr(args, f"{side}_kernel_sizes", sizes)
     positions = str(getattr(args, f"{side}_positions"))
@@ -250,8 +251,8 @@ def _kernel_sizes(args: Namespace, side: str, kind: str) -> list[Any]:
     if len(sizes) != layers or any(size < 1 or (side == "encoder" and size % 2 == 0) for size in sizes):
         parity = "odd " if side == "encoder" else ""
         raise ValueError(
-            f"--{side}-kernel-sizes must be one positive {parity}number, or {layers} with commas, one for each layer, "
-            f"got {given!r}"
+            f"--{side}-kernel-sizes must be one positive {parity}number, or {layers} separated by commas, one per "
+            f"layer, got {given!r}"
         )
     keep = getattr(args, f"{side}_layers_to_keep")
     return sizes if not keep else [sizes[int(layer)] for layer in sorted(map(int, keep.split(",")))]
@@ -280,8 +281,8 @@ def _check_shared(args: Namespace, sides: tuple[str, ...]) -> None:
         return
     if not is_attention_type(args.cross_attention):
         raise ValueError(
-            f"--cross-attention must be four bits, got {args.cross_attention!r}: the others know keys by their "
-            "distance in the query's own sequence, and a decoder without cross-attention is --no-cross-attention"
+            f"--cross-attention must be four bits, got {args.cross_attention!r}: the others identify keys by their "
+            "distance in the query's sequence; for a decoder without cross-attention use --no-cross-attention"
         )
     if args.cross_self_attention:
-        raise ValueError("--cross-self-attention is not possible: encoder and decoder have no common positions")
+        raise ValueError("--cross-self-attention is not supported: encoder and decoder have no positions in common")

@@ -66,7 +66,7 @@ def _mmdet() -> str:
 
     register_all_modules()
     _build_layer(MODELS)
-    return "builds our layers"
+    return "builds the layers of attn_plugins"
 
 
 def _mmseg() -> str:
@@ -76,7 +76,7 @@ def _mmseg() -> str:
 
     register_all_modules()
     _build_layer(MODELS)
-    return "builds our layers"
+    return "builds the layers of attn_plugins"
 
 
 def _fairseq() -> str:

@@ -185,8 +185,8 @@ class Installation:
             if brought_by and name not in brought_by:
                 others = " ".join(sorted(brought_by))
                 raise InstallError(
-                    f"{compiled.module} is installed from {others} and does not run ({result.text}). "
-                    f"To let {name} take its place: pip uninstall -y {others}, then run this command again"
+                    f"{compiled.module} is installed from {others} but does not run ({result.text}). "
+                    f"To replace it by {name}: pip uninstall -y {others}, then run this command again"
                 )
         target = wheels.Target(compiled, self._cuda(compiled))
         was_there = target.wheel() is not None

@@ -84,7 +84,9 @@ def dependencies(packages: Iterable[Package]) -> tuple[list[str], list[str]]:
             if name not in there:
                 missing.append(str(Requirement(f"{requirement.name}{requirement.specifier}")))
             elif not requirement.specifier.contains(there[name], prereleases=True):
-                conflicts.append(f"{_name(package)} asks for {name}{requirement.specifier}, {there[name]} stays")
+                conflicts.append(
+                    f"{_name(package)} requires {name}{requirement.specifier}, but {there[name]} stays installed"
+                )
     return sorted(set(missing)), conflicts
 
 

@@ -81,10 +81,10 @@ def exchange(model: nn.Module, attention: Mapping[str, Mapping[str, Any]]) -> No
 
 def _no_match(model: nn.Module, pattern: str, matched: Mapping[str, nn.Module], stock: type) -> str:
     there = [path for path, module in model.named_modules() if isinstance(module, stock)]
-    what = "no module" if not matched else f"{', '.join(sorted({type(m).__name__ for m in matched.values()}))} alone"
+    what = "no module" if not matched else ", ".join(sorted({type(m).__name__ for m in matched.values()}))
     return (
-        f"attention[{pattern!r}] matches {what}; what can be exchanged is mmcv's {stock.__name__}, here at: "
-        f"{', '.join(there) or 'no place'}"
+        f"attention[{pattern!r}] matches {what}; only mmcv's {stock.__name__} can be replaced, found at: "
+        f"{', '.join(there) or 'no path'}"
     )
 
 
@@ -104,7 +104,7 @@ def _spatial(stock: nn.MultiheadAttention, options: Mapping[str, Any], path: str
     )
     if ours.needs_grid and _QUERIES.search(path):
         raise ValueError(
-            f"{path}: object queries have no places, which {ours.described()} needs; use the content terms, "
+            f"{path}: object queries have no positions, which {ours.described()} needs; use the content terms, "
             "such as '1010'"
         )
     ours.load_state_dict(stock.state_dict(), strict=True)
@@ -220,8 +220,9 @@ class TokenAttention(modules.SpatialSelfAttention):
         grid = self._grids.of(len(query)) if self.needs_grid else None
         if self.needs_grid and (grid is None or len(key) != len(query)):
             raise ValueError(
-                f"{self._path}: {self.described()} needs tokens with places, and these {len(query)} queries and "
-                f"{len(key)} keys are no map of this image; without places use the content terms, such as '1010'"
+                f"{self._path}: {self.described()} needs tokens with positions, but these {len(query)} queries and "
+                f"{len(key)} keys are not a map of this image; for tokens without positions use the content terms, "
+                "such as '1010'"
             )
         return grid
 

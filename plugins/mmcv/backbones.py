@@ -66,7 +66,7 @@ class AAResNet(BaseModule):
         if not -1 <= frozen_stages <= num_stages:
             raise ValueError(f"frozen_stages must be from -1 to num_stages = {num_stages}, got {frozen_stages!r}")
         if style != "pytorch":
-            raise ValueError(f"style must be 'pytorch', the only one there is, got {style!r}")
+            raise ValueError(f"style must be 'pytorch', the only supported style, got {style!r}")
         timm = _timm()
         norm_cfg = dict(type="BN", requires_grad=True) if norm_cfg is None else norm_cfg
 

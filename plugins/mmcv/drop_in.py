@@ -13,7 +13,7 @@ Importing this module replaces
   mmdet and mmseg (DETR and its relatives, MaskFormer, Mask2Former) import directly;
 * the ``forward`` of ``ShiftWindowMSA``, the window attention of mmdet's and mmseg's Swin, once the toolkit imports it.
 
-If one of them cannot be replaced, an error is raised and none is. Models built before the import keep mmcv's layers,
+If one of them cannot be replaced, none is, and an error is raised. Models built before the import keep mmcv's layers,
 but use the new ``forward`` methods. Outputs are contiguous for contiguous inputs, and gradients equal mmcv's as in its
 own tests. The attributes ``q_downsample``, ``kv_downsample`` and ``local_constraint_map`` of mmcv's layers do not
 exist.
@@ -143,7 +143,7 @@ def _check(name: str, place: str, layer: Any) -> None:
         raise RuntimeError(
             f"attn_plugins.mmcv.drop_in replaces mmcv's {name}, but {place} holds {layer} there; nothing "
             "was replaced. Register that layer under another name, or import attn_plugins.mmcv and name "
-            "our layers in the config."
+            "its layers in the config."
         )
 
 

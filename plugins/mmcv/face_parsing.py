@@ -43,7 +43,7 @@ class _FaceDataset(BaseSegDataset):
         advice = f"expected images *{self.img_suffix} and label images *{self.seg_map_suffix} of the same names"
         if not samples:
             folder = self.data_prefix["img_path"]
-            raise FileNotFoundError(f"{folder or 'img_path'} holds no image *{self.img_suffix}: {advice}")
+            raise FileNotFoundError(f"{folder or 'img_path'} contains no image *{self.img_suffix}: {advice}")
         paths = [sample[key] for sample in samples for key in ("img_path", "seg_map_path") if key in sample]
         missing = [path for path in paths if not fileio.isfile(path, backend_args=self.backend_args)]
         if missing:

@@ -124,7 +124,8 @@ class UNetHead(BaseDecodeHead):
         super().__init__(input_transform="multiple_select", channels=fusion_channels[-1], **options)
         if len(self.in_channels) != len(fusion_channels) + 1:
             raise ValueError(
-                f"in_channels must be one more than fusion_channels, {len(fusion_channels) + 1}, got {self.in_channels}"
+                f"in_channels must have {len(fusion_channels) + 1} items, one more than fusion_channels, "
+                f"got {self.in_channels}"
             )
         if fusion_cfgs is not None and len(fusion_cfgs) != len(fusion_channels):
             raise ValueError(f"fusion_cfgs must have {len(fusion_channels)} items, one per fusion, got {fusion_cfgs}")

@@ -81,7 +81,7 @@ def _check(module: ModuleType) -> None:
     if owner not in (__name__, module.__name__):
         raise RuntimeError(
             f"attn_plugins.mmcv.drop_in replaces the forward of {LAYER}, but {module.__name__} holds {forward} there; "
-            "nothing was replaced. Derive a class of another name for it."
+            "nothing was replaced. Define a subclass with another name instead."
         )
 
 

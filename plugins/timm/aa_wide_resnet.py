@@ -128,7 +128,7 @@ class AAWideResNet(nn.Module):
     ) -> None:
         super().__init__()
         if depth < 10 or (depth - 4) % 6:
-            raise ValueError(f"depth must be 6n + 4 for n >= 1 blocks a stage, got {depth!r}")
+            raise ValueError(f"depth must be 6n + 4 for n >= 1 blocks per stage, got {depth!r}")
         dd = dict(device=device, dtype=dtype)
         augmentation = dict(
             kappa=kappa, nu=nu, num_heads=num_heads, min_key_dim_per_head=min_key_dim_per_head, position=position

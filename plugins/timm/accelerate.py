@@ -55,8 +55,8 @@ def accelerate(model: nn.Module) -> list[str]:
                 found[name] = module, kind.ours
     if not found and not known:
         raise ValueError(
-            "model must hold blocks of timm's Swin or Swin V2, or attention with relative positions of its SAM or "
-            f"MViTv2, and {type(model).__name__} has none"
+            "model must contain blocks of timm's Swin or Swin V2, or attention with relative positions of its SAM or "
+            f"MViTv2, but {type(model).__name__} has none"
         )
     for module, ours in found.values():
         module.__class__ = ours

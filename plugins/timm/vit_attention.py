@@ -81,7 +81,7 @@ class ViTAttention(GridAttention):
         self.proj_drop = nn.Dropout(proj_drop)
         self.make_terms(**factory)
         self.places: Places | None = None  # set by the model that contains the layer
-        self.script_grid, self.script_prefix = (1, 1), 0  # the part of it that TorchScript can read
+        self.script_grid, self.script_prefix = (1, 1), 0  # copies for TorchScript
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -245,8 +245,8 @@ class ViTAttention(GridAttention):
         """Return the grid of the model's current input and the number of tokens before it."""
         if self.places is None:
             raise ValueError(
-                f"{self.described()} needs tokens with places, which a layer of timm's VisionTransformer or NaFlexVit "
-                "knows from its model; this layer is in none. Elsewhere use attn_plugins.modules."
+                f"{self.described()} needs the positions of tokens, which a layer of timm's VisionTransformer or "
+                "NaFlexVit gets from its model; this layer is in no such model. Elsewhere use attn_plugins.modules."
                 "SpatialSelfAttention"
             )
         grid, prefix = self.places.grid, self.places.prefix

@@ -195,14 +195,14 @@ def test_wrong_input_is_named(name):
     scorer = reward(name, {"a": ["a cat"], 4: ["a dog"]})
     with pytest.raises(ValueError, match="image 5 has no references"):
         scorer([5], ["a cat"])
-    with pytest.raises(ValueError, match="one length, got 2 and 1"):
+    with pytest.raises(ValueError, match="the same length, got 2 and 1"):
         scorer(["a", 4], ["a cat"])
 
 
 def test_unknown_names_and_wordless_references():
     with pytest.raises(ValueError, match="cider-d, bleu-4, rouge-l, got 'cider'"):
         reward("cider", {1: ["a cat"]})
-    with pytest.raises(ValueError, match="references of 1 images hold no word"):
+    with pytest.raises(ValueError, match="references of 1 images contain no word"):
         reward("cider-d", {1: [" "]})
 
 

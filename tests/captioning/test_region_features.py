@@ -83,7 +83,7 @@ def test_a_recipe_is_kept(tmp_path, suffix):
 def test_a_recipe_that_is_none(tmp_path):
     write_region_features(tmp_path / "regions.npz", made_up(), recipe={})
     arrays = dict(np.load(tmp_path / "regions.npz"))
-    for text, message in (("[1]", r"its recipe must be a JSON object, got \[1\]"), ("{", "its recipe is no JSON")):
+    for text, message in (("[1]", r"its recipe must be a JSON object, got \[1\]"), ("{", "its recipe is not JSON")):
         np.savez(tmp_path / "bad.npz", **{**arrays, "recipe": np.array(text)})
         assert RegionFeatures(tmp_path / "bad.npz").count(1000) == 2
         with pytest.raises(ValueError, match=rf"bad\.npz: {message}"):
@@ -132,13 +132,13 @@ def test_members_of_an_npz_stay_in_the_file(tmp_path):
 
 def test_a_file_that_is_cut_off(file):
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
-    with pytest.raises(ValueError, match=rf"regions\{file.suffix}.* cut off"):
+    with pytest.raises(ValueError, match=rf"regions\{file.suffix}.* truncated"):
         len(RegionFeatures(file))
 
 
 def test_another_kind_of_file(file):
     file.write_bytes(b"x" * 5000)
-    with pytest.raises(ValueError, match=r"regions.* is no "):
+    with pytest.raises(ValueError, match=r"regions.* is not an "):
         len(RegionFeatures(file))
 
 
@@ -174,8 +174,8 @@ def _first(arrays: dict) -> None:
     ("spoil", "message"),
     [
         (_nan, "bad.npz: image 1000 has features that are NaN"),
-        (_falling, "bad.npz: offsets must begin with 0 and rise; they fall after image 999"),
-        (_twice, "bad.npz: image 1000 is there twice"),
+        (_falling, "bad.npz: offsets must start at 0 and increase; they decrease after image 999"),
+        (_twice, "bad.npz: image 1000 appears twice"),
         (_short_boxes, r"bad.npz: boxes must have shape \(12, 4\), got \(11, 4\)"),
         (_wide, r"bad.npz: features must be .* float16 or float32, got \(12, 5\) float64"),
         (_no_scores, "bad.npz lacks scores; it has boxes, features, image_ids, offsets"),
@@ -203,7 +203,9 @@ def test_files_that_cannot_be(tmp_path, monkeypatch):
         RegionFeatures(tmp_path / "regions.csv")
     write_region_features(tmp_path / "regions.npz", made_up())
     np.savez_compressed(tmp_path / "packed.npz", **np.load(tmp_path / "regions.npz"))
-    with pytest.raises(ValueError, match=r"image_ids.npy is compressed and cannot be mapped: write it by numpy.savez"):
+    with pytest.raises(
+        ValueError, match=r"image_ids.npy is compressed and cannot be mapped: write it with numpy.savez"
+    ):
         len(RegionFeatures(tmp_path / "packed.npz"))
     monkeypatch.setitem(sys.modules, "h5py", None)
     for use in (RegionFeatures, lambda path: write_region_features(path, made_up())):
@@ -215,8 +217,8 @@ def test_files_that_cannot_be(tmp_path, monkeypatch):
     ("change", "message"),
     [
         ({"features": np.zeros((2, 4))}, r"image 7: features must have shape \(n, 5\), got \(2, 4\)"),
-        ({"features": np.full((2, 5), np.nan)}, "image 7: features are NaN, infinite or beyond float16"),
-        ({"features": np.full((2, 5), 1e6)}, "image 7: features are NaN, infinite or beyond float16"),
+        ({"features": np.full((2, 5), np.nan)}, "image 7: features are NaN, infinite or outside the range of float16"),
+        ({"features": np.full((2, 5), 1e6)}, "image 7: features are NaN, infinite or outside the range of float16"),
         ({"boxes": np.array([[0, 0, 1, 1], [0, 0, 640, 480]])}, "image 7: boxes must be"),
         ({"boxes": np.array([[0.5, 0, 0.2, 1]] * 2)}, "image 7: boxes must be x0 <= x1"),
         ({"scores": np.zeros(3)}, r"image 7: scores must have shape \(2,\), got \(3,\)"),
@@ -228,7 +230,7 @@ def test_images_that_cannot_be_written(tmp_path, change, message):
     with pytest.raises(ValueError, match=message):
         write_region_features(tmp_path / "regions.npz", [*made_up(2), (7, {**good, **change})])
     assert list(tmp_path.iterdir()) == []
-    with pytest.raises(ValueError, match="image 1000 is there already"):
+    with pytest.raises(ValueError, match="image 1000 was already added"):
         write_region_features(tmp_path / "regions.npz", [*made_up(2), (1000, good)])
     with pytest.raises(ValueError, match="there is no image to write"):
         write_region_features(tmp_path / "regions.npz", [])
@@ -251,5 +253,5 @@ def test_an_interrupted_run_is_gone_on_with(tmp_path):
     whole, again = (dict(np.load(tmp_path / f"{name}.npz")) for name in ("whole", "again"))
     for name in whole:
         np.testing.assert_array_equal(whole[name], again[name])
-    with pytest.raises(ValueError, match="was begun with float16, not float32"):
+    with pytest.raises(ValueError, match="was started with float16, not float32"):
         RegionFeaturesWriter(tmp_path / "parts", "float32")

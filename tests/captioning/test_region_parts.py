@@ -73,7 +73,7 @@ def test_parts_that_do_not_fit(tmp_path):
         RegionParts([first, part(tmp_path / "narrow", made_up(6, 2)[4:])])
     with pytest.raises(ValueError, match=r"fine has features of 5 channels in float32, but .*first of 5 in float16"):
         RegionParts([first, part(tmp_path / "fine", images[4:], "float32")])
-    with pytest.raises(ValueError, match="first has image 997, which is none of the list's"):
+    with pytest.raises(ValueError, match="first has image 997, which is not in the list"):
         RegionParts([first], [1000, 999, 998])
     with pytest.raises(ValueError, match="there is no image to write"):
         RegionParts([tmp_path / "gone"]).save(tmp_path / "regions.npz")

@@ -64,10 +64,10 @@ def _no_regions(folder: Path, image: int = 102) -> None:
 
 
 BAD_SAMPLES = {
-    _other_image: (r"captions\.json: caption 4 is of image 7, which is not among its images", 31),
+    _other_image: (r"captions\.json: caption 4 belongs to image 7, which is not in its list of images", 31),
     _empty_caption: (r"captions\.json: caption 5 of image 102 is empty, got ' \.\. '", 31),
     _unknown_image: (r"splits\.json: image 555 is not in .*captions\.json", 32),
-    _twice: (r"splits\.json: image 102 is there twice, in train and in test", 32),
+    _twice: (r"splits\.json: image 102 appears twice, in train and in test", 32),
     _unknown_attribute: (r"attributes\.json: attribute 'zebra' of image 102 is not in the dictionary", 32),
     _no_attributes: (r"attributes\.json: image 102 has no attributes", 30),
     _unattributed: (r"attributes\.json has no image 102", 30),

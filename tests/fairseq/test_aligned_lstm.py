@@ -250,5 +250,5 @@ def test_general_and_additive_take_any_widths(recurrence):
     for alignment in ("general", "additive"):
         model = build(alignment, recurrence=recurrence, decoder_hidden_size=10, decoder_embed_dim=7)
         assert model(**batch(model))[0].shape[:2] == (3, 5)
-    with pytest.raises(ValueError, match="no language model"):
+    with pytest.raises(ValueError, match="not a language model"):
         build("dot", recurrence=recurrence).decoder(torch.tensor([[2]]))

@@ -333,5 +333,5 @@ def test_inputs_that_are_missing(name):
     where = "of show_attend_tell" if name == "show_attend_tell" else "with --fusion visual"
     with pytest.raises(ValueError, match=f"regions must be in net_input {where}"):
         model(**sample)
-    with pytest.raises(ValueError, match=f"{name} is no language model"):
+    with pytest.raises(ValueError, match=f"{name} is not a language model"):
         model.decoder(sample["prev_output_tokens"])

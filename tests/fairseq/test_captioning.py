@@ -139,7 +139,7 @@ def test_regions_in_other_formats(folder, suffix, package):
     whole = (folder / f"regions{suffix}").read_bytes()
     (folder / f"regions{suffix}").unlink()  # which is open
     (folder / f"regions{suffix}").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(ValueError, match=rf"regions\{suffix}.* cut off"):
+    with pytest.raises(ValueError, match=rf"regions\{suffix}.* truncated"):
         task_of(folder).load_dataset("valid")
 
 

@@ -24,7 +24,7 @@ def folder(tmp_path) -> Path:
 def test_a_bad_sample_is_an_error_or_skipped(folder, spoil, caplog):
     spoil(folder)
     message, left = BAD_SAMPLES[spoil]
-    with pytest.raises(ValueError, match=message + r" \(--skip-invalid-samples leaves such samples out\)"):
+    with pytest.raises(ValueError, match=message + r" \(--skip-invalid-samples skips such samples\)"):
         task_of(folder).load_dataset("train")
     with caplog.at_level(logging.WARNING, "attn_plugins"):
         task = task_of(folder, skip_invalid_samples=True)
@@ -97,24 +97,24 @@ def test_a_sample_that_is_too_large(folder):
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("captions.json", '{"images": [{"id": 1}', r"captions\.json is no JSON file, or cut off"),
+        ("captions.json", '{"images": [{"id": 1}', r"captions\.json is not a JSON file or is truncated"),
         ("captions.json", '{"annotations": []}', r"captions\.json must have a list of images; it has annotations"),
         ("captions.json", '{"images": [], "annotations": [{"id": 3}]}', r"caption 3 must have image_id and caption"),
         ("splits.json", "[]", r"splits\.json must hold a JSON object, got a list"),
         (
             "splits.json",
             '{"images": [{"split": "train"}]}',
-            r"cocoid or imgid of an image must be a number or a text, got",
+            r"cocoid or imgid of an image must be a number or a string, got",
         ),
         ("splits.json", '{"images": [{"cocoid": 100}]}', r"splits\.json: image 100 has no split"),
-        ("splits.json", '{"images": [{"cocoid": 100, "split": "test"}]}', "no image is in the split train or restval"),
+        ("splits.json", '{"images": [{"cocoid": 100, "split": "test"}]}', "no image is in split train or restval"),
         ("splits.json", '{"images": [{"cocoid": [1], "split": "train"}]}', r"cocoid or imgid of an image must be a n"),
         ("captions.json", '{"images": [{"file_name": "1.jpg"}], "annotations": []}', r"id of an image must be a nu"),
-        ("captions.json", b'{"images": "caf\xe9"}', r"captions\.json is no text in UTF-8: 'utf-8' codec can't decode"),
+        ("captions.json", b'{"images": "caf\xe9"}', r"captions\.json is not UTF-8 text: 'utf-8' codec can't decode"),
         ("attributes.json", '{"102": ["dog"], "100": []}', r"image 102 must have pairs of word and probability, got"),
         ("attributes.json", '{"102": [["dog", NaN]]}', r"image 102 must have pairs of word and probability, got"),
-        ("attributes.json", '{"102": [["dog", 1]], "102": []}', r"attributes\.json: image 102 is there twice"),
-        ("regions.npz", b"PK", r"regions\.npz is no npz file, or cut off"),
+        ("attributes.json", '{"102": [["dog", 1]], "102": []}', r"attributes\.json: image 102 appears twice"),
+        ("regions.npz", b"PK", r"regions\.npz is not an npz file or is truncated"),
     ],
 )
 def test_files_that_are_not_such(folder, name, text, message):
@@ -174,7 +174,7 @@ def test_a_number_and_its_text_are_one_id(folder):
         content["images"].append({"cocoid": 102, "split": "test"})
 
     change(folder / "splits.json", as_text)
-    with pytest.raises(ValueError, match="image 102 is there twice, in train and in test"):
+    with pytest.raises(ValueError, match="image 102 appears twice, in train and in test"):
         task_of(folder).load_dataset("train")
     found = task_of(folder, skip_invalid_samples=True).captions
     assert found == expected

@@ -93,7 +93,7 @@ def test_bad_input_is_one_error_with_the_item_s_name(tmp_path):
     for suffix in (".npz", ".h5", ".lmdb"):
         data = write_images(tmp_path / f"cut{suffix}", name=f"regions{suffix}")
         _cut(data / f"regions{suffix}")
-        message = rf"^raised ValueError .*regions\{suffix}.* cut off"
+        message = rf"^raised ValueError .*regions\{suffix}.* truncated"
         command("train", data, message, *TINY, "--skip-invalid-samples", "--save-dir", tmp_path / "none")
     data = write_images(tmp_path / "long")
     _long_caption(data, 104)
@@ -133,7 +133,7 @@ def test_a_training_goes_on_to_its_end_with_all_of_it(tmp_path):
         assert f"skipped: 1 samples are too large: image {image} has" in log
     for image in (100, 104, 110):
         assert len(re.findall(rf"skipped: .*regions\.npz: image {image} has features that are NaN", log)) == 1
-    assert log.count("train: 1 images skipped so far, whose regions cannot be read") == 1
-    assert log.count("valid: 2 images skipped so far, whose regions cannot be read") == 1
+    assert log.count("train: 1 images skipped so far because their regions cannot be read") == 1
+    assert log.count("valid: 2 images skipped so far because their regions cannot be read") == 1
     assert "done training" in log
     assert not re.search(r"loss[ =]nan", log)

@@ -279,5 +279,5 @@ def test_regions_that_are_missing():
     del sample["regions"]
     with pytest.raises(ValueError, match="regions must be in net_input with --fusion entangled"):
         build()(**sample)
-    with pytest.raises(ValueError, match="eta_transformer is no language model"):
+    with pytest.raises(ValueError, match="eta_transformer is not a language model"):
         build().decoder(sample["prev_output_tokens"])

@@ -181,7 +181,7 @@ def test_layerdrop_prunes_to_the_layers_to_keep():
         (dict(decoder_attention="conv"), "dynamic, bilateral or none .* got 'conv'"),
         (dict(cross_attention="dynamic"), "--cross-attention must be four bits, got 'dynamic': .* distance"),
         (dict(cross_attention="none"), "--no-cross-attention"),
-        (dict(cross_self_attention=True), "--cross-self-attention is not possible"),
+        (dict(cross_self_attention=True), "--cross-self-attention is not supported"),
         (dict(attention_range=4), "--attention-range must be -1 .* odd number, got 4"),
         (dict(attention_range=-3), "--attention-range must be -1"),
         (
@@ -192,10 +192,10 @@ def test_layerdrop_prunes_to_the_layers_to_keep():
             dict(encoder_kernel_sizes="7"),
             "--encoder-kernel-sizes applies to dynamic and bilateral, got '7' with .* 1111",
         ),
-        (dict(encoder_attention="dynamic", encoder_kernel_sizes="4"), "positive odd number, or 2 with commas"),
+        (dict(encoder_attention="dynamic", encoder_kernel_sizes="4"), "positive odd number, or 2 separated by commas"),
         (
             dict(encoder_attention="dynamic", encoder_kernel_sizes="3,5,7"),
-            "2 with commas, one for each layer, got '3,5",
+            "2 separated by commas, one per layer, got '3,5",
         ),
         (
             dict(decoder_attention="bilateral", decoder_kernel_sizes="3;5"),
@@ -219,7 +219,7 @@ def test_layerdrop_prunes_to_the_layers_to_keep():
             "--query-key-bias needs attention whose first bit is set, got 0111, none, 0110",
         ),
         (dict(offset_lr_scale=0.0), "--offset-lr-scale must be positive, got 0.0"),
-        (dict(encoder_xformers_att_config="{}"), "--encoder-xformers-att-config is not possible"),
+        (dict(encoder_xformers_att_config="{}"), "--encoder-xformers-att-config is not supported"),
         (dict(decoder_attention_heads=5), "num_heads must divide embed_dim = 32, got 5"),
         (dict(encoder_attention="dynamic", encoder_embed_dim=40), "in_channels must be a multiple of num_groups = 16"),
     ],
@@ -248,13 +248,13 @@ def test_a_decoder_cannot_see_the_future():
 @pytest.mark.parametrize(
     "options, message",
     [
-        (dict(encoder_attention="0011"), r"it has besides encoder\.layers\.0.*q_proj\.weight"),
-        (dict(deformable=True), r"it lacks decoder\.layers\.0\.self_attn\.deformable\.bias, .* \.\.\."),
-        (dict(decoder_ffn_embed_dim=24), r"of another size are decoder\.layers\.0\.fc1\.bias, "),
+        (dict(encoder_attention="0011"), r"unexpected: encoder\.layers\.0.*q_proj\.weight"),
+        (dict(deformable=True), r"missing: decoder\.layers\.0\.self_attn\.deformable\.bias, .* \.\.\."),
+        (dict(decoder_ffn_embed_dim=24), r"other shapes: decoder\.layers\.0\.fc1\.bias, "),
     ],
 )
 def test_another_models_checkpoint(options, message):
-    with pytest.raises(ValueError, match="the checkpoint is not of this model: .*" + message):
+    with pytest.raises(ValueError, match=r"the checkpoint does not fit this model \(.*" + message):
         build(**options).load_state_dict(build().state_dict())
 
 
@@ -336,7 +336,7 @@ def test_console_scripts_translate_and_align(data, tmp_path):
         matrix = model(source[None], torch.tensor([len(source)]), previous[None])[1]["attn"][0][0]
         printed = torch.tensor([[float(p) for p in row.split(",")] for row in line.split()])
         torch.testing.assert_close(printed, matrix, rtol=0, atol=2e-5)
-    with pytest.raises(ValueError, match="the checkpoint is not of this model: it lacks"):
+    with pytest.raises(ValueError, match=r"the checkpoint does not fit this model \(missing:"):
         load_model_ensemble([str(checkpoint)], {"decoder_attention": "0010", "decoder_kernel_sizes": None})
 
 

@@ -116,7 +116,9 @@ def test_queries_without_places_take_the_content_terms():
     stock = build()
     model.load_state_dict(stock.state_dict(), strict=True)
     torch.testing.assert_close(tokens_of(model), tokens_of(stock), rtol=1e-4, atol=1e-4)
-    with pytest.raises(ValueError, match=r"decoder.layers.0.self_attn: object queries have no places.* such as '1010'"):
+    with pytest.raises(
+        ValueError, match=r"decoder.layers.0.self_attn: object queries have no positions.* such as '1010'"
+    ):
         build(ours("1111", "decoder.layers.*.self_attn"))
 
 
@@ -134,8 +136,11 @@ def test_places_are_those_of_the_present_picture():
 @pytest.mark.parametrize(
     ("attention", "words"),
     [
-        (ours(pattern="encoder.layer.*"), r"matches no module; what can be exchanged is .* encoder.layers.0.self_attn"),
-        (ours(pattern="backbone.*"), r"matches .*BatchNorm2d.* alone; what can be exchanged is mmcv's Multihead"),
+        (
+            ours(pattern="encoder.layer.*"),
+            r"matches no module; only mmcv's .* can be replaced, .* encoder.layers.0.self_attn",
+        ),
+        (ours(pattern="backbone.*"), r"matches .*BatchNorm2d.*; only mmcv's Multihead"),
         (
             {ENCODER: dict(type="Conv2d")},
             r"attention\['encoder.layers.\*.self_attn'\]: type must be one of SpatialSelfAtt",
@@ -177,9 +182,9 @@ def test_deformable_attention_takes_key_saliency():
 
 
 def test_the_layer_must_fit_what_is_there():
-    with pytest.raises(ValueError, match=r"matches MultiScaleDeformableAttention alone; .* here at: decoder.layers.0"):
+    with pytest.raises(ValueError, match=r"matches MultiScaleDeformableAttention; .* found at: decoder.layers.0"):
         build(ours(), **DEFORMABLE)
-    with pytest.raises(ValueError, match=r"matches MultiheadAttention alone; .* mmcv's MultiScaleDef.* here at: no pl"):
+    with pytest.raises(ValueError, match=r"matches MultiheadAttention; .* mmcv's MultiScaleDef.* found at: no path"):
         build({ENCODER: dict(type="MultiScaleDeformableAttention", key_saliency=True)})
     with pytest.raises(ValueError, match=r"encoder.layers.0.self_attn: options are key_saliency; .*; got 'num_points'"):
         build({ENCODER: dict(type="MultiScaleDeformableAttention", num_points=8)}, **DEFORMABLE)

@@ -113,7 +113,7 @@ def test_a_missing_mask_is_told_when_the_data_set_is_made(lfw, tmp_path):
         dataset("LFWPLDataset", tmp_path / "out", "test", ann_file=str(tmp_path / "names.txt"))
     shutil.rmtree(tmp_path / "out/images/val")
     (tmp_path / "out/images/val").mkdir()
-    with pytest.raises(FileNotFoundError, match=r"images/val holds no image \*.jpg: expected images \*.jpg and"):
+    with pytest.raises(FileNotFoundError, match=r"images/val contains no image \*.jpg: expected images \*.jpg and"):
         dataset("LFWPLDataset", tmp_path / "out", "val")
 
 

@@ -184,7 +184,7 @@ def test_bad_heads():
     )  # fmt: skip
     with pytest.raises(ValueError, match="fusion_cfgs must be 2"):
         MODELS.build(head)
-    with pytest.raises(ValueError, match="in_channels must be one more than fusion_channels, 2, got"):
+    with pytest.raises(ValueError, match="in_channels must have 2 items, one more than fusion_channels, got"):
         MODELS.build(dict(head, fusion_channels=[8], fusion_cfgs=None))
     with pytest.raises(ValueError, match="recurrence must be a positive int, got 0"):
         MODELS.build(dict(type="AttentionHead", recurrence=0, in_channels=8, channels=8, num_classes=3))

@@ -92,7 +92,7 @@ def test_a_binary_is_not_broken_under_an_older_torch(monkeypatch, capsys):
     report = doctor.Report()
     doctor._binaries(report)
     assert report.broken == []
-    assert f"no kernels of ours: {reason}" in capsys.readouterr().out
+    assert f"no compiled kernels: {reason}" in capsys.readouterr().out
 
 
 # Packages in the place of installed ones, as an incomplete installation leaves them.
@@ -120,7 +120,7 @@ def test_a_broken_toolkit_is_named_with_what_mends_it(python, name, words, comma
     found = python(code, packages=BROKEN[name], check=False)
     assert found.returncode == 1
     assert words in found.stdout
-    assert f"mend it: python -m attn_plugins {command}" in found.stdout
+    assert f"to repair it: python -m attn_plugins {command}" in found.stdout
 
 
 def test_an_absent_toolkit_is_fine_unless_required(monkeypatch, capsys):

@@ -75,7 +75,7 @@ class TestPackages:
         monkeypatch.setattr(packages, "requires", lambda name: [*asked, "pytest<1", "packaging"])
         missing, conflicts = packages.dependencies([Package("pytest", "pytest")])
         assert missing == ["no-such-package>=2"]
-        assert conflicts == [f"pytest asks for pytest<1, {version('pytest')} stays"]
+        assert conflicts == [f"pytest requires pytest<1, but {version('pytest')} stays installed"]
 
     def test_extras_are_read_from_our_own_metadata(self, monkeypatch):
         if packages.version_of("attn-plugins") is None:
@@ -114,7 +114,7 @@ class TestPlan:
     def test_torch_is_needed_first(self, monkeypatch, capsys):
         monkeypatch.setattr(packages, "version_of", lambda name: None)
         assert command.main(["timm"]) == 1
-        assert "torch is not installed: `pip install torch` first" in capsys.readouterr().err
+        assert "torch is not installed: first run `pip install torch`" in capsys.readouterr().err
 
     def test_a_torch_that_is_too_old_is_refused_before_anything_is_installed(self, monkeypatch, capsys):
         monkeypatch.setattr(packages, "version_of", lambda name: "2.3.1+cu121")

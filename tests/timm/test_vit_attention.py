@@ -243,7 +243,9 @@ def test_a_class_of_other_options():
 
 def test_errors_say_what_is_missing():
     layer = ViTAttention(32, 2)
-    with pytest.raises(ValueError, match=r"needs tokens with places, which a layer of timm's .* knows from its model"):
+    with pytest.raises(
+        ValueError, match=r"needs the positions of tokens, which a layer of timm's .* gets from its model"
+    ):
         layer(torch.randn(2, 13, 32))
     with pytest.raises(ValueError, match="is_causal must be False"):
         layer(torch.randn(2, 13, 32), is_causal=True)
