@@ -222,7 +222,7 @@ class LocalBilateralConv2d(nn.Module):
 
 
 def squash(x: Tensor, eps: float = 1e-6) -> Tensor:
-    """Compute |x|² / (1 + |x|²) · x / |x| over the last axis (Thesis, 4.3.2); ``eps`` keeps the gradient finite at 0."""
+    """Compute |x|² / (1 + |x|²) · x / |x| over the last axis (Thesis, 4.3.2); ``eps`` keeps the slope finite at 0."""
     wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
     square = wide.square().sum(-1, keepdim=True)
     return (wide * ((square + eps).sqrt() / (1 + square))).to(x.dtype)

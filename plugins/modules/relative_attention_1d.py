@@ -20,23 +20,23 @@ from .sequence_heads import attended, split_heads, weights_of
 
 
 class RelativeSelfAttention(BandedMaps):
-    """Multi-head self-attention whose keys and values have a learned vector of their distance added.
+    """Multi-head self-attention with a learned vector of the distance added to keys and values.
 
     Source: Shaw et al. (2018), Eq. 3 to 5. In each head, with a_ij = w[max(-k, min(k, j - i))],
 
         z_i = Σ_j α_ij (v_j + a^V_ij),    α_i = softmax_j(q_i·(k_j + a^K_ij) / √d)
 
-    Neither a is laid out over T × T. With ``values`` the weights are, (B, M, T, S).
+    Neither a is laid out over T × T. With ``values`` the attention weights are held in memory, (B, M, T, S).
 
     Args:
         embed_dim: C.
         num_heads: M; must divide C.
-        max_distance: k; keys that are further away have the vector of k.
-        values: Whether values have vectors, too; False: keys alone, as in the paper's Table 3.
-        per_head: Whether each head has vectors of its own; False: one table for all of them.
-        causal: No key after the query is seen; the tables then have offsets -k ... 0.
-        dropout: Dropout probability of the attention weights. Then T × T weights are written out.
-        bias: Of all four projections.
+        max_distance: k; more distant keys share the vector of k.
+        values: Whether to add vectors to values too; else to keys only, as in the paper's Table 3.
+        per_head: Whether each head has its own vectors; else all heads share one table.
+        causal: Whether to mask all keys after the query; the tables then have offsets -k ... 0.
+        dropout: Dropout probability of the attention weights, which are then held in memory, T × T.
+        bias: Whether the four projections have biases.
 
     Shapes:
         (B, T, C) -> (B, T, C)
@@ -75,7 +75,7 @@ class RelativeSelfAttention(BandedMaps):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw projections by Glorot, uniform, those of queries, keys and values as one; each table too; biases 0."""
+        """Draw tables and projections by Glorot uniform initialisation, the inputs' as one matrix; zero the biases."""
         joint = (self.q_proj, self.k_proj, self.v_proj)
         for layer in (*joint, self.out_proj):
             nn.init.xavier_uniform_(layer.weight, gain=1 / math.sqrt(2) if layer in joint else 1.0)
@@ -91,8 +91,8 @@ class RelativeSelfAttention(BandedMaps):
         """Attend from every token of ``query`` to all of them.
 
         Args:
-            query: (B, T, C). With ``cache`` the next tokens, one or several.
-            key_padding_mask: (B, T) bool, True for tokens to be left out.
+            query: (B, T, C). With ``cache`` one or more next tokens.
+            key_padding_mask: (B, T) bool, True for tokens to leave out.
             cache: For step-by-step decoding with ``causal``: the same one in every step, updated in place.
 
         Returns:
@@ -122,7 +122,7 @@ class RelativeSelfAttention(BandedMaps):
         check_padding_mask(key_padding_mask, B, T, weight.device)
         if cache is not None:
             if not self.causal:
-                raise ValueError("cache needs causal=True: other queries would change what was answered")
+                raise ValueError("cache needs causal=True: otherwise new keys would change earlier outputs")
             check_cache(cache, B)
         content, key, value = (
             split_heads(layer(query), self.num_heads) for layer in (self.q_proj, self.k_proj, self.v_proj)
@@ -135,7 +135,7 @@ class RelativeSelfAttention(BandedMaps):
             key, value, key_padding_mask = cache.key, cache.value, cache.key_padding_mask
         S = value.shape[2]
         band = content.matmul(self.key_table.transpose(1, 2).to(content.dtype))
-        # All causal offsets beyond the table are on one side of it, and so have one logit.
+        # Causal offsets beyond the table are all on one side of it, so they share one logit.
         beyond, band = (band[..., 0], band) if self.causal else (None, clipped_band(band, S - 1))
         return dict(
             query=content, key=key, value=value, band_logits=band, outside_logits=beyond, causal=self.causal,

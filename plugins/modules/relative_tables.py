@@ -1,4 +1,4 @@
-"""Learned relative positions of both axes, for the modules that add them to content-only attention."""
+"""Learned relative positions of both axes, for modules that add them to content-only attention."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ Position = Literal["none", "relative"]
 
 
 class RelativeTables(nn.Module):
-    """Base of a module with tables ``height_rel`` (2H - 1, d) and ``width_rel`` (2W - 1, d), or with none.
+    """Base of modules with optional tables ``height_rel`` (2H - 1, d) and ``width_rel`` (2W - 1, d).
 
-    Row H - 1 + o of ``height_rel`` belongs to the keys o rows below the query (Shaw et al. 2018; Bello et al. 2019).
+    Row H - 1 + o of ``height_rel`` is for keys o rows below the query (Shaw et al. 2018; Bello et al. 2019).
     """
 
     def __init__(
@@ -65,13 +65,13 @@ class RelativeTables(nn.Module):
     def table_logits(
         self, query: Tensor, scale: float, keys: Sequence[int], stride: Sequence[int] = (1, 1)
     ) -> tuple[Tensor | None, Tensor | None]:
-        """The products of queries and tables, scaled.
+        """Compute the scaled products of queries and tables.
 
         Args:
             query: (B, 1, H, W, d).
-            scale: Their factor.
+            scale: Factor of the products.
             keys: Number of key rows and of key columns.
-            stride: Of the keys in rows and columns of queries.
+            stride: Distance between keys, in rows and columns of queries.
 
         Returns:
             (B, 1, H, W, keys[0]) and (B, 1, H, W, keys[1]); None, None without tables.
@@ -81,14 +81,14 @@ class RelativeTables(nn.Module):
         logits = []
         for n, (axis, table) in enumerate((("row", self.height_rel), ("column", self.width_rel))):
             size = query.shape[2 + n]
-            # Strided keys end before the last row of queries: the offsets up to theirs.
+            # Strided keys may end before the last row of queries; drop the offsets beyond.
             offsets = resize_table(table, size)[: size + (keys[n] - 1) * stride[n]]
-            encoded = (offsets.t() * scale).unsqueeze(0)  # scaled here: the table is smaller than the queries
+            encoded = (offsets.t() * scale).unsqueeze(0)  # scale the table, which is smaller than the queries
             logits.append(relative_logits(query, encoded, keys[n], axis, 1, stride[n]))
         return logits[0], logits[1]
 
     def check_size(self, x: Tensor) -> None:
-        """Check that the tables serve a map of the size of ``x``."""
+        """Check that the tables fit the size of ``x``."""
         if self.input_size is not None and not self.resize_tables:
             check_table_size(x, self.input_size, (x.shape[2], x.shape[3]), self.input_size)
 
@@ -98,7 +98,7 @@ class RelativeTables(nn.Module):
 
 
 def load_resized(module: Any, state_dict: dict[str, Any], prefix: str) -> None:
-    """Bring the tables of a net trained at another image size to ``module``'s, as its forward would interpolate."""
+    """Resize the tables of a checkpoint from another image size to ``module``'s, with its forward's interpolation."""
     for name in ("height_rel", "width_rel"):
         made, loaded = getattr(module, name), state_dict.get(prefix + name)
         if module.resize_tables and made is not None and loaded is not None and loaded.shape[1:] == made.shape[1:]:

@@ -1,4 +1,4 @@
-"""Old names of arguments, attributes and methods: they work, with a DeprecationWarning that names the new one."""
+"""Old names of arguments, attributes and methods, which work with a DeprecationWarning that gives the new name."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def renamed_argument(old: str, new: str) -> Callable[[F], F]:
-    """Let a constructor take the keyword ``old`` for ``new``.
+    """Decorate a constructor to accept the keyword ``old`` for ``new``.
 
     Raises:
-        TypeError: a call gives both.
+        TypeError: a call passes both.
     """
 
     def decorate(function: F) -> F:
@@ -37,7 +37,7 @@ def renamed_argument(old: str, new: str) -> Callable[[F], F]:
 
 
 def keyword_only(*names: str) -> Callable[[F], F]:
-    """Let a constructor take the keyword-only arguments ``names`` by position, in this order after its others."""
+    """Decorate a constructor to accept the keyword-only arguments ``names`` by position, in order after the others."""
 
     def decorate(function: F) -> F:
         parameters = inspect.signature(function).parameters.values()
@@ -57,7 +57,7 @@ def keyword_only(*names: str) -> Callable[[F], F]:
 
 
 def renamed_method(old: str, new: str = "reset_parameters") -> Callable[[Any], None]:
-    """A method ``old`` that calls ``new``, which may be one of a child: ``'child.method'``."""
+    """Return a deprecated method ``old`` that calls ``new``, which may be that of a child: ``'child.method'``."""
 
     def method(self: Any) -> None:
         _warn(f"{type(self).__name__}.{old}", new)
@@ -68,7 +68,7 @@ def renamed_method(old: str, new: str = "reset_parameters") -> Callable[[Any], N
 
 
 def renamed_attribute(old: str, new: str) -> property:
-    """A readable attribute ``old`` that is ``new``."""
+    """Return a deprecated read-only property ``old`` that returns ``new``."""
 
     def get(self: Any) -> Any:
         _warn(f"{type(self).__name__}.{old}", new)

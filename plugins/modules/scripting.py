@@ -1,7 +1,7 @@
-"""The operators as modules call them that TorchScript compiles: the one place that asks whether it does.
+"""Operator calls of modules that TorchScript can compile.
 
-TorchScript has no keyword-only arguments and no ``Sequence``, and compiles no checks: a scripted module calls the
-registered operators themselves. The checks of such modules know of it, too (``checks``).
+TorchScript supports neither keyword-only arguments nor ``Sequence``, and does not compile checks, so scripted modules
+call the registered operators directly. The checks of such modules (``checks``) are skipped as well.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def attend_everywhere(
     key_logits: Tensor | None,
     scale: float,
 ) -> Tensor:
-    """:func:`attn_plugins.ops.global_attention`."""
+    """Call :func:`attn_plugins.ops.global_attention`."""
     if torch.jit.is_scripting():
         return scripted_global_attention(query, key, value, row_logits, column_logits, key_logits, scale)
     else:
@@ -43,7 +43,7 @@ def attend_in_windows(
     dilation: list[int],
     zero_border: bool,
 ) -> Tensor:
-    """:func:`attn_plugins.ops.window_attention` of maps."""
+    """Call :func:`attn_plugins.ops.window_attention` for maps."""
     if torch.jit.is_scripting():
         return scripted_window_attention(
             query, key, value, position_logits, kernel_size, stride, padding, dilation, zero_border, 1.0
@@ -67,7 +67,7 @@ def convolve_deformably(
     groups: int,
     offset_groups: int,
 ) -> Tensor:
-    """:func:`attn_plugins.ops.deform_conv2d`."""
+    """Call :func:`attn_plugins.ops.deform_conv2d`."""
     if torch.jit.is_scripting():
         return torch.ops.attn_plugins.deform_conv2d(
             x, offset, weight, bias, mask, stride, padding, dilation, groups, offset_groups

@@ -1,4 +1,4 @@
-"""What decoding step by step keeps: keys and values of the steps before.
+"""State of step-by-step decoding: keys and values of previous steps.
 
 Shapes: B batch, M heads, S keys, d width per head.
 """
@@ -14,17 +14,17 @@ from torch import Tensor
 
 @dataclass
 class SequenceCache:
-    """Keys and values of the steps before: made empty, and filled by the attention module that is given it.
+    """Keys and values of previous steps, initially empty and filled by the attention module.
 
-    One cache belongs to one module and one batch. Beam search calls ``reorder`` between two steps.
+    A cache belongs to one module and one batch. Beam search calls ``reorder`` between steps.
 
     Attributes:
-        key: (B, M, S, d), projected; None where the module has no key projection.
-        value: (B, M, S, d), projected; None before the first step.
-        key_padding_mask: (B, S) bool, or None where nothing is padding.
-        shift: (B,), by how much the keys were moved to begin with the first that is not padding; None: not at all.
-        table: Projected encodings of offsets, so that a step does not project them again.
-        steps: How many queries were answered: the absolute position of the next one.
+        key: Projected keys, (B, M, S, d); None if the module has no key projection.
+        value: Projected values, (B, M, S, d); None before the first step.
+        key_padding_mask: (B, S) bool; None without padding.
+        shift: (B,), number of leading padding keys that were moved to the end; None if keys were not moved.
+        table: Projected encodings of offsets, kept for later steps.
+        steps: Number of queries so far, which is the absolute position of the next one.
     """
 
     key: Tensor | None = None
@@ -35,10 +35,13 @@ class SequenceCache:
     steps: int = 0
 
     def reorder(self, order: Tensor) -> SequenceCache:
-        """Let row i of the batch go on from what was row ``order[i]``; as many rows as ``order`` has. Returns itself.
+        """Replace row i of the batch by row ``order[i]``.
 
         Args:
-            order: (B',) integers.
+            order: (B',) integers; B' becomes the batch size.
+
+        Returns:
+            This cache.
         """
         for name in ("key", "value", "key_padding_mask", "shift"):
             tensor = getattr(self, name)
@@ -47,7 +50,7 @@ class SequenceCache:
         return self
 
     def append(self, key: Tensor | None, value: Tensor, key_padding_mask: Tensor | None) -> None:
-        """Put the keys of a step behind those before."""
+        """Append the keys and values of a step."""
         if self.value is not None:
             if key_padding_mask is not None or self.key_padding_mask is not None:
                 old, new = _mask(self.key_padding_mask, self.value), _mask(key_padding_mask, value)
@@ -58,7 +61,7 @@ class SequenceCache:
         self.key, self.value, self.key_padding_mask = key, value, key_padding_mask
 
     def keep(self, number: int) -> None:
-        """Forget all keys but the last ``number``."""
+        """Keep only the last ``number`` keys."""
         if self.value is not None and self.value.shape[2] > number:
             first = self.value.shape[2] - number
             self.key = None if self.key is None else self.key[:, :, first:]
@@ -72,7 +75,7 @@ def _mask(mask: Tensor | None, value: Tensor) -> Tensor:
 
 
 def reordered(state: Any, order: Tensor) -> Any:
-    """The state of a recurrent or convolutional decoder, row i going on from what was row ``order[i]``.
+    """Return the state of a recurrent or convolutional decoder with row i taken from row ``order[i]``.
 
     Args:
         state: A tensor whose first axis is the batch, or a (named) tuple of such states.
@@ -85,7 +88,7 @@ def reordered(state: Any, order: Tensor) -> Any:
 
 
 def check_cache(cache: SequenceCache, B: int) -> None:
-    """Check that ``cache`` is one, and of a batch of B."""
+    """Check that ``cache`` is a SequenceCache of batch size B."""
     if not isinstance(cache, SequenceCache):
         raise TypeError(f"cache must be a SequenceCache, got {type(cache).__name__}")
     if cache.value is not None and cache.value.shape[0] != B:

@@ -1,4 +1,4 @@
-"""Heads of attention on sequences, and their weighted sums with and without dropout.
+"""Heads of attention on sequences, and their weighted sums with or without dropout.
 
 Shapes: B batch, M heads, T queries, S keys, d width per head.
 """
@@ -16,12 +16,12 @@ from ..ops import sequence_attention as attend
 
 
 def split_heads(projected: Tensor, num_heads: int) -> Tensor:
-    """(B, T, M * d) as (B, M, T, d), a view."""
+    """View (B, T, M * d) as (B, M, T, d)."""
     return projected.unflatten(2, (num_heads, -1)).transpose(1, 2)
 
 
 def attended(arguments: dict[str, Any], dropout: float) -> Tensor:
-    """``sequence_attention`` with a share of its weights dropped; with the heads side by side, (B, T, M * d)."""
+    """Apply ``sequence_attention``, with dropout of its weights, and concatenate the heads, (B, T, M * d)."""
     if dropout == 0.0:
         output = attend(**arguments)
     else:
@@ -31,12 +31,12 @@ def attended(arguments: dict[str, Any], dropout: float) -> Tensor:
 
 
 def weights_of(arguments: dict[str, Any]) -> Tensor:
-    """The weights that ``sequence_attention`` gives its keys, (B, M, T, S), written out."""
+    """Compute the attention weights of ``sequence_attention``, (B, M, T, S)."""
     return reference.masked_softmax(logits_of(arguments))
 
 
 def logits_of(arguments: dict[str, Any]) -> Tensor:
-    """The sum of the logits that ``sequence_attention`` is given, (B, M, T, S), written out; -inf at masked keys."""
+    """Compute the sum of the logits of ``sequence_attention``, (B, M, T, S), -inf at masked keys."""
     value, outside, start = arguments["value"], arguments.get("outside_logits"), arguments["start"]
     if isinstance(outside, float):
         outside = value.new_full((1, 1, 1), outside)

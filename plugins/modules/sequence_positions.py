@@ -19,7 +19,7 @@ _is_dynamo_compiling = getattr(torch.compiler, "is_dynamo_compiling", lambda: Fa
 
 
 class SequencePositions(nn.Module):
-    """Base of attention on sequences: position logits from its parameters and options."""
+    """Base of attention on sequences: position logits."""
 
     if TYPE_CHECKING:
         terms: AttentionTerms
@@ -34,7 +34,7 @@ class SequencePositions(nn.Module):
     def _band(
         self, query: Tensor | None, value: Tensor, T: int, S: int, start: int, cache: SequenceCache | None
     ) -> Tensor | None:
-        """ε2 + ε4 of all offsets that occur, or of those in range: (B, M, T, K), of size 1 where it depends on none."""
+        """Compute ε2 + ε4 of all offsets in range, (B, M, T, K), with size 1 along axes that they do not depend on."""
         if self.position_proj is None and self.attention_range == -1:
             return None
         reach = self._reach(T, S, start)
@@ -43,39 +43,39 @@ class SequencePositions(nn.Module):
         return self._band_of(query if self.terms.content_position else None, self.position_bias, T, reach, cache)
 
     def _reach(self, T: int, S: int, start: int) -> int:
-        """The greatest offset of a key from a query."""
+        """Return the largest offset of a key from a query."""
         if self.attention_range != -1:
             return self.attention_range // 2
         reach = start + T - 1
         if not self.causal:
-            larger = max if _is_dynamo_compiling() else torch.sym_max  # each where it traces
+            larger = max if _is_dynamo_compiling() else torch.sym_max  # each traces only in its own case
             reach = larger(reach, S - 1 - start)
         return reach
 
     def _band_of(
         self, query: Tensor | None, v: Tensor | None, T: int, reach: int, cache: SequenceCache | None
     ) -> Tensor:
-        """ε2 of ``query`` and ε4 of ``v``, or one of them."""
+        """Compute ε2 of ``query`` plus ε4 of ``v``, or one of them."""
         assert self.position_proj is not None
         table = split_heads(self._encodings(self.position_proj, reach, cache).unsqueeze(0), self.num_heads)[0]
         v = None if v is None else self._scaled(v)
         if query is not None:
             query = query if v is None else query + v.unsqueeze(1)
-            # One product a head; matmul would copy the table for every sequence of the batch.
+            # One product per head; matmul would copy the table for every sequence of the batch.
             return torch.einsum("bmtd,mkd->bmtk", query, table.to(query.dtype))
         assert v is not None
         band = torch.einsum("md,mkd->mk", v.to(table.dtype), table)
         return band[None, :, None].expand(-1, -1, T, -1)
 
     def _encodings(self, projection: nn.Linear, reach: int, cache: SequenceCache | None) -> Tensor:
-        """R: the projected encodings of the offsets -reach ... reach, with ``causal`` ... 0: (K, C)."""
+        """Compute R, the projected encodings of the offsets -reach ... reach, or ... 0 with ``causal``: (K, C)."""
         if cache is None:
             return self._encoded(projection, reach)
         known = -1
         if cache.table is not None:
             known = len(cache.table) - 1 if self.causal else len(cache.table) // 2
         if cache.table is None or known < reach:
-            known = max(2 * reach, 32)  # so that few steps need another one
+            known = max(2 * reach, 32)  # grow geometrically, so that few steps need a new table
             cache.table = self._encoded(projection, known)
         return cache.table[known - reach : known + 1 + (0 if self.causal else reach)]
 

@@ -1,6 +1,6 @@
-"""The decoder of Show, Attend and Tell: an LSTM with soft attention over a picture's features (Xu et al. 2015).
+"""The decoder of Show, Attend and Tell: an LSTM with soft attention over an image's features (Xu et al. 2015).
 
-Shapes: B pictures, T words, S places of the grid (or regions), m channels of a word, n of the LSTM, D of a place.
+Shapes: B images, T words, S locations (of a grid, or regions), channels m of a word, n of the LSTM, D of a location.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from .checks import check_padding_mask, check_sequence, check_source, check_tens
 
 
 class ShowAttendTellState(NamedTuple):
-    """What decoding step by step keeps.
+    """State of step-by-step decoding.
 
     Attributes:
         hidden: h_t, (B, n).
         cell: c_t, (B, n).
-        keys: The places as the attention's network reads them, (B, S, A).
+        keys: The locations as projected for the attention's score, (B, S, A).
     """
 
     hidden: Tensor
@@ -29,21 +29,21 @@ class ShowAttendTellState(NamedTuple):
 
 
 class ShowAttendTell(nn.Module):
-    """Words, one after another, each with a look at the picture (Xu et al. 2015, section 3.1 and Eq. 1 to 3, 7).
+    """LSTM decoder that attends to the image before each word (Xu et al. 2015, section 3.1 and Eq. 1 to 3, 7).
 
         α_t = softmax_i f_att(a_i, h_{t-1})           ẑ_t = β_t Σ_i α_{t,i} a_i,  β_t = σ(f_β(h_{t-1}))
         h_t, c_t = LSTM([E y_{t-1}; ẑ_t], h_{t-1}, c_{t-1})
         features_t = E y_{t-1} + L_h h_t + L_z ẑ_t    log p(y_t) ∝ L_o features_t
 
-    f_att is a network of one hidden layer, the lecture's concatenation-based score; h_0 and c_0 are tanh of a linear
-    layer over the mean of all a_i. L_o is the caller's. :func:`doubly_stochastic_penalty` regularises α.
+    f_att is a network with one hidden layer, the lecture's concatenation-based score; h_0 and c_0 are tanh of a linear
+    layer applied to the mean of all a_i. The caller provides L_o. :func:`doubly_stochastic_penalty` regularises α.
 
     Args:
         word_dim: m.
         source_dim: D.
         hidden_dim: n.
-        attention_dim: A, the hidden layer of f_att; None: ``hidden_dim``.
-        dropout: Of the words and of the features.
+        attention_dim: A, width of f_att's hidden layer; None for ``hidden_dim``.
+        dropout: Dropout probability of the words and of the features.
 
     Raises:
         ValueError: an argument is out of range.
@@ -82,13 +82,13 @@ class ShowAttendTell(nn.Module):
         padding_mask: Tensor | None = None,
         state: ShowAttendTellState | None = None,
     ) -> tuple[Tensor, Tensor, ShowAttendTellState]:
-        """Read words, and look at the picture before each.
+        """Process words, attending to the image before each.
 
         Args:
             words: E y, (B, T, m), the words so far; with ``state`` the next ones.
             source: a, (B, S, D).
-            padding_mask: (B, S) bool, True for places to be left out.
-            state: What the call before returned; ``reordered`` follows a beam search.
+            padding_mask: (B, S) bool, True for locations to leave out.
+            state: State returned by the previous call; ``reordered`` permutes it for beam search.
 
         Returns:
             features (B, T, m), α (B, T, S) and the state after the last word.
@@ -116,7 +116,7 @@ class ShowAttendTell(nn.Module):
         )
 
     def first_state(self, source: Tensor, padding_mask: Tensor | None = None) -> ShowAttendTellState:
-        """h_0 and c_0 of the mean place, and the attention's keys."""
+        """Compute h_0 and c_0 from the mean of all locations, and the attention's keys."""
         if padding_mask is None:
             mean = source.mean(1)
         else:
@@ -133,12 +133,12 @@ class ShowAttendTell(nn.Module):
 def doubly_stochastic_penalty(
     alignment: Tensor, word_padding_mask: Tensor | None = None, source_padding_mask: Tensor | None = None
 ) -> Tensor:
-    """Σ_i (1 - Σ_t α_{t,i})² of each caption: no place should be overlooked (Xu et al. 2015, Eq. 14).
+    """Compute Σ_i (1 - Σ_t α_{t,i})² of each caption, so that all locations are attended to (Xu et al. 2015, Eq. 14).
 
     Args:
         alignment: α, (B, T, S), whose rows sum to one.
         word_padding_mask: (B, T) bool, True for words that are padding.
-        source_padding_mask: (B, S) bool, True for places that are padding.
+        source_padding_mask: (B, S) bool, True for locations that are padding.
 
     Returns:
         (B,), in float32 for half inputs.

@@ -1,7 +1,7 @@
 """Attention of a clip's patches in space and time: the five patterns of TimeSformer.
 
-Shapes: B batch, P tokens without a position (class tokens, registers), (T, H, W) a clip's grid of patches, N = T * H * W,
-C channels, M heads, d width per head.
+Shapes: B batch, P tokens without a position (class tokens, registers), (T, H, W) a clip's grid of patches,
+N = T * H * W, C channels, M heads, d width per head.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .space_time_regions import ClipGrid, Region, grouped, ungrouped
 
 Pattern = Literal["space", "joint", "divided", "local_global", "axial"]
 
-# The steps of a pattern: what their parameters' names begin with, and the region. The last one has prefix tokens.
+# The steps of each pattern: the prefix of the parameters' names, and the region. Prefix tokens join the last step.
 STEPS: dict[str, tuple[tuple[str, Region], ...]] = {
     "space": (("", "space"),),
     "joint": (("", "joint"),),
@@ -27,8 +27,8 @@ STEPS: dict[str, tuple[tuple[str, Region], ...]] = {
     "local_global": (("local_", "local"), ("", "global")),
     "axial": (("temporal_", "time"), ("width_", "width"), ("", "height")),
 }
-_SHORT = 32  # keys; on CPUs the operator of sequences serves groups of so few (9.4 ms against 13.6 of the library's,
-# forward and backward, for 196 * 12 groups of 8 patches of 64 channels)
+_SHORT = 32  # keys; for fewer, sequence_attention is faster on CPUs (9.4 ms instead of PyTorch's 13.6 ms, forward and
+# backward, for 196 * 12 groups of 8 patches with 64 channels)
 
 
 class SpaceTimeSelfAttention(nn.Module):
@@ -41,25 +41,26 @@ class SpaceTimeSelfAttention(nn.Module):
         'joint'         joint           all T * H * W patches
         'divided'       time            the T patches at (y, x)
                         space           the H * W patches of frame t
-        'local_global'  local           T * H/2 * W/2 patches: the quarter, of all frames, that (y, x) is in
+        'local_global'  local           T * H/2 * W/2 patches: the quarter of all frames that contains (y, x)
                         global          T/2 * H/2 * W/2 patches: those whose t, y and x each differ by a multiple of 2
         'axial'         time            the T patches at (y, x)
                         width           the W patches of row y in frame t
                         height          the H patches of column x in frame t
 
-    Steps follow each other, with projections of their own. Before the last, each adds its result, projected once more,
-    to the patches::
+    Steps run in sequence, with separate projections. Each step before the last adds its projected result to the
+    patches::
 
-        x ← x + fc(attention(norm(x)))          fc is 0 at the start
+        x ← x + fc(attention(norm(x)))          fc is initially 0
 
-    so that the module starts as its last step alone: 'divided' as 'space', 'local_global' as its global and 'axial' as
-    its height step.
+    so that the module initially equals its last step: 'space' for 'divided', the global step for 'local_global' and the
+    height step for 'axial'.
 
-    Prefix tokens take part in the last step alone. There each group has them as queries and keys, and their results are
-    the mean over the groups, as in the official code of 'divided' (the paper has the class token among the keys of the
-    temporal step as well). 'local_global' and 'axial' exist in the paper alone: that quarters do not overlap, that the
-    stride of 2 is counted from the query, the order of the axes' steps and their prefix tokens are this module's
-    reading. Each added step has a norm, an attention and ``fc``, which gives the parameters of the paper's Table 1.
+    Prefix tokens take part in the last step only. Each group has them as queries and keys, and their results are
+    averaged over the groups, as in the official code of 'divided' (in the paper, the class token is a key of the
+    temporal step as well). The official code does not include 'local_global' and 'axial'; this module's interpretation
+    of the paper is that quarters do not overlap and that the stride of 2 is counted from the query, and it also chooses
+    the order of the axes' steps and the use of prefix tokens. Each added step has a norm, an attention and ``fc``,
+    which results in the parameter counts of the paper's Table 1.
 
     Args:
         embed_dim: C.
@@ -68,8 +69,8 @@ class SpaceTimeSelfAttention(nn.Module):
         dropout: Dropout probability of the attention weights.
         qkv_bias: Whether the input projections have biases.
         proj_bias: Whether the output projections have biases.
-        norm_layer: Makes each step's norm from C; None: no norm. With it ``x + module(x)`` is the attention half of
-            TimeSformer's block.
+        norm_layer: Callable that creates each step's norm from C; None for no norm. With norms, ``x + module(x)`` is
+            the attention half of TimeSformer's block.
 
     Raises:
         ValueError: an argument is out of range.
@@ -93,7 +94,7 @@ class SpaceTimeSelfAttention(nn.Module):
         one_of(Pattern, pattern=pattern)
         self.embed_dim, self.num_heads, self.pattern = embed_dim, num_heads, pattern
         factory: dict[str, Any] = dict(device=device, dtype=dtype)
-        given = {name: value for name, value in factory.items() if value is not None}  # norms may know neither
+        given = {name: value for name, value in factory.items() if value is not None}  # norms may accept neither
         for name, region in STEPS[pattern]:
             attention = RegionAttention(embed_dim, num_heads, region, dropout, qkv_bias, proj_bias, **factory)
             self.add_module(f"{name}norm1", nn.Identity() if norm_layer is None else norm_layer(embed_dim, **given))
@@ -104,24 +105,24 @@ class SpaceTimeSelfAttention(nn.Module):
 
     @property
     def added(self) -> tuple[str, ...]:
-        """What the parameters of the steps before the last begin with."""
+        """Prefixes of the parameter names of the steps before the last."""
         return tuple(name for name, _ in STEPS[self.pattern] if name)
 
     def reset_parameters(self) -> None:
-        """Draw the projections; ``fc`` of the steps before the last is 0."""
+        """Draw the projections, and zero ``fc`` of the steps before the last."""
         for child in self.children():
             if isinstance(child, RegionAttention):
                 child.reset_parameters()
         self.reset_added()
 
     def reset_added(self) -> None:
-        """Make ``fc`` of the steps before the last 0."""
+        """Zero ``fc`` of the steps before the last."""
         for name in self.added:
             for parameter in self.get_submodule(f"{name}fc").parameters():
                 nn.init.zeros_(parameter)
 
     def forward(self, x: Tensor, grid: ClipGrid, prefix_tokens: int = 0) -> Tensor:
-        """Attend from every token to those that the pattern gives it.
+        """Attend from every token to the tokens of its groups.
 
         Args:
             x: (B, P + N, C): P tokens without a position, then the patches, frame by frame and row by row.
@@ -141,10 +142,10 @@ class SpaceTimeSelfAttention(nn.Module):
     def steps(
         self, x: Tensor, grid: ClipGrid, prefix_tokens: int = 0, drop: Callable[[Tensor], Tensor] | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Take the steps, whose attention's results pass ``drop``.
+        """Run the steps, with ``drop`` applied to the results of their attention.
 
         Returns:
-            The tokens before the last step (``x`` itself where there is one step) and the last step's result, each
+            The tokens before the last step (``x`` itself if there is only one step) and the last step's result, each
             (B, P + N, C).
         """
         P = prefix_tokens
@@ -164,7 +165,7 @@ class SpaceTimeSelfAttention(nn.Module):
 
 
 class RegionAttention(nn.Module):
-    """One step: every patch attends to the patches of its group, and to prefix tokens. Its keys are timm's."""
+    """One step: each patch attends to the patches of its group and to prefix tokens. Parameters have timm's names."""
 
     def __init__(
         self,
@@ -194,7 +195,7 @@ class RegionAttention(nn.Module):
                 nn.init.zeros_(bias)
 
     def forward(self, x: Tensor, grid: ClipGrid, prefix: int) -> Tensor:
-        """(B, P + N, C) -> (B, P + N, C)."""
+        """Apply the step: (B, P + N, C) -> (B, P + N, C)."""
         qkv = self.qkv(x)
         parts = grouped(qkv[:, prefix:].unflatten(1, grid), self.region)
         parts = [self._attend(part, qkv[:, :prefix]) for part in parts]
@@ -209,13 +210,13 @@ class RegionAttention(nn.Module):
         """Compute the attention weights within groups, without dropout.
 
         Args:
-            x: (B, P + N, C), and what follows likewise as for :meth:`forward`.
+            x: (B, P + N, C).
             grid: (T, H, W).
             prefix: P.
 
         Returns:
-            (B, G, M, P + L, P + L) of the groups in the order of :func:`.space_time_regions.grouped`; several such
-            tensors where groups differ in size. The result of a prefix token is the mean over all groups.
+            (B, G, M, P + L, P + L), with groups in the order of :func:`.space_time_regions.grouped`; several such
+            tensors if groups differ in size. The result of a prefix token is the mean over all groups.
         """
         qkv, found = self.qkv(x), []
         for part in grouped(qkv[:, prefix:].unflatten(1, grid), self.region):
@@ -225,7 +226,7 @@ class RegionAttention(nn.Module):
         return found
 
     def _attend(self, groups: Tensor, prefix: Tensor) -> Tensor:
-        """Attend within groups (B, G, L, 3 * C), before which the prefix (B, P, 3 * C) comes: (B, G, P + L, C)."""
+        """Attend within groups (B, G, L, 3 * C), each preceded by the prefix (B, P, 3 * C): (B, G, P + L, C)."""
         q, k, v = self._heads(groups, prefix)
         scale, L = q.shape[3] ** -0.5, q.shape[2]
         if self.training and self.dropout:
@@ -237,7 +238,7 @@ class RegionAttention(nn.Module):
         return output.transpose(1, 2).reshape(*groups.shape[:2], L, groups.shape[3] // 3)
 
     def _heads(self, groups: Tensor, prefix: Tensor) -> tuple[Tensor, ...]:
-        """Query, key and value, (B * G, M, P + L, d), of groups (B, G, L, 3 * C) behind a prefix (B, P, 3 * C)."""
+        """Split groups (B, G, L, 3 * C) after a prefix (B, P, 3 * C) into query, key and value (B * G, M, P + L, d)."""
         B, G, _, C = groups.shape
         if prefix.shape[1]:
             groups = torch.cat((prefix.unsqueeze(1).expand(-1, G, -1, -1), groups), 2)

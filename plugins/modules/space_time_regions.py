@@ -1,9 +1,9 @@
 """Groups of a clip's patches that attend among themselves, for :mod:`.space_time_attention`.
 
-Every region cuts the clip into groups, and a patch attends to those of its own group. So no mask is needed: groups are
-entries of the batch.
+Every region divides the clip into groups, and a patch attends to the patches of its group. Groups become entries of the
+batch, so no mask is needed.
 
-Shapes: B batch, (T, H, W) the clip's grid, G groups, L patches a group, C channels.
+Shapes: B batch, (T, H, W) the clip's grid, G groups, L patches per group, C channels.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ ClipGrid = tuple[int, int, int]
 Region = Literal["joint", "space", "time", "width", "height", "local", "global"]
 Cut = tuple[list[slice], ...]
 
-# Which axes of the clip, counted from 1, tell the groups apart, and along which a group extends. For 'local' the axes
-# are T, 2, H / 2, 2, W / 2, and for 'global' T / 2, 2, H / 2, 2, W / 2, 2.
+# The clip's axes, counted from 1, that index the groups, and those within a group. For 'local' the axes are
+# T, 2, H / 2, 2, W / 2, and for 'global' T / 2, 2, H / 2, 2, W / 2, 2.
 _AXES: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
     "joint": ((), (1, 2, 3)),
     "space": ((1,), (2, 3)),
@@ -33,14 +33,14 @@ _AXES: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
 
 
 def grouped(x: Tensor, region: Region) -> list[Tensor]:
-    """Cut a clip into its groups.
+    """Split a clip into its groups.
 
     Args:
         x: (B, T, H, W, C).
-        region: Which patches a group has.
+        region: The kind of group.
 
     Returns:
-        (B, G, L, C) of the groups; several such tensors where groups differ in size.
+        Groups (B, G, L, C); several such tensors if groups differ in size.
     """
     B, *grid, C = x.shape
     sizes = _sizes(grid, region)
@@ -52,7 +52,7 @@ def grouped(x: Tensor, region: Region) -> list[Tensor]:
 
 
 def ungrouped(parts: list[Tensor], region: Region, grid: ClipGrid) -> Tensor:
-    """Put groups back: the inverse of :func:`grouped`, (B, T, H, W, C)."""
+    """Merge groups into a clip (B, T, H, W, C), the inverse of :func:`grouped`."""
     B, _, _, C = parts[0].shape
     sizes = _sizes(grid, region)
     if sizes is None:
@@ -68,7 +68,7 @@ def ungrouped(parts: list[Tensor], region: Region, grid: ClipGrid) -> Tensor:
 
 
 def _sizes(grid: Sequence[int], region: Region) -> list[int] | None:
-    """The lengths of the axes of :data:`_AXES`, or None where groups differ in size."""
+    """Return the lengths of the axes of :data:`_AXES`, or None if groups differ in size."""
     if region not in ("local", "global"):
         return list(grid)
     halved = grid[1:] if region == "local" else grid
@@ -81,7 +81,7 @@ def _sizes(grid: Sequence[int], region: Region) -> list[int] | None:
 
 
 def _cuts(grid: Sequence[int], region: Region) -> Cut:
-    """The slices of T, H and W that make groups: halves of H and W, or every second of each."""
+    """Return the slices of T, H and W that form groups: halves of H and W, or every second index of each axis."""
     if region == "local":
         halves = [[slice(0, -(-n // 2)), slice(-(-n // 2), n)][: min(n, 2)] for n in grid[1:]]
         return [slice(0, grid[0])], *halves

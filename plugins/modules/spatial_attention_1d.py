@@ -22,13 +22,13 @@ from .sequence_positions import SequencePositions
 
 
 class Keys(NamedTuple):
-    """Projected keys and values, (B, M, S, d), those of the cache before them.
+    """Projected keys and values, (B, M, S, d), including those of the cache.
 
     Attributes:
-        key: None where no term reads keys.
+        key: Keys; None if no term uses them.
         value: Values.
         padding_mask: (B, S) bool, or None.
-        shift: (B,), by how much the keys were moved to begin with the first that is not padding; None: not at all.
+        shift: (B,), number of leading padding keys that were moved to the end; None if keys were not moved.
     """
 
     key: Tensor | None
@@ -38,7 +38,7 @@ class Keys(NamedTuple):
 
 
 class MultiheadSpatialAttention(SequencePositions):
-    """Self-, causal self- and encoder-decoder attention whose logits are any of ε1 ... ε4.
+    """Self-attention, causal self-attention and encoder-decoder attention with any of the terms ε1 ... ε4.
 
     Source: Zhu et al. (2019), Eq. 1, 2 and 8, with the relative positions of Transformer-XL (Dai et al. 2019). The
     logit of key k for query q is ``scale`` times the sum of the chosen terms:
@@ -48,28 +48,28 @@ class MultiheadSpatialAttention(SequencePositions):
         0010  ε3 = u·k            key content alone
         0001  ε4 = v·R[k - q]     relative position alone
 
-    R is the sine encoding of k - q, of C features, projected. In encoder-decoder attention k and q are positions in
-    the source and in the target; those of the source count from its first key that is not padding, so that padding on
-    either side changes nothing. With ``'0000'`` the output is the mean of the values.
+    R is the projected sine encoding, with C features, of k - q. In encoder-decoder attention k and q are positions in
+    the source and in the target; source positions start at the first key that is not padding, so that padding on either
+    side has no effect. With ``'0000'`` the values are averaged.
 
-    Of all terms only ε2 has its logits written out, (B, M, T, K), and kept for the gradient: K is ``attention_range``,
-    or 2 max(T, S) - 1 for all keys (T with ``causal``). The others take O(T + S) memory.
+    Only ε2 holds its logits in memory, (B, M, T, K), also for the backward pass: K is ``attention_range``, or
+    2 max(T, S) - 1 for all keys (T with ``causal``). The other terms take O(T + S) memory.
 
-    Queries and keys are projected without a bias, which would be a u or a v in disguise, unless ``query_key_bias``.
+    Unless ``query_key_bias`` is set, queries and keys are projected without bias, which would be equivalent to u or v.
 
     Args:
         embed_dim: C.
         num_heads: M; must divide C.
         attention_type: Four bits, ε1 to ε4.
-        attention_range: n_k, odd: keys are limited to |k - q| <= (n_k - 1) / 2, with ``causal`` to the query and the
-            (n_k - 1) / 2 before it; -1: all keys. A query without a key in range gets the output's bias.
-        causal: Self-attention that sees no key after the query.
-        dropout: Dropout probability of the attention weights. Then T × S weights are written out.
-        bias: Of values and outputs.
-        scale: Factor of the sum of all terms: the Transformer's is ``(embed_dim / num_heads) ** -0.5``; the paper's
-            Eq. 2 has 1.
-        query_key_bias: Biases of queries and keys too, as the Transformer of Vaswani et al. (2017) has them; needs ε1.
-        kdim: Channels of ``key`` and ``value``; None: C.
+        attention_range: n_k, odd: keys are limited to |k - q| <= (n_k - 1) / 2, or with ``causal`` to the query and the
+            (n_k - 1) / 2 keys before it; -1 for all keys. A query without a key in range returns the output's bias.
+        causal: Whether to use causal self-attention.
+        dropout: Dropout probability of the attention weights, which are then held in memory, T × S.
+        bias: Whether the projections of values and outputs have biases.
+        scale: Factor of the sum of all terms: ``(embed_dim / num_heads) ** -0.5`` in the Transformer, 1 in the paper's
+            Eq. 2.
+        query_key_bias: Whether queries and keys have biases, as in the Transformer of Vaswani et al. (2017); needs ε1.
+        kdim: Channels of ``key`` and ``value``; None for C.
 
     Shapes:
         query (B, T, C), key and value (B, S, kdim) -> (B, T, C)
@@ -125,7 +125,7 @@ class MultiheadSpatialAttention(SequencePositions):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw projections by Glorot, uniform, those of queries, keys and values as one; u and v uniform."""
+        """Draw projections by Glorot uniform initialisation, the inputs' as one matrix, and u and v uniformly."""
         for layer in self.children():
             assert isinstance(layer, nn.Linear)
             joint = layer in (self.q_proj, self.k_proj, self.v_proj)
@@ -151,13 +151,13 @@ class MultiheadSpatialAttention(SequencePositions):
         """Attend from ``query`` to ``key``, or to itself.
 
         Args:
-            query: (B, T, C). With ``cache`` the next tokens, one or several.
-            key: (B, S, kdim); None or ``query`` itself: self-attention.
-            value: (B, S, kdim); None: ``key``.
-            key_padding_mask: (B, S) bool, True for keys to be left out. With ``causal`` and ``cache``, (B, T) of the
+            query: (B, T, C). With ``cache`` one or more next tokens.
+            key: (B, S, kdim); None or ``query`` itself for self-attention.
+            value: (B, S, kdim); None for ``key``.
+            key_padding_mask: (B, S) bool, True for keys to leave out. With ``causal`` and ``cache``, (B, T) of the
                 new tokens.
-            cache: For decoding step by step: the same one in every step, which changes it. In encoder-decoder
-                attention the first step's keys, values and mask stay.
+            cache: For step-by-step decoding: the same one in every step, updated in place. In encoder-decoder
+                attention the first step's keys, values and mask are kept.
 
         Returns:
             (B, T, C).
@@ -172,7 +172,7 @@ class MultiheadSpatialAttention(SequencePositions):
             cache.steps += query.shape[1]
             if self.causal and self.attention_range != -1:
                 cache.keep(self.attention_range // 2)
-        return output.expand(-1, query.shape[1], -1)  # ε3 alone is the same for every query
+        return output.expand(-1, query.shape[1], -1)  # with ε3 alone, all queries have the same result
 
     @torch.no_grad()
     def attention_maps(
@@ -185,14 +185,18 @@ class MultiheadSpatialAttention(SequencePositions):
         cache: SequenceCache | None = None,
         queries: Tensor | None = None,
     ) -> Tensor:
-        """The attention weights that ``forward`` would have: for inspection, O(T S). The cache is left as it is.
+        """Compute the attention weights of ``forward`` for inspection, in O(T S) memory. The cache is not changed.
 
         Args:
-            query: As ``forward``, and so are the others.
+            query: As in :meth:`forward`.
+            key: As in :meth:`forward`.
+            value: As in :meth:`forward`.
+            key_padding_mask: As in :meth:`forward`.
+            cache: As in :meth:`forward`.
             queries: (Q,), positions in ``query``; None for all.
 
         Returns:
-            (B, M, T, S), or (B, M, Q, S) with ``queries``; S counts the keys of the cache.
+            (B, M, T, S), or (B, M, Q, S) with ``queries``; S includes the keys of the cache.
         """
         cache = None if cache is None else dataclasses.replace(cache)
         arguments, shift = self._arguments(query, key, value, key_padding_mask, cache)
@@ -212,7 +216,7 @@ class MultiheadSpatialAttention(SequencePositions):
         cache: SequenceCache | None = None,
         queries: Tensor | None = None,
     ) -> dict[str, Tensor]:
-        """The logits of every term, by its name in :class:`.AttentionTerms`; -inf at keys out of range or masked.
+        """Compute the logits of each term, by its name in :class:`.AttentionTerms`, -inf at masked or distant keys.
 
         The softmax of their sum is :meth:`attention_maps`, whose arguments and axes are the same.
         """
@@ -236,7 +240,7 @@ class MultiheadSpatialAttention(SequencePositions):
         key_padding_mask: Tensor | None,
         cache: SequenceCache | None,
     ) -> tuple[dict[str, Any], Tensor | None]:
-        """What ``sequence_attention`` takes, and by how much the keys were moved."""
+        """Return the arguments of ``sequence_attention``, and the shift of the keys."""
         keys, start = self._prepared(query, key, value, key_padding_mask, cache)
         logits = self._logits(query, keys.key, keys.value, start, cache)
         return {**self._frame(keys, start), **logits}, keys.shift
@@ -249,7 +253,7 @@ class MultiheadSpatialAttention(SequencePositions):
         key_padding_mask: Tensor | None,
         cache: SequenceCache | None,
     ) -> tuple[Keys, int]:
-        """Keys and values, and the first query's position."""
+        """Return keys and values, and the first query's position."""
         key = None if key is query else key
         value = None if value is query and key is None else value
         self._check(query, key, value, key_padding_mask, cache)
@@ -262,18 +266,18 @@ class MultiheadSpatialAttention(SequencePositions):
         return keys, start
 
     def _frame(self, keys: Keys, start: int) -> dict[str, Any]:
-        """What ``sequence_attention`` takes besides logits."""
+        """Return the arguments of ``sequence_attention`` other than logits."""
         mask = keys.padding_mask
         return dict(value=keys.value, causal=self.causal, key_padding_mask=mask, start=start, scale=1.0)
 
     def _single_terms(
         self, query: Tensor, keys: Keys, start: int, cache: SequenceCache | None
     ) -> dict[str, dict[str, Any]]:
-        """The logits that ``sequence_attention`` takes for each term alone."""
+        """Return the arguments of ``sequence_attention`` for each term alone."""
         T, S = query.shape[1], keys.value.shape[2]
         outside = -math.inf if self.attention_range != -1 else None
         reach = self._reach(T, S, start)
-        # A band of zeros says how many queries there are, and which keys are in range.
+        # A band of zeros defines the number of queries and which keys are in range.
         taps = (reach + 1 if self.causal else 2 * reach + 1) if outside is not None else 1
         band = keys.value.new_zeros(1, 1, 1, taps).expand(-1, -1, T, -1)
         common: dict[str, Any] = dict(query=None, key=None, band_logits=band, outside_logits=outside)
@@ -291,7 +295,7 @@ class MultiheadSpatialAttention(SequencePositions):
         return {name: {**common, **given} for name, given in found.items()}
 
     def _keys(self, key: Tensor, value: Tensor, key_padding_mask: Tensor | None, cache: SequenceCache | None) -> Keys:
-        """Those of the cache and of these tokens, which go into the cache."""
+        """Append the keys and values of these tokens to the cache, and return all of them."""
         projected_key = None if self.k_proj is None else split_heads(self.k_proj(key), self.num_heads)
         projected_value = split_heads(self.v_proj(value), self.num_heads)
         if cache is None:
@@ -301,12 +305,12 @@ class MultiheadSpatialAttention(SequencePositions):
         return Keys(cache.key, cache.value, cache.key_padding_mask)
 
     def _source(self, key: Tensor, value: Tensor, key_padding_mask: Tensor | None, cache: SequenceCache | None) -> Keys:
-        """Those of another sequence, projected in the first step alone."""
+        """Return the keys and values of another sequence, projected only in the first step."""
         if cache is not None and cache.value is not None:
             return Keys(cache.key, cache.value, cache.key_padding_mask, cache.shift)
         shift: Tensor | None = None
         if key_padding_mask is not None and (self.position_proj is not None or self.attention_range != -1):
-            # Padding on the left would move all source positions: it goes to the end.
+            # Padding on the left would shift all source positions, so move it to the end.
             shift = key_padding_mask.int().cumprod(1).sum(1)
             order = _rotation(shift, key.shape[1])
             same = value is key
@@ -321,7 +325,7 @@ class MultiheadSpatialAttention(SequencePositions):
     def _logits(
         self, query: Tensor, key: Tensor | None, value: Tensor, start: int, cache: SequenceCache | None
     ) -> dict[str, Any]:
-        """Query and key with u, the band of ε2 + ε4, and ε3 where it stands alone."""
+        """Compute query (with u) and key, the band of ε2 + ε4, and the logits of ε3 if ε1 is not used."""
         T, S = query.shape[1], value.shape[2]
         projected = None
         if self.q_proj is not None:
@@ -336,12 +340,12 @@ class MultiheadSpatialAttention(SequencePositions):
             saliency = key_saliency(key, self._scaled(self.content_bias))
             if self.attention_range == -1:
                 key, position_logits = None, saliency.unsqueeze(2)
-            else:  # windows are of content: a key's own logit is the product with a query of 1
+            else:  # the range needs a content term: write ε3 as a product with a query of 1
                 key, content = saliency.unsqueeze(3), torch.ones_like(saliency[:, :, :1, None]).expand(-1, -1, T, -1)
         if content is None and band is None:
-            if self.causal:  # zeros, which tell the queries' number
+            if self.causal:  # zeros, to define the number of queries
                 band = value.new_zeros(1, 1, 1, 1).expand(-1, -1, T, -1)
-            elif position_logits is None:  # '0000': all keys alike
+            elif position_logits is None:  # '0000': equal weights
                 position_logits = value.new_zeros(1, 1, 1, S)
         outside = -math.inf if self.attention_range != -1 else None
         return dict(query=content, key=key, band_logits=band, outside_logits=outside, position_logits=position_logits)
@@ -363,7 +367,7 @@ class MultiheadSpatialAttention(SequencePositions):
             if self.kdim != self.embed_dim:
                 raise ValueError(f"key must be given: its kdim = {self.kdim} is not query's {self.embed_dim}")
             if cache is not None and not self.causal:
-                raise ValueError("cache needs causal=True or a key: other queries would change what was answered")
+                raise ValueError("cache needs causal=True or a key: otherwise new keys would change earlier outputs")
         else:
             if self.causal:
                 raise ValueError("key must be None with causal=True, which is self-attention")
@@ -391,5 +395,5 @@ class MultiheadSpatialAttention(SequencePositions):
 
 
 def _rotation(shift: Tensor, length: int) -> Tensor:
-    """For every row, the places from ``shift`` on, then those before: (B, length)."""
+    """Return the positions from ``shift`` on, followed by those before it, for every row: (B, length)."""
     return (torch.arange(length, device=shift.device) + shift.unsqueeze(1)) % length

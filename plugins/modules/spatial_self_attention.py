@@ -1,4 +1,4 @@
-"""A Transformer's attention over tokens on a grid, to whose content term the other three are added.
+"""A Transformer's attention over tokens on a grid, with terms added to its content term.
 
 Shapes: B batch, N tokens, C channels, M heads, d width per head, (H, W) the grid, N = H * W.
 """
@@ -18,7 +18,7 @@ from .grid_terms import Grid
 
 
 class SpatialSelfAttention(GridAttention):
-    """``nn.MultiheadAttention`` over tokens on a grid, with more terms in its logits.
+    """``nn.MultiheadAttention`` over tokens on a grid, with additional terms in its logits.
 
     ::
 
@@ -29,20 +29,22 @@ class SpatialSelfAttention(GridAttention):
         0001  ε4 = v·R[k - q]     relative position alone
               δ                   with kernel_size: predicted from the query for the k × k keys around it
 
-    The four terms are those of Zhu et al. (2019), Eq. 2; δ is Thesis, Eq. 3.12. ``gate`` (M) is 0 at the start: with
-    the content term the module is then ``nn.MultiheadAttention``, whose weights it takes (``in_proj_weight``,
-    ``in_proj_bias``, ``out_proj``). A checkpoint without the added parameters loads strictly and leaves them alone.
+    The four terms are those of Zhu et al. (2019), Eq. 2; δ is Thesis, Eq. 3.12. ``gate`` (M) is initially 0, so that
+    with the content term the module equals ``nn.MultiheadAttention``, whose parameter names it has
+    (``in_proj_weight``, ``in_proj_bias``, ``out_proj``). A checkpoint without the added parameters loads strictly and
+    leaves them unchanged.
 
     Args:
         embed_dim: C.
         num_heads: M; must divide C.
         attention_type: Four bits, ε1 to ε4.
         spatial_range: n_k, odd: keys are limited to |Δ| <= (n_k - 1) / 2 rows and columns; -1: all keys.
-        dropout: Dropout probability of the attention weights, where they are written out then.
+        dropout: Dropout probability of the attention weights, which are then held in memory.
         bias: Whether the projections have biases.
-        kernel_size: k, odd, of δ; None: without δ. Its logits are written out, (N, N) a head, unless keys are limited.
+        kernel_size: k, odd, of δ; None for no δ. Its logits are held in memory, (N, N) per head, unless a window limits
+            the keys.
         outside: δ beyond the window: ``'learned'`` (one more predicted value), ``'zero'``, ``'min'``, ``'mean'``, or
-            ``'-inf'``, which limits keys to the window, from the start and whatever the gate.
+            ``'-inf'``, which limits keys to the window regardless of the gate.
         smoothing: σ: ``'zscore'`` standardises a query's δ over its keys, ``'sqrt_d'`` divides them by √d.
 
     Raises:
@@ -75,7 +77,7 @@ class SpatialSelfAttention(GridAttention):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the projections as ``nn.MultiheadAttention`` does; what is added as :meth:`reset_terms` says."""
+        """Draw the projections as ``nn.MultiheadAttention`` does, and the added terms by :meth:`reset_terms`."""
         nn.init.xavier_uniform_(self.in_proj_weight)
         self.out_proj.reset_parameters()
         for bias in (self.in_proj_bias, self.out_proj.bias):
@@ -97,26 +99,26 @@ class SpatialSelfAttention(GridAttention):
 
         Args:
             query: (B, P + N, C): P tokens without a position, then those of the grid, row by row.
-            key: (B, P + N, C), the same tokens; None for ``query``. Where no term needs places, (B, S, C):
+            key: (B, P + N, C), the same tokens; None for ``query``. If no term needs positions, (B, S, C) for
                 cross-attention.
             value: (B, P + N, C); None for ``key``.
             grid: (H, W) with H * W = N; needed for ε2, ε4, δ and a range.
             key_padding_mask: (B, P + N), bool; True for padding.
-            attn_mask: (T, S) or (B * M, T, S), T = P + N, bool (True leaves out) or added to the logits; with it the
-                weights are written out.
+            attn_mask: (T, S) or (B * M, T, S), T = P + N, bool (True leaves out) or added to the logits. With a mask
+                the weights are held in memory.
             prefix_tokens: P, class tokens and registers, which attend and are attended to by ε1 and ε3 alone.
 
         Returns:
             (B, P + N, C).
 
         Raises:
-            ValueError: a shape does not match, or there is no grid where one is needed.
+            ValueError: a shape does not match, or a required grid is missing.
             TypeError: an argument is not a Tensor, or does not have the module's dtype.
         """
         q, k, v, places, attn_mask = self._prepared(query, key, value, grid, key_padding_mask, attn_mask, prefix_tokens)
         dropout = self.dropout if self.training else 0.0
         output = self.attend(query, q, k, v, places, prefix_tokens, key_padding_mask, attn_mask, dropout)
-        output = output.expand(len(query), -1, query.shape[1], -1)  # of one query, where none differs
+        output = output.expand(len(query), -1, query.shape[1], -1)  # a single row if all queries have the same result
         return self.out_proj(output.transpose(1, 2).reshape(query.shape))
 
     @torch.no_grad()
@@ -130,13 +132,19 @@ class SpatialSelfAttention(GridAttention):
         attn_mask: Tensor | None = None,
         prefix_tokens: int = 0,
     ) -> dict[str, Tensor]:
-        """The logits of every term, gated, the softmax of whose sum weighs the keys.
+        """Compute the gated logits of each term; the softmax of their sum gives the attention weights.
 
         Args:
-            query: As :meth:`forward`, and so are the others.
+            query: As in :meth:`forward`.
+            key: As in :meth:`forward`.
+            value: As in :meth:`forward`.
+            grid: As in :meth:`forward`.
+            key_padding_mask: As in :meth:`forward`.
+            attn_mask: As in :meth:`forward`.
+            prefix_tokens: As in :meth:`forward`.
 
         Returns:
-            (B, M, T, S), by name, as :meth:`.GridAttention.term_logits`.
+            (B, M, T, S), by name; see :meth:`.GridAttention.term_logits`.
         """
         q, k, _, places, attn_mask = self._prepared(query, key, value, grid, key_padding_mask, attn_mask, prefix_tokens)
         return self.term_logits(query, q, k, places, prefix_tokens, key_padding_mask, attn_mask)
@@ -151,7 +159,7 @@ class SpatialSelfAttention(GridAttention):
         attn_mask: Tensor | None,
         prefix_tokens: int,
     ) -> tuple[Tensor, Tensor, Tensor, Grid, Tensor | None]:
-        """Query, scaled, key and value (B, M, ·, d), the grid, and the mask with an axis of heads."""
+        """Return scaled query, key and value (B, M, ·, d), the grid, and the mask with an axis of heads."""
         key = query if key is None else key
         value = key if value is None else value
         check_sequence("query", query, self.embed_dim, self.in_proj_weight)
@@ -193,7 +201,7 @@ class SpatialSelfAttention(GridAttention):
 
 
 def _checked_mask(mask: Tensor, B: int, num_heads: int, N: int, S: int) -> Tensor:
-    """Check an ``attn_mask`` and give it an axis of heads."""
+    """Check an ``attn_mask`` and return it with an axis of heads."""
     heads = B * num_heads
     check_tensor("attn_mask", mask)
     if mask.shape not in ((N, S), (heads, N, S)):

@@ -1,6 +1,6 @@
-"""Moves of tokens whose gradients are moves of the same kind: one copy forward and one backward, to any order.
+"""Rearrangements of tokens that take one copy forward and one backward, differentiable to any order.
 
-Shapes: R tokens one after the other, C channels, n windows, N tokens of a window, M heads, d width per head.
+Shapes: R tokens in sequence, C channels, n windows, N tokens of a window, M heads, d width per head.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from torch import Tensor
 
 
 def reorder(tokens: Tensor, order: Tensor) -> Tensor:
-    """Take tokens in another order.
+    """Permute tokens.
 
     Args:
         tokens: (R, C).
-        order: (R,), a permutation of 0 ... R - 1: where each token comes from.
+        order: (R,), a permutation of 0 ... R - 1: the source of each token.
 
     Returns:
         (R, C), contiguous.
@@ -28,13 +28,13 @@ def reorder(tokens: Tensor, order: Tensor) -> Tensor:
 
 
 def inverse(order: Tensor) -> Tensor:
-    """Return the permutation that undoes one, (R,)."""
+    """Return the inverse permutation, (R,)."""
     places = torch.arange(order.shape[0], device=order.device)
     return torch.empty_like(order).scatter_(0, order, places)
 
 
 class _Reorder(torch.autograd.Function):
-    """A gather, whose gradient would be a sum over an index, as the gather that it is."""
+    """A gather by a permutation, whose gradient is a gather as well instead of a scatter-add."""
 
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, order: Tensor, back: Tensor) -> Tensor:
@@ -48,15 +48,15 @@ class _Reorder(torch.autograd.Function):
 
 
 def split_heads(projected: Tensor, sizes: Sequence[int], num_heads: int) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Split the projection of windows into kinds, and each into queries, keys and values of heads.
+    """Split the projection of windows into groups, and each into queries, keys and values of heads.
 
     Args:
         projected: (n, N, 3 * M * d), queries, keys and values in this order.
-        sizes: Windows of each kind; n together.
+        sizes: Number of windows in each group; their sum is n.
         num_heads: M.
 
     Returns:
-        For each kind three views (size, M, N, d).
+        Three views (size, M, N, d) for each group.
     """
     if torch.is_grad_enabled() and projected.requires_grad:
         views = _SplitHeads.apply(projected, list(sizes), num_heads)
@@ -71,7 +71,7 @@ def _views(projected: Tensor, sizes: Sequence[int], num_heads: int) -> tuple[Ten
 
 
 class _SplitHeads(torch.autograd.Function):
-    """The views; their gradients are written side by side at once."""
+    """The views of :func:`split_heads`, with their gradients written into one tensor."""
 
     @staticmethod
     def forward(ctx: Any, projected: Tensor, sizes: list[int], num_heads: int) -> tuple[Tensor, ...]:

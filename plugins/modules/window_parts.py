@@ -1,4 +1,4 @@
-"""What every term of attention in a partition's windows attends to alone: for inspection.
+"""Attention weights of each term alone in a partition's windows, for inspection.
 
 Shapes: B batch, M heads, d width per head, (H, W) the map, n windows, N tokens of a window.
 """
@@ -13,7 +13,7 @@ from torch import Tensor
 from .capture import softmax_over_keys
 from .windows import Attend, Pair, Project, masked, window_maps
 
-# The logits of a term by its name, of queries (scaled), keys, the mask and the window's tokens: (n or 1, M or 1, N, N).
+# Logits (n or 1, M or 1, N, N) of a term, from its name, scaled queries, keys, the mask and the window's tokens.
 Term = Callable[[str, Tensor, Tensor, Tensor | None, Tensor], Tensor]
 
 
@@ -28,13 +28,17 @@ def window_parts(
     names: Sequence[str],
     queries: Tensor | None = None,
 ) -> dict[str, Tensor]:
-    """The softmax of every term's own logits on the whole map, 0 outside the query's window.
+    """Compute the softmax of each term's own logits on the whole map, 0 outside the query's window.
 
     Args:
-        x: As :func:`.in_windows`, like the next four.
-        operands: From queries and keys to those whose product is the content term.
-        term: Gives the logits of a term.
-        names: Of the terms.
+        x: See :func:`.in_windows`.
+        window: See :func:`.in_windows`.
+        shift: See :func:`.in_windows`.
+        num_heads: See :func:`.in_windows`.
+        project: See :func:`.in_windows`.
+        operands: Function from queries and keys to those whose product is the content term.
+        term: Function that computes the logits of a term.
+        names: Names of the terms.
         queries: (Q, 2), rows and columns; None for all.
 
     Returns:

@@ -38,11 +38,11 @@ from .windows import (
 Position = Literal["table", "relative", "bilateral", "table+relative", "table+bilateral", "none"]
 Version = Literal["v1", "v2"]
 Window = Literal["partition", "centred"]
-HIDDEN = 512  # units of the net that predicts v2's table
+HIDDEN = 512  # hidden units of the network that predicts v2's table
 
 
 def check_centred(window_size: Sequence[int]) -> None:
-    """Check that windows of this size have a middle."""
+    """Check that both sides of the window are odd."""
     if any(n % 2 == 0 for n in window_size):
         raise ValueError(f"window_size must be odd for window='centred', got {tuple(window_size)}")
 
@@ -59,47 +59,49 @@ class WindowSelfAttention(GridTerms):
         bilateral  gate * δ / σ                         δ predicted for the k × k keys around the query, from its token
                                                         (Thesis, Eq. 3.11 and 3.12), and standardised over its keys
 
-    The two terms below take the table's place, or are added to it. ``gate`` (M) is 0 at the start: beside the table the
-    module is then Swin's, and without it Swin's without positions. Stock weights load strictly into the modules with a
-    table.
+    The terms ``relative`` and ``bilateral`` replace the table or are added to it. ``gate`` (M) is initially 0, so the
+    module initially equals Swin's attention, or without a table Swin's without positions. Stock weights load strictly
+    into modules with a table.
 
     Parameters have timm's names and shapes: ``qkv``, ``proj``, and ``relative_position_bias_table``, or ``q_bias``,
     ``v_bias``, ``logit_scale`` and ``cpb_mlp``. A map that is not made of whole windows is rolled by the shift, then
-    padded with zeros below and at the right, as timm does: padding tokens are projected and attended to. Masks of
-    shifted windows are -inf. timm's -100 gives the same numbers unless a masked logit exceeds the row's others by
-    nearly as much.
+    padded with zeros at the bottom and the right, as in timm: padding tokens are projected and attended to. Masks of
+    shifted windows are -inf. timm's -100 gives the same result unless a masked logit exceeds the row's others by
+    nearly 100.
 
-    ``torch.compile(fullgraph=True, dynamic=True)`` takes symbolic sizes. Maps are compiled apart by whether they need
-    padding and whether an axis has one window or more. Training a shifted layer takes some 8 s to compile on one core.
+    ``torch.compile(fullgraph=True, dynamic=True)`` supports symbolic sizes. It compiles separate graphs for maps with
+    and without padding, and for axes of one and of more windows. Compiling the training of a shifted layer takes about
+    8 s on one core.
 
-    ``window='centred'`` has no partition: a query sees the keys of a window around itself, and keys outside the map are
-    left out, not padded. The parameters are the same. Of the table's (2 Wh - 1) * (2 Ww - 1) offsets such windows have
-    the Wh * Ww inner ones; the others have no effect and no gradient. With a stock layer's weights, v1's and v2's logit
-    of a query and a key is exactly that of the stock layer wherever both have the key. All keys are the same, and so is
-    the output, for the query in the middle of an unshifted window that lies on the map.
+    ``window='centred'`` has no partition: a query attends to the keys of a window around itself, and keys outside the
+    map are masked instead of padded. The parameters are the same. Of the table's (2 Wh - 1) * (2 Ww - 1) offsets such
+    windows use the inner Wh * Ww; the others have no effect and no gradient. With a stock layer's weights, the logit of
+    a query and a key equals that of the stock layer, for v1 and v2, if both attend to the key. For the query in the
+    middle of an unshifted window on the map, all keys are the same, and so is the output.
 
     Args:
         embed_dim: C.
         num_heads: M; must divide C.
         window_size: An int, or (Wh, Ww).
-        shift_size: An int, or rows and columns, each less than the window's; half a window in every other layer.
+        shift_size: An int, or rows and columns, each less than the window's; Swin uses half a window in every other
+            layer.
         version: ``'v1'`` or ``'v2'``.
-        position: ``'table'``, Swin's; ``'relative'``; ``'bilateral'``; ``'table+relative'``; ``'table+bilateral'``; or
-            ``'none'``. Bilateral logits are written out, (N, N) a head and window of a partition.
-        dropout: Dropout probability of the attention weights, where they are written out then.
-        bias: Whether queries, keys (v1 alone) and values have biases.
-        pretrained_window_size: v2: the window that offsets are scaled by; None for ``window_size``.
-        window: ``'partition'``, Swin's; or ``'centred'``, with an odd ``window_size`` and no shift.
-        kernel_size: k, odd, of δ; None for the window's longer side, plus 1 where it is even.
+        position: ``'table'`` (Swin's), ``'relative'``, ``'bilateral'``, ``'table+relative'``, ``'table+bilateral'`` or
+            ``'none'``. Bilateral logits of a partition are held in memory, (N, N) per head and window.
+        dropout: Dropout probability of the attention weights, which are then held in memory.
+        bias: Whether queries, keys (v1 only) and values have biases.
+        pretrained_window_size: The window that v2 scales offsets by; None for ``window_size``.
+        window: ``'partition'`` (Swin's), or ``'centred'``, with an odd ``window_size`` and no shift.
+        kernel_size: k, odd, of δ; None for the window's longer side, plus 1 if it is even.
         outside: δ of keys farther away: ``'learned'`` (one more predicted value), ``'zero'``, ``'min'``, ``'mean'``, or
-            ``'-inf'``, which leaves them out, from the start and whatever the gate.
-        smoothing: σ: ``'zscore'`` standardises a query's δ over the keys it sees, ``'sqrt_d'`` divides them by √d.
+            ``'-inf'``, which masks them regardless of the gate.
+        smoothing: σ: ``'zscore'`` standardises a query's δ over its keys, ``'sqrt_d'`` divides them by √d.
 
     Raises:
         ValueError: an argument is out of range or inconsistent with the others.
     """
 
-    map_axes = slice(1, 3)  # of an input, for ``capture_attention``
+    map_axes = slice(1, 3)  # the input's H and W, for ``capture_attention``
 
     def __init__(
         self,
@@ -173,7 +175,7 @@ class WindowSelfAttention(GridTerms):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw linear layers and the table as Swin does, σ = 0.02, biases 0; the rest as :meth:`reset_terms` says."""
+        """Draw linear layers and the table with deviation 0.02, as Swin does; zero biases; call :meth:`reset_terms`."""
         for layer in (self.qkv, self.proj, *(self.cpb_mlp or ())):
             if isinstance(layer, nn.Linear):
                 nn.init.trunc_normal_(layer.weight, std=0.02)
@@ -182,7 +184,7 @@ class WindowSelfAttention(GridTerms):
         self.reset_positions()
 
     def reset_positions(self) -> None:
-        """Draw what Swin's rules for linear layers do not."""
+        """Draw the parameters that Swin's initialisation of linear layers does not cover."""
         if self.relative_position_bias_table is not None:
             nn.init.trunc_normal_(self.relative_position_bias_table, std=0.02)
         if self.logit_scale is not None:
@@ -193,7 +195,7 @@ class WindowSelfAttention(GridTerms):
         self.reset_terms()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Attend from every token to those of its window.
+        """Attend from every token to the tokens of its window.
 
         Args:
             x: (B, H, W, C).
@@ -213,9 +215,9 @@ class WindowSelfAttention(GridTerms):
         return self.proj(in_windows(x, *self._windows(), self._attention()))
 
     def attention_maps(self, x: Tensor, queries: Tensor | None = None) -> Tensor:
-        """The attention weights for an input, without dropout: for inspection, O(N²) without ``queries``.
+        """Compute the attention weights for inspection, without dropout, in O(N²) memory without ``queries``.
 
-        What a window weighs on padding is on no place of the map: there a sum is less than 1.
+        The weights of padding tokens are not part of the map, so a query's weights may sum to less than 1.
 
         Args:
             x: As in :meth:`forward`.
@@ -241,11 +243,11 @@ class WindowSelfAttention(GridTerms):
         return window_maps(x, *self._windows(), weigh, queries)
 
     def attention_parts(self, x: Tensor, queries: Tensor | None = None) -> dict[str, Tensor]:
-        """The weights that every term would give alone, the softmax of its own logits; as :meth:`attention_maps`.
+        """Compute the softmax of each term's own logits; arguments as in :meth:`attention_maps`.
 
         Returns:
-            By name: ``content``; ``content_position`` and ``position`` (ε2, ε4), ``table`` and ``predicted``, or in
-            centred windows ``positions``, all of these. Nothing of a layer with one term.
+            Weights by name: ``content``; ``content_position`` and ``position`` (ε2, ε4), ``table`` and ``predicted``,
+            or in centred windows ``positions``, all of these together. Empty for a layer with one term.
         """
         self._check(x)
         if self.window == "centred":
@@ -268,7 +270,7 @@ class WindowSelfAttention(GridTerms):
         return window_parts(x, *self._windows(), self._operands, self._term, names, queries)
 
     def _term(self, name: str, q: Tensor, k: Tensor, mask: Tensor | None, tokens: Tensor) -> Tensor:
-        """One term's logits in a partition's windows: see :func:`.window_parts`."""
+        """Compute one term's logits in a partition's windows; see :func:`.window_parts`."""
         if name == "content":
             return q @ k.mT
         logits = self.position_logits() if name == "table" else None
@@ -284,7 +286,7 @@ class WindowSelfAttention(GridTerms):
         return size[0], size[1]
 
     def position_logits(self) -> Tensor | None:
-        """The logits of the table for all pairs of a window's tokens, (M, N, N); None without a table."""
+        """Return the table's logits for all pairs of a window's tokens, (M, N, N); None without a table."""
         table = self._offset_table()
         return None if table is None else table_logits(table, self.window_size)
 
@@ -303,7 +305,7 @@ class WindowSelfAttention(GridTerms):
         return self.qkv(tokens) if self.version == "v1" else project_v2(tokens, self.qkv, self.q_bias, self.v_bias)
 
     def _operands(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries and keys whose product is the content term."""
+        """Return queries and keys whose product is the content term."""
         return (q * self.scale, k) if self.logit_scale is None else cosine_operands(q, k, self.logit_scale)
 
     def _offset_table(self) -> Tensor | None:
@@ -312,7 +314,7 @@ class WindowSelfAttention(GridTerms):
         return self.relative_position_bias_table
 
     def _attention(self) -> Attend:
-        """Attention in a partition's windows."""
+        """Return the attention function for a partition's windows."""
         dropout = self.dropout if self.training else 0.0
         table = self.position_logits()
         if self.gate is None:
@@ -329,17 +331,17 @@ class WindowSelfAttention(GridTerms):
         return attend
 
     def _attend_by_axes(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        """Attention with ε2 + ε4 of rows and of columns, of queries that are scaled."""
+        """Attend with ε2 + ε4 as row and column logits; queries are scaled."""
         h, w = window = self.window_size
         q, k, v = (tokens.unflatten(2, window) for tokens in (q, k, v))
         rows, columns = self.axis_logits(q, window)
         if mask is not None and rows is not None and columns is not None:
-            mask = mask.to(q.dtype).view(h, w, h, w)  # a sum of rows' and columns'
+            mask = mask.to(q.dtype).view(h, w, h, w)  # a sum of row and column masks
             rows, columns = rows + mask[:, 0, :, 0].unsqueeze(1), columns + mask[0, :, 0, :]
         return global_attention(q, k, v, row_logits=rows, column_logits=columns).flatten(2, 3)
 
     def _pair_logits(self, table: Tensor | None, q: Tensor, mask: Tensor | None, tokens: Tensor) -> Tensor | None:
-        """All position logits and the mask, for queries that are scaled: (n or 1, M or 1, N, N)."""
+        """Sum all position logits and the mask, for scaled queries: (n or 1, M or 1, N, N)."""
         logits = None if table is None else table.unsqueeze(0)
         added = [self.axis_pairs(q.unflatten(2, self.window_size), self.window_size)] if self.needs_grid else []
         if self.predictor is not None:
@@ -351,7 +353,7 @@ class WindowSelfAttention(GridTerms):
         return masked(logits, mask, q)
 
     def _centred_terms(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Pair]:
-        """Queries (scaled), keys, values (B, M, H, W, d), position logits (B or 1, M, H, W, n), the window's sides."""
+        """Return scaled queries, keys, values (B, M, H, W, d), logits (B or 1, M, H, W, n), and the window's sides."""
         H, W = x.shape[1:3]
         q, k, v = self._project(x).unflatten(3, (3, self.num_heads, -1)).permute(3, 0, 4, 1, 2, 5).unbind(0)
         q, k = self._operands(q, k)

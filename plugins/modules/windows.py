@@ -1,7 +1,7 @@
-"""Attention inside the windows of a map that is cut into windows, shifted or not (Liu et al. 2021, section 3.2).
+"""Attention inside the windows of a partitioned map, shifted or not (Liu et al. 2021, section 3.2).
 
 Shapes: B batch, (H, W) the map, C channels, (Wh, Ww) a window, (nH, nW) numbers of windows, N = Wh * Ww tokens of a
-window row by row, n windows of one kind in the whole batch, M heads, d width per head.
+window row by row, n windows of one group in the whole batch, M heads, d width per head.
 """
 
 from __future__ import annotations
@@ -22,41 +22,41 @@ from .token_moves import inverse, reorder, split_heads
 
 Pair = tuple[int, int]
 Project = Callable[[Tensor], Tensor]  # (n, N, C) -> (n, N, 3 * M * d)
-# Of query, key, value (n, M, N, d), the windows' mask (N, N) or None, and their tokens (n, N, C): (n, M, N, width).
+# From query, key, value (n, M, N, d), the windows' mask (N, N) or None, and their tokens (n, N, C) to (n, M, N, width).
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor], Tensor]
 
 
 def in_windows(x: Tensor, window: Pair, shift: Pair, num_heads: int, project: Project, attend: Attend) -> Tensor:
     """Attend from every token of a map to the tokens of its window.
 
-    The map is rolled by (-shift), then padded at the bottom and the right to whole windows, in timm's order. What is
-    padded with is zeros before the projection: padding tokens are keys too, with the projection's biases. Windows that
-    share a mask are one call of ``attend``.
+    The map is rolled by -shift, then padded at the bottom and the right to whole windows, in timm's order. It is padded
+    with zeros before the projection, so padding tokens are keys too, with the projection's biases. ``attend`` is called
+    once for all windows that share a mask.
 
     Args:
         x: (B, H, W, C).
         window: (Wh, Ww).
-        shift: Rows and columns, each below the window's.
+        shift: Rows and columns, each less than the window's.
         num_heads: M.
-        project: From tokens to queries, keys and values, in this order.
+        project: Function from tokens to queries, keys and values, in this order.
         attend: Attention of windows that share a mask.
 
     Returns:
-        (B, H, W, M * width), d or what ``attend`` makes of it.
+        (B, H, W, M * width), with the width of the results of ``attend``.
     """
     B, H, W, C = x.shape
     h, w = window
     nH, nW = (H + h - 1) // h, (W + w - 1) // w
     below, right = nH * h - H, nW * w - W
     if below or right:
-        # Rolled first, as timm does; where nothing is padded the order of tokens holds the roll.
+        # Roll before padding, as timm does; without padding, the order of tokens includes the roll.
         x = x.roll((-shift[0], -shift[1]), (1, 2)) if any(shift) else x
         x = F.pad(x, (0, 0, 0, right, 0, below))
     rolled = (0, 0) if below or right else shift
     masks = shifted_window_masks((nH, nW), window, shift, x.device)
     order, sizes = _window_order(B, (nH, nW), window, rolled, shift, x.device)
     tokens = reorder(x.reshape(-1, C), order).view(-1, h * w, C)
-    heads = split_heads(project(tokens), sizes, num_heads)  # one product, whatever the kinds
+    heads = split_heads(project(tokens), sizes, num_heads)  # one product for all groups
     attended = [
         attend(q, k, v, mask, part).transpose(1, 2).flatten(2)
         for (q, k, v), mask, part in zip(heads, masks, tokens.split(sizes))
@@ -72,7 +72,7 @@ def in_windows(x: Tensor, window: Pair, shift: Pair, num_heads: int, project: Pr
 def _window_order(
     B: int, windows: Pair, window: Pair, rolled: Pair, shift: Pair, device: torch.device
 ) -> tuple[Tensor, list[int]]:
-    """Where the tokens of all windows lie on the map, window by window and kind by kind; windows of each kind."""
+    """Return the map index of all windows' tokens, group by group, and the number of windows in each group."""
     (nH, nW), (h, w) = windows, window
     places = torch.arange(B * nH * h * nW * w, device=device).view(B, nH * h, nW * w)
     if any(rolled):
@@ -87,12 +87,12 @@ def _window_order(
 
 
 def with_position_logits(logits: Tensor | None, scale: float = 1.0, dropout: float = 0.0) -> Attend:
-    """Attention whose position logits are the same in all windows, but for the masks of shifted ones.
+    """Return attention with the same position logits in all windows, apart from the masks of shifted ones.
 
     Args:
         logits: (M, N, N), or None.
         scale: Factor of the content term.
-        dropout: Dropout probability of the attention weights; they are written out then.
+        dropout: Dropout probability of the attention weights, which are then held in memory.
 
     Returns:
         The argument ``attend`` of :func:`in_windows`.
@@ -105,7 +105,7 @@ def with_position_logits(logits: Tensor | None, scale: float = 1.0, dropout: flo
 
 
 def masked(logits: Tensor | None, mask: Tensor | None, like: Tensor) -> Tensor | None:
-    """Position logits (n or 1, M, N, N) with a mask (N, N), which has the dtype of ``like`` without them."""
+    """Add a mask (N, N) to position logits (n or 1, M, N, N), or without logits return it in the dtype of ``like``."""
     if mask is None:
         return logits
     return mask.to(like.dtype)[None, None] if logits is None else logits + mask.to(logits.dtype)
@@ -114,7 +114,7 @@ def masked(logits: Tensor | None, mask: Tensor | None, like: Tensor) -> Tensor |
 def attend_pairs(
     q: Tensor, k: Tensor, v: Tensor, position_logits: Tensor | None, scale: float = 1.0, dropout: float = 0.0
 ) -> Tensor:
-    """``sequence_attention`` with position logits, or the same with dropout by weights in memory."""
+    """Apply ``sequence_attention`` with position logits; with dropout, hold the weights in memory."""
     if not dropout:
         return sequence_attention(q, k, v, position_logits=position_logits, scale=scale)
     logits = scale * (q @ k.mT)
@@ -123,10 +123,10 @@ def attend_pairs(
 
 
 def with_cosines(attend: Attend, logit_scale: Tensor) -> Attend:
-    """Attention by scaled cosines (Liu et al. 2022, Eq. 2), from one that multiplies queries and keys.
+    """Return scaled cosine attention (Liu et al. 2022, Eq. 2) that calls dot-product attention.
 
     Args:
-        attend: Attention without a scale of its own.
+        attend: Dot-product attention without a scale.
         logit_scale: Logarithm of a head's scale, (M, 1, 1).
     """
 
@@ -137,17 +137,17 @@ def with_cosines(attend: Attend, logit_scale: Tensor) -> Attend:
 
 
 def project_v2(tokens: Tensor, qkv: nn.Linear, q_bias: Tensor | None, v_bias: Tensor | None) -> Tensor:
-    """Swin V2's projection, whose keys have no bias: (n, N, 3 * M * d) of (n, N, C)."""
+    """Apply Swin V2's projection, whose keys have no bias: (n, N, C) -> (n, N, 3 * M * d)."""
     if q_bias is None or v_bias is None:
         return F.linear(tokens, qkv.weight)
     return F.linear(tokens, qkv.weight, torch.cat((q_bias, torch.zeros_like(q_bias), v_bias)))
 
 
 def predicted_logits(net: nn.Module, window: Pair, pretrained: Pair | None = None) -> Tensor:
-    """Swin V2's position logits, of the net that it calls ``cpb_mlp``: (M, N, N).
+    """Compute Swin V2's position logits, (M, N, N), from its network ``cpb_mlp``.
 
     Args:
-        net: From coordinates (..., 2) to one number a head.
+        net: Network from coordinates (..., 2) to one number per head.
         window: (Wh, Ww).
         pretrained: The window that offsets are scaled by; None for ``window``.
     """
@@ -155,14 +155,14 @@ def predicted_logits(net: nn.Module, window: Pair, pretrained: Pair | None = Non
 
 
 def predicted_table(net: nn.Module, window: Pair, pretrained: Pair | None = None) -> Tensor:
-    """The table over offsets that they are laid out from, ((2 Wh - 1) * (2 Ww - 1), M)."""
+    """Compute the table over offsets for :func:`predicted_logits`, ((2 Wh - 1) * (2 Ww - 1), M)."""
     weight = next(net.parameters())
     coordinates = log_coordinates(window, pretrained, device=weight.device).to(weight.dtype)
     return bounded_logits(net(coordinates.flatten(0, 1)))
 
 
 def pair_weights(q: Tensor, k: Tensor, position_logits: Tensor | None, scale: float = 1.0) -> Tensor:
-    """The attention weights of :func:`attend_pairs`, without dropout: (n, M, N, N), float32 at least."""
+    """Compute the attention weights of :func:`attend_pairs` without dropout, (n, M, N, N), float32 at least."""
     logits = scale * (q @ k.mT)
     logits = logits if position_logits is None else logits + position_logits
     return logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
@@ -171,13 +171,17 @@ def pair_weights(q: Tensor, k: Tensor, position_logits: Tensor | None, scale: fl
 def window_maps(
     x: Tensor, window: Pair, shift: Pair, num_heads: int, project: Project, weigh: Attend, queries: Tensor | None
 ) -> Tensor:
-    """What ``attention_maps`` of windows returns: weights on the whole map, 0 outside the query's window.
+    """Compute the ``attention_maps`` of windows: weights on the whole map, 0 outside the query's window.
 
-    The weight of padding tokens, which are keys too, is on no place of the map: there a sum is less than 1.
+    The weights of padding tokens are not part of the map, so a query's weights may sum to less than 1.
 
     Args:
-        x: As :func:`in_windows`, like the next four.
-        weigh: In the place of ``attend``: weights (n, M, N, N) of queries and keys.
+        x: See :func:`in_windows`.
+        window: See :func:`in_windows`.
+        shift: See :func:`in_windows`.
+        num_heads: See :func:`in_windows`.
+        project: See :func:`in_windows`.
+        weigh: Replaces ``attend``; returns the weights (n, M, N, N) of queries and keys.
         queries: (Q, 2), rows and columns; None for all.
 
     Returns:
@@ -189,7 +193,7 @@ def window_maps(
     H, W = x.shape[1:3]
     N = window[0] * window[1]
     weights = in_windows(x, window, shift, num_heads, project, weigh).unflatten(3, (num_heads, N)).flatten(1, 2)
-    # Where a query's keys are, by the same way: numbers from 1 on the map, 0 in the padding.
+    # Find the keys of each query by sending token numbers through the same steps: from 1 on the map, 0 in the padding.
     numbers = torch.arange(1, H * W + 1, dtype=torch.float64, device=x.device).view(1, H, W, 1)
     places = in_windows(
         numbers, window, shift, 1, lambda n: n.repeat(1, 1, 3), lambda q, k, v, *_: v.mT.expand(-1, -1, N, -1)
