@@ -26,7 +26,7 @@ class DotScore(nn.Module):
         if query_channels != source_channels:
             raise ValueError(
                 "query_channels and source_channels must be equal for a cosine, dot or scaled-dot alignment, got "
-                f"{query_channels} and {source_channels}; general and additive take any"
+                f"{query_channels} and {source_channels}; general and additive accept any"
             )
 
     def project_keys(self, source: Tensor) -> Tensor:

@@ -107,7 +107,7 @@ def capture_attention(model: nn.Module, layers: str | Sequence[str] = "*") -> It
     """
     known = attention_layers(model)
     if not known:
-        raise ValueError(f"model must hold an attention module of attn_plugins, and {type(model).__name__} has none")
+        raise ValueError(f"model must have an attention module of attn_plugins, got {type(model).__name__} without any")
     chosen: dict[str, Any] = {}
     for pattern in [layers] if isinstance(layers, str) else layers:
         found = {name: layer for name, layer in known.items() if fnmatchcase(name, pattern)}

@@ -120,7 +120,7 @@ def check_table_size(x: Tensor, made: tuple[int, int], found: tuple[int, int], i
     if not torch.jit.is_scripting() and made != found:
         raise ValueError(
             f"x of size {tuple(x.shape[2:])} attends on a {found} map, but the relative tables are made for {made} "
-            f"(input_size={input_size}): give inputs of that size, or resize_tables=True"
+            f"(input_size={input_size}): use inputs of that size or resize_tables=True"
         )
 
 
@@ -136,7 +136,7 @@ def check_convolved(
                 f"input must have shape (B, C, {', '.join(axes)}) with C = {channels}, got {tuple(x.shape)}"
             )
         if not x.is_floating_point():
-            raise TypeError(f"input must be floating, got {x.dtype}")
+            raise TypeError(f"input must be floating-point, got {x.dtype}")
         if x.device != weight.device:
             raise ValueError(f"input must be on the weight's device {weight.device}, got {x.device}")
         if x.dtype != weight.dtype and autocast_dtype(x.device.type) is None:

@@ -98,9 +98,9 @@ class LocalBilateralConv2d(nn.Module):
         if groups != 1:
             raise ValueError(f"groups must be 1: attention has heads instead, got {groups!r}")
         if not content and not geometric:
-            raise ValueError("content or geometric must be True: without both there are no logits")
+            raise ValueError("content or geometric must be True, got False for both")
         if iterations > 1 and not content:
-            raise ValueError(f"iterations must be 1 without content, which alone is refined, got {iterations}")
+            raise ValueError(f"iterations must be 1 without content, got {iterations}")
         self.in_channels, self.out_channels, self.num_heads = in_channels, out_channels, num_heads
         self.kernel_size = pair("kernel_size", kernel_size)
         self.stride, self.dilation = pair("stride", stride), pair("dilation", dilation)

@@ -363,7 +363,7 @@ class MultiheadSpatialAttention(SequencePositions):
         B, S = query.shape[0], query.shape[1]
         if key is None:
             if value is not None:
-                raise ValueError("value needs a key")
+                raise ValueError("value must be None without key")
             if self.kdim != self.embed_dim:
                 raise ValueError(f"key must be given: its kdim = {self.kdim} is not query's {self.embed_dim}")
             if cache is not None and not self.causal:

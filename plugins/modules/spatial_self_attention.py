@@ -209,5 +209,5 @@ def _checked_mask(mask: Tensor, B: int, num_heads: int, N: int, S: int) -> Tenso
             f"attn_mask must have shape {(N, S)} or (B * M, N, S) = {(heads, N, S)}, got {tuple(mask.shape)}"
         )
     if mask.dtype != torch.bool and not mask.is_floating_point():
-        raise TypeError(f"attn_mask must be bool or floating, got {mask.dtype}")
+        raise TypeError(f"attn_mask must be bool or floating-point, got {mask.dtype}")
     return mask if mask.dim() == 2 else mask.unflatten(0, (-1, num_heads))

@@ -129,7 +129,7 @@ class WindowSelfAttention(GridTerms):
         terms = position.split("+")
         sides, shifts = pair("window_size", window_size), pair("shift_size", shift_size, 0)
         if "bilateral" not in terms and kernel_size is not None:
-            raise ValueError(f"kernel_size must be None but for bilateral logits, got {kernel_size!r}")
+            raise ValueError(f"kernel_size must be None except for bilateral logits, got {kernel_size!r}")
         if "bilateral" in terms and kernel_size is None:
             kernel_size = max(sides) // 2 * 2 + 1
         bits = "1101" if "relative" in terms else "1000"
@@ -143,7 +143,7 @@ class WindowSelfAttention(GridTerms):
                 raise ValueError(f"shift_size must be 0 for window='centred', got {shift_size!r}")
         if pretrained_window_size is not None and (version != "v2" or "table" not in terms):
             raise ValueError(
-                f"pretrained_window_size must be None but for version='v2' with a table, got {pretrained_window_size!r}"
+                f"pretrained_window_size must be None except for v2 with a table, got {pretrained_window_size!r}"
             )
         self.pretrained_window_size = (
             None if pretrained_window_size is None else pair("pretrained_window_size", pretrained_window_size)

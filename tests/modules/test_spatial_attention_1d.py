@@ -405,7 +405,7 @@ def test_bad_input():
         (lambda: cross(x, source[:1]), ValueError, "key must have query's batch size 2, got 1"),
         (lambda: cross(x, source, source[:, 1:]), ValueError, "value must have key's length 7, got 6"),
         (lambda: cross(x), ValueError, "key must be given: its kdim = 5"),
-        (lambda: module(x, value=torch.randn_like(x)), ValueError, "value needs a key"),
+        (lambda: module(x, value=torch.randn_like(x)), ValueError, "value must be None without key"),
         (lambda: causal(x, x.clone()), ValueError, "key must be None with causal=True"),
         (lambda: module(x, cache=SequenceCache()), ValueError, "cache needs causal=True or a key"),
         (lambda: causal(x, cache={}), TypeError, "cache must be a SequenceCache, got dict"),

@@ -438,7 +438,7 @@ def test_compile_with_symbolic_sizes(options, backend):
         (
             lambda: WindowSelfAttention(8, 2, kernel_size=3),
             ValueError,
-            "kernel_size must be None but for bilateral logits, got 3",
+            "kernel_size must be None except for bilateral logits, got 3",
         ),
         (
             lambda: WindowSelfAttention(8, 2, position="bilateral", kernel_size=4),
