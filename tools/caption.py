@@ -215,7 +215,7 @@ def caption(options: argparse.Namespace, process: Process) -> int:
     def left(parts: list[Path]) -> list[int]:
         done = recorded(parts)
         if done:
-            print(f"going on after {len(done)} of {len(pictures)} pictures", flush=True)
+            print(f"resuming after {len(done)} of {len(pictures)} pictures", flush=True)
         return [number for number in range(len(pictures)) if number not in done]
 
     try:

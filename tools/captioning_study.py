@@ -212,7 +212,7 @@ class Study:
             shutil.rmtree(folder, ignore_errors=True)
             print(f"{name}: running, see {folder}", flush=True)
         else:
-            print(f"{name}: there already", flush=True)
+            print(f"{name}: already done", flush=True)
         return result
 
     def end(self, folder: Path, options: Any, name: str, stage: str, seeds: list[int], found: Any) -> dict[str, Any]:

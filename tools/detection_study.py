@@ -158,7 +158,7 @@ def finished(name: str, seed: int, options: list[str], folder: Path, more: list[
     """
     path = folder / "result.json"
     if result := kept(path, options):
-        print(f"{folder.name}: there already", flush=True)
+        print(f"{folder.name}: already done", flush=True)
         return result
     print(f"{folder.name}: training, see {folder / 'train.log'}", flush=True)
     config = config_file(options[0])

@@ -252,7 +252,7 @@ def finished(study: Study, name: str, seed: int, words: list[str], folder: Path,
     """
     path = folder / "result.json"
     if result := kept(path, words):
-        print(f"{folder.name}: there already", flush=True)
+        print(f"{folder.name}: already done", flush=True)
         return result
     print(f"{folder.name}: training, see {folder / 'train.log'}", flush=True)
     size = size_of(study.toolkit, words)

@@ -128,7 +128,7 @@ def finished(task: str, name: str, seed: int, options: list[str], output: Path, 
     folder = output / f"{task}-{name}-{seed}"
     path = folder / "result.json"
     if result := kept(path, options):
-        print(f"{folder.name}: there already", flush=True)
+        print(f"{folder.name}: already done", flush=True)
         return result
     shutil.rmtree(folder, ignore_errors=True)
     print(f"{folder.name}: training, see {folder / 'train.log'}", flush=True)

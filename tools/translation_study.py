@@ -252,7 +252,7 @@ def run_setting(
     """
     path, named = folder / "result.json", folder.name
     if result := kept(path, options):
-        print(f"{named}: there already", flush=True)
+        print(f"{named}: already done", flush=True)
         return result
     shutil.rmtree(folder, ignore_errors=True)
     began = time.monotonic()

@@ -155,7 +155,7 @@ def finished(training: Training, data: Path, images: Mapping[str, int], output: 
     folder = training.folder(output)
     name, path = f"{training.data_set}/{folder.name}", folder / "result.json"
     if result := kept(path, training.options):
-        print(f"{name}: there already", flush=True)
+        print(f"{name}: already done", flush=True)
         return result
     print(f"{name}: training, see {folder / 'train.log'}", flush=True)
     parameters = sum(parameter.numel() for parameter in create_model(training.config, images["classes"]).parameters())

@@ -216,7 +216,7 @@ def test_a_folder_for_every_sentence_and_the_list(trained, tmp_path, monkeypatch
     assert main([*arguments, "the cat!"]) == main([*arguments, "the cat?"]) == 0
     folders = sorted(file.parent.name for file in tmp_path.glob("work_dirs/attention/*/*/attention.html"))
     assert folders == ["the-cat", "the-cat-2"]
-    assert "not in the dictionary, read as unknown: cat?; has the corpus pieces?" in capsys.readouterr().out
+    assert "not in the dictionary, read as unknown: cat?; is the corpus in pieces?" in capsys.readouterr().out
     assert main(["--fairseq", str(trained["content"]), SENTENCE, "--list"]) == 0
     names = [f"encoder.layers.{n}.self_attn  (encoder)" for n in range(2)]
     names += [f"decoder.layers.{n}.encoder_attn  (alignment)" for n in range(2)]
@@ -248,9 +248,9 @@ def test_bad_input(trained, data, tmp_path, capsys):
     assert "has no attention that can be shown" in error("--fairseq", trained["bare"], SENTENCE)
     assert "--fairseq must be a checkpoint file" in error("--fairseq", tmp_path / "none.pt", SENTENCE)
     (tmp_path / "text.pt").write_text("no checkpoint")
-    assert "text.pt is no checkpoint of fairseq" in error("--fairseq", tmp_path / "text.pt", SENTENCE)
+    assert "text.pt is not a fairseq checkpoint" in error("--fairseq", tmp_path / "text.pt", SENTENCE)
     torch.save({"model": {}}, tmp_path / "other.pt")
-    assert "other.pt is no checkpoint of fairseq" in error("--fairseq", tmp_path / "other.pt", SENTENCE)
+    assert "other.pt is not a fairseq checkpoint" in error("--fairseq", tmp_path / "other.pt", SENTENCE)
     assert re.search(
         r"--data \S+ must be .* lacks dict.en.txt, dict.de.txt", error(*good, SENTENCE, "--data", tmp_path)
     )

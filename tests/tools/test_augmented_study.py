@@ -106,4 +106,4 @@ def test_the_study_on_a_few_crops(tmp_path, capsys):
     assert len(found["top1"]) == 1
     assert "configs/timm/crops.yaml" in found["command"]
     assert study.main([*arguments, "--train", few]) == 0
-    assert "crops/none-3: there already" in capsys.readouterr().out
+    assert "crops/none-3: already done" in capsys.readouterr().out

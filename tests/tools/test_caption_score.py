@@ -162,7 +162,7 @@ WRONG = {
     ),
     "image without a result": (
         dict(results={11: "a cat", 12: "a dog"}),
-        r"results.json: no result for 2 images \(13, 14\) \(--skip-invalid-samples leaves such out, --splits scores a "
+        r"results.json: no result for 2 images \(13, 14\) \(--skip-invalid-samples skips them, --splits scores a "
         "part of the images",
     ),
     "empty caption": (dict(results={**RESULTS, 13: "  "}), "results.json: image 13: an empty caption"),

@@ -115,7 +115,7 @@ def test_finished_rows_are_kept(output, data, capsys):
     files.remove(output / "study.json")
     times = [file.stat().st_mtime_ns for file in files]
     assert study.main([str(output), "--data", str(data), *QUICK]) == 0
-    assert capsys.readouterr().out.count("there already") == 4
+    assert capsys.readouterr().out.count("already done") == 4
     assert [file.stat().st_mtime_ns for file in files] == times
 
 
@@ -180,7 +180,7 @@ def test_failing_command_is_named(tmp_path, capsys):
         (["--add", "eta=--layers 1"], "--add must be NAME=OPTIONS"),
         (["--add", "scenes=--layers 1"], "--add must be NAME=OPTIONS"),
         (["--add", "../up=--layers 1"], "--add must be NAME=OPTIONS"),
-        (["--stages", "self-critical"], "--stages must have cross-entropy"),
+        (["--stages", "self-critical"], "--stages must include cross-entropy"),
         (["--data", "somewhere", "--scenes", "--train 5"], "--scenes applies to the scenes"),
     ],
 )

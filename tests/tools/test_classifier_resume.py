@@ -132,7 +132,7 @@ def test_another_training(run, photographs, arguments, words, capsys):
 
 def test_the_help_names_every_setting_that_may_change():
     sentence = re.search(
-        r"The command line may set other values of (.*?) for the epochs", train_classifier.__doc__, re.S
+        r"The command line may change (.*?) for the\s+remaining epochs", train_classifier.__doc__, re.S
     )
     assert sentence is not None
     assert set(re.findall(r"\w+", sentence[1])) & set(FIELDS) == set(FIELDS) - set(FIXED)

@@ -196,7 +196,7 @@ def test_kept_results_make_the_report(tmp_path, data, capsys):
         write_result(tmp_path, result("deformable-detr-1level", seed, [0.1, 0.2]))
     write_result(tmp_path, result("detr", 2, [0.9, 0.9], options=["detr_narrow-r18_digits", "train_cfg.max_epochs=4"]))
     assert study.finished("detr", 1, settings["detr"], tmp_path / "detr-1", [])["mAP"] == [0.0, 0.1]
-    assert "detr-1: there already" in capsys.readouterr().out
+    assert "detr-1: already done" in capsys.readouterr().out
 
     table = study.report(settings, tmp_path, recipe)
     rows = [line.split(" | ") for line in table.splitlines() if line.startswith("| `")]
@@ -277,5 +277,5 @@ def test_the_whole_study_on_a_few_pictures(tmp_path, data, capsys):
     capsys.readouterr()
     before = (output / "detr-3" / "result.json").stat().st_mtime_ns
     assert study.main([*arguments, "detr"]) == 0
-    assert "detr-3: there already" in capsys.readouterr().out
+    assert "detr-3: already done" in capsys.readouterr().out
     assert (output / "detr-3" / "result.json").stat().st_mtime_ns == before

@@ -105,7 +105,7 @@ def test_kept_results_make_the_report(tmp_path, capsys):
     one = study.STUDIES["sharing"]
     own = words("sharing", "j-conv")
     assert study.finished(one, "j-conv", 0, own, tmp_path / "j-conv-0", [])["values"] == [1.0, 36.0]
-    assert "j-conv-0: there already" in capsys.readouterr().out
+    assert "j-conv-0: already done" in capsys.readouterr().out
     with pytest.raises(StudyError, match="obtained with other options"):
         study.finished(one, "j-conv", 1, own, tmp_path / "j-conv-1", [])
     table = study.report("sharing", {name: words("sharing", name) for name in one.settings}, tmp_path)
@@ -172,4 +172,4 @@ def test_the_whole_study_on_a_few_pictures(which, name, short, tmp_path, monkeyp
     assert "randomness.seed=3" in log
     assert f"Load checkpoint from {tmp_path / 'out/pretrained/backbone.pth'}" in log
     assert study.main(arguments) == 0
-    assert f"{name}-3: there already" in capsys.readouterr().out
+    assert f"{name}-3: already done" in capsys.readouterr().out

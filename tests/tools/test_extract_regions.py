@@ -233,9 +233,9 @@ def test_a_killed_run_goes_on_and_gives_the_same_file(scenes, tmp_path, capsys):
     assert subprocess.run(command, cwd=ROOT, capture_output=True, check=False).returncode == -signal.SIGKILL
     assert not out.exists()
     assert run(scenes, out, *options, "--seed", "1") == 2
-    assert "interrupted run with seed = 0, not 1: --restart begins anew" in capsys.readouterr().err
+    assert "interrupted run with seed = 0, not 1: --restart discards it" in capsys.readouterr().err
     assert run(scenes, out, *options) == 0
-    assert "going on after 4 of 8 images" in capsys.readouterr().out
+    assert "resuming after 4 of 8 images" in capsys.readouterr().out
     assert run(scenes, whole, *options) == 0
     assert content(out) == content(whole)
     assert run(scenes, out, *options) == 2
@@ -323,10 +323,10 @@ def test_weights_that_the_recipe_names_and_that_are_gone(scenes, tmp_path):
     out = tmp_path / "regions.npz"
     assert run(scenes, out, *options) == 0
     (tmp_path / "x.pth").rename(tmp_path / "y.pth")
-    with pytest.raises(BadRecipe, match=r"checkpoint .*x\.pth, which is neither .*x\.pth: give it by --region-checkp"):
+    with pytest.raises(BadRecipe, match=r"checkpoint .*x\.pth, which is neither .*x\.pth: pass --region-checkp"):
         RecordedExtractor(RegionFeatures(out))
     torch.save({name: tensor + 1 for name, tensor in state.items()}, tmp_path / "x.pth")
-    with pytest.raises(BadRecipe, match=r"x\.pth has another content now: give it by --region-checkpoint"):
+    with pytest.raises(BadRecipe, match=r"x\.pth has another content now: pass --region-checkpoint"):
         RecordedExtractor(RegionFeatures(out))
     with pytest.raises(BadRecipe, match="--region-checkpoint: nowhere does not exist"):
         RecordedExtractor(RegionFeatures(out), checkpoint=Path("nowhere"))
@@ -347,7 +347,7 @@ def test_weights_that_the_recipe_names_and_that_are_gone(scenes, tmp_path):
 def test_recipes_that_are_none(recipe, message, tmp_path):
     regions = dict(features=np.ones((1, 2)), boxes=np.array([[0, 0, 1, 1]]), scores=np.ones(1))
     write_region_features(tmp_path / "regions.npz", [(1, regions)], recipe=recipe)
-    with pytest.raises(BadRecipe, match=f"{message}.*extract_regions --overwrite makes it anew"):
+    with pytest.raises(BadRecipe, match=f"{message}.*extract_regions --overwrite creates it again"):
         RecordedExtractor(RegionFeatures(tmp_path / "regions.npz"))
 
 

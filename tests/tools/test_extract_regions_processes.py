@@ -79,7 +79,7 @@ def test_a_killed_process_and_another_number_of_them_give_the_file_of_one(scenes
 
     ended = torchrun(3, "-m", "tools.captioning.extract_regions", *command)
     assert ended.returncode == 1, ended.stderr
-    assert "going on after " in ended.stdout
+    assert "resuming after " in ended.stdout
     assert "20/20 images" in ended.stdout
     assert f"{out}: 18 images, 162 regions of " in ended.stdout
     for image, what in (("000005.jpg (image 5)", "cannot be read as a picture"), ("000014.jpg (image 14)", "no such")):
@@ -93,7 +93,7 @@ def test_a_killed_process_and_another_number_of_them_give_the_file_of_one(scenes
     assert out.read_bytes() == one.read_bytes()
     assert RegionFeatures(out).image_ids == [n for n in range(1, 21) if n not in (5, 14)]
     assert run(scenes, tmp_path / "again.npz", *OPTIONS) == 1
-    assert "going on after " in capsys.readouterr().out
+    assert "resuming after " in capsys.readouterr().out
     assert (tmp_path / "again.npz").read_bytes() == one.read_bytes()
     assert {path.name for path in tmp_path.iterdir()} == {"set", "killed.py", "regions.npz", "one.npz", "again.npz"}
 
@@ -133,7 +133,7 @@ def test_torchrun_and_all_its_processes_killed(scenes, tmp_path):
         launched.kill()
     second = torchrun(2, "-m", "tools.captioning.extract_regions", *command)  # the processes are still there
     assert second.returncode != 0
-    assert "another run, or a process of an interrupted one, is at work in" in second.stderr
+    assert "another run, or a process of an interrupted one, is active in" in second.stderr
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
     assert torchrun(2, "-m", "tools.captioning.extract_regions", *command).returncode == 1
@@ -161,7 +161,7 @@ def test_ended_between_the_file_and_the_folder(scenes, tmp_path, monkeypatch, ca
     assert out.read_bytes() == content
     assert not (tmp_path / ".regions.npz.partial").exists()
     assert run(scenes, out, *OPTIONS) == 2
-    assert "is there already: --overwrite" in capsys.readouterr().err
+    assert "already exists: --overwrite" in capsys.readouterr().err
 
 
 def test_a_file_that_was_half_written_goes(scenes, tmp_path, monkeypatch):
@@ -198,10 +198,10 @@ def test_a_file_of_another_run_stays(scenes, tmp_path, monkeypatch, capsys):
     write_region_features(out, [(1, image)])
     content = out.read_bytes()
     assert run(scenes, out, *OPTIONS) == 2
-    assert "is there already: --overwrite" in capsys.readouterr().err
+    assert "already exists: --overwrite" in capsys.readouterr().err
     assert out.read_bytes() == content
     assert run(scenes, out, *OPTIONS, "--overwrite") == 1
-    assert "going on after 18 of 20 images" in capsys.readouterr().out
+    assert "resuming after 18 of 20 images" in capsys.readouterr().out
 
 
 def test_a_picture_that_fails_first_is_left_out_and_a_network_that_fails_is_told(scenes, tmp_path, capsys, monkeypatch):

@@ -131,10 +131,10 @@ def test_a_second_run_is_told_of_the_first(expected, tmp_path):
     first = held_up(out, 2)
     for setting in ("x", "y"):
         second = start(out, 1, patience=0.1, setting=setting)
-        message = f"another run, or a process of an interrupted one, is at work in {tmp_path / 'regions.partial'}\n"
+        message = f"another run, or a process of an interrupted one, is active in {tmp_path / 'regions.partial'}\n"
         assert ends(second) == [(1, message)]
     follower = start(out, 3, patience=0.1)[1:]
-    assert ends(follower) == [(1, f"another run is at work in {tmp_path / 'regions.partial'}\n")] * 2
+    assert ends(follower) == [(1, f"another run is active in {tmp_path / 'regions.partial'}\n")] * 2
     out.with_suffix(".hold").unlink()
     assert ends(first) == [(0, "")] * 2
     assert out.read_bytes() == expected
@@ -145,7 +145,7 @@ def test_the_others_end_when_process_0_is_killed_and_a_new_run_waits_for_that(ex
     first = held_up(out, 3)
     first[0].kill()
     second = start(out, 1)
-    told = "process 0 of 3 has ended: the same command goes on\n"
+    told = "process 0 of 3 has ended: run the same command to resume\n"
     assert ends(first) == [(-signal.SIGKILL, ""), (1, told), (1, told)]
     out.with_suffix(".hold").unlink()
     assert ends(second) == [(0, "")]
@@ -157,20 +157,20 @@ def test_process_0_ends_when_another_is_killed(expected, tmp_path):
     first = held_up(out, 2)
     first[1].kill()
     out.with_suffix(".hold").unlink()
-    told = "process 1 of 2 has ended before its part was complete: the same command goes on\n"
+    told = "process 1 of 2 has ended before its part was complete: run the same command to resume\n"
     assert ends(first) == [(1, told), (-signal.SIGKILL, "")]
     assert not out.exists()
     [other] = start(out, 1, setting="y")
-    assert "interrupted run with setting = 'x', not 'y': --restart begins anew" in ends([other])[0][1]
+    assert "interrupted run with setting = 'x', not 'y': --restart discards it" in ends([other])[0][1]
     assert ends(start(out, 1)) == [(0, "")]
     assert out.read_bytes() == expected
 
 
 def test_a_process_that_waits_in_vain_is_told(tmp_path, monkeypatch):
     monkeypatch.setattr(shared_run, "BEGIN", 0.2)
-    with pytest.raises(ValueError, match=r"process 0 of 2 has not begun within 0 seconds"):
+    with pytest.raises(ValueError, match=r"process 0 of 2 has not started within 0 seconds"):
         SharedRun(tmp_path / "run", Process(1, 2, 1), {}).begin(lambda parts: [])
     with SharedRun(tmp_path, Process(0, 2), {}) as alone:
         alone.begin(lambda parts: [])
-        with pytest.raises(ValueError, match=r"process 1 of 2 has not begun"):
+        with pytest.raises(ValueError, match=r"process 1 of 2 has not started"):
             alone.finish()

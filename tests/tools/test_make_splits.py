@@ -37,7 +37,7 @@ def test_shares_and_seeds(tmp_path, capsys):
     assert first == parts(tmp_path / "two")  # whatever the order and the number of captions
     assert Counter(first.values()) == dict(train=40, val=5, test=5)
     assert tool.main([str(tmp_path / "one")]) == 2
-    assert "is there already: --overwrite makes it anew" in capsys.readouterr().err
+    assert "already exists: --overwrite replaces it" in capsys.readouterr().err
     assert tool.main([str(tmp_path / "one"), "--overwrite", "--seed", "1", "--shares", ".6", ".4", "0"]) == 0
     second = parts(tmp_path / "one")
     assert Counter(second.values()) == dict(train=30, val=20)

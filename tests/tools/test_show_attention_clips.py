@@ -284,7 +284,7 @@ ARGUMENTS = [f"--model-args={key}={list(n) if isinstance(n, tuple) else n}" for 
         (["--pixels", "0,96,0"], "--pixels must lie in the clip of 4 frames of 96×160 pixels, got '0,96,0'"),
         (["--pixels", "3,4"], "--pixels must be FRAME,Y,X of a clip, frames counted from 0, or cls, got '3,4'"),
         (["--layers", "x"], "none is called 'x': blocks.0.temporal_attn, blocks.0.attn, "),
-        (["--input-size", "64", "64"], "TimeSformer does not take frames of 64×64 pixels: Input height (64)"),
+        (["--input-size", "64", "64"], "TimeSformer does not accept frames of 64×64 pixels: Input height (64)"),
         (
             ["--model-args=class_token=false", "--model-args=global_pool=avg", "--pixels", "cls"],
             "--pixels cls needs a model with a cls token: this one has none",

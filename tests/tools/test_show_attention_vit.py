@@ -294,7 +294,7 @@ def test_a_model_without_a_cls_token(photograph, tmp_path, capsys):
         ([NAME, *ARGUMENTS, "--layers", "stage*"], "none is called 'stage*': blocks.0.attn, blocks.1.attn"),
         (
             [NAME, *ARGUMENTS, "--input-size", "64", "64"],
-            "VisionTransformer does not take an input of 64×64 pixels: Input height (64) doesn't match model (48).",
+            "VisionTransformer does not accept an input of 64×64 pixels: Input height (64) doesn't match model (48).",
         ),
         ([NAME, *ARGUMENTS, "--model-args=attn_layer=diff"], "VisionTransformer has none"),
         (
@@ -345,7 +345,7 @@ def test_a_segmentor_with_a_vision_transformer(kind, photograph, tmp_path, capsy
     config.write_text(config.read_text().replace("scale=(96, 64)", "scale=(128, 64)"))
     assert main([str(config), str(photograph), "--output", str(tmp_path / "no")]) == 2
     (line,) = capsys.readouterr().err.splitlines()[-1:]
-    assert "the model does not take the picture: Input width (128) doesn't match model (96)." in line
+    assert "the model does not accept the picture: Input width (128) doesn't match model (96)." in line
 
 
 # --- the page in a browser ----------------------------------------------------------------------------------------

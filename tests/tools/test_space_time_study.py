@@ -75,7 +75,7 @@ def test_what_is_finished_is_kept(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(study, "run", lambda *arguments: pytest.fail("a finished training was run"))
     arguments = ("two-directions", "divided", 0)
     assert study.finished(*arguments, row["options"], tmp_path, tmp_path) == row
-    assert "two-directions-divided-0: there already" in capsys.readouterr().out
+    assert "two-directions-divided-0: already done" in capsys.readouterr().out
     with pytest.raises(StudyError, match="was obtained with other options"):
         study.finished(*arguments, ["model_args.pattern=axial"], tmp_path, tmp_path)
 
@@ -124,4 +124,4 @@ def test_the_whole_study_on_a_few_clips(tmp_path, monkeypatch, capsys):
     assert "16 training and 8 validation clips (`tools.datasets.moving_digits --directions 2" in text
     capsys.readouterr()
     assert study.main([*arguments, "--settings", "space"]) == 0
-    assert "two-directions-space-3: there already" in capsys.readouterr().out
+    assert "two-directions-space-3: already done" in capsys.readouterr().out

@@ -169,7 +169,7 @@ def test_an_interrupted_training_goes_on_to_the_same_weights(trained, scenes, tm
         with pytest.raises(KeyboardInterrupt):
             tool.main(arguments)
     assert tool.main(arguments) == 2
-    assert "--resume goes on with it" in capsys.readouterr().err
+    assert "--resume continues it" in capsys.readouterr().err
     assert tool.main([*arguments, "--resume", "--lr", "0.1"]) == 2
     assert "was trained with --lr 0.01, but now it is 0.1" in capsys.readouterr().err
     assert tool.main([*arguments[:2], *SMALL, "--epochs", "8", "--backbone", "test_convnext", "--resume"]) == 2
@@ -249,7 +249,7 @@ def test_bad_input_is_told(scenes, tmp_path, capsys):
         assert tool.main([str(scenes), str(tmp_path / "out"), *options]) == 2
         assert message in capsys.readouterr().err
     assert tool.main([str(tmp_path), str(tmp_path / "out"), *SMALL]) == 2
-    assert "has no splits.json; python -m tools.captioning.make_splits makes it" in capsys.readouterr().err
+    assert "has no splits.json; python -m tools.captioning.make_splits creates it" in capsys.readouterr().err
 
 
 def test_captions_of_the_splits_file_and_no_fairseq(scenes, tmp_path):

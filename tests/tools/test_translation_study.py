@@ -92,7 +92,7 @@ def test_finished_settings_are_kept(output, corpus, capsys):
     times = [file.stat().st_mtime_ns for file in files]
     (output / "attention.md").unlink()
     assert again(corpus, output, "--train", SHORT, "--settings", "none") == 0
-    assert "none: there already" in capsys.readouterr().out
+    assert "none: already done" in capsys.readouterr().out
     assert [file.stat().st_mtime_ns for file in files] == times
     assert (output / "attention.md").read_text().count("\n| ") == 3  # head and both settings
 
@@ -187,12 +187,12 @@ def test_seeds(output, corpus, capsys):
     (output / "none-seed2").mkdir()
     (output / "none-seed2" / "result.json").write_text(json.dumps(second))
     assert again(corpus, output, "--train", SHORT, "--settings", "none", "--seeds", "1", "2") == 0
-    assert "2/2 none-seed2: there already" in capsys.readouterr().out
+    assert "2/2 none-seed2: already done" in capsys.readouterr().out
     (row,) = [line for line in (output / "attention.md").read_text().splitlines() if line.startswith("| none")]
     assert f"| {first['bleu'] + 1:.1f} ± 1.4 (2 seeds) |" in row
     assert len(json.loads((output / "attention.json").read_text())["results"]) == 3
     assert again(corpus, output, "--train", SHORT, "--settings", "none", "--seeds", "2") == 0  # and not seed 1
-    assert "1/1 none-seed2: there already" in capsys.readouterr().out
+    assert "1/1 none-seed2: already done" in capsys.readouterr().out
 
 
 def test_characters_are_scored_where_there_are_no_spaces(corpus):

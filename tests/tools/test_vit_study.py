@@ -148,7 +148,7 @@ def test_kept_results_make_the_report(tmp_path, data, capsys):
     write_result(tmp_path, training("vit-stock", seed=2, more="epochs=3"), [99.0])
     write_result(tmp_path, training("swin", "crops"), [30.0])
     assert study.finished(training("vit-stock", seed=1), data, IMAGES, tmp_path)["top1"] == [10.0, 21.0]
-    assert "digits/vit-stock-1: there already" in capsys.readouterr().out
+    assert "digits/vit-stock-1: already done" in capsys.readouterr().out
 
     settings = {name: [*own.split(), *study.HOUSEKEEPING] for name, own in study.SETTINGS.items()}
     text = study.report(settings, tmp_path)
@@ -227,7 +227,7 @@ def test_the_whole_study_on_a_few_digits(tmp_path, data, capsys):
     before = (folder / "result.json").stat().st_mtime_ns
     capsys.readouterr()
     assert study.main([*arguments, ONE_EPOCH]) == 0
-    assert "swin-unshifted-3: there already" in capsys.readouterr().out
+    assert "swin-unshifted-3: already done" in capsys.readouterr().out
     assert (folder / "result.json").stat().st_mtime_ns == before
 
 

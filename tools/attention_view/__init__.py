@@ -1,1 +1,1 @@
-"""The parts of ``tools.show_attention``: running a model on a picture, the PNG grids, the HTML page."""
+"""Parts of ``tools.show_attention``: running a model on a picture, PNG grids, the HTML page."""

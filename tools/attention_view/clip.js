@@ -1,7 +1,7 @@
 // The frames of a clip lie side by side, in data.frames rows and columns of them.
 document.getElementById("aboutClip").hidden = !data.frames;
 
-// A place of a map in words, and of a clip its frame, which is counted from 0.
+// A place on a map as text; for a clip with its frame, counted from 0.
 function wordsOf([y, x], size, write) {
   if (!data.frames) return write(y, x);
   const [h, w] = size.map((n, axis) => n / data.frames[axis]);

@@ -1,4 +1,4 @@
-"""A model that has seen a clip: its frames, and where tokens of one frame attend in all of them."""
+"""A model's view of a clip: its frames, and the attention from one frame to all of them."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from .space_time import Attended, ClipMaps, Place, capture_clip, clip_rollouts, 
 from .view import View, ViewError, chosen_layers, one_line
 from .vit import CLS, has_cls
 
-MOST_FRAMES = 16  # that a PNG shows
+MOST_FRAMES = 16  # shown in a PNG
 
 
 @dataclass(kw_only=True)
 class ClipView(View):
-    """What a model saw of a clip: as a picture the mosaic of its frames.
+    """A model's view of a clip, whose picture is the mosaic of its frames.
 
     Attributes:
-        frames: (T, H, W, 3) uint8, as they came to the model.
+        frames: (T, H, W, 3) uint8, as the model received them.
         frame_size: (H, W) of a frame of the file.
     """
 
@@ -38,13 +38,13 @@ class ClipView(View):
 
     @property
     def page_picture(self) -> np.ndarray:
-        """The mosaic with a white line between frames."""
+        """Return the mosaic with a white line between frames."""
         picture, (H, W) = self.picture.copy(), self.frames.shape[1:3]
         picture[H::H], picture[:, W::W] = 255, 255
         return picture
 
     def place(self, layer: ClipMaps, query: Place) -> Place:
-        """The patch in which a pixel (t, y, x) of the clip lies."""
+        """Return the patch that contains a pixel (t, y, x) of the clip."""
         if isinstance(query, str):
             return query
         y, x = (min(n * cells // size, cells - 1) for n, cells, size in zip(query[1:], layer.clip[1:], self.frame_size))
@@ -52,15 +52,15 @@ class ClipView(View):
 
 
 def sees_clips(model: Any) -> bool:
-    """Whether a model is a TimeSformer."""
+    """Return whether a model is a TimeSformer."""
     return bool(step_layers(model))
 
 
 def open_frames(model: Any, path: Path) -> list[Image.Image]:
-    """As many frames of a clip as the model was made for; a picture is a clip of one frame.
+    """Open as many frames of a clip as the model expects; a picture is a clip of one frame.
 
     Raises:
-        BadPicture: it cannot be read.
+        BadPicture: the clip cannot be read.
     """
     if path.is_dir() or is_clip(path):
         return open_clip(path, model.num_frames)
@@ -70,17 +70,17 @@ def open_frames(model: Any, path: Path) -> list[Image.Image]:
 def see_clip(
     model: Any, frames: Sequence[Image.Image], layers: Sequence[str], size: tuple[int, int], with_rollout: bool = False
 ) -> ClipView:
-    """Show a TimeSformer whole frames, resized to (H, W).
+    """Run a TimeSformer on whole frames, resized to (H, W).
 
     Args:
         model: The model.
         frames: The pictures.
-        layers: Patterns of names; none for the steps of the last block.
+        layers: Name patterns; empty for the steps of the last block.
         size: (H, W).
         with_rollout: Whether to add the rollout.
 
     Raises:
-        ValueError: there is no such layer, or the model does not take this size.
+        ValueError: a pattern matches no layer, or the model does not accept this size.
     """
     from timm.data import resolve_model_data_config
 
@@ -95,10 +95,10 @@ def see_clip(
     with torch.no_grad(), capture_clip(model) as captured:
         try:
             model(x)
-        except AssertionError as error:  # timm's, of a size
+        except AssertionError as error:  # raised by timm for a wrong size
             raise ViewError(
-                f"{type(model).__name__} does not take frames of {H}×{W} pixels: {one_line(error)} "
-                "With --model-args dynamic_img_size=true it takes any whole number of patches"
+                f"{type(model).__name__} does not accept frames of {H}×{W} pixels: {one_line(error)} "
+                "With --model-args dynamic_img_size=true it accepts any whole number of patches"
             ) from error
     shown = {name: captured[name] for name in named}
     if with_rollout:
@@ -112,16 +112,16 @@ def see_clip(
 
 
 def parse_places(texts: Sequence[str], frames: int, size: tuple[int, int], model: Any) -> list[Place]:
-    """``'t,y,x'`` texts as pixels of a clip, and ``'cls'``.
+    """Parse ``'t,y,x'`` texts as pixels of a clip, and ``'cls'``.
 
     Args:
-        texts: Where there is none, the middle of the clip, and first the cls token.
+        texts: Texts; empty for the cls token, if any, and the middle of the clip.
         frames: T.
         size: (H, W) of a frame.
-        model: Says whether there is a cls token.
+        model: The model, which may have a cls token.
 
     Raises:
-        ViewError: a text is neither, or there is no such pixel or token.
+        ViewError: a text is invalid, or there is no such pixel or token.
     """
     H, W = size
     if not texts:
@@ -145,15 +145,15 @@ def parse_places(texts: Sequence[str], frames: int, size: tuple[int, int], model
 
 
 def file_name(layer: ClipMaps, query: Place) -> str:
-    """Of the PNG of a layer and a query."""
+    """Return the file name of the PNG of a layer and a query."""
     return f"{layer.name}_{query if isinstance(query, str) else '-'.join(map(str, query))}.png"
 
 
 def draw_clip(view: ClipView, layer: ClipMaps, query: Place, out: Path) -> None:
-    """Save the frames in a row, and below them where the query attends in each, by the mean of heads and every head.
+    """Save the frames in a row, and below them the attention of the query in each: the mean of heads and every head.
 
-    A row's maps have one scale. Above a map stands the share of the weight that its frame has; what is no key of the
-    query is bare.
+    Maps in a row share one scale. The title of a map is its frame's share of the weight. Patches that are not keys of
+    the query stay without colour.
     """
     import matplotlib
 
@@ -168,7 +168,7 @@ def draw_clip(view: ClipView, layer: ClipMaps, query: Place, out: Path) -> None:
     heads, width = len(found.names), 1.3 * max(1.0, W / H)
     size = width * len(chosen) + 1.2, (width * H / W + 0.2) * (heads + 1) + 0.4
     figure, axes = plt.subplots(heads + 1, 1, dpi=180, layout="constrained", figsize=size)
-    step = W * 1.04  # from a frame's left to that of the next: a panel for every frame would take matplotlib minutes
+    step = W * 1.04  # horizontal distance of frames: one panel per frame would take matplotlib minutes
     for column, t in enumerate(chosen):
         left = column * step
         extent = (left, left + W, H, 0)
@@ -197,7 +197,7 @@ def draw_clip(view: ClipView, layer: ClipMaps, query: Place, out: Path) -> None:
 def _draw_maps(
     panels: Sequence[Any], found: Attended, frame: np.ndarray, t: int, extent: tuple[float, float, float, float]
 ) -> None:
-    """Draw the first query's maps in a frame over it."""
+    """Draw the first query's maps over a frame."""
     assert found.keys is not None
     keys, (left, right, bottom, _) = found.keys[0, t].numpy(), extent
     for panel, maps in zip(panels, found.maps[:, 0]):

@@ -1,4 +1,4 @@
-"""A folder of its own for every model and picture."""
+"""Unique folders for pairs of a model and a picture."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ RECORD = "shown.json"
 def own_folder(
     root: Path, model: str, arguments: Sequence[str], checkpoint: Path | None, image: Path
 ) -> tuple[Path, str]:
-    """Name the folder of a model and a picture, which no other pair of them shares.
+    """Return the folder of a model and a picture, which no other pair shares.
 
-    It is ``root/MODEL/PICTURE``, with the checkpoint's folder and name after the model's; a number follows where that
-    is another pair's, of equal names from other folders.
+    The folder is ``root/MODEL/PICTURE``; the checkpoint's folder and name follow the model's. A number is appended if
+    the folder belongs to another pair with equal names from other folders.
 
     Args:
-        root: Of all such folders.
+        root: Parent of all such folders.
         model: timm's name, or a config.
-        arguments: Of the model, ``KEY=VALUE``.
+        arguments: Arguments of the model, ``KEY=VALUE``.
         checkpoint: Its weights, if any.
         image: The picture's file.
 
     Returns:
-        The folder, which need not exist, and the text for the file :data:`RECORD` in it.
+        The folder, which need not exist, and the text for its file :data:`RECORD`.
     """
     made: dict[str, Any] = dict(model=model, model_args=list(arguments), image=str(image.resolve()))
     made["checkpoint"] = None if checkpoint is None else str(checkpoint.resolve())

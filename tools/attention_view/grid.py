@@ -13,10 +13,10 @@ from .vit import CLS, Cell, PatchMaps
 
 
 def draw(view: View, layer: PixelMaps, pixels: Sequence[Cell], out: Path) -> None:
-    """Save the picture with its numbered query pixels, and below every head's map for each of them.
+    """Save the picture with its numbered query pixels and, below, every head's map for each of them.
 
-    Above a map stands its greatest weight and, to judge it by, the weight that uniform attention would give. A query
-    may be the cls token; a rollout lies over the picture.
+    The title of a map is its greatest weight, with the weight of uniform attention for comparison. A query may be the
+    cls token; a rollout is drawn over the picture.
     """
     import matplotlib
 

@@ -1,4 +1,4 @@
-"""OpenMMLab's models: a detector or segmentor that has seen a picture."""
+"""OpenMMLab models: views of a picture by a detector or segmentor."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from tools.requires import need
 
 
 def mm_layers(model: nn.Module) -> dict[str, str]:
-    """The attention layers of ours and of a transformer, by name, each with what looks at what."""
+    """Return our and the transformer's attention layers by name, each with its kinds of queries and keys."""
     kinds = transformer_layers(model) | dict.fromkeys(vit_layers(model), PIXELS)
     own = {name: PIXELS for name in attention_layers(model) if name.removesuffix(".attn") not in kinds}
     return {name: (own | kinds)[name] for name, _ in model.named_modules() if name in own or name in kinds}
 
 
 def load_mm(name: str, checkpoint: Path | None) -> nn.Module:
-    """A detector or segmentor of OpenMMLab's on the CPU, with the weights of ``checkpoint``.
+    """Load an OpenMMLab detector or segmentor on the CPU, with the weights of ``checkpoint``.
 
     Raises:
-        ViewError: the config cannot be read, the model not be built, or the weights not be loaded.
+        ViewError: the config cannot be read, the model cannot be built, or the weights cannot be loaded.
     """
     need("mmengine", "mmcv")
     from mmengine.config import Config
@@ -65,7 +65,7 @@ def load_mm(name: str, checkpoint: Path | None) -> nn.Module:
 
 
 def _draw(model: Any) -> None:
-    """Draw a model's weights as for training, but for those that a file would bring: some are made empty."""
+    """Initialise a model's weights as for training, except those loaded from a file: some are created empty."""
     from mmengine.logging import MMLogger
 
     for module in model.modules():
@@ -74,7 +74,7 @@ def _draw(model: Any) -> None:
             module.init_cfg = None
     logger = MMLogger.get_current_instance()
     level = logger.level
-    logger.setLevel("WARNING")  # it tells of every parameter
+    logger.setLevel("WARNING")  # it logs every parameter
     try:
         model.init_weights()
     finally:
@@ -89,18 +89,18 @@ def see_mm(
     least_score: float = 0.3,
     with_rollout: bool = False,
 ) -> View:
-    """Show an OpenMMLab model the picture through its config's own test pipeline.
+    """Run an OpenMMLab model on the picture with its config's own test pipeline.
 
     Args:
-        model: By :func:`load_mm`.
+        model: Result of :func:`load_mm`.
         file: The picture.
-        layers: Patterns of names; none for the last layer of every stage.
-        most_objects: How many objects are taken, the surest.
-        least_score: Of an object; where none has it, the surest object alone is taken.
-        with_rollout: Whether to add the rollout of a vision transformer of timm.
+        layers: Name patterns; empty for the last layer of every stage.
+        most_objects: Maximum number of objects, by falling score.
+        least_score: Minimum score of an object; if no object reaches it, only the best one is used.
+        with_rollout: Whether to add the rollout of a timm vision transformer.
 
     Raises:
-        ValueError: there is no such layer, or its keys are no map.
+        ValueError: a pattern matches no layer, or a layer's keys are not a map.
     """
     known = mm_layers(model)
     named = chosen_layers(model, list(known), layers)
@@ -122,8 +122,8 @@ def see_mm(
         third = stack.enter_context(capture_vit(model))
         try:
             result = infer(model, file)
-        except AssertionError as error:  # timm's, of a size
-            raise ViewError(f"the model does not take the picture: {one_line(error)}") from error
+        except AssertionError as error:  # raised by timm for a wrong size
+            raise ViewError(f"the model does not accept the picture: {one_line(error)}") from error
         captured = {**first, **second, **{name: layer for name, layer in third.items() if name in named}}
     missing = [name for name in named if name not in captured]
     if layers and missing:
@@ -141,7 +141,7 @@ def see_mm(
 
 
 def see_objects(model: Any, file: Path) -> tuple[Objects, tuple[int, int]]:
-    """What all object queries find in a picture, and the size (h, w) in whose pixels their boxes are.
+    """Return what all object queries find in a picture, and the size (h, w) in whose pixels their boxes are.
 
     Raises:
         ValueError: the model has no object queries.
@@ -160,7 +160,7 @@ def see_objects(model: Any, file: Path) -> tuple[Objects, tuple[int, int]]:
 
 
 def infer(model: Any, file: Path) -> Any:
-    """The model's result for a picture, by its toolkit's own function."""
+    """Return the model's result for a picture, from its toolkit's own function."""
     if model.cfg.get("default_scope") == "mmseg":
         from mmseg.apis import inference_model
     else:
@@ -170,7 +170,7 @@ def infer(model: Any, file: Path) -> Any:
 
 
 def picture_of(model: Any, pixels: Tensor) -> Any:
-    """(H, W, 3) uint8 of the model's input (3, H, W)."""
+    """Convert the model's input (3, H, W) to a picture, (H, W, 3) uint8."""
     preprocessor = model.data_preprocessor
     if hasattr(preprocessor, "mean"):
         pixels = pixels * preprocessor.std.view(-1, 1, 1) + preprocessor.mean.view(-1, 1, 1)

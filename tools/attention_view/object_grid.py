@@ -20,12 +20,12 @@ from .tokens import TokenMaps
 from .view import View
 
 LEVEL_COLOURS = ("#ff3b3b", "#ffd60a", "#3ddc5b", "#38a3ff", "#ff6ad5", "#ff9f1a")
-LARGEST = 60.0  # area of a point, in square typographic points, that has all the weight of a head
+LARGEST = 60.0  # area, in square points, of a sampling point with all the weight of a head
 
 
 @contextmanager
 def panels(view: View, rows: int, columns: int, title: str, out: Path) -> Iterator[Any]:
-    """Axes (rows, columns) on which the picture's pixels are units, saved afterwards."""
+    """Yield axes (rows, columns) in units of the picture's pixels; save the figure afterwards."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -63,7 +63,7 @@ def _box(panel: Any, box: Sequence[float], colour: str = "#38a3ff") -> None:
 
 
 def draw_object_maps(view: View, layer: TokenMaps, out: Path) -> None:
-    """Save one panel for each object: where its query attends, the mean of all heads, and its box."""
+    """Save one panel for each object: its query's attention, averaged over heads, and its box."""
     objects, (H, W) = view.objects, view.size
     assert objects is not None
     maps = layer.of_objects(objects.queries)[0].float().mean(0).cpu().numpy()  # (N, Hk, Wk)
@@ -98,7 +98,7 @@ def draw_object_masks(view: View, out: Path) -> None:
 
 
 def draw_object_samples(view: View, layer: Samples, out: Path) -> None:
-    """Save one panel for each object: the points that its query reads, its reference and its box."""
+    """Save one panel for each object: the sampling points of its query, its reference and its box."""
     objects = view.objects
     assert objects is not None
     locations, weights = layer.points(objects.queries)
@@ -118,7 +118,7 @@ def draw_object_samples(view: View, layer: Samples, out: Path) -> None:
 
 
 def draw_pixel_samples(view: View, layer: Samples, pixels: Sequence[tuple[int, int]], out: Path) -> None:
-    """Save the points that pixels read: levels of the query in rows, pixels in columns."""
+    """Save the sampling points of pixels: levels of the query in rows, pixels in columns."""
     with panels(view, len(layer.shapes), len(pixels), _sampled(layer, "each pixel"), out) as axes:
         for level, shape in enumerate(layer.shapes):
             chosen = layer.number(level, [view.cell(shape, pixel) for pixel in pixels])
@@ -127,7 +127,7 @@ def draw_pixel_samples(view: View, layer: Samples, pixels: Sequence[tuple[int, i
             for q, panel in enumerate(axes[level]):
                 y, x = ((n + 0.5) * scale for n, scale in zip(pixels[q], view.scale))
                 height, width = (size / cells for size, cells in zip(view.size, shape))
-                top, left = height * (y // height), width * (x // width)  # of the cell that is the query
+                top, left = height * (y // height), width * (x // width)  # of the query's cell
                 panel.imshow(view.picture, extent=(0, view.size[1], view.size[0], 0), alpha=0.75)
                 _box(panel, (left, top, left + width, top + height), "black")
                 _points(panel, places[q], weights[0, q])
@@ -141,7 +141,7 @@ def _sampled(layer: Samples, who: str) -> str:
 
 
 def _points(panel: Any, places: Tensor, weights: Tensor) -> None:
-    """Dots (M, L, K, 2) in the colours of their levels, the lightest first."""
+    """Draw points (M, L, K, 2) in the colours of their levels, those of the least weight first."""
     for level in range(places.shape[1]):
         xy, weight = places[:, level].reshape(-1, 2), weights[:, level].flatten()
         order = torch.argsort(weight)

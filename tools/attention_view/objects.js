@@ -1,4 +1,4 @@
-// Object queries: boxes on the picture, and what the chosen object attends to.
+// Object queries: boxes on the picture, and the attention of the chosen object.
 const found = document.getElementById("found"), boxes = document.getElementById("boxes");
 const chosenText = document.getElementById("chosen"), objectSelect = document.getElementById("object");
 const attended = document.getElementById("attended");

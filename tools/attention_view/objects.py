@@ -1,4 +1,4 @@
-"""What a transformer's object queries found in a picture: boxes or masks, classes and scores."""
+"""Results of a transformer's object queries: boxes or masks, classes and scores."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-HEADS = ("bbox_head", "panoptic_head", "decode_head")  # of mmdet's and mmseg's models
+HEADS = ("bbox_head", "panoptic_head", "decode_head")  # attributes of mmdet and mmseg models
 
 
 @dataclass
 class Objects:
-    """What queries found, surest first.
+    """Results of object queries, by falling score.
 
     Attributes:
-        queries: (N,), their numbers.
+        queries: (N,), numbers of the queries.
         labels: (N,), numbers of classes.
-        names: Their names.
-        scores: (N,), of the class, 0 to 1.
-        boxes: (N, 4) as (left, top, right, bottom), in pixels of the picture that the model saw.
-        masks: (N, H', W'), logits over the padded picture, where a model of masks gives them.
+        names: Names of the classes.
+        scores: (N,), scores of the classes, 0 to 1.
+        boxes: (N, 4) as (left, top, right, bottom), in pixels of the model's input.
+        masks: (N, H', W'), logits over the padded picture, for models that predict masks.
     """
 
     queries: Tensor
@@ -38,25 +38,25 @@ class Objects:
         return len(self.queries)
 
     def __getitem__(self, chosen: Tensor) -> Objects:
-        """The objects at these places of the list."""
+        """Return the objects at these indices."""
         names = [self.names[n] for n in chosen.tolist()]
         masks = None if self.masks is None else self.masks[chosen]
         return Objects(self.queries[chosen], self.labels[chosen], names, self.scores[chosen], self.boxes[chosen], masks)
 
     def surest(self, count: int, least: float) -> Objects:
-        """At most ``count`` objects with a score of at least ``least``; the surest alone where there is none."""
+        """Return at most ``count`` objects with a score of at least ``least``; if none reaches it, the best one."""
         size = self.boxes[:, 2:] - self.boxes[:, :2]
         there = ((self.scores >= least) & (size > 0).all(1)).nonzero().flatten()
         return self[there[:count] if len(there) else torch.arange(min(len(self), 1))]
 
     def title(self, n: int) -> str:
-        """An object's class, score and query in a line."""
+        """Return an object's class, score and query in a line."""
         return f"{self.names[n]} {self.scores[n]:.2f} (query {self.queries[n]})"
 
 
 @contextmanager
 def watch_head(model: nn.Module) -> Iterator[dict[str, Any]]:
-    """Remember what the model's head gives: under ``"output"``, classes and boxes or masks.
+    """Record the output of the model's head under ``"output"``: classes, and boxes or masks.
 
     Raises:
         ValueError: the model has no head of a known name.
@@ -79,16 +79,16 @@ def watch_head(model: nn.Module) -> Iterator[dict[str, Any]]:
 
 
 def found(seen: dict[str, Any], picture: Sequence[int], inside: Sequence[int], classes: Sequence[str]) -> Objects:
-    """Return what the queries found in the first picture of a batch, by the last layer of the decoder.
+    """Return what the queries found in the first picture of a batch, from the last layer of the decoder.
 
     Args:
-        seen: By :func:`watch_head`.
+        seen: Record of :func:`watch_head`.
         picture: (H, W) of the model's input, with its padding.
-        inside: (h, w) of the picture in it.
-        classes: Their names; a class beyond them goes by its number.
+        inside: (h, w) without its padding.
+        classes: Class names; further classes are named by their numbers.
 
     Raises:
-        ValueError: the head does not give classes and boxes or masks for every query, or they are not finite.
+        ValueError: the head does not return classes and boxes or masks for every query, or they are not finite.
     """
     output = seen.get("output")
     if not isinstance(output, (tuple, list)) or len(output) < 2:
@@ -110,20 +110,20 @@ def found(seen: dict[str, Any], picture: Sequence[int], inside: Sequence[int], c
 
 
 def _corners(boxes: Tensor, inside: Sequence[int]) -> Tensor:
-    """(N, 4) as (x, y, w, h) of the picture's sizes, as corners in its pixels."""
+    """Convert boxes (N, 4), (x, y, w, h) relative to the picture, to corners in its pixels."""
     size = torch.tensor([inside[1], inside[0]], dtype=boxes.dtype)
     corners = torch.cat((boxes[:, :2] - boxes[:, 2:] / 2, boxes[:, :2] + boxes[:, 2:] / 2), 1) * size.repeat(2)
     return torch.minimum(corners.clamp(min=0), size.repeat(2))
 
 
 def fine_mask(logits: Tensor, picture: Sequence[int], inside: Sequence[int]) -> Tensor:
-    """Logits (H', W') over the padded picture as (h, w), in the picture's pixels and without the padding."""
+    """Resample logits (H', W') over the padded picture to (h, w), the picture's pixels without the padding."""
     fine = F.interpolate(logits[None, None], tuple(picture), mode="bilinear", align_corners=False)
     return fine[0, 0, : inside[0], : inside[1]]
 
 
 def _box_of_mask(logits: Tensor, picture: Sequence[int], inside: Sequence[int]) -> Tensor:
-    """The box around the pixels whose logit is above 0; of no size where there is none."""
+    """Return the box around the pixels whose logit is above 0; its size is 0 if there are none."""
     there = fine_mask(logits, picture, inside) > 0
     rows, columns = (there.any(axis).nonzero().flatten() for axis in (1, 0))
     if not len(rows):

@@ -1,4 +1,4 @@
-"""What the page knows of object queries and of sampling points."""
+"""The page's data of object queries and of sampling points."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from .sampling import Samples
 from .tokens import TokenMaps
 from .view import View
 
-MOST_POINT_QUERIES = 12  # rows or columns of a level whose points the page holds
-MOST_OBJECT_KEYS, MOST_MASK = 48, 96  # rows or columns of an object's map, and of its mask
-REACH = 1.0  # points further than this share of the picture outside it are drawn there
+MOST_POINT_QUERIES = 12  # maximum rows or columns of queries of a level in the page
+MOST_OBJECT_KEYS, MOST_MASK = 48, 96  # maximum rows or columns of an object's map, and of its mask
+REACH = 1.0  # points farther outside the picture, relative to its size, are drawn at this distance
 
 
 def centres(size: int, most: int) -> Tensor:
-    """The cells in the middle of equal parts of ``size`` cells, at most ``most`` of them."""
+    """Return at most ``most`` cells, in the middle of equal parts of ``size`` cells."""
     parts = torch.arange(min(size, most))
     return ((2 * parts + 1) * size) // (2 * len(parts))
 
 
 def encoded(array: np.ndarray, kind: str) -> str:
-    """Base64 of an array in little-endian numbers of a kind."""
+    """Encode an array in Base64, as little-endian numbers of a kind."""
     return base64.b64encode(np.ascontiguousarray(array).astype(kind).tobytes()).decode()
 
 
 def _places(view: View, layer: Samples, chosen: Tensor) -> dict[str, str]:
-    """Points of queries, (Q, M, L, K, 2), as shares of the picture, with weights as shares of the greatest."""
+    """Encode the queries' points, (Q, M, L, K, 2), relative to the picture, and weights relative to the greatest."""
     locations, weights = layer.points(chosen)
     h, w = view.inside
     shares = layer.in_pixels(locations[0], view.size, view.inside).numpy() / np.array([w, h])
@@ -53,7 +53,7 @@ def _common(layer: Samples) -> dict[str, Any]:
 
 
 def points_data(view: View, layer: Samples) -> dict[str, Any]:
-    """A layer whose queries are the pixels of all levels: the points of a grid of pixels of every level."""
+    """Return the data of a layer whose queries are pixels: the points of a grid of pixels of every level."""
     levels, notes = [], []
     for n, shape in enumerate(layer.shapes):
         y, x = (centres(cells, MOST_POINT_QUERIES) for cells in shape)
@@ -66,7 +66,7 @@ def points_data(view: View, layer: Samples) -> dict[str, Any]:
 
 
 def _maps(layer: TokenMaps, chosen: Tensor) -> dict[str, Any]:
-    """Maps of objects: the mean of all heads first, then every head, each of its own greatest weight."""
+    """Return maps of objects: the mean of all heads, then every head, each relative to its greatest weight."""
     maps = layer.of_objects(chosen)[0].float()  # (M, N, Hk, Wk)
     maps = torch.cat((maps.mean(0, keepdim=True), maps))
     size = min(layer.keys[0], MOST_OBJECT_KEYS), min(layer.keys[1], MOST_OBJECT_KEYS)
@@ -85,7 +85,7 @@ def _maps(layer: TokenMaps, chosen: Tensor) -> dict[str, Any]:
 
 
 def _masks(view: View) -> dict[str, Any] | None:
-    """Masks of objects, 0..255, over the picture without its padding."""
+    """Return masks of objects, 0..255, over the picture without its padding."""
     assert view.objects is not None
     if view.objects.masks is None:
         return None
@@ -97,7 +97,7 @@ def _masks(view: View) -> dict[str, Any] | None:
 
 
 def objects_data(view: View) -> dict[str, Any] | None:
-    """The objects with their boxes, as shares of the picture, and what each attends to."""
+    """Return the objects with their boxes, relative to the picture, and the attention of each."""
     objects = view.objects
     if objects is None or not len(objects):
         return None

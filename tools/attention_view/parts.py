@@ -1,6 +1,6 @@
-"""What every term of a layer's logits would attend to alone, beside what all of them do (Thesis, Fig. 3.4).
+"""Attention of every term of a layer's logits alone, compared with all terms together (Thesis, Fig. 3.4).
 
-A part is the softmax of its own logits. Parts do not add up to the whole, which is the softmax of the logits' sum.
+A part is the softmax of its own logits. Parts do not add up to the whole, the softmax of the sum of all logits.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .tokens import TokenMaps
 from .view import PixelMaps, View, looked
 from .vit import CLS, Cell, PatchMaps
 
-# Of layers with the four terms of Zhu et al. (2019), and what is added to them; those of others have their names.
+# Titles of the four terms of Zhu et al. (2019) and of terms added to them; other terms keep their names.
 FOUR_TERMS = dict(
     content="ε1: query and key content",
     content_position="ε2: query content and position",
@@ -37,7 +37,7 @@ EXPLAINED = "each part is the softmax of its own logits; all terms: of their sum
 
 
 def title_of(module: Any, name: str) -> str:
-    """A term in words, by its name in a layer's ``attention_logits``."""
+    """Return the title of a term, given its name in a layer's ``attention_logits``."""
     return FOUR_TERMS[name] if hasattr(getattr(module, "terms", None), "_fields") else name
 
 
@@ -46,19 +46,19 @@ class CapturedPart(Captured):
     """One term of a captured layer.
 
     Attributes:
-        part: Its name in the layer's ``attention_logits``.
+        part: Name of the term in the layer's ``attention_logits``.
     """
 
     part: str = ""
 
     def maps(self, queries: Tensor | None = None) -> Tensor:
-        """As the layer's."""
+        """Return the term's maps, in the layout of the layer's."""
         return self.parts(queries)[self.part]
 
 
 @torch.no_grad()
 def parts_of(layer: PixelMaps) -> dict[str, PixelMaps]:
-    """A layer's terms in words, each as a layer of its own; none where there are fewer than two."""
+    """Return a layer's terms by title, each as a layer of its own; empty for fewer than two terms."""
     found: dict[str, PixelMaps] = {}
     if isinstance(layer, TokenMaps):
         if callable(getattr(layer.attention, "token_logits", None)):
@@ -94,7 +94,7 @@ def _patch_weights(logits: Any, name: str, x: Tensor) -> Tensor:
 def draw_parts(view: View, layer: PixelMaps, parts: dict[str, PixelMaps], pixels: Sequence[Cell], out: Path) -> None:
     """Save a row for every query: the picture with it, the map of every part and that of all terms.
 
-    Maps of several heads are their mean.
+    Maps of several heads are averaged.
     """
     import matplotlib
 
@@ -115,7 +115,7 @@ def draw_parts(view: View, layer: PixelMaps, parts: dict[str, PixelMaps], pixels
         axes[q, 0].imshow(view.picture, extent=(0, W, H, 0))
         axes[q, 0].set_title(f"{q + 1}: {'cls token' if isinstance(pixel, str) else tuple(pixel)}", fontsize=7, pad=2)
         for panel, (name, found) in zip(axes[q, 1:], columns.items()):
-            several = found.names[0] == "mean of heads"  # then the first is their mean already
+            several = found.names[0] == "mean of heads"  # then the first map is already their mean
             mean = (found.maps[0] if several else found.maps.mean(0))[q]
             panel.imshow(view.picture.mean(-1), cmap="gray", extent=(0, W, H, 0))
             panel.imshow(

@@ -1,4 +1,4 @@
-// Sampling points of deformable attention: of the query pixel on every level, and of objects (objects.js).
+// Sampling points of deformable attention: for the query pixel on every level, and for objects (objects.js).
 const headSelect = document.getElementById("head"), headLabel = document.getElementById("headLabel");
 
 function decodePoints(held) {
@@ -7,7 +7,7 @@ function decodePoints(held) {
   held.peaks = new Float32Array(bytes(held.peaks).buffer);
 }
 
-// The points of query number q: head, level, (x, y) as shares of the picture, weight as share of the greatest.
+// The points of query number q: head, level, (x, y) relative to the picture, weight relative to the greatest.
 function pointsOf(layer, held, q) {
   const levels = layer.shapes.length, count = layer.heads * levels * layer.samples, found = [];
   for (let n = 0; n < count; n++) {
@@ -18,7 +18,7 @@ function pointsOf(layer, held, q) {
   return found.sort((a, b) => a.weight - b.weight);
 }
 
-// The points over the picture, the lightest first; how many there are of the chosen head.
+// Draws the points over the picture, the least weight first; returns their number for the chosen head.
 function paintPoints(canvas, layer, points, under) {
   const context = canvas.getContext("2d"), chosen = headSelect.value;
   context.globalAlpha = 1;

@@ -1,4 +1,4 @@
-"""fairseq's models that have read a sentence: attention within it, within its translation, and between both.
+"""Attention of fairseq models on a sentence: within it, within its translation, and between both.
 
 Shapes: M heads, T queries, S keys.
 """
@@ -23,19 +23,19 @@ from tools.logs import quiet
 from tools.requires import need
 
 ENCODER, DECODER, ALIGNMENT = "encoder", "decoder", "alignment"
-MOST_PIECES = 256  # of a sentence
-Weights = Callable[[], tuple[Tensor, dict[str, Tensor]]]  # of all terms (M, T, S), and of each alone
+MOST_PIECES = 256  # maximum in a sentence
+Weights = Callable[[], tuple[Tensor, dict[str, Tensor]]]  # weights of all terms (M, T, S), and of each term alone
 
 
 @dataclass
 class WordMaps:
-    """What a layer attends to.
+    """Attention maps of a layer.
 
     Attributes:
-        name: Of the layer in its model.
+        name: Name of the layer in its model.
         kind: ``'encoder'``, ``'decoder'`` (self-attention both) or ``'alignment'`` (from the decoder to the encoder).
-        weights: (M, T, S), which the layer uses.
-        parts: The same of every term of its logits alone, by their titles; none where there is one term.
+        weights: Weights (M, T, S) that the layer uses.
+        parts: Likewise for every term of its logits alone, by title; empty for a single term.
     """
 
     name: str
@@ -46,13 +46,13 @@ class WordMaps:
 
 @dataclass
 class Sentence:
-    """What a model read and wrote.
+    """A sentence as read and written by a model.
 
     Attributes:
-        words: By kind: what queries are called, and what keys are. A query of the decoder is called by the piece that
-            its step writes, a key by the piece that was read.
-        maps: In the order of the layers.
-        unknown: Pieces that the dictionaries lack.
+        words: By kind, the labels of queries and keys. The label of a decoder's query is the piece that its step
+            writes, the label of a key is the piece that was read.
+        maps: Maps, in the order of the layers.
+        unknown: Pieces missing from the dictionaries.
     """
 
     words: dict[str, tuple[list[str], list[str]]]
@@ -65,9 +65,9 @@ class Reader:
     """A loaded checkpoint.
 
     Attributes:
-        name: Its file.
-        model: In evaluation.
-        task: fairseq's, of translation or language modelling.
+        name: Name of the file.
+        model: The model, in evaluation mode.
+        task: fairseq's task, translation or language modelling.
         pieces: Splits text into pieces, separated by spaces.
     """
 
@@ -78,14 +78,14 @@ class Reader:
 
     @property
     def is_translator(self) -> bool:
-        """Whether there is a source."""
+        """Whether the model has a source language."""
         return hasattr(self.model, "encoder")
 
     def encoded(self, what: str, text: str, dictionary: Any) -> tuple[Tensor, list[str], list[str]]:
-        """Numbers of a text's pieces with the end, (N,), the pieces, and those among them that are unknown.
+        """Return the indices (N,) of a text's pieces with the end symbol, the pieces, and the unknown ones among them.
 
         Raises:
-            ViewError: the text has no piece, or too many.
+            ViewError: the text has no pieces, or too many.
         """
         pieces = self.pieces(text).split()
         if not pieces:
@@ -99,7 +99,7 @@ class Reader:
 
     @torch.no_grad()
     def translate(self, source: Tensor, beam: int) -> Tensor:
-        """The best translation of a source (S,) by beam search, of at most 2 S + 10 pieces, with the end: (T,)."""
+        """Return the best translation (T,) of a source (S,) by beam search, at most 2 S + 10 pieces with the end."""
         from fairseq.sequence_generator import SequenceGenerator
 
         generator = SequenceGenerator(
@@ -114,11 +114,11 @@ def load(checkpoint: Path, data: Path | None, sentencepiece: Path | None) -> Rea
 
     Args:
         checkpoint: The file.
-        data: fairseq-preprocess's folder with the dictionaries; None: that of the training.
-        sentencepiece: The model that splits text into pieces; None: what spaces separate.
+        data: fairseq-preprocess's folder with the dictionaries; None: the folder of the training.
+        sentencepiece: The model that splits text into pieces; None: pieces are separated by spaces.
 
     Raises:
-        ViewError: one of them is missing, does not fit, or is of a task without sentences.
+        ViewError: one of them is missing or does not fit, or the task has no sentences.
     """
     need("fairseq")
     with quiet():
@@ -136,17 +136,17 @@ def load(checkpoint: Path, data: Path | None, sentencepiece: Path | None) -> Rea
         state = checkpoint_utils.load_checkpoint_to_cpu(str(checkpoint), overrides)
         task = state["cfg"]["task"]
         folder = Path(utils.split_paths(task["data"])[0])
-    except Exception as error:  # torch's, pickle's, omegaconf's
-        raise ViewError(f"--fairseq {checkpoint} is no checkpoint of fairseq: {one_line(error)}") from error
+    except Exception as error:  # from torch, pickle or omegaconf
+        raise ViewError(f"--fairseq {checkpoint} is not a fairseq checkpoint: {one_line(error)}") from error
     languages = [task[name] for name in ("source_lang", "target_lang") if task.get(name)]
     missing = [name for name in (f"dict.{n}.txt" for n in languages) if not (folder / name).is_file()]
-    if not languages and not any(folder.glob("dict.*txt")):  # of a language model: dict.txt
+    if not languages and not any(folder.glob("dict.*txt")):  # dict.txt is that of a language model
         missing = ["dict.*.txt"]
     if not folder.is_dir() or missing:
         given = f"--data {data}" if data is not None else f"the folder of the training, {folder},"
         raise ViewError(
             f"{given} must be fairseq-preprocess's folder with the dictionaries, and "
-            f"{'lacks ' + ', '.join(missing) if folder.is_dir() else 'is none'}; --data DIR names another"
+            f"{'lacks ' + ', '.join(missing) if folder.is_dir() else 'is no folder'}; --data DIR names another"
         )
     try:
         models, _, made = checkpoint_utils.load_model_ensemble_and_task([str(checkpoint)], state=state)
@@ -168,22 +168,22 @@ def _pieces(sentencepiece: Path | None) -> Callable[[str], str]:
     try:
         processor = spm.SentencePieceProcessor(model_file=str(sentencepiece))
     except (OSError, RuntimeError) as error:
-        raise ViewError(f"--sentencepiece-model {sentencepiece} is none: {one_line(error)}") from error
+        raise ViewError(f"--sentencepiece-model {sentencepiece} cannot be loaded: {one_line(error)}") from error
     return lambda text: " ".join(processor.encode(text, out_type=str))
 
 
 def read(reader: Reader, text: str, target: str | None, beam: int, with_parts: bool) -> Sentence:
-    """Let a model read a sentence, and write or be given its translation.
+    """Run a model on a sentence and a given or generated translation.
 
     Args:
         reader: The model.
         text: The sentence.
-        target: Its translation; None: the model's own.
-        beam: Of the search for it.
-        with_parts: Whether to compute the weights of every term alone.
+        target: Its translation; None: the model's own translation.
+        beam: Beam size of the search for it.
+        with_parts: Whether to add the weights of every term alone.
 
     Raises:
-        ViewError: the model has no attention that can be shown, or a text does not fit it.
+        ViewError: the model has no attention that can be shown, or a text does not fit the model.
     """
     task, words = reader.task, {}
     if reader.is_translator:
@@ -218,24 +218,24 @@ def read(reader: Reader, text: str, target: str | None, beam: int, with_parts: b
 
 
 def kind_of(name: str) -> str:
-    """What a layer's queries and keys are, by its name."""
+    """Return the kind of a layer's queries and keys, given its name."""
     if name.startswith("encoder."):
         return ENCODER
     return DECODER if ".self_attn" in name else ALIGNMENT
 
 
 def names_of(model: nn.Module) -> list[str]:
-    """The attention layers that :func:`capture` looks at."""
+    """Return the names of the attention layers that :func:`capture` records."""
     return list(_layers(model))
 
 
 def _layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Our layers and fairseq's, by the names that fairseq has for them."""
+    """Return our and fairseq's layers by fairseq's names."""
     from fairseq.models.lstm import AttentionLayer
     from fairseq.modules import MultiheadAttention
 
     ours = attention_layers(model)
-    # A layer of ours is the attribute `attention` of what stands for fairseq's.
+    # Our layer is the attribute `attention` of the module that replaces fairseq's.
     return {
         name.removesuffix(".attention"): module
         for name, module in model.named_modules()
@@ -245,10 +245,10 @@ def _layers(model: nn.Module) -> dict[str, nn.Module]:
 
 @contextmanager
 def capture(model: nn.Module) -> Iterator[dict[str, Weights]]:
-    """Remember a pass over one sentence through our layers, and through fairseq's own.
+    """Record a forward pass of one sentence through our layers and fairseq's own.
 
     Yields:
-        By the name of every layer, in the order of the calls, what computes its weights.
+        For every layer by name, in the order of the calls, a function that computes its weights.
     """
     from fairseq.modules import MultiheadAttention
 
@@ -283,9 +283,12 @@ def _our_weights(call: Captured) -> tuple[Tensor, dict[str, Tensor]]:
 @torch.no_grad()
 def _stock_weights(call: Captured) -> tuple[Tensor, dict[str, Tensor]]:
     layer, keywords = call.layer, {**call.keywords, "need_weights": True, "need_head_weights": True}
-    before, layer.skip_embed_dim_check = layer.skip_embed_dim_check, True  # else torch's function averages the heads
+    before, layer.skip_embed_dim_check = (
+        layer.skip_embed_dim_check,
+        True,
+    )  # otherwise torch's function averages the heads
     try:
-        _, weights = layer.forward(*call.arguments, **keywords)  # no call: hooks shall not see it
+        _, weights = layer.forward(*call.arguments, **keywords)  # not a call of the module: hooks must not run
     finally:
         layer.skip_embed_dim_check = before
     return weights[:, 0].float(), {}

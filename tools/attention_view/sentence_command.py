@@ -1,4 +1,4 @@
-"""What ``python -m tools.show_attention --fairseq`` does."""
+"""Implementation of ``python -m tools.show_attention --fairseq``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .sentence_grid import draw_heads, draw_terms
 from .sentence_page import write_sentence_page
 from .view import ViewError
 
-# Options of pictures and of sentences alone, with their values where they are not given.
+# Options for pictures only and for sentences only, with their defaults.
 OF_PICTURES: dict[str, Any] = dict(
     checkpoint=None, model_args=[], pixels=[], rollout=False, input_size=None, slots=[], objects=8, least_score=0.3
 )
@@ -26,27 +26,27 @@ OF_SENTENCES: dict[str, Any] = dict(data=None, sentencepiece_model=None, target=
 
 def add_sentence_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of sentences."""
-    group = parser.add_argument_group("sentences, by a checkpoint of fairseq")
+    group = parser.add_argument_group("sentences, with a fairseq checkpoint")
     group.add_argument(
         "--fairseq", type=Path, metavar="CHECKPOINT",
-        help="of fairseq-train: show the attention within the sentence MODEL, its translation, and between both",
+        help="checkpoint of fairseq-train: show attention within the sentence MODEL, its translation, and between both",
     )  # fmt: skip
     group.add_argument(
         "--data", type=Path, metavar="DIR",
-        help="fairseq-preprocess's folder, with the dictionaries; default: that of the training",
+        help="fairseq-preprocess's folder, with the dictionaries; default: the folder of the training",
     )  # fmt: skip
     group.add_argument(
         "--sentencepiece-model", type=Path, metavar="FILE",
-        help="splits the sentence into the corpus's pieces; default: what spaces separate are words or pieces",
+        help="splits the sentence into the corpus's pieces; default: words or pieces are separated by spaces",
     )  # fmt: skip
-    group.add_argument("--target", metavar="TEXT", help="the translation to look at; default: the model's own")
+    group.add_argument("--target", metavar="TEXT", help="the translation to show; default: the model's own")
     group.add_argument(
-        "--beam", type=int, default=4, metavar="N", help="of the search for the model's translation; default 4"
+        "--beam", type=int, default=4, metavar="N", help="beam size for the model's translation; default 4"
     )
 
 
 def check_sentence_options(options: argparse.Namespace) -> None:
-    """Check that options of pictures and of sentences are not mixed.
+    """Check that options for pictures and for sentences are not mixed.
 
     Raises:
         ViewError: they are.
@@ -64,14 +64,14 @@ def check_sentence_options(options: argparse.Namespace) -> None:
 
 
 def show_sentence(options: argparse.Namespace) -> list[Path]:
-    """Do what the command line asks for; the files written."""
+    """Run the command line; return the files written."""
     reader = load(options.fairseq, options.data, options.sentencepiece_model)
     if options.list:
         print("\n".join(f"{name}  ({kind_of(name)})" for name in names_of(reader.model)) or "no attention layer")
         return []
     sentence = read(reader, options.model, options.target, options.beam, options.parts)
     if sentence.unknown:
-        hint = "" if options.sentencepiece_model is not None else "; has the corpus pieces? see --sentencepiece-model"
+        hint = "" if options.sentencepiece_model is not None else "; is the corpus in pieces? see --sentencepiece-model"
         print(f"not in the dictionary, read as unknown: {', '.join(sentence.unknown)}{hint}")
     sentence.maps = _chosen(sentence, options.layers)
     if options.parts and not any(layer.parts for layer in sentence.maps):

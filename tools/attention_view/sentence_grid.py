@@ -21,13 +21,13 @@ CELL, LARGEST = 0.2, 12.0  # inches
 
 
 def head_names(heads: int) -> list[str]:
-    """Those of :func:`with_mean`."""
+    """Return the names of the maps of :func:`with_mean`."""
     names = [f"head {n + 1}" for n in range(heads)]
     return names if heads == 1 else ["mean of heads", *names]
 
 
 def with_mean(weights: Tensor) -> Tensor:
-    """(M, T, S) with the mean of all heads before them, where there are several."""
+    """Prepend the mean of several heads to weights (M, T, S)."""
     import torch
 
     return weights if len(weights) == 1 else torch.cat((weights.mean(0, keepdim=True), weights))
@@ -40,7 +40,7 @@ def draw_heads(sentence: Sentence, layer: WordMaps, out: Path) -> None:
 
 
 def draw_terms(sentence: Sentence, layer: WordMaps, out: Path) -> None:
-    """Save the maps of every part of the logits and of all together, the mean of the heads."""
+    """Save the maps of every part of the logits and of all together, averaged over heads."""
     panels = {name: weights.mean(0) for name, weights in {**layer.parts, WHOLE: layer.weights}.items()}
     mean_of = "" if len(layer.weights) == 1 else "; mean of all heads"
     _draw(sentence, layer, panels, EXPLAINED + mean_of, out)

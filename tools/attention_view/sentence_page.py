@@ -1,4 +1,4 @@
-"""One HTML file in which a word shows what it attends to, by layers and heads: no network, keyboard and mouse."""
+"""A single HTML file that shows the attention of words by layer and head, without network access."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ KINDS = {
 
 
 def _maps(weights: Tensor) -> dict[str, str]:
-    """Weights (M, T, S) in 65535ths of every row's maximum, and these; the mean of the heads first."""
+    """Encode weights (M, T, S) in 65535ths of every row's maximum, and the maxima; the mean of the heads is first."""
     shown = with_mean(weights)
     peaks = shown.amax(2).clamp(min=1e-30)
     shares = (shown / peaks.unsqueeze(2) * 65535).round().numpy()

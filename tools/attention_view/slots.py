@@ -1,4 +1,4 @@
-"""Where each object query finds its boxes over many pictures, as in Carion et al. (2020), Fig. 7."""
+"""Positions of each object query's boxes over many pictures, as in Carion et al. (2020), Fig. 7."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tools.show_sampling import save
 from .objects import Objects
 
 PICTURES = {".jpg", ".jpeg", ".png", ".bmp", ".webp"}
-SMALL = 0.03  # of the picture: COCO's bound of large objects, 96² of 640×480 pixels
+SMALL = 0.03  # relative area: COCO's bound of large objects, 96² of 640×480 pixels
 KINDS = (("small", "#1a9e3f"), ("large, horizontal", "#d62728"), ("large, vertical", "#1f5fd6"))
 MOST = 20  # panels
 
@@ -24,8 +24,8 @@ class Slots:
     """Boxes of every query.
 
     Attributes:
-        boxes: (P, Q, 4) as (x, y, w, h) of the picture's sizes, for P pictures and Q queries; w = 0 for none.
-        scores: (P, Q).
+        boxes: (P, Q, 4) as (x, y, w, h) relative to the picture, for P pictures and Q queries; w = 0 for none.
+        scores: (P, Q), scores of the boxes.
     """
 
     boxes: np.ndarray
@@ -33,10 +33,10 @@ class Slots:
 
 
 def pictures(paths: Sequence[Path]) -> list[Path]:
-    """Return pictures, and those of folders, by name.
+    """Return the pictures, including those of folders, sorted by name.
 
     Raises:
-        ValueError: a path is neither, or a folder has none.
+        ValueError: a path is neither a picture nor a folder, or a folder has no pictures.
     """
     found: list[Path] = []
     for path in paths:
@@ -51,7 +51,7 @@ def collect(look: Callable[[Path], tuple[Objects, tuple[int, int]]], files: Sequ
     """Gather every query's box in every picture.
 
     Args:
-        look: From a file to what all queries found, and the size (h, w) in whose pixels their boxes are.
+        look: Maps a file to the results of all queries, and the size (h, w) in whose pixels their boxes are.
         files: Pictures.
     """
     boxes, scores = [], []
@@ -65,13 +65,13 @@ def collect(look: Callable[[Path], tuple[Objects, tuple[int, int]]], files: Sequ
 
 
 def kind(boxes: np.ndarray) -> np.ndarray:
-    """Which of ``KINDS`` boxes (..., 4) are."""
+    """Return the index into ``KINDS`` of boxes (..., 4)."""
     w, h = boxes[..., 2], boxes[..., 3]
     return np.where(w * h < SMALL, 0, np.where(w >= h, 1, 2))
 
 
 def draw_slots(slots: Slots, out: Path) -> list[int]:
-    """Save a panel for each of the queries that are surest on average: the centres of its boxes in a unit square.
+    """Save a panel for each of the queries with the best mean scores: the centres of its boxes in a unit square.
 
     Returns:
         The numbers of these queries.

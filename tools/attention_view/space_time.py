@@ -1,4 +1,4 @@
-"""The attention of TimeSformer in space and time: of every step, from a patch of a frame or the cls token.
+"""Attention of TimeSformer in space and time: of every step, from a patch of a frame or the cls token.
 
 Shapes: T frames, (H, W) the grid of a frame's patches, M heads, Q queries, P class tokens and registers, C channels; S
 sequences of tokens, 1 or, where frames are sequences of their own, T; N patches of a sequence.
@@ -26,10 +26,10 @@ Place = tuple[int, int, int] | Literal["cls"]  # frame, row and column of a patc
 
 @dataclass
 class Attended(Looked):
-    """As :class:`Looked`, in frames: ``maps`` is (len(names), Q, T, H, W).
+    """A :class:`Looked` with frames: ``maps`` is (len(names), Q, T, H, W).
 
     Attributes:
-        keys: (Q, T, H, W), which patches are a query's keys.
+        keys: (Q, T, H, W), True for patches that are a query's keys.
     """
 
     keys: Tensor | None = None
@@ -39,15 +39,15 @@ class Attended(Looked):
 class ClipMaps(PatchMaps):
     """A step of a TimeSformer's attention, or its rollout, for one clip.
 
-    As a map of a picture, the clip is a mosaic: its frames in rows, from left to right (:func:`mosaic`).
+    As a single map, the clip is a mosaic: its frames in rows, from left to right (:func:`mosaic`).
 
     Attributes:
-        weigh: Of rows (Q, S, P + N) their products with the weights of every head, (M, Q, S, P + N). With its second
-            argument the weights are those of equal tokens, which are uniform.
-        x: What the step took, (S, P + N, C); None of the rollout.
+        weigh: Maps rows (Q, S, P + N) to their products with the weights of every head, (M, Q, S, P + N). If its second
+            argument is true, the weights are those of equal tokens, which are uniform.
+        x: Input of the step, (S, P + N, C); None for the rollout.
         clip: (T, H, W).
-        alone: Whether frames are sequences of their own.
-        region: What the step's groups are; None of the rollout.
+        alone: Whether each frame is a sequence of its own.
+        region: Region that defines the step's groups; None for the rollout.
     """
 
     weigh: Callable[..., Tensor]
@@ -61,18 +61,18 @@ class ClipMaps(PatchMaps):
         return self.name if self.region is None else f"{self.name} ({self.region})"
 
     def weights(self) -> Tensor:
-        """(1, M, S * (P + N), S * (P + N)): how much of every token a token takes, as the step used it."""
+        """Return the weights of all tokens for all tokens, (1, M, S * (P + N), S * (P + N)), as the step used them."""
         S, N = self._sequences
         one = torch.eye(S * (len(self.prefix) + N)).unflatten(1, (S, -1))
         return self.weigh(one).flatten(2)[None]
 
     def attended(self, places: Sequence[Place]) -> Attended:
-        """The mean of all heads, then every head, for patches and the cls token.
+        """Return the mean of all heads, then every head, for patches and the cls token.
 
-        Where every frame has a cls token, the cls token stands for their mean.
+        If every frame has a cls token, their mean is returned for the cls token.
 
         Raises:
-            ValueError: there is no cls token.
+            ValueError: the layer has no cls token.
         """
         if CLS in places and not self.cls:
             raise ValueError(f"{self.name} has no cls token")
@@ -93,7 +93,7 @@ class ClipMaps(PatchMaps):
         )
 
     def look(self, cells: Sequence[Cell]) -> Looked:
-        """As :meth:`attended`, from cells of the mosaic to the mosaic."""
+        """Return the result of :meth:`attended` for cells of the mosaic, as mosaics."""
         (_, H, W), (_, across) = self.clip, layout(self.clip[0])
         places: list[Place] = [
             CLS if isinstance(cell, str) else (cell[0] // H * across + cell[1] // W, cell[0] % H, cell[1] % W)
@@ -103,7 +103,7 @@ class ClipMaps(PatchMaps):
         return Looked(found.names, mosaic(found.maps), found.uniform, found.elsewhere)
 
     def of_mosaic(self, cells: int) -> tuple[int, int]:
-        """A size that the mosaic can be thinned to: as many rows and columns of every frame, ``cells`` at most."""
+        """Return a reduced size of the mosaic: as many rows and columns of every frame, at most ``cells`` cells."""
         (T, H, W), (down, across) = self.clip, layout(self.clip[0])
         most = max(1, cells // T)
         h = min(H, isqrt(most))
@@ -115,7 +115,7 @@ class ClipMaps(PatchMaps):
         return (T, H * W) if self.alone else (1, T * H * W)
 
     def _rows(self, places: Sequence[Place]) -> Tensor:
-        """(Q, S, P + N): 1 at the place of a query."""
+        """Return rows (Q, S, P + N) with 1 at the place of a query."""
         (_, H, W), (S, N), P = self.clip, self._sequences, len(self.prefix)
         rows = torch.zeros(len(places), S, P + N)
         for row, place in zip(rows, places):
@@ -128,7 +128,7 @@ class ClipMaps(PatchMaps):
 
 
 def layout(frames: int) -> tuple[int, int]:
-    """Rows and columns of a mosaic of so many frames, no wider than they must be.
+    """Return the rows and columns of a mosaic of ``frames`` frames, as narrow as possible.
 
     >>> layout(8), layout(7)
     ((2, 4), (1, 7))
@@ -138,7 +138,7 @@ def layout(frames: int) -> tuple[int, int]:
 
 
 def mosaic(maps: Tensor) -> Tensor:
-    """Frames (..., T, H, W) in rows, from left to right: (..., R * H, T / R * W)."""
+    """Arrange frames (..., T, H, W) in rows, from left to right: (..., R * H, T / R * W)."""
     maps = maps.unflatten(-3, layout(maps.shape[-3]))  # (..., R, T / R, H, W)
     return maps.transpose(-3, -2).flatten(-4, -3).flatten(-2)
 
@@ -146,16 +146,16 @@ def mosaic(maps: Tensor) -> Tensor:
 def products(
     rows: Tensor, blank: bool = False, *, attention: RegionAttention, x: Tensor, grid: ClipGrid, prefix: int
 ) -> Tensor:
-    """Multiply rows with the weights of a step, whose matrix over all tokens is never made.
+    """Multiply rows with the weights of a step, without materialising its matrix over all tokens.
 
-    A patch has its group's weights. A prefix token is the mean over groups: of each it has one over their number.
+    A patch has its group's weights. A prefix token is averaged over the groups.
 
     Args:
         rows: (Q, S, P + N).
-        blank: Whether to take tokens of zeros in place of ``x``.
+        blank: Whether to replace ``x`` by zeros.
         attention: The step.
         x: (S, P + N, C).
-        grid: Of a sequence's patches.
+        grid: Grid of a sequence's patches.
         prefix: P.
 
     Returns:
@@ -176,7 +176,7 @@ def products(
 
 
 def timesformers(model: nn.Module) -> dict[str, Any]:
-    """The vision transformers of space and time in ``model``, by name; ``''`` is the model itself."""
+    """Return the TimeSformers in ``model`` by name; ``''`` is the model itself."""
     return {
         name: vit
         for name, vit in vision_transformers(model).items()
@@ -185,7 +185,7 @@ def timesformers(model: nn.Module) -> dict[str, Any]:
 
 
 def step_layers(model: nn.Module) -> dict[str, RegionAttention]:
-    """The steps of all blocks of :func:`timesformers`, by name, in the order of the calls."""
+    """Return the attention steps of all blocks of :func:`timesformers`, by name, in the order of the calls."""
     return {
         f"{start}.blocks.{name}" if start else f"blocks.{name}": module
         for start, vit in timesformers(model).items()
@@ -196,12 +196,12 @@ def step_layers(model: nn.Module) -> dict[str, RegionAttention]:
 
 @contextmanager
 def capture_clip(model: nn.Module) -> Iterator[dict[str, ClipMaps]]:
-    """Remember what a forward pass of one clip gives to all layers of :func:`step_layers`.
+    """Record the inputs of all layers of :func:`step_layers` in a forward pass of one clip.
 
-    Nothing is computed before weights are asked for, and nothing stays in the model afterwards.
+    Weights are computed on demand, and all hooks are removed afterwards.
 
     Yields:
-        What was captured, by name, in the order of the calls.
+        The captured layers by name, in the order of the calls.
     """
     captured: dict[str, ClipMaps] = {}
 
@@ -225,14 +225,14 @@ def capture_clip(model: nn.Module) -> Iterator[dict[str, ClipMaps]]:
 
 
 def clip_rollouts(model: nn.Module, captured: Mapping[str, ClipMaps]) -> dict[str, ClipMaps]:
-    """The rollout of every TimeSformer over all steps of all its blocks.
+    """Return the rollout of every TimeSformer over all steps of all its blocks.
 
-    Every step is a layer with a residual connection of its own, as in :func:`.vit.rollout`; prefix tokens pass the
-    steps that they take no part in.
+    Every step counts as a layer with its own residual connection, as in :func:`.vit.rollout`; prefix tokens bypass
+    steps in which they take no part.
 
     Args:
         model: The model.
-        captured: By :func:`capture_clip`.
+        captured: Result of :func:`capture_clip`.
     """
     found = {}
     for start in timesformers(model):

@@ -1,4 +1,4 @@
-"""The attention of timm's Swin and Swin V2, stock or under ``attn_plugins.timm.accelerate``.
+"""Attention of timm's Swin and Swin V2, stock or after ``attn_plugins.timm.accelerate``.
 
 Shapes: B batch, M heads, (H, W) the map, N tokens of a window.
 """
@@ -22,18 +22,18 @@ from attn_plugins.terms.position_table import table_logits
 SECOND = "swin_transformer_v2"
 
 
-KINDS = {"swin_transformer": "SwinTransformer", SECOND: "SwinTransformerV2"}  # files of timm's, and their models
+KINDS = {"swin_transformer": "SwinTransformer", SECOND: "SwinTransformerV2"}  # timm's modules, and their models
 
 
 def is_swin(model: nn.Module) -> bool:
-    """Whether ``model`` is timm's Swin or Swin V2, with any attention."""
+    """Return whether ``model`` is timm's Swin or Swin V2, with any attention."""
     return isinstance(model, tuple(getattr(module, name) for module, name in _imported()))
 
 
 def swin_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """The blocks of timm's Swin with timm's own attention, by the names of the attention layers.
+    """Return the blocks of timm's Swin with timm's own attention, by the names of the attention layers.
 
-    Those with our layers are not there: :func:`attn_plugins.modules.capture.attention_layers` knows them.
+    Blocks with our layers are excluded: :func:`attn_plugins.modules.capture.attention_layers` finds them.
     """
     found = {}
     for file, kind in _imported():
@@ -45,16 +45,16 @@ def swin_layers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _imported() -> list[tuple[Any, str]]:
-    """timm's files, and their models' names: a model of theirs has imported them, others do without timm."""
+    """Return timm's modules that are imported, as those of any of their models are, and their models' names."""
     files = {sys.modules.get(f"timm.models.{name}"): kind for name, kind in KINDS.items()}
     return [(file, kind) for file, kind in files.items() if file is not None]
 
 
 class StockWindows:
-    """A block's attention in the words of :class:`attn_plugins.modules.capture.Captured`.
+    """A block's attention with the interface that :class:`attn_plugins.modules.capture.Captured` expects.
 
     Args:
-        block: timm's, of either version.
+        block: timm's block, of either version.
     """
 
     map_axes = slice(1, 3)  # of an input
@@ -63,16 +63,16 @@ class StockWindows:
         self.block, self.second = block, type(block.attn).__module__.endswith(SECOND)
 
     def attention_size(self, size: Sequence[int]) -> tuple[int, int]:
-        """The map of queries, for an input of ``size`` (H, W)."""
+        """Return the size of the map of queries, for an input of ``size`` (H, W)."""
         return size[0], size[1]
 
     def attention_maps(self, x: Tensor, queries: Tensor | None = None) -> Tensor:
-        """The weights for an input (B, H, W, C) of the attention.
+        """Return the weights for an input (B, H, W, C) of the attention.
 
-        Masks of shifted windows are -inf; timm's -100 gives the same up to rounding.
+        Masks of shifted windows are -inf; timm's -100 is equivalent up to rounding.
 
         Returns:
-            (B, M, H, W, H, W), or (B, M, Q, H, W) of ``queries``.
+            (B, M, H, W, H, W), or (B, M, Q, H, W) for ``queries``.
         """
         block, table = self.block, self._table()
 
@@ -84,10 +84,10 @@ class StockWindows:
         return window_maps(x, block.window_size, block.shift_size, heads, self._project, weigh, queries)
 
     def attention_parts(self, x: Tensor, queries: Tensor | None = None) -> dict[str, Tensor]:
-        """The weights that content and the table would give alone, each the softmax of its own logits.
+        """Return the weights of content and of the table alone, each the softmax of its own logits.
 
         Returns:
-            As :meth:`attention_maps`, by name.
+            Maps as of :meth:`attention_maps`, by name.
         """
         block = self.block
 
@@ -98,7 +98,7 @@ class StockWindows:
         return window_parts(x, *windows, self._operands, term, ["content", "table"], queries)
 
     def _table(self) -> Tensor:
-        """Its logits, (M, N, N)."""
+        """Return the logits of the table, (M, N, N)."""
         attn = self.block.attn
         if not self.second:
             return table_logits(attn.relative_position_bias_table, attn.window_size)
@@ -110,21 +110,21 @@ class StockWindows:
         return project_v2(tokens, attn.qkv, attn.q_bias, attn.v_bias) if self.second else attn.qkv(tokens)
 
     def _operands(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries and keys whose product is the content term."""
+        """Return queries and keys whose product is the content term."""
         attn = self.block.attn
         return cosine_operands(q, k, attn.logit_scale) if self.second else (q * attn.scale, k)
 
 
 @contextmanager
 def capture_swin(model: nn.Module, layers: Sequence[str] | None = None) -> Iterator[dict[str, Captured]]:
-    """Remember what a forward pass gives to the attention of :func:`swin_layers`.
+    """Record the inputs of the attention of :func:`swin_layers` in a forward pass.
 
     Args:
         model: Any model.
         layers: Names; None for all.
 
     Yields:
-        What was captured, by name, in the order of the calls.
+        The captured layers by name, in the order of the calls.
     """
     captured: dict[str, Captured] = {}
 
@@ -140,7 +140,7 @@ def capture_swin(model: nn.Module, layers: Sequence[str] | None = None) -> Itera
 
 
 def _watch(block: Any, keep: Any) -> Any:
-    """Hand the input of a block's attention to ``keep``: V2 normalises behind its attention, V1 before."""
+    """Pass the input of a block's attention to ``keep``: V2 normalises after its attention, V1 before."""
     if type(block.attn).__module__.endswith(SECOND):
         return block.register_forward_pre_hook(lambda _, inputs: keep(inputs[0]))
     return block.norm1.register_forward_hook(lambda _, inputs, output: keep(output))

@@ -1,4 +1,4 @@
-"""Attention weights of a transformer's tokens, of torch's layers and of ours, for chosen queries.
+"""Attention weights of a transformer's tokens for chosen queries, from torch's layers and ours.
 
 Shapes: B batch, M heads, Q queries, S keys, C channels, d width per head.
 """
@@ -13,20 +13,20 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-Weigh = Callable[..., Tensor]  # of query, key, masks and chosen queries
+Weigh = Callable[..., Tensor]  # arguments: query, key, masks and chosen queries
 
 
 @dataclass
 class TokenMaps:
-    """An attention over tokens and what the last forward pass gave it.
+    """An attention layer over tokens and its inputs in the last forward pass.
 
     Attributes:
-        name: Of the layer in its model.
-        weigh: Computes the weights: :func:`stock_weights`, or another of its arguments.
+        name: Name of the layer in its model.
+        weigh: Computes the weights: :func:`stock_weights`, or another function of its arguments.
         attention: The layer itself.
-        query: What it took, in its own layout.
-        key: Likewise.
-        masks: ``key_padding_mask`` and ``attn_mask``, as it took them.
+        query: Its query, in its own layout.
+        key: Its key, likewise.
+        masks: ``key_padding_mask`` and ``attn_mask``, as passed to it.
         keys: (Hk, Wk), the map whose pixels the keys are.
         size: (Hq, Wq), the map whose pixels the queries are; None for object queries.
     """
@@ -44,29 +44,29 @@ class TokenMaps:
 
     @torch.no_grad()
     def weights(self, chosen: Tensor | None = None) -> Tensor:
-        """(B, M, Q, S), of all queries or of the chosen ones."""
+        """Return the weights (B, M, Q, S) of all or of the chosen queries."""
         if self.weigh is not probed_weights:
             return self.weigh(self.attention, self.query, self.key, self.masks, chosen)
-        if self._probed is None:  # those of all queries cost what those of one do
+        if self._probed is None:  # all queries cost as much as one
             self._probed = probed_weights(self.attention, self.query, self.key, self.masks)
         return self._probed if chosen is None else self._probed.index_select(2, chosen)
 
     def of_objects(self, chosen: Tensor) -> Tensor:
-        """(B, M, Q, Hk, Wk) of object queries, by their numbers."""
+        """Return the maps (B, M, Q, Hk, Wk) of object queries, by their numbers."""
         return self.weights(chosen).unflatten(-1, self.keys)
 
     def maps(self, queries: Tensor) -> Tensor:
-        """(B, M, Q, Hk, Wk) of the pixels ``queries``, (Q, 2), rows and columns."""
+        """Return the maps (B, M, Q, Hk, Wk) of the pixels ``queries``, (Q, 2), rows and columns."""
         return self.of_objects(self.numbers(queries))
 
     def numbers(self, queries: Tensor) -> Tensor:
-        """(Q,), the tokens of pixels (Q, 2)."""
+        """Return the tokens (Q,) of pixels (Q, 2)."""
         assert self.size is not None
         return queries[:, 0] * self.size[1] + queries[:, 1]
 
     def uniform(self, chosen: Tensor) -> Tensor:
-        """(Q,), 1 / the number of keys that are not masked, of the first picture."""
-        # Of tokens of zeros no key is so unlike the query that its weight rounds to 0: what is 0 is masked.
+        """Return 1 / the number of keys that are not masked, (Q,), for the first picture."""
+        # For tokens of zeros all unmasked keys have equal weights, so a weight of 0 means a masked key.
         if self._blank is None:
             self._blank = replace(self, query=torch.zeros_like(self.query), key=torch.zeros_like(self.key))
         return 1 / (self._blank.weights(chosen)[0] != 0).any(0).sum(-1).clamp(min=1)
@@ -75,11 +75,11 @@ class TokenMaps:
 def stock_weights(
     attention: nn.MultiheadAttention, query: Tensor, key: Tensor, masks: dict[str, Any], chosen: Tensor | None = None
 ) -> Tensor:
-    """Return the weights that torch's layer gives when it is asked for those of every head.
+    """Return the weights of every head from torch's layer.
 
     Args:
         attention: The layer.
-        query: (Q, B, C), or (B, Q, C) where the layer is ``batch_first``, as ``key``.
+        query: (Q, B, C), or (B, Q, C) if the layer is ``batch_first``, like ``key``.
         key: (S, B, C).
         masks: ``key_padding_mask`` and ``attn_mask``.
         chosen: (Q',), numbers of queries; None for all.
@@ -91,7 +91,7 @@ def stock_weights(
     if chosen is not None:
         query = query.index_select(1 if attention.batch_first else 0, chosen)
         mask = None if mask is None else mask.index_select(-2, chosen)
-    # Not a call: a hook on the layer shall not take this for another pass.
+    # Not a call of the module: its hooks must not record another pass.
     _, weights = attention.forward(
         query, key, key, key_padding_mask=masks.get("key_padding_mask"), attn_mask=mask, average_attn_weights=False
     )
@@ -102,13 +102,13 @@ def stock_weights(
 def probed_weights(
     attention: nn.Module, query: Tensor, key: Tensor, masks: dict[str, Any], chosen: Tensor | None = None
 ) -> Tensor:
-    """Read the weights of a layer off its outputs for values that are 1 at one key, whatever makes its logits.
+    """Recover a layer's weights, for any kind of logits, from its outputs for values that are 1 at one key.
 
     The layer's output is linear in its values. Without the projections of values and outputs, channel j of a head
-    carries the weight of key j of d keys at a time, in S / d passes.
+    carries the weight of key j among d keys at a time, in S / d passes.
 
     Args:
-        attention: As ``attn_plugins.mmcv.attended.TokenAttention``: ``in_proj_weight``, ``out_proj``, and called with
+        attention: As ``attn_plugins.mmcv.attended.TokenAttention`` (``in_proj_weight``, ``out_proj``), called with
             tokens first.
         query: (Q, B, C).
         key: (S, B, C).
@@ -143,11 +143,11 @@ def probed_weights(
 def product_weights(
     attention: Any, query: Tensor, key: Tensor, masks: dict[str, Any], chosen: Tensor | None = None
 ) -> Tensor:
-    """Return the weights of Conditional DETR's attention, whose queries and keys are projected before.
+    """Return the weights of Conditional DETR's attention, whose inputs are already projected queries and keys.
 
     Args:
         attention: mmdet's ``ConditionalAttention``.
-        query: (B, Q, C'), content and position side by side.
+        query: (B, Q, C'), content and position concatenated.
         key: (B, S, C').
         masks: ``key_padding_mask`` and ``attn_mask``.
         chosen: (Q',), numbers of queries; None for all.

@@ -1,4 +1,4 @@
-"""The attention layers of mmdet's and mmseg's transformers: which there are, and what a forward pass gave them."""
+"""Attention layers of mmdet's and mmseg's transformers, and their inputs in a forward pass."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from tools.attention_view.tokens import TokenMaps, probed_weights, product_weigh
 
 PIXELS, OBJECTS = "pixels to pixels", "objects to pixels"
 SAMPLED_PIXELS, SAMPLED_OBJECTS = "pixels to sampled points", "objects to sampled points"
-_DECODER = re.compile(r"(^|\.)(transformer_)?decoder\.layers\.")  # where mmdet and mmseg keep what queries attend with
+_DECODER = re.compile(r"(^|\.)(transformer_)?decoder\.layers\.")  # layers with object queries in mmdet and mmseg
 
 Seen = TokenMaps | Samples
 
 
 def transformer_layers(model: nn.Module) -> dict[str, str]:
-    """Return the attention layers that look at the picture, by name, each with what looks at what.
+    """Return the attention layers whose keys are the picture, by name, each with its kinds of queries and keys.
 
-    Attention among object queries looks at no picture and is left out.
+    Attention among object queries is left out.
     """
     found = {}
     for name, module in model.named_modules():
@@ -42,7 +42,7 @@ def _deformable(module: nn.Module) -> bool:
 
 
 def _inner(module: nn.Module) -> nn.Module | None:
-    """The attention inside mmcv's ``MultiheadAttention``, torch's or ours."""
+    """Return the attention inside mmcv's ``MultiheadAttention``, torch's or ours."""
     inner = getattr(module, "attn", None) if type(module).__name__ == "MultiheadAttention" else None
     return inner if isinstance(inner, (nn.MultiheadAttention, SpatialSelfAttention)) else None
 
@@ -53,22 +53,22 @@ def _conditional(module: nn.Module) -> bool:
 
 @contextmanager
 def capture_transformer(model: nn.Module, layers: Sequence[str]) -> Iterator[dict[str, Seen]]:
-    """Remember what a forward pass gives to layers of :func:`transformer_layers`.
+    """Record the inputs of layers of :func:`transformer_layers` in a forward pass.
 
-    Nothing is computed before weights or points are asked for, and nothing stays in the model afterwards. Ask before
-    the model sees another picture.
+    Weights and points are computed on demand, and all hooks are removed afterwards. Compute them before the next
+    forward pass of the model.
 
     Args:
         model: A model of mmdet or mmseg.
         layers: Names.
 
     Yields:
-        What was captured, by name, in the order of the calls. A layer whose keys are no map of encoded positions is
-        not there.
+        The captured layers by name, in the order of the calls, without layers whose keys are not a map of encoded
+        positions.
     """
     kinds = transformer_layers(model)
     captured: dict[str, Seen] = {}
-    grids: dict[int, tuple[int, int]] = {}  # by their number of pixels
+    grids: dict[int, tuple[int, int]] = {}  # by number of pixels
 
     def note(module: nn.Module, inputs: Any, output: Tensor) -> None:
         H, W = output.shape[-2:]
@@ -106,7 +106,7 @@ def capture_transformer(model: nn.Module, layers: Sequence[str]) -> Iterator[dic
 
 
 def _watch(stack: ExitStack, module: nn.Module, keep: Callable[[dict[str, Any]], None]) -> None:
-    """Hand the arguments of every call of a module, by name, to ``keep``."""
+    """Pass the arguments of every call of a module, by name, to ``keep``."""
     signature = inspect.signature(module.forward)
 
     def hook(_: nn.Module, arguments: Any, keywords: dict[str, Any]) -> None:
@@ -125,7 +125,7 @@ def _named(signature: inspect.Signature, arguments: Any, keywords: dict[str, Any
 
 @contextmanager
 def _watch_method(layer: Any, keep: Callable[[dict[str, Any]], None]) -> Iterator[None]:
-    """As :func:`_watch`, of the method ``forward_attn``, which no hook reaches."""
+    """Watch the method ``forward_attn``, which hooks do not reach, like :func:`_watch`."""
     method = layer.forward_attn
     signature = inspect.signature(method)
 

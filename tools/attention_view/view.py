@@ -1,4 +1,4 @@
-"""A model that has seen a picture; timm's models."""
+"""A model's view of a picture; views by timm models."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ class ViewError(ValueError):
 
 @dataclass
 class View:
-    """What a model saw.
+    """A model's view of a picture.
 
     Attributes:
-        picture: (H, W, 3) uint8, the picture as it came to the model, padding included.
+        picture: (H, W, 3) uint8, the model's input, padding included.
         scale: Rows and columns of ``picture`` per row and column of the file.
         file_size: (H, W) of the file.
         captured: The attention layers, in the order of their calls.
-        objects: What the model found, if its queries are objects.
+        objects: Detected objects, if the model's queries are objects.
     """
 
     picture: np.ndarray
@@ -68,7 +68,7 @@ class View:
 
     @property
     def inside(self) -> tuple[int, int]:
-        """(h, w), the part of ``picture`` that is no padding."""
+        """(h, w), the size of ``picture`` without padding."""
         h, w = (min(round(n * scale), size) for n, scale, size in zip(self.file_size, self.scale, self.size))
         return h, w
 
@@ -83,11 +83,11 @@ class View:
         return [layer for layer in self.captured.values() if isinstance(layer, TokenMaps) and layer.size is None]
 
     def samples(self, objects: bool) -> list[Samples]:
-        """The layers with sampling points for every object, or for every pixel."""
+        """Return the layers with sampling points for every object, or for every pixel."""
         return [n for n in self.captured.values() if isinstance(n, Samples) and n.objects == objects]
 
     def cell(self, size: Sequence[int], pixel: Sequence[int]) -> tuple[int, int]:
-        """Where a pixel (y, x) of the file lies on a map of ``size``."""
+        """Return the cell of a map of ``size`` that contains a pixel (y, x) of the file."""
         found = []
         for n, scale, whole, cells in zip(pixel, self.scale, self.size, size):
             found.append(min(int((n + 0.5) * scale * cells / whole), cells - 1))
@@ -95,12 +95,12 @@ class View:
 
 
 def is_mm(model: str) -> bool:
-    """Whether ``model`` is a config of OpenMMLab's, by file or by ``'mmdet::…'``."""
+    """Return whether ``model`` is an OpenMMLab config, as a file or as ``'mmdet::…'``."""
     return model.endswith(".py") or "::" in model
 
 
 def default_layers(captured: Mapping[str, Layer]) -> list[str]:
-    """The last attention layer of every stage: of every name up to the first number, and every size of map."""
+    """Return the last attention layer of every stage: of every name up to the first number, and every map size."""
     stages = {(re.split(r"\.\d+(?:\.|$)", name)[0], _extent(layer)): name for name, layer in captured.items()}
     return list(stages.values())
 
@@ -112,7 +112,7 @@ def _extent(layer: Layer) -> Any:
 
 
 def looked(layer: PixelMaps, cells: Sequence[Cell]) -> Looked:
-    """What a layer gives for cells of its map of queries, or for the cls token."""
+    """Return a layer's maps for cells of its map of queries, or for the cls token."""
     if isinstance(layer, PatchMaps):
         return layer.look(cells)
     queries = torch.tensor(cells)
@@ -121,7 +121,7 @@ def looked(layer: PixelMaps, cells: Sequence[Cell]) -> Looked:
 
 
 def uniform_weights(layer: Captured | TokenMaps, queries: Tensor) -> Tensor:
-    """What every key of a query would weigh if all weighed the same: 1 / their number.
+    """Return the weight of a query's keys under uniform attention: 1 / their number.
 
     Args:
         layer: Any attention layer.
@@ -137,17 +137,17 @@ def uniform_weights(layer: Captured | TokenMaps, queries: Tensor) -> Tensor:
     def blank(value: Any) -> Any:
         return torch.zeros_like(value) if isinstance(value, Tensor) else value
 
-    # Of an input of zeros no key is so unlike the query that its weight rounds to 0: what is 0 is no key.
+    # For an input of zeros all keys have equal weights, so a weight of 0 means a position that is not a key.
     keywords = {key: blank(value) for key, value in layer.keywords.items()}
     maps = Captured(layer.name, layer.layer, tuple(map(blank, layer.arguments)), keywords).maps(queries)[0]
     return 1 / (maps != 0).any(0).sum((-2, -1)).clamp(min=1)
 
 
 def load_timm(name: str, checkpoint: Path | None, options: dict[str, Any]) -> nn.Module:
-    """A timm model in evaluation, with the weights of ``checkpoint``.
+    """Load a timm model in evaluation mode, with the weights of ``checkpoint``.
 
     Raises:
-        ViewError: timm has no such model, or the weights are of another.
+        ViewError: timm has no such model, or the weights belong to another model.
     """
     need("timm", "safetensors", extras=("timm", "tools"))
     import timm
@@ -175,18 +175,18 @@ def load_timm(name: str, checkpoint: Path | None, options: dict[str, Any]) -> nn
     if checkpoint is not None:
         try:
             load_checkpoint(model, str(checkpoint))
-        except Exception as error:  # torch's, pickle's and safetensors' own
+        except Exception as error:  # from torch, pickle or safetensors
             raise ViewError(f"--checkpoint {checkpoint} does not fit {name} {options}: {one_line(error)}") from error
     return model
 
 
 def timm_size(model: nn.Module, checkpoint: Path | None, given: Sequence[int] | None) -> tuple[tuple[int, int], str]:
-    """(H, W) of a timm model's input, and in words why this.
+    """Return (H, W) of a timm model's input, and the reason in words.
 
     Args:
-        model: Without a better source, its own size.
-        checkpoint: Of ``tools.train_classifier``: the size it was trained at.
-        given: By the user: as it is.
+        model: The model, whose own size is the default.
+        checkpoint: A checkpoint, which may store the size of its training by ``tools.train_classifier``.
+        given: Size given by the user, which takes precedence.
     """
     from timm.data import resolve_model_data_config
 
@@ -199,20 +199,20 @@ def timm_size(model: nn.Module, checkpoint: Path | None, given: Sequence[int] | 
         return trained, "at which the checkpoint was trained"
     size = tuple(resolve_model_data_config(model)["input_size"][1:])
     if model in vision_transformers(model).values() or is_swin(model):
-        size = tuple(getattr(getattr(model, "patch_embed", None), "img_size", None) or size)  # as it was made
+        size = tuple(getattr(getattr(model, "patch_embed", None), "img_size", None) or size)  # as it was built
     return size, "the model's own; --input-size H W takes another"
 
 
 def one_line(error: Exception) -> str:
-    """An error's message in a line of bounded length."""
+    """Return an error's message in a line of bounded length."""
     return textwrap.shorten(str(error) or type(error).__name__, 300, placeholder=" …")
 
 
 def chosen_layers(model: nn.Module, known: Sequence[str], patterns: Sequence[str]) -> list[str]:
-    """The names among ``known`` that fit one of the patterns; all where there is no pattern.
+    """Return the names among ``known`` that match a pattern; all names if there is no pattern.
 
     Raises:
-        ValueError: the model has no attention layer, or none fits a pattern.
+        ValueError: the model has no attention layer, or a pattern matches none.
     """
     if not known:
         raise ValueError(f"model must hold an attention layer that can be shown, and {type(model).__name__} has none")
@@ -223,7 +223,7 @@ def chosen_layers(model: nn.Module, known: Sequence[str], patterns: Sequence[str
 
 
 def timm_layers(model: nn.Module) -> list[str]:
-    """The attention layers of ours and of timm's vision transformers and Swins, by name."""
+    """Return the names of the attention layers of ours and of timm's vision transformers and Swins."""
     known = {**attention_layers(model), **vit_layers(model), **step_layers(model), **swin_layers(model)}
     return [name for name, _ in model.named_modules() if name in known]
 
@@ -231,17 +231,17 @@ def timm_layers(model: nn.Module) -> list[str]:
 def see_timm(
     model: Any, image: Image.Image, layers: Sequence[str], size: tuple[int, int], with_rollout: bool = False
 ) -> View:
-    """Show a timm model the whole picture, resized to (H, W).
+    """Run a timm model on the whole picture, resized to (H, W).
 
     Args:
         model: The model.
         image: The picture.
-        layers: Patterns of names; none for the last layer of every stage.
+        layers: Name patterns; empty for the last layer of every stage.
         size: (H, W).
         with_rollout: Whether to add the rollout of a vision transformer.
 
     Raises:
-        ValueError: there is no such layer, the model does not take this size, or has no rollout.
+        ValueError: a pattern matches no layer, the model does not accept this size, or it has no rollout.
     """
     from timm.data import resolve_model_data_config
 
@@ -259,10 +259,10 @@ def see_timm(
         try:
             with torch.no_grad():
                 model(x)
-        except AssertionError as error:  # timm's, of a size
+        except AssertionError as error:  # raised by timm for a wrong size
             raise ViewError(
-                f"{type(model).__name__} does not take an input of {H}×{W} pixels: {one_line(error)} "
-                "With --model-args dynamic_img_size=true --model-args dynamic_img_pad=true it takes any size"
+                f"{type(model).__name__} does not accept an input of {H}×{W} pixels: {one_line(error)} "
+                "With --model-args dynamic_img_size=true --model-args dynamic_img_pad=true it accepts any size"
             ) from error
     captured: dict[str, Layer] = {**first, **windows}
     captured.update({name: layer for name, layer in second.items() if name in named})
@@ -276,7 +276,7 @@ def see_timm(
 
 
 def _padded(picture: np.ndarray, model: Any, grid: tuple[int, int]) -> np.ndarray:
-    """The picture as patches cover it: with ``dynamic_img_pad`` timm pads it to whole patches."""
+    """Pad the picture to whole patches, as timm does with ``dynamic_img_pad``."""
     embed = getattr(model, "embeds", None) or model.patch_embed
     if not getattr(embed, "dynamic_img_pad", False):
         return picture
@@ -285,15 +285,15 @@ def _padded(picture: np.ndarray, model: Any, grid: tuple[int, int]) -> np.ndarra
 
 
 def parse_pixels(texts: Sequence[str], size: tuple[int, int], cls: bool = False) -> list[Cell]:
-    """``'y,x'`` texts as pixels of a file of ``size``, and ``'cls'``.
+    """Parse ``'y,x'`` texts as pixels of a file of ``size``, and ``'cls'``.
 
     Args:
-        texts: Where there is none, four pixels spread over the picture, and first the cls token.
+        texts: Texts; empty for the cls token, if any, and four pixels spread over the picture.
         size: (H, W).
         cls: Whether the model has a cls token.
 
     Raises:
-        ViewError: a text is neither, or there is no such pixel or token.
+        ViewError: a text is invalid, or there is no such pixel or token.
     """
     H, W = size
     if not texts:

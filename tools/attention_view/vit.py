@@ -1,4 +1,4 @@
-"""The attention of timm's vision transformers: from patches, from the cls token, and its rollout over the layers.
+"""Attention of timm's vision transformers: from patches, from the cls token, and its rollout over the layers.
 
 Shapes: B batch, M heads, T tokens: P class tokens and registers, then H * W patches, row by row.
 """
@@ -22,13 +22,13 @@ CLS: Literal["cls"] = "cls"
 
 @dataclass
 class Looked:
-    """What a layer gives for some queries, of the first picture.
+    """Attention maps of a layer for some queries of the first picture.
 
     Attributes:
-        names: Of the maps, in their order.
+        names: Names of the maps, in order.
         maps: (len(names), Q, Hk, Wk).
         uniform: (Q,), 1 / number of a query's keys.
-        elsewhere: (len(names), Q), the weight of keys that have no place on the map; None where there are none.
+        elsewhere: (len(names), Q), the weight of keys that have no place on the map; None if there are none.
     """
 
     names: list[str]
@@ -39,15 +39,15 @@ class Looked:
 
 @dataclass
 class PatchMaps:
-    """An attention of a vision transformer, or its rollout, for one picture.
+    """An attention layer of a vision transformer, or its rollout, for one picture.
 
     Attributes:
-        name: Of the layer in its model.
+        name: Name of the layer in its model.
         weigh: Computes (B, M, T, T) from ``x``.
-        x: What the layer took, (B, T, C); None of the rollout.
-        size: (H, W), the patches, which are queries and keys.
-        prefix: The names of the tokens before the patches.
-        logits: Computes those of every term, (B, M, T, T) by its name, from ``x``; None where there is one term.
+        x: Input of the layer, (B, T, C); None for the rollout.
+        size: (H, W), the grid of patches, which are queries and keys.
+        prefix: Names of the tokens before the patches.
+        logits: Computes the logits of every term by name, (B, M, T, T), from ``x``; None for a single term.
     """
 
     name: str
@@ -59,7 +59,7 @@ class PatchMaps:
 
     @property
     def keys(self) -> tuple[int, int]:
-        """As ``size``."""
+        """The same as ``size``."""
         return self.size
 
     @property
@@ -69,24 +69,24 @@ class PatchMaps:
 
     @torch.no_grad()
     def weights(self) -> Tensor:
-        """(B, M, T, T), as the layer used them."""
+        """Return the weights (B, M, T, T), as the layer used them."""
         return self.weigh(self.x)
 
     @property
     def prefix_words(self) -> str:
-        """The tokens before the patches in words."""
+        """Return the names of the tokens before the patches as text."""
         return " and ".join(dict.fromkeys(self.prefix))
 
     def maps(self, queries: Tensor) -> Tensor:
-        """(B, M, Q, H, W) of the patches ``queries``, (Q, 2), rows and columns."""
+        """Return the maps (B, M, Q, H, W) of the patches ``queries``, (Q, 2), rows and columns."""
         numbers = len(self.prefix) + queries[:, 0] * self.size[1] + queries[:, 1]
         return self.weights()[:, :, numbers, len(self.prefix) :].unflatten(-1, self.size)
 
     def look(self, cells: Sequence[Cell]) -> Looked:
-        """The mean of all heads, then every head, for patches and the cls token.
+        """Return the mean of all heads, then every head, for patches and the cls token.
 
         Raises:
-            ValueError: there is no cls token.
+            ValueError: the layer has no cls token.
         """
         if CLS in cells and not self.cls:
             raise ValueError(f"{self.name} has no cls token")
@@ -105,14 +105,14 @@ class PatchMaps:
     def _uniform(self, numbers: Tensor) -> Tensor:
         if self.x is None:  # all tokens
             return torch.full((len(numbers),), 1 / (len(self.prefix) + self.size[0] * self.size[1]))
-        # Of tokens of zeros no key is so unlike the query that its weight rounds to 0: what is 0 is no key.
+        # For tokens of zeros all keys have equal weights, so a weight of 0 means a token that is not a key.
         blank = self.weigh(torch.zeros_like(self.x))[0, :, numbers]
         return 1 / (blank != 0).any(0).sum(-1).clamp(min=1)
 
 
 def vision_transformers(model: nn.Module) -> dict[str, Any]:
-    """timm's ``VisionTransformer`` and ``NaFlexVit`` in ``model``, by name; ``''`` is the model itself."""
-    # A model of theirs has imported them; others do without timm.
+    """Return timm's ``VisionTransformer`` and ``NaFlexVit`` in ``model`` by name; ``''`` is the model itself."""
+    # Modules that no model has imported are not needed, and timm may be missing.
     modules = [sys.modules.get(f"timm.models.{name}") for name in ("vision_transformer", "naflexvit")]
     names = ("VisionTransformer", "NaFlexVit")
     classes = tuple(getattr(module, name) for module, name in zip(modules, names) if module is not None)
@@ -120,7 +120,7 @@ def vision_transformers(model: nn.Module) -> dict[str, Any]:
 
 
 def vit_layers(model: nn.Module) -> dict[str, Any]:
-    """The attention layers of vision transformers, timm's ``Attention`` and ours, by name."""
+    """Return the attention layers of vision transformers, timm's ``Attention`` and ours, by name."""
     found = {}
     for start, vit in vision_transformers(model).items():
         for name, module in vit.blocks.named_modules(prefix=f"{start}.blocks" if start else "blocks"):
@@ -141,7 +141,9 @@ def stock_weights(attention: Any, x: Tensor, attn_mask: Tensor | None = None, is
 
     Args:
         attention: The layer.
-        x: (B, T, C), and what follows likewise as for its forward.
+        x: (B, T, C).
+        attn_mask: As for the layer's forward.
+        is_causal: Likewise.
 
     Returns:
         (B, M, T, T).
@@ -156,26 +158,26 @@ def stock_weights(attention: Any, x: Tensor, attn_mask: Tensor | None = None, is
 
 
 def prefix_names(vit: Any) -> list[str]:
-    """The names of the tokens before a vision transformer's patches: cls, dist and registers."""
-    holder = getattr(vit, "embeds", vit)  # of NaFlexVit
+    """Return the names of the tokens before a vision transformer's patches: cls, dist and registers."""
+    holder = getattr(vit, "embeds", vit)  # NaFlexVit has `embeds`
     named = [name for name in (CLS, "dist") if getattr(holder, f"{name}_token", None) is not None]
     return named + ["registers"] * (vit.num_prefix_tokens - len(named))
 
 
 def has_cls(model: nn.Module) -> bool:
-    """Whether a vision transformer in ``model`` has a cls token."""
+    """Return whether a vision transformer in ``model`` has a cls token."""
     return any(prefix_names(vit)[:1] == [CLS] for vit in vision_transformers(model).values())
 
 
 @contextmanager
 def capture_vit(model: nn.Module) -> Iterator[dict[str, PatchMaps]]:
-    """Remember what a forward pass gives to all layers of :func:`vit_layers`.
+    """Record the inputs of all layers of :func:`vit_layers` in a forward pass.
 
-    Nothing is computed before weights are asked for, and nothing stays in the model afterwards. Ask before the model
-    sees another picture.
+    Weights are computed on demand, and all hooks are removed afterwards. Compute them before the next forward pass of
+    the model.
 
     Yields:
-        What was captured, by name, in the order of the calls.
+        The captured layers by name, in the order of the calls.
     """
     captured: dict[str, PatchMaps] = {}
     layers = vit_layers(model)
@@ -207,9 +209,9 @@ def capture_vit(model: nn.Module) -> Iterator[dict[str, PatchMaps]]:
 
 
 def _note_grid(grid: dict[str, Any], embed: Any, inputs: Any, output: Any) -> None:
-    if isinstance(output, tuple):  # NaFlexVit's
+    if isinstance(output, tuple):  # from NaFlexVit
         grid["size"] = tuple(output[1])
-    else:  # (B, H, W, C), or (B, H * W, C) of its own size
+    else:  # (B, H, W, C), or (B, H * W, C) for the model's own size
         grid["size"] = tuple(output.shape[1:3] if output.dim() == 4 else embed.grid_size)
 
 
@@ -218,17 +220,17 @@ def _weigh(weights: Callable[..., Any], given: Mapping[str, Any], x: Tensor) -> 
 
 
 def rollout(layers: Sequence[Callable[[], Tensor]]) -> Tensor:
-    """Attention rollout: the product of all layers' weights and residual connections.
+    """Compute attention rollout: the product of all layers' weights and residual connections.
 
-    For every layer heads are averaged, the identity is added, rows are normalised to a sum of 1, and the matrix is
-    multiplied from the left to that of the layers before. Abnar and Zuidema (2020): Quantifying Attention Flow in
+    For every layer, heads are averaged, the identity is added, rows are normalised to a sum of 1, and the matrix is
+    multiplied from the left with that of the layers before. Abnar and Zuidema (2020): Quantifying Attention Flow in
     Transformers, section 3.
 
     Args:
-        layers: Each gives weights (B, M, T, T); the first layer first.
+        layers: Functions that return weights (B, M, T, T), from the first layer to the last.
 
     Returns:
-        (B, T, T): row t, how much of every input token is in token t.
+        (B, T, T): row t is the share of every input token in token t.
     """
     product: Tensor | None = None
     for weights in layers:
@@ -241,14 +243,14 @@ def rollout(layers: Sequence[Callable[[], Tensor]]) -> Tensor:
 
 
 def rollouts(model: nn.Module, captured: Mapping[str, PatchMaps]) -> dict[str, PatchMaps]:
-    """The rollout of every vision transformer over all its layers that ran.
+    """Return the rollout of every vision transformer over all its layers that ran.
 
     Args:
         model: The model.
-        captured: By :func:`capture_vit`.
+        captured: Result of :func:`capture_vit`.
 
     Raises:
-        ValueError: the model has no vision transformer, or blocks of other attention.
+        ValueError: the model has no vision transformer, or has blocks with other attention.
     """
     vits = vision_transformers(model)
     if not vits:

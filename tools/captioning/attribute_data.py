@@ -1,4 +1,4 @@
-"""Pictures with captions, as the training of the attribute detector takes them."""
+"""Captioned pictures for the training of the attribute detector."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from tools.pictures import BadPicture, open_picture
 
 
 class Pictures(Dataset):
-    """Prepared pictures with their labels; None for a broken one that is to be skipped.
+    """Prepared pictures with their labels; None for a broken picture to skip.
 
     Args:
-        images: Where they are.
-        targets: (N, K).
-        backbone: Prepares them.
-        shift: By which share of the sides they are moved at most, at random.
+        images: The pictures.
+        targets: (N, K), labels of the pictures.
+        backbone: Backbone that prepares the pictures.
+        shift: Maximum random shift, relative to the sides.
         skip: Leave out broken pictures.
     """
 
@@ -47,13 +47,13 @@ class Pictures(Dataset):
             if self.skip:
                 print(f"skipped image {image.id}: {error}", file=sys.stderr, flush=True)
                 return None
-            raise BadPicture(f"image {image.id}: {error} (--skip-invalid-samples leaves such out)") from error
+            raise BadPicture(f"image {image.id}: {error} (--skip-invalid-samples skips it)") from error
         x, y = np.random.default_rng((*self.epoch, index)).uniform(-self.shift, self.shift, 2)
         return index, self.backbone.prepare(picture, (x, y)), self.targets[index]
 
 
 def collate(batch: list[tuple[int, Tensor, Tensor] | None]) -> tuple[Tensor, Tensor, Tensor] | None:
-    """A batch without what was skipped; None where nothing is left."""
+    """Collate a batch without skipped pictures; return None for an empty batch."""
     good = [one for one in batch if one is not None]
     if not good:
         return None
@@ -62,10 +62,10 @@ def collate(batch: list[tuple[int, Tensor, Tensor] | None]) -> tuple[Tensor, Ten
 
 
 class Data:
-    """Pictures and captions, by part.
+    """Pictures and captions of all parts.
 
     Raises:
-        BadFile: a file is missing or not such, a part is empty, or a picture that is needed is not there.
+        BadFile: a file is missing or invalid, a part is empty, or a required picture is missing.
     """
 
     def __init__(self, options: argparse.Namespace) -> None:
@@ -74,9 +74,7 @@ class Data:
             raise BadFile(f"DATA {folder}: no such folder")
         splits = _found("splits", options.splits, folder / "splits.json")
         if splits is None:
-            raise BadFile(
-                f"--splits: {folder} has no splits.json; python -m tools.captioning.make_splits makes it of captions"
-            )
+            raise BadFile(f"--splits: {folder} has no splits.json; python -m tools.captioning.make_splits creates it")
         captions = _found("captions", options.captions, folder / "captions.json")
         pictures = options.images or (folder / "images" if (folder / "images").is_dir() else folder)
         self.splits = splits
@@ -85,7 +83,7 @@ class Data:
         if missing and not options.skip_invalid_samples:
             raise BadFile(
                 f"{splits}: {len(missing)} of {len(self.images)} images have no picture, such as image "
-                f"{missing[0].id}: {missing[0].path} (--skip-invalid-samples leaves such out)"
+                f"{missing[0].id}: {missing[0].path} (--skip-invalid-samples skips them)"
             )
         for image in missing:
             print(f"skipped image {image.id}: {image.path} does not exist", file=sys.stderr)
@@ -94,10 +92,10 @@ class Data:
         self.captions = {image_id: own for part in parts.values() for image_id, own in part.items()}
 
     def part(self, names: tuple[str, ...]) -> tuple[list[ListedImage], list[list[list[str]]]]:
-        """Images with captions, and the captions.
+        """Return the captioned images of some parts, and the captions.
 
         Raises:
-            BadFile: there is none.
+            BadFile: there are none.
         """
         images = [image for image in self.images if image.part in names and image.id in self.captions]
         if not images:
@@ -107,7 +105,7 @@ class Data:
 
 
 def _found(option: str, given: Path | None, usual: Path) -> Path | None:
-    """What the option says, or the usual file; None where there is neither."""
+    """Return the option's file, or the usual file, or None if there is neither."""
     if given is not None and not given.is_file():
         raise BadFile(f"--{option}: {given} does not exist")
     return given or (usual if usual.is_file() else None)

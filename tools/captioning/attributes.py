@@ -1,4 +1,4 @@
-"""The attribute detector: which words describe a picture, by a backbone and the noisy-OR of its cells.
+"""Attribute detector: predicts words that describe a picture, by a backbone and the noisy-OR of its cells.
 
 Chapter 2 of the thesis ("Visual & Semantic Features"), after Fang et al., From Captions to Visual Concepts and Back
 (2015).
@@ -24,14 +24,14 @@ from tools.captioning.noisy_or import NoisyOrHead, noisy_or
 from tools.captioning.timm_backbone import BadBackbone, TimmBackbone, in_json, read_weights
 from tools.captioning.vgg import VggFc7, make_backbone
 
-Attributes = list[list[Any]]  # [word, probability], the most probable first
+Attributes = list[list[Any]]  # [word, probability], by falling probability
 
 
 class AttributeDetector(nn.Module):
-    """Logits of every word in every cell of a picture.
+    """Detector of words in the cells of a picture.
 
     Args:
-        backbone: Gives the map.
+        backbone: Computes the feature map.
         words: The vocabulary, K words.
     """
 
@@ -41,9 +41,10 @@ class AttributeDetector(nn.Module):
         self.head = NoisyOrHead(backbone.num_features, len(self.words))
 
     def forward(self, images: Tensor) -> Tensor:
-        """
+        """Compute the logits of every word in every cell.
+
         Args:
-            images (Tensor[B, 3, H, W]): Of :meth:`TimmBackbone.prepare`.
+            images (Tensor[B, 3, H, W]): Results of :meth:`TimmBackbone.prepare`.
 
         Returns:
             (Tensor[B, K, h, w]).
@@ -52,19 +53,19 @@ class AttributeDetector(nn.Module):
 
     @torch.inference_mode()
     def log_odds(self, images: Tensor) -> Tensor:
-        """(Tensor[B, K]), log p/(1 − p) of prepared images: it ranks also words whose p rounds to 1."""
+        """Return log p/(1 − p) of prepared images, (Tensor[B, K]), which also ranks words whose p rounds to 1."""
         log_p, log_not = noisy_or(self(images))
         return log_p - log_not
 
     def predict(self, pictures: Iterable[Image.Image], number: int = 20) -> list[Attributes]:
-        """The most probable words of each picture, in evaluation mode."""
+        """Return the most probable words of each picture, in evaluation mode."""
         self.eval()
         device = self.head.classifier.weight.device
         images = torch.stack([self.backbone.prepare(picture) for picture in pictures]).to(device)
         return [top(own, self.words, number) for own in self.log_odds(images).cpu()]
 
     def save(self, path: Path, **facts: Any) -> None:
-        """Write ``.safetensors``; the metadata tell what :func:`load_detector` needs, and ``facts``."""
+        """Write ``.safetensors``; the metadata hold what :func:`load_detector` needs, and ``facts``."""
         metadata: dict[str, Any] = dict(
             model=self.backbone.name, size=self.backbone.size, words=self.words, format="pt"
         )
@@ -75,16 +76,16 @@ class AttributeDetector(nn.Module):
 
 
 def load_detector(path: Path, device: str | torch.device = "cpu") -> AttributeDetector:
-    """A detector of a file that :meth:`AttributeDetector.save` wrote, in evaluation mode.
+    """Load a detector from a file that :meth:`AttributeDetector.save` wrote, in evaluation mode.
 
     Raises:
-        BadFile: the file cannot be read, or is something else.
-        BadBackbone: its backbone cannot be made.
+        BadFile: the file cannot be read, or holds something else.
+        BadBackbone: the backbone cannot be built.
     """
     weights, metadata = read_weights(path)
     missing = [key for key in ("model", "size", "words", "output_stride") if key not in metadata]
     if missing:
-        raise BadFile(f"{path} is not of an attribute detector: its metadata lack {', '.join(missing)}")
+        raise BadFile(f"{path} holds no attribute detector: its metadata lack {', '.join(missing)}")
     size = tuple(json.loads(metadata["size"]))
     fc7 = json.loads(metadata.get("fc7", "false"))
     backbone = make_backbone(metadata["model"], size, json.loads(metadata["output_stride"]), fc7)
@@ -97,7 +98,7 @@ def load_detector(path: Path, device: str | torch.device = "cpu") -> AttributeDe
 
 
 def top(log_odds: Tensor, words: Sequence[str], number: int) -> Attributes:
-    """The most probable words of one picture; ``log_odds`` (Tensor[K])."""
+    """Return the most probable words of one picture, given ``log_odds`` (Tensor[K])."""
     values, order = log_odds.sort(descending=True, stable=True)
     return [[words[k], round(p, 6)] for p, k in zip(values[:number].sigmoid().tolist(), order[:number].tolist())]
 
@@ -105,13 +106,13 @@ def top(log_odds: Tensor, words: Sequence[str], number: int) -> Attributes:
 def frequent_words(
     captions: Iterable[Sequence[Sequence[str]]], number: int, least: int = 1, skip: Iterable[str] = ()
 ) -> list[str]:
-    """The most frequent words of the captions, of as frequent ones in the order of the alphabet.
+    """Return the most frequent words of the captions; words of equal frequency are in alphabetical order.
 
     Args:
-        captions: Of each image, as words.
-        number: How many words at most.
-        least: How often a word must occur.
-        skip: Words that are left out.
+        captions: Captions of each image, as words.
+        number: Maximum number of words.
+        least: Minimum number of occurrences of a word.
+        skip: Words to leave out.
     """
     counts = Counter(word for own in captions for caption in own for word in caption)
     for word in skip:
@@ -121,7 +122,7 @@ def frequent_words(
 
 
 def labels(captions: Iterable[Sequence[Sequence[str]]], words: Sequence[str]) -> Tensor:
-    """(N, K): 1 where one of an image's captions has the word, else 0."""
+    """Return labels (N, K): 1 if one of an image's captions has the word, else 0."""
     index = {word: k for k, word in enumerate(words)}
     rows = [{index[word] for caption in own for word in caption if word in index} for own in captions]
     found = torch.zeros(len(rows), len(words), dtype=torch.uint8)
@@ -131,7 +132,7 @@ def labels(captions: Iterable[Sequence[Sequence[str]]], words: Sequence[str]) ->
 
 
 def average_precision(scores: np.ndarray, targets: np.ndarray) -> np.ndarray:
-    """Area under the precision-recall steps of each word: Σ (R_n − R_{n−1}) P_n, images of equal score at once.
+    """Compute the area under each word's precision-recall steps: Σ (R_n − R_{n−1}) P_n, equal scores at once.
 
     Args:
         scores: (N, K).

@@ -1,4 +1,4 @@
-"""Locks on bytes of a file, which end with the process that holds them, however it ends."""
+"""Locks on bytes of a file, which are released whenever the process that holds them ends."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ import os
 import time
 from pathlib import Path
 
-PAUSE = 0.05  # seconds between two looks
+PAUSE = 0.05  # seconds between two attempts
 UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 class ByteLocks:
     """Record locks (POSIX) on one file; a byte is held by at most one process, also on network file systems.
 
-    They belong to the process: children do not inherit them, and two of these objects on one file must not be in one
-    process.
+    The locks belong to the process: children do not inherit them, and a process must not have two of these objects for
+    the same file.
 
     Args:
         path: The file.
-        create: Whether to make it where there is none.
-        needed: False: on a file system without locks, all is free.
+        create: Whether to create a missing file.
+        needed: Whether locks are required; if False, all bytes count as free on a file system without locks.
 
     Raises:
-        FileNotFoundError: there is no such file, or no folder for it.
-        OSError: of every method: the file system has no locks.
+        FileNotFoundError: the file, or the folder for it, does not exist.
+        OSError: raised by every method if the file system has no locks.
     """
 
     def __init__(self, path: Path, create: bool = False, needed: bool = True) -> None:
@@ -34,7 +34,7 @@ class ByteLocks:
 
     @property
     def removed(self) -> bool:
-        """Whether the file has been deleted, or another one lies in its place."""
+        """Whether the file has been deleted or replaced."""
         try:
             there, own = self.path.stat(), os.fstat(self._file)
         except OSError:
@@ -42,8 +42,8 @@ class ByteLocks:
         return (there.st_dev, there.st_ino) != (own.st_dev, own.st_ino)
 
     def hold(self, byte: int, patience: float = 0) -> bool:
-        """Take a byte; False: another process has held it for ``patience`` seconds."""
-        until = time.monotonic() + max(patience, 1)  # who looks at a byte has it for a moment
+        """Lock a byte; return False if another process has held it for ``patience`` seconds."""
+        until = time.monotonic() + max(patience, 1)  # a process that tests a byte holds it for a moment
         while not self._lock(fcntl.LOCK_EX, byte, 1):
             if time.monotonic() > until:
                 return False
@@ -52,12 +52,12 @@ class ByteLocks:
         return True
 
     def release(self, byte: int) -> None:
-        """Let go a byte of one's own."""
+        """Release a byte that this process holds."""
         self._lock(fcntl.LOCK_UN, byte, 1)
         self._own.discard(byte)
 
     def held(self, byte: int, number: int = 1) -> bool:
-        """Whether another process holds the byte, or one of ``number``; 0: one of all that follow."""
+        """Return whether another process holds one of ``number`` bytes from this one on; 0: all following bytes."""
         assert not any(own >= byte and (number == 0 or own < byte + number) for own in self._own)
         if not self._lock(fcntl.LOCK_SH, byte, number):
             return True
@@ -65,7 +65,7 @@ class ByteLocks:
         return False
 
     def close(self) -> None:
-        """Let go all bytes."""
+        """Release all bytes."""
         if self._file >= 0:
             os.close(self._file)
         self._file = -1

@@ -1,4 +1,4 @@
-"""A picture of a caption: for each word the regions and attributes it attended to, and what the gate took of both."""
+"""Drawing of a caption: for each word its regions, its attributes, and the gate's share of both."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ WIDTH, MARGIN, GAP, COLUMNS = 1200, 24, 20, 5
 PANEL = (WIDTH - 2 * MARGIN - (COLUMNS - 1) * GAP) // COLUMNS
 TEXT, FAINT, TRACK = "#1a202c", "#5a6577", "#e6e9ee"
 VISUAL, SEMANTIC, HEAT = "#2563a8", "#c2571a", "#ffd23f"
-ASPECT = 4.0  # a narrower picture is shown stretched: its regions are relative to its sides
+ASPECT = 4.0  # narrower pictures are stretched: regions are relative to the sides
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """What is drawn; T words, n regions, k attributes.
+    """Content of the drawing; T words, n regions, k attributes.
 
     Attributes:
-        caption: The whole one.
-        words: T of it.
+        caption: The whole caption.
+        words: Its T words.
         boxes: (n, 4), x0, y0, x1, y1, relative to the picture.
-        regions: (T, n), weights that sum to 1; None: nothing looked at regions.
-        attribute_words: k.
-        attributes: (T, k), likewise.
-        visual_share: (T,), of the gate; None: there is none.
+        regions: (T, n), weights that sum to 1; None if no model uses regions.
+        attribute_words: The k attributes.
+        attributes: (T, k), likewise for attributes.
+        visual_share: (T,), visual share of the gate; None without a gate.
         notes: Small lines below the caption.
     """
 
@@ -46,7 +46,7 @@ class Explanation:
 
 
 def grid_of(boxes: np.ndarray) -> tuple[np.ndarray, tuple[int, int]] | None:
-    """The cell of each box, and rows and columns, where the boxes are all the cells of a grid; else None."""
+    """Return the cell of each box, and rows and columns, if the boxes are the cells of a grid; else None."""
     low = [np.unique(np.round(boxes[:, axis], 4), return_inverse=True) for axis in (1, 0)]
     rows, columns = (len(values) for values, _ in low)
     cells = low[0][1].ravel() * columns + low[1][1].ravel()
@@ -57,12 +57,12 @@ def grid_of(boxes: np.ndarray) -> tuple[np.ndarray, tuple[int, int]] | None:
 
 
 def attended(picture: Image.Image, boxes: np.ndarray, weights: np.ndarray) -> Image.Image:
-    """The picture with the weights of its regions: a heat map of a grid's cells, outlines of a detector's boxes.
+    """Draw the weights of regions on the picture: a heat map for grid cells, outlines for detected boxes.
 
     Args:
-        picture: In RGB.
+        picture: The picture, in RGB.
         boxes: (n, 4), relative.
-        weights: (n,), of one word.
+        weights: (n,), weights for one word.
     """
     strength = weights / max(float(weights.max()), 1e-12)
     grid = grid_of(boxes)
@@ -74,7 +74,7 @@ def attended(picture: Image.Image, boxes: np.ndarray, weights: np.ndarray) -> Im
         cell_map = np.zeros(rows * columns, np.float32)
         cell_map[cells] = strength
         H, W = pixels.shape[:2]
-        # The cell of each pixel, as the grid divides the picture.
+        # The cell of each pixel in the grid.
         y, x = ((np.arange(size) * number) // size for size, number in ((H, rows), (W, columns)))
         heat = cell_map.reshape(rows, columns)[y][:, x][..., None]
         lit = 0.66 * pixels + 0.34 * np.array(ImageColor.getrgb(HEAT), np.float32)
@@ -95,7 +95,7 @@ def attended(picture: Image.Image, boxes: np.ndarray, weights: np.ndarray) -> Im
 
 
 def _pixels(box: np.ndarray, W: int, H: int) -> tuple[int, int, int, int]:
-    """Within the picture, of a pixel or more."""
+    """Convert a box to pixels within the picture, at least one pixel wide and high."""
     x0, y0 = min(int(box[0] * W), W - 1), min(int(box[1] * H), H - 1)
     return x0, y0, min(max(round(float(box[2] * W)), x0 + 1), W), min(max(round(float(box[3] * H)), y0 + 1), H)
 
@@ -104,12 +104,12 @@ def _pixels(box: np.ndarray, W: int, H: int) -> tuple[int, int, int, int]:
 
 
 def page(picture: Image.Image, shown: Explanation, attributes: int = 4) -> Image.Image:
-    """The whole picture of a caption.
+    """Draw the whole page of a caption.
 
     Args:
-        picture: In RGB, of any size.
-        shown: What was found.
-        attributes: How many of the strongest ones a word's panel has.
+        picture: The picture, in RGB, of any size.
+        shown: Content of the page.
+        attributes: Number of attributes in a word's panel, by falling weight.
     """
     small = scaled(picture, PANEL, PANEL) if shown.regions is not None else None
     rows = min(attributes, len(shown.attribute_words)) if shown.attributes is not None else 0
@@ -127,7 +127,7 @@ def page(picture: Image.Image, shown: Explanation, attributes: int = 4) -> Image
 
 
 def scaled(picture: Image.Image, width: int, height: int) -> Image.Image:
-    """To fit into this size, larger or smaller."""
+    """Scale a picture up or down to fit this size."""
     W, H = picture.size
     aspect = min(max(W / H, 1 / ASPECT), ASPECT)
     size = (width, width / aspect) if width / aspect <= height else (height * aspect, height)
@@ -136,7 +136,7 @@ def scaled(picture: Image.Image, width: int, height: int) -> Image.Image:
 
 
 def _head(picture: Image.Image, shown: Explanation, letters: Lettering) -> Image.Image:
-    """The picture, the caption beside it, and what the colours mean."""
+    """Draw the picture, the caption beside it, and a legend of the colours."""
     preview = scaled(picture, 400, 300)
     left = MARGIN + preview.width + MARGIN
     width = WIDTH - left - MARGIN
@@ -166,10 +166,10 @@ def _head(picture: Image.Image, shown: Explanation, letters: Lettering) -> Image
 def _legend(shown: Explanation) -> list[tuple[str, str]]:
     found = []
     if shown.regions is not None:
-        found.append((HEAT, "regions that the word attends to, the strongest brightest"))
+        found.append((HEAT, "regions that the word attends to, brighter for larger weights"))
     if shown.visual_share is not None:
-        found.append((VISUAL, "share that the gate takes from the regions"))
-        found.append((SEMANTIC, "share that the gate takes from the attributes; below: attributes and their weights"))
+        found.append((VISUAL, "the gate's share of the regions"))
+        found.append((SEMANTIC, "the gate's share of the attributes; below: attributes and their weights"))
     elif shown.attributes is not None:
         found.append((SEMANTIC, "attributes that the word attends to, and their weights"))
     return found
@@ -184,7 +184,7 @@ def _panel(
     rows: int,
     letters: Lettering,
 ) -> None:
-    """One word."""
+    """Draw the panel of one word."""
     draw = ImageDraw.Draw(canvas)
     x, y = place
     word, size = letters.fitted(shown.words[t], 22, 13, PANEL)

@@ -1,7 +1,7 @@
-"""Captions of pictures by fairseq's checkpoints of the task ``captioning``: fairseq loads and searches.
+"""Captions of pictures by checkpoints of fairseq's task ``captioning``, with fairseq's own loading and search.
 
-Regions and attributes of a picture are computed as those of the data folder were, by the recipe in its file of regions
-and by the attribute detector, and go through the task's own dataset.
+Regions and attributes of a picture are computed like those of the data folder, by the recipe in its file of regions
+and by the attribute detector, and pass through the task's own dataset.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from tools.captioning.region_recipe import RecordedExtractor
 from tools.captioning.regions import Regions
 from tools.captioning.word_attention import WordAttention, word_attention
 
-# A data folder given anew replaces what these said in training.
+# Another data folder replaces these options of the training.
 FILES = ("splits", "captions", "regions", "attributes", "dictionary")
 
 
 class BadCaptioner(ValueError):
-    """Checkpoints, or files that belong to them, that cannot caption pictures."""
+    """Checkpoints or their files are unsuitable for captioning pictures."""
 
 
 @dataclass(frozen=True)
 class Search:
-    """Of fairseq's beam search.
+    """Options of fairseq's beam search.
 
     Attributes:
-        beam: Its width.
-        max_len: Words of a caption at most.
+        beam: Width of the beam.
+        max_len: Maximum number of words in a caption.
         lenpen: Above 1 for longer captions, below 1 for shorter ones.
     """
 
@@ -59,17 +59,17 @@ class Search:
 
 @dataclass(frozen=True)
 class CaptionedPicture:
-    """A caption, and how it came about.
+    """A caption with its scores and attention.
 
     Attributes:
-        caption: Its words with spaces between.
-        words: T of them.
-        score: fairseq's, the mean log-probability of a word for ``lenpen`` 1.
-        log_probabilities: T, of each word.
-        regions: None: no model looks at regions.
-        attributes: Words and probabilities that the models were given; None: no model looks at attributes.
-        unknown: Words of the detector that the dictionary does not have, which are left out.
-        attention: Of each model.
+        caption: Its words, separated by spaces.
+        words: The T words.
+        score: fairseq's score, which for ``lenpen`` 1 is the mean log-probability of a word.
+        log_probabilities: Log-probabilities of the T words.
+        regions: Regions of the picture; None if no model uses regions.
+        attributes: Words and probabilities passed to the models; None if no model uses attributes.
+        unknown: Words of the detector that are not in the dictionary and were left out.
+        attention: Attention of each model.
     """
 
     caption: str
@@ -83,7 +83,7 @@ class CaptionedPicture:
 
 
 class _Computed(RegionFeatures):
-    """The regions of one picture, in a file's place."""
+    """Computed regions of one picture, in place of a file."""
 
     def __init__(self, found: Regions) -> None:
         self.found = found
@@ -97,16 +97,16 @@ class Captioner:
 
     Args:
         paths: The checkpoints.
-        data: The data folder; None: the one that the first checkpoint was trained on, and the files it was given.
-        detector: Of attributes; None: for models that look at regions alone.
-        search: Of captions.
-        device: Where the networks run.
-        region_checkpoint: Weights of the regions' extractor, instead of what the recipe names.
-        region_config: Of mmdet, likewise.
+        data: The data folder; None: folder and files of the first checkpoint's training.
+        detector: Checkpoint of the attribute detector; None for models of regions alone.
+        search: Options of the beam search.
+        device: Device of the networks.
+        region_checkpoint: Weights of the region extractor, in place of those in the recipe.
+        region_config: Config of mmdet, likewise.
 
     Raises:
-        BadCaptioner: a checkpoint is missing or of something else, or its data folder is not such.
-        ValueError: the regions' recipe or extractor cannot be used; the models and the data folder do not fit.
+        BadCaptioner: a checkpoint is missing or unsuitable, or its data folder is invalid.
+        ValueError: the recipe or the extractor of regions cannot be used, or models and data folder do not match.
     """
 
     def __init__(
@@ -137,28 +137,28 @@ class Captioner:
             None if regions is None else RecordedExtractor(regions, device, region_checkpoint, region_config)
         )
         if self.extractor is not None and (region_checkpoint or region_config):
-            self.extractor(Image.new("RGB", (64, 64)))  # of another width: told once, not for every picture
+            self.extractor(Image.new("RGB", (64, 64)))  # report a wrong width once, not for every picture
         self.number = self._attribute_number() if self.sees_attributes else 0
         options = GenerationConfig(beam=search.beam, max_len_b=search.max_len, lenpen=search.lenpen)
         self.generator = self.task.build_generator(self.models, options)
 
     def _load(self, path: Path, overrides: dict[str, Any]) -> None:
-        """Add a model; the first one's task is that of all, as in ``fairseq-generate``."""
+        """Add a model; all share the task of the first one, as in ``fairseq-generate``."""
         if not path.is_file():
             raise BadCaptioner(f"--path: {path} does not exist")
         try:
             state = checkpoint_utils.load_checkpoint_to_cpu(str(path), overrides)
             cfg = convert_namespace_to_omegaconf(state["args"]) if state.get("args") else state["cfg"]
             name, architecture = cfg.task._name, cfg.model._name
-        except Exception as error:  # pickle's, zip's, and of dicts of something else
-            raise BadCaptioner(f"--path: {path} cannot be read as a checkpoint of fairseq: {error!r:.200}") from error
+        except Exception as error:  # from pickle and zip, and for other dicts
+            raise BadCaptioner(f"--path: {path} cannot be read as a fairseq checkpoint: {error!r:.200}") from error
         if name != "captioning":
             raise BadCaptioner(f"--path: {path} is of the task {name}, not captioning")
         if self.task is None:
             self.task = self._task(path, cfg.task)
         [model], cfg, _ = checkpoint_utils.load_model_ensemble_and_task([str(path)], task=self.task, state=state)
         if not isinstance(model, CaptionerModel):
-            raise BadCaptioner(f"--path: {path} is of the model {architecture}, which is no captioner of ours")
+            raise BadCaptioner(f"--path: {path} is of the model {architecture}, which is not one of our captioners")
         model.to(self.device).eval()
         model.prepare_for_inference_(cfg)
         self.models.append(model)
@@ -166,7 +166,7 @@ class Captioner:
     def _task(self, path: Path, cfg: Any) -> CaptioningTask:
         another = f"--path {path} was trained on {cfg.data}; --data takes another folder, and all files from it"
         dictionary = Path(cfg.dictionary or Path(cfg.data) / "dict.txt")
-        if not dictionary.is_file():  # the task would make one of the captions
+        if not dictionary.is_file():  # the task would build one from the captions
             raise BadCaptioner(f"the vocabulary {dictionary} does not exist: {another}")
         try:
             task = tasks.setup_task(cfg)
@@ -177,12 +177,12 @@ class Captioner:
         return task
 
     def _attribute_number(self) -> int:
-        """How many attributes an image of the data folder has."""
+        """Return the number of attributes of an image in the data folder."""
         assert self.detector is not None
         words = self.detector.words
         if not any(self._known(word) for word in words):
             raise BadCaptioner(
-                f"the detector's words, such as {words[0]!r}, are none of the vocabulary's: it is of other captions"
+                f"the detector's words, such as {words[0]!r}, are not in the vocabulary, which is of other captions"
             )
         number = self.task.cfg.max_attributes
         if self.task.attributes_file is None:
@@ -196,7 +196,7 @@ class Captioner:
         """Caption a picture in RGB.
 
         Raises:
-            ValueError: its regions do not fit, or none of its attributes is in the dictionary.
+            ValueError: the regions do not fit, or none of the attributes is in the dictionary.
         """
         regions = None if self.extractor is None else self.extractor(picture)
         attributes: list[tuple[str, float]] = []
@@ -223,9 +223,9 @@ class Captioner:
         )
 
     def _sample(self, regions: Regions | None, attributes: list[tuple[str, float]], caption: list[int]) -> Any:
-        """A batch of one, as the task makes it."""
+        """Return a batch of one sample, built by the task."""
         dictionary = self.task.dictionary
-        # Without attributes the task gives the end, for a batch's size.
+        # Without attributes the task passes the end symbol, which carries the batch size.
         numbers = [dictionary.index(word) for word, _ in attributes] or [dictionary.eos()]
         count = 0 if regions is None else len(regions["boxes"])
         image = CaptionedImage("picture", [caption], [""], numbers, count)

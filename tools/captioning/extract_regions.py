@@ -5,37 +5,37 @@
     python -m tools.captioning.extract_regions data/scenes/images data/scenes/regions.npz \\
         --splits data/scenes/splits.json --grid resnet10t --checkpoint work_dirs/attributes/best.safetensors
 
-OUT is ``.npz``, ``.h5`` (h5py) or ``.lmdb`` (lmdb); ``attn_plugins.captioning.region_features`` tells its content.
+OUT is ``.npz``, ``.h5`` (h5py) or ``.lmdb`` (lmdb); ``attn_plugins.captioning.region_features`` documents its content.
 Three ways:
 
-``--mmdet CONFIG [CHECKPOINT]``  any two-stage config of mmdet, also our attended ones
+``--mmdet CONFIG [CHECKPOINT]``  any two-stage config of mmdet, including ours with attention
 ``--torchvision NAME``           one of torchvision's R-CNNs, such as fasterrcnn_resnet50_fpn
 ``--grid NAME``                  the last map of a timm backbone, pooled to a grid of cells
 
-A detector keeps the regions above ``--score-threshold`` after suppression within each class, but at least the 10 best
-and at most 100 (as Anderson et al., 2018); their boxes are the refined ones, and their features what the classifier
-reads of them (``--feature map``: the mean of the RoI-aligned map).
+A detector keeps the regions above ``--score-threshold`` after non-maximum suppression within each class, but at least
+the 10 best and at most 100 (as Anderson et al., 2018). Their boxes are refined, and their features are the inputs of
+the classifier (``--feature map``: the mean of the RoI-aligned map).
 
-Image ids are those of ``--splits`` (Karpathy's file) or ``--captions`` (COCO's format), and only the pictures named
-there are read; without both, all pictures of the folder are, and their ids are the names without suffix. With both,
-``--captions`` tells the names of files that ``--splits`` does not.
+Image ids are those of ``--splits`` (Karpathy's file) or ``--captions`` (COCO's format), and only the pictures listed
+there are read; without both, all pictures of the folder are read, and the ids are the file names without suffix. With
+both, ``--captions`` provides file names that are missing in ``--splits``.
 
-What is done is kept in a folder beside OUT: the same command goes on where it was interrupted, and gives the same file.
-A picture that is missing, broken or fails in the network is named with its reason and left out.
+Partial results are kept in a folder beside OUT: the same command resumes an interrupted run and produces the same
+file. Pictures that are missing or broken, or that fail in the network, are listed with the reason and left out.
 
 Several processes share the pictures, each on its own GPU (``--device cuda``) or all on the CPU::
 
     torchrun --nproc-per-node 8 -m tools.captioning.extract_regions data/coco/images data/coco/regions.h5 ...
 
 OUT has the same bytes as from one process with as many threads. The same command resumes an interrupted run, with any
-number of processes; a second run on the same OUT ends with an error. Process 0 prints the progress of all and returns
+number of processes; a second run on the same OUT raises an error. Process 0 prints the overall progress and returns
 the exit code below (torchrun returns 1 for any code but 0). Processes on several machines need a shared file system
 with file locks for OUT.
 
-OUT also holds the recipe, by which ``tools.caption`` computes the regions of new pictures: the options, and where the
-weights lie.
+OUT also holds the recipe by which ``tools.caption`` computes the regions of new pictures: the options, and the paths
+of the weights.
 
-Exit code: 0, all pictures are in OUT; 1, OUT is written without some, which are named; 2, nothing was written.
+Exit code: 0, all pictures are in OUT; 1, OUT lacks some pictures, which are listed; 2, nothing was written.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ with extras("captioning", "timm", "tools"):
 
 
 class Prepared(Dataset):
-    """Pictures as the extractor takes them, or why there is none."""
+    """Pictures prepared for the extractor, or the reason why one is missing."""
 
     def __init__(self, images: Sequence[ListedImage], extractor: Extractor) -> None:
         self.images, self.extractor = images, extractor
@@ -85,15 +85,15 @@ class Prepared(Dataset):
             return image, self.extractor.prepare(open_picture(image.path)), None
         except BadPicture as error:
             return image, None, f"cannot be read as a picture: {error.__cause__}"
-        except Exception as error:  # of one picture: the others go on
+        except Exception as error:  # affects one picture: continue with the others
             return image, None, f"{type(error).__name__}: {error}"
 
 
 class Extraction:
-    """Goes through this process' share of the pictures, batch by batch, and keeps what comes.
+    """Extraction of this process's share of the pictures, batch by batch.
 
-    A padded batch changes its members a little: batches are the same however many processes there are, and in a run
-    that goes on, for which some pictures are computed again.
+    A padded batch changes its members slightly. Therefore batches do not depend on the number of processes, and a
+    resumed run computes some pictures again.
     """
 
     def __init__(self, images: Sequence[ListedImage], batch_size: int, extractor: Extractor) -> None:
@@ -102,14 +102,14 @@ class Extraction:
         self.numbers = {str(image.id): i for i, image in enumerate(images)}
 
     def left(self, parts: list[Path]) -> list[int]:
-        """Numbers of the batches that are not done."""
+        """Return the numbers of the unfinished batches."""
         done = _done(parts)
         if done:
-            print(f"going on after {len(done)} of {len(self.images)} images", flush=True)
+            print(f"resuming after {len(done)} of {len(self.images)} images", flush=True)
         return [n for n, batch in enumerate(self.batches) if any(str(self.images[i].id) not in done for i in batch)]
 
     def run(self, run: SharedRun, dtype: str, workers: int, progress: Callable[[], None]) -> None:
-        """Append the regions of the pictures that are left to this process."""
+        """Append the regions of this process's remaining pictures."""
         done = _done(run.parts)
         loader: Any = DataLoader(
             Prepared(self.images, self.extractor),
@@ -134,14 +134,14 @@ class Extraction:
                 progress()
 
     def skip(self, run: SharedRun, image: ListedImage, reason: str) -> None:
-        """Name a picture that is left out."""
+        """Report a picture that is left out."""
         run.skip(self.numbers[str(image.id)], reason)
-        start = "\n" if sys.stdout.isatty() else ""  # not into the line of the progress
+        start = "\n" if sys.stdout.isatty() else ""  # not on the progress line
         sys.stderr.write(f"{start}skipped {image.path} (image {image.id}): {reason}\n")
         sys.stderr.flush()
 
     def extract(self, run: SharedRun, batch: list[tuple[ListedImage, Any]]) -> Iterator[tuple[ListedImage, Regions]]:
-        """The regions of a batch; where it fails, of its pictures one by one."""
+        """Yield the regions of a batch; if it fails, of its pictures one by one."""
         if not batch:
             return
         try:
@@ -160,7 +160,7 @@ class Extraction:
         yield from zip((image for image, _ in batch), found)
 
     def works(self) -> bool:
-        """Whether the network has regions for a plain picture: else its failure is not a picture's."""
+        """Return whether the network finds regions in a plain picture; if not, the pictures are not at fault."""
         try:
             return len(self.extractor([self.extractor.prepare(Image.new("RGB", (64, 64), "grey"))])) == 1
         except Exception:
@@ -172,7 +172,7 @@ def _done(parts: list[Path]) -> set[str]:
 
 
 def settings_of(recipe: dict[str, Any], images: Sequence[ListedImage]) -> dict[str, Any]:
-    """What two runs have in common, one of which goes on with what the other has done."""
+    """Return the settings that two runs must share for one to resume the other."""
     names = json.dumps([[image.id, image.path.name] for image in images])
     settings = dict(recipe["options"], images=hashlib.sha256(names.encode()).hexdigest())
     settings.update({f"content of the {name}": found["sha256"] for name, found in recipe["files"].items()})
@@ -180,7 +180,7 @@ def settings_of(recipe: dict[str, Any], images: Sequence[ListedImage]) -> dict[s
 
 
 def extract(options: argparse.Namespace, process: Process) -> int:
-    """What the command line asks for; returns how many pictures were left out."""
+    """Extract the regions of the command line; return how many pictures were left out."""
     out: Path = options.out
     if (package := PACKAGES.get(out.suffix)) is not None:
         need(package)
@@ -189,9 +189,9 @@ def extract(options: argparse.Namespace, process: Process) -> int:
 
     def check_out() -> None:
         if out.exists() and not options.overwrite and not made(folder, out):
-            raise BadFile(f"OUT {out} is there already: --overwrite makes it anew")
+            raise BadFile(f"OUT {out} already exists: --overwrite replaces it")
 
-    if process.rank == 0:  # another one may come when all is done
+    if process.rank == 0:  # other processes may start after the result exists
         check_out()
     if options.batch_size < 1:
         raise BadExtractor(f"--batch-size must be at least 1, got {options.batch_size}")
@@ -231,7 +231,7 @@ def extract(options: argparse.Namespace, process: Process) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Of the command line."""
+    """Return the parser of the command line."""
     made = argparse.ArgumentParser(
         prog="python -m tools.captioning.extract_regions",
         description=__doc__,
@@ -265,9 +265,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--workers", type=int, default=0, help="processes that read pictures, default %(default)s")
     made.add_argument("--dtype", choices=("float16", "float32"), default="float16", help="default %(default)s")
     made.add_argument("--device", help="default: cuda where there is one (of several processes each its own), else cpu")
-    made.add_argument("--seed", type=int, default=0, help="of random weights, default %(default)s")
+    made.add_argument("--seed", type=int, default=0, help="seed of random weights, default %(default)s")
     made.add_argument("--overwrite", action="store_true", help="replace OUT")
-    made.add_argument("--restart", action="store_true", help="forget what an interrupted run has done")
+    made.add_argument("--restart", action="store_true", help="discard the results of an interrupted run")
     return made
 
 

@@ -15,18 +15,18 @@ from tools.captioning.timm_backbone import BadBackbone, TimmBackbone, read_weigh
 
 
 class GridRegions:
-    """One region a cell, row by row, with the score 1; pictures are stretched to the network's size.
+    """Extractor with one region per cell, row by row, with the score 1; pictures are stretched to the network's size.
 
     Args:
-        name: timm's name.
-        cells: Of each side.
-        weights: ``"default"``: timm's; ``"none"``: random; else a file.
-        device: Where the network runs.
-        seed: Of random weights.
-        size: (H, W) in pixels; None: that of ``weights`` where the file tells it, else the model's own.
+        name: Model name in timm.
+        cells: Number of cells per side.
+        weights: ``"default"`` for timm's weights, ``"none"`` for random ones, or a file.
+        device: Device of the network.
+        seed: Seed of random weights.
+        size: (H, W) in pixels; None: the size stored in the file ``weights``, else the model's own.
 
     Attributes:
-        map_size: (h, w) of the last batch's map. Where it has fewer cells than the grid, some are the same.
+        map_size: (h, w) of the last batch's map. If it has fewer cells than the grid, some regions are equal.
     """
 
     map_size: tuple[int, int] | None = None
@@ -44,7 +44,7 @@ class GridRegions:
             raise BadExtractor(f"--grid-size must be at least 1, got {cells}")
         seeded(seed)
         stride = None
-        if isinstance(weights, Path):  # as it was trained, where the file tells
+        if isinstance(weights, Path):  # the training size, if the file stores it
             metadata = read_weights(weights)[1]
             size = size or json.loads(metadata.get("size", metadata.get("input_size", "null")))
             stride = json.loads(metadata.get("output_stride", "null"))
@@ -60,7 +60,7 @@ class GridRegions:
         self.cells, self.device = cells, device
 
     def prepare(self, picture: Image.Image) -> Tensor:
-        """(3, H, W)."""
+        """Return the normalised picture, (3, H, W)."""
         return self.backbone.prepare(picture)
 
     @torch.inference_mode()

@@ -1,4 +1,4 @@
-"""Which pictures there are, and the ids that caption files know them by."""
+"""List of pictures with their ids in caption files."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class ListedImage:
 
     Attributes:
         id: COCO's id, or the file's stem.
-        path: The file, which need not be there.
-        part: ``train``, ``val``, ...; empty where no split file tells.
+        path: The file, which need not exist.
+        part: ``train``, ``val``, ...; empty without a split file.
     """
 
     id: ImageId
@@ -26,16 +26,16 @@ class ListedImage:
 
 
 def listed_images(folder: Path, captions: Path | None = None, splits: Path | None = None) -> list[ListedImage]:
-    """The pictures that a split file names, else those of a caption file, else all of the folder.
+    """Return the pictures listed in a split file, else those of a caption file, else all of the folder.
 
     Args:
-        folder: The pictures; those of a split file may also lie in the folders that its ``filepath`` names.
+        folder: Folder of pictures; those of a split file may also be in the folders of its ``filepath``.
         captions: COCO's format: ``images`` have ``id`` and ``file_name``.
-        splits: Karpathy's format: ``images`` have ``cocoid`` (or ``imgid``), ``split`` and ``filename``, which is
-            looked up in ``captions`` where it is missing.
+        splits: Karpathy's format: ``images`` have ``cocoid`` (or ``imgid``), ``split`` and ``filename``; a missing
+            ``filename`` is looked up in ``captions``.
 
     Raises:
-        BadFile: the folder is missing, a file is not such, an id or a stem is there twice, or no picture is there.
+        BadFile: the folder is missing, a file is invalid, an id or a stem is repeated, or there are no pictures.
     """
     if not folder.is_dir():
         raise BadFile(f"IMAGES {folder}: no such folder")
@@ -78,7 +78,7 @@ def _of_captions(folder: Path, names: dict[ImageId, str]) -> list[ListedImage]:
 def _of_splits(folder: Path, splits: Path, names: dict[ImageId, str]) -> list[ListedImage]:
     content = read_json(splits)
     rows = content.get("images") if isinstance(content, dict) else None
-    names_by_text = {str(image_id): name for image_id, name in names.items()}  # 5 and "5" are one picture
+    names_by_text = {str(image_id): name for image_id, name in names.items()}  # 5 and "5" are the same picture
     found = []
     for row in items(splits, rows, "'images'", {"split": str}):
         image_id = row.get("cocoid", row.get("imgid"))
@@ -86,7 +86,7 @@ def _of_splits(folder: Path, splits: Path, names: dict[ImageId, str]) -> list[Li
             raise BadFile(f"{splits}: an image has neither cocoid nor imgid, got {row!r:.120}")
         name = row.get("filename", names_by_text.get(str(image_id)))
         if not isinstance(name, str):
-            raise BadFile(f"{splits}: image {image_id} has no filename, and no caption file tells it")
+            raise BadFile(f"{splits}: image {image_id} has no filename, and no caption file has it")
         nested = folder / str(row.get("filepath", "")) / name
         found.append(ListedImage(image_id, nested if nested.is_file() else folder / name, row["split"]))
     return found

@@ -1,4 +1,4 @@
-"""What the tools of captioning share to read JSON files: errors that name the file and the item."""
+"""Reading of JSON files for the captioning tools, with errors that name the file and the item."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ ImageId = int | str
 
 
 class BadFile(ValueError):
-    """A file that is not what it should be; the message names it and the item."""
+    """An invalid file; the message names it and the item."""
 
 
 def read_json(path: Path) -> Any:
@@ -23,7 +23,7 @@ def read_json(path: Path) -> Any:
 
 
 def items(path: Path, rows: Any, where: str, keys: dict[str, type | tuple[type, ...]]) -> list[dict]:
-    """``rows``, which must be a list of objects that have ``keys`` of these types."""
+    """Return ``rows``, which must be a list of objects that have ``keys`` of these types."""
     if not isinstance(rows, list):
         raise BadFile(f"{path}: {where} must be a list, got {type(rows).__name__}")
     for number, row in enumerate(rows):
@@ -36,7 +36,7 @@ def items(path: Path, rows: Any, where: str, keys: dict[str, type | tuple[type, 
 
 
 def some(images: list[ImageId]) -> str:
-    """``image 3``, or ``4 images (3, 5, 8, ...)``."""
+    """Return ``image 3``, or ``4 images (3, 5, 8, ...)``."""
     if len(images) == 1:
         return f"image {images[0]}"
     return f"{len(images)} images ({', '.join(map(str, images[:3]))}{', ...' if len(images) > 3 else ''})"

@@ -1,7 +1,7 @@
-"""Text in pictures: measured, wrapped, cut off.
+"""Text in pictures: measuring, wrapping and truncation.
 
-Pillow brings a font of little more than ASCII. A text with other letters is set in DejaVu Sans where it is at hand: of
-the system, or of matplotlib.
+Pillow's own font covers little more than ASCII. Text with other letters is set in DejaVu Sans if the system or
+matplotlib provides it.
 """
 
 from __future__ import annotations
@@ -14,29 +14,29 @@ from typing import Any
 from PIL import ImageFont
 
 FALLBACK = "DejaVuSans.ttf"
-MISSING = "\uffff"  # of no font
+MISSING = "\uffff"  # in no font
 
 
 class Lettering:
     """One font at any size.
 
     Args:
-        file: Of the font; None: Pillow's own.
+        file: Font file; None: Pillow's own font.
     """
 
     def __init__(self, file: str | None = None) -> None:
         self.file = file
 
     def font(self, size: int) -> Any:
-        """For ``ImageDraw``."""
+        """Return the font for ``ImageDraw``."""
         return _font(self.file, size)
 
     def length(self, text: str, size: int) -> float:
-        """In pixels."""
+        """Return the length of ``text`` in pixels."""
         return self.font(size).getlength(text)
 
     def wrapped(self, text: str, size: int, width: int, most: int | None = None) -> list[str]:
-        """Lines of ``text`` that are at most ``width`` pixels wide, ``most`` of them; too long a word is divided."""
+        """Wrap ``text`` into at most ``most`` lines of at most ``width`` pixels; longer words are divided."""
         lines, line = [], ""
         for word in text.split():
             longer = f"{line} {word}" if line else word
@@ -56,19 +56,19 @@ class Lettering:
         return lines
 
     def shortened(self, text: str, size: int, width: float) -> str:
-        """``text``, cut off with three dots where it is wider."""
+        """Return ``text``, truncated with three dots if it is wider than ``width``."""
         if self.length(text, size) <= width:
             return text
         return self._fitting(text, size, width - self.length("...", size)) + "..."
 
     def fitted(self, text: str, size: int, least: int, width: float) -> tuple[str, int]:
-        """The text and a size from ``size`` down to ``least`` at which it fits; below that it is cut off."""
+        """Return the text and the largest size from ``size`` down to ``least`` that fits, else the truncated text."""
         while size > least and self.length(text, size) > width:
             size -= 1
         return self.shortened(text, size, width), size
 
     def _fitting(self, text: str, size: int, width: float) -> str:
-        """As many of the first characters as fit."""
+        """Return as many of the first characters as fit."""
         low, high = 0, len(text)
         while low < high:
             middle = (low + high + 1) // 2
@@ -77,7 +77,7 @@ class Lettering:
 
 
 def lettering_for(text: str) -> Lettering:
-    """Pillow's own font if it has all letters of ``text``, else the fallback where there is one."""
+    """Return Pillow's own font if it has all letters of ``text``, else the fallback if there is one."""
     if all(_has(None, letter) for letter in set(text) if not letter.isspace()):
         return Lettering()
     return Lettering(_fallback())
@@ -96,7 +96,7 @@ def _has(file: str | None, letter: str) -> bool:
 
 @cache
 def _fallback() -> str | None:
-    """The file of the font; None: there is none."""
+    """Return the file of the fallback font, or None."""
     names = [FALLBACK]
     found = importlib.util.find_spec("matplotlib")
     if found is not None and found.origin is not None:

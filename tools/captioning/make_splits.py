@@ -1,12 +1,12 @@
-"""Divides a captioned set of images into parts: makes the ``splits.json`` that Karpathy's file is for COCO.
+"""Divide a captioned set of images into parts: write a ``splits.json`` like Karpathy's file for COCO.
 
 ::
 
     python -m tools.captioning.make_splits data/own --shares 80 10 10
 
 DATA holds ``captions.json`` in COCO's format: ``images`` have ``id`` and ``file_name``, ``annotations`` have
-``image_id`` and ``caption``. Every image with a caption comes by chance into ``train``, ``val`` or ``test``, each of
-which has its share of them, but at least one; the same ids and seed give the same parts.
+``image_id`` and ``caption``. Every image with a caption is assigned at random to ``train``, ``val`` or ``test`` by the
+given shares, with at least one image each; the same ids and seed give the same parts.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ PARTS = ("train", "val", "test")
 
 
 def captioned(path: Path) -> tuple[list[dict[str, Any]], list[Any]]:
-    """The images of a COCO caption file that have captions, and the ids of those that have none.
+    """Return the images of a COCO caption file that have captions, and the ids of those without.
 
     Raises:
-        BadFile: the file is not such, an image is there twice, or a caption is of an image that is not there.
+        BadFile: the file is invalid, an image is repeated, or a caption is of an unknown image.
     """
     content = read_json(path)
     if not isinstance(content, dict):
@@ -43,7 +43,7 @@ def captioned(path: Path) -> tuple[list[dict[str, Any]], list[Any]]:
     names: dict[str, str] = {}
     for image in images:
         if str(image["id"]) in names:
-            raise BadFile(f"{path}: image {image['id']} is there twice")
+            raise BadFile(f"{path}: image {image['id']} is repeated")
         names[str(image["id"])] = image["file_name"]
     described = {str(row["image_id"]): row for row in rows if row["caption"].strip()}
     for image_id, row in described.items():
@@ -54,10 +54,10 @@ def captioned(path: Path) -> tuple[list[dict[str, Any]], list[Any]]:
 
 
 def divided(number: int, shares: Sequence[float]) -> list[int]:
-    """How many of ``number`` come into each part: by shares, rounded, at least 1 where the share is not 0.
+    """Return the size of each part of ``number`` images: rounded shares, at least 1 unless the share is 0.
 
     Raises:
-        ValueError: there are too few for that.
+        ValueError: there are too few images.
     """
     counts = [max(1, round(number * share / sum(shares))) if share else 0 for share in shares]
     counts[0] = number - sum(counts[1:])
@@ -67,7 +67,7 @@ def divided(number: int, shares: Sequence[float]) -> list[int]:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Of the command line."""
+    """Return the parser of the command line."""
     made = argparse.ArgumentParser(
         prog="python -m tools.captioning.make_splits",
         description=__doc__,
@@ -77,10 +77,10 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--captions", type=Path, metavar="JSON", help="default: DATA/captions.json")
     made.add_argument(
         "--shares", type=float, nargs=3, metavar=tuple(map(str.upper, PARTS)), default=(80.0, 10.0, 10.0),
-        help="of the images, in any unit; that of TEST may be 0 (default: 80 10 10)",
+        help="shares of the images, in any unit; that of TEST may be 0 (default: 80 10 10)",
     )  # fmt: skip
     made.add_argument("--seed", type=int, default=0, help="default %(default)s")
-    made.add_argument("--overwrite", action="store_true", help="a splits.json that is there")
+    made.add_argument("--overwrite", action="store_true", help="replace an existing splits.json")
     return made
 
 
@@ -94,7 +94,7 @@ def main(arguments: list[str] | None = None) -> int:
         if options.seed < 0:
             raise ValueError(f"--seed must be 0 or more, got {options.seed}")
         if out.exists() and not options.overwrite:
-            raise ValueError(f"{out} is there already: --overwrite makes it anew")
+            raise ValueError(f"{out} already exists: --overwrite replaces it")
         images, bare = captioned(options.captions or options.data / "captions.json")
         images.sort(key=lambda image: str(image["id"]))  # the order of the file does not matter
         counts = divided(len(images), options.shares)

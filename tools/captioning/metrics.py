@@ -1,7 +1,7 @@
-"""The standard scores of captions, as the standard evaluation package (pycocoevalcap) computes them.
+"""Standard caption scores, computed by the standard evaluation package (pycocoevalcap).
 
-It needs Java for its tokeniser, METEOR and SPICE, and a download of its own for SPICE. What cannot run here is left
-out with the reason, and the rest is given.
+It needs Java for its tokeniser, METEOR and SPICE, and a separate download for SPICE. Scores that cannot be computed
+here are left out with the reason; the others are returned.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tools.requires import install_command
 PACKAGE = "pycocoevalcap"
 PTB, PLAIN = "PTBTokenizer", "plain"
 SPICE_MODELS = ("stanford-corenlp-3.6.0.jar", "stanford-corenlp-3.6.0-models.jar")
-Tokens = Mapping[int | str, list[str]]  # of each image: sentences, their words between single spaces
+Tokens = Mapping[int | str, list[str]]  # sentences of each image, with words separated by single spaces
 
 
 class MissingPackage(RuntimeError):
@@ -30,14 +30,14 @@ class MissingPackage(RuntimeError):
 
 @dataclass
 class Report:
-    """What :func:`evaluate` found.
+    """Result of :func:`evaluate`.
 
     Attributes:
-        images: how many were scored.
-        scores: by name, as fractions (CIDEr-D: 0 to 10).
-        left_out: by the name of a score that could not be computed: why.
+        images: Number of scored images.
+        scores: Scores by name, as fractions (CIDEr-D: 0 to 10).
+        left_out: Reasons by the name of scores that could not be computed.
         tokenizer: ``'PTBTokenizer'``, the standard one, or ``'plain'``.
-        tokenizer_note: why it is the plain one; empty otherwise.
+        tokenizer_note: Why the plain one was used; otherwise empty.
     """
 
     images: int
@@ -48,10 +48,10 @@ class Report:
 
 
 def package_folder() -> Path:
-    """Where the evaluation package lies.
+    """Return the folder of the evaluation package.
 
     Raises:
-        MissingPackage: it is not installed.
+        MissingPackage: the package is not installed.
     """
     spec = importlib.util.find_spec(PACKAGE)
     if spec is None or not spec.submodule_search_locations:
@@ -60,9 +60,9 @@ def package_folder() -> Path:
 
 
 def plain_words(sentence: str) -> str:
-    """The words in lower case without punctuation at their ends: close to the PTB tokeniser, but not it.
+    """Return the words in lower case without punctuation at their ends, which approximates the PTB tokeniser.
 
-    That one also parts clitics ("dog's" into "dog 's") and words at slashes and hyphens of some kinds.
+    The PTB tokeniser also splits clitics ("dog's" into "dog 's") and words at some slashes and hyphens.
     """
     words = (word.strip(string.punctuation) for word in sentence.lower().split())
     return " ".join(word for word in words if word)
@@ -71,7 +71,7 @@ def plain_words(sentence: str) -> str:
 def _ptb(sets: Sequence[Tokens]) -> list[Tokens]:
     from pycocoevalcap.tokenizer.ptbtokenizer import PTBTokenizer
 
-    # All in one run of Java. It gets one line a sentence, and breaks lines at more characters than "\n".
+    # One run of Java for all sentences, one per line. Java breaks lines at more characters than "\n".
     given = {
         (part, image): [dict(caption=" ".join(sentence.split())) for sentence in own]
         for part, sentences in enumerate(sets)
@@ -79,14 +79,14 @@ def _ptb(sets: Sequence[Tokens]) -> list[Tokens]:
     }
     tokens = PTBTokenizer().tokenize(given)
     if {key: len(own) for key, own in tokens.items()} != {key: len(own) for key, own in given.items()}:
-        raise RuntimeError("it gave another number of sentences than it got")
+        raise RuntimeError("it returned another number of sentences than it received")
     if not any(map(any, tokens.values())):
-        raise RuntimeError("it gave no word")
+        raise RuntimeError("it returned no words")
     return [{image: tokens[part, image] for image in sentences} for part, sentences in enumerate(sets)]
 
 
 def tokenize(*sets: Tokens) -> tuple[list[Tokens], str]:
-    """Each set in words, and why the plain tokeniser was taken; empty: the standard one was."""
+    """Tokenise each set; return the sets and the reason for using the plain tokeniser, if any."""
     if shutil.which("java") is None:
         note = "there is no java on the PATH"
     else:
@@ -106,12 +106,12 @@ def _bleu(references: Tokens, results: Tokens) -> list[float]:
 def _meteor(references: Tokens, results: Tokens) -> list[float]:
     from pycocoevalcap.meteor.meteor import Meteor
 
-    # Its own protocol parts sentences by "|||".
+    # Its own protocol separates sentences by "|||".
     free = ({i: [s.replace("|||", " ") for s in own] for i, own in part.items()} for part in (references, results))
     meteor = Meteor()
     try:
         return [meteor.compute_score(*free)[0]]
-    except (OSError, ValueError) as error:  # Java has gone: leave nothing that the scorer's own clean-up waits for
+    except (OSError, ValueError) as error:  # Java has ended: remove what the scorer's clean-up would wait for
         if meteor.lock.locked():
             meteor.lock.release()
         meteor.meteor_p.kill()
@@ -140,7 +140,7 @@ def _spice(references: Tokens, results: Tokens) -> list[float]:
 
 
 def _missing(name: str, folder: Path) -> str:
-    """What of Java's a score lacks; empty: nothing."""
+    """Return what a score lacks to run Java, or an empty text."""
     if shutil.which("java") is None:
         return "there is no java on the PATH"
     needed = {
@@ -169,7 +169,7 @@ def evaluate(results: Mapping[int | str, str], references: Mapping[int | str, Se
     """Score one caption for each image against the image's references.
 
     Raises:
-        ValueError: the two are not of the same images, there is none, or a sentence holds no word.
+        ValueError: the two have different images or none, or a sentence has no words.
         MissingPackage: the evaluation package is not installed.
     """
     if not references or results.keys() != references.keys():
@@ -198,6 +198,6 @@ def evaluate(results: Mapping[int | str, str], references: Mapping[int | str, Se
                 if all(map(math.isfinite, values)):
                     report.scores |= {name: float(value) for name, value in zip(names, values)}
                     continue
-                reason = "its Java part gave no number"
+                reason = "its Java part returned no number"
         report.left_out[names[0]] = reason
     return report

@@ -1,4 +1,4 @@
-"""Regions by any of mmdet's two-stage detectors, with our attention or without."""
+"""Regions from any of mmdet's two-stage detectors, with or without our attention."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from tools.captioning.regions import BadExtractor, Regions, Selection, as_region
 
 
 class MmdetRegions:
-    """Detects, refines the boxes, and pools the features of the refined ones.
+    """Extractor that detects boxes, refines them, and pools the features of the refined boxes.
 
     Args:
         config: A config file with an RPN and a box head.
-        selection: Which regions are kept.
-        checkpoint: The weights; None: random ones.
-        feature: ``"classifier"``: what the last stage's classifier reads (for a head without ``fc_cls`` and for
+        selection: Selection of the regions to keep.
+        checkpoint: Checkpoint; None: random weights.
+        feature: ``"classifier"``: the input of the last stage's classifier (for a head without ``fc_cls`` and for
             ``"map"``: the mean of the RoI-aligned map).
-        device: Where the network runs.
-        seed: Of random weights.
+        device: Device of the network.
+        seed: Seed of random weights.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class MmdetRegions:
             self.pipeline = Compose(steps)
 
     def prepare(self, picture: Image.Image) -> Any:
-        """What the test pipeline of the config makes of it."""
+        """Run the config's test pipeline on a picture."""
         return self.pipeline(dict(img=np.asarray(picture)[:, :, ::-1].copy(), img_id=0))  # configs expect BGR
 
     @torch.inference_mode()
@@ -89,7 +89,7 @@ class MmdetRegions:
         maps = model.extract_feat(data["inputs"])
         proposals = model.rpn_head.predict(maps, samples, rescale=False)
         metas = [sample.metainfo for sample in samples]
-        # Without a test configuration: the boxes and scores of all classes, before suppression.
+        # No test configuration: returns the boxes and scores of all classes, before suppression.
         found = model.roi_head.predict_bbox(maps, metas, proposals, None, rescale=False)
         sizes = [meta["img_shape"][:2] for meta in metas]
         chosen = []
@@ -103,7 +103,7 @@ class MmdetRegions:
         return [as_regions(f, *own, *size) for f, own, size in zip(split, chosen, sizes)]
 
     def _features(self, maps: tuple[Tensor, ...], rois: Tensor) -> Tensor:
-        """(n, D) of the last stage."""
+        """Return the features (n, D) of the last stage."""
         head = self.model.roi_head
         box_head = head.bbox_head[-1] if self.cascade else head.bbox_head
         classifier, read = getattr(box_head, "fc_cls", None), list[Tensor]()

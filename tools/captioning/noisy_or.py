@@ -1,6 +1,6 @@
 """Noisy-OR multiple-instance detection of words: Fang et al., From Captions to Visual Concepts and Back (2015), Sec. 3.
 
-A word is in an image where any of its cells shows it: p = 1 − Π(1 − p_cell). With logits z of the cells,
+A word is in an image if any of its cells shows it: p = 1 − Π(1 − p_cell). With logits z of the cells,
 log(1 − p) = −s and log p = log(1 − exp(−s)), s = Σ softplus(z): no product, and no logarithm of what rounded to 0 or 1.
 
 B images, C channels, H·W cells, K words.
@@ -17,17 +17,17 @@ _SMALL = -7.0  # of log s; below it log(1 − exp(−s)) is log s − s/2 + s²/
 
 
 def noisy_or(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """log p and log(1 − p) of each word over the cells, in float32 or better; gradients are finite everywhere.
+    """Compute log p and log(1 − p) of each word over the cells, in float32 or better, with finite gradients.
 
     Args:
-        logits (Tensor[B, K, H, W]): Of the cells.
+        logits (Tensor[B, K, H, W]): Logits of the cells.
 
     Returns:
-        Two of (Tensor[B, K]).
+        Two tensors (Tensor[B, K]).
     """
     z = logits.flatten(2)
     z = z.float() if z.dtype in (torch.float16, torch.bfloat16) else z
-    # Both branches of a where() get a gradient: keep each one's input where it is finite.
+    # Both branches of a where() receive a gradient: clamp each input to the range where it is finite.
     log_softplus = torch.where(
         z < _LINEAR, z - z.clamp(max=_LINEAR).exp() / 2, functional.softplus(z.clamp(min=_LINEAR)).log()
     )
@@ -43,10 +43,10 @@ def noisy_or(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def noisy_or_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Binary cross-entropy of the images' probabilities, its mean over images and words.
+    """Compute the binary cross-entropy of the images' probabilities, averaged over images and words.
 
     Args:
-        logits (Tensor[B, K, H, W]): Of the cells.
+        logits (Tensor[B, K, H, W]): Logits of the cells.
         targets (Tensor[B, K]): 1 where the word describes the image, else 0.
     """
     log_p, log_not = noisy_or(logits)
@@ -55,7 +55,7 @@ def noisy_or_loss(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 class NoisyOrHead(nn.Module):
-    """Logits of every word in every cell of a feature map.
+    """Linear head: logits of every word in every cell of a feature map.
 
     Args:
         in_channels: C.
@@ -69,7 +69,7 @@ class NoisyOrHead(nn.Module):
 
     @torch.no_grad()
     def start_at(self, frequencies: Tensor, cells: int) -> None:
-        """Set the biases so that images of ``cells`` cells begin with these probabilities.
+        """Initialise the biases so that images of ``cells`` cells have these probabilities.
 
         Args:
             frequencies (Tensor[K]): The share of images that each word describes.
@@ -80,7 +80,8 @@ class NoisyOrHead(nn.Module):
         self.classifier.bias.copy_((-torch.expm1(miss)).log() - miss)
 
     def forward(self, features: Tensor) -> Tensor:
-        """
+        """Compute the logits of the cells.
+
         Args:
             features (Tensor[B, C, H, W]): The map.
 

@@ -1,4 +1,4 @@
-"""Which of several processes this one is, as ``torchrun`` tells by the environment."""
+"""Rank of this process, from the environment that ``torchrun`` sets."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 
 
 class BadEnvironment(ValueError):
-    """RANK, WORLD_SIZE and LOCAL_RANK that do not fit, or that name a GPU which is not there."""
+    """RANK, WORLD_SIZE and LOCAL_RANK are inconsistent, or refer to a missing GPU."""
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Process:
 
     Attributes:
         rank: From 0 to ``number`` - 1.
-        number: Of all processes.
+        number: Number of processes.
         local_rank: From 0 on each machine.
     """
 
@@ -29,15 +29,15 @@ class Process:
 
     @property
     def note(self) -> str:
-        """`` (process 1 of 2)`` after a tool's name; empty for a process alone."""
+        """Suffix of a tool's name, `` (process 1 of 2)``; empty for a single process."""
         return f" (process {self.rank} of {self.number})" if self.number > 1 else ""
 
 
 def this_process(environment: Mapping[str, str] | None = None) -> Process:
-    """Read ``RANK``, ``WORLD_SIZE`` and ``LOCAL_RANK``; a process without them is alone.
+    """Read ``RANK``, ``WORLD_SIZE`` and ``LOCAL_RANK``; without them, the process is the only one.
 
     Raises:
-        BadEnvironment: some of the three are missing, one is no number, or a rank is beyond the number of processes.
+        BadEnvironment: some of the three are missing, one is not a number, or a rank exceeds the number of processes.
     """
     environment = os.environ if environment is None else environment
     found = {name: environment[name] for name in NAMES if name in environment}
@@ -60,10 +60,10 @@ def this_process(environment: Mapping[str, str] | None = None) -> Process:
 
 
 def device_of(process: Process, device: str | None) -> str:
-    """The device of ``--device``: for ``cuda``, or where nothing is said and a GPU is there, that of ``local_rank``.
+    """Return the device of ``--device``; for ``cuda``, or by default if there is a GPU, that of ``local_rank``.
 
     Raises:
-        BadEnvironment: there are fewer GPUs.
+        BadEnvironment: there are too few GPUs.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""A line that tells how far a run over pictures is."""
+"""Progress line of a run over pictures."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from datetime import timedelta
 
 
 class Progress:
-    """Rewrites its line on a terminal, else prints one every twentieth part.
+    """Progress that rewrites its line on a terminal, and otherwise prints a line for every twentieth of the run.
 
     Args:
-        total: How many pictures there are.
-        count: How many of them are done, and how many were skipped; asked for at most every ``seconds``.
-        seconds: Between two questions.
+        total: Number of pictures.
+        count: Returns how many are done and how many were skipped; called at most every ``seconds``.
+        seconds: Minimum time between two calls of ``count``.
     """
 
     def __init__(self, total: int, count: Callable[[], tuple[int, int]], seconds: float = 0) -> None:
@@ -23,7 +23,7 @@ class Progress:
         self.terminal, self.shown, self.line = sys.stdout.isatty(), -1, ""
 
     def show(self, last: bool = False) -> None:
-        """Print the line where there is something new; the ``last`` one in any case."""
+        """Print the line if it has changed, or if it is the ``last``."""
         now = time.monotonic()
         if not last and now - self.asked < self.seconds:
             return

@@ -1,8 +1,8 @@
-"""How regions were made: the options and files of ``extract_regions``, recorded in what it writes.
+"""Recipes of regions: the options and files of ``extract_regions``, recorded in its output.
 
-By it the regions of another picture are computed in the same way. A file that the recipe names is looked for where it
-lay, seen from the features' file, then by its absolute path, then by the path as it was given; its content must be the
-same.
+A recipe makes it possible to compute the regions of another picture in the same way. Its files are searched first at
+their path relative to the features' file, then at the absolute path, then at the path as given; their content must be
+unchanged.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tools.captioning.regions import BadExtractor, Extractor, Regions, Selection
 from tools.requires import extras
 
 TOOL = "tools.captioning.extract_regions"
-# What changes the features.
+# Options that change the features.
 OPTIONS = (
     "mmdet", "torchvision", "grid", "grid_size", "checkpoint", "no_weights", "feature", "min_regions", "max_regions",
     "score_threshold", "nms", "size", "seed", "batch_size", "dtype",
@@ -30,11 +30,11 @@ OPTIONS = (
 
 
 class BadRecipe(ValueError):
-    """A recipe by which no regions can be computed here."""
+    """The recipe cannot be used here to compute regions."""
 
 
 def make_extractor(options: argparse.Namespace, device: str) -> Extractor:
-    """The one of the three that is asked for; only its own toolkit is imported."""
+    """Return the requested one of the three extractors; only its own toolkit is imported."""
     weights: Any = Path(options.checkpoint) if options.checkpoint else "none" if options.no_weights else "default"
     if options.grid:
         with extras("timm", "tools"):
@@ -50,7 +50,7 @@ def make_extractor(options: argparse.Namespace, device: str) -> Extractor:
         size = (options.size[0], options.size[-1] if len(options.size) > 1 else 1333) if options.size else None
         return TorchvisionRegions(options.torchvision, selection, weights, options.feature, device, options.seed, size)
     if options.size:
-        raise BadExtractor("--size goes without --mmdet: the config's test pipeline tells the size")
+        raise BadExtractor("--size goes without --mmdet: the config's test pipeline sets the size")
     config, checkpoint = mmdet_files(options)
     if checkpoint is None and not options.no_weights:
         raise BadExtractor("--mmdet CONFIG needs a CHECKPOINT, or --no-weights for random ones")
@@ -61,7 +61,7 @@ def make_extractor(options: argparse.Namespace, device: str) -> Extractor:
 
 
 def mmdet_files(options: argparse.Namespace) -> tuple[str, str | None]:
-    """Config and checkpoint, which is the second argument of ``--mmdet`` or that of ``--checkpoint``."""
+    """Return config and checkpoint; the latter is the second argument of ``--mmdet`` or that of ``--checkpoint``."""
     config, *checkpoint = options.mmdet
     if len(checkpoint) > 1 or (checkpoint and options.checkpoint):
         raise BadExtractor(f"--mmdet takes a config and at most one checkpoint, got {' '.join(options.mmdet)}")
@@ -69,7 +69,7 @@ def mmdet_files(options: argparse.Namespace) -> tuple[str, str | None]:
 
 
 def recipe_of(options: argparse.Namespace, out: Path) -> dict[str, Any]:
-    """What is recorded in ``out``: options, and of each file where it lies and a hash of its content."""
+    """Return the recipe recorded in ``out``: options, and the paths and content hash of each file."""
     chosen: dict[str, Any] = {name: getattr(options, name) for name in OPTIONS}
     named: dict[str, str | None] = {"checkpoint": options.checkpoint}
     if options.mmdet:
@@ -87,7 +87,7 @@ def _located(path: Path, out: Path) -> dict[str, Any]:
 
 
 def sha256_of(path: Path) -> str:
-    """The hash of a file's content."""
+    """Return the hash of a file's content."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(1 << 20):
@@ -96,19 +96,19 @@ def sha256_of(path: Path) -> str:
 
 
 class RecordedExtractor:
-    """Computes the regions of any picture as those of a file of features were.
+    """Extractor that repeats the recipe of a features file for any picture.
 
-    A detector's regions may differ in the last digits from those of a file, for which pictures were in one batch.
+    A detector's regions may differ in the last digits from the file's, which were computed in batches.
 
     Args:
         features: A file that ``extract_regions`` wrote.
-        device: Where the network runs.
-        checkpoint: The weights, instead of those that the recipe names; whatever their content.
-        config: The same of mmdet's config.
+        device: Device of the network.
+        checkpoint: Weights in place of those in the recipe; their content is not checked.
+        config: Config of mmdet, likewise.
 
     Raises:
-        BadRecipe: the file has no recipe, or a file that it names is missing or changed.
-        BadExtractor: an extractor cannot be made by it.
+        BadRecipe: the file has no recipe, or one of its files is missing or changed.
+        BadExtractor: the extractor cannot be built from it.
     """
 
     def __init__(
@@ -116,11 +116,9 @@ class RecordedExtractor:
     ) -> None:
         self.features = features
         recipe = features.recipe
-        again = "python -m tools.captioning.extract_regions --overwrite makes it anew, with one"
+        again = "python -m tools.captioning.extract_regions --overwrite creates it again, with a recipe"
         if recipe is None:
-            raise BadRecipe(
-                f"{features.path} has no recipe, which tells how to compute a new picture's regions: {again}"
-            )
+            raise BadRecipe(f"{features.path} has no recipe, which is needed for the regions of a new picture: {again}")
         if recipe.get("tool") != TOOL or not isinstance(recipe.get("options"), dict):
             raise BadRecipe(f"{features.path} has a recipe of {recipe.get('tool')!r}, not of {TOOL!r}: {again}")
         options = recipe["options"]
@@ -136,7 +134,7 @@ class RecordedExtractor:
         self.extractor = make_extractor(options, device)
 
     def _file(self, name: str, files: Mapping[str, Mapping[str, str]], given: Path | None) -> str | None:
-        """Where the file lies; None: the recipe has no such file."""
+        """Return the path of a file of the recipe, or None if the recipe has no such file."""
         if given is not None:
             if not given.is_file():
                 raise BadRecipe(f"--region-{name}: {given} does not exist")
@@ -154,14 +152,14 @@ class RecordedExtractor:
         else:
             what = f"which is neither {file['absolute']} nor {places[0]}"
         raise BadRecipe(
-            f"the regions in {features} were made with the {name} {file['given']}, {what}: give it by --region-{name}"
+            f"the regions in {features} were made with the {name} {file['given']}, {what}: pass --region-{name}"
         )
 
     def __call__(self, picture: Image.Image) -> Regions:
-        """The regions of a picture in RGB, features in the file's precision.
+        """Compute the regions of a picture in RGB, with features in the file's precision.
 
         Raises:
-            ValueError: their width is not the file's.
+            ValueError: the width of the features differs from the file's.
         """
         [found] = self.extractor([self.extractor.prepare(picture)])
         with np.errstate(over="ignore"):

@@ -1,4 +1,4 @@
-"""What the extractors of region features share: which regions are kept, and their form."""
+"""Shared parts of the region extractors: the selection of regions, and their format."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ Regions = dict[str, np.ndarray]  # features (n, D), boxes (n, 4), scores (n,)
 
 
 class BadExtractor(ValueError):
-    """An extractor that cannot be made of what was given."""
+    """The extractor cannot be built from the given options."""
 
 
 class Extractor(Protocol):
-    """From pictures to regions. ``prepare`` runs in the loading processes, and without the network's device."""
+    """Interface from pictures to regions. ``prepare`` runs in the loading processes, without the network's device."""
 
     def prepare(self, picture: Image.Image) -> Any:
-        """What the network takes of one picture."""
+        """Return the network's input for one picture."""
 
     def __call__(self, batch: list[Any]) -> list[Regions]:
-        """The regions of each prepared picture; boxes are relative to the picture, 0 to 1."""
+        """Return the regions of each prepared picture; boxes are relative to the picture, 0 to 1."""
 
 
 @dataclass(frozen=True)
 class Selection:
-    """Which of a detector's regions are kept: Anderson et al., Bottom-Up and Top-Down Attention (2018), Sec. 3.1.
+    """Selection of a detector's regions: Anderson et al., Bottom-Up and Top-Down Attention (2018), Sec. 3.1.
 
-    Those that survive non-maximum suppression within their class and reach the threshold, but at least the best
-    ``minimum`` and at most the best ``maximum``. Where a detector proposes fewer than the minimum, all of them.
+    Keeps the regions that survive non-maximum suppression within their class and reach the threshold, but at least the
+    best ``minimum`` and at most the best ``maximum``. If there are fewer proposals than the minimum, all are kept.
     """
 
     minimum: int = 10
@@ -48,15 +48,16 @@ class Selection:
                 raise BadExtractor(f"{name} must be from 0 to 1, got {value}")
 
     def __call__(self, boxes: Tensor, scores: Tensor, height: float, width: float) -> tuple[Tensor, Tensor]:
-        """
+        """Select regions among a detector's proposals.
+
         Args:
-            boxes (Tensor[P, K, 4] or Tensor[P, 1, 4]): Of each proposal and class, x0, y0, x1, y1 in pixels.
-            scores (Tensor[P, K]): Of the classes without the background.
-            height: Of the picture, in the same pixels.
-            width: The same.
+            boxes (Tensor[P, K, 4] or Tensor[P, 1, 4]): Boxes of each proposal and class, x0, y0, x1, y1 in pixels.
+            scores (Tensor[P, K]): Scores of the classes without the background.
+            height: Height of the picture, in the same pixels.
+            width: Width, likewise.
 
         Returns:
-            boxes (Tensor[n, 4]) within the picture and scores (Tensor[n]), the best first; without any proposal of a
+            boxes (Tensor[n, 4]) within the picture and scores (Tensor[n]), by falling score; without any proposal of a
             pixel or more, the whole picture with the score 0.
         """
         from torchvision.ops import batched_nms
@@ -72,7 +73,7 @@ class Selection:
         boxes, scores, classes = boxes[large], scores[large], classes[large]
         if len(boxes) == 0:
             return boxes.new_tensor([[0, 0, width, height]]), scores.new_zeros(1)
-        kept = batched_nms(boxes, scores, classes, self.iou)  # the best first
+        kept = batched_nms(boxes, scores, classes, self.iou)  # by falling score
         number = int((scores[kept] >= self.threshold).sum())
         number = min(max(number, self.minimum), self.maximum)
         suppressed = torch.ones_like(scores, dtype=torch.bool)
@@ -85,12 +86,12 @@ class Selection:
 
 
 def as_regions(features: Tensor, boxes: Tensor, scores: Tensor, height: float, width: float) -> Regions:
-    """Arrays of one picture; ``boxes`` come in pixels of a picture of this height and width."""
+    """Convert the regions of one picture to arrays; ``boxes`` are in pixels of a picture of this height and width."""
     relative = boxes.double() / boxes.new_tensor([width, height, width, height]).double()
     found = dict(features=features, boxes=relative.clamp(0, 1), scores=scores)
     return {name: tensor.detach().float().cpu().numpy() for name, tensor in found.items()}
 
 
 def seeded(seed: int) -> None:
-    """Let random weights be those of ``seed``."""
+    """Draw random weights from ``seed``."""
     torch.manual_seed(seed)

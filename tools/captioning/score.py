@@ -1,19 +1,19 @@
-"""Scores captions: BLEU-1 to 4, METEOR, ROUGE-L, CIDEr-D and SPICE, by the standard evaluation package.
+"""Score captions: BLEU-1 to 4, METEOR, ROUGE-L, CIDEr-D and SPICE, with the standard evaluation package.
 
 ::
 
     python -m tools.captioning.score results.json data/scenes/captions.json \\
         --splits data/scenes/splits.json test --json scores.json
 
-RESULTS is COCO's format of results, ``[{"image_id": 42, "caption": "a cat on grass"}, ...]``, one caption an image;
-CAPTIONS is COCO's format of captions. With ``--splits`` (Karpathy's file) the images of that part are scored, and
-results of other images are not read; without it all images of CAPTIONS are. Every image scored needs one result, but
-for ``--skip-invalid-samples``, for results that ``fairseq-generate`` made with it.
+RESULTS is COCO's format of results, ``[{"image_id": 42, "caption": "a cat on grass"}, ...]``, one caption per image;
+CAPTIONS is COCO's format of captions. With ``--splits`` (Karpathy's file) only the images of that part are scored, and
+other results are ignored; without it all images of CAPTIONS are scored. Every scored image needs one result, unless
+``--skip-invalid-samples`` is given, for results that ``fairseq-generate`` produced with this option.
 
-The table gives hundredths, as papers do; the JSON fractions (CIDEr-D: 0 to 10), what was left out and why, and the
-tokeniser. Sentences are tokenised by the package's PTBTokenizer where there is Java; else in lower case, at white
-space, without punctuation at the words' ends, and the output says so: such scores differ a little from published ones.
-A score whose Java part or model is missing is left out, with the reason.
+The table shows hundredths, as papers do; the JSON file holds fractions (CIDEr-D: 0 to 10), what was left out and why,
+and the tokeniser. Sentences are tokenised by the package's PTBTokenizer if Java is available; otherwise in lower case,
+at white space, without punctuation at the ends of words, and the output says so: such scores differ slightly from
+published ones. A score whose Java part or model is missing is left out, with the reason.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from tools.captioning.metrics import PTB, MissingPackage, Report, evaluate
 
 
 def read_references(path: Path) -> dict[ImageId, list[str]]:
-    """Captions of every image of a COCO caption file.
+    """Read the captions of every image of a COCO caption file.
 
     Raises:
-        BadFile: an annotation of an unknown image, or an empty one.
+        BadFile: an annotation is empty, or its image is unknown.
     """
     content = read_json(path)
     if not isinstance(content, dict):
@@ -53,10 +53,10 @@ def read_references(path: Path) -> dict[ImageId, list[str]]:
 
 
 def read_split(path: Path, part: str) -> list[ImageId]:
-    """Ids of the images of ``part`` in Karpathy's file.
+    """Read the ids of the images of ``part`` in Karpathy's file.
 
     Raises:
-        BadFile: it has no such part, or an image has no id.
+        BadFile: the file has no such part, or an image has no id.
     """
     content = read_json(path)
     rows = content.get("images") if isinstance(content, dict) else None
@@ -71,10 +71,10 @@ def read_split(path: Path, part: str) -> list[ImageId]:
 
 
 def read_results(path: Path) -> dict[ImageId, str]:
-    """One caption for each image of a COCO results file.
+    """Read one caption for each image of a COCO results file.
 
     Raises:
-        BadFile: two results for an image, or an empty caption.
+        BadFile: an image has two results, or a caption is empty.
     """
     results: dict[ImageId, str] = {}
     for row in items(path, read_json(path), "the results", {"image_id": (int, str), "caption": str}):
@@ -90,16 +90,16 @@ def read_results(path: Path) -> dict[ImageId, str]:
 def match(
     results_file: Path, captions_file: Path, split: tuple[Path, str] | None = None, skip: bool = False
 ) -> tuple[dict[ImageId, str], dict[ImageId, list[str]], int]:
-    """Results and references of the images to score, and how many results are of other parts.
+    """Return results and references of the images to score, and the number of results of other parts.
 
     Args:
-        results_file: Its ids are those of ``captions_file``, as numbers or as text.
+        results_file: Results with the ids of ``captions_file``, as numbers or as text.
         captions_file: All references.
         split: Karpathy's file, and the part to score.
-        skip: Leave out images without a result, and tell of them.
+        skip: Whether to leave out images without a result, with a message.
 
     Raises:
-        BadFile: an unknown image, one without a result, one without references.
+        BadFile: an image is unknown, or has no result or no references.
     """
     references = read_references(captions_file)
     known = {str(image): image for image in references}
@@ -112,7 +112,7 @@ def match(
     if bare := [image for image in wanted if not references[image]]:
         raise BadFile(f"{captions_file}: no caption for {some(bare)}")
     if lacking := [image for image in wanted if image not in results]:
-        hint = "--skip-invalid-samples leaves such out" + ("" if split else ", --splits scores a part of the images")
+        hint = "--skip-invalid-samples skips them" + ("" if split else ", --splits scores a part of the images")
         if not skip or len(lacking) == len(wanted):
             raise BadFile(f"{results_file}: no result for {some(lacking)} ({hint})")
         print(f"skipped: {results_file} has no result for {some(lacking)}", file=sys.stderr)
@@ -122,7 +122,7 @@ def match(
 
 
 def table(report: Report) -> str:
-    """The scores in hundredths, then what was left out and the tokeniser."""
+    """Format the scores in hundredths, then the scores left out and the tokeniser."""
     lines = [f"{name:8s} {100 * value:6.1f}" for name, value in report.scores.items()]
     lines += [f"{name:8s} left out: {reason}" for name, reason in report.left_out.items()]
     if report.tokenizer != PTB:

@@ -1,11 +1,11 @@
 """A resumable run of one process or several over a list of pictures.
 
 Each process writes to a folder of its own, ``part-0``, ``part-1``, ..., inside the run's folder. A part holds the
-tool's files, a line in ``images.jsonl`` for each picture that is done, and one in ``skipped.jsonl`` for each that was
-left out. Process 0 reads all parts, plans what is left, waits for the other processes and makes one result of all
-parts. The result depends neither on the number of processes nor on interruptions.
+tool's files, a line in ``images.jsonl`` for each finished picture, and one in ``skipped.jsonl`` for each that was
+left out. Process 0 reads all parts, plans the remaining work, waits for the other processes and merges all parts into
+one result. The result depends neither on the number of processes nor on interruptions.
 
-Processes see each other by locks on bytes of the file ``lock``. The kernel drops a lock when its process ends, so a
+Processes detect each other by locks on bytes of the file ``lock``. The kernel drops a lock when its process ends, so a
 killed run leaves no stale state. No process group, port or run id is needed.
 
 ======== ==================================================
@@ -38,18 +38,18 @@ from tools.captioning.processes import Process
 
 RECORDS, SKIPPED = "images.jsonl", "skipped.jsonl"
 RUN, READY, PARTS = 0, 1, 2
-PATIENCE = 10.0  # seconds that a process which was just killed may take to be gone
-BEGIN = 3600.0  # seconds until all processes must have begun
+PATIENCE = 10.0  # seconds until a killed process is gone
+BEGIN = 3600.0  # seconds within which all processes must start
 
 
 class SharedRun:
     """One process' view of a run.
 
     Args:
-        folder: Of the run.
-        process: Which one this is.
+        folder: Folder of the run.
+        process: This process.
         settings: All that the result depends on, as JSON values; a run with other settings is not resumed.
-        restart: Discard what an interrupted run has done.
+        restart: Whether to discard the results of an interrupted run.
     """
 
     def __init__(self, folder: Path, process: Process, settings: Mapping[str, Any], restart: bool = False) -> None:
@@ -63,15 +63,15 @@ class SharedRun:
         self._records: IO[str] | None = None
 
     def begin(self, left: Callable[[list[Path]], Sequence[int]], check: Callable[[], None] = lambda: None) -> None:
-        """Take this process' share of what is left.
+        """Take this process's share of the remaining work.
 
         Args:
-            left: Maps the folders of the parts to the numbers of what is not done. Called by process 0 alone.
-            check: Raises if the result must not be made. Called by process 0 alone, before anything is changed.
+            left: Maps the folders of the parts to the numbers of unfinished items. Called only by process 0.
+            check: Raises if the result must not be written. Called only by process 0, before anything is changed.
 
         Raises:
-            BadFile: another run is at work in the folder, an interrupted one had other settings, or process 0 does not
-                begin.
+            BadFile: another run is active in the folder, an interrupted one had other settings, or process 0 does not
+                start.
         """
         if self.process.rank == 0:
             self._locks = self._lead()
@@ -87,7 +87,7 @@ class SharedRun:
             plan = json.loads((self.folder / "plan.json").read_text())
             free = (plan["processes"], plan["settings"]) == (self.process.number, self.settings)
         if not free or not self._locks.hold(self._byte(self.process.rank), PATIENCE):
-            raise BadFile(f"another run is at work in {self.folder}")
+            raise BadFile(f"another run is active in {self.folder}")
         self.part.mkdir(exist_ok=True)
         self._token = plan["token"]
         files.write_text(self.part / "begun", self._token)
@@ -97,12 +97,12 @@ class SharedRun:
         return PARTS + 2 * rank
 
     def _lead(self) -> ByteLocks:
-        """As process 0: the folder's locks, when no other run has any."""
+        """Return the folder's locks as process 0, when no other run holds any."""
         while True:
             self.folder.mkdir(parents=True, exist_ok=True)
             try:
                 locks = ByteLocks(self.folder / "lock", create=True, needed=self.process.number > 1)
-            except FileNotFoundError:  # a run that ends removes its folder
+            except FileNotFoundError:  # a finishing run removes its folder
                 continue
             try:
                 until = time.monotonic() + PATIENCE
@@ -114,13 +114,13 @@ class SharedRun:
                 raise BadFile(f"{locks.path} cannot be locked: {error.strerror}") from error
             if not free:
                 locks.close()
-                raise BadFile(f"another run, or a process of an interrupted one, is at work in {self.folder}")
+                raise BadFile(f"another run, or a process of an interrupted one, is active in {self.folder}")
             if not locks.removed:
                 return locks
             locks.close()
 
     def _follow(self) -> ByteLocks:
-        """As another process: the locks, when process 0 says what is left."""
+        """Return the locks as another process, when process 0 has planned the work."""
         until = time.monotonic() + BEGIN
         while time.monotonic() < until:
             with contextlib.suppress(FileNotFoundError):
@@ -129,17 +129,17 @@ class SharedRun:
                     return locks
                 locks.close()
             time.sleep(PAUSE)
-        raise BadFile(f"process 0 of {self.process.number} has not begun within {BEGIN:.0f} seconds")
+        raise BadFile(f"process 0 of {self.process.number} has not started within {BEGIN:.0f} seconds")
 
     def _prepare(self) -> None:
-        """As process 0 alone in the folder: forget what may not be used."""
+        """Remove what must not be reused, as process 0 alone in the folder."""
         file, before = self.folder / "settings.json", {}
         if file.is_file():
             before = json.loads(file.read_text())
         if before != self.settings or self.restart:
             if not self.restart and any(complete_lines(part / RECORDS) for part in self.parts):
                 raise BadFile(
-                    f"{self.folder} is of an interrupted run with {self._other(before)}: --restart begins anew"
+                    f"{self.folder} belongs to an interrupted run with {self._other(before)}: --restart discards it"
                 )
             self._forget()
             files.write_text(file, json.dumps(self.settings))
@@ -149,7 +149,7 @@ class SharedRun:
             partial.unlink()
 
     def _other(self, before: Mapping[str, Any]) -> str:
-        """In words, the first setting that was another one."""
+        """Describe the first setting that differs."""
         for name, value in self.settings.items():
             if before.get(name) == value:
                 continue
@@ -162,16 +162,16 @@ class SharedRun:
 
     def _forget(self) -> None:
         for part in self.parts:
-            (part / RECORDS).unlink(missing_ok=True)  # first: ended in between, nothing else counts
+            (part / RECORDS).unlink(missing_ok=True)  # first, so that nothing else counts after an interruption
             shutil.rmtree(part)
 
     @property
     def parts(self) -> list[Path]:
-        """The folders of all parts, also those of processes that this run does not have."""
+        """Return the folders of all parts, including those of processes that this run does not have."""
         return sorted(self.folder.glob("part-*"), key=lambda part: int(part.name[5:]))
 
     def record(self, row: Any) -> None:
-        """Add a line to ``images.jsonl``, for tools whose own files have none."""
+        """Add a line to ``images.jsonl``, for tools that do not record pictures in their own files."""
         if self._records is None:
             file = self.part / RECORDS
             file.touch()
@@ -181,17 +181,17 @@ class SharedRun:
         self._records.flush()
 
     def skip(self, number: int, reason: str) -> None:
-        """Note that something is left out; a later run tries it again."""
+        """Record that an item is left out; a later run tries it again."""
         with (self.part / SKIPPED).open("a") as file:
             file.write(json.dumps([number, reason]) + "\n")
 
     def skipped(self) -> list[tuple[int, str]]:
-        """Numbers and reasons of what all processes have left out, in order."""
+        """Return numbers and reasons of all items left out by all processes, in order."""
         lines = [line for part in self.parts for line in complete_lines(part / SKIPPED)]
         return sorted((number, reason) for number, reason in map(json.loads, lines))
 
     def count(self) -> tuple[int, int]:
-        """How many things all processes have done, and how many they have left out."""
+        """Return how many items all processes have finished, and how many they have left out."""
         return self._lines(RECORDS), self._lines(SKIPPED)
 
     def _lines(self, name: str) -> int:
@@ -207,16 +207,16 @@ class SharedRun:
         return total
 
     def check(self) -> None:
-        """Check that process 0 is alive; call it between pictures.
+        """Check that process 0 is alive; to be called between pictures.
 
         Raises:
-            BadFile: process 0 has ended, so that nobody would make the result.
+            BadFile: process 0 has ended, so that the result would never be written.
         """
         if self.process.rank != 0 and not self._locked.held(READY):
-            raise BadFile(f"process 0 of {self.process.number} has ended: the same command goes on")
+            raise BadFile(f"process 0 of {self.process.number} has ended: run the same command to resume")
 
     def _begun(self, rank: int) -> bool:
-        """Whether a process has begun its part of this very run."""
+        """Return whether a process has started its part of this run."""
         try:
             return (self.folder / f"part-{rank}" / "begun").read_text() == self._token
         except FileNotFoundError:
@@ -234,10 +234,10 @@ class SharedRun:
             meanwhile: Called by process 0 while it waits.
 
         Returns:
-            True in process 0, which then makes the result. The others return False once it is made.
+            True in process 0, which then writes the result; False in the others, once it is written.
 
         Raises:
-            BadFile: a process has ended before its part was complete, or has not begun.
+            BadFile: a process has ended before its part was complete, or has not started.
         """
         locks, number = self._locked, self.process.number
         if self.process.rank != 0:
@@ -248,19 +248,19 @@ class SharedRun:
         until, waited = time.monotonic() + BEGIN, set(range(1, number))
         while waited:
             for rank in sorted(waited):
-                begun = self._begun(rank)  # before the look at its lock, which it had then
+                begun = self._begun(rank)  # before its lock is tested: a process that has started held it
                 at_work = locks.held(self._byte(rank))
                 if locks.held(self._byte(rank) + 1):
                     waited.discard(rank)
                 elif not at_work and (begun or time.monotonic() > until):
-                    what = "ended before its part was complete" if begun else "not begun"
-                    raise BadFile(f"process {rank} of {number} has {what}: the same command goes on")
+                    what = "ended before its part was complete" if begun else "not started"
+                    raise BadFile(f"process {rank} of {number} has {what}: run the same command to resume")
             meanwhile()
             time.sleep(PAUSE if waited else 0)
         return True
 
     def make(self, out: Path, save: Callable[[Path], object]) -> None:
-        """As process 0, write the result by ``save`` to the run's folder, then rename it to ``out``."""
+        """Write the result with ``save`` to the run's folder, then rename it to ``out``; for process 0."""
 
         def marked(partial: Path) -> None:
             save(partial)
@@ -269,20 +269,20 @@ class SharedRun:
         files.write(out, marked, self.folder)
 
     def remove(self) -> None:
-        """As process 0, after the result: let the others end, then remove the folder."""
+        """Wait for the other processes to end, then remove the folder; for process 0, after the result."""
         locks = self._locked
         locks.release(READY)
         until = time.monotonic() + 3 * PATIENCE
         while locks.held(self._byte(1), 0) and time.monotonic() < until:
             time.sleep(PAUSE)
         self._forget()
-        shutil.rmtree(self.folder, ignore_errors=True)  # who waits for the lock may have made another
+        shutil.rmtree(self.folder, ignore_errors=True)  # a process waiting for the lock may have created another
 
     def __enter__(self) -> SharedRun:
         return self
 
     def __exit__(self, kind: object, *error: object) -> None:
-        """Let go everything; of a run that failed before anything was done nothing stays."""
+        """Release all locks; remove the folder of a run that failed before any result."""
         if self._records is not None:
             self._records.close()
         if self._locks is None:
@@ -294,7 +294,7 @@ class SharedRun:
 
 
 def made(folder: Path, out: Path) -> bool:
-    """Whether ``out`` is the result of the run in ``folder``, which was ended before it had removed the folder."""
+    """Return whether ``out`` is the result of the run in ``folder``, which ended before removing the folder."""
     try:
         return json.loads((folder / "made.json").read_text()) == _identity(out)
     except FileNotFoundError:
@@ -302,6 +302,6 @@ def made(folder: Path, out: Path) -> bool:
 
 
 def _identity(path: Path) -> list[int]:
-    """What a file keeps when it is renamed."""
+    """Return the properties that a file keeps when it is renamed."""
     found = path.stat()
     return [found.st_ino, found.st_size, found.st_mtime_ns]

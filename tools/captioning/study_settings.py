@@ -1,4 +1,4 @@
-"""The rows of tools.captioning_study: the variants of the thesis' tables, and its baselines."""
+"""Rows of tools.captioning_study: the variants of the thesis' tables, and the baselines."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Setting:
-    """A row, or two with its second stage.
+    """Settings of one row, or of two if there is a second stage.
 
     Attributes:
-        what: of the table.
-        model: fairseq-train's own options.
-        first: More of them, of training by cross-entropy alone.
-        task: options of training and generation.
-        self_critical: Whether it has a second stage.
-        fused: The settings whose checkpoints generate together; then nothing is trained.
+        what: Description in the table.
+        model: Model options of fairseq-train.
+        first: Further options for training with cross-entropy only.
+        task: Options of training and generation.
+        self_critical: Whether there is a self-critical second stage.
+        fused: Settings whose checkpoints form an ensemble; then nothing is trained.
     """
 
     what: str

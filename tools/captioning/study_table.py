@@ -1,4 +1,4 @@
-"""The table of tools.captioning_study: rows of the same setting and stage together, whatever their seed."""
+"""Table of tools.captioning_study, with the seeds of a setting and stage in one row."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ COLUMNS = ("BLEU-1", "BLEU-2", "BLEU-3", "BLEU-4", "METEOR", "ROUGE-L", "CIDEr-D
 
 
 def aggregated(results: Sequence[Mapping[str, Any]], whats: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Means over the seeds of each setting and stage, in the order of their first.
+    """Average the seeds of each setting and stage, in order of first appearance.
 
     Args:
-        results: Of single runs.
-        whats: What each setting is.
+        results: Results of single runs.
+        whats: Description of each setting.
 
     Returns:
         Rows with ``what``, ``stage``, ``seeds``, ``parameters``, ``seconds`` of training (None: not trained),
-        ``scores`` (in hundredths), ``spread`` (standard deviation of CIDEr-D over seeds; None of one) and ``left_out``.
+        ``scores`` (in hundredths), ``spread`` (standard deviation of CIDEr-D over seeds, or None) and ``left_out``.
     """
     groups: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for result in results:
@@ -47,7 +47,7 @@ def aggregated(results: Sequence[Mapping[str, Any]], whats: Mapping[str, str]) -
 
 
 def markdown(rows: Sequence[Mapping[str, Any]], facts: Mapping[str, str], made: Mapping[str, Any]) -> str:
-    """The table, under where it was measured, what was made first and which scores were left out."""
+    """Return the table, below the machine, the commands of the data and the scores left out."""
     names = [name for name in COLUMNS if any(name in row["scores"] for row in rows)]
     lines = ["# Image captioning, small", "", ", ".join(f"{k} {v}" for k, v in facts.items()), ""]
     for name, made_by in made.items():

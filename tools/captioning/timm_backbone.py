@@ -1,4 +1,4 @@
-"""Any timm backbone as a feature map, with weights from timm, from a file, or from nothing."""
+"""Any timm model as a backbone, with weights from timm, from a file, or random."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from torch import Tensor, nn
 from tools.captioning.json_files import BadFile
 from tools.model_names import check_model_name
 
-PREFIX = "backbone.model."  # of the backbone's weights in a file of the attribute detector
+PREFIX = "backbone.model."  # prefix of the backbone's weights in a file of the attribute detector
 
 
 class BadBackbone(ValueError):
-    """A backbone or weights that cannot be had or do not fit."""
+    """A backbone or weights that are unavailable or do not fit."""
 
 
 class TimmBackbone(nn.Module):
     """A timm model without its classifier.
 
     Args:
-        name: timm's name.
-        size: (H, W) in pixels of its images; None: the model's own.
-        output_stride: Pixels of a cell, for the networks that can change it; None: the model's own.
+        name: Model name in timm.
+        size: (H, W) of the images in pixels; None: the model's own.
+        output_stride: Pixels per cell, for networks that can change it; None: the model's own.
 
     Attributes:
         num_features: C.
@@ -46,7 +46,7 @@ class TimmBackbone(nn.Module):
         try:
             self.model = self._built(name, options, size)
         except (TypeError, ValueError, NotImplementedError, AssertionError) as error:
-            raise BadBackbone(f"backbone {name} cannot be made with {options}: {error}") from error
+            raise BadBackbone(f"backbone {name} cannot be built with {options}: {error}") from error
         self.name, self.output_stride = name, output_stride
         data = timm.data.resolve_model_data_config(self.model)
         self.size = size or tuple(data["input_size"][1:])
@@ -58,30 +58,30 @@ class TimmBackbone(nn.Module):
         if size is not None:
             try:
                 return timm.create_model(name, img_size=size, **options)
-            except TypeError:  # most convolutional networks take any size, and no such argument
+            except TypeError:  # most convolutional networks accept any size, and have no such argument
                 pass
         return timm.create_model(name, **options)
 
     def load_pretrained(self) -> None:
-        """timm's own weights, downloaded where the cache does not have them.
+        """Load timm's own weights, downloading them if they are not cached.
 
         Raises:
-            BadBackbone: they cannot be had.
+            BadBackbone: the weights are unavailable.
         """
         try:
             pretrained = timm.create_model(self.name, pretrained=True, num_classes=0)
             self.model.load_state_dict(pretrained.state_dict())
         except Exception as error:
-            raise BadBackbone(f"timm's weights of {self.name} cannot be had: {error}") from error
+            raise BadBackbone(f"timm's weights of {self.name} are unavailable: {error}") from error
 
     def load(self, path: Path) -> None:
-        """Weights of a file: ``.safetensors`` of ``tools.train_classifier`` or of the attribute detector, or torch's.
+        """Load ``.safetensors`` of ``tools.train_classifier`` or of the attribute detector, or a file of torch.
 
-        A VGG's may also be torchvision's (:func:`from_torchvision`).
+        The weights of a VGG may also be torchvision's (:func:`from_torchvision`).
 
         Raises:
             BadFile: the file cannot be read.
-            BadBackbone: it is of another network.
+            BadBackbone: the weights belong to another network.
         """
         weights, metadata = read_weights(path)
         if metadata.get("model", self.name) != self.name:
@@ -95,16 +95,16 @@ class TimmBackbone(nn.Module):
         self.model.load_state_dict({key: found[key] for key in wanted})
 
     def prepare(self, picture: Image.Image, shift: tuple[float, float] = (0.0, 0.0)) -> Tensor:
-        """The whole picture, stretched to ``size`` and normalised: (3, H, W).
+        """Stretch the whole picture to ``size`` and normalise it: (3, H, W).
 
         Args:
-            picture: In RGB.
-            shift: By which share of its sides it is moved to the right and down; its border is repeated.
+            picture: The picture, in RGB.
+            shift: Shift to the right and down, relative to the sides; the border is repeated.
         """
         return self.normalised(picture, self.size, shift)
 
     def normalised(self, picture: Image.Image, size: tuple[int, int], shift: tuple[float, float]) -> Tensor:
-        """The whole picture, stretched to ``size`` (H, W), moved as :meth:`prepare` says, and normalised: (3, H, W)."""
+        """Stretch the picture to ``size`` (H, W), shift it as in :meth:`prepare`, and normalise it: (3, H, W)."""
         H, W = size
         array = np.asarray(picture.resize((W, H), Image.Resampling.BICUBIC), np.float32) / 255
         dx, dy = round(shift[0] * W), round(shift[1] * H)
@@ -114,7 +114,8 @@ class TimmBackbone(nn.Module):
         return torch.from_numpy(((array - self.mean) / self.std).transpose(2, 0, 1).copy())
 
     def forward(self, images: Tensor) -> Tensor:
-        """
+        """Compute the feature map.
+
         Args:
             images (Tensor[B, 3, H, W]): Normalised.
 
@@ -126,21 +127,21 @@ class TimmBackbone(nn.Module):
         if x.ndim == 4:
             return x if x.shape[1] == C else x.permute(0, 3, 1, 2).contiguous()
         if x.ndim != 3:
-            raise BadBackbone(f"backbone {self.name} gives no map of features but {tuple(x.shape)}")
+            raise BadBackbone(f"backbone {self.name} must return a feature map, got shape {tuple(x.shape)}")
         x = x[:, getattr(self.model, "num_prefix_tokens", 0) :]
         h, w = getattr(getattr(self.model, "patch_embed", None), "grid_size", None) or (round(x.shape[1] ** 0.5),) * 2
         return x.transpose(1, 2).unflatten(2, (h, w))
 
 
 def from_torchvision(weights: dict[str, Tensor], wanted: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A VGG's weights of torchvision under timm's names and shapes; any other weights as they are.
+    """Convert torchvision's VGG weights to timm's names and shapes; return any other weights unchanged.
 
     The first two layers of torchvision's classifier, fc6 and fc7, are convolutions of 7 × 7 and 1 × 1 in timm. Their
     rows are the kernels, channels first, row by row.
 
     Args:
-        weights: Of a file.
-        wanted: Of timm's model.
+        weights: Weights of a file.
+        wanted: Weights of timm's model.
     """
     found = dict(weights)
     for theirs, ours in (("classifier.0", "pre_logits.fc1"), ("classifier.3", "pre_logits.fc2")):
@@ -154,10 +155,10 @@ def from_torchvision(weights: dict[str, Tensor], wanted: dict[str, Tensor]) -> d
 
 
 def read_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Weights and, of safetensors, metadata.
+    """Read weights and, for safetensors, metadata.
 
     Raises:
-        BadFile: the file cannot be read as one.
+        BadFile: the file cannot be read as weights.
     """
     if not path.is_file():
         raise BadFile(f"weights {path}: no such file")
@@ -168,7 +169,7 @@ def read_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except (OSError, SafetensorError, RuntimeError, EOFError, ValueError, KeyError) as error:
         raise BadFile(f"weights {path} cannot be read: {error}") from error
-    except Exception as error:  # pickle's
+    except Exception as error:  # from pickle
         raise BadFile(f"weights {path} cannot be read as tensors alone: {error}") from error
     for key in ("state_dict", "model"):
         content = content.get(key, content) if isinstance(content, dict) else content
@@ -178,5 +179,5 @@ def read_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def in_json(**facts: Any) -> dict[str, str]:
-    """Metadata of a safetensors file: text as it is, anything else in JSON."""
+    """Return metadata for a safetensors file: text unchanged, anything else as JSON."""
     return {key: value if isinstance(value, str) else json.dumps(value) for key, value in facts.items()}

@@ -1,4 +1,4 @@
-"""Regions by one of torchvision's two-stage detectors: the light way, which needs no other toolkit."""
+"""Regions from one of torchvision's two-stage detectors, without any other toolkit."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ _CLASSES = "roi_heads.box_predictor.cls_score.weight"
 
 
 class TorchvisionRegions:
-    """Detects, refines the boxes, and pools the features of the refined ones.
+    """Extractor that detects boxes, refines them, and pools the features of the refined boxes.
 
     Args:
-        name: torchvision's name, such as ``fasterrcnn_resnet50_fpn``.
-        selection: Which regions are kept.
-        weights: ``"default"``: torchvision's, trained on COCO; ``"none"``: random; else a file.
-        feature: ``"classifier"``: what the classifier reads; ``"map"``: the mean of the RoI-aligned map.
-        device: Where the network runs.
-        seed: Of random weights.
-        size: Shorter and longer side in pixels that pictures are scaled to; None: the model's own.
+        name: Model name in torchvision, such as ``fasterrcnn_resnet50_fpn``.
+        selection: Selection of the regions to keep.
+        weights: ``"default"`` for torchvision's COCO weights, ``"none"`` for random ones, or a file.
+        feature: ``"classifier"``: the input of the classifier; ``"map"``: the mean of the RoI-aligned map.
+        device: Device of the network.
+        seed: Seed of random weights.
+        size: Shorter and longer side of the scaled pictures in pixels; None: the model's own.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class TorchvisionRegions:
             model = get_model(name, weights=default, weights_backbone=None, **options)
         except (OSError, RuntimeError) as error:
             raise BadExtractor(
-                f"torchvision's weights of {name} cannot be had ({error}): give --checkpoint FILE, or --no-weights"
+                f"torchvision's weights of {name} are unavailable ({error}): pass --checkpoint FILE, or --no-weights"
             ) from error
         assert isinstance(model, GeneralizedRCNN)
         if state is not None:
@@ -71,7 +71,7 @@ class TorchvisionRegions:
 
     @staticmethod
     def prepare(picture: Image.Image) -> Tensor:
-        """(3, H, W), 0 to 1."""
+        """Return the picture as (3, H, W), 0 to 1."""
         return torch.from_numpy(np.array(picture)).permute(2, 0, 1).float() / 255
 
     @torch.inference_mode()

@@ -1,26 +1,26 @@
-"""Trains the attribute detector on pictures with captions, and writes the attributes that the captioner reads.
+"""Train the attribute detector on captioned pictures, and write the attributes for the captioner.
 
 ::
 
     python -m tools.captioning.train_attributes data/scenes work_dirs/attributes \\
         --backbone resnet10t --no-pretrained --size 96 --epochs 30
 
-The words are the ``--words`` most frequent ones of the captions to train on, those that occur at least
-``--min-word-count`` times (as the captioning task counts); stop words stay unless ``--skip-words`` names them. An
-image has a word where one of its captions has it. Loss: binary cross-entropy of p = 1 − Π(1 − p_cell), the noisy-OR
-over the cells of the backbone's last map (Fang et al., 2015). Pictures are stretched to ``--size`` and moved by up to
-``--shift`` of it, not mirrored: captions tell left from right.
+The vocabulary is the ``--words`` most frequent words of the training captions that occur at least ``--min-word-count``
+times (as counted by the captioning task); stop words stay unless ``--skip-words`` lists them. An image has a word if
+one of its captions has it. Loss: binary cross-entropy of p = 1 − Π(1 − p_cell), the noisy-OR over the cells of the
+backbone's last map (Fang et al., 2015). Pictures are stretched to ``--size`` and shifted by up to ``--shift`` of it,
+but not mirrored, because captions distinguish left from right.
 
-DATA is the captioning task's folder: ``images/``, ``splits.json`` (Karpathy's format) and ``captions.json`` (COCO's;
-without it the captions in ``splits.json``); an option for each gives another path. The backbone starts with timm's
-weights (a download; resnet50 unless ``--backbone`` says otherwise), with those of ``--weights FILE``, or with
-``--no-pretrained`` from nothing, which suits a small one. ``--fc7`` is the network of Fang et al.: VGG-16 with fc6 and
-fc7 as convolutions, whose cells are the 4,096 features of fc7, and pictures that keep their shape, the longer side
-``--size`` (565) pixels. Its weights may be torchvision's.
+DATA is the folder of the captioning task: ``images/``, ``splits.json`` (Karpathy's format) and ``captions.json``
+(COCO's; without it the captions in ``splits.json``); each has an option for another path. The backbone starts from
+timm's weights (a download; resnet50 by default, see ``--backbone``), from those of ``--weights FILE``, or with
+``--no-pretrained`` from random weights, which suits a small one. ``--fc7`` is the network of Fang et al.: VGG-16 with
+fc6 and fc7 as convolutions, whose cells are the 4,096 features of fc7. Its pictures keep their aspect ratio, with
+``--size`` (565) pixels on the longer side, and its weights may be torchvision's.
 
 OUT gets ``best.safetensors`` (of the epoch with the best mAP over words on ``val``), ``last.pth`` (for ``--resume``)
-and ``log.json``. In the end DATA gets ``attributes.json``: the ``--top`` most probable words of every image of
-``splits.json``, ``{image id: [[word, probability], ...]}``. ``--predict`` writes it anew, without training.
+and ``log.json``. At the end DATA gets ``attributes.json``: the ``--top`` most probable words of every image of
+``splits.json``, ``{image id: [[word, probability], ...]}``. ``--predict`` writes it again, without training.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ with extras("timm", "tools"):
     from tools.captioning.vgg import make_backbone
     from tools.pictures import BadPicture
 
-# What a resumed training may not change.
+# Options that a resumed training must not change.
 FIXED = (
     "backbone", "fc7", "size", "output_stride", "weights", "no_pretrained", "words", "min_word_count", "skip_words",
     "epochs", "batch_size", "lr", "weight_decay", "shift", "seed",
@@ -66,11 +66,11 @@ TRAINING, VALIDATION = ("train", "restval"), ("val",)
 
 
 class BadOption(ValueError):
-    """An option that cannot be meant."""
+    """An invalid option value."""
 
 
 class Course:
-    """The learning rate's factor: a tenth of all steps it rises, then falls to 0 as a cosine."""
+    """Schedule of the learning rate: warm-up over a tenth of all steps, then a cosine decay to 0."""
 
     def __init__(self, steps: int) -> None:
         self.warmup = max(1, steps // 10)
@@ -83,7 +83,7 @@ class Course:
 
 
 class Training:
-    """A training from its beginning or from where it stopped."""
+    """A new or resumed training."""
 
     def __init__(self, options: argparse.Namespace, data: Data, device: torch.device) -> None:
         self.options, self.device = options, device
@@ -133,16 +133,16 @@ class Training:
                 backbone.load_pretrained()
             except BadBackbone as error:
                 raise BadBackbone(
-                    f"{error}; give --weights FILE, or --no-pretrained with a small backbone, such as resnet10t"
+                    f"{error}; pass --weights FILE, or --no-pretrained with a small backbone, such as resnet10t"
                 ) from error
 
     def _state(self) -> dict[str, Any] | None:
-        """What the last epoch left; None at the beginning."""
+        """Return the state after the last epoch, or None at the beginning."""
         file = self.options.out / "last.pth"
         if not file.is_file():
             return None
         if not self.options.resume:
-            raise BadOption(f"OUT {self.options.out} holds a training already: --resume goes on with it")
+            raise BadOption(f"OUT {self.options.out} already holds a training: --resume continues it")
         try:
             state = torch.load(file, map_location="cpu", weights_only=True)
             before = json.loads(state["options"])
@@ -155,7 +155,7 @@ class Training:
         return state
 
     def run(self) -> float:
-        """All epochs that are left; the best mAP.
+        """Run the remaining epochs; return the best mAP.
 
         Raises:
             FloatingPointError: the loss is not finite.
@@ -240,7 +240,7 @@ def _fixed(options: argparse.Namespace) -> str:
 
 
 def predict(options: argparse.Namespace, data: Data, device: torch.device) -> int:
-    """Write the attributes of all images by the best weights; how many could not be read."""
+    """Write the attributes of all images with the best weights; return how many could not be read."""
     weights = options.out / "best.safetensors"
     detector = load_detector(weights, device)
     if options.backbone_given and options.backbone != detector.backbone.name:
@@ -261,7 +261,7 @@ def predict(options: argparse.Namespace, data: Data, device: torch.device) -> in
 
 
 def parser() -> argparse.ArgumentParser:
-    """Of the command line."""
+    """Return the parser of the command line."""
     made = argparse.ArgumentParser(
         prog="python -m tools.captioning.train_attributes",
         description=__doc__,
@@ -272,32 +272,36 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--splits", type=Path, metavar="JSON", help="default: DATA/splits.json")
     made.add_argument("--captions", type=Path, metavar="JSON", help="default: DATA/captions.json, if it is there")
     made.add_argument("--images", type=Path, metavar="DIR", help="default: DATA/images, else DATA")
-    made.add_argument(
-        "--attributes", type=Path, metavar="FILE", help="where they are written, default: DATA/attributes.json"
-    )
-    made.add_argument("--backbone", metavar="NAME", help="of timm, default resnet50; with --fc7 vgg16")
-    made.add_argument("--fc7", action="store_true", help="of a VGG: up to fc7, with fc6 and fc7 as convolutions")
+    made.add_argument("--attributes", type=Path, metavar="FILE", help="output file, default: DATA/attributes.json")
+    made.add_argument("--backbone", metavar="NAME", help="model of timm, default resnet50; with --fc7 vgg16")
+    made.add_argument("--fc7", action="store_true", help="use a VGG up to fc7, with fc6 and fc7 as convolutions")
     weights = made.add_mutually_exclusive_group()
-    weights.add_argument("--weights", type=Path, metavar="FILE", help="of the backbone, instead of timm's")
-    weights.add_argument("--no-pretrained", action="store_true", help="train from nothing")
+    weights.add_argument("--weights", type=Path, metavar="FILE", help="weights of the backbone, instead of timm's")
+    weights.add_argument("--no-pretrained", action="store_true", help="train from random weights")
     made.add_argument(
         "--size", type=int, metavar="PIXELS", help="side of the pictures, default: the backbone's own; with --fc7 565"
     )
-    made.add_argument("--output-stride", type=int, metavar="PIXELS", help="of a cell, where the backbone can change it")
+    made.add_argument(
+        "--output-stride", type=int, metavar="PIXELS", help="pixels per cell, if the backbone can change it"
+    )
     made.add_argument("--words", type=int, default=1000, help="default %(default)s")
     made.add_argument("--min-word-count", type=int, default=5, help="default %(default)s")
-    made.add_argument("--skip-words", nargs="*", default=[], metavar="WORD", help="words that are no attributes")
+    made.add_argument(
+        "--skip-words", nargs="*", default=[], metavar="WORD", help="words to exclude from the attributes"
+    )
     made.add_argument("--epochs", type=int, default=20, help="default %(default)s")
     made.add_argument("--batch-size", type=int, default=32, help="default %(default)s")
     made.add_argument("--lr", type=float, help="default 0.002 with --no-pretrained, else 0.0002")
     made.add_argument("--weight-decay", type=float, default=0.05, help="default %(default)s")
-    made.add_argument("--shift", type=float, default=0.1, help="share of a side, default %(default)s")
+    made.add_argument("--shift", type=float, default=0.1, help="maximum shift relative to a side, default %(default)s")
     made.add_argument("--workers", type=int, default=0, help="processes that read pictures, default %(default)s")
     made.add_argument("--device", help="default: cuda where there is one, else cpu")
     made.add_argument("--seed", type=int, default=0, help="default %(default)s")
-    made.add_argument("--resume", action="store_true", help="go on where OUT's training stopped")
-    made.add_argument("--predict", action="store_true", help="only write the attributes, by OUT/best.safetensors")
-    made.add_argument("--top", type=int, default=20, metavar="WORDS", help="of each image, default %(default)s")
+    made.add_argument("--resume", action="store_true", help="continue the training of OUT")
+    made.add_argument("--predict", action="store_true", help="only write the attributes, with OUT/best.safetensors")
+    made.add_argument(
+        "--top", type=int, default=20, metavar="WORDS", help="attributes of each image, default %(default)s"
+    )
     made.add_argument(
         "--skip-invalid-samples", action="store_true", help="leave out bad captions and pictures, with a line each"
     )
@@ -308,7 +312,7 @@ def check(options: argparse.Namespace) -> None:
     """Fill in defaults that depend on other options.
 
     Raises:
-        BadOption: a value that cannot be meant.
+        BadOption: a value is invalid.
     """
     for name in ("words", "min_word_count", "epochs", "batch_size", "top"):
         if getattr(options, name) < 1:

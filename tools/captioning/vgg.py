@@ -1,8 +1,8 @@
 """VGG with fc6 and fc7 as convolutions: the backbone of the attribute detector in Fang et al. (2015), Sec. 3.
 
 The fully connected layers slide over the last map, so that each cell of a coarse grid has the features that the network
-computes of one 224 × 224 window, 32 pixels from its neighbours. The words' classifier is fc8, and
-:mod:`tools.captioning.noisy_or` joins the cells.
+computes for one 224 × 224 window, 32 pixels from its neighbours. The classifier of the words is fc8, and
+:mod:`tools.captioning.noisy_or` combines the cells.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ DROPOUT = 0.5  # of fc6 and fc7: Simonyan & Zisserman (2015), Sec. 3.1
 
 
 class VggFc7(TimmBackbone):
-    """A VGG of timm up to fc7, whose map is 7 × 7 windows of the last pooling layer's.
+    """A timm VGG up to fc7, whose map consists of 7 × 7 windows of the last pooling layer's output.
 
-    The pooling layers round up, as Fang et al.'s did: 565 pixels are a grid of 12 cells a side. At 224 × 224 pixels,
+    The pooling layers round up, as in Fang et al.: 565 pixels give a grid of 12 cells per side. At 224 × 224 pixels,
     one cell, the features equal those of the fully connected layers.
 
     Args:
-        name: timm's name: ``vgg11`` to ``vgg19_bn``.
-        size: (H, W) in pixels of its images; None: 565 × 565.
-        output_stride: As of :class:`TimmBackbone`; a VGG has no other than 32.
+        name: Model name in timm: ``vgg11`` to ``vgg19_bn``.
+        size: (H, W) of the images in pixels; None: 565 × 565.
+        output_stride: As for :class:`TimmBackbone`; a VGG allows only 32.
 
     Attributes:
         num_features: 4,096.
         size: (H, W).
 
     Raises:
-        BadBackbone: the model is no VGG, or the images are smaller than the window.
+        BadBackbone: the model is not a VGG, or the images are smaller than the window.
     """
 
     def __init__(self, name: str, size: tuple[int, int] | None = None, output_stride: int | None = None) -> None:
@@ -52,7 +52,7 @@ class VggFc7(TimmBackbone):
         for pool in pools:
             pool.ceil_mode = True
         window = head.input_kernel_size
-        least = (window - 1) * 2 ** len(pools) + 1  # rounded up by every pooling layer, it is `window` cells
+        least = (window - 1) * 2 ** len(pools) + 1  # every pooling layer rounds up, which leaves `window` cells
         if min(self.size) < least:
             H, W = self.size
             raise BadBackbone(
@@ -61,13 +61,13 @@ class VggFc7(TimmBackbone):
             )
 
     def prepare(self, picture: Image.Image, shift: tuple[float, float] = (0.0, 0.0)) -> Tensor:
-        """The whole picture in its own shape, as large as ``size`` can hold, and normalised: (3, H, W).
+        """Scale the whole picture to fit ``size``, with its own aspect ratio, and normalise it: (3, H, W).
 
-        It begins at the upper left corner; the rest has the mean colour.
+        The picture starts at the upper left corner; the rest has the mean colour.
 
         Args:
-            picture: In RGB.
-            shift: As of :meth:`TimmBackbone.prepare`.
+            picture: The picture, in RGB.
+            shift: As for :meth:`TimmBackbone.prepare`.
         """
         H, W = self.size
         scale = min(H / picture.height, W / picture.width)
@@ -77,7 +77,8 @@ class VggFc7(TimmBackbone):
         return image
 
     def forward(self, images: Tensor) -> Tensor:
-        """
+        """Compute the feature map.
+
         Args:
             images (Tensor[B, 3, H, W]): Normalised.
 
@@ -90,5 +91,5 @@ class VggFc7(TimmBackbone):
 def make_backbone(
     name: str, size: tuple[int, int] | None = None, output_stride: int | None = None, fc7: bool = False
 ) -> TimmBackbone:
-    """A :class:`VggFc7` where ``fc7`` is set, else a :class:`TimmBackbone`; the other arguments are theirs."""
+    """Return a :class:`VggFc7` if ``fc7`` is set, else a :class:`TimmBackbone`; the other arguments are theirs."""
     return (VggFc7 if fc7 else TimmBackbone)(name, size, output_stride)

@@ -1,6 +1,6 @@
-"""Which regions and attributes a captioner attended to for each word, and how its gate weighed both.
+"""Attention of a captioner to regions and attributes for each word, and the gate's share of both.
 
-Shapes: L blocks or layers of the decoder, M heads (1 where it is no Transformer), T words, Sv regions, Ss attributes.
+Shapes: L blocks or layers of the decoder, M heads (1 if it is not a Transformer), T words, Sv regions, Ss attributes.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from attn_plugins.fairseq.captioner import CaptionerModel
 from attn_plugins.fairseq.plain_captioner import CaptionerDecoder
 from attn_plugins.modules import GatedBilateralController, MultimodalDecoderBlock, capture_attention
 
-# Of a block's attentions, by what they look at: what the gate blends (or what there is without a gate), and what the
-# pathways are guided by (Thesis, Eq. 2.9 and 2.10).
+# Names of a block's attentions: the inputs of the gate (or the only attention without a gate), and the guidance of the
+# pathways (Thesis, Eq. 2.9 and 2.10).
 PLACES = {
     "entangled.visual_attention": "regions",
     "entangled.semantic_attention": "attributes",
@@ -31,12 +31,12 @@ PLACES = {
 
 @dataclass(frozen=True)
 class WordAttention:
-    """Of one model and one caption.
+    """Attention of one model for one caption.
 
     Attributes:
         weights: ``regions`` and ``regions_injection`` (L, M, T, Sv), ``attributes`` and ``attributes_injection``
-            (L, M, T, Ss), those that the model has.
-        visual_share: (L, T), the gate's mean over channels; None: the model has no gate.
+            (L, M, T, Ss), as far as the model has them.
+        visual_share: (L, T), the gate's mean over channels; None without a gate.
     """
 
     weights: Mapping[str, Tensor]
@@ -45,15 +45,15 @@ class WordAttention:
 
 @torch.inference_mode()
 def word_attention(model: Any, net_input: Mapping[str, Any]) -> WordAttention:
-    """Run ``model`` over one image and its caption, and look at every block or layer of its decoder.
+    """Run ``model`` on one image and its caption, and record every block or layer of its decoder.
 
     Args:
         model: An ``eta_transformer``, or a captioner whose decoder returns its weights, in evaluation mode.
-        net_input: Of a batch of one; ``prev_output_tokens`` are the caption's words (1, T + 1), the end in front. What
-            tells the end itself is left out.
+        net_input: A batch of one; ``prev_output_tokens`` are the caption's words (1, T + 1), with the end symbol in
+            front. The prediction of the end itself is left out.
 
     Raises:
-        ValueError: the model is no captioner.
+        ValueError: the model is not a captioner.
     """
     if not isinstance(model, CaptionerModel):
         raise ValueError(f"model must be a captioner, got {type(model).__name__}")
@@ -75,7 +75,7 @@ def word_attention(model: Any, net_input: Mapping[str, Any]) -> WordAttention:
 
 @contextmanager
 def visual_shares(blocks: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
-    """Remember the gates' mean over channels, (B, T) of each block that has one, of a forward pass."""
+    """Record the gates' mean over channels, (B, T) for each block that has one, in a forward pass."""
     shares: list[Tensor] = []
     handles = [
         module.register_forward_pre_hook(lambda gate, inputs: shares.append(gate.visual_share(*inputs).mean(2)))
@@ -91,17 +91,17 @@ def visual_shares(blocks: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
 
 
 def summary(attentions: Sequence[WordAttention], layer: int | None = None) -> dict[str, Tensor]:
-    """The mean over heads and models, of one block.
+    """Average one block over heads and models.
 
     Args:
-        attentions: Of models that caption together; what some do not have is the others' mean.
+        attentions: Attention of the models of an ensemble; what some lack is averaged over the others.
         layer: Number of the block, from 1; None: each model's last; 0: the mean of all.
 
     Returns:
-        ``regions`` (T, Sv), ``attributes`` (T, Ss) and ``visual_share`` (T,), those that there are.
+        ``regions`` (T, Sv), ``attributes`` (T, Ss) and ``visual_share`` (T,), as far as they exist.
 
     Raises:
-        ValueError: a model has no such block.
+        ValueError: a model does not have this block.
     """
     found: dict[str, list[Tensor]] = {}
     for attention in attentions:
