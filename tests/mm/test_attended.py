@@ -129,7 +129,7 @@ def test_places_are_those_of_the_present_picture():
     layer = next(iter(exchanged(model).values()))
     layer(*[torch.randn(12, 1, 256)] * 3)
     tokens_of(model, size=(64, 64))  # 2 × 2
-    with pytest.raises(ValueError, match=r"encoder.layers.0.self_attn: .* these 12 queries and 12 keys are no map"):
+    with pytest.raises(ValueError, match=r"encoder.layers.0.self_attn: .* these 12 queries and 12 keys are not a map"):
         layer(*[torch.randn(12, 1, 256)] * 3)
 
 

@@ -185,7 +185,7 @@ def test_our_layers_are_captured_in_python():
         layer.attention_maps(torch.randn(1, 15, 32), is_causal=True)
     with pytest.raises(ValueError, match="grid must hold the 13 tokens behind the prefix of 3"):
         layer.attention_maps(torch.randn(1, 16, 32))
-    with pytest.raises(ValueError, match="this layer is in none"):
+    with pytest.raises(ValueError, match="this layer is in no such model"):
         ViTAttention(32, 2).attention_maps(torch.randn(1, 15, 32))
 
 
