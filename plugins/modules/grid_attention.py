@@ -20,7 +20,7 @@ from .grid_terms import Grid, GridTerms
 
 
 class GridAttention(GridTerms):
-    """Base of self-attention modules over tokens on a grid.
+    """Base of attention modules over tokens on a grid.
 
     Tokens without a position attend and are attended to by content and saliency alone (ε1 and ε3), and are always in
     range.

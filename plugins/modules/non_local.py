@@ -54,8 +54,8 @@ class NonLocal2d(NonLocalBlock, RelativeTables):
         input_size: (H, W) of the module's input, which determines the size of the relative tables.
         resize_tables: Whether to interpolate the tables if a map or a loaded state_dict has another size than
             ``input_size``; otherwise this is an error.
-        norm_layer: Callable that creates a normalisation of C channels after ``conv_out``. ``conv_out`` then has no
-            bias, and the normalisation is the part that starts at 0.
+        norm_layer: Callable that creates a normalisation of C channels after ``conv_out``, or None. With it,
+            ``conv_out`` has no bias, and the normalisation starts at 0 instead of ``conv_out``.
 
     Shapes:
         (B, C, H, W) -> (B, C, H, W)

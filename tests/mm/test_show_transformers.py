@@ -334,5 +334,5 @@ def test_nothing_stays_in_the_model(name):
 def test_our_own_modules_are_listed_apart():
     """capture_attention, of backbones with our modules, does not take a transformer's layers."""
     model = build("mmdet", DETR)
-    with pytest.raises(ValueError, match="DETR has none"), capture_attention(model):
+    with pytest.raises(ValueError, match="got DETR without any"), capture_attention(model):
         pass

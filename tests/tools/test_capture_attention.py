@@ -68,7 +68,7 @@ def test_hooks_go_where_the_forward_fails():
 
 
 def test_bad_capturing():
-    with pytest.raises(ValueError, match="ResNet has none"), capture_attention(timm.create_model("resnet18")):
+    with pytest.raises(ValueError, match="got ResNet without any"), capture_attention(timm.create_model("resnet18")):
         pass
     with pytest.raises(ValueError, match=r"none is called 'stage\*': layer2.0.conv1, "):  # noqa: SIM117
         with capture_attention(small(), "stage*"):
