@@ -182,7 +182,7 @@ def test_bad_heads():
         type="UNetHead", in_channels=[8, 8, 8], in_index=[0, 1, 2], num_classes=3, fusion_channels=[8, 8],
         fusion_cfgs=[None], norm_cfg=dict(type="BN"),
     )  # fmt: skip
-    with pytest.raises(ValueError, match="fusion_cfgs must be 2"):
+    with pytest.raises(ValueError, match="fusion_cfgs must have 2"):
         MODELS.build(head)
     with pytest.raises(ValueError, match="in_channels must have 2 items, one more than fusion_channels, got"):
         MODELS.build(dict(head, fusion_channels=[8], fusion_cfgs=None))
