@@ -36,7 +36,7 @@ def finite(name: str, value: float) -> float:
 
 
 def arithmetic_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of logits and sums."""
+    """Return the dtype of logits and sums."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -46,7 +46,7 @@ def at_least_float32(*tensors: Any) -> Iterator[Any]:
 
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:
-    """The dtype that autocast asks for on a device, None where it is off."""
+    """Return the dtype that autocast asks for on a device, None where it is off."""
     if device_type == "meta":
         return None
     if hasattr(torch, "get_autocast_dtype"):  # torch >= 2.4

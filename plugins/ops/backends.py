@@ -73,7 +73,7 @@ class Explained(Exception):
 
 
 def forced() -> str | None:
-    """The name that :func:`backend` set in this thread, or None."""
+    """Return the name that :func:`backend` set in this thread, or None."""
     return _state.forced
 
 
@@ -82,7 +82,7 @@ forced._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def explaining() -> bool:
-    """True within :func:`explain`."""
+    """Return True within :func:`explain`."""
     return _state.explaining
 
 
@@ -125,14 +125,14 @@ def explain(operator: Callable[..., Any], *args: Any, **kwargs: Any) -> Choice:
 
 
 def closed_form() -> bool:
-    """True where a functional may take a closed form, plain products instead of its operator; explains that."""
+    """Return True where a functional may take a closed form, plain products instead of its operator; explains that."""
     if _state.explaining:
         raise Explained(Choice("closed form", {}))
     return _state.forced in (None, "closed form")
 
 
 def choose(operator: str, table: Sequence[Backend], terms: Any, options: Any, backward: bool = False) -> Backend:
-    """The backend that computes.
+    """Return the backend that computes.
 
     Raises:
         ValueError: the backend that :func:`backend` forces is not in the table, or refuses.
@@ -165,7 +165,7 @@ def survey(table: Sequence[Backend], terms: Any, options: Any) -> Choice:
 
 
 def refusal(each: Backend, terms: Any, options: Any, backward: bool = False) -> str | None:
-    """The reason why a backend does not compute, or None."""
+    """Return the reason why a backend does not compute, or None."""
     reason = each.refuses(terms, options)
     return each.refuses_backward(terms, options) if backward and reason is None else reason
 

@@ -50,7 +50,7 @@ def examples(draw: Callable[..., Tensor]) -> dict[str, Call]:
 
 
 def drawing(device: str, dtype: torch.dtype) -> Callable[..., Tensor]:
-    """A ``draw`` that gives the same random numbers on every device and in every dtype."""
+    """Return a ``draw`` that gives the same random numbers on every device and in every dtype."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape: int) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def differentiable(operator: Any, setup_context: Callable[..., None], backward: Callable[..., tuple]) -> Callable:
-    """An operator's kernel for autograd, as ``torch.library.register_autograd`` makes it.
+    """Return an operator's kernel for autograd, as ``torch.library.register_autograd`` makes it.
 
     That one looks for default arguments in the schema at every call, which takes longer than all the rest (27 of 60 µs
     for a small call); our schemas have none.
@@ -48,7 +48,7 @@ def second_gradients(
     wanted: Sequence[bool],
     grads: Sequence[Tensor | None],
 ) -> list[Tensor | None]:
-    """The gradient of a backward.
+    """Return the gradient of a backward.
 
     Args:
         reference: The operator's definition, of the terms alone.

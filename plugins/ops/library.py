@@ -24,7 +24,7 @@ _PACKAGE = Path(__file__).resolve().parent.parent
 
 
 def _binary(name: str) -> Path | None:
-    """The file of binary ``name``, or None."""
+    """Return the file of binary ``name``, or None."""
     return next(iter(sorted(_PACKAGE.glob(f"{name}.*so")) + sorted(_PACKAGE.glob(f"{name}.*pyd"))), None)
 
 
@@ -69,7 +69,7 @@ def _code_refusal(index: int) -> str | None:
 
 @cache
 def _gpu_failure(index: int) -> str | None:
-    """The reason why the CUDA binary's kernels do not run on GPU ``index``, or None."""
+    """Return the reason why the CUDA binary's kernels do not run on GPU ``index``, or None."""
     reason = _code_refusal(index)
     if reason is None:
         return None
@@ -85,14 +85,14 @@ def _device(device: torch.device | str) -> torch.device:
 
 
 def _gpu(device: torch.device) -> int | None:
-    """The number of the GPU, or None where there is none: tensors that hold no data need none."""
+    """Return the number of the GPU, or None where there is none: tensors that hold no data need none."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return None
     return torch.cuda.current_device() if device.index is None else device.index
 
 
 def _failure(device: torch.device | str) -> str | None:
-    """The reason why the compiled operators do not run on ``device``, or None."""
+    """Return the reason why the compiled operators do not run on ``device``, or None."""
     device = _device(device)
     reason = _FAILURES.get(device.type, f"there are no kernels for {device.type}")
     gpu = _gpu(device)
@@ -100,12 +100,12 @@ def _failure(device: torch.device | str) -> str | None:
 
 
 def has_kernel(device: torch.device | str) -> bool:
-    """True where the compiled operators run on ``device``; ``'cuda'`` is the current GPU."""
+    """Return True where the compiled operators run on ``device``; ``'cuda'`` is the current GPU."""
     return _failure(device) is None
 
 
 def has_schemas() -> bool:
-    """True where the binary defined the operators' schemas, on whatever device."""
+    """Return True where the binary defined the operators' schemas, on whatever device."""
     return _FAILURES["cpu"] is None
 
 
@@ -116,7 +116,7 @@ def explain_once(device_type: str, reason: str) -> None:
 
 
 def refusal(device: torch.device | str, kind: str) -> str | None:
-    """The reason why the compiled kernels of device ``kind`` do not take tensors on ``device``, or None.
+    """Return the reason why the compiled kernels of device ``kind`` do not take tensors on ``device``, or None.
 
     Where the binary is missing, or holds no code for the GPU, one log line says so.
     """

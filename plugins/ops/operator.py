@@ -103,7 +103,7 @@ class Operator:
     # --- what serves ----------------------------------------------------------------------------------------------
 
     def _by_reference(self) -> bool:
-        """True where the definition stands for the operator: an older torch has none, ONNX knows none of ours."""
+        """Return True where the definition must serve: an older torch has no operators, ONNX knows none of ours."""
         return not HAS_OPERATORS or backends.forced() == backends.REFERENCE or torch.onnx.is_in_onnx_export()
 
     def _explain(self, terms: Any, options: Any) -> backends.Choice:
@@ -232,7 +232,7 @@ class Operator:
         ctx.save_for_backward(*tensors, *masks)
 
     def _saved(self, ctx: Any) -> tuple[list[Tensor | None], list[Any]]:
-        """What :meth:`_save` was given."""
+        """Return what :meth:`_save` was given."""
         tensors, options = list(ctx.saved_tensors), list(ctx.options)
         for n in reversed(self._tensor_options):
             options[n] = tensors.pop()
@@ -311,7 +311,7 @@ def counts_of_products(products: Callable[[Any, Any], tuple[int, int]]) -> dict[
 
 
 def _field_types(named_tuple: Any) -> list[str]:
-    """Schema types of the fields."""
+    """Return schema types of the fields."""
     hints = typing.get_type_hints(named_tuple)
     return [_schema_type(hints[name]) for name in named_tuple._fields]
 

@@ -60,7 +60,7 @@ def recorded() -> Iterator[list[Launch]]:
 
 
 def recording() -> bool:
-    """True within :func:`recorded`, where a kernel's results are not written."""
+    """Return True within :func:`recorded`, where a kernel's results are not written."""
     return _recording is not None
 
 
@@ -70,7 +70,7 @@ def interpreted() -> bool:
 
 
 def refusal(tensor: Tensor) -> str | None:
-    """The reason why Triton's kernels do not take ``tensor``, whatever its shape, or None.
+    """Return the reason why Triton's kernels do not take ``tensor``, whatever its shape, or None.
 
     Tensors of the CPU are taken by the interpreter, and tensors of no device while launches are recorded, but only
     where :func:`.backend` asks for it.
@@ -104,7 +104,7 @@ def upcast(dtype: torch.dtype) -> bool:
 
 
 def power_of_two(size: int, smallest: int = 16) -> int:
-    """The lowest power of two that is neither below ``size`` nor below ``smallest``; 16 is the least of ``tl.dot``."""
+    """Return the lowest power of two not below ``size`` and ``smallest``; ``tl.dot`` takes 16 and more."""
     return max(smallest, 1 << max(0, size - 1).bit_length())
 
 

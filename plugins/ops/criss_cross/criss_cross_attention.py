@@ -104,7 +104,7 @@ def _results(terms: Terms, options: Options) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _gradient(name: str, term: Tensor) -> Tensor:
-    """An uninitialised gradient, laid out as its term where this has a contiguous width."""
+    """Return an uninitialised gradient, laid out as its term where this has a contiguous width."""
     if term.stride(-1) == 1:
         gradient = torch.empty_like(term)
         if gradient.stride(-1) == 1:  # not of overlapping windows

@@ -33,7 +33,7 @@ def aligned(size: int) -> int:
 
 
 def _operand_dtype(value: Tensor) -> torch.dtype:
-    """The dtype that the products read."""
+    """Return the dtype that the products read."""
     return value.dtype if value.is_cuda and _MIXES else arithmetic_dtype(value.dtype)
 
 
@@ -48,7 +48,7 @@ def empty(like: Tensor, width: int, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def heads_innermost(tensor: Tensor) -> Tensor:
-    """The memory (B, H, W, M, x) of a (B, M, H, W, x) view of it."""
+    """Return the memory (B, H, W, M, x) of a (B, M, H, W, x) view of it."""
     return tensor.permute(0, 2, 3, 1, 4)
 
 
@@ -92,7 +92,7 @@ def _merged_axes(sizes: tuple[int, ...], strides: tuple[tuple[int, ...], ...]) -
 
 
 def _batches(*tensors: Tensor) -> Iterator[list[Tensor]]:
-    """Views (batch, rows, columns) of tensors (B, M, N, rows, columns), as few as their strides allow."""
+    """Yield views (batch, rows, columns) of tensors (B, M, N, rows, columns), as few as their strides allow."""
     sizes, strides = tuple(tensors[0].shape[:3]), tuple(t.stride() for t in tensors)
     merged = _merged_axes(sizes, strides)
     rest = [n for n in range(3) if n not in merged]
@@ -107,7 +107,7 @@ def _batches(*tensors: Tensor) -> Iterator[list[Tensor]]:
 
 
 def _multiply(result: Tensor, left: Tensor, right: Tensor, *, add: bool = False, scale: float = 1.0) -> None:
-    """``result`` = scale * left @ right, or what it holds and that, all (B, M, N, rows, columns)."""
+    """Set ``result`` to scale * left @ right, or add that to it, all (B, M, N, rows, columns)."""
     beta = 1 if add else 0
     for c, a, b in _batches(result, left, right):
         if a.dtype == c.dtype:
@@ -152,7 +152,7 @@ def _write_weights(
 
 
 def _mix(result: Tensor, column: Tensor, row: Tensor, tensor: Tensor, scale: float = 1.0) -> None:
-    """``result`` = the sum of both parts' products with ``tensor``; both (B, M, H, W, x)."""
+    """Set ``result`` to the sum of both parts' products with ``tensor``; both (B, M, H, W, x)."""
     total = result if result.dtype == tensor.dtype else torch.empty_like(result, dtype=tensor.dtype)
     _multiply(_columns(total), column, _columns(tensor), scale=scale)
     _multiply(total, row, tensor, add=True, scale=scale)

@@ -12,7 +12,7 @@ from ..softmax import masked_softmax
 def criss_cross_logits(
     query: Tensor | None, key: Tensor | None, value: Tensor, position_logits: Tensor | None, scale: float
 ) -> Tensor:
-    """The sum of all logits, (B, M, H, W, H + W): of the query's column, where its own is -inf, then of its row."""
+    """Return the sum of all logits, (B, M, H, W, H + W): first the query's column, its own -inf, then its row."""
     query, key, value, position_logits = at_least_float32(query, key, value, position_logits)
     H, W = value.shape[2:4]
     logits = value.new_zeros((*value.shape[:4], H + W))
@@ -30,7 +30,7 @@ def criss_cross_logits(
 def criss_cross_probabilities(
     query: Tensor | None, key: Tensor | None, value: Tensor, position_logits: Tensor | None, scale: float
 ) -> Tensor:
-    """The attention weights themselves, (B, M, H, W, H + W): of the query's column, then of its row.
+    """Return the attention weights themselves, (B, M, H, W, H + W): of the query's column, then of its row.
 
     The query's own position has its weight in the row and 0 in the column.
     """

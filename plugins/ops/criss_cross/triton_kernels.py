@@ -62,7 +62,7 @@ def _tile(ptr, places, stride, length, first, WIDTH: tl.constexpr, BLOCK: tl.con
 
 @triton.jit
 def _load(ptr, places, stride, length, first, WIDTH: tl.constexpr, BLOCK: tl.constexpr, UNIT: tl.constexpr):
-    """What :func:`_tile` points to, 0 outside."""
+    """Return what :func:`_tile` points to, 0 outside."""
     pointers, inside = _tile(ptr, places, stride, length, first, WIDTH, BLOCK, UNIT)
     return tl.load(pointers, mask=inside, other=0.0)
 

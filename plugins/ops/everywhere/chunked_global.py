@@ -47,7 +47,7 @@ class Problem:
         return (b.stop - b.start) * (h.stop - h.start) * (w.stop - w.start)
 
     def matrices(self, workspace: Tensor, chunk: tuple[slice, slice, slice]) -> Tensor:
-        """The workspace as (b * M, h * w, keys)."""
+        """Return the workspace as (b * M, h * w, keys)."""
         M = self.shape[1]
         images = (chunk[0].stop - chunk[0].start) * M
         queries = self._queries(*chunk) * M // images

@@ -52,7 +52,7 @@ class Problem:
         return max(0, min(self.S, self.start + t.stop)) if self.causal else self.S
 
     def matrices(self, workspace: Tensor, chunk: tuple[slice, slice]) -> Tensor:
-        """The workspace as (b * M, n, keys)."""
+        """Return the workspace as (b * M, n, keys)."""
         b, t = chunk
         shape = ((b.stop - b.start) * self.M, t.stop - t.start, self.keys(t))
         return workspace[: shape[0] * shape[1] * shape[2]].view(shape)
@@ -104,7 +104,7 @@ class Problem:
             logits[..., last:] += outside
 
     def band_of(self, slopes: Tensor, t: slice) -> Tensor:
-        """The logits' gradients (b, M, n, keys) at every query's band, 0 where there is no key: (b, M, n, K)."""
+        """Return the logits' gradients (b, M, n, keys) at every query's band, 0 where there is no key: (b, M, n, K)."""
         assert self.band is not None
         K, keys = self.band.shape[3], slopes.shape[3]
         left, _ = band_reach(K, self.causal)

@@ -20,6 +20,6 @@ def chunks(B: int, M: int, Hq: int, Wq: int, keys: int, budget: int) -> Iterator
 
 
 def _even(total: int, most: int) -> int:
-    """The size, at most ``most`` if that is positive, of as few and as equal pieces of ``total`` as can be."""
+    """Return the size, at most ``most`` if that is positive, of as few and as equal pieces of ``total`` as can be."""
     pieces = -(-total // max(1, most))
     return max(1, -(-total // max(1, pieces)))

@@ -35,7 +35,7 @@ def _shares(B: int, M: int, T: int) -> tuple[int, int]:
 
 
 def _stored(value: Tensor, lse: Tensor) -> torch.dtype:
-    """The dtype of the operands that the kernels get. Few queries' kernel reads keys as they lie, float32 alone."""
+    """Return the dtype of the kernels' operands. The one for few queries reads keys as they lie, in float32 alone."""
     return value.dtype if value.dtype == torch.bfloat16 and lse.shape[2] > _FEW else lse.dtype
 
 

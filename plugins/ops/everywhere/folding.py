@@ -30,7 +30,7 @@ _LSE_ALIGNMENT = 32  # the CUDA kernel's log-sum-exp comes and goes padded to th
 
 
 def width(terms: GlobalTerms) -> int:
-    """The width of q' and k', padded."""
+    """Return the width of q' and k', padded."""
     query, _, value, row_logits, column_logits, key_logits = terms
     parts = (
         0 if query is None else query.shape[-1],
@@ -46,7 +46,7 @@ def _padded(size: int) -> int:
 
 
 def refuses(terms: GlobalTerms, options: GlobalOptions) -> str | None:
-    """The reason why the library's fused attention does not serve, or None.
+    """Return the reason why the library's fused attention does not serve, or None.
 
     On CPUs it serves wide content alone. (Up to a width of 32 our kernel is as fast or faster: 168 against 185 ms,
     forward and backward, for 4200 queries and 1050 keys of 9 heads x 28. At 64 the library's is faster, at 256 three
@@ -75,12 +75,12 @@ def refuses_backward(terms: GlobalTerms, options: GlobalOptions) -> str | None:
 
 
 def _unit(dtype: torch.dtype) -> float:
-    """What stands for 1 beside logits, which are divided by it."""
+    """Return what stands for 1 beside logits, which are divided by it."""
     return 16.0 if dtype == torch.float16 else 1.0
 
 
 def _lowest(dtype: torch.dtype) -> float:
-    """What stands for -inf: the exponential of its sum with other logits is still 0, and its product with 0 is 0."""
+    """Return what stands for -inf: exp(it + other logits) is still 0, and its product with 0 is 0."""
     return torch.finfo(dtype).min if dtype == torch.float16 else -1e30
 
 

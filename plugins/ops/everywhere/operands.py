@@ -18,7 +18,7 @@ class GlobalTerms(NamedTuple):
     key_logits: Tensor | None
 
     def grid(self) -> tuple[int, int]:
-        """The queries' (Hq, Wq): the query's, else those of the logits that have them, or 1."""
+        """Return the queries' (Hq, Wq): the query's, else those of the logits that have them, or 1."""
         if self.query is not None:
             return self.query.shape[2], self.query.shape[3]
         Hq = Wq = 1

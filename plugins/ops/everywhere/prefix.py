@@ -65,7 +65,7 @@ def with_prefix(terms: GlobalTerms, prefix_key: Tensor | None, prefix_value: Ten
 
 
 def corner(H: int, W: int, P: int) -> tuple[int, int]:
-    """The rows and columns to add for P keys, so that the map has the fewest cells."""
+    """Return the rows and columns to add for P keys, so that the map has the fewest cells."""
     shapes = [(a, -(-P // a)) for a in range(1, P + 1)]
     return min(shapes, key=lambda shape: (H + shape[0]) * (W + shape[1]))
 

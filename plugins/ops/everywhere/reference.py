@@ -18,7 +18,7 @@ def global_attention_logits(
     key_logits: Tensor | None,
     scale: float,
 ) -> Tensor:
-    """The sum of all logits, (B, M, Hq, Wq, Hk, Wk); Hq = Wq = 1 where no argument has query axes."""
+    """Return the sum of all logits, (B, M, Hq, Wq, Hk, Wk); Hq = Wq = 1 where no argument has query axes."""
     B, M, Hk, Wk, _ = value.shape
     query, key, row_logits, column_logits, key_logits = at_least_float32(
         query, key, row_logits, column_logits, key_logits
@@ -45,7 +45,7 @@ def global_attention_probabilities(
     key_logits: Tensor | None,
     scale: float,
 ) -> Tensor:
-    """The attention weights themselves, as :func:`global_attention_logits`.
+    """Return the attention weights themselves, as :func:`global_attention_logits`.
 
     A query whose keys are all masked (logit -inf) has the weight 0 everywhere.
     """
@@ -79,7 +79,7 @@ def sequence_attention_logits(
     causal: bool,
     scale: float,
 ) -> Tensor:
-    """The sum of all logits, (B, M, T, S); -inf at keys that are masked."""
+    """Return the sum of all logits, (B, M, T, S); -inf at keys that are masked."""
     query, key, band_logits, outside_logits, position_logits = at_least_float32(
         query, key, band_logits, outside_logits, position_logits
     )
@@ -118,7 +118,7 @@ def sequence_attention_probabilities(
     causal: bool,
     scale: float,
 ) -> Tensor:
-    """The attention weights themselves, (B, M, T, S); 0 everywhere for a query whose keys are all masked."""
+    """Return the attention weights themselves, (B, M, T, S); 0 everywhere for a query whose keys are all masked."""
     return masked_softmax(
         sequence_attention_logits(
             query, key, value, band_logits, outside_logits, position_logits, key_padding_mask, start, causal, scale

@@ -125,7 +125,7 @@ def _attend_in_range(
 
 
 def _leader(terms: SequenceTerms) -> str:
-    """The name of the argument that gives the number of queries."""
+    """Return the name of the argument that gives the number of queries."""
     T = terms.queries()
     names = ("query", "band_logits", "outside_logits", "position_logits")
     tensors = (terms.query, *terms[3:])

@@ -77,7 +77,7 @@ _LOGITS = ("row", "column", "near", "grad_row", "grad_column", "grad_near")
 
 
 def refuses(terms: GlobalTerms, options: GlobalOptions) -> str | None:
-    """The reason why these kernels do not compute, or None."""
+    """Return the reason why these kernels do not compute, or None."""
     query, _, value, *_ = terms
     if reason := triton_launch.refusal(value):
         return reason
@@ -111,7 +111,7 @@ def _shape(terms: GlobalTerms) -> _Shape:
 
 
 def _tensors(terms: GlobalTerms, shape: _Shape) -> dict[str, Tensor | None]:
-    """The terms under the kernels' names, expanded."""
+    """Return the terms under the kernels' names, expanded."""
     query, key, value, row_logits, column_logits, key_logits = terms
     B, M, Hq, Wq, Hk, Wk, D, _ = shape
     return {
@@ -125,7 +125,7 @@ def _tensors(terms: GlobalTerms, shape: _Shape) -> dict[str, Tensor | None]:
 
 
 def _readable(tensor: Tensor) -> Tensor:
-    """The tensor, or a copy where its last axis is not contiguous."""
+    """Return the tensor, or a copy where its last axis is not contiguous."""
     return tensor if _adjacent(tensor) else tensor.contiguous()
 
 
@@ -139,7 +139,7 @@ def _adjacent(tensor: Tensor) -> bool:
 
 
 def _block(kernel: str, shape: _Shape, dtype: torch.dtype, both: bool = False) -> Block:
-    """What a program holds; ``both`` where there are row and column logits."""
+    """Return what a program holds; ``both`` where there are row and column logits."""
     if kernel == "products_of_outputs":
         return _PRODUCTS
     arithmetic = "half" if dtype.itemsize == 2 else triton_launch.precision(dtype)
@@ -210,7 +210,7 @@ def _even(strides: tuple[int, int, int, int], width: int) -> bool:
 
 
 def _alignment(strides: dict[str, tuple[int, int, int, int]], dtype: torch.dtype) -> int:
-    """The greatest power of two, up to 16 bytes, that divides the strides of all but the logits."""
+    """Return the greatest power of two, up to 16 bytes, that divides the strides of all but the logits."""
     common = reduce(gcd, (stride for name, four in strides.items() if name not in _LOGITS for stride in four), 0)
     return min(common & -common or 16, 16 // dtype.itemsize)
 

@@ -75,7 +75,7 @@ def load_cells(tensor, offsets, there, WIDTH: tl.constexpr, BLOCK: tl.constexpr)
 
 @triton.jit
 def store_cells(tensor, offsets, there, numbers, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """The reverse of :func:`load_cells`, in the tensor's dtype."""
+    """Do the reverse of :func:`load_cells`, in the tensor's dtype."""
     width = tl.arange(0, BLOCK)
     mask = there[:, None]
     if WIDTH < BLOCK:
@@ -85,7 +85,7 @@ def store_cells(tensor, offsets, there, numbers, WIDTH: tl.constexpr, BLOCK: tl.
 
 @triton.jit
 def load_lines(tensor, offsets, known, lines, length):
-    """(queries, lines) logits of rows or of columns in float32, -inf where there is none; None for None."""
+    """Return (queries, lines) logits of rows or of columns in float32, -inf where there is none; None for None."""
     if tensor is not None:
         mask = known[:, None] & (lines < length)[None, :]
         return tl.load(tensor + offsets[:, None] + lines[None, :], mask=mask, other=-float("inf")).to(tl.float32)

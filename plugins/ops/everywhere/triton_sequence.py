@@ -70,7 +70,7 @@ def refuses(terms: SequenceTerms, options: SequenceOptions) -> str | None:
 
 
 def _arithmetic(dtype: torch.dtype) -> str:
-    """A key of :data:`TILES`."""
+    """Return a key of :data:`TILES`."""
     return "half" if dtype.itemsize == 2 else triton_launch.precision(dtype)
 
 
@@ -158,7 +158,7 @@ def _with_rows(tensor: Tensor) -> Tensor:
 
 
 def _unit(*tensors: Tensor | None) -> int:
-    """The numbers in 16 bytes where these divide all strides, else 1."""
+    """Return the numbers in 16 bytes where these divide all strides, else 1."""
     given = [t for t in tensors if t is not None]
     unit = 16 // given[0].element_size()
     return unit if all(stride % unit == 0 for stride in _strides(given)) else 1
@@ -237,7 +237,7 @@ def _target(grad: Tensor, shape: Sequence[int]) -> Tensor:
 def _sum_position(
     kernel: Any, call: Call, grad_output: Tensor, others: Sequence[Tensor | None], shape: Sequence[int]
 ) -> Tensor:
-    """The gradient of position logits that are broadcast, in float32."""
+    """Return the gradient of position logits that are broadcast, in float32."""
     B, M, T, S = call.B, call.M, call.T, call.S
     tile = call.tiles[3]
     blocks = -(-T // tile.queries)

@@ -28,7 +28,7 @@ PLAIN = [
 
 @triton.jit
 def of_queries(found, KEYS_FIRST: tl.constexpr):
-    """(queries) as an axis of a tile."""
+    """Return (queries) as an axis of a tile."""
     if KEYS_FIRST:
         return found[None, :]
     else:
@@ -74,7 +74,7 @@ def logits_of(
     BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, CAUSAL: tl.constexpr, PART: tl.constexpr, KEYS_FIRST: tl.constexpr,
     PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """A tile of logits in units of log(2), -inf where a key is masked or there is none.
+    """Return a tile of logits in units of log(2), -inf where a key is masked or there is none.
 
     Loads come before the product: Triton then lays all sums out as the product lies.
     """
@@ -119,7 +119,7 @@ def logits_of(
 
 @triton.jit
 def keys_seen(t0, S, start, BLOCK_T: tl.constexpr, CAUSAL: tl.constexpr):
-    """The first key that no query of a block sees."""
+    """Return the first key that no query of a block sees."""
     if CAUSAL:
         return tl.minimum(S, t0 + BLOCK_T + start)
     else:
@@ -186,7 +186,7 @@ def weights_and_gradients(
     BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, CAUSAL: tl.constexpr, PART: tl.constexpr, KEYS_FIRST: tl.constexpr,
     PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """A tile of weights, and that of their gradients. ``norm`` is the queries' log-sum-exp in units of log(2)."""
+    """Return a tile of weights and one of their gradients; ``norm``: the queries' log-sum-exp in units of log(2)."""
     logits = logits_of(
         q, k, t0, s0, far, band, position, padding, band_t, position_t, T, S, K, left, start, scale,
         BLOCK_T, BLOCK_S, CAUSAL, PART, KEYS_FIRST, PRECISION, UPCAST,

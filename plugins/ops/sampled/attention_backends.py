@@ -33,7 +33,7 @@ def refuses_cuda(terms: Terms, options: Options) -> str | None:
 
 
 def refuses_cuda_backward(terms: Terms, options: Options) -> str | None:
-    """The kernel adds with atomics; the reference's index_add has a deterministic form."""
+    """Refuse deterministic sums: the kernel adds with atomics; the reference's index_add has a deterministic form."""
     return "its backward is not deterministic" if torch.are_deterministic_algorithms_enabled() else None
 
 
@@ -89,7 +89,7 @@ def _copy(written: Sequence[Tensor | None], grads: Sequence[Tensor | None]) -> N
 
 
 def _torch_backward(grad_output: Tensor, terms: Terms, options: Options, needs: Sequence[bool]) -> list[Tensor | None]:
-    """The gradient of the definition, an image at a time, since it holds all samples of what it is given."""
+    """Return the gradient of the definition, an image at a time, since it holds all samples of what it is given."""
     parts = []
     for n in range(len(terms.value)):
         one = Terms(*(t[n : n + 1].detach().requires_grad_(need) for t, need in zip(terms, needs)))

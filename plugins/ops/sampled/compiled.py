@@ -21,7 +21,7 @@ def refuses_cuda(terms: Terms, options: Options) -> str | None:
 
 
 def refuses_cuda_backward(terms: Terms, options: Options) -> str | None:
-    """The kernel adds with atomics; the reference's index_add has a deterministic form."""
+    """Refuse deterministic sums: the kernel adds with atomics; the reference's index_add has a deterministic form."""
     return "its backward is not deterministic" if torch.are_deterministic_algorithms_enabled() else None
 
 

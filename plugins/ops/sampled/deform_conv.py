@@ -180,7 +180,7 @@ def _results(terms: Terms, options: Options) -> tuple[Tensor]:
 
 
 def _gradient(name: str, term: Tensor) -> Tensor:
-    """An uninitialised gradient, laid out as the kernels do it."""
+    """Return an uninitialised gradient, laid out as the kernels do it."""
     if name == "input":
         return torch.empty(term.shape, dtype=term.dtype, device=term.device, memory_format=plain.memory_format(term))
     return term.new_empty(term.shape) if name == "weight" else torch.empty_like(term)
@@ -194,7 +194,7 @@ def _operations(terms: Any, options: Options) -> int:
 
 
 def _backward_operations(terms: Any, options: Options, needs: Sequence[bool]) -> int:
-    """A product for the samples' gradients, and one for the weight's."""
+    """Return a product for the samples' gradients, and one for the weight's."""
     needs_input, needs_offset, needs_weight, _, needs_mask = needs
     return (int(needs_input or needs_offset or needs_mask) + int(needs_weight)) * _operations(terms, options)
 

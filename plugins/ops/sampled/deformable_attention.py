@@ -130,7 +130,7 @@ def _results(terms: Terms, options: Options) -> tuple[Tensor]:
 
 
 def _gradient(name: str, term: Tensor) -> Tensor:
-    """An uninitialised gradient, contiguous as the kernels write it."""
+    """Return an uninitialised gradient, contiguous as the kernels write it."""
     return term.new_empty(term.shape)
 
 

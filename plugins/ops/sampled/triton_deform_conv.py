@@ -69,7 +69,7 @@ class _Layer:
         self.precision = triton_launch.precision(self.dtype)
 
     def tile(self, kernel: str) -> Tile:
-        """A kernel's tile, not larger than there are channels."""
+        """Return a kernel's tile, not larger than there are channels."""
         most = TILES[kernel][self.precision if self.dtype == torch.float32 else "half"]
         outs, channels = power_of_two(self.group_outs), power_of_two(self.segment)
         return most._replace(outs=min(most.outs, outs), channels=min(most.channels, channels))
@@ -79,7 +79,7 @@ class _Layer:
         return weight.reshape(self.groups, self.group_outs, self.group_channels, self.taps).permute(0, 3, 1, 2)
 
     def unpack(self, grad: Tensor) -> Tensor:
-        """(groups, taps, C / groups, O / groups) -> (O, C / groups, Kh, Kw)."""
+        """Turn (groups, taps, C / groups, O / groups) into (O, C / groups, Kh, Kw)."""
         shape = self.outs, self.group_channels, self.taps // self.kernel_width, self.kernel_width
         return grad.permute(0, 3, 2, 1).reshape(shape).contiguous()
 
@@ -120,7 +120,7 @@ def refuses(terms: Terms, options: Options) -> str | None:
 
 
 def refuses_backward(terms: Terms, options: Options) -> str | None:
-    """The reference's index_add has a deterministic form."""
+    """Refuse where sums must be deterministic: the reference's index_add has a deterministic form."""
     return "its backward is not deterministic" if torch.are_deterministic_algorithms_enabled() else None
 
 
@@ -183,7 +183,7 @@ def backward(grad_output: Tensor, terms: Terms, options: Options, needs: Sequenc
 
 
 def _weight_gradient(layer: _Layer, grad: Tensor, input: Tensor, offset: Tensor, mask: Tensor | None) -> Tensor:
-    """(groups, taps, C / groups, O / groups) in float32: sums of shares of the pixels, added in a fixed order."""
+    """Return (groups, taps, C / groups, O / groups) in float32: sums over parts of the pixels, in a fixed order."""
     tile = layer.tile("differentiate_weight")
     segments = layer.channels // layer.segment
     tiles = layer.taps * segments * _ceil(layer.segment, tile.channels) * _ceil(layer.group_outs, tile.outs)

@@ -21,7 +21,7 @@ _ANYWHERE = ["offset", "mask", "bias", "grad_offset", "grad_mask"]  # one elemen
 
 @triton.jit
 def _outputs(first, pixels, Ho, Wo, BLOCK: tl.constexpr, WIDE: tl.constexpr):
-    """Number, image, row and column of output pixels from ``first`` on, and whether they exist."""
+    """Return number, image, row and column of output pixels from ``first`` on, and whether they exist."""
     pixel = first + tl.arange(0, BLOCK)
     if WIDE:
         pixel = pixel.to(tl.int64)
@@ -102,7 +102,7 @@ def convolve(
     BLOCK_CHANNELS: tl.constexpr, EVEN_OUTS: tl.constexpr, EVEN_CHANNELS: tl.constexpr,
     WIDE: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """A program convolves BLOCK_PIXELS output pixels into BLOCK_OUTS channels of one group."""
+    """Convolve BLOCK_PIXELS output pixels into BLOCK_OUTS channels of one group."""
     out_blocks = tl.cdiv(group_outs, BLOCK_OUTS)
     program = tl.program_id(0)
     group = program // out_blocks % groups
@@ -142,7 +142,7 @@ def convolve(
 
 @triton.jit
 def _factors(pointers, rows, columns, EVEN_ROWS: tl.constexpr, EVEN_COLUMNS: tl.constexpr):
-    """A tile of the weight or of an output's gradient, 0 where a row or a column does not exist."""
+    """Return a tile of the weight or of an output's gradient, 0 where a row or a column does not exist."""
     if EVEN_ROWS and EVEN_COLUMNS:
         return tl.load(pointers)
     elif EVEN_ROWS:
@@ -169,7 +169,7 @@ def differentiate_samples(
     BLOCK_CHANNELS: tl.constexpr, EVEN_OUTS: tl.constexpr, EVEN_CHANNELS: tl.constexpr,
     WIDE: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """A program differentiates by one tap's samples of BLOCK_PIXELS output pixels, in all channels of an offset group.
+    """Differentiate by one tap's samples of BLOCK_PIXELS output pixels, in all channels of an offset group.
 
     So that gradients of offset and mask are sums within a program; those of the input are scattered by atomics.
     """
@@ -260,7 +260,7 @@ def differentiate_weight(
     BLOCK_CHANNELS: tl.constexpr, EVEN_OUTS: tl.constexpr, EVEN_CHANNELS: tl.constexpr,
     WIDE: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """A program sums one tap's products in BLOCK_CHANNELS x BLOCK_OUTS channels over a share of the output pixels."""
+    """Sum one tap's products in BLOCK_CHANNELS x BLOCK_OUTS channels over a part of the output pixels."""
     channels = groups * group_channels
     outs = groups * group_outs
     blocks = tl.cdiv(segment, BLOCK_CHANNELS)

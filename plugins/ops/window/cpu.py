@@ -18,7 +18,7 @@ _REACH = 1 << 14  # keys, beyond eight times a row
 
 
 def _stored(value: Tensor, computed: torch.dtype) -> torch.dtype:
-    """The dtype of the operands that the kernels get."""
+    """Return the dtype of the operands that the kernels get."""
     return value.dtype if value.dtype == torch.bfloat16 else computed
 
 

@@ -27,7 +27,7 @@ def backward_kernels(*arguments: Any) -> None:
 
 
 def refuses(terms: Terms, options: Options) -> str | None:
-    """The reason why the kernels do not take these terms, or None."""
+    """Return the reason why the kernels do not take these terms, or None."""
     query, _, value, _ = terms
     if value.dtype == torch.float64:
         return "its kernels compute in float32, and the tensors are float64"

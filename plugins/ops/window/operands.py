@@ -28,5 +28,5 @@ class Options(NamedTuple):
     scale: float
 
     def numbers(self) -> list[int]:
-        """The geometry as the kernels take it."""
+        """Return the geometry as the kernels take it."""
         return [*self.kernel_size, *self.stride, *self.padding, *self.dilation]

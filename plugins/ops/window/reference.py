@@ -47,7 +47,7 @@ def window_attention_logits(
     zero_border: bool,
     scale: float,
 ) -> Tensor:
-    """The sum of all logits, (B, M, Hq, Wq, taps); B and M may be 1 where the arguments' are."""
+    """Return the sum of all logits, (B, M, Hq, Wq, taps); B and M may be 1 where the arguments' are."""
     query, key, position_logits = at_least_float32(query, key, position_logits)
     terms = []
     if query is not None and key is not None:
@@ -68,7 +68,7 @@ def window_attention_probabilities(
     zero_border: bool,
     scale: float,
 ) -> Tensor:
-    """The attention weights themselves, (B, M, Hq, Wq, taps); B and M may be 1 where the logits' are."""
+    """Return the attention weights themselves, (B, M, Hq, Wq, taps); B and M may be 1 where the logits' are."""
     return masked_softmax(window_attention_logits(query, key, position_logits, windows, zero_border, scale))
 
 

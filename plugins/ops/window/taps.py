@@ -18,7 +18,7 @@ Slices = tuple[slice, slice]
 
 
 def _axis(queries: int, keys: int, stride: int, start: int) -> Slices:
-    """The queries whose key query * stride + start is on the axis, and those keys."""
+    """Return the queries whose key query * stride + start is on the axis, and those keys."""
     first = max(0, -(start // stride))
     last = min(queries, (keys - 1 - start) // stride + 1)
     if last <= first:
