@@ -20,7 +20,7 @@ _FEW = 4  # queries at most that are not worth packing keys for
 
 
 def _slots(B: int, M: int, T: int) -> int:
-    """Shares per head. (They do not depend on the number of threads, so neither do the sums.)"""
+    """Return the shares of each head. They, and so the sums, do not depend on the number of threads."""
     return max(1, min(-(-_TASKS // max(1, B * M)), -(-T // _BLOCK)))
 
 

@@ -90,7 +90,7 @@ def _logits(logits: Tensor) -> Tensor:
 
 
 def fold(terms: GlobalTerms, scale: float, grid: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor]:
-    """q' (B, M, Hq * Wq, D), k' (B, M, Hk * Wk, D) and the padded value."""
+    """Return q' (B, M, Hq * Wq, D), k' (B, M, Hk * Wk, D) and the padded value."""
     query, key, value, row_logits, column_logits, key_logits = terms
     B, M, Hk, Wk, dv = value.shape
     unit = value.new_full((), _unit(value.dtype))
