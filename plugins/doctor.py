@@ -174,6 +174,6 @@ def _hooks(report: Report) -> None:
             "autoload", f"off: torch {torch.__version__} does not support it (2.5 does); import attn_plugins.timm"
         )
     elif any(e.value == "attn_plugins_autoload:activate" for e in entry_points(group="torch.backends")):
-        report.line("autoload", "on: timm and fairseq find the plug-ins without an import")
+        report.line("autoload", "on: timm and fairseq load the plug-ins without an import")
     else:
         report.line("autoload", "off: this copy was not installed by pip; import attn_plugins.timm")

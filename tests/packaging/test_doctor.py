@@ -63,7 +63,7 @@ def test_switched_off_hooks_are_told(monkeypatch, capsys, switch):
 def test_a_torch_without_autoload_is_told(monkeypatch, capsys):
     monkeypatch.setattr(torch, "__version__", "2.4.1")
     doctor._hooks(doctor.Report())
-    assert "off: torch 2.4.1 has none" in capsys.readouterr().out
+    assert "off: torch 2.4.1 does not support it" in capsys.readouterr().out
 
 
 def test_a_broken_operator_is_named(monkeypatch, capsys):
