@@ -1,8 +1,8 @@
-"""Caption pictures, and show which regions and attributes each word attends to.
+r"""Caption pictures, and show which regions and attributes each word attends to.
 
 ::
 
-    python -m tools.caption photo.jpg --path checkpoints/eta/checkpoint_best.pt \\
+    python -m tools.caption photo.jpg --path checkpoints/eta/checkpoint_best.pt \
         --detector work_dirs/attributes/best.safetensors --out work_dirs/captions
 
 ``--path`` names a checkpoint of fairseq's task ``captioning``, or several separated by colons, whose word probabilities

@@ -1,11 +1,11 @@
-"""DETR and Deformable DETR on digits on photographs, trained by mmdet's own tool and compared epoch by epoch.
+r"""DETR and Deformable DETR on digits on photographs, trained by mmdet's own tool and compared epoch by epoch.
 
 ::
 
     python -m tools.detection_study                                       # all settings, three seeds each
     python -m tools.detection_study OUT --settings detr deformable-detr --seeds 0
     python -m tools.detection_study OUT --train 'train_cfg.max_epochs=80'   # mmdet's --cfg-options, for every setting
-    python -m tools.detection_study OUT --add 'fast=detr_narrow-r18_digits optim_wrapper.optimizer.lr=1e-3' \\
+    python -m tools.detection_study OUT --add 'fast=detr_narrow-r18_digits optim_wrapper.optimizer.lr=1e-3' \
         --settings detr fast
 
     OUT/backbone/                the detector that trains the backbone from which every setting starts

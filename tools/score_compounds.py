@@ -1,4 +1,4 @@
-"""Score the output of fairseq-generate like papers on WMT English-German: BLEU of tokens, with compounds split.
+r"""Score the output of fairseq-generate like papers on WMT English-German: BLEU of tokens, with compounds split.
 
 ::
 
@@ -7,7 +7,7 @@
     python -m tools.score_compounds generate.txt --reference test.de --json scores.json
 
 A hyphen between two characters becomes a token, ``##AT##-##AT##``, in translations and references, by the rule of
-tensor2tensor's and fairseq's scripts, ``s{(\\S)-(\\S)}{$1 ##AT##-##AT## $2}g``; so ``a-b-c`` is split once. Text that
+tensor2tensor's and fairseq's scripts, ``s{(\S)-(\S)}{$1 ##AT##-##AT## $2}g``; so ``a-b-c`` is split once. Text that
 already has the token ``##AT##-##AT##`` or ``@-@`` (Moses with ``-a``, as in fairseq's prepare-wmt14en2de.sh) is left
 unchanged, and both scores are equal. BLEU of tokens is case-sensitive and without smoothing, as in multi-bleu.perl
 (sacrebleu with ``tokenize="none"``).

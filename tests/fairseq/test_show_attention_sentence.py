@@ -235,7 +235,7 @@ def test_pieces_of_sentencepiece(trained, tmp_path):
     pieces = [piece.removesuffix(" <unk>") for piece in found.words[ALIGNMENT][1][:-1]]
     assert "".join(pieces).replace("▁", " ").strip() == "the cat"
     assert len(pieces) >= 2
-    with pytest.raises(ViewError, match=r"--sentencepiece-model .*text is none"):
+    with pytest.raises(ViewError, match=r"--sentencepiece-model .*text cannot be loaded"):
         load(trained["luong"], None, text)
 
 
@@ -254,7 +254,7 @@ def test_bad_input(trained, data, tmp_path, capsys):
     assert re.search(
         r"--data \S+ must be .* lacks dict.en.txt, dict.de.txt", error(*good, SENTENCE, "--data", tmp_path)
     )
-    assert "is none; --data DIR names another" in error(*good, SENTENCE, "--data", tmp_path / "none")
+    assert "is no folder; --data DIR names another" in error(*good, SENTENCE, "--data", tmp_path / "none")
     shutil.copy(data / "dict.en.txt", tmp_path)
     assert "lacks dict.de.txt;" in error(*good, SENTENCE, "--data", tmp_path)
     (tmp_path / "dict.de.txt").write_text("word 1\n")

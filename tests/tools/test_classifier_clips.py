@@ -263,7 +263,7 @@ def test_broken_clips_are_named_and_skipped(clips, tmp_path, capsys):
 
 def test_settings_that_clips_go_without():
     for key, value in (("cutmix", 1.0), ("channels_last", True)):
-        with pytest.raises(ConfigError, match=f"dataset 'clips' goes without {key}, got {value}"):
+        with pytest.raises(ConfigError, match=f"dataset 'clips' does not support {key}, got {value}"):
             Config("any", dataset="clips", **{key: value})
     with pytest.raises(ConfigError, match="frame_sampling must be one of uniform, segments, stride, got 'random'"):
         Config("any", frame_sampling="random")

@@ -171,7 +171,7 @@ def test_other_images(run, photographs, tmp_path, capsys):
     assert "--resume needs --data of the same classes: only " in error
     assert error.endswith("state.pt has cat")
     assert main(["--data", str(fewer), "--evaluate", str(run / "whole/best.safetensors"), *BEGUN]) == 2
-    assert "no model is named" in capsys.readouterr().err
+    assert "no model is given" in capsys.readouterr().err
     config = str(run / "photos.yaml")
     assert main([config, "--data", str(fewer), "--evaluate", str(run / "whole/best.safetensors"), *BEGUN]) == 2
     assert "--evaluate must be weights for the classes of --data: only " in capsys.readouterr().err

@@ -326,8 +326,8 @@ def test_command_line(faces, tmp_path, capsys):
     assert "3 train, 1 val, 1 test faces in" in capsys.readouterr().out
     assert Image.open(tmp_path / "out/labels/val/4_1.png").size == (64, 64)
     for options, message in (
-        (["--size", "64"], "are of aligned faces: give --landmarks"),
-        (["--landmark-pictures", "x"], "are of aligned faces: give --landmarks"),
+        (["--size", "64"], "apply to aligned faces: add --landmarks"),
+        (["--landmark-pictures", "x"], "apply to aligned faces: add --landmarks"),
         (["--landmarks", str(annotation), "--size", "8"], "size must be at least 32 pixels, got 8"),
         (["--landmarks", str(tmp_path / "none")], "none has no *.txt"),
     ):

@@ -267,7 +267,7 @@ def test_a_study_without_figures_is_an_error(toy, tmp_path):
     (tmp_path / "work").mkdir()
     study = dataclasses.replace(studies.STUDIES["short"], product="work/other.json")
     studies.STUDIES["short"] = study
-    with pytest.raises(StudyError, match=r"short: its last command left no work/other\.json"):
+    with pytest.raises(StudyError, match=r"short: its last command wrote no work/other\.json"):
         studies.carry_out("short", tmp_path)
     assert not list((tmp_path / "benchmarks").iterdir())
 
@@ -275,7 +275,7 @@ def test_a_study_without_figures_is_an_error(toy, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--studies", "translation"], "--studies must be of cross-attention, translation-paddings"),
+        (["--studies", "translation"], "--studies must be among cross-attention, translation-paddings"),
         (["--jobs", "0"], "--jobs must be at least 1, got 0"),
         (["--list", "--write"], "not allowed with argument"),
     ],

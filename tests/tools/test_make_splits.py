@@ -94,4 +94,4 @@ def test_the_tools_take_it(tmp_path, ids):
 
 def test_an_image_that_is_there_twice(tmp_path, capsys):
     assert tool.main([str(write(tmp_path / "set", [7, "7"]))]) == 2
-    assert "captions.json: image 7 is there twice" in capsys.readouterr().err
+    assert "captions.json: image 7 is repeated" in capsys.readouterr().err

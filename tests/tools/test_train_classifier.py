@@ -317,7 +317,7 @@ def test_a_config_file_that_is_none(tmp_path):
             load(tmp_path / "x.yaml")
     with pytest.raises(ConfigError, match="cannot be read"):
         load(tmp_path / "y.yaml")
-    with pytest.raises(ConfigError, match="no model is named"):
+    with pytest.raises(ConfigError, match="no model is given"):
         load(None)
 
 

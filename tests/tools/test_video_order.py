@@ -130,7 +130,7 @@ def test_no_network_and_a_broken_wheel(tmp_path, monkeypatch, capsys):
         (["--frames", "1"], "frames must be at least 2, got 1"),
         (["--val", "1"], "val must be between 0 and 1, got 1.0"),
         (["--width", "31"], "width must be even and at least 32 pixels, got 31"),
-        (["--frames", "30"], "bars.mp4 is too short: of its 60 frames val has less than a clip of 30"),
+        (["--frames", "30"], "bars.mp4 is too short: of its 60 frames val gets less than a clip of 30"),
     ],
 )
 def test_errors(change, message, videos, tmp_path, capsys):

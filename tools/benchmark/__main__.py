@@ -4,11 +4,11 @@ python -m tools.benchmark                        # every operator (20 minutes on
 python -m tools.benchmark deform_conv            # one of them
 python -m tools.benchmark --device cuda          # on a GPU
 python -m tools.benchmark deform_conv -k 1-D     # only cases whose name contains 1-D; nothing is written
-python -m tools.benchmark --against CHECKOUT     # our rows alone, here and in another, built checkout of this project
+python -m tools.benchmark --against CHECKOUT     # only our rows, here and in another, built checkout of this project
 python -m tools.benchmark end_to_end             # whole mmdet and mmsegmentation models, stock and drop-in
 python -m tools.benchmark table                  # write README's table from benchmarks/*.json
 
-Run it on a machine with nothing else to do: it waits for that, and pages show what other processes used.
+Run it on an idle machine: it waits until other processes end, and pages show their load.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ with extras():
     from .measure import Settings, measure
     from .operators import OPERATORS, cases
 
-# The options that a page's command shows, in their order.
+# Options shown in a page's command, in this order.
 SHOWN = ("device", "threads", "seconds", "rounds", "min_rounds", "attempts", "wait", "k", "out")
 
 
@@ -42,14 +42,12 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     made.add_argument("--threads", type=int, default=torch.get_num_threads(), help="CPU threads")
     made.add_argument("--seconds", type=float, default=defaults.seconds, help="time for the rounds of a row")
-    made.add_argument("--rounds", type=int, default=defaults.rounds, help="the most rounds of a row")
-    made.add_argument("--min-rounds", type=int, default=defaults.min_rounds, help="the fewest, however long they take")
-    made.add_argument(
-        "--attempts", type=int, default=defaults.attempts, help="how often a noisy row is measured at most"
-    )
+    made.add_argument("--rounds", type=int, default=defaults.rounds, help="maximum rounds of a row")
+    made.add_argument("--min-rounds", type=int, default=defaults.min_rounds, help="rounds to run in any case")
+    made.add_argument("--attempts", type=int, default=defaults.attempts, help="maximum measurements of a noisy row")
     made.add_argument("--wait", type=float, default=60, help="seconds to wait for other processes to end")
     made.add_argument("-k", metavar="TEXT", default="", help="only cases whose name contains TEXT (writes no file)")
-    made.add_argument("--out", type=Path, default=results.FOLDER, help="where JSON and pages go")
+    made.add_argument("--out", type=Path, default=results.FOLDER, help="folder of JSON files and pages")
     made.add_argument("--against", type=Path, metavar="CHECKOUT", help="compare with another checkout; no peers")
     return made
 

@@ -1,7 +1,7 @@
-"""Compare our own rows with those of another checkout of this project: has a change made an operator slower?
+"""Comparison of our own rows with those of another checkout, to see if a change makes an operator slower.
 
-Fresh processes take turns, one of each checkout in a round. The other checkout must be built (``make build`` there) and
-may be older: its ``attn_plugins`` is measured by the cases here, through public functions and modules.
+Fresh processes take turns, one of each checkout per round. The other checkout must be built (``make build`` there) and
+may be older: its ``attn_plugins`` is measured on the cases of this checkout, through public functions and modules.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from .results import command_line
 from .summary import NOISY, spread, summarize
 
 ROOT = Path(__file__).parents[2]
-PROCESSES = 3  # of each checkout
+PROCESSES = 3  # per checkout
 SHOWN = ("against", "device", "threads", "seconds", "rounds", "min_rounds", "wait", "k")
 RUN = "from tools.benchmark.own_rows import main; main()"
 
 
 class Failed(Exception):
-    """A process ended with an error, or measured another package than it should."""
+    """A process ended with an error, or measured the wrong package."""
 
 
 def problem(checkout: Path) -> str | None:
@@ -73,11 +73,11 @@ def own_rows(checkout: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the rows of a process that imports ``attn_plugins`` from ``checkout``.
 
     Raises:
-        Failed: The process ended with an error, or imported another package.
+        Failed: the process ended with an error, or imported the wrong package.
     """
     package = (checkout / "plugins").resolve()
     with tempfile.TemporaryDirectory() as folder:
-        # A package on the path comes before the editable install's mapping.
+        # A package on the path takes precedence over the editable install's mapping.
         (Path(folder) / "attn_plugins").symlink_to(package, target_is_directory=True)
         path = os.pathsep.join([folder, str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         done = subprocess.run(
@@ -111,7 +111,7 @@ def table(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]
 
 
 def pooled(case: str, processes: Sequence[Mapping[str, Any]]) -> dict[str, Any] | str:
-    """Return the statistics of a row over all processes, or why there are none."""
+    """Return the statistics of a row over all processes, or the reason why there are none."""
     rows = [rows[case] for rows in processes if case in rows]
     if not rows:
         return "no such row"

@@ -1,4 +1,4 @@
-"""What a call costs beside the arithmetic: every operator on 4 × 4 maps (16 positions), one thread."""
+"""Overhead of calls: every operator on 4 × 4 maps (16 positions), one thread."""
 
 from __future__ import annotations
 

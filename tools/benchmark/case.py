@@ -1,4 +1,4 @@
-"""What a benchmark case is: one problem, ours and the peers', each as a function that prepares a run."""
+"""Benchmark cases: one problem for our operator and its peers, each as a function that prepares a run."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ Run = Callable[[], object]
 
 
 class Buffer(NamedTuple):
-    """A buffer that memory is compared with.
+    """A buffer for comparison with memory.
 
     Attributes:
-        name: What it is.
-        size: Bytes.
+        name: Name of the buffer.
+        size: Size in bytes.
     """
 
     name: str
@@ -30,13 +30,13 @@ class Case:
 
     Args:
         name: The problem, as the table shows it.
-        ours: Prepares the inputs on a device and returns what is timed.
-        peers: The same for every peer, by name. A peer that cannot run raises ImportError or RuntimeError; the table
+        ours: Prepares the inputs on a device and returns the function to time.
+        peers: Likewise for every peer, by name. A peer that cannot run raises ImportError or RuntimeError; the table
             shows the message.
-        goal: The ratio to the better peer to reach; None where there is none.
-        buffer: What the peers' method writes to memory. The working memory of such a row is published as a share of it.
-        calls: Calls in one timed sample, for calls that are too short for the clock; times are per call.
-        heavy: True where a round takes so long that three must do.
+        goal: Target ratio to the better peer, or None.
+        buffer: Buffer that the peers' method writes. The working memory of the row is published relative to its size.
+        calls: Calls per timed sample, for calls too short for the clock; times are per call.
+        heavy: True if a round takes so long that three must suffice.
         threads: CPU threads of this row; None for the command line's.
     """
 
@@ -63,7 +63,7 @@ def forward(function: Callable[..., Tensor], *tensors: Tensor | None) -> Run:
 def forward_backward(
     function: Callable[..., Tensor], *tensors: Tensor | None, parameters: tuple[Tensor, ...] = ()
 ) -> Run:
-    """Return a run of ``function`` and the gradients of all ``tensors`` and ``parameters``, from a random one."""
+    """Return a run of ``function`` and all gradients of ``tensors`` and ``parameters`` for a random output gradient."""
     leaves = [t if t is None else t.detach().requires_grad_() for t in tensors]
     wanted = [t for t in leaves if t is not None] + list(parameters)
     with torch.no_grad():

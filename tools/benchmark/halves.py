@@ -1,4 +1,4 @@
-"""bfloat16: operators beside SDPA's and beside our own float32, and layers under autocast beside the toolkits'."""
+"""bfloat16: operators against SDPA and our own float32, and layers under autocast against the toolkits'."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def deform(x: Tensor, offset: Tensor, weight: Tensor, mask: Tensor) -> Tensor:
 
 
 SEQUENCE = ((2, 8, 1024, 64),) * 3
-# title -> ours, shapes, the peer; None: ours in float32
+# title -> ours, shapes, the peer (None: ours in float32)
 OPERATORS: dict[str, tuple[Function, Shapes, Function | None]] = {
     "content attention, B 2, 8 heads x 64, T 1024": (content, SEQUENCE, sdpa),
     "attention with logits of pairs, B 2, 8 heads x 64, T 1024": (with_logits, (*SEQUENCE, (2, 8, 1024, 1024)), sdpa),
@@ -81,7 +81,7 @@ def generalized(ours: bool) -> nn.Module:
         from mmcv.cnn.bricks.generalized_attention import GeneralizedAttention
 
         layer = GeneralizedAttention(256, num_heads=8, attention_type="1111")
-    nn.init.ones_(layer.gamma)  # at 0, no gradient would reach the attention
+    nn.init.ones_(layer.gamma)  # with 0, no gradient would reach the attention
     return layer
 
 
@@ -99,9 +99,9 @@ def criss_cross(ours: bool) -> nn.Module:
 
 
 class TorchvisionLayer(nn.Module):
-    """torchvision's operator behind a convolution that predicts offsets and masks.
+    """torchvision's operator after a convolution that predicts offsets and masks.
 
-    Neither torchvision's nor mmcv's takes bfloat16 on CPUs; one goes round autocast as here.
+    Neither torchvision's nor mmcv's operator supports bfloat16 on CPUs, so it runs outside autocast.
     """
 
     def __init__(self, C: int) -> None:

@@ -1,6 +1,6 @@
-"""CPU time that other processes take while something is measured, from ``/proc/stat``.
+"""CPU time of other processes during a measurement, from ``/proc/stat``.
 
-The load average would not do: it lags by a minute and counts the benchmark itself.
+The load average is unsuitable: it lags by a minute and counts the benchmark itself.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-LOADED = 0.15  # CPUs that others may use beside a measurement before its row is marked
+LOADED = 0.15  # a row is marked if other processes use more CPUs than this
 STAT = Path("/proc/stat")
 
 
 def busy_seconds() -> float | None:
-    """Return the CPU seconds that this machine's processes, and its host (steal), have used; None where unknown."""
+    """Return the CPU seconds that this machine's processes, and its host (steal), have used; None if unknown."""
     try:
         fields = STAT.read_text().splitlines()[0].split()
     except (OSError, IndexError):
@@ -34,7 +34,7 @@ def own_seconds() -> float:
 
 
 class Watch:
-    """Others' use of the CPUs, and involuntary context switches, since it was made."""
+    """CPU use of other processes, and involuntary context switches, since creation."""
 
     def __init__(self) -> None:
         self._before = self._now()
@@ -55,14 +55,14 @@ class Watch:
 
 
 def sample(seconds: float = 1.0) -> float | None:
-    """Return the CPUs that other processes use while this one sleeps; None where unknown."""
+    """Return the CPUs that other processes use while this one sleeps; None if unknown."""
     watch = Watch()
     time.sleep(seconds)
     return watch.read()["others"]
 
 
 def wait_until_quiet(limit: float, look: Callable[[], float | None] = sample) -> float | None:
-    """Wait up to ``limit`` seconds for other processes to leave the CPUs; return what they used at last."""
+    """Wait up to ``limit`` seconds for other processes to leave the CPUs; return their last use."""
     end = time.perf_counter() + limit
     while True:
         others = look()
@@ -71,5 +71,5 @@ def wait_until_quiet(limit: float, look: Callable[[], float | None] = sample) ->
 
 
 def words(others: float | None) -> str:
-    """Return others' use as a page shows it."""
+    """Return the CPU use of other processes as text for a page."""
     return "unknown" if others is None else f"{others:.2f} CPUs"

@@ -1,4 +1,4 @@
-"""Measure a case: ours and its peers interleaved call by call, in rounds, again where a row is noisy."""
+"""Measurement of a case: ours and its peers in turns, call by call, in rounds, repeated if a row is noisy."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ __all__ = ["Settings", "interleaved", "measure", "peak_memory", "seconds"]
 
 @dataclass(frozen=True)
 class Settings:
-    """How long a row is measured.
+    """Duration of the measurement of a row.
 
     Args:
         seconds: Time for the rounds of one attempt.
-        rounds: The most rounds; they end before where ``seconds`` are over.
-        min_rounds: The fewest, however long they take; of heavy cases three at most.
-        attempts: How often a row is measured at most, while it is noisy.
+        rounds: Maximum rounds; they end earlier when ``seconds`` have passed.
+        min_rounds: Minimum rounds, however long they take; at most three for heavy cases.
+        attempts: Maximum measurements of a noisy row.
     """
 
     seconds: float = 5.0
@@ -58,9 +58,9 @@ def seconds(run: Run, device: str, calls: int = 1) -> float:
 
 
 def interleaved(runs: dict[str, Run], device: str, settings: Settings, calls: int = 1) -> dict[str, list[float]]:
-    """Return times of all runs, taken in turn, A B A B …, so that a machine that slows down slows all of them alike.
+    """Return times of all runs, in turns A B A B …, so that a slowdown of the machine affects all of them alike.
 
-    The runs are warm: their memory was measured.
+    The runs are warm, because their memory was measured before.
     """
     times: dict[str, list[float]] = {name: [] for name in runs}
     begin = time.perf_counter()
@@ -76,13 +76,13 @@ Timer = Callable[[dict[str, Run], str, Settings, int], dict[str, list[float]]]
 
 
 def measure(case: Case, device: str, settings: Settings, timer: Timer = interleaved) -> dict[str, Any]:
-    """Return one row: statistics and memory of each, and the ratios of the better peer to ours, best against best.
+    """Return one row: statistics and memory of each, and the ratios of the better peer to ours, by minimum.
 
     Args:
-        case: What is measured.
+        case: The case to measure.
         device: ``cpu`` or ``cuda``.
         settings: Rounds and attempts.
-        timer: Takes the times; another one for tests.
+        timer: Function that takes the times; tests replace it.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(case.threads or threads)
@@ -132,7 +132,7 @@ def _measure(case: Case, device: str, settings: Settings, timer: Timer) -> dict[
 
 
 def _memory(run: Run, device: str, case: Case) -> dict[str, int]:
-    """Peak memory, which also warms up; of rows that are compared with a buffer, the results' and the process' too."""
+    """Measure peak memory, which also warms up; with a buffer, also that of the results and of the process."""
     found = {"memory": peak_memory(run, device)}
     if case.buffer is not None and device == "cpu":
         found["resident"], found["results"] = resident_peak(run)

@@ -1,4 +1,4 @@
-"""Peak memory of a run: what torch's allocator held, and what the process held."""
+"""Peak memory of a run, in torch's allocator and in the process."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ STATUS, CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 def peak_memory(run: Run, device: str) -> int:
-    """Return the most bytes that torch's allocator held at once for ``run``, beyond what it held before.
+    """Return the peak of bytes in torch's allocator during ``run``, above the level before.
 
-    On CUDA a warm-up comes first: the first run of a kernel also allocates workspaces that stay.
+    On CUDA a warm-up comes first: the first run of a kernel also allocates permanent workspaces.
     """
     if device == "cuda":
         run()
@@ -49,9 +49,9 @@ def size(result: object) -> int:
 
 
 class ResidentPeak:
-    """The most memory that this process held at once, scratch of kernels included, in bytes.
+    """Peak memory of this process in bytes, including scratch memory of kernels.
 
-    Linux keeps it per process; where it cannot be reset, the peak is that of the whole life of the process.
+    Linux records it per process; if it cannot be reset, the peak is that of the whole lifetime of the process.
     """
 
     def __init__(self) -> None:
@@ -59,20 +59,20 @@ class ResidentPeak:
         self.before = _status("VmRSS")
 
     def reset(self) -> None:
-        """Forget peaks so far; ``before`` stays."""
+        """Reset the peak; ``before`` is kept."""
         release()
         with contextlib.suppress(OSError):
             CLEAR_REFS.write_text("5")
 
     def read(self) -> int:
-        """Return the peak since :meth:`reset`, above what was held when this was made."""
+        """Return the peak since :meth:`reset`, above the level at creation."""
         return max(0, _status("VmHWM") - self.before)
 
 
 def resident_peak(run: Run) -> tuple[int, int]:
-    """Return the most bytes that the process held at once for ``run``, beyond what it held before, and its results'.
+    """Return the peak of bytes in the process during ``run``, above the level before, and the bytes of its results.
 
-    The peak counts memory that torch's allocator does not see, in pages that were touched.
+    The peak includes memory outside torch's allocator, in touched pages.
     """
     peak = ResidentPeak()
     peak.reset()
@@ -81,7 +81,7 @@ def resident_peak(run: Run) -> tuple[int, int]:
 
 
 def release() -> None:
-    """Give freed memory back to the system, where the C library can: it would hide what a run takes."""
+    """Return freed memory to the system, if the C library can, because it would hide the memory of a run."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

@@ -1,4 +1,4 @@
-"""The benchmarks of operators by name."""
+"""Benchmarks of operators by name."""
 
 from __future__ import annotations
 
@@ -24,6 +24,6 @@ def cases(name: str, device: str) -> list[Case]:
     """Return the rows of one benchmark.
 
     Raises:
-        KeyError: There is no benchmark of this name.
+        KeyError: there is no benchmark of this name.
     """
     return importlib.import_module(f"{__package__}.{OPERATORS[name]}").cases(device)

@@ -1,6 +1,6 @@
-"""Our own rows in a process of its own, for :mod:`.against`: reads a JSON of settings, prints a JSON of times.
+"""Our own rows in a separate process, for :mod:`.against`: reads settings as JSON, prints times as JSON.
 
-The cases come from the checkout that compares, ``attn_plugins`` from the one that is measured.
+The cases are those of the comparing checkout, ``attn_plugins`` that of the measured one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MARK = "own rows: "
 
 
 def times(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return, by row, the times of ours, or the first line of the error that it raised.
+    """Return our times by row, or the first line of the error that a row raised.
 
     Args:
         settings: ``names`` of benchmarks, ``k``, ``device``, ``threads``, ``rounds``, ``min_rounds`` and ``seconds``.
@@ -30,7 +30,7 @@ def times(settings: dict[str, Any]) -> dict[str, Any]:
     for name in settings["names"]:
         try:
             chosen = cases(name, settings["device"])
-        except (ImportError, AttributeError) as error:  # what the other checkout does not have yet
+        except (ImportError, AttributeError) as error:  # missing in the other checkout
             found[name] = {"error": first_line(error)}
             continue
         for case in chosen:
@@ -55,7 +55,7 @@ def first_line(error: Exception) -> str:
 
 
 def main() -> None:
-    """Measure as the JSON in the first argument says."""
+    """Run the measurement that the first argument describes in JSON."""
     import attn_plugins
 
     rows = times(json.loads(sys.argv[1]))

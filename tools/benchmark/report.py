@@ -1,4 +1,4 @@
-"""The page of a benchmark: its rows as a Markdown table, with the command, the machine, the versions and the load."""
+"""Page of a benchmark: its rows as a Markdown table, with the command, the machine, the versions and the load."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ between quartiles, after the attempts shown; loaded: other processes used more t
 
 
 def machine(device: str, more: Sequence[str] = ()) -> dict[str, str]:
-    """Return where and with what a run is measured: CPU or GPU, date, versions of ``PACKAGES`` and of ``more``."""
+    """Return the conditions of a run: CPU or GPU, date, versions of ``PACKAGES`` and of ``more``."""
     name = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
@@ -49,12 +49,12 @@ def machine(device: str, more: Sequence[str] = ()) -> dict[str, str]:
 
 
 def milliseconds(seconds: float | None) -> str:
-    """Return three digits; "–" for None."""
+    """Format milliseconds with three digits; "–" for None."""
     return "–" if seconds is None else f"{seconds * 1e3:.3g}" if seconds < 1 else f"{seconds * 1e3:.0f}"
 
 
 def megabytes(size: int | None) -> str:
-    """Return MiB with one decimal; "–" for None."""
+    """Format MiB with one decimal; "–" for None."""
     return "–" if size is None else f"{size / 2**20:.1f}"
 
 
@@ -83,7 +83,7 @@ def page(data: Mapping[str, Any]) -> str:
 
 
 def table(rows: Sequence[Mapping[str, Any]], explanation: str = EXPLANATION) -> list[str]:
-    """Return the lines of the rows' explanation, whose ``{unit}`` is filled in, and of their table."""
+    """Return the lines of the rows' explanation, with its ``{unit}`` replaced, and of their table."""
     peers = list(dict.fromkeys(name for row in rows for name in row["peers"]))
     medians = [row["ours"]["median"] for row in rows]
     unit, factor = ("µs", 1e3) if max(medians) < 1e-3 else ("s", 1e-3) if min(medians) >= 1 else ("ms", 1.0)
@@ -103,7 +103,7 @@ def table(rows: Sequence[Mapping[str, Any]], explanation: str = EXPLANATION) -> 
 
 
 def cell(found: Mapping[str, Any] | None, factor: float = 1.0) -> str:
-    """Return times and memory of one contestant, or why it could not run; nothing for None."""
+    """Return times and memory of one contestant, or the reason why it could not run; empty for None."""
     if found is None:
         return ""
     if "error" in found:
@@ -113,13 +113,13 @@ def cell(found: Mapping[str, Any] | None, factor: float = 1.0) -> str:
 
 
 def marks(row: Mapping[str, Any]) -> str:
-    """Return what is to be said against a row."""
+    """Return the reservations about a row."""
     attempts = f"attempt {row['attempts']}" if row["attempts"] > 1 else ""
     return ", ".join(filter(None, ("noisy" * row["noisy"], "loaded" * row["loaded"], attempts)))
 
 
 def memory_table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the lines of working memory, what a call needs beyond its results, as share of a buffer."""
+    """Return the lines of working memory: memory of a call beyond its results, relative to a buffer."""
     peers = list(dict.fromkeys(name for row in rows for name in row["peers"]))
     buffer = rows[0]["buffer"]["name"]
     lines = [

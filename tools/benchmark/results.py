@@ -1,7 +1,7 @@
-"""The files of measured rows: their format, the command that made them, reading and writing.
+"""Files of measured rows: format, command, reading and writing.
 
 A file holds ``format``, ``benchmark``, ``device``, ``command`` (as run, with all its options), ``machine`` (CPU,
-versions, date), ``load`` (what other processes used before and after) and ``rows``, which :mod:`.measure` makes.
+versions, date), ``load`` (of other processes before and after) and ``rows`` from :mod:`.measure`.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ FOLDER = Path(__file__).parents[2] / "benchmarks"
 
 
 def command_line(program: str, positional: Iterable[str], options: argparse.Namespace, names: Iterable[str]) -> str:
-    """Return the command that was run, with every option, also those left at their defaults.
+    """Return the command that was run, with every option, including defaults.
 
     Args:
-        program: As it is called, ``python -m …``.
-        positional: What stands before the options.
-        options: As parsed.
-        names: Of the options, in order. Those without a value (None, empty, False) are left out, and so is the default
-            folder of results.
+        program: Program as called, ``python -m …``.
+        positional: Positional arguments.
+        options: Parsed options.
+        names: Names of the options, in order. Options without a value (None, empty, False) are left out, and so is the
+            default folder of results.
     """
     words = [*program.split(), *positional]
     for name in names:
@@ -56,7 +56,7 @@ def dump(data: dict[str, Any]) -> str:
 
 
 def read(path: Path) -> dict[str, Any] | None:
-    """Return a file's content; None where there is no file, or one of another format."""
+    """Return a file's content; None if it is missing or of another format."""
     if not path.exists():
         return None
     data = json.loads(path.read_text(encoding="utf-8"))

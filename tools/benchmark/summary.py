@@ -1,4 +1,4 @@
-"""Statistics of repeated timings: minimum, quartiles, whether a row is noisy, and who is the better peer."""
+"""Statistics of repeated timings: minimum, quartiles, noise, and the better peer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def summarize(times: Sequence[float]) -> dict[str, Any]:
     """Return ``min``, ``q1``, ``median``, ``q3`` and the ``times`` themselves, to five digits.
 
     Raises:
-        ValueError: There is no time.
+        ValueError: there is no time.
     """
     if not times:
         raise ValueError("times must hold at least one timing, got none")
@@ -24,16 +24,16 @@ def summarize(times: Sequence[float]) -> dict[str, Any]:
 
 
 def spread(found: Mapping[str, Any]) -> float:
-    """Return the upper over the lower quartile."""
+    """Return the ratio of the upper to the lower quartile."""
     return found["q3"] / found["q1"]
 
 
 def better_peer(peers: Mapping[str, Mapping[str, Any]]) -> str | None:
-    """Return the name of the peer with the least minimum; None where no peer ran."""
+    """Return the name of the peer with the least minimum, or None if no peer ran."""
     ran = [name for name, found in peers.items() if "min" in found]
     return min(ran, key=lambda name: peers[name]["min"], default=None)
 
 
 def noisy(compared: Iterable[Mapping[str, Any]]) -> bool:
-    """True where one of those compared varies more than :data:`NOISY`-fold between its quartiles."""
+    """Return whether one of those compared varies more than :data:`NOISY`-fold between its quartiles."""
     return any(spread(found) > NOISY for found in compared)

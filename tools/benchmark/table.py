@@ -1,7 +1,7 @@
-"""Write the performance tables of README and of the site from ``benchmarks/*.json``.
+"""Write the performance tables of the README and the site from ``benchmarks/*.json``.
 
 python -m tools.benchmark table            # rewrite them
-python -m tools.benchmark table --check    # status 1 where a page is not what the files say
+python -m tools.benchmark table --check    # status 1 if a page differs from the files
 
 A page holds ``<!-- benchmark NAME: begin -->`` and ``<!-- benchmark NAME: end -->`` around each table.
 """
@@ -32,10 +32,10 @@ class Entry(NamedTuple):
     """A row of a table.
 
     Attributes:
-        title: As the page shows it.
-        file: Of ``benchmarks``, without ``.json``.
-        case: The row's name in it, up to the pass.
-        passes: The names of both passes.
+        title: Title on the page.
+        file: Name of the file in ``benchmarks``, without ``.json``.
+        case: Name of the row in it, up to the pass.
+        passes: Names of both passes.
     """
 
     title: str
@@ -44,7 +44,7 @@ class Entry(NamedTuple):
     passes: tuple[str, str] = ("forward", "forward+backward")
 
 
-# The rows of the site, the ones that we lose included; all others are on the pages in benchmarks/.
+# Rows of the site, including those where ours is slower; all others are on the pages in benchmarks/.
 OPERATORS = (
     Entry("`deform_conv2d`, (2,256,50,68), 3×3, masks", "deform_conv-cpu",
           "2-D (2,256,50,68), 1 offset group, float32"),
@@ -102,7 +102,7 @@ MODELS = (
     Entry("mmdet, Mask R-CNN Swin-T, 800×1344", "end_to_end_swin-cpu", "Mask R-CNN Swin-T, 800x1344", STEPS),
     Entry("mmseg, Mask2Former R-50, 512×1024", "end_to_end-cpu", "Mask2Former R-50, semantic (mmseg), 512x1024", STEPS),
 )  # fmt: skip
-# README's rows: of these titles.
+# Titles of the README's rows.
 SHORT = (
     "`deform_conv2d`, (2,256,50,68), 3×3, masks",
     "`deformable_attention`, DETR's encoder, 17,821 queries, 4 levels",
@@ -113,7 +113,7 @@ SHORT = (
 )
 COLUMN_BUFFER = ("deform_conv-cpu", "2-D (2,256,100,152), 1 offset group, float32")
 
-# How a backend computes, for people.
+# Descriptions of backends for readers.
 BACKENDS = {
     "cpu": "C++ kernels",
     "cuda": "CUDA kernels",
@@ -125,14 +125,14 @@ BACKENDS = {
 
 
 class Rows:
-    """The rows of the files in a folder, and the files that are not there yet."""
+    """Rows of the files in a folder, and the names of missing files."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._files = folder, dict[str, Any]()
         self.missing: dict[str, None] = {}
 
     def file(self, name: str) -> dict[str, Any] | None:
-        """Return what a file holds; None, and a note of it, where it is missing or of an older format."""
+        """Return the content of a file; record it and return None if it is missing or of an older format."""
         if name not in self._files:
             self._files[name] = results.read(self._folder / f"{name}.json")
         if self._files[name] is None:
@@ -140,10 +140,10 @@ class Rows:
         return self._files[name]
 
     def find(self, file: str, case: str) -> Mapping[str, Any] | None:
-        """Return a row, or None where its file is missing.
+        """Return a row, or None if its file is missing.
 
         Raises:
-            ValueError: The file has no such row.
+            ValueError: the file has no such row.
         """
         data = self.file(file)
         if data is None:
@@ -155,7 +155,7 @@ class Rows:
 
 
 def everything(rows: Rows) -> list[str]:
-    """Return all rows, how to read them, and what computes each operator."""
+    """Return all rows, a legend, and the backends of each operator."""
     lines: list[str] = []
     for entries, title in ((OPERATORS, "operator or module"), (MODELS, "whole model, stock config with the drop-in")):
         lines += rows_table(rows, entries, title)
@@ -180,10 +180,10 @@ TABLES: dict[str, Callable[[Rows], list[str]]] = {"all": everything, "models": m
 
 
 def generate(folder: Path, table: str) -> str:
-    """Return what stands between the markers of a table.
+    """Return the content between the markers of a table.
 
     Raises:
-        ValueError: A file lacks a row that the table shows, or there is no such table.
+        ValueError: a file lacks a row of the table, or there is no such table.
     """
     if table not in TABLES:
         raise ValueError(f"the table of a page must be one of {', '.join(TABLES)}, got {table!r}")
@@ -191,7 +191,7 @@ def generate(folder: Path, table: str) -> str:
 
 
 def rows_table(rows: Rows, entries: Sequence[Entry], title: str) -> list[str]:
-    """Return a table of those rows that are measured; nothing where none is."""
+    """Return a table of the measured rows; empty if there are none."""
     body = [line for entry in entries if (line := entry_line(rows, entry))]
     head = [f"| {title} | peers | {' | '.join(entries[0].passes)} | memory |", "| --- " * 5 + "|"]
     return [*head, *body, ""] if body else []
@@ -204,7 +204,7 @@ def unmeasured(rows: Rows) -> list[str]:
 
 
 def entry_line(rows: Rows, entry: Entry) -> str | None:
-    """Return a row, or None where its file is missing."""
+    """Return the line of an entry, or None if its file is missing."""
     found = [rows.find(entry.file, f"{entry.case}, {each}") for each in entry.passes]
     both = [row for row in found if row is not None]
     if len(both) < len(found):
@@ -215,7 +215,7 @@ def entry_line(rows: Rows, entry: Entry) -> str | None:
 
 
 def ratio(row: Mapping[str, Any]) -> str:
-    """Return our time and the speed-up, bold where it is one; a dagger marks a noisy or loaded row."""
+    """Return our time and the speed-up, bold if above 1; a dagger marks a noisy or loaded row."""
     least = row["ours"]["min"]
     text = f"{milliseconds(least)} ms" if least < 1 else f"{least:.3g} s"
     if row["ratio"] is not None:
@@ -226,7 +226,7 @@ def ratio(row: Mapping[str, Any]) -> str:
 
 
 def reading(rows: Rows, entries: Sequence[Entry]) -> Iterator[str]:
-    """Yield how to read the rows of ``entries``."""
+    """Yield the legend of the rows of ``entries``."""
     shown = [row for entry in entries for row in _rows(rows, entry)]
     if shown:
         machine = (rows.file(OPERATORS[0].file) or rows.file(MODELS[0].file) or {}).get("machine", {})
@@ -240,7 +240,7 @@ def reading(rows: Rows, entries: Sequence[Entry]) -> Iterator[str]:
 
 
 def sentences(rows: Rows) -> Iterator[str]:
-    """Yield what is said below all tables: how to read them, memory, calls."""
+    """Yield the sentences below all tables: legend, memory, calls."""
     yield from reading(rows, (*OPERATORS, *MODELS))
     both = [rows.find(COLUMN_BUFFER[0], f"{COLUMN_BUFFER[1]}, {each}") for each in ("forward", "forward+backward")]
     if both[0] is not None and both[1] is not None:
@@ -269,7 +269,7 @@ def _rows(rows: Rows, entry: Entry) -> list[Mapping[str, Any]]:
 
 
 def tables() -> dict[str, list[str]]:
-    """Return the names of every operator's backends, in the order in which they are asked."""
+    """Return the names of every operator's backends, in order of preference."""
     with extras():
         from attn_plugins import ops
         from attn_plugins.ops.operator import Operator
@@ -283,7 +283,7 @@ def tables() -> dict[str, list[str]]:
 
 
 def backends() -> list[str]:
-    """Return the lines of the table that says what computes each operator on CPUs and on CUDA."""
+    """Return the lines of the table of each operator's backends on CPUs and on CUDA."""
     lines = ["| operator | on CPUs | on CUDA |", "| --- | --- | --- |"]
     for name, table in sorted(tables().items()):
         cells = []
@@ -294,10 +294,10 @@ def backends() -> list[str]:
 
 
 def filled(text: str, folder: Path) -> str:
-    """Return a page with its tables as the files of ``folder`` say.
+    """Return a page with its tables filled from the files of ``folder``.
 
     Raises:
-        ValueError: The page has no marker, markers are not in pairs, or a row is missing.
+        ValueError: the page has no markers, markers are not in pairs, or a row is missing.
     """
     found = list(_MARKER.finditer(text))
     begins, ends = found[::2], found[1::2]
@@ -333,7 +333,7 @@ def main(arguments: list[str] | None = None) -> int:
             status = 1
             continue
         if options.check and after != before:
-            print(f"benchmark: {page} is not what {options.benchmarks} says (make benchmark-table)")
+            print(f"benchmark: {page} differs from {options.benchmarks} (make benchmark-table)")
             status = 1
         elif not options.check:
             write_text(page, after)

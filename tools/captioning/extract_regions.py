@@ -1,8 +1,8 @@
-"""Region features of a folder of pictures, for the captioner.
+r"""Region features of a folder of pictures, for the captioner.
 
 ::
 
-    python -m tools.captioning.extract_regions data/scenes/images data/scenes/regions.npz \\
+    python -m tools.captioning.extract_regions data/scenes/images data/scenes/regions.npz \
         --splits data/scenes/splits.json --grid resnet10t --checkpoint work_dirs/attributes/best.safetensors
 
 OUT is ``.npz``, ``.h5`` (h5py) or ``.lmdb`` (lmdb); ``attn_plugins.captioning.region_features`` documents its content.

@@ -1,8 +1,8 @@
-"""Score captions: BLEU-1 to 4, METEOR, ROUGE-L, CIDEr-D and SPICE, with the standard evaluation package.
+r"""Score captions: BLEU-1 to 4, METEOR, ROUGE-L, CIDEr-D and SPICE, with the standard evaluation package.
 
 ::
 
-    python -m tools.captioning.score results.json data/scenes/captions.json \\
+    python -m tools.captioning.score results.json data/scenes/captions.json \
         --splits data/scenes/splits.json test --json scores.json
 
 RESULTS is COCO's format of results, ``[{"image_id": 42, "caption": "a cat on grass"}, ...]``, one caption per image;

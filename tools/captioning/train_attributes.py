@@ -1,8 +1,8 @@
-"""Train the attribute detector on captioned pictures, and write the attributes for the captioner.
+r"""Train the attribute detector on captioned pictures, and write the attributes for the captioner.
 
 ::
 
-    python -m tools.captioning.train_attributes data/scenes work_dirs/attributes \\
+    python -m tools.captioning.train_attributes data/scenes work_dirs/attributes \
         --backbone resnet10t --no-pretrained --size 96 --epochs 30
 
 The vocabulary is the ``--words`` most frequent words of the training captions that occur at least ``--min-word-count``

@@ -1,1 +1,1 @@
-"""The parts of ``tools.train_classifier``: its configuration, data, and what it leaves on disk."""
+"""Parts of ``tools.train_classifier``: configuration, data, training and files."""

@@ -1,4 +1,4 @@
-"""Broken images in a folder of images: find them, report them, leave them out."""
+"""Broken images in a folder of images: finding, reporting and skipping them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .config import Config, ConfigError
 from .data import loaders
 from .place import Place
 
-NAMED = 10  # on the terminal; all are in the file
+NAMED = 10  # names printed on the terminal; the file lists all
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,8 @@ class Broken:
     """An image that cannot be read.
 
     Attributes:
-        file: Under the folder of ``--data``, with slashes.
-        reason: In a line.
+        file: Path relative to the folder of ``--data``, with slashes.
+        reason: Reason, in one line.
     """
 
     file: str
@@ -35,7 +35,7 @@ class Broken:
 
 
 class _Reasons(Dataset):
-    """For each file why it cannot be read; an empty text where it can."""
+    """Reason why each file cannot be read; empty for readable files."""
 
     def __init__(self, halves: Sequence[ImageFolder]) -> None:
         self.files = [(file, getattr(half, "check", half.loader)) for half in halves for file, _ in half.samples]
@@ -55,18 +55,18 @@ class _Reasons(Dataset):
 
 
 def folders(halves: Sequence[Any]) -> list[ImageFolder]:
-    """``halves`` as folders of images.
+    """Return ``halves``, which must be folders of images.
 
     Raises:
-        ConfigError: they are another kind of data set.
+        ConfigError: the data set is of another kind.
     """
     if not all(isinstance(half, ImageFolder) for half in halves):
-        raise ConfigError("--check and --skip-broken need dataset 'folder' or 'clips', for only theirs are files")
+        raise ConfigError("--check and --skip-broken need dataset 'folder' or 'clips', which consist of files")
     return list(halves)
 
 
 def find_broken(halves: Sequence[ImageFolder], root: Path, config: Config, place: Place | None = None) -> list[Broken]:
-    """Read every image, each process its share; the broken ones of all, in the order of their names."""
+    """Read every image, each process its share; return all broken ones, sorted by name."""
     files = [file for half in halves for file, _ in half.samples]
     rank, processes = (place.rank, place.processes) if place else (0, 1)
     own = range(rank, len(files), processes)
@@ -84,10 +84,10 @@ def find_broken(halves: Sequence[ImageFolder], root: Path, config: Config, place
 
 
 def leave_out(halves: Sequence[ImageFolder], root: Path, broken: Collection[str]) -> None:
-    """Take the files ``broken`` (under ``root``) out of ``halves``.
+    """Remove the files ``broken`` (under ``root``) from ``halves``.
 
     Raises:
-        ConfigError: a class is left with no image to train on, or there is none to validate with.
+        ConfigError: a class has no training images left, or there are no validation images left.
     """
     for half in halves:
         half.samples = [
@@ -104,7 +104,7 @@ def leave_out(halves: Sequence[ImageFolder], root: Path, broken: Collection[str]
 
 
 def summary(broken: Sequence[Broken], images: int, file: Path) -> str:
-    """Say in a line which images are left out."""
+    """Return a line that says which images are left out."""
     names = ", ".join(one.file for one in broken[:NAMED])
     more = f" and {len(broken) - NAMED} more" if len(broken) > NAMED else ""
     return f"left out {len(broken)} of {images} images, which cannot be read: {names}{more} (reasons in {file})"

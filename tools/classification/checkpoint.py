@@ -1,4 +1,4 @@
-"""The weights that a training leaves on disk."""
+"""Weights of a training on disk."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from .config import Config, ConfigError
 
 
 def save_weights(file: Path, model: nn.Module, config: Config, classes: list[str], **facts: Any) -> None:
-    """Weights as safetensors; ``timm.create_model(name, checkpoint_path=file, num_classes=…)`` loads them.
+    """Save weights as safetensors; ``timm.create_model(name, checkpoint_path=file, num_classes=…)`` loads them.
 
-    The file's metadata say which model they belong to, as :func:`read_weights` wants it.
+    The file's metadata describe the model, for :func:`read_weights`.
     """
     metadata = {
         "format": "pt",
@@ -38,10 +38,10 @@ def save_weights(file: Path, model: nn.Module, config: Config, classes: list[str
 
 
 def read_weights(file: Path, argument: str = "file") -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Weights and metadata of a file that :func:`save_weights` wrote.
+    """Read weights and metadata of a file that :func:`save_weights` wrote.
 
     Raises:
-        ConfigError: the file, which the user named by ``argument``, is none in safetensors.
+        ConfigError: the file, which the user passed as ``argument``, is not in safetensors format.
     """
     try:
         with safe_open(str(file), "pt") as opened:
@@ -51,7 +51,7 @@ def read_weights(file: Path, argument: str = "file") -> tuple[dict[str, torch.Te
 
 
 def model_options(file: Path) -> dict[str, Any]:
-    """The keyword arguments of ``timm.create_model`` that fit the weights of a file; none where it tells nothing."""
+    """Return the keyword arguments of ``timm.create_model`` stored with the weights of a file, if any."""
     metadata = read_weights(file)[1]
     if "model_args" not in metadata:
         return {}
@@ -65,7 +65,7 @@ def model_options(file: Path) -> dict[str, Any]:
 
 
 def trained_size(file: Path, argument: str = "file") -> tuple[int, int] | None:
-    """(H, W) of the images that the weights of a file were trained on; None where it names no size."""
+    """Return the (H, W) of the images that the weights of a file were trained on, or None if it stores no size."""
     size = json.loads(read_weights(file, argument)[1].get("input_size", "null"))
     return None if size is None else (size[0], size[1])
 
@@ -74,7 +74,7 @@ def load_weights(model: nn.Module, file: Path, config: Config, classes: Sequence
     """Load the weights of ``--evaluate`` into the same model.
 
     Raises:
-        ConfigError: the file cannot be read, or its weights are of another model or other classes.
+        ConfigError: the file cannot be read, or its weights belong to another model or other classes.
     """
     tensors, metadata = read_weights(file, "--evaluate")
     named, told = metadata.get("model", config.model), json.loads(metadata.get("classes", "null"))
@@ -89,7 +89,7 @@ def load_weights(model: nn.Module, file: Path, config: Config, classes: Sequence
 
 
 def classes_apart(before: Sequence[str], now: Sequence[str], file: Path) -> str:
-    """Say in words how the classes of a checkpoint and those of ``--data`` differ."""
+    """Describe how the classes of a checkpoint and those of ``--data`` differ."""
     for names, others, where in ((before, now, str(file)), (now, before, "--data")):
         odd = [name for name in names if name not in others]
         if odd:
@@ -99,7 +99,7 @@ def classes_apart(before: Sequence[str], now: Sequence[str], file: Path) -> str:
 
 
 def misfit(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> str | None:
-    """Return in words why ``tensors`` are not the weights of ``model``, or None where they are."""
+    """Return the reason why ``tensors`` are not weights of ``model``, or None if they are."""
     wanted = model.state_dict()
     for name, value in wanted.items():
         if name not in tensors:

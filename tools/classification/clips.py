@@ -1,4 +1,4 @@
-"""Clips for training and validation: folders of videos or of frames, and transforms of all frames alike."""
+"""Clips for training and validation: folders of videos or of frames, and transforms shared by all frames."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ class ClipFolder(ImageFolder):
 
     Args:
         root: The folder of the classes.
-        frames: How many of a clip to read.
-        sampling: Which, as :func:`tools.clips.open_clip` says.
+        frames: Number of frames to read of a clip.
+        sampling: Choice of frames, as in :func:`tools.clips.open_clip`.
 
     Raises:
-        FileNotFoundError: there is no class, or a class without a clip.
+        FileNotFoundError: there is no class, or a class has no clips.
     """
 
     def __init__(self, root: str, frames: int, sampling: str = "uniform") -> None:
         super().__init__(root, loader=partial(open_clip, count=frames, sampling=sampling))  # type: ignore[arg-type]
-        self.check = self.loader if sampling == "uniform" else read_whole  # reads all that a training may read
+        self.check = self.loader if sampling == "uniform" else read_whole  # reads every frame that a training may read
         if any(is_video(Path(file)) for file, _ in self.samples):
             need("cv2")
 
     @staticmethod
     def make_dataset(directory: Any, class_to_idx: dict[str, int], *args: Any, **kwargs: Any) -> list[tuple[str, int]]:
-        """(path, class) of every clip."""
+        """Return (path, class) of every clip."""
         found = []
         for name, label in class_to_idx.items():
             clips = [path for path in sorted((Path(directory) / name).iterdir()) if is_clip(path)]
@@ -53,12 +53,12 @@ class ClipTransform:
 
     def __call__(self, frames: list[Any]) -> torch.Tensor:
         seed = int(torch.randint(2**31, ()))
-        states = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002 - what transforms draw from
+        states = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002 - used by transforms
         transformed = []
         for frame in frames:
             random.seed(seed)
             np.random.seed(seed)  # noqa: NPY002
-            torch.default_generator.manual_seed(seed)  # torch.manual_seed also formats a stack trace, for GPUs
+            torch.default_generator.manual_seed(seed)  # torch.manual_seed also formats a stack trace for GPUs
             transformed.append(self.transform(frame))
         random.setstate(states[0])
         np.random.set_state(states[1])  # noqa: NPY002

@@ -1,4 +1,4 @@
-"""The configuration of a training: a flat YAML file, every key of which is a field here."""
+"""Configuration of a training: a flat YAML file whose keys are the fields defined here."""
 
 from __future__ import annotations
 
@@ -20,59 +20,59 @@ PRECISIONS = ("float32", "bfloat16", "float16")
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot be meant."""
+    """An invalid configuration."""
 
 
 @dataclass(frozen=True)
 class Config:
-    """A training from beginning to end.
+    """Complete configuration of a training.
 
     Attributes:
-        model: timm's name.
+        model: Model name in timm.
         model_args: Keyword arguments of the model: ``kappa``, ``nu``, ``num_heads``, ``img_size``, ...
-        init_std: Of parameters, by name: the deviation of the normal distribution that they are drawn from, instead of
-            by the model. TimeSformer's ``time_embed`` begins at 0, for pretrained weights; trained from nothing, it and
-            ``pos_embed`` want more.
+        init_std: Parameter names with the standard deviation of the normal distribution from which they are drawn,
+            instead of the model's own initialisation. TimeSformer's ``time_embed`` starts at 0, for pretrained weights;
+            trained from scratch, ``time_embed`` and ``pos_embed`` need more.
         dataset: ``'folder'`` (``train/CLASS/*.png`` and ``val/CLASS/*.png``), ``'clips'`` (``train/CLASS/*.mp4``, or
             folders of frames ``train/CLASS/CLIP/*.png``, and ``val`` likewise), or one of timm's datasets, such as
             ``'torch/cifar100'``.
-        frames: Of a clip; validation spreads them over the whole of it.
-        frame_sampling: Which frames of a training clip: ``'uniform'`` (as in validation), ``'segments'`` (a random one
-            of each of ``frames`` equal parts) or ``'stride'`` (at a random distance, from a random one on).
+        frames: Frames of a clip; validation spreads them over the whole clip.
+        frame_sampling: Frames of a training clip: ``'uniform'`` (as in validation), ``'segments'`` (a random one from
+            each of ``frames`` equal parts) or ``'stride'`` (a random stride from a random start).
         input_size: (H, W) in pixels; None: the model's own.
         epochs: Passes over the training images.
         batch_size: Images of one optimizer step, over all processes and accumulated parts.
-        accumulate: Parts in which a process computes its share of a step.
-        optimizer: timm's name; ``'momentum'`` is SGD without Nesterov's correction.
+        accumulate: Number of parts in which a process computes its share of a step.
+        optimizer: Optimizer name in timm; ``'momentum'`` is SGD without Nesterov's correction.
         optimizer_args: Further arguments of the optimizer.
-        momentum: Of the optimizer.
-        weight_decay: Of all parameters but biases, normalisations and position tables.
-        lr: Learning rate for a step of ``lr_batch_size`` images, in proportion for another.
-        lr_batch_size: None: ``lr`` as it is.
+        momentum: Momentum of the optimizer.
+        weight_decay: Weight decay of all parameters except biases, normalisations and position tables.
+        lr: Learning rate for a step of ``lr_batch_size`` images, scaled in proportion for other batch sizes.
+        lr_batch_size: None: ``lr`` is not scaled.
         offset_lr_scale: Factor of the learning rate of sampling offsets.
         schedule: ``'cosine'`` to 0, ``'multistep'`` at ``milestones``, or ``'exponential'`` in steps of
             ``decay_epochs``.
-        warmup: Share of all epochs in which the learning rate rises linearly from 0.
+        warmup: Share of all epochs with a linear warm-up of the learning rate from 0.
         milestones: Epochs at which ``'multistep'`` multiplies by ``decay_rate``.
-        decay_epochs: Distance of ``'exponential'``'s steps.
+        decay_epochs: Epochs between two steps of ``'exponential'``.
         decay_rate: Factor of one step.
-        clip_grad: Greatest norm of the gradient; None for no limit.
-        crop: Of training images: ``'random_resized'``, ``'pad'`` (an eighth of the size on each side, then a random
+        clip_grad: Maximum norm of the gradient; None for no limit.
+        crop: Crop in training: ``'random_resized'``, ``'pad'`` (an eighth of the size on each side, then a random
             crop), or ``'none'``.
-        scale: Share of the area that random resized crops show.
-        hflip: Probability of mirroring a training image, or all frames of a clip; 0 where left and right are classes.
-        color_jitter: Strength of changes of brightness, contrast and saturation.
+        scale: Range of the relative area of random resized crops.
+        hflip: Probability of mirroring a training image, or all frames of a clip; 0 if left and right are classes.
+        color_jitter: Strength of random changes of brightness, contrast and saturation.
         auto_augment: timm's notation, such as ``'rand-m9-mstd0.5'``.
         erasing: Probability of erasing a rectangle.
-        mixup: Of timm's ``Mixup``.
-        cutmix: Of timm's ``Mixup``.
-        label_smoothing: Share of the target that all classes share.
+        mixup: Mixup alpha of timm's ``Mixup``.
+        cutmix: CutMix alpha of timm's ``Mixup``.
+        label_smoothing: Share of the target that is spread over all classes.
         precision: ``'float32'``, or ``'bfloat16'`` or ``'float16'`` by autocast.
         channels_last: Memory format of images and weights.
-        ema: Decay of the averaged weights, which then are what is evaluated and kept; None for no average.
-        workers: Processes that load images, for each training process; None: the machine's cores, shared by its
-            training processes. Which random augmentation an image gets depends on it.
-        seed: Of weights, order and augmentation.
+        ema: Decay of averaged weights, which are then evaluated and saved; None for no average.
+        workers: Loading processes of each training process; None: the machine's cores, divided among the training
+            processes. The random augmentation of an image depends on it.
+        seed: Seed of weights, order and augmentation.
     """
 
     model: str
@@ -136,12 +136,12 @@ class Config:
         if self.dataset == "clips":
             for name in ("cutmix", "channels_last"):
                 if getattr(self, name):
-                    raise ConfigError(f"dataset 'clips' goes without {name}, got {getattr(self, name)!r}")
+                    raise ConfigError(f"dataset 'clips' does not support {name}, got {getattr(self, name)!r}")
         if self.schedule == "multistep" and not self.milestones:
             raise ConfigError("schedule 'multistep' needs milestones, such as [30, 60, 80, 90]")
 
     def share(self, processes: int) -> int:
-        """Images that one process computes at once."""
+        """Return the number of images that one process computes at once."""
         parts = processes * self.accumulate
         if self.batch_size % parts:
             raise ConfigError(
@@ -151,10 +151,10 @@ class Config:
         return self.batch_size // parts
 
     def fitting(self, images: int, processes: int) -> Config:
-        """This configuration with a batch size for which ``images`` are enough.
+        """Return this configuration with a batch size that ``images`` can fill.
 
-        A batch size that is too large becomes the power of two (for each part) of which an epoch has four steps or
-        more, for normalisation and averaging both want some; ``accumulate`` stays where every part has two images.
+        A batch size that is too large is replaced by the power of two (for each part) that leaves at least four steps
+        per epoch, as normalisation and averaging need; ``accumulate`` is kept if every part has two images.
 
         Raises:
             ConfigError: there are fewer images than processes.
@@ -170,7 +170,7 @@ class Config:
         return dataclasses.replace(self, batch_size=part * accumulate * processes, accumulate=accumulate)
 
     def scaled_lr(self) -> float:
-        """The learning rate for a step of ``batch_size`` images."""
+        """Return the learning rate for a step of ``batch_size`` images."""
         return self.lr * (self.batch_size / self.lr_batch_size if self.lr_batch_size else 1.0)
 
 
@@ -181,16 +181,16 @@ def load(file: Path | None, overrides: Sequence[str] = (), **more: Any) -> Confi
     """Read a YAML file, then ``'key=value'`` overrides (values in YAML), then keywords that are not None.
 
     Raises:
-        ConfigError: the file is not there or not YAML, a key is not known, or a value is not of its key's kind.
+        ConfigError: the file is missing or not YAML, a key is unknown, or a value has the wrong type.
     """
     return build({} if file is None else read_yaml(file), overrides, **more)
 
 
 def read_yaml(file: Path) -> dict[str, Any]:
-    """Keys and values of a YAML file, unchecked.
+    """Read the keys and values of a YAML file without checking them.
 
     Raises:
-        ConfigError: the file is not there, or holds something else.
+        ConfigError: the file is missing, or does not hold keys and values.
     """
     try:
         found = yaml.safe_load(file.read_text())
@@ -204,10 +204,10 @@ def read_yaml(file: Path) -> dict[str, Any]:
 
 
 def build(values: Mapping[str, Any], overrides: Sequence[str] = (), **more: Any) -> Config:
-    """The configuration of ``values``, then of ``'key=value'`` overrides, then of keywords that are not None.
+    """Build the configuration from ``values``, ``'key=value'`` overrides and keywords that are not None, in this order.
 
     Raises:
-        ConfigError: a key is not known, or a value is not of its key's kind.
+        ConfigError: a key is unknown, or a value has the wrong type.
     """
     values = dict(values)
     for override in overrides:
@@ -227,12 +227,12 @@ def build(values: Mapping[str, Any], overrides: Sequence[str] = (), **more: Any)
             raise ConfigError(f"--set {key}.{inner}: {key} has no keys of its own")
     values.update({key: value for key, value in more.items() if value is not None})
     if "model" not in values:
-        raise ConfigError("no model is named: give a CONFIG that does, or --model NAME")
+        raise ConfigError("no model is given: name one in CONFIG or by --model NAME")
     return Config(**{key: _value(key, value) for key, value in values.items()})
 
 
 def _value(key: str, value: Any) -> Any:
-    """``value`` as its field wants it."""
+    """Convert ``value`` to the type of its field."""
     if key not in FIELDS:
         near = difflib.get_close_matches(str(key), FIELDS, 1)
         raise ConfigError(f"unknown key {key!r}" + (f": did you mean {near[0]!r}?" if near else ""))

@@ -1,4 +1,4 @@
-"""Images for training and validation, on timm's transforms."""
+"""Images for training and validation, with timm's transforms."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from .config import Config, ConfigError
 
 
 def datasets(config: Config, root: Path) -> tuple[Dataset, Dataset, list[str]]:
-    """Training and validation images, without transforms, and the classes' names.
+    """Return training and validation images, without transforms, and the classes' names.
 
     Raises:
-        ConfigError: a folder is missing or empty, or both halves do not have the same classes.
+        ConfigError: a folder is missing or empty, or the halves have different classes.
     """
     if config.dataset in ("folder", "clips"):
         halves = [_folder(root / "train", config, config.frame_sampling), _folder(root / "val", config, "uniform")]
@@ -39,10 +39,10 @@ def datasets(config: Config, root: Path) -> tuple[Dataset, Dataset, list[str]]:
             for split in ("train", "validation")
         ]
     except Exception as error:
-        raise ConfigError(f"dataset {config.dataset!r} is not to be had in {root}: {error}") from error
+        raise ConfigError(f"dataset {config.dataset!r} cannot be loaded from {root}: {error}") from error
     classes = getattr(halves[0], "classes", None)
     if classes is None:
-        raise ConfigError(f"dataset {config.dataset!r} does not tell its classes: lay it out as folders")
+        raise ConfigError(f"dataset {config.dataset!r} does not list its classes: convert it to folders")
     return halves[0], halves[1], list(classes)
 
 
@@ -53,12 +53,12 @@ def _folder(path: Path, config: Config, sampling: str) -> ImageFolder:
         if config.dataset == "clips":
             return ClipFolder(str(path), config.frames, sampling)
         return ImageFolder(str(path), loader=open_picture)
-    except FileNotFoundError as error:  # no class at all, or a class without an image
+    except FileNotFoundError as error:  # no classes, or a class without images
         raise ConfigError(f"{path}: {str(error).splitlines()[0]}") from error
 
 
 class Transformed(Dataset):
-    """A dataset whose images, or frames of clips, pass a transform."""
+    """Dataset that applies a transform to images or clips."""
 
     def __init__(self, dataset: Any, transform: Any) -> None:
         self.dataset, self.transform = dataset, transform
@@ -75,7 +75,7 @@ class Transformed(Dataset):
 
 
 def training_transform(config: Config, data: dict[str, Any]) -> Any:
-    """What a training image passes; ``data`` is timm's data configuration."""
+    """Return the transform of training images; ``data`` is timm's data configuration."""
     size, interpolation = data["input_size"], data["interpolation"]
     if config.crop == "random_resized":
         return create_transform(
@@ -91,7 +91,7 @@ def training_transform(config: Config, data: dict[str, Any]) -> Any:
             std=data["std"],
         )
     if config.color_jitter or config.auto_augment or config.erasing:
-        raise ConfigError(f"crop {config.crop!r} goes without color_jitter, auto_augment and erasing")
+        raise ConfigError(f"crop {config.crop!r} does not support color_jitter, auto_augment and erasing")
     mode = transforms.InterpolationMode(interpolation)
     steps: list[Any] = [transforms.Resize(size[1:], mode)]
     if config.crop == "pad":
@@ -102,7 +102,7 @@ def training_transform(config: Config, data: dict[str, Any]) -> Any:
 
 
 def validation_transform(config: Config, data: dict[str, Any]) -> Any:
-    """What an image passes otherwise: the whole of it where training sees the whole, else timm's centre crop."""
+    """Return the transform for validation: the whole image if training uses whole images, else a centre crop."""
     size, mode = data["input_size"], transforms.InterpolationMode(data["interpolation"])
     if config.crop == "random_resized":
         return create_transform(
@@ -113,7 +113,7 @@ def validation_transform(config: Config, data: dict[str, Any]) -> Any:
 
 
 def loaders(config: Config) -> int:
-    """How many processes load images for this one: as configured, or its share of the machine's cores."""
+    """Return the number of loading processes: as configured, or this process's share of the machine's cores."""
     if config.workers is not None:
         return config.workers
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -121,7 +121,7 @@ def loaders(config: Config) -> int:
 
 
 class TrainingLoader:
-    """Batches of one process's share; what an epoch holds depends on seed and epoch alone."""
+    """Batches of one process's share; the content of an epoch depends only on seed and epoch."""
 
     def __init__(self, dataset: Dataset, config: Config, rank: int, processes: int, pin: bool) -> None:
         self.config, self.rank = config, rank
@@ -141,10 +141,10 @@ class TrainingLoader:
         self.steps = len(self.batches) // config.accumulate
 
     def epoch(self, number: int) -> Any:
-        """The batches of an epoch, whole steps only."""
+        """Return the batches of an epoch, whole steps only."""
         seed = (self.config.seed * 1_000_003 + number) * 4_099 + self.rank
         random.seed(seed)
-        np.random.seed(seed % 2**32)  # noqa: NPY002 - timm's Mixup draws from it
+        np.random.seed(seed % 2**32)  # noqa: NPY002 - used by timm's Mixup
         torch.manual_seed(seed)
         self.generator.manual_seed(seed)
         self.sampler.set_epoch(number)
@@ -153,6 +153,6 @@ class TrainingLoader:
 
 
 def validation_loader(dataset: Any, config: Config, rank: int, processes: int, pin: bool) -> DataLoader:
-    """Every image once, over all processes together."""
+    """Return a loader that reads every image once, over all processes together."""
     share = Subset(dataset, range(rank, len(dataset), processes))
     return DataLoader(share, config.share(processes), num_workers=loaders(config), pin_memory=pin)

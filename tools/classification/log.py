@@ -1,4 +1,4 @@
-"""The course of a training: a line on the terminal, a CSV file, TensorBoard."""
+"""Log of a training: a line on the terminal, a CSV file, TensorBoard."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from tools.files import write_text
 
 
 class Log:
-    """Keeps one row an epoch, and tells how far the training is.
+    """Log with one row per epoch, which also shows progress.
 
     Args:
-        folder: Where ``log.csv`` and TensorBoard's files go.
-        tensorboard: Whether to write the latter.
-        rows: Of a training that goes on.
-        silent: Whether this process has nothing to say.
+        folder: Folder of ``log.csv`` and TensorBoard's files.
+        tensorboard: Whether to write TensorBoard's files.
+        rows: Earlier rows of a resumed training.
+        silent: Whether this process prints and writes nothing.
     """
 
     def __init__(self, folder: Path, tensorboard: bool = False, rows: list[dict] | None = None, silent: bool = False):
@@ -32,12 +32,12 @@ class Log:
             self.writer = SummaryWriter(str(folder / "tensorboard"), purge_step=len(self.rows))
 
     def say(self, text: str) -> None:
-        """Print a line that stays."""
+        """Print a permanent line."""
         if not self.silent:
             print(text, flush=True)
 
     def progress(self, epoch: int, epochs: int, step: int, steps: int, loss: float, lr: float, images: float) -> None:
-        """Print a line that the next one replaces; on what is not a terminal, five times an epoch."""
+        """Print a line that the next one replaces; without a terminal, five lines per epoch."""
         if self.silent:
             return
         line = (
@@ -49,7 +49,7 @@ class Log:
             print(line, flush=True)
 
     def row(self, **values: Any) -> None:
-        """Add an epoch."""
+        """Add the row of an epoch."""
         self.rows.append(values)
         if self.silent:
             return

@@ -1,4 +1,4 @@
-"""timm's model of a configuration."""
+"""Creation of the configured timm model."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from .config import Config, ConfigError
 
 
 def create_model(config: Config, num_classes: int) -> nn.Module:
-    """The configured model."""
+    """Create the configured model."""
     if (wrong := check_model_name(config.model)) is not None:
         raise ConfigError(f"model must be a model of timm, got {wrong}")
     options = dict(config.model_args)
     if options.get("in_chans", 3) != 3:
-        raise ConfigError(f"model_args.in_chans must be 3, for images are read in RGB, got {options['in_chans']!r}")
+        raise ConfigError(f"model_args.in_chans must be 3, because images are read in RGB, got {options['in_chans']!r}")
     if config.dataset == "clips" and config.model.startswith("timesformer_"):
         options.setdefault("num_frames", config.frames)
     if config.input_size is not None and is_built_for_a_size(config.model):
@@ -37,13 +37,13 @@ def create_model(config: Config, num_classes: int) -> nn.Module:
 
 
 def data_config(config: Config, model: nn.Module) -> dict[str, Any]:
-    """timm's data configuration of the model, at the configured size."""
+    """Return timm's data configuration of the model, at the configured size."""
     size = {} if config.input_size is None else dict(input_size=(3, *config.input_size))
     return resolve_data_config(size, model=model)
 
 
 def draw_parameters(model: nn.Module, init_std: dict[str, float]) -> None:
-    """Draw the parameters that are named, from normal distributions of mean 0 and these deviations.
+    """Draw the named parameters from normal distributions of mean 0 and the given standard deviations.
 
     Raises:
         ConfigError: the model has no such parameter.

@@ -1,4 +1,4 @@
-"""Where a process computes."""
+"""Device and rank of a process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .config import Config, ConfigError
 
 @dataclass
 class Place:
-    """Where a process computes: its device, its rank, and how many there are."""
+    """Device and rank of a process, and the number of processes."""
 
     device: torch.device
     rank: int
@@ -22,32 +22,32 @@ class Place:
     dtype: torch.dtype | None
 
     def autocast(self) -> Any:
-        """The context in which the model runs."""
+        """Return the context in which the model runs."""
         if self.dtype is None:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, self.dtype)
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """Added over all processes."""
+        """Sum ``values`` over all processes."""
         if self.processes > 1:
             torch.distributed.all_reduce(values)
         return values
 
 
 def find_place(device: str | None, config: Config) -> Place:
-    """Join the other processes of ``torchrun``, if any, and take this one's device.
+    """Join the other processes of ``torchrun``, if any, and select this one's device.
 
     Args:
-        device: As the user names it; None: ``cuda`` where there is one, else ``cpu``.
-        config: Its ``precision`` is that of the place.
+        device: Device given by the user; None: ``cuda`` if available, else ``cpu``.
+        config: Configuration, which sets the precision.
 
     Raises:
-        ConfigError: The device is not there, or cannot compute in this precision.
+        ConfigError: the device is missing, or does not support the precision.
     """
     name = device or ("cuda" if torch.cuda.is_available() else "cpu")
     check_device(name)
     if torch.device(name).type == "cpu" and config.precision == "float16":
-        raise ConfigError("precision 'float16' needs a GPU, for its gradients are scaled; on a CPU take 'bfloat16'")
+        raise ConfigError("precision 'float16' needs a GPU, because its gradients are scaled; use 'bfloat16' on a CPU")
     where = init_distributed_device_so(name)
     dtype = None if config.precision == "float32" else getattr(torch, config.precision)
     return Place(torch.device(where["device"]), where["global_rank"], where["world_size"], dtype)
@@ -57,7 +57,7 @@ def check_device(name: str) -> None:
     """Check that torch can compute on the device of ``--device``.
 
     Raises:
-        ConfigError: It cannot.
+        ConfigError: torch cannot use the device.
     """
     try:
         device = torch.device(name)

@@ -1,4 +1,4 @@
-"""A training that was interrupted: what it leaves on disk, and how it is resumed."""
+"""Saving and resuming of interrupted trainings."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tools.files import write
 from .checkpoint import classes_apart
 from .config import Config, ConfigError, build, read_yaml
 
-# What a resumed training may not change: other weights, or another course of the learning rate and the optimizer.
+# Settings that a resumed training must not change: they affect the weights, the learning rate or the optimizer.
 FIXED = (
     "model", "model_args", "init_std", "dataset", "frames", "input_size", "epochs", "batch_size", "optimizer",
     "optimizer_args", "momentum", "weight_decay", "lr", "lr_batch_size", "offset_lr_scale", "schedule", "warmup",
@@ -26,15 +26,15 @@ FIXED = (
 
 @dataclass
 class Settings:
-    """What a training runs with from its beginning to its end.
+    """Settings of a training from beginning to end.
 
     Attributes:
-        config: As it runs.
-        asked: As CONFIG and command line had it, whose batch size may be more than the images.
-        file: CONFIG's own keys and values when the training began; None where there was no CONFIG.
-        classes: Their names.
-        images: How many there are to train on.
-        left_out: The broken images that ``--skip-broken`` found; None where it was not given.
+        config: Configuration in use.
+        asked: Configuration as requested; its batch size may exceed the number of images.
+        file: CONFIG's own keys and values when the training began; None without CONFIG.
+        classes: Names of the classes.
+        images: Number of training images.
+        left_out: The broken images that ``--skip-broken`` found; None if it was not given.
     """
 
     config: Config
@@ -45,8 +45,8 @@ class Settings:
     left_out: list[str] | None = None
 
     def to_json(self) -> str:
-        """For the state's file."""
-        return json.dumps(dataclasses.asdict(self), default=str)  # YAML also has dates
+        """Return the settings as JSON, for the state file."""
+        return json.dumps(dataclasses.asdict(self), default=str)  # YAML values may be dates
 
 
 @dataclass
@@ -55,10 +55,10 @@ class State:
 
     Attributes:
         settings: See :class:`Settings`.
-        epoch: Epochs done.
+        epoch: Number of finished epochs.
         best: The best accuracy so far.
-        rows: Of the log.
-        parts: The states of model, averaged model, optimizer and scaler, as they were read.
+        rows: Rows of the log.
+        parts: The states of model, averaged model, optimizer and scaler, as read from the file.
     """
 
     settings: Settings
@@ -68,7 +68,7 @@ class State:
     parts: dict[str, Any] = field(default_factory=dict)
 
     def restore(self, parts: Mapping[str, Any], file: Path) -> None:
-        """Give ``parts`` their states back.
+        """Restore the states of ``parts``.
 
         Raises:
             ConfigError: a state does not fit.
@@ -95,10 +95,10 @@ def save_state(file: Path, state: State, parts: Mapping[str, Any]) -> None:
 
 
 def read_state(file: Path) -> State:
-    """The training that ``--resume`` means.
+    """Read the state of the training to ``--resume``.
 
     Raises:
-        ConfigError: there is none, or it cannot be read.
+        ConfigError: there is no state, or it cannot be read.
     """
     if not file.is_file():
         raise ConfigError(
@@ -109,7 +109,7 @@ def read_state(file: Path) -> State:
         content = torch.load(file, map_location="cpu", weights_only=True)
         if "settings" in content:
             found = json.loads(content["settings"])
-        else:  # until 0.1 the configuration alone was kept
+        else:  # up to 0.1 only the configuration was saved
             found = dict(config=json.loads(content["config"]), asked=json.loads(content["config"]))
         for key in ("config", "asked"):
             found[key] = build(found[key])
@@ -124,17 +124,17 @@ def read_state(file: Path) -> State:
 def resumed(
     settings: Settings, folder: Path, file: Path | None, overrides: Sequence[str] = (), **more: Any
 ) -> tuple[Config, list[str]]:
-    """The configuration with which a training goes on, and in lines what the user should know of it.
+    """Return the configuration of a resumed training, and notes to print.
 
     Args:
-        settings: Those of the training.
-        folder: Where it is.
-        file: The CONFIG that the command line names now, if any.
-        overrides: Of the command line, as :func:`tools.classification.config.build` takes them.
+        settings: Settings of the training.
+        folder: Folder of the training.
+        file: The current CONFIG of the command line, if any.
+        overrides: Overrides of the command line, as for :func:`tools.classification.config.build`.
         **more: Likewise.
 
     Raises:
-        ConfigError: the command line asks for another training.
+        ConfigError: the command line describes another training.
     """
     asked, notes = _plain(settings.asked), list[str]()
     now = _plain(build(asked, overrides, **more))
@@ -165,10 +165,10 @@ def _file_notes(settings: Settings, folder: Path, file: Path) -> list[str]:
 
 
 def check_data(settings: Settings, state_file: Path, classes: Sequence[str], images: int) -> list[str]:
-    """Compare ``--data`` with what the training began on; in lines what the user should know.
+    """Compare ``--data`` with the data at the start of the training; return notes to print.
 
     Raises:
-        ConfigError: the classes are others.
+        ConfigError: the classes differ.
     """
     if settings.classes is not None and settings.classes != list(classes):
         apart = classes_apart(settings.classes, classes, state_file)
@@ -179,5 +179,5 @@ def check_data(settings: Settings, state_file: Path, classes: Sequence[str], ima
 
 
 def _plain(config: Config) -> dict[str, Any]:
-    """Keys and values as JSON has them, to be compared."""
+    """Return keys and values as JSON stores them, for comparison."""
     return json.loads(json.dumps(dataclasses.asdict(config), default=str))

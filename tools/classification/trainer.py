@@ -1,4 +1,4 @@
-"""One training of a classifier, an epoch at a time, on timm's optimizers, schedules, losses and weight averaging."""
+"""Training of a classifier by epochs, with timm's optimizers, schedules, losses and weight averaging."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from .place import Place
 
 
 def create_scheduler(config: Config, optimizer: torch.optim.Optimizer, steps: int) -> Any:
-    """timm's schedule of the learning rate, by optimizer steps."""
+    """Create timm's learning rate schedule, by optimizer steps."""
     warmup = config.warmup * config.epochs
-    cosine = config.schedule == "cosine"  # from its full height after the warm-up; the others count from epoch 0
+    cosine = config.schedule == "cosine"  # starts at its full value after the warm-up; the others count from epoch 0
     scheduler, _ = create_scheduler_v2(
         optimizer,
         {"cosine": "cosine", "multistep": "multistep", "exponential": "step"}[config.schedule],
@@ -47,7 +47,7 @@ def create_scheduler(config: Config, optimizer: torch.optim.Optimizer, steps: in
 
 @torch.inference_mode()
 def evaluate(model: nn.Module, loader: Any, place: Place) -> dict[str, float]:
-    """Cross-entropy, and the shares of images (in percent) whose class is the first, or among the first five."""
+    """Compute cross-entropy, top-1 and top-5 accuracy in percent."""
     model.eval()
     sums = torch.zeros(4, dtype=torch.float64, device=place.device)
     for images, labels in loader:
@@ -63,7 +63,7 @@ def evaluate(model: nn.Module, loader: Any, place: Place) -> dict[str, float]:
 
 
 class Trainer:
-    """One training, an epoch at a time."""
+    """Training of a classifier by epochs."""
 
     def __init__(self, config: Config, model: nn.Module, loader: TrainingLoader, num_classes: int, place: Place):
         self.config, self.model, self.loader, self.place = config, model, loader, place
@@ -103,15 +103,15 @@ class Trainer:
             self.parallel = nn.parallel.DistributedDataParallel(model, device_ids=ids)
 
     def parts(self) -> dict[str, Any]:
-        """What a resumed training takes up."""
+        """Return the objects whose states a resumed training restores."""
         return dict(model=self.model, ema=self.ema, optimizer=self.optimizer, scaler=self.scaler)
 
     def result(self) -> nn.Module:
-        """The weights to evaluate and to keep."""
+        """Return the model with the weights to evaluate and to save."""
         return self.model if self.ema is None else self.ema.module
 
     def train_epoch(self, number: int, log: Log) -> dict[str, float]:
-        """Train an epoch; its mean loss and last learning rate."""
+        """Train an epoch; return its mean loss and last learning rate."""
         config, place, steps = self.config, self.place, self.loader.steps
         self.parallel.train()
         total, began = torch.zeros((), dtype=torch.float64, device=place.device), time.monotonic()
@@ -151,7 +151,7 @@ class Trainer:
                 self.ema.update(self.model, step=update)
             speed = (step + 1) * config.batch_size / (time.monotonic() - began)
             log.progress(number, config.epochs, step, steps, float(loss.detach()), rate, speed)
-        if place.processes > 1:  # running statistics of all processes' images, the same everywhere
+        if place.processes > 1:  # average running statistics over all processes
             for model in [self.model] if self.ema is None else [self.model, self.ema.module]:
                 distribute_bn(model, place.processes, reduce=True)
         mean = place.sum(total) / (steps * config.accumulate * place.processes)

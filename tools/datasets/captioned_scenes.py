@@ -1,9 +1,9 @@
-"""Makes a set of pictures with captions from what packages carry, with no download.
+"""Create a set of captioned pictures from images inside packages, without downloads.
 
 Coloured handwritten digits (scikit-learn's) and cut-outs of photographs (scikit-image's and scikit-learn's: a cat, an
 astronaut, a cup of coffee, a flower, coins, a motorcycle, a horse) are pasted on crops of 14 photographs. A grammar
-writes captions from what was pasted where, so that each is true: "two red sevens above a blue three on a photograph of
-a cat"::
+writes true captions from the positions of the pasted objects: "two red sevens above a blue three on a photograph of a
+cat"::
 
     python -m tools.datasets.captioned_scenes data/scenes --train 400 --val 100 --test 100 --size 128 --seed 0
 
@@ -14,10 +14,10 @@ a cat"::
     data/scenes/annotations/objects_{train,val,test}.json    the same by part, to train a detector
     data/scenes/recipe.json
 
-It is a data folder of fairseq's task ``captioning``, to which attributes and regions are still to be added.
+The result is a data folder of fairseq's task ``captioning``, without attributes and regions.
 
-No handwritten digit is in two parts; the photographs are in all of them, as other crops. The same recipe gives the
-same annotations, byte for byte.
+Each handwritten digit is in one part only; the photographs are in all parts, as different crops. The same recipe gives
+the same annotations, byte for byte.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ with extras("tools"):
 
 PARTS = ("train", "val", "test")
 SHARES = (0.6, 0.2, 0.2)  # of the handwritten digits
-SMALLEST = 64  # pixels: smaller ones leave no room for objects that can be recognised
+SMALLEST = 64  # pixels: objects in smaller pictures are too small to recognise
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What determines the set: pictures of each part, side in pixels, captions a picture."""
+    """Parameters of the set: pictures of each part, side in pixels, captions per picture."""
 
     train: int = 400
     val: int = 100
@@ -67,7 +67,7 @@ class Recipe:
 
 
 class Annotations:
-    """The content of the JSON files, scene by scene."""
+    """Content of the JSON files, collected scene by scene."""
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
@@ -97,7 +97,7 @@ class Annotations:
         self.karpathy.append({**place, "sentids": ids, "sentences": sentences})
 
     def files(self) -> dict[str, Any]:
-        """Path and content of each file."""
+        """Return path and content of each file."""
         info = dict(description="scenes of pasted objects", version=str(self.recipe.version))
         content: dict[str, Any] = {
             "captions.json": dict(info=info, images=self.images, annotations=self.captions),
@@ -114,7 +114,7 @@ class Annotations:
 
 
 def build(folder: Path, recipe: Recipe, show: Callable[[str], None] = lambda line: None) -> bool:
-    """Write the set to ``folder``; True where it was written, False where it already stood there.
+    """Write the set to ``folder``; return False if it already existed.
 
     Raises:
         ValueError: ``folder`` holds something else, or a set of another recipe.
@@ -148,11 +148,11 @@ def main(arguments: list[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("folder", type=Path, help="where the set goes")
+    parser.add_argument("folder", type=Path, help="output folder")
     for part in PARTS:
         parser.add_argument(f"--{part}", type=int, default=getattr(Recipe, part), help="images, default %(default)s")
     parser.add_argument("--size", type=int, default=Recipe.size, help="side in pixels, default %(default)s")
-    parser.add_argument("--captions", type=int, default=Recipe.captions, help="of each image, default %(default)s")
+    parser.add_argument("--captions", type=int, default=Recipe.captions, help="per image, default %(default)s")
     parser.add_argument("--seed", type=int, default=Recipe.seed, help="default %(default)s")
     options = parser.parse_args(arguments)
     need("sklearn", "skimage", "pycocotools")

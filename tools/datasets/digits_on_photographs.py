@@ -1,9 +1,9 @@
-"""Makes a small detection and segmentation set from real images, with no download.
+"""Create a small detection and segmentation set from real images, without downloads.
 
-scikit-learn's 1,797 handwritten digits are enlarged, turned a little, coloured and laid on crops of the
-photographs that scikit-learn and scikit-image carry. Train and val share neither a digit sample nor a
-photograph pixel. Written are images, COCO annotations (boxes, run-length masks, ten classes) and semantic
-label images (0 is background, digit d is d + 1)::
+scikit-learn's 1,797 handwritten digits are enlarged, slightly rotated, coloured and pasted on crops of the photographs
+in scikit-learn and scikit-image. Train and val share neither a digit sample nor a photograph pixel. The set consists
+of images, COCO annotations (boxes, run-length masks, ten classes) and semantic label images (0 is background, digit d
+is d + 1)::
 
     python -m tools.datasets.digits_on_photographs data/digits --train 400 --val 100 --seed 0
 
@@ -12,14 +12,14 @@ label images (0 is background, digit d is d + 1)::
     data/digits/semantic/{train,val}/000000.png
     data/digits/recipe.json
 
-By default a digit's side is uniform in 26 to 60 pixels and its turn in ±18 degrees. For objects whose scale and
-rotation vary as in photographs::
+By default the side of a digit is uniform in 26 to 60 pixels and its rotation uniform in ±18 degrees. For objects whose
+scale and rotation vary as in photographs::
 
     python -m tools.datasets.digits_on_photographs data/digits_varied --sides 14 100 --turn 60
 
-The side is then log-uniform between the two, so that as many objects are 14 to 28 pixels as 28 to 56 (in photographs,
-too, most objects are small), and the turn uniform in ±60 degrees (with more than 90 a six can be a nine). A digit that
-finds no free place is left out, which happens to large ones more often.
+The side is then log-uniform between the two, so that as many objects have 14 to 28 pixels as 28 to 56 (as in
+photographs, most objects are small), and the rotation is uniform in ±60 degrees (beyond 90, a six can be a nine). A
+digit without a free place is left out, which happens to large ones more often.
 
 The same recipe gives the same bytes on every run.
 """
@@ -44,28 +44,28 @@ with extras("tools"):
     from tools.datasets.recipes import making, stands
 
 CLASSES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
-SIZES = ((144, 208), (208, 144), (160, 192))  # (H, W): never square, so that swapped axes show
+SIZES = ((144, 208), (208, 144), (160, 192))  # (H, W): never square, so that swapped axes are noticed
 DIGIT_SIDE = (26, 60)  # pixels
-LARGEST = int((min(min(size) for size in SIZES) - 2) / 2**0.5)  # a turned digit of this side fits every image
+LARGEST = int((min(min(size) for size in SIZES) - 2) / 2**0.5)  # a rotated digit of this side fits every image
 DIGITS_PER_IMAGE = (2, 6)
-ZOOM = (1.0, 1.6)  # how much more of a photograph a crop shows than it has pixels
-TRAIN_WIDTH, GAP = 0.66, 0.02  # share of each photograph's width that train crops, then unused columns
-MIN_CONTRAST = 90.0  # between a digit's colour and the mean below it, in grey levels
+ZOOM = (1.0, 1.6)  # pixels of the photograph per pixel of a crop
+TRAIN_WIDTH, GAP = 0.66, 0.02  # share of each photograph's width for training crops, then unused columns
+MIN_CONTRAST = 90.0  # between the colours of a digit and the mean below it, in grey levels
 OTHERS = ("astronaut", "chelsea", "coffee", "rocket", "camera", "coins", "brick", "grass", "gravel")
 PHOTOGRAPHS = (*SAMPLE_IMAGES, *OTHERS)
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What determines the set, byte for byte.
+    """Parameters that determine the set, byte for byte.
 
     Attributes:
         train: Training images.
         val: Validation images.
-        seed: Of everything that is drawn.
-        version: Of this module.
+        seed: Seed of all random numbers.
+        version: Version of this module.
         sides: Smallest and largest side of a digit in pixels, log-uniform; None: uniform in ``DIGIT_SIDE``.
-        turn: Degrees that a digit is turned by at most, either way, uniform; None: ``pasting.TURN``.
+        turn: Maximum rotation of a digit in degrees, either way, uniform; None: ``pasting.TURN``.
     """
 
     train: int = 400
@@ -85,7 +85,7 @@ class Recipe:
             raise ValueError(f"turn must be between 0 and 180 degrees, got {self.turn}")
 
     def stamp(self) -> dict:
-        """As ``recipe.json`` keeps it: what is None is left out."""
+        """Return the content of ``recipe.json``, without parameters that are None."""
         return json.loads(json.dumps({name: value for name, value in asdict(self).items() if value is not None}))
 
     def side(self, rng: np.random.Generator) -> int:
@@ -96,12 +96,12 @@ class Recipe:
 
 
 def photographs() -> list[np.ndarray]:
-    """The packaged photographs, each (H, W, 3) uint8."""
+    """Return the packaged photographs, each (H, W, 3) uint8."""
     return [photograph(name) for name in PHOTOGRAPHS]
 
 
 def crop_background(rng: np.random.Generator, regions: list[np.ndarray], size: tuple[int, int]) -> np.ndarray:
-    """A random crop of a random region, (H, W, 3) float in 0..255, mirrored half the time."""
+    """Return a random crop of a random region, (H, W, 3) float in 0..255, mirrored half the time."""
     region = regions[rng.integers(len(regions))]
     most = min(region.shape[0] / size[0], region.shape[1] / size[1])  # regions may be narrower than an image
     zoom = min(rng.uniform(*ZOOM), most)
@@ -124,7 +124,7 @@ def contrasting_colour(rng: np.random.Generator, below: np.ndarray) -> np.ndarra
 def compose(
     rng: np.random.Generator, regions: list[np.ndarray], samples: np.ndarray, targets: np.ndarray, recipe: Recipe
 ) -> tuple[np.ndarray, list[tuple[int, np.ndarray]]]:
-    """One image (H, W, 3) uint8 and its objects: (digit, mask (H, W) bool) each."""
+    """Compose one image (H, W, 3) uint8 and its objects: (digit, mask (H, W) bool) each."""
     size = SIZES[rng.integers(len(SIZES))]
     canvas, taken = crop_background(rng, regions, size), np.zeros(size, bool)
     objects: list[tuple[int, np.ndarray]] = []
@@ -135,7 +135,7 @@ def compose(
         opacity = draw_digit(rng, samples[which], recipe.side(rng), turn)
         place = free_place(rng, taken, opacity.shape)
         if place is None:
-            wanted -= 1  # crowded: fewer digits; the first one always finds its place
+            wanted -= 1  # crowded: fewer digits; there is always room for the first one
             continue
         window = slice(place[0], place[0] + opacity.shape[0]), slice(place[1], place[1] + opacity.shape[1])
         colour, alpha = contrasting_colour(rng, canvas[window]), opacity[..., None]
@@ -148,7 +148,7 @@ def compose(
 
 
 def palette() -> list[int]:
-    """Colours of the semantic label images: black, then ten hues."""
+    """Return the colours of the semantic label images: black, then ten hues."""
     import colorsys
 
     hues = [colorsys.hsv_to_rgb(digit / 10, 0.8, 0.95) for digit in range(10)]
@@ -184,7 +184,7 @@ def write_split(
 
 
 def build(folder: Path, recipe: Recipe, show: Callable[[str], None] = lambda line: None) -> bool:
-    """Write the set to ``folder``; True where it was written, False where it already stood there.
+    """Write the set to ``folder``; return False if it already existed.
 
     Raises:
         ValueError: ``folder`` holds something else, or a set of another recipe.
@@ -212,14 +212,14 @@ def build(folder: Path, recipe: Recipe, show: Callable[[str], None] = lambda lin
 def main(arguments: list[str] | None = None) -> int:
     plain = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=plain)
-    parser.add_argument("folder", type=Path, help="where the set goes")
+    parser.add_argument("folder", type=Path, help="output folder")
     parser.add_argument("--train", type=int, default=Recipe.train, help="training images, default %(default)s")
     parser.add_argument("--val", type=int, default=Recipe.val, help="validation images, default %(default)s")
     parser.add_argument("--seed", type=int, default=Recipe.seed, help="default %(default)s")
     parser.add_argument(
-        "--sides", type=int, nargs=2, metavar=("MIN", "MAX"), help="of digits in pixels, log-uniform; see above"
+        "--sides", type=int, nargs=2, metavar=("MIN", "MAX"), help="sides of digits in pixels, log-uniform; see above"
     )
-    parser.add_argument("--turn", type=float, metavar="DEGREES", help="digits are turned by at most, either way")
+    parser.add_argument("--turn", type=float, metavar="DEGREES", help="maximum rotation of digits, either way")
     options = parser.parse_args(arguments)
     need("sklearn", "skimage", "pycocotools")
     end = "\r" if sys.stdout.isatty() else "\n"

@@ -1,4 +1,4 @@
-"""Aligns HELEN's faces by their annotated landmarks, for :mod:`tools.datasets.face_parsing`.
+"""Alignment of HELEN's faces by their annotated landmarks, for :mod:`tools.datasets.face_parsing`.
 
 HELEN's ``annotation`` (Le et al. 2012) is a text file for each face: its name, then 194 lines ``x , y`` with points on
 the chin, nose, lips, eyes and brows. The similarity (rotation, one scale and translation) that fits a face's points
@@ -20,10 +20,10 @@ import numpy as np
 from PIL import Image
 
 POINTS = 194
-IGNORED = 255  # label of what the photograph does not show: mmseg's losses and scores leave it out
+IGNORED = 255  # label outside the photograph, which mmseg's losses and scores ignore
 SIZE = 512
 FACE = 0.5  # the longer side of the mean shape's box, as a share of the aligned image's side
-CENTRE = (0.5, 0.6)  # of that box, likewise: hair needs more room than the neck
+CENTRE = (0.5, 0.6)  # centre of that box, likewise: hair needs more room than the neck
 FACE_LABELS = range(1, 10)  # skin, brows, eyes, nose and mouth
 _NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
 _LINE = re.compile(rf"\s*({_NUMBER})\s*,\s*({_NUMBER})\s*")
@@ -31,11 +31,11 @@ _LINE = re.compile(rf"\s*({_NUMBER})\s*,\s*({_NUMBER})\s*")
 
 @dataclass(frozen=True)
 class Request:
-    """What a user asks for.
+    """Options of an alignment.
 
     Args:
         landmarks: Folder of HELEN's annotation.
-        pictures: Folder of the pictures that the points belong to, where those to align are resized; subfolders count.
+        pictures: Folder of the annotated pictures, if those to align are resized; subfolders are searched.
         size: Side of the aligned images in pixels.
     """
 
@@ -45,10 +45,10 @@ class Request:
 
 
 def read_landmarks(folder: Path) -> dict[str, np.ndarray]:
-    """The points of every face by its name: (194, 2) float64.
+    """Read the points of every face by its name: (194, 2) float64.
 
     Raises:
-        ValueError: there is no such folder, it has no text file, or one is not as HELEN's.
+        ValueError: the folder is missing or has no text files, or a file does not have HELEN's format.
     """
     files = sorted(folder.glob("*.txt")) if folder.is_dir() else []
     if not files:
@@ -86,10 +86,10 @@ def _read_file(file: Path) -> tuple[str, np.ndarray]:
 
 
 def similarity(source: np.ndarray, target: np.ndarray) -> np.ndarray:
-    """The similarity without reflection that takes ``source`` nearest to ``target``, by squared distances.
+    """Return the similarity without reflection from ``source`` to ``target`` with the least squared distances.
 
     Args:
-        source: (P, 2), not all the same.
+        source: (P, 2), not all equal.
         target: (P, 2).
 
     Returns:
@@ -97,16 +97,16 @@ def similarity(source: np.ndarray, target: np.ndarray) -> np.ndarray:
     """
     z, w = _complex(source), _complex(target)
     centred = z - z.mean()
-    turn = np.vdot(centred, w - w.mean()) / np.vdot(centred, centred).real  # x + iy is turned and scaled by this
+    turn = np.vdot(centred, w - w.mean()) / np.vdot(centred, centred).real  # rotation and scale of x + iy
     shift = w.mean() - turn * z.mean()
     return np.array([[turn.real, -turn.imag, shift.real], [turn.imag, turn.real, shift.imag]])
 
 
 def mean_shape(shapes: Iterable[np.ndarray]) -> np.ndarray:
-    """The full Procrustes mean of shapes: (P, 2), centred, of norm 1.
+    """Compute the full Procrustes mean of shapes: (P, 2), centred, of norm 1.
 
-    It is the leading eigenvector of Σ z z* over the centred shapes of norm 1 as complex vectors (Kent 1994), turned to
-    the plain average of these: as upright as the faces are in their pictures.
+    It is the leading eigenvector of Σ z z* over the centred shapes of norm 1 as complex vectors (Kent 1994), rotated to
+    match their plain average, which is as upright as the faces in their pictures.
 
     Args:
         shapes: Each (P, 2).
@@ -125,26 +125,26 @@ def _complex(points: np.ndarray) -> np.ndarray:
 
 
 def on_canvas(shape: np.ndarray, size: int) -> np.ndarray:
-    """A shape where an aligned image of ``size`` pixels a side has it: (P, 2)."""
+    """Place a shape in an aligned image of ``size`` pixels per side: (P, 2)."""
     low, high = shape.min(0), shape.max(0)
     scale = FACE * size / (high - low).max()
     return (shape - (low + high) / 2) * scale + np.array(CENTRE) * size - 0.5
 
 
 def warp(image: Image.Image, matrix: np.ndarray, size: int, nearest: bool = False, fill: int = 0) -> Image.Image:
-    """The image under a similarity, ``size`` pixels a side.
+    """Warp the image by a similarity to ``size`` pixels per side.
 
     Args:
         image: In RGB, or of labels.
         matrix: (2, 3), from the image's pixels to the result's.
-        size: Of the result.
-        nearest: Take the nearest pixel, as for labels; else interpolate linearly, of blocks' means where it shrinks to
-            half or less.
-        fill: Of what the image does not show, in every channel.
+        size: Side of the result.
+        nearest: Take the nearest pixel, as for labels; otherwise interpolate linearly, on means of blocks if the image
+            shrinks to half or less.
+        fill: Value of pixels outside the image, in every channel.
     """
     back = np.linalg.inv(matrix[:, :2])
     shift = -back @ matrix[:, 2]
-    # PIL's coordinates begin at the first pixel's corner
+    # the origin of PIL's coordinates is the first pixel's corner
     shift += 0.5 - back @ [0.5, 0.5]
     block = 1 if nearest else max(1, int(np.sqrt(abs(np.linalg.det(back))) + 1e-6))
     if block > 1:
@@ -156,12 +156,12 @@ def warp(image: Image.Image, matrix: np.ndarray, size: int, nearest: bool = Fals
 
 
 class Alignment:
-    """Where each face goes.
+    """Similarities that align faces.
 
     Args:
-        request: What the user asks for.
+        request: Options of the user.
         images: The picture of each face, by its name.
-        training: The names of the faces whose mean shape is taken.
+        training: Names of the faces that define the mean shape.
 
     Attributes:
         size: Side of the aligned images.
@@ -169,7 +169,7 @@ class Alignment:
         matrices: (2, 3) of each face, from its picture to the aligned one.
 
     Raises:
-        ValueError: the size is too small, a face has no landmarks, or no picture that they belong to.
+        ValueError: the size is too small, a face has no landmarks, or the annotated picture is missing.
     """
 
     def __init__(self, request: Request, images: Mapping[str, Path], training: Sequence[str]) -> None:
@@ -188,7 +188,7 @@ class Alignment:
         self.matrices = {name: similarity(points, self.shape) for name, points in self.points.items()}
 
     def _rescale(self, folder: Path, images: Mapping[str, Path]) -> None:
-        """From the pixels of the pictures in ``folder`` to those of ``images``."""
+        """Rescale landmarks from the pixels of the pictures in ``folder`` to those of ``images``."""
         originals = {path.stem: path for path in sorted(folder.rglob("*.jpg"))} if folder.is_dir() else {}
         if missing := [name for name in images if name not in originals]:
             raise ValueError(
@@ -205,12 +205,12 @@ class Alignment:
             self.points[name] = (self.points[name] + 0.5) * ratio - 0.5
 
     def align(self, name: str, image: Image.Image, labels: np.ndarray) -> tuple[Image.Image, np.ndarray]:
-        """The image and its labels, aligned; :data:`IGNORED` where the photograph ends.
+        """Align an image and its labels; pixels outside the photograph are :data:`IGNORED`.
 
         Args:
-            name: Of the face.
+            name: Name of the face.
             image: In RGB.
-            labels: (H, W) uint8, HELEN's.
+            labels: (H, W) uint8, HELEN's labels.
 
         Raises:
             ValueError: most landmarks are not on the face.
@@ -229,13 +229,13 @@ class Alignment:
         return warp(image, matrix, self.size), np.asarray(seen)
 
     def write(self, file: Path) -> None:
-        """The mean shape and every face's matrix, as JSON."""
+        """Write the mean shape and every face's matrix as JSON."""
         faces = {name: matrix.tolist() for name, matrix in self.matrices.items()}
         file.write_text(json.dumps(dict(size=self.size, mean_shape=self.shape.tolist(), faces=faces)) + "\n")
 
 
 def _size(path: Path) -> np.ndarray:
-    """(width, height) in pixels, as stored."""
+    """Return (width, height) in pixels, as stored."""
     try:
         with Image.open(path) as image:
             return np.array(image.size)

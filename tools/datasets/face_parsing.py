@@ -1,17 +1,17 @@
-"""Makes mmsegmentation's folders from the published archives of HELEN and LFW Part Labels.
+r"""Create mmsegmentation's folders from the published archives of HELEN and LFW Part Labels.
 
 ::
 
     python -m tools.datasets.face_parsing helen SmithCVPR2013_dataset_resized data/helen
     python -m tools.datasets.face_parsing lfw_pl lfw data/lfw_pl
-    python -m tools.datasets.face_parsing helen SmithCVPR2013_dataset_resized data/helen_aligned \\
+    python -m tools.datasets.face_parsing helen SmithCVPR2013_dataset_resized data/helen_aligned \
         --landmarks annotation --landmark-pictures helen
 
-HELEN (Smith et al. 2013; 2,000 + 230 + 100 faces) is read from one folder, as its archive unpacks::
+HELEN (Smith et al. 2013; 2,000 + 230 + 100 faces) is read from one folder, the unpacked archive::
 
     exemplars.txt, tuning.txt, testing.txt      lines "1 , 100032540_1": train, val and test
     images/NAME.jpg
-    labels/NAME/NAME_lbl00.png ... _lbl10.png   how probable each label is, 0 to 255
+    labels/NAME/NAME_lbl00.png ... _lbl10.png   probability of each label, 0 to 255
 
 LFW-PL (Kae et al. 2013; 1,500 + 500 + 927 faces) from a folder with two archives and three lists::
 
@@ -19,16 +19,16 @@ LFW-PL (Kae et al. 2013; 1,500 + 500 + 927 faces) from a folder with two archive
     lfw_funneled/PERSON/PERSON_0001.jpg
     parts_lfw_funneled_gt_images/PERSON_0001.ppm              red hair, green skin, blue background
 
-Written are ``images/{train,val,test}/NAME.jpg``, the published pixels untouched, and
-``labels/{train,val,test}/NAME.png`` with one number a pixel. HELEN: 0 background, 1 skin, 2 and 3 left and right
-brow, 4 and 5 left and right eye, 6 nose, 7 upper lip, 8 inner mouth, 9 lower lip, 10 hair, whichever is the most
-probable, the first of equals. LFW-PL: 0 background, 1 skin, 2 hair.
+The output is ``images/{train,val,test}/NAME.jpg``, with the published pixels unchanged, and
+``labels/{train,val,test}/NAME.png`` with one number per pixel. HELEN: 0 background, 1 skin, 2 and 3 left and right
+brow, 4 and 5 left and right eye, 6 nose, 7 upper lip, 8 inner mouth, 9 lower lip, 10 hair, by the greatest
+probability, the first of equal ones. LFW-PL: 0 background, 1 skin, 2 hair.
 
-Faces are not aligned, but for ``--landmarks`` with the folder of HELEN's own annotation (Le et al. 2012: 1.txt to
-2330.txt, a name and 194 lines "565.86 , 758.98" each): images and labels are then turned, scaled and moved onto the
-training faces' mean shape, in squares of ``--size`` pixels. Labels are taken from the nearest pixel, and are 255, which
-is not scored, where the photograph ends. The annotation belongs to HELEN's own pictures: ``--landmark-pictures`` names
-their folder where SOURCE has resized ones. ``alignment.json`` has the mean shape and each face's matrix.
+Faces are aligned only with ``--landmarks``, the folder of HELEN's own annotation (Le et al. 2012: 1.txt to 2330.txt,
+each with a name and 194 lines "565.86 , 758.98"): images and labels are then rotated, scaled and shifted onto the
+training faces' mean shape, in squares of ``--size`` pixels. Labels are taken from the nearest pixel; outside the
+photograph they are 255, which is not scored. The annotation belongs to HELEN's own pictures: ``--landmark-pictures`` is
+their folder if SOURCE has resized ones. ``alignment.json`` has the mean shape and each face's matrix.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ with extras("tools"):
     from tools.datasets.face_alignment import SIZE, Alignment, Request
 
 SPLITS = ("train", "val", "test")
-ORIENTATION = 0x0112  # EXIF: how a viewer is to turn the picture
+ORIENTATION = 0x0112  # EXIF: how a viewer should rotate the picture
 HELEN_MAPS = 11
 HELEN_PALETTE = (
     (0, 0, 0),
@@ -79,7 +79,7 @@ class Face:
 
 @dataclass(frozen=True)
 class Layout:
-    """How a data set is published, and how its labels are read."""
+    """Format of a published data set, and the way to read its labels."""
 
     lists: tuple[tuple[str, int], ...]  # file and published number of faces, in the order of SPLITS
     folders: tuple[str, ...]
@@ -91,7 +91,7 @@ class Layout:
 
 
 def load(path: Path, mode: str) -> np.ndarray:
-    """Pixels of an image that must be of ``mode``."""
+    """Read the pixels of an image, which must be of ``mode``."""
     try:
         with Image.open(path) as image:
             pixels = np.asarray(image)
@@ -110,13 +110,13 @@ def helen_face(source: Path, line: re.Match[str]) -> Face:
 
 
 def helen_labels(face: Face) -> np.ndarray:
-    """(H, W) uint8: which of the eleven probability maps is the highest."""
+    """Return labels (H, W) uint8: the index of the highest of the eleven probability maps."""
     maps = [load(path, "L") for path in face.labels]
     for path, pixels in zip(face.labels, maps):
         if pixels.shape != maps[0].shape:
             raise ValueError(
                 f"{path} has {size(pixels)} pixels, {face.labels[0].name} beside it {size(maps[0])}: "
-                "the maps of a face must be of one size"
+                "the maps of a face must have the same size"
             )
     return np.argmax(maps, 0).astype(np.uint8)
 
@@ -128,7 +128,7 @@ def lfw_pl_face(source: Path, line: re.Match[str]) -> Face:
 
 
 def lfw_pl_labels(face: Face) -> np.ndarray:
-    """(H, W) uint8: which of the three colours each pixel has."""
+    """Return labels (H, W) uint8: the index of each pixel's colour among the three."""
     pixels = load(face.labels[0], "RGB")
     labels = np.full(pixels.shape[:2], 255, np.uint8)
     for label, colour in enumerate(LFW_PL_COLOURS):
@@ -169,10 +169,10 @@ def size(pixels: np.ndarray) -> str:
 
 
 def read_lists(layout: Layout, source: Path) -> dict[str, list[Face]]:
-    """The faces of every split.
+    """Read the faces of every split.
 
     Raises:
-        ValueError: a list is missing, empty or has a line of another form, or a face is listed twice.
+        ValueError: a list is missing, empty or has an invalid line, or a face is listed twice.
     """
     lacking = [name for name, _ in layout.lists if not (source / name).is_file()]
     lacking += [f"{name}/" for name in layout.folders if not (source / name).is_dir()]
@@ -199,7 +199,7 @@ def read_lists(layout: Layout, source: Path) -> dict[str, list[Face]]:
 
 
 def check_files(faces: Iterable[Face]) -> None:
-    """All that are missing are told at once, before anything is written."""
+    """Raise one ValueError that lists all missing files, before anything is written."""
     missing = [path for face in faces for path in (face.image, *face.labels) if not path.is_file()]
     if missing:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
@@ -207,7 +207,7 @@ def check_files(faces: Iterable[Face]) -> None:
 
 
 def without_exif(jpeg: bytes) -> bytes:
-    """The file less its EXIF segments; the compressed pixels stay as they are."""
+    """Return the file without its EXIF segments; the compressed pixels stay unchanged."""
     kept, at = jpeg[:2], 2
     while jpeg[at] == 0xFF and jpeg[at + 1] != 0xDA:  # up to the first scan
         if jpeg[at + 1] == 0xFF:  # a fill byte
@@ -221,7 +221,7 @@ def without_exif(jpeg: bytes) -> bytes:
 
 
 def write_image(face: Face, target: Path) -> tuple[int, int]:
-    """Copy the image; its (H, W). Labels follow the stored pixels, so a tag by which readers turn them goes."""
+    """Copy the image without EXIF, as labels follow the stored, unrotated pixels; return its (H, W)."""
     try:
         with Image.open(face.image, formats=["JPEG"]) as image:
             image.load()
@@ -245,7 +245,7 @@ def write_face(layout: Layout, face: Face, folder: Path, split: str, alignment: 
             aligned, labels = alignment.align(face.name, photograph.convert("RGB"), labels)
         aligned.save(target, quality=95, subsampling=0)
     image = Image.fromarray(labels)
-    # Fewer colours than labels would be written in fewer bits, which cut off 255
+    # With fewer colours than labels, PIL would write fewer bits and cut off 255
     unused = [(0, 0, 0)] * (0 if alignment is None else 256 - len(layout.palette))
     image.putpalette([channel for colour in (*layout.palette, *unused) for channel in colour])
     image.save(folder / "labels" / split / f"{face.name}.png")
@@ -254,10 +254,10 @@ def write_face(layout: Layout, face: Face, folder: Path, split: str, alignment: 
 def build(
     name: str, source: Path, output: Path, show: Callable[[str], None] = lambda line: None, align: Request | None = None
 ) -> dict[str, int]:
-    """Write the set beside ``output``, then rename it; how many faces each split has.
+    """Write the set beside ``output``, then rename it; return the number of faces of each split.
 
     Raises:
-        ValueError: ``output`` holds something, ``source`` is not as published, or the faces cannot be aligned.
+        ValueError: ``output`` is not empty, ``source`` is not as published, or the faces cannot be aligned.
     """
     layout = LAYOUTS[name]
     if align is not None and name != "helen":
@@ -282,7 +282,7 @@ def build(
         if alignment is not None:
             alignment.write(partial / "alignment.json")
         if output.is_dir():
-            output.rmdir()  # empty, seen above
+            output.rmdir()  # empty, as checked above
         partial.rename(output)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -297,10 +297,10 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("set", choices=tuple(LAYOUTS))
     parser.add_argument("source", type=Path, help="folder of the published files")
-    parser.add_argument("output", type=Path, help="where the set goes")
+    parser.add_argument("output", type=Path, help="output folder")
     parser.add_argument("--landmarks", type=Path, metavar="DIR", help="align HELEN's faces by its annotation")
     parser.add_argument(
-        "--landmark-pictures", type=Path, metavar="DIR", help="HELEN's own pictures, where SOURCE's are resized"
+        "--landmark-pictures", type=Path, metavar="DIR", help="HELEN's own pictures, if those of SOURCE are resized"
     )
     parser.add_argument("--size", type=int, metavar="PIXELS", help=f"side of aligned images, default {SIZE}")
     options = parser.parse_args(arguments)
@@ -309,7 +309,7 @@ def main(arguments: list[str] | None = None) -> int:
         size = SIZE if options.size is None else options.size
         align = Request(options.landmarks, options.landmark_pictures, size)
     elif options.landmark_pictures is not None or options.size is not None:
-        parser.error("--landmark-pictures and --size are of aligned faces: give --landmarks, too")
+        parser.error("--landmark-pictures and --size apply to aligned faces: add --landmarks")
     tty = sys.stdout.isatty()
 
     def show(line: str) -> None:

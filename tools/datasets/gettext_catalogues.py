@@ -1,8 +1,8 @@
-"""Translations inside packages: finds gettext catalogues and reads (source, target) pairs out of them.
+"""Translations inside packages: search of gettext catalogues and reading of their (source, target) pairs.
 
 A catalogue is a file ``LANGUAGE/LC_MESSAGES/DOMAIN.po`` or ``.mo`` of an installed package, of a wheel or source
-archive (read without unpacking), or below a folder. Where both stand side by side the ``.po`` is read: it alone
-tells which translations are fuzzy. Test-suites' catalogues (below ``tests/``) are no real text and are passed over.
+archive (read without unpacking), or below a folder. If both exist, the ``.po`` is read, because only it marks fuzzy
+translations. Catalogues of test suites (below ``tests/``) contain no real text and are skipped.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ with extras("tools"):
     import polib
 
 CATALOGUE = re.compile(r"(?:^|/)([^/]+)/LC_MESSAGES/[^/]+\.(?:po|mo)$")
-NAME_VERSION = re.compile(r"(.+?)-(\d[^-]*)")  # a wheel's name goes on with -python-abi-platform
+NAME_VERSION = re.compile(r"(.+?)-(\d[^-]*)")  # a wheel's name continues with -python-abi-platform
 SUFFIXES = (".po", ".mo")
 TARBALLS = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
 ARCHIVES = (".whl", ".zip", *TARBALLS)
 
 
 class Entry(NamedTuple):
-    """One source text and what the catalogue says for it, as they stand there."""
+    """One source text and its translation, unchanged."""
 
     source: str
     target: str
@@ -39,23 +39,23 @@ class Entry(NamedTuple):
 
 @dataclass
 class Package:
-    """The catalogues of one language in one package, archive or folder."""
+    """Catalogues of one language in one package, archive or folder."""
 
     name: str
     version: str | None = None
     catalogues: dict[str, bytes] = field(default_factory=dict)  # by path
-    languages: set[str] = field(default_factory=set)  # of all catalogues, read or not
+    languages: set[str] = field(default_factory=set)  # of all catalogues, including unread ones
 
 
 def canonical(language: str) -> str:
-    """``pt-BR`` and ``pt_br`` are one language."""
+    """Return a language's canonical name: ``pt-BR`` and ``pt_br`` are the same language."""
     return language.replace("-", "_").lower()
 
 
 def collect(
     package: Package, files: Iterable[tuple[str, Callable[[], bytes]]], language: str, prefix: str = ""
 ) -> None:
-    """Read the catalogues of ``language`` among ``files``, which are (path, what reads it), into ``package``."""
+    """Read the catalogues of ``language`` among ``files``, pairs (path, reader), into ``package``."""
     for path, read in files:
         match = CATALOGUE.search(prefix + path)
         if match and "tests" not in PurePosixPath(path).parts:
@@ -68,7 +68,7 @@ def collect(
 
 
 def installed(language: str) -> list[Package]:
-    """The packages of the running interpreter, those without a catalogue too."""
+    """Return the packages of the running interpreter, including those without catalogues."""
     packages = []
     for distribution in metadata.distributions():
         package = Package(distribution.metadata["Name"] or "unnamed", distribution.version)
@@ -81,10 +81,10 @@ def installed(language: str) -> list[Package]:
 
 
 def archive(path: Path, language: str) -> Package:
-    """A wheel, a zip file or a source archive.
+    """Read a wheel, a zip file or a source archive.
 
     Raises:
-        ValueError: it is damaged.
+        ValueError: the archive is damaged.
     """
     stem = next(path.name.removesuffix(suffix) for suffix in ARCHIVES if path.name.endswith(suffix))
     match = NAME_VERSION.match(stem)
@@ -103,7 +103,7 @@ def archive(path: Path, language: str) -> Package:
 
 
 def below(path: Path, language: str) -> list[Package]:
-    """A folder: its own catalogues as one package, and each archive that lies directly in it as another."""
+    """Read a folder: its own catalogues as one package, and each archive directly in it as another."""
     files = sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES and file.is_file())
     package = Package(path.resolve().name)
     located = ((file.relative_to(path).as_posix(), file.read_bytes) for file in files)
@@ -113,10 +113,10 @@ def below(path: Path, language: str) -> list[Package]:
 
 
 def named(path: Path, language: str) -> list[Package]:
-    """The packages at a wheel, archive or folder.
+    """Return the packages of a wheel, archive or folder.
 
     Raises:
-        ValueError: there is nothing, something else, or a damaged archive.
+        ValueError: the path does not exist, is of another kind, or is a damaged archive.
     """
     if path.is_dir():
         return below(path, language)
@@ -128,25 +128,25 @@ def named(path: Path, language: str) -> list[Package]:
 
 
 def entries(path: str, content: bytes) -> Iterator[Entry]:
-    """The entries of a catalogue; of plural forms, the first with the singular and the last with the plural.
+    """Yield the entries of a catalogue; for plural forms, the first with the singular and the last with the plural.
 
-    Obsolete entries and the header are left out. gettext orders the forms from one to many, so that first and last
-    fit the two English forms in every language.
+    Obsolete entries and the header are left out. gettext orders the forms from one to many, so that the first and the
+    last match the two English forms in every language.
 
     Raises:
-        ValueError: the content is no catalogue.
+        ValueError: the content is not a catalogue.
     """
     try:
         if path.endswith(".mo"):
             catalogue = polib.mofile(content)
         else:
             catalogue = polib.pofile(content.removeprefix(BOM_UTF8).decode(polib.detect_encoding(content)))
-    except Exception as error:  # polib documents none of what damaged files raise in it
+    except Exception as error:  # polib does not document its errors for damaged files
         raise ValueError(f"{path} is not a readable catalogue: {error}") from error
     for entry in catalogue:
         if entry.obsolete:
             continue
-        fuzzy = getattr(entry, "fuzzy", False)  # a .mo holds no flags
+        fuzzy = getattr(entry, "fuzzy", False)  # a .mo file has no flags
         if entry.msgid_plural:
             forms = [entry.msgstr_plural[n] for n in sorted(entry.msgstr_plural)] or [""]
             yield Entry(entry.msgid, forms[0], fuzzy)

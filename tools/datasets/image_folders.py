@@ -1,13 +1,13 @@
-"""Makes small classification sets from real images, with no download, as folders ``train/CLASS`` and ``val/CLASS``.
+"""Create small classification sets from real images, without downloads: ``train/CLASS`` and ``val/CLASS``.
 
 ::
 
     python -m tools.datasets.image_folders digits data/digit_folders       # handwritten digits, 8×8 pixels
-    python -m tools.datasets.image_folders crops data/photograph_crops     # from which photograph is this crop?
+    python -m tools.datasets.image_folders crops data/photograph_crops     # which photograph is this crop from?
 
 ``digits``: scikit-learn's 1,797 digits, every fifth of a class for validation. ``crops``: random crops of the
-photographs that scikit-learn and scikit-image carry, one class a photograph; validation crops come from the right
-part of each photograph, which no training crop touches. The same recipe gives the same pixels on every run.
+photographs in scikit-learn and scikit-image, one class per photograph; validation crops come from the right part of
+each photograph, which no training crop touches. The same recipe gives the same pixels on every run.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ with extras("tools"):
 
     from tools.datasets.digits_on_photographs import CLASSES, GAP, PHOTOGRAPHS, TRAIN_WIDTH, digit_samples, photographs
 
-ZOOM = (1.0, 2.0)  # how much more of a photograph a crop shows than it has pixels
+ZOOM = (1.0, 2.0)  # pixels of the photograph per pixel of a crop
 
 
 def digits() -> Iterator[tuple[str, str, np.ndarray]]:
-    """(half, class, image) of every digit."""
+    """Yield (half, class, image) of every digit."""
     opacity, labels = digit_samples()
     seen = dict.fromkeys(range(10), 0)
     for image, label in zip(opacity, labels):
@@ -40,7 +40,7 @@ def digits() -> Iterator[tuple[str, str, np.ndarray]]:
 
 
 def crops(train: int, val: int, side: int, seed: int) -> Iterator[tuple[str, str, np.ndarray]]:
-    """(half, class, image): ``train`` and ``val`` random crops of every photograph."""
+    """Yield (half, class, image): ``train`` and ``val`` random crops of every photograph."""
     for n, (name, photograph) in enumerate(zip(PHOTOGRAPHS, photographs(), strict=True)):
         W = photograph.shape[1]
         border, next_one = int(W * TRAIN_WIDTH), int(W * (TRAIN_WIDTH + GAP))
@@ -55,7 +55,7 @@ def crops(train: int, val: int, side: int, seed: int) -> Iterator[tuple[str, str
 
 
 def build(output: Path, images: Iterator[tuple[str, str, np.ndarray]]) -> int:
-    """Write the images beside ``output``, then rename; how many there are."""
+    """Write the images beside ``output``, then rename; return their number."""
     if output.exists():
         raise SystemExit(f"image_folders: {output} exists already: name another folder, or remove it")
     partial = output.with_name(f".{output.name}.partial")
@@ -79,8 +79,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("output", type=Path, metavar="DIR")
     parser.add_argument("--train", type=int, default=200, help="training crops of each photograph")
     parser.add_argument("--val", type=int, default=50, help="validation crops of each photograph")
-    parser.add_argument("--side", type=int, default=32, help="of a crop, in pixels")
-    parser.add_argument("--seed", type=int, default=0, help="of the crops")
+    parser.add_argument("--side", type=int, default=32, help="side of a crop, in pixels")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the crops")
     options = parser.parse_args(arguments)
     for name in ("train", "val", "side"):
         if getattr(options, name) < 1:

@@ -1,8 +1,8 @@
-"""Makes a small set of clips from real images, with no download: digits that move over dimmed photographs.
+"""Create a small set of clips from real images, without downloads: digits that move over dimmed photographs.
 
-The class of a clip is the direction that a digit moves in, steadily. With four directions a second digit jumps about on
-the other axis: its places are those of such a movement in a random order. Digits are scikit-learn's, photographs those
-that scikit-learn and scikit-image carry; train and val share neither a digit sample nor a photograph pixel::
+The class of a clip is the constant direction in which a digit moves. With four directions a second digit jumps on the
+other axis: its places are those of such a movement in a random order. Digits are scikit-learn's, photographs those in
+scikit-learn and scikit-image; train and val share neither a digit sample nor a photograph pixel::
 
     python -m tools.datasets.moving_digits data/moving
     python -m tools.datasets.moving_digits data/moving --directions 2 --train 3000
@@ -11,23 +11,23 @@ that scikit-learn and scikit-image carry; train and val share neither a digit sa
     data/moving/{train,val}/{down,left,right,up}/000000/000.png    or .../000000.mp4
     data/moving/recipe.json
 
-What a clip is drawn from, for digit m that moves and digit j that jumps, each with a sample, a turn, a side, a colour,
-a speed v and a start of its own, all from the same distributions::
+A clip is drawn as follows, for digit m that moves and digit j that jumps, each with its own sample, rotation, side,
+colour, speed v and start, all from the same distributions::
 
     place of m in frame t      start_m + v_m * t * direction                      t = 0 ... T - 1
     place of j in frame t      start_j + v_j * order[t] on the other axis         order: a random one of all T! orders
 
-The start is uniform over all places from which the digit stays in the picture; where there is none, the speed is less.
-Which digit is drawn over the other is random, too. So the frames of a clip, in an unknown order, have one distribution
+The start is uniform over all places from which the digit stays in the picture; if there is none, the speed is reduced.
+Which digit covers the other is random, too. So the frames of a clip, in an unknown order, have the same distribution
 for all classes: reversed, they are a clip of the opposite direction, and in the order of j one of the other axis.
-Neither a frame nor the average of all frames tells the class, and no model that is blind to their order, such as
-``pattern='space'``, can do better than chance. Two limits: the number of a frame tells a little (what moves right
-starts further left), and so does the spacing where a model takes fewer frames than the clip has: take all. One clip in
-T!/2 has a digit j that moves steadily by chance. With two directions, left and right, there is no j: reversed, the
-frames are a clip of the other class already.
+Neither a frame nor the average of all frames reveals the class, and no model that ignores their order, such as
+``pattern='space'``, can do better than chance. There are two limits: the index of a frame reveals a little (what moves
+right starts further left), and so does the spacing if a model uses fewer frames than the clip has: use all. One clip
+in T!/2 has a digit j that moves steadily by chance. With two directions, left and right, there is no j: reversed, the
+frames are already a clip of the other class.
 
-The same recipe gives the same pixels on every run. MPEG-4 stores differences of frames, of which some are left in what
-is decoded: where single frames must hold nothing of the direction at all, take PNG.
+The same recipe gives the same pixels on every run. MPEG-4 stores differences between frames, and decoded frames keep
+traces of them: use PNG if single frames must not contain any information on the direction.
 """
 
 from __future__ import annotations
@@ -50,30 +50,30 @@ with extras("tools"):
     from tools.datasets.pasting import digit_samples, draw_digit
     from tools.datasets.recipes import making, stands
 
-DIRECTIONS = {"down": (1, 0), "left": (0, -1), "right": (0, 1), "up": (-1, 0)}  # of rows and columns
+DIRECTIONS = {"down": (1, 0), "left": (0, -1), "right": (0, 1), "up": (-1, 0)}  # in rows and columns
 CHOICES = {2: ("left", "right"), 4: ("down", "left", "right", "up")}
 FORMATS = ("png", "mp4")
-BACKGROUND = 0.35  # of a photograph's brightness
-COLOUR = (170.0, 255.0)  # of a digit's red, green and blue
+BACKGROUND = 0.35  # factor of a photograph's brightness
+COLOUR = (170.0, 255.0)  # range of a digit's red, green and blue
 FRAME_RATE = 8.0
-SMALLEST = 32  # pixels of a side
+SMALLEST = 32  # minimum side in pixels
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What determines the set.
+    """Parameters of the set.
 
     Attributes:
         train: Training clips, of all classes in turn.
         val: Validation clips.
-        frames: Of a clip.
-        height: In pixels, even, as MPEG-4 wants it.
-        width: Likewise.
+        frames: Frames of a clip.
+        height: Height in pixels, even, as MPEG-4 requires.
+        width: Width, likewise.
         directions: 4, or 2: left and right.
-        speed: Least and greatest, as share of the picture's height, a frame.
-        side: Least and greatest of a digit, as share of the picture's height.
+        speed: Minimum and maximum speed per frame, relative to the picture's height.
+        side: Minimum and maximum side of a digit, relative to the picture's height.
         format: ``'png'``: a clip is a folder of frames, or ``'mp4'``.
-        seed: Of all that is random.
+        seed: Seed of all random numbers.
     """
 
     train: int = 8000
@@ -107,12 +107,12 @@ class Recipe:
             raise ValueError(f"format must be one of {', '.join(FORMATS)}, got {self.format!r}")
 
     def stamp(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """Return the recipe as JSON stores it."""
         return json.loads(json.dumps(asdict(self)))
 
 
 def places(rng: np.random.Generator, shape: tuple[int, int], axis: int, recipe: Recipe) -> np.ndarray:
-    """(T, 2): where a digit of ``shape`` is, in rows and columns, that moves up or left to right by a random speed."""
+    """Return the places (T, 2), in rows and columns, of a digit that moves along ``axis`` at a random speed."""
     room = [recipe.height - shape[0], recipe.width - shape[1]]
     steps = recipe.frames - 1
     speed = min(recipe.height * rng.uniform(*recipe.speed), room[axis] / steps)
@@ -125,7 +125,7 @@ def places(rng: np.random.Generator, shape: tuple[int, int], axis: int, recipe: 
 def compose(
     rng: np.random.Generator, regions: list[np.ndarray], samples: np.ndarray, direction: tuple[int, int], recipe: Recipe
 ) -> np.ndarray:
-    """One clip, (T, H, W, 3) uint8."""
+    """Compose one clip, (T, H, W, 3) uint8."""
     T, axis = recipe.frames, int(direction[0] == 0)
     moves = np.arange(T)[:: direction[axis]]
     background = BACKGROUND * crop_background(rng, regions, (recipe.height, recipe.width))
@@ -164,12 +164,12 @@ def write_mp4(path: Path, frames: np.ndarray) -> None:
     if not encoder.isOpened():
         raise RuntimeError(f"this build of OpenCV ({cv2.__version__}) cannot write {file}: it has no MPEG-4 encoder")
     for frame in frames:
-        encoder.write(np.ascontiguousarray(frame[..., ::-1]))  # OpenCV wants BGR
+        encoder.write(np.ascontiguousarray(frame[..., ::-1]))  # OpenCV expects BGR
     encoder.release()
 
 
 def build(folder: Path, recipe: Recipe, show: Callable[[str], None] = lambda line: None) -> bool:
-    """Write the set to ``folder``; True where it was written, False where it already stood there.
+    """Write the set to ``folder``; return False if it already existed.
 
     Raises:
         ValueError: ``folder`` holds something else, or a set of another recipe.
@@ -205,17 +205,17 @@ def main(arguments: list[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("folder", type=Path, help="where the set goes")
+    parser.add_argument("folder", type=Path, help="output folder")
     for name, text in (
-        ("train", "training clips"), ("val", "validation clips"), ("frames", "of a clip"),
-        ("height", "of a frame, in pixels"), ("width", "of a frame, in pixels"), ("seed", "of all that is random"),
+        ("train", "training clips"), ("val", "validation clips"), ("frames", "frames of a clip"),
+        ("height", "in pixels"), ("width", "in pixels"), ("seed", "of all random numbers"),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=getattr(Recipe, name), help=f"{text}, default %(default)s")
     parser.add_argument("--directions", type=int, default=Recipe.directions, help="4 (default), or 2: left and right")
-    for name, text in (("speed", "of a digit, a frame"), ("side", "of a digit")):
+    for name, text in (("speed", "speed of a digit per frame"), ("side", "side of a digit")):
         parser.add_argument(
             f"--{name}", type=float, nargs=2, default=getattr(Recipe, name), metavar=("LEAST", "GREATEST"),
-            help=f"{text}, as share of the height, default %(default)s",
+            help=f"{text}, relative to the height, default %(default)s",
         )  # fmt: skip
     parser.add_argument("--format", default=Recipe.format, help="png (folders of frames) or mp4; default %(default)s")
     options = vars(parser.parse_args(arguments))

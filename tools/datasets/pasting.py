@@ -1,4 +1,4 @@
-"""What the sets that are pasted together share: photographs, handwritten digits, free places, annotations."""
+"""Shared parts of the pasted sets: photographs, handwritten digits, free places, annotations."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from functools import cache
 import numpy as np
 from PIL import Image
 
-TURN = 18.0  # degrees a digit is turned by, either way
+TURN = 18.0  # maximum rotation of a digit in degrees, either way
 SAMPLE_IMAGES = ("china", "flower")  # scikit-learn's; all others are scikit-image's
 
 
 @cache
 def photograph(name: str) -> np.ndarray:
-    """A packaged photograph, (H, W, 3) uint8, not to be written to."""
+    """Return a packaged photograph, (H, W, 3) uint8, read-only."""
     if name in SAMPLE_IMAGES:
         from sklearn.datasets import load_sample_image
 
@@ -26,7 +26,7 @@ def photograph(name: str) -> np.ndarray:
 
 
 def digit_samples() -> tuple[np.ndarray, np.ndarray]:
-    """The handwritten digits: opacity (1797, 8, 8) in 0..1, and which digit each one is."""
+    """Return the handwritten digits: opacity (1797, 8, 8) in 0..1, and the digit of each."""
     from sklearn.datasets import load_digits
 
     digits = load_digits()
@@ -34,7 +34,7 @@ def digit_samples() -> tuple[np.ndarray, np.ndarray]:
 
 
 def draw_digit(rng: np.random.Generator, sample: np.ndarray, side: int, turn: float = TURN) -> np.ndarray:
-    """Opacity of an 8x8 sample at ``side`` pixels, turned by at most ``turn`` degrees, cut to what is visible."""
+    """Return the opacity of an 8x8 sample at ``side`` pixels, rotated by up to ``turn`` degrees, cropped to its ink."""
     coarse = Image.fromarray((sample * 255).astype(np.uint8)).resize((side, side), Image.Resampling.BICUBIC)
     turned = coarse.rotate(rng.uniform(-turn, turn), Image.Resampling.BILINEAR, expand=True)
     opacity = np.clip((np.asarray(turned, float) / 255 - 0.25) / 0.3, 0, 1)  # blur -> an edge
@@ -45,7 +45,7 @@ def draw_digit(rng: np.random.Generator, sample: np.ndarray, side: int, turn: fl
 def free_place(
     rng: np.random.Generator, taken: np.ndarray, shape: tuple[int, int], attempts: int = 25
 ) -> tuple[int, int] | None:
-    """Top-left corner where an object of ``shape`` covers no other object's box, or None."""
+    """Return a top-left corner where an object of ``shape`` covers no other object's box, or None."""
     if shape[0] > taken.shape[0] or shape[1] > taken.shape[1]:
         return None
     for _ in range(attempts):
@@ -57,7 +57,7 @@ def free_place(
 
 
 def annotation(number: int, image: int, category: int, mask: np.ndarray) -> dict:
-    """An object in COCO's detection format: box, area and run-length mask of ``mask`` (H, W)."""
+    """Return an object in COCO's detection format: box, area and run-length mask of ``mask`` (H, W)."""
     from pycocotools import mask as run_length
 
     encoded = run_length.encode(np.asfortranarray(mask.astype(np.uint8)))

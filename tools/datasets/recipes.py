@@ -1,4 +1,4 @@
-"""Folders that are made whole from a recipe, or not at all."""
+"""Folders created from a recipe, completely or not at all."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def stands(folder: Path, recipe: dict) -> bool:
-    """Whether ``folder`` holds a set made from ``recipe``; False: it is empty, or not there.
+    """Return whether ``folder`` holds a set made from ``recipe``; False if it is empty or missing.
 
     Raises:
         ValueError: ``folder`` holds something else, or a set of another recipe.
@@ -26,7 +26,7 @@ def stands(folder: Path, recipe: dict) -> bool:
 
 @contextmanager
 def making(folder: Path, recipe: dict) -> Iterator[Path]:
-    """A new folder beside ``folder``, which at the end gets ``recipe.json`` and takes its place (empty, or none)."""
+    """Yield a new folder beside ``folder``, which finally gets ``recipe.json`` and replaces ``folder``."""
     partial = folder.with_name(folder.name + ".partial")
     if partial.exists():
         shutil.rmtree(partial)

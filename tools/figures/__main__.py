@@ -1,4 +1,4 @@
-"""Count our models' parameters and operations and print them beside the papers' figures.
+"""Count our models' parameters and operations, and compare them with the papers' figures.
 
 python -m tools.figures                                             # every paper
 python -m tools.figures aaconv --markdown benchmarks/figures-aaconv.md
@@ -27,7 +27,7 @@ def draw(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     if options.plot.suffix not in (".png", ".svg"):
         parser.error(f"--plot must be a .png or .svg file, got {options.plot}")
     if options.papers not in ([], ["empirical"]):
-        parser.error(f"--plot draws empirical alone, got {' '.join(options.papers)}")
+        parser.error(f"--plot draws only empirical, got {' '.join(options.papers)}")
     try:
         panels = tradeoff.plot(options.plot, options.runs)
     except ValueError as error:

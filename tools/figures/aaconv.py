@@ -28,7 +28,7 @@ CONVENTION = (
 
 
 def model(name: str, **options: object) -> nn.Module:
-    """A timm model without memory: shapes alone are counted."""
+    """Build a timm model on the meta device."""
     with extras("timm"):
         import timm
 
@@ -39,7 +39,7 @@ def model(name: str, **options: object) -> nn.Module:
 
 
 def operations(module: nn.Module, size: int) -> int:
-    """Of one image, by the paper's convention."""
+    """Count the operations of one image by the paper's convention."""
     return convention.bello_2019(convention.calls(module, 1, 3, size, size))
 
 
@@ -96,7 +96,7 @@ HEADS = "the paper's number of heads in detection is unknown, and it prints a di
 
 
 def rows() -> list[Row]:
-    """All figures."""
+    """Return all figures."""
     found = []
     for table, name, options, millions, giga, remark, remark_on_operations in MODELS:
         net = model(name, **options)
@@ -114,14 +114,14 @@ def _options(options: Mapping[str, Any]) -> str:
 
 
 def attention_rows() -> list[Row]:
-    """Table 9, of attention in AA-ResNet-50: memory of maps, parameters and operations of a layer and of all."""
+    """Return Table 9, attention in AA-ResNet-50: memory of maps, parameters and operations per layer and in total."""
     net = model("aa_resnet50")
     calls = convention.calls(net, 1, 3, 224, 224)
     found, total, maps, all_operations = [], 0, 0.0, 0
     for stage, kilobytes, side, thousands, mega in LAYERS:
         layers = {n: m for n, m in getattr(net, stage).named_modules() if isinstance(m, AAConv2d)}
         name, layer = next(reversed(layers.items()))
-        # A first layer's stride changes no parameter, so all of a stage have as many.
+        # The stride of a first layer does not change its parameters, so all layers of a stage have equally many.
         own = parameters(layer) - parameters(layer.conv)
         count = [attention_operations(calls, f"AAResNet.{stage}.{other}") for other in layers]
         memory = layer.num_heads * side**4 * 2 / 1024
@@ -149,7 +149,7 @@ def attention_rows() -> list[Row]:
 
 
 def attention_operations(calls: Sequence[convention.Call], layer: str) -> tuple[int, int]:
-    """Of one layer's attention by the paper's convention, and without the weighted sums AV."""
+    """Count a layer's attention by the paper's convention, with and without the weighted sums AV."""
     own = [c for c in calls if (c.module == layer or c.module.startswith(f"{layer}.")) and c.module != f"{layer}.conv"]
     counted = convention.bello_2019(own)
     return counted, counted - sum(_weighted_sums(call) for call in own)
@@ -164,7 +164,7 @@ def _weighted_sums(call: convention.Call) -> int:
 
 
 def detection_rows() -> list[Row]:
-    """Table 5: our configs, and what augmentation changes in them."""
+    """Return Table 5: our configs, and the effect of augmentation on them."""
     found, sizes = [], {}
     for name, millions, giga in DETECTORS:
         sizes[name], calls = networks.retinanet(DETECTOR.format(name))

@@ -1,4 +1,4 @@
-"""How operations are counted: by torch's flop counter on a module that runs on shapes alone, then as a paper does.
+"""Counting of operations: by torch's flop counter on shapes alone, then by the convention of a paper.
 
 A convention is a function of the counted calls; all of them are in this file.
 """
@@ -17,19 +17,19 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 from torch.utils.module_tracker import ModuleTracker
 
 _BATCH_NORM, _RELU = "aten._native_batch_norm_legit_no_training", "aten.relu"
-# What the counter passes over and a convention may charge: counted as 0 here, so that its shapes are known.
+# Operators that the counter ignores and a convention may charge: counted as 0, to record their shapes.
 _NOTED = (torch.ops.aten._native_batch_norm_legit_no_training, torch.ops.aten.relu)
 
 
 @dataclass(frozen=True)
 class Call:
-    """One operator's call.
+    """Call of one operator.
 
     Attributes:
-        operator: Such as ``'aten.bmm'``.
+        operator: Name of the operator, such as ``'aten.bmm'``.
         module: The dotted name of the innermost module that called it.
-        shapes: The arguments, tensors as their shapes.
-        operations: By the operator's formula, two a multiply-add.
+        shapes: The arguments, with tensors replaced by their shapes.
+        operations: Operations by the operator's formula, two per multiply-add.
     """
 
     operator: str
@@ -39,16 +39,16 @@ class Call:
 
     @property
     def products(self) -> int:
-        """Multiply-adds."""
+        """Number of multiply-adds."""
         return self.operations // 2
 
 
 def calls(module: nn.Module, *shape: int) -> list[Call]:
-    """The counted calls of a forward pass in inference.
+    """Record the counted calls of a forward pass in inference.
 
     Args:
-        module: On the meta device.
-        shape: Of its input.
+        module: Module on the meta device.
+        shape: Shape of its input.
     """
     found: list[Call] = []
     tracker = ModuleTracker()
@@ -60,7 +60,7 @@ def calls(module: nn.Module, *shape: int) -> list[Call]:
             found.append(Call(str(operator), max(tracker.parents - {"Global"}, key=len), shapes, operations))
             return operations
 
-        count._get_raw = True  # type: ignore[attr-defined]  # the counter's mark of formulas that take tensors
+        count._get_raw = True  # type: ignore[attr-defined]  # marks formulas that take tensors
         return count
 
     formulas = {**dict.fromkeys(_NOTED, lambda *args, **kwargs: 0), **flop_registry}
@@ -68,17 +68,17 @@ def calls(module: nn.Module, *shape: int) -> list[Call]:
     with tracker, counter, torch.no_grad():
         module.eval()(torch.empty(shape, device="meta"))
     if counter.get_total_flops() != sum(call.operations for call in found):
-        raise RuntimeError("the calls' operations do not make the counter's total")
+        raise RuntimeError("the calls' operations do not add up to the counter's total")
     return found
 
 
 def parameters(module: nn.Module) -> int:
-    """How many there are."""
+    """Count the parameters."""
     return sum(parameter.numel() for parameter in module.parameters())
 
 
 def executed(found: Sequence[Call]) -> int:
-    """All multiply-adds, as they are."""
+    """Count all executed multiply-adds."""
     return sum(call.products for call in found)
 
 
@@ -90,7 +90,7 @@ def _unknown(call: Call, paper: str) -> RuntimeError:
 
 
 def bello_2019(found: Sequence[Call]) -> int:
-    """Bello et al. (2019): 2 a multiply-add in convolutions, linear layers and projections, 1 in QKᵀ and AV."""
+    """Count as Bello et al. (2019): 2 per multiply-add in convolutions and linear layers, 1 in QKᵀ and AV."""
     total = 0
     for call in found:
         if call.operator in _ATTENTION:
@@ -103,17 +103,17 @@ def bello_2019(found: Sequence[Call]) -> int:
 
 
 def zhu_2019(found: Sequence[Call], positions: int, head_width: int) -> int:
-    """Zhu et al. (2019): 1 a multiply-add; softmax, biases, sampling and the prediction of offsets are free.
+    """Count as Zhu et al. (2019): 1 per multiply-add; softmax, biases, sampling and predicted offsets are free.
 
-    Beyond that, the paper's figures follow from these rules:
+    The paper's figures also follow from these rules:
 
-    * all projections run at every position, also where we run one for all queries;
-    * a query's products with offsets (q·R) are free beside its products with keys (q·k);
-    * all weighted sums run over all keys at once, also where we sum over columns and then over rows.
+    * all projections run at every position, even where we run one for all queries;
+    * a query's products with offsets (q·R) are free if its products with keys (q·k) are charged;
+    * all weighted sums run over all keys at once, even where we sum over columns and then over rows.
 
     Args:
         found: The calls of a module of stride 1.
-        positions: N, of the map.
+        positions: N, the positions of the map.
         head_width: d; an inner product of this length is a logit, any other a sum over keys.
     """
     has_content = any(call.operator in _ATTENTION and call.shapes[0] is not None for call in found)
@@ -136,12 +136,12 @@ def zhu_2019(found: Sequence[Call], positions: int, head_width: int) -> int:
 
 
 def zhu_2019_sequence(found: Sequence[Call], tokens: int) -> int:
-    """Zhu et al. (2019) on sequences: by the rules of :func:`zhu_2019`, and
+    """Count as Zhu et al. (2019) on sequences, by the rules of :func:`zhu_2019` with these additions.
 
-    * a query's products with offsets are charged once a key, N or those in range, not once an offset, 2N - 1;
-    * keys out of range are free, also where we mask them.
+    * a query's products with offsets are charged once per key, N or those in range, not per offset, 2N - 1;
+    * keys out of range are free, even where we mask them.
 
-    The decoder is charged as the encoder, as though it looked both ways: count modules that are not causal.
+    The decoder is charged like the encoder, as if it attended in both directions: count modules that are not causal.
 
     Args:
         found: The calls of a module on one sequence.
@@ -151,7 +151,7 @@ def zhu_2019_sequence(found: Sequence[Call], tokens: int) -> int:
     has_content = any(call.operator in attention and call.shapes[0] is not None for call in found)
     total = 0
     for call in found:
-        if call.operator in ("aten.mm", "aten.addmm"):  # of one row: where we project for all queries at once
+        if call.operator in ("aten.mm", "aten.addmm"):  # of one row, where we project for all queries at once
             rows = call.shapes[-2][0]
             total += call.products * (tokens if rows == 1 else 1)
         elif call.operator == "attn_plugins.sequence_attention":
@@ -168,7 +168,7 @@ def zhu_2019_sequence(found: Sequence[Call], tokens: int) -> int:
 
 
 def thesis(found: Sequence[Call]) -> int:
-    """Thesis, Table 4.2: multiply-adds of linear layers, and 1 a bias, 2 a BatchNorm and 1 a ReLU for each output.
+    """Count as the thesis, Table 4.2: multiply-adds of linear layers, and per output 1 a bias, 2 a BatchNorm, 1 a ReLU.
 
     Attention itself is free.
     """

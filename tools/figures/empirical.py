@@ -81,7 +81,7 @@ SETTINGS = (
 
 
 def modules(setting: str, channels: int) -> tuple[nn.Module, nn.Module | None]:
-    """The module of a setting, without memory, and the one that it replaces."""
+    """Build the module of a setting on the meta device, and the one that it replaces."""
     kind, _, side = setting.partition(" n=")
     with torch.device("meta"):
         if kind == "deformable":
@@ -94,7 +94,7 @@ def modules(setting: str, channels: int) -> tuple[nn.Module, nn.Module | None]:
 
 @cache
 def operations(setting: str, channels: int, height: int, width: int) -> tuple[int, int]:
-    """What one module adds to a network: by the paper's convention, and as executed."""
+    """Count what one module adds to a network: by the paper's convention, and as executed."""
     counted = executed = 0
     for module, sign in zip(modules(setting, channels), (1, -1)):
         if module is not None:
@@ -105,7 +105,7 @@ def operations(setting: str, channels: int, height: int, width: int) -> tuple[in
 
 
 def added(setting: str, task: str) -> tuple[float, float]:
-    """Likewise of all modules of a network, in GFLOPs."""
+    """Count what all modules add to a network, likewise, in GFLOPs."""
     counted = executed = 0
     stages = TASKS[task][1]
     for number, *shape in stages[:2] if setting == "deformable" else stages:
@@ -116,14 +116,14 @@ def added(setting: str, task: str) -> tuple[float, float]:
 
 @cache
 def without(task: str) -> list[convention.Call]:
-    """The calls of a whole network of ours without attention."""
+    """Record the calls of our whole network without attention."""
     if task == "detection":
         return networks.faster_rcnn(DETECTOR.format(""))
     return networks.segmentor(SEGMENTOR.format("none"))
 
 
 def rows() -> list[Row]:
-    """All figures."""
+    """Return all figures."""
     found = []
     for column, (task, (baseline, _)) in enumerate(TASKS.items()):
         found.append(Row(f"{task}: w/o", "GFLOPs", baseline, convention.executed(without(task)) / 1e9, NETWORKS[task]))

@@ -84,7 +84,7 @@ NOT_PRINTED = "not printed: counted by hand from the table's configuration"
 
 
 def layer(in_channels: int, out_channels: int, options: Mapping | None) -> nn.Module:
-    """A bilateral layer, or a 3×3 convolution if ``options`` is None, without memory."""
+    """Build a bilateral layer, or a 3×3 convolution if ``options`` is None, on the meta device."""
     with torch.device("meta"):
         if options is None:
             return nn.Conv2d(in_channels, out_channels, 3, padding=1)
@@ -92,7 +92,7 @@ def layer(in_channels: int, out_channels: int, options: Mapping | None) -> nn.Mo
 
 
 def operations(options: Mapping | None, activation: str = "none") -> tuple[float, float]:
-    """GFLOPs of a layer of Table 4.2, by the thesis' convention and as executed."""
+    """Count the GFLOPs of a layer of Table 4.2, by the thesis' convention and as executed."""
     if options is not None:
         options = {**options, "activation": activation}
     calls = convention.calls(layer(256, 256, options), 1, 256, *SIZE)
@@ -100,11 +100,11 @@ def operations(options: Mapping | None, activation: str = "none") -> tuple[float
 
 
 def complexity(options: Mapping | None, part: str) -> int:
-    """What a layer has of a part of Table 4.1: weights, or what it runs at one position.
+    """Count a part of Table 4.1 in a layer: weights, or operations at one position.
 
     Args:
-        options: Its arguments; None: of a convolution.
-        part: Of ``PARTS``.
+        options: Arguments of the layer; None for a convolution.
+        part: A key of ``PARTS``.
     """
     module = layer(256, 256, options)
     weights = {name: p.numel() for name, p in module.named_parameters() if p.ndim == 4}
@@ -115,13 +115,13 @@ def complexity(options: Mapping | None, part: str) -> int:
         return sum(weights.values()) - position
     found = convention.calls(module, 1, 256, *SIZE)
     everything = sum(call.operations for call in found)
-    # What weighs a window counts as spatial, geometric logits included.
+    # The weights of a window count as spatial, including geometric logits.
     spatial = sum(c.operations for c in found if c.operator.endswith("window_attention") or ".position" in c.module)
     return (spatial if part == "spatial" else (everything - spatial) // 2) // math.prod(SIZE)
 
 
 def rows() -> list[Row]:
-    """All figures."""
+    """Return all figures."""
     found = [
         Row(f"Table 4.1 {name}, {formula}", PARTS[part], str(printed), complexity(options, part), remark)
         for name, options, part, formula, printed, remark in ORDERS
@@ -139,7 +139,7 @@ def rows() -> list[Row]:
 
 
 def decoder_rows() -> list[Row]:
-    """Table 4.5."""
+    """Return the rows of Table 4.5."""
     found, totals = [], [0, 0, 0, 0]
     for name, channels, options, attention, convolution in DECODER:
         ours = parameters(layer(*channels, options)), parameters(layer(*channels, None))

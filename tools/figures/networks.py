@@ -1,4 +1,4 @@
-"""Whole networks of mmdetection, mmsegmentation and fairseq, counted as at inference."""
+"""Whole networks of mmdetection, mmsegmentation and fairseq, counted at inference."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from tools.requires import extras
 from . import convention
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-PROPOSALS = 1000  # of which the second stage of Faster R-CNN makes detections, in the paper and in mmdet
+PROPOSALS = 1000  # inputs of Faster R-CNN's second stage, in the paper and in mmdet
 
 
 class _FasterRCNN(nn.Module):
-    """All layers of the detector, without what happens between them: boxes and their suppression."""
+    """All layers of the detector, without the processing of boxes between them."""
 
     def __init__(self, detector: Any) -> None:
         super().__init__()
@@ -32,12 +32,12 @@ class _FasterRCNN(nn.Module):
 
 
 def faster_rcnn(config: str, height: int = 800, width: int = 1344) -> list[convention.Call]:
-    """The calls of a Faster R-CNN for one image.
+    """Record the calls of a Faster R-CNN for one image.
 
     Args:
-        config: A file of ours, under ``configs/mmdet``.
-        height: Of the image; 800×1333 pixels are padded to 800×1344.
-        width: Likewise.
+        config: One of our files in ``configs/mmdet``.
+        height: Height of the image; 800×1333 pixels are padded to 800×1344.
+        width: Width, likewise.
     """
     with extras():
         from mmdet.registry import MODELS
@@ -63,11 +63,11 @@ class _RetinaNet(nn.Module):
 
 
 def retinanet(config: str, size: int = 640) -> tuple[int, list[convention.Call]]:
-    """How many parameters a RetinaNet has, and its calls for one image.
+    """Count the parameters of a RetinaNet, and record its calls for one image.
 
     Args:
-        config: A file of ours, under ``configs/mmdet``.
-        size: Of the image, square.
+        config: One of our files in ``configs/mmdet``.
+        size: Side of the square image.
     """
     with extras():
         from mmdet.registry import MODELS
@@ -81,27 +81,27 @@ def retinanet(config: str, size: int = 640) -> tuple[int, list[convention.Call]]
 
 
 def segmentor(config: str, height: int = 768, width: int = 768) -> list[convention.Call]:
-    """The calls of a segmentor for one image.
+    """Record the calls of a segmentor for one image.
 
     Args:
-        config: A file of ours, under ``configs/mmseg``.
-        height: Of the image.
-        width: Likewise.
+        config: One of our files in ``configs/mmseg``.
+        height: Height of the image.
+        width: Width, likewise.
     """
     with extras():
         from mmengine.config import Config
         from mmseg.registry import MODELS
 
     model = Config.fromfile(CONFIGS / "mmseg" / config).model
-    model.update(pretrained=None, auxiliary_head=None, data_preprocessor=None)  # none of which runs at inference
-    model.backbone.norm_cfg = model.decode_head.norm_cfg = dict(type="BN")  # SyncBN runs on GPUs alone
+    model.update(pretrained=None, auxiliary_head=None, data_preprocessor=None)  # unused at inference
+    model.backbone.norm_cfg = model.decode_head.norm_cfg = dict(type="BN")  # SyncBN runs only on GPUs
     with torch.device("meta"):
         network = MODELS.build(model)
     return convention.calls(network, 1, 3, height, width)
 
 
 class _Translator(nn.Module):
-    """All layers of a translation model: it takes the source's and the target's shape, (B, T) both."""
+    """All layers of a translation model, called with the shapes (B, T) of source and target."""
 
     def __init__(self, model: nn.Module, word: int) -> None:
         super().__init__()
@@ -116,12 +116,12 @@ class _Translator(nn.Module):
 def translator(
     tokens: int, architecture: str = "spatial_transformer_wmt_en_de", **options: Any
 ) -> list[convention.Call]:
-    """The calls of a Transformer for one sentence and its translation, but those of the output layer.
+    """Record the calls of a Transformer for a sentence and its translation, except those of the output layer.
 
     Args:
-        tokens: Of both.
-        architecture: fairseq's name; the base model's.
-        options: Of ``spatial_transformer``, such as ``encoder_attention='0110'``.
+        tokens: Tokens of both.
+        architecture: Architecture name in fairseq; default: the base model.
+        options: Options of ``spatial_transformer``, such as ``encoder_attention='0110'``.
     """
     from argparse import Namespace
 
@@ -135,9 +135,9 @@ def translator(
     word = dictionary.add_symbol("word")
     args = Namespace(**options)
     ARCH_CONFIG_REGISTRY[architecture](args)
-    # Not on the meta device: fairseq looks into the masks. With one word in it the model has 0.2 GB.
+    # Not on the meta device: fairseq reads the masks. With a vocabulary of one word the model has 0.2 GB.
     task = Namespace(source_dictionary=dictionary, target_dictionary=dictionary)
     model = ARCH_MODEL_REGISTRY[architecture].build_model(args, task)
-    model.make_generation_fast_()  # else the last layer has its weights written out
+    model.make_generation_fast_()  # otherwise the last layer returns its weights
     found = convention.calls(_Translator(model, word), 1, tokens)
     return [call for call in found if not call.module.endswith(".output_projection")]

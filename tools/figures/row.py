@@ -1,4 +1,4 @@
-"""A figure of a paper beside ours."""
+"""Comparison of a paper's figure with ours."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ class Row:
     """One figure.
 
     Attributes:
-        name: What is counted.
+        name: The quantity counted.
         unit: ``'M parameters'``, ``'GFLOPs'``, ``'bytes'``, ...
         printed: The paper's figure, in this unit; its digits after the point are its precision.
         ours: Our count, in this unit.
-        remark: Why it differs, where it does.
-        executed: What we really execute, in this unit, where the paper's convention charges something else.
+        remark: Reason for a difference, if any.
+        executed: Count of executed operations, in this unit, if the paper's convention charges something else.
     """
 
     name: str
@@ -28,13 +28,13 @@ class Row:
 
     @property
     def agrees(self) -> bool:
-        """Whether ours, rounded to the paper's digits, is the paper's."""
+        """Whether ours, rounded to the paper's digits, equals the paper's."""
         digits = len(self.printed.partition(".")[2])
         return round(self.ours, digits) == float(self.printed)
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """The rows as a table; ``=`` where ours rounds to the printed figure, else the difference."""
+    """Return the rows as a table; ``=`` if ours rounds to the printed figure, else the difference."""
     with_executed = any(row.executed is not None for row in rows)
     lines = ["| | unit | paper | ours | |" + " executed |" * with_executed + " remark |"]
     lines.append("|---|---|---:|---:|---|" + "---:|" * with_executed + "---|")
@@ -52,5 +52,5 @@ def _figure(number: float) -> str:
 
 
 def _digits(row: Row) -> int:
-    """As many as show the difference."""
+    """Return the number of digits that show the difference."""
     return 1 if abs(row.ours / float(row.printed) - 1) >= 5e-4 else 3

@@ -1,8 +1,8 @@
-"""Accuracy over the operations of attention: Zhu et al. (2019), Fig. 3, from printed figures and from our small runs.
+"""Accuracy over operations of attention: Zhu et al. (2019), Fig. 3, from printed figures and from our small runs.
 
-Figure 3 has no numbers. What is drawn is what Tables 2 and 3 print: every setting with ε1 or ε2 that the authors name,
+Figure 3 has no numbers. The plot shows the values of Tables 2 and 3: every setting with ε1 or ε2 that the authors name,
 those with deformable convolution, ranges and dynamic convolution. Operations are those of the attention under study:
-the network's less those of the network without it.
+the difference of the networks with and without it.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ TASKS = {
     "segmentation": "mIoU, segmentation",
     "translation": "BLEU, translation (self-attention)",
 }
-KINDS = {".self_attn": "self-attention", ".encoder_attn": "encoder-decoder attention"}  # by parts of modules' names
-TOKENS = 50  # of our small models, as in the paper
+KINDS = {".self_attn": "self-attention", ".encoder_attn": "encoder-decoder attention"}  # by parts of module names
+TOKENS = 50  # for our small models, as in the paper
 RUNS = Path("benchmarks/translation-gettext.json")
 GROUPS = {"terms": "#1f77b4", "range": "#7fb2dd", "deformable": "#d62728", "dynamic": "#2ca02c", "bilateral": "#9467bd"}
-# Of the paper's settings those with a name in the figure, and where it stands, in points from the setting's.
+# Settings of the paper with a label in the figure, and the label's offset from the setting in points.
 LABELS = {"w/o": (5, 3), "1111": (4, 4), "0110": (4, -9), "0010 + deformable": (5, 5), "w/o + deformable": (5, -9)}
 
 
@@ -66,10 +66,10 @@ class Point:
     """A setting.
 
     Attributes:
-        name: Of the setting.
-        operations: Of the attention under study: 10⁹ of the paper's networks, 10⁶ of ours.
-        accuracy: In the panel's measure.
-        interval: Half of its 95 % interval; 0 where none is known.
+        name: Name of the setting.
+        operations: Operations of the attention under study: 10⁹ for the paper's networks, 10⁶ for ours.
+        accuracy: Accuracy in the panel's metric.
+        interval: Half of its 95 % interval; 0 if unknown.
     """
 
     name: str
@@ -79,7 +79,7 @@ class Point:
 
     @property
     def group(self) -> str:
-        """Which colour it has."""
+        """Group that determines the colour."""
         for word, group in (("deformable",) * 2, ("dynamic",) * 2, ("bilateral",) * 2, ("n=", "range")):
             if word in self.name:
                 return group
@@ -87,7 +87,7 @@ class Point:
 
 
 def printed(task: str) -> list[Point]:
-    """The paper's settings, of one of :data:`TASKS`; operations are differences of printed GFLOPs."""
+    """Return the paper's settings for one of :data:`TASKS`; operations are differences of printed GFLOPs."""
     column = list(TASKS).index(task)
     if task == "translation":
         giga = {setting: float(figure) for setting, figure, _ in translation.SETTINGS}
@@ -97,20 +97,20 @@ def printed(task: str) -> list[Point]:
         giga["w/o + deformable"] = giga.pop("deformable")
     found = []
     for setting, accuracy in ACCURACY.items():
-        # On images deformable convolution adds nothing to what its convolution costs.
+        # On images, deformable convolution costs no more than the convolution it replaces.
         own = giga[setting] if setting in giga else giga[setting.removesuffix(" + deformable")]
         found.append(Point(setting, round(own - giga["w/o"], 1), accuracy[column]))
     return found
 
 
 def measured(runs: Path = RUNS) -> dict[str, list[Point]]:
-    """Our small translators, by panel: self-attention, and attention of the decoder to the encoder.
+    """Return our small translators by panel: self-attention, and attention of the decoder to the encoder.
 
     Args:
         runs: JSON of ``tools.translation_study``.
 
     Raises:
-        ValueError: the file is none.
+        ValueError: the file is invalid.
     """
     try:
         data = json.loads(runs.read_text(encoding="utf-8"))
@@ -132,7 +132,7 @@ def measured(runs: Path = RUNS) -> dict[str, list[Point]]:
 
 
 def options_of(text: str) -> dict[str, Any]:
-    """Options of a command line, as fairseq names them; those without a value are True."""
+    """Parse the options of a command line by fairseq's names; those without a value are True."""
     words, found = shlex.split(text), dict[str, Any]()
     for n, word in enumerate(words):
         if word.startswith("--"):
@@ -143,10 +143,10 @@ def options_of(text: str) -> dict[str, Any]:
 
 
 def operations(options: dict[str, Any], kind: str) -> int:
-    """Multiply-adds of a small translator's attention for one sentence of :data:`TOKENS` and its translation.
+    """Count the multiply-adds of a small translator's attention for :data:`TOKENS` source and target tokens.
 
     Args:
-        options: Of fairseq-train; of them those of attention and ``arch`` are read.
+        options: Options of fairseq-train; only ``arch`` and those of attention are used.
         kind: ``'.self_attn'`` or ``'.encoder_attn'``.
     """
     names = ("encoder_attention", "decoder_attention", "cross_attention", "attention_range", "deformable")
@@ -158,7 +158,7 @@ def operations(options: dict[str, Any], kind: str) -> int:
 
 
 def envelope(points: Sequence[Point]) -> list[Point]:
-    """Those that no cheaper or equally cheap one reaches, by their operations."""
+    """Return the points that no cheaper or equally cheap one reaches, by operations."""
     best: list[Point] = []
     for point in sorted(points, key=lambda p: (p.operations, -p.accuracy)):
         if not best or point.accuracy > best[-1].accuracy:
@@ -167,7 +167,7 @@ def envelope(points: Sequence[Point]) -> list[Point]:
 
 
 def plot(path: Path, runs: Path = RUNS) -> dict[str, list[Point]]:
-    """Draw all panels; what is in them."""
+    """Draw all panels; return their points."""
     with extras("tools"):
         import matplotlib
 
@@ -207,7 +207,7 @@ def _panel(axis: Any, title: str, points: Sequence[Point]) -> None:
             axis.errorbar(
                 point.operations, point.accuracy, interval, color=colour, marker="o", markersize=4, elinewidth=0.7
             )
-    placed: dict[tuple[float, float], list[str]] = {}  # settings of equal cost and accuracy lie on one another
+    placed: dict[tuple[float, float], list[str]] = {}  # settings of equal cost and accuracy overlap
     for point in points:
         if ours or point.name in LABELS:
             placed.setdefault((point.operations, point.accuracy), []).append(point.name)

@@ -62,7 +62,7 @@ SETTINGS = (
 
 
 class CrossAttention(nn.Module):
-    """Attention from as many tokens to others."""
+    """Cross-attention between two sequences of equal length."""
 
     def __init__(self, attention: nn.Module) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class CrossAttention(nn.Module):
 
 
 def attention(kind: str, attention_range: int = -1, causal: bool = False) -> nn.Module:
-    """Attention with four bits of terms, without memory."""
+    """Build attention with four bits of terms on the meta device."""
     with torch.device("meta"):
         return MultiheadSpatialAttention(
             CHANNELS, HEADS, kind, attention_range, causal, scale=(CHANNELS // HEADS) ** -0.5
@@ -81,7 +81,7 @@ def attention(kind: str, attention_range: int = -1, causal: bool = False) -> nn.
 
 
 def self_attention(setting: str, causal: bool) -> list[list[convention.Call]]:
-    """The calls of what stands for self-attention in one layer, a list for each module."""
+    """Record the calls of the modules in place of self-attention in one layer, a list per module."""
     kind, _, unit = setting.partition(" + ")
     kind, _, size = kind.partition(" n=")
     found = []
@@ -101,7 +101,7 @@ def self_attention(setting: str, causal: bool) -> list[list[convention.Call]]:
 
 @cache
 def others() -> list[list[convention.Call]]:
-    """The calls of two layers, one of the encoder and one of the decoder, without self-attention."""
+    """Record the calls of an encoder layer and a decoder layer without self-attention."""
     with torch.device("meta"):
         feed_forward = nn.Sequential(nn.Linear(CHANNELS, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, CHANNELS))
     shape = 1, TOKENS, CHANNELS
@@ -114,7 +114,7 @@ def others() -> list[list[convention.Call]]:
 
 @cache
 def operations(setting: str) -> tuple[int, int]:
-    """Of the whole network: by the paper's convention, which charges the decoder as the encoder, and as executed."""
+    """Count the whole network: by the paper's convention, with the decoder charged as an encoder, and as executed."""
     encoder, decoder = self_attention(setting, causal=False), self_attention(setting, causal=True)
     rest = others()
     counted = sum(convention.zhu_2019_sequence(calls, TOKENS) for calls in [*encoder, *encoder, *rest])
@@ -123,7 +123,7 @@ def operations(setting: str) -> tuple[int, int]:
 
 
 def rows() -> list[Row]:
-    """All figures."""
+    """Return all figures."""
     calls = networks.translator(TOKENS, encoder_attention="none", decoder_attention="none")
     without = convention.zhu_2019_sequence(calls, TOKENS), convention.executed(calls)
     found = []

@@ -1,1 +1,1 @@
-"""The documents' claims beside what small trainings show: python -m tools.findings."""
+"""Comparison of the documents' claims with small trainings: python -m tools.findings."""

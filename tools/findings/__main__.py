@@ -1,15 +1,15 @@
-"""The documents' claims beside what small trainings show: runs what is missing, writes ``benchmarks/findings.md``.
+"""Compare the documents' claims with small trainings: run missing studies, write ``benchmarks/findings.md``.
 
 ::
 
-    python -m tools.findings --list              # the studies, what is measured, about how long the others take
-    python -m tools.findings                     # run what is missing, two studies at a time, the shortest first
+    python -m tools.findings --list              # studies, their state, and the time of missing ones
+    python -m tools.findings                     # run missing studies, two at a time, the shortest first
     python -m tools.findings --studies sharing paddings --jobs 1
-    python -m tools.findings --write             # the page alone, from what is in benchmarks/
+    python -m tools.findings --write             # only write the page, from the files in benchmarks/
 
-To be called in the repository's root. A study works in ``work_dirs/findings``, continues where it stopped, and leaves
-its figures in ``benchmarks`` when all its settings have all seeds; the page is rewritten after each. Each training runs
-on one CPU thread: in the background, ``nohup nice python -m tools.findings > findings.log &``.
+Run it in the repository's root. A study works in ``work_dirs/findings``, continues where it stopped, and copies its
+figures to ``benchmarks`` when all settings and seeds are finished; the page is rewritten after each study. Each
+training runs on one CPU thread. In the background: ``nohup nice python -m tools.findings > findings.log &``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PAGE = "findings.md"
 
 
 def listing(root: Path = ROOT) -> str:
-    """A line for each study, and the sum of what is missing."""
+    """Return a line for each study, and the total of missing ones."""
     left = missing(root)
     lines = []
     for name in [*left, *(name for name in STUDIES if name not in left)]:
@@ -44,12 +44,12 @@ def listing(root: Path = ROOT) -> str:
 
 
 def write_page(root: Path = ROOT) -> None:
-    """Write the page from what is in ``benchmarks``."""
+    """Write the page from the files in ``benchmarks``."""
     write_text(root / BENCHMARKS / PAGE, markdown(root))
 
 
 def carry_out_all(names: Sequence[str], jobs: int, root: Path = ROOT) -> list[str]:
-    """Run studies, ``jobs`` at a time, and rewrite the page after each; the errors of those that failed."""
+    """Run studies, ``jobs`` at a time, and rewrite the page after each; return the errors of failed ones."""
     errors = []
     with ThreadPoolExecutor(jobs) as pool:
         running = {pool.submit(carry_out, name, root): name for name in names}
@@ -72,13 +72,13 @@ def main(arguments: list[str] | None = None) -> int:
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--list", action="store_true", help="list the studies and stop")
     what.add_argument("--write", action="store_true", help="write the page and stop")
-    what.add_argument("--studies", nargs="+", metavar="NAME", help="which; default: all that are missing")
+    what.add_argument("--studies", nargs="+", metavar="NAME", help="studies to run; default: all missing ones")
     parser.add_argument("--jobs", type=int, default=2, metavar="N", help="studies at a time, default %(default)s")
     options = parser.parse_args(arguments)
     runnable = [name for name, study in STUDIES.items() if study.product]
     for name in options.studies or ():
         if name not in runnable:
-            parser.error(f"--studies must be of {', '.join(runnable)}, got {name!r}")
+            parser.error(f"--studies must be among {', '.join(runnable)}, got {name!r}")
     if options.jobs < 1:
         parser.error(f"--jobs must be at least 1, got {options.jobs}")
     if options.list:

@@ -1,4 +1,4 @@
-"""The documents' claims: each with its place, its study and the rule that decides on it.
+"""Claims of the documents, each with its place, its study and the rule that decides on it.
 
 The effects are the documents' own differences, in points of the metric they print.
 """
@@ -17,15 +17,15 @@ LECTURE = "Lecture"
 
 @dataclass(frozen=True)
 class Claim:
-    """A row.
+    """A claim, which is a row of the table.
 
     Attributes:
-        text: What the document says.
-        document: Its short name.
+        text: Statement of the document.
+        document: Short name of the document.
         place: Table, figure or section.
-        study: Its name; empty where no small data can test the claim.
-        rule: Makes an outcome of the study's samples.
-        note: What the test can show, or how it differs from the document's.
+        study: Name of the study; empty if no small data can test the claim.
+        rule: Rule that derives an outcome from the study's samples.
+        note: Limits of the test, or its differences from the document's.
     """
 
     text: str

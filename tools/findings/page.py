@@ -1,4 +1,4 @@
-"""The page: a table of all claims, and one of the studies."""
+"""Page with a table of all claims and one of the studies."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ and not seen is no proof against it.
 
 
 def outcome(claim: Claim, samples: Samples) -> Outcome:
-    """Apply a claim's rule; what it needs may not be measured yet."""
+    """Apply a claim's rule, unless its samples are missing."""
     if isinstance(claim.rule, Beyond):
         return claim.rule(samples)
     try:
@@ -44,7 +44,7 @@ def outcome(claim: Claim, samples: Samples) -> Outcome:
 
 
 def row(claim: Claim, samples: Samples) -> str:
-    """A claim's line of the table."""
+    """Return a claim's line of the table."""
     found = outcome(claim, samples)
     study = f"[{claim.study}](#studies)" if claim.study else ""
     why = "; ".join(part for part in (found.why, claim.note) if part)
@@ -53,7 +53,7 @@ def row(claim: Claim, samples: Samples) -> str:
 
 
 def study_row(name: str, study: Study, samples: Samples) -> str:
-    """A study's line of the table."""
+    """Return a study's line of the table."""
     commands = "<br>".join(f"`{step.command}`" for step in study.steps)
     if study.page:
         commands += f"<br>measured before, see [{study.page}]({study.page})"
@@ -64,13 +64,13 @@ def study_row(name: str, study: Study, samples: Samples) -> str:
 
 
 def counts(root: Path = ROOT) -> Counter[str]:
-    """How many claims have which verdict."""
+    """Count the claims by verdict."""
     samples = {name: study.samples(root) for name, study in STUDIES.items()}
     return Counter(outcome(claim, samples.get(claim.study, {})).verdict for claim in CLAIMS)
 
 
 def markdown(root: Path = ROOT) -> str:
-    """The page, from what is in ``benchmarks`` below ``root``."""
+    """Return the page, from the files in ``benchmarks`` in ``root``."""
     samples = {name: study.samples(root) for name, study in STUDIES.items()}
     found = counts(root)
     total = ", ".join(f"{found[verdict]} {verdict}" for verdict in (SEEN, NOT, CANNOT, MISSING) if found[verdict])

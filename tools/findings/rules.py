@@ -1,10 +1,10 @@
-"""What makes a claim seen or not seen: rules that are applied to samples.
+"""Rules that decide from samples whether a claim is seen.
 
-Three seeds a side are few, so the rules ask for much. One setting is *above* another where each of its seeds is above
-each of the other's (of three against three, one time in twenty by chance). Where the seeds overlap, the claim is *not
-seen* if the difference that the document reports is more than the difference here and twice its standard error, and
-*cannot be seen at this size* otherwise. Of one seed, the spread is that of the other side's seeds (a 95 % prediction
-interval), or the 95 % interval over the test sentences; of one seed without either nothing can be said.
+Three seeds per side are few, so the rules are strict. One setting is *above* another if each of its seeds is above each
+of the other's (for three against three, one time in twenty by chance). If the seeds overlap, the claim is *not seen* if
+the difference that the document reports is larger than the difference here and twice its standard error, and *cannot be
+seen at this size* otherwise. For a single seed, the spread is that of the other side's seeds (a 95 % prediction
+interval), or the 95 % interval over the test sentences; without either, a single seed decides nothing.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from tools.findings.values import Sample, Samples
 
 Verdict = Literal["seen", "not seen", "cannot be seen at this size", "not measured yet"]
 SEEN, NOT, CANNOT, MISSING = "seen", "not seen", "cannot be seen at this size", "not measured yet"
-SEEDS = 3  # of each side, for a verdict by the seeds' order
+SEEDS = 3  # per side, for a verdict by the seeds' order
 STUDENT = {2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447}  # 97.5 % of Student's t by degrees of freedom
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """A rule's answer.
+    """Result of a rule.
 
     Attributes:
-        verdict: One of four.
+        verdict: One of four verdicts.
         result: The figures.
-        why: What of them decides.
+        why: Reason for the verdict.
     """
 
     verdict: str
@@ -38,7 +38,7 @@ class Outcome:
 
 
 class Rule(Protocol):
-    """Of a claim."""
+    """Rule of a claim."""
 
     def __call__(self, samples: Samples) -> Outcome:
         """Apply the rule."""
@@ -46,7 +46,7 @@ class Rule(Protocol):
 
 
 def width(a: Sample, b: Sample) -> float | None:
-    """Half the range in which the difference of two means lies; None: unknown."""
+    """Return half the interval of the difference of two means, or None if unknown."""
     if a.exact and b.exact:
         return 0.0
     few, many = sorted((a, b), key=lambda sample: len(sample.values))
@@ -61,7 +61,7 @@ def width(a: Sample, b: Sample) -> float | None:
 
 
 def apart(a: Sample, b: Sample) -> bool:
-    """Whether ``a`` is above ``b`` beyond what seeds, or test sentences, change."""
+    """Return whether ``a`` is above ``b`` by more than the variation of seeds or test sentences."""
     if a.exact and b.exact:
         return a.mean > b.mean
     if min(len(a.values), len(b.values)) >= SEEDS:
@@ -85,10 +85,10 @@ class Above:
     """One setting is better than another.
 
     Attributes:
-        high: The better.
-        low: The other.
-        effect: By how much in the document, in the same unit; None: it does not say.
-        p: Of the paired test that the study's page reports, where there is one; it then decides.
+        high: The better setting.
+        low: The other setting.
+        effect: Difference in the document, in the same unit; None if it reports none.
+        p: p-value of the paired test in the study's page, if any; it then decides.
     """
 
     high: str
@@ -97,7 +97,7 @@ class Above:
     p: float | None = None
 
     def __call__(self, samples: Samples) -> Outcome:
-        """Compare the two."""
+        """Compare the two settings."""
         high, low = samples[self.high], samples[self.low]
         difference, found = high.mean - low.mean, width(high, low)
         result = f"{_figures(samples, (self.high, self.low))}: {difference:+.1f}"
@@ -122,9 +122,9 @@ class AsGood:
 
     Attributes:
         one: The setting.
-        other: What it is held against.
-        margin: Being behind by up to this much counts as nothing.
-        p: Of the paired test that the study's page reports that they differ, where there is one.
+        other: The setting for comparison.
+        margin: Differences up to this size are ignored.
+        p: p-value of the paired test for a difference in the study's page, if any.
     """
 
     one: str
@@ -133,7 +133,7 @@ class AsGood:
     p: float | None = None
 
     def __call__(self, samples: Samples) -> Outcome:
-        """Compare the two."""
+        """Compare the two settings."""
         one, other = samples[self.one], samples[self.other]
         behind, found = other.mean - one.mean, width(one, other)
         result = f"{_figures(samples, (self.one, self.other))}: {-behind:+.1f}"
@@ -151,12 +151,12 @@ class AsGood:
 
 @dataclass(frozen=True)
 class Every:
-    """All of several rules: seen where all are, not seen where one is not."""
+    """Conjunction of several rules: seen if all are seen, not seen if one is not."""
 
     rules: tuple[Rule, ...]
 
     def __call__(self, samples: Samples) -> Outcome:
-        """Apply all."""
+        """Apply all rules."""
         outcomes = [rule(samples) for rule in self.rules]
         verdicts = [outcome.verdict for outcome in outcomes]
         verdict = NOT if NOT in verdicts else CANNOT if CANNOT in verdicts else SEEN
@@ -166,10 +166,10 @@ class Every:
 
 @dataclass(frozen=True)
 class Beyond:
-    """No small data can test it."""
+    """A claim that no small data can test."""
 
     reason: str
 
     def __call__(self, samples: Samples) -> Outcome:
-        """Say so."""
+        """Return that the claim cannot be seen."""
         return Outcome(CANNOT, "", self.reason)

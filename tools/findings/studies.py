@@ -1,4 +1,4 @@
-"""The studies that claims are tested by: their commands, their files, what is missing of them."""
+"""Studies that test the claims: their commands, their files, and which of them are missing."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from tools.study import ROOT, StudyError, run
 WORK = Path("work_dirs/findings")
 BENCHMARKS = Path("benchmarks")
 SCENES = "configs/mmdet/scenes/faster-rcnn_narrow-r50_fpn_scenes.py"
-DATA = threading.Lock()  # two studies may want the same data set
+DATA = threading.Lock()  # two studies may need the same data set
 DETECTOR = "work_dirs/faster-rcnn_narrow-r50_fpn_scenes/epoch_12.pth"
 
 
 @dataclass(frozen=True)
 class Step:
-    """A command, and the file of a finished one, where the command itself would begin again.
+    """A command, and the file that marks it as finished, if the command itself would start again.
 
     Attributes:
         words: A module of ours and its arguments, or ``mmdet`` or ``mmseg`` and those of its training tool.
-        product: From the repository's root.
+        product: The file, relative to the repository's root.
     """
 
     words: str
@@ -35,7 +35,7 @@ class Step:
 
     @property
     def command(self) -> str:
-        """As a person types it."""
+        """Return the command as typed in a shell."""
         command, _, arguments = self.words.partition(" ")
         arguments = f" {arguments}" if arguments else ""
         return f"python {'$TOOLS/train.py' if command in ('mmdet', 'mmseg') else f'-m {command}'}{arguments}"
@@ -46,16 +46,16 @@ class Study:
     """Settings that are trained and scored alike.
 
     Attributes:
-        data: In a few words.
-        file: In ``benchmarks``.
-        read: What makes samples of it.
-        steps: Its commands.
-        minutes: About, of one core.
-        product: The file that the last step writes, of which ``file`` is a copy; empty: the study was measured by hand,
-            and is not run from here.
-        needed: Names of the samples that a finished study has.
-        seeds: Of each.
-        page: What tells of it in ``benchmarks``, where ``file`` is not the copy of a product.
+        data: Data in a few words.
+        file: File in ``benchmarks``.
+        read: Function that reads samples from it.
+        steps: Commands of the study.
+        minutes: Approximate minutes on one core.
+        product: File that the last step writes, of which ``file`` is a copy; empty if the study was measured by hand
+            and cannot be run from here.
+        needed: Names of the samples of a finished study.
+        seeds: Number of seeds of each sample.
+        page: Page on the study in ``benchmarks``, if ``file`` is not the copy of a product.
     """
 
     data: str
@@ -69,12 +69,12 @@ class Study:
     page: str = ""
 
     def samples(self, root: Path = ROOT) -> Samples:
-        """What was measured; nothing where the file is missing."""
+        """Return the samples; empty if the file is missing."""
         path = root / BENCHMARKS / self.file
         return self.read(path) if path.is_file() else {}
 
     def finished(self, root: Path = ROOT) -> bool:
-        """Whether every setting has its seeds."""
+        """Return whether every setting has all its seeds."""
         found = self.samples(root)
         return bool(found) and all(n in found and len(found[n].values) >= self.seeds for n in self.needed)
 
@@ -88,7 +88,7 @@ _CROPS = Step("tools.datasets.image_folders crops data/photograph_crops", "data/
 
 
 def _digits(which: str, data: str, minutes: int, needed: str) -> Study:
-    """A study of tools.digits_study."""
+    """Return a study of tools.digits_study."""
     return Study(
         data, f"digits-{which}.json", values.digits,
         (_PHOTOGRAPHS, Step(f"tools.digits_study {which} {WORK / which}")), minutes,
@@ -185,7 +185,7 @@ STUDIES = {
 
 
 def missing(root: Path = ROOT) -> list[str]:
-    """The studies that can be run from here and are not finished, the shortest first."""
+    """Return the unfinished studies that can be run from here, the shortest first."""
     names = [name for name, study in STUDIES.items() if study.product and not study.finished(root)]
     return sorted(names, key=lambda name: STUDIES[name].minutes)
 
@@ -194,7 +194,7 @@ def take(step: Step, name: str, log: Path) -> None:
     """Run a step of the study ``name``.
 
     Raises:
-        StudyError: it failed.
+        StudyError: the step failed.
     """
     print(f"{name}: {step.command}, see {log}", flush=True)
     command, *arguments = shlex.split(step.words)
@@ -207,7 +207,7 @@ def take(step: Step, name: str, log: Path) -> None:
 
 
 def carry_out(name: str, root: Path = ROOT) -> None:
-    """Run a study from where it stopped, in the current folder, which is ``root``; copy its file to ``benchmarks``.
+    """Resume a study in the current folder, which is ``root``, and copy its file to ``benchmarks``.
 
     Raises:
         StudyError: a command failed.
@@ -219,7 +219,7 @@ def carry_out(name: str, root: Path = ROOT) -> None:
                 take(step, name, root / WORK / f"{name}-{number}.log")
     product = root / study.product
     if not product.is_file():
-        raise StudyError(f"{name}: its last command left no {study.product}")
+        raise StudyError(f"{name}: its last command wrote no {study.product}")
     partial = root / BENCHMARKS / f".{study.file}.partial"
     shutil.copyfile(product, partial)
     partial.rename(root / BENCHMARKS / study.file)

@@ -1,4 +1,4 @@
-"""Read what was measured: a study's file in ``benchmarks`` becomes a sample for each of its settings."""
+"""Reading of results: a study's file in ``benchmarks`` gives a sample for each of its settings."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Sample:
-    """A figure of one setting.
+    """Results of one setting.
 
     Attributes:
-        values: One of each seed.
-        interval: Half of the 95 % interval over test sentences, where the study has one.
-        exact: Whether the figure follows from the architecture, so that no seed changes it.
+        values: One value per seed.
+        interval: Half of the 95 % interval over test sentences, if the study has one.
+        exact: Whether the value only depends on the architecture, not on seeds.
     """
 
     values: tuple[float, ...]
@@ -28,12 +28,12 @@ class Sample:
 
     @property
     def mean(self) -> float:
-        """Over the seeds."""
+        """Mean over the seeds."""
         return statistics.fmean(self.values)
 
     @property
     def deviation(self) -> float:
-        """Standard deviation over the seeds; 0 of one seed."""
+        """Standard deviation over the seeds; 0 for one seed."""
         return statistics.stdev(self.values) if len(self.values) > 1 else 0.0
 
     @property
@@ -54,7 +54,7 @@ Reader = Callable[[Path], Samples]
 
 
 def _grouped(rows: list[tuple[str, float]]) -> Samples:
-    """One sample for each name, its values in the order of ``rows``."""
+    """Return one sample per name, with values in the order of ``rows``."""
     names = dict.fromkeys(name for name, _ in rows)
     return {name: Sample(tuple(value for other, value in rows if other == name)) for name in names}
 
@@ -64,7 +64,7 @@ def _results(path: Path) -> list[dict[str, Any]]:
 
 
 def digits(path: Path) -> Samples:
-    """Of tools.digits_study: the metric at the end, and ``SETTING/operations`` in millions of multiply-adds."""
+    """Read tools.digits_study: the final metric, and ``SETTING/operations`` in millions of multiply-adds."""
     rows = _results(path)
     found = _grouped([(row["setting"], row["values"][-1]) for row in rows])
     for row in rows:
@@ -73,28 +73,28 @@ def digits(path: Path) -> Samples:
 
 
 def detection(path: Path) -> Samples:
-    """Of tools.detection_study: mAP at the end in percent."""
+    """Read tools.detection_study: final mAP in percent."""
     return _grouped([(row["setting"], 100 * row["mAP"][-1]) for row in _results(path)])
 
 
 def classifiers(path: Path) -> Samples:
-    """Of tools.vit_study and tools.augmented_study: ``SET/SETTING``, top-1 after the last epoch."""
+    """Read tools.vit_study and tools.augmented_study: ``SET/SETTING``, top-1 after the last epoch."""
     return _grouped([(f"{row['set']}/{row['setting']}", row["top1"][-1]) for row in _results(path)])
 
 
 def clips(path: Path) -> Samples:
-    """Of tools.space_time_study: ``TASK/SETTING``, top-1 after the last epoch."""
+    """Read tools.space_time_study: ``TASK/SETTING``, top-1 after the last epoch."""
     return _grouped([(f"{row['task']}/{row['setting']}", row["top1"][-1]) for row in _results(path)])
 
 
 def captions(path: Path) -> Samples:
-    """Of tools.captioning_study: ``SETTING/STAGE``, CIDEr-D in percent."""
+    """Read tools.captioning_study: ``SETTING/STAGE``, CIDEr-D in percent."""
     rows = [(f"{row['setting']}/{row['stage']}", 100 * row["scores"]["CIDEr-D"]) for row in _results(path)]
     return _grouped(rows)
 
 
 def translation(path: Path) -> Samples:
-    """Of tools.translation_study: BLEU, of a single seed with its interval."""
+    """Read tools.translation_study: BLEU, with its interval for a single seed."""
     rows = _results(path)
     found = _grouped([(row["setting"], row["bleu"]) for row in rows])
     for row in rows:
@@ -104,7 +104,7 @@ def translation(path: Path) -> Samples:
 
 
 def translation_by_part(path: Path) -> Samples:
-    """Of ``translation-gettext.json``, whose parts are of different lengths of training: ``PART/SETTING``."""
+    """Read ``translation-gettext.json``, whose parts have different lengths of training: ``PART/SETTING``."""
     content: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     parts = {name: rows for name, rows in content.items() if isinstance(rows, list)}
     return {
@@ -115,13 +115,13 @@ def translation_by_part(path: Path) -> Samples:
 
 
 def _table_rows(path: Path) -> list[list[str]]:
-    """The cells of every row of the tables in a page."""
+    """Return the cells of every row of the tables in a page."""
     lines = path.read_text(encoding="utf-8").splitlines()
     return [[cell.strip(" *") for cell in line.strip().strip("|").split("|")] for line in lines if line.startswith("|")]
 
 
 def classifier_page(path: Path) -> Samples:
-    """Of ``classifier-digits.md``: ``SET/NETWORK``, top-1 of three seeds."""
+    """Read ``classifier-digits.md``: ``SET/NETWORK``, top-1 of three seeds."""
     found, data_set = {}, ""
     for cells in _table_rows(path):
         if len(cells) == 8 and re.fullmatch(r"[\d,]+", cells[2]):
@@ -131,7 +131,7 @@ def classifier_page(path: Path) -> Samples:
 
 
 def segmentation_page(path: Path) -> Samples:
-    """Of ``segmentation-digits.md``: mIoU of the heads that were put into the trained network, one seed."""
+    """Read ``segmentation-digits.md``: mIoU of the heads inserted into the trained network, one seed."""
     found = {}
     for cells in _table_rows(path):
         name = re.search(r"\(`([\w-]+)`\)", cells[0])

@@ -1,1 +1,1 @@
-"""Random calls of every operator, legal ones against the reference, broken ones against their error message."""
+"""Random calls of every operator: valid ones are compared with the reference, broken ones must raise an error."""

@@ -1,12 +1,12 @@
 """Fuzz the operators: random calls against the reference, forward and backward, then with one argument broken.
 
 python -m tools.fuzz                                        # 10,000 calls of every operator
-python -m tools.fuzz window_attention --calls 500 --seed 7  # of one operator, other calls
-python -m tools.fuzz window_attention --seed 7 --only 1234  # one call, described: the line that a failure prints
+python -m tools.fuzz window_attention --calls 500 --seed 7  # one operator, other calls
+python -m tools.fuzz window_attention --seed 7 --only 1234  # one call with a description, as printed for a failure
 
-A call is determined by operator, seed and number. A broken argument must give a ValueError or a TypeError that names
-it. Calls run in processes of their own: one that crashes or hangs is reported like any other failure. The status is 1
-where anything failed.
+A call is determined by operator, seed and number. A broken argument must raise a ValueError or a TypeError that names
+it. Calls run in separate processes: one that crashes or hangs is reported like any other failure. The exit status is 1
+if anything failed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ with extras():
     from . import workers
     from .operators import OPERATORS, describe, judge
 
-# cuBLAS reads it once, at its first product; without it no product runs in deterministic mode.
+# cuBLAS reads it once, at its first product; without it, products fail in deterministic mode.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 COMMAND = (sys.executable, "-m", "tools.fuzz")
 
@@ -35,8 +35,8 @@ def main(arguments: Sequence[str] | None = None, command: Sequence[str] = COMMAN
     """Run the tool.
 
     Args:
-        arguments: Of the command line.
-        command: What starts a worker process, which is given the command line of one share of the calls.
+        arguments: Arguments of the command line.
+        command: Command of a worker process, to which the arguments of its share of the calls are added.
     """
     options = _parser().parse_args(arguments)
     for name in options.operators:
@@ -67,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
         "operators", nargs="*", metavar="OPERATOR", help=f"which: {', '.join(OPERATORS)}; all if none is named"
     )
     parser.add_argument("--calls", type=int, default=10_000, help="calls of each operator")
-    parser.add_argument("--seed", type=int, default=0, help="of the run; each has other calls")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the run, which determines its calls")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes")
     parser.add_argument("--only", type=int, metavar="NUMBER", help="describe and run this call alone, in this process")
@@ -76,7 +76,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _fuzz(name: str, options: argparse.Namespace, command: Sequence[str]) -> list[str]:
-    """All calls of one operator; print a line of each failure as it comes, and return them."""
+    """Run all calls of one operator; print a line for each failure at once, and return all failures."""
     line = [name, "--seed", str(options.seed), *(["--device", "cuda"] if options.device == "cuda" else [])]
     start, failures, largest = time.perf_counter(), [], 0.0
     for result in workers.run([*command, *line], options.calls, options.workers):
@@ -94,7 +94,7 @@ def _fuzz(name: str, options: argparse.Namespace, command: Sequence[str]) -> lis
 
 
 def _work(name: str, options: argparse.Namespace) -> int:
-    """A worker: run a share of the calls and report each."""
+    """Run and report a share of the calls, as a worker."""
     first, stop, step = map(int, options.share.split(":"))
     for number in range(first, stop, step):
         workers.report_start(number)
@@ -103,7 +103,7 @@ def _work(name: str, options: argparse.Namespace) -> int:
 
 
 def _show(name: str, options: argparse.Namespace) -> int:
-    """One call, described before it runs."""
+    """Describe one call, then run it."""
     faulthandler.enable(sys.__stderr__)
     print(describe(name, options.seed, options.only, options.device), flush=True)
     verdict = judge(name, options.seed, options.only, options.device)

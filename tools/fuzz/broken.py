@@ -1,4 +1,4 @@
-"""A legal call with one argument broken: the error must be a ValueError or a TypeError that names this argument."""
+"""Valid calls with one broken argument, which must raise a ValueError or a TypeError that names it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .draw import DTYPES, Draw
 
 
 def draw(source: Draw, call: Call) -> tuple[str, Any] | None:
-    """Name and value of one broken argument; None where twenty tries found none."""
+    """Draw name and value of one broken argument; return None if twenty attempts find none."""
     for _ in range(20):
         name = source.choice(list(call.arguments))
         value = call.arguments[name]
@@ -27,7 +27,7 @@ def draw(source: Draw, call: Call) -> tuple[str, Any] | None:
 
 
 def problems(call: Call, name: str, value: Any) -> list[str]:
-    """What is wrong with how the operator takes one broken argument, in words."""
+    """Describe faults in the operator's response to one broken argument."""
     arguments = {**call.arguments, name: value}
     what = f"with {name} = {in_words(value)}"
     try:
@@ -46,7 +46,7 @@ def _line(error: Exception) -> str:
 
 
 def _tensor(source: Draw, call: Call, name: str, value: Tensor) -> Iterator[Any]:
-    """One broken value for a tensor, or none where what was drawn is legal."""
+    """Yield one broken value for a tensor, or nothing if the drawn value is legal."""
     kind = source.choice(("rank", "size", "size", "size", "dtype", "device", "type", "layout"))
     others = [n for n in call.floats() if n != name]
     if kind == "rank" and value.dim():
@@ -76,7 +76,7 @@ def _tensor(source: Draw, call: Call, name: str, value: Tensor) -> Iterator[Any]
         yield value.to_sparse()
     elif kind == "type":
         wrong = [value.tolist(), 3, "value", object, [value], value.numel() > 0]
-        if name == "outside_logits":  # may be a number
+        if name == "outside_logits":  # may also be a number
             wrong = [value.tolist(), "value", object, [value]]
         if not call.given(set(call.tensors()) - {name}):
             wrong += [None] * 3
@@ -84,13 +84,13 @@ def _tensor(source: Draw, call: Call, name: str, value: Tensor) -> Iterator[Any]
 
 
 def _option(source: Draw, kind: str, value: Any) -> Any:
-    """A broken value for an option of one of the kinds of :attr:`.Call.options`."""
+    """Draw a broken value for an option of one of the kinds of :attr:`.Call.options`."""
     wrong: list[Any] = ["3", object, [None], torch.ones(3), {}, 1j]
     if not kind.endswith("?"):
         wrong.append(None)
     if kind.startswith("number"):
         wrong += [float("nan"), float("nan"), float("inf"), [1.0]]
-        if not kind.endswith("?"):  # -inf is an outside logit
+        if not kind.endswith("?"):  # -inf is a valid outside logit
             wrong.append(-float("inf"))
     elif kind.startswith("ints"):
         least = int(kind.removesuffix("?").partition(">=")[2])

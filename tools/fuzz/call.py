@@ -1,4 +1,4 @@
-"""What an operator's file draws: one legal call, and what is known of it without running it."""
+"""Valid calls drawn by the files of operators, with their properties known in advance."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Sizes = Mapping[str, int]
 
 
 def allow(sizes: Sizes) -> bool:
-    """Allow all sizes that the axes' names allow."""
+    """Accept all sizes that agree with the axes' names."""
     return True
 
 
@@ -23,21 +23,21 @@ class Call:
 
     Attributes:
         function: A functional of :mod:`attn_plugins.ops`.
-        arguments: By name, those with their default included.
-        axes: Of each tensor, the names of its axes, such as ``"B? M? Hq Wq taps"``. Axes of one name have one size;
+        arguments: Arguments by name, including those at their defaults.
+        axes: Names of each tensor's axes, such as ``"B? M? Hq Wq taps"``. Axes of one name have the same size;
             those with a question mark may have size 1 instead.
-        options: Of each argument that is no tensor, what it takes: ``"number"``, ``"choice"``, ``"bool"``, ``"shapes"``
-            or ``"ints>=MINIMUM"``, ending in ``?`` where None is allowed.
-        given: Whether a set of names of tensors, the others None, makes a legal call.
-        fits: Whether sizes that agree with :attr:`axes` make a legal call.
-        magnitude: From the gradient of the output to the size that numbers have before they cancel: of the output
-            (``"output"``) and of each argument's gradient; and ``"condition"``, the roundings of the result that one
-            of an intermediate number makes, 1 where it is not there.
-        buffers: The memory that the tensors are views of, NaN wherever no tensor looks.
-        differentiated: Names of the tensors whose gradients are asked for.
-        backend: The backend that computes, None for the one that serves.
-        workspace: Bytes of the logits that plain PyTorch writes out at a time, None for as many as usual.
-        mixes: Whether tensors may be of different floating dtypes, so that none of these is a wrong one.
+        options: Kind of each argument that is not a tensor: ``"number"``, ``"choice"``, ``"bool"``, ``"shapes"`` or
+            ``"ints>=MINIMUM"``, ending with ``?`` if None is allowed.
+        given: Returns whether a set of tensor names, with the others None, is a valid call.
+        fits: Returns whether sizes that agree with :attr:`axes` are a valid call.
+        magnitude: Maps the gradient of the output to the size of numbers before they cancel: for the output
+            (``"output"``), for each argument's gradient, and ``"condition"``, the roundings of the result per rounding
+            of an intermediate number, by default 1.
+        buffers: Memory of which the tensors are views, NaN outside of them.
+        differentiated: Names of the tensors whose gradients are computed.
+        backend: The backend, or None for the default one.
+        workspace: Bytes of logits that plain PyTorch materialises at once, None for the default.
+        mixes: Whether tensors may have different floating dtypes, so that a different dtype is not an error.
         deterministic: Whether it runs in torch's deterministic mode, where uninitialised memory is NaN.
     """
 
@@ -56,18 +56,18 @@ class Call:
     workspace: int | None = None
 
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors that are there, in the order of the arguments."""
+        """Tensors that are not None, in the order of the arguments."""
         return {name: value for name, value in self.arguments.items() if isinstance(value, Tensor)}
 
     def floats(self) -> dict[str, Tensor]:
-        """Those that are no masks."""
+        """Floating tensors, without masks."""
         return {name: tensor for name, tensor in self.tensors().items() if tensor.is_floating_point()}
 
     def dtype(self) -> torch.dtype:
         return next(iter(self.floats().values())).dtype
 
     def legal(self, shapes: Mapping[str, tuple[int, ...]]) -> bool:
-        """Whether tensors of these shapes make a legal call."""
+        """Return whether tensors of these shapes are a valid call."""
         sizes: dict[str, int] = {}
         optional: list[tuple[str, int]] = []
         for name, shape in shapes.items():
@@ -82,7 +82,7 @@ class Call:
         return self.fits(sizes)
 
     def describe(self) -> str:
-        """The call in words, an argument a line."""
+        """Describe the call, one argument per line."""
         lines = [self.function.__name__]
         for name, value in self.arguments.items():
             lines.append(f"    {name:16} {in_words(value)}{' with gradient' if name in self.differentiated else ''}")
@@ -92,7 +92,7 @@ class Call:
 
 
 def in_words(value: Any) -> str:
-    """An argument in a few words."""
+    """Describe an argument in a few words."""
     if isinstance(value, Tensor):
         kind = f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
         return f"{kind} strides {value.stride()}" if value.layout == torch.strided else f"{kind} {value.layout}"

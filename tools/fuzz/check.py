@@ -1,6 +1,6 @@
-"""A legal call against the reference, forward and backward.
+"""Comparison of valid calls with the reference, forward and backward.
 
-The reference in float64 is the truth. What rounding may do is measured, not guessed: the error of the reference in the
+The reference in float64 counts as exact. Rounding errors are measured, not guessed: the error of the reference in the
 call's own dtype, and one unit of that dtype's precision of the numbers before they cancel.
 """
 
@@ -18,15 +18,15 @@ from attn_plugins.ops.everywhere.chunks import WORKSPACE
 
 from .call import Call
 
-LIMIT = 32.0  # roundings by which a result may be off; the largest seen was 12, a mean of many equal numbers
+LIMIT = 32.0  # maximum error in roundings; the largest observed was 12, for a mean of many equal numbers
 
 
 class Results(dict[str, Tensor]):
-    """``"output"``, and each gradient by the name of its argument."""
+    """Results by name: ``"output"``, and gradients by their arguments' names."""
 
 
 def compute(call: Call, grad: Tensor, backend: str | None = None, dtype: torch.dtype | None = None) -> Results:
-    """Output and wanted gradients of a call, its floats in ``dtype`` where that is not None."""
+    """Compute output and gradients of a call, with floats in ``dtype`` if that is not None."""
     arguments = dict(call.arguments)
     leaves: dict[str, Tensor] = {}
     for name, tensor in call.floats().items():
@@ -45,7 +45,7 @@ def compute(call: Call, grad: Tensor, backend: str | None = None, dtype: torch.d
 
 @contextlib.contextmanager
 def mode_of(call: Call) -> Iterator[None]:
-    """Torch's deterministic mode and a small workspace, where the call asks for them."""
+    """Apply torch's deterministic mode and a small workspace if the call has them."""
     before, sizes = torch.are_deterministic_algorithms_enabled(), dict(WORKSPACE)
     torch.use_deterministic_algorithms(call.deterministic or before)
     if call.workspace is not None:
@@ -58,7 +58,7 @@ def mode_of(call: Call) -> Iterator[None]:
 
 
 def problems(call: Call, grad: Tensor) -> tuple[list[str], float]:
-    """What is wrong with a legal call, in words, and the largest error in roundings."""
+    """Return descriptions of a valid call's faults, and the largest error in roundings."""
     before = [buffer.clone() for buffer in call.buffers]
     with mode_of(call):
         found = compute(call, grad, call.backend)
@@ -81,15 +81,15 @@ def problems(call: Call, grad: Tensor) -> tuple[list[str], float]:
 def compare(
     found: Tensor, exact: Tensor, plain: Tensor, dtype: torch.dtype, magnitude: float, condition: float = 1.0
 ) -> tuple[list[str], float]:
-    """In which ways a result differs from the exact one, and by how many roundings.
+    """Describe how a result differs from the exact one, and by how many roundings.
 
     Args:
-        found: The operator's.
-        exact: The reference's in float64.
-        plain: The reference's in ``dtype``.
-        dtype: Which the result must have.
-        magnitude: Of the numbers before they cancel.
-        condition: Roundings of the result that one of an intermediate number makes.
+        found: Result of the operator.
+        exact: Result of the reference in float64.
+        plain: Result of the reference in ``dtype``.
+        dtype: Required dtype of the result.
+        magnitude: Size of numbers before they cancel.
+        condition: Roundings of the result per rounding of an intermediate number.
     """
     if found.dtype != dtype or found.shape != exact.shape:
         return [f"is {found.dtype} {tuple(found.shape)}, not {dtype} {tuple(exact.shape)}"], 0.0

@@ -1,4 +1,4 @@
-"""Random numbers, sizes and memory layouts, all determined by (operator, seed, index)."""
+"""Random numbers, sizes and memory layouts, determined by (operator, seed, index)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-EDGES = (15, 16, 17, 31, 32, 33, 47, 48, 49, 63, 64, 65, 70)  # around the kernels' vectors and blocks
+EDGES = (15, 16, 17, 31, 32, 33, 47, 48, 49, 63, 64, 65, 70)  # near the sizes of the kernels' vectors and blocks
 
 
 class Draw:
@@ -18,9 +18,9 @@ class Draw:
 
     Args:
         operator: Name of the functional.
-        seed: Of the run.
-        index: Of the call.
-        device: Of the tensors; what is drawn does not depend on it.
+        seed: Seed of the run.
+        index: Index of the call.
+        device: Device of the tensors, which does not affect the values.
     """
 
     def __init__(self, operator: str, seed: int, index: int, device: str = "cpu") -> None:
@@ -39,7 +39,7 @@ class Draw:
         return self.random.randint(first, last)
 
     def extent(self, largest: int = 80) -> int:
-        """A size: mostly small, often 1, sometimes around a block of the kernels."""
+        """Draw a size: mostly small, often 1, sometimes near a block of the kernels."""
         kind = self.random.random()
         if kind < 0.15:
             found = 1
@@ -52,7 +52,7 @@ class Draw:
         return min(found, largest)
 
     def extents(self, count: int, product: int) -> tuple[int, ...]:
-        """Sizes of at most ``product`` together."""
+        """Draw sizes whose product is at most ``product``."""
         sizes: list[int] = []
         for _ in range(count):
             sizes.append(self.extent(max(1, product)))
@@ -61,11 +61,11 @@ class Draw:
         return tuple(sizes)
 
     def rarely_none(self, size: int, probability: float = 0.02) -> int:
-        """``size``, or rarely 0."""
+        """Return ``size``, or rarely 0."""
         return 0 if self.chance(probability) else size
 
     def short(self, numbers: Sequence[int]) -> int | Sequence[int]:
-        """An option's numbers: as one where all are the same, as a tuple or as a list."""
+        """Return an option's numbers as a single one if all are equal, as a tuple or as a list."""
         if len(set(numbers)) == 1 and self.chance(0.5):
             return numbers[0]
         return list(numbers) if self.chance(0.3) else tuple(numbers)
@@ -76,7 +76,7 @@ class Draw:
         return torch.randn(shape, generator=self.generator, dtype=torch.float64) * scale
 
     def logits(self, *shape: int) -> Tensor:
-        """Logits, sometimes large, sometimes with -inf in some places or in all of a row."""
+        """Draw logits, sometimes large, sometimes with -inf in some places or in a whole row."""
         found = self.normal(*shape, scale=self.choice((1.0, 1.0, 5.0)))
         if self.chance(0.3):
             kept = torch.rand(shape, generator=self.generator) > self.choice((0.1, 0.5, 0.9))
@@ -87,15 +87,15 @@ class Draw:
         return found
 
     def broadcast(self, shape: Sequence[int], axes: int, probability: float = 0.25) -> tuple[int, ...]:
-        """``shape``, each of the first ``axes`` of size 1 with a probability."""
+        """Return ``shape``, with each of the first ``axes`` set to size 1 with a probability."""
         return tuple(1 if n < axes and self.chance(probability) else size for n, size in enumerate(shape))
 
     def finish(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        """``tensor`` in a dtype, on the device, in a random layout; its values may become those of an expanded one."""
+        """Convert ``tensor`` to a dtype, the device and a random layout, possibly expanded along an axis."""
         return self.laid_out(tensor.to(dtype).to(self.device))
 
     def laid_out(self, tensor: Tensor) -> Tensor:
-        """The same values in memory that other numbers may lie in, in any order of axes, with gaps, or shared."""
+        """Copy the values to memory with any order of axes, with gaps, or shared along an axis."""
         kind = self.random.random()
         dims = tensor.dim()
         if dims == 0 or kind < 0.2:
@@ -105,7 +105,7 @@ class Draw:
             if tensor.shape[axis]:
                 return self._own(tensor.narrow(axis, 0, 1).contiguous()).expand(tensor.shape)
         order = list(range(dims))
-        if kind < 0.5 and dims >= 3:  # channels-last, or heads innermost but for the width
+        if kind < 0.5 and dims >= 3:  # channels-last, or heads second to last
             order = [0, *order[2:], 1] if dims == 4 or self.chance(0.3) else [0, *order[2:-1], 1, dims - 1]
         elif kind < 0.7:
             self.random.shuffle(order)
@@ -125,7 +125,7 @@ class Draw:
             view = view[(slice(None),) * axis + (slice(None, None, step[axis]),)]
         view.copy_(tensor)
         self._own(buffer)
-        if self.chance(0.1):  # strides of axes of size 1 mean nothing
+        if self.chance(0.1):  # strides of axes of size 1 are arbitrary
             strides = [s if n > 1 else self.integer(0, 50) for n, s in zip(view.shape, view.stride())]
             if view.numel():
                 view = torch.as_strided(view, view.shape, strides, view.storage_offset())

@@ -1,4 +1,4 @@
-"""How large numbers are before they cancel: what one rounding of a sum is measured by."""
+"""Sizes of numbers before they cancel, which define one rounding of a sum."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from torch import Tensor
 
 
 def largest(tensor: Any) -> float:
-    """The largest finite number of a tensor, 0 where there is none."""
+    """Return the largest finite number of a tensor, or 0 if there is none."""
     if not isinstance(tensor, Tensor) or tensor.numel() == 0:
         return 0.0
     return float(tensor.detach().double().nan_to_num(0, 0, 0).abs().max())
 
 
 def of_attention(arguments: Mapping[str, Any], grad: Tensor) -> dict[str, float]:
-    """Of an attention's output and gradients, and the condition of its weights.
+    """Return the magnitudes of an attention's output and gradients, and the condition of its weights.
 
-    A weight is as exact as its logits: the rounding of a logit of 50 changes the weight by 50 roundings.
+    The relative error of a weight is that of its logits: rounding a logit of 50 changes it by 50 roundings.
     """
     query, key, value, scale = (arguments[name] for name in ("query", "key", "value", "scale"))
     terms = [name for name in arguments if name.endswith("_logits")]

@@ -1,4 +1,4 @@
-"""The operators that are fuzzed, and one call of each by its number."""
+"""Operators to fuzz, and their calls by number."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ OPERATORS = {  # name -> room
 
 
 class Verdict(NamedTuple):
-    """What came of one call: its faults in words, and the largest error in roundings."""
+    """Result of one call: descriptions of its faults, and the largest error in roundings."""
 
     faults: list[str]
     roundings: float
 
 
 def legal_call(operator: str, seed: int, index: int, device: str = "cpu") -> tuple[Draw, Call, Tensor]:
-    """Call number ``index`` of a run, what it was drawn from, and a gradient of its output."""
+    """Return call number ``index`` of a run, its source of random numbers, and a gradient of its output."""
     source = Draw(operator, seed, index, device)
     call = importlib.import_module(f"{__package__}.{OPERATORS[operator]}.{operator}").draw(source)
     call.deterministic = source.chance(0.3)
@@ -56,5 +56,5 @@ def judge(operator: str, seed: int, index: int, device: str = "cpu") -> Verdict:
 
 
 def describe(operator: str, seed: int, index: int, device: str = "cpu") -> str:
-    """A call in words, an argument a line."""
+    """Describe a call, one argument per line."""
     return legal_call(operator, seed, index, device)[1].describe()

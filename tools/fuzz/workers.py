@@ -1,7 +1,7 @@
-"""Runs the calls in worker processes, of which any may die at any call.
+"""Runs calls in worker processes, any of which may crash at any call.
 
-A worker writes a line before and after each call. Where it ends in between, the call that it had begun is the failure,
-and another worker takes up the rest of its share.
+A worker writes a line before and after each call. If it ends in between, the call that it had started is the failure,
+and another worker continues its share.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-HANG = 600  # seconds of one call
+HANG = 600  # seconds per call
 _START, _END = "fuzz begins ", "fuzz ended "
 
 
 class Result(NamedTuple):
-    """The faults of one call, in words, and its largest error in roundings."""
+    """Descriptions of one call's faults, and its largest error in roundings."""
 
     number: int
     faults: list[str]
@@ -40,8 +40,8 @@ def run(command: Sequence[str], calls: int, workers: int) -> Iterator[Result]:
 
     Args:
         command: Starts a worker; ``--share FIRST:STOP:STEP`` is added.
-        calls: How many.
-        workers: Processes at a time.
+        calls: Number of calls.
+        workers: Number of concurrent processes.
     """
     workers = max(1, min(workers, calls))
     results: queue.Queue[Result | BaseException | None] = queue.Queue()
@@ -75,7 +75,7 @@ def run(command: Sequence[str], calls: int, workers: int) -> Iterator[Result]:
 
 
 def _share(command: Sequence[str], first: int, stop: int, step: int, stopped: threading.Event) -> Iterator[Result]:
-    """The results of calls first, first + step, ..., by as many processes as it takes."""
+    """Yield the results of calls first, first + step, ..., with as many processes as necessary."""
     while first < stop and not stopped.is_set():
         process = _Process([*command, "--share", f"{first}:{stop}:{step}"])
         try:
@@ -93,7 +93,7 @@ def _share(command: Sequence[str], first: int, stop: int, step: int, stopped: th
 
 
 class _Process:
-    """A worker, read by a thread so that a call that hangs is noticed."""
+    """A worker, read by a thread to detect calls that hang."""
 
     def __init__(self, command: Sequence[str]) -> None:
         # Passive: the threads of several processes share the cores.
@@ -103,7 +103,7 @@ class _Process:
         )
         self.begun: int | None = None
         self.done, self.code, self.hung, self.closed = 0, None, False, False
-        self.said: list[str] = []  # beside its reports: what it leaves behind where it dies
+        self.said: list[str] = []  # output besides its reports, shown if it crashes
         self.lines: queue.Queue[str | None] = queue.Queue()
         self.reader = threading.Thread(target=self._read)
         self.reader.start()
@@ -133,8 +133,8 @@ class _Process:
                 self.said = [*self.said[-200:], line.strip()]
 
     def end(self) -> None:
-        """End the process if it has not, and take its status."""
-        if not self.closed:  # else it ends by itself, with its own status
+        """End the process if it is still running, and collect its status."""
+        if not self.closed:  # otherwise it ends by itself, with its own status
             self.process.kill()
         self.code = self.process.wait()
         self.reader.join()
@@ -148,6 +148,6 @@ class _Process:
         return f"by {signal.Signals(-self.code).name}" if self.code < 0 else f"with status {self.code}"
 
     def tail(self) -> str:
-        """What it said last; of a sanitizer's report the line that says what it is."""
+        """Return its last output; for a sanitizer's report, the line that names the error."""
         marked = [line for line in self.said if "ERROR: AddressSanitizer" in line or "runtime error:" in line]
         return "".join(f": {line[:300]}" for line in marked[:1] or self.said[-1:])

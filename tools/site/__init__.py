@@ -1,1 +1,1 @@
-"""The site: what ``make docs`` adds to the pages of ``docs/`` while mkdocs builds them."""
+"""Generated parts of the site, which ``make docs`` adds to the pages of ``docs/``."""

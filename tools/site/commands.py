@@ -1,4 +1,4 @@
-"""The command lines' pages: each command's own ``--help``."""
+"""Page of the command lines, from each command's ``--help``."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ PACKAGE = ("attn_plugins", "-h")
 
 
 def commands() -> list[str]:
-    """Every ``python -m`` name of ``tools/`` that parses arguments, sorted."""
+    """Return every ``python -m`` name of ``tools/`` that parses arguments, sorted."""
     found = []
     for file in (ROOT / "tools").rglob("*.py"):
         names = {node.id for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Name)}
-        if "__name__" in names:  # what runs, not what is imported
+        if "__name__" in names:  # commands, not libraries
             parts = file.relative_to(ROOT).with_suffix("").parts
             found.append(".".join(parts[:-1] if parts[-1] == "__main__" else parts))
     return sorted(found)
 
 
 def help_of(command: str) -> str:
-    """What ``python -m <command> --help`` prints.
+    """Return the output of ``python -m <command> --help``.
 
     Raises:
-        RuntimeError: it fails.
+        RuntimeError: the command fails.
     """
     done = subprocess.run(
         [sys.executable, "-m", command, "--help"],
@@ -40,7 +40,7 @@ def help_of(command: str) -> str:
 
 
 def page() -> str:
-    """All of them, one section each."""
+    """Return the page with one section per command."""
     names = ["attn_plugins", *commands()]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         texts = list(pool.map(help_of, names))

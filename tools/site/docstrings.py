@@ -1,4 +1,4 @@
-"""Turn the reStructuredText of our docstrings into Markdown, for mkdocstrings."""
+"""Conversion of our docstrings from reStructuredText to Markdown, for mkdocstrings."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _LITERAL = re.compile(r"``([^`\n]+(?:\n[^`\n]+)?)``")
 
 
 def markdown(text: str) -> str:
-    """A docstring's text with roles as code, double backticks as single ones, and literal blocks fenced."""
+    """Convert a docstring: roles become code, double backticks single ones, and literal blocks fenced ones."""
     text = _LITERAL.sub(r"`\1`", _ROLE.sub(r"`\1`", text))
     lines, fenced = [], None
     for line in text.split("\n"):
@@ -38,12 +38,12 @@ def markdown(text: str) -> str:
 
 
 def _tables(text: str) -> str:
-    """Simple tables, between lines of ``===``, as code: Markdown would run their cells together."""
+    """Convert simple tables, between lines of ``===``, to code, because Markdown would join their cells."""
     return re.sub(r"(?m)^(=+ +=+[ =]*)\n(.*?)\n\1$", r"```text\n\2\n```", text, flags=re.S)
 
 
 class Markdown(griffe.Extension):
-    """Rewrites every docstring that mkdocstrings reads."""
+    """Extension that converts every docstring that mkdocstrings reads."""
 
     def on_object(self, *, obj: griffe.Object, **kwargs: Any) -> None:
         if obj.docstring:

@@ -1,4 +1,4 @@
-"""mkdocs calls these while it builds: pages from docstrings, from ``--help``, and from ``benchmarks/``."""
+"""Hooks of mkdocs: pages from docstrings, from ``--help``, and from ``benchmarks/``."""
 
 from __future__ import annotations
 
@@ -38,25 +38,25 @@ def on_files(files: Files, config: Any) -> Files:
     files.append(
         File.generated(config, "contributing.md", content=_outside((ROOT / "CONTRIBUTING.md").read_text(), ""))
     )
-    kept = json.loads((ROOT / "docs/attention.json").read_text())  # of one call of tools.show_attention
+    kept = json.loads((ROOT / "docs/attention.json").read_text())  # from one call of tools.show_attention
     page_file = File.generated(config, "attention/index.html", content=page_of(**kept))
     files.append(page_file)
     return files
 
 
 def _of_benchmarks(page: Path) -> str:
-    """A page of ``benchmarks/``; its pictures lie in ``docs/``."""
+    """Return a page of ``benchmarks/``; its pictures are in ``docs/``."""
     return _outside(page.read_text().replace("](../docs/", "](../"), "benchmarks/")
 
 
 def _outside(text: str, folder: str) -> str:
-    """Links to files of the repository that are no pages, as their text and the file's path."""
+    """Replace links to files that are not pages by their text and the file's path."""
 
     def link(match: re.Match[str]) -> str:
         words, target = match[1], match[2].partition("#")[0]
         path = (ROOT / folder / target).resolve()
         on_site = (ROOT / "docs" / folder / target).resolve().exists() or path.parent.name == folder.rstrip("/")
-        if on_site or not path.exists():  # mkdocs reports a broken one
+        if on_site or not path.exists():  # mkdocs reports broken links
             return match[0]
         where = path.relative_to(ROOT).as_posix()
         return f"{words} (`{where}`)" if where not in words else words

@@ -1,4 +1,4 @@
-"""The reference's pages: every public name, rendered from its docstring."""
+"""Pages of the reference: every public name, rendered from its docstring."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ TITLES = {
     "fairseq": ("fairseq", "`--user-dir plugins/fairseq` registers these."),
     "terms": ("Terms", "What enters the logits, one idea a file."),
 }
-DETAILED = ("terms", "captioning", "mmcv", "fairseq")  # rooms whose files are the interface
+DETAILED = ("terms", "captioning", "mmcv", "fairseq")  # packages whose files are the interface
 
 
 def public_names(room: str) -> list[str]:
-    """Dotted names that a user may import from a room: ``__all__``, or its files."""
+    """Return the dotted public names of a package: ``__all__``, or its files."""
     if room in DETAILED:
         files = sorted(p.stem for p in (PLUGINS / room).glob("*.py") if p.stem != "__init__")
         return [f"attn_plugins.{room}", *(f"attn_plugins.{room}.{name}" for name in files)]
@@ -28,7 +28,7 @@ def public_names(room: str) -> list[str]:
 
 
 def pages() -> dict[str, str]:
-    """File names, without their ending, and Markdown."""
+    """Return file names, without their suffix, and Markdown."""
     return {room: page(room) for room in TITLES}
 
 

@@ -1,1 +1,1 @@
-"""Benchmarks of attention to the keys in the row and in the column of each query."""
+"""Benchmarks of attention to the keys in the row and column of each query."""

@@ -1,4 +1,4 @@
-"""Criss-cross attention against mmcv's module, as a module and as the operator, and with position logits."""
+"""Criss-cross attention against mmcv's module: as a module, as the operator, and with position logits."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from attn_plugins.ops import criss_cross_attention
 from ..case import Case, Run, forward, forward_backward
 
 PASSES = (("forward", forward), ("forward+backward", forward_backward))
-# (B, C, H, W): Cityscapes at 769 and ADE20K at 512, both at stride 8; the first is the one that the goals are set for
+# (B, C, H, W): Cityscapes at 769 and ADE20K at 512, both at stride 8; the goals apply to the first
 MODULES = {"cpu": ((1, 512, 97, 97), (2, 512, 64, 64)), "cuda": ((1, 512, 97, 97), (2, 512, 97, 97), (8, 512, 64, 64))}
 # (B, M, H, W, d, dv), with position logits
 OPERATORS = ((1, 1, 97, 97, 64, 512), (2, 8, 64, 64, 64, 64))
-GOALS = {"cpu": 1.5, "cuda": 1.3}  # on CUDA over the fastest peer, which is compiled; 2.5 over the eager one
+GOALS = {"cpu": 1.5, "cuda": 1.3}  # on CUDA against the fastest peer, which is compiled; 2.5 against the eager one
 
 
 class Projections(nn.Module):
-    """The parameters of mmcv's module, under its names, drawn alike wherever it is made."""
+    """Parameters of mmcv's module, with its names and the same initial values in every instance."""
 
     def __init__(self, C: int) -> None:
         super().__init__()
@@ -29,14 +29,14 @@ class Projections(nn.Module):
         self.query_conv, self.key_conv = nn.Conv2d(C, C // 8, 1), nn.Conv2d(C, C // 8, 1)
         self.value_conv = nn.Conv2d(C, C, 1)
         self.gamma = nn.Module()
-        self.gamma.scale = nn.Parameter(torch.tensor(0.5))  # at 0, no gradient would reach the attention
+        self.gamma.scale = nn.Parameter(torch.tensor(0.5))  # with 0, no gradient would reach the attention
 
 
 class Operator(Projections):
-    """The operator with as little around it as can be: one product for all projections, gamma on the values.
+    """The operator with minimal overhead: one product for all projections, gamma on the values.
 
-    The product reads maps of any memory format, its result is channels-last; and so is the output, to which ``x`` is
-    added in place: of C channels, only the values and the output are written.
+    The product reads maps of any memory format and returns channels-last ones. The output is also channels-last, and
+    ``x`` is added to it in place: only the values and the output are written with C channels.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -53,7 +53,7 @@ class Operator(Projections):
 
 
 class Plain(Projections):
-    """The same in einsums, where mmcv is not installed."""
+    """Implementation in einsums, for use without mmcv."""
 
     def forward(self, x: Tensor) -> Tensor:
         query, key, value = (layer(x).unsqueeze(1) for layer in (self.query_conv, self.key_conv, self.value_conv))
@@ -61,7 +61,7 @@ class Plain(Projections):
 
 
 def einsums(query: Tensor, key: Tensor, value: Tensor, position_logits: Tensor | None) -> Tensor:
-    """On heads (B, M, width, H, W) as channels-first projections give them."""
+    """Compute criss-cross attention on heads (B, M, width, H, W), the output of channels-first projections."""
     H = query.shape[3]
     own = torch.eye(H, device=query.device, dtype=torch.bool).unsqueeze(1)
     column = torch.einsum("bmchw,bmciw->bmhwi", query, key)
@@ -128,7 +128,7 @@ def on_channels_last(query: Tensor, key: Tensor, value: Tensor, position_logits:
 
 
 def operator_case(setting: tuple, device: str, dtype: torch.dtype, passes: str, build: Callable[..., Run]) -> Case:
-    """Each on projections in the memory order that suits it."""
+    """Return a case with projections in each implementation's preferred memory order."""
     B, M, H, W, d, dv = setting
 
     def prepare(function: Callable[..., Tensor], channels_last: bool) -> Callable[[], Run]:

@@ -1,1 +1,1 @@
-"""Whole upstream models, as they come and on our operators: ``python -m tools.benchmark end_to_end --help``."""
+"""Whole upstream models, stock and on our operators: ``python -m tools.benchmark end_to_end --help``."""

@@ -1,4 +1,4 @@
-"""One model in a process of its own: reads a JSON of settings, prints a JSON of times and memory."""
+"""Measurement of one model in its own process: reads settings as JSON, prints times and memory as JSON."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..memory import ResidentPeak
 from .models import MODELS, Model
 
 MARK = "end to end: "
-LEARNING_RATE = 1e-8  # the step costs the same, and made-up data drive no weight out of range
+LEARNING_RATE = 1e-8  # the step costs the same, and synthetic data drive no weight out of range
 Batch = dict[str, list]
 
 
@@ -39,7 +39,7 @@ def load_config(model: Model) -> Any:
 
 
 def for_one_process(node: Any) -> None:
-    """Take pretrained weights and SyncBN out of a config, in place."""
+    """Remove pretrained weights and SyncBN from a config, in place."""
     if isinstance(node, dict):
         if node.get("type") == "SyncBN":
             node["type"] = "BN"
@@ -65,7 +65,7 @@ def build(model: Model, ours: bool) -> tuple[torch.nn.Module, Any]:
 
 
 def batch(model: Model) -> Batch:
-    """Return one made-up picture with boxes or a mask, as the package's collate function hands it over."""
+    """Return a synthetic picture with boxes or a mask, in the format of the package's collate function."""
     H, W = model.size
     generator = torch.Generator().manual_seed(0)
     picture = torch.randint(0, 256, (3, H, W), generator=generator, dtype=torch.uint8)
@@ -99,7 +99,7 @@ def batch(model: Model) -> Batch:
 
 
 class Features:
-    """Time that a model spends in its backbone and neck."""
+    """Timer of a model's backbone and neck."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.seconds, self._run = 0.0, model.extract_feat
@@ -114,7 +114,7 @@ class Features:
 
 
 def timed(step: Callable[[Batch], Any], make: Callable[[], Batch], features: Features, limit: float) -> dict[str, list]:
-    """Return times of ``step``, after one call that warms up, until ``limit`` seconds are over; one at least."""
+    """Return times of ``step``, after a warm-up call, until ``limit`` seconds have passed; at least one."""
     step(make())
     found: dict[str, list] = {"times": [], "features": []}
     begin = time.perf_counter()
@@ -128,7 +128,7 @@ def timed(step: Callable[[Batch], Any], make: Callable[[], Batch], features: Fea
 
 
 def run(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return, by pass, times and the peak memory of the process above its level with the model built.
+    """Return times and peak memory of the process, above its level with the model built, for each pass.
 
     Args:
         settings: ``model``, ``ours``, ``size`` (None: the model's), ``threads``, ``seconds``, and ``weights``, a file
@@ -151,7 +151,7 @@ def run(settings: dict[str, Any]) -> dict[str, Any]:
             model.test_step(data)
 
     def train(data: Batch) -> None:
-        torch.manual_seed(1)  # for the samplers of boxes, and dropout
+        torch.manual_seed(1)  # for box samplers and dropout
         losses.append(float(model.train_step(data, optimizer)["loss"]))
 
     found: dict[str, Any] = {}
@@ -164,5 +164,5 @@ def run(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure as the JSON in the first argument says."""
+    """Run the measurement that the first argument describes in JSON."""
     print(MARK + json.dumps(run(json.loads(sys.argv[1]))))

@@ -3,8 +3,8 @@
 python -m tools.benchmark end_to_end                       # all (30 minutes on 2 cores), to benchmarks/
 python -m tools.benchmark end_to_end --models ccnet --size 129 129 --seconds 0    # a quick look; nothing is written
 
-Each measurement is a fresh process; stock and ours take turns. Weights are random and the same in both, pictures, boxes
-and masks made up. A training step is forward, loss, backward and the optimizer's step.
+Each measurement is a fresh process; stock and ours take turns. Both have the same random weights; pictures, boxes and
+masks are synthetic. A training step is forward, loss, backward and the optimizer's step.
 """
 
 from __future__ import annotations
@@ -54,16 +54,16 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS), metavar="MODEL")
     made.add_argument(
-        "--name", default="end_to_end", help="of the files, for models that are measured apart (NAME-cpu.json)"
+        "--name", default="end_to_end", help="name of the files, for models measured separately (NAME-cpu.json)"
     )
-    made.add_argument("--size", type=int, nargs=2, metavar=("H", "W"), help="of pictures (writes no file)")
+    made.add_argument("--size", type=int, nargs=2, metavar=("H", "W"), help="size of pictures (writes no file)")
     made.add_argument("--threads", type=int, default=torch.get_num_threads(), help="CPU threads")
     made.add_argument("--seconds", type=float, default=10, help="time for the calls of a pass in a process")
-    made.add_argument("--rounds", type=int, default=5, help="the most processes of each kind for a model")
-    made.add_argument("--min-rounds", type=int, default=2, help="the fewest, however long they take")
-    made.add_argument("--minutes", type=float, default=28, help="for everything; rounds beyond it are left out")
+    made.add_argument("--rounds", type=int, default=5, help="maximum processes of each kind for a model")
+    made.add_argument("--min-rounds", type=int, default=2, help="minimum processes, however long they take")
+    made.add_argument("--minutes", type=float, default=28, help="total time; later rounds are left out")
     made.add_argument("--wait", type=float, default=60, help="seconds to wait for other processes to end")
-    made.add_argument("--out", type=Path, default=results.FOLDER, help="where JSON and page go")
+    made.add_argument("--out", type=Path, default=results.FOLDER, help="folder of JSON file and page")
     return made
 
 
@@ -127,10 +127,10 @@ def measure(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def process(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a fresh process measured.
+    """Run a fresh process and return its measurements.
 
     Raises:
-        Failed: It ended with an error.
+        Failed: the process ended with an error.
     """
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     done = subprocess.run(
@@ -151,7 +151,7 @@ def row(
     stock: Sequence[Mapping[str, Any]],
     size: Sequence[int] | None = None,
 ) -> dict[str, Any]:
-    """Return the row of one pass from what the processes of both kinds measured."""
+    """Return the row of one pass from the measurements of both kinds of processes."""
     entry = MODELS[name]
     both = {}
     for kind, processes in (("ours", ours), ("stock", stock)):

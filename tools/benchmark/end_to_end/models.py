@@ -1,4 +1,4 @@
-"""The models that are measured: one entry each."""
+"""Measured models, one entry each."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ DROP_IN = ("attn_plugins.mmcv.drop_in",)
 
 @dataclass(frozen=True)
 class Model:
-    """An upstream model beside the same one with our layers.
+    """An upstream model, and the same model with our layers.
 
     Args:
-        title: As the table shows it.
-        package: Whose config it is, ``mmdet`` or ``mmseg``; made-up pictures, boxes or masks follow from it.
+        title: Title in the table.
+        package: Package of the config, ``mmdet`` or ``mmseg``, which determines the synthetic data: boxes or masks.
         config: The upstream config, below the package's ``configs``.
         size: Height and width of the picture.
-        custom_imports: What the config of ours imports beside upstream's.
+        custom_imports: Imports of our config, in addition to upstream's.
     """
 
     title: str

@@ -1,1 +1,1 @@
-"""Benchmarks of attention to all keys, of maps and of sequences."""
+"""Benchmarks of attention to all keys, on maps and on sequences."""

@@ -16,10 +16,10 @@ from ..case import Case, Run, forward, forward_backward
 
 PASSES = (("forward", forward), ("forward+backward", forward_backward))
 B, M, D = 8, 8, 20
-# size -> goals on CPU and on CUDA (there for both passes together)
+# size -> goals on CPU and on CUDA (on CUDA for both passes together)
 SIZES = {14: 1.2, 28: 4.0, 40: 5.0}
 CUDA_GOAL = 2.0
-# The paper's price over ResNet-50 is +29 % for inference and +25 % for training (Table 2).
+# The paper's overhead over ResNet-50 is +29 % for inference and +25 % for training (Table 2).
 MODEL_GOALS = {"forward": 1 / 1.29, "forward+backward": 1 / 1.25}
 
 
@@ -31,7 +31,7 @@ def ours(query: Tensor, key: Tensor, value: Tensor, height_rel: Tensor, width_re
 
 
 def timm_and_sdpa(query: Tensor, key: Tensor, value: Tensor, height_rel: Tensor, width_rel: Tensor) -> Tensor:
-    """timm's PosEmbedRel writes out the logits of all pairs; SDPA takes them as its mask."""
+    """Compute the logits of all pairs with timm's PosEmbedRel, and pass them to SDPA as its mask."""
     from timm.layers.bottleneck_attn import rel_logits_1d
 
     S = query.shape[2]
@@ -52,7 +52,7 @@ def relative_to_absolute(x: Tensor) -> Tensor:
 
 
 def tensorflow_style(query: Tensor, key: Tensor, value: Tensor, height_rel: Tensor, width_rel: Tensor) -> Tensor:
-    """The paper's appendix, step by step: logits, both relative logits tiled, softmax, product."""
+    """Compute attention as in the paper's appendix: logits, both relative logits tiled, softmax, product."""
     S = query.shape[2]
 
     def one_axis(q: Tensor, table: Tensor) -> Tensor:

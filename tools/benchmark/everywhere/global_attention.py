@@ -1,4 +1,4 @@
-"""Generalized attention against mmcv's module, and the operator against SDPA with its logits written out."""
+"""Generalized attention against mmcv's module, and the operator against SDPA with materialised logits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from attn_plugins.ops import global_attention
 
 from ..case import Case, Run, forward, forward_backward
 
-# (attention_type, (B, C, H, W), num_heads, kv_stride); the first is the one that the goals are set for
+# (attention_type, (B, C, H, W), num_heads, kv_stride); the goals apply to the first
 CPU_MODULES = (
     ("1111", (1, 256, 50, 84), 9, 2),
     ("1111", (2, 512, 25, 42), 9, 2),
@@ -45,7 +45,7 @@ def module_case(setting: tuple, device: str, dtype: torch.dtype, passes: str, bu
     def prepare(make: Callable[..., nn.Module]) -> Callable[[], Run]:
         def run() -> Run:
             module = make(attention_type, C, num_heads, kv_stride).to(device, dtype)
-            nn.init.ones_(module.gamma)  # at 0, no gradient would reach the attention
+            nn.init.ones_(module.gamma)  # with 0, no gradient would reach the attention
             x = torch.randn(B, C, H, W, device=device, dtype=dtype)
             if build is forward:
                 return forward(module, x)
@@ -63,7 +63,7 @@ def run_ours(query: Tensor, key: Tensor, value: Tensor, row: Tensor, column: Ten
 
 
 def sdpa_with_mask(query: Tensor, key: Tensor, value: Tensor, row: Tensor, column: Tensor) -> Tensor:
-    """Every logit of the position terms written out as SDPA's mask."""
+    """Compute SDPA with all logits of the position terms as its mask."""
     mask = (row.unsqueeze(-1) + column.unsqueeze(-2)).flatten(4).flatten(2, 3)
     output = nn.functional.scaled_dot_product_attention(
         query.flatten(2, 3), key.flatten(2, 3), value.flatten(2, 3), attn_mask=mask, scale=1.0

@@ -1,4 +1,4 @@
-"""Sequence attention with a band of position logits against SDPA with the mask that the band makes."""
+"""Sequence attention with a band of position logits against SDPA with the equivalent mask."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def ours(query: Tensor, key: Tensor, value: Tensor, band: Tensor, causal: bool) 
 
 
 def masked(query: Tensor, key: Tensor, value: Tensor, band: Tensor, causal: bool) -> Tensor:
-    """The band is laid along the diagonal by a padded view: T rows of length T + K, read as rows one shorter."""
+    """Compute SDPA with the band as its mask, by a padded view: T rows of length T + K, read one shorter."""
     B, M, T, K = band.shape
     sheared = F.pad(band, (0, T)).flatten(2)[..., : T * (T + K - 1)].unflatten(2, (T, T + K - 1))
     left = K - 1 if causal else K // 2

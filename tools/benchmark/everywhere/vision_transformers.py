@@ -1,6 +1,6 @@
-"""Attention of vision transformers: Swin's windows, SAM's decomposed positions, a block and a network of Swin.
+"""Attention of vision transformers: Swin's windows, SAM's decomposed positions, a Swin block and a Swin network.
 
-Peers compute as timm does, by its eager code and by its fused one (SDPA); tables and their gradients are part of it.
+Peers are timm's eager and fused (SDPA) code; tables and their gradients are included.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ FASTER = 1.0
 
 
 def groups(shift: int) -> list[tuple[int, Tensor | None]]:
-    """Windows of a kind in the whole batch, and their mask."""
+    """Return the number of windows of each kind in the batch, and their mask."""
     found = shifted_window_groups((WINDOWS, WINDOWS), (WINDOW, WINDOW), (shift, shift))
     sizes = [(g.rows.stop - g.rows.start) * (g.columns.stop - g.columns.start) for g in found]
     return [(BATCH * size, g.logits) for size, g in zip(sizes, found)]
 
 
 def windows_ours(shift: int) -> Callable[..., list[Tensor]]:
-    """Windows kind by kind, as the layer splits them."""
+    """Return a function for our windows by kind, as the layer splits them."""
     masks = [mask for _, mask in groups(shift)]
 
     def run(table: Tensor, *heads: Tensor) -> list[Tensor]:
@@ -53,7 +53,7 @@ def windows_ours(shift: int) -> Callable[..., list[Tensor]]:
 
 
 def windows_timm(shift: int, fused: bool, masked: float = -100.0) -> Callable[..., list[Tensor]]:
-    """timm's eager or fused attention; its masks are -100."""
+    """Return timm's eager or fused attention; its masks are -100."""
     mask = None
     if shift:
         kinds = [(size // BATCH, logits) for size, logits in groups(shift)]
@@ -79,7 +79,7 @@ def windows_timm(shift: int, fused: bool, masked: float = -100.0) -> Callable[..
 def windows_run(
     function: Callable[..., list[Tensor]], sizes: Sequence[int], device: str, dtype: torch.dtype, backward: bool
 ) -> Run:
-    """A run on projections of ``sizes`` windows; of both passes if ``backward``."""
+    """Return a run on projections of ``sizes`` windows, with the backward pass if ``backward``."""
     with torch.device(device):
         leaves = [torch.randn((2 * WINDOW - 1) ** 2, HEADS, dtype=dtype)]
         for size in sizes:
@@ -165,7 +165,7 @@ def decomposed_case(S: int, device: str, dtype: torch.dtype, passes: str, build:
 
 
 def built(name: str, fused: bool, ours: bool) -> nn.Module:
-    """A model of timm's: its eager or fused attention, or ours in its place."""
+    """Build a timm model with timm's eager or fused attention, or with ours."""
     with extras("timm"):
         import timm
         from timm.layers import set_fused_attn
@@ -185,7 +185,7 @@ def built(name: str, fused: bool, ours: bool) -> nn.Module:
 def model_case(
     name: str, batch: int, block: int | None, device: str, dtype: torch.dtype, passes: str, build: Callable[..., Run]
 ) -> Case:
-    """A network, or the attention of one block of its first stage with projections and the windows' moves."""
+    """Return the case of a network, or of the attention of one block with projections and window partitioning."""
 
     def prepare(fused: bool, ours: bool) -> Callable[[], Run]:
         def run() -> Run:

@@ -37,7 +37,7 @@ def mmcv() -> Callable[..., Tensor]:
 
 
 def plain_convolution() -> Callable[..., Tensor]:
-    """Not a peer but a floor: the convolution that a deformable one replaces."""
+    """Return the convolution that a deformable one replaces: a lower bound, not a peer."""
     return lambda input, offset, mask, weight: torch.nn.functional.conv2d(input, weight, padding=1)
 
 
@@ -92,7 +92,7 @@ def cases(device: str) -> list[Case]:
 
 
 def one_dimension(device: str) -> list[Case]:
-    """The 1-D operator has no peer but torchvision's 2-D one on a map of one row."""
+    """Return the cases of the 1-D operator, whose only peer is torchvision's 2-D one on a map of one row."""
 
     def flat(function: Callable) -> Callable[..., Tensor]:
         def run(input: Tensor, offset: Tensor, weight: Tensor) -> Tensor:

@@ -12,20 +12,20 @@ from attn_plugins.ops import deformable_attention
 from ..case import Case, Run, forward, forward_backward
 
 M, D, K = 8, 32, 4  # heads, width of a head, points
-DETR = ((100, 134), (50, 67), (25, 34), (13, 17))  # of an image of 800 x 1072
-MASK2FORMER = ((128, 128), (64, 64), (32, 32))  # of 1024 x 1024, without the finest level
-# shapes, queries (None: every pixel of every level asks), goals for forward and for forward + backward
+DETR = ((100, 134), (50, 67), (25, 34), (13, 17))  # for an image of 800 x 1072
+MASK2FORMER = ((128, 128), (64, 64), (32, 32))  # for 1024 x 1024, without the finest level
+# shapes, queries (None: every pixel of every level), goals for forward and for forward + backward
 ROWS = {
     "encoder, DETR's four levels": (DETR, None, (10.0, 12.0)),
     "encoder, Mask2Former's three levels": (MASK2FORMER, None, (8.0, 8.0)),
     "decoder, 300 queries": (DETR, 300, (1.5, 2.0)),
     "decoder, 1100 queries": (DETR, 1100, (1.5, 2.0)),
 }
-HALF = ("encoder, DETR's four levels", "decoder, 300 queries")  # measured with bfloat16 values as well
+HALF = ("encoder, DETR's four levels", "decoder, 300 queries")  # also measured with bfloat16 values
 
 
 def operands(shapes: tuple, queries: int | None, dtype: torch.dtype, device: str) -> tuple[Tensor, ...]:
-    """Value, locations and weights; samples lie about two pixels from the query's reference point, on every level."""
+    """Return value, locations and weights, with samples about two pixels from the query's reference points."""
     S, L = sum(h * w for h, w in shapes), len(shapes)
     make = dict(device=device)
     if queries is None:
@@ -48,7 +48,7 @@ def ours(shapes: tuple) -> Callable[..., Tensor]:
 
 
 def mmcv(shapes: tuple, device: str) -> Callable[..., Tensor]:
-    """mmcv casts locations and weights to the value's dtype, and needs its own function on CUDA."""
+    """Return mmcv's function, which casts locations and weights to the value's dtype; CUDA has its own function."""
     from mmcv.ops.multi_scale_deform_attn import MultiScaleDeformableAttnFunction, multi_scale_deformable_attn_pytorch
 
     sizes = torch.tensor(shapes, device=device)
@@ -64,7 +64,7 @@ def mmcv(shapes: tuple, device: str) -> Callable[..., Tensor]:
 
 
 def grid_sample(shapes: tuple) -> Callable[..., Tensor]:
-    """PyTorch's sampling level by level, where there is no mmcv."""
+    """Return PyTorch's sampling level by level, for use without mmcv."""
 
     def run(value: Tensor, locations: Tensor, weights: Tensor) -> Tensor:
         locations, weights = locations.to(value.dtype), weights.to(value.dtype)

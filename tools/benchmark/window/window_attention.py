@@ -13,19 +13,19 @@ from attn_plugins.ops import window_attention
 from ..case import Case, Run, forward, forward_backward
 
 PASSES = (("forward", forward), ("forward+backward", forward_backward))
-# kernel size -> goal on CPU; on CUDA one for all
+# kernel size -> goal on CPU; on CUDA there is one for all
 LOCAL = {3: 3.0, 7: 8.0, 13: 12.0}
 DYNAMIC_1D, DYNAMIC_2D = 4.0, 8.0
 CUDA_GOALS = {"local": 10.0, "dynamic": 2.5}
 
 
 def heads(x: Tensor, M: int) -> Tensor:
-    """(B, C, H, W) as (B, M, H, W, C / M)."""
+    """View (B, C, H, W) as (B, M, H, W, C / M)."""
     return x.unflatten(1, (M, -1)).permute(0, 1, 3, 4, 2)
 
 
 def ours(query: Tensor | None, key: Tensor | None, value: Tensor, logits: Tensor | None, k: int, border: str) -> Tensor:
-    """On the channels-last maps that projections give, heads being views."""
+    """Compute our operator on channels-last maps, with heads as views."""
     M = 8 if logits is None else logits.shape[1]
     q, n, v = (
         None if t is None else heads(t.contiguous(memory_format=torch.channels_last), M) for t in (query, key, value)
@@ -37,7 +37,7 @@ def ours(query: Tensor | None, key: Tensor | None, value: Tensor, logits: Tensor
 def unfolded(
     query: Tensor | None, key: Tensor | None, value: Tensor, logits: Tensor | None, k: int, border: str
 ) -> Tensor:
-    """Every window written out, as most public code does it."""
+    """Compute attention with every window unfolded, as in most public code."""
     B, C, H, W = value.shape
     M = 8 if logits is None else logits.shape[1]
 
@@ -63,7 +63,7 @@ def map_case(
     border = "exclude" if content else "zero"
 
     def prepare(function: Callable[..., Tensor]) -> Callable[[], Run]:
-        # Each in the memory format that it works on.
+        # Each implementation in its own memory format.
         layout = torch.channels_last if function is ours else torch.contiguous_format
 
         def run() -> Run:
@@ -85,7 +85,7 @@ def map_case(
 
 
 def sequence_case(device: str, dtype: torch.dtype, passes: str, build: Callable[..., Run]) -> Case:
-    """fairseq's module without its linear layer, which both would have."""
+    """Return the case against fairseq's module without its linear layer, which both would need."""
     T, B, C, K, M = 512, 4, 512, 31, 16
 
     def prepare(make: Callable[[], Callable[..., Tensor]]) -> Callable[[], Run]:

@@ -17,7 +17,7 @@ def draw(source: Draw) -> Call:
     if source.chance(0.02):
         Wq = 0
     d, dv = (source.rarely_none(source.extent(), 0.01) for _ in range(2))
-    if source.chance(0.15):  # what the library's fused attention serves on CPUs
+    if source.chance(0.15):  # cases that the library's fused attention supports on CPUs
         content, rows, columns, keys, d = True, False, False, False, source.integer(33, 80)
 
     def logits(there: bool, last: int):

@@ -74,7 +74,7 @@ def draw(source: Draw) -> Call:
 def _offsets(source: Draw, *shape: int) -> torch.Tensor:
     """Offsets in steps of 1/32, whose sums with whole numbers are exact in float32: no rounding crosses a pixel.
 
-    Some lie exactly on a pixel, where the derivative is the one to its right; some far outside the map.
+    Some are exactly on a pixel, where the derivative is the right-hand one; some are far outside the map.
     """
     found = (source.normal(*shape, scale=source.choice((0.3, 2.0))) * 32).round().clamp(-127, 127) / 32
     if source.chance(0.1):
@@ -85,7 +85,7 @@ def _offsets(source: Draw, *shape: int) -> torch.Tensor:
 
 
 def _magnitude(arguments: dict, grad: torch.Tensor) -> dict[str, float]:
-    """Of the output and of the gradients: products of the factors, and the root of the number of addends."""
+    """Return magnitudes of output and gradients: products of the factors and the root of the number of addends."""
     input, weight, mask = (arguments[name] for name in ("input", "weight", "mask"))
     X, W, G = (magnitudes.largest(t) for t in (input, weight, grad))
     A = 1.0 if mask is None else magnitudes.largest(mask)

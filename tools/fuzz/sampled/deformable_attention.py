@@ -55,7 +55,7 @@ def draw(source: Draw) -> Call:
 
 
 def _locations(source: Draw, shapes: tuple, points: list[int], leading: tuple[int, ...]) -> Tensor:
-    """On the map and up to two pixels beside it, a tenth of a pixel or more from where the derivative jumps."""
+    """Draw locations up to two pixels outside the map, at least a tenth of a pixel from jumps of the derivative."""
     found = []
     for (H, W), count in zip(shapes, points):
         sizes = torch.tensor([W, H], dtype=torch.float64)
@@ -71,7 +71,7 @@ def _locations(source: Draw, shapes: tuple, points: list[int], leading: tuple[in
 
 
 def _magnitude(arguments: dict[str, Any], grad: Tensor, extent: int) -> dict[str, float]:
-    """Products of the factors, and the root of the number of addends; a place's rounding grows with the map."""
+    """Return products of factors and the root of the number of addends; rounding of locations grows with the map."""
     value, weights = arguments["value"], arguments["attention_weights"]
     X, A, G = (magnitudes.largest(t) for t in (value, weights, grad))
     B, Q, M = weights.shape[:3]

@@ -16,7 +16,7 @@ def draw(source: Draw) -> Call:
     dtype = source.choice(DTYPES)
     terms = source.choice(("content", "position", "both"))
     kernel = source.extents(axes, 31)
-    if terms != "content" and source.chance(0.25):  # wide enough for the kernel of position logits alone
+    if terms != "content" and source.chance(0.25):  # wide enough for the kernel with only position logits
         kernel = (*kernel[:-1], source.integer(7, 13))
     centred = source.chance(0.5)
     if centred:
