@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Compile the CPU operators for 64-bit ARM on this machine: objects alone, nothing is linked or run.
+# Compile the CPU operators for 64-bit ARM on this machine: only objects, without linking or running them.
 #
 #   tools/cross_compile.sh           into build/aarch64
 #   CXX=clang++ tools/cross_compile.sh --target=aarch64-linux-gnu
 #
-# Kernels have x86's intrinsics only where x86 is the target; elsewhere the compiler's own vectors of 16 bytes serve
-# (csrc/common/vectors.h). Needs g++-aarch64-linux-gnu, which Debian and Ubuntu have.
+# Kernels use x86 intrinsics only if the target is x86, otherwise the compiler's vectors of 16 bytes
+# (csrc/common/vectors.h). Needs g++-aarch64-linux-gnu, a package of Debian and Ubuntu.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

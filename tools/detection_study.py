@@ -196,7 +196,7 @@ def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, dict[str, li
     )
     default = ROOT / "work_dirs/detection_study"
     parser.add_argument("output", type=Path, nargs="?", default=default, metavar="OUT")
-    parser.add_argument("--data", type=Path, default=DATA, help="of tools.datasets.digits_on_photographs")
+    parser.add_argument("--data", type=Path, default=DATA, help="set of tools.datasets.digits_on_photographs")
     add_arguments(parser, "a config and mmdet's --cfg-options")
     parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS), help="default: 0 1 2")
     parser.add_argument("--train", default="", metavar="OPTIONS", help="mmdet's --cfg-options for every setting")

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # Sets up the environment of `make demo` and `make test`: the pinned stack and the compiled extension.
 #
-#   tools/environment.sh          set up everything that is not set up yet
+#   tools/environment.sh          set up everything that is missing
 #   tools/environment.sh --list   show the steps and which are done
-#   tools/environment.sh --timm   timm and what runs without mmdet, mmsegmentation and fairseq: no long compilation
+#   tools/environment.sh --timm   only timm and tools without mmdet, mmsegmentation and fairseq: no long compilation
 #
-#   VENV    the environment, default .venv. One that this script did not make (yours) keeps every package it has:
-#           only what is missing, or does not run, is installed.
+#   VENV    the environment, default .venv. An environment of your own keeps every package it has: only missing or
+#           broken packages are installed.
 #   PYTHON  the interpreter (>= 3.10) that makes VENV, default: the first of python3.11, 3.12, 3.10, 3.13, python3.
 #
 # A finished step leaves a stamp in $VENV/.attn_plugins that holds the hash of the files it depends on; a second
@@ -21,7 +21,7 @@ PY=$VENV/bin/python
 PINS=requirements/pins.txt
 EXTRAS=tools,captioning,onnx,test,lint,docs,release
 export ATTN_PLUGINS_BUILD=${ATTN_PLUGINS_BUILD:-auto}
-export TORCH_DEVICE_BACKEND_AUTOLOAD=0 # what imports torch here must not meet a half-installed attn_plugins
+export TORCH_DEVICE_BACKEND_AUTOLOAD=0 # importing torch must not load a half-installed attn_plugins
 STEPS=(venv tools package binary toolkits)
 if [[ ${1:-} == --timm ]]; then
     STEPS=(venv tools package binary timm)
@@ -116,7 +116,7 @@ install() {
 do_timm() { install timm; }
 do_toolkits() { install timm mm fairseq; }
 
-# run_step NAME: its output goes to a log; shown are the elapsed time, and the log's end where it fails. The toolkits
+# run_step NAME: writes output to a log, shows the elapsed time and, after a failure, the end of the log. The toolkits
 # show their own progress.
 run_step() {
     local name=$1 started=$SECONDS log=$STATE/$1.log status=0

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Compiles the CPU operators with gcc's address and undefined-behaviour sanitizers under build/sanitize, and runs the
-# fuzzer (CALLS calls of every operator) and the operators' tests on them. Any report ends the process that made it,
-# and so fails the call or the test.
+# fuzzer (CALLS calls of every operator) and the operators' tests on them. Any report ends its process, so that the call
+# or the test fails.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -28,8 +28,8 @@ rm -rf "$OUT/lib"
 ATTN_PLUGINS_SANITIZE=1 ATTN_PLUGINS_BUILD=cpu "$PY" setup.py -q build --build-lib "$OUT/lib" \
     --build-temp "$OUT/temp" >"$OUT/build.log" 2>&1 || { tail -n 30 "$OUT/build.log" >&2; exit 1; }
 
-# The package of build/sanitize/lib comes before the installed one. Python and torch leak by design. An allocation that
-# fails returns null, which torch answers with its usual error.
+# The package of build/sanitize/lib comes before the installed one. Python and torch leak by design. A failed
+# allocation returns null, for which torch raises its usual error.
 export PYTHONPATH=$OUT/lib${PYTHONPATH:+:$PYTHONPATH}
 export ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1:${ASAN_OPTIONS:-}
 export UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1:${UBSAN_OPTIONS:-}
@@ -48,7 +48,7 @@ step "fuzz, $CALLS calls of every operator"
 sanitized "$PY" -m tools.fuzz --calls "$CALLS" --seed "$SEED"
 
 step "the operators' tests"
-# (capture=sys: what a sanitizer writes before it ends the process reaches the terminal.)
+# capture=sys: the output of a sanitizer that ends the process reaches the terminal.
 sanitized env OMP_NUM_THREADS=2 OMP_WAIT_POLICY=PASSIVE "$PY" -m pytest -q -m "not slow" -p no:cacheprovider --capture=sys \
     -k "not emulation and not onnx" ${PYTEST:-} tests/ops
 step "no report"

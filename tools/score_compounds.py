@@ -156,7 +156,7 @@ def main(arguments: list[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("output", type=Path, metavar="OUTPUT", help="what fairseq-generate printed")
+    parser.add_argument("output", type=Path, metavar="OUTPUT", help="output of fairseq-generate")
     parser.add_argument("--reference", type=Path, metavar="FILE", help="tokenised references (default: lines T)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to a file")
     options = parser.parse_args(arguments)

@@ -255,15 +255,15 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument(
         "--rollout", action="store_true",
-        help="of a vision transformer of timm: also what reaches the cls token, or a patch, over all layers together",
+        help="for a vision transformer of timm: attention rollout to the cls token, or a patch, over all layers",
     )  # fmt: skip
     parser.add_argument(
         "--parts", action="store_true",
-        help="also what every term of the logits would attend to alone: a PNG more, and a switch on the page",
+        help="add the attention of every term of the logits alone: another PNG, and a switch on the page",
     )  # fmt: skip
     parser.add_argument(
         "--input-size", type=int, nargs=2, metavar=("H", "W"),
-        help="of a timm model's input; default: the size that the checkpoint was trained at, else the model's own",
+        help="input size of a timm model; default: the training size of the checkpoint, else the model's own",
     )  # fmt: skip
     parser.add_argument(
         "--output", type=Path, metavar="DIR",
@@ -271,7 +271,7 @@ def main(arguments: list[str] | None = None) -> int:
     )  # fmt: skip
     parser.add_argument(
         "--objects", type=int, default=8, metavar="N",
-        help="of a model with object queries: show at most N objects, the surest; default 8",
+        help="for a model with object queries: show at most N objects, those with the highest scores; default 8",
     )  # fmt: skip
     parser.add_argument(
         "--least-score", type=float, default=0.3, metavar="S",
@@ -279,7 +279,7 @@ def main(arguments: list[str] | None = None) -> int:
     )  # fmt: skip
     parser.add_argument(
         "--slots", type=Path, action="append", default=[], metavar="PATH",
-        help="pictures, or a folder of them: also draw where every object query's boxes lie in them; may be repeated",
+        help="pictures, or a folder of them: also draw every object query's boxes in all of them; may be repeated",
     )  # fmt: skip
     parser.add_argument("--list", action="store_true", help="print the names of all attention layers")
     add_sentence_arguments(parser)

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Runs the operator and module tests under another torch, ABI_TORCH (default 2.13.0), or another Python, ABI_PYTHON
-# (default: ours), in an environment that is kept under build/abi.
+# (default: ours), in an environment that is kept in build/abi.
 #
-# From 2.10 on: with the binary that our pinned torch compiled, which is what the stable ABI promises; then compiles
-# with the other torch, as a plain `pip install .` may do. Before 2.10: with the PyTorch reference alone, without the
-# tests of what an older torch cannot do (opcheck, FLOP counts of our operators, torch.compile and export of
+# From 2.10 on: tests the binary compiled with our pinned torch, as the stable ABI promises; then compiles with the
+# other torch, as a plain `pip install .` may do. Before 2.10: tests only the PyTorch reference, without the features
+# that an older torch lacks (opcheck, FLOP counts of our operators, torch.compile and export of
 # everything, autoload, half precision on CPUs).
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -402,21 +402,21 @@ def test_two_processes_after_an_interruption_write_what_one_writes(interrupted, 
     shutil.copytree(out, tmp_path / "alone")
 
     assert tool.main([*map(str, command), "--max-len", "7"]) == 2
-    assert "interrupted run with max_len = 6, not 7: --restart begins anew" in capsys.readouterr().err
+    assert "interrupted run with max_len = 6, not 7: --restart discards it" in capsys.readouterr().err
     ended = torchrun("-m", "tools.caption", *command)
     assert ended.returncode == 1, ended.stderr
-    assert "going on after " in ended.stdout
+    assert "resuming after " in ended.stdout
     assert f"{out / 'captions.json'}: 8 captions, 1 pictures skipped" in ended.stdout
     assert ended.stderr.count("000004.jpg: cannot be read as a picture") == 1
 
     assert tool.main(list(map(str, [tmp_path / "images", *options, "--out", tmp_path / "one"]))) == 1
-    assert "going on" not in capsys.readouterr().out
+    assert "resuming" not in capsys.readouterr().out
     expected = contents(tmp_path / "one")
     assert len(expected) == 17
     assert contents(out) == expected
     assert (out / "captions.json").read_bytes() == (tmp_path / "one/captions.json").read_bytes()
     assert tool.main(list(map(str, [tmp_path / "images", *options, "--out", tmp_path / "alone"]))) == 1
-    assert "going on after " in capsys.readouterr().out
+    assert "resuming after " in capsys.readouterr().out
     assert contents(tmp_path / "alone") == expected
 
 
@@ -485,17 +485,17 @@ def another_vocabulary(data: Path, tmp_path: Path) -> list:
     ("options", "message"),
     [
         (of_other_task, r"--path: .*other\.pt is of the task translation, not captioning"),
-        (of_other_file, r"--path: .*other\.pt cannot be read as a checkpoint of fairseq"),
+        (of_other_file, r"--path: .*other\.pt cannot be read as a fairseq checkpoint"),
         (["--path", "nowhere.pt"], r"--path: nowhere\.pt does not exist"),
-        (["--path", __file__], r"test_caption\.py cannot be read as a checkpoint of fairseq"),
-        (without_recipe, r"regions\.npz has no recipe.*extract_regions --overwrite makes it anew"),
+        (["--path", __file__], r"test_caption\.py cannot be read as a fairseq checkpoint"),
+        (without_recipe, r"regions\.npz has no recipe.*extract_regions --overwrite creates it again"),
         (of_another_width, r"the checkpoint has \d+ channels per region; those of .*regions\.npz have 5"),
         (of_another_recipe, r"the regions have 64 channels, but those of .*regions\.npz \d+"),
         (without_vocabulary, r"the vocabulary .*dict\.txt does not exist: .*--data takes another folder"),
         (another_vocabulary, r"the checkpoint has \d+ words; the task's dictionary has \d+"),
         (["--data", "nowhere"], r"nowhere.* does not exist: .*--data takes another folder"),
         (["--detector", "nowhere.safetensors"], r"weights nowhere\.safetensors: no such file"),
-        (of_other_words, "the detector's words, such as 'quark', are none of the vocabulary's"),
+        (of_other_words, "the detector's words, such as 'quark', are not in the vocabulary"),
         (["--region-checkpoint", "nowhere"], "--region-checkpoint: nowhere does not exist"),
         (["--layer", "3"], "--layer must be from 1 to 2, the model's blocks, or all, got 3"),
         (["--beam", "0"], "--beam must be at least 1, got 0"),

@@ -89,7 +89,7 @@ def test_a_killed_process_and_another_number_of_them_give_the_file_of_one(scenes
 
     one = tmp_path / "one.npz"
     assert run(scenes, one, *OPTIONS) == 1
-    assert "going on" not in capsys.readouterr().out
+    assert "resuming" not in capsys.readouterr().out
     assert out.read_bytes() == one.read_bytes()
     assert RegionFeatures(out).image_ids == [n for n in range(1, 21) if n not in (5, 14)]
     assert run(scenes, tmp_path / "again.npz", *OPTIONS) == 1

@@ -36,9 +36,7 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="python -m tools.benchmark", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    made.add_argument(
-        "names", nargs="*", metavar="OPERATOR", help=f"which: {', '.join(OPERATORS)}; all if none is named"
-    )
+    made.add_argument("names", nargs="*", metavar="OPERATOR", help=f"any of {', '.join(OPERATORS)}; default: all")
     made.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     made.add_argument("--threads", type=int, default=torch.get_num_threads(), help="CPU threads")
     made.add_argument("--seconds", type=float, default=defaults.seconds, help="time for the rounds of a row")

@@ -42,7 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tools.figures", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("papers", nargs="*", metavar="PAPER", help=f"which: {', '.join(PAPERS)}; all if none is named")
+    parser.add_argument("papers", nargs="*", metavar="PAPER", help=f"any of {', '.join(PAPERS)}; default: all")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables there as well")
     parser.add_argument(
         "--plot", type=Path, nargs="?", const=PLOT, metavar="FILE",

@@ -63,9 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m tools.fuzz", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "operators", nargs="*", metavar="OPERATOR", help=f"which: {', '.join(OPERATORS)}; all if none is named"
-    )
+    parser.add_argument("operators", nargs="*", metavar="OPERATOR", help=f"any of {', '.join(OPERATORS)}; default: all")
     parser.add_argument("--calls", type=int, default=10_000, help="calls of each operator")
     parser.add_argument("--seed", type=int, default=0, help="seed of the run, which determines its calls")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
