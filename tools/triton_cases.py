@@ -25,12 +25,12 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 
 
 def meta(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-    """A tensor without contents."""
+    """Return a tensor without contents."""
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def deform_conv(B: int, C: int, H: int, W: int, offset_groups: int, dtype: torch.dtype) -> Case:
-    """A modulated 3x3 convolution of a map into as many channels, channels last."""
+    """Return a modulated 3x3 convolution of a map into as many channels, channels last."""
 
     def make() -> tuple[Operator, Any, Any]:
         shapes = (B, C, H, W), (B, 18 * offset_groups, H, W), (C, C, 3, 3), (C,), (B, 9 * offset_groups, H, W)

@@ -58,7 +58,7 @@ class Variant(NamedTuple):
 
 
 def launches(operator: Operator, terms: Any, options: Any, passes: str = "both") -> list[Launch]:
-    """What Triton's backend of ``operator`` launches in a forward pass, a backward pass, or both.
+    """Return what Triton's backend launches in a forward pass, a backward pass, or both.
 
     Args:
         terms: Its terms, tensors of the device ``meta``.
@@ -82,7 +82,7 @@ def launches(operator: Operator, terms: Any, options: Any, passes: str = "both")
 
 
 def variant(launch: Launch) -> Variant:
-    """What a launch compiles, as Triton's own specialization of arguments has it (aligned tensors)."""
+    """Return what a launch compiles, by Triton's own specialization of arguments (aligned tensors)."""
     kernel = launch.kernel
     names = list(kernel.arg_names)
     values = dict(zip(names, launch.args))

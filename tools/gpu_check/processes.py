@@ -58,7 +58,7 @@ class Budget:
         return Budget(min(seconds, self.left()))
 
     def over(self) -> bool:
-        """True where it is not worth starting anything."""
+        """Return True where it is not worth starting anything."""
         return self.left() < LEAST
 
 
