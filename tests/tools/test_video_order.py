@@ -149,4 +149,4 @@ def test_what_is_no_video(tmp_path, capsys):
     (tmp_path / "text.mp4").write_text("no video")
     with pytest.raises(SystemExit):
         command(tmp_path / "set", "--source", tmp_path)
-    assert "text.mp4 is no video that OpenCV decodes" in capsys.readouterr().err
+    assert "text.mp4 is not a video that OpenCV decodes" in capsys.readouterr().err
