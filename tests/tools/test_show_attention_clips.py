@@ -271,7 +271,7 @@ def test_of_many_frames_some(clip, tmp_path, monkeypatch):
     for query in ((7, 95, 80), (6, 95, 80)):  # of 1, 3, 5 and 7, and another one
         clips.draw_clip(view, view.maps[0], query, tmp_path / "some.png")
         widths.append(Image.open(tmp_path / "some.png").width)
-    assert (widths[1] - widths[0]) / 90 == pytest.approx(1.3 * 64 / 48, abs=0.2)
+    assert (widths[1] - widths[0]) / 180 == pytest.approx(1.3 * 64 / 48, abs=0.2)
 
 
 ARGUMENTS = [f"--model-args={key}={list(n) if isinstance(n, tuple) else n}" for key, n in SMALL.items()]

@@ -267,7 +267,7 @@ def test_chosen_queries(pixels, columns, photograph, tmp_path, capsys):
     grid = np.asarray(Image.open(tmp_path / "blocks.2.attn.png").convert("RGB")).astype(int)
     red = (grid[..., 0] > 200) & (grid[..., 1] < 60) & (grid[..., 2] < 60)
     assert (red.sum() > 30) == ("10,20" in pixels)
-    assert round((grid.shape[1] - 36) / 180) == columns  # 90 dots an inch: 2 inches a panel, 0.4 for the margin
+    assert round((grid.shape[1] - 72) / 360) == columns  # 180 dots an inch: 2 inches a panel, 0.4 for the margin
 
 
 def test_a_model_without_a_cls_token(photograph, tmp_path, capsys):
