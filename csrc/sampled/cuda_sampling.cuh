@@ -1,7 +1,7 @@
 // Device code of deformable convolution: bilinear samples into columns, and back.
 //
-// The same function as cpu_sampling.h, cut for a GPU: a team of `lanes` neighbouring threads (a power of two, at
-// most a warp) serves one output pixel and one offset group, each lane a vector of channels. A block goes
+// The same function as cpu_sampling.h, cut for a GPU: a team of `lanes` neighbouring threads (a power of two,
+// at most a warp) serves one output pixel and one offset group, each lane a vector of channels. A block goes
 // through its teams' taps in rounds of `lanes` taps: each thread locates one sample of the round,
 // neighbouring threads those of neighbouring pixels, whose offsets are neighbours too, and then all teams
 // read theirs. Teams of neighbouring pixels share a block, whose overlapping reads then meet in the

@@ -200,7 +200,7 @@ def test_images_are_encoded_once(task, model):
     found = model(**{**inputs, "prev_output_tokens": previous})[0]
     for k in range(2):
         torch.testing.assert_close(found[k::2], model(**{**inputs, "prev_output_tokens": previous[k::2]})[0])
-    with pytest.raises(ValueError, match="multiple of 3 images, got 4 rows"):
+    with pytest.raises(ValueError, match="multiple of 3 rows, got 4 rows"):
         model(**{**inputs, "prev_output_tokens": previous[:4]})
 
 

@@ -245,7 +245,7 @@ def test_a_diverging_training_stops_and_keeps_what_it_has(digits, tmp_path, caps
         (["--set", "model_args.nu=3"], "nu must be from 0 to 1, got 3"),
         (["--set", "model_args.pretrained=true"], "No pretrained weights exist for aa_wide_resnet28_10"),
         (["--model", "aa_resnet51"], "model must be a model of timm, got 'aa_resnet51': did you mean aa_resnet50, "),
-        (["--set", "erasing=0.5"], "crop 'pad' goes without"),
+        (["--set", "erasing=0.5"], "crop 'pad' does not support"),
         (
             ["--evaluate", "nothing.safetensors"],
             "--evaluate must be weights in safetensors, got nothing.safetensors: No such",
