@@ -5,4 +5,4 @@ region), ``terms`` (logit terms and position encodings), ``modules`` (toolkit-fr
 ``captioning`` (caption files and rewards) and the adapters ``mmcv``, ``timm`` and ``fairseq``.
 """
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

@@ -3,5 +3,10 @@
 import warnings
 
 from .captioning.region_features import *  # noqa: F403
+from .modules.renamed import REMOVAL
 
-warnings.warn(f"{__name__} is now attn_plugins.captioning.region_features", DeprecationWarning, stacklevel=2)
+warnings.warn(
+    f"{__name__} is now attn_plugins.captioning.region_features; the old name {REMOVAL}",
+    DeprecationWarning,
+    stacklevel=2,
+)

@@ -16,6 +16,7 @@ from fairseq.models.transformer_lm import TransformerLanguageModelConfig
 from omegaconf import OmegaConf
 
 from ..modules.bilateral_1d import SequenceSmoothing
+from ..modules.renamed import REMOVAL
 from ..terms.attention_type import is_attention_type, parse_attention_type
 from ..terms.nonlocal_position import Outside
 
@@ -200,7 +201,8 @@ def _take_old_name(args: Namespace, sides: tuple[str, ...]) -> None:
         )
     args.bilateral_outside = old
     if any(getattr(args, f"{side}_attention") == "bilateral" for side in sides):
-        warnings.warn("--bilateral-padding is the old name of --bilateral-outside", DeprecationWarning, stacklevel=3)
+        message = f"--bilateral-padding is the old name of --bilateral-outside and {REMOVAL}"
+        warnings.warn(message, DeprecationWarning, stacklevel=3)
 
 
 def _check_side(args: Namespace, side: str) -> None:

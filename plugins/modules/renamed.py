@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+REMOVAL = "will be removed in attn_plugins 0.4"
+
 
 def renamed_argument(old: str, new: str) -> Callable[[F], F]:
     """Decorate a constructor to accept the keyword ``old`` for ``new``.
@@ -78,8 +80,9 @@ def renamed_attribute(old: str, new: str) -> property:
 
 
 def _warn(old: str, new: str) -> None:
-    warnings.warn(f"{old} is the old name of {new}", DeprecationWarning, stacklevel=3)
+    warnings.warn(f"{old} is the old name of {new} and {REMOVAL}", DeprecationWarning, stacklevel=3)
 
 
 def _warn_by_position(given: dict[str, Any]) -> None:
-    warnings.warn(f"give {', '.join(given)} by keyword, not by position", DeprecationWarning, stacklevel=3)
+    message = f"{', '.join(given)} by position {REMOVAL}: pass them by keyword"
+    warnings.warn(message, DeprecationWarning, stacklevel=3)

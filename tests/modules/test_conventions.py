@@ -172,7 +172,9 @@ def test_one_of_takes_each_choice():
 @pytest.mark.parametrize("name", ["BilateralCrissCross2d", "BilateralNonLocal2d", "BilateralSelfAttention"])
 def test_padding_is_the_old_name_of_outside(name):
     kind = public_modules()[name]
-    with pytest.warns(DeprecationWarning, match="padding is the old name of outside"):
+    with pytest.warns(
+        DeprecationWarning, match="old name of outside and will be removed in attn_plugins 0.4"
+    ):
         module = kind(16, padding="min")
     assert module.outside == "min"
     with pytest.warns(DeprecationWarning, match=f"{name}.padding is the old name of outside"):
@@ -229,7 +231,7 @@ def test_the_old_way_to_zero_offsets():
     ],
 )
 def test_factory_arguments_by_position_as_before(kind, before):
-    with pytest.warns(DeprecationWarning, match="give device, dtype, offset_scale by keyword"):
+    with pytest.warns(DeprecationWarning, match="device, dtype, offset_scale by position will be removed"):
         layer = kind(4, 4, 3, *before, "meta", torch.float64, 0.5)
     assert layer.weight.device.type == "meta"
     assert layer.weight.dtype == torch.float64
