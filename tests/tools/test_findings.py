@@ -7,6 +7,7 @@ import importlib
 import json
 import re
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
@@ -261,6 +262,27 @@ def test_run(toy, tmp_path, capsys):
     assert "| short | digits |" in (tmp_path / "benchmarks/findings.md").read_text()
     command.carry_out_all(["short"], 2, tmp_path)  # the first step has made its file
     assert [words[0] for words in toy][3:] == ["tools.second"]
+
+
+def test_collected_figures_are_reused(toy, tmp_path):
+    """One seed of ``a`` is there; a run elsewhere finds its result, and the page does not count it as measured."""
+    row = {"setting": "a", "seed": 1, "values": [7.0], "multiply_adds": 1}
+    study = dataclasses.replace(studies.STUDIES["short"], folder="{setting}-{seed}")
+    studies.STUDIES["short"] = study
+    write(tmp_path / study.product, {"results": [row]})
+    studies.collect(study, tmp_path)
+    assert study.samples(tmp_path)["a"] == Sample((7.0,))
+    assert "a" not in study.complete(tmp_path)
+    assert not study.finished(tmp_path)
+    shutil.rmtree(tmp_path / "work")
+    studies.restore(study, tmp_path)
+    kept = tmp_path / "work/a-1/result.json"
+    assert json.loads(kept.read_text()) == row
+    kept.write_text("own")
+    studies.restore(study, tmp_path)  # what is there stays
+    assert kept.read_text() == "own"
+    studies.carry_out("short", tmp_path)
+    assert study.finished(tmp_path)
 
 
 def test_a_study_without_figures_is_an_error(toy, tmp_path):

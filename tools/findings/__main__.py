@@ -6,10 +6,12 @@
     python -m tools.findings                     # run missing studies, two at a time, the shortest first
     python -m tools.findings --studies sharing paddings --jobs 1
     python -m tools.findings --write             # only write the page, from the files in benchmarks/
+    python -m tools.findings --collect           # copy the figures of unfinished studies to benchmarks/, write the page
 
 Run it in the repository's root. A study works in ``work_dirs/findings``, continues where it stopped, and copies its
-figures to ``benchmarks`` when all settings and seeds are finished; the page is rewritten after each study. Each
-training runs on one CPU thread. In the background: ``nohup nice python -m tools.findings > findings.log &``.
+figures to ``benchmarks`` when all settings and seeds are finished; the page is rewritten after each study. Collected
+figures of an unfinished study are reused on another machine. Each training runs on one CPU thread. In the background:
+``nohup nice python -m tools.findings > findings.log &``.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from tools.requires import extras
 with extras():
     from tools.files import write_text
     from tools.findings.page import counts, markdown
-    from tools.findings.studies import BENCHMARKS, STUDIES, carry_out, missing
+    from tools.findings.studies import BENCHMARKS, STUDIES, carry_out, collect, missing
     from tools.study import ROOT, StudyError
 
 PAGE = "findings.md"
@@ -72,6 +74,9 @@ def main(arguments: list[str] | None = None) -> int:
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--list", action="store_true", help="list the studies and stop")
     what.add_argument("--write", action="store_true", help="write the page and stop")
+    what.add_argument(
+        "--collect", action="store_true", help="copy figures of unfinished studies, write the page and stop"
+    )
     what.add_argument("--studies", nargs="+", metavar="NAME", help="studies to run; default: all missing ones")
     parser.add_argument("--jobs", type=int, default=2, metavar="N", help="studies at a time, default %(default)s")
     options = parser.parse_args(arguments)
@@ -85,7 +90,10 @@ def main(arguments: list[str] | None = None) -> int:
         print(listing())
         return 0
     errors: list[str] = []
-    if not options.write:
+    if options.collect:
+        for name in missing():
+            collect(STUDIES[name])
+    elif not options.write:
         if Path.cwd() != ROOT:
             parser.error(f"studies run in the repository's root, {ROOT}, not in {Path.cwd()}")
         print(listing(), flush=True)

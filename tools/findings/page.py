@@ -65,19 +65,20 @@ def study_row(name: str, study: Study, samples: Samples) -> str:
 
 def counts(root: Path = ROOT) -> Counter[str]:
     """Count the claims by verdict."""
-    samples = {name: study.samples(root) for name, study in STUDIES.items()}
+    samples = {name: study.complete(root) for name, study in STUDIES.items()}
     return Counter(outcome(claim, samples.get(claim.study, {})).verdict for claim in CLAIMS)
 
 
 def markdown(root: Path = ROOT) -> str:
     """Return the page, from the files in ``benchmarks`` in ``root``."""
     samples = {name: study.samples(root) for name, study in STUDIES.items()}
+    complete = {name: study.complete(root) for name, study in STUDIES.items()}
     found = counts(root)
     total = ", ".join(f"{found[verdict]} {verdict}" for verdict in (SEEN, NOT, CANNOT, MISSING) if found[verdict])
     lines = [
         INTRODUCTION, f"{len(CLAIMS)} claims: {total}.", "",
         "| claim | where | study | result | verdict | why |", "|---|---|---|---|---|---|",
-        *(row(claim, samples.get(claim.study, {})) for claim in CLAIMS), "",
+        *(row(claim, complete.get(claim.study, {})) for claim in CLAIMS), "",
         "## Studies", "",
         "Minutes are of one core, for all seeds; `$TOOLS` is the folder of mmdet's or mmsegmentation's own tools "
         "(`.mim/tools` of the package). Seeds are counted for each setting.", "",

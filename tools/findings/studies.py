@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import shlex
-import shutil
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tools.files import write_text
 from tools.findings import values
 from tools.findings.values import Reader, Samples
 from tools.study import ROOT, StudyError, run
@@ -56,6 +57,8 @@ class Study:
         needed: Names of the samples of a finished study.
         seeds: Number of seeds of each sample.
         page: Page on the study in ``benchmarks``, if ``file`` is not the copy of a product.
+        folder: Folder of a training beside ``product``, from the fields of its result. An unfinished study whose
+            trainings depend on no file of each other has one; it resumes from ``file`` on another machine.
     """
 
     data: str
@@ -67,16 +70,22 @@ class Study:
     needed: tuple[str, ...] = ()
     seeds: int = 3
     page: str = ""
+    folder: str = ""
 
     def samples(self, root: Path = ROOT) -> Samples:
         """Return the samples; empty if the file is missing."""
         path = root / BENCHMARKS / self.file
         return self.read(path) if path.is_file() else {}
 
+    def complete(self, root: Path = ROOT) -> Samples:
+        """Return the samples without those of ``needed`` that lack seeds."""
+        found = self.samples(root)
+        return {n: s for n, s in found.items() if n not in self.needed or len(s.values) >= self.seeds}
+
     def finished(self, root: Path = ROOT) -> bool:
         """Return whether every setting has all its seeds."""
-        found = self.samples(root)
-        return bool(found) and all(n in found and len(found[n].values) >= self.seeds for n in self.needed)
+        found = self.complete(root)
+        return bool(found) and all(name in found for name in self.needed)
 
 
 def _settings(prefix: str, names: Sequence[str]) -> tuple[str, ...]:
@@ -92,7 +101,7 @@ def _digits(which: str, data: str, minutes: int, needed: str) -> Study:
     return Study(
         data, f"digits-{which}.json", values.digits,
         (_PHOTOGRAPHS, Step(f"tools.digits_study {which} {WORK / which}")), minutes,
-        f"{WORK / which}/{which}.json", tuple(needed.split()),
+        f"{WORK / which}/{which}.json", tuple(needed.split()), folder="{setting}-{seed}",
     )  # fmt: skip
 
 
@@ -130,6 +139,7 @@ STUDIES = {
         "2,750 crops of 11 photographs, 32×32; top-1", "augmented-crops.json", values.classifiers,
         (_CROPS, Step(f"tools.augmented_study {WORK / 'augmented'}")), 55, f"{WORK / 'augmented'}/augmented.json",
         _settings("crops/", "plain none relative sine coordconv share-0.75 share-1.0 none-share-1.0".split()),
+        folder="crops/{setting}-{seed}",
     ),
     "fusion": Study(
         "2,200 made-up scenes, regions of a detector; CIDEr-D", "captioning-fusion.json", values.captions,
@@ -206,6 +216,24 @@ def take(step: Step, name: str, log: Path) -> None:
         run(command, arguments, log)
 
 
+def restore(study: Study, root: Path = ROOT) -> None:
+    """Write the results of the trainings in ``benchmarks`` to their folders, so that they are not repeated."""
+    source = root / BENCHMARKS / study.file
+    if study.folder and source.is_file():
+        for result in json.loads(source.read_text(encoding="utf-8"))["results"]:
+            path = (root / study.product).parent / study.folder.format_map(result) / "result.json"
+            if not path.exists():
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write_text(path, json.dumps(result, indent=1) + "\n")
+
+
+def collect(study: Study, root: Path = ROOT) -> None:
+    """Copy the figures of a study to ``benchmarks``, if there are any."""
+    if (root / study.product).is_file():
+        text = (root / study.product).read_text(encoding="utf-8")
+        write_text(root / BENCHMARKS / study.file, text)
+
+
 def carry_out(name: str, root: Path = ROOT) -> None:
     """Resume a study in the current folder, which is ``root``, and copy its file to ``benchmarks``.
 
@@ -213,13 +241,11 @@ def carry_out(name: str, root: Path = ROOT) -> None:
         StudyError: a command failed.
     """
     study = STUDIES[name]
+    restore(study, root)
     for number, step in enumerate(study.steps, 1):
         with DATA if step.words.startswith("tools.datasets.") else contextlib.nullcontext():
             if not (step.product and (root / step.product).exists()):
                 take(step, name, root / WORK / f"{name}-{number}.log")
-    product = root / study.product
-    if not product.is_file():
+    if not (root / study.product).is_file():
         raise StudyError(f"{name}: its last command wrote no {study.product}")
-    partial = root / BENCHMARKS / f".{study.file}.partial"
-    shutil.copyfile(product, partial)
-    partial.rename(root / BENCHMARKS / study.file)
+    collect(study, root)
