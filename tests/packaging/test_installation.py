@@ -1,8 +1,8 @@
 """The install lines and first blocks of README and the site, as printed, in empty environments: ``make test-install``.
 
 One environment for each Python that is there, with the torch that pip takes today, and one with the oldest Python and
-torch. They are kept under ``build/install``; remove a folder there to begin anew. ``build/install/table.md`` records
-each step with its minutes and result. From nothing an environment takes 10 to 20 minutes on two cores.
+torch. They are kept under ``build/install``; remove a folder there to start over. ``build/install/table.md`` records
+each step with its seconds and result. From nothing an environment takes 10 to 20 minutes on two cores.
 
 INSTALL_ENVIRONMENTS   which ones, such as ``3.12 3.10:2.1.2`` (Python, or Python:torch); default: those above.
 """
@@ -104,13 +104,13 @@ class Environment:
             stderr=subprocess.STDOUT,
             text=True,
         )
-        minutes = (time.monotonic() - began) / 60
+        seconds = time.monotonic() - began
         with (self.folder / "log.txt").open("a") as log:
             print(f"$ {command}\n{done.stdout}\n", file=log)
         result = "works" if done.returncode == status else f"status {done.returncode}"
         if record:
             with self.table.open("a") as table:
-                print(f"| {self.versions()} | {record} | {minutes:.1f} | {result} |", file=table)
+                print(f"| {self.versions()} | {record} | {seconds:.0f} | {result} |", file=table)
         assert done.returncode == status, f"{command}\n{done.stdout[-4000:]}"
         return done.stdout
 

@@ -1,7 +1,7 @@
 """The wheel in ``dist/`` in empty environments, without a compiler: ``make wheel && make test-wheel``.
 
 One environment for each Python that is there, with the newest torch that pip takes, and one with the oldest torch whose
-ABI the binary needs. Removed afterwards.
+ABI the binary needs. They are removed afterwards. ``build/install/wheel.md`` records each step with its seconds.
 
 WHEEL_ENVIRONMENTS   which ones, such as ``3.12 3.11:2.10.0`` (Python, or Python:torch); default: those above.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -39,24 +40,38 @@ def environment(request, tmp_path_factory) -> Path:
     version, _, torch = request.param.partition(":")
     folder = tmp_path_factory.mktemp("environment")
     subprocess.run([interpreters()[version], "-m", "venv", folder], check=True)
-    pip = [folder / "bin/python", "-m", "pip", "install", "-q", "--disable-pip-version-check"]
-    subprocess.run([*pip, found[0], f"torch=={torch}" if torch else "torch", "numpy"], check=True)
+    pip = ["-m", "pip", "install", "-q", "--disable-pip-version-check"]
+    run(folder, *pip, f"torch=={torch}" if torch else "torch", "numpy", record="torch")
+    run(folder, *pip, str(found[0]), record="the wheel")
     return folder
 
 
-def run(environment: Path, *arguments: str) -> str:
+def record_seconds(environment: Path, name: str, seconds: float) -> None:
+    """Add a row to the table."""
+    code = "import platform, importlib.metadata as m; print(platform.python_version(), '|', m.version('torch'))"
+    versions = subprocess.run([environment / "bin/python", "-c", code], capture_output=True, text=True).stdout.strip()
+    table = ROOT / "build/install/wheel.md"
+    table.parent.mkdir(parents=True, exist_ok=True)
+    with table.open("a") as out:
+        print(f"| {versions} | {name} | {seconds:.0f} |", file=out)
+
+
+def run(environment: Path, *arguments: str, record: str = "") -> str:
     """What Python prints with nothing but the environment on the PATH."""
+    began = time.monotonic()
     keep = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV", "CC", "CXX")}
     done = subprocess.run(
         [environment / "bin/python", *arguments],
         cwd=environment, env={**keep, "PATH": str(environment / "bin")}, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
+    if record:
+        record_seconds(environment, record, time.monotonic() - began)
     return done.stdout
 
 
 def test_the_doctor_is_well_and_the_binary_loads(environment):
-    text = run(environment, "-m", "attn_plugins")
+    text = run(environment, "-m", "attn_plugins", record="doctor")
     print(text)
     assert text.endswith("all is well\n")
     code = "from attn_plugins.ops import library as l; assert l.has_kernel('cpu'), l.failures()"
@@ -65,4 +80,4 @@ def test_the_doctor_is_well_and_the_binary_loads(environment):
 
 def test_the_page_of_pytorch(environment):
     code = "\n".join(re.findall(r"^```python\n(.*?)^```", PYTORCH, re.M | re.S))
-    run(environment, "-c", code)
+    run(environment, "-c", code, record="PyTorch page")
