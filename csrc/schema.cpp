@@ -1,9 +1,9 @@
-// The operators' schemas. Kernels are in the folder of their region, fake functions and gradients in
-// plugins/ops/.
+// Schemas of the operators. Each kernel lives in the folder of the region it attends to; fake functions and
+// gradients are in plugins/ops/.
 #include <torch/csrc/stable/library.h>
 
 STABLE_TORCH_LIBRARY(attn_plugins, m) {
-  // grad_* of what is not needed come back empty.
+  // Gradients that are not needed are returned as empty tensors.
   m.def(
       "deform_conv2d_forward_kernel(Tensor input, Tensor offset, Tensor weight, Tensor? bias, Tensor? mask, "
       "int[] stride, int[] padding, int[] dilation, int groups, int offset_groups) -> Tensor");
@@ -12,23 +12,24 @@ STABLE_TORCH_LIBRARY(attn_plugins, m) {
       "Tensor? mask, int[] stride, int[] padding, int[] dilation, int groups, int offset_groups, "
       "bool needs_input, bool needs_offset, bool needs_weight) "
       "-> (Tensor grad_input, Tensor grad_offset, Tensor grad_weight, Tensor grad_mask)");
-  // The CPU kernels under attn_plugins::global_attention, which plugins/ops defines for every device.
-  // *_columns and *_rows are packed: (B, M, width, keys) and (B, M, keys, width), the last axis padded.
+  // CPU kernels of attn_plugins::global_attention, which plugins/ops defines for every device. *_columns are
+  // packed as (B, M, width, keys) and *_rows as (B, M, keys, width), with the last axis padded.
   m.def(
       "global_attention_forward_(Tensor? query, Tensor? key_columns, Tensor? value_rows, Tensor? "
       "value_columns, Tensor? row_logits, "
       "Tensor? column_logits, Tensor? key_logits, Tensor(a!) output, Tensor(b!) log_sum_exp, int keys, "
       "int height) "
       "-> ()");
-  // Gradients of keys, values and key logits have an axis of slots after (B, M), and are added to.
+  // The gradients of keys, values and key logits have an axis of slots after (B, M). The kernel accumulates
+  // into them.
   m.def(
       "global_attention_backward_(Tensor grad_output, Tensor? query, Tensor? key_columns, Tensor? key_rows, "
       "Tensor value_columns, Tensor? row_logits, Tensor? column_logits, Tensor? key_logits, "
       "Tensor log_sum_exp, Tensor(a!)? grad_query, Tensor(b!)? grad_key, Tensor(c!)? grad_value, "
       "Tensor(d!)? grad_row_logits, Tensor(e!)? grad_column_logits, Tensor(f!)? grad_key_logits, int keys, "
       "int height, int slots) -> ()");
-  // The same for attn_plugins::sequence_attention, all tensors with an axis of slots after (B, M), of size 1
-  // but for gradients that are sums over queries. Those of logits are added to.
+  // CPU kernels of attn_plugins::sequence_attention. Every tensor has an axis of slots after (B, M); its size
+  // is 1 except for gradients that are sums over queries. The gradients of logits are accumulated into.
   m.def(
       "sequence_attention_forward_(Tensor? query, Tensor? key, Tensor value, Tensor? band_logits, "
       "Tensor? outside_logits, Tensor? position_logits, Tensor? key_padding_mask, Tensor(a!) output, "
@@ -39,8 +40,8 @@ STABLE_TORCH_LIBRARY(attn_plugins, m) {
       "Tensor log_sum_exp, Tensor(a!)? grad_query, Tensor(b!)? grad_key, Tensor(c!)? grad_value, "
       "Tensor(d!)? grad_band_logits, Tensor(e!)? grad_outside_logits, Tensor(f!)? grad_position_logits, "
       "int start, bool causal, float scale, int slots, int groups) -> ()");
-  // The same for attn_plugins::window_attention; geometry: kernel size, stride, padding and dilation of rows
-  // and columns. Gradients are written, not added to.
+  // Kernels of attn_plugins::window_attention. geometry holds kernel size, stride, padding and dilation, each
+  // for rows and columns. Gradients are overwritten.
   m.def(
       "window_attention_forward_(Tensor? query, Tensor? key, Tensor value, Tensor? position_logits, "
       "Tensor(a!) output, Tensor(b!) log_sum_exp, int[] geometry, bool zero_border, float scale) -> ()");
@@ -49,15 +50,15 @@ STABLE_TORCH_LIBRARY(attn_plugins, m) {
       "Tensor? position_logits, Tensor log_sum_exp, Tensor(a!)? grad_query, Tensor(b!)? grad_key, "
       "Tensor(c!)? grad_value, Tensor(d!)? grad_position_logits, int[] geometry, bool zero_border, "
       "float scale) -> ()");
-  // The backward on CUDA, where all gradients are gathered; it reads the output as well.
+  // CUDA backward: it gathers every gradient, so it also reads the output.
   m.def(
       "window_attention_gather_backward_(Tensor grad_output, Tensor? query, Tensor? key, Tensor value, "
       "Tensor? position_logits, Tensor output, Tensor log_sum_exp, Tensor(a!)? grad_query, "
       "Tensor(b!)? grad_key, Tensor(c!)? grad_value, Tensor(d!)? grad_position_logits, int[] geometry, "
       "bool zero_border, float scale) -> ()");
-  // Under attn_plugins::deformable_attention. Locations are (B, Q, M, P, 2), weights (B, Q, M, P); shapes
-  // holds the rows and columns of every level, points how many of the P samples lie on it. All but the value
-  // are contiguous. Gradients are written, not added to.
+  // Kernels of attn_plugins::deformable_attention. Locations are (B, Q, M, P, 2) and weights (B, Q, M, P);
+  // shapes holds the rows and columns of every level, and points the number of the P samples on each level.
+  // Every tensor except the value is contiguous. Gradients are overwritten, but on CUDA grad_value is added to.
   m.def(
       "deformable_attention_forward_(Tensor value, Tensor locations, Tensor weights, Tensor(a!) output, "
       "int[] shapes, int[] points) -> ()");

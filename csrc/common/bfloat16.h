@@ -1,4 +1,4 @@
-// bfloat16 in memory, float in arithmetic: conversions that compilers turn into vector instructions.
+// bfloat16 storage with float arithmetic. Compilers vectorise these conversions.
 #pragma once
 
 #include <cstdint>
@@ -8,12 +8,12 @@
 
 namespace {
 
-// A float's upper half.
+// The upper 16 bits of a float.
 struct BFloat16 {
   uint16_t bits;
 
   BFloat16() = default;
-  ATTN_INLINE explicit BFloat16(float value) {  // to the nearest, ties to even; NaN stays NaN
+  ATTN_INLINE explicit BFloat16(float value) {  // round to nearest even; NaN stays NaN
     uint32_t whole;
     std::memcpy(&whole, &value, sizeof whole);
     const uint32_t rounded = (whole + 0x7fffu + (whole >> 16 & 1u)) >> 16;

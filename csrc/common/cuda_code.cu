@@ -1,8 +1,8 @@
-// What plugins/ops/library.py asks of this library, through ctypes.
+// The C interface that plugins/ops/library.py calls through ctypes.
 #include "launch.cuh"
 
-// nullptr where the kernels can run on the current device, else the reason in CUDA's words. Whatever else
-// fails, such as an earlier kernel, is no reason: it will be reported where it matters.
+// Returns nullptr if the kernels can run on the current device, else CUDA's error string. Other failures,
+// such as an earlier kernel's, are not a reason to refuse: a later call reports them.
 extern "C" __attribute__((visibility("default"))) const char* attn_plugins_cuda_refusal() {
   int architecture = 0;
   const cudaError_t status = attn_plugins::find_code(&architecture);

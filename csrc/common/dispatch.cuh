@@ -1,4 +1,4 @@
-// From tensors to device types: the kernel's element type, the widest vector that fits.
+// Dispatch from tensors to a kernel's element type and the widest vector that fits.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -16,7 +16,7 @@ namespace {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-// Calls body(T()) with the device type of `type`.
+// Calls body(T()), T being the device type of `type`.
 template <class Body>
 void for_type(ScalarType type, const Body& body) {
   switch (type) {
@@ -38,7 +38,7 @@ T* data_of(const Tensor& t) {
   return t.defined() ? static_cast<T*>(t.data_ptr()) : nullptr;
 }
 
-// True where vectors of N elements fit: N divides every count, and every pointer is aligned to a vector.
+// Returns true if vectors of N elements fit: N divides every count, and every pointer is aligned to a vector.
 template <class T, int N>
 bool vectors_fit(std::initializer_list<int64_t> counts, std::initializer_list<const void*> pointers) {
   for (const int64_t count : counts) {
@@ -50,8 +50,8 @@ bool vectors_fit(std::initializer_list<int64_t> counts, std::initializer_list<co
   return true;
 }
 
-// Calls body(T(), std::integral_constant<int, N>()) with the widest vector that fits: 16 bytes, else 4, else
-// one element.
+// Calls body(T(), std::integral_constant<int, N>()) with the widest vector that fits: 16 bytes, a pair of
+// 16-bit elements, or one element.
 template <class T, class Body>
 void for_width(std::initializer_list<int64_t> counts, std::initializer_list<const void*> pointers,
                const Body& body) {

@@ -1,6 +1,6 @@
-// Includes a kernel, the file named by KERNEL, once per instruction set: in namespace baseline, and on x86-64
-// also in v3 (AVX2) and v4 (AVX-512). BEST picks a function of the widest set that this machine has. No
-// include guard: it stands once in every kernel's source, after what the kernel needs.
+// Includes the kernel file named by KERNEL once per instruction set: in namespace baseline and, on x86-64, in
+// v3 (AVX2) and v4 (AVX-512). BEST picks the function of the widest set that this machine supports. There is
+// no include guard: every kernel's source includes this file once, after everything the kernel needs.
 
 namespace baseline {
 #define VECTOR_BYTES 16

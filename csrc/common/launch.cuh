@@ -1,4 +1,4 @@
-// Launching a kernel from code that sees torch through its stable ABI only.
+// Kernel launches from code that uses torch only through its stable ABI.
 #ifndef ATTN_PLUGINS_CUDA_LAUNCH
 #define ATTN_PLUGINS_CUDA_LAUNCH
 
@@ -14,9 +14,9 @@
 
 namespace attn_plugins {
 
-constexpr int kThreads = 256;  // of every block of every kernel here
+constexpr int kThreads = 256;  // per block, for every kernel here
 
-// Makes the device of `t` the current one.
+// Makes the device of `t` current for the guard's lifetime.
 struct OnDeviceOf {
   explicit OnDeviceOf(const torch::stable::Tensor& t) : guard(t.get_device_index()) {}
   torch::stable::accelerator::DeviceGuard guard;
@@ -26,7 +26,7 @@ struct DeviceLimits {
   int64_t multiprocessors, l2_bytes;
 };
 
-// Of the current device.
+// Returns the limits of the current device.
 inline DeviceLimits device_limits() {
   int device = 0, multiprocessors = 0, l2_bytes = 0;
   STD_CUDA_CHECK(cudaGetDevice(&device));
@@ -35,21 +35,21 @@ inline DeviceLimits device_limits() {
   return {multiprocessors, l2_bytes};
 }
 
-// Compiled for every target, as all kernels are: what the runtime says of it holds for them.
+// Compiled for every target, as all kernels are, so the runtime's answer for this one holds for the others.
 template <class>
 __global__ void probe_kernel() {}
 
-// Whether the current device can run this library's code, as the runtime says; *architecture is then 80 where
-// that code, or the PTX that it was made of, was compiled for compute_80.
+// Asks the runtime whether the current device can run this library's code. On success *architecture is the
+// compute capability that the code, or the PTX it was built from, was compiled for: 80 for compute_80.
 inline cudaError_t find_code(int* architecture) {
   cudaFuncAttributes attributes{};
   const cudaError_t status = cudaFuncGetAttributes(&attributes, probe_kernel<void>);
-  if (status != cudaSuccess) cudaGetLastError();  // or the next launch would report it
+  if (status != cudaSuccess) cudaGetLastError();  // clear it, or the next launch would report it
   *architecture = attributes.ptxVersion;
   return status;
 }
 
-// find_code's architecture, remembered.
+// The architecture that find_code reports, cached per device.
 inline int code_architecture() {
   thread_local int known_device = -1, known = 0;
   int device = 0;
@@ -77,7 +77,7 @@ void launch_with_shared_memory(void (*kernel)(Parameters...), int64_t blocks, in
   STD_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
-// The same without shared memory of its own.
+// The same without dynamic shared memory.
 template <class... Parameters, class... Arguments>
 void launch(void (*kernel)(Parameters...), int64_t blocks, const Arguments&... arguments) {
   launch_with_shared_memory(kernel, blocks, 0, arguments...);

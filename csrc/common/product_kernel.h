@@ -1,8 +1,7 @@
-// Matrix products of explicit vectors that keep their accumulators in registers, and softmax over a row, for
-// kernels that are compiled once per instruction set (see vector_kernel.h, which comes before).
+// Matrix products that keep their accumulators in vector registers, and softmax over a row, for kernels that
+// are compiled once per instruction set. Include vector_kernel.h first.
 
-// --- C (rows x columns) (+)= A (rows x depth, any strides) * B (depth x columns, rows contiguous)
-// --------------
+// --- C (rows x columns) = or += A (rows x depth, any strides) * B (depth x columns, rows contiguous)
 
 template <typename T, int ROWS, int VECTORS>
 ATTN_INLINE void product_tile(const T* A, int64_t a_row, int64_t a_depth, const T* B, int64_t b_row, T* C,
@@ -44,7 +43,7 @@ void product_columns(const T* A, int64_t a_row, int64_t a_depth, const T* B, int
     product_tile<T, 1, VECTORS>(A + i * a_row, a_row, a_depth, B, b_row, C + i * c_row, c_row, depth, add);
 }
 
-// Tiles fill the registers: 32 of 64 bytes (x86-64-v4), else 16.
+// The tile sizes fill the vector registers: 32 of 64 bytes on x86-64-v4, 16 elsewhere.
 template <typename T>
 void product(const T* A, int64_t a_row, int64_t a_depth, const T* B, int64_t b_row, T* C, int64_t c_row,
              int64_t rows, int64_t columns, int64_t depth, bool add) {
@@ -63,7 +62,7 @@ void product(const T* A, int64_t a_row, int64_t a_depth, const T* B, int64_t b_r
   }
 }
 
-// All lanes' sum, or greatest.
+// Sum over all lanes, or their maximum.
 template <typename T, bool SUM>
 ATTN_INLINE T over_all_lanes(typename Vector<T>::type vector) {
   constexpr int64_t lanes = Vector<T>::lanes;
@@ -99,7 +98,7 @@ ATTN_INLINE T maximum(const T* s, int64_t padded) {
   return over_all_lanes<T, false>(top);
 }
 
-// s -> exp(s - shift); returns the sum.
+// Replaces s by exp(s - shift) and returns the sum.
 template <typename T>
 ATTN_INLINE T exponentials(T* s, int64_t padded, T shift) {
   using V = typename Vector<T>::type;

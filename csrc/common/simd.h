@@ -1,5 +1,5 @@
-// How CPU kernels reach AVX-512 and AVX2 from one source: the outer function of a loop is compiled once per
-// target and chosen when the library loads; what it calls is inlined into it.
+// AVX-512 and AVX2 from one source: a loop's outer function is compiled once per target and resolved when the
+// library loads; the functions it calls are inlined into it.
 #pragma once
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)

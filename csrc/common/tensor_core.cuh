@@ -1,7 +1,8 @@
-// Tensor cores: products of 16 x 16 and 16 x 8 matrices of half numbers, spread over a warp, summed in float.
+// Tensor cores: products of 16 x 16 and 16 x 8 matrices of 16-bit floats, distributed over a warp and
+// accumulated in float.
 //
-// Lane 4 g + c holds of A (16 x 16) rows g and g + 8, columns 2c, 2c + 1, 2c + 8 and 2c + 9; of B (16 x 8)
-// those rows of column g; of the sum (16 x 8) rows g and g + 8, columns 2c and 2c + 1.
+// Lane 4 g + c holds rows g and g + 8, columns 2c, 2c + 1, 2c + 8 and 2c + 9 of A (16 x 16); rows 2c, 2c + 1,
+// 2c + 8 and 2c + 9 of column g of B (16 x 8); rows g and g + 8, columns 2c and 2c + 1 of the sum (16 x 8).
 #pragma once
 
 #include "launch.cuh"
@@ -11,14 +12,15 @@ namespace attn_plugins {
 
 #ifdef __CUDACC__
 
-// True where the current device runs code that can multiply_add. The device alone cannot tell: a new one runs
-// old PTX too, in which the instruction is missing.
+// Returns true if the code that the current device runs supports multiply_add. The device alone does not
+// decide it: a new device also runs old PTX, which lacks the instruction.
 inline bool has_tensor_cores() {
   return code_architecture() >= 80;
 }
 
-// sum += A B (volatile: it must not move to where not all of a warp goes); A's pairs: row g, row g + 8, then
-// the same of columns + 8. All threads of a warp together.
+// sum += A B, called by all threads of a warp together. a0 and a1 are the pairs of A in rows g and g + 8; a2
+// and a3 are the same rows 8 columns on. The asm is volatile so that the compiler does not move it into a
+// branch that only part of the warp takes.
 template <class T>
 __device__ __forceinline__ void multiply_add(float (&sum)[4], unsigned a0, unsigned a1, unsigned a2,
                                              unsigned a3, unsigned b0, unsigned b1) {
@@ -37,7 +39,7 @@ __device__ __forceinline__ void multiply_add(float (&sum)[4], unsigned a0, unsig
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
   }
 #else
-  __trap();  // has_tensor_cores was not asked: an error, not a wrong sum
+  __trap();  // the caller did not check has_tensor_cores: fail rather than return a wrong sum
 #endif
 }
 

@@ -1,4 +1,4 @@
-// The few ATen operators that the kernels' drivers call, through torch's stable dispatcher.
+// The ATen operators that the kernels' drivers call through torch's stable dispatcher.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -23,8 +23,8 @@ Tensor call(const char* name, const char* overload, const Arguments&... argument
   return torch::stable::detail::to<Tensor>(stack[0]);
 }
 
-// (Not `permute`, `reshape`, `narrow`: argument-dependent look-up finds torch::stable's as well, where the
-// torch that compiles this has them.)
+// Not named `permute`, `reshape` and `narrow`: argument-dependent lookup would also find torch::stable's
+// functions of those names in versions of torch that have them.
 inline Tensor permuted(const Tensor& self, std::vector<int64_t> dims) {
   return call("aten::permute", "", self, dims);
 }
@@ -37,7 +37,7 @@ inline Tensor narrowed(Tensor self, int64_t dim, int64_t start, int64_t length) 
   return torch::stable::narrow(self, dim, start, length);
 }
 
-// A view that repeats axes of size 1; -1 keeps an axis.
+// View that repeats axes of size 1; a size of -1 keeps the axis.
 inline Tensor expanded(const Tensor& self, std::vector<int64_t> sizes) {
   return call("aten::expand", "", self, sizes, false);
 }
@@ -64,7 +64,7 @@ inline Tensor zeros_like_options(const Tensor& self, std::vector<int64_t> sizes,
   return torch::stable::new_zeros(self, sizes, dtype);
 }
 
-// out = a @ b for matrices.
+// out = a @ b.
 inline void mm_out(const Tensor& out, const Tensor& a, const Tensor& b) {
   call("aten::mm", "out", a, b, out);
 }
@@ -74,7 +74,7 @@ inline void bmm_out(const Tensor& out, const Tensor& a, const Tensor& b) {
   call("aten::bmm", "out", a, b, out);
 }
 
-// a + b, broadcast. (The stable dispatcher takes no Scalar, so no add_ and no addmm: this is its one sum.)
+// a + b with broadcasting. The stable dispatcher cannot pass a Scalar, which rules out add_ and addmm.
 inline Tensor add(const Tensor& a, const Tensor& b) {
   return torch::stable::subtract(a, b, -1.0);
 }

@@ -1,5 +1,4 @@
-// Moving between (images, pixels, channels) and (images, channels, pixels), and adding a bias to rows of
-// pixels.
+// Transposition between (images, pixels, channels) and (images, channels, pixels), and addition of a bias.
 #pragma once
 
 #include "divisor.cuh"
@@ -10,14 +9,14 @@ namespace attn_plugins {
 
 constexpr int kTile = 32;
 
-// out (images, columns, rows), contiguous = in (images, rows, columns), whose elements lie at
+// Writes the contiguous out (images, columns, rows) from in (images, rows, columns), whose elements lie at
 // image * image_stride + row * row_stride + column.
 template <class In, class Out>
 __global__ void __launch_bounds__(kThreads)
     transpose_kernel(const In* __restrict__ in, Out* __restrict__ out, int64_t rows, int64_t columns,
                      int64_t image_stride, int64_t row_stride, int64_t row_tiles, int64_t column_tiles) {
   __shared__ Out
-      tile[kTile][kTile + (sizeof(Out) == 2 ? 2 : 1)];  // an odd number of words a row: no bank conflicts
+      tile[kTile][kTile + (sizeof(Out) == 2 ? 2 : 1)];  // odd number of words per row: no bank conflicts
   const int64_t image = blockIdx.x / (row_tiles * column_tiles);
   const int64_t in_image = blockIdx.x % (row_tiles * column_tiles);
   const int64_t row = in_image / column_tiles * kTile, column = in_image % column_tiles * kTile;
@@ -38,7 +37,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// sum += part, both contiguous.
+// sum += part; both are contiguous.
 template <class T>
 __global__ void __launch_bounds__(kThreads)
     accumulate_kernel(accumulate_t<T>* __restrict__ sum, const T* __restrict__ part, int64_t count) {
@@ -46,7 +45,7 @@ __global__ void __launch_bounds__(kThreads)
   if (at < count) sum[at] += widen(part[at]);
 }
 
-// rows (count, width) += bias (width); N elements to a thread, N divides width.
+// rows (count, width) += bias (width). Each thread adds N elements, and N divides width.
 template <class T, int N>
 __global__ void __launch_bounds__(kThreads)
     add_bias_kernel(T* __restrict__ rows, const T* __restrict__ bias, int64_t count, int64_t width) {
@@ -61,7 +60,8 @@ __global__ void __launch_bounds__(kThreads)
   store(rows + at, value);
 }
 
-// planes (images, channels, pixels) += bias (channels); N elements to a thread, `vectors` threads to a plane.
+// planes (images, channels, pixels) += bias (channels). Each thread adds N elements; `vectors` threads cover
+// a plane.
 template <class T, int N>
 __global__ void __launch_bounds__(kThreads)
     add_plane_bias_kernel(T* __restrict__ planes, const T* __restrict__ bias, int64_t count, Divisor vectors,

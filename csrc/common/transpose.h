@@ -1,4 +1,4 @@
-// Transposition of a batch of matrices by tiles that stay in the first-level cache.
+// Transposition of a batch of matrices in tiles that stay in the L1 cache.
 #pragma once
 
 #include <algorithm>
@@ -7,7 +7,7 @@
 
 namespace attn_plugins {
 
-// One tile of a transposition: out (channels, pixels) = in (pixels, channels).
+// Transposes the tile of in (pixels, channels) at (row, column) into out (channels, pixels).
 template <class Out, class In>
 void transpose_tile(Out* __restrict out, const In* __restrict in, int64_t pixels, int64_t channels,
                     int64_t row, int64_t column) {

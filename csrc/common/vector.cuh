@@ -1,4 +1,5 @@
-// Short vectors of the four floating types: one memory access each, arithmetic in float (double for double).
+// Short vectors of the four floating-point types: a single memory access each, with arithmetic in float, or
+// in double for double.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -67,7 +68,7 @@ struct Bits<2> {
   using type = unsigned short;
 };
 
-// N elements of T, aligned to their size, as one register group.
+// N elements of T, aligned to their total size, in one register group.
 template <class T, int N>
 union Vector {
   using Word = typename Bits<N * sizeof(T)>::type;
@@ -77,7 +78,7 @@ union Vector {
   __device__ __forceinline__ Vector() : word{} {}  // zeros
 };
 
-// Of memory that no thread writes while the kernel runs.
+// Loads from memory that no thread writes while the kernel runs.
 template <class T, int N>
 __device__ __forceinline__ Vector<T, N> load_constant(const T* from) {
   Vector<T, N> v;
@@ -85,7 +86,7 @@ __device__ __forceinline__ Vector<T, N> load_constant(const T* from) {
   return v;
 }
 
-// Keeps the load of v ahead of what follows, even where v is used under a condition alone.
+// Keeps the load of v before the code that follows, even if v is only used conditionally.
 template <class T, int N>
 __device__ __forceinline__ void loaded(Vector<T, N>& v) {
 #ifdef __CUDA_ARCH__
@@ -119,7 +120,7 @@ __device__ __forceinline__ void widen(const Vector<T, N>& v, accumulate_t<T> (&x
   for (int e = 0; e < N; ++e) x[e] = widen(v.element[e]);
 }
 
-// Two neighbouring elements in a register.
+// Packs two neighbouring elements into a register.
 template <class T>
 __device__ __forceinline__ unsigned pack(float first, float second) {
   Vector<T, 2> v;
@@ -157,7 +158,7 @@ __device__ __forceinline__ Vector<T, N> narrow(const accumulate_t<T> (&x)[N]) {
   return v;
 }
 
-// A bfloat16 is the upper half of a float: an instruction an element, where they come as pairs.
+// A bfloat16 is the upper half of a float, so an element of a pair takes one instruction.
 template <int N>
 __device__ __forceinline__ void widen(const Vector<__nv_bfloat16, N>& v, float (&x)[N]) {
   if constexpr (N % 2 == 0) {
@@ -173,8 +174,8 @@ __device__ __forceinline__ void widen(const Vector<__nv_bfloat16, N>& v, float (
   }
 }
 
-// to[i] += x[i], atomically each. Four floats travel as one request where the chip can (sm_90). (No memory
-// clobber: no kernel here reads what it adds to, so loads may move past.)
+// to[i] += x[i], each atomically. Devices of sm_90 and later send four floats as one request. There is no
+// memory clobber: no kernel here reads what it adds to, so loads may be reordered around it.
 template <int N>
 __device__ __forceinline__ void add_atomically(float* to, const float (&x)[N]) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900

@@ -1,5 +1,5 @@
-// Vectors of one instruction set, for kernels that are compiled once per set: like them without an include
-// guard, and with VECTOR_BYTES defined by who includes it.
+// Vectors of one instruction set, for kernels that are compiled once per set. Like those kernels, this file
+// has no include guard and expects VECTOR_BYTES to be defined.
 
 template <typename T>
 struct Vector {
@@ -8,7 +8,7 @@ struct Vector {
   static constexpr int64_t lanes = VECTOR_BYTES / sizeof(T);
 };
 
-// A vector of elements as they lie in memory.
+// Loads a vector of elements without any alignment requirement.
 template <typename T>
 ATTN_INLINE typename Vector<T>::type load(const T* from) {
   return *reinterpret_cast<const typename Vector<T>::type*>(from);
@@ -27,7 +27,7 @@ ATTN_INLINE typename Vector<T>::type load(const BFloat16* from) {
   return widened<T>(*reinterpret_cast<const Halves*>(from));
 }
 
-// A vector of the first `count` elements, fewer than lanes; nothing behind them is read.
+// Loads the first `count` elements, fewer than the lanes, and reads nothing beyond them.
 template <typename T, typename E>
 ATTN_INLINE typename Vector<T>::type load_first(const E* from, int64_t count) {
   using V = typename Vector<T>::type;
@@ -55,8 +55,8 @@ ATTN_INLINE void store(typename Vector<T>::type vector, BFloat16* to) {
   *reinterpret_cast<Halves*>(to) = __builtin_convertvector(kept, Halves);
 }
 
-// exp(x) for x <= 0, by Exp's constants: 2^n * e^r, |r| <= ln(2) / 2. Below LOWEST the result is an exact 0;
-// NaN stays NaN.
+// exp(x) for x <= 0 as 2^n * e^r with |r| <= ln(2) / 2, by the constants of Exp. Below LOWEST the result is
+// exactly 0; NaN stays NaN.
 template <typename T>
 ATTN_INLINE typename Vector<T>::type exponential(typename Vector<T>::type x) {
   using V = typename Vector<T>::type;
@@ -73,8 +73,8 @@ ATTN_INLINE typename Vector<T>::type exponential(typename Vector<T>::type x) {
   return x < lowest ? zero : p * (V)power;
 }
 
-// log(x) for finite x >= 1, by x = 2^n * m with m about 1: log(m) = 2 artanh(s), s = (m - 1) / (m + 1), |s| <
-// 0.1716, as the sum of 2 s^(2i + 1) / (2i + 1). NaN stays NaN.
+// log(x) for finite x >= 1. With x = 2^n * m and m near 1, log(m) = 2 artanh(s) for s = (m - 1) / (m + 1),
+// |s| < 0.1716, computed as the sum of 2 s^(2i + 1) / (2i + 1). NaN stays NaN.
 template <typename T>
 ATTN_INLINE typename Vector<T>::type logarithm(typename Vector<T>::type x) {
   using V = typename Vector<T>::type;
@@ -94,7 +94,7 @@ ATTN_INLINE typename Vector<T>::type logarithm(typename Vector<T>::type x) {
   return x != x ? x : result;
 }
 
-// Zeros that begin on a cache line, so that no vector of a row spans two.
+// A zero-filled array that begins on a cache line, so that no vector of a row straddles two lines.
 template <typename T>
 class Buffer {
  public:
@@ -111,7 +111,7 @@ class Buffer {
   T* data_;
 };
 
-// Calls `body` with a pointer to the view's elements at (b, m, h, w), of T or of BFloat16.
+// Calls `body` with a pointer to the view's elements at (b, m, h, w), which are of T or BFloat16.
 template <typename T, typename Body>
 ATTN_INLINE void with_elements(const View<T>& view, int64_t b, int64_t m, int64_t h, int64_t w,
                                const Body& body) {

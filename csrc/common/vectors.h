@@ -1,5 +1,5 @@
-// What kernels of explicit vectors share whatever the instruction set: views, exp's constants, the choice of
-// the set.
+// Parts of the vectorised kernels that do not depend on the instruction set: tensor views, the constants of
+// exp, and the choice of the set.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -25,8 +25,8 @@ namespace {
 
 using torch::stable::Tensor;
 
-// The constants of exp(x) for x <= 0: adding SHIFTER leaves a number's integer part in the low bits; the
-// Taylor polynomial's error, highest power first, is below one rounding.
+// Constants of exp(x) for x <= 0. Adding SHIFTER leaves a number's integer part in the low bits. TAYLOR holds
+// the coefficients from the highest power down; the polynomial's error is below one rounding.
 template <typename T>
 struct Exp;
 
@@ -63,12 +63,13 @@ struct Exp<double> {
   static constexpr Bits BIAS = 1023, MANTISSA = 52;
 };
 
-// A (B, M, Hq, Wq, ·) view of elements of T, or of bfloat16, or nothing; stride 0 where it broadcasts.
+// A (B, M, Hq, Wq, ·) view of elements of T or bfloat16, null if the tensor is absent. A stride of 0
+// broadcasts.
 template <typename T>
 struct View {
   T* data = nullptr;
   int64_t stride[5] = {0, 0, 0, 0, 0};
-  bool bfloat16 = false;  // `data` points at numbers of BFloat16, and `at` may not be called
+  bool bfloat16 = false;  // `data` points to BFloat16 elements, and `at` must not be called
 
   View() = default;
   explicit View(const std::optional<Tensor>& tensor) {

@@ -1,5 +1,5 @@
-// Global attention on the CPU: everything between the projections in one pass over blocks of queries, one
-// parallel region a call. Here are the arguments, the choice of the instruction set and the entry points; the
+// Global attention on the CPU: everything between the projections in one pass over blocks of queries, with
+// one parallel region per call. This file holds the entry points and the choice of the instruction set; the
 // arithmetic is in cpu_global_kernel.h.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -20,18 +20,19 @@ namespace {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-// What one call works on. Packed matrices are contiguous, one after the other per (b, m); null where absent.
+// Operands of one call; absent ones are null. Packed matrices are contiguous, one after another for each
+// (b, m).
 template <typename T>
 struct Problem {
   int64_t B, M, Hq, Wq, Hk, Wk, d = 0, d_padded = 0, dv = 0, dv_padded = 0, keys_padded = 0, slots = 1;
   View<T> query, row, column, key_logits, log_sum_exp, output, grad_output, grad_query, grad_row, grad_column;
   const T* key_columns = nullptr;    // (d, keys_padded)
-  const T* key_rows = nullptr;       // (keys, d_padded); null: key_columns serve the query's gradient
-  const T* value_rows = nullptr;     // (keys, dv_padded); in the forward, one of the two
+  const T* key_rows = nullptr;       // (keys, d_padded); if null, the query's gradient uses key_columns
+  const T* value_rows = nullptr;     // (keys, dv_padded); the forward has one of the two
   const T* value_columns = nullptr;  // (dv, keys_padded)
-  T* grad_key = nullptr;             // (slots, d, keys_padded), added to
-  T* grad_value = nullptr;           // (slots, dv, keys_padded), added to
-  T* grad_key_logits = nullptr;      // (slots, keys), added to
+  T* grad_key = nullptr;             // (slots, d, keys_padded), +=
+  T* grad_value = nullptr;           // (slots, dv, keys_padded), +=
+  T* grad_key_logits = nullptr;      // (slots, keys), +=
   bool logits_wanted = false;
 };
 
@@ -66,7 +67,7 @@ Problem<T> problem(const std::optional<Tensor>& query, const std::optional<Tenso
   p.log_sum_exp = View<T>(log_sum_exp);
   p.key_columns = pointer<T>(key_columns);
   if (query.has_value()) p.d = query->size(4);
-  // The paddings follow the packing: whole vectors of 64 bytes.
+  // As packed: rounded up to whole vectors of 64 bytes.
   const int64_t lanes = 64 / sizeof(T);
   p.d_padded = (p.d + lanes - 1) / lanes * lanes;
   p.keys_padded = (keys + lanes - 1) / lanes * lanes;

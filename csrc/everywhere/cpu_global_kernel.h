@@ -1,10 +1,10 @@
-// The arithmetic of global attention for one instruction set. each_target.h includes this file once
-// per set, inside a namespace and under a target pragma, with VECTOR_BYTES defined; so no include guard and
-// no include but of the same kind. Explicit vectors keep the accumulators of the products in registers.
+// The arithmetic of global attention for one instruction set. each_target.h includes this file once per set,
+// inside a namespace and under a target pragma, with VECTOR_BYTES defined. It therefore has no include guard
+// and only includes files of the same kind. Explicit vectors keep the accumulators of the products in
+// registers.
 //
-// A task works on blocks of BLOCK queries of one head. Its logits stay in the second-level cache from the
-// first product to the last. Keys, values and gradients are padded to whole vectors of 64 bytes; pads hold
-// zeros.
+// A task works on blocks of BLOCK queries of one head, whose logits stay in the L2 cache from the first
+// product to the last. Keys, values and gradients are zero-padded to whole vectors of 64 bytes.
 
 constexpr int64_t BLOCK = 48;
 
@@ -12,10 +12,10 @@ constexpr int64_t BLOCK = 48;
 
 #include "common/product_kernel.h"
 
-// --- C (rows x columns) = A (rows x depth) * B^T (columns x depth), depth contiguous in both and whole
-// vectors
+// --- C (rows x columns) = A (rows x depth) * B^T (columns x depth)
 //
-// The form for few columns: what they lack of a whole vector costs nothing here.
+// The depth is contiguous in both and a whole number of vectors. This form suits few columns, because it does
+// not pad them to whole vectors.
 
 template <typename T, int ROWS, int COLUMNS>
 void dot_tile(const T* A, int64_t a_row, const T* B, int64_t b_row, T* C, int64_t c_row, int64_t depth) {
@@ -41,7 +41,7 @@ void dot_tile(const T* A, int64_t a_row, const T* B, int64_t b_row, T* C, int64_
 template <typename T, int COLUMNS>
 void dot_columns(const T* A, int64_t a_row, const T* B, int64_t b_row, T* C, int64_t c_row, int64_t rows,
                  int64_t depth) {
-  constexpr int ROWS = VECTOR_BYTES == 64 ? 4 : 2;  // with five columns, they fill the registers
+  constexpr int ROWS = VECTOR_BYTES == 64 ? 4 : 2;  // five columns then fill the registers
   int64_t i = 0;
   for (; i + ROWS <= rows; i += ROWS)
     dot_tile<T, ROWS, COLUMNS>(A + i * a_row, a_row, B, b_row, C + i * c_row, c_row, depth);
@@ -52,7 +52,7 @@ template <typename T>
 void dot_product(const T* A, int64_t a_row, const T* B, int64_t b_row, T* C, int64_t c_row, int64_t rows,
                  int64_t columns, int64_t depth) {
   for (int64_t tiles = (columns + 4) / 5; tiles > 0; --tiles) {
-    const int64_t width = (columns + tiles - 1) / tiles;  // of what is left, evenly
+    const int64_t width = (columns + tiles - 1) / tiles;  // of the remaining columns, shared evenly
     auto* tile = width == 5   ? dot_columns<T, 5>
                  : width == 4 ? dot_columns<T, 4>
                  : width == 3 ? dot_columns<T, 3>
@@ -64,9 +64,8 @@ void dot_product(const T* A, int64_t a_row, const T* B, int64_t b_row, T* C, int
 }
 
 // --- softmax and its gradient over one query's row of logits
-// ---------------------------------------------------
 
-// Adds what there is of row, column and key logits to the content logits.
+// Adds row, column and key logits, each if present, to the content logits. Absent column logits are zeros.
 template <typename T>
 ATTN_INLINE void add_logits(T* __restrict s, int64_t Hk, int64_t Wk, const T* row, int64_t row_stride,
                             const T* __restrict column, const T* __restrict key) {
@@ -84,7 +83,7 @@ ATTN_INLINE void add_logits(T* __restrict s, int64_t Hk, int64_t Wk, const T* ro
 
 template <typename T>
 ATTN_INLINE T sum_of(const T* g, int64_t keys) {
-  constexpr int64_t few = 8;  // a row of keys is short
+  constexpr int64_t few = 8;  // rows of keys are short
   T lane[few] = {};
   int64_t i = 0;
   for (; i + few <= keys; i += few)
@@ -96,7 +95,6 @@ ATTN_INLINE T sum_of(const T* g, int64_t keys) {
 }
 
 // --- blocks of queries
-// -----------------------------------------------------------------------------------------
 
 template <typename T>
 struct Scratch {
@@ -111,7 +109,7 @@ struct Scratch {
         scale(BLOCK) {}
 };
 
-// Rows of a (B, M, Hq, Wq, width) view, one after the other.
+// Copies rows of a (B, M, Hq, Wq, width) view, one after another.
 template <typename T>
 ATTN_INLINE void gather(const View<T>& view, const Problem<T>& p, int64_t b, int64_t m, int64_t first,
                         int64_t count, int64_t width, int64_t padded, T* to) {
@@ -130,8 +128,9 @@ ATTN_INLINE void scatter(const View<T>& view, const Problem<T>& p, int64_t b, in
   }
 }
 
-// scratch.weights = attention weights of queries first ... first + count - 1, 0 in the padding. `known`: the
-// log-sum-exp is read; else it is written, and the weights are still to be multiplied by scratch.scale.
+// Computes the attention weights of queries first ... first + count - 1 into s.weights, 0 in the padding. If
+// `known`, the log-sum-exp is read; otherwise it is written, and the caller multiplies the weights by
+// s.scale.
 template <typename T>
 ATTN_INLINE void attention_weights(const Problem<T>& p, Scratch<T>& s, int64_t b, int64_t m, int64_t first,
                                    int64_t count, bool known) {
@@ -160,7 +159,7 @@ ATTN_INLINE void attention_weights(const Problem<T>& p, Scratch<T>& s, int64_t b
       exponentials(line, p.keys_padded, *stored);
       continue;
     }
-    // All keys masked: no weight anywhere, and a log-sum-exp that repeats this in the backward.
+    // A fully masked query has weights of 0; a log-sum-exp of +inf gives the same in the backward.
     const T top = maximum(line, p.keys_padded);
     const bool masked = top == -std::numeric_limits<T>::infinity();
     const T sum = exponentials(line, p.keys_padded, masked ? T(0) : top);
@@ -169,7 +168,7 @@ ATTN_INLINE void attention_weights(const Problem<T>& p, Scratch<T>& s, int64_t b
   }
 }
 
-// Tasks are blocks of queries, all independent.
+// A task is a block of queries; tasks are independent.
 template <typename T>
 void forward_tasks(const Problem<T>& p, int64_t begin, int64_t end) {
   Scratch<T> s(p, false);
@@ -192,8 +191,8 @@ void forward_tasks(const Problem<T>& p, int64_t begin, int64_t end) {
   }
 }
 
-// Tasks are (b, m, slot): a slot's blocks follow each other and add to the slot's own gradients of the keys,
-// so the sums have one order whatever the number of threads.
+// A task is a (b, m, slot). A slot processes its blocks in order and adds to its own gradients of the keys,
+// so the order of summation does not depend on the number of threads.
 template <typename T>
 void backward_tasks(const Problem<T>& p, int64_t begin, int64_t end) {
   Scratch<T> s(p, true);
@@ -235,7 +234,7 @@ void backward_tasks(const Problem<T>& p, int64_t begin, int64_t end) {
           T* column = p.grad_column.at(b, m, h, w);
           for (int64_t x = 0; x < p.Wk; ++x) {
             column[x * p.grad_column.stride[4]] = total[x];
-            total[x] = 0;  // what absent column logits read
+            total[x] = 0;  // read by add_logits if there are no column logits
           }
         }
       }

@@ -1,5 +1,5 @@
-// Sequence attention on the CPU: arguments, the choice of the instruction set and the entry points; the
-// arithmetic is in cpu_sequence_kernel.h.
+// Sequence attention on the CPU: the entry points and the choice of the instruction set. The arithmetic is in
+// cpu_sequence_kernel.h.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
@@ -20,20 +20,20 @@ namespace {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-// What one call works on. Views are (B, M, 1, rows, width), those of gradients that are added to
-// (B or groups, M, slots, rows, width); a stride is 0 where a tensor broadcasts. A group is a run of batch
-// entries that one task works on, so that they can add to the same gradients.
+// Operands of one call. Views are (B, M, 1, rows, width); gradients that are accumulated into are
+// (B or groups, M, slots, rows, width). A stride of 0 broadcasts. A group is a run of batch entries that one
+// task processes, so that they can add to the same gradients.
 template <typename T>
 struct Problem {
   int64_t B, M, queries, S, K = 0, left = 0, start, d = 0, d_padded = 0, dv, dv_padded, slots, groups;
-  int64_t line;  // elements from one query's logits to the next one's
+  int64_t line;  // elements between the logits of consecutive queries
   bool causal, logits_wanted = false;
   bool band_by_group = false, outside_by_group = false, position_by_group = false;
-  bool direct = false;  // keys and values are read as they lie, for queries too few to pay for packing
+  bool direct = false;  // read keys and values in place: too few queries to pay for packing
   T scale;
   View<T> query, key, value, band, outside, position, log_sum_exp, output;
   View<T> grad_output, grad_query, grad_key, grad_value, grad_band, grad_outside, grad_position;
-  const bool* padding = nullptr;  // (B, S), true where there is no key
+  const bool* padding = nullptr;  // (B, S), true for padding
 };
 
 #define KERNEL "everywhere/cpu_sequence_kernel.h"
@@ -65,7 +65,7 @@ Problem<T> problem(const std::optional<Tensor>& query, const std::optional<Tenso
   if (band.has_value()) p.K = band->size(4), p.left = causal ? p.K - 1 : p.K / 2;
   if (key_padding_mask.has_value()) p.padding = static_cast<const bool*>(key_padding_mask->data_ptr());
   p.d_padded = padded(p.d), p.dv_padded = padded(p.dv);
-  // An odd number of cache lines: the logits of one key lie in many sets of a cache.
+  // An odd number of cache lines spreads the logits of one key over many cache sets.
   p.line = padded(p.S) / lanes % 2 ? padded(p.S) : padded(p.S) + lanes;
   return p;
 }

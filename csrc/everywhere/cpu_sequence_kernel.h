@@ -1,17 +1,17 @@
-// The arithmetic of sequence attention for one instruction set, included by each_target.h once per
-// set as cpu_global_kernel.h is by its own file.
+// The arithmetic of sequence attention for one instruction set; each_target.h includes this file once per
+// set, in the same way as cpu_global_kernel.h.
 //
-// A task works on one head and on every slots-th block of queries. It packs the head's keys and values
-// once, in panels that stay in the first-level cache while a block's logits are computed; these stay in the
-// second-level cache from the first product to the last.
+// A task works on one head and on every slots-th block of queries. It packs the head's keys and values once,
+// into panels that stay in the L1 cache while a block's logits are computed. The logits stay in the L2 cache
+// from the first product to the last.
 
 #include "common/vector_kernel.h"
 
 #include "common/product_kernel.h"
 
 constexpr int64_t BLOCK = 48;
-constexpr int64_t WHOLE = 64;  // so many queries, those of a window of 7 or 8 rows, are one block
-constexpr int64_t DEPTH = 96;  // rows of keys or values that a product over keys takes at a time
+constexpr int64_t WHOLE = 64;  // up to this many queries, a window of 8 x 8, make one block
+constexpr int64_t DEPTH = 96;  // rows of keys or values per step of a product over keys
 
 template <typename T>
 constexpr int64_t PANEL = 256 / sizeof(T);  // columns of a panel: four of the widest vectors
@@ -45,7 +45,7 @@ struct Scratch {
   }
 };
 
-// Rows of a (B, M, 1, N, width) view, one after the other, times `scale`.
+// Copies rows of a (B, M, 1, N, width) view, one after another, multiplied by `scale`.
 template <typename T>
 ATTN_INLINE void gather(const View<T>& view, int64_t b, int64_t m, int64_t first, int64_t count,
                         int64_t width, int64_t padded, T scale, T* __restrict to) {
@@ -77,7 +77,7 @@ ATTN_INLINE void scatter(const View<T>& view, int64_t b, int64_t m, int64_t slot
   });
 }
 
-// Rows of keys (N, width) as panels (N / PANEL, width, PANEL).
+// Packs rows (N, width) into panels (N / PANEL, width, PANEL).
 template <typename T>
 ATTN_INLINE void pack_panels(const View<T>& view, int64_t b, int64_t m, int64_t count, int64_t width,
                              T* __restrict to) {
@@ -114,7 +114,7 @@ ATTN_INLINE void row_product(const T* A, int64_t line, const T* rows, int64_t pa
             std::min(DEPTH, keys - k), k > 0);
 }
 
-// The same for few queries, without packing: weights (count x keys) of keys as they lie.
+// The logits of few queries (count x keys), from keys that are read in place.
 template <typename T>
 ATTN_INLINE void direct_logits(const Problem<T>& p, Scratch<T>& s, int64_t b, int64_t m, int64_t count,
                                int64_t keys) {
@@ -149,7 +149,7 @@ ATTN_INLINE void direct_mixture(const Problem<T>& p, Scratch<T>& s, int64_t b, i
   }
 }
 
-// The keys that query t sees, and of these its band: first ... last - 1.
+// The keys visible to query t, 0 ... keys - 1, and its band among them, first ... last - 1.
 template <typename T>
 struct Reach {
   int64_t position, keys, first, last;
@@ -160,8 +160,8 @@ struct Reach {
   }
 };
 
-// Greatest logits and sums of exponentials to log-sum-exps and factors of the weights. All keys masked: no
-// weight anywhere, and a log-sum-exp that repeats this in the backward.
+// Turns maxima of logits and sums of exponentials into log-sum-exps and factors of the weights. A fully
+// masked query has weights of 0; a log-sum-exp of +inf gives the same in the backward.
 template <typename T>
 ATTN_INLINE void finish(int64_t count, T* tops, T* sums) {
   using V = typename Vector<T>::type;
@@ -174,8 +174,9 @@ ATTN_INLINE void finish(int64_t count, T* tops, T* sums) {
   }
 }
 
-// Adds `position`, where it is given, to the logits of `keys`, sets those beyond to -inf, and returns the
-// greatest. In whole vectors: what is written in parts cannot be read at once as a whole.
+// Adds `position`, if given, to the logits of `keys`, sets the logits beyond to -inf, and returns the
+// maximum. Only whole vectors are stored: a vector load after narrower stores would stall on store
+// forwarding.
 template <typename T, typename E>
 ATTN_INLINE T complete(T* line, const E* position, int64_t keys, int64_t columns) {
   using V = typename Vector<T>::type;
@@ -203,9 +204,9 @@ ATTN_INLINE T complete(T* line, const E* position, int64_t keys, int64_t columns
   return over_all_lanes<T, false>(top);
 }
 
-// scratch.weights = attention weights of queries first ... first + count - 1 on `columns` keys, 0 where there
-// is no key. `known`: the log-sum-exp is read; else it is written, and the weights are still to be multiplied
-// by scratch.scale.
+// Computes the attention weights of queries first ... first + count - 1 over `columns` keys into s.weights, 0
+// where there is no key. If `known`, the log-sum-exp is read; otherwise it is written, and the caller
+// multiplies the weights by s.scale.
 template <typename T>
 ATTN_INLINE void attention_weights(const Problem<T>& p, Scratch<T>& s, int64_t b, int64_t m, int64_t first,
                                    int64_t count, int64_t columns, bool known) {
@@ -265,7 +266,8 @@ ATTN_INLINE void attention_weights(const Problem<T>& p, Scratch<T>& s, int64_t b
   for (int64_t i = 0; i < count; ++i) *p.log_sum_exp.at(b, m, 0, first + i) = s.top[i];
 }
 
-// How many keys a block computes: those its last query sees, in whole vectors of 64 bytes; at least one.
+// The number of keys to compute for a block: those visible to its last query, rounded up to whole vectors of
+// 64 bytes.
 template <typename T>
 ATTN_INLINE int64_t columns_of(const Problem<T>& p, int64_t last) {
   constexpr int64_t lanes = 64 / sizeof(T);
@@ -300,7 +302,7 @@ ATTN_INLINE void add(E* __restrict to, const T* __restrict from, int64_t count) 
   for (int64_t k = 0; k < count; ++k) to[k] = E(T(to[k]) + from[k]);
 }
 
-// The gradients of the logits of one query: of its band, outside and position logits, all added to.
+// Adds one query's logit gradients to those of the band, outside and position logits.
 template <typename T>
 ATTN_INLINE void add_logit_gradients(const Problem<T>& p, int64_t group, int64_t b, int64_t m, int64_t slot,
                                      int64_t t, const T* __restrict slope) {
@@ -324,7 +326,7 @@ ATTN_INLINE void add_logit_gradients(const Problem<T>& p, int64_t group, int64_t
   }
 }
 
-// The gradients of one head's share of queries.
+// Computes the gradients of one head from the slot's share of its queries.
 template <typename T>
 void backward_head(const Problem<T>& p, Scratch<T>& s, int64_t group, int64_t b, int64_t m, int64_t slot) {
   const int64_t size = block_size(p), blocks = size ? (p.queries + size - 1) / size : 0, line = p.line;
@@ -369,7 +371,7 @@ void backward_head(const Problem<T>& p, Scratch<T>& s, int64_t group, int64_t b,
             s.grad_value.data());
 }
 
-// A task is a group's batch entries, one after the other, of one head and slot.
+// A task is one head and slot of a group; it processes the group's batch entries in order.
 template <typename T>
 void backward_tasks(const Problem<T>& p, int64_t begin, int64_t end) {
   Scratch<T> s(p, true);

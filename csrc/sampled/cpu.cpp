@@ -1,6 +1,6 @@
-// Deformable convolution on CPUs: deform_conv.h's drivers with the kernels of cpu_sampling.h. Threads share
-// out output pixels (and, where input gradients are summed, images and slices of channels: no atomics, so the
-// result does not depend on the number of threads).
+// Deformable convolution on CPUs: the drivers of deform_conv.h with the kernels of cpu_sampling.h. Threads
+// divide the output pixels among themselves, and for input gradients the images and slices of channels. There
+// are no atomics, so the result does not depend on the number of threads.
 #include "common/bfloat16.h"
 #include "common/transpose.h"
 #include "cpu_sampling.h"
@@ -8,7 +8,7 @@
 namespace attn_plugins {
 namespace {
 
-// What elements of E are computed in.
+// The type of arithmetic on elements of E.
 template <class E>
 struct Computed {
   using type = float;
@@ -18,7 +18,7 @@ struct Computed<double> {
   using type = double;
 };
 
-// Calls body(E()) with the element type of `t`.
+// Calls body(E()), E being the element type of `t`.
 template <class Body>
 void for_element(const Tensor& t, const Body& body) {
   switch (t.scalar_type()) {
@@ -46,7 +46,7 @@ Block<typename Computed<E>::type, E> make_block(const Geometry& g, const Tensor&
 }
 
 constexpr int64_t kPixelsPerTask = 8;
-constexpr int64_t kChannelsPerSlice = 16;  // one cache line of floats: no two threads write to one
+constexpr int64_t kChannelsPerSlice = 16;  // one cache line of floats, so that threads never share a line
 
 template <class E>
 void sample_backward_block(const Geometry& g, const Tensor& input, const Tensor& offset, const Tensor& mask,
@@ -86,7 +86,7 @@ void sample_backward_block(const Geometry& g, const Tensor& input, const Tensor&
   });
 }
 
-// Whether products of bfloat16 are faster than those of float here: by instructions of their own.
+// Returns true if the CPU has instructions for bfloat16 products, which are then faster than those of float.
 bool multiplies_bfloat16() {
 #if defined(__x86_64__) && defined(__GNUC__)
   static const bool found = [] {
@@ -100,17 +100,18 @@ bool multiplies_bfloat16() {
 }
 
 struct CpuKernels {
-  // A block's columns: few blocks, for all threads meet after each, yet a small part of a whole batch's.
+  // Memory for a block's columns: large enough for few blocks, since all threads synchronise after each, yet
+  // a small part of the columns of a whole batch.
   static constexpr int64_t kBlockBytes = 12 << 20;
 
-  // The blocks of a chunk, of equal size.
+  // Pixels per block, such that the blocks of a chunk have equal sizes.
   static int64_t block_pixels(const Geometry& g, int64_t element_bytes) {
     const int64_t most = pixels_of_bytes(g, element_bytes, kBlockBytes);
     const int64_t blocks = std::max<int64_t>(1, (g.pixels() + most - 1) / most);
     return std::max<int64_t>(1, (g.pixels() + blocks - 1) / blocks);
   }
 
-  // Images of about two blocks: their channels-last copies stay small as well.
+  // Images that fill about two blocks, so that their channels-last copies stay small as well.
   static int64_t images_per_chunk(const Geometry& g, int64_t element_bytes) {
     const int64_t pixels = 2 * pixels_of_bytes(g, element_bytes, kBlockBytes);
     return std::clamp<int64_t>(pixels / std::max<int64_t>(1, g.Ho * g.Wo), 1, std::max<int64_t>(1, g.N));
@@ -153,7 +154,7 @@ struct CpuKernels {
     sum = add(sum, to_dtype(part, accumulate_type(part)));
   }
 
-  // Rows are written faster than planes, a whole vector of channels at a time.
+  // Rows are faster to write than planes: a whole vector of channels at a time.
   static bool writes_planes(const Geometry&, int64_t) { return false; }
   static int64_t images_per_copy(const Geometry& g, int64_t) { return g.N; }
   static void add_plane_bias(const Tensor&, const Tensor&) {}

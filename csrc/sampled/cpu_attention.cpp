@@ -1,5 +1,5 @@
-// Deformable attention on the CPU: no sample is written out. Here are the arguments, the choice of the
-// instruction set and the entry points; the arithmetic is in cpu_attention_kernel.h.
+// Deformable attention on the CPU, without materialising samples. This file holds the entry points and the
+// choice of the instruction set; the arithmetic is in cpu_attention_kernel.h.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
@@ -19,9 +19,9 @@ namespace {
 
 using torch::headeronly::ScalarType;
 
-constexpr int64_t BLOCK = 256;  // queries of a forward's task
+constexpr int64_t BLOCK = 256;  // queries per task of the forward
 
-// The map of every point of a query: its size, and its first row among the values.
+// For every point of a query, the size of its map and the map's first row among the values.
 template <typename T>
 struct Levels {
   std::vector<T> height, width;
@@ -39,14 +39,15 @@ struct Levels {
   }
 };
 
-// What one call works on; null where absent. All but the value are contiguous: (B, Q, M, ...).
+// Operands of one call; absent ones are null. All except the value are contiguous (B, Q, M, ...).
 template <typename T>
 struct Problem {
   View<T> value;  // (B, S, M, d)
   const T *locations, *weights;
   Levels<T> levels;
   int64_t B, S, M, d, Q, P, blocks;
-  // Gathering from a head's rows is slower where other heads lie between them, by more than packing costs.
+  // With several heads, a head's rows are not contiguous; gathering from them then costs more than packing
+  // them once, if there are enough samples.
   bool packs;
   T* output = nullptr;
   const T* grad_output = nullptr;

@@ -1,18 +1,19 @@
-// Deformable attention for one instruction set: included once per set by common/each_target.h. A task is a
-// head and a block of its queries. Vectors run along a head's channels; the four corners of a sample have
-// sums of their own, so that no addition waits for another.
+// The arithmetic of deformable attention for one instruction set; common/each_target.h includes this file
+// once per set. A task of the forward is a head and a block of its queries. Vectors run along a head's
+// channels. The four corners of a sample have separate sums, which keeps the additions independent.
 
 #include "common/vector_kernel.h"
 
-// Where the samples of one query lie: rows of the head's values, which hold `stride` numbers each; those
-// outside the map have the row -1, and no weight but one that multiplies zeros.
+// The samples of one query: for each of their corners, the row among the head's values and the weight. A
+// corner outside the map has row -1, and its weight multiplies zeros.
 template <typename T>
 class Samples {
  public:
   explicit Samples(int64_t points)
       : points_(points), numbers_(10 * points), rows_(4 * points), dy(numbers_.data()), dx(dy + points) {}
 
-  // Bilinear weights are (1 - dy) (1 - dx), ..., times the attention weight where `attended`.
+  // Computes rows and weights. A corner's weight is its bilinear weight, (1 - dy) (1 - dx) for the first,
+  // times the attention weight.
   ATTN_INLINE void locate(const Levels<T>& levels, const T* locations, const T* weights) {
     T* __restrict w = corner_weights();
     int64_t* __restrict row = rows_.data();
@@ -22,7 +23,7 @@ class Samples {
     for (int64_t p = 0; p < P; ++p) {
       const T height = levels.height[p], width = levels.width[p];
       const T x = locations[2 * p] * width - T(0.5), y = locations[2 * p + 1] * height - T(0.5);
-      // Written so that NaN, too, is outside; nothing outside is converted to an integer.
+      // Comparisons that also put NaN outside: values outside must not be converted to an integer.
       const bool inside = (y >= T(-1)) & (y < height) & (x >= T(-1)) & (x < width);
       const T yi = inside ? y : T(-1), xi = inside ? x : T(-1);
       const T y0 = std::floor(yi), x0 = std::floor(xi);
@@ -67,8 +68,7 @@ ATTN_INLINE T sum_of_lanes(typename Vector<T>::type v) {
   return v[0];
 }
 
-// A head's values, packed where that pays: rows of `stride` numbers, of which a multiple of the lanes is
-// read.
+// A head's values, packed if that pays off: rows of `stride` numbers, read in whole vectors.
 template <typename T>
 struct Rows {
   const T* data;
@@ -78,7 +78,7 @@ struct Rows {
   ATTN_INLINE const T* at(int64_t row) const { return row < 0 ? nothing : data + row * stride; }
 };
 
-// output[first .. first + VECTORS * lanes) of one query.
+// Computes output[first, first + VECTORS * lanes) of one query.
 template <typename T, int VECTORS>
 ATTN_INLINE void mix(const Samples<T>& samples, int64_t points, const Rows<T>& values, int64_t first,
                      T* output) {
@@ -105,7 +105,7 @@ ATTN_INLINE int64_t padded_width(int64_t width) {
   return (width + Vector<T>::lanes - 1) / Vector<T>::lanes * Vector<T>::lanes;
 }
 
-// What tasks of one thread share: the head that they work on, packed, and rows of zeros.
+// Shared by the tasks of one thread: the current head's values, packed, and a row of zeros.
 template <typename T>
 class Head {
  public:
@@ -163,8 +163,8 @@ void forward_range(const Problem<T>& p, int64_t begin, int64_t end) {
   }
 }
 
-// products[i] = <gradient, corner i> of all samples, and, where `sums` is not null, weight_i * gradient added
-// to the sums' row of corner i.
+// Adds <gradient, corner i> to products[i] for all samples and, unless `sums` is null, weight_i * gradient to
+// the row of corner i in `sums`.
 template <typename T, int VECTORS>
 ATTN_INLINE void spread(Samples<T>& samples, int64_t points, const Rows<T>& values, const T* gradient,
                         int64_t first, T* sums, int64_t stride) {
@@ -193,7 +193,7 @@ ATTN_INLINE void spread(Samples<T>& samples, int64_t points, const Rows<T>& valu
   }
 }
 
-// A task is a head, so that its sums have one order whatever the number of threads.
+// A task is a whole head, so that the order of summation does not depend on the number of threads.
 template <typename T>
 void backward_range(const Problem<T>& p, int64_t begin, int64_t end) {
   constexpr int64_t lanes = Vector<T>::lanes;

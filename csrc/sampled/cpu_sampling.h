@@ -1,5 +1,6 @@
-// Deformable convolution on a CPU: bilinear samples into columns, and back, for ranges of output pixels.
-// Arithmetic in T, operands and columns of E, which is T or bfloat16; vectors run over a pixel's channels.
+// CPU kernels of deformable convolution: bilinear samples into columns, and back, for ranges of output
+// pixels. Arithmetic is in T; operands and columns are of E, which is T or bfloat16. Vectors run over a
+// pixel's channels.
 #pragma once
 
 #include <algorithm>
@@ -15,8 +16,8 @@ namespace {
 
 using Geometry = DeformConvGeometry;
 
-// One bilinear sample: where its four pixels lie in an image (H, W, C), in elements and -1 where outside, and
-// what each weighs; dy and dx are the fractions that the weights come from.
+// One bilinear sample: the offsets, in elements, of its four pixels in an image (H, W, C), -1 if outside, and
+// their weights, which derive from the fractions dy and dx.
 template <class T>
 struct Sample {
   int64_t corner[4];
@@ -45,7 +46,7 @@ ATTN_INLINE Sample<T> locate(const Geometry& g, const Taps<E>& taps, int64_t n, 
     const TapStrides& sm = taps.mask_strides;
     s.mask = T(taps.mask[n * sm.n + tap * sm.channel + oy * sm.y + ox * sm.x]);
   }
-  // Written so that a NaN, too, is outside; nothing outside is ever converted to an integer.
+  // The negated comparison also puts NaN outside: values outside must not be converted to an integer.
   if (!(y >= T(-1) && y < T(g.H) && x >= T(-1) && x < T(g.W))) {
     for (int i = 0; i < 4; ++i) s.corner[i] = -1, s.weight[i] = 0;
     s.dy = s.dx = 0;
@@ -73,7 +74,7 @@ ATTN_INLINE bool is_outside(const Sample<T>& s) {
   return s.corner[0] < 0 && s.corner[1] < 0 && s.corner[2] < 0 && s.corner[3] < 0;
 }
 
-// Calls body(n, pixel index in the block, oy, ox) for pixels [begin, end) of the block that starts at
+// Calls body(n, pixel index within the block, oy, ox) for pixels [begin, end) of the block that starts at
 // `start`.
 template <class Body>
 ATTN_INLINE void for_pixels(const Geometry& g, int64_t start, int64_t begin, int64_t end, const Body& body) {
@@ -88,7 +89,7 @@ ATTN_INLINE void for_pixels(const Geometry& g, int64_t start, int64_t begin, int
   }
 }
 
-// Calls body(first channel, count, offset into the columns) for the runs of channels of [begin, end) that are
+// Calls body(first channel, count, offset into the columns) for each run of channels in [begin, end) that is
 // contiguous in columns (G, length, K, Cg) at pixel p and tap k.
 template <class Body>
 ATTN_INLINE void for_runs(const Geometry& g, int64_t length, int64_t p, int64_t k, int64_t begin, int64_t end,
@@ -101,7 +102,8 @@ ATTN_INLINE void for_runs(const Geometry& g, int64_t length, int64_t p, int64_t 
   }
 }
 
-// A block's operands; zero_row stands in for pixels outside the map, so that inner loops have no branch.
+// Operands of a block. zero_row stands in for pixels outside the map, which keeps branches out of inner
+// loops.
 template <class T, class E>
 struct Block {
   Geometry g;
@@ -144,7 +146,7 @@ ATTN_INLINE void sample_range(const Block<T, E>& b, E* columns, int64_t begin, i
   });
 }
 
-// sums[i] += <grad, corner i>; and, where `column` is not null, the sample itself.
+// sums[i] += <grad, corner i>. Unless `column` is null, also writes the sample to it.
 template <class T, class E>
 ATTN_INLINE void corner_products(T* sums, E* __restrict column, const E* __restrict grad,
                                  const E* __restrict a, const E* __restrict b, const E* __restrict c,
@@ -177,9 +179,9 @@ struct TapGradients {
   TapStrides offset_strides, mask_strides;
 };
 
-// Locates every sample of pixels [begin, end) for the scatter that follows; writes the columns and the offset
-// and mask gradients where they are wanted. With s_i = <grad column, corner i>, every one of them is a
-// combination of the four s_i.
+// Locates every sample of pixels [begin, end) for the scatter that follows, and writes the columns and the
+// offset and mask gradients if they are needed. These gradients are combinations of the four
+// s_i = <grad column, corner i>.
 template <class T, class E>
 ATTN_INLINE void tap_gradients_range(const Block<T, E>& b, const E* grad_columns, E* columns,
                                      const TapGradients<E>& grads, Sample<T>* samples, int64_t begin,
@@ -229,8 +231,7 @@ ATTN_INLINE void accumulate(S* __restrict out, const E* __restrict grad, T weigh
   for (int64_t i = 0; i < count; ++i) out[i] = S(T(out[i]) + weight * T(grad[i]));
 }
 
-// Adds the gradients of pixels [begin, end), all of one image, to channels [first, last) of the input
-// gradient.
+// Adds the gradients of pixels [begin, end) of one image to channels [first, last) of its input gradient.
 template <class T, class E>
 ATTN_INLINE void scatter_range(const Block<T, E>& b, const E* grad_columns, const Sample<T>* samples,
                                T* grad_image, int64_t begin, int64_t end, int64_t first, int64_t last) {
@@ -253,7 +254,7 @@ ATTN_INLINE void scatter_range(const Block<T, E>& b, const E* grad_columns, cons
   }
 }
 
-// The functions that are compiled once per instruction set (templates cannot be).
+// Functions that are compiled once per instruction set; target_clones does not apply to templates.
 #define ATTN_DEFORM_KERNELS(T, E)                                                                         \
   ATTN_TARGETS void sample(const Block<T, E>& b, E* columns, int64_t begin, int64_t end) {                \
     sample_range(b, columns, begin, end);                                                                 \

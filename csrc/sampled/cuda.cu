@@ -1,4 +1,4 @@
-// Deformable convolution on CUDA: deform_conv.h's drivers with the kernels of cuda.cuh.
+// Deformable convolution on CUDA: the drivers of deform_conv.h with the kernels of cuda.cuh.
 #include "cuda.cuh"
 
 namespace attn_plugins {

@@ -1,5 +1,5 @@
 // The kernels that the drivers of deform_conv.h call on a GPU. Matrix products go to ATen, so torch's
-// own switches (allow_tf32, float32_matmul_precision, reduced-precision reductions) rule them.
+// switches (allow_tf32, float32_matmul_precision, reduced-precision reductions) apply to them.
 #pragma once
 
 #include <algorithm>
@@ -25,21 +25,21 @@ struct CudaKernels {
   static ScalarType accumulate_type(const Tensor& t) {
     return t.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
   }
-  // One buffer instead of two: half the memory, and half the cache that a block needs.
+  // One buffer instead of two halves the memory and the cache that a block needs.
   static constexpr bool columns_replace_gradients = true;
 
-  // Output pixels of one GEMM, about. Two wishes meet here. Its tiles should fill the chip: with tiles of
-  // 128 pixels x 64 output channels one wave is multiprocessors * 128 * 64 / out_channels pixels; the columns
-  // of such a block take 19.5 MB in half precision and 39 MB in float32 on 132 multiprocessors where
-  // C = out_channels and K = 9, whatever C is. And the columns should still be in the second-level cache when
-  // the GEMM reads them, so they get at most two thirds of it (40 of 60 MB on an H200, 27 of 40 MB on an
-  // A100). ATTN_PLUGINS_BLOCK_PIXELS overrides it, for tuning runs.
+  // Approximate number of output pixels per GEMM. Two goals limit it. The tiles of the GEMM should fill the
+  // chip: with tiles of 128 pixels x 64 output channels, one wave is multiprocessors * 128 * 64 /
+  // out_channels pixels. If C = out_channels and K = 9, the columns of such a block take 19.5 MB in half
+  // precision and 39 MB in float32 on 132 multiprocessors, for any C. The columns should also still be in the
+  // L2 cache when the GEMM reads them, so they may take at most two thirds of it (40 of 60 MB on an H200, 27
+  // of 40 MB on an A100). ATTN_PLUGINS_BLOCK_PIXELS overrides the number for tuning runs.
   //
-  // Working memory that follows, in MB, for N = 16, C = out_channels = 256, 64 x 64 pixels, K = 9 on 132
-  // multiprocessors, against the column buffer of the whole batch (blocks of 4096 pixels; chunks of four
-  // images in the forward pass, of one in the backward):
+  // The resulting working memory in MB, for N = 16, C = out_channels = 256, 64 x 64 pixels and K = 9 on 132
+  // multiprocessors, compared with the column buffer of the whole batch (blocks of 4096 pixels; chunks of
+  // four images in the forward pass and of one image in the backward):
   //                                                     bfloat16                   float32
-  //   columns (over their own gradients in backward)    18.9                       37.7
+  //   columns (replacing their gradients in backward)   18.9                       37.7
   //   packed weight                                     1.2                        2.4
   //   input of four images, channels-last               8.4                        16.8
   //   forward                                           28.5 of 302 (9.4 %)        56.9 of 604 (9.4 %)
@@ -47,8 +47,8 @@ struct CudaKernels {
   //   sums of an image's input gradient, float32        4.2                        4.2
   //   sum and part of the weight gradient               2.4 + 1.2                  2.4 + 2.4
   //   backward                                          32.1 of 302 (10.6 %)       57.5 of 604 (9.5 %)
-  // tests/ops/sampled/test_deform_conv_cuda.py holds it to that. A channels-last input needs no copy of input
-  // and rows.
+  // tests/ops/sampled/test_deform_conv_cuda.py checks these figures. A channels-last input needs no copies of
+  // input and rows.
   static int64_t target_pixels(const Geometry& g, int64_t element_bytes) {
     if (const char* forced = std::getenv("ATTN_PLUGINS_BLOCK_PIXELS")) {
       return std::max<int64_t>(1, std::strtoll(forced, nullptr, 10));
@@ -59,30 +59,31 @@ struct CudaKernels {
     return std::max<int64_t>(256, std::min(wave, cached));
   }
 
-  // Images whose pixels make about one block: their channels-last copies and their gradient sums (float32,
-  // also of half inputs) are then a few MB and stay in cache as well.
+  // Images whose pixels make about one block. Their channels-last copies and gradient sums (float32 even for
+  // half inputs) then take a few MB and stay in cache as well.
   static int64_t images_per_chunk(const Geometry& g, int64_t element_bytes) {
     const int64_t image = std::max<int64_t>(1, g.Ho * g.Wo);
     const int64_t target = target_pixels(g, element_bytes);
     const int64_t images = std::clamp<int64_t>((target + image / 2) / image, 1, std::max<int64_t>(1, g.N));
-    return divide_up(g.N, std::max<int64_t>(1, divide_up(g.N, images)));  // chunks of equal size
+    return divide_up(g.N, std::max<int64_t>(1, divide_up(g.N, images)));  // for chunks of equal size
   }
 
-  // Tiles of the products are then aligned, and few of them are cut at an image's end.
+  // True if the tiles of the products are aligned and few of them are cut off at the end of an image.
   static bool writes_planes(const Geometry& g, int64_t element_bytes) {
     const int64_t pixels = g.Ho * g.Wo;
     return pixels * element_bytes % 16 == 0 && (pixels >= 1024 || pixels % 128 == 0);
   }
 
-  // Images whose channels-last copy takes half the memory of a block's columns, or of one block: few
-  // launches.
+  // Images whose channels-last copy takes half the memory of a block's columns, but at least
+  // images_per_chunk, to keep the number of launches small.
   static int64_t images_per_copy(const Geometry& g, int64_t element_bytes) {
     const int64_t map = std::max<int64_t>(1, g.H * g.W);
     const int64_t images = target_pixels(g, element_bytes) * g.taps() / (2 * map);
     return std::clamp<int64_t>(images, images_per_chunk(g, element_bytes), std::max<int64_t>(1, g.N));
   }
 
-  // The blocks of a chunk, of equal size but for whole tiles of 128 rows.
+  // Pixels per block, such that the blocks of a chunk have equal sizes, rounded up to whole tiles of 128
+  // rows.
   static int64_t block_pixels(const Geometry& g, int64_t element_bytes) {
     const int64_t target = target_pixels(g, element_bytes);
     const int64_t blocks = std::max<int64_t>(1, (g.pixels() + target / 2) / target);
@@ -92,7 +93,7 @@ struct CudaKernels {
   template <class T>
   static SamplingProblem<T> problem(const Geometry& g, const Tensor& input, const Tensor& offset,
                                     const Tensor& mask, int64_t start, int64_t length) {
-    // Places, channels and what divides them are 32-bit in the kernels; what they address is not.
+    // Pixel numbers, channels and their divisors are 32-bit in the kernels; addresses are 64-bit.
     constexpr int64_t limit = std::numeric_limits<int32_t>::max();
     const auto small = [](std::initializer_list<int64_t> numbers) {
       return std::ranges::all_of(numbers, [](int64_t n) { return n <= limit; });
@@ -129,13 +130,12 @@ struct CudaKernels {
     return {t.stride(0), t.stride(1), t.stride(2), t.stride(3)};
   }
 
-  // Chooses the teams for vectors of `width` channels and returns how many blocks of threads they fill. A
-  // pixel's taps are shared out among several teams where there are too few pixels to fill the chip with
-  // warps.
+  // Sets the teams for vectors of `width` channels and returns the number of thread blocks they fill. If
+  // there are too few pixels to fill the chip with warps, several teams share a pixel's taps.
   template <class T>
   static int64_t assign_teams(SamplingProblem<T>& p, int width, bool slice_channels) {
     const int vectors = p.offset_group_channels / width;
-    p.lanes_log2 = slice_channels ? 0 : 2;  // sum_over_team
+    p.lanes_log2 = slice_channels ? 0 : 2;  // sum_over_team needs 4 lanes
     while ((1 << p.lanes_log2) < std::min(vectors, 32)) ++p.lanes_log2;
     const int64_t slices = slice_channels ? divide_up(vectors, int64_t(1) << p.lanes_log2) : 1;
     p.channel_slices = Divisor(slices);
@@ -179,7 +179,7 @@ struct CudaKernels {
       grads.grad_mask = data_of<T>(grad_mask);
       if (grad_offset.defined()) grads.offset_strides = plane_strides(grad_offset);
       if (grad_mask.defined()) grads.mask_strides = plane_strides(grad_mask);
-      // grad_input is a fresh array, aligned to far more than four floats.
+      // grad_input needs no check: it is a new allocation, aligned to far more than four floats.
       for_width<T>({p.group_channels, p.offset_group_channels}, {p.input, grads.grad_columns, grads.columns},
                    [&](auto, auto width) {
                      const int64_t blocks = assign_teams(p, width, false);
@@ -196,7 +196,7 @@ struct CudaKernels {
     });
   }
 
-  // out (images, columns, rows) = t (images, rows, columns), with the strides given.
+  // Transposes t (images, rows, columns), of the given strides, into out (images, columns, rows).
   static void transpose_images(const Tensor& t, const Tensor& out, int64_t images, int64_t rows,
                                int64_t columns, int64_t image_stride, int64_t row_stride) {
     const int64_t row_tiles = divide_up(rows, kTile), column_tiles = divide_up(columns, kTile);
@@ -208,7 +208,7 @@ struct CudaKernels {
         launch(transpose_kernel<Out, Out>, blocks, data_of<const Out>(t), to, rows, columns, image_stride,
                row_stride, row_tiles, column_tiles);
       } else {
-        using In = accumulate_t<Out>;  // the sums of half gradients
+        using In = accumulate_t<Out>;  // float sums of half gradients
         launch(transpose_kernel<In, Out>, blocks, data_of<const In>(t), to, rows, columns, image_stride,
                row_stride, row_tiles, column_tiles);
       }

@@ -1,9 +1,9 @@
-// Deformable attention on a GPU: a team of neighbouring threads (a power of two, at most a warp) serves one
-// head of one query, each thread a vector of its channels. Teams of a query's heads are neighbours: together
-// they read the query's locations and write its output without gaps.
+// CUDA kernels of deformable attention. A team of neighbouring threads (a power of two, at most a warp) works
+// on one head of one query; each thread takes a vector of its channels. The teams of a query's heads are
+// neighbours, so that together they read contiguous locations and write a contiguous output.
 //
-// The points are gone through in rounds: each thread locates some samples of its block's teams, and then all
-// teams read theirs (cuda_bilinear.cuh).
+// A team goes through its points in rounds: its threads locate kRound samples each, and then all of them read
+// these samples (cuda_bilinear.cuh).
 #pragma once
 
 #include <algorithm>
@@ -18,28 +18,28 @@
 namespace attn_plugins {
 
 constexpr int kMostLevels = 16;
-constexpr int kRound = 2;  // samples that a thread locates at a time
+constexpr int kRound = 2;  // samples that a thread locates per round
 
 struct AttentionLevel {
   int height, width, first_pixel;
-  int last_point;  // points of this level and those before it
+  int last_point;  // number of points of this level and the levels before it
 };
 
 struct AttentionProblem {
-  int64_t teams, S;  // teams: B * Q * M, times the slices of a head's channels
+  int64_t teams, S;  // teams: B * Q * M * slices
   int M, d, P, levels;
   int lanes_log2;
-  Divisor slices, heads, queries;  // of a head's channels (in the forward pass only); by M, by Q
+  Divisor slices, heads, queries;  // by the slices of a head's channels (1 in the backward), by M and by Q
   AttentionLevel level[kMostLevels];
 };
 
-// Of one (b, q, m): where the team's numbers begin, in elements.
+// Where the data of a team's (b, q, m) begin.
 struct AttentionTeam {
   int64_t index;  // (b * Q + q) * M + m: its row of locations, weights and outputs
-  int64_t head;   // of pixel 0 in (B, S, M, d)
+  int64_t head;   // element of pixel 0 in (B, S, M, d)
   int slice;
 
-  // Team `number` of the block. Where there is none, the last one stands in.
+  // Team `number` of the block. Beyond the last team, the last one stands in.
   __device__ __forceinline__ AttentionTeam(const AttentionProblem& p, int number) {
     const int64_t team = int64_t(blockIdx.x) * (kThreads >> p.lanes_log2) + number;
     int m, q;
@@ -50,10 +50,10 @@ struct AttentionTeam {
   }
 };
 
-// The block's teams, and what a thread is in them.
+// The teams of a block, and the role of a thread in them.
 struct AttentionLayout {
   int lanes, lane, teams, own;
-  bool writes;  // its team is none that stands in
+  bool writes;  // false if its team is a stand-in
 
   __device__ __forceinline__ explicit AttentionLayout(const AttentionProblem& p) {
     const int thread = static_cast<int>(threadIdx.x);
@@ -64,11 +64,11 @@ struct AttentionLayout {
     writes = int64_t(blockIdx.x) * teams + own < p.teams;
   }
 
-  // Of the samples that a round stages, that of the team's point: neighbouring teams' are neighbours.
+  // The index of the team's point among the staged samples; those of neighbouring teams are neighbours.
   __device__ __forceinline__ int slot(int point) const { return point * teams + own; }
 };
 
-// A point's level and sample. Points of a level follow those of the one before.
+// Locates a point's sample and returns its level. Points are ordered by level.
 template <class A>
 __device__ __forceinline__ const AttentionLevel& locate(const AttentionProblem& p, const A* locations,
                                                         int point, Sample<A>* sample) {
@@ -81,7 +81,7 @@ __device__ __forceinline__ const AttentionLevel& locate(const AttentionProblem& 
   return found;
 }
 
-// Stages points [first, first + count) of every team: a team's own lanes locate its points.
+// Stages points [first, first + count) of every team. The lanes of a team locate its points.
 template <class A, int SLOTS>
 __device__ __forceinline__ void stage(const AttentionProblem& p, const AttentionLayout& layout,
                                       const A* locations, const A* weights, int first, int count,
@@ -97,7 +97,7 @@ __device__ __forceinline__ void stage(const AttentionProblem& p, const Attention
   }
 }
 
-// Adds the weighted samples of POINTS points, in flight together, to N channels.
+// Adds the weighted samples of POINTS points to N channels. Their loads are in flight together.
 template <int POINTS, class T, int N, class Points>
 __device__ __forceinline__ void add_points(const Points& staged, int slot, int teams, const T* head,
                                            int pixel_bytes, accumulate_t<T> (&total)[N]) {
@@ -111,7 +111,7 @@ __device__ __forceinline__ void add_points(const Points& staged, int slot, int t
 #pragma unroll
   for (int u = 0; u < POINTS; ++u) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) loaded(corner[u][i]);  // or the compiler loads behind the condition
+    for (int i = 0; i < 4; ++i) loaded(corner[u][i]);  // or the compiler moves the loads behind the condition
   }
 #pragma unroll
   for (int u = 0; u < POINTS; ++u) {
@@ -120,7 +120,7 @@ __device__ __forceinline__ void add_points(const Points& staged, int slot, int t
   }
 }
 
-// output = sum of weighted samples; N channels to a thread.
+// output = sum of weighted samples. Each thread takes N channels.
 template <class T, int N>
 __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2 : 4)
     attend_kernel(const AttentionProblem p, const T* __restrict__ value,
@@ -137,7 +137,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2 : 4)
   A total[N] = {};
   for (int first = 0; first < p.P; first += kRound * layout.lanes) {
     const int count = min(kRound * layout.lanes, p.P - first);
-    if (first > 0) __syncthreads();  // the round before has been read
+    if (first > 0) __syncthreads();  // wait until the previous round has been read
     stage(p, layout, locations + team.index * p.P * 2, weights + team.index * p.P, first, count, &staged);
     __syncthreads();
     int point = 0;
@@ -150,7 +150,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2 : 4)
   if (active && layout.writes) store(output + team.index * p.d + c, narrow<T>(total));
 }
 
-// Results of the backward; nullptr where not needed. The value's is added to.
+// Results of the backward pass; nullptr if not needed. The kernel adds to the value's gradient.
 template <class A>
 struct AttentionGradients {
   A *value, *locations, *weights;
@@ -164,7 +164,7 @@ __global__ void __launch_bounds__(kThreads, 2)
                            const AttentionGradients<accumulate_t<T>> grads) {
   using A = accumulate_t<T>;
   __shared__ Staged<A, kThreads * kRound> staged;
-  __shared__ Four<A> sums[kThreads * kRound];  // <gradient, pixel> of the samples staged
+  __shared__ Four<A> sums[kThreads * kRound];  // <gradient, pixel> of the staged samples
   const AttentionLayout layout(p);
   const AttentionTeam team(p, layout.own);
   const int pixel_bytes = p.M * p.d * int(sizeof(T)), sum_bytes = p.M * p.d * int(sizeof(A));
@@ -172,7 +172,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   const T* output_gradient = grad_output + team.index * p.d;
   const int channels = layout.writes ? p.d : 0, own_channel = layout.lane * N;
   const bool needs_points = grads.locations || grads.weights;
-  // Most often a thread has one vector of channels, whose gradient is read once.
+  // A thread usually has a single vector of channels, so its gradient is read only once.
   Vector<T, N> own_gradient;
   if (own_channel < channels) own_gradient = load_constant<T, N>(output_gradient + own_channel);
 
@@ -231,7 +231,8 @@ __global__ void __launch_bounds__(kThreads, 2)
 
 namespace {
 
-// `forward`: the channels of a head that exceed a team's go to more teams, and a team may be a single thread.
+// If `forward`, several teams share the channels of a head that exceed one team's, and a team may be a single
+// thread.
 inline AttentionProblem attention_problem(const Tensor& value, const Tensor& weights,
                                           const std::vector<int64_t>& shapes,
                                           const std::vector<int64_t>& points, int vector, bool forward) {
@@ -241,7 +242,7 @@ inline AttentionProblem attention_problem(const Tensor& value, const Tensor& wei
   while (p.lanes_log2 < 5 && (int64_t(vector) << p.lanes_log2) < d) ++p.lanes_log2;
   const int64_t lanes = int64_t(1) << p.lanes_log2;
   const int64_t slices = forward ? std::max<int64_t>(1, (d + lanes * vector - 1) / (lanes * vector)) : 1;
-  if (!forward) p.lanes_log2 = std::max(p.lanes_log2, 2);  // sum_over_team
+  if (!forward) p.lanes_log2 = std::max(p.lanes_log2, 2);  // sum_over_team needs 4 lanes
   p.S = value.size(1), p.M = static_cast<int>(M), p.d = static_cast<int>(d), p.P = static_cast<int>(P);
   p.levels = static_cast<int>(points.size());
   p.teams = value.size(0) * Q * M * slices;
@@ -267,7 +268,7 @@ inline int64_t attention_blocks(const AttentionProblem& p) {
   return (p.teams + teams - 1) / teams;
 }
 
-// All tensors contiguous; locations and weights in the arithmetic's type.
+// All tensors are contiguous; locations and weights are of the type of the arithmetic.
 inline void deformable_attention_forward(Tensor value, Tensor locations, Tensor weights, Tensor output,
                                          std::vector<int64_t> shapes, std::vector<int64_t> points) {
   for_type(value.scalar_type(), [&](auto type) {
@@ -282,7 +283,7 @@ inline void deformable_attention_forward(Tensor value, Tensor locations, Tensor 
   });
 }
 
-// grad_value is added to, and of the arithmetic's type as the other gradients.
+// The gradients are of the type of the arithmetic. grad_value is accumulated into.
 inline void deformable_attention_backward(Tensor grad_output, Tensor value, Tensor locations, Tensor weights,
                                           std::optional<Tensor> grad_value,
                                           std::optional<Tensor> grad_locations,
@@ -295,7 +296,6 @@ inline void deformable_attention_backward(Tensor grad_output, Tensor value, Tens
       return t.has_value() ? static_cast<A*>(t->data_ptr()) : nullptr;
     };
     const AttentionGradients<A> grads{found(grad_value), found(grad_locations), found(grad_weights)};
-    // Sums are as wide as the gradient's vectors are in the arithmetic's type.
     for_width<T>({value.size(3)}, {value.data_ptr(), grad_output.data_ptr()}, [&](auto, auto width) {
       constexpr int N = decltype(width)::value;
       const auto p = attention_problem(value, weights, shapes, points, N, false);

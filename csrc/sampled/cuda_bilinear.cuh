@@ -1,9 +1,10 @@
-// Bilinear samples as a block of threads shares them: each is located once, by one thread, and handed to the
-// team of threads that reads its channels through shared memory.
+// Bilinear samples shared within a block of threads. One thread locates each sample and hands it, through
+// shared memory, to the team of threads that reads its channels.
 //
-// A sample has four pixels, and those outside the map read as 0. So that its readers need not ask, a row or
-// column of the sample that is outside is replaced by the one inside, and each of the two gets half of that
-// one's weight. All loads are then unconditional, and no weight of 0 meets an infinite stand-in.
+// A sample has four pixels, and those outside the map read as 0. To spare the readers the check, a row or
+// column outside the map is replaced by the one inside, and each of the two gets half of its weight. All
+// loads are then unconditional, and no substitute is multiplied by 0, which would turn an infinite value into
+// NaN.
 #pragma once
 
 #include <cstdint>
@@ -14,8 +15,8 @@
 
 namespace attn_plugins {
 
-// (row, column): the upper left pixel, from -1 on; dy, dx: the fractions. Where `near` is false, no pixel is
-// inside the map.
+// (row, column) is the upper left pixel, from -1 on; dy and dx are the fractions. If `near` is false, no
+// pixel is inside the map.
 template <class A>
 struct Sample {
   int row = 0, column = 0;
@@ -26,7 +27,7 @@ struct Sample {
 template <class A>
 __device__ __forceinline__ Sample<A> sample_at(A y, A x, int H, int W) {
   Sample<A> s;
-  // Written so that a NaN, too, is outside; nothing outside is ever converted to an integer.
+  // Comparisons that also put NaN outside: values outside must not be converted to an integer.
   s.near = y >= A(-1) && y < A(H) && x >= A(-1) && x < A(W);
   const A top = s.near ? floor(y) : A(0), left = s.near ? floor(x) : A(0);
   s.row = static_cast<int>(top);
@@ -36,25 +37,25 @@ __device__ __forceinline__ Sample<A> sample_at(A y, A x, int H, int W) {
   return s;
 }
 
-// Where a sample's four pixels are: the upper left one's number in the map, and how far on those to the right
-// and below are.
+// The four pixels of a sample: the number of the upper left pixel in the map, and the distances to the pixels
+// to the right and below.
 struct alignas(16) Place {
   int pixel, right, below, near;
 };
 
-// Of the four pixels, in the order upper left, upper right, lower left, lower right.
+// Values of the four pixels, in the order upper left, upper right, lower left, lower right.
 template <class A>
 struct alignas(16) Four {
   A of[4];
 };
 
-// The places and weights of a round of samples.
+// Places and weights of a round of samples.
 template <class A, int SLOTS = kThreads>
 struct Staged {
   Four<A> weights[SLOTS];
   Place places[SLOTS];
 
-  // Of a map H x W whose pixel 0 is number `first`; the weights are times `scale`.
+  // Stores a sample of an H x W map whose pixel 0 has number `first`. The weights are multiplied by `scale`.
   __device__ __forceinline__ void put(int slot, const Sample<A>& s, A scale, int H, int W, int first) {
     const bool above = s.row < 0, under = s.row + 1 >= H, before = s.column < 0, behind = s.column + 1 >= W;
     const A down = above ? s.dy / 2 : s.dy, up = above ? down : A(1) - s.dy;
@@ -68,7 +69,7 @@ struct Staged {
   }
 };
 
-// Pixel number `pixel` of a map whose pixels are `pixel_bytes` apart.
+// The address of pixel number `pixel` in a map whose pixels are `pixel_bytes` apart.
 template <class P>
 __device__ __forceinline__ P* pixel_at(P* map, int pixel, int pixel_bytes) {
   return reinterpret_cast<P*>(
@@ -89,7 +90,7 @@ struct Corners {
   }
 };
 
-// The weighted sum of four pixels' channels.
+// Adds the weighted sum of the four pixels' channels to `total`.
 template <class T, int N>
 __device__ __forceinline__ void blend(const Four<accumulate_t<T>>& weights, const Vector<T, N> (&corner)[4],
                                       accumulate_t<T> (&total)[N]) {
@@ -102,7 +103,7 @@ __device__ __forceinline__ void blend(const Four<accumulate_t<T>>& weights, cons
   }
 }
 
-// Of a sample's N channels: 0 where none of its pixels is inside.
+// Converts N channels of a sample to T, or returns 0 if none of its pixels is inside.
 template <class T, int N>
 __device__ __forceinline__ Vector<T, N> narrow_sample(const accumulate_t<T> (&total)[N], bool near) {
   Vector<T, N> value = narrow<T>(total);
@@ -110,8 +111,8 @@ __device__ __forceinline__ Vector<T, N> narrow_sample(const accumulate_t<T> (&to
   return value;
 }
 
-// What gradients of a sample's place and weight are made of: sums[i] is of products with pixel i as `put` has
-// it, so those of pixels outside go.
+// Derives the gradients of a sample's location and weight from `found`, the products with its four pixels.
+// Pixels outside the map are dropped, because `put` has replaced them.
 template <class A>
 struct PixelSums {
   A dy, dx, of[4];
@@ -126,7 +127,7 @@ struct PixelSums {
     of[3] = under && behind ? found.of[3] : A(0);
   }
 
-  // The sum with the sample itself, and its derivatives.
+  // The product with the sample itself, and its derivatives by y and x.
   __device__ __forceinline__ A sampled() const {
     return (A(1) - dy) * ((A(1) - dx) * of[0] + dx * of[1]) + dy * ((A(1) - dx) * of[2] + dx * of[3]);
   }
@@ -134,8 +135,9 @@ struct PixelSums {
   __device__ __forceinline__ A across() const { return (A(1) - dy) * (of[1] - of[0]) + dy * (of[3] - of[2]); }
 };
 
-// Sums four values over teams of `lanes` neighbouring threads, 4 at least, and stores the totals. The whole
-// warp together. Lanes soon take one value each, so that a step moves one, not four.
+// Sums four values over teams of `lanes` neighbouring threads, at least 4, and stores the totals. The whole
+// warp must call it together. After two steps each lane holds one of the four values, so that later steps
+// exchange one value instead of four.
 template <class A>
 __device__ __forceinline__ void sum_over_team(const A (&values)[4], int lane, int lanes, Four<A>* totals) {
   constexpr unsigned kWarp = 0xffffffffu;

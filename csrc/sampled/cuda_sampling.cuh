@@ -1,11 +1,10 @@
-// Device code of deformable convolution: bilinear samples into columns, and back.
+// CUDA kernels of deformable convolution: bilinear samples into columns, and back.
 //
-// The same function as cpu_sampling.h, cut for a GPU: a team of `lanes` neighbouring threads (a power of two,
-// at most a warp) serves one output pixel and one offset group, each lane a vector of channels. A block goes
-// through its teams' taps in rounds of `lanes` taps: each thread locates one sample of the round,
-// neighbouring threads those of neighbouring pixels, whose offsets are neighbours too, and then all teams
-// read theirs. Teams of neighbouring pixels share a block, whose overlapping reads then meet in the
-// first-level cache.
+// A team of `lanes` neighbouring threads (a power of two, at most a warp) works on one output pixel and one
+// offset group; each lane takes a vector of channels. A block goes through the taps of its teams in rounds of
+// `lanes` taps. In each round every thread first locates one sample; neighbouring threads locate samples of
+// neighbouring pixels, whose offsets are neighbours in memory. Then all teams read their samples. Teams of
+// neighbouring pixels share a block, so that their overlapping reads hit the L1 cache.
 #pragma once
 
 #include "common/divisor.cuh"
@@ -23,28 +22,28 @@ struct SamplingProblem {
   const T* offset;  // (N, D * K * 2, Ho, Wo)
   const T* mask;    // (N, D * K, Ho, Wo); nullptr: every mask is 1
   PlaneStrides offset_strides, mask_strides;
-  int64_t image;       // elements of one: H * W * C
-  int64_t group_step;  // elements from a group's columns to the next one's, less Cg: those of its channels
+  int64_t image;       // elements per image: H * W * C
+  int64_t group_step;  // elements between the columns of consecutive groups, minus Cg
   int start, length;   // the block of output pixels
   int C, H, W, taps;
   int stride_h, stride_w, pad_h, pad_w, dilation_h, dilation_w;
   int group_channels, offset_group_channels;
-  int pixel_bytes;  // of input: C * sizeof(T)
-  int lanes_log2;   // of a team
-  int slice_taps;   // a team's taps
-  // By Ho, Wo, Kw, group_channels, D, and how many teams share a pixel's taps and its channels (in sampling
-  // only; 1 in the backward pass).
+  int pixel_bytes;  // of an input pixel: C * sizeof(T)
+  int lanes_log2;   // log2 of the lanes of a team
+  int slice_taps;   // taps per team
+  // Divisors by Ho, Wo, Kw, group_channels, D, and by the numbers of teams that share a pixel's taps and its
+  // channels (the latter is 1 in the backward pass).
   Divisor rows, columns, kernel_columns, channel_groups, offset_groups, tap_slices, channel_slices;
 };
 
-// What a team works on.
+// The work of one team.
 struct Team {
   int pixel;  // within the block
   int n, oy, ox, offset_group, channel_slice;
-  int first_tap, taps;  // none where there is no such pixel
+  int first_tap, taps;  // no taps if the pixel does not exist
 };
 
-// Team number `number` of the grid. Where there is none, the last pixel stands in, with no taps.
+// Returns team `number` of the grid. Beyond the last team, the last pixel stands in, without taps.
 template <class T>
 __device__ __forceinline__ Team find_team(const SamplingProblem<T>& p, int number) {
   Team team;
@@ -60,11 +59,11 @@ __device__ __forceinline__ Team find_team(const SamplingProblem<T>& p, int numbe
   return team;
 }
 
-// The teams of a block and of a thread.
+// The teams of a block, and the roles of a thread in them.
 struct TeamLayout {
-  int lanes, lane, teams;  // teams of a block
-  int own;                 // number of the thread's team within the block
-  int located, tap;        // the sample that it locates in each round: of this team, and which of the round
+  int lanes, lane, teams;  // teams per block
+  int own;                 // the thread's team within the block
+  int located, tap;        // team and tap of the sample that the thread locates in each round
 
   template <class T>
   __device__ __forceinline__ explicit TeamLayout(const SamplingProblem<T>& p) {
@@ -77,18 +76,18 @@ struct TeamLayout {
     tap = thread / teams;
   }
 
-  // Where tap `tap` of the round lies among the staged samples: at the number of the thread that locates it.
+  // The index of the round's tap `tap` among the staged samples, which is the thread that locates it.
   __device__ __forceinline__ int slot(int tap) const { return tap * teams + own; }
 
   __device__ __forceinline__ int first() const { return static_cast<int>(blockIdx.x) * teams; }
 };
 
-// Where a tap's values lie in a tensor of one channel per (offset group, tap, component).
+// The index of a tap's value in a tensor with one channel per (offset group, tap, component).
 __device__ __forceinline__ int64_t plane_index(const PlaneStrides& s, const Team& t, int64_t channel) {
   return t.n * s.n + channel * s.channel + t.oy * s.y + t.ox * s.x;
 }
 
-// The sample of a team's tap, or one outside the map where it has no such tap.
+// Returns the sample of a team's tap, or a sample outside the map if the team has no such tap.
 template <class T>
 __device__ __forceinline__ Sample<accumulate_t<T>> locate(const SamplingProblem<T>& p, const Team& t, int tap,
                                                           accumulate_t<T>* mask) {
@@ -106,15 +105,16 @@ __device__ __forceinline__ Sample<accumulate_t<T>> locate(const SamplingProblem<
   return sample_at<A>(y, x, p.H, p.W);
 }
 
-// Columns are (G, length, K, Cg): (pixel, tap) of the first group begins at (pixel * K + tap) * Cg, and
-// channel c, of all groups, lies so far behind.
+// In columns (G, length, K, Cg), (pixel, tap) of the first group begins at (pixel * K + tap) * Cg. Returns
+// the distance from there to channel c, which counts through all groups.
 template <class T>
 __device__ __forceinline__ int64_t column_index(const SamplingProblem<T>& p, int c) {
   int rest;
   return p.channel_groups.divide(c, &rest) * p.group_step + c;
 }
 
-// `taps` samples, times mask, of N channels into columns; they are in flight together.
+// Writes N channels of TAPS samples, times mask, into the columns. The loads of all TAPS samples are in
+// flight together.
 template <int TAPS, class T, int N>
 __device__ __forceinline__ void sample_taps(const Staged<accumulate_t<T>>& staged, int slot, int teams,
                                             const T* image, int pixel_bytes, T* column, int column_step,
@@ -136,7 +136,7 @@ __device__ __forceinline__ void sample_taps(const Staged<accumulate_t<T>>& stage
   }
 }
 
-// columns = samples * mask; N channels to a lane.
+// columns = samples * mask. Each lane takes N channels.
 template <class T, int N>
 __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2 : 4)
     sample_kernel(const SamplingProblem<T> p, T* __restrict__ columns) {
@@ -154,7 +154,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2 : 4)
 
   for (int first = 0, round = 0; first < p.slice_taps; first += layout.lanes, round ^= 1) {
     const int count = min(layout.lanes, p.slice_taps - first);
-    Staged<A>& staged = rounds[round];  // the other one may still be read
+    Staged<A>& staged = rounds[round];  // other threads may still be reading the other one
     if (layout.tap < count) {
       A mask;
       const Sample<A> s = locate(p, located, first + layout.tap, &mask);
@@ -175,19 +175,19 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2 : 4)
   }
 }
 
-// Results of the backward pass; nullptr where not needed.
+// Gradients read and written by the backward pass; results that are not needed are nullptr.
 template <class T>
 struct SamplingGradients {
   const T* grad_columns;
-  T* columns;                   // may be grad_columns: every element is read and written by one thread
+  T* columns;                   // may equal grad_columns: one thread reads and writes each element
   accumulate_t<T>* grad_input;  // (N, H, W, C), +=
   T* grad_offset;
   T* grad_mask;
   PlaneStrides offset_strides, mask_strides;
 };
 
-// With s_i = <grad column, pixel i>, the gradients of a sample's coordinates and mask are combinations of
-// the s_i (Zhu et al. 2019, Eq. 4, differentiated).
+// Stores the gradients of a sample's coordinates and mask, which are combinations of
+// s_i = <grad column, pixel i> (derivative of Zhu et al. 2019, Eq. 4).
 template <class T>
 __device__ __forceinline__ void store_tap_gradients(const SamplingProblem<T>& p,
                                                     const SamplingGradients<T>& g, const Team& t, int tap,
@@ -208,7 +208,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     sample_backward_kernel(const SamplingProblem<T> p, const SamplingGradients<T> g) {
   using A = accumulate_t<T>;
   __shared__ Staged<A> staged;
-  __shared__ Four<A> sums[kThreads];  // of the samples staged
+  __shared__ Four<A> sums[kThreads];  // of the staged samples
   const TeamLayout layout(p);
   const Team own = find_team(p, layout.first() + layout.own);
   const Team located = find_team(p, layout.first() + layout.located);
@@ -232,7 +232,7 @@ __global__ void __launch_bounds__(kThreads, 2)
       const Place place = staged.places[slot];
       const Four<A> weights = staged.weights[slot];
       A products[4] = {};
-      // A team without the tap has nothing to read.
+      // A team without this tap reads nothing.
       const int channels = first + j < own.taps ? p.offset_group_channels : 0;
       for (int v = layout.lane * N; v < channels; v += layout.lanes * N) {
         const int c = first_channel + v;

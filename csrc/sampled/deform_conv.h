@@ -1,11 +1,11 @@
-// What the CPU and the CUDA deformable convolution share: the geometry, and the drivers that cut the work
-// into blocks of output pixels whose columns stay in cache, sample them with a kernel, and leave the rest to
-// GEMM.
+// Shared by the CPU and CUDA deformable convolutions: the geometry, and the drivers, which cut the work into
+// blocks of output pixels whose columns stay in cache, fill the columns with a sampling kernel, and leave the
+// rest to GEMM.
 //
 // Shapes: N batch, C channels, H x W input, Ho x Wo output, K = Kh * Kw taps, G groups (blocks of Cg = C / G
 // channels that share weights), D offset groups (blocks of Cd = C / D channels that share offsets).
-// Everything here is channels-last: an input pixel's channels are contiguous, so is a column's
-// (tap, channel).
+// Everything here is channels-last: the channels of an input pixel are contiguous, and so are the
+// (tap, channel) of a column.
 #pragma once
 
 #include <algorithm>
@@ -26,7 +26,7 @@ struct DeformConvGeometry {
   int64_t channels_per_offset_group() const { return C / offset_groups; }
 };
 
-// Strides, in elements, of a tensor (N, D * taps * components, Ho, Wo): offsets (2 components) or masks (1).
+// Strides, in elements, of offsets or masks (N, D * taps * components, Ho, Wo) with 2 or 1 components.
 struct TapStrides {
   int64_t n, channel, y, x;
 };
@@ -45,13 +45,13 @@ inline DeformConvGeometry deform_conv_geometry(const Tensor& input, const Tensor
           stride[1],      padding[0],     padding[1],     dilation[0],   dilation[1]};
 }
 
-// (N, C, H, W) of any strides -> (N, H, W, C), contiguous; no copy where the input is channels-last.
+// (N, C, H, W) of any strides -> contiguous (N, H, W, C); no copy if the input is channels-last.
 inline Tensor to_channels_last(const Tensor& t) {
   return contiguous(permuted(t, {0, 2, 3, 1}));
 }
 
-// The rule of plugins/ops/sampled/deform_conv.py's fake functions: a result is channels-last where its
-// source is.
+// Decides whether a result is channels-last: if its source is. The fake functions in
+// plugins/ops/sampled/deform_conv.py follow the same rule.
 inline bool is_channels_last(const Tensor& t) {
   if (t.is_contiguous()) return false;
   int64_t expected = 1;
@@ -62,14 +62,14 @@ inline bool is_channels_last(const Tensor& t) {
   return true;
 }
 
-// An uninitialised (N, channels, height, width) of like_type's dtype, channels-last or not.
+// An uninitialised (N, channels, height, width) tensor of like_type's dtype, channels-last or contiguous.
 inline Tensor empty_images(const Tensor& like_type, bool channels_last, int64_t N, int64_t channels,
                            int64_t height, int64_t width) {
   return channels_last ? permuted(empty_like_options(like_type, {N, height, width, channels}), {0, 3, 1, 2})
                        : empty_like_options(like_type, {N, channels, height, width});
 }
 
-// Images [start, start + count) of t; undefined where t is.
+// Images [start, start + count) of t; undefined if t is.
 inline Tensor images(const Tensor& t, int64_t start, int64_t count) {
   return t.defined() && t.size(0) != count ? narrowed(t, 0, start, count) : t;
 }
@@ -80,13 +80,13 @@ inline Tensor pack_weight(const Tensor& weight, const DeformConvGeometry& g) {
                   {g.groups, g.out_channels / g.groups, g.taps() * g.channels_per_group()});
 }
 
-// A chunk's rows [start, start + length) of (pixels, out_channels) as (G, length, out_channels / G).
+// Rows [start, start + length) of a chunk's (pixels, out_channels), viewed as (G, length, out_channels / G).
 inline Tensor group_rows(const Tensor& rows, int64_t start, int64_t length, const DeformConvGeometry& g) {
   return permuted(reshaped(narrowed(rows, 0, start, length), {length, g.groups, g.out_channels / g.groups}),
                   {1, 0, 2});
 }
 
-// Matrices of one group without the axis of groups: their products are plain ones.
+// Drops the axis of groups if there is one group, so that products are plain matrix products.
 inline Tensor matrices(const Tensor& t) {
   return t.size(0) == 1 ? torch::stable::select(t, 0, 0) : t;
 }
@@ -95,7 +95,7 @@ inline Tensor transposed(const Tensor& t) {
   return transpose(t, -2, -1);
 }
 
-// out = a @ b, of matrices or of one for each group.
+// out = a @ b, for matrices or batches of one matrix per group.
 inline void product_out(const Tensor& out, const Tensor& a, const Tensor& b) {
   if (a.dim() == 2) {
     mm_out(out, a, b);
@@ -104,15 +104,15 @@ inline void product_out(const Tensor& out, const Tensor& a, const Tensor& b) {
   }
 }
 
-// Columns of one block after another, in memory that all blocks of a call share.
+// The columns of the current block, in memory that all blocks of a call share.
 class __attribute__((visibility("hidden"))) Columns {
  public:
-  // Uninitialised matrices (groups, length, width), or (length, width) of one group, of like's dtype.
+  // Returns uninitialised matrices (groups, length, width) of like's dtype, or (length, width) for one group.
   const Tensor& resize(const Tensor& like, int64_t groups, int64_t length, int64_t width) {
     if (view_.defined() && groups_ == groups && length_ == length) return view_;
     const int64_t count = groups * length * width;
     if (!memory_.defined() || memory_.size(0) < count) {
-      memory_ = Tensor(), view_ = Tensor();  // free the old before the new is asked for
+      memory_ = Tensor(), view_ = Tensor();  // free the old memory before allocating the new
       memory_ = empty_like_options(like, {count});
     }
     const Tensor part = memory_.size(0) == count ? memory_ : narrowed(memory_, 0, 0, count);
@@ -127,37 +127,41 @@ class __attribute__((visibility("hidden"))) Columns {
   int64_t groups_ = 0, length_ = 0;
 };
 
-// Rows of a block whose columns take about `block_bytes`.
+// The number of rows whose columns take about `block_bytes`.
 inline int64_t pixels_of_bytes(const DeformConvGeometry& g, int64_t element_bytes, int64_t block_bytes) {
   const int64_t row = std::max<int64_t>(1, g.taps() * g.C * element_bytes);
   return std::clamp<int64_t>(block_bytes / row, 64, std::max<int64_t>(64, g.pixels()));
 }
 
-// The work is cut twice: into chunks of images, whose channels-last copies need not all exist at once, and
-// those into blocks of output pixels, whose columns stay in cache.
+// The work is cut twice: into chunks of images, so that their channels-last copies need not all exist at
+// once, and each chunk into blocks of output pixels, whose columns stay in cache.
 //
-// Kernels:
+// A `Kernels` class provides:
 //   static int64_t images_per_chunk(g, element_bytes)
-//   static int64_t block_pixels(g, element_bytes)  of a chunk's geometry g
-//   static constexpr bool columns_replace_gradients   sample_backward may write columns over grad_columns
-//   static Tensor channels_last(t)         (N, C, H, W) of any strides -> (N, H, W, C), contiguous
-//   static void channels_first(t, out)     (N, H, W, C), contiguous, -> out (N, C, H, W), contiguous,
-//                                          any dtype
+//   static int64_t block_pixels(g, element_bytes)    for the geometry g of a chunk
+//   static constexpr bool columns_replace_gradients
+//       True if sample_backward may overwrite grad_columns with columns.
+//   static Tensor channels_last(t)
+//       (N, C, H, W) of any strides -> contiguous (N, H, W, C).
+//   static void channels_first(t, out)
+//       Contiguous (N, H, W, C) -> contiguous out (N, C, H, W) of any dtype.
 //   static void sample(g, input, offset, mask, columns, start, length)
-//       columns (G, length, K, Cg) = bilinear samples times mask of output pixels [start, start + length).
+//       Writes bilinear samples times mask of output pixels [start, start + length) to columns
+//       (G, length, K, Cg).
 //   static void sample_backward(g, input, offset, mask, grad_columns, columns, grad_input, grad_offset,
 //                               grad_mask, start, length)
-//       columns as above where it is defined; grad_input (N, H, W, C), of dtype accumulate_type, += ;
-//       grad_offset, grad_mask = ; what is not needed is undefined (a default-constructed Tensor).
-//   static void add_bias(rows, bias)       rows (length, out_channels) += bias
-//   static bool writes_planes(g, element_bytes)   products go straight to (out_channels, Ho, Wo) of an image
-//   static int64_t images_per_copy(g, element_bytes)   then, instead of images_per_chunk
-//   static void add_plane_bias(planes, bias)      planes (N, out_channels, Ho, Wo) += bias
-//   static void accumulate(sum, part)      sum += part, in accumulate_type
-//   static ScalarType accumulate_type(t)   what gradients of input and weight are summed in
-//   static ScalarType compute_type(t)      what t is computed in
+//       Writes columns as above, adds to grad_input (N, H, W, C) of dtype accumulate_type, and overwrites
+//       grad_offset and grad_mask. Results that are not needed are undefined (default-constructed) tensors.
+//   static void add_bias(rows, bias)                 rows (length, out_channels) += bias
+//   static bool writes_planes(g, element_bytes)
+//       True if products are written directly to an image's (out_channels, Ho, Wo).
+//   static int64_t images_per_copy(g, element_bytes) replaces images_per_chunk if writes_planes
+//   static void add_plane_bias(planes, bias)         planes (N, out_channels, Ho, Wo) += bias
+//   static void accumulate(sum, part)                sum += part, in accumulate_type
+//   static ScalarType accumulate_type(t)             dtype of the sums of input and weight gradients
+//   static ScalarType compute_type(t)                dtype of the computation on t
 
-// One chunk: rows (pixels, out_channels) = the convolution of input (N, C, H, W); weight: matrices of
+// Convolves one chunk, input (N, C, H, W), into output rows (pixels, out_channels). weight: matrices of
 // (G, K * Cg, out / G).
 template <class Kernels>
 void deform_conv2d_rows(const DeformConvGeometry& g, const Tensor& input_, const Tensor& offset,
@@ -181,8 +185,9 @@ void deform_conv2d_rows(const DeformConvGeometry& g, const Tensor& input_, const
   }
 }
 
-// One chunk whose result is planes: output (N, out_channels, Ho, Wo), contiguous. No rows in between, no copy
-// of them. weight: matrices of (G, out / G, K * Cg). A block is of one image, or of several whole ones.
+// Convolves one chunk directly into planes, contiguous output (N, out_channels, Ho, Wo), which saves the rows
+// and their copy. weight: matrices of (G, out / G, K * Cg). A block covers part of one image or several whole
+// images.
 template <class Kernels>
 void deform_conv2d_planes(const DeformConvGeometry& g, const Tensor& input_, const Tensor& offset,
                           const Tensor& mask, const Tensor& weight, const Tensor& output, Columns& memory) {
@@ -249,21 +254,22 @@ Tensor deform_conv2d_driver(const Tensor& input_, const Tensor& offset_, const T
   return to_dtype(result, input_.scalar_type());
 }
 
-// What a chunk of the backward pass reads, and where its gradients go (undefined where not needed).
+// Inputs of a chunk's backward pass, and its gradients, undefined if not needed.
 struct __attribute__((visibility("hidden"))) DeformConvBackward {
   Tensor grad_output, input, offset, mask;  // (N, channels, height, width)
-  Tensor grad_input;                        // (N, H, W, C), of dtype accumulate_type, +=
-  Tensor grad_offset, grad_mask;            // =
+  Tensor grad_input;                        // (N, H, W, C), of dtype accumulate_type, accumulated
+  Tensor grad_offset, grad_mask;            // overwritten
 };
 
-// What the chunks of the backward pass share: columns (their gradients first, where one can be the other),
-// and the weight's gradient, of dtype accumulate_type, beside that of one block.
+// Shared by the chunks of the backward pass: memory for columns and their gradients (grad_columns serves both
+// if columns_replace_gradients), and the weight gradient, of dtype accumulate_type, beside one block's part.
 struct __attribute__((visibility("hidden"))) DeformConvSums {
   Columns grad_columns, columns;
   Tensor grad_weight, part;
 };
 
-// One chunk; weight: matrices of (G, out / G, K * Cg). Adds to sums.grad_weight, shaped alike.
+// Computes the gradients of one chunk and adds to sums.grad_weight. weight and sums.grad_weight: matrices of
+// (G, out / G, K * Cg).
 template <class Kernels>
 void deform_conv2d_backward_rows(const DeformConvGeometry& g, const DeformConvBackward& c,
                                  const Tensor& weight, bool needs_weight, DeformConvSums& sums) {
@@ -274,7 +280,7 @@ void deform_conv2d_backward_rows(const DeformConvGeometry& g, const DeformConvBa
   const bool needs_columns = c.grad_input.defined() || c.grad_offset.defined();
   for (int64_t start = 0; start < g.pixels(); start += block) {
     const int64_t length = std::min(block, g.pixels() - start);
-    // (G, length, out / G), or a matrix
+    // (G, length, out / G), or a matrix for one group
     const Tensor grad_rows = g.groups > 1           ? group_rows(grad_output, start, length, g)
                              : length == g.pixels() ? grad_output
                                                     : narrowed(grad_output, 0, start, length);
@@ -330,7 +336,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> deform_conv2d_backward_driver(
   DeformConvSums sums;
   Tensor grad_input, grad_weight, grad_offset, grad_mask;
   const bool channels_last = is_channels_last(input_);
-  const bool in_place = channels_last && sum_type == type;  // sums need no array of their own
+  const bool in_place = channels_last && sum_type == type;  // accumulate directly in grad_input
   if (needs_input) grad_input = empty_images(input, channels_last, g.N, g.C, g.H, g.W);
   if (needs_offset) {
     grad_offset = torch::stable::empty_like(offset);
@@ -365,7 +371,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> deform_conv2d_backward_driver(
   }
 
   const ScalarType out = input_.scalar_type();
-  const auto none = [&] { return empty_like_options(input_, {0}); };  // no two results may share memory
+  const auto none = [&] { return empty_like_options(input_, {0}); };  // results must not share memory
   if (needs_weight) {
     grad_weight =
         sums.grad_weight.defined() ? sums.grad_weight : zeros_like_options(weight, sizes_of(weight));

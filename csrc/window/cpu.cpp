@@ -1,5 +1,5 @@
-// Window attention on the CPU: no window is written out. Here are the arguments, the packing's geometry, the
-// choice of the instruction set and the entry points; the arithmetic is in cpu_kernel.h.
+// Window attention on the CPU, without materialising windows. This file holds the entry points, the geometry
+// of the packing and the choice of the instruction set; the arithmetic is in cpu_kernel.h.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
@@ -23,7 +23,7 @@ namespace {
 using attn_plugins::zeros_like_options;
 using torch::headeronly::ScalarType;
 
-// What one call works on; null where absent.
+// Operands and geometry of one call; absent operands are null.
 template <typename T>
 struct Problem {
   int64_t B, M, Hq, Wq, Hk, Wk, d = 0, dv;
@@ -31,19 +31,19 @@ struct Problem {
   bool zero_border;
   T scale;
   View<T> value_view, position, output, log_sum_exp, grad_query, grad_key, grad_value, grad_position;
-  // Packed: (heads, rows, phases, width, line) of keys, (heads, rows, width, line) of queries, which begin at
-  // `margin`, the farthest distance of a tap in its phase.
+  // Packed keys and values are (heads, rows, phases, width, line); packed queries and output gradients are
+  // (heads, rows, width, line) and begin at `margin`, the largest distance of a tap within its phase.
   int64_t line, margin;
   const T *key = nullptr, *value = nullptr, *query = nullptr, *gradient = nullptr;
-  const T* outside = nullptr;  // (phases, line): 0 on the map, -inf beside it
-  // The backward's, of `heads` heads from `first_head`: (heads, rows, taps, line).
+  const T* outside = nullptr;  // (phases, line): 0 inside the map, -inf outside
+  // Backward workspace of `heads` heads from `first_head`: (heads, rows, taps, line).
   T *weights = nullptr, *slopes = nullptr;
   int64_t first_head = 0, heads = 0;
   bool logits_wanted = false;
 
   int64_t taps() const { return kernel[0] * kernel[1]; }
-  // Logits alone, neighbouring windows over neighbouring keys; windows wide enough and channels
-  // enough for vectors along the channels to pay.
+  // True for position logits alone over dense windows that are wide enough, with enough channels, for vectors
+  // along the channels to pay off.
   bool predicted() const {
     const bool dense = stride[0] == 1 && stride[1] == 1 && dilation[0] == 1 && dilation[1] == 1;
     return d == 0 && position.data && dense && kernel[1] >= 7 && dv * sizeof(T) >= 32;
@@ -73,7 +73,7 @@ void run(Stage stage, const Problem<T>& p, int64_t tasks) {
 template <typename T>
 constexpr ScalarType COMPUTED = sizeof(T) == sizeof(double) ? ScalarType::Double : ScalarType::Float;
 
-// `tensor` packed, in a new tensor of zeros of T.
+// Packs `tensor` into a new zero-filled tensor of T.
 template <typename T>
 Tensor packed(const std::optional<Tensor>& tensor, int64_t phases, int64_t first, int64_t line) {
   Packing<T> p;
@@ -94,7 +94,7 @@ const T* data(const Tensor& tensor) {
   return static_cast<const T*>(tensor.data_ptr());
 }
 
-// A problem without its operands.
+// Returns the problem with everything but its packed operands and outputs.
 template <typename T>
 Problem<T> described(const std::optional<Tensor>& query, const Tensor& value,
                      const std::optional<Tensor>& position, const Tensor& log_sum_exp,
@@ -112,7 +112,7 @@ Problem<T> described(const std::optional<Tensor>& query, const Tensor& value,
   return p;
 }
 
-// A problem and the packed tensors that it points into.
+// A problem that owns the packed tensors it points into.
 template <typename T>
 struct Packed {
   Problem<T> p;
@@ -173,8 +173,8 @@ void backward(const Tensor& grad_output, const std::optional<Tensor>& query, con
   p.grad_query = View<T>(grad_query), p.grad_key = View<T>(grad_key), p.grad_value = View<T>(grad_value);
   p.grad_position = View<T>(grad_position);
   p.logits_wanted = p.grad_query.data || p.grad_key.data || p.grad_position.data;
-  // As many heads at once as share a bounded workspace, so that few heads as well as small maps occupy all
-  // threads. Zeros: margins are read, and never written.
+  // Process as many heads at a time as fit into a bounded workspace, so that small maps occupy all threads as
+  // well. The workspace starts as zeros because margins are read but never written.
   constexpr int64_t WORKSPACE = int64_t(1) << 23;  // elements
   const int64_t all = p.B * p.M, one = p.Hq * p.taps() * p.line;
   const bool keys_wanted = p.grad_key.data || p.grad_value.data;

@@ -1,18 +1,17 @@
-// The arithmetic of window attention for one instruction set. each_target.h includes this file once
-// per set, inside a namespace and under a target pragma, with VECTOR_BYTES defined; so no include guard and
-// no include but of the same kind.
+// The arithmetic of window attention for one instruction set. each_target.h includes this file once per set,
+// inside a namespace and under a target pragma, with VECTOR_BYTES defined. It therefore has no include guard
+// and only includes files of the same kind.
 //
 // Vectors run along the queries of a row. Keys, values, queries and gradients are packed as (row, phase,
-// channel, column), so that the key of a tap lies at one distance from its query for a whole vector: column j
-// of the padded map is element j / stride of phase j % stride. Two products remain, and both are sums over a
-// list of pointers: `dots` of a query with the keys of its taps, and `mixes` of rows by weights.
+// channel, column): column j of the padded map is element j / stride of phase j % stride, so all queries of a
+// vector have the key of a tap at the same distance. Two products remain, both sums over a list of pointers:
+// `dots` of a query with the keys of its taps, and `mixes` of rows by weights.
 
 #include "common/vector_kernel.h"
 
-constexpr int64_t TILE = 64;  // queries of a row that are computed together
+constexpr int64_t TILE = 64;  // queries of a row computed together
 
-// --- out[t] += scale * sum over c of left[c] * sources[t][c], one vector of columns
-// ---------------------------
+// --- out[t] += scale * sum over c of left[c] * sources[t][c], for one vector of columns
 
 template <typename T, int TAPS>
 ATTN_INLINE void dots_of(const T* left, const T* const* sources, int64_t shift, int64_t width, int64_t line,
@@ -42,8 +41,7 @@ void dots(const T* left, const T* const* sources, int64_t taps, int64_t shift, i
   for (; t < taps; ++t) dots_of<T, 1>(left, sources + t, shift, width, line, out + t, out_shift, scale);
 }
 
-// --- out[c] = sum over t of weights[t] * sources[t][c], one vector of columns
-// ------------------------------------
+// --- out[c] = sum over t of weights[t] * sources[t][c], for one vector of columns
 
 template <typename T, int ROWS>
 ATTN_INLINE void mixes_of(const T* const* weights, int64_t weight_shift, const T* const* sources,
@@ -76,13 +74,12 @@ void mixes(const T* const* weights, int64_t weight_shift, const T* const* source
 }
 
 // --- packing
-// -----------------------------------------------------------------------------------------------------
 
-// Columns 0 ... count - 1 of a row, to elements that begin at column `first` of the padded map.
+// Packs columns 0 ... count - 1 of a row, placing them from column `first` of the padded map on.
 template <typename E, typename T>
 ATTN_INLINE void pack_row(const E* from, int64_t column_stride, int64_t channel_stride, int64_t count,
                           int64_t width, int64_t phases, int64_t first, int64_t line, T* to) {
-  constexpr int64_t tile = 16;  // both sides of a transposition stay in the first-level cache
+  constexpr int64_t tile = 16;  // both sides of a transposition stay in the L1 cache
   for (int64_t x0 = 0; x0 < count; x0 += tile) {
     const int64_t end = std::min(count, x0 + tile);
     for (int64_t c = 0; c < width; ++c) {
@@ -112,14 +109,13 @@ void pack_tasks(const Packing<T>& p, int64_t begin, int64_t end) {
 }
 
 // --- a tile of queries
-// -------------------------------------------------------------------------------------------
 
 template <typename T>
 struct Scratch {
   Buffer<T> weights, slopes, mixed;
   std::vector<const T*> keys, values, weight_rows, slope_rows;
   std::vector<T*> weight_out, slope_out;
-  std::vector<int64_t> taps;  // those whose row is on the map
+  std::vector<int64_t> taps;  // whose row is inside the map
 
   Scratch(const Problem<T>& p, bool backward)
       : weights(p.weights ? 0 : p.taps() * TILE),
@@ -130,7 +126,7 @@ struct Scratch {
   }
 };
 
-// A tile's lists of pointers; the weights of tap t are at weights + t * step.
+// Lists the pointers of a tile's taps; the weights of tap t are at weights + t * step.
 template <typename T>
 ATTN_INLINE void list_taps(const Problem<T>& p, Scratch<T>& s, int64_t head, int64_t y, int64_t x0,
                            T* weights, T* slopes, int64_t step) {
@@ -152,7 +148,7 @@ ATTN_INLINE void list_taps(const Problem<T>& p, Scratch<T>& s, int64_t head, int
   }
 }
 
-// The logits of a tile, all taps; -inf outside the map unless the border is zeros.
+// Computes a tile's logits for all taps: -inf outside the map, unless the border counts as zeros.
 template <typename T>
 ATTN_INLINE void tile_logits(const Problem<T>& p, Scratch<T>& s, int64_t head, int64_t b, int64_t m,
                              int64_t y, int64_t x0, int64_t count, int64_t padded, T* weights, int64_t step) {
@@ -229,7 +225,7 @@ void forward_tasks(const Problem<T>& p, int64_t begin, int64_t end) {
       }
       mixes(s.weight_rows.data(), x, s.values.data(), x, int64_t(s.values.size()), p.dv, p.line,
             s.mixed.data() + x);
-      // All keys masked: no weight anywhere, and a log-sum-exp that repeats this in the backward.
+      // A query without keys has weights of 0; a log-sum-exp of +inf gives the same in the backward.
       const V scale = top == lowest ? V{} : T(1) / sum;
       for (int64_t c = 0; c < p.dv; ++c) *reinterpret_cast<V*>(s.mixed.data() + c * TILE + x) *= scale;
       const V infinite = V{} + std::numeric_limits<T>::infinity();
@@ -241,7 +237,8 @@ void forward_tasks(const Problem<T>& p, int64_t begin, int64_t end) {
   }
 }
 
-// Weights and slopes (the logits' gradients) of a tile; gradients of query and position logits.
+// Computes the weights and slopes (gradients of the logits) of tiles, and the gradients of query and position
+// logits.
 template <typename T>
 void query_tasks(const Problem<T>& p, int64_t begin, int64_t end) {
   using V = typename Vector<T>::type;
@@ -286,7 +283,7 @@ void query_tasks(const Problem<T>& p, int64_t begin, int64_t end) {
         for (int64_t c = 0; c < p.d; ++c) *reinterpret_cast<V*>(s.mixed.data() + c * TILE + x) *= p.scale;
       }
     }
-    // Queries beyond the row take no part in the sums over queries.
+    // Exclude the padding from the sums over queries.
     if (keep) {
       for (int64_t t = 0; t < taps; ++t)
         for (int64_t x = count; x < padded; ++x) weights[t * step + x] = slopes[t * step + x] = T(0);
@@ -304,20 +301,20 @@ void query_tasks(const Problem<T>& p, int64_t begin, int64_t end) {
   }
 }
 
-// Gradients of keys and values, gathered: every key sums over the queries whose windows hold it.
+// Gathers the gradients of keys and values: every key sums over the queries whose windows contain it.
 template <typename T>
 void key_tasks(const Problem<T>& p, int64_t begin, int64_t end) {
   constexpr int64_t lanes = Vector<T>::lanes;
   Buffer<T> mixed(std::max(p.d, p.dv) * TILE);
   std::vector<const T*> weights, slopes, gradients, queries;
-  const int64_t columns = (p.Wk + p.padding[1] + p.stride[1] - 1) / p.stride[1];  // of a phase
+  const int64_t columns = (p.Wk + p.padding[1] + p.stride[1] - 1) / p.stride[1];  // per phase
   const int64_t tiles = (columns + TILE - 1) / TILE, taps = p.taps();
   for (int64_t task = begin; task < end; ++task) {
     const int64_t u0 = task % tiles * TILE, phase = task / tiles % p.stride[1];
     const int64_t row = task / tiles / p.stride[1] % p.Hk, local = task / tiles / p.stride[1] / p.Hk;
     const int64_t head = p.first_head + local, m = head % p.M, b = head / p.M;
     const int64_t count = std::min(TILE, columns - u0), padded = (count + lanes - 1) / lanes * lanes;
-    // Elements of this tile that are columns of the map.
+    // Elements [from, to) of this tile are columns of the map.
     const int64_t first = u0 * p.stride[1] + phase - p.padding[1];
     int64_t from = 0, to = 0;
     if (first < 0) from = (-first + p.stride[1] - 1) / p.stride[1];

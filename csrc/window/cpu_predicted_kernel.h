@@ -1,10 +1,10 @@
-// Window attention by position logits alone, for one instruction set (see cpu_kernel.h, which includes this
-// file): dynamic convolution. There are no dot products, so that nothing has to be packed along the queries:
-// vectors run along the value's channels, and a span of neighbouring queries shares every value it loads.
+// Window attention with position logits alone, as in dynamic convolution, for one instruction set
+// (cpu_kernel.h includes this file). Without dot products nothing has to be packed along the queries: vectors
+// run along the value's channels, and a span of neighbouring queries shares every value it loads.
 
-constexpr int64_t SPAN = VECTOR_BYTES == 64 ? 8 : 4;  // queries that are computed together
+constexpr int64_t SPAN = VECTOR_BYTES == 64 ? 8 : 4;  // queries computed together
 
-// All lanes' greatest, NaN if there is one, or sum, in every lane.
+// Sum over all lanes, or their maximum (NaN if any lane is NaN), in every lane.
 template <typename T, bool SUM>
 ATTN_INLINE typename Vector<T>::type over_lanes(typename Vector<T>::type v) {
   using V = typename Vector<T>::type;
@@ -24,8 +24,9 @@ struct Softmax {
   T top, sum;
 };
 
-// weights = exp(logits - max) of `taps` >= lanes, those left out being -inf; their maximum and sum. The last
-// vector overlaps the one before it and is written first, so that nothing behind the last tap is read.
+// weights = exp(logits - max) over `taps` >= lanes logits, of which excluded ones are -inf. Returns the
+// maximum and the sum. The last vector overlaps the one before it, so that nothing beyond the last tap is
+// read; it is written first.
 template <typename T, typename E>
 ATTN_INLINE Softmax<T> exponentials(const E* logits, int64_t taps, T* weights) {
   using V = typename Vector<T>::type;
@@ -53,7 +54,7 @@ ATTN_INLINE Softmax<T> exponentials(const E* logits, int64_t taps, T* weights) {
   return {top[0], over_lanes<T, true>(sum)[0]};
 }
 
-// 1 / sum and log(sum) + top of a span's queries; 0 and +inf where all taps were left out.
+// Computes 1 / sum and log(sum) + top for the queries of a span; 0 and +inf if all taps are excluded.
 template <typename T>
 ATTN_INLINE void finish(const T* tops, const T* sums, T* scale, T* log_sum_exp) {
   using V = typename Vector<T>::type;
@@ -66,7 +67,8 @@ ATTN_INLINE void finish(const T* tops, const T* sums, T* scale, T* log_sum_exp) 
   }
 }
 
-// Adds the value at column j of the span's windows, which begin one column after another, to its queries.
+// Adds one column of values, weighted, to queries FIRST ... LAST - 1. The windows of neighbouring queries
+// begin one column apart, so the weight moves one tap back from query to query.
 template <typename T, int FIRST, int LAST, int VECTORS>
 ATTN_INLINE void mix_column(const T* weights, int64_t taps, const T* value,
                             typename Vector<T>::type (*sum)[VECTORS]) {
@@ -82,7 +84,7 @@ ATTN_INLINE void mix_column(const T* weights, int64_t taps, const T* value,
   }
 }
 
-// The columns that only the first queries see, or only the last.
+// Columns inside the windows of only the first queries, or only the last.
 template <typename T, int VECTORS, int... AT>
 ATTN_INLINE void mix_first(const T* weights, int64_t taps, const T* values, int64_t width,
                            typename Vector<T>::type (*sum)[VECTORS], std::integer_sequence<int, AT...>) {
@@ -94,8 +96,8 @@ ATTN_INLINE void mix_last(const T* weights, int64_t taps, const T* values, int64
   (mix_column<T, AT + 1, SPAN, VECTORS>(weights + AT, taps, values + AT * width, sum), ...);
 }
 
-// out[q] = scale[q] * sum over i and j of weights[q][i][j] * values[i][q + j], i of `rows`, j of `columns` >=
-// SPAN - 1.
+// out[q] = scale[q] * sum over i and j of weights[q][i][j] * values[i][q + j], for i < rows and j < columns,
+// where columns >= SPAN - 1.
 template <typename T, int VECTORS>
 ATTN_INLINE void mix_span(const T* weights, int64_t taps, int64_t columns, const T* values, int64_t value_row,
                           int64_t rows, int64_t width, const T* scale, T* out) {
@@ -117,7 +119,7 @@ ATTN_INLINE void mix_span(const T* weights, int64_t taps, int64_t columns, const
       *reinterpret_cast<V*>(out + q * width + c * Vector<T>::lanes) = sum[q][c] * scale[q];
 }
 
-// Copies `count` elements, in vectors where they lie side by side; the last two may overlap.
+// Copies `count` elements, as vectors if they are contiguous; the last two vectors may overlap.
 template <typename T, typename From, typename To>
 ATTN_INLINE void copy_strided(const From* from, int64_t from_step, int64_t count, To* to,
                               int64_t to_step = 1) {
@@ -130,15 +132,15 @@ ATTN_INLINE void copy_strided(const From* from, int64_t from_step, int64_t count
   store<T>(load<T>(from + count - lanes), to + count - lanes);
 }
 
-// Whether the logits of a query can be read as they lie: none is left out, and they fill vectors. `row` and
-// `column` of the map are the window's first.
+// Returns true if a query's logits can be read in place: none is excluded, and they fill a vector. `row` and
+// `column` are the map coordinates of the window's first tap.
 template <typename T>
 ATTN_INLINE bool readable(const Problem<T>& p, int64_t row, int64_t column) {
   const bool whole = row >= 0 && column >= 0 && row + p.kernel[0] <= p.Hk && column + p.kernel[1] <= p.Wk;
   return p.position.stride[4] == 1 && p.taps() >= Vector<T>::lanes && (whole || p.zero_border);
 }
 
-// The logits of a query copied to `room`, with -inf in the place of what is left out.
+// Copies a query's logits to `room`, with -inf in place of the excluded ones.
 template <typename T, typename E>
 ATTN_INLINE const T* copied(const Problem<T>& p, const E* logits, int64_t row, int64_t column, T* room) {
   constexpr T NONE = -std::numeric_limits<T>::infinity();
@@ -171,7 +173,7 @@ void predicted_tasks(const Problem<T>& p, int64_t begin, int64_t end) {
     const int64_t top = y - p.padding[0], left = x0 - p.padding[1];
     const int64_t first_row = std::clamp(-top, int64_t(0), p.kernel[0]);
     const int64_t last_row = std::clamp(p.Hk - top, first_row, p.kernel[0]);
-    // The values that the tile sees, zeros beside the map.
+    // The values inside the tile's windows, zeros outside the map.
     const int64_t from = std::clamp(-left, int64_t(0), reach), to = std::clamp(p.Wk - left, from, reach);
     for (int64_t i = first_row; i < last_row; ++i) {
       T* row = values.data() + i * reach * width;
@@ -186,11 +188,11 @@ void predicted_tasks(const Problem<T>& p, int64_t begin, int64_t end) {
     }
     for (int64_t x = 0; x < count; x += SPAN) {
       const int64_t queries = std::min(SPAN, count - x);
-      // Whole vectors; queries behind the row's last have a softmax of one key.
+      // Whole vectors; the padding beyond the row's last query has a maximum of 0 and a sum of 1.
       T tops[ROOM] = {}, sums[ROOM], scale[ROOM], log_sum_exp[ROOM];
       std::fill(sums, sums + ROOM, T(1));
       for (int64_t q = 0; q < queries; ++q) {
-        // Where heads lie side by side in memory, the hardware does not guess the next query's logits.
+        // The hardware does not prefetch the next query's logits if those of other heads lie between them.
         const int64_t ahead = std::min(SPAN, p.Wq - 1 - (x0 + x + q)) * p.position.stride[3];
         with_elements(p.position, b, m, y, x0 + x + q, [&](const auto* taken) {
           for (int64_t t = 0; t < taps; t += 64 / sizeof(*taken))
