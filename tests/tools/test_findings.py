@@ -31,22 +31,22 @@ def bleu(value: float, interval: float = 3.0) -> Sample:
 @pytest.mark.parametrize(
     ("high", "low", "effect", "p", "verdict", "why"),
     [
-        (Sample((5.0, 6.0, 7.0)), Sample((1.0, 2.0, 4.9)), None, None, SEEN, "beyond what seeds"),
-        (Sample((1.0, 2.0, 4.9)), Sample((5.0, 6.0, 7.0)), None, None, NOT, "the other way round"),
-        (Sample((5.0, 6.0, 7.0)), Sample((1.0, 2.0, 5.1)), None, None, CANNOT, "chance alone makes"),
-        (Sample((5.0, 6.0, 7.0)), Sample((5.1, 6.1, 6.9)), 9.0, None, NOT, "+9.0 would stand out"),
-        (Sample((5.0, 6.0, 7.0)), Sample((5.1, 6.1, 6.9)), 0.5, None, CANNOT, "chance alone makes ± 1.6"),
+        (Sample((5.0, 6.0, 7.0)), Sample((1.0, 2.0, 4.9)), None, None, SEEN, "larger than the variation of seeds"),
+        (Sample((1.0, 2.0, 4.9)), Sample((5.0, 6.0, 7.0)), None, None, NOT, "the opposite order"),
+        (Sample((5.0, 6.0, 7.0)), Sample((1.0, 2.0, 5.1)), None, None, CANNOT, "within chance, ±"),
+        (Sample((5.0, 6.0, 7.0)), Sample((5.1, 6.1, 6.9)), 9.0, None, NOT, "+9.0 would exceed"),
+        (Sample((5.0, 6.0, 7.0)), Sample((5.1, 6.1, 6.9)), 0.5, None, CANNOT, "within chance, ± 1.6"),
         (Sample((5.0, 6.0)), Sample((1.0, 2.0)), None, None, CANNOT, "chance"),  # two seeds are not enough
         (ONE, Sample((10.0, 11.0, 12.0)), None, None, SEEN, "(one seed)"),  # beyond 4.97 deviations
         (Sample((15.0,)), Sample((10.0, 11.0, 12.0)), None, None, CANNOT, "± 5.0 (one seed)"),
-        (ONE, Sample((10.0,)), 5.0, None, CANNOT, "nothing tells what another would change"),
+        (ONE, Sample((10.0,)), 5.0, None, CANNOT, "one seed, whose variation is unknown"),
         (bleu(30), bleu(25), None, None, SEEN, "(one seed)"),  # 4.24 by both intervals
         (bleu(30), bleu(26), None, None, CANNOT, "± 4.2"),
         (bleu(30), bleu(26), None, 0.001, SEEN, "p = 0.001 (one seed)"),
         (bleu(26), bleu(30), None, 0.001, NOT, "p = 0.001"),
         (bleu(26), bleu(30), None, 0.2, CANNOT, "± 4.2"),
-        (Sample((2.0,), exact=True), Sample((1.9,), exact=True), None, None, SEEN, "beyond"),
-        (Sample((1.9,), exact=True), Sample((2.0,), exact=True), None, None, NOT, "the other way round"),
+        (Sample((2.0,), exact=True), Sample((1.9,), exact=True), None, None, SEEN, "larger"),
+        (Sample((1.9,), exact=True), Sample((2.0,), exact=True), None, None, NOT, "the opposite order"),
     ],
 )
 def test_above(high, low, effect, p, verdict, why):

@@ -106,14 +106,14 @@ class Above:
             verdict = SEEN if difference > 0 else NOT
             return Outcome(verdict, result, f"paired bootstrap over the test sentences: p = {self.p}{one}")
         if apart(high, low):
-            return Outcome(SEEN, result, f"beyond what seeds or test sentences change{one}")
+            return Outcome(SEEN, result, f"larger than the variation of seeds or test sentences{one}")
         if apart(low, high):
-            return Outcome(NOT, result, f"the other way round{one}")
+            return Outcome(NOT, result, f"the opposite order{one}")
         if found is None:
-            return Outcome(CANNOT, result, "one seed, and nothing tells what another would change")
+            return Outcome(CANNOT, result, "one seed, whose variation is unknown")
         if self.effect is not None and difference + found < self.effect:
-            return Outcome(NOT, result, f"within chance, and the document's {self.effect:+.1f} would stand out{one}")
-        return Outcome(CANNOT, result, f"chance alone makes ± {found:.1f}{one}")
+            return Outcome(NOT, result, f"within chance, which the document's {self.effect:+.1f} would exceed{one}")
+        return Outcome(CANNOT, result, f"within chance, ± {found:.1f}{one}")
 
 
 @dataclass(frozen=True)
@@ -141,12 +141,14 @@ class AsGood:
         if self.p is not None and self.p < 0.01 and behind > self.margin:
             return Outcome(NOT, result, f"paired bootstrap over the test sentences: p = {self.p}{few}")
         if found is None:
-            return Outcome(CANNOT, result, "one seed, and nothing tells what another would change")
+            return Outcome(CANNOT, result, "one seed, whose variation is unknown")
         if behind + found <= self.margin:
-            return Outcome(SEEN, result, f"not behind by {self.margin:g}, chance included{few}")
+            return Outcome(SEEN, result, f"behind by less than {self.margin:g}, chance included{few}")
         if behind > self.margin and apart(other, one):
             return Outcome(NOT, result, f"behind by more than {self.margin:g}, beyond chance{few}")
-        return Outcome(CANNOT, result, f"chance alone makes ± {found:.1f}; {self.margin:g} would count as nothing{few}")
+        return Outcome(
+            CANNOT, result, f"within chance, ± {found:.1f}; differences up to {self.margin:g} are ignored{few}"
+        )
 
 
 @dataclass(frozen=True)
