@@ -58,7 +58,8 @@ STABLE_TORCH_LIBRARY(attn_plugins, m) {
       "bool zero_border, float scale) -> ()");
   // Kernels of attn_plugins::deformable_attention. Locations are (B, Q, M, P, 2) and weights (B, Q, M, P);
   // shapes holds the rows and columns of every level, and points the number of the P samples on each level.
-  // Every tensor except the value is contiguous. Gradients are overwritten, but on CUDA grad_value is added to.
+  // Every tensor except the value is contiguous. Gradients are overwritten, except grad_value on CUDA, which
+  // is added to.
   m.def(
       "deformable_attention_forward_(Tensor value, Tensor locations, Tensor weights, Tensor(a!) output, "
       "int[] shapes, int[] points) -> ()");
