@@ -1,4 +1,4 @@
-"""Operators, each in the folder of its key region; and :func:`explain` and :func:`backend`, who computes them."""
+"""Operators, one folder per key region; :func:`explain` reports the backend of a call, :func:`backend` selects it."""
 
 from .backends import backend, explain
 from .criss_cross.criss_cross_attention import criss_cross_attention

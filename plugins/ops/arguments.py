@@ -1,4 +1,4 @@
-"""What the operators do with their arguments: checks, one clear error before any kernel runs; and dtypes."""
+"""Checks of operators' arguments, made before any kernel runs, and rules for dtypes."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-LARGEST = 2**31 - 1  # of an option; products of two then fit the kernels' 64-bit indices
+LARGEST = 2**31 - 1  # largest option; the product of two fits the kernels' 64-bit indices
 
 
 def expand(name: str, value: int | Sequence[int], length: int, minimum: int) -> tuple[int, ...]:
-    """``value`` or ``length`` values, as a tuple of ints of at least ``minimum``."""
+    """Return ``value`` as a tuple of ``length`` ints of at least ``minimum``; a single int is repeated."""
     values = tuple(value) if isinstance(value, Sequence) else (value,) * length
     if len(values) != length or not all(isinstance(v, int) and minimum <= v <= LARGEST for v in values):
         raise ValueError(
@@ -25,10 +25,10 @@ def expand(name: str, value: int | Sequence[int], length: int, minimum: int) -> 
 
 
 def finite(name: str, value: float) -> float:
-    """``value`` as a float; neither a tensor, whose gradient would be lost, nor NaN or infinite."""
+    """Return ``value`` as a float; reject tensors, whose gradients would be lost, NaN and infinity."""
     if isinstance(value, torch.SymFloat):
         return value
-    if not isinstance(value, (float, int, numbers.Real)):  # the first two save the third's time
+    if not isinstance(value, (float, int, numbers.Real)):  # Real alone would do, but is slow to check
         raise TypeError(f"{name} must be a number, got {type(value).__name__}")
     if not -math.inf < value < math.inf:
         raise ValueError(f"{name} must be a finite number, got {value}")
@@ -36,17 +36,17 @@ def finite(name: str, value: float) -> float:
 
 
 def arithmetic_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of logits and sums."""
+    """Return the dtype in which logits and sums are computed."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def at_least_float32(*tensors: Any) -> Iterator[Any]:
-    """Half tensors as float32, None as None: sums of many products are never taken in half precision."""
+    """Yield half-precision tensors as float32, all else unchanged: no long sum is taken in half precision."""
     return (t.float() if t is not None and t.dtype in (torch.float16, torch.bfloat16) else t for t in tensors)
 
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:
-    """Return the dtype that autocast asks for on a device, None where it is off."""
+    """Return autocast's dtype on a device, or None if autocast is off."""
     if device_type == "meta":
         return None
     if hasattr(torch, "get_autocast_dtype"):  # torch >= 2.4
@@ -57,9 +57,9 @@ def autocast_dtype(device_type: str) -> torch.dtype | None:
 
 
 def check_tensors(first: str, required: Sequence[str] = (), **tensors: Tensor | None) -> None:
-    """Check that all tensors are floating, share the dtype and the device of the one named ``first``.
+    """Check that all tensors are dense and floating-point, with the device and dtype of the one named ``first``.
 
-    Those not named ``first`` or ``required`` may be None.
+    Under autocast the dtypes may differ. Tensors not named by ``first`` or ``required`` may be None.
     """
     leader = tensors[first]
     if not isinstance(leader, Tensor):
@@ -80,7 +80,7 @@ def check_tensors(first: str, required: Sequence[str] = (), **tensors: Tensor | 
 
 
 def check_padding_mask(mask: Tensor | None, B: int, S: int, device: torch.device, keys: str = "keys") -> None:
-    """Check that ``mask``, a ``key_padding_mask``, is None or (B, S), bool and on ``device``; ``keys`` in words."""
+    """Check that ``mask`` is None or a bool (B, S) tensor on ``device``; ``keys`` describes S in the message."""
     if mask is None:
         return
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
@@ -93,6 +93,6 @@ def check_padding_mask(mask: Tensor | None, B: int, S: int, device: torch.device
 
 
 def check_dim(name: str, tensor: Tensor, shape: str) -> None:
-    """Check that ``tensor`` has as many axes as ``shape``, written as ``'(B, C, H, W)'``, names."""
+    """Check that ``tensor`` has as many axes as ``shape``, such as ``'(B, C, H, W)'``."""
     if tensor.dim() != shape.count(",") + 1:
         raise ValueError(f"{name} must have shape {shape}, got {tuple(tensor.shape)}")

@@ -1,4 +1,4 @@
-"""A small call of every operator: what the doctor runs and explains."""
+"""A small example call of every operator, which the doctor runs and explains."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ Call = tuple[Callable[..., Tensor], tuple, dict[str, Any]]
 
 
 def examples(draw: Callable[..., Tensor]) -> dict[str, Call]:
-    """Functional, arguments and options of each operator.
+    """Return the functional, positional and keyword arguments of each operator's example.
 
     Args:
-        draw: Makes a tensor of the shape it is called with, such as ``torch.randn``.
+        draw: Function that returns a tensor of a given shape, such as ``torch.randn``.
     """
     maps, sequences = [draw(2, 4, 5, 6, 8) for _ in range(3)], [draw(2, 4, 9, 8) for _ in range(3)]
     factored = dict(row_logits=draw(2, 4, 5, 6, 5), column_logits=draw(2, 4, 5, 6, 6), key_logits=draw(2, 4, 5, 6))
@@ -50,7 +50,7 @@ def examples(draw: Callable[..., Tensor]) -> dict[str, Call]:
 
 
 def drawing(device: str, dtype: torch.dtype) -> Callable[..., Tensor]:
-    """Return a ``draw`` that gives the same random numbers on every device and in every dtype."""
+    """Return a ``draw`` for :func:`examples` with the same random numbers on every device and in every dtype."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape: int) -> Tensor:

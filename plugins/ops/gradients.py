@@ -1,4 +1,4 @@
-"""How autograd meets an operator: its kernel, its second derivative, and autograd inside its own kernels."""
+"""Autograd for operators: the autograd kernel, second derivatives, and autograd inside an operator's kernels."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch import Tensor
 
 
 def differentiable(operator: Any, setup_context: Callable[..., None], backward: Callable[..., tuple]) -> Callable:
-    """Return an operator's kernel for autograd, as ``torch.library.register_autograd`` makes it.
+    """Return an operator's autograd kernel, in place of the one that ``torch.library.register_autograd`` registers.
 
-    That one looks for default arguments in the schema at every call, which takes longer than all the rest (27 of 60 µs
-    for a small call); our schemas have none.
+    The latter looks for default arguments in the schema at every call, 27 of 60 µs for a small one; our schemas have
+    no defaults.
     """
 
     def forward(ctx: Any, keyset: Any, *args: Any) -> Any:
@@ -48,17 +48,17 @@ def second_gradients(
     wanted: Sequence[bool],
     grads: Sequence[Tensor | None],
 ) -> list[Tensor | None]:
-    """Return the gradient of a backward.
+    """Return the gradients of an operator's backward.
 
     Args:
-        reference: The operator's definition, of the terms alone.
-        saved: grad_output, then the terms.
-        needs: Which terms the backward gave gradients of.
-        wanted: Of which of ``saved`` a gradient is wanted.
-        grads: Of the backward's results.
+        reference: The operator's definition, as a function of the terms alone.
+        saved: ``grad_output``, then the terms.
+        needs: For each term, whether the backward computed its gradient.
+        wanted: For each of ``saved``, whether its gradient is wanted.
+        grads: Gradients with respect to the backward's results.
 
     Returns:
-        As many as ``saved``; None where not wanted.
+        One gradient for each of ``saved``, None where not wanted.
     """
     create_graph = torch.is_grad_enabled()
     with torch.enable_grad():
@@ -75,13 +75,13 @@ def second_gradients(
             create_graph=create_graph,
             allow_unused=True,
         )
-    found = iter(second)
-    return [next(found) if want else None for want in wanted]
+    gradients = iter(second)
+    return [next(gradients) if want else None for want in wanted]
 
 
 @contextlib.contextmanager
 def autograd_within_operator() -> Iterator[None]:
-    """Let autograd record within an operator's kernel, where the dispatcher has left it behind."""
+    """Let autograd record inside an operator's kernel, where the dispatcher has switched it off."""
     below = torch._C._dispatch_tls_local_exclude_set()
     for key in ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor"):
         below = below - torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))

@@ -1,7 +1,7 @@
-"""Loads the compiled operators and says, in one place, which of them can serve a tensor.
+"""Load the compiled operators, and report which devices they run on.
 
-Backends ask :func:`refusal`; where it has a reason PyTorch's own operations serve instead, and :func:`explain_once`
-logs why.
+Backends call :func:`refusal`. If it returns a reason, PyTorch's own operations run instead and :func:`explain_once`
+logs the reason.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ _PACKAGE = Path(__file__).resolve().parent.parent
 
 
 def _binary(name: str) -> Path | None:
-    """Return the file of binary ``name``, or None."""
+    """Return the path of binary ``name``, or None if there is none."""
     return next(iter(sorted(_PACKAGE.glob(f"{name}.*so")) + sorted(_PACKAGE.glob(f"{name}.*pyd"))), None)
 
 
 def _load(name: str) -> str | None:
-    """Load binary ``name``; return None on success, else the reason in words."""
+    """Load binary ``name``; return None on success, else the reason for the failure."""
     if Version(torch.__version__) < OLDEST_TORCH:
         return f"torch {torch.__version__} is older than {OLDEST_TORCH}, whose ABI the binary needs"
     file = _binary(name)
     if file is None:
-        return f"no {name} binary lies in {_PACKAGE.name}/: it was not compiled at installation"
+        return f"there is no {name} binary in {_PACKAGE.name}/: it was not compiled at installation"
     try:
         torch.ops.load_library(str(file))
     except OSError as error:
@@ -44,9 +44,9 @@ def _load(name: str) -> str | None:
 
 @cache
 def failures() -> dict[str, str | None]:
-    """Device type -> None where its binary loaded, else the reason why not. Loads on the first call."""
+    """Load the binaries, once; return for each device type why its binary did not load, or None if it did."""
     reasons = {"cpu": _load("_C")}
-    if reasons["cpu"] is not None:  # _C holds the schemas, so nothing stands without it
+    if reasons["cpu"] is not None:  # _C defines the schemas that _C_cuda implements
         reasons["cuda"] = reasons["cpu"]
     elif torch.version.cuda is None:
         reasons["cuda"] = f"torch {torch.__version__} was built without CUDA"
@@ -59,7 +59,7 @@ _FAILURES = failures()
 
 
 def _code_refusal(index: int) -> str | None:
-    """Why the CUDA binary holds nothing that GPU ``index`` can run, in CUDA's words, or None."""
+    """Return CUDA's reason why the CUDA binary has no code that GPU ``index`` can run, or None."""
     ask = ctypes.CDLL(str(_binary("_C_cuda"))).attn_plugins_cuda_refusal
     ask.restype = ctypes.c_char_p
     with torch.cuda.device(index):
@@ -75,8 +75,8 @@ def _gpu_failure(index: int) -> str | None:
         return None
     major, minor = torch.cuda.get_device_capability(index)
     return (
-        f"the CUDA binary holds no code for {torch.cuda.get_device_name(index)} of compute capability "
-        f"{major}.{minor} ({reason}): TORCH_CUDA_ARCH_LIST={major}.{minor} at installation compiles it"
+        f"the CUDA binary has no code for {torch.cuda.get_device_name(index)} of compute capability "
+        f"{major}.{minor} ({reason}): reinstall with TORCH_CUDA_ARCH_LIST={major}.{minor} to compile it"
     )
 
 
@@ -85,7 +85,7 @@ def _device(device: torch.device | str) -> torch.device:
 
 
 def _gpu(device: torch.device) -> int | None:
-    """Return the number of the GPU, or None where there is none: tensors that hold no data need none."""
+    """Return the index of a CUDA device, or None without a GPU: fake CUDA tensors exist there as well."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return None
     return torch.cuda.current_device() if device.index is None else device.index
@@ -100,29 +100,29 @@ def _failure(device: torch.device | str) -> str | None:
 
 
 def has_kernel(device: torch.device | str) -> bool:
-    """Return True where the compiled operators run on ``device``; ``'cuda'`` is the current GPU."""
+    """Return whether the compiled operators run on ``device``; ``'cuda'`` is the current GPU."""
     return _failure(device) is None
 
 
 def has_schemas() -> bool:
-    """Return True where the binary defined the operators' schemas, on whatever device."""
+    """Return whether the binary that defines the operators' schemas was loaded."""
     return _FAILURES["cpu"] is None
 
 
 @cache
 def explain_once(device_type: str, reason: str) -> None:
-    """Log, once per device type and reason, why the reference serves it."""
+    """Log why operators run in plain PyTorch on a device type, once for each type and reason."""
     logger.warning("attn_plugins runs on its PyTorch reference on %s: %s", device_type, reason)
 
 
 def refusal(device: torch.device | str, kind: str) -> str | None:
-    """Return the reason why the compiled kernels of device ``kind`` do not take tensors on ``device``, or None.
+    """Return the reason why the compiled kernels for device type ``kind`` cannot run on ``device``, or None.
 
-    Where the binary is missing, or holds no code for the GPU, one log line says so.
+    A missing binary, or one without code for the GPU, is logged once.
     """
     device = _device(device)
     if device.type != kind:
-        return f"its kernels are for {kind}, and the tensors are on {device.type}"
+        return f"its kernels are for {kind}, but the tensors are on {device.type}"
     reason = _failure(device)
     if reason is not None and not backends.explaining() and not _is_compiling():  # a log line would break the graph
         explain_once(kind, reason)

@@ -1,7 +1,7 @@
-"""The slow, obvious definition of every operator, in plain differentiable PyTorch; each is in its region's folder.
+"""Definitions of all operators in plain, differentiable PyTorch: slow, obvious, and one in each region's folder.
 
-The compiled operators must equal these functions; where no binary serves a tensor, these run instead; and
-second derivatives come from here. Arguments arrive validated.
+Every backend must equal these functions, and second derivatives are those of these functions. Their arguments are
+already checked.
 """
 
 from .criss_cross.reference import criss_cross_attention, criss_cross_logits, criss_cross_probabilities

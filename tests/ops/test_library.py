@@ -14,8 +14,8 @@ from attn_plugins.ops.sampled import compiled, deform_conv
 
 NO_IMAGE = "no kernel image is available for execution on the device"
 WORDS = (
-    "the CUDA binary holds no code for Ancient 7 of compute capability 6.1 (no kernel image is available for execution "
-    "on the device): TORCH_CUDA_ARCH_LIST=6.1 at installation compiles it"
+    "the CUDA binary has no code for Ancient 7 of compute capability 6.1 (no kernel image is available for execution "
+    "on the device): reinstall with TORCH_CUDA_ARCH_LIST=6.1 to compile it"
 )
 
 
@@ -60,7 +60,7 @@ def test_every_gpu_is_asked_for_itself(gpus):
     ]
     assert library.refusal("cuda:1", "cuda") is None
     assert gpus == [1, 0]
-    assert library.refusal("cuda:1", "cpu") == "its kernels are for cpu, and the tensors are on cuda"
+    assert library.refusal("cuda:1", "cpu") == "its kernels are for cpu, but the tensors are on cuda"
 
 
 def calls():
@@ -85,7 +85,7 @@ def test_explain_says_so(gpus):
 def test_a_forced_backend_says_so(gpus):
     with FakeTensorMode():
         terms = deform_conv.Terms(*calls()[deform_conv2d][:3], None, None)
-    with pytest.raises(ValueError, match=r"holds no code for Ancient 7"), backend("cuda"):
+    with pytest.raises(ValueError, match=r"has no code for Ancient 7"), backend("cuda"):
         backends.choose("deform_conv2d", [compiled.CUDA], terms, None)
 
 

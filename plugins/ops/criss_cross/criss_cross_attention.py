@@ -1,7 +1,7 @@
 """Region "criss-cross": attention to the keys in the row and in the column of each query.
 
-Criss-cross attention (CCNet) and bilateral criss-cross attention are this operator, without and with position
-logits. It is batched matrix products around one softmax, on every device (``products``), or Triton's kernels
+CCNet's criss-cross attention uses this operator without position logits, bilateral criss-cross attention uses it with
+them. It is computed as batched matrix products around one softmax, on any device (``products``), or by Triton kernels
 (``triton_criss_cross``).
 """
 
@@ -33,27 +33,29 @@ def criss_cross_attention(
 
         scale * query[q]·key[k] + position_logits[q, k]
 
-    with an absent term 0. The query's own position, in both, counts once: in the row. Its entry in the column, number
-    h, is read as -inf and gets no gradient. A logit of -inf masks; a query whose keys are all masked gets zeros.
-    The memory beyond arguments and results is that of the weights, H + W numbers per query and head, kept for the
-    gradient, which needs as much again; half inputs add a map of weights in float32. Triton's kernels, which
-    ``backend("triton")`` asks for, keep one number per query and head instead. Strided views are read without a copy
-    where the last axis is contiguous; on the CPU, half inputs are copied to float32.
+    where an absent term counts as 0. The query's own position lies in both and counts once, in the row; entry h of
+    its column is treated as -inf and receives no gradient. A logit of -inf masks its key. Fully masked queries return
+    zeros.
+
+    The weights, H + W numbers per query and head, are kept for the backward, which needs as much memory again; half
+    precision adds a copy of the weights in float32. Triton's kernels, selected by ``backend("triton")``, keep one
+    number per query and head instead. Strided views are read without a copy if their last axis is contiguous, except
+    half precision on the CPU, which is copied to float32.
 
     Args:
         query: (B, M, H, W, d); None, together with ``key``, for position logits alone.
         key: (B, M, H, W, d).
         value: (B, M, H, W, dv).
-        position_logits: (B, M, H, W, H + W), of size 1 where it does not depend on batch or head: first of the H rows
-            of the query's column, then of the W columns of its row; None for content alone.
+        position_logits: (B, M, H, W, H + W), or size 1 in the first two axes to share logits between images or heads:
+            H logits for the query's column, then W for its row. None for content alone.
         scale: Factor of the content term.
 
     Returns:
-        (B, M, H, W, dv), heads innermost in memory but for the width; may be changed in place.
+        (B, M, H, W, dv), stored as (B, H, W, M, dv); not a view, so it may be modified in place.
 
     Raises:
-        ValueError: a shape or a device does not fit, or the map has no position.
-        TypeError: the tensors are not floating or not of one dtype.
+        ValueError: a shape or a device does not match, or the map is empty.
+        TypeError: the tensors are not floating-point or do not share one dtype.
     """
     terms = Terms(query, key, value, position_logits)
     _check(*terms)
@@ -95,7 +97,7 @@ def _definition(terms: Terms, options: Options) -> Tensor:
 
 
 def _results(terms: Terms, options: Options) -> tuple[Tensor, Tensor, Tensor]:
-    """Uninitialised output, weights and log-sum-exp; whichever of these is not kept has no elements."""
+    """Return uninitialised output, weights and log-sum-exp; the one of the latter that is not kept is empty."""
     value = terms.value
     output = products.empty(value, value.shape[4])
     if options.recompute:
@@ -104,23 +106,23 @@ def _results(terms: Terms, options: Options) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _gradient(name: str, term: Tensor) -> Tensor:
-    """Return an uninitialised gradient, laid out as its term where this has a contiguous width."""
+    """Return an uninitialised gradient, in its term's layout if the last axis of that is contiguous."""
     if term.stride(-1) == 1:
         gradient = torch.empty_like(term)
-        if gradient.stride(-1) == 1:  # not of overlapping windows
+        if gradient.stride(-1) == 1:  # it is not for some overlapping views
             return gradient
     return products.empty(term, term.shape[-1])
 
 
 def _products(terms: Any, options: Options) -> tuple[int, int]:
-    """Operations of one content product and of one value product; the own position counts in both parts."""
+    """Count the operations of one content and of one value product; a query's own position counts twice."""
     B, M, H, W, dv = terms.value
     pairs = 2 * B * M * H * W * (H + W)
     return (0 if terms.query is None else pairs * terms.query[4]), pairs * dv
 
 
 def _backward_operations(terms: Any, options: Options, needs: Sequence[bool]) -> int:
-    """Gradients of query and key, of weights and value; recomputed logits."""
+    """Count the gradients of query, key, weights and value, and recomputed logits."""
     content, mixing = _products(terms, options)
     return (3 if options.recompute else 2) * content + 2 * mixing
 

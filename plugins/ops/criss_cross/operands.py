@@ -1,4 +1,4 @@
-"""What a call of criss-cross attention works on."""
+"""Operands of criss-cross attention."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class Terms(NamedTuple):
-    """The tensors that have gradients."""
+    """Tensors that have gradients."""
 
     query: Tensor | None
     key: Tensor | None
@@ -17,12 +17,13 @@ class Terms(NamedTuple):
 
 
 class Options(NamedTuple):
-    """What is no tensor.
+    """Arguments other than tensors.
 
     Attributes:
         scale: Factor of the content term.
-        recompute: Whether the forward keeps the log-sum-exp of each query's logits for the backward, which recomputes
-            the weights, or keeps the weights. Every backend does either: results have the same shapes whoever serves.
+        recompute: Whether the forward keeps, instead of the weights, the log-sum-exp of each query's logits, from
+            which the backward recomputes the weights. Every backend supports both, so that the results' shapes do not
+            depend on the backend.
     """
 
     scale: float

@@ -1,13 +1,14 @@
 """Criss-cross attention as batched matrix products, for every device.
 
-All keys of a column's queries are that column, so its logits are one H x H product, and a row's one W x W product.
-Both read strided views: nothing is gathered, transposed or concatenated. A query's logits lie side by side in one
-scratch, the column's before the row's, and one softmax in place makes the weights of both.
-The gradient reads the weights that were kept. To recompute them costs a twelfth of the time (6 of 81 ms at
-97 x 97, d 64, dv 512) and frees 7.5 of the 30.5 MiB kept between the passes, but does not lower the peak, the
-gradient's; it is done where Triton's kernels were to serve.
+The queries of a column share their keys, so the logits of a column are one H x H product, and those of a row one W x W
+product. Both read strided views: nothing is gathered, transposed or concatenated. A query's logits lie side by side in
+one scratch tensor, the column's before the row's, and one in-place softmax turns them into weights.
 
-Shapes: B batch, M heads, (H, W) the map, d and dv widths per head, S a query's logits with their padding.
+The backward reads the weights that the forward kept. Recomputing them takes a twelfth of the time (6 of 81 ms at
+97 x 97, d 64, dv 512) and frees 7.5 of the 30.5 MiB kept between the passes, but does not lower the peak, which is in
+the backward. They are recomputed only if Triton's kernels were selected.
+
+Shapes: B batch, M heads, (H, W) the map, d and dv widths per head, S the padded length of a query's logits.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from ..arguments import arithmetic_dtype
 from ..backends import Backend, never
 from .operands import Options, Terms
 
-_ALIGNMENT = 8  # of both parts of a query's logits, in elements: tensor cores read half numbers 16 bytes at a time
-_MIXES = hasattr(torch.ops.aten.baddbmm, "dtype_out")  # half operands with float32 results, torch >= 2.8, on CUDA
+_ALIGNMENT = 8  # elements to which both parts of a query's logits are padded: tensor cores read halves by 16 bytes
+_MIXES = hasattr(torch.ops.aten.baddbmm, "dtype_out")  # half-precision operands, float32 results: torch >= 2.8, CUDA
 
 
 def aligned(size: int) -> int:
@@ -38,9 +39,9 @@ def _operand_dtype(value: Tensor) -> torch.dtype:
 
 
 def empty(like: Tensor, width: int, dtype: torch.dtype | None = None) -> Tensor:
-    """Uninitialised (B, M, H, W, width), stored as (B, H, W, M, width) for the projection behind it.
+    """Return an uninitialised (B, M, H, W, width), stored as (B, H, W, M, width) for the projection that follows.
 
-    Not a view: its owner may add to it in place.
+    It is not a view, so callers may modify it in place.
     """
     B, M, H, W, _ = like.shape
     strides = (H * W * M * width, width, W * M * width, M * width, 1)
@@ -48,12 +49,12 @@ def empty(like: Tensor, width: int, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def heads_innermost(tensor: Tensor) -> Tensor:
-    """Return the memory (B, H, W, M, x) of a (B, M, H, W, x) view of it."""
+    """Return a (B, M, H, W, x) tensor as (B, H, W, M, x), the order in which :func:`empty` stores it."""
     return tensor.permute(0, 2, 3, 1, 4)
 
 
 def packed(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """``tensor`` in ``dtype`` with a contiguous last axis, copied where it must."""
+    """Return ``tensor`` in ``dtype`` with a contiguous last axis, copied only if necessary."""
     tensor = tensor.to(dtype)
     if tensor.stride(-1) == 1 or tensor.shape[-1] == 1:
         return tensor
@@ -61,12 +62,12 @@ def packed(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _columns(tensor: Tensor) -> Tensor:
-    """(B, M, H, W, x) as one matrix per column, (B, M, W, H, x)."""
+    """Return (B, M, H, W, x) as one matrix per column, (B, M, W, H, x)."""
     return tensor.transpose(2, 3)
 
 
 def _parts(logits: Tensor, H: int, W: int) -> tuple[Tensor, Tensor]:
-    """Of (B, M, H, W, S): those of the columns (B, M, W, H, H), and of the rows (B, M, H, W, W)."""
+    """Split (B, M, H, W, S) into the columns' logits (B, M, W, H, H) and the rows' (B, M, H, W, W)."""
     start = aligned(H)
     return _columns(logits[..., :H]), logits[..., start : start + W]
 
@@ -81,7 +82,7 @@ def _fill_padding(logits: Tensor, H: int, W: int, number: float) -> None:
 
 @lru_cache(maxsize=1024)
 def _merged_axes(sizes: tuple[int, ...], strides: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:
-    """Of three batch axes, in the order of memory, those that are one axis in all tensors: as many items as can be."""
+    """Return the batch axes, in memory order, that can be merged in all tensors: those with the most items."""
     axes = [n for n in range(3) if sizes[n] > 1] or [2]
 
     def merge(order: tuple[int, ...]) -> bool:
@@ -92,7 +93,7 @@ def _merged_axes(sizes: tuple[int, ...], strides: tuple[tuple[int, ...], ...]) -
 
 
 def _batches(*tensors: Tensor) -> Iterator[list[Tensor]]:
-    """Yield views (batch, rows, columns) of tensors (B, M, N, rows, columns), as few as their strides allow."""
+    """Yield (batch, rows, columns) views of (B, M, N, rows, columns) tensors, as few as their strides allow."""
     sizes, strides = tuple(tensors[0].shape[:3]), tuple(t.stride() for t in tensors)
     merged = _merged_axes(sizes, strides)
     rest = [n for n in range(3) if n not in merged]
@@ -107,7 +108,7 @@ def _batches(*tensors: Tensor) -> Iterator[list[Tensor]]:
 
 
 def _multiply(result: Tensor, left: Tensor, right: Tensor, *, add: bool = False, scale: float = 1.0) -> None:
-    """Set ``result`` to scale * left @ right, or add that to it, all (B, M, N, rows, columns)."""
+    """Set ``result`` to scale * left @ right, or add the product to it; all are (B, M, N, rows, columns)."""
     beta = 1 if add else 0
     for c, a, b in _batches(result, left, right):
         if a.dtype == c.dtype:
@@ -124,9 +125,9 @@ def _write_weights(
     logits: Tensor,
     log_sum_exp: Tensor | None = None,
 ) -> None:
-    """Fill a scratch (B, M, H, W, S) with the softmax over each query's keys, 0 where all are masked.
+    """Fill ``logits`` (B, M, H, W, S) with the softmax over each query's keys, 0 for fully masked queries.
 
-    Fill ``log_sum_exp`` (B, M, H, W), where it is wanted, with +inf for these.
+    Fill ``log_sum_exp`` (B, M, H, W), unless it is None; it is +inf for fully masked queries.
     """
     H, W = logits.shape[2:4]
     column, row = _parts(logits, H, W)
@@ -138,7 +139,7 @@ def _write_weights(
         add = position_logits is not None
         _multiply(column, _columns(query), _columns(key).mT, add=add, scale=scale)
         _multiply(row, query, key.mT, add=add, scale=scale)
-    column.diagonal(dim1=3, dim2=4).fill_(float("-inf"))  # the own position counts in the row
+    column.diagonal(dim1=3, dim2=4).fill_(float("-inf"))  # a query's own position counts in the row
     scratch = heads_innermost(logits)
     masked = None
     if position_logits is not None:
@@ -152,7 +153,7 @@ def _write_weights(
 
 
 def _mix(result: Tensor, column: Tensor, row: Tensor, tensor: Tensor, scale: float = 1.0) -> None:
-    """Set ``result`` to the sum of both parts' products with ``tensor``; both (B, M, H, W, x)."""
+    """Set ``result`` to the sum of both parts' products with ``tensor``; both are (B, M, H, W, x)."""
     total = result if result.dtype == tensor.dtype else torch.empty_like(result, dtype=tensor.dtype)
     _multiply(_columns(total), column, _columns(tensor), scale=scale)
     _multiply(total, row, tensor, add=True, scale=scale)
@@ -161,7 +162,7 @@ def _mix(result: Tensor, column: Tensor, row: Tensor, tensor: Tensor, scale: flo
 
 
 def scratch_of_weights(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """Uninitialised (B, M, H, W, S)."""
+    """Return an uninitialised (B, M, H, W, S) tensor for logits or weights."""
     H, W = value.shape[2:4]
     return empty(value, aligned(H) + aligned(W), dtype)
 

@@ -1,4 +1,4 @@
-"""The definition of criss-cross attention: see :mod:`attn_plugins.ops.reference`."""
+"""Definition of criss-cross attention; see :mod:`attn_plugins.ops.reference`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..softmax import masked_softmax
 def criss_cross_logits(
     query: Tensor | None, key: Tensor | None, value: Tensor, position_logits: Tensor | None, scale: float
 ) -> Tensor:
-    """Return the sum of all logits, (B, M, H, W, H + W): first the query's column, its own -inf, then its row."""
+    """Return the sum of all logits, (B, M, H, W, H + W): the query's column, -inf at the query itself, then its row."""
     query, key, value, position_logits = at_least_float32(query, key, value, position_logits)
     H, W = value.shape[2:4]
     logits = value.new_zeros((*value.shape[:4], H + W))
@@ -30,9 +30,9 @@ def criss_cross_logits(
 def criss_cross_probabilities(
     query: Tensor | None, key: Tensor | None, value: Tensor, position_logits: Tensor | None, scale: float
 ) -> Tensor:
-    """Return the attention weights themselves, (B, M, H, W, H + W): of the query's column, then of its row.
+    """Return the attention weights, (B, M, H, W, H + W): of the query's column, then of its row.
 
-    The query's own position has its weight in the row and 0 in the column.
+    The query's own position has its weight in the row, and 0 in the column.
     """
     return masked_softmax(criss_cross_logits(query, key, value, position_logits, scale))
 

@@ -1,6 +1,6 @@
-"""Global attention in plain PyTorch, chunk by chunk: for devices and widths that no other path serves.
+"""Global attention in plain PyTorch, chunk by chunk, for devices and widths that no other backend supports.
 
-Only one chunk of queries has its logits written out at a time, so memory is O(N).
+Only one chunk's logits are in memory at a time, so memory is O(N).
 
 Shapes: B batch, M heads, (Hq, Wq) queries, (Hk, Wk) keys, d and dv widths; (b, h, w) a chunk's slices of
 batch, query rows and query columns.
@@ -18,7 +18,7 @@ from .operands import GlobalOptions, GlobalTerms
 
 
 class Problem:
-    """The arguments of one call in the dtype of the arithmetic, and what forward and backward do with a chunk."""
+    """Arguments of one call, in the dtype of the arithmetic, and the attention weights of a chunk."""
 
     def __init__(self, terms: GlobalTerms, options: GlobalOptions) -> None:
         query, key, value, row_logits, column_logits, key_logits = terms
@@ -39,7 +39,7 @@ class Problem:
         self.chunks = list(chunks(*self.shape, self.keys, budget))
 
     def workspace(self) -> Tensor:
-        """Room for the logits of the largest chunk, which is the first."""
+        """Return an uninitialised buffer for the logits of the largest chunk, which is the first."""
         queries = (self._queries(*self.chunks[0]) if self.chunks else 0) * self.shape[1]
         return torch.empty(queries * self.keys, dtype=self.dtype, device=self.device)
 
@@ -54,15 +54,15 @@ class Problem:
         return workspace[: images * queries * self.keys].view(images, queries, self.keys)
 
     def grid(self, matrices: Tensor, chunk: tuple[slice, slice, slice]) -> Tensor:
-        """(b * M, h * w, ·) as (b, M, h, w, ·)."""
+        """View (b * M, h * w, ·) as (b, M, h, w, ·)."""
         b, h, w = chunk
         return matrices.view(b.stop - b.start, self.shape[1], h.stop - h.start, w.stop - w.start, matrices.shape[-1])
 
     def probabilities(self, workspace: Tensor, chunk: tuple[slice, slice, slice], lse: Tensor, known: bool) -> Tensor:
         """Fill the workspace with the attention weights of a chunk, (b * M, h * w, keys).
 
-        ``lse`` is the log-sum-exp of all queries, (B, M, Hq, Wq): read where ``known``, else written. It is +inf
-        where all keys are masked, which makes every weight 0 again in the backward.
+        ``lse`` is the log-sum-exp of all queries, (B, M, Hq, Wq), which is read if ``known``, else written. It is
+        +inf for fully masked queries, so that their weights are 0 in the backward too.
         """
         b, h, w = chunk
         matrices = self.matrices(workspace, chunk)
@@ -83,7 +83,7 @@ class Problem:
 
 
 def rows_of(block: Tensor) -> Tensor:
-    """(b, M, h, w, ·) as (b * M, h * w, ·): a view wherever strides allow, else a copy of one chunk."""
+    """Reshape (b, M, h, w, ·) to (b * M, h * w, ·): a view if strides allow, else a copy of one chunk."""
     return block.flatten(2, 3).flatten(0, 1)
 
 
@@ -143,8 +143,8 @@ def backward(
         _logit_gradient_(
             problem.grid(weights, chunk),
             problem.grid(slopes, chunk),
-            row_sum.room(chunk),
-            column_sum.room(chunk),
+            row_sum.target(chunk),
+            column_sum.target(chunk),
             None if key_sums is None else key_sums[b],
             problem.Hk,
         )
@@ -166,7 +166,7 @@ def backward(
 
 
 class _BroadcastSum:
-    """The gradient of row or column logits, summed chunk by chunk over the axes along which they broadcast."""
+    """Gradient of row or column logits, summed chunk by chunk over broadcast axes."""
 
     def __init__(self, grad: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         self.grad = grad
@@ -176,8 +176,8 @@ class _BroadcastSum:
             self.sum = torch.zeros(grad.shape, dtype=dtype, device=grad.device)
         self.shape, self.dtype = shape, dtype
 
-    def room(self, chunk: tuple[slice, slice, slice]) -> Tensor | None:
-        """Where the chunk's gradient (b, M, h, w, ·) is to be written."""
+    def target(self, chunk: tuple[slice, slice, slice]) -> Tensor | None:
+        """Return the tensor to write the chunk's gradient (b, M, h, w, ·) into."""
         if self.grad is None:
             return None
         b, h, w = chunk
@@ -200,7 +200,7 @@ class _BroadcastSum:
             self.grad.copy_(self.sum)
 
 
-# --- the two passes between the matrix products -------------------------------------------------------------------
+# --- softmax and its gradient -------------------------------------------------------------------------------------
 
 
 def _softmax_(

@@ -1,9 +1,9 @@
-"""Sequence attention in plain PyTorch, chunk by chunk: for devices that no kernel serves.
+"""Sequence attention in plain PyTorch, chunk by chunk, for devices without a kernel.
 
-Only one chunk of queries has its logits written out at a time, so memory is O(T).
+Only one chunk's logits are in memory at a time, so memory is O(T).
 
 Shapes: B batch, M heads, T queries, S keys, K taps of the band, d and dv widths; (b, t) a chunk's slices of batch
-and queries, n its queries.
+and queries, n its number of queries.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from .operands import SequenceOptions, SequenceTerms
 
 
 def band_reach(K: int, causal: bool) -> tuple[int, int]:
-    """Keys that a band of K taps reaches before and after the query's own position."""
+    """Return how many keys a band of K taps covers before and after the query's position."""
     return (K - 1, 0) if causal else (K // 2, K // 2)
 
 
 class Problem:
-    """The arguments of one call in the dtype of the arithmetic, and the logits of a chunk."""
+    """Arguments of one call, in the dtype of the arithmetic, and the logits of a chunk."""
 
     def __init__(self, terms: SequenceTerms, options: SequenceOptions) -> None:
         value = terms.value
@@ -43,12 +43,12 @@ class Problem:
         self.chunks = [(b, t) for b, _, t in chunks(B, M, 1, T, self.S, budget)]
 
     def workspace(self) -> Tensor:
-        """Room for the logits of the largest chunk, which is the first."""
+        """Return an uninitialised buffer for the logits of the largest chunk, which is the first."""
         b, t = self.chunks[0]
         return self.value.new_empty((b.stop - b.start) * self.M * (t.stop - t.start) * self.S)
 
     def keys(self, t: slice) -> int:
-        """How many keys the queries of a chunk can see."""
+        """Return how many keys the queries of a chunk may attend to."""
         return max(0, min(self.S, self.start + t.stop)) if self.causal else self.S
 
     def matrices(self, workspace: Tensor, chunk: tuple[slice, slice]) -> Tensor:
@@ -58,7 +58,7 @@ class Problem:
         return workspace[: shape[0] * shape[1] * shape[2]].view(shape)
 
     def offsets(self, t: slice, first: int, last: int) -> Tensor:
-        """Key minus query position of keys first ... last - 1, (n, last - first)."""
+        """Return key minus query position for keys first ... last - 1, (n, last - first)."""
         positions = torch.arange(self.start + t.start, self.start + t.stop, device=self.device)
         return torch.arange(first, last, device=self.device) - positions.unsqueeze(1)
 
@@ -78,14 +78,14 @@ class Problem:
         if self.band is not None:
             self._add_band(logits, chunk)
         if self.causal:
-            first = min(keys, max(0, self.start + t.start))  # what all queries of the chunk see
+            first = min(keys, max(0, self.start + t.start))  # no query of the chunk is before these keys
             logits[..., first:].masked_fill_(self.offsets(t, first, keys) > 0, float("-inf"))
         if self.masked is not None:
             logits.masked_fill_(self.masked[b, :, :, :keys], float("-inf"))
         return matrices
 
     def _add_band(self, logits: Tensor, chunk: tuple[slice, slice]) -> None:
-        """Add band logits where the band of any query lies; elsewhere, outside logits alone."""
+        """Add the band logits inside each query's band, and the outside logits elsewhere."""
         b, t = chunk
         assert self.band is not None
         band, K, keys = self.band[b, :, t], self.band.shape[3], logits.shape[3]
@@ -104,14 +104,14 @@ class Problem:
             logits[..., last:] += outside
 
     def band_of(self, slopes: Tensor, t: slice) -> Tensor:
-        """Return the logits' gradients (b, M, n, keys) at every query's band, 0 where there is no key: (b, M, n, K)."""
+        """Gather the band's gradients (b, M, n, K) from all logits' (b, M, n, keys); 0 where there is no key."""
         assert self.band is not None
         K, keys = self.band.shape[3], slopes.shape[3]
         left, _ = band_reach(K, self.causal)
         positions = torch.arange(self.start + t.start, self.start + t.stop, device=self.device)
         key = torch.arange(K, device=self.device) - left + positions.unsqueeze(1)
-        found = slopes.gather(3, key.clamp(0, keys - 1).expand(*slopes.shape[:3], K))
-        return found.masked_fill_((key < 0) | (key >= keys), 0)
+        band = slopes.gather(3, key.clamp(0, keys - 1).expand(*slopes.shape[:3], K))
+        return band.masked_fill_((key < 0) | (key >= keys), 0)
 
 
 def forward(terms: SequenceTerms, options: SequenceOptions, output: Tensor, lse: Tensor) -> None:
@@ -121,7 +121,7 @@ def forward(terms: SequenceTerms, options: SequenceOptions, output: Tensor, lse:
     for chunk in problem.chunks:
         b, t = chunk
         keys = problem.keys(t)
-        if keys == 0:  # causal, and no key yet
+        if keys == 0:  # causal queries before the first key
             output[b, :, t].zero_()
             lse[b, :, t] = float("inf")
             continue
@@ -172,7 +172,7 @@ def backward(
             band = problem.band_of(logits, t)
             if sum_band is not None:
                 _add(sum_band, chunk, band)
-            if sum_outside is not None:  # all of a query's gradients add up to 0
+            if sum_outside is not None:  # the gradients of a query's logits sum to 0
                 _add(sum_outside, chunk, band.sum(-1).neg_())
     if sum_key is not None:
         sum_key *= options.scale
@@ -182,7 +182,7 @@ def backward(
 
 
 def _add(total: Tensor, chunk: tuple[slice, slice], addend: Tensor) -> None:
-    """Add a chunk's (b, M, n, ...) to (B, M, T, ...), summed over the axes along which this has size 1."""
+    """Add a chunk (b, M, n, ...) to ``total`` (B, M, T, ...), summed over the axes where ``total`` has size 1."""
     b, t = (s if total.shape[axis] > 1 else slice(None) for s, axis in zip(chunk, (0, 2)))
     target = total[b, :, t]
     target += addend.sum_to_size(target.shape)

@@ -1,4 +1,4 @@
-"""How queries are cut into chunks, so that only one chunk's logits are written out at a time."""
+"""Chunks of queries, so that only one chunk's logits are in memory at a time."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ WORKSPACE = {"cpu": 4 << 20, "cuda": 64 << 20}  # bytes of one chunk's logits
 
 
 def chunks(B: int, M: int, Hq: int, Wq: int, keys: int, budget: int) -> Iterator[tuple[slice, slice, slice]]:
-    """Cut the queries so that a chunk holds about ``budget`` logits: whole images, else rows, else a row's part."""
+    """Cut the queries into chunks of about ``budget`` logits: whole images, else rows, else parts of a row."""
     per_query = max(1, M * keys)
     images = _even(B, budget // max(1, per_query * Hq * Wq))
     rows = Hq if images > 1 else _even(Hq, budget // max(1, per_query * Wq))
@@ -20,6 +20,6 @@ def chunks(B: int, M: int, Hq: int, Wq: int, keys: int, budget: int) -> Iterator
 
 
 def _even(total: int, most: int) -> int:
-    """Return the size, at most ``most`` if that is positive, of as few and as equal pieces of ``total`` as can be."""
+    """Return the piece size, at most ``most``, that cuts ``total`` into the fewest and most equal pieces."""
     pieces = -(-total // max(1, most))
     return max(1, -(-total // max(1, pieces)))

@@ -1,7 +1,7 @@
-"""Packs the arguments of global attention for the CPU kernels (``csrc/everywhere/cpu_global.cpp``) and calls them.
+"""Pack the arguments of global attention for the CPU kernels (``csrc/everywhere/cpu_global.cpp``) and call them.
 
 Half precision is computed in float32. All copies made here are O(N): the kernels read keys and values as packed
-rows and columns, and queries, logits and gradients through whatever strides they have.
+rows and columns, and queries, logits and gradients with any strides.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from .. import library
 from ..backends import Backend
 from .operands import GlobalOptions, GlobalTerms
 
-_VECTOR = 64  # bytes, the padding of packed rows
-_TASKS = 16  # at least so many independent sums over queries in the backward, for threads to share
+_VECTOR = 64  # bytes; packed rows are padded to a multiple
+_TASKS = 16  # minimum number of independent sums over queries in the backward, which threads share
 
 
 def _padded(size: int, dtype: torch.dtype) -> int:
@@ -24,18 +24,18 @@ def _padded(size: int, dtype: torch.dtype) -> int:
 
 
 def _narrow(width: int, dtype: torch.dtype) -> bool:
-    """Whether padded rows of this width are so empty that products over the keys are cheaper."""
+    """Return whether rows of this width need so much padding that products over the keys are cheaper."""
     return 4 * width <= 3 * _padded(width, dtype)
 
 
 def _rows(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """(B, M, Hk, Wk, width) as (B, M, Hk * Wk, padded width)."""
+    """Pack (B, M, Hk, Wk, width) as (B, M, Hk * Wk, padded width)."""
     rows = tensor.to(dtype).flatten(2, 3)
     return pad(rows, (0, _padded(rows.shape[-1], dtype) - rows.shape[-1])).contiguous()
 
 
 def _columns(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """(B, M, Hk, Wk, width) as (B, M, width, padded Hk * Wk)."""
+    """Pack (B, M, Hk, Wk, width) as (B, M, width, padded Hk * Wk)."""
     columns = tensor.to(dtype).flatten(2, 3).transpose(2, 3)
     return pad(columns, (0, _padded(columns.shape[-1], dtype) - columns.shape[-1])).contiguous()
 
@@ -45,7 +45,7 @@ def _scaled(tensor: Tensor, scale: float) -> Tensor:
 
 
 def _logits(terms: GlobalTerms, shape: torch.Size, dtype: torch.dtype) -> list[Tensor | None]:
-    """Row, column and key logits, expanded: (B, M, Hq, Wq, Hk), (B, M, Hq, Wq, Wk), (B, M, Hk * Wk)."""
+    """Expand row, column and key logits to (B, M, Hq, Wq, Hk), (B, M, Hq, Wq, Wk) and (B, M, Hk * Wk)."""
     _, _, value, row_logits, column_logits, key_logits = terms
     Hk, Wk = value.shape[2:4]
     return [
@@ -95,7 +95,7 @@ def backward(
     slots = max(1, -(-_TASKS // (B * M)))
 
     def full(grad: Tensor | None, *shape: int) -> Tensor | None:
-        """Where the kernel writes: the gradient itself unless it is of another dtype or broadcasts."""
+        """Return the tensor that the kernel writes: the gradient itself unless its dtype differs or it broadcasts."""
         if grad is None or (grad.shape == shape and grad.dtype == dtype):
             return grad
         return value.new_empty(shape, dtype=dtype)

@@ -1,8 +1,8 @@
-"""Hands sequence attention to the CPU kernels (``csrc/everywhere/cpu_sequence.cpp``).
+"""Call the CPU kernels of sequence attention (``csrc/everywhere/cpu_sequence.cpp``).
 
-The kernels compute in float32 and read and write bfloat16 where :func:`_stored` says so; other halves are converted
-here. Shapes as in ``chunked_sequence``; the kernels want an axis of slots after
-(B, M): a slot is a share of a head's queries, whose sums over queries are its own.
+The kernels compute in float32 and read and write bfloat16 if :func:`_stored` allows; other half precision is converted
+here. Shapes are those of ``chunked_sequence``, with an axis of slots after (B, M): a slot is a share of a head's
+queries that is summed separately.
 """
 
 from __future__ import annotations
@@ -14,28 +14,28 @@ from .. import library
 from ..backends import Backend
 from .operands import SequenceOptions, SequenceTerms
 
-_TASKS = 16  # at least so many independent sums over queries, for threads to share
-_BLOCK = 48  # queries, of which a task takes at least one block
-_FEW = 4  # queries at most that are not worth packing keys for
+_TASKS = 16  # minimum number of independent sums over queries, which threads share
+_BLOCK = 48  # queries in a block; a task takes at least one block
+_FEW = 4  # up to so many queries, packing the keys does not pay
 
 
 def _slots(B: int, M: int, T: int) -> int:
-    """Return the shares of each head. They, and so the sums, do not depend on the number of threads."""
+    """Return the number of slots per head; it, and so the sums, do not depend on the number of threads."""
     return max(1, min(-(-_TASKS // max(1, B * M)), -(-T // _BLOCK)))
 
 
 def _shares(B: int, M: int, T: int) -> tuple[int, int]:
-    """Shares per head, and groups of the batch, whose sums over their entries are their own.
+    """Return the numbers of slots per head and of groups of images, each group with sums of its own.
 
-    Every sum holds logits' gradients of (M, T, S). Long sequences are shared out in slots, since these hold parts of
-    them; short ones in groups, since every slot packs all keys.
+    A sum holds gradients of (M, T, S) logits. Long sequences are split into slots, each of which holds part of them;
+    short ones into groups, since every slot packs all keys.
     """
     slots = max(1, min(-(-_TASKS // max(1, M)), T // (4 * _BLOCK)))
     return slots, max(1, min(B, -(-_TASKS // max(1, M * slots))))
 
 
 def _stored(value: Tensor, lse: Tensor) -> torch.dtype:
-    """Return the dtype of the kernels' operands. The one for few queries reads keys as they lie, in float32 alone."""
+    """Return the dtype of the kernels' operands; the kernel for few queries reads unpacked keys, only in float32."""
     return value.dtype if value.dtype == torch.bfloat16 and lse.shape[2] > _FEW else lse.dtype
 
 
@@ -44,8 +44,8 @@ def _inputs(terms: SequenceTerms, key_padding_mask: Tensor | None, lse: Tensor) 
     stored = _stored(terms.value, lse)
     query, key, value, *logits = (None if t is None else t.to(stored) for t in terms)
     expanded = [None if t is None else t.expand(B, M, T, *t.shape[3:]) for t in logits]
-    found = [None if t is None else t.unsqueeze(2) for t in (query, key, value, *expanded)]
-    return [*found, None if key_padding_mask is None else key_padding_mask.contiguous()]
+    slotted = [None if t is None else t.unsqueeze(2) for t in (query, key, value, *expanded)]
+    return [*slotted, None if key_padding_mask is None else key_padding_mask.contiguous()]
 
 
 def refuses(terms: SequenceTerms, options: SequenceOptions) -> str | None:
@@ -80,7 +80,7 @@ def backward(
         slots, groups = _shares(B, M, T)
 
     def per_slot(grad: Tensor | None) -> Tensor | None:
-        """Where the kernel writes sums over a slot's queries, (B, M, slots, S, width)."""
+        """Return the tensor for sums over a slot's queries, (B, M, slots, S, width)."""
         if grad is None:
             return None
         if slots == 1 and grad.dtype == stored:
@@ -88,7 +88,7 @@ def backward(
         return grad.new_empty((B, M, slots, *grad.shape[2:]), dtype=dtype)
 
     def logits(grad: Tensor | None) -> Tensor | None:
-        """Where the kernel adds, (B or groups, M, slots or 1, T or 1, ...)."""
+        """Return the tensor that the kernel adds to, (B or groups, M, slots or 1, T or 1, ...)."""
         if grad is None:
             return None
         if grad.shape[:3] == (B, M, T) and grad.dtype == stored and grad.stride(-1) == 1:

@@ -2,15 +2,15 @@
 
     q' = [scale * q, row_logits, column_logits, 1]    k' = [k, onehot(row of k), onehot(column of k), key_logits]
 
-so that q'·k' is the sum of all terms, exactly, and the library's fused kernels do the rest in O(N) memory.
-The terms' gradients are columns of the gradients of q' and k'. The device decides only which fused kernel is
-called, and whether it wants values as wide as q'; the folding is the same everywhere.
+so that q'·k' is exactly the sum of all terms, and PyTorch's fused kernels do the rest in O(N) memory. The gradients of
+the terms are columns of the gradients of q' and k'. Devices differ only in the fused kernel that is called, and in
+whether it needs values as wide as q'.
 
-A product with -inf would be NaN. It becomes the lowest number, which float16 has not low enough: there the logits are
-divided by 16 in one of q' and k', and the ones are 16 in the other. What stands for -inf is then -1e6, beneath any sum
-of float16's own numbers, and 1/16 of a logit is as precise as the logit, down to 5e-7.
+Since 0 * -inf is NaN, a very low number stands for -inf. float16 has none that is low enough, so there the logits are
+divided by 16 in q' or k' and the ones are 16 in the other. -inf is then represented by -1e6, below any sum of float16
+numbers, and 1/16 of a logit is as precise as the logit down to 5e-7.
 
-Content alone in half precision, with values as wide as the keys, needs no folding: CUDA's flash attention reads it.
+Content alone in half precision, with values as wide as the keys, is not folded: CUDA's flash attention takes it.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from torch import Tensor
 from ..backends import Backend
 from .operands import GlobalOptions, GlobalTerms
 
-WIDEST = 256  # of q'; beyond it the fused kernels fall to slow paths
-WIDEST_OF_FLASH = 192  # beyond it some devices have no backward
-_MULTIPLE = 8  # of the width, for the kernels' alignment
-_LSE_ALIGNMENT = 32  # the CUDA kernel's log-sum-exp comes and goes padded to this many queries
+WIDEST = 256  # width of q' beyond which the fused kernels take slow paths
+WIDEST_OF_FLASH = 192  # width beyond which some devices have no backward
+_MULTIPLE = 8  # widths are padded to a multiple, for the kernels' alignment
+_LSE_ALIGNMENT = 32  # queries; the CUDA kernels read and write log-sum-exps padded to a multiple
 
 
 def width(terms: GlobalTerms) -> int:
-    """Return the width of q' and k', padded."""
+    """Return the padded width of q' and k'."""
     query, _, value, row_logits, column_logits, key_logits = terms
     parts = (
         0 if query is None else query.shape[-1],
@@ -46,41 +46,41 @@ def _padded(size: int) -> int:
 
 
 def refuses(terms: GlobalTerms, options: GlobalOptions) -> str | None:
-    """Return the reason why the library's fused attention does not serve, or None.
+    """Return the reason why PyTorch's fused attention cannot run, or None.
 
-    On CPUs it serves wide content alone. (Up to a width of 32 our kernel is as fast or faster: 168 against 185 ms,
-    forward and backward, for 4200 queries and 1050 keys of 9 heads x 28. At 64 the library's is faster, at 256 three
-    times.)
+    On CPUs it takes only wide content without other terms. Up to a width of 32 our kernel is at least as fast (168
+    against 185 ms, forward and backward, for 4200 queries and 1050 keys of 9 heads x 28); at 64 PyTorch's is faster,
+    at 256 three times as fast.
     """
     query, _, value, *logits = terms
     if value.device.type == "cpu":
         if query is None or query.shape[-1] <= 32:
-            return "on CPUs it pays for heads wider than 32"
+            return "on CPUs it is faster only for heads wider than 32"
         if any(term is not None for term in logits):
-            return "on CPUs it pays for content alone"
+            return "on CPUs it is faster only for content alone"
         return None
     if not value.is_cuda:
-        return f"it serves CPUs and CUDA, and the tensors are on {value.device.type}"
+        return f"it runs on CPUs and CUDA, but the tensors are on {value.device.type}"
     if value.dtype == torch.float64:
-        return "CUDA's fused attention takes no float64"
+        return "CUDA's fused attention does not support float64"
     folded = max(width(terms), value.shape[-1])
-    return None if folded <= WIDEST else f"all terms together are {folded} wide, and {WIDEST} is the widest that pays"
+    return None if folded <= WIDEST else f"all terms together are {folded} wide, and it is slow beyond {WIDEST}"
 
 
 def refuses_backward(terms: GlobalTerms, options: GlobalOptions) -> str | None:
-    """CUDA's fused backward adds with atomics; the chunks' sums have a fixed order."""
+    """Refuse deterministic mode on CUDA: the fused backward adds with atomics, the chunks add in a fixed order."""
     if terms.value.is_cuda and torch.are_deterministic_algorithms_enabled():
         return "CUDA's fused backward is not deterministic"
     return None
 
 
 def _unit(dtype: torch.dtype) -> float:
-    """Return what stands for 1 beside logits, which are divided by it."""
+    """Return the number that stands for 1; logits are divided by it."""
     return 16.0 if dtype == torch.float16 else 1.0
 
 
 def _lowest(dtype: torch.dtype) -> float:
-    """Return what stands for -inf: exp(it + other logits) is still 0, and its product with 0 is 0."""
+    """Return the finite number x that stands for -inf: exp(x + other logits) is 0, and 0 * x is 0."""
     return torch.finfo(dtype).min if dtype == torch.float16 else -1e30
 
 
@@ -111,7 +111,7 @@ def fold(terms: GlobalTerms, scale: float, grid: tuple[int, int]) -> tuple[Tenso
         queries.append(unit.expand(B, M, *grid, 1))
         keys.append(_logits(key_logits).unsqueeze(-1).expand(B, M, Hk, Wk, 1))
     D, DV = width(terms), _padded(dv)
-    if not value.is_cuda:  # the CPU's kernel knows one width
+    if not value.is_cuda:  # the CPU kernel supports a single width
         D = DV = max(D, DV)
     return _join(queries, D), _join(keys, D), _join([value], DV)
 
@@ -120,12 +120,12 @@ def _join(parts: list[Tensor], D: int) -> Tensor:
     missing = D - sum(p.shape[-1] for p in parts)
     if missing:
         parts = [*parts, parts[0].new_zeros(()).expand(*parts[0].shape[:-1], missing)]
-    # The fused kernels read rows of contiguous numbers; cat's result is channels-last where all its parts are.
+    # The fused kernels need contiguous rows, but the result of cat is channels-last if all its parts are.
     return torch.cat(parts, -1).flatten(2, 3).contiguous()
 
 
 def _flash(terms: GlobalTerms) -> bool:
-    """Whether CUDA's flash attention computes it: content alone, in half precision, of one width."""
+    """Return whether CUDA's flash attention takes the terms: content alone, in half precision, of one width."""
     query, key, value, *logits = terms
     if query is None or any(term is not None for term in logits) or not value.is_cuda:
         return False
@@ -142,7 +142,7 @@ def _has_flash(index: int) -> bool:
 
 
 def _sequence(tensor: Tensor) -> Tensor:
-    """(B, M, H, W, d) as (B, M, H * W, d) whose rows can be read 16 bytes at a time: a view wherever that is one."""
+    """Return (B, M, H, W, d) as (B, M, H * W, d) with rows aligned to 16 bytes: a view if possible."""
     rows = tensor.flatten(2, 3)
     places = (*rows.stride()[:3], rows.storage_offset())
     return rows if rows.stride(3) == 1 and not any(n % _MULTIPLE for n in places) else rows.contiguous()
@@ -191,9 +191,9 @@ def backward(
     lse = lse.flatten(2)
     if value.is_cuda:
         N = query.shape[2]
-        # Queries without keys have +inf: their probabilities, exp(logit - inf), come out as 0 again.
+        # The log-sum-exp of fully masked queries is +inf, so that their probabilities, exp(logit - inf), are 0.
         lse = torch.nn.functional.pad(lse, (0, -N % _LSE_ALIGNMENT), value=float("inf"))
-        unused = torch.empty((), dtype=torch.long, device=value.device)  # the state of a dropout that is off
+        unused = torch.empty((), dtype=torch.long, device=value.device)  # state of the dropout, which is off
         grad_query, grad_key, grad_value, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
             grad_output, query, key, value, None, output, lse, unused, unused, 0.0,
             [True, True, True, False], False, scale=1.0,
@@ -233,7 +233,7 @@ def _unfold(
     grad_value: Tensor,
     grads: list[Tensor | None],
 ) -> None:
-    """Take the terms' gradients out of those of q', k' and the padded value, summed over broadcast axes."""
+    """Extract the terms' gradients from those of q', k' and the padded value, and sum them over broadcast axes."""
     query, _, value, row_logits, column_logits, key_logits = terms
     grad_query = grad_query.unflatten(2, grid)
     grad_key = grad_key.unflatten(2, value.shape[2:4])

@@ -1,12 +1,12 @@
 """Region "everywhere": two-dimensional attention over all keys, with factored position logits.
 
-Five ways to compute it, chosen by what the arguments hold, never by a flag:
-    * the weights are the same for all queries, or a product of rows' and columns': plain matrix products do;
-    * CUDA up to a width, and wide content alone on CPUs: the library's fused attention, all terms folded into
-      its dot product (``folding``);
-    * else on CUDA, where the terms together are wider or gradients must be deterministic: Triton (``triton_global``);
-    * CPU: one compiled pass over blocks of queries (``cpu_global``);
-    * else plain PyTorch over chunks of queries (``chunked_global``).
+The arguments decide which of five ways computes it:
+    * plain matrix products, if the weights are the same for all queries or are a product of row and column weights;
+    * PyTorch's fused attention, with all terms folded into its dot product (``folding``): on CUDA up to a width, on
+      CPUs for wide content alone;
+    * Triton kernels (``triton_global``): on CUDA for wider terms or deterministic gradients;
+    * one compiled pass over blocks of queries (``cpu_global``): on CPUs otherwise;
+    * plain PyTorch over chunks of queries (``chunked_global``): everything else.
 """
 
 from __future__ import annotations
@@ -46,32 +46,31 @@ def global_attention(
 
         scale * query[q]·key[k] + row_logits[q, hk] + column_logits[q, wk] + key_logits[k]
 
-    with absent terms 0. Keys of ``prefix_key`` have no place (class tokens, registers): their weight is that of
-    scale * query[q]·prefix_key[p], in the same softmax.
+    where absent terms count as 0. Prefix keys, such as class tokens and registers, have no position; in the same
+    softmax, the logit of prefix key p is scale * query[q]·prefix_key[p].
 
-    Only O(Hq * Wq + Hk * Wk) memory is used beyond a bounded workspace, except for second derivatives, which hold
-    all logits. A logit of -inf masks: a window of rows and columns is -inf in ``row_logits`` and ``column_logits``;
-    a query whose keys are all masked gets zeros. Strided views are read without a copy where the last axis is
+    Beyond a bounded workspace, only O(Hq * Wq + Hk * Wk) memory is used, except for second derivatives, which hold
+    all logits. A logit of -inf masks its keys, so that -inf in ``row_logits`` and ``column_logits`` limits attention
+    to a window. Fully masked queries return zeros. Strided views are read without a copy if their last axis is
     contiguous.
 
     Args:
         query: (B, M, Hq, Wq, d); None, together with ``key``, for no content term.
         key: (B, M, Hk, Wk, d).
         value: (B, M, Hk, Wk, dv).
-        row_logits: (B, M, Hq, Wq, Hk), of size 1 where it does not depend on batch, head, Hq or Wq.
-        column_logits: (B, M, Hq, Wq, Wk), of size 1 likewise.
-        key_logits: (B, M, Hk, Wk), of size 1 where it does not depend on batch or head.
-        prefix_key: (B, M, P, d), keys without a place; None where ``query`` is.
-        prefix_value: (B, M, P, dv), their values.
+        row_logits: (B, M, Hq, Wq, Hk); size 1 in any of the first four axes to broadcast.
+        column_logits: (B, M, Hq, Wq, Wk); size 1 likewise.
+        key_logits: (B, M, Hk, Wk); size 1 in the first two axes to broadcast.
+        prefix_key: (B, M, P, d); None if ``query`` is None.
+        prefix_value: (B, M, P, dv).
         scale: Factor of the content term.
 
     Returns:
-        (B, M, Hq, Wq, dv). Hq, Wq are those of the arguments that have them, or 1: logits that no query
-        position enters are computed once and not expanded.
+        (B, M, Hq, Wq, dv). Hq or Wq is 1 if it is in all arguments that have it.
 
     Raises:
-        ValueError: a shape or a device does not fit, or there is no key.
-        TypeError: the tensors are not floating or not of one dtype.
+        ValueError: a shape or a device does not match, or there is no key.
+        TypeError: the tensors are not floating-point or do not share one dtype.
     """
     terms = GlobalTerms(query, key, value, row_logits, column_logits, key_logits)
     _check(terms)
@@ -82,7 +81,7 @@ def global_attention(
     if query is None and row_logits is None and column_logits is None:
         if closed_form():
             return under_autocast(_attend_by_keys, (value, key_logits))
-        terms = terms._replace(row_logits=value.new_zeros(1, 1, 1, 1, value.shape[2]))  # what makes the queries one
+        terms = terms._replace(row_logits=value.new_zeros(1, 1, 1, 1, value.shape[2]))  # a single query
     rows_alone = row_logits is None or row_logits.shape[3] == 1
     columns_alone = column_logits is None or column_logits.shape[2] == 1
     if query is None and key_logits is None and rows_alone and columns_alone and closed_form():
@@ -99,12 +98,12 @@ def scripted_global_attention(
     key_logits: Tensor | None,
     scale: float,
 ) -> Tensor:
-    """:func:`global_attention` for TorchScript, which has no keyword-only arguments and compiles no checks."""
+    """Compute :func:`global_attention` in TorchScript, which supports neither keyword-only arguments nor the checks."""
     return torch.ops.attn_plugins.global_attention(query, key, value, row_logits, column_logits, key_logits, scale)[0]
 
 
 def _attend_by_keys(value: Tensor, key_logits: Tensor | None) -> Tensor:
-    """All queries see the same weights (the '0010' of the paper, or plain averaging): one query is computed."""
+    """Compute a single query, since all have the same weights ('0010' in the paper, or plain averaging)."""
     values = value.flatten(2, 3).to(arithmetic_dtype(value.dtype))
     if key_logits is None:
         output = values.mean(2, keepdim=True)
@@ -115,7 +114,7 @@ def _attend_by_keys(value: Tensor, key_logits: Tensor | None) -> Tensor:
 
 
 def _attend_by_axes(value: Tensor, row_logits: Tensor | None, column_logits: Tensor | None) -> Tensor:
-    """exp(row + column) = exp(row) * exp(column): one axis is reduced after the other ('0001' of the paper)."""
+    """Reduce one axis after the other, since exp(row + column) = exp(row) * exp(column) ('0001' in the paper)."""
     values = value.to(arithmetic_dtype(value.dtype))
     if column_logits is None:
         reduced = values.mean(3, keepdim=True)
@@ -161,7 +160,7 @@ def _check(terms: GlobalTerms) -> None:
     for name, (logits, shape) in shapes.items():
         if logits is None:
             continue
-        broadcast = 4 if len(shape) == 5 else 2  # of the first axes
+        broadcast = 4 if len(shape) == 5 else 2  # leading axes that broadcast
         fits = logits.dim() == len(shape) and logits.shape[broadcast:] == shape[broadcast:]
         if not fits or any(n != 1 and n != m for n, m in zip(logits.shape[:broadcast], shape[:broadcast])):
             queries = (
@@ -177,7 +176,7 @@ def _check(terms: GlobalTerms) -> None:
 
 
 def _results(terms: GlobalTerms, options: GlobalOptions) -> tuple[Tensor, Tensor]:
-    """Uninitialised output, stored as (B, Hq, Wq, M, dv) for the projection behind it, and log-sum-exp."""
+    """Return an uninitialised output, stored as (B, Hq, Wq, M, dv) for the projection that follows, and log-sum-exp."""
     value = terms.value
     B, M, _, _, dv = value.shape
     Hq, Wq = terms.grid()
@@ -186,7 +185,7 @@ def _results(terms: GlobalTerms, options: GlobalOptions) -> tuple[Tensor, Tensor
 
 
 def _products(terms: Any, options: GlobalOptions) -> tuple[int, int]:
-    """Operations of one content GEMM and of one value GEMM."""
+    """Count the operations of one content product and of one value product."""
     query, _, (B, M, Hk, Wk, dv), row_logits, column_logits, _ = terms
     shapes = [shape for shape in (query, row_logits, column_logits) if shape is not None]
     Hq, Wq = (max(shape[axis] for shape in shapes) for axis in (2, 3))

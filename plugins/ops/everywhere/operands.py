@@ -1,4 +1,4 @@
-"""What calls of the operators of this region work on, whichever backend serves them."""
+"""Operands of global and of sequence attention."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class GlobalTerms(NamedTuple):
-    """The tensors of global attention that have gradients."""
+    """Tensors of global attention that have gradients."""
 
     query: Tensor | None
     key: Tensor | None
@@ -18,7 +18,7 @@ class GlobalTerms(NamedTuple):
     key_logits: Tensor | None
 
     def grid(self) -> tuple[int, int]:
-        """Return the queries' (Hq, Wq): the query's, else those of the logits that have them, or 1."""
+        """Return (Hq, Wq), of ``query`` if there is one, else of the logits, where 1 broadcasts."""
         if self.query is not None:
             return self.query.shape[2], self.query.shape[3]
         Hq = Wq = 1
@@ -30,13 +30,13 @@ class GlobalTerms(NamedTuple):
 
 
 class GlobalOptions(NamedTuple):
-    """What of global attention is no tensor."""
+    """Arguments of global attention other than tensors."""
 
     scale: float
 
 
 class SequenceTerms(NamedTuple):
-    """The tensors of sequence attention that have gradients."""
+    """Tensors of sequence attention that have gradients."""
 
     query: Tensor | None
     key: Tensor | None
@@ -46,7 +46,7 @@ class SequenceTerms(NamedTuple):
     position_logits: Tensor | None
 
     def queries(self) -> int:
-        """T, of the tensors that have it, or 1."""
+        """Return T, of ``query`` if there is one, else of the logits, where 1 broadcasts."""
         if self.query is not None:
             return self.query.shape[2]
         T = 1
@@ -56,7 +56,7 @@ class SequenceTerms(NamedTuple):
 
 
 class SequenceOptions(NamedTuple):
-    """Which keys a query sees, and the scale."""
+    """Arguments of sequence attention that have no gradients."""
 
     key_padding_mask: Tensor | None
     start: int

@@ -1,14 +1,14 @@
-"""Keys without a place before those of a map: class tokens and registers, as more cells of the map.
+"""Prefix keys, such as class tokens and registers, added to a map as further cells.
 
-Where no logits depend on rows or columns, the map is a sequence, which they precede. Else they are the corner of a map
-of a more rows and b more columns, whose other new cells are masked:
+If no logits depend on rows or columns, the map is treated as a sequence, and the prefix precedes it. Otherwise the map
+grows by a rows and b columns, the prefix fills the new corner, and the other new cells are masked:
 
     keys | -inf
     -----+-------
     -inf | prefix
 
-In the corner row and column logits are 0, as a prefix key's are. (H + a) * (W + b) cells are computed for H * W + P
-keys: 14 % more for 14 x 14 and a class token, 14 % for 37 x 37 and 5 tokens.
+Row and column logits are 0 in the corner, since prefix keys have no position. (H + a) * (W + b) cells are computed for
+H * W + P keys: 14 % more for 14 x 14 and a class token, and 14 % more for 37 x 37 and 5 tokens.
 
 Shapes: B batch, M heads, (H, W) keys of the map, P prefix keys, d and dv widths.
 """
@@ -26,16 +26,16 @@ from .operands import GlobalTerms
 
 
 def with_prefix(terms: GlobalTerms, prefix_key: Tensor | None, prefix_value: Tensor | None) -> GlobalTerms:
-    """Put prefix keys into the map.
+    """Add prefix keys to the map.
 
     Args:
-        terms: Of the map, checked.
+        terms: Terms of the map, already checked.
         prefix_key: (B, M, P, d); None without a content term.
         prefix_value: (B, M, P, dv).
 
     Raises:
-        ValueError: a shape or a device does not fit, or one of the two is missing.
-        TypeError: they are not of the value's dtype.
+        ValueError: a shape or a device does not match, or one of the two is missing.
+        TypeError: their dtype is not that of the value.
     """
     query, key, value, row_logits, column_logits, key_logits = terms
     _check(query, value, prefix_key, prefix_value)
@@ -65,18 +65,18 @@ def with_prefix(terms: GlobalTerms, prefix_key: Tensor | None, prefix_value: Ten
 
 
 def corner(H: int, W: int, P: int) -> tuple[int, int]:
-    """Return the rows and columns to add for P keys, so that the map has the fewest cells."""
+    """Return the numbers of rows and columns to add for P keys that make the smallest map."""
     shapes = [(a, -(-P // a)) for a in range(1, P + 1)]
     return min(shapes, key=lambda shape: (H + shape[0]) * (W + shape[1]))
 
 
 def _line(prefix: Tensor, cells: Tensor) -> Tensor:
-    """(B, M, P, width) and (B, M, H, W, width) as (B, M, 1, P + H * W, width)."""
+    """Join (B, M, P, width) and (B, M, H, W, width) to (B, M, 1, P + H * W, width)."""
     return torch.cat((prefix, cells.flatten(2, 3)), 2).unsqueeze(2)
 
 
 def _square(prefix: Tensor, cells: Tensor, a: int, b: int) -> Tensor:
-    """(B, M, P, width) and (B, M, H, W, width) as (B, M, H + a, W + b, width), new cells without a key 0."""
+    """Join (B, M, P, width) and (B, M, H, W, width) to (B, M, H + a, W + b, width), with 0 in cells without a key."""
     B, M, H, W, width = cells.shape
     square = pad(prefix, (0, 0, 0, a * b - prefix.shape[2])).unflatten(2, (a, b))
     right, below = cells.new_zeros(()).expand(B, M, H, b, width), cells.new_zeros(()).expand(B, M, a, W, width)

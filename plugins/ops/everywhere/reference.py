@@ -1,4 +1,4 @@
-"""The definitions of global and of sequence attention: see :mod:`attn_plugins.ops.reference`."""
+"""Definitions of global and of sequence attention; see :mod:`attn_plugins.ops.reference`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def global_attention_logits(
     key_logits: Tensor | None,
     scale: float,
 ) -> Tensor:
-    """Return the sum of all logits, (B, M, Hq, Wq, Hk, Wk); Hq = Wq = 1 where no argument has query axes."""
+    """Return the sum of all logits, (B, M, Hq, Wq, Hk, Wk); Hq = Wq = 1 if no argument has query axes."""
     B, M, Hk, Wk, _ = value.shape
     query, key, row_logits, column_logits, key_logits = at_least_float32(
         query, key, row_logits, column_logits, key_logits
@@ -45,10 +45,7 @@ def global_attention_probabilities(
     key_logits: Tensor | None,
     scale: float,
 ) -> Tensor:
-    """Return the attention weights themselves, as :func:`global_attention_logits`.
-
-    A query whose keys are all masked (logit -inf) has the weight 0 everywhere.
-    """
+    """Return the attention weights, in the shape of :func:`global_attention_logits`; 0 for fully masked queries."""
     logits = global_attention_logits(query, key, value, row_logits, column_logits, key_logits, scale)
     return masked_softmax(logits.flatten(-2)).unflatten(-1, value.shape[2:4])
 
@@ -79,7 +76,7 @@ def sequence_attention_logits(
     causal: bool,
     scale: float,
 ) -> Tensor:
-    """Return the sum of all logits, (B, M, T, S); -inf at keys that are masked."""
+    """Return the sum of all logits, (B, M, T, S); -inf at masked keys."""
     query, key, band_logits, outside_logits, position_logits = at_least_float32(
         query, key, band_logits, outside_logits, position_logits
     )
@@ -118,7 +115,7 @@ def sequence_attention_probabilities(
     causal: bool,
     scale: float,
 ) -> Tensor:
-    """Return the attention weights themselves, (B, M, T, S); 0 everywhere for a query whose keys are all masked."""
+    """Return the attention weights, (B, M, T, S); 0 for fully masked queries."""
     return masked_softmax(
         sequence_attention_logits(
             query, key, value, band_logits, outside_logits, position_logits, key_padding_mask, start, causal, scale

@@ -1,6 +1,6 @@
-"""Sequence attention by PyTorch's SDPA: halves on CPUs that multiply tiles of them (AMX), where it is the faster one.
+"""Sequence attention by PyTorch's SDPA: bfloat16 on CPUs with AMX, where it is faster than our kernels.
 
-Content alone, or with position logits, which SDPA takes as its mask.
+It takes content alone, or with position logits, which become SDPA's mask.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .operands import SequenceOptions, SequenceTerms
 
 @cache
 def multiplies_tiles() -> bool:
-    """Whether this CPU has AMX, and torch may use it."""
+    """Return whether this CPU has AMX and torch may use it."""
     supported = getattr(torch.cpu, "_is_amx_tile_supported", None)  # torch has no public name for it
     return bool(supported is not None and supported())
 
@@ -25,20 +25,20 @@ def multiplies_tiles() -> bool:
 def refuses(terms: SequenceTerms, options: SequenceOptions) -> str | None:
     query, _, value, band, *_ = terms
     if value.device.type != "cpu" or value.dtype != torch.bfloat16:
-        return "it serves bfloat16 on CPUs alone"
+        return "it supports only bfloat16 on CPUs"
     if not multiplies_tiles():
-        return "this CPU multiplies no tiles of bfloat16 (AMX)"
+        return "this CPU has no AMX for bfloat16"
     if query is None or band is not None:
-        return "it knows content and position logits, no band"
+        return "it supports content and position logits only"
     if options.causal or options.key_padding_mask is not None:
-        return "it knows no padding and no order of keys"
+        return "it supports neither key_padding_mask nor causal"
     if query.shape[3] != value.shape[3] or 0 in query.shape:
-        return f"queries of width {query.shape[3]} and values of width {value.shape[3]} do not fit it"
+        return f"it needs queries and values of one width, not {query.shape[3]} and {value.shape[3]}, and no empty axis"
     return None
 
 
 def refuses_backward(terms: SequenceTerms, options: SequenceOptions) -> str | None:
-    return "its backward wants the output, which is not kept"
+    return "its backward needs the output, which is not kept"
 
 
 def forward(terms: SequenceTerms, options: SequenceOptions, output: Tensor, lse: Tensor) -> None:
@@ -46,10 +46,10 @@ def forward(terms: SequenceTerms, options: SequenceOptions, output: Tensor, lse:
     query, key, value, _, _, position = terms
     assert query is not None
     mask = None if position is None else position.expand(*query.shape[:3], value.shape[2])
-    found, total = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+    attended, total = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         query, key, value, 0.0, False, attn_mask=mask, scale=options.scale
     )
-    output.copy_(found)  # 0 where all keys are masked
+    output.copy_(attended)  # 0 where all keys are masked
     lse.copy_(total if position is None else total.masked_fill(position.isneginf().all(-1), float("inf")))
 
 

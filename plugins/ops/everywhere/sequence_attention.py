@@ -1,7 +1,7 @@
 """Region "everywhere" of a sequence: attention over all keys, with a band of position logits around each query.
 
-Transformer-XL's relative positions, bilateral self-attention and cross-attention are this operator with other logits.
-Whatever the arguments, no more than a block of queries has its logits written out, forward or backward.
+Transformer-XL's relative positions, bilateral self-attention and cross-attention use this operator with different
+logits. In the forward and the backward, the logits of only one block of queries are in memory at a time.
 """
 
 from __future__ import annotations
@@ -40,35 +40,36 @@ def sequence_attention(
 ) -> Tensor:
     """Attend from every query of a sequence to all keys of a sequence (Zhu et al. 2019, Eq. 1; Thesis, Eq. 3.12).
 
-    Query t stands at the keys' position p = start + t. The weight of key s is the softmax over all keys of
+    Query t has position p = start + t among the keys. The weight of key s is the softmax over all keys of
 
         scale * query[t]·key[s] + position_logits[t, s] + (band_logits[t, s - p + left] or outside_logits[t])
 
-    with absent terms 0: a key whose offset s - p the band holds has its band logit, any other the outside logit.
-    With ``causal`` keys after p have no weight. A logit of -inf masks; a query whose keys are all masked gets zeros.
-    Neither mask nor bias of (T, S) is made; second derivatives hold all logits. An outside logit of -inf limits the
-    range: then only the band's keys are computed.
+    where absent terms count as 0: keys at offsets s - p within the band have a band logit, all others the outside
+    logit. A logit of -inf masks its key. Fully masked queries return zeros.
+
+    No (T, S) mask or bias is allocated, except for second derivatives, which hold all logits. If the outside logit is
+    the number -inf, only the keys inside the band are computed.
 
     Args:
         query: (B, M, T, d); None, together with ``key``, for position logits alone.
         key: (B, M, S, d).
         value: (B, M, S, dv).
-        band_logits: (B, M, T, K), of size 1 where it does not depend on batch, head or query; of the offsets
-            -(K - 1) / 2 ... (K - 1) / 2 in rising order, K odd, or with ``causal`` -(K - 1) ... 0, any K.
-        outside_logits: (B, M, T), of size 1 likewise, or a number; 0 where None.
-        position_logits: (B, M, T, S), of size 1 in any of the first three axes.
-        causal: Whether keys after a query's position are left out.
-        key_padding_mask: (B, S) bool, True for keys to be left out.
+        band_logits: (B, M, T, K), or size 1 in any of the first three axes to broadcast: logits at the offsets
+            -(K - 1) / 2 ... (K - 1) / 2 in ascending order, for odd K; with ``causal`` at -(K - 1) ... 0, for any K.
+        outside_logits: (B, M, T), size 1 likewise, or a number; None for 0.
+        position_logits: (B, M, T, S), or size 1 in any of the first three axes to broadcast.
+        causal: Whether to mask keys after the query's position.
+        key_padding_mask: (B, S) bool, True at keys to mask.
         scale: Factor of the content term.
-        start: The first query's position among the keys, at least 0. None stands for S - T with ``causal`` (the
-            queries are the last T of S positions, as in incremental decoding), else for 0.
+        start: Position of the first query among the keys, at least 0. None means S - T with ``causal`` (the queries
+            are the last T of S positions, as in incremental decoding), else 0.
 
     Returns:
-        (B, M, T, dv). T is the queries' number in those arguments that have it, or 1.
+        (B, M, T, dv). T is 1 if it is in all arguments that have it.
 
     Raises:
-        ValueError: a shape, a device or a number does not fit, or there is no key.
-        TypeError: the tensors are not floating or not of one dtype.
+        ValueError: a shape, a device or a number does not match, or there is no key.
+        TypeError: the tensors are not floating-point or do not share one dtype.
     """
     number = outside_logits if isinstance(outside_logits, (int, float)) else None
     outside = None if isinstance(outside_logits, (int, float)) else outside_logits
@@ -85,10 +86,11 @@ def sequence_attention(
 
 
 def _window_pays(value: Tensor, K: int, start: int) -> bool:
-    """Whether a band of K keys is computed faster as windows.
+    """Return whether a band of K keys is computed faster as windows.
 
-    (On the CPU up to a quarter of the keys: 40 against 119 ms for 31 of 1024 keys, forward and backward, 42 against
-    34 ms for 129 of 512. Symbols are not compared, and are no padding of a window.)
+    On the CPU this holds up to a quarter of the keys: forward and backward take 40 instead of 119 ms for 31 of 1024
+    keys, but 42 instead of 34 ms for 129 of 512. A symbolic ``start`` cannot be a window's padding, and a symbolic
+    number of keys is not compared.
     """
     S = value.shape[2]
     return isinstance(start, int) and (value.is_cuda or not isinstance(S, int) or 4 * K <= S)
@@ -105,12 +107,12 @@ def _attend_in_range(
     scale: float,
     T: int,
 ) -> Tensor:
-    """Nothing outside the band has weight: the region is a window."""
+    """Attend to the keys inside the band alone, as windows."""
     B, M, S, dv = value.shape
     K = band_logits.shape[3]
     first = start - band_reach(K, causal)[0]  # the key of the first query's first tap
     drop, padding = max(0, first), max(0, -first)
-    if drop >= S:  # the queries are far behind all keys
+    if drop >= S:  # all windows lie behind the last key
         outputs = value.new_zeros(B, M, T, dv)
         terms = [t for t in (query, key, value, band_logits) if t is not None and t.requires_grad]
         return outputs + sum(t.flatten()[:0].sum() for t in terms) if terms else outputs  # gradients are 0
@@ -125,7 +127,7 @@ def _attend_in_range(
 
 
 def _leader(terms: SequenceTerms) -> str:
-    """Return the name of the argument that gives the number of queries."""
+    """Return the name of the argument that determines the number of queries."""
     T = terms.queries()
     names = ("query", "band_logits", "outside_logits", "position_logits")
     tensors = (terms.query, *terms[3:])
@@ -139,8 +141,8 @@ def _start(start: int | None, terms: SequenceTerms, causal: bool) -> int:
         T, S = terms.queries(), terms.value.shape[2]
         if T > S:
             raise ValueError(
-                f"causal attention takes the {T} queries of {_leader(terms)} for the last of the {S} keys of value, "
-                f"which are too few; start says where the queries stand"
+                f"causal attention takes the {T} queries of {_leader(terms)} as the last positions of value, which has "
+                f"only {S} keys; pass start, the position of the first query"
             )
         return S - T
     if not isinstance(start, (int, torch.SymInt)):
@@ -194,7 +196,7 @@ def _check(terms: SequenceTerms, number: float | None, key_padding_mask: Tensor 
             )
     if band_logits is not None:
         K = band_logits.shape[3]
-        if K == 0 or (not causal and K % 2 == 0):  # no guard on a parity that may be any
+        if K == 0 or (not causal and K % 2 == 0):  # causal first: a symbolic K gets no guard on its parity
             raise ValueError(
                 f"band_logits must have at least one tap, and an odd number of them unless causal, got {K} "
                 f"in shape {tuple(band_logits.shape)}"
@@ -206,7 +208,7 @@ def _check(terms: SequenceTerms, number: float | None, key_padding_mask: Tensor 
 
 
 def _results(terms: SequenceTerms, options: SequenceOptions) -> tuple[Tensor, Tensor]:
-    """Uninitialised output, stored as (B, T, M, dv) for the projection behind it, and log-sum-exp."""
+    """Return an uninitialised output, stored as (B, T, M, dv) for the projection that follows, and log-sum-exp."""
     B, M, _, dv = terms.value.shape
     T = terms.queries()
     output = terms.value.new_empty_strided((B, M, T, dv), (T * M * dv, dv, M * dv, 1))
@@ -214,7 +216,7 @@ def _results(terms: SequenceTerms, options: SequenceOptions) -> tuple[Tensor, Te
 
 
 def _products(terms: Any, options: SequenceOptions) -> tuple[int, int]:
-    """Operations of one content product and of one value product; masked keys count, as in torch's formulas."""
+    """Count the operations of one content and of one value product, including masked keys, as torch's formulas do."""
     query, _, (B, M, S, dv), *logits = terms
     T = query[2] if query is not None else max(shape[2] for shape in logits if shape is not None)
     pairs = 2 * B * M * T * S

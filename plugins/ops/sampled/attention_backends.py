@@ -1,7 +1,7 @@
-"""Who computes deformable attention: kernels (``csrc/sampled/cpu_attention.cpp``, ``cuda_attention.cuh``) or PyTorch.
+"""Backends of deformable attention: kernels (``csrc/sampled/cpu_attention.cpp``, ``cuda_attention.cuh``) or PyTorch.
 
-The kernels compute in float32, or in float64 where the values are, and gather no samples into memory. On CPUs half
-precision is copied to float32, and where a head's values are read often a thread keeps that head's, packed.
+The kernels compute in float32, or in float64 for float64 values, and never store the samples. On CPUs, half precision
+is copied to float32, and threads that read the values of a head often pack them first.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..gradients import autograd_within_operator
 from . import attention_reference
 from .attention_operands import Options, Terms
 
-_MOST_LEVELS = 16  # of the CUDA kernels, as in cuda_attention.cuh
+_MOST_LEVELS = 16  # limit of the CUDA kernels, as in cuda_attention.cuh
 
 
 def refuses_cpu(terms: Terms, options: Options) -> str | None:
@@ -29,11 +29,11 @@ def refuses_cuda(terms: Terms, options: Options) -> str | None:
     if reason := library.refusal(terms.value.device, "cuda"):
         return reason
     levels = len(options.points)
-    return f"it takes at most {_MOST_LEVELS} levels, and there are {levels}" if levels > _MOST_LEVELS else None
+    return f"it takes at most {_MOST_LEVELS} levels, got {levels}" if levels > _MOST_LEVELS else None
 
 
 def refuses_cuda_backward(terms: Terms, options: Options) -> str | None:
-    """Refuse deterministic sums: the kernel adds with atomics; the reference's index_add has a deterministic form."""
+    """Refuse deterministic mode: the kernel adds with atomics, but the reference's index_add can be deterministic."""
     return "its backward is not deterministic" if torch.are_deterministic_algorithms_enabled() else None
 
 
@@ -82,24 +82,24 @@ def _cuda_backward(grad_output: Tensor, terms: Terms, options: Options, grads: S
 
 
 def _copy(written: Sequence[Tensor | None], grads: Sequence[Tensor | None]) -> None:
-    """Bring gradients that were computed in another dtype into those that are asked for."""
-    for grad, found in zip(grads, written):
-        if grad is not None and found is not None and found is not grad:
-            grad.copy_(found)
+    """Copy gradients that were computed in another dtype to their results."""
+    for grad, result in zip(grads, written):
+        if grad is not None and result is not None and result is not grad:
+            grad.copy_(result)
 
 
 def _torch_backward(grad_output: Tensor, terms: Terms, options: Options, needs: Sequence[bool]) -> list[Tensor | None]:
-    """Return the gradient of the definition, an image at a time, since it holds all samples of what it is given."""
+    """Return the gradients of the definition, one image at a time, since it stores all samples of its input."""
     parts = []
     for n in range(len(terms.value)):
         one = Terms(*(t[n : n + 1].detach().requires_grad_(need) for t, need in zip(terms, needs)))
         with autograd_within_operator():
             output = attention_reference.deformable_attention(one, options)
-            found = iter(
+            gradients = iter(
                 torch.autograd.grad(output, [t for t, need in zip(one, needs) if need], grad_output[n : n + 1])
             )
-        parts.append([next(found) if need else None for need in needs])
-    return [torch.cat(found) if need else None for need, found in zip(needs, zip(*parts))]
+        parts.append([next(gradients) if need else None for need in needs])
+    return [torch.cat(images) if need else None for need, images in zip(needs, zip(*parts))]
 
 
 CPU = Backend("cpu", refuses_cpu, _cpu_forward, _cpu_backward)

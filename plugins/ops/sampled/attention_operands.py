@@ -1,4 +1,4 @@
-"""What a call of deformable attention works on, whichever backend serves it."""
+"""Operands of deformable attention."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import SymInt, Tensor
 
 
 class Terms(NamedTuple):
-    """The tensors, all of which have gradients: (B, S, M, d), (B, Q, M, P, 2) and (B, Q, M, P)."""
+    """Tensors, all with gradients: (B, S, M, d), (B, Q, M, P, 2) and (B, Q, M, P)."""
 
     value: Tensor
     locations: Tensor
@@ -17,11 +17,11 @@ class Terms(NamedTuple):
 
 
 class Options(NamedTuple):
-    """The maps that the S values are: rows and columns of each, and how many of the P points sample it."""
+    """Rows and columns of the levels that make up the S values, and how many of the P points sample each."""
 
     shapes: Sequence[SymInt]
     points: Sequence[int]
 
     def levels(self) -> list[tuple[int, int, int]]:
-        """Rows, columns and points of every level."""
+        """Return rows, columns and number of points of every level."""
         return [(int(h), int(w), n) for h, w, n in zip(self.shapes[::2], self.shapes[1::2], self.points)]

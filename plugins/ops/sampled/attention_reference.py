@@ -1,4 +1,4 @@
-"""The definition of deformable attention: see :mod:`attn_plugins.ops.reference`."""
+"""Definition of deformable attention; see :mod:`attn_plugins.ops.reference`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def deformable_attention(terms: Terms, options: Options) -> Tensor:
     for H, W, count in options.levels():
         points = slice(point, point + count)
         maps = value[:, row : row + H * W].permute(0, 2, 3, 1).reshape(B * M, d, H, W)
-        # Pixel i spans [i / W, (i + 1) / W], its centre lies at (i + 1/2) / W.
+        # Pixel i spans [i / W, (i + 1) / W], so its centre is at (i + 1/2) / W.
         x = (locations[..., points, 0] * W - 0.5).reshape(B * M, Q, count)
         y = (locations[..., points, 1] * H - 0.5).reshape(B * M, Q, count)
         samples = bilinear_samples(maps, y, x).view(B, M, Q, count, d)

@@ -1,4 +1,4 @@
-"""Calls the compiled kernels of deformable convolution, on CPUs (``csrc/sampled/cpu.cpp``) and on CUDA."""
+"""Call the compiled kernels of deformable convolution, on CPUs (``csrc/sampled/cpu.cpp``) and on CUDA."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def refuses_cuda(terms: Terms, options: Options) -> str | None:
 
 
 def refuses_cuda_backward(terms: Terms, options: Options) -> str | None:
-    """Refuse deterministic sums: the kernel adds with atomics; the reference's index_add has a deterministic form."""
+    """Refuse deterministic mode: the kernel adds with atomics, but the reference's index_add can be deterministic."""
     return "its backward is not deterministic" if torch.are_deterministic_algorithms_enabled() else None
 
 
@@ -30,16 +30,16 @@ def forward(terms: Terms, options: Options) -> Tensor:
 
 
 def backward(grad_output: Tensor, terms: Terms, options: Options, needs: Sequence[bool]) -> list[Tensor | None]:
-    """Offset and mask are differentiated together."""
+    """Return the needed gradients; those of offset and mask are computed together."""
     input, offset, weight, bias, mask = terms
     needs_input, needs_offset, needs_weight, needs_bias, needs_mask = needs
     samples = needs_offset or needs_mask
     grads: list[Tensor | None] = [None] * 5
     if needs_input or samples or needs_weight:
-        found = torch.ops.attn_plugins.deform_conv2d_backward_kernel(
+        computed = torch.ops.attn_plugins.deform_conv2d_backward_kernel(
             grad_output, input, offset, weight, mask, *options, needs_input, samples, needs_weight
         )
-        grads = [found[0], found[1], found[2], None, found[3]]
+        grads = [computed[0], computed[1], computed[2], None, computed[3]]
     if needs_bias and bias is not None:
         grads[3] = grad_output.sum((0, 2, 3))
     return [grad if need else None for grad, need in zip(grads, needs)]

@@ -26,27 +26,27 @@ def deform_conv2d(
 ) -> Tensor:
     """Convolve at learned, fractional sampling positions (Zhu et al. 2019, Eq. 4; Dai et al. 2017).
 
-    Output pixel q is ``sum_k weight_k * mask_kq * input(q + p_k + offset_kq)``, read by bilinear interpolation;
-    outside the map the input is 0. The meaning, shapes and offset order are those of
+    Output pixel q is ``sum_k weight_k * mask_kq * input(q + p_k + offset_kq)``, where the input is interpolated
+    bilinearly and is 0 outside the map. Semantics, shapes and the order of offsets are those of
     ``torchvision.ops.deform_conv2d``. Offsets are in pixels.
 
     Args:
         input: (B, C, H, W).
-        offset: (B, D * Kh * Kw * 2, Ho, Wo): per offset group and tap first the row's offset, then the column's.
-            Each of the D offset groups serves C / D consecutive channels.
-        weight: (C_out, C / groups, Kh, Kw); the number of groups follows from its second size.
+        offset: (B, D * Kh * Kw * 2, Ho, Wo): for each offset group and tap the row offset, then the column offset.
+            Each of the D offset groups applies to C / D consecutive channels.
+        weight: (C_out, C / groups, Kh, Kw); its second size determines the number of groups.
         bias: (C_out,).
-        stride: Distance of neighbouring output pixels, in input pixels.
-        padding: Zeros around the input.
-        dilation: Distance of neighbouring taps, in input pixels.
-        mask: (B, D * Kh * Kw, Ho, Wo): the modulation of v2; None for v1.
+        stride: Distance between neighbouring output pixels, in input pixels.
+        padding: Zeros added on each side of the input.
+        dilation: Distance between neighbouring taps, in input pixels.
+        mask: (B, D * Kh * Kw, Ho, Wo), the modulation of v2; None for v1.
 
     Returns:
-        (B, C_out, Ho, Wo), channels-last where ``input`` is.
+        (B, C_out, Ho, Wo), channels-last if ``input`` is.
 
     Raises:
-        ValueError: a shape, a device or a convolution parameter does not fit.
-        TypeError: the tensors are not floating or not of one dtype.
+        ValueError: a shape, a device or a convolution parameter does not match.
+        TypeError: the tensors are not floating-point or do not share one dtype.
     """
     stride = expand("stride", stride, 2, 1)
     padding = expand("padding", padding, 2, 0)
@@ -89,20 +89,20 @@ def deform_conv1d(
 
     Args:
         input: (B, C, L).
-        offset: (B, D * K, L_out), in positions; D offset groups of C / D consecutive channels.
+        offset: (B, D * K, L_out), in positions, for D offset groups of C / D consecutive channels.
         weight: (C_out, C / groups, K).
         bias: (C_out,).
-        stride: Distance of neighbouring output positions.
-        padding: Zeros at both ends.
-        dilation: Distance of neighbouring taps.
+        stride: Distance between neighbouring output positions.
+        padding: Zeros added at both ends.
+        dilation: Distance between neighbouring taps.
         mask: (B, D * K, L_out), or None.
 
     Returns:
         (B, C_out, L_out).
 
     Raises:
-        ValueError: a shape, a device or a convolution parameter does not fit.
-        TypeError: the tensors are not floating or not of one dtype.
+        ValueError: a shape, a device or a convolution parameter does not match.
+        TypeError: the tensors are not floating-point or do not share one dtype.
     """
     (stride,) = expand("stride", stride, 1, 1)
     (padding,) = expand("padding", padding, 1, 0)
@@ -124,7 +124,7 @@ def deform_conv1d(
         )
     if mask is not None and mask.shape != offset.shape:
         raise ValueError(f"mask must have offset's shape {tuple(offset.shape)}, got {tuple(mask.shape)}")
-    # A sequence is a map of one row, sampled at row offset 0.
+    # A sequence is a map with one row and row offsets of 0.
     offset = torch.stack((torch.zeros_like(offset), offset), 2).flatten(1, 2)
     output = deform_conv2d(
         input.unsqueeze(2),
@@ -150,7 +150,7 @@ def _output_size(size: int, kernel: int, stride: int, padding: int, dilation: in
 
 
 def _check_weight(input: Tensor, weight: Tensor, bias: Tensor | None) -> int:
-    """Check the weight's and the bias's shape and return the number of groups."""
+    """Check the shapes of weight and bias, and return the number of groups."""
     C = input.shape[1]
     out_channels, group_channels, *kernel = weight.shape
     if min(out_channels, group_channels, *kernel) < 1:
@@ -172,7 +172,7 @@ def _check_weight(input: Tensor, weight: Tensor, bias: Tensor | None) -> int:
 
 
 def _results(terms: Terms, options: Options) -> tuple[Tensor]:
-    """Uninitialised output."""
+    """Return an uninitialised output."""
     input, offset, weight, *_ = terms
     shape = (input.shape[0], weight.shape[0], offset.shape[2], offset.shape[3])
     layout = plain.memory_format(input)
@@ -180,21 +180,21 @@ def _results(terms: Terms, options: Options) -> tuple[Tensor]:
 
 
 def _gradient(name: str, term: Tensor) -> Tensor:
-    """Return an uninitialised gradient, laid out as the kernels do it."""
+    """Return an uninitialised gradient in the kernels' memory format."""
     if name == "input":
         return torch.empty(term.shape, dtype=term.dtype, device=term.device, memory_format=plain.memory_format(term))
     return term.new_empty(term.shape) if name == "weight" else torch.empty_like(term)
 
 
 def _operations(terms: Any, options: Options) -> int:
-    """Two per multiply-add of the weights' product; sampling is free, as in Zhu et al. (2019)."""
+    """Count two operations per multiply-add of the product with the weight, none for sampling (Zhu et al. 2019)."""
     out_channels, group_channels, Kh, Kw = terms.weight
     batch, _, Ho, Wo = terms.offset
     return 2 * batch * Ho * Wo * out_channels * group_channels * Kh * Kw
 
 
 def _backward_operations(terms: Any, options: Options, needs: Sequence[bool]) -> int:
-    """Return a product for the samples' gradients, and one for the weight's."""
+    """Count one product for the samples' gradients and one for the weight's."""
     needs_input, needs_offset, needs_weight, _, needs_mask = needs
     return (int(needs_input or needs_offset or needs_mask) + int(needs_weight)) * _operations(terms, options)
 

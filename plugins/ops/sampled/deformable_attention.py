@@ -1,4 +1,4 @@
-"""Region "sampled": attention to a few points per query, over maps of several sizes."""
+"""Region "sampled": attention to a few points per query, on maps of several sizes."""
 
 from __future__ import annotations
 
@@ -21,33 +21,34 @@ def deformable_attention(
     attention_weights: Tensor,
     points: Sequence[int] | None = None,
 ) -> Tensor:
-    """Multi-scale deformable attention (Zhu et al. 2021, Eq. 3), without its projections.
+    """Compute multi-scale deformable attention (Zhu et al. 2021, Eq. 3), without its projections.
 
     ::
 
         output[b, q, m] = sum_lk attention_weights[b, q, m, l, k] * value_l(sampling_locations[b, q, m, l, k])
 
-    where ``value_l`` is read at (x, y) by bilinear interpolation; outside the map it is 0. Pixel i of W spans
-    x = i / W to (i + 1) / W, as in ``torch.nn.functional.grid_sample(align_corners=False)``. A NaN location reads
-    nothing. At a whole pixel, where interpolation has a kink, the derivative is that to its right.
+    where ``value_l`` is interpolated bilinearly at (x, y) and is 0 outside the map. Pixel i of W spans x = i / W to
+    (i + 1) / W, as in ``torch.nn.functional.grid_sample(align_corners=False)``. A NaN location reads 0. At pixel
+    centres, where the interpolation has a kink, the derivative is the one-sided derivative to the right.
+
+    Locations and weights have the value's dtype. They may be float32 if the value is in half precision or under
+    autocast, which casts only the value. Interpolation and sums are computed in float32, or in float64 for float64
+    values.
 
     Args:
-        value: (B, S, M, d): L maps of M heads, row by row and one after another, S = sum of H_l * W_l.
-        spatial_shapes: ((H_1, W_1), ..., (H_L, W_L)), or an integer Tensor (L, 2), which is copied to the host:
-            ``torch.compile`` needs numbers.
-        sampling_locations: (B, Q, M, L, K, 2) as (x, y), 0 to 1 on the map; or (B, Q, M, P, 2) with ``points``.
-        attention_weights: (B, Q, M, L, K), or (B, Q, M, P) with ``points``. They need not sum to 1.
-        points: How many of the P points lie on each level, where levels differ; None where each has K.
-
-    Locations and weights have the value's dtype, or float32 beside half precision values and under autocast, which
-    casts the value alone. Interpolation and sums are computed in float32, in float64 for float64 values.
+        value: (B, S, M, d): the pixels of L maps, one map after another in row-major order, S = sum of H_l * W_l.
+        spatial_shapes: ((H_1, W_1), ..., (H_L, W_L)), or an integer Tensor (L, 2), which is copied to the host;
+            ``torch.compile`` needs the tuple.
+        sampling_locations: (B, Q, M, L, K, 2) as (x, y), from 0 to 1 on the map; (B, Q, M, P, 2) with ``points``.
+        attention_weights: (B, Q, M, L, K); (B, Q, M, P) with ``points``. They need not sum to 1.
+        points: How many of the P points lie on each level, if levels differ; None if each has K.
 
     Returns:
-        (B, Q, M * d), of the value's dtype.
+        (B, Q, M * d), in the value's dtype.
 
     Raises:
-        ValueError: a shape or a device does not fit.
-        TypeError: an argument is no Tensor, or of a dtype that does not fit.
+        ValueError: a shape or a device does not match.
+        TypeError: an argument is not a Tensor or has an unsupported dtype.
     """
     check_tensors("value", value=value)
     check_dim("value", value, "(B, S, M, d)")
@@ -82,15 +83,15 @@ def deformable_attention(
         )
     P = sum(counts)
     terms = Terms(value, sampling_locations.reshape(B, Q, M, P, 2), attention_weights.reshape(B, Q, M, P))
-    sizes: list[Any] = [size for shape in shapes for size in shape]  # traced, they are symbols
+    sizes: list[Any] = [size for shape in shapes for size in shape]  # symbols while tracing
     return ATTEND(terms, Options(sizes, list(counts)))
 
 
 def shapes_on_host(spatial_shapes: Any) -> list[tuple[int, int]]:
-    """``spatial_shapes`` as numbers.
+    """Return ``spatial_shapes`` as numbers.
 
     Raises:
-        ValueError: they are no (H, W) of one level or more.
+        ValueError: it does not hold (H, W) of at least one level.
     """
     if isinstance(spatial_shapes, Tensor):
         if spatial_shapes.dtype.is_floating_point or spatial_shapes.dtype == torch.bool or spatial_shapes.dim() != 2:
@@ -105,7 +106,7 @@ def shapes_on_host(spatial_shapes: Any) -> list[tuple[int, int]]:
 
 
 def _check_beside(name: str, tensor: Any, value: Tensor) -> None:
-    """Check that locations or weights are floating, and precise enough for the value."""
+    """Check that locations or weights are dense, on the value's device and of a dtype that its dtype allows."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a Tensor, got {type(tensor).__name__}")
     if tensor.layout != torch.strided:
@@ -117,31 +118,31 @@ def _check_beside(name: str, tensor: Any, value: Tensor) -> None:
         fitting = set(FLOATS)
     if tensor.dtype not in fitting:
         names = " or ".join(sorted(str(dtype) for dtype in fitting))
-        raise TypeError(f"{name} must be {names} beside a value of {value.dtype}, got {tensor.dtype}")
+        raise TypeError(f"{name} must be {names} for a value of {value.dtype}, got {tensor.dtype}")
 
 
 # --- the operator -------------------------------------------------------------------------------------------------
 
 
 def _results(terms: Terms, options: Options) -> tuple[Tensor]:
-    """Uninitialised output."""
+    """Return an uninitialised output."""
     B, _, M, d = terms.value.shape
     return (terms.value.new_empty(B, terms.weights.shape[1], M * d),)
 
 
 def _gradient(name: str, term: Tensor) -> Tensor:
-    """Return an uninitialised gradient, contiguous as the kernels write it."""
+    """Return an uninitialised gradient, contiguous for the kernels."""
     return term.new_empty(term.shape)
 
 
 def _operations(terms: Any, options: Options) -> int:
-    """Four multiply-adds of interpolation and one of the sum, the factor 5 of Zhu et al. (2021), section 4.1."""
+    """Count 4 multiply-adds for interpolation and 1 for the sum: the factor 5 of Zhu et al. (2021), section 4.1."""
     B, Q, M, P = terms.weights
     return 2 * 5 * B * Q * M * P * terms.value[3]
 
 
 def _backward_operations(terms: Any, options: Options, needs: Sequence[bool]) -> int:
-    """Products of the gradient with four pixels a sample, and its share added to each of them."""
+    """Count products of the gradient with four pixels per sample, and the addition of its share to each of them."""
     B, Q, M, P = terms.weights
     return 2 * 4 * (int(needs[1] or needs[2]) + int(needs[0])) * B * Q * M * P * terms.value[3]
 

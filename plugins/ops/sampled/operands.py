@@ -1,4 +1,4 @@
-"""What a call of deformable convolution works on, whichever backend serves it."""
+"""Operands of deformable convolution."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class Terms(NamedTuple):
-    """The tensors, all of which have gradients."""
+    """Tensors, all with gradients."""
 
     input: Tensor
     offset: Tensor
@@ -19,7 +19,7 @@ class Terms(NamedTuple):
 
 
 class Options(NamedTuple):
-    """The geometry, rows before columns."""
+    """Geometry, rows before columns."""
 
     stride: Sequence[int]
     padding: Sequence[int]

@@ -1,6 +1,6 @@
-"""Deformable convolution in plain PyTorch, by its definition: for devices that no kernel serves.
+"""Deformable convolution by its definition in plain PyTorch, for devices without a kernel.
 
-The gradient is the definition's, an image at a time, since it holds all samples of what it is given.
+The backward differentiates the definition one image at a time, since it stores all samples of its input.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .operands import Options, Terms
 
 
 def memory_format(like: Tensor) -> torch.memory_format:
-    """Channels-last where ``like`` is, and not contiguous as well (the rule of csrc/sampled/deform_conv.h)."""
+    """Return channels-last if ``like`` is, unless it is contiguous as well (the rule of csrc/sampled/deform_conv.h)."""
     if not like.is_contiguous() and like.is_contiguous(memory_format=torch.channels_last):
         return torch.channels_last
     return torch.contiguous_format
@@ -39,11 +39,11 @@ def backward(grad_output: Tensor, terms: Terms, options: Options, needs: Sequenc
         image = terms._replace(input=terms.input[one], offset=terms.offset[one], mask=mask)
         parts.append(_backward(grad_output[one], image, options, needs))
     grads: list[Tensor | None] = []
-    for number, found in enumerate(zip(*parts)):
-        if found[0] is None:
+    for number, gradients in enumerate(zip(*parts)):
+        if gradients[0] is None:
             grads.append(None)
-        else:  # images' gradients follow each other, those of weight and bias add up
-            grads.append(torch.stack(found).sum(0) if number in (2, 3) else torch.cat(found))
+        else:  # gradients of weight and bias are summed over images, all others concatenated
+            grads.append(torch.stack(gradients).sum(0) if number in (2, 3) else torch.cat(gradients))
     return grads
 
 
@@ -52,8 +52,8 @@ def _backward(grad_output: Tensor, terms: Terms, options: Options, needs: Sequen
         leaves = Terms(*(None if t is None else t.detach().requires_grad_() for t in terms))  # type: ignore[arg-type]
         output = reference.deform_conv2d(*leaves, *options[:3])
         wanted = [t for t, need in zip(leaves, needs) if t is not None and need]
-        found = iter(torch.autograd.grad(output, wanted, grad_output))
-    return [next(found) if t is not None and need else None for t, need in zip(leaves, needs)]
+        gradients = iter(torch.autograd.grad(output, wanted, grad_output))
+    return [next(gradients) if t is not None and need else None for t, need in zip(leaves, needs)]
 
 
 BACKEND = Backend("torch", never, forward, backward, allocates=True)

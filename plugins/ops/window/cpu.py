@@ -1,4 +1,4 @@
-"""Calls the CPU kernels of window attention (``csrc/window/cpu.cpp``), which read and write any strides.
+"""Call the CPU kernels of window attention (``csrc/window/cpu.cpp``), which read and write any strides.
 
 The kernels compute in float32 and read and write bfloat16; float16 is converted here.
 """
@@ -14,11 +14,11 @@ from .. import library
 from ..backends import Backend
 from .operands import Options, Terms
 
-_REACH = 1 << 14  # keys, beyond eight times a row
+_REACH = 1 << 14  # keys that the windows of a row may cover beyond eight times its length
 
 
 def _stored(value: Tensor, computed: torch.dtype) -> torch.dtype:
-    """Return the dtype of the operands that the kernels get."""
+    """Return the dtype of the kernels' operands."""
     return value.dtype if value.dtype == torch.bfloat16 else computed
 
 
@@ -31,7 +31,7 @@ def _operands(terms: Terms, dtype: torch.dtype) -> list[Tensor | None]:
 
 
 def refuses(terms: Terms, options: Options) -> str | None:
-    """Rows are packed with their windows' reach, which is nothing but memory where it is far beyond the map."""
+    """Refuse windows far larger than the map: packed rows are as long as their windows reach."""
     if reason := library.refusal(terms.value.device, "cpu"):
         return reason
     queries = terms.position_logits if terms.query is None else terms.query
@@ -62,7 +62,7 @@ def backward(
     stored = _stored(value, lse.dtype)
 
     def full(grad: Tensor | None) -> Tensor | None:
-        """Where the kernel writes: the gradient itself unless it is of another dtype or broadcasts."""
+        """Return the tensor that the kernel writes: the gradient itself unless its dtype differs or it broadcasts."""
         if grad is None:
             return None
         shape = (*value.shape[:2], *grad.shape[2:])

@@ -1,6 +1,6 @@
-"""Calls the CUDA kernels of window attention (``csrc/window/cuda.cuh``).
+"""Call the CUDA kernels of window attention (``csrc/window/cuda.cuh``).
 
-They take float16, bfloat16 and float32 in any strides whose last axis is contiguous, and compute in float32.
+They read float16, bfloat16 and float32 with any strides whose last axis is contiguous, and compute in float32.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .. import library
 from ..backends import Backend
 from .operands import Options, Terms
 
-WIDEST_HEAD = 512  # channels that a team of 32 lanes holds
+WIDEST_HEAD = 512  # channels that fit the registers of a team of 32 lanes
 
 
 def forward_kernels(*arguments: Any) -> None:
@@ -27,18 +27,18 @@ def backward_kernels(*arguments: Any) -> None:
 
 
 def refuses(terms: Terms, options: Options) -> str | None:
-    """Return the reason why the kernels do not take these terms, or None."""
+    """Return the reason why the kernels cannot compute these terms, or None."""
     query, _, value, _ = terms
     if value.dtype == torch.float64:
-        return "its kernels compute in float32, and the tensors are float64"
+        return "its kernels compute in float32, but the tensors are float64"
     width = max(value.shape[-1], 0 if query is None else query.shape[-1])
     if width > WIDEST_HEAD:
-        return f"its kernels hold heads of {WIDEST_HEAD} channels, and these have {width}"
+        return f"its kernels take heads of up to {WIDEST_HEAD} channels, got {width}"
     return library.refusal(value.device, "cuda")
 
 
 def _rows(tensor: Tensor | None) -> Tensor | None:
-    """With contiguous channels."""
+    """Return ``tensor`` with contiguous channels."""
     if tensor is None or tensor.stride(-1) == 1 or tensor.shape[-1] == 1:
         return tensor
     return tensor.contiguous()
@@ -63,7 +63,7 @@ def backward(
     value = terms[2]
 
     def full(grad: Tensor | None, any_strides: bool) -> Tensor | None:
-        """Where the kernel writes: the gradient itself unless it broadcasts or its channels are strided."""
+        """Return the tensor that the kernel writes: the gradient unless it broadcasts or its channels are strided."""
         if grad is None:
             return None
         shape = (*value.shape[:2], *grad.shape[2:])

@@ -1,4 +1,4 @@
-"""What a call of window attention works on, whichever backend serves it."""
+"""Operands of window attention."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class Terms(NamedTuple):
-    """The tensors that have gradients; sequences are maps of one row."""
+    """Tensors that have gradients; a sequence is a map with one row."""
 
     query: Tensor | None
     key: Tensor | None
@@ -18,7 +18,7 @@ class Terms(NamedTuple):
 
 
 class Options(NamedTuple):
-    """Which key a tap is, query * stride - padding + tap * dilation for rows and for columns, and the scale."""
+    """Geometry, rows before columns, and scale: a tap's key is at query * stride - padding + tap * dilation."""
 
     kernel_size: Sequence[int]
     stride: Sequence[int]
@@ -28,5 +28,5 @@ class Options(NamedTuple):
     scale: float
 
     def numbers(self) -> list[int]:
-        """Return the geometry as the kernels take it."""
+        """Return the geometry in the kernels' order."""
         return [*self.kernel_size, *self.stride, *self.padding, *self.dilation]

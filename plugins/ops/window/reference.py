@@ -1,4 +1,4 @@
-"""The definition of window attention: see :mod:`attn_plugins.ops.reference`."""
+"""Definition of window attention; see :mod:`attn_plugins.ops.reference`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..softmax import masked_softmax
 
 
 class Windows:
-    """Which key every tap of every query is: query * stride - padding + tap * dilation, rows and columns alike."""
+    """Position of each query's taps among the keys: query * stride - padding + tap * dilation, along both axes."""
 
     def __init__(
         self,
@@ -34,9 +34,9 @@ class Windows:
         self.inside = inside[0][:, None, :, None] & inside[1][:, None, :]  # (Hq, Wq, Ky, Kx)
 
     def gather(self, tensor: Tensor) -> Tensor:
-        """(B, M, Hk, Wk, width) -> (B, M, Hq, Wq, taps, width), 0 outside the map."""
-        found = tensor[:, :, self.rows][:, :, :, :, self.columns].transpose(3, 4)
-        return torch.where(self.inside[..., None], found, 0).flatten(4, 5)
+        """Gather each query's window, (B, M, Hk, Wk, width) -> (B, M, Hq, Wq, taps, width), 0 outside the map."""
+        windows = tensor[:, :, self.rows][:, :, :, :, self.columns].transpose(3, 4)
+        return torch.where(self.inside[..., None], windows, 0).flatten(4, 5)
 
 
 def window_attention_logits(
@@ -47,7 +47,7 @@ def window_attention_logits(
     zero_border: bool,
     scale: float,
 ) -> Tensor:
-    """Return the sum of all logits, (B, M, Hq, Wq, taps); B and M may be 1 where the arguments' are."""
+    """Return the sum of all logits, (B, M, Hq, Wq, taps); B and M are 1 if they are in all arguments."""
     query, key, position_logits = at_least_float32(query, key, position_logits)
     terms = []
     if query is not None and key is not None:
@@ -68,7 +68,7 @@ def window_attention_probabilities(
     zero_border: bool,
     scale: float,
 ) -> Tensor:
-    """Return the attention weights themselves, (B, M, Hq, Wq, taps); B and M may be 1 where the logits' are."""
+    """Return the attention weights, (B, M, Hq, Wq, taps); B and M are 1 if they are in all arguments."""
     return masked_softmax(window_attention_logits(query, key, position_logits, windows, zero_border, scale))
 
 
@@ -84,7 +84,7 @@ def window_attention(
     zero_border: bool,
     scale: float,
 ) -> Tensor:
-    """See :func:`attn_plugins.ops.window_attention`; of maps, and every query's keys are written out."""
+    """See :func:`attn_plugins.ops.window_attention`; this one takes maps, and gathers every query's keys."""
     leader = position_logits if query is None else query
     assert leader is not None
     windows = Windows(leader.shape[2:4], value.shape[2:4], kernel_size, stride, padding, dilation, value.device)

@@ -1,7 +1,7 @@
-"""Window attention in plain PyTorch, tap by tap: for devices that no kernel serves.
+"""Window attention in plain PyTorch, tap by tap, for devices without a kernel.
 
-A tap is one slice of the keys beside one slice of the queries, so nothing is unfolded; the weights of all taps are
-held. No sum depends on the order in which threads run.
+Each tap pairs one slice of the queries with one slice of the keys, so nothing is unfolded; the weights of all taps are
+stored. No sum depends on the order in which threads run.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Slices = tuple[slice, slice]
 
 
 def _axis(queries: int, keys: int, stride: int, start: int) -> Slices:
-    """Return the queries whose key query * stride + start is on the axis, and those keys."""
+    """Return the queries whose key, query * stride + start, is inside the map, and these keys."""
     first = max(0, -(start // stride))
     last = min(queries, (keys - 1 - start) // stride + 1)
     if last <= first:
@@ -27,7 +27,7 @@ def _axis(queries: int, keys: int, stride: int, start: int) -> Slices:
 
 
 def _taps(grid: Sequence[int], size: Sequence[int], options: Options) -> Iterator[tuple[int, tuple, tuple]]:
-    """Tap, index of its queries and index of their keys, where there are any."""
+    """Yield each tap that has keys inside the map, the index of its queries and that of their keys."""
     kernel, stride, padding, dilation, *_ = options
     for t in range(kernel[0] * kernel[1]):
         tap = t // kernel[1], t % kernel[1]
@@ -37,7 +37,7 @@ def _taps(grid: Sequence[int], size: Sequence[int], options: Options) -> Iterato
 
 
 def _logits(terms: Terms, options: Options, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """(B, M, Hq, Wq, taps), -inf outside the map unless the border is zeros."""
+    """Return the logits (B, M, Hq, Wq, taps), -inf outside the map unless the border counts as zeros."""
     query, key, value, position_logits = terms
     taps = options.kernel_size[0] * options.kernel_size[1]
     start = 0.0 if options.zero_border else float("-inf")
@@ -91,9 +91,9 @@ def backward(
             grad_query[queries] += slope * key[keys]
         if grad_key is not None and query is not None:
             grad_key[keys] += slope * query[queries]
-    for grad, found in zip(grads, (grad_query, grad_key, grad_value, slopes)):
-        if grad is not None and found is not None:
-            grad.copy_(found.sum_to_size(grad.shape))
+    for grad, result in zip(grads, (grad_query, grad_key, grad_value, slopes)):
+        if grad is not None and result is not None:
+            grad.copy_(result.sum_to_size(grad.shape))
 
 
 BACKEND = Backend("torch", never, forward, backward)

@@ -1,8 +1,8 @@
 """Region "window": attention to the keys around each query, of sequences and of maps.
 
 Local bilateral attention, dynamic convolution, stand-alone local attention and range-limited generalized attention
-are this operator with other logits. Compiled kernels compute it on the CPU (``csrc/window/cpu.cpp``) and on
-CUDA (``csrc/window/cuda.cuh``); elsewhere plain PyTorch does, tap by tap.
+use this operator with different logits. Compiled kernels compute it on the CPU (``csrc/window/cpu.cpp``) and on CUDA
+(``csrc/window/cuda.cuh``); elsewhere it is computed in plain PyTorch, tap by tap.
 """
 
 from __future__ import annotations
@@ -41,31 +41,31 @@ def window_attention(
 
         scale * query[q]·key[k] + position_logits[q, t]
 
-    with an absent term 0. Taps are in row-major order. Sequences have one spatial axis, maps have two. Nothing is
-    unfolded: beyond arguments and results, memory is that of packed copies of queries, keys and values, in the
-    gradient also of one or more heads' weights. Second derivatives hold all windows.
+    where an absent term counts as 0. Taps are in row-major order. Sequences have one spatial axis, maps have two.
+    Nothing is unfolded: the only extra memory is packed copies of queries, keys and values and, in the backward, the
+    weights of one or more heads. Second derivatives hold all windows.
 
     Args:
         query: (B, M, *spatial_q, d); None, together with ``key``, for position logits alone.
         key: (B, M, *spatial, d).
         value: (B, M, *spatial, dv).
-        position_logits: (B, M, *spatial_q, taps), of size 1 where it does not depend on batch or head; None for
-            content alone.
+        position_logits: (B, M, *spatial_q, taps), or size 1 in the first two axes to share logits between images or
+            heads; None for content alone.
         kernel_size: Taps along each axis.
-        dilation: Distance of neighbouring taps.
+        dilation: Distance between neighbouring taps, in keys.
         scale: Factor of the content term.
-        stride: Distance of neighbouring queries, in keys.
-        padding: Keys by which the first query's first tap lies before the map; None centres the windows, which
-            needs an odd ``kernel_size``. ``dilation * (kernel_size - 1)`` makes a sequence causal.
-        border: ``'exclude'``: keys outside the map have no weight. ``'zero'``: they have their share of the weight,
-            by their position logit and a content of 0, and the value 0 (the rule of dynamic convolution in fairseq).
+        stride: Distance between neighbouring queries, in keys.
+        padding: How many keys before the map the first tap of the first query lies. None centres the windows, which
+            needs an odd ``kernel_size``; ``dilation * (kernel_size - 1)`` makes a sequence causal.
+        border: ``'exclude'`` gives keys outside the map no weight. ``'zero'`` counts them as zero keys with zero
+            values: they take part in the softmax with their position logit, as in fairseq's dynamic convolution.
 
     Returns:
-        (B, M, *spatial_q, dv); 0 where every key of a window is outside or has the logit -inf.
+        (B, M, *spatial_q, dv); 0 if every key of a window is outside the map or has the logit -inf.
 
     Raises:
-        ValueError: a shape, a device or a number does not fit, or the map has no key.
-        TypeError: the tensors are not floating or not of one dtype.
+        ValueError: a shape, a device or a number does not match, or the map is empty.
+        TypeError: the tensors are not floating-point or do not share one dtype.
     """
     terms = Terms(query, key, value, position_logits)
     check_tensors("value", **terms._asdict())
@@ -92,7 +92,7 @@ def scripted_window_attention(
     zero_border: bool,
     scale: float,
 ) -> Tensor:
-    """:func:`window_attention` of maps for TorchScript, which has no keyword-only arguments and compiles no checks."""
+    """Compute :func:`window_attention` of maps in TorchScript, without keyword-only arguments and checks."""
     return torch.ops.attn_plugins.window_attention(
         query, key, value, position_logits, kernel_size, stride, padding, dilation, zero_border, scale
     )[0]
@@ -107,7 +107,9 @@ def _options(
     dilations = expand("dilation", dilation, axes, 1)
     if padding is None:
         if any(size % 2 == 0 for size in kernel):
-            raise ValueError(f"kernel_size must be odd where padding centres the window, got {kernel_size!r}")
+            raise ValueError(
+                f"kernel_size must be odd if padding is None, which centres the window, got {kernel_size!r}"
+            )
         paddings = tuple(size // 2 * step for size, step in zip(kernel, dilations))
     else:
         paddings = expand("padding", padding, axes, 0)
@@ -117,7 +119,7 @@ def _options(
 
 
 def _check_axes(terms: Terms, axes: int) -> None:
-    """Before the options, of which there is one for each axis that value has."""
+    """Check the numbers of axes, before the options, which depend on them."""
     spatial = "T" if axes == 1 else "H, W"
     for name, tensor, last in (("query", terms.query, "d"), ("position_logits", terms.position_logits, "taps")):
         if tensor is not None and tensor.dim() != axes + 3:
@@ -160,7 +162,7 @@ def _check(terms: Terms, options: Options) -> None:
 
 
 def _results(terms: Terms, options: Options) -> tuple[Tensor, Tensor]:
-    """Uninitialised output, stored as (B, Hq, Wq, M, dv) for the projection behind it, and log-sum-exp."""
+    """Return an uninitialised output, stored as (B, Hq, Wq, M, dv) for the projection that follows, and log-sum-exp."""
     query, _, value, position_logits = terms
     leader = position_logits if query is None else query
     assert leader is not None
@@ -171,7 +173,7 @@ def _results(terms: Terms, options: Options) -> tuple[Tensor, Tensor]:
 
 
 def _products(terms: Any, options: Options) -> tuple[int, int]:
-    """Operations of one content product and of one value product; taps outside the map count."""
+    """Count the operations of one content and of one value product, including taps outside the map."""
     query, _, value, position_logits = terms
     leader = query or position_logits
     pairs = 2 * value[0] * value[1] * leader[2] * leader[3] * options.kernel_size[0] * options.kernel_size[1]

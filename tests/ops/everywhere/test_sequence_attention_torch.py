@@ -242,7 +242,7 @@ def test_memory_is_that_of_the_arguments(path):
         (
             dict(query=torch.randn(2, 3, 8, 4), band_logits=None, outside_logits=None, position_logits=None,
                  causal=True),
-            "takes the 8 queries of query for the last of the 7 keys",
+            "takes the 8 queries of query as the last positions of value, which has only 7 keys",
         ),
     ],
 )  # fmt: skip

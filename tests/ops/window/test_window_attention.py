@@ -365,7 +365,7 @@ def test_threads_change_nothing():
 @pytest.mark.parametrize(
     "change, words",
     [
-        (dict(kernel_size=4), "kernel_size must be odd where padding centres the window, got 4"),
+        (dict(kernel_size=4), "kernel_size must be odd if padding is None, which centres the window, got 4"),
         (dict(kernel_size=0), "kernel_size must be an int or 2 ints, each at least 1 and below"),
         (dict(kernel_size=(3, 3, 3)), "kernel_size must be an int or 2 ints"),
         (dict(dilation=0), "dilation must be"),
