@@ -130,8 +130,8 @@ def test_tables_leave_out_what_no_kernel_has_and_show_what_changed():
 @pytest.mark.parametrize(
     "arguments, status, words",
     [
-        (["nowhere.so"], 1, "nowhere.so is not there: ATTN_PLUGINS_BUILD=cuda"),
-        (["--compare", "nowhere.json"], 1, "--compare nowhere.json is no report of this tool (FileNotFoundError)"),
+        (["nowhere.so"], 1, "nowhere.so does not exist: run ATTN_PLUGINS_BUILD=cuda"),
+        (["--compare", "nowhere.json"], 1, "--compare nowhere.json is not a report of this tool (FileNotFoundError)"),
         (["-k", "("], 2, "-k must be a regular expression"),
         (["--out", "page.txt"], 2, "--out must end with .md"),
     ],

@@ -1,1 +1,1 @@
-"""What the compiler made of the CUDA kernels: registers, spills, and the instructions of the hottest loops."""
+"""Report on the compiled CUDA kernels: registers, spills, and the instructions of the hottest loops."""

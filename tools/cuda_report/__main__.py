@@ -1,12 +1,12 @@
-"""Show what the compiler made of the CUDA kernels: registers, spills, instructions of the hottest loop.
+"""Report registers, spills and the instructions of the hottest loop of the compiled CUDA kernels.
 
 python -m tools.cuda_report                                      the binary of this checkout
-python -m tools.cuda_report path/to/_C_cuda.abi3.so -k window    another one, kernels by a regular expression
-python -m tools.cuda_report --out benchmarks/cuda-sass.md        a page, and its rows as .json beside it
-python -m tools.cuda_report --compare before.json                before → after, kernel by kernel
+python -m tools.cuda_report path/to/_C_cuda.abi3.so -k window    another one; kernels that match a regular expression
+python -m tools.cuda_report --out benchmarks/cuda-sass.md        write a page, and its rows as .json next to it
+python -m tools.cuda_report --compare before.json                show before → after for each kernel
 
-Needs the compiled binary (ATTN_PLUGINS_BUILD=cuda) and cuobjdump with nvdisasm: of the CUDA toolkit, or those that the
-triton package brings. No GPU.
+Needs the compiled binary (ATTN_PLUGINS_BUILD=cuda), and cuobjdump and nvdisasm, from the CUDA toolkit or the triton
+package. Needs no GPU.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ FORMAT = 1
 
 
 class Failed(Exception):
-    """What cannot be reported, in one line."""
+    """Reason why there is no report, in one line."""
 
 
 def disassembler() -> Path | None:
-    """Return cuobjdump of the toolkit that nvcc belongs to, of the PATH, or of the triton package; None without one."""
+    """Return the path of cuobjdump: from nvcc's toolkit, the PATH or the triton package; None if there is none."""
     home, path = toolchain.cuda_home(), shutil.which("cuobjdump")
     found = [Path(home) / "bin" / "cuobjdump"] if home else []
     found += [Path(path)] if path else []
@@ -52,7 +52,7 @@ def disassembler() -> Path | None:
 
 
 def version(program: str | Path) -> str:
-    """Return a tool's release, such as ``13.0, V13.0.88``; "none" where it is not there."""
+    """Return a tool's release, such as ``13.0, V13.0.88``, or "none" without the tool."""
     try:
         printed = subprocess.run([program, "--version"], capture_output=True, text=True).stdout
     except OSError:
@@ -62,7 +62,7 @@ def version(program: str | Path) -> str:
 
 
 def revision(binary: Path) -> str | None:
-    """Return the commit of this checkout, where the binary is its own; None without git."""
+    """Return the commit of this checkout if the binary belongs to it; None otherwise or without git."""
     if binary.resolve() != BINARY.resolve():
         return None
     try:
@@ -73,7 +73,7 @@ def revision(binary: Path) -> str | None:
 
 
 def readable(names: list[str]) -> list[str]:
-    """Return demangled names, shortened; as they are where there is no c++filt."""
+    """Return demangled and shortened names; unchanged names without c++filt."""
     filter_ = shutil.which("c++filt")
     if filter_ is None or not names:
         return names
@@ -82,16 +82,16 @@ def readable(names: list[str]) -> list[str]:
 
 
 def rows_of(binary: Path) -> list[dict[str, Any]]:
-    """Return a row for every kernel and architecture of a binary.
+    """Return a row for each kernel and architecture in a binary.
 
     Raises:
-        Failed: there is no binary, no disassembler, or no kernel in it.
+        Failed: there is no binary or no disassembler, or the binary contains no kernel.
     """
     if not binary.is_file():
-        raise Failed(f"{binary} is not there: ATTN_PLUGINS_BUILD=cuda python setup.py build_ext --inplace makes it")
+        raise Failed(f"{binary} does not exist: run ATTN_PLUGINS_BUILD=cuda python setup.py build_ext --inplace")
     tool = disassembler()
     if tool is None:
-        raise Failed("cuobjdump is not on the PATH, nor beside nvcc, nor in a triton package")
+        raise Failed("cuobjdump was not found on the PATH, next to nvcc or in a triton package")
     printed = []
     for option in ("-res-usage", "-sass"):
         done = subprocess.run([tool, option, binary], capture_output=True, text=True)
@@ -100,19 +100,19 @@ def rows_of(binary: Path) -> list[dict[str, Any]]:
         printed.append(done.stdout)
     rows = sass.kernels(*printed)
     if not rows:
-        raise Failed(f"{binary} holds no kernel")
+        raise Failed(f"{binary} contains no kernel")
     for row, name in zip(rows, readable([row["kernel"] for row in rows])):
         row["kernel"] = name
-    return list({(row["kernel"], row["architecture"]): row for row in reversed(rows)}.values())[::-1]  # one of equals
+    return list({(row["kernel"], row["architecture"]): row for row in reversed(rows)}.values())[::-1]  # drop duplicates
 
 
 def last_line(text: str) -> str:
-    """Return the last line that is not empty."""
+    """Return the last non-empty line."""
     return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "no message")
 
 
 def select(rows: list[dict[str, Any]], pattern: str, architecture: str | None) -> list[dict[str, Any]]:
-    """Return the kernels that a regular expression finds, of one architecture or of all."""
+    """Return the kernels that match a regular expression, for one architecture or for all."""
     wanted = re.compile(pattern)
     return [row for row in rows if wanted.search(row["kernel"]) and architecture in (None, row["architecture"])]
 
@@ -128,22 +128,22 @@ def page(data: dict[str, Any], before: dict[str, Any] | None) -> str:
 
 
 def described(data: dict[str, Any]) -> str:
-    """Return which binary a report is of, in words."""
+    """Describe the binary of a report."""
     commit = f"commit {data['revision']}, " if data.get("revision") else ""
     return f"{commit}nvcc {data['nvcc']}, {data['date']}"
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Return an earlier report.
+    """Read an earlier report.
 
     Raises:
-        Failed: the file is not one.
+        Failed: the file is not a report.
     """
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         assert data["format"] == FORMAT
     except (OSError, ValueError, KeyError, TypeError, AssertionError) as error:
-        raise Failed(f"--compare {path} is no report of this tool ({type(error).__name__})") from error
+        raise Failed(f"--compare {path} is not a report of this tool ({type(error).__name__})") from error
     return data
 
 
@@ -153,10 +153,10 @@ def main(arguments: list[str] | None = None) -> int:
         prog="python -m tools.cuda_report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("binary", nargs="?", type=Path, default=BINARY, help="default: plugins/_C_cuda.abi3.so")
-    parser.add_argument("-k", default="", metavar="REGEX", help="only kernels whose name this finds")
-    parser.add_argument("--architecture", metavar="SM", help="only these kernels, such as sm_90")
+    parser.add_argument("-k", default="", metavar="REGEX", help="only kernels whose names match")
+    parser.add_argument("--architecture", metavar="SM", help="only this architecture, such as sm_90")
     parser.add_argument("--out", type=Path, metavar="PAGE.md", help="write a page, and PAGE.json")
-    parser.add_argument("--compare", type=Path, metavar="OLD.json", help="show what changed since that report")
+    parser.add_argument("--compare", type=Path, metavar="OLD.json", help="show changes since that report")
     given = sys.argv[1:] if arguments is None else arguments
     options = parser.parse_args(arguments)
     try:
@@ -190,7 +190,7 @@ def main(arguments: list[str] | None = None) -> int:
         print("\n".join(table(rows, before and before["rows"])))
         return 0
     head = {name: value for name, value in data.items() if name != "rows"}
-    lines = ",\n".join(" " + json.dumps(row, ensure_ascii=False) for row in rows)  # a line a kernel
+    lines = ",\n".join(" " + json.dumps(row, ensure_ascii=False) for row in rows)  # one kernel per line
     write_text(options.out.with_suffix(".json"), json.dumps(head, indent=1)[:-2] + ',\n "rows": [\n' + lines + "\n]}\n")
     write_text(options.out, text)
     print(f"{len(rows)} kernels: {options.out}")

@@ -1,4 +1,4 @@
-"""Read what ``cuobjdump`` prints: resources of a kernel, its instructions, its loops."""
+"""Parse the output of ``cuobjdump``: resources, instructions and loops of kernels."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ RESOURCES = re.compile(r"\b([A-Z]+)(?:\[\d\])?:(\d+)")
 INSTRUCTION = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(@!?U?P\w+\s+)?([A-Z]\w*(?:\.\w+)*)([^;]*);")
 TARGET = re.compile(r"0x([0-9a-f]+)")
 
-# What a loop spends, by the first part of an instruction's name; loads of global memory are counted by width as well.
+# Expensive instructions, by the first part of their names; loads of global memory are also counted by width.
 COUNTED = {
     "HMMA": ("HMMA", "HGMMA"), "MATCH": ("MATCH",), "REDUX": ("REDUX", "CREDUX"), "VOTE": ("VOTE", "VOTEU"),
     "SHFL": ("SHFL",), "MUFU": ("MUFU",), "LDS": ("LDS", "LDSM"), "STS": ("STS",), "LDL": ("LDL",), "STL": ("STL",),
@@ -21,12 +21,12 @@ COUNTED = {
 }  # fmt: skip
 KINDS = {name: kind for kind, names in COUNTED.items() for name in names}
 WIDTHS = {"U8": 8, "S8": 8, "U16": 16, "S16": 16, "64": 64, "128": 128, "256": 256}
-# A loop in a loop that is shorter than this share of it may be part of it: an atomic addition by compare and swap.
+# A nested loop shorter than this share of the outer one may count as part of it, such as a compare-and-swap addition.
 SMALL = 0.25
 
 
 class Instruction(NamedTuple):
-    """One instruction: its address, its name with all suffixes, its operands, whether a predicate guards it."""
+    """Instruction: address, name with all suffixes, operands, and whether it is predicated."""
 
     address: int
     name: str
@@ -35,14 +35,14 @@ class Instruction(NamedTuple):
 
 
 class Loop(NamedTuple):
-    """Addresses of the first and the last instruction of a loop, which is the branch back."""
+    """Addresses of a loop's first instruction and of its last, the branch back."""
 
     first: int
     last: int
 
 
 def resources(text: str) -> dict[tuple[str, str], dict[str, int]]:
-    """Return what ``cuobjdump -res-usage`` says, by mangled name and architecture."""
+    """Parse the output of ``cuobjdump -res-usage``, by mangled name and architecture."""
     found: dict[tuple[str, str], dict[str, int]] = {}
     architecture = function = ""
     for line in text.splitlines():
@@ -62,7 +62,7 @@ def resources(text: str) -> dict[tuple[str, str], dict[str, int]]:
 
 
 def functions(text: str) -> Iterator[tuple[str, str, list[Instruction]]]:
-    """Yield mangled name, architecture and instructions of every kernel that ``cuobjdump -sass`` printed."""
+    """Yield mangled name, architecture and instructions of each kernel in the output of ``cuobjdump -sass``."""
     architecture = function = ""
     body: list[Instruction] = []
     for line in text.splitlines():
@@ -81,10 +81,10 @@ def functions(text: str) -> Iterator[tuple[str, str, list[Instruction]]]:
 
 
 def loops(body: Sequence[Instruction]) -> list[Loop]:
-    """Return the loops: from the target of each branch back to the branch; of those with one start, the longest.
+    """Find the loops, each from the target of a backward branch to the branch; the longest if several share a start.
 
-    A branch to itself, which fills the end of a kernel, is none. Nor is one with an ``EXIT`` without a condition
-    between its target and it: it leads back from a rare case that the compiler moved behind the kernel's end.
+    A branch to itself, which pads the end of a kernel, is not a loop. Neither is a branch with an unconditional
+    ``EXIT`` between its target and itself: it returns from a rare case that the compiler moved behind the kernel's end.
     """
     addresses = {each.address for each in body}
     exits = [each.address for each in body if each.name.split(".")[0] == "EXIT" and not each.guarded]
@@ -105,11 +105,11 @@ def within(body: Sequence[Instruction], loop: Loop) -> list[Instruction]:
 
 
 def hottest(body: Sequence[Instruction]) -> list[Instruction]:
-    """Return the instructions of the loop that a kernel is taken to spend its time in; none where it has no loop.
+    """Return the instructions of the loop in which a kernel presumably spends its time; none without a loop.
 
-    Of the innermost loops, it is the one with the most products of matrices, then with the most loads of global memory,
-    then the longest. A loop is innermost although a loop lies in it that has less than a quarter of its instructions
-    and only repeats an atomic operation, or does not load.
+    Of the innermost loops, it is the one with the most matrix products, then with the most loads of global memory,
+    then the longest. A loop also counts as innermost if a loop nested in it has less than a quarter of its
+    instructions and only repeats an atomic operation or does not load.
     """
     every = loops(body)
     counts = {loop: count(within(body, loop)) for loop in every}
@@ -132,7 +132,7 @@ def hottest(body: Sequence[Instruction]) -> list[Instruction]:
 
 
 def count(body: Sequence[Instruction]) -> dict[str, int]:
-    """Return how many instructions there are in all and of each expensive kind that occurs."""
+    """Count all instructions, and those of each expensive kind that occurs."""
     found: Counter[str] = Counter(instructions=sum(each.name != "NOP" for each in body))
     for each in body:
         name, *suffixes = each.name.split(".")
@@ -147,7 +147,7 @@ def count(body: Sequence[Instruction]) -> dict[str, int]:
 
 
 def kernels(usage: str, code: str) -> list[dict[str, Any]]:
-    """Return a row for every kernel and architecture, from what ``-res-usage`` and ``-sass`` print."""
+    """Return a row for each kernel and architecture from the output of ``-res-usage`` and ``-sass``."""
     used = resources(usage)
     return [
         {

@@ -1,4 +1,4 @@
-"""Tables of kernels: alone, or before and after."""
+"""Tables of kernels, with or without a comparison to an earlier report."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 Row = Mapping[str, Any]
 COUNTS = ("HMMA", "MATCH", "REDUX", "VOTE", "SHFL", "MOV", "MUFU", "LDS", "STS", "LDL", "STL", "ATOM", "BAR")
 COLUMNS = ("registers", "stack", "shared", "instructions", "loop")
-EXPLANATION = """Registers a thread, stack in bytes (spills), static shared memory in bytes a block, instructions of the
-kernel; then of its hottest loop alone: instructions, and those that are expensive. Of the innermost loops, the hottest
-is the one with the most products of matrices, then with the most loads of global memory, then the longest. LDG: loads
-of global memory, number × bits. ATOM: RED and ATOMS, too; MOV: IMAD.MOV and UMOV, too. Nothing here was measured: these
-are counts of what the compiler wrote."""
+EXPLANATION = """Registers per thread, stack in bytes (spills), static shared memory in bytes per block, instructions
+of the kernel; then instructions of its hottest loop, in total and by expensive kind. The hottest loop is the innermost
+loop with the most matrix products, then with the most loads of global memory, then the longest. LDG: loads of global
+memory, number × bits. ATOM includes RED and ATOMS; MOV includes IMAD.MOV and UMOV. These are counts of compiled
+instructions, not measurements."""
 
 
 def short(name: str) -> str:
-    """Return a demangled name without result, arguments and namespaces: ``stats_kernel<half, Team<2, 4, 2>>``."""
+    """Strip return type, arguments and namespaces from a demangled name: ``stats_kernel<half, Team<2, 4, 2>>``."""
     depth = 0
     for end, letter in enumerate(name):
         depth += (letter == "<") - (letter == ">")
@@ -29,13 +29,13 @@ def short(name: str) -> str:
 
 
 def loads(counts: Mapping[str, int]) -> str:
-    """Return loads of global memory, the widest first: ``4×128 8×16``."""
+    """Format loads of global memory, widest first: ``4×128 8×16``."""
     widths = sorted((int(key[3:]) for key in counts if re.fullmatch(r"LDG\d+", key)), reverse=True)
     return " ".join(f"{counts[f'LDG{width}']}×{width}" for width in widths)
 
 
 def values(row: Row) -> dict[str, str]:
-    """Return what the cells of a kernel show."""
+    """Return the cells of a kernel's row."""
     found = {name: str(row.get(name, "?")) for name in COLUMNS[:3]}
     loop = row["loop"]
     found["instructions"] = str(row["all"]["instructions"])
@@ -45,14 +45,14 @@ def values(row: Row) -> dict[str, str]:
 
 
 def key(row: Row) -> tuple[str, str]:
-    """Return what a kernel is found by in another report."""
+    """Return the key that identifies a kernel in another report."""
     return row["kernel"], row["architecture"]
 
 
 def table(rows: Sequence[Row], before: Sequence[Row] | None = None) -> list[str]:
-    """Return the lines of a table for every architecture; with ``before``, what changed as ``old → new``.
+    """Return the lines of a table for each architecture; with ``before``, changed cells are ``old → new``.
 
-    Columns of which no kernel has anything are left out; kernels that only ``before`` has come last in each table.
+    Columns that are empty for all kernels are omitted; kernels that exist only in ``before`` are listed last.
     """
     old = {key(row): row for row in before or ()}
     lines: list[str] = []
