@@ -1,1 +1,1 @@
-"""The test suite. What tests share is imported by its full name, ``tests.helpers.operator_checks``."""
+"""The test suite. Import shared helpers by their full name, such as ``tests.helpers.operator_checks``."""

@@ -1,4 +1,4 @@
-"""Fixtures for the whole suite. Importable without any toolkit: a GPU test bed may have none of them."""
+"""Fixtures of the whole suite. They import no toolkit, because a GPU test machine may have none."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import torch
 
 ROOT = Path(__file__).parent.parent
 
-if not torch.cuda.is_available():  # before anything imports Triton: its kernels are interpreted here
+if not torch.cuda.is_available():  # set before anything imports Triton, whose kernels are then interpreted
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 def pytest_collection_modifyitems(config, items):
-    for marker in ("install", "site"):  # only where asked for
+    for marker in ("install", "site"):  # deselected unless the marker expression names them
         if marker not in config.option.markexpr:
             left_out = [item for item in items if item.get_closest_marker(marker)]
             items[:] = [item for item in items if not item.get_closest_marker(marker)]

@@ -1,4 +1,4 @@
-"""The rewards of self-critical training against plain loops over their definitions, and the standard package."""
+"""Rewards of self-critical training, against plain loops over their definitions and the standard package."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from attn_plugins.captioning.caption_rewards import REWARDS, CiderD, DocumentFre
 
 
 def sentences(rng: np.random.Generator, number: int, longest: int = 12) -> list[str]:
-    """Of frequent and rare words, from 1 to ``longest`` of them."""
+    """Return sentences of 1 to ``longest`` words, some frequent and some rare."""
     return [" ".join(f"w{int(rng.exponential(6))}" for _ in range(rng.integers(1, longest + 1))) for _ in range(number)]
 
 
 @pytest.fixture(scope="module")
 def sample() -> tuple[dict[int, list[str]], list[int], list[str]]:
-    """References of 40 images, then images and captions: made up, copied, empty, of unknown words, repeated."""
+    """Return references of 40 images, and images with captions: random, copied, empty, of unknown words, repeated."""
     rng = np.random.default_rng(0)
     references = {7 * i: sentences(rng, int(rng.integers(1, 6))) for i in range(40)}
     references[7] = ["w1"]
@@ -39,7 +39,7 @@ def counted(sentence: str) -> Counter[tuple[str, ...]]:
 
 
 def cider_d_in_loops(references, images, captions):
-    """The definition: a vector of count * log(images / document frequency) per sentence and order."""
+    """Compute the definition: per sentence and order, a vector of count * log(images / document frequency)."""
     documents = Counter(ngram for own in references.values() for ngram in set().union(*map(counted, own)))
 
     def vector(sentence, n):
@@ -82,7 +82,7 @@ def test_one_caption_alone_scores_as_in_a_batch(sample):
 
 
 def test_frequencies_of_another_corpus(sample):
-    """References and captions may hold n-grams that the corpus lacks: their weight is log(images)."""
+    """N-grams that the corpus lacks have the weight log(images), in references and in captions."""
     references, images, captions = sample
     half = dict(list(references.items())[:20])
     got = CiderD(references, DocumentFrequencies.of(half))(images, captions)
@@ -105,18 +105,18 @@ def test_frequencies_are_counted_once_and_kept(sample, tmp_path, monkeypatch):
     (file,) = tmp_path.iterdir()
     stamp = file.stat().st_mtime_ns
     with monkeypatch.context() as patched:
-        patched.setattr(DocumentFrequencies, "of", None)  # nothing may be counted again
+        patched.setattr(DocumentFrequencies, "of", None)  # counting again would fail
         np.testing.assert_array_equal(reward("cider-d", references, cache_dir=tmp_path)(images, captions), want)
     assert file.stat().st_mtime_ns == stamp
 
-    file.write_bytes(file.read_bytes()[:100])  # a broken file is replaced
+    file.write_bytes(file.read_bytes()[:100])  # a corrupt file is replaced
     np.testing.assert_array_equal(reward("cider-d", references, cache_dir=tmp_path)(images, captions), want)
     assert file.stat().st_size > 100
 
     changed = {**references, 7: ["w2"]}
     reward("cider-d", changed, cache_dir=tmp_path)
     reward("cider-d", references, cache_dir=tmp_path, end="</s>")
-    assert len(os.listdir(tmp_path)) == 3  # one file for each content, none half written
+    assert len(os.listdir(tmp_path)) == 3  # one complete file per content
 
 
 def bleu_4_in_loops(caption, references):
@@ -149,7 +149,7 @@ def test_other_rewards_are_their_definitions(sample, name, loops):
     references, images, captions = sample
     got = reward(name, references)(images, captions)
     want = np.array([loops(caption, references[image]) for image, caption in zip(images, captions)])
-    # The standard package's BLEU puts 1e-15 and 1e-9 in place of 0, which shows where there is no match of an order.
+    # The standard package's BLEU replaces 0 by 1e-15 and 1e-9, which shows if an order has no match.
     long = np.array([len(caption.split()) >= 4 for caption in captions])
     np.testing.assert_allclose(got[long], want[long], rtol=1e-6, atol=1e-3)
     assert got[1] == 0
@@ -167,7 +167,7 @@ def test_rewards_are_those_of_the_standard_package(sample):
     for own in references.values():
         corpus += ("", own)
     corpus.compute_doc_freq()
-    # As many images as the corpus has, so that the weights are the corpus's: each batch of 40 captions is one run.
+    # Batches of 40, the size of the corpus, so that the standard package uses the corpus's weights.
     ours = reward("cider-d", references)(images, captions)
     for start in range(0, 120, 40):
         theirs = scorers.CiderScorer()
@@ -214,5 +214,5 @@ cider = reward("cider-d", {1: ["a cat"], 2: ["a dog"]})
 print(json.dumps([cider([1], ["a cat"])[0], "fairseq" in sys.modules]))
 """
     score, imported = json.loads(python(code, TORCH_DEVICE_BACKEND_AUTOLOAD="0").stdout)
-    assert score == pytest.approx(5)  # two of the four orders have n-grams, and match
+    assert score == pytest.approx(5)  # two of the four orders have n-grams, which match
     assert not imported

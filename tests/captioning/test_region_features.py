@@ -1,4 +1,4 @@
-"""Region features of a set of images in one file: npz, HDF5, LMDB."""
+"""Region features of a set of images in one file: npz, HDF5 or LMDB."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SUFFIXES = [".npz", ".h5", ".lmdb"]
 
 
 def made_up(number: int = 6, D: int = 5, ids: type = int) -> list[tuple]:
-    """Images of 0 to 4 regions."""
+    """Return random regions, 0 to 4 per image."""
     draw = np.random.default_rng(0)
     images = []
     for i in range(number):
@@ -106,7 +106,7 @@ def _same_in_workers(path: str, method: str) -> bool:
 
 
 def test_an_open_file_goes_into_workers(file, python):
-    # In a process of its own: what forks must have no threads, and the tests before have started some.
+    # In a separate process: forking is unsafe with threads, and earlier tests have started some.
     code = f"from tests.captioning.test_region_features import _same_in_workers as same; assert same({str(file)!r}, "
     python(f"{code}'fork')", PYTHONPATH=str(Path(__file__).parents[2]))
     if file.suffix == ".npz":
@@ -119,7 +119,7 @@ def test_an_open_file_goes_into_workers(file, python):
 
 
 def test_members_of_an_npz_stay_in_the_file(tmp_path):
-    """Also those of plain numpy.savez, and in another order."""
+    """This also holds for files of plain numpy.savez and for any order of members."""
     write_region_features(tmp_path / "ours.npz", made_up())
     arrays = dict(np.load(tmp_path / "ours.npz"))
     np.savez(tmp_path / "theirs.npz", **dict(reversed(arrays.items())))
@@ -242,7 +242,7 @@ def test_an_interrupted_run_is_gone_on_with(tmp_path):
     with RegionFeaturesWriter(tmp_path / "parts") as writer:
         for image_id, regions in images[:3]:
             writer.append(image_id, regions)
-    for name in ("features", "scores", "images.jsonl"):  # as if it ended within the fourth image
+    for name in ("features", "scores", "images.jsonl"):  # as if the run had ended within the fourth image
         with tmp_path.joinpath("parts", name).open("ab") as part:
             part.write(b"[123")
     with RegionFeaturesWriter(tmp_path / "parts") as writer:

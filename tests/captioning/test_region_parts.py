@@ -1,4 +1,4 @@
-"""Folders of several writers as one file."""
+"""Region features that several writers stored in folders, merged into one file."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def part(folder: Path, images: list[tuple], dtype: str = "float16") -> Path:
 @pytest.mark.parametrize("ids", [int, str])
 def test_parts_give_the_bytes_of_one_folder(suffix, ids, tmp_path, monkeypatch):
     needs(suffix)
-    monkeypatch.setattr(region_formats, "BLOCK", 48)  # blocks that begin and end within parts
+    monkeypatch.setattr(region_formats, "BLOCK", 48)  # blocks that start and end within parts
     images = made_up(17, ids=ids)
     whole = tmp_path / f"whole{suffix}"
     RegionParts([part(tmp_path / "whole", images)]).save(whole, dict(seed=1))

@@ -1,4 +1,4 @@
-"""Ways in which the made-up images of a captioning task can be wrong."""
+"""Defects of the made-up images of a captioning task."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.fairseq.captioning_helpers import change
 
 
 def spoil_features(folder: Path, *image_ids: int) -> None:
-    """Let a feature of these images be NaN."""
+    """Set a feature of each of these images to NaN."""
     arrays = {name: np.array(array) for name, array in np.load(folder / "regions.npz").items()}
     places = dict(zip(arrays["image_ids"].tolist(), arrays["offsets"].tolist()))
     for image_id in image_ids:

@@ -1,4 +1,4 @@
-"""A made-up set of images for the tests of captioning: one region's colour and one attribute make the caption."""
+"""A made-up captioned set: the colour of an image's regions and one of its attributes determine the caption."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ D = 6
 
 
 def write_images(folder: Path, number: int = 24, name: str = "regions.npz") -> Path:
-    """Images 100, 101, ...: the first region's channel of the largest value is the colour, the attribute the thing."""
+    """Write images 100, 101, ...: the largest channel of the regions gives the colour, an attribute gives the thing."""
     folder.mkdir(parents=True, exist_ok=True)
     draw = np.random.default_rng(0)
     images, annotations, splits, attributes, regions = [], [], [], {}, []
@@ -45,35 +45,34 @@ def write_images(folder: Path, number: int = 24, name: str = "regions.npz") -> P
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write it."""
     path.write_text(json.dumps(content))
 
 
 def change(path: Path, edit: Any) -> None:
-    """Let ``edit`` change what a JSON file holds."""
+    """Edit a JSON file in place."""
     content = json.loads(path.read_text())
     edit(content)
     write_json(path, content)
 
 
 def task_of(folder: Path, **options: Any) -> Any:
-    """The task, with a dictionary of all words."""
+    """Return the task with a dictionary of all words."""
     from attn_plugins.fairseq.captioning import CaptioningConfig, CaptioningTask
 
     return CaptioningTask.setup_task(CaptioningConfig(data=str(folder), **{"min_word_count": 1, **options}))
 
 
 def batches_of(task: Any, split: str, num_workers: int = 0, **options: Any) -> list[dict[str, Any]]:
-    """One pass over a split, three sentences at a time."""
+    """Return the batches of one pass over a split, three sentences each."""
     task.load_dataset(split)
     dataset = task.dataset(split)
     batches = dataset.batch_by_size(dataset.ordered_indices(), **{"max_sentences": 3, **options})
-    # fairseq's own iterator takes five seconds to end a worker.
+    # fairseq's own iterator takes five seconds to stop a worker.
     return list(DataLoader(dataset, batch_sampler=batches, collate_fn=dataset.collater, num_workers=num_workers))
 
 
 def model_of(task: Any, **options: Any) -> Any:
-    """``eta_transformer`` of two small layers, without dropout."""
+    """Build ``eta_transformer`` with two small layers and no dropout."""
     from attn_plugins.fairseq.eta_transformer import EtaTransformerConfig, EtaTransformerModel, eta_transformer_tiny
 
     torch.manual_seed(0)
@@ -90,10 +89,10 @@ CAPTIONERS = {
 
 
 def captioner_of(task: Any, name: str, **options: Any) -> Any:
-    """A captioner of this name, small and without dropout, as fairseq builds it of its options."""
+    """Build a small captioner without dropout from its options, as fairseq does."""
     from fairseq.models import MODEL_DATACLASS_REGISTRY, MODEL_REGISTRY
 
-    import attn_plugins.fairseq  # noqa: F401 - registers it
+    import attn_plugins.fairseq  # noqa: F401 - registers the captioners
 
     torch.manual_seed(0)
     args = argparse.Namespace(**{**CAPTIONERS[name], "dropout": 0.0, **options})

@@ -13,7 +13,7 @@ from tests.fairseq.fairseq_helpers import fairseq, write_text
 
 @pytest.fixture(scope="session")
 def data(tmp_path_factory) -> Path:
-    """The toy language pair, preprocessed; the text itself lies one folder above."""
+    """Return the folder of the preprocessed toy language pair. The text is in its parent folder."""
     folder = tmp_path_factory.mktemp("text")
     write_text(folder)
     prefixes = [part for split in ("train", "valid", "test") for part in (f"--{split}pref", folder / split)]
@@ -23,7 +23,7 @@ def data(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def joined(tmp_path_factory) -> Path:
-    """The toy language pair, which fairseq reads in both directions, with one dictionary; the same as en-fr."""
+    """Return the toy language pair with a joined dictionary, readable in both directions, and a copy of it as en-fr."""
     from fairseq_cli import preprocess
 
     folder = tmp_path_factory.mktemp("joined")

@@ -1,4 +1,4 @@
-"""fairseq's console scripts as the tests start them."""
+"""Helpers that run fairseq's console scripts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def script(command: str) -> str:
 
 
 def in_one_process(*commands: list[Any], check: bool = True) -> list[str]:
-    """Run console scripts one after another in one interpreter; what each of them printed, errors too."""
+    """Run console scripts one after another in one interpreter and return the output of each, errors included."""
     code = f"""
 import json, runpy, sys, traceback
 for command in json.loads(sys.argv[1]):
@@ -52,5 +52,5 @@ for command in json.loads(sys.argv[1]):
 
 
 def meeting_place(folder: Path) -> str:
-    """Where processes find each other: a file, since a port that is free now may be taken when they have started."""
+    """Return the rendezvous option: a file, since a port that is free now may be taken once the processes start."""
     return f"--distributed-init-method=file://{folder / 'processes'}"

@@ -1,4 +1,4 @@
-"""What the fairseq tests share: stock console commands on a toy language pair, and small models on random batches."""
+"""Helpers of the fairseq tests: stock console commands on a toy language pair, and small models on random batches."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WORDS = "the a cat dog bird sees likes finds red blue small big house tree book 
 
 
 def fairseq(command: str, *arguments: Any, check: bool = True, text: str | None = None) -> str:
-    """Run a stock fairseq console command from the repository root, ``text`` its input; what it printed."""
+    """Run a stock fairseq console command from the repository root with ``text`` as its input; return its output."""
     result = subprocess.run(
         [str(Path(sys.executable).with_name(f"fairseq-{command}")), *map(str, arguments)],
         cwd=ROOT,
@@ -42,7 +42,7 @@ def forget_best() -> None:
 
 
 def write_text(folder: Path) -> None:
-    """Lines of unequal lengths of a toy language pair: every word spelled backwards, in the same order."""
+    """Write a toy language pair of lines of varying length. The target spells every word of the source backwards."""
     draw = random.Random(0)
     for split, lines in (("train", 100), ("valid", 8), ("test", 8)):
         english = [draw.choices(WORDS, k=3 + i % 6) for i in range(lines)]
@@ -52,7 +52,7 @@ def write_text(folder: Path) -> None:
 
 
 def train(data: Path, folder: Path, *options: Any) -> Path:
-    """12 updates on the CPU; the checkpoint."""
+    """Train for 12 updates on the CPU and return the checkpoint."""
     options += ("--optimizer=adam", "--lr=0.01", "--max-tokens=400", "--max-update=12", "--num-workers=0", "--cpu")
     options += ("--no-epoch-checkpoints", "--no-progress-bar", "--save-dir", folder)
     log = fairseq("train", data, "--user-dir", "plugins/fairseq", *options)
@@ -61,7 +61,7 @@ def train(data: Path, folder: Path, *options: Any) -> Path:
 
 
 def generate(data: Path, checkpoint: Path, *options: Any) -> dict[str, dict[int, str]]:
-    """Lines of the log by their letter and sentence: S source, H hypothesis, A alignment."""
+    """Return the lines of the log by letter and sentence: S source, H hypothesis, A alignment."""
     options = ("--path", checkpoint, *options, "--cpu", "--num-workers=0", "--beam=3", "--min-len=3", "--max-len-b=9")
     log = fairseq("generate", data, "--user-dir", "plugins/fairseq", *options)
     assert "Translated 8 sentences" in log
@@ -75,7 +75,7 @@ def generate(data: Path, checkpoint: Path, *options: Any) -> dict[str, dict[int,
 
 
 class Task:
-    """What fairseq's models read of a task."""
+    """The attributes of a task that fairseq's models read."""
 
     def __init__(self) -> None:
         from fairseq.data import Dictionary
@@ -86,7 +86,7 @@ class Task:
 
 
 def batch(model: Any, lengths: tuple[int, ...] = (6, 4, 2), T: int = 5) -> dict[str, torch.Tensor]:
-    """Sources padded on the left, longest first, and targets."""
+    """Return a random batch: sources padded on the left, longest first, and targets."""
     words = len(model.encoder.dictionary)
     tokens = torch.randint(4, words, (len(lengths), max(lengths)))
     for row, length in zip(tokens, lengths):
@@ -96,7 +96,7 @@ def batch(model: Any, lengths: tuple[int, ...] = (6, 4, 2), T: int = 5) -> dict[
 
 
 def step_by_step(model: Any, sample: dict[str, torch.Tensor], reorders: dict[int, torch.Tensor]) -> list[Any]:
-    """What the decoder returns in every step, and the reordered targets and encoder's output of the last one."""
+    """Decode step by step. Return every step's output, and the reordered targets and encoder output of the last."""
     state: dict = {}
     memory = model.encoder(sample["src_tokens"], sample["src_lengths"])
     previous = sample["prev_output_tokens"]

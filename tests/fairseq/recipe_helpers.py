@@ -1,4 +1,4 @@
-"""What the tests of the recipes share: fairseq-hydra-train in this process, and what is documented of a recipe."""
+"""Helpers of the recipe tests: fairseq-hydra-train in this process, and the recipes' documentation."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.fairseq.fairseq_helpers import ROOT, forget_best
 
 
 def hydra_main(folder: Path, recipe: str, *overrides: Any) -> None:
-    """What fairseq-hydra-train does with a command line."""
+    """Run fairseq-hydra-train with these overrides in this process."""
     forget_best()
     initialize.hydra_init(recipe)
     with hydra.initialize_config_dir(str(folder), version_base="1.1"):
@@ -36,7 +36,7 @@ def hydra_main(folder: Path, recipe: str, *overrides: Any) -> None:
 
 
 def composed(folder: Path, recipe: str, *overrides: Any) -> Any:
-    """The configuration that fairseq's training gets, with the defaults that it adds."""
+    """Return the configuration that fairseq trains with, defaults included."""
     seen: list[Any] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(hydra_train, "pre_main", seen.append)
@@ -54,7 +54,7 @@ def import_user_module(cfg: Any) -> None:
 
 
 def check_keys(cfg: Any) -> None:
-    """Hydra would let a misspelt key of our files pass."""
+    """Check the keys of our configuration, because Hydra accepts misspelt ones."""
     for part in fields(FairseqConfig):
         known = part.default if isinstance(part.default, type) else type(part.default)
         if hasattr(known, "__dataclass_fields__"):
@@ -63,23 +63,23 @@ def check_keys(cfg: Any) -> None:
 
 
 def one_line_commands(readme: str) -> list[str]:
-    """The fairseq-train commands of a README that are given whole."""
+    """Return the complete fairseq-train commands of a README."""
     commands = re.findall(r"^fairseq-train (?!\.\.\.)(?:.*\\\n)*.*$", readme, flags=re.M)
     return [command.replace("\\\n", " ") for command in commands]
 
 
 def by_command_line(words: list[str]) -> Any:
-    """The configuration that fairseq-train makes of its arguments."""
+    """Return the configuration that fairseq-train builds from its arguments."""
     return convert_namespace_to_omegaconf(options.parse_args_and_arch(options.get_training_parser(), words))
 
 
 def table_overrides(section: str) -> list[str]:
-    """The second column of a section's tables, where it is overrides."""
+    """Return the entries of the second column of a section's tables that are overrides."""
     return re.findall(r"^\|[^|]*\| `(['+\w.]+=[^`]*)` \|", section, flags=re.M)
 
 
 def check_overrides(cfg: Any, overrides: str) -> None:
-    """They are where they should be."""
+    """Check that the configuration contains the overrides."""
     for override in shlex.split(overrides):
         name, value = override.lstrip("+").split("=", 1)
         if name != "attention":

@@ -1,4 +1,4 @@
-"""The model ``aligned_lstm`` by fairseq's console scripts and, score by score, against what it is made of."""
+"""``aligned_lstm``: fairseq's console scripts on it, and every score against the definition of its parts."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def test_console_scripts_print_soft_alignments(data, tmp_path):
     assert len(lines["A"]) == 8
     for number, line in lines["A"].items():
         rows = [[float(p) for p in row.split(",")] for row in line.split()]
-        assert len(rows) == len(lines["H"][number].split()) + 1  # with the sentence's end
+        assert len(rows) == len(lines["H"][number].split()) + 1  # includes the end of the sentence
         for row in rows:
             assert len(row) == len(lines["S"][number].split()) + 1
             assert sum(row) == pytest.approx(1, abs=1e-5)
 
 
 def test_console_scripts_print_hard_alignments(data, tmp_path):
-    """In one padded batch; they are the most probable words of each sentence alone, by the model loaded in Python."""
+    """Alignments from one padded batch equal the most probable words of each sentence alone, computed in Python."""
     checkpoint = train(data, tmp_path, ARCH, "--alignment=dot", "--recurrence=bahdanau")
     lines = generate(data, checkpoint, "--print-alignment=hard")
     assert len({len(line.split()) for line in lines["S"].values()}) > 1
@@ -45,12 +45,12 @@ def test_console_scripts_print_hard_alignments(data, tmp_path):
         target = hub.tgt_dict.encode_line(lines["H"][number], add_if_not_exist=False).long()
         previous = torch.cat([target[-1:], target[:-1]])
         matrix = hub.models[0](source[None], torch.tensor([len(source)]), previous[None])[1][0]
-        best = matrix[:-1, :-1].argmax(1).tolist()  # fairseq leaves out the ends of both
+        best = matrix[:-1, :-1].argmax(1).tolist()  # fairseq omits both ends
         assert line.split() == [f"{i}-{t}" for t, i in enumerate(best)]
 
 
 def test_checkpoints_load_after_a_context_that_allows_their_options(tmp_path):
-    """As timm's loading of a checkpoint is one: torch takes back what it allowed, though it was allowed before."""
+    """timm loads checkpoints in such a context; on leaving it, torch forgets options that were allowed before."""
     torch.save({"args": argparse.Namespace(arch=ARCH)}, tmp_path / "checkpoint.pt")
     with torch.serialization.safe_globals([argparse.Namespace]):
         pass
@@ -75,7 +75,7 @@ def test_every_score_trains(alignment, recurrence):
     losses = []
     for step in range(10):
         output, alignment_matrix = model(**sample)
-        assert alignment_matrix is None  # fairseq gives it in evaluation alone
+        assert alignment_matrix is None  # fairseq returns it only in evaluation mode
         losses.append(torch.nn.functional.cross_entropy(output.flatten(0, 1), target.flatten()))
         optimizer.zero_grad()
         losses[-1].backward()
@@ -89,7 +89,7 @@ def test_every_score_trains(alignment, recurrence):
 @pytest.mark.parametrize("recurrence", RECURRENCES)
 @pytest.mark.parametrize("alignment", SCORES)
 def test_alignment_belongs_to_the_tokens_given(alignment, recurrence):
-    """A sentence is aligned alike, alone, in a batch padded on the left and in one padded on the right."""
+    """The alignment of a sentence is the same alone, in a batch padded on the left and in one padded on the right."""
     model = build(alignment, recurrence=recurrence).eval()
     sample = batch(model)
     output, matrix = model(**sample)
@@ -126,7 +126,7 @@ def test_step_by_step_equals_the_full_pass_after_reorders(alignment, recurrence)
 
 
 def lstm_step(cell, x, hidden, memory):
-    """A step of an LSTM, gate by gate."""
+    """Compute one LSTM step, gate by gate."""
     gates = cell.weight_ih @ x + cell.bias_ih + cell.weight_hh @ hidden + cell.bias_hh
     i, f, g, o = gates.chunk(4)
     memory = f.sigmoid() * memory + i.sigmoid() * g.tanh()
@@ -134,7 +134,7 @@ def lstm_step(cell, x, hidden, memory):
 
 
 def score_by_formula(attention, s, h):
-    """The lecture's five, of one pair."""
+    """Compute one pair's score by one of the lecture's five formulas."""
     score = attention.score
     if attention.score_name == "additive":
         return score.vector @ torch.tanh(score.query(s) + score.source(h))
@@ -148,7 +148,7 @@ def score_by_formula(attention, s, h):
 @pytest.mark.parametrize("layers", [1, 2])
 @pytest.mark.parametrize("alignment", SCORES)
 def test_bahdanau_is_the_lectures_recurrence(alignment, layers):
-    """s_t = f(s_{t-1}, y_{t-1}, c_t), with α of the scores of s_{t-1}: sentence by sentence, step by step, in loops."""
+    """s_t = f(s_{t-1}, y_{t-1}, c_t), with α from the scores of s_{t-1}: loops over sentences and steps."""
     model = build(alignment, recurrence="bahdanau", encoder_layers=layers, decoder_layers=layers).eval()
     for parameter in model.parameters():
         parameter.mul_(3)
@@ -174,7 +174,7 @@ def test_bahdanau_is_the_lectures_recurrence(alignment, layers):
 
 
 def test_general_is_fairseqs_own_lstm():
-    """The same function of the same weights as fairseq's ``lstm`` has, whose score is sᵀ W h."""
+    """With the same weights, the output equals that of fairseq's ``lstm``, whose score is sᵀ W h."""
     model = build("general").eval()
     args = argparse.Namespace(criterion="cross_entropy", dropout=0.0, encoder_bidirectional=True, **SMALL)
     args.decoder_hidden_size = 16
@@ -210,7 +210,7 @@ def test_beam_search_projects_the_source_once(recurrence):
 @pytest.mark.parametrize("recurrence", RECURRENCES)
 @pytest.mark.parametrize("alignment", SCORES)
 def test_half_precision(alignment, recurrence):
-    """bfloat16, as ``--bf16`` trains: the model's own sums apart, softmax rows still sum to one."""
+    """In bfloat16, as with ``--bf16``, softmax rows still sum to one up to rounding."""
     model = build(alignment, recurrence=recurrence).bfloat16().eval()
     output, matrix = model(**batch(model))
     assert output.dtype == matrix.dtype == torch.bfloat16

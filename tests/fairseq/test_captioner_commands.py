@@ -1,4 +1,4 @@
-"""The stock console commands with the captioners: both stages, an interruption, several models together, bad input."""
+"""The stock console commands with the captioners: both stages, an interruption, ensembles, bad input."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.fairseq.captioning_helpers import CAPTIONERS, write_images
 from tests.fairseq.console_helpers import in_one_process
 
 OPTIONS = ["--user-dir=plugins/fairseq", "--task=captioning", "--min-word-count=1", "--cpu", "--num-workers=0"]
-# All samples are one batch: fairseq shuffles samples of one length by the epoch that a run begins with.
+# One batch holds all samples, because fairseq shuffles samples of equal length by the run's first epoch.
 TRAIN = [*OPTIONS, "--optimizer=adam", "--batch-size=40", "--dropout=0", "--no-progress-bar", "--log-format=simple"]
 CRITERIA = {"show_attend_tell": "doubly_stochastic_cross_entropy"}
 
@@ -42,7 +42,7 @@ def parameters(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def bad_input(folder: Path, names: list[str]) -> tuple[list[list[Any]], list[str]]:
-    """Commands with files that do not fit a checkpoint or a model, and what they raise."""
+    """Return commands whose files do not fit a checkpoint or a model, and the errors they raise."""
     wider = write_images(folder / "wider")
     arrays = {name: np.array(array) for name, array in np.load(wider / "regions.npz").items()}
     arrays["features"] = np.concatenate([arrays["features"], arrays["features"][:, :1]], 1)
@@ -60,7 +60,7 @@ def bad_input(folder: Path, names: list[str]) -> tuple[list[list[Any]], list[str
 
 
 def test_both_stages_an_interruption_captions_and_bad_input(tmp_path):
-    """What was interrupted and went on has the parameters of what was not."""
+    """A run that was interrupted and resumed ends with the parameters of an uninterrupted run."""
     data, names = write_images(tmp_path / "data"), list(CAPTIONERS)
     commands = [first_stage(name, data, tmp_path / name, 10) for name in names]
     commands += [first_stage(name, data, tmp_path / f"{name}_again", updates) for name in names for updates in (5, 10)]

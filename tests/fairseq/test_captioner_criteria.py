@@ -1,4 +1,4 @@
-"""The criteria of captioning with ``show_attend_tell``, ``lstm_captioner`` and ``conv_captioner``."""
+"""The captioning criteria with ``show_attend_tell``, ``lstm_captioner`` and ``conv_captioner``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.fairseq.captioning_helpers import CAPTIONERS, captioner_of, model_of,
 
 @pytest.mark.parametrize("name", CAPTIONERS)
 def test_self_critical_training(name, tmp_path):
-    """Greedy captions are those of a beam of one; the loss has a gradient everywhere, and rewards rise."""
+    """Greedy captions equal those of a beam of one, all parameters get gradients, and rewards rise."""
     of = task_of(write_images(tmp_path), one_caption_per_image=True)
     of.load_dataset("train")
     dataset = of.dataset("train")
@@ -64,7 +64,7 @@ def criterion_of(of: Any, name: str, **options: Any) -> Any:
     ("name", "weight"), [("show_attend_tell", 1.0), ("show_attend_tell", 0.3), ("conv_captioner", 2.0)]
 )
 def test_the_doubly_stochastic_loss(tmp_path, name, weight):
-    """Cross-entropy, and Eq. 14's penalty of every caption by loops over words and regions."""
+    """The loss is cross-entropy plus the penalty of Eq. 14, which loops over words and regions compute."""
     of = task_of(write_images(tmp_path))
     of.load_dataset("train")
     dataset = of.dataset("train")
@@ -94,7 +94,7 @@ def test_the_doubly_stochastic_loss(tmp_path, name, weight):
 
 
 def test_the_penalty_spreads_attention(tmp_path):
-    """With it, every region gets more nearly its share than without."""
+    """Training with the penalty brings the attention of each region closer to its share."""
     of = task_of(write_images(tmp_path))
     of.load_dataset("train")
     dataset = of.dataset("train")

@@ -1,4 +1,4 @@
-"""``show_attend_tell``, ``lstm_captioner`` and ``conv_captioner`` as fairseq's models, alone and together."""
+"""``show_attend_tell``, ``lstm_captioner`` and ``conv_captioner`` as fairseq models, alone and in ensembles."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ every_captioner = pytest.mark.parametrize("name", CAPTIONERS)
 
 
 def task(number: int = 19, D: int = D) -> Any:
-    """What the models read of the task."""
+    """The attributes of a task that the models read."""
     dictionary = Dictionary()
     for i in range(number - len(dictionary)):
         dictionary.add_symbol(f"word{i}")
@@ -51,7 +51,7 @@ def task(number: int = 19, D: int = D) -> Any:
 
 
 def batch(dtype: torch.dtype = torch.float32, T: int = 5) -> dict[str, Any]:
-    """Three images of 4, 2, 3 regions and of 3, 1, 2 attributes."""
+    """Return a batch of three images with 4, 2, 3 regions and 3, 1, 2 attributes."""
     counts, lengths = torch.tensor([4, 2, 3]), torch.tensor([3, 1, 2])
     tokens = torch.randint(4, 19, (3, 3)).masked_fill(torch.arange(3) >= lengths.unsqueeze(1), 1)
     return dict(
@@ -64,17 +64,17 @@ def batch(dtype: torch.dtype = torch.float32, T: int = 5) -> dict[str, Any]:
 
 
 def reads(name: str, setting: dict[str, Any]) -> set[str]:
-    """What the model returns weights of."""
+    """Return the inputs for which the model returns attention weights."""
     fusion = setting.get("fusion", "visual")
     return {"visual": {"regions"}, "semantic": {"attributes"}, "parallel": {"regions", "attributes"}}[fusion]
 
 
-# --- what they compute ------------------------------------------------------------------------------------------------
+# --- computation ------------------------------------------------------------------------------------------------------
 
 
 @every_setting
 def test_every_setting_trains(name, setting):
-    """Every parameter has a gradient."""
+    """Every parameter gets a gradient."""
     model, sample = captioner_of(task(), name, **setting), batch()
     target = torch.randint(4, 19, (3, 5))
     optimizer = torch.optim.Adam(model.parameters(), 0.02)
@@ -92,7 +92,7 @@ def test_every_setting_trains(name, setting):
 
 @every_setting
 def test_steps_are_those_of_the_whole(name, setting):
-    """Also several words at first, and with a beam that goes on from other rows and ends some."""
+    """Steps may start with several words; a beam may reorder the rows and drop some of them."""
     model = captioner_of(task(), name, **setting).double().eval()
     sample = batch(torch.float64, T=6)
     previous = sample.pop("prev_output_tokens")
@@ -158,7 +158,7 @@ def test_it_is_the_module_with_embeddings_and_a_classifier(name):
 @every_captioner
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half(name, dtype):
-    """The features stay as they are in the file: fairseq-generate --fp16 converts the models alone."""
+    """Features keep their stored dtype, because fairseq-generate --fp16 converts only the models."""
     model, sample = captioner_of(task(), name).eval(), batch()
     expected = model(**sample)[0]
     model.to(dtype)
@@ -170,7 +170,7 @@ def test_half(name, dtype):
 
 @every_captioner
 def test_images_are_encoded_once(name):
-    """k captions of each image in one call are what k calls give."""
+    """Decoding k captions per image in one call equals k separate calls."""
     model, inputs = captioner_of(task(), name), batch()
     previous = torch.randint(4, 16, (6, 4))
     found = model(**{**inputs, "prev_output_tokens": previous})[0]
@@ -180,7 +180,7 @@ def test_images_are_encoded_once(name):
 
 @pytest.mark.parametrize("names", [[name] for name in CAPTIONERS] + [[*CAPTIONERS, "eta_transformer"]], ids="-".join)
 def test_beam_search(names):
-    """With caches as without; several models give the logarithm of their mean probability."""
+    """Results with caches equal those without. An ensemble returns the logarithm of the mean probability."""
     of = task()
     models = [model_of(of).eval() if name == "eta_transformer" else captioner_of(of, name).eval() for name in names]
     for seed, model in enumerate(models):
@@ -208,16 +208,16 @@ def test_beam_search(names):
     ("name", "fusion"), [("show_attend_tell", ""), ("lstm_captioner", "parallel"), ("conv_captioner", "parallel")]
 )
 def test_captions_come_from_the_picture(tmp_path, name, fusion):
-    """Eight captions by heart; with another image's regions comes that image's colour."""
+    """The model memorises eight captions. With another image's regions, it names that image's colour."""
     of = task_of(write_images(tmp_path))
     of.load_dataset("train")
     dataset = of.dataset("train")
-    firsts = [dataset[2 * i] for i in range(8)]  # each image's first caption: a COLOUR THING
+    firsts = [dataset[2 * i] for i in range(8)]  # the first caption of each image: a COLOUR THING
     options = {"embed_dim": 32, **({"fusion": fusion} if fusion else {"hidden_dim": 32})}
     model = captioner_of(of, name, **options).train()
     optimizer = torch.optim.Adam(model.parameters(), 0.01)
     sample = dataset.collater(firsts)
-    if not fusion:  # its thing must be told by the regions as well
+    if not fusion:  # the regions must determine the thing as well
         for i, region in enumerate(sample["net_input"]["regions"]):
             region[:, 4:] += torch.tensor([i % 3, i // 3 % 3])
             firsts[i]["regions"][:, 4:] += torch.tensor([i % 3, i // 3 % 3])
@@ -247,7 +247,7 @@ def test_captions_come_from_the_picture(tmp_path, name, fusion):
 
 
 def test_sizes():
-    """Of the base models and the tiny ones; what hydra leaves out has the base model's size."""
+    """Base and tiny models have the documented sizes; options that hydra omits take the base model's size."""
     kinds = {"show_attend_tell": ShowAttendTellModel, "lstm_captioner": LSTMCaptionerModel}
     for name, kind in {**kinds, "conv_captioner": ConvCaptionerModel}.items():
         assert ARCH_MODEL_REGISTRY[name] is ARCH_MODEL_REGISTRY[f"{name}_tiny"] is kind
@@ -265,17 +265,17 @@ def test_sizes():
 
 
 def test_parameters():
-    """Of the base models, by a count of every layer, of 9487 words and regions of 512 channels, those of VGG-16."""
+    """Base models have as many parameters as a count of every layer gives, for 9487 words and VGG-16's 512 channels."""
     V, C, D, dictionary = 9487, 512, 512, 9487 * 512
     classifier = dictionary + V
-    # Two layers before the LSTM's first state, attention, gate, LSTM, and the deep output layer.
+    # Two layers for the LSTM's first state, attention, gate, LSTM, and the deep output layer.
     first, attention = 2 * (D * C + C), C * C + C + D * C + C
     lstm, output = 4 * C * (C + D + C) + 8 * C, C * C + C + D * C
     expected = {
         "show_attend_tell": dictionary + first + attention + C + 1 + lstm + output + classifier,
         "lstm_captioner": dictionary + (D * C + C) + attention + lstm + (2 * C * C + C) + classifier,
     }
-    # A convolution or projection has a length and a bias of each output beside its directions.
+    # Weight normalisation adds a length per output to directions and bias.
     block = 2 * C * 5 * C + 2 * 2 * C + 2 * (C * C + 2 * C)
     expected["conv_captioner"] = dictionary + (D * C + C) + (C * C + 2 * C) + 3 * block + classifier
     for name, number in expected.items():

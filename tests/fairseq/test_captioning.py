@@ -1,4 +1,4 @@
-"""The task ``captioning``: its files, samples and batches, and what is wrong with them."""
+"""The task ``captioning``: files, samples, batches, and errors in them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_words_are_karpathys():
 
 
 def test_the_dictionary_is_made_once_of_frequent_words(folder):
-    # Not forked: threads of tests before have left locks in this process that a child would wait for.
+    # Not forked: threads of earlier tests have left locks in this process that a child would wait for.
     with ProcessPoolExecutor(3, get_context("spawn")) as pool:
         sizes = list(pool.map(_words_with, [folder] * 3, [8] * 3))
     assert len(set(sizes)) == 1
@@ -45,7 +45,7 @@ def test_the_dictionary_is_made_once_of_frequent_words(folder):
     lines = [line.split() for line in (folder / "dict.txt").read_text().splitlines()]
     assert {word: int(count) for word, count in lines} == expected
     assert 0 < len(expected) < len(counts)
-    assert _words_with(folder, 1) == sizes[0]  # the file is there
+    assert _words_with(folder, 1) == sizes[0]  # the file exists
 
 
 def _words_with(folder: Path, count: int) -> int:
@@ -108,7 +108,7 @@ def test_batches_are_bounded_by_tokens_and_drawn_anew(folder):
     dataset = task.dataset("train")
     orders = []
     for seed in (0, 0, 1):
-        np.random.seed(seed)  # noqa: NPY002  what fairseq does
+        np.random.seed(seed)  # noqa: NPY002  as fairseq does
         orders.append(dataset.ordered_indices().tolist())
     assert orders[0] == orders[1] != orders[2]
     assert sorted(orders[2]) == list(range(32))
@@ -132,12 +132,12 @@ def test_regions_in_other_formats(folder, suffix, package):
     expected = batches_of(task_of(folder), "valid")
     (folder / "regions.npz").unlink()
     task = task_of(write_images(folder, name=f"regions{suffix}"))
-    for workers in (0, 2):  # the file is open in this process before it is in the workers
+    for workers in (0, 2):  # open the file in this process before the workers do
         found = batches_of(task, "valid", num_workers=workers)
         for one, other in zip(found, expected):
             torch.testing.assert_close(one["net_input"]["regions"], other["net_input"]["regions"])
     whole = (folder / f"regions{suffix}").read_bytes()
-    (folder / f"regions{suffix}").unlink()  # which is open
+    (folder / f"regions{suffix}").unlink()  # open
     (folder / f"regions{suffix}").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(ValueError, match=rf"regions\{suffix}.* truncated"):
         task_of(folder).load_dataset("valid")

@@ -1,4 +1,4 @@
-"""What is wrong with the files of a captioning task: one error that names the item, or the item is left out."""
+"""Defects in the files of a captioning task: an error names the item, or the item is skipped."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_regions_that_cannot_be_read_are_found_in_the_run(folder, workers, caplo
 
 
 def test_a_page_that_is_broken_is_one_image_less(tmp_path, monkeypatch):
-    """LMDB has an error of its own for it."""
+    """LMDB reports such a page with its own error."""
     lmdb = pytest.importorskip("lmdb", reason=".lmdb files need lmdb")
     task = task_of(write_images(tmp_path / "data", name="regions.lmdb"), skip_invalid_samples=True)
     read = RegionFeatures._read
@@ -68,7 +68,7 @@ def test_a_page_that_is_broken_is_one_image_less(tmp_path, monkeypatch):
 
 
 def test_a_batch_of_bad_samples(folder):
-    """fairseq's trainer has nothing to go on with if the first batch is empty."""
+    """fairseq's trainer cannot continue if the first batch is empty."""
     spoil_features(folder, 104, 116, 122, 100)
     task = task_of(folder, skip_invalid_samples=True)
     for split, skipped in (("valid", {104, 116, 122}), ("train", {100})):
@@ -165,7 +165,7 @@ def test_sentences_that_are_not_such(folder):
 
 
 def test_a_number_and_its_text_are_one_id(folder):
-    """And the results have that of the captions, which they are scored by."""
+    """Results use the ids of the captions, against which they are scored."""
     expected = task_of(folder).captions
 
     def as_text(content: dict) -> None:
@@ -209,6 +209,6 @@ def test_a_dictionary_of_other_captions(folder, caplog):
     (folder / "dict.txt").write_text("a 9\nthe 8\ndog 3\ncat 3\nbus 3\nkite 3\nboat 3\n")
     with caplog.at_level(logging.WARNING, "attn_plugins"):
         task_of(folder).load_dataset("valid")
-    [told] = [record.message for record in caplog.records]  # of each image's 7 words: the colour twice, and "is"
+    [told] = [record.message for record in caplog.records]  # of the 7 words of each image: the colour twice, and "is"
     assert told.startswith("43 % of the words of valid are not in")
     assert "dict.txt: if it was made from other captions, delete it to rebuild it" in told

@@ -22,7 +22,7 @@ TINY += ["--no-epoch-checkpoints", "--no-progress-bar", "--min-word-count=1"]
 
 
 def test_train_and_generate(tmp_path):
-    """With one image of each split whose regions cannot be read, and two checkpoints together."""
+    """One image per split has unreadable regions; generation uses two checkpoints together."""
     data = write_images(tmp_path / "data")
     arrays = {name: np.array(array) for name, array in np.load(data / "regions.npz").items()}
     for image_id in (102, 111):
@@ -56,25 +56,25 @@ def test_train_and_generate(tmp_path):
 
 
 def _wider(folder: Path) -> None:
-    """Features of one channel more, in the same file."""
+    """Rewrite the file with one more channel of features."""
     arrays = {name: np.array(array) for name, array in np.load(folder / "regions.npz").items()}
     arrays["features"] = np.concatenate([arrays["features"], arrays["features"][:, :1]], 1)
     np.savez(folder / "regions.npz", **arrays)
 
 
 def _long_caption(folder: Path, image: int) -> None:
-    """Longer than the model's positions."""
+    """Append a caption longer than the model's positions."""
     change(folder / "captions.json", lambda c: c["annotations"][2 * (image - 100)].update(caption="a " * 300))
 
 
 def _cut(path: Path) -> None:
     content = path.read_bytes()
-    path.unlink()  # which a process may have mapped
+    path.unlink()  # replace the file rather than write into it: a process may have mapped it
     path.write_bytes(content[: len(content) // 2])
 
 
 def test_bad_input_is_one_error_with_the_item_s_name(tmp_path):
-    """Of fairseq-train, as it is typed; each of the training's own files, and those that do not fit a checkpoint."""
+    """fairseq-train names the item for each defect in its files and for files that do not fit a checkpoint."""
     pytest.importorskip("h5py", reason=".h5 files need h5py")
     pytest.importorskip("lmdb", reason=".lmdb files need lmdb")
     commands: list[list[Any]] = []
@@ -116,7 +116,7 @@ def test_bad_input_is_one_error_with_the_item_s_name(tmp_path):
 
 
 def test_a_training_goes_on_to_its_end_with_all_of_it(tmp_path):
-    """Every bad sample at once, one of them found only in the run; how many were left out is told, and not more."""
+    """With all kinds of bad samples at once, one found only during the run, the run finishes and reports the count."""
     data = write_images(tmp_path / "data", number=48)
     for spoil, image in zip(BAD_SAMPLES, (102, 106, 555, 107, 108, 109, 112, 113, 114), strict=True):
         spoil(data, image)

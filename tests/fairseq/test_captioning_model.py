@@ -1,4 +1,4 @@
-"""What ``eta_transformer`` computes, in every variant."""
+"""The computation of ``eta_transformer`` in every variant."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ D = 5
 
 
 def words(number: int) -> Dictionary:
-    """A dictionary of ``number`` words, with fairseq's own four."""
+    """Return a dictionary of ``number`` words, which includes fairseq's four special ones."""
     dictionary = Dictionary()
     for i in range(number - len(dictionary)):
         dictionary.add_symbol(f"word{i}")
@@ -38,18 +38,18 @@ def words(number: int) -> Dictionary:
 
 
 def task(number: int = 19, D: int = D) -> Any:
-    """What the model reads of the task."""
+    """The attributes of a task that the model reads."""
     regions = SimpleNamespace(feature_dim=D, path="regions.npz")
     return SimpleNamespace(regions=regions, has_attributes=True, target_dictionary=words(number))
 
 
 def build(of: Any = None, **options: Any) -> EtaTransformerModel:
-    """Two small layers, without dropout."""
+    """Build a model with two small layers and no dropout."""
     return model_of(of or task(), **options)
 
 
 def batch(dtype: torch.dtype = torch.float32, T: int = 5) -> dict[str, Any]:
-    """Three images of 4, 2, 3 regions and of 3, 1, 2 attributes."""
+    """Return a batch of three images with 4, 2, 3 regions and 3, 1, 2 attributes."""
     counts, lengths = torch.tensor([4, 2, 3]), torch.tensor([3, 1, 2])
     tokens = torch.randint(4, 19, (3, 3)).masked_fill(torch.arange(3) >= lengths.unsqueeze(1), 1)
     return dict(
@@ -62,7 +62,7 @@ def batch(dtype: torch.dtype = torch.float32, T: int = 5) -> dict[str, Any]:
 
 
 def test_parameters():
-    """The base model has what an independent count of the thesis gives, of 9487 words and regions of 2048 channels."""
+    """The base model has as many parameters as a count from the thesis gives, for 9487 words and 2048 channels."""
     with torch.device("meta"):
         model = EtaTransformerModel.build_model(EtaTransformerConfig(), task(9487, 2048))
     assert model.encoder.embed_tokens is model.decoder.embed_tokens
@@ -75,7 +75,7 @@ def _parameters(module: torch.nn.Module) -> int:
 
 
 def test_options_of_hydra():
-    """What is not given has the base model's size, or that of the architecture."""
+    """Missing options take the size of the base model or of the architecture."""
     given = OmegaConf.create({"fusion": "parallel", "layers": 1, "embed_dim": 8, "ffn_dim": None})
     model = EtaTransformerModel.build_model(given, task())
     assert len(model.decoder.blocks) == 1
@@ -106,7 +106,7 @@ def test_every_setting_trains(setting):
 
 @every_setting
 def test_steps_are_those_of_the_whole(setting):
-    """Also several words at first, and with a beam that goes on from other rows and ends some."""
+    """Steps may start with several words; a beam may reorder the rows and drop some of them."""
     model = build(**setting).double().eval()
     sample = batch(torch.float64, T=6)
     previous = sample.pop("prev_output_tokens")
@@ -139,7 +139,7 @@ def test_padding_does_not_matter(setting):
 
 
 def test_it_is_the_blocks_put_together():
-    """Embeddings scaled by sqrt(C) and shared, positions in the decoder alone."""
+    """Embeddings are scaled by sqrt(C) and shared; only the decoder has positions."""
     model = build().double().eval()
     sample = batch(torch.float64)
     C, encoder, decoder = 16, model.encoder, model.decoder
@@ -148,13 +148,13 @@ def test_it_is_the_blocks_put_together():
     visual = encoder.blocks.visual(Modality(regions, sample["regions_padding_mask"]))
     semantic = encoder.blocks.semantic(Modality(attributes, sample["src_tokens"] == 1))
     x = F.embedding(sample["prev_output_tokens"], decoder.embed_tokens.weight) * C**0.5
-    # fairseq counts words from 2, one after the number of padding.
+    # fairseq counts positions from 2, one above the padding index.
     angles = torch.arange(2, 7).double().unsqueeze(1) * 10000 ** -(torch.arange(C // 2).double() / (C // 2 - 1))
     x = x + torch.cat([angles.sin(), angles.cos()], 1)
     for block in decoder.blocks:
         x = block(x, visual, semantic)
     expected = x @ decoder.output_projection.weight.T + decoder.output_projection.bias
-    torch.testing.assert_close(model(**sample)[0], expected, rtol=1e-5, atol=1e-5)  # positions are float32
+    torch.testing.assert_close(model(**sample)[0], expected, rtol=1e-5, atol=1e-5)  # positions are in float32
 
 
 def test_attributes_and_regions_have_no_order():
@@ -171,7 +171,7 @@ def test_attributes_and_regions_have_no_order():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half(dtype):
-    """The features stay as they are in the file: fairseq-generate --fp16 converts the models alone."""
+    """Features keep their stored dtype, because fairseq-generate --fp16 converts only the models."""
     model, sample = build().eval(), batch()
     expected = model(**sample)[0]
     model.to(dtype)
@@ -189,7 +189,7 @@ def test_its_attention_can_be_looked_at():
 
 @pytest.mark.parametrize("number", [1, 2])
 def test_beam_search(number):
-    """With caches as without; several models give the logarithm of their mean probability."""
+    """Results with caches equal those without. An ensemble returns the logarithm of the mean probability."""
     of = task()
     models = [build(of).eval() for _ in range(number)]
     for seed, model in enumerate(models):
@@ -215,11 +215,11 @@ def test_beam_search(number):
 
 
 def test_captions_come_from_regions_and_attributes(tmp_path):
-    """Eight captions by heart; with another image's regions comes that image's colour, with attributes its thing."""
+    """The model memorises eight captions. Another image's regions change the colour, and its attributes the thing."""
     of = task_of(write_images(tmp_path))
     of.load_dataset("train")
     dataset = of.dataset("train")
-    firsts = [dataset[2 * i] for i in range(8)]  # each image's first caption: a COLOUR THING
+    firsts = [dataset[2 * i] for i in range(8)]  # the first caption of each image: a COLOUR THING
     model = build(of, embed_dim=32).train()
     optimizer = torch.optim.Adam(model.parameters(), 0.003)
     sample = dataset.collater(firsts)

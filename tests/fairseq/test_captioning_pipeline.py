@@ -1,4 +1,4 @@
-"""The documented command sequence, from pictures with captions to scores and a captioned picture, at a tiny size."""
+"""The documented commands, from captioned pictures to scores and an attention picture, at a tiny size."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from PIL import Image
 
 from attn_plugins.captioning.region_features import RegionFeatures
 
-# What makes each command of the sequence small; of an option that is there twice the last one counts.
+# Options that make each command small. If an option occurs twice, the last one counts.
 SMALLER = {
     "tools.datasets.captioned_scenes": "--train 30 --val 6 --test 6 --size 64",
     "tools.captioning.train_attributes": "--backbone test_resnet --size 64 --epochs 2 --batch-size 10 --device cpu",
@@ -33,7 +33,7 @@ DOCUMENTS = ("docs/howto/captioning.md", "configs/fairseq/captioning/README.md")
 
 
 def sequence(document: str) -> str:
-    """The block of shell commands that begins with making the scenes; empty where a document has none."""
+    """Return the lines of the shell block that creates the scenes, or nothing if a document has no such block."""
     text = (ROOT / document).read_text(encoding="utf-8")
     blocks = re.findall(r"^```bash\n(python -m tools\.datasets\.captioned_scenes.*?)^```$", text, flags=re.M | re.S)
     return next((block for block in blocks if "tools.caption " in block), "")
@@ -44,11 +44,11 @@ def commands() -> list[str]:
 
 
 def run(command: str, folder: Path) -> str:
-    """A line of the sequence as a shell reads it, made smaller; what it printed."""
+    """Run a line of the sequence in a shell, with its reduced options, and return its output."""
     name = re.search(r"^(?:python -m )?(\S+)", command)[1]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
-    command = re.sub(r"/\d{6}\.jpg", "/000042.jpg", f"{command} {SMALLER[name]}")  # the last one
+    command = re.sub(r"/\d{6}\.jpg", "/000042.jpg", f"{command} {SMALLER[name]}")  # the last occurrence counts
     shell = dict(shell=True, cwd=folder, env=environment, capture_output=True, text=True, timeout=1800)
     result = subprocess.run(command, **shell)
     assert result.returncode == 0, f"{command}\n{result.stdout[-2000:]}{result.stderr[-4000:]}"
@@ -62,7 +62,7 @@ def test_the_documents_have_the_same_sequence():
 
 
 def test_the_documented_sequence(tmp_path):
-    """In a folder that looks like the root of a clone."""
+    """Run the sequence in a folder that looks like the root of a clone."""
     for name in ("tools", "plugins", "configs"):
         (tmp_path / name).symlink_to(ROOT / name)
     logs = [run(command, tmp_path) for command in commands()]

@@ -1,4 +1,4 @@
-"""The recipes in configs/fairseq/captioning: each trains, the second stage from the first, and makes captions."""
+"""The recipes in configs/fairseq/captioning: both stages train, the second from the first, and generate captions."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tests.fairseq.recipe_helpers import hydra_main as hydra_main_of
 
 CONFIGS = ROOT / "configs/fairseq/captioning"
 RECIPES = sorted(path.stem for path in CONFIGS.glob("*.yaml") if path.stem != "shared")
-SIZES = {  # of the tests, by the model's name
+SIZES = {  # the tests' sizes by model name
     "eta": ("embed_dim=16", "ffn_dim=16", "heads=2", "layers=2"),
     "show": ("embed_dim=16", "hidden_dim=16", "attention_dim=8"),
     "lstm": ("embed_dim=16", "layers=2"),
@@ -57,8 +57,8 @@ def test_the_recipes():
 
 @pytest.mark.parametrize("name", SETS)
 def test_every_recipe_trains_and_makes_captions(name, folder, tmp_path, monkeypatch):
-    """Nothing but the sizes is changed, and the length: one update of each stage."""
-    # Another file's training in this process may have left a score that this one never reaches.
+    """Only the sizes and the length change: one update per stage."""
+    # Training another file in this process may have left a best score that this one never reaches.
     monkeypatch.setattr(checkpoint_utils.save_checkpoint, "best", -1.0, raising=False)
     run = ["common.cpu=true", "dataset.num_workers=0", "++optimization.max_update=1", f"task.data={folder}"]
     run += ["++task.min_word_count=1", "dataset.batch_size=8"]
@@ -82,12 +82,12 @@ def test_every_recipe_trains_and_makes_captions(name, folder, tmp_path, monkeypa
     assert 0 <= reward == states[1]["extra_state"]["val_loss"] <= 10  # CIDEr-D
     begun, ended = (torch.cat([x.flatten() for x in state["model"].values()]) for state in states)
     rate = states[1]["cfg"].optimization.lr[0]
-    assert 0 < (ended - begun).abs().max() < 1.1 * rate  # from where the first one ended, a step of Adam
+    assert 0 < (ended - begun).abs().max() < 1.1 * rate  # one step of Adam from where the first stage ended
 
 
 @pytest.mark.parametrize("recipe", ["coco", "coco_self_critical"])
 def test_the_thesis_sizes_and_schedule(recipe, folder):
-    """At full size, with no override but the folder."""
+    """The recipes at full size, overriding only the folder."""
     cfg = composed(recipe, f"task.data={folder}")
     check_keys(cfg)
     with torch.device("meta"):
@@ -116,17 +116,17 @@ def test_the_thesis_sizes_and_schedule(recipe, folder):
 
 @pytest.mark.parametrize("command", one_line_commands(README))
 def test_the_one_line_commands_are_the_recipes(command, folder):
-    """Field by field, in every part."""
+    """The commands and recipes agree in every field."""
     words = shlex.split(command)[1:]
     recipe = Path(words[words.index("--save-dir") + 1]).name
     cfg = composed(recipe, f"task.data={folder}")
     words[0] = str(folder)
     line = by_command_line(words)
     for node in line:
-        if node not in ("model", "common", "scoring", "_name", "job_logging_cfg"):  # nothing is scored
+        if node not in ("model", "common", "scoring", "_name", "job_logging_cfg"):  # the recipe scores nothing
             assert dict(line[node] or {}) == dict(cfg[node] or {}), node
     for option in line.common:
-        if option != "log_format":  # which a file of a log should have
+        if option != "log_format":  # recipes log to a file
             assert line.common[option] == cfg.common[option]
     ARCH_CONFIG_REGISTRY[cfg.model._name](cfg.model)
     kind = ARCH_MODEL_REGISTRY[cfg.model._name]

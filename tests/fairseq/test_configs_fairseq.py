@@ -1,4 +1,4 @@
-"""The recipes in configs/fairseq: each as fairseq-hydra-train reads it, at small widths, trains and translates."""
+"""The recipes in configs/fairseq: fairseq-hydra-train reads them, and at small widths they train and translate."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ hydra_main, composed = partial(hydra_main_of, CONFIGS), partial(composed_of, CON
 
 
 def small(data: Path, folder: Path) -> list[str]:
-    """Overrides that make any recipe small, and nothing else."""
+    """Return overrides that only make a recipe small."""
     sizes = [f"++model.{side}_{size}" for side in ("encoder", "decoder") for size in SMALL]
     run = ["common.cpu=true", "dataset.num_workers=0", "dataset.max_tokens=400", "optimization.max_update=1"]
     return [*sizes, *run, f"task.data={data}", f"checkpoint.save_dir={folder}"]
 
 
 def trained(folder: Path) -> tuple[dict[str, Any], Any, Any]:
-    """The configuration, the model and the task of the checkpoint after one update."""
+    """Return the configuration, model and task of the checkpoint after one update."""
     path = str(folder / "checkpoint_last.pt")
     [model], _, task = checkpoint_utils.load_model_ensemble_and_task([path])
     state = checkpoint_utils.load_checkpoint_to_cpu(path)
@@ -63,7 +63,7 @@ def test_every_recipe_trains_and_translates(recipe, attention, joined, tmp_path)
     cfg, model, task = trained(tmp_path)
     schedule = "cosine" if recipe.endswith("_big") else "inverse_sqrt"
     assert (cfg.criterion.label_smoothing, cfg.lr_scheduler._name) == (0.1, schedule)
-    assert model.encoder.embed_tokens.weight is model.decoder.output_projection.weight  # of one dictionary
+    assert model.encoder.embed_tokens.weight is model.decoder.output_projection.weight  # joined dictionary
     source = task.source_dictionary.encode_line("the cat", append_eos=True, add_if_not_exist=False).long()
     sample = {"net_input": {"src_tokens": source[None], "src_lengths": torch.tensor([len(source)])}}
     hypotheses = task.build_generator([model], cfg.generation).generate([model], sample)
@@ -93,7 +93,7 @@ BIG = {
     "optimizer": {"adam_betas": "(0.9, 0.98)", "weight_decay": 0},
     "dataset": {"max_tokens": 3584},
 }
-for corpus, last in ("wmt14_en_de", 30_000), ("wmt14_en_fr", 80_000):  # after a warm-up of 10,000, one period
+for corpus, last in ("wmt14_en_de", 30_000), ("wmt14_en_fr", 80_000):  # one period after a warm-up of 10,000 updates
     PAPERS[f"{corpus}_big"] = {
         **BIG,
         "optimization": {"max_update": last, "lr": [0.001], "update_freq": [16], "clip_norm": 0},
@@ -104,7 +104,7 @@ for corpus, last in ("wmt14_en_de", 30_000), ("wmt14_en_fr", 80_000):  # after a
 
 @pytest.mark.parametrize("recipe", PAPERS)
 def test_the_papers_sizes_and_schedules(recipe, joined, tmp_path):
-    """At full size, with no override but the folders."""
+    """The recipes at full size, overriding only the folders."""
     cfg = composed(recipe, f"task.data={joined}")
     with torch.device("meta"):
         model = tasks.setup_task(cfg.task).build_model(cfg.model)
@@ -146,7 +146,7 @@ def test_the_one_line_commands_are_the_recipes(command, joined):
 
 
 def documented() -> list[Any]:
-    """The overrides of the README's tables, by recipe; of rows that differ in numbers alone all but one are slow."""
+    """Return the README's overrides by recipe. Among rows that differ only in numbers, all but one are marked slow."""
     found, kinds = [], set()
     for section in re.split(r"^## ", README, flags=re.M):
         recipe = re.search(r"--config-name (\w+)", section)
@@ -167,7 +167,7 @@ def test_every_setting_of_the_readme_builds(recipe, overrides, joined, tmp_path)
 
 @pytest.mark.parametrize("attention", ATTENTIONS)
 def test_positions_are_the_papers(attention, joined):
-    """Zhu et al. (2019) replace absolute positions, also where no relative ones are left; the thesis keeps them."""
+    """Zhu et al. (2019) drop absolute positions, even if no relative term is used; the thesis keeps them."""
     cfg = composed("wmt14_en_de", f"task.data={joined}", f"attention={attention}")
     positions = "absolute" if attention in ("content", "bilateral") else "none"
     assert (cfg.model.encoder_positions, cfg.model.decoder_positions) == (positions, positions)
@@ -194,7 +194,7 @@ def test_wrong_overrides_are_refused(override, message, joined, tmp_path):
 
 
 def test_the_console_script(joined, tmp_path):
-    """Once as a process, from the repository root."""
+    """Run the script once as a process from the repository root."""
     command = ["--config-dir", "configs/fairseq", "--config-name", "gettext"]
     log = fairseq("hydra-train", *command, *small(joined, tmp_path))
     assert "num_updates 1" in log

@@ -1,4 +1,4 @@
-"""The recipes in configs/fairseq/recurrent: each trains at small widths and translates, and is given as one command."""
+"""The recipes in configs/fairseq/recurrent: each trains at small widths, translates, and matches its command line."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SMALL = ["encoder_hidden_size=8", "decoder_hidden_size=16", "encoder_embed_dim=1
 def test_every_recipe_trains_and_translates(recipe, joined, tmp_path):
     run = [f"task.data={joined}", "task.source_lang=en", "task.target_lang=de", f"checkpoint.save_dir={tmp_path}"]
     run += ["common.cpu=true", "dataset.num_workers=0", "optimization.max_update=2", "dataset.batch_size=40"]
-    hydra_main(recipe, *run, *(f"++model.{size}" for size in SMALL if recipe != "gettext"))  # which is small
+    hydra_main(recipe, *run, *(f"++model.{size}" for size in SMALL if recipe != "gettext"))  # gettext is small already
     path = str(tmp_path / "checkpoint_last.pt")
     [model], _, task = checkpoint_utils.load_model_ensemble_and_task([path])
     cfg = checkpoint_utils.load_checkpoint_to_cpu(path)["cfg"]
@@ -55,7 +55,7 @@ def test_other_choices_build(recurrence, alignment, joined):
 
 
 def test_the_papers_sizes(joined):
-    """Bahdanau, Cho and Bengio (2015), appendix A, at full size."""
+    """The sizes of Bahdanau, Cho and Bengio (2015), appendix A."""
     cfg = composed("wmt14_en_fr", f"task.data={joined}", "task.target_lang=de")
     check_keys(cfg)
     with torch.device("meta"):

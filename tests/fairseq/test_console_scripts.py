@@ -1,4 +1,4 @@
-"""The model ``spatial_transformer`` by fairseq's own console scripts, each a process as a user starts it."""
+"""``spatial_transformer`` with fairseq's console scripts, each in its own process as a user starts it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def run(command: list[str], cwd: Path = ROOT, **options: Any) -> subprocess.Comp
 
 
 def losses(log: str) -> dict[int, str]:
-    """Loss and norm of the gradient by update."""
+    """Return the loss and gradient norm of each update."""
     lines = re.findall(r"train_inner \| .* loss=([\d.]+),.*num_updates=(\d+),.* gnorm=([\d.]+)", log)
     return {int(update): f"{loss} {norm}" for loss, update, norm in lines}
 
@@ -47,7 +47,7 @@ def parameters(folder: Path) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def trained(data, tmp_path_factory) -> tuple[Path, str]:
-    """An uninterrupted training from another folder, by absolute path, with loader workers: its folder and its log."""
+    """Train without interruption from another folder, with loader workers; return the folder and the log."""
     folder = tmp_path_factory.mktemp("trained")
     where = subprocess.run(
         [sys.executable, "-m", "attn_plugins", "fairseq-dir"], cwd=folder, capture_output=True, text=True, check=True
@@ -77,7 +77,7 @@ INTERACTIVE = ["-s=en", "-t=de", "--beam=4", "--max-source-positions=20", "--max
 
 
 def test_interactive_translates_odd_lines_and_refuses_long_ones(data, trained):
-    """fairseq's own: an empty line and unknown words are translated, a line too long ends it with one error."""
+    """fairseq translates empty lines and unknown words; a line that is too long raises one error."""
     command = [script("interactive"), str(data), *CPU, f"--path={trained[0] / 'checkpoint_last.pt'}", *INTERACTIVE]
     text = "".join(f"{line}\n" for line in LINES)
     result = run(command, input=text)
@@ -87,7 +87,7 @@ def test_interactive_translates_odd_lines_and_refuses_long_ones(data, trained):
     assert re.search(r"invalid \(=\(.*31.*max_positions=\(20, 1024\).*--skip-invalid-size", result.stderr)
 
 
-# fairseq-train, killed before its seventh update, when the log has the sixth.
+# fairseq-train, killed before its seventh update, once the log shows the sixth.
 KILLED = """
 import os, signal
 from fairseq_cli.train import Trainer, cli_main
@@ -113,13 +113,13 @@ def test_a_killed_training_goes_on_where_it_was(data, trained, tmp_path):
     assert "Loaded checkpoint" in after.stdout + after.stderr
     whole, resumed = losses(log), losses(after.stdout + after.stderr)
     assert losses(before.stdout + before.stderr) == {update: whole[update] for update in range(1, 7)}
-    assert resumed == {update: whole[update] for update in range(5, UPDATES + 1)}  # after the checkpoint of the fourth
+    assert resumed == {update: whole[update] for update in range(5, UPDATES + 1)}  # from the checkpoint of update 4
     torch.testing.assert_close(parameters(tmp_path), parameters(folder), rtol=0, atol=0)
 
 
 def test_two_processes_are_one_with_twice_the_accumulation(data, tmp_path):
-    """On the CPU fairseq spawns no workers: each is started with its rank; test_spawned_workers has those."""
-    still = ["--dropout=0", "--max-update=4"]  # workers would draw other numbers
+    """fairseq spawns no workers on the CPU, so each process gets its rank; test_spawned_workers tests spawning."""
+    still = ["--dropout=0", "--max-update=4"]  # workers would draw other random numbers
     world = [
         meeting_place(tmp_path),
         "--distributed-world-size=2",
@@ -155,7 +155,7 @@ if __name__ == "__main__":
 
 
 def test_spawned_workers_know_our_folder(data, tmp_path):
-    """What fairseq's call_main does on a machine with GPUs, where a fresh interpreter imports --user-dir."""
+    """On machines with GPUs, fairseq's call_main spawns fresh interpreters, which must import --user-dir."""
     (tmp_path / "spawn.py").write_text(SPAWN)
     world = [
         meeting_place(tmp_path),
@@ -181,7 +181,7 @@ def test_one_process_after_another_in_one_interpreter(data, tmp_path):
     language_model = ["--task=language_modeling", *model, *fits, *CPU, *RUN, "--no-epoch-checkpoints"]
     halves = {
         option: train_command(data, tmp_path / option.strip("-"), *CPU, "--max-update=2", option)[1:]
-        for option in ("--memory-efficient-fp16", "--amp")  # of the rest, fairseq has none without a GPU
+        for option in ("--memory-efficient-fp16", "--amp")  # fairseq offers no others without a GPU
     }
     lm = tmp_path / "lm"
     (tmp_path / "lines").write_text("".join(f"{line}\n" for line in LINES))
@@ -200,11 +200,11 @@ def test_one_process_after_another_in_one_interpreter(data, tmp_path):
     assert "num_updates 2" in logs[3]
     assert "num_updates 2" in logs[4]
     assert "Translated 8 sentences" in logs[5]
-    assert sorted(re.findall(r"^H-(\d)\t", logs[6], re.M)) == ["0", "1", "2", "4"]  # without the line too long
+    assert sorted(re.findall(r"^H-(\d)\t", logs[6], re.M)) == ["0", "1", "2", "4"]  # 3 is too long
 
 
 def test_data_sets_that_fail_under_numpy_2_in_stock_fairseq(data, tmp_path):
-    """Sentences as blocks of language modelling, and buckets of lengths."""
+    """Language modelling on blocks of sentences, and batches bucketed by length."""
     text = data.parent
     prefixes = [f"--{split}pref={text / split}.en" for split in ("train", "valid", "test")]
     sentences = ["--sample-break-mode=eos", "--tokens-per-sample=64", "--required-batch-size-multiple=1"]
@@ -285,7 +285,7 @@ def test_checkpoints_that_cannot_be_averaged(trained, tmp_path, capsys):
 
 
 def test_without_the_hook_a_link_of_another_name_registers_the_models(python, tmp_path):
-    """What fairseq asks for where the entry points of torch are switched off, or a folder that imports ours."""
+    """Use this way if torch's entry points are switched off. A folder that imports our package works as well."""
     (tmp_path / "attention").symlink_to(ROOT / "plugins/fairseq", target_is_directory=True)
     (tmp_path / "my_plugins").mkdir()
     (tmp_path / "my_plugins/__init__.py").write_text("import attn_plugins.fairseq\n")

@@ -1,4 +1,4 @@
-"""The criterion ``self_critical``: what it draws, its gradient, and that rewards rise."""
+"""The criterion ``self_critical``: its samples, its gradient, and rising rewards."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def task(tmp_path_factory) -> Any:
 
 
 def batch(task: Any, number: int = 5, split: str = "train") -> dict[str, Any]:
-    """The first images of a split."""
+    """Collate the first images of a split."""
     dataset = task.dataset(split)
     return dataset.collater([dataset[i] for i in range(min(number, len(dataset)))])
 
@@ -51,7 +51,7 @@ def criterion_of(task: Any, **options: Any) -> SelfCriticalCriterion:
 
 
 def fitted(task: Any, updates: int = 25, dropout: float = 0.0, until: float = 0.0) -> Any:
-    """A model that cross-entropy has taught something: ``updates`` steps, or fewer, to a loss of ``until``."""
+    """Train a model with cross-entropy for ``updates`` steps, or until the loss is below ``until``."""
     model = model_of(task, dropout=dropout)
     optimizer = torch.optim.Adam(model.parameters(), 0.01)
     sample = batch(task, 99)
@@ -73,10 +73,10 @@ def gradients(model: Any) -> list[torch.Tensor]:
 
 
 def next_word(model: Any, inputs: dict[str, Any], i: int, words: list[int], temperature: float = 1.0) -> torch.Tensor:
-    """Log-probabilities of what follows ``words`` in image i's caption, by the definition."""
+    """Return log-probabilities of the word after ``words`` in image i's caption, by the definition."""
     one = {name: x if x is None else x[i : i + 1] for name, x in inputs.items()}
     logits = model(**{**one, "prev_output_tokens": torch.tensor([[2, *words]])})[0][0, -1] / temperature
-    never = [0, 1] if words else [0, 1, 2]  # beginning and padding; the end of an empty caption
+    never = [0, 1] if words else [0, 1, 2]  # never generated: beginning, padding, and the end of an empty caption
     allowed = torch.tensor([word not in never for word in range(len(logits))])
     return logits.masked_fill(~allowed, -torch.inf).log_softmax(-1)
 
@@ -95,7 +95,7 @@ def set_dropout(model: Any, p: float) -> None:
 
 @pytest.fixture(scope="module")
 def model(task) -> Any:
-    return fitted(task, until=0.9)  # with much left to gain
+    return fitted(task, until=0.9)  # leaves much room for improvement
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def model(task) -> Any:
     ],
 )
 def test_the_gradient_is_that_of_reinforce(task, model, name, samples, baseline, temperature):
-    """Caption by caption and word by word, without a cache or a batch."""
+    """The expected gradient is computed caption by caption and word by word, without cache or batching."""
     options = dict(samples=samples, baseline=baseline, sampling_temperature=temperature, max_caption_length=5)
     criterion = criterion_of(task, reward=name, **options)
     model, sample = copy.deepcopy(model).train(), batch(task)
@@ -150,13 +150,13 @@ def test_the_gradient_is_that_of_reinforce(task, model, name, samples, baseline,
 
 @pytest.mark.parametrize("updates, longest", [(0, 6), (15, 3), (40, 20)])
 def test_greedy_captions_are_those_of_a_beam_of_one(task, updates, longest):
-    """Of a model without training, whose captions do not end, too; among them are drawn ones."""
+    """This includes an untrained model, whose captions do not end. Sampled captions share the call."""
     model = fitted(task, updates, dropout=0.5).eval()
     sample = batch(task, 99)
     criterion = criterion_of(task, max_caption_length=longest)
     found = criterion.captions(model, sample["net_input"], 1, 2)[:, 0].tolist()
     generator = SequenceGenerator([model], task.dictionary, beam_size=1, max_len_b=longest)
-    with torch.no_grad():  # what no caption shows is never made
+    with torch.no_grad():  # no caption contains this word, and it is never generated
         model.decoder.output_projection.bias[task.dictionary.bos()] = -1e4
     right = [hypotheses[0]["tokens"].tolist() for hypotheses in generator.generate([model], sample)]
     assert [[word for word in words if word != PAD] for words in found] == [words[:longest] for words in right]
@@ -165,7 +165,7 @@ def test_greedy_captions_are_those_of_a_beam_of_one(task, updates, longest):
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
 def test_captions_are_drawn_as_often_as_they_are_probable(task, temperature):
-    """Of an image all captions of at most two words, by Pearson's chi-squared statistic."""
+    """Compare the counts of all captions of at most two words by Pearson's chi-squared statistic."""
     model, sample, draws = model_of(task).train(), batch(task, 1), 20_000
     criterion = criterion_of(task, sampling_temperature=temperature, max_caption_length=2)
     torch.manual_seed(0)
@@ -190,11 +190,11 @@ def test_nothing_follows_the_end(task, model):
     assert ended[..., -1].any()
     torch.testing.assert_close(captions.eq(PAD), ended & captions.ne(EOS))
     assert captions.eq(EOS).sum(-1).max() == 1
-    assert captions.ne(PAD).any((0, 1)).all()  # no column is padding alone
+    assert captions.ne(PAD).any((0, 1)).all()  # no column is only padding
 
 
 def test_images_are_encoded_once(task, model):
-    """k captions of each image in one call are what k calls give."""
+    """Decoding k captions per image in one call equals k separate calls."""
     inputs = batch(task, 3)["net_input"]
     previous = torch.randint(4, 16, (6, 4))
     found = model(**{**inputs, "prev_output_tokens": previous})[0]
@@ -206,7 +206,7 @@ def test_images_are_encoded_once(task, model):
 
 @pytest.mark.parametrize("options", [dict(samples=8), dict(samples=8, baseline="mean")], ids=["greedy", "mean"])
 def test_rewards_rise(task, model, options):
-    """Of drawn captions, which is what is trained; with the steadier baseline, soon of greedy ones as well."""
+    """Training raises the reward of sampled captions; with the mean baseline, soon that of greedy captions as well."""
     model, sample = copy.deepcopy(model), batch(task, 99)
     set_dropout(model, 0.1)
     torch.manual_seed(0)
@@ -227,7 +227,7 @@ def test_rewards_rise(task, model, options):
 
 
 def test_validation_scores_greedy_captions(task, model):
-    """Of images that are not among those to train on, with the n-grams' frequencies of these."""
+    """Validation images are not training images, but the n-gram frequencies are those of the training set."""
     criterion, sample = criterion_of(task, samples=2), batch(task, 99, "valid")
     with torch.no_grad():
         loss, size, log = criterion(model.eval(), sample)
@@ -244,7 +244,7 @@ def test_validation_scores_greedy_captions(task, model):
 
 
 def test_workers_sum(task, model):
-    """The mean of two workers' or batches' is by captions, and the entropy's by words."""
+    """Means over workers or batches are weighted by captions, and the entropy by words."""
     criterion = criterion_of(task)
     logs = [criterion(copy.deepcopy(model).train(), batch(task, number))[2] for number in (2, 5)]
     summed = {name: sum(log[name] for log in logs) for name in logs[0]}
@@ -260,7 +260,7 @@ def test_workers_sum(task, model):
 
 
 def test_dropout_in_the_loss(task, model):
-    """With it the loss of the same captions is another one each time; without it never."""
+    """With dropout in the loss, the loss of the same captions varies; without, it does not."""
     model, sample, losses = copy.deepcopy(model).train(), batch(task), {}
     set_dropout(model, 0.3)
     captions = criterion_of(task, samples=2).captions(model, sample["net_input"], 1, 2)
@@ -273,7 +273,7 @@ def test_dropout_in_the_loss(task, model):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision(task, model, dtype):
-    """Under autocast every parameter has a gradient, though weights were cast before without one."""
+    """Under autocast every parameter gets a gradient, although weights were first cast without grad mode."""
     model, sample = copy.deepcopy(model).train(), batch(task)
     with torch.autocast("cpu", dtype):
         loss = criterion_of(task, samples=2)(model, sample)[0]
@@ -283,7 +283,7 @@ def test_low_precision(task, model, dtype):
 
 
 def test_logits_that_are_no_numbers(task, model):
-    """An update with them has a loss that fairseq refuses, not a crash of the device."""
+    """NaN logits give a NaN loss, which fairseq rejects, rather than a device-side crash."""
     model = copy.deepcopy(model).train()
     with torch.no_grad():
         model.decoder.output_projection.bias[5] = torch.nan
@@ -328,7 +328,7 @@ def test_another_task_or_other_batches(task, model):
         criterion_of(task)(model, sample)
 
 
-# fairseq-train as two ranks that share the seconds of its imports, and a log, in which fairseq silences the second.
+# Runs fairseq-train as two ranks that share the imports and a log, in which fairseq silences the second rank.
 RANKS = """
 import os, signal, sys
 from fairseq_cli.train import cli_main
@@ -352,7 +352,7 @@ while children:
 
 
 def test_two_processes_continue_from_cross_entropy(tmp_path):
-    """With two batches an update, of which one process misses one; the best checkpoint has the greatest reward."""
+    """An update has two batches, of which one process lacks one. The best checkpoint has the highest reward."""
     data = write_images(tmp_path / "data")
     options = [data, "--user-dir", "plugins/fairseq", "--task=captioning", "--min-word-count=1", "--cpu"]
     options += ["--arch=eta_transformer_tiny", "--batch-size=6", "--optimizer=adam", "--num-workers=0"]

@@ -1,4 +1,4 @@
-"""``show_attention --fairseq``: checkpoints of the stock ``fairseq-train``, in PNGs and on the page in a browser."""
+"""``show_attention --fairseq`` on checkpoints of the stock ``fairseq-train``: PNGs and the page in a browser."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ MODELS["bare"] += ["--decoder-embed-dim=8", "--decoder-hidden-size=8", "--decode
 
 @pytest.fixture(scope="module")
 def trained(data, tmp_path_factory) -> dict[str, Path]:
-    """Checkpoints by the stock command, trained for one step."""
+    """Return checkpoints that the stock command trained for one step."""
     root = tmp_path_factory.mktemp("trained")
     common = [data, "--user-dir", "plugins/fairseq", "--optimizer=adam", "--lr=0.01", "--max-tokens=400", "--cpu"]
     common += ["--max-update=1", "--num-workers=0", "--no-epoch-checkpoints", "--no-progress-bar"]
@@ -55,7 +55,7 @@ def seen(checkpoint: Path, text: str = SENTENCE, target: str | None = None, part
     return read(load(checkpoint, None, None), text, target, 2, parts)
 
 
-# --- what is computed ---------------------------------------------------------------------------------------------
+# --- weights ------------------------------------------------------------------------------------------------------
 
 
 def test_what_is_shown_is_what_the_layers_of_a_transformer_use(trained):
@@ -108,7 +108,7 @@ def test_layers_of_fairseq_s_own_transformer(trained):
     assert all(layer.weights.shape[0] == 2 and not layer.parts for layer in found.maps)
     source = reader.encoded("", SENTENCE, reader.task.source_dictionary)[0]
     target = reader.encoded("", "eht tac", reader.task.target_dictionary)[0]
-    with torch.no_grad():  # fairseq's own alignment is the last layer's, the mean of its heads
+    with torch.no_grad():  # fairseq's own alignment is the mean over the heads of the last layer
         _, more = reader.model(source[None], torch.tensor([len(source)]), target.roll(1)[None])
     torch.testing.assert_close(found.maps[-1].weights.mean(0), more["attn"][0][0])
     assert all((layer.weights.triu(1) == 0).all() for layer in found.maps if layer.kind == DECODER)

@@ -1,4 +1,4 @@
-"""What ``spatial_transformer`` computes, for every kind of attention."""
+"""The computation of ``spatial_transformer`` for every kind of attention."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ every_setting = pytest.mark.parametrize("setting", SETTINGS, ids=lambda s: "-".j
 
 
 def build(kind: str = "1111", **options: Any) -> SpatialTransformerModel:
-    """Two small layers a side, all of one kind but cross-attention; deformable convolution with offsets."""
+    """Build two small layers per side, of one kind except for cross-attention. Deformable convolutions have offsets."""
     torch.manual_seed(0)
     side = dict(embed_dim=32, ffn_embed_dim=24, attention_heads=2)
     sizes = {f"{s}_{name}": value for s in ("encoder", "decoder") for name, value in side.items()}
@@ -49,7 +49,7 @@ def build(kind: str = "1111", **options: Any) -> SpatialTransformerModel:
 
 
 def build_trained(setting: dict[str, Any], **options: Any) -> SpatialTransformerModel:
-    """In evaluation and float64, with parameters as after training: none is 0, offsets reach over several words."""
+    """Build a float64 model in evaluation mode without zero parameters, whose offsets reach over several words."""
     model = build(**setting, **options).eval().double()
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -69,7 +69,7 @@ def test_every_setting_trains(setting):
     losses = []
     for step in range(6):
         output, extra = model(**sample)
-        assert extra["attn"] == [None]  # nobody asked for it
+        assert extra["attn"] == [None]  # not requested
         losses.append(F.cross_entropy(output.flatten(0, 1), target.flatten()))
         optimizer.zero_grad()
         losses[-1].backward()
@@ -83,7 +83,7 @@ def test_every_setting_trains(setting):
 @torch.no_grad()
 @every_setting
 def test_step_by_step_equals_the_full_pass_after_reorders(setting):
-    """With the batch's size changing as sentences end."""
+    """The batch size changes as sentences end."""
     model = build_trained(setting)
     sample = batch(model, T=6)
     reorders = {2: torch.tensor([2, 0, 0, 1]), 4: torch.tensor([3, 1])}
@@ -112,7 +112,7 @@ def test_no_position_sees_the_future(setting):
 @torch.no_grad()
 @every_setting
 def test_padding_changes_no_other_token(setting):
-    """Sources padded on the left and on the right, targets on the right, against each sentence alone."""
+    """Compare sources padded on the left and right, and targets padded on the right, with each sentence alone."""
     model = build_trained(setting)
     sample = batch(model)
     pad = model.encoder.dictionary.pad()
@@ -135,7 +135,7 @@ def test_padding_changes_no_other_token(setting):
 @torch.no_grad()
 @pytest.mark.parametrize("normalize_before, biases", [(False, True), (True, True), (False, False)])
 def test_query_and_key_content_is_fairseqs_transformer(normalize_before, biases):
-    """'1000' with absolute positions and ``--query-key-bias`` is fairseq's ``transformer``, without it that without."""
+    """'1000' with absolute positions is fairseq's ``transformer``; its q and k biases need ``--query-key-bias``."""
     options = dict(encoder_normalize_before=normalize_before, decoder_normalize_before=normalize_before)
     model = build_trained(dict(kind="1000"), **options, query_key_bias=biases)
     args = argparse.Namespace(
@@ -153,7 +153,7 @@ def test_query_and_key_content_is_fairseqs_transformer(normalize_before, biases)
     stock.load_state_dict(weights)
     sample = batch(model)
     (expected, expected_extra), (output, extra) = stock(**sample), model(**sample)
-    torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-6)  # fairseq's softmax is of float32
+    torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-6)  # fairseq computes softmax in float32
     torch.testing.assert_close(extra["attn"][0].float(), expected_extra["attn"][0].float())
 
 
@@ -218,7 +218,7 @@ def test_beam_search_scores_are_those_of_the_full_pass(setting):
 
 @torch.no_grad()
 def test_a_beam_copies_no_source():
-    """Its rows have their sentence in common, as long as none of them leaves it."""
+    """The rows of a beam share their sentence as long as none of them leaves it."""
     model = build_trained(dict(kind="1111"))
     sample = batch(model)
     memory = model.encoder.reorder_encoder_out(model.encoder(sample["src_tokens"]), torch.tensor([0, 0, 1, 1, 2, 2]))
@@ -242,7 +242,7 @@ def test_a_beam_copies_no_source():
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["1111", "0010", "dynamic", "bilateral"])
 def test_half_precision(kind, dtype):
-    """As ``--fp16`` and ``--bf16`` generate, near to float32's numbers; step by step too."""
+    """``--fp16`` and ``--bf16`` generation stays close to float32, also step by step."""
     model = build(kind, deformable=True).eval()
     sample = batch(model)
     expected = model(**sample)[0]
@@ -256,7 +256,7 @@ def test_half_precision(kind, dtype):
 
 @torch.no_grad()
 def test_a_deformable_unit_starts_as_a_convolution():
-    """In training the convolution's weight is that of all projections; offsets are 0 at first and learn slowly."""
+    """In training the convolution's weight matches those of projections. Offsets start at 0 and learn slowly."""
     for layer in build(deformable=True).encoder.layers:
         unit = layer.self_attn.deformable
         x = torch.randn(2, 32, 9)

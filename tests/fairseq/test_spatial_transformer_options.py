@@ -1,4 +1,4 @@
-"""The options of ``spatial_transformer`` and ``spatial_transformer_lm``, their checkpoints and console scripts."""
+"""Options of ``spatial_transformer`` and ``spatial_transformer_lm``, their checkpoints and console scripts."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_kernel_sizes():
     ],
 )
 def test_architectures(name, sizes):
-    """By the command line's namespace and by hydra's configuration that names no size."""
+    """Architectures set the sizes for a command-line namespace and for a hydra configuration without sizes."""
     args = argparse.Namespace(arch=name)
     ARCH_CONFIG_REGISTRY[name](args)
     by_arch = build_model(args, Task())
@@ -260,7 +260,7 @@ def test_another_models_checkpoint(options, message):
 
 @pytest.mark.parametrize("kind", ["1111", "0010", "dynamic", "bilateral", "shaw", "none"])
 def test_language_model(kind):
-    """It trains, sees no future, and predicts step by step what it does at once."""
+    """The model trains, is causal, and predicts the same step by step as in one pass."""
     model = build_language_model(decoder_attention=kind, deformable=True, max_target_positions=30)
     assert model.max_positions() == 30
     tokens = torch.randint(4, len(Task().target_dictionary), (2, 7))
@@ -295,7 +295,7 @@ def test_language_model_has_the_options_of_fairseqs():
 
 @pytest.mark.parametrize("build", [build, build_language_model])
 def test_bilateral_padding_is_read_with_a_warning(build):
-    """As configurations and checkpoints of before have it."""
+    """Older configurations and checkpoints contain the option."""
     with pytest.warns(DeprecationWarning, match="--bilateral-padding is the old name of --bilateral-outside"):
         old = build(decoder_attention="bilateral", bilateral_padding="learned")
     new = build(decoder_attention="bilateral", bilateral_outside="learned")
@@ -305,7 +305,7 @@ def test_bilateral_padding_is_read_with_a_warning(build):
 
 
 def test_bilateral_padding_of_another_attention_is_silent():
-    """Every checkpoint of before holds it."""
+    """Every older checkpoint contains the option."""
     with warnings.catch_warnings():
         warnings.simplefilter("error", DeprecationWarning)
         assert build(encoder_attention="0110", bilateral_padding="zero").encoder.layers
@@ -320,7 +320,7 @@ def test_bilateral_padding_and_outside_that_differ():
 
 
 def test_console_scripts_translate_and_align(data, tmp_path):
-    """Every choice at once; the alignment is that of the model loaded in Python."""
+    """All choices at once; the alignment equals that of the model loaded in Python."""
     options = ["--arch=spatial_transformer_tiny", "--encoder-attention=0010", "--decoder-attention=bilateral"]
     options += ["--cross-attention=1101", "--deformable", "--decoder-kernel-sizes=3,4", "--bilateral-outside=-inf"]
     checkpoint = train(data, tmp_path, *options)
@@ -359,7 +359,7 @@ def test_console_scripts_model_language(data, tmp_path):
 
 
 def test_shaw_takes_its_distance_and_its_vectors():
-    """The decoder sees no key after the query, and so has no vectors of later ones."""
+    """The decoder is causal, so it has no vectors for later keys."""
     both = dict(encoder_attention="shaw", decoder_attention="shaw", shaw_distance=5)
     model = build(**both)
     for side, offsets in ((model.encoder, 11), (model.decoder, 6)):

@@ -1,4 +1,4 @@
-"""Stock fairseq with ``--user-dir plugins/fairseq``: the hook of attn_plugins.autoload and the folder."""
+"""Stock fairseq with ``--user-dir plugins/fairseq``: the hook of attn_plugins.autoload, and the folder."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ print(os.getcwd() in sys.modules["attn_plugins.fairseq"].__file__)
 
 
 def test_without_the_hook_fairseq_refuses_the_folder(python):
-    """Why the hook exists; once fairseq accepts the folder by itself it can go."""
+    """This is why the hook exists; remove the hook once fairseq accepts the folder by itself."""
     code = f"""
 import argparse
 from fairseq import utils

@@ -1,4 +1,4 @@
-"""What the tests on a CUDA device share."""
+"""Helpers of the tests on a CUDA device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 DTYPES = {torch.float64: 1e-11, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-# Of whole modules and networks: rounding of several layers, and of offsets that decide where a sample is read.
+# For whole modules and networks: rounding accumulates over layers, and offsets decide where samples are read.
 MODULE_TOLERANCES = {torch.float32: 1e-4, torch.float16: 3e-2, torch.bfloat16: 0.2}
 
 
@@ -26,7 +26,7 @@ def exact(operands: dict) -> dict:
 
 @pytest.fixture
 def no_tf32() -> Iterator[None]:
-    """float32 products and convolutions of the libraries in float32; the latter's default is TF32."""
+    """Disable TF32 in the libraries' products and convolutions; it is the default of convolutions."""
     before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     yield
@@ -34,7 +34,7 @@ def no_tf32() -> Iterator[None]:
 
 
 def moved(values: Any, device: str, dtype: torch.dtype) -> Any:
-    """Copy nested arguments: floating tensors of ``dtype`` as leaves with gradients, the others as they are."""
+    """Copy nested arguments: floating tensors become leaves of ``dtype`` with gradients, others stay as they are."""
 
     def move(value: Any) -> Any:
         if not isinstance(value, Tensor):
@@ -47,12 +47,12 @@ def moved(values: Any, device: str, dtype: torch.dtype) -> Any:
 
 
 def floating(values: Any) -> list[Tensor]:
-    """The floating tensors of nested values."""
+    """Return the floating-point tensors of nested values."""
     return [t for t in pytree.tree_leaves(values) if isinstance(t, Tensor) and t.is_floating_point()]
 
 
 def results(module: nn.Module, args: Any, kwargs: Any, autocast: torch.dtype | None = None) -> dict[str, Tensor]:
-    """Outputs of a module, and the gradients of its inputs and parameters, from fixed gradients of the outputs."""
+    """Return a module's outputs, and the gradients of inputs and parameters for fixed gradients of the outputs."""
     leaves = {f"input {n}": t for n, t in enumerate(floating((args, kwargs)))} | dict(module.named_parameters())
     device = next(iter(leaves.values())).device.type
     with torch.autocast(device, autocast or torch.bfloat16, enabled=autocast is not None):
@@ -74,16 +74,16 @@ def check_module(
     factor: float = 1.0,
     compiled: Any = None,
 ) -> None:
-    """Compare a module on ``device`` with the same one on the CPU in float64, all its weights at work.
+    """Compare a module on ``device`` with the same module on the CPU in float64.
 
     Args:
-        module: In float32 on the CPU; is left as it is.
-        call: Its arguments, likewise.
-        device: Where it is checked.
-        dtype: Of its weights and inputs there.
-        autocast: Autocast's dtype; weights and inputs then are float32.
-        factor: On the tolerance.
-        compiled: Makes of the module what is called in its place.
+        module: Module in float32 on the CPU, not modified. All of its weights should have an effect.
+        call: Arguments of the module, in float32 on the CPU, not modified.
+        device: Device of the check.
+        dtype: Dtype of weights and inputs on the device.
+        autocast: Dtype of autocast, if used; weights and inputs should then be float32.
+        factor: Factor on the tolerance.
+        compiled: Returns the callable to use in place of the module.
     """
     there = copy.deepcopy(module).to(device, dtype).eval()
     args, kwargs = moved(call, device, dtype)
@@ -91,7 +91,7 @@ def check_module(
     expected = results(exact_module, *moved((args, kwargs), "cpu", torch.float64))
     found = results(there if compiled is None else _Compiled(there, compiled), args, kwargs, autocast)
     tolerance = factor * MODULE_TOLERANCES[autocast or dtype]
-    # A gradient that is 0 but for rounding (of the keys' bias) is measured by the largest one's scale.
+    # A gradient that is 0 up to rounding, as of key biases, is measured on the scale of the largest one.
     least = 0.02 * max(t.double().norm().item() / t.numel() ** 0.5 for t in expected.values())
     assert found.keys() == expected.keys()
     for name, wanted in expected.items():
@@ -104,7 +104,7 @@ def check_module(
 
 
 class _Compiled(nn.Module):
-    """A compiled call under the module's own names of parameters."""
+    """A compiled call that keeps the parameter names of the module."""
 
     def __init__(self, module: nn.Module, compiled: Any) -> None:
         super().__init__()
@@ -118,7 +118,7 @@ class _Compiled(nn.Module):
 
 
 def randomised(module: nn.Module, std: float = 0.3) -> nn.Module:
-    """Draw every parameter, so that nothing is zero and the identity; keep scales of normalisation near 1."""
+    """Draw every parameter at random, so that none is zero or an identity. Normalisation scales stay near 1."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for part in module.modules():

@@ -1,4 +1,4 @@
-"""Small gettext catalogues in their real formats, alone, in folders and in wheels."""
+"""Small gettext catalogues in their real formats: single files, folders and wheels."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PLACES = {"": "", " by %(user)s": " von %(user)s", " at {time}": " um {time}"}
 
 
 def sentences(nouns=NOUNS) -> dict[str, str]:
-    """Pairs for a small corpus."""
+    """Return sentence pairs of a small corpus."""
     return {
         f"The {noun} was {verb}{place}.": f"{NOUNS[noun]} wurde{PLACES[place]} {VERBS[verb]}."
         for noun, verb, place in itertools.product(nouns, VERBS, PLACES)
@@ -31,13 +31,13 @@ def sentences(nouns=NOUNS) -> dict[str, str]:
 
 
 def po(pairs: dict[str, str], charset: str = "UTF-8") -> bytes:
-    """A .po file of texts that need no escapes."""
+    """Return a .po file; the texts must need no escapes."""
     body = "".join(f'\nmsgid "{source}"\nmsgstr "{target}"\n' for source, target in pairs.items())
     return (HEADER.format(charset) + body).encode(charset)
 
 
 def mo(pairs: dict[str, str], charset: str = "UTF-8", order: str = "<") -> bytes:
-    """A .mo file packed by gettext's manual; plural forms and contexts as there (NUL, EOT)."""
+    """Pack a .mo file by gettext's manual, with its plural forms and contexts (NUL, EOT)."""
     header = f"Content-Type: text/plain; charset={charset}\nPlural-Forms: nplurals=2; plural=(n != 1);\n"
     encoded = sorted((s.encode(charset), t.encode(charset)) for s, t in {"": header, **pairs}.items())
     start = 28 + 16 * len(encoded)
@@ -59,7 +59,7 @@ def folder(root: Path, files: dict[str, bytes]) -> Path:
 
 
 def wheel(directory: Path, name: str, version: str, files: dict[str, bytes]) -> Path:
-    """A wheel that pip takes."""
+    """Write a wheel that pip accepts."""
     info = f"{name}-{version}.dist-info"
     metadata = {
         f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n".encode(),

@@ -1,4 +1,4 @@
-"""The memory format that a layer answers in."""
+"""Checks of the memory format of layers' outputs."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channel
 
 
 def has_format(x: Tensor, name: str) -> bool:
-    """Whether ``x`` has that format and not the other one as well."""
+    """Return True if ``x`` has this memory format and not the other one as well."""
     return all(x.is_contiguous(memory_format=FORMATS[other]) == (other == name) for other in FORMATS)
 
 
 def check_memory_format(layer: nn.Module, shape: tuple[int, ...], autocast: bool) -> None:
-    """Check that output and gradient have the format of the input, and that results do not depend on it."""
+    """Check that output and gradient have the input's memory format, and that it does not change the results."""
     torch.manual_seed(0)
-    for parameter in layer.parameters():  # a residual's factor of 0 would hide what is added
+    for parameter in layer.parameters():  # a residual factor of 0 would hide what is added
         if parameter.numel() == 1:
             nn.init.constant_(parameter, 0.5)
     found = {}

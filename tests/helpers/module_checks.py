@@ -1,4 +1,4 @@
-"""What the tests of several modules share."""
+"""Checks shared by the tests of several modules."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from tests.helpers.operator_checks import check_compiled_and_exported
 
 
 def check_compile_export_and_script(module: nn.Module, x: Tensor) -> None:
-    """TorchScript as well."""
+    """Check torch.compile, export and TorchScript."""
     check_compiled_and_exported(module, (x,))
     torch.testing.assert_close(torch.jit.script(module)(x), module(x))
 
 
 def check_half_precision(module: nn.Module, x: Tensor) -> None:
-    """Under autocast, and of bfloat16 itself."""
+    """Check autocast, and a module in bfloat16."""
     expected = module(x)
     with torch.autocast("cpu", torch.bfloat16):
         torch.testing.assert_close(module(x).float(), expected, rtol=0.1, atol=0.2)
@@ -27,7 +27,7 @@ def check_half_precision(module: nn.Module, x: Tensor) -> None:
 
 
 def check_maps_that_do_not_fit(build: Callable[[], nn.Module]) -> None:
-    """``build`` makes a module of float64 for maps of 6 channels."""
+    """Check the errors for maps of wrong shapes; ``build`` makes a float64 module for maps of 6 channels."""
     for shape in ((1, 5, 4, 4), (6, 4, 4), (1, 6, 0, 4)):
         with pytest.raises(ValueError, match=r"x must have shape \(B, 6, H, W\) with at least one pixel"):
             build()(torch.randn(shape, dtype=torch.float64))
@@ -36,7 +36,7 @@ def check_maps_that_do_not_fit(build: Callable[[], nn.Module]) -> None:
 
 
 def check_dropout(module: nn.Module, without: nn.Module, x: Tensor) -> None:
-    """Self-attention of three heads of two channels drops weights with probability 0.4, in training alone."""
+    """Check that self-attention (three heads of two channels) drops weights with probability 0.4, only in training."""
     torch.testing.assert_close(module.eval()(x), without(x))
     module.train()
     torch.manual_seed(3)

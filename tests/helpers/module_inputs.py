@@ -17,7 +17,7 @@ LEVELS = ((5, 7), (3, 4), (2, 3), (1, 2))
 
 
 def mask(length: int) -> Tensor:
-    """Of two sequences, the last two places of the second are padding."""
+    """Return a padding mask for two sequences; the last two positions of the second are padding."""
     found = torch.zeros(B, length, dtype=torch.bool)
     found[1, -2:] = True
     return found
@@ -44,7 +44,7 @@ def deformable() -> Call:
     return (torch.randn(T, B, 16),), dict(value=value, reference_points=torch.rand(B, T, 4, 2), spatial_shapes=LEVELS)
 
 
-# By the name of the class; maps are (5, 7).
+# Inputs by class name. Maps are 5 × 7.
 INPUTS: dict[str, Callable[[], Call]] = {
     "AAConv2d": over(6, 5, 7),
     "AlignmentAttention": lambda: ((torch.randn(B, T, 8), torch.randn(B, S, 6), mask(S)), {}),
@@ -83,6 +83,6 @@ INPUTS: dict[str, Callable[[], Call]] = {
 
 
 def inputs(name: str, seed: int = 0) -> Call:
-    """Return the arguments of one of ``VARIANTS``, float32 on the CPU."""
+    """Return the arguments of one of ``VARIANTS``, in float32 on the CPU."""
     torch.manual_seed(seed)
     return INPUTS[name.split(",")[0]]()

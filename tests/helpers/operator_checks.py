@@ -1,4 +1,4 @@
-"""What the tests of several operators share."""
+"""Checks shared by the tests of several operators."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 
 
 def given(*tensors: Tensor | None) -> list[Tensor]:
-    """Those that are there."""
+    """Return the tensors that are not None."""
     return [t for t in tensors if t is not None]
 
 
@@ -22,7 +22,7 @@ def relative_error(a: Tensor, b: Tensor) -> float:
 
 
 def check_autocast(call: Callable[..., Tensor], terms: Sequence[Tensor], device: str) -> None:
-    """Float32 arguments give bfloat16 under autocast, and take float32 gradients."""
+    """Check that float32 arguments give bfloat16 results under autocast and get float32 gradients."""
     with torch.autocast(device, torch.bfloat16):
         output = call(*terms)
     assert output.dtype == torch.bfloat16
@@ -31,7 +31,7 @@ def check_autocast(call: Callable[..., Tensor], terms: Sequence[Tensor], device:
 
 
 def check_compiled_and_exported(call: Callable[..., Tensor], terms: Sequence[Tensor | None]) -> None:
-    """One graph, and what it gives is what Python gives."""
+    """Check that the operator compiles to one graph and exports, with the results of eager mode."""
 
     class Layer(torch.nn.Module):
         def forward(self, *terms):

@@ -1,4 +1,4 @@
-"""Small folders of photographs, as ``tools.train_classifier`` takes them."""
+"""Small folders of photographs in the layout of ``tools.train_classifier``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SCENES = {"cat": data.chelsea, "coffee": data.coffee, "rocket": data.rocket}
 
 
 def make_photographs(root: Path, train: int, val: int, size: tuple[int, int] = (48, 64)) -> Path:
-    """Write ``train`` and ``val`` crops of each of three photographs, as JPEG files of (H, W) pixels."""
+    """Write ``train`` and ``val`` crops of three photographs as JPEG files of (H, W) pixels."""
     generator = np.random.default_rng(0)
     for name, picture in SCENES.items():
         pixels = np.asarray(Image.fromarray(picture()).resize((160, 120)))

@@ -1,4 +1,4 @@
-"""Every public module, made small: the tests of conventions run over all of them."""
+"""Small instances of every public module, over which the tests of conventions run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import nn
 
 from attn_plugins import modules
 
-Build = Callable[..., nn.Module]  # with device and dtype
+Build = Callable[..., nn.Module]  # called with device and dtype
 
 MODULES: dict[str, Build] = {
     "AAConv2d": lambda **f: modules.AAConv2d(6, 8, 3, dk=4, dv=4, num_heads=2, input_size=(5, 7), **f),
@@ -44,7 +44,7 @@ MODULES: dict[str, Build] = {
     "WindowSelfAttention": lambda **f: modules.WindowSelfAttention(16, 2, 3, **f),
 }
 
-# Other parameters than above, by an argument.
+# Arguments that give a module other parameters than above.
 VARIANTS: dict[str, Build] = {
     **MODULES,
     "MultiScaleDeformableAttention, ε3": lambda **f: modules.MultiScaleDeformableAttention(
@@ -81,6 +81,6 @@ VARIANTS: dict[str, Build] = {
 
 
 def public_modules() -> dict[str, Any]:
-    """The classes of modules that the package exports."""
+    """Return the module classes that the package exports."""
     exported = {name: getattr(modules, name) for name in modules.__all__}
     return {name: kind for name, kind in exported.items() if isinstance(kind, type) and issubclass(kind, nn.Module)}

@@ -1,4 +1,4 @@
-"""Small data sets, and no mm test where mmdet is missing (a GPU test bed)."""
+"""Small data sets for the mm tests, which are skipped without mmdet (on a GPU test machine)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ collect_ignore_glob = [] if importlib.util.find_spec("mmdet") else ["test_*.py"]
 
 @pytest.fixture(scope="session")
 def digits(tmp_path_factory) -> Path:
-    """A digits-on-photographs set of 16 training and 4 validation images."""
+    """Return a digits-on-photographs set of 16 training and 4 validation images."""
     from tools.datasets.digits_on_photographs import Recipe, build
 
     folder = tmp_path_factory.mktemp("data") / "digits"
@@ -22,7 +22,7 @@ def digits(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def helen(tmp_path) -> tuple[Path, dict]:
-    """Made-up faces in HELEN's layout, and their labels."""
+    """Return made-up faces in HELEN's layout, with their labels."""
     from tests.mm.made_up_faces import helen_folder
 
     return helen_folder(tmp_path)
@@ -30,7 +30,7 @@ def helen(tmp_path) -> tuple[Path, dict]:
 
 @pytest.fixture
 def lfw(tmp_path) -> tuple[Path, dict]:
-    """Made-up faces in LFW-PL's layout, and their labels."""
+    """Return made-up faces in LFW-PL's layout, with their labels."""
     from tests.mm.made_up_faces import lfw_folder
 
     return lfw_folder(tmp_path)

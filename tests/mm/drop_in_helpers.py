@@ -1,4 +1,4 @@
-"""mmcv's own layers beside the drop-ins; tests take ``drop_in`` from here, after mmcv's names are taken."""
+"""mmcv's own layers beside the drop-ins. Tests import ``drop_in`` from here, so that mmcv's classes are saved first."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ STOCK_FORWARDS = {
     )
 }
 
-from attn_plugins.mmcv import drop_in  # noqa: E402  replaces them
+from attn_plugins.mmcv import drop_in  # noqa: E402  replaces mmcv's layers
 
 
 def restore() -> None:
-    """mmcv's own layers in the registry and under their names, with their own forwards."""
+    """Restore mmcv's layers in the registry and under their names, with their own forward methods."""
     for layer, forward in STOCK_FORWARDS.items():
         layer.forward = forward
     MODELS.module_dict.update(STOCK)
@@ -41,4 +41,4 @@ def restore() -> None:
                 setattr(sys.modules[holder], name, STOCK[name])
 
 
-restore()  # after the import of drop_in: other tests compare with mmcv's layers
+restore()  # after drop_in is imported: other tests compare with mmcv's layers

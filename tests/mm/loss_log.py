@@ -1,7 +1,7 @@
-"""An mmengine hook for the training tests: one line per iteration with the loss averaged over the processes.
+"""An mmengine hook for the training tests: it writes one line per iteration with the loss averaged over processes.
 
-mmengine's own log holds the first process's share of the loss only. The environment variable ``KILL_AFTER`` names an
-iteration after whose line the process kills itself, as a power cut would.
+mmengine's own log holds only the first process's share of the loss. If the environment variable ``KILL_AFTER`` is set,
+the process kills itself after writing the line of that iteration, as a power cut would.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A few drawn faces, in the layouts in which HELEN and LFW-PL are published."""
+"""Drawn faces in the published layouts of HELEN and LFW-PL."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ LFW = {
     "parts_test.txt": ["Zico 3"],
 }
 SPLIT_OF = dict(zip([*HELEN, *LFW], tool.SPLITS * 2))
-SWAPPED = [0, 1, 3, 2, 5, 4, 6, 7, 8, 9, 10]  # what a mirror makes of HELEN's labels
+SWAPPED = [0, 1, 3, 2, 5, 4, 6, 7, 8, 9, 10]  # HELEN's labels after mirroring
 
 
 def draw_face(rng, H, W):
-    """(H, W) labels 0 to 10 of a face in hair, somewhere near the middle."""
+    """Draw (H, W) labels 0 to 10 of a face with hair, at a random place near the middle."""
     labels = np.zeros((H, W), np.uint8)
     y, x = np.mgrid[:H, :W]
     y, x = y - H / 2 + rng.integers(-2, 3), x - W / 2 + rng.integers(-2, 3)
@@ -39,20 +39,20 @@ def draw_face(rng, H, W):
 
 
 def photograph(rng, labels, palette):
-    """The face in its palette's colours, with noise."""
+    """Return the face in the colours of its palette, with noise."""
     pixels = np.asarray(palette)[labels] + rng.normal(0, 12, (*labels.shape, 3))
     return Image.fromarray(pixels.clip(0, 255).astype(np.uint8))
 
 
 def soft_maps(rng, labels):
-    """Eleven maps in which the true label leads by at least one grey level."""
+    """Return eleven maps in which the true label leads by at least one grey level."""
     maps = rng.integers(0, 100, (11, *labels.shape))
     np.put_along_axis(maps, labels[None].astype(int), rng.integers(100, 256, (1, *labels.shape)), 0)
     return maps.astype(np.uint8)
 
 
 def helen_folder(parent):
-    """A folder as ``SmithCVPR2013_dataset_resized``, and its true labels by name."""
+    """Write a folder like ``SmithCVPR2013_dataset_resized`` and return its true labels by name."""
     rng, folder, truth = np.random.default_rng(0), parent / "SmithCVPR2013_dataset_resized", {}
     (folder / "images").mkdir(parents=True)
     for n, (file, names) in enumerate(HELEN.items()):
@@ -67,7 +67,7 @@ def helen_folder(parent):
 
 
 def lfw_folder(parent):
-    """A folder with LFW-PL's three lists and two archives, and the true labels by name."""
+    """Write a folder with LFW-PL's three lists and two archives, and return the true labels by name."""
     rng, folder, truth = np.random.default_rng(1), parent / "lfw", {}
     (folder / "parts_lfw_funneled_gt_images").mkdir(parents=True)
     for file, lines in LFW.items():

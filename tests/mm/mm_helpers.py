@@ -1,4 +1,4 @@
-"""What the mm tests share: paths, mmdet's own training tool, configs without downloads, a training step."""
+"""Helpers of the mm tests: paths, mmdet's training tool, configs without downloads, a training step."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ TRAIN_TOOL, TEST_TOOL = MMDET_TOOLS / "train.py", MMDET_TOOLS / "test.py"
 
 
 def mmseg_tool(name: str) -> Path:
-    """mmseg's own tool, ``'train'`` or ``'test'``."""
+    """Return the path of mmseg's ``'train'`` or ``'test'`` tool."""
     return Path(importlib.util.find_spec("mmseg").origin).parent / f".mim/tools/{name}.py"
 
 
 def without_downloads(config: Any) -> Any:
-    """Let no part of ``config.model`` ask for pretrained weights; returns ``config``."""
+    """Remove every request for pretrained weights from ``config.model`` and return ``config``."""
 
     def visit(node: Any) -> None:
         if isinstance(node, dict):
@@ -38,7 +38,7 @@ def without_downloads(config: Any) -> Any:
 
 
 def training_step(model: torch.nn.Module, optim_wrapper: dict, batch: dict) -> None:
-    """One step as mmengine's loop takes it; the gradients stay."""
+    """Run one training step as mmengine's loop does, keeping the gradients."""
     optimizer = build_optim_wrapper(model, optim_wrapper)
     model.train()
     losses = model(**model.data_preprocessor(batch, True), mode="loss")
@@ -49,7 +49,7 @@ def training_step(model: torch.nn.Module, optim_wrapper: dict, batch: dict) -> N
 
 
 def without_gradient(model: torch.nn.Module, kinds: tuple[type, ...]) -> list[str]:
-    """The parameters of layers of these kinds that have no gradient, or one that is not finite."""
+    """Return the parameters of these kinds of layers whose gradient is missing or not finite."""
     return [
         name
         for prefix, layer in model.named_modules()

@@ -1,4 +1,4 @@
-"""The AA-ResNet backbone: the timm model's features under the toolkits' arguments."""
+"""The AA-ResNet backbone: features of the timm model, through the toolkits' arguments."""
 
 from __future__ import annotations
 

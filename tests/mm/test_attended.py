@@ -1,4 +1,4 @@
-"""``Attended``: our attention in upstream transformers, by config."""
+"""``Attended``: our attention in upstream transformers by config."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def build(attention: dict[str, Any] | None = None, **options: Any) -> nn.Module:
 
 
 def tokens_of(model: nn.Module, count=2, size=SIZE, padded=False) -> torch.Tensor:
-    """What the model computes of pictures; with ``padded`` the second is smaller than the batch."""
+    """Compute the model's output for random pictures; with ``padded``, the second is smaller than the batch."""
     from mmdet.structures import DetDataSample
 
     generator = torch.Generator().manual_seed(3)
@@ -80,7 +80,7 @@ def test_the_start_is_upstreams_and_its_checkpoint_loads_strictly(padded):
 
 
 def test_padding_is_not_seen():
-    """What lies beside a picture in its batch changes nothing for the others, and a picture of any size works."""
+    """Padding of one picture changes nothing for the others, and pictures of any size work."""
     model = build(ours())
     with torch.no_grad():
         for layer in exchanged(model).values():
@@ -91,7 +91,7 @@ def test_padding_is_not_seen():
 
 
 def test_initialisation_keeps_the_gates():
-    """mmdet draws every parameter of two or more dimensions again."""
+    """mmdet reinitialises every parameter of two or more dimensions."""
     model = build(ours())
     for layer in exchanged(model).values():
         assert not layer.gate.any()
@@ -99,7 +99,7 @@ def test_initialisation_keeps_the_gates():
 
 
 def test_a_copy_keeps_its_own_grids():
-    """As mmengine's moving average of a model is one."""
+    """mmengine's moving average of a model is such a copy."""
     model = build(ours())
     twin = copy.deepcopy(model)
     expected = tokens_of(twin, size=(64, 96))
@@ -123,7 +123,7 @@ def test_queries_without_places_take_the_content_terms():
 
 
 def test_places_are_those_of_the_present_picture():
-    """Tokens that are no map of it are an error, also where an earlier picture had a map of so many."""
+    """Tokens that do not form a map of this picture raise an error, even if they fit an earlier picture's map."""
     model = build(ours())
     tokens_of(model, size=(96, 128))  # 3 × 4
     layer = next(iter(exchanged(model).values()))
@@ -158,7 +158,7 @@ DEFORMABLE = dict(name="deformable_detr/deformable-detr_r50_16xb2-50e_coco", of=
 
 
 def test_deformable_attention_takes_key_saliency():
-    """It starts as upstream's, its initialisation included, and its checkpoint loads strictly."""
+    """The layer starts as upstream's, including its initialisation, and loads upstream's checkpoint strictly."""
     stock = build(**DEFORMABLE)
     model = build({ENCODER: dict(type="MultiScaleDeformableAttention", key_saliency=True)}, **DEFORMABLE)
     layers = [layer.self_attn for layer in model.encoder.layers]
@@ -194,7 +194,7 @@ def test_the_layer_must_fit_what_is_there():
     "options", [dict(kernel_size=3), dict(spatial_range=3), dict(kernel_size=3, outside="-inf", smoothing="sqrt_d")]
 )
 def test_windows_and_predicted_position_logits(options):
-    """Pictures of one batch do not see each other's, or their own, padding."""
+    """Pictures in a batch attend neither to each other nor to padding."""
     model = build(ours("1000", **options))
     with torch.no_grad():
         for layer in exchanged(model).values():

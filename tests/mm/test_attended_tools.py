@@ -1,4 +1,4 @@
-"""``Attended`` in the toolkits' own tools: training in two processes, killed and resumed, testing, inference."""
+"""``Attended`` in the toolkits' tools: training in two processes, killing and resuming, testing, inference."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 from tests.mm.mm_helpers import ROOT, TEST_TOOL, mmseg_tool
 from tests.mm.training_run import EPOCHS, ITERATIONS_PER_EPOCH, Run, assert_same_weights
 
-# One image size, no random augmentation, no dropout and SGD: nothing depends on how a batch is split.
+# One image size, no random augmentation, no dropout and SGD, so that nothing depends on how a batch is split.
 DETR = """
 _base_ = "mmdet::detr/detr_r50_8xb2-150e_coco.py"
 custom_imports = dict(
@@ -86,7 +86,7 @@ def test_two_processes_give_the_curve_of_one_with_the_doubled_batch(uninterrupte
     assert_same_weights(run, uninterrupted, epoch=1, atol=1e-5)
     gates = {name: v for name, v in uninterrupted.weights(EPOCHS).items() if name.endswith(".gate")}
     assert len(gates) == 4
-    assert all(gate.abs().min() > 0 for gate in gates.values())  # they start at zero
+    assert all(gate.abs().min() > 0 for gate in gates.values())  # they are initialised to zero
 
 
 def test_a_killed_run_resumes_on_its_curve(uninterrupted, digits, tmp_path):
@@ -176,7 +176,7 @@ def test_mmseg_trains_tests_and_infers(name, digits, tmp_path):
 
 
 def run_tool(tool: Path, *arguments: object) -> str:
-    """Run a toolkit's tool on one thread; what it prints."""
+    """Run a toolkit's tool on one thread and return its output."""
     path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, str(tool), *map(str, arguments)]

@@ -1,4 +1,4 @@
-"""Every mmdet config of ours: built by mmdet, one training step and one inference step on a small picture."""
+"""Every mmdet config of this package: mmdet builds it and runs a training and an inference step on a small picture."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def load(path: Path) -> Config:
     config = Config.fromfile(path)
     init_default_scope("mmdet")
     if config.model.get("of", config.model.type) == "DINO":
-        config.model.num_queries = 50  # 900 are more than a small picture has positions
+        config.model.num_queries = 50  # 900 exceed the number of positions of a small picture
     for augment in config.model.data_preprocessor.get("batch_augments") or ():
-        augment.size = (256, 256)  # what a batch is padded to; the coarsest level then has 2 × 2 positions
+        augment.size = (256, 256)  # the size that a batch is padded to; the coarsest level then has 2 × 2 positions
     return without_downloads(config)
 
 
 def narrow(config: Config) -> Config:
-    """An R-CNN of a full ResNet-50 with a quarter of its channels, for the training step; its sizes are on file."""
+    """Narrow a full ResNet-50 R-CNN to a quarter of its channels for the training step; other tests check its sizes."""
     model = config.model
     if "roi_head" in model and "base_channels" not in model.backbone:
         model.backbone.base_channels = 16
@@ -45,7 +45,7 @@ def narrow(config: Config) -> Config:
 
 
 def picture(config: Config) -> dict:
-    """A batch of one random picture with two objects, as mmdet's collate function hands it over."""
+    """Return a batch of one random picture with two objects, in the format of mmdet's collate function."""
     generator = torch.Generator().manual_seed(0)
     sample = DetDataSample(
         metainfo=dict(img_shape=SIZE, ori_shape=SIZE, scale_factor=(1.0, 1.0), img_id=0, pad_shape=SIZE)
@@ -122,6 +122,6 @@ def test_offsets_learn_at_a_tenth_of_the_rate():
         rates = {}
         names = {id(p): name for name, p in model.named_parameters()}
         for group in build_optim_wrapper(model, copy.deepcopy(config.optim_wrapper)).param_groups:
-            rates.update({names.get(id(p)): group["lr"] for p in group["params"]})  # mmengine adds a dummy
+            rates.update({names.get(id(p)): group["lr"] for p in group["params"]})  # mmengine adds a dummy parameter
         offset, weight = (rates["backbone.layer4.2.conv2.conv_offset.weight"], rates["backbone.layer4.2.conv2.weight"])
         assert offset == pytest.approx(0.1 * weight), path.stem

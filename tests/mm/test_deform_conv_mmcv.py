@@ -1,4 +1,4 @@
-"""Our deformable convolution and its layers against mmcv's, from the same operands and the same weights."""
+"""Our deformable convolution and its layers against mmcv's, with the same operands and weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The demo on a minute set and two epochs: it trains with mmdet's tool, resumes, and then only draws."""
+"""The demo on a tiny set for two epochs: it trains with mmdet's tool, resumes, and then only draws."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ model = dict(test_cfg=dict(score_thr=0.0))  # it hardly learns here: let it dete
 
 @pytest.fixture
 def small(monkeypatch, tmp_path, digits):
-    """The demo's configs on the tests' small data; call it with a number of epochs."""
+    """Reduce the demo's configs to the tests' small data; call the fixture with a number of epochs."""
     monkeypatch.setattr(demo, "DATA", digits)
     monkeypatch.setattr(demo, "Recipe", lambda: Recipe(train=16, val=4, seed=3))
     monkeypatch.setattr(demo, "CONFIGS", tmp_path)
@@ -51,7 +51,7 @@ def test_demo_trains_resumes_and_then_only_draws(small, tmp_path, capsys, monkey
     assert "Left: each ring is a query" in printed
 
     small(epochs=2)
-    (work / "finished.json").unlink()  # as if it had been interrupted after its first epoch
+    (work / "finished.json").unlink()  # as if interrupted after its first epoch
     assert demo.main(["--work-dir", str(work)]) == 0
     printed = capsys.readouterr().out
     assert "resumed epoch: 1" in printed

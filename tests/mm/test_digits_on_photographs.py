@@ -1,4 +1,4 @@
-"""The digits-on-photographs set: what it holds, that it is the same every time, that it spares other files."""
+"""The digits-on-photographs set: contents, reproducibility, and protection of other files."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_sides_and_turns(monkeypatch, tmp_path):
     assert {turn for _, turn in drawn} == {60.0}
     assert sides.min() >= 14
     assert 80 < sides.max() <= 100
-    octaves = [((sides >= low) & (sides < 2 * low)).sum() for low in (14, 28)]  # as many in the one as in the other
+    octaves = [((sides >= low) & (sides < 2 * low)).sum() for low in (14, 28)]  # equally many in both
     assert 0.5 < octaves[0] / octaves[1] < 2
     annotations = json.loads((tmp_path / "varied/annotations/train.json").read_text())
     assert {a["image_id"] for a in annotations["annotations"]} == set(range(24))  # no image is empty

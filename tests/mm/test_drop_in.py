@@ -21,14 +21,14 @@ CONFIGS = [f"faster-rcnn_r50-attn{kind}_fpn_1x_coco" for kind in ("0010", "1111"
 
 @pytest.fixture(autouse=True)
 def _stock_layers():
-    """Every test starts and ends with mmcv's own layers."""
+    """Start and end every test with mmcv's own layers."""
     restore()
     yield
     restore()
 
 
 def upstream(name: str) -> Config:
-    """An upstream config, unchanged but for its widths (a quarter) and the download of weights."""
+    """Load an upstream config without pretrained weights and with a quarter of its widths."""
     folder = f"{get_installed_path('mmdet')}/.mim/configs/empirical_attention"
     config = without_downloads(Config.fromfile(f"{folder}/{name}.py"))
     init_default_scope("mmdet")
@@ -39,7 +39,7 @@ def upstream(name: str) -> Config:
 
 
 def randomise(model: torch.nn.Module) -> None:
-    """Give what starts at zero a value, so that attention and offsets matter."""
+    """Give parameters that start at zero random values, so that attention and offsets have an effect."""
     generator = torch.Generator().manual_seed(1)
     for name, parameter in model.named_parameters():
         if name.endswith(("gamma", "conv_offset.weight", "conv_offset.bias", "norm3.weight", "bn3.weight")):
@@ -64,7 +64,7 @@ def test_upstream_config_has_the_same_keys_outputs_and_gradients(name):
     ours.load_state_dict(weights, strict=True)
     stock.load_state_dict(ours.state_dict(), strict=True)
 
-    # In float64: in float32 a sample within rounding of a pixel's edge takes its gradient from the other side.
+    # In float64: in float32, a sample within rounding of a pixel border takes its gradient from the other side.
     x = torch.randn(2, 3, 96, 160, dtype=torch.float64)
     features = {}
     for kind, model in (("stock", stock), ("ours", ours)):
@@ -93,7 +93,7 @@ def test_old_checkpoints_load(name):
         assert torch.equal(value, wanted[key])
     assert drop_in.upgrade_keys(wanted) == wanted
 
-    # and, handed all keys, the layer itself renames them, as mmcv's does
+    # given all keys, the layer itself renames them, as mmcv's does
     missing = []
     layer._load_from_state_dict(dict(old), "conv2.", {}, True, missing, [], [])
     assert not missing
@@ -145,7 +145,7 @@ def test_a_foreign_layer_under_a_name_is_an_error_and_nothing_is_replaced(monkey
 
 # --- mmseg's CCNet ------------------------------------------------------------------------------------------------
 
-# An eighth of the widths, and BatchNorm for SyncBN, which needs several processes with GPUs.
+# An eighth of the widths, and BatchNorm in place of SyncBN, which needs several processes with GPUs.
 CCNET = """
 _base_ = "mmseg::ccnet/ccnet_r50-d8_4xb2-80k_cityscapes-769x769.py"
 norm = dict(type="BN", requires_grad=True)
@@ -161,7 +161,7 @@ model = dict(
 
 
 def test_ccnet_of_mmseg_takes_ours(python, tmp_path):
-    """Where mmseg is imported before the drop-in, here, and after it, in a fresh interpreter."""
+    """mmseg may be imported before the drop-in, as in this process, or after it, in a fresh interpreter."""
     registry = pytest.importorskip("mmseg.registry", reason="mmsegmentation is not installed")
     (tmp_path / "ccnet.py").write_text(CCNET)
     init_default_scope("mmseg")
@@ -181,7 +181,7 @@ def test_ccnet_of_mmseg_takes_ours(python, tmp_path):
     ours.load_state_dict(weights, strict=True)
     torch.testing.assert_close(ours(x), logits, **tolerance)
     torch.nn.init.zeros_(ours.decode_head.cca.gamma.scale)
-    assert (ours(x) - logits).abs().max() > 0.05 * logits.abs().max()  # the attention matters
+    assert (ours(x) - logits).abs().max() > 0.05 * logits.abs().max()  # gives attention an effect
 
     torch.save(weights, tmp_path / "weights.pt")
     torch.save(x, tmp_path / "x.pt")

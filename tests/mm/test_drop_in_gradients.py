@@ -1,4 +1,4 @@
-"""The drop-in's gradients are mmcv's; of deformable convolutions also where a sample lies on the map's edge."""
+"""The drop-in's gradients equal mmcv's, also for deformable convolutions whose samples lie on the map's border."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ OFFSETS = {
 
 
 def operands(name: str, offsets: str) -> tuple[list[Tensor], Tensor]:
-    """Input, offset, weight, mask and bias, and the gradient of the output, in float64."""
+    """Return input, offset, weight, mask, bias and the gradient of the output, in float64."""
     B, C, H, W, C_out, K, stride, padding, dilation, groups, D = GEOMETRIES[name]
     torch.manual_seed(0)
     size = [(n + 2 * padding - dilation * (K - 1) - 1) // stride + 1 for n in (H, W)]
@@ -70,8 +70,8 @@ def test_the_operator_itself_has_torchvisions_rule():
     (stock,) = torch.autograd.grad(ops.deform_conv2d(input, offset, weight, padding=1), offset, grad)
     (edge,) = torch.autograd.grad(ops.deform_conv2d(input, rule, weight, padding=1), offset, grad)
     changed = (stock != edge).unflatten(1, (3, 3, 2))
-    assert changed[:, 0, 1, 0, 0].all()  # the row's offset of taps above the map
-    assert changed[:, 1, 0, 1, :, 0].all()  # the column's offset of taps left of it
+    assert changed[:, 0, 1, 0, 0].all()  # row offset of taps above the map
+    assert changed[:, 1, 0, 1, :, 0].all()  # column offset of taps left of the map
     changed[:, 0, :, 0, 0] = changed[:, :, 0, 1, :, 0] = False
     assert not changed.any()
     torchvision = pytest.importorskip("torchvision.ops")
@@ -108,7 +108,7 @@ def test_second_gradients_and_compilation():
         torch.autograd.grad(y.square().sum(), leaves, create_graph=True) for y in (expected, compiled)
     )
     torch.testing.assert_close(compiled, expected)
-    # What no gradient reaches: the slope of an edge's offset is the constant 0.
+    # No gradient reaches these: the slope of an offset on the border is the constant 0.
     on_edge = torch.autograd.grad(without_edge_gradients(offset, *geometry).sum(), offset)[0] == 0
     assert on_edge.any()
     assert (expected[1][on_edge] == 0).all()
@@ -159,7 +159,7 @@ def test_a_batch_that_im2col_step_does_not_divide():
 
 
 def attention_pair(name: str, **options: Any) -> tuple[torch.nn.Module, torch.nn.Module]:
-    """mmcv's layer and ours with the same weights, gamma not 0, in float64."""
+    """Return mmcv's layer and ours with the same weights in float64, gamma not 0."""
     torch.manual_seed(0)
     stock, ours = STOCK[name](18, **options), drop_in.REPLACEMENTS[name](18, **options)
     for key, parameter in stock.named_parameters():
@@ -180,7 +180,7 @@ ATTENTION = {
 
 @pytest.mark.parametrize("name, options", [(name, options) for name, all in ATTENTION.items() for options in all])
 def test_a_loss_of_the_flat_output_has_mmcvs_gradients(name, options):
-    """The output is contiguous as mmcv's is, so that losses may take its view, and so is the input's gradient."""
+    """The output is contiguous like mmcv's, so that losses may view it, and so is the input's gradient."""
     if name == "GeneralizedAttention":
         options = {"position_embedding_dim": 20, **options}
     stock, ours = attention_pair(name, **options)

@@ -1,4 +1,4 @@
-"""The drop-in under Swin: upstream's own detector and segmenter compute the same, whenever the toolkit is imported."""
+"""The drop-in for Swin: upstream detectors and segmenters compute the same, in any order of imports."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ WIDTHS = [16, 32, 64, 128]
 
 @pytest.fixture(autouse=True)
 def _stock_layers():
-    """Every test starts and ends with the toolkits' own layers."""
+    """Start and end every test with the toolkits' own layers."""
     restore()
     yield
     restore()
@@ -37,7 +37,7 @@ def _stock_layers():
 
 
 def build(package: str) -> nn.Module:
-    """Upstream's model of a sixth of its width, two blocks a stage, without drop path."""
+    """Build the upstream model at a sixth of its width, with two blocks per stage and no drop path."""
     folder = get_installed_path(package)
     config = without_downloads(Config.fromfile(f"{folder}/.mim/configs/swin/{CONFIGS[package]}.py"))
     init_default_scope(package)
@@ -50,7 +50,7 @@ def build(package: str) -> nn.Module:
         model.roi_head.bbox_head.update(in_channels=32, fc_out_channels=32)
         model.roi_head.mask_head.update(in_channels=32, conv_out_channels=16)
     else:
-        model.decode_head.update(in_channels=WIDTHS, channels=16, pool_scales=(2, 3))  # one image has one mean
+        model.decode_head.update(in_channels=WIDTHS, channels=16, pool_scales=(2, 3))  # 1 fails: one value to normalise
         model.auxiliary_head.update(in_channels=64, channels=16)
     torch.manual_seed(0)
     built = (MMDET_MODELS if package == "mmdet" else MMSEG_MODELS).build(model)
@@ -66,7 +66,7 @@ def build(package: str) -> nn.Module:
 
 @pytest.mark.parametrize("package", CONFIGS)
 def test_upstream_models_compute_the_same(package):
-    """Images of 96 × 128: maps of 24 × 32 and less, none of whole windows of 7."""
+    """Images are 96 × 128, whose maps of 24 × 32 and less do not divide into windows of 7."""
     model = build(package)
     layers = [m for m in model.modules() if isinstance(m, SWIN[package].ShiftWindowMSA)]
     assert len(layers) == 8
@@ -74,7 +74,7 @@ def test_upstream_models_compute_the_same(package):
     keys = list(model.state_dict())
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     expected, losses, gradients = run(model, package)
-    for name, buffer in model.named_buffers():  # of batch norms
+    for name, buffer in model.named_buffers():  # buffers of batch norms
         buffer.copy_(buffers[name])
     drop_in.replace()
     assert all(type(m).forward.__module__ == window_attention.__name__ for m in layers)
@@ -149,7 +149,7 @@ def test_replacing_twice_keeps_upstreams_within_reach():
 
 
 def test_a_toolkit_that_is_imported_later(python):
-    """And one that is not there is not missed."""
+    """A toolkit that is not installed is ignored."""
     result = python(
         "import sys\n"
         "import attn_plugins.mmcv.drop_in\n"

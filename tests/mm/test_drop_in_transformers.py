@@ -1,4 +1,4 @@
-"""The drop-in under transformers: upstream's own models compute the same with our forwards, in training and after."""
+"""The drop-in for transformers: upstream models compute the same with our forwards, in training and evaluation."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ MMSEG = [
 
 @pytest.fixture(autouse=True)
 def _stock_layers():
-    """Every test starts and ends with mmcv's own layers."""
+    """Start and end every test with mmcv's own layers."""
     restore()
     yield
     restore()
@@ -54,7 +54,7 @@ def _stock_layers():
 
 
 def build(package: str, name: str) -> nn.Module:
-    """An upstream model: one layer of every stack, no dropout, and offsets and weights that are drawn, not zero."""
+    """Build an upstream model with one layer per stack, no dropout, and random instead of zero offsets and weights."""
     config = without_downloads(Config.fromfile(f"{get_installed_path(package)}/.mim/configs/{name}.py"))
     init_default_scope(package)
 
@@ -71,7 +71,7 @@ def build(package: str, name: str) -> nn.Module:
     visit({part: node for part, node in config.model.items() if part in ("encoder", "panoptic_head", "decode_head")})
     if "decoder" in config.model:
         config.model.encoder.num_layers = 1
-        config.model.num_queries = 40  # two-stage models choose them among all levels' cells
+        config.model.num_queries = 40  # two-stage models choose them among the cells of all levels
     torch.manual_seed(0)
     model = (MMDET_MODELS if package == "mmdet" else MMSEG_MODELS).build(config.model)
     model.init_weights()
@@ -114,13 +114,13 @@ def flat(result: Any) -> list[Tensor]:
 
 
 def run(model: nn.Module, package: str) -> tuple[list[Tensor], dict[str, Tensor], dict[str, Tensor]]:
-    """What the model computes of an image; losses of a training step, and its gradients. All draws are the same."""
+    """Return the model's output for an image, or losses and gradients of a training step, with fixed random numbers."""
     torch.manual_seed(1)
     data = model.eval().data_preprocessor(batch(package), False)
     with torch.no_grad():
         if package == "mmdet":
             output = flat(model(**data, mode="tensor"))
-        else:  # mmseg's heads need the samples, which its mode "tensor" keeps from them
+        else:  # mmseg's heads need the samples, which mode "tensor" does not pass on
             output = [sample.seg_logits.data for sample in model(**data, mode="predict")]
     torch.manual_seed(1)
     data = model.train().data_preprocessor(batch(package), True)
@@ -138,7 +138,7 @@ def test_upstream_models_compute_the_same(package, name):
     assert layers or "conditional" in name or "dab" in name
     counts = {name: buffer.clone() for name, buffer in model.named_buffers()}
     expected, losses, gradients = run(model, package)
-    for name, buffer in model.named_buffers():  # of batch norms
+    for name, buffer in model.named_buffers():  # buffers of batch norms
         buffer.copy_(counts[name])
     drop_in.replace()
     assert all("attn_plugins" in type(m).forward.__wrapped__.__module__ for m in layers)
@@ -176,7 +176,7 @@ def test_a_deformable_layer_equals_mmcvs(batch_first, boxes):
     stock = MultiScaleDeformableAttention(32, 4, 2, 3, dropout=0.0, batch_first=batch_first).double()
     ours = Ours(32, 4, 2, 3, dropout=0.0, batch_first=batch_first, dtype=torch.float64)
     start = {key: value for key, value in stock.state_dict().items() if "sampling" in key or "weights" in key}
-    for key, value in start.items():  # the same start, but for what is drawn
+    for key, value in start.items():  # the same initialisation, except for random draws
         torch.testing.assert_close(ours.state_dict()[key], value)
     for parameter in stock.parameters():
         nn.init.normal_(parameter, std=0.3)
@@ -222,9 +222,9 @@ def test_multi_head_attention_equals_mmcvs(masks, batch_first):
 
 
 def test_weights_are_there_for_who_hooks_the_inner_layer():
-    """As visualisations of DETR do; without a hook none are written out."""
+    """Visualisations of DETR read weights by hooks; without a hook, the layer does not materialise them."""
     drop_in.replace()
-    # In evaluation: a model that was built before has changed the default dropout of mmcv's layer, a shared dict.
+    # In evaluation: earlier models have changed the default dropout of mmcv's layer, which is a shared dict.
     layer, x = MultiheadAttention(32, 4).eval(), torch.randn(5, 2, 32)
     seen = []
     handle = layer.attn.register_forward_hook(lambda module, inputs, outputs: seen.append(outputs[1]))

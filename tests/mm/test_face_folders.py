@@ -1,4 +1,4 @@
-"""From the published layouts of HELEN and LFW-PL to mmseg's: made-up faces, and folders that are not as published."""
+"""Conversion of the published layouts of HELEN and LFW-PL to mmseg's: made-up faces, and malformed folders."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def test_helen_is_split_as_published_and_the_most_probable_label_wins(helen, tmp
     name = "11564757_2"
     maps = [source / f"labels/{name}/{name}_lbl{n:02d}.png" for n in range(11)]
     edited = np.stack([np.asarray(Image.open(path)) for path in maps])
-    edited[:, 0, 0] = 0  # no label at all: background
+    edited[:, 0, 0] = 0  # no label at all means background
     edited[:, 0, 1] = 7
-    edited[[3, 6], 0, 1] = 128  # equals: the first one
+    edited[[3, 6], 0, 1] = 128  # ties take the first label
     for path, pixels in zip(maps, edited):
         Image.fromarray(pixels).save(path)
     truth[name][0, :2] = 0, 3
@@ -143,7 +143,7 @@ def test_a_folder_that_is_not_as_published_is_named_and_leaves_nothing(kind, spo
 def test_what_stands_there_is_spared(lfw, tmp_path):
     source, _ = lfw
     (tmp_path / "out").mkdir()
-    tool.build("lfw_pl", source, tmp_path / "out")  # an empty folder is as good as none
+    tool.build("lfw_pl", source, tmp_path / "out")  # an empty folder counts as missing
     kept = sorted((tmp_path / "out").rglob("*"))
     with pytest.raises(ValueError, match="exists already; remove it or name another folder"):
         tool.build("lfw_pl", source, tmp_path / "out")

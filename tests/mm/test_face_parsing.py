@@ -1,4 +1,4 @@
-"""HELEN and LFW-PL: made-up faces in the published layouts, through mmseg's pipeline, runner and the scores."""
+"""HELEN and LFW-PL: made-up faces in the published layouts through mmseg's pipeline, runner and scores."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_aligned_faces_are_scored_where_the_photograph_is(helen, tmp_path):
     (tmp_path / "annotation").mkdir()
     for number, (name, labels) in enumerate(truth.items()):
         H, W = labels.shape
-        turned = around + 0.3 * number  # a circle on the face: every face is turned by another angle
+        turned = around + 0.3 * number  # a circle on the face, because every face is rotated by another angle
         lines = [f"{W / 2 + 12 * math.cos(a):.3f} , {H / 2 + 12 * math.sin(a):.3f}" for a in turned]
         (tmp_path / f"annotation/{number}.txt").write_text("\n".join([name, *lines]))
     tool.build("helen", source, tmp_path / "out", align=Request(tmp_path / "annotation", size=64))
@@ -106,7 +106,7 @@ def test_a_missing_mask_is_told_when_the_data_set_is_made(lfw, tmp_path):
     ):
         dataset("LFWPLDataset", tmp_path / "out")
     images = dataset("LFWPLDataset", tmp_path / "out", seg_map_suffix=".png", lazy_init=True)
-    images.data_prefix.pop("seg_map_path")  # inference: there are no labels
+    images.data_prefix.pop("seg_map_path")  # inference has no labels
     assert len(images.load_data_list()) == 2
     (tmp_path / "names.txt").write_text("Zico_0003\nZico_0004\n")
     with pytest.raises(FileNotFoundError, match=r"2 files of 2 faces are missing, .*images/test/Zico_0004.jpg first"):
@@ -175,7 +175,7 @@ def f1_by_loops(predictions, truths, members):
 
 
 def noisy_faces(count=3, wrong=0.4):
-    """(predictions, truths): int64 and uint8 (H, W) of different sizes, with pixels to ignore."""
+    """Return (predictions, truths): int64 and uint8 (H, W) maps of different sizes, with pixels to ignore."""
     rng = np.random.default_rng(5)
     truths = [draw_face(rng, 40 + n, 44 + 3 * n) for n in range(count)]
     predictions = [np.where(rng.random(t.shape) < wrong, rng.integers(0, 11, t.shape), t) for t in truths]
@@ -198,7 +198,7 @@ def test_scores_of_table_4_3_against_loops():
 
 def test_a_group_is_one_label():
     truth = draw_face(np.random.default_rng(2), 48, 64)
-    swapped = np.asarray(SWAPPED)[truth]  # every left part taken for the right one
+    swapped = np.asarray(SWAPPED)[truth]  # every left part mistaken for the right one
     scores = evaluate(FaceParsingMetric(), HELENDataset, [swapped], [truth])
     assert scores["face/left_eye"] == scores["face/right_brow"] == 0
     assert scores["face/eyes"] == scores["face/brows"] == scores["face/overall"] == scores["face/nose"] == 100
@@ -248,7 +248,7 @@ def test_the_scores_need_class_names():
         FaceParsingMetric().process({}, [])
 
 
-# All of it -----------------------------------------------------------------------------------------------------------
+# The whole pipeline --------------------------------------------------------------------------------------------------
 
 
 def test_mmengines_runner_trains_and_scores_helen(helen, tmp_path):

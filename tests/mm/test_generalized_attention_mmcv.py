@@ -1,4 +1,4 @@
-"""GeneralizedAttention2d.mmcv_compatible against mmcv's own module, and in loops where mmcv's is wrong."""
+"""GeneralizedAttention2d.mmcv_compatible against mmcv's own module, and against loops where mmcv's is wrong."""
 
 import itertools
 import math
@@ -15,7 +15,7 @@ RIGHT_IN_MMCV = [s for s in SETTINGS if s not in WRONG_IN_MMCV]
 
 
 def pair(in_channels=20, num_heads=3, **options):
-    """mmcv's module, everything in it random, and ours with its weights."""
+    """Return mmcv's module, fully randomised, and ours with its weights."""
     peer = GeneralizedAttention(in_channels, num_heads=num_heads, **options)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -63,7 +63,7 @@ def test_options_equal_mmcv(options):
 
 @pytest.mark.parametrize("spatial_range, kv_stride", [(0, 1), (3, 2), (4, 3)])
 def test_range_equals_mmcv(spatial_range, kv_stride):
-    """mmcv has ranges for 256 and 512 channels only, and keeps them as a (42, 42, ...) parameter, dropped here."""
+    """mmcv has ranges for 256 and 512 channels only. Its (42, 42, ...) parameter of the range is dropped here."""
     options = dict(in_channels=512, num_heads=4, position_embedding_dim=8, attention_type="1011")
     peer, ours = pair(spatial_range=spatial_range, kv_stride=kv_stride, **options)
     assert "local_constraint_map" in peer.state_dict()
@@ -77,7 +77,7 @@ def test_range_equals_mmcv(spatial_range, kv_stride):
 
 
 def in_loops(module, x):
-    """mmcv's documented formula for '?1?0', one query and one key at a time."""
+    """Compute mmcv's documented formula for '?1?0', one query and one key at a time."""
     e1, _, e3, _ = (bit == "1" for bit in module.attention_type)
     M, stride = module.num_heads, module.kv_stride
     d = module.in_channels // M
@@ -118,4 +118,4 @@ def test_right_where_mmcv_is_wrong(attention_type):
         with pytest.raises(RuntimeError):
             peer(x)  # H != W
         square = x[..., :4]
-        assert not torch.allclose(peer(square), ours(square), atol=1e-2)  # silently transposed
+        assert not torch.allclose(peer(square), ours(square), atol=1e-2)  # mmcv transposes silently

@@ -1,4 +1,4 @@
-"""Every layer that mmengine's registry has of us answers in the memory format of its input, as do the drop-ins."""
+"""Every layer that we register with mmengine, and every drop-in, keeps the memory format of its input."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ REPLACEMENTS = dict(
 
 
 def test_every_layer_on_maps_is_here():
-    others = {"AAResNet", "DeformableConv1d"}  # a backbone, and layers on sequences and clips
+    others = {"AAResNet", "DeformableConv1d"}  # a backbone, and layers for sequences and clips
     others |= {"NonLocalAttention1d", "NonLocalAttention3d"}
     assert {*attn_plugins.mmcv.__all__, "NonLocalAttention2d"} == {*CONVOLUTIONS, *PLUGINS, *others}
     assert set(drop_in.REPLACEMENTS) == set(REPLACEMENTS) == set(STOCK)
@@ -57,7 +57,7 @@ def test_a_drop_in_answers_in_the_format_of_its_input(name, size, autocast):
 
 @pytest.mark.parametrize("name", REPLACEMENTS)
 def test_mmcvs_layer_answers_a_contiguous_map_with_one(name):
-    """What users may rely on, as ``output.view(-1)`` does."""
+    """Users may rely on this, for example by ``output.view(-1)``."""
     torch.manual_seed(0)
     x = torch.randn(2, 16, 6, 6)
     for layer in (STOCK[name], drop_in.REPLACEMENTS[name]):

@@ -1,4 +1,4 @@
-"""Every mmseg config of ours: built by mmseg, one training step and one inference step on small pictures."""
+"""Every mmseg config of this package: mmseg builds it and runs a training and an inference step on small pictures."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PLAIN = ("nl_r", "cc_r", "ccnet-none", "deeplabv3plus-j", "unet_", "fcn_")
 
 
 def for_one_cpu(node: Any) -> Any:
-    """BatchNorm for SyncBN, which needs several processes with GPUs."""
+    """Replace SyncBN, which needs several processes with GPUs, by BatchNorm."""
     if isinstance(node, dict):
         if node.get("type") == "SyncBN":
             node["type"] = "BN"
@@ -53,7 +53,7 @@ def load(path: Path) -> Config:
 
 
 def small(model: Config) -> Config:
-    """The model of a config for small pictures, with a quarter of the channels where it has those of a full ResNet."""
+    """Return a config's model for small pictures, with a quarter of the channels if it uses a full ResNet."""
     model = copy.deepcopy(model)
     model.data_preprocessor.size = SIZE
     model.test_cfg = dict(mode="whole")
@@ -67,7 +67,7 @@ def small(model: Config) -> Config:
 
 
 def quarter(node: Any) -> None:
-    """A quarter of every width in a head's config."""
+    """Reduce every width in a head's config to a quarter."""
     if isinstance(node, dict):
         for key, value in node.items():
             if key in ("in_channels", "channels", "c1_in_channels", "c1_channels"):
@@ -80,7 +80,7 @@ def quarter(node: Any) -> None:
 
 
 def pictures(classes: int) -> dict:
-    """A batch of two random pictures with labels, as mmseg's collate function hands it over."""
+    """Return a batch of two random labelled pictures, in the format of mmseg's collate function."""
     generator = torch.Generator().manual_seed(0)
     samples, images = [], []
     for _ in range(2):
@@ -100,10 +100,10 @@ def layers(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
 def test_a_config_trains_and_infers(path):
     torch.manual_seed(0)
     config = load(path)
-    with torch.device("meta"):  # as it is, on pictures of its own size, all but the numbers
+    with torch.device("meta"):  # the whole model, without data, on pictures of its own size
         whole = MODELS.build(config.model).eval()
         classes = config.model.decode_head.num_classes
-        if config.model.type != "Attended":  # heads of masks have no mode="tensor"
+        if config.model.type != "Attended":  # mask heads have no mode="tensor"
             logits = whole(torch.empty(1, 3, *config.model.data_preprocessor.size), mode="tensor")
             assert logits.shape[:2] == (1, classes)
     expected = next((kind for prefix, kind in LAYER_OF.items() if path.name.startswith(prefix)), None)
@@ -130,7 +130,7 @@ def test_the_readme_beside_a_config_names_it(path):
 
 @pytest.mark.parametrize(
     "row, parameters",
-    [  # of Table 4.2, the 3×3 layer alone
+    [  # from Table 4.2, the 3×3 layer alone
         ("a-content", 265_216),
         ("b-geometric", 217_560),
         ("c-m1", 267_547),
@@ -152,7 +152,7 @@ def test_the_fusion_has_the_parameters_of_its_row(row, parameters):
 
 @pytest.mark.parametrize(
     "name, parameters",
-    [  # of Table 4.5's four fusions
+    [  # from the four fusions of Table 4.5
         ("unet_r18", [3_539_456, 1_474_816, 737_536, 368_768]),
         ("unet-ba_r18", [693_760, 578_776, 323_692, 145_516]),
     ],
@@ -166,7 +166,7 @@ def test_the_u_nets_fusions_have_the_thesis_parameters(name, parameters, data):
 
 
 def test_three_lines_turn_ccnet_into_bi_cc(tmp_path):
-    """The example of the site's first page, literally."""
+    """Run the example of the documentation's home page literally."""
     page = (ROOT / "docs/start/mmsegmentation.md").read_text()
     start = page.index('_base_ = "mmseg::ccnet/')
     example = page[start : page.index("```", start)]

@@ -1,4 +1,4 @@
-"""Every config's schedule, weight decay, crop and test mode against what its paper prints: ``paper_values.yaml``."""
+"""Every config's schedule, weight decay, crop and test mode against ``paper_values.yaml``, the papers' values."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.mm.mm_helpers import ROOT
 
 TABLE = yaml.safe_load((Path(__file__).parent / "paper_values.yaml").read_text(encoding="utf-8"))
 CONFIGS = sorted(path for kit in ("mmdet", "mmseg") for path in (ROOT / "configs" / kit).glob("*/*.py"))
-# Small sets of ours, and transformers that are upstream's but for their attention.
+# Small data sets of this package, and transformers that are upstream's except for their attention.
 WITHOUT_PAPER = ("digits", "scenes", "transformers")
 OF_PAPERS = [path for path in CONFIGS if path.parent.name not in WITHOUT_PAPER]
 
@@ -25,7 +25,7 @@ def folder_of(path: Path) -> str:
 
 
 def expected(path: Path) -> dict[str, Any]:
-    """What the table says of a config; its folder's values, and its own, which are of other names."""
+    """Return a config's values in the table: those of its folder and its own."""
     folder = TABLE[folder_of(path)]
     [own] = [row for pattern, row in folder["files"].items() if fnmatch(path.stem, pattern)]
     found: dict[str, Any] = {}
@@ -38,14 +38,14 @@ def expected(path: Path) -> dict[str, Any]:
 
 
 def transform(config: Config, kind: str, key: str) -> Any:
-    """An argument of the training's transform of a kind; None: there is none."""
+    """Return an argument of a training transform, or None if there is no such transform."""
     found = [step.get(key) for step in config.train_dataloader.dataset.pipeline if step["type"] == kind]
     assert len(found) <= 1
     return list(found[0]) if found else None
 
 
 def gpus(path: Path) -> int:
-    """As the name of the file says, ``4xb2``; the names ``1x`` and ``150e`` are of mmdet's 8."""
+    """Return the number of GPUs in the file name, such as ``4xb2``; ``1x`` and ``150e`` are mmdet's names for 8."""
     found = re.search(r"(\d+)xb\d+", path.stem)
     return int(found[1]) if found else 8
 
@@ -70,7 +70,7 @@ def schedule(config: Config) -> dict[str, Any]:
 
 
 def proposals(config: Config) -> dict[str, Any]:
-    """Of a detector of two stages."""
+    """Return the numbers of proposals of a two-stage detector."""
     if "rpn_proposal" not in (config.model.get("train_cfg") or {}):
         return {}
     train, test = config.model.train_cfg, config.model.test_cfg
@@ -83,7 +83,7 @@ def proposals(config: Config) -> dict[str, Any]:
 
 
 def found(path: Path) -> dict[str, Any]:
-    """What a config says of all that the table may name."""
+    """Return all values of a config that the table may contain."""
     config = Config.fromfile(path)
     optimizer = config.optim_wrapper.optimizer
     return {
@@ -99,14 +99,14 @@ def found(path: Path) -> dict[str, Any]:
     }
 
 
-OPTIONAL = {"pretrained", "proposals", "proposal_iou", "samples"}  # those that only some papers print
+OPTIONAL = {"pretrained", "proposals", "proposal_iou", "samples"}  # values that only some papers print
 
 
 @pytest.mark.parametrize("path", OF_PAPERS, ids=lambda path: f"{folder_of(path)}/{path.stem}")
 def test_a_config_is_its_papers(path):
     table, config = expected(path), found(path)
     assert {name: config.get(name, "missing") for name in table} == table
-    assert config.keys() - OPTIONAL <= table.keys()  # nothing is left out of the table
+    assert config.keys() - OPTIONAL <= table.keys()  # the table is complete
 
 
 def test_every_folder_is_in_the_table():

@@ -1,4 +1,4 @@
-"""Our layers as mmcv's and mmdet's builders make them."""
+"""Our layers, built by mmcv's and mmdet's builders."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_bad_arguments_surface_with_their_names():
 def test_initialised_from_scratch_the_block_still_starts_as_the_plain_one():
     torch.manual_seed(0)
     attended, plain = resnet(**ATTENDED), resnet()
-    attended.init_weights()  # Kaiming for every Conv2d, which includes predictors and projections
+    attended.init_weights()  # Kaiming for every Conv2d, including predictors and projections
     for name, parameter in attended.named_parameters():
         if "conv_offset" in name or name.endswith("gamma"):
             assert not parameter.any(), name
@@ -92,7 +92,7 @@ def test_initialised_from_scratch_the_block_still_starts_as_the_plain_one():
     assert all("conv_offset" in name or "gen_attention_block" in name for name in unexpected)
     x = torch.randn(1, 3, 64, 96)
     for block in [*attended.modules(), *plain.modules()]:
-        if hasattr(block, "norm3_name"):  # zero-initialised: would hide whatever the block does
+        if hasattr(block, "norm3_name"):  # zero-initialised, which would hide the effect of the block
             torch.nn.init.ones_(block.norm3.weight)
     attended.eval()
     plain.eval()

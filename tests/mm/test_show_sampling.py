@@ -1,4 +1,4 @@
-"""The drawing of sampling points: the points are those that the layer's gradient reaches, the picture is there."""
+"""Drawing of sampling points: the layer's gradient reaches exactly the drawn points, and the picture is written."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_without_offsets_two_layers_read_a_five_by_five_grid_of_cells():
     for _ in range(2):
         layer = DeformableConv2d(4, 4, 3, padding=1)
         layers.append(show_sampling.Seen("", layer, torch.randn(1, 4, 10, 12)))
-    points = show_sampling.follow(layers, np.array([39.5, 47.5]), image=(80, 96))  # 8 pixels a cell, cell (4.5, 5.5)
+    points = show_sampling.follow(layers, np.array([39.5, 47.5]), image=(80, 96))  # 8 pixels per cell: cell (4.5, 5.5)
     assert points.shape == (81, 2)
     assert sorted(set((points[:, 0] - 3.5) / 8)) == [2, 3, 4, 5, 6]
     assert len(set(map(tuple, points))) == 25

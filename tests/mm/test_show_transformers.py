@@ -1,4 +1,4 @@
-"""What is shown of upstream's transformers is what their layers used: weights, sampling points, boxes and masks."""
+"""Drawings of upstream's transformers show what the layers used: weights, sampling points, boxes and masks."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ MODELS = [
 
 @pytest.fixture(autouse=True, params=["stock", "drop-in"])
 def forwards(request) -> Iterator[str]:
-    """mmcv's own forwards, and ours in their place."""
+    """Yield mmcv's own forwards, or ours in their place."""
     restore()
     if request.param == "drop-in":
         drop_in.replace()
@@ -69,7 +69,7 @@ def forwards(request) -> Iterator[str]:
 
 
 def samples_of(package: str) -> list[Any]:
-    """Two pictures of different sizes in a batch; mmseg's are all of one."""
+    """Return two pictures in a batch, of different sizes except for mmseg, which batches equal sizes."""
     found = []
     for shape in INSIDE:
         shape = SIZE if package == "mmseg" else shape
@@ -79,7 +79,7 @@ def samples_of(package: str) -> list[Any]:
 
 
 def look(model: nn.Module, package: str) -> tuple[Any, dict[str, Any], dict[str, TokenMaps | Samples]]:
-    """What the model predicts of the batch, what its head gave, and what all layers were given."""
+    """Return the model's predictions for the batch, the output of its head, and the inputs of all layers."""
     if hasattr(model, "bbox_head"):
         model.bbox_head.test_cfg["max_per_img"] = 40
     pictures = torch.randn(2, 3, *SIZE, generator=torch.Generator().manual_seed(0))
@@ -92,7 +92,7 @@ def look(model: nn.Module, package: str) -> tuple[Any, dict[str, Any], dict[str,
 
 
 class Outputs:
-    """What attention layers return before their residual, with the values that they took, by the inner layer."""
+    """Records the outputs of attention layers before the residual, and the values they used, by inner layer."""
 
     def __init__(self, model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
         self.seen: dict[Any, tuple[Tensor, Tensor]] = {}
@@ -120,7 +120,7 @@ class Outputs:
 
 
 def from_weights(maps: TokenMaps, value: Tensor) -> Tensor:
-    """The output that follows from the weights shown, in the layer's own layout."""
+    """Compute the output from the shown weights, in the layer's own layout."""
     layer, weights = maps.attention, maps.weights()
     if hasattr(layer, "in_proj_weight"):
         bias = None if layer.in_proj_bias is None else layer.in_proj_bias.chunk(3)[2]
@@ -131,7 +131,7 @@ def from_weights(maps: TokenMaps, value: Tensor) -> Tensor:
 
 
 def from_points(samples: Samples) -> Tensor:
-    """The output that follows from the points shown, by mmcv's own definition."""
+    """Compute the output from the shown points by mmcv's own definition."""
     layer, given = samples.attention, samples.arguments
     value = given["query"] if given.get("value") is None else given["value"]
     value = value if layer.batch_first else value.transpose(0, 1)
@@ -145,7 +145,7 @@ def from_points(samples: Samples) -> Tensor:
 
 @torch.no_grad()
 def check_outputs(model: nn.Module, package: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, TokenMaps | Samples]:
-    """Every captured layer's output follows from what is shown of it; what was captured."""
+    """Check that each captured layer's output follows from what is shown of it; return what was captured."""
     outputs = Outputs(model, monkeypatch)
     with outputs.stack:
         _, _, captured = look(model, package)
@@ -291,7 +291,7 @@ def test_masks_are_the_models_predictions(name):
 
 @pytest.mark.parametrize("picture", [0, 1])
 def test_reference_points_lie_where_the_model_has_them(picture):
-    """In pixels of the picture, whatever its batch adds to it."""
+    """Reference points are in pixels of the picture, whatever padding its batch adds."""
     model = build("mmdet", DEFORMABLE)
     given: dict[str, Tensor] = {}
     handle = model.bbox_head.register_forward_pre_hook(
@@ -302,7 +302,7 @@ def test_reference_points_lie_where_the_model_has_them(picture):
     handle.remove()
     decoder = captured["decoder.layers.0.cross_attn"]
     inside = INSIDE[picture]
-    if picture == 1:  # what is shown is the first of a batch
+    if picture == 1:  # the first of a batch is shown
         for key in ("valid_ratios", "key_padding_mask"):
             decoder.arguments[key] = decoder.arguments[key].flip(0)
         assert decoder.arguments["valid_ratios"][0].min() < 1
@@ -332,7 +332,7 @@ def test_nothing_stays_in_the_model(name):
 
 
 def test_our_own_modules_are_listed_apart():
-    """capture_attention, of backbones with our modules, does not take a transformer's layers."""
+    """capture_attention, which handles backbones with our modules, rejects a transformer's layers."""
     model = build("mmdet", DETR)
     with pytest.raises(ValueError, match="got DETR without any"), capture_attention(model):
         pass

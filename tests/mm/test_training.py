@@ -1,4 +1,4 @@
-"""mmdet's own training tool on the attended detector: two processes, and a run that is killed and resumed."""
+"""mmdet's training tool on the attended detector: two processes, and a run that is killed and resumed."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_two_processes_give_the_curve_of_one_with_the_doubled_batch(uninterrupte
         assert got[iteration] == pytest.approx(want[iteration], rel=1e-6 if iteration <= 5 else 5e-3)
     assert_same_weights(run, uninterrupted, epoch=1, atol=1e-6)
     moved = uninterrupted.weights(1)
-    for name in ("conv2.conv_offset.weight", "gen_attention_block.gamma"):  # both start at zero
+    for name in ("conv2.conv_offset.weight", "gen_attention_block.gamma"):  # both are initialised to zero
         assert max(v.abs().max() for key, v in moved.items() if key.endswith(name)) > 5e-6
 
 

@@ -1,4 +1,4 @@
-"""timm's vision transformers with our attention as mmsegmentation's backbones, by config alone."""
+"""timm's vision transformers with our attention as mmsegmentation backbones, by config alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A training that the tests start by mmdet's own tool: in several processes, killed, resumed."""
+"""Training runs that tests start with mmdet's tool: in several processes, killed, resumed."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ ITERATIONS_PER_EPOCH, EPOCHS = 4, 3
 
 
 class Run:
-    """One training in its own folder, started by mmdet's tool.
+    """A training run of mmdet's tool in its own folder.
 
     Args:
-        folder: To be made.
-        config: Text of the config, in which {epochs} and {losses}, of :class:`LossLog`, are to be filled in, and what
-            ``values`` has.
-        **values: For other fields of ``config``.
+        folder: Folder to create.
+        config: Text of the config with the fields {epochs} and {losses}, the file of :class:`LossLog`, and those in
+            ``values``.
+        **values: Values of further fields of ``config``.
     """
 
     def __init__(self, folder: Path, config: str, **values: str):
@@ -32,7 +32,7 @@ class Run:
         self.config.write_text(config.format(epochs=EPOCHS, losses=str(self.losses_file), **values))
 
     def start(self, *arguments: str, processes: int = 1, batch_size: int = 4, kill_after: int | None = None) -> int:
-        """Run the tool; its return code."""
+        """Run the tool and return its exit code."""
         launcher = []
         if processes > 1:
             launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
@@ -57,13 +57,13 @@ class Run:
         assert self.start(*arguments, **options) == 0, self.log.read_text()[-3000:]
 
     def losses(self) -> dict[int, float]:
-        """Iteration -> loss; of an iteration that ran twice, the second."""
+        """Return the loss of each iteration; if an iteration ran twice, the second."""
         lines = self.losses_file.read_text().splitlines() if self.losses_file.exists() else []
         return {entry["iteration"]: entry["loss"] for entry in map(json.loads, lines)}
 
     def weights(self, epoch: int) -> dict[str, torch.Tensor]:
         file = self.folder / f"epoch_{epoch}.pth"
-        return torch.load(file, weights_only=False)["state_dict"]  # our own file, seconds old
+        return torch.load(file, weights_only=False)["state_dict"]  # written by this test seconds ago
 
 
 def assert_same_weights(run: Run, expected: Run, epoch: int, atol: float) -> None:
