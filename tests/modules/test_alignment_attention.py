@@ -1,4 +1,4 @@
-"""Attention by alignment scores against the lecture's formulas in plain loops, its masks and its edges."""
+"""Attention by alignment scores: the lecture's formulas in plain loops, masks and edge cases."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def states(module: AlignmentAttention, B: int = 3, T: int = 4, S: int = 5, dtype
 
 
 def score_of_a_pair(module: AlignmentAttention, s: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
-    """The lecture's table, one pair at a time."""
+    """Compute one pair's score by the formulas of the lecture's table."""
     dot = sum(a * b for a, b in zip(s, h))
     if module.score_name == "dot":
         return dot
@@ -133,7 +133,7 @@ def test_low_precision_stays_near_float64(score, dtype):
     context, alignment = module(query, source, mask)
     assert context.dtype == alignment.dtype == dtype
     wide = module.double()(query.double(), source.double(), mask)
-    # Rounding of a logit as large as 15 (dot of 32 channels), then of the probability.
+    # Rounding of a logit as large as 15 (a dot product of 32 channels), then of the probability.
     tolerance = 40 * torch.finfo(dtype).eps
     torch.testing.assert_close(context.double(), wide[0], rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(alignment.double(), wide[1], rtol=tolerance, atol=tolerance)
@@ -150,7 +150,7 @@ def test_autocast(score):
 
 
 def test_half_cosine_of_long_vectors_does_not_overflow():
-    x = torch.full((1, 2, 16), 300.0, dtype=torch.float16)  # its square is over float16's 65504
+    x = torch.full((1, 2, 16), 300.0, dtype=torch.float16)  # its square exceeds float16's 65504
     scores = terms.cosine_scores(x, -x)
     torch.testing.assert_close(scores, torch.full((1, 2, 2), -1.0, dtype=torch.float16), rtol=2e-3, atol=0)
     assert not terms.cosine_scores(torch.zeros(1, 2, 16), x.float()).any()
@@ -158,7 +158,7 @@ def test_half_cosine_of_long_vectors_does_not_overflow():
 
 @pytest.mark.parametrize("score", SCORES)
 def test_strided_states_and_an_empty_batch(score):
-    """A decoder of the (T, B, C) kind passes transposed views."""
+    """A (T, B, C) decoder passes transposed views."""
     module = layer(score)
     query, source = states(module)
     strided = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in (query, source)]

@@ -1,4 +1,4 @@
-"""The logits of every term: their sum's softmax is the attention, and each is what a module of that term alone has."""
+"""The logits of every term: their sum's softmax is the attention, and each equals those of a module with one term."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_the_sum_of_the_logits_makes_the_maps(name):
 
 
 def one_term(whole: nn.Module, single: nn.Module) -> nn.Module:
-    """``single`` with the weights that it shares with ``whole``."""
+    """Copy the shared weights from ``whole`` into ``single``, which has one term."""
     weights = whole.state_dict()
     single.load_state_dict({name: weights[name] for name in single.state_dict()})
     return single.double().eval()
@@ -116,7 +116,7 @@ def test_both_parts_of_an_augmented_convolution():
     without = drawn(AAConv2d(6, 8, 3, 8, 4, 2, position="none"))
     without.load_state_dict({name: value for name, value in layer.state_dict().items() if "_rel" not in name})
     torch.testing.assert_close(without.attention_maps(x), parts["content"])
-    nn.init.zeros_(layer.qkv.weight[8:16])  # the keys
+    nn.init.zeros_(layer.qkv.weight[8:16])  # keys only
     torch.testing.assert_close(layer.attention_maps(x), parts["position"])
 
 
@@ -185,7 +185,7 @@ def test_bilateral_sequences(outside, smoothing, causal):
 
 
 def read_off(layer: SpatialSelfAttention, x: Tensor, **options) -> Tensor:
-    """The weights that ``forward`` uses, by its outputs for values of 1 at one key."""
+    """Read the attention weights off the outputs for values that are 1 at a single key."""
     T, C = x.shape[1:]
     with torch.no_grad():
         layer.in_proj_weight[2 * C :] = layer.out_proj.weight[:] = torch.eye(C)
@@ -246,6 +246,6 @@ def test_parts_of_what_is_captured():
     parts = captured["layer"].parts(queries)
     assert list(parts) == ["content", "position"]
     torch.testing.assert_close(parts["content"].sum((-2, -1)), torch.ones(1, 1, 1, dtype=torch.float64))
-    product = parts["content"] * parts["position"]  # of softmaxes, which normalised is the softmax of the sum
+    product = parts["content"] * parts["position"]  # the normalised product of softmaxes is the softmax of the sum
     torch.testing.assert_close(product / product.sum((-2, -1), keepdim=True), captured["layer"].maps(queries))
-    assert captured["kernels"].parts() == captured["plain"].parts() == {}  # of one term
+    assert captured["kernels"].parts() == captured["plain"].parts() == {}  # a single term has no parts

@@ -1,4 +1,4 @@
-"""Attention-augmented convolution against the paper's own algorithm, its equivariances and its arithmetic."""
+"""Attention-augmented convolution: the paper's algorithm, equivariances and arithmetic."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def numpy_of(tensor: torch.Tensor) -> np.ndarray:
 
 
 def relative_to_absolute(x):
-    """(B, M, L, 2L - 1) over offsets -> (B, M, L, L) over keys, by padding, flattening and slicing."""
+    """Turn (B, M, L, 2L - 1) over offsets into (B, M, L, L) over keys by padding, flattening and slicing."""
     B, M, L, _ = x.shape
     x = np.concatenate((x, np.zeros((B, M, L, 1))), 3).reshape(B, M, 2 * L * L)
     x = np.concatenate((x, np.zeros((B, M, L - 1))), 2)
@@ -37,7 +37,7 @@ def relative_to_absolute(x):
 
 
 def one_axis(q, table, transpose):
-    """Logits of the axis after the first map axis of q (B, M, H, W, d), tiled over the other one."""
+    """Compute logits along the axis after the first map axis of q (B, M, H, W, d), tiled over the other axis."""
     B, M, H, W, _ = q.shape
     logits = np.einsum("bhxyd,md->bhxym", q, table).reshape(B, M * H, W, 2 * W - 1)
     logits = relative_to_absolute(logits).reshape(B, M, H, W, W)
@@ -46,7 +46,7 @@ def one_axis(q, table, transpose):
 
 
 def paper_attention(x, layer):
-    """self_attention_2d of Figure 8 with the layer's weights; x (B, H, W, F) -> (B, H, W, d_v)."""
+    """Compute self_attention_2d of Figure 8 with the layer's weights: x (B, H, W, F) -> (B, H, W, d_v)."""
     B, H, W, _ = x.shape
     M, dk, dv = layer.num_heads, layer.dk, layer.dv
     projected = x @ numpy_of(layer.qkv.weight)[:, :, 0, 0].T
@@ -80,7 +80,7 @@ def test_it_is_the_papers_algorithm(size, position):
 
 @pytest.mark.parametrize("size", [(3, 4), (1, 3), (4, 1), (1, 1)])
 def test_three_coordinates_enter(size):
-    """(x, y, r) of section 4.5: both axes from -1 to 1 and the distance from the centre, a single position at 0."""
+    """Section 4.5 uses (x, y, r): both axes from -1 to 1, and the distance from the centre; a single one is at 0."""
     H, W = size
     x = torch.randn(2, 16, H, W, dtype=torch.float64)
     coordinates = torch.zeros(2, 3, H, W, dtype=torch.float64)
@@ -109,7 +109,7 @@ def test_sines_are_added():
     attended, _ = paper_attention(numpy_of(encoded.permute(0, 2, 3, 1)), layer)
     torch.testing.assert_close(
         layer(x)[:, 24:], torch.from_numpy(attended).permute(0, 3, 1, 2), rtol=1e-6, atol=1e-6
-    )  # the sines are float32
+    )  # sines are in float32
 
 
 # --- equivariances ------------------------------------------------------------------------------------------------
@@ -126,7 +126,7 @@ def test_without_positions_permuted_pixels_give_permuted_outputs():
 
 
 def test_relative_positions_are_translation_equivariant():
-    """With values that are 0 outside a patch, moving the patch moves the ratios of the weights inside it."""
+    """If values are 0 outside a patch, moving the patch moves the ratios of the weights inside it."""
     layer = make(size=(9, 9))
     patch = torch.randn(1, 16, 3, 4, dtype=torch.float64)
     ratios = []
@@ -149,7 +149,7 @@ def test_strides_and_pooling(stride, pool, size):
     x = torch.randn(2, 16, *size, dtype=torch.float64)
 
     def averaged(t, step):
-        """Means over windows of 2 * step - 1 pixels around every step-th, of what lies inside the map."""
+        """Average windows of 2 * step - 1 pixels around every step-th pixel, ignoring pixels outside the map."""
         H, W, r = t.shape[2], t.shape[3], step - 1
         return torch.stack(
             [
@@ -187,7 +187,7 @@ def test_tables_of_another_size():
     assert resize_table(table, 5) is table
     longer, shorter = resize_table(table, 9), resize_table(table, 3)
     assert longer.shape == (17, 3)
-    torch.testing.assert_close(longer[::2], table)  # twice the offsets: every second one is an old one
+    torch.testing.assert_close(longer[::2], table)  # twice as many offsets: every second one is unchanged
     torch.testing.assert_close(longer[1::2], (table[1:] + table[:-1]) / 2)
     torch.testing.assert_close(shorter, table[::2])
     torch.testing.assert_close(resize_table(table, 1), table[4:5])
@@ -288,7 +288,7 @@ def test_any_memory_format_and_batch():
 
 
 def test_no_map_of_all_pairs_is_stored():
-    """Far more pairs than could be kept: 2 * 8 * 64^4 floats would be 1 GiB."""
+    """Storing all pairs would take 1 GiB: 2 * 8 * 64^4 floats."""
     layer = make(dk=160, dv=8, heads=8, out=8, size=(64, 64), dtype=torch.float32)
     x = torch.randn(1, 16, 64, 64, requires_grad=True)
     with torch.profiler.profile(profile_memory=True, acc_events=True) as profile:

@@ -1,4 +1,4 @@
-"""Bilateral non-local and criss-cross attention against the thesis' Eq. 3.9 to 3.12 in plain loops."""
+"""Bilateral non-local and criss-cross attention: the thesis' Eq. 3.9 to 3.12 in plain loops."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def build(kind, *, dtype=torch.float64, **options) -> nn.Module:
 
 @torch.no_grad()
 def by_loops(module: nn.Module, image: torch.Tensor) -> torch.Tensor:
-    """Every query and key by itself."""
+    """Compute the definition for every query and key separately."""
     _, C, H, W = image.shape
     cross = isinstance(module, BilateralCrissCross2d)
     (ky, kx), d = module.kernel_size, module.width
@@ -54,9 +54,9 @@ def by_loops(module: nn.Module, image: torch.Tensor) -> torch.Tensor:
             if not cross:
                 inside = 0 <= i < ky and 0 <= j < kx
                 position.append(window[i * kx + j] if inside else beyond)
-            elif c == x:  # the query's column, the query itself with it
+            elif c == x:  # the query's column, including the query
                 position.append(window[i] if 0 <= i < ky else beyond)
-            else:  # its row: the centre's value is not predicted twice
+            else:  # the query's row, whose centre is not predicted a second time
                 position.append(window[ky + j - (j > kx // 2)] if 0 <= j < kx else beyond)
         position = np.array(position)
         if module.smoothing == "sqrt_d":
@@ -112,7 +112,7 @@ def test_any_size_and_an_empty_batch(kind, size):
 def test_gradients_and_every_parameter_learns(kind, outside):
     module, x = build(kind, outside=outside), torch.randn(1, 6, 3, 4, dtype=torch.float64, requires_grad=True)
     module(x).square().sum().backward()
-    # What is added to all keys, or to all keys' position logits, is added to all logits of a query.
+    # Adding a constant to all keys, or to the position logits of all keys, adds a constant to all logits of a query.
     alike = ("phi.bias", "key_conv.bias")
     for name, parameter in module.named_parameters():
         assert parameter.grad.abs().max() > 1e-9 or name in alike, name
@@ -161,7 +161,7 @@ def test_a_criss_cross_checkpoint_of_mmcv_loads():
     assert not unexpected
     assert all(key.startswith("position.") for key in missing)
     for parameter in ours.position.parameters():
-        nn.init.zeros_(parameter)  # no position logits: criss-cross attention
+        nn.init.zeros_(parameter)  # without position logits, this is criss-cross attention
     x = torch.randn(2, 16, 6, 9)
     torch.testing.assert_close(ours(x), theirs(x), rtol=1e-4, atol=1e-5)
 

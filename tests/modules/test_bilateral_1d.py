@@ -1,4 +1,4 @@
-"""Bilateral self-attention on sequences against the thesis' Eq. 3.9 to 3.12 and section 3.4.4 in plain loops."""
+"""Bilateral self-attention on sequences: the thesis' Eq. 3.9 to 3.12 and section 3.4.4 in plain loops."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def in_steps(module, x, *, sizes=1, cache=None, key_padding_mask=None) -> torch.
 
 @torch.no_grad()
 def by_loops(module: BilateralSelfAttention, x: torch.Tensor, hidden=None) -> torch.Tensor:
-    """Every query, key and head by itself."""
+    """Compute the definition for every query, key and head separately."""
     B, T, C = x.shape
     M, k = module.num_heads, module.kernel_size
     d = C // M
@@ -175,7 +175,7 @@ def test_gradients_and_every_parameter_learns(causal, outside, smoothing):
     x = tokens(T=4, B=1).requires_grad_()
     module(x).square().sum().backward()
     for name, parameter in module.named_parameters():
-        # What is added to all keys is added to all logits of a query.
+        # Adding a constant to all keys adds a constant to all logits of a query.
         assert parameter.grad.abs().max() > 1e-9 or name == "k_proj.bias", name
     for parameter in module.parameters():
         parameter.requires_grad_(False)
@@ -250,7 +250,7 @@ def test_the_standardised_band_is_the_standardised_logits(causal):
     band, beyond = standardised_band(values[..., :k], values[..., k], counted, number)
     ours = torch.cat((band, beyond.unsqueeze(-1)), -1)
     positions = torch.arange(T) + start
-    # A causal window is the first half of one twice as wide.
+    # A causal window is the first half of a window twice as wide.
     index = axis_index(positions, S, 2 * k - 1 if causal else k)
     index = torch.where(index >= k, -1, index)
     seen = ~mask[:, None, None] & ((torch.arange(S) <= positions.unsqueeze(1)) | (not causal))

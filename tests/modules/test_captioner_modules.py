@@ -1,4 +1,4 @@
-"""The captioners' decoders against their formulas in plain loops, step by step, with padding, in low precision."""
+"""The captioners' decoders: formulas in plain loops, step-by-step decoding, padding and low precision."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def randomised(module: nn.Module, dtype=torch.float64) -> nn.Module:
 
 
 class Decoder:
-    """The three modules behind one interface: ``run(words, sources, state)``."""
+    """A common interface to the three modules: ``run(words, sources, state)``."""
 
     def __init__(self, name: str, dtype=torch.float64, names=BOTH, **options) -> None:
         self.name, self.names = name, ("visual",) if name == "show_attend_tell" else names
@@ -40,7 +40,7 @@ class Decoder:
         self.module = randomised(build(), dtype)
 
     def inputs(self, dtype=torch.float64):
-        """Words, and sources of 4 places, of which some are padding, and of 3."""
+        """Return words, a source of 4 positions with some padding, and a source of 3."""
         torch.manual_seed(1)
         width = D if self.name == "show_attend_tell" else C
         visual = Modality(torch.randn(B, S, width, dtype=torch.float64).to(dtype), MASK)
@@ -59,7 +59,7 @@ class Decoder:
 every_decoder = pytest.mark.parametrize("name", ["show_attend_tell", "lstm", "conv"])
 
 
-# --- formulas, a number at a time -------------------------------------------------------------------------------------
+# --- formulas, one number at a time -----------------------------------------------------------------------------------
 
 
 def sigmoid(x):
@@ -72,7 +72,7 @@ def linear(layer: nn.Linear, x: np.ndarray) -> np.ndarray:
 
 
 def lstm(cell: nn.LSTMCell, x: np.ndarray, h: np.ndarray, c: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Eq. 1 to 3 of Xu et al.; torch orders the gates i, f, g, o."""
+    """Eq. 1 to 3 of Xu et al.; torch orders the gates as i, f, g, o."""
     w, u = (np.array(weight.tolist()) for weight in (cell.weight_ih, cell.weight_hh))
     i, f, g, o = np.split(w @ x + u @ h + np.array((cell.bias_ih + cell.bias_hh).tolist()), 4)
     c = sigmoid(f) * c + sigmoid(i) * np.tanh(g)
@@ -173,7 +173,7 @@ def test_equals_the_formulas(name, names):
 
 
 def test_the_penalty_of_places_that_are_overlooked():
-    """Eq. 14, of words and places that are there."""
+    """Eq. 14 over the words and positions that are not padding."""
     alignment = torch.rand(B, T, S, dtype=torch.float64).masked_fill(MASK.unsqueeze(1), 0)
     alignment /= alignment.sum(2, keepdim=True)
     ends = [5, 2, 3]
@@ -195,7 +195,7 @@ def test_the_penalty_of_places_that_are_overlooked():
 @torch.no_grad()
 @every_decoder
 def test_steps_are_those_of_the_whole(name):
-    """Two words at first, then one by one, with rows that a beam search has reordered."""
+    """Start with two words, then decode one by one, with rows that a beam search has reordered."""
     decoder = Decoder(name)
     words, sources = decoder.inputs()
     whole, weights, _ = decoder.run(words, sources)
@@ -297,7 +297,7 @@ def test_dropout_is_of_training_alone(name):
 
 @torch.no_grad()
 def test_weight_normalisation():
-    """At first the weights are v, and what goes out has the variance that is asked for; later |w| is g."""
+    """At first the weights are v, and the output has the requested variance. Later, |w| is g."""
     torch.manual_seed(0)
     layer = GatedConvBlock(64, 3, dropout=0.5).conv
     torch.testing.assert_close(torch.from_numpy(normalised(layer)).float(), layer.direction)
@@ -370,7 +370,7 @@ def test_words_of_another_shape():
 @torch.no_grad()
 @every_decoder
 def test_any_size(name):
-    """One word, one place, one picture."""
+    """One word, one position, one picture."""
     decoder = Decoder(name)
     for b, t, s in itertools.product((1, 2), (1, 3), (1, 5)):
         width = D if name == "show_attend_tell" else C

@@ -1,4 +1,4 @@
-"""CausalDeformableConv1d against plain loops, one input after the other, and blind for the future."""
+"""CausalDeformableConv1d: plain loops, one input after another, and causality."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ every_option = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 
 
 def trained(options: dict[str, Any], dtype: torch.dtype = torch.float64) -> CausalDeformableConv1d:
-    """A layer whose offsets reach some positions to both sides."""
+    """Return a layer whose offsets reach several positions to both sides."""
     torch.manual_seed(0)
     module = CausalDeformableConv1d(6, 4, **options).to(dtype)
     with torch.no_grad():
@@ -32,7 +32,7 @@ def trained(options: dict[str, Any], dtype: torch.dtype = torch.float64) -> Caus
 
 
 def by_loops(module: CausalDeformableConv1d, x: torch.Tensor) -> torch.Tensor:
-    """The definition, position by position."""
+    """Compute the definition position by position."""
     B, C, L = x.shape
     (K,), (dilation,), G = module.kernel_size, module.dilation, module.offset_groups
     predictor = module.conv_offset
@@ -68,7 +68,7 @@ def by_loops(module: CausalDeformableConv1d, x: torch.Tensor) -> torch.Tensor:
 def test_against_loops(options):
     module, x = trained(options), torch.randn(2, 6, 7, dtype=torch.float64)
     offset, _ = module.predict(F.pad(x, (module.reach, 0)))
-    assert offset.max() > 1  # beyond the query, where it is held back
+    assert offset.max() > 1  # beyond the query, so clamped to it
     assert offset.min() < -1
     torch.testing.assert_close(module(x), by_loops(module, x))
 
@@ -82,7 +82,7 @@ def test_starts_as_a_causal_convolution(options):
 
 @every_option
 def test_what_comes_after_a_position_is_not_read(options):
-    """Neither by the output, not even as a factor of 0, nor by a gradient; also where offsets are still 0."""
+    """Later positions affect neither outputs, not even through a factor of 0, nor gradients, also with offsets of 0."""
     for module in (trained(options), CausalDeformableConv1d(6, 4, **options).double()):
         x = torch.randn(2, 6, 9, dtype=torch.float64)
         found = []
@@ -103,13 +103,13 @@ def test_every_parameter_gets_a_gradient_at_the_start(modulated):
     module = CausalDeformableConv1d(6, 4, 3, modulated=modulated)
     module(torch.randn(2, 6, 5)).square().sum().backward()
     assert all(p.grad is not None and p.grad.any() for p in module.parameters())
-    assert module.conv_offset.weight.grad.flatten(1).any(1).all()  # of every tap, the query's own among them
+    assert module.conv_offset.weight.grad.flatten(1).any(1).all()  # for every tap, including the query's own
 
 
 @torch.no_grad()
 @every_option
 def test_one_input_after_the_other(options):
-    """Also several at once, and after the rows changed places."""
+    """Inputs may also come several at a time, and after rows were reordered."""
     module, x = trained(options), torch.randn(3, 6, 12, dtype=torch.float64)
     expected, cache, found = module(x), SequenceCache(), []
     order = torch.tensor([2, 0, 0, 1])

@@ -1,4 +1,4 @@
-"""What all public modules have in common: initialisation, factory arguments, choices, and old names that still work."""
+"""Conventions of all public modules: initialisation, factory arguments, choices, and deprecated names."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from attn_plugins.modules.checks import one_of
 from attn_plugins.modules.non_local_block import Mode
 from tests.helpers.public_modules import MODULES, VARIANTS, public_modules
 
-# Made in another order than their children and then they themselves: a seed gives other numbers of the same kind.
+# Their parameters are drawn in another order than by apply, so a seed gives other numbers of the same distribution.
 OTHER_ORDER = {
     "CrissCrossAttention2d, relative", "DualWayEncoder", "EntangledAttention", "MultiheadAttention",
     "MultimodalDecoderBlock", "NonLocal2d, relative",
@@ -38,7 +38,7 @@ def spoil(module: nn.Module) -> None:
 
 
 def kind_of(parameter: Tensor) -> tuple[float, float]:
-    """Mean and deviation."""
+    """Return mean and standard deviation."""
     return parameter.float().mean().item(), parameter.float().std(correction=0).item()
 
 
@@ -68,7 +68,7 @@ def test_reset_from_the_children_on_draws_what_the_constructor_does(name):
         expected = made.state_dict()[key]
         if name not in OTHER_ORDER or tensor.numel() == 1 or expected.std() == 0:
             torch.testing.assert_close(tensor, expected, rtol=0, atol=0, msg=key)
-        elif tensor.numel() < 16:  # too few numbers for a deviation
+        elif tensor.numel() < 16:  # too few numbers to estimate a deviation
             assert tensor.abs().max() < 1, key
         else:
             (mean, deviation), (wanted_mean, wanted) = kind_of(tensor), kind_of(expected)
@@ -134,7 +134,7 @@ def test_parameters_and_buffers_follow(name, device, dtype):
     assert tensors
     for tensor in tensors:
         assert tensor.device.type == device
-        assert tensor.dtype == dtype or not tensor.is_floating_point()  # a BatchNorm's counter
+        assert tensor.dtype == dtype or not tensor.is_floating_point()  # the counter of a BatchNorm
 
 
 # --- choices ----------------------------------------------------------------------------------------------------------
@@ -172,9 +172,7 @@ def test_one_of_takes_each_choice():
 @pytest.mark.parametrize("name", ["BilateralCrissCross2d", "BilateralNonLocal2d", "BilateralSelfAttention"])
 def test_padding_is_the_old_name_of_outside(name):
     kind = public_modules()[name]
-    with pytest.warns(
-        DeprecationWarning, match="old name of outside and will be removed in attn_plugins 0.4"
-    ):
+    with pytest.warns(DeprecationWarning, match="old name of outside and will be removed in attn_plugins 0.4"):
         module = kind(16, padding="min")
     assert module.outside == "min"
     with pytest.warns(DeprecationWarning, match=f"{name}.padding is the old name of outside"):

@@ -1,4 +1,4 @@
-"""Criss-cross attention, with and without relative positions, against plain loops and mmcv's module."""
+"""Criss-cross attention, with and without relative positions: plain loops and mmcv's module."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def build(position="relative", *, size=(4, 5), dtype=torch.float64, **options) -
 
 @torch.no_grad()
 def by_loops(module: CrissCrossAttention2d, image: torch.Tensor) -> torch.Tensor:
-    """Every query and key by itself."""
+    """Compute the definition for every query and key separately."""
     _, _, H, W = image.shape
     q, k, v = (layer(image)[0].numpy() for layer in (module.query_conv, module.key_conv, module.value_conv))
     output = np.zeros(v.shape)
@@ -103,10 +103,10 @@ def test_gradients_and_every_parameter_learns(position):
     module = build(position, size=(3, 4))
     x = torch.randn(1, 6, 3, 4, dtype=torch.float64, requires_grad=True)
     module(x).square().sum().backward()
-    for name, parameter in module.named_parameters():  # the keys' bias is added to all logits of a query
+    for name, parameter in module.named_parameters():  # the keys' bias adds a constant to all logits of a query
         assert parameter.grad.abs().max() > 1e-9 or name == "key_conv.bias", name
     if position == "relative":
-        assert not module.height_rel.grad[2].any()  # offset 0: the query itself is a key of its row
+        assert not module.height_rel.grad[2].any()  # offset 0: the query is also a key of its row
         assert module.width_rel.grad[3].any()
     names = [name for name, _ in module.named_parameters() if "_rel" in name or name == "gamma.scale"]
     chosen = [module.get_parameter(name) for name in names]
@@ -165,9 +165,9 @@ def test_attention_maps(position):
 
 @pytest.mark.parametrize("channels", [16, 24])
 def test_equals_mmcv(channels):
-    """Results, gradients and state_dict."""
+    """Compare results, gradients and state_dict."""
     stock = pytest.importorskip("mmcv.ops.cc_attention", reason="mmcv is not installed").CrissCrossAttention
-    assert stock.__module__ == "mmcv.ops.cc_attention"  # not our drop-in
+    assert stock.__module__ == "mmcv.ops.cc_attention"  # mmcv's layer, not our drop-in
     theirs, ours = stock(channels).double(), CrissCrossAttention2d(channels, dtype=torch.float64)
     for parameter in theirs.parameters():
         nn.init.normal_(parameter, std=0.3)

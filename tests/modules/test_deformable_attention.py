@@ -1,4 +1,4 @@
-"""Multi-scale deformable attention with its projections, against Zhu et al. (2021) in plain loops."""
+"""Multi-scale deformable attention with its projections: Zhu et al. (2021) in plain loops."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def inputs(boxes=False, dtype=torch.float64) -> dict[str, Tensor]:
 
 
 def by_loops(layer, query, value, query_pos, key_padding_mask, reference_points, spatial_shapes) -> Tensor:
-    """Eq. 3 for one query, one head and one sample at a time; appendix A.4 for boxes."""
+    """Compute Eq. 3 one query, head and sample at a time, and appendix A.4 for boxes."""
     output = torch.empty_like(query)
     for b in range(len(query)):
         values = value[b] @ layer.value_proj.weight.T + layer.value_proj.bias
@@ -64,7 +64,7 @@ def by_loops(layer, query, value, query_pos, key_padding_mask, reference_points,
                         else:
                             x, y = x + dx / W, y + dy / H
                         x, y = x * W - 0.5, y * H - 0.5
-                        point = torch.zeros(5, dtype=query.dtype)  # the head's value, and the key's saliency
+                        point = torch.zeros(5, dtype=query.dtype)  # the head's value, and the saliency of the key
                         for row in (math.floor(y), math.floor(y) + 1):
                             for column in (math.floor(x), math.floor(x) + 1):
                                 share = (1 - abs(y - row)) * (1 - abs(x - column))
@@ -97,11 +97,11 @@ def test_key_saliency_starts_at_nothing_and_loads_a_checkpoint_without_it():
     with pytest.raises(RuntimeError, match="value_proj"):
         layer.load_state_dict({}, strict=True)
     layer(**given).sum().backward()
-    assert layer.gate.grad.abs().min() > 0  # with the gate at 0 only it learns, and then the rest
+    assert layer.gate.grad.abs().min() > 0  # with a gate of 0, first only the gate learns
 
 
 def test_start():
-    """Uniform weights; head m looks along a direction of its own, its points at a distance of 1, 2, ... pixels."""
+    """Weights start uniform. Each head looks in its own direction, with points at distances of 1, 2, ... pixels."""
     layer = MultiScaleDeformableAttention(num_levels=2)
     offsets = layer.sampling_offsets.bias.view(8, 2, 4, 2)
     assert not layer.sampling_offsets.weight.any()

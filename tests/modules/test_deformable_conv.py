@@ -1,4 +1,4 @@
-"""DeformableConv2d and DeformableConv1d: identity with a convolution at the start, state, bad input."""
+"""DeformableConv2d and DeformableConv1d: equality with a convolution at initialisation, state_dict, bad input."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OPTIONS = {
 
 
 def perturbed(layer):
-    """The layer after some training, as it were: with offsets that are not 0."""
+    """Return the layer with random offsets, as if it had been trained."""
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for p in layer.parameters():
@@ -39,7 +39,7 @@ def test_starts_as_the_convolution_it_replaces(layer: str, options: str) -> None
     arguments = {k: v for k, v in options.items() if k in ("stride", "padding", "dilation", "groups")}
     plain = convolve(x, module.weight, module.bias, **arguments)
     torch.testing.assert_close(module(x), plain, rtol=1e-5, atol=1e-5)
-    # v2's masks are 1/2 at the start: half of the convolution, before the bias
+    # masks of v2 start at 1/2: half of the convolution, before the bias
     modulated = cls(6, 4, modulated=True, **{**options, "bias": False})
     plain = convolve(x, modulated.weight, None, **arguments)
     torch.testing.assert_close(modulated(x), plain / 2, rtol=1e-5, atol=1e-5)

@@ -1,4 +1,4 @@
-"""Dynamic convolution against plain loops and against fairseq's rule, and its edges."""
+"""Dynamic convolution: plain loops, fairseq's rule, and edge cases."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def map_layer(*, dtype=torch.float64, **options) -> DynamicConv2d:
 
 
 def gated(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """A position's vector: half of a linear layer's output times the other half's sigmoid."""
+    """Gate the vector of one position: half of a linear layer's output times the sigmoid of the other half."""
     weight, bias = layer.weight.flatten(1), layer.bias
     a, b = (weight @ x + bias).chunk(2)
     return a * torch.sigmoid(b)
@@ -61,7 +61,7 @@ def test_changes_nothing_at_the_start():
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_a_sequence_is_convolved_as_in_fairseq(causal):
-    """Weights of kernel taps in the order of positions, softmax over all taps, zeros beyond the ends."""
+    """Weights follow the order of positions, softmax runs over all taps, and positions beyond the ends are zeros."""
     torch.manual_seed(0)
     B, C, T, K, G = 2, 8, 9, 5, 4
     module = DynamicConv1d(C, K, G, causal=causal).double()
@@ -144,7 +144,7 @@ def test_attention_maps():
     assert maps.shape == (1, 3, 4, 5, 4, 5)
     total = maps.sum((-2, -1))
     torch.testing.assert_close(total[:, :, 1:-1, 1:-1], torch.ones(1, 3, 2, 3, dtype=torch.float64))
-    assert (total[:, :, 0] < 1).all()  # the share of the taps outside
+    assert (total[:, :, 0] < 1).all()  # the weight of the taps outside
     value, _ = module._terms(x)
     convolved = torch.einsum("bmhwyx,bmyxd->bmdhw", maps, value).flatten(1, 2)
     torch.testing.assert_close(x + module.gamma * module.output(convolved), module(x))
@@ -169,7 +169,7 @@ def test_kernels_along_a_sequence_make_the_output(kernel_size, causal):
 
 
 def test_parameters_of_the_papers_module():
-    """2C² of the gated unit, C² of the output, 16 C n² of the predictor, biases and gamma."""
+    """2C² for the gated unit, C² for the output, 16 C n² for the predictor, biases and gamma."""
     C, n = 512, 31
     module = DynamicConv2d(C, n, device="meta")
     assert sum(p.numel() for p in module.parameters()) == 3 * C * C + 16 * C * n * n + 3 * C + 1

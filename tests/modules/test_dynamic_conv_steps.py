@@ -1,4 +1,4 @@
-"""DynamicConv1d with padding, and one token after the other."""
+"""DynamicConv1d with padding, and step by step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from attn_plugins.modules import DynamicConv1d, SequenceCache
 @torch.no_grad()
 @pytest.mark.parametrize("kernel_size", [1, 2, 5, 31])
 def test_one_token_after_the_other(kernel_size):
-    """Also several at once, and after the rows changed places; the cache keeps what the kernel reaches alone."""
+    """Inputs may also come several at a time, and after reordered rows. The cache holds only what the kernel covers."""
     module = DynamicConv1d(16, kernel_size, 4, causal=True).double()
     x = torch.randn(3, 16, 12, dtype=torch.float64)
     expected, cache, found = module(x), SequenceCache(), []
@@ -30,7 +30,7 @@ def test_one_token_after_the_other(kernel_size):
 @pytest.mark.parametrize("causal", [False, True])
 def test_padding_is_outside_the_sequence(causal):
     module = DynamicConv1d(16, 5, 4, causal=causal).double()
-    torch.nn.init.normal_(module.input.bias)  # which makes padding unlike 0
+    torch.nn.init.normal_(module.input.bias)  # so that padding differs from 0
     x = torch.randn(2, 16, 9, dtype=torch.float64)
     mask = torch.zeros(2, 9, dtype=torch.bool)
     mask[0, :3] = True

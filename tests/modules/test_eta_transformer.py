@@ -1,4 +1,4 @@
-"""The blocks of the ETA-Transformer against the thesis' Eq. 2.4 to 2.12 in plain loops, and its parameters."""
+"""The blocks of the ETA-Transformer: the thesis' Eq. 2.4 to 2.12 in plain loops, and parameter counts."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def block(fusion="entangled", dtype=torch.float64, **options) -> MultimodalDecod
 
 
 def modalities(B=2, dtype=torch.float64) -> tuple[Modality, Modality]:
-    """Regions, the last two of the second picture padding, and attributes."""
+    """Return regions, of which the last two of the second picture are padding, and attributes."""
     torch.manual_seed(1)
     mask = torch.zeros(B, 4, dtype=torch.bool)
     mask[1:, 2:] = True
@@ -50,7 +50,7 @@ def words(T=5, B=2, dtype=torch.float64) -> torch.Tensor:
     return torch.randn(B, T, C, dtype=dtype)
 
 
-# --- the thesis' equations, a vector at a time -----------------------------------------------------------------------
+# --- the thesis' equations, one vector at a time ---------------------------------------------------------------------
 
 
 def linear(layer: nn.Linear, x: np.ndarray) -> np.ndarray:
@@ -63,7 +63,7 @@ def norm(layer: nn.LayerNorm, x: np.ndarray) -> np.ndarray:
 
 
 def multihead(module: MultiheadAttention, query: np.ndarray, keys: list[np.ndarray]) -> np.ndarray:
-    """MultiHead(query, keys, keys) of one query."""
+    """Compute MultiHead(query, keys, keys) for one query."""
     d = C // HEADS
     q = linear(module.q_proj, query)
     pairs = [(linear(module.k_proj, k), linear(module.v_proj, k)) for k in keys]
@@ -153,12 +153,12 @@ def test_encoder_equals_the_formulas():
 
 
 def test_parameters_are_the_thesis():
-    """Against an independent count (d 512, d_ff 2048, visual features of 2048 channels, biases): none is printed."""
+    """Compare with counts derived from the thesis: d 512, d_ff 2048, visual features of 2048 channels, biases."""
     both_ways = 2 * 3_152_384
     counts = {
         "encoder layer": (both_ways, DualWayEncoder(num_layers=1), DualWayEncoder(num_layers=0)),
         "decoder layer": (8_145_920, MultimodalDecoderBlock()),
-        "entangled attention": (4_206_592, EntangledAttention(512)),  # 4 attentions, each with its norm
+        "entangled attention": (4_206_592, EntangledAttention(512)),  # 4 attention layers with a norm each
         "gated bilateral controller": (786_944, GatedBilateralController(512)),
         "visual projection": (1_049_088, DualWayEncoder(num_layers=0)),
         "multi-head attention": (1_050_624, MultiheadAttention(512)),
@@ -207,7 +207,7 @@ def test_every_parameter_learns(fusion):
     module, (visual, semantic) = block(fusion), modalities()
     module(words(), visual, semantic).square().sum().backward()
     for name, parameter in module.named_parameters():
-        # What is added to all keys is added to all logits of a query.
+        # Adding a constant to all keys adds a constant to all logits of a query.
         assert parameter.grad.abs().max() > 1e-9 or name.endswith("k_proj.bias"), name
 
 

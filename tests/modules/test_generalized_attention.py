@@ -1,4 +1,4 @@
-"""GeneralizedAttention2d against Equations 1, 2 and 8 of Zhu et al. (2019) in plain loops, for all 16 settings."""
+"""GeneralizedAttention2d: Equations 1, 2 and 8 of Zhu et al. (2019) in plain loops, for all 16 settings."""
 
 import itertools
 import math
@@ -21,7 +21,7 @@ VARIANTS = {
 
 
 def randomise(module, seed=0):
-    """Also what starts at zero gets a value, so that everything matters."""
+    """Give every parameter a random value, including those that start at zero."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in module.parameters():
@@ -39,13 +39,13 @@ def maps(*shapes, dtype=torch.float64, seed=1):
 
 
 def encode(offset, width, wavelength=10000):
-    """R of one axis, one number at a time."""
+    """Compute R of one axis, one number at a time."""
     angles = [offset / wavelength ** (2 * i / width) for i in range(width // 2)]
     return torch.tensor([math.sin(a) for a in angles] + [math.cos(a) for a in angles], dtype=torch.float64)
 
 
 def attention_in_loops(module, x, context=None):
-    """f(x) before the output projection, (B, C, Hq, Wq), and the weights (B, M, Hq, Wq, Hk, Wk)."""
+    """Return f(x) before the output projection, (B, C, Hq, Wq), and the weights (B, M, Hq, Wq, Hk, Wk)."""
     context = x if context is None else context
     e1, e2, e3, e4 = (bit == "1" for bit in module.attention_type)
     M, qs, ks = module.num_heads, module.q_stride, module.kv_stride
@@ -97,7 +97,7 @@ def loops(module, x, context=None):
 
 
 def interpolate(output, stride, size):
-    """Bilinear, sample i at pixel i * stride; beyond the last sample it is repeated."""
+    """Interpolate bilinearly, with sample i at pixel i * stride. The last sample extends to the border."""
     result = output.new_zeros(*output.shape[:2], *size)
     for y, x in itertools.product(range(size[0]), range(size[1])):
         total = 0
@@ -216,7 +216,7 @@ def test_a_query_without_keys_in_range_gets_the_bias_alone():
 
 
 def test_saliency_alone_computes_one_query():
-    """'0010' and '0000' must not grow with the number of queries beyond their projections."""
+    """The cost of '0010' and '0000' must grow with the queries only by their projections."""
     from torch.utils.flop_counter import FlopCounterMode
 
     for attention_type, projections in (("0010", 2), ("0000", 1)):
@@ -224,7 +224,7 @@ def test_saliency_alone_computes_one_query():
         with FlopCounterMode(display=False) as counter:
             module(x)
         N = 20 * 30
-        # Key and value projection, the output projection of one pixel, saliency and weighted mean.
+        # Key and value projection, output projection of one pixel, saliency, and weighted mean.
         assert counter.get_total_flops() <= 2 * (projections * N * 64 + 64 + 2 * N * 8)
 
 

@@ -1,4 +1,4 @@
-"""Local bilateral attention against the thesis' formulas in plain loops, its parameter counts, and its edges."""
+"""Local bilateral attention: the thesis' formulas in plain loops, parameter counts, and edge cases."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def layer(in_channels=6, out_channels=8, kernel_size=3, *, dtype=torch.float64, 
 
 
 def linear(module: LocalBilateralConv2d, name: str, x: np.ndarray) -> np.ndarray:
-    """A projection of one position's vector: W x + b, BatchNorm, ReLU, whichever of them it has."""
+    """Project the vector of one position: W x + b, BatchNorm and ReLU, each if present."""
     convolution, *rest = getattr(module, name)
     y = convolution.weight.detach().numpy()[:, :, 0, 0] @ x
     if module.shared and name in ("position", "output"):
@@ -56,7 +56,7 @@ def linear(module: LocalBilateralConv2d, name: str, x: np.ndarray) -> np.ndarray
 
 
 def by_loops(module: LocalBilateralConv2d, image: torch.Tensor) -> torch.Tensor:
-    """Equation 4.9 and Algorithm 1, position by position and head by head."""
+    """Compute Equation 4.9 and Algorithm 1, position by position and head by head."""
     x = image.numpy()
     _, _, H, W = x.shape
     (ky, kx), (sy, sx), (py, px), (dy, dx) = module.kernel_size, module.stride, module.padding, module.dilation
@@ -111,7 +111,7 @@ def test_equals_the_formula(geometry, options):
     module = layer(**geometry, **options)
     image = torch.randn(1, 6, 5, 7, dtype=torch.float64)
     with torch.no_grad():
-        torch.testing.assert_close(module(image), by_loops(module, image), rtol=1e-4, atol=1e-5)  # squash's eps
+        torch.testing.assert_close(module(image), by_loops(module, image), rtol=1e-4, atol=1e-5)  # eps of squash
 
 
 @pytest.mark.parametrize(
@@ -157,11 +157,11 @@ def test_any_size_and_an_empty_batch(size):
 
 @pytest.mark.parametrize("options", KINDS, ids=str)
 def test_every_parameter_learns(options):
-    module = layer(**options)  # evaluated: in training, a BatchNorm takes a bias before it away
+    module = layer(**options)  # in evaluation mode: in training, a BatchNorm subtracts a preceding bias
     module(torch.randn(2, 6, 5, 7, dtype=torch.float64)).square().sum().backward()
     for name, parameter in module.named_parameters():
         if name.startswith("key") and name.endswith("bias") and not options.get("iterations"):
-            continue  # what is added to every key of a window is added to all of its logits
+            continue  # a constant added to every key of a window adds to all of its logits
         assert parameter.grad is not None, name
         assert parameter.grad.abs().max() > 1e-9, name
 
@@ -177,7 +177,7 @@ def test_gradients():
 
 @pytest.mark.parametrize("options", KINDS, ids=str)
 def test_compile_export_and_script(options):
-    torch._dynamo.reset()  # there are more kinds than it compiles a function for
+    torch._dynamo.reset()  # torch compiles a limited number of variants of a function
     module, x = layer(dtype=torch.float32, **options), torch.randn(2, 6, 5, 7)
     check_compile_export_and_script(module, x)
 
@@ -201,7 +201,7 @@ def test_state_dict_round_trip():
 
 @pytest.mark.parametrize("options", [dict(), dict(shared=True, iterations=3, stride=2)])
 def test_attention_maps(options):
-    """Maps of weights that sum to 1, and that give the output where values are one-hot positions."""
+    """The maps sum to 1, and with values that are one-hot positions they are the output."""
     module, x = layer(**options), torch.randn(2, 6, 5, 7, dtype=torch.float64)
     maps = module.attention_maps(x)
     Hq, Wq = module.attention_size((5, 7))

@@ -1,4 +1,4 @@
-"""Layers answer in the memory format of their input, and the conversions that let them."""
+"""Layers keep the memory format of their input; the conversions that make this possible."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_a_traced_an_exported_and_a_compiled_layer_do(name):
 
 # --- the conversions ----------------------------------------------------------------------------------------------
 
-# (B, C, H, W), with and without images that are large enough for the copy by transposed matrices
+# (B, C, H, W), with images both above and below the size for the copy by transposed matrices
 SHAPES = [(2, 3, 4, 5), (3, 65, 61, 67), (1, 512, 32, 32), (0, 4, 5, 6), (2, 1, 520, 600), (2, 270_000, 1, 1)]
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 
@@ -122,7 +122,7 @@ def test_what_has_the_format_is_not_copied():
     assert to_channels_last(last) is last
     assert in_format_of(x, x) is x
     assert in_format_of(last, last) is last
-    for ambiguous in (torch.randn(2, 1, 4, 5), torch.randn(2, 3, 1, 1)):  # both formats at once: contiguous counts
+    for ambiguous in (torch.randn(2, 1, 4, 5), torch.randn(2, 3, 1, 1)):  # both formats at once counts as contiguous
         assert to_channels_last(ambiguous) is ambiguous
         assert in_format_of(ambiguous, x) is x
         assert has_format(in_format_of(ambiguous, last), "contiguous")

@@ -1,4 +1,4 @@
-"""None for the input of a module: a TypeError that names the argument."""
+"""Passing None as the input of a module raises a TypeError that names the argument."""
 
 import pytest
 

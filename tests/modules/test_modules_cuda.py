@@ -19,7 +19,7 @@ from tests.helpers.operator_checks import DEVICES
 from tests.helpers.public_modules import VARIANTS, public_modules
 
 pytestmark = pytest.mark.usefixtures("no_tf32")
-# In half precision, a sample may be read from the other side of a pixel's border, where its gradient jumps.
+# In half precision, a sample may move across a pixel border, where its gradient jumps.
 SAMPLING = ("CausalDeformableConv1d", "DeformableConv1d", "DeformableConv2d", "MultiScaleDeformableAttention")
 COMPILED = [
     "AAConv2d", "BilateralCrissCross2d", "BilateralNonLocal2d", "DeformableConv2d, modulated", "DynamicConv2d",
@@ -74,14 +74,14 @@ def test_state_dict_of_the_cpu_loads_into_one_made_there(name, device):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", COMPILED)
 def test_compiled(name, device):
-    """By inductor on CUDA; on the CPU its graphs run as they are, which needs no compiler."""
+    """On CUDA, inductor compiles; on the CPU, graphs run as they are, which needs no compiler."""
     torch._dynamo.reset()
     backend = "inductor" if device == "cuda" else "aot_eager"
     compiled = partial(torch.compile, backend=backend)
     check_module(randomised(VARIANTS[name]()), inputs(name), device, torch.float32, compiled=compiled)
 
 
-# Sizes at which kernels work on whole tiles and on parts of them, of layers that have kernels.
+# Sizes at which kernels work on whole and partial tiles, for layers that have kernels.
 LARGE = {
     "BilateralCrissCross2d": lambda: modules.BilateralCrissCross2d(64, kernel_size=9),
     "DeformableConv2d": lambda: modules.DeformableConv2d(64, 48, 3, padding=1, modulated=True, offset_groups=2),

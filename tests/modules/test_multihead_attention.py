@@ -1,4 +1,4 @@
-"""Multi-head attention against torch's, and step by step."""
+"""Multi-head attention: torch's module and step-by-step decoding."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_step_by_step_equals_the_full_pass_after_a_reorder():
     mask[0, :2] = True
     cache, order = SequenceCache(), torch.tensor([2, 0, 0])
     module(x[:, :2], key_padding_mask=mask[:, :2], cache=cache)
-    module.attention_maps(x[:, 2:3], cache=cache)  # changes nothing
+    module.attention_maps(x[:, 2:3], cache=cache)  # has no effect
     module(x[:, 2:3], key_padding_mask=mask[:, 2:3], cache=cache)
     cache.reorder(order)
     rest = draw(3, 3)

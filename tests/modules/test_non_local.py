@@ -1,4 +1,4 @@
-"""The non-local block in its four modes against plain loops over the lecture's formulas and mmcv's module."""
+"""The non-local block in its four modes: plain loops over the lecture's formulas, and mmcv's module."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def build(mode="embedded_gaussian", position="none", *, size=(4, 5), dtype=torch
 
 @torch.no_grad()
 def by_loops(module: NonLocal2d, image: torch.Tensor) -> torch.Tensor:
-    """Every query and key by itself."""
+    """Compute the definition for every query and key separately."""
     _, _, H, W = image.shape
     query = image if module.mode == "gaussian" else module.theta(image)
     key = image if module.mode == "gaussian" else module.phi(image)
@@ -116,7 +116,7 @@ def test_gradients_and_every_parameter_learns(mode, position, sub_sample):
     x = torch.randn(2, 6, *size, dtype=torch.float64, requires_grad=True)
     module(x).square().sum().backward()
     for name, parameter in module.named_parameters():
-        # What is added to all keys is added to all logits of a query.
+        # Adding a constant to all keys adds a constant to all logits of a query.
         assert parameter.grad.abs().max() > 1e-9 or ("gaussian" in mode and name == "phi.bias"), name
     names = [name for name, _ in module.named_parameters() if name in ("theta.weight", "concat_project.weight")]
     names += ["height_rel"] * (position == "relative")
@@ -161,7 +161,7 @@ def of_all_pairs(a, b, value):
 @pytest.mark.parametrize("queries, keys", [(40, 30), (1, 7), (9, 1), (1, 1)])
 @pytest.mark.parametrize("shift", [0.0, 5.0, -5.0])
 def test_rectified_sums_equal_those_of_all_pairs(queries, keys, shift):
-    """Also where all pairs are positive, and where none is."""
+    """Includes the cases where all pairs are positive and where none is."""
     generator = torch.Generator().manual_seed(queries)
     a, b, value = (
         torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
@@ -175,7 +175,7 @@ def test_rectified_sums_equal_those_of_all_pairs(queries, keys, shift):
 
 
 def test_rectified_sums_of_equal_and_opposite_terms():
-    """Ties, and pairs of exactly 0, on either side of which the answer is the same."""
+    """Ties, and pairs of exactly 0, give the same result on either side."""
     a = torch.tensor([[1.0, -1.0, 0.0, 2.0]])
     b = torch.tensor([[-1.0, -1.0, 1.0, 0.0, 1.0]])
     value = torch.randn(1, 5, 3)
@@ -183,7 +183,7 @@ def test_rectified_sums_of_equal_and_opposite_terms():
 
 
 def test_rectified_sums_keep_their_precision():
-    """One key counts little among many whose sums are large."""
+    """A small term of one key is not lost among many with large sums."""
     b = torch.cat((torch.full((1, 3000), 1e3), torch.full((1, 1), 2e3)), 1)
     value = torch.randn(1, 3001, 2)
     value[:, -1] = 1e-3
@@ -193,14 +193,14 @@ def test_rectified_sums_keep_their_precision():
 
 @pytest.mark.parametrize("rows", [1, 2, 4, 5, 16, 23])
 def test_prefix_sums_by_products(rows):
-    """The way of deterministic CUDA."""
+    """Deterministic mode on CUDA uses this implementation."""
     x = torch.randn(2, rows, 3, dtype=torch.float64)
     torch.testing.assert_close(non_local_sums._prefix_sums_by_products(x), x.cumsum(1))
 
 
 @pytest.mark.parametrize("mode", ["dot_product", "concatenation"])
 def test_no_tensor_has_all_pairs(mode):
-    """Neither forward nor backward."""
+    """Neither the forward nor the backward stores all pairs."""
     largest = 0
 
     class Watch(torch.utils._python_dispatch.TorchDispatchMode):
@@ -268,12 +268,12 @@ def mmcv_pair(mode, sub_sample, norm=False, **options) -> tuple[nn.Module, NonLo
 @pytest.mark.parametrize("sub_sample", [False, True])
 @pytest.mark.parametrize("mode", MODES)
 def test_equals_mmcv(mode, sub_sample, options):
-    """Results, gradients and state_dict. (mmcv's concatenation has no gradient: it changes a ReLU's output.)"""
+    """Compare results, gradients and state_dict. mmcv's concatenation has no gradient: it modifies a ReLU's output."""
     theirs, ours = mmcv_pair(mode, sub_sample, **options)
     weights = theirs.state_dict()
     assert ("g.0.conv.weight" in weights) == sub_sample
     ours.load_state_dict(weights)
-    assert "g.conv.weight" in weights or "g.0.conv.weight" in weights  # what was given is left alone
+    assert "g.conv.weight" in weights or "g.0.conv.weight" in weights  # the input is not modified
     x, y = (torch.randn(2, 16, 6, 9, dtype=torch.float64).requires_grad_() for _ in range(2))
     y.data = x.data.clone()
     found, expected = ours(x), theirs(y)
@@ -294,9 +294,9 @@ def test_mmcv_checkpoints_load_within_models():
     x = torch.randn(2, 16, 6, 9, dtype=torch.float64)
     torch.testing.assert_close(ours.eval()(x), theirs.eval()(x))
     again = mmcv_pair("embedded_gaussian", True, norm=True)[1]
-    again.load_state_dict(ours.state_dict())  # our own names
+    again.load_state_dict(ours.state_dict())  # names of our own
     torch.testing.assert_close(again.eval()(x), ours(x))
-    with pytest.raises(RuntimeError, match=r"conv_out\.bn\.weight"):  # which a block without norm_layer has not
+    with pytest.raises(RuntimeError, match=r"conv_out\.bn\.weight"):  # absent without norm_layer
         mmcv_pair("embedded_gaussian", True)[1].load_state_dict(theirs.state_dict())
 
     loader = pytest.importorskip("mmengine.runner.checkpoint", reason="mmengine is not installed")

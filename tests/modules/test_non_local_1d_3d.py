@@ -1,4 +1,4 @@
-"""The non-local blocks of sequences and clips against plain loops over the lecture's formulas, and mmcv's modules."""
+"""The non-local blocks of sequences and clips: plain loops over the lecture's formulas, and mmcv's modules."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def build(axes, mode="embedded_gaussian", *, dtype=torch.float64, **options) -> 
 
 
 def linear(conv, column):
-    """A convolution of size 1 at one position."""
+    """Apply a convolution of size 1 at one position."""
     return conv.weight.detach().flatten(1).numpy() @ column + conv.bias.detach().numpy()
 
 
@@ -37,7 +37,7 @@ def places(size):
 
 
 def by_loops(module, x: np.ndarray) -> np.ndarray:
-    """One sample (C, *size), every query and key by itself; sub-sampling as the definition of a maximum."""
+    """Compute one sample (C, *size), every query and key separately, with max pooling as sub-sampling."""
     size = x.shape[1:]
     embed = {name: linear if getattr(module, name) is not None else None for name in ("theta", "phi", "g")}
 
@@ -118,7 +118,7 @@ def test_gradients_and_every_parameter_learns(axes, mode, sub_sample):
     x = torch.randn(2, 6, *{1: (4,), 3: (2, 2, 3)}[axes], dtype=torch.float64, requires_grad=True)
     module(x).square().sum().backward()
     for name, parameter in module.named_parameters():
-        # What is added to all keys is added to all logits of a query.
+        # Adding a constant to all keys adds a constant to all logits of a query.
         assert parameter.grad.abs().max() > 1e-9 or ("gaussian" in mode and name == "phi.bias"), name
     assert torch.autograd.gradcheck(module, (x,))
     assert torch.autograd.gradgradcheck(module, (x[:1],))
@@ -148,7 +148,7 @@ def test_memory_formats_and_an_empty_batch(axes, mode):
     module, x = build(axes, mode), torch.randn(2, 6, *SIZES[axes][0], dtype=torch.float64)
     expected = module(x)
     assert expected.is_contiguous()
-    torch.testing.assert_close(module(torch.stack([x, x], -1)[..., 0]), expected)  # strided
+    torch.testing.assert_close(module(torch.stack([x, x], -1)[..., 0]), expected)  # strided view
     if axes == 3:
         found = module(x.contiguous(memory_format=torch.channels_last_3d))
         assert found.is_contiguous(memory_format=torch.channels_last_3d)
@@ -200,7 +200,7 @@ def test_bad_input(axes, shape):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("axes", KINDS)
 def test_equals_mmcv(axes, mode, sub_sample, options):
-    """Results, gradients and state_dict. (mmcv's concatenation has no gradient: it changes a ReLU's output.)"""
+    """Compare results, gradients and state_dict. mmcv's concatenation has no gradient: it modifies a ReLU's output."""
     non_local = pytest.importorskip("mmcv.cnn.bricks.non_local", reason="mmcv is not installed")
     norm, options = options.get("norm"), {k: v for k, v in options.items() if k != "norm"}
     torch.manual_seed(0)
@@ -222,5 +222,5 @@ def test_equals_mmcv(axes, mode, sub_sample, options):
         expected.square().sum().backward()
         torch.testing.assert_close(x.grad, y.grad)
     again = KINDS[axes](8, mode=mode, sub_sample=sub_sample, norm_layer=NORMS[axes] if norm else None, **options)
-    again.double().load_state_dict(ours.state_dict())  # our own names
+    again.double().load_state_dict(ours.state_dict())  # names of our own
     torch.testing.assert_close(again.eval()(x), ours.eval()(x))

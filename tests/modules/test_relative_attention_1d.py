@@ -1,4 +1,4 @@
-"""Self-attention with relative position representations against Shaw et al. (2018), Eq. 3 to 5, in plain loops."""
+"""Self-attention with relative position representations: Shaw et al. (2018), Eq. 3 to 5, in plain loops."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def in_steps(module, x, *, sizes=1, cache=None, key_padding_mask=None) -> torch.
 
 @torch.no_grad()
 def by_loops(module: RelativeSelfAttention, x: torch.Tensor, hidden=None) -> torch.Tensor:
-    """Every query, key and head by itself."""
+    """Compute the definition for every query, key and head separately."""
     B, T, C = x.shape
     M, k = module.num_heads, module.max_distance
     d = C // M
@@ -148,9 +148,9 @@ def test_gradients_and_every_parameter_learns(causal, choice):
     x = tokens(T=4, B=1).requires_grad_()
     module(x).square().sum().backward()
     for name, parameter in module.named_parameters():
-        # What is added to all keys is added to all logits of a query.
+        # Adding a constant to all keys adds a constant to all logits of a query.
         assert parameter.grad.abs().max() > 1e-9 or name == "k_proj.bias", name
-        assert "table" not in name or parameter.grad.any(-1).all(), name  # every offset
+        assert "table" not in name or parameter.grad.any(-1).all(), name  # at every offset
     tables = {name: tensor for name, tensor in module.named_parameters() if "table" in name}
 
     def function(x, *values):

@@ -1,4 +1,4 @@
-"""Space-time attention, against each pattern of TimeSformer in plain loops."""
+"""Space-time attention: each pattern of TimeSformer in plain loops."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def clip(grid=ODD, P=1, B=2, dtype=torch.float64) -> Tensor:
 
 
 def sees(region: str, query: tuple, key: tuple, grid: tuple) -> bool:
-    """Whether the patch ``query`` (t, y, x) attends to the patch ``key``, as the module's table says."""
+    """Return True if patch ``query`` (t, y, x) attends to patch ``key``, by the table in the module's docstring."""
     (t, y, x), (u, z, w) = query, key
     _, H, W = grid
 
@@ -50,7 +50,7 @@ def sees(region: str, query: tuple, key: tuple, grid: tuple) -> bool:
 
 
 def softmax_mean(layer, x, query: int, keys: list[int]) -> Tensor:
-    """What token ``query`` of x (L, C) gets from the tokens ``keys``, before the projection."""
+    """Attend from token ``query`` of x (L, C) to the tokens ``keys``, without the output projection."""
     q, k, v = (x @ w.T + b for w, b in zip(layer.qkv.weight.chunk(3), layer.qkv.bias.chunk(3)))
     heads = []
     for part in (slice(m * C // M, (m + 1) * C // M) for m in range(M)):
@@ -60,7 +60,7 @@ def softmax_mean(layer, x, query: int, keys: list[int]) -> Tensor:
 
 
 def step_by_loops(layer, x, grid, P) -> Tensor:
-    """One step on the tokens of one clip (P + N, C)."""
+    """Apply one step to the tokens of one clip, (P + N, C)."""
     T, H, W = grid
     places = [(t, y, z) for t in range(T) for y in range(H) for z in range(W)]
     groups = [[P + j for j, key in enumerate(places) if sees(layer.region, query, key, grid)] for query in places]
@@ -101,7 +101,7 @@ def test_patterns_in_plain_loops(pattern, grid, P):
 @pytest.mark.parametrize("grid", [EVEN, ODD])
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_gradients(pattern, grid):
-    """Those of the plain loops, for tokens and all parameters."""
+    """Compare the gradients of tokens and all parameters with those of the plain loops."""
     found = []
     for call in (lambda m, x: m(x, grid, 1), lambda m, x: by_loops(m, x, grid, 1)):
         module, x = build(pattern), clip(grid, B=1).requires_grad_()
@@ -154,7 +154,7 @@ def test_equal_frames_give_equal_results():
 
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_with_norms_the_module_is_the_official_half_block(pattern):
-    """Each step on normalised tokens, added to the tokens themselves (``Block.forward`` of the official code)."""
+    """Each step acts on normalised tokens and is added to the tokens (``Block.forward`` of the official code)."""
     module, x = build(pattern, norm_layer=nn.LayerNorm), clip()
     tokens = x
     for name in module.added:
@@ -205,7 +205,7 @@ def test_state_dict_round_trip(pattern):
 
 
 def test_wide_heads_long_groups_strides_and_empty_batches():
-    """The other operator, tokens that are not contiguous, and no clip at all."""
+    """These cases take the other operator, non-contiguous tokens, or no clips."""
     torch.manual_seed(0)
     module = SpaceTimeSelfAttention(160, 2, "joint", dtype=torch.float64)
     x = torch.randn(2, 160, 37, dtype=torch.float64).transpose(1, 2)
@@ -228,7 +228,7 @@ def test_dropout_in_training_alone():
 
 
 def test_no_pattern_but_joint_makes_all_pairs():
-    """Operations of torch's counter: the pairs of each step, two products of each."""
+    """torch's counter finds two products over the pairs of each step."""
     from torch.utils.flop_counter import FlopCounterMode
 
     T, H, W = 4, 6, 8

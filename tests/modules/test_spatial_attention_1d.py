@@ -1,4 +1,4 @@
-"""Multi-head spatial attention on sequences against Zhu et al. (2019), Eq. 1 and 2, in plain loops."""
+"""Multi-head spatial attention on sequences: Zhu et al. (2019), Eq. 1 and 2, in plain loops."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def in_steps(module, query, *keys, sizes=None, cache=None, **options) -> torch.T
 
 @torch.no_grad()
 def by_loops(module: MultiheadSpatialAttention, query, key=None, value=None, padding=None, source=0) -> torch.Tensor:
-    """Every query, key and head by itself. ``source`` is where the source's positions begin."""
+    """Compute the definition for every query, key and head separately; ``source`` is the source's first position."""
     key = query if key is None else key
     value = key if value is None else value
     B, T, C = query.shape
@@ -171,7 +171,7 @@ def test_step_by_step_equals_the_full_pass(bits, attention_range, mode):
 
 
 def test_a_long_decoding():
-    """Longer than the table of encodings that the first step makes."""
+    """Decode beyond the table of encodings that the first step creates."""
     module, (x,) = build("0111", "causal"), inputs("causal", T=150, B=1)
     torch.testing.assert_close(in_steps(module, x), module(x))
     module, (x, source) = build("0111", "cross"), inputs("cross", T=90, S=40, B=1)
@@ -236,7 +236,7 @@ def test_padding_in_the_formula_and_step_by_step():
     cache = SequenceCache()
     steps = [module(x[:, t : t + 1], key_padding_mask=mask[:, t : t + 1], cache=cache) for t in range(5)]
     torch.testing.assert_close(torch.cat(steps, 1), full)
-    cache = SequenceCache()  # a mask in some steps alone
+    cache = SequenceCache()  # pass a mask in some steps only
     steps = [module(x[:, :2], key_padding_mask=mask[:, :2], cache=cache), module(x[:, 2:4], cache=cache)]
     torch.testing.assert_close(torch.cat(steps, 1), full[:, :4])
     module, (x, source) = build("1111", "cross"), inputs("cross", B=1)

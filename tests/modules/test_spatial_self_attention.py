@@ -1,4 +1,4 @@
-"""Attention over tokens on a grid, against the terms of Zhu et al. (2019) in plain loops, and torch's own layer."""
+"""Attention over tokens on a grid: the terms of Zhu et al. (2019) in plain loops, and torch's own layer."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def encode(offset: int) -> Tensor:
 
 
 def nonlocal_logits(layer, x, m, i, seen) -> list[Tensor]:
-    """δ / σ of head m for query i of tokens x (N, C) and all keys, of which ``seen`` count (Thesis, Eq. 3.12)."""
+    """Compute δ / σ (thesis, Eq. 3.12) of head m for query i of tokens x (N, C); ``seen`` keys enter the statistics."""
     k, d = layer.kernel_size, C // M
     first, second = layer.predictor
     predicted = second.weight @ (first.weight @ x[i] + first.bias) + second.bias
@@ -58,7 +58,7 @@ def nonlocal_logits(layer, x, m, i, seen) -> list[Tensor]:
 
 
 def by_loops(layer, query, key, value, padding=None, reach=None, prefix=0) -> Tensor:
-    """Eq. 2, key by key and head by head; the first ``prefix`` tokens have no place."""
+    """Compute Eq. 2 key by key and head by head. The first ``prefix`` tokens have no position."""
     bits = [bit == "1" for bit in layer.attention_type]
     d, scale = C // M, (C // M) ** -0.5
     q, k, v = (
@@ -127,7 +127,7 @@ def test_range_and_padding(attention_type):
 )
 @pytest.mark.parametrize("attention_type", TYPES)
 def test_tokens_without_a_place(attention_type, options, prefix):
-    """Weights written out, of dropout or a mask, are the same."""
+    """The weights are the same if dropout or a mask makes the layer materialise them."""
     layer = module(attention_type, **options)
     torch.manual_seed(2)
     given = [torch.randn(2, prefix + N, C, dtype=torch.float64) for _ in range(3)]
@@ -155,7 +155,7 @@ BILATERAL = [
 @pytest.mark.parametrize("attention_type", ["1000", "1111", "0010", "0000"])
 @pytest.mark.parametrize(("outside", "smoothing"), BILATERAL)
 def test_predicted_position_logits(attention_type, outside, smoothing, spatial_range):
-    """Thesis, Eq. 3.9 to 3.12, with padding; the weights written out are the same."""
+    """The thesis' Eq. 3.9 to 3.12 with padding, with and without materialised weights."""
     layer = module(attention_type, spatial_range=spatial_range, kernel_size=3, outside=outside, smoothing=smoothing)
     given, padding = tokens(), torch.zeros(2, N, dtype=torch.bool)
     padding[0, [3, 7]] = True
@@ -170,7 +170,7 @@ def test_predicted_position_logits(attention_type, outside, smoothing, spatial_r
 @pytest.mark.parametrize("options", [dict(spatial_range=3), dict(kernel_size=3), dict(kernel_size=3, spatial_range=3)])
 @pytest.mark.parametrize("written_out", [False, True])
 def test_a_query_without_keys_gets_zeros_and_spoils_no_gradient(options, written_out):
-    """A corner of padding has no key in its range: nothing becomes NaN, and with a range it is the output's bias."""
+    """A query in the padded corner has no key in its range. Nothing becomes NaN, and the output there is its bias."""
     layer, given = module(**options), [t.requires_grad_() for t in tokens()]
     padding = torch.zeros(2, N, dtype=torch.bool)
     padding[0, 4:] = True  # the second and third row of three
@@ -245,7 +245,7 @@ def test_dropout_drops_weights_in_training_alone(attention_type):
     layer.train()
     draws = torch.stack([layer(*given, grid=GRID) for _ in range(400)])
     assert not torch.allclose(draws[0], draws[1])
-    deviation = draws.std(0) / 20  # of the mean of 400
+    deviation = draws.std(0) / 20  # standard error of the mean of 400 draws
     assert ((draws.mean(0) - expected).abs() < 6 * deviation + 1e-9).all()
 
 
@@ -256,7 +256,7 @@ def test_gradients_reach_everything(options):
     layer, given = module(gate=False, **options), [t.requires_grad_() for t in tokens()]
     assert torch.autograd.gradcheck(lambda *t: layer(*t, grid=GRID), given)
     layer(*given, grid=GRID).square().sum().backward()
-    assert layer.gate.grad.abs().min() > 0  # with the gate at 0 only it learns, and then the rest
+    assert layer.gate.grad.abs().min() > 0  # with a gate of 0, first only the gate learns
     with torch.no_grad():
         layer.gate.fill_(0.5)
     layer.zero_grad()

@@ -1,4 +1,4 @@
-"""Moves of tokens and their gradients, of both orders."""
+"""Rearrangements of tokens and their gradients, in both orders."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The terms of attention in windows alone: together they make its weights, each is as without the others."""
+"""The terms of window attention: together they give its weights, and each alone equals a module without the others."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def drawn(**options) -> WindowSelfAttention:
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_product_of_the_parts_makes_the_weights(kind):
     options, names = KINDS[kind]
-    layer, x = drawn(**options), torch.randn(1, 4, 6, 8, dtype=torch.float64)  # whole windows: no padding
+    layer, x = drawn(**options), torch.randn(1, 4, 6, 8, dtype=torch.float64)  # whole windows, so no padding
     maps, parts = layer.attention_maps(x), layer.attention_parts(x)
     assert list(parts) == names
     for part in parts.values():
         torch.testing.assert_close(part.sum((-2, -1)), torch.ones_like(part[..., 0, 0]))
-    if parts:  # of softmaxes, normalised: the softmax of the sum
+    if parts:  # the normalised product of softmaxes is the softmax of the sum
         product = torch.stack(list(parts.values())).prod(0)
         torch.testing.assert_close(product / product.sum((-2, -1), keepdim=True), maps)
     queries = torch.tensor([[3, 5], [0, 1]])

@@ -1,4 +1,4 @@
-"""Swin's attention in windows: plain loops, timm's blocks of both versions, gradients, odd maps, dtypes, compile."""
+"""Swin's window attention: plain loops, timm's blocks of both versions, gradients, odd maps, dtypes, compilation."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def tokens(size, dtype=torch.float64, B=2) -> Tensor:
 
 
 def offset_logit(module: WindowSelfAttention, head: int, query: Tensor, dy: int, dx: int) -> Tensor:
-    """The logit of table and relative terms of one query for the key at (dy, dx) = k - q, from the definitions."""
+    """Compute one query's logit, from the table and relative terms, for the key at (dy, dx) = k - q."""
     (Wh, Ww), d, kinds = module.window_size, C // M, module.position_kind.split("+")
     logit = query.new_zeros(())
     if "relative" in kinds:
@@ -58,7 +58,7 @@ def offset_logit(module: WindowSelfAttention, head: int, query: Tensor, dy: int,
 
 
 def bilateral_logits(module: WindowSelfAttention, head: int, token: Tensor, offsets: list) -> Tensor:
-    """Thesis, Eq. 3.11 and 3.12, of a query for the keys at ``offsets``: predicted near it, smoothed over all."""
+    """Compute a query's logits for keys at ``offsets`` (thesis, Eq. 3.11 and 3.12): predicted nearby, then smoothed."""
     k, d = module.kernel_size, C // M
     values = module.predictor(token).view(M, -1)[head]
     window, r = values[: k * k].view(k, k), k // 2
@@ -77,7 +77,7 @@ def bilateral_logits(module: WindowSelfAttention, head: int, token: Tensor, offs
 
 
 def seen_keys(module: WindowSelfAttention, y: int, x: int, size, padded):
-    """The keys that a query of the rolled map sees."""
+    """Return the keys visible to a query of the rolled map."""
     (h, w), (sy, sx), (H, W), (Hp, Wp) = module.window_size, module.shift_size, size, padded
     if module.window == "centred":
         return [(ky, kx) for ky in range(H) for kx in range(W) if abs(ky - y) <= h // 2 and abs(kx - x) <= w // 2]
@@ -90,7 +90,7 @@ def seen_keys(module: WindowSelfAttention, y: int, x: int, size, padded):
 
 
 def loops(module: WindowSelfAttention, x: Tensor) -> Tensor:
-    """Roll, pad, and let every token see those of its window on the same side of the rolled borders."""
+    """Roll and pad; let every token attend to those of its window on the same side of the rolled borders."""
     B, H, W, _ = x.shape
     (h, w), (sy, sx), d = module.window_size, module.shift_size, C // M
     Hp, Wp = (H, W) if module.window == "centred" else (-(-H // h) * h, -(-W // w) * w)
@@ -131,7 +131,7 @@ def loops(module: WindowSelfAttention, x: Tensor) -> Tensor:
 def test_equals_loops(size, window, shift, version, position):
     module = layer(window_size=window, shift_size=shift, version=version, position=position)
     x = tokens(size, B=1)
-    tolerance = dict(rtol=1e-4, atol=1e-5) if module.cpb_mlp is not None else {}  # coordinates are of float32
+    tolerance = dict(rtol=1e-4, atol=1e-5) if module.cpb_mlp is not None else {}  # coordinates are in float32
     torch.testing.assert_close(module(x), loops(module, x), **tolerance)
 
 
@@ -160,7 +160,7 @@ def test_bilateral_and_sums_equal_loops(version, options):
 @pytest.mark.parametrize("options", [*(dict(position=p) for p in ("table", "relative", "none")), *BILATERAL], ids=str)
 @pytest.mark.parametrize("version", ["v1", "v2"])
 def test_centred_windows_equal_loops(version, options):
-    """Also of maps that are smaller than the window."""
+    """Includes maps smaller than the window."""
     tolerance = dict(rtol=1e-4, atol=1e-5) if version == "v2" else {}
     for size, window in (((5, 4), (3, 3)), ((2, 6), (5, 3))):
         module = layer(window_size=window, version=version, window="centred", **options)
@@ -171,7 +171,7 @@ def test_centred_windows_equal_loops(version, options):
 @torch.no_grad()
 @pytest.mark.parametrize("version", ["v1", "v2"])
 def test_where_centred_windows_are_a_partitions(version):
-    """The query in the middle of a window has the same keys and logits."""
+    """The query in the middle of a window has the same keys and logits in both."""
     stock = layer(window_size=(3, 5), version=version)
     centred = layer(window_size=(3, 5), version=version, window="centred")
     centred.load_state_dict(stock.state_dict(), strict=True)
@@ -210,7 +210,7 @@ ALL = [dict(position=p) for p in ("table", "relative", "none", "bilateral", "tab
 @pytest.mark.parametrize("version", ["v1", "v2"])
 @pytest.mark.parametrize("window", ["partition", "centred"])
 def test_attention_maps_give_the_output(window, version, options):
-    """Of a map that fills its windows; of one that does not, what padding weighs is missing."""
+    """If windows fill the map, the maps give the output; otherwise the weight of the padding is missing."""
     shift = (1, 2) if window == "partition" else 0
     module = layer(window_size=(3, 5), shift_size=shift, version=version, window=window, **options)
     for H, W in ((6, 10), (4, 7)):
@@ -266,11 +266,11 @@ def test_timms_blocks_and_their_gradients(size, window, shift, version):
         output.square().sum().backward()
         results[name] = [output, x.grad, *(p.grad for _, p in sorted(weights.named_parameters()))]
     for ours, theirs in zip(results["ours"], results["timm"]):
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)  # timm's coordinates are of float32
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)  # timm's coordinates are in float32
 
 
 def test_windows_share_masks(monkeypatch):
-    """Four calls for a map of any size, with one (N, N) a head each, whose batch axis is 1."""
+    """Four calls cover a map of any size; each has one (N, N) mask per head with a batch axis of 1."""
     from attn_plugins.modules import windows
 
     seen = []
@@ -323,7 +323,7 @@ def test_relative_starts_without_positions_and_loads_what_lacks_them():
 @pytest.mark.parametrize("position", ["table", "relative", "bilateral"])
 @pytest.mark.parametrize("version", ["v1", "v2"])
 def test_dropout_writes_the_same_weights_out(version, position, window):
-    """Of a share that is all but 0 nothing is dropped."""
+    """A dropout probability near 0 drops nothing."""
     shift = int(window == "partition")
     module = layer(window_size=3, shift_size=shift, version=version, position=position, window=window)
     x = tokens((5, 6))
@@ -385,7 +385,7 @@ def test_compile_and_empty_batches():
     ids=str,
 )
 def test_compile_with_symbolic_sizes(options, backend):
-    """One graph for all maps that are cut and padded alike."""
+    """One graph serves all maps that are split and padded alike."""
     torch._dynamo.reset()
     counter = CompileCounterWithBackend(backend)
     module = layer(torch.float32, window_size=3, **options)
