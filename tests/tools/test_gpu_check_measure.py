@@ -45,7 +45,7 @@ def few_rows(monkeypatch) -> None:
 
 def worked(tmp_path: Path, **settings: Any) -> list[dict[str, Any]]:
     record = tmp_path / "rows.jsonl"
-    worker.work_through(worker.Settings("cpu", str(record), seconds=60, race_seconds=0.0, **settings))
+    worker.run_rows(worker.Settings("cpu", str(record), seconds=60, race_seconds=0.0, **settings))
     return measure.read(record)[0]
 
 
@@ -81,7 +81,7 @@ def test_the_part_with_the_least_of_its_time_is_next():
     planned = {part: [(f"{part}: {n}", Case(str(n), prepared())) for n in range(2)] for part in ("operators", "halves")}
     spent = {"operators": 0.0, "halves": 0.0}
     order = []
-    for part, name, _ in worker.turns(planned, spent):
+    for part, name, _ in worker.in_turn(planned, spent):
         order.append(name)
         spent[part] += 10.0
     # "operators" has six times the weight of "halves"

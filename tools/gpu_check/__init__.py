@@ -1,1 +1,1 @@
-"""Check and measure the operators on a GPU, in two commands that each end in time with what they have."""
+"""Check and measure the operators on a GPU, by two commands with time limits that write partial results."""

@@ -1,14 +1,14 @@
 """Check and measure the operators on this machine's GPU, in two commands of under 500 seconds each.
 
-python -m tools.gpu_check check              build where needed, tests marked cuda, random calls, compute-sanitizer
+python -m tools.gpu_check check              build if necessary, tests marked cuda, random calls, compute-sanitizer
 python -m tools.gpu_check check --stages tests memory
-python -m tools.gpu_check measure            every operator and module by each of its backends, beside its peers
-python -m tools.gpu_check measure -k window  rows by a regular expression
+python -m tools.gpu_check measure            time each operator and module with each backend, and its peers
+python -m tools.gpu_check measure -k window  only rows that match a regular expression
 
-Needs a Python with torch for CUDA, pytest and, for some peers, torchvision, timm, natten, mmcv; nothing is installed.
-What a command found is written to --out after every part: a command that is cut short leaves what it has. Clocks,
-power limits and other settings of the GPU stay as they are. The status is 0 where all is well, 1 where something
-failed, 2 where there is no CUDA device.
+Needs a Python with torch for CUDA, pytest and, for some peers, torchvision, timm, natten and mmcv; installs nothing.
+Results are written to --out after every part, so an interrupted command keeps those of complete parts. Clocks, power
+limits and other GPU settings are not changed. The exit status is 0 on success, 1 if something failed, and 2 without a
+CUDA device.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tools.requires import extras
 
 from . import machine
 
-if __name__ == "__main__":  # before anything imports the package, which need not be installed
+if __name__ == "__main__":  # before the package, which need not be installed, is imported
     machine.make_importable()
 
 with extras():
@@ -44,14 +44,14 @@ def parser() -> argparse.ArgumentParser:
     jobs = max(1, (os.cpu_count() or 1) - 2)
     first = commands.add_parser("check", help="build, tests, random calls, memory checkers")
     first.add_argument("--stages", nargs="+", choices=check.STAGES, default=list(check.STAGES))
-    first.add_argument("--build", action="store_true", help="compile even where the binaries load")
-    second = commands.add_parser("measure", help="times, memory, and shares of what the device can do")
-    second.add_argument("-k", default="", metavar="REGEX", help="only rows whose name this finds")
-    second.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: tries the tool; means nothing")
+    first.add_argument("--build", action="store_true", help="compile even if the binaries load")
+    second = commands.add_parser("measure", help="times, memory, and shares of the device's roofline")
+    second.add_argument("-k", default="", metavar="REGEX", help="only rows whose names match")
+    second.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu only tries the tool")
     for each in (first, second):
-        each.add_argument("--seconds", type=float, default=SECONDS, help="for the whole command (default: %(default)g)")
-        each.add_argument("--jobs", type=int, default=jobs, help="processes at a time (default: %(default)s)")
-        each.add_argument("--out", type=Path, default=out, help="where results go (default: $OUT, %(default)s)")
+        each.add_argument("--seconds", type=float, default=SECONDS, help="time limit (default: %(default)g)")
+        each.add_argument("--jobs", type=int, default=jobs, help="number of parallel processes (default: %(default)s)")
+        each.add_argument("--out", type=Path, default=out, help="folder of the results (default: $OUT, %(default)s)")
     return made
 
 

@@ -1,4 +1,4 @@
-"""Which backends an operator has: read from the operators' own tables."""
+"""Backends of the operators, read from their tables."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from attn_plugins.ops.operator import Operator
 
 
 def operators() -> dict[str, Operator]:
-    """Return every operator that the package defines, by name."""
+    """Return all operators that the package defines, by name."""
     modules = [module for name, module in sys.modules.items() if name.startswith("attn_plugins.ops.")]
     found = [value for module in modules for value in vars(module).values() if isinstance(value, Operator)]
     return {each.name: each for each in found}
 
 
 def backends_of(operator: str) -> list[str]:
-    """Return the names in an operator's table, the preferred first; none of a functional without a table."""
+    """Return the backends in an operator's table, preferred ones first; empty for a functional without a table."""
     found = operators().get(operator)
     return [] if found is None else [each.name for each in found.table]
 
 
 @contextmanager
 def calling_thread() -> Iterator[None]:
-    """Let autograd compute gradients of CUDA tensors in this thread, so that a forced backend holds for them, too."""
+    """Compute gradients of CUDA tensors in this thread, so that a forced backend also applies to the backward."""
     with torch.autograd.set_multithreading_enabled(False):
         yield
 
 
 def served_by(run: Callable[[], Any]) -> dict[str, list[str]]:
-    """Run once; return by which backends each operator was computed, forward and backward, in order of appearance."""
+    """Run once, and return the backends that computed each operator, forward and backward, in order of use."""
     found: dict[str, list[str]] = {}
     choose = backends.choose
 

@@ -1,4 +1,4 @@
-"""Random calls of one operator on a device by every backend that takes them, for a memory checker to watch.
+"""Random calls of one operator on a device with every backend that accepts them, to be run under a memory checker.
 
 Run by :mod:`.memory` as ``python -c "from tools.gpu_check.calls import main; main()" OPERATOR CALLS SECONDS DEVICE``.
 """
@@ -21,7 +21,7 @@ def compute(operator: str, count: int, seconds: float, device: str) -> tuple[Cou
     """Compute up to ``count`` calls within ``seconds``, forward and backward.
 
     Returns:
-        How many were computed by each backend, and the first line of every error.
+        The number of calls that each backend computed, and the first line of every error.
     """
     names = backends_of(operator)
     done: Counter[str] = Counter()
@@ -37,13 +37,13 @@ def compute(operator: str, count: int, seconds: float, device: str) -> tuple[Cou
                     check.compute(call, grad, name)
                     if device == "cuda":
                         torch.cuda.synchronize()
-            except ValueError:  # it refuses this call
+            except ValueError:  # the backend refuses this call
                 continue
             except Exception as error:
                 errors.append(
                     f"call {number} by {name}: {(str(error).splitlines() or [type(error).__name__])[0][:200]}"
                 )
-                if device == "cuda" and "CUDA error" in str(error):  # nothing works after it
+                if device == "cuda" and "CUDA error" in str(error):  # every later call would fail
                     return done, errors
                 continue
             done[name] += 1
@@ -51,7 +51,7 @@ def compute(operator: str, count: int, seconds: float, device: str) -> tuple[Cou
 
 
 def main() -> None:
-    """Compute as the arguments say, and print a line of what was."""
+    """Compute the calls that the arguments request, and print a summary."""
     operator, count, seconds, device = sys.argv[1:]
     done, errors = compute(operator, int(count), float(seconds), device)
     words = ", ".join(f"{n} calls by {name}" for name, n in done.items()) or "no call"

@@ -1,4 +1,4 @@
-"""The first command: build, tests, random calls beside the reference, memory checkers."""
+"""Command ``check``: build, tests, comparison of random calls with the reference, memory checkers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from . import machine, memory, testing
 from .processes import Budget
 
 STAGES = ("build", "tests", "fuzz", "memory")
-# The most seconds of a stage; those after it get what it leaves.
+# Time limit of each stage in seconds; later stages may use what it leaves.
 SECONDS = {"build": 210.0, "tests": 250.0, "fuzz": 60.0, "memory": 150.0}
 OPERATORS = (
     "window_attention", "global_attention", "sequence_attention", "criss_cross_attention", "deform_conv2d",
@@ -26,7 +26,7 @@ OPERATORS = (
 
 
 class Stage(NamedTuple):
-    """What a stage came to: ``passed``, ``FAILED`` or ``no time``, with the lines that say why."""
+    """Outcome of a stage: ``passed``, ``FAILED`` or ``no time``, with explanatory lines."""
 
     name: str
     outcome: str
@@ -36,7 +36,7 @@ class Stage(NamedTuple):
 
 
 def check(stages: Sequence[str], budget: Budget, jobs: int, out: Path, force_build: bool = False) -> int:
-    """Run the stages, write what they found after each, print a summary; return the exit status."""
+    """Run the stages, write results after each, print a summary, and return the exit status."""
     out.mkdir(parents=True, exist_ok=True)
     log = out / "check.log"
     log.write_text("")
@@ -69,7 +69,7 @@ def _build(part: Budget, log: Path, force: bool) -> Stage:
 
 
 def _tests(part: Budget, log: Path, scratch: Path, jobs: int) -> Stage:
-    # Reference results are computed on the CPU meanwhile, and inductor would start a process for every core.
+    # Reference results are computed on the CPU at the same time, and inductor would start a process per core.
     os.environ |= {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "2"}
     tests, problem = testing.collect(part, log, scratch)
     results = testing.run_tests(tests, jobs, part, log, scratch)
@@ -85,7 +85,7 @@ def _tests(part: Budget, log: Path, scratch: Path, jobs: int) -> Stage:
 
 
 def reason(message: str) -> str:
-    """Return the line of a failure that says most: the last that pytest marks, else the last."""
+    """Return the most informative line of a failure: the last line that pytest marks, else the last line."""
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     marked = [line for line in lines if line.startswith("E ")]
     chosen = marked[0] if marked else lines[-1] if lines else "no message"

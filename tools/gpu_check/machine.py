@@ -1,4 +1,4 @@
-"""What is needed before anything runs: a device, the package on the path, binaries that load."""
+"""Preparation: check for a device, make the package importable, and build binaries that do not load."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ REFUSAL = "import json; from attn_plugins.ops import library; print(json.dumps(l
 
 
 def make_importable() -> None:
-    """Put this checkout's package on the path of this process and of those that it starts, without an installation."""
+    """Put this checkout's package on the path of this process and its children, without installing it."""
     FOLDER.mkdir(parents=True, exist_ok=True)
     link = FOLDER / "attn_plugins"
     if not link.is_symlink():
@@ -26,14 +26,14 @@ def make_importable() -> None:
     sys.path[:0] = [path for path in paths if path not in sys.path]
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join([*paths, *([before] if before else [])])
-    # The entry point of an installed package would import another one than this.
+    # The entry point of an installed package would import that package instead of this one.
     os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic mode needs it from the start
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic mode needs it before CUDA starts
     os.environ.setdefault("PYTHONUNBUFFERED", "1")
 
 
 def binary_failure(log: Path) -> str | None:
-    """Return the reason why the CUDA binary does not load, or has no code for this GPU, in a new process, or None."""
+    """Return why the CUDA binary does not load or has no code for this GPU, found in a new process, or None."""
     done = run([sys.executable, "-W", "ignore", "-c", REFUSAL], 60, log)
     if done.status != 0:
         return done.last_line()
@@ -44,10 +44,10 @@ def binary_failure(log: Path) -> str | None:
 
 
 def build(budget: Budget, log: Path, capability: tuple[int, int], force: bool = False) -> tuple[bool, str]:
-    """Compile the binaries in place where they do not load, for this device alone.
+    """Compile the binaries in place for this device only, unless they load.
 
     Returns:
-        Whether they load at the end, and a line that says what was done.
+        Whether they load afterwards, and a line that describes what was done.
     """
     reason = binary_failure(log)
     if reason is None and not force:

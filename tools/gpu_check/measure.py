@@ -1,4 +1,4 @@
-"""The second command: fill the compilers' caches in many processes, then measure row by row in one."""
+"""Command ``measure``: fill the compilers' caches with several processes, then measure row by row in one process."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from .processes import Budget, Done, run
 
 WORK = "from tools.gpu_check.worker import main; main()"
 CEILINGS = "from tools.gpu_check.roofline import main; main()"
-WARM_SHARE = 0.3  # of the time, for running everything once
+WARM_SHARE = 0.3  # share of the time for running everything once
 MOST_LOSSES = 3
-LOST_SECONDS = 45.0  # that a row is taken to have cost where it ended its process
-STARTS = 16  # of the process that measures, each after a row that ended it
+LOST_SECONDS = 45.0  # assumed duration of a row that ended its process
+STARTS = 16  # maximum number of starts of the measuring process, one after each row that ended it
 
 
 def measure(pattern: str, budget: Budget, jobs: int, out: Path, device: str) -> int:
-    """Measure, write what was found after every row that ended a process and at the end, print tables."""
+    """Measure; write results after each row that ended a process and at the end; print tables."""
     out.mkdir(parents=True, exist_ok=True)
     log = out / "measure.log"
     log.write_text("")
@@ -65,12 +65,12 @@ def measure(pattern: str, budget: Budget, jobs: int, out: Path, device: str) -> 
 
 
 def facts(device: str) -> dict[str, str]:
-    """Return where and with what is measured; a package that is missing is left out."""
+    """Return the device and the versions of packages, without missing ones."""
     return report.machine(device, more=("triton", "natten"))
 
 
 def measure_ceilings(device: str, budget: Budget, scratch: Path) -> dict[str, float] | None:
-    """Return the speeds that the device reaches, or None where they could not be measured."""
+    """Measure the speeds that the device reaches; return None on failure."""
     side = roofline_side(device)
     done = run([sys.executable, "-W", "ignore", "-c", CEILINGS, device, side], budget.left(), scratch / "ceilings.log")
     try:
@@ -81,20 +81,20 @@ def measure_ceilings(device: str, budget: Budget, scratch: Path) -> dict[str, fl
 
 
 def roofline_side(device: str) -> str:
-    """Return the side of the matrices whose product is timed; a CPU is there to try the tool."""
+    """Return the side of the matrices whose product is timed; on a CPU, where the tool is only tried, a small one."""
     return "8192" if device == "cuda" else "256"
 
 
 def start_worker(settings: dict[str, Any], limit: float, log: Path) -> Any:
-    """Run a worker to its end."""
+    """Start a worker and wait until it ends."""
     return run([sys.executable, "-W", "ignore", "-c", WORK, json.dumps(settings)], limit, log)
 
 
 def warm(pattern: str, budget: Budget, jobs: int, scratch: Path, device: str) -> tuple[int, dict[str, int]]:
-    """Run every row once, in ``jobs`` processes, so that what is compiled lies in caches.
+    """Run every row once, in ``jobs`` processes, to fill the caches of compiled code.
 
     Returns:
-        How many rows ran, and those that ended a process.
+        The number of rows that ran, and how many processes each row ended.
     """
 
     def one(number: int) -> tuple[list[str], list[str]]:
@@ -108,7 +108,7 @@ def warm(pattern: str, budget: Budget, jobs: int, scratch: Path, device: str) ->
             )  # fmt: skip
             ended = start_worker(settings, budget.left(), scratch / f"warm-{number}.log")
             at = read(record)[1]
-            if ended.status in (0, None):  # where time was over, the row is not to blame
+            if ended.status in (0, None):  # if the time was over, the row is not to blame
                 break
             lost += [at] if at is not None and at not in lost else []
         return [row["end"] for row in read(record)[0]], lost
@@ -127,22 +127,22 @@ def rows_of(
     keep: Callable[[list[dict[str, Any]]], None] = lambda rows: None,
     lost_before: Mapping[str, int] | None = None,
 ) -> list[dict[str, Any]]:
-    """Return all rows that a worker measured, and those that ended one however little of them ran.
+    """Measure all rows; return them, including those that failed.
 
-    A row that ends a process is tried without its peers, then by the default backend alone.
+    A row that ends a process is tried again without its peers, then with the default backend only.
 
     Args:
-        pattern: Of names, a regular expression.
-        budget: For all.
-        scratch: A folder for the record.
-        log: What workers print.
+        pattern: Regular expression for the names of rows.
+        budget: Time for all rows.
+        scratch: Folder for the record.
+        log: File for the output of workers.
         device: ``cuda`` or ``cpu``.
-        keep: Is given the rows so far whenever a worker has ended.
-        lost_before: Processes that rows have ended before.
+        keep: Function called with the rows so far whenever a worker has ended.
+        lost_before: Number of processes that each row has already ended.
     """
     record = scratch / "rows.jsonl"
     losses, reasons = dict(lost_before or {}), dict.fromkeys(lost_before or {}, "a process ended")
-    gone: dict[str, dict[str, Any]] = {}  # rows that are not tried again
+    gone: dict[str, dict[str, Any]] = {}  # rows that will not be tried again
     for _ in range(STARTS):
         if budget.over():
             break
@@ -172,7 +172,7 @@ def rows_of(
 
 
 def _reason(record: Path, ended: Done) -> str:
-    """Return how the last row of a record ended its process."""
+    """Describe how the last row of a record ended its process."""
     if ended.status is None:
         return "the time was over"
     trace = testing.trace_of(record)
@@ -182,13 +182,13 @@ def _reason(record: Path, ended: Done) -> str:
 
 
 def last_contestant(record: Path) -> str:
-    """Return the contestant that was at work last."""
+    """Return the contestant that ran last."""
     names = re.findall(r'^{"at": "(.*)"}$', record.read_text(), re.M) if record.exists() else []
     return names[-1] if names else "at the start"
 
 
 def rows_with_losses(record: Path, reasons: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Return the rows that ended; of those measured without their peers, why."""
+    """Return the rows that ended, with the reason for those measured without their peers."""
     rows = read(record)[0]
     for row in rows:
         if row["end"] in reasons and "errors" in row["row"]:
@@ -197,7 +197,7 @@ def rows_with_losses(record: Path, reasons: Mapping[str, str]) -> list[dict[str,
 
 
 def read(record: Path) -> tuple[list[dict[str, Any]], str | None]:
-    """Return the rows that ended, and the name of the last one that only started, or None."""
+    """Return the rows that ended, and the name of the last one if it only started, or None."""
     rows, at = [], None
     for line in record.read_text().splitlines() if record.exists() else ():
         try:

@@ -1,7 +1,7 @@
-"""Random calls of every operator under compute-sanitizer, and beside the reference.
+"""Random calls of every operator, under compute-sanitizer and in comparison with the reference.
 
-memcheck and synccheck watch our kernels alone. initcheck watches all, since memory that another kernel wrote would
-count as never written otherwise; what it says of other kernels is not counted.
+memcheck and synccheck observe only our kernels. initcheck observes all kernels, because it would otherwise treat memory
+written by another kernel as uninitialised; its reports on other kernels are ignored.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from .machine import ROOT
 from .processes import Budget, Done, run
 
 TOOLS = ("memcheck", "initcheck", "synccheck")
-ERRORS = 9  # compute-sanitizer's exit status where it found some
+ERRORS = 9  # compute-sanitizer's exit status if it found errors
 CALLS = "from tools.gpu_check.calls import main; main()"
-NUMBER = 400  # calls of an operator at most
+NUMBER = 400  # maximum number of calls of an operator
 JIT = re.compile(r"^@(?:triton\.)?jit\b[^\n]*\n(?:@[^\n]*\n|\s[^\n]*\n|\)[^\n]*\n)*def (\w+)\(", re.M)
 
 
 class Found(NamedTuple):
-    """What one process found: whether all is well, and a line that says so."""
+    """Result of one process: whether it found no fault, and a line that summarises it."""
 
     name: str
     passed: bool
@@ -35,7 +35,7 @@ class Found(NamedTuple):
 
 
 def our_kernels(package: Path = ROOT / "plugins") -> list[str]:
-    """Return parts of names that only our kernels have: the C++ namespace, and functions that Triton compiles."""
+    """Return substrings that only our kernels' names have: the C++ namespace, and functions that Triton compiles."""
     found = {"attn_plugins"}
     for path in sorted(package.rglob("*.py")):
         found.update(JIT.findall(path.read_text(encoding="utf-8")))
@@ -43,7 +43,7 @@ def our_kernels(package: Path = ROOT / "plugins") -> list[str]:
 
 
 def checker() -> str | None:
-    """Return compute-sanitizer's path: on the PATH, or in the toolkit that nvcc belongs to; None without one."""
+    """Return the path of compute-sanitizer, from the PATH or nvcc's toolkit; None if there is none."""
     if found := shutil.which("compute-sanitizer"):
         return found
     home = Path(toolchain.cuda_home() or "/usr/local/cuda")
@@ -52,7 +52,7 @@ def checker() -> str | None:
 
 
 def command(program: str, tool: str, operator: str, seconds: float, kernels: Sequence[str]) -> list[str]:
-    """Return the command line that runs calls of an operator under a tool."""
+    """Return the command line that runs random calls of an operator under a tool."""
     words = [program, "--tool", tool, "--report-api-errors", "no"]
     if tool != "initcheck":
         words += ["--error-exitcode", str(ERRORS)]
@@ -68,7 +68,7 @@ def reports(text: str, kernels: Sequence[str]) -> list[str]:
 
 
 def judge(tool: str, operator: str, done: Done, text: str, kernels: Sequence[str]) -> Found:
-    """Return what a process under a tool found."""
+    """Return the result of a process under a tool."""
     name = f"{tool}, {operator}"
     computed = next((line for line in text.splitlines() if line.startswith(f"{operator}: ")), None)
     if tool == "initcheck" and (unwritten := reports(text, kernels)):
@@ -84,17 +84,17 @@ def judge(tool: str, operator: str, done: Done, text: str, kernels: Sequence[str
 
 
 def check_memory(operators: Sequence[str], jobs: int, budget: Budget, log: Path) -> list[Found]:
-    """Return what every tool found in every operator's calls."""
+    """Run calls of each operator under each tool."""
     program = checker()
     if program is None:
         return [Found("compute-sanitizer", False, "not on the PATH, nor in the toolkit: memory was not checked")]
     kernels = our_kernels()
-    # Calls end by themselves well before they are killed, which would lose what was found.
+    # Calls stop well before the process would be killed, which would lose the findings.
     seconds = budget.left() * 0.45
 
     def one(tool: str, operator: str) -> Found:
         part = log.with_name(f"{log.stem}-{tool}-{operator}.log")
-        limits = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # so that the checker sees where each tensor ends
+        limits = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # so that the checker knows where each tensor ends
         done = run(command(program, tool, operator, seconds, kernels), budget.left(), part, limits)
         text = part.read_text(errors="replace")
         return judge(tool, operator, done, text, kernels)
@@ -105,7 +105,7 @@ def check_memory(operators: Sequence[str], jobs: int, budget: Budget, log: Path)
 
 
 def fuzz(operators: Sequence[str], jobs: int, budget: Budget, log: Path, device: str = "cuda") -> list[Found]:
-    """Return how random calls compare with the reference; time that runs out is no fault."""
+    """Compare random calls with the reference; running out of time is not a failure."""
 
     def one(operator: str) -> Found:
         part = log.with_name(f"{log.stem}-fuzz-{operator}.log")

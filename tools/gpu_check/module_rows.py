@@ -1,4 +1,4 @@
-"""Rows of every public module at a size of practice, beside the same module by the operators' definitions."""
+"""Rows of every public module at a realistic size, compared with the module on the operators' definitions."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def deformable() -> Call:
     return (query,), dict(value=query.clone(), reference_points=reference, spatial_shapes=LEVELS)
 
 
-# By name: the module, its input.
+# Modules and their inputs, by name.
 MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Call]]] = {
     "AAConv2d": (lambda: modules.AAConv2d(256, 256, 3, 160, 24, 8, input_size=14), lambda: map2d(256, 14, 14, 32)),
     "AlignmentAttention": (
@@ -106,7 +106,7 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Call]]] = {
 
 
 def moved(call: Call, device: str, dtype: torch.dtype, gradients: bool) -> Call:
-    """Return the arguments on a device, floating ones of ``dtype``, as leaves with or without gradients."""
+    """Move the arguments to a device, floating ones to ``dtype``, as leaves with or without gradients."""
 
     def move(value: Any) -> Any:
         if not isinstance(value, Tensor):
@@ -123,7 +123,7 @@ def floating(values: Any) -> list[Tensor]:
 
 
 def module_run(call: Callable[..., Any], module: nn.Module, given: Call, backward: bool) -> Run:
-    """Return a run of a module: outputs alone, or the gradients of inputs and parameters."""
+    """Return a function that runs a module: the forward only, or also the gradients of inputs and parameters."""
     args, kwargs = given
     if not backward:
 
@@ -143,7 +143,7 @@ def module_run(call: Callable[..., Any], module: nn.Module, given: Call, backwar
 
 
 def opened(module: nn.Module) -> nn.Module:
-    """Draw what starts at zero (gates, gamma, offsets): nothing of the work may be left out, and samples spread."""
+    """Draw zero-initialised parameters (gates, gamma, offsets), so that no work is skipped and samples spread."""
     with torch.no_grad():
         for parameter in module.parameters():
             if not parameter.any():
@@ -181,7 +181,7 @@ def module_case(name: str, dtype: torch.dtype, backward: bool, device: str) -> C
 
 
 def cases(device: str) -> list[Case]:
-    """Return the rows of all modules, those of bfloat16 first."""
+    """Return the rows of all modules, bfloat16 first."""
     return [
         module_case(name, dtype, backward, device)
         for dtype in DTYPES[:2]

@@ -1,4 +1,4 @@
-"""Processes with time limits, and the time that is left for all of them."""
+"""Processes with time limits and a shared time budget."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-LEAST = 3.0  # seconds under which nothing more is started
+LEAST = 3.0  # seconds; nothing more is started if less is left
 
 
 class Done(NamedTuple):
     """A process that has ended.
 
     Attributes:
-        status: Its exit status; None where the limit ended it.
+        status: Its exit status; None if it ran into the time limit.
         seconds: How long it ran.
-        output: The end of what it printed.
+        output: The end of its output.
     """
 
     status: int | None
@@ -29,24 +29,24 @@ class Done(NamedTuple):
     output: str
 
     def last_line(self) -> str:
-        """Return the last line that is not empty, or what the status says where nothing was printed."""
+        """Return the last non-empty line of the output, or a description of the status if there is none."""
         lines = [line.strip() for line in self.output.splitlines() if line.strip()]
         return lines[-1][:300] if lines else f"ended with status {self.status} and no message"
 
 
 @dataclass
 class Budget:
-    """Seconds that several steps share.
+    """Time shared by several steps.
 
     Args:
-        seconds: From now on.
+        seconds: Total time from now on.
     """
 
     seconds: float
     start: float = field(default_factory=time.monotonic)
 
     def left(self) -> float:
-        """Return the seconds that are left, 0 where none are."""
+        """Return the remaining seconds, at least 0."""
         return max(0.0, self.start + self.seconds - time.monotonic())
 
     def spent(self) -> float:
@@ -54,11 +54,11 @@ class Budget:
         return time.monotonic() - self.start
 
     def part(self, seconds: float) -> Budget:
-        """Return a budget of as many seconds, or of what is left."""
+        """Return a budget of ``seconds``, or of the remaining time if that is less."""
         return Budget(min(seconds, self.left()))
 
     def over(self) -> bool:
-        """Return True where it is not worth starting anything."""
+        """Return whether too little time is left to start anything."""
         return self.left() < LEAST
 
 
@@ -69,7 +69,7 @@ def run(
     environment: Mapping[str, str] | None = None,
     tail: int = 6000,
 ) -> Done:
-    """Run a command, whose output goes to the end of ``log``; kill it and what it started once ``limit`` is over."""
+    """Run a command and append its output to ``log``; after ``limit``, kill it and the processes it started."""
     begin = time.monotonic()
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as file:
@@ -87,7 +87,7 @@ def run(
         except subprocess.TimeoutExpired:
             status = None
         finally:
-            with contextlib.suppress(ProcessLookupError):  # also what it left behind
+            with contextlib.suppress(ProcessLookupError):  # also processes that it left behind
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     with log.open("rb") as file:

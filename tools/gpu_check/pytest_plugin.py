@@ -1,6 +1,6 @@
-"""A pytest plugin: run listed tests, record each as it starts and ends, and end the process where CUDA is spoiled.
+"""A pytest plugin that runs listed tests, records each as it starts and ends, and stops once CUDA is unusable.
 
-After an illegal access no call of CUDA works in that process any more: every later test would fail for nothing.
+After an illegal memory access every CUDA call of the process fails, so all later tests would fail as well.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ import pytest
 
 from .testing import trace_of
 
-SPOILED = 71  # exit status
+UNUSABLE = 71  # exit status
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("gpu_check")
-    group.addoption("--device-tests", action="store_true", help="only the tests that need a CUDA device or use one")
-    group.addoption("--listed", type=Path, help="run only the tests whose identifiers this file lists")
-    group.addoption("--list-to", type=Path, help="write the identifiers of what was collected, a line each")
-    group.addoption("--record", type=Path, help="append a line of JSON as each test starts and ends")
-    group.addoption("--test-seconds", type=float, default=90.0, help="end the process where a test takes longer")
+    group.addoption("--device-tests", action="store_true", help="only tests that need a CUDA device or use one")
+    group.addoption("--listed", type=Path, help="run only tests whose identifiers are in this file")
+    group.addoption("--list-to", type=Path, help="write the identifiers of collected tests, one per line")
+    group.addoption("--record", type=Path, help="append a JSON line as each test starts and ends")
+    group.addoption("--test-seconds", type=float, default=90.0, help="end the process if a test takes longer")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -47,7 +47,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def on_device(item: pytest.Item) -> bool:
-    """Whether a test is marked ``cuda``, or is of a file whose ``DEVICE`` is the one that is there."""
+    """Return whether a test is marked ``cuda``, or belongs to a file whose ``DEVICE`` is the available one."""
     module = getattr(item, "module", None)
     return item.get_closest_marker("cuda") is not None or getattr(module, "DEVICE", None) == "cuda"
 
@@ -59,12 +59,12 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 class Recorder:
-    """Writes what happens to a file that survives the process."""
+    """Record of tests, in a file that survives the process."""
 
     def __init__(self, config: pytest.Config) -> None:
         self.path, self.limit = config.getoption("--record"), config.getoption("--test-seconds")
         self.outcome, self.message = "passed", ""
-        self.trace = trace_of(self.path).open("w")  # pytest takes stderr for itself
+        self.trace = trace_of(self.path).open("w")  # pytest captures stderr
 
     def write(self, **line: Any) -> None:
         with self.path.open("a") as file:
@@ -78,15 +78,15 @@ class Recorder:
         faulthandler.dump_traceback_later(self.limit, exit=True, file=self.trace)
         try:
             result = yield
-            spoiled = cuda_error()
+            error = cuda_error()
         finally:
             faulthandler.cancel_dump_traceback_later()
-        if spoiled is not None:
-            self.outcome, self.message = "failed", f"{spoiled}\n{self.message}"
+        if error is not None:
+            self.outcome, self.message = "failed", f"{error}\n{self.message}"
         seconds = round(time.monotonic() - begin, 3)
         self.write(end=item.nodeid, outcome=self.outcome, seconds=seconds, message=self.message[-1500:])
-        if spoiled is not None:
-            os._exit(SPOILED)
+        if error is not None:
+            os._exit(UNUSABLE)
         return result
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -98,7 +98,7 @@ class Recorder:
 
 
 def cuda_error() -> str | None:
-    """Wait for the device and return the error that it has met, or None."""
+    """Wait for the device; return its error, or None."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_available() or not torch.cuda.is_initialized():
         return None

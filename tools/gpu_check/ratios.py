@@ -1,4 +1,4 @@
-"""Tables of what was measured: ratios to the better peer, the fastest of our backends, shares of the roofline."""
+"""Tables of measurements: ratios to the better peer, the fastest of our backends, shares of the roofline."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from tools.benchmark.summary import NOISY, spread
 from .roofline import Work, floor
 
 OWN = "ours"
-BETTER = 1.05  # by which another backend must be faster to be named
-MISMATCH = {"float32": 1e-3, "TF32": 1e-2, "float16": 2e-2, "bfloat16": 8e-2}  # between two of our backends
-LINES = 70  # of the last table, the end of which must fit a short log
+BETTER = 1.05  # another backend is named if it is faster by this factor
+MISMATCH = {"float32": 1e-3, "TF32": 1e-2, "float16": 2e-2, "bfloat16": 8e-2}  # tolerance between two of our backends
+LINES = 70  # length of the last table, whose end must fit a short log
 
 Entry = Mapping[str, Any]
 
 
 class Compared(NamedTuple):
-    """A row in figures.
+    """Figures of a row.
 
     Attributes:
-        name: With its part.
-        ours: Seconds of what serves by default, least of all rounds.
-        served: The backends that served.
-        best: Our fastest backend, where it is another and faster.
-        gain: The default's time over its.
-        peer: The better peer, None without one.
-        ratio: The better peer's time over our default's.
-        memory: Our peak memory over that peer's.
-        share: Of the roofline: what the device needs at least over our time.
+        name: Part and name of the row.
+        ours: Seconds of our default backends, minimum over all rounds.
+        served: Backends that ran by default.
+        best: Our fastest backend, if it is faster than the default.
+        gain: Time of the default over that of ``best``.
+        peer: The better peer; None without one.
+        ratio: Time of the better peer over that of our default.
+        memory: Our peak memory over that of the peer.
+        share: Share of the roofline: minimum time on the device over our time.
         goal: The ratio to reach.
-        marks: What is to be said against the row.
+        marks: Reservations about the row.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Compared(NamedTuple):
 
 
 def compare(entry: Entry, rates: Mapping[str, float] | None) -> Compared:
-    """Return the figures of a row that was measured."""
+    """Compute the figures of a measured row."""
     row = entry["row"]
     times = {name: found["min"] for name, found in row["entries"].items()}
     ours = times[OWN]
@@ -90,7 +90,7 @@ def _marks(row: Mapping[str, Any], peer: str | None) -> str:
 
 
 def ratio_line(each: Compared) -> str:
-    """Return a row of the last table: ratio, share of the roofline, time, what serves, what would be faster."""
+    """Return a line of the last table: ratio, share of the roofline, time, default backends, faster backend."""
     ratio = "    –" if each.ratio is None else f"{each.ratio:5.2f}"
     share = "   –" if each.share is None else f"{100 * each.share:3.0f}%"
     line = f"{ratio} {share} {milliseconds(each.ours):>6} ms {each.name} [{each.served}"
@@ -99,19 +99,19 @@ def ratio_line(each: Compared) -> str:
 
 
 def split(data: Mapping[str, Any]) -> tuple[list[Compared], list[Entry]]:
-    """Return the rows that were measured, compared, and those that were not."""
+    """Return the figures of the measured rows, and the rows that were not measured."""
     rows = data["rows"]
     compared = [compare(row, data.get("ceilings")) for row in rows if "entries" in row["row"]]
     return compared, [row for row in rows if "entries" not in row["row"]]
 
 
 def mean(values: Sequence[float]) -> float | None:
-    """Return the geometric mean; None of nothing."""
+    """Return the geometric mean, or None without values."""
     return math.exp(sum(map(math.log, values)) / len(values)) if values else None
 
 
 def part_lines(compared: Sequence[Compared]) -> list[str]:
-    """Return a line for each part: geometric means of ratios and shares, and how many rows a peer wins."""
+    """Return a line for each part: geometric means of ratios and shares, and the number of rows that a peer wins."""
     lines = []
     for part in dict.fromkeys(each.name.split(":")[0] for each in compared):
         rows = [each for each in compared if each.name.startswith(f"{part}:")]
@@ -125,11 +125,11 @@ def part_lines(compared: Sequence[Compared]) -> list[str]:
 
 
 def backend_lines(data: Mapping[str, Any]) -> list[str]:
-    """Return, for every operator and dtype, each backend's time against the default's: what a default is chosen by."""
+    """Return, for each operator and dtype, the time of each backend relative to the default, to choose defaults by."""
     found: dict[tuple[str, str, str], list[float]] = {}
     for entry in data["rows"]:
         row = entry["row"]
-        if "entries" not in row or len(row["served_by"]) != 1:  # of several operators, none is to blame
+        if "entries" not in row or len(row["served_by"]) != 1:  # with several operators, the cause is unclear
             continue
         (operator, served), *_ = row["served_by"].items()
         ours = row["entries"][OWN]["min"]
@@ -145,7 +145,7 @@ def backend_lines(data: Mapping[str, Any]) -> list[str]:
 
 
 def closing(data: Mapping[str, Any]) -> list[str]:
-    """Return the last lines of the command: what failed, backends, means, and the table of ratios, the worst last."""
+    """Return the last lines of the command: failures, backends, means, and the table of ratios, worst last."""
     compared, failed = split(data)
     lines = ["", f"=== not measured: {len(failed)} rows"]
     lines += [f"{row['end']}: {row['row'].get('error', '?')[:150]}" for row in failed[:25]]
@@ -159,7 +159,7 @@ def closing(data: Mapping[str, Any]) -> list[str]:
 
 
 def page(data: Mapping[str, Any]) -> str:
-    """Return the whole page: machine, ceilings, means, a table of every part, errors and refusals."""
+    """Return the page: machine, ceilings, means, a table of each part, errors and refusals."""
     compared, failed = split(data)
     lines = ["# Measured on a GPU", "", f"`{data['command']}`", ""]
     lines += [", ".join(f"{name} {value}" for name, value in data["machine"].items()), ""]

@@ -1,4 +1,4 @@
-"""What a run has to do at least, operations and bytes, and how long that takes at the speeds the device reaches."""
+"""Minimum operations and bytes of a run, and the time they take at the speeds that the device reaches."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ KINDS = {
 
 
 class Work(NamedTuple):
-    """What a run has to do.
+    """Minimum work of a run.
 
     Attributes:
         operations: Multiplications and additions of its products.
-        moved: Bytes of what it reads that it did not make, and of what it returns, each once.
+        moved: Bytes of its inputs and outputs, each counted once.
     """
 
     operations: int
@@ -35,16 +35,16 @@ class Work(NamedTuple):
 
 
 class Watch(TorchDispatchMode):
-    """Counts the operations of products, and remembers the memory that is read and that no operation made.
+    """Mode that counts the operations of products and records the inputs, memory that is read but was not created.
 
-    (FlopCounterMode follows modules, too, by hooks that autograd.grad does not take.)
+    FlopCounterMode is not used because it also tracks modules, by hooks that fail under autograd.grad.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.operations = 0
         self.read: dict[int, int] = {}
-        self.made: dict[int, Tensor] = {}  # kept, so that no address is given out twice
+        self.made: dict[int, Tensor] = {}  # kept alive, so that no address is reused
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for tensor in _tensors((args, kwargs)):
@@ -68,7 +68,7 @@ def _tensors(values: Any) -> list[Tensor]:
 
 
 def work_of(run: Run) -> Work:
-    """Run once and return what had to be done."""
+    """Run once and return its minimum work."""
     with Watch() as watch:
         result = run()
     written = sum(tensor.numel() * tensor.element_size() for tensor in _tensors(result))
@@ -76,12 +76,12 @@ def work_of(run: Run) -> Work:
 
 
 def kind_of(name: str) -> str:
-    """Return the kind of arithmetic that a row's name tells, an entry of :data:`KINDS`."""
+    """Return the kind of arithmetic in a row's name, an entry of :data:`KINDS`."""
     return next((kind for kind in ("bfloat16", "float16", "TF32") if kind in name), "float32")
 
 
 def ceilings(device: str, side: int) -> dict[str, float]:
-    """Measure operations a second of each kind by a product of matrices, and bytes a second by a copy."""
+    """Measure operations per second of each kind by a matrix product, and bytes per second by a copy."""
     found: dict[str, float] = {}
     before = torch.backends.cuda.matmul.allow_tf32
     try:
@@ -98,10 +98,10 @@ def ceilings(device: str, side: int) -> dict[str, float]:
 
 
 def main() -> None:
-    """Print :func:`ceilings` of the device and for the side of matrices that the arguments name."""
+    """Print :func:`ceilings` for the device and the side of matrices in the arguments."""
     print(json.dumps(ceilings(sys.argv[1], int(sys.argv[2]))))
 
 
 def floor(work: Work, kind: str, rates: dict[str, float]) -> float:
-    """Return the seconds that no version can beat by much."""
+    """Return the minimum time of ``work`` in seconds, which no implementation can beat by much."""
     return max(work.operations / rates[kind], work.moved / rates["bytes"])

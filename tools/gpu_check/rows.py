@@ -1,4 +1,4 @@
-"""Rows of operators beside peers that the benchmarks have not: FlexAttention, NATTEN, compiled references, casts."""
+"""Rows of operators with peers that the benchmarks lack: FlexAttention, NATTEN, compiled references, casts."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 PASSES = (("forward", forward), ("forward+backward", forward_backward))
 GLOBAL = (8, 50, 84, 25, 42, 32)  # heads, rows and columns of queries and of keys, width
 Function = Callable[..., Tensor]
-Peers = dict[str, Callable[[], Function]]  # a maker each: what it imports or compiles may be missing
+Peers = dict[str, Callable[[], Function]]  # each creates its function, whose imports or compiler may be missing
 Shape = tuple[int, ...]
 
 
 @contextmanager
 def definitions() -> Iterator[None]:
-    """Let every operator's definition stand for it, also while torch.compile traces."""
+    """Compute every operator by its definition, also while torch.compile traces."""
     before = Operator._by_reference
     Operator._by_reference = lambda self: True  # type: ignore[method-assign]
     try:
@@ -33,7 +33,7 @@ def definitions() -> Iterator[None]:
 
 
 def reference(function: Function, compiled: bool) -> Callable[[], Function]:
-    """Return a maker of the function by the operators' definitions, as it is or compiled."""
+    """Return a function that creates ``function`` on the operators' definitions, eager or compiled."""
 
     def make() -> Function:
         made = torch.compile(function, dynamic=False) if compiled else function
@@ -50,7 +50,7 @@ def reference(function: Function, compiled: bool) -> Callable[[], Function]:
 def row(
     title: str, function: Function, shapes: Sequence[Shape], peers: Peers, dtype: torch.dtype, passes: int, device: str
 ) -> Case:
-    """Return the row of a function of random tensors of some shapes, beside its compiled definition and ``peers``."""
+    """Return the row of a function of random tensors, with its compiled definition and ``peers``."""
     words, build = PASSES[passes]
 
     def prepare(make: Callable[[], Function]) -> Callable[[], Run]:
@@ -68,21 +68,21 @@ def row(
 
 
 def blocks(mask: Any, queries: int, keys: int, device: str) -> Any:
-    """Return FlexAttention's mask of blocks."""
+    """Return FlexAttention's block mask."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     return create_block_mask(mask, None, None, queries, keys, device=device)
 
 
 def flex(query: Tensor, key: Tensor, value: Tensor, score: Any = None, mask: Any = None, scale: float = 1.0) -> Tensor:
-    """Call FlexAttention; it is the caller that is compiled, with the score's own tensors."""
+    """Call FlexAttention; the caller is compiled, together with the tensors that ``score`` reads."""
     from torch.nn.attention.flex_attention import flex_attention
 
     return flex_attention(query, key, value, score, mask, scale)  # type: ignore[return-value]
 
 
 def flat(*maps: Tensor) -> list[Tensor]:
-    """(B, M, H, W, d) as (B, M, H * W, d)."""
+    """Flatten (B, M, H, W, d) to (B, M, H * W, d)."""
     return [each.flatten(2, 3) for each in maps]
 
 
@@ -235,7 +235,7 @@ def deform_rows(dtype: torch.dtype, passes: int, device: str, B: int = 16, C: in
         from torchvision.ops import deform_conv2d as peer
 
         def run(input: Tensor, offset: Tensor, weight: Tensor, mask: Tensor) -> Tensor:
-            if dtype == torch.bfloat16:  # which torchvision's kernels do not take
+            if dtype == torch.bfloat16:  # which torchvision's kernels do not support
                 cast = (each.float() for each in (input, offset, weight, mask))
                 input, offset, weight, mask = cast
             return peer(input, offset, weight, padding=1, mask=mask).to(dtype)
@@ -248,6 +248,6 @@ def deform_rows(dtype: torch.dtype, passes: int, device: str, B: int = 16, C: in
 
 
 def cases(device: str) -> list[Case]:
-    """Return all rows, those of bfloat16 first."""
+    """Return all rows, bfloat16 first."""
     makers = (window_rows, global_rows, sequence_rows, criss_cross_rows, deform_rows)
     return [case for dtype in DTYPES for make in makers for passes in range(2) for case in make(dtype, passes, device)]

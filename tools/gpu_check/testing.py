@@ -1,7 +1,7 @@
-"""Run the tests that use a CUDA device in many processes, none of which can spoil what runs in another.
+"""Run the tests that use a CUDA device in separate processes, so that a crash affects no other test.
 
-Each process takes some tests of one file. Where it dies or hangs, the test that it was at has failed and another
-process takes the rest.
+Each process runs some tests of one file. If it crashes or hangs, its current test has failed, and another process runs
+the rest.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from .machine import ROOT
 from .processes import Budget, run
 
 FOLDERS = ("tests/ops", "tests/terms", "tests/modules", "tests/timm")
-WEIGHT_A_PROCESS = 60  # of tests that it takes
-STARTS = 6  # of a process for the same tests, each after one that ended early
+WEIGHT_A_PROCESS = 60  # total weight of the tests of a process
+STARTS = 6  # maximum number of processes for the same tests, each after one that ended early
 TEST_SECONDS = 90.0
-ALONE = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # plugins of other packages cost seconds in each process
-# By a part of its name, what a test weighs against a quick one.
+ALONE = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # loading other packages' plugins takes seconds per process
+# Weights of tests relative to a quick one, by a part of their names.
 WEIGHTS = {re.compile("compil", re.I): 15, re.compile("triton|opcheck|gradcheck", re.I): 3}
 
 
 class Result(NamedTuple):
-    """What came of a test: ``passed``, ``failed``, ``skipped`` or ``not run``, and why."""
+    """Outcome of a test, ``passed``, ``failed``, ``skipped`` or ``not run``, and the reason."""
 
     outcome: str
     seconds: float = 0.0
@@ -42,7 +42,7 @@ def pytest_command(*arguments: str | Path) -> list[str | Path]:
 
 
 def collect(budget: Budget, log: Path, scratch: Path, folders: Sequence[str] = FOLDERS) -> tuple[list[str], str | None]:
-    """Return the tests' identifiers, and what went wrong while they were collected, or None."""
+    """Collect the tests; return their identifiers, and the problem that occurred, or None."""
     listing = scratch / "collected"
     folders = [folder for folder in folders if (ROOT / folder).exists()]
     words = ["--collect-only", "--device-tests", "--continue-on-collection-errors", "--list-to", listing, *folders]
@@ -54,12 +54,12 @@ def collect(budget: Budget, log: Path, scratch: Path, folders: Sequence[str] = F
 
 
 def weight(identifier: str) -> int:
-    """Return about how long a test takes, against a quick one."""
+    """Return about how long a test takes relative to a quick one."""
     return next((each for pattern, each in WEIGHTS.items() if pattern.search(identifier)), 1)
 
 
 def chunks(identifiers: Iterable[str], most: int = WEIGHT_A_PROCESS) -> list[list[str]]:
-    """Return tests of one file each, of a weight of ``most`` together, the heaviest first."""
+    """Group tests into chunks of one file and a total weight of ``most``, heaviest first."""
     found: list[list[str]] = []
     file, total = "", 0
     for each in identifiers:
@@ -72,7 +72,7 @@ def chunks(identifiers: Iterable[str], most: int = WEIGHT_A_PROCESS) -> list[lis
 
 
 def run_chunk(tests: Sequence[str], number: int, budget: Budget, log: Path, scratch: Path, seconds: float) -> dict:
-    """Return the result of every one of ``tests``, all of one file."""
+    """Run ``tests``, all of one file, and return the result of each."""
     found: dict[str, Result] = {}
     for start in range(STARTS):
         rest = [name for name in tests if name not in found]
@@ -92,18 +92,18 @@ def run_chunk(tests: Sequence[str], number: int, budget: Budget, log: Path, scra
                 why = f"{trace[:1000]}\ntook more than {seconds:g} s"
             outcome = "not run" if done.status is None else "failed"
             found[at] = Result(outcome, message=f"{done.output[-800:]}\n{why}")
-        elif not ended:  # nothing started: the file does not import, or the identifiers do not fit
+        elif not ended:  # nothing started: the file does not import, or the identifiers are unknown
             found |= {name: Result("failed", message=f"no test was run: {done.output[-800:]}") for name in rest}
     return {name: found.get(name, Result("not run", message="the time was over")) for name in tests}
 
 
 def trace_of(record: Path) -> Path:
-    """Return the file that says where a test that took too long was, empty where none did."""
+    """Return the file for the traceback of a test that takes too long."""
     return record.with_suffix(".trace")
 
 
 def read_record(path: Path) -> tuple[dict[str, Result], str | None]:
-    """Return the tests that ended, and the one that only started, or None."""
+    """Return the results of tests that ended, and the test that only started, or None."""
     ended: dict[str, Result] = {}
     at = None
     for line in path.read_text().splitlines() if path.exists() else ():
@@ -122,7 +122,7 @@ def read_record(path: Path) -> tuple[dict[str, Result], str | None]:
 def run_tests(
     identifiers: Sequence[str], jobs: int, budget: Budget, log: Path, scratch: Path, seconds: float = TEST_SECONDS
 ) -> dict[str, Result]:
-    """Return the result of every test, ``jobs`` processes at a time; never raise for what a test does."""
+    """Run all tests with ``jobs`` processes in parallel and return their results; failing tests raise nothing."""
     found: dict[str, Result] = {}
     with ThreadPoolExecutor(jobs) as pool:
         running = [
@@ -135,7 +135,7 @@ def run_tests(
 
 
 def summary(results: dict[str, Result], problem: str | None) -> tuple[bool, str]:
-    """Return whether all went well, and the line that says so."""
+    """Return whether no test failed, and a summary line."""
     counts = Counter(result.outcome for result in results.values())
     words = [f"{counts[kind]} {kind}" for kind in ("passed", "failed", "skipped", "not run") if counts[kind]]
     passed = bool(counts["passed"]) and not counts["failed"] and not counts["not run"] and problem is None

@@ -1,4 +1,4 @@
-"""Times of short runs: replays of CUDA graphs between events, contestants in turn, caches emptied before each."""
+"""Timing of short runs: CUDA graphs replayed between events, contestants in turn, caches flushed before each."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import torch
 from tools.benchmark.summary import summarize
 
 Run = Callable[[], object]
-GRAPHS_UNDER = 5e-3  # seconds; a longer run hides what the host takes
+GRAPHS_UNDER = 5e-3  # seconds; longer runs hide the host's overhead
 ROUNDS, LEAST_ROUNDS = 25, 5
 
 
 class Contestant:
-    """A run that is timed, by a graph of it where that can be captured and is worth it.
+    """A function to time, by a CUDA graph if it is short and can be captured.
 
     Args:
-        run: What is timed; it has run before.
+        run: The function, which has run before.
         device: ``cuda`` or ``cpu``.
     """
 
@@ -38,17 +38,17 @@ class Contestant:
 
 
 def captured(run: Run) -> Run:
-    """Return the replay of a CUDA graph of a run.
+    """Capture a run in a CUDA graph and return a function that replays it.
 
     Raises:
-        RuntimeError: The run waits for the device, or does something else that no graph holds.
+        RuntimeError: the run waits for the device, or does something else that a graph cannot contain.
     """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         run()
         torch.cuda.synchronize()
-        # What waits for the device cannot be captured, and an attempt would leave the allocator in a bad state.
+        # Runs that wait for the device cannot be captured, and an attempt would leave the allocator in a bad state.
         torch.cuda.set_sync_debug_mode("error")
         try:
             run()
@@ -67,7 +67,7 @@ def captured(run: Run) -> Run:
 
 
 def _once(run: Run, device: str) -> float:
-    """Return about how long a run takes, of two."""
+    """Return about how long a run takes, measured in two runs."""
     found = []
     for _ in range(2):
         if device == "cuda":
@@ -85,7 +85,7 @@ def _once(run: Run, device: str) -> float:
 
 
 class Flush:
-    """Empties the device's second-level cache by writing more than it holds."""
+    """Flush of the device's L2 cache, by writing more than it holds."""
 
     def __init__(self, device: str) -> None:
         self.buffer: torch.Tensor | None = None
@@ -99,7 +99,7 @@ class Flush:
 
 
 def race(contestants: Mapping[str, Contestant], flush: Flush, seconds: float) -> dict[str, dict[str, Any]]:
-    """Time all in turn, A B A B …, for about ``seconds``; return statistics by name, with how each was timed."""
+    """Time all contestants in turn, A B A B …, for about ``seconds``; return statistics and timing method by name."""
     times: dict[str, list[float]] = {name: [] for name in contestants}
     begin = time.monotonic()
     for number in range(ROUNDS):
@@ -113,7 +113,7 @@ def race(contestants: Mapping[str, Contestant], flush: Flush, seconds: float) ->
                 times[name].append(time.perf_counter() - start_time)
                 continue
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            flush()  # also keeps the device busy while the host gets ahead of it
+            flush()  # also keeps the device busy while the host runs ahead
             start.record()
             each.run()
             end.record()
@@ -126,7 +126,7 @@ def race(contestants: Mapping[str, Contestant], flush: Flush, seconds: float) ->
 
 
 def fastest(run: Run, device: str, repeats: int = 10) -> float:
-    """Return the least time of a run, caches warm."""
+    """Return the minimum time of a run, with warm caches."""
     for _ in range(2):
         run()
     return min(_once(run, device) for _ in range(repeats // 2))

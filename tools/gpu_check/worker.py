@@ -1,7 +1,7 @@
-"""A process that measures rows one after the other, and writes each to a file as it starts and ends.
+"""A process that measures rows one after another, and writes to a file when each starts and ends.
 
-Run by :mod:`.measure` as ``python -c "from tools.gpu_check.worker import main; main()" SETTINGS``, a JSON of
-:class:`Settings`. A row that ends the process or takes too long is known by having started only.
+:mod:`.measure` runs it as ``python -c "from tools.gpu_check.worker import main; main()" SETTINGS``, with
+:class:`Settings` as JSON. A row that ends the process or takes too long is recognised by its missing end.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from .backends import backends_of, calling_thread, served_by
 from .testing import trace_of
 from .timing import Contestant, Flush, race
 
-SPOILED = 71  # exit status where the device takes no more work
-# Parts, and how much of the time each gets against the others.
+UNUSABLE = 71  # exit status if the device is unusable
+# Parts, and their relative shares of the time.
 PARTS = {
     "operators": 3.0, "modules": 2.0, "deform_conv": 1.0, "deformable_attention": 1.0, "global_attention": 1.0,
     "augmented_conv": 0.7, "window_attention": 1.0, "criss_cross": 1.0, "sequence_attention": 1.0,
@@ -43,19 +43,20 @@ DTYPE_ORDER = ("bfloat16", "float32", "TF32", "float16")
 
 @dataclass
 class Settings:
-    """What a worker does.
+    """Settings of a worker.
 
     Attributes:
         device: ``cuda`` or ``cpu``.
-        record: The file that it appends to.
-        seconds: When it stops to start rows.
-        pattern: Of rows, a regular expression.
+        record: File that it appends to.
+        seconds: Time after which it starts no further row.
+        pattern: Regular expression for the names of rows.
         skip: Names of rows that are done.
-        losses: How many processes a row has ended: after one it has no peers, after two it is by default alone.
-        spent: Seconds that each part has had.
-        share: (number, of how many): of the rows, for those that only run once and fill caches; None: measure.
-        race_seconds: For the rounds of a row.
-        row_seconds: After which a row is given up, and the process ends.
+        losses: How many processes each row has ended: after one it runs without peers, after two by default only.
+        spent: Seconds that each part has taken so far.
+        share: (number, count) of this worker's share of the rows, which only run once to fill caches; None to measure
+            all rows.
+        race_seconds: Time for the rounds of a row.
+        row_seconds: Time after which a row is abandoned and the process ends.
     """
 
     device: str
@@ -71,7 +72,7 @@ class Settings:
 
 
 def part_cases(part: str, device: str) -> list[Case]:
-    """Return the rows of a part, the most telling dtypes first."""
+    """Return the rows of a part, the most informative dtypes first."""
     if part == "operators":
         found = rows.cases(device)
     elif part == "modules":
@@ -87,7 +88,7 @@ def part_cases(part: str, device: str) -> list[Case]:
 
 
 def plan(device: str, pattern: str) -> dict[str, list[tuple[str, Case]]]:
-    """Return the rows by part, with their names; a part whose file needs what is missing has none."""
+    """Return the rows by part, with their names; a part whose imports are missing has none."""
     wanted, found = re.compile(pattern), dict[str, list[tuple[str, Case]]]()
     for part in PARTS:
         try:
@@ -100,8 +101,8 @@ def plan(device: str, pattern: str) -> dict[str, list[tuple[str, Case]]]:
     return found
 
 
-def turns(planned: dict[str, list[tuple[str, Case]]], spent: dict[str, float]) -> Iterator[tuple[str, str, Case]]:
-    """Yield part, name and row: next is always the part that has had the least of its time; ``spent`` is read anew."""
+def in_turn(planned: dict[str, list[tuple[str, Case]]], spent: dict[str, float]) -> Iterator[tuple[str, str, Case]]:
+    """Yield part, name and row, always from the part with the least of its time in ``spent``, which callers update."""
     waiting = {part: list(cases) for part, cases in planned.items() if cases}
     while waiting:
         part = min(waiting, key=lambda name: spent.get(name, 0.0) / PARTS[name])
@@ -112,7 +113,7 @@ def turns(planned: dict[str, list[tuple[str, Case]]], spent: dict[str, float]) -
 
 
 def forced(run: Run, backend: str) -> Run:
-    """Return the run with one backend for all operators."""
+    """Return ``run`` with one backend for all operators."""
 
     def by_backend() -> object:
         with ops.backend(backend):
@@ -122,7 +123,7 @@ def forced(run: Run, backend: str) -> Run:
 
 
 def defaults() -> None:
-    """Undo what the last row left: flags, compiled code and its limits, memory."""
+    """Reset what the last row changed: flags, compiled code and its limits, memory."""
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
     torch._dynamo.reset()
@@ -132,21 +133,21 @@ def defaults() -> None:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the kind and the first line of an error."""
+    """Return the type and the first line of an error."""
     return f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no message'])[0][:160]}"
 
 
 def contestants(
     case: Case, others: bool = True, begin: Callable[[str], None] = lambda name: None
 ) -> tuple[dict[str, Run], dict[str, Any]]:
-    """Return the runs of a row by name, each run once, and what is known of it: errors, refusals, backends.
+    """Return the functions of a row by name, each run once, and facts about the row: errors, refusals, backends.
 
-    "ours" is what serves by default, "ours, by NAME" another backend of a table of the operators that it calls.
+    "ours" uses the default backends, "ours, by NAME" another backend of the operators that it calls.
 
     Args:
         case: The row.
-        others: Whether other backends run as well.
-        begin: Is called with a name before anything of it runs.
+        others: Whether to include other backends.
+        begin: Function called with each name before it runs.
     """
     found: dict[str, Run] = {}
     facts: dict[str, Any] = {"errors": {}, "refusals": {}, "differences": {}}
@@ -185,13 +186,13 @@ def contestants(
 
 
 def difference(found: Any, expected: Any) -> float:
-    """Return the relative norm of the difference of the first tensors of two results."""
+    """Return the relative norm of the difference between the first tensors of two results."""
     a, b = (next(filter(torch.is_tensor, pytree.tree_leaves(each))).double() for each in (found, expected))
     return float((a - b).norm() / b.norm().clamp_min(1e-30))
 
 
-def spoiled(device: str) -> bool:
-    """Whether the device takes no more work."""
+def unusable(device: str) -> bool:
+    """Return whether the device fails after an earlier error."""
     try:
         if device == "cuda":
             torch.cuda.synchronize()
@@ -201,19 +202,19 @@ def spoiled(device: str) -> bool:
 
 
 def fatal(error: BaseException) -> None:
-    """Raise the error again where the device takes no more work after it.
+    """End the process if ``error`` left the device unusable.
 
     Raises:
-        SystemExit: It does not.
+        SystemExit: the device is unusable.
     """
-    if spoiled("cuda" if torch.cuda.is_available() else "cpu"):
-        raise SystemExit(SPOILED) from error
+    if unusable("cuda" if torch.cuda.is_available() else "cpu"):
+        raise SystemExit(UNUSABLE) from error
 
 
 def measured(
     case: Case, settings: Settings, flush: Flush, others: bool = True, begin: Callable[[str], None] = lambda name: None
 ) -> dict[str, Any]:
-    """Return a row: times and memory of all, and what ours has to do at least."""
+    """Measure a row: times and memory of all contestants, and our minimum work."""
     defaults()
     runs, facts = contestants(case, others, begin)
     work = roofline.work_of(runs["ours"])
@@ -236,7 +237,7 @@ def measured(
     return {"goal": case.goal, "entries": entries, "work": work._asdict(), "kind": roofline.kind_of(case.name), **facts}
 
 
-def work_through(settings: Settings) -> None:
+def run_rows(settings: Settings) -> None:
     """Run or measure rows until all are done or the time is over."""
     record, begin = Path(settings.record), time.monotonic()
     trace = trace_of(record).open("w")
@@ -247,10 +248,10 @@ def work_through(settings: Settings) -> None:
         with record.open("a") as file:
             file.write(json.dumps(line) + "\n")
 
-    for number, (part, name, case) in enumerate(turns(plan(settings.device, settings.pattern), spent)):
+    for number, (part, name, case) in enumerate(in_turn(plan(settings.device, settings.pattern), spent)):
         if time.monotonic() - begin > settings.seconds:
             return
-        if settings.share is not None:  # all workers count alike, so that each row is one's alone
+        if settings.share is not None:  # all workers count alike, so that each row belongs to one of them
             spent[part] = spent.get(part, 0.0) + 1.0
             if number % settings.share[1] != settings.share[0]:
                 continue
@@ -274,9 +275,9 @@ def work_through(settings: Settings) -> None:
                 torch.cuda.synchronize()
         except (SystemExit, Exception) as error:
             row = {"error": first_line(error.__cause__ or error)}
-            if spoiled(settings.device):  # the row has not ended, which says so
+            if unusable(settings.device):  # the record shows the row as not ended
                 print(row["error"], flush=True)
-                os._exit(SPOILED)
+                os._exit(UNUSABLE)
         faulthandler.cancel_dump_traceback_later()
         seconds = time.monotonic() - row_begin
         if settings.share is None:
@@ -286,5 +287,5 @@ def work_through(settings: Settings) -> None:
 
 
 def main() -> None:
-    """Do what the first argument says."""
-    work_through(Settings(**json.loads(sys.argv[1])))
+    """Run the rows for the settings in the first argument."""
+    run_rows(Settings(**json.loads(sys.argv[1])))
