@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 
-# cuBLAS reads it once, at its first product; without it no product runs in deterministic mode.
+# cuBLAS reads it once, at its first product; without it, products raise an error in deterministic mode.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 

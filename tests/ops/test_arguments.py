@@ -1,4 +1,4 @@
-"""Arguments that no operator takes: one error that names them."""
+"""Invalid arguments of the operators: a single error names them."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_causal_is_a_bool(causal):
 
 
 def test_the_message_names_what_does_not_fit_the_logits():
-    """A wrong size shows in another tensor, whose message names where the right one comes from."""
+    """A wrong size shows up in another tensor; the message also names the tensor that sets the size."""
     value, logits = torch.zeros(2, 1, 4, 5, 3), torch.zeros(1, 3, 4, 5, 9)
     for call, name in (
         (lambda: ops.criss_cross_attention(None, None, value, logits), "value"),

@@ -1,4 +1,4 @@
-"""Who computes an operator: the tables of backends, explained and forced."""
+"""The choice of backends: the tables, their explanations, and forcing a backend."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_the_compiled_kernels_serve_cpus(call):
 
 @pytest.mark.parametrize("call", CALLS)
 def test_explaining_computes_nothing(call):
-    """On the meta device nothing could be computed by a kernel; the table says so in words."""
+    """explain works on the meta device, where no kernel could compute anything."""
     operator, args, kwargs = call(device="meta")
     choice = explain(operator, *args, **kwargs)
     assert choice.serves == "torch"
@@ -88,7 +88,7 @@ def test_explaining_computes_nothing(call):
 
 @pytest.mark.parametrize("call", CALLS)
 def test_a_missing_tensor_is_a_type_error(call):
-    """None for what is required: the error names the argument."""
+    """The error names the argument."""
     operator, args, kwargs = call()
     required = {"input": 0, "offset": 1, "weight": 2} if "conv" in operator.__name__ else {"value": 2}
     for name, place in required.items():
@@ -134,7 +134,7 @@ def test_a_forced_backend_that_refuses_or_is_unknown_is_an_error():
         operator(*args, **kwargs)
     with backend("magic"), pytest.raises(ValueError, match="backend must be one of cpu, cuda, torch, reference for"):
         operator(*args, **kwargs)
-    operator(*args, **kwargs)  # nothing is forced any more
+    operator(*args, **kwargs)  # no backend is forced any more
 
 
 @pytest.mark.parametrize("call", [deform, everywhere, sequence, window])

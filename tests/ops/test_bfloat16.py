@@ -1,4 +1,4 @@
-"""bfloat16 on CPUs: kernels that read and write it compute what they compute of float32, rounded once."""
+"""bfloat16 on CPUs: kernels that read and write it give the float32 result rounded once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def draw(*shapes, seed=0):
 
 
 def heads(tensor):
-    """The same numbers, stored as (B, T, M, d)."""
+    """Store the same numbers as (B, T, M, d)."""
     return tensor.transpose(1, 2).contiguous().transpose(1, 2)
 
 
@@ -107,13 +107,13 @@ def test_deform_conv2d_is_close_to_that_of_float32(groups, offset_groups, bias, 
         results.append([output, *torch.autograd.grad(output, leaves, grad_output.to(dtype))])
     for half, single in zip(*results):
         assert half.dtype == torch.bfloat16
-        # Columns and their gradients are rounded as well as results.
+        # Columns and their gradients are rounded, as results are.
         assert (half.float() - single).norm() <= 6e-3 * single.norm()
         assert (half.float() - single).abs().max() <= 1.5e-2 * single.abs().max()
 
 
 def test_rounding_is_torchs():
-    """To the nearest, ties to even; infinities and NaN stay."""
+    """Round to nearest even; infinities and NaN stay."""
     numbers = torch.tensor([1.00390625, 1.01171875, -1.00390625, 3.4e38, 1e-40, float("inf"), float("-inf")])
     value = numbers.view(1, 1, 1, -1).expand(1, 1, 6, -1).contiguous()
     for dtype in (torch.float32, torch.bfloat16):
@@ -129,7 +129,7 @@ def test_nan_stays_nan():
     assert not output[..., 0].isnan().any()
 
 
-# --- SDPA in its place ---------------------------------------------------------------------------------------------
+# --- SDPA instead of the kernels ------------------------------------------------------------------------------------
 
 
 def test_sdpa_serves_where_tiles_are_multiplied(monkeypatch):

@@ -1,4 +1,4 @@
-"""A slice of the fuzzer's calls (``make fuzz`` runs 10,000 of each operator), and of the same in deterministic mode."""
+"""Some of the fuzzer's calls (``make fuzz`` runs 10,000 per operator), also in deterministic mode."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_random_calls_of_all_dtypes(operator):
 
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_random_calls_of_all_dtypes_are_deterministic(operator, deterministic):
-    """No operator refuses, and two runs give the same bits."""
+    """No operator refuses, and two runs give identical bits."""
     for number in range(150, 250):
         _, call, grad = legal_call(operator, 0, number)
         first, second = (check.compute(call, grad) for _ in range(2))

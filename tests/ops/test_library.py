@@ -1,4 +1,4 @@
-"""Which compiled operators can serve a tensor, and what is said where they cannot."""
+"""The compiled operators that can serve a tensor, and the reasons of those that cannot."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WORDS = (
 
 @pytest.fixture
 def gpus(monkeypatch):
-    """A machine with a CUDA binary and two GPUs, of which the binary's code is for number 1 alone."""
+    """Emulate a machine with a CUDA binary and two GPUs, whose binary has code for GPU 1 only."""
     asked = []
 
     def code_refusal(index):
@@ -48,7 +48,7 @@ def test_a_gpu_that_the_binary_has_no_code_for_is_refused_in_words(gpus, caplog)
     assert [record.getMessage() for record in caplog.records] == [
         f"attn_plugins runs on its PyTorch reference on cuda: {WORDS}"
     ]
-    assert gpus == [0]  # the answer is remembered
+    assert gpus == [0]  # the answer is cached
 
 
 def test_every_gpu_is_asked_for_itself(gpus):
@@ -90,7 +90,7 @@ def test_a_forced_backend_says_so(gpus):
 
 
 def test_without_a_gpu_the_binary_that_loaded_serves(gpus, monkeypatch):
-    """As for tensors without data, which `explain` takes on any machine."""
+    """The same holds for tensors without data, which `explain` accepts on any machine."""
     monkeypatch.setattr(library, "_gpu", lambda device: None)
     assert library.refusal("cuda:0", "cuda") is None
     assert not gpus
@@ -110,4 +110,4 @@ def test_the_binary_answers():
         pytest.skip("no CUDA binary is compiled")
     ask = ctypes.CDLL(str(file)).attn_plugins_cuda_refusal
     ask.restype = ctypes.c_char_p
-    assert ask() is None  # also where there is no GPU: that is no lack of code
+    assert ask() is None  # also without a GPU, which does not mean missing code

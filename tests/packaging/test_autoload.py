@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(
 )
 needs_timm = pytest.mark.skipif(importlib.util.find_spec("timm") is None, reason="timm is not installed")
 
-# A package in timm's place that our adapter cannot register in.
+# A replacement of timm in which our adapter cannot register.
 ODD_TIMM = {"timm/__init__.py": "import torch\nfrom . import models\nname = 'odd'", "timm/models.py": "x = 1"}
 KNOWN = "print(timm.is_model('attn_resnet50'))"
 LOADED = "print('attn_plugins.timm' in sys.modules)"
@@ -25,7 +25,7 @@ WAITING = "print(any(type(f).__module__ == 'attn_plugins.autoload' for f in sys.
 @needs_timm
 @pytest.mark.parametrize("imports", ["import torch, timm", "import timm.layers"])
 def test_timm_knows_our_models(python, imports):
-    """Whoever imports a part of timm imports timm before it."""
+    """Importing any part of timm imports timm first."""
     result = python(f"import sys\n{imports}\n{LOADED}\nimport timm\n{KNOWN}")
     assert result.stdout.split() == ["True", "True"]
     assert "attn_plugins" not in result.stderr
@@ -94,7 +94,7 @@ import odd.inner
 
 
 def test_after_import(python):
-    """In the order of the calls, each once, at once where the module is there; failures are the import's."""
+    """Callbacks run once, in the order of the calls, immediately if the module is loaded; failures propagate."""
     code = """
 import attn_plugins.autoload as a
 for action in (print, lambda module: print(module.value), print):
@@ -122,7 +122,7 @@ def test_activating_twice_changes_nothing(python):
 
 
 def test_activation_imports_next_to_nothing(python):
-    """Every ``import torch`` pays for it: two small modules are milliseconds, whatever the machine."""
+    """Every ``import torch`` pays this cost: two small modules take milliseconds on any machine."""
     code = (
         "import importlib.metadata, sys, torch\n"
         "before = set(sys.modules)\n"
@@ -135,7 +135,7 @@ def test_activation_imports_next_to_nothing(python):
 
 
 class TestMmengine:
-    """The name under which ``_base_ = 'mmseg::...'`` looks for mmsegmentation."""
+    """``_base_ = 'mmseg::...'`` looks for mmsegmentation under this name."""
 
     utils = "MODULE2PACKAGE = {'mmseg': 'mmsegmentation', 'mmdet': 'mmdet'}"
     packages = {"mmengine/__init__.py": "", "mmengine/config/__init__.py": "", "mmengine/config/utils.py": utils}

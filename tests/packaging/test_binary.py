@@ -1,4 +1,4 @@
-"""The compiled libraries keep to torch's stable ABI, so that one wheel serves every Python and torch."""
+"""The compiled libraries use only torch's stable ABI, so that one wheel serves every Python and torch."""
 
 from __future__ import annotations
 

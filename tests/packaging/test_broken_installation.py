@@ -1,4 +1,4 @@
-"""``import torch`` works whatever becomes of our files: torch calls an entry point of ours and would pass errors on."""
+"""``import torch`` works whatever happens to our files: torch calls our entry point and would pass on its errors."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def copy_sources(to: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def wheels(tmp_path_factory) -> dict[str, tuple[Path, Path]]:
-    """For 'editable' and 'wheel': the checkout, and what pip would install of it."""
-    # Not imported here: setuptools refuses to be where a toolkit has imported the standard library's distutils before.
+    """Build the wheels of an 'editable' and a regular installation."""
+    # Not imported here: setuptools refuses to load after a toolkit has imported the standard library's distutils.
     if int(version("setuptools").split(".")[0]) < 77:
         pytest.skip("editable installations need setuptools >= 77")
     found = {}
@@ -57,7 +57,7 @@ def wheels(tmp_path_factory) -> dict[str, tuple[Path, Path]]:
 
 @pytest.fixture
 def environment(wheels, tmp_path):
-    """Install a kind of wheel in an environment of its own, over this one's packages: its Python, and our files."""
+    """Install a kind of wheel in its own environment over the current packages; return its Python and our files."""
 
     def make(kind: str) -> tuple[Path, Path]:
         checkout, wheel = wheels[kind]
@@ -68,7 +68,7 @@ def environment(wheels, tmp_path):
         (site,) = (tmp_path / "venv").glob("lib/python*/site-packages")
         (site / "below.pth").write_text(sysconfig.get_path("purelib"))
         zipfile.ZipFile(wheel).extractall(site)
-        for file in site.glob("__editable__*"):  # the checkout was copied, so the finder has to look there
+        for file in site.glob("__editable__*"):  # the checkout was copied, so redirect the finder to the copy
             file.write_text(file.read_text().replace(str(checkout), str(here)))
         return python, (here / "plugins" if kind == "editable" else site / "attn_plugins")
 
@@ -153,7 +153,7 @@ def test_timm_imports_without_the_operators(environment, kind):
 
 @pytest.mark.parametrize("kind", ["editable", "wheel"])
 def test_every_file_is_recorded(wheels, kind):
-    """pip verifies RECORD when it installs, and removes what RECORD names."""
+    """pip verifies RECORD on installation and removes the files it names."""
     opened = zipfile.ZipFile(wheels[kind][1])
     (record,) = (name for name in opened.namelist() if name.endswith("/RECORD"))
     rows = {name: (digest, size) for name, digest, size in csv.reader(io.StringIO(opened.read(record).decode()))}
@@ -166,7 +166,7 @@ def test_every_file_is_recorded(wheels, kind):
 
 
 def test_without_a_binary_nothing_is_fetched_to_build(monkeypatch):
-    """torch is a build requirement only where a binary is compiled."""
+    """torch is a build requirement only if a binary is compiled."""
     code = "import sys; sys.path[0] = 'build_backend'; import backend; print(backend.get_requires_for_build_wheel())"
     for build, expected in (("none", False), ("cpu", True)):
         variables = {**os.environ, "ATTN_PLUGINS_BUILD": build}

@@ -1,4 +1,4 @@
-"""``python -m attn_plugins``: what it reports of this installation, and that it notices what is broken."""
+"""``python -m attn_plugins`` reports on this installation and detects broken parts."""
 
 import re
 import subprocess
@@ -15,7 +15,7 @@ from attn_plugins.ops.examples import drawing, examples
 
 @pytest.fixture(scope="module")
 def healthy():
-    """The doctor's exit status and report, of a process of its own."""
+    """Run the doctor in its own process; return its exit status and report."""
     found = subprocess.run([sys.executable, "-m", "attn_plugins"], capture_output=True, text=True)
     return found.returncode, found.stdout
 
@@ -67,7 +67,7 @@ def test_a_torch_without_autoload_is_told(monkeypatch, capsys):
 
 
 def test_a_broken_operator_is_named(monkeypatch, capsys):
-    """One that is far from its reference, and one that fails."""
+    """The report names an operator that is far from its reference, and one that fails."""
     from attn_plugins.ops import examples as module
 
     def wrong(found, expected):
@@ -85,7 +85,7 @@ def test_a_broken_operator_is_named(monkeypatch, capsys):
 
 
 def test_a_binary_is_not_broken_under_an_older_torch(monkeypatch, capsys):
-    """`pip install .` compiles it with a torch of its own, and the reference serves."""
+    """`pip install .` may compile it with a newer torch; the reference then serves."""
     reason = "torch 2.4.1 is older than 2.10, whose ABI the binary needs"
     monkeypatch.setattr(torch, "__version__", "2.4.1")
     monkeypatch.setattr(library, "failures", lambda: {"cpu": reason, "cuda": reason})
@@ -95,7 +95,7 @@ def test_a_binary_is_not_broken_under_an_older_torch(monkeypatch, capsys):
     assert f"no compiled kernels: {reason}" in capsys.readouterr().out
 
 
-# Packages in the place of installed ones, as an incomplete installation leaves them.
+# Substitutes for installed packages, as an incomplete installation leaves them.
 BROKEN = {
     "mmcv": {"mmcv/__init__.py": ""},
     "fairseq": {"fairseq/__init__.py": "import fairseq.libbleu"},

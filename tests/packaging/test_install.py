@@ -1,4 +1,4 @@
-"""``python -m attn_plugins install``: what it finds, what it would do, and how it compiles and keeps a wheel."""
+"""``python -m attn_plugins install``: detection, plans, and compilation and caching of wheels."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def cache(monkeypatch, tmp_path) -> Path:
 
 
 def is_running(pid: int) -> bool:
-    """True unless the process ended; one that nobody has waited for yet has ended."""
+    """Return False if the process has ended, even if no one has waited for it."""
     try:
         return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
     except FileNotFoundError:
@@ -86,7 +86,7 @@ class TestPackages:
         assert packages.missing_of_extra("onnx") == ["onnxscript"]
 
     def test_an_interruption_ends_the_compilers(self, tmp_path):
-        """What pip has started must not go on behind the next attempt."""
+        """Processes that pip has started must not continue behind the next attempt."""
         started = tmp_path / "started"
         code = (
             "import pathlib, signal; from attn_plugins.install import packages\n"
@@ -142,7 +142,7 @@ class TestPlan:
         assert "invalid choice: 'mmdet'" in done.stderr
 
     def test_another_distribution_that_does_not_run_stays_and_is_named(self, monkeypatch, capsys):
-        """An mmcv of another name is the user's: the command tells how to remove it."""
+        """Such a distribution of mmcv belongs to the user; the message says how to remove it."""
         compiled = Compiled("fork-of-pytest", "pytest", check="mmcv", cpu_minutes=(1, 2))
         monkeypatch.setattr(command, "TOOLKITS", {"mm": Toolkit("a toolkit", ("mmcv",), compiled=compiled)})
         monkeypatch.setattr(checks, "CHECKS", {"mmcv": checks.Check("pytest", "mm", lambda: "")})
@@ -185,13 +185,13 @@ NEEDS_CXX20 = 'static_assert(__cplusplus > 201703L, "C++20 or later");'
 
 @pytest.mark.skipif(toolchain.missing_compiler() is not None, reason="no C++ compiler")
 class TestWheels:
-    """On a package of two source files that asks for C++17, as mmcv does."""
+    """A package of two source files that asks for C++17, as mmcv does."""
 
     package = Compiled("tiny-package>=1.0", "tiny_module", check="mmcv", cpu_minutes=(1, 2))
 
     @pytest.fixture
     def index(self, monkeypatch, tmp_path):
-        """A folder that pip takes the source from; the build tools are those of this environment."""
+        """Return a folder from which pip takes the source; build tools come from this environment."""
         folder = tmp_path / "index"
         folder.mkdir()
         monkeypatch.setenv("PIP_NO_INDEX", "1")
@@ -234,7 +234,7 @@ class TestWheels:
 
     @pytest.mark.parametrize("torch, works", [("2.11.0", False), ("2.12.0", True), ("2.15.0+cu132", True)])
     def test_newer_torch_gets_cxx20(self, index, tmp_path, monkeypatch, torch, works):
-        """From 2.12 on torch's headers need C++20, where the package asks for 17."""
+        """From 2.12 on, torch's headers need C++20, although the package asks for 17."""
         if not toolchain.compiles_cxx20():
             pytest.skip("the compiler knows no C++20")
         index(check=NEEDS_CXX20)
@@ -260,7 +260,7 @@ class TestWheels:
             self.build(tmp_path)
 
     def test_an_interrupted_compilation_resumes_with_its_objects(self, index, tmp_path):
-        """The sources stay after a failure, so that a second call goes on where the first one ended."""
+        """A failure keeps the sources, so that a second call continues where the first one ended."""
         index(answer="#error not yet")
         with pytest.raises(InstallError, match="not yet"):
             self.build(tmp_path)
@@ -296,7 +296,7 @@ def test_cuda_is_compiled_where_asked_for(monkeypatch):
 
 
 def test_what_is_there_is_left_alone(capsys):
-    """In the environment of the tests everything is installed: nothing is called but the doctor."""
+    """The tests' environment has everything installed, so only the doctor runs."""
     pytest.importorskip("mmcv")
     pytest.importorskip("fairseq")
     before = packages.installed()

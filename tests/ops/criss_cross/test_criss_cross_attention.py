@@ -1,4 +1,4 @@
-"""Criss-cross attention: the reference against plain loops, the products against the reference."""
+"""Criss-cross attention: the reference against plain loops, the implementation by products against the reference."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SIZES = [(5, 7), (7, 5), (8, 8), (1, 6), (6, 1), (1, 1), (17, 3)]
 
 
 def by_loops(query, key, value, position, scale) -> Tensor:
-    """Every query, key and channel by itself; the own position once, with the logit that the row has for it."""
+    """Compute the definition for every query, key and channel; the query's own position counts once, in its row."""
     B, M, H, W, _ = value.shape
     output = torch.zeros_like(value)
     for b, m, h, w in itertools.product(range(B), range(M), range(H), range(W)):
@@ -62,7 +62,7 @@ def test_products_equal_the_reference(size, batch, heads, logits, dtype, device)
 
 
 def test_mmcv_agrees():
-    """mmcv's module around our operator: the own position is the row's, the logits are not scaled."""
+    """mmcv's module around our operator: the query's own position counts in its row, and logits are not scaled."""
     module = pytest.importorskip("mmcv.ops.cc_attention").CrissCrossAttention(16).double()
     torch.nn.init.ones_(module.gamma.scale)
     x = torch.randn(2, 16, 6, 5, dtype=torch.float64)
@@ -82,7 +82,7 @@ def test_a_map_of_one_row_or_column_is_global_attention():
 
 
 def test_two_rounds_reach_every_position():
-    """What recurrence is for: after one round a value is on its cross, after two it is everywhere."""
+    """After one round a value reaches its cross, after two it reaches every position: the purpose of recurrence."""
     query, key, value, _ = operands((4, 5), batch=1, heads=1, grad=False)
     changed = value.clone()
     changed[:, :, 1, 2] += 1

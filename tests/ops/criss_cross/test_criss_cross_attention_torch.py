@@ -1,4 +1,4 @@
-"""Criss-cross attention in torch's machinery: gradients, dtypes, compilation, views, memory, threads, errors."""
+"""Criss-cross attention in torch: gradients, dtypes, compilation, views, memory, threads, errors."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_half_precision_accumulates_in_float32(dtype, logits, device):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_logits_of_half_precision_are_not_rounded(device):
-    """Two keys whose logits differ by 1 in 2000: in half precision both would be equal."""
+    """Two keys have logits that differ by 1 in 2000, which half precision could not represent."""
     query = torch.zeros(1, 1, 1, 2, 2, dtype=torch.bfloat16, device=device)
     key, value = torch.zeros_like(query), torch.zeros_like(query)
     query[..., :] = torch.tensor([44.0, 1.0])
@@ -102,7 +102,7 @@ def test_compiled_gradients_of_any_size():
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_views_give_what_copies_give(device):
-    """Heads of a channels-last projection, of a fused one, of a channels-first one, a crop, a stretched head."""
+    """Heads of channels-last, fused and channels-first projections, a crop, and expanded heads."""
     B, M, H, W, d = 2, 3, 5, 6, 4
 
     def gradients(*tensors: Tensor) -> list[Tensor]:
@@ -131,7 +131,7 @@ def test_views_give_what_copies_give(device):
 
 
 def test_projections_are_read_in_few_products():
-    """Channels-last heads need no copy: rows take one product per head, columns one per image."""
+    """Channels-last heads need no copy: one product per head for rows, one per image for columns."""
     B, M, H, W, d = 2, 3, 5, 6, 4
     query, key = (torch.randn(B, H, W, M, d).permute(0, 3, 1, 2, 4) for _ in range(2))
     logits = torch.empty(B, H, W, M, 16).permute(0, 3, 1, 2, 4)
@@ -143,7 +143,7 @@ def test_projections_are_read_in_few_products():
 
 
 def test_nothing_uninitialised_is_read():
-    """Results, padding and scratch come from memory that holds NaN."""
+    """Results, padding and workspace start as NaN."""
     terms = operands((5, 7), dtype=torch.float32)
     grad = torch.randn_like(terms[2])
     expected = torch.autograd.grad(criss_cross_attention(*terms), terms, grad)
@@ -172,7 +172,7 @@ def test_empty_batches_and_shapes_without_data(batch, device):
 
 
 def test_the_result_may_be_changed_in_place():
-    """The gradient does not read it: a residual costs no memory."""
+    """The backward does not read the result, so that a residual added in place costs no memory."""
     terms, x = operands(), torch.randn(2, 3, 5, 7, 5, dtype=torch.float64)
     expected = torch.autograd.grad(criss_cross_attention(*terms).square().sum(), terms)
     output = criss_cross_attention(*terms)

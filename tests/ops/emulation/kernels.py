@@ -1,4 +1,4 @@
-"""Builds a library of emulated CUDA kernels: ``cuda_emulator.h`` says what that is."""
+"""Builds a library of emulated CUDA kernels; see ``cuda_emulator.h``."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ROOT = EMULATION.parents[2]
 COMPILER = shlex.split(os.environ.get("CXX", "c++"))
 COMMON = ["-c", "-fPIC", "-std=c++20", "-Wall", "-U_FORTIFY_SOURCE"]
 
-# Every access calls the emulator, and so does undefined behaviour (an overflow, a misaligned vector).
+# Every memory access calls the emulator, and so does undefined behaviour (overflow, misaligned vectors).
 CHECKS = """-O1 -g1 -fsanitize=thread,alignment,bounds,integer-divide-by-zero,float-cast-overflow
     -fsanitize=signed-integer-overflow,shift -fno-sanitize-recover=all -fno-strict-aliasing
     -Wno-unknown-pragmas -Wno-attributes -Wno-uninitialized
@@ -37,23 +37,23 @@ NEEDS = [
 ]
 
 
-# Variables that a kernel leaves uninitialised hold a number of no sense (gcc 12, clang 8).
+# Fills variables that a kernel leaves uninitialised with a pattern (gcc 12, clang 8).
 PATTERN = "-ftrivial-auto-var-init=pattern"
 
 
-_FOLDER = tempfile.TemporaryDirectory(prefix="emulator")  # until the process ends
+_FOLDER = tempfile.TemporaryDirectory(prefix="emulator")  # kept until the process ends
 
 
 @functools.cache
 def fills_variables() -> bool:
-    """Whether the compiler knows ``PATTERN``."""
+    """Return True if the compiler supports ``PATTERN``."""
     command = [*COMPILER, PATTERN, "-fsyntax-only", "-x", "c++", os.devnull]
     return subprocess.run(command, capture_output=True).returncode == 0
 
 
 @functools.cache
 def _emulator() -> list[Path]:
-    """The emulator's own files, compiled once in a process, without checks."""
+    """Compile the emulator's own files once per process, without checks."""
     folder = Path(_FOLDER.name)
     objects = []
     for name in ("threads", "memory", "ptx"):
@@ -63,7 +63,7 @@ def _emulator() -> list[Path]:
 
 
 def load(source: Path, folder: Path, arch: int = 900) -> None:
-    """Compile ``source`` into ``folder`` for chips of ``arch``, and load its operators."""
+    """Compile ``source`` into ``folder`` for devices of ``arch`` and load its operators."""
     translate_tree(ROOT / "csrc", folder / "csrc")
     main = folder / "emulation.cpp"
     main.write_text(f'#line 1 "{source}"\n{translate(source.read_text())}')
@@ -80,12 +80,12 @@ def load(source: Path, folder: Path, arch: int = 900) -> None:
 
 
 def error(found: Tensor, expected: Tensor) -> float:
-    """The norm of the difference, relative to the expected one's."""
+    """Return the norm of the difference relative to the norm of the expected tensor."""
     return ((found.double() - expected).norm() / expected.norm().clamp_min(1e-30)).item()
 
 
 def reserved(*shape: int, dtype: torch.dtype) -> Tensor:
-    """A tensor of zeros whose memory is used only where somebody writes."""
+    """Return a tensor of zeros whose pages take memory only once they are written."""
     bytes = math.prod(shape) * dtype.itemsize
     try:
         memory = mmap.mmap(

@@ -1,4 +1,4 @@
-"""The emulator finds what it has to find: ``faults.cu``'s kernels pass as they are right, and fail with their fault."""
+"""The emulator finds the faults planted in the kernels of ``faults.cu`` and passes the correct kernels."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def neighbours(x):
     return x.view(-1, 2).flip(1).flatten()
 
 
-# What a kernel computes, and what is said of its fault.
+# The result of each correct kernel, and the error of its fault.
 KERNELS = {
     "block_barrier": (lambda x: x.view(-1, 256).flip(1).flatten(), r"race: .* no __syncthreads orders"),
     "second_barrier": (lambda x: x.view(-1, 256).flip(1).flatten(), r"race: .* no __syncthreads orders"),
@@ -70,13 +70,13 @@ def test_finds_the_fault(faults, seed, name):
     torch.testing.assert_close(out, compute(x), rtol=1e-6, atol=0)
     with pytest.raises(RuntimeError, match=message):
         getattr(faults, name)(out, x, False)
-    getattr(faults, name)(out, x, True)  # and goes on afterwards
+    getattr(faults, name)(out, x, True)  # the emulator continues to work
     torch.testing.assert_close(out, compute(x), rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("name", ["block_barrier", "second_barrier", "warp_barrier"])
 def test_a_missing_barrier_gives_a_wrong_result(faults, seed, monkeypatch, name):
-    """By the order of threads alone, where nobody looks for races."""
+    """Without the race detection, the order of threads alone makes the result wrong."""
     monkeypatch.setenv("EMULATOR_RACES", "0")
     x = numbers()
     right, wrong = torch.zeros_like(x), torch.zeros_like(x)
@@ -99,7 +99,7 @@ def test_sums_that_are_not_atomic(faults, seed, monkeypatch):
 
 @pytest.mark.parametrize("name", ["shared_uninitialised", "incomplete", "asynchronous_copy"])
 def test_what_nobody_wrote_is_nan(faults, seed, monkeypatch, name):
-    """Shared memory, an array of new_empty, and where cp.async writes while nobody waited for it."""
+    """This covers shared memory, new_empty, and the targets of cp.async that no thread has waited for."""
     monkeypatch.setenv("EMULATOR_RACES", "0")
     x, out = numbers(), torch.empty(1024)
     getattr(faults, name)(out, x, True)
@@ -129,7 +129,7 @@ def test_vector_atomics(faults, seed):
 def test_products_of_tensor_cores(faults, type, dtype, K):
     torch.manual_seed(0)
     a, b = torch.randn(16, K).to(dtype), torch.randn(K, 8).to(dtype)
-    if dtype == torch.float32:  # tf32 has ten bits of a fraction
+    if dtype == torch.float32:  # tf32 has a mantissa of ten bits
         a, b = ((t.view(torch.int32) & ~0x1FFF).view(torch.float32) for t in (a, b))
     out = torch.full((16, 8), torch.nan)
     faults.product(out, torch.cat((a.float().flatten(), b.float().flatten())), type)
@@ -143,7 +143,7 @@ def test_transposed_matrix(faults):
 
 
 def test_halves_are_rounded_as_torch_does(faults):
-    """Every value of ``pack`` and the conversions is checked by the kernels' own tests; here, the borders."""
+    """The kernels' own tests check every value of ``pack`` and the conversions; this test checks boundary values."""
     values = [0.0, -0.0, 1 + 2**-11, 1 + 3 * 2**-11, 65519.0, 65520.0, 2**-24, 2**-25, 3 * 2**-25, -6e-5, 6.1035156e-05]
     for dtype, type in ((torch.float16, 0), (torch.bfloat16, 1)):
         a, b = torch.zeros(16, 16), torch.zeros(16, 8)

@@ -1,6 +1,6 @@
-"""Turns CUDA sources into C++, line by line: launches, inline assembly and shared variables become calls.
+"""Translates CUDA sources to C++ line by line: launches, inline assembly and shared variables become calls.
 
-``cuda_emulator.h`` has what they call. Everything else of CUDA is C++ with a few macros.
+``cuda_emulator.h`` defines the functions they call. Everything else in CUDA is C++ with a few macros.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ OPENING, CLOSING = "([{", ")]}"
 
 
 def translate(source: str) -> str:
-    """Return C++ whose lines are ``source``'s, one to one."""
+    """Return C++ code with the same line numbers as ``source``."""
     source = COMMENT.sub("", source)
     source = SHARED.sub(lambda found: _same_lines(found.group(), _shared(found.group(1), found.group())), source)
     source = _replace_statements(source, ASM, _asm)
@@ -27,7 +27,7 @@ def translate(source: str) -> str:
 
 
 def translate_tree(folder: Path, into: Path) -> None:
-    """Translate the CUDA sources under ``folder``, and copy its other headers."""
+    """Translate the CUDA sources under ``folder`` and copy its other headers."""
     for path in folder.rglob("*.*h"):
         target = into / path.relative_to(folder)
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -41,7 +41,7 @@ def _same_lines(old: str, new: str) -> str:
 
 
 def closing(text: str, at: int) -> int:
-    """The place of the bracket that closes the one at ``at``."""
+    """Return the index of the bracket that closes the one at ``at``."""
     depth, quoted = 0, False
     for i in range(at, len(text)):
         if text[i] == '"' and text[i - 1] != "\\":
@@ -56,7 +56,7 @@ def closing(text: str, at: int) -> int:
 
 
 def split(text: str, separator: str) -> list[str]:
-    """Split where ``separator`` stands outside brackets and quotes."""
+    """Split at every ``separator`` outside brackets and quotes."""
     parts, depth, quoted, start = [], 0, False, 0
     for i, c in enumerate(text):
         if c == '"' and text[i - 1 : i] != "\\":
@@ -70,7 +70,7 @@ def split(text: str, separator: str) -> list[str]:
 
 
 def _replace_statements(text: str, head: re.Pattern, replacement) -> str:
-    """Replace every ``head ... )``, whose text between the brackets ``replacement`` takes."""
+    """Replace every ``head ... )`` by ``replacement`` of the text between its brackets."""
     done, at = "", 0
     while found := head.search(text, at):
         end = closing(text, found.end() - 1)
@@ -81,7 +81,7 @@ def _replace_statements(text: str, head: re.Pattern, replacement) -> str:
 
 
 def _asm(body: str) -> str:
-    """``"text" : outputs : inputs : clobbers`` as a call of the emulator."""
+    """Turn ``"text" : outputs : inputs : clobbers`` into a call of the emulator."""
     text, *sections = split(body, ":")
     operands = []
     for section, function in zip(sections, ("output", "input")):
@@ -92,7 +92,7 @@ def _asm(body: str) -> str:
 
 
 def _shared(declaration: str, whole: str) -> str:
-    """``type name[extents], ...`` as references to arrays of the emulator's."""
+    """Turn ``type name[extents], ...`` into references to arrays of the emulator."""
     parts = split(declaration, ",")
     others = []
     while len(parts) > 1 and (found := DECLARATOR.match(parts[-1])):

@@ -13,7 +13,7 @@ from torch import Tensor
 from attn_plugins.ops import backend, library, sequence_attention
 from tests.helpers.operator_checks import given
 
-# Which of content, band, outside and position logits are there.
+# Whether content, band, outside and position logits are present.
 TERMS = [
     terms
     for terms in itertools.product((True, False), repeat=4)
@@ -25,7 +25,7 @@ ALL = (True, True, True, True)
 def operands(
     terms=ALL, *, T=5, S=7, K=3, B=2, M=3, d=4, dv=5, dtype=torch.float64, device="cpu", grad=True, shared=False
 ) -> tuple[Tensor | None, ...]:
-    """Random arguments; with ``shared``, one axis of each kind of logits is of size 1: batch, query, head."""
+    """Return random arguments; with ``shared``, each kind of logits has one axis of size 1: batch, query or head."""
 
     def draw(*shape: int) -> Tensor:
         return torch.randn(*shape, dtype=dtype, device=device, requires_grad=grad)
@@ -55,7 +55,7 @@ def gradients(output: Tensor, operands, grad: Tensor) -> list[Tensor]:
 
 
 def padding(B: int, S: int) -> Tensor:
-    """Padding behind the first sequence, in front of the second, everywhere in the third."""
+    """Return a mask with padding after the first sequence, before the second, and in all of the third."""
     mask = torch.zeros(B, S, dtype=torch.bool)
     mask[0, S - S // 3 :] = True
     if B > 1:
@@ -66,7 +66,7 @@ def padding(B: int, S: int) -> Tensor:
 
 @contextmanager
 def taking(path: str) -> Iterator[None]:
-    """The compiled kernel, or what stands in for it where there is none."""
+    """Use the compiled kernel, or its substitute on machines without the kernel."""
     if path == "compiled":
         if not library.has_kernel("cpu"):
             pytest.skip("no CPU binary is compiled")

@@ -1,4 +1,4 @@
-"""Global attention on a CUDA device, against its float64 reference (plain PyTorch), by relative norm."""
+"""Global attention on a CUDA device against its float64 reference in plain PyTorch, by relative norm."""
 
 from __future__ import annotations
 

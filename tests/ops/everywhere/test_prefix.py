@@ -1,4 +1,4 @@
-"""Keys without a place before a map's, in ``ops.global_attention``: against plain loops, on every path."""
+"""Keys without a position before those of a map, in ``ops.global_attention``: plain loops, on every path."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def draw(terms=(True,) * 4, P=3, dtype=torch.float64, grad=False) -> dict[str, T
 
 
 def by_loops(a: dict[str, Tensor | None], scale: float) -> Tensor:
-    """Every query, every prefix key and every key by itself."""
+    """Compute the definition for every query, prefix key and key separately."""
     Hq, Wq = GRID if a["query"] is not None or a["row_logits"] is not None else (1, 1)
     if a["query"] is None and a["row_logits"] is None and a["column_logits"] is not None:
         Wq = GRID[1]

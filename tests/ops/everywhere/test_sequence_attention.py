@@ -1,4 +1,4 @@
-"""Sequence attention: the reference against plain loops, every path against the reference."""
+"""Sequence attention: the reference against plain loops, and every path against the reference."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def define(operands, mask=None, *, start=0, causal=False, scale=1.0) -> Tensor:
 
 
 def by_loops(operands, mask, start, causal, scale) -> Tensor:
-    """Every query and every key by itself."""
+    """Compute the definition for every query and key separately."""
     query, key, value, band, outside, position = operands
     B, M, S, dv = value.shape
     T = max(t.shape[2] for t in (query, band, outside, position) if t is not None)
@@ -56,7 +56,7 @@ def by_loops(operands, mask, start, causal, scale) -> Tensor:
 
 @pytest.fixture(params=["compiled", "plain", "plain, one query a chunk"])
 def path(request, monkeypatch):
-    """The compiled kernel, and what stands in for it where there is none."""
+    """Run the test with the compiled kernel, and with its substitute on machines without the kernel."""
     if request.param == "plain, one query a chunk":
         monkeypatch.setitem(chunks.WORKSPACE, "cpu", 1)
     with taking(request.param):
@@ -76,7 +76,7 @@ def test_reference_is_the_formula(terms, causal, start, shared, masked):
 
 
 def check(arguments, mask=None, tolerance=None, start=None, **options) -> None:
-    """Output and gradients, against the reference."""
+    """Compare output and gradients with the reference."""
     expected = define(arguments, mask, start=start or 0, **options)
     found = attend(arguments, mask, start=start or 0, **options)
     torch.testing.assert_close(found, expected, **(tolerance or {}))
@@ -115,7 +115,7 @@ def test_sizes_around_blocks_panels_and_vectors(T, S, K, d, dv, causal, dtype, p
 @pytest.mark.parametrize("which", [(0, 1, 2), (0,), (1,), (2,)])
 @pytest.mark.parametrize("B, M, T", [(37, 3, 7), (5, 1, 9), (3, 2, 400)])
 def test_a_batch_shares_logits(B, M, T, which, path):
-    """Their gradients are sums over the batch, in parts that do not divide it evenly."""
+    """Their gradients are sums over the batch, computed in parts that do not divide it evenly."""
     if path == "plain, one query a chunk" and T > 50:
         pytest.skip("a loop of many queries")
     torch.manual_seed(4)
@@ -146,7 +146,7 @@ def test_outside_logits_may_be_a_number(number, path):
         assert torch.equal(found, sequence_attention(query, key, value, band_logits=band))
 
 
-@pytest.mark.parametrize("K", [3, 5])  # few enough of the keys for a window, and not
+@pytest.mark.parametrize("K", [3, 5])  # few enough keys for a window, and too many
 @pytest.mark.parametrize("position", [False, True])
 @pytest.mark.parametrize("causal, start", [(False, 0), (False, 7), (False, 14), (True, 0), (True, 7), (True, 16)])
 @pytest.mark.parametrize("shared", [False, True])
@@ -188,7 +188,7 @@ def test_queries_without_keys_give_zeros_and_no_gradient(path):
         tensor.requires_grad_()
     mask = torch.zeros(2, 7, dtype=torch.bool)
     mask[0] = True
-    mask[1, :3] = True  # causal: the first three queries of the second sequence see padding alone
+    mask[1, :3] = True  # causal: the first three queries of the second sequence see only padding
     output = attend(arguments, mask, causal=True)
     assert not output[0].any()
     assert not output[1, :, :3].any()
@@ -200,7 +200,7 @@ def test_queries_without_keys_give_zeros_and_no_gradient(path):
 
 
 def test_extreme_logits(path):
-    """A band that no exponential could hold, and one that hides its own keys behind those outside."""
+    """A band beyond the range of any exponential, and a band whose keys vanish next to the outside logits."""
     value = torch.randn(1, 1, 6, 3)
     band = torch.full((1, 1, 6, 3), 3e4)
     band[..., 1] = 6e4
@@ -225,7 +225,7 @@ def test_the_future_changes_nothing(outside, path):
 @pytest.mark.parametrize("outside", [None, "logits", -math.inf])
 @pytest.mark.parametrize("steps", [1, 3])
 def test_decoding_step_by_step_is_the_whole_pass(steps, outside, path):
-    """The last T of S positions: what a cache of keys and values holds, and the newest queries."""
+    """The newest T of S positions as queries, as with a cache of keys and values."""
     T = 60
     query, key, value, band, logits, position = operands(T=T, S=T, K=6, grad=False)
     outside = logits if outside == "logits" else outside
@@ -248,7 +248,7 @@ def test_decoding_step_by_step_is_the_whole_pass(steps, outside, path):
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_padding_never_changes_the_other_tokens(causal, path):
-    """Nor does what lies in it, be it infinite values of an uninitialised buffer's kind."""
+    """Values in the padding do not matter either, even infinite ones as an uninitialised buffer may hold."""
     arguments = operands(T=12, S=12, K=5, grad=False)
     query, key, value, band, outside, position = arguments
     short = sequence_attention(
@@ -274,7 +274,7 @@ def test_equals_global_and_window_attention(path):
 
 
 def test_gradients_of_queries_far_behind_all_keys():
-    """The band reaches no key: outputs and gradients are 0, and there are gradients."""
+    """The band reaches no key: outputs are 0, and the gradients exist and are 0."""
     terms = [torch.randn(1, 2, n, 4, requires_grad=True) for n in (3, 40, 40)]
     band = torch.randn(1, 2, 3, 5, requires_grad=True)
     output = sequence_attention(*terms, band_logits=band, outside_logits=-math.inf, start=60)
@@ -285,7 +285,7 @@ def test_gradients_of_queries_far_behind_all_keys():
 
 @pytest.mark.parametrize("outside", [None, -math.inf])
 def test_no_queries(outside):
-    """Neither of the query nor of logits beside which others broadcast."""
+    """No queries, also if the logits would broadcast."""
     value, mask = torch.randn(2, 1, 50, 4), torch.zeros(2, 50, dtype=torch.bool)
     band, position = torch.randn(2, 1, 0, 3), torch.randn(1, 1, 1, 50)
     found = sequence_attention(

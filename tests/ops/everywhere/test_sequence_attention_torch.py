@@ -1,4 +1,4 @@
-"""Sequence attention in torch's machinery: gradients, dtypes, compilation, export, views, memory, errors."""
+"""Sequence attention in torch: gradients, dtypes, compilation, export, views, memory, errors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NAMES = ("query", "key", "value", "band_logits", "outside_logits", "position_log
 
 @pytest.fixture(params=["compiled", "plain"])
 def path(request):
-    """The compiled kernel, and what stands in for it where there is none."""
+    """Run the test with the compiled kernel, and with its substitute on machines without the kernel."""
     with taking(request.param):
         yield request.param
 
@@ -123,7 +123,7 @@ def test_onnx_runtime_gives_the_same(outside, tmp_path):
 
 
 def test_views_give_what_copies_give(path):
-    """Heads of one projection, time first as fairseq has it; a stretched head; every other channel."""
+    """Heads of a fused projection, time first as in fairseq; expanded heads; every other channel."""
     T, B, M, d, K = 60, 2, 3, 4, 5
     projected = torch.randn(T, B, M * (3 * d + K))
     q, k, v = (t.unflatten(-1, (M, d)).permute(1, 2, 0, 3) for t in projected[..., : 3 * M * d].chunk(3, -1))
@@ -199,7 +199,7 @@ def test_threads_change_nothing():
 
 
 def test_memory_is_that_of_the_arguments(path):
-    """No tensor of all logits is made, forward or backward: bytes held beyond arguments and their gradients."""
+    """Neither pass stores all logits: the test counts bytes beyond arguments and their gradients."""
     from tools.benchmark.measure import peak_memory
 
     B, M, T, d = 1, 4, 2048, 16

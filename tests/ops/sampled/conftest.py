@@ -1,4 +1,4 @@
-"""What the tests of this region's CUDA sources share."""
+"""Fixtures shared by the tests of this region's CUDA sources."""
 
 from __future__ import annotations
 
@@ -12,6 +12,6 @@ from tests.ops.emulation.kernels import load
 
 @pytest.fixture(scope="session")
 def emulated(tmp_path_factory):
-    """The operators of ``emulation.cpp``, compiled once: a library defines its schemas once in a process."""
+    """Compile the operators of ``emulation.cpp`` once; a library can define its schemas only once per process."""
     load(Path(__file__).with_name("emulation.cpp"), tmp_path_factory.mktemp("emulation"))
     return torch.ops.attn_plugins_emulated

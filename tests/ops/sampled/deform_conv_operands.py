@@ -1,4 +1,4 @@
-"""Random arguments of deformable convolution, and its reference called with them."""
+"""Random arguments of deformable convolution, and calls of its reference."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ GEOMETRIES = {
 
 
 def make(geometry: tuple, dtype=torch.float64, spread: float = 2.0, masked: bool = True, seed: int = 0) -> dict:
-    """Random operands of a geometry; offsets reach beyond the map."""
+    """Return random operands of a geometry. Offsets reach beyond the map."""
     B, C, H, W, C_out, kernel, stride, padding, dilation, groups, D = geometry
     pair = lambda v: v if isinstance(v, tuple) else (v, v)  # noqa: E731
     size = [

@@ -25,7 +25,7 @@ def operands(
     grad=True,
     margin=0.2,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Value, locations and weights; some locations lie beside the map, none on a whole pixel."""
+    """Return value, locations and weights. Some locations lie outside the map, none on a whole pixel."""
     options = dict(dtype=beside or dtype, device=device)
     S, L = sum(h * w for h, w in shapes), len(shapes)
     value = torch.randn(batch, S, heads, d, dtype=dtype, device=device)
@@ -38,12 +38,12 @@ def operands(
 
 
 def pixel(value: Tensor, first: int, H: int, W: int, y: int, x: int) -> Tensor:
-    """Of one head: value is (S, d)."""
+    """Read a pixel of one head; value is (S, d)."""
     return value[first + y * W + x] if 0 <= y < H and 0 <= x < W else torch.zeros_like(value[0])
 
 
 def by_loops(value: Tensor, shapes: Sequence[tuple[int, int]], locations: Tensor, weights: Tensor) -> Tensor:
-    """Zhu et al. (2021), Eq. 3 without projections, sample by sample."""
+    """Compute Zhu et al. (2021), Eq. 3, without projections, sample by sample."""
     B, _, M, d = value.shape
     _, Q, _, L, K = weights.shape
     output = torch.zeros(B, Q, M, d, dtype=value.dtype)

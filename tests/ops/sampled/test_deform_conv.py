@@ -16,13 +16,13 @@ from tests.ops.sampled.deform_conv_operands import GEOMETRIES, make, through_ref
 
 try:
     import torchvision
-except ImportError:  # under another torch there may be no torchvision that fits
+except ImportError:  # another version of torch may have no matching torchvision
     torchvision = None
 needs_torchvision = pytest.mark.skipif(torchvision is None, reason="torchvision is not installed")
 
 
 def loops(input, offset, weight, bias, stride, padding, dilation, mask) -> Tensor:
-    """The definition, one multiplication at a time."""
+    """Compute the definition, one multiplication at a time."""
     B, C, H, W = input.shape
     C_out, group_channels, Kh, Kw = weight.shape
     D = offset.shape[1] // (2 * Kh * Kw)
@@ -54,7 +54,7 @@ def gradients(function, operands: dict, grad_seed: int = 1) -> list[Tensor]:
 
 
 def test_the_binary_is_there() -> None:
-    """Everything below would pass on the reference alone; here it must not."""
+    """Without the binary, everything below would only test the reference."""
     assert library.has_kernel("cpu"), library.failures()["cpu"]
 
 
@@ -133,7 +133,7 @@ def test_result_does_not_depend_on_threads() -> None:
         results = []
         for n in (1, 2, 3):
             torch.set_num_threads(n)
-            results.append(gradients(deform_conv2d, operands)[1:3])  # what our own kernels sum
+            results.append(gradients(deform_conv2d, operands)[1:3])  # the type in which our own kernels accumulate
     finally:
         torch.set_num_threads(threads)
     for other in results[1:]:
@@ -189,7 +189,7 @@ def test_far_offsets_read_zero(value: float, dtype: torch.dtype) -> None:
 
 
 def test_infinite_pixels_stay_where_they_are() -> None:
-    """A sample outside the map reads 0 even where a pixel of the map is infinite."""
+    """Samples outside the map read 0, even if a pixel of the map is infinite."""
     operands = make(GEOMETRIES["one pixel"])
     operands["input"][:] = math.inf
     operands["offset"][:] = 5.0
@@ -218,7 +218,7 @@ CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_
 
 
 def check_operators(masked: bool, needs_grad: bool, traced: tuple) -> None:
-    """Both operators; the backward, for the gradients that ``traced`` names, with its own gradient traced too."""
+    """Run opcheck on both operators; the backward traces its own gradient only for the gradients in ``traced``."""
     o = make(SMALL, dtype=torch.float32, masked=masked)
     for name in ("input", "offset", "weight"):
         o[name].requires_grad_(needs_grad)
@@ -240,7 +240,7 @@ def check_operators(masked: bool, needs_grad: bool, traced: tuple) -> None:
 @pytest.mark.parametrize("needs_grad", [True, False])
 @pytest.mark.parametrize("masked", [True, False])
 def test_opcheck(masked: bool, needs_grad: bool) -> None:
-    # Tracing the second derivatives with symbolic sizes takes torch 10 s per set of flags: all of them among the slow.
+    # Tracing second derivatives with symbolic sizes takes 10 s per set of flags, so the full grid is marked slow.
     check_operators(masked, needs_grad, () if masked else EVERY_FLAG[:1])
 
 
@@ -276,7 +276,7 @@ def test_exports() -> None:
 def test_autocast(dtype: torch.dtype) -> None:
     operands = make(GEOMETRIES["wide"], dtype=torch.float32)
     with torch.autocast("cpu", dtype=dtype):
-        inside = gradients(deform_conv2d, operands)  # the backward, too, runs inside
+        inside = gradients(deform_conv2d, operands)  # the backward also runs inside
         mixed = deform_conv2d(**{**operands, "offset": operands["offset"].to(dtype)})
     assert inside[0].dtype == mixed.dtype == dtype
     assert all(g.dtype == torch.float32 for g in inside[1:])

@@ -1,4 +1,4 @@
-"""Deformable convolution on a CUDA device, against its float64 reference (plain PyTorch), by relative norm."""
+"""Deformable convolution on a CUDA device against its float64 reference in plain PyTorch, by relative norm."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_equals_the_reference(name, masked, dtype):
 
 
 def poisoned(function):
-    """What the allocator hands out next is NaN, so that an element that is never written shows."""
+    """Fill the memory that the allocator hands out next with NaN, so that elements that are never written show."""
 
     @functools.wraps(function)
     def run(**operands):
@@ -191,7 +191,7 @@ def test_autocast(dtype):
         found = cuda_gradients(deform_conv2d, operands)
     assert found[0].dtype == dtype
     assert all(g.dtype == torch.float32 for g in found[1:])
-    # offsets, too, are rounded
+    # offsets are rounded as well
     rounded = {k: v.to(dtype) if isinstance(v, Tensor) else v for k, v in operands.items()}
     for a, b in zip(found, cuda_gradients(through_reference, exact(rounded))):
         assert relative_error(a, b) < DTYPES[dtype]
@@ -200,7 +200,7 @@ def test_autocast(dtype):
 @cuda
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_deterministic_mode(deterministic, dtype):
-    operands = on_cuda(make(CASES["vectors"], dtype=dtype, spread=0.2))  # many samples to a pixel
+    operands = on_cuda(make(CASES["vectors"], dtype=dtype, spread=0.2))  # many samples per pixel
     first = cuda_gradients(deform_conv2d, operands)
     for _ in range(3):
         assert all(torch.equal(a, b) for a, b in zip(first, cuda_gradients(deform_conv2d, operands)))
@@ -261,14 +261,14 @@ def test_more_than_2_to_the_31_elements():
 @cuda
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_memory(dtype):
-    """What a call needs beyond its results, against the column buffer of a whole batch: C * 9 * N * H * W elements.
+    """Compare a call's working memory with the column buffer of the whole batch, C * 9 * N * H * W elements.
 
-    In half precision the backward's float32 sums weigh double: 11 % instead of 10.
+    In half precision the backward's float32 sums count double: 11 % instead of 10 %.
     """
     N, C, H, W = 16, 256, 64, 64
     operands = on_cuda(make((N, C, H, W, C, (3, 3), 1, 1, 1, 1, 1)), dtype)
     operands["bias"] = None
-    cuda_gradients(deform_conv2d, operands)  # cuBLAS takes its workspace
+    cuda_gradients(deform_conv2d, operands)  # cuBLAS allocates its workspace
     buffer = C * 9 * N * H * W * dtype.itemsize
     leaves = {k: v.requires_grad_() if isinstance(v, Tensor) else v for k, v in operands.items()}
 

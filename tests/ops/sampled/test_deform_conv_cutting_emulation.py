@@ -1,4 +1,4 @@
-"""How the CUDA convolution is cut into chunks of images, blocks of pixels and teams, on devices of several sizes."""
+"""Partitioning of the CUDA convolution into chunks of images, blocks of pixels and teams, on several device sizes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DEVICES = {"one multiprocessor": (1, 4 << 20), "A100": (108, 40 << 20), "H200": 
 
 @pytest.fixture(params=DEVICES)
 def device(request, monkeypatch):
-    """Multiprocessors, and bytes of second-level cache."""
+    """Emulate a device with these multiprocessors and bytes of L2 cache."""
     multiprocessors, cache = DEVICES[request.param]
     monkeypatch.delenv("ATTN_PLUGINS_BLOCK_PIXELS", raising=False)
     monkeypatch.setenv("EMULATOR_MULTIPROCESSORS", str(multiprocessors))
@@ -25,18 +25,18 @@ def device(request, monkeypatch):
     return multiprocessors, cache
 
 
-# With 2048 output channels a wave is 4, 432 or 528 pixels: a few images are cut as the largest batches are.
+# With 2048 output channels, a wave is 4, 432 or 528 pixels, so a few images are cut like the largest batches.
 @pytest.mark.parametrize("case", [dict(B=6, H=12, W=11), dict(B=1, H=31, W=29)], ids=["chunks", "blocks"])
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 4e-6), (torch.float16, 3e-3)], ids=str)
 def test_equals_reference_however_it_is_cut(emulated, device, case, dtype, tolerance):
     tensors, parameters = problem(C=4, out=2048, kernel=2, padding=0, bias=False, **case)
     B, out, (Ho, Wo) = tensors[0].shape[0], tensors[2].shape[0], tensors[1].shape[2:]
     images, pixels = emulated.cut([*tensors[0].shape, Ho, Wo, 2, 2, out], dtype.itemsize)
-    assert images < B or images * Ho * Wo > pixels  # or this would not test what it says
+    assert images < B or images * Ho * Wo > pixels  # otherwise the case would not test what it claims
     grad_output = torch.randn(B, out, Ho, Wo, generator=torch.Generator().manual_seed(1)).bfloat16().double()
     expected, gradients = expected_gradients(tensors, parameters, grad_output)
     input, offset, weight, mask = (tensors[i].to(dtype) for i in (0, 1, 2, 4))
-    # (Channels-last, so that not most of the time goes into moving 2048 channels.)
+    # Channels-last, so that moving 2048 channels does not dominate the time.
     input, grad = (t.to(dtype, memory_format=torch.channels_last) for t in (input, grad_output))
     found = emulated.deform_conv2d(input, offset, weight, None, mask, *parameters)
     assert error(found, expected) < tolerance
@@ -47,7 +47,7 @@ def test_equals_reference_however_it_is_cut(emulated, device, case, dtype, toler
 
 @pytest.mark.parametrize("B, size", [(3, 33), (5, 17)], ids=["blocks of an image", "images of a block"])
 def test_planes_however_they_are_cut(emulated, device, B, size):
-    """Maps of 1024 and of 256 pixels, contiguous: products write the result themselves."""
+    """Contiguous maps of 1024 and of 256 pixels: products write the result directly."""
     tensors, parameters = problem(B=B, C=4, H=size, W=size, out=2048, kernel=2, padding=0, bias=False)
     expected = reference.deform_conv2d(*tensors, *map(tuple, parameters[:3]))
     found = emulated.deform_conv2d(*(None if t is None else t.float() for t in tensors), *parameters)
@@ -70,11 +70,11 @@ def test_cuts_of_random_problems(emulated, device):
         assert images == 1 or (images - 1) * Ho * Wo < 1.5 * target, case  # no more images than make a block
         assert pixels <= 1.5 * target + 127, case
         blocks = -(-images * Ho * Wo // pixels)
-        assert blocks * pixels < images * Ho * Wo + blocks * 128, case  # equal but for whole tiles
+        assert blocks * pixels < images * Ho * Wo + blocks * 128, case  # equal up to whole tiles
 
 
 def test_the_documented_cut(emulated, monkeypatch):
-    """What ``cuda.cuh`` says of 16 images of 64 x 64 pixels and 256 channels."""
+    """Check what ``cuda.cuh`` documents for 16 images of 64 x 64 pixels and 256 channels."""
     monkeypatch.setenv("EMULATOR_MULTIPROCESSORS", "132")
     monkeypatch.setenv("EMULATOR_L2", str(60 << 20))
     for bytes in (2, 4):

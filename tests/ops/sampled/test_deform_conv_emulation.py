@@ -1,7 +1,7 @@
-"""The CUDA kernels' own source, run thread by thread on the CPU: what a machine without a GPU can know of them.
+"""The CUDA kernels' source, run thread by thread on the CPU, to test them without a GPU.
 
-``tests/ops/emulation/cuda_emulator.h`` says what is emulated: races and accesses out of bounds are errors, speed and
-registers are not seen. ``test_deform_conv_cuda.py`` tests the compiled kernels where there is a GPU.
+``tests/ops/emulation/cuda_emulator.h`` documents the emulation: races and accesses out of bounds are errors; speed and
+registers are not emulated. ``test_deform_conv_cuda.py`` tests the compiled kernels on a GPU.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def problem(
     *, B=2, C=16, H=5, W=7, out=8, kernel=3, stride=1, padding=1, dilation=1, groups=1, offset_groups=1,
     mask=True, bias=True, spread=1.5, seed=0,
 ):  # fmt: skip
-    """Random arguments of the operator, in float64 but exact in bfloat16."""
+    """Return random arguments of the operator in float64 that are exact in bfloat16."""
     random = torch.Generator().manual_seed(seed)
 
     def tensor(*shape, scale=1.0):
@@ -59,9 +59,9 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.float16: 3e-3, tor
 
 @pytest.fixture(params=[None, "13"], ids=["own blocks", "blocks of 13 pixels"])
 def blocks(request, monkeypatch):
-    """With 13, chunks hold one image or less, blocks end in the middle of a row, and a team has all of a pixel's taps.
+    """Set the pixels per block, and another order of threads.
 
-    Threads run in another order.
+    With 13, a chunk holds at most one image, blocks end in the middle of a row, and a team has all taps of a pixel.
     """
     if request.param:
         monkeypatch.setenv("ATTN_PLUGINS_BLOCK_PIXELS", request.param)
@@ -101,7 +101,7 @@ def test_equals_reference(emulated, blocks, case, dtype):
 
 @pytest.mark.parametrize("seed", range(2, 6))
 def test_any_order_of_threads(emulated, monkeypatch, seed):
-    """Forward bit by bit, and the backward but for the order of its sums."""
+    """The forward is bit-identical, and the backward equal up to the order of its sums."""
     tensors, parameters = problem(C=24, groups=2, offset_groups=3, out=6)
     input, offset, weight, bias, mask = tensors
     expected = emulated.deform_conv2d(*tensors, *parameters)
@@ -169,7 +169,7 @@ def test_positions_outside_read_zero(emulated, value):
 
 
 def test_borders_exactly(emulated):
-    """Samples on -1, 0, H - 1 and H, where corners leave the map one by one."""
+    """Samples on -1, 0, H - 1 and H, whose corners leave the map one by one."""
     input = torch.randn(1, 8, 4, 4).double()
     rows = torch.tensor([-1.0, -0.5, 0.0, 2.5, 3.0, 3.5, 4.0, -1.0000001]).double()
     y, x = torch.meshgrid(rows, rows, indexing="ij")
@@ -185,7 +185,7 @@ def test_borders_exactly(emulated):
 @pytest.mark.parametrize("shape", [(5, 7), (8, 16), (1, 9)], ids=str)
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_infinite_pixels_spoil_their_own_samples_alone(emulated, value, shape):
-    """Also at the borders, where other pixels stand in for those outside."""
+    """This includes the borders, where pixels inside substitute for those outside."""
     (input, offset, weight, bias, mask), parameters = problem(H=shape[0], W=shape[1], B=2, C=8, spread=3)
     for row, column in ((0, 0), (-1, -1), (0, -1), (shape[0] // 2, shape[1] // 2)):
         input[0, :, row, column] = value

@@ -1,4 +1,4 @@
-"""Deformable convolution without kernels: the path of deterministic mode on GPUs, and of machines without a binary."""
+"""Deformable convolution without kernels: the path of deterministic mode on GPUs and of machines without a binary."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def gradients(function, operands):
 @pytest.mark.parametrize("masked", [True, False])
 @pytest.mark.parametrize("geometry", GEOMETRIES)
 def test_equals_the_reference(geometry, masked, name):
-    """Its gradient is computed an image at a time."""
+    """The gradient is computed one image at a time."""
     operands = make(GEOMETRIES[geometry], masked=masked)
     with backend(name):
         found = gradients(deform_conv2d, operands)
@@ -32,7 +32,7 @@ def test_equals_the_reference(geometry, masked, name):
 @pytest.mark.parametrize("name", [None, "torch", "reference"])
 @pytest.mark.parametrize("format", [torch.contiguous_format, torch.channels_last], ids=["first", "last"])
 def test_any_memory_format_with_several_offset_groups(format, name):
-    """A channels-last mask of two offset groups and two images; forward, gradient and second gradient."""
+    """Forward, gradient and second gradient for a channels-last mask of two offset groups and two images."""
     torch.manual_seed(0)
     x, offset, mask = (torch.randn(2, n, 5, 6, dtype=torch.float64) for n in (4, 2 * 2 * 9, 2 * 9))
     weight = torch.randn(3, 4, 3, 3, dtype=torch.float64)

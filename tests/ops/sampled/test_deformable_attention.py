@@ -1,4 +1,4 @@
-"""Deformable attention against its definition in loops, and in torch's machinery."""
+"""Deformable attention: its definition in loops, and its behaviour in torch."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_definition(case, backend):
 
 
 def by_grid_sample(value: Tensor, shapes, locations: Tensor, weights: Tensor) -> Tensor:
-    """As torch's own sampling gives it, level by level."""
+    """Compute deformable attention with torch's grid_sample, level by level."""
     B, _, M, d = value.shape
     Q = weights.shape[1]
     output, first = 0, 0
@@ -83,9 +83,9 @@ def test_gradients_of_both_orders(shapes, device):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_at_a_whole_pixel_the_derivative_is_that_to_its_right(backend):
-    """Where interpolation has a kink, and where the sampling offsets of a new module lie; beyond the map it is 0."""
+    """Interpolation has a kink where a new module's sampling offsets lie; beyond the map, the derivative is 0."""
     value = torch.tensor([1.0, 3.0, 10.0, 30.0], dtype=torch.float64).view(1, 4, 1, 1)
-    #                      on every pixel; one pixel to the left, one to the right of the map; far to the left
+    #                      on every pixel; one pixel left and one right of the map; far to the left
     x = (torch.tensor([0.0, 1.0, 2.0, 3.0, -1.0, 4.0, -2.0], dtype=torch.float64) + 0.5) / 4
     locations = torch.stack((x, torch.full_like(x, 0.5)), -1).view(1, 7, 1, 1, 1, 2).requires_grad_()
     weights = torch.ones(1, 7, 1, 1, 1, dtype=torch.float64)
@@ -107,7 +107,7 @@ def test_nothing_is_read_for_nan_or_beside_the_map(backend):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_points_that_differ_by_level(device):
-    """One call is the sum of a call for every level."""
+    """One call equals the sum of one call per level."""
     points = (3, 0, 2)
     value, *_ = operands(device=device)
     locations = torch.rand(2, 6, 3, 5, 2, dtype=torch.float64, device=device)
@@ -141,7 +141,7 @@ def test_opcheck(dtype):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_keeps_the_places_of_its_samples(dtype, device):
-    """On a map of 200 columns a half precision location would be off by up to half a pixel."""
+    """On a map of 200 columns, a half-precision location would be off by up to half a pixel."""
     torch.manual_seed(0)
     shapes = ((3, 200),)
     terms = operands(shapes, queries=40, d=32, dtype=dtype, beside=torch.float32, device=device)
@@ -209,7 +209,7 @@ def test_onnx_runtime_gives_the_same(tmp_path):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_views_give_what_copies_give(device):
-    """Heads of a projection, of a part of one, a crop of the keys, every second channel, one head for all."""
+    """Heads of a projection and of a part of one, a crop of the keys, every second channel, one expanded head."""
     value, locations, weights = operands(device=device)
     B, S, M, d = value.shape
     options = dict(dtype=value.dtype, device=device)
@@ -260,7 +260,7 @@ def test_only_wanted_gradients():
 
 
 def test_nothing_uninitialised_is_read():
-    """Results and gradients come from memory that holds NaN."""
+    """Results and gradients start as NaN."""
     terms = operands(d=5, dtype=torch.float32)
     output = deformable_attention(terms[0], SHAPES, *terms[1:])
     expected = [output, *torch.autograd.grad(output.square().sum(), terms)]

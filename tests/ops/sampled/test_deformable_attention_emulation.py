@@ -1,4 +1,4 @@
-"""The CUDA kernels' own source, run thread by thread on the CPU: see ``test_deform_conv_emulation.py``."""
+"""The CUDA kernels' source, run thread by thread on the CPU; see ``test_deform_conv_emulation.py``."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.float16: 1e-3, tor
 
 
 def problem(**case):
-    """Contiguous operands in float64, exact in bfloat16, and the options."""
+    """Return contiguous operands in float64 that are exact in bfloat16, and the options."""
     torch.manual_seed(0)
     shapes = case.get("shapes", SHAPES)
     value, locations, weights = operands(**case, grad=False)
@@ -45,7 +45,7 @@ def in_dtype(terms, dtype):
 
 @pytest.fixture(autouse=True, params=[0, 1], ids="order {}".format)
 def order(request, monkeypatch):
-    """Of blocks and threads."""
+    """Set the order of blocks and threads."""
     monkeypatch.setenv("EMULATOR_SEED", str(request.param))
 
 
@@ -72,7 +72,7 @@ def test_backward(emulated, case, dtype, wanted):
     found = [torch.zeros_like(t, dtype=given[1].dtype) if n in wanted else None for n, t in enumerate(terms)]
     emulated.deformable_attention_backward_(gradient.to(dtype), *given, *found, *options)
     for n in wanted:
-        # Sums are taken in float32, whatever the values are.
+        # Sums are in float32, whatever the dtype of the values.
         assert error(found[n], expected[n]) < (TOLERANCE[dtype] if dtype == torch.float64 else 1e-5)
 
 
@@ -87,7 +87,7 @@ def test_nan_reads_nothing(emulated):
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("d", [4, 5, 32])
 def test_infinite_pixels_spoil_their_own_samples_alone(emulated, value, d):
-    """Also at the borders, where other pixels stand in for those outside."""
+    """This includes the borders, where pixels inside substitute for those outside."""
     terms, options = problem(d=d, queries=20, margin=0.5)
     for pixel in (0, 6, 34, 35, 46):  # corners of the first two levels
         terms.value[0, pixel] = value

@@ -1,6 +1,6 @@
-"""CUDA kernels on tensors of more than 2^31 elements, of which few are touched: what is 64-bit and what is not.
+"""CUDA kernels on tensors of more than 2^31 elements, of which few are touched, to test 64-bit indexing.
 
-The memory is reserved, not used: pages that nobody writes read as zeros.
+The memory is reserved but not used: pages that are never written read as zeros.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ pytestmark = NEEDS
 
 @pytest.fixture(autouse=True)
 def untraced(monkeypatch):
-    """Traces of accesses would take a multiple of the memory."""
+    """Tracing every access would take a multiple of the memory."""
     monkeypatch.setenv("EMULATOR_RACES", "0")
 
 

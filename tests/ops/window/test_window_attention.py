@@ -1,4 +1,4 @@
-"""Window attention: the reference against plain loops, the kernels against the reference, and torch's machinery."""
+"""Window attention: the reference against plain loops, the kernels against the reference, and behaviour in torch."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def operands(
 
 
 def by_loops(query, key, value, position, kernel, stride, padding, dilation, zero_border, scale) -> Tensor:
-    """Every query, tap and channel by itself."""
+    """Compute the definition for every query, tap and channel separately."""
     B, M, H, W, dv = value.shape
     grid = (query if position is None else position).shape[2:4]
     output = value.new_zeros(B, M, *grid, dv)
@@ -106,7 +106,7 @@ def test_kernel_equals_the_reference(kernel, stride, padding, dilation, size, lo
 @pytest.mark.parametrize("border", ["exclude", "zero"])
 @pytest.mark.parametrize("kernel, padding", [((1, 7), (0, 6)), ((2, 8), (1, 4)), ((1, 31), (0, 15))])
 def test_position_logits_alone_over_strided_heads(kernel, padding, border, dv):
-    """Heads side by side, logits of one sequence for all, a masked tap; an infinite value reaches its windows only."""
+    """Interleaved heads, logits of one sequence for all, a masked tap. An infinite value affects only its windows."""
     K = math.prod(kernel)
     value = torch.randn(21, 2, 3, dv).permute(1, 2, 0, 3).unsqueeze(2)
     logits = torch.randn(21, 3, K).permute(1, 0, 2)[None, :, None].expand(2, -1, -1, -1, -1).clone()
@@ -125,7 +125,7 @@ def test_position_logits_alone_over_strided_heads(kernel, padding, border, dv):
 @needs_kernel
 @pytest.mark.parametrize("border", ["exclude", "zero"])
 def test_content_without_a_width(border):
-    """No dot products, and no position logits either, at a kernel wide enough for those alone: a plain mean."""
+    """Without dot products and position logits, at a kernel wide enough for the special case, the result is a mean."""
     query, key, value = (torch.randn(1, 3, 9, 12, width, dtype=torch.float64) for width in (0, 0, 24))
     expected = reference.window_attention(
         query, key, value, None, (1, 7), (1, 1), (0, 3), (1, 1), border == "zero", 1.0
@@ -149,7 +149,7 @@ def test_windows_far_beyond_the_map(geometry):
 
 @needs_kernel
 def test_a_workspace_smaller_than_all_heads():
-    """Sixteen heads' weights exceed the workspace of 2^23 elements, four heads' do not: the gradients are the same."""
+    """Sixteen heads' weights exceed the workspace of 2^23 elements and four heads' do not; the gradients agree."""
     terms = operands((40, 129), (9, 9), batch=1, heads=4, d=2, dv=3, dtype=torch.float32)
     big = [None if t is None else t.detach().repeat(1, 4, 1, 1, 1).requires_grad_() for t in terms]
     grad = torch.randn(1, 4, 40, 129, 3)
@@ -208,7 +208,7 @@ def test_a_window_over_everything_is_global_attention():
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_position_logits_are_dynamic_convolution(device):
-    """Softmax weights of a tap for a group of channels, borders of zeros: an unfold and a product."""
+    """One softmax weight per tap for a group of channels, with borders of zeros, equals an unfold and a product."""
     B, M, C, H, W, k = 2, 4, 12, 6, 5, 3
     x = torch.randn(B, C, H, W, dtype=torch.float64, device=device)
     logits = torch.randn(B, M, H, W, k * k, dtype=torch.float64, device=device)
@@ -277,7 +277,7 @@ def test_compiled_and_exported(logits):
 
 
 def test_views_give_what_copies_give():
-    """Heads of a channels-last projection, a stretched head, a row of a larger map."""
+    """Heads of a channels-last projection, expanded heads, a row of a larger map."""
     B, M, H, W, d = 2, 3, 5, 6, 4
     projected = torch.randn(B, H, W, 3 * M * d + M * 9)
     q, k, v = (part.unflatten(-1, (M, d)).permute(0, 3, 1, 2, 4) for part in projected[..., : 3 * M * d].chunk(3, -1))
@@ -309,7 +309,7 @@ def test_masked_windows_and_extreme_logits():
     large[..., 4] = 6e4
     one = torch.randn(1, 1, 2, 2, 3)
     torch.testing.assert_close(window_attention(None, None, one, large, 3), one)
-    # A query beyond the map sees nothing at all.
+    # A query beyond the map has no keys.
     beyond = window_attention(None, None, one, torch.zeros(1, 1, 2, 6, 9), 3)
     assert beyond[:, :, :, :3].any()
     assert not beyond[:, :, :, 3:].any()
