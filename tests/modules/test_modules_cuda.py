@@ -1,6 +1,6 @@
 """Every public module on a CUDA device, forward and backward, against the same module on the CPU in float64.
 
-The same checks run on the CPU, where they show that the checks themselves hold.
+The checks also run on the CPU, which tests the checks themselves.
 """
 
 from __future__ import annotations

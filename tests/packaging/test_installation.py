@@ -1,10 +1,10 @@
 """The install lines and first blocks of README and the site, as printed, in empty environments: ``make test-install``.
 
-One environment for each Python that is there, with the torch that pip takes today, and one with the oldest Python and
-torch. They are kept under ``build/install``; remove a folder there to start over. ``build/install/table.md`` records
-each step with its seconds and result. From nothing an environment takes 10 to 20 minutes on two cores.
+One environment for each Python on this machine with the torch that pip installs today, and one with the oldest Python
+and torch. They are kept under ``build/install``; remove a folder there to start over. ``build/install/table.md``
+records the seconds and result of each step. A new environment takes 10 to 20 minutes on two cores.
 
-INSTALL_ENVIRONMENTS   which ones, such as ``3.12 3.10:2.1.2`` (Python, or Python:torch); default: those above.
+INSTALL_ENVIRONMENTS   environments to test, such as ``3.12 3.10:2.1.2`` (Python, or Python:torch); default: all above
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ INSTALL, PYTORCH, TIMM, MMDET, MMSEG, FAIRSEQ = (
     for name in ("install", "pytorch", "timm", "mmdet", "mmsegmentation", "fairseq")
 )
 OLDEST_TORCH = "2.1.2"
-# What onedl-mmcv and fairseq-fixed state or were found to need; the operators and timm need torch 2.1.
+# The oldest torch that onedl-mmcv and fairseq-fixed declare or need in practice; the operators and timm need 2.1.
 OLDEST_FOR = {"mm": "2.4", "fairseq": "2.1"}
 
 
 def interpreters() -> dict[str, str]:
-    """Interpreters by version, ``'3.12'``, that really run (a shim of a version manager may not)."""
+    """Return the working interpreters by version, such as ``'3.12'``. A version manager's shim may not work."""
     found = {}
     for minor in range(10, 15):
         for candidate in (f"python3.{minor}", *map(str, Path.home().glob(f".pyenv/versions/3.{minor}.*/bin/python3"))):
@@ -54,13 +54,13 @@ def environments() -> list[str]:
 
 
 def block(page: str, language: str, containing: str = "") -> str:
-    """The first block of a language on a page that contains a text."""
+    """Return the first block of a language on a page that contains ``containing``."""
     found = [text for kind, text in re.findall(r"^```(\w+)\n(.*?)^```", page, re.M | re.S) if kind == language]
     return next(text for text in found if containing in text)
 
 
 def all_code(page: str) -> str:
-    """Its Python, in order."""
+    """Return the Python code of a page in order."""
     return "\n".join(text for kind, text in re.findall(r"^```(\w+)\n(.*?)^```", page, re.M | re.S) if kind == "python")
 
 
@@ -70,7 +70,7 @@ def install_line(containing: str) -> str:
 
 
 class Environment:
-    """An environment, a clone to install from, and an empty folder to work in."""
+    """A virtual environment, a clone to install from, and an empty working folder."""
 
     def __init__(self, name: str):
         self.python_version, _, self.torch = name.partition(":")
@@ -92,7 +92,7 @@ class Environment:
                 shutil.copy(ROOT / name, self.clone / name)
 
     def bash(self, command: str, where: Path | None = None, record: str | None = None, status: int = 0) -> str:
-        """Run a command as a user whose environment is active would; its output ends in ``log.txt``."""
+        """Run a command as a user with the activated environment would, appending its output to ``log.txt``."""
         keep = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV")}
         path = f"{self.folder / 'venv/bin'}{os.pathsep}{os.environ['PATH']}"
         began = time.monotonic()
@@ -147,12 +147,12 @@ def test_package_and_the_pytorch_block(environment):
 
 def test_timm(environment):
     environment.bash(install_line("install timm"), record="`install timm`")
-    # Before torch 2.5 nothing registers the models unasked, as the page says.
+    # Before torch 2.5, users have to import our package to register the models, as the page says.
     asked = "import attn_plugins.timm\n" if environment.older_than("2.5") else ""
     environment.python(asked + all_code(TIMM), record="timm page")
 
 
-# What mmdet's and mmseg's training tools do with a config, on made-up pictures and without downloaded weights.
+# Runs a config as mmdet's and mmseg's training tools do, on made-up pictures and without pretrained weights.
 MM = textwrap.dedent("""
     import sys
     import torch
@@ -207,7 +207,7 @@ MM = textwrap.dedent("""
 def test_mm(environment):
     environment.need("mm")
     before = environment.bash("pip list --format=freeze")
-    # Interrupted, while it compiles where no wheel is kept: the next line resumes.
+    # Interrupt the compilation, if no wheel is cached; the next line resumes it.
     environment.bash("timeout -s INT 60 python -m attn_plugins install mm || true")
     environment.bash(install_line("install mm"), record="`install mm`")
     after = environment.bash("pip list --format=freeze")
@@ -226,12 +226,12 @@ def test_mm(environment):
 
 
 def test_fairseq(environment):
-    """The whole block, with 20 updates instead of 1,500."""
+    """Run the whole block, with 20 updates instead of 1,500."""
     environment.need("fairseq")
     environment.bash(install_line("install fairseq"), record="`install fairseq`")
     text = block(FAIRSEQ, "bash").replace("--max-update 1500", "--max-update 20")
     assert "--max-update 20" in text
-    if environment.older_than("2.5"):  # nothing hooks fairseq then: the link of another name
+    if environment.older_than("2.5"):  # fairseq then loads no hook, so use the link of another name
         link = 'ln -s "$(python -m attn_plugins fairseq-dir)" attention'
         assert link in INSTALL
         text = f"{link}\n{text.replace('--user-dir plugins/fairseq', '--user-dir attention')}"

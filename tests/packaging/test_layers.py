@@ -16,15 +16,15 @@ ADAPTERS = {
     "timm": {"timm"},
     "fairseq": {"fairseq", "omegaconf", "hydra"},
 }
-# A file of one adapter that serves another adapter's models to its own toolkit; only within a function, so that who
-# has one toolkit needs no other.
+# Files of an adapter that offer another adapter's models to its toolkit. They import the other toolkit only within
+# functions, so that users of one toolkit do not need the other.
 BRIDGES = {"mmcv/backbones.py": {"timm"}}
 TOOLKITS = set().union(*ADAPTERS.values(), {"torchvision", "natten", "xformers"})
 FILES = sorted(PLUGINS.rglob("*.py"))
 
 
 def imported_modules(file: Path, top_level_only: bool = False) -> set[str]:
-    """Absolute dotted names of what ``file`` imports; ``from x import y`` counts as x and x.y."""
+    """Return the absolute dotted names that ``file`` imports; ``from x import y`` counts as x and x.y."""
     package = ["attn_plugins", *file.relative_to(PLUGINS).parent.parts]
     tree = ast.parse(file.read_text())
     names = set()
@@ -39,7 +39,7 @@ def imported_modules(file: Path, top_level_only: bool = False) -> set[str]:
 
 
 def room_of(name: str) -> str | None:
-    """``'attn_plugins.ops.x'`` -> ``'ops'``; None for what is not ours or lies beside the rooms."""
+    """Return ``'ops'`` for ``'attn_plugins.ops.x'``, and None for other packages and for files outside the rooms."""
     parts = name.split(".")
     known = [*LAYERS, *ADAPTERS]
     return parts[1] if parts[0] == "attn_plugins" and len(parts) > 1 and parts[1] in known else None
@@ -63,13 +63,13 @@ def test_imports_follow_the_rule(file):
         assert toolkits <= ADAPTERS[room] | bridged, f"the {room} adapter must not import {toolkits - ADAPTERS[room]}"
         top_level = {part for name in imported_modules(file, top_level_only=True) for part in name.split(".")[:2]}
         assert not bridged & top_level, "a bridge imports the other toolkit within a function"
-    else:  # __init__, autoload, doctor: nothing heavy while they are imported themselves
+    else:  # __init__, autoload, doctor: no heavy imports at the top level
         top_level = {name.partition(".")[0] for name in imported_modules(file, top_level_only=True)}
         assert not top_level & {"torch", *TOOLKITS}
 
 
 def imported_files(file: Path, files: dict[str, Path]) -> set[str]:
-    """Names of our own files that ``file`` imports: ``from x import y`` is of x.y where that is a file, else of x."""
+    """Return our own files that ``file`` imports: ``from x import y`` means x.y if that is a file, else x."""
     found = imported_modules(file)
     parents = {name.rpartition(".")[0] for name in found}
     return {name for name in found & files.keys() if name not in parents} | {
@@ -78,7 +78,7 @@ def imported_files(file: Path, files: dict[str, Path]) -> set[str]:
 
 
 def way(graph: dict[str, set[str]], start: str, end: str) -> list[str] | None:
-    """The shortest way along ``graph``, of one step at least."""
+    """Return the shortest path through ``graph``, of at least one step."""
     ways = deque([[start]])
     seen = set()
     while ways:
@@ -93,7 +93,7 @@ def way(graph: dict[str, set[str]], start: str, end: str) -> list[str] | None:
 
 
 def test_no_circle_of_imports():
-    """Within functions neither, where Python would not mind."""
+    """Function-level imports count as well, although Python would allow a circle there."""
     files = {
         ".".join(["attn_plugins", *file.relative_to(PLUGINS).with_suffix("").parts]).removesuffix(".__init__"): file
         for file in FILES
@@ -114,7 +114,7 @@ def test_importing_the_package_imports_nothing_heavy(python):
 
 
 def test_importing_the_rooms_imports_no_toolkit(python):
-    """Nor the files beside the rooms, such as doctor and autoload."""
+    """Neither do files outside the rooms, such as doctor and autoload."""
     beside = [path for path in FILES if path.parent == PLUGINS and not path.name.startswith("__")]
     modules = [
         ".".join(["attn_plugins", *file.relative_to(PLUGINS).with_suffix("").parts])
@@ -128,7 +128,7 @@ def test_importing_the_rooms_imports_no_toolkit(python):
 
 @pytest.mark.parametrize("file", FILES, ids=lambda f: str(f.relative_to(PLUGINS)))
 def test_messages_name_nothing_that_a_wheel_lacks(file):
-    """tools/, configs/ and make are a checkout's; docstrings are for readers of the source and may name them."""
+    """A wheel has no tools/, configs/ or make. Docstrings are for readers of the source and may name them."""
     tree = ast.parse(file.read_text())
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     docstrings = {id(node.body[0].value) for node in ast.walk(tree) if isinstance(node, documented) and node.body

@@ -1,4 +1,4 @@
-"""README and the pages of the site: what stands in their blocks runs, or says what it needs; links lead somewhere."""
+"""README and the site's pages: code blocks run or state what they need, and links resolve."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LINK = re.compile(r"!?\[[^]]*\]\((?!https?:|mailto:)([^)\s]+)\)")
 
 
 def blocks(page: Path) -> list[tuple[str | None, str, str, str]]:
-    """(``tested by``, ``needs`` or None, of what, language, text) of each block."""
+    """Return (``tested by``, ``needs`` or None, its argument, language, text) of each block."""
     return [(kind or None, what, language, text) for kind, what, language, text in BLOCK.findall(page.read_text())]
 
 
@@ -29,7 +29,7 @@ def name(page: Path) -> str:
 
 
 def code(page: Path) -> str:
-    """The Python of a page that nothing else tests, in order."""
+    """Return, in order, the Python code of a page that no other test covers."""
     return "\n".join(text for kind, _, language, text in blocks(page) if kind is None and language == "python")
 
 
@@ -52,7 +52,7 @@ def test_pages_with_code_are_found():
 
 @pytest.mark.parametrize("page", WITH_CODE, ids=name)
 def test_code_runs(page, tmp_path):
-    """All blocks of a page, one after another, as a reader would type them; a config is another test's."""
+    """Run all blocks of a page in order, as a reader would. Another test covers the config."""
     text = code(page)
     if page == README:
         parts = [text for _, _, language, text in blocks(README) if language == "python"]

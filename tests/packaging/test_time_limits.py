@@ -1,4 +1,4 @@
-"""No test gives up early on a process that a busy machine lets wait."""
+"""No test times out early on a process that has to wait on a busy machine."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import pytest
 
 TESTS = Path(__file__).parents[1]
 FILES = sorted(TESTS.rglob("*.py"))
-LEAST = 600  # seconds; a shorter limit would end more than what hangs
+LEAST = 600  # seconds; a shorter limit would also end processes that do not hang
 
 
 def short_limits(source: str) -> list[str]:
-    """The calls that wait for less."""
+    """Return the calls with shorter time limits."""
     found = []
     for call in (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)):
         limits = [word.value for word in call.keywords if word.arg == "timeout"]

@@ -1,4 +1,4 @@
-"""What a wheel holds, and that it works on its own."""
+"""A wheel's contents, and a wheel on its own."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> Path:
-    """A CPU wheel by our build backend, with the objects that the in-place build left: little is compiled again."""
+    """Build a CPU wheel with our backend, reusing the object files of the in-place build."""
     pytest.importorskip("wheel")
     if shutil.which(os.environ.get("CXX", "c++")) is None:
         pytest.skip("no C++ compiler")
     folder = tmp_path_factory.mktemp("wheel")
-    for left in (*ROOT.glob("build/lib*"), *ROOT.glob("build/bdist*")):  # setuptools would pack what lies there
+    for left in (*ROOT.glob("build/lib*"), *ROOT.glob("build/bdist*")):  # setuptools would pack stale files there
         shutil.rmtree(left)
     subprocess.run(
         [sys.executable, *"-m pip wheel -q --no-build-isolation --no-deps -w".split(), folder, "."],
@@ -68,7 +68,7 @@ def test_works_on_its_own(python, installed):
 
 @pytest.mark.skipif(find_spec("fairseq") is None, reason="fairseq is not installed")
 def test_literal_user_dir_with_an_installed_wheel(python, installed):
-    """A user stands in a checkout, types ``--user-dir plugins/fairseq`` and has the wheel installed."""
+    """The user is in a checkout, has installed the wheel and passes ``--user-dir plugins/fairseq``."""
     code = f"""
 import argparse, os, sys
 from fairseq import utils

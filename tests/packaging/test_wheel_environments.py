@@ -1,9 +1,9 @@
 """The wheel in ``dist/`` in empty environments, without a compiler: ``make wheel && make test-wheel``.
 
-One environment for each Python that is there, with the newest torch that pip takes, and one with the oldest torch whose
-ABI the binary needs. They are removed afterwards. ``build/install/wheel.md`` records each step with its seconds.
+One environment for each Python on this machine with the newest torch that pip installs, and one with the oldest torch
+whose ABI suits the binary. They are removed afterwards. ``build/install/wheel.md`` records the seconds of each step.
 
-WHEEL_ENVIRONMENTS   which ones, such as ``3.12 3.11:2.10.0`` (Python, or Python:torch); default: those above.
+WHEEL_ENVIRONMENTS   environments to test, such as ``3.12 3.11:2.10.0`` (Python, or Python:torch); default: all above
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def environments() -> list[str]:
 
 @pytest.fixture(scope="module", params=environments())
 def environment(request, tmp_path_factory) -> Path:
-    """An environment with the wheel in it."""
+    """Create an environment with the wheel installed."""
     found = sorted((ROOT / "dist").glob("*.whl"))
     assert len(found) == 1, "make wheel"
     version, _, torch = request.param.partition(":")
@@ -57,7 +57,7 @@ def record_seconds(environment: Path, name: str, seconds: float) -> None:
 
 
 def run(environment: Path, *arguments: str, record: str = "") -> str:
-    """What Python prints with nothing but the environment on the PATH."""
+    """Run Python with only the environment on the PATH and return its output."""
     began = time.monotonic()
     keep = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV", "CC", "CXX")}
     done = subprocess.run(

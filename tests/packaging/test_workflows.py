@@ -1,4 +1,4 @@
-"""The workflows and forms of the repository's host name what exists."""
+"""The workflows and issue forms refer only to existing files."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_continuous_integration_is_the_one_of_the_repository():
 
 
 def test_the_release_reads_the_version_as_setup_does():
-    """The expression of the workflow, for sed, finds the version."""
+    """The workflow's sed expression finds the version."""
     text = (ROOT / ".github/workflows/release.yml").read_text()
     pattern = re.search(r"s/(\^__version__ = .*?)/\\1/p", text)[1].replace(r"\(", "(").replace(r"\)", ")")
     source = (ROOT / "plugins/__init__.py").read_text()

@@ -1,4 +1,4 @@
-"""Swin V2's log-spaced positions and scaled cosine attention, against loops and timm's own layer."""
+"""Swin V2's log-spaced positions and scaled cosine attention: loops and timm's own layer."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_coordinates(size, pretrained):
 
 @pytest.mark.parametrize("size, pretrained", [((3, 5), (0, 0)), ((4, 6), (3, 5)), ((1, 3), (0, 0)), ((7, 7), (12, 12))])
 def test_a_whole_layer_of_timms(size, pretrained):
-    """WindowAttention of Swin V2, with a scale beyond the clamp, from its weights and our terms."""
+    """Combine our terms into WindowAttention of Swin V2, with its weights and a scale beyond the clamp."""
     swin = pytest.importorskip("timm.models.swin_transformer_v2")
     torch.manual_seed(0)
     heads, N = 3, size[0] * size[1]
@@ -86,7 +86,7 @@ def test_gradients_and_compile():
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision(dtype):
-    """Squares of these queries overflow float16."""
+    """Squares of these queries overflow in float16."""
     torch.manual_seed(0)
     q, k = (300 * torch.randn(2, 1, 2, 5, 8)).to(dtype).unbind(0)
     ours = cosine_operands(q, k, torch.tensor([2.0, 9.0]).to(dtype))

@@ -1,4 +1,4 @@
-"""SAM's, ViTDet's and MViTv2's decomposed positions against loops and timm's functions."""
+"""Decomposed positions of SAM, ViTDet and MViTv2: loops and timm's functions."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_every_pair_has_its_entry(size):
 
 
 def test_pooled_keys():
-    """Keys of stride 2 stand at rows 0, 2, 4, and pooled queries likewise."""
+    """Keys of stride 2 are at rows 0, 2, 4, and so are pooled queries."""
     table = torch.randn(11, 4)
     pooled_keys = axis_embeddings(table, 6, 3)
     pooled_queries = axis_embeddings(table, 3, 6)
@@ -132,7 +132,7 @@ def test_the_logits_are_mvits(size, key_size):
 
 
 def test_a_whole_layer_of_timms():
-    """SAM's attention from its weights: our terms, and global attention without a tensor of pairs."""
+    """Combine our terms and global attention into SAM's attention, with its weights and without storing all pairs."""
     sam = pytest.importorskip("timm.models.vision_transformer_sam")
     torch.manual_seed(0)
     H, W = 5, 7

@@ -1,4 +1,4 @@
-"""Terms of maps whose size is open when a model is exported."""
+"""Terms of maps whose size stays dynamic in an exported model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Terms(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        # A table longer than any axis is always interpolated: whether it is, is decided when the model is exported.
+        # The export decides whether a table is interpolated; a table longer than any axis always is.
         self.tables = nn.Parameter(torch.randn(2, 2 * 64 - 1, 8))
         self.buckets = nn.Parameter(torch.randn(2, 8, 3))
 

@@ -1,4 +1,4 @@
-"""ALiBi along a sequence and on maps, against loops and the published numbers."""
+"""ALiBi along a sequence and on maps: loops and the published numbers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from attn_plugins.terms.linear_distance import (
 
 @pytest.mark.parametrize("heads", [1, 2, 3, 6, 8, 12, 16, 20, 33])
 def test_slopes(heads):
-    """The authors' recursion, in loops."""
+    """Compare with the authors' recursion in loops."""
 
     def series(n):
         if math.log2(n).is_integer():
@@ -34,7 +34,7 @@ def test_slopes(heads):
 
 
 def test_the_papers_own_slopes():
-    """Section 3: 1/2, 1/4 ... 1/256 for 8 heads; for 16 the geometric means come between."""
+    """Section 3: 1/2, 1/4 ... 1/256 for 8 heads; 16 heads add the geometric means in between."""
     assert alibi_slopes(8).tolist() == [2.0**-n for n in range(1, 9)]
     torch.testing.assert_close(alibi_slopes(16), torch.tensor([2 ** (-n / 2) for n in range(1, 17)]))
 

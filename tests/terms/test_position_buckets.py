@@ -1,4 +1,4 @@
-"""T5's buckets against exact arithmetic, and the logits of one and two axes against loops."""
+"""T5's buckets: exact arithmetic, and logits along one and two axes in loops."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from attn_plugins.terms.position_buckets import bucket_logits, bucket_map_logits
 
 
 def bucket_by_integers(offset: int, buckets: int, max_distance: int, causal: bool) -> int:
-    """The bucket without logarithms: the number of bounds that the distance has reached.
+    """Compute the bucket without logarithms, as the number of bounds that the distance has reached.
 
     Bound n of the distant buckets is near * (max_distance / near)^(n / distant), compared by its distant-th power.
     """
@@ -38,7 +38,7 @@ def test_buckets(buckets, max_distance, causal):
 
 
 def test_the_published_defaults():
-    """Near keys one by one, then wider and wider, all from 128 on together; later keys 16 higher."""
+    """Near keys have their own buckets, then buckets widen up to 128 and beyond; later keys have buckets 16 higher."""
     ours = relative_buckets(torch.tensor([0, -1, -7, -8, -11, -12, -16, -64, -127, -128, -999, 1, 8, 999]))
     assert ours.tolist() == [0, 1, 7, 8, 8, 9, 10, 14, 15, 15, 15, 17, 24, 31]
     causal = relative_buckets(torch.tensor([3, 0, -15, -16, -128, -999]), causal=True)

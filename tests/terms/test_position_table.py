@@ -1,4 +1,4 @@
-"""Swin's table against plain loops, timm and mmdet."""
+"""Swin's table: plain loops, timm and mmdet."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_it_compiles():
 
 
 def by_loops(column, old, new):
-    """One axis of a table, by the definition: geometric distances, then straight lines between them."""
+    """Compute one axis of a table by the definition: geometric distances, then linear interpolation."""
     if old == 1:
         return [column[0]] * (2 * new - 1)
     low, high = 1.01, 1.5
@@ -86,7 +86,7 @@ def test_resizing(old, new):
     grid = table.view(2 * old[0] - 1, 2 * old[1] - 1, 2)
     rows = torch.stack(by_loops(list(grid), old[0], new[0]))
     expected = torch.stack(by_loops(list(rows.transpose(0, 1)), old[1], new[1]), 1)
-    # Both bisect to 1e-6, with sums that are rounded differently.
+    # Both bisect to 1e-6, but round their sums differently.
     torch.testing.assert_close(resized, expected, atol=1e-4, rtol=0)
 
 

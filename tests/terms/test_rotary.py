@@ -1,4 +1,4 @@
-"""Rotary embedding against complex numbers, its own property, and timm's classes."""
+"""Rotary embedding: complex numbers, its relative property, and timm's classes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SIZES = [(3, 5), (6, 4), (1, 7), (4, 4)]
 
 
 def turned_by_loops(x, angles, halves):
-    """Every pair of channels as a complex number, times e^(i angle)."""
+    """Multiply every pair of channels, as a complex number, by e^(i angle)."""
     out = torch.empty_like(x)
     half = x.shape[-1] // 2
     for position in range(x.shape[0]):
@@ -164,7 +164,7 @@ def test_it_compiles(halves):
 
 
 def test_the_draw_is_axial_frequencies_turned():
-    """Both axes of a head keep their lengths and stay perpendicular."""
+    """The two axes of a head keep their lengths and stay perpendicular."""
     frequencies = draw_mixed_frequencies(16, 3, generator=torch.Generator().manual_seed(0))
     assert frequencies.shape == (2, 3, 8)
     assert torch.equal(frequencies, draw_mixed_frequencies(16, 3, generator=torch.Generator().manual_seed(0)))
@@ -199,7 +199,7 @@ def test_errors(call, message):
 
 
 def check_against(stock, angles, size, halves=False):
-    """The same rotation of random tokens, up to float32's rounding of the largest angle."""
+    """Check for the same rotation of random tokens, up to float32's rounding of the largest angle."""
     timm = pytest.importorskip("timm.layers.pos_embed_sincos")
     atol = 2e-6 + 5e-7 * float(angles.abs().max())
     embedded = stock.get_embed(list(size))
@@ -285,7 +285,7 @@ def test_dinov3_is_timms(size, indexing, halves, normalise, options):
 
 
 def test_a_whole_attention_of_timms_eva():
-    """EVA-02's own attention layer, with its cls token, from its weights and our rotation."""
+    """Combine our rotation with the weights of EVA-02's attention layer, which has a cls token."""
     eva = pytest.importorskip("timm.models.eva")
     timm = pytest.importorskip("timm.layers.pos_embed_sincos")
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""The masks of shifted windows: which pixels of a rolled map are neighbours, and timm's own."""
+"""Masks of shifted windows: neighbouring pixels of a rolled map, and timm's masks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CASES = [
 
 
 def spread_out(groups, windows, N):
-    """One mask for every window, from those of the groups; every window is in one group."""
+    """Expand the masks of groups to one mask per window. Every window is in exactly one group."""
     masks = torch.full((*windows, N, N), torch.nan)
     for group in groups:
         assert masks[group.rows, group.columns].isnan().all()
@@ -33,7 +33,7 @@ def spread_out(groups, windows, N):
 
 @pytest.mark.parametrize("windows, window, shift", CASES)
 def test_pixels_see_those_that_were_beside_them(windows, window, shift):
-    """In a window of the rolled map, a pair is masked where the roll took one of both over a border."""
+    """In a window of the rolled map, a pair is masked if the roll carried one of the two across a border."""
     (nH, nW), (h, w) = windows, window
     H, W, N = nH * h, nW * w, h * w
     masks = spread_out(shifted_window_groups(windows, window, shift), windows, N)
@@ -73,7 +73,7 @@ def test_the_masks_are_timms(windows, window, shift):
 
 
 def test_a_whole_block_of_timms():
-    """Swin's shifted attention on H ≠ W with padding, run once for each group with masks that are shared."""
+    """Run Swin's shifted attention on padded H ≠ W maps once per group, with shared masks."""
     swin = pytest.importorskip("timm.models.swin_transformer")
     torch.manual_seed(0)
     (h, w), shift, heads = (4, 3), (2, 1), 2

@@ -18,7 +18,7 @@ from attn_plugins.timm.accelerate import AcceleratedSwinBlock
 
 SWIN = dict(img_size=(40, 64), patch_size=4, window_size=4, embed_dim=16, depths=(2, 2), num_heads=(2, 4))
 SAM = dict(img_size=64, patch_size=8, embed_dim=16, depth=2, num_heads=2, window_size=3, global_attn_indexes=(1,))
-MODELS = {  # and how many of their modules are known
+MODELS = {  # and the number of their modules that are known
     "swin_tiny_patch4_window7_224": (SWIN, 4),
     "swin_s3_tiny_224": (dict(img_size=(40, 64), depths=(2, 2), embed_dim=16, num_heads=(2, 4), window_size=(4, 3)), 4),
     "swinv2_tiny_window8_256": (SWIN, 4),
@@ -36,7 +36,7 @@ def build(name: str, **options) -> nn.Module:
         for key, parameter in model.named_parameters():
             if "relative_position" in key or "rel_pos" in key or "q_bias" in key or "cpb_mlp" in key:
                 nn.init.normal_(parameter, std=0.3)
-            elif "norm" in key and key.endswith("weight"):  # 0 at the start of a Swin V2's block
+            elif "norm" in key and key.endswith("weight"):  # 0 at initialisation in Swin V2's blocks
                 nn.init.uniform_(parameter, 0.5, 1.5)
     return model.double()
 
@@ -78,7 +78,7 @@ def test_outputs_and_gradients_stay(name):
 
 @pytest.mark.parametrize("name", ["swin_tiny_patch4_window7_224", "swinv2_tiny_window8_256"])
 def test_dropout_and_hooks_get_timms_weights(name):
-    """The same draws, and the weights for who looks at them; other hooks stay."""
+    """Random draws are the same, hooks that read the weights get them, and other hooks stay."""
     model = build(name, attn_drop_rate=0.3, proj_drop_rate=0.2).train()
     x = picture(model, name)
     torch.manual_seed(2)
@@ -99,7 +99,7 @@ def test_dropout_and_hooks_get_timms_weights(name):
 
 @pytest.mark.parametrize("name", ["swin_tiny_patch4_window7_224", "swinv2_tiny_window8_256"])
 def test_other_sizes(name):
-    """Pictures of any size, and ``set_input_size`` behind ``accelerate``."""
+    """Pictures of any size, and ``set_input_size`` after ``accelerate``."""
     model = build(name, strict_img_size=False).eval()
     ours = copy.deepcopy(model)
     accelerate(ours)
@@ -157,7 +157,7 @@ def test_compile():
 
 @torch.no_grad()
 def test_compile_with_symbolic_sizes():
-    """Without graph breaks. timm's own layers are compiled again for another size."""
+    """There are no graph breaks. timm's own layers recompile for another size."""
     torch._dynamo.reset()
     model = build("swin_tiny_patch4_window7_224", depths=(2,), num_heads=(2,), strict_img_size=False).eval()
     accelerate(model)
@@ -175,7 +175,7 @@ def test_torchscript_compiles_timms(name):
     expected = model(x)
     accelerate(model)
     torch.testing.assert_close(torch.jit.script(model)(x), expected)
-    assert len(accelerate(model)) == MODELS[name][1]  # torch puts timm's into the model
+    assert len(accelerate(model)) == MODELS[name][1]  # torch puts timm's layers into the model
     torch.testing.assert_close(model(x), expected)
 
 

@@ -22,7 +22,7 @@ NEW_LAYERS = (".attention.", ".conv2.conv_offset.")
 
 @pytest.fixture(scope="module")
 def stock() -> torch.nn.Module:
-    """A stock resnet50 in which every layer matters, as if it were trained."""
+    """Build a stock resnet50 in which every layer has an effect, as if it were trained."""
     torch.manual_seed(0)
     model = timm.create_model("resnet50", zero_init_last=False, num_classes=10)
     for module in model.modules():
@@ -85,7 +85,7 @@ def test_every_parameter_learns(name):
     model = timm.create_model(name, num_classes=5, zero_init_last=False)
     for module in model.modules():
         if isinstance(module, GeneralizedAttention2d):
-            torch.nn.init.ones_(module.gamma)  # at 0 nothing behind it has a gradient other than 0
+            torch.nn.init.ones_(module.gamma)  # at 0, only the gate itself has a gradient other than 0
     model(torch.randn(2, 3, 64, 96)).square().sum().backward()
     for key, parameter in model.named_parameters():
         assert parameter.grad is not None, f"{key} has no gradient"

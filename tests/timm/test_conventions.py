@@ -1,4 +1,4 @@
-"""timm's conventions, over every model that we register; its own test-suite runs over the same names."""
+"""timm's conventions for every model that we register; timm's own test suite runs over the same models."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from attn_plugins.modules.generalized_attention import GeneralizedAttention2d  #
 
 ROOMS = ("aa_resnet", "aa_mnasnet", "aa_wide_resnet", "attended_resnet")
 MODELS = sorted(name for room in ROOMS for name in timm.list_models(module=room))
-# One of each kind, made small enough to run: a stage of two blocks has both the first of a stage and one that follows.
+# One small model of each kind. A stage of two blocks has the first block of a stage and one that follows.
 KINDS = ["aa_resnet34", "aa_resnet50", "aa_mnasnet_075", "aa_wide_resnet28_10", "attn0010_dcn_resnet50"]
 FEW_BLOCKS = dict(layers=(1, 1, 2, 1))
 SMALL = {
@@ -31,7 +31,7 @@ SIZE = (64, 96)
 
 
 def small(name: str, **options) -> nn.Module:
-    """The model on small images, its attention at work: nothing of it is 0, as if it were trained."""
+    """Build the model for small images with no parameter at 0, as if it were trained."""
     torch.manual_seed(0)
     model = timm.create_model(name, num_classes=10, **SMALL.get(name, {}), **options)
     for module in model.modules():
@@ -147,7 +147,7 @@ def test_position_tables_take_no_weight_decay(name):
 def test_gradient_checkpointing_changes_no_gradient(name):
     x, gradients = torch.randn(2, 3, *SIZE), []
     for enable in (False, True):
-        model = small(name)  # evaluated, so that no running statistics move
+        model = small(name)  # evaluation mode keeps running statistics fixed
         model.set_grad_checkpointing(enable)
         model(x).square().sum().backward()
         gradients.append([p.grad for p in model.parameters()])
@@ -227,7 +227,7 @@ def test_a_bad_argument_is_one_clear_error(name, options, words):
         timm.create_model(name, **SMALL.get(name, {}), **options)
 
 
-@pytest.mark.parametrize("name", ["aa_resnet34", "aa_wide_resnet28_10"])  # the MnasNets round up to one channel a head
+@pytest.mark.parametrize("name", ["aa_resnet34", "aa_wide_resnet28_10"])  # the MnasNets round up to one channel
 def test_a_ratio_that_leaves_a_head_nothing(name):
     with pytest.raises(ValueError, match=r"nu = 0.0001 of .* less than one value channel of 8 heads"):
         timm.create_model(name, **SMALL.get(name, {}), nu=0.0001)
@@ -258,7 +258,7 @@ def test_generalized_attention_through_timms_own_hook(options):
     assert sum(isinstance(m, GeneralizedAttention2d) for m in model.modules()) == 5
     missing, unexpected = model.load_state_dict(stock.state_dict(), strict=False)
     assert not unexpected
-    assert all(".se." in key for key in missing)  # timm's name of the place
+    assert all(".se." in key for key in missing)  # the name that timm uses
     x = torch.randn(1, 3, *SIZE)
     with torch.no_grad():
         torch.testing.assert_close(model(x), stock(x), rtol=1e-4, atol=1e-4)
@@ -267,7 +267,7 @@ def test_generalized_attention_through_timms_own_hook(options):
 
 
 def test_one_checkpoint_serves_other_image_sizes():
-    """Tables are interpolated the same when they are loaded into a net of another size as when they meet its maps."""
+    """Interpolating tables on loading for another image size equals interpolating them in the forward pass."""
     model = small("aa_resnet34", img_size=64)
     other = timm.create_model("aa_resnet34", num_classes=10, img_size=SIZE, **FEW_BLOCKS).eval()
     other.load_state_dict(model.state_dict())

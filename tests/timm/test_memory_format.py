@@ -1,4 +1,4 @@
-"""timm's blocks with our layers, and our models, answer in the memory format of their input."""
+"""timm's blocks with our layers, and our models, keep the memory format of their input."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""timm's models of ours on a CUDA device, on small pictures, against the same on the CPU in float64.
+"""Our timm models on a CUDA device, on small pictures, against the same models on the CPU in float64.
 
-The same checks run on the CPU, where they show that the checks themselves hold.
+The checks also run on the CPU, which tests the checks themselves.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NAMES = sorted(name for name in attn_plugins.timm.__all__ if timm.is_model(name)
 FEW_BLOCKS = dict(layers=(1, 1, 2, 1))
 TRANSFORMER = dict(img_size=(32, 48), embed_dim=32, depth=2, num_heads=2)
 SWIN = dict(img_size=(48, 64), window_size=4, embed_dim=16, depths=(2, 2), num_heads=(2, 4), drop_path_rate=0.0)
-# What makes a model small, by the beginning of its name, and its input without the batch; the longest one counts.
+# Options that make a model small, and its input without the batch, by the longest matching prefix of its name.
 SMALL = {
     "aa_mnasnet": ({}, (3, 64, 96)),
     "aa_resnet": (FEW_BLOCKS, (3, 64, 96)),
@@ -33,7 +33,7 @@ SMALL = {
     "dcn": (FEW_BLOCKS, (3, 64, 96)),
     "timesformer": (dict(TRANSFORMER, num_frames=4), (4, 3, 32, 48)),
 }
-# timm's own models, with our attention in them: name, options, input, and whether by `accelerate`.
+# timm's own models with our attention: name, options, input, and whether `accelerate` adds it.
 SAM = dict(img_size=(32, 48), embed_dim=32, depth=2, num_heads=2, global_attn_indexes=(1,))
 CHANGED = {
     "vit, attn1111": ("vit_tiny_patch16_224", dict(TRANSFORMER, attn_layer="attn1111"), (3, 32, 48), False),
@@ -43,7 +43,7 @@ CHANGED = {
 
 
 def small(name: str) -> tuple[nn.Module, torch.Tensor]:
-    """A model and its input; what starts at 0 (gates, offsets, gamma) does not here, so that all of it is at work."""
+    """Return a model and its input. Parameters that start at 0 (gates, offsets, gamma) are set to other values."""
     torch.manual_seed(0)
     options, shape = SMALL.get(max(filter(name.startswith, SMALL), key=len, default=""), ({}, ()))
     kind, options, shape, accelerated = CHANGED.get(name, (name, options, shape, False))
@@ -60,7 +60,7 @@ def small(name: str) -> tuple[nn.Module, torch.Tensor]:
 @pytest.mark.parametrize("name", [*NAMES, *CHANGED])
 def test_equals_float64_on_the_cpu(name, device):
     model, x = small(name)
-    # Many values of a MnasNet lie at a ReLU's corner, where the gradient jumps.
+    # Many values of a MnasNet are at a ReLU's kink, where the gradient jumps.
     factor = 200 if name.startswith("aa_mnasnet") else 2
     check_module(model, ((x,), {}), device, torch.float32, factor=factor)
 

@@ -1,4 +1,4 @@
-"""``attn_swin_*`` and ``attn_swinv2_*``: timm's weights and numbers, and what timm's Swin does not have."""
+"""``attn_swin_*`` and ``attn_swinv2_*``: timm's weights and outputs, and features that timm's Swin lacks."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ SMALL = dict(img_size=(40, 64), window_size=4, embed_dim=16, depths=(2, 2), num_
 
 
 def build(name: str, **options) -> nn.Module:
-    """A small model, every part of which matters."""
+    """Build a small model in which every parameter has an effect."""
     torch.manual_seed(0)
     model = timm.create_model(name, **{**SMALL, "drop_path_rate": 0.0, **options}).double().eval()
     for key, parameter in model.named_parameters():
-        if "norm" in key and key.endswith("weight"):  # 0 at the start of a V2's block
+        if "norm" in key and key.endswith("weight"):  # 0 at initialisation in V2's blocks
             nn.init.uniform_(parameter, 0.5, 1.5)
         elif parameter.dim() == 1 or "table" in key or "cpb_mlp" in key:
             nn.init.normal_(parameter, std=0.3)
@@ -88,7 +88,7 @@ def test_the_draw_is_timms(name):
 @pytest.mark.parametrize("name", [V1, V2])
 @pytest.mark.parametrize("position", ["relative", "none"])
 def test_other_positions_and_no_shift(name, position, tmp_path):
-    """They are another model, which timm's weights start where they fit."""
+    """Such models differ, and load timm's weights where they fit."""
     stock, ours = build(NAMES[name]), build(name, position=position)
     tables = {key for key in stock.state_dict() if "relative_position_bias_table" in key or "cpb_mlp" in key}
     assert set(stock.state_dict()) - set(ours.state_dict()) == tables
@@ -112,7 +112,7 @@ def test_other_positions_and_no_shift(name, position, tmp_path):
 
 
 def stock_and_file(name: str, tmp_path, **options) -> tuple[nn.Module, dict]:
-    """timm's model, and the options that make ours from its weights."""
+    """Return timm's model, and the options that build ours from its weights."""
     stock = build(NAMES[name], **options)
     file = tmp_path / "stock.pth"
     torch.save({"state_dict": stock.state_dict()}, file)
@@ -149,7 +149,7 @@ def test_bilateral_in_the_tables_place(name, tmp_path):
 
 @pytest.mark.parametrize("name", [V1, V2])
 def test_centred_windows(name, tmp_path):
-    """timm's weights load strictly, also where timm makes the window as small as the map; no window is shifted."""
+    """timm's weights load strictly, even if timm shrinks the window to the map. No window is shifted."""
     stock, ours = stock_and_file(name, tmp_path, window_size=5, always_partition=True)
     model = timm.create_model(name, **ours, window="centred").double().eval()
     model.load_state_dict(stock.state_dict(), strict=True)
@@ -180,7 +180,7 @@ def test_without_shift_it_is_timms_without(name):
 @pytest.mark.parametrize("name", [V1, V2])
 @pytest.mark.parametrize("shift", [True, False])
 def test_other_sizes(name, shift):
-    """set_input_size changes windows, shifts and tables as timm's; pictures of any size."""
+    """set_input_size changes windows, shifts and tables as in timm; the model takes pictures of any size."""
     ours = build(name, strict_img_size=False, shift=shift)
     stock = build(NAMES[name], strict_img_size=False)
     stock.load_state_dict(ours.state_dict())
@@ -196,7 +196,7 @@ def test_other_sizes(name, shift):
 
 
 def test_checkpoints_of_other_windows():
-    """As timm's filter interpolates them."""
+    """Tables are interpolated as by timm's filter."""
     from attn_plugins.timm.swin import _filter
 
     square = dict(img_size=64)

@@ -1,4 +1,4 @@
-"""TimeSformer in timm's registry, against the official model's definition and timm's ViT."""
+"""TimeSformer in timm's registry: the official model's definition and timm's ViT."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GRID = (2, 3)
 
 
 def build(pattern="divided", trained=True, **options) -> TimeSformer:
-    """A small model; ``trained``: nothing of it is 0."""
+    """Build a small model; with ``trained``, no parameter is 0."""
     torch.manual_seed(0)
     model = timm.create_model("timesformer_small_patch16_224", pattern=pattern, **{**SMALL, "num_frames": 4, **options})
     if trained:
@@ -41,7 +41,7 @@ def clip(B=2, T=4, H=32, W=48) -> Tensor:
 
 
 def official(weights: dict[str, Tensor], clip: Tensor, pattern: str) -> Tensor:
-    """The official ``VisionTransformer.forward``, one clip after the other: (B, num_classes)."""
+    """Compute the official ``VisionTransformer.forward``, one clip at a time: (B, num_classes)."""
 
     def linear(name, x):
         return F.linear(x, weights[f"{name}.weight"], weights[f"{name}.bias"])
@@ -59,7 +59,7 @@ def official(weights: dict[str, Tensor], clip: Tensor, pattern: str) -> Tensor:
         T = len(frames)
         patches = F.conv2d(frames, weights["patch_embed.proj.weight"], weights["patch_embed.proj.bias"], stride=16)
         x = torch.cat((weights["cls_token"].expand(T, -1, -1), patches.flatten(2).mT), 1) + weights["pos_embed"]
-        if pattern != "space":  # b (h w t) m, as the official code lays tokens out
+        if pattern != "space":  # b (h w t) m, the official code's order of tokens
             times = F.interpolate(weights["time_embed"].mT, size=T).mT
             x = torch.cat((x[:1, 0], (x[:, 1:].transpose(0, 1) + times).flatten(0, 1)), 0)[None]
         for i in range(SMALL["depth"]):
@@ -81,7 +81,7 @@ def official(weights: dict[str, Tensor], clip: Tensor, pattern: str) -> Tensor:
 
 
 def official_keys(pattern: str, depth: int) -> set[str]:
-    """The names in the official checkpoints."""
+    """Return the names of the official checkpoints."""
     layers = ["norm1", "attn.qkv", "attn.proj", "norm2", "mlp.fc1", "mlp.fc2"]
     if pattern == "divided":
         layers += ["temporal_norm1", "temporal_attn.qkv", "temporal_attn.proj", "temporal_fc"]
@@ -108,7 +108,7 @@ def test_official_checkpoints_load_strictly_and_give_their_results(pattern, tmp_
 
 
 def test_official_checkpoints_of_the_base_model():
-    """Every name and shape, on no memory."""
+    """Compare every name and shape on the meta device."""
     with torch.device("meta"):
         model = timm.create_model("timesformer_base_patch16_224")
     assert {f"model.{key}" for key in model.state_dict()} == official_keys("divided", 12)
@@ -162,7 +162,7 @@ def test_within_another_model():
 
 
 def test_other_numbers_of_frames():
-    """A clip's and a checkpoint's time embedding is that of the nearest frame."""
+    """The time embedding, of a clip or a checkpoint, is taken from the nearest frame."""
     model, longer = build(), build(num_frames=8)
     longer.load_state_dict(model.state_dict())
     assert torch.equal(longer.time_embed, model.time_embed.repeat_interleave(2, 1))
@@ -173,7 +173,7 @@ def test_other_numbers_of_frames():
 
 
 def test_pictures_of_other_sizes():
-    """timm's resizing of position embeddings, of the model's and of a checkpoint's."""
+    """timm resizes position embeddings of the model and of a checkpoint."""
     model = build(img_size=(32, 32), dynamic_img_size=True)
     weights = dict(pretrained=True, pretrained_cfg_overlay=dict(state_dict=model.state_dict(), num_classes=5))
     wide = build(img_size=(48, 48), trained=False, **weights)
@@ -182,7 +182,7 @@ def test_pictures_of_other_sizes():
     torch.testing.assert_close(model(x), wide(x))
 
 
-# --- the start --------------------------------------------------------------------------------------------------------
+# --- initialisation ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
@@ -221,7 +221,7 @@ def test_features(pattern):
         torch.testing.assert_close(final, model.forward_features(clip()))
         torch.testing.assert_close(model.forward_head(final), model(clip()))
         patches, cls = maps[-1]
-        if pattern != "space":  # whose last norm follows the mean over frames
+        if pattern != "space":  # its last norm follows the mean over frames
             torch.testing.assert_close(final[:, 1:].reshape(2, 4, *GRID, 32).permute(0, 1, 4, 2, 3), patches)
             torch.testing.assert_close(final[:, :1], cls)
         (tokens,) = model.forward_intermediates(clip(), [0], output_fmt="NLC", intermediates_only=True, stop_early=True)
@@ -282,7 +282,7 @@ def test_compiled_exported_and_half(pattern):
 
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_features_by_fx(pattern):
-    """timm's feature extraction by torch.fx: blocks are leaves, and clips may be pictures or of another length."""
+    """Blocks are leaves of timm's feature extraction by torch.fx; inputs are pictures or clips of another length."""
     model = build(pattern)
     traced = create_feature_extractor(model, ["head"])
     for x in (clip()[:, 0], clip(), clip(T=3)):

@@ -1,4 +1,4 @@
-"""``attn_layer='attn1111'`` in timm's vision transformers, and the models of our own names."""
+"""``attn_layer='attn1111'`` in timm's vision transformers, and our registered models."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from attn_plugins.timm import ViTAttention, vit_attention
 from attn_plugins.timm.vit_attention import LAYERS
 
-# Families whose models timm builds with an ``attn_layer`` of our choice; others take no such argument.
+# timm lets us choose the ``attn_layer`` of these families only; others have no such argument.
 FAMILIES = ("vision_transformer", "deit", "naflexvit", "vision_transformer_hybrid", "vitamin")
-# Their blocks are not made of timm's Attention: attention and MLP are one layer, or the attention is differential.
+# These do not use timm's Attention: attention and MLP are one layer, or the attention is differential.
 OTHER_BLOCKS = {
     "vit_base_patch16_xp_224", "vit_large_patch14_xp_224", "vit_huge_patch14_xp_224",
     "vit_dpwee_patch16_reg1_gap_256", "vit_pwee_patch16_reg1_gap_256",
@@ -71,7 +71,7 @@ def test_every_model_that_takes_an_attention_layer_takes_ours(family):
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_the_start_is_timms(name):
-    """Its weights load strictly; with the content term and all keys the output is timm's."""
+    """timm's weights load strictly; with the content term and all keys, the output is timm's."""
     stock, model = build(None), build(name)
     before = {key: value.clone() for key, value in model.state_dict().items()}
     model.load_state_dict(stock.state_dict(), strict=True)
@@ -79,7 +79,7 @@ def test_the_start_is_timms(name):
         assert torch.equal(model.state_dict()[key], before[key])
     assert not any(layer.gate is not None and layer.gate.any() for layer in layers_of(model))
     expected = stock(picture())
-    same = LAYERS[name]["attention_type"][0] == "1"  # the range of 7 holds all 3 × 4 tokens
+    same = LAYERS[name]["attention_type"][0] == "1"  # the range of 7 covers all 3 × 4 tokens
     assert torch.allclose(model(picture()), expected, rtol=1e-4, atol=1e-5) == same
 
 
@@ -94,7 +94,7 @@ def test_the_start_is_timms(name):
     ],
 )
 def test_places_are_found(name, options):
-    """Each layer computes what the module of tokens does, with the grid and the prefix that are the model's."""
+    """Each layer equals the token module with the model's grid and prefix."""
     from attn_plugins.modules import SpatialSelfAttention
 
     options = {k: v for k, v in {**SMALL, **options}.items() if v is not None}
@@ -114,7 +114,7 @@ def test_places_are_found(name, options):
 
 
 def test_pictures_of_other_sizes():
-    """dynamic_img_size, set_input_size and another img_size at creation agree, with positions of patches alone."""
+    """dynamic_img_size, set_input_size and another img_size at creation agree; only patches have positions."""
     options = dict(pos_embed="none")
     model = open_gates(build(**options, dynamic_img_size=True))
     small, wide = model(picture(32, 48)), model(picture(48, 64))
@@ -175,7 +175,7 @@ def test_what_cannot_be_scripted_says_so():
 
 
 def test_features_by_fx():
-    """timm's feature extraction by torch.fx: the layer is a leaf."""
+    """With timm's feature extraction by torch.fx, the layer is a leaf."""
     from timm.models._features_fx import create_feature_extractor
 
     model = open_gates(build())
@@ -238,7 +238,7 @@ def test_a_class_of_other_options():
     assert not torch.allclose(narrow(picture()), all_keys(picture()), rtol=1e-4, atol=1e-5)
     with pytest.raises(ValueError, match=r"options must be of attention_type, .*, got 'heads'"):
         vit_attention("Other", heads=3)
-    assert all(name in ATTN_LAYERS for name in ("attn", "diff"))  # timm's own stay
+    assert all(name in ATTN_LAYERS for name in ("attn", "diff"))  # timm's own layers stay
 
 
 def test_errors_say_what_is_missing():

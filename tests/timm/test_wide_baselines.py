@@ -1,4 +1,4 @@
-"""The Wide-ResNet with timm's attention layers, the baselines of Bello et al. (2019), Table 1."""
+"""The Wide-ResNet with timm's attention layers: the baselines of Bello et al. (2019), Table 1."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_every_block_ends_with_the_layer(options, kind):
     assert all(p.grad is not None for p in model.parameters())
     for hook in hooks:
         hook.remove()
-    if kind != "GatherExcite":  # timm's does not script
+    if kind != "GatherExcite":  # timm's layer does not script
         torch.testing.assert_close(torch.jit.script(model)(x), model(x))
     other = build(**options).eval()
     other.load_state_dict(model.state_dict())
@@ -49,7 +49,7 @@ def test_without_it_nothing_changes():
     parameters = {kind: sum(p.numel() for p in build(**options).parameters()) for kind, options in {
         "plain": {}, "ge": dict(attn_layer="ge", attn_args=dict(use_mlp=False)),
     }.items()}  # fmt: skip
-    assert parameters["ge"] == parameters["plain"]  # the formulation without parameters
+    assert parameters["ge"] == parameters["plain"]  # the variant without parameters
 
 
 def test_unknown_layer():
