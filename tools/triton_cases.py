@@ -1,4 +1,4 @@
-"""The calls whose Triton kernels :mod:`tools.triton_report` compiles: main shapes, tensors that hold nothing."""
+"""Calls whose Triton kernels :mod:`tools.triton_report` compiles, at the main shapes, with meta tensors."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 
 
 def meta(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return a tensor without contents."""
+    """Return a tensor without data."""
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def deform_conv(B: int, C: int, H: int, W: int, offset_groups: int, dtype: torch.dtype) -> Case:
-    """Return a modulated 3x3 convolution of a map into as many channels, channels last."""
+    """Return a modulated 3x3 convolution from C to C channels in channels-last memory."""
 
     def make() -> tuple[Operator, Any, Any]:
         shapes = (B, C, H, W), (B, 18 * offset_groups, H, W), (C, C, 3, 3), (C,), (B, 9 * offset_groups, H, W)
@@ -44,7 +44,7 @@ def deform_conv(B: int, C: int, H: int, W: int, offset_groups: int, dtype: torch
 def everywhere(
     B: int, M: int, queries: tuple[int, int], keys: tuple[int, int], d: int, dtype: torch.dtype, present: str = "1111"
 ) -> Case:  # fmt: skip
-    """Attention of a map to a map, heads innermost, with content, row, column and key logits where ``present`` is 1."""
+    """Return attention between maps, stored as (B, H, W, M, d), with the terms that ``present`` flags."""
 
     def heads(size: tuple[int, int]) -> torch.Tensor:
         return meta(B, *size, M, d, dtype=dtype).permute(0, 3, 1, 2, 4)
@@ -68,7 +68,7 @@ def sequence(
     B: int, M: int, T: int, S: int, d: int, dtype: torch.dtype, *, K: int = 0, position: tuple[int, ...] = (),
     causal: bool = False, padded: bool = False,
 ) -> Case:  # fmt: skip
-    """Attention over a sequence: a band of K taps, position logits of that shape."""
+    """Return attention over a sequence, with a band of K taps and with position logits of shape ``position``."""
 
     def make() -> tuple[Operator, Any, Any]:
         query, key, value = (meta(B, M, n, d, dtype=dtype) for n in (T, S, S))
@@ -87,7 +87,7 @@ def sequence(
 def criss_cross(
     B: int, M: int, H: int, W: int, d: int, dv: int, dtype: torch.dtype, *, position: bool = False
 ) -> Case:  # fmt: skip
-    """Attention of a map to columns and rows, heads innermost."""
+    """Return criss-cross attention on a map, stored as (B, H, W, M, d)."""
 
     def make() -> tuple[Operator, Any, Any]:
         query, key, value = (meta(B, H, W, M, width, dtype=dtype).permute(0, 3, 1, 2, 4) for width in (d, d, dv))

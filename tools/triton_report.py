@@ -6,8 +6,8 @@
     python -m tools.triton_report --only global --targets 90
     python -m tools.triton_report --write                       # to benchmarks/triton-kernels.md as well
 
-No device is needed. Operators are called with tensors that hold nothing, their launches are kept instead of done, and
-each variant of a kernel is compiled as it would be on a device. It must not run where ``TRITON_INTERPRET`` is set.
+No device is needed: operators are called with meta tensors, their launches are recorded instead of executed, and each
+variant of a kernel is compiled as it would be on a device. ``TRITON_INTERPRET`` must not be set.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg")
 
 
 class Variant(NamedTuple):
-    """What Triton compiles once: a kernel, its arguments' types, constants and hints, and its options."""
+    """A compilation: a kernel, its arguments' types, constants and hints, and its options."""
 
     kernel: str
     signature: tuple[tuple[str, str], ...]
@@ -53,15 +53,16 @@ class Variant(NamedTuple):
 
     @property
     def dtype(self) -> str:
-        """Of the first tensor."""
+        """Return the dtype of the first tensor."""
         return next((kind[1:] for _, kind in self.signature if kind.startswith("*")), "")
 
 
 def launches(operator: Operator, terms: Any, options: Any, passes: str = "both") -> list[Launch]:
-    """Return what Triton's backend launches in a forward pass, a backward pass, or both.
+    """Record the launches of Triton's backend in a forward pass, a backward pass, or both.
 
     Args:
-        terms: Its terms, tensors of the device ``meta``.
+        operator: The operator.
+        terms: Its terms, as ``meta`` tensors.
         options: Its options.
         passes: ``forward``, ``backward`` or ``both``.
     """
@@ -82,7 +83,7 @@ def launches(operator: Operator, terms: Any, options: Any, passes: str = "both")
 
 
 def variant(launch: Launch) -> Variant:
-    """Return what a launch compiles, by Triton's own specialization of arguments (aligned tensors)."""
+    """Return the variant that a launch compiles, by Triton's specialization of arguments, for aligned tensors."""
     kernel = launch.kernel
     names = list(kernel.arg_names)
     values = dict(zip(names, launch.args))
@@ -112,12 +113,12 @@ def variant(launch: Launch) -> Variant:
 
 
 def variants(found: Iterable[Launch]) -> dict[Variant, Any]:
-    """Each variant once, and its kernel."""
+    """Return the distinct variants and their kernels."""
     return {variant(launch): launch.kernel for launch in found}
 
 
 def compiled(each: Variant, kernel: Any, capability: int) -> dict[str, Any]:
-    """Compile for ``sm_<capability>``; registers and bytes of stack a thread, bytes of shared memory, seconds."""
+    """Compile for ``sm_<capability>``; return registers and stack per thread, shared memory and seconds."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -146,12 +147,12 @@ def _usage(cubin: bytes) -> dict[str, int]:
 
 
 def rows(cases: dict[str, Callable[[], tuple[Operator, Any, Any]]], targets: Iterable[int]) -> list[dict[str, Any]]:
-    """Return a row for each case, variant and target. What two cases share compiles once: the other takes no time."""
+    """Return a row for each case, variant and target; a variant in several cases takes time only in the first."""
     import triton
 
     found = []
     with tempfile.TemporaryDirectory() as folder, triton.knobs.cache.scope():
-        triton.knobs.cache.dir = folder  # what earlier calls compiled would take no time
+        triton.knobs.cache.dir = folder  # results of earlier calls would take no time
         for name, make in cases.items():
             for each, kernel in variants(launches(*make())).items():
                 for target in targets:
@@ -173,7 +174,7 @@ def _page(found: list[dict[str, Any]]) -> str:
         "# Triton kernels, compiled ahead of time", "",
         "`python -m tools.triton_report --write`", "",
         f"Triton {triton.__version__}, torch {facts['torch']}, {facts['date']}. Registers and bytes of stack (spills) "
-        "are of a thread, bytes of shared memory of a block; seconds are those of the compilation, once on a machine.",
+        "are per thread, bytes of shared memory per block; seconds are those of the compilation, once per machine.",
         "", "| " + " | ".join(found[0]) + " |", "|" + " --- |" * len(found[0]),
     ]  # fmt: skip
     return "\n".join([*head, *map(_line, found)]) + "\n"
@@ -183,17 +184,17 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tools.triton_report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", default="", metavar="TEXT", help="cases whose name contains it")
+    parser.add_argument("--only", default="", metavar="TEXT", help="only cases whose names contain TEXT")
     parser.add_argument("--targets", nargs="+", type=int, default=TARGETS, metavar="N", help="default: 80 90 100")
     parser.add_argument("--write", action="store_true", help=f"write {PAGE}")
     options = parser.parse_args(arguments)
     if triton_launch.interpreted():
-        parser.error("TRITON_INTERPRET must not be set: what is interpreted is not compiled")
+        parser.error("TRITON_INTERPRET must not be set: interpreted kernels are not compiled")
     if reason := triton_launch._missing():
         parser.error(reason)
     cases = {name: make for name, make in CASES.items() if options.only in name}
     if not cases:
-        parser.error(f"--only must be part of {', '.join(CASES)}, got {options.only!r}")
+        parser.error(f"--only must be part of one of {', '.join(CASES)}, got {options.only!r}")
     found = rows(cases, options.targets)
     if options.write:
         write_text(PAGE, _page(found))
