@@ -1,4 +1,4 @@
-"""A headless Chromium, driven over a pipe by its own debugging protocol: no package is needed."""
+"""A headless Chromium, controlled through a pipe by its DevTools protocol, which needs no package."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 
 
 class Browser:
-    """One page of a browser, and every request that it made."""
+    """A page of the browser, and every request that it made."""
 
     def __init__(self, executable: str, profile: Path) -> None:
         read_there, self._write = os.pipe()
         self._read, write_there = os.pipe()
 
-        def place() -> None:  # the browser reads commands from descriptor 3 and writes answers to 4
+        def place() -> None:  # the browser reads commands from descriptor 3 and writes replies to 4
             spare = [os.dup(fd) for fd in (read_there, write_there)]
             os.dup2(spare[0], 3)
             os.dup2(spare[1], 4)
@@ -73,7 +73,7 @@ class Browser:
         self.run("new Promise(done => document.readyState === 'complete' ? done() : addEventListener('load', done))")
 
     def run(self, script: str) -> Any:
-        """The value of a JavaScript expression, awaited."""
+        """Return the awaited value of a JavaScript expression."""
         result = self.send("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
         assert "exceptionDetails" not in result, result["exceptionDetails"]
         return result["result"].get("value")
@@ -89,7 +89,7 @@ class Browser:
             self.send("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
 
     def close(self) -> None:
-        """End the browser."""
+        """Close the browser."""
         self._process.kill()
         self._process.wait()
         os.close(self._write)
@@ -108,7 +108,7 @@ def browser(tmp_path_factory) -> Iterator[Browser]:
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """One thread here as in the processes that a test starts: sums differ by rounding between numbers of them."""
+    """Use one thread, as started processes do: sums differ by rounding with the number of threads."""
     import torch
 
     before = torch.get_num_threads()

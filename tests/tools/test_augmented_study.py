@@ -1,4 +1,4 @@
-"""tools.augmented_study: its settings are networks, what is kept, the table; and all of it on a few crops."""
+"""tools.augmented_study: its settings build networks, records, the table; and the whole study on a few crops."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def changes(name: str, *more: str) -> list[str]:
 
 
 def result(name: str, seed: int, top1: list[float], **more) -> dict:
-    """A finished training."""
+    """Return the record of a finished training."""
     options = study.training(name, changes(name), seed).options
     return {
         "set": "crops", "setting": name, "seed": seed, "options": options, "parameters": 1234, "top1": top1,
@@ -59,7 +59,7 @@ def test_kept_results_make_the_table(tmp_path):
     for seed, top1 in ((0, [50.0, 80.0]), (1, [50.0, 84.0])):
         write_result(tmp_path, result("relative", seed, top1))
     write_result(tmp_path, result("none", 0, [70.0]))
-    write_result(tmp_path, result("none", 1, [99.0], options={}))  # was run with other options
+    write_result(tmp_path, result("none", 1, [99.0], options={}))  # ran with other options
     table = study.report({name: changes(name) for name in study.SETTINGS}, tmp_path)
     rows = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("| `")]
     assert [row[0] for row in rows] == ["`none`", "`relative`"]

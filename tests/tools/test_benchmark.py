@@ -1,4 +1,4 @@
-"""What a benchmark does with its timings: statistics, noise, the better peer, load, memory, its files and command."""
+"""Benchmark timings: statistics, noise, the better peer, load, memory, files and command."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from tools.benchmark.summary import better_peer, noisy, spread, summarize
 
 
 def fixed(value: object = None):
-    """Prepare a run that does nothing."""
+    """Return a prepared run that does nothing."""
     return lambda: lambda: value
 
 
 class Timer:
-    """Gives out prepared timings, one attempt after the other."""
+    """Returns prepared timings, one per attempt."""
 
     def __init__(self, *attempts: dict[str, list[float]]):
         self.attempts = list(attempts)
@@ -263,11 +263,11 @@ def test_an_unbuilt_checkout_is_an_error(tmp_path, capsys):
 
 
 def test_a_comparison_with_another_checkout(tmp_path):
-    """Of this checkout with a copy of it."""
+    """The other checkout is a copy of this one."""
     root = results.FOLDER.parent
     shutil.copytree(root / "plugins", tmp_path / "plugins", ignore=shutil.ignore_patterns("__pycache__"))
     if not list((tmp_path / "plugins").glob("_C.*")):
-        (tmp_path / "plugins" / "_C.none").touch()  # the reference alone is installed
+        (tmp_path / "plugins" / "_C.none").touch()  # only the reference is installed
     code = "import sys; from tools.benchmark import against, __main__; against.PROCESSES = 1; sys.exit(__main__.main())"
     options = "calls -k window_attention --threads 1 --seconds 0 --min-rounds 2 --wait 0".split()
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Whole upstream models, stock and with the drop-in, on a small picture; each in a process of its own."""
+"""Whole upstream models, stock and with the drop-in, on a small picture, each in its own process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The performance tables: made from the files that are there, and what they are made of exists."""
+"""The performance tables are up to date with the benchmarks' files and refer to existing benchmarks."""
 
 from __future__ import annotations
 

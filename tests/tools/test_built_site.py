@@ -1,4 +1,4 @@
-"""The built site in a browser, as a reader has it: ``make docs`` builds it and runs this."""
+"""The built site in a browser; ``make docs`` builds it and runs these tests."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ SITE = ROOT / "build/site"
 
 class Quiet(http.server.SimpleHTTPRequestHandler):
     def log_message(self, *args: object) -> None:
-        """Print nothing."""
+        """Suppress log messages."""
 
 
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
-    """The site, served: search needs more than files."""
+    """Serve the site and return its address; search does not work on files."""
     handler = functools.partial(Quiet, directory=SITE)
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -45,16 +45,16 @@ KEEP_ERRORS = """{
 
 @pytest.fixture(scope="module")
 def page(browser):
-    """The browser, whose pages keep their errors."""
+    """Return the browser, which records errors of its pages."""
     browser.send("Page.addScriptToEvaluateOnNewDocument", source=KEEP_ERRORS)
     return browser
 
 
 def visit(browser, url: str) -> None:
-    """Open a page whose errors are kept in ``window.errors``."""
+    """Open a page that records its errors in ``window.errors``."""
     browser.send("Page.navigate", url=url)
     ready = "new Promise(done => document.readyState === 'complete' ? done() : addEventListener('load', done))"
-    for _ in range(100):  # the page that is left may answer once more
+    for _ in range(100):  # the previous page may still reply once
         with contextlib.suppress(AssertionError):
             browser.run(ready)
             if browser.run("location.href").split("#")[0] == url and browser.run("document.readyState") == "complete":

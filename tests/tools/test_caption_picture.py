@@ -1,4 +1,4 @@
-"""The picture of what each word of a caption attended to."""
+"""Pictures of the regions that each word of a caption attended to."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_detectors_boxes_are_outlined_by_their_weight():
     shown = np.asarray(attended(picture, boxes, np.array([0.2, 0.7, 0.06, 0.04])), int)
     yellow = shown[..., 0] - shown[..., 2]
     assert yellow[40, 60] == yellow.max() > yellow[8, 20] > yellow[0, 50] > 0
-    assert shown[60, 70].tolist() == [128, 128, 128]  # within the strongest the picture as it is
+    assert shown[60, 70].tolist() == [128, 128, 128]  # within the strongest region, the picture is unchanged
     assert shown[20, 20].max() < 100
 
 
@@ -58,7 +58,7 @@ def test_a_page_of_any_size(size, parts):
     )  # fmt: skip
     drawn = np.asarray(page(Image.new("RGB", size, "red"), shown))
     assert drawn.shape[1] == WIDTH
-    assert (drawn[:, -20:] == 255).all()  # nothing runs over the margin
+    assert (drawn[:, -20:] == 255).all()  # nothing extends over the margin
     assert (drawn[:, :20] == 255).all()
     assert (drawn[-10:] == 255).all()
     assert len(drawn) < 4000

@@ -1,4 +1,4 @@
-"""The scores of captions: the standard package's own numbers, what is left out and why, wrong files."""
+"""Caption scores: the standard package's numbers, skipped metrics with reasons, malformed files."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NEEDS = "needs pycocoevalcap, the standard evaluation of captions (pip install p
 
 @pytest.fixture
 def written(tmp_path):
-    """Write results, captions and a split file, changed as asked; the arguments of the command."""
+    """Write results, captions and a split file, with the requested changes; return the command's arguments."""
 
     def write(results=RESULTS, captions=CAPTIONS, images=CAPTIONS, splits=None) -> list[str]:
         rows = [
@@ -61,12 +61,12 @@ def test_every_score_with_java(written, tmp_path, capfd):
     assert report["tokenizer"] == "PTBTokenizer"
     names = ["BLEU-1", "BLEU-2", "BLEU-3", "BLEU-4", "METEOR", "ROUGE-L", "CIDEr-D"]
     assert list(report["scores"])[:7] == names
-    # 4 + 5 + 5 + 7 words ("man's" is two), 18 of them in a reference; those closest in length have 5 + 6 + 4 + 7
+    # 4 + 5 + 5 + 7 words ("man's" counts as two), 18 of which are in a reference; the closest lengths are 5 + 6 + 4 + 7
     assert report["scores"]["BLEU-1"] == pytest.approx(18 / 21 * math.exp(1 - 22 / 21), abs=1e-6)
     for name in names:
         assert 0 < report["scores"][name] < (10 if name == "CIDEr-D" else 1)
         assert f"{name:8s} {100 * report['scores'][name]:6.1f}" in shown
-    # SPICE needs models that the package does not bring: there, or left out with what is missing and how to get it
+    # SPICE needs models that the package lacks: it is computed, or skipped with how to get them
     if "SPICE" in report["left_out"]:
         assert "stanford-corenlp-3.6.0" in report["left_out"]["SPICE"]
         assert f"SPICE    left out: {report['left_out']['SPICE']}" in shown

@@ -1,4 +1,4 @@
-"""The captioned scenes: every caption is parsed again and held against the objects that lie in its picture."""
+"""Captioned scenes: every caption is parsed and checked against the objects in its picture."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def load(folder, name):
     return json.loads((folder / f"{name}.json").read_text())
 
 
-# What the words mean, written down a second time.
+# An independent definition of what the words mean.
 
 NUMBERS = dict(a=1, an=1, two=2, three=3, four=4, five=5, six=6)
 KIND = {name: (kind, n) for kind, names in NOUNS.items() for pair in names for n, name in enumerate(pair)}
@@ -76,7 +76,7 @@ def hold(condition, what):
 
 
 def mentioned(picture: Picture, words: re.Match) -> list[dict]:
-    """The objects that a noun phrase speaks of, after its number, size and place were found to be right."""
+    """Return the objects that a noun phrase describes, after checking its number, size and position."""
     number, colour, noun = NUMBERS[words["number"]], words["colour"], words["noun"]
     if noun in ("digits", "numbers"):
         found = [o for o in picture.objects if o["kind"] in DIGITS]
@@ -108,7 +108,7 @@ def edges(objects):
 
 
 def related(one, other, side) -> set[str]:
-    """All that is true of the two: apart in a direction, and further so than across it."""
+    """Return the true relations of two objects: apart in a direction, and further than across it."""
     a, b = edges(one), edges(other)
     x, y = abs(a[0] + a[2] - b[0] - b[2]), abs(a[1] + a[3] - b[1] - b[3])
     true = {"above"} if a[3] <= b[1] and y >= x else set()
@@ -121,7 +121,7 @@ def related(one, other, side) -> set[str]:
 
 
 def check(picture: Picture, caption: str) -> tuple[set[int], bool]:
-    """Which objects a caption speaks of and whether it names the background; raises Untrue where it is not true."""
+    """Return the objects that a caption mentions and whether it names the background; raise Untrue if it is false."""
     rest, name = caption, None
     if match := re.match(rf"{PHOTOGRAPH} with ", rest):
         rest, name = rest[match.end() :], match["name"]
@@ -158,7 +158,7 @@ def check(picture: Picture, caption: str) -> tuple[set[int], bool]:
 
 
 def pictures(folder) -> dict[int, tuple[Picture, list[str]]]:
-    """What lies in each picture, and its captions."""
+    """Return the objects of each picture, and its captions."""
     content = load(folder, "annotations/objects")
     kinds = {category["id"]: category["name"] for category in content["categories"]}
     found = {i["id"]: (Picture(i["width"], i["background"], []), []) for i in content["images"]}
@@ -192,7 +192,7 @@ SWAPS = {
 
 
 def test_the_check_finds_what_is_not_true(scenes):
-    """A caption with one word changed must not pass."""
+    """A caption with one word changed fails the check."""
     found = set()
     for picture, captions in pictures(scenes).values():
         for caption in captions:
@@ -228,7 +228,7 @@ def test_the_files_agree_and_coco_s_own_reader_takes_them(scenes, capsys):
             assert annotation["area"] == mask.sum() > 40
             covered += mask
             seen.add(annotation["category_id"])
-        assert covered.max() == 1  # nothing hides anything
+        assert covered.max() == 1  # nothing is hidden
     assert len(seen) == len(NOUNS)
     for part, count in (("train", 80), ("val", 15), ("test", 15)):
         chosen = {image["cocoid"] for image in split["images"] if image["split"] == part}
@@ -239,7 +239,7 @@ def test_the_files_agree_and_coco_s_own_reader_takes_them(scenes, capsys):
 
 
 def test_objects_have_their_colour(scenes):
-    """Read from the picture: the middle colour of a digit's mask, through JPEG."""
+    """The median colour of a digit's mask, read from the JPEG."""
     objects = COCO(scenes / "annotations/objects.json")
     checked = 0
     for number in objects.getImgIds():
@@ -252,7 +252,7 @@ def test_objects_have_their_colour(scenes):
                 checked += nearest == annotation["colour"]
     coloured = sum(a["colour"] is not None for a in objects.loadAnns(objects.getAnnIds()))
     assert coloured > 100
-    assert checked / coloured > 0.95  # thin strokes lose some colour to the JPEG
+    assert checked / coloured > 0.95  # thin strokes lose some colour in the JPEG
 
 
 def test_the_same_recipe_gives_the_same_annotations(scenes, tmp_path):

@@ -1,4 +1,4 @@
-"""tools.captioning_study by the console scripts on a made-up data folder: one region and one attribute tell all."""
+"""tools.captioning_study by the console scripts, on a made-up set: a region and an attribute determine a caption."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def data(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def output(data, tmp_path_factory) -> Path:
-    """One setting in both stages, whose first was interrupted before; the fused ones have too few models."""
+    """Run one setting in both stages, the first after an interruption; fused rows have too few models."""
     folder = tmp_path_factory.mktemp("study") / "out"
     broken = folder / "semantic" / "cross-entropy-1"
     broken.mkdir(parents=True)
@@ -85,7 +85,7 @@ def test_stages(output, data):
 
 
 def test_people(output):
-    """A caption against two alike, and against another picture's."""
+    """Compare a caption with two identical ones, and with another picture's."""
     grammar, stranger = (result_of(output, name)["scores"]["CIDEr-D"] for name in study.BASELINES)
     assert grammar > 1 > stranger
     captions = json.loads((output / "grammar" / "captions.json").read_text())["annotations"]
@@ -126,7 +126,7 @@ def test_other_options_are_refused(output, data, capsys):
 
 
 def test_fused(output, data, tmp_path, capsys):
-    """Two checkpoints that are the same give what one gives; the fused row of another number of them is made anew."""
+    """Two identical checkpoints give the result of one. A fused row of another number of models is recomputed."""
     own = tmp_path / "out"
     shutil.copytree(output, own)
     for seed in (1, 2):
@@ -150,7 +150,7 @@ ROWS = [(name, stage) for name, row in study.SETTINGS.items() for stage in study
     ("name", "stage"), [row for row in ROWS if row[1] == study.FIRST or "arch" in study.SETTINGS[row[0]].model]
 )
 def test_every_row_is_a_training_that_there_is(data, name, stage):
-    """Its options make the model, and of the criteria that are named the one that is meant is the last."""
+    """A row's options build its model, and the intended criterion is the last of those named."""
     setting = study.SETTINGS[name]
     own = study.Study(data, data, "test", dict.fromkeys(study.STAGES, "")).options(setting, stage, 1)
     parser = fairseq_options.get_training_parser()

@@ -1,4 +1,4 @@
-"""What ``capture_attention`` sees of a model's attention is what the model computes."""
+"""``capture_attention`` returns the attention that the model computes."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def train(data: Path, output: Path, *arguments: str) -> int:
 
 
 def break_clip(clips: Path) -> str:
-    """Break one training clip; its name."""
+    """Corrupt one training clip and return its name."""
     clip = sorted((clips / "train/left").iterdir())[0]
     file = clip / "001.png" if clip.is_dir() else clip
     file.write_bytes(file.read_bytes()[:200])
@@ -172,7 +172,7 @@ def test_folders(clips):
 
 
 def test_videos_without_opencv(tmp_path, monkeypatch):
-    """The line that says what to install."""
+    """The error says what to install."""
     for split in ("train", "val"):
         (tmp_path / split / "one").mkdir(parents=True)
         (tmp_path / split / "one/0.mp4").touch()
@@ -182,7 +182,7 @@ def test_videos_without_opencv(tmp_path, monkeypatch):
 
 
 def test_all_frames_pass_the_same_random_transform():
-    """Equal frames stay equal, clips differ, and randomness outside goes on."""
+    """Equal frames stay equal, clips differ, and random numbers outside continue."""
     data = dict(input_size=(3, 32, 48), interpolation="bilinear", mean=(0.5,) * 3, std=(0.5,) * 3)
     config = Config("any", dataset="clips", color_jitter=0.4, auto_augment="rand-m9-mstd0.5", erasing=0.5)
     transform = training_transform(config, data)

@@ -1,4 +1,4 @@
-"""The classifier's trainer on few images and on broken ones."""
+"""The classifier's trainer on few images and on corrupt ones."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def train(data: Path, output: Path, *arguments: str) -> int:
 
 
 def break_images(root: Path) -> dict[str, str]:
-    """Break three files; their names, with a part of the reason."""
+    """Corrupt three files; return their names with a part of the reason."""
     whole = (root / "train/cat/000.jpg").read_bytes()
     (root / "train/cat/001.jpg").write_bytes(whole[: len(whole) // 2])
     (root / "train/rocket/003.jpg").write_bytes(b"")

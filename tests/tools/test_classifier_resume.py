@@ -1,4 +1,4 @@
-"""Resuming the classifier's training: the settings it began with, and what is no training of the same."""
+"""Resuming the classifier's training: original settings, and runs that do not match."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def photographs(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def interrupted(photographs, tmp_path_factory) -> Path:
-    """A folder with photos.yaml, a whole training in ``whole``, and one that was interrupted in ``parts``."""
+    """Return a folder with photos.yaml, a complete training in ``whole`` and an interrupted one in ``parts``."""
     root = tmp_path_factory.mktemp("runs")
     (root / "photos.yaml").write_text(yaml.safe_dump(VALUES))
     arguments = [str(root / "photos.yaml"), "--data", str(photographs), *BEGUN]
@@ -57,7 +57,7 @@ def interrupted(photographs, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def run(interrupted, tmp_path) -> Path:
-    """A copy of ``interrupted``."""
+    """Return a copy of ``interrupted``."""
     return Path(shutil.copytree(interrupted, tmp_path / "run"))
 
 

@@ -1,4 +1,4 @@
-"""The report of compiled CUDA kernels: what is read from the disassembler's output, and the tables."""
+"""The report of compiled CUDA kernels: parsing of the disassembler's output, and tables."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Resource usage:
  Function _Z1av:
   REG:41 STACK:0 SHARED:0 LOCAL:0 CONSTANT[0]:384 TEXTURE:0 SURFACE:0 SAMPLER:0
 """
-# A loop 0x10–0xb0 in a loop 0x00–0xd0, a short one in the inner one, and a way back from behind the end.
+# A loop 0x10–0xb0 in a loop 0x00–0xd0, a short loop within the inner one, and a jump back from beyond the end.
 BODY = [
     "S2R R4, SR_TID.X", "LDG.E.128 R4, [R2.64]", "@P1 LDG.E.U16.CONSTANT R0, [R2.64]", "@!P0 LDG.E R0, [R2.64]",
     "HMMA.16816.F32 R4, R8, R10, R4", "MATCH.ANY R5, R3", "IMAD.MOV.U32 R1, RZ, RZ, R2", "ATOMG.E.ADD.F32 R1, R2, R3",
@@ -41,7 +41,7 @@ BODY = [
 
 
 def printed(body: list[str]) -> str:
-    """Lines as the disassembler prints them, each instruction followed by the second half of its code."""
+    """Format lines like the disassembler, each instruction followed by the second half of its code."""
     lines = []
     for number, words in enumerate(body):
         lines.append(f"        /*{16 * number:04x}*/         {words:>40} ;      /* 0x00000a00ff017624 */")

@@ -1,4 +1,4 @@
-"""The quick demo: from digits to an attention page."""
+"""The quick demo, from digits to an attention page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""tools.detection_study: curves from logs, what is kept, the table; and all of it on a few pictures."""
+"""tools.detection_study: curves from logs, records, the table; and the whole study on a few pictures."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def evaluation(epoch: int, value: float, **more: float) -> dict:
 
 
 def result(setting: str, seed: int, values: list[float], **more) -> dict:
-    """A finished training with an evaluation every second epoch."""
+    """Return the record of a finished training with an evaluation every second epoch."""
     return {
         "setting": setting,
         "seed": seed,
@@ -99,7 +99,7 @@ def test_table():
     table = curves.markdown(rows, {"cpu": "one"})
     cells = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("| `")]
     assert [row[0] for row in cells] == ["`detr`", "`mask2former-20e`"]
-    assert cells[0][1:4] == ["12,345", "0 1", "7.5 ± 3.5"]  # 5 and 10 CPU seconds an epoch
+    assert cells[0][1:4] == ["12,345", "0 1", "7.5 ± 3.5"]  # 5 and 10 CPU seconds per epoch
     assert cells[0][4:8] == ["4 ± 0", "4 ± 0", "4 ± 0", "4 (1 of 2)"]
     assert cells[0][8] == "0.150 ± 0.071 at 4"
     assert cells[1][-1].strip() == "0.400"
@@ -201,7 +201,7 @@ def test_kept_results_make_the_report(tmp_path, data, capsys):
     table = study.report(settings, tmp_path, recipe)
     rows = [line.split(" | ") for line in table.splitlines() if line.startswith("| `")]
     assert [row[0].strip("|` ") for row in rows] == ["detr", "deformable-detr", "deformable-detr-1level"]
-    assert all(row[2] == "0 1" for row in rows)  # the third of detr was run with other options
+    assert all(row[2] == "0 1" for row in rows)  # the third seed of detr ran with other options
     assert (tmp_path / "detection.md").read_text() == table
     raw = json.loads((tmp_path / "detection.json").read_text())
     assert len(raw["results"]) == 6

@@ -1,4 +1,4 @@
-"""The picture of detections: what is right, wrong and missed, and the line below."""
+"""Pictures of detections: correct, wrong and missed ones, and the caption below."""
 
 from __future__ import annotations
 

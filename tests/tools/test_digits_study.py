@@ -1,4 +1,4 @@
-"""tools.digits_study: its settings are networks, what is kept, the table; and all of it on a few pictures."""
+"""tools.digits_study: its settings build networks, records, the table; and the whole study on a few pictures."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def words(which: str, name: str) -> list[str]:
 
 
 def result(which: str, name: str, seed: int, value: float, **more) -> dict:
-    """A finished training."""
+    """Return the record of a finished training."""
     return {
         "setting": name, "seed": seed, "options": words(which, name), "parameters": 12345,
         "multiply_adds": 1_500_000, "steps": [10, 20], "values": [1.0, value], "train_cpu_seconds": 10.0, **more
@@ -48,14 +48,14 @@ def test_settings_are_networks():
     def sharing(name: str) -> tuple[int, int]:
         return parameters["sharing", name], products["sharing", name]
 
-    # The order of the thesis' Table 4.2: sharing saves parameters and operations, refinement costs operations alone.
+    # The order of the thesis' Table 4.2: sharing saves parameters and operations, refinement only costs operations.
     assert sharing("h-shared")[0] == sharing("i-shared-refined")[0] < sharing("e-unshared")[0] < sharing("j-conv")[0]
     assert sharing("h-shared")[1] < sharing("i-shared-refined")[1] < sharing("e-unshared")[1] < sharing("j-conv")[1]
     assert sharing("g-content-shared-refined")[0] < sharing("h-shared")[0]
-    # That of Zhu et al.'s Table 2.
+    # The order of Zhu et al.'s Table 2.
     order = [products["deformable", name] for name in ("plain", "deformable", "0010+deformable")]
     assert order == sorted(order)
-    # The kernel's size costs predicted values.
+    # A larger kernel costs predicted values.
     sizes = [products["paddings", name] for name in ("cc", "k-3", "learned-zscore", "k-31")]
     assert sizes == sorted(sizes)
     assert parameters["paddings", "zero-sqrt_d"] == parameters["paddings", "inf-sqrt_d"]

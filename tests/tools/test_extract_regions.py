@@ -1,4 +1,4 @@
-"""Region features of tiny scenes by mmdet, torchvision and a grid; interruption, broken pictures."""
+"""Region features of tiny scenes by mmdet, torchvision and a grid; interruptions, corrupt pictures."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ test_dataloader = dict(dataset=dict(pipeline=test_pipeline))
 
 @pytest.fixture(scope="module")
 def scenes(tmp_path_factory) -> Path:
-    """8 scenes, one of them of another shape."""
+    """Create 8 scenes, one of them of another shape."""
     folder = tmp_path_factory.mktemp("scenes") / "set"
     assert build(folder, Recipe(train=4, val=2, test=2, size=64, seed=1))
     wide = folder / "images/000003.jpg"
@@ -80,7 +80,7 @@ def scenes(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory) -> Path:
-    """A small Faster R-CNN with our attention."""
+    """Return the config of a small Faster R-CNN with our attention."""
     path = tmp_path_factory.mktemp("config") / "small.py"
     path.write_text(CONFIG.format(block=str(ROOT / "configs/mmdet/empirical_attention/_base_/attended_block.py")))
     return path

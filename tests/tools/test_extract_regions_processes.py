@@ -1,4 +1,4 @@
-"""Region features by several processes: one file, whatever ends them."""
+"""Region features by several processes: a single file, however the processes end."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ OPTIONS = [*GRID, "--batch-size", "3", "--device", "cpu"]
 
 @pytest.fixture
 def scenes(tmp_path) -> Path:
-    """20 scenes, of which one is broken and one is not there."""
+    """Create 20 scenes, of which one is corrupt and one is missing."""
     folder = tmp_path / "set"
     assert build(folder, Recipe(train=16, val=2, test=2, size=64, seed=1))
     (folder / "images/000005.jpg").write_text("no picture")
@@ -131,7 +131,7 @@ def test_torchrun_and_all_its_processes_killed(scenes, tmp_path):
             assert launched.poll() is None
             time.sleep(0.1)
         launched.kill()
-    second = torchrun(2, "-m", "tools.captioning.extract_regions", *command)  # the processes are still there
+    second = torchrun(2, "-m", "tools.captioning.extract_regions", *command)  # the processes are still alive
     assert second.returncode != 0
     assert "another run, or a process of an interrupted one, is active in" in second.stderr
     for pid in pids:
@@ -146,7 +146,7 @@ def test_torchrun_and_all_its_processes_killed(scenes, tmp_path):
 
 
 def test_ended_between_the_file_and_the_folder(scenes, tmp_path, monkeypatch, capsys):
-    """The file is there, and the same command is no mistake."""
+    """The file is complete, and running the same command again is no error."""
     out = tmp_path / "regions.npz"
 
     def ended(self: SharedRun) -> None:
@@ -184,7 +184,7 @@ def test_a_file_that_was_half_written_goes(scenes, tmp_path, monkeypatch):
 
 
 def test_a_file_of_another_run_stays(scenes, tmp_path, monkeypatch, capsys):
-    """Also where an interrupted run has begun beside it."""
+    """This also holds if an interrupted run has started beside it."""
     out = tmp_path / "regions.npz"
 
     def ended(self: SharedRun, *_: object) -> None:

@@ -1,4 +1,4 @@
-"""Runs that several processes share, by processes that need no network: kills, second runs, waiting."""
+"""Runs shared by several processes, simulated without networks: kills, second runs, waiting."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ except ValueError as error:
 def start(
     out: Path, number: int, pause: float = 0, patience: float = 300, setting: str = "x", begin: float = 900
 ) -> list[subprocess.Popen[str]]:
-    """``number`` processes of a run."""
+    """Start ``number`` processes of a run."""
     made = []
     for rank in range(number):
         own = dict(RANK=str(rank), WORLD_SIZE=str(number), LOCAL_RANK=str(rank))
@@ -84,7 +84,7 @@ def start(
 
 
 def ends(processes: list[subprocess.Popen[str]]) -> list[tuple[int, str]]:
-    """Exit codes and messages."""
+    """Return exit codes and messages."""
     return [(process.returncode, errors) for process in processes for _, errors in [process.communicate()]]
 
 
@@ -95,7 +95,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory) -> bytes:
-    """The file of one process."""
+    """Return the file that a single process writes."""
     out = tmp_path_factory.mktemp("one") / "regions.npz"
     assert ends(start(out, 1)) == [(0, "")]
     assert [path.name for path in out.parent.iterdir()] == ["regions.npz"]
@@ -118,7 +118,7 @@ def test_killed_at_any_moment_with_any_number_of_processes(seed, expected, tmp_p
 
 
 def held_up(out: Path, number: int) -> list[subprocess.Popen[str]]:
-    """Processes that are all at work until the file ``hold`` is deleted."""
+    """Start processes that all keep working until the file ``hold`` is deleted."""
     out.with_suffix(".hold").touch()
     processes = start(out, number)
     parts = out.with_suffix(".partial")

@@ -1,4 +1,4 @@
-"""Alignment of HELEN's faces: similarities and means against plain loops, and drawn faces of known turn and scale."""
+"""Alignment of HELEN's faces: similarities and means in plain loops, and drawn faces of known rotation and scale."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from tools.datasets.face_alignment import Alignment, Request, mean_shape, on_can
 SIZE = 96
 FACES = {"train": ["1_1", "2_1", "3_1"], "val": ["4_1"], "test": ["5_1"]}
 LISTS = {"train": "exemplars.txt", "val": "tuning.txt", "test": "testing.txt"}
-# Label, centre and half axes of ellipses in a face's own coordinates, the later ones on top
+# Label, centre and half axes of ellipses in face coordinates; later ones are on top.
 PARTS = [(10, 0, -8, 46, 54), (1, 0, 0, 34, 44), (2, -15, -16, 9, 3), (3, 15, -16, 9, 3), (4, -14, -8, 7, 3)]
 PARTS += [(5, 14, -8, 7, 3), (6, 0, 6, 6, 10), (7, 0, 21, 12, 3), (8, 0, 24, 11, 2), (9, 0, 28, 12, 4)]
 
 
 def own_points():
-    """194 points: on the chin, which is half an ellipse, and around brows, eyes, nose and mouth."""
+    """Return 194 points on the chin, half an ellipse, and around brows, eyes, nose and mouth."""
     chin = np.linspace(0, math.pi, 41)
     rows = [np.stack((34 * np.cos(chin), 44 * np.sin(chin)), 1)]
     for (_, x, y, a, b), count in zip([*PARTS[2:7], PARTS[7], PARTS[9]], (20, 20, 20, 20, 17, 28, 28)):
@@ -35,7 +35,7 @@ def own_points():
 
 
 def turned(degrees, scale, x, y):
-    """(2, 3): a face's own coordinates to a picture's pixels."""
+    """Return the (2, 3) matrix from face coordinates to the pixels of a picture."""
     c, s = scale * math.cos(math.radians(degrees)), scale * math.sin(math.radians(degrees))
     return np.array([[c, -s, x], [s, c, y]])
 
@@ -45,7 +45,7 @@ def applied(matrix, points):
 
 
 def drawn(matrix, H, W):
-    """(H, W) labels of the face under a similarity."""
+    """Draw (H, W) labels of the face under a similarity."""
     y, x = np.mgrid[:H, :W]
     own = np.linalg.inv(matrix[:, :2]) @ (np.stack((x.ravel(), y.ravel())) - matrix[:, 2:])
     labels = np.zeros(H * W, np.uint8)
@@ -72,7 +72,7 @@ def write_points(folder, number, name, points):
 
 @pytest.fixture
 def faces(tmp_path):
-    """A folder like HELEN's with turned faces, and their annotation beside it."""
+    """Write a folder like HELEN's with rotated faces and their annotation."""
     source = tmp_path / "SmithCVPR2013_dataset_original"
     (source / "images").mkdir(parents=True)
     palette = np.asarray(face_parsing.HELEN_PALETTE)
@@ -217,7 +217,7 @@ def test_turned_faces_become_one(faces, tmp_path):
             assert labels.shape == (SIZE, SIZE)
             assert set(np.unique(labels)) <= {*range(11), 255}
             seen = labels != 255
-            assert (labels == expected)[seen].mean() > 0.97  # but pixels on contours
+            assert (labels == expected)[seen].mean() > 0.97  # except for pixels on contours
             photograph = np.asarray(Image.open(out / f"images/{split}/{name}.jpg"), float)
             assert photograph.shape == (SIZE, SIZE, 3)
             assert np.median(abs(photograph - palette[np.where(seen, labels, 0)])[seen]) < 12

@@ -1,4 +1,4 @@
-"""The figure tables, and our models against the counts that the papers' architectures determine."""
+"""The figure tables, and our models against counts derived from the papers' architectures."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 def needs(*packages):
-    """Skip where a toolkit is not installed."""
+    """Skip the test if a toolkit is not installed."""
     for package in packages:
         pytest.importorskip(package)
 
 
-# Model, options, parameters and GFLOPs, counted from Bello et al. (2019), Tables 3, 4 and 6, independently of us.
+# Model, options, parameters and GFLOPs, counted independently from Bello et al. (2019), Tables 3, 4 and 6.
 DETERMINED = [
     ("aa_resnet34", {}, 20_745_072, 7.092),
     ("aa_resnet50", {}, 25_809_392, 8.326),
@@ -73,7 +73,7 @@ def test_the_layers_of_table_9():
 
 
 def test_the_operations_of_table_9():
-    """Projections at two a multiply-add, QKᵀ and AV at one; d_k 160, d_v a tenth of the channels in multiples of 8."""
+    """Projections count two per multiply-add, QKᵀ and AV one; d_k is 160, d_v a tenth of the channels, rounded to 8."""
     needs("timm")
     calls = convention.calls(aaconv.model("aa_resnet50"), 1, 3, 224, 224)
     for layer, side, channels, dv in (("layer2.1", 14, 128, 8), ("layer3.2", 14, 256, 24), ("layer4.2", 7, 512, 48)):
@@ -83,7 +83,7 @@ def test_the_operations_of_table_9():
         assert found == (projections + logits + sums, projections + logits)
 
 
-# What an independent count of Zhu et al. (2019), Tables 2 and 3, gives: detection, segmentation, in GFLOPs.
+# Independent count of Zhu et al. (2019), Tables 2 and 3: detection and segmentation, in GFLOPs.
 COUNTED = {
     ("1111", "1110", "1101", "1100", "1011", "1001"): (281.394, 1112.01),
     ("1010", "1000"): (281.186, 1111.46),
@@ -103,7 +103,7 @@ PRINTED = {setting: printed for setting, *printed, _ in empirical.SETTINGS}
 
 
 def by_formula(setting: str, C: int, H: int, W: int) -> int:
-    """What a module adds to a network in the paper's convention, on paper."""
+    """Compute by hand what a module adds to a network, in the paper's convention."""
     kind, _, n = setting.partition(" n=")
     N, taps = H * W, int(n or 0) ** 2
     if kind == "deformable":
@@ -172,7 +172,7 @@ def test_a_segmentor_of_ours_has_the_modules_that_are_counted(infix, settings):
     assert added / 1e9 == pytest.approx(expected, rel=1e-12)
 
 
-# What an independent count of the paper's translation gives, in GFLOPs; it leaves out u·k and v·R.
+# Independent count of the paper's translation in GFLOPs; it omits u·k and v·R.
 TRANSLATION = {
     "w/o": 1.744, "w/o + deformable": 2.216,
     "1111": 2.715, "1110": 2.715, "1101": 2.715, "1100": 2.715,
@@ -182,7 +182,7 @@ TRANSLATION = {
     "0100 n=31": 2.332,
     "dynamic n=31": 2.378, "dynamic n=25": 2.35, "dynamic n=19": 2.32, "dynamic n=13": 2.28,
 }  # fmt: skip
-# The paper's percentages, of operations, from a setting to another.
+# The paper's percentages of operations, from one setting to another.
 PERCENTAGES = [
     ("1111", "1011 + deformable", 17.3), ("1110", "1010 + deformable", 5.8), ("1101", "1001 + deformable", 17.3),
     ("1100", "1000 + deformable", 5.8), ("0111", "0011 + deformable", 10.9), ("0110", "0010 + deformable", -1.1),
@@ -196,7 +196,7 @@ def bits_of(setting: str) -> list[bool]:
 
 
 def sequence_formula(setting: str, C: int = 512, N: int = 50) -> tuple[int, int]:
-    """All self-attention in the paper's convention, on paper: 12 times; the share of u·k and v·R in it."""
+    """Compute all 12 self-attention layers by hand in the paper's convention, and the share of u·k and v·R."""
     size = int(setting.partition(" n=")[2] or 0)
     total = 3 * N * C * C if setting.endswith("deformable") else 0
     if setting.startswith("w/o"):
@@ -254,14 +254,14 @@ def test_a_translator_of_ours_has_the_modules_that_are_counted(setting, options)
 
 def test_one_offset_more_meets_the_percentages_of_translation():
     def of(setting, more):
-        attentions = 6 + 12 * (bits_of(setting)[1] or bits_of(setting)[3])  # all that project offsets
+        attentions = 6 + 12 * (bits_of(setting)[1] or bits_of(setting)[3])  # all layers that project offsets
         return translation.operations(setting)[0] + attentions * more * 512**2
 
     met = [[round(100 * (of(b, more) / of(a, more) - 1), 1) == p for a, b, p in PERCENTAGES] for more in (0, 1)]
     assert [sum(of_all) for of_all in met] == [0, 10]
 
 
-# Table 4.2 of the thesis, counted independently: parameters, GFLOPs (None: the table counts it in another way).
+# Independent count of the thesis' Table 4.2: parameters, GFLOPs (None: the table counts them in another way).
 LOCAL_BILATERAL = dict(zip("abcdefghij", [
     (265_216, 2.454), (217_560, 2.012), (267_547, 2.475), (274_540, 2.540), (283_864, 2.626), (302_512, 2.797),
     (131_840, 1.217), (150_272, 1.387), (150_272, None), (590_080, 5.438),
@@ -270,7 +270,7 @@ LOCAL_BILATERAL = dict(zip("abcdefghij", [
 
 @pytest.mark.parametrize("entry", local_bilateral.LAYERS, ids=lambda entry: entry[0])
 def test_local_bilateral_attention_is_met(entry):
-    """The GFLOPs with a ReLU after every BatchNorm but the geometric logits', one for each of 256 outputs."""
+    """The GFLOPs include one per output for the ReLU after every BatchNorm but that of the geometric logits (256)."""
     name, options, _, printed, *_ = entry
     parameters, giga = LOCAL_BILATERAL[name[0]]
     assert convention.parameters(local_bilateral.layer(256, 256, options)) == parameters
@@ -326,7 +326,7 @@ def test_a_table_is_written_and_every_difference_has_its_reason(tmp_path, capsys
     assert main([paper, "--markdown", str(file)]) == 0
     text = file.read_text()
     assert text.strip() == capsys.readouterr().out.strip()
-    assert text == (BENCHMARKS / f"figures-{paper}.md").read_text()  # what is committed is up to date
+    assert text == (BENCHMARKS / f"figures-{paper}.md").read_text()  # the committed tables are up to date
     rows = [row for row in text.splitlines() if row.startswith("| ")][1:]
     assert line in rows
     assert sum("%" in row for row in rows) == differing

@@ -1,4 +1,4 @@
-"""Accuracy over operations: the paper's printed values, our small runs, and the picture."""
+"""Accuracy against operations: the paper's printed values, our small runs, and the picture."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tools.figures.tradeoff import Point, envelope, operations, options_of, prin
 
 RUNS = Path(__file__).parents[2] / tradeoff.RUNS
 
-# Tables 2 and 3: both settings, differences of mAP, mIoU and BLEU, and of GFLOPs in percent of images.
+# Tables 2 and 3: both settings, differences of mAP, mIoU and BLEU, and of GFLOPs in percent for images.
 DIFFERENCES = [
     ("w/o", "1111 + deformable", (4.6, 5.9, 7.1), (31.7, 147.4)),
     ("1111", "1011 + deformable", (2.2, 1.1, 0.3), (0.0, 0.0)),
@@ -41,7 +41,7 @@ def test_the_paper_s_values_differ_as_it_says(column, task):
     for first, second, accuracy, percent in DIFFERENCES:
         a, b = points[first], points[second]
         assert round(b.accuracy - a.accuracy, 1) == accuracy[column], (first, second)
-        if task != "translation":  # whose GFLOPs are printed with one digit
+        if task != "translation":  # printed with one digit
             whole = {"detection": 213.7, "segmentation": 449.5}[task]
             found = 100 * (b.operations - a.operations) / (a.operations + whole)
             assert abs(found - percent[column]) < 0.06, (first, second)

@@ -1,4 +1,4 @@
-"""tools.findings: rules on samples, claims and their studies, the page, and what a run leaves."""
+"""tools.findings: rules on samples, claims and their studies, the page, and the files of a run."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_above(high, low, effect, p, verdict, why):
         (Sample((5.0, 6.0, 7.0)), Sample((5.1, 6.1, 7.1)), None, CANNOT),
         (Sample((1.0, 2.0, 3.0)), Sample((5.1, 6.1, 7.1)), None, NOT),
         (Sample((5.1, 6.1, 7.1)), Sample((1.0, 2.0, 3.0)), None, SEEN),  # better
-        (Sample((5.0, 5.1, 5.2)), Sample((5.5, 5.6, 5.7)), None, SEEN),  # apart, but by less than the margin
+        (Sample((5.0, 5.1, 5.2)), Sample((5.5, 5.6, 5.7)), None, SEEN),  # different, but by less than the margin
         (bleu(28), bleu(28), None, CANNOT),
         (bleu(25), bleu(28), 0.001, NOT),
         (ONE, ONE, None, CANNOT),
@@ -92,7 +92,7 @@ def test_samples_in_words():
 
 
 def names(rule) -> list[str]:
-    """The samples that a rule asks for."""
+    """Return the samples that a rule reads."""
     if isinstance(rule, Every):
         return [name for part in rule.rules for name in names(part)]
     return (
@@ -119,7 +119,7 @@ def test_claims(claim):
 
 
 def test_effects_are_the_printed_differences():
-    """Of the claims whose brackets have two figures."""
+    """Check the claims whose brackets contain two figures."""
     checked = 0
     for claim in CLAIMS:
         printed = re.fullmatch(r"(?:.* )?\(?([\d.]+)(?:, | to | from )([\d.]+)\)", claim.text[claim.text.rfind("(") :])
@@ -222,7 +222,7 @@ def test_what_is_missing_is_named(tmp_path):
 
 @pytest.fixture
 def toy(tmp_path, monkeypatch) -> list[list[str]]:
-    """Two studies whose commands write their figures; what was run."""
+    """Create two studies whose commands write their figures, and a record of the commands that ran."""
     ran: list[list[str]] = []
 
     def run(name, arguments, log):
@@ -260,7 +260,7 @@ def test_run(toy, tmp_path, capsys):
     assert "short: finished" in capsys.readouterr().out
     assert sorted(file.name for file in (tmp_path / "benchmarks").iterdir()) == ["findings.md", "toy.json"]
     assert "| short | digits |" in (tmp_path / "benchmarks/findings.md").read_text()
-    command.carry_out_all(["short"], 2, tmp_path)  # the first step has made its file
+    command.carry_out_all(["short"], 2, tmp_path)  # the first step has written its file
     assert [words[0] for words in toy][3:] == ["tools.second"]
 
 

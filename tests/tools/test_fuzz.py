@@ -1,4 +1,4 @@
-"""The fuzzer finds what is planted, survives a crash, and the line that it prints repeats the failure."""
+"""The fuzzer finds planted faults, survives a crash, and prints a line that reproduces the failure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tools.fuzz.operators import OPERATORS, describe, judge, legal_call
 
 ROOT = Path(__file__).parents[2]
 OPERATOR = "criss_cross_attention"
-# A fault for calls of a certain width, in a script that starts workers with the same fault.
+# A fault for calls of one width, in a script whose workers have the same fault.
 PLANTED = """
 import os, signal, sys
 from importlib import import_module
@@ -106,7 +106,7 @@ def test_a_planted_fault_is_found_and_repeated(planted, fault, words):
 
 
 def test_a_crash_is_found_and_the_calls_after_it_are_run(planted):
-    """Every call that crashes is named, by workers that take over from one another."""
+    """Every crashing call is reported; after each, a new worker continues."""
 
     def crashes(number: int) -> bool:
         shape = legal_call(OPERATOR, 5, number)[1].arguments["value"].shape
@@ -150,7 +150,7 @@ def test_a_call_is_determined_by_its_number(operator):
 
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_what_is_drawn(operator):
-    """All dtypes; strided, expanded and empty tensors; every argument absent, present, differentiated and broken."""
+    """All dtypes; strided, expanded and empty tensors; arguments absent, present, differentiated and invalid."""
     calls = [legal_call(operator, 0, number) for number in range(300)]
     tensors = [tensor for _, call, _ in calls for tensor in call.tensors().values()]
     arguments = [call.arguments for _, call, _ in calls]
@@ -172,7 +172,7 @@ def test_what_is_drawn(operator):
 
 
 def test_memory_beside_an_argument_is_watched():
-    """Writing where no tensor looks is noticed."""
+    """Writes outside of a tensor's elements are detected."""
     for number in range(100):
         _, call, grad = legal_call(OPERATOR, 0, number)
         call.backend = None
@@ -223,7 +223,7 @@ def test_a_wrong_command_line(capsys, arguments, words):
 
 
 def test_shapes_that_broadcast_are_legal():
-    """The fuzzer's own notion of a legal call, which says which sizes are broken."""
+    """The fuzzer's own definition of a legal call decides which sizes are invalid."""
     source = Draw("window_attention", 0, 0)
     assert source.extent() > 0
     number = next(n for n in range(200) if {"query", "position_logits"} <= set(_tensors("window_attention", n)))

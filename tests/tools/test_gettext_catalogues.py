@@ -1,4 +1,4 @@
-"""What gettext catalogues hold: made-up ones in the formats .po and .mo."""
+"""Parsing of gettext catalogues: made-up .po and .mo files."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_entries_of_mo(charset, order):
         {"Save": "Für später", "month\x04May": "Mai", "%d file\0%d files": "%d Datei\0%d Dateien"}, charset, order
     )
     stock = gettext.GNUTranslations(io.BytesIO(content))
-    assert stock.gettext("Save") == "Für später"  # it is a .mo file indeed
+    assert stock.gettext("Save") == "Für später"  # a valid .mo file
     assert stock.ngettext("%d file", "%d files", 5) == "%d Dateien"
     found = {(entry.source, entry.target) for entry in catalogues.entries("x.mo", content)}
     assert found == {

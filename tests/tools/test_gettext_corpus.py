@@ -1,4 +1,4 @@
-"""The maker of parallel corpora: made-up catalogues in real formats, pip's own download, fairseq's own preprocess."""
+"""The builder of parallel corpora: made-up catalogues in real formats, downloads by pip, fairseq-preprocess."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def lines(path: Path) -> list[str]:
 
 
 def parts(output: Path, language: str = "de") -> dict[str, dict[str, str]]:
-    """{part: {source: target}} of a corpus."""
+    """Return {part: {source: target}} of a corpus."""
     read = {name: (lines(output / f"{name}.en"), lines(output / f"{name}.{language}")) for name in corpus.PARTS}
     assert all(len(en) == len(other) == len(set(en)) for en, other in read.values())
     return {name: dict(zip(*columns)) for name, columns in read.items()}
@@ -40,7 +40,7 @@ def make(output: Path, *sources: Path, **options) -> dict[str, dict[str, str]]:
 
 
 def refusal(capsys, *arguments) -> str:
-    """What the command says when it refuses; nothing is left behind."""
+    """Return the message of a command that refuses; it must leave no files behind."""
     assert corpus.main(list(map(str, arguments))) == 2
     assert not list(Path(arguments[0]).parent.glob(".*partial*"))
     return capsys.readouterr().err
@@ -106,7 +106,7 @@ def test_parts_stay_when_packages_are_added(tmp_path):
     assert few != many
     for name in corpus.PARTS:
         assert few[name].items() <= many[name].items()
-        assert [source for source in many[name] if source in few[name]] == list(few[name])  # the order too
+        assert [source for source in many[name] if source in few[name]] == list(few[name])  # the order as well
     together = [source for part in many.values() for source in part]
     assert len(together) == len(set(together)) == len(sentences())
     assert 0.1 < len(many["valid"]) / len(together) < 0.3
@@ -128,7 +128,7 @@ def test_a_source_keeps_the_translation_of_most_catalogues(tmp_path):
         wheel(tmp_path, name, "1", {f"{name}/locale/de/LC_MESSAGES/a.po": po({**rest, "Order": target})})
         for name, target in [("a", "Ordnung"), ("b", "Bestellung"), ("c", "Auftrag"), ("d", "Bestellung")]
     ]
-    for count, target in [(1, "Ordnung"), (2, "Bestellung"), (3, "Auftrag"), (4, "Bestellung")]:  # ties: alphabet
+    for count, target in [(1, "Ordnung"), (2, "Bestellung"), (3, "Auftrag"), (4, "Bestellung")]:  # ties: alphabetical
         found = make(tmp_path / f"out{count}", *wheels[:count])
         assert {t for part in found.values() for s, t in part.items() if s == "Order"} == {target}
 
@@ -149,7 +149,7 @@ def test_same_bytes_whatever_the_order_of_sources(tmp_path):
 
 
 def test_where_catalogues_are_found(tmp_path):
-    """A wheel, a source archive, a zip file, a folder and a folder of archives; .po before .mo; no test-suite's."""
+    """A wheel, a source archive, a zip file, a folder and a folder of archives; .po before .mo; no test suites."""
     nouns = list(NOUNS)
     chosen = [sentences([noun]) for noun in nouns]
     wrong = {source: "falsch " + target for source, target in chosen[0].items()}
@@ -281,7 +281,7 @@ def test_pieces(tmp_path, capsys):
 
 
 def test_fairseq_takes_it(tmp_path, capsys):
-    """The command that the tool prints, by fairseq's console script; its data are the corpus again."""
+    """Run the printed command with fairseq's console script; its data contain the corpus."""
     pytest.importorskip("sentencepiece", reason="sentencepiece is not installed")
     pytest.importorskip("fairseq", reason="fairseq is not installed")
     from fairseq.data import Dictionary, data_utils
@@ -301,12 +301,12 @@ def test_fairseq_takes_it(tmp_path, capsys):
         read = [dictionary.string(data[n], bpe_symbol="sentencepiece") for n in range(len(data))]
         expected = lines(tmp_path / f"out/{name}.{language}")
         assert len(read) == len(expected)
-        if name == "train":  # held-out parts may have pieces that train never shows
+        if name == "train":  # held-out parts may have pieces that are not in train
             assert read == expected
 
 
 def test_download_by_pip(tmp_path, monkeypatch, capsys):
-    """pip itself, from a folder of made-up wheels of the pinned names and versions."""
+    """pip downloads from a folder of made-up wheels with the pinned names and versions."""
     index, cache = tmp_path / "index", tmp_path / "cache"
     names = list(NOUNS)
     for n, (name, _, version) in enumerate(p.lower().partition("==") for p in corpus.PACKAGES):
@@ -322,12 +322,12 @@ def test_download_by_pip(tmp_path, monkeypatch, capsys):
     recipe = json.loads((tmp_path / "out/recipe.json").read_text())
     assert {f"{p['name']}=={p['version']}" for p in recipe["packages"]} == {p.lower() for p in corpus.PACKAGES}
     assert sum(recipe["pairs"].values()) == len(sentences())
-    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "nothing"))  # all are there: pip is not asked again
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "nothing"))  # all files exist, so pip is not called again
     assert corpus.main([str(tmp_path / "again"), *arguments]) == 0
 
 
 def test_real_catalogues(tmp_path):
-    """German catalogues of the installed packages or of the system."""
+    """Read German catalogues of the installed packages or of the system."""
     system = Path(sys.base_prefix) / "share/locale", Path("/usr/share/locale")
     candidates = [[], *([path] for path in system if path.is_dir())]
     for sources in candidates:
@@ -351,14 +351,14 @@ def test_real_catalogues(tmp_path):
         assert target.strip()
         assert corpus.placeholders(source) == corpus.placeholders(target)
     umlauts = sum(any(c in "äöüß" for c in target) for target in found["train"].values())
-    assert umlauts > 0.1 * len(found["train"])  # German, decoded as it was meant
+    assert umlauts > 0.1 * len(found["train"])  # German, decoded correctly
 
 
 JAPANESE = {"file": "ファイル", "page": "ページ", "list": "一覧", "line": "行", "task": "課題", "card": "札"}
 
 
 def japanese() -> dict[str, str]:
-    """Pairs whose translations have no spaces; every third has three characters that no other one has."""
+    """Return pairs with translations without spaces; every third has three characters that occur nowhere else."""
     pairs = {}
     for number, (noun, verb) in enumerate(itertools.product(JAPANESE, ("saved", "moved", "found", "closed", "copied"))):
         rare = "".join(chr(ord("一") + 97 * number + more) for more in range(3 * (number % 3 == 0)))

@@ -1,4 +1,4 @@
-"""The GPU check's machinery, on a machine without a GPU: time limits, tests that crash or hang, summaries, tables."""
+"""The GPU check without a GPU: time limits, tests that crash or hang, summaries, tables."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def test_one_that_dies_or_hangs_does_not_spoil_the_rest(bad_file, tmp_path, monk
 
 
 def in_folder(folder: Path):
-    """pytest's command for tests of another folder than the repository."""
+    """Return pytest's command for tests in another folder than the repository."""
     plain = testing.pytest_command
 
     def command(*arguments):
@@ -198,7 +198,7 @@ def test_chunks_are_of_one_file_and_begin_with_heavy_ones():
 
 
 def test_a_test_that_spoils_cuda_is_named_and_the_rest_goes_on(tmp_path, monkeypatch):
-    """A made-up torch, whose device fails from the second test on."""
+    """In a made-up torch, the device fails from the second test on."""
     (tmp_path / "test_bad.py").write_text(
         "import sys, types\n"
         "spoiled = []\n"

@@ -1,4 +1,4 @@
-"""Labels beside boxes: inside the frame, off one another, beside their own box."""
+"""Placement of labels: inside the frame, not overlapping, next to their boxes."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def test_labels_overlap_neither_each_other_nor_the_frame(seed):
 def test_the_usual_places():
     frame, size = (200, 100), [(40, 10)]
     assert place([(50, 40, 80, 70)], size, frame) == [(50, 30, 90, 40)]  # above
-    assert place([(50, 4, 80, 70)], size, frame) == [(50, 70, 90, 80)]  # below: there is no room above
+    assert place([(50, 4, 80, 70)], size, frame) == [(50, 70, 90, 80)]  # below, as there is no room above
     assert place([(170, 40, 195, 70)], size, frame) == [(160, 30, 200, 40)]  # above, moved into the frame
-    assert place([(0, 0, 200, 100)], size, frame) == [(0, 0, 40, 10)]  # inside a box as large as the frame
+    assert place([(0, 0, 200, 100)], size, frame) == [(0, 0, 40, 10)]  # inside a box that fills the frame
 
 
 def test_other_boxes_are_not_hidden():

@@ -1,4 +1,4 @@
-"""The division of a captioned set into parts."""
+"""Splitting a captioned set into parts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_shares_and_seeds(tmp_path, capsys):
     assert capsys.readouterr().out.endswith("splits.json: 40 train, 5 val, 5 test\n")
     assert tool.main([str(write(tmp_path / "two", ids[::-1], ids * 2))]) == 0
     first = parts(tmp_path / "one")
-    assert first == parts(tmp_path / "two")  # whatever the order and the number of captions
+    assert first == parts(tmp_path / "two")  # for any order and number of captions
     assert Counter(first.values()) == dict(train=40, val=5, test=5)
     assert tool.main([str(tmp_path / "one")]) == 2
     assert "already exists: --overwrite replaces it" in capsys.readouterr().err
@@ -79,7 +79,7 @@ def test_bad_input_is_told(tmp_path, content, options, message, capsys):
 
 @pytest.mark.parametrize("ids", [[1, 2, 3], ["a b", "c", "d"], ["1", "2", "3"]], ids=["numbers", "names", "text"])
 def test_the_tools_take_it(tmp_path, ids):
-    """A folder of pictures and captions.json is all that a person needs to have."""
+    """A folder of pictures and captions.json is all the input that a user needs."""
     folder = write(tmp_path / "set", ids)
     (folder / "images").mkdir()
     for i in ids:

@@ -1,4 +1,4 @@
-"""Misspelt model names, answered by every tool that takes one."""
+"""Misspelt model names: every tool that takes a name suggests similar ones."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def read_mp4(file) -> np.ndarray:
 
 
 def corners(clip: np.ndarray) -> list[tuple[int, int]]:
-    """Of the one white digit on black in every frame: its first row and column."""
+    """Return the first row and column of the one white digit on black in every frame."""
     lit = clip[..., 0] > 127
     return [(int(frame.any(1).argmax()), int(frame.any(0).argmax())) for frame in lit]
 
@@ -49,7 +49,7 @@ def test_the_same_recipe_gives_the_same_bytes_and_another_seed_others(tmp_path, 
     recipe = tool.Recipe(**SMALL, format=kind, seed=3)
     assert tool.build(tmp_path / "one", recipe)
     assert tool.build(tmp_path / "two", recipe)
-    assert not tool.build(tmp_path / "two", recipe)  # the recipe's pairs are lists in its file
+    assert not tool.build(tmp_path / "two", recipe)  # the file stores the recipe's pairs as lists
     assert files(tmp_path / "one") == files(tmp_path / "two")
     assert tool.build(tmp_path / "other", tool.Recipe(**SMALL, format=kind, seed=4))
     assert files(tmp_path / "one").keys() == files(tmp_path / "other").keys()
@@ -99,7 +99,7 @@ def test_one_digit_moves_and_the_other_one_jumps(name, monkeypatch):
 
 @pytest.mark.parametrize("directions", [2, 4])
 def test_the_set_of_frames_does_not_tell_the_class(directions, white_on_black):
-    """Statistics of frames in no order, of first and second degree, are those of every class; with the order not."""
+    """Unordered statistics of frames, of first and second degree, do not differ between classes; ordered ones do."""
     recipe = tool.Recipe(**{**SMALL, "frames": 4, "width": 32, "directions": directions})
     samples, count = np.ones((1, 8, 8)), 1200
     blind, ordered = {}, {}
@@ -115,13 +115,13 @@ def test_the_set_of_frames_does_not_tell_the_class(directions, white_on_black):
     names = list(blind)
 
     def apart(values, one, other) -> float:
-        """The greatest difference of two classes' means, in its own standard deviations."""
+        """Return the greatest difference of two classes' means, in its own standard deviations."""
         a, b = values[one], values[other]
         error = np.sqrt((a.var(0) + b.var(0)) / count) + 1e-9
         return float((np.abs(a.mean(0) - b.mean(0)) / error).max())
 
     for other in names[1:]:
-        assert apart(blind, names[0], other) < 5  # of some 530 statistics
+        assert apart(blind, names[0], other) < 5  # over some 530 statistics
         assert apart(ordered, names[0], other) > 15
 
 
@@ -135,7 +135,7 @@ def test_videos_hold_the_frames(tmp_path):
         expected = read_png(clip)
         found = read_mp4(tmp_path / "mp4" / clip.relative_to(tmp_path / "png").with_suffix(".mp4"))
         assert found.shape == expected.shape == (6, 32, 48, 3)
-        assert np.abs(found - expected).mean() < 12  # of 255: the codec is lossy
+        assert np.abs(found - expected).mean() < 12  # of 255, because the codec is lossy
 
 
 def test_train_and_val_share_no_digit_and_no_pixel(monkeypatch, tmp_path):

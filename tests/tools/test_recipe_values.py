@@ -1,4 +1,4 @@
-"""The schedules, weight decay and crops of ``configs/timm`` against what the paper prints: ``paper_values.yaml``."""
+"""Schedules, weight decay and crops of ``configs/timm`` against ``paper_values.yaml``, the papers' values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which of a detector's regions are kept, against plain loops."""
+"""Selection of a detector's regions, against plain loops."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ import pytest
 from tools.requires import EXTRAS, extras, install_command, need
 
 ROOT = Path(__file__).parents[2]
-# Of distributions whose module has another name.
+# Distributions whose module has another name.
 MODULE = {"scikit-learn": "sklearn", "scikit-image": "skimage", "pillow": "PIL", "pyyaml": "yaml"}
 
 
@@ -41,7 +41,7 @@ MODULE = {"scikit-learn": "sklearn", "scikit-image": "skimage", "pillow": "PIL",
     ],
 )
 def test_the_timm_tools(tool, arguments, missing, command):
-    """Run as ``python -m`` does, in an interpreter that finds no module ``missing``."""
+    """Run a tool like ``python -m`` in an interpreter that finds no module ``missing``."""
     for module in ("matplotlib", "timm", "yaml"):
         pytest.importorskip(module)
     code = f"import runpy, sys; sys.modules[{missing!r}] = None; sys.argv[1:] = {arguments!r}; "
@@ -55,7 +55,7 @@ def test_the_timm_tools(tool, arguments, missing, command):
 
 @pytest.fixture
 def lone_tool(tmp_path):
-    """A tool that imports what its test says, run as ``python -m tools.lone``."""
+    """Return a tool with the given imports, run as ``python -m tools.lone``."""
 
     def run(*lines: str) -> subprocess.CompletedProcess:
         code = "import runpy, sys, types; tools = types.ModuleType('tools'); "
@@ -121,7 +121,7 @@ def test_every_module_is_brought_by_its_extra():
     }
     modules = {extra: {MODULE.get(name, name) for name in names} for extra, names in brought.items()}
     for module, extra in EXTRAS.items():
-        if extra and module != "torchvision":  # a dependency of timm's
+        if extra and module != "torchvision":  # a dependency of timm
             assert module in modules[extra], (module, extra)
     for module in set().union(*modules.values()):
         assert install_command(module) is not None, module

@@ -1,4 +1,4 @@
-"""Every tool without a package that it needs: one line that names it and the command that installs it."""
+"""Every tool without a package that it needs prints one line: the package and the command that installs it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CAPTIONING, CAPTIONS = (
     "python -m attn_plugins install captioning timm tools",
 )
 
-# Tool and arguments, a package that is missing, the command. What has no --help fails before any work.
+# Tool and arguments, missing package, install command. Tools without --help fail before any work.
 CASES = [
     ("augmented_study --help", "timm", TIMM_TOOLS),
     ("augmented_study DIR/out", "skimage", TIMM_TOOLS),
@@ -107,16 +107,16 @@ runpy.run_module(f"tools.{tool}", run_name="__main__", alter_sys=True)
 
 
 def run(words: str, missing: str, folder: Path) -> subprocess.CompletedProcess:
-    """Run a tool as ``python -m`` does, in an interpreter that finds no package ``missing``."""
+    """Run a tool like ``python -m`` in an interpreter that finds no package ``missing``."""
     tool, *arguments = words.replace("DIR", str(folder)).split()
-    environment = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}  # torch itself would miss attn_plugins
+    environment = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}  # torch would miss attn_plugins first
     command = [sys.executable, "-W", "ignore", "-c", RUN, tool, missing, *arguments]
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1800)
 
 
 @pytest.mark.parametrize("words, missing, command", CASES, ids=lambda value: value.replace(" --help", ""))
 def test_one_line_with_the_command(words, missing, command, tmp_path):
-    # What is imported before the missing package must be there.
+    # Packages that are imported before the missing one must be installed.
     for module in ("PIL", "numpy", "polib", "torch"):
         if importlib.util.find_spec(module) is None:
             pytest.skip(f"{module} is not installed")
@@ -137,7 +137,7 @@ def test_scores_without_the_standard_package(tmp_path):
 
 
 def test_every_tool_is_here():
-    """Those of image classification are in test_requires.py; release is for the environment of ``make``."""
+    """Image classification is in test_requires.py; release runs in the environment of ``make``."""
     own = {words.split()[0] for words, _, _ in CASES}
     own |= {"captioning.score", "release", "show_attention", "train_classifier"}
     files = [path for path in (ROOT / "tools").rglob("*.py") if '__name__ == "__main__"' in path.read_text()]

@@ -1,4 +1,4 @@
-"""``make sanitize`` where gcc has no sanitizers; what it runs otherwise takes a build of its own."""
+"""``make sanitize`` with a gcc that lacks sanitizers; the real run needs its own build."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_a_compiler_without_libasan_is_one_clear_error(tmp_path):
-    """gcc prints the bare name of a library that it does not find."""
+    """For a library that it does not find, gcc prints the bare name."""
     compiler = tmp_path / "g++"
     compiler.write_text('#!/bin/sh\necho "${1#-print-file-name=}"\n')
     compiler.chmod(0o755)

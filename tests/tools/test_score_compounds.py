@@ -1,4 +1,4 @@
-"""tools.score_compounds against BLEU by its definition, perl's substitution, and on what fairseq-generate prints."""
+"""tools.score_compounds: BLEU by its definition, perl's substitution, and the output of fairseq-generate."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SENTENCES = [
 
 
 def generated(*, detokenised=False, done=True, nbest=1) -> str:
-    """As fairseq-generate prints: sentences out of order, the best hypothesis first."""
+    """Format output like fairseq-generate: sentences out of order, the best hypothesis first."""
     lines = ["2026-01-01 | INFO | fairseq_cli.generate | loading"]
     for number in (2, 0, 1):
         hypothesis, reference = SENTENCES[number]
@@ -40,7 +40,7 @@ def generated(*, detokenised=False, done=True, nbest=1) -> str:
 
 
 def by_definition(hypotheses: list[str], references: list[str]) -> float:
-    """BLEU of Papineni et al. (2002) over tokens, in percent."""
+    """Compute the BLEU of Papineni et al. (2002) over tokens, in percent."""
     matched, total = [0] * 4, [0] * 4
     for hypothesis, reference in zip(hypotheses, references):
         h, r = hypothesis.split(), reference.split()
@@ -68,7 +68,7 @@ def test_both_figures_are_bleu_by_its_definition():
 
 
 def test_without_a_common_word_of_four_the_figure_is_0():
-    """Nothing is smoothed."""
+    """There is no smoothing."""
     assert tool.token_bleu(["ein Satz ohne Ende"], ["ein Satz mit Ende"]).score == 0
 
 
@@ -159,7 +159,7 @@ def test_bad_files(tmp_path, capsys):
 
 
 def test_on_what_fairseq_prints(tmp_path):
-    """fairseq's own BLEU of the same tokens, printed with two digits."""
+    """Compare with fairseq's BLEU of the same tokens, printed with two digits."""
     bleu = pytest.importorskip("fairseq.scoring.bleu")
     dictionary = pytest.importorskip("fairseq.data").Dictionary()
     scorer = bleu.Scorer(bleu.BleuConfig(pad=1, eos=2, unk=3))

@@ -114,7 +114,7 @@ def test_pixels_find_their_cells(photograph):
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory) -> dict[str, Path]:
-    """A small model as ``tools.train_classifier`` saves it, by input size: 16×24, and none that it names."""
+    """Save a small model like ``tools.train_classifier``, by input size: 16×24, and one without a recorded size."""
     root, options, found = tmp_path_factory.mktemp("checkpoints"), dict(depth=10, width=5, position="sine"), {}
     for name, size in (("sized", (16, 24)), ("unsized", None)):
         torch.manual_seed(1)
@@ -193,7 +193,7 @@ def test_every_model_and_picture_has_a_folder_of_its_own(checkpoints, photograph
     ids=["augmented", "non-local", "bilateral", "strided", "range", "criss-cross", "window"],
 )
 def test_the_uniform_weight_counts_the_keys_of_a_query(layer, keys):
-    x = 100 * torch.randn(1, 8, 6, 5)  # sharp: weights of keys round to 0
+    x = 100 * torch.randn(1, 8, 6, 5)  # sharp attention: the weights of most keys round to 0
     with capture_attention(torch.nn.ModuleDict({"layer": layer.eval()})) as captured, torch.no_grad():
         layer(x)
     queries = torch.cartesian_prod(torch.arange(6), torch.arange(5))
@@ -226,7 +226,7 @@ def test_the_picture_is_what_the_detector_sees(photograph):
     assert seen.picture.shape[0] >= h
     resized = Image.open(photograph).convert("RGB").resize((w, h), Image.Resampling.BILINEAR)
     difference = np.abs(seen.picture[:h, :w].astype(int) - np.asarray(resized).astype(int))
-    assert difference.mean() < 6  # colours in their order, the picture in its place
+    assert difference.mean() < 6  # colours in order, the picture in its place
     padding = seen.picture[h:].reshape(-1, 3)
     assert (padding == padding[:1]).all()
 
@@ -288,7 +288,7 @@ def test_bad_arguments(arguments, words, photograph, tmp_path, capsys):
 
 
 def maps_in(file: Path) -> list[np.ndarray]:
-    """The page's bytes, decoded here: (M, Hq, Wq, Hk, Wk) of each layer."""
+    """Decode the page's bytes: (M, Hq, Wq, Hk, Wk) for each layer."""
     return [
         np.frombuffer(base64.b64decode(layer["maps"]), np.uint8).reshape(
             layer["heads"], *layer["queries"], *layer["keys"]
@@ -298,7 +298,7 @@ def maps_in(file: Path) -> list[np.ndarray]:
 
 
 def painted(browser, panel: int) -> list[int]:
-    """The colours in the middle of every key's cell of a panel, the picture taken away."""
+    """Return the colours in the middle of every key's cell of a panel, without the picture."""
     return browser.run(
         f"""(() => {{
             const {{ layer, canvas }} = panels[{panel}], [Hk, Wk] = layer.keys, found = [];
@@ -313,12 +313,12 @@ def painted(browser, panel: int) -> list[int]:
 
 
 def same_picture(browser, file: Path, panel: int, head: int, layer: int, cell: tuple[int, int]) -> None:
-    """What a panel shows is the head's map for the query's cell, in the page's colours."""
+    """Check that a panel shows the head's map for the query's cell in the page's colours."""
     colours = np.frombuffer(base64.b64decode(page_data(file)["colours"]), np.uint8).reshape(256, 3).astype(int)
     expected = colours[maps_in(file)[layer][head][cell]]
     found = np.array(painted(browser, panel)).reshape(expected.shape)
     frame = np.zeros(expected.shape[:2], bool)
-    frame[cell] = True  # the query's frame may lie over its own cell
+    frame[cell] = True  # the frame of the query may cover its own cell
     assert np.abs(found - expected)[~frame].max() <= 2
 
 

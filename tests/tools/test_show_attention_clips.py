@@ -1,4 +1,4 @@
-"""Attention of TimeSformer on a clip: its numbers, the command, and the page in a browser."""
+"""Attention of TimeSformer on a clip: weights, the command, and the page in a browser."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PATTERNS = list(STEPS)
 
 
 def build(pattern: str = "divided", **options) -> nn.Module:
-    """A small model of which nothing is 0 and weights are far from uniform."""
+    """Build a small model without zero parameters, whose weights are far from uniform."""
     torch.manual_seed(0)
     model = timm.create_model(NAME, pattern=pattern, **{**SMALL, **options}).eval()
     for parameter in model.parameters():
@@ -38,7 +38,7 @@ def build(pattern: str = "divided", **options) -> nn.Module:
 
 
 def seen_by(model: nn.Module, x: Tensor) -> tuple[dict[str, space_time.ClipMaps], dict[str, Tensor]]:
-    """What was captured, and what every step itself returned."""
+    """Return the captured weights, and the outputs of every step."""
     outputs: dict[str, Tensor] = {}
 
     def keep(name: str, _: nn.Module, inputs: tuple, output: Tensor) -> None:
@@ -53,7 +53,7 @@ def seen_by(model: nn.Module, x: Tensor) -> tuple[dict[str, space_time.ClipMaps]
 
 
 def is_key(region: str, query: tuple[int, int, int], key: tuple[int, int, int]) -> bool:
-    """Whether a patch is among a query's keys, by the definition of the region."""
+    """Return True if a patch is among a query's keys, by the definition of the pattern."""
     (t, y, x), (s, v, u) = query, key
     _, H, W = CLIP
     return dict(
@@ -68,7 +68,7 @@ def is_key(region: str, query: tuple[int, int, int], key: tuple[int, int, int]) 
 
 
 def defined_weights(layer: nn.Module, x: Tensor, P: int) -> np.ndarray:
-    """The weights (M, P + N, P + N) of one clip's tokens by plain loops; frames alone are clips of one frame."""
+    """Compute the weights (M, P + N, P + N) of one clip's tokens in plain loops; a frame is a clip of one frame."""
     M = layer.num_heads
     q, k, _ = layer.qkv(x[0]).double().view(len(x[0]), 3, M, -1).permute(1, 2, 0, 3)
     logits = (q @ k.mT / q.shape[-1] ** 0.5).exp().numpy()
@@ -158,7 +158,7 @@ def test_a_mosaic():
 
 @pytest.mark.parametrize("pattern", ["divided", "axial", "space"])
 def test_rollout_by_matrices(pattern):
-    """Every step's mean over heads and its residual; prefix tokens pass the added steps."""
+    """Multiply every step's mean over heads plus identity; prefix tokens pass through the added steps."""
     model = build(pattern, reg_tokens=1)
     captured, _ = seen_by(model, torch.randn(1, 4, 3, 48, 64))
     (found,) = space_time.clip_rollouts(model, captured).values()
@@ -261,14 +261,14 @@ def test_checkpoints_say_how_many_frames(clip, checkpoint, tmp_path, capsys):
 
 
 def test_of_many_frames_some(clip, tmp_path, monkeypatch):
-    """A PNG shows some of many frames, and the query's among them."""
+    """Of many frames, a PNG shows some, including the query's."""
     monkeypatch.setattr(clips, "MOST_FRAMES", 4)
     model = build("space", num_frames=8, class_token=False, global_pool="avg")
     view = clips.see_clip(model, clips.open_frames(model, clip), [], (48, 64))
     assert view.frames.shape == (8, 48, 64, 3)
     assert view.place(view.maps[0], (7, 95, 80)) == (7, 2, 2)
     widths = []
-    for query in ((7, 95, 80), (6, 95, 80)):  # of 1, 3, 5 and 7, and another one
+    for query in ((7, 95, 80), (6, 95, 80)):  # 1, 3, 5 and 7, and the query's
         clips.draw_clip(view, view.maps[0], query, tmp_path / "some.png")
         widths.append(Image.open(tmp_path / "some.png").width)
     assert (widths[1] - widths[0]) / 180 == pytest.approx(1.3 * 64 / 48, abs=0.2)

@@ -1,4 +1,4 @@
-"""Transformers' objects, sampling points and masks: the command, the pictures, and the page in a browser."""
+"""Objects of transformers, sampling points and masks: the command, the pictures, and the page in a browser."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pipeline = [dict(type='LoadImageFromFile'), dict(type='Resize', scale=(192, 128)
             dict(type='PackDetInputs', meta_keys=('img_id', 'img_path', 'ori_shape', 'img_shape', 'scale_factor'))]
 test_pipeline, test_dataloader = pipeline, dict(dataset=dict(pipeline=pipeline))
 """
-# Of two layers each, on pictures of 128 rows and 192 columns in an input of 128 by 256.
+# Models of two layers, on pictures of 128 rows and 192 columns in an input of 128 by 256.
 STACKS = "encoder=dict(num_layers=2), decoder=dict(num_layers=2)"
 UPSTREAM = dict(
     detr=("detr/detr_r50_8xb2-150e_coco", STACKS),
@@ -70,7 +70,7 @@ def configs(tmp_path_factory) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def shown(configs, photograph, tmp_path_factory) -> dict[str, Path]:
-    """What the command wrote for every model, with random weights."""
+    """Return what the command wrote for every model with random weights."""
     found = {}
     for name, config in configs.items():
         found[name] = tmp_path_factory.mktemp(name)
@@ -160,7 +160,7 @@ def test_the_pages_numbers_are_the_layers(configs, photograph):
 
 
 def test_without_a_checkpoint_weights_are_drawn(configs):
-    """mmdet leaves parameters that it makes empty as they are: any numbers at all."""
+    """mmdet leaves parameters that it allocates empty uninitialised."""
     found = mm.load_mm(configs["deformable"], None)
     assert float(found.level_embed.std()) == pytest.approx(1, abs=0.1)
     assert all(parameter.isfinite().all() for parameter in found.parameters())
@@ -250,7 +250,7 @@ def test_a_panel_for_each_of_the_surest_slots(tmp_path):
     assert slots.draw_slots(slots.Slots(boxes, scores), tmp_path / "slots.png") == list(range(10, 30))
     drawn = np.asarray(Image.open(tmp_path / "slots.png").convert("RGB")).astype(int)
     red = (drawn[..., 0] > 180) & (drawn[..., 1] < 90) & (drawn[..., 2] < 90)
-    assert red.sum() > 20 * 40  # 0.3 by 0.3 is large and counts as horizontal
+    assert red.sum() > 20 * 40  # 0.3 by 0.3 counts as large and horizontal
 
 
 # --- the page in a browser ----------------------------------------------------------------------------------------
@@ -293,7 +293,7 @@ def test_a_click_and_the_arrow_keys_choose_the_object(shown, browser):
     )
     expected = colours[shares[5, 3, :, : W * 3 // 4]].reshape(-1, 3)  # the padding is cut off
     same = np.abs(np.array(painted).reshape(-1, 3) - expected).max(1) <= 2
-    assert same.mean() > 0.7  # the box lies over some
+    assert same.mean() > 0.7  # the box covers some
     left, top, width, height = middle(browser, "found")
     centres = [[(n["box"][0] + n["box"][2]) / 2, (n["box"][1] + n["box"][3]) / 2] for n in held["list"]]
     for x, y in centres:
@@ -315,7 +315,7 @@ def test_points_follow_the_pixel_the_object_and_the_head(shown, browser):
     left, top, width, height = middle(browser, "picture")
     browser.click(left + 0.3 * width, top + 0.6 * height)
     assert browser.run("where.textContent") == "Query: pixel (180, 135) of 300 rows and 451 columns"
-    # The finest map has 16×32 cells, of which the page holds 12×12; three quarters of the width are picture.
+    # The finest map has 16×32 cells, of which the page stores 12×12; the picture fills three quarters of the width.
     level = held["points"][0]["levels"][0]
     row, column = level["rows"][int(0.6 * 12)], level["columns"][int(0.3 * 0.75 * 12)]
     assert browser.run("pointPanels[0].text.textContent").startswith(f"query ({row}, {column}) of 16×32: 128 points")

@@ -1,4 +1,4 @@
-"""``show_attention --parts``: what every term of the logits attends to alone, in PNGs and by the page's switch."""
+"""``show_attention --parts``: what each term of the logits attends to on its own, in PNGs and on the page."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def shown(photograph, tmp_path_factory) -> Path:
     torch.manual_seed(0)
     options = dict(depth=10, width=1, img_size=16, kappa=0.5, nu=0.5)
     model = timm.create_model("aa_wide_resnet28_10", **options)
-    nn.init.normal_(model.layer3[0].conv1.qkv.weight, std=0.5)  # maps that are not nearly uniform
+    nn.init.normal_(model.layer3[0].conv1.qkv.weight, std=0.5)  # far from uniform maps
     weights = output.parent / "weights.pth"
     torch.save(model.state_dict(), weights)
     arguments = ["aa_wide_resnet28_10", str(photograph), "--checkpoint", str(weights), "--output", str(output)]
@@ -69,7 +69,7 @@ def test_a_picture_more_for_every_layer_and_the_parts_on_the_page(shown):
     for layer in page_data(shown / "attention.html")["layers"]:
         assert list(layer["parts"]) == ["content", "position"]
         product = decoded(layer["parts"]["content"]) * decoded(layer["parts"]["position"])
-        product /= product.sum((-2, -1), keepdims=True)  # of softmaxes: the softmax of the sum
+        product /= product.sum((-2, -1), keepdims=True)  # the normalised product of softmaxes is the softmax of the sum
         whole = decoded(layer)
         assert np.abs(product - whole).max() < 0.02 * whole.max()
         assert np.abs(decoded(layer["parts"]["position"]) - whole).max() > 0.05 * whole.max()
@@ -117,7 +117,7 @@ def test_terms_of_a_vision_transformer_from_its_cls_token(photograph):
     found, of_whole = view.looked(parts[TITLES[1]], cells), view.looked(layer, cells)
     assert found.names == of_whole.names == ["mean of heads", "head 1", "head 2"]
     torch.testing.assert_close(found.uniform, of_whole.uniform)
-    # The cls token has no place: ε2 is 0 for all its keys.
+    # The cls token has no position, so ε2 is 0 for all its keys.
     torch.testing.assert_close(found.maps[:, 0], torch.full((3, 4, 4), 1 / 17))
     torch.testing.assert_close(found.maps.sum((-2, -1)) + found.elsewhere, torch.ones(3, 2))
     data = page.layer_data(layer, True)

@@ -34,7 +34,7 @@ def build(name: str, **options) -> nn.Module:
 @pytest.mark.parametrize("faster", [False, True])
 @pytest.mark.parametrize("name", [V1, V2])
 def test_a_stock_layers_weights_give_its_output(name, faster):
-    """Maps of 16 × 24 and 8 × 12 in windows of 4, every second block shifted."""
+    """Maps of 16 × 24 and 8 × 12 in windows of 4, shifted in every second block."""
     model = build(name)
     if faster:
         accelerate(model)

@@ -1,4 +1,4 @@
-"""What TimeSformer's patterns cost, counted."""
+"""Operation counts of TimeSformer's patterns."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def test_the_papers_figures():
     rows = printed_figures()
     assert len(rows) == len(PARAMETERS) + len(INFERENCE)
     assert [row.name for row in rows if not row.agrees] == ["Table 3, TimeSformer-L: 96 frames of 224²"]
-    repeated = 3 * 95 * 12 * (3 + 1) * 768**2 / 1e12  # the class token's projections in 95 more frames, 12 blocks
+    repeated = 3 * 95 * 12 * (3 + 1) * 768**2 / 1e12  # projections of the class token in 95 more frames, 12 blocks
     assert round(rows[-1].ours + repeated, 2) == 7.14
 
 
 def test_cost_by_hand():
-    """Products of one block's attention, the pairs of each pattern among them."""
+    """Count the products of one block's attention, including the pairs of each pattern."""
     T, N, P, C, depth = 8, 14 * 14, 1, 768, 12
     tokens = P + T * N
     once = T * N * 3 * 16**2 * C + C * 400 + depth * tokens * (4 + 8) * C**2
@@ -95,7 +95,7 @@ def test_measured_times(tmp_path, capsys, one_thread):
             assert len(own["times"]) == 3
             assert own["memory"] > 0
     least = {row["kind"]: row["patterns"]["divided"]["memory"] for row in data["rows"]}
-    assert least["training"] > least["forward"]  # what the backward pass keeps
+    assert least["training"] > least["forward"]  # tensors kept for the backward
     assert "--measure-frames 1 2 --measure-sizes 32 48 --training --threads 1 --seconds 0" in data["command"]
     text = (tmp_path / "first.md").read_text()
     assert "Nothing here is a time" not in text

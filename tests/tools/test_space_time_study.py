@@ -1,4 +1,4 @@
-"""tools.space_time_study: what is run, what is kept, the tables; and all of it on a few clips."""
+"""tools.space_time_study: runs, records, tables; and the whole study on a few clips."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The attribute detector: noisy-OR against plain loops, training on tiny scenes, the file that the captioner reads."""
+"""The attribute detector: noisy-OR in plain loops, training on tiny scenes, the file that the captioner reads."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def scenes(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def trained(scenes, tmp_path_factory) -> Path:
-    """What a training of 8 epochs leaves; the attributes are in the data folder."""
+    """Train for 8 epochs; the attributes are in the data folder."""
     out = tmp_path_factory.mktemp("trained") / "out"
     assert tool.main([str(scenes), str(out), *SMALL, "--epochs", "8"]) == 0
     return out
@@ -76,7 +76,7 @@ def test_gradients_are_those_of_the_formula():
     targets = torch.randint(0, 2, (2, 3))
     assert torch.autograd.gradcheck(lambda z: noisy_or_loss(z, targets), logits)
     across = torch.tensor([-16.0, -14.0, -8.0, -6.5, 0.5, 18.0], dtype=torch.float64).view(1, 6, 1, 1).requires_grad_()
-    assert torch.autograd.gradcheck(lambda z: torch.stack(noisy_or(z)), across)  # on both sides of each switch
+    assert torch.autograd.gradcheck(lambda z: torch.stack(noisy_or(z)), across)  # on both sides of each threshold
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -92,7 +92,7 @@ def test_loss_and_gradients_are_finite_and_right_at_saturation(value, dtype):
     np.testing.assert_allclose(log_not.detach().numpy(), -s, rtol=2e-6, atol=1e-38)
     noisy_or_loss(logits, torch.tensor([[0, 1]])).backward()
     assert logits.grad.isfinite().all()
-    if z < -30:  # a word that is missed wholly still pulls: its cells share a gradient of 1
+    if z < -30:  # a word that is missed entirely still has a gradient: its cells share a gradient of 1
         np.testing.assert_allclose(logits.grad[0, 1].float().sum(), -0.5, rtol=1e-2)
 
 
@@ -203,7 +203,7 @@ def test_its_backbone_gives_grid_features(trained, scenes, tmp_path, capsys):
     assert extract_regions.main([*grid, weights, "--grid", "test_resnet", "--grid-size", "1"]) == 0
     detector = load_detector(trained / "best.safetensors")
     picture = detector.backbone.prepare(open_picture(scenes / "images/000005.jpg"))
-    with torch.no_grad():  # at the size that it was trained at, 64 pixels
+    with torch.no_grad():  # at its training size, 64 pixels
         expected = detector.backbone(picture[None]).mean((2, 3))
     np.testing.assert_allclose(RegionFeatures(out).regions("000005")["features"], expected, rtol=1e-4, atol=1e-5)
     assert extract_regions.main([*grid, weights, "--grid", "resnet18", "--overwrite"]) == 2
@@ -253,7 +253,7 @@ def test_bad_input_is_told(scenes, tmp_path, capsys):
 
 
 def test_captions_of_the_splits_file_and_no_fairseq(scenes, tmp_path):
-    """As a person with timm but without fairseq runs it on Karpathy's file alone."""
+    """A user with timm but without fairseq needs only Karpathy's file."""
     shutil.copytree(scenes, tmp_path / "set", ignore=shutil.ignore_patterns("attributes.json"))
     (tmp_path / "set/captions.json").unlink()
     code = "import sys\nfor name in ('fairseq', 'mmdet', 'mmengine', 'mmcv'): sys.modules[name] = None\n"

@@ -1,4 +1,4 @@
-"""The classifier's trainer by its command line, on real pictures of its own making."""
+"""The classifier's trainer, run from its command line on generated pictures."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SMALL = ["--set", "workers=0", "--set", "batch_size=8"]
 
 
 def subset(source: Path, target: Path, train: int, val: int) -> Path:
-    """The first images of every class."""
+    """Return the first images of every class."""
     for folder in source.glob("*/*"):
         copy = target / folder.relative_to(source)
         copy.mkdir(parents=True)
@@ -48,19 +48,19 @@ def every_digit(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def digits(every_digit, tmp_path_factory) -> Path:
-    """A sixth of the digits: 240 for training, 60 for validation."""
+    """Return a sixth of the digits: 240 for training, 60 for validation."""
     return subset(every_digit, tmp_path_factory.mktemp("digits") / "sixth", 24, 6)
 
 
 @pytest.fixture(scope="module")
 def few_digits(every_digit, tmp_path_factory) -> Path:
-    """80 for training, 30 for validation: whole batches of neither one process nor two."""
+    """Return 80 digits for training and 30 for validation, which do not fill the batches of one process or of two."""
     return subset(every_digit, tmp_path_factory.mktemp("digits") / "few", 8, 3)
 
 
 @pytest.fixture(scope="module")
 def ten_digits(every_digit, tmp_path_factory) -> Path:
-    """One of each class, for training and for validation."""
+    """Return one digit per class for training and for validation."""
     return subset(every_digit, tmp_path_factory.mktemp("digits") / "ten", 1, 1)
 
 
@@ -142,7 +142,7 @@ def test_two_processes(few_digits, tmp_path, capsys):
     log = rows(tmp_path / "out")
     assert [row["epoch"] for row in log] == [1, 2]
     assert log[1]["train_loss"] < log[0]["train_loss"]
-    # What both evaluated together is what one evaluates alone: every image counts once.
+    # Two processes together evaluate every image once, as one process does.
     shutil.copy(tmp_path / "out/last.safetensors", tmp_path / "last.safetensors")
     assert result.stdout.count("epoch 2/2: loss") == 1
     options = ["--evaluate", str(tmp_path / "last.safetensors"), "--device", "cpu"]
@@ -160,7 +160,7 @@ def test_a_config_trains_and_infers(config, ten_digits, tmp_path):
         changes.append(f"model_args.img_size={size}")
     if "cifar" in config.stem:
         changes += ["model_args.depth=10", "model_args.width=5"]
-    if "mnasnet" not in config.stem:  # the CPU's convolutions in bfloat16 are slow: once, for the MnasNet
+    if "mnasnet" not in config.stem:  # the CPU's convolutions in bfloat16 are slow, so only one model, the MnasNet
         changes += ["precision=float32"]
     arguments = [str(config), "--data", str(ten_digits), "--output", str(tmp_path / "out")]
     assert main([*arguments, *(part for change in changes for part in ("--set", change))]) == 0
@@ -178,7 +178,7 @@ def test_a_config_names_the_paper_and_the_readme_names_it(config):
 
 
 def test_schedules():
-    """The papers' courses of the learning rate, a step being a tenth of an epoch."""
+    """The papers' learning rates over time, with steps of a tenth of an epoch."""
 
     def course(name: str, epochs: list[float]) -> list[float]:
         config = load(ROOT / f"configs/timm/{name}.yaml")
@@ -322,7 +322,7 @@ def test_a_config_file_that_is_none(tmp_path):
 
 
 def test_crops_keep_their_halves_apart(tmp_path):
-    """Training sees nothing of the columns that validation crops come from."""
+    """Training crops do not overlap the columns that validation crops come from."""
     assert image_folders.main(["crops", str(tmp_path / "a"), "--train", "3", "--val", "2", "--side", "16"]) == 0
     assert image_folders.main(["crops", str(tmp_path / "b"), "--train", "3", "--val", "2", "--side", "16"]) == 0
     files = sorted(p.relative_to(tmp_path / "a") for p in (tmp_path / "a").rglob("*.png"))
@@ -332,7 +332,7 @@ def test_crops_keep_their_halves_apart(tmp_path):
     wide = np.tile(np.arange(1000)[None, :, None], (300, 1, 3))
     shown = {"train": [], "val": []}
     with pytest.MonkeyPatch.context() as patch:
-        columns = (wide * 255 // 1000).astype(np.uint8)  # brightness tells the column
+        columns = (wide * 255 // 1000).astype(np.uint8)  # brightness encodes the column
         patch.setattr(image_folders, "photographs", lambda: [columns] * len(image_folders.PHOTOGRAPHS))
         for half, _, crop in image_folders.crops(20, 20, 16, 0):
             shown[half] += [crop.min(), crop.max()]

@@ -1,4 +1,4 @@
-"""tools.translation_study by fairseq's own commands on a toy language: German is English spelled backwards."""
+"""tools.translation_study with fairseq's commands on a toy language: German is English spelled backwards."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def corpus(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def output(corpus, tmp_path_factory) -> Path:
-    """Two settings, of which one was interrupted before."""
+    """Run two settings, one of them after an interruption."""
     folder = tmp_path_factory.mktemp("study") / "out"
     (folder / "none").mkdir(parents=True)
     (folder / "none" / "checkpoint_last.pt").write_text("half a file")
@@ -72,7 +72,7 @@ def test_setting(output, corpus, name):
 def test_options_reach_the_model(output):
     full, without = (json.loads((output / name / "result.json").read_text())["parameters"] for name in SETTINGS)
     bits_1111 = 5 * 64 * 64 + 4 * 64  # query, key, value, position and output; u, v and the biases of the last two
-    assert full - without == 4 * (bits_1111 + 2 * 64)  # in 4 layers, with the normalisation before
+    assert full - without == 4 * (bits_1111 + 2 * 64)  # in 4 layers, pre-norm
 
 
 def test_table(output):
@@ -94,7 +94,7 @@ def test_finished_settings_are_kept(output, corpus, capsys):
     assert again(corpus, output, "--train", SHORT, "--settings", "none") == 0
     assert "none: already done" in capsys.readouterr().out
     assert [file.stat().st_mtime_ns for file in files] == times
-    assert (output / "attention.md").read_text().count("\n| ") == 3  # head and both settings
+    assert (output / "attention.md").read_text().count("\n| ") == 3  # header and both settings
 
 
 def test_other_options_are_refused(output, corpus, capsys):
@@ -173,7 +173,7 @@ def test_every_alignment_score_is_studied():
 
 
 def test_settings_are_compared_with_like_positions():
-    """Those of Zhu et al. (2019) have no absolute positions, unless their name says so; the thesis keeps them."""
+    """Settings of Zhu et al. (2019) have no absolute positions unless named so; those of the thesis keep them."""
     for name, options in study.STUDIES["attention"].settings.items():
         positions = "absolute" if "absolute" in name or name == "bilateral" else "none"
         words = options.split()
@@ -191,7 +191,7 @@ def test_seeds(output, corpus, capsys):
     (row,) = [line for line in (output / "attention.md").read_text().splitlines() if line.startswith("| none")]
     assert f"| {first['bleu'] + 1:.1f} ± 1.4 (2 seeds) |" in row
     assert len(json.loads((output / "attention.json").read_text())["results"]) == 3
-    assert again(corpus, output, "--train", SHORT, "--settings", "none", "--seeds", "2") == 0  # and not seed 1
+    assert again(corpus, output, "--train", SHORT, "--settings", "none", "--seeds", "2") == 0  # without seed 1
     assert "1/1 none-seed2: already done" in capsys.readouterr().out
 
 

@@ -1,4 +1,4 @@
-"""VGG with fc6 and fc7 as convolutions: against torchvision's fully connected layers, and through the training tool."""
+"""VGG with fc6 and fc7 as convolutions: torchvision's fully connected layers, and the training tool."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def tiny_vgg_of_tests(pretrained=False, **options):
 
 
 class FullyConnected(nn.Module):
-    """The same network as torchvision builds it: one vector of the flattened map, and Linear layers."""
+    """The same network as torchvision builds it: the flattened map, and Linear layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class FullyConnected(nn.Module):
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
-    """Both networks of the same weights, which went through torchvision's file, and the file."""
+    """Return both networks with the same weights, converted through torchvision's file, and the file."""
     torch.manual_seed(0)
     theirs, file = FullyConnected().eval(), tmp_path_factory.mktemp("weights") / "vgg.pth"
     torch.save(theirs.state_dict(), file)
@@ -242,7 +242,7 @@ def test_the_tool_trains_from_torchvisions_weights_and_resumes(pair, scenes, tmp
     assert tool.main([str(scenes), str(out), "--resume", *options]) == 2
     assert "was trained with --fc7 True, but now it is False" in capsys.readouterr().err
     assert tool.main([str(scenes), str(out), "--resume", "--fc7", *options]) == 0
-    # Its convolutions give grid features, as of the thesis' Table 2.4.
+    # Its convolutions give grid features, as in the thesis' Table 2.4.
     regions = [str(scenes / "images"), str(tmp_path / "regions.npz"), "--device", "cpu", "--grid", "tiny_vgg_of_tests"]
     assert extract_regions.main([*regions, "--grid-size", "3", "--checkpoint", str(out / "best.safetensors")]) == 0
 

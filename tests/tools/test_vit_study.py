@@ -1,4 +1,4 @@
-"""tools.vit_study: its settings, what is kept, tables and curves; and all of it on a few digits."""
+"""tools.vit_study: its settings, records, tables and curves; and the whole study on a few digits."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ IMAGES = {"classes": 10, "train": 20, "val": 10}
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> Path:
-    """Two digits of each class for training, one for validation."""
+    """Write two digits per class for training and one for validation."""
     every, few = tmp_path_factory.mktemp("every") / "digits", tmp_path_factory.mktemp("few")
     assert image_folders.main(["digits", str(every)]) == 0
     for folder in every.glob("*/*"):
@@ -43,7 +43,7 @@ def training(setting: str, data_set: str = "digits", seed: int = 0, more: str = 
 
 
 def result(one: study.Training, top1: list[float], **more) -> dict:
-    """A finished training."""
+    """Return the record of a finished training."""
     return {
         "set": one.data_set,
         "setting": one.setting,
@@ -100,7 +100,7 @@ def test_without_the_shift_parameters_are_the_same(data_set):
         [block.attn.shift_size for stage in model.layers for block in stage.blocks] for model in (shifted, unshifted)
     ]
     side = training("swin", data_set).config.model_args["window_size"] // 2
-    assert shifts == [[(0, 0), (side, side)] * 2 + [(0, 0)] * 2, [(0, 0)] * 6]  # the last map is one window
+    assert shifts == [[(0, 0), (side, side)] * 2 + [(0, 0)] * 2, [(0, 0)] * 6]  # the last map is a single window
 
 
 def test_log(tmp_path):
@@ -118,7 +118,7 @@ def test_tables():
     assert "20 images for training, 10 for validation; 10 classes" in text
     found = cells(text)
     assert [row[0] for row in found] == ["`vit-stock`", "`swin`", "`swin`"]
-    # At the end, not the best epoch; minutes of one and of two.
+    # The accuracy at the end, not at the best epoch; minutes of one process and of two.
     assert found[0][1:] == ["12,345", "2", "0 1", "55.00 ± 7.07", "50.00 60.00", "2.000 ± 0.000", "1.500 ± 0.707"]
     assert found[2][1:5] == ["12,345", "1", "0", "30.00"]
 
@@ -134,7 +134,7 @@ def test_figure(tmp_path):
     from PIL import Image
 
     rows = [result(training(name, seed=seed), [10.0, 20.0 + seed]) for name in study.SETTINGS for seed in range(2)]
-    rows.append(result(training("swin", "crops"), [30.0]))  # and no panel of vit beside it
+    rows.append(result(training("swin", "crops"), [30.0]))  # and no panel for vit next to it
     pages.draw(rows, tmp_path / "curves.png")
     with Image.open(tmp_path / "curves.png") as image:
         assert image.width > image.height
@@ -152,7 +152,7 @@ def test_kept_results_make_the_report(tmp_path, data, capsys):
 
     settings = {name: [*own.split(), *study.HOUSEKEEPING] for name, own in study.SETTINGS.items()}
     text = study.report(settings, tmp_path)
-    assert [(row[0], row[3]) for row in cells(text)] == [("`swin`", "0"), ("`vit-stock`", "0 1")]  # not the third
+    assert [(row[0], row[3]) for row in cells(text)] == [("`swin`", "0"), ("`vit-stock`", "0 1")]  # without the third
     assert (tmp_path / "vit.md").read_text() == text
     raw = json.loads((tmp_path / "vit.json").read_text())
     assert len(raw["results"]) == 3
