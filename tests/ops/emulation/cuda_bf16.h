@@ -1,5 +1,4 @@
-// Stands in for CUDA's header of this name: the type and conversions that our kernels use, by torch's own
-// rounding.
+// Replaces CUDA's header of this name: the type and conversions that our kernels use, with torch's rounding.
 #pragma once
 #include <torch/headeronly/util/BFloat16.h>
 

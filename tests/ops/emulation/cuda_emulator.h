@@ -1,32 +1,33 @@
-// Runs CUDA kernels on the CPU, so that a machine without a GPU can test their source.
+// Runs CUDA kernels on the CPU, to test their source on machines without a GPU.
 //
-// Include it before csrc/*/*.cuh, as translate.py rewrites them: that turns launches, inline assembly and
-// shared variables into calls, and changes nothing else. common/launch.cuh is compiled as it is.
+// Include it before csrc/*/*.cuh as rewritten by translate.py, which turns launches, inline assembly and
+// shared variables into calls and changes nothing else. common/launch.cuh is compiled unchanged.
 //
 // Emulated:
-// * Grids, blocks, warps: every thread is a fiber. Blocks run one after the other in random order, threads
-//   in random order, and another may go on at any access to memory.
-// * __syncthreads, __syncwarp, shuffles, votes: threads wait for each other. Errors: a lane outside its
-//   mask, lanes of a mask that meet at different intrinsics, threads that have returned or never come.
+// * Grids, blocks, warps: every thread is a fiber. Blocks run one after another in random order. Threads run
+//   in random order, and any memory access may switch to another thread.
+// * __syncthreads, __syncwarp, shuffles, votes: threads wait for each other. Errors: a lane outside its mask,
+//   lanes of a mask that meet at different intrinsics, threads that have returned or never arrive.
 // * Memory. Errors: an access outside the tensors, the shared variables and the thread's own stack, a write
-//   to a tensor given as constant, a misaligned vector. Shared memory and what new_empty returns are filled
-//   with NaN before, variables with a number of no sense.
-// * Races: an error where two threads touch the same two bytes in one launch, one of them writing (not both
-//   atomically), with no barrier between, in shared or global memory; so is __ldg of what the launch writes.
-// * __CUDA_ARCH__ and inline PTX: loads, stores, reductions, conversions, arithmetic, mma, ldmatrix,
-//   cp.async (which arrives when it is waited for). EMULATED_ARCH, given to the compiler, is 800 or 900.
-// * The device's properties, the limits of a grid, the shared memory that a block may ask for.
+//   to a constant tensor, a misaligned vector. Shared memory and results of new_empty start as NaN, and local
+//   variables as a fill pattern.
+// * Races in shared and global memory. Errors: two threads access the same two bytes in one launch without a
+//   barrier in between, at least one of them writing (unless both are atomic); __ldg of data that the launch
+//   writes.
+// * __CUDA_ARCH__ and inline PTX: loads, stores, reductions, conversions, arithmetic, mma, ldmatrix, cp.async
+//   (whose data arrive only when the thread waits). The compiler option EMULATED_ARCH is 800 or 900.
+// * Properties of the device, grid limits, the shared memory that a block may request.
 //
-// Not emulated: registers and their spilling, launch bounds, time; the weak order in which a GPU's memory
-// shows writes to other threads, fences, blocks that wait for each other; the rounding of sums inside mma
-// (here: one rounding at the end) and of approximate functions (here: the CPU's).
+// Not emulated: registers and spilling, launch bounds, time; the weak memory order of GPUs, fences, blocks
+// that wait for each other; the rounding within mma (here: one rounding at the end) and of approximate
+// functions (here: the CPU's).
 //
-// An error ends the kernel with RuntimeError, which names the thread, the block and, where there is
-// addr2line, the line. Environment variables:
+// An error ends the kernel with a RuntimeError that names the thread, the block and, if addr2line is
+// installed, the line. Environment variables:
 //   EMULATOR_MULTIPROCESSORS (132), EMULATOR_L2 (bytes), EMULATOR_SHARED (bytes)  the device
-//   EMULATOR_SEED (0)      another order of threads and blocks
-//   EMULATOR_PREEMPTS (1)  0: threads change at barriers alone
-//   EMULATOR_RACES (1)     0: do not look for races
+//   EMULATOR_SEED (0)      selects an order of threads and blocks
+//   EMULATOR_PREEMPTS (1)  0: switch threads only at barriers
+//   EMULATOR_RACES (1)     0: do not detect races
 #pragma once
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
@@ -48,7 +49,7 @@
 
 namespace emulator {
 
-// Kernels may touch what data_ptr was asked of, and nothing else.
+// Allows kernels to access a tensor whose data pointer was requested; they may access no other.
 inline void allow_tensor(AtenTensorHandle tensor, const void* data, bool constant) {
   int64_t dim = 0, *sizes = nullptr, *strides = nullptr, offset = 0, bytes = 0;
   int32_t type = 0;
@@ -79,7 +80,7 @@ inline AOTITorchError constant_pointer(AtenTensorHandle tensor, const void** dat
   return error;
 }
 
-// What an operator of torch returns uninitialised is filled with NaN.
+// Fills the uninitialised results of torch's operators with NaN.
 inline AOTITorchError dispatch(const char* name, const char* overload, StableIValue* stack,
                                uint64_t version) {
   const AOTITorchError error = torch_call_dispatcher(name, overload, stack, version);
@@ -117,13 +118,13 @@ inline AOTITorchError dispatch(const char* name, const char* overload, StableIVa
 #include "cuda_language.h"
 #include "cuda_runtime.h"
 
-// After torch's headers, which would include CUDA's.
+// Defined after torch's headers, which would otherwise include CUDA's.
 #define __CUDACC__ 1
 #define __CUDA_ARCH__ EMULATED_ARCH
 
 namespace emulator {
 
-// An operator, of whose tensors kernels know from here on.
+// Wraps an operator: each call forgets the tensors of earlier calls.
 template <auto FUNCTION>
 struct Operator;
 template <class Result, class... Arguments, Result (*FUNCTION)(Arguments...)>

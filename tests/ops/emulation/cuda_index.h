@@ -1,4 +1,4 @@
-// Where a thread is, as CUDA names it.
+// CUDA's variables for the position of a thread.
 #pragma once
 
 struct Index3 {

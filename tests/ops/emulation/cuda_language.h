@@ -1,4 +1,4 @@
-// CUDA's words and intrinsics.
+// CUDA's keywords and intrinsics.
 #pragma once
 
 #include <cmath>
@@ -132,7 +132,7 @@ inline void __syncwarp(unsigned mask = 0xffffffffu) {
   emulator::together("__syncwarp", mask, nullptr, 0, nullptr, true);
 }
 
-// Shuffles: a lane brings a value, and says whose it wants.
+// Shuffles: a lane contributes a value and names the lane whose value it reads.
 
 namespace emulator {
 
@@ -188,7 +188,7 @@ template <class T>
 T __shfl_xor_sync(unsigned mask, T value, int bits, int width = 32) {
   const unsigned lane = emulator::lane(), size = emulator::checked_width(width),
                  source = lane ^ unsigned(bits);
-  const bool beyond = source / size > lane / size;  // then a lane keeps its own
+  const bool beyond = source / size > lane / size;  // the lane then keeps its own value
   return emulator::shuffle("__shfl_xor_sync", mask, value, beyond ? lane : source % 32);
 }
 template <class T>

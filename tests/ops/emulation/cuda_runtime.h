@@ -1,4 +1,4 @@
-// Stands in for CUDA's header of this name: the functions that our host code calls, of an emulated device.
+// Replaces CUDA's header of this name: the functions that our host code calls, for an emulated device.
 #pragma once
 
 #include <cstdio>
@@ -24,7 +24,7 @@ enum cudaFuncAttribute {
 };
 
 namespace emulator {
-inline std::map<const void*, size_t> most_dynamic_bytes;  // of a kernel, where it asked
+inline std::map<const void*, size_t> most_dynamic_bytes;  // by kernel, if it was set
 inline cudaError_t last_error = cudaSuccess;
 inline cudaError_t result(cudaError_t error) {
   if (error != cudaSuccess) last_error = error;
@@ -93,7 +93,7 @@ inline cudaError_t cudaPeekAtLastError() {
   return emulator::last_error;
 }
 
-// What torch's STD_CUDA_CHECK calls, and the current stream: a torch without CUDA has neither.
+// The functions behind torch's STD_CUDA_CHECK, and the current stream, which a torch without CUDA lacks.
 #define torch_c10_cuda_check_msg emulated_check_message
 #define torch_c10_cuda_free_error_msg emulated_free_message
 #define aoti_torch_get_current_cuda_stream emulated_current_stream
@@ -115,7 +115,7 @@ inline int emulated_current_stream(int, void** stream) {
 
 namespace emulator {
 
-// kernel<<<configuration>>>(arguments...), as translate.py writes it.
+// kernel<<<configuration>>>(arguments...), which translate.py rewrites to this call.
 template <class... Parameters, class... Arguments>
 void launch(const Configuration& configuration, void (*kernel)(Parameters...),
             const Arguments&... arguments) {

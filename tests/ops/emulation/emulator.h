@@ -1,5 +1,5 @@
-// What the emulator's own files share: threads.cpp (fibers, barriers, launches), memory.cpp (bounds, races),
-// ptx.cpp (inline assembly). cuda_emulator.h is what kernels see, and says what is emulated.
+// Declarations shared by the emulator's files: threads.cpp (fibers, barriers, launches), memory.cpp (bounds,
+// races) and ptx.cpp (inline assembly). Kernels include cuda_emulator.h, which documents the emulation.
 #pragma once
 
 #include <cstddef>
@@ -20,9 +20,9 @@ struct Configuration {
   void* stream = nullptr;
 };
 
-// The device, as the environment describes it (see cuda_emulator.h).
+// The device, configured by environment variables (see cuda_emulator.h).
 struct Device {
-  int multiprocessors, l2_bytes, shared_bytes;  // shared_bytes: the most of a block, dynamic
+  int multiprocessors, l2_bytes, shared_bytes;  // shared_bytes: limit of dynamic memory per block
   uint64_t seed;
   bool preempts, finds_races;
 };
@@ -30,37 +30,37 @@ const Device& device();
 
 // threads.cpp
 
-// Ends the kernel that runs, or the program where none runs, with a message like printf's.
+// Ends the running kernel, or the program if none is running, with a message formatted like printf's.
 [[noreturn]] void fail(const char* format, ...) __attribute__((format(printf, 1, 2)));
-// Runs body(parameters) in every thread. Throws std::runtime_error where the launch is invalid or a thread
-// failed.
+// Runs body(parameters) in every thread. Throws std::runtime_error if the launch is invalid or a thread
+// fails.
 void run(const Configuration& configuration, void (*body)(void*), void* parameters, size_t bytes,
          size_t most_dynamic_bytes);
 
-// A warp's lanes in `mask` come together: `operation` is called once, by the last of them, with the payloads
-// of all 32 lanes, in place, and every lane gets its own back. All must bring the same name and size.
+// Synchronises a warp's lanes in `mask`. The last one to arrive calls `operation` once, in place, with the
+// payloads of all 32 lanes, and every lane gets its own payload back. All must pass the same name and size.
 struct alignas(16) Payload {
   unsigned char bytes[64];
 };
 using Operation = void (*)(Payload* lanes, unsigned mask);
 void together(const char* name, unsigned mask, void* payload, size_t bytes, Operation operation,
               bool orders_memory = false);
-void block_barrier(int* sum = nullptr);  // *sum becomes the block's sum
-void preempt();                          // perhaps another thread goes on
+void block_barrier(int* sum = nullptr);  // replaces *sum by the sum over the block
+void preempt();                          // may switch to another thread
 
-// What memory.cpp needs to know of the thread that runs.
+// The running thread, as far as memory.cpp needs it.
 struct Now {
-  uint32_t launch, block, epoch;         // epoch: of the block's barriers
-  uint32_t clock[kMostThreads];          // of a thread: its warp's barriers
-  uint32_t known[kMostThreads][kLanes];  // of its warp's clocks, to a thread
+  uint32_t launch, block, epoch;         // epoch: number of barriers of the block
+  uint32_t clock[kMostThreads];          // of each thread: number of barriers of its warp
+  uint32_t known[kMostThreads][kLanes];  // the clocks of its warp that a thread has synchronised with
   unsigned thread, threads;
   const char *stack, *stack_end;
   const char *parameters, *parameters_end;
-  bool in_kernel;  // else hooks do nothing
+  bool in_kernel;  // if false, hooks do nothing
 };
 extern Now now;
 
-// While it lives, the emulator's own accesses are not checked.
+// Disables checks of memory accesses during its lifetime, for the emulator's own accesses.
 struct Outside {
   bool before = now.in_kernel;
   Outside() { now.in_kernel = false; }
@@ -73,7 +73,7 @@ enum Access { kRead, kConstantRead, kWrite, kAtomic };
 void access(const void* at, size_t bytes, Access access, size_t alignment = 1);
 
 void begin_session();  // forgets all tensors
-// Kernels may read and write the `span` bytes at `data`, of a storage; not write them where `constant`.
+// Allows kernels to read the `span` bytes at `data` of a storage and, unless `constant`, to write them.
 void allow(void* storage, size_t storage_bytes, void* data, size_t span, bool constant);
 void poison(void* data, size_t bytes);
 
@@ -87,16 +87,16 @@ void* shared_pointer(unsigned address);
 
 struct Operand {
   const char* constraint;
-  void* out;  // of outputs
+  void* out;  // for outputs
   size_t bytes;
-  uint64_t value;  // of inputs, and of outputs that are read, too
+  uint64_t value;  // for inputs and for outputs that are also read
 };
 void ptx(const char* text, const Operand* operands, int count);
 inline void ptx(const char* text, std::initializer_list<Operand> operands) {
   ptx(text, operands.begin(), int(operands.size()));
 }
-void end_thread();     // copies that the thread began, and did not wait for, arrive
-void forget_copies();  // those of a kernel that failed
+void end_thread();     // completes copies that the thread has started and not waited for
+void forget_copies();  // drops the copies of a failed kernel
 
 template <class T>
 uint64_t bits_of(const T& value) {

@@ -1,5 +1,5 @@
-// Small kernels, each right and with one fault that the emulator has to find: operators
-// attn_plugins_faults::NAME(out, x, right). test_emulator.py says what they compute.
+// Small kernels, each in a correct version and with a fault that the emulator must find, as operators
+// attn_plugins_faults::NAME(out, x, right). test_emulator.py has their expected results.
 #include "cuda_emulator.h"  // first
 
 #include "common/launch.cuh"
@@ -14,7 +14,7 @@ using torch::stable::Tensor;
   template <bool RIGHT> \
   __global__ void __launch_bounds__(kThreads)
 
-// out[i] = x[i] with the elements of each run of 256 in reverse.
+// Reverses each run of 256 elements of x.
 KERNEL block_barrier(const float* x, float* out, int) {
   __shared__ float tile[kThreads];
   const int at = blockIdx.x * kThreads;
@@ -23,7 +23,7 @@ KERNEL block_barrier(const float* x, float* out, int) {
   out[at + threadIdx.x] = tile[kThreads - 1 - threadIdx.x];
 }
 
-// The same, but the tile is filled again while others may still read it.
+// The same in a loop; the fault refills the tile while other threads may still be reading it.
 KERNEL second_barrier(const float* x, float* out, int n) {
   __shared__ float tile[kThreads];
   for (int at = 0; at < n; at += kThreads) {
@@ -34,7 +34,7 @@ KERNEL second_barrier(const float* x, float* out, int n) {
   }
 }
 
-// The elements of each run of 32 in reverse.
+// Reverses each run of 32 elements of x.
 KERNEL warp_barrier(const float* x, float* out, int) {
   __shared__ float tile[kThreads];
   const int at = blockIdx.x * kThreads;
@@ -53,7 +53,7 @@ KERNEL atomic_sum(const float* x, float* out, int) {
   }
 }
 
-// out[i] = x[i] + x[i + 1], the last without.
+// out[i] = x[i] + x[i + 1]; the last element has no neighbour.
 KERNEL read_beyond(const float* x, float* out, int n) {
   const int i = blockIdx.x * kThreads + threadIdx.x;
   out[i] = x[i] + (!RIGHT || i + 1 < n ? x[i + 1] : 0);
@@ -143,7 +143,7 @@ KERNEL overlapping_masks(const float* x, float* out, int) {
   out[i] = __shfl_xor_sync(RIGHT || threadIdx.x % 32 != 5 ? 0xffffffffu : 0xffffu, x[i], 1);
 }
 
-// out = x, on the way through shared memory by cp.async.
+// out = x, copied through shared memory by cp.async.
 KERNEL asynchronous_copy(const float* x, float* out, int) {
   __shared__ alignas(16) float tile[kThreads];
   const int at = blockIdx.x * kThreads, i = threadIdx.x;
@@ -157,7 +157,7 @@ KERNEL asynchronous_copy(const float* x, float* out, int) {
   out[at + i] = tile[i];
 }
 
-// out = 2^x, and what asm cannot do here is an error.
+// out = 2^x; the fault is an instruction that the emulator does not know.
 KERNEL unknown_assembly(const float* x, float* out, int) {
   const int i = blockIdx.x * kThreads + threadIdx.x;
   float y;
@@ -166,7 +166,7 @@ KERNEL unknown_assembly(const float* x, float* out, int) {
   out[i] = y;
 }
 
-// out[i] = x[i] where i % 8 < 4, else 0; by one load of four, guarded by a predicate.
+// out[i] = x[i] if i % 8 < 4, else 0, by one load of four elements with a predicate.
 KERNEL predicated_load(const float* x, float* out, int n) {
   const int i = (blockIdx.x * kThreads + threadIdx.x) * 4;
   if (i >= n) return;
@@ -190,7 +190,7 @@ KERNEL vector_atomics(const float* x, float* out, int n) {
   add_atomically(out + i % 8 + (RIGHT ? 0 : 1), part);
 }
 
-// A partial warp at mma: all lanes have to be there.
+// mma in a partial warp: all lanes must participate.
 KERNEL partial_product(const float* x, float* out, int) {
   const int i = blockIdx.x * kThreads + threadIdx.x;
   float sum[4] = {};
@@ -214,7 +214,7 @@ KERNEL partial_product(const float* x, float* out, int) {
                   DO(predicated_load) DO(vector_atomics) DO(partial_product)
 FOR_ALL(OPERATOR)
 
-// out = x + 1, over an array that new_empty returned.
+// out = x + 1, through an array from new_empty.
 template <bool RIGHT>
 __global__ void add_one(const float* x, float* out, int n) {
   const int i = blockIdx.x * kThreads + threadIdx.x;
@@ -227,7 +227,7 @@ inline void incomplete_operator(Tensor out, Tensor x, bool right) {
   torch::stable::copy_(out, fresh);
 }
 
-// out (16, 8) = A (16, K) B (K, 8), of one warp, through ldmatrix where elements are halves; x: A, then B.
+// out (16, 8) = A (16, K) B (K, 8) by one warp, with ldmatrix if elements are halves. x holds A, then B.
 template <class T, int K>
 __global__ void product_kernel(const float* x, float* out) {
   __shared__ alignas(16) T a[16][K], transposed[8][K];
@@ -284,7 +284,7 @@ inline void transposed_operator(Tensor out, Tensor x) {
   transposed_matrix<<<1, 32>>>(static_cast<const float*>(x.data_ptr()), static_cast<float*>(out.data_ptr()));
 }
 
-// out = x, with `bytes` of dynamic shared memory, which the kernel asked for before or did not.
+// out = x, with `bytes` of dynamic shared memory, which is requested first if `asks`.
 __global__ void dynamic_kernel(const float* x, float* out, int bytes) {
   extern __shared__ alignas(16) float memory[];
   const int last = bytes / 4 - 1;
@@ -296,7 +296,7 @@ inline void dynamic_operator(Tensor out, Tensor x, int64_t bytes, bool asks) {
   if (asks) {
     const cudaError_t error =
         cudaFuncSetAttribute(dynamic_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(bytes));
-    if (error != cudaSuccess) cudaGetLastError();  // or the next launch would report it
+    if (error != cudaSuccess) cudaGetLastError();  // clear it, or the next launch would report it
     STD_CUDA_CHECK(error);
   }
   dynamic_kernel<<<1, kThreads, bytes>>>(static_cast<const float*>(x.data_ptr()),
@@ -304,7 +304,7 @@ inline void dynamic_operator(Tensor out, Tensor x, int64_t bytes, bool asks) {
   STD_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
-// out[i] += 1 for the number of blocks i of a launch.
+// out[i] += 1, i being the number of blocks of a launch.
 __global__ void count_kernel(float* out) {
   if (threadIdx.x == 0) atomicAdd(out + blockIdx.x, 1.0f);
 }
@@ -312,7 +312,7 @@ inline void launch_operator(Tensor out, int64_t blocks) {
   launch(count_kernel, blocks, static_cast<float*>(out.data_ptr()));
 }
 
-// out = multiprocessors, bytes of second-level cache, whether there are tensor cores.
+// out = multiprocessors, bytes of L2 cache, presence of tensor cores.
 inline void device_operator(Tensor out) {
   double* to = static_cast<double*>(out.data_ptr());
   const DeviceLimits limits = device_limits();

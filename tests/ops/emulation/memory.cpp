@@ -1,5 +1,5 @@
-// Every access of a kernel, seen through the calls that -fsanitize=thread compiles in (its own run-time
-// library is not linked): bounds, alignment, races between threads.
+// Checks the bounds, alignment and races of every memory access of a kernel. The accesses arrive through the
+// calls that -fsanitize=thread inserts; its own runtime library is not linked.
 #include "emulator.h"
 
 #include <link.h>
@@ -14,17 +14,17 @@ namespace emulator {
 
 namespace {
 
-constexpr size_t kGranule = 2;  // bytes of one record; smaller elements are checked for bounds alone
+constexpr size_t kGranule = 2;  // bytes per record; smaller elements are only checked for bounds
 constexpr size_t kArena = 256 << 10, kGap = 64;
 
-// Who last touched a granule, and when.
+// The last access to a granule.
 struct Record {
   uint32_t launch, block, epoch, clock;
   uint16_t thread;
   uint8_t access;
 };
 struct Granule {
-  Record write, reads[2];  // the last readers, two different threads
+  Record write, reads[2];  // the last two readers from different threads
 };
 
 struct Span {
@@ -33,7 +33,7 @@ struct Span {
 };
 struct Storage {
   uintptr_t begin, end;
-  std::vector<Span> spans;  // of its tensors
+  std::vector<Span> spans;  // the tensors in it
   Granule* granules = nullptr;
 };
 std::vector<Storage> storages;
@@ -46,13 +46,13 @@ struct Variable {
 };
 alignas(128) char arena[kArena];
 Granule arena_granules[kArena / kGranule];
-std::vector<Variable> variables;  // of the block
+std::vector<Variable> variables;  // shared variables of the block
 size_t dynamic_bytes, arena_used;
 
 struct Image {
   uintptr_t begin = 0, end = 0;
 };
-Image own_image;  // of the library: constants, and what the compiler put there
+Image own_image;  // of the library: constants and compiler-generated data
 
 int find_image(dl_phdr_info* info, size_t, void*) {
   const uintptr_t here = reinterpret_cast<uintptr_t>(&find_image);
@@ -70,7 +70,7 @@ int find_image(dl_phdr_info* info, size_t, void*) {
 
 const char* const kVerbs[] = {"reads", "reads by __ldg", "writes", "adds to"};
 
-// True where what `record` says happened before what the current thread does now.
+// Returns true if the recorded access happened before the current thread's access.
 bool ordered(const Record& r, bool shared) {
   if (r.launch != now.launch) return true;
   if (r.block != now.block) return shared;
@@ -154,7 +154,7 @@ Storage* storage_of(uintptr_t at) {
   return nullptr;
 }
 
-// How far an address is from the tensors, for messages.
+// Describes the distance of an address from the tensors, for messages.
 [[noreturn]] void fail_outside(uintptr_t at, size_t bytes, Access access) {
   const Span* nearest = nullptr;
   uintptr_t least = ~uintptr_t(0);
@@ -228,7 +228,7 @@ void allow(void* storage, size_t storage_bytes, void* data, size_t span, bool co
       known.spans.push_back(added);
       return;
     }
-    if (known.begin < end && begin < known.end) {  // freed since
+    if (known.begin < end && begin < known.end) {  // has been freed since
       std::free(known.granules);
       storages.erase(storages.begin() + long(i));
     } else {
@@ -239,7 +239,7 @@ void allow(void* storage, size_t storage_bytes, void* data, size_t span, bool co
 }
 
 void poison(void* data, size_t bytes) {
-  std::memset(data, 0xff, bytes);  // NaN, in every floating type
+  std::memset(data, 0xff, bytes);  // NaN in every floating-point type
 }
 
 void begin_block(size_t dynamic_shared_bytes) {
@@ -284,7 +284,7 @@ void* shared_pointer(unsigned address) {
 
 }  // namespace emulator
 
-// What -fsanitize=thread and -fsanitize=... (undefined behaviour) call.
+// The functions that -fsanitize=thread and the sanitizers of undefined behaviour call.
 
 using emulator::access;
 
@@ -339,7 +339,7 @@ void* __tsan_memset(void* to, int value, size_t bytes) {
   return std::memset(to, value, bytes);
 }
 
-// Of host code (reference counts, flags of static variables).
+// Atomics of host code (reference counts, guards of static variables).
 #define ATTN_ATOMIC(bits, type)                                                                            \
   type __tsan_atomic##bits##_load(const volatile type* at, int) {                                          \
     return __atomic_load_n(at, __ATOMIC_SEQ_CST);                                                          \
@@ -366,7 +366,7 @@ ATTN_ATOMIC(8, uint8_t)
 ATTN_ATOMIC(32, uint32_t)
 ATTN_ATOMIC(64, uint64_t)
 
-struct Place {  // what all these calls' first argument begins with
+struct Place {  // the beginning of the first argument of all these calls
   const char* file;
   uint32_t line, column;
 };

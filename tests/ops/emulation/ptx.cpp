@@ -1,5 +1,5 @@
-// Inline assembly: reads the text of an asm statement and does what PTX's documentation says of it. What is
-// not known here ends the kernel with its name.
+// Interprets inline assembly by PTX's documentation. An unknown instruction ends the kernel with an error
+// that names it.
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
@@ -16,18 +16,18 @@ namespace emulator {
 
 namespace {
 
-// %0, a register's name, a number, {...} or [address + offset].
+// An argument: %0, the name of a register, a number, {...} or [address + offset].
 struct Argument {
   enum Kind { kOperand, kRegister, kNumber, kList, kAddress } kind;
-  int64_t number = 0;  // of an operand; the value of a number; an address's offset
+  int64_t number = 0;  // index of an operand, value of a number, offset of an address
   std::string name;
-  std::vector<Argument> parts;  // of a list; the address's base
+  std::vector<Argument> parts;  // elements of a list, base of an address
 };
 struct Instruction {
-  std::string guard;  // a predicate's name, or empty
+  std::string guard;  // name of a predicate, or empty
   bool negated = false;
   std::string text;
-  std::vector<std::string> words;  // of the opcode, between dots
+  std::vector<std::string> words;  // parts of the opcode between dots
   std::vector<Argument> arguments;
 
   bool has(const char* word) const {
@@ -78,7 +78,7 @@ Argument parse_argument(const std::string& text) {
   if (text[0] == '%' && text.size() > 1 && std::isdigit(static_cast<unsigned char>(text[1]))) {
     return {Argument::kOperand, std::atoi(text.c_str() + 1), "", {}};
   }
-  if (text.size() > 2 && (text.rfind("0f", 0) == 0 || text.rfind("0F", 0) == 0)) {  // a float's bits
+  if (text.size() > 2 && (text.rfind("0f", 0) == 0 || text.rfind("0F", 0) == 0)) {  // the bits of a float
     return {Argument::kNumber, std::strtoll(text.c_str() + 2, nullptr, 16), "", {}};
   }
   if (std::isdigit(static_cast<unsigned char>(text[0])) || text[0] == '-') {
@@ -99,7 +99,7 @@ Program parse(const char* source) {
   int depth = 0;
   const auto finish = [&] {
     statement = trimmed(statement);
-    if (!statement.empty() && statement[0] != '.') {  // else it declares a register
+    if (!statement.empty() && statement[0] != '.') {  // otherwise, it declares a register
       Instruction one;
       one.text = statement;
       if (statement[0] == '@') {
@@ -132,7 +132,7 @@ Program parse(const char* source) {
   return program;
 }
 
-// A copy that cp.async began; what it writes is undefined until the thread waits for it.
+// A copy started by cp.async. Its target is undefined until the thread waits for it.
 struct Copy {
   void* to;
   const void* from;
@@ -202,7 +202,7 @@ struct Machine {
       fail("asm: a result goes where it cannot");
     }
   }
-  // The parts of a list, or what there is.
+  // Returns the elements of a list, or the argument itself.
   static std::vector<Argument> parts(const Argument& a) {
     return a.kind == Argument::kList ? a.parts : std::vector<Argument>{a};
   }

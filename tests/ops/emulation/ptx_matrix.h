@@ -1,4 +1,4 @@
-// A warp's products of matrices, with the fragments that PTX's documentation gives each lane: lane 4 g + c.
+// Matrix products of a warp, with each lane's fragments as in PTX's documentation; the lane is 4 g + c.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,7 @@ struct MatrixFragments {
   float sum[4];
 };
 
-// Elements of words: two halves, or one float of which 19 bits count (tf32).
+// The elements of a word: two halves, or one float of which 19 bits count (tf32).
 enum MatrixType { kHalf, kBrain, kTf32 };
 
 template <MatrixType TYPE>
@@ -25,10 +25,11 @@ float matrix_element(const uint32_t* words, unsigned index) {
   return TYPE == kHalf ? from_half(bits) : from_bfloat16(bits);
 }
 
-// sum (16 x 8) += A (16 x K) B (K x 8). A's words alternate between rows g and g + 8; a pair of words spans
-// the columns c * E ... c * E + E - 1 (E elements a word), the next pair those 4 E farther; B's words the
-// same of rows, in column g; the sum's elements are rows g, g, g + 8, g + 8, columns 2c and 2c + 1. Products
-// are exact and summed in double: on a chip the order and the rounding of the sum are not documented.
+// sum (16 x 8) += A (16 x K) B (K x 8). The words of A alternate between rows g and g + 8. With E elements
+// per word, the first pair of words covers columns c * E ... c * E + E - 1, and each further pair the columns
+// 4 E on. The words of B cover rows likewise, in column g. The elements of the sum are in rows g, g, g + 8, g
+// + 8 and alternate between columns 2c and 2c + 1. Products are exact and summed in double, because order and
+// rounding on a device are not documented.
 template <MatrixType TYPE, unsigned K>
 void multiply_matrices(Payload* lanes, unsigned) {
   constexpr unsigned E = TYPE == kTf32 ? 1 : 2;
@@ -59,7 +60,7 @@ void multiply_matrices(Payload* lanes, unsigned) {
 
 struct MatrixShape {
   const char* name;
-  size_t a, b;  // words of a lane
+  size_t a, b;  // words per lane
   Operation operation;
 };
 
@@ -80,8 +81,8 @@ inline const MatrixShape* find_shape(const std::string& text) {
   return nullptr;
 }
 
-// ldmatrix: lane 8 m + r gives the address of row r of matrix m (eight halves); lane l gets of each matrix
-// the pair of row l / 4, or, transposed, of column l / 4.
+// ldmatrix: lane 8 m + r passes the address of row r of matrix m (eight halves). Lane l receives one pair of
+// each matrix, from row l / 4 or, if transposed, from column l / 4.
 struct MatrixRows {
   const char* row;
   unsigned count;

@@ -1,4 +1,4 @@
-// PTX's arithmetic on registers, whose values are bits.
+// PTX's arithmetic on registers, which hold bits.
 #pragma once
 
 #include <cmath>

@@ -1,4 +1,4 @@
-// Threads of a block as fibers, which go on in random order and wait for each other where CUDA's do.
+// The threads of a block as fibers, which run in random order and wait for each other as CUDA's threads do.
 #include "emulator.h"
 
 #include <dlfcn.h>
@@ -38,7 +38,7 @@ struct Fiber {
   const char* waits_at = nullptr;
 };
 
-// Lanes of a warp that wait for the others of a mask.
+// Lanes of a warp that wait for the other lanes of a mask.
 struct Meeting {
   unsigned mask = 0, arrived = 0;  // mask 0: unused
   const char* name = nullptr;
@@ -48,8 +48,8 @@ struct Meeting {
 Fiber fibers[kMostThreads];
 char* stacks = nullptr;
 Payload payloads[kMostThreads];
-Meeting meetings[kMostThreads / kLanes][kLanes];  // of a warp; masks are disjoint
-unsigned returned[kMostThreads / kLanes];         // lanes of a warp
+Meeting meetings[kMostThreads / kLanes][kLanes];  // by warp; masks are disjoint
+unsigned returned[kMostThreads / kLanes];         // lanes by warp
 unsigned ready[kMostThreads], ready_count, in_barrier;
 int barrier_sum, barrier_result;
 jmp_buf scheduler;
@@ -69,7 +69,7 @@ void set_indices(unsigned thread) {
   now.stack = stacks + thread * kStack, now.stack_end = now.stack + kStack;
 }
 
-// (Not inlined: what a function keeps in registers must not change between setjmp's two returns.)
+// Not inlined: values that the caller keeps in registers must not change between the two returns of setjmp.
 __attribute__((noinline)) void leave() {
   if (_setjmp(fibers[now.thread].context) == 0) _longjmp(scheduler, 1);
 }
@@ -84,7 +84,7 @@ void wait(const char* at) {
   leave();
 }
 
-// A fiber serves one thread of every block.
+// A fiber runs the same thread of every block.
 void entry() {
   for (;;) {
     now.in_kernel = true;
@@ -127,7 +127,8 @@ std::string where_all_wait() {
   return text;
 }
 
-// The line of the kernel that runs, where there is addr2line. (The emulator itself has no lines, only "?".)
+// Returns the current line of the running kernel, if addr2line is installed. The emulator's own frames have
+// no line numbers, only "?".
 std::string source_line() {
   void* frames[24];
   const int count = backtrace(frames, 24);
@@ -237,7 +238,7 @@ void run(const Configuration& c, void (*thread_body)(void*), void* thread_parame
   }
   body = nullptr;
   if (message.empty()) return;
-  for (Fiber& fiber : fibers) fiber.started = false;  // what is left on their stacks is abandoned
+  for (Fiber& fiber : fibers) fiber.started = false;  // abandon the contents of their stacks
   throw std::runtime_error("emulator: " + message);
 }
 
@@ -295,7 +296,7 @@ void together(const char* name, unsigned mask, void* payload, size_t bytes, Oper
     for (unsigned l = 0; l < kLanes; ++l) {
       if (mask >> l & 1 && l != lane) make_ready(first + l);
     }
-    make_ready(me);  // who comes last does not go on first
+    make_ready(me);  // the last lane to arrive need not continue first
     leave();
   } else {
     wait(name);

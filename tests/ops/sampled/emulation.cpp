@@ -1,4 +1,4 @@
-// csrc/sampled/*.cuh on CPU tensors: operators of attn_plugins_emulated, as schema.cpp has them.
+// csrc/sampled/*.cuh on CPU tensors, as operators of attn_plugins_emulated with the schemas of schema.cpp.
 #include "cuda_emulator.h"  // first
 
 #include "sampled/cuda.cuh"
@@ -6,7 +6,7 @@
 
 namespace {
 
-// numbers (n, 2), int64: the quotient and the rest of the first column.
+// Replaces the columns of numbers (n, 2), int64, by the quotient and remainder of the first column.
 void divide_(attn_plugins::Tensor numbers, int64_t divisor) {
   const attn_plugins::Divisor by(divisor);
   auto* number = static_cast<int64_t*>(numbers.data_ptr());
@@ -49,7 +49,7 @@ STABLE_TORCH_LIBRARY_IMPL(attn_plugins_emulated, CPU, m) {
 namespace attn_plugins {
 namespace {
 
-// How a convolution is cut on the device: images of a chunk, pixels of a block of such a chunk.
+// Returns how a convolution is cut on the device: images per chunk, and pixels per block of such a chunk.
 // sizes: N, C, H, W, Ho, Wo, Kh, Kw, out_channels.
 std::tuple<int64_t, int64_t> cut(std::vector<int64_t> sizes, int64_t element_bytes) {
   DeformConvGeometry g{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5],
