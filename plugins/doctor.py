@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import attn_plugins
 from attn_plugins.autoload import PACKAGE
 from attn_plugins.install import checks
-from attn_plugins.install.recipes import mend
+from attn_plugins.install.recipes import install_command
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -156,9 +156,9 @@ def _toolkits(report: Report, required: Collection[str]) -> None:
         if results[name].works:
             report.line(name, results[name].text)
         elif check.is_installed() or name in required:
-            report.fail(name, results[name].text, mend(check.toolkit))
+            report.fail(name, results[name].text, install_command(check.toolkit))
         else:
-            report.line(name, f"not installed ({mend(check.toolkit)})")
+            report.line(name, f"not installed ({install_command(check.toolkit)})")
 
 
 def _hooks(report: Report) -> None:

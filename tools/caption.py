@@ -306,6 +306,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    for talkative in ("fairseq", "attn_plugins.fairseq"):
-        logging.getLogger(talkative).setLevel(logging.WARNING)
+    for noisy in ("fairseq", "attn_plugins.fairseq"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
     sys.exit(main())

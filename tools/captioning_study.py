@@ -170,7 +170,7 @@ class Study:
         parts = [json.loads(path.with_name("result.json").read_text(encoding="utf-8")) for path in paths]
         used = {str(path.relative_to(self.output)): part["scores"] for path, part in zip(paths, parts)}
         options = {"checkpoints": used, "generate": GENERATION, "part": self.part}
-        result = self.begin(folder, options, anew=True)
+        result = self.begin(folder, options, discard=True)
         if result:
             return result
         found = {"parameters": sum(part["parameters"] for part in parts), **self.generate(folder, paths, setting.task)}
@@ -199,13 +199,13 @@ class Study:
         write_text(folder / "results.json", json.dumps(results))
         return self.end(folder, options, name, "", [], self.score(folder, folder / "captions.json"))
 
-    def begin(self, folder: Path, options: Any, anew: bool = False) -> dict[str, Any] | None:
-        """Return a stored result, or None after creating a folder; ``anew`` discards results of other options."""
+    def begin(self, folder: Path, options: Any, discard: bool = False) -> dict[str, Any] | None:
+        """Return a stored result, or None after creating a folder; ``discard`` discards results of other options."""
         name = folder.relative_to(self.output)
         try:
             result = kept(folder / "result.json", options)
         except StudyError:
-            if not anew:
+            if not discard:
                 raise
             result = None
         if result is None:
@@ -274,12 +274,12 @@ def prepare(output: Path, options: argparse.Namespace) -> tuple[Path, dict[str, 
 
 def report(study: Study, made: Mapping[str, Any], settings: Mapping[str, Setting]) -> str:
     """Write the table of all results in OUT whose options are current, and return it."""
-    whats = {name: setting.what for name, setting in settings.items()} | BASELINES
+    descriptions = {name: setting.what for name, setting in settings.items()} | BASELINES
     order = {name: number for number, name in enumerate([*BASELINES, *settings])}
     results = []
     for path in study.output.glob("*/**/result.json"):
         row = json.loads(path.read_text(encoding="utf-8"))
-        known = row["setting"] in whats and row["options"]["part"] == study.part
+        known = row["setting"] in descriptions and row["options"]["part"] == study.part
         if known and "train" in row["options"]:
             known = row["options"] == study.options(settings[row["setting"]], row["stage"], *row["seeds"])
         if known:
@@ -289,7 +289,7 @@ def report(study: Study, made: Mapping[str, Any], settings: Mapping[str, Setting
     found = facts("fairseq", "pycocoevalcap", "timm")
     parts = [image["split"] for image in splits]
     found["images"] = ", ".join(f"{parts.count(part):,} {part}" for part in dict.fromkeys(parts))
-    table = markdown(aggregated(results, whats), found, made)
+    table = markdown(aggregated(results, descriptions), found, made)
     raw = json.dumps({"facts": found, "made": made, "results": results}, indent=1) + "\n"
     for name, text in (("study.md", table), ("study.json", raw)):  # paths of this machine mean nothing to readers
         write_text(study.output / name, text.replace(f"{sys.prefix}/", ""))

@@ -94,7 +94,7 @@ def open_clip(path: str | Path, count: int, sampling: str = "uniform") -> list[I
         if len(sizes) > 1:
             raise BadPicture(f"{path} cannot be read as a clip: its pictures differ in size, {sorted(sizes)}")
         return [frames[n] for n in wanted]
-    return _decode(path, lambda told: choose(told, count))
+    return _decode(path, lambda total: choose(total, count))
 
 
 def read_whole(path: str | Path) -> list[Image.Image]:
@@ -104,7 +104,9 @@ def read_whole(path: str | Path) -> list[Image.Image]:
         BadPicture: the clip cannot be read.
     """
     path = Path(path)
-    return open_clip(path, len(pictures_in(path)) or 1) if path.is_dir() else _decode(path, lambda told: [*range(told)])
+    return (
+        open_clip(path, len(pictures_in(path)) or 1) if path.is_dir() else _decode(path, lambda total: [*range(total)])
+    )
 
 
 def _decode(path: Path, choose: Callable[[int], list[int]]) -> list[Image.Image]:
@@ -115,13 +117,13 @@ def _decode(path: Path, choose: Callable[[int], list[int]]) -> list[Image.Image]
         raise BadPicture(f"{path} cannot be read as a clip: there is no such file")
     video = cv2.VideoCapture(str(path))
     try:
-        told = int(video.get(cv2.CAP_PROP_FRAME_COUNT)) if video.isOpened() else 0
-        if told <= 0:
+        total = int(video.get(cv2.CAP_PROP_FRAME_COUNT)) if video.isOpened() else 0
+        if total <= 0:
             raise BadPicture(f"{path} cannot be read as a clip: it is no video that OpenCV decodes, or has no frame")
-        wanted = choose(told)
+        wanted = choose(total)
         frames = _frames(video, set(wanted))
         if len(frames) < len(set(wanted)):
-            raise BadPicture(f"{path} cannot be read as a clip: it has {told} frames, and not all can be decoded")
+            raise BadPicture(f"{path} cannot be read as a clip: it has {total} frames, and not all can be decoded")
         return [frames[n] for n in wanted]
     finally:
         video.release()

@@ -41,7 +41,7 @@ with extras("tools"):
 BACKBONE = "atss_narrow-r18_fpn_digits"
 
 
-def lasting(epochs: int, interval: int) -> str:
+def schedule_options(epochs: int, interval: int) -> str:
     """Return mmdet's options for another schedule: rate × 0.1 after 5/6 of it, an evaluation every ``interval``."""
     return (
         f"train_cfg.max_epochs={epochs} train_cfg.val_interval={interval} param_scheduler.1.end={epochs} "
@@ -53,8 +53,8 @@ SETTINGS = {  # name to a config of configs/mmdet/digits, then options of its ow
     "detr": "detr_narrow-r18_digits",
     "deformable-detr": "deformable-detr_narrow-r18_digits",
     "deformable-detr-1level": "deformable-detr_narrow-r18-1level_digits",
-    "detr-120e": f"detr_narrow-r18_digits {lasting(120, 5)}",
-    "mask2former-20e": f"mask2former_narrow-r18_digits {lasting(20, 2)}",
+    "detr-120e": f"detr_narrow-r18_digits {schedule_options(120, 5)}",
+    "mask2former-20e": f"mask2former_narrow-r18_digits {schedule_options(20, 2)}",
 }
 SEEDS = (0, 1, 2)
 

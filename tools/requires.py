@@ -94,8 +94,8 @@ def install_command(module: str, extras: tuple[str, ...] = ()) -> str | None:
     if module not in EXTRAS:
         return None
     steps = [] if EXTRAS[module] else ["pip install ."]
-    if brought := sorted({*extras, EXTRAS[module]} - {""}):
-        steps.append(f"python -m attn_plugins install {' '.join(brought)}")
+    if needed := sorted({*extras, EXTRAS[module]} - {""}):
+        steps.append(f"python -m attn_plugins install {' '.join(needed)}")
     return " && ".join(steps)
 
 

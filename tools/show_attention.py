@@ -59,10 +59,10 @@ with extras("timm", "tools"):
     import matplotlib  # noqa: F401 - fail here, before a model is built and run
     import yaml
 
-    from tools.attention_view.clips import draw_clip, file_name, open_frames, parse_places, see_clip, sees_clips
+    from tools.attention_view.clips import draw_clip, file_name, open_frames, parse_places, takes_clips, view_clip
     from tools.attention_view.folder import RECORD, own_folder
     from tools.attention_view.grid import draw
-    from tools.attention_view.mm import load_mm, mm_layers, see_mm, see_objects
+    from tools.attention_view.mm import load_mm, mm_layers, view_mm, view_objects
     from tools.attention_view.object_grid import (
         draw_object_maps,
         draw_object_masks,
@@ -79,9 +79,9 @@ with extras("timm", "tools"):
         is_mm,
         load_timm,
         parse_pixels,
-        see_timm,
         timm_layers,
         timm_size,
+        view_timm,
     )
     from tools.attention_view.vit import CLS, Cell, PatchMaps, has_cls
     from tools.clips import is_clip
@@ -122,7 +122,7 @@ def show(options: argparse.Namespace) -> list[Path]:
         written = [] if options.image is None else look(model, mm, options)
         if files:
             written.append(folder_of(options, options.image or options.slots[0]) / "slots.png")
-            draw_slots(collect(partial(see_objects, model), files), written[-1])
+            draw_slots(collect(partial(view_objects, model), files), written[-1])
         return written
     except (BadPicture, ViewError):
         raise
@@ -140,19 +140,19 @@ def listing(model: Any, mm: bool) -> str:
 
 def look(model: Any, mm: bool, options: argparse.Namespace) -> list[Path]:
     """Run the model on the picture or clip and write its attention; return the files."""
-    if not mm and sees_clips(model):
+    if not mm and takes_clips(model):
         return look_at_clip(model, options)
     if is_clip(options.image):
         raise ViewError(f"IMAGE must be a picture, for {options.model} sees no clips, got {options.image}")
     image = open_picture(options.image)
     pixels = parse_pixels(options.pixels, (image.height, image.width), has_cls(model))
     if mm:
-        view = see_mm(model, options.image, options.layers, options.objects, options.least_score, options.rollout)
+        view = view_mm(model, options.image, options.layers, options.objects, options.least_score, options.rollout)
         if view.objects is not None and len(view.objects) and view.objects.scores[0] < options.least_score:
             print(f"no object has a score of {options.least_score:g}: the surest is shown, {view.objects.title(0)}")
     else:
         size, why = timm_size(model, options.checkpoint, options.input_size)
-        view = see_timm(model, image, options.layers, size, options.rollout)
+        view = view_timm(model, image, options.layers, size, options.rollout)
         print(f"input: {size[0]}×{size[1]} pixels, {why}")
     if any(isinstance(layer, PatchMaps) and not layer.cls for layer in view.maps):
         print("no cls token: its patches alone are queries")
@@ -164,7 +164,7 @@ def look_at_clip(model: Any, options: argparse.Namespace) -> list[Path]:
     frames = open_frames(model, options.image)
     places = parse_places(options.pixels, len(frames), (frames[0].height, frames[0].width), model)
     size, why = timm_size(model, options.checkpoint, options.input_size)
-    view = see_clip(model, frames, options.layers, size, options.rollout)
+    view = view_clip(model, frames, options.layers, size, options.rollout)
     print(f"input: {len(frames)} frames of {size[0]}×{size[1]} pixels, {why}")
     if options.parts:
         print(NO_PARTS)

@@ -262,13 +262,13 @@ class CiderD:
         order = border + np.argsort(key[border:], kind="stable")
         first = np.searchsorted(key[order], key[:border], "left")
         matches = np.searchsorted(key[order], key[:border], "right") - first
-        mine = np.repeat(np.arange(border), matches)
-        within = np.arange(len(mine)) - np.repeat(np.cumsum(matches) - matches, matches)
-        theirs = order[first[mine] + within]
+        candidate = np.repeat(np.arange(border), matches)
+        within = np.arange(len(candidate)) - np.repeat(np.cumsum(matches) - matches, matches)
+        matching = order[first[candidate] + within]
 
-        caption, reference = sentence[mine], sentence[theirs]
+        caption, reference = sentence[candidate], sentence[matching]
         lengths_apart = lengths[caption] - lengths[reference]
-        product = np.minimum(weight[mine], weight[theirs]) * weight[theirs]
+        product = np.minimum(weight[candidate], weight[matching]) * weight[matching]
         scale = norm[caption] * norm[reference]  # if zero, the product is zero too
         cosine = np.divide(product, scale, out=np.zeros_like(product), where=scale > 0)
         return np.bincount(caption, cosine * np.exp(-(lengths_apart**2) / (2 * SIGMA**2)), minlength=captions)

@@ -116,7 +116,7 @@ class CaptioningTask(FairseqTask):
             raise ValueError(f"{cfg.data} has neither regions nor attributes: give --regions, --attributes or both")
         self.dictionary = self._dictionary()
         self._results: dict[ImageId, str] | None = None
-        self._told: dict[str, int] = {}
+        self._reported: dict[str, int] = {}
 
     @classmethod
     def setup_task(cls, cfg: CaptioningConfig, **kwargs: Any) -> "CaptioningTask":
@@ -300,8 +300,8 @@ class CaptioningTask(FairseqTask):
     def begin_epoch(self, epoch: int, model: Any) -> None:
         """Warn about images skipped because their regions cannot be read, if their number has grown."""
         for split, dataset in self.datasets.items():
-            if dataset.skipped > self._told.get(split, 0):
-                self._told[split] = dataset.skipped
+            if dataset.skipped > self._reported.get(split, 0):
+                self._reported[split] = dataset.skipped
                 logger.warning(
                     "%s: %d images skipped so far because their regions cannot be read", split, dataset.skipped
                 )

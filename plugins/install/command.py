@@ -177,21 +177,21 @@ class Installation:
 
     def _install_compiled(self, compiled: Compiled) -> None:
         name = Requirement(compiled.requirement).name
-        brought_by = set(packages_distributions().get(compiled.module, []))
+        providers = set(packages_distributions().get(compiled.module, []))
         if find_spec(compiled.module) is not None:
             result = checks.run([compiled.check])[compiled.check]
             if result.works and packages.is_satisfied(compiled, self.pins):
                 return
-            if brought_by and name not in brought_by:
-                others = " ".join(sorted(brought_by))
+            if providers and name not in providers:
+                others = " ".join(sorted(providers))
                 raise InstallError(
                     f"{compiled.module} is installed from {others} but does not run ({result.text}). "
                     f"To replace it by {name}: pip uninstall -y {others}, then run this command again"
                 )
         target = wheels.Target(compiled, self._cuda(compiled))
-        was_there = target.wheel() is not None
+        had_wheel = target.wheel() is not None
         self._install_wheel(target)
-        if was_there and not checks.run([compiled.check])[compiled.check].works and not self._lacks_modules(compiled):
+        if had_wheel and not checks.run([compiled.check])[compiled.check].works and not self._lacks_modules(compiled):
             print(f"  the cached wheel of {name} does not run here and is compiled again")
             wheels.forget(target)
             self._install_wheel(target)

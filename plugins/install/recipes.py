@@ -108,6 +108,6 @@ TOOLKITS: dict[str, Toolkit] = {
 }
 
 
-def mend(toolkit: str) -> str:
+def install_command(toolkit: str) -> str:
     """Return the command that installs or repairs ``toolkit``."""
     return f"python -m attn_plugins install {toolkit}"

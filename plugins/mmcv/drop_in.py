@@ -37,10 +37,10 @@ from ..modules import CrissCrossAttention2d
 from ..modules.generalized_attention import GeneralizedAttention2d, MMCVGeneralizedAttention2d
 from . import transformer, window_attention
 from .edge_rule import without_edge_gradients
-from .layers import DrawnAgain
+from .layers import Reinitialised
 
 
-class GeneralizedAttention(DrawnAgain, MMCVGeneralizedAttention2d):
+class GeneralizedAttention(Reinitialised, MMCVGeneralizedAttention2d):
     """mmcv's ``GeneralizedAttention``, with its arguments, defaults and numerics, on this package's operator."""
 
     def __init__(self, *args: Any, **options: Any):

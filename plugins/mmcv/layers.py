@@ -30,7 +30,7 @@ def _offset_groups(options: dict[str, Any]) -> dict[str, Any]:
     return options
 
 
-class DrawnAgain(nn.Module):
+class Reinitialised(nn.Module):
     """Mixin that initialises a layer again after ``init_cfg`` rules."""
 
     def init_weights(self) -> None:
@@ -38,27 +38,27 @@ class DrawnAgain(nn.Module):
         self.reset_parameters()  # type: ignore[operator]
 
 
-class GeneralizedAttention2d(DrawnAgain, modules.GeneralizedAttention2d):
+class GeneralizedAttention2d(Reinitialised, modules.GeneralizedAttention2d):
     """:class:`attn_plugins.modules.GeneralizedAttention2d`."""
 
 
-class DynamicConv2d(DrawnAgain, modules.DynamicConv2d):
+class DynamicConv2d(Reinitialised, modules.DynamicConv2d):
     """:class:`attn_plugins.modules.DynamicConv2d`."""
 
 
-class BilateralNonLocal2d(DrawnAgain, modules.BilateralNonLocal2d):
+class BilateralNonLocal2d(Reinitialised, modules.BilateralNonLocal2d):
     """:class:`attn_plugins.modules.BilateralNonLocal2d`."""
 
 
-class NonLocalAttention2d(DrawnAgain, modules.NonLocal2d):
+class NonLocalAttention2d(Reinitialised, modules.NonLocal2d):
     """:class:`attn_plugins.modules.NonLocal2d` under mmcv's registry name."""
 
 
-class NonLocalAttention1d(DrawnAgain, modules.NonLocal1d):
+class NonLocalAttention1d(Reinitialised, modules.NonLocal1d):
     """:class:`attn_plugins.modules.NonLocal1d` under a name like that for maps."""
 
 
-class NonLocalAttention3d(DrawnAgain, modules.NonLocal3d):
+class NonLocalAttention3d(Reinitialised, modules.NonLocal3d):
     """:class:`attn_plugins.modules.NonLocal3d` under a name like that for maps."""
 
 
@@ -84,7 +84,7 @@ class DeformableConv1d(modules.DeformableConv1d):
         constant_init(self.conv_offset, 0)
 
 
-class AAConv2d(DrawnAgain, modules.AAConv2d):
+class AAConv2d(Reinitialised, modules.AAConv2d):
     """:class:`attn_plugins.modules.AAConv2d`, which also accepts the paper's ratios instead of its widths.
 
     With ``kappa`` and ``nu``, one ``conv_cfg`` fits convolutions of any width; see

@@ -78,13 +78,13 @@ def multihead_forward(
     if self.batch_first:  # the inner layer expects the batch as second axis
         query, key, value = (x.transpose(0, 1) for x in (query, key, value))
     masks = dict(attn_mask=attn_mask, key_padding_mask=key_padding_mask)
-    output = self.attn(query, key, value, need_weights=_somebody_looks(self.attn), **masks)[0]
+    output = self.attn(query, key, value, need_weights=_weights_observed(self.attn), **masks)[0]
     if self.batch_first:
         output = output.transpose(0, 1)
     return identity + self.dropout_layer(self.proj_drop(output))
 
 
-def _somebody_looks(attention: Any) -> bool:
+def _weights_observed(attention: Any) -> bool:
     """Return True if a hook reads the weights or the inner layer is not torch's own class."""
     hooks = attention._forward_hooks or torch_module._global_forward_hooks
     return bool(hooks) or type(attention) is not nn.MultiheadAttention

@@ -179,8 +179,8 @@ class BilateralNonLocal2d(_Bilateral):
         pair = self._both_logits(query[:, positions], key, values[:, positions], positions, H, W)
         found = {}
         for name, logits in zip(("content", "position"), pair):
-            laid = logits.unflatten(2, (H, W)).unsqueeze(1)
-            found[name] = laid.unflatten(2, (H, W)) if queries is None else laid
+            expanded = logits.unflatten(2, (H, W)).unsqueeze(1)
+            found[name] = expanded.unflatten(2, (H, W)) if queries is None else expanded
         return found
 
     def _terms(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

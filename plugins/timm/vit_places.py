@@ -49,7 +49,7 @@ class Places:
         self.seen = (output.shape[1], output.shape[2])  # (B, H, W, C)
 
 
-def give_places(model: nn.Module) -> None:
+def set_places(model: nn.Module) -> None:
     """Set the ``places`` of those layers of ``model`` that need the positions of tokens."""
     layers: list[Any] = [module for module in model.modules() if hasattr(module, "places")]
     if layers:
@@ -66,7 +66,7 @@ def _wrap(model_class: Any) -> None:
     @functools.wraps(original)
     def __init__(self: nn.Module, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        give_places(self)
+        set_places(self)
 
     __init__._attn_plugins = True  # type: ignore[attr-defined]
     model_class.__init__ = __init__

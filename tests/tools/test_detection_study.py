@@ -178,7 +178,7 @@ def test_schedules():
 
     base = Config.fromfile(study.config_file("detr_narrow-r18_digits"))
     same = Config.fromfile(study.config_file("detr_narrow-r18_digits"))
-    pairs = dict(option.split("=") for option in study.lasting(40, 2).split())
+    pairs = dict(option.split("=") for option in study.schedule_options(40, 2).split())
     milestones = pairs.pop("param_scheduler.1.milestones")
     same.merge_from_dict({key: int(value) for key, value in pairs.items()})
     assert same.train_cfg == base.train_cfg

@@ -71,7 +71,7 @@ def refusal(capsys, *arguments) -> str:
     ],
 )
 def test_placeholders(source, target, same):
-    assert corpus.why_not(source, target, 80) == (None if same else "placeholders differ")
+    assert corpus.rejection(source, target, 80) == (None if same else "placeholders differ")
 
 
 def test_normalised_text_is_one_line():

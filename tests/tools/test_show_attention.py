@@ -87,7 +87,7 @@ def test_the_page_holds_the_maps_and_nothing_from_elsewhere(shown):
 
 def test_large_maps_are_thinned_and_it_is_said(photograph):
     model = timm.create_model("aa_wide_resnet28_10", depth=10, width=5, img_size=36).eval()
-    seen = view.see_timm(model, open_picture(photograph), ["layer1.0.conv1"], (36, 12))
+    seen = view.view_timm(model, open_picture(photograph), ["layer1.0.conv1"], (36, 12))
     (layer,) = seen.captured.values()
     found, notes = page.thinned(layer)
     maps, uniform = found.maps.numpy(), found.uniform.numpy()
@@ -104,7 +104,7 @@ def test_large_maps_are_thinned_and_it_is_said(photograph):
 
 def test_pixels_find_their_cells(photograph):
     model = small()
-    seen = view.see_timm(model, open_picture(photograph), ["layer4.2.conv1"], (64, 128))  # 2×4 cells
+    seen = view.view_timm(model, open_picture(photograph), ["layer4.2.conv1"], (64, 128))  # 2×4 cells
     (layer,) = seen.captured.values()
     assert seen.file_size == (300, 451)
     assert [seen.cell(layer.size, p) for p in [(0, 0), (149, 112), (150, 113), (299, 450)]] == [
@@ -220,7 +220,7 @@ def test_a_detector_by_its_config(photograph, tmp_path, capsys):
 def test_the_picture_is_what_the_detector_sees(photograph):
     pytest.importorskip("mmdet", reason="mmdet is not installed")
     config = ROOT / "configs/mmdet/digits/atss_narrow-r50-attn0010-dcn_fpn_digits.py"
-    seen = mm.see_mm(mm.load_mm(str(config), None), photograph, [])
+    seen = mm.view_mm(mm.load_mm(str(config), None), photograph, [])
     h, w = (round(n * s) for n, s in zip(seen.file_size, seen.scale))
     assert seen.file_size == (300, 451)
     assert seen.picture.shape[0] >= h

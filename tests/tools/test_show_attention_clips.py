@@ -264,7 +264,7 @@ def test_of_many_frames_some(clip, tmp_path, monkeypatch):
     """Of many frames, a PNG shows some, including the query's."""
     monkeypatch.setattr(clips, "MOST_FRAMES", 4)
     model = build("space", num_frames=8, class_token=False, global_pool="avg")
-    view = clips.see_clip(model, clips.open_frames(model, clip), [], (48, 64))
+    view = clips.view_clip(model, clips.open_frames(model, clip), [], (48, 64))
     assert view.frames.shape == (8, 48, 64, 3)
     assert view.place(view.maps[0], (7, 95, 80)) == (7, 2, 2)
     widths = []

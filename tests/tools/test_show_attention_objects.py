@@ -133,7 +133,7 @@ def test_the_pages_numbers_are_the_layers(configs, photograph):
     for layer in (model.encoder.layers[1].self_attn, model.decoder.layers[1].cross_attn):
         torch.nn.init.normal_(layer.sampling_offsets.weight, std=0.3)
         torch.nn.init.normal_(layer.attention_weights.weight, std=0.3)
-    seen = mm.see_mm(model, photograph, [], 3, 0.0)
+    seen = mm.view_mm(model, photograph, [], 3, 0.0)
     objects = page_objects.objects_data(seen)
     (layer,), (sampled,) = objects["points"], seen.samples(objects=True)
     locations, weights = sampled.points(seen.objects.queries)

@@ -106,7 +106,7 @@ def test_terms_of_a_vision_transformer_from_its_cls_token(photograph):
     options = dict(img_size=32, patch_size=8, depth=1, embed_dim=32, num_heads=2)
     model = timm.create_model("vit_tiny_patch16_224", attn_layer="attn1111", **options).eval()
     nn.init.ones_(model.blocks[0].attn.gate)
-    seen = view.see_timm(model, open_picture(photograph), [], (32, 32))
+    seen = view.view_timm(model, open_picture(photograph), [], (32, 32))
     (layer,) = seen.maps
     parts = parts_of(layer)
     assert list(parts) == TITLES
@@ -114,7 +114,7 @@ def test_terms_of_a_vision_transformer_from_its_cls_token(photograph):
     product = torch.stack([part.weights().double() for part in parts.values()]).prod(0)
     torch.testing.assert_close(product / product.sum(-1, keepdim=True), whole, rtol=1e-4, atol=1e-6)
     cells = ["cls", (1, 2)]
-    found, of_whole = view.looked(parts[TITLES[1]], cells), view.looked(layer, cells)
+    found, of_whole = view.query_maps(parts[TITLES[1]], cells), view.query_maps(layer, cells)
     assert found.names == of_whole.names == ["mean of heads", "head 1", "head 2"]
     torch.testing.assert_close(found.uniform, of_whole.uniform)
     # The cls token has no position, so ε2 is 0 for all its keys.
@@ -123,7 +123,7 @@ def test_terms_of_a_vision_transformer_from_its_cls_token(photograph):
     data = page.layer_data(layer, True)
     assert list(data["parts"]) == TITLES
     assert data["parts"][TITLES[0]]["cls"] is not None
-    assert parts_of(view.see_timm(model, open_picture(photograph), [], (32, 32), True).captured["rollout"]) == {}
+    assert parts_of(view.view_timm(model, open_picture(photograph), [], (32, 32), True).captured["rollout"]) == {}
 
 
 def test_terms_of_a_detector_s_tokens():

@@ -13,7 +13,7 @@ from skimage import data  # noqa: E402
 
 from attn_plugins.timm import accelerate  # noqa: E402
 from tools.attention_view.swin import StockWindows, capture_swin, swin_layers  # noqa: E402
-from tools.attention_view.view import see_timm, timm_layers, timm_size  # noqa: E402
+from tools.attention_view.view import timm_layers, timm_size, view_timm  # noqa: E402
 from tools.show_attention import main  # noqa: E402
 
 SMALL = dict(img_size=(64, 96), window_size=4, embed_dim=16, depths=(2, 2), num_heads=(2, 4), num_classes=5)
@@ -65,9 +65,9 @@ def test_the_last_layer_of_every_stage(name):
     size, why = timm_size(model, None, None)
     assert size == (64, 96)
     assert "the model's own" in why
-    view = see_timm(model, picture, [], size)
+    view = view_timm(model, picture, [], size)
     assert [(layer.name, layer.size) for layer in view.maps] == [(NAMES[1], (16, 24)), (NAMES[3], (8, 12))]
-    ours = see_timm(model, picture, ["layers.0.*"], size)
+    ours = view_timm(model, picture, ["layers.0.*"], size)
     assert list(ours.captured) == NAMES[:2]
 
 

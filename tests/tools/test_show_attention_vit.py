@@ -225,7 +225,7 @@ def test_nothing_stays_in_the_model():
 
 def test_the_picture_is_padded_as_the_patches_are(photograph):
     model = build(dynamic_img_size=True, dynamic_img_pad=True)
-    seen = view.see_timm(model, open_picture(photograph), [], (70, 33))
+    seen = view.view_timm(model, open_picture(photograph), [], (70, 33))
     assert (seen.size, seen.inside) == ((80, 48), (70, 33))
     assert seen.cell((5, 3), (299, 450)) == (4, 2)
     assert not seen.picture[70:].any()

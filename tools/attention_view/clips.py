@@ -51,7 +51,7 @@ class ClipView(View):
         return query[0], y, x
 
 
-def sees_clips(model: Any) -> bool:
+def takes_clips(model: Any) -> bool:
     """Return whether a model is a TimeSformer."""
     return bool(step_layers(model))
 
@@ -67,7 +67,7 @@ def open_frames(model: Any, path: Path) -> list[Image.Image]:
     return [open_picture(path)]
 
 
-def see_clip(
+def view_clip(
     model: Any, frames: Sequence[Image.Image], layers: Sequence[str], size: tuple[int, int], with_rollout: bool = False
 ) -> ClipView:
     """Run a TimeSformer on whole frames, resized to (H, W).

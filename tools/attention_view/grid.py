@@ -8,7 +8,7 @@ from pathlib import Path
 from tools.files import write
 from tools.show_sampling import save
 
-from .view import PixelMaps, View, looked
+from .view import PixelMaps, View, query_maps
 from .vit import CLS, Cell, PatchMaps
 
 
@@ -25,7 +25,7 @@ def draw(view: View, layer: PixelMaps, pixels: Sequence[Cell], out: Path) -> Non
 
     assert layer.size is not None
     cells: list[Cell] = [CLS if isinstance(pixel, str) else view.cell(layer.size, pixel) for pixel in pixels]
-    found = looked(layer, cells)
+    found = query_maps(layer, cells)
     maps, uniform = found.maps.cpu().numpy(), found.uniform.tolist()  # (M, Q, Hk, Wk), (Q,)
     over = isinstance(layer, PatchMaps) and layer.x is None
     heads, queries = maps.shape[:2]

@@ -81,7 +81,7 @@ def _draw(model: Any) -> None:
         logger.setLevel(level)
 
 
-def see_mm(
+def view_mm(
     model: Any,
     file: Path,
     layers: Sequence[str],
@@ -140,7 +140,7 @@ def see_mm(
     return view
 
 
-def see_objects(model: Any, file: Path) -> tuple[Objects, tuple[int, int]]:
+def view_objects(model: Any, file: Path) -> tuple[Objects, tuple[int, int]]:
     """Return what all object queries find in a picture, and the size (h, w) in whose pixels their boxes are.
 
     Raises:

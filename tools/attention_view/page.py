@@ -21,8 +21,8 @@ from .clips import ClipView
 from .page_objects import centres, encoded, objects_data, points_data
 from .parts import parts_of
 from .space_time import ClipMaps, layout
-from .view import PixelMaps, View, looked
-from .vit import CLS, Looked, PatchMaps
+from .view import PixelMaps, View, query_maps
+from .vit import CLS, PatchMaps, QueryMaps
 
 MOST_QUERIES, MOST_KEYS = 16, 28  # maximum rows or columns of a map in the page
 MOST_CLIP_QUERIES, MOST_CLIP_KEYS = 128, 2048  # of all frames together, likewise
@@ -31,7 +31,7 @@ TEMPLATE = Path(__file__).with_name("page.html")
 PARTS = dict(CLIP="clip.js", CLS="cls.js", PARTS="parts.js", POINTS="points.js", OBJECTS="objects.js")
 
 
-def thinned(layer: PixelMaps) -> tuple[Looked, list[str]]:
+def thinned(layer: PixelMaps) -> tuple[QueryMaps, list[str]]:
     """Reduce a layer's maps to a bounded size, and describe in words what was left out.
 
     Returns:
@@ -41,7 +41,7 @@ def thinned(layer: PixelMaps) -> tuple[Looked, list[str]]:
     assert layer.size is not None
     H, W = layer.size
     y, x = _queries(layer)
-    found = looked(layer, torch.cartesian_prod(y, x).tolist())
+    found = query_maps(layer, torch.cartesian_prod(y, x).tolist())
     notes = []
     if (len(y), len(x)) != (H, W):
         notes.append(f"{len(y)}×{len(x)} of {H}×{W} queries")
@@ -51,7 +51,7 @@ def thinned(layer: PixelMaps) -> tuple[Looked, list[str]]:
         notes.append(f"{Hk}×{Wk} keys averaged to {maps.shape[2]}×{maps.shape[3]}")
     grid = len(y), len(x)
     elsewhere = None if found.elsewhere is None else found.elsewhere.unflatten(1, grid)
-    return Looked(found.names, maps.unflatten(1, grid), found.uniform.unflatten(0, grid), elsewhere), notes
+    return QueryMaps(found.names, maps.unflatten(1, grid), found.uniform.unflatten(0, grid), elsewhere), notes
 
 
 def _queries(layer: PixelMaps) -> list[Tensor]:
@@ -95,13 +95,13 @@ def layer_data(layer: PixelMaps, with_parts: bool = False) -> dict[str, Any]:
     )
     if isinstance(layer, PatchMaps) and layer.cls:
         cls = layer.look([CLS])
-        data["cls"] = maps_data(Looked(cls.names, _averaged(cls.maps, layer), cls.uniform, cls.elsewhere))
+        data["cls"] = maps_data(QueryMaps(cls.names, _averaged(cls.maps, layer), cls.uniform, cls.elsewhere))
     if with_parts:
         data["parts"] = {name: layer_data(part) for name, part in parts_of(layer).items()}
     return data
 
 
-def maps_data(found: Looked) -> dict[str, Any]:
+def maps_data(found: QueryMaps) -> dict[str, Any]:
     """Return maps as bytes relative to their own maxima, and the maxima."""
     bytes_, peaks = quantised(found.maps.cpu().numpy())
     return dict(

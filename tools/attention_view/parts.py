@@ -19,7 +19,7 @@ from tools.files import write
 from tools.show_sampling import save
 
 from .tokens import TokenMaps
-from .view import PixelMaps, View, looked
+from .view import PixelMaps, View, query_maps
 from .vit import CLS, Cell, PatchMaps
 
 # Titles of the four terms of Zhu et al. (2019) and of terms added to them; other terms keep their names.
@@ -103,7 +103,7 @@ def draw_parts(view: View, layer: PixelMaps, parts: dict[str, PixelMaps], pixels
 
     assert layer.size is not None
     cells: list[Cell] = [CLS if isinstance(pixel, str) else view.cell(layer.size, pixel) for pixel in pixels]
-    columns = {name: looked(one, cells) for name, one in {**parts, WHOLE: layer}.items()}
+    columns = {name: query_maps(one, cells) for name, one in {**parts, WHOLE: layer}.items()}
     heads = len(next(iter(columns.values())).maps)
     (H, W), (h, w) = view.size, view.inside
     width = 1.8 * max(1.0, w / h)

@@ -19,14 +19,14 @@ from torch import Tensor, nn
 from attn_plugins.modules.space_time_attention import RegionAttention
 from attn_plugins.modules.space_time_regions import ClipGrid, grouped, ungrouped
 
-from .vit import CLS, Cell, Looked, PatchMaps, prefix_names, vision_transformers
+from .vit import CLS, Cell, PatchMaps, QueryMaps, prefix_names, vision_transformers
 
 Place = tuple[int, int, int] | Literal["cls"]  # frame, row and column of a patch, or the cls token
 
 
 @dataclass
-class Attended(Looked):
-    """A :class:`Looked` with frames: ``maps`` is (len(names), Q, T, H, W).
+class Attended(QueryMaps):
+    """A :class:`QueryMaps` with frames: ``maps`` is (len(names), Q, T, H, W).
 
     Attributes:
         keys: (Q, T, H, W), True for patches that are a query's keys.
@@ -92,7 +92,7 @@ class ClipMaps(PatchMaps):
             keys[..., P:].flatten(1).unflatten(1, self.clip),
         )
 
-    def look(self, cells: Sequence[Cell]) -> Looked:
+    def look(self, cells: Sequence[Cell]) -> QueryMaps:
         """Return the result of :meth:`attended` for cells of the mosaic, as mosaics."""
         (_, H, W), (_, across) = self.clip, layout(self.clip[0])
         places: list[Place] = [
@@ -100,7 +100,7 @@ class ClipMaps(PatchMaps):
             for cell in cells
         ]
         found = self.attended(places)
-        return Looked(found.names, mosaic(found.maps), found.uniform, found.elsewhere)
+        return QueryMaps(found.names, mosaic(found.maps), found.uniform, found.elsewhere)
 
     def of_mosaic(self, cells: int) -> tuple[int, int]:
         """Return a reduced size of the mosaic: as many rows and columns of every frame, at most ``cells`` cells."""

@@ -25,8 +25,8 @@ from tools.attention_view.tokens import TokenMaps
 from tools.attention_view.vit import (
     CLS,
     Cell,
-    Looked,
     PatchMaps,
+    QueryMaps,
     capture_vit,
     rollouts,
     vision_transformers,
@@ -111,13 +111,13 @@ def _extent(layer: Layer) -> Any:
     return layer.keys if isinstance(layer, TokenMaps) and layer.size is None else layer.size
 
 
-def looked(layer: PixelMaps, cells: Sequence[Cell]) -> Looked:
+def query_maps(layer: PixelMaps, cells: Sequence[Cell]) -> QueryMaps:
     """Return a layer's maps for cells of its map of queries, or for the cls token."""
     if isinstance(layer, PatchMaps):
         return layer.look(cells)
     queries = torch.tensor(cells)
     maps = layer.maps(queries)[0].float()
-    return Looked([f"head {n + 1}" for n in range(len(maps))], maps, uniform_weights(layer, queries))
+    return QueryMaps([f"head {n + 1}" for n in range(len(maps))], maps, uniform_weights(layer, queries))
 
 
 def uniform_weights(layer: Captured | TokenMaps, queries: Tensor) -> Tensor:
@@ -228,7 +228,7 @@ def timm_layers(model: nn.Module) -> list[str]:
     return [name for name, _ in model.named_modules() if name in known]
 
 
-def see_timm(
+def view_timm(
     model: Any, image: Image.Image, layers: Sequence[str], size: tuple[int, int], with_rollout: bool = False
 ) -> View:
     """Run a timm model on the whole picture, resized to (H, W).

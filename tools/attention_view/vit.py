@@ -21,7 +21,7 @@ CLS: Literal["cls"] = "cls"
 
 
 @dataclass
-class Looked:
+class QueryMaps:
     """Attention maps of a layer for some queries of the first picture.
 
     Attributes:
@@ -82,7 +82,7 @@ class PatchMaps:
         numbers = len(self.prefix) + queries[:, 0] * self.size[1] + queries[:, 1]
         return self.weights()[:, :, numbers, len(self.prefix) :].unflatten(-1, self.size)
 
-    def look(self, cells: Sequence[Cell]) -> Looked:
+    def look(self, cells: Sequence[Cell]) -> QueryMaps:
         """Return the mean of all heads, then every head, for patches and the cls token.
 
         Raises:
@@ -99,7 +99,7 @@ class PatchMaps:
         elif len(weights) > 1:
             weights, names = torch.cat((weights.mean(0, keepdim=True), weights)), ["mean of heads", *names]
         elsewhere = weights[..., :P].sum(-1) if P else None
-        return Looked(names, weights[..., P:].unflatten(-1, self.size), self._uniform(numbers), elsewhere)
+        return QueryMaps(names, weights[..., P:].unflatten(-1, self.size), self._uniform(numbers), elsewhere)
 
     @torch.no_grad()
     def _uniform(self, numbers: Tensor) -> Tensor:

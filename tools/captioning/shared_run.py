@@ -227,11 +227,11 @@ class SharedRun:
         assert self._locks is not None
         return self._locks
 
-    def finish(self, meanwhile: Callable[[], None] = lambda: None) -> bool:
+    def finish(self, on_wait: Callable[[], None] = lambda: None) -> bool:
         """Wait until the parts of all processes are complete.
 
         Args:
-            meanwhile: Called by process 0 while it waits.
+            on_wait: Called by process 0 while it waits.
 
         Returns:
             True in process 0, which then writes the result; False in the others, once it is written.
@@ -255,7 +255,7 @@ class SharedRun:
                 elif not at_work and (begun or time.monotonic() > until):
                     what = "ended before its part was complete" if begun else "not started"
                     raise BadFile(f"process {rank} of {number} has {what}: run the same command to resume")
-            meanwhile()
+            on_wait()
             time.sleep(PAUSE if waited else 0)
         return True
 

@@ -9,12 +9,12 @@ from typing import Any
 COLUMNS = ("BLEU-1", "BLEU-2", "BLEU-3", "BLEU-4", "METEOR", "ROUGE-L", "CIDEr-D", "SPICE")
 
 
-def aggregated(results: Sequence[Mapping[str, Any]], whats: Mapping[str, str]) -> list[dict[str, Any]]:
+def aggregated(results: Sequence[Mapping[str, Any]], descriptions: Mapping[str, str]) -> list[dict[str, Any]]:
     """Average the seeds of each setting and stage, in order of first appearance.
 
     Args:
         results: Results of single runs.
-        whats: Description of each setting.
+        descriptions: Description of each setting.
 
     Returns:
         Rows with ``what``, ``stage``, ``seeds``, ``parameters``, ``seconds`` of training (None: not trained),
@@ -32,7 +32,7 @@ def aggregated(results: Sequence[Mapping[str, Any]], whats: Mapping[str, str]) -
         rows.append(
             {
                 "setting": name,
-                "what": whats[name],
+                "what": descriptions[name],
                 "stage": stage,
                 "seeds": sorted({seed for result in group for seed in result["seeds"]}),
                 "parameters": group[0].get("parameters"),

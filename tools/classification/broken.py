@@ -95,9 +95,9 @@ def leave_out(halves: Sequence[ImageFolder], root: Path, broken: Collection[str]
         ]
         half.imgs, half.targets = half.samples, [label for _, label in half.samples]
     train, val = halves
-    taught = set(train.targets)
+    trained = set(train.targets)
     for label, name in enumerate(train.classes):
-        if label not in taught:
+        if label not in trained:
             raise ConfigError(f"--data must hold a readable image of every class, and {root}/train/{name} has none")
     if not val.samples:
         raise ConfigError(f"--data must hold a readable image to validate with, and {root}/val has none")

@@ -77,12 +77,14 @@ def load_weights(model: nn.Module, file: Path, config: Config, classes: Sequence
         ConfigError: the file cannot be read, or its weights belong to another model or other classes.
     """
     tensors, metadata = read_weights(file, "--evaluate")
-    named, told = metadata.get("model", config.model), json.loads(metadata.get("classes", "null"))
+    named, saved = metadata.get("model", config.model), json.loads(metadata.get("classes", "null"))
     if named != config.model:
         raise ConfigError(f"--evaluate must be weights of {config.model}, but {file} holds those of {named}")
-    if told is not None and told != list(classes):
-        raise ConfigError(f"--evaluate must be weights for the classes of --data: {classes_apart(told, classes, file)}")
-    if (reason := misfit(model, tensors)) is not None:
+    if saved is not None and saved != list(classes):
+        raise ConfigError(
+            f"--evaluate must be weights for the classes of --data: {classes_apart(saved, classes, file)}"
+        )
+    if (reason := mismatch(model, tensors)) is not None:
         trained = f" (trained with model_args {metadata['model_args']})" if "model_args" in metadata else ""
         raise ConfigError(f"--evaluate {file} does not fit {config.model} {config.model_args}: {reason}{trained}")
     model.load_state_dict(tensors)
@@ -98,7 +100,7 @@ def classes_apart(before: Sequence[str], now: Sequence[str], file: Path) -> str:
     return "they are in another order"
 
 
-def misfit(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> str | None:
+def mismatch(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> str | None:
     """Return the reason why ``tensors`` are not weights of ``model``, or None if they are."""
     wanted = model.state_dict()
     for name, value in wanted.items():

@@ -37,7 +37,7 @@ with extras("tools"):
     from PIL import Image
 
     from tools.datasets.pasting import annotation, digit_samples
-    from tools.datasets.recipes import making, stands
+    from tools.datasets.recipes import is_made, new_folder
     from tools.datasets.scene_captions import NOUNS, Scene, describe
     from tools.datasets.scene_pictures import Painter
 
@@ -119,9 +119,9 @@ def build(folder: Path, recipe: Recipe, show: Callable[[str], None] = lambda lin
     Raises:
         ValueError: ``folder`` holds something else, or a set of another recipe.
     """
-    if stands(folder, asdict(recipe)):
+    if is_made(folder, asdict(recipe)):
         return False
-    with making(folder, asdict(recipe)) as partial:
+    with new_folder(folder, asdict(recipe)) as partial:
         (partial / "images").mkdir()
         (partial / "annotations").mkdir()
         rng = np.random.default_rng(recipe.seed)

@@ -41,7 +41,7 @@ with extras("tools"):
 
     from tools.datasets import pasting
     from tools.datasets.pasting import SAMPLE_IMAGES, annotation, digit_samples, draw_digit, free_place, photograph
-    from tools.datasets.recipes import making, stands
+    from tools.datasets.recipes import is_made, new_folder
 
 CLASSES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 SIZES = ((144, 208), (208, 144), (160, 192))  # (H, W): never square, so that swapped axes are noticed
@@ -189,9 +189,9 @@ def build(folder: Path, recipe: Recipe, show: Callable[[str], None] = lambda lin
     Raises:
         ValueError: ``folder`` holds something else, or a set of another recipe.
     """
-    if stands(folder, recipe.stamp()):
+    if is_made(folder, recipe.stamp()):
         return False
-    with making(folder, recipe.stamp()) as partial:
+    with new_folder(folder, recipe.stamp()) as partial:
         (partial / "annotations").mkdir()
         rng = np.random.default_rng(recipe.seed)
         samples, targets = digit_samples()

@@ -82,7 +82,7 @@ def part(source: str, valid: float, test: float) -> str:
     return "test" if place < test else "valid" if place < test + valid else "train"
 
 
-def why_not(source: str, target: str, longest: int, shortest: int = 1) -> str | None:
+def rejection(source: str, target: str, longest: int, shortest: int = 1) -> str | None:
     """Return the reason to leave out a pair of normalised texts, or None."""
     if not target:
         return "untranslated"
@@ -117,7 +117,7 @@ def gather(
                 continue
             for entry in all_entries:
                 source, target = normalise(entry.source), normalise(entry.target)
-                reason = "fuzzy" if entry.fuzzy and target else why_not(source, target, longest, shortest)
+                reason = "fuzzy" if entry.fuzzy and target else rejection(source, target, longest, shortest)
                 if reason:
                     left_out[reason] += 1
                 else:

@@ -48,7 +48,7 @@ with extras("tools"):
 
     from tools.datasets.digits_on_photographs import GAP, TRAIN_WIDTH, crop_background, photographs
     from tools.datasets.pasting import digit_samples, draw_digit
-    from tools.datasets.recipes import making, stands
+    from tools.datasets.recipes import is_made, new_folder
 
 DIRECTIONS = {"down": (1, 0), "left": (0, -1), "right": (0, 1), "up": (-1, 0)}  # in rows and columns
 CHOICES = {2: ("left", "right"), 4: ("down", "left", "right", "up")}
@@ -174,10 +174,10 @@ def build(folder: Path, recipe: Recipe, show: Callable[[str], None] = lambda lin
     Raises:
         ValueError: ``folder`` holds something else, or a set of another recipe.
     """
-    if stands(folder, recipe.stamp()):
+    if is_made(folder, recipe.stamp()):
         return False
     write = write_mp4 if recipe.format == "mp4" else write_png
-    with making(folder, recipe.stamp()) as partial:
+    with new_folder(folder, recipe.stamp()) as partial:
         rng = np.random.default_rng(recipe.seed)
         samples, _ = digit_samples()
         order, pictures = rng.permutation(len(samples)), photographs()

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 
-def stands(folder: Path, recipe: dict) -> bool:
+def is_made(folder: Path, recipe: dict) -> bool:
     """Return whether ``folder`` holds a set made from ``recipe``; False if it is empty or missing.
 
     Raises:
@@ -25,7 +25,7 @@ def stands(folder: Path, recipe: dict) -> bool:
 
 
 @contextmanager
-def making(folder: Path, recipe: dict) -> Iterator[Path]:
+def new_folder(folder: Path, recipe: dict) -> Iterator[Path]:
     """Yield a new folder beside ``folder``, which finally gets ``recipe.json`` and replaces ``folder``."""
     partial = folder.with_name(folder.name + ".partial")
     if partial.exists():

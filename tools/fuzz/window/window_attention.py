@@ -51,8 +51,8 @@ def draw(source: Draw) -> Call:
     queries, keys = ("Tq", "T") if axes == 1 else ("Hq Wq", "H W")
 
     def fits(sizes):
-        keys_there = 0 not in [sizes[axis] for axis in keys.split()]
-        return keys_there and sizes.get("taps", taps) == taps
+        has_keys = 0 not in [sizes[axis] for axis in keys.split()]
+        return has_keys and sizes.get("taps", taps) == taps
 
     return Call(
         window_attention,
