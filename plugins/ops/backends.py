@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 logger = logging.getLogger("attn_plugins")
 REFERENCE = "reference"
+_SERVING = {"torch": "its PyTorch reference", "triton": "its Triton kernels"}
 
 
 def never(terms: Any, options: Any) -> None:
@@ -43,6 +44,10 @@ class Backend(NamedTuple):
     backward: Callable[..., Any]
     refuses_backward: Callable[[Any, Any], str | None] = never
     allocates: bool = False
+
+
+class Failure(str):
+    """A reason that holds for every call on a kind of device: :func:`choose` warns once, naming what serves instead."""
 
 
 class Choice(NamedTuple):
@@ -132,7 +137,7 @@ def closed_form() -> bool:
 
 
 def choose(operator: str, table: Sequence[Backend], terms: Any, options: Any, backward: bool = False) -> Backend:
-    """Return the backend that computes.
+    """Return the backend that computes, and log once which one it is where compiled kernels do not run at all.
 
     Raises:
         ValueError: the backend that :func:`backend` forces is not in the table, or refuses.
@@ -140,12 +145,17 @@ def choose(operator: str, table: Sequence[Backend], terms: Any, options: Any, ba
     name = _state.forced
     if backward and name == REFERENCE:  # of a forward that another backend computed
         name = None
+    failed: dict[str, Failure] = {}
     for each in table:
         if name is not None and each.name != name:
             continue
         reason = refusal(each, terms, options, backward)
         if reason is None:
+            for kind, failure in failed.items():
+                _warn(operator, kind, each.name, failure)
             return each
+        if isinstance(reason, Failure):
+            failed[each.name] = reason
         if name is not None:
             raise ValueError(f"backend {name!r} does not compute this {operator}: {reason}")
         _log(operator, each.name, reason)
@@ -173,3 +183,8 @@ def refusal(each: Backend, terms: Any, options: Any, backward: bool = False) -> 
 @cache
 def _log(operator: str, name: str, reason: str) -> None:
     logger.debug("%s is not computed by %s: %s", operator, name, reason)
+
+
+@cache
+def _warn(operator: str, kind: str, name: str, reason: str) -> None:
+    logger.warning("attn_plugins computes %s on %s with %s: %s", operator, kind, _SERVING.get(name, name), reason)

@@ -1,24 +1,20 @@
 """Load the compiled operators, and report which devices they run on.
 
-Backends call :func:`refusal`. If it returns a reason, PyTorch's own operations run instead and :func:`explain_once`
-logs the reason.
+Backends call :func:`refusal`. If it returns a reason, another backend computes; where there is no binary that runs on
+the device, :func:`.backends.choose` logs the reason and which backend that is.
 """
 
 from __future__ import annotations
 
 import ctypes
-import logging
 from functools import cache
 from pathlib import Path
 
 import torch
 from packaging.version import Version
 
-from . import backends
+from .backends import Failure
 
-logger = logging.getLogger("attn_plugins")
-
-_is_compiling = getattr(torch.compiler, "is_compiling", lambda: False)  # torch >= 2.3
 OLDEST_TORCH = Version("2.10")  # the stable ABI that the binaries were compiled for
 _PACKAGE = Path(__file__).resolve().parent.parent
 
@@ -109,21 +105,13 @@ def has_schemas() -> bool:
     return _FAILURES["cpu"] is None
 
 
-@cache
-def explain_once(device_type: str, reason: str) -> None:
-    """Log why operators run in plain PyTorch on a device type, once for each type and reason."""
-    logger.warning("attn_plugins runs on its PyTorch reference on %s: %s", device_type, reason)
-
-
 def refusal(device: torch.device | str, kind: str) -> str | None:
     """Return the reason why the compiled kernels for device type ``kind`` cannot run on ``device``, or None.
 
-    A missing binary, or one without code for the GPU, is logged once.
+    A missing binary, or one without code for the GPU, is a :class:`.backends.Failure`.
     """
     device = _device(device)
     if device.type != kind:
         return f"its kernels are for {kind}, but the tensors are on {device.type}"
     reason = _failure(device)
-    if reason is not None and not backends.explaining() and not _is_compiling():  # a log line would break the graph
-        explain_once(kind, reason)
-    return reason
+    return None if reason is None else Failure(reason)

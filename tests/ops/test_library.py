@@ -9,8 +9,19 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from attn_plugins.ops import backend, backends, deform_conv2d, deformable_attention, explain, library, window_attention
+from attn_plugins.ops import (
+    backend,
+    backends,
+    deform_conv2d,
+    deformable_attention,
+    explain,
+    library,
+    triton_launch,
+    window_attention,
+)
 from attn_plugins.ops.sampled import compiled, deform_conv
+from attn_plugins.ops.window.operands import Terms as WindowTerms
+from attn_plugins.ops.window.window_attention import ATTEND
 
 NO_IMAGE = "no kernel image is available for execution on the device"
 WORDS = (
@@ -33,7 +44,7 @@ def gpus(monkeypatch):
     monkeypatch.setattr(library, "_gpu", lambda device: device.index or 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (6, 1))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"Ancient {index + 7}")
-    caches = [library._gpu_failure, library.explain_once]
+    caches = [library._gpu_failure, backends._warn]
     for cache in caches:
         cache.cache_clear()
     yield asked
@@ -41,14 +52,28 @@ def gpus(monkeypatch):
         cache.cache_clear()
 
 
-def test_a_gpu_that_the_binary_has_no_code_for_is_refused_in_words(gpus, caplog):
+def test_a_gpu_that_the_binary_has_no_code_for_is_refused_in_words(gpus):
+    assert library.refusal(torch.device("cuda", 0), "cuda") == WORDS
+    assert library.refusal("cuda:0", "cuda") == library.refusal("cuda", "cuda") == WORDS
+    assert gpus == [0]  # the answer is remembered
+
+
+@pytest.mark.parametrize("triton", [True, False])
+def test_what_serves_instead_is_logged_once(gpus, caplog, monkeypatch, triton):
+    """deform_conv2d has Triton kernels, and window_attention has none."""
+    monkeypatch.setattr(triton_launch, "refusal", lambda tensor: None if triton else "Triton is not installed")
+    with FakeTensorMode():
+        convolution, window = (calls()[operator] for operator in (deform_conv2d, window_attention))
+        terms = deform_conv.Terms(*convolution[:3], None, None)
     with caplog.at_level(logging.WARNING, logger="attn_plugins"):
-        assert library.refusal(torch.device("cuda", 0), "cuda") == WORDS
-        assert library.refusal("cuda:0", "cuda") == library.refusal("cuda", "cuda") == WORDS
+        for _ in range(2):
+            backends.choose("deform_conv2d", deform_conv.CONVOLVE.table, terms, None)
+            backends.choose("window_attention", ATTEND.table, WindowTerms(*window[:4]), None)
+    kernels = "Triton kernels" if triton else "PyTorch reference"
     assert [record.getMessage() for record in caplog.records] == [
-        f"attn_plugins runs on its PyTorch reference on cuda: {WORDS}"
+        f"attn_plugins computes deform_conv2d on cuda with its {kernels}: {WORDS}",
+        f"attn_plugins computes window_attention on cuda with its PyTorch reference: {WORDS}",
     ]
-    assert gpus == [0]  # the answer is cached
 
 
 def test_every_gpu_is_asked_for_itself(gpus):
