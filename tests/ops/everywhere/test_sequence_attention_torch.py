@@ -11,16 +11,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from attn_plugins.ops import sequence_attention
 from tests.helpers.operator_checks import DEVICES, given
-from tests.ops.everywhere.sequence_operands import ALL, TERMS, attend, gradients, operands, padding, taking
+from tests.ops.everywhere.sequence_operands import ALL, TERMS, attend, gradients, operands, padding
 
 NAMES = ("query", "key", "value", "band_logits", "outside_logits", "position_logits")
-
-
-@pytest.fixture(params=["compiled", "plain"])
-def path(request):
-    """Run the test with the compiled kernel, and with its substitute on machines without the kernel."""
-    with taking(request.param):
-        yield request.param
 
 
 @pytest.mark.parametrize("device", DEVICES)
