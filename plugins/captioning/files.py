@@ -9,10 +9,10 @@ from pathlib import Path
 
 
 def write(path: Path, save: Callable[[Path], object], folder: Path | None = None) -> None:
-    """Write a temporary file beside ``path`` with ``save``, then rename it to ``path``.
+    """Write a temporary file next to ``path`` with ``save``, then rename it to ``path``.
 
     ``save`` receives a path with the same suffix. If it raises an error, ``path`` is unchanged and the temporary file
-    is removed. A killed process leaves a file ``.*.partial-*`` beside ``path``, or in ``folder`` if given, which must
+    is removed. A killed process leaves a file ``.*.partial-*`` next to ``path``, or in ``folder`` if given, which must
     be on the same file system.
     """
     path.parent.mkdir(parents=True, exist_ok=True)

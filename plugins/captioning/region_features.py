@@ -190,7 +190,7 @@ def write_region_features(
 ) -> None:
     """Write the regions of many images to one file atomically.
 
-    A temporary folder beside ``path`` holds the regions until the end, so twice the file's size is needed on disk.
+    A temporary folder next to ``path`` holds the regions until the end, so twice the file's size is needed on disk.
 
     Args:
         path: ``.npz``, ``.h5``, ``.hdf5`` or ``.lmdb``.

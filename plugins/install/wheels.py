@@ -1,7 +1,7 @@
 """Compilation of packages against the installed torch, with a wheel cache for environments with the same torch.
 
 pip's own cache identifies a wheel only by its source, so it would install a wheel of mmcv compiled against torch 2.11
-beside torch 2.15, where it fails. This cache also distinguishes torch, Python and numpy. Sources and objects stay until
+with torch 2.15, where it fails. This cache also distinguishes torch, Python and numpy. Sources and objects stay until
 the wheel is complete, so that an interrupted compilation resumes.
 """
 

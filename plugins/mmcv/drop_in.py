@@ -86,7 +86,7 @@ class DCNv2(ModulatedDeformConv2dPack):
 def upgrade_keys(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
     """Rename the keys of a checkpoint from before version 2 of mmcv's packs; other checkpoints are unchanged.
 
-    Such checkpoints store the predictor beside the layer: ``conv2_offset.weight`` is now
+    Such checkpoints store the predictor next to the layer: ``conv2_offset.weight`` is now
     ``conv2.conv_offset.weight``. mmcv's layers try to rename these keys, but current loaders hide the parent's keys
     from a layer, so they are skipped with a warning. Use:
     ``torch.save(dict(state_dict=upgrade_keys(old["state_dict"])), file)``.

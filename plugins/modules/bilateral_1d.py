@@ -27,7 +27,7 @@ class BilateralSelfAttention(BandedMaps):
 
     Source: Thesis, Eq. 3.9 to 3.12 and section 3.4.4. In head m, the logit of key j for query i is
     θ(x_i)·φ(x_j) / √d + δ_p(x_i, i, j) / σ_p. Two linear layers f(x_i) predict δ_p for the k keys around i, or with
-    ``causal`` for i and the k - 1 keys before it; for all other keys δ_p is v_i. Neither is laid out over T × T.
+    ``causal`` for i and the k - 1 keys before it; for all other keys δ_p is v_i. Neither is expanded to T × T.
 
     Args:
         embed_dim: C.

@@ -67,8 +67,8 @@ class GridAttention(GridTerms):
             return torch.cat((self._from_prefix(q[:, :, :prefix], k, v), self._after_prefix(q, k, v, grid, prefix)), 2)
         keys = grid if self.needs_grid else (1, k.shape[2])
         q, k, v = q.unflatten(2, grid), k.unflatten(2, keys), v.unflatten(2, keys)
-        served = self._everywhere if self.radius is None else self._in_windows
-        return served(x, q, k, v, keys, padding).flatten(2, 3)
+        attend = self._everywhere if self.radius is None else self._in_windows
+        return attend(x, q, k, v, keys, padding).flatten(2, 3)
 
     def _everywhere(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, keys: Grid, padding: Tensor | None) -> Tensor:
         """Attend from maps to all keys, (B, M, H, W, dv)."""

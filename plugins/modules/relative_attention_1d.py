@@ -26,7 +26,7 @@ class RelativeSelfAttention(BandedMaps):
 
         z_i = Σ_j α_ij (v_j + a^V_ij),    α_i = softmax_j(q_i·(k_j + a^K_ij) / √d)
 
-    Neither a is laid out over T × T. With ``values`` the attention weights are held in memory, (B, M, T, S).
+    Neither a^K nor a^V is expanded to T × T. With ``values`` the attention weights are held in memory, (B, M, T, S).
 
     Args:
         embed_dim: C.

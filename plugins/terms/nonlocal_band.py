@@ -1,4 +1,4 @@
-"""Non-localized position logits of sequences (Thesis, Eq. 3.12) that are not laid out over the keys.
+"""Non-localized position logits of sequences (Thesis, Eq. 3.12), without a logit for every query and key.
 
 A query's logits are a band of K values and one value for every key beyond it.
 

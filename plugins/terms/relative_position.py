@@ -1,4 +1,4 @@
-"""Relative positions along one axis: each distinct offset is encoded and projected once, then laid out over pairs.
+"""Relative positions along one axis: each distinct offset is encoded and projected once, then expanded to pairs.
 
 Q queries are at pixels 0, q_stride, 2 * q_stride ... and K keys at 0, kv_stride, ...; there are at most
 (Q - 1) * q_stride + (K - 1) * kv_stride + 1 offsets k - q, fewer if the strides have a common divisor.

@@ -101,7 +101,7 @@ class ViTAttention(GridAttention):
             (B, T, C).
 
         Raises:
-            ValueError: A shape does not fit, or the layer does not know the positions of tokens.
+            ValueError: A shape does not match, or the positions of the tokens are unknown.
             TypeError: ``x`` is not a Tensor, or does not have the module's dtype.
         """
         if is_causal:

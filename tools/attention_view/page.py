@@ -32,7 +32,7 @@ PARTS = dict(CLIP="clip.js", CLS="cls.js", PARTS="parts.js", POINTS="points.js",
 
 
 def thinned(layer: PixelMaps) -> tuple[QueryMaps, list[str]]:
-    """Reduce a layer's maps to a bounded size, and describe in words what was left out.
+    """Reduce a layer's maps to a bounded size, and describe what was left out.
 
     Returns:
         Maps (M, Hq', Wq', Hk', Wk') with uniform weights (Hq', Wq') and weights elsewhere (M, Hq', Wq'); and

@@ -14,8 +14,8 @@ from .sentence import ALIGNMENT, DECODER, ENCODER, Sentence, WordMaps
 
 TITLES = {
     ENCODER: "self-attention of the source",
-    DECODER: "self-attention of what is written (rows: written, columns: read)",
-    ALIGNMENT: "from what is written (rows) to the source (columns)",
+    DECODER: "self-attention of the output (rows: queries, columns: keys)",
+    ALIGNMENT: "from the output (rows) to the source (columns)",
 }
 CELL, LARGEST = 0.2, 12.0  # inches
 

@@ -19,9 +19,9 @@ from .sentence_grid import head_names, with_mean
 
 TEMPLATE = Path(__file__).with_name("sentence.html")
 KINDS = {
-    ALIGNMENT: "alignment: from what is written to the source",
+    ALIGNMENT: "alignment: from the output to the source",
     ENCODER: "self-attention of the source",
-    DECODER: "self-attention of what is written",
+    DECODER: "self-attention of the output",
 }
 
 

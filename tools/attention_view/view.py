@@ -181,7 +181,7 @@ def load_timm(name: str, checkpoint: Path | None, options: dict[str, Any]) -> nn
 
 
 def timm_size(model: nn.Module, checkpoint: Path | None, given: Sequence[int] | None) -> tuple[tuple[int, int], str]:
-    """Return (H, W) of a timm model's input, and the reason in words.
+    """Return (H, W) of a timm model's input, and the reason for it.
 
     Args:
         model: The model, whose own size is the default.

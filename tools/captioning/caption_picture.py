@@ -136,7 +136,7 @@ def scaled(picture: Image.Image, width: int, height: int) -> Image.Image:
 
 
 def _head(picture: Image.Image, shown: Explanation, letters: Lettering) -> Image.Image:
-    """Draw the picture, the caption beside it, and a legend of the colours."""
+    """Draw the picture, the caption next to it, and a legend of the colours."""
     preview = scaled(picture, 400, 300)
     left = MARGIN + preview.width + MARGIN
     width = WIDTH - left - MARGIN

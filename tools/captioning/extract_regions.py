@@ -20,7 +20,7 @@ Image ids are those of ``--splits`` (Karpathy's file) or ``--captions`` (COCO's 
 there are read; without both, all pictures of the folder are read, and the ids are the file names without suffix. With
 both, ``--captions`` provides file names that are missing in ``--splits``.
 
-Partial results are kept in a folder beside OUT: the same command resumes an interrupted run and produces the same
+Partial results are kept in a folder next to OUT: the same command resumes an interrupted run and produces the same
 file. Pictures that are missing or broken, or that fail in the network, are listed with the reason and left out.
 
 Several processes share the pictures, each on its own GPU (``--device cuda``) or all on the CPU::

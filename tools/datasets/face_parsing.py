@@ -254,7 +254,7 @@ def write_face(layout: Layout, face: Face, folder: Path, split: str, alignment: 
 def build(
     name: str, source: Path, output: Path, show: Callable[[str], None] = lambda line: None, align: Request | None = None
 ) -> dict[str, int]:
-    """Write the set beside ``output``, then rename it; return the number of faces of each split.
+    """Write the set next to ``output``, then rename it; return the number of faces of each split.
 
     Raises:
         ValueError: ``output`` is not empty, ``source`` is not as published, or the faces cannot be aligned.

@@ -189,7 +189,7 @@ def build(
     shortest: int = 1,
     coverage: float = 1.0,
 ) -> dict:
-    """Write the corpus beside ``output``, then rename it; return its recipe.
+    """Write the corpus next to ``output``, then rename it; return its recipe.
 
     Args:
         output: The corpus's folder.

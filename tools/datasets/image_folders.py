@@ -55,7 +55,7 @@ def crops(train: int, val: int, side: int, seed: int) -> Iterator[tuple[str, str
 
 
 def build(output: Path, images: Iterator[tuple[str, str, np.ndarray]]) -> int:
-    """Write the images beside ``output``, then rename; return their number."""
+    """Write the images next to ``output``, then rename; return their number."""
     if output.exists():
         raise SystemExit(f"image_folders: {output} exists already: name another folder, or remove it")
     partial = output.with_name(f".{output.name}.partial")

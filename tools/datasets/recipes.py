@@ -26,7 +26,7 @@ def is_made(folder: Path, recipe: dict) -> bool:
 
 @contextmanager
 def new_folder(folder: Path, recipe: dict) -> Iterator[Path]:
-    """Yield a new folder beside ``folder``, which finally gets ``recipe.json`` and replaces ``folder``."""
+    """Yield a new folder next to ``folder``; afterwards write ``recipe.json`` to it and rename it to ``folder``."""
     partial = folder.with_name(folder.name + ".partial")
     if partial.exists():
         shutil.rmtree(partial)
