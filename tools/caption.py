@@ -258,40 +258,44 @@ def layer(text: str) -> int:
     return int(text)
 
 
-def parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    made = argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         prog="python -m tools.caption", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    made.add_argument("images", type=Path, nargs="+", metavar="IMAGE")
-    made.add_argument("--path", required=True, metavar="FILE[:FILE]", help="checkpoints of the captioner")
-    made.add_argument(
+    parser.add_argument("images", type=Path, nargs="+", metavar="IMAGE")
+    parser.add_argument("--path", required=True, metavar="FILE[:FILE]", help="checkpoints of the captioner")
+    parser.add_argument(
         "--detector", type=Path, metavar="FILE", help="attribute detector: best.safetensors of train_attributes"
     )
-    made.add_argument(
+    parser.add_argument(
         "--data", type=Path, metavar="DIR", help="data folder, with all its files; default: the one used for training"
     )
-    made.add_argument("--out", type=Path, default=Path("work_dirs/captions"), metavar="DIR", help="default %(default)s")
-    made.add_argument("--beam", type=int, default=3, help="default %(default)s")
-    made.add_argument("--max-len", type=int, default=50, metavar="WORDS", help="default %(default)s")
-    made.add_argument("--lenpen", type=float, default=1.0, help="above 1: longer captions, default %(default)s")
-    made.add_argument(
+    parser.add_argument(
+        "--out", type=Path, default=Path("work_dirs/captions"), metavar="DIR", help="default %(default)s"
+    )
+    parser.add_argument("--beam", type=int, default=3, help="default %(default)s")
+    parser.add_argument("--max-len", type=int, default=50, metavar="WORDS", help="default %(default)s")
+    parser.add_argument("--lenpen", type=float, default=1.0, help="above 1: longer captions, default %(default)s")
+    parser.add_argument(
         "--layer", type=layer, metavar="N", help="block of the decoder, from 1, or all; default: the last"
     )
-    made.add_argument("--all-weights", action="store_true", help="also write the weights of every block and head")
-    made.add_argument(
+    parser.add_argument("--all-weights", action="store_true", help="also write the weights of every block and head")
+    parser.add_argument(
         "--region-checkpoint", type=Path, metavar="FILE", help="checkpoint that replaces the one of the regions' recipe"
     )
-    made.add_argument(
+    parser.add_argument(
         "--region-config", type=Path, metavar="FILE", help="mmdet config that replaces the one of the regions' recipe"
     )
-    made.add_argument("--device", help="default: cuda where there is one (of several processes each its own), else cpu")
-    made.add_argument("--restart", action="store_true", help="discard the results of an interrupted run")
-    return made
+    parser.add_argument(
+        "--device", help="default: cuda where there is one (of several processes each its own), else cpu"
+    )
+    parser.add_argument("--restart", action="store_true", help="discard the results of an interrupted run")
+    return parser
 
 
 def main(arguments: list[str] | None = None) -> int:
-    options = parser().parse_args(arguments)
+    options = build_parser().parse_args(arguments)
     process = Process()
     try:
         process = this_process()

@@ -152,28 +152,30 @@ def stored(file: Path) -> dict[str, Any] | None:
     return data if data is not None and data.get("benchmark") == "space-time-cost" else None
 
 
-def parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    made = argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         prog="python -m tools.space_time_cost",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    made.add_argument("--model", default=MODEL, metavar="NAME", help=f"a TimeSformer of timm's registry; {MODEL}")
-    made.add_argument("--patterns", nargs="+", choices=PATTERNS, default=PATTERNS, metavar="PATTERN", help="all")
-    made.add_argument("--frames", nargs="+", type=int, default=FRAMES, metavar="T", help=f"{FRAMES}")
-    made.add_argument("--sizes", nargs="+", type=int, default=SIZES, metavar="PIXELS", help=f"multiples of 16; {SIZES}")
-    made.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables there as well")
-    made.add_argument("--plot", type=Path, metavar="FILE", help="draw the cost, as .svg, .png or .pdf")
-    add_arguments(made)
-    return made
+    parser.add_argument("--model", default=MODEL, metavar="NAME", help=f"a TimeSformer of timm's registry; {MODEL}")
+    parser.add_argument("--patterns", nargs="+", choices=PATTERNS, default=PATTERNS, metavar="PATTERN", help="all")
+    parser.add_argument("--frames", nargs="+", type=int, default=FRAMES, metavar="T", help=f"{FRAMES}")
+    parser.add_argument(
+        "--sizes", nargs="+", type=int, default=SIZES, metavar="PIXELS", help=f"multiples of 16; {SIZES}"
+    )
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables there as well")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the cost, as .svg, .png or .pdf")
+    add_arguments(parser)
+    return parser
 
 
 def main(arguments: list[str] | None = None) -> int:
-    made = parser()
-    options = made.parse_args(arguments)
+    parser = build_parser()
+    options = parser.parse_args(arguments)
     if not options.model.startswith("timesformer_") or not timm.is_model(options.model):
-        made.error(f"--model must be one of {', '.join(timm.list_models('timesformer_*'))}, got {options.model!r}")
+        parser.error(f"--model must be one of {', '.join(timm.list_models('timesformer_*'))}, got {options.model!r}")
     checked = (
         ("--frames", options.frames, 1), ("--sizes", options.sizes, 16),
         ("--measure-frames", options.measure_frames, 1), ("--measure-sizes", options.measure_sizes, 16),
@@ -182,16 +184,16 @@ def main(arguments: list[str] | None = None) -> int:
     for flag, numbers, unit in checked:
         for number in numbers:
             if number < 1 or number % unit:
-                made.error(f"{flag} must be positive{' multiples of 16' if unit > 1 else ''}, got {number}")
+                parser.error(f"{flag} must be positive{' multiples of 16' if unit > 1 else ''}, got {number}")
     if options.plot is not None and options.plot.suffix not in (".svg", ".png", ".pdf"):
-        made.error(f"--plot must end with .svg, .png or .pdf, got {options.plot}")
+        parser.error(f"--plot must end with .svg, .png or .pdf, got {options.plot}")
     if options.measure is not None and options.measure.suffix != ".json":
-        made.error(f"--measure must end with .json, got {options.measure}")
+        parser.error(f"--measure must end with .json, got {options.measure}")
     if options.seconds < 0:
-        made.error(f"--seconds must not be negative, got {options.seconds:g}")
+        parser.error(f"--seconds must not be negative, got {options.seconds:g}")
     data = None
     if options.measured is not None and (data := stored(options.measured)) is None:
-        made.error(f"--measured must be a file that --measure wrote, got {options.measured}")
+        parser.error(f"--measured must be a file that --measure wrote, got {options.measured}")
     if options.measure is not None:
         data = measured(options)
     clips = options.model, options.patterns, options.frames, options.sizes

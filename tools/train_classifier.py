@@ -222,29 +222,29 @@ def begin(options: argparse.Namespace) -> tuple[Settings, State | None]:
     return Settings(config, config, None if options.config is None else values), None
 
 
-def parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    made = argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         prog="python -m tools.train_classifier",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    made.add_argument(
+    parser.add_argument(
         "config", nargs="?", type=Path, metavar="CONFIG", help="a YAML file, such as those of configs/timm"
     )
-    made.add_argument("--data", type=Path, required=True, metavar="DIR", help="folder with train/ and val/")
-    made.add_argument("--model", metavar="NAME", help="timm's name of the model, instead of CONFIG's")
-    made.add_argument("--epochs", type=int, metavar="N", help="the same as --set epochs=N")
-    made.add_argument("--batch-size", type=int, metavar="N", help="the same as --set batch_size=N")
-    made.add_argument("--lr", type=float, help="the same as --set lr=LR")
-    made.add_argument(
+    parser.add_argument("--data", type=Path, required=True, metavar="DIR", help="folder with train/ and val/")
+    parser.add_argument("--model", metavar="NAME", help="timm's name of the model, instead of CONFIG's")
+    parser.add_argument("--epochs", type=int, metavar="N", help="the same as --set epochs=N")
+    parser.add_argument("--batch-size", type=int, metavar="N", help="the same as --set batch_size=N")
+    parser.add_argument("--lr", type=float, help="the same as --set lr=LR")
+    parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE",
         help="set a key of CONFIG, or one inside a key (model_args.nu=0.25); may be repeated",
     )  # fmt: skip
-    made.add_argument(
+    parser.add_argument(
         "--output", type=Path, metavar="DIR", help="default: work_dirs/CONFIG without its suffix, else work_dirs/MODEL"
     )
-    task = made.add_mutually_exclusive_group()
+    task = parser.add_mutually_exclusive_group()
     task.add_argument(
         "--resume", action="store_true",
         help="continue the training of --output after its last whole epoch, with the settings it began with",
@@ -258,19 +258,19 @@ def parser() -> argparse.ArgumentParser:
         "--check", action="store_true",
         help="only read all images and print the broken ones with their reasons; exit status 1 if there are any",
     )  # fmt: skip
-    made.add_argument(
+    parser.add_argument(
         "--skip-broken", action="store_true",
         help="read all images first, leave the broken ones out and list them in broken.txt",
     )  # fmt: skip
-    made.add_argument(
+    parser.add_argument(
         "--tensorboard", action="store_true", help="also write TensorBoard's files, to --output/tensorboard"
     )
-    made.add_argument("--device", help="cpu, cuda or cuda:N; default: cuda where there is a GPU, else cpu")
-    return made
+    parser.add_argument("--device", help="cpu, cuda or cuda:N; default: cuda where there is a GPU, else cpu")
+    return parser
 
 
 def main(arguments: list[str] | None = None) -> int:
-    options = parser().parse_args(arguments)
+    options = build_parser().parse_args(arguments)
     if options.tensorboard:
         need("tensorboard", extras=("timm", "tools"))
     try:

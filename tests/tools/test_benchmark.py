@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tools.benchmark import load, memory, report, results
-from tools.benchmark.__main__ import SHOWN, main, parser
+from tools.benchmark.__main__ import SHOWN, build_parser, main
 from tools.benchmark.case import Buffer, Case, forward, forward_backward
 from tools.benchmark.measure import Settings, interleaved, measure
 from tools.benchmark.summary import better_peer, noisy, spread, summarize
@@ -194,7 +194,7 @@ def test_a_row_on_a_loaded_machine_is_marked(monkeypatch):
 
 
 def test_the_command_has_all_its_options():
-    options = parser().parse_args(["calls", "--threads", "2", "--seconds", "0.5", "-k", "1-D (8,512"])
+    options = build_parser().parse_args(["calls", "--threads", "2", "--seconds", "0.5", "-k", "1-D (8,512"])
     command = results.command_line("python -m tools.benchmark", options.names, options, SHOWN)
     assert command == (
         "python -m tools.benchmark calls --device cpu --threads 2 --seconds 0.5 --rounds 40 --min-rounds 5 "

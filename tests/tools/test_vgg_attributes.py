@@ -249,7 +249,7 @@ def test_the_tool_trains_from_torchvisions_weights_and_resumes(pair, scenes, tmp
 
 def test_vgg16_is_the_default_with_fc7():
     for arguments, name in ((["--fc7"], "vgg16"), ([], "resnet50"), (["--fc7", "--backbone", "vgg19"], "vgg19")):
-        options = tool.parser().parse_args(["data", "out", *arguments])
+        options = tool.build_parser().parse_args(["data", "out", *arguments])
         tool.check(options)
         assert options.backbone == name
 

@@ -30,24 +30,24 @@ with extras():
 SHOWN = ("device", "threads", "seconds", "rounds", "min_rounds", "attempts", "wait", "k", "out")
 
 
-def parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     defaults = Settings()
-    made = argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         prog="python -m tools.benchmark", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    made.add_argument("names", nargs="*", metavar="OPERATOR", help=f"any of {', '.join(OPERATORS)}; default: all")
-    made.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    made.add_argument("--threads", type=int, default=torch.get_num_threads(), help="CPU threads")
-    made.add_argument("--seconds", type=float, default=defaults.seconds, help="time for the rounds of a row")
-    made.add_argument("--rounds", type=int, default=defaults.rounds, help="maximum rounds of a row")
-    made.add_argument("--min-rounds", type=int, default=defaults.min_rounds, help="rounds to run in any case")
-    made.add_argument("--attempts", type=int, default=defaults.attempts, help="maximum measurements of a noisy row")
-    made.add_argument("--wait", type=float, default=60, help="seconds to wait for other processes to end")
-    made.add_argument("-k", metavar="TEXT", default="", help="only cases whose name contains TEXT (writes no file)")
-    made.add_argument("--out", type=Path, default=results.FOLDER, help="folder of JSON files and pages")
-    made.add_argument("--against", type=Path, metavar="CHECKOUT", help="compare with another checkout; no peers")
-    return made
+    parser.add_argument("names", nargs="*", metavar="OPERATOR", help=f"any of {', '.join(OPERATORS)}; default: all")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="CPU threads")
+    parser.add_argument("--seconds", type=float, default=defaults.seconds, help="time for the rounds of a row")
+    parser.add_argument("--rounds", type=int, default=defaults.rounds, help="maximum rounds of a row")
+    parser.add_argument("--min-rounds", type=int, default=defaults.min_rounds, help="rounds to run in any case")
+    parser.add_argument("--attempts", type=int, default=defaults.attempts, help="maximum measurements of a noisy row")
+    parser.add_argument("--wait", type=float, default=60, help="seconds to wait for other processes to end")
+    parser.add_argument("-k", metavar="TEXT", default="", help="only cases whose name contains TEXT (writes no file)")
+    parser.add_argument("--out", type=Path, default=results.FOLDER, help="folder of JSON files and pages")
+    parser.add_argument("--against", type=Path, metavar="CHECKOUT", help="compare with another checkout; no peers")
+    return parser
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -60,25 +60,25 @@ def main(arguments: list[str] | None = None) -> int:
         from .end_to_end import command
 
         return command.main(arguments[1:])
-    made = parser()
-    options = made.parse_args(arguments)
+    parser = build_parser()
+    options = parser.parse_args(arguments)
     if unknown := set(options.names) - set(OPERATORS):
-        made.error(f"no benchmark named {', '.join(sorted(unknown))}; there are {', '.join(OPERATORS)}")
+        parser.error(f"no benchmark named {', '.join(sorted(unknown))}; there are {', '.join(OPERATORS)}")
     if options.device == "cuda" and not torch.cuda.is_available():
-        made.error("--device cuda: torch finds no CUDA device here")
+        parser.error("--device cuda: torch finds no CUDA device here")
     try:
         settings = Settings(options.seconds, options.rounds, options.min_rounds, options.attempts)
     except ValueError as error:
-        made.error(str(error))
+        parser.error(str(error))
     if options.threads < 1:
-        made.error(f"--threads must be at least 1, got {options.threads}")
+        parser.error(f"--threads must be at least 1, got {options.threads}")
     options.names = options.names or list(OPERATORS)
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     if options.against is not None:
         from . import against
 
-        return against.compare(made, options, settings)
+        return against.compare(parser, options, settings)
     for name in options.names:
         run(name, options, settings)
     return 0

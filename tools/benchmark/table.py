@@ -314,15 +314,15 @@ def filled(text: str, folder: Path) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    made = argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         prog="python -m tools.benchmark table",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    made.add_argument("--check", action="store_true", help="write nothing")
-    made.add_argument("--pages", nargs="+", type=Path, default=PAGES, help="default: README's and the site's")
-    made.add_argument("--benchmarks", type=Path, default=results.FOLDER, help="the folder of JSON files")
-    options = made.parse_args(arguments)
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    parser.add_argument("--pages", nargs="+", type=Path, default=PAGES, help="default: README's and the site's")
+    parser.add_argument("--benchmarks", type=Path, default=results.FOLDER, help="the folder of JSON files")
+    options = parser.parse_args(arguments)
     status = 0
     for page in options.pages:
         before = page.read_text(encoding="utf-8")

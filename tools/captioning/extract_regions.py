@@ -64,7 +64,7 @@ with extras("captioning", "timm", "tools"):
     from tools.captioning.progress import Progress
     from tools.captioning.region_recipe import make_extractor, recipe_of
     from tools.captioning.regions import BadExtractor, Extractor, Regions, Selection
-    from tools.captioning.shared_run import SharedRun, made
+    from tools.captioning.shared_run import SharedRun, produced
     from tools.pictures import BadPicture, open_picture
 
 
@@ -188,7 +188,7 @@ def extract(options: argparse.Namespace, process: Process) -> int:
     folder = out.with_name(f".{out.name}.partial")
 
     def check_out() -> None:
-        if out.exists() and not options.overwrite and not made(folder, out):
+        if out.exists() and not options.overwrite and not produced(folder, out):
             raise BadFile(f"OUT {out} already exists: --overwrite replaces it")
 
     if process.rank == 0:  # other processes may start after the result exists
@@ -230,49 +230,51 @@ def extract(options: argparse.Namespace, process: Process) -> int:
     return len(skipped)
 
 
-def parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    made = argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         prog="python -m tools.captioning.extract_regions",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    made.add_argument("images", type=Path, metavar="IMAGES", help="folder of the pictures")
-    made.add_argument("out", type=Path, metavar="OUT", help=".npz, .h5, .hdf5 or .lmdb")
-    made.add_argument("--captions", type=Path, metavar="JSON", help="file in COCO's format with the images' ids")
-    made.add_argument("--splits", type=Path, metavar="JSON", help="Karpathy's file with the images' ids")
-    way = made.add_mutually_exclusive_group(required=True)
+    parser.add_argument("images", type=Path, metavar="IMAGES", help="folder of the pictures")
+    parser.add_argument("out", type=Path, metavar="OUT", help=".npz, .h5, .hdf5 or .lmdb")
+    parser.add_argument("--captions", type=Path, metavar="JSON", help="file in COCO's format with the images' ids")
+    parser.add_argument("--splits", type=Path, metavar="JSON", help="Karpathy's file with the images' ids")
+    way = parser.add_mutually_exclusive_group(required=True)
     way.add_argument("--mmdet", nargs="+", metavar=("CONFIG", "CHECKPOINT"))
     way.add_argument("--torchvision", metavar="NAME")
     way.add_argument("--grid", metavar="NAME")
-    weights = made.add_mutually_exclusive_group()
+    weights = parser.add_mutually_exclusive_group()
     weights.add_argument(
         "--checkpoint", metavar="FILE",
         help="weights instead of the library's own; --grid also takes those of train_attributes and train_classifier",
     )  # fmt: skip
     weights.add_argument("--no-weights", action="store_true", help="random weights, the same for the same --seed")
-    made.add_argument("--grid-size", type=int, default=7, metavar="N", help="cells of a side, default %(default)s")
-    made.add_argument(
+    parser.add_argument("--grid-size", type=int, default=7, metavar="N", help="cells of a side, default %(default)s")
+    parser.add_argument(
         "--size", type=int, nargs="+", metavar="PIXELS",
         help="--grid: height and width; --torchvision: shorter and longer side; default: the model's own",
     )  # fmt: skip
-    made.add_argument("--feature", choices=("classifier", "map"), default="classifier")
-    made.add_argument("--min-regions", type=int, default=Selection.minimum, help="default %(default)s")
-    made.add_argument("--max-regions", type=int, default=Selection.maximum, help="default %(default)s")
-    made.add_argument("--score-threshold", type=float, default=Selection.threshold, help="default %(default)s")
-    made.add_argument("--nms", type=float, default=Selection.iou, metavar="IOU", help="default %(default)s")
-    made.add_argument("--batch-size", type=int, default=4, help="default %(default)s")
-    made.add_argument("--workers", type=int, default=0, help="processes that read pictures, default %(default)s")
-    made.add_argument("--dtype", choices=("float16", "float32"), default="float16", help="default %(default)s")
-    made.add_argument("--device", help="default: cuda where there is one (of several processes each its own), else cpu")
-    made.add_argument("--seed", type=int, default=0, help="seed of random weights, default %(default)s")
-    made.add_argument("--overwrite", action="store_true", help="replace OUT")
-    made.add_argument("--restart", action="store_true", help="discard the results of an interrupted run")
-    return made
+    parser.add_argument("--feature", choices=("classifier", "map"), default="classifier")
+    parser.add_argument("--min-regions", type=int, default=Selection.minimum, help="default %(default)s")
+    parser.add_argument("--max-regions", type=int, default=Selection.maximum, help="default %(default)s")
+    parser.add_argument("--score-threshold", type=float, default=Selection.threshold, help="default %(default)s")
+    parser.add_argument("--nms", type=float, default=Selection.iou, metavar="IOU", help="default %(default)s")
+    parser.add_argument("--batch-size", type=int, default=4, help="default %(default)s")
+    parser.add_argument("--workers", type=int, default=0, help="processes that read pictures, default %(default)s")
+    parser.add_argument("--dtype", choices=("float16", "float32"), default="float16", help="default %(default)s")
+    parser.add_argument(
+        "--device", help="default: cuda where there is one (of several processes each its own), else cpu"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of random weights, default %(default)s")
+    parser.add_argument("--overwrite", action="store_true", help="replace OUT")
+    parser.add_argument("--restart", action="store_true", help="discard the results of an interrupted run")
+    return parser
 
 
 def main(arguments: list[str] | None = None) -> int:
-    options = parser().parse_args(arguments)
+    options = build_parser().parse_args(arguments)
     process = Process()
     try:
         process = this_process()

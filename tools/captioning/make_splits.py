@@ -66,26 +66,26 @@ def divided(number: int, shares: Sequence[float]) -> list[int]:
     return counts
 
 
-def parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    made = argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         prog="python -m tools.captioning.make_splits",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    made.add_argument("data", type=Path, metavar="DATA")
-    made.add_argument("--captions", type=Path, metavar="JSON", help="default: DATA/captions.json")
-    made.add_argument(
+    parser.add_argument("data", type=Path, metavar="DATA")
+    parser.add_argument("--captions", type=Path, metavar="JSON", help="default: DATA/captions.json")
+    parser.add_argument(
         "--shares", type=float, nargs=3, metavar=tuple(map(str.upper, PARTS)), default=(80.0, 10.0, 10.0),
         help="shares of the images, in any unit; that of TEST may be 0 (default: 80 10 10)",
     )  # fmt: skip
-    made.add_argument("--seed", type=int, default=0, help="default %(default)s")
-    made.add_argument("--overwrite", action="store_true", help="replace an existing splits.json")
-    return made
+    parser.add_argument("--seed", type=int, default=0, help="default %(default)s")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing splits.json")
+    return parser
 
 
 def main(arguments: list[str] | None = None) -> int:
-    options = parser().parse_args(arguments)
+    options = build_parser().parse_args(arguments)
     out = options.data / "splits.json"
     try:
         if min(options.shares) < 0 or not all(options.shares[:2]) or not np.isfinite(options.shares).all():

@@ -293,7 +293,7 @@ class SharedRun:
         self._locks.close()
 
 
-def made(folder: Path, out: Path) -> bool:
+def produced(folder: Path, out: Path) -> bool:
     """Return whether ``out`` is the result of the run in ``folder``, which ended before removing the folder."""
     try:
         return json.loads((folder / "made.json").read_text()) == _identity(out)

@@ -149,7 +149,7 @@ class Training:
         except Exception as error:
             raise BadFile(f"{file} cannot be read: {error}") from error
         for name, value in json.loads(_fixed(self.options)).items():
-            if (then := before.get(name, parser().get_default(name))) != value:
+            if (then := before.get(name, build_parser().get_default(name))) != value:
                 option = "--" + name.replace("_", "-")
                 raise BadOption(f"{file} was trained with {option} {then}, but now it is {value}")
         return state
@@ -260,52 +260,54 @@ def predict(options: argparse.Namespace, data: Data, device: torch.device) -> in
     return len(data.images) - len(found)
 
 
-def parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    made = argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         prog="python -m tools.captioning.train_attributes",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    made.add_argument("data", type=Path, metavar="DATA")
-    made.add_argument("out", type=Path, metavar="OUT")
-    made.add_argument("--splits", type=Path, metavar="JSON", help="default: DATA/splits.json")
-    made.add_argument("--captions", type=Path, metavar="JSON", help="default: DATA/captions.json, if it is there")
-    made.add_argument("--images", type=Path, metavar="DIR", help="default: DATA/images, else DATA")
-    made.add_argument("--attributes", type=Path, metavar="FILE", help="output file, default: DATA/attributes.json")
-    made.add_argument("--backbone", metavar="NAME", help="model of timm, default resnet50; with --fc7 vgg16")
-    made.add_argument("--fc7", action="store_true", help="use a VGG up to fc7, with fc6 and fc7 as convolutions")
-    weights = made.add_mutually_exclusive_group()
+    parser.add_argument("data", type=Path, metavar="DATA")
+    parser.add_argument("out", type=Path, metavar="OUT")
+    parser.add_argument("--splits", type=Path, metavar="JSON", help="default: DATA/splits.json")
+    parser.add_argument("--captions", type=Path, metavar="JSON", help="default: DATA/captions.json, if it is there")
+    parser.add_argument("--images", type=Path, metavar="DIR", help="default: DATA/images, else DATA")
+    parser.add_argument("--attributes", type=Path, metavar="FILE", help="output file, default: DATA/attributes.json")
+    parser.add_argument("--backbone", metavar="NAME", help="model of timm, default resnet50; with --fc7 vgg16")
+    parser.add_argument("--fc7", action="store_true", help="use a VGG up to fc7, with fc6 and fc7 as convolutions")
+    weights = parser.add_mutually_exclusive_group()
     weights.add_argument("--weights", type=Path, metavar="FILE", help="weights of the backbone, instead of timm's")
     weights.add_argument("--no-pretrained", action="store_true", help="train from random weights")
-    made.add_argument(
+    parser.add_argument(
         "--size", type=int, metavar="PIXELS", help="side of the pictures, default: the backbone's own; with --fc7 565"
     )
-    made.add_argument(
+    parser.add_argument(
         "--output-stride", type=int, metavar="PIXELS", help="pixels per cell, if the backbone can change it"
     )
-    made.add_argument("--words", type=int, default=1000, help="default %(default)s")
-    made.add_argument("--min-word-count", type=int, default=5, help="default %(default)s")
-    made.add_argument(
+    parser.add_argument("--words", type=int, default=1000, help="default %(default)s")
+    parser.add_argument("--min-word-count", type=int, default=5, help="default %(default)s")
+    parser.add_argument(
         "--skip-words", nargs="*", default=[], metavar="WORD", help="words to exclude from the attributes"
     )
-    made.add_argument("--epochs", type=int, default=20, help="default %(default)s")
-    made.add_argument("--batch-size", type=int, default=32, help="default %(default)s")
-    made.add_argument("--lr", type=float, help="default 0.002 with --no-pretrained, else 0.0002")
-    made.add_argument("--weight-decay", type=float, default=0.05, help="default %(default)s")
-    made.add_argument("--shift", type=float, default=0.1, help="maximum shift relative to a side, default %(default)s")
-    made.add_argument("--workers", type=int, default=0, help="processes that read pictures, default %(default)s")
-    made.add_argument("--device", help="default: cuda where there is one, else cpu")
-    made.add_argument("--seed", type=int, default=0, help="default %(default)s")
-    made.add_argument("--resume", action="store_true", help="continue the training of OUT")
-    made.add_argument("--predict", action="store_true", help="only write the attributes, with OUT/best.safetensors")
-    made.add_argument(
+    parser.add_argument("--epochs", type=int, default=20, help="default %(default)s")
+    parser.add_argument("--batch-size", type=int, default=32, help="default %(default)s")
+    parser.add_argument("--lr", type=float, help="default 0.002 with --no-pretrained, else 0.0002")
+    parser.add_argument("--weight-decay", type=float, default=0.05, help="default %(default)s")
+    parser.add_argument(
+        "--shift", type=float, default=0.1, help="maximum shift relative to a side, default %(default)s"
+    )
+    parser.add_argument("--workers", type=int, default=0, help="processes that read pictures, default %(default)s")
+    parser.add_argument("--device", help="default: cuda where there is one, else cpu")
+    parser.add_argument("--seed", type=int, default=0, help="default %(default)s")
+    parser.add_argument("--resume", action="store_true", help="continue the training of OUT")
+    parser.add_argument("--predict", action="store_true", help="only write the attributes, with OUT/best.safetensors")
+    parser.add_argument(
         "--top", type=int, default=20, metavar="WORDS", help="attributes of each image, default %(default)s"
     )
-    made.add_argument(
+    parser.add_argument(
         "--skip-invalid-samples", action="store_true", help="leave out bad captions and pictures, with a line each"
     )
-    return made
+    return parser
 
 
 def check(options: argparse.Namespace) -> None:
@@ -327,7 +329,7 @@ def check(options: argparse.Namespace) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    options = parser().parse_args(arguments)
+    options = build_parser().parse_args(arguments)
     try:
         check(options)
         device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))

@@ -34,12 +34,12 @@ with extras():
 SECONDS = 480.0
 
 
-def parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    made = argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         prog="python -m tools.gpu_check", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    commands = made.add_subparsers(dest="command", required=True)
+    commands = parser.add_subparsers(dest="command", required=True)
     out = Path(os.environ.get("OUT") or machine.FOLDER / "out")
     jobs = max(1, (os.cpu_count() or 1) - 2)
     first = commands.add_parser("check", help="build, tests, random calls, memory checkers")
@@ -52,14 +52,14 @@ def parser() -> argparse.ArgumentParser:
         each.add_argument("--seconds", type=float, default=SECONDS, help="time limit (default: %(default)g)")
         each.add_argument("--jobs", type=int, default=jobs, help="number of parallel processes (default: %(default)s)")
         each.add_argument("--out", type=Path, default=out, help="folder of the results (default: $OUT, %(default)s)")
-    return made
+    return parser
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run a command and return its exit status."""
-    options = parser().parse_args(arguments)
+    options = build_parser().parse_args(arguments)
     if options.seconds <= 0 or options.jobs < 1:
-        parser().error(f"--seconds and --jobs must be positive, got {options.seconds:g} and {options.jobs}")
+        build_parser().error(f"--seconds and --jobs must be positive, got {options.seconds:g} and {options.jobs}")
     if getattr(options, "device", "cuda") == "cuda" and not torch.cuda.is_available():
         print(f"gpu_check {options.command}: {machine.NO_DEVICE}", file=sys.stderr)
         return 2

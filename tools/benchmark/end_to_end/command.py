@@ -45,34 +45,34 @@ class Failed(Exception):
     """A process ended with an error."""
 
 
-def parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    made = argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         prog="python -m tools.benchmark end_to_end",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    made.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS), metavar="MODEL")
-    made.add_argument(
+    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS), metavar="MODEL")
+    parser.add_argument(
         "--name", default="end_to_end", help="name of the files, for models measured separately (NAME-cpu.json)"
     )
-    made.add_argument("--size", type=int, nargs=2, metavar=("H", "W"), help="size of pictures (writes no file)")
-    made.add_argument("--threads", type=int, default=torch.get_num_threads(), help="CPU threads")
-    made.add_argument("--seconds", type=float, default=10, help="time for the calls of a pass in a process")
-    made.add_argument("--rounds", type=int, default=5, help="maximum processes of each kind for a model")
-    made.add_argument("--min-rounds", type=int, default=2, help="minimum processes, however long they take")
-    made.add_argument("--minutes", type=float, default=28, help="total time; later rounds are left out")
-    made.add_argument("--wait", type=float, default=60, help="seconds to wait for other processes to end")
-    made.add_argument("--out", type=Path, default=results.FOLDER, help="folder of JSON file and page")
-    return made
+    parser.add_argument("--size", type=int, nargs=2, metavar=("H", "W"), help="size of pictures (writes no file)")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="CPU threads")
+    parser.add_argument("--seconds", type=float, default=10, help="time for the calls of a pass in a process")
+    parser.add_argument("--rounds", type=int, default=5, help="maximum processes of each kind for a model")
+    parser.add_argument("--min-rounds", type=int, default=2, help="minimum processes, however long they take")
+    parser.add_argument("--minutes", type=float, default=28, help="total time; later rounds are left out")
+    parser.add_argument("--wait", type=float, default=60, help="seconds to wait for other processes to end")
+    parser.add_argument("--out", type=Path, default=results.FOLDER, help="folder of JSON file and page")
+    return parser
 
 
 def main(arguments: list[str] | None = None) -> int:
-    made = parser()
-    options = made.parse_args(arguments)
+    parser = build_parser()
+    options = parser.parse_args(arguments)
     for name in ("threads", "rounds", "min_rounds"):
         if getattr(options, name) < 1:
-            made.error(f"--{name.replace('_', '-')} must be at least 1, got {getattr(options, name)}")
+            parser.error(f"--{name.replace('_', '-')} must be at least 1, got {getattr(options, name)}")
     need("mmdet", "mmseg")
     torch.set_num_threads(options.threads)
     before = load.wait_until_quiet(options.wait)
