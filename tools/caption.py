@@ -27,7 +27,7 @@ Process 0 returns the exit code below (torchrun returns 1 for any code but 0). A
 error. Processes on several machines need a shared file system with file locks for OUT.
 
 Exit code: 0, all pictures have captions; 1, some could not be read or captioned, and are listed; 2, no picture was
-tried.
+processed.
 """
 
 from __future__ import annotations
