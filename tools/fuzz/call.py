@@ -88,7 +88,7 @@ class Call:
             lines.append(f"    {name:16} {in_words(value)}{' with gradient' if name in self.differentiated else ''}")
         mode = ", deterministic" if self.deterministic else ""
         pieces = "" if self.workspace is None else f", in pieces of {self.workspace} bytes"
-        return "\n".join([*lines, f"    by {self.backend or 'the backend that serves'}{mode}{pieces}"])
+        return "\n".join([*lines, f"    by {self.backend or 'the default backend'}{mode}{pieces}"])
 
 
 def in_words(value: Any) -> str:

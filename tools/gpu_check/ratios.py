@@ -149,11 +149,11 @@ def closing(data: Mapping[str, Any]) -> list[str]:
     compared, failed = split(data)
     lines = ["", f"=== not measured: {len(failed)} rows"]
     lines += [f"{row['end']}: {row['row'].get('error', '?')[:150]}" for row in failed[:25]]
-    lines += ["", "=== our backends: times as fast as what serves by default (geometric mean)", *backend_lines(data)]
+    lines += ["", "=== our backends: speed relative to the default (geometric mean)", *backend_lines(data)]
     lines += ["", "=== parts (geometric means)", *part_lines(compared)]
     ordered = sorted(compared, key=lambda each: -(each.ratio if each.ratio is not None else math.inf))
     left_out = max(0, len(ordered) - LINES)
-    lines += ["", "=== better peer's time over ours, share of the roofline, our time [what serves; faster of ours]"]
+    lines += ["", "=== better peer's time over ours, share of the roofline, our time [default; a faster one of ours]"]
     lines += [f"… {left_out} rows with better ratios are in measure.md"] if left_out else []
     return lines + [ratio_line(each) for each in ordered[left_out:]]
 
@@ -167,9 +167,9 @@ def page(data: Mapping[str, Any]) -> str:
         speeds = ", ".join(f"{kind} {rate / 1e12:.4g} T/s" for kind, rate in data["ceilings"].items())
         lines += [f"Ceilings, measured here: {speeds} (bytes of a copy are those read and written).", ""]
     lines += [
-        "Least times of all rounds, in milliseconds; runs under 5 ms by replay of a CUDA graph, caches emptied before",
-        "each. Ratio: the better peer's over ours. Share: what the device needs at least, by operations or bytes, over",
-        "our time. Memory: our peak over that peer's.",
+        "Minimum times over all rounds, in milliseconds; runs under 5 ms are replayed from a CUDA graph, with caches",
+        "flushed before each. Ratio: the better peer's time over ours. Share: the device's minimum time for the",
+        "operations or bytes, over our time. Memory: our peak over that peer's.",
         "",
         *(f"* {line}" for line in [*part_lines(compared), *backend_lines(data)]),
     ]
@@ -179,7 +179,7 @@ def page(data: Mapping[str, Any]) -> str:
             "",
             f"## {part}",
             "",
-            "| case | ours | served by | other backends | peers | ratio | share | memory | |",
+            "| case | ours | backend | other backends | peers | ratio | share | memory | |",
         ]
         lines.append("| --- " * 9 + "|")
         for each in compared:
