@@ -175,12 +175,7 @@ def page(data: Mapping[str, Any]) -> str:
     ]
     by_name = {entry["end"]: entry["row"] for entry in data["rows"]}
     for part in dict.fromkeys(each.name.split(":")[0] for each in compared):
-        lines += [
-            "",
-            f"## {part}",
-            "",
-            "| case | ours | backend | other backends | peers | ratio | share | memory | |",
-        ]
+        lines += ["", f"## {part}", "", "| case | ours | backend | other backends | peers | ratio | share | memory | |"]
         lines.append("| --- " * 9 + "|")
         for each in compared:
             if each.name.startswith(f"{part}:"):
