@@ -48,7 +48,7 @@ def sequence_attention(
     logit. A logit of -inf masks its key. Fully masked queries return zeros.
 
     No (T, S) mask or bias is allocated, except for second derivatives, which hold all logits. If the outside logit is
-    the number -inf, only the keys inside the band are computed.
+    the number -inf, keys outside the band are masked and, where that is faster, not computed.
 
     Args:
         query: (B, M, T, d); None, together with ``key``, for position logits alone.
