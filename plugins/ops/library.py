@@ -1,7 +1,7 @@
 """Load the compiled operators, and report which devices they run on.
 
-Backends call :func:`refusal`. If it returns a reason, another backend computes; where there is no binary that runs on
-the device, :func:`.backends.choose` logs the reason and which backend that is.
+Backends call :func:`refusal`. If it returns a reason, the next backend of the operator's table is tried. If no binary
+runs on the device, :func:`.backends.choose` also logs the reason and the backend that is used instead.
 """
 
 from __future__ import annotations
