@@ -1,4 +1,7 @@
-"""A headless Chromium, controlled through a pipe by its DevTools protocol, which needs no package."""
+"""Fixtures of the tools' tests, among them a headless Chromium.
+
+The browser is controlled through a pipe by its DevTools protocol, which needs no package.
+"""
 
 from __future__ import annotations
 
@@ -115,3 +118,22 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def photograph(tmp_path_factory) -> Path:
+    """Write a photograph of a cat of 300 rows and 451 columns."""
+    from PIL import Image
+    from skimage import data
+
+    file = tmp_path_factory.mktemp("photograph") / "cat.png"
+    Image.fromarray(data.chelsea()).save(file)
+    return file
+
+
+@pytest.fixture(scope="session")
+def captioned(tmp_path_factory) -> Path:
+    """Create a data folder of captioned scenes. Its detector and models lie in the parent folder."""
+    from tests.tools.caption_helpers import create
+
+    return create(tmp_path_factory.mktemp("captioning"))

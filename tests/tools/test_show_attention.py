@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import json
 import re
 from pathlib import Path
 
@@ -25,6 +23,7 @@ from attn_plugins.modules import (  # noqa: E402
     NonLocal2d,
     capture_attention,
 )
+from tests.tools.show_attention_helpers import page_data, same_picture  # noqa: E402
 from tools.attention_view import mm, page, view  # noqa: E402
 from tools.classification.checkpoint import read_weights, save_weights  # noqa: E402
 from tools.classification.config import Config  # noqa: E402
@@ -66,12 +65,6 @@ def test_a_grid_for_every_stage(shown):
     red = (grid[..., 0] > 200) & (grid[..., 1] < 60) & (grid[..., 2] < 60)
     assert red.sum() > 50  # the crosses
     assert grid.shape[0] > grid.shape[1]  # nine rows, two columns
-
-
-def page_data(file: Path) -> dict:
-    found = re.search(r"const data = (\{.*\});", file.read_text())
-    assert found is not None
-    return json.loads(found[1])
 
 
 def test_the_page_holds_the_maps_and_nothing_from_elsewhere(shown):
@@ -285,41 +278,6 @@ def test_bad_arguments(arguments, words, photograph, tmp_path, capsys):
 
 
 # --- the page in a browser ----------------------------------------------------------------------------------------
-
-
-def maps_in(file: Path) -> list[np.ndarray]:
-    """Decode the page's bytes: (M, Hq, Wq, Hk, Wk) for each layer."""
-    return [
-        np.frombuffer(base64.b64decode(layer["maps"]), np.uint8).reshape(
-            layer["heads"], *layer["queries"], *layer["keys"]
-        )
-        for layer in page_data(file)["layers"]
-    ]
-
-
-def painted(browser, panel: int) -> list[int]:
-    """Return the colours in the middle of every key's cell of a panel, without the picture."""
-    return browser.run(
-        f"""(() => {{
-            const {{ layer, canvas }} = panels[{panel}], [Hk, Wk] = layer.keys, found = [];
-            const context = canvas.getContext('2d');
-            for (let y = 0; y < Hk; y++) for (let x = 0; x < Wk; x++) {{
-                const at = [(x + 0.5) * canvas.width / Wk, (y + 0.5) * canvas.height / Hk].map(Math.floor);
-                found.push(...context.getImageData(...at, 1, 1).data.slice(0, 3));
-            }}
-            return found;
-        }})()"""
-    )
-
-
-def same_picture(browser, file: Path, panel: int, head: int, layer: int, cell: tuple[int, int]) -> None:
-    """Check that a panel shows the head's map for the query's cell in the page's colours."""
-    colours = np.frombuffer(base64.b64decode(page_data(file)["colours"]), np.uint8).reshape(256, 3).astype(int)
-    expected = colours[maps_in(file)[layer][head][cell]]
-    found = np.array(painted(browser, panel)).reshape(expected.shape)
-    frame = np.zeros(expected.shape[:2], bool)
-    frame[cell] = True  # the frame of the query may cover its own cell
-    assert np.abs(found - expected)[~frame].max() <= 2
 
 
 def test_a_click_and_the_arrow_keys_change_every_map(shown, browser):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 timm = pytest.importorskip("timm")
 
 from attn_plugins.modules.space_time_attention import STEPS  # noqa: E402
-from tests.tools.test_show_attention import page_data, painted  # noqa: E402
+from tests.tools.show_attention_helpers import page_data, painted  # noqa: E402
 from tools.attention_view import clips, page, space_time  # noqa: E402
 from tools.classification.checkpoint import save_weights  # noqa: E402
 from tools.classification.config import Config  # noqa: E402

@@ -15,9 +15,7 @@ pytest.importorskip("timm")
 pytest.importorskip("mmdet", reason="mmdet is not installed")
 pytest.importorskip("mmseg", reason="mmseg is not installed")
 
-from skimage import data
-
-from tests.tools.test_show_attention import page_data
+from tests.tools.show_attention_helpers import page_data
 from tools.attention_view import mm, page_objects, slots
 from tools.attention_view.objects import Objects
 from tools.show_attention import main
@@ -37,13 +35,6 @@ UPSTREAM = dict(
         "panoptic_head=dict(pixel_decoder=dict(encoder=dict(num_layers=1)), transformer_decoder=dict(num_layers=3))",
     ),
 )
-
-
-@pytest.fixture(scope="module")
-def photograph(tmp_path_factory) -> Path:
-    file = tmp_path_factory.mktemp("photograph") / "cat.png"
-    Image.fromarray(data.chelsea()).save(file)
-    return file
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,89 @@
+"""Captioned scenes with a detector and small captioning models, and runs of ``tools.caption`` on them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from fairseq import options as fairseq_options
+from fairseq import tasks
+from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+from fairseq.trainer import Trainer
+
+import attn_plugins.fairseq  # noqa: F401
+from tools import caption as tool
+from tools.captioning import extract_regions, train_attributes
+from tools.captioning.attributes import AttributeDetector, frequent_words
+from tools.captioning.timm_backbone import TimmBackbone
+from tools.datasets.captioned_scenes import Recipe, build
+from tools.pictures import open_picture
+
+FUSIONS = {
+    "entangled": {"regions", "attributes", "visual_share"},
+    "parallel": {"regions", "attributes", "visual_share"},
+    "stacked-visual": {"regions", "attributes"},
+    "visual": {"regions"},
+    "semantic": {"attributes"},
+}
+CAPTIONERS = {
+    "show_attend_tell": {"regions"},
+    "lstm_captioner": {"regions", "attributes"},
+    "conv_captioner": {"regions", "attributes"},
+}
+SHOWN = {**FUSIONS, **CAPTIONERS}
+
+
+def checkpoint(path: Path, data: Path, *options: str, seed: int = 0) -> Path:
+    """Save a model with fairseq's trainer. Its random weights are large, for attention far from uniform."""
+    given = [data, "--task=captioning", "--arch=eta_transformer_tiny", "--min-word-count=1", "--max-attributes=4"]
+    given += ["--optimizer=adam", "--lr=0.1", "--cpu", "--max-target-positions=20"]
+    given += ["--no-save-optimizer-state", *options]
+    parsed = fairseq_options.parse_args_and_arch(fairseq_options.get_training_parser(), list(map(str, given)))
+    cfg = convert_namespace_to_omegaconf(parsed)
+    torch.manual_seed(seed)
+    task = tasks.setup_task(cfg.task)
+    model = task.build_model(cfg.model)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.data *= 3
+    Trainer(cfg, task, model, task.build_criterion(cfg.criterion)).save_checkpoint(str(path), {})
+    return path
+
+
+def create(folder: Path) -> Path:
+    """Create a data folder of 9 scenes, one of them not square, in ``folder``, and beside it a detector and models."""
+    data = folder / "data"
+    assert build(data, Recipe(train=4, val=1, test=4, size=64, seed=1))
+    wide = data / "images/000007.jpg"
+    open_picture(wide).crop((0, 10, 64, 50)).save(wide)
+    train = [image for image in read(data / "splits.json")["images"] if image["split"] == "train"]
+    words = frequent_words([[sentence["tokens"] for sentence in image["sentences"]] for image in train], 12)
+    torch.manual_seed(0)
+    detector = AttributeDetector(TimmBackbone("test_resnet", (64, 64)), words)
+    detector.head.classifier.weight.data *= 20
+    detector.save(folder / "best.safetensors")
+    assert train_attributes.main([str(data), str(folder), "--predict", "--top", "3", "--device", "cpu"]) == 0
+    grid = ["--grid", "test_resnet", "--checkpoint", str(folder / "best.safetensors"), "--grid-size", "3"]
+    splits = ["--splits", str(data / "splits.json"), "--device", "cpu"]
+    assert extract_regions.main([str(data / "images"), str(data / "regions.npz"), *grid, *splits]) == 0
+    for fusion in FUSIONS:
+        checkpoint(folder / f"{fusion}.pt", data, "--fusion", fusion)
+    for name, seen in CAPTIONERS.items():
+        both = ["--fusion", "parallel"] if "attributes" in seen else []
+        checkpoint(folder / f"{name}.pt", data, f"--arch={name}_tiny", *both)
+    checkpoint(folder / "other.pt", data, "--layers=3", seed=1)
+    return data
+
+
+def run(data: Path, out: Path, *pictures: Any, path: str = "entangled", options: tuple = ()) -> int:
+    folder = data.parent
+    models = ":".join(str(folder / f"{name}.pt") for name in path.split(":"))
+    detector = () if path in ("visual", "show_attend_tell") else ("--detector", folder / "best.safetensors")
+    given = [*pictures, "--path", models, *detector, "--out", out, "--device", "cpu", "--max-len", 6, *options]
+    return tool.main(list(map(str, given)))
+
+
+def read(path: Path) -> Any:
+    return json.loads(path.read_text())
