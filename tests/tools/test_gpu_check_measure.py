@@ -1,4 +1,4 @@
-"""Measuring for a GPU, tried without one: rows that fail, hang or end the process, turns of parts, tables, peers."""
+"""Measurements of the GPU check without a GPU: rows that fail, hang or crash, shares of parts, tables, peers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def raising(error: Exception):
 
 @pytest.fixture
 def few_rows(monkeypatch) -> None:
-    """Rows of two parts: one that works with peers that do not, one whose own function fails."""
+    """Return rows of two parts: one that works with failing peers, and one whose own function fails."""
     found = {
         "operators": [
             Case("good, bfloat16, forward", prepared(), {"peer": prepared(), "none": raising(ImportError("no such"))}),
@@ -110,7 +110,7 @@ def test_every_public_module_has_a_row():
 
 
 class Clock:
-    """Stands in for a device's events: each run takes as long as ``took`` says."""
+    """Stands in for a device's events: ``took`` gives the time of each run."""
 
     now = 0.0
 
@@ -139,7 +139,7 @@ def test_short_runs_are_timed_by_graphs_and_long_ones_by_events(monkeypatch):
     short, long = (timing.Contestant(Clock.taking(seconds), "cuda") for seconds in (1e-4, 1e-2))
     assert (short.how, long.how) == ("graph", "events")
     found = timing.race({"short": short, "long": long}, lambda: order.append(1), 0.0)  # type: ignore[arg-type]
-    assert len(order) == 2 * timing.LEAST_ROUNDS  # caches are emptied before each
+    assert len(order) == 2 * timing.LEAST_ROUNDS  # caches are emptied before each run
     assert found["short"]["min"] == pytest.approx(1e-5)
     assert found["long"]["median"] == pytest.approx(1e-2)
 
@@ -298,7 +298,7 @@ def test_what_is_to_be_said_against_a_row():
 
 
 class Workers:
-    """Stands in for workers: each appends lines to the record and ends with a status."""
+    """Stands in for workers, each of which appends lines to the record and exits with a status."""
 
     def __init__(self, *ends: tuple[int | None, list[dict[str, Any]]]) -> None:
         self.ends, self.settings = list(ends), []
@@ -357,7 +357,7 @@ def test_time_that_is_over_leaves_what_there_is(tmp_path, monkeypatch):
 
 
 def test_the_whole_command_on_the_cpu(tmp_path, capsys):
-    """Its numbers mean nothing; its files and its last lines are those of a GPU."""
+    """The numbers are meaningless; the files and the last lines are those of a GPU."""
     status = measure.measure("decoder, 300 queries .*bfloat16, forward$", Budget(120), 1, tmp_path, "cpu")
     printed = capsys.readouterr().out
     assert status == 0, printed
