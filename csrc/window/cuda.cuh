@@ -152,7 +152,7 @@ void for_team(WindowArguments<T>& a, const Body& body) {
     using Chosen = typename decltype(team)::type;
     a.p.lanes = Chosen::LANES;
     if (Chosen::LANES == 0) {
-      for (a.p.lanes = 1; a.p.lanes * Chosen::OWN < width;) a.p.lanes *= 2;
+      for (a.p.lanes = 4; a.p.lanes * Chosen::OWN < width;) a.p.lanes *= 2;
     }
     body(team, wide);
   };
@@ -168,7 +168,7 @@ void for_team(WindowArguments<T>& a, const Body& body) {
     }
   }
   if (width > 32 * kOwnChannels) {
-    call(std::type_identity<Team<0, 1, kWideChannels>>(), std::true_type());
+    call(std::type_identity<Team<32, 1, kWideChannels>>(), std::true_type());
   } else if (a.vectors) {
     call(std::type_identity<Team<0, kVector, kChunks>>(), std::false_type());
   } else {

@@ -126,6 +126,12 @@ template <class T>
 __device__ __forceinline__ void keep(T& x) {
   asm volatile("" : "+r"(x));
 }
+// A pointer in a pair of registers: its halves may otherwise end up apart, so that each address takes more
+// instructions.
+template <class T>
+__device__ __forceinline__ void keep(T*& x) {
+  asm volatile("" : "+l"(x));
+}
 
 // The greatest tap by which a query may see key `at` of an axis, and that query; tap - n * shift belongs to
 // query + n * step. None may, whatever the tap, where `exists` comes out false.
