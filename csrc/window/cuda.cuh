@@ -52,8 +52,9 @@ WindowAxis window_axis(int64_t queries, int64_t keys, const std::vector<int64_t>
   const int64_t divisor = std::gcd(stride, dilation), step = dilation / divisor, shift = stride / divisor;
   int64_t inverse = 0;
   while (inverse < shift && inverse * step % shift != 1 % shift) ++inverse;
-  return {int(queries),  int(keys), int(taps),  int(stride),  int(padding),
-          int(dilation), int(step), int(shift), int(divisor), int(inverse)};
+  return {int(queries),    int(keys),         int(taps),     int(stride),    int(padding),
+          int(dilation),   int(step),         int(shift),    int(divisor),   int(inverse),
+          Divisor(stride), Divisor(dilation), Divisor(step), Divisor(shift), Divisor(divisor)};
 }
 
 template <class T>
@@ -134,7 +135,12 @@ struct WindowArguments {
       return std::min(step, size) * ((size + step * count - 1) / (step * count));
     };
     p.rows = int(runs(rows, row_step, height)), p.columns = int(runs(columns, column_step, width));
-    p.teams = heads * p.rows * p.columns;
+    const int64_t teams = heads * p.rows * p.columns;
+    STD_TORCH_CHECK(teams < (int64_t(1) << 31) - kThreads, "attn_plugins: ", teams,
+                    " runs of places of windows are too many for CUDA");
+    const auto by = [](int64_t n) { return Divisor(std::max<int64_t>(n, 1)); };
+    p.teams = int(teams), p.by_heads = by(p.M), p.by_map = by(int64_t(p.rows) * p.columns);
+    p.by_band = by(int64_t(kBand) * p.columns), p.by_last_rows = by(p.rows % kBand);
   }
 
   int64_t blocks() const {

@@ -3,6 +3,7 @@
 
 #include <type_traits>
 
+#include "common/divisor.cuh"
 #include "common/launch.cuh"
 #include "common/vector.cuh"
 
@@ -27,7 +28,19 @@ struct WindowAxis {
   int step, shift;  // smallest with: tap t of query q is the key of tap t - shift of query q + step
   int divisor;      // of stride and dilation, the greatest
   int inverse;      // inverse * step = 1 modulo shift
+  Divisor by_stride, by_dilation, by_step, by_shift, by_divisor;
 };
+
+__device__ __forceinline__ int quotient(int number, const Divisor& by) {
+  int rest;
+  return by.divide(number, &rest);
+}
+
+__device__ __forceinline__ int remainder(int number, const Divisor& by) {
+  int rest;
+  by.divide(number, &rest);
+  return rest;
+}
 
 template <class T>
 struct WindowProblem {
@@ -37,9 +50,10 @@ struct WindowProblem {
   float* stats;        // (B, M, Hq, Wq, 2): log-sum-exp, and grad_output · output
   float* peaks;        // (B, M, Hq, Wq), of float16 alone: grad_output's greatest magnitude
   WindowAxis y, x;
-  int64_t teams;
-  int M, d, dv;       // d is 0 without content
-  int rows, columns;  // of teams
+  int teams;
+  int M, d, dv;                                     // d is 0 without content
+  int rows, columns;                                // of teams
+  Divisor by_heads, by_map, by_band, by_last_rows;  // M; teams of a map, of a band; rows of the last band
   // Elements from place to place: of lines of keys, and of lines of queries; the logits' of the same key.
   // (Here, for kernels read them from constant memory; products they would compute anew each time.)
   int key_step, value_step, query_step, gradient_step, position_step;
@@ -62,24 +76,33 @@ struct Place {
   bool exists;
 };
 
-__device__ __forceinline__ Place locate(int64_t team, int64_t teams, int M, int rows, int columns) {
-  const int per_head = rows * columns, per_band = kBand * columns;
-  const bool exists = team < teams;
-  const int64_t index = exists ? team : 0, head = index / per_head;
-  const int in_head = int(index % per_head), band = in_head / per_band, in_band = in_head % per_band;
-  const int height = min(kBand, rows - band * kBand);
-  return {int(head / M), int(head % M), band * kBand + in_band % height, in_band / height, exists};
+template <class T>
+__device__ __forceinline__ Place locate(const WindowProblem<T>& p, int team) {
+  Place at;
+  at.exists = team < p.teams;
+  int in_head, in_band, in_column;
+  at.b = p.by_heads.divide(p.by_map.divide(at.exists ? team : 0, &in_head), &at.m);
+  const int first = p.by_band.divide(in_head, &in_band) * kBand;
+  if (first + kBand <= p.rows) {
+    at.x = in_band / kBand, in_column = in_band % kBand;
+  } else {
+    at.x = p.by_last_rows.divide(in_band, &in_column);
+  }
+  at.y = first + in_column;
+  return at;
 }
 
 // The first place of the n-th run of `count` places at distances of `step`.
-__device__ __forceinline__ int spread(int n, int step, int count) {
-  return n / step * (step * count) + n % step;
+__device__ __forceinline__ int spread(int n, const Divisor& step, int count) {
+  int rest;
+  return step.divide(n, &rest) * (int(step.divisor) * count) + rest;
 }
 
 // The team's run of places of a row, of `count` at these distances.
 template <class T>
-__device__ __forceinline__ Place locate_run(const WindowProblem<T>& p, int64_t team, int step, int count) {
-  Place at = locate(team, p.teams, p.M, p.rows, p.columns);
+__device__ __forceinline__ Place locate_run(const WindowProblem<T>& p, int team, const Divisor& step,
+                                            int count) {
+  Place at = locate(p, team);
   at.x = spread(at.x, step, count);
   return at;
 }
@@ -93,9 +116,9 @@ struct Span {
   int first, count;
 
   // Those n >= 0 for which start + n * step is on an axis of `size`.
-  static __device__ __forceinline__ Span on_axis(int start, int step, int size) {
-    const int first = start < 0 ? (step - 1 - start) / step : 0;
-    const int end = start < size ? (size - start + step - 1) / step : 0;
+  static __device__ __forceinline__ Span on_axis(int start, const Divisor& step, int size) {
+    const int up = int(step.divisor) - 1;
+    const int first = quotient(max(up - start, 0), step), end = quotient(max(size - start + up, 0), step);
     return {first, end > first ? end - first : 0};
   }
   __device__ __forceinline__ bool has(int n) const { return within(n - first, count); }
@@ -121,6 +144,12 @@ __device__ __forceinline__ T* go(T* first, int i, int bytes) {
   return reinterpret_cast<T*>(to);
 }
 
+// The place so many bytes on.
+template <class T>
+__device__ __forceinline__ T* next(T* place, int bytes) {
+  return reinterpret_cast<T*>(reinterpret_cast<uintptr_t>(place) + int64_t(bytes));
+}
+
 // Keeps x in a register from here on: the compiler would compute it anew in each turn of a loop.
 template <class T>
 __device__ __forceinline__ void keep(T& x) {
@@ -141,11 +170,14 @@ struct Reach {
 
   __device__ __forceinline__ Reach(const WindowAxis& axis, int at) {
     const int padded = at + axis.padding;
-    const int residue = int(int64_t(padded / axis.divisor % axis.shift) * axis.inverse % axis.shift);
-    exists = padded % axis.divisor == 0;
+    int rest, residue = 0;
+    const int reduced = axis.by_divisor.divide(padded, &rest);
+    exists = rest == 0;
+    if (axis.shift > 1) residue = int(int64_t(remainder(reduced, axis.by_shift)) * axis.inverse % axis.shift);
     // of the taps = residue (mod shift): one less than a multiple away from the last
-    tap = axis.taps - 1 - ((axis.taps - 1 - residue) % axis.shift + axis.shift) % axis.shift;
-    query = (padded - tap * axis.dilation) / axis.stride;
+    tap = axis.taps - 1 - remainder(axis.taps - 1 - residue + axis.shift, axis.by_shift);
+    const int start = padded - tap * axis.dilation;  // a multiple of stride, if the tap exists
+    query = start < 0 ? -quotient(-start, axis.by_stride) : quotient(start, axis.by_stride);
   }
 };
 

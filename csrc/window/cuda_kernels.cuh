@@ -21,11 +21,11 @@ template <int LANES_, int VECTOR_, int CHUNKS_>
 struct Team {
   static constexpr int LANES = LANES_, VECTOR = VECTOR_, CHUNKS = CHUNKS_, OWN = VECTOR_ * CHUNKS_;
   int lanes, lane;
-  int64_t index;
+  int index;
 
   __device__ __forceinline__ explicit Team(int given) : lanes(LANES > 0 ? LANES : given) {
     lane = int(threadIdx.x) % lanes;
-    index = int64_t(blockIdx.x) * (kThreads / lanes) + int(threadIdx.x) / lanes;
+    index = int(blockIdx.x) * (kThreads / lanes) + int(threadIdx.x) / lanes;
   }
 
   // How the team shares out what there is to do for each of N queries, but not for each channel: N a power of
@@ -187,7 +187,7 @@ struct KeyLine {
 
   __device__ __forceinline__ KeyLine(const WindowProblem<T>& p, const Team& team, const Place& at) {
     const int column = at.x * p.x.stride - p.x.padding;
-    on_map = Span::on_axis(column, p.x.dilation, p.x.keys).only_if(at.exists);
+    on_map = Span::on_axis(column, p.x.by_dilation, p.x.keys).only_if(at.exists);
     row = at.y * p.y.stride - p.y.padding;
     chunks = team.chunks_of(p.d) | team.chunks_of(p.dv) << Team::CHUNKS;
     const int first = column + on_map.first * p.x.dilation;
@@ -329,7 +329,7 @@ __device__ __forceinline__ void window_forward(const WindowProblem<T>& p, const 
 template <class T, class Team, int QUERIES>
 __global__ void __launch_bounds__(kThreads) window_forward_kernel(const WindowProblem<T> p) {
   const Team team(p.lanes);
-  window_forward<QUERIES>(p, team, locate_run(p, team.index, p.x.step, QUERIES));
+  window_forward<QUERIES>(p, team, locate_run(p, team.index, p.x.by_step, QUERIES));
 }
 
 // The backward kernels' statistics, one team a query. Of half numbers the output is read as it was rounded: a
@@ -337,7 +337,7 @@ __global__ void __launch_bounds__(kThreads) window_forward_kernel(const WindowPr
 template <class T, class Team>
 __global__ void __launch_bounds__(kThreads) window_stats_kernel(const WindowProblem<T> p) {
   const Team team(p.lanes);
-  const Place at = locate(team.index, p.teams, p.M, p.rows, p.columns);
+  const Place at = locate(p, team.index);
   float output[Team::OWN], gradient[Team::OWN];
   team.read_row(p.output_read.at(at.b, at.m, at.y, at.x), at.exists, p.dv, output);
   team.read_row(p.grad_output.at(at.b, at.m, at.y, at.x), at.exists, p.dv, gradient);
@@ -441,7 +441,7 @@ __device__ __forceinline__ void window_query_gradient(const WindowProblem<T>& p,
 template <class T, class Team, int QUERIES>
 __global__ void __launch_bounds__(kThreads) window_query_gradient_kernel(const WindowProblem<T> p) {
   const Team team(p.lanes);
-  window_query_gradient<QUERIES>(p, team, locate_run(p, team.index, p.x.step, QUERIES));
+  window_query_gradient<QUERIES>(p, team, locate_run(p, team.index, p.x.by_step, QUERIES));
 }
 
 // Gradients of keys at.x, at.x + p.x.dilation, ... and of their values, each gathered from the queries that
@@ -466,12 +466,12 @@ __device__ __forceinline__ void window_key_gradient(const WindowProblem<T>& p, c
   const Reach rows(p.y, at.y), columns(p.x, at.x);
   const bool exists = at.exists && rows.exists && columns.exists;
   const int own = team.template own<KEYS>(0);
-  const int line = (p.x.taps + KEYS - 1 + p.x.shift - 1) / p.x.shift;
-  const Span on_map = Span::on_axis(columns.query, p.x.step, p.x.queries).common(0, line);
+  const int line = quotient(p.x.taps + KEYS - 1 + p.x.shift - 1, p.x.by_shift);
+  const Span on_map = Span::on_axis(columns.query, p.x.by_step, p.x.queries).common(0, line);
   Span window[KEYS];  // place l of the line sees key r by tap columns.tap + r - l * shift
 #pragma unroll
   for (int r = 0; r < KEYS; ++r) {
-    const Span reach = Span::on_axis(p.x.taps - 1 - columns.tap - r, p.x.shift, p.x.taps);
+    const Span reach = Span::on_axis(p.x.taps - 1 - columns.tap - r, p.x.by_shift, p.x.taps);
     window[r] = on_map.common(reach.first, reach.first + reach.count);
   }
   const Span own_window = KEYS > 1 && own > 0 ? window[KEYS - 1] : window[0];
@@ -545,7 +545,7 @@ __device__ __forceinline__ void window_key_gradient(const WindowProblem<T>& p, c
 template <class T, class Team, int KEYS>
 __global__ void __launch_bounds__(kThreads) window_key_gradient_kernel(const WindowProblem<T> p) {
   const Team team(p.lanes);
-  window_key_gradient<KEYS>(p, team, locate_run(p, team.index, p.x.dilation, KEYS));
+  window_key_gradient<KEYS>(p, team, locate_run(p, team.index, p.x.by_dilation, KEYS));
 }
 
 }  // namespace attn_plugins

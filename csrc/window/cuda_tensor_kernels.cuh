@@ -237,9 +237,9 @@ __global__ void __launch_bounds__(kThreads, WIDTH > 32 ? 1 : 2)
   using Distances = typename Tile<T, WIDTH>::Distances;
   const Distances query_distances(p.query_step), gradient_distances(p.gradient_step);
   const Distances stats_distances(2 * p.x.step);
-  // The same query sees half 1's keys by later taps.
-  const int later = (p.tall ? p.x.taps : 8) * int(p.position.channel);
-  const Distances position_distances[2] = {Distances(p.position_step), Distances(p.position_step, later)};
+  const Distances position_distances(p.position_step);
+  const int query_column = tile.row_to_column(p.query_step),
+            gradient_column = tile.row_to_column(p.gradient_step);
   // Slopes of float16 are packed relative to this power of two.
   int exponent = 0;
   if (CONTENT && std::is_same_v<T, __half>) {
@@ -257,38 +257,43 @@ __global__ void __launch_bounds__(kThreads, WIDTH > 32 ? 1 : 2)
         (tile.has_column(p.d) ? places_there << 8 : 0) | (tile.has_column(p.dv) ? places_there << 12 : 0) |
         places_there << 16 | elements_in(lines.window, place) << 24;
     keep(there);
-    const T* const query_line = p.query.at(here.b, here.m, lines.y, lines.x);
-    const T* const gradient_line = p.grad_output.at(here.b, here.m, lines.y, lines.x);
-    const T* const queries = tile.row_of(query_line, first, p.query_step);
-    const T* const query_columns = tile.column_of(query_line, first, p.query_step);
-    const T* const gradients = tile.row_of(gradient_line, first, p.gradient_step);
-    const T* const gradient_columns = tile.column_of(gradient_line, first, p.gradient_step);
-    const float* const stats =
-        along(p.stats + 2 * p.query_index(here.b, here.m, lines.y, lines.x), place, 2 * p.x.step);
+    // Of the first row of such queries; each turn moves them to the next row.
+    const int row = lines.rows.first;
+    const T* queries = go(tile.row_of(p.query.at(here.b, here.m, lines.y, lines.x), first, p.query_step), row,
+                          p.query_bytes);
+    const T* gradients =
+        go(tile.row_of(p.grad_output.at(here.b, here.m, lines.y, lines.x), first, p.gradient_step), row,
+           p.gradient_bytes);
+    const float* stats =
+        go(along(p.stats + 2 * p.query_index(here.b, here.m, lines.y, lines.x), place, 2 * p.x.step), row,
+           p.stats_bytes);
     const int64_t tap = lines.row_tap * p.x.taps + lines.tap;
-    const T* const position = p.position.at(here.b, here.m, lines.y, lines.x) + tap * p.position.channel +
-                              int64_t(place) * p.position_step;
-    for (int i = lines.rows.first; i < lines.rows.first + lines.rows.count; ++i) {
-      const int tap_row = lines.row_tap - i * p.y.shift;
+    const T* position = go(p.position.at(here.b, here.m, lines.y, lines.x) + tap * p.position.channel +
+                               int64_t(place) * p.position_step,
+                           row, p.position_bytes);
+    int tap_row = lines.row_tap - row * p.y.shift;
+    const int end = tap_row - lines.rows.count * p.y.shift;
+    for (; tap_row > end; tap_row -= p.y.shift) {
       const bool counts = within(tap_row, p.y.taps);
       const unsigned seen =
           there >> 24 & elements_of(counts, p.tall ? within(tap_row + 1, p.y.taps) : counts);
       float logit[2][4] = {}, slope[2][4] = {}, bias[2][4];
+      // The same query sees half 1's keys by later taps.
+      const T* const logits[2] = {position, position + (p.tall ? p.x.taps : 8) * int(p.position.channel)};
 #pragma unroll
       for (int n = 0; n < 8; ++n) {
-        const T* logits = go(position, i, p.position_bytes);
         float& x = bias[n / 4][n % 4];
         x = -INFINITY;
         if (seen >> n & 1) {
           x = LOGITS == Logits::kNone
                   ? 0
-                  : load_one(go(logits, position_distances[n / 2 % 2].of[n / 4 * 2 + n % 2], sizeof(T)));
+                  : load_one(go(logits[n / 2 % 2], position_distances.of[n / 4 * 2 + n % 2], sizeof(T)));
         }
       }
       if (CONTENT) {
         unsigned words[2][tile.WORDS], gradient_words[2][tile.WORDS];
-        tile.read_two(go(queries, i, p.query_bytes), query_distances, there, words);
-        tile.read_two(go(gradients, i, p.gradient_bytes), gradient_distances, there >> 4, gradient_words);
+        tile.read_two(queries, query_distances, there, words);
+        tile.read_two(gradients, gradient_distances, there >> 4, gradient_words);
         tile.dots(logit, key, words);
         tile.dots(slope, value, gradient_words);
       }
@@ -296,8 +301,7 @@ __global__ void __launch_bounds__(kThreads, WIDTH > 32 ? 1 : 2)
       for (int m = 0; m < 4; ++m) {
         Vector<float, 2> known;
         if (there >> (16 + m) & 1) {
-          known =
-              load_constant<float, 2>(go(go(stats, i, p.stats_bytes), stats_distances.of[m], sizeof(float)));
+          known = load_constant<float, 2>(go(stats, stats_distances.of[m], sizeof(float)));
         }
         const float shift = known.element[0] * kLog2E, product = known.element[1] * scale;
 #pragma unroll
@@ -310,15 +314,17 @@ __global__ void __launch_bounds__(kThreads, WIDTH > 32 ? 1 : 2)
       }
       unsigned packed[4];
       const auto columns =
-          tile.columns(go(gradient_columns, i, p.gradient_bytes), gradient_distances, there >> 12);
+          tile.columns(go(gradients, gradient_column, sizeof(T)), gradient_distances, there >> 12);
       pack_weights<T>(logit, packed);
       tile.mix(value_sum, packed, columns);
       if (CONTENT) {
         const auto query_words =
-            tile.columns(go(query_columns, i, p.query_bytes), query_distances, there >> 8);
+            tile.columns(go(queries, query_column, sizeof(T)), query_distances, there >> 8);
         pack_weights<T>(slope, packed);
         tile.mix(key_sum, packed, query_words);
       }
+      queries = next(queries, p.query_bytes), gradients = next(gradients, p.gradient_bytes);
+      stats = next(stats, p.stats_bytes), position = next(position, p.position_bytes);
     }
   }
   if (__any_sync(0xffffffffu, trace_of_infinite(key_sum) + trace_of_infinite(value_sum) != 0)) {
@@ -333,7 +339,7 @@ __global__ void __launch_bounds__(kThreads, WIDTH > 32 ? 1 : 2)
     if (!to.valid[h]) continue;
     if (p.grad_key.data) {
       tile.write(p.grad_key.at(to.b, to.m, to.y[h], to.x[h]), p.d, key_sum, h,
-                 p.scale * whole_power_of_two(exponent));
+                 p.scale * whole_power_of_two(-exponent_of(scale)));
     }
     if (p.grad_value.data) tile.write(p.grad_value.at(to.b, to.m, to.y[h], to.x[h]), p.dv, value_sum, h, 1);
   }

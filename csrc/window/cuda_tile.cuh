@@ -66,6 +66,12 @@ struct Tile {
   __device__ __forceinline__ const T* column_of(const T* line, int first, int distance) const {
     return line + int64_t(first + 2 * member) * distance + group * COLUMNS;
   }
+  // From there to here.
+  __device__ __forceinline__ int row_to_column(int distance) const {
+    int elements = (2 * member - group) * distance + group * COLUMNS - member * CHUNK;
+    keep(elements);
+    return elements;
+  }
 
   // Bit n * PARTS + part: row `group` + 8 n is there, and that part of it.
   __device__ __forceinline__ unsigned rows_there(Span present, int first, int width) const {
@@ -200,16 +206,17 @@ __device__ __forceinline__ float trace_of_infinite(const float (&x)[N][4]) {
 
 // The map of queries, or of keys, and the steps between neighbours in a tile.
 struct TileMap {
-  int rows, columns, row_step, column_step;
+  int rows, columns;
+  const Divisor &row_step, &column_step, &heads;
   bool tall;
 
   template <class T>
   static __device__ __forceinline__ TileMap of_queries(const WindowProblem<T>& p) {
-    return {p.y.queries, p.x.queries, p.y.step, p.x.step, p.tall};
+    return {p.y.queries, p.x.queries, p.y.by_step, p.x.by_step, p.by_heads, p.tall};
   }
   template <class T>
   static __device__ __forceinline__ TileMap of_keys(const WindowProblem<T>& p) {
-    return {p.y.keys, p.x.keys, p.y.dilation, p.x.dilation, p.tall};
+    return {p.y.keys, p.x.keys, p.y.by_dilation, p.x.by_dilation, p.by_heads, p.tall};
   }
 };
 
@@ -223,16 +230,18 @@ struct TilePlace {
     const int group = int(threadIdx.x) % 32 / 4;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      y[h] = y0 + (map.tall ? h * map.row_step : 0);
-      x[h] = x0 + (group + (map.tall ? 0 : 8 * h)) * map.column_step;
+      y[h] = y0 + (map.tall ? h * int(map.row_step.divisor) : 0);
+      x[h] = x0 + (group + (map.tall ? 0 : 8 * h)) * int(map.column_step.divisor);
       valid[h] = exists && y[h] < map.rows && x[h] < map.columns;
     }
   }
 
-  // The same, but what it says is computed anew: meanwhile it occupies four registers.
+  // The same, but what it says is computed anew: meanwhile it occupies three registers.
   __device__ __forceinline__ TilePlace again(const TileMap& map) const {
-    Place first{b, m, y0, x0, true};
-    keep(first.b), keep(first.m), keep(first.y), keep(first.x);
+    int head = b * int(map.heads.divisor) + m;
+    Place first{0, 0, y0, x0, true};
+    keep(head), keep(first.y), keep(first.x);
+    first.b = map.heads.divide(head, &first.m);
     return TilePlace(map, first);
   }
 };
@@ -241,7 +250,7 @@ template <class T>
 __device__ __forceinline__ TilePlace locate_tile(const WindowProblem<T>& p, const TileMap& map) {
   // A broadcast, though all lanes know: so the compiler sees that they agree.
   const int warp = __shfl_sync(0xffffffffu, int(threadIdx.x) / 32, 0, 32);
-  Place tile = locate(int64_t(blockIdx.x) * kWarps + warp, p.teams, p.M, p.rows, p.columns);
+  Place tile = locate(p, int(blockIdx.x) * kWarps + warp);
   tile.y = spread(tile.y, map.row_step, p.tall ? 2 : 1);
   tile.x = spread(tile.x, map.column_step, p.tall ? 8 : 16);
   return TilePlace(map, tile);
@@ -253,8 +262,8 @@ __device__ __forceinline__ void for_tile_places(const TileMap& map, const TilePl
   const TilePlace at = tile.again(map);
 #pragma unroll 1
   for (int n = 0; n < 16; ++n) {
-    const int y = at.y0 + (map.tall ? n / 8 * map.row_step : 0);
-    const int x = at.x0 + (map.tall ? n % 8 : n) * map.column_step;
+    const int y = at.y0 + (map.tall ? n / 8 * int(map.row_step.divisor) : 0);
+    const int x = at.x0 + (map.tall ? n % 8 : n) * int(map.column_step.divisor);
     body(Place{at.b, at.m, y, x, y < map.rows && x < map.columns});
   }
 }
@@ -281,7 +290,8 @@ struct Stage {
   static __device__ __forceinline__ Run run(const WindowProblem<T>& p, const Maps<U>& map,
                                             const TilePlace& at, int h) {
     const int y = at.y0 + (p.tall ? h * p.y.step : 0), x = at.x0 + (p.tall ? 0 : 8 * h) * p.x.step;
-    const int left = y < p.y.queries && x < p.x.queries ? (p.x.queries - x + p.x.step - 1) / p.x.step : 0;
+    const int left =
+        y < p.y.queries && x < p.x.queries ? quotient(p.x.queries - x + p.x.step - 1, p.x.by_step) : 0;
     Run r;
     r.data = const_cast<T*>(map.at(at.b, at.m, y, x)), r.count = min(left, kTileRow);
     const int taps = p.y.taps * p.x.taps;

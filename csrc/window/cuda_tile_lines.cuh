@@ -37,9 +37,9 @@ struct KeyLines {
   __device__ __forceinline__ KeyLines(const WindowProblem<T>& p, const TilePlace& at, int group,
                                       bool all_rows) {
     const int column = at.x0 * p.x.stride - p.x.padding, row = at.y0 * p.y.stride - p.y.padding;
-    on_map = Span::on_axis(column, p.x.dilation, p.x.keys);
+    on_map = Span::on_axis(column, p.x.by_dilation, p.x.keys);
     const Span all{0, p.y.taps + (p.tall ? p.y.shift : 0)};
-    rows_on_map = Span::on_axis(row, p.y.dilation, p.y.keys).common(0, all.count);
+    rows_on_map = Span::on_axis(row, p.y.by_dilation, p.y.keys).common(0, all.count);
     rows = p.zero_border || all_rows ? all : rows_on_map;
     const Span counting = p.zero_border ? Span{0, line_length(p)} : on_map;
 #pragma unroll
@@ -129,20 +129,20 @@ struct QueryLines {
   __device__ __forceinline__ QueryLines(const WindowProblem<T>& p, const TilePlace& at, int group) {
     const Reach row_reach(p.y, at.y0), column_reach(p.x, at.x0);
     x = column_reach.query, y = row_reach.query, row_tap = row_reach.tap, tap = column_reach.tap + group;
-    on_map = Span::on_axis(x, p.x.step, p.x.queries).common(0, length(p));
-    rows = Span::on_axis(y, p.y.step, p.y.queries)
-               .common(0, (p.y.taps + (p.tall ? 1 : 0) + p.y.shift - 1) / p.y.shift)
+    on_map = Span::on_axis(x, p.x.by_step, p.x.queries).common(0, length(p));
+    rows = Span::on_axis(y, p.y.by_step, p.y.queries)
+               .common(0, quotient(p.y.taps + (p.tall ? 1 : 0) + p.y.shift - 1, p.y.by_shift))
                .only_if(row_reach.exists && column_reach.exists);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int half_tap = tap + (p.tall ? 0 : 8 * h);
-      const Span reach = Span::on_axis(p.x.taps - 1 - half_tap, p.x.shift, p.x.taps);
+      const Span reach = Span::on_axis(p.x.taps - 1 - half_tap, p.x.by_shift, p.x.taps);
       window[h] = on_map.common(reach.first, reach.first + reach.count).only_if(at.valid[h]);
     }
   }
 
   static __device__ __forceinline__ int length(const WindowProblem<T>& p) {
-    return (p.x.taps + (p.tall ? 7 : 15) + p.x.shift - 1) / p.x.shift;
+    return quotient(p.x.taps + (p.tall ? 7 : 15) + p.x.shift - 1, p.x.by_shift);
   }
 
   // The greatest magnitude in the gradients of these queries' outputs; for all of the warp.
