@@ -127,6 +127,23 @@ def test_tables_leave_out_what_no_kernel_has_and_show_what_changed():
     assert "No longer there: `_Z1cv`." in lines
 
 
+def test_instances_of_other_arguments_are_compared_with_those_that_they_replace():
+    before = sass.kernels(USAGE, CODE)[:1] * 5
+    names = ["f<half, 16>", "f<half, 32>", "g<half, Team<0, 1, 16>, 1>", "h<half>", "k<half, 4, 1>"]
+    before = [row | {"kernel": name} for row, name in zip(before, names)]
+    after = ["f<half, 16, true>", "f<half, 16, false>", "g<half, Team<32, 1, 16>, 1>", "h<float>", "k<half, 4, 1>"]
+    lines = table([before[0] | {"kernel": name} for name in (*after, "k<half, 4, 2>")], before)
+    assert [line.split(" | ")[0] for line in lines[4:-2]] == [
+        "| `f<half, 16, false>` (was `f<half, 16>`)",
+        "| `f<half, 16, true>` (was `f<half, 16>`)",
+        "| `g<half, Team<32, 1, 16>, 1>` (was `g<half, Team<0, 1, 16>, 1>`)",
+        "| `h<float>` (new)",
+        "| `k<half, 4, 1>`",
+        "| `k<half, 4, 2>` (new)",
+    ]
+    assert lines[-1] == "No longer there: `f<half, 32>`, `h<half>`."
+
+
 @pytest.mark.parametrize(
     "arguments, status, words",
     [

@@ -49,12 +49,40 @@ def key(row: Row) -> tuple[str, str]:
     return row["kernel"], row["architecture"]
 
 
+def predecessors(rows: Sequence[Row], before: Sequence[Row]) -> dict[tuple[str, str], Row]:
+    """Return the row of ``before`` that each row is compared with, by ``key``; rows without one are left out.
+
+    It is the row of the same name. A template instance whose arguments changed is compared with the vanished instance
+    that shares most of them, in the same places: more than half of the old ones, and more than any other instance.
+    """
+    old = {key(row): row for row in before}
+    found = {each: old[each] for each in map(key, rows) if each in old}
+    vanished = [row for each, row in old.items() if each not in found]
+    for row in rows:
+        name, *arguments = parts(row["kernel"])
+        shared: dict[int, list[Row]] = {}
+        for other in vanished:
+            other_name, *others = parts(other["kernel"])
+            if (name, row["architecture"]) == (other_name, other["architecture"]):
+                same = sum(a == b for a, b in zip(arguments, others))
+                if 2 * same > len(others):
+                    shared.setdefault(same, []).append(other)
+        if key(row) not in found and shared and len(most := shared[max(shared)]) == 1:
+            found[key(row)] = most[0]
+    return found
+
+
+def parts(name: str) -> list[str]:
+    """Return a kernel's name and all its template arguments: ``["f", "half", "Team", "2", "4"]``."""
+    return re.split(r"<|, ", name.replace(">", ""))
+
+
 def table(rows: Sequence[Row], before: Sequence[Row] | None = None) -> list[str]:
     """Return the lines of a table for each architecture; with ``before``, changed cells are ``old → new``.
 
     Columns that are empty for all kernels are omitted; kernels that exist only in ``before`` are listed last.
     """
-    old = {key(row): row for row in before or ()}
+    old = predecessors(rows, before or ())
     lines: list[str] = []
     for architecture in sorted({row["architecture"] for row in rows}):
         shown = sorted((row for row in rows if row["architecture"] == architecture), key=lambda row: row["kernel"])
@@ -66,8 +94,10 @@ def table(rows: Sequence[Row], before: Sequence[Row] | None = None) -> list[str]
         for row in shown:
             each = cells[row["kernel"]]
             lines.append(f"| `{row['kernel']}`{each['new']} | " + " | ".join(each[name] for name in names) + " |")
-        here = {key(row) for row in shown}
-        gone = sorted(name for name, there in old if there == architecture and (name, there) not in here)
+        here = {key(each) for each in (*shown, *old.values())}
+        gone = sorted(
+            row["kernel"] for row in before or () if row["architecture"] == architecture and key(row) not in here
+        )
         if gone:
             lines += ["", "No longer there: " + ", ".join(f"`{name}`" for name in gone) + "."]
     return lines[1:]
@@ -79,6 +109,5 @@ def _cells(row: Row, old: Mapping[tuple[str, str], Row], compared: bool) -> dict
     if earlier is None:
         return found | {"new": " (new)" if compared else ""}
     past = values(earlier)
-    return {name: now if now == past[name] else f"{past[name] or 0} → {now or 0}" for name, now in found.items()} | {
-        "new": ""
-    }
+    changes = {name: now if now == past[name] else f"{past[name] or 0} → {now or 0}" for name, now in found.items()}
+    return changes | {"new": "" if key(row) == key(earlier) else f" (was `{earlier['kernel']}`)"}
