@@ -236,7 +236,7 @@ def test_images_that_cannot_be_written(tmp_path, change, message):
         write_region_features(tmp_path / "regions.npz", [])
 
 
-def test_an_interrupted_run_is_gone_on_with(tmp_path):
+def test_an_interrupted_run_resumes(tmp_path):
     images = made_up()
     write_region_features(tmp_path / "whole.npz", images)
     with RegionFeaturesWriter(tmp_path / "parts") as writer:

@@ -100,7 +100,7 @@ def test_batches(folder):
     assert len({len(row) for row in (batch["target"] for batch in batches)}) <= 2
 
 
-def test_batches_are_bounded_by_tokens_and_drawn_anew(folder):
+def test_batches_are_bounded_by_tokens_and_redrawn(folder):
     task = task_of(folder)
     for batch in batches_of(task, "train", max_sentences=None, max_tokens=12, required_batch_size_multiple=8):
         largest = max(batch["net_input"]["regions"].shape[1], batch["target"].shape[1])

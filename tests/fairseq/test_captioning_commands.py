@@ -115,7 +115,7 @@ def test_bad_input_is_one_error_with_the_item_s_name(tmp_path):
     assert not (tmp_path / "none").exists() or not list((tmp_path / "none").glob("*.pt"))
 
 
-def test_a_training_goes_on_to_its_end_with_all_of_it(tmp_path):
+def test_a_training_with_every_defect_finishes(tmp_path):
     """With all kinds of bad samples at once, one found only during the run, the run finishes and reports the count."""
     data = write_images(tmp_path / "data", number=48)
     for spoil, image in zip(BAD_SAMPLES, (102, 106, 555, 107, 108, 109, 112, 113, 114), strict=True):

@@ -104,7 +104,7 @@ cli_main()
 """
 
 
-def test_a_killed_training_goes_on_where_it_was(data, trained, tmp_path):
+def test_a_killed_training_resumes(data, trained, tmp_path):
     folder, log = trained
     command = train_command(data, tmp_path, *CPU, "--save-interval-updates=4", f"--max-update={UPDATES}")
     before = run([sys.executable, "-c", KILLED, *command[1:]])

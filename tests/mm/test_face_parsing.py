@@ -98,7 +98,7 @@ def test_some_of_the_classes_by_name(helen, tmp_path):
     assert np.array_equal(data[0]["gt_seg_map"], want)
 
 
-def test_a_missing_mask_is_told_when_the_data_set_is_made(lfw, tmp_path):
+def test_a_missing_mask_is_reported_when_the_data_set_is_created(lfw, tmp_path):
     tool.build("lfw_pl", lfw[0], tmp_path / "out")
     (tmp_path / "out/labels/train/Aaron_Eckhart_0001.png").unlink()
     with pytest.raises(

@@ -38,7 +38,7 @@ def test_every_operator_runs_and_is_near_its_reference(healthy, operator):
 @pytest.mark.skipif(torch.version.cuda is None, reason="a CPU-only torch")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there")
 @pytest.mark.parametrize("operator", OPERATORS)
-def test_who_would_serve_on_a_gpu_is_said(healthy, operator):
+def test_the_report_names_the_backend_on_a_gpu(healthy, operator):
     assert re.search(rf"cuda +{operator}, without a GPU to run it: \w+ serves", healthy[1])
 
 
@@ -54,13 +54,13 @@ def test_registered_names_are_listed(healthy, name):
 
 
 @pytest.mark.parametrize("switch", ["ATTN_PLUGINS_AUTOLOAD", "TORCH_DEVICE_BACKEND_AUTOLOAD"])
-def test_switched_off_hooks_are_told(monkeypatch, capsys, switch):
+def test_disabled_hooks_are_reported(monkeypatch, capsys, switch):
     monkeypatch.setenv(switch, "0")
     doctor._hooks(doctor.Report())
     assert f"switched off by {switch}=0" in capsys.readouterr().out
 
 
-def test_a_torch_without_autoload_is_told(monkeypatch, capsys):
+def test_a_torch_without_autoload_is_reported(monkeypatch, capsys):
     monkeypatch.setattr(torch, "__version__", "2.4.1")
     doctor._hooks(doctor.Report())
     assert "off: torch 2.4.1 does not support it" in capsys.readouterr().out

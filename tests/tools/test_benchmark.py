@@ -284,7 +284,7 @@ def test_a_comparison_with_another_checkout(tmp_path):
     assert all(" → " in row for row in rows)
 
 
-def test_what_another_checkout_lacks_is_told():
+def test_what_another_checkout_lacks_is_reported():
     from tools.benchmark.against import table
 
     fast, slow = {"times": [1.0, 1.0]}, {"times": [2.0, 2.0]}

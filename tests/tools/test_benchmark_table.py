@@ -74,7 +74,7 @@ def test_losses_and_noise_show(tmp_path):
     assert "\u2020 noisy" in text
 
 
-def test_what_was_not_measured_is_said(tmp_path):
+def test_missing_measurements_are_reported(tmp_path):
     made_up(tmp_path)
     (tmp_path / "criss_cross-cpu.json").write_text('{"rows": []}')  # as older versions wrote them
     (tmp_path / "end_to_end-cpu.json").unlink()

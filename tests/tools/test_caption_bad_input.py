@@ -99,7 +99,7 @@ def another_vocabulary(data: Path, tmp_path: Path) -> list:
         (["--max-len", "0"], "--max-len must be at least 1, got 0"),
     ],
 )
-def test_bad_input_is_told_once(options, message, captioned, tmp_path, capsys):
+def test_bad_input_is_reported_once(options, message, captioned, tmp_path, capsys):
     given = options(captioned, tmp_path) if callable(options) else options
     pictures = [captioned / "images/000006.jpg", captioned / "images/000007.jpg"]
     assert run(captioned, tmp_path / "out", *pictures, options=tuple(given)) == 2

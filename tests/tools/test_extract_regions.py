@@ -226,7 +226,7 @@ extract_regions.main(sys.argv[1:])
 """
 
 
-def test_a_killed_run_goes_on_and_gives_the_same_file(scenes, tmp_path, capsys):
+def test_a_killed_run_resumes_and_writes_the_same_file(scenes, tmp_path, capsys):
     out, whole = tmp_path / "regions.npz", tmp_path / "whole.npz"
     options = [*GRID, "--batch-size", "2", "--captions", str(scenes / "captions.json")]
     command = [sys.executable, "-c", KILLED, str(scenes / "images"), str(out), *options, "--device", "cpu"]
@@ -374,13 +374,13 @@ def test_without_captions_the_names_are_the_ids(scenes, tmp_path):
         (["--grid", "test_resnet", "--checkpoint", "nowhere.pth"], "weights nowhere.pth: no such file"),
     ],
 )
-def test_bad_options_are_told_before_anything_runs(options, message, scenes, tmp_path, capsys):
+def test_bad_options_are_reported_before_anything_runs(options, message, scenes, tmp_path, capsys):
     assert run(scenes, tmp_path / "regions.npz", *options) == 2
     assert message in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 
-def test_bad_lists_are_told(scenes, tmp_path, capsys):
+def test_bad_lists_are_reported(scenes, tmp_path, capsys):
     captions = json.loads((scenes / "captions.json").read_text())
     for n, change, message in [
         (0, dict(images=captions["images"][:1] * 2), "an image is there twice"),

@@ -204,7 +204,7 @@ def test_a_file_of_another_run_stays(scenes, tmp_path, monkeypatch, capsys):
     assert "resuming after 18 of 20 images" in capsys.readouterr().out
 
 
-def test_a_picture_that_fails_first_is_left_out_and_a_network_that_fails_is_told(scenes, tmp_path, capsys, monkeypatch):
+def test_a_failing_picture_is_skipped_and_a_failing_network_is_reported(scenes, tmp_path, capsys, monkeypatch):
     from tools.captioning.grid_regions import GridRegions
 
     network = GridRegions.__call__
@@ -232,7 +232,7 @@ def test_a_picture_that_fails_first_is_left_out_and_a_network_that_fails_is_told
 # --- which process ----------------------------------------------------------------------------------------------------
 
 
-def test_the_environment_tells_the_process():
+def test_the_environment_gives_the_rank():
     assert this_process({}) == Process(0, 1, 0)
     assert this_process({"OTHER": "3"}).note == ""
     process = this_process(dict(RANK="5", WORLD_SIZE="8", LOCAL_RANK="1"))
@@ -251,7 +251,7 @@ def test_the_environment_tells_the_process():
         (dict(RANK="0", WORLD_SIZE="2", LOCAL_RANK="1"), "LOCAL_RANK not above RANK, got RANK=0, .*LOCAL_RANK=1"),
     ],
 )
-def test_a_bad_environment_is_told(environment, message, scenes, tmp_path, monkeypatch, capsys):
+def test_a_bad_environment_is_reported(environment, message, scenes, tmp_path, monkeypatch, capsys):
     with pytest.raises(BadEnvironment, match=message):
         this_process(environment)
     for name, value in environment.items():

@@ -126,7 +126,7 @@ def held_up(out: Path, number: int) -> list[subprocess.Popen[str]]:
     return processes
 
 
-def test_a_second_run_is_told_of_the_first(expected, tmp_path):
+def test_a_second_run_names_the_first(expected, tmp_path):
     out = tmp_path / "regions.npz"
     first = held_up(out, 2)
     for setting in ("x", "y"):
@@ -166,7 +166,7 @@ def test_process_0_ends_when_another_is_killed(expected, tmp_path):
     assert out.read_bytes() == expected
 
 
-def test_a_process_that_waits_in_vain_is_told(tmp_path, monkeypatch):
+def test_a_process_that_waits_in_vain_is_reported(tmp_path, monkeypatch):
     monkeypatch.setattr(shared_run, "BEGIN", 0.2)
     with pytest.raises(ValueError, match=r"process 0 of 2 has not started within 0 seconds"):
         SharedRun(tmp_path / "run", Process(1, 2, 1), {}).begin(lambda parts: [])

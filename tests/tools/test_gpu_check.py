@@ -42,7 +42,7 @@ def test_a_checkout_that_is_not_installed_is_importable():
     assert Path(done.stdout.strip()).resolve() == ROOT / "plugins" / "__init__.py", done.stderr
 
 
-def test_binaries_that_do_not_serve_are_compiled_and_the_reason_is_told(tmp_path, monkeypatch):
+def test_unusable_binaries_are_rebuilt_and_the_reason_is_reported(tmp_path, monkeypatch):
     log = tmp_path / "log"
     reasons = ["no _C_cuda binary lies here", "it does not load"]
     commands = []
@@ -197,7 +197,7 @@ def test_chunks_are_of_one_file_and_begin_with_heavy_ones():
     assert testing.chunks(names, 31) == [names[5:7], names[7:], names[:5]]
 
 
-def test_a_test_that_spoils_cuda_is_named_and_the_rest_goes_on(tmp_path, monkeypatch):
+def test_a_test_that_breaks_cuda_is_named_and_the_rest_continues(tmp_path, monkeypatch):
     """In a made-up torch, the device fails from the second test on."""
     (tmp_path / "test_bad.py").write_text(
         "import sys, types\n"

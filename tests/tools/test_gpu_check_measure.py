@@ -311,7 +311,7 @@ class Workers:
         return Done(status, 1.0, "Segmentation fault\n")
 
 
-def test_a_row_that_ends_its_process_is_tried_with_less_and_the_rest_goes_on(tmp_path, monkeypatch):
+def test_a_row_that_crashes_is_retried_smaller_and_the_rest_continues(tmp_path, monkeypatch):
     first, third = entry("a: 0", 1e-3), entry("a: 2", 1e-3)
     workers = Workers(
         (-11, [{"start": "a: 0"}, first, {"start": "a: 1"}, {"at": "ours"}, {"at": "sdpa"}]),

@@ -67,7 +67,7 @@ def test_few_images_and_images_without_captions(tmp_path, capsys):
         ("", ["--seed", "-1"], "--seed must be 0 or more, got -1"),
     ],
 )
-def test_bad_input_is_told(tmp_path, content, options, message, capsys):
+def test_bad_input_is_reported(tmp_path, content, options, message, capsys):
     if content is not None:
         (tmp_path / "captions.json").write_text(content)
     assert tool.main([str(tmp_path), *options]) == 2

@@ -78,7 +78,7 @@ def test_the_page_holds_the_maps_and_nothing_from_elsewhere(shown):
     ]  # fmt: skip
 
 
-def test_large_maps_are_thinned_and_it_is_said(photograph):
+def test_large_maps_are_thinned_with_a_note(photograph):
     model = timm.create_model("aa_wide_resnet28_10", depth=10, width=5, img_size=36).eval()
     seen = view.view_timm(model, open_picture(photograph), ["layer1.0.conv1"], (36, 12))
     (layer,) = seen.captured.values()

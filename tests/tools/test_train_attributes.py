@@ -155,7 +155,7 @@ def test_attributes_are_what_the_captioning_task_reads(trained, scenes):
     np.testing.assert_allclose([p for _, p in again], [p for _, p in found["3"]], atol=2e-6)
 
 
-def test_an_interrupted_training_goes_on_to_the_same_weights(trained, scenes, tmp_path, monkeypatch, capsys):
+def test_an_interrupted_training_resumes_to_the_same_weights(trained, scenes, tmp_path, monkeypatch, capsys):
     out, epoch = tmp_path / "out", tool.Training._epoch
 
     def interrupted(self, number):
@@ -182,7 +182,7 @@ def test_an_interrupted_training_goes_on_to_the_same_weights(trained, scenes, tm
         torch.testing.assert_close(ends[0][key], ends[1][key])
 
 
-def test_predict_writes_the_attributes_anew(trained, scenes, tmp_path, capsys):
+def test_predict_rewrites_the_attributes(trained, scenes, tmp_path, capsys):
     out = tmp_path / "out"
     out.mkdir()
     shutil.copy(trained / "best.safetensors", out)
@@ -226,7 +226,7 @@ def test_missing_and_broken_pictures(scenes, tmp_path, capsys):
     assert set(json.loads((folder / "attributes.json").read_text())) == {str(n) for n in range(1, 35)} - {"33"}
 
 
-def test_bad_input_is_told(scenes, tmp_path, capsys):
+def test_bad_input_is_reported(scenes, tmp_path, capsys):
     split = json.loads((scenes / "splits.json").read_text())
     for row in split["images"]:
         row["split"] = {"train": "training"}.get(row["split"], row["split"])

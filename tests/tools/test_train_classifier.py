@@ -106,7 +106,7 @@ def test_the_weights_load_into_timm_and_evaluate_the_same(trained, digits, capsy
     assert f"top-1 {best:.2f} %" in capsys.readouterr().out
 
 
-def test_a_killed_training_goes_on_as_if_it_had_not_been(few_digits, tmp_path, monkeypatch):
+def test_a_killed_training_resumes_exactly(few_digits, tmp_path, monkeypatch):
     options = ["--epochs", "3", "--set", "ema=0.9", "--set", "accumulate=2", "--set", "clip_grad=1", "--set",
                "mixup=0.2", "--set", "label_smoothing=0.1"]  # fmt: skip
     assert run(few_digits, tmp_path / "whole", *options) == 0

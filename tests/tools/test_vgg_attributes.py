@@ -254,7 +254,7 @@ def test_vgg16_is_the_default_with_fc7():
         assert options.backbone == name
 
 
-def test_no_vgg_is_told(scenes, tmp_path, capsys):
+def test_a_missing_vgg_is_reported(scenes, tmp_path, capsys):
     options = ["--fc7", "--backbone", "test_resnet", "--no-pretrained", "--device", "cpu"]
     assert tool.main([str(scenes), str(tmp_path / "out"), *options]) == 2
     assert "train_attributes: fc7: the backbone must be a VGG of timm" in capsys.readouterr().err
