@@ -46,17 +46,23 @@ class Launch(NamedTuple):
 
 
 _recording: list[Launch] | None = None
+_recorded_capability = OLDEST_CAPABILITY
 
 
 @contextlib.contextmanager
-def recorded() -> Iterator[list[Launch]]:
-    """Keep launches in a list instead of doing them: which variants of kernels a call needs, without a device."""
-    global _recording
-    before, _recording = _recording, []
+def recorded(capability: tuple[int, int] = OLDEST_CAPABILITY) -> Iterator[list[Launch]]:
+    """Keep launches in a list instead of doing them: which variants of kernels a call needs, without a device.
+
+    Args:
+        capability: Of the device that tiles are chosen for.
+    """
+    global _recording, _recorded_capability
+    before = _recording, _recorded_capability
+    _recording, _recorded_capability = [], capability
     try:
         yield _recording
     finally:
-        _recording = before
+        _recording, _recorded_capability = before
 
 
 def recording() -> bool:
@@ -103,6 +109,12 @@ def upcast(dtype: torch.dtype) -> bool:
     return interpreted() and dtype == torch.bfloat16
 
 
+def factors_in_shared_memory(tensor: Tensor) -> bool:
+    """Return True where tensor cores read factors from shared memory (9.0 to 11.x); elsewhere they take registers."""
+    capability = _capability(tensor.device.index or 0) if tensor.is_cuda else _recorded_capability
+    return 9 <= capability[0] < 12
+
+
 def power_of_two(size: int, smallest: int = 16) -> int:
     """Return the lowest power of two not below ``size`` and ``smallest``; ``tl.dot`` takes 16 and more."""
     return max(smallest, 1 << max(0, size - 1).bit_length())
@@ -119,6 +131,11 @@ def _no_compiler() -> str | None:
     if interpreted() or os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang"):
         return None
     return "Triton needs a C compiler at run time, and neither CC, gcc nor clang is there"
+
+
+@cache
+def _capability(index: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(index)
 
 
 @cache

@@ -43,7 +43,7 @@ BLOCKS = {
     ("forward", "tf32", 128): Block(64, 32, 8, 1),
     ("forward", "tf32", 256): Block(32, 16, 8, 1),
     ("forward", "ieee", 32): Block(32, 32, 4, 2),
-    ("forward", "ieee", 64): Block(32, 32, 4, 2),
+    ("forward", "ieee", 64): Block(32, 32, 8, 1),
     ("forward", "ieee", 128): Block(32, 32, 8, 1),
     ("forward", "ieee", 256): Block(16, 16, 8, 1),
     ("query_gradients", "half", 32): Block(64, 64, 4, 2),
@@ -54,7 +54,7 @@ BLOCKS = {
     ("query_gradients", "tf32", 64): Block(64, 32, 4, 1),
     ("query_gradients", "tf32", 128): Block(64, 32, 8, 1),
     ("query_gradients", "tf32", 256): Block(32, 16, 8, 1),
-    ("query_gradients", "ieee", 32): Block(32, 32, 4, 1),
+    ("query_gradients", "ieee", 32): Block(64, 32, 8, 1),
     ("query_gradients", "ieee", 64): Block(32, 32, 4, 1),
     ("query_gradients", "ieee", 128): Block(32, 32, 8, 1),
     ("query_gradients", "ieee", 256): Block(16, 16, 8, 1),
@@ -67,10 +67,12 @@ BLOCKS = {
     ("key_gradients", "tf32", 128): Block(32, 32, 8, 1),
     ("key_gradients", "tf32", 256): Block(16, 16, 8, 1),
     ("key_gradients", "ieee", 32): Block(32, 32, 4, 1),
-    ("key_gradients", "ieee", 64): Block(32, 32, 4, 1),
+    ("key_gradients", "ieee", 64): Block(32, 64, 8, 1),
     ("key_gradients", "ieee", 128): Block(32, 32, 8, 1),
     ("key_gradients", "ieee", 256): Block(16, 16, 8, 1),
 }
+# Where tensor cores take factors from registers, and the above spills in the loop.
+SMALLER_BLOCKS = {("query_gradients", "half", 64): Block(64, 32, 4, 2)}
 _PRODUCTS = Block(64, 16, 4, 1)
 _OF_KEYS = ("key", "value", "near", "grad_key", "grad_value", "grad_near")  # the other tensors are of queries
 _LOGITS = ("row", "column", "near", "grad_row", "grad_column", "grad_near")
@@ -138,12 +140,15 @@ def _adjacent(tensor: Tensor) -> bool:
     return tensor.stride(-1) == 1 or tensor.shape[-1] == 1
 
 
-def _block(kernel: str, shape: _Shape, dtype: torch.dtype, both: bool = False) -> Block:
-    """Return what a program holds; ``both`` where there are row and column logits."""
+def _block(kernel: str, shape: _Shape, tensor: Tensor, both: bool = False) -> Block:
+    """Return what a program holds, for the dtype and device of ``tensor``; ``both`` for row and column logits."""
     if kernel == "products_of_outputs":
         return _PRODUCTS
-    arithmetic = "half" if dtype.itemsize == 2 else triton_launch.precision(dtype)
-    block = BLOCKS[kernel, arithmetic, power_of_two(max(shape.D, shape.DV), 32)]
+    arithmetic = "half" if tensor.dtype.itemsize == 2 else triton_launch.precision(tensor.dtype)
+    key = kernel, arithmetic, power_of_two(max(shape.D, shape.DV), 32)
+    block = BLOCKS[key]
+    if not triton_launch.factors_in_shared_memory(tensor):
+        block = SMALLER_BLOCKS.get(key, block)
     if both and kernel == "query_gradients" and shape.Wk > block.keys:
         return block._replace(keys=min(block.keys, 32))  # gradients of rows in pieces want registers
     return block
@@ -163,8 +168,9 @@ def _launch(kernel: str, shape: _Shape, scale: float, **tensors: Tensor | None) 
     B, M, Hq, Wq, Hk, Wk, D, DV = shape
     given = {name: each for name, each in tensors.items() if each is not None}
     strides = {name: _strides(name, each, shape) for name, each in given.items() if each.dim() > 3}
-    dtype = next(iter(given.values())).dtype
-    block = _block(kernel, shape, dtype, both="row" in given and "column" in given)
+    tensor = next(iter(given.values()))
+    dtype = tensor.dtype
+    block = _block(kernel, shape, tensor, both="row" in given and "column" in given)
     of_keys = [name for name in strides if name in _OF_KEYS]
     if "row" not in strides and "column" not in strides and all(_even(strides[name], Wk) for name in of_keys):
         # Neither rows nor columns matter: a tile is a piece of the sequence of keys.
@@ -251,7 +257,7 @@ def backward(
     """Fill the wanted gradients (those not None) of query, key, value, row, column and key logits."""
     shape = _shape(terms)
     B, M, Hq, Wq, Hk, Wk, D, DV = shape
-    wide = Wk > _block("query_gradients", shape, output.dtype).keys
+    wide = Wk > _block("query_gradients", shape, output).keys
     query, key, value, row, column, near = written = [
         _target(grads[0], (B, M, Hq, Wq, D)),
         _target(grads[1], (B, M, Hk, Wk, D)),

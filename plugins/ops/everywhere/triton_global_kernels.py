@@ -35,6 +35,16 @@ NUMBERS = (
 
 
 @triton.jit
+def block_of_queries(M, queries, QUERIES: tl.constexpr):
+    """Return what a program has: a head of all images, its image, the head in it, cells, and which of them exist."""
+    blocks = tl.cdiv(queries, QUERIES)
+    head = (tl.program_id(0) // blocks).to(tl.int64)
+    b, m = head // M, head % M
+    cells = tl.program_id(0) % blocks * QUERIES + tl.arange(0, QUERIES)
+    return head, b, m, cells, cells < queries
+
+
+@triton.jit
 def slab(tensor, b, m, stride_b, stride_m, ALIGNED: tl.constexpr):
     """Where one head of one image begins; None for None."""
     if tensor is not None:
@@ -119,6 +129,14 @@ def sum_of_terms(q, k, near, row, column, scale, QUERIES: tl.constexpr, ROWS: tl
     return logits
 
 
+@triton.jit
+def slopes_of(weights, g, v, product, QUERIES: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr,
+              UPCAST: tl.constexpr):  # fmt: skip
+    """Gradients of logits, (QUERIES, KEYS), of gradients of outputs and the softmax's products."""
+    zeros = tl.zeros((QUERIES, KEYS), tl.float32)
+    return weights * (multiply(g, tl.trans(v), zeros, PRECISION, UPCAST) - product[:, None])
+
+
 @triton.jit(do_not_specialize=NUMBERS)
 def forward(
     value, query, key, row, column, near, output, lse,
@@ -132,11 +150,7 @@ def forward(
     PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """``output`` and ``lse`` (B, M, queries) of ``QUERIES`` queries a program."""
-    blocks = tl.cdiv(queries, QUERIES)
-    head = (tl.program_id(0) // blocks).to(tl.int64)
-    b, m = head // M, head % M
-    cells = tl.program_id(0) % blocks * QUERIES + tl.arange(0, QUERIES)
-    known = cells < queries
+    head, b, m, cells, known = block_of_queries(M, queries, QUERIES)
     value = slab(value, b, m, value_b, value_m, ALIGNED)
     query = slab(query, b, m, query_b, query_m, ALIGNED)
     key = slab(key, b, m, key_b, key_m, ALIGNED)
@@ -190,11 +204,7 @@ def products_of_outputs(
     LONG: tl.constexpr,
 ):  # fmt: skip
     """``products`` (B, M, queries), of each query's output and its gradient: what a softmax's gradient subtracts."""
-    blocks = tl.cdiv(queries, QUERIES)
-    head = (tl.program_id(0) // blocks).to(tl.int64)
-    b, m = head // M, head % M
-    cells = tl.program_id(0) % blocks * QUERIES + tl.arange(0, QUERIES)
-    known = cells < queries
+    head, b, m, cells, known = block_of_queries(M, queries, QUERIES)
     output = slab(output, b, m, output_b, output_m, ALIGNED)
     grad_output = slab(grad_output, b, m, grad_output_b, grad_output_m, ALIGNED)
     o = load_cells(output, places(cells, output_h, output_w, Wq, ALIGNED, FLAT, LONG), known, DV, BLOCK_DV)
@@ -218,11 +228,7 @@ def query_gradients(
     PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Gradients of ``QUERIES`` queries a program, and of their row and column logits."""
-    blocks = tl.cdiv(queries, QUERIES)
-    head = (tl.program_id(0) // blocks).to(tl.int64)
-    b, m = head // M, head % M
-    cells = tl.program_id(0) % blocks * QUERIES + tl.arange(0, QUERIES)
-    known = cells < queries
+    head, b, m, cells, known = block_of_queries(M, queries, QUERIES)
     value = slab(value, b, m, value_b, value_m, ALIGNED)
     query = slab(query, b, m, query_b, query_m, ALIGNED)
     key = slab(key, b, m, key_b, key_m, ALIGNED)
@@ -259,8 +265,7 @@ def query_gradients(
             logits = sum_of_terms(q, k, near_logits, row_logits, column_logits, scale, QUERIES, ROWS, COLUMNS,
                                   PRECISION, UPCAST)  # fmt: skip
             weights = tl.exp2(logits * LOG2E - total[:, None])
-            zeros = tl.zeros((QUERIES, ROWS * COLUMNS), tl.float32)
-            slopes = weights * (multiply(g, tl.trans(v), zeros, PRECISION, UPCAST) - product[:, None])
+            slopes = slopes_of(weights, g, v, product, QUERIES, ROWS * COLUMNS, PRECISION, UPCAST)
             if grad_query is not None:
                 query_sum = multiply(slopes.to(k.dtype), k, query_sum, PRECISION, UPCAST)
             if grad_row is not None:
@@ -339,8 +344,7 @@ def key_gradients(
             value_sum = multiply(tl.trans(weights.to(g.dtype)), g, value_sum, PRECISION, UPCAST)
         if grad_key is not None or grad_near is not None:
             product = tl.load(products + head * queries + cells, mask=known, other=0.0)
-            zeros = tl.zeros((QUERIES, ROWS * COLUMNS), tl.float32)
-            slopes = weights * (multiply(g, tl.trans(v), zeros, PRECISION, UPCAST) - product[:, None])
+            slopes = slopes_of(weights, g, v, product, QUERIES, ROWS * COLUMNS, PRECISION, UPCAST)
             if grad_key is not None:
                 key_sum = multiply(tl.trans(slopes.to(q.dtype)), q, key_sum, PRECISION, UPCAST)
             if grad_near is not None:

@@ -43,7 +43,7 @@ TILES = {
     },
     "ieee": {
         64: (Tile(64, 16, 8, 1), Tile(32, 32, 8, 1), Tile(16, 32, 4, 1), Tile(32, 32, 4, 1)),
-        128: (Tile(32, 16, 4, 1), Tile(32, 16, 8, 1), Tile(16, 32, 8, 1), Tile(32, 16, 8, 1)),
+        128: (Tile(32, 16, 8, 1), Tile(16, 16, 8, 1), Tile(16, 32, 8, 1), Tile(32, 16, 8, 1)),
     },
 }
 SHORT = 64  # queries at most for which a block of more is mostly empty

@@ -45,6 +45,20 @@ def of_keys(found, KEYS_FIRST: tl.constexpr):
 
 
 @triton.jit
+def tile_of(matrix, stride, t0, s0, row, column):
+    """Pointers to a tile's elements of a matrix (T, S)."""
+    begin = matrix + stride.to(tl.int64) * t0 + s0
+    return (begin + row * stride) + column
+
+
+@triton.jit
+def tile_of_band(band, stride, t0, shift, row, column):
+    """Pointers to a tile's elements of a band (T, K), of whose first query the first key has tap ``shift``."""
+    begin = band + stride.to(tl.int64) * t0 + shift
+    return (begin + row * (stride - 1)) + column
+
+
+@triton.jit
 def far_logits(outside, t0, T, stride, BLOCK_T: tl.constexpr):
     """Outside logits of a block of queries; None for None."""
     if outside is not None:
@@ -82,13 +96,12 @@ def logits_of(
     column = of_keys(tl.arange(0, BLOCK_S), KEYS_FIRST)
     there = (row < T - t0) & (column < S - s0)
     if position is not None:
-        begin = position + position_t.to(tl.int64) * t0 + s0
-        addend = tl.load((begin + row * position_t) + column, mask=there, other=0.0)
+        addend = tl.load(tile_of(position, position_t, t0, s0, row, column), mask=there, other=0.0)
     if PART == AT:
-        tap = (column + (s0 - t0 + left - start)) - row
+        shift = s0 - t0 + left - start
+        tap = (column + shift) - row
         inside = (tap >= 0) & (tap < K)
-        begin = band + band_t.to(tl.int64) * t0 + (s0 - t0 + left - start)
-        near = tl.load((begin + row * (band_t - 1)) + column, mask=inside & there, other=0.0)
+        near = tl.load(tile_of_band(band, band_t, t0, shift, row, column), mask=inside & there, other=0.0)
     seen = column < S - s0
     if CAUSAL and PART != BEFORE and PART != BEHIND:  # no key outside the band comes later than the query
         seen = seen & (column + (s0 - t0 - start) <= row)
@@ -257,15 +270,14 @@ def differentiate_queries(
                         sum_query = multiply(slopes.to(k.dtype), k, sum_query, PRECISION, UPCAST)
                     row, column = tl.arange(0, BLOCK_T)[:, None], tl.arange(0, NEAR if PART == AT else BLOCK_S)[None, :]
                     there = (row < T - t0) & (column < S - s0)
-                    tap = (column + (s0 - t0 + left - start)) - row
+                    shift = s0 - t0 + left - start
+                    tap = (column + shift) - row
                     inside = (tap >= 0) & (tap < K)
                     if grad_position is not None:
-                        place = grad_position + grad_position_t.to(tl.int64) * t0 + s0
-                        place = (place + row * grad_position_t) + column
+                        place = tile_of(grad_position, grad_position_t, t0, s0, row, column)
                         tl.store(place, slopes.to(grad_position.dtype.element_ty), mask=there)
                     if (grad_band is not None) and PART == AT:
-                        place = grad_band + grad_band_t.to(tl.int64) * t0 + (s0 - t0 + left - start)
-                        place = (place + row * (grad_band_t - 1)) + column
+                        place = tile_of_band(grad_band, grad_band_t, t0, shift, row, column)
                         tl.store(place, slopes.to(grad_band.dtype.element_ty), mask=there & inside)
                     if grad_outside is not None:
                         sum_outside += tl.sum(tl.where(inside, 0.0, slopes), 1)
