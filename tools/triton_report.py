@@ -1,4 +1,4 @@
-"""Compile the Triton kernels of main shapes ahead of time: registers, spills, shared memory, seconds.
+"""Compile the Triton kernels of main shapes ahead of time: registers, spills, shared memory.
 
 ::
 
@@ -13,12 +13,10 @@ variant of a kernel is compiled as it would be on a device. ``TRITON_INTERPRET``
 from __future__ import annotations
 
 import argparse
-import re
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,6 +30,7 @@ with extras():
     from attn_plugins.ops.triton_launch import Launch
 
     from .benchmark import report
+    from .cuda_report import sass
     from .files import write_text
     from .triton_cases import CASES
 
@@ -40,6 +39,13 @@ PAGE = Path("benchmarks/triton-kernels.md")
 _TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int32: "i32", torch.int64: "i64",
           torch.bool: "i1", torch.uint8: "u8"}  # fmt: skip
 _OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg")
+_MEASURES = {"registers": "registers", "stack": "stack", "spills": "in loops", "shared": "shared"}
+_ABOUT = (
+    "Compiled for compute capabilities 8.0, 9.0 and 10.0; a single number holds for all three. Registers and stack "
+    "(bytes of spilled registers) are per thread; *in loops* counts the instructions that load or store spills within "
+    "any loop; shared memory (bytes) is per block. Kernels that compile to the same numbers are listed once, under "
+    "the first shape."
+)
 
 
 class Variant(NamedTuple):
@@ -57,7 +63,9 @@ class Variant(NamedTuple):
         return next((kind[1:] for _, kind in self.signature if kind.startswith("*")), "")
 
 
-def launches(operator: Operator, terms: Any, options: Any, passes: str = "both") -> list[Launch]:
+def launches(
+    operator: Operator, terms: Any, options: Any, passes: str = "both", capability: int = TARGETS[0]
+) -> list[Launch]:
     """Record the launches of Triton's backend in a forward pass, a backward pass, or both.
 
     Args:
@@ -65,11 +73,13 @@ def launches(operator: Operator, terms: Any, options: Any, passes: str = "both")
         terms: Its terms, as ``meta`` tensors.
         options: Its options.
         passes: ``forward``, ``backward`` or ``both``.
+        capability: Of the device, 80 for 8.0: tiles may depend on it.
     """
     results = operator.fake(terms, options)
     serving = next(each for each in operator.table if each.name == triton_launch.NAME)
     needs = [term is not None for term in terms]
-    with backends.backend(triton_launch.NAME), triton_launch.recorded() as found:
+    device = divmod(capability, 10)
+    with backends.backend(triton_launch.NAME), triton_launch.recorded((device[0], device[1])) as found:
         if reason := backends.refusal(serving, terms, options, passes != "forward"):
             raise ValueError(f"{operator.name}: {reason}")
         if passes != "backward":
@@ -118,66 +128,115 @@ def variants(found: Iterable[Launch]) -> dict[Variant, Any]:
 
 
 def compiled(each: Variant, kernel: Any, capability: int) -> dict[str, Any]:
-    """Compile for ``sm_<capability>``; return registers and stack per thread, shared memory and seconds."""
+    """Compile for ``sm_<capability>``.
+
+    Returns:
+        Its kernel and dtype; ``registers`` and bytes of ``stack`` per thread; ``spills``, the number of instructions
+        in loops that load or store spilled registers; bytes of ``shared`` memory per block.
+    """
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     hints = {(number,): [["tt.divisibility", 16]] for number in each.divisible}
     source = ASTSource(kernel, dict(each.signature), dict(each.constants), hints)
-    begin = time.perf_counter()
     binary = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=dict(each.options))
-    elapsed = time.perf_counter() - begin
-    usage = _usage(binary.asm["cubin"])
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary.asm["cubin"])
+        file.flush()
+        usage, code = (_dump(option, file.name) for option in ("-res-usage", "-sass"))
+    (used,) = sass.resources(usage).values()
+    ((_, _, body),) = sass.functions(code)
+    loops = sass.loops(body)
+    within = [at for at in body if any(loop.first <= at.address <= loop.last for loop in loops)]
+    counts = sass.count(within)
     return {
-        "operator": "", "kernel": each.kernel, "dtype": each.dtype, "target": f"sm_{capability}",
-        "registers": usage["REG"], "stack": usage["STACK"], "shared": binary.metadata.shared, "seconds": elapsed,
+        "kernel": each.kernel, "dtype": each.dtype, "registers": used["registers"], "stack": used["stack"],
+        "spills": counts.get("LDL", 0) + counts.get("STL", 0), "shared": binary.metadata.shared,
     }  # fmt: skip
 
 
-def _usage(cubin: bytes) -> dict[str, int]:
+def _dump(option: str, cubin: str) -> str:
     import triton
 
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-    return {name: int(number) for name, number in re.findall(r"(REG|STACK):(\d+)", text)}
+    return subprocess.run([tool, option, cubin], capture_output=True, text=True, check=True).stdout
+
+
+def labels(found: Iterable[Variant]) -> dict[Variant, str]:
+    """Return names of a call's variants: the kernel's, with the switches that only some of its variants have on."""
+    switches = {each: {name for name, value in each.constants if value is True} for each in found}
+    names = {}
+    for each, mine in switches.items():
+        alike = [theirs for other, theirs in switches.items() if other.kernel == each.kernel]
+        own = sorted(mine - set.intersection(*alike))
+        names[each] = f"{each.kernel} ({', '.join(own)})" if own else each.kernel
+    return names
 
 
 def rows(cases: dict[str, Callable[[], tuple[Operator, Any, Any]]], targets: Iterable[int]) -> list[dict[str, Any]]:
-    """Return a row for each case, variant and target; a variant in several cases takes time only in the first."""
-    import triton
-
+    """Return what :func:`compiled` does for each case, variant and target, with the name of the case and the target."""
     found = []
-    with tempfile.TemporaryDirectory() as folder, triton.knobs.cache.scope():
-        triton.knobs.cache.dir = folder  # results of earlier calls would take no time
-        for name, make in cases.items():
-            for each, kernel in variants(launches(*make())).items():
-                for target in targets:
-                    found.append({**compiled(each, kernel, target), "operator": name})
-                    print(_line(found[-1]), flush=True)
+    for name, make in cases.items():
+        for target in targets:
+            calls = variants(launches(*make(), capability=target))
+            names = labels(calls)
+            for each, kernel in calls.items():
+                row = {"case": name, "target": target, **compiled(each, kernel, target), "kernel": names[each]}
+                print("  ".join(map(str, row.values())), flush=True)
+                found.append(row)
     return found
 
 
-def _line(row: dict[str, Any]) -> str:
-    cells = (f"{value:.1f}" if isinstance(value, float) else str(value) for value in row.values())
-    return f"| {' | '.join(cells)} |"
+def table(found: Sequence[dict[str, Any]]) -> list[str]:
+    """Return a table of an operator's rows: a line for the targets of a kernel, and for all that is alike."""
+    lines: dict[tuple[str, ...], dict[str, list[dict[str, Any]]]] = {}
+    for row in found:
+        shape, dtype = row["case"].split(", ", 1)[1].rsplit(", ", 1)
+        lines.setdefault((shape, row["kernel"]), {}).setdefault(dtype, []).append(row)
+    listed: set[tuple[str, ...]] = set()
+    head = ["shape", "kernel", "dtype", *_MEASURES.values()]
+    text = [f"| {' | '.join(head)} |", "|" + " --- |" * len(head)]
+    for (shape, kernel), dtypes in lines.items():
+        cells: dict[tuple[str, ...], list[str]] = {}
+        for dtype, targets in dtypes.items():
+            cells.setdefault(tuple(_cell([row[name] for row in targets]) for name in _MEASURES), []).append(dtype)
+        for measures, alike in cells.items():
+            line = kernel, ", ".join(alike), *measures
+            if line not in listed:
+                text.append(f"| {' | '.join((shape, *line))} |")
+            listed.add(line)
+    return text
 
 
-def _page(found: list[dict[str, Any]]) -> str:
+def _cell(numbers: Sequence[int]) -> str:
+    return " / ".join(map(str, numbers if len(set(numbers)) > 1 else numbers[:1]))
+
+
+def _spills(found: Sequence[dict[str, Any]]) -> str:
+    """Describe where kernels spill."""
+    within = sorted({f"{row['kernel']} of {row['case']} for sm_{row['target']}" for row in found if row["spills"]})
+    outside = [row["stack"] for row in found if row["stack"] and not row["spills"]]
+    text = f"Spills within loops: {'; '.join(within)}." if within else "No kernel spills within a loop."
+    if not outside:
+        return text
+    return (
+        f"{text} Outside of loops, where a program loads and stores once, {len(outside)} of {len(found)} compilations "
+        f"spill up to {max(outside)} bytes."
+    )
+
+
+def _page(found: Sequence[dict[str, Any]]) -> str:
     import triton
 
     facts = report.machine("cpu")
-    head = [
-        "# Triton kernels, compiled ahead of time", "",
-        "`python -m tools.triton_report --write`", "",
-        f"Triton {triton.__version__}, torch {facts['torch']}, {facts['date']}. Registers and bytes of stack (spills) "
-        "are per thread, bytes of shared memory per block; seconds are those of the compilation, once per machine.",
-        "", "| " + " | ".join(found[0]) + " |", "|" + " --- |" * len(found[0]),
+    text = [
+        "# Triton kernels, compiled ahead of time", "", "`python -m tools.triton_report --write`", "",
+        f"Triton {triton.__version__}, torch {facts['torch']}, {facts['date']}. {_ABOUT}", "", f"**{_spills(found)}**",
     ]  # fmt: skip
-    return "\n".join([*head, *map(_line, found)]) + "\n"
+    for operator in dict.fromkeys(row["case"].split(",")[0] for row in found):
+        text += ["", f"## {operator}", "", *table([row for row in found if row["case"].split(",")[0] == operator])]
+    return "\n".join(text) + "\n"
 
 
 def main(arguments: list[str] | None = None) -> int:
