@@ -15,10 +15,10 @@ SEED ?= 0
 export VENV
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo demo-quick test test-all fuzz sanitize test-install test-abi lint format types build cuda aarch64 wheel test-wheel docs benchmark benchmark-end-to-end benchmark-table gpu-check doctor clean
+.PHONY: help env demo demo-quick test test-all fuzz sanitize test-install test-abi lint format types build cuda aarch64 test-aarch64 wheel test-wheel docs benchmark benchmark-end-to-end benchmark-table gpu-check doctor clean
 
 help:  ## list the targets
-	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "  make %-21s %s\n", $$1, $$2}'
+	@sed -n 's/^\([a-z0-9-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "  make %-21s %s\n", $$1, $$2}'
 
 env:  ## set up $(VENV): the pinned stack and the compiled extension (resumes; 10 minutes the first time on 2 cores)
 	@tools/environment.sh
@@ -71,6 +71,9 @@ cuda: env  ## compile the CUDA operators for sm_80 and sm_90 (needs nvcc, no GPU
 
 aarch64: env  ## compile the CPU operators for 64-bit ARM (needs g++-aarch64-linux-gnu; nothing is run)
 	tools/cross_compile.sh
+
+test-aarch64: env  ## run the CPU operators for 64-bit ARM, emulated (Debian with qemu-user and g++-aarch64-linux-gnu)
+	tools/test_aarch64.sh
 
 wheel: env  ## dist/: a source distribution and a manylinux wheel, checked (CUDA kernels in it where there is nvcc)
 	$(PY) -m tools.release

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Compile the CPU operators for 64-bit ARM on this machine: only objects, without linking or running them.
+# Compile the CPU operators for 64-bit ARM on this machine: only objects. tools/test_aarch64.sh links and runs
+# them.
 #
 #   tools/cross_compile.sh           into build/aarch64
 #   CXX=clang++ tools/cross_compile.sh --target=aarch64-linux-gnu
