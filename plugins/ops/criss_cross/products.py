@@ -109,6 +109,9 @@ def _batches(*tensors: Tensor) -> Iterator[list[Tensor]]:
 
 def _multiply(result: Tensor, left: Tensor, right: Tensor, *, add: bool = False, scale: float = 1.0) -> None:
     """Set ``result`` to scale * left @ right, or add the product to it; all are (B, M, N, rows, columns)."""
+    if scale == 0 and not add:  # torch's product for ARM keeps NaN of an uninitialised result
+        result.zero_()
+        return
     beta = 1 if add else 0
     for c, a, b in _batches(result, left, right):
         if a.dtype == c.dtype:

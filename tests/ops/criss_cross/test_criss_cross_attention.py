@@ -61,6 +61,22 @@ def test_products_equal_the_reference(size, batch, heads, logits, dtype, device)
         torch.testing.assert_close(gradient, other, rtol=1e-4 if dtype == torch.float32 else 1e-9, atol=1e-5)
 
 
+@pytest.mark.parametrize("logits", LOGITS)
+def test_a_scale_of_0(logits):
+    """Results do not depend on uninitialised memory, which deterministic mode fills with NaN."""
+    terms = operands((5, 7), logits, batch=2, heads=2)
+    expected = reference.criss_cross_attention(*terms, 0.0)
+    wanted = torch.autograd.grad(expected.square().sum(), given(*terms))
+    torch.use_deterministic_algorithms(True)
+    try:
+        found = criss_cross_attention(*terms, scale=0.0)
+        gradients = torch.autograd.grad(found.square().sum(), given(*terms))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(gradients, wanted)
+
+
 def test_mmcv_agrees():
     """mmcv's module around our operator: the query's own position counts in its row, and logits are not scaled."""
     module = pytest.importorskip("mmcv.ops.cc_attention").CrissCrossAttention(16).double()
