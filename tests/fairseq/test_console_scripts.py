@@ -117,6 +117,7 @@ def test_a_killed_training_resumes(data, trained, tmp_path):
     torch.testing.assert_close(parameters(tmp_path), parameters(folder), rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_two_processes_are_one_with_twice_the_accumulation(data, tmp_path):
     """fairseq spawns no workers on the CPU, so each process gets its rank; test_spawned_workers tests spawning."""
     still = ["--dropout=0", "--max-update=4"]  # workers would draw other random numbers

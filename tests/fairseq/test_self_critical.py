@@ -351,6 +351,7 @@ while children:
 """
 
 
+@pytest.mark.slow
 def test_two_processes_continue_from_cross_entropy(tmp_path):
     """An update has two batches, of which one process lacks one. The best checkpoint has the highest reward."""
     data = write_images(tmp_path / "data")

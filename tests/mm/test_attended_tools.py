@@ -76,6 +76,7 @@ def uninterrupted(tmp_path_factory, digits) -> Run:
     return run
 
 
+@pytest.mark.slow
 def test_two_processes_give_the_curve_of_one_with_the_doubled_batch(uninterrupted, digits, tmp_path):
     run = Run(tmp_path / "two", DETR, data=f"{digits}/")
     run.finish(processes=2, batch_size=2)
@@ -155,7 +156,7 @@ default_hooks = dict(checkpoint=dict(interval=3))
     "name",
     [
         "mask2former_r50_pixels-saliency_8xb2-160k_ade20k-512x512",
-        "maskformer_r50-d32_queries-1010_8xb2-160k_ade20k-512x512",
+        pytest.param("maskformer_r50-d32_queries-1010_8xb2-160k_ade20k-512x512", marks=pytest.mark.slow),
     ],
 )
 def test_mmseg_trains_tests_and_infers(name, digits, tmp_path):

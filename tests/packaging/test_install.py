@@ -295,6 +295,7 @@ def test_cuda_is_compiled_where_asked_for(monkeypatch):
     assert not wheels.compiles_cuda({}), "fairseq has no CUDA operators that we need"
 
 
+@pytest.mark.slow
 def test_what_is_there_is_left_alone(capsys):
     """The tests' environment has everything installed, so only the doctor runs."""
     pytest.importorskip("mmcv")

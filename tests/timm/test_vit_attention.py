@@ -186,7 +186,7 @@ def test_features_by_fx():
     torch.testing.assert_close(found, seen[0])
 
 
-@pytest.mark.parametrize("name", ["attn1111", "attn_bilateral", "attn_range7"])
+@pytest.mark.parametrize("name", ["attn1111", "attn_bilateral", pytest.param("attn_range7", marks=pytest.mark.slow)])
 def test_compiled_exported_and_half(name):
     model = open_gates(build(name))
     expected = model(picture())
@@ -197,6 +197,7 @@ def test_compiled_exported_and_half(name):
         torch.testing.assert_close(model(picture()).float(), expected, rtol=0.2, atol=0.2)
 
 
+@pytest.mark.slow
 def test_a_compiled_model_takes_other_sizes():
     model = open_gates(build(dynamic_img_size=True))
     compiled = torch.compile(model, fullgraph=True)

@@ -125,6 +125,7 @@ def test_other_options_are_refused(output, data, capsys):
     assert f"{result} was obtained with other options" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_fused(output, data, tmp_path, capsys):
     """Two identical checkpoints give the result of one. A fused row of another number of models is recomputed."""
     own = tmp_path / "out"

@@ -124,6 +124,7 @@ def test_broken_images_are_left_out_and_named(photographs, tmp_path, capsys):
     assert all(reason in rows[name] for name, reason in expected.items())
 
 
+@pytest.mark.slow
 def test_two_processes_leave_out_the_same_images(photographs, tmp_path):
     break_images(photographs)
     command = [

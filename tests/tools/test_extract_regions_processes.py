@@ -67,6 +67,7 @@ sys.exit(extract_regions.main(sys.argv[1:]))
 """
 
 
+@pytest.mark.slow
 def test_a_killed_process_and_another_number_of_them_give_the_file_of_one(scenes, tmp_path, capsys):
     (tmp_path / "killed.py").write_text(KILLED)
     out, splits = tmp_path / "regions.npz", scenes / "splits.json"

@@ -334,8 +334,8 @@ def test_shapes_as_a_tensor():
         (dict(points=(2, 2, 2)), r"attention_weights must have shape \(B, Q, M, P\), got \(2, 6, 3, 3, 2\)"),
         (dict(points=(2, 2)), "points must be an int or 3 ints"),
         (dict(points=(2, 2, -2)), "points must be an int or 3 ints, each at least 0"),
-        (dict(sampling_locations=torch.zeros(2, 6, 3, 3, 2, 2).double()), "must be torch.float32 beside"),
-        (dict(attention_weights=torch.zeros(2, 6, 3, 3, 2, dtype=torch.float16)), "must be torch.float32 beside"),
+        (dict(sampling_locations=torch.zeros(2, 6, 3, 3, 2, 2).double()), "must be torch.float32 for a value"),
+        (dict(attention_weights=torch.zeros(2, 6, 3, 3, 2, dtype=torch.float16)), "must be torch.float32 for a value"),
         (dict(sampling_locations=torch.zeros(2, 6, 3, 3, 2, 2, device="meta")), "be on value's device cpu, got meta"),
     ],
 )  # fmt: skip
