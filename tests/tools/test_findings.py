@@ -34,7 +34,7 @@ def bleu(value: float, interval: float = 3.0) -> Sample:
         (Sample((5.0, 6.0, 7.0)), Sample((1.0, 2.0, 4.9)), None, None, SEEN, "larger than the variation of seeds"),
         (Sample((1.0, 2.0, 4.9)), Sample((5.0, 6.0, 7.0)), None, None, NOT, "the opposite order"),
         (Sample((5.0, 6.0, 7.0)), Sample((1.0, 2.0, 5.1)), None, None, CANNOT, "within chance, ±"),
-        (Sample((5.0, 6.0, 7.0)), Sample((5.1, 6.1, 6.9)), 9.0, None, NOT, "+9.0 would exceed"),
+        (Sample((5.0, 6.0, 7.0)), Sample((5.1, 6.1, 6.9)), 9.0, None, NOT, "excludes the document's +9.0"),
         (Sample((5.0, 6.0, 7.0)), Sample((5.1, 6.1, 6.9)), 0.5, None, CANNOT, "within chance, ± 1.6"),
         (Sample((5.0, 6.0)), Sample((1.0, 2.0)), None, None, CANNOT, "chance"),  # two seeds are not enough
         (ONE, Sample((10.0, 11.0, 12.0)), None, None, SEEN, "(one seed)"),  # beyond 4.97 deviations

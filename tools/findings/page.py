@@ -20,7 +20,7 @@ a claim of one of the four documents, with the document's figures in brackets, a
 * **seen**: every seed of one setting is above every seed of the other (for three against three, one time in twenty by
   chance); for a single seed, the difference is beyond a 95 % interval, or the paired bootstrap of the study's page has
   p < 0.01. "As good" is seen if a setting is behind by less than one point, chance included.
-* **not seen**: the order is the opposite, or the difference is within chance and the document's is not.
+* **not seen**: the order is the opposite, or the interval of the difference excludes the document's difference.
 * **cannot be seen at this size**: both differences are within chance, or no small study tests the claim.
 * ± is the standard deviation over seeds; "of the texts" is half of the 95 % interval over the test sentences of
   one seed.

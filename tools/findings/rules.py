@@ -112,7 +112,9 @@ class Above:
         if found is None:
             return Outcome(CANNOT, result, "one seed, whose variation is unknown")
         if self.effect is not None and difference + found < self.effect:
-            return Outcome(NOT, result, f"within chance, which the document's {self.effect:+.1f} would exceed{one}")
+            return Outcome(
+                NOT, result, f"chance makes ± {found:.1f}, which excludes the document's {self.effect:+.1f}{one}"
+            )
         return Outcome(CANNOT, result, f"within chance, ± {found:.1f}{one}")
 
 
