@@ -344,8 +344,9 @@ struct Stage {
       } else {
         const int step = p.x.step * int(p.grad_position.column);
         for (int n = lane; n < to.count * taps; n += 32) {
-          const int query = to.contiguous ? 0 : n / taps, tap = n - query * taps;
-          to.data[query * int64_t(step) + tap * p.grad_position.channel] = from[n];
+          const int query = n / taps, tap = n - query * taps;
+          // Of a single tap, the channels' stride is 0.
+          to.data[to.contiguous ? n : query * int64_t(step) + tap * p.grad_position.channel] = from[n];
         }
       }
     }

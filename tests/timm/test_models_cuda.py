@@ -29,6 +29,7 @@ SMALL = {
     "aa_wide_resnet": (dict(depth=10, width=5), (3, 24, 32)),
     "attn": (FEW_BLOCKS, (3, 64, 96)),
     "attn_swin": (SWIN, (3, 48, 64)),
+    "attn_swinv2": (dict(SWIN, img_size=(64, 96)), (3, 64, 96)),  # whole windows, which timm before 1.0.31 needs
     "attn_vit": (TRANSFORMER, (3, 32, 48)),
     "dcn": (FEW_BLOCKS, (3, 64, 96)),
     "timesformer": (dict(TRANSFORMER, num_frames=4), (4, 3, 32, 48)),

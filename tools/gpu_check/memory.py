@@ -79,7 +79,8 @@ def judge(tool: str, operator: str, done: Done, text: str, kernels: Sequence[str
     if done.status is None:
         return Found(name, False, f"not done after {done.seconds:.0f} s")
     if computed is None or done.status != 0:
-        return Found(name, False, f"status {done.status}: {done.last_line()}")
+        errors = re.findall(r"(?m)^\d+ errors: .*", text)
+        return Found(name, False, errors[-1] if errors else f"status {done.status}: {done.last_line()}")
     return Found(name, True, computed)
 
 

@@ -190,6 +190,8 @@ def backward(
     grad_output, output = _join([grad_output], DV), _join([output], DV)
     lse = lse.flatten(2)
     if value.is_cuda:
+        # The kernels for halves read the output as (B, N, M, DV), whatever its strides say.
+        output = output.transpose(1, 2).contiguous().transpose(1, 2)
         N = query.shape[2]
         # The log-sum-exp of fully masked queries is +inf, so that their probabilities, exp(logit - inf), are 0.
         lse = torch.nn.functional.pad(lse, (0, -N % _LSE_ALIGNMENT), value=float("inf"))
