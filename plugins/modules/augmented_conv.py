@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from ..terms.relative_position import relative_logits
 from ..terms.relative_table import resize_table
+from ..terms.remembered import remembered
 from ..terms.sine_position import sine_encoding
 from .capture import logits_of, maps_of
 from .checks import check_map, check_table_size, one_of, pair, positive
@@ -261,9 +262,10 @@ class AAConv2d(nn.Module):
         if self.pool:
             x = F.avg_pool2d(x, 3, 2, 1, count_include_pad=False)
         if self.position == "sine":
-            x = x + _sine_map(x)
+            x = x + _sine_map(x.shape[1], x.shape[2], x.shape[3], x.device, x.dtype)
         elif self.position == "coordconv":
-            x = torch.cat((x, _coordinates(x)), 1)
+            places = _coordinates(x.shape[2], x.shape[3], x.device, x.dtype)
+            x = torch.cat((x, places.expand(x.shape[0], -1, -1, -1)), 1)
         # In channels-last memory the projection is a plain GEMM and the heads are views with a contiguous width.
         assert self.qkv is not None
         qkv = self.qkv(to_channels_last(x)).permute(0, 2, 3, 1)
@@ -347,24 +349,24 @@ def _same_padding(
     return kernel, same
 
 
-def _sine_map(x: Tensor) -> Tensor:
+@remembered
+def _sine_map(C: int, H: int, W: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     """Return the encoding (1, C, H, W), of rows in the first half of the channels, of columns in the second."""
-    C, H, W = x.shape[1:]
-    rows = sine_encoding(torch.arange(H, device=x.device), C // 2).t().unsqueeze(2).expand(-1, -1, W)
-    columns = sine_encoding(torch.arange(W, device=x.device), C // 2).t().unsqueeze(1).expand(-1, H, -1)
-    return torch.cat((rows, columns)).unsqueeze(0).to(x.dtype)
+    rows = sine_encoding(torch.arange(H, device=device), C // 2).t().unsqueeze(2).expand(-1, -1, W)
+    columns = sine_encoding(torch.arange(W, device=device), C // 2).t().unsqueeze(1).expand(-1, H, -1)
+    return torch.cat((rows, columns)).unsqueeze(0).to(dtype)
 
 
-def _coordinates(x: Tensor) -> Tensor:
-    """Return coordinates (B, 3, H, W): x and y, both from -1 to 1, and r = (x² + y²)^1/2."""
-    B, _, H, W = x.shape
-    rows = _from_the_centre(H, x).view(H, 1).expand(H, W)
-    columns = _from_the_centre(W, x).expand(H, W)
-    return torch.stack((columns, rows, torch.hypot(columns, rows))).expand(B, -1, -1, -1)
+@remembered
+def _coordinates(H: int, W: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Return coordinates (3, H, W): x and y, both from -1 to 1, and r = (x² + y²)^1/2."""
+    rows = _from_the_centre(H, device, dtype).view(H, 1).expand(H, W)
+    columns = _from_the_centre(W, device, dtype).expand(H, W)
+    return torch.stack((columns, rows, torch.hypot(columns, rows)))
 
 
-def _from_the_centre(size: int, x: Tensor) -> Tensor:
+def _from_the_centre(size: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     """Return (size,) coordinates from -1 to 1, or 0 for a single position."""
     if size == 1:
-        return torch.zeros(1, device=x.device, dtype=x.dtype)
-    return torch.linspace(-1, 1, size, device=x.device, dtype=x.dtype)
+        return torch.zeros(1, device=device, dtype=dtype)
+    return torch.linspace(-1, 1, size, device=device, dtype=dtype)

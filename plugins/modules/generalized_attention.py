@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..terms.attention_type import parse_attention_type
+from ..terms.remembered import remembered
 from ..terms.saliency import add_vector, key_saliency
-from ..terms.window import axis_window, window_logits, window_position_logits
+from ..terms.window import shared_axis_window, window_logits, window_position_logits
 from .capture import maps_of
 from .checks import check_map, positive
 from .generalized_positions import AxisPositions
@@ -157,9 +158,10 @@ class GeneralizedAttention2d(AxisPositions):
         """Return the width of one axis's position encoding."""
         return self.position_embedding_dim
 
-    def axis_range(self, queries: int, keys: int, device: torch.device) -> Tensor:
-        """Return (queries, keys) logits of one axis: 0 for keys in range, else -inf."""
-        return axis_window(queries, keys, (self.spatial_range - 1) // 2, self.q_stride, self.kv_stride, device)
+    def axis_range(self, queries: int, keys: int, like: Tensor) -> Tensor:
+        """Return (queries, keys) logits of one axis: 0 for keys in range, else -inf. Callers do not write to them."""
+        radius = (self.spatial_range - 1) // 2
+        return shared_axis_window(queries, keys, radius, self.q_stride, self.kv_stride, like.device, like.dtype)
 
     def upsample(self, output: Tensor, size: list[int]) -> Tensor:
         """Interpolate the queries' outputs, at every ``q_stride``-th pixel, to all pixels."""
@@ -359,15 +361,23 @@ class MMCVGeneralizedAttention2d(GeneralizedAttention2d):
     def axis_width(self) -> int:
         return self.position_embedding_dim // 2
 
-    def axis_range(self, queries: int, keys: int, device: torch.device) -> Tensor:
-        pixel = torch.arange(queries, device=device).unsqueeze(1) * self.q_stride
-        key = torch.arange(keys, device=device)
-        first = (pixel - self.spatial_range).div(self.kv_stride, rounding_mode="floor")
-        last = (pixel + self.spatial_range + 1).div(self.kv_stride, rounding_mode="floor")
-        return window_logits((first <= key) & (key <= last))
+    def axis_range(self, queries: int, keys: int, like: Tensor) -> Tensor:
+        return _half_range(queries, keys, self.spatial_range, self.q_stride, self.kv_stride, like.device, like.dtype)
 
     def upsample(self, output: Tensor, size: list[int]) -> Tensor:
         return F.interpolate(output, size, mode="bilinear", align_corners=False)
+
+
+@remembered
+def _half_range(
+    queries: int, keys: int, reach: int, q_stride: int, kv_stride: int, device: torch.device, dtype: torch.dtype
+) -> Tensor:
+    """Return the range of :class:`MMCVGeneralizedAttention2d` along one axis."""
+    pixel = torch.arange(queries, device=device).unsqueeze(1) * q_stride
+    key = torch.arange(keys, device=device)
+    first = (pixel - reach).div(kv_stride, rounding_mode="floor")
+    last = (pixel + reach + 1).div(kv_stride, rounding_mode="floor")
+    return window_logits((first <= key) & (key <= last)).to(dtype)
 
 
 def _every(x: Tensor, stride: int) -> Tensor:

@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..terms.attention_type import AttentionTerms
-from ..terms.relative_position import axis_offsets, relative_logits, spread
+from ..terms.relative_position import axis_encoding, relative_logits, spread
 from ..terms.saliency import add_vector, key_saliency
-from ..terms.sine_position import sine_encoding
 from .capture import logits_of
 
 
@@ -50,13 +49,13 @@ class AxisPositions(nn.Module):
         """Compute scaled query, key and value, (B, M, ·, ·, d)."""
         raise NotImplementedError
 
-    def axis_range(self, queries: int, keys: int, device: torch.device) -> Tensor:
-        """Return (queries, keys) logits of one axis: 0 for keys in range, else -inf."""
+    def axis_range(self, queries: int, keys: int, like: Tensor) -> Tensor:
+        """Return (queries, keys) logits of one axis: 0 for keys in range, else -inf. Callers do not write to them."""
         raise NotImplementedError
 
     def _along_window(self, weight: Tensor, query: Tensor | None, radius: int) -> Tensor:
         """Compute ε2 + ε4 of one axis for offsets -radius ... radius: (B, M, H, W, n), without ε2 (1, M, 1, 1, n)."""
-        table = self._table(weight, torch.arange(-radius, radius + 1, device=weight.device))
+        table = self._table(weight, radius + 1, radius + 1, 1, 1)
         v: Tensor | None = None
         if self.geom_bias is not None:
             v = self._scaled(self._vector(self.geom_bias))
@@ -69,8 +68,7 @@ class AxisPositions(nn.Module):
         """Return row and column logits, 0 in range and -inf out of range; None if all keys are in range."""
         if self.spatial_range == -1:
             return None, None
-        rows = self.axis_range(queries[0], keys[0], like.device).to(like.dtype)
-        columns = self.axis_range(queries[1], keys[1], like.device).to(like.dtype)
+        rows, columns = self.axis_range(queries[0], keys[0], like), self.axis_range(queries[1], keys[1], like)
         return _along(rows.unsqueeze(0), "row"), _along(columns.unsqueeze(0), "column")
 
     @torch.jit.unused
@@ -122,7 +120,7 @@ class AxisPositions(nn.Module):
         self, weight: Tensor, query: Tensor | None, v: Tensor | None, queries: int, keys: int, axis: str
     ) -> Tensor:
         """Compute ε2 + ε4 of one axis, with size 1 along axes that they do not depend on."""
-        table = self._table(weight, axis_offsets(queries, keys, self.q_stride, self.kv_stride, weight.device))
+        table = self._table(weight, queries, keys, self.q_stride, self.kv_stride)
         if query is not None:
             query = query if v is None else add_vector(query, v)
             return relative_logits(query, table, keys, axis, self.q_stride, self.kv_stride)
@@ -130,11 +128,12 @@ class AxisPositions(nn.Module):
         bias = torch.einsum("md,mdn->mn", v, table)
         return _along(spread(bias, queries, keys, self.q_stride, self.kv_stride), axis)
 
-    def _table(self, weight: Tensor, offsets: Tensor) -> Tensor:
-        """Project the encodings of offsets in pixels, (M, d, D)."""
-        offsets = offsets.to(torch.float64 if weight.dtype == torch.float64 else torch.float32)
-        offsets = offsets * (self.offset_sign * self.position_magnitude)
-        encoding = sine_encoding(offsets, self.axis_width(), self.wavelength).to(weight.dtype)
+    def _table(self, weight: Tensor, queries: int, keys: int, q_stride: int, kv_stride: int) -> Tensor:
+        """Project the encodings of one axis's offsets in pixels, (M, d, D)."""
+        factor, width = float(self.offset_sign * self.position_magnitude), self.axis_width()
+        encoding = axis_encoding(
+            queries, keys, q_stride, kv_stride, factor, width, self.wavelength, weight.device, weight.dtype
+        )
         table = F.linear(encoding, weight).unflatten(-1, (self.num_heads, -1)).permute(1, 2, 0)  # (M, d, D)
         if self.position_factor != 1.0:
             table = table * self.position_factor

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..ops import global_attention, sequence_attention, window_attention
-from ..terms.relative_position import axis_offsets, relative_logits
+from ..terms.relative_position import relative_logits
 from ..terms.saliency import key_saliency
 from ..terms.window import axis_window
 from .grid_terms import Grid, GridTerms
@@ -218,8 +218,8 @@ class GridAttention(GridTerms):
             logits = logits + key_saliency(k, self.saliency_query()[0, :, 0, 0]).unsqueeze(2)
         if self.row_table is not None and self.column_table is not None:
             moved = self._position_query(q[:, :, prefix:].unflatten(2, [H, W])).expand(-1, -1, H, W, -1)
-            rows = self._table(self.row_table.weight, axis_offsets(H, H, 1, 1, q.device))
-            columns = self._table(self.column_table.weight, axis_offsets(W, W, 1, 1, q.device))
+            rows = self._table(self.row_table.weight, H)
+            columns = self._table(self.column_table.weight, W)
             pairs = relative_logits(moved, rows, H, "row").unsqueeze(5)
             pairs = pairs + relative_logits(moved, columns, W, "column").unsqueeze(4)
             logits = logits + F.pad(pairs.flatten(4, 5).flatten(2, 3), [prefix, 0, prefix, 0])

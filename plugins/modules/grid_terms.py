@@ -25,10 +25,9 @@ from ..terms.nonlocal_position import (
     tap_index,
     with_outside,
 )
-from ..terms.relative_position import axis_offsets, relative_logits
+from ..terms.relative_position import axis_encoding, relative_logits
 from ..terms.saliency import key_saliency
-from ..terms.sine_position import sine_encoding
-from ..terms.window import axis_window, window_position_logits
+from ..terms.window import shared_axis_window, window_position_logits
 from .checks import one_of
 
 Grid = tuple[int, int]
@@ -145,7 +144,7 @@ class GridTerms(nn.Module):
         assert self.column_table is not None
         moved = moved.expand(-1, -1, *grid, -1)
         rows, columns = (
-            relative_logits(moved, self._table(table.weight, axis_offsets(n, n, device=moved.device)), n, axis)
+            relative_logits(moved, self._table(table.weight, n), n, axis)
             for table, n, axis in zip((self.row_table, self.column_table), grid, ("row", "column"))
         )
         return rows, columns
@@ -167,7 +166,7 @@ class GridTerms(nn.Module):
         """Return row logits (1, 1, H, 1, H) and column logits (1, 1, 1, W, W), 0 in range, else -inf, or None."""
         if self.radius is None:
             return None, None
-        rows, columns = (axis_window(n, n, self.radius, device=like.device).to(like.dtype) for n in grid)
+        rows, columns = (shared_axis_window(n, n, self.radius, 1, 1, like.device, like.dtype) for n in grid)
         return rows[None, None, :, None], columns[None, None, None]
 
     def axis_pairs(self, q: Tensor, grid: Grid) -> Tensor:
@@ -224,7 +223,7 @@ class GridTerms(nn.Module):
         if self.row_table is not None and self.column_table is not None:
             moved = self._position_query(q)
             rows, columns = (
-                torch.einsum("bmhwd,mdn->bmhwn", moved, self._table(table.weight, torch.arange(-r, r + 1)))
+                torch.einsum("bmhwd,mdn->bmhwn", moved, self._table(table.weight, r + 1))
                 for table, r in zip((self.row_table, self.column_table), radius)
             )
             logits = window_position_logits(rows, columns, H, W)
@@ -256,10 +255,9 @@ class GridTerms(nn.Module):
             moved = moved + (self.scale * self._heads(self.position))[:, None, None]
         return moved * self._gate(3)
 
-    def _table(self, weight: Tensor, offsets: Tensor) -> Tensor:
-        """Project the encodings of offsets along one axis, (M, d, D)."""
-        offsets = offsets.to(weight.device, torch.float64 if weight.dtype == torch.float64 else torch.float32)
-        encoding = sine_encoding(offsets, self.embed_dim, 10000.0).to(weight.dtype)
+    def _table(self, weight: Tensor, size: int) -> Tensor:
+        """Project the encodings of the offsets among ``size`` rows or columns, (M, d, 2 * size - 1)."""
+        encoding = axis_encoding(size, size, 1, 1, 1.0, self.embed_dim, 10000.0, weight.device, weight.dtype)
         return F.linear(encoding, weight).unflatten(-1, (self.num_heads, -1)).permute(1, 2, 0)
 
     def _predicted(self, x: Tensor) -> Tensor:

@@ -12,19 +12,20 @@ import torch
 from torch import Tensor
 
 
-def reorder(tokens: Tensor, order: Tensor) -> Tensor:
+def reorder(tokens: Tensor, order: Tensor, back: Tensor | None = None) -> Tensor:
     """Permute tokens.
 
     Args:
         tokens: (R, C).
         order: (R,), a permutation of 0 ... R - 1: the source of each token.
+        back: (R,), the inverse permutation; None to compute it where a gradient needs it.
 
     Returns:
         (R, C), contiguous.
     """
     if not (torch.is_grad_enabled() and tokens.requires_grad):
         return tokens.index_select(0, order)
-    return _Reorder.apply(tokens, order, inverse(order))
+    return _Reorder.apply(tokens, order, inverse(order) if back is None else back)
 
 
 def inverse(order: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from ..ops import sequence_attention
 from ..terms.cosine_scale import cosine_operands
 from ..terms.log_positions import bounded_logits, log_coordinates
 from ..terms.position_table import table_logits
+from ..terms.remembered import remembered
 from ..terms.window import shifted_window_masks
 from .capture import checked_queries
 from .token_moves import inverse, reorder, split_heads
@@ -53,26 +54,27 @@ def in_windows(x: Tensor, window: Pair, shift: Pair, num_heads: int, project: Pr
         x = x.roll((-shift[0], -shift[1]), (1, 2)) if any(shift) else x
         x = F.pad(x, (0, 0, 0, right, 0, below))
     rolled = (0, 0) if below or right else shift
-    masks = shifted_window_masks((nH, nW), window, shift, x.device)
-    order, sizes = _window_order(B, (nH, nW), window, rolled, shift, x.device)
-    tokens = reorder(x.reshape(-1, C), order).view(-1, h * w, C)
+    masks = shifted_window_masks((nH, nW), window, shift, x.device, x.dtype)
+    sizes, order, back = _window_order(B, (nH, nW), window, rolled, shift, x.device)
+    tokens = reorder(x.reshape(-1, C), order, back).view(-1, h * w, C)
     heads = split_heads(project(tokens), sizes, num_heads)  # one product for all groups
     attended = [
         attend(q, k, v, mask, part).transpose(1, 2).flatten(2)
         for (q, k, v), mask, part in zip(heads, masks, tokens.split(sizes))
     ]
     width = attended[0].shape[2]
-    joined = reorder(_cat(attended, 0).reshape(-1, width), inverse(order)).view(B, nH * h, nW * w, width)
+    joined = reorder(_cat(attended, 0).reshape(-1, width), back, order).view(B, nH * h, nW * w, width)
     if below or right:
         joined = joined[:, :H, :W]
         return joined.roll(shift, (1, 2)) if any(shift) else joined
     return joined
 
 
+@remembered
 def _window_order(
     B: int, windows: Pair, window: Pair, rolled: Pair, shift: Pair, device: torch.device
-) -> tuple[Tensor, list[int]]:
-    """Return the map index of all windows' tokens, group by group, and the number of windows in each group."""
+) -> tuple[tuple[int, ...], Tensor, Tensor]:
+    """Return the number of windows in each group, and the map index of their tokens with its inverse."""
     (nH, nW), (h, w) = windows, window
     places = torch.arange(B * nH * h * nW * w, device=device).view(B, nH * h, nW * w)
     if any(rolled):
@@ -83,7 +85,8 @@ def _window_order(
         for row in places.view(B, nH, h, nW, w).transpose(2, 3).split(rows, 1)
         for part in row.split(columns, 2)
     ]
-    return _cat(parts, 0), [B * row * column for row in rows for column in columns]
+    order = _cat(parts, 0)
+    return tuple(B * row * column for row in rows for column in columns), order, inverse(order)
 
 
 def with_position_logits(logits: Tensor | None, scale: float = 1.0, dropout: float = 0.0) -> Attend:
@@ -157,8 +160,14 @@ def predicted_logits(net: nn.Module, window: Pair, pretrained: Pair | None = Non
 def predicted_table(net: nn.Module, window: Pair, pretrained: Pair | None = None) -> Tensor:
     """Compute the table over offsets for :func:`predicted_logits`, ((2 Wh - 1) * (2 Ww - 1), M)."""
     weight = next(net.parameters())
-    coordinates = log_coordinates(window, pretrained, device=weight.device).to(weight.dtype)
-    return bounded_logits(net(coordinates.flatten(0, 1)))
+    pretrained = window if pretrained is None else pretrained
+    return bounded_logits(net(_coordinates(window, pretrained, weight.device, weight.dtype)))
+
+
+@remembered
+def _coordinates(window: Pair, pretrained: Pair, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Return the coordinates of all offsets, ((2 Wh - 1) * (2 Ww - 1), 2)."""
+    return log_coordinates(window, pretrained, device=device).to(dtype).flatten(0, 1)
 
 
 def pair_weights(q: Tensor, k: Tensor, position_logits: Tensor | None, scale: float = 1.0) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .map_size import check_size
+from .remembered import remembered
 
 
 def decomposed_logits(
@@ -59,14 +60,19 @@ def axis_embeddings(table: Tensor, queries: int, keys: int) -> Tensor:
     Returns:
         (Q, K, d).
     """
+    table = resize_offsets(table, max(queries, keys))
+    return table.index_select(0, _flat_index(queries, keys, table.device)).unflatten(0, (queries, keys))
+
+
+@remembered
+def _flat_index(queries: int, keys: int, device: torch.device) -> Tensor:
+    """Return the table entry of every pair, (Q * K,)."""
     places = max(queries, keys)
-    table = resize_offsets(table, places)
     # float32 as in the published code, so that offsets are truncated alike.
-    q = torch.arange(queries, device=table.device, dtype=torch.float32) * (places / queries)
+    q = torch.arange(queries, device=device, dtype=torch.float32) * (places / queries)
     stretch = places / keys
-    k = torch.arange(keys, device=table.device, dtype=torch.float32) * stretch
-    index = (q.unsqueeze(1) - k + (keys - 1) * stretch).long()
-    return table.index_select(0, index.flatten()).unflatten(0, (queries, keys))
+    k = torch.arange(keys, device=device, dtype=torch.float32) * stretch
+    return (q.unsqueeze(1) - k + (keys - 1) * stretch).long().flatten()
 
 
 def resize_offsets(table: Tensor, length: int) -> Tensor:

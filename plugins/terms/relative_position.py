@@ -16,6 +16,9 @@ import math
 import torch
 from torch import Tensor
 
+from .remembered import remembered
+from .sine_position import sine_encoding
+
 
 def axis_offsets(
     queries: int, keys: int, q_stride: int = 1, kv_stride: int = 1, device: torch.device | None = None
@@ -23,6 +26,28 @@ def axis_offsets(
     """Return the D distinct offsets k - q in pixels, ascending."""
     step = math.gcd(q_stride, kv_stride)
     return torch.arange(-(queries - 1) * q_stride, (keys - 1) * kv_stride + 1, step, device=device)
+
+
+@remembered
+def axis_encoding(
+    queries: int,
+    keys: int,
+    q_stride: int,
+    kv_stride: int,
+    factor: float,
+    width: int,
+    wavelength: float,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Encode the distinct offsets, times ``factor``, by sines and cosines; see :func:`.sine_encoding`.
+
+    Returns:
+        (D, width). The result is shared; see :func:`.remembered`.
+    """
+    offsets = axis_offsets(queries, keys, q_stride, kv_stride, device)
+    offsets = offsets.to(torch.float64 if dtype == torch.float64 else torch.float32) * factor
+    return sine_encoding(offsets, width, wavelength).to(dtype)
 
 
 def spread(table: Tensor, queries: int, keys: int, q_stride: int = 1, kv_stride: int = 1) -> Tensor:

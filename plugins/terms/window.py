@@ -6,13 +6,15 @@ into windows (Swin), shifted windows have up to four distinct masks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .map_size import check_size
+from .remembered import remembered
 
 
 def axis_window(
@@ -26,6 +28,14 @@ def axis_window(
     q = torch.arange(queries, device=device).unsqueeze(1) * q_stride
     k = torch.arange(keys, device=device) * kv_stride
     return window_logits((k - q).abs() <= radius)
+
+
+@remembered
+def shared_axis_window(
+    queries: int, keys: int, radius: int, q_stride: int, kv_stride: int, device: torch.device, dtype: torch.dtype
+) -> Tensor:
+    """Return :func:`axis_window` in another dtype. The result is shared; see :func:`.remembered`."""
+    return axis_window(queries, keys, radius, q_stride, kv_stride, device).to(dtype)
 
 
 def window_logits(inside: Tensor) -> Tensor:
@@ -93,7 +103,7 @@ def shifted_window_groups(
     Raises:
         ValueError: ``windows`` or ``window`` is not two ints of at least 1, or ``shift`` not two ints below ``window``.
     """
-    masks = shifted_window_masks(windows, window, shift, device)
+    masks = _masks(windows, window, shift, partial(_mask, device=device, dtype=torch.float32))
     slices = [
         [slice(0, n - 1), slice(n - 1, n)] if moved and n > 1 else [slice(0, n)] for n, moved in zip(windows, shift)
     ]
@@ -102,27 +112,34 @@ def shifted_window_groups(
 
 
 def shifted_window_masks(
-    windows: Sequence[int], window: Sequence[int], shift: Sequence[int], device: torch.device | None = None
+    windows: Sequence[int], window: Sequence[int], shift: Sequence[int], device: torch.device, dtype: torch.dtype
 ) -> list[Tensor | None]:
     """Return only the masks of :func:`shifted_window_groups`, in its order.
 
     ``torch.compile`` specialises on the numbers in a slice; without slices ``windows`` may be symbolic.
 
     Returns:
-        For each group (N, N), float32, or None if nothing is masked.
+        For each group (N, N), or None if nothing is masked. The masks are shared; see :func:`.remembered`.
 
     Raises:
         ValueError: for the reasons of :func:`shifted_window_groups`.
     """
+    return _masks(windows, window, shift, partial(_shared_mask, device=device, dtype=dtype))
+
+
+def _masks(
+    windows: Sequence[int],
+    window: Sequence[int],
+    shift: Sequence[int],
+    mask: Callable[[tuple[int, int], tuple[int, int]], Tensor],
+) -> list[Tensor | None]:
+    """Return the masks of groups, each computed from the window and the pixels wrapped along its axes."""
     windows, (H, W) = check_size("windows", windows), check_size("window", window)
     moves = tuple(shift) if isinstance(shift, Sequence) else ()
     if len(moves) != 2 or not all(isinstance(s, int) and 0 <= s < length for s, length in zip(moves, (H, W))):
         raise ValueError(f"shift must be two ints from 0 to below window {(H, W)}, got {shift!r}")
-    axes: list[list[Tensor | None]] = []
-    for count, length, moved in zip(windows, (H, W), moves):
-        inside: list[Tensor | None] = [None] if moved and count > 1 else []
-        axes.append([*inside, shifted_axis(length, moved, device) if moved else None])
-    return [_both_axes(rows, columns, H, W) for rows in axes[0] for columns in axes[1]]
+    axes = [[0, moved] if moved and count > 1 else [moved] for count, moved in zip(windows, moves)]
+    return [mask((H, W), (rows, columns)) if rows or columns else None for rows in axes[0] for columns in axes[1]]
 
 
 def shifted_axis(length: int, shift: int, device: torch.device | None = None) -> Tensor:
@@ -135,10 +152,12 @@ def shifted_axis(length: int, shift: int, device: torch.device | None = None) ->
     return window_logits(wrapped.unsqueeze(1) == wrapped)
 
 
-def _both_axes(rows: Tensor | None, columns: Tensor | None, height: int, width: int) -> Tensor | None:
-    """Return the sum of the row mask (Wh, Wh) and the column mask (Ww, Ww), (N, N)."""
-    axes = [rows[:, None, :, None]] if rows is not None else []
-    axes += [columns[None, :, None, :]] if columns is not None else []
-    if not axes:
-        return None
-    return sum(axes[1:], axes[0]).expand(height, width, height, width).reshape(height * width, -1)
+def _mask(window: tuple[int, int], wrapped: tuple[int, int], device: torch.device | None, dtype: torch.dtype) -> Tensor:
+    """Return the sum of the row mask (Wh, Wh) and the column mask (Ww, Ww), (N, N); not both axes are 0."""
+    H, W = window
+    axes = [shifted_axis(H, wrapped[0], device)[:, None, :, None]] if wrapped[0] else []
+    axes += [shifted_axis(W, wrapped[1], device)[None, :, None, :]] if wrapped[1] else []
+    return sum(axes[1:], axes[0]).expand(H, W, H, W).reshape(H * W, -1).to(dtype)
+
+
+_shared_mask = remembered(_mask)

@@ -1,0 +1,133 @@
+"""Modules that keep indices, masks and encodings from call to call: results stay as if they computed them again."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from attn_plugins.modules import AAConv2d, GeneralizedAttention2d, WindowSelfAttention
+from attn_plugins.terms.decomposed import decomposed_logits
+
+MAKES_POSITIONS = {"aten::arange", "aten::linspace", "aten::scatter_", "aten::sin", "aten::roll", "aten::log2"}
+
+
+class Decomposed(nn.Module):
+    """Decomposed positions of a map (B, C, H, W)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(2, 15, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return decomposed_logits(x.movedim(1, 3).unsqueeze(1), *self.table)[0]
+
+
+class OnMaps(nn.Module):
+    """Window attention on maps (B, C, H, W)."""
+
+    def __init__(self, **options) -> None:
+        super().__init__()
+        self.attention = WindowSelfAttention(16, 2, 4, **options)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attention(x.movedim(1, 3))
+
+
+LAYERS = {
+    "swin": lambda: OnMaps(),
+    "swin, shifted": lambda: OnMaps(shift_size=2),
+    "swin v2, shifted": lambda: OnMaps(shift_size=2, version="v2"),
+    "swin, shifted, no positions": lambda: OnMaps(shift_size=2, position="none"),
+    "swin, shifted, relative": lambda: OnMaps(shift_size=2, position="relative"),
+    "generalized": lambda: GeneralizedAttention2d(16, 2, kv_stride=2),
+    "generalized, range": lambda: GeneralizedAttention2d(16, 2, "1110", 3, kv_stride=2),
+    "generalized, range alone": lambda: GeneralizedAttention2d(16, 2, "1000", 3, kv_stride=2),
+    "generalized, windows": lambda: GeneralizedAttention2d(16, 2, "0101", 3),
+    "mmcv": lambda: GeneralizedAttention2d.mmcv_compatible(16, 3, 2),
+    "augmented, sine": lambda: AAConv2d(16, 16, 3, 8, 8, 2, position="sine"),
+    "augmented, coordinates": lambda: AAConv2d(16, 16, 3, 8, 8, 2, position="coordconv"),
+    "decomposed": Decomposed,
+}
+
+
+class Computed(TorchDispatchMode):
+    """A mode in which nothing is kept."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.fixture(params=LAYERS)
+def layer(request):
+    torch.manual_seed(0)
+    layer = LAYERS[request.param]()
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    return layer
+
+
+def results(layer: nn.Module, x: Tensor) -> list[Tensor]:
+    output = layer(x)
+    parameters = [p for p in layer.parameters() if p.requires_grad]
+    return [output, *torch.autograd.grad(output.float().square().sum(), parameters, allow_unused=True)]
+
+
+def same(ours: list[Tensor], expected: list[Tensor]) -> None:
+    for one, other in zip(ours, expected, strict=True):
+        assert (one is None and other is None) or torch.equal(one, other)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("size", [(8, 12), (7, 9)])
+def test_results_stay(layer, size, dtype):
+    layer = layer.to(dtype)
+    x = torch.randn(2, 16, *size, dtype=dtype)
+    with Computed():
+        expected = results(layer, x)
+    with torch.inference_mode():
+        assert torch.equal(layer(x), expected[0])
+    with torch.no_grad():
+        assert torch.equal(layer(x), expected[0])
+    for _ in range(2):
+        same(results(layer, x), expected)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        with Computed():
+            in_halves = results(layer, x)
+        for _ in range(2):
+            same(results(layer, x), in_halves)
+    same(results(layer, x), expected)
+
+
+def test_the_second_call_makes_no_positions(layer):
+    x = torch.randn(2, 16, 8, 12)
+    layer(x)
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as seen:
+        layer(x)
+    assert not MAKES_POSITIONS & {event.name for event in seen.events()}
+
+
+def test_layers_keep_nothing_themselves(layer):
+    x = torch.randn(2, 16, 8, 12)
+    keys, attributes = list(layer.state_dict()), [set(vars(module)) for module in layer.modules()]
+    expected = layer(x)
+    assert list(layer.state_dict()) == keys
+    assert [set(vars(module)) for module in layer.modules()] == attributes
+    assert torch.equal(copy.deepcopy(layer)(x), expected)
+    if not isinstance(layer, (OnMaps, Decomposed)):
+        assert torch.equal(pickle.loads(pickle.dumps(layer))(x), expected)
+
+
+@pytest.mark.parametrize("name", [name for name in LAYERS if not name.startswith("swin")])  # these have such a test
+def test_compile_with_symbolic_sizes(name):
+    torch._dynamo.reset()
+    layer = LAYERS[name]()
+    compiled = torch.compile(layer, fullgraph=True, backend="eager", dynamic=True)
+    for size in ((8, 12), (12, 8), (8, 12)):
+        x = torch.randn(2, 16, *size)
+        torch.testing.assert_close(compiled(x), layer(x))
