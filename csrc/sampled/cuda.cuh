@@ -28,25 +28,26 @@ struct CudaKernels {
   // One buffer instead of two halves the memory and the cache that a block needs.
   static constexpr bool columns_replace_gradients = true;
 
-  // Approximate number of output pixels per GEMM. Two goals limit it. The tiles of the GEMM should fill the
-  // chip: with tiles of 128 pixels x 64 output channels, one wave is multiprocessors * 128 * 64 /
-  // out_channels pixels. If C = out_channels and K = 9, the columns of such a block take 19.5 MB in half
-  // precision and 39 MB in float32 on 132 multiprocessors, for any C. The columns should also still be in the
-  // L2 cache when the GEMM reads them, so they may take at most two thirds of it (40 of 60 MB on an H200, 27
-  // of 40 MB on an A100). ATTN_PLUGINS_BLOCK_PIXELS overrides the number for tuning runs.
+  // Approximate number of output pixels per GEMM. The tiles of the GEMM should fill the chip: with tiles of
+  // 128 pixels x 64 output channels, one wave is multiprocessors * 128 * 64 / out_channels pixels, and a last
+  // wave that is not full costs less, the more there are. Four take the time from 2.1 ms to 1.85 ms for 16 maps of 256
+  // channels, 64 x 64, in float32 on an H100 (all pixels at once: 1.82 ms), though their columns no longer
+  // fit into the L2 cache; up to three times as much is allowed. If C = out_channels and K = 9, the columns of
+  // such a block take 78 MB in half precision and 156 MB in float32 on 132 multiprocessors, for any C.
+  // ATTN_PLUGINS_BLOCK_PIXELS overrides the number, where memory counts for more.
   //
   // The resulting working memory in MB, for N = 16, C = out_channels = 256, 64 x 64 pixels and K = 9 on 132
-  // multiprocessors, compared with the column buffer of the whole batch (blocks of 4096 pixels; chunks of
-  // four images in the forward pass and of one image in the backward):
+  // multiprocessors and 50 MB of L2 cache, compared with the column buffer of the whole batch (chunks of four
+  // images, each a block of 16384 pixels):
   //                                                     bfloat16                   float32
-  //   columns (replacing their gradients in backward)   18.9                       37.7
+  //   columns (replacing their gradients in backward)   75.5                       151.0
   //   packed weight                                     1.2                        2.4
   //   input of four images, channels-last               8.4                        16.8
-  //   forward                                           28.5 of 302 (9.4 %)        56.9 of 604 (9.4 %)
-  //   input and rows of an image, channels-last         2.1 + 2.1                  4.2 + 4.2
-  //   sums of an image's input gradient, float32        4.2                        4.2
+  //   forward                                           85.1 of 302 (28 %)         170.2 of 604 (28 %)
+  //   rows of four images, channels-last                8.4                        16.8
+  //   sums of their input gradients, float32            16.8                       16.8
   //   sum and part of the weight gradient               2.4 + 1.2                  2.4 + 2.4
-  //   backward                                          32.1 of 302 (10.6 %)       57.5 of 604 (9.5 %)
+  //   backward                                          113.9 of 302 (38 %)        208.6 of 604 (35 %)
   // tests/ops/sampled/test_deform_conv_cuda.py checks these figures. A channels-last input needs no copies of
   // input and rows.
   static int64_t target_pixels(const Geometry& g, int64_t element_bytes) {
@@ -54,9 +55,9 @@ struct CudaKernels {
       return std::max<int64_t>(1, std::strtoll(forced, nullptr, 10));
     }
     const DeviceLimits device = device_limits();
-    const int64_t wave = device.multiprocessors * 128 * 64 / g.out_channels;
-    const int64_t cached = device.l2_bytes * 2 / 3 / (g.taps() * g.C * element_bytes);
-    return std::max<int64_t>(256, std::min(wave, cached));
+    const int64_t waves = 4 * device.multiprocessors * 128 * 64 / g.out_channels;
+    const int64_t most = device.l2_bytes * 3 / (g.taps() * g.C * element_bytes);
+    return std::max<int64_t>(256, std::min(waves, most));
   }
 
   // Images whose pixels make about one block. Their channels-last copies and gradient sums (float32 even for
@@ -74,11 +75,11 @@ struct CudaKernels {
     return pixels * element_bytes % 16 == 0 && (pixels >= 1024 || pixels % 128 == 0);
   }
 
-  // Images whose channels-last copy takes half the memory of a block's columns, but at least
+  // Images whose channels-last copy takes an eighth of the memory of a block's columns, but at least
   // images_per_chunk, to keep the number of launches small.
   static int64_t images_per_copy(const Geometry& g, int64_t element_bytes) {
     const int64_t map = std::max<int64_t>(1, g.H * g.W);
-    const int64_t images = target_pixels(g, element_bytes) * g.taps() / (2 * map);
+    const int64_t images = target_pixels(g, element_bytes) * g.taps() / (8 * map);
     return std::clamp<int64_t>(images, images_per_chunk(g, element_bytes), std::max<int64_t>(1, g.N));
   }
 

@@ -100,8 +100,14 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
 
 
 def precision(dtype: torch.dtype) -> str:
-    """How ``tl.dot`` multiplies float32, of which torch's own switch decides; half numbers have one way alone."""
-    return "tf32" if dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32 else "ieee"
+    """How ``tl.dot`` multiplies float32; half numbers have one way alone.
+
+    By TF32 where torch's own switch allows it, else by three products of TF32, whose sum is about as exact as float32
+    and, on tensor cores, several times as fast as products of float32. So does PyTorch's fused attention.
+    """
+    if dtype != torch.float32:
+        return "ieee"
+    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "tf32x3"
 
 
 def upcast(dtype: torch.dtype) -> bool:

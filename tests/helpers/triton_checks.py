@@ -67,8 +67,9 @@ def check(operator: Operator, terms: Any, options: Any, tolerance: float | None 
         assert ours.shape == theirs.shape, name
         assert ours.dtype == dtype, name
         assert torch.isfinite(ours).all(), name
-        if not theirs.any():
-            assert not ours.any(), name
+        if not theirs.any():  # of a single key, where all that is left is the rounding of what cancels
+            sizes = [grad_output.norm(), *(t[t.isfinite()].norm() for t in terms if t is not None)]
+            assert ours.norm() <= tolerance * float(torch.stack(sizes).double().prod()), name
             continue
         error = relative_error(ours, theirs)
         assert error < tolerance, f"{name}: {error:.2g}"

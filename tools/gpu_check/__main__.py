@@ -47,6 +47,7 @@ def build_parser() -> argparse.ArgumentParser:
     first.add_argument("--build", action="store_true", help="compile even if the binaries load")
     second = commands.add_parser("measure", help="times, memory, and shares of the device's roofline")
     second.add_argument("-k", default="", metavar="REGEX", help="only rows whose names match")
+    second.add_argument("--without", nargs="+", default=[], metavar="BACKEND", help="leave out slow backends of ours")
     second.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu only tries the tool")
     for each in (first, second):
         each.add_argument("--seconds", type=float, default=SECONDS, help="time limit (default: %(default)g)")
@@ -68,7 +69,7 @@ def main(arguments: list[str] | None = None) -> int:
         return check.check(options.stages, budget, options.jobs, options.out, options.build)
     from . import measure
 
-    return measure.measure(options.k, budget, options.jobs, options.out, options.device)
+    return measure.measure(options.k, budget, options.jobs, options.out, options.device, options.without)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ LOST_SECONDS = 45.0  # assumed duration of a row that ended its process
 STARTS = 16  # maximum number of starts of the measuring process, one after each row that ended it
 
 
-def measure(pattern: str, budget: Budget, jobs: int, out: Path, device: str) -> int:
+def measure(pattern: str, budget: Budget, jobs: int, out: Path, device: str, without: Sequence[str] = ()) -> int:
     """Measure; write results after each row that ended a process and at the end; print tables."""
     out.mkdir(parents=True, exist_ok=True)
     log = out / "measure.log"
@@ -38,7 +38,7 @@ def measure(pattern: str, budget: Budget, jobs: int, out: Path, device: str) -> 
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache / "inductor"))
     os.environ.setdefault("TRITON_CACHE_DIR", str(cache / "triton"))
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "2")
-    data: dict[str, Any] = {"machine": facts(device), "command": f"python -m tools.gpu_check measure -k {pattern!r}"}
+    data: dict[str, Any] = {"machine": facts(device), "command": command(pattern, without)}
     if device == "cuda":
         passed, line = machine.build(budget.part(machine.BUILD_SECONDS), log, torch.cuda.get_device_capability())
         print(f"binaries: {line}", flush=True)
@@ -48,7 +48,7 @@ def measure(pattern: str, budget: Budget, jobs: int, out: Path, device: str) -> 
         losses: dict[str, int] = {}
         data["ceilings"] = measure_ceilings(device, budget.part(40), scratch)
         if device == "cuda":
-            ran, losses = warm(pattern, budget.part(WARM_SHARE * budget.seconds), jobs, scratch, device)
+            ran, losses = warm(pattern, budget.part(WARM_SHARE * budget.seconds), jobs, scratch, device, without)
             print(f"caches: {ran} rows ran once, {len(losses)} ended a process; {budget.left():.0f} s left", flush=True)
         data["rows"] = []
 
@@ -58,10 +58,17 @@ def measure(pattern: str, budget: Budget, jobs: int, out: Path, device: str) -> 
             write_text(out / "measure.json", dump(data))
             write_text(out / "measure.md", ratios.page(data))
 
-        keep(rows_of(pattern, budget, scratch, log, device, keep, losses))
+        keep(rows_of(pattern, budget, scratch, log, device, keep, losses, without))
     print("\n".join(ratios.closing(data)), flush=True)
     ran = [row for row in data["rows"] if "entries" in row["row"]]
     return 0 if ran and len(ran) == len(data["rows"]) else 1
+
+
+def command(pattern: str, without: Sequence[str]) -> str:
+    """Return the command line, without limits."""
+    words = [f"-k {pattern!r}"] if pattern else []
+    words += [f"--without {' '.join(without)}"] if without else []
+    return " ".join(["python -m tools.gpu_check measure", *words])
 
 
 def facts(device: str) -> dict[str, str]:
@@ -90,7 +97,9 @@ def start_worker(settings: dict[str, Any], limit: float, log: Path) -> Any:
     return run([sys.executable, "-W", "ignore", "-c", WORK, json.dumps(settings)], limit, log)
 
 
-def warm(pattern: str, budget: Budget, jobs: int, scratch: Path, device: str) -> tuple[int, dict[str, int]]:
+def warm(
+    pattern: str, budget: Budget, jobs: int, scratch: Path, device: str, without: Sequence[str] = ()
+) -> tuple[int, dict[str, int]]:
     """Run every row once, in ``jobs`` processes, to fill the caches of compiled code.
 
     Returns:
@@ -105,6 +114,7 @@ def warm(pattern: str, budget: Budget, jobs: int, scratch: Path, device: str) ->
             settings = dict(
                 device=device, record=str(record), seconds=budget.left() - 5, pattern=pattern, row_seconds=110.0,
                 skip=[*(row["end"] for row in read(record)[0]), *lost], share=[number, jobs],
+                without=list(without),
             )  # fmt: skip
             ended = start_worker(settings, budget.left(), scratch / f"warm-{number}.log")
             at = read(record)[1]
@@ -126,6 +136,7 @@ def rows_of(
     device: str,
     keep: Callable[[list[dict[str, Any]]], None] = lambda rows: None,
     lost_before: Mapping[str, int] | None = None,
+    without: Sequence[str] = (),
 ) -> list[dict[str, Any]]:
     """Measure all rows; return them, including those that failed.
 
@@ -139,6 +150,7 @@ def rows_of(
         device: ``cuda`` or ``cpu``.
         keep: Function called with the rows so far whenever a worker has ended.
         lost_before: Number of processes that each row has already ended.
+        without: Names of backends to leave out.
     """
     record = scratch / "rows.jsonl"
     losses, reasons = dict(lost_before or {}), dict.fromkeys(lost_before or {}, "a process ended")
@@ -152,7 +164,7 @@ def rows_of(
             spent[row["part"]] = spent.get(row["part"], 0.0) + row["seconds"]
         settings = dict(
             device=device, record=str(record), seconds=max(0.0, budget.left() - 8), pattern=pattern, spent=spent,
-            skip=[row["end"] for row in done], losses=losses,
+            skip=[row["end"] for row in done], losses=losses, without=list(without),
         )  # fmt: skip
         ended = start_worker(settings, budget.left(), log)
         at = read(record)[1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -151,6 +152,18 @@ def opened(module: nn.Module) -> nn.Module:
     return module
 
 
+def with_own_code(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function with a code object of its own, for which torch.compile reuses nothing.
+
+    What was compiled from the definition would otherwise serve the module itself.
+    """
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return call(*args, **kwargs)
+
+    return types.FunctionType(run.__code__.replace(), globals(), run.__name__, None, run.__closure__)
+
+
 def module_case(name: str, dtype: torch.dtype, backward: bool, device: str) -> Case:
     make, inputs = MODULES[name]
 
@@ -159,7 +172,7 @@ def module_case(name: str, dtype: torch.dtype, backward: bool, device: str) -> C
             torch.manual_seed(0)
             module = copy.deepcopy(opened(make())).to(device, dtype).train(backward)
             given = moved(inputs(), device, dtype, backward)
-            call: Callable[..., Any] = torch.compile(module, dynamic=False) if compiled else module
+            call: Callable[..., Any] = torch.compile(with_own_code(module), dynamic=False) if compiled else module
             if not by_definition:
                 return module_run(call, module, given, backward)
             with definitions():

@@ -11,7 +11,7 @@ import torch
 from tools.benchmark.summary import summarize
 
 Run = Callable[[], object]
-GRAPHS_UNDER = 5e-3  # seconds; longer runs hide the host's overhead
+GRAPHS_UNDER = 5e-2  # seconds with the host's time, which the first runs of a short run consist of
 ROUNDS, LEAST_ROUNDS = 25, 5
 
 
@@ -25,7 +25,7 @@ class Contestant:
 
     def __init__(self, run: Run, device: str) -> None:
         self.run, self.device, self.how = run, device, "events"
-        self.estimate = _once(run, device)
+        self.estimate = self.eager = _once(run, device)
         if device != "cuda":
             self.how = "clock"
         elif self.estimate < GRAPHS_UNDER:
@@ -122,7 +122,10 @@ def race(contestants: Mapping[str, Contestant], flush: Flush, seconds: float) ->
             torch.cuda.synchronize()
         for name, start, end in events:
             times[name].append(start.elapsed_time(end) / 1e3)
-    return {name: summarize(found) | {"how": contestants[name].how} for name, found in times.items()}
+    return {
+        name: summarize(found) | {"how": contestants[name].how, "eager": contestants[name].eager}
+        for name, found in times.items()
+    }
 
 
 def fastest(run: Run, device: str, repeats: int = 10) -> float:

@@ -13,7 +13,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -57,6 +57,7 @@ class Settings:
             all rows.
         race_seconds: Time for the rounds of a row.
         row_seconds: Time after which a row is abandoned and the process ends.
+        without: Backends of ours that are not compared where there are faster ones.
     """
 
     device: str
@@ -69,6 +70,7 @@ class Settings:
     share: tuple[int, int] | None = None
     race_seconds: float = 0.35
     row_seconds: float = 45.0
+    without: list[str] = field(default_factory=list)
 
 
 def part_cases(part: str, device: str) -> list[Case]:
@@ -138,7 +140,7 @@ def first_line(error: BaseException) -> str:
 
 
 def contestants(
-    case: Case, others: bool = True, begin: Callable[[str], None] = lambda name: None
+    case: Case, others: bool = True, begin: Callable[[str], None] = lambda name: None, without: Collection[str] = ()
 ) -> tuple[dict[str, Run], dict[str, Any]]:
     """Return the functions of a row by name, each run once, and facts about the row: errors, refusals, backends.
 
@@ -148,6 +150,7 @@ def contestants(
         case: The row.
         others: Whether to include other backends.
         begin: Function called with each name before it runs.
+        without: Names of backends to leave out, unless there are only two.
     """
     found: dict[str, Run] = {}
     facts: dict[str, Any] = {"errors": {}, "refusals": {}, "differences": {}}
@@ -160,7 +163,7 @@ def contestants(
     backends = dict.fromkeys(name for operator in facts["served_by"] for name in backends_of(operator))
     expected = ours()
     for name in backends:
-        if serving == {name} or not others:
+        if serving == {name} or not others or (name in without and len(backends) > 2):
             continue
         begin(f"ours, by {name}")
         run = forced(ours, name)
@@ -216,7 +219,7 @@ def measured(
 ) -> dict[str, Any]:
     """Measure a row: times and memory of all contestants, and our minimum work."""
     defaults()
-    runs, facts = contestants(case, others, begin)
+    runs, facts = contestants(case, others, begin, settings.without)
     work = roofline.work_of(runs["ours"])
     memory: dict[str, int] = {}
     racing: dict[str, Contestant] = {}
@@ -269,7 +272,7 @@ def run_rows(settings: Settings) -> None:
                 if settings.share is None:
                     row = measured(case, settings, flush, lost < 2, begin_contestant)
                 else:
-                    row = {"warm": sorted(contestants(case, True, begin_contestant)[0])}
+                    row = {"warm": sorted(contestants(case, True, begin_contestant, settings.without)[0])}
                     defaults()
             if settings.device == "cuda":
                 torch.cuda.synchronize()

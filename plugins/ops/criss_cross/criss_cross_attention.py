@@ -38,9 +38,9 @@ def criss_cross_attention(
     zeros.
 
     The weights, H + W numbers per query and head, are kept for the backward, which needs as much memory again; half
-    precision adds a copy of the weights in float32. Triton's kernels, selected by ``backend("triton")``, keep one
-    number per query and head instead. Strided views are read without a copy if their last axis is contiguous, except
-    half precision on the CPU, which is copied to float32.
+    precision adds a copy of the weights in float32. Triton's kernels, which compute content alone in half precision on
+    CUDA, keep one number per query and head instead. Strided views are read without a copy if their last axis is
+    contiguous, except half precision on the CPU, which is copied to float32.
 
     Args:
         query: (B, M, H, W, d); None, together with ``key``, for position logits alone.
@@ -59,7 +59,7 @@ def criss_cross_attention(
     """
     terms = Terms(query, key, value, position_logits)
     _check(*terms)
-    return ATTEND(terms, Options(finite("scale", scale), triton_criss_cross.wanted(value)))
+    return ATTEND(terms, Options(finite("scale", scale), triton_criss_cross.wanted(terms)))
 
 
 def _check(query: Tensor | None, key: Tensor | None, value: Tensor, position_logits: Tensor | None) -> None:

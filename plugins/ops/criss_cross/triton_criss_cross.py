@@ -12,8 +12,8 @@ both passes, the second of which adds to the first: no result depends on the ord
 They take CUDA tensors of float32, float16 and bfloat16; sums and softmax are in float32. What the first pass writes
 is rounded to the tensors' dtype before the second adds to it, as between batched products.
 
-The kernels have not been measured on a device. Until they are (``MEASURED``), they serve only within
-``backend("triton")``; ``Options.recompute`` takes that to the backward, which runs in a thread of its own.
+They serve content alone in half precision, for which they are faster than batched products, and else within
+``backend("triton")``. ``Options.recompute`` takes that to the backward, which runs in a thread of its own.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from ..backends import Backend
 from .operands import Options, Terms
 from .products import packed
 
-MEASURED = False  # True lets them serve CUDA tensors unasked
 WIDEST = 256  # width of query and key: a program holds them whole
 _SMALLEST = 16  # block
 
@@ -45,18 +44,24 @@ class Blocks(NamedTuple):
     stages: int
 
 
-# By the kind of product; widths up to 64 compile without spills for sm_80, sm_90 and sm_100 (tools.triton_report).
+# By the kind of product ("tf32" is float32, as one or as three products). Chosen by times on an H100; widths up to 64
+# compile without spills for sm_80, sm_90 and sm_100 (tools.triton_report).
 BLOCKS = {
-    "attend": {"half": Blocks(64, 32, 64, 4, 2), "tf32": Blocks(64, 32, 32, 4, 2), "ieee": Blocks(16, 32, 32, 4, 1)},
-    "queries": {"half": Blocks(64, 32, 64, 4, 2), "tf32": Blocks(64, 32, 32, 4, 2), "ieee": Blocks(16, 16, 32, 8, 1)},
-    "keys": {"half": Blocks(32, 64, 64, 8, 2), "tf32": Blocks(32, 64, 32, 4, 2), "ieee": Blocks(16, 16, 16, 4, 1)},
+    "attend": {"half": Blocks(64, 32, 128, 4, 2), "tf32": Blocks(64, 32, 128, 4, 1)},
+    "queries": {"half": Blocks(64, 64, 64, 4, 2), "tf32": Blocks(64, 32, 64, 4, 1)},
+    "keys": {"half": Blocks(64, 64, 128, 4, 2), "tf32": Blocks(32, 64, 64, 4, 1)},
 }
+_HALF = (torch.float16, torch.bfloat16)
 
 
-def wanted(value: Tensor) -> bool:
-    """Whether these kernels are to serve, as far as that is known without looking for Triton."""
-    name = backends.forced()
-    return name == triton_launch.NAME or (MEASURED and name is None and value.is_cuda and value.dtype != torch.float64)
+def wanted(terms: Terms) -> bool:
+    """Whether these kernels are to serve, as far as that is known without looking for Triton.
+
+    Batched products of whole weights are faster for position logits, which have to be read in any case.
+    """
+    if (name := backends.forced()) is not None:
+        return name == triton_launch.NAME
+    return terms.value.is_cuda and terms.value.dtype in _HALF and terms.position_logits is None
 
 
 def refuses(terms: Terms, options: Options) -> str | None:
@@ -64,9 +69,7 @@ def refuses(terms: Terms, options: Options) -> str | None:
     if reason := triton_launch.refusal(terms.value):
         return reason
     if not options.recompute:
-        if MEASURED:
-            return "its gradient recomputes the weights, and this call keeps them"
-        return "not yet measured on a device: batched products serve"
+        return "batched products are faster in float32 and with position logits, and keep the weights"
     if terms.query is not None and terms.query.shape[4] > WIDEST:
         return f"its kernels take widths of query and key up to {WIDEST}, got {terms.query.shape[4]}"
     B, M, H, W, dv = terms.value.shape
@@ -156,17 +159,18 @@ class _Launches:
         strides = [n for t in (query, key, value, *others) if t is not None for n in _strides(t, False)]
         self.unit = math.gcd(16, *strides)
         D, DV = 0 if query is None else query.shape[4], value.shape[4]
-        self.kind = triton_launch.precision(dtype) if dtype == torch.float32 else "half"
+        self.kind = "tf32" if dtype == torch.float32 else "half"
         self.constants: dict[str, Any] = dict(
             D=D, DV=DV, UNIT=self.unit, BLOCK_D=triton_launch.power_of_two(D), CONTENT=D > 0,
             PRECISION=triton_launch.precision(dtype), UPCAST=triton_launch.upcast(dtype),
         )  # fmt: skip
 
     def blocks(self, kernel: str) -> Blocks:
-        """Those of a kernel, with no more channels than there are; above a width of 64, of 8 warps."""
+        """Those of a kernel, with no more channels than there are; of halves above a width of 64, of 8 warps."""
         found = BLOCKS[kernel][self.kind]
         channels = min(found.channels, triton_launch.power_of_two(self.shape[4]))
-        return found._replace(channels=channels, warps=8 if self.constants["D"] > 64 else found.warps)
+        wide = self.kind == "half" and self.constants["D"] > 64
+        return found._replace(channels=channels, warps=8 if wide else found.warps)
 
     def add(
         self,

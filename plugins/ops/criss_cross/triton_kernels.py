@@ -314,24 +314,25 @@ def gradients_of_keys(
         position_ptr += batch * position_batch + head * position_head + line * position_line + position_start
 
     if part < VALUE_PARTS:
-        first = part * BLOCK_V
-        of_value = tl.zeros((BLOCK_K, BLOCK_V), tl.float32)
-        for start in range(0, length, BLOCK_Q):
-            queries = start + tl.arange(0, BLOCK_Q)
-            query = queries
-            if CONTENT:
-                query = _load(query_ptr, queries, query_place, length, 0, D, BLOCK_D, UNIT)
-            logits = _logits(
-                key, query, queries[None, :], keys[:, None], position_ptr, position_place, length, scale,
-                BLOCK_K, BLOCK_Q, COLUMN, CONTENT, PRECISION, UPCAST,
-            )  # fmt: skip
-            on_map = _on_map(queries, batch, head, line, heads, lines, length, COLUMN)
-            log_sum_exp = tl.load(log_sum_exp_ptr + on_map, mask=queries < length, other=float("inf"))
-            slopes = _load(slopes_ptr, queries, slopes_place, length, first, DV, BLOCK_V, UNIT)
-            weights = tl.exp(logits - log_sum_exp[None, :])
-            of_value = multiply(weights.to(slopes.dtype), slopes, of_value, PRECISION, UPCAST)
-        grad_value_ptr += (batch * grad_value_batch + head * grad_value_head + line * grad_value_line) * UNIT
-        _store(grad_value_ptr, of_value, keys, grad_value_place, length, first, ADD, DV, BLOCK_V, UNIT)
+        if grad_value_ptr is not None:  # else no part is, which is not known as this is compiled
+            first = part * BLOCK_V
+            of_value = tl.zeros((BLOCK_K, BLOCK_V), tl.float32)
+            for start in range(0, length, BLOCK_Q):
+                queries = start + tl.arange(0, BLOCK_Q)
+                query = queries
+                if CONTENT:
+                    query = _load(query_ptr, queries, query_place, length, 0, D, BLOCK_D, UNIT)
+                logits = _logits(
+                    key, query, queries[None, :], keys[:, None], position_ptr, position_place, length, scale,
+                    BLOCK_K, BLOCK_Q, COLUMN, CONTENT, PRECISION, UPCAST,
+                )  # fmt: skip
+                on_map = _on_map(queries, batch, head, line, heads, lines, length, COLUMN)
+                log_sum_exp = tl.load(log_sum_exp_ptr + on_map, mask=queries < length, other=float("inf"))
+                slopes = _load(slopes_ptr, queries, slopes_place, length, first, DV, BLOCK_V, UNIT)
+                weights = tl.exp(logits - log_sum_exp[None, :])
+                of_value = multiply(weights.to(slopes.dtype), slopes, of_value, PRECISION, UPCAST)
+            grad_value_ptr += (batch * grad_value_batch + head * grad_value_head + line * grad_value_line) * UNIT
+            _store(grad_value_ptr, of_value, keys, grad_value_place, length, first, ADD, DV, BLOCK_V, UNIT)
     elif PARTS > VALUE_PARTS:
         value_ptr += (batch * value_batch + head * value_head + line * value_line) * UNIT
         of_key = tl.zeros((BLOCK_K, BLOCK_D), tl.float32)

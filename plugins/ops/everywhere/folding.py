@@ -124,7 +124,7 @@ def _join(parts: list[Tensor], D: int) -> Tensor:
     return torch.cat(parts, -1).flatten(2, 3).contiguous()
 
 
-def _flash(terms: GlobalTerms) -> bool:
+def is_flash(terms: GlobalTerms) -> bool:
     """Return whether CUDA's flash attention takes the terms: content alone, in half precision, of one width."""
     query, key, value, *logits = terms
     if query is None or any(term is not None for term in logits) or not value.is_cuda:
@@ -150,7 +150,7 @@ def _sequence(tensor: Tensor) -> Tensor:
 
 def forward(terms: GlobalTerms, options: GlobalOptions, output: Tensor, lse: Tensor) -> None:
     """Write the output (B, M, Hq, Wq, dv) and the log-sum-exp (B, M, Hq, Wq), +inf where all keys are masked."""
-    flash = _flash(terms)
+    flash = is_flash(terms)
     if flash:
         query, key, value = (_sequence(term) for term in terms[:3] if term is not None)
         folded, total, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
@@ -182,7 +182,7 @@ def backward(
     grads: list[Tensor | None],
 ) -> None:
     """Fill the wanted gradients (those not None) of query, key, value, row, column and key logits."""
-    if _flash(terms):
+    if is_flash(terms):
         return _flash_backward(grad_output, terms, options, output, lse, grads)
     grid = (output.shape[2], output.shape[3])
     query, key, value = fold(terms, options.scale, grid)

@@ -2,9 +2,9 @@
 
 The arguments decide which of five ways computes it:
     * plain matrix products, if the weights are the same for all queries or are a product of row and column weights;
-    * PyTorch's fused attention, with all terms folded into its dot product (``folding``): on CUDA up to a width, on
-      CPUs for wide content alone;
-    * Triton kernels (``triton_global``): on CUDA for wider terms or deterministic gradients;
+    * Triton kernels (``triton_global``): on CUDA where there is content beside other terms;
+    * PyTorch's fused attention, with all terms folded into its dot product (``folding``): on CUDA otherwise, up to a
+      width, and without Triton; on CPUs for wide content alone;
     * one compiled pass over blocks of queries (``cpu_global``): on CPUs otherwise;
     * plain PyTorch over chunks of queries (``chunked_global``): everything else.
 """
@@ -201,6 +201,6 @@ ATTEND = Operator(
     keeps=("output", "log_sum_exp"),
     fake=_results,
     reference=lambda terms, options: reference.global_attention(*terms, *options),
-    table=[folding.BACKEND, triton.BACKEND, cpu.BACKEND, chunked.BACKEND],
+    table=[triton.BACKEND, folding.BACKEND, cpu.BACKEND, chunked.BACKEND],
     **counts_of_products(_products),
 )

@@ -13,9 +13,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .. import triton_launch
+from .. import backends, triton_launch
 from ..backends import Backend
 from ..triton_launch import launch, power_of_two
+from . import folding
 from .operands import GlobalOptions, GlobalTerms
 
 WIDEST = 256  # of queries, keys and values: a block of each must fit into shared memory
@@ -31,45 +32,35 @@ class Block(NamedTuple):
     stages: int
 
 
-# By kernel, arithmetic and the greater of both widths. Chosen by what `python -m tools.triton_report --only global`
-# shows: registers, and shared memory, below the 99 KiB that smaller devices have where the widths allow it.
+# By kernel, arithmetic ("tf32" is float32, as one or as three products) and the greater of both widths. Chosen by times
+# on an H100, and by what `python -m tools.triton_report --only global` shows: registers, and shared memory, below the
+# 99 KiB that smaller devices have where the widths allow it. Eight warps for float32 have given wrong results in
+# larger blocks.
 BLOCKS = {
-    ("forward", "half", 32): Block(64, 64, 4, 3),
+    ("forward", "half", 32): Block(64, 32, 4, 3),
     ("forward", "half", 64): Block(64, 64, 4, 3),
     ("forward", "half", 128): Block(64, 64, 4, 2),
     ("forward", "half", 256): Block(64, 32, 8, 2),
     ("forward", "tf32", 32): Block(64, 64, 4, 1),
-    ("forward", "tf32", 64): Block(64, 32, 4, 1),
-    ("forward", "tf32", 128): Block(64, 32, 8, 1),
-    ("forward", "tf32", 256): Block(32, 16, 8, 1),
-    ("forward", "ieee", 32): Block(32, 32, 4, 2),
-    ("forward", "ieee", 64): Block(32, 32, 8, 1),
-    ("forward", "ieee", 128): Block(32, 32, 8, 1),
-    ("forward", "ieee", 256): Block(16, 16, 8, 1),
+    ("forward", "tf32", 64): Block(64, 64, 4, 1),
+    ("forward", "tf32", 128): Block(32, 32, 4, 1),
+    ("forward", "tf32", 256): Block(64, 16, 4, 1),
     ("query_gradients", "half", 32): Block(64, 64, 4, 2),
     ("query_gradients", "half", 64): Block(64, 64, 4, 2),
     ("query_gradients", "half", 128): Block(64, 32, 4, 1),
     ("query_gradients", "half", 256): Block(64, 32, 8, 1),
     ("query_gradients", "tf32", 32): Block(64, 32, 4, 1),
     ("query_gradients", "tf32", 64): Block(64, 32, 4, 1),
-    ("query_gradients", "tf32", 128): Block(64, 32, 8, 1),
-    ("query_gradients", "tf32", 256): Block(32, 16, 8, 1),
-    ("query_gradients", "ieee", 32): Block(64, 32, 8, 1),
-    ("query_gradients", "ieee", 64): Block(32, 32, 4, 1),
-    ("query_gradients", "ieee", 128): Block(32, 32, 8, 1),
-    ("query_gradients", "ieee", 256): Block(16, 16, 8, 1),
+    ("query_gradients", "tf32", 128): Block(32, 32, 4, 1),
+    ("query_gradients", "tf32", 256): Block(32, 16, 4, 1),
     ("key_gradients", "half", 32): Block(64, 64, 4, 2),
-    ("key_gradients", "half", 64): Block(64, 64, 4, 2),
+    ("key_gradients", "half", 64): Block(64, 64, 4, 3),
     ("key_gradients", "half", 128): Block(64, 32, 4, 1),
     ("key_gradients", "half", 256): Block(32, 32, 4, 1),
     ("key_gradients", "tf32", 32): Block(64, 64, 4, 1),
     ("key_gradients", "tf32", 64): Block(64, 32, 4, 1),
-    ("key_gradients", "tf32", 128): Block(32, 32, 8, 1),
-    ("key_gradients", "tf32", 256): Block(16, 16, 8, 1),
-    ("key_gradients", "ieee", 32): Block(32, 32, 4, 1),
-    ("key_gradients", "ieee", 64): Block(32, 64, 8, 1),
-    ("key_gradients", "ieee", 128): Block(32, 32, 8, 1),
-    ("key_gradients", "ieee", 256): Block(16, 16, 8, 1),
+    ("key_gradients", "tf32", 128): Block(16, 32, 4, 1),
+    ("key_gradients", "tf32", 256): Block(16, 32, 8, 1),
 }
 # Where tensor cores take factors from registers, and the above spills in the loop.
 SMALLER_BLOCKS = {("query_gradients", "half", 64): Block(64, 32, 4, 2)}
@@ -92,6 +83,9 @@ def refuses(terms: GlobalTerms, options: GlobalOptions) -> str | None:
     Hq, Wq = terms.grid()
     if max(B * M * Hq * Wq, B * M * Hk * Wk) > triton_launch.LONGEST_GRID:
         return "there are 2**31 queries or keys, more than it counts"
+    chosen = backends.forced() is None and not torch.are_deterministic_algorithms_enabled()
+    if chosen and (query is None or folding.is_flash(terms)) and folding.refuses(terms, options) is None:
+        return "PyTorch's fused attention is faster without content, and for content alone in half precision"
     return None
 
 
@@ -144,8 +138,7 @@ def _block(kernel: str, shape: _Shape, tensor: Tensor, both: bool = False) -> Bl
     """Return what a program holds, for the dtype and device of ``tensor``; ``both`` for row and column logits."""
     if kernel == "products_of_outputs":
         return _PRODUCTS
-    arithmetic = "half" if tensor.dtype.itemsize == 2 else triton_launch.precision(tensor.dtype)
-    key = kernel, arithmetic, power_of_two(max(shape.D, shape.DV), 32)
+    key = kernel, "half" if tensor.dtype.itemsize == 2 else "tf32", power_of_two(max(shape.D, shape.DV), 32)
     block = BLOCKS[key]
     if not triton_launch.factors_in_shared_memory(tensor):
         block = SMALLER_BLOCKS.get(key, block)

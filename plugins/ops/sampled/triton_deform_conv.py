@@ -31,23 +31,20 @@ class Tile(NamedTuple):
     maxnreg: int  # registers of a thread: two to three blocks then run on a multiprocessor
 
 
-# By kernel and by how it multiplies, "ieee" being float32 without tensor cores. ``convolve`` and
+# By kernel and by how it multiplies; "tf32" is float32, as one or as three products. ``convolve`` and
 # ``differentiate_weight`` sample again for every block of outs.
 TILES = {
     "convolve": {
         "half": Tile(64, 256, 32, 8, 2, 128),
-        "tf32": Tile(64, 256, 16, 8, 2, 128),
-        "ieee": Tile(64, 128, 16, 8, 2, 128),
+        "tf32": Tile(64, 128, 16, 4, 2, 255),
     },
     "differentiate_samples": {
         "half": Tile(32, 64, 32, 4, 2, 168),
         "tf32": Tile(32, 32, 32, 4, 2, 168),
-        "ieee": Tile(32, 16, 32, 4, 2, 168),
     },
     "differentiate_weight": {
         "half": Tile(64, 256, 32, 8, 2, 128),
-        "tf32": Tile(32, 256, 32, 8, 2, 128),
-        "ieee": Tile(16, 128, 64, 8, 2, 128),
+        "tf32": Tile(32, 128, 32, 4, 2, 255),
     },
 }  # fmt: skip
 CHUNK_PIXELS = 16384  # of the output, in a chunk of images
@@ -70,7 +67,7 @@ class _Layer:
 
     def tile(self, kernel: str) -> Tile:
         """Return a kernel's tile, not larger than there are channels."""
-        most = TILES[kernel][self.precision if self.dtype == torch.float32 else "half"]
+        most = TILES[kernel]["tf32" if self.dtype == torch.float32 else "half"]
         outs, channels = power_of_two(self.group_outs), power_of_two(self.segment)
         return most._replace(outs=min(most.outs, outs), channels=min(most.channels, channels))
 

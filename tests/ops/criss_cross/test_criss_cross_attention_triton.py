@@ -17,6 +17,7 @@ from tests.helpers.triton_checks import DEVICE, DTYPES, TOLERANCES, check, defin
 from tests.ops.criss_cross.operands import LOGITS
 
 pytestmark = needs_triton
+FASTER = "batched products are faster in float32 and with position logits"
 RECOMPUTE = Options(0.7, True)
 
 
@@ -199,36 +200,33 @@ def test_explained():
         assert explain(criss_cross_attention, *arguments).serves == "triton"
     choice = explain(criss_cross_attention, *arguments)
     assert choice.serves == "torch"
-    words = "are on cpu" if DEVICE == "cpu" else "not yet measured on a device: batched products serve"
+    words = "are on cpu" if DEVICE == "cpu" else FASTER
     assert words in choice.refusals["triton"]
 
 
-def test_refusals(monkeypatch):
+def test_refusals():
     arguments, many = terms((1, 1)), randn(1, 1, 1, 1, 1).expand(2**30, 1, 1, 1, 1)
-    with backend("triton"), pytest.raises(ValueError, match="not yet measured on a device: batched products serve"):
+    with backend("triton"), pytest.raises(ValueError, match=FASTER):
         ATTEND._forward(*arguments, *RECOMPUTE._replace(recompute=False))
     with backend("triton"):
         assert "query and key up to 256, got 257" in triton_criss_cross.refuses(terms((1, 1), d=257), RECOMPUTE)
         found = triton_criss_cross.refuses(Terms(None, None, many, randn(1, 1, 1, 1, 2)), RECOMPUTE)
         assert found == "its kernels might need 2147483648 programs, and a grid has at most 2147483647"
-        monkeypatch.setattr(triton_criss_cross, "MEASURED", True)
-        found = triton_criss_cross.refuses(arguments, RECOMPUTE._replace(recompute=False))
-        assert found == "its gradient recomputes the weights, and this call keeps them"
 
 
-def test_wanted_where_asked_for_or_measured(monkeypatch):
-    half = torch.empty(1, dtype=torch.float16)
-    assert not triton_criss_cross.wanted(half)
+def test_wanted_for_content_alone_in_half_precision_or_where_asked_for():
+    def on_device(dtype: torch.dtype, position: object = None) -> Terms:
+        return Terms(None, None, type("OnDevice", (), dict(is_cuda=True, dtype=dtype)), position)
+
+    assert not triton_criss_cross.wanted(terms((2, 3)))
     with backend("triton"):
-        assert triton_criss_cross.wanted(half)
-    monkeypatch.setattr(triton_criss_cross, "MEASURED", True)
-    assert not triton_criss_cross.wanted(half)
-    on_device = type("OnDevice", (), dict(is_cuda=True, dtype=torch.float16))
-    assert triton_criss_cross.wanted(on_device)
+        assert triton_criss_cross.wanted(terms((2, 3)))
+    assert triton_criss_cross.wanted(on_device(torch.float16))
+    assert triton_criss_cross.wanted(on_device(torch.bfloat16))
+    for other in (on_device(torch.float32), on_device(torch.float64), on_device(torch.float16, position=object())):
+        assert not triton_criss_cross.wanted(other)
     with backend("torch"):
-        assert not triton_criss_cross.wanted(on_device)
-    on_device.dtype = torch.float64
-    assert not triton_criss_cross.wanted(on_device)
+        assert not triton_criss_cross.wanted(on_device(torch.float16))
 
 
 def test_compiled_in_one_graph():

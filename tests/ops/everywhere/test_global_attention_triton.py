@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from attn_plugins.ops import backend, explain, global_attention, reference
-from attn_plugins.ops.everywhere import chunked_global, triton_global
+from attn_plugins.ops.everywhere import folding, triton_global
 from attn_plugins.ops.everywhere.global_attention import ATTEND
 from attn_plugins.ops.everywhere.operands import GlobalOptions, GlobalTerms
 from tests.conftest import ROOT
@@ -242,9 +242,19 @@ def test_refusals():
         assert triton_global.refuses(terms, OPTIONS) is None
 
 
-def test_the_table_has_it_before_the_chunks():
-    names = [each.name for each in ATTEND.table]
-    assert names.index("sdpa") < names.index("triton") < names.index(chunked_global.BACKEND.name)
+def test_leaves_to_pytorch_what_that_computes_faster(monkeypatch):
+    assert [each.name for each in ATTEND.table][:2] == ["triton", "sdpa"]
+    monkeypatch.setattr(triton_global.triton_launch, "refusal", lambda tensor: None)
+    monkeypatch.setattr(folding, "refuses", lambda terms, options: None)
+    words = "PyTorch's fused attention is faster without content"
+    given = make()
+    assert triton_global.refuses(given, GlobalOptions(1.0)) is None
+    without = given._replace(query=None, key=None)
+    assert triton_global.refuses(without, GlobalOptions(1.0)).startswith(words)
+    with backend("triton"):
+        assert triton_global.refuses(without, GlobalOptions(1.0)) is None
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    assert triton_global.refuses(without, GlobalOptions(1.0)) is None
 
 
 COMPILED = f"""

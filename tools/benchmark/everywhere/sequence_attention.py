@@ -29,6 +29,8 @@ def masked(query: Tensor, key: Tensor, value: Tensor, band: Tensor, causal: bool
     sheared = F.pad(band, (0, T)).flatten(2)[..., : T * (T + K - 1)].unflatten(2, (T, T + K - 1))
     left = K - 1 if causal else K // 2
     mask = sheared[..., left : left + T]
+    if mask.is_cuda:
+        mask = mask.contiguous()  # SDPA ends with a misaligned address otherwise
     if causal:
         later = torch.ones(T, T, dtype=torch.bool, device=band.device).triu(1)
         mask = mask.masked_fill(later, float("-inf"))

@@ -37,39 +37,41 @@ def groups(shift: int) -> list[tuple[int, Tensor | None]]:
     return [(BATCH * size, g.logits) for size, g in zip(sizes, found)]
 
 
-def windows_ours(shift: int) -> Callable[..., list[Tensor]]:
+def windows_ours(shift: int, device: str, dtype: torch.dtype) -> Callable[..., list[Tensor]]:
     """Return a function for our windows by kind, as the layer splits them."""
-    masks = [mask for _, mask in groups(shift)]
+    masks = [None if mask is None else mask.to(device, dtype) for _, mask in groups(shift)]
 
     def run(table: Tensor, *heads: Tensor) -> list[Tensor]:
         logits = table_logits(table, (WINDOW, WINDOW))
         outputs = []
         for number, mask in enumerate(masks):
-            position = logits if mask is None else logits + mask.to(logits.dtype)
+            position = logits if mask is None else logits + mask
             outputs.append(attend_pairs(*heads[3 * number : 3 * number + 3], position[None], WIDTH**-0.5))
         return outputs
 
     return run
 
 
-def windows_timm(shift: int, fused: bool, masked: float = -100.0) -> Callable[..., list[Tensor]]:
+def windows_timm(
+    shift: int, device: str, dtype: torch.dtype, fused: bool, masked: float = -100.0
+) -> Callable[..., list[Tensor]]:
     """Return timm's eager or fused attention; its masks are -100."""
     mask = None
     if shift:
         kinds = [(size // BATCH, logits) for size, logits in groups(shift)]
         parts = [(torch.zeros(TOKENS, TOKENS) if m is None else m).expand(n, -1, -1) for n, m in kinds]
-        mask = torch.cat(parts).clamp_min(masked)
+        mask = torch.cat(parts).clamp_min(masked).to(device, dtype)
 
     def run(table: Tensor, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
         logits = table_logits(table, (WINDOW, WINDOW))[None]
         if fused:
             if mask is not None:
-                every = mask.to(query.dtype).view(1, -1, 1, TOKENS, TOKENS).expand(BATCH, -1, HEADS, -1, -1)
+                every = mask.view(1, -1, 1, TOKENS, TOKENS).expand(BATCH, -1, HEADS, -1, -1)
                 logits = logits + every.reshape(-1, HEADS, TOKENS, TOKENS)
             return [nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=logits)]
         pairs = (query * WIDTH**-0.5) @ key.mT + logits
         if mask is not None:
-            pairs = pairs.view(BATCH, -1, HEADS, TOKENS, TOKENS) + mask.to(query.dtype)[:, None]
+            pairs = pairs.view(BATCH, -1, HEADS, TOKENS, TOKENS) + mask[:, None]
             pairs = pairs.view(-1, HEADS, TOKENS, TOKENS)
         return [pairs.softmax(-1) @ value]
 
@@ -103,15 +105,15 @@ def windows_case(shift: int, device: str, dtype: torch.dtype, passes: str, build
 
     every = [BATCH * WINDOWS**2]
     peers = {
-        "timm, eager": prepare(windows_timm(shift, False), every),
-        "timm, SDPA": prepare(windows_timm(shift, True), every),
+        "timm, eager": prepare(windows_timm(shift, device, dtype, False), every),
+        "timm, SDPA": prepare(windows_timm(shift, device, dtype, True), every),
     }
     if shift:
-        peers["eager, masks of -inf"] = prepare(windows_timm(shift, False, float("-inf")), every)
+        peers["eager, masks of -inf"] = prepare(windows_timm(shift, device, dtype, False, float("-inf")), every)
     return Case(
         f"Swin's windows{', shifted' if shift else ''}, batch {BATCH}, {MAP}x{MAP}, {HEADS} heads x {WIDTH}, "
         f"{str(dtype).removeprefix('torch.')}, {passes}",
-        prepare(windows_ours(shift), [size for size, _ in groups(shift)]),
+        prepare(windows_ours(shift, device, dtype), [size for size, _ in groups(shift)]),
         peers,
         WINDOW_GOALS[bool(shift)][passes] if device == "cpu" else FASTER,
     )
