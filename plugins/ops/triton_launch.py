@@ -121,6 +121,12 @@ def factors_in_shared_memory(tensor: Tensor) -> bool:
     return 9 <= capability[0] < 12
 
 
+def hopper(tensor: Tensor) -> bool:
+    """Return True on devices of capability 9.x, where tiles of float32 were chosen by times; elsewhere by registers."""
+    capability = _capability(tensor.device.index or 0) if tensor.is_cuda else _recorded_capability
+    return capability[0] == 9
+
+
 def power_of_two(size: int, smallest: int = 16) -> int:
     """Return the lowest power of two not below ``size`` and ``smallest``; ``tl.dot`` takes 16 and more."""
     return max(smallest, 1 << max(0, size - 1).bit_length())

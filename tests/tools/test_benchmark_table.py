@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from attn_plugins import ops
-from tools.benchmark import calls, operators, results, table
+from tools.benchmark import calls, gpu_table, operators, results, table
 from tools.benchmark.end_to_end.models import MODELS
 from tools.benchmark.summary import summarize
 
@@ -55,6 +55,46 @@ def test_readme_shows_six_rows(tmp_path):
     rows = [line for line in text.splitlines() if "10 ms" in line]
     assert [line.split(" | ")[0].removeprefix("| ") for line in rows] == list(table.SHORT)
     assert len(rows) == 6
+
+
+def made_up_gpu(folder, **peer):
+    """Write a file of the GPU's rows."""
+    rows = []
+    for name in gpu_table.SHORT.values():
+        for number, each in enumerate(gpu_table.PASSES):
+            entries = {
+                "ours": summarize([1e-3]) | dict(memory=2**20, how="graph"),
+                "ours, by torch": summarize([5e-3]) | dict(memory=2**20, how="graph"),
+                "slow": summarize([9e-3]) | dict(memory=2**22, how="graph"),
+                "fast": summarize([(2 - number * 1.1) * 1e-3]) | dict(memory=2**21, how="graph") | peer,
+            }
+            row = dict(
+                entries=entries, work=dict(operations=1, moved=1), kind="bfloat16", goal=None, errors={}, refusals={},
+                differences={}, served_by={"op": ["cuda"]},
+            )  # fmt: skip
+            rows.append(dict(end=f"{name}, {each}", part=name.split(":")[0], seconds=1.0, row=row))
+    machine = dict(gpu="Made Up", torch="2.11.0", cuda="13.0", triton="3.6.0", date="2030-01-02")
+    (folder / f"{gpu_table.FILE}.json").write_text(results.dump(dict(format=2, machine=machine, rows=rows)))
+
+
+def test_rows_of_the_gpu(tmp_path):
+    made_up_gpu(tmp_path)
+    short, every = (table.generate(tmp_path, name) for name in ("gpu_short", "gpu"))
+    for title, name in gpu_table.SHORT.items():
+        assert f"| {title} | slow, fast | 1 ms, **2.0×** | 1 ms, 0.90× | 0.50 / 0.50 |" in short
+        assert f"| {name} | slow, fast | 1 ms, **2.0×** | 1 ms, 0.90× | 0.50 / 0.50 |" in every
+    assert "on an Made Up, replayed from CUDA graphs" in short
+    made_up_gpu(tmp_path, how="events, with the host's time: no graph (it waits)")
+    assert "1 ms, **2.0×**†" in table.generate(tmp_path, "gpu_short")
+
+
+def test_a_missing_row_of_the_gpu(tmp_path):
+    assert "Not measured yet in this way: `gpu-h100`." in table.generate(tmp_path, "gpu")
+    made_up_gpu(tmp_path)
+    file = tmp_path / f"{gpu_table.FILE}.json"
+    file.write_text(file.read_text().replace("criss_cross: operator", "criss_cross: other"))
+    with pytest.raises(ValueError, match="has no row 'criss_cross: operator and projections"):
+        table.generate(tmp_path, "gpu_short")
 
 
 def test_models(tmp_path):
@@ -122,7 +162,7 @@ def test_markers_that_are_amiss_are_an_error(text, tmp_path):
 
 
 def test_a_table_that_there_is_not_is_an_error(tmp_path):
-    with pytest.raises(ValueError, match="must be one of all, models, short, got 'other'"):
+    with pytest.raises(ValueError, match="must be one of all, models, short, gpu, gpu_short, got 'other'"):
         table.filled("<!-- benchmark other: begin --><!-- benchmark other: end -->", tmp_path)
 
 

@@ -252,6 +252,20 @@ window_attention: 40 calls by cuda
 """
 
 
+def test_what_initcheck_says_of_products_of_halves_does_not_count():
+    products = INITCHECK.replace("sample_kernel<float, 4>", "sample_backward_kernel<__nv_bfloat16, (int)1>")
+    products = products.replace("window_attention", "deform_conv2d")
+    assert memory.judge("initcheck", "deform_conv2d", Done(0, 1.0, products), products, ["attn_plugins"]).passed
+    floats = products.replace("__nv_bfloat16", "float")
+    assert not memory.judge("initcheck", "deform_conv2d", Done(0, 1.0, floats), floats, ["attn_plugins"]).passed
+
+
+def test_the_error_of_a_call_is_reported():
+    text = "criss_cross_attention: 9 calls by torch\n1 errors: call 3 by triton: at 49:8:\n= ERROR SUMMARY: 0 errors\n"
+    found = memory.judge("memcheck", "criss_cross_attention", Done(1, 1.0, text), text, ["attn_plugins"])
+    assert (found.passed, found.line) == (False, "1 errors: call 3 by triton: at 49:8:")
+
+
 def test_what_initcheck_says_of_other_kernels_does_not_count():
     kernels = ["attn_plugins"]
     done = Done(0, 1.0, INITCHECK)

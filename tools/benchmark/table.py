@@ -21,6 +21,7 @@ from tools.requires import extras
 from . import results
 
 with extras():
+    from . import gpu_table
     from .report import megabytes, milliseconds, working_memory
 
 ROOT = results.FOLDER.parent
@@ -176,7 +177,21 @@ def short(rows: Rows) -> list[str]:
     return [*(head if made else []), *made, "", *reading(rows, entries), *unmeasured(rows)]
 
 
-TABLES: dict[str, Callable[[Rows], list[str]]] = {"all": everything, "models": models, "short": short}
+def gpu(rows: Rows) -> list[str]:
+    """Return all rows of the GPU."""
+    data = rows.file(gpu_table.FILE)
+    return unmeasured(rows) if data is None else gpu_table.every_line(data)
+
+
+def gpu_short(rows: Rows) -> list[str]:
+    """Return README's rows of the GPU."""
+    data = rows.file(gpu_table.FILE)
+    return unmeasured(rows) if data is None else gpu_table.short_lines(data)
+
+
+TABLES: dict[str, Callable[[Rows], list[str]]] = {
+    "all": everything, "models": models, "short": short, "gpu": gpu, "gpu_short": gpu_short,
+}  # fmt: skip
 
 
 def generate(folder: Path, table: str) -> str:

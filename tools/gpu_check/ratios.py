@@ -163,11 +163,13 @@ def page(data: Mapping[str, Any]) -> str:
     compared, failed = split(data)
     lines = ["# Measured on a GPU", "", f"`{data['command']}`", ""]
     lines += [", ".join(f"{name} {value}" for name, value in data["machine"].items()), ""]
+    lines += [f"commit {data['commit']}", ""] if data.get("commit") else []
+    lines += [data["note"], ""] if data.get("note") else []
     if data.get("ceilings"):
         speeds = ", ".join(f"{kind} {rate / 1e12:.4g} T/s" for kind, rate in data["ceilings"].items())
         lines += [f"Ceilings, measured here: {speeds} (bytes of a copy are those read and written).", ""]
     lines += [
-        "Minimum times over all rounds, in milliseconds; runs under 5 ms are replayed from a CUDA graph, with caches",
+        "Minimum times over all rounds, in milliseconds; runs under 50 ms are replayed from a CUDA graph, with caches",
         "flushed before each. Ratio: the better peer's time over ours. Share: the device's minimum time for the",
         "operations or bytes, over our time. Memory: our peak over that peer's.",
         "",

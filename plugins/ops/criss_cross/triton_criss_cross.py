@@ -44,12 +44,12 @@ class Blocks(NamedTuple):
     stages: int
 
 
-# By the kind of product ("tf32" is float32, as one or as three products). Chosen by times on an H100; widths up to 64
-# compile without spills for sm_80, sm_90 and sm_100 (tools.triton_report).
+# By the kind of product ("tf32" is float32, as one or as three products): halves by times on an H100, float32 such that
+# widths up to 64 do not spill in loops (tools.triton_report).
 BLOCKS = {
-    "attend": {"half": Blocks(64, 32, 128, 4, 2), "tf32": Blocks(64, 32, 128, 4, 1)},
-    "queries": {"half": Blocks(64, 64, 64, 4, 2), "tf32": Blocks(64, 32, 64, 4, 1)},
-    "keys": {"half": Blocks(64, 64, 128, 4, 2), "tf32": Blocks(32, 64, 64, 4, 1)},
+    "attend": {"half": Blocks(64, 32, 128, 4, 2), "tf32": Blocks(64, 32, 64, 4, 1)},
+    "queries": {"half": Blocks(64, 64, 64, 4, 2), "tf32": Blocks(32, 32, 32, 4, 1)},
+    "keys": {"half": Blocks(64, 64, 128, 4, 2), "tf32": Blocks(32, 32, 32, 4, 1)},
 }
 _HALF = (torch.float16, torch.bfloat16)
 

@@ -20,6 +20,7 @@ from . import folding
 from .operands import GlobalOptions, GlobalTerms
 
 WIDEST = 256  # of queries, keys and values: a block of each must fit into shared memory
+WIDEST_FLOAT = 128  # of float32, which takes three times the registers
 NARROWEST = 8  # columns of a tile
 
 
@@ -34,8 +35,7 @@ class Block(NamedTuple):
 
 # By kernel, arithmetic ("tf32" is float32, as one or as three products) and the greater of both widths. Chosen by times
 # on an H100, and by what `python -m tools.triton_report --only global` shows: registers, and shared memory, below the
-# 99 KiB that smaller devices have where the widths allow it. Eight warps for float32 have given wrong results in
-# larger blocks.
+# 99 KiB that smaller devices have where the widths allow it. Eight warps gave wrong results in float32 (Triton 3.6).
 BLOCKS = {
     ("forward", "half", 32): Block(64, 32, 4, 3),
     ("forward", "half", 64): Block(64, 64, 4, 3),
@@ -44,7 +44,6 @@ BLOCKS = {
     ("forward", "tf32", 32): Block(64, 64, 4, 1),
     ("forward", "tf32", 64): Block(64, 64, 4, 1),
     ("forward", "tf32", 128): Block(32, 32, 4, 1),
-    ("forward", "tf32", 256): Block(64, 16, 4, 1),
     ("query_gradients", "half", 32): Block(64, 64, 4, 2),
     ("query_gradients", "half", 64): Block(64, 64, 4, 2),
     ("query_gradients", "half", 128): Block(64, 32, 4, 1),
@@ -52,7 +51,6 @@ BLOCKS = {
     ("query_gradients", "tf32", 32): Block(64, 32, 4, 1),
     ("query_gradients", "tf32", 64): Block(64, 32, 4, 1),
     ("query_gradients", "tf32", 128): Block(32, 32, 4, 1),
-    ("query_gradients", "tf32", 256): Block(32, 16, 4, 1),
     ("key_gradients", "half", 32): Block(64, 64, 4, 2),
     ("key_gradients", "half", 64): Block(64, 64, 4, 3),
     ("key_gradients", "half", 128): Block(64, 32, 4, 1),
@@ -60,10 +58,21 @@ BLOCKS = {
     ("key_gradients", "tf32", 32): Block(64, 64, 4, 1),
     ("key_gradients", "tf32", 64): Block(64, 32, 4, 1),
     ("key_gradients", "tf32", 128): Block(16, 32, 4, 1),
-    ("key_gradients", "tf32", 256): Block(16, 32, 8, 1),
 }
 # Where tensor cores take factors from registers, and the above spills in the loop.
 SMALLER_BLOCKS = {("query_gradients", "half", 64): Block(64, 32, 4, 2)}
+# The same on devices other than Hopper, where float32 is kept from spilling and has not been timed.
+SMALLER_FLOAT_BLOCKS = {
+    ("forward", "tf32", 32): Block(64, 32, 4, 1),
+    ("forward", "tf32", 64): Block(32, 64, 4, 1),
+    ("forward", "tf32", 128): Block(16, 32, 4, 1),
+    ("query_gradients", "tf32", 32): Block(64, 16, 4, 1),
+    ("query_gradients", "tf32", 64): Block(16, 32, 4, 1),
+    ("query_gradients", "tf32", 128): Block(16, 32, 4, 1),
+    ("key_gradients", "tf32", 32): Block(32, 32, 4, 1),
+    ("key_gradients", "tf32", 64): Block(32, 32, 4, 1),
+    ("key_gradients", "tf32", 128): Block(16, 32, 4, 1),
+}
 _PRODUCTS = Block(64, 16, 4, 1)
 _OF_KEYS = ("key", "value", "near", "grad_key", "grad_value", "grad_near")  # the other tensors are of queries
 _LOGITS = ("row", "column", "near", "grad_row", "grad_column", "grad_near")
@@ -77,8 +86,9 @@ def refuses(terms: GlobalTerms, options: GlobalOptions) -> str | None:
     if value.dtype == torch.float64:
         return "its kernels take no float64"
     widths = (0 if query is None else query.shape[4], value.shape[4])
-    if max(widths) > WIDEST:
-        return f"queries are {widths[0]} and values {widths[1]} wide, and {WIDEST} is the widest that its kernels hold"
+    widest = WIDEST if value.dtype.itemsize == 2 else WIDEST_FLOAT
+    if max(widths) > widest:
+        return f"queries are {widths[0]} and values {widths[1]} wide, and {widest} is the widest that its kernels hold"
     B, M, Hk, Wk, _ = value.shape
     Hq, Wq = terms.grid()
     if max(B * M * Hq * Wq, B * M * Hk * Wk) > triton_launch.LONGEST_GRID:
@@ -142,6 +152,8 @@ def _block(kernel: str, shape: _Shape, tensor: Tensor, both: bool = False) -> Bl
     block = BLOCKS[key]
     if not triton_launch.factors_in_shared_memory(tensor):
         block = SMALLER_BLOCKS.get(key, block)
+    if not triton_launch.hopper(tensor):
+        block = SMALLER_FLOAT_BLOCKS.get(key, block)
     if both and kernel == "query_gradients" and shape.Wk > block.keys:
         return block._replace(keys=min(block.keys, 32))  # gradients of rows in pieces want registers
     return block

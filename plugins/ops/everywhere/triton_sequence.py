@@ -30,8 +30,8 @@ class Tile(NamedTuple):
 
 
 # By arithmetic ("tf32" is float32, as one or as three products), then by the largest width: tiles of the forward, of
-# queries' gradients, of keys', of position logits'. Chosen by times on an H100 up to a width of 64 and for float32,
-# whose kernels of eight warps accessed memory out of bounds there (Triton 3.6).
+# queries' gradients, of keys', of position logits'. Up to a width of 64 chosen by times on an H100; the others by
+# registers (tools.triton_report). Float32's kernels of eight warps accessed memory out of bounds (Triton 3.6).
 TILES = {
     "half": {
         64: (Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), Tile(64, 64, 4, 2), Tile(64, 32, 4, 3)),
@@ -40,7 +40,11 @@ TILES = {
     },
     "tf32": {
         64: (Tile(64, 64, 4, 1), Tile(64, 64, 4, 1), Tile(32, 64, 4, 1), Tile(64, 32, 4, 1)),
-        128: (Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),
+        128: (Tile(32, 32, 4, 1), Tile(16, 32, 4, 1), Tile(32, 16, 4, 1), Tile(32, 16, 4, 1)),
+    },
+    "tf32, not Hopper": {
+        64: (Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),
+        128: (Tile(16, 32, 4, 1), Tile(16, 32, 4, 1), Tile(32, 16, 4, 1), Tile(32, 16, 4, 1)),
     },
 }
 SHORT = 64  # queries or keys at most for which a large block is mostly empty
@@ -53,7 +57,7 @@ def refuses(terms: SequenceTerms, options: SequenceOptions) -> str | None:
     if reason := triton_launch.refusal(value):
         return reason
     widths = max(value.shape[3], 0 if terms.query is None else terms.query.shape[3])
-    widest = max(TILES[_arithmetic(value.dtype)])
+    widest = max(TILES[_arithmetic(value)])
     if widths > widest:
         return f"its tiles hold widths of up to {widest} in {str(value.dtype)[6:]}, and a head has {widths}"
     K = 0 if terms.band_logits is None else terms.band_logits.shape[3]
@@ -66,9 +70,11 @@ def refuses(terms: SequenceTerms, options: SequenceOptions) -> str | None:
     return None
 
 
-def _arithmetic(dtype: torch.dtype) -> str:
+def _arithmetic(tensor: Tensor) -> str:
     """Return a key of :data:`TILES`."""
-    return "half" if dtype.itemsize == 2 else "tf32"
+    if tensor.dtype.itemsize == 2:
+        return "half"
+    return "tf32" if triton_launch.hopper(tensor) else "tf32, not Hopper"
 
 
 class Call:
@@ -88,7 +94,7 @@ class Call:
         self.logits = logits
         self.padding = None if mask is None else mask.contiguous().view(torch.uint8)
         self.numbers = (self.M, self.T, self.S, self.K, left, start, float(options.scale))
-        self.arithmetic = _arithmetic(dtype)
+        self.arithmetic = _arithmetic(value)
         self.constants = dict(
             D=self.d,
             DV=self.dv,

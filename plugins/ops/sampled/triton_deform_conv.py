@@ -40,7 +40,7 @@ TILES = {
     },
     "differentiate_samples": {
         "half": Tile(32, 64, 32, 4, 2, 168),
-        "tf32": Tile(32, 32, 32, 4, 2, 168),
+        "tf32": Tile(32, 32, 32, 4, 2, 255),
     },
     "differentiate_weight": {
         "half": Tile(64, 256, 32, 8, 2, 128),

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +16,7 @@ from attn_plugins.ops import backend, criss_cross_attention, explain
 from attn_plugins.ops.criss_cross import triton_criss_cross
 from attn_plugins.ops.criss_cross.criss_cross_attention import ATTEND
 from attn_plugins.ops.criss_cross.operands import Options, Terms
+from tests.conftest import ROOT
 from tests.helpers.triton_checks import DEVICE, DTYPES, TOLERANCES, check, definition, needs_triton, randn
 from tests.ops.criss_cross.operands import LOGITS
 
@@ -279,3 +283,31 @@ for each, kernel in variants(launches(*call(97, 97, 64)(), passes="forward")).it
 def test_another_size_of_map_compiles_nothing(python):
     """And the forward's kernels compile, for a device that is not there."""
     python(_COMPILE, TRITON_INTERPRET="0", PYTHONPATH=str(Path(__file__).parents[3]))
+
+
+WITHOUT_VALUE = f"""
+import sys
+sys.path.insert(0, {str(ROOT)!r})
+import torch
+from attn_plugins.ops import backend, triton_launch
+from attn_plugins.ops.criss_cross import triton_criss_cross
+from attn_plugins.ops.criss_cross.operands import Options, Terms
+from tools.triton_report import compiled, variants
+
+def meta(width, dtype=torch.float16):
+    return torch.empty(1, 1, 5, 7, *width, dtype=dtype, device="meta")
+
+with backend("triton"), triton_launch.recorded((9, 0)) as found:
+    terms = Terms(meta([16]), meta([16]), meta([16]), None)
+    sums, grads = meta([], torch.float32), (meta([16]), meta([16]), None, None)
+    triton_criss_cross.backward(meta([16]), terms, Options(1.0, True), meta([0]), sums, grads)
+for each, kernel in variants(found).items():
+    compiled(each, kernel, 90)
+"""
+
+
+def test_compiles_without_the_gradient_of_values():
+    """Both branches are compiled, also that of the values' channels, which no program takes."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", WITHOUT_VALUE], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
