@@ -122,7 +122,7 @@ def factors_in_shared_memory(tensor: Tensor) -> bool:
 
 
 def hopper(tensor: Tensor) -> bool:
-    """Return True on devices of capability 9.x, where tiles of float32 were chosen by times; elsewhere by registers."""
+    """Return True on devices of capability 9.x, whose tiles were chosen by times; those of others, by registers."""
     capability = _capability(tensor.device.index or 0) if tensor.is_cuda else _recorded_capability
     return capability[0] == 9
 

@@ -47,7 +47,7 @@ class Blocks(NamedTuple):
 # By the kind of product ("tf32" is float32, as one or as three products): halves by times on an H100, float32 such that
 # widths up to 64 do not spill in loops (tools.triton_report).
 BLOCKS = {
-    "attend": {"half": Blocks(64, 32, 128, 4, 2), "tf32": Blocks(64, 32, 64, 4, 1)},
+    "attend": {"half": Blocks(64, 32, 128, 4, 2), "tf32": Blocks(32, 32, 64, 4, 1)},
     "queries": {"half": Blocks(64, 64, 64, 4, 2), "tf32": Blocks(32, 32, 32, 4, 1)},
     "keys": {"half": Blocks(64, 64, 128, 4, 2), "tf32": Blocks(32, 32, 32, 4, 1)},
 }

@@ -48,9 +48,10 @@ def options(mask=None, start=0, causal=False, scale=0.4) -> SequenceOptions:
 def small_tiles(monkeypatch):
     """Several blocks even of short sequences."""
     tiles = (Tile(16, 32, 1, 1), Tile(16, 32, 1, 1), Tile(32, 16, 1, 1), Tile(16, 16, 1, 1))
-    for widths in triton_sequence.TILES.values():
-        for width in widths:
-            monkeypatch.setitem(widths, width, tiles)
+    for kinds in (triton_sequence.TILES, triton_sequence.OTHER_TILES):
+        for widths in kinds.values():
+            for width in widths:
+                monkeypatch.setitem(widths, width, tiles)
 
 
 @pytest.mark.parametrize("causal, start", [(False, 9), (True, 17)])
@@ -200,7 +201,10 @@ def call(T, S, K, start, d=64, B=2, M=4, causal=False):
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="launches are recorded in a process of their own")
 def test_no_length_is_compiled_for(python):
-    """Twenty lengths compile what one does; short queries have tiles of their own; batch and heads do not matter."""
+    """Twenty lengths compile what one does; short queries and keys have tiles of their own.
+
+    Batch and heads do not matter.
+    """
     code = (
         VARIANTS
         + """
@@ -211,7 +215,7 @@ assert len(found[0]) == 4
 every = set().union(*found)
 for n in range(1, 70):
     every |= compiled_variants(lambda: call(n, n % 7 + 1, 1 + 2 * (n % 5), n, B=n % 3 + 2, M=n % 4 + 1))
-assert len(every) == 5, len(every)
+assert len(every) == 6, len(every)
 """
     )
     python(code, TRITON_INTERPRET="0", PYTHONPATH=_path())
