@@ -51,6 +51,12 @@ BLOCKS = {
     "queries": {"half": Blocks(64, 64, 64, 4, 2), "tf32": Blocks(32, 32, 32, 4, 1)},
     "keys": {"half": Blocks(64, 64, 128, 4, 2), "tf32": Blocks(32, 32, 32, 4, 1)},
 }
+# On devices other than Hopper, where none has been timed, halves without spills.
+OTHER_BLOCKS = {
+    "attend": BLOCKS["attend"] | {"half": Blocks(64, 32, 64, 4, 2)},
+    "queries": BLOCKS["queries"] | {"half": Blocks(64, 32, 64, 4, 2)},
+    "keys": BLOCKS["keys"] | {"half": Blocks(32, 64, 64, 8, 2)},
+}
 _HALF = (torch.float16, torch.bfloat16)
 
 
@@ -167,7 +173,8 @@ class _Launches:
 
     def blocks(self, kernel: str) -> Blocks:
         """Those of a kernel, with no more channels than there are; of halves above a width of 64, of 8 warps."""
-        found = BLOCKS[kernel][self.kind]
+        table = BLOCKS if triton_launch.hopper(self.terms.value) else OTHER_BLOCKS
+        found = table[kernel][self.kind]
         channels = min(found.channels, triton_launch.power_of_two(self.shape[4]))
         wide = self.kind == "half" and self.constants["D"] > 64
         return found._replace(channels=channels, warps=8 if wide else found.warps)

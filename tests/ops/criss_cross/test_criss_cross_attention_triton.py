@@ -38,7 +38,7 @@ def terms(size=(2, 3), logits="both", *, batch=1, heads=1, d=4, dv=5, dtype=torc
 @pytest.fixture
 def small_blocks(monkeypatch):
     """Blocks of 16 places and 16 channels: many of them in small maps."""
-    for kinds in triton_criss_cross.BLOCKS.values():
+    for kinds in (*triton_criss_cross.BLOCKS.values(), *triton_criss_cross.OTHER_BLOCKS.values()):
         for kind, blocks in kinds.items():
             monkeypatch.setitem(kinds, kind, blocks._replace(queries=16, keys=16, channels=16))
 
