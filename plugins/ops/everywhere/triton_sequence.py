@@ -96,7 +96,7 @@ class Call:
         self.logits = logits
         self.padding = None if mask is None else mask.contiguous().view(torch.uint8)
         self.numbers = (self.M, self.T, self.S, self.K, left, start, float(options.scale))
-        self.of_widths = (TILES if triton_launch.hopper(value) else OTHER_TILES)[_arithmetic(value)]
+        self.of_widths = (TILES if triton_launch.hopper(terms.value) else OTHER_TILES)[_arithmetic(terms.value)]
         self.constants = dict(
             D=self.d,
             DV=self.dv,
