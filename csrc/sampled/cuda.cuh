@@ -30,11 +30,11 @@ struct CudaKernels {
 
   // Approximate number of output pixels per GEMM. The tiles of the GEMM should fill the chip: with tiles of
   // 128 pixels x 64 output channels, one wave is multiprocessors * 128 * 64 / out_channels pixels, and a last
-  // wave that is not full costs less, the more there are. Four take the time from 2.1 ms to 1.85 ms for 16 maps of 256
-  // channels, 64 x 64, in float32 on an H100 (all pixels at once: 1.82 ms), though their columns no longer
-  // fit into the L2 cache; up to three times as much is allowed. If C = out_channels and K = 9, the columns of
-  // such a block take 78 MB in half precision and 156 MB in float32 on 132 multiprocessors, for any C.
-  // ATTN_PLUGINS_BLOCK_PIXELS overrides the number, where memory counts for more.
+  // wave that is not full costs less, the more there are. Four take the time from 2.1 ms to 1.85 ms for 16
+  // maps of 256 channels, 64 x 64, in float32 on an H100 (all pixels at once: 1.82 ms), though their columns
+  // no longer fit into the L2 cache; up to three times as much is allowed. If C = out_channels and K = 9, the
+  // columns of such a block take 78 MB in half precision and 156 MB in float32 on 132 multiprocessors, for
+  // any C. ATTN_PLUGINS_BLOCK_PIXELS overrides the number, where memory counts for more.
   //
   // The resulting working memory in MB, for N = 16, C = out_channels = 256, 64 x 64 pixels and K = 9 on 132
   // multiprocessors and 50 MB of L2 cache, compared with the column buffer of the whole batch (chunks of four
