@@ -90,6 +90,7 @@ def test_two_processes_give_the_curve_of_one_with_the_doubled_batch(uninterrupte
     assert all(gate.abs().min() > 0 for gate in gates.values())  # they are initialised to zero
 
 
+@pytest.mark.slow
 def test_a_killed_run_resumes_on_its_curve(uninterrupted, digits, tmp_path):
     run = Run(tmp_path / "killed", DETR, data=f"{digits}/")
     assert run.start(kill_after=ITERATIONS_PER_EPOCH + 2) == -signal.SIGKILL, run.log.read_text()[-3000:]

@@ -35,7 +35,6 @@ MMDET = [
     "dino/dino-4scale_r50_8xb2-12e_coco",
     "ddq/ddq-detr-4scale_r50_8xb2-12e_coco",
     "maskformer/maskformer_r50_ms-16xb1-75e_coco",
-    "mask2former/mask2former_r50_8xb2-lsj-50e_coco",
 ]
 MMSEG = [
     "mask2former/mask2former_r50_8xb2-160k_ade20k-512x512",
@@ -130,11 +129,14 @@ def run(model: nn.Module, package: str) -> tuple[list[Tensor], dict[str, Tensor]
     return output, losses, gradients
 
 
-PANOPTIC = pytest.param("mmdet", "mask2former/mask2former_r50_8xb2-lsj-50e_coco-panoptic", marks=pytest.mark.slow)
+MASK2FORMER = [
+    pytest.param("mmdet", f"mask2former/mask2former_r50_8xb2-lsj-50e_coco{kind}", marks=pytest.mark.slow)
+    for kind in ("", "-panoptic")
+]
 
 
 @pytest.mark.parametrize(
-    ("package", "name"), [*(("mmdet", n) for n in MMDET), PANOPTIC, *(("mmseg", n) for n in MMSEG)]
+    ("package", "name"), [*(("mmdet", n) for n in MMDET), *MASK2FORMER, *(("mmseg", n) for n in MMSEG)]
 )
 def test_upstream_models_compute_the_same(package, name):
     model = build(package, name)

@@ -67,6 +67,7 @@ def result_of(output: Path, *names: str) -> dict:
     return json.loads(output.joinpath(*names, "result.json").read_text())
 
 
+@pytest.mark.slow
 def test_stages(output, data):
     first, second = (result_of(output, "semantic", f"{stage}-1") for stage in study.STAGES)
     assert (first["updates"], second["updates"]) == (4, 2)
@@ -84,6 +85,7 @@ def test_stages(output, data):
     assert not (output / "eta-fused").exists()
 
 
+@pytest.mark.slow
 def test_people(output):
     """Compare a caption with two identical ones, and with another picture's."""
     grammar, stranger = (result_of(output, name)["scores"]["CIDEr-D"] for name in study.BASELINES)
@@ -95,6 +97,7 @@ def test_people(output):
     assert [results[0]["caption"], results[-1]["caption"]] == ["a green boat", "a red kite"]
 
 
+@pytest.mark.slow
 def test_table(output):
     table = (output / "study.md").read_text()
     rows = [line.split(" | ") for line in table.split("\n") if line.startswith("| `")]
@@ -110,6 +113,7 @@ def test_table(output):
     assert "torch" in raw["facts"]
 
 
+@pytest.mark.slow
 def test_finished_rows_are_kept(output, data, capsys):
     files = [file for file in output.rglob("*") if file.is_file() and file.suffix not in (".md", "")]
     files.remove(output / "study.json")
@@ -119,6 +123,7 @@ def test_finished_rows_are_kept(output, data, capsys):
     assert [file.stat().st_mtime_ns for file in files] == times
 
 
+@pytest.mark.slow
 def test_other_options_are_refused(output, data, capsys):
     assert study.main([str(output), "--data", str(data), "--settings", "semantic"]) == 2
     result = output / "semantic" / "cross-entropy-1" / "result.json"

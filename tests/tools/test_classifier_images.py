@@ -111,6 +111,7 @@ def test_a_broken_image_ends_the_training_in_one_line(photographs, tmp_path, cap
     assert error.endswith("; --check lists every broken image, --skip-broken trains without them")
 
 
+@pytest.mark.slow
 def test_broken_images_are_left_out_and_named(photographs, tmp_path, capsys):
     expected = break_images(photographs)
     assert train(photographs, tmp_path / "out", "--skip-broken") == 0

@@ -150,6 +150,7 @@ def test_a_checkpoint_of_another_model(checkpoints, photograph, tmp_path, capsys
     assert error.startswith("show_attention: --checkpoint must be weights in safetensors, got ")
 
 
+@pytest.mark.slow
 def test_every_model_and_picture_has_a_folder_of_its_own(checkpoints, photograph, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for folder in ("a", "b"):

@@ -53,6 +53,7 @@ def again(corpus: Path, output: Path, *arguments: str) -> int:
     return study.main([str(corpus), str(output), *arguments])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SETTINGS)
 def test_setting(output, corpus, name):
     result = json.loads((output / name / "result.json").read_text())
@@ -69,12 +70,14 @@ def test_setting(output, corpus, name):
     assert study.score(hypotheses, references)["chrf"] == result["chrf"]
 
 
+@pytest.mark.slow
 def test_options_reach_the_model(output):
     full, without = (json.loads((output / name / "result.json").read_text())["parameters"] for name in SETTINGS)
     bits_1111 = 5 * 64 * 64 + 4 * 64  # query, key, value, position and output; u, v and the biases of the last two
     assert full - without == 4 * (bits_1111 + 2 * 64)  # in 4 layers, pre-norm
 
 
+@pytest.mark.slow
 def test_table(output):
     table = (output / "attention.md").read_text()
     rows = [line.split(" | ") for line in table.split("\n") if line.startswith(("| cross", "| none"))]
@@ -87,6 +90,7 @@ def test_table(output):
     assert "version:" in raw["results"][0]["signatures"]["BLEU"]
 
 
+@pytest.mark.slow
 def test_finished_settings_are_kept(output, corpus, capsys):
     files = [file for name in SETTINGS for file in (output / name).iterdir()]
     times = [file.stat().st_mtime_ns for file in files]
@@ -97,6 +101,7 @@ def test_finished_settings_are_kept(output, corpus, capsys):
     assert (output / "attention.md").read_text().count("\n| ") == 3  # header and both settings
 
 
+@pytest.mark.slow
 def test_other_options_are_refused(output, corpus, capsys):
     assert again(corpus, output, "--settings", "none") == 2
     assert "obtained with other options" in capsys.readouterr().err
@@ -144,6 +149,7 @@ def test_missing_corpus(corpus, tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_another_corpus_is_refused(output, corpus, tmp_path, capsys):
     other = tmp_path / "other"
     (other / "bpe").mkdir(parents=True)
@@ -180,6 +186,7 @@ def test_settings_are_compared_with_like_positions():
         assert [words[words.index(f"--{side}-positions") + 1] for side in ("encoder", "decoder")] == [positions] * 2
 
 
+@pytest.mark.slow
 def test_seeds(output, corpus, capsys):
     first = json.loads((output / "none" / "result.json").read_text())
     assert first["seed"] == 1

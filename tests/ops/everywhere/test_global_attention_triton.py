@@ -236,9 +236,9 @@ def test_refusals():
         kwargs = dict(zip(LOGITS, terms[3:]))
         assert explain(global_attention, *terms[:3], **kwargs).refusals["triton"].startswith("its kernels are for CUDA")
     with backend("triton"):
-        wide = make(B=1, d=300)
-        message = "queries are 300 and values 12 wide, and 256 is the widest that its kernels hold"
-        assert triton_global.refuses(wide, OPTIONS) == message
+        for dtype, widest in ((torch.float32, 128), (torch.float16, 256)):
+            message = f"queries are 300 and values 12 wide, and {widest} is the widest that its kernels hold"
+            assert triton_global.refuses(make(B=1, d=300, dtype=dtype), OPTIONS) == message
         assert "float64" in triton_global.refuses(make(dtype=torch.float64), OPTIONS)
         assert triton_global.refuses(terms, OPTIONS) is None
 
