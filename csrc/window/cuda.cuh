@@ -11,7 +11,6 @@
 #include <vector>
 
 #include "common/tensor_ops.h"
-#include "cuda_kernels.cuh"
 #include "cuda_tensor_kernels.cuh"
 
 namespace attn_plugins {

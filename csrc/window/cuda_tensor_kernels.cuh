@@ -11,6 +11,7 @@
 // overflow; relative to the gradient of the output, as they are packed, they seldom do.
 #pragma once
 
+#include "cuda_gradient_kernels.cuh"
 #include "cuda_tile_lines.cuh"
 
 namespace attn_plugins {

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "common/tensor_core.cuh"
-#include "cuda_kernels.cuh"
+#include "cuda_team.cuh"
 
 namespace attn_plugins {
 

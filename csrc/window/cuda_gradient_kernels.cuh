@@ -1,0 +1,224 @@
+// The gradients of window attention, by the teams of cuda_kernels.cuh.
+#pragma once
+
+#include "cuda_kernels.cuh"
+
+namespace attn_plugins {
+
+// The backward kernels' statistics, one team a query. Of half numbers the output is read as it was rounded: a
+// gradient carries the error of that, relative to the gradient of the output, as in FlashAttention.
+template <class T, class Team>
+__global__ void __launch_bounds__(kThreads) window_stats_kernel(const WindowProblem<T> p) {
+  const Team team(p.lanes);
+  const Place at = locate(p, team.index);
+  float output[Team::OWN], gradient[Team::OWN];
+  team.read_row(p.output_read.at(at.b, at.m, at.y, at.x), at.exists, p.dv, output);
+  team.read_row(p.grad_output.at(at.b, at.m, at.y, at.x), at.exists, p.dv, gradient);
+  const float product = team.sum(dot(output, gradient));
+  float peak = 0;
+  if constexpr (std::is_same_v<T, __half>) {
+#pragma unroll
+    for (int c = 0; c < Team::OWN; ++c) peak = fmaxf(peak, fabsf(gradient[c]));
+    peak = team.greatest(peak);
+  }
+  if (at.exists && team.lane == 0) {
+    const int64_t query_index = p.query_index(at.b, at.m, at.y, at.x);
+    Vector<float, 2> stats;
+    stats.element[0] = p.log_sum_exp[query_index], stats.element[1] = product;
+    store(p.stats + 2 * query_index, stats);
+    if (std::is_same_v<T, __half>) p.peaks[query_index] = peak;
+  }
+}
+
+// Gradients of queries at.x, at.x + p.x.step, ... of a row, and of their position logits.
+template <int QUERIES, class T, class Team>
+__device__ __forceinline__ void window_query_gradient(const WindowProblem<T>& p, const Team& team,
+                                                      const Place& at) {
+  constexpr int kOwn = Team::template Share<QUERIES>::COUNT, kParts = Team::template Share<QUERIES>::PARTS;
+  const bool content = p.d > 0;
+  float query[QUERIES][Team::OWN], gradient[QUERIES][Team::OWN], sum[QUERIES][Team::OWN];
+#pragma unroll
+  for (int r = 0; r < QUERIES; ++r) {
+    const int x = at.x + r * p.x.step;
+    const bool valid = at.exists && x < p.x.queries;
+    team.read_row(p.query.at(at.b, at.m, at.y, x), valid, p.d, query[r]);
+    team.read_row(p.grad_output.at(at.b, at.m, at.y, x), valid, p.dv, gradient[r]);
+#pragma unroll
+    for (int c = 0; c < Team::OWN; ++c) query[r][c] *= p.scale, sum[r][c] = 0;
+  }
+  // Of the lane's own queries; kept: gradients of position logits, which the lanes of a query write together.
+  Vector<float, 2> stats[kOwn];
+  T* written[kOwn];
+  bool valid[kOwn];
+  float kept[kOwn];
+#pragma unroll
+  for (int n = 0; n < kOwn; ++n) {
+    const int x = at.x + team.template own<QUERIES>(n) * p.x.step;
+    valid[n] = at.exists && x < p.x.queries, kept[n] = 0;
+    if (valid[n]) stats[n] = load_constant<float, 2>(p.stats + 2 * p.query_index(at.b, at.m, at.y, x));
+    written[n] = p.grad_position.at(at.b, at.m, at.y, x);
+  }
+  const int taps = p.y.taps * p.x.taps, writers = team.lanes / kParts, writer = team.lane / kParts;
+  const int written_bytes = int(p.grad_position.channel * sizeof(T));
+  KeyLine<QUERIES, T, Team> line(p, team, at);
+  for (int i = 0; i < p.y.taps; ++i) {
+    line.begin_row(p);
+    for (int j = 0; j < line.length(p); ++j) {
+      float key[Team::OWN], value[Team::OWN], dots[QUERIES], logit[kOwn] = {}, slope[kOwn], bias[kOwn];
+      float slopes[QUERIES];
+      bool counts[kOwn];
+      line.read(team, j, key, value, counts, bias);
+#pragma unroll
+      for (int r = 0; r < QUERIES; ++r) dots[r] = dot(gradient[r], value);
+      team.sums(dots, slope);
+      if (content) {
+#pragma unroll
+        for (int r = 0; r < QUERIES; ++r) dots[r] = dot(query[r], key);
+        team.sums(dots, logit);
+      }
+#pragma unroll
+      for (int n = 0; n < kOwn; ++n) {
+        const float weight = exponential(logit[n] + bias[n] - stats[n].element[0]);
+        slope[n] = counts[n] ? weight * (slope[n] - stats[n].element[1]) : 0;
+      }
+#pragma unroll
+      for (int r = 0; r < QUERIES; ++r) slopes[r] = team.template of_query<QUERIES>(slope, r);
+#pragma unroll
+      for (int r = 0; r < QUERIES; ++r) {
+        if (!within(j - r * p.x.shift, p.x.taps)) continue;  // not times 0: the key may be infinite
+        add_scaled(sum[r], slopes[r], key);
+      }
+      if (!p.grad_position.data) continue;
+#pragma unroll
+      for (int n = 0; n < kOwn; ++n) {
+        const int tap = j - team.template own<QUERIES>(n) * p.x.shift;
+        const int t = i * p.x.taps + tap, turn = t & (writers - 1);
+        const bool inside = within(tap, p.x.taps), last = turn == writers - 1 || t == taps - 1;
+        if (inside && turn == writer) kept[n] = slope[n];
+        if (inside && last && writer <= turn && valid[n]) {
+          *go(written[n], t - turn + writer, written_bytes) = narrow_to<T>(kept[n]);
+        }
+      }
+    }
+    line.end_row(p);
+  }
+#pragma unroll
+  for (int r = 0; r < QUERIES; ++r) {
+    const int x = at.x + r * p.x.step;
+    if (p.grad_query.data && at.exists && x < p.x.queries) {
+      team.write(p.grad_query.at(at.b, at.m, at.y, x), p.d, sum[r], p.scale);
+    }
+  }
+}
+
+template <class T, class Team, int QUERIES>
+__global__ void __launch_bounds__(kThreads) window_query_gradient_kernel(const WindowProblem<T> p) {
+  const Team team(p.lanes);
+  window_query_gradient<QUERIES>(p, team, locate_run(p, team.index, p.x.by_step, QUERIES));
+}
+
+// Gradients of keys at.x, at.x + p.x.dilation, ... and of their values, each gathered from the queries that
+// see the key.
+template <int KEYS, class T, class Team>
+__device__ __forceinline__ void window_key_gradient(const WindowProblem<T>& p, const Team& team,
+                                                    const Place& at) {
+  static_assert(KEYS <= 2 && Team::template Share<KEYS>::COUNT == 1);
+  const bool content = p.d > 0, slopes = p.grad_key.data != nullptr;
+  float key[KEYS][Team::OWN], value[KEYS][Team::OWN], key_sum[KEYS][Team::OWN], value_sum[KEYS][Team::OWN];
+#pragma unroll
+  for (int r = 0; r < KEYS; ++r) {
+    const int x = at.x + r * p.x.dilation;
+    const bool valid = at.exists && x < p.x.keys;
+    team.read_row(p.key.at(at.b, at.m, at.y, x), valid, p.d, key[r]);
+    team.read_row(p.value.at(at.b, at.m, at.y, x), valid, p.dv, value[r]);
+#pragma unroll
+    for (int c = 0; c < Team::OWN; ++c) {
+      key[r][c] *= p.scale, key_sum[r][c] = 0, value_sum[r][c] = 0;
+    }
+  }
+  const Reach rows(p.y, at.y), columns(p.x, at.x);
+  const bool exists = at.exists && rows.exists && columns.exists;
+  const int own = team.template own<KEYS>(0);
+  const int line = quotient(p.x.taps + KEYS - 1 + p.x.shift - 1, p.x.by_shift);
+  const Span on_map = Span::on_axis(columns.query, p.x.by_step, p.x.queries).common(0, line);
+  Span window[KEYS];  // place l of the line sees key r by tap columns.tap + r - l * shift
+#pragma unroll
+  for (int r = 0; r < KEYS; ++r) {
+    const Span reach = Span::on_axis(p.x.taps - 1 - columns.tap - r, p.x.by_shift, p.x.taps);
+    window[r] = on_map.common(reach.first, reach.first + reach.count);
+  }
+  const Span own_window = KEYS > 1 && own > 0 ? window[KEYS - 1] : window[0];
+  const unsigned chunks = team.chunks_of(p.d) | team.chunks_of(p.dv) << Team::CHUNKS;
+  const int query_bytes = p.query_step * int(sizeof(T)), gradient_bytes = p.gradient_step * int(sizeof(T));
+  const int position_bytes = p.position_step * int(sizeof(T));
+  const int stats_bytes = 2 * p.x.step * int(sizeof(float));
+  // Pointers are carried from row to row, else the compiler computes each anew for every load.
+  int y = rows.query, i = rows.tap;
+  const T* queries = team.own_of(p.query.at(at.b, at.m, y, columns.query));
+  const T* gradients = team.own_of(p.grad_output.at(at.b, at.m, y, columns.query));
+  const T* positions = p.position.at(at.b, at.m, y, columns.query) +
+                       (int64_t(i) * p.x.taps + columns.tap + own) * p.position.channel;
+  const float* stats_row = p.stats + 2 * p.query_index(at.b, at.m, y, columns.query);
+  const int64_t query_row = p.y.step * p.query.row, gradient_row = p.y.step * p.grad_output.row;
+  const int64_t position_row = p.y.step * p.position.row - int64_t(p.y.shift) * p.x.taps * p.position.channel;
+  const int64_t stats_step = 2 * int64_t(p.y.step) * p.x.queries;
+  for (int n = 0; n * p.y.shift < p.y.taps; ++n, i -= p.y.shift, y += p.y.step, queries += query_row,
+           gradients += gradient_row, positions += position_row, stats_row += stats_step) {
+    const bool row_inside = exists && i >= 0 && within(y, p.y.queries);
+    int inside = row_inside ? on_map.count : 0,
+        biasing = row_inside && p.position.data ? own_window.count : 0;
+    int seeing[KEYS];
+#pragma unroll
+    for (int r = 0; r < KEYS; ++r) seeing[r] = row_inside ? window[r].count : 0;
+    keep(inside), keep(biasing), keep(queries), keep(gradients), keep(positions), keep(stats_row);
+    for (int l = 0; l < line; ++l) {
+      const bool present = within(l - on_map.first, inside);
+      const unsigned there = present ? chunks : 0;
+      float query[Team::OWN], gradient[Team::OWN], dots[KEYS], logit[1] = {}, slope[1] = {}, bias = 0;
+      float weights[KEYS], slopes_of[KEYS];
+      Vector<float, 2> stats;
+      team.read(go(queries, l, query_bytes), there, query);
+      team.read(go(gradients, l, gradient_bytes), there >> Team::CHUNKS, gradient);
+      if (present) stats = load_constant<float, 2>(go(stats_row, l, stats_bytes));
+      if (within(l - own_window.first, biasing)) bias = load_one(go(positions, l, position_bytes));
+      if (content) {
+#pragma unroll
+        for (int r = 0; r < KEYS; ++r) dots[r] = dot(key[r], query);
+        team.sums(dots, logit);
+      }
+      if (slopes) {
+#pragma unroll
+        for (int r = 0; r < KEYS; ++r) dots[r] = dot(value[r], gradient);
+        team.sums(dots, slope);
+      }
+      const float weight[1] = {exponential(logit[0] + bias - stats.element[0])};
+      slope[0] = weight[0] * (slope[0] - stats.element[1]);
+#pragma unroll
+      for (int r = 0; r < KEYS; ++r) {
+        weights[r] = team.template of_query<KEYS>(weight, r);
+        slopes_of[r] = team.template of_query<KEYS>(slope, r);
+      }
+#pragma unroll
+      for (int r = 0; r < KEYS; ++r) {
+        if (!within(l - window[r].first, seeing[r])) continue;  // not times 0: the query may be infinite
+        add_scaled(value_sum[r], weights[r], gradient);
+        if (slopes) add_scaled(key_sum[r], slopes_of[r], query);
+      }
+    }
+  }
+#pragma unroll
+  for (int r = 0; r < KEYS; ++r) {
+    const int x = at.x + r * p.x.dilation;
+    if (!at.exists || x >= p.x.keys) continue;
+    if (p.grad_key.data) team.write(p.grad_key.at(at.b, at.m, at.y, x), p.d, key_sum[r], p.scale);
+    if (p.grad_value.data) team.write(p.grad_value.at(at.b, at.m, at.y, x), p.dv, value_sum[r], 1);
+  }
+}
+
+template <class T, class Team, int KEYS>
+__global__ void __launch_bounds__(kThreads) window_key_gradient_kernel(const WindowProblem<T> p) {
+  const Team team(p.lanes);
+  window_key_gradient<KEYS>(p, team, locate_run(p, team.index, p.x.by_dilation, KEYS));
+}
+
+}  // namespace attn_plugins
