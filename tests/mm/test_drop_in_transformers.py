@@ -202,7 +202,8 @@ def test_a_deformable_layer_equals_mmcvs(batch_first, boxes):
 @pytest.mark.parametrize("masks", ["none", "bool", "added", "per head", "padding"])
 def test_multi_head_attention_equals_mmcvs(masks, batch_first):
     torch.manual_seed(0)
-    layer = MultiheadAttention(32, 4, batch_first=batch_first).double()
+    # In evaluation: earlier models have changed the default dropout of mmcv's layer, which is a shared dict.
+    layer = MultiheadAttention(32, 4, batch_first=batch_first).double().eval()
     query, key = torch.randn(5, 2, 32, dtype=torch.float64), torch.randn(9, 2, 32, dtype=torch.float64)
     positions = dict(query_pos=torch.randn_like(query), key_pos=torch.randn_like(key))
     if batch_first:
@@ -230,7 +231,6 @@ def test_multi_head_attention_equals_mmcvs(masks, batch_first):
 def test_weights_are_there_for_who_hooks_the_inner_layer():
     """Visualisations of DETR read weights by hooks; without a hook, the layer does not materialise them."""
     drop_in.replace()
-    # In evaluation: earlier models have changed the default dropout of mmcv's layer, which is a shared dict.
     layer, x = MultiheadAttention(32, 4).eval(), torch.randn(5, 2, 32)
     seen = []
     handle = layer.attn.register_forward_hook(lambda module, inputs, outputs: seen.append(outputs[1]))
