@@ -22,6 +22,7 @@ ENTRIES = 32  # results kept per function
 PLAIN = (int, float, bool, torch.dtype)
 
 _is_compiling = getattr(torch.compiler, "is_compiling", None) or torch._utils.is_compiling  # torch >= 2.3, or before
+_is_fx_tracing = getattr(fx, "is_fx_symbolic_tracing", None) or (lambda: fx._is_fx_tracing_flag)  # newer, or before
 _pre_dispatch_modes = getattr(torch._ops, "_len_torch_dispatch_stack_pre_dispatch", int)  # absent in old versions
 
 
@@ -86,7 +87,7 @@ def _is_observed() -> bool:
     """Return whether PyTorch traces or transforms this call, or a mode sees its operations."""
     return (
         torch.jit.is_tracing()
-        or fx._is_fx_tracing_flag
+        or _is_fx_tracing()
         or torch._C._len_torch_dispatch_stack() > 0
         or _pre_dispatch_modes() > 0
         or torch._C._functorch.peek_interpreter_stack() is not None
