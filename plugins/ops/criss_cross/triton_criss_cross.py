@@ -63,7 +63,7 @@ _HALF = (torch.float16, torch.bfloat16)
 def wanted(terms: Terms) -> bool:
     """Whether these kernels are to serve, as far as that is known without looking for Triton.
 
-    Batched products of whole weights are faster for position logits, which have to be read in any case.
+    Batched products stay where Triton has not been seen to be faster: in float32, and with position logits.
     """
     if (name := backends.forced()) is not None:
         return name == triton_launch.NAME
@@ -75,7 +75,7 @@ def refuses(terms: Terms, options: Options) -> str | None:
     if reason := triton_launch.refusal(terms.value):
         return reason
     if not options.recompute:
-        return "batched products are faster in float32 and with position logits, and keep the weights"
+        return "in float32 and with position logits, batched products serve unless Triton is asked for"
     if terms.query is not None and terms.query.shape[4] > WIDEST:
         return f"its kernels take widths of query and key up to {WIDEST}, got {terms.query.shape[4]}"
     B, M, H, W, dv = terms.value.shape

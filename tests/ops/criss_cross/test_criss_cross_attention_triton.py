@@ -21,7 +21,7 @@ from tests.helpers.triton_checks import DEVICE, DTYPES, TOLERANCES, check, defin
 from tests.ops.criss_cross.operands import LOGITS
 
 pytestmark = needs_triton
-FASTER = "batched products are faster in float32 and with position logits"
+SERVES = "in float32 and with position logits, batched products serve"
 RECOMPUTE = Options(0.7, True)
 
 
@@ -204,13 +204,13 @@ def test_explained():
         assert explain(criss_cross_attention, *arguments).serves == "triton"
     choice = explain(criss_cross_attention, *arguments)
     assert choice.serves == "torch"
-    words = "are on cpu" if DEVICE == "cpu" else FASTER
+    words = "are on cpu" if DEVICE == "cpu" else SERVES
     assert words in choice.refusals["triton"]
 
 
 def test_refusals():
     arguments, many = terms((1, 1)), randn(1, 1, 1, 1, 1).expand(2**30, 1, 1, 1, 1)
-    with backend("triton"), pytest.raises(ValueError, match=FASTER):
+    with backend("triton"), pytest.raises(ValueError, match=SERVES):
         ATTEND._forward(*arguments, *RECOMPUTE._replace(recompute=False))
     with backend("triton"):
         assert "query and key up to 256, got 257" in triton_criss_cross.refuses(terms((1, 1), d=257), RECOMPUTE)
