@@ -99,8 +99,9 @@ mkdir -p "$OUT/package/attn_plugins"
 tar -C plugins --exclude='*.so' --exclude=__pycache__ -cf - . | tar -C "$OUT/package/attn_plugins" -xf -
 cp "$binary" "$OUT/package/attn_plugins/"
 
+# The checkout is on the path: its metadata must not make torch load the hook of the installed package.
 emulated() {
-    OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 PYTHONPATH=$OUT/package:$OUT/site \
+    TORCH_DEVICE_BACKEND_AUTOLOAD=0 OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 PYTHONPATH=$OUT/package:$OUT/site \
         "$QEMU" -L "$OUT/sysroot" "$OUT/sysroot/usr/bin/python3" "$@"
 }
 if (($#)); then

@@ -53,6 +53,8 @@ class Operator:
             ``Sequence[SymInt]`` for sizes, or a tensor without a gradient.
         results: Names of the results, the output first. The others are what the forward keeps for the backward.
         keeps: Names of the results that the backward gets.
+        needs_output: ``(terms, options)`` to whether the backward needs the output, if that is among ``keeps``. Where
+            it does not, it gets None, and callers may change the output in place. None: it always does.
         fake: ``(terms, options)`` to uninitialised results.
         fake_gradient: ``(name, term)`` to the uninitialised gradient of that term.
         reference: ``(terms, options)`` to the output: the slow, obvious definition, differentiable twice.
@@ -71,6 +73,7 @@ class Operator:
         results: Sequence[str],
         *,
         keeps: Sequence[str] = (),
+        needs_output: Callable[[Any, Any], bool] | None = None,
         fake: Callable[[Any, Any], Results],
         reference: Callable[[Any, Any], Tensor],
         table: Sequence[Backend],
@@ -85,6 +88,7 @@ class Operator:
         self._operations, self._backward_operations, self._nothing = operations, backward_operations, nothing
         self._cast = [cast is None or field in cast for field in terms._fields]
         self._kept = [results.index(each) for each in keeps]
+        self._needs_output = needs_output
         self._tensor_options = [
             number for number, kind in enumerate(_field_types(options)) if kind in ("Tensor", "Tensor?")
         ]
@@ -128,7 +132,7 @@ class Operator:
             _LIBRARY.append(torch.library.Library(NAMESPACE, "FRAGMENT"))
         library, backward = _LIBRARY[0], f"{self.name}_backward"
         terms, options = _arguments(self.terms), _arguments(self.options)
-        kept = [f"Tensor {name}" for name in keeps]
+        kept = [f"Tensor{'?' if self._needs_output and name == results[0] else ''} {name}" for name in keeps]
         gradients = [f"Tensor grad_{name}" for name in self.terms._fields]
         forward_schema = f"({', '.join([*terms, *options])}) -> {_returns([f'Tensor {name}' for name in results])}"
         # Gradients that are not needed come back empty.
@@ -167,7 +171,7 @@ class Operator:
 
         return rule
 
-    def _split(self, args: Sequence[Any]) -> tuple[Any, list[Tensor], Any]:
+    def _split(self, args: Sequence[Any]) -> tuple[Any, list[Tensor | None], Any]:
         """Terms, kept results and options of a backward's arguments after ``grad_output``."""
         terms, kept = len(self.terms._fields), len(self._kept)
         rest = args[terms + kept : terms + kept + len(self.options._fields)]
@@ -221,8 +225,11 @@ class Operator:
 
     def _setup_context(self, ctx: Any, inputs: tuple, output: Any) -> None:
         count = len(self.terms._fields)
-        results = (output,) if isinstance(output, Tensor) else output
-        self._save(ctx, [*inputs[:count], *(results[n] for n in self._kept)], inputs[count:])
+        terms, options = inputs[:count], inputs[count:]
+        results = [output] if isinstance(output, Tensor) else list(output)
+        if self._needs_output and not self._needs_output(self.terms(*terms), self.options(*options)):
+            results[0] = None
+        self._save(ctx, [*terms, *(results[n] for n in self._kept)], options)
 
     def _save(self, ctx: Any, tensors: Sequence[Tensor | None], options: Sequence[Any]) -> None:
         ctx.options = list(options)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attn_plugins.ops import backend, deform_conv2d, explain, library, sequence_attention, window_attention
+from attn_plugins.ops import deform_conv2d, library, sequence_attention, window_attention
 from attn_plugins.ops.everywhere import sdpa_sequence
 
 pytestmark = pytest.mark.skipif(not library.has_kernel("cpu"), reason="no CPU binary is compiled")
@@ -127,48 +127,3 @@ def test_nan_stays_nan():
     output = sequence_attention(query, key, value)
     assert output[..., 1].isnan().all()
     assert not output[..., 0].isnan().any()
-
-
-# --- SDPA instead of the kernels ------------------------------------------------------------------------------------
-
-
-def test_sdpa_serves_where_tiles_are_multiplied(monkeypatch):
-    query, key, value, position = draw((2, 3, 5, 16), (2, 3, 9, 16), (2, 3, 9, 16), (1, 3, 5, 9))
-    position[0, 1, 2] = float("-inf")
-    expected = sequence_attention(query, key, value, position_logits=position)
-    monkeypatch.setattr(sdpa_sequence, "multiplies_tiles", lambda: False)
-    refused = explain(sequence_attention, query, key, value, position_logits=position)
-    assert refused.serves == "cpu"
-    assert refused.refusals["amx"] == "this CPU has no AMX for bfloat16"
-    monkeypatch.setattr(sdpa_sequence, "multiplies_tiles", lambda: True)
-    assert explain(sequence_attention, query, key, value, position_logits=position).serves == "amx"
-    leaves = [t.clone().requires_grad_() for t in (query, key, value, position)]
-    output = sequence_attention(*leaves[:3], position_logits=leaves[3])
-    torch.testing.assert_close(output, expected, atol=1e-2, rtol=1e-2)
-    (grad_output,) = draw(output.shape, seed=1)
-    found = torch.autograd.grad(output, leaves, grad_output)
-    with backend("reference"):
-        leaves = [t.float().requires_grad_() for t in (query, key, value, position)]
-        output = sequence_attention(*leaves[:3], position_logits=leaves[3])
-        right = torch.autograd.grad(output, leaves, grad_output.float())
-    for half, single in zip(found, right):
-        torch.testing.assert_close(half.float(), single, atol=2e-2, rtol=2e-2)
-
-
-@pytest.mark.parametrize(
-    "change,reason",
-    [
-        (dict(causal=True), "it supports neither key_padding_mask nor causal"),
-        (dict(key_padding_mask=torch.zeros(1, 6, dtype=torch.bool)), "it supports neither key_padding_mask nor causal"),
-        (
-            dict(band_logits=torch.zeros(1, 1, 6, 3, dtype=torch.bfloat16)),
-            "it supports content and position logits only",
-        ),
-    ],
-)
-def test_what_sdpa_does_not_know(change, reason, monkeypatch):
-    monkeypatch.setattr(sdpa_sequence, "multiplies_tiles", lambda: True)
-    query, key, value = draw(*[(1, 1, 6, 4)] * 3)
-    choice = explain(sequence_attention, query, key, value, **change)
-    assert choice.serves == "cpu"
-    assert choice.refusals["amx"] == reason

@@ -137,7 +137,12 @@ def forward(terms: SequenceTerms, options: SequenceOptions, output: Tensor, lse:
 
 
 def backward(
-    grad_output: Tensor, terms: SequenceTerms, options: SequenceOptions, lse: Tensor, grads: list[Tensor | None]
+    grad_output: Tensor,
+    terms: SequenceTerms,
+    options: SequenceOptions,
+    output: Tensor | None,
+    lse: Tensor,
+    grads: list[Tensor | None],
 ) -> None:
     """Fill the wanted gradients (those not None), in the order of :class:`.SequenceTerms`."""
     problem = Problem(terms, options)

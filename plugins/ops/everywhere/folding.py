@@ -15,16 +15,14 @@ Content alone in half precision, with values as wide as the keys, is not folded:
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 from torch import Tensor
 
 from ..backends import Backend
+from . import flash
 from .operands import GlobalOptions, GlobalTerms
 
 WIDEST = 256  # width of q' beyond which the fused kernels take slow paths
-WIDEST_OF_FLASH = 192  # width beyond which some devices have no backward
 _MULTIPLE = 8  # widths are padded to a multiple, for the kernels' alignment
 _LSE_ALIGNMENT = 32  # queries; the CUDA kernels read and write log-sum-exps padded to a multiple
 
@@ -126,43 +124,24 @@ def _join(parts: list[Tensor], D: int) -> Tensor:
 
 def is_flash(terms: GlobalTerms) -> bool:
     """Return whether CUDA's flash attention takes the terms: content alone, in half precision, of one width."""
-    query, key, value, *logits = terms
-    if query is None or any(term is not None for term in logits) or not value.is_cuda:
-        return False
-    d, dv = query.shape[-1], value.shape[-1]
-    if value.dtype not in (torch.float16, torch.bfloat16) or d != dv or d % _MULTIPLE or d > WIDEST_OF_FLASH:
-        return False
-    return torch.backends.cuda.flash_sdp_enabled() and _has_flash(value.device.index or 0)
-
-
-@cache
-def _has_flash(index: int) -> bool:
-    available = getattr(torch.backends.cuda, "is_flash_attention_available", lambda: False)
-    return bool(available()) and torch.cuda.get_device_capability(index) >= (8, 0)
-
-
-def _sequence(tensor: Tensor) -> Tensor:
-    """Return (B, M, H, W, d) as (B, M, H * W, d) with rows aligned to 16 bytes: a view if possible."""
-    rows = tensor.flatten(2, 3)
-    places = (*rows.stride()[:3], rows.storage_offset())
-    return rows if rows.stride(3) == 1 and not any(n % _MULTIPLE for n in places) else rows.contiguous()
+    query, _, value, *logits = terms
+    return query is not None and all(term is None for term in logits) and flash.refusal(query, value) is None
 
 
 def forward(terms: GlobalTerms, options: GlobalOptions, output: Tensor, lse: Tensor) -> None:
     """Write the output (B, M, Hq, Wq, dv) and the log-sum-exp (B, M, Hq, Wq), +inf where all keys are masked."""
-    flash = is_flash(terms)
-    if flash:
-        query, key, value = (_sequence(term) for term in terms[:3] if term is not None)
-        folded, total, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
-            query, key, value, 0.0, False, False, scale=options.scale
-        )
-    else:
-        query, key, value = fold(terms, options.scale, (output.shape[2], output.shape[3]))
-    if not flash and value.is_cuda:
+    if is_flash(terms):
+        query, key, value = (term.flatten(2, 3) for term in terms[:3] if term is not None)
+        found, total = flash.forward(query, key, value, options.scale)
+        output.copy_(found.unflatten(2, output.shape[2:4]))
+        lse.copy_(total.view(lse.shape))
+        return
+    query, key, value = fold(terms, options.scale, (output.shape[2], output.shape[3]))
+    if value.is_cuda:
         folded, total, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
             query, key, value, None, True, 0.0, False, scale=1.0
         )
-    elif not flash:
+    else:
         folded, total = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, 0.0, False, scale=1.0
         )
@@ -215,12 +194,9 @@ def _flash_backward(
     lse: Tensor,
     grads: list[Tensor | None],
 ) -> None:
-    query, key, value = (_sequence(term) for term in terms[:3] if term is not None)
-    unused = torch.empty((), dtype=torch.long, device=value.device)
-    found = torch.ops.aten._scaled_dot_product_flash_attention_backward(
-        _sequence(grad_output), query, key, value, _sequence(output), lse.flatten(2).contiguous(), None, None,
-        query.shape[2], key.shape[2], 0.0, False, unused, unused, scale=options.scale,
-    )  # fmt: skip
+    query, key, value = (term.flatten(2, 3) for term in terms[:3] if term is not None)
+    rows = (grad_output.flatten(2, 3), query, key, value, output.flatten(2, 3))
+    found = flash.backward(*rows, lse.flatten(2), options.scale)
     for grad, each in zip(grads, found):
         if grad is not None:
             grad.copy_(each.unflatten(2, grad.shape[2:4]))

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from .. import triton_launch
 from ..arguments import LARGEST, arithmetic_dtype, check_dim, check_padding_mask, check_tensors, finite
 from ..backends import forced
 from ..operator import Operator, counts_of_products
@@ -215,6 +216,13 @@ def _results(terms: SequenceTerms, options: SequenceOptions) -> tuple[Tensor, Te
     return output, terms.value.new_empty((B, M, T), dtype=arithmetic_dtype(terms.value.dtype))
 
 
+def _needs_output(terms: SequenceTerms, options: SequenceOptions) -> bool:
+    """Whether the backward takes the sum of output times gradient from the output; our CPU kernels sum anew."""
+    if terms.value.device.type != "cpu" or forced() == triton_launch.NAME:
+        return True
+    return not (sdpa.refuses_amx(terms, options) or sdpa.refuses_amx_backward(terms, options))
+
+
 def _products(terms: Any, options: SequenceOptions) -> tuple[int, int]:
     """Count the operations of one content and of one value product, including masked keys, as torch's formulas do."""
     query, _, (B, M, S, dv), *logits = terms
@@ -228,9 +236,10 @@ ATTEND = Operator(
     SequenceTerms,
     SequenceOptions,
     ("output", "log_sum_exp"),
-    keeps=("log_sum_exp",),
+    keeps=("output", "log_sum_exp"),
+    needs_output=_needs_output,
     fake=_results,
     reference=lambda terms, options: reference.sequence_attention(*terms, *options),
-    table=[sdpa.BACKEND, cpu.BACKEND, triton.BACKEND, chunked.BACKEND],
+    table=[sdpa.AMX, cpu.BACKEND, sdpa.CUDA, triton.BACKEND, chunked.BACKEND],
     **counts_of_products(_products),
 )

@@ -1,6 +1,6 @@
 """Sequence attention by Triton kernels (:mod:`.triton_sequence_kernels`), without a tensor of all logits.
 
-The forward pass goes once over the keys, for each block of queries. The backward pass goes twice over the keys for the
+The forward pass goes once over the keys, for each block of queries. The backward pass goes once over the keys for the
 gradients of what belongs to queries, once over the queries for those of what belongs to keys, and once more for
 position logits that are broadcast. No sum depends on the order in which blocks run.
 """
@@ -129,7 +129,7 @@ class Call:
         Args:
             output: The output or its gradient, (B, M, T, dv), the first tensor behind the mask.
             others: Tensors without strides, behind it.
-            vectors: Gradients of query, key or value.
+            vectors: The forward's output, gradients of query, key or value.
             logits: Gradients of logits.
             numbers: Integers in front of the sizes.
         """
@@ -188,7 +188,12 @@ def forward(terms: SequenceTerms, options: SequenceOptions, output: Tensor, lse:
 
 
 def backward(
-    grad_output: Tensor, terms: SequenceTerms, options: SequenceOptions, lse: Tensor, grads: list[Tensor | None]
+    grad_output: Tensor,
+    terms: SequenceTerms,
+    options: SequenceOptions,
+    output: Tensor | None,
+    lse: Tensor,
+    grads: list[Tensor | None],
 ) -> None:
     """Fill the wanted gradients (those not None), in the order of :class:`.SequenceTerms`."""
     from . import triton_sequence_kernels as kernels
@@ -207,6 +212,9 @@ def backward(
     query, key, value, band, outside, position = targets
     delta = None
     if any(g is not None for i, g in enumerate(grads) if i != 2):
+        if output is None:  # another backend was to compute this backward pass
+            output = grad_output.new_empty(grad_output.shape)
+            forward(terms, options, output, torch.empty_like(lse))
         delta = torch.empty_like(lse)
         if band is not None:  # at the ends of a sequence, bands have taps without keys
             band.zero_()
@@ -214,10 +222,10 @@ def backward(
             position.zero_()
         tile = call.tiles[1]
         programs = B * M * -(-T // tile.queries)
-        turns = 1 if query is band is outside is position is None else 2
+        own = any(t is not None for t in (query, band, outside, position))
         call.run(
-            kernels.differentiate_queries, programs, tile, grad_output, [lse, delta], [query],
-            [band, outside, position], TURNS=turns, NEAR=_near(tile.keys),
+            kernels.differentiate_queries, programs, tile, grad_output, [lse, delta], [_with_rows(output), query],
+            [band, outside, position], OWN=own, NEAR=_near(tile.keys),
         )  # fmt: skip
     if key is not None or value is not None:
         tile = call.tiles[2]

@@ -20,8 +20,9 @@ BEFORE, AT, BEHIND, ALL = (tl.constexpr(n) for n in range(4))
 # Arguments that differ from call to call, for which nothing is compiled again.
 PLAIN = [
     *("M", "T", "S", "K", "left", "start", "padding_b", "reduced_b", "reduced_m", "reduced_t", "share", "heads"),
-    *(f"{tensor}_{axis}" for tensor in ("query", "key", "value", "band", "outside", "position", "output", "grad_query",
-                                        "grad_key", "grad_value", "grad_band", "grad_outside", "grad_position")
+    *(f"{tensor}_{axis}" for tensor in ("query", "key", "value", "band", "outside", "position", "output", "attended",
+                                        "grad_query", "grad_key", "grad_value", "grad_band", "grad_outside",
+                                        "grad_position")
       for axis in "bmt"),
 ]  # fmt: skip
 
@@ -213,46 +214,47 @@ def weights_and_gradients(
 
 @triton.jit(do_not_specialize=PLAIN)
 def differentiate_queries(
-    value, query, key, band, outside, position, padding, grad_output, lse, delta,
-    grad_query, grad_band, grad_outside, grad_position,
+    value, query, key, band, outside, position, padding, grad_output, lse, delta, attended, grad_query,
+    grad_band, grad_outside, grad_position,
     value_b, value_m, value_t, query_b, query_m, query_t, key_b, key_m, key_t, band_b, band_m, band_t,
     outside_b, outside_m, outside_t, position_b, position_m, position_t, padding_b, output_b, output_m, output_t,
+    attended_b, attended_m, attended_t,
     grad_query_b, grad_query_m, grad_query_t, grad_band_b, grad_band_m, grad_band_t,
     grad_outside_b, grad_outside_m, grad_outside_t, grad_position_b, grad_position_m, grad_position_t,
     M, T, S, K, left, start, scale,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, NEAR: tl.constexpr, CAUSAL: tl.constexpr, UNIT: tl.constexpr,
-    PRECISION: tl.constexpr, UPCAST: tl.constexpr, TURNS: tl.constexpr,
+    PRECISION: tl.constexpr, UPCAST: tl.constexpr, OWN: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradients of all that a block of queries owns, and ``delta``, its outputs times their gradients.
-
-    The output is not kept, hence a first turn over the keys for ``delta``; without ``TURNS`` of 2 it is the only one.
-    """
+    """Write ``delta``, a block of queries' outputs times their gradients, and with ``OWN`` the gradients of its own."""
     blocks = tl.cdiv(T, BLOCK_T)
     head = tl.program_id(0) // blocks
     b, m = head // M, head % M
     t0 = (blocks - 1 - tl.program_id(0) % blocks) * BLOCK_T
     t = t0 + tl.arange(0, BLOCK_T)
-    query = matrix_of(query, b, m, query_b, query_m, UNIT)
-    key = matrix_of(key, b, m, key_b, key_m, UNIT)
-    value = matrix_of(value, b, m, value_b, value_m, UNIT)
-    band = matrix_of(band, b, m, band_b, band_m, 1)
-    outside = matrix_of(outside, b, m, outside_b, outside_m, 1)
-    position = matrix_of(position, b, m, position_b, position_m, 1)
-    padding = matrix_of(padding, b, m, padding_b, padding_b * 0, 1)
-    far = far_logits(outside, t0, T, outside_t, BLOCK_T)
-    q = rows(query, t0, T, query_t, BLOCK_T, D, BLOCK_D, UNIT)
     grad = rows(matrix_of(grad_output, b, m, output_b, output_m, UNIT), t0, T, output_t, BLOCK_T, DV, BLOCK_DV, UNIT)
-    norm = tl.load(lse + head.to(tl.int64) * T + t, mask=t < T, other=float("inf")) * LOG2E
-    end = keys_seen(t0, S, start, BLOCK_T, CAUSAL)
-    mean = tl.zeros((BLOCK_T,), tl.float32)
-    sum_outside = tl.zeros((BLOCK_T,), tl.float32)
-    sum_query = tl.zeros((BLOCK_T, BLOCK_D), tl.float32)
-    grad_band = matrix_of(grad_band, b, m, grad_band_b, grad_band_m, 1)
-    grad_position = matrix_of(grad_position, b, m, grad_position_b, grad_position_m, 1)
-    first_part: tl.constexpr = ALL if band is None else BEFORE
-    last_part: tl.constexpr = ALL if band is None else AT if CAUSAL else BEHIND
-    for TURN in tl.static_range(TURNS):
+    attended = matrix_of(attended, b, m, attended_b, attended_m, UNIT)
+    attended = rows(attended, t0, T, attended_t, BLOCK_T, DV, BLOCK_DV, UNIT)
+    mean = tl.sum(grad.to(tl.float32) * attended.to(tl.float32), 1)
+    tl.store(delta + head.to(tl.int64) * T + t, mean, mask=t < T)
+    if OWN:
+        query = matrix_of(query, b, m, query_b, query_m, UNIT)
+        key = matrix_of(key, b, m, key_b, key_m, UNIT)
+        value = matrix_of(value, b, m, value_b, value_m, UNIT)
+        band = matrix_of(band, b, m, band_b, band_m, 1)
+        outside = matrix_of(outside, b, m, outside_b, outside_m, 1)
+        position = matrix_of(position, b, m, position_b, position_m, 1)
+        padding = matrix_of(padding, b, m, padding_b, padding_b * 0, 1)
+        far = far_logits(outside, t0, T, outside_t, BLOCK_T)
+        q = rows(query, t0, T, query_t, BLOCK_T, D, BLOCK_D, UNIT)
+        norm = tl.load(lse + head.to(tl.int64) * T + t, mask=t < T, other=float("inf")) * LOG2E
+        end = keys_seen(t0, S, start, BLOCK_T, CAUSAL)
+        sum_outside = tl.zeros((BLOCK_T,), tl.float32)
+        sum_query = tl.zeros((BLOCK_T, BLOCK_D), tl.float32)
+        grad_band = matrix_of(grad_band, b, m, grad_band_b, grad_band_m, 1)
+        grad_position = matrix_of(grad_position, b, m, grad_position_b, grad_position_m, 1)
+        first_part: tl.constexpr = ALL if band is None else BEFORE
+        last_part: tl.constexpr = ALL if band is None else AT if CAUSAL else BEHIND
         for PART in tl.static_range(first_part, last_part + 1):
             low, high = bounds(PART, 0, end, t0 + start - left, K + BLOCK_T - 1, BLOCK_S, NEAR)
             for s0 in tl.range(low, high, NEAR if PART == AT else BLOCK_S, num_stages=1 if PART == AT else None):
@@ -262,34 +264,29 @@ def differentiate_queries(
                     q, k, v, grad, norm, t0, s0, far, band, position, padding, band_t, position_t, T, S, K, left, start,
                     scale, BLOCK_T, NEAR if PART == AT else BLOCK_S, CAUSAL, PART, False, PRECISION, UPCAST,
                 )  # fmt: skip
-                if TURN == 0:
-                    mean += tl.sum(weights * slopes, 1)
-                else:
-                    slopes = weights * (slopes - mean[:, None])
-                    if grad_query is not None:
-                        sum_query = multiply(slopes.to(k.dtype), k, sum_query, PRECISION, UPCAST)
-                    row, column = tl.arange(0, BLOCK_T)[:, None], tl.arange(0, NEAR if PART == AT else BLOCK_S)[None, :]
-                    there = (row < T - t0) & (column < S - s0)
-                    shift = s0 - t0 + left - start
-                    tap = (column + shift) - row
-                    inside = (tap >= 0) & (tap < K)
-                    if grad_position is not None:
-                        place = tile_of(grad_position, grad_position_t, t0, s0, row, column)
-                        tl.store(place, slopes.to(grad_position.dtype.element_ty), mask=there)
-                    if (grad_band is not None) and PART == AT:
-                        place = tile_of_band(grad_band, grad_band_t, t0, shift, row, column)
-                        tl.store(place, slopes.to(grad_band.dtype.element_ty), mask=there & inside)
-                    if grad_outside is not None:
-                        sum_outside += tl.sum(tl.where(inside, 0.0, slopes), 1)
-        if TURN == 0:
-            tl.store(delta + head.to(tl.int64) * T + t, mean, mask=t < T)
-    if grad_query is not None:
-        grad_query = matrix_of(grad_query, b, m, grad_query_b, grad_query_m, UNIT)
-        store_rows(grad_query, t0, T, grad_query_t, sum_query * scale, BLOCK_T, D, BLOCK_D, UNIT)
-    if grad_outside is not None:
-        grad_outside = matrix_of(grad_outside, b, m, grad_outside_b, grad_outside_m, 1)
-        place = grad_outside + t.to(tl.int64) * grad_outside_t
-        tl.store(place, sum_outside.to(grad_outside.dtype.element_ty), mask=t < T)
+                slopes = weights * (slopes - mean[:, None])
+                if grad_query is not None:
+                    sum_query = multiply(slopes.to(k.dtype), k, sum_query, PRECISION, UPCAST)
+                row, column = tl.arange(0, BLOCK_T)[:, None], tl.arange(0, NEAR if PART == AT else BLOCK_S)[None, :]
+                there = (row < T - t0) & (column < S - s0)
+                shift = s0 - t0 + left - start
+                tap = (column + shift) - row
+                inside = (tap >= 0) & (tap < K)
+                if grad_position is not None:
+                    place = tile_of(grad_position, grad_position_t, t0, s0, row, column)
+                    tl.store(place, slopes.to(grad_position.dtype.element_ty), mask=there)
+                if (grad_band is not None) and PART == AT:
+                    place = tile_of_band(grad_band, grad_band_t, t0, shift, row, column)
+                    tl.store(place, slopes.to(grad_band.dtype.element_ty), mask=there & inside)
+                if grad_outside is not None:
+                    sum_outside += tl.sum(tl.where(inside, 0.0, slopes), 1)
+        if grad_query is not None:
+            grad_query = matrix_of(grad_query, b, m, grad_query_b, grad_query_m, UNIT)
+            store_rows(grad_query, t0, T, grad_query_t, sum_query * scale, BLOCK_T, D, BLOCK_D, UNIT)
+        if grad_outside is not None:
+            grad_outside = matrix_of(grad_outside, b, m, grad_outside_b, grad_outside_m, 1)
+            place = grad_outside + t.to(tl.int64) * grad_outside_t
+            tl.store(place, sum_outside.to(grad_outside.dtype.element_ty), mask=t < T)
 
 
 @triton.jit(do_not_specialize=PLAIN)

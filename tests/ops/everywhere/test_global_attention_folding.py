@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from attn_plugins.ops import backend, global_attention, reference
-from attn_plugins.ops.everywhere import folding
+from attn_plugins.ops.everywhere import flash, folding
 from attn_plugins.ops.everywhere.operands import GlobalOptions, GlobalTerms
 from tests.ops.everywhere.global_operands import (
     COMBINATIONS,
@@ -114,7 +114,7 @@ def test_flash_attention_takes_what_cuda_offers_of_content_alone(layout, monkeyp
     """Check the calls of flash attention on tensors without data, which needs no GPU."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    monkeypatch.setattr(folding, "_has_flash", lambda index: True)
+    monkeypatch.setattr(flash, "_has_flash", lambda index: True)
 
     def laid_out(tensor):
         if layout == "heads outermost":

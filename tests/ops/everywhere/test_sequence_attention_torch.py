@@ -42,7 +42,7 @@ def test_opcheck(terms, dtype):
     detached = [None if t is None else t.detach() for t in arguments[:6]]
     torch.library.opcheck(
         torch.ops.attn_plugins.sequence_attention_backward,
-        (torch.randn_like(output), *detached[:6], lse.detach(), *arguments[6:], needs),
+        (torch.randn_like(output), *detached[:6], output.detach(), lse.detach(), *arguments[6:], needs),
     )
 
 

@@ -1,0 +1,64 @@
+"""CUDA's flash attention, of PyTorch: content alone in half precision, with values as wide as the keys."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+WIDEST = 192  # width beyond which some devices have no backward
+MULTIPLE = 8  # of widths and strides: rows are aligned to 16 bytes
+
+
+def refusal(query: Tensor, value: Tensor) -> str | None:
+    """Return the reason why flash attention does not take queries and values of these widths, or None."""
+    d, dv = query.shape[-1], value.shape[-1]
+    if not value.is_cuda or value.dtype not in (torch.float16, torch.bfloat16):
+        return "it supports only float16 and bfloat16 on CUDA"
+    if d != dv or d % MULTIPLE or d > WIDEST or d == 0:
+        return (
+            f"flash attention needs queries and values of one width, a multiple of {MULTIPLE} up to {WIDEST}, "
+            f"not {d} and {dv}"
+        )
+    if not torch.backends.cuda.flash_sdp_enabled():
+        return "torch.backends.cuda.enable_flash_sdp(False) switched flash attention off"
+    return None if _has_flash(value.device.index or 0) else "this device or build of torch has no flash attention"
+
+
+@cache
+def _has_flash(index: int) -> bool:
+    available = getattr(torch.backends.cuda, "is_flash_attention_available", lambda: False)
+    return bool(available()) and torch.cuda.get_device_capability(index) >= (8, 0)
+
+
+def _aligned(rows: Tensor) -> Tensor:
+    """Return (B, M, N, d) with rows aligned to 16 bytes: itself if they are."""
+    places = (*rows.stride()[:3], rows.storage_offset())
+    return rows if rows.stride(3) == 1 and not any(n % MULTIPLE for n in places) else rows.contiguous()
+
+
+def forward(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Return the output (B, M, T, d), stored as the query is, and the log-sum-exp (B, M, T) in float32.
+
+    Args:
+        query: (B, M, T, d).
+        key: (B, M, S, d).
+        value: (B, M, S, d).
+        scale: Factor of the products.
+    """
+    output, total, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
+        _aligned(query), _aligned(key), _aligned(value), 0.0, False, False, scale=scale
+    )
+    return output, total[..., : query.shape[2]]
+
+
+def backward(
+    grad_output: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of query, key and value, from what :func:`forward` returned."""
+    unused = torch.empty((), dtype=torch.long, device=value.device)  # state of the dropout, which is off
+    rows = (_aligned(t) for t in (grad_output, query, key, value, output))
+    return torch.ops.aten._scaled_dot_product_flash_attention_backward(
+        *rows, lse.contiguous(), None, None, query.shape[2], key.shape[2], 0.0, False, unused, unused, scale=scale
+    )
