@@ -39,8 +39,8 @@ def criss_cross_attention(
 
     The weights, H + W numbers per query and head, are kept for the backward, which needs as much memory again; half
     precision adds a copy of the weights in float32. Triton's kernels, which compute content alone in half precision on
-    CUDA, keep one number per query and head instead. Strided views are read without a copy if their last axis is
-    contiguous, except half precision on the CPU, which is copied to float32.
+    CUDA, keep the output and one number per query and head instead. Strided views are read without a copy if their
+    last axis is contiguous, except half precision on the CPU, which is copied to float32.
 
     Args:
         query: (B, M, H, W, d); None, together with ``key``, for position logits alone.
@@ -51,7 +51,8 @@ def criss_cross_attention(
         scale: Factor of the content term.
 
     Returns:
-        (B, M, H, W, dv), stored as (B, H, W, M, dv); not a view, so it may be modified in place.
+        (B, M, H, W, dv), stored as (B, H, W, M, dv). It may be modified in place, but where Triton's kernels compute it
+        and gradients are wanted.
 
     Raises:
         ValueError: a shape or a device does not match, or the map is empty.
@@ -132,7 +133,8 @@ ATTEND = Operator(
     Terms,
     Options,
     ("output", "weights", "log_sum_exp"),
-    keeps=("weights", "log_sum_exp"),
+    keeps=("output", "weights", "log_sum_exp"),
+    needs_output=lambda terms, options: options.recompute,
     fake=_results,
     fake_gradient=_gradient,
     reference=_definition,

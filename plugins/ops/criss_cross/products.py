@@ -41,7 +41,7 @@ def _operand_dtype(value: Tensor) -> torch.dtype:
 def empty(like: Tensor, width: int, dtype: torch.dtype | None = None) -> Tensor:
     """Return an uninitialised (B, M, H, W, width), stored as (B, H, W, M, width) for the projection that follows.
 
-    It is not a view, so callers may modify it in place.
+    It is not a view: callers may modify it in place where no backward needs it.
     """
     B, M, H, W, _ = like.shape
     strides = (H * W * M * width, width, W * M * width, M * width, 1)
@@ -189,6 +189,7 @@ def backward(
     grad_output: Tensor,
     terms: Terms,
     options: Options,
+    output: Tensor | None,
     weights: Tensor,
     log_sum_exp: Tensor,
     grads: Sequence[Tensor | None],

@@ -5,9 +5,8 @@ stored. A program has a block of queries of one line and a block of the values' 
 Values are split over programs, each of which computes the logits: 512 channels beside keys of 64 (CCNet) do not fit
 a program's registers, and the columns of one map alone do not fill a device.
 
-Backward, weights are recomputed from the log-sum-exp. The output is not kept, since its owner may change it: the mean
-over a query's keys that the softmax's gradient needs is summed first. A gradient is written by one program in each of
-both passes, the second of which adds to the first: no result depends on the order of programs.
+Backward, weights are recomputed from the log-sum-exp. A gradient is written by one program in each of both passes, the
+second of which adds to the first: no result depends on the order of programs.
 
 They take CUDA tensors of float32, float16 and bfloat16; sums and softmax are in float32. What the first pass writes
 is rounded to the tensors' dtype before the second adds to it, as between batched products.
@@ -28,7 +27,7 @@ from torch import Tensor
 from .. import backends, triton_launch
 from ..backends import Backend
 from .operands import Options, Terms
-from .products import packed
+from .products import empty, packed
 
 WIDEST = 256  # width of query and key: a program holds them whole
 _SMALLEST = 16  # block
@@ -108,6 +107,7 @@ def backward(
     grad_output: Tensor,
     terms: Terms,
     options: Options,
+    output: Tensor | None,
     weights: Tensor,
     log_sum_exp: Tensor,
     grads: Sequence[Tensor | None],
@@ -117,7 +117,13 @@ def backward(
 
     grad_query, grad_key, grad_value, grad_position = (g if g is None or g.numel() else None for g in grads)
     slopes = packed(grad_output, grad_output.dtype)
-    launches = _Launches(terms, options, slopes, grad_query, grad_key, grad_value)
+    of_queries = grad_query is not None or grad_position is not None
+    if of_queries or grad_key is not None:
+        if output is None:  # another backend was to compute this backward pass
+            output = empty(terms.value, terms.value.shape[4])
+            forward(terms, options, output, weights, torch.empty_like(log_sum_exp))
+        output = packed(output, output.dtype)
+    launches = _Launches(terms, options, slopes, output, grad_query, grad_key, grad_value)
     query, key, value, position = launches.terms
     every = grad_position  # of every image and head, where logits of position are shared
     if grad_position is not None and grad_position.shape[:2] != value.shape[:2]:
@@ -125,15 +131,13 @@ def backward(
     mean = torch.empty_like(log_sum_exp)
 
     blocks = launches.blocks("queries")
-    of_queries = grad_query is not None or every is not None
-    steps = [(True, True, False, False), (False, True, of_queries, False), (True, False, of_queries, True)]
-    for column, sums, gradients, add in steps:
-        if (of_queries or grad_key is not None) and (sums or gradients):
+    for column in (True, False):
+        if of_queries or (column and grad_key is not None):
             launches.add(
                 triton_kernels.gradients_of_queries, blocks, column, blocks.queries, 1,
-                (value, query, key, position, slopes, log_sum_exp, mean, grad_query, every),
-                (value, query, key, slopes, grad_query), (position, every),
-                MEAN=sums, GRADIENTS=gradients, ADD=add,
+                (value, query, key, position, slopes, log_sum_exp, output, mean, grad_query, every),
+                (value, query, key, slopes, output, grad_query), (position, every),
+                MEAN=column, GRADIENTS=of_queries, ADD=not column,
             )  # fmt: skip
 
     blocks = launches.blocks("keys")

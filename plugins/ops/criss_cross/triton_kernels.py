@@ -210,13 +210,14 @@ def _weights_and_slopes(
 
 @_kernel
 def gradients_of_queries(
-    value_ptr, query_ptr, key_ptr, position_ptr, slopes_ptr, log_sum_exp_ptr, mean_ptr, grad_query_ptr,
+    value_ptr, query_ptr, key_ptr, position_ptr, slopes_ptr, log_sum_exp_ptr, output_ptr, mean_ptr, grad_query_ptr,
     grad_position_ptr,
     scale, heads, lines, length, position_start,
     value_batch, value_head, value_line, value_place,
     query_batch, query_head, query_line, query_place,
     key_batch, key_head, key_line, key_place,
     slopes_batch, slopes_head, slopes_line, slopes_place,
+    output_batch, output_head, output_line, output_place,
     grad_query_batch, grad_query_head, grad_query_line, grad_query_place,
     position_batch, position_head, position_line, position_place,
     grad_position_batch, grad_position_head, grad_position_line, grad_position_place,
@@ -228,8 +229,8 @@ def gradients_of_queries(
     """Gradients of a block of queries along columns or rows, and of its position logits.
 
     The gradient of a logit is its weight times what the gradient of the weight, slopes·value, is above its mean over
-    the query's keys. ``MEAN`` computes that mean: along columns its part, along rows the rest, which is added.
-    ``ADD`` adds to the gradient of the queries that is there.
+    the query's keys. ``MEAN`` computes that mean, which is slopes·output, where it else is read. ``ADD`` adds to the
+    gradient of the queries that is there.
     """
     part, block, line, head, batch = _place(heads, lines, length, BLOCK_Q, PARTS)
     queries = block * BLOCK_Q + tl.arange(0, BLOCK_Q)
@@ -245,19 +246,16 @@ def gradients_of_queries(
         position_ptr += batch * position_batch + head * position_head + line * position_line + position_start
     on_map = _on_map(queries, batch, head, line, heads, lines, length, COLUMN)
     log_sum_exp = tl.load(log_sum_exp_ptr + on_map, mask=inside, other=float("inf"))
-    mean = tl.zeros((BLOCK_Q,), tl.float32)
-    if not (MEAN and COLUMN):
-        mean = tl.load(mean_ptr + on_map, mask=inside, other=0.0)
-
     if MEAN:
-        for start in range(0, length, BLOCK_K):
-            weights, of_weights, unread = _weights_and_slopes(
-                query, queries, log_sum_exp, key_ptr, position_ptr, slopes_ptr, value_ptr,
-                start + tl.arange(0, BLOCK_K), key_place, position_place, slopes_place, value_place, length, scale,
-                D, DV, UNIT, BLOCK_Q, BLOCK_K, BLOCK_D, BLOCK_V, COLUMN, CONTENT, PRECISION, UPCAST,
-            )  # fmt: skip
-            mean += tl.sum(weights * of_weights, 1)
+        output_ptr += (batch * output_batch + head * output_head + line * output_line) * UNIT
+        mean = tl.zeros((BLOCK_Q,), tl.float32)
+        for first in range(0, DV, BLOCK_V):
+            slopes = _load(slopes_ptr, queries, slopes_place, length, first, DV, BLOCK_V, UNIT)
+            output = _load(output_ptr, queries, output_place, length, first, DV, BLOCK_V, UNIT)
+            mean += tl.sum(slopes.to(tl.float32) * output.to(tl.float32), 1)
         tl.store(mean_ptr + on_map, mean, mask=inside)
+    else:
+        mean = tl.load(mean_ptr + on_map, mask=inside, other=0.0)
 
     if GRADIENTS:
         total = tl.zeros((BLOCK_Q, BLOCK_D), tl.float32)

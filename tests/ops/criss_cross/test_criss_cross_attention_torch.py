@@ -40,7 +40,7 @@ def test_opcheck(recompute, logits, dtype):
     detached = [None if t is None else t.detach() for t in terms]
     torch.library.opcheck(
         torch.ops.attn_plugins.criss_cross_attention_backward,
-        (torch.randn_like(output), *detached, *(each.detach() for each in kept), 0.5, recompute, needs),
+        (torch.randn_like(output), *detached, *(each.detach() for each in (output, *kept)), 0.5, recompute, needs),
     )
 
 
