@@ -20,6 +20,7 @@ from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
+from packaging.version import Version
 from torch import Tensor
 
 from . import backends
@@ -91,12 +92,71 @@ def refusal(tensor: Tensor) -> str | None:
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
-    """Run ``kernel`` on the device of its first argument, a tensor; an empty grid runs nothing."""
+    """Run ``kernel`` on the device of its first argument, a tensor; an empty grid runs nothing.
+
+    The kernel's parameters are the arguments, then the ``tl.constexpr`` ones.
+    """
     if _recording is not None:
         _recording.append(Launch(kernel, grid, args, constants))
     elif all(grid):
         with torch.cuda.device_of(args[0]):
-            kernel[grid](*args, **constants)
+            _run(kernel, grid, args, constants)
+
+
+# What triton.jit compiled, and the values of the tl.constexpr parameters, by what it was compiled for. Triton's own
+# search for it looks at every argument anew, which takes longer than the rest of a launch.
+_compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
+
+
+def _run(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constants: dict[str, Any]) -> None:
+    key = _variant(kernel, args, constants)
+    found = _compiled.get(key) if key is not None else None
+    if found is None:
+        compiled = kernel[grid](*args, **constants)
+        if key is not None and hasattr(compiled, "packed_metadata"):  # not where Triton compiles in the background
+            _compiled[key] = compiled, tuple(constants[name] for name in kernel.arg_names[len(args) :])
+        return
+    compiled, values = found
+    compiled[(*grid, 1, 1)[:3]](*args, *values)
+
+
+def _variant(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any]) -> tuple[Any, ...] | None:
+    """Return what Triton compiles a kernel for, or None where Triton is to find that out.
+
+    These are the device, the constants, dtypes of tensors and whether they begin at multiples of 16 bytes, and whether
+    integers are 1 or multiples of 16, but for those in ``do_not_specialize``.
+    """
+    if not _launches_are_known() or kernel.pre_run_hooks:
+        return None
+    kinds: list[Any] = []
+    for each, plain in zip(args, _plain(kernel)):
+        kind = type(each)
+        if kind is int:
+            if not -(2**31) <= each < 2**31:  # Triton passes it as 64 bits
+                return None
+            if not plain:
+                kinds.append((each == 1, each % 16 == 0))
+        elif each is None:
+            kinds.append(None)
+        elif isinstance(each, Tensor):
+            kinds.append(each.dtype if each.data_ptr() % 16 == 0 else (each.dtype,))
+        elif kind is not float:
+            return None
+    return (id(kernel), args[0].device.index, *kinds, *constants.items())
+
+
+@cache
+def _plain(kernel: Any) -> tuple[bool, ...]:
+    """Whether a kernel names each of its parameters in ``do_not_specialize``."""
+    return tuple(each.do_not_specialize for each in kernel.params)
+
+
+@cache
+def _launches_are_known() -> bool:
+    """Whether Triton's compiled kernels are called as this module calls them: all arguments, constants as well."""
+    import triton
+
+    return not interpreted() and Version("3.6") <= Version(triton.__version__) < Version("3.10")
 
 
 def precision(dtype: torch.dtype) -> str:

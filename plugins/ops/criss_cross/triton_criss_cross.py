@@ -220,9 +220,10 @@ class _Launches:
 def _strides(tensor: Tensor | None, column: bool) -> tuple[int, ...]:
     """Of image, head, line and place, 0 where there is but one or no tensor."""
     if tensor is None:
-        return (0,) * 4
-    B, M, H, W = (0 if size == 1 else stride for size, stride in zip(tensor.shape[:4], tensor.stride()))
-    return (B, M, W, H) if column else (B, M, H, W)
+        return 0, 0, 0, 0
+    (B, M, H, W), (b, m, h, w) = tensor.shape[:4], tensor.stride()[:4]
+    b, m, h, w = 0 if B == 1 else b, 0 if M == 1 else m, 0 if H == 1 else h, 0 if W == 1 else w
+    return (b, m, w, h) if column else (b, m, h, w)
 
 
 BACKEND = Backend(triton_launch.NAME, refuses, forward, backward)

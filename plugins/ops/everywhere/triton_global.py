@@ -6,9 +6,9 @@ that gradients are the same each time. See :mod:`.triton_global_kernels`.
 
 from __future__ import annotations
 
-from functools import reduce
+from functools import cache, reduce
 from math import gcd
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -168,13 +168,11 @@ def _launch(kernel: str, shape: _Shape, scale: float, **tensors: Tensor | None) 
         scale: Of the content term.
         **tensors: All that the kernel names, of their full shapes; None where one is absent or not wanted.
     """
-    from . import triton_global_kernels as kernels
-
+    function, parameters, names = _parameters(kernel)
     B, M, Hq, Wq, Hk, Wk, D, DV = shape
     given = {name: each for name, each in tensors.items() if each is not None}
     strides = {name: _strides(name, each, shape) for name, each in given.items() if each.dim() > 3}
     tensor = next(iter(given.values()))
-    dtype = tensor.dtype
     block = _block(kernel, shape, tensor, both="row" in given and "column" in given)
     of_keys = [name for name in strides if name in _OF_KEYS]
     if "row" not in strides and "column" not in strides and all(_even(strides[name], Wk) for name in of_keys):
@@ -186,25 +184,40 @@ def _launch(kernel: str, shape: _Shape, scale: float, **tensors: Tensor | None) 
         columns, width, rows = min(block.keys, power_of_two(Wk, NARROWEST)), Wk, Hk
     tile_rows = block.keys // columns
     row_blocks = -(-rows // tile_rows)
-    numbers = {
-        **tensors,
-        **{f"{name}_{axis}": 0 for name in tensors for axis in "bmhw"},
-        **{f"{name}_{axis}": stride for name, four in strides.items() for axis, stride in zip("bmhw", four)},
-        **dict(scale=scale, M=M, Wq=Wq, queries=Hq * Wq, Hk=rows, Wk=width, keys=Hk * Wk, row_blocks=row_blocks),
-    }
-    constants = {
-        **dict(D=D, DV=DV, BLOCK_D=power_of_two(D), BLOCK_DV=power_of_two(DV)),
-        **dict(QUERIES=block.queries, ROWS=tile_rows, COLUMNS=columns, WIDE=columns < width),
-        **dict(ALIGNED=_alignment(strides, dtype), LINE=_line(strides, Wk, dtype), LONG=_long(strides, shape)),
-        **dict(FLAT=all(_even(each, Wq) for name, each in strides.items() if name not in _OF_KEYS)),
-        **dict(PRECISION=triton_launch.precision(dtype), UPCAST=triton_launch.upcast(dtype)),
-    }
+    numbers = dict(
+        scale=scale, M=M, Wq=Wq, queries=Hq * Wq, Hk=rows, Wk=width, keys=Hk * Wk, row_blocks=row_blocks
+    )  # fmt: skip
+    constants = dict(
+        D=D, DV=DV, BLOCK_D=power_of_two(D), BLOCK_DV=power_of_two(DV),
+        QUERIES=block.queries, ROWS=tile_rows, COLUMNS=columns, WIDE=columns < width,
+        ALIGNED=_alignment(strides, tensor.dtype), LINE=_line(strides, Wk, tensor.dtype), LONG=_long(strides, shape),
+        FLAT=all(_even(each, Wq) for name, each in strides.items() if name not in _OF_KEYS),
+        PRECISION=triton_launch.precision(tensor.dtype), UPCAST=triton_launch.upcast(tensor.dtype),
+    )  # fmt: skip
     over_keys = kernel == "key_gradients"
     blocks = row_blocks * -(-width // columns) if over_keys else -(-Hq * Wq // block.queries)
-    function = getattr(kernels, kernel)
-    args = [numbers[name] for name in function.arg_names if name in numbers]
-    constants = {name: constants[name] for name in function.arg_names if name not in numbers}
+    args: list[Any] = []
+    for name, axis in parameters:
+        if axis is None:
+            args.append(numbers[name] if name in numbers else tensors[name])
+        else:
+            args.append(strides[name][axis] if name in strides else 0)
+    constants = {name: constants[name] for name in names}
     launch(function, (B * M * blocks,), *args, **constants, num_warps=block.warps, num_stages=block.stages)
+
+
+@cache
+def _parameters(kernel: str) -> tuple[Any, list[tuple[str, int | None]], list[str]]:
+    """Return a kernel, its parameters and its ``tl.constexpr`` ones.
+
+    A parameter is the stride of a tensor along one of the axes bmhw, or else that which has its name.
+    """
+    from . import triton_global_kernels as kernels
+
+    function = getattr(kernels, kernel)
+    strides = {f"{name}_{axis}": (name, n) for name in kernels.TENSORS for n, axis in enumerate("bmhw")}
+    names = [name for name in function.arg_names if name.isupper() and name not in kernels.NUMBERS]
+    return function, [strides.get(name, (name, None)) for name in function.arg_names if name not in names], names
 
 
 def _strides(name: str, tensor: Tensor, shape: _Shape) -> tuple[int, int, int, int]:

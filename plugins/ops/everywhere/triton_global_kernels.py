@@ -26,10 +26,10 @@ LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 NARROWEST = tl.constexpr(16)  # of what tl.dot multiplies
 # All numbers: another map size is another value, not another binary.
-_TENSORS = ("query", "key", "value", "row", "column", "near", "output", "grad_output", "grad_query", "grad_key",
+TENSORS = ("query", "key", "value", "row", "column", "near", "output", "grad_output", "grad_query", "grad_key",
             "grad_value", "grad_row", "grad_column", "grad_near")  # fmt: skip
 NUMBERS = (
-    *(f"{name}_{axis}" for name in _TENSORS for axis in "bmhw"),
+    *(f"{name}_{axis}" for name in TENSORS for axis in "bmhw"),
     *("M", "Wq", "queries", "Hk", "Wk", "keys", "row_blocks", "scale"),
 )
 

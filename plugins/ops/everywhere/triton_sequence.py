@@ -94,6 +94,7 @@ class Call:
         left, _ = band_reach(self.K, options.causal)
         self.vectors = [value, query, key]
         self.logits = logits
+        self.places, self.of_logits = _strides(self.vectors), _strides(logits)
         self.padding = None if mask is None else mask.contiguous().view(torch.uint8)
         self.numbers = (self.M, self.T, self.S, self.K, left, start, float(options.scale))
         self.of_widths = (TILES if triton_launch.hopper(terms.value) else OTHER_TILES)[_arithmetic(terms.value)]
@@ -133,13 +134,16 @@ class Call:
             logits: Gradients of logits.
             numbers: Integers in front of the sizes.
         """
-        unit = _unit(*self.vectors, output, *vectors)
+        places, of_output, of_vectors = self.places, _strides([output]), _strides(vectors)
+        unit = 16 // output.element_size()
+        if any(n % unit for n in places + of_output + of_vectors):
+            unit = 1
+        places, of_output, of_vectors = ([n // unit for n in each] for each in (places, of_output, of_vectors))
         padding = 0 if self.padding is None else self.padding.stride(0)
         launch(
             kernel, (programs,),
             *self.vectors, *self.logits, self.padding, output, *others, *vectors, *logits,
-            *_strides(self.vectors, unit), *_strides(self.logits), padding, *_strides([output], unit),
-            *_strides(vectors, unit), *_strides(logits), *numbers, *self.numbers,
+            *places, *self.of_logits, padding, *of_output, *of_vectors, *_strides(logits), *numbers, *self.numbers,
             BLOCK_T=tile.queries, BLOCK_S=tile.keys, UNIT=unit, num_warps=tile.warps, num_stages=tile.stages,
             **self.constants, **constants,
         )  # fmt: skip
@@ -161,16 +165,16 @@ def _with_rows(tensor: Tensor) -> Tensor:
     return tensor if _has_rows(tensor) else tensor.contiguous()
 
 
-def _unit(*tensors: Tensor | None) -> int:
-    """Return the numbers in 16 bytes where these divide all strides, else 1."""
-    given = [t for t in tensors if t is not None]
-    unit = 16 // given[0].element_size()
-    return unit if all(stride % unit == 0 for stride in _strides(given)) else 1
-
-
-def _strides(tensors: Sequence[Tensor | None], unit: int = 1) -> list[int]:
-    """Of batch, head and row of each, in units; 0 along axes of size 1, and of None."""
-    return [0 if t is None or t.shape[axis] == 1 else t.stride(axis) // unit for t in tensors for axis in range(3)]
+def _strides(tensors: Sequence[Tensor | None]) -> list[int]:
+    """Of batch, head and row of each; 0 along axes of size 1, and of None."""
+    found: list[int] = []
+    for tensor in tensors:
+        if tensor is None:
+            found += (0, 0, 0)
+        else:
+            (B, M, rows), (b, m, row) = tensor.shape[:3], tensor.stride()[:3]
+            found += (b if B > 1 else 0, m if M > 1 else 0, row if rows > 1 else 0)
+    return found
 
 
 def forward(terms: SequenceTerms, options: SequenceOptions, output: Tensor, lse: Tensor) -> None:
