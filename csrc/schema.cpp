@@ -32,12 +32,13 @@ STABLE_TORCH_LIBRARY(attn_plugins, m) {
   // is 1 except for gradients that are sums over queries. The gradients of logits are accumulated into.
   m.def(
       "sequence_attention_forward_(Tensor? query, Tensor? key, Tensor value, Tensor? band_logits, "
-      "Tensor? outside_logits, Tensor? position_logits, Tensor? key_padding_mask, Tensor(a!) output, "
-      "Tensor(b!) log_sum_exp, int start, bool causal, float scale, int slots) -> ()");
+      "Tensor? outside_logits, Tensor? position_logits, Tensor? key_padding_mask, Tensor? segment_ids, "
+      "Tensor(a!) output, Tensor(b!) log_sum_exp, int start, bool causal, float scale, int slots) -> ()");
   m.def(
       "sequence_attention_backward_(Tensor grad_output, Tensor? query, Tensor? key, Tensor value, "
       "Tensor? band_logits, Tensor? outside_logits, Tensor? position_logits, Tensor? key_padding_mask, "
-      "Tensor log_sum_exp, Tensor(a!)? grad_query, Tensor(b!)? grad_key, Tensor(c!)? grad_value, "
+      "Tensor? segment_ids, Tensor log_sum_exp, Tensor(a!)? grad_query, Tensor(b!)? grad_key, Tensor(c!)? "
+      "grad_value, "
       "Tensor(d!)? grad_band_logits, Tensor(e!)? grad_outside_logits, Tensor(f!)? grad_position_logits, "
       "int start, bool causal, float scale, int slots, int groups) -> ()");
   // Kernels of attn_plugins::window_attention. geometry holds kernel size, stride, padding and dilation, each

@@ -33,7 +33,9 @@ struct Problem {
   T scale;
   View<T> query, key, value, band, outside, position, log_sum_exp, output;
   View<T> grad_output, grad_query, grad_key, grad_value, grad_band, grad_outside, grad_position;
-  const bool* padding = nullptr;  // (B, S), true for padding
+  const bool* padding = nullptr;      // (B, S), true for padding
+  const int32_t* segments = nullptr;  // (period, S), ids of which a query sees its own
+  int64_t period = 1;                 // of batch entries
 };
 
 #define KERNEL "everywhere/cpu_sequence_kernel.h"
@@ -51,7 +53,8 @@ template <typename T>
 Problem<T> problem(const std::optional<Tensor>& query, const std::optional<Tensor>& key, const Tensor& value,
                    const std::optional<Tensor>& band, const std::optional<Tensor>& outside,
                    const std::optional<Tensor>& position, const std::optional<Tensor>& key_padding_mask,
-                   const Tensor& log_sum_exp, int64_t start, bool causal, double scale, int64_t slots) {
+                   const std::optional<Tensor>& segment_ids, const Tensor& log_sum_exp, int64_t start,
+                   bool causal, double scale, int64_t slots) {
   constexpr int64_t lanes = 64 / sizeof(T);  // of the widest vector
   const auto padded = [](int64_t size) { return (size + lanes - 1) / lanes * lanes; };
   Problem<T> p;
@@ -64,6 +67,10 @@ Problem<T> problem(const std::optional<Tensor>& query, const std::optional<Tenso
   if (query.has_value()) p.d = query->size(4);
   if (band.has_value()) p.K = band->size(4), p.left = causal ? p.K - 1 : p.K / 2;
   if (key_padding_mask.has_value()) p.padding = static_cast<const bool*>(key_padding_mask->data_ptr());
+  if (segment_ids.has_value()) {
+    p.segments = static_cast<const int32_t*>(segment_ids->data_ptr());
+    p.period = segment_ids->size(0);
+  }
   p.d_padded = padded(p.d), p.dv_padded = padded(p.dv);
   // An odd number of cache lines spreads the logits of one key over many cache sets.
   p.line = padded(p.S) / lanes % 2 ? padded(p.S) : padded(p.S) + lanes;
@@ -74,10 +81,10 @@ template <typename T>
 void forward(const std::optional<Tensor>& query, const std::optional<Tensor>& key, const Tensor& value,
              const std::optional<Tensor>& band, const std::optional<Tensor>& outside,
              const std::optional<Tensor>& position, const std::optional<Tensor>& key_padding_mask,
-             const Tensor& output, const Tensor& log_sum_exp, int64_t start, bool causal, double scale,
-             int64_t slots) {
-  auto p = problem<T>(query, key, value, band, outside, position, key_padding_mask, log_sum_exp, start,
-                      causal, scale, slots);
+             const std::optional<Tensor>& segment_ids, const Tensor& output, const Tensor& log_sum_exp,
+             int64_t start, bool causal, double scale, int64_t slots) {
+  auto p = problem<T>(query, key, value, band, outside, position, key_padding_mask, segment_ids, log_sum_exp,
+                      start, causal, scale, slots);
   p.output = View<T>(output);
   p.direct = p.queries <= 4 && !p.value.bfloat16 && p.value.stride[4] == 1 &&
              (!p.query.data || p.key.stride[4] == 1);
@@ -88,13 +95,13 @@ template <typename T>
 void backward(const Tensor& grad_output, const std::optional<Tensor>& query, const std::optional<Tensor>& key,
               const Tensor& value, const std::optional<Tensor>& band, const std::optional<Tensor>& outside,
               const std::optional<Tensor>& position, const std::optional<Tensor>& key_padding_mask,
-              const Tensor& log_sum_exp, const std::optional<Tensor>& grad_query,
-              const std::optional<Tensor>& grad_key, const std::optional<Tensor>& grad_value,
-              const std::optional<Tensor>& grad_band, const std::optional<Tensor>& grad_outside,
-              const std::optional<Tensor>& grad_position, int64_t start, bool causal, double scale,
-              int64_t slots, int64_t groups) {
-  auto p = problem<T>(query, key, value, band, outside, position, key_padding_mask, log_sum_exp, start,
-                      causal, scale, slots);
+              const std::optional<Tensor>& segment_ids, const Tensor& log_sum_exp,
+              const std::optional<Tensor>& grad_query, const std::optional<Tensor>& grad_key,
+              const std::optional<Tensor>& grad_value, const std::optional<Tensor>& grad_band,
+              const std::optional<Tensor>& grad_outside, const std::optional<Tensor>& grad_position,
+              int64_t start, bool causal, double scale, int64_t slots, int64_t groups) {
+  auto p = problem<T>(query, key, value, band, outside, position, key_padding_mask, segment_ids, log_sum_exp,
+                      start, causal, scale, slots);
   p.grad_output = View<T>(grad_output);
   p.grad_query = View<T>(grad_query), p.grad_key = View<T>(grad_key), p.grad_value = View<T>(grad_value);
   p.grad_band = View<T>(grad_band), p.grad_outside = View<T>(grad_outside);
@@ -112,23 +119,24 @@ void backward(const Tensor& grad_output, const std::optional<Tensor>& query, con
 
 void forward_entry(std::optional<Tensor> query, std::optional<Tensor> key, Tensor value,
                    std::optional<Tensor> band, std::optional<Tensor> outside, std::optional<Tensor> position,
-                   std::optional<Tensor> key_padding_mask, Tensor output, Tensor log_sum_exp, int64_t start,
-                   bool causal, double scale, int64_t slots) {
+                   std::optional<Tensor> key_padding_mask, std::optional<Tensor> segment_ids, Tensor output,
+                   Tensor log_sum_exp, int64_t start, bool causal, double scale, int64_t slots) {
   auto* typed = value.scalar_type() == ScalarType::Double ? forward<double> : forward<float>;
-  typed(query, key, value, band, outside, position, key_padding_mask, output, log_sum_exp, start, causal,
-        scale, slots);
+  typed(query, key, value, band, outside, position, key_padding_mask, segment_ids, output, log_sum_exp, start,
+        causal, scale, slots);
 }
 
 void backward_entry(Tensor grad_output, std::optional<Tensor> query, std::optional<Tensor> key, Tensor value,
                     std::optional<Tensor> band, std::optional<Tensor> outside, std::optional<Tensor> position,
-                    std::optional<Tensor> key_padding_mask, Tensor log_sum_exp,
-                    std::optional<Tensor> grad_query, std::optional<Tensor> grad_key,
+                    std::optional<Tensor> key_padding_mask, std::optional<Tensor> segment_ids,
+                    Tensor log_sum_exp, std::optional<Tensor> grad_query, std::optional<Tensor> grad_key,
                     std::optional<Tensor> grad_value, std::optional<Tensor> grad_band,
                     std::optional<Tensor> grad_outside, std::optional<Tensor> grad_position, int64_t start,
                     bool causal, double scale, int64_t slots, int64_t groups) {
   auto* typed = value.scalar_type() == ScalarType::Double ? backward<double> : backward<float>;
-  typed(grad_output, query, key, value, band, outside, position, key_padding_mask, log_sum_exp, grad_query,
-        grad_key, grad_value, grad_band, grad_outside, grad_position, start, causal, scale, slots, groups);
+  typed(grad_output, query, key, value, band, outside, position, key_padding_mask, segment_ids, log_sum_exp,
+        grad_query, grad_key, grad_value, grad_band, grad_outside, grad_position, start, causal, scale, slots,
+        groups);
 }
 
 }  // namespace

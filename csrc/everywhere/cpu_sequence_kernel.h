@@ -225,7 +225,7 @@ ATTN_INLINE void attention_weights(const Problem<T>& p, Scratch<T>& s, int64_t b
   for (int64_t i = 0; i < count; ++i) {
     const Reach<T> reach(p, first + i);
     T* __restrict line = weights + i * p.line;
-    const bool apart = p.position.data && (p.padding || p.position.stride[4] != 1);
+    const bool apart = p.position.data && (p.padding || p.segments || p.position.stride[4] != 1);
     if (apart) {
       const int64_t step = p.position.stride[4];
       with_elements(p.position, b, m, 0, first + i, [&](const auto* __restrict from) {
@@ -247,6 +247,11 @@ ATTN_INLINE void attention_weights(const Problem<T>& p, Scratch<T>& s, int64_t b
     if (p.padding) {
       const bool* __restrict padding = p.padding + b * p.S;
       for (int64_t k = 0; k < reach.keys; ++k) line[k] = padding[k] ? masked : line[k];
+    }
+    if (p.segments) {
+      const int32_t* __restrict segment = p.segments + b % p.period * p.S;
+      const int32_t own = segment[reach.position];
+      for (int64_t k = 0; k < reach.keys; ++k) line[k] = segment[k] == own ? line[k] : masked;
     }
     T top;
     if (p.position.data && !apart)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from tests.helpers.triton_checks import needs_triton
 
-# Triton's binder, cache and launch code as they are; what it would compile is replaced by its key, and the device by one
-# that launches nothing. Tensors are the CPU's, of which Triton reads only dtype and address.
+# Triton's binder, cache and launch code as they are; what it would compile is replaced by its key, and the device by
+# one that launches nothing. Tensors are the CPU's, of which Triton reads only dtype and address.
 LAUNCHES = """
 import torch
 import triton

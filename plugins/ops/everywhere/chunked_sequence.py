@@ -39,6 +39,8 @@ class Problem:
         )
         mask = options.key_padding_mask
         self.masked = None if mask is None else mask[:, None, None].expand(B, 1, 1, self.S)
+        ids = options.segment_ids
+        self.segments = None if ids is None else ids.repeat(B // max(1, ids.shape[0]), 1)
         budget = WORKSPACE["cpu" if self.device.type == "cpu" else "cuda"] // self.value.element_size()
         self.chunks = [(b, t) for b, _, t in chunks(B, M, 1, T, self.S, budget)]
 
@@ -82,6 +84,9 @@ class Problem:
             logits[..., first:].masked_fill_(self.offsets(t, first, keys) > 0, float("-inf"))
         if self.masked is not None:
             logits.masked_fill_(self.masked[b, :, :, :keys], float("-inf"))
+        if self.segments is not None:
+            own = self.segments[b, self.start + t.start : self.start + t.stop].unsqueeze(2)
+            logits.masked_fill_((own != self.segments[b, :keys].unsqueeze(1)).unsqueeze(1), float("-inf"))
         return matrices
 
     def _add_band(self, logits: Tensor, chunk: tuple[slice, slice]) -> None:

@@ -39,13 +39,14 @@ def _stored(value: Tensor, lse: Tensor) -> torch.dtype:
     return value.dtype if value.dtype == torch.bfloat16 and lse.shape[2] > _FEW else lse.dtype
 
 
-def _inputs(terms: SequenceTerms, key_padding_mask: Tensor | None, lse: Tensor) -> list[Tensor | None]:
+def _inputs(terms: SequenceTerms, options: SequenceOptions, lse: Tensor) -> list[Tensor | None]:
     B, M, T = lse.shape
     stored = _stored(terms.value, lse)
     query, key, value, *logits = (None if t is None else t.to(stored) for t in terms)
     expanded = [None if t is None else t.expand(B, M, T, *t.shape[3:]) for t in logits]
     slotted = [None if t is None else t.unsqueeze(2) for t in (query, key, value, *expanded)]
-    return [*slotted, None if key_padding_mask is None else key_padding_mask.contiguous()]
+    masks = options.key_padding_mask, options.segment_ids
+    return [*slotted, *(None if t is None else t.contiguous() for t in masks)]
 
 
 def refuses(terms: SequenceTerms, options: SequenceOptions) -> str | None:
@@ -57,7 +58,7 @@ def forward(terms: SequenceTerms, options: SequenceOptions, output: Tensor, lse:
     stored = _stored(terms.value, lse)
     target = output if output.dtype == stored else torch.empty_like(output, dtype=stored)
     torch.ops.attn_plugins.sequence_attention_forward_(
-        *_inputs(terms, options.key_padding_mask, lse),
+        *_inputs(terms, options, lse),
         target.unsqueeze(2),
         lse.unsqueeze(2),
         options.start,
@@ -112,7 +113,7 @@ def backward(
     ]
     torch.ops.attn_plugins.sequence_attention_backward_(
         grad_output.to(stored).unsqueeze(2),
-        *_inputs(terms, options.key_padding_mask, lse),
+        *_inputs(terms, options, lse),
         lse.unsqueeze(2),
         *written[:3],
         *(None if t is None else t.expand(-1, -1, slots, T, *t.shape[4:]) for t in written[3:]),

@@ -62,3 +62,4 @@ class SequenceOptions(NamedTuple):
     start: int
     causal: bool
     scale: float
+    segment_ids: Tensor | None = None

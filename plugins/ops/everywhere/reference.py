@@ -75,6 +75,7 @@ def sequence_attention_logits(
     start: int,
     causal: bool,
     scale: float,
+    segment_ids: Tensor | None = None,
 ) -> Tensor:
     """Return the sum of all logits, (B, M, T, S); -inf at masked keys."""
     query, key, band_logits, outside_logits, position_logits = at_least_float32(
@@ -100,6 +101,10 @@ def sequence_attention_logits(
         logits = logits.masked_fill(offset > 0, float("-inf"))
     if key_padding_mask is not None:
         logits = logits.masked_fill(key_padding_mask[:, None, None], float("-inf"))
+    if segment_ids is not None:
+        ids = segment_ids.repeat(B // segment_ids.shape[0], 1)
+        others = ids[:, start : start + T].unsqueeze(2) != ids.unsqueeze(1)
+        logits = logits.masked_fill(others.unsqueeze(1), float("-inf"))
     return logits
 
 
@@ -114,12 +119,12 @@ def sequence_attention_probabilities(
     start: int,
     causal: bool,
     scale: float,
+    segment_ids: Tensor | None = None,
 ) -> Tensor:
     """Return the attention weights, (B, M, T, S); 0 for fully masked queries."""
+    options = key_padding_mask, start, causal, scale, segment_ids
     return masked_softmax(
-        sequence_attention_logits(
-            query, key, value, band_logits, outside_logits, position_logits, key_padding_mask, start, causal, scale
-        )
+        sequence_attention_logits(query, key, value, band_logits, outside_logits, position_logits, *options)
     )
 
 
@@ -134,9 +139,11 @@ def sequence_attention(
     start: int,
     causal: bool,
     scale: float,
+    segment_ids: Tensor | None = None,
 ) -> Tensor:
     """See :func:`attn_plugins.ops.sequence_attention`."""
+    options = key_padding_mask, start, causal, scale, segment_ids
     weights = sequence_attention_probabilities(
-        query, key, value, band_logits, outside_logits, position_logits, key_padding_mask, start, causal, scale
+        query, key, value, band_logits, outside_logits, position_logits, *options
     )
     return torch.matmul(weights, value.to(weights.dtype)).to(value.dtype)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,8 +35,8 @@ def _refuses_terms(terms: SequenceTerms, options: SequenceOptions) -> str | None
     query, _, value, band, *_ = terms
     if query is None or band is not None:
         return "it supports content and position logits only"
-    if options.causal or options.key_padding_mask is not None:
-        return "it supports neither key_padding_mask nor causal"
+    if options.causal or options.key_padding_mask is not None or options.segment_ids is not None:
+        return "it supports neither key_padding_mask nor segment_ids nor causal"
     if query.shape[3] != value.shape[3] or 0 in query.shape:
         return f"it needs queries and values of one width, not {query.shape[3]} and {value.shape[3]}, and no empty axis"
     return None
@@ -44,6 +45,11 @@ def _refuses_terms(terms: SequenceTerms, options: SequenceOptions) -> str | None
 def _heads_innermost(output: Tensor) -> Tensor:
     """Return ``output`` stored as (B, T, M, dv); SDPA stores it as the query is stored."""
     return output.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _rows(*tensors: Tensor | None) -> list[Any]:
+    """Return tensors whose last axis is contiguous: PyTorch's kernels for AMX read others as if it were."""
+    return [t if t is None or t.stride(-1) == 1 else t.contiguous() for t in tensors]
 
 
 # --- CPUs with AMX --------------------------------------------------------------------------------------------------
@@ -76,8 +82,7 @@ def _few_keys(value: Tensor, limit: int) -> str | None:
 
 def forward_amx(terms: SequenceTerms, options: SequenceOptions) -> tuple[Tensor, Tensor]:
     """Return the output (B, M, T, dv) and the log-sum-exp (B, M, T), +inf where all keys are masked."""
-    query, key, value, _, _, position = terms
-    assert query is not None
+    query, key, value, position = _rows(*terms[:3], terms.position_logits)
     mask = None if position is None else position.expand(*query.shape[:3], value.shape[2])
     output, total = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         query, key, value, 0.0, False, attn_mask=mask, scale=options.scale
@@ -102,7 +107,7 @@ def backward_amx(
     if output is None:  # another backend was to compute this backward pass
         output, _ = forward_amx(terms, options)
     found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        grad_output, *terms[:3], output, lse, 0.0, False, scale=options.scale
+        *_rows(grad_output, *terms[:3], output), lse, 0.0, False, scale=options.scale
     )
     return [*(grad if need else None for grad, need in zip(found, needs)), None, None, None]
 

@@ -38,6 +38,7 @@ def sequence_attention(
     key_padding_mask: Tensor | None = None,
     scale: float = 1.0,
     start: int | None = None,
+    segment_ids: Tensor | None = None,
 ) -> Tensor:
     """Attend from every query of a sequence to all keys of a sequence (Zhu et al. 2019, Eq. 1; Thesis, Eq. 3.12).
 
@@ -64,6 +65,9 @@ def sequence_attention(
         scale: Factor of the content term.
         start: Position of the first query among the keys, at least 0. None means S - T with ``causal`` (the queries
             are the last T of S positions, as in incremental decoding), else 0.
+        segment_ids: (n, S) int32: a query sees only keys whose number equals that of the key at its own position,
+            p < S. n divides B, and batch entry b has the numbers of row b % n. For several sequences in one row, and
+            for shifted windows.
 
     Returns:
         (B, M, T, dv). T is 1 if it is in all arguments that have it.
@@ -78,12 +82,14 @@ def sequence_attention(
     _check(terms, number, key_padding_mask, causal)
     scale = finite("scale", scale)
     start = _start(start, terms, causal)
-    limited = number == float("-inf") and position_logits is None
+    if segment_ids is not None:
+        _check_segments(segment_ids, terms, start)
+    limited = number == float("-inf") and position_logits is None and segment_ids is None
     if limited and band_logits is not None and forced() is None and _window_pays(value, band_logits.shape[3], start):
         return _attend_in_range(query, key, value, band_logits, key_padding_mask, start, causal, scale, terms.queries())
     if number:
         terms = SequenceTerms(query, key, value, band_logits, value.new_full((1, 1, 1), number), position_logits)
-    return ATTEND(terms, SequenceOptions(key_padding_mask, start, causal, scale))
+    return ATTEND(terms, SequenceOptions(key_padding_mask, start, causal, scale, segment_ids))
 
 
 def _window_pays(value: Tensor, K: int, start: int) -> bool:
@@ -203,6 +209,26 @@ def _check(terms: SequenceTerms, number: float | None, key_padding_mask: Tensor 
                 f"in shape {tuple(band_logits.shape)}"
             )
     check_padding_mask(key_padding_mask, B, S, value.device, "keys of value")
+
+
+def _check_segments(segment_ids: Tensor, terms: SequenceTerms, start: int) -> None:
+    B, _, S, _ = terms.value.shape
+    if not isinstance(segment_ids, Tensor) or segment_ids.dtype != torch.int32:
+        kind = getattr(segment_ids, "dtype", type(segment_ids).__name__)
+        raise TypeError(f"segment_ids must be an int32 Tensor, got {kind}")
+    if segment_ids.dim() != 2 or segment_ids.shape[1] != S or segment_ids.shape[0] == 0 or B % segment_ids.shape[0]:
+        raise ValueError(
+            f"segment_ids must have shape (n, {S}), keys of value, where n divides the batch of {B}, "
+            f"got {tuple(segment_ids.shape)}"
+        )
+    if segment_ids.device != terms.value.device:
+        raise ValueError(f"segment_ids must be on value's device {terms.value.device}, got {segment_ids.device}")
+    T = terms.queries()
+    if start + T > S:
+        raise ValueError(
+            f"segment_ids needs every query to have the position of a key: the {T} queries of {_leader(terms)} from "
+            f"position {start} on go beyond the {S} keys of value"
+        )
 
 
 # --- the operator -------------------------------------------------------------------------------------------------

@@ -96,7 +96,10 @@ class Call:
         self.logits = logits
         self.places, self.of_logits = _strides(self.vectors), _strides(logits)
         self.padding = None if mask is None else mask.contiguous().view(torch.uint8)
-        self.numbers = (self.M, self.T, self.S, self.K, left, start, float(options.scale))
+        ids = options.segment_ids
+        self.segments = None if ids is None else ids.contiguous()
+        period = 1 if ids is None else ids.shape[0]
+        self.numbers = (self.M, self.T, self.S, self.K, left, start, period, float(options.scale))
         self.of_widths = (TILES if triton_launch.hopper(terms.value) else OTHER_TILES)[_arithmetic(terms.value)]
         self.constants = dict(
             D=self.d,
@@ -142,7 +145,7 @@ class Call:
         padding = 0 if self.padding is None else self.padding.stride(0)
         launch(
             kernel, (programs,),
-            *self.vectors, *self.logits, self.padding, output, *others, *vectors, *logits,
+            *self.vectors, *self.logits, self.padding, self.segments, output, *others, *vectors, *logits,
             *places, *self.of_logits, padding, *of_output, *of_vectors, *_strides(logits), *numbers, *self.numbers,
             BLOCK_T=tile.queries, BLOCK_S=tile.keys, UNIT=unit, num_warps=tile.warps, num_stages=tile.stages,
             **self.constants, **constants,

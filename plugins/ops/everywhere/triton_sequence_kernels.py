@@ -19,7 +19,8 @@ LOG2E = tl.constexpr(1.4426950408889634)
 BEFORE, AT, BEHIND, ALL = (tl.constexpr(n) for n in range(4))
 # Arguments that differ from call to call, for which nothing is compiled again.
 PLAIN = [
-    *("M", "T", "S", "K", "left", "start", "padding_b", "reduced_b", "reduced_m", "reduced_t", "share", "heads"),
+    *("M", "T", "S", "K", "left", "start", "padding_b", "period"),
+    *("reduced_b", "reduced_m", "reduced_t", "share", "heads"),
     *(f"{tensor}_{axis}" for tensor in ("query", "key", "value", "band", "outside", "position", "output", "attended",
                                         "grad_query", "grad_key", "grad_value", "grad_band", "grad_outside",
                                         "grad_position")
@@ -69,6 +70,21 @@ def far_logits(outside, t0, T, stride, BLOCK_T: tl.constexpr):
 
 
 @triton.jit
+def ids_of(segments, first, limit, BLOCK: tl.constexpr):
+    """Numbers of the segments of keys from ``first`` on, below ``limit``; None for None."""
+    if segments is not None:
+        key = first + tl.arange(0, BLOCK)
+        return tl.load(segments + key, mask=key < limit, other=0)
+
+
+@triton.jit
+def segments_of(segments, b, period, S):
+    """Where the segments of batch entry b begin; None for None."""
+    if segments is not None:
+        return segments + (b % period).to(tl.int64) * S
+
+
+@triton.jit
 def bounds(PART: tl.constexpr, begin, end, first, count, BLOCK: tl.constexpr, NEAR: tl.constexpr):
     """Begin and end of a part of a loop from ``begin`` to ``end``, of whose steps a band touches ``count`` places."""
     low = begin + tl.maximum(first - begin, 0) // BLOCK * BLOCK
@@ -85,7 +101,7 @@ def bounds(PART: tl.constexpr, begin, end, first, count, BLOCK: tl.constexpr, NE
 
 @triton.jit
 def logits_of(
-    q, k, t0, s0, far, band, position, padding, band_t, position_t, T, S, K, left, start, scale,
+    q, k, t0, s0, far, own, band, position, padding, segments, band_t, position_t, T, S, K, left, start, scale,
     BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, CAUSAL: tl.constexpr, PART: tl.constexpr, KEYS_FIRST: tl.constexpr,
     PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
@@ -110,6 +126,8 @@ def logits_of(
         keys = tl.arange(0, BLOCK_S)
         kept = tl.load(padding + s0 + keys, mask=keys < S - s0, other=1) == 0
         seen = seen & of_keys(kept, KEYS_FIRST)
+    if segments is not None:
+        seen = seen & (of_keys(ids_of(segments, s0, S, BLOCK_S), KEYS_FIRST) == of_queries(own, KEYS_FIRST))
     if KEYS_FIRST:
         logits = tl.zeros((BLOCK_S, BLOCK_T), tl.float32)
     else:
@@ -142,10 +160,10 @@ def keys_seen(t0, S, start, BLOCK_T: tl.constexpr, CAUSAL: tl.constexpr):
 
 @triton.jit(do_not_specialize=PLAIN)
 def attend(
-    value, query, key, band, outside, position, padding, output, lse,
+    value, query, key, band, outside, position, padding, segments, output, lse,
     value_b, value_m, value_t, query_b, query_m, query_t, key_b, key_m, key_t, band_b, band_m, band_t,
     outside_b, outside_m, outside_t, position_b, position_m, position_t, padding_b, output_b, output_m, output_t,
-    M, T, S, K, left, start, scale,
+    M, T, S, K, left, start, period, scale,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, NEAR: tl.constexpr, CAUSAL: tl.constexpr, UNIT: tl.constexpr,
     PRECISION: tl.constexpr, UPCAST: tl.constexpr,
@@ -164,6 +182,8 @@ def attend(
     position = matrix_of(position, b, m, position_b, position_m, 1)
     padding = matrix_of(padding, b, m, padding_b, padding_b * 0, 1)
     far = far_logits(outside, t0, T, outside_t, BLOCK_T)
+    segments = segments_of(segments, b, period, S)
+    own = ids_of(segments, t0 + start, S, BLOCK_T)
     q = rows(query, t0, T, query_t, BLOCK_T, D, BLOCK_D, UNIT)
     top = tl.full((BLOCK_T,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_T,), tl.float32)
@@ -176,8 +196,8 @@ def attend(
         for s0 in tl.range(low, high, NEAR if PART == AT else BLOCK_S, num_stages=1 if PART == AT else None):
             k = rows(key, s0, S, key_t, NEAR if PART == AT else BLOCK_S, D, BLOCK_D, UNIT)
             logits = logits_of(
-                q, k, t0, s0, far, band, position, padding, band_t, position_t, T, S, K, left, start, scale,
-                BLOCK_T, NEAR if PART == AT else BLOCK_S, CAUSAL, PART, False, PRECISION, UPCAST,
+                q, k, t0, s0, far, own, band, position, padding, segments, band_t, position_t, T, S, K, left, start,
+                scale, BLOCK_T, NEAR if PART == AT else BLOCK_S, CAUSAL, PART, False, PRECISION, UPCAST,
             )  # fmt: skip
             higher = tl.maximum(top, tl.max(logits, 1))
             finite = tl.where(higher == float("-inf"), 0.0, higher)
@@ -196,13 +216,14 @@ def attend(
 
 @triton.jit
 def weights_and_gradients(
-    q, k, v, grad, norm, t0, s0, far, band, position, padding, band_t, position_t, T, S, K, left, start, scale,
+    q, k, v, grad, norm, t0, s0, far, own, band, position, padding, segments, band_t, position_t, T, S, K, left, start,
+    scale,
     BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, CAUSAL: tl.constexpr, PART: tl.constexpr, KEYS_FIRST: tl.constexpr,
     PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Return a tile of weights and one of their gradients; ``norm``: the queries' log-sum-exp in units of log(2)."""
     logits = logits_of(
-        q, k, t0, s0, far, band, position, padding, band_t, position_t, T, S, K, left, start, scale,
+        q, k, t0, s0, far, own, band, position, padding, segments, band_t, position_t, T, S, K, left, start, scale,
         BLOCK_T, BLOCK_S, CAUSAL, PART, KEYS_FIRST, PRECISION, UPCAST,
     )  # fmt: skip
     if KEYS_FIRST:
@@ -214,14 +235,14 @@ def weights_and_gradients(
 
 @triton.jit(do_not_specialize=PLAIN)
 def differentiate_queries(
-    value, query, key, band, outside, position, padding, grad_output, lse, delta, attended, grad_query,
+    value, query, key, band, outside, position, padding, segments, grad_output, lse, delta, attended, grad_query,
     grad_band, grad_outside, grad_position,
     value_b, value_m, value_t, query_b, query_m, query_t, key_b, key_m, key_t, band_b, band_m, band_t,
     outside_b, outside_m, outside_t, position_b, position_m, position_t, padding_b, output_b, output_m, output_t,
     attended_b, attended_m, attended_t,
     grad_query_b, grad_query_m, grad_query_t, grad_band_b, grad_band_m, grad_band_t,
     grad_outside_b, grad_outside_m, grad_outside_t, grad_position_b, grad_position_m, grad_position_t,
-    M, T, S, K, left, start, scale,
+    M, T, S, K, left, start, period, scale,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, NEAR: tl.constexpr, CAUSAL: tl.constexpr, UNIT: tl.constexpr,
     PRECISION: tl.constexpr, UPCAST: tl.constexpr, OWN: tl.constexpr,
@@ -246,6 +267,8 @@ def differentiate_queries(
         position = matrix_of(position, b, m, position_b, position_m, 1)
         padding = matrix_of(padding, b, m, padding_b, padding_b * 0, 1)
         far = far_logits(outside, t0, T, outside_t, BLOCK_T)
+        segments = segments_of(segments, b, period, S)
+        own = ids_of(segments, t0 + start, S, BLOCK_T)
         q = rows(query, t0, T, query_t, BLOCK_T, D, BLOCK_D, UNIT)
         norm = tl.load(lse + head.to(tl.int64) * T + t, mask=t < T, other=float("inf")) * LOG2E
         end = keys_seen(t0, S, start, BLOCK_T, CAUSAL)
@@ -261,8 +284,9 @@ def differentiate_queries(
                 k = rows(key, s0, S, key_t, NEAR if PART == AT else BLOCK_S, D, BLOCK_D, UNIT)
                 v = rows(value, s0, S, value_t, NEAR if PART == AT else BLOCK_S, DV, BLOCK_DV, UNIT)
                 weights, slopes = weights_and_gradients(
-                    q, k, v, grad, norm, t0, s0, far, band, position, padding, band_t, position_t, T, S, K, left, start,
-                    scale, BLOCK_T, NEAR if PART == AT else BLOCK_S, CAUSAL, PART, False, PRECISION, UPCAST,
+                    q, k, v, grad, norm, t0, s0, far, own, band, position, padding, segments, band_t, position_t,
+                    T, S, K, left, start, scale,
+                    BLOCK_T, NEAR if PART == AT else BLOCK_S, CAUSAL, PART, False, PRECISION, UPCAST,
                 )  # fmt: skip
                 slopes = weights * (slopes - mean[:, None])
                 if grad_query is not None:
@@ -291,11 +315,11 @@ def differentiate_queries(
 
 @triton.jit(do_not_specialize=PLAIN)
 def differentiate_keys(
-    value, query, key, band, outside, position, padding, grad_output, lse, delta, grad_key, grad_value,
+    value, query, key, band, outside, position, padding, segments, grad_output, lse, delta, grad_key, grad_value,
     value_b, value_m, value_t, query_b, query_m, query_t, key_b, key_m, key_t, band_b, band_m, band_t,
     outside_b, outside_m, outside_t, position_b, position_m, position_t, padding_b, output_b, output_m, output_t,
     grad_key_b, grad_key_m, grad_key_t, grad_value_b, grad_value_m, grad_value_t,
-    M, T, S, K, left, start, scale,
+    M, T, S, K, left, start, period, scale,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, NEAR: tl.constexpr, CAUSAL: tl.constexpr, UNIT: tl.constexpr,
     PRECISION: tl.constexpr, UPCAST: tl.constexpr,
@@ -313,6 +337,7 @@ def differentiate_keys(
     position = matrix_of(position, b, m, position_b, position_m, 1)
     padding = matrix_of(padding, b, m, padding_b, padding_b * 0, 1)
     grad_output = matrix_of(grad_output, b, m, output_b, output_m, UNIT)
+    segments = segments_of(segments, b, period, S)
     k = rows(key, s0, S, key_t, BLOCK_S, D, BLOCK_D, UNIT)
     v = rows(value, s0, S, value_t, BLOCK_S, DV, BLOCK_DV, UNIT)
     first = s0 * 0
@@ -330,9 +355,11 @@ def differentiate_keys(
             grad = rows(grad_output, t0, T, output_t, NEAR if PART == AT else BLOCK_T, DV, BLOCK_DV, UNIT)
             norm = tl.load(lse + head.to(tl.int64) * T + t, mask=t < T, other=float("inf")) * LOG2E
             far = far_logits(outside, t0, T, outside_t, NEAR if PART == AT else BLOCK_T)
+            own = ids_of(segments, t0 + start, S, NEAR if PART == AT else BLOCK_T)
             weights, slopes = weights_and_gradients(
-                q, k, v, grad, norm, t0, s0, far, band, position, padding, band_t, position_t, T, S, K, left, start,
-                scale, NEAR if PART == AT else BLOCK_T, BLOCK_S, CAUSAL, PART, True, PRECISION, UPCAST,
+                q, k, v, grad, norm, t0, s0, far, own, band, position, padding, segments, band_t, position_t,
+                T, S, K, left, start, scale,
+                NEAR if PART == AT else BLOCK_T, BLOCK_S, CAUSAL, PART, True, PRECISION, UPCAST,
             )  # fmt: skip
             if grad_value is not None:
                 sum_value = multiply(weights.to(grad.dtype), grad, sum_value, PRECISION, UPCAST)
@@ -350,11 +377,11 @@ def differentiate_keys(
 
 @triton.jit(do_not_specialize=PLAIN)
 def differentiate_position(
-    value, query, key, band, outside, position, padding, grad_output, lse, delta, sums,
+    value, query, key, band, outside, position, padding, segments, grad_output, lse, delta, sums,
     value_b, value_m, value_t, query_b, query_m, query_t, key_b, key_m, key_t, band_b, band_m, band_t,
     outside_b, outside_m, outside_t, position_b, position_m, position_t, padding_b, output_b, output_m, output_t,
     heads, reduced_b, reduced_m, reduced_t, share,
-    M, T, S, K, left, start, scale,
+    M, T, S, K, left, start, period, scale,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, CAUSAL: tl.constexpr, UNIT: tl.constexpr,
     PRECISION: tl.constexpr, UPCAST: tl.constexpr, EVERY_QUERY: tl.constexpr,
@@ -391,10 +418,12 @@ def differentiate_position(
         norm = tl.load(lse + row, mask=t < T, other=float("inf")) * LOG2E
         mean = tl.load(delta + row, mask=t < T, other=0.0)
         far = far_logits(matrix_of(outside, b, m, outside_b, outside_m, 1), t0, T, outside_t, BLOCK_T)
+        lines = segments_of(segments, b, period, S)
+        own = ids_of(lines, t0 + start, S, BLOCK_T)
         weights, slopes = weights_and_gradients(
-            q, k, v, grad, norm, t0, s0, far, matrix_of(band, b, m, band_b, band_m, 1),
+            q, k, v, grad, norm, t0, s0, far, own, matrix_of(band, b, m, band_b, band_m, 1),
             matrix_of(position, b, m, position_b, position_m, 1), matrix_of(padding, b, m, padding_b, padding_b * 0, 1),
-            band_t, position_t, T, S, K, left, start, scale,
+            lines, band_t, position_t, T, S, K, left, start, scale,
             BLOCK_T, BLOCK_S, CAUSAL, part_of_all, False, PRECISION, UPCAST,
         )  # fmt: skip
         total += weights * (slopes - mean[:, None])

@@ -10,6 +10,7 @@ from attn_plugins.ops.everywhere import flash, sdpa_sequence
 from attn_plugins.ops.everywhere.operands import SequenceOptions, SequenceTerms
 from attn_plugins.ops.everywhere.sequence_attention import ATTEND
 
+ROWS_ALONE = "it supports neither key_padding_mask nor segment_ids nor causal"
 needs_binary = pytest.mark.skipif(not library.has_kernel("cpu"), reason="no CPU binary is compiled")
 
 
@@ -49,6 +50,24 @@ def test_on_the_cpu(position, tiles):
     torch.testing.assert_close(output.float(), expected, atol=1e-2, rtol=1e-2)
     for found, right in zip(torch.autograd.grad(output, leaves, grad_output), gradients):
         torch.testing.assert_close(found.float(), right, atol=2e-2, rtol=2e-2)
+
+
+@needs_binary
+@pytest.mark.parametrize("turned", range(4))
+def test_widths_that_are_not_contiguous(turned, tiles):
+    """PyTorch's kernels for AMX would read other numbers."""
+    tensors = draw((2, 3, 70, 16), (2, 3, 96, 16), (2, 3, 96, 16))
+    if turned < 3:
+        tensors[turned] = tensors[turned].mT.contiguous().mT
+    (grad_output,) = draw((2, 3, 70, 16), seed=1)
+    if turned == 3:
+        grad_output = grad_output.mT.contiguous().mT
+    leaves = [t.requires_grad_() for t in tensors]
+    output = sequence_attention(*leaves, scale=0.3)
+    expected, gradients = by_reference(leaves, grad_output)
+    torch.testing.assert_close(output.float(), expected, atol=2e-2, rtol=2e-2)
+    for found, right in zip(torch.autograd.grad(output, leaves, grad_output), gradients):
+        torch.testing.assert_close(found.float(), right, atol=4e-2, rtol=4e-2)
 
 
 @needs_binary
@@ -99,8 +118,8 @@ def test_a_backward_without_the_output(tiles):
 @pytest.mark.parametrize(
     "change,reason",
     [
-        (dict(causal=True), "it supports neither key_padding_mask nor causal"),
-        (dict(key_padding_mask=torch.zeros(1, 6, dtype=torch.bool)), "it supports neither key_padding_mask nor causal"),
+        (dict(causal=True), ROWS_ALONE),
+        (dict(key_padding_mask=torch.zeros(1, 6, dtype=torch.bool)), ROWS_ALONE),
         (
             dict(band_logits=torch.zeros(1, 1, 6, 3, dtype=torch.bfloat16)),
             "it supports content and position logits only",
@@ -176,7 +195,7 @@ def test_flash_attention_is_refused_in_words(monkeypatch):
             return explain(sequence_attention, *tensors, **options).refusals["sdpa"]
 
         assert reason(query, key, value, position_logits=position) == "it supports content only"
-        assert reason(query, key, value, causal=True) == "it supports neither key_padding_mask nor causal"
+        assert reason(query, key, value, causal=True) == ROWS_ALONE
         assert "one width, not 16 and 8" in reason(query, key, value[..., :8])
         monkeypatch.setattr(torch.backends.cuda, "flash_sdp_enabled", lambda: False)
         assert "switched flash attention off" in reason(query, key, value)

@@ -35,7 +35,7 @@ def test_gradients_of_both_orders(terms, causal, shared, device):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("terms", [ALL, (True, True, False, False), (False, True, False, False)])
 def test_opcheck(terms, dtype):
-    arguments = (*operands(terms, dtype=dtype), padding(2, 7), 2, True, 0.5)
+    arguments = (*operands(terms, dtype=dtype), padding(2, 7), 2, True, 0.5, None)
     torch.library.opcheck(torch.ops.attn_plugins.sequence_attention, arguments)
     output, lse = torch.ops.attn_plugins.sequence_attention(*arguments)
     needs = [t is not None for t in arguments[:6]]

@@ -38,6 +38,14 @@ def draw(source: Draw) -> Call:
         padded = torch.rand((B, S), generator=source.generator) < source.choice((0.2, 0.9))
         mask = source.laid_out(padded.to(source.device))
 
+    segments = None
+    if source.chance(0.2) and (start or 0) + T <= S and not (causal and start is None and T > S):
+        start = source.integer(0, S - T)
+        rows = 1 if source.chance(0.5) else B
+        if rows:
+            ids = torch.randint(source.integer(1, 4), (rows, S), generator=source.generator, dtype=torch.int32)
+            segments = source.laid_out(ids.to(source.device))
+
     def logits(there: bool, last: int):
         return source.finish(source.logits(*source.broadcast((B, M, T, last), 3)), dtype) if there else None
 
@@ -52,11 +60,16 @@ def draw(source: Draw) -> Call:
         key_padding_mask=mask,
         scale=source.choice((1.0, d**-0.5 if d else 1.0, 0.0, -0.7, 2)),
         start=start,
+        segment_ids=segments,
     )
 
     def fits(sizes):
         if sizes["S"] == 0 or sizes.get("K", 1) == 0 or (not causal and sizes.get("K", 1) % 2 == 0):
             return False
+        if segments is not None:
+            rows = sizes.get("N", 1)
+            if rows == 0 or sizes["B"] % rows or (start or 0) + sizes.get("T", 1) > sizes["S"]:
+                return False
         return not causal or start is not None or sizes.get("T", 1) <= sizes["S"]
 
     options = dict(causal="bool", scale="number", start="ints>=0?")
@@ -73,6 +86,7 @@ def draw(source: Draw) -> Call:
             outside_logits="B? M? T?",
             position_logits="B? M? T? S",
             key_padding_mask="B S",
+            segment_ids="N S",
         ),
         options=options,
         given=lambda names: (
