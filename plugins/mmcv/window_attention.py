@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..autoload import after_import
-from ..modules.windows import in_windows, with_position_logits
+from ..modules.windows import TableAttention, in_windows
 from ..terms.position_table import table_logits
 
 MODULES = ("mmdet.models.backbones.swin", "mmseg.models.backbones.swin")
@@ -41,7 +41,7 @@ def shift_window_forward(stock: Callable[..., Tensor], inner: type[Any]) -> Call
         assert L == H * W, "input feature has wrong size"  # the toolkit's message
         n, shift = self.window_size, self.shift_size
         x = F.pad(query.view(B, H, W, C), (0, 0, 0, -W % n, 0, -H % n))  # before the roll, unlike timm
-        attend = with_position_logits(table_logits(attn.relative_position_bias_table, attn.window_size), attn.scale)
+        attend = TableAttention(table_logits(attn.relative_position_bias_table, attn.window_size), attn.scale)
         x = in_windows(x, (n, n), (shift, shift), attn.num_heads, attn.qkv, attend)[:, :H, :W]
         return self.drop(attn.proj_drop(attn.proj(x)).reshape(B, L, C))
 

@@ -24,6 +24,7 @@ from .windows import (
     Attend,
     Pair,
     Project,
+    TableAttention,
     attend_pairs,
     in_windows,
     masked,
@@ -31,8 +32,6 @@ from .windows import (
     predicted_table,
     project_v2,
     window_maps,
-    with_cosines,
-    with_position_logits,
 )
 
 Position = Literal["table", "relative", "bilateral", "table+relative", "table+bilateral", "none"]
@@ -318,8 +317,8 @@ class WindowSelfAttention(GridTerms):
         dropout = self.dropout if self.training else 0.0
         table = self.position_logits()
         if self.gate is None:
-            plain = with_position_logits(table, self.scale if self.logit_scale is None else 1.0, dropout)
-            return plain if self.logit_scale is None else with_cosines(plain, self.logit_scale)
+            scale = self.scale if self.logit_scale is None else 1.0
+            return TableAttention(table, scale, dropout, self.logit_scale)
         by_axes = table is None and self.predictor is None and not dropout
 
         def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, tokens: Tensor) -> Tensor:

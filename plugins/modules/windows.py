@@ -7,6 +7,7 @@ window row by row, n windows of one group in the whole batch, M heads, d width p
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ from ..terms.cosine_scale import cosine_operands
 from ..terms.log_positions import bounded_logits, log_coordinates
 from ..terms.position_table import table_logits
 from ..terms.remembered import remembered
-from ..terms.window import shifted_window_masks
+from ..terms.window import shifted_window_masks, shifted_window_segments
 from .capture import checked_queries
 from .token_moves import inverse, reorder, split_heads
 
@@ -32,7 +33,7 @@ def in_windows(x: Tensor, window: Pair, shift: Pair, num_heads: int, project: Pr
 
     The map is rolled by -shift, then padded at the bottom and the right to whole windows, in timm's order. It is padded
     with zeros before the projection, so padding tokens are keys too, with the projection's biases. ``attend`` is called
-    once for all windows that share a mask.
+    once for all windows that share a mask, or, if it is a :class:`TableAttention` on a GPU, once for all windows.
 
     Args:
         x: (B, H, W, C).
@@ -54,20 +55,29 @@ def in_windows(x: Tensor, window: Pair, shift: Pair, num_heads: int, project: Pr
         x = x.roll((-shift[0], -shift[1]), (1, 2)) if any(shift) else x
         x = F.pad(x, (0, 0, 0, right, 0, below))
     rolled = (0, 0) if below or right else shift
-    masks = shifted_window_masks((nH, nW), window, shift, x.device, x.dtype)
-    sizes, order, back = _window_order(B, (nH, nW), window, rolled, shift, x.device)
+    at_once = any(shift) and isinstance(attend, TableAttention) and not attend.dropout and _at_once(x)
+    sizes, order, back = _window_order(B, (nH, nW), window, rolled, (0, 0) if at_once else shift, x.device)
     tokens = reorder(x.reshape(-1, C), order, back).view(-1, h * w, C)
     heads = split_heads(project(tokens), sizes, num_heads)  # one product for all groups
-    attended = [
-        attend(q, k, v, mask, part).transpose(1, 2).flatten(2)
-        for (q, k, v), mask, part in zip(heads, masks, tokens.split(sizes))
-    ]
+    if at_once:
+        segments = shifted_window_segments((nH, nW), window, shift, x.device)
+        attended = [cast(TableAttention, attend).in_segments(*heads[0], segments)]
+    else:
+        masks = shifted_window_masks((nH, nW), window, shift, x.device, x.dtype)
+        groups = zip(heads, masks, tokens.split(sizes))
+        attended = [attend(q, k, v, mask, part) for (q, k, v), mask, part in groups]
+    attended = [each.transpose(1, 2).flatten(2) for each in attended]
     width = attended[0].shape[2]
     joined = reorder(_cat(attended, 0).reshape(-1, width), back, order).view(B, nH * h, nW * w, width)
     if below or right:
         joined = joined[:, :H, :W]
         return joined.roll(shift, (1, 2)) if any(shift) else joined
     return joined
+
+
+def _at_once(x: Tensor) -> bool:
+    """Whether one call for all windows is faster than one for each group: on GPUs, where calls cost more than masks."""
+    return x.is_cuda
 
 
 @remembered
@@ -89,22 +99,35 @@ def _window_order(
     return tuple(B * row * column for row in rows for column in columns), order, inverse(order)
 
 
-def with_position_logits(logits: Tensor | None, scale: float = 1.0, dropout: float = 0.0) -> Attend:
-    """Return attention with the same position logits in all windows, apart from the masks of shifted ones.
+class TableAttention:
+    """Attention with the same position logits in all windows, apart from the masks of shifted ones.
+
+    It is an argument ``attend`` of :func:`in_windows`.
 
     Args:
         logits: (M, N, N), or None.
         scale: Factor of the content term.
         dropout: Dropout probability of the attention weights, which are then held in memory.
-
-    Returns:
-        The argument ``attend`` of :func:`in_windows`.
+        logit_scale: Logarithm of a head's scale, (M, 1, 1), for scaled cosine attention (Liu et al. 2022, Eq. 2).
     """
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, tokens: Tensor) -> Tensor:
-        return attend_pairs(q, k, v, masked(None if logits is None else logits.unsqueeze(0), mask, q), scale, dropout)
+    def __init__(
+        self, logits: Tensor | None, scale: float = 1.0, dropout: float = 0.0, logit_scale: Tensor | None = None
+    ) -> None:
+        self.logits = None if logits is None else logits.unsqueeze(0)
+        self.scale, self.dropout, self.logit_scale = scale, dropout, logit_scale
 
-    return attend
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, tokens: Tensor) -> Tensor:
+        q, k = self._operands(q, k)
+        return attend_pairs(q, k, v, masked(self.logits, mask, q), self.scale, self.dropout)
+
+    def in_segments(self, q: Tensor, k: Tensor, v: Tensor, segment_ids: Tensor) -> Tensor:
+        """Attend in all windows at once, without dropout; ``segment_ids``: those of :func:`shifted_window_segments`."""
+        q, k = self._operands(q, k)
+        return sequence_attention(q, k, v, position_logits=self.logits, scale=self.scale, segment_ids=segment_ids)
+
+    def _operands(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        return (q, k) if self.logit_scale is None else cosine_operands(q, k, self.logit_scale)
 
 
 def masked(logits: Tensor | None, mask: Tensor | None, like: Tensor) -> Tensor | None:
@@ -123,20 +146,6 @@ def attend_pairs(
     logits = scale * (q @ k.mT)
     weights = (logits if position_logits is None else logits + position_logits).softmax(-1)
     return F.dropout(weights.to(v.dtype), dropout) @ v
-
-
-def with_cosines(attend: Attend, logit_scale: Tensor) -> Attend:
-    """Return scaled cosine attention (Liu et al. 2022, Eq. 2) that calls dot-product attention.
-
-    Args:
-        attend: Dot-product attention without a scale.
-        logit_scale: Logarithm of a head's scale, (M, 1, 1).
-    """
-
-    def cosines(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, tokens: Tensor) -> Tensor:
-        return attend(*cosine_operands(q, k, logit_scale), v, mask, tokens)
-
-    return cosines
 
 
 def project_v2(tokens: Tensor, qkv: nn.Linear, q_bias: Tensor | None, v_bias: Tensor | None) -> Tensor:

@@ -127,6 +127,22 @@ def shifted_window_masks(
     return _masks(windows, window, shift, partial(_shared_mask, device=device, dtype=dtype))
 
 
+@remembered
+def shifted_window_segments(
+    windows: tuple[int, int], window: tuple[int, int], shift: tuple[int, int], device: torch.device
+) -> Tensor:
+    """Return the masks of :func:`shifted_window_groups` as numbers: tokens of a window see those of their number.
+
+    Returns:
+        (nH * nW, N) int32. The result is shared; see :func:`.remembered`.
+    """
+    rows, columns = (
+        (torch.arange(count * length, device=device) >= count * length - moved).view(count, length).int()
+        for count, length, moved in zip(windows, window, shift)
+    )
+    return (2 * rows[:, None, :, None] + columns[None, :, None, :]).flatten(2).flatten(0, 1)
+
+
 def _masks(
     windows: Sequence[int],
     window: Sequence[int],

@@ -19,7 +19,7 @@ from timm.layers import register_notrace_module
 from timm.models import mvitv2, swin_transformer, swin_transformer_v2, vision_transformer_sam
 from torch import Tensor, nn
 
-from ..modules.windows import Attend, in_windows, predicted_logits, project_v2, with_cosines, with_position_logits
+from ..modules.windows import Attend, TableAttention, in_windows, predicted_logits, project_v2
 from ..ops import global_attention, sequence_attention
 from ..terms.decomposed import decomposed_logits
 from ..terms.position_table import table_logits
@@ -79,7 +79,7 @@ class AcceleratedSwinBlock(_Scriptable, swin_transformer.SwinTransformerBlock):
         if _needs_weights(attn):
             return super()._attn(x)
         logits = table_logits(attn.relative_position_bias_table, attn.window_size)
-        return _attend_windows(self, x, attn.qkv, with_position_logits(logits, attn.scale))
+        return _attend_windows(self, x, attn.qkv, TableAttention(logits, attn.scale))
 
 
 class AcceleratedSwinV2Block(_Scriptable, swin_transformer_v2.SwinTransformerV2Block):
@@ -91,7 +91,7 @@ class AcceleratedSwinV2Block(_Scriptable, swin_transformer_v2.SwinTransformerV2B
             return super()._attn(x)
         pretrained = attn.pretrained_window_size if attn.pretrained_window_size[0] > 0 else None
         logits = predicted_logits(attn.cpb_mlp, attn.window_size, pretrained)
-        attend = with_cosines(with_position_logits(logits), attn.logit_scale)
+        attend = TableAttention(logits, logit_scale=attn.logit_scale)
 
         def project(tokens: Tensor) -> Tensor:
             return project_v2(tokens, attn.qkv, attn.q_bias, attn.v_bias)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from attn_plugins import ops
-from attn_plugins.modules import WindowSelfAttention, capture_attention
+from attn_plugins.modules import WindowSelfAttention, capture_attention, windows
 from attn_plugins.modules.grid_terms import GridTerms
 from tests.helpers.window_self_attention import CASES, C, M, layer, tokens
 
@@ -28,10 +28,12 @@ def timm_block(version: str, size, window, shift) -> nn.Module:
     return block
 
 
+@pytest.mark.parametrize("calls", ["each group", "all at once"])
 @pytest.mark.parametrize("version", ["v1", "v2"])
 @pytest.mark.parametrize(("size", "window", "shift"), CASES)
-def test_timms_blocks_and_their_gradients(size, window, shift, version):
+def test_timms_blocks_and_their_gradients(size, window, shift, version, calls, monkeypatch):
     pytest.importorskip("timm")
+    monkeypatch.setattr(windows, "_at_once", lambda x: calls == "all at once")
     block = timm_block(version, size, window, shift)
     module = WindowSelfAttention(C, M, window, shift, version, dtype=torch.float64)
     module.load_state_dict(block.attn.state_dict(), strict=True)
@@ -111,13 +113,15 @@ def test_capture_knows_the_map():
 
 
 def test_windows_share_masks(monkeypatch):
-    """Four calls cover a map of any size; each has one (N, N) mask per head with a batch axis of 1."""
-    from attn_plugins.modules import windows
+    """Four calls cover a map of any size; each has one (N, N) mask per head with a batch axis of 1.
 
+    On GPUs one call does, with a number for each token of a map's windows.
+    """
     seen = []
 
     def watched(*args, position_logits, **kwargs):
         seen.append((args[0].shape[0], tuple(position_logits.shape)))
+        seen.extend(tuple(ids.shape) for ids in [kwargs.get("segment_ids")] if ids is not None)
         return ops.sequence_attention(*args, position_logits=position_logits, **kwargs)
 
     monkeypatch.setattr(windows, "sequence_attention", watched)
@@ -126,6 +130,10 @@ def test_windows_share_masks(monkeypatch):
     seen.clear()
     layer(window_size=3)(tokens((12, 15)))
     assert seen == [(40, (1, M, 9, 9))]
+    seen.clear()
+    monkeypatch.setattr(windows, "_at_once", lambda x: True)
+    layer(window_size=3, shift_size=1)(tokens((12, 15)))
+    assert seen == [(40, (1, M, 9, 9)), (20, 9)]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import torch
 
 from attn_plugins.ops import sequence_attention
 from attn_plugins.terms.position_table import table_logits
-from attn_plugins.terms.window import shifted_window_groups
+from attn_plugins.terms.window import shifted_window_groups, shifted_window_segments
 
 CASES = [
     ((3, 2), (4, 6), (2, 3)),
@@ -45,6 +45,9 @@ def test_pixels_see_those_that_were_beside_them(windows, window, shift):
                 for k in range(N):
                     expected = 0.0 if wrapped[q] == wrapped[k] else float("-inf")
                     assert float(masks[a, b, q, k]) == expected
+    segments = shifted_window_segments(windows, window, shift, torch.device("cpu")).view(nH, nW, N)
+    assert segments.dtype == torch.int32
+    assert torch.equal(segments.unsqueeze(3) == segments.unsqueeze(2), masks == 0)
 
 
 def test_there_are_four_kinds():
