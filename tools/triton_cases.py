@@ -66,9 +66,12 @@ def everywhere(
 
 def sequence(
     B: int, M: int, T: int, S: int, d: int, dtype: torch.dtype, *, K: int = 0, position: tuple[int, ...] = (),
-    causal: bool = False, padded: bool = False,
+    causal: bool = False, padded: bool = False, segments: int = 0,
 ) -> Case:  # fmt: skip
-    """Return attention over a sequence, with a band of K taps and with position logits of shape ``position``."""
+    """Return attention over a sequence, with a band of K taps and with position logits of shape ``position``.
+
+    ``segments`` is the number of rows of segment ids, 0 for none.
+    """
 
     def make() -> tuple[Operator, Any, Any]:
         query, key, value = (meta(B, M, n, d, dtype=dtype) for n in (T, S, S))
@@ -78,7 +81,7 @@ def sequence(
         return (
             ATTEND_SEQUENCE,
             SequenceTerms(query, key, value, band, None, table),
-            SequenceOptions(mask, 0, causal, 0.125),
+            SequenceOptions(mask, 0, causal, 0.125, meta(segments, S, dtype=torch.int32) if segments else None),
         )
 
     return make
@@ -118,6 +121,8 @@ for _name, _dtype in DTYPES.items():
         f"sequence_attention, (4,8,1024,64), causal, {_name}": sequence(4, 8, 1024, 1024, 64, _dtype, causal=True),
         f"sequence_attention, (2048,4,49,32), windows, {_name}":
             sequence(2048, 4, 49, 49, 32, _dtype, position=(1, 4, 49, 49)),
+        f"sequence_attention, (2048,4,49,32), shifted windows, {_name}":
+            sequence(2048, 4, 49, 49, 32, _dtype, position=(1, 4, 49, 49), segments=64),
         f"sequence_attention, (8,4,100,64), across, {_name}": sequence(8, 4, 100, 700, 64, _dtype, padded=True),
         f"sequence_attention, (2,4,512,128), wide heads, {_name}": sequence(2, 4, 512, 512, 128, _dtype, K=21),
     }  # fmt: skip

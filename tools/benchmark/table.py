@@ -121,6 +121,7 @@ BACKENDS = {
     "triton": "Triton kernels",
     "sdpa": "PyTorch's SDPA",
     "amx": "PyTorch's SDPA (bfloat16 with AMX)",
+    "flash": "PyTorch's flash attention",
     "torch": "PyTorch operations",
 }
 
@@ -302,7 +303,7 @@ def backends() -> list[str]:
     lines = ["| operator | on CPUs | on CUDA |", "| --- | --- | --- |"]
     for name, table in sorted(tables().items()):
         cells = []
-        for absent in (("cuda", "triton"), ("cpu", "amx")):
+        for absent in (("cuda", "triton", "flash"), ("cpu", "amx")):
             cells.append(", then ".join(BACKENDS.get(each, each) for each in table if each not in absent))
         lines.append(f"| `{name}` | {' | '.join(cells)} |")
     return lines

@@ -1,7 +1,7 @@
 """Sequence attention by PyTorch's SDPA, in half precision, where it is faster than our kernels.
 
-``amx`` serves bfloat16 on CPUs with AMX: content alone, or with position logits, which become SDPA's mask. ``sdpa``
-serves content alone on CUDA, by flash attention.
+``amx`` serves bfloat16 on CPUs with AMX: content alone, or with position logits, which become SDPA's mask. ``flash``
+serves content alone on CUDA.
 """
 
 from __future__ import annotations
@@ -153,4 +153,4 @@ def backward_cuda(
 
 
 AMX = Backend("amx", refuses_amx, forward_amx, backward_amx, refuses_amx_backward, allocates=True)
-CUDA = Backend("sdpa", refuses_cuda, forward_cuda, backward_cuda, refuses_cuda_backward, allocates=True)
+CUDA = Backend("flash", refuses_cuda, forward_cuda, backward_cuda, refuses_cuda_backward, allocates=True)

@@ -70,7 +70,8 @@ def sequence_attention(
             for shifted windows.
 
     Returns:
-        (B, M, T, dv). T is 1 if it is in all arguments that have it.
+        (B, M, T, dv). T is 1 if it is in all arguments that have it. On CUDA, and in bfloat16 on CPUs with AMX, it must
+        not be modified in place if gradients are wanted.
 
     Raises:
         ValueError: a shape, a device or a number does not match, or there is no key.

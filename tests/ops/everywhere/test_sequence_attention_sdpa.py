@@ -168,9 +168,9 @@ def test_flash_attention_takes_content_alone(layout, monkeypatch):
     with FakeTensorMode():
         query = laid_out(torch.empty(2, 3, 5, 16, device="cuda", dtype=torch.float16))
         key, value = (laid_out(torch.empty(2, 3, 9, 16, device="cuda", dtype=torch.float16)) for _ in range(2))
-        assert explain(sequence_attention, query, key, value).serves == "sdpa"
-        assert explain(sequence_attention, query[..., :6], key[..., :6], value[..., :6]).serves != "sdpa"
-        assert explain(sequence_attention, query.float(), key.float(), value.float()).serves != "sdpa"
+        assert explain(sequence_attention, query, key, value).serves == "flash"
+        assert explain(sequence_attention, query[..., :6], key[..., :6], value[..., :6]).serves != "flash"
+        assert explain(sequence_attention, query.float(), key.float(), value.float()).serves != "flash"
         terms, options = SequenceTerms(query, key, value, None, None, None), SequenceOptions(None, 0, False, 0.3)
         assert sdpa_sequence.refuses_cuda_backward(terms, options) is None
         output, lse = sdpa_sequence.forward_cuda(terms, options)
@@ -192,7 +192,7 @@ def test_flash_attention_is_refused_in_words(monkeypatch):
         position = torch.empty(1, 2, 4, 4, device="cuda", dtype=torch.float16)
 
         def reason(*tensors, **options):
-            return explain(sequence_attention, *tensors, **options).refusals["sdpa"]
+            return explain(sequence_attention, *tensors, **options).refusals["flash"]
 
         assert reason(query, key, value, position_logits=position) == "it supports content only"
         assert reason(query, key, value, causal=True) == ROWS_ALONE
@@ -206,7 +206,7 @@ def test_flash_attention_is_refused_in_words(monkeypatch):
 @pytest.mark.parametrize("T, S, d", [(64, 64, 64), (33, 70, 24), (1, 5, 8), (200, 130, 128)])
 def test_on_cuda(T, S, d, dtype):
     tensors = draw((2, 3, T, d), (2, 3, S, d), (2, 3, S, d), dtype=dtype, device="cuda")
-    assert explain(sequence_attention, *tensors).serves == "sdpa"
+    assert explain(sequence_attention, *tensors).serves == "flash"
     leaves = [t.requires_grad_() for t in tensors]
     output = sequence_attention(*leaves, scale=0.3)
     (grad_output,) = draw(output.shape, seed=1, dtype=dtype, device="cuda")
