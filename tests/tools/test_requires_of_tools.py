@@ -81,6 +81,7 @@ CASES = [
     ("fuzz --help", "torch", OWN),
     ("fuzz window_attention", "attn_plugins", OWN),
     ("gpu_check --help", "torch", OWN),
+    ("host_time --help", "timm", TIMM),
     ("score_compounds --help", "attn_plugins", OWN),
     ("score_compounds DIR/generate.txt", "sacrebleu", FAIRSEQ),
     ("show_sampling --help", "PIL", TOOLS),
