@@ -5,6 +5,8 @@ and torch. They are kept under ``build/install``; remove a folder there to start
 records the seconds and result of each step. A new environment takes 10 to 20 minutes on two cores.
 
 INSTALL_ENVIRONMENTS   environments to test, such as ``3.12 3.10:2.1.2`` (Python, or Python:torch); default: all above
+INSTALL_FIRST=1        the first ten minutes of a user of the wheel in ``dist/``: new environments, nothing in pip's
+                       cache, no interruption; ``build/install/first.md`` has the seconds to each first success
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ INSTALL, PYTORCH, TIMM, MMDET, MMSEG, FAIRSEQ = (
     for name in ("install", "pytorch", "timm", "mmdet", "mmsegmentation", "fairseq")
 )
 OLDEST_TORCH = "2.1.2"
+FIRST = os.environ.get("INSTALL_FIRST", "0") == "1"
 # The oldest torch that onedl-mmcv and fairseq-fixed declare or need in practice; the operators and timm need 2.1.
 OLDEST_FOR = {"mm": "2.4", "fairseq": "2.1"}
 
@@ -78,8 +81,11 @@ class Environment:
         self.folder = BUILD / name.replace(":", "-torch")
         self.clone, self.work = self.folder / "attn_plugins", self.folder / "work"
         self.table = BUILD / "table.md"
+        if FIRST:
+            shutil.rmtree(self.folder, ignore_errors=True)
         shutil.rmtree(self.work, ignore_errors=True)
         self.work.mkdir(parents=True)
+        self.seconds: dict[str, float] = {}
         if not (self.folder / "venv").is_dir():
             subprocess.run([interpreters()[self.python_version], "-m", "venv", self.folder / "venv"], check=True)
             if self.torch:
@@ -94,6 +100,8 @@ class Environment:
     def bash(self, command: str, where: Path | None = None, record: str | None = None, status: int = 0) -> str:
         """Run a command as a user with the activated environment would, appending its output to ``log.txt``."""
         keep = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV")}
+        if FIRST:
+            keep["PIP_CACHE_DIR"] = str(self.folder / "cache")
         path = f"{self.folder / 'venv/bin'}{os.pathsep}{os.environ['PATH']}"
         began = time.monotonic()
         done = subprocess.run(
@@ -109,6 +117,7 @@ class Environment:
             print(f"$ {command}\n{done.stdout}\n", file=log)
         result = "works" if done.returncode == status else f"status {done.returncode}"
         if record:
+            self.seconds[record] = seconds
             with self.table.open("a") as table:
                 print(f"| {self.versions()} | {record} | {seconds:.0f} | {result} |", file=table)
         assert done.returncode == status, f"{command}\n{done.stdout[-4000:]}"
@@ -132,17 +141,33 @@ class Environment:
         if self.older_than(OLDEST_FOR[toolkit]):
             pytest.skip(f"{toolkit} needs torch >= {OLDEST_FOR[toolkit]}")
 
+    def first(self, *steps: str) -> None:
+        """Add the seconds to the first success that ``steps`` lead to to the table of :data:`FIRST`."""
+        if FIRST:
+            took = ", ".join(f"{step} {self.seconds[step]:.0f}" for step in steps)
+            with (BUILD / "first.md").open("a") as page:
+                print(f"| {self.versions()} | {took} | {sum(self.seconds[step] for step in steps):.0f} |", file=page)
+
 
 @pytest.fixture(scope="module", params=environments())
 def environment(request) -> Environment:
     return Environment(request.param)
 
 
+PACKAGE = ("torch", "the wheel") if FIRST else ("`pip install .`",)
+
+
 def test_package_and_the_pytorch_block(environment):
-    environment.bash(install_line("pip install ."), environment.clone, record="`pip install .`")
+    if FIRST:
+        (wheel,) = (ROOT / "dist").glob("*.whl")
+        environment.bash("pip install torch numpy", record="torch")
+        environment.bash(f"pip install {wheel}", record="the wheel")
+    else:
+        environment.bash(install_line("pip install ."), environment.clone, record="`pip install .`")
     text = environment.bash("python -m attn_plugins", record="doctor")
     assert text.endswith("all is well\n")
     environment.python(all_code(PYTORCH), record="PyTorch page")
+    environment.first(*PACKAGE, "PyTorch page")
 
 
 def test_timm(environment):
@@ -150,6 +175,7 @@ def test_timm(environment):
     # Before torch 2.5, users have to import our package to register the models, as the page says.
     asked = "import attn_plugins.timm\n" if environment.older_than("2.5") else ""
     environment.python(asked + all_code(TIMM), record="timm page")
+    environment.first(*PACKAGE, "`install timm`", "timm page")
 
 
 # Runs a config as mmdet's and mmseg's training tools do, on made-up pictures and without pretrained weights.
@@ -207,8 +233,8 @@ MM = textwrap.dedent("""
 def test_mm(environment):
     environment.need("mm")
     before = environment.bash("pip list --format=freeze")
-    # Interrupt the compilation, if no wheel is cached; the next line resumes it.
-    environment.bash("timeout -s INT 60 python -m attn_plugins install mm || true")
+    if not FIRST:  # interrupt the compilation, if no wheel is cached; the next line resumes it
+        environment.bash("timeout -s INT 60 python -m attn_plugins install mm || true")
     environment.bash(install_line("install mm"), record="`install mm`")
     after = environment.bash("pip list --format=freeze")
     assert set(before.splitlines()) <= set(after.splitlines()), "a package that was there was changed"
@@ -221,6 +247,7 @@ def test_mm(environment):
     for name, text in blocks.items():
         (environment.work / "my_config.py").write_text(text)
         environment.python(MM, record=name)
+    environment.first(*PACKAGE, "`install mm`", "drop-in block")
     environment.bash(block(MMDET, "bash").splitlines()[0] + "\nls $MMDET/tools/train.py")
     environment.bash(install_line("install mm"), record="`install mm` again")
 
@@ -236,3 +263,4 @@ def test_fairseq(environment):
         assert link in INSTALL
         text = f"{link}\n{text.replace('--user-dir plugins/fairseq', '--user-dir attention')}"
     environment.bash(text, environment.clone, record="fairseq block, 20 updates")
+    environment.first(*PACKAGE, "`install fairseq`", "fairseq block, 20 updates")
