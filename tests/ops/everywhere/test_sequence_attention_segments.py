@@ -108,20 +108,19 @@ def test_opcheck_and_compilation():
 
 @needs_triton
 @pytest.mark.parametrize("causal, start", [(False, 9), (True, 17)])
-@pytest.mark.parametrize("terms", TERMS)
+@pytest.mark.parametrize("terms", [ALL, (True, False, False, True), (False, True, False, False)])
 def test_triton(terms, causal, start, small_tiles):  # noqa: F811
     shared = (None, 0, 2) if causal else (2, None, 0)
-    for n in (1, 2):
-        ids = drawn(n, 37).to(DEVICE)
-        check(ATTEND, triton_operands(terms, shared=shared), SequenceOptions(None, start, causal, 0.4, ids))
+    ids = drawn(2 if causal else 1, 37).to(DEVICE)
+    check(ATTEND, triton_operands(terms, shared=shared), SequenceOptions(None, start, causal, 0.4, ids))
 
 
 @needs_triton
 @DTYPES
 def test_triton_in_real_tiles(dtype):
-    """As a partition's shifted windows, of which every third has other segments."""
-    ids = drawn(3, 49, 4).sort(1).values.to(DEVICE)
-    terms = triton_operands((True, False, False, True), T=49, S=49, B=6, M=2, d=16, dv=16, dtype=dtype)
+    """As shifted windows, of which every other has other segments."""
+    ids = drawn(2, 49, 4).sort(1).values.to(DEVICE)
+    terms = triton_operands((True, False, False, True), T=49, S=49, B=4, M=1, d=16, dv=16, dtype=dtype)
     check(ATTEND, terms, SequenceOptions(None, 0, False, 0.25, ids))
 
 
