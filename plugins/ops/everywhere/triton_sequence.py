@@ -48,7 +48,7 @@ OTHER_TILES = {
     "half": {**TILES["half"], 64: (Tile(128, 64, 8, 3), Tile(64, 32, 4, 3), Tile(32, 64, 4, 2), Tile(64, 32, 4, 3))},
     "tf32": {
         64: (Tile(32, 32, 4, 1), Tile(32, 16, 4, 1), Tile(16, 32, 4, 1), Tile(32, 32, 4, 1)),
-        128: (Tile(16, 32, 4, 1), Tile(16, 32, 4, 1), Tile(16, 16, 4, 1), Tile(32, 16, 4, 1)),
+        128: (Tile(16, 32, 4, 1), Tile(16, 16, 4, 1), Tile(16, 16, 4, 1), Tile(32, 16, 4, 1)),
     },
 }
 SHORT = 64  # queries or keys at most for which a large block is mostly empty
