@@ -25,6 +25,7 @@ template <typename T>
 struct Scratch {
   Buffer<T> query, gradient, mixed, weights, slopes, top, scale;
   Buffer<T> key_panels, value_panels, key_rows, value_rows, grad_key, grad_value;
+  const int32_t* segment = nullptr;  // of a batch entry's keys; nullptr where all are of one
   Scratch(const Problem<T>& p, bool backward)
       : query(block_size(p) * p.d_padded),
         gradient(backward ? block_size(p) * p.dv_padded : 0),
@@ -225,7 +226,7 @@ ATTN_INLINE void attention_weights(const Problem<T>& p, Scratch<T>& s, int64_t b
   for (int64_t i = 0; i < count; ++i) {
     const Reach<T> reach(p, first + i);
     T* __restrict line = weights + i * p.line;
-    const bool apart = p.position.data && (p.padding || p.segments || p.position.stride[4] != 1);
+    const bool apart = p.position.data && (p.padding || s.segment || p.position.stride[4] != 1);
     if (apart) {
       const int64_t step = p.position.stride[4];
       with_elements(p.position, b, m, 0, first + i, [&](const auto* __restrict from) {
@@ -248,8 +249,8 @@ ATTN_INLINE void attention_weights(const Problem<T>& p, Scratch<T>& s, int64_t b
       const bool* __restrict padding = p.padding + b * p.S;
       for (int64_t k = 0; k < reach.keys; ++k) line[k] = padding[k] ? masked : line[k];
     }
-    if (p.segments) {
-      const int32_t* __restrict segment = p.segments + b % p.period * p.S;
+    if (s.segment) {
+      const int32_t* __restrict segment = s.segment;
       const int32_t own = segment[reach.position];
       for (int64_t k = 0; k < reach.keys; ++k) line[k] = segment[k] == own ? line[k] : masked;
     }
@@ -271,6 +272,16 @@ ATTN_INLINE void attention_weights(const Problem<T>& p, Scratch<T>& s, int64_t b
   for (int64_t i = 0; i < count; ++i) *p.log_sum_exp.at(b, m, 0, first + i) = s.top[i];
 }
 
+// The segments of a batch entry's keys, nullptr where they all are one: most of a map's windows, for example.
+template <typename T>
+ATTN_INLINE const int32_t* segment_of(const Problem<T>& p, int64_t b) {
+  if (!p.segments) return nullptr;
+  const int32_t* __restrict segment = p.segments + b % p.period * p.S;
+  int32_t differences = 0;
+  for (int64_t k = 0; k < p.S; ++k) differences |= segment[k] ^ segment[0];
+  return differences ? segment : nullptr;
+}
+
 // The number of keys to compute for a block: those visible to its last query, rounded up to whole vectors of
 // 64 bytes.
 template <typename T>
@@ -285,6 +296,7 @@ void forward_tasks(const Problem<T>& p, int64_t begin, int64_t end) {
   const int64_t size = block_size(p), blocks = size ? (p.queries + size - 1) / size : 0;
   for (int64_t task = begin; task < end; ++task) {
     const int64_t slot = task % p.slots, head = task / p.slots, m = head % p.M, b = head / p.M;
+    s.segment = segment_of(p, b);
     if (p.query.data && !p.direct) pack_panels(p.key, b, m, p.S, p.d, s.key_panels.data());
     if (!p.direct) gather(p.value, b, m, int64_t(0), p.S, p.dv, p.dv_padded, T(1), s.value_rows.data());
     for (int64_t block = slot; block < blocks; block += p.slots) {
@@ -338,6 +350,7 @@ void backward_head(const Problem<T>& p, Scratch<T>& s, int64_t group, int64_t b,
   const T one = 1;
   T* weights = s.weights.data();
   T* slopes = s.slopes.data();
+  s.segment = segment_of(p, b);
   if (p.query.data) pack_panels(p.key, b, m, p.S, p.d, s.key_panels.data());
   if (p.logits_wanted) pack_panels(p.value, b, m, p.S, p.dv, s.value_panels.data());
   if (p.grad_query.data) gather(p.key, b, m, int64_t(0), p.S, p.d, p.d_padded, p.scale, s.key_rows.data());

@@ -33,7 +33,7 @@ def in_windows(x: Tensor, window: Pair, shift: Pair, num_heads: int, project: Pr
 
     The map is rolled by -shift, then padded at the bottom and the right to whole windows, in timm's order. It is padded
     with zeros before the projection, so padding tokens are keys too, with the projection's biases. ``attend`` is called
-    once for all windows that share a mask, or, if it is a :class:`TableAttention` on a GPU, once for all windows.
+    once for all windows that share a mask, or, if it is a :class:`TableAttention` without dropout, for all windows.
 
     Args:
         x: (B, H, W, C).
@@ -55,7 +55,7 @@ def in_windows(x: Tensor, window: Pair, shift: Pair, num_heads: int, project: Pr
         x = x.roll((-shift[0], -shift[1]), (1, 2)) if any(shift) else x
         x = F.pad(x, (0, 0, 0, right, 0, below))
     rolled = (0, 0) if below or right else shift
-    at_once = any(shift) and isinstance(attend, TableAttention) and not attend.dropout and _at_once(x)
+    at_once = any(shift) and isinstance(attend, TableAttention) and not attend.dropout
     sizes, order, back = _window_order(B, (nH, nW), window, rolled, (0, 0) if at_once else shift, x.device)
     tokens = reorder(x.reshape(-1, C), order, back).view(-1, h * w, C)
     heads = split_heads(project(tokens), sizes, num_heads)  # one product for all groups
@@ -73,11 +73,6 @@ def in_windows(x: Tensor, window: Pair, shift: Pair, num_heads: int, project: Pr
         joined = joined[:, :H, :W]
         return joined.roll(shift, (1, 2)) if any(shift) else joined
     return joined
-
-
-def _at_once(x: Tensor) -> bool:
-    """Whether one call for all windows is faster than one for each group: on GPUs, where calls cost more than masks."""
-    return x.is_cuda
 
 
 @remembered

@@ -28,12 +28,10 @@ def timm_block(version: str, size, window, shift) -> nn.Module:
     return block
 
 
-@pytest.mark.parametrize("calls", ["each group", "all at once"])
 @pytest.mark.parametrize("version", ["v1", "v2"])
 @pytest.mark.parametrize(("size", "window", "shift"), CASES)
-def test_timms_blocks_and_their_gradients(size, window, shift, version, calls, monkeypatch):
+def test_timms_blocks_and_their_gradients(size, window, shift, version):
     pytest.importorskip("timm")
-    monkeypatch.setattr(windows, "_at_once", lambda x: calls == "all at once")
     block = timm_block(version, size, window, shift)
     module = WindowSelfAttention(C, M, window, shift, version, dtype=torch.float64)
     module.load_state_dict(block.attn.state_dict(), strict=True)
@@ -113,9 +111,9 @@ def test_capture_knows_the_map():
 
 
 def test_windows_share_masks(monkeypatch):
-    """Four calls cover a map of any size; each has one (N, N) mask per head with a batch axis of 1.
+    """One call covers a map of any size, with a number for each token of a map's windows.
 
-    On GPUs one call does, with a number for each token of a map's windows.
+    Where logits differ between windows, four calls do; each has one (N, N) mask with a batch axis of 1.
     """
     seen = []
 
@@ -126,14 +124,13 @@ def test_windows_share_masks(monkeypatch):
 
     monkeypatch.setattr(windows, "sequence_attention", watched)
     layer(window_size=3, shift_size=1)(tokens((12, 15)))
-    assert seen == [(2 * n, (1, M, 9, 9)) for n in (12, 3, 4, 1)]
+    assert seen == [(40, (1, M, 9, 9)), (20, 9)]
+    seen.clear()
+    layer(window_size=3, shift_size=1, position="bilateral")(tokens((12, 15)))
+    assert seen == [(2 * n, (2 * n, M, 9, 9)) for n in (12, 3, 4, 1)]
     seen.clear()
     layer(window_size=3)(tokens((12, 15)))
     assert seen == [(40, (1, M, 9, 9))]
-    seen.clear()
-    monkeypatch.setattr(windows, "_at_once", lambda x: True)
-    layer(window_size=3, shift_size=1)(tokens((12, 15)))
-    assert seen == [(40, (1, M, 9, 9)), (20, 9)]
 
 
 @pytest.mark.parametrize(

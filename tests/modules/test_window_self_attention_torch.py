@@ -7,7 +7,6 @@ import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from attn_plugins.modules import windows
 from tests.helpers.window_self_attention import C, layer, tokens
 
 
@@ -73,9 +72,7 @@ def test_half_precision_and_autocast(options, dtype):
         torch.testing.assert_close(result.float(), expected, rtol=0.05, atol=0.05)
 
 
-@pytest.mark.parametrize("at_once", [False, True])
-def test_compile_and_empty_batches(at_once, monkeypatch):
-    monkeypatch.setattr(windows, "_at_once", lambda x: at_once)
+def test_compile_and_empty_batches():
     module = layer(torch.float32, window_size=3, shift_size=1, version="v2")
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager", dynamic=False)
     x = tokens((7, 9), torch.float32)
@@ -90,7 +87,6 @@ def test_compile_and_empty_batches(at_once, monkeypatch):
     ("options", "backend"),
     [
         (dict(shift_size=1), "eager"),
-        (dict(shift_size=1, at_once=True), "eager"),
         (dict(version="v2"), "eager"),
         (dict(position="relative"), "eager"),
         (dict(position="bilateral"), "eager"),
@@ -99,11 +95,8 @@ def test_compile_and_empty_batches(at_once, monkeypatch):
     ],
     ids=str,
 )
-def test_compile_with_symbolic_sizes(options, backend, monkeypatch):
+def test_compile_with_symbolic_sizes(options, backend):
     """One graph serves all maps that are split and padded alike."""
-    options = dict(options)
-    if options.pop("at_once", False):
-        monkeypatch.setattr(windows, "_at_once", lambda x: True)
     torch._dynamo.reset()
     counter = CompileCounterWithBackend(backend)
     module = layer(torch.float32, window_size=3, **options)
