@@ -10,11 +10,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from attn_plugins.modules.windows import attend_pairs
-from attn_plugins.ops import global_attention
+from attn_plugins.ops import global_attention, sequence_attention
 from attn_plugins.terms.decomposed import decomposed_logits
 from attn_plugins.terms.position_table import table_logits
-from attn_plugins.terms.window import shifted_window_groups
+from attn_plugins.terms.window import shifted_window_segments
 from tools.requires import extras
 
 from ..case import Case, Run, forward, forward_backward
@@ -30,63 +29,54 @@ FASTER = 1.0
 # --- windows ------------------------------------------------------------------------------------------------------
 
 
-def groups(shift: int) -> list[tuple[int, Tensor | None]]:
-    """Return the number of windows of each kind in the batch, and their mask."""
-    found = shifted_window_groups((WINDOWS, WINDOWS), (WINDOW, WINDOW), (shift, shift))
-    sizes = [(g.rows.stop - g.rows.start) * (g.columns.stop - g.columns.start) for g in found]
-    return [(BATCH * size, g.logits) for size, g in zip(sizes, found)]
+def windows_ours(shift: int, device: str, dtype: torch.dtype) -> Callable[..., Tensor]:
+    """Return a function for our windows, with the segments of shifted ones, as the layer calls the operator."""
+    segments = segments_of(shift).to(device) if shift else None
 
-
-def windows_ours(shift: int, device: str, dtype: torch.dtype) -> Callable[..., list[Tensor]]:
-    """Return a function for our windows by kind, as the layer splits them."""
-    masks = [None if mask is None else mask.to(device, dtype) for _, mask in groups(shift)]
-
-    def run(table: Tensor, *heads: Tensor) -> list[Tensor]:
-        logits = table_logits(table, (WINDOW, WINDOW))
-        outputs = []
-        for number, mask in enumerate(masks):
-            position = logits if mask is None else logits + mask
-            outputs.append(attend_pairs(*heads[3 * number : 3 * number + 3], position[None], WIDTH**-0.5))
-        return outputs
+    def run(table: Tensor, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        logits = table_logits(table, (WINDOW, WINDOW))[None]
+        scale = WIDTH**-0.5
+        return sequence_attention(query, key, value, position_logits=logits, scale=scale, segment_ids=segments)
 
     return run
 
 
+def segments_of(shift: int) -> Tensor:
+    """Return the segments of a map's windows, (windows, tokens)."""
+    return shifted_window_segments((WINDOWS, WINDOWS), (WINDOW, WINDOW), (shift, shift), torch.device("cpu"))
+
+
 def windows_timm(
     shift: int, device: str, dtype: torch.dtype, fused: bool, masked: float = -100.0
-) -> Callable[..., list[Tensor]]:
+) -> Callable[..., Tensor]:
     """Return timm's eager or fused attention; its masks are -100."""
     mask = None
     if shift:
-        kinds = [(size // BATCH, logits) for size, logits in groups(shift)]
-        parts = [(torch.zeros(TOKENS, TOKENS) if m is None else m).expand(n, -1, -1) for n, m in kinds]
-        mask = torch.cat(parts).clamp_min(masked).to(device, dtype)
+        segments = segments_of(shift)
+        others = segments.unsqueeze(1) != segments.unsqueeze(2)
+        mask = torch.zeros(others.shape).masked_fill(others, masked).to(device, dtype)
 
-    def run(table: Tensor, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
+    def run(table: Tensor, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         logits = table_logits(table, (WINDOW, WINDOW))[None]
         if fused:
             if mask is not None:
                 every = mask.view(1, -1, 1, TOKENS, TOKENS).expand(BATCH, -1, HEADS, -1, -1)
                 logits = logits + every.reshape(-1, HEADS, TOKENS, TOKENS)
-            return [nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=logits)]
+            return nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=logits)
         pairs = (query * WIDTH**-0.5) @ key.mT + logits
         if mask is not None:
             pairs = pairs.view(BATCH, -1, HEADS, TOKENS, TOKENS) + mask[:, None]
             pairs = pairs.view(-1, HEADS, TOKENS, TOKENS)
-        return [pairs.softmax(-1) @ value]
+        return pairs.softmax(-1) @ value
 
     return run
 
 
-def windows_run(
-    function: Callable[..., list[Tensor]], sizes: Sequence[int], device: str, dtype: torch.dtype, backward: bool
-) -> Run:
-    """Return a run on projections of ``sizes`` windows, with the backward pass if ``backward``."""
+def windows_run(function: Callable[..., Tensor], device: str, dtype: torch.dtype, backward: bool) -> Run:
+    """Return a run on the projections of a batch's windows, with the backward pass if ``backward``."""
     with torch.device(device):
-        leaves = [torch.randn((2 * WINDOW - 1) ** 2, HEADS, dtype=dtype)]
-        for size in sizes:
-            projected = torch.randn(size, TOKENS, 3, HEADS, WIDTH, dtype=dtype)
-            leaves += projected.permute(2, 0, 3, 1, 4).unbind(0)
+        projected = torch.randn(BATCH * WINDOWS**2, TOKENS, 3, HEADS, WIDTH, dtype=dtype)
+        leaves = [torch.randn((2 * WINDOW - 1) ** 2, HEADS, dtype=dtype), *projected.permute(2, 0, 3, 1, 4).unbind(0)]
     if not backward:
 
         def forward_alone() -> object:
@@ -95,25 +85,24 @@ def windows_run(
 
         return forward_alone
     leaves = [t.detach().requires_grad_() for t in leaves]
-    grads = [torch.randn_like(output) for output in function(*leaves)]
-    return lambda: torch.autograd.grad(function(*leaves), leaves, grads)
+    grad = torch.randn_like(function(*leaves))
+    return lambda: torch.autograd.grad(function(*leaves), leaves, grad)
 
 
 def windows_case(shift: int, device: str, dtype: torch.dtype, passes: str, build: Callable[..., Run]) -> Case:
-    def prepare(function: Callable[..., list[Tensor]], sizes: Sequence[int]) -> Callable[[], Run]:
-        return lambda: windows_run(function, sizes, device, dtype, build is forward_backward)
+    def prepare(function: Callable[..., Tensor]) -> Callable[[], Run]:
+        return lambda: windows_run(function, device, dtype, build is forward_backward)
 
-    every = [BATCH * WINDOWS**2]
     peers = {
-        "timm, eager": prepare(windows_timm(shift, device, dtype, False), every),
-        "timm, SDPA": prepare(windows_timm(shift, device, dtype, True), every),
+        "timm, eager": prepare(windows_timm(shift, device, dtype, False)),
+        "timm, SDPA": prepare(windows_timm(shift, device, dtype, True)),
     }
     if shift:
-        peers["eager, masks of -inf"] = prepare(windows_timm(shift, device, dtype, False, float("-inf")), every)
+        peers["eager, masks of -inf"] = prepare(windows_timm(shift, device, dtype, False, float("-inf")))
     return Case(
         f"Swin's windows{', shifted' if shift else ''}, batch {BATCH}, {MAP}x{MAP}, {HEADS} heads x {WIDTH}, "
         f"{str(dtype).removeprefix('torch.')}, {passes}",
-        prepare(windows_ours(shift, device, dtype), [size for size, _ in groups(shift)]),
+        prepare(windows_ours(shift, device, dtype)),
         peers,
         WINDOW_GOALS[bool(shift)][passes] if device == "cpu" else FASTER,
     )
