@@ -131,7 +131,7 @@ def main(argv: list[str] | None = None) -> None:
     if args.write:
         facts = ", ".join(f"{key} {value}" for key, value in report.machine("cpu", ["triton"]).items())
         about = (__doc__ or "").split("\n\n")
-        text = ["# Time of the host", "`python -m tools.host_time --write`", facts, f"{about[0]} {about[2]}"]
+        text = ["# Time of the host", "`python -m tools.host_time --write`", facts, f"{about[0]} {about[3]}"]
         write_text(PAGE, "\n\n".join([*text, "\n".join(lines)]) + "\n")
 
 
