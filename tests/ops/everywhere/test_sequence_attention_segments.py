@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attn_plugins.ops import backend, explain, reference, sequence_attention
-from attn_plugins.ops.everywhere import chunks
+from attn_plugins.ops.everywhere import chunks, sdpa_sequence
 from attn_plugins.ops.everywhere.operands import SequenceOptions
 from attn_plugins.ops.everywhere.sequence_attention import ATTEND
 from tests.helpers.operator_checks import DEVICES, given
@@ -142,8 +142,10 @@ def test_errors(change, error, words):
         sequence_attention(query, key, value, **change)
 
 
-def test_who_serves():
+def test_what_does_not_know_segments(monkeypatch):
+    monkeypatch.setattr(sdpa_sequence, "multiplies_tiles", lambda: True)
     tensors = [torch.zeros(1, 1, 70, 8, dtype=torch.bfloat16) for _ in range(3)]
-    assert "nor segment_ids" in explain(sequence_attention, *tensors, segment_ids=drawn(1, 70)).refusals.get(
-        "amx", "nor segment_ids"
-    )
+    assert explain(sequence_attention, *tensors).serves == "amx"
+    choice = explain(sequence_attention, *tensors, segment_ids=drawn(1, 70))
+    assert choice.serves != "amx"
+    assert choice.refusals["amx"] == "it supports neither key_padding_mask nor segment_ids nor causal"
