@@ -51,7 +51,7 @@ def criss_cross_attention(
         scale: Factor of the content term.
 
     Returns:
-        (B, M, H, W, dv), stored as (B, H, W, M, dv). It may be modified in place, but where Triton's kernels compute it
+        (B, M, H, W, dv), stored as (B, H, W, M, dv). It may be modified in place unless Triton's kernels compute it
         and gradients are wanted.
 
     Raises:

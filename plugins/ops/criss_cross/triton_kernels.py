@@ -229,8 +229,8 @@ def gradients_of_queries(
     """Gradients of a block of queries along columns or rows, and of its position logits.
 
     The gradient of a logit is its weight times what the gradient of the weight, slopes·value, is above its mean over
-    the query's keys. ``MEAN`` computes that mean, which is slopes·output, where it else is read. ``ADD`` adds to the
-    gradient of the queries that is there.
+    the query's keys. With ``MEAN`` that mean, slopes·output, is computed and stored; otherwise it is read. ``ADD`` adds
+    to the gradient of the queries that is there.
     """
     part, block, line, head, batch = _place(heads, lines, length, BLOCK_Q, PARTS)
     queries = block * BLOCK_Q + tl.arange(0, BLOCK_Q)

@@ -65,9 +65,9 @@ def sequence_attention(
         scale: Factor of the content term.
         start: Position of the first query among the keys, at least 0. None means S - T with ``causal`` (the queries
             are the last T of S positions, as in incremental decoding), else 0.
-        segment_ids: (n, S) int32: a query sees only keys whose number equals that of the key at its own position,
-            p < S. n divides B, and batch entry b has the numbers of row b % n. For several sequences in one row, and
-            for shifted windows.
+        segment_ids: (n, S) int32, where n divides B: the segment of each key; batch entry b has those of row b % n. A
+            query, whose position must be below S, attends only to the keys of the segment at its position. This
+            serves several sequences packed into one, and shifted windows.
 
     Returns:
         (B, M, T, dv). T is 1 if it is in all arguments that have it. On CUDA, and in bfloat16 on CPUs with AMX, it must
