@@ -8,6 +8,7 @@
 #include <initializer_list>
 #include <type_traits>
 
+#include "common/launch.cuh"
 #include "common/vector.cuh"
 
 namespace attn_plugins {
@@ -60,6 +61,22 @@ void for_width(std::initializer_list<int64_t> counts, std::initializer_list<cons
     body(T(), std::integral_constant<int, kWide>());
   } else if (kPair > 1 && vectors_fit<T, kPair>(counts, pointers)) {
     body(T(), std::integral_constant<int, kPair>());
+  } else {
+    body(T(), std::integral_constant<int, 1>());
+  }
+}
+
+// The same for kernels whose neighbouring threads add neighbouring vectors to global memory. The cost of an
+// atomic addition is the number of 32-byte sectors of each instruction, so that an instruction must not leave
+// gaps between its threads: four floats at once, or one where devices know no vectors. On an H100 the
+// backward of deformable attention took 0.82 ms where each thread added eight floats, and 0.42 ms where it
+// added four.
+template <class T, class Body>
+void for_atomic_width(std::initializer_list<int64_t> counts, std::initializer_list<const void*> pointers,
+                      const Body& body) {
+  constexpr int kFour = sizeof(T) == 8 ? 1 : 4;
+  if (code_architecture() >= 90 && vectors_fit<T, kFour>(counts, pointers)) {
+    body(T(), std::integral_constant<int, kFour>());
   } else {
     body(T(), std::integral_constant<int, 1>());
   }

@@ -174,11 +174,15 @@ __device__ __forceinline__ void widen(const Vector<__nv_bfloat16, N>& v, float (
   }
 }
 
-// to[i] += x[i], each atomically. Devices of sm_90 and later send four floats as one request. There is no
-// memory clobber: no kernel here reads what it adds to, so loads may be reordered around it.
+// to[i] += x[i], each atomically. Devices of sm_90 and later send two or four floats as one request. There is
+// no memory clobber: no kernel here reads what it adds to, so loads may be reordered around it.
 template <int N>
 __device__ __forceinline__ void add_atomically(float* to, const float (&x)[N]) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  if constexpr (N == 2) {
+    asm volatile("red.relaxed.gpu.global.add.v2.f32 [%0], {%1, %2};" ::"l"(to), "f"(x[0]), "f"(x[1]));
+    return;
+  }
   constexpr int kFours = N / 4 * 4;
 #pragma unroll
   for (int i = 0; i < kFours; i += 4) {

@@ -3,12 +3,15 @@
 #pragma once
 
 #include <algorithm>
+#include <bit>
 #include <cstdlib>
 #include <limits>
+#include <type_traits>
 
 #include "common/dispatch.cuh"
 #include "common/transpose.cuh"
 #include "cuda_sampling.cuh"
+#include "cuda_scatter.cuh"
 #include "deform_conv.h"
 
 namespace attn_plugins {
@@ -180,13 +183,88 @@ struct CudaKernels {
       grads.grad_mask = data_of<T>(grad_mask);
       if (grad_offset.defined()) grads.offset_strides = plane_strides(grad_offset);
       if (grad_mask.defined()) grads.mask_strides = plane_strides(grad_mask);
+      if (grad_input.defined() && scatter(g, p, grads.grad_columns, grad_input)) {
+        grads.grad_input = nullptr;
+        if (!columns.defined() && !grad_offset.defined()) return;
+      }
+      const auto run = [&](auto, auto width) {
+        const int64_t blocks = assign_teams(p, width, false);
+        launch(sample_backward_kernel<T, width>, blocks, p, grads);
+      };
       // grad_input needs no check: it is a new allocation, aligned to far more than four floats.
-      for_width<T>({p.group_channels, p.offset_group_channels}, {p.input, grads.grad_columns, grads.columns},
-                   [&](auto, auto width) {
-                     const int64_t blocks = assign_teams(p, width, false);
-                     launch(sample_backward_kernel<T, width>, blocks, p, grads);
-                   });
+      const std::initializer_list<int64_t> counts = {p.group_channels, p.offset_group_channels};
+      const std::initializer_list<const void*> pointers = {p.input, grads.grad_columns, grads.columns};
+      if (grads.grad_input) {
+        for_atomic_width<T>(counts, pointers, run);
+      } else {
+        for_width<T>(counts, pointers, run);
+      }
     });
+  }
+
+  // Chooses tiles of output pixels and the channels of a warp: the largest tiles whose windows leave room for
+  // offsets, for half as many cells again as without any. False if there are none.
+  static bool choose_tiles(const Geometry& g, int64_t window_bytes, int channels, ScatterTiles* tiles) {
+    const auto log2_up = [](int64_t n) { return n <= 1 ? 0 : 64 - std::countl_zero(uint64_t(n - 1)); };
+    tiles->cells = int(window_bytes / (128 * channels));
+    while ((tiles->side + 1) * (tiles->side + 1) <= tiles->cells) ++tiles->side;
+    const auto cells = [](int64_t outputs, int64_t stride, int64_t taps, int64_t dilation) {
+      return ((outputs - 1) * stride + (taps - 1) * dilation + 3) / 2;
+    };
+    tiles->rows_log2 = std::min(3, log2_up(g.Ho));
+    tiles->columns_log2 = std::clamp(log2_up(g.Wo), 3, 6 - tiles->rows_log2);
+    while (true) {
+      const int64_t high = cells(int64_t(1) << tiles->rows_log2, g.stride_h, g.Kh, g.dilation_h);
+      const int64_t wide = cells(int64_t(1) << tiles->columns_log2, g.stride_w, g.Kw, g.dilation_w);
+      if (high * wide * 3 <= int64_t(tiles->cells) * 2) return true;
+      if (tiles->columns_log2 > 3) {
+        --tiles->columns_log2;
+      } else if (tiles->rows_log2 > 1) {
+        --tiles->rows_log2;
+      } else {
+        return false;
+      }
+    }
+  }
+
+  // Adds to grad_input by scatter_kernel, or returns false: in double, where there are so few channels that
+  // most threads would be idle, where taps are too far apart for a window, and where the work is so small
+  // that one launch more costs more than it saves. ATTN_PLUGINS_SCATTER=0 or 1 replaces the last condition.
+  template <class T>
+  static bool scatter(const Geometry& g, const SamplingProblem<T>& p, const T* grad_columns,
+                      const Tensor& grad_input) {
+    if constexpr (!std::is_same_v<accumulate_t<T>, float>) {
+      return false;
+    } else {
+      const char* forced = std::getenv("ATTN_PLUGINS_SCATTER");
+      const bool large = int64_t(p.length) * p.taps * p.C >= int64_t(1) << 20;
+      if (forced != nullptr ? *forced == '0' : !large) return false;
+      if (p.offset_group_channels < 32 || p.length == 0) return false;
+      constexpr int64_t kStatic = sizeof(ScatterShare) * 4 * kThreads + sizeof(ScatterExtent);
+      const int64_t window_bytes = (device_limits().shared_bytes - kStatic) / kWarps;
+      const bool pairs = p.offset_group_channels >= 128 &&
+                         vectors_fit<T, 2>({p.group_channels, p.offset_group_channels}, {grad_columns});
+      ScatterTiles tiles{};
+      const bool paired = pairs && choose_tiles(g, window_bytes, 2, &tiles);
+      if (!paired && !choose_tiles(g, window_bytes, 1, &(tiles = {}))) return false;
+      const int64_t image_pixels = g.Ho * g.Wo;
+      const int64_t images = (p.start + p.length - 1) / image_pixels - p.start / image_pixels + 1;
+      const int64_t across = divide_up(g.Wo, int64_t(1) << tiles.columns_log2);
+      const int64_t down = divide_up(g.Ho, int64_t(1) << tiles.rows_log2);
+      const int channels = paired ? 2 : 1;
+      const int64_t slices = divide_up(p.offset_group_channels, int64_t(8) * kWarps * channels);
+      tiles.first_image = int(p.start / image_pixels);
+      tiles.across = Divisor(across), tiles.down = Divisor(down), tiles.channel_slices = Divisor(slices);
+      const int64_t blocks = images * down * across * p.offset_groups.divisor * slices;
+      const int64_t bytes = kWarps * int64_t(tiles.cells) * 128 * channels;
+      float* to = data_of<float>(grad_input);
+      if (paired) {
+        launch_with_much_shared_memory(scatter_kernel<T, 2>, blocks, bytes, p, tiles, grad_columns, to);
+      } else {
+        launch_with_much_shared_memory(scatter_kernel<T, 1>, blocks, bytes, p, tiles, grad_columns, to);
+      }
+      return true;
+    }
   }
 
   static void accumulate(const Tensor& sum, const Tensor& part) {

@@ -296,12 +296,17 @@ inline void deformable_attention_backward(Tensor grad_output, Tensor value, Tens
       return t.has_value() ? static_cast<A*>(t->data_ptr()) : nullptr;
     };
     const AttentionGradients<A> grads{found(grad_value), found(grad_locations), found(grad_weights)};
-    for_width<T>({value.size(3)}, {value.data_ptr(), grad_output.data_ptr()}, [&](auto, auto width) {
+    const auto run = [&](auto, auto width) {
       constexpr int N = decltype(width)::value;
       const auto p = attention_problem(value, weights, shapes, points, N, false);
       launch(attend_backward_kernel<T, N>, attention_blocks(p), p, data_of<const T>(grad_output),
              data_of<const T>(value), data_of<const A>(locations), data_of<const A>(weights), grads);
-    });
+    };
+    if (grads.value) {
+      for_atomic_width<T>({value.size(3)}, {value.data_ptr(), grad_output.data_ptr()}, run);
+    } else {
+      for_width<T>({value.size(3)}, {value.data_ptr(), grad_output.data_ptr()}, run);
+    }
   });
 }
 

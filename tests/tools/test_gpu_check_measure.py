@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -182,6 +183,28 @@ def test_contestants_are_every_backend_that_does_not_refuse():
     others = set(backends_of("window_attention")) - set(facts["served_by"]["window_attention"])
     assert {name.removeprefix("ours, by ") for name in runs if "by" in name} | set(facts["refusals"]) == others
     assert "cuda" in facts["refusals"]
+
+
+def test_variants_of_a_backend_run_with_their_environment(monkeypatch):
+    serving = served_by(window)["window_attention"][0]
+    monkeypatch.setattr(worker, "VARIANTS", {
+        ("window_attention", serving): ("a variant", {"CHECKED": "1"}),
+        ("window_attention", "another"): ("of a backend that does not serve", {}),
+    })  # fmt: skip
+    seen = []
+
+    def run():
+        seen.append(os.environ.get("CHECKED"))
+        return window()
+
+    runs, facts = worker.contestants(Case("window", prepared(run)))
+    assert facts["differences"]["a variant"] == 0
+    assert [name for name in runs if "variant" in name] == ["ours, by a variant"]
+    assert not any("does not serve" in name for name in runs)
+    seen.clear()
+    for name in ("ours", "ours, by a variant", "ours"):
+        runs[name]()
+    assert seen == [None, "1", None]
 
 
 def test_the_definition_stands_for_operators_also_while_they_are_compiled():

@@ -13,7 +13,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,8 @@ PARTS = {
     "augmented_conv": 0.7, "window_attention": 1.0, "criss_cross": 1.0, "sequence_attention": 1.0,
     "vision_transformers": 1.0, "halves": 0.5,
 }  # fmt: skip
+# (operator, backend) -> name and environment of another way in which the backend computes
+VARIANTS = {("deform_conv2d", "cuda"): ("cuda without windows", {"ATTN_PLUGINS_SCATTER": "0"})}
 DTYPE_ORDER = ("bfloat16", "float32", "TF32", "float16")
 
 
@@ -124,6 +126,39 @@ def forced(run: Run, backend: str) -> Run:
     return by_backend
 
 
+def with_environment(run: Run, variables: Mapping[str, str]) -> Run:
+    """Return ``run`` with environment variables set while it runs."""
+
+    def by_variables() -> object:
+        before = {name: os.environ.get(name) for name in variables}
+        os.environ.update(variables)
+        try:
+            return run()
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
+
+    return by_variables
+
+
+def own_runs(ours: Run, served_by: Mapping[str, list[str]], without: Collection[str]) -> dict[str, Run]:
+    """Return ``ours`` by its other backends and by the variants of those that serve it."""
+    serving = {name for names in served_by.values() for name in names}
+    backends = dict.fromkeys(name for operator in served_by for name in backends_of(operator))
+    found = {
+        name: forced(ours, name)
+        for name in backends
+        if serving != {name} and not (name in without and len(backends) > 2)
+    }
+    for (operator, backend), (name, variables) in VARIANTS.items():
+        if backend in served_by.get(operator, ()):
+            found[name] = with_environment(ours, variables)
+    return found
+
+
 def defaults() -> None:
     """Reset what the last row changed: flags, compiled code and its limits, memory."""
     torch.backends.cuda.matmul.allow_tf32 = False
@@ -144,7 +179,7 @@ def contestants(
 ) -> tuple[dict[str, Run], dict[str, Any]]:
     """Return the functions of a row by name, each run once, and facts about the row: errors, refusals, backends.
 
-    "ours" uses the default backends, "ours, by NAME" another backend of the operators that it calls.
+    "ours" uses the default backends, "ours, by NAME" another backend of the operators that it calls, or a variant.
 
     Args:
         case: The row.
@@ -159,14 +194,9 @@ def contestants(
     ours = case.ours()
     facts["served_by"] = served_by(ours)
     found["ours"] = ours
-    serving = {name for names in facts["served_by"].values() for name in names}
-    backends = dict.fromkeys(name for operator in facts["served_by"] for name in backends_of(operator))
     expected = ours()
-    for name in backends:
-        if serving == {name} or not others or (name in without and len(backends) > 2):
-            continue
+    for name, run in own_runs(ours, facts["served_by"], without).items() if others else ():
         begin(f"ours, by {name}")
-        run = forced(ours, name)
         try:
             facts["differences"][name] = difference(run(), expected)
             found[f"ours, by {name}"] = run

@@ -22,6 +22,7 @@ enum cudaFuncAttribute {
   cudaFuncAttributeMaxDynamicSharedMemorySize,
   cudaFuncAttributePreferredSharedMemoryCarveout
 };
+constexpr int cudaSharedmemCarveoutMaxShared = 100;
 
 namespace emulator {
 inline std::map<const void*, size_t> most_dynamic_bytes;  // by kernel, if it was set
