@@ -240,7 +240,9 @@ struct CudaKernels {
       const bool large = int64_t(p.length) * p.taps * p.C >= int64_t(1) << 20;
       if (forced != nullptr ? *forced == '0' : !large) return false;
       if (p.offset_group_channels < 32 || p.length == 0) return false;
-      constexpr int64_t kStatic = sizeof(ScatterShare) * 4 * kThreads + sizeof(ScatterExtent);
+      if (g.taps() * p.group_channels * int64_t(sizeof(T)) > std::numeric_limits<int32_t>::max())
+        return false;
+      constexpr int64_t kStatic = sizeof(ScatterShare) * 4 * kThreads + 128;  // 128: the extent
       const int64_t window_bytes = (device_limits().shared_bytes - kStatic) / kWarps;
       const bool pairs = p.offset_group_channels >= 128 &&
                          vectors_fit<T, 2>({p.group_channels, p.offset_group_channels}, {grad_columns});

@@ -138,6 +138,15 @@ struct ScatterTile {
   }
 };
 
+// sum += weight * gradient
+template <class T, int N>
+__device__ __forceinline__ void add_share(float weight, const Vector<T, N>& gradient, float (&sum)[N]) {
+  float x[N];
+  widen(gradient, x);
+#pragma unroll
+  for (int e = 0; e < N; ++e) sum[e] += weight * x[e];
+}
+
 // grad_input (N, H, W, C) += the shares of all samples of the block of output pixels.
 template <class T, int N>
 __global__ void __launch_bounds__(kThreads, 2)
@@ -166,7 +175,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   float* image = grad_input + tile.n * p.image + c;
   // The first of the thread's own elements; those of other cells are 32 * N elements apart.
   float* own = windows + (thread / 32 * tiles.cells * 32 + thread % 32) * N;
-  const int cells = window.rows * window.columns;
+  const int cells = window.rows * window.columns, column_bytes = p.taps * p.group_channels * int(sizeof(T));
   for (int cell = 0; active && cell < cells; ++cell) store(own + cell * 32 * N, Vector<float, N>());
 
   for (int first = 0; first < samples; first += kThreads) {
@@ -189,30 +198,38 @@ __global__ void __launch_bounds__(kThreads, 2)
       const int number = first + j, tap = number >> (tiles.rows_log2 + tiles.columns_log2);
       const int x = number & ((1 << tiles.columns_log2) - 1);
       const int y = (number >> tiles.columns_log2) & ((1 << tiles.rows_log2) - 1);
-      const T* from = column + (tile.pixel(p, y, x) * p.taps + tap) * p.group_channels;
+      // Pixels beyond the block have no columns, and their shares no target: other pixels' columns stand in.
+      const int64_t pixel = tile.pixel(p, y, x);
+      const int run = static_cast<int>(min(max(pixel, int64_t(-kScatterRun)), int64_t(p.length)));
+      const T* tap_column = column + tap * int64_t(p.group_channels);
       ScatterShare share[kScatterRun];
       Vector<T, N> gradient[kScatterRun];
-#pragma unroll
-      for (int u = 0; u < kScatterRun; ++u) share[u] = shares[j + u][corner];
+      bool beyond = false;
 #pragma unroll
       for (int u = 0; u < kScatterRun; ++u) {
-        if (share[u].target == kNowhere) continue;
-        gradient[u] = load_constant<T, N>(from + int64_t(u) * p.taps * p.group_channels);
+        gradient[u] =
+            load_constant<T, N>(pixel_at(tap_column, min(max(run + u, 0), p.length - 1), column_bytes));
       }
 #pragma unroll
       for (int u = 0; u < kScatterRun; ++u) {
-        float part[N];
-        widen(gradient[u], part);
+        share[u] = shares[j + u][corner];
+        beyond |= share[u].target < kNowhere;
+      }
 #pragma unroll
-        for (int e = 0; e < N; ++e) part[e] *= share[u].weight;
-        if (share[u].target >= 0) {
-          Vector<float, N> sum = load<float, N>(own + share[u].target);
-#pragma unroll
-          for (int e = 0; e < N; ++e) sum.element[e] += part[e];
-          store(own + share[u].target, sum);
-        } else if (share[u].target != kNowhere) {
-          add_atomically(image + int64_t(-2 - share[u].target) * p.C, part);
-        }
+      for (int u = 0; u < kScatterRun; ++u) {
+        if (share[u].target < 0) continue;
+        Vector<float, N> sum = load<float, N>(own + share[u].target);
+        add_share(share[u].weight, gradient[u], sum.element);
+        store(own + share[u].target, sum);
+      }
+      if (!beyond) continue;
+#pragma unroll 1
+      for (int u = 0; u < kScatterRun; ++u) {
+        const ScatterShare one = shares[j + u][corner];
+        if (one.target >= kNowhere) continue;
+        float part[N] = {};
+        add_share(one.weight, load_constant<T, N>(pixel_at(tap_column, run + u, column_bytes)), part);
+        add_atomically(image + int64_t(-2 - one.target) * p.C, part);
       }
     }
   }

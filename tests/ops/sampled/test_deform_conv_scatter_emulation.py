@@ -1,4 +1,4 @@
-"""The input gradient that the CUDA convolution sums in shared memory, emulated: equal to the reference however it is cut."""
+"""The input gradient that the CUDA convolution sums in shared memory, emulated: equal to the reference in every cut."""
 
 from __future__ import annotations
 
