@@ -109,16 +109,16 @@ def hottest(body: Sequence[Instruction]) -> list[Instruction]:
 
     Of the innermost loops, it is the one with the most matrix products, then with the most loads of global memory,
     then the longest. A loop also counts as innermost if a loop nested in it has less than a quarter of its
-    instructions and only repeats an atomic operation or does not load.
+    instructions and either adds atomically or does not load.
     """
     every = loops(body)
     counts = {loop: count(within(body, loop)) for loop in every}
     works = {loop: any(counts[loop].get(kind) for kind in ("HMMA", "LDG", "LDS")) for loop in every}
 
     def part_of(inner: Loop, outer: Loop) -> bool:
-        swaps = any("CAS" in each.name for each in within(body, inner))
+        adds = any("CAS" in each.name or each.name.split(".")[0] in ("RED", "REDG") for each in within(body, inner))
         small = counts[inner]["instructions"] < SMALL * counts[outer]["instructions"]
-        return small and (swaps or not works[inner])
+        return small and (adds or not works[inner])
 
     def innermost(loop: Loop) -> bool:
         inner = (each for each in every if each != loop and loop.first <= each.first and each.last <= loop.last)

@@ -9,11 +9,11 @@ from typing import Any
 Row = Mapping[str, Any]
 COUNTS = ("HMMA", "MATCH", "REDUX", "VOTE", "SHFL", "MOV", "MUFU", "LDS", "STS", "LDL", "STL", "ATOM", "BAR")
 COLUMNS = ("registers", "stack", "shared", "instructions", "loop")
-EXPLANATION = """Registers per thread, stack in bytes (spills), static shared memory in bytes per block, instructions
-of the kernel; then instructions of its hottest loop, in total and by expensive kind. The hottest loop is the innermost
-loop with the most matrix products, then with the most loads of global memory, then the longest. LDG: loads of global
-memory, number × bits. ATOM includes RED and ATOMS; MOV includes IMAD.MOV and UMOV. These are counts of compiled
-instructions, not measurements."""
+EXPLANATION = """Registers per thread, stack in bytes (spills), static shared memory in bytes per block (on sm_90
+with the 1024 that CUDA reserves), instructions of the kernel; then instructions of its hottest loop, in total
+and by expensive kind. The hottest loop is the innermost loop with the most matrix products, then with the most
+loads of global memory, then the longest. LDG: loads of global memory, number × bits. ATOM includes RED and
+ATOMS; MOV includes IMAD.MOV and UMOV. These are counts of compiled instructions, not measurements."""
 
 
 def short(name: str) -> str:
