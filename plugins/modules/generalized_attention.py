@@ -208,7 +208,9 @@ class GeneralizedAttention2d(AxisPositions):
         if self.q_stride > 1 and output.shape[2] * output.shape[3] > 1:
             output = self.upsample(output, [x.shape[2], x.shape[3]])
         output = in_format_of(x, output)
-        return torch.addcmul(x, self.gamma, output) if output.dtype == x.dtype else x + self.gamma * output
+        if output.dtype == x.dtype and output.shape == x.shape:
+            return torch.addcmul(x, self.gamma, output)
+        return x + self.gamma * output  # without ε1, ε2 and ε4 one pixel for all, whose gradient is summed first
 
     def attention_size(self, size: Sequence[int]) -> tuple[int, int]:
         """Return the size of the map of queries for an input of ``size`` (H, W)."""
@@ -298,14 +300,13 @@ class GeneralizedAttention2d(AxisPositions):
             if context.shape[0] != x.shape[0]:
                 raise ValueError(f"context must have x's batch size {x.shape[0]}, got {context.shape[0]}")
         # In channels-last memory a projection is a plain GEMM and its heads are views with a contiguous width.
-        queries = to_channels_last(x)
-        keys = queries if context is None else to_channels_last(context)
-        queries, keys = _every(queries, self.q_stride), _every(keys, self.kv_stride)
-        value = self._heads(self.value_conv(keys))
         query: Tensor | None = None
         key: Tensor | None = None
         if self.query_conv is not None:
-            query = self._scaled(self._heads(self.query_conv(queries)))
+            x = to_channels_last(x)
+            query = self._scaled(self._heads(self.query_conv(_every(x, self.q_stride))))
+        keys = to_channels_last(_every(x if context is None else context, self.kv_stride))
+        value = self._heads(self.value_conv(keys))
         if self.key_conv is not None:
             key = self._heads(self.key_conv(keys))
         return query, key, value
