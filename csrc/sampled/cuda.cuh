@@ -202,11 +202,11 @@ struct CudaKernels {
     });
   }
 
-  // Chooses tiles of output pixels and the channels of a warp: the largest tiles whose windows leave room for
-  // offsets, for half as many cells again as without any. False if there are none.
+  // Chooses the largest tiles of output pixels whose windows, with `channels` per thread, hold 1.5 times the
+  // cells that samples without offsets need. False if there are none.
   static bool choose_tiles(const Geometry& g, int64_t window_bytes, int channels, ScatterTiles* tiles) {
     const auto log2_up = [](int64_t n) { return n <= 1 ? 0 : 64 - std::countl_zero(uint64_t(n - 1)); };
-    tiles->cells = int(window_bytes / (128 * channels));
+    tiles->cells = int(window_bytes / (128 * channels)), tiles->side = 1;
     while ((tiles->side + 1) * (tiles->side + 1) <= tiles->cells) ++tiles->side;
     const auto cells = [](int64_t outputs, int64_t stride, int64_t taps, int64_t dilation) {
       return ((outputs - 1) * stride + (taps - 1) * dilation + 3) / 2;
@@ -246,9 +246,9 @@ struct CudaKernels {
       const int64_t window_bytes = (device_limits().shared_bytes - kStatic) / kWarps;
       const bool pairs = p.offset_group_channels >= 128 &&
                          vectors_fit<T, 2>({p.group_channels, p.offset_group_channels}, {grad_columns});
-      ScatterTiles tiles{};
+      ScatterTiles tiles;
       const bool paired = pairs && choose_tiles(g, window_bytes, 2, &tiles);
-      if (!paired && !choose_tiles(g, window_bytes, 1, &(tiles = {}))) return false;
+      if (!paired && !choose_tiles(g, window_bytes, 1, &tiles)) return false;
       const int64_t image_pixels = g.Ho * g.Wo;
       const int64_t images = (p.start + p.length - 1) / image_pixels - p.start / image_pixels + 1;
       const int64_t across = divide_up(g.Wo, int64_t(1) << tiles.columns_log2);

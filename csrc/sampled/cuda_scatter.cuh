@@ -7,8 +7,8 @@
 //
 // Each warp takes 8 * N channels and has its own window. The window consists of cells of 2 x 2 pixels; the
 // thread with number 8 * corner + i takes N channels of that corner of every cell. The four pixels of a
-// sample lie in different corners, so that no two threads ever share an address: there are neither atomic
-// additions nor barriers nor bank conflicts.
+// sample lie in different corners, so that no two threads ever share an address: additions to a window need
+// neither atomics nor barriers, and have no bank conflicts.
 #pragma once
 
 #include <climits>

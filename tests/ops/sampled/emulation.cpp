@@ -67,7 +67,7 @@ std::tuple<int64_t, int64_t, int64_t> tiles(std::vector<int64_t> sizes, int64_t 
   DeformConvGeometry g{};
   g.Ho = sizes[0], g.Wo = sizes[1], g.Kh = sizes[2], g.Kw = sizes[3];
   g.stride_h = g.stride_w = sizes[4], g.dilation_h = g.dilation_w = sizes[5];
-  ScatterTiles found{};
+  ScatterTiles found;
   if (!CudaKernels::choose_tiles(g, window_bytes, int(channels), &found)) return {0, 0, 0};
   return {int64_t(1) << found.rows_log2, int64_t(1) << found.columns_log2, found.cells};
 }
