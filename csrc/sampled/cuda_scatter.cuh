@@ -27,6 +27,14 @@ struct ScatterTiles {
   int first_image;                       // of the grid
   int cells, side;                       // of a warp's window: at most `cells`, about side x side
   Divisor across, down, channel_slices;  // tiles per row and column of an image; blocks that share a tile
+
+  // The tap and output pixel of a tile's sample: all pixels' first tap, then all pixels' second tap, and so
+  // on.
+  __device__ __forceinline__ void split(int number, int* tap, int* y, int* x) const {
+    *tap = number >> (rows_log2 + columns_log2);
+    *y = (number >> columns_log2) & ((1 << rows_log2) - 1);
+    *x = number & ((1 << columns_log2) - 1);
+  }
 };
 
 // What a sample adds to one of its pixels. `target` is the element of a warp's window, kNowhere, or -2 - the
@@ -122,13 +130,12 @@ struct ScatterTile {
     return (int64_t(n) * p.rows.divisor + oy + y) * p.columns.divisor + ox + x - p.start;
   }
 
-  // Sample `number` of the tile: all pixels' first tap, then all pixels' second tap, and so on.
+  // Sample `number` of the tile; one outside the map if its output pixel does not exist.
   template <class T>
   __device__ __forceinline__ Sample<float> sample(const SamplingProblem<T>& p, const ScatterTiles& tiles,
                                                   int number, float* mask) const {
-    const int tap = number >> (tiles.rows_log2 + tiles.columns_log2);
-    const int x = number & ((1 << tiles.columns_log2) - 1);
-    const int y = (number >> tiles.columns_log2) & ((1 << tiles.rows_log2) - 1);
+    int tap, y, x;
+    tiles.split(number, &tap, &y, &x);
     const int64_t at = pixel(p, y, x);
     const bool exists =
         oy + y < int(p.rows.divisor) && ox + x < int(p.columns.divisor) && at >= 0 && at < p.length;
@@ -195,9 +202,8 @@ __global__ void __launch_bounds__(kThreads, 2)
     }
     __syncthreads();
     for (int j = 0; active && j < count; j += kScatterRun) {
-      const int number = first + j, tap = number >> (tiles.rows_log2 + tiles.columns_log2);
-      const int x = number & ((1 << tiles.columns_log2) - 1);
-      const int y = (number >> tiles.columns_log2) & ((1 << tiles.rows_log2) - 1);
+      int tap, y, x;
+      tiles.split(first + j, &tap, &y, &x);
       // Pixels beyond the block have no columns, and their shares no target: other pixels' columns stand in.
       const int64_t pixel = tile.pixel(p, y, x);
       const int run = static_cast<int>(min(max(pixel, int64_t(-kScatterRun)), int64_t(p.length)));

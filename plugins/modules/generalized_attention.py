@@ -210,7 +210,7 @@ class GeneralizedAttention2d(AxisPositions):
         output = in_format_of(x, output)
         if output.dtype == x.dtype and output.shape == x.shape:
             return torch.addcmul(x, self.gamma, output)
-        return x + self.gamma * output  # without ε1, ε2 and ε4 one pixel for all, whose gradient is summed first
+        return x + self.gamma * output  # ε3 alone: one pixel for all queries; its gradient is summed before the product
 
     def attention_size(self, size: Sequence[int]) -> tuple[int, int]:
         """Return the size of the map of queries for an input of ``size`` (H, W)."""
