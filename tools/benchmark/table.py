@@ -245,8 +245,11 @@ def reading(rows: Rows, entries: Sequence[Entry]) -> Iterator[str]:
     """Yield the legend of the rows of ``entries``."""
     shown = [row for entry in entries for row in _rows(rows, entry)]
     if shown:
-        machine = (rows.file(OPERATORS[0].file) or rows.file(MODELS[0].file) or {}).get("machine", {})
-        where = f" ({machine['cpu']}, torch {machine['torch']}, {machine['date']})" if machine else ""
+        files = [rows.file(name) for name in dict.fromkeys(entry.file for entry in entries)]
+        machines = [file["machine"] for file in files if file is not None]
+        dates = [machine["date"] for machine in machines]
+        when = " to ".join(dict.fromkeys((min(dates), max(dates)))) if dates else ""
+        where = f" ({machines[0]['cpu']}, torch {machines[0]['torch']}, {when})" if machines else ""
         yield f"Best times of ours, float32{where}."
         yield "×: the better peer's best time over ours, in bold where ours is faster."
         yield "Memory: ours over that peer's, peak extra bytes, of both passes."
