@@ -246,7 +246,7 @@ def reading(rows: Rows, entries: Sequence[Entry]) -> Iterator[str]:
     shown = [row for entry in entries for row in _rows(rows, entry)]
     if shown:
         files = [rows.file(name) for name in dict.fromkeys(entry.file for entry in entries)]
-        machines = [file["machine"] for file in files if file is not None]
+        machines = [file["machine"] for file in files if file is not None and "machine" in file]
         dates = [machine["date"] for machine in machines]
         when = " to ".join(dict.fromkeys((min(dates), max(dates)))) if dates else ""
         where = f" ({machines[0]['cpu']}, torch {machines[0]['torch']}, {when})" if machines else ""
