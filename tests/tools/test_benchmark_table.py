@@ -114,6 +114,14 @@ def test_losses_and_noise_show(tmp_path):
     assert "\u2020 noisy" in text
 
 
+def test_all_dates_of_the_rows_show(tmp_path):
+    files = made_up(tmp_path)
+    assert "torch 2.11.0, 2030-01-02)" in table.generate(tmp_path, "all")
+    machine = dict(cpu="Made Up, 2 cores, 2 threads", torch="2.11.0", date="2030-01-01")
+    results.write(tmp_path, "end_to_end-cpu", dict(machine=machine, rows=files["end_to_end-cpu"]), "")
+    assert "torch 2.11.0, 2030-01-01 to 2030-01-02)" in table.generate(tmp_path, "all")
+
+
 def test_missing_measurements_are_reported(tmp_path):
     made_up(tmp_path)
     (tmp_path / "criss_cross-cpu.json").write_text('{"rows": []}')  # as older versions wrote them
