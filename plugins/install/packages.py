@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, distribution, distributions, requires
+from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -147,7 +148,9 @@ def run_logged(command: Sequence[str], log: Path, environment: Mapping[str, str]
 
 
 def need_pip() -> None:
-    if find_spec("pip") is None:
+    # Not importlib.util.find_spec: setuptools' import hook takes a search for pip for the beginning of pip, and gives this
+    # process the standard library's distutils, with which setuptools, and so torch.compile, cannot be imported any more.
+    if PathFinder.find_spec("pip") is None:
         raise InstallError(
             f"this environment has no pip: run `{sys.executable} -m ensurepip` (uv: `uv pip install pip`) first"
         )

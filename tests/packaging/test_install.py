@@ -110,6 +110,12 @@ class TestPackages:
             packages.pip(["no-such-command"], tmp_path / "log.txt")
 
 
+def test_the_search_for_pip_leaves_setuptools_importable():
+    """setuptools' hook gives a process that imports pip the standard library's distutils, which setuptools refuses."""
+    code = "from attn_plugins.install import packages; packages.need_pip(); import setuptools"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=600)
+
+
 class TestPlan:
     def test_torch_is_needed_first(self, monkeypatch, capsys):
         monkeypatch.setattr(packages, "version_of", lambda name: None)
