@@ -13,7 +13,7 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 logger = logging.getLogger("attn_plugins")
@@ -180,7 +180,7 @@ def refusal(each: Backend, terms: Any, options: Any, backward: bool = False) -> 
     return each.refuses_backward(terms, options) if backward and reason is None else reason
 
 
-@cache
+@lru_cache(maxsize=1024)  # reasons contain sizes
 def _log(operator: str, name: str, reason: str) -> None:
     logger.debug("%s is not computed by %s: %s", operator, name, reason)
 

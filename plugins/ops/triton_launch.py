@@ -14,9 +14,11 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import sysconfig
 from collections.abc import Iterator
 from functools import cache
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -167,7 +169,14 @@ def precision(dtype: torch.dtype) -> str:
     """
     if dtype != torch.float32:
         return "ieee"
-    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "tf32x3"
+    return "tf32" if _tf32_is_allowed() else "tf32x3"
+
+
+def _tf32_is_allowed() -> bool:
+    switches = torch.backends.cuda.matmul
+    if hasattr(switches, "fp32_precision"):  # torch 2.9; allow_tf32 cannot be read after this has been set
+        return switches.fp32_precision == "tf32"
+    return switches.allow_tf32
 
 
 def upcast(dtype: torch.dtype) -> bool:
@@ -199,10 +208,15 @@ def _missing() -> str | None:
 
 @cache
 def _no_compiler() -> str | None:
-    """Triton compiles the code that launches a kernel by a C compiler."""
-    if interpreted() or os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang"):
+    """Return the reason why the C code that launches Triton's kernels cannot be compiled, or None."""
+    if interpreted():
         return None
-    return "Triton needs a C compiler at run time, and neither CC, gcc nor clang is there"
+    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        return "Triton needs a C compiler at run time, and neither CC, gcc nor clang is there"
+    header = Path(sysconfig.get_path("include"), "Python.h")
+    if not header.is_file():
+        return f"Triton needs Python's C headers at run time, and {header} is not there"
+    return None
 
 
 @cache

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -35,6 +38,37 @@ def test_without_a_compiler(monkeypatch):
     monkeypatch.setattr(triton_launch.shutil, "which", lambda name: None)
     monkeypatch.delenv("CC", raising=False)
     assert "needs a C compiler" in triton_launch._no_compiler.__wrapped__()
+
+
+def test_without_the_headers_of_python(monkeypatch, tmp_path):
+    monkeypatch.setattr(triton_launch, "interpreted", lambda: False)
+    monkeypatch.setenv("CC", "gcc")
+    assert triton_launch._no_compiler.__wrapped__() is None
+    monkeypatch.setattr(triton_launch.sysconfig, "get_path", lambda name: str(tmp_path))
+    found = triton_launch._no_compiler.__wrapped__()
+    assert found == f"Triton needs Python's C headers at run time, and {tmp_path / 'Python.h'} is not there"
+
+
+@pytest.mark.parametrize(
+    "switch, expected",
+    [
+        ("pass", "tf32x3"),
+        ("torch.backends.cuda.matmul.allow_tf32 = True", "tf32"),
+        ("torch.set_float32_matmul_precision('high')", "tf32"),
+        ("torch.backends.cuda.matmul.fp32_precision = 'tf32'", "tf32"),
+        ("torch.backends.fp32_precision = 'tf32'", "tf32"),
+        ("torch.backends.cuda.matmul.fp32_precision = 'ieee'", "tf32x3"),
+    ],
+)
+def test_the_precision_of_float32_follows_each_switch_of_torch(switch, expected):
+    """Each switch in a process of its own: torch refuses to read the old one after a new one was set."""
+    if "fp32_precision" in switch and not hasattr(torch.backends.cuda.matmul, "fp32_precision"):
+        pytest.skip("this torch has no fp32_precision")
+    code = (
+        f"import torch; from attn_plugins.ops.triton_launch import precision; {switch}; print(precision(torch.float32))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=600)
+    assert done.stdout.split() == [expected]
 
 
 def test_an_old_device(monkeypatch):
