@@ -91,7 +91,7 @@ def test_the_part_with_the_least_of_its_time_is_next():
 
 def test_every_row_has_a_name_of_its_own():
     for pattern in ("operators", "modules"):
-        names = [name for name, _ in worker.plan("cpu", f"^{pattern}")[pattern]]
+        names = [name for name, _ in worker.plan("cpu", f"^{pattern}")[0][pattern]]
         assert len(names) == len(set(names)) > 20
     for words in ("sequence", "FlexAttention"):
         case = next(case for case in worker.part_cases("operators", "cpu") if "sequence" in case.name)
@@ -379,6 +379,34 @@ def test_time_that_is_over_leaves_what_there_is(tmp_path, monkeypatch):
     found = measure.rows_of("", budget, tmp_path, tmp_path / "log", "cpu", keep)
     assert found == kept[-1]
     assert [row["row"].get("error") for row in found] == [None, "the time was over"]
+
+
+def test_a_part_whose_rows_cannot_be_listed_is_a_failed_row_and_the_others_run(tmp_path, monkeypatch):
+    def part_cases(part, device):
+        if part == "halves":
+            raise RuntimeError("no such device")
+        return []
+
+    monkeypatch.setattr(worker, "part_cases", part_cases)
+    planned, broken = worker.plan("cpu", "")
+    assert planned == {part: [] for part in worker.PARTS if part != "halves"}
+    assert broken == {"halves": "RuntimeError: no such device"}
+    record = tmp_path / "rows.jsonl"
+    worker.run_rows(worker.Settings("cpu", str(record), 10.0))
+    (row,), _ = measure.read(record)
+    assert row["end"] == "halves: every row"
+    assert row["row"] == {"error": "RuntimeError: no such device"}
+
+
+def test_rows_for_which_there_was_no_time_are_named(tmp_path, monkeypatch, capsys):
+    names = ["halves: 0", "halves: 1", "modules: 0"]
+    workers = Workers((0, [{"planned": names}, {"start": "halves: 0"}, entry("halves: 0", 1e-3)]))
+    monkeypatch.setattr(measure, "start_worker", workers)
+    monkeypatch.setattr(measure, "measure_ceilings", lambda *arguments: None)
+    assert measure.measure("", Budget(60), 1, tmp_path, "cpu") == 1
+    assert "the time was over before 2 of 3 rows\nhalves: 1\nmodules: 1\n" in capsys.readouterr().out
+    assert json.loads((tmp_path / "measure.json").read_text())["not_started"] == names[1:]
+    assert "* modules: 0: the time was over" in (tmp_path / "measure.md").read_text()
 
 
 def test_the_whole_command_on_the_cpu(tmp_path, capsys):

@@ -26,6 +26,7 @@ CEILINGS = "from tools.gpu_check.roofline import main; main()"
 WARM_SHARE = 0.3  # share of the time for running everything once
 MOST_LOSSES = 3
 LOST_SECONDS = 45.0  # assumed duration of a row that ended its process
+RECORD = "rows.jsonl"  # of the measuring process
 STARTS = 16  # maximum number of starts of the measuring process, one after each row that ended it
 
 
@@ -54,6 +55,8 @@ def measure(pattern: str, budget: Budget, jobs: int, out: Path, device: str, wit
 
         def keep(rows: Iterable[dict[str, Any]]) -> None:
             data["rows"] = list(rows)
+            done = {row["end"] for row in data["rows"]}
+            data["not_started"] = [name for name in planned(scratch / RECORD) if name not in done]
             data["seconds"] = round(budget.spent(), 1)
             write_text(out / "measure.json", dump(data))
             write_text(out / "measure.md", ratios.page(data))
@@ -61,7 +64,7 @@ def measure(pattern: str, budget: Budget, jobs: int, out: Path, device: str, wit
         keep(rows_of(pattern, budget, scratch, log, device, keep, losses, without))
     print("\n".join(ratios.closing(data)), flush=True)
     ran = [row for row in data["rows"] if "entries" in row["row"]]
-    return 0 if ran and len(ran) == len(data["rows"]) else 1
+    return 0 if ran and len(ran) == len(data["rows"]) and not data["not_started"] else 1
 
 
 def command(pattern: str, without: Sequence[str]) -> str:
@@ -152,7 +155,7 @@ def rows_of(
         lost_before: Number of processes that each row has already ended.
         without: Names of backends to leave out.
     """
-    record = scratch / "rows.jsonl"
+    record = scratch / RECORD
     losses, reasons = dict(lost_before or {}), dict.fromkeys(lost_before or {}, "a process ended")
     gone: dict[str, dict[str, Any]] = {}  # rows that will not be tried again
     for _ in range(STARTS):
@@ -181,6 +184,16 @@ def rows_of(
             print(f"measure: {ended.last_line()}", flush=True)
             break
     return [*rows_with_losses(record, reasons), *gone.values()]
+
+
+def planned(record: Path) -> list[str]:
+    """Return the names of all rows that the workers of a record were to measure."""
+    for line in record.read_text().splitlines() if record.exists() else ():
+        try:
+            return json.loads(line)["planned"]
+        except (KeyError, ValueError):
+            continue
+    return []
 
 
 def _reason(record: Path, ended: Done) -> str:

@@ -20,13 +20,14 @@ from .machine import ROOT
 from .processes import Budget, Done, run
 
 TOOLS = ("memcheck", "initcheck", "synccheck")
+REPORTS = 100_000  # maximum number of reports: those of other libraries must not push out ours
 ERRORS = 9  # compute-sanitizer's exit status if it found errors
 CALLS = "from tools.gpu_check.calls import main; main()"
 NUMBER = 400  # maximum number of calls of an operator
 # Kernels that read cuBLAS's products of halves. It writes them by bulk copies, of which initcheck does not know: it
 # reports PyTorch's own addition to such a product as well.
 READS_PRODUCTS = re.compile(r"sample_backward_kernel<__(half|nv_bfloat16)")
-JIT = re.compile(r"^@(?:triton\.)?jit\b[^\n]*\n(?:@[^\n]*\n|\s[^\n]*\n|\)[^\n]*\n)*def (\w+)\(", re.M)
+JIT = re.compile(r"^@(?:triton\.jit|jit|_kernel)\b[^\n]*\n(?:@[^\n]*\n|\s[^\n]*\n|\)[^\n]*\n)*def (\w+)\(", re.M)
 
 
 class Found(NamedTuple):
@@ -56,7 +57,7 @@ def checker() -> str | None:
 
 def command(program: str, tool: str, operator: str, seconds: float, kernels: Sequence[str]) -> list[str]:
     """Return the command line that runs random calls of an operator under a tool."""
-    words = [program, "--tool", tool, "--report-api-errors", "no"]
+    words = [program, "--tool", tool, "--report-api-errors", "no", "--print-limit", str(REPORTS)]
     if tool != "initcheck":
         words += ["--error-exitcode", str(ERRORS)]
         words += [word for name in kernels for word in ("--kernel-name", f"kns={name}")]

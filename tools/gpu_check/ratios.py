@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -149,6 +150,10 @@ def closing(data: Mapping[str, Any]) -> list[str]:
     compared, failed = split(data)
     lines = ["", f"=== not measured: {len(failed)} rows"]
     lines += [f"{row['end']}: {row['row'].get('error', '?')[:150]}" for row in failed[:25]]
+    missing = data.get("not_started", [])
+    if missing:
+        lines += ["", f"=== the time was over before {len(missing)} of {len(missing) + len(data['rows'])} rows"]
+        lines += [f"{part}: {count}" for part, count in Counter(name.split(":")[0] for name in missing).items()]
     lines += ["", "=== our backends: speed relative to the default (geometric mean)", *backend_lines(data)]
     lines += ["", "=== parts (geometric means)", *part_lines(compared)]
     ordered = sorted(compared, key=lambda each: -(each.ratio if each.ratio is not None else math.inf))
@@ -183,6 +188,7 @@ def page(data: Mapping[str, Any]) -> str:
             if each.name.startswith(f"{part}:"):
                 lines.append(_page_row(each, by_name[each.name]))
     lines += ["", "## Not measured", "", *(f"* {row['end']}: {row['row'].get('error', '?')}" for row in failed)]
+    lines += [f"* {name}: the time was over" for name in data.get("not_started", [])]
     return "\n".join(lines) + "\n"
 
 

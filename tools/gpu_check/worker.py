@@ -31,6 +31,7 @@ from .backends import backends_of, calling_thread, served_by
 from .testing import trace_of
 from .timing import Contestant, Flush, race
 
+EVERY_ROW = "every row"  # name of the failed row of a part whose rows cannot be listed
 UNUSABLE = 71  # exit status if the device is unusable
 # Parts, and their relative shares of the time.
 PARTS = {
@@ -91,18 +92,18 @@ def part_cases(part: str, device: str) -> list[Case]:
     return sorted(found, key=order)
 
 
-def plan(device: str, pattern: str) -> dict[str, list[tuple[str, Case]]]:
-    """Return the rows by part, with their names; a part whose imports are missing has none."""
-    wanted, found = re.compile(pattern), dict[str, list[tuple[str, Case]]]()
+def plan(device: str, pattern: str) -> tuple[dict[str, list[tuple[str, Case]]], dict[str, str]]:
+    """Return the rows by part, with their names, and the reasons of parts that have none."""
+    wanted, found, broken = re.compile(pattern), dict[str, list[tuple[str, Case]]](), dict[str, str]()
     for part in PARTS:
         try:
             cases = part_cases(part, device)
-        except ImportError as error:
-            print(f"{part}: {error}", flush=True)
+        except Exception as error:
+            broken[part] = first_line(error)
             continue
         named = [(f"{part}: {case.name}", case) for case in cases]
         found[part] = [(name, case) for name, case in named if wanted.search(name)]
-    return found
+    return found, broken
 
 
 def in_turn(planned: dict[str, list[tuple[str, Case]]], spent: dict[str, float]) -> Iterator[tuple[str, str, Case]]:
@@ -281,7 +282,13 @@ def run_rows(settings: Settings) -> None:
         with record.open("a") as file:
             file.write(json.dumps(line) + "\n")
 
-    for number, (part, name, case) in enumerate(in_turn(plan(settings.device, settings.pattern), spent)):
+    rows_by_part, broken = plan(settings.device, settings.pattern)
+    if settings.share is None:
+        write(planned=[name for named in rows_by_part.values() for name, _ in named])
+        for part, reason in broken.items():
+            if (name := f"{part}: {EVERY_ROW}") not in settings.skip:
+                write(end=name, part=part, seconds=0.0, row={"error": reason})
+    for number, (part, name, case) in enumerate(in_turn(rows_by_part, spent)):
         if time.monotonic() - begin > settings.seconds:
             return
         if settings.share is not None:  # all workers count alike, so that each row belongs to one of them
