@@ -8,8 +8,8 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, distribution, distributions, requires
 from importlib.machinery import PathFinder
+from importlib.metadata import PackageNotFoundError, distribution, distributions, requires
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -148,8 +148,8 @@ def run_logged(command: Sequence[str], log: Path, environment: Mapping[str, str]
 
 
 def need_pip() -> None:
-    # Not importlib.util.find_spec: setuptools' import hook takes a search for pip for the beginning of pip, and gives this
-    # process the standard library's distutils, with which setuptools, and so torch.compile, cannot be imported any more.
+    # importlib.util.find_spec would ask setuptools' import hook, which then expects pip to run and gives this process
+    # the standard library's distutils; setuptools, and so torch.compile, cannot be imported after that.
     if PathFinder.find_spec("pip") is None:
         raise InstallError(
             f"this environment has no pip: run `{sys.executable} -m ensurepip` (uv: `uv pip install pip`) first"
