@@ -6,7 +6,7 @@ stable ABI only: one wheel serves every CPython >= 3.10 and every torch >= 2.10.
 Environment variables:
     ATTN_PLUGINS_BUILD   ``auto`` (default): CPU binary always, CUDA binary where nvcc and a GPU are found;
                          ``cpu``: CPU binary only; ``cuda``: both, also without a GPU; fail where nvcc is missing;
-                         ``none``: pure Python, every operator runs on its PyTorch reference.
+                         ``none``: pure Python, PyTorch implementations of every operator.
     ATTN_PLUGINS_SANITIZE ``1``: compile with gcc's address and undefined-behaviour sanitizers (``tools/sanitize.sh``).
     TORCH_CUDA_ARCH_LIST CUDA targets, default ``8.0;9.0+PTX``: later GPUs compile the PTX when they first run it.
     CUDA_HOME            where nvcc's toolkit lies, if it is not on the PATH.

@@ -181,8 +181,8 @@ void for_team(WindowArguments<T>& a, const Body& body) {
   }
 }
 
-// Half numbers in vectors, heads that registers hold, and windows of neighbours that overlap tap on tap,
-// about. ATTN_PLUGINS_WINDOW_TENSOR_CORES=0 does without, for comparisons.
+// Returns whether the tensor kernels apply: half precision in aligned vectors, heads that fit into registers,
+// and neighbouring windows that overlap. ATTN_PLUGINS_WINDOW_TENSOR_CORES=0 disables them, for comparisons.
 template <class T>
 bool tensor_cores_fit(const WindowArguments<T>& a) {
   if (std::is_same_v<T, float> || !a.vectors || !a.lines_fit || a.width() > 64 || a.p.x.shift > 2 ||
@@ -223,15 +223,15 @@ void launch_tiles(WindowArguments<T>& a, const Kernel& kernel) {
       a.p.staged = int(elements);
       return run_either(std::integral_constant<Logits, Logits::kStaged>());
     }
-    // So rare that there is no instance without content: it is a content of no channels.
+    // Calls without content are rare here, so they run as content of no channels.
     run(std::integral_constant<Logits, Logits::kDirect>(), std::true_type());
   } else {
     run_either(std::integral_constant<Logits, Logits::kDirect>());
   }
 }
 
-// A warp to each tile of queries, in the shape whose windows take fewer products: per tile, of rows of other
-// places and runs of 16 of them.
+// Assigns a warp to each tile of queries, in the tile shape that needs fewer products: rows of keys times
+// runs of 16 keys.
 template <class T>
 void assign_queries(WindowArguments<T>& a) {
   auto& p = a.p;

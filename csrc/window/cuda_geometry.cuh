@@ -1,4 +1,4 @@
-// What window attention's kernels work on, and which keys and queries meet.
+// Arguments of the window-attention kernels, and index arithmetic between queries and keys.
 #pragma once
 
 #include <type_traits>
@@ -25,8 +25,8 @@ struct Maps {
 // One axis: tap t of query q is key q * stride - padding + t * dilation.
 struct WindowAxis {
   int queries, keys, taps, stride, padding, dilation;
-  int step, shift;  // smallest with: tap t of query q is the key of tap t - shift of query q + step
-  int divisor;      // of stride and dilation, the greatest
+  int step, shift;  // smallest such that tap t of query q and tap t - shift of query q + step are one key
+  int divisor;      // greatest common divisor of stride and dilation
   int inverse;      // inverse * step = 1 modulo shift
   Divisor by_stride, by_dilation, by_step, by_shift, by_divisor;
 };
@@ -54,10 +54,10 @@ struct WindowProblem {
   int M, d, dv;                                     // d is 0 without content
   int rows, columns;                                // of teams
   Divisor by_heads, by_map, by_band, by_last_rows;  // M; teams of a map, of a band; rows of the last band
-  // Elements from place to place: of lines of keys, and of lines of queries; the logits' of the same key.
-  // (Here, for kernels read them from constant memory; products they would compute anew each time.)
+  // Element strides between neighbouring positions of a row: of keys, values, queries and gradients, and of
+  // the logits of one key. Kernels read them from constant memory, which is cheaper than computing them.
   int key_step, value_step, query_step, gradient_step, position_step;
-  // Bytes from line to line, for kernels on tensor cores: those with longer ones are not chosen.
+  // Byte strides between rows, for kernels on tensor cores, which are not chosen if a stride exceeds an int.
   int key_bytes, value_bytes, query_bytes, gradient_bytes, position_bytes, stats_bytes;
   int lanes;                 // of a team, where the kernel does not fix them
   int staged;                // elements of shared memory for a warp's position logits
@@ -162,8 +162,8 @@ __device__ __forceinline__ void keep(T*& x) {
   asm volatile("" : "+l"(x));
 }
 
-// The greatest tap by which a query may see key `at` of an axis, and that query; tap - n * shift belongs to
-// query + n * step. None may, whatever the tap, where `exists` comes out false.
+// The largest tap by which some query attends to key `at` of an axis, and that query; tap - n * shift belongs
+// to query + n * step. `exists` is false if no query attends to the key.
 struct Reach {
   int tap, query;
   bool exists;

@@ -10,9 +10,9 @@
 
 namespace attn_plugins {
 
-// The line of keys that the windows of a team's queries share, row by row: place j is tap j of the first
-// query, tap j - r * shift of query r. (Pointers are carried from row to row, and counts say what is not
-// there: the compiler would compute them anew for every load.)
+// Keys of one row that the windows of a team's queries share: position j is tap j of query 0 and tap
+// j - r * shift of query r. Pointers are advanced from row to row, since the compiler would otherwise
+// recompute them for every load.
 template <int QUERIES, class T, class Team>
 struct KeyLine {
   static constexpr int COUNT = Team::template Share<QUERIES>::COUNT;

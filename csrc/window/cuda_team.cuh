@@ -23,22 +23,21 @@ struct Team {
     index = int(blockIdx.x) * (kThreads / lanes) + int(threadIdx.x) / lanes;
   }
 
-  // How the team shares out what there is to do for each of N queries, but not for each channel: N a power of
-  // two, up to PARTS of them at the same time in as many lanes, COUNT one after the other in a lane.
+  // Distribution of work that is per query, not per channel, over the lanes: PARTS of N queries (a power of
+  // two) in parallel, COUNT in sequence.
   template <int N>
   struct Share {
     static constexpr int MOST = LANES > 0 && LANES < 4 ? LANES : 4, PARTS = N < MOST ? N : MOST,
                          COUNT = N / PARTS;
   };
-  // The n-th of a lane's own queries. (Those that share a part do the same.)
+  // Returns the index of a lane's n-th query. Lanes of one part do the same work.
   template <int N>
   __device__ __forceinline__ int own(int n) const {
     return n * Share<N>::PARTS + (lane & (Share<N>::PARTS - 1));
   }
 
-  // Sums over the team's lanes, of the lane's own queries alone; all threads of a warp must come here
-  // together. In the first steps a lane gives away the sums that it does not keep, so that a step has half as
-  // many of them as the step before.
+  // Reduces x over the team's lanes; a lane receives the sums of its own queries. Each of the first steps
+  // halves the number of sums that a lane holds. Call with the whole warp.
   template <int N>
   __device__ __forceinline__ void sums(float (&x)[N], float (&to)[Share<N>::COUNT]) const {
     constexpr int kParts = Share<N>::PARTS;
@@ -55,7 +54,7 @@ struct Team {
     for (int n = 0; n < Share<N>::COUNT; ++n) to[n] = sum_from<kParts>(x[n]);
   }
 
-  // From what lanes have of their own queries: query n's, for all lanes, together as well.
+  // Broadcasts the value of query n from the lanes that hold it. Call with the whole warp.
   template <int N>
   __device__ __forceinline__ float of_query(const float (&x)[Share<N>::COUNT], int n) const {
     constexpr int kParts = Share<N>::PARTS;

@@ -2,13 +2,12 @@
 //
 // A warp has a tile of 16 queries (in the keys' gradients: keys), whose windows overlap tap on tap. It
 // multiplies them with 16 keys of a row at a time; the products of queries and keys that are in no common
-// window are masked. All but the position logits is in registers: the order of channels is the threads' own,
-// since sums over channels have none.
+// window are masked. Operands stay in registers; only position logits use shared memory. The order of
+// channels is arbitrary, because they are summed over.
 //
-// A masked weight, 0, still multiplies its neighbour's value, and 0 times infinity is NaN. That goes not
-// unseen, since NaN stays in a sum: a warp that finds an infinite or NaN sum computes its tile anew as
-// cuda_kernels.cuh does, which skips what is in no window. So it does where slopes, packed to float16,
-// overflow; relative to the gradient of the output, as they are packed, they seldom do.
+// A masked weight 0 times an infinite value gives NaN. A warp whose sums are infinite or NaN therefore
+// recomputes its tile with the functions of cuda_kernels.cuh, which skip keys outside the windows. The same
+// happens if gradients of logits, packed to float16 relative to the gradient of the output, overflow.
 #pragma once
 
 #include "cuda_gradient_kernels.cuh"

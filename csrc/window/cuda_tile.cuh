@@ -1,5 +1,5 @@
-// What a warp of window attention's tensor kernels has in registers and in shared memory: a tile of 16 places
-// (two rows of eight, or one of 16), operands of its products, the position logits of its queries.
+// Registers and shared memory of a warp of window attention's tensor kernels: a tile of 16 positions (two
+// rows of eight, or one of 16), the operands of its products, and the position logits of its queries.
 #pragma once
 
 #include "common/tensor_core.cuh"
@@ -7,27 +7,27 @@
 
 namespace attn_plugins {
 
-// How kernels read position logits: there are none; from shared memory, where a warp copies those of its tile
-// first; each from global memory, as where shared memory is too small for them.
+// How kernels read position logits: not at all; from shared memory, after a warp has copied those of its
+// tile; directly from global memory, if shared memory is too small for them.
 enum class Logits { kNone, kStaged, kDirect };
 
 constexpr int kTileRow = 8;             // places of a half of a tile, one per group of four lanes
-constexpr int kSharedBytes = 48 << 10;  // that every chip gives to every block
+constexpr int kSharedBytes = 48 << 10;  // available to every block on every device
 constexpr int kWarps = kThreads / 32;
 
-// Elements of shared memory for a warp's logits, of `taps` taps: both halves begin as global memory is
-// aligned.
+// Returns the number of shared elements for a warp's logits of `taps` taps, with room to align both halves as
+// their global memory is.
 constexpr int64_t staged_elements(int64_t taps) {
   return 2 * (kTileRow * taps + 8);
 }
 
-// Shared memory, as much as the launch says.
+// Dynamic shared memory.
 __device__ __forceinline__ void* shared_memory() {
   extern __shared__ uint4 window_shared_memory[];
   return window_shared_memory;
 }
 
-// Halves of two words: the low ones, or the high ones.
+// Returns the low, or the high, halves of two words as one word.
 __device__ __forceinline__ unsigned low_halves(unsigned first, unsigned second) {
   return __byte_perm(first, second, 0x5410);
 }
@@ -58,22 +58,22 @@ struct Tile {
   // Places of a lane: `group` and 8 places on in products over channels; these four in products over places.
   __device__ __forceinline__ int pair_place(int n) const { return n / 2 * 8 + 2 * member + n % 2; }
 
-  // Where the lane reads row `group` of a line.
+  // Returns the lane's pointer into row `group` of a line.
   __device__ __forceinline__ const T* row_of(const T* line, int first, int distance) const {
     return line + int64_t(first + group) * distance + member * CHUNK;
   }
-  // Where it reads the channels of its column, from its first place on.
+  // Returns the lane's pointer to the channels of its column at its first position.
   __device__ __forceinline__ const T* column_of(const T* line, int first, int distance) const {
     return line + int64_t(first + 2 * member) * distance + group * COLUMNS;
   }
-  // From there to here.
+  // Returns the element offset between the two pointers above.
   __device__ __forceinline__ int row_to_column(int distance) const {
     int elements = (2 * member - group) * distance + group * COLUMNS - member * CHUNK;
     keep(elements);
     return elements;
   }
 
-  // Bit n * PARTS + part: row `group` + 8 n is there, and that part of it.
+  // Returns a mask: bit n * PARTS + part is set if that part of row `group` + 8 n exists.
   __device__ __forceinline__ unsigned rows_there(Span present, int first, int width) const {
     unsigned there = 0;
 #pragma unroll
@@ -83,7 +83,7 @@ struct Tile {
     }
     return there;
   }
-  // Bit n: the column's place n is there.
+  // Returns a mask: bit n is set if position n of the column exists.
   __device__ __forceinline__ unsigned places_there(Span present, int first) const {
     unsigned there = 0;
 #pragma unroll
@@ -101,13 +101,13 @@ struct Tile {
       memcpy(words + part * (CHUNK / 2), &v, sizeof v);
     }
   }
-  // The same of two rows of a line.
+  // Reads two rows of a line.
   __device__ __forceinline__ void read_two(const T* row, const Distances& distances, unsigned there,
                                            unsigned (&words)[2][WORDS]) const {
     read(row, there, words[0]);
     read(go(row, distances.of[2], sizeof(T)), there >> PARTS, words[1]);
   }
-  // The same of a row that is not on a line.
+  // Reads a row that is not part of a line.
   __device__ __forceinline__ void read_row(const T* row, bool present, int width,
                                            unsigned (&words)[WORDS]) const {
     unsigned there = 0;
@@ -236,7 +236,7 @@ struct TilePlace {
     }
   }
 
-  // The same, but what it says is computed anew: meanwhile it occupies three registers.
+  // Recomputes this struct, so that it does not occupy three registers in the meantime.
   __device__ __forceinline__ TilePlace again(const TileMap& map) const {
     int head = b * int(map.heads.divisor) + m;
     Place first{0, 0, y0, x0, true};
@@ -248,7 +248,7 @@ struct TilePlace {
 
 template <class T>
 __device__ __forceinline__ TilePlace locate_tile(const WindowProblem<T>& p, const TileMap& map) {
-  // A broadcast, though all lanes know: so the compiler sees that they agree.
+  // All lanes have this value; the broadcast tells the compiler so.
   const int warp = __shfl_sync(0xffffffffu, int(threadIdx.x) / 32, 0, 32);
   Place tile = locate(p, int(blockIdx.x) * kWarps + warp);
   tile.y = spread(tile.y, map.row_step, p.tall ? 2 : 1);
@@ -303,7 +303,7 @@ struct Stage {
     return int(reinterpret_cast<uintptr_t>(data) / sizeof(T) % 8);
   }
 
-  // Copies both halves' logits in; all of the warp together, and so below.
+  // Copies the logits of both halves to shared memory. Call with the whole warp, like the functions below.
   __device__ __forceinline__ void fill(const WindowProblem<T>& p, const TilePlace& at) {
     const int lane = int(threadIdx.x) % 32, taps = p.y.taps * p.x.taps;
 #pragma unroll
@@ -328,7 +328,7 @@ struct Stage {
     __syncwarp();
   }
 
-  // Copies what took the logits' places, their gradients, out.
+  // Copies the gradients, which have replaced the logits, to global memory.
   __device__ __forceinline__ void flush(const WindowProblem<T>& p, const TilePlace& at) const {
     const int lane = int(threadIdx.x) % 32, taps = p.y.taps * p.x.taps;
     __syncwarp();

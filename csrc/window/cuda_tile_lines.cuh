@@ -1,5 +1,5 @@
-// What a tile of queries, or of keys, walks along: lines of keys with their position logits, lines of
-// queries.
+// Rows of keys, with their position logits, that a tile of queries visits, and rows of queries that a tile of
+// keys visits.
 #pragma once
 
 #include "cuda_tile.cuh"
@@ -13,7 +13,7 @@ __device__ __forceinline__ float whole_power_of_two(int exponent) {
   return power.element[0];
 }
 
-// Of the greatest power of two up to x >= 0; 0 where there is none, as for 0, infinity and NaN.
+// Returns the exponent of the largest power of two <= x, for x >= 0; 0 for x = 0, infinity and NaN.
 __device__ __forceinline__ int exponent_of(float x) {
   Vector<float, 1> power;
   power.element[0] = x;
@@ -52,15 +52,15 @@ struct KeyLines {
   }
 };
 
-// Sets of a lane's eight elements in a chunk of a line: bit n is of half n / 2 % 2, at place
-// n / 4 * 8 + 2 member + n % 2. Those in windows:
+// Masks of a lane's eight elements in a chunk of a line: bit n belongs to half n / 2 % 2, position
+// n / 4 * 8 + 2 member + n % 2. The elements that lie in windows:
 __device__ __forceinline__ unsigned elements_in(const Span (&window)[2], int place) {
   unsigned bits = 0;
 #pragma unroll
   for (int n = 0; n < 8; ++n) bits |= unsigned(window[n / 2 % 2].has(place + n / 4 * 8 + n % 2)) << n;
   return bits;
 }
-// Those of halves:
+// The elements of each half:
 __device__ __forceinline__ unsigned elements_of(bool half_0, bool half_1) {
   return (half_0 ? 0x33 : 0) | (half_1 ? 0xcc : 0);
 }

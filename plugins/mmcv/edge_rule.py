@@ -13,10 +13,10 @@ def without_edge_gradients(
 ) -> Tensor:
     """Return ``offset`` without gradients for components that put a sample exactly at row or column -1.
 
-    A sample there reads 0, but beyond it part of the map, so its slope is 0 on one side only. mmcv uses the slope 0;
-    torchvision and :func:`attn_plugins.ops.deform_conv2d` use the other one. At row H or column W both use 0. While
-    offsets are 0, as at the start of a training, every tap in the padding next to the map is such a sample. Values and
-    all other gradients are equal under both rules.
+    The bilinear kernel has a kink at -1: a sample there is 0, and its derivative is 0 on the outer side only. mmcv
+    uses the derivative of the outer side; torchvision and :func:`attn_plugins.ops.deform_conv2d` use that of the
+    inner side. At row H or column W both use 0. While offsets are 0, as at the start of a training, every tap in the
+    padding next to the map is such a sample. Values and all other gradients are equal under both rules.
 
     Args:
         offset: (B, D * Kh * Kw * 2, Ho, Wo), as for ``deform_conv2d``.

@@ -20,7 +20,8 @@ class AttentionHead(FCNHead):
     """CCNet's head with any attention module: convolution, attention, convolution, concatenation, classifier.
 
     In a config that inherits from an upstream ``ccnet_*``, set
-    ``decode_head=dict(type='AttentionHead', attention=dict(type=...))``; the other keys are those of ``CCHead``.
+    ``decode_head=dict(type='AttentionHead', attention=dict(type=...))``; the other keys are those of ``CCHead``. From
+    another upstream config, delete the head's ``num_convs``, which is 2 here.
 
     Args:
         attention: A plug-in layer, ``(channels, H, W) -> (channels, H, W)``, or None.

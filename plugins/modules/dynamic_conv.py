@@ -1,4 +1,4 @@
-"""Dynamic convolution: depthwise kernels that are predicted at every position (Empirical, section 3; Eq. 9).
+"""Dynamic convolution: depthwise kernels that are predicted at every position (Zhu et al. 2019, Eq. 5 to 7).
 
 Shapes: B batch, G groups, C channels, (H, W) or T positions, taps of the kernel.
 """
@@ -127,7 +127,8 @@ class DynamicConv2d(nn.Module):
 class DynamicConv1d(nn.Module):
     """A gated linear unit, a dynamic convolution along the sequence and an output projection.
 
-    Like :class:`DynamicConv2d` without the residual; replaces self-attention in a Transformer (Empirical, 4.1).
+    Like :class:`DynamicConv2d` without the residual; replaces self-attention in a Transformer (Zhu et al. 2019,
+    section 4.1).
 
     Args:
         in_channels: C; a multiple of ``num_groups``.

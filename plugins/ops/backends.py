@@ -1,4 +1,4 @@
-"""Who computes an operator: a table of backends, the first of which that does not refuse serves.
+"""Choice of the backend that computes an operator: the first in its table that does not refuse the call.
 
 ::
 
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 logger = logging.getLogger("attn_plugins")
 REFERENCE = "reference"
-_SERVING = {"torch": "its PyTorch reference", "triton": "its Triton kernels"}
+_SERVING = {"torch": "its PyTorch implementation", "triton": "its Triton kernels"}
 
 
 def never(terms: Any, options: Any) -> None:
@@ -82,7 +82,8 @@ def forced() -> str | None:
     return _state.forced
 
 
-# As torch.compiler.assume_constant_result does, which would import all of dynamo: a graph has what held as it was made.
+# As torch.compiler.assume_constant_result does, which would import all of dynamo. A compiled graph keeps the backend
+# that was set while tracing.
 forced._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 

@@ -1,4 +1,4 @@
-"""Tensors that depend on sizes alone, kept from call to call.
+"""Cache of tensors that depend only on sizes.
 
 Indices, masks and encodings of positions take many small operations. In a small layer on a GPU their launches take
 longer than the attention itself.

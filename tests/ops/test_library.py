@@ -72,7 +72,7 @@ def test_what_serves_instead_is_logged_once(gpus, caplog, monkeypatch, triton):
     kernels = "Triton kernels" if triton else "PyTorch reference"
     assert [record.getMessage() for record in caplog.records] == [
         f"attn_plugins computes deform_conv2d on cuda with its {kernels}: {WORDS}",
-        f"attn_plugins computes window_attention on cuda with its PyTorch reference: {WORDS}",
+        f"attn_plugins computes window_attention on cuda with its PyTorch implementation: {WORDS}",
     ]
 
 

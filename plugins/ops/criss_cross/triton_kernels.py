@@ -30,7 +30,7 @@ def _kernel(function):
 
 @triton.jit
 def _place(heads, lines, length, BLOCK: tl.constexpr, PARTS: tl.constexpr):
-    """Of this program: its part, its block of a line, the line, the head and the image."""
+    """Return this program's part, block of a line, line, head and image."""
     program = tl.program_id(0)
     blocks = tl.cdiv(length, BLOCK)
     part = program % PARTS

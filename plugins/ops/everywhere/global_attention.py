@@ -3,8 +3,8 @@
 The arguments decide which of five ways computes it:
     * plain matrix products, if the weights are the same for all queries or are a product of row and column weights;
     * Triton kernels (``triton_global``): on CUDA where there is content beside other terms;
-    * PyTorch's fused attention, with all terms folded into its dot product (``folding``): on CUDA otherwise, up to a
-      width, and without Triton; on CPUs for wide content alone;
+    * PyTorch's fused attention, with all terms folded into its dot product (``folding``): on CUDA for calls that
+      Triton refuses, up to 256 channels of all folded terms; on CPUs for wide content alone;
     * one compiled pass over blocks of queries (``cpu_global``): on CPUs otherwise;
     * plain PyTorch over chunks of queries (``chunked_global``): everything else.
 """

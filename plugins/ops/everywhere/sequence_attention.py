@@ -244,7 +244,7 @@ def _results(terms: SequenceTerms, options: SequenceOptions) -> tuple[Tensor, Te
 
 
 def _needs_output(terms: SequenceTerms, options: SequenceOptions) -> bool:
-    """Whether the backward takes the sum of output times gradient from the output; our CPU kernels sum anew."""
+    """Return whether the backward reads the output, for its product with the gradient; our CPU kernels recompute it."""
     if terms.value.device.type != "cpu" or forced() == triton_launch.NAME:
         return True
     return not (sdpa.refuses_amx(terms, options) or sdpa.refuses_amx_backward(terms, options))

@@ -46,14 +46,14 @@ def block_of_queries(M, queries, QUERIES: tl.constexpr):
 
 @triton.jit
 def slab(tensor, b, m, stride_b, stride_m, ALIGNED: tl.constexpr):
-    """Where one head of one image begins; None for None."""
+    """Return the pointer to one head of one image; None for None."""
     if tensor is not None:
         return tensor + tl.multiple_of(b * stride_b + m * stride_m, ALIGNED)
 
 
 @triton.jit
 def places(cells, stride_h, stride_w, width, ALIGNED: tl.constexpr, FLAT: tl.constexpr, LONG: tl.constexpr):
-    """Offsets of cells that are counted row by row in a map of ``width`` columns."""
+    """Return the offsets of cells that are numbered row by row in a map of ``width`` columns."""
     if LONG:
         cells = cells.to(tl.int64)
     if FLAT:

@@ -1,7 +1,7 @@
 """Deformable convolution by Triton: one implicit GEMM, forward and backward, that never keeps its samples.
 
-Beyond the results, memory holds channels-last copies of maps that are not, sums in float32 of the gradients of input
-and weight, and the packed weight: of the maps, a chunk of images at a time.
+Memory beyond the results: channels-last copies of inputs that are stored otherwise (a chunk of images at a time),
+float32 sums of the gradients of input and weight, and the packed weight.
 """
 
 from __future__ import annotations
