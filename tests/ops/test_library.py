@@ -69,7 +69,7 @@ def test_what_serves_instead_is_logged_once(gpus, caplog, monkeypatch, triton):
         for _ in range(2):
             backends.choose("deform_conv2d", deform_conv.CONVOLVE.table, terms, None)
             backends.choose("window_attention", ATTEND.table, WindowTerms(*window[:4]), None)
-    kernels = "Triton kernels" if triton else "PyTorch reference"
+    kernels = "Triton kernels" if triton else "PyTorch implementation"
     assert [record.getMessage() for record in caplog.records] == [
         f"attn_plugins computes deform_conv2d on cuda with its {kernels}: {WORDS}",
         f"attn_plugins computes window_attention on cuda with its PyTorch implementation: {WORDS}",

@@ -38,7 +38,9 @@ def test_spills_are_counted_within_loops_and_outside():
     within = rows("attention, (6,7), float32", stack=(0, 24, 0), spills=(0, 3, 0))
     assert triton_report._spills(none) == "No kernel spills within a loop."
     assert triton_report._spills([*none, *outside]).endswith("2 of 6 compilations spill up to 16 bytes.")
-    assert triton_report._spills(within) == "Spills within loops: forward of attention, (6,7), float32 for sm_90."
+    where = "forward of attention, (6,7), float32 for sm_90"
+    chosen = "(blocks for 9.0 were chosen by times on an H100)"
+    assert triton_report._spills(within) == f"Spills within loops: {where} {chosen}."
 
 
 COMPILED = """
@@ -63,3 +65,11 @@ for capability, keys in (80, 32), (90, 64), (100, 64), (120, 32):
 @needs_triton
 def test_names_of_variants_and_tiles_of_devices(python):
     python(COMPILED, TRITON_INTERPRET="0", PYTHONPATH=str(Path(__file__).parents[2]))
+
+
+def test_times_of_kernels_and_of_calls():
+    rows = (("a", 80, 0.5), ("a", 80, 0.25), ("a", 90, 0.6), ("b", 80, 0.1))
+    found = [dict(case=case, target=target, seconds=seconds) for case, target, seconds in rows]
+    text = triton_report._times(found)
+    assert "in 0.5 s (median; at most 0.6 s)" in text
+    assert "in at most 0.8 s (a)" in text
