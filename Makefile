@@ -85,7 +85,7 @@ docs: env  ## build the site in build/site, strictly, and look at it in a browse
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build -q
 	$(PY) -m pytest -m site $(PYTEST) tests/tools/test_built_site.py
 
-benchmark: env  ## our operators beside their peers, to benchmarks/, README and the site (15 minutes on 2 quiet cores)
+benchmark: env  ## our operators beside their peers, to benchmarks/, README and the site (25 minutes on 2 quiet cores)
 	$(PY) -m tools.benchmark
 	$(PY) -m tools.benchmark table
 

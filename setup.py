@@ -70,8 +70,8 @@ def extensions(build: str) -> list:
         ) from error
     if missing := toolchain.missing_compiler():
         raise SystemExit(
-            f"attn_plugins: the binary cannot be compiled: {missing}. To install without it, with every operator on "
-            "its slower PyTorch reference, set ATTN_PLUGINS_BUILD=none."
+            f"attn_plugins: the binary cannot be compiled: {missing}. To install without it, with slower "
+            "PyTorch implementations of every operator, set ATTN_PLUGINS_BUILD=none."
         )
     if tuple(int(n) for n in torch.__version__.split(".")[:2]) < (2, 10):
         raise SystemExit(

@@ -54,7 +54,7 @@ def lines(data: Mapping[str, Any], titles: Mapping[str, str]) -> Iterator[str]:
             raise ValueError(f"{FILE}.json has no row {name!r}, which a page shows")
         shown = peers(entry for entry in found if entry is not None)
         memory = " / ".join("–" if each is None or each.memory is None else f"{each.memory:.2f}" for each in both)
-        yield f"| {title} | {', '.join(shown)} | {' | '.join(map(cell, both))} | {memory} |"
+        yield f"| {title} | {'; '.join(shown)} | {' | '.join(map(cell, both))} | {memory} |"
 
 
 def peers(entries: Iterable[Mapping[str, Any]]) -> list[str]:
@@ -65,7 +65,7 @@ def peers(entries: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 def cell(each: Compared | None) -> str:
-    """Return our time and the speed-up, bold above 1.05; a dagger marks rows with the host's time, or noisy ones."""
+    """Return our time and the speed-up, bold from 1.05 on; a dagger marks rows with the host's time, or noisy ones."""
     if each is None:
         return "–"
     text = f"{milliseconds(each.ours)} ms"
@@ -82,8 +82,8 @@ def legend(data: Mapping[str, Any]) -> list[str]:
     return [
         f"Best times of ours on an {machine['gpu']}, replayed from CUDA graphs with caches flushed (torch "
         f"{machine['torch']}, CUDA {machine['cuda']}, Triton {machine['triton']}, {machine['date']}).",
-        "×: the better peer's best time over ours, in bold where ours is faster.",
-        "Memory: ours over that peer's, peak extra bytes, of both passes.",
-        "† the peer waits for the device, so that its time is that of the host, or varies.",
+        "×: the better peer's best time over ours, in bold from 1.05× on.",
+        "Memory: peak extra bytes of ours over that peer's, in both passes.",
+        "† the peer synchronizes with the host and is host-bound, or its time is noisy.",
         "",
     ]

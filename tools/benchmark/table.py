@@ -174,7 +174,8 @@ def short(rows: Rows) -> list[str]:
     by_title = {entry.title: entry for entry in (*OPERATORS, *MODELS)}
     entries = [by_title[title] for title in SHORT]
     made = [line for entry in entries if (line := entry_line(rows, entry))]
-    head = ["| operator or model | peers | forward, prediction | training step | memory |", "| --- " * 5 + "|"]
+    passes = " | ".join(map(" / ".join, zip(OPERATORS[0].passes, STEPS)))
+    head = [f"| operator or model | peers | {passes} | memory |", "| --- " * 5 + "|"]
     return [*(head if made else []), *made, "", *reading(rows, entries), *unmeasured(rows)]
 
 
@@ -227,11 +228,11 @@ def entry_line(rows: Rows, entry: Entry) -> str | None:
         return None
     peers = dict.fromkeys(name for row in both for name, peer in row["peers"].items() if "error" not in peer)
     memory = " / ".join("–" if row["memory_ratio"] is None else f"{row['memory_ratio']:.2f}" for row in both)
-    return f"| {entry.title} | {', '.join(peers)} | {' | '.join(map(ratio, both))} | {memory} |"
+    return f"| {entry.title} | {'; '.join(peers)} | {' | '.join(map(ratio, both))} | {memory} |"
 
 
 def ratio(row: Mapping[str, Any]) -> str:
-    """Return our time and the speed-up, bold if above 1; a dagger marks a noisy or loaded row."""
+    """Return our time and the speed-up, bold from 1.05 on; a dagger marks a noisy or loaded row."""
     least = row["ours"]["min"]
     text = f"{milliseconds(least)} ms" if least < 1 else f"{least:.3g} s"
     if row["ratio"] is not None:
@@ -251,8 +252,8 @@ def reading(rows: Rows, entries: Sequence[Entry]) -> Iterator[str]:
         when = " to ".join(dict.fromkeys((min(dates), max(dates)))) if dates else ""
         where = f" ({machines[0]['cpu']}, torch {machines[0]['torch']}, {when})" if machines else ""
         yield f"Best times of ours, float32{where}."
-        yield "×: the better peer's best time over ours, in bold where ours is faster."
-        yield "Memory: ours over that peer's, peak extra bytes, of both passes."
+        yield "×: the better peer's best time over ours, in bold from 1.05× on."
+        yield "Memory: peak extra bytes of ours over that peer's, in both passes."
         if any(row["noisy"] or row["loaded"] for row in shown):
             yield "† noisy: measured on a busy machine, or varying more than 1.3-fold between quartiles."
         yield ""
@@ -264,21 +265,22 @@ def sentences(rows: Rows) -> Iterator[str]:
     both = [rows.find(COLUMN_BUFFER[0], f"{COLUMN_BUFFER[1]}, {each}") for each in ("forward", "forward+backward")]
     if both[0] is not None and both[1] is not None:
         size = both[0]["buffer"]["size"]
-        names = [("ours", "our"), *((name, f"{name}'s") for name in both[0]["peers"])]
         found = []
-        for name, whose in names:
+        for name in ("ours", *both[0]["peers"]):
             each = [row["ours"] if name == "ours" else row["peers"][name] for row in both]
             if not any("error" in one for one in each):
                 shares = " and ".join(f"{100 * working_memory(one, 'resident') / size:.0f} %" for one in each)
-                found.append(f"{whose} {shares}")
-        yield "Beyond its results, `deform_conv2d` (2,256,100,152) holds, forward and with backward, in shares of the"
-        yield f"{megabytes(size)} MiB column buffer: {', '.join(found)}."
+                found.append(f"{name} {shares}")
+        yield "Peak working memory of `deform_conv2d` (2,256,100,152) as a share of the"
+        yield f"{megabytes(size)} MiB column buffer, forward and forward+backward: {', '.join(found)}."
         yield ""
     calls = rows.file("calls-cpu")
     if calls is not None:
+        ranges = []
         for kind in ("forward", "gradients recorded"):
             times = [row["ours"]["min"] * 1e6 for row in calls["rows"] if row["case"].endswith(kind)]
-            yield f"A call on 4×4 maps takes {min(times):.0f} to {max(times):.0f} µs on one thread ({kind})."
+            ranges.append(f"{min(times):.0f} to {max(times):.0f} µs")
+        yield f"Overhead of a call on tiny inputs, one thread: {ranges[0]} without autograd, {ranges[1]} with it."
         yield ""
 
 

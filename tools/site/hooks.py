@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import posixpath
 import re
 import sys
 from pathlib import Path
@@ -16,6 +17,12 @@ sys.path.insert(0, str(ROOT))
 from tools.attention_view.page import page_of  # noqa: E402
 from tools.site import commands, reference  # noqa: E402
 
+# Files of the repository that are pages of the site under another name.
+PAGES = {
+    "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
+    **{f"plugins/{room}/__init__.py": f"reference/{room}.md" for room in reference.TITLES},
+}
 _LINK = re.compile(r"(?<!!)\[([^]]*)\]\((?!https?:|#|mailto:)([^)\s]+)\)")
 
 
@@ -44,6 +51,27 @@ def on_files(files: Files, config: Any) -> Files:
     return files
 
 
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
+    """Turn links from ``docs/`` to files of the repository, which work there, into links to their pages on the site."""
+    source = ROOT / "docs" / page.file.src_path
+    if not source.exists():  # generated
+        return markdown
+
+    def link(match: re.Match[str]) -> str:
+        target, mark, anchor = match[2].partition("#")
+        path = (source.parent / target).resolve()
+        if not path.is_relative_to(ROOT) or path.is_relative_to(ROOT / "docs"):
+            return match[0]
+        name = path.relative_to(ROOT).as_posix()
+        name = PAGES.get(name, name)
+        if name not in files.src_uris:
+            return _path(match[1], path) if path.exists() else match[0]
+        there = posixpath.relpath(name, posixpath.dirname(page.file.src_uri) or ".")
+        return f"[{match[1]}]({there}{mark}{anchor})"
+
+    return _LINK.sub(link, markdown)
+
+
 def _of_benchmarks(page: Path) -> str:
     """Return a page of ``benchmarks/``; its pictures are in ``docs/``."""
     return _outside(page.read_text().replace("](../docs/", "](../"), "benchmarks/")
@@ -58,7 +86,12 @@ def _outside(text: str, folder: str) -> str:
         on_site = (ROOT / "docs" / folder / target).resolve().exists() or path.parent.name == folder.rstrip("/")
         if on_site or not path.exists():  # mkdocs reports broken links
             return match[0]
-        where = path.relative_to(ROOT).as_posix()
-        return f"{words} (`{where}`)" if where not in words else words
+        return _path(words, path)
 
     return _LINK.sub(link, text)
+
+
+def _path(words: str, path: Path) -> str:
+    """Return the words of a link, and the file's path unless they contain it."""
+    where = path.relative_to(ROOT).as_posix()
+    return f"{words} (`{where}`)" if where not in words else words
