@@ -41,6 +41,8 @@ def on_files(files: Files, config: Any) -> Files:
     files.append(File.generated(config, "reference/commands.md", content=commands.page()))
     for page in sorted((ROOT / "benchmarks").glob("*.md")):
         files.append(File.generated(config, f"benchmarks/{page.name}", content=_of_benchmarks(page)))
+    for data in sorted((ROOT / "benchmarks").glob("*.json")):
+        files.append(File.generated(config, f"benchmarks/{data.name}", content=data.read_text()))
     files.append(File.generated(config, "changelog.md", content=_outside((ROOT / "CHANGELOG.md").read_text(), "")))
     files.append(
         File.generated(config, "contributing.md", content=_outside((ROOT / "CONTRIBUTING.md").read_text(), ""))
