@@ -115,7 +115,7 @@ def _run(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constants: d
     found = _compiled.get(key) if key is not None else None
     if found is None:
         compiled = kernel[grid](*args, **constants)
-        if key is not None and hasattr(compiled, "packed_metadata"):  # not where Triton compiles in the background
+        if key is not None and hasattr(type(compiled), "__getitem__"):  # not what Triton compiles in the background
             _compiled[key] = compiled, tuple(constants[name] for name in kernel.arg_names[len(args) :])
         return
     compiled, values = found

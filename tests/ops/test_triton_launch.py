@@ -90,6 +90,19 @@ def test_recorded_launches_are_not_done():
     assert not triton_launch.recording()
 
 
+def test_what_triton_compiles_in_the_background_is_not_kept(monkeypatch):
+    """Its stand-in, from Triton 3.7, has every attribute of the compiled kernel and cannot be launched."""
+
+    class Future:
+        def __getattr__(self, name):
+            return None
+
+    monkeypatch.setattr(triton_launch, "_compiled", {})
+    monkeypatch.setattr(triton_launch, "_variant", lambda *arguments: ("variant",))
+    triton_launch._run({(1,): lambda: Future()}, (1,), (), {})
+    assert triton_launch._compiled == {}
+
+
 def test_sizes_are_rounded_up():
     assert [triton_launch.power_of_two(n) for n in (1, 16, 17, 64, 65)] == [16, 16, 32, 64, 128]
     assert triton_launch.power_of_two(3, 1) == 4

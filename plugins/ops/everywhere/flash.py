@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import cache
 
 import torch
@@ -9,10 +10,18 @@ from torch import Tensor
 
 WIDEST = 192  # width beyond which some devices have no backward
 MULTIPLE = 8  # of widths and strides: rows are aligned to 16 bytes
+MOST = 65535  # images and heads: axes of the grid
+MOST_SUMS = 2**31 - 1  # elements of the backward's sums of the queries' gradients, which it counts by 32 bits
 
 
-def refusal(query: Tensor, value: Tensor) -> str | None:
-    """Return the reason why flash attention does not take queries and values of these widths, or None."""
+def refusal(query: Tensor, value: Tensor, scale: float) -> str | None:
+    """Return the reason why flash attention does not compute this, or None.
+
+    Args:
+        query: (B, M, ..., d).
+        value: (B, M, ..., dv).
+        scale: Factor of the products.
+    """
     d, dv = query.shape[-1], value.shape[-1]
     if not value.is_cuda or value.dtype not in (torch.float16, torch.bfloat16):
         return "it supports only float16 and bfloat16 on CUDA"
@@ -21,18 +30,33 @@ def refusal(query: Tensor, value: Tensor) -> str | None:
             f"flash attention needs queries and values of one width, a multiple of {MULTIPLE} up to {WIDEST}, "
             f"not {d} and {dv}"
         )
+    if scale < 0:  # it subtracts the products' maximum before it scales them
+        return f"flash attention overflows where the scale is negative, and it is {scale:g}"
+    if max(value.shape[:2]) > MOST:
+        return f"flash attention takes up to {MOST} images and heads, not {value.shape[0]} and {value.shape[1]}"
+    if (sums := _sums(query)) > MOST_SUMS:
+        return f"flash attention's backward takes up to 2**31 - 1 sums, and there are {sums}"
     if not torch.backends.cuda.flash_sdp_enabled():
         return "torch.backends.cuda.enable_flash_sdp(False) switched flash attention off"
     return None if _has_flash(value.device.index or 0) else "this device or build of torch has no flash attention"
 
 
+def _sums(query: Tensor) -> int:
+    """Return the number of sums in the backward, which rounds the length and the width of queries."""
+    B, M, *lengths, d = query.shape
+    step = 32 if d <= 128 else 64
+    return B * M * (-(-math.prod(lengths) // 128) * 128) * (-(-d // step) * step)
+
+
 @cache
 def _has_flash(index: int) -> bool:
     available = getattr(torch.backends.cuda, "is_flash_attention_available", lambda: False)
-    return bool(available()) and torch.cuda.get_device_capability(index) >= (8, 0)
+    if not (available() and torch.cuda.is_available()):
+        return False
+    return torch.cuda.get_device_capability(index) >= (8, 0)
 
 
-def _aligned(rows: Tensor) -> Tensor:
+def aligned(rows: Tensor) -> Tensor:
     """Return (B, M, N, d) with rows aligned to 16 bytes: itself if they are."""
     places = (*rows.stride()[:3], rows.storage_offset())
     return rows if rows.stride(3) == 1 and not any(n % MULTIPLE for n in places) else rows.contiguous()
@@ -48,7 +72,7 @@ def forward(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Te
         scale: Factor of the products.
     """
     output, total, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
-        _aligned(query), _aligned(key), _aligned(value), 0.0, False, False, scale=scale
+        aligned(query), aligned(key), aligned(value), 0.0, False, False, scale=scale
     )
     return output, total[..., : query.shape[2]]
 
@@ -58,7 +82,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value, from what :func:`forward` returned."""
     unused = torch.empty((), dtype=torch.long, device=value.device)  # state of the dropout, which is off
-    rows = (_aligned(t) for t in (grad_output, query, key, value, output))
+    rows = (aligned(t) for t in (grad_output, query, key, value, output))
     return torch.ops.aten._scaled_dot_product_flash_attention_backward(
         *rows, lse.contiguous(), None, None, query.shape[2], key.shape[2], 0.0, False, unused, unused, scale=scale
     )

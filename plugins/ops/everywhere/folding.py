@@ -122,15 +122,16 @@ def _join(parts: list[Tensor], D: int) -> Tensor:
     return torch.cat(parts, -1).flatten(2, 3).contiguous()
 
 
-def is_flash(terms: GlobalTerms) -> bool:
+def is_flash(terms: GlobalTerms, options: GlobalOptions) -> bool:
     """Return whether CUDA's flash attention takes the terms: content alone, in half precision, of one width."""
     query, _, value, *logits = terms
-    return query is not None and all(term is None for term in logits) and flash.refusal(query, value) is None
+    alone = query is not None and all(term is None for term in logits)
+    return alone and flash.refusal(query, value, options.scale) is None  # type: ignore[arg-type]
 
 
 def forward(terms: GlobalTerms, options: GlobalOptions, output: Tensor, lse: Tensor) -> None:
     """Write the output (B, M, Hq, Wq, dv) and the log-sum-exp (B, M, Hq, Wq), +inf where all keys are masked."""
-    if is_flash(terms):
+    if is_flash(terms, options):
         query, key, value = (term.flatten(2, 3) for term in terms[:3] if term is not None)
         found, total = flash.forward(query, key, value, options.scale)
         output.copy_(found.unflatten(2, output.shape[2:4]))
@@ -161,7 +162,7 @@ def backward(
     grads: list[Tensor | None],
 ) -> None:
     """Fill the wanted gradients (those not None) of query, key, value, row, column and key logits."""
-    if is_flash(terms):
+    if is_flash(terms, options):
         return _flash_backward(grad_output, terms, options, output, lse, grads)
     grid = (output.shape[2], output.shape[3])
     query, key, value = fold(terms, options.scale, grid)

@@ -52,6 +52,12 @@ def _rows(*tensors: Tensor | None) -> list[Any]:
     return [t if t is None or t.stride(-1) == 1 else t.contiguous() for t in tensors]
 
 
+def _stored_like(grad: Tensor, term: Tensor) -> Tensor:
+    """Return ``grad`` with the strides that tracing assumes, those of a tensor like ``term``."""
+    like = torch.empty_like(term, device="meta")
+    return grad if grad.stride() == like.stride() else torch.empty_like(term).copy_(grad)
+
+
 # --- CPUs with AMX --------------------------------------------------------------------------------------------------
 
 
@@ -109,7 +115,8 @@ def backward_amx(
     found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         *_rows(grad_output, *terms[:3], output), lse, 0.0, False, scale=options.scale
     )
-    return [*(grad if need else None for grad, need in zip(found, needs)), None, None, None]
+    grads = (_stored_like(grad, term) if need else None for grad, term, need in zip(found, terms, needs))  # type: ignore[arg-type]
+    return [*grads, None, None, None]
 
 
 # --- CUDA -----------------------------------------------------------------------------------------------------------
@@ -124,7 +131,7 @@ def refuses_cuda(terms: SequenceTerms, options: SequenceOptions) -> str | None:
     if terms.position_logits is not None:
         return "it supports content only"
     assert terms.query is not None
-    return flash.refusal(terms.query, terms.value)
+    return flash.refusal(terms.query, terms.value, options.scale)
 
 
 def refuses_cuda_backward(terms: SequenceTerms, options: SequenceOptions) -> str | None:
@@ -149,7 +156,8 @@ def backward_cuda(
     """Return the gradients of query, key and value, None where not needed."""
     content = terms[:3]
     found = flash.backward(grad_output, *content, output, lse, options.scale)  # type: ignore[arg-type]
-    return [*(grad if need else None for grad, need in zip(found, needs)), None, None, None]
+    grads = (_stored_like(grad, term) if need else None for grad, term, need in zip(found, content, needs))  # type: ignore[arg-type]
+    return [*grads, None, None, None]
 
 
 AMX = Backend("amx", refuses_amx, forward_amx, backward_amx, refuses_amx_backward, allocates=True)

@@ -94,7 +94,7 @@ def refuses(terms: GlobalTerms, options: GlobalOptions) -> str | None:
     if max(B * M * Hq * Wq, B * M * Hk * Wk) > triton_launch.LONGEST_GRID:
         return "there are 2**31 queries or keys, more than it counts"
     chosen = backends.forced() is None and not torch.are_deterministic_algorithms_enabled()
-    if chosen and (query is None or folding.is_flash(terms)) and folding.refuses(terms, options) is None:
+    if chosen and (query is None or folding.is_flash(terms, options)) and folding.refuses(terms, options) is None:
         return "PyTorch's fused attention is faster without content, and for content alone in half precision"
     return None
 

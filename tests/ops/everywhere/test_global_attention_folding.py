@@ -126,9 +126,9 @@ def test_flash_attention_takes_what_cuda_offers_of_content_alone(layout, monkeyp
     with FakeTensorMode():
         content = make((True, False, False, False), d=8, dv=8, dtype=torch.float16)
         terms = GlobalTerms(*(None if t is None else laid_out(t.cuda()) for t in content))
-        assert folding.is_flash(terms)
-        assert not folding.is_flash(terms._replace(value=terms.value[..., :6]))
-        assert not folding.is_flash(GlobalTerms(*(None if t is None else t.float() for t in terms)))
+        assert folding.is_flash(terms, SCALE)
+        assert not folding.is_flash(terms._replace(value=terms.value[..., :6]), SCALE)
+        assert not folding.is_flash(GlobalTerms(*(None if t is None else t.float() for t in terms)), SCALE)
         output, lse = torch.empty(2, 3, 3, 4, 8, device="cuda").half(), torch.empty(2, 3, 3, 4, device="cuda")
         grads = [None if t is None else torch.empty_like(t) for t in terms]
         folding.forward(terms, SCALE, output, lse)

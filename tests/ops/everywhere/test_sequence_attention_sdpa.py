@@ -71,6 +71,19 @@ def test_widths_that_are_not_contiguous(turned, tiles):
 
 
 @needs_binary
+@pytest.mark.parametrize("innermost", ["heads", "positions"])
+def test_gradients_are_stored_as_tracing_assumes(innermost, tiles):
+    query, key, value = draw((2, 3, 5, 16), (2, 3, 9, 16), (2, 3, 9, 16))
+    if innermost == "heads":
+        query, key, value = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (query, key, value))
+    leaves = [t.requires_grad_() for t in (query, key, value)]
+    torch.library.opcheck(ATTEND._forward_operator, (*leaves, None, None, None, *SequenceOptions(None, 0, False, 0.3)))
+    output = sequence_attention(*leaves, scale=0.3)
+    for grad, leaf in zip(torch.autograd.grad(output.sum(), leaves), leaves):
+        assert grad.stride() == torch.empty_like(leaf).stride()
+
+
+@needs_binary
 def test_log_sum_exps_are_those_of_our_kernels(tiles):
     query, key, value, position = draw((1, 2, 5, 8), (1, 2, 7, 8), (1, 2, 7, 8), (1, 1, 5, 7))
     query[0, 0, 0] = 0
@@ -151,7 +164,7 @@ def test_few_keys_and_other_cpus(monkeypatch):
 
 
 @pytest.mark.skipif(torch.version.cuda is None, reason="a CPU-only torch")
-@pytest.mark.parametrize("layout", ["heads outermost", "heads innermost", "crop"])
+@pytest.mark.parametrize("layout", ["heads outermost", "heads innermost", "crop", "turned", "odd offset", "rows of 20"])
 def test_flash_attention_takes_content_alone(layout, monkeypatch):
     """Check the calls of flash attention on tensors without data, which needs no GPU."""
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -163,6 +176,12 @@ def test_flash_attention_takes_content_alone(layout, monkeypatch):
             return tensor
         if layout == "crop":
             return tensor.repeat(1, 1, 2, 1)[:, :, ::2]
+        if layout == "turned":
+            return tensor.mT.contiguous().mT
+        if layout == "odd offset":
+            return torch.cat((tensor.new_empty(3), tensor.flatten()))[3:].view(tensor.shape)
+        if layout == "rows of 20":
+            return torch.cat((tensor, tensor[..., :4]), -1)[..., :16]
         return tensor.transpose(1, 2).contiguous().transpose(1, 2)
 
     with FakeTensorMode():
@@ -179,7 +198,10 @@ def test_flash_attention_takes_content_alone(layout, monkeypatch):
             assert (found.shape, found.stride(), found.dtype) == (right.shape, right.stride(), right.dtype)
         needs = [True, False, True, False, False, False]
         grads = sdpa_sequence.backward_cuda(torch.empty_like(output), terms, options, output, lse, needs)
-        assert [None if g is None else g.shape for g in grads] == [query.shape, None, value.shape, None, None, None]
+        assert [g is not None for g in grads] == needs
+        for grad, term in zip((grads[0], grads[2]), (query, value)):
+            assert grad.shape == term.shape
+            assert grad.stride() == torch.empty_like(term).stride()
 
 
 @pytest.mark.skipif(torch.version.cuda is None, reason="a CPU-only torch")
@@ -197,8 +219,26 @@ def test_flash_attention_is_refused_in_words(monkeypatch):
         assert reason(query, key, value, position_logits=position) == "it supports content only"
         assert reason(query, key, value, causal=True) == ROWS_ALONE
         assert "one width, not 16 and 8" in reason(query, key, value[..., :8])
+        assert "overflows where the scale is negative, and it is -2" in reason(query, key, value, scale=-2.0)
+        many = query.expand(65536, 2, 4, 16)
+        assert "up to 65535 images and heads, not 65536 and 2" in reason(many, many, many)
+        long = torch.empty(1, 32, 2**19, 128, device="cuda", dtype=torch.float16)
+        assert f"backward takes up to 2**31 - 1 sums, and there are {2**31}" in reason(long, *[long[:, :, :4]] * 2)
         monkeypatch.setattr(torch.backends.cuda, "flash_sdp_enabled", lambda: False)
         assert "switched flash attention off" in reason(query, key, value)
+
+
+@pytest.mark.skipif(torch.version.cuda is None, reason="a CPU-only torch")
+def test_flash_attention_is_explained_without_a_device():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    if torch.cuda.is_available():
+        pytest.skip("there is a CUDA device")
+    flash._has_flash.cache_clear()
+    with FakeTensorMode():
+        content = [torch.empty(1, 2, 4, 16, device="cuda", dtype=torch.float16)] * 3
+        found = explain(sequence_attention, *content).refusals["flash"]
+    assert found == "this device or build of torch has no flash attention"
 
 
 @pytest.mark.cuda
