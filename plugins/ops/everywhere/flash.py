@@ -56,7 +56,7 @@ def _has_flash(index: int) -> bool:
     return torch.cuda.get_device_capability(index) >= (8, 0)
 
 
-def aligned(rows: Tensor) -> Tensor:
+def _aligned(rows: Tensor) -> Tensor:
     """Return (B, M, N, d) with rows aligned to 16 bytes: itself if they are."""
     places = (*rows.stride()[:3], rows.storage_offset())
     return rows if rows.stride(3) == 1 and not any(n % MULTIPLE for n in places) else rows.contiguous()
@@ -72,7 +72,7 @@ def forward(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Te
         scale: Factor of the products.
     """
     output, total, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
-        aligned(query), aligned(key), aligned(value), 0.0, False, False, scale=scale
+        _aligned(query), _aligned(key), _aligned(value), 0.0, False, False, scale=scale
     )
     return output, total[..., : query.shape[2]]
 
@@ -82,7 +82,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value, from what :func:`forward` returned."""
     unused = torch.empty((), dtype=torch.long, device=value.device)  # state of the dropout, which is off
-    rows = (aligned(t) for t in (grad_output, query, key, value, output))
+    rows = (_aligned(t) for t in (grad_output, query, key, value, output))
     return torch.ops.aten._scaled_dot_product_flash_attention_backward(
         *rows, lse.contiguous(), None, None, query.shape[2], key.shape[2], 0.0, False, unused, unused, scale=scale
     )
