@@ -90,7 +90,20 @@ def refusal(tensor: Tensor) -> str | None:
         return f"its kernels are for CUDA, and the tensors are on {tensor.device.type}"
     if tensor.dtype == torch.float64:
         return "its kernels take no float64"
-    return _missing() or _no_compiler() or _too_old(tensor.device.index or 0)
+    return _refusal(tensor.device.index or 0)
+
+
+def runs_on(index: int) -> bool:
+    """Return True where Triton's kernels run on a CUDA device, as far as that does not depend on the tensors."""
+    return _refusal(index) is None
+
+
+# As torch.compiler.assume_constant_result does, which would import all of dynamo.
+runs_on._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _refusal(index: int) -> str | None:
+    return _missing() or _no_compiler() or _too_old(index)
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:

@@ -60,13 +60,16 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 def wanted(terms: Terms) -> bool:
-    """Whether these kernels are to serve, as far as that is known without looking for Triton.
+    """Whether these kernels are to serve, whatever the sizes are.
 
     Batched products stay where Triton has not been seen to be faster: in float32, and with position logits.
     """
     if (name := backends.forced()) is not None:
         return name == triton_launch.NAME
-    return terms.value.is_cuda and terms.value.dtype in _HALF and terms.position_logits is None
+    value = terms.value
+    if not value.is_cuda or value.dtype not in _HALF or terms.position_logits is not None:
+        return False
+    return triton_launch.runs_on(value.device.index or 0)
 
 
 def refuses(terms: Terms, options: Options) -> str | None:

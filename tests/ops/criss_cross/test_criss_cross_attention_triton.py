@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from attn_plugins.ops import backend, criss_cross_attention, explain
+from attn_plugins.ops import backend, criss_cross_attention, explain, triton_launch
 from attn_plugins.ops.criss_cross import triton_criss_cross
 from attn_plugins.ops.criss_cross.criss_cross_attention import ATTEND
 from attn_plugins.ops.criss_cross.operands import Options, Terms
@@ -221,9 +222,12 @@ def test_refusals():
         assert found == "its kernels might need 2147483648 programs, and a grid has at most 2147483647"
 
 
-def test_wanted_for_content_alone_in_half_precision_or_where_asked_for():
+def test_wanted_for_content_alone_in_half_precision_or_where_asked_for(monkeypatch):
     def on_device(dtype: torch.dtype, position: object = None) -> Terms:
-        return Terms(None, None, type("OnDevice", (), dict(is_cuda=True, dtype=dtype)), position)
+        fields = dict(is_cuda=True, dtype=dtype, device=torch.device("cuda:0"))
+        return Terms(None, None, type("OnDevice", (), fields), position)
+
+    monkeypatch.setattr(triton_launch, "_refusal", lambda index: None)
 
     assert not triton_criss_cross.wanted(terms((2, 3)))
     with backend("triton"):
@@ -234,6 +238,28 @@ def test_wanted_for_content_alone_in_half_precision_or_where_asked_for():
         assert not triton_criss_cross.wanted(other)
     with backend("torch"):
         assert not triton_criss_cross.wanted(on_device(torch.float16))
+    monkeypatch.setattr(triton_launch, "_refusal", lambda index: "Triton is not installed")
+    assert not triton_criss_cross.wanted(on_device(torch.float16))
+
+
+@pytest.mark.parametrize("reason", [None, "Triton is not installed"])
+def test_dynamo_sees_whether_triton_serves(reason, monkeypatch):
+    """Of tensors that hold nothing, as on a CUDA device: the weights are kept where Triton's kernels do not run."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(triton_launch, "_refusal", lambda index: reason)
+    graphs = []
+
+    def keep(graph: torch.fx.GraphModule, inputs: object) -> torch.fx.GraphModule:
+        graphs.append(graph)
+        return graph
+
+    with FakeTensorMode():
+        maps = torch.empty(1, 1, 8, 8, 16, device="cuda:0", dtype=torch.bfloat16)
+        torch.compile(lambda x: criss_cross_attention(x, x, x), fullgraph=True, backend=keep)(maps)
+    (call,) = graphs[0].graph.find_nodes(
+        op="call_function", target=torch.ops.attn_plugins.criss_cross_attention.default
+    )
+    assert call.args[-2:] == (1.0, reason is None)
 
 
 def test_compiled_in_one_graph():
