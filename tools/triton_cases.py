@@ -115,6 +115,7 @@ for _name, _dtype in DTYPES.items():
         f"global_attention, AAConv, (8,8,40,40,20), {_name}": everywhere(8, 8, (40, 40), (40, 40), 20, _dtype, "1110"),
         f"global_attention, content, (8,12,14,14,64), {_name}":
             everywhere(8, 12, (14, 14), (14, 14), 64, _dtype, "1000"),
+        f"global_attention, 1110, (2,4,32,32,128), {_name}": everywhere(2, 4, (32, 32), (32, 32), 128, _dtype, "1110"),
     }  # fmt: skip
     CASES |= {
         f"sequence_attention, (4,8,1024,64), band of 21, {_name}": sequence(4, 8, 1024, 1024, 64, _dtype, K=21),
@@ -133,4 +134,13 @@ for _name, _dtype in DTYPES.items():
         f"criss_cross_attention, (2,8,64,128,32), {_name}": criss_cross(2, 8, 64, 128, 32, 32, _dtype),
         f"criss_cross_attention, (2,8,64,128,32), position logits, {_name}":
             criss_cross(2, 8, 64, 128, 32, 32, _dtype, position=True),
+        f"criss_cross_attention, (1,1,97,97), d 128, dv 512, {_name}": criss_cross(1, 1, 97, 97, 128, 512, _dtype),
     }  # fmt: skip
+    if _dtype.itemsize == 2:  # the widest, which float32 does not fit
+        CASES |= {
+            f"global_attention, 1110, (2,4,32,32,256), {_name}":
+                everywhere(2, 4, (32, 32), (32, 32), 256, _dtype, "1110"),
+            f"sequence_attention, (2,4,512,256), wide heads, {_name}": sequence(2, 4, 512, 512, 256, _dtype, K=21),
+            f"criss_cross_attention, (1,1,97,97), d 256, dv 512, {_name}":
+                criss_cross(1, 1, 97, 97, 256, 512, _dtype),
+        }  # fmt: skip

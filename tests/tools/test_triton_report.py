@@ -1,9 +1,12 @@
-"""The report of Triton's kernels: its table, and what it says of spills. Nothing is compiled."""
+"""The report of Triton's kernels: its table, and what it says of spills."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
+from tests.conftest import ROOT
 from tests.helpers.triton_checks import needs_triton
 from tools import triton_report
 
@@ -11,7 +14,7 @@ from tools import triton_report
 def rows(case: str, kernel: str = "forward", registers=(90, 90, 90), stack=(0, 0, 0), spills=(0, 0, 0)):
     return [
         {"case": case, "target": target, "kernel": kernel, "dtype": "fp32", "registers": registers[n],
-         "stack": stack[n], "spills": spills[n], "shared": 1024}
+         "stack": stack[n], "spills": spills[n], "shared": 1024, "seconds": 1.0}
         for n, target in enumerate(triton_report.TARGETS)
     ]  # fmt: skip
 
@@ -71,5 +74,29 @@ def test_times_of_kernels_and_of_calls():
     rows = (("a", 80, 0.5), ("a", 80, 0.25), ("a", 90, 0.6), ("b", 80, 0.1))
     found = [dict(case=case, target=target, seconds=seconds) for case, target, seconds in rows]
     text = triton_report._times(found)
-    assert "in 0.5 s (median; at most 0.6 s)" in text
+    assert "in 0.5 s of a core (median; at most 0.6 s;" in text
     assert "in at most 0.8 s (a)" in text
+
+
+def test_faults_are_spills_in_loops_where_blocks_were_not_timed_and_long_compilations():
+    timed = rows("attention, (2,3), float32", spills=(0, 3, 0))
+    untimed = rows("attention, (4,5), float32", spills=(2, 0, 0))
+    assert triton_report.faults([*timed, *rows("attention, (6,7), float32")]) == []
+    assert triton_report.faults([*timed, *untimed]) == [
+        "forward of attention, (4,5), float32 for sm_80 spills within a loop, in 2 instructions"
+    ]
+    slow = rows("attention, (2,3), float32")[2] | {"seconds": 15.1}
+    assert triton_report.faults([slow]) == [
+        "forward of attention, (2,3), float32 for sm_100 takes 15.1 s to compile, more than 15"
+    ]
+
+
+@pytest.mark.slow
+@needs_triton
+def test_no_kernel_of_the_main_shapes_has_a_fault(python):
+    """In bfloat16, for 8.0 and 10.0; float32 and 9.0 by the command."""
+    python(
+        "from tools.triton_report import main; assert main(['--only', 'bfloat16', '--targets', '80', '100']) == 0",
+        TRITON_INTERPRET="0",
+        PYTHONPATH=str(ROOT),
+    )

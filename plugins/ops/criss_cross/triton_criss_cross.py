@@ -30,6 +30,7 @@ from .operands import Options, Terms
 from .products import empty, packed
 
 WIDEST = 256  # width of query and key: a program holds them whole
+WIDEST_FLOAT = 128  # of float32, whose kernels spill in their loops beyond it
 _SMALLEST = 16  # block
 
 
@@ -44,7 +45,7 @@ class Blocks(NamedTuple):
 
 
 # By the kind of product ("tf32" is float32, as one or as three products): halves by times on an H100, float32 such that
-# widths up to 64 do not spill in loops (tools.triton_report).
+# widths up to 64 do not spill in loops (tools.triton_report); WIDE_FLOAT_BLOCKS are of greater widths.
 BLOCKS = {
     "attend": {"half": Blocks(64, 32, 128, 4, 2), "tf32": Blocks(32, 32, 64, 4, 1)},
     "queries": {"half": Blocks(64, 64, 64, 4, 2), "tf32": Blocks(32, 32, 32, 4, 1)},
@@ -55,6 +56,11 @@ OTHER_BLOCKS = {
     "attend": BLOCKS["attend"] | {"half": Blocks(64, 32, 64, 4, 2)},
     "queries": BLOCKS["queries"] | {"half": Blocks(64, 32, 64, 4, 2)},
     "keys": BLOCKS["keys"] | {"half": Blocks(32, 64, 64, 8, 2)},
+}
+WIDE_FLOAT_BLOCKS = {
+    "attend": Blocks(16, 32, 64, 4, 1),
+    "queries": Blocks(16, 16, 32, 4, 1),
+    "keys": Blocks(16, 16, 32, 4, 1),
 }
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -78,8 +84,9 @@ def refuses(terms: Terms, options: Options) -> str | None:
         return reason
     if not options.recompute:
         return "in float32 and with position logits, batched products serve unless Triton is asked for"
-    if terms.query is not None and terms.query.shape[4] > WIDEST:
-        return f"its kernels take widths of query and key up to {WIDEST}, got {terms.query.shape[4]}"
+    widest = WIDEST_FLOAT if terms.value.dtype == torch.float32 else WIDEST
+    if terms.query is not None and terms.query.shape[4] > widest:
+        return f"its kernels take widths of query and key up to {widest}, got {terms.query.shape[4]}"
     B, M, H, W, dv = terms.value.shape
     most = B * M * max(H * _blocks(W, _SMALLEST), W * _blocks(H, _SMALLEST)) * (_blocks(dv, _SMALLEST) + 1)
     if most > triton_launch.LONGEST_GRID:
@@ -181,10 +188,10 @@ class _Launches:
     def blocks(self, kernel: str) -> Blocks:
         """Those of a kernel, with no more channels than there are; of halves above a width of 64, of 8 warps."""
         table = BLOCKS if triton_launch.hopper(self.terms.value) else OTHER_BLOCKS
-        found = table[kernel][self.kind]
-        channels = min(found.channels, triton_launch.power_of_two(self.shape[4]))
-        wide = self.kind == "half" and self.constants["D"] > 64
-        return found._replace(channels=channels, warps=8 if wide else found.warps)
+        found, wide = table[kernel][self.kind], self.constants["D"] > 64
+        if wide:
+            found = found._replace(warps=8) if self.kind == "half" else WIDE_FLOAT_BLOCKS[kernel]
+        return found._replace(channels=min(found.channels, triton_launch.power_of_two(self.shape[4])))
 
     def add(
         self,

@@ -34,8 +34,9 @@ class Block(NamedTuple):
 
 
 # By kernel, arithmetic ("tf32" is float32, as one or as three products) and the greater of both widths. Chosen by times
-# on an H100, and by what `python -m tools.triton_report --only global` shows: registers, and shared memory, below the
-# 99 KiB that smaller devices have where the widths allow it. Eight warps gave wrong results in float32 (Triton 3.6).
+# on an H100, but for float32 of width 128, and by what `python -m tools.triton_report --only global` shows: registers,
+# and shared memory, below the 99 KiB that smaller devices have where the widths allow it. Eight warps gave wrong
+# results in float32 (Triton 3.6).
 BLOCKS = {
     ("forward", "half", 32): Block(64, 32, 4, 3),
     ("forward", "half", 64): Block(64, 64, 4, 3),
@@ -43,21 +44,21 @@ BLOCKS = {
     ("forward", "half", 256): Block(64, 32, 8, 2),
     ("forward", "tf32", 32): Block(64, 64, 4, 1),
     ("forward", "tf32", 64): Block(64, 64, 4, 1),
-    ("forward", "tf32", 128): Block(32, 32, 4, 1),
+    ("forward", "tf32", 128): Block(16, 32, 4, 1),
     ("query_gradients", "half", 32): Block(64, 64, 4, 2),
     ("query_gradients", "half", 64): Block(64, 64, 4, 2),
     ("query_gradients", "half", 128): Block(64, 32, 4, 1),
     ("query_gradients", "half", 256): Block(64, 32, 8, 1),
     ("query_gradients", "tf32", 32): Block(64, 32, 4, 1),
     ("query_gradients", "tf32", 64): Block(64, 32, 4, 1),
-    ("query_gradients", "tf32", 128): Block(32, 32, 4, 1),
+    ("query_gradients", "tf32", 128): Block(16, 32, 4, 1),
     ("key_gradients", "half", 32): Block(64, 64, 4, 2),
     ("key_gradients", "half", 64): Block(64, 64, 4, 3),
     ("key_gradients", "half", 128): Block(64, 32, 4, 1),
     ("key_gradients", "half", 256): Block(32, 32, 4, 1),
     ("key_gradients", "tf32", 32): Block(64, 64, 4, 1),
     ("key_gradients", "tf32", 64): Block(64, 32, 4, 1),
-    ("key_gradients", "tf32", 128): Block(16, 32, 4, 1),
+    ("key_gradients", "tf32", 128): Block(16, 16, 4, 1),
 }
 # Where tensor cores take factors from registers, and the above spills in the loop.
 SMALLER_BLOCKS = {("query_gradients", "half", 64): Block(64, 32, 4, 2)}
@@ -65,13 +66,10 @@ SMALLER_BLOCKS = {("query_gradients", "half", 64): Block(64, 32, 4, 2)}
 SMALLER_FLOAT_BLOCKS = {
     ("forward", "tf32", 32): Block(64, 32, 4, 1),
     ("forward", "tf32", 64): Block(32, 64, 4, 1),
-    ("forward", "tf32", 128): Block(16, 32, 4, 1),
     ("query_gradients", "tf32", 32): Block(64, 16, 4, 1),
     ("query_gradients", "tf32", 64): Block(16, 32, 4, 1),
-    ("query_gradients", "tf32", 128): Block(16, 32, 4, 1),
     ("key_gradients", "tf32", 32): Block(32, 32, 4, 1),
     ("key_gradients", "tf32", 64): Block(32, 32, 4, 1),
-    ("key_gradients", "tf32", 128): Block(16, 32, 4, 1),
 }
 _PRODUCTS = Block(64, 16, 4, 1)
 _OF_KEYS = ("key", "value", "near", "grad_key", "grad_value", "grad_near")  # the other tensors are of queries

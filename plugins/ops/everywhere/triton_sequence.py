@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import triton_launch
+from .. import backends, triton_launch
 from ..backends import Backend
 from ..triton_launch import launch, power_of_two
 from .chunked_sequence import band_reach
@@ -40,7 +40,7 @@ TILES = {
     },
     "tf32": {
         64: (Tile(64, 64, 4, 1), Tile(64, 64, 4, 1), Tile(32, 64, 4, 1), Tile(64, 32, 4, 1)),
-        128: (Tile(32, 32, 4, 1), Tile(16, 32, 4, 1), Tile(32, 16, 4, 1), Tile(32, 16, 4, 1)),
+        128: (Tile(16, 32, 4, 1), Tile(16, 32, 4, 1), Tile(16, 16, 4, 1), Tile(32, 16, 4, 1)),
     },
 }
 # On devices other than Hopper, where no tile has been timed: those that do not spill.
@@ -53,6 +53,9 @@ OTHER_TILES = {
 }
 SHORT = 64  # queries or keys at most for which a large block is mostly empty
 PROGRAMS = 512  # into at least so many the sums over broadcast axes are parted, if there are so many addends
+# A program goes through the keys in turn, 64 in a microsecond or more (H100): where so few programs have so many keys,
+# products with all keys at once, on the whole device, need a fraction of that. Not timed.
+FEW_PROGRAMS, MANY_KEYS = 16, 2**15
 LONGEST = 2**23  # positions, taps, and numbers between rows: offsets within a tile stay below 2**31
 
 
@@ -71,6 +74,9 @@ def refuses(terms: SequenceTerms, options: SequenceOptions) -> str | None:
     programs = value.shape[0] * value.shape[1] * -(-longest // 16)
     if programs > triton_launch.LONGEST_GRID:
         return f"a grid has up to {triton_launch.LONGEST_GRID} programs, and these are up to {programs}"
+    busy = value.shape[0] * value.shape[1] * -(-T // SHORT)
+    if backends.forced() is None and busy <= FEW_PROGRAMS and value.shape[2] >= MANY_KEYS:
+        return f"only {busy} programs would go through {value.shape[2]} keys, which does not pay"
     return None
 
 

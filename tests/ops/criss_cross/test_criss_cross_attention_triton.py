@@ -71,8 +71,9 @@ def test_stretched_position_logits():
     check(ATTEND, Terms(query, key, value, position[:1, :1].expand_as(position)), RECOMPUTE)
 
 
-def test_masks_and_masked_queries():
-    query, key, value, position = terms((3, 2))
+@DTYPES
+def test_masks_and_masked_queries(dtype):
+    query, key, value, position = terms((3, 2), dtype=dtype)
     position[0, 0, 1, 1] = -math.inf  # a query without keys
     position[0, 0, 2, 1, :3] = -math.inf  # one without its column
     position[0, 0, 0, 1, 3:] = -math.inf  # one without its row
@@ -105,10 +106,11 @@ def results(arguments: Terms, grad_output: Tensor, scale: float = 1.0) -> list[T
         return [output, *torch.autograd.grad(output, wanted, grad_output)]
 
 
-def test_extreme_logits():
-    position = torch.full((1, 1, 2, 2, 4), 3e4, device=DEVICE)
+@DTYPES
+def test_extreme_logits(dtype):
+    position = torch.full((1, 1, 2, 2, 4), 3e4, device=DEVICE, dtype=dtype)
     position[..., 2] = 6e4  # column 0 of the own row
-    value = randn(1, 1, 2, 2, 3)
+    value = randn(1, 1, 2, 2, 3, dtype=dtype)
     with backend("triton"):
         found = criss_cross_attention(None, None, value, position)
     torch.testing.assert_close(found, value[:, :, :, :1].expand_as(value))
@@ -217,7 +219,9 @@ def test_refusals():
     with backend("triton"), pytest.raises(ValueError, match=SERVES):
         ATTEND._forward(*arguments, *RECOMPUTE._replace(recompute=False))
     with backend("triton"):
-        assert "query and key up to 256, got 257" in triton_criss_cross.refuses(terms((1, 1), d=257), RECOMPUTE)
+        assert "query and key up to 128, got 129" in triton_criss_cross.refuses(terms((1, 1), d=129), RECOMPUTE)
+        wide = terms((1, 1), d=257, dtype=torch.float16)
+        assert "query and key up to 256, got 257" in triton_criss_cross.refuses(wide, RECOMPUTE)
         found = triton_criss_cross.refuses(Terms(None, None, many, randn(1, 1, 1, 1, 2)), RECOMPUTE)
         assert found == "its kernels might need 2147483648 programs, and a grid has at most 2147483647"
 

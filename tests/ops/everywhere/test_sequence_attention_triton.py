@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from attn_plugins.ops import backend, explain, sequence_attention
+from attn_plugins.ops import backend, explain, sequence_attention, triton_launch
 from attn_plugins.ops.everywhere import triton_sequence
 from attn_plugins.ops.everywhere.operands import SequenceOptions, SequenceTerms
 from attn_plugins.ops.everywhere.sequence_attention import ATTEND
@@ -102,9 +102,10 @@ def test_a_large_batch_shares_position_logits(monkeypatch, small_tiles):
     check(ATTEND, terms, options())
 
 
+@DTYPES
 @pytest.mark.parametrize("causal", [False, True])
-def test_masked_logits_and_queries(causal, small_tiles):
-    terms = operands(B=3, T=12, S=36, shared=(None, None, None))
+def test_masked_logits_and_queries(causal, dtype, small_tiles):
+    terms = operands(B=3, T=12, S=36, dtype=dtype, shared=(None, None, None))
     inf = float("-inf")
     terms.band_logits[:, :, ::3, 1:4] = inf
     terms.outside_logits[:, :, ::2] = inf
@@ -184,6 +185,22 @@ def test_what_it_refuses_in_words():
     value = torch.zeros(1, 1, 1, 1, device=DEVICE).expand(1, 1, 2**23 + 1, 1)
     with backend("triton"), pytest.raises(ValueError, match="counts up to 8388608 queries, keys and taps, and there"):
         sequence_attention(None, None, value, position_logits=value[..., 0].unsqueeze(2))
+
+
+def test_leaves_few_queries_of_many_keys_to_products(monkeypatch):
+    """Not where it is asked for, nor where batch and heads fill a device."""
+    monkeypatch.setattr(triton_launch, "refusal", lambda tensor: None)
+
+    def reason(B: int, M: int, T: int, S: int) -> str | None:
+        value = torch.empty(B, M, S, 64, dtype=torch.bfloat16, device="meta")
+        terms = SequenceTerms(value[:, :, :T], value, value, None, None, value.new_empty(1, M, T, S))
+        return triton_sequence.refuses(terms, options())
+
+    assert reason(1, 8, 65, 40000) == "only 16 programs would go through 40000 keys, which does not pay"
+    assert reason(1, 9, 65, 40000) is None
+    assert reason(1, 8, 65, 2000) is None
+    with backend("triton"):
+        assert reason(1, 1, 1, 40000) is None
 
 
 VARIANTS = """
