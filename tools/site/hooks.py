@@ -21,7 +21,7 @@ from tools.site import commands, reference  # noqa: E402
 PAGES = {
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
-    **{f"plugins/{room}/__init__.py": f"reference/{room}.md" for room in reference.TITLES},
+    **{f"plugins/{name}/__init__.py": f"reference/{name}.md" for name in reference.TITLES},
 }
 _LINK = re.compile(r"(?<!!)\[([^]]*)\]\((?!https?:|#|mailto:)([^)\s]+)\)")
 

@@ -51,7 +51,7 @@ BLOCKS = {
     "queries": {"half": Blocks(64, 64, 64, 4, 2), "tf32": Blocks(32, 32, 32, 4, 1)},
     "keys": {"half": Blocks(64, 64, 128, 4, 2), "tf32": Blocks(32, 32, 32, 4, 1)},
 }
-# On devices other than Hopper, where none has been timed, halves without spills.
+# On devices other than Hopper, and with position logits, where none has been timed: halves without spills.
 OTHER_BLOCKS = {
     "attend": BLOCKS["attend"] | {"half": Blocks(64, 32, 64, 4, 2)},
     "queries": BLOCKS["queries"] | {"half": Blocks(64, 32, 64, 4, 2)},
@@ -187,7 +187,8 @@ class _Launches:
 
     def blocks(self, kernel: str) -> Blocks:
         """Those of a kernel, with no more channels than there are; of halves above a width of 64, of 8 warps."""
-        table = BLOCKS if triton_launch.hopper(self.terms.value) else OTHER_BLOCKS
+        timed = self.terms.position_logits is None and triton_launch.hopper(self.terms.value)
+        table = BLOCKS if timed else OTHER_BLOCKS
         found, wide = table[kernel][self.kind], self.constants["D"] > 64
         if wide:
             found = found._replace(warps=8) if self.kind == "half" else WIDE_FLOAT_BLOCKS[kernel]
