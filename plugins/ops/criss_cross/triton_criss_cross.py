@@ -45,7 +45,7 @@ class Blocks(NamedTuple):
 
 
 # By the kind of product ("tf32" is float32, as one or as three products): halves by times on an H100, float32 such that
-# widths up to 64 do not spill in loops (tools.triton_report); WIDE_FLOAT_BLOCKS are of greater widths.
+# widths up to 64 do not spill in loops (tools.triton_report).
 BLOCKS = {
     "attend": {"half": Blocks(64, 32, 128, 4, 2), "tf32": Blocks(32, 32, 64, 4, 1)},
     "queries": {"half": Blocks(64, 64, 64, 4, 2), "tf32": Blocks(32, 32, 32, 4, 1)},
@@ -57,6 +57,7 @@ OTHER_BLOCKS = {
     "queries": BLOCKS["queries"] | {"half": Blocks(64, 32, 64, 4, 2)},
     "keys": BLOCKS["keys"] | {"half": Blocks(32, 64, 64, 8, 2)},
 }
+# Of float32 wider than that, on any device.
 WIDE_FLOAT_BLOCKS = {
     "attend": Blocks(16, 32, 64, 4, 1),
     "queries": Blocks(16, 16, 32, 4, 1),

@@ -246,6 +246,7 @@ def test_wanted_for_content_alone_in_half_precision_or_where_asked_for(monkeypat
     assert not triton_criss_cross.wanted(on_device(torch.float16))
 
 
+@pytest.mark.skipif(torch.version.cuda is None, reason="a CPU-only torch")
 @pytest.mark.parametrize("reason", [None, "Triton is not installed"])
 def test_dynamo_sees_whether_triton_serves(reason, monkeypatch):
     """Of tensors that hold nothing, as on a CUDA device: the weights are kept where Triton's kernels do not run."""
