@@ -57,7 +57,7 @@ OTHER_BLOCKS = {
     "queries": BLOCKS["queries"] | {"half": Blocks(64, 32, 64, 4, 2)},
     "keys": BLOCKS["keys"] | {"half": Blocks(32, 64, 64, 8, 2)},
 }
-# Of float32 wider than that, on any device.
+# Of float32 wider than 64, on any device.
 WIDE_FLOAT_BLOCKS = {
     "attend": Blocks(16, 32, 64, 4, 1),
     "queries": Blocks(16, 16, 32, 4, 1),
