@@ -8,8 +8,9 @@ import subprocess
 import pytest
 
 from attn_plugins.install import toolchain
+from tests.conftest import ROOT
 from tools.cuda_report import __main__ as command
-from tools.cuda_report import sass
+from tools.cuda_report import sass, work
 from tools.cuda_report.table import short, table
 
 USAGE = """
@@ -142,6 +143,57 @@ def test_instances_of_other_arguments_are_compared_with_those_that_they_replace(
         "| `k<half, 4, 2>` (new)",
     ]
     assert lines[-1] == "No longer there: `f<half, 32>`, `h<half>`."
+
+
+@pytest.mark.parametrize(
+    "kernel, unit, number",
+    [
+        ("sample_kernel<float, 4>", "tap", 2), ("sample_kernel<half, 8>", "tap", 4),
+        ("sample_backward_kernel<half, 1>", "tap", 0.25), ("attend_backward_kernel<float, 4>", "tap", 1),
+        ("scatter_kernel<half, 2>", "tap", 1), ("scatter_kernel<float, 1>", "tap", 0.5),
+        ("window_forward_kernel<float, Team<8, 4, 2>, 4>", "key", 1),
+    ],
+)  # fmt: skip
+def test_taps_of_an_iteration(kernel, unit, number):
+    """Of 128 channels: 32 threads have vectors of channels at four pixels, or eight threads at each of four pixels."""
+    assert work.units(kernel, unit) == number
+
+
+def test_instructions_for_a_tap_before_and_after():
+    def row(kernel: str, architecture: str, instructions: int, atomics: int, registers: int, stack: int = 0) -> dict:
+        counts = {"instructions": instructions, "ATOM": atomics}
+        return {"kernel": kernel, "architecture": architecture, "registers": registers, "stack": stack, "loop": counts}
+
+    before = [row("attend_backward_kernel<half, 8>", sm, 260, 32, 100, 8) for sm in ("sm_80", "sm_90")]
+    now = [
+        row("attend_backward_kernel<half, 1>", "sm_80", 55, 4, 96),
+        row("attend_backward_kernel<half, 4>", "sm_90", 104, 4, 70),
+        row("scatter_kernel<half, 2>", "sm_90", 200, 1, 60),
+        row("window_other", "sm_90", 1, 0, 10, 24),
+    ]
+    lines = work.summary(now, before)
+    assert [line for line in lines if line.startswith("| `")] == [
+        "| `deformable_attention`, half, gradients | `attend_backward_kernel<half, 8>` → "
+        "`attend_backward_kernel<half, 1>` | tap | 130 → 220 | 1.69 | 16 → 16 | 100 → 96 | 8 → 0 |",
+        "| `deform_conv2d`, half, gradients: the input's | `scatter_kernel<half, 2>` | tap | – → 200 | – | – → 1 "
+        "| – → 60 | – → 0 |",
+        "| `deformable_attention`, half, gradients | `attend_backward_kernel<half, 8>` → "
+        "`attend_backward_kernel<half, 4>` | tap | 130 → 104 | 0.80 | 16 → 4 | 100 → 70 | 8 → 0 |",
+    ]
+    assert work.spilling(now) == "Kernels that spill: `window_other` (sm_90, 24 bytes). No other kernel spills."
+    assert work.spilling(now[:3]) == "No kernel spills."
+
+
+def test_main_kernels_are_in_the_committed_report():
+    """The names that the summary looks for are those of kernels, before and now."""
+    for name in ("cuda-sass-before", "cuda-sass"):
+        rows = json.loads((ROOT / "benchmarks" / f"{name}.json").read_text())["rows"]
+        names = {(row["kernel"], row["architecture"]) for row in rows}
+        for each in work.MAIN:
+            for architecture in ("sm_80", "sm_90"):
+                now = each.now if isinstance(each.now, str) else each.now[architecture]
+                wanted = each.before if name == "cuda-sass-before" else now
+                assert wanted is None or (wanted, architecture) in names, wanted
 
 
 @pytest.mark.parametrize(

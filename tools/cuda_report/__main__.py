@@ -3,7 +3,8 @@
 python -m tools.cuda_report                                      the binary of this checkout
 python -m tools.cuda_report path/to/_C_cuda.abi3.so -k window    another one; kernels that match a regular expression
 python -m tools.cuda_report --out benchmarks/cuda-sass.md        write a page, and its rows as .json next to it
-python -m tools.cuda_report --compare before.json                show before → after for each kernel
+python -m tools.cuda_report --compare before.json                show before → after for each kernel; on the page also
+                                                                 the main kernels' instructions for a tap or a tile
 
 Needs the compiled binary (ATTN_PLUGINS_BUILD=cuda), and cuobjdump and nvdisasm, from the CUDA toolkit or the triton
 package. Needs no GPU.
@@ -29,7 +30,7 @@ with extras():
     from attn_plugins.install import toolchain
     from tools.files import write_text
 
-from . import sass
+from . import sass, work
 from .table import EXPLANATION, short, table
 
 ROOT = Path(__file__).parents[2]
@@ -122,7 +123,21 @@ def page(data: dict[str, Any], before: dict[str, Any] | None) -> str:
     lines = ["# CUDA kernels as compiled", "", f"`{data['command']}`", ""]
     lines.append(f"{described(data)}, cuobjdump {data['cuobjdump']}.")
     if before is not None:
-        lines.append(f"Arrows: from {described(before)} to this one.")
+        lines += [
+            f"Arrows: from {described(before)} (`{before['command']}`) to this one.",
+            "",
+            "## For a tap or a tile",
+            "",
+            work.EXPLANATION,
+        ]
+        lines += [
+            "",
+            work.spilling(data["rows"]),
+            "",
+            *work.summary(data["rows"], before["rows"]),
+            "",
+            "## Every kernel",
+        ]
     lines += ["", EXPLANATION, "", *table(data["rows"], before and before["rows"])]
     return "\n".join(lines) + "\n"
 
@@ -156,6 +171,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("-k", default="", metavar="REGEX", help="only kernels whose names match")
     parser.add_argument("--architecture", metavar="SM", help="only this architecture, such as sm_90")
     parser.add_argument("--out", type=Path, metavar="PAGE.md", help="write a page, and PAGE.json")
+    parser.add_argument("--commit", metavar="NAME", help="of the binary, where it is not this checkout's")
     parser.add_argument("--compare", type=Path, metavar="OLD.json", help="show changes since that report")
     given = sys.argv[1:] if arguments is None else arguments
     options = parser.parse_args(arguments)
@@ -182,7 +198,7 @@ def main(arguments: list[str] | None = None) -> int:
         "nvcc": version(f"{home}/bin/nvcc") if home else "none",
         "cuobjdump": version(tool) if tool else "none",
         "date": date.today().isoformat(),
-        "revision": revision(options.binary),
+        "revision": options.commit or revision(options.binary),
         "rows": rows,
     }
     text = page(data, before)
