@@ -21,10 +21,21 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize("command", ["check", "check --stages tests memory fuzz", "measure", "measure -k window"])
-def test_without_a_gpu_one_line_and_status_2(command, capsys, tmp_path):
-    assert main([*command.split(), "--out", str(tmp_path)]) == 2
-    assert capsys.readouterr().err == f"gpu_check {command.split()[0]}: torch finds no CUDA device here\n"
+@pytest.mark.parametrize("stages", [["build", "tests", "fuzz", "memory"], ["memory"]])
+def test_without_a_gpu_every_stage_says_so(stages, capsys, tmp_path):
+    assert main(["check", "--stages", *stages, "--out", str(tmp_path)]) == 2
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[: 2 * len(stages)] == [line for name in stages for line in (f"=== {name}", machine.NO_DEVICE)]
+    assert lines[-1] == f"{stages[-1]}: no device in 0 s. {machine.NO_DEVICE}"
+    assert "## memory: no device" in (tmp_path / "check.md").read_text()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_every_part_says_so(capsys, tmp_path):
+    assert main(["measure", "-k", "window_attention|halves", "--out", str(tmp_path)]) == 2
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if line.startswith("=== ")] == ["=== window_attention", "=== halves"]
+    assert all(line.endswith(machine.NO_DEVICE) for line in lines[1::2])
     assert not list(tmp_path.iterdir())
 
 
@@ -277,6 +288,18 @@ def test_what_initcheck_says_of_other_kernels_does_not_count():
     assert memory.judge("initcheck", "window_attention", done, text, kernels) == (
         "initcheck, window_attention", True, "window_attention: 40 calls by cuda",
     )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "kernel, ours",
+    [
+        ("void attn_plugins::f<float>(float*)", True), ("forward", True), ("forward(float*)+0x10", True),
+        ("void cudnn::forward_pass(int)+0x80", False), ("fmha_forward+0x80", False), ("void f(forward*)+0x10", False),
+    ],
+)  # fmt: skip
+def test_initcheck_s_kernels_are_told_by_whole_names(kernel, ours):
+    text = f"========= Uninitialized __global__ memory read\n=========     at {kernel}+0x80 in forward.cu:3\n"
+    assert bool(memory.reports(text, ["attn_plugins", "forward"])) == ours
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -11,10 +10,10 @@ import pytest
 import torch
 
 from attn_plugins import ops
+from tests.tools.gpu_check_helpers import entry
 from tools.benchmark.case import Case
 from tools.gpu_check import measure, ratios, roofline, rows, timing, worker
 from tools.gpu_check.backends import backends_of, operators, served_by
-from tools.gpu_check.processes import Budget, Done
 
 # --- the worker -------------------------------------------------------------------------------------------------------
 
@@ -46,7 +45,7 @@ def few_rows(monkeypatch) -> None:
 
 def worked(tmp_path: Path, **settings: Any) -> list[dict[str, Any]]:
     record = tmp_path / "rows.jsonl"
-    worker.run_rows(worker.Settings("cpu", str(record), seconds=60, race_seconds=0.0, **settings))
+    worker.run_rows(worker.Settings("cpu", str(record), seconds=60, race_seconds=0.0, every=True, **settings))
     return measure.read(record)[0]
 
 
@@ -258,18 +257,6 @@ def test_work_counts_products_and_what_is_read_and_returned_once():
     assert roofline.kind_of("x, autocast to bfloat16") == "bfloat16"
 
 
-def entry(name: str, ours: float, operator: str = "f", **times: float) -> dict[str, Any]:
-    every = {"ours": ours, **{key.replace("by_", "ours, by "): time for key, time in times.items()}}
-    entries = {
-        key: dict(min=time, q1=time, median=time, q3=time, how="graph", memory=1 << 20) for key, time in every.items()
-    }
-    row = dict(
-        goal=None, entries=entries, work=dict(operations=10**9, moved=10**6), kind="bfloat16", errors={},
-        refusals={"cuda": "ValueError: too wide"}, differences={}, served_by={operator: ["torch"]},
-    )  # fmt: skip
-    return {"end": name, "part": name.split(":")[0], "seconds": 1.0, "row": row}
-
-
 DATA = {
     "machine": {"gpu": "none"},
     "command": "measure",
@@ -317,106 +304,3 @@ def test_what_is_to_be_said_against_a_row():
     row["row"]["entries"]["sdpa"]["how"] = "events, with the host's time: no graph"
     row["row"]["differences"] = {"triton": 0.5, "cuda": float("nan"), "torch": 1e-3}
     assert ratios.compare(row, None).marks == "noisy, host's time, triton differs by 0.5, cuda differs by nan"
-
-
-# --- the command ------------------------------------------------------------------------------------------------------
-
-
-class Workers:
-    """Stands in for workers, each of which appends lines to the record and exits with a status."""
-
-    def __init__(self, *ends: tuple[int | None, list[dict[str, Any]]]) -> None:
-        self.ends, self.settings = list(ends), []
-
-    def __call__(self, settings: dict[str, Any], limit: float, log: Path) -> Done:
-        self.settings.append(settings)
-        status, lines = self.ends.pop(0)
-        with Path(settings["record"]).open("a") as file:
-            file.write("".join(json.dumps(line) + "\n" for line in lines))
-        return Done(status, 1.0, "Segmentation fault\n")
-
-
-def test_a_row_that_crashes_is_retried_smaller_and_the_rest_continues(tmp_path, monkeypatch):
-    first, third = entry("a: 0", 1e-3), entry("a: 2", 1e-3)
-    workers = Workers(
-        (-11, [{"start": "a: 0"}, first, {"start": "a: 1"}, {"at": "ours"}, {"at": "sdpa"}]),
-        (-11, [{"start": "a: 1"}, {"at": "ours, by triton"}]),
-        (-11, [{"start": "a: 1"}, {"at": "ours"}]),
-        (0, [{"start": "a: 2"}, third]),
-    )
-    monkeypatch.setattr(measure, "start_worker", workers)
-    found = measure.rows_of("", Budget(60), tmp_path, tmp_path / "log", "cpu")
-    assert [row["end"] for row in found] == ["a: 0", "a: 2", "a: 1"]
-    assert found[-1]["row"] == {"error": "ours: its process ended with status -11: Segmentation fault"}
-    assert [settings["skip"] for settings in workers.settings] == [[], ["a: 0"], ["a: 0"], ["a: 0", "a: 1"]]
-    assert [settings["losses"].get("a: 1", 0) for settings in workers.settings[-1:]] == [3]
-
-
-def test_a_row_that_works_without_its_peers_says_so(tmp_path, monkeypatch):
-    workers = Workers((71, [{"start": "a: 0"}, {"at": "sdpa"}]), (0, [{"start": "a: 0"}, entry("a: 0", 1e-3)]))
-    monkeypatch.setattr(measure, "start_worker", workers)
-    (row,) = measure.rows_of("", Budget(60), tmp_path, tmp_path / "log", "cpu")
-    assert row["row"]["errors"]["left out"].startswith("peers; sdpa: its process ended with status 71")
-
-
-def test_rows_that_ended_a_process_while_caches_were_filled_begin_without_peers(tmp_path, monkeypatch):
-    workers = Workers((-9, [{"start": "a: 0"}]), (0, [{"start": "a: 1"}, entry("a: 1", 1e-3)]))
-    monkeypatch.setattr(measure, "start_worker", workers)
-    assert measure.warm("", Budget(60), 1, tmp_path, "cpu") == (1, {"a: 0": 1})
-    assert workers.settings[1]["skip"] == ["a: 0"]
-
-
-def test_time_that_is_over_leaves_what_there_is(tmp_path, monkeypatch):
-    workers = Workers((None, [{"start": "a: 0"}, entry("a: 0", 1e-3), {"start": "a: 1"}]))
-    monkeypatch.setattr(measure, "start_worker", workers)
-    budget = Budget(60)
-    kept: list[Any] = []
-
-    def keep(found):
-        kept.append(found)
-        budget.seconds = 0.0
-
-    found = measure.rows_of("", budget, tmp_path, tmp_path / "log", "cpu", keep)
-    assert found == kept[-1]
-    assert [row["row"].get("error") for row in found] == [None, "the time was over"]
-
-
-def test_a_part_whose_rows_cannot_be_listed_is_a_failed_row_and_the_others_run(tmp_path, monkeypatch):
-    def part_cases(part, device):
-        if part == "halves":
-            raise RuntimeError("no such device")
-        return []
-
-    monkeypatch.setattr(worker, "part_cases", part_cases)
-    planned, broken = worker.plan("cpu", "")
-    assert planned == {part: [] for part in worker.PARTS if part != "halves"}
-    assert broken == {"halves": "RuntimeError: no such device"}
-    record = tmp_path / "rows.jsonl"
-    worker.run_rows(worker.Settings("cpu", str(record), 10.0))
-    (row,), _ = measure.read(record)
-    assert row["end"] == "halves: every row"
-    assert row["row"] == {"error": "RuntimeError: no such device"}
-
-
-def test_rows_for_which_there_was_no_time_are_named(tmp_path, monkeypatch, capsys):
-    names = ["halves: 0", "halves: 1", "modules: 0"]
-    workers = Workers((0, [{"planned": names}, {"start": "halves: 0"}, entry("halves: 0", 1e-3)]))
-    monkeypatch.setattr(measure, "start_worker", workers)
-    monkeypatch.setattr(measure, "measure_ceilings", lambda *arguments: None)
-    assert measure.measure("", Budget(60), 1, tmp_path, "cpu") == 1
-    assert "the time was over before 2 of 3 rows\nhalves: 1\nmodules: 1\n" in capsys.readouterr().out
-    assert json.loads((tmp_path / "measure.json").read_text())["not_started"] == names[1:]
-    assert "* modules: 0: the time was over" in (tmp_path / "measure.md").read_text()
-
-
-def test_the_whole_command_on_the_cpu(tmp_path, capsys):
-    """The numbers are meaningless; the files and the last lines are those of a GPU."""
-    status = measure.measure("decoder, 300 queries .*bfloat16, forward$", Budget(120), 1, tmp_path, "cpu")
-    printed = capsys.readouterr().out
-    assert status == 0, printed
-    data = json.loads((tmp_path / "measure.json").read_text())
-    (row,) = data["rows"]
-    assert row["row"]["entries"]["ours"]["min"] > 0
-    assert row["row"]["work"]["moved"] > 0
-    assert "deformable_attention: decoder, 300 queries" in printed.splitlines()[-1]
-    assert "## deformable_attention" in (tmp_path / "measure.md").read_text()

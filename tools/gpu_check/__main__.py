@@ -3,12 +3,14 @@
 python -m tools.gpu_check check              build if necessary, tests marked cuda, random calls, compute-sanitizer
 python -m tools.gpu_check check --stages tests memory
 python -m tools.gpu_check measure            time each operator and module with each backend, and its peers
-python -m tools.gpu_check measure -k window  only rows that match a regular expression
+python -m tools.gpu_check measure --all      with every size, dtype and pass; takes over half an hour
+python -m tools.gpu_check measure -k window  only rows that match a regular expression, of all
+python -m tools.gpu_check peers              copy mmcv's Python files here, for a machine that lacks mmcv
 
 Needs a Python with torch for CUDA, pytest and, for some peers, torchvision, timm, natten and mmcv; installs nothing.
 Results are written to --out after every part, so an interrupted command keeps those of complete parts. Clocks, power
 limits and other GPU settings are not changed. The exit status is 0 on success, 1 if something failed, and 2 without a
-CUDA device.
+CUDA device: then every stage and part says so and ends.
 """
 
 from __future__ import annotations
@@ -20,14 +22,12 @@ from pathlib import Path
 
 from tools.requires import extras
 
-from . import machine
+from . import machine, peers
 
 if __name__ == "__main__":  # before the package, which need not be installed, is imported
     machine.make_importable()
 
 with extras():
-    import torch
-
     from . import check
     from .processes import Budget
 
@@ -47,8 +47,11 @@ def build_parser() -> argparse.ArgumentParser:
     first.add_argument("--build", action="store_true", help="compile even if the binaries load")
     second = commands.add_parser("measure", help="times, memory, and shares of the device's roofline")
     second.add_argument("-k", default="", metavar="REGEX", help="only rows whose names match")
+    second.add_argument("--all", action="store_true", help="all rows, not one size of each; raise --seconds as well")
     second.add_argument("--without", nargs="+", default=[], metavar="BACKEND", help="leave out slow backends of ours")
     second.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu only tries the tool")
+    third = commands.add_parser("peers", help="copies of packages that peers need and this machine has")
+    third.add_argument("--folder", type=Path, default=peers.FOLDER, help="where to (default: %(default)s)")
     for each in (first, second):
         each.add_argument("--seconds", type=float, default=SECONDS, help="time limit (default: %(default)g)")
         each.add_argument("--jobs", type=int, default=jobs, help="number of parallel processes (default: %(default)s)")
@@ -59,17 +62,17 @@ def build_parser() -> argparse.ArgumentParser:
 def main(arguments: list[str] | None = None) -> int:
     """Run a command and return its exit status."""
     options = build_parser().parse_args(arguments)
+    if options.command == "peers":
+        return peers.copy(options.folder)
     if options.seconds <= 0 or options.jobs < 1:
         build_parser().error(f"--seconds and --jobs must be positive, got {options.seconds:g} and {options.jobs}")
-    if getattr(options, "device", "cuda") == "cuda" and not torch.cuda.is_available():
-        print(f"gpu_check {options.command}: {machine.NO_DEVICE}", file=sys.stderr)
-        return 2
     budget = Budget(options.seconds)
     if options.command == "check":
         return check.check(options.stages, budget, options.jobs, options.out, options.build)
     from . import measure
 
-    return measure.measure(options.k, budget, options.jobs, options.out, options.device, options.without)
+    choice = measure.Choice(options.k, tuple(options.without), options.all)
+    return measure.measure(choice, budget, options.jobs, options.out, options.device)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ OPERATORS = (
 
 
 class Stage(NamedTuple):
-    """Outcome of a stage: ``passed``, ``FAILED`` or ``no time``, with explanatory lines."""
+    """Outcome of a stage: ``passed``, ``FAILED``, ``no time`` or ``no device``, with explanatory lines."""
 
     name: str
     outcome: str
@@ -36,7 +36,10 @@ class Stage(NamedTuple):
 
 
 def check(stages: Sequence[str], budget: Budget, jobs: int, out: Path, force_build: bool = False) -> int:
-    """Run the stages, write results after each, print a summary, and return the exit status."""
+    """Run the stages, write results after each, print a summary, and return the exit status.
+
+    Without a device every stage says so and ends.
+    """
     out.mkdir(parents=True, exist_ok=True)
     log = out / "check.log"
     log.write_text("")
@@ -52,11 +55,18 @@ def check(stages: Sequence[str], budget: Budget, jobs: int, out: Path, force_bui
         for name in stages:
             print(f"=== {name}", flush=True)
             limit = budget.left() if name == stages[-1] else SECONDS[name]
-            stage = Stage(name, "no time", 0.0, []) if budget.over() else run[name](budget.part(limit))
+            if not torch.cuda.is_available():
+                stage = Stage(name, "no device", 0.0, [machine.NO_DEVICE])
+            elif budget.over():
+                stage = Stage(name, "no time", 0.0, [])
+            else:
+                stage = run[name](budget.part(limit))
             done.append(stage)
             print("\n".join(stage.lines), flush=True)
             write(out, done, budget)
     print("=== summary\n" + "\n".join(summary(done)), flush=True)
+    if any(stage.outcome == "no device" for stage in done):
+        return 2
     return 0 if all(stage.outcome == "passed" for stage in done) else 1
 
 

@@ -7,10 +7,10 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,7 +18,7 @@ from tools.benchmark import report
 from tools.benchmark.results import dump
 from tools.files import write_text
 
-from . import machine, ratios, testing
+from . import machine, peers, ratios, testing
 from .processes import Budget, Done, run
 
 WORK = "from tools.gpu_check.worker import main; main()"
@@ -30,8 +30,39 @@ RECORD = "rows.jsonl"  # of the measuring process
 STARTS = 16  # maximum number of starts of the measuring process, one after each row that ended it
 
 
-def measure(pattern: str, budget: Budget, jobs: int, out: Path, device: str, without: Sequence[str] = ()) -> int:
-    """Measure; write results after each row that ended a process and at the end; print tables."""
+class Choice(NamedTuple):
+    """What is measured.
+
+    Attributes:
+        pattern: Regular expression for the names of rows.
+        without: Names of backends to leave out.
+        every: All rows that match; without it and without a pattern, those of :mod:`.selection`.
+    """
+
+    pattern: str = ""
+    without: tuple[str, ...] = ()
+    every: bool = False
+
+    def settings(self) -> dict[str, Any]:
+        """Return the worker's settings."""
+        return {**self._asdict(), "without": list(self.without)}
+
+    def command(self) -> str:
+        """Return the command line, without limits."""
+        words = [f"-k {self.pattern!r}"] if self.pattern else []
+        words += ["--all"] if self.every else []
+        words += [f"--without {' '.join(self.without)}"] if self.without else []
+        return " ".join(["python -m tools.gpu_check measure", *words])
+
+
+def measure(choice: Choice, budget: Budget, jobs: int, out: Path, device: str) -> int:
+    """Measure; write results after each row that ended a process and at the end; print tables; return the status.
+
+    Without a device the rows are listed, and nothing is written.
+    """
+    if device == "cuda" and not torch.cuda.is_available():
+        print("\n".join(listed(choice)), flush=True)
+        return 2
     out.mkdir(parents=True, exist_ok=True)
     log = out / "measure.log"
     log.write_text("")
@@ -39,7 +70,9 @@ def measure(pattern: str, budget: Budget, jobs: int, out: Path, device: str, wit
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache / "inductor"))
     os.environ.setdefault("TRITON_CACHE_DIR", str(cache / "triton"))
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "2")
-    data: dict[str, Any] = {"machine": facts(device), "command": command(pattern, without)}
+    data: dict[str, Any] = {"machine": facts(device), "command": choice.command()}
+    if line := peers.make_importable():
+        print(f"peers: {line}", flush=True)
     if device == "cuda":
         passed, line = machine.build(budget.part(machine.BUILD_SECONDS), log, torch.cuda.get_device_capability())
         print(f"binaries: {line}", flush=True)
@@ -49,7 +82,7 @@ def measure(pattern: str, budget: Budget, jobs: int, out: Path, device: str, wit
         losses: dict[str, int] = {}
         data["ceilings"] = measure_ceilings(device, budget.part(40), scratch)
         if device == "cuda":
-            ran, losses = warm(pattern, budget.part(WARM_SHARE * budget.seconds), jobs, scratch, device, without)
+            ran, losses = warm(choice, budget.part(WARM_SHARE * budget.seconds), jobs, scratch, device)
             print(f"caches: {ran} rows ran once, {len(losses)} ended a process; {budget.left():.0f} s left", flush=True)
         data["rows"] = []
 
@@ -61,17 +94,20 @@ def measure(pattern: str, budget: Budget, jobs: int, out: Path, device: str, wit
             write_text(out / "measure.json", dump(data))
             write_text(out / "measure.md", ratios.page(data))
 
-        keep(rows_of(pattern, budget, scratch, log, device, keep, losses, without))
+        keep(rows_of(choice, budget, scratch, log, device, keep, losses))
     print("\n".join(ratios.closing(data)), flush=True)
     ran = [row for row in data["rows"] if "entries" in row["row"]]
     return 0 if ran and len(ran) == len(data["rows"]) and not data["not_started"] else 1
 
 
-def command(pattern: str, without: Sequence[str]) -> str:
-    """Return the command line, without limits."""
-    words = [f"-k {pattern!r}"] if pattern else []
-    words += [f"--without {' '.join(without)}"] if without else []
-    return " ".join(["python -m tools.gpu_check measure", *words])
+def listed(choice: Choice) -> list[str]:
+    """Return how many rows each part has, and that there is no device."""
+    from .worker import plan
+
+    rows, broken = plan("cuda", choice.pattern, choice.every)
+    lines = [f"=== {part}\n{len(rows[part])} rows; {machine.NO_DEVICE}" for part in rows if rows[part]]
+    lines += [f"=== {part}\n{reason}" for part, reason in broken.items()]
+    return [*lines, f"{sum(map(len, rows.values()))} rows in all; {machine.NO_DEVICE}"]
 
 
 def facts(device: str) -> dict[str, str]:
@@ -100,9 +136,7 @@ def start_worker(settings: dict[str, Any], limit: float, log: Path) -> Any:
     return run([sys.executable, "-W", "ignore", "-c", WORK, json.dumps(settings)], limit, log)
 
 
-def warm(
-    pattern: str, budget: Budget, jobs: int, scratch: Path, device: str, without: Sequence[str] = ()
-) -> tuple[int, dict[str, int]]:
+def warm(choice: Choice, budget: Budget, jobs: int, scratch: Path, device: str) -> tuple[int, dict[str, int]]:
     """Run every row once, in ``jobs`` processes, to fill the caches of compiled code.
 
     Returns:
@@ -115,9 +149,8 @@ def warm(
             if budget.over():
                 break
             settings = dict(
-                device=device, record=str(record), seconds=budget.left() - 5, pattern=pattern, row_seconds=110.0,
-                skip=[*(row["end"] for row in read(record)[0]), *lost], share=[number, jobs],
-                without=list(without),
+                device=device, record=str(record), seconds=budget.left() - 5, row_seconds=110.0,
+                skip=[*(row["end"] for row in read(record)[0]), *lost], share=[number, jobs], **choice.settings(),
             )  # fmt: skip
             ended = start_worker(settings, budget.left(), scratch / f"warm-{number}.log")
             at = read(record)[1]
@@ -132,28 +165,26 @@ def warm(
 
 
 def rows_of(
-    pattern: str,
+    choice: Choice,
     budget: Budget,
     scratch: Path,
     log: Path,
     device: str,
     keep: Callable[[list[dict[str, Any]]], None] = lambda rows: None,
     lost_before: Mapping[str, int] | None = None,
-    without: Sequence[str] = (),
 ) -> list[dict[str, Any]]:
     """Measure all rows; return them, including those that failed.
 
     A row that ends a process is tried again without its peers, then with the default backend only.
 
     Args:
-        pattern: Regular expression for the names of rows.
+        choice: Which rows.
         budget: Time for all rows.
         scratch: Folder for the record.
         log: File for the output of workers.
         device: ``cuda`` or ``cpu``.
         keep: Function called with the rows so far whenever a worker has ended.
         lost_before: Number of processes that each row has already ended.
-        without: Names of backends to leave out.
     """
     record = scratch / RECORD
     losses, reasons = dict(lost_before or {}), dict.fromkeys(lost_before or {}, "a process ended")
@@ -166,8 +197,8 @@ def rows_of(
         for row in done:
             spent[row["part"]] = spent.get(row["part"], 0.0) + row["seconds"]
         settings = dict(
-            device=device, record=str(record), seconds=max(0.0, budget.left() - 8), pattern=pattern, spent=spent,
-            skip=[row["end"] for row in done], losses=losses, without=list(without),
+            device=device, record=str(record), seconds=max(0.0, budget.left() - 8), spent=spent,
+            skip=[row["end"] for row in done], losses=losses, **choice.settings(),
         )  # fmt: skip
         ended = start_worker(settings, budget.left(), log)
         at = read(record)[1]

@@ -65,10 +65,17 @@ def command(program: str, tool: str, operator: str, seconds: float, kernels: Seq
 
 
 def reports(text: str, kernels: Sequence[str]) -> list[str]:
-    """Return the blocks of initcheck's output that name one of ``kernels``."""
+    """Return the blocks of initcheck's output that name one of ``kernels``: in a namespace, or as a whole name."""
+    ours = re.compile("|".join(rf"(?<!\w){re.escape(name)}(?!\w)" for name in kernels))
     blocks = re.split(r"(?m)^(?==+ *Uninitialized)", text)[1:]
     heads = ["\n".join(block.splitlines()[:3]) for block in blocks]
-    return [head for head in heads if any(name in head for name in kernels) and not READS_PRODUCTS.search(head)]
+    return [head for head in heads if ours.search(_kernel_of(head)) and not READS_PRODUCTS.search(head)]
+
+
+def _kernel_of(head: str) -> str:
+    """Return the name of the kernel in a report, without its arguments and file."""
+    line = next((line for line in head.splitlines() if " at " in line), "")
+    return line.partition(" at ")[2].split("(")[0].split("+0x")[0]
 
 
 def judge(tool: str, operator: str, done: Done, text: str, kernels: Sequence[str]) -> Found:

@@ -18,6 +18,7 @@ PASSES = (("forward", forward), ("forward+backward", forward_backward))
 GLOBAL = (8, 50, 84, 25, 42, 32)  # heads, rows and columns of queries and of keys, width
 Function = Callable[..., Tensor]
 Peers = dict[str, Callable[[], Function]]  # each creates its function, whose imports or compiler may be missing
+CONTENT_ALONE = "FlexAttention, gradients of content alone"  # it refuses those of logits that score_mod indexes
 Shape = tuple[int, ...]
 
 
@@ -53,12 +54,18 @@ def row(
     """Return the row of a function of random tensors, with its compiled definition and ``peers``."""
     words, build = PASSES[passes]
 
-    def prepare(make: Callable[[], Function]) -> Callable[[], Run]:
-        return lambda: build(make(), *(torch.randn(shape, device=device, dtype=dtype) for shape in shapes))
+    def prepare(make: Callable[[], Function], content: bool = False) -> Callable[[], Run]:
+        def run() -> Run:
+            function, tensors = make(), [torch.randn(shape, device=device, dtype=dtype) for shape in shapes]
+            if not content:
+                return build(function, *tensors)
+            return build(lambda *heads: function(*heads, *tensors[3:]), *tensors[:3])
+
+        return run
 
     name = f"{title}, {str(dtype).removeprefix('torch.')}, {words}"
     made = {
-        peer: prepare(make)
+        peer: prepare(make, peer == CONTENT_ALONE)
         for peer, make in {"definition, compiled": reference(function, compiled=True), **peers}.items()
     }
     return Case(name, prepare(lambda: function), made)
@@ -79,6 +86,11 @@ def flex(query: Tensor, key: Tensor, value: Tensor, score: Any = None, mask: Any
     from torch.nn.attention.flex_attention import flex_attention
 
     return flex_attention(query, key, value, score, mask, scale)  # type: ignore[return-value]
+
+
+def flex_with_logits(passes: int) -> str:
+    """Return the name of FlexAttention in a row with logits of position."""
+    return CONTENT_ALONE if passes else "FlexAttention"
 
 
 def flat(*maps: Tensor) -> list[Tensor]:
@@ -134,7 +146,7 @@ def window_rows(dtype: torch.dtype, passes: int, device: str, B: int = 16, S: in
         title = f"window, ({B},256,{S},{S}), {M} heads, {k}x{k}"
         peers: Peers = {"FlexAttention": flex_window(k, False), "NATTEN": natten(k)}
         found.append(row(f"{title}, content", content, heads, peers, dtype, passes, device))
-        peers = {"FlexAttention": flex_window(k, True)}
+        peers = {flex_with_logits(passes): flex_window(k, True)}
         found.append(
             row(f"{title}, content and position", both, [*heads, (B, M, S, S, k * k)], peers, dtype, passes, device)
         )
@@ -168,7 +180,7 @@ def global_rows(dtype: torch.dtype, passes: int, device: str, B: int = 2) -> lis
 
     shapes = [(B, M, Hq, Wq, d), *[(B, M, Hk, Wk, d)] * 2, (B, M, Hq, Wq, Hk), (B, M, Hq, Wq, Wk), (B, M, Hk, Wk)]
     title = f"global, all terms, B {B}, {Hq}x{Wq} queries, {Hk}x{Wk} keys, {M} heads x {d}"
-    peers: Peers = {"FlexAttention": flex_global, "SDPA with mask": lambda: masked}
+    peers: Peers = {flex_with_logits(passes): flex_global, "SDPA with mask": lambda: masked}
     return [row(title, attend, shapes, peers, dtype, passes, device)]
 
 
@@ -204,7 +216,7 @@ def sequence_rows(dtype: torch.dtype, passes: int, device: str, B: int = 4) -> l
             return masked(*tensors, causal)
 
         title = f"sequence, {'causal ' if causal else ''}band {K}, B {B}, M {M}, d {d}, T {T}"
-        peers: Peers = {"FlexAttention": flex_band(T, K, causal), "SDPA with mask": lambda f=by_mask: f}
+        peers: Peers = {flex_with_logits(passes): flex_band(T, K, causal), "SDPA with mask": lambda f=by_mask: f}
         shapes = [*[(B, M, T, d)] * 3, (B, M, T, K)]
         found.append(row(title, attend, shapes, peers, dtype, passes, device))
     return found

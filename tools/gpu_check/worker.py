@@ -28,6 +28,7 @@ from tools.benchmark.memory import peak_memory
 
 from . import module_rows, roofline, rows
 from .backends import backends_of, calling_thread, served_by
+from .selection import is_selected
 from .testing import trace_of
 from .timing import Contestant, Flush, race
 
@@ -61,6 +62,7 @@ class Settings:
         race_seconds: Time for the rounds of a row.
         row_seconds: Time after which a row is abandoned and the process ends.
         without: Backends of ours that are not compared where there are faster ones.
+        every: All rows that match; without it and without a pattern, those of :mod:`.selection`.
     """
 
     device: str
@@ -74,6 +76,7 @@ class Settings:
     race_seconds: float = 0.35
     row_seconds: float = 45.0
     without: list[str] = field(default_factory=list)
+    every: bool = False
 
 
 def part_cases(part: str, device: str) -> list[Case]:
@@ -92,9 +95,10 @@ def part_cases(part: str, device: str) -> list[Case]:
     return sorted(found, key=order)
 
 
-def plan(device: str, pattern: str) -> tuple[dict[str, list[tuple[str, Case]]], dict[str, str]]:
+def plan(device: str, pattern: str, every: bool = False) -> tuple[dict[str, list[tuple[str, Case]]], dict[str, str]]:
     """Return the rows by part, with their names, and the reasons of parts that have none."""
     wanted, found, broken = re.compile(pattern), dict[str, list[tuple[str, Case]]](), dict[str, str]()
+    every = every or bool(pattern)
     for part in PARTS:
         try:
             cases = part_cases(part, device)
@@ -102,7 +106,7 @@ def plan(device: str, pattern: str) -> tuple[dict[str, list[tuple[str, Case]]], 
             broken[part] = first_line(error)
             continue
         named = [(f"{part}: {case.name}", case) for case in cases]
-        found[part] = [(name, case) for name, case in named if wanted.search(name)]
+        found[part] = [(name, case) for name, case in named if wanted.search(name) and (every or is_selected(name))]
     return found, broken
 
 
@@ -282,7 +286,7 @@ def run_rows(settings: Settings) -> None:
         with record.open("a") as file:
             file.write(json.dumps(line) + "\n")
 
-    rows_by_part, broken = plan(settings.device, settings.pattern)
+    rows_by_part, broken = plan(settings.device, settings.pattern, settings.every)
     if settings.share is None:
         write(planned=[name for named in rows_by_part.values() for name, _ in named])
         for part, reason in broken.items():

@@ -90,19 +90,17 @@ def windows_run(function: Callable[..., Tensor], device: str, dtype: torch.dtype
 
 
 def windows_case(shift: int, device: str, dtype: torch.dtype, passes: str, build: Callable[..., Run]) -> Case:
-    def prepare(function: Callable[..., Tensor]) -> Callable[[], Run]:
-        return lambda: windows_run(function, device, dtype, build is forward_backward)
+    def prepare(make: Callable[..., Callable[..., Tensor]], *arguments: float) -> Callable[[], Run]:
+        backward = build is forward_backward
+        return lambda: windows_run(make(shift, device, dtype, *arguments), device, dtype, backward)
 
-    peers = {
-        "timm, eager": prepare(windows_timm(shift, device, dtype, False)),
-        "timm, SDPA": prepare(windows_timm(shift, device, dtype, True)),
-    }
+    peers = {"timm, eager": prepare(windows_timm, False), "timm, SDPA": prepare(windows_timm, True)}
     if shift:
-        peers["eager, masks of -inf"] = prepare(windows_timm(shift, device, dtype, False, float("-inf")))
+        peers["eager, masks of -inf"] = prepare(windows_timm, False, float("-inf"))
     return Case(
         f"Swin's windows{', shifted' if shift else ''}, batch {BATCH}, {MAP}x{MAP}, {HEADS} heads x {WIDTH}, "
         f"{str(dtype).removeprefix('torch.')}, {passes}",
-        prepare(windows_ours(shift, device, dtype)),
+        prepare(windows_ours),
         peers,
         WINDOW_GOALS[bool(shift)][passes] if device == "cpu" else FASTER,
     )

@@ -63,6 +63,16 @@ def mmcv(shapes: tuple, device: str) -> Callable[..., Tensor]:
     return run
 
 
+def mmcv_plain(shapes: tuple) -> Callable[..., Tensor]:
+    """Return mmcv's function in plain PyTorch, which needs no binary; it takes numbers, and need not wait for them."""
+    from mmcv.ops.multi_scale_deform_attn import multi_scale_deformable_attn_pytorch
+
+    def run(value: Tensor, locations: Tensor, weights: Tensor) -> Tensor:
+        return multi_scale_deformable_attn_pytorch(value, shapes, locations.to(value.dtype), weights.to(value.dtype))
+
+    return run
+
+
 def grid_sample(shapes: tuple) -> Callable[..., Tensor]:
     """Return PyTorch's sampling level by level, for use without mmcv."""
 
@@ -94,6 +104,7 @@ def cases(device: str) -> list[Case]:
 
                 peers = {"mmcv": prepare(lambda shapes=shapes: mmcv(shapes, device))}
                 if device == "cuda":
+                    peers["mmcv, plain PyTorch"] = prepare(lambda shapes=shapes: mmcv_plain(shapes))
                     peers["grid_sample"] = prepare(lambda shapes=shapes: grid_sample(shapes))
                 Q = sum(h * w for h, w in shapes) if queries is None else queries
                 found.append(
