@@ -246,9 +246,21 @@ def test_kernels_are_found_by_namespace_and_decorator(tmp_path):
         "import triton\nfrom triton import jit\n\n@triton.jit\ndef one(x):\n    pass\n\n"
         "@triton.jit(do_not_specialize=['n'])\ndef two(x):\n    pass\n\n"
         "@triton.jit(\n    do_not_specialize=['n'],\n)\ndef three(x):\n    pass\n\n"
-        "@jit\ndef four(x):\n    pass\n\ndef five(x):\n    pass\n"
+        "@jit\ndef four(x):\n    helper(x)\n\n@jit\ndef helper(x):\n    pass\n\ndef five(x):\n    pass\n"
     )
+    (tmp_path / "plain.py").write_text("def one(x):\n    return one(x)\n")
     assert memory.our_kernels(tmp_path) == ["attn_plugins", "four", "one", "three", "two"]
+
+
+def test_our_kernels_are_those_that_are_launched():
+    """Triton's kernels are named where they are launched; no function that only other kernels call is among them."""
+    pytest.importorskip("triton")
+    from tools.triton_cases import CASES
+    from tools.triton_report import launches
+
+    cases = [make() for name, make in CASES.items() if name.endswith("bfloat16")]
+    launched = {each.kernel.__name__ for case in cases for each in launches(*case)}
+    assert set(memory.our_kernels()) == {"attn_plugins", *launched}
 
 
 INITCHECK = """========= COMPUTE-SANITIZER
@@ -265,10 +277,14 @@ window_attention: 40 calls by cuda
 
 def test_what_initcheck_says_of_products_of_halves_does_not_count():
     products = INITCHECK.replace("sample_kernel<float, 4>", "sample_backward_kernel<__nv_bfloat16, (int)1>")
-    products = products.replace("window_attention", "deform_conv2d")
+    products = products.replace("window_attention", "deform_conv2d").replace("of size 4", "of size 2")
     assert memory.judge("initcheck", "deform_conv2d", Done(0, 1.0, products), products, ["attn_plugins"]).passed
-    floats = products.replace("__nv_bfloat16", "float")
-    assert not memory.judge("initcheck", "deform_conv2d", Done(0, 1.0, floats), floats, ["attn_plugins"]).passed
+    others = [
+        products.replace("__nv_bfloat16", "float"),
+        products.replace("(int)1", "(int)4"),
+    ]  # a scalar, not a vector
+    for other in others:
+        assert not memory.judge("initcheck", "deform_conv2d", Done(0, 1.0, other), other, ["attn_plugins"]).passed
 
 
 def test_the_error_of_a_call_is_reported():
@@ -295,6 +311,7 @@ def test_what_initcheck_says_of_other_kernels_does_not_count():
     [
         ("void attn_plugins::f<float>(float*)", True), ("forward", True), ("forward(float*)+0x10", True),
         ("void cudnn::forward_pass(int)+0x80", False), ("fmha_forward+0x80", False), ("void f(forward*)+0x10", False),
+        ("void cudnn::forward<float>(int)", False),
     ],
 )  # fmt: skip
 def test_initcheck_s_kernels_are_told_by_whole_names(kernel, ours):
@@ -319,7 +336,7 @@ def test_verdicts_of_memcheck(status, text, passed, words):
 def test_the_checker_watches_our_kernels():
     words = memory.command("checker", "memcheck", "window_attention", 60.0, ["attn_plugins", "one"])
     assert words[:3] == ["checker", "--tool", "memcheck"]
-    assert [words[n + 1] for n, word in enumerate(words) if word == "--kernel-name"] == ["kns=attn_plugins", "kns=one"]
+    assert [words[n + 1] for n, word in enumerate(words) if word == "--kernel-name"] == ["kns=attn_plugins", "kne=one"]
     assert "--kernel-name" not in memory.command("checker", "initcheck", "window_attention", 60.0, ["attn_plugins"])
 
 

@@ -24,9 +24,13 @@ REPORTS = 100_000  # maximum number of reports: those of other libraries must no
 ERRORS = 9  # compute-sanitizer's exit status if it found errors
 CALLS = "from tools.gpu_check.calls import main; main()"
 NUMBER = 400  # maximum number of calls of an operator
-# Kernels that read cuBLAS's products of halves. It writes them by bulk copies, of which initcheck does not know: it
-# reports PyTorch's own addition to such a product as well.
-READS_PRODUCTS = re.compile(r"sample_backward_kernel<__(half|nv_bfloat16)")
+NAMESPACE = "attn_plugins"  # of our C++ kernels
+# The kernel that reads cuBLAS's products of halves. It writes them by bulk copies, of which initcheck does not know: it
+# reports PyTorch's own addition to such a product as well. A report has no address of the tensor, so that reads of the
+# product are told by their size, that of a vector: inputs are read by the same vectors, in float32 by the same code.
+READS_PRODUCTS = re.compile(
+    r"size (\d+) bytes.*\n.*sample_backward_kernel<(?:__half|__nv_bfloat16), (?:\(int\))?(\d+)>"
+)
 JIT = re.compile(r"^@(?:triton\.jit|jit|_kernel)\b[^\n]*\n(?:@[^\n]*\n|\s[^\n]*\n|\)[^\n]*\n)*def (\w+)\(", re.M)
 
 
@@ -39,11 +43,14 @@ class Found(NamedTuple):
 
 
 def our_kernels(package: Path = ROOT / "plugins") -> list[str]:
-    """Return substrings that only our kernels' names have: the C++ namespace, and functions that Triton compiles."""
-    found = {"attn_plugins"}
-    for path in sorted(package.rglob("*.py")):
-        found.update(JIT.findall(path.read_text(encoding="utf-8")))
-    return sorted(found)
+    """Return the namespace of our C++ kernels, and the names of Triton kernels, jitted functions that none calls."""
+    found, called = set[str](), set[str]()
+    for path in package.rglob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        if names := JIT.findall(text):
+            found.update(names)
+            called.update(re.findall(r"(?<!def )\b(\w+)\(", text))
+    return [NAMESPACE, *sorted(found - called)]
 
 
 def checker() -> str | None:
@@ -60,22 +67,29 @@ def command(program: str, tool: str, operator: str, seconds: float, kernels: Seq
     words = [program, "--tool", tool, "--report-api-errors", "no", "--print-limit", str(REPORTS)]
     if tool != "initcheck":
         words += ["--error-exitcode", str(ERRORS)]
-        words += [word for name in kernels for word in ("--kernel-name", f"kns={name}")]
+        # Substrings of mangled names, or whole ones: Triton does not mangle its kernels' names.
+        filters = [f"{'kns' if name == NAMESPACE else 'kne'}={name}" for name in kernels]
+        words += [word for each in filters for word in ("--kernel-name", each)]
     return [*words, sys.executable, "-c", CALLS, operator, str(NUMBER), f"{seconds:g}", "cuda"]
 
 
 def reports(text: str, kernels: Sequence[str]) -> list[str]:
-    """Return the blocks of initcheck's output that name one of ``kernels``: in a namespace, or as a whole name."""
-    ours = re.compile("|".join(rf"(?<!\w){re.escape(name)}(?!\w)" for name in kernels))
+    """Return the blocks of initcheck's output that name one of ``kernels`` and are not of cuBLAS's products."""
     blocks = re.split(r"(?m)^(?==+ *Uninitialized)", text)[1:]
     heads = ["\n".join(block.splitlines()[:3]) for block in blocks]
-    return [head for head in heads if ours.search(_kernel_of(head)) and not READS_PRODUCTS.search(head)]
+    return [head for head in heads if _is_ours(head, kernels) and not _reads_products(head)]
 
 
-def _kernel_of(head: str) -> str:
-    """Return the name of the kernel in a report, without its arguments and file."""
+def _is_ours(head: str, kernels: Sequence[str]) -> bool:
+    """Return whether the kernel of a report is in our namespace or one of Triton's, by its whole name."""
     line = next((line for line in head.splitlines() if " at " in line), "")
-    return line.partition(" at ")[2].split("(")[0].split("+0x")[0]
+    kernel = line.partition(" at ")[2].split("(")[0].split("+0x")[0].strip()
+    return f"{NAMESPACE}::" in kernel or kernel in kernels
+
+
+def _reads_products(head: str) -> bool:
+    found = READS_PRODUCTS.search(head)
+    return found is not None and int(found[1]) == 2 * int(found[2])
 
 
 def judge(tool: str, operator: str, done: Done, text: str, kernels: Sequence[str]) -> Found:
