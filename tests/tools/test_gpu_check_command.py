@@ -12,51 +12,99 @@ from typing import Any
 import pytest
 import torch
 
+from attn_plugins import ops
 from tests.tools.gpu_check_helpers import entry
 from tools.gpu_check import backends, measure, peers, rows, selection, worker
+from tools.gpu_check.__main__ import SECONDS
 from tools.gpu_check.processes import Budget, Done
 
 # --- what is measured -------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
-def names() -> dict[str, list[str]]:
-    """Names of all rows on a GPU, by part, which are listed without one."""
+def every() -> dict[str, worker.Row]:
+    """All rows on a GPU by name, which are listed without one: to list them allocates nothing on it."""
     planned, broken = worker.plan("cuda", "", every=True)
     assert not broken
-    return {part: [name for name, _ in cases] for part, cases in planned.items()}
+    return {row.name: row for rows in planned.values() for row in rows}
 
 
-def test_the_selection_has_every_operator_and_module_and_few_rows(names):
+@pytest.fixture(scope="module")
+def selected() -> dict[str, worker.Row]:
+    """Rows of the selection on a GPU, in the order in which they are measured."""
+    planned, broken = worker.plan("cuda", "")
+    assert not broken
+    return {row.name: row for row in worker.in_turn(planned, {})}
+
+
+def test_the_selection_has_every_operator_and_module_in_both_passes(every, selected):
     from tools.gpu_check.module_rows import MODULES
 
-    every = [name for named in names.values() for name in named]
-    selected = [name for name in every if selection.is_selected(name)]
-    assert 80 < len(selected) < 120 < len(every) / 4
+    assert set(selected) == {name for name in every if selection.is_selected(name)}
     for each in selection.SELECTED:
         assert any(name in each for name in every), each
-    for name in MODULES:
-        assert f"modules: {name}, bfloat16, forward+backward" in selected
     wanted = {
         "window_attention": "operators: window", "global_attention": "operators: global",
         "sequence_attention": "operators: sequence", "criss_cross_attention": "operators: criss-cross",
         "deform_conv2d": "operators: deform_conv2d", "deformable_attention": "deformable_attention: encoder",
     }  # fmt: skip
     assert set(wanted) == set(backends.operators())
-    for begin in wanted.values():
+    assert {*wanted, "deform_conv1d"} == set(ops.__all__) - {"backend", "explain"}
+    begins = [(begin, "bfloat16") for begin in (*wanted.values(), *(f"modules: {name}, " for name in MODULES))]
+    for begin, half in [*begins, ("deform_conv: 1-D", "float16")]:
         found = [name for name in selected if name.startswith(begin)]
-        for dtype in selection.MAIN:
-            assert any(name.endswith(f"{dtype}, forward") for name in found), (begin, dtype)
-            assert any(name.endswith(f"{dtype}, forward+backward") for name in found), (begin, dtype)
+        for dtype in ("float32", half):
+            for passes in ("forward", "forward+backward"):
+                assert any(name.endswith(f"{dtype}, {passes}") for name in found), (begin, dtype, passes)
 
 
-def test_a_pattern_and_all_take_rows_that_are_not_selected(names):
+def test_the_first_rows_have_every_operator_and_module(selected):
+    ranks = [selection.rank(name) for name in selected]
+    assert ranks == sorted(ranks)
+    assert set(ranks) == {0, 1}
+    first = [name for name in selected if selection.rank(name) == 0]
+    assert {name.split(",")[0] for name in first} == {
+        *(name.split(",")[0] for name in selected if name.startswith("modules: ")), "operators: window",
+        "operators: global", "operators: sequence", "operators: criss-cross", "operators: deform_conv2d",
+        "deform_conv: 1-D (8", "deformable_attention: encoder",
+    }  # fmt: skip
+    for every in (False, True):  # rows that are not selected come last
+        order = [selection.rank(row.name) for row in worker.in_turn(worker.plan("cpu", "", every)[0], {})]
+        assert order == sorted(order)
+
+
+def test_the_selection_fits_into_its_time(every, selected):
+    """By figures of an H100, after the caches are filled and the ceilings measured."""
+    assert selection.estimate([row.case.peers for row in every.values()]) > 3 * SECONDS
+    assert selection.estimate([row.case.peers for row in selected.values()]) < 0.75 * SECONDS
+    first = [row.case.peers for row in selected.values() if selection.rank(row.name) == 0]
+    assert selection.estimate(first) < 0.3 * SECONDS
+    assert len(selected) < 220
+
+
+def test_peers_of_the_selection(every, selected):
+    peers = {name: set(row.case.peers) for name, row in selected.items()}
+    assert all(peers[name] or not every[name].case.peers for name in peers)
+    assert peers["modules: NonLocal2d, bfloat16, forward+backward"] == {"definition", "definition, compiled", "mmcv"}
+    assert peers["modules: NonLocal2d, float32, forward"] == {"definition", "mmcv"}
+    window = "operators: window, (16,256,56,56), 8 heads, 7x7, content{}, {}, forward+backward"
+    assert peers[window.format("", "float32")] == {"FlexAttention", "NATTEN"}
+    assert "definition, compiled" in peers[window.format(" and position", "float32")]  # Flex lacks gradients there
+    assert selected[window.format("", "float32")].without == ("torch",)
+    assert selected[window.format("", "bfloat16")].without == ()
+    assert "ours, compiled" in every["modules: NonLocal2d, float32, forward"].case.peers
+    found = set().union(*peers.values())
+    assert found >= {"torchvision", "SDPA", "SDPA with mask", "FlexAttention", "NATTEN", "mmcv", "mmcv, plain PyTorch"}
+
+
+def test_a_pattern_and_all_take_rows_that_are_not_selected(every):
     unselected = "operators: window, (16,256,56,56), 8 heads, 13x13, content, float16, forward"
-    assert unselected in names["operators"]
-    chosen = {every: [name for name, _ in worker.plan("cpu", "", every)[0]["operators"]] for every in (False, True)}
+    assert unselected in every
+    chosen = {each: [row.name for row in worker.plan("cpu", "", each)[0]["operators"]] for each in (False, True)}
     assert unselected in chosen[True]
     assert unselected not in chosen[False]
-    assert unselected in [name for name, _ in worker.plan("cpu", "13x13, content, float16")[0]["operators"]]
+    (row,) = worker.plan("cpu", "operators: .* 13x13, content, float16, forward$")[0]["operators"]
+    assert (row.name, set(row.case.peers)) == (unselected, {"definition, compiled", "FlexAttention", "NATTEN"})
 
 
 def test_the_command_line_is_recorded():

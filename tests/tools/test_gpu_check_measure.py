@@ -12,7 +12,7 @@ import torch
 from attn_plugins import ops
 from tests.tools.gpu_check_helpers import entry
 from tools.benchmark.case import Case
-from tools.gpu_check import measure, ratios, roofline, rows, timing, worker
+from tools.gpu_check import measure, module_rows, ratios, roofline, rows, timing, worker
 from tools.gpu_check.backends import backends_of, operators, served_by
 
 # --- the worker -------------------------------------------------------------------------------------------------------
@@ -56,6 +56,7 @@ def test_one_row_that_fails_ends_nothing(few_rows, tmp_path):
     good = found["operators: good, bfloat16, forward"]
     assert set(good["entries"]) == {"ours", "peer"}
     assert good["errors"] == {"none": "ImportError: no such"}
+    assert set(good["first"]) == {"ours", "peer", "none"}
     assert good["kind"] == "bfloat16"
     assert all(entry["how"] == "clock" and entry["min"] > 0 for entry in good["entries"].values())
 
@@ -78,19 +79,22 @@ def test_workers_that_fill_caches_share_all_rows_between_them(few_rows, tmp_path
 
 
 def test_the_part_with_the_least_of_its_time_is_next():
-    planned = {part: [(f"{part}: {n}", Case(str(n), prepared())) for n in range(2)] for part in ("operators", "halves")}
+    planned = {
+        part: [worker.Row(part, f"{part}: {n}", Case(str(n), prepared())) for n in range(2)]
+        for part in ("operators", "halves")
+    }
     spent = {"operators": 0.0, "halves": 0.0}
     order = []
-    for part, name, _ in worker.in_turn(planned, spent):
-        order.append(name)
-        spent[part] += 10.0
+    for row in worker.in_turn(planned, spent):
+        order.append(row.name)
+        spent[row.part] += 10.0
     # "operators" has six times the weight of "halves"
     assert order == ["operators: 0", "halves: 0", "operators: 1", "halves: 1"]
 
 
 def test_every_row_has_a_name_of_its_own():
     for pattern in ("operators", "modules"):
-        names = [name for name, _ in worker.plan("cpu", f"^{pattern}")[0][pattern]]
+        names = [row.name for row in worker.plan("cpu", f"^{pattern}")[0][pattern]]
         assert len(names) == len(set(names)) > 20
     for words in ("sequence", "FlexAttention"):
         case = next(case for case in worker.part_cases("operators", "cpu") if "sequence" in case.name)
@@ -237,6 +241,21 @@ def test_peers_compute_the_same(maker, monkeypatch):
             torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4, msg=name)
             compared += 1
     assert compared >= 2
+
+
+@pytest.mark.parametrize("name", module_rows.MMCV)
+def test_mmcv_s_modules_compute_the_same(name, monkeypatch):
+    pytest.importorskip("mmcv")
+    make, _ = module_rows.MODULES[name]
+    channels = {"CrissCrossAttention2d": 512, "NonLocal1d": 512, "NonLocal2d": 512, "NonLocal3d": 256}[name]
+    shape = (1, channels, *(3, 4, 5)[: {"1": 1, "3": 3}.get(name[-2], 2)])
+    monkeypatch.setitem(module_rows.MODULES, name, (make, lambda: ((torch.randn(shape),), {})))
+    case = module_rows.module_case(name, torch.float32, True, "cpu")
+    found = []
+    for prepare in (case.ours, case.peers["mmcv"]):
+        torch.manual_seed(0)
+        found.append(prepare()()[0])  # the gradient of the input
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
 
 
 # --- work and tables --------------------------------------------------------------------------------------------------

@@ -3,9 +3,14 @@
 python -m tools.gpu_check check              build if necessary, tests marked cuda, random calls, compute-sanitizer
 python -m tools.gpu_check check --stages tests memory
 python -m tools.gpu_check measure            time each operator and module with each backend, and its peers
-python -m tools.gpu_check measure --all      with every size, dtype and pass; takes over half an hour
+python -m tools.gpu_check measure --all      every size, dtype and peer; needs half an hour: --seconds 1800
 python -m tools.gpu_check measure -k window  only rows that match a regular expression, of all
 python -m tools.gpu_check peers              copy mmcv's Python files here, for a machine that lacks mmcv
+
+By default ``measure`` takes a selection of about 200 rows: every operator and module at one size, in float32 and a half
+type, forward and with backward. Compiled definitions stand beside the first row of each, and beside others only where
+no other peer is known to be faster. The rest of about 600 rows is measured with --all, or by name with -k. Rows for
+which there is no time are named; the first row of each operator and module comes before all others.
 
 Needs a Python with torch for CUDA, pytest and, for some peers, torchvision, timm, natten and mmcv; installs nothing.
 Results are written to --out after every part, so an interrupted command keeps those of complete parts. Clocks, power
@@ -47,7 +52,7 @@ def build_parser() -> argparse.ArgumentParser:
     first.add_argument("--build", action="store_true", help="compile even if the binaries load")
     second = commands.add_parser("measure", help="times, memory, and shares of the device's roofline")
     second.add_argument("-k", default="", metavar="REGEX", help="only rows whose names match")
-    second.add_argument("--all", action="store_true", help="all rows, not one size of each; raise --seconds as well")
+    second.add_argument("--all", action="store_true", help="all rows and peers, not the selection")
     second.add_argument("--without", nargs="+", default=[], metavar="BACKEND", help="leave out slow backends of ours")
     second.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu only tries the tool")
     third = commands.add_parser("peers", help="copies of packages that peers need and this machine has")

@@ -70,20 +70,28 @@ def measure(choice: Choice, budget: Budget, jobs: int, out: Path, device: str) -
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache / "inductor"))
     os.environ.setdefault("TRITON_CACHE_DIR", str(cache / "triton"))
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "2")
-    data: dict[str, Any] = {"machine": facts(device), "command": choice.command()}
+    data: dict[str, Any] = {"machine": facts(device), "command": choice.command(), "parts": {}}
     if line := peers.make_importable():
         print(f"peers: {line}", flush=True)
+        data["peers"] = line
+
+    def ended(step: str) -> None:
+        data["parts"][step] = round(budget.spent() - sum(data["parts"].values()), 1)
+
     if device == "cuda":
         passed, line = machine.build(budget.part(machine.BUILD_SECONDS), log, torch.cuda.get_device_capability())
         print(f"binaries: {line}", flush=True)
         data["binaries"] = {"load": passed, "line": line}
+        ended("binaries")
     with tempfile.TemporaryDirectory(prefix="gpu_check-") as folder:
         scratch = Path(folder)
         losses: dict[str, int] = {}
         data["ceilings"] = measure_ceilings(device, budget.part(40), scratch)
+        ended("ceilings")
         if device == "cuda":
             ran, losses = warm(choice, budget.part(WARM_SHARE * budget.seconds), jobs, scratch, device)
             print(f"caches: {ran} rows ran once, {len(losses)} ended a process; {budget.left():.0f} s left", flush=True)
+            ended("caches")
         data["rows"] = []
 
         def keep(rows: Iterable[dict[str, Any]]) -> None:
@@ -95,6 +103,9 @@ def measure(choice: Choice, budget: Budget, jobs: int, out: Path, device: str) -
             write_text(out / "measure.md", ratios.page(data))
 
         keep(rows_of(choice, budget, scratch, log, device, keep, losses))
+    ended("rows")
+    write_text(out / "measure.json", dump(data))
+    print("seconds: " + ", ".join(f"{step} {seconds:.0f}" for step, seconds in data["parts"].items()), flush=True)
     print("\n".join(ratios.closing(data)), flush=True)
     ran = [row for row in data["rows"] if "entries" in row["row"]]
     return 0 if ran and len(ran) == len(data["rows"]) and not data["not_started"] else 1

@@ -16,7 +16,7 @@ from attn_plugins.modules import Modality
 from attn_plugins.modules.entangled_attention import Entangled
 from tools.benchmark.case import Case, Run
 
-from .rows import DTYPES, definitions
+from .rows import COMPILED, DTYPES, OURS_COMPILED, definitions
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 B, T, S, C = 4, 32, 36, 512  # captions: batch, words, regions, channels
@@ -106,6 +106,28 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Call]]] = {
 }  # fmt: skip
 
 
+def non_local(axes: int, channels: int) -> nn.Module:
+    from mmcv.cnn.bricks import non_local
+
+    return getattr(non_local, f"NonLocal{axes}d")(channels)
+
+
+def criss_cross(channels: int) -> nn.Module:
+    from mmcv.ops.cc_attention import CrissCrossAttention
+
+    return CrissCrossAttention(channels)
+
+
+# mmcv's modules in plain PyTorch that compute the same from the same parameters, by names of rows. That of generalized
+# attention is beside ours of its variant, in the rows of global_attention.
+MMCV: dict[str, Callable[[], nn.Module]] = {
+    "CrissCrossAttention2d": lambda: criss_cross(512),
+    "NonLocal1d": lambda: non_local(1, C),
+    "NonLocal2d": lambda: non_local(2, 512),
+    "NonLocal3d": lambda: non_local(3, 256),
+}
+
+
 def moved(call: Call, device: str, dtype: torch.dtype, gradients: bool) -> Call:
     """Move the arguments to a device, floating ones to ``dtype``, as leaves with or without gradients."""
 
@@ -167,10 +189,16 @@ def with_own_code(call: Callable[..., Any]) -> Callable[..., Any]:
 def module_case(name: str, dtype: torch.dtype, backward: bool, device: str) -> Case:
     make, inputs = MODULES[name]
 
-    def prepare(by_definition: bool, compiled: bool) -> Callable[[], Run]:
+    def prepare(by_definition: bool = False, compiled: bool = False, by_mmcv: bool = False) -> Callable[[], Run]:
         def run() -> Run:
             torch.manual_seed(0)
-            module = copy.deepcopy(opened(make())).to(device, dtype).train(backward)
+            module = copy.deepcopy(opened(make()))
+            if by_mmcv:
+                peer, state = MMCV[name](), module.state_dict()
+                peer.load_state_dict({key: state[key.replace(".conv.", ".")] for key in peer.state_dict()})
+                module = peer
+            module = module.to(device, dtype).train(backward)
+            torch.manual_seed(0)
             given = moved(inputs(), device, dtype, backward)
             call: Callable[..., Any] = torch.compile(with_own_code(module), dynamic=False) if compiled else module
             if not by_definition:
@@ -187,10 +215,12 @@ def module_case(name: str, dtype: torch.dtype, backward: bool, device: str) -> C
         return run
 
     words = "forward+backward" if backward else "forward"
-    peers = {"definition": prepare(True, False)}
+    peers = {"definition": prepare(by_definition=True)}
+    if name in MMCV:
+        peers["mmcv"] = prepare(by_mmcv=True)
     if name not in STEPWISE:
-        peers |= {"definition, compiled": prepare(True, True), "ours, compiled": prepare(False, True)}
-    return Case(f"{name}, {str(dtype).removeprefix('torch.')}, {words}", prepare(False, False), peers)
+        peers |= {COMPILED: prepare(by_definition=True, compiled=True), OURS_COMPILED: prepare(compiled=True)}
+    return Case(f"{name}, {str(dtype).removeprefix('torch.')}, {words}", prepare(), peers)
 
 
 def cases(device: str) -> list[Case]:

@@ -18,6 +18,7 @@ PASSES = (("forward", forward), ("forward+backward", forward_backward))
 GLOBAL = (8, 50, 84, 25, 42, 32)  # heads, rows and columns of queries and of keys, width
 Function = Callable[..., Tensor]
 Peers = dict[str, Callable[[], Function]]  # each creates its function, whose imports or compiler may be missing
+COMPILED, OURS_COMPILED = "definition, compiled", "ours, compiled"
 CONTENT_ALONE = "FlexAttention, gradients of content alone"  # it refuses those of logits that score_mod indexes
 Shape = tuple[int, ...]
 
@@ -66,7 +67,7 @@ def row(
     name = f"{title}, {str(dtype).removeprefix('torch.')}, {words}"
     made = {
         peer: prepare(make, peer == CONTENT_ALONE)
-        for peer, make in {"definition, compiled": reference(function, compiled=True), **peers}.items()
+        for peer, make in {COMPILED: reference(function, compiled=True), **peers}.items()
     }
     return Case(name, prepare(lambda: function), made)
 

@@ -13,10 +13,10 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils import _pytree as pytree
@@ -26,9 +26,8 @@ from tools.benchmark import operators
 from tools.benchmark.case import Case, Run
 from tools.benchmark.memory import peak_memory
 
-from . import module_rows, roofline, rows
+from . import module_rows, roofline, rows, selection
 from .backends import backends_of, calling_thread, served_by
-from .selection import is_selected
 from .testing import trace_of
 from .timing import Contestant, Flush, race
 
@@ -95,30 +94,47 @@ def part_cases(part: str, device: str) -> list[Case]:
     return sorted(found, key=order)
 
 
-def plan(device: str, pattern: str, every: bool = False) -> tuple[dict[str, list[tuple[str, Case]]], dict[str, str]]:
-    """Return the rows by part, with their names, and the reasons of parts that have none."""
-    wanted, found, broken = re.compile(pattern), dict[str, list[tuple[str, Case]]](), dict[str, str]()
-    every = every or bool(pattern)
+class Row(NamedTuple):
+    """A row to measure: its part, its name with the part in front, and the backends of ours that it leaves out."""
+
+    part: str
+    name: str
+    case: Case
+    without: tuple[str, ...] = ()
+
+
+def plan(device: str, pattern: str, every: bool = False) -> tuple[dict[str, list[Row]], dict[str, str]]:
+    """Return the rows by part, and the reasons of parts that have none.
+
+    With ``every`` or a pattern these are all rows, with all peers; otherwise those of :mod:`.selection`.
+    """
+    wanted, found, broken = re.compile(pattern), dict[str, list[Row]](), dict[str, str]()
     for part in PARTS:
         try:
             cases = part_cases(part, device)
         except Exception as error:
             broken[part] = first_line(error)
             continue
-        named = [(f"{part}: {case.name}", case) for case in cases]
-        found[part] = [(name, case) for name, case in named if wanted.search(name) and (every or is_selected(name))]
+        rows = [Row(part, f"{part}: {case.name}", case) for case in cases]
+        rows = [row for row in rows if wanted.search(row.name)]
+        found[part] = rows if every or pattern else [_selected(row) for row in rows if selection.is_selected(row.name)]
     return found, broken
 
 
-def in_turn(planned: dict[str, list[tuple[str, Case]]], spent: dict[str, float]) -> Iterator[tuple[str, str, Case]]:
-    """Yield part, name and row, always from the part with the least of its time in ``spent``, which callers update."""
-    waiting = {part: list(cases) for part, cases in planned.items() if cases}
-    while waiting:
-        part = min(waiting, key=lambda name: spent.get(name, 0.0) / PARTS[name])
-        name, case = waiting[part].pop(0)
-        if not waiting[part]:
-            del waiting[part]
-        yield part, name, case
+def _selected(row: Row) -> Row:
+    case = replace(row.case, peers=selection.peers_of(row.name, row.case.peers))
+    return row._replace(case=case, without=tuple(selection.without(row.name)))
+
+
+def in_turn(planned: Mapping[str, Sequence[Row]], spent: dict[str, float]) -> Iterator[Row]:
+    """Yield the rows: the selection's first ones, others of the selection, the rest.
+
+    Among these the next is always of the part with the least of its time in ``spent``, which callers update.
+    """
+    for rank in range(3):
+        waiting = {part: [row for row in rows if selection.rank(row.name) == rank] for part, rows in planned.items()}
+        while waiting := {part: rows for part, rows in waiting.items() if rows}:
+            yield waiting[min(waiting, key=lambda name: spent.get(name, 0.0) / PARTS[name])].pop(0)
 
 
 def forced(run: Run, backend: str) -> Run:
@@ -184,7 +200,8 @@ def contestants(
 ) -> tuple[dict[str, Run], dict[str, Any]]:
     """Return the functions of a row by name, each run once, and facts about the row: errors, refusals, backends.
 
-    "ours" uses the default backends, "ours, by NAME" another backend of the operators that it calls, or a variant.
+    "ours" uses the default backends, "ours, by NAME" another backend of the operators that it calls, or a variant. The
+    fact ``first`` has the seconds that ours and each peer took to be prepared and run once, which compiles.
 
     Args:
         case: The row.
@@ -193,13 +210,15 @@ def contestants(
         without: Names of backends to leave out, unless there are only two.
     """
     found: dict[str, Run] = {}
-    facts: dict[str, Any] = {"errors": {}, "refusals": {}, "differences": {}}
+    facts: dict[str, Any] = {"errors": {}, "refusals": {}, "differences": {}, "first": {}}
     torch.manual_seed(0)
     begin("ours")
+    at = time.monotonic()
     ours = case.ours()
     facts["served_by"] = served_by(ours)
     found["ours"] = ours
     expected = ours()
+    facts["first"]["ours"] = round(time.monotonic() - at, 2)
     for name, run in own_runs(ours, facts["served_by"], without).items() if others else ():
         begin(f"ours, by {name}")
         try:
@@ -213,6 +232,7 @@ def contestants(
     for name, prepare in case.peers.items():
         torch.manual_seed(0)
         begin(name)
+        at = time.monotonic()
         try:
             run = prepare()
             run()
@@ -220,6 +240,7 @@ def contestants(
         except Exception as error:
             fatal(error)
             facts["errors"][name] = first_line(error)
+        facts["first"][name] = round(time.monotonic() - at, 2)
     return found, facts
 
 
@@ -250,11 +271,16 @@ def fatal(error: BaseException) -> None:
 
 
 def measured(
-    case: Case, settings: Settings, flush: Flush, others: bool = True, begin: Callable[[str], None] = lambda name: None
+    case: Case,
+    settings: Settings,
+    flush: Flush,
+    others: bool = True,
+    begin: Callable[[str], None] = lambda name: None,
+    without: Collection[str] = (),
 ) -> dict[str, Any]:
     """Measure a row: times and memory of all contestants, and our minimum work."""
     defaults()
-    runs, facts = contestants(case, others, begin, settings.without)
+    runs, facts = contestants(case, others, begin, without)
     work = roofline.work_of(runs["ours"])
     memory: dict[str, int] = {}
     racing: dict[str, Contestant] = {}
@@ -288,11 +314,11 @@ def run_rows(settings: Settings) -> None:
 
     rows_by_part, broken = plan(settings.device, settings.pattern, settings.every)
     if settings.share is None:
-        write(planned=[name for named in rows_by_part.values() for name, _ in named])
+        write(planned=[row.name for rows in rows_by_part.values() for row in rows])
         for part, reason in broken.items():
             if (name := f"{part}: {EVERY_ROW}") not in settings.skip:
                 write(end=name, part=part, seconds=0.0, row={"error": reason})
-    for number, (part, name, case) in enumerate(in_turn(rows_by_part, spent)):
+    for number, (part, name, case, without) in enumerate(in_turn(rows_by_part, spent)):
         if time.monotonic() - begin > settings.seconds:
             return
         if settings.share is not None:  # all workers count alike, so that each row belongs to one of them
@@ -301,6 +327,7 @@ def run_rows(settings: Settings) -> None:
                 continue
         if name in settings.skip:
             continue
+        without = (*without, *settings.without)
         lost = settings.losses.get(name, 0)
         if lost:
             case = replace(case, peers={})
@@ -311,9 +338,9 @@ def run_rows(settings: Settings) -> None:
         try:
             with calling_thread():
                 if settings.share is None:
-                    row = measured(case, settings, flush, lost < 2, begin_contestant)
+                    row = measured(case, settings, flush, lost < 2, begin_contestant, without)
                 else:
-                    row = {"warm": sorted(contestants(case, True, begin_contestant, settings.without)[0])}
+                    row = {"warm": sorted(contestants(case, True, begin_contestant, without)[0])}
                     defaults()
             if settings.device == "cuda":
                 torch.cuda.synchronize()

@@ -106,16 +106,18 @@ def one_dimension(device: str) -> list[Case]:
 
         return flat(peer)
 
-    def tensors() -> tuple[Tensor, ...]:
-        make = dict(device=device)
+    def tensors(dtype: torch.dtype) -> tuple[Tensor, ...]:
+        make = dict(device=device, dtype=dtype)
         return torch.randn(8, 512, 128, **make), torch.randn(8, 3, 128, **make), torch.randn(512, 512, 3, **make) / 40
 
     run_ours = lambda input, offset, weight: deform_conv1d(input, offset, weight, padding=1)  # noqa: E731
+    dtypes = (torch.float32,) if device == "cpu" else (torch.float32, torch.float16)  # torchvision has no bfloat16
     return [
         Case(
-            f"1-D (8,512,128), float32, {passes}",
-            lambda build=build: build(run_ours, *tensors()),
-            {"torchvision": lambda build=build: build(torchvision_flat(), *tensors())},
+            f"1-D (8,512,128), {str(dtype).removeprefix('torch.')}, {passes}",
+            lambda build=build, dtype=dtype: build(run_ours, *tensors(dtype)),
+            {"torchvision": lambda build=build, dtype=dtype: build(torchvision_flat(), *tensors(dtype))},
         )
+        for dtype in dtypes
         for passes, build in (("forward", forward), ("forward+backward", forward_backward))
     ]
