@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -132,22 +132,32 @@ def test_flex_attention_is_beside_both_passes_of_logits(monkeypatch):
 
 COPIED = """
 import sys
+from pathlib import Path
+
+from tools.gpu_check import peers
+
+folder = {folder!r}
+print(peers.make_importable(Path(folder)))
+assert sys.path[-1] == folder
 import torch
+from mmcv.cnn.bricks.non_local import NonLocal2d
 from mmcv.cnn.bricks.generalized_attention import GeneralizedAttention
 from mmcv.ops import modulated_deform_conv2d
 from mmcv.ops.cc_attention import CrissCrossAttention
 from mmcv.ops.multi_scale_deform_attn import multi_scale_deformable_attn_pytorch
 
-for name in {names}:
+for name in {names}:  # all of them are used, from the copies
+    assert name in sys.modules, name
     for module in [value for key, value in sys.modules.items() if key.split(".")[0] == name]:
         place = getattr(module, "__file__", None)
-        assert place is None or place.startswith({folder!r}), place
+        assert place is None or place.startswith(folder), place
 x = torch.randn(1, 16, 6, 7, requires_grad=True)
-for module in (GeneralizedAttention(16, num_heads=2), CrissCrossAttention(16)):
+for module in (GeneralizedAttention(16, num_heads=2), CrissCrossAttention(16), NonLocal2d(16)):
     module(x).sum().backward()
-value, places = torch.randn(1, 20, 2, 4), torch.rand(1, 3, 2, 1, 4, 2)
+value, places = torch.randn(1, 20, 2, 4, requires_grad=True), torch.rand(1, 3, 2, 1, 4, 2)
 output = multi_scale_deformable_attn_pytorch(value, ((4, 5),), places, torch.rand(1, 3, 2, 1, 4))
 assert output.shape == (1, 3, 8)
+output.sum().backward()
 try:
     modulated_deform_conv2d(x, x, x, x)
 except ImportError as error:
@@ -157,28 +167,49 @@ else:
 """
 
 
-def test_copied_files_of_mmcv_work_without_its_binary(tmp_path, capsys):
-    folder = tmp_path / "copied"
+@pytest.fixture
+def installed(tmp_path) -> Path:
+    """A folder of what is installed, without mmcv and packages that come with it."""
+    folder = tmp_path / "installed"
+    folder.mkdir()
+    absent = re.compile(
+        r"_*(mm(cv|engine|det|seg)|onedl|addict|termcolor|yapf|platformdirs|terminaltables|pycocotools)"
+    )
+    for path in Path(torch.__file__).parents[1].iterdir():
+        if not absent.match(path.name) and path.suffix != ".pth":
+            (folder / path.name).symlink_to(path)
+    return folder
+
+
+def test_copied_files_of_mmcv_work_without_its_binary(tmp_path, installed, capsys):
+    folder = tmp_path / "made" / "copied"
     for _ in range(2):  # the second replaces the first
         assert peers.copy(folder) == 0
     assert capsys.readouterr().out.endswith(f"MiB: {folder}\n")
-    assert list(tmp_path.iterdir()) == [folder]
-    assert all(path.suffix == ".py" for path in folder.rglob("*") if path.is_file())
-    code = COPIED.format(names=peers.PACKAGES, folder=str(folder))
+    assert list(folder.parent.iterdir()) == [folder]
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    assert all(path.suffix == ".py" or path.name == "METADATA" for path in files)
+    assert sum(path.stat().st_size for path in files) < 10 * 2**20
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True,
-        env={**os.environ, "PYTHONPATH": str(folder)},
+        [sys.executable, "-S", "-W", "ignore", "-c", COPIED.format(names=peers.PACKAGES, folder=str(folder))],
+        capture_output=True, text=True, cwd=tmp_path, env={"PYTHONPATH": f"{peers.ROOT}:{installed}"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
+    assert re.search(rf"Python files of mmcv [\d.]+ in {folder}, without its compiled operators", done.stdout)
 
 
 def test_copied_files_serve_where_mmcv_is_not_installed(tmp_path, monkeypatch):
     assert peers.make_importable(tmp_path) is None  # mmcv is installed
     monkeypatch.setattr(peers, "find_spec", lambda name: None)
-    monkeypatch.setenv("PYTHONPATH", "before")
-    assert peers.make_importable(tmp_path / "nothing").startswith("mmcv is not installed, nor copied here by")
-    assert peers.make_importable(tmp_path) == f"mmcv's Python files from {tmp_path}"
-    assert os.environ["PYTHONPATH"] == f"before{os.pathsep}{tmp_path}"
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    assert peers.make_importable(tmp_path).startswith("mmcv is not installed, nor copied here by")
+    assert str(tmp_path) not in sys.path
+    for name in ("mmcv", "mmcv-2.3.4.dist-info"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "mmcv-2.3.4.dist-info" / "METADATA").write_text("Name: mmcv\nVersion: 2.3.4\n")
+    for _ in range(2):
+        assert peers.make_importable(tmp_path).startswith(f"Python files of mmcv 2.3.4 in {tmp_path}")
+    assert sys.path.count(str(tmp_path)) == 1
     assert peers.copy(tmp_path / "copied") == 1
 
 

@@ -315,6 +315,7 @@ def test_the_page_has_a_table_a_part_with_errors_and_refusals():
     )
     assert "* b: four: RuntimeError: out of luck" in page
     assert "bfloat16 10 T/s" in page
+    assert "\nmmcv's files.\n" in ratios.page({**DATA, "peers": "mmcv's files"})
 
 
 def test_what_is_to_be_said_against_a_row():

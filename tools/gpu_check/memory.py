@@ -26,8 +26,8 @@ CALLS = "from tools.gpu_check.calls import main; main()"
 NUMBER = 400  # maximum number of calls of an operator
 NAMESPACE = "attn_plugins"  # of our C++ kernels
 # The kernel that reads cuBLAS's products of halves. It writes them by bulk copies, of which initcheck does not know: it
-# reports PyTorch's own addition to such a product as well. A report has no address of the tensor, so that reads of the
-# product are told by their size, that of a vector: inputs are read by the same vectors, in float32 by the same code.
+# reports PyTorch's own addition to such a product as well. Reports do not name the tensor, but reads of products have
+# the size of a vector. Only the input is read in such vectors as well, in float32 by the same code.
 READS_PRODUCTS = re.compile(
     r"size (\d+) bytes.*\n.*sample_backward_kernel<(?:__half|__nv_bfloat16), (?:\(int\))?(\d+)>"
 )

@@ -8,10 +8,10 @@ operators that it compiles raise ImportError, which their rows show.
 
 from __future__ import annotations
 
-import os
 import shutil
 import sys
 import tempfile
+from importlib.metadata import distribution, distributions, packages_distributions
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -24,6 +24,9 @@ WITHOUT_BINARY = '''"""mmcv's compiled operators, of which none is here."""
 
 
 def __getattr__(name):
+    if name.startswith("__"):
+        raise AttributeError(name)
+
     def missing(*args, **kwargs):
         raise ImportError(f"mmcv's compiled operator {name} is not among the copied Python files")
 
@@ -44,11 +47,16 @@ def copy(folder: Path = FOLDER) -> int:
         for name, source in sources.items():
             assert source is not None
             shutil.copytree(source, new / name, ignore=_without_python)
+        for name in {each for package in PACKAGES for each in packages_distributions().get(package, ())}:
+            found = distribution(name)  # mmcv reads its version from there
+            target = new / f"{name.replace('-', '_')}-{found.version}.dist-info"
+            target.mkdir()
+            (target / "METADATA").write_text(found.read_text("METADATA") or "", encoding="utf-8")
         (new / "mmcv" / "_ext.py").write_text(WITHOUT_BINARY, encoding="utf-8")
         if folder.exists():
             folder.rename(Path(made) / "old")
         new.rename(folder)
-    files = [path for path in folder.rglob("*") if path.is_file()]
+    files = [path for path in folder.rglob("*.py") if path.is_file()]
     size = sum(path.stat().st_size for path in files) / 2**20
     print(f"{len(files)} Python files of {', '.join(PACKAGES)}, {size:.1f} MiB: {folder}")
     return 0
@@ -67,15 +75,22 @@ def _without_python(folder: str, names: list[str]) -> list[str]:
 
 
 def make_importable(folder: Path = FOLDER) -> str | None:
-    """Put copied packages behind everything else on the path of child processes, if mmcv is not installed.
+    """Put copied packages at the end of this process's path if mmcv is not installed.
 
     Returns:
-        What to say of it, or None where mmcv is installed.
+        A description of what is imported, or None where mmcv is installed.
     """
-    if find_spec("mmcv") is not None:
-        return None
-    if not folder.is_dir():
-        return "mmcv is not installed, nor copied here by python -m tools.gpu_check peers"
-    before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join([*([before] if before else []), str(folder)])
-    return f"mmcv's Python files from {folder.relative_to(ROOT) if folder.is_relative_to(ROOT) else folder}"
+    if str(folder) not in sys.path:
+        if find_spec("mmcv") is not None:
+            return None
+        if not (folder / "mmcv").is_dir():
+            return "mmcv is not installed, nor copied here by python -m tools.gpu_check peers"
+        sys.path.append(str(folder))
+    place = folder.relative_to(ROOT) if folder.is_relative_to(ROOT) else folder
+    return f"Python files of mmcv {version(folder)} in {place}, without its compiled operators"
+
+
+def version(folder: Path) -> str:
+    """Return the version of the copied mmcv."""
+    found = [each.version for each in distributions(path=[str(folder)]) if each.metadata["Name"].endswith("mmcv")]
+    return found[0] if found else "of an unknown version"

@@ -170,6 +170,7 @@ def page(data: Mapping[str, Any]) -> str:
     lines += [", ".join(f"{name} {value}" for name, value in data["machine"].items()), ""]
     lines += [f"commit {data['commit']}", ""] if data.get("commit") else []
     lines += [data["note"], ""] if data.get("note") else []
+    lines += [f"{data['peers']}.", ""] if data.get("peers") else []
     if data.get("ceilings"):
         speeds = ", ".join(f"{kind} {rate / 1e12:.4g} T/s" for kind, rate in data["ceilings"].items())
         lines += [f"Ceilings, measured here: {speeds} (bytes of a copy are those read and written).", ""]

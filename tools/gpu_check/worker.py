@@ -26,7 +26,7 @@ from tools.benchmark import operators
 from tools.benchmark.case import Case, Run
 from tools.benchmark.memory import peak_memory
 
-from . import module_rows, roofline, rows, selection
+from . import module_rows, peers, roofline, rows, selection
 from .backends import backends_of, calling_thread, served_by
 from .testing import trace_of
 from .timing import Contestant, Flush, race
@@ -359,4 +359,5 @@ def run_rows(settings: Settings) -> None:
 
 def main() -> None:
     """Run the rows for the settings in the first argument."""
+    peers.make_importable()
     run_rows(Settings(**json.loads(sys.argv[1])))
