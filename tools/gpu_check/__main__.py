@@ -7,8 +7,8 @@ python -m tools.gpu_check measure --all      every size, dtype and peer; needs h
 python -m tools.gpu_check measure -k window  only rows that match a regular expression, of all
 python -m tools.gpu_check peers              copy mmcv's Python files here, for a machine that lacks mmcv
 
-By default ``measure`` takes a selection of about 200 rows: every operator and module at one size, in float32 and a half
-type, forward and with backward. Compiled definitions stand beside the first row of each, and beside others only where
+By default ``measure`` takes a selection of about 140 rows: every operator at one size, forward and with backward, and
+every module with backward, in float32 and a half type. Compiled definitions stand beside the first row of each, and beside others only where
 no other peer is known to be faster. The rest of about 600 rows is measured with --all, or by name with -k. Rows for
 which there is no time are named; the first row of each operator and module comes before all others.
 
