@@ -8,9 +8,9 @@ python -m tools.gpu_check measure -k window  only rows that match a regular expr
 python -m tools.gpu_check peers              copy mmcv's Python files here, for a machine that lacks mmcv
 
 By default ``measure`` takes a selection of about 140 rows: every operator at one size, forward and with backward, and
-every module with backward, in float32 and a half type. Compiled definitions stand beside the first row of each, and beside others only where
-no other peer is known to be faster. The rest of about 600 rows is measured with --all, or by name with -k. Rows for
-which there is no time are named; the first row of each operator and module comes before all others.
+every module with backward, in float32 and a half type. Compiled definitions stand beside the first row of each, and
+beside others only where no other peer is known to be faster. The rest of about 600 rows is measured with --all, or by
+name with -k. The first row of each operator and module comes before all others. Rows left without time are named.
 
 Needs a Python with torch for CUDA, pytest and, for some peers, torchvision, timm, natten and mmcv; installs nothing.
 Results are written to --out after every part, so an interrupted command keeps those of complete parts. Clocks, power
