@@ -68,4 +68,9 @@ STABLE_TORCH_LIBRARY(attn_plugins, m) {
       "deformable_attention_backward_(Tensor grad_output, Tensor value, Tensor locations, Tensor weights, "
       "Tensor(a!)? grad_value, Tensor(b!)? grad_locations, Tensor(c!)? grad_weights, int[] shapes, "
       "int[] points) -> ()");
+  // Soft non-maximum suppression on the CPU, for plugins/mmcv_ext. The first rows of dets and indices are
+  // written; their number is returned.
+  m.def(
+      "soft_nms_(Tensor boxes, Tensor scores, Tensor(a!) dets, Tensor(b!) indices, float iou_threshold, "
+      "float sigma, float min_score, int method, int offset) -> int");
 }

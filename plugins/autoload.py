@@ -7,7 +7,8 @@ point. The function imports no toolkit. It installs hooks that act right after t
 * ``fairseq.utils``: make ``import_user_module`` accept this package's folder (``--user-dir plugins/fairseq``),
   which fairseq refuses because a module called ``fairseq`` exists already;
 * ``mmengine.config.utils``: make ``_base_ = 'mmseg::...'`` resolve when mmseg comes from a distribution that
-  is not called ``mmsegmentation``.
+  is not called ``mmsegmentation``;
+* ``mmcv``: offer :mod:`attn_plugins.mmcv_ext` as ``mmcv._ext`` where mmcv is installed without its compiled operators.
 
 ``ATTN_PLUGINS_AUTOLOAD=0`` disables these hooks, ``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` all such entry points.
 """
@@ -21,7 +22,8 @@ import logging
 import os
 import sys
 from collections.abc import Callable
-from importlib.abc import MetaPathFinder
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -169,12 +171,33 @@ def _repair_mmseg_name(utils: ModuleType) -> None:
             utils.MODULE2PACKAGE["mmseg"] = "mmseg"
 
 
+class _ExtensionFinder(MetaPathFinder, Loader):
+    """Finder of ``mmcv._ext``; as the last finder it is asked only where mmcv has no compiled one."""
+
+    def find_spec(self, fullname, path=None, target=None):
+        if fullname == "mmcv._ext" and importlib.util.find_spec("torchvision") is not None:
+            return ModuleSpec(fullname, self, origin=str(PACKAGE / "mmcv_ext"))
+        return None
+
+    def exec_module(self, module):
+        stand_in = importlib.import_module("attn_plugins.mmcv_ext")
+        module.__dict__.update({name: getattr(stand_in, name) for name in (*stand_in.__all__, "__getattr__")})
+        logger.info("mmcv has no compiled operators: attn_plugins stands in")
+
+
+def stand_in_for_mmcv_ext(mmcv: ModuleType | None = None) -> None:
+    """Offer this package's operators as ``mmcv._ext``; a compiled extension takes precedence."""
+    if not any(isinstance(finder, _ExtensionFinder) for finder in sys.meta_path):
+        sys.meta_path.append(_ExtensionFinder())
+
+
 # Each action runs after a module that is imported only once torch is complete, so that the module is never
 # half-imported when `activate` checks it (timm and fairseq import torch before these modules).
 ACTIONS: dict[str, Callable[[ModuleType], None]] = {
     "timm.models": _register_timm_models,
     "fairseq.utils": _accept_own_user_dir,
     "mmengine.config.utils": _repair_mmseg_name,
+    "mmcv": stand_in_for_mmcv_ext,
 }
 _finder = _PostImportFinder()
 _done: set[str] = set()

@@ -36,7 +36,7 @@ from .. import ops
 from ..modules import CrissCrossAttention2d
 from ..modules.generalized_attention import GeneralizedAttention2d, MMCVGeneralizedAttention2d
 from . import transformer, window_attention
-from .edge_rule import without_edge_gradients
+from ..mmcv_ext.edge_rule import without_edge_gradients
 from .layers import Reinitialised
 
 

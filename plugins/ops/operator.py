@@ -104,6 +104,31 @@ class Operator:
         found = self._forward_operator(*terms, *options)
         return found if isinstance(found, Tensor) else found[0]
 
+    def gradients(self, grad_output: Tensor, terms: Any, options: Any, needs: Sequence[bool]) -> list[Tensor | None]:
+        """Compute the gradients of checked terms outside autograd.
+
+        Args:
+            grad_output: Gradient of the output.
+            terms: Tensors of the forward, for an operator whose backward needs none of its results.
+            options: Options of the forward.
+            needs: For each term, whether its gradient is needed.
+
+        Returns:
+            A gradient for each term, None where it is not needed.
+        """
+        assert not self._kept, f"the backward of {self.name} needs results of its forward"
+        if self._by_reference():
+            needs = [need and term is not None for need, term in zip(needs, terms)]
+            with torch.enable_grad():
+                leaves = [t if t is None else t.detach().requires_grad_(need) for t, need in zip(terms, needs)]
+                output = self.reference(self.terms(*leaves), options)
+            wanted = [leaf for leaf, need in zip(leaves, needs) if need]
+            grads = iter(torch.autograd.grad(output, wanted, grad_output))
+        else:
+            computed = self._backward_operator(grad_output, *terms, *options, list(needs))
+            grads = iter([grad for grad, need in zip(computed, needs) if need])
+        return [next(grads) if need else None for need in needs]
+
     # --- what serves ----------------------------------------------------------------------------------------------
 
     def _by_reference(self) -> bool:

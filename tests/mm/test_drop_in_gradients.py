@@ -10,7 +10,7 @@ from mmcv.ops import deform_conv2d, modulated_deform_conv2d
 from torch import Tensor
 
 from attn_plugins import ops
-from attn_plugins.mmcv.edge_rule import without_edge_gradients
+from attn_plugins.mmcv_ext.edge_rule import without_edge_gradients
 from tests.mm.drop_in_helpers import STOCK, drop_in
 
 # (B, C, H, W, C_out, kernel, stride, padding, dilation, groups, offset groups)

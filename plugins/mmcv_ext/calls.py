@@ -1,0 +1,57 @@
+"""What every function of the stand-in shares: how it runs, and the checks of its arguments."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+HALVES = (torch.float16, torch.bfloat16)
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def operator(function: Function) -> Function:
+    """Run ``function`` without autograd and autocast, as mmcv's compiled functions run."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with torch.no_grad():
+            device_type = next((a.device.type for a in (*args, *kwargs.values()) if isinstance(a, Tensor)), "cpu")
+            if not torch.is_autocast_enabled(device_type):
+                return function(*args, **kwargs)
+            with torch.autocast(device_type, enabled=False):
+                return function(*args, **kwargs)
+
+    return call  # type: ignore[return-value]
+
+
+def widened(tensor: Tensor) -> Tensor:
+    """Return ``tensor`` in float32 if it is in half precision."""
+    return tensor.float() if tensor.dtype in HALVES else tensor
+
+
+def check(condition: bool, message: str) -> None:
+    """Raise ValueError with ``message`` unless ``condition`` holds."""
+    if not condition:
+        raise ValueError(message)
+
+
+def check_floats(first: str, **tensors: Tensor) -> None:
+    """Check that tensors are floating-point and on the device of the one called ``first``."""
+    device = tensors[first].device
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point():
+            raise TypeError(f"{name} must be a floating-point Tensor, got {tensor.dtype}")
+        check(tensor.device == device, f"{name} must be on {first}'s device {device}, got {tensor.device}")
+
+
+def check_shape(name: str, tensor: Tensor, *shape: int | str) -> None:
+    """Check a shape, whose axes called by a letter may have any size."""
+    fits = tensor.dim() == len(shape) and all(
+        isinstance(expected, str) or size == expected for size, expected in zip(tensor.shape, shape)
+    )
+    check(fits, f"{name} must have shape ({', '.join(map(str, shape))}), got {tuple(tensor.shape)}")
