@@ -28,7 +28,8 @@ from plugins.install import toolchain  # noqa: E402
 TORCH_TARGET_VERSION = "0x020a000000000000"  # the oldest torch whose stable ABI we use: 2.10
 ROOMS = [".ops.everywhere", ".ops.window", ".ops.criss_cross", ".ops.sampled"]
 SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer", "-g"]
-PACKAGES = ["", ".install", ".ops", *ROOMS, ".terms", ".modules", ".captioning", ".mmcv", ".mmcv_ext", ".timm", ".fairseq"]
+ADAPTERS = [".mmcv", ".mmcv_ext", ".timm", ".fairseq"]
+PACKAGES = ["", ".install", ".ops", *ROOMS, ".terms", ".modules", ".captioning", *ADAPTERS]
 
 
 def version() -> str:

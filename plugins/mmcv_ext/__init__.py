@@ -1,9 +1,9 @@
 """Stand-in for ``mmcv._ext``, mmcv's compiled operators, on torchvision, this package's operators and PyTorch.
 
-mmdet and mmsegmentation call some fifty of the functions that mmcv compiles. Here they are Python functions with the same
-names, arguments and results, for CPU and CUDA tensors, so that mmcv needs no compiler and runs under any torch. Where
-mmcv is installed without its binary, :mod:`attn_plugins.autoload` offers this module as ``mmcv._ext``; a compiled one
-always takes precedence. Every other name is a function that raises :class:`NotImplementedError`.
+mmdet and mmsegmentation call some forty of the functions that mmcv compiles. Here they are Python functions with the
+same names, arguments and results, for CPU and CUDA tensors, so that mmcv needs no compiler and runs under any torch.
+Where mmcv is installed without its binary, :mod:`attn_plugins.autoload` offers this module as ``mmcv._ext``; a compiled
+one always takes precedence. Every other name is a function that raises :class:`NotImplementedError`.
 
 Conventions are mmcv's: most functions write into tensors that the caller allocated, gradients are added to what is
 there, and all run without autograd inside mmcv's ``torch.autograd.Function``s. The order of boxes with equal scores and

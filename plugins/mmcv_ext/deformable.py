@@ -35,11 +35,8 @@ def _leading_pixels(maps: Tensor, size: Sequence[int]) -> Tensor:
 
 def _check_groups(input: Tensor, weight: Tensor, offset: Tensor, group: int, deformable_group: int) -> None:
     """Check the numbers of groups, which this package's operator reads from the shapes."""
-    C = input.shape[1]
-    check(
-        group > 0 and weight.shape[1] * group == C,
-        f"weight of shape {tuple(weight.shape)} with group {group} needs {weight.shape[1] * group} channels, input has {C}",
-    )
+    C, needed = input.shape[1], weight.shape[1] * group
+    check(needed == C, f"input must have {needed} channels for weight {tuple(weight.shape)} and group {group}, got {C}")
     channels = 2 * deformable_group * weight.shape[2] * weight.shape[3]
     check(
         offset.shape[1] == channels,

@@ -2,8 +2,8 @@
 
 The bilinear kernel has a kink at row or column -1: a sample there is 0, and its derivative is 0 on the outer side only.
 mmcv uses the derivative of the outer side; torchvision and :func:`attn_plugins.ops.deform_conv2d` use that of the inner
-side. At row H or column W both use 0. While offsets are 0, as at the start of a training, every tap in the padding next to
-the map is such a sample. Values and all other gradients are equal under both rules.
+side. At row H or column W both use 0. While offsets are 0, as at the start of a training, every tap in the padding next
+to the map is such a sample. Values and all other gradients are equal under both rules.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ def _is_target(input: Tensor, target: Tensor) -> Tensor:
 
 
 def _weighted(loss: Tensor, target: Tensor, weight: Tensor) -> Tensor:
-    """Multiply by the weights of the target classes; class C is the background, which mmcv gives no weight of its own."""
+    """Multiply by the weights of the target classes; a target of C, the background, has that of the last class."""
     if not weight.numel():
         return loss
     factor = widened(weight)[target.clamp(0, len(weight) - 1)]

@@ -176,12 +176,14 @@ def roi_align_backward(
         return
     B, C, H, W = grad_input.shape
     planes = rois[:, 0].long()[:, None] * C + torch.arange(C, device=rois.device)  # a plane per region and channel
-    places = [widened(argmax).flatten(2).flatten(0, 1) for argmax in (argmax_y, argmax_x)]
+    bins = aligned_height * aligned_width
+    # -1 stands for a bin without samples: beyond the readable area, at -2, nothing is added.
+    places = [torch.where(a == -1, -2, widened(a)).view(-1, bins) for a in (argmax_y, argmax_x)]
 
     def pick(maps: Tensor) -> Tensor:
         return _sample(maps.view(B * C, 1, H, W), planes.flatten(), *places)
 
-    grad_input += gradients(pick, (widened(grad_input),), grad_output.reshape(len(places[0]), -1, 1))[0]
+    grad_input += gradients(pick, (widened(grad_input),), grad_output.reshape(-1, bins, 1))[0]
 
 
 # --- RoIPool ------------------------------------------------------------------------------------------------------
@@ -255,7 +257,7 @@ def roi_pool_backward(
 def _pool_deformed(
     input: Tensor, rois: Tensor, offset: Tensor, size: tuple[int, int], scale: float, ratio: int, gamma: float
 ) -> Tensor:
-    """Average the samples of bins that are displaced by gamma * offset of the region's size (Dai et al. 2017, Eq. 6)."""
+    """Average samples of bins, displaced by gamma * offset times the region's size (Dai et al. 2017, Eq. 6)."""
     boxes, grids = _grids(rois, size, scale, ratio, aligned=True)
     extent = boxes[:, 2:] - boxes[:, :2]
     numbers, parts = [], []

@@ -1,0 +1,31 @@
+"""Run mmcv's operators on this package's stand-in or on mmcv's compiled extension, in one process."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+
+import mmcv.ops  # noqa: F401  imports every module that holds the extension
+import pytest
+from mmcv.ops import get_compiler_version
+
+from attn_plugins import mmcv_ext
+
+COMPILED = get_compiler_version() != mmcv_ext.NOT_COMPILED
+needs_compiled = pytest.mark.skipif(not COMPILED, reason="mmcv is not compiled here: make env-peers")
+
+
+@contextmanager
+def extension(module: ModuleType) -> Iterator[None]:
+    """Let all modules of ``mmcv.ops`` call ``module`` instead of their extension."""
+    holders = [m for name, m in sys.modules.items() if name.startswith("mmcv.ops.") and hasattr(m, "ext_module")]
+    before = [holder.ext_module for holder in holders]
+    try:
+        for holder in holders:
+            holder.ext_module = module
+        yield
+    finally:
+        for holder, former in zip(holders, before):
+            holder.ext_module = former

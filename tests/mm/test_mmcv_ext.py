@@ -1,0 +1,427 @@
+"""The stand-in for mmcv's compiled operators, called through mmcv: against plain loops, torchvision and compiled mmcv."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+import torchvision
+from mmcv import ops
+from torch import Tensor
+
+from attn_plugins import mmcv_ext
+from attn_plugins.mmcv_ext import boxes as mmcv_ext_boxes
+from tests.mm import mmcv_ext_definitions as definitions
+from tests.mm.mmcv_ext_helpers import extension, needs_compiled
+
+
+@pytest.fixture(autouse=True)
+def stand_in():
+    torch.manual_seed(0)
+    with extension(mmcv_ext):
+        yield
+
+
+def leaf(*shape: int) -> Tensor:
+    return torch.randn(shape).requires_grad_()
+
+
+def regions(height: int, width: int) -> Tensor:
+    """Regions of a 4-times larger picture: inside, over every border, of a pixel, without area."""
+    h, w = 4 * height, 4 * width
+    return torch.tensor(
+        [
+            [0, 3.2, 5.1, 21.7, 30.3],
+            [1, -7.0, -9.5, 0.7 * w, 0.6 * h],
+            [1, 0.4 * w, 0.3 * h, w + 9, h + 5],
+            [0, 8, 8, 9, 9],
+            [0, 4, 4, 4, 12],
+            [1, 0, 0, w, h],
+        ]
+    )
+
+
+# Each returns the leaves, mmcv's answer, and that of the definition.
+def roi_align(mode: str, ratio: int, aligned: bool) -> tuple:
+    x, rois = leaf(2, 3, 9, 12), regions(9, 12)
+    call = lambda x: ops.roi_align(x, rois, (3, 2), 0.25, ratio, mode, aligned)  # noqa: E731
+    return (x,), call, lambda x: definitions.roi_align(x, rois, (3, 2), 0.25, ratio, mode, aligned)
+
+
+def roi_pool() -> tuple:
+    x, rois = leaf(2, 3, 9, 12), regions(9, 12)
+    return (x,), lambda x: ops.roi_pool(x, rois, (3, 2), 0.25), lambda x: definitions.roi_pool(x, rois, (3, 2), 0.25)
+
+
+def deform_roi_pool(ratio: int) -> tuple:
+    x, rois, offset = leaf(2, 3, 9, 12), regions(9, 12), leaf(6, 2, 3, 2)
+    geometry = ((3, 2), 0.25, ratio, 0.1)
+    call = lambda x, offset: ops.deform_roi_pool(x, rois, offset, *geometry)  # noqa: E731
+    return (x, offset), call, lambda x, offset: definitions.deform_roi_pool(x, rois, offset, *geometry)
+
+
+def border_align() -> tuple:
+    x, corners = leaf(2, 12, 7, 9), 12 * torch.rand(2, 5, 4) - 2
+    return (x,), lambda x: ops.border_align(x, corners, 4), lambda x: definitions.border_align(x, corners, 4)
+
+
+def carafe(function: Callable, groups: int) -> tuple:
+    x, masks = leaf(2, 4, 3, 4), leaf(2, 9 * groups, 6, 8)
+    return (x, masks), lambda *t: function(*t, 3, groups, 2), lambda *t: definitions.carafe(*t, 3, groups, 2)
+
+
+def psa_mask(kind: int, mask: tuple[int, int]) -> tuple:
+    x = leaf(2, mask[0] * mask[1], 4, 5)
+    return (x,), lambda x: ops.psa_mask.psa_mask(x, kind, mask), lambda x: definitions.psa_mask(x, kind, mask)
+
+
+def sigmoid_focal_loss(weighted: bool) -> tuple:
+    x, target = leaf(7, 5), torch.tensor([0, 4, 5, 2, 2, 1, 5])  # 5: background
+    weight = torch.rand(5) if weighted else None
+    one_hot = F.one_hot(target, 6)[:, :5].float()
+
+    def define(x: Tensor) -> Tensor:
+        loss = torchvision.ops.sigmoid_focal_loss(x, one_hot, 0.3, 1.5)
+        return loss if weight is None else loss * weight[target.clamp(max=4)][:, None]
+
+    return (x,), lambda x: ops.sigmoid_focal_loss(x, target, 1.5, 0.3, weight, "none"), define
+
+
+def softmax_focal_loss(weighted: bool) -> tuple:
+    x, target = leaf(6, 5), torch.tensor([0, 4, -1, 2, 2, 1])
+    weight = torch.rand(5) if weighted else None
+    # mmcv multiplies (N, C) gradients by (N,) gradients of "none" losses, so their sum is compared.
+    call = lambda x: ops.softmax_focal_loss(x, target, 1.5, 0.3, weight, "sum")  # noqa: E731
+    return (x,), call, lambda x: definitions.softmax_focal_loss(x, target, 1.5, 0.3, weight).sum()
+
+
+def deform_conv(modulated: bool) -> tuple:
+    x, offset, weight = leaf(2, 8, 5, 9), leaf(2, 36, 3, 5), leaf(4, 4, 3, 3)
+    geometry = (2, 1, 1)
+    if not modulated:
+        call = lambda x, o, w: ops.deform_conv2d(x, o, w, *geometry, 2, 2)  # noqa: E731
+        return (x, offset, weight), call, lambda x, o, w: torchvision.ops.deform_conv2d(x, o, w, None, *geometry)
+    mask, bias = leaf(2, 18, 3, 5), leaf(4)
+    call = lambda x, o, m, w, b: ops.modulated_deform_conv2d(x, o, m, w, b, *geometry, 2, 2)  # noqa: E731
+    define = lambda x, o, m, w, b: torchvision.ops.deform_conv2d(x, o, w, b, *geometry, m)  # noqa: E731
+    return (x, offset, mask, weight, bias), call, define
+
+
+def ms_deform_attn() -> tuple:
+    shapes = torch.tensor([[3, 4], [2, 3]])
+    value, locations, weight = leaf(2, 18, 2, 4), (1.2 * torch.rand(2, 5, 2, 2, 3, 2) - 0.1), leaf(2, 5, 2, 2, 3)
+    function = ops.multi_scale_deform_attn.MultiScaleDeformableAttnFunction.apply
+    call = lambda *t: function(t[0], shapes, torch.tensor([0, 12]), *t[1:], 64)  # noqa: E731
+    define = lambda *t: ops.multi_scale_deform_attn.multi_scale_deformable_attn_pytorch(t[0], shapes, *t[1:])  # noqa: E731
+    return (value, locations.requires_grad_(), weight), call, define
+
+
+CASES: dict[str, Callable[[], tuple]] = {
+    **{
+        f"roi_align-{mode}-{ratio}-{'aligned' if aligned else 'legacy'}": (
+            lambda mode=mode, ratio=ratio, aligned=aligned: roi_align(mode, ratio, aligned)
+        )
+        for mode in ("avg", "max")
+        for ratio in (0, 2)
+        for aligned in (True, False)
+    },
+    "roi_pool": roi_pool,
+    "deform_roi_pool-adaptive": lambda: deform_roi_pool(0),
+    "deform_roi_pool-2": lambda: deform_roi_pool(2),
+    "border_align": border_align,
+    "carafe": lambda: carafe(ops.carafe, 1),
+    "carafe-groups": lambda: carafe(ops.carafe, 2),
+    "psa_mask-collect": lambda: psa_mask(0, (3, 5)),
+    "psa_mask-distribute": lambda: psa_mask(1, (7, 9)),
+    "sigmoid_focal_loss": lambda: sigmoid_focal_loss(False),
+    "sigmoid_focal_loss-weights": lambda: sigmoid_focal_loss(True),
+    "softmax_focal_loss": lambda: softmax_focal_loss(False),
+    "softmax_focal_loss-weights": lambda: softmax_focal_loss(True),
+    "deform_conv": lambda: deform_conv(False),
+    "modulated_deform_conv": lambda: deform_conv(True),
+    "ms_deform_attn": ms_deform_attn,
+}
+# Those for which mmcv compiles a kernel for CPUs.
+ON_CPU = ("roi_align", "psa_mask", "deform_conv", "modulated_deform_conv")
+
+
+def results(leaves: tuple, function: Callable) -> list[Tensor]:
+    """Return the output and the gradients of all leaves for a fixed gradient."""
+    output = function(*leaves)
+    leaves = tuple(leaf for leaf in leaves if leaf.numel())
+    grad = torch.randn(output.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return [output, *torch.autograd.grad(output, leaves, grad.to(output.dtype))]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equals_its_definition(name: str) -> None:
+    leaves, call, define = CASES[name]()
+    for ours, expected in zip(results(leaves, call), results(leaves, define)):
+        torch.testing.assert_close(ours, expected, rtol=1e-4, atol=2e-5)
+
+
+@needs_compiled
+@pytest.mark.peers
+@pytest.mark.parametrize("name", [name for name in CASES if name.startswith(ON_CPU)])
+def test_equals_compiled_mmcv(name: str) -> None:
+    leaves, call, _ = CASES[name]()
+    ours = results(leaves, call)
+    with extension(compiled()):
+        theirs = results(leaves, call)
+    for a, b in zip(ours, theirs):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+def compiled() -> ModuleType:
+    import mmcv._ext
+
+    return mmcv._ext
+
+
+HALVES = {torch.float16: 0.01, torch.bfloat16: 0.06}
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("name", [name for name in CASES if "softmax" not in name and name != "deform_conv"])
+def test_half_precision(name: str, dtype: torch.dtype) -> None:
+    torch.set_default_dtype(dtype)
+    try:
+        leaves, call, define = CASES[name]()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    exact = tuple(t.detach().float().requires_grad_() for t in leaves)
+    for ours, expected in zip(results(leaves, call), results(exact, define)):
+        assert ours.dtype == dtype
+        assert float((ours.detach().float() - expected.detach()).norm() / expected.detach().norm()) < HALVES[dtype]
+
+
+def test_autocast_leaves_the_kernels_their_dtype() -> None:
+    leaves, call, define = CASES["deform_roi_pool-2"]()
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(call(*leaves), define(*leaves), rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    "name", ["roi_align-avg-0-aligned", "roi_align-max-0-aligned", "roi_pool", "deform_roi_pool-2"]
+)
+def test_no_regions(name: str, monkeypatch) -> None:
+    monkeypatch.setattr("tests.mm.test_mmcv_ext.regions", lambda height, width: torch.zeros(0, 5))
+    leaves, call, _ = CASES[name]()
+    leaves = tuple(t[:0].detach().requires_grad_() if t.shape[0] == 6 else t for t in leaves)
+    output, *grads = results(leaves, call)
+    assert output.shape[0] == 0 and not any(grad.any() for grad in grads)
+
+
+# --- boxes --------------------------------------------------------------------------------------------------------
+
+
+def random_boxes(count: int, step: float = 0.0) -> Tensor:
+    """Return boxes on a 60-pixel square; with ``step``, corners on a grid, so that overlaps equal thresholds."""
+    corner, size = 40 * torch.rand(count, 2), 2 + 18 * torch.rand(count, 2)
+    boxes = torch.cat((corner, corner + size), 1)
+    return boxes if not step else (boxes / step).round() * step
+
+
+@pytest.mark.parametrize("offset", [0, 1])
+@pytest.mark.parametrize("step", [0.0, 5.0])
+def test_nms(step: float, offset: int) -> None:
+    boxes, scores = random_boxes(80, step), (torch.rand(80) * 20).round() / 20  # many equal scores
+    for threshold in (0.3, 0.5):
+        dets, kept = ops.nms(boxes, scores, threshold, offset=offset)
+        assert kept.tolist() == definitions.nms(boxes, scores, threshold, offset)
+        assert torch.equal(dets, torch.cat((boxes, scores[:, None]), 1)[kept])
+
+
+def test_nms_filters_and_limits_as_mmcv_does() -> None:
+    boxes, scores = random_boxes(50), torch.rand(50)
+    _, kept = ops.nms(boxes, scores, 0.5, score_threshold=0.4, max_num=5)
+    expected = [n for n in definitions.nms(boxes, scores, 0.5) if scores[n] > 0.4]
+    assert kept.tolist() == expected[:5]
+
+
+def test_batched_nms_keeps_classes_apart() -> None:
+    boxes, scores, labels = random_boxes(40), torch.rand(40), torch.arange(40) % 3
+    _, kept = ops.batched_nms(boxes, scores, labels, dict(type="nms", iou_threshold=0.4))
+    expected = [torch.nonzero(labels == c)[:, 0][definitions.nms(boxes[labels == c], scores[labels == c], 0.4)]
+                for c in range(3)]  # fmt: skip
+    assert sorted(kept.tolist()) == sorted(torch.cat(expected).tolist())
+
+
+@pytest.mark.parametrize("method", ["naive", "linear", "gaussian"])
+def test_soft_nms(method: str, monkeypatch) -> None:
+    boxes, scores = random_boxes(60), torch.rand(60)
+    dets, kept = ops.soft_nms(boxes, scores, 0.3, 0.5, 0.05, method)
+    expected, decayed = definitions.soft_nms(boxes, scores, 0.3, 0.5, 0.05, method)
+    assert kept.tolist() == expected
+    torch.testing.assert_close(dets, torch.cat((boxes[kept], torch.tensor(decayed)[:, None]), 1))
+    monkeypatch.setattr(mmcv_ext_boxes.library, "has_schemas", lambda: False)
+    slow, order = ops.soft_nms(boxes, scores, 0.3, 0.5, 0.05, method)
+    assert order.tolist() == expected
+    torch.testing.assert_close(slow, dets)
+
+
+def test_nms_match() -> None:
+    dets = torch.cat((random_boxes(40), torch.rand(40, 1)), 1)
+    groups = ops.nms_match(dets, 0.3)
+    assert [int(group[0]) for group in groups] == definitions.nms(dets[:, :4], dets[:, 4], 0.3)
+    assert sorted(int(n) for group in groups for n in group) == list(range(40))
+    for group in groups:
+        assert all(definitions.overlap(dets[group[0], :4].tolist(), dets[n, :4].tolist()) >= 0.3 for n in group[1:])
+        assert (dets[group, 4].diff() <= 0).all()
+
+
+def test_line_nms() -> None:
+    lanes = torch.rand(30, 5 + 72)
+    lanes[:, 4] = 72 * torch.rand(30)
+    lanes[:, 5:] = 300 * torch.rand(30, 1) + 10 * torch.rand(30, 72)
+    scores = torch.rand(30)
+    for top_k in (4, 100):
+        keep, count, parents = ops.line_nms(lanes, scores, 40.0, top_k)
+        expected = definitions.line_nms(lanes, scores, 40.0, top_k)
+        assert keep[: int(count)].tolist() == expected and not keep[int(count) :].any()
+        assert parents[expected].tolist() == list(range(1, len(expected) + 1))
+
+
+@pytest.mark.parametrize("mode", ["iou", "iof"])
+@pytest.mark.parametrize("aligned", [True, False])
+def test_bbox_overlaps(mode: str, aligned: bool) -> None:
+    a, b = random_boxes(6, 1.0), random_boxes(6, 1.0)
+    for offset in (0, 1):
+        ious = ops.bbox_overlaps(a, b, mode, aligned, offset)
+        for i in range(6):
+            for j in [i] if aligned else range(6):
+                expected = definitions.overlap(a[i].tolist(), b[j].tolist(), offset)
+                if mode == "iof":
+                    areas = [float((x[2] - x[0] + offset) * (x[3] - x[1] + offset)) for x in (a[i], b[j])]
+                    expected *= sum(areas) / (1 + expected) / areas[0]
+                assert float(ious[i] if aligned else ious[i, j]) == pytest.approx(expected, abs=1e-6)
+
+
+@needs_compiled
+@pytest.mark.peers
+@pytest.mark.parametrize("step", [0.0, 5.0])
+def test_boxes_equal_compiled_mmcv(step: float) -> None:
+    boxes, scores = random_boxes(300, step), (torch.rand(300) * 50).round() / 50
+    calls = [
+        *[lambda o=o: ops.nms(boxes, scores, 0.5, offset=o) for o in (0, 1)],
+        *[lambda m=m: ops.soft_nms(boxes, scores, 0.3, 0.5, 0.05, m) for m in ("naive", "linear", "gaussian")],
+        lambda: ops.nms_match(torch.cat((boxes, scores[:, None]), 1), 0.5),
+        lambda: ops.bbox_overlaps(boxes, boxes.flip(0), "iof", offset=1),
+    ]
+    for call in calls:
+        ours = call()
+        with extension(compiled()):
+            theirs = call()
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("call", [lambda b, s: ops.nms(b, s, 0.5), lambda b, s: ops.soft_nms(b, s)])
+def test_no_boxes(call: Callable) -> None:
+    dets, kept = call(torch.zeros(0, 4), torch.zeros(0))
+    assert dets.shape == (0, 5) and kept.shape == (0,) and kept.dtype == torch.int64
+
+
+def test_numpy_boxes() -> None:
+    boxes, scores = random_boxes(20), torch.rand(20)
+    dets, kept = ops.nms(boxes.numpy(), scores.numpy(), 0.4)
+    assert isinstance(dets, np.ndarray) and kept.tolist() == definitions.nms(boxes, scores, 0.4)
+
+
+# --- maps and statistics ------------------------------------------------------------------------------------------
+
+
+def test_masked_convolution() -> None:
+    x, mask = torch.randn(1, 3, 6, 7), torch.rand(1, 6, 7) > 0.6
+    layer = ops.MaskedConv2d(3, 4, 3, padding=1)
+    expected = torch.where(mask[:, None], layer(x), 0)
+    torch.testing.assert_close(layer(x, mask), expected)
+    assert not layer(x, torch.zeros(1, 6, 7)).any()
+
+
+def test_synchronised_batch_norm_of_one_process_is_batch_norm() -> None:
+    x = (3 * torch.randn(4, 5, 6, 7) + 1).requires_grad_()
+    running = [torch.randn(5), torch.rand(5), torch.randn(5), torch.rand(5)]
+    weight, bias = leaf(5), leaf(5)
+    call = lambda x, w, b: ops.sync_bn.SyncBatchNormFunction.apply(  # noqa: E731
+        x, running[0], running[1], w, b, 0.2, 1e-3, -1, 1, "default"
+    )
+    expected_running = [running[0].clone(), running[1].clone()]
+    define = lambda x, w, b: F.batch_norm(x, *expected_running, w, b, True, 0.2, 1e-3)  # noqa: E731
+    for ours, expected in zip(results((x, weight, bias), call), results((x, weight, bias), define)):
+        torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(running[:2], expected_running)
+
+
+def test_offsets_of_a_finer_level_are_read_as_mmcv_reads_them() -> None:
+    """DyHead passes maps that are larger than the output; mmcv reads their memory from the start."""
+    x, weight = torch.randn(1, 4, 8, 10), torch.randn(4, 4, 3, 3)
+    offset, mask = torch.randn(1, 18, 8, 10), torch.rand(1, 9, 8, 10)
+    output = ops.modulated_deform_conv2d(x, offset, mask, weight, None, 2, 1)
+    first = [maps.flatten()[: maps.shape[1] * 20].view(1, -1, 4, 5) for maps in (offset, mask)]
+    torch.testing.assert_close(output, torchvision.ops.deform_conv2d(x, first[0], weight, None, 2, 1, 1, first[1]))
+
+
+# --- bad input ----------------------------------------------------------------------------------------------------
+
+WRONG: dict[str, tuple[Callable, str]] = {
+    "shape of boxes": (lambda: mmcv_ext.nms(torch.rand(3, 5), torch.rand(3), 0.5, 0), "boxes must have shape"),
+    "shape of scores": (lambda: mmcv_ext.nms(torch.rand(3, 4), torch.rand(2), 0.5, 0), "scores must have shape"),
+    "dtype of boxes": (lambda: mmcv_ext.nms(torch.ones(3, 4).long(), torch.rand(3), 0.5, 0), "boxes must be a float"),
+    "offset": (lambda: mmcv_ext.nms(torch.rand(3, 4), torch.rand(3), 0.5, 2), "offset must be 0 or 1"),
+    "device": (lambda: mmcv_ext.nms(torch.rand(3, 4), torch.rand(3, device="meta"), 0.5, 0), "scores must be on"),
+    "method": (
+        lambda: mmcv_ext.softnms(torch.rand(3, 4), torch.rand(3), torch.rand(3, 5), 0.5, 0.5, 0, 3, 0),
+        "method must be",
+    ),
+    "sigma": (
+        lambda: mmcv_ext.softnms(torch.rand(3, 4), torch.rand(3), torch.rand(3, 5), 0.5, 0, 0, 2, 0),
+        "sigma must be positive",
+    ),
+    "negative region": (
+        lambda: ops.roi_align(torch.rand(1, 2, 4, 4), torch.tensor([[0, 3, 3, 1, 4.0]]), (2, 2)),
+        "rois must have x1 <= x2",
+    ),
+    "region without numbers": (
+        lambda: ops.roi_align(torch.rand(1, 2, 4, 4), torch.full((1, 5), torch.nan), (2, 2)),
+        "rois must name images",
+    ),
+    "image of a region": (
+        lambda: ops.roi_align(torch.rand(1, 2, 4, 4), torch.tensor([[1, 0, 0, 1, 4.0]]), (2, 2)),
+        "rois must name images from 0 to 0",
+    ),
+    "output size": (
+        lambda: ops.roi_align(torch.rand(1, 2, 4, 4), torch.tensor([[0, 0, 0, 1, 4.0]]), (0, 2)),
+        "output size must be positive",
+    ),
+    "offset maps": (
+        lambda: ops.deform_conv2d(torch.rand(1, 2, 4, 4), torch.rand(1, 18, 3, 4), torch.rand(2, 2, 3, 3), 1, 1),
+        "offset must have shape",
+    ),
+    "groups": (
+        lambda: ops.deform_conv2d(torch.rand(1, 4, 4, 4), torch.rand(1, 18, 4, 4), torch.rand(2, 2, 3, 3), 1, 1),
+        "input must have 2 channels",
+    ),
+    "target": (
+        lambda: mmcv_ext.sigmoid_focal_loss_forward(
+            torch.rand(2, 3), torch.rand(2), torch.rand(0), torch.rand(2, 3), 2, 0.2
+        ),
+        "target must hold integers",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_bad_input_is_one_error(what: str) -> None:
+    call, message = WRONG[what]
+    with pytest.raises((ValueError, TypeError), match=message):
+        call()
+
+
+def test_other_operators_say_how_to_get_them() -> None:
+    with pytest.raises(NotImplementedError, match=r"knn_forward.*install mm --compile"):
+        mmcv_ext.knn_forward()
+    assert not hasattr(mmcv_ext, "__wrapped__")
