@@ -56,17 +56,14 @@ def pool_bin(input, roi, i, j, size, scale, ratio, mode, aligned, moved=(0.0, 0.
 
 
 def deform_roi_pool(input, rois, offset, size, scale, ratio, gamma):
-    rows = []
+    output = []
     for n, roi in enumerate(rois):
-        extent = (roi[3:] - roi[1:3]).float() * scale
-        move = (
-            lambda i, j, n=n, extent=extent: (gamma * extent[1] * offset[n, 1, i, j],
-                                              gamma * extent[0] * offset[n, 0, i, j])
-        )  # fmt: skip
-        rows.append(torch.stack([torch.stack([
-            pool_bin(input, roi, i, j, size, scale, ratio, "avg", True, move(i, j)) for j in range(size[1])], -1)
-            for i in range(size[0])], -2))  # fmt: skip
-    return torch.stack(rows)
+        width, height = (roi[3:] - roi[1:3]).float() * scale
+        for i in range(size[0]):
+            for j in range(size[1]):
+                moved = (gamma * height * offset[n, 1, i, j], gamma * width * offset[n, 0, i, j])
+                output.append(pool_bin(input, roi, i, j, size, scale, ratio, "avg", True, moved))
+    return torch.stack(output).view(len(rois), *size, -1).movedim(-1, 1)
 
 
 def roi_pool(input, rois, size, scale):
@@ -181,7 +178,7 @@ def soft_nms(boxes, scores, threshold, sigma, minimum, method):
 
 
 def line_nms(lanes, scores, threshold, top_k):
-    """Return kept indices (Zheng et al. 2022): lanes (start, length, x...) nearer than the threshold to a better one."""
+    """Return the kept lanes: those not nearer than the threshold to a better one (Zheng et al. 2022)."""
     points = lanes.shape[1] - 5
     left, kept = scores.argsort(descending=True).tolist(), []
     while left and len(kept) < top_k:

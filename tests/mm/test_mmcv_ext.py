@@ -1,4 +1,4 @@
-"""The stand-in for mmcv's compiled operators, called through mmcv: against plain loops, torchvision and compiled mmcv."""
+"""The stand-in for mmcv's operators, called through mmcv, against plain loops, torchvision and compiled mmcv."""
 
 from __future__ import annotations
 
@@ -213,7 +213,8 @@ def test_no_regions(name: str, monkeypatch) -> None:
     leaves, call, _ = CASES[name]()
     leaves = tuple(t[:0].detach().requires_grad_() if t.shape[0] == 6 else t for t in leaves)
     output, *grads = results(leaves, call)
-    assert output.shape[0] == 0 and not any(grad.any() for grad in grads)
+    assert output.shape[0] == 0
+    assert not any(grad.any() for grad in grads)
 
 
 # --- boxes --------------------------------------------------------------------------------------------------------
@@ -282,7 +283,8 @@ def test_line_nms() -> None:
     for top_k in (4, 100):
         keep, count, parents = ops.line_nms(lanes, scores, 40.0, top_k)
         expected = definitions.line_nms(lanes, scores, 40.0, top_k)
-        assert keep[: int(count)].tolist() == expected and not keep[int(count) :].any()
+        assert keep[: int(count)].tolist() == expected
+        assert not keep[int(count) :].any()
         assert parents[expected].tolist() == list(range(1, len(expected) + 1))
 
 
@@ -322,13 +324,14 @@ def test_boxes_equal_compiled_mmcv(step: float) -> None:
 @pytest.mark.parametrize("call", [lambda b, s: ops.nms(b, s, 0.5), lambda b, s: ops.soft_nms(b, s)])
 def test_no_boxes(call: Callable) -> None:
     dets, kept = call(torch.zeros(0, 4), torch.zeros(0))
-    assert dets.shape == (0, 5) and kept.shape == (0,) and kept.dtype == torch.int64
+    assert (dets.shape, kept.shape, kept.dtype) == ((0, 5), (0,), torch.int64)
 
 
 def test_numpy_boxes() -> None:
     boxes, scores = random_boxes(20), torch.rand(20)
     dets, kept = ops.nms(boxes.numpy(), scores.numpy(), 0.4)
-    assert isinstance(dets, np.ndarray) and kept.tolist() == definitions.nms(boxes, scores, 0.4)
+    assert isinstance(dets, np.ndarray)
+    assert kept.tolist() == definitions.nms(boxes, scores, 0.4)
 
 
 # --- maps and statistics ------------------------------------------------------------------------------------------
