@@ -32,6 +32,7 @@ from __future__ import annotations
 from mmengine.registry import DATASETS, METRICS, MODELS
 from mmengine.runner import CheckpointLoader
 
+from .. import mmcv_ext  # noqa: F401  stands in for mmcv._ext where mmcv is not compiled
 from ..modules import BilateralCrissCross2d, CrissCrossAttention2d
 from .attended import Attended  # noqa: F401  registers itself
 from .backbones import AAResNet, load_from_safetensors

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from ..autoload import stand_in_for_mmcv_ext
 from .boxes import bbox_overlaps, line_nms_forward, nms, nms_match, softnms
 from .deformable import (
     deform_conv_backward_input,
@@ -127,3 +128,7 @@ def __getattr__(name: str) -> Callable[..., Any]:
 
     missing.__name__ = missing.__qualname__ = name
     return missing
+
+
+# torch before 2.5 calls no entry point; importing attn_plugins.mmcv, as configs do, is then early enough.
+stand_in_for_mmcv_ext()

@@ -134,6 +134,36 @@ def test_activation_imports_next_to_nothing(python):
     assert imported == ["attn_plugins", "attn_plugins.autoload"]
 
 
+class TestMmcvExtension:
+    """``mmcv._ext`` is the compiled one, else :mod:`attn_plugins.mmcv_ext`."""
+
+    packages = {"mmcv/__init__.py": "", "torchvision/__init__.py": ""}
+    show = "import mmcv._ext\nprint(mmcv._ext.nms)"
+
+    def test_stands_in_where_there_is_none(self, python):
+        pytest.importorskip("torchvision")
+        code = "import torch, mmcv, mmcv._ext as e\nprint(e.get_compiler_version(), e.nms.__module__, e.__name__, sep='\\n')"
+        result = python(code, packages={"mmcv/__init__.py": ""})
+        expected = ["not compiled: attn_plugins stands in", "attn_plugins.mmcv_ext.boxes", "mmcv._ext"]
+        assert result.stdout.splitlines() == expected
+
+    @pytest.mark.parametrize("order", ["import torch, mmcv", "import mmcv, torch"])
+    def test_a_compiled_one_takes_precedence(self, python, order):
+        result = python(f"{order}\n{self.show}", packages={**self.packages, "mmcv/_ext.py": "nms = 'compiled'"})
+        assert result.stdout.split() == ["compiled"]
+
+    def test_a_broken_one_is_not_hidden(self, python):
+        broken = {"mmcv/_ext.py": "raise ImportError('undefined symbol')"}
+        result = python(f"import torch, mmcv\n{self.show}", packages={**self.packages, **broken}, check=False)
+        assert result.stderr.splitlines()[-1] == "ImportError: undefined symbol"
+
+    def test_absent_when_switched_off_or_without_torchvision(self, python):
+        code = f"import sys, torch, mmcv\nsys.modules['torchvision'] = None\n{self.show}"
+        for variables in ({"ATTN_PLUGINS_AUTOLOAD": "0"}, {}):
+            result = python(code, packages={"mmcv/__init__.py": ""}, check=False, **variables)
+            assert result.stderr.splitlines()[-1] == "ModuleNotFoundError: No module named 'mmcv._ext'"
+
+
 class TestMmengine:
     """``_base_ = 'mmseg::...'`` looks for mmsegmentation under this name."""
 
