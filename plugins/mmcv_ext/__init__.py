@@ -43,8 +43,6 @@ from .maps import (
     psamask_forward,
 )
 from .regions import (
-    border_align_backward,
-    border_align_forward,
     deform_roi_pool_backward,
     deform_roi_pool_forward,
     roi_align_backward,
@@ -62,8 +60,6 @@ from .sync_bn import (
 
 __all__ = [
     "bbox_overlaps",
-    "border_align_backward",
-    "border_align_forward",
     "carafe_backward",
     "carafe_forward",
     "carafe_naive_backward",

@@ -88,23 +88,6 @@ def edges(low, high, number, bins, limit):
     return min(max(first, 0), limit), min(max(last, 0), limit)
 
 
-def border_align(input, boxes, pool_size):
-    B, C = input.shape[0], input.shape[1] // 4
-    output = []
-    for b in range(B):
-        for x1, y1, x2, y2 in boxes[b].float():
-            sides = []
-            for side, (x, y, dx, dy) in enumerate(
-                ((x1, y1, x2 - x1, 0), (x1, y1, 0, y2 - y1), (x2, y2, x1 - x2, 0), (x2, y2, 0, y1 - y2))
-            ):
-                maps = input[b, side * C : (side + 1) * C]
-                steps = range(pool_size + 1)
-                along = [bilinear(maps, y + dy * n / pool_size, x + dx * n / pool_size) for n in steps]
-                sides.append(torch.stack(along).amax(0))
-            output.append(torch.stack(sides, -1))
-    return torch.stack(output).view(B, boxes.shape[1], C, 4).transpose(1, 2)
-
-
 def carafe(features, masks, kernel, groups, scale):
     B, C, H, W = features.shape
     output = []

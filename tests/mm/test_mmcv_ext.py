@@ -64,11 +64,6 @@ def deform_roi_pool(ratio: int) -> tuple:
     return (x, offset), call, lambda x, offset: definitions.deform_roi_pool(x, rois, offset, *geometry)
 
 
-def border_align() -> tuple:
-    x, corners = leaf(2, 12, 7, 9), 12 * torch.rand(2, 5, 4) - 2
-    return (x,), lambda x: ops.border_align(x, corners, 4), lambda x: definitions.border_align(x, corners, 4)
-
-
 def carafe(function: Callable, groups: int) -> tuple:
     x, masks = leaf(2, 4, 3, 4), leaf(2, 9 * groups, 6, 8)
     return (x, masks), lambda *t: function(*t, 3, groups, 2), lambda *t: definitions.carafe(*t, 3, groups, 2)
@@ -132,7 +127,6 @@ CASES: dict[str, Callable[[], tuple]] = {
     "roi_pool": roi_pool,
     "deform_roi_pool-adaptive": lambda: deform_roi_pool(0),
     "deform_roi_pool-2": lambda: deform_roi_pool(2),
-    "border_align": border_align,
     "carafe": lambda: carafe(ops.carafe, 1),
     "carafe-groups": lambda: carafe(ops.carafe, 2),
     "psa_mask-collect": lambda: psa_mask(0, (3, 5)),
