@@ -75,15 +75,14 @@ def softnms(
     check_shape("dets", dets, len(boxes), 5)
     check(method in SOFT_NMS_METHODS, f"method must be one of {SOFT_NMS_METHODS}, got {method}")
     check(method != 2 or sigma > 0, f"sigma must be positive, got {sigma}")
-    given = [tensor.detach().cpu().float().contiguous() for tensor in (boxes, scores)]
+    boxes, scores = (tensor.detach().cpu().float().contiguous() for tensor in (boxes, scores))
     kept = torch.empty(len(boxes), 5)
+    arguments = (iou_threshold, sigma, min_score, method, offset)
     if library.has_schemas():
         indices = torch.empty(len(boxes), dtype=torch.int64)
-        arguments = (iou_threshold, sigma, min_score, method, offset)
-        count = torch.ops.attn_plugins.soft_nms_(*given, kept, indices, *arguments)
-        indices = indices[:count]
+        indices = indices[: torch.ops.attn_plugins.soft_nms_(boxes, scores, kept, indices, *arguments)]
     else:
-        indices = soft_nms_reference(*given, kept, iou_threshold, sigma, min_score, method, offset)
+        indices = soft_nms_reference(boxes, scores, kept, *arguments)
     dets[: len(indices)] = kept[: len(indices)].to(dets)
     return indices
 
@@ -104,8 +103,8 @@ def soft_nms_reference(
     one, and the last box that of a dropped one.
     """
     left, value, index = boxes.numpy().copy(), scores.numpy().copy(), np.arange(len(boxes))
-    threshold, sigma, minimum = np.float32(iou_threshold), np.float32(sigma), np.float32(min_score)
-    selected = []
+    threshold, scale, minimum = np.float32(iou_threshold), np.float32(sigma), np.float32(min_score)
+    selected: list[int] = []
     while len(left):
         best = int(value.argmax())
         dets[len(selected)] = torch.tensor([*left[best], value[best]])
@@ -116,7 +115,7 @@ def soft_nms_reference(
         left, value, index = (array[order[1:]] for array in (left, value, index))
         overlap = _overlaps(box, left, offset)
         if method == 2:
-            value = value * np.exp(-(overlap * overlap) / sigma)
+            value = value * np.exp(-(overlap * overlap) / scale)
         else:
             value = np.where(overlap >= threshold, value * (1 - overlap if method else np.float32(0)), value)
         order = _fill_gaps(value < minimum)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,40 +34,79 @@ def _leading_pixels(maps: Tensor, size: Sequence[int]) -> Tensor:
     return maps.reshape(B, -1)[:, : C * needed].view(B, C, *size)
 
 
-def _check_groups(input: Tensor, weight: Tensor, offset: Tensor, group: int, deformable_group: int) -> None:
-    """Check the numbers of groups, which this package's operator reads from the shapes."""
-    C, needed = input.shape[1], weight.shape[1] * group
-    check(needed == C, f"input must have {needed} channels for weight {tuple(weight.shape)} and group {group}, got {C}")
-    channels = 2 * deformable_group * weight.shape[2] * weight.shape[3]
+class Geometry(NamedTuple):
+    """Rows before columns."""
+
+    stride: tuple[int, int]
+    padding: tuple[int, int]
+    dilation: tuple[int, int]
+    group: int
+    deformable_group: int
+
+    @classmethod
+    def of_v2(
+        cls,
+        kernel_h: int,
+        kernel_w: int,
+        stride_h: int,
+        stride_w: int,
+        pad_h: int,
+        pad_w: int,
+        dilation_h: int,
+        dilation_w: int,
+        group: int,
+        deformable_group: int,
+    ) -> Geometry:
+        """Read the arguments of the modulated convolution."""
+        return cls((stride_h, stride_w), (pad_h, pad_w), (dilation_h, dilation_w), group, deformable_group)
+
+    @classmethod
+    def of_v1(
+        cls,
+        kW: int,
+        kH: int,
+        dW: int,
+        dH: int,
+        padW: int,
+        padH: int,
+        dilationW: int,
+        dilationH: int,
+        group: int,
+        deformable_group: int,
+        im2col_step: int,
+    ) -> Geometry:
+        """Read the arguments of the convolution without masks."""
+        return cls((dH, dW), (padH, padW), (dilationH, dilationW), group, deformable_group)
+
+
+def _convolve(terms: Terms, geometry: Geometry) -> Tensor:
+    """Check the numbers of groups, which this package's operator reads from the shapes, and convolve."""
+    input, offset, weight, bias, mask = terms
+    C, needed = input.shape[1], weight.shape[1] * geometry.group
+    check(
+        needed == C,
+        f"input must have {needed} channels for weight {tuple(weight.shape)} and group {geometry.group}, got {C}",
+    )
+    channels = 2 * geometry.deformable_group * weight.shape[2:].numel()
     check(
         offset.shape[1] == channels,
-        f"offset must have {channels} channels for deformable_group {deformable_group}, got {offset.shape[1]}",
+        f"offset must have {channels} channels for deformable_group {geometry.deformable_group}, got {offset.shape[1]}",
     )
+    return ops.deform_conv2d(input, offset, weight, bias, *geometry[:3], mask)
 
 
-def _backward(
-    grad_output: Tensor,
-    terms: Terms,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    group: int,
-    deformable_group: int,
-    needs: Sequence[bool],
-) -> list[Tensor | None]:
-    """Return the gradients of ``terms``, by mmcv's rule at the border."""
-    options = Options(stride, padding, dilation, group, deformable_group)
-    grads = CONVOLVE.gradients(grad_output, terms, options, needs)
+def _add_gradients(
+    targets: Sequence[Tensor | None], grad_output: Tensor, terms: Terms, geometry: Geometry, scale: float = 1
+) -> None:
+    """Add the gradients of the terms that have a target, by mmcv's rule at the border."""
+    needs = [target is not None for target in targets]
+    grads = CONVOLVE.gradients(grad_output, terms, Options(*geometry), needs)
     if grads[1] is not None:
-        edge = on_edge(terms.offset, terms.weight.shape[2:], stride, padding, dilation)
+        edge = on_edge(terms.offset, terms.weight.shape[2:], geometry.stride, geometry.padding, geometry.dilation)
         grads[1] = grads[1].masked_fill(edge, 0)
-    return grads
-
-
-def _add(targets: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
     for target, grad in zip(targets, grads):
-        if grad is not None:
-            target += grad
+        if target is not None and grad is not None:
+            target.add_(grad, alpha=scale)
 
 
 @operator
@@ -79,23 +119,14 @@ def modulated_deform_conv_forward(
     mask: Tensor,
     output: Tensor,
     columns: Tensor,
-    kernel_h: int,
-    kernel_w: int,
-    stride_h: int,
-    stride_w: int,
-    pad_h: int,
-    pad_w: int,
-    dilation_h: int,
-    dilation_w: int,
-    group: int,
-    deformable_group: int,
+    *,
     with_bias: bool,
+    **geometry: int,
 ) -> None:
     """Write the modulated deformable convolution of ``input`` into ``output`` (Zhu et al. 2019)."""
-    _check_groups(input, weight, offset, group, deformable_group)
     offset, mask = (_leading_pixels(maps, output.shape[2:]) for maps in (offset, mask))
-    geometry = ((stride_h, stride_w), (pad_h, pad_w), (dilation_h, dilation_w))
-    output.copy_(ops.deform_conv2d(input, offset, weight, bias if with_bias else None, *geometry, mask))
+    terms = Terms(input, offset, weight, bias if with_bias else None, mask)
+    output.copy_(_convolve(terms, Geometry.of_v2(**geometry)))
 
 
 @operator
@@ -113,51 +144,24 @@ def modulated_deform_conv_backward(
     grad_offset: Tensor,
     grad_mask: Tensor,
     grad_output: Tensor,
-    kernel_h: int,
-    kernel_w: int,
-    stride_h: int,
-    stride_w: int,
-    pad_h: int,
-    pad_w: int,
-    dilation_h: int,
-    dilation_w: int,
-    group: int,
-    deformable_group: int,
+    *,
     with_bias: bool,
+    **geometry: int,
 ) -> None:
     """Add the gradients of all operands of :func:`modulated_deform_conv_forward`."""
     size = grad_output.shape[2:]
     offset, mask, grad_offset, grad_mask = (_leading_pixels(m, size) for m in (offset, mask, grad_offset, grad_mask))
     terms = Terms(input, offset, weight, bias if with_bias else None, mask)
-    geometry = ((stride_h, stride_w), (pad_h, pad_w), (dilation_h, dilation_w), group, deformable_group)
-    grads = _backward(grad_output, terms, *geometry, [True, True, True, bool(with_bias), True])
-    _add((grad_input, grad_offset, grad_weight, grad_bias, grad_mask), grads)
+    targets = Terms(grad_input, grad_offset, grad_weight, grad_bias if with_bias else None, grad_mask)
+    _add_gradients(targets, grad_output, terms, Geometry.of_v2(**geometry))
 
 
 @operator
 def deform_conv_forward(
-    input: Tensor,
-    weight: Tensor,
-    offset: Tensor,
-    output: Tensor,
-    columns: Tensor,
-    ones: Tensor,
-    kW: int,
-    kH: int,
-    dW: int,
-    dH: int,
-    padW: int,
-    padH: int,
-    dilationW: int,
-    dilationH: int,
-    group: int,
-    deformable_group: int,
-    im2col_step: int,
+    input: Tensor, weight: Tensor, offset: Tensor, output: Tensor, columns: Tensor, ones: Tensor, **geometry: int
 ) -> None:
     """Write the deformable convolution of ``input`` into ``output`` (Dai et al. 2017)."""
-    _check_groups(input, weight, offset, group, deformable_group)
-    geometry = ((dH, dW), (padH, padW), (dilationH, dilationW))
-    output.copy_(ops.deform_conv2d(input, offset, weight, None, *geometry))
+    output.copy_(_convolve(Terms(input, offset, weight, None, None), Geometry.of_v1(**geometry)))
 
 
 @operator
@@ -169,23 +173,11 @@ def deform_conv_backward_input(
     gradOffset: Tensor,
     weight: Tensor,
     columns: Tensor,
-    kW: int,
-    kH: int,
-    dW: int,
-    dH: int,
-    padW: int,
-    padH: int,
-    dilationW: int,
-    dilationH: int,
-    group: int,
-    deformable_group: int,
-    im2col_step: int,
+    **geometry: int,
 ) -> None:
     """Add the gradients of input and offset."""
-    geometry = ((dH, dW), (padH, padW), (dilationH, dilationW), group, deformable_group)
-    terms = Terms(input, offset, weight, None, None)
-    grads = _backward(gradOutput, terms, *geometry, [True, True, False, False, False])
-    _add((gradInput, gradOffset), grads)
+    targets = Terms(gradInput, gradOffset, None, None, None)  # type: ignore[arg-type]
+    _add_gradients(targets, gradOutput, Terms(input, offset, weight, None, None), Geometry.of_v1(**geometry))
 
 
 @operator
@@ -196,25 +188,14 @@ def deform_conv_backward_parameters(
     gradWeight: Tensor,
     columns: Tensor,
     ones: Tensor,
-    kW: int,
-    kH: int,
-    dW: int,
-    dH: int,
-    padW: int,
-    padH: int,
-    dilationW: int,
-    dilationH: int,
-    group: int,
-    deformable_group: int,
+    *,
     scale: float,
-    im2col_step: int,
+    **geometry: int,
 ) -> None:
     """Add the gradient of the weight, times ``scale``."""
-    geometry = ((dH, dW), (padH, padW), (dilationH, dilationW), group, deformable_group)
+    targets = Terms(None, None, gradWeight, None, None)  # type: ignore[arg-type]
     terms = Terms(input, offset, gradWeight, None, None)  # the weight's values do not matter to its gradient
-    grads = _backward(gradOutput, terms, *geometry, [False, False, True, False, False])
-    assert grads[2] is not None
-    gradWeight += grads[2] * scale
+    _add_gradients(targets, gradOutput, terms, Geometry.of_v1(**geometry), scale)
 
 
 @operator
@@ -246,7 +227,7 @@ def ms_deform_attn_backward(
     """Add the gradients of value, locations and weights."""
     B, Q, M, L, K = attn_weight.shape
     terms = AttentionTerms(value, sampling_loc.reshape(B, Q, M, L * K, 2), attn_weight.reshape(B, Q, M, L * K))
-    sizes = [size for shape in shapes_on_host(spatial_shapes) for size in shape]
+    sizes: list[Any] = [size for shape in shapes_on_host(spatial_shapes) for size in shape]
     grads = ATTEND.gradients(grad_output, terms, AttentionOptions(sizes, [K] * L), [True] * 3)
-    targets = (grad_value, grad_sampling_loc, grad_attn_weight)
-    _add(targets, [None if grad is None else grad.view_as(target) for grad, target in zip(grads, targets)])
+    for target, grad in zip((grad_value, grad_sampling_loc, grad_attn_weight), grads):
+        target += grad.view_as(target)  # type: ignore[union-attr]

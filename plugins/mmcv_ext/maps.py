@@ -80,7 +80,7 @@ def carafe_naive_backward(
     """Add the gradients of features and masks."""
     _check_reassembly(features, masks, kernel_size, group_size, scale_factor)
     of_features, of_masks = gradients(
-        lambda *inputs: _reassemble(*inputs, kernel_size, group_size, scale_factor), (features, masks), top_grad
+        lambda f, m: _reassemble(f, m, kernel_size, group_size, scale_factor), (features, masks), top_grad
     )
     bottom_grad += of_features
     mask_grad += of_masks
@@ -214,4 +214,4 @@ def psamask_backward(
     """Write the gradient of the masks."""
     _check_masks(grad_input, psa_type, h_mask, w_mask)
     connect = lambda input: _connect(input, psa_type, (h_mask, w_mask), (half_h_mask, half_w_mask))  # noqa: E731
-    grad_input.copy_(*gradients(connect, (grad_input,), grad_output))
+    grad_input.copy_(gradients(connect, (grad_input,), grad_output)[0])

@@ -293,8 +293,8 @@ def deform_roi_pool_forward(
     _check_rois(input, rois, *size)
     if offset.numel():
         check_shape("offset", offset, len(rois), 2, *size)
-    terms = (widened(tensor) for tensor in (input, rois, offset))
-    output.copy_(_pool_deformed(*terms, size, spatial_scale, sampling_ratio, gamma))
+    x, regions, displaced = widened(input), widened(rois), widened(offset)
+    output.copy_(_pool_deformed(x, regions, displaced, size, spatial_scale, sampling_ratio, gamma))
 
 
 @operator

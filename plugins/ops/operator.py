@@ -122,7 +122,7 @@ class Operator:
             with torch.enable_grad():
                 leaves = [t if t is None else t.detach().requires_grad_(need) for t, need in zip(terms, needs)]
                 output = self.reference(self.terms(*leaves), options)
-            wanted = [leaf for leaf, need in zip(leaves, needs) if need]
+            wanted = [leaf for leaf, need in zip(leaves, needs) if need and leaf is not None]
             grads = iter(torch.autograd.grad(output, wanted, grad_output))
         else:
             computed = self._backward_operator(grad_output, *terms, *options, list(needs))
