@@ -15,6 +15,7 @@ from torch import Tensor
 
 from attn_plugins import mmcv_ext
 from attn_plugins.mmcv_ext import boxes as mmcv_ext_boxes
+from attn_plugins.ops import backend
 from tests.mm import mmcv_ext_definitions as definitions
 from tests.mm.mmcv_ext_helpers import extension, needs_compiled
 
@@ -174,6 +175,14 @@ def compiled() -> ModuleType:
     import mmcv._ext
 
     return mmcv._ext
+
+
+@pytest.mark.parametrize("name", ["deform_conv", "modulated_deform_conv", "ms_deform_attn"])
+def test_gradients_of_the_reference_backend(name: str) -> None:
+    leaves, call, _ = CASES[name]()
+    with backend("reference"):
+        slow = results(leaves, call)
+    torch.testing.assert_close(results(leaves, call), slow, rtol=1e-4, atol=2e-5)
 
 
 HALVES = {torch.float16: 0.01, torch.bfloat16: 0.06}
