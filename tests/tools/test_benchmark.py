@@ -12,10 +12,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tools.benchmark import load, memory, report, results
+from attn_plugins import mmcv_ext
+from tools.benchmark import compiled_mmcv, load, memory, report, results
 from tools.benchmark.__main__ import SHOWN, build_parser, main
 from tools.benchmark.case import Buffer, Case, forward, forward_backward
 from tools.benchmark.measure import Settings, interleaved, measure
+from tools.benchmark.sampled import deform_conv, deformable_attention
 from tools.benchmark.summary import better_peer, noisy, spread, summarize
 
 
@@ -74,6 +76,21 @@ def test_a_peer_that_cannot_run_is_named():
     assert row["peers"]["a"] == {"error": "cannot run: no module named peer"}
     assert row["ratio"] is None
     assert "no module named peer" in "\n".join(report.table([row]))
+
+
+def test_our_operators_are_not_measured_as_mmcvs(monkeypatch):
+    mmcv_ops = pytest.importorskip("mmcv.ops", reason="mmcv is not installed")
+    monkeypatch.setattr(mmcv_ops, "get_compiler_version", lambda: mmcv_ext.NOT_COMPILED)
+    assert not compiled_mmcv.is_compiled()
+    case = deform_conv.cases("cpu")[0]
+    case = Case("c", fixed(), dict(mmcv=case.peers["mmcv"]))
+    row = measure(case, "cpu", Settings(), Timer(STEADY))
+    assert row["peers"]["mmcv"] == {"error": "cannot run: mmcv is not compiled here: make env-peers"}
+    with pytest.raises(ImportError, match="make env-peers"):
+        deformable_attention.mmcv(((2, 3),), "cuda", torch.float16)
+    deformable_attention.mmcv(((2, 3),), "cpu", torch.float32)  # plain PyTorch in mmcv as well
+    monkeypatch.setattr(mmcv_ops, "get_compiler_version", lambda: "GCC 12.2")
+    assert compiled_mmcv.operators() is mmcv_ops
 
 
 def test_a_noisy_row_is_measured_again():

@@ -6,6 +6,7 @@ import importlib.util
 
 import pytest
 
+from tools.benchmark import compiled_mmcv
 from tools.benchmark.end_to_end import command
 from tools.benchmark.end_to_end.models import MODELS
 
@@ -34,6 +35,13 @@ def test_models_are_known_by_name(capsys):
     with pytest.raises(SystemExit):
         command.main(["--models", "nothing"])
     assert "nothing" in capsys.readouterr().err
+
+
+@needs_models
+def test_stock_models_are_not_measured_on_our_operators(monkeypatch):
+    monkeypatch.setattr(compiled_mmcv, "is_compiled", lambda: False)
+    with pytest.raises(SystemExit, match="mmcv is not compiled here: make env-peers"):
+        command.main(["--models", "ccnet"])
 
 
 @needs_models

@@ -24,7 +24,7 @@ import torch
 
 from tools.requires import need
 
-from .. import load, report, results
+from .. import compiled_mmcv, load, report, results
 from ..summary import NOISY, noisy, summarize
 from .child import MARK
 from .models import MODELS
@@ -74,6 +74,8 @@ def main(arguments: list[str] | None = None) -> int:
         if getattr(options, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1, got {getattr(options, name)}")
     need("mmdet", "mmseg")
+    if not compiled_mmcv.is_compiled():  # stock models would run on our operators
+        raise SystemExit(f"tools.benchmark end_to_end: {compiled_mmcv.NOT_COMPILED}")
     torch.set_num_threads(options.threads)
     before = load.wait_until_quiet(options.wait)
     if (before or 0) > load.LOADED:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from attn_plugins.ops import deform_conv1d, deform_conv2d
 
+from .. import compiled_mmcv
 from ..case import Buffer, Case, Run, forward, forward_backward
 
 # (B, C, H, W, offset groups), all with a 3 x 3 kernel, padding 1, masks and C -> C channels
@@ -28,7 +29,7 @@ def torchvision() -> Callable[..., Tensor]:
 
 
 def mmcv() -> Callable[..., Tensor]:
-    from mmcv.ops import modulated_deform_conv2d as peer
+    peer = compiled_mmcv.operators().modulated_deform_conv2d
 
     def run(input: Tensor, offset: Tensor, mask: Tensor, weight: Tensor) -> Tensor:
         return peer(input, offset, mask, weight, None, 1, 1, 1, 1, offset.shape[1] // (2 * 9))

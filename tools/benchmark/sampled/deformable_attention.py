@@ -9,6 +9,7 @@ from torch import Tensor
 
 from attn_plugins.ops import deformable_attention
 
+from .. import compiled_mmcv
 from ..case import Case, Run, forward, forward_backward
 
 M, D, K = 8, 32, 4  # heads, width of a head, points
@@ -47,18 +48,20 @@ def ours(shapes: tuple) -> Callable[..., Tensor]:
     return lambda value, locations, weights: deformable_attention(value, shapes, locations, weights)
 
 
-def mmcv(shapes: tuple, device: str) -> Callable[..., Tensor]:
-    """Return mmcv's function, which casts locations and weights to the value's dtype; CUDA has its own function."""
-    from mmcv.ops.multi_scale_deform_attn import MultiScaleDeformableAttnFunction, multi_scale_deformable_attn_pytorch
+def mmcv(shapes: tuple, device: str, dtype: torch.dtype) -> Callable[..., Tensor]:
+    """Return mmcv's function, which casts locations and weights to the value's dtype; CUDA has a compiled one."""
+    from mmcv.ops.multi_scale_deform_attn import multi_scale_deformable_attn_pytorch
 
+    compiled = device == "cuda" and dtype != torch.bfloat16
+    function = compiled_mmcv.operators().multi_scale_deform_attn.MultiScaleDeformableAttnFunction if compiled else None
     sizes = torch.tensor(shapes, device=device)
     starts = torch.cat((sizes.new_zeros(1), sizes.prod(1).cumsum(0)[:-1]))
 
     def run(value: Tensor, locations: Tensor, weights: Tensor) -> Tensor:
         locations, weights = locations.to(value.dtype), weights.to(value.dtype)
-        if device == "cpu" or value.dtype == torch.bfloat16:
+        if function is None:
             return multi_scale_deformable_attn_pytorch(value, sizes, locations, weights)
-        return MultiScaleDeformableAttnFunction.apply(value, sizes, starts, locations, weights, 64)
+        return function.apply(value, sizes, starts, locations, weights, 64)
 
     return run
 
@@ -102,7 +105,7 @@ def cases(device: str) -> list[Case]:
                 ) -> Callable[[], Run]:
                     return lambda: build(make(), *operands(shapes, queries, dtype, device))
 
-                peers = {"mmcv": prepare(lambda shapes=shapes: mmcv(shapes, device))}
+                peers = {"mmcv": prepare(lambda shapes=shapes, dtype=dtype: mmcv(shapes, device, dtype))}
                 if device == "cuda":
                     peers["mmcv, plain PyTorch"] = prepare(lambda shapes=shapes: mmcv_plain(shapes))
                     peers["grid_sample"] = prepare(lambda shapes=shapes: grid_sample(shapes))

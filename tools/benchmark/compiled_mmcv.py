@@ -1,0 +1,33 @@
+"""mmcv's compiled operators as a peer, and only those: where mmcv is not compiled, ours stand in for them."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+NOT_COMPILED = "mmcv is not compiled here: make env-peers"
+
+
+def is_compiled() -> bool:
+    """Return False where this package's operators stand in for mmcv's.
+
+    Raises:
+        ImportError: mmcv is not installed, or its operators are not.
+    """
+    from mmcv.ops import get_compiler_version
+
+    from attn_plugins import mmcv_ext
+
+    return get_compiler_version() != mmcv_ext.NOT_COMPILED
+
+
+def operators() -> ModuleType:
+    """Return ``mmcv.ops`` with compiled operators.
+
+    Raises:
+        ImportError: mmcv is not installed or not compiled.
+    """
+    if not is_compiled():
+        raise ImportError(NOT_COMPILED)
+    import mmcv.ops
+
+    return mmcv.ops
