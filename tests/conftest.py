@@ -30,6 +30,21 @@ def pytest_collection_modifyitems(config, items):
             if item.get_closest_marker("cuda"):
                 item.add_marker(skip)
 
+    peers = [item for item in items if item.get_closest_marker("peers")]
+    if peers and (reason := missing_mmcv()):
+        for item in peers:
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def missing_mmcv() -> str | None:
+    """Return why there is no compiled mmcv to compare with, or None."""
+    from tools.benchmark import compiled_mmcv
+
+    try:
+        return None if compiled_mmcv.is_compiled() else compiled_mmcv.NOT_COMPILED
+    except ImportError:
+        return compiled_mmcv.NOT_COMPILED
+
 
 @pytest.fixture
 def python(tmp_path) -> Callable[..., subprocess.CompletedProcess]:

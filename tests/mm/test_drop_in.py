@@ -15,6 +15,7 @@ from mmengine.utils import get_installed_path
 
 from tests.mm.drop_in_helpers import STOCK, drop_in, restore
 from tests.mm.mm_helpers import without_downloads
+from tests.mm.mmcv_deform_conv import PEERS, peer
 
 CONFIGS = [f"faster-rcnn_r50-attn{kind}_fpn_1x_coco" for kind in ("0010", "1111", "0010-dcn", "1111-dcn")]
 
@@ -46,8 +47,12 @@ def randomise(model: torch.nn.Module) -> None:
             parameter.data = 0.1 + 0.1 * torch.rand(parameter.shape, generator=generator)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_upstream_config_has_the_same_keys_outputs_and_gradients(name):
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [(name, "torchvision") for name in CONFIGS]
+    + [pytest.param(name, "compiled mmcv", marks=pytest.mark.peers) for name in CONFIGS if "dcn" in name],
+)
+def test_upstream_config_has_the_same_keys_outputs_and_gradients(name, kind):
     torch.manual_seed(0)
     config = upstream(name)
     stock = MMDET_MODELS.build(config.model)
@@ -67,10 +72,11 @@ def test_upstream_config_has_the_same_keys_outputs_and_gradients(name):
     # In float64: in float32, a sample within rounding of a pixel border takes its gradient from the other side.
     x = torch.randn(2, 3, 96, 160, dtype=torch.float64)
     features = {}
-    for kind, model in (("stock", stock), ("ours", ours)):
+    for which, model in (("stock", stock), ("ours", ours)):
         model.double().eval()
-        features[kind] = model.extract_feat(x)
-        sum(f.square().mean() for f in features[kind]).backward()
+        with peer(kind):
+            features[which] = model.extract_feat(x)
+        sum(f.square().mean() for f in features[which]).backward()
     for got, expected in zip(features["ours"], features["stock"]):
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4 * expected.abs().max().item())
     gradients = dict(ours.named_parameters())
@@ -99,16 +105,18 @@ def test_old_checkpoints_load(name):
     assert not missing
 
 
+@pytest.mark.parametrize("kind", PEERS)
 @pytest.mark.parametrize("options", [dict(), dict(stride=2, groups=2), dict(dilation=2, deform_groups=2)])
 @pytest.mark.parametrize("name", ["DCN", "DCNv2"])
-def test_a_layer_equals_mmcvs(name, options):
+def test_a_layer_equals_mmcvs(name, options, kind):
     torch.manual_seed(0)
     stock = STOCK[name](4, 6, 3, padding=1, **options)
     torch.nn.init.normal_(stock.conv_offset.weight, std=0.3)
     ours = drop_in.REPLACEMENTS[name](4, 6, 3, padding=1, **options)
     ours.load_state_dict(stock.state_dict(), strict=True)
     x = torch.randn(2, 4, 11, 15)
-    torch.testing.assert_close(ours(x), stock(x), rtol=1e-4, atol=1e-5)
+    with peer(kind):
+        torch.testing.assert_close(ours(x), stock(x), rtol=1e-4, atol=1e-5)
 
 
 def test_replacing_twice_changes_nothing():

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import mmcv.ops
 import pytest
 import torch
-from mmcv.ops import deform_conv2d, modulated_deform_conv2d
 from torch import Tensor
 
 from attn_plugins import ops
 from attn_plugins.mmcv_ext.edge_rule import without_edge_gradients
+from tests.mm import mmcv_deform_conv
 from tests.mm.drop_in_helpers import STOCK, drop_in
+from tests.mm.mmcv_deform_conv import PEERS, by_torchvision, peer
 
 # (B, C, H, W, C_out, kernel, stride, padding, dilation, groups, offset groups)
 GEOMETRIES = {
@@ -43,21 +45,25 @@ def operands(name: str, offsets: str) -> tuple[list[Tensor], Tensor]:
     return [leaf.double().requires_grad_() for leaf in leaves], torch.randn(B, C_out, *size).double()
 
 
+@pytest.mark.parametrize("kind", PEERS)
 @pytest.mark.parametrize("modulated", [True, False])
 @pytest.mark.parametrize("offsets", OFFSETS)
 @pytest.mark.parametrize("name", GEOMETRIES)
-def test_gradients_equal_those_of_mmcvs_operator(name, offsets, modulated):
+def test_gradients_equal_those_of_mmcvs_operator(name, offsets, modulated, kind):
+    theirs_of = mmcv.ops if kind == "compiled mmcv" else mmcv_deform_conv
     _, _, _, _, _, K, stride, padding, dilation, groups, D = GEOMETRIES[name]
     (input, offset, weight, mask, bias), grad = operands(name, offsets)
     settled = without_edge_gradients(offset, (K, K), *[(n, n) for n in (stride, padding, dilation)])
     assert torch.equal(settled, offset)
     if modulated:
         leaves = [input, offset, weight, mask, bias]
-        theirs = modulated_deform_conv2d(input, offset, mask, weight, bias, stride, padding, dilation, groups, D)
+        theirs = theirs_of.modulated_deform_conv2d(
+            input, offset, mask, weight, bias, stride, padding, dilation, groups, D
+        )
         ours = ops.deform_conv2d(input, settled, weight, bias, stride, padding, dilation, mask)
     else:
         leaves = [input, offset, weight]
-        theirs = deform_conv2d(input, offset, weight, stride, padding, dilation, groups, D)
+        theirs = theirs_of.deform_conv2d(input, offset, weight, stride, padding, dilation, groups, D)
         ours = ops.deform_conv2d(input, settled, weight, None, stride, padding, dilation)
     torch.testing.assert_close(ours, theirs)
     for a, b in zip(torch.autograd.grad(ours, leaves, grad), torch.autograd.grad(theirs, leaves, grad)):
@@ -118,10 +124,11 @@ def test_second_gradients_and_compilation():
     torch._dynamo.reset()
 
 
+@pytest.mark.parametrize("kind", PEERS)
 @pytest.mark.parametrize("options", [dict(), dict(stride=2, groups=2), dict(dilation=2, padding=2, deform_groups=2)])
 @pytest.mark.parametrize("start", ["as made", "whole offsets", "trained"])
 @pytest.mark.parametrize("name", ["DCN", "DCNv2"])
-def test_a_layers_gradients_equal_mmcvs(name, start, options):
+def test_a_layers_gradients_equal_mmcvs(name, start, options, kind):
     torch.manual_seed(0)
     options = {"padding": 1, **options}
     stock = STOCK[name](4, 6, 3, **options).double()
@@ -138,7 +145,8 @@ def test_a_layers_gradients_equal_mmcvs(name, start, options):
     found = []
     for layer in (ours, stock):
         input = x.clone().requires_grad_()
-        output = layer(input)
+        with peer(kind):
+            output = layer(input)
         found.append([output, *torch.autograd.grad(output, [input, *layer.parameters()], grad)])
     for a, b in zip(*found, strict=True):
         assert b.any()
@@ -154,7 +162,8 @@ def test_a_batch_that_im2col_step_does_not_divide():
     x = torch.randn(10, 4, 5, 6)
     with pytest.raises(AssertionError, match="divisible by im2col_step"):
         stock(x)
-    expected = torch.cat([stock(part) for part in x.split(2)])
+    with by_torchvision():
+        expected = torch.cat([stock(part) for part in x.split(2)])
     torch.testing.assert_close(ours(x), expected, rtol=1e-4, atol=1e-5)
 
 
