@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import attn_plugins
 from attn_plugins.autoload import PACKAGE
 from attn_plugins.install import checks
-from attn_plugins.install.recipes import install_command
+from attn_plugins.install.packages import is_there
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -152,13 +152,13 @@ def _distance(found: Tensor, expected: Tensor) -> float:
 
 def _toolkits(report: Report, required: Collection[str]) -> None:
     results = checks.run(checks.CHECKS)
-    for name, check in checks.CHECKS.items():
-        if results[name].works:
-            report.line(name, results[name].text)
-        elif check.is_installed() or name in required:
-            report.fail(name, results[name].text, install_command(check.toolkit))
+    for name, result in results.items():
+        if result.works:
+            report.line(name, result.text)
+        elif is_there(name) or name in required:
+            report.fail(name, result.text, checks.install_command(name))
         else:
-            report.line(name, f"not installed ({install_command(check.toolkit)})")
+            report.line(name, f"not installed ({checks.install_command(name)})")
 
 
 def _hooks(report: Report) -> None:

@@ -1,197 +1,159 @@
-"""Queries about the distributions of the running environment, and pip calls that keep installed versions."""
+"""The distributions of the running environment, and pip calls that keep their versions."""
 
 from __future__ import annotations
 
 import importlib
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-from importlib.machinery import PathFinder
-from importlib.metadata import PackageNotFoundError, distribution, distributions, requires
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib.metadata import distributions, packages_distributions, requires
 from importlib.util import find_spec
 from pathlib import Path
 
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
-from packaging.version import Version
+from packaging.version import VERSION_PATTERN
 
-from .recipes import LEFT_OUT, TOOLKITS, Package, Toolkit
+from .recipes import OPENCV, OPENCV_BUILDS
 
 
 class InstallError(Exception):
     """Reason why an installation cannot continue."""
 
 
+def cache() -> Path:
+    """Return the folder of wheels and logs: ``ATTN_PLUGINS_CACHE``, else ``attn_plugins`` in the user's cache."""
+    if folder := os.environ.get("ATTN_PLUGINS_CACHE"):
+        return Path(folder).expanduser().absolute()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "attn_plugins"
+
+
+def name_of(requirement: str) -> str:
+    return canonicalize_name(Requirement(requirement).name)
+
+
 def installed() -> dict[str, str]:
     """Return the versions of all installed distributions by canonical name."""
     importlib.invalidate_caches()
-    found: dict[str, str] = {}
-    for each in distributions():
-        name = each.metadata["Name"]
-        if name:  # the remains of an interrupted installation have no name
-            found.setdefault(canonicalize_name(name), each.version)
-    return found
+    # The remains of an interrupted installation have no name.
+    return {canonicalize_name(d.metadata["Name"]): d.version for d in distributions() if d.metadata["Name"]}
 
 
-def read_pins(files: Iterable[Path]) -> dict[str, str]:
-    """Read lines ``name==version`` whose markers hold here; return the versions by canonical name."""
-    pins: dict[str, str] = {}
-    for file in files:
-        for line in file.read_text().splitlines():
-            text = line.partition("#")[0].strip()
-            if not text:
-                continue
-            requirement = Requirement(text)
-            exact = [s.version for s in requirement.specifier if s.operator == "=="]
-            if len(exact) != 1:
-                raise InstallError(f"{file}: expected lines of the form name==version, found {text!r}")
-            if requirement.marker is None or requirement.marker.evaluate():
-                pins[canonicalize_name(requirement.name)] = exact[0]
-    return pins
+def is_there(module: str) -> bool:
+    importlib.invalidate_caches()
+    return find_spec(module) is not None
 
 
-def differing(pins: Mapping[str, str]) -> dict[str, str]:
-    """Return the pins of packages that are installed in another version."""
-    there = installed()
-    return {name: pin for name, pin in pins.items() if name in there and not _same(there[name], pin)}
+def has_extension(module: str) -> bool:
+    """Return True if an installed package contains a compiled ``_ext``."""
+    spec = find_spec(module)
+    folders = (spec.submodule_search_locations if spec else None) or []
+    return any(file.suffix in (".so", ".pyd") for folder in folders for file in Path(folder).glob("_ext.*"))
 
 
-def is_satisfied(package: Package, pins: Mapping[str, str]) -> bool:
-    """Return True if the package, at its pin if any, or a fork that provides its module is installed."""
-    requirement = Requirement(package.requirement)
-    found = installed().get(canonicalize_name(requirement.name))
-    if found is None:
-        return find_spec(package.module) is not None
-    return canonicalize_name(requirement.name) not in differing(pins)
+def providers(module: str) -> set[str]:
+    """Return the canonical names of the distributions that provide ``module``."""
+    return {canonicalize_name(name) for name in packages_distributions().get(module, [])}
 
 
-def dependencies(packages: Iterable[Package]) -> tuple[list[str], list[str]]:
-    """Read the dependencies of ``packages``, apart from :data:`LEFT_OUT`.
+def requirements_of(extra: str) -> list[str]:
+    """Return the requirements of an extra of attn-plugins."""
+    if "attn-plugins" not in installed():
+        raise InstallError("attn-plugins was not installed by pip, so its extras are unknown: `pip install .`")
+    stated = map(Requirement, requires("attn-plugins") or [])
+    return [f"{r.name}{r.specifier}" for r in stated if r.marker and r.marker.evaluate({"extra": extra})]
 
-    Returns:
-        The missing requirements, and one sentence for each package installed in a conflicting version.
+
+class Environment:
+    """The running environment and the versions that it should have.
+
+    Args:
+        constraint: Constraint files, whose versions replace installed ones.
     """
-    there, ours = installed(), {_name(p) for toolkit in TOOLKITS.values() for p in _all(toolkit)}
-    missing, conflicts = [], []
-    for package in packages:
-        for text in requires(_name(package)) or [] if _name(package) in there else []:
-            requirement = Requirement(text)
-            name = canonicalize_name(requirement.name)
-            applies = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
-            if not applies or name in LEFT_OUT or name in ours:
-                continue
-            if name not in there:
-                missing.append(str(Requirement(f"{requirement.name}{requirement.specifier}")))
-            elif not requirement.specifier.contains(there[name], prereleases=True):
-                conflicts.append(
-                    f"{_name(package)} requires {name}{requirement.specifier}, but {there[name]} stays installed"
-                )
-    return sorted(set(missing)), conflicts
 
+    def __init__(self, constraint: Iterable[Path] = ()):
+        lines = [line.partition("#")[0].strip() for file in constraint for line in file.read_text().splitlines()]
+        pins = [Requirement(line) for line in lines if line]
+        self.pins: dict[str, SpecifierSet] = {
+            canonicalize_name(pin.name): pin.specifier for pin in pins if not pin.marker or pin.marker.evaluate()
+        }
+        self.log = cache() / "logs" / time.strftime("install-%Y%m%d-%H%M%S.log")
+        self.torch = installed().get("torch", "")
+        if not self.torch:
+            raise InstallError("torch is not installed: first run `pip install torch`, with the build for your machine")
 
-def missing_of_extra(extra: str) -> list[str]:
-    """Return the requirements of an extra of attn-plugins that the environment does not meet."""
-    try:
-        stated = requires("attn-plugins") or []
-    except PackageNotFoundError:
-        raise InstallError(
-            "attn-plugins was not installed by pip, so its extras are unknown: `pip install .`"
-        ) from None
-    there, missing = installed(), []
-    for requirement in map(Requirement, stated):
-        marker, name = requirement.marker, canonicalize_name(requirement.name)
-        if marker is None or marker.evaluate({"extra": ""}) or not marker.evaluate({"extra": extra}):
-            continue
-        if name not in there or not requirement.specifier.contains(there[name], prereleases=True):
-            missing.append(f"{requirement.name}{requirement.specifier}")
-    return missing
+    def has(self, requirement: str, module: str | None = None) -> bool:
+        """Return True if a distribution is installed, at its pin if any, or a fork provides its module.
 
+        A version outside the requirement counts as well, because installed packages keep their versions.
+        """
+        name, there = name_of(requirement), installed()
+        if requirement == OPENCV and name not in there:
+            return any(build in there for build in OPENCV_BUILDS)
+        if name in there and not self.pins.get(name, SpecifierSet()).contains(there[name], prereleases=True):
+            return False
+        return name in there if module is None else is_there(module)
 
-def pip(arguments: Sequence[str | Path], log: Path, environment: Mapping[str, str] | None = None) -> None:
-    """Run pip and append its output to ``log``.
+    def pip(
+        self,
+        command: str,
+        requirements: Sequence[str],
+        variables: Mapping[str, str | None] | None = None,
+        progress: Callable[[], str] = lambda: "",
+    ) -> None:
+        """Run a pip command, keeping the versions of all packages but ``requirements``; its output goes to a log.
 
-    Raises:
-        InstallError: pip failed; the message contains the end of its output.
-    """
-    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *map(str, arguments)]
-    run_logged(command, log, environment)
+        Args:
+            command: Command and options.
+            requirements: Requirements, wheels or source folders.
+            variables: Environment variables to set, or to unset where None.
+            progress: Function that returns what to print beside the seconds every half minute.
 
-
-def run_logged(command: Sequence[str], log: Path, environment: Mapping[str, str] | None = None) -> None:
-    """Run ``command`` with its output appended to ``log``; raise :class:`InstallError` if it fails."""
-    log.parent.mkdir(parents=True, exist_ok=True)
-    # torch must not load a half-installed attn_plugins here.
-    variables = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "PIP_NO_INPUT": "1", **(environment or {})}
-    with log.open("a") as output:
-        print("$", *command, file=output, flush=True)
-        start = output.tell()
-        process = subprocess.Popen(
-            command,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            env=variables,
-            start_new_session=True,  # so that the signal also reaches the compilers
-        )
-        try:
-            status = process.wait()
-        except BaseException:
-            os.killpg(process.pid, signal.SIGTERM)
-            process.wait()
-            raise
-    if status:
-        text = log.read_bytes()[start:].decode(errors="replace").strip()
-        end = "\n".join(f"    {line}" for line in text.splitlines()[-15:])
-        raise InstallError(f"{' '.join(command[:5])} … failed with status {status}:\n{end}\n  in full: {log}")
-
-
-def need_pip() -> None:
-    # importlib.util.find_spec would ask setuptools' import hook, which then expects pip to run and gives this process
-    # the standard library's distutils; setuptools, and so torch.compile, cannot be imported after that.
-    if PathFinder.find_spec("pip") is None:
-        raise InstallError(
-            f"this environment has no pip: run `{sys.executable} -m ensurepip` (uv: `uv pip install pip`) first"
-        )
-
-
-def write_constraints(file: Path, pins: Mapping[str, str]) -> Path:
-    """Write a constraint file that pins every installed distribution to its version or to that in ``pins``."""
-    lines = {**{name: version for name, version in installed().items() if _is_version(version)}, **pins}
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text("".join(f"{name}=={version}\n" for name, version in sorted(lines.items())))
-    return file
-
-
-def opencv_build(builds: Iterable[str]) -> str | None:
-    """Return the installed distribution that provides cv2, or None."""
-    return next((name for name in builds if name in installed()), None)
-
-
-def version_of(name: str) -> str | None:
-    try:
-        return distribution(name).version
-    except PackageNotFoundError:
-        return None
-
-
-def _name(package: Package) -> str:
-    return canonicalize_name(Requirement(package.requirement).name)
-
-
-def _all(toolkit: Toolkit) -> tuple[Package, ...]:
-    return (*toolkit.packages, *([toolkit.compiled] if toolkit.compiled else []))
-
-
-def _same(found: str, pin: str) -> bool:
-    """Compare versions; ``2.11.0+cu130`` satisfies the pin ``2.11.0``."""
-    return Version(found) == Version(pin) or Version(found).public == pin
-
-
-def _is_version(text: str) -> bool:
-    try:
-        Version(text)
-    except ValueError:
-        return False
-    return True
+        Raises:
+            InstallError: pip failed; the message contains the end of its output.
+        """
+        named = {name_of(text) for text in requirements if os.sep not in text}
+        versions = {n: f"=={v}" for n, v in installed().items() if re.fullmatch(VERSION_PATTERN, v, re.X | re.I)}
+        lines = {name: version for name, version in versions.items() if name not in named}
+        lines |= {name: str(specifier) for name, specifier in self.pins.items()}
+        constraints = cache() / "constraints" / f"{os.getpid()}.txt"
+        for folder in (constraints.parent, self.log.parent):
+            folder.mkdir(parents=True, exist_ok=True)
+        constraints.write_text("".join(f"{name}{specifier}\n" for name, specifier in sorted(lines.items())))
+        options = ["--disable-pip-version-check", *shlex.split(command), "-c", str(constraints)]
+        print(f"  pip {command.split()[0]} {', '.join(Path(text).name for text in requirements)}", flush=True)
+        # torch must not load a half-installed attn_plugins here.
+        changes = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "PIP_NO_INPUT": "1", **(variables or {})}
+        with self.log.open("a") as output:
+            print("$ pip", *options, *requirements, file=output, flush=True)
+            start, began = output.tell(), time.monotonic()
+            process = subprocess.Popen(
+                [sys.executable, "-m", "pip", *options, *requirements],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env={name: value for name, value in {**os.environ, **changes}.items() if value is not None},
+                start_new_session=True,  # so that a signal also reaches the compilers
+            )
+            try:
+                while process.poll() is None:
+                    try:
+                        process.wait(30)
+                    except subprocess.TimeoutExpired:
+                        print(f"    {time.monotonic() - began:.0f} s{progress()}", flush=True)
+            except BaseException:
+                os.killpg(process.pid, signal.SIGTERM)
+                process.wait()
+                raise
+        constraints.unlink()
+        if process.returncode:
+            text = self.log.read_bytes()[start:].decode(errors="replace").strip().splitlines()
+            end = "\n".join(f"    {line}" for line in text[-15:])
+            raise InstallError(f"pip failed with status {process.returncode}:\n{end}\n  in full: {self.log}")
+        print(f"    done in {time.monotonic() - began:.0f} s", flush=True)

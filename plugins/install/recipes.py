@@ -1,113 +1,89 @@
-"""Parts of each toolkit, in the order of their installation."""
+"""Packages of each toolkit."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 
 
 @dataclass(frozen=True)
-class Package:
-    """Distribution, and a module that is present if it or a fork is installed."""
+class Native:
+    """Package with extension modules, which must fit the installed torch."""
 
     requirement: str
-    module: str
-
-
-@dataclass(frozen=True)
-class Compiled(Package):
-    """Package whose extension modules must be compiled against the installed torch.
-
-    Args:
-        check: Check of :mod:`~attn_plugins.install.checks` that runs the extension modules.
-        environment: Variables for the compilation; variables that are already set take precedence.
-        cpu_minutes: Minimum and maximum compilation time with one job.
-        tools: Build requirements besides setuptools, wheel, packaging and ninja.
-    """
-
-    check: str
-    cpu_minutes: tuple[int, int]
-    environment: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
-    tools: tuple[str, ...] = ()
+    module: str  # also the name of the check that runs the extension modules
+    minutes: tuple[int, int] = (1, 4)  # of a compilation with one job
+    optional: bool = False  # attn_plugins.mmcv_ext stands in where it is not compiled
+    cuda: bool = False  # has CUDA operators, which FORCE_CUDA switches
+    configuration: str = ""  # of distutils; {jobs} is the number of parallel compilers
 
 
 @dataclass(frozen=True)
 class Toolkit:
-    """One argument of the command.
-
-    Args:
-        about: Display name.
-        libraries: Packages that pip installs with their dependencies.
-        packages: Packages installed without dependencies, which follow later, apart from :data:`LEFT_OUT`.
-        compiled: Package compiled last.
-        opencv: True if a build of OpenCV is needed.
-        extra: Extra of attn-plugins whose requirements pip installs.
-        oldest_torch: Minimum torch version of the packages.
-        checks: Checks run at the end, in this order.
-    """
+    """One argument of the command, with its packages in the order of their installation."""
 
     about: str
     checks: tuple[str, ...] = ()
-    libraries: tuple[Package, ...] = ()
-    packages: tuple[Package, ...] = ()
-    compiled: Compiled | None = None
-    opencv: bool = False
-    extra: str | None = None
+    libraries: tuple[str, ...] = ()  # requirements that pip installs with their dependencies
+    packages: Mapping[str, str] = field(default_factory=dict)  # others, and the modules that they provide
+    native: Native | None = None
+    extra: str | None = None  # of attn-plugins, whose requirements are libraries
     oldest_torch: str = "2.1"
 
 
-# Dependencies that pip would add but that are handled elsewhere or not needed.
-LEFT_OUT = {
-    "opencv-python": "cv2 comes from the installed build, else from opencv-python-headless",
-    "opencv-python-headless": "the same",
-    "numba": "imagecorruptions needs it only for mmdet's corruption benchmark",
-    "torchaudio": "fairseq needs it only for speech synthesis, and it exists only up to torch 2.11",
-}
-OPENCV_BUILDS = ("opencv-python", "opencv-python-headless", "opencv-contrib-python", "opencv-contrib-python-headless")
+# Any build of OpenCV serves, and two of them in one environment overwrite each other.
 OPENCV = "opencv-python-headless>=4.5,<5"
-TORCHVISION = Package("torchvision", "torchvision")
+OPENCV_BUILDS = ("opencv-python", "opencv-python-headless", "opencv-contrib-python", "opencv-contrib-python-headless")
+# Dependencies that are not installed: numba is for mmdet's corruption benchmark alone, torchaudio for fairseq's speech
+# synthesis (and exists only up to torch 2.11).
+LEFT_OUT = {*OPENCV_BUILDS, "numba", "torchaudio"}
 
-TOOLKITS: dict[str, Toolkit] = {
-    "timm": Toolkit(
-        about="timm", libraries=(TORCHVISION, Package("timm>=1.0.20", "timm")), checks=("torchvision", "timm")
+MM_CHECKS = ("torchvision", "mmcv", "mmdet", "mmseg")
+MM_LIBRARIES = (
+    *("torchvision", "numpy", "packaging", "pillow", "pyyaml", "matplotlib", "scipy", "shapely", "tqdm", "regex"),
+    *("addict", "ftfy", "pycocotools", "prettytable", "rich", "six", "termcolor", "terminaltables", "yapf", OPENCV),
+)
+ONEDL = Toolkit(
+    "mmdetection and mmsegmentation (maintained onedl forks)",
+    MM_CHECKS,
+    libraries=(*MM_LIBRARIES, "imageio", "scikit-image"),
+    packages={
+        "onedl-mmengine>=0.10.12,<0.11": "mmengine",
+        "onedl-mmdetection>=3.5.1,<3.6": "mmdet",
+        "onedl-mmsegmentation>=1.4.2,<1.5": "mmseg",
+        "imagecorruptions-imaug>=1.1.5": "imagecorruptions",
+        "imaug>=0.4.3": "imgaug",  # which mmdet's lane transforms import
+    },
+    native=Native("onedl-mmcv>=2.3.6,<2.4", "mmcv", (7, 20), optional=True, cuda=True),
+    oldest_torch="2.4",  # stated by onedl-mmcv; under 2.1.2 it compiles, but onedl-mmengine fails to import
+)
+OPENMMLAB = Toolkit(
+    "mmdetection and mmsegmentation (OpenMMLab's own packages)",
+    MM_CHECKS,
+    libraries=MM_LIBRARIES,
+    packages={
+        "mmengine>=0.10.7,<0.11": "mmengine",
+        "mmdet>=3.3,<3.4": "mmdet",
+        "mmsegmentation>=1.2.2,<1.3": "mmseg",
+        "setuptools<82": "pkg_resources",  # with which mmengine resolves `_base_ = "mmdet::…"`
+    },
+    native=Native("mmcv-lite>=2.1,<2.2", "mmcv", optional=True),
+)
+FAIRSEQ = Toolkit(
+    "fairseq",
+    ("fairseq",),
+    libraries=(
+        *("numpy>=1.21.3", "packaging", "regex", "tqdm", "scikit-learn", "cffi", "cython>=3,<4", "bitarray"),
+        *("hydra-core==1.3.2", "omegaconf==2.3.0", "sacrebleu>=1.4.12"),
     ),
-    # Maintained forks of OpenMMLab's packages. mmdet's lane transforms import imaug.
-    "mm": Toolkit(
-        about="mmdetection and mmsegmentation",
-        libraries=(TORCHVISION,),
-        packages=(
-            Package("onedl-mmengine>=0.10.12,<0.11", "mmengine"),
-            Package("onedl-mmdetection>=3.5.1,<3.6", "mmdet"),
-            Package("onedl-mmsegmentation>=1.4.2,<1.5", "mmseg"),
-            Package("imagecorruptions-imaug>=1.1.5", "imagecorruptions"),
-            Package("imaug>=0.4.3", "imaug"),
-        ),
-        compiled=Compiled(
-            "onedl-mmcv>=2.3.6,<2.4",
-            "mmcv",
-            check="mmcv",
-            cpu_minutes=(7, 20),
-            environment=MappingProxyType({"MMCV_WITH_OPS": "1", "FORCE_CUDA": "0"}),
-        ),
-        opencv=True,
-        oldest_torch="2.4",  # stated by onedl-mmcv; under 2.1.2 it compiles, but onedl-mmengine fails to import
-        checks=("torchvision", "mmcv", "mmdet", "mmseg"),
-    ),
-    "fairseq": Toolkit(
-        about="fairseq",
-        libraries=(Package("numpy>=1.21.3", "numpy"),),
-        compiled=Compiled(
-            "fairseq-fixed>=0.12.3", "fairseq", check="fairseq", cpu_minutes=(2, 6), tools=("cython>=3,<4",)
-        ),
-        checks=("fairseq",),
-    ),
-    "tools": Toolkit(about="requirements of the command-line tools", extra="tools"),
-    "captioning": Toolkit(about="requirements of captioning besides fairseq, timm and tools", extra="captioning"),
-    "onnx": Toolkit(about="ONNX export and its runtime", extra="onnx"),
+    # setuptools compiles its six extensions in parallel; with ninja, torch would write one build.ninja for all of them.
+    native=Native("fairseq-fixed>=0.12.3", "fairseq", configuration="[build_ext]\nparallel = {jobs}\nuse_ninja =\n"),
+)
+TOOLKITS = {
+    "timm": Toolkit("timm", ("torchvision", "timm"), libraries=("torchvision", "timm>=1.0.20")),
+    "mm": ONEDL,
+    "fairseq": FAIRSEQ,
+    "tools": Toolkit("requirements of the command-line tools", extra="tools"),
+    "captioning": Toolkit("requirements of captioning besides fairseq, timm and tools", extra="captioning"),
+    "onnx": Toolkit("ONNX export and its runtime", extra="onnx"),
 }
-
-
-def install_command(toolkit: str) -> str:
-    """Return the command that installs or repairs ``toolkit``."""
-    return f"python -m attn_plugins install {toolkit}"

@@ -31,15 +31,6 @@ def missing_compiler() -> str | None:
     return None
 
 
-def compiles_cxx20() -> bool:
-    """Return True if the compiler accepts ``-std=c++20``."""
-    command = [*shlex.split(compiler()), "-std=c++20", "-x", "c++", "-fsyntax-only", "-"]
-    try:
-        return subprocess.run(command, input="", capture_output=True, text=True).returncode == 0
-    except OSError:
-        return False
-
-
 def gpu_visible() -> bool:
     """Return True if the NVIDIA driver lists a GPU; torch, which a build environment may lack, is not used."""
     if any(Path("/proc/driver/nvidia/gpus").glob("*")):

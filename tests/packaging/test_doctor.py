@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from attn_plugins import doctor
-from attn_plugins.install import checks
+from attn_plugins.install import checks, packages
 from attn_plugins.ops import library
 from attn_plugins.ops.examples import drawing, examples
 
@@ -124,9 +124,26 @@ def test_a_broken_toolkit_is_named_with_what_mends_it(python, name, words, comma
 
 
 def test_an_absent_toolkit_is_fine_unless_required(monkeypatch, capsys):
-    absent = checks.Check("no_such_module", "mm", lambda: "")
-    monkeypatch.setattr(checks, "CHECKS", {"mmcv": absent})
+    monkeypatch.setattr(checks, "CHECKS", {"no_such_module": lambda: ""})
     assert doctor.main() == 0
-    assert "not installed (python -m attn_plugins install mm)" in capsys.readouterr().out
-    assert doctor.main(required=["mmcv"]) == 1
+    assert "not installed (python -m attn_plugins install no_such_module)" in capsys.readouterr().out
+    assert doctor.main(required=["no_such_module"]) == 1
     assert "no_such_module is not installed" in capsys.readouterr().out
+
+
+def test_which_operators_serve_mmcv_is_named(healthy):
+    pytest.importorskip("mmcv")
+    extension = packages.has_extension("mmcv")
+    serves = "compiled operators run" if extension else r"attn_plugins stands in for its operators \(\d+ functions\)"
+    assert re.search(rf"mmcv +mmcv \S+ \(onedl-mmcv\): {serves}; AAConv2d", healthy[1])
+
+
+def test_the_stand_in_is_named_where_mmcv_has_no_extension(python):
+    """A compiled extension is hidden."""
+    pytest.importorskip("mmcv")
+    code = (
+        "from importlib.machinery import PathFinder as Finder; find = Finder.find_spec\n"
+        "Finder.find_spec = lambda name, *rest: None if name == 'mmcv._ext' else find(name, *rest)\n"
+        "from attn_plugins.install import checks; import torch; print(checks.CHECKS['mmcv']())"
+    )
+    assert re.search(r"attn_plugins stands in for its operators \(\d\d functions\)", python(code).stdout)

@@ -1,28 +1,40 @@
-"""``python -m attn_plugins install``: detection, plans, and compilation and caching of wheels."""
+"""``python -m attn_plugins install``: plans, installed packages, and compilation and caching of wheels."""
 
 from __future__ import annotations
 
-import re
 import shutil
 import subprocess
 import sys
 import sysconfig
 import tarfile
 import time
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from attn_plugins.install import checks, command, packages, recipes, toolchain, wheels
-from attn_plugins.install.packages import InstallError
-from attn_plugins.install.recipes import Compiled, Package, Toolkit
+from attn_plugins.install.checks import Result
+from attn_plugins.install.packages import Environment, InstallError
+from attn_plugins.install.recipes import Native, Toolkit
 
 
 @pytest.fixture(autouse=True)
 def cache(monkeypatch, tmp_path) -> Path:
     monkeypatch.setenv("ATTN_PLUGINS_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
+
+
+@pytest.fixture
+def pip(monkeypatch) -> list[str]:
+    """Collect pip commands instead of running them."""
+    commands: list[str] = []
+    monkeypatch.setattr(
+        Environment, "pip", lambda self, text, requirements, *rest: commands.append(f"{text} {' '.join(requirements)}")
+    )
+    return commands
 
 
 def is_running(pid: int) -> bool:
@@ -33,68 +45,66 @@ def is_running(pid: int) -> bool:
         return False
 
 
-class TestPackages:
+class TestEnvironment:
+    def environment(self, tmp_path, pins: str = "") -> Environment:
+        (tmp_path / "pins.txt").write_text(pins)
+        return Environment([tmp_path / "pins.txt"])
+
     def test_pins_are_read_with_their_markers(self, tmp_path):
-        file = tmp_path / "pins.txt"
-        file.write_text("# versions\nSome_Package==1.2  # why\nother==3; python_version < '3'\nother==4\n")
-        assert packages.read_pins([file]) == {"some-package": "1.2", "other": "4"}
+        pins = "# versions\nSome_Package==1.2  # why\nother==3; python_version < '3'\nother==4\n"
+        assert self.environment(tmp_path, pins).pins == {"some-package": "==1.2", "other": "==4"}
 
-    def test_a_range_among_pins_is_named(self, tmp_path):
-        (tmp_path / "pins.txt").write_text("numpy>=1\n")
-        with pytest.raises(InstallError, match=r"expected lines of the form name==version, found 'numpy>=1'"):
-            packages.read_pins([tmp_path / "pins.txt"])
+    def test_a_package_in_another_version_than_its_pin_is_replaced(self, tmp_path):
+        assert self.environment(tmp_path).has("pytest>=1")
+        assert self.environment(tmp_path).has("pytest>=99999"), "installed packages keep their versions"
+        assert self.environment(tmp_path, f"pytest=={version('pytest')}").has("pytest>=1")
+        assert not self.environment(tmp_path, "pytest==1.0").has("pytest>=1")
 
-    def test_a_pinned_package_in_another_version_is_not_satisfied(self):
-        pytest_package = Package("pytest>=1", "pytest")
-        assert packages.is_satisfied(pytest_package, {})
-        assert packages.is_satisfied(pytest_package, {"pytest": version("pytest")})
-        assert not packages.is_satisfied(pytest_package, {"pytest": "1.0"})
-        assert packages.differing({"pytest": "1.0", "no-such": "1.0"}) == {"pytest": "1.0"}
-
-    def test_a_fork_that_brings_the_module_satisfies(self):
-        assert packages.is_satisfied(Package("a-fork-of-pytest", "pytest"), {})
-        assert not packages.is_satisfied(Package("no-such-package", "no_such_module"), {})
-
-    def test_a_local_version_is_what_its_pin_asks_for(self, monkeypatch):
+    def test_a_local_version_meets_its_pin(self, tmp_path, monkeypatch):
         monkeypatch.setattr(packages, "installed", lambda: {"torch": "2.13.0+cpu"})
-        assert packages.differing({"torch": "2.13.0"}) == {}
-        assert packages.differing({"torch": "2.12.0"}) == {"torch": "2.12.0"}
+        assert self.environment(tmp_path, "torch==2.13.0").has("torch")
+        assert not self.environment(tmp_path, "torch==2.12.0").has("torch")
 
-    def test_constraints_keep_what_is_there(self, tmp_path):
-        lines = packages.write_constraints(tmp_path / "c.txt", {"pytest": "1.0"}).read_text().splitlines()
-        assert "pytest==1.0" in lines
-        assert f"packaging=={version('packaging')}" in lines
+    def test_a_fork_that_provides_the_module_counts(self, tmp_path):
+        assert self.environment(tmp_path).has("a-fork-of-pytest", "pytest")
+        assert not self.environment(tmp_path).has("no-such-package", "no_such_module")
 
-    def test_dependencies_that_are_left_out(self, monkeypatch):
-        asked = [
-            "opencv-python",
-            "torchaudio>=0.8",
-            "no-such-package>=2; python_version > '3'",
-            "extra-one; extra == 'x'",
-        ]
-        monkeypatch.setattr(packages, "requires", lambda name: [*asked, "pytest<1", "packaging"])
-        missing, conflicts = packages.dependencies([Package("pytest", "pytest")])
-        assert missing == ["no-such-package>=2"]
-        assert conflicts == [f"pytest requires pytest<1, but {version('pytest')} stays installed"]
+    def test_a_distribution_without_its_module_is_replaced(self, tmp_path):
+        """From version 82 on, setuptools has no pkg_resources."""
+        assert not self.environment(tmp_path).has("pytest", "no_such_module")
 
-    def test_extras_are_read_from_our_own_metadata(self, monkeypatch):
-        if packages.version_of("attn-plugins") is None:
+    @pytest.mark.parametrize("build", recipes.OPENCV_BUILDS)
+    def test_any_build_of_opencv_serves(self, tmp_path, monkeypatch, build):
+        monkeypatch.setattr(packages, "installed", lambda: {"torch": "2.11.0", build: "4.12"})
+        assert self.environment(tmp_path).has(recipes.OPENCV)
+
+    def test_pip_keeps_every_other_version(self, tmp_path, monkeypatch):
+        environment = self.environment(tmp_path, "six==1.16")
+        monkeypatch.setattr(packages, "installed", lambda: {"a": "1.0", "asked": "2.0", "six": "1.0", "odd": "unknown"})
+        written = tmp_path / "constraints.txt"
+        pip = "import shutil, sys; shutil.copy(sys.argv[sys.argv.index('-c') + 1], 'WRITTEN')"
+        (tmp_path / "pip.py").write_text(pip.replace("WRITTEN", str(written)))
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+        environment.pip("install", ["asked>=3"])
+        assert written.read_text().split() == ["a==1.0", "six==1.16"]
+
+    def test_extras_are_read_from_our_own_metadata(self):
+        if "attn-plugins" not in packages.installed():
             pytest.skip("attn-plugins was not installed by pip")
-        assert packages.missing_of_extra("test") == []
-        there = {name: found for name, found in packages.installed().items() if name != "onnxscript"}
-        monkeypatch.setattr(packages, "installed", lambda: there)
-        assert packages.missing_of_extra("onnx") == ["onnxscript"]
+        assert packages.requirements_of("onnx") == ["onnx", "onnxscript", "onnxruntime"]
 
     def test_an_interruption_ends_the_compilers(self, tmp_path):
         """Processes that pip has started must not continue behind the next attempt."""
         started = tmp_path / "started"
-        code = (
-            "import pathlib, signal; from attn_plugins.install import packages\n"
-            "signal.signal(signal.SIGTERM, signal.default_int_handler)\n"  # as the command does
-            f"packages.run_logged(['sh', '-c', 'sh -c \"echo $$ > {started}; sleep 600\" & wait'], "
-            f"pathlib.Path({str(tmp_path / 'log.txt')!r}))"
+        (tmp_path / "pip.py").write_text(
+            f"import subprocess; subprocess.run(['sh', '-c', 'echo $$ > {started}; exec sleep 600'])"
         )
-        process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL)
+        code = (
+            "import signal; from attn_plugins.install.packages import Environment\n"
+            "signal.signal(signal.SIGTERM, signal.default_int_handler)\n"  # as the command does
+            "Environment().pip('install', [])"
+        )
+        process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL, cwd=tmp_path)
         deadline = time.monotonic() + 600
         while not (started.is_file() and started.read_text().strip()) and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -105,70 +115,165 @@ class TestPackages:
             time.sleep(0.05)
         assert not is_running(child)
 
-    def test_a_failing_pip_is_shown_by_the_end_of_its_output(self, tmp_path):
+    def test_a_failing_pip_is_shown_by_the_end_of_its_output(self):
         with pytest.raises(InstallError, match=r"(?s)failed with status.*no-such-command.*in full: "):
-            packages.pip(["no-such-command"], tmp_path / "log.txt")
+            Environment().pip("no-such-command", [])
 
 
-def test_the_search_for_pip_leaves_setuptools_importable():
+def test_nothing_imports_pip():
     """setuptools' hook gives a process that imports pip the standard library's distutils, which setuptools refuses."""
-    code = "from attn_plugins.install import packages; packages.need_pip(); import setuptools"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=600)
+    code = "from attn_plugins.install import command; command.main(['timm'], dry_run=True); import setuptools, sys"
+    subprocess.run([sys.executable, "-c", f"{code}; assert 'pip' not in sys.modules"], check=True, timeout=600)
 
 
 class TestPlan:
     def test_torch_is_needed_first(self, monkeypatch, capsys):
-        monkeypatch.setattr(packages, "version_of", lambda name: None)
+        monkeypatch.setattr(packages, "installed", dict)
         assert command.main(["timm"]) == 1
         assert "torch is not installed: first run `pip install torch`" in capsys.readouterr().err
 
-    def test_a_torch_that_is_too_old_is_refused_before_anything_is_installed(self, monkeypatch, capsys):
-        monkeypatch.setattr(packages, "version_of", lambda name: "2.3.1+cu121")
-        monkeypatch.setattr(packages, "pip", lambda *arguments: pytest.fail("pip was called"))
-        assert command.main(["mm"]) == 1
-        assert "mm needs torch >= 2.4, but 2.3.1+cu121 is installed" in capsys.readouterr().err
+    @pytest.mark.parametrize(
+        "torch, compile, oldest", [("2.3.1+cu121", True, "2.4"), ("2.3.1", False, "2.5"), ("2.4.1", False, "2.5")]
+    )
+    def test_a_torch_that_is_too_old_is_refused(self, monkeypatch, capsys, pip, torch, compile, oldest):
+        """torch 2.5 is the first that loads the stand-in by itself."""
+        monkeypatch.setattr(packages, "installed", lambda: {"torch": torch, "numpy": "2.0"})
+        monkeypatch.setattr(command, "providers", lambda module: set())
+        monkeypatch.setattr(packages, "is_there", lambda module: False)
+        monkeypatch.setattr(command, "is_there", lambda module: False)
+        assert command.main(["mm"], compile=compile) == 1
+        assert f"torch >= {oldest} is needed, but {torch} is installed" in capsys.readouterr().err
+        assert pip == []
 
-    def test_a_dry_run_says_what_is_there_and_what_is_to_do(self, monkeypatch, capsys):
-        compiled = Compiled("no-such-package", "no_such_module", check="mmcv", cpu_minutes=(8, 20))
-        toolkit = Toolkit("a toolkit", ("mmcv",), (Package("pytest", "pytest"),), compiled=compiled)
-        monkeypatch.setattr(command, "TOOLKITS", {"mm": toolkit})
+    def test_a_dry_run_prints_what_will_be_done(self, monkeypatch, capsys, pip):
+        native = Native("no-such-package", "no_such_module", (8, 20))
+        toolkit = Toolkit("a toolkit", libraries=("pytest", "no-such-library"), native=native)
+        monkeypatch.setattr(command, "TOOLKITS", {"timm": toolkit})
         monkeypatch.setenv("MAX_JOBS", "4")
-        assert command.main(["mm"], dry_run=True) == 0
+        assert command.main(["timm"], dry_run=True) == 0
         text = capsys.readouterr().out
-        assert re.search(r"pytest +installed", text)
-        assert re.search(
-            rf"no_such_module +to compile against torch {re.escape(version('torch'))}: 2 to 5 minutes", text
-        )
+        assert "to install: no-such-library; other packages" in text
+        assert f"no_such_module: not installed; to compile against torch {version('torch')}: 2 to 5 minutes" in text
+        assert pip == []
 
-    def test_the_command_line(self):
-        done = subprocess.run(
-            [sys.executable, "-m", "attn_plugins", "install", "mmdet"], capture_output=True, text=True, timeout=1800
-        )
+    @pytest.mark.parametrize(
+        "options, error",
+        [(["mmdet"], "invalid choice: 'mmdet'"), (["mm", "--compile", "--openmmlab"], "not allowed with")],
+    )
+    def test_the_command_line(self, options, error):
+        arguments = [sys.executable, "-m", "attn_plugins", "install", *options]
+        done = subprocess.run(arguments, capture_output=True, text=True, timeout=1800)
         assert done.returncode == 2
-        assert "invalid choice: 'mmdet'" in done.stderr
+        assert error in done.stderr
 
-    def test_another_distribution_that_does_not_run_stays_and_is_named(self, monkeypatch, capsys):
-        """Such a distribution of mmcv belongs to the user; the message says how to remove it."""
-        compiled = Compiled("fork-of-pytest", "pytest", check="mmcv", cpu_minutes=(1, 2))
-        monkeypatch.setattr(command, "TOOLKITS", {"mm": Toolkit("a toolkit", ("mmcv",), compiled=compiled)})
-        monkeypatch.setattr(checks, "CHECKS", {"mmcv": checks.Check("pytest", "mm", lambda: "")})
-        monkeypatch.setattr(checks, "run", lambda names: {n: checks.Result(False, "no operators") for n in names})
-        assert command.main(["mm"]) == 1
-        assert "pip uninstall -y pytest, then run this command again" in capsys.readouterr().err
 
-    def test_a_cv2_that_does_not_import_is_named_with_what_mends_it(self, monkeypatch, tmp_path):
-        (tmp_path / "cv2.py").write_text("raise ImportError('libGL.so.1: cannot open shared object file')")
-        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-        monkeypatch.setattr(packages, "opencv_build", lambda builds: "opencv-python")
-        with pytest.raises(InstallError, match=r"libGL.so.1.*pip uninstall -y opencv-python && pip install"):
-            command.Installation({})._install_opencv()
+class TestPackageLines:
+    """The onedl forks and OpenMMLab's own packages have the same modules."""
 
-    def test_every_toolkit_ends_with_known_checks(self):
-        for toolkit in recipes.TOOLKITS.values():
-            assert toolkit.checks or toolkit.extra
-            assert set(toolkit.checks) <= set(checks.CHECKS)
-            assert toolkit.compiled is None or toolkit.compiled.check in toolkit.checks
-        assert {check.toolkit for check in checks.CHECKS.values()} == {"mm", "timm", "fairseq"}
+    @pytest.fixture
+    def there(self, monkeypatch):
+        def install(*names: str, binary: bool = False) -> None:
+            monkeypatch.setattr(command, "providers", lambda module: set(names))
+            monkeypatch.setattr(packages, "has_extension", lambda module: binary)
+
+        return install
+
+    def test_what_is_asked_for_in_an_empty_environment(self, there):
+        there()
+        assert command.mm_toolkit(False, openmmlab=False) is recipes.ONEDL
+        assert command.mm_toolkit(False, openmmlab=True) is recipes.OPENMMLAB
+
+    def test_openmmlabs_packages_are_completed(self, there):
+        there("mmengine")
+        assert command.mm_toolkit(False, openmmlab=False) is recipes.OPENMMLAB
+
+    def test_openmmlabs_compiled_mmcv_stays(self, there):
+        there("mmcv", "mmengine", binary=True)
+        assert command.mm_toolkit(compile=True, openmmlab=False) is recipes.OPENMMLAB
+
+    @pytest.mark.parametrize(
+        "names, compile, openmmlab, message",
+        [
+            (["onedl-mmcv"], False, True, "onedl forks are installed. Keep them without --openmmlab, or `pip uninst"),
+            (["onedl-mmcv", "mmdet"], False, False, "installed together: `pip uninstall -y mmdet`"),
+            (["mmcv-lite"], True, False, "--compile compiles onedl-mmcv, but OpenMMLab's own packages are installed"),
+        ],
+    )
+    def test_a_mixture_is_refused_with_what_to_do(self, there, names, compile, openmmlab, message):
+        there(*names)
+        with pytest.raises(InstallError, match=message):
+            command.mm_toolkit(compile, openmmlab)
+
+
+class TestNative:
+    """An mmcv is kept, installed without its extension or compiled, according to its state."""
+
+    @pytest.fixture
+    def install(self, monkeypatch, pip, tmp_path):
+        """Install a toolkit whose mmcv is in a state; return pip's commands."""
+
+        def run(state: str, compile: bool, *, binary: bool = False, provider: str = "onedl-mmcv") -> list[str]:
+            answers = iter([*([] if state == "absent" else [Result(state == "works", "mmcv 2: undefined symbol")])])
+            monkeypatch.setattr(checks, "run", lambda names: {"mmcv": next(answers, Result(True, "runs"))})
+            monkeypatch.setattr(Environment, "has", lambda self, requirement, module=None: state != "absent")
+            monkeypatch.setattr(command, "is_there", lambda module: state != "absent")
+            monkeypatch.setattr(command, "providers", lambda module: {provider})
+            monkeypatch.setattr(packages, "has_extension", lambda module: binary)
+            monkeypatch.setattr(wheels.Target, "build", lambda self, environment: tmp_path / "compiled.whl")
+            native = Native("onedl-mmcv>=2", "mmcv", optional=True)
+            command.Installation(Environment(), compile).install(Toolkit("", native=native))
+            return pip
+
+        return run
+
+    ISOLATED = "install --no-deps --force-reinstall --no-cache-dir --no-binary onedl-mmcv onedl-mmcv>=2"
+
+    def test_what_runs_stays(self, install):
+        assert install("works", compile=False, binary=True) == []
+        assert install("works", compile=False) == []
+        assert install("works", compile=True, binary=True) == []
+
+    def test_by_default_it_is_built_without_torch(self, install):
+        assert install("absent", compile=False) == [self.ISOLATED]
+
+    def test_an_extension_that_does_not_run_is_removed(self, install):
+        assert install("broken", compile=False, binary=True) == [self.ISOLATED]
+
+    @pytest.mark.parametrize("state, binary", [("absent", False), ("works", False), ("broken", True)])
+    def test_compiled_where_asked_for(self, install, tmp_path, state, binary):
+        wheel = tmp_path / "compiled.whl"
+        assert install(state, compile=True, binary=binary) == [f"install --no-deps --force-reinstall {wheel}"]
+
+    def test_a_distribution_of_others_is_not_replaced(self, install, pip):
+        with pytest.raises(InstallError, match=r"undefined symbol. To replace it .* `pip uninstall -y mmcv`"):
+            install("broken", compile=False, provider="mmcv")
+        assert pip == []
+
+    def test_one_that_still_does_not_run_is_an_error(self, install, monkeypatch):
+        monkeypatch.setattr(command.Installation, "_state", lambda self, native: Result(False, ""))
+        with pytest.raises(InstallError, match="was installed but does not run"):
+            install("broken", compile=False)
+
+
+@pytest.mark.parametrize("toolkit", [recipes.ONEDL, recipes.OPENMMLAB, recipes.FAIRSEQ], ids=lambda t: t.about)
+def test_dependencies_of_packages_installed_without_them_are_listed(toolkit):
+    listed = {canonicalize_name(Requirement(text).name) for text in (*toolkit.libraries, *toolkit.packages)}
+    for text in (*toolkit.packages, toolkit.native.requirement):
+        name = Requirement(text).name
+        try:
+            stated = map(Requirement, requires(name) or [])
+        except PackageNotFoundError:
+            continue
+        needed = {canonicalize_name(r.name) for r in stated if not r.marker or r.marker.evaluate({"extra": ""})}
+        assert needed - listed - recipes.LEFT_OUT <= {"torch", "onedl-mmengine", "mmengine", "opencv-python"}, name
+
+
+def test_every_toolkit_ends_with_known_checks():
+    for toolkit in (*recipes.TOOLKITS.values(), recipes.OPENMMLAB):
+        assert toolkit.checks or toolkit.extra
+        assert set(toolkit.checks) <= set(checks.CHECKS)
+        assert toolkit.native is None or toolkit.native.module in toolkit.checks
+    assert {checks.install_command(name).split()[-1] for name in checks.CHECKS} == {"mm", "timm", "fairseq"}
 
 
 SETUP = """
@@ -193,7 +298,7 @@ NEEDS_CXX20 = 'static_assert(__cplusplus > 201703L, "C++20 or later");'
 class TestWheels:
     """A package of two source files that asks for C++17, as mmcv does."""
 
-    package = Compiled("tiny-package>=1.0", "tiny_module", check="mmcv", cpu_minutes=(1, 2))
+    package = Native("tiny-package>=1.0", "tiny_module", configuration="[build_ext]\nparallel = {jobs}\n")
 
     @pytest.fixture
     def index(self, monkeypatch, tmp_path):
@@ -202,7 +307,7 @@ class TestWheels:
         folder.mkdir()
         monkeypatch.setenv("PIP_NO_INDEX", "1")
         monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
-        monkeypatch.setattr(wheels, "_build_tools", lambda package, log: Path(sysconfig.get_path("purelib")))
+        monkeypatch.setattr(wheels, "_build_tools", lambda environment: Path(sysconfig.get_path("purelib")))
 
         def publish(answer: str = "int answer() { return 42; }", check: str = "") -> None:
             source = tmp_path / "tiny_package-1.5"
@@ -215,90 +320,94 @@ class TestWheels:
 
         return publish
 
-    def build(self, tmp_path) -> Path:
-        constraints = tmp_path / "constraints.txt"
-        constraints.write_text("tiny-package==1.5\n")
-        return wheels.build_wheel(wheels.Target(self.package, cuda=False), constraints, lambda line: None)
+    def build(self) -> Path:
+        return wheels.Target(self.package, cuda=False).build(Environment())
 
     def test_a_wheel_is_compiled_once_and_works(self, index, tmp_path, monkeypatch):
         index()
-        wheel = self.build(tmp_path)
+        wheel = self.build()
         shutil.unpack_archive(wheel, tmp_path / "site", "zip")
         code = f"import sys; sys.path.insert(0, {str(tmp_path / 'site')!r}); import tiny_module as t; print(t.answer())"
         assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "42\n"
-        monkeypatch.setattr(wheels, "pip", lambda *arguments: pytest.fail("pip was called again"))
-        assert self.build(tmp_path) == wheel
-        assert {file.name for file in wheel.parent.iterdir()} == {wheel.name, "c++", "lock", "log.txt"}
+        monkeypatch.setattr(Environment, "pip", lambda *arguments: pytest.fail("pip was called again"))
+        assert self.build() == wheel
+        assert {file.name for file in wheel.parent.iterdir()} == {wheel.name, "c++", "distutils.cfg", "lock"}
 
     def test_wheels_are_kept_by_torch(self, index, tmp_path, monkeypatch):
         index()
-        first = self.build(tmp_path)
+        first = self.build()
         real = wheels.version
         monkeypatch.setattr(wheels, "version", lambda name: "2.9.0" if name == "torch" else real(name))
-        assert wheels.Target(self.package, cuda=False).wheel() is None
-        assert self.build(tmp_path) != first
+        assert wheels.Target(self.package, cuda=False).cached() is None
+        assert self.build() != first
 
     @pytest.mark.parametrize("torch, works", [("2.11.0", False), ("2.12.0", True), ("2.15.0+cu132", True)])
     def test_newer_torch_gets_cxx20(self, index, tmp_path, monkeypatch, torch, works):
         """From 2.12 on, torch's headers need C++20, although the package asks for 17."""
-        if not toolchain.compiles_cxx20():
-            pytest.skip("the compiler knows no C++20")
         index(check=NEEDS_CXX20)
         real = wheels.version
         monkeypatch.setattr(wheels, "version", lambda name: torch if name == "torch" else real(name))
         if works:
-            assert self.build(tmp_path).is_file()
+            assert self.build().is_file()
         else:
             with pytest.raises(InstallError, match=r"(?s)C\+\+20 or later"):
-                self.build(tmp_path)
-
-    def test_a_compiler_without_cxx20_is_named(self, index, tmp_path, monkeypatch):
-        monkeypatch.setattr(wheels.toolchain, "compiles_cxx20", lambda: False)
-        real = wheels.version
-        monkeypatch.setattr(wheels, "version", lambda name: "2.15.0" if name == "torch" else real(name))
-        with pytest.raises(InstallError, match=r"needs a C\+\+20 compiler.*set CXX to GCC >= 11"):
-            self.build(tmp_path)
+                self.build()
 
     def test_a_missing_compiler_is_named_before_anything_is_fetched(self, tmp_path, monkeypatch):
         monkeypatch.setenv("CXX", "no-such-compiler")
-        monkeypatch.setattr(wheels, "pip", lambda *arguments: pytest.fail("pip was called"))
+        monkeypatch.setattr(Environment, "pip", lambda *arguments: pytest.fail("pip was called"))
         with pytest.raises(InstallError, match="'no-such-compiler' is not on the PATH"):
-            self.build(tmp_path)
+            self.build()
 
-    def test_an_interrupted_compilation_resumes_with_its_objects(self, index, tmp_path):
+    def test_an_interrupted_compilation_resumes_with_its_objects(self, index, monkeypatch):
         """A failure keeps the sources, so that a second call continues where the first one ended."""
         index(answer="#error not yet")
         with pytest.raises(InstallError, match="not yet"):
-            self.build(tmp_path)
+            self.build()
         folder = wheels.Target(self.package, cuda=False).folder
         (source,) = (folder / "source").iterdir()
         (source / "b.cpp").write_text("int answer() { return 43; }")
         assert list(source.glob("build/**/a.o"))
-        seen = []
-        original, wheels.pip = wheels.pip, lambda *arguments: seen.append(arguments) or original(*arguments)
-        try:
-            wheel = self.build(tmp_path)
-        finally:
-            wheels.pip = original
-        assert len(seen) == 1, "only the compilation: nothing is downloaded again"
+        commands, run = [], Environment.pip
+        monkeypatch.setattr(
+            Environment, "pip", lambda self, text, *rest: commands.append(text.split()[0]) or run(self, text, *rest)
+        )
+        wheel = self.build()
+        assert commands == ["wheel"], "nothing is downloaded again"
         assert wheel.is_file()
         assert not (folder / "source").exists()
 
-    def test_a_wheel_that_does_not_run_is_forgotten(self, index, tmp_path):
+    def test_a_cached_wheel_that_does_not_run_is_compiled_again(self, index, monkeypatch, capsys):
         index()
-        wheel = self.build(tmp_path)
-        wheels.forget(wheels.Target(self.package, cuda=False))
-        assert not wheel.exists()
+        wheel = self.build()
+        wheel.write_text("not a wheel")
+        build, built = wheels.Target.build, []
+        monkeypatch.setattr(wheels.Target, "build", lambda self, e: built.append(build(self, e)) or built[-1])
+        run = Environment.pip
+        monkeypatch.setattr(
+            Environment, "pip", lambda self, text, *rest: run(self, text, *rest) if "install" not in text else None
+        )
+        monkeypatch.setattr(checks, "run", lambda names: {"tiny_module": Result(False, "")})
+        command.Installation(Environment())._install_wheel(wheels.Target(self.package, cuda=False))
+        assert built == [wheel, wheel]
+        assert wheel.read_bytes()[:2] == b"PK"
+
+    def test_cuda_home_is_hidden_from_packages_without_cuda(self, monkeypatch, tmp_path):
+        """fairseq would compile sources that its source distribution lacks."""
+        monkeypatch.setenv("CUDA_HOME", "/usr/local/cuda")
+        target = wheels.Target(self.package, cuda=False)
+        target.folder.mkdir(parents=True)
+        assert target._variables(tmp_path)["CUDA_HOME"] is None
 
 
 def test_cuda_is_compiled_where_asked_for(monkeypatch):
-    variables = recipes.TOOLKITS["mm"].compiled.environment
+    mmcv = recipes.ONEDL.native
     monkeypatch.setenv("FORCE_CUDA", "1")
-    assert wheels.compiles_cuda(variables)
+    assert wheels.compiles_cuda(mmcv)
     monkeypatch.setenv("FORCE_CUDA", "0")
-    assert not wheels.compiles_cuda(variables)
+    assert not wheels.compiles_cuda(mmcv)
     monkeypatch.delenv("FORCE_CUDA")
-    assert not wheels.compiles_cuda({}), "fairseq has no CUDA operators that we need"
+    assert not wheels.compiles_cuda(recipes.FAIRSEQ.native)
 
 
 @pytest.mark.slow
