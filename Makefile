@@ -1,4 +1,5 @@
 # `make demo` and `make test` need nothing but Python >= 3.10 and a C++ compiler; the rest builds on their set-up.
+# A set-up runs only the steps that are missing, so that `make test` after `make demo` adds the difference.
 # VENV=path uses another environment (your own: nothing in it is replaced), PYTHON=path the interpreter to make it.
 
 VENV ?= .venv
@@ -15,19 +16,23 @@ SEED ?= 0
 export VENV
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo demo-quick test test-all fuzz sanitize test-install test-abi lint format types build cuda aarch64 test-aarch64 wheel test-wheel docs benchmark benchmark-end-to-end benchmark-table gpu-check doctor clean
+.PHONY: help env env-peers demo demo-quick test test-all fuzz sanitize test-install test-abi lint format types build cuda aarch64 test-aarch64 wheel test-wheel docs benchmark benchmark-end-to-end benchmark-table gpu-check doctor clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z0-9-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "  make %-21s %s\n", $$1, $$2}'
 
-env:  ## set up $(VENV): the pinned stack and the compiled extension (resumes; 10 minutes the first time on 2 cores)
+env:  ## set up $(VENV): the pinned stack, the compiled extension, fairseq (resumes; 5 minutes the first time on 2 cores)
 	@tools/environment.sh
 
-demo: env  ## train a small detector with the attended block on real pictures (5 to 10 minutes on 2 cores)
+env-peers:  ## the same and mmcv compiled, which benchmarks and the tests marked "peers" compare with (10 minutes more)
+	@tools/environment.sh peers
+
+demo:  ## train a small detector with the attended block on real pictures (5 to 10 minutes on 2 cores after set-up)
+	@tools/environment.sh demo
 	$(PY) -m tools.demo
 
-demo-quick:  ## the same without mmdet: train a classifier of digits and draw its attention page (2 minutes after set-up)
-	@tools/environment.sh --timm
+demo-quick:  ## train a classifier of digits instead and draw its attention page (a minute after the same set-up)
+	@tools/environment.sh demo
 	$(PY) -m tools.demo_quick
 
 test: env  ## the test suite
@@ -85,11 +90,11 @@ docs: env  ## build the site in build/site, strictly, and look at it in a browse
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build -q
 	$(PY) -m pytest -m site $(PYTEST) tests/tools/test_built_site.py
 
-benchmark: env  ## our operators beside their peers, to benchmarks/, README and the site (25 minutes on 2 quiet cores)
+benchmark: env-peers  ## our operators beside their peers, to benchmarks/, README and the site (25 minutes on 2 quiet cores)
 	$(PY) -m tools.benchmark
 	$(PY) -m tools.benchmark table
 
-benchmark-end-to-end: env  ## whole mmdet and mmsegmentation models, stock beside drop-in (30 minutes on 2 quiet cores)
+benchmark-end-to-end: env-peers  ## whole mmdet and mmsegmentation models, stock beside drop-in (30 minutes on 2 quiet cores)
 	$(PY) -m tools.benchmark end_to_end
 	$(PY) -m tools.benchmark table
 

@@ -45,7 +45,7 @@ def training_tool() -> Path:
     """Return the path of mmdet's ``tools/train.py``, which its package contains."""
     spec = importlib.util.find_spec("mmdet")
     if spec is None or spec.origin is None:
-        raise SystemExit("tools.demo: mmdet's package has no files: `make env` installs it completely")
+        raise SystemExit("tools.demo: mmdet's package has no files: `make demo` installs it completely")
     return Path(spec.origin).parent / ".mim/tools/train.py"
 
 

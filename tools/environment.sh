@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# Sets up the environment of `make demo` and `make test`: the pinned stack and the compiled extension.
+# Sets up the environment of the Makefile's targets: a pinned stack and the compiled operators.
 #
-#   tools/environment.sh          set up everything that is missing
+#   tools/environment.sh demo     what `make demo` needs: torch, timm, mmdet and mmsegmentation, no compiler but for us
+#   tools/environment.sh          the above, fairseq, and what tests, lint, documentation and releases need
+#   tools/environment.sh peers    the above, and mmcv compiled, for benchmarks and for tests that compare with it
 #   tools/environment.sh --list   show the steps and which are done
-#   tools/environment.sh --timm   only timm and tools without mmdet, mmsegmentation and fairseq: no long compilation
 #
 #   VENV    the environment, default .venv. An environment of your own keeps every package it has: only missing or
 #           broken packages are installed.
@@ -19,22 +20,41 @@ VENV=${VENV:-.venv}
 STATE=$VENV/.attn_plugins
 PY=$VENV/bin/python
 PINS=requirements/pins.txt
-EXTRAS=tools,captioning,onnx,test,lint,docs,release
 export ATTN_PLUGINS_BUILD=${ATTN_PLUGINS_BUILD:-auto}
 export TORCH_DEVICE_BACKEND_AUTOLOAD=0 # importing torch must not load a half-installed attn_plugins
-STEPS=(venv tools package binary toolkits)
-if [[ ${1:-} == --timm ]]; then
-    STEPS=(venv tools package binary timm)
-fi
+# pip reads this as --no-compile (the variable of a "no" option is false to set it): Python writes the bytecode of what
+# it imports, and that of the whole stack takes a minute of one core.
+export PIP_NO_COMPILE=0
+
+ALL=(venv tools packages binary all_toolkits)
+case ${1:-} in
+demo) STEPS=(venv tools package binary toolkits) ;;
+"") STEPS=("${ALL[@]}") ;;
+peers | --list) STEPS=("${ALL[@]}" peers) ;;
+*)
+    echo "tools/environment.sh: expected demo, peers, --list or nothing, got '$1'" >&2
+    exit 2
+    ;;
+esac
 
 about() {
     case $1 in
     venv) echo "virtual environment $VENV" ;;
     tools) echo "build tools" ;;
-    package) echo "attn_plugins, editable, with torch and the packages of tools and tests (downloads 3 GB once)" ;;
-    binary) echo "attn_plugins' compiled operators (about half a minute)" ;;
-    timm) echo "timm" ;;
-    toolkits) echo "timm, mmdet, mmsegmentation, fairseq (compiles mmcv and fairseq once: 5 to 12 minutes on 2 cores)" ;;
+    package) echo "attn_plugins, editable, with torch and the packages of tools (downloads 3 GB once)" ;;
+    packages) echo "attn_plugins, editable, with torch and the packages of tools, tests, lint, site, releases" ;;
+    binary) echo "attn_plugins' compiled operators (half a minute on 2 cores)" ;;
+    toolkits) echo "timm, mmdet, mmsegmentation" ;;
+    all_toolkits) echo "timm, mmdet, mmsegmentation, fairseq (compiled once: 1 to 3 minutes on 2 cores)" ;;
+    peers) echo "mmcv's own operators (compiled once: 4 to 10 minutes on 2 cores)" ;;
+    esac
+}
+
+# Extras of pyproject.toml that a step installs.
+extras_of() {
+    case $1 in
+    package) echo tools ;;
+    packages) echo tools,captioning,onnx,test,lint,docs,release ;;
     esac
 }
 
@@ -43,15 +63,15 @@ files_of() {
     case $1 in
     venv) ;;
     tools) echo $PINS ;;
-    package) echo $PINS setup.py pyproject.toml build_backend/*.py plugins/__init__.py ;;
+    package | packages) echo $PINS setup.py pyproject.toml build_backend/*.py plugins/__init__.py ;;
     binary) echo $PINS setup.py plugins/install/toolchain.py csrc/*.* csrc/*/*.* ;;
-    timm | toolkits) echo $PINS plugins/install/*.py ;;
+    toolkits | all_toolkits | peers) echo $PINS plugins/install/*.py ;;
     esac
 }
 
 key_of() {
     # shellcheck disable=SC2046
-    { echo "$1 $ATTN_PLUGINS_BUILD $EXTRAS"; cat $(files_of "$1") </dev/null; } | sha256sum | cut -c1-16
+    { echo "$1 $ATTN_PLUGINS_BUILD $(extras_of "$1")"; cat $(files_of "$1") </dev/null; } | sha256sum | cut -c1-16
 }
 
 done_already() {
@@ -103,7 +123,9 @@ do_venv() {
     "$PY" -m pip --version || fail "$VENV has no pip: run $PY -m ensurepip."
 }
 do_tools() { pip_install pip setuptools wheel packaging ninja; }
-do_package() { ATTN_PLUGINS_BUILD=none pip_install --no-build-isolation -e ".[$EXTRAS]"; }
+editable() { ATTN_PLUGINS_BUILD=none pip_install --no-build-isolation -e ".[$(extras_of "$1")]"; }
+do_package() { editable package; }
+do_packages() { editable packages; }
 do_binary() {
     "$PY" setup.py -q build_ext --inplace
     "$PY" -c 'from attn_plugins.ops import library as l; sys = __import__("sys"); sys.exit(l.failures()["cpu"])'
@@ -113,19 +135,32 @@ install() {
     [[ ! -f $STATE/ours ]] || pins=(--constraint "$PINS")
     env -u TORCH_DEVICE_BACKEND_AUTOLOAD "$PY" -m attn_plugins install "$@" "${pins[@]}"
 }
-do_timm() { install timm; }
-do_toolkits() { install timm mm fairseq; }
+do_toolkits() { install timm mm; }
+do_all_toolkits() { install timm mm fairseq; }
+do_peers() { install mm --compile; }
 
-# run_step NAME: writes output to a log, shows the elapsed time and, after a failure, the end of the log. The toolkits
+# stamp NAME: a finished step also stands for the part of it that `make demo` needs.
+stamp() {
+    key_of "$1" >"$STATE/$1"
+    case $1 in
+    packages) stamp package ;;
+    all_toolkits) stamp toolkits ;;
+    esac
+}
+
+# run_step NAME: writes output to a log, shows the elapsed time and, after a failure, the end of the log. Toolkits
 # show their own progress.
 run_step() {
     local name=$1 started=$SECONDS log=$STATE/$1.log status=0
-    if [[ $name == toolkits ]]; then
+    case $name in
+    *toolkits | peers)
         [[ ! -t 1 ]] || echo
-        do_toolkits || fail "step 'toolkits' failed after $((SECONDS - started)) s"
-        key_of "$name" >"$STATE/$name"
+        "do_$name" || fail "step '$name' failed after $((SECONDS - started)) s"
+        echo "        done in $((SECONDS - started)) s"
+        stamp "$name"
         return
-    fi
+        ;;
+    esac
     (set -e; "do_$name") >"$log" 2>&1 &
     local pid=$!
     trap 'kill $pid 2>/dev/null; exit 130' INT TERM
@@ -149,7 +184,7 @@ run_step() {
     fi
     printf '%s%s done in %d s\n' "$([[ -t 1 ]] && printf '\r%s' "$HEAD")" "$([[ -t 1 ]] || echo '       ')" \
         $((SECONDS - started))
-    key_of "$name" >"$STATE/$name"
+    stamp "$name"
 }
 
 mkdir -p "$STATE"
@@ -158,7 +193,7 @@ for step in "${STEPS[@]}"; do
     k=$((k + 1))
     HEAD="[$k/${#STEPS[@]}] $(about "$step")"
     if [[ ${1:-} == --list ]]; then
-        printf '%-110s %s\n' "$HEAD" "$(done_already "$step" && echo done || echo to do)"
+        printf '%-112s %s\n' "$HEAD" "$(done_already "$step" && echo done || echo to do)"
     elif ! done_already "$step"; then
         [[ -t 1 ]] && printf '%s' "$HEAD" || echo "$HEAD"
         run_step "$step"
