@@ -17,6 +17,7 @@ OPERATORS = {  # name -> module with `cases(device)`
     "vision_transformers": "everywhere.vision_transformers",
     "halves": "halves",
     "calls": "calls",
+    "mmcv_ext": "mmcv_ext",
 }
 
 
