@@ -2,7 +2,8 @@
 
 One environment for each Python on this machine with the torch that pip installs today, and one with the oldest Python
 and torch. They are kept under ``build/install``; remove a folder there to start over. ``build/install/table.md``
-records the seconds and result of each step. A new environment takes 10 to 20 minutes on two cores.
+records the seconds and result of each step. mmdet and mmsegmentation are installed from the onedl forks and from
+OpenMMLab's own packages, and once with mmcv compiled, which takes half of the 15 to 25 minutes of a new environment.
 
 INSTALL_ENVIRONMENTS   environments to test, such as ``3.12 3.10:2.1.2`` (Python, or Python:torch); default: all above
 INSTALL_FIRST=1        the first ten minutes of a user of the wheel in ``dist/``: new environments, nothing in pip's
@@ -32,8 +33,8 @@ INSTALL, PYTORCH, TIMM, MMDET, MMSEG, FAIRSEQ = (
 )
 OLDEST_TORCH = "2.1.2"
 FIRST = os.environ.get("INSTALL_FIRST", "0") == "1"
-# The oldest torch that onedl-mmcv and fairseq-fixed declare or need in practice; the operators and timm need 2.1.
-OLDEST_FOR = {"mm": "2.4", "fairseq": "2.1"}
+# The oldest torch that loads the stand-in for mmcv's operators, and that fairseq-fixed needs; ours and timm need 2.1.
+OLDEST_FOR = {"mm": "2.5", "fairseq": "2.1"}
 
 
 def interpreters() -> dict[str, str]:
@@ -123,6 +124,13 @@ class Environment:
         assert done.returncode == status, f"{command}\n{done.stdout[-4000:]}"
         return done.stdout
 
+    def remove_mm(self) -> None:
+        """Remove what an installation of mm has added."""
+        added = self.folder / "added.txt"
+        if added.is_file():
+            self.bash(f"pip uninstall -y {added.read_text()}")
+            added.unlink()
+
     def versions(self) -> str:
         code = "import platform, importlib.metadata as m; print(platform.python_version(), m.version('torch'))"
         found = subprocess.run(
@@ -178,6 +186,11 @@ def test_timm(environment):
     environment.first(*PACKAGE, "`install timm`", "timm page")
 
 
+# They call nms, roi_align and deformable attention of mmcv.
+MODELS = {
+    "Faster R-CNN": '_base_ = "mmdet::faster_rcnn/faster-rcnn_r50_fpn_1x_coco.py"\n',
+    "Mask2Former": '_base_ = "mmdet::mask2former/mask2former_r50_8xb2-lsj-50e_coco.py"\n',
+}
 # Runs a config as mmdet's and mmseg's training tools do, on made-up pictures and without pretrained weights.
 MM = textwrap.dedent("""
     import sys
@@ -201,6 +214,7 @@ MM = textwrap.dedent("""
     without_weights(config.model)
     if config.default_scope == "mmdet":
         from mmdet.registry import MODELS
+        from mmdet.structures.mask import BitmapMasks
         from mmdet.structures import DetDataSample as Sample
         from mmdet.utils import register_all_modules
     else:
@@ -212,13 +226,19 @@ MM = textwrap.dedent("""
                 part[name] = dict(type="BN")
         config.model.test_cfg = dict(mode="whole")
     register_all_modules()
+    for name in ("size", "batch_augments"):  # which enlarge the pictures
+        config.model.data_preprocessor.pop(name, None)
     model = MODELS.build(config.model)
     size = (128, 160) if config.default_scope == "mmdet" else (97, 129)
-    config.model.data_preprocessor.pop("size", None)
     sample = Sample(metainfo=dict(img_shape=size, ori_shape=size, pad_shape=size, batch_input_shape=size,
                                   scale_factor=(1.0, 1.0), flip=False))
     sample.gt_instances = InstanceData(bboxes=torch.tensor([[10.0, 10, 90, 100]]), labels=torch.tensor([1]))
-    sample.gt_sem_seg = PixelData(data=torch.zeros(1, *size, dtype=torch.long))
+    if config.default_scope == "mmdet":
+        masks = torch.zeros(1, *size, dtype=torch.uint8)
+        masks[:, 10:100, 10:90] = 1
+        sample.gt_instances.masks = BitmapMasks(masks.numpy(), *size)
+    else:
+        sample.gt_sem_seg = PixelData(data=torch.zeros(1, *size, dtype=torch.long))
     pictures = [torch.randint(0, 256, (3, *size), dtype=torch.uint8) for _ in range(2)]
     batch = dict(inputs=pictures, data_samples=[sample, sample.clone()])
     model.data_preprocessor.size = size if config.default_scope == "mmseg" else None
@@ -230,26 +250,55 @@ MM = textwrap.dedent("""
 """)
 
 
-def test_mm(environment):
+def train_and_predict(environment: Environment, models: dict[str, str], suffix: str = "") -> None:
+    for name, config in models.items():
+        (environment.work / "my_config.py").write_text(config)
+        environment.python(MM, record=f"{name}{suffix}")
+
+
+@pytest.mark.parametrize("options", [" --openmmlab", ""], ids=["openmmlab", "onedl"])
+def test_mm(environment, options):
+    """Both package lines without a compiled mmcv, one after the other: their modules have the same names."""
     environment.need("mm")
-    before = environment.bash("pip list --format=freeze")
-    if not FIRST:  # interrupt the compilation, if no wheel is cached; the next line resumes it
-        environment.bash("timeout -s INT 60 python -m attn_plugins install mm || true")
-    environment.bash(install_line("install mm"), record="`install mm`")
-    after = environment.bash("pip list --format=freeze")
-    assert set(before.splitlines()) <= set(after.splitlines()), "a package that was there was changed"
-    assert len(re.findall(r"^opencv-", after, re.M)) == 1
+    environment.remove_mm()
+    before = environment.bash("pip list --format=freeze").splitlines()
+    line = install_line("install mm").partition("#")[0].strip() + options
+    text = environment.bash(line, record=f"`install mm{options}`")
+    assert "attn_plugins stands in for its operators" in text
+    after = environment.bash("pip list --format=freeze").splitlines()
+    added = set(after) - set(before)
+    (environment.folder / "added.txt").write_text(" ".join(line.partition("==")[0] for line in added))
+    changed = {line for line in set(before) - set(after) if not line.startswith("setuptools==")}
+    assert not changed, "only setuptools may change, where it lacks pkg_resources"
+    assert sum(line.startswith("opencv-") for line in after) == 1
+    train_and_predict(environment, MODELS, options)
     blocks = {
         "first block (Faster R-CNN)": block(MMDET, "python"),
         "mmseg block (CCNet)": block(MMSEG, "python"),
         "drop-in block": block(MMDET, "python", "drop_in"),
     }
-    for name, text in blocks.items():
-        (environment.work / "my_config.py").write_text(text)
-        environment.python(MM, record=name)
-    environment.first(*PACKAGE, "`install mm`", "drop-in block")
+    train_and_predict(environment, blocks, options)
+    if not options:
+        environment.first(*PACKAGE, "`install mm`", "drop-in block")
     environment.bash(block(MMDET, "bash").splitlines()[0] + "\nls $MMDET/tools/train.py")
-    environment.bash(install_line("install mm"), record="`install mm` again")
+    assert "pip install" not in environment.bash(line, record=f"`install mm{options}` again")
+
+
+@pytest.mark.skipif(FIRST, reason="not among the first ten minutes")
+def test_compiled_mmcv(environment):
+    """A compilation that is interrupted, unless a wheel is cached, and resumed; the result stays."""
+    environment.need("mm")
+    environment.bash("timeout -s INT 60 python -m attn_plugins install mm --compile || true")
+    text = environment.bash("python -m attn_plugins install mm --compile", record="`install mm --compile`")
+    assert "mmcv 2.3.6 (onedl-mmcv): compiled operators run" in text
+    train_and_predict(environment, MODELS, " (compiled)")
+    assert "pip install" not in environment.bash(install_line("install mm"))
+    text = environment.bash(
+        "for so in $(python -c 'import mmcv; print(*mmcv.__path__)')/_ext*.so; do : > $so; done; "
+        + install_line("install mm"),
+        record="`install mm` over an mmcv that does not run",
+    )
+    assert "attn_plugins stands in for its operators" in text
 
 
 def test_fairseq(environment):
