@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from importlib.metadata import version
 from typing import Any, NamedTuple
@@ -135,37 +136,32 @@ def install_command(module: str) -> str:
 
 def run(modules: Iterable[str]) -> dict[str, Result]:
     """Run checks in parallel, each in a separate process; packages that are not installed have ``works=False``."""
-    environment = {**os.environ, "PYTHONWARNINGS": "ignore", "MPLBACKEND": "Agg"}
-    processes = {
-        module: subprocess.Popen(
-            [sys.executable, "-m", __name__, module],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            text=True,
-            errors="replace",
-            env=environment,
-        )
-        if is_there(module)
-        else None
-        for module in modules
-    }
-    return {module: _result(module, process) for module, process in processes.items()}
+    names = list(modules)
+    with ThreadPoolExecutor() as pool:
+        return dict(zip(names, pool.map(_result, names)))
 
 
-def _result(module: str, process: subprocess.Popen[str] | None) -> Result:
-    if process is None:
+def _result(module: str) -> Result:
+    if not is_there(module):
         return Result(False, f"{module} is not installed")
     try:
-        lines = process.communicate(timeout=SECONDS)[0].strip().splitlines()
+        process = subprocess.run(
+            [sys.executable, "-m", __name__, module],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            env={**os.environ, "PYTHONWARNINGS": "ignore", "MPLBACKEND": "Agg"},
+            timeout=SECONDS,
+        )
     except subprocess.TimeoutExpired:
-        process.kill()
         return Result(False, f"{label(module)}: no answer within {SECONDS} s")
     if process.returncode < 0:
         return Result(False, f"{label(module)}: crashed with {signal.Signals(-process.returncode).name}")
+    lines = process.stdout.strip().splitlines() or [f"ended with status {process.returncode}"]
     marked = [line.removeprefix(MARK) for line in lines if line.startswith(MARK)]
-    text = [*lines[-1:], *marked[-1:]] or [f"ended with status {process.returncode}"]
-    return Result(bool(marked) and process.returncode == 0, f"{label(module)}: {text[-1]}")
+    return Result(bool(marked) and process.returncode == 0, f"{label(module)}: {[*lines, *marked][-1]}")
 
 
 def label(module: str) -> str:
