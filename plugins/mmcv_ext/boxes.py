@@ -106,7 +106,8 @@ def soft_nms_reference(
     threshold, scale, minimum = np.float32(iou_threshold), np.float32(sigma), np.float32(min_score)
     selected: list[int] = []
     while len(left):
-        best = int(value.argmax())
+        # NaN, the score beside two boxes without area, is exceeded by nothing and exceeds nothing.
+        best = 0 if np.isnan(value[0]) else int(np.nan_to_num(value, nan=-np.inf, posinf=np.inf).argmax())
         dets[len(selected)] = torch.tensor([*left[best], value[best]])
         selected.append(int(index[best]))
         box = left[best].copy()
@@ -226,6 +227,7 @@ def bbox_overlaps(bboxes1: Tensor, bboxes2: Tensor, ious: Tensor, mode: int, ali
     check_shape("bboxes1", bboxes1, "N", 4)
     check_shape("bboxes2", bboxes2, len(bboxes1) if aligned else "K", 4)
     check_floats("bboxes1", bboxes1=bboxes1, bboxes2=bboxes2, ious=ious)
+    check_shape("ious", ious, *((len(bboxes1),) if aligned else (len(bboxes1), len(bboxes2))))
     check(mode in (0, 1), f"mode must be 0 (union) or 1 (first box), got {mode}")
     check(offset in (0, 1), f"offset must be 0 or 1, got {offset}")
     a, b = (bboxes1, bboxes2) if aligned else (bboxes1[:, None], bboxes2[None])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -19,12 +20,10 @@ def operator(function: Function) -> Function:
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        with torch.no_grad():
-            device_type = next((a.device.type for a in (*args, *kwargs.values()) if isinstance(a, Tensor)), "cpu")
-            if not torch.is_autocast_enabled(device_type):
-                return function(*args, **kwargs)
-            with torch.autocast(device_type, enabled=False):
-                return function(*args, **kwargs)
+        device_type = next((a.device.type for a in (*args, *kwargs.values()) if isinstance(a, Tensor)), "cpu")
+        casts = device_type in ("cpu", "cuda")
+        with torch.no_grad(), torch.autocast(device_type, enabled=False) if casts else contextlib.nullcontext():
+            return function(*args, **kwargs)
 
     return call  # type: ignore[return-value]
 

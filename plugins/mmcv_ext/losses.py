@@ -17,10 +17,14 @@ _SMALLEST = torch.finfo(torch.float32).tiny  # FLT_MIN, which bounds mmcv's argu
 def _check(input: Tensor, target: Tensor, weight: Tensor, output: Tensor) -> None:
     check_shape("input", input, "N", "C")
     check_shape("target", target, len(input))
-    check(not target.is_floating_point(), f"target must hold integers, got {target.dtype}")
     check(
-        weight.numel() in (0, input.shape[1]), f"weight must have shape ({input.shape[1]},), got {tuple(weight.shape)}"
+        not (target.is_floating_point() or target.is_complex() or target.dtype == torch.bool),
+        f"target must hold integers, got {target.dtype}",
     )
+    check(target.device == input.device, f"target must be on input's device {input.device}, got {target.device}")
+    check_shape("output or gradient", output, *input.shape[: output.dim()])
+    if weight.numel():
+        check_shape("weight", weight, input.shape[1])
     check_floats("input", input=input, weight=weight, output=output)
 
 

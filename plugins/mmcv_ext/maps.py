@@ -63,6 +63,7 @@ def carafe_naive_forward(
         scale_factor: s.
     """
     _check_reassembly(features, masks, kernel_size, group_size, scale_factor)
+    check_shape("output", output, *features.shape[:2], *masks.shape[2:])
     output.copy_(_reassemble(features, masks, kernel_size, group_size, scale_factor))
 
 
@@ -195,6 +196,9 @@ def psamask_forward(
 ) -> None:
     """Write the attention of masks (B, h_mask * w_mask, H, W) between all pixels into ``output`` (B, H * W, H, W)."""
     _check_masks(input, psa_type, h_mask, w_mask)
+    B, _, H, W = input.shape
+    check_shape("output", output, B, H * W, H, W)
+    check_floats("input", input=input, output=output)
     output.copy_(_connect(input, psa_type, (h_mask, w_mask), (half_h_mask, half_w_mask)))
 
 

@@ -129,6 +129,7 @@ def roi_align_forward(
     """
     size = (aligned_height, aligned_width)
     _check_rois(input, rois, *size, aligned)
+    check_shape("output", output, len(rois), input.shape[1], *size)
     x = widened(input) if input.device.type == "cpu" else input  # torchvision has no half kernels for CPUs
     if pool_mode == AVERAGE:
         pooled = torch.ops.torchvision.roi_align(x, rois.to(x.dtype), spatial_scale, *size, sampling_ratio, aligned)
@@ -293,6 +294,7 @@ def deform_roi_pool_forward(
     _check_rois(input, rois, *size)
     if offset.numel():
         check_shape("offset", offset, len(rois), 2, *size)
+        check_floats("input", input=input, offset=offset)
     x, regions, displaced = widened(input), widened(rois), widened(offset)
     output.copy_(_pool_deformed(x, regions, displaced, size, spatial_scale, sampling_ratio, gamma))
 

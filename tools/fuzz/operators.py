@@ -1,4 +1,4 @@
-"""Operators to fuzz, and their calls by number."""
+"""Operators to fuzz, and their calls by number; ``mmcv_ext`` is the stand-in for mmcv's operators."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from . import broken, check
+from . import broken, check, mmcv_ext
 from .call import Call
 from .draw import Draw
 
+STAND_IN = "mmcv_ext"
 OPERATORS = {  # name -> room
     "window_attention": "window",
     "global_attention": "everywhere",
@@ -18,6 +19,7 @@ OPERATORS = {  # name -> room
     "criss_cross_attention": "criss_cross",
     "deform_conv2d": "sampled",
     "deformable_attention": "sampled",
+    STAND_IN: "",
 }
 
 
@@ -45,6 +47,8 @@ def legal_call(operator: str, seed: int, index: int, device: str = "cpu") -> tup
 
 def judge(operator: str, seed: int, index: int, device: str = "cpu") -> Verdict:
     """Run one call, then the same call with one argument broken."""
+    if operator == STAND_IN:
+        return Verdict(*mmcv_ext.judge(seed, index, device))
     source, call, grad = legal_call(operator, seed, index, device)
     try:
         faults, roundings = check.problems(call, grad)
@@ -57,4 +61,6 @@ def judge(operator: str, seed: int, index: int, device: str = "cpu") -> Verdict:
 
 def describe(operator: str, seed: int, index: int, device: str = "cpu") -> str:
     """Describe a call, one argument per line."""
+    if operator == STAND_IN:
+        return mmcv_ext.describe(seed, index, device)
     return legal_call(operator, seed, index, device)[1].describe()
