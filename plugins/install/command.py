@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import platform
 import signal
+import subprocess
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -114,7 +115,7 @@ class Installation:
         Raises:
             InstallError: The toolkit's packages do not run under the installed torch.
         """
-        torch, native = self.environment.torch, toolkit.native
+        torch, native = self.environment.versions["torch"], toolkit.native
         print(f"{toolkit.about}: Python {platform.python_version()}, torch {torch}")
         print(f"  to install: {', '.join(self._missing(toolkit)) or 'nothing'}; other packages keep their versions")
         oldest = toolkit.oldest_torch
@@ -135,7 +136,7 @@ class Installation:
             return "to install from a cached wheel"
         low, high = (max(1, round(minutes / wheels.jobs())) for minutes in native.minutes)
         cuda = ", and several times that with its CUDA operators" if target.cuda else ""
-        return f"to compile against torch {self.environment.torch}: {low} to {high} minutes{cuda}"
+        return f"to compile against torch {self.environment.versions['torch']}: {low} to {high} minutes{cuda}"
 
     def _stands_in(self, native: Native) -> bool:
         return native.optional and not self.compile
@@ -160,6 +161,8 @@ class Installation:
             self.environment.pip("install", libraries)
         if without_dependencies := [text for text in missing if text in toolkit.packages]:
             self.environment.pip("install --no-deps", without_dependencies)
+        if recipes.OPENCV in toolkit.libraries:
+            _need_opencv()  # else the check of mmcv would fail for another reason than its extension
         if (native := toolkit.native) is None or (state := self._state(native)).works:
             return
         if is_there(native.module) and (others := providers(native.module) - {name_of(native.requirement)}):
@@ -183,3 +186,13 @@ class Installation:
             print("  the cached wheel does not run here and is compiled again")
             cached.unlink()
             self.environment.pip(command, [str(target.build(self.environment))])
+
+
+def _need_opencv() -> None:
+    tried = subprocess.run([sys.executable, "-c", "import cv2"], capture_output=True, text=True)
+    if tried.returncode:
+        build = " ".join(sorted(providers("cv2"))) or "opencv-python"
+        raise InstallError(
+            f"cv2 of {build} does not import ({tried.stderr.strip().splitlines()[-1]}). On a machine without a "
+            f"display: pip uninstall -y {build} && pip install --force-reinstall --no-deps '{recipes.OPENCV}'"
+        )

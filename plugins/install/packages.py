@@ -84,8 +84,8 @@ class Environment:
             canonicalize_name(pin.name): pin.specifier for pin in pins if not pin.marker or pin.marker.evaluate()
         }
         self.log = cache() / "logs" / time.strftime("install-%Y%m%d-%H%M%S.log")
-        self.torch = installed().get("torch", "")
-        if not self.torch:
+        self.versions = installed()
+        if "torch" not in self.versions:
             raise InstallError("torch is not installed: first run `pip install torch`, with the build for your machine")
 
     def has(self, requirement: str, module: str | None = None) -> bool:
@@ -93,7 +93,7 @@ class Environment:
 
         A version outside the requirement counts as well, because installed packages keep their versions.
         """
-        name, there = name_of(requirement), installed()
+        name, there = name_of(requirement), self.versions
         if requirement == OPENCV and name not in there:
             return any(build in there for build in OPENCV_BUILDS)
         if name in there and not self.pins.get(name, SpecifierSet()).contains(there[name], prereleases=True):
@@ -119,7 +119,7 @@ class Environment:
             InstallError: pip failed; the message contains the end of its output.
         """
         named = {name_of(text) for text in requirements if os.sep not in text}
-        versions = {n: f"=={v}" for n, v in installed().items() if re.fullmatch(VERSION_PATTERN, v, re.X | re.I)}
+        versions = {n: f"=={v}" for n, v in self.versions.items() if re.fullmatch(VERSION_PATTERN, v, re.X | re.I)}
         lines = {name: version for name, version in versions.items() if name not in named}
         lines |= {name: str(specifier) for name, specifier in self.pins.items()}
         constraints = cache() / "constraints" / f"{os.getpid()}.txt"
@@ -152,6 +152,7 @@ class Environment:
                 process.wait()
                 raise
         constraints.unlink()
+        self.versions = installed()
         if process.returncode:
             text = self.log.read_bytes()[start:].decode(errors="replace").strip().splitlines()
             end = "\n".join(f"    {line}" for line in text[-15:])

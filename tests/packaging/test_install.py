@@ -79,14 +79,15 @@ class TestEnvironment:
         assert self.environment(tmp_path).has(recipes.OPENCV)
 
     def test_pip_keeps_every_other_version(self, tmp_path, monkeypatch):
+        there = {"torch": "2.11.0", "asked": "2.0", "six": "1.0", "odd": "unknown"}
+        monkeypatch.setattr(packages, "installed", lambda: there)
         environment = self.environment(tmp_path, "six==1.16")
-        monkeypatch.setattr(packages, "installed", lambda: {"a": "1.0", "asked": "2.0", "six": "1.0", "odd": "unknown"})
         written = tmp_path / "constraints.txt"
         pip = "import shutil, sys; shutil.copy(sys.argv[sys.argv.index('-c') + 1], 'WRITTEN')"
         (tmp_path / "pip.py").write_text(pip.replace("WRITTEN", str(written)))
         monkeypatch.setenv("PYTHONPATH", str(tmp_path))
         environment.pip("install", ["asked>=3"])
-        assert written.read_text().split() == ["a==1.0", "six==1.16"]
+        assert written.read_text().split() == ["six==1.16", "torch==2.11.0"]
 
     def test_extras_are_read_from_our_own_metadata(self):
         if "attn-plugins" not in packages.installed():
@@ -247,6 +248,15 @@ class TestNative:
     def test_a_distribution_of_others_is_not_replaced(self, install, pip):
         with pytest.raises(InstallError, match=r"undefined symbol. To replace it .* `pip uninstall -y mmcv`"):
             install("broken", compile=False, provider="mmcv")
+        assert pip == []
+
+    def test_a_cv2_that_does_not_import_is_named_before_mmcv_is_replaced(self, monkeypatch, tmp_path, pip):
+        (tmp_path / "cv2.py").write_text("raise ImportError('libGL.so.1: cannot open shared object file')")
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+        monkeypatch.setattr(command, "providers", lambda module: {"opencv-python"})
+        monkeypatch.setattr(Environment, "has", lambda *arguments: True)
+        with pytest.raises(InstallError, match=r"libGL.so.1.*pip uninstall -y opencv-python && pip install"):
+            command.Installation(Environment()).install(recipes.ONEDL)
         assert pip == []
 
     def test_one_that_still_does_not_run_is_an_error(self, install, monkeypatch):
