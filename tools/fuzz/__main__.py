@@ -24,7 +24,7 @@ with extras():
     import torch
 
     from . import workers
-    from .operators import OPERATORS, describe, judge
+    from .operators import NAMES, describe, judge
 
 # cuBLAS reads it once, at its first product; without it, products fail in deterministic mode.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -40,11 +40,11 @@ def main(arguments: Sequence[str] | None = None, command: Sequence[str] = COMMAN
     """
     options = _parser().parse_args(arguments)
     for name in options.operators:
-        if name not in OPERATORS:
-            _parser().error(f"no operator named {name}; there are {', '.join(OPERATORS)}")
+        if name not in NAMES:
+            _parser().error(f"no operator named {name}; there are {', '.join(NAMES)}")
     if options.device == "cuda" and not torch.cuda.is_available():
         _parser().error("--device cuda: torch finds no CUDA device here")
-    names = options.operators or list(OPERATORS)
+    names = options.operators or list(NAMES)
     if options.only is not None and len(names) != 1:
         _parser().error("--only needs the name of one operator")
     if options.share:
@@ -63,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m tools.fuzz", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("operators", nargs="*", metavar="OPERATOR", help=f"any of {', '.join(OPERATORS)}; default: all")
+    parser.add_argument("operators", nargs="*", metavar="OPERATOR", help=f"any of {', '.join(NAMES)}; default: all")
     parser.add_argument("--calls", type=int, default=10_000, help="calls of each operator")
     parser.add_argument("--seed", type=int, default=0, help="seed of the run, which determines its calls")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")

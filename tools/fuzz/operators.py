@@ -1,4 +1,4 @@
-"""Operators to fuzz, and their calls by number; ``mmcv_ext`` is the stand-in for mmcv's operators."""
+"""What is fuzzed, and its calls by number; ``mmcv_ext`` is the stand-in for mmcv's operators."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from . import broken, check, mmcv_ext
 from .call import Call
 from .draw import Draw
 
-STAND_IN = "mmcv_ext"
 OPERATORS = {  # name -> room
     "window_attention": "window",
     "global_attention": "everywhere",
@@ -19,8 +18,9 @@ OPERATORS = {  # name -> room
     "criss_cross_attention": "criss_cross",
     "deform_conv2d": "sampled",
     "deformable_attention": "sampled",
-    STAND_IN: "",
 }
+STAND_IN = "mmcv_ext"
+NAMES = (*OPERATORS, STAND_IN)
 
 
 class Verdict(NamedTuple):
