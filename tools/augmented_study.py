@@ -28,13 +28,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tools.requires import extras, need
-
-with extras("timm", "tools"):
-    from tools.classification.config import ConfigError
-    from tools.files import write_text
-    from tools.study import ROOT, StudyError, add_arguments, added, choose, facts
-    from tools.vit_study import HOUSEKEEPING, RECIPES, SEEDS, Training, finished, prepare
+from tools import need
+from tools.classification.config import ConfigError
+from tools.files import write_text
+from tools.study import ROOT, StudyError, add_arguments, added, choose, facts
+from tools.vit_study import HOUSEKEEPING, RECIPES, SEEDS, Training, finished, prepare
 
 DATA_SET = "crops"
 EPOCHS = "epochs=6"
@@ -134,7 +132,7 @@ def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, dict[str, li
 
 def main(arguments: list[str] | None = None) -> int:
     options, settings = parse(arguments)
-    need("skimage", "matplotlib", extras=("timm", "tools"))
+    need("skimage", "matplotlib")
     output, data = options.output.resolve(), options.data.resolve()
     trainings = [training(name, settings[name], seed) for seed in options.seeds for name in options.settings]
     try:

@@ -20,12 +20,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tools.requires import extras
+import torch
 
-with extras():
-    import torch
-
-    from tools import files
+from tools import files
 
 EPOCHS, UPDATES = re.compile(r"checkpoint(\d+)\.pt"), re.compile(r"checkpoint_\d+_(\d+)\.pt")
 

@@ -42,22 +42,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tools.requires import extras, install_command
+import torch
+from torch import Tensor
 
-with extras("captioning", "timm", "tools"):
-    import torch
-    from torch import Tensor
-
-    from attn_plugins.captioning.files import complete_lines
-    from tools import files
-    from tools.captioning.attributes import load_detector
-    from tools.captioning.caption_picture import Explanation, page
-    from tools.captioning.image_list import listed_images
-    from tools.captioning.processes import Process, device_of, this_process
-    from tools.captioning.region_recipe import sha256_of
-    from tools.captioning.shared_run import RECORDS, SharedRun
-    from tools.captioning.word_attention import WordAttention, summary
-    from tools.pictures import BadPicture, open_picture
+from attn_plugins.captioning.files import complete_lines
+from tools import files
+from tools.captioning.attributes import load_detector
+from tools.captioning.caption_picture import Explanation, page
+from tools.captioning.image_list import listed_images
+from tools.captioning.processes import Process, device_of, this_process
+from tools.captioning.region_recipe import sha256_of
+from tools.captioning.shared_run import RECORDS, SharedRun
+from tools.captioning.word_attention import WordAttention, summary
+from tools.pictures import BadPicture, open_picture
 
 if TYPE_CHECKING:
     from tools.captioning.captioner import CaptionedPicture, Captioner
@@ -73,8 +70,8 @@ class Uncaptioned(Exception):
 
 def make_captioner(options: argparse.Namespace, device: str) -> Captioner:
     """Return the captioner that the command line describes."""
-    with extras("captioning", "timm", "tools"):
-        from tools.captioning.captioner import Captioner, Search
+    from tools.captioning.captioner import Captioner, Search
+
     detector = None if options.detector is None else load_detector(options.detector, device)
     paths = [Path(path) for path in options.path.split(":")]
     search = Search(options.beam, options.max_len, options.lenpen)
@@ -304,8 +301,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"caption{process.note}: {error}", file=sys.stderr)
         return 2
     except ModuleNotFoundError as error:  # such as h5py, for the data folder's regions
-        command = install_command(getattr(error.__cause__, "name", None) or error.name or "")
-        print(f"caption{process.note}: {error}" + (f": {command}" if command else ""), file=sys.stderr)
+        print(f"caption{process.note}: {error}", file=sys.stderr)
         return 2
 
 

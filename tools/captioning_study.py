@@ -35,26 +35,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tools.requires import extras, need
-
-with extras():
-    from tools.captioning.json_files import BadFile, read_json
-    from tools.captioning.score import read_references, read_split
-    from tools.captioning.study_settings import BASELINES, SETTINGS, Setting
-    from tools.captioning.study_table import aggregated, markdown
-    from tools.files import write_text
-    from tools.study import (
-        USER_DIR,
-        StudyError,
-        add_arguments,
-        added,
-        choose,
-        count_parameters,
-        facts,
-        kept,
-        log_rows,
-        run,
-    )
+from tools import need
+from tools.captioning.json_files import BadFile, read_json
+from tools.captioning.score import read_references, read_split
+from tools.captioning.study_settings import BASELINES, SETTINGS, Setting
+from tools.captioning.study_table import aggregated, markdown
+from tools.files import write_text
+from tools.study import USER_DIR, StudyError, add_arguments, added, choose, count_parameters, facts, kept, log_rows, run
 
 SCENES = "--train 1500 --val 200 --test 500"
 DETECTOR = "--backbone resnet10t --no-pretrained --size 96 --epochs 15"
@@ -343,7 +330,7 @@ def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, dict[str, Se
 def main(arguments: list[str] | None = None) -> int:
     options, settings = parse(arguments)
     made = ("sklearn", "skimage", "pycocotools") if options.data is None else ()
-    need("fairseq", "timm", "safetensors", "pycocoevalcap", *made, extras=("captioning", "timm", "tools"))
+    need("fairseq", "timm", "safetensors", "pycocoevalcap", *made)
     output = options.output.resolve()
     options.data = options.data and options.data.resolve()
     try:

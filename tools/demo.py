@@ -24,12 +24,10 @@ import time
 from collections import deque
 from pathlib import Path
 
-from tools.requires import extras, need
-
-with extras("tools"):
-    from tools.datasets.digits_on_photographs import Recipe, build
-    from tools.detections_picture import Found, draw, known_objects
-    from tools.show_sampling import distinct, show
+from tools import need
+from tools.datasets.digits_on_photographs import Recipe, build
+from tools.detections_picture import Found, draw, known_objects
+from tools.show_sampling import distinct, show
 
 ROOT = Path(__file__).parent.parent
 DATA = ROOT / "data/digits"
@@ -133,7 +131,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--no-attention", action="store_true", help="the same detector without the block")
     parser.add_argument("--work-dir", type=Path, help="default: work_dirs/demo or work_dirs/demo-plain")
     options = parser.parse_args(arguments)
-    need("mmdet", "mmcv", "mmengine", "sklearn", "skimage", "pycocotools", "matplotlib", extras=("tools",))
+    need("mmdet", "mmcv", "mmengine", "sklearn", "skimage", "pycocotools", "matplotlib")
     name, folder = ("atss_narrow-r50_fpn_digits", "demo-plain")
     if not options.no_attention:
         name, folder = ("atss_narrow-r50-attn0010-dcn_fpn_digits", "demo")

@@ -14,12 +14,10 @@ import argparse
 import sys
 from pathlib import Path
 
-from tools.requires import extras
+from tools import show_attention, train_classifier
+from tools.datasets import image_folders
 
 ROOT = Path(__file__).parents[1]
-with extras("timm", "tools"):
-    from tools import show_attention, train_classifier
-    from tools.datasets import image_folders
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -29,14 +29,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tools.requires import extras, need
-
-with extras("tools"):
-    from tools.datasets.digits_on_photographs import Recipe, build
-    from tools.demo import CONFIGS, DATA, ROOT, training_tool
-    from tools.detection_study_curves import draw, markdown, read_curves
-    from tools.files import write_text
-    from tools.study import StudyError, add_arguments, added, choose, facts, kept, run
+from tools import need
+from tools.datasets.digits_on_photographs import Recipe, build
+from tools.demo import CONFIGS, DATA, ROOT, training_tool
+from tools.detection_study_curves import draw, markdown, read_curves
+from tools.files import write_text
+from tools.study import StudyError, add_arguments, added, choose, facts, kept, run
 
 BACKBONE = "atss_narrow-r18_fpn_digits"
 
@@ -209,7 +207,7 @@ def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, dict[str, li
 
 def main(arguments: list[str] | None = None) -> int:
     options, settings = parse(arguments)
-    need("mmdet", "mmcv", "mmengine", "sklearn", "skimage", "pycocotools", "matplotlib", extras=("tools",))
+    need("mmdet", "mmcv", "mmengine", "sklearn", "skimage", "pycocotools", "matplotlib")
     output, data = options.output.resolve(), options.data.resolve()
     try:
         for name in options.settings:

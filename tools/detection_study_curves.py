@@ -8,10 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tools.requires import extras
-
-with extras("tools"):
-    from tools.files import write
+from tools.files import write
 
 LEVELS = (0.02, 0.05, 0.1, 0.2)  # mAP levels for which the table counts epochs
 COLOURS = ("#b3462c", "#2b6ca3", "#3c8c5a", "#8a5fa8", "#a3792b", "#5b6770")

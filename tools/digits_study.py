@@ -34,12 +34,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tools.requires import extras, need
-
-with extras("tools"):
-    from tools.datasets.digits_on_photographs import Recipe, build
-    from tools.files import write_text
-    from tools.study import ROOT, StudyError, add_arguments, added, choose, facts, kept, run
+from tools import need
+from tools.datasets.digits_on_photographs import Recipe, build
+from tools.files import write_text
+from tools.study import ROOT, StudyError, add_arguments, added, choose, facts, kept, run
 
 SEEDS = (0, 1, 2)
 SIZE = (128, 160)  # pixels (H, W) for which multiply-adds are counted
@@ -336,7 +334,7 @@ def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, dict[str, li
 def main(arguments: list[str] | None = None) -> int:
     options, settings = parse(arguments)
     study, output, data = STUDIES[options.study], options.output, options.data.resolve()
-    need(study.toolkit, "mmcv", "mmengine", "sklearn", "skimage", "pycocotools", extras=("tools",))
+    need(study.toolkit, "mmcv", "mmengine", "sklearn", "skimage", "pycocotools")
     try:
         for name in options.settings:
             config_file(study.toolkit, settings[name][0])

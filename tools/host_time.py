@@ -20,21 +20,18 @@ from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import patch
 
-from tools.requires import extras
+import timm
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
-with extras("timm"):
-    import timm
-    import torch
-    from torch import Tensor
-    from torch.nn.functional import scaled_dot_product_attention
+from attn_plugins import ops
+from attn_plugins.modules import AAConv2d, CrissCrossAttention2d
+from attn_plugins.ops import triton_launch
 
-    from attn_plugins import ops
-    from attn_plugins.modules import AAConv2d, CrissCrossAttention2d
-    from attn_plugins.ops import triton_launch
-
-    from .benchmark import report
-    from .files import write_text
-    from .idle_device import idle_device
+from .benchmark import report
+from .files import write_text
+from .idle_device import idle_device
 
 PAGE = Path("benchmarks/host-time.md")
 ROUNDS = 15

@@ -27,10 +27,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tools.requires import extras, need
-
-with extras():
-    from tools.files import write_text
+from tools import need
+from tools.files import write_text
 
 LINE = re.compile(r"([THD])-(\d+)\t(.*)")
 FINISHED = re.compile(r"^Generate .+ with beam=", re.MULTILINE)

@@ -53,40 +53,28 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tools.requires import extras
+import matplotlib  # noqa: F401 - fail here, before a model is built and run
+import yaml
 
-with extras("timm", "tools"):
-    import matplotlib  # noqa: F401 - fail here, before a model is built and run
-    import yaml
-
-    from tools.attention_view.clips import draw_clip, file_name, open_frames, parse_places, takes_clips, view_clip
-    from tools.attention_view.folder import RECORD, own_folder
-    from tools.attention_view.grid import draw
-    from tools.attention_view.mm import load_mm, mm_layers, view_mm, view_objects
-    from tools.attention_view.object_grid import (
-        draw_object_maps,
-        draw_object_masks,
-        draw_object_samples,
-        draw_pixel_samples,
-    )
-    from tools.attention_view.page import write_page
-    from tools.attention_view.parts import draw_parts, parts_of
-    from tools.attention_view.sentence_command import add_sentence_arguments, check_sentence_options, show_sentence
-    from tools.attention_view.slots import collect, draw_slots, pictures
-    from tools.attention_view.view import (
-        View,
-        ViewError,
-        is_mm,
-        load_timm,
-        parse_pixels,
-        timm_layers,
-        timm_size,
-        view_timm,
-    )
-    from tools.attention_view.vit import CLS, Cell, PatchMaps, has_cls
-    from tools.clips import is_clip
-    from tools.files import write_text
-    from tools.pictures import BadPicture, open_picture
+from tools.attention_view.clips import draw_clip, file_name, open_frames, parse_places, takes_clips, view_clip
+from tools.attention_view.folder import RECORD, own_folder
+from tools.attention_view.grid import draw
+from tools.attention_view.mm import load_mm, mm_layers, view_mm, view_objects
+from tools.attention_view.object_grid import (
+    draw_object_maps,
+    draw_object_masks,
+    draw_object_samples,
+    draw_pixel_samples,
+)
+from tools.attention_view.page import write_page
+from tools.attention_view.parts import draw_parts, parts_of
+from tools.attention_view.sentence_command import add_sentence_arguments, check_sentence_options, show_sentence
+from tools.attention_view.slots import collect, draw_slots, pictures
+from tools.attention_view.view import View, ViewError, is_mm, load_timm, parse_pixels, timm_layers, timm_size, view_timm
+from tools.attention_view.vit import CLS, Cell, PatchMaps, has_cls
+from tools.clips import is_clip
+from tools.files import write_text
+from tools.pictures import BadPicture, open_picture
 
 NO_PARTS = "no layer shown has more than one term in its logits: there are no parts to show"
 

@@ -19,19 +19,16 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-from tools.requires import extras, need
+import numpy as np
+import torch
+from PIL import Image, ImageDraw
+from torch import Tensor, nn
 
-with extras("tools"):
-    import numpy as np
-    import torch
-    from PIL import Image, ImageDraw
-    from torch import Tensor, nn
-
-    from attn_plugins.modules import DeformableConv2d
-    from attn_plugins.modules.capture import Captured, remember_calls
-    from attn_plugins.modules.generalized_attention import GeneralizedAttention2d
-    from tools import picture_sheet
-    from tools.picture_sheet import GAP, INK, MARGIN, PAPER, TITLE_HEIGHT, WIDTH, Place, sheet, title
+from attn_plugins.modules import DeformableConv2d
+from attn_plugins.modules.capture import Captured, remember_calls
+from attn_plugins.modules.generalized_attention import GeneralizedAttention2d
+from tools import need, picture_sheet
+from tools.picture_sheet import GAP, INK, MARGIN, PAPER, TITLE_HEIGHT, WIDTH, Place, sheet, title
 
 COLOURS = ("#ff3b3b", "#38a3ff", "#ffd60a", "#3ddc5b", "#ff6ad5", "#ff9f1a")  # for queries
 
@@ -284,7 +281,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--depth", type=int, default=2, help="how many deformable layers to follow, default 2")
     parser.add_argument("--device", default="cpu")
     options = parser.parse_args(arguments)
-    need("mmdet", "mmcv", "mmengine", "matplotlib", extras=("tools",))
+    need("mmdet", "mmcv", "mmengine", "matplotlib")
     line = show(
         options.config,
         options.checkpoint,

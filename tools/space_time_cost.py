@@ -18,19 +18,16 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import timm
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+import attn_plugins.timm  # noqa: F401 - registers the models
+from attn_plugins.modules.space_time_attention import STEPS
+from tools.benchmark import results
+from tools.figures.row import Row, markdown
 from tools.files import write, write_text
-from tools.requires import extras
-
-with extras("timm", "tools"):
-    import timm
-    import torch
-    from torch.utils.flop_counter import FlopCounterMode
-
-    import attn_plugins.timm  # noqa: F401 - registers the models
-    from attn_plugins.modules.space_time_attention import STEPS
-    from tools.benchmark import results
-    from tools.figures.row import Row, markdown
-    from tools.space_time_measure import KINDS, Clip, add_arguments, measured, over_frames, over_sizes, section
+from tools.space_time_measure import KINDS, Clip, add_arguments, measured, over_frames, over_sizes, section
 
 MODEL = "timesformer_base_patch16_224"
 PATTERNS = tuple(STEPS)
@@ -95,11 +92,10 @@ def plot(
 
     With measured ``data``, a row of panels for each kind of step follows; its bands are the quartiles.
     """
-    with extras("tools"):
-        import matplotlib
+    import matplotlib
 
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
 
     def counted(axes: Any, ticks: Sequence[int], clips: Sequence[Clip]) -> None:
         for pattern in patterns:

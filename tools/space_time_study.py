@@ -32,11 +32,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tools.requires import extras, need
-
-with extras():
-    from tools.files import write_text
-    from tools.study import ROOT, StudyError, add_arguments, added, choose, facts, kept, run
+from tools import need
+from tools.files import write_text
+from tools.study import ROOT, StudyError, add_arguments, added, choose, facts, kept, run
 
 CONFIG = ROOT / "configs/timm/moving_digits.yaml"
 PATTERNS = ("space", "joint", "divided", "local_global", "axial")
@@ -213,7 +211,7 @@ def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, dict[str, li
 
 def main(arguments: list[str] | None = None) -> int:
     options, settings = parse(arguments)
-    need("timm", "sklearn", "skimage", *(["cv2"] if "arrow" in options.tasks else []), extras=("timm", "tools"))
+    need("timm", "sklearn", "skimage", *(["cv2"] if "arrow" in options.tasks else []))
     output = options.output.resolve()
     every = {(task, name): overrides(task, own, options.train) for task in TASKS for name, own in settings.items()}
     text = ""

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from tools.benchmark.report import machine
-from tools.requires import install_command
 
 ROOT = Path(__file__).resolve().parents[1]
 USER_DIR = ROOT / "plugins" / "fairseq"
@@ -45,7 +44,7 @@ def run(command: str | Path, arguments: Sequence[str | Path], log: Path) -> floa
     else:
         executable = Path(sys.executable).with_name(command)
         if not executable.exists():
-            raise StudyError(f"{command} is not in {executable.parent}: {install_command('fairseq')}")
+            raise StudyError(f"{command} is not in {executable.parent}: python -m attn_plugins install fairseq")
         words = [str(executable)]
     words += map(str, arguments)
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))

@@ -35,27 +35,25 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tools.requires import extras, need
+import torch
 
-with extras("timm", "tools"):
-    import torch
-
-    from tools.classification import broken, checkpoint
-    from tools.classification.config import Config, ConfigError, build, read_yaml
-    from tools.classification.data import (
-        TrainingLoader,
-        Transformed,
-        datasets,
-        training_transform,
-        validation_loader,
-        validation_transform,
-    )
-    from tools.classification.log import Log
-    from tools.classification.model import create_model, data_config, draw_parameters
-    from tools.classification.place import Place, find_place
-    from tools.classification.state import Settings, State, check_data, read_state, resumed, save_state
-    from tools.classification.trainer import Trainer, evaluate
-    from tools.pictures import BadPicture
+from tools import need
+from tools.classification import broken, checkpoint
+from tools.classification.config import Config, ConfigError, build, read_yaml
+from tools.classification.data import (
+    TrainingLoader,
+    Transformed,
+    datasets,
+    training_transform,
+    validation_loader,
+    validation_transform,
+)
+from tools.classification.log import Log
+from tools.classification.model import create_model, data_config, draw_parameters
+from tools.classification.place import Place, find_place
+from tools.classification.state import Settings, State, check_data, read_state, resumed, save_state
+from tools.classification.trainer import Trainer, evaluate
+from tools.pictures import BadPicture
 
 
 def check(options: argparse.Namespace) -> int:
@@ -272,7 +270,7 @@ def build_parser() -> argparse.ArgumentParser:
 def main(arguments: list[str] | None = None) -> int:
     options = build_parser().parse_args(arguments)
     if options.tensorboard:
-        need("tensorboard", extras=("timm", "tools"))
+        need("tensorboard")
     try:
         if options.check:
             return check(options)

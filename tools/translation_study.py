@@ -34,12 +34,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tools.requires import extras, need
-
-with extras():
-    from tools.files import write_text
-    from tools.study import USER_DIR, StudyError, add_arguments, added, choose, count_parameters, kept, log_rows, run
-    from tools.study import facts as machine_facts
+from tools import need
+from tools.files import write_text
+from tools.study import USER_DIR, StudyError, add_arguments, added, choose, count_parameters, kept, log_rows, run
+from tools.study import facts as machine_facts
 
 TRAINING = (
     "--optimizer adam --adam-betas '(0.9, 0.98)' --lr 5e-3 --lr-scheduler inverse_sqrt --warmup-updates 400 "
@@ -144,7 +142,7 @@ def make_corpus(folder: Path, target: str) -> None:
         if language != target:
             raise StudyError(f"--target {target}: CORPUS {folder} is of {language}: name another folder")
         return
-    need("polib", "sentencepiece", extras=("tools",))
+    need("polib", "sentencepiece")
     from tools.datasets import gettext_corpus
 
     coverage = ["--coverage", "0.9995"] if target.split("_")[0] in TOKENS else []

@@ -5,19 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from tools.requires import extras
+import torch
 
-with extras():
-    import torch
-
-    from attn_plugins.ops.criss_cross import operands as criss_cross_operands
-    from attn_plugins.ops.criss_cross.criss_cross_attention import ATTEND as ATTEND_CRISS_CROSS
-    from attn_plugins.ops.everywhere.global_attention import ATTEND as ATTEND_GLOBAL
-    from attn_plugins.ops.everywhere.operands import GlobalOptions, GlobalTerms, SequenceOptions, SequenceTerms
-    from attn_plugins.ops.everywhere.sequence_attention import ATTEND as ATTEND_SEQUENCE
-    from attn_plugins.ops.operator import Operator
-    from attn_plugins.ops.sampled import operands as sampled
-    from attn_plugins.ops.sampled.deform_conv import CONVOLVE
+from attn_plugins.ops.criss_cross import operands as criss_cross_operands
+from attn_plugins.ops.criss_cross.criss_cross_attention import ATTEND as ATTEND_CRISS_CROSS
+from attn_plugins.ops.everywhere.global_attention import ATTEND as ATTEND_GLOBAL
+from attn_plugins.ops.everywhere.operands import GlobalOptions, GlobalTerms, SequenceOptions, SequenceTerms
+from attn_plugins.ops.everywhere.sequence_attention import ATTEND as ATTEND_SEQUENCE
+from attn_plugins.ops.operator import Operator
+from attn_plugins.ops.sampled import operands as sampled
+from attn_plugins.ops.sampled.deform_conv import CONVOLVE
 
 Case = Callable[[], tuple[Operator, Any, Any]]  # an operator, its terms, its options
 CASES: dict[str, Case] = {}

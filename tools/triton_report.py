@@ -23,19 +23,16 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tools.requires import extras
+import torch
 
-with extras():
-    import torch
+from attn_plugins.ops import backends, triton_launch
+from attn_plugins.ops.operator import Operator
+from attn_plugins.ops.triton_launch import Launch
 
-    from attn_plugins.ops import backends, triton_launch
-    from attn_plugins.ops.operator import Operator
-    from attn_plugins.ops.triton_launch import Launch
-
-    from .benchmark import report
-    from .cuda_report import sass
-    from .files import write_text
-    from .triton_cases import CASES
+from .benchmark import report
+from .cuda_report import sass
+from .files import write_text
+from .triton_cases import CASES
 
 TARGETS = (80, 90, 100)
 TIMED = 90  # the target whose blocks were chosen by times, though some spill

@@ -31,15 +31,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tools.requires import extras, need
-
-with extras("timm", "tools"):
-    from tools.classification.config import Config, ConfigError, load
-    from tools.classification.model import create_model
-    from tools.datasets import image_folders
-    from tools.files import write_text
-    from tools.study import ROOT, StudyError, add_arguments, added, choose, facts, kept, run
-    from tools.vit_study_report import draw, markdown
+from tools import need
+from tools.classification.config import Config, ConfigError, load
+from tools.classification.model import create_model
+from tools.datasets import image_folders
+from tools.files import write_text
+from tools.study import ROOT, StudyError, add_arguments, added, choose, facts, kept, run
+from tools.vit_study_report import draw, markdown
 
 RECIPES = ROOT / "configs/timm"
 FOLDERS = {"crops": "photograph_crops", "digits": "digit_folders"}
@@ -221,7 +219,7 @@ def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, dict[str, li
 
 def main(arguments: list[str] | None = None) -> int:
     options, settings = parse(arguments)
-    need("sklearn", "skimage", "matplotlib", extras=("timm", "tools"))
+    need("sklearn", "skimage", "matplotlib")
     output, data = options.output.resolve(), options.data.resolve()
     trainings = [
         Training(data_set, name, settings[name][0], tuple(settings[name][1:]), seed)

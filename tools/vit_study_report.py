@@ -7,11 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tools.requires import extras
-
-with extras("timm", "tools"):
-    from tools.detection_study_curves import COLOURS, spread
-    from tools.files import write
+from tools.detection_study_curves import COLOURS, spread
+from tools.files import write
 
 Result = Mapping[str, Any]
 

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from attn_plugins.modules.capture import attention_layers, capture_attention
+from tools import need
 from tools.attention_view.objects import Objects, found, watch_head
 from tools.attention_view.transformer import OBJECTS, PIXELS, SAMPLED_OBJECTS, capture_transformer, transformer_layers
 from tools.attention_view.view import Layer, View, ViewError, chosen_layers, default_layers, one_line
 from tools.attention_view.vit import capture_vit, rollouts, vit_layers
-from tools.requires import need
 
 
 def mm_layers(model: nn.Module) -> dict[str, str]:

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from attn_plugins.modules import AlignmentAttention
 from attn_plugins.modules.capture import Captured, attention_layers
+from tools import need
 from tools.attention_view.parts import title_of
 from tools.attention_view.view import ViewError, one_line
 from tools.logs import quiet
-from tools.requires import need
 
 ENCODER, DECODER, ALIGNMENT = "encoder", "decoder", "alignment"
 MOST_PIECES = 256  # maximum in a sentence

@@ -17,6 +17,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from attn_plugins.modules.capture import Captured, attention_layers, capture_attention
+from tools import need
 from tools.attention_view.objects import Objects
 from tools.attention_view.sampling import Samples
 from tools.attention_view.space_time import step_layers
@@ -33,7 +34,6 @@ from tools.attention_view.vit import (
     vit_layers,
 )
 from tools.model_names import check_model_name
-from tools.requires import need
 
 PixelMaps = Captured | TokenMaps | PatchMaps
 Layer = PixelMaps | Samples
@@ -149,7 +149,7 @@ def load_timm(name: str, checkpoint: Path | None, options: dict[str, Any]) -> nn
     Raises:
         ViewError: timm has no such model, or the weights belong to another model.
     """
-    need("timm", "safetensors", extras=("timm", "tools"))
+    need("timm", "safetensors")
     import timm
     from timm.models import load_checkpoint
 

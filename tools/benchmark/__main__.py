@@ -17,14 +17,11 @@ import argparse
 import sys
 from pathlib import Path
 
-from tools.requires import extras
+import torch
 
-with extras():
-    import torch
-
-    from . import load, report, results
-    from .measure import Settings, measure
-    from .operators import OPERATORS, cases
+from . import load, report, results
+from .measure import Settings, measure
+from .operators import OPERATORS, cases
 
 # Options shown in a page's command, in this order.
 SHOWN = ("device", "threads", "seconds", "rounds", "min_rounds", "attempts", "wait", "k", "out")
@@ -86,8 +83,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def run(name: str, options: argparse.Namespace, settings: Settings) -> None:
     """Measure one operator's rows, print them, and write its JSON and page."""
-    with extras():
-        chosen = [case for case in cases(name, options.device) if options.k in case.name]
+    chosen = [case for case in cases(name, options.device) if options.k in case.name]
     before = load.wait_until_quiet(options.wait)
     if (before or 0) > load.LOADED:
         print(f"other processes use {load.words(before)}: these rows are not for publication")

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from attn_plugins import ops
-from tools.requires import extras
 
 from .case import Case, Run, forward, forward_backward
 
@@ -127,10 +126,9 @@ def deformable_conv(ours: bool) -> nn.Module:
 
 def timm_layer(name: str, layer: str) -> Callable[[bool], nn.Module]:
     def make(ours: bool) -> nn.Module:
-        with extras("timm"):
-            import timm
+        import timm
 
-            from attn_plugins.timm import accelerate
+        from attn_plugins.timm import accelerate
 
         model = timm.create_model(name)
         if ours:

@@ -16,13 +16,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tools.files import write_text
-from tools.requires import extras
 
-from . import results
-
-with extras():
-    from . import gpu_table
-    from .report import megabytes, milliseconds, working_memory
+from . import gpu_table, results
+from .report import megabytes, milliseconds, working_memory
 
 ROOT = results.FOLDER.parent
 PAGES = (ROOT / "README.md", ROOT / "docs/performance.md", ROOT / "docs/howto/faster.md")
@@ -291,9 +287,9 @@ def _rows(rows: Rows, entry: Entry) -> list[Mapping[str, Any]]:
 
 def tables() -> dict[str, list[str]]:
     """Return the names of every operator's backends, in order of preference."""
-    with extras():
-        from attn_plugins import ops
-        from attn_plugins.ops.operator import Operator
+    from attn_plugins import ops
+    from attn_plugins.ops.operator import Operator
+
     names = {}
     for functional in ops.__all__:
         module = sys.modules[getattr(ops, functional).__module__]

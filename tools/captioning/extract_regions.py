@@ -48,24 +48,22 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tools.requires import extras, need
+import torch
+from PIL import Image
+from torch.utils.data import DataLoader, Dataset
 
-with extras("captioning", "timm", "tools"):
-    import torch
-    from PIL import Image
-    from torch.utils.data import DataLoader, Dataset
-
-    from attn_plugins.captioning.region_features import RegionFeaturesWriter
-    from attn_plugins.captioning.region_formats import PACKAGES, package_of
-    from attn_plugins.captioning.region_parts import RegionParts, read_index
-    from tools.captioning.image_list import ListedImage, listed_images
-    from tools.captioning.json_files import BadFile
-    from tools.captioning.processes import Process, device_of, this_process
-    from tools.captioning.progress import Progress
-    from tools.captioning.region_recipe import make_extractor, recipe_of
-    from tools.captioning.regions import BadExtractor, Extractor, Regions, Selection
-    from tools.captioning.shared_run import SharedRun, produced
-    from tools.pictures import BadPicture, open_picture
+from attn_plugins.captioning.region_features import RegionFeaturesWriter
+from attn_plugins.captioning.region_formats import PACKAGES, package_of
+from attn_plugins.captioning.region_parts import RegionParts, read_index
+from tools import need
+from tools.captioning.image_list import ListedImage, listed_images
+from tools.captioning.json_files import BadFile
+from tools.captioning.processes import Process, device_of, this_process
+from tools.captioning.progress import Progress
+from tools.captioning.region_recipe import make_extractor, recipe_of
+from tools.captioning.regions import BadExtractor, Extractor, Regions, Selection
+from tools.captioning.shared_run import SharedRun, produced
+from tools.pictures import BadPicture, open_picture
 
 
 class Prepared(Dataset):

@@ -18,13 +18,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tools.requires import extras
+import numpy as np
 
-with extras("captioning"):
-    import numpy as np
-
-    from tools import files
-    from tools.captioning.json_files import BadFile, items, read_json, some
+from tools import files
+from tools.captioning.json_files import BadFile, items, read_json, some
 
 PARTS = ("train", "val", "test")
 

@@ -16,8 +16,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tools.requires import install_command
-
 PACKAGE = "pycocoevalcap"
 PTB, PLAIN = "PTBTokenizer", "plain"
 SPICE_MODELS = ("stanford-corenlp-3.6.0.jar", "stanford-corenlp-3.6.0-models.jar")
@@ -55,7 +53,8 @@ def package_folder() -> Path:
     """
     spec = importlib.util.find_spec(PACKAGE)
     if spec is None or not spec.submodule_search_locations:
-        raise MissingPackage(f"scores need {PACKAGE}, which is not installed: {install_command(PACKAGE)}")
+        install = "python -m attn_plugins install captioning"
+        raise MissingPackage(f"scores need {PACKAGE}, which is not installed: {install}")
     return Path(next(iter(spec.submodule_search_locations)))
 
 

@@ -19,7 +19,6 @@ from PIL import Image
 
 from attn_plugins.captioning.region_features import RegionFeatures
 from tools.captioning.regions import BadExtractor, Extractor, Regions, Selection
-from tools.requires import extras
 
 TOOL = "tools.captioning.extract_regions"
 # Options that change the features.
@@ -37,15 +36,13 @@ def make_extractor(options: argparse.Namespace, device: str) -> Extractor:
     """Return the requested one of the three extractors; only its own toolkit is imported."""
     weights: Any = Path(options.checkpoint) if options.checkpoint else "none" if options.no_weights else "default"
     if options.grid:
-        with extras("timm", "tools"):
-            from tools.captioning.grid_regions import GridRegions
+        from tools.captioning.grid_regions import GridRegions
 
         size = tuple(options.size) * (2 if len(options.size) == 1 else 1) if options.size else None
         return GridRegions(options.grid, options.grid_size, weights, device, options.seed, size)
     selection = Selection(options.min_regions, options.max_regions, options.score_threshold, options.nms)
     if options.torchvision:
-        with extras("timm", "tools"):
-            from tools.captioning.torchvision_regions import TorchvisionRegions
+        from tools.captioning.torchvision_regions import TorchvisionRegions
 
         size = (options.size[0], options.size[-1] if len(options.size) > 1 else 1333) if options.size else None
         return TorchvisionRegions(options.torchvision, selection, weights, options.feature, device, options.seed, size)
@@ -54,8 +51,7 @@ def make_extractor(options: argparse.Namespace, device: str) -> Extractor:
     config, checkpoint = mmdet_files(options)
     if checkpoint is None and not options.no_weights:
         raise BadExtractor("--mmdet CONFIG needs a CHECKPOINT, or --no-weights for random ones")
-    with extras("tools"):
-        from tools.captioning.mmdet_regions import MmdetRegions
+    from tools.captioning.mmdet_regions import MmdetRegions
 
     return MmdetRegions(config, selection, checkpoint, options.feature, device, options.seed)
 

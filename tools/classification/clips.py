@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torchvision.datasets import ImageFolder
 
+from tools import need
 from tools.clips import is_clip, is_video, open_clip, read_whole
-from tools.requires import need
 
 
 class ClipFolder(ImageFolder):

@@ -24,11 +24,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from tools.requires import extras
-
-with extras():
-    from attn_plugins.install import toolchain
-    from tools.files import write_text
+from attn_plugins.install import toolchain
+from tools.files import write_text
 
 from . import sass, work
 from .table import EXPLANATION, short, table

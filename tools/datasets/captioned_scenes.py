@@ -30,16 +30,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tools.requires import extras, need
+import numpy as np
+from PIL import Image
 
-with extras("tools"):
-    import numpy as np
-    from PIL import Image
-
-    from tools.datasets.pasting import annotation, digit_samples
-    from tools.datasets.recipes import is_made, new_folder
-    from tools.datasets.scene_captions import NOUNS, Scene, describe
-    from tools.datasets.scene_pictures import Painter
+from tools import need
+from tools.datasets.pasting import annotation, digit_samples
+from tools.datasets.recipes import is_made, new_folder
+from tools.datasets.scene_captions import NOUNS, Scene, describe
+from tools.datasets.scene_pictures import Painter
 
 PARTS = ("train", "val", "test")
 SHARES = (0.6, 0.2, 0.2)  # of the handwritten digits

@@ -33,15 +33,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from tools.requires import extras, need
+import numpy as np
+from PIL import Image
 
-with extras("tools"):
-    import numpy as np
-    from PIL import Image
-
-    from tools.datasets import pasting
-    from tools.datasets.pasting import SAMPLE_IMAGES, annotation, digit_samples, draw_digit, free_place, photograph
-    from tools.datasets.recipes import is_made, new_folder
+from tools import need
+from tools.datasets import pasting
+from tools.datasets.pasting import SAMPLE_IMAGES, annotation, digit_samples, draw_digit, free_place, photograph
+from tools.datasets.recipes import is_made, new_folder
 
 CLASSES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 SIZES = ((144, 208), (208, 144), (160, 192))  # (H, W): never square, so that swapped axes are noticed

@@ -41,13 +41,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from tools.requires import extras
+import numpy as np
+from PIL import Image
 
-with extras("tools"):
-    import numpy as np
-    from PIL import Image
-
-    from tools.datasets.face_alignment import SIZE, Alignment, Request
+from tools.datasets.face_alignment import SIZE, Alignment, Request
 
 SPLITS = ("train", "val", "test")
 ORIENTATION = 0x0112  # EXIF: how a viewer should rotate the picture

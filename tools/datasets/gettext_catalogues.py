@@ -17,10 +17,7 @@ from importlib import metadata
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
-from tools.requires import extras
-
-with extras("tools"):
-    import polib
+import polib
 
 CATALOGUE = re.compile(r"(?:^|/)([^/]+)/LC_MESSAGES/[^/]+\.(?:po|mo)$")
 NAME_VERSION = re.compile(r"(.+?)-(\d[^-]*)")  # a wheel's name continues with -python-abi-platform

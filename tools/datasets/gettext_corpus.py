@@ -41,8 +41,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 
+from tools import need
 from tools.datasets.gettext_catalogues import Package, canonical, entries, installed, named
-from tools.requires import need
 
 PARTS = ("train", "valid", "test")
 PACKAGES = ("Django==5.2.19", "pretix==2026.8.0", "Sphinx==9.0.4", "wagtail==8.0.1", "Weblate==5.14.3")

@@ -18,13 +18,11 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from tools.requires import extras, need
+import numpy as np
+from PIL import Image
 
-with extras("tools"):
-    import numpy as np
-    from PIL import Image
-
-    from tools.datasets.digits_on_photographs import CLASSES, GAP, PHOTOGRAPHS, TRAIN_WIDTH, digit_samples, photographs
+from tools import need
+from tools.datasets.digits_on_photographs import CLASSES, GAP, PHOTOGRAPHS, TRAIN_WIDTH, digit_samples, photographs
 
 ZOOM = (1.0, 2.0)  # pixels of the photograph per pixel of a crop
 

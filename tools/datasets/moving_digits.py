@@ -40,15 +40,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tools.requires import extras, need
+import numpy as np
+from PIL import Image
 
-with extras("tools"):
-    import numpy as np
-    from PIL import Image
-
-    from tools.datasets.digits_on_photographs import GAP, TRAIN_WIDTH, crop_background, photographs
-    from tools.datasets.pasting import digit_samples, draw_digit
-    from tools.datasets.recipes import is_made, new_folder
+from tools import need
+from tools.datasets.digits_on_photographs import GAP, TRAIN_WIDTH, crop_background, photographs
+from tools.datasets.pasting import digit_samples, draw_digit
+from tools.datasets.recipes import is_made, new_folder
 
 DIRECTIONS = {"down": (1, 0), "left": (0, -1), "right": (0, 1), "up": (-1, 0)}  # in rows and columns
 CHOICES = {2: ("left", "right"), 4: ("down", "left", "right", "up")}

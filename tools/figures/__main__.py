@@ -12,11 +12,9 @@ import sys
 from pathlib import Path
 
 from tools.files import write_text
-from tools.requires import extras
 
-with extras():
-    from . import aaconv, empirical, local_bilateral, tradeoff
-    from .row import markdown
+from . import aaconv, empirical, local_bilateral, tradeoff
+from .row import markdown
 
 PLOT = Path("docs/accuracy_over_flops.png")
 PAPERS = {"aaconv": aaconv, "empirical": empirical, "local_bilateral": local_bilateral}

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from attn_plugins.modules.augmented_conv import AAConv2d
-from tools.requires import extras
 
 from . import convention, networks
 from .convention import parameters
@@ -29,10 +28,9 @@ CONVENTION = (
 
 def model(name: str, **options: object) -> nn.Module:
     """Build a timm model on the meta device."""
-    with extras("timm"):
-        import timm
+    import timm
 
-        import attn_plugins.timm  # noqa: F401
+    import attn_plugins.timm  # noqa: F401
 
     with torch.device("meta"):
         return timm.create_model(name, **options).eval()

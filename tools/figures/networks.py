@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from tools.logs import quiet
-from tools.requires import extras
 
 from . import convention
 
@@ -39,9 +38,8 @@ def faster_rcnn(config: str, height: int = 800, width: int = 1344) -> list[conve
         height: Height of the image; 800×1333 pixels are padded to 800×1344.
         width: Width, likewise.
     """
-    with extras():
-        from mmdet.registry import MODELS
-        from mmengine.config import Config
+    from mmdet.registry import MODELS
+    from mmengine.config import Config
 
     model = Config.fromfile(CONFIGS / "mmdet" / config).model
     model.backbone.init_cfg = None
@@ -69,9 +67,8 @@ def retinanet(config: str, size: int = 640) -> tuple[int, list[convention.Call]]
         config: One of our files in ``configs/mmdet``.
         size: Side of the square image.
     """
-    with extras():
-        from mmdet.registry import MODELS
-        from mmengine.config import Config
+    from mmdet.registry import MODELS
+    from mmengine.config import Config
 
     model = Config.fromfile(CONFIGS / "mmdet" / config).model
     model.backbone.init_cfg = None
@@ -88,9 +85,8 @@ def segmentor(config: str, height: int = 768, width: int = 768) -> list[conventi
         height: Height of the image.
         width: Width, likewise.
     """
-    with extras():
-        from mmengine.config import Config
-        from mmseg.registry import MODELS
+    from mmengine.config import Config
+    from mmseg.registry import MODELS
 
     model = Config.fromfile(CONFIGS / "mmseg" / config).model
     model.update(pretrained=None, auxiliary_head=None, data_preprocessor=None)  # unused at inference
@@ -125,7 +121,7 @@ def translator(
     """
     from argparse import Namespace
 
-    with extras(), quiet():
+    with quiet():
         from fairseq.data import Dictionary
         from fairseq.models import ARCH_CONFIG_REGISTRY, ARCH_MODEL_REGISTRY
 

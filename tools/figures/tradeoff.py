@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from tools.files import write
-from tools.requires import extras
 
 from . import convention, empirical, networks, translation
 
@@ -168,11 +167,10 @@ def envelope(points: Sequence[Point]) -> list[Point]:
 
 def plot(path: Path, runs: Path = RUNS) -> dict[str, list[Point]]:
     """Draw all panels; return their points."""
-    with extras("tools"):
-        import matplotlib
+    import matplotlib
 
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
 
     panels = {title: printed(task) for task, title in TASKS.items()} | measured(runs)
     rows = -(-len(panels) // 3)

@@ -22,13 +22,10 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
-from tools.requires import extras
-
-with extras():
-    from tools.files import write_text
-    from tools.findings.page import counts, markdown
-    from tools.findings.studies import BENCHMARKS, STUDIES, carry_out, collect, missing
-    from tools.study import ROOT, StudyError
+from tools.files import write_text
+from tools.findings.page import counts, markdown
+from tools.findings.studies import BENCHMARKS, STUDIES, carry_out, collect, missing
+from tools.study import ROOT, StudyError
 
 PAGE = "findings.md"
 

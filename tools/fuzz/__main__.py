@@ -18,13 +18,10 @@ import sys
 import time
 from collections.abc import Sequence
 
-from tools.requires import extras
+import torch
 
-with extras():
-    import torch
-
-    from . import workers
-    from .operators import NAMES, describe, judge
+from . import workers
+from .operators import NAMES, describe, judge
 
 # cuBLAS reads it once, at its first product; without it, products fail in deterministic mode.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -25,16 +25,13 @@ import os
 import sys
 from pathlib import Path
 
-from tools.requires import extras
-
 from . import machine, peers
 
 if __name__ == "__main__":  # before the package, which need not be installed, is imported
     machine.make_importable()
 
-with extras():
-    from . import check
-    from .processes import Budget
+from . import check
+from .processes import Budget
 
 SECONDS = 480.0
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from tools.requires import need
+from tools import need
 
 from .. import compiled_mmcv, load, report, results
 from ..summary import NOISY, noisy, summarize

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from attn_plugins.modules import AAConv2d
 from attn_plugins.ops import global_attention
 from attn_plugins.terms.relative_position import relative_logits
-from tools.requires import extras
 
 from ..case import Case, Run, forward, forward_backward
 
@@ -107,10 +106,9 @@ def model_case(device: str, dtype: torch.dtype, passes: str, build: Callable[...
 
     def prepare(name: str) -> Callable[[], Run]:
         def run() -> Run:
-            with extras("timm"):
-                import timm
+            import timm
 
-                import attn_plugins.timm  # noqa: F401  registers the models
+            import attn_plugins.timm  # noqa: F401  registers the models
 
             model = timm.create_model(name).to(device, dtype)
             x = torch.randn(batch, 3, 224, 224, device=device, dtype=dtype)

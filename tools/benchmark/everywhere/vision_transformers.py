@@ -14,7 +14,6 @@ from attn_plugins.ops import global_attention, sequence_attention
 from attn_plugins.terms.decomposed import decomposed_logits
 from attn_plugins.terms.position_table import table_logits
 from attn_plugins.terms.window import shifted_window_segments
-from tools.requires import extras
 
 from ..case import Case, Run, forward, forward_backward
 
@@ -155,11 +154,10 @@ def decomposed_case(S: int, device: str, dtype: torch.dtype, passes: str, build:
 
 def built(name: str, fused: bool, ours: bool) -> nn.Module:
     """Build a timm model with timm's eager or fused attention, or with ours."""
-    with extras("timm"):
-        import timm
-        from timm.layers import set_fused_attn
+    import timm
+    from timm.layers import set_fused_attn
 
-        from attn_plugins.timm import accelerate
+    from attn_plugins.timm import accelerate
 
     set_fused_attn(fused)
     try:
