@@ -38,8 +38,8 @@ demo-quick:  ## train a classifier of digits instead and draw its attention page
 test: env  ## the test suite
 	$(RUN_TESTS) -m "not slow" $(PYTEST)
 
-test-all: env  ## the test suite with the slow tests
-	$(RUN_TESTS) $(PYTEST)
+test-all: env  ## the test suite with the slow tests, and with all cases of products of parameters
+	$(RUN_TESTS) --all-cases $(PYTEST)
 
 fuzz: env  ## random calls of every operator against the reference (CALLS=10000 SEED=0; 4 minutes on 2 cores)
 	$(PY) -m tools.fuzz --calls $(CALLS) --seed $(SEED)

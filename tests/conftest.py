@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import random
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Callable
+from itertools import combinations
 from pathlib import Path
 
 import pytest
@@ -17,23 +20,69 @@ if not torch.cuda.is_available():  # set before anything imports Triton, whose k
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
-def pytest_collection_modifyitems(config, items):
-    for marker in ("install", "site"):  # deselected unless the marker expression names them
-        if marker not in config.option.markexpr:
-            left_out = [item for item in items if item.get_closest_marker(marker)]
-            items[:] = [item for item in items if not item.get_closest_marker(marker)]
-            config.hook.pytest_deselected(items=left_out)
+SAMPLE = 8  # cases of a product of parameters, where the mark `sampled` says no other number
 
+
+def pytest_addoption(parser):
+    group = parser.getgroup("sampling")
+    group.addoption("--all-cases", action="store_true", help="run all cases of products of parameters")
+    group.addoption("--sample-seed", default="0", metavar="SEED", help="choose other cases of products (default 0)")
+
+
+def pytest_report_header(config):
+    cases = "all" if config.option.all_cases else f"a sample of products, --sample-seed {config.option.sample_seed}"
+    cuda = "" if torch.cuda.is_available() else "; none marked cuda: no device"
+    return f"cases: {cases}{cuda}"
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    if config.option.verbose < 0:  # then pytest prints no header
+        terminalreporter.write_line(pytest_report_header(config))
+
+
+@pytest.hookimpl(trylast=True)  # of the cases that -m and -k select
+def pytest_collection_modifyitems(config, items):
+    left_out = [marker for marker in ("install", "site") if marker not in config.option.markexpr]
     if not torch.cuda.is_available():
-        skip = pytest.mark.skip(reason="no CUDA device")
-        for item in items:
-            if item.get_closest_marker("cuda"):
-                item.add_marker(skip)
+        left_out.append("cuda")
+    kept = [item for item in items if not any(map(item.get_closest_marker, left_out))]
+    if not config.option.all_cases:
+        functions = defaultdict(list)
+        for item in kept:
+            functions[item.nodeid.partition("[")[0]].append(item)
+        chosen = {item for name, cases in functions.items() for item in sample(cases, config.option.sample_seed + name)}
+        kept = [item for item in kept if item in chosen]
+    remaining = set(kept)
+    config.hook.pytest_deselected(items=[item for item in items if item not in remaining])
+    items[:] = kept
 
     peers = [item for item in items if item.get_closest_marker("peers")]
     if peers and (reason := missing_mmcv()):
         for item in peers:
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def sample(cases: list[pytest.Item], seed: str) -> list[pytest.Item]:
+    """Choose some cases of a test function at random; each value of each parameter occurs in at least one.
+
+    Of the remaining cases, one with more new values, then with more new pairs of values, comes first.
+    """
+    mark = cases[0].get_closest_marker("sampled")
+    number = mark.args[0] if mark else SAMPLE
+    if len(cases) <= number:
+        return cases
+    values = {case: list(enumerate(case.callspec._idlist)) for case in cases}  # one id for each `parametrize`
+    every_value = mark is None or mark.kwargs.get("every_value", True)
+    new_values = {value for case in cases for value in values[case]} if every_value else set()
+    old_pairs: set[tuple] = set()
+    chosen, left = [], random.Random(seed).sample(cases, len(cases))
+    while new_values or len(chosen) < number:
+        gains = [(len(new_values & {*values[c]}), len({*combinations(values[c], 2)} - old_pairs)) for c in left]
+        best = left.pop(gains.index(max(gains)))
+        chosen.append(best)
+        new_values.difference_update(values[best])
+        old_pairs.update(combinations(values[best], 2))
+    return chosen
 
 
 def missing_mmcv() -> str | None:

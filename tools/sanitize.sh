@@ -49,6 +49,6 @@ sanitized "$PY" -m tools.fuzz --calls "$CALLS" --seed "$SEED"
 
 step "the operators' tests"
 # capture=sys: the output of a sanitizer that ends the process reaches the terminal.
-sanitized env OMP_NUM_THREADS=2 OMP_WAIT_POLICY=PASSIVE "$PY" -m pytest -q -m "not slow" -p no:cacheprovider --capture=sys \
+sanitized env OMP_NUM_THREADS=2 OMP_WAIT_POLICY=PASSIVE "$PY" -m pytest -q --all-cases -m "not slow" -p no:cacheprovider --capture=sys \
     -k "not emulation and not onnx" ${PYTEST:-} tests/ops
 step "no report"

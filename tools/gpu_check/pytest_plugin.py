@@ -30,6 +30,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.option.all_cases = True  # of products of parameters, of which tests/conftest.py otherwise takes a sample
     if config.getoption("--record") is not None:
         config.pluginmanager.register(Recorder(config), "gpu_check_recorder")
 
