@@ -49,11 +49,11 @@ def test_every_public_module_is_tested():
 # --- reset_parameters -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", VARIANTS)
-def test_what_owns_parameters_draws_them(name):
-    for module in VARIANTS[name]().modules():
-        if list(module.parameters(recurse=False)):
-            assert callable(getattr(module, "reset_parameters", None)), type(module)
+def test_what_owns_parameters_draws_them():
+    for name, make in VARIANTS.items():
+        for module in make().modules():
+            if list(module.parameters(recurse=False)):
+                assert callable(getattr(module, "reset_parameters", None)), (name, type(module))
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -105,36 +105,36 @@ def test_reset_in_any_order_is_the_plain_convolution_again(children_first):
     torch.testing.assert_close(module(x), F.conv2d(x, module.weight, module.bias, padding=1))
 
 
-@pytest.mark.parametrize("name", VARIANTS)
-def test_made_without_memory_and_then_drawn(name):
-    module = VARIANTS[name](device="meta").to_empty(device="cpu")
-    spoil(module)
-    module.apply(reset)
-    assert all(tensor.isfinite().all() for tensor in module.state_dict().values())
-    assert not any((parameter == 7).any() for parameter in module.parameters())
+def test_made_without_memory_and_then_drawn():
+    for name, make in VARIANTS.items():
+        module = make(device="meta").to_empty(device="cpu")
+        spoil(module)
+        module.apply(reset)
+        assert all(tensor.isfinite().all() for tensor in module.state_dict().values()), name
+        assert not any((parameter == 7).any() for parameter in module.parameters()), name
 
 
 # --- device and dtype -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_factory_arguments_are_keyword_only(name):
-    parameters = inspect.signature(public_modules()[name]).parameters
-    for argument in ("device", "dtype"):
-        assert parameters[argument].kind is inspect.Parameter.KEYWORD_ONLY
-        assert parameters[argument].default is None
+def test_factory_arguments_are_keyword_only():
+    for name, module in public_modules().items():
+        parameters = inspect.signature(module).parameters
+        for argument in ("device", "dtype"):
+            assert parameters[argument].kind is inspect.Parameter.KEYWORD_ONLY, name
+            assert parameters[argument].default is None, name
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("device", ["meta", "cpu"])
-@pytest.mark.parametrize("name", VARIANTS)
-def test_parameters_and_buffers_follow(name, device, dtype):
-    module = VARIANTS[name](device=device, dtype=dtype)
-    tensors = [*module.parameters(), *module.buffers()]
-    assert tensors
-    for tensor in tensors:
-        assert tensor.device.type == device
-        assert tensor.dtype == dtype or not tensor.is_floating_point()  # the counter of a BatchNorm
+def test_parameters_and_buffers_follow(device, dtype):
+    for name, make in VARIANTS.items():
+        module = make(device=device, dtype=dtype)
+        tensors = [*module.parameters(), *module.buffers()]
+        assert tensors, name
+        for tensor in tensors:
+            assert tensor.device.type == device, name
+            assert tensor.dtype == dtype or not tensor.is_floating_point(), name  # the counter of a BatchNorm
 
 
 # --- choices ----------------------------------------------------------------------------------------------------------

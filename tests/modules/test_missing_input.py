@@ -27,9 +27,9 @@ LAYERS = {
 }
 
 
-@pytest.mark.parametrize("name", LAYERS)
-def test_none_is_a_type_error(name):
-    layer = LAYERS[name]()
-    arguments = (None, None) if name == "AlignmentAttention" else (None,)
-    with pytest.raises(TypeError, match=r"^(x|input|query) must be a Tensor, got NoneType"):
-        layer(*arguments)
+def test_none_is_a_type_error():
+    for name, make in LAYERS.items():
+        layer = make()
+        arguments = (None, None) if name == "AlignmentAttention" else (None,)
+        with pytest.raises(TypeError, match=r"^(x|input|query) must be a Tensor, got NoneType"):
+            layer(*arguments)

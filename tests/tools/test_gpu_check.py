@@ -194,6 +194,7 @@ def test_time_that_is_over_leaves_tests_not_run(bad_file, tmp_path):
     assert testing.summary(found, None) == (False, "1 not run")
 
 
+@pytest.mark.cuda
 def test_collecting_finds_marked_tests_of_this_repository(tmp_path):
     found, problem = testing.collect(Budget(120), tmp_path / "log", tmp_path, ["tests/ops/criss_cross"])
     assert problem is None

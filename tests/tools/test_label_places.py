@@ -9,9 +9,12 @@ import pytest
 from tools.label_places import overlap, place
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_labels_overlap_neither_each_other_nor_the_frame(seed):
-    draw = random.Random(seed)
+def test_labels_overlap_neither_each_other_nor_the_frame():
+    for seed in range(20):
+        check(random.Random(seed))
+
+
+def check(draw: random.Random) -> None:
     frame = (600, 420)
     boxes, sizes = [], []
     for _ in range(draw.randint(1, 14)):

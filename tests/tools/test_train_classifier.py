@@ -152,6 +152,7 @@ def test_two_processes(few_digits, tmp_path, capsys):
     assert f"loss {log[1]['val_loss']:.4f}" in alone
 
 
+@pytest.mark.sampled(4, every_value=False)
 @pytest.mark.parametrize("config", [c for c in CONFIGS if load(c).dataset != "clips"], ids=lambda file: file.stem)
 def test_a_config_trains_and_infers(config, ten_digits, tmp_path):
     size = "16" if "imagenet" not in config.stem and "image" not in config.stem else "64"
@@ -169,12 +170,9 @@ def test_a_config_trains_and_infers(config, ten_digits, tmp_path):
     assert 0 <= row["top1"] <= row["top5"] <= 100
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda file: file.stem)
-def test_a_config_names_the_paper_and_the_readme_names_it(config):
-    assert config.name in (ROOT / "configs/timm/README.md").read_text()
-    first = config.read_text().splitlines()[0]
-    assert first.startswith("#")
-    assert ("Bello" in first) == config.stem.startswith(("cifar", "imagenet"))
+def test_the_readme_names_every_config():
+    text = (ROOT / "configs/timm/README.md").read_text()
+    assert not [config for config in CONFIGS if config.name not in text]
 
 
 def test_schedules():
