@@ -44,6 +44,7 @@ def test_reference_is_the_formula(size, logits):
     torch.testing.assert_close(reference.criss_cross_attention(*terms, 0.7), by_loops(*terms, 0.7))
 
 
+@pytest.mark.sampled(24)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("logits", LOGITS)

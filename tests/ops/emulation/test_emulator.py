@@ -12,7 +12,7 @@ import torch
 from tests.ops.emulation.kernels import NEEDS, fills_variables, load
 from tests.ops.emulation.translate import translate
 
-pytestmark = NEEDS
+pytestmark = [*NEEDS, pytest.mark.slow]
 SEEDS = ["0", "1", "2"]
 
 

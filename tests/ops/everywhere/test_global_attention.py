@@ -59,6 +59,7 @@ def test_equals_the_definition_in_loops(terms, broadcast):
     close(reference.global_attention(*arguments, 0.7), expected)
 
 
+@pytest.mark.sampled(32)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("broadcast", [False, True])
 @pytest.mark.parametrize("terms", COMBINATIONS)

@@ -63,6 +63,7 @@ def path(request, monkeypatch):
         yield request.param
 
 
+@pytest.mark.sampled(24)
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("causal, start", [(False, 0), (False, 3), (True, 0), (True, 2), (True, 9)])
@@ -86,6 +87,7 @@ def check(arguments, mask=None, tolerance=None, start=None, **options) -> None:
         torch.testing.assert_close(gradient, other, **(tolerance or {}))
 
 
+@pytest.mark.sampled(48)
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("causal, start", [(False, 0), (False, 3), (True, 0), (True, 2), (True, 9)])

@@ -44,6 +44,7 @@ def path(request, monkeypatch):
         yield request.param
 
 
+@pytest.mark.sampled(24)
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("causal, start", [(False, 0), (False, 2), (True, 0), (True, 1)])
 @pytest.mark.parametrize("terms", TERMS)

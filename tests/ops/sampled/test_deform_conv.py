@@ -67,6 +67,7 @@ def test_equals_plain_loops(name: str, masked: bool) -> None:
     assert relative_error(through_reference(**operands), expected) < 1e-12
 
 
+@pytest.mark.sampled(16)
 @needs_torchvision
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("masked", [True, False])

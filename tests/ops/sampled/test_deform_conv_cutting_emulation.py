@@ -11,7 +11,7 @@ from attn_plugins.ops import reference
 from tests.ops.emulation.kernels import NEEDS, error
 from tests.ops.sampled.test_deform_conv_emulation import expected_gradients, problem
 
-pytestmark = NEEDS
+pytestmark = [*NEEDS, pytest.mark.slow]
 DEVICES = {"one multiprocessor": (1, 4 << 20), "A100": (108, 40 << 20), "H200": (132, 60 << 20)}
 
 

@@ -8,7 +8,7 @@ import torch
 from tests.ops.emulation.kernels import NEEDS, error
 from tests.ops.sampled.test_deform_conv_emulation import expected_gradients, problem
 
-pytestmark = NEEDS
+pytestmark = [*NEEDS, pytest.mark.slow]
 CASES = {
     "two channels a thread": dict(C=128, H=9, W=11, out=4),
     "two channels, not all threads": dict(C=140, B=1, H=6, W=9, out=3, mask=False),

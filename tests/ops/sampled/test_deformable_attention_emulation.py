@@ -10,7 +10,7 @@ from attn_plugins.ops.sampled.attention_reference import deformable_attention as
 from tests.ops.emulation.kernels import NEEDS, error
 from tests.ops.sampled.deformable_attention_operands import SHAPES, operands
 
-pytestmark = NEEDS
+pytestmark = [*NEEDS, pytest.mark.slow]
 
 CASES = {
     "a vector a thread": dict(d=32),

@@ -10,7 +10,7 @@ import torch
 
 from tests.ops.emulation.kernels import NEEDS, reserved
 
-pytestmark = NEEDS
+pytestmark = [*NEEDS, pytest.mark.slow]
 
 
 @pytest.fixture(autouse=True)

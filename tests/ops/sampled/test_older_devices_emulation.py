@@ -8,15 +8,19 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 TESTS = (
     "test_any_order_of_threads", "test_channels_last_and_strided", "test_infinite", "test_misaligned",
     "test_sums_in_another_order", "test_writes_only_what_is_needed", "test_planes_however_they_are_cut",
 )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_capability_8_0():
     """In a process of its own, since a process can load the emulated operators of one capability alone."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *emulations(), "-k", " or ".join(TESTS)]
+    command = [sys.executable, "-m", "pytest", "-q", "--all-cases", "-p", "no:cacheprovider", *emulations()]
+    command += ["-k", " or ".join(TESTS)]
     environment = os.environ | {"EMULATED_ARCH": "800"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=900)
     assert done.returncode == 0, done.stdout[-3000:]

@@ -80,6 +80,7 @@ def test_reference_is_the_formula(kernel, stride, padding, dilation, logits, bor
     torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.sampled(40)
 @needs_kernel
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("border", ["exclude", "zero"])
@@ -159,6 +160,7 @@ def test_a_workspace_smaller_than_all_heads():
         torch.testing.assert_close(a.repeat(1, 4, 1, 1, 1), b, rtol=0, atol=0)
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("border", ["exclude", "zero"])
 @pytest.mark.parametrize("logits", LOGITS)

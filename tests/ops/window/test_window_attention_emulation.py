@@ -16,7 +16,7 @@ from attn_plugins.ops.window import cuda
 from attn_plugins.ops.window.operands import Options, Terms
 from tests.ops.emulation.kernels import NEEDS, error, load, reserved
 
-pytestmark = NEEDS
+pytestmark = [*NEEDS, pytest.mark.slow]
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}
 
 
