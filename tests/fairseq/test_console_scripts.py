@@ -204,6 +204,7 @@ def test_one_process_after_another_in_one_interpreter(data, tmp_path):
     assert sorted(re.findall(r"^H-(\d)\t", logs[6], re.M)) == ["0", "1", "2", "4"]  # 3 is too long
 
 
+@pytest.mark.slow
 def test_data_sets_that_fail_under_numpy_2_in_stock_fairseq(data, tmp_path):
     """Language modelling on blocks of sentences, and batches bucketed by length."""
     text = data.parent

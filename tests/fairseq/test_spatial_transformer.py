@@ -32,7 +32,12 @@ SETTINGS = [
     dict(kind="shaw", shaw_distance=1, shaw_per_head=True),
     dict(kind="bilateral", encoder_kernel_sizes=3, bilateral_smoothing="zscore", bilateral_outside="mean"),
 ]
-every_setting = pytest.mark.parametrize("setting", SETTINGS, ids=lambda s: "-".join(map(str, s.values())))
+settings = pytest.mark.parametrize("setting", SETTINGS, ids=lambda s: "-".join(map(str, s.values())))
+
+
+def some_settings(test):
+    """Parametrise a test; other tests draw other settings."""
+    return pytest.mark.sampled(12, every_value=False)(settings(test))
 
 
 def build(kind: str = "1111", **options: Any) -> SpatialTransformerModel:
@@ -60,7 +65,7 @@ def build_trained(setting: dict[str, Any], **options: Any) -> SpatialTransformer
     return model
 
 
-@every_setting
+@some_settings
 def test_every_setting_trains(setting):
     model = build(**setting)
     sample = batch(model)
@@ -81,7 +86,7 @@ def test_every_setting_trains(setting):
 
 
 @torch.no_grad()
-@every_setting
+@some_settings
 def test_step_by_step_equals_the_full_pass_after_reorders(setting):
     """The batch size changes as sentences end."""
     model = build_trained(setting)
@@ -96,7 +101,7 @@ def test_step_by_step_equals_the_full_pass_after_reorders(setting):
 
 
 @torch.no_grad()
-@every_setting
+@some_settings
 def test_no_position_sees_the_future(setting):
     model = build_trained(setting)
     sample = batch(model, T=7)
@@ -110,7 +115,7 @@ def test_no_position_sees_the_future(setting):
 
 
 @torch.no_grad()
-@every_setting
+@some_settings
 def test_padding_changes_no_other_token(setting):
     """Compare sources padded on the left and right, and targets padded on the right, with each sentence alone."""
     model = build_trained(setting)

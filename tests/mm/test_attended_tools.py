@@ -101,6 +101,7 @@ def test_a_killed_run_resumes_on_its_curve(uninterrupted, digits, tmp_path):
     assert_same_weights(run, uninterrupted, EPOCHS, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_testing_tool_and_init_detector(uninterrupted, digits):
     checkpoint = uninterrupted.folder / f"epoch_{EPOCHS}.pth"
     log = run_tool(TEST_TOOL, uninterrupted.config, checkpoint, "--work-dir", uninterrupted.folder / "test")

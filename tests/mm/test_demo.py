@@ -68,6 +68,7 @@ def test_demo_trains_resumes_and_then_only_draws(small, tmp_path, capsys, monkey
     assert (work / "detections.png").exists()
 
 
+@pytest.mark.slow
 def test_demo_shows_why_the_training_tool_failed(small, tmp_path):
     small(epochs=1)
     for config in tmp_path.glob("*.py"):

@@ -51,6 +51,7 @@ def test_autocast(name, autocast, device):
     check_module(module, inputs(name), device, torch.float32, autocast=autocast, factor=2 * factor(name))
 
 
+@pytest.mark.sampled(8, every_value=False)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_state_dict_of_the_cpu_loads_into_one_made_there(name, device):

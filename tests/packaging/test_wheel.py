@@ -59,6 +59,7 @@ def test_contents(wheel):
     assert not unwanted
 
 
+@pytest.mark.slow
 def test_works_on_its_own(python, installed):
     result = python("import runpy; runpy.run_module('attn_plugins', run_name='__main__')", PYTHONPATH=str(installed))
     assert str(installed / "attn_plugins") in result.stdout
@@ -66,6 +67,7 @@ def test_works_on_its_own(python, installed):
     assert "all is well" in result.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("fairseq") is None, reason="fairseq is not installed")
 def test_literal_user_dir_with_an_installed_wheel(python, installed):
     """The user is in a checkout, has installed the wheel and passes ``--user-dir plugins/fairseq``."""

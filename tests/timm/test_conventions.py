@@ -16,6 +16,8 @@ import attn_plugins.timm  # noqa: E402
 from attn_plugins.modules.deformable_conv import DeformableConv2d  # noqa: E402
 from attn_plugins.modules.generalized_attention import GeneralizedAttention2d  # noqa: E402
 
+# Each function draws other models.
+pytestmark = pytest.mark.sampled(3, every_value=False)
 ROOMS = ("aa_resnet", "aa_mnasnet", "aa_wide_resnet", "attended_resnet")
 MODELS = sorted(name for room in ROOMS for name in timm.list_models(module=room))
 # One small model of each kind. A stage of two blocks has the first block of a stage and one that follows.

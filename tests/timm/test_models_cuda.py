@@ -57,6 +57,7 @@ def small(name: str) -> tuple[nn.Module, torch.Tensor]:
     return model.eval(), torch.randn(2, *shape)
 
 
+@pytest.mark.sampled(3, every_value=False)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", [*NAMES, *CHANGED])
 def test_equals_float64_on_the_cpu(name, device):
@@ -66,6 +67,7 @@ def test_equals_float64_on_the_cpu(name, device):
     check_module(model, ((x,), {}), device, torch.float32, factor=factor)
 
 
+@pytest.mark.sampled(3, every_value=False)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("autocast", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", [*NAMES, *CHANGED])
@@ -81,6 +83,7 @@ def test_autocast(name, autocast, device):
     assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
 
 
+@pytest.mark.sampled(1, every_value=False)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", ["aa_resnet34", "attn0010_dcn_resnet50", "attn_swin_tiny_patch4_window7_224"])
 def test_compiled(name, device):

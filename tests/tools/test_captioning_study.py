@@ -152,6 +152,7 @@ def test_fused(output, data, tmp_path, capsys):
 ROWS = [(name, stage) for name, row in study.SETTINGS.items() for stage in study.STAGES if not row.fused]
 
 
+@pytest.mark.sampled(6, every_value=False)
 @pytest.mark.parametrize(
     ("name", "stage"), [row for row in ROWS if row[1] == study.FIRST or "arch" in study.SETTINGS[row[0]].model]
 )
