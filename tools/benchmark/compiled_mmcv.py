@@ -13,11 +13,11 @@ def is_compiled() -> bool:
     Raises:
         ImportError: mmcv is not installed, or its operators are not.
     """
-    from mmcv.ops import get_compiler_version
+    import mmcv._ext
 
     from attn_plugins import mmcv_ext
 
-    return get_compiler_version() != mmcv_ext.NOT_COMPILED
+    return mmcv._ext.get_compiler_version() != mmcv_ext.NOT_COMPILED
 
 
 def operators() -> ModuleType:
