@@ -21,7 +21,7 @@ export VENV
 help:  ## list the targets
 	@sed -n 's/^\([a-z0-9-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "  make %-21s %s\n", $$1, $$2}'
 
-env:  ## set up $(VENV): the pinned stack, the compiled extension, fairseq (resumes; 5 minutes the first time on 2 cores)
+env:  ## set up $(VENV): the pinned stack, the compiled extension, fairseq (resumes; 3 minutes the first time on 2 cores)
 	@tools/environment.sh
 
 env-peers:  ## the same and mmcv compiled, which benchmarks and the tests marked "peers" compare with (10 minutes more)
