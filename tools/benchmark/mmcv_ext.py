@@ -78,7 +78,7 @@ def roi_align(extension: ModuleType, regions: int, size: int, backward: bool) ->
 
 
 def psa_mask(extension: ModuleType) -> Run:
-    """PSANet's attention of 10 × 10 pixels: the profiler, which records mmcv's every access to a tensor, takes no more."""
+    """PSANet on 10 × 10 pixels; mmcv makes a tensor for every element, which the profiler of memory records."""
     masks, output = torch.randn(1, 19 * 19, 10, 10), torch.zeros(1, 100, 10, 10)
     sizes = dict(h_feature=10, w_feature=10, h_mask=19, w_mask=19, half_h_mask=9, half_w_mask=9)
     return lambda: extension.psamask_forward(masks, output, psa_type=0, num_=1, **sizes)
