@@ -16,7 +16,7 @@
 
 Every setting is trained with cross-entropy, and some are then trained self-critically, all with the same options except
 the setting's own, on one CPU thread. The checkpoint with the best validation loss (in the second stage: the best
-validation CIDEr-D) is scored on the test images by ``tools.captioning.score``. Settings with a ``result.json`` are not
+validation CIDEr-D) is scored on the test images by ``tools.caption score``. Settings with a ``result.json`` are not
 run again; an interrupted setting restarts from the beginning.
 
 ``--data`` names a data folder of the task ``captioning`` to use instead of the scenes: ``images``, ``captions.json``
@@ -36,8 +36,8 @@ from pathlib import Path
 from typing import Any
 
 from tools import need
-from tools.captioning.json_files import BadFile, read_json
-from tools.captioning.score import read_references, read_split
+from tools.caption.lists import BadFile, read_json
+from tools.caption.score import read_references, read_split
 from tools.captioning.study_settings import BASELINES, SETTINGS, Setting
 from tools.captioning.study_table import aggregated, markdown
 from tools.files import write_text
@@ -84,10 +84,10 @@ class Study:
     more: Mapping[str, str]
 
     def score(self, folder: Path, captions: Path, *splits: str | Path) -> dict[str, Any]:
-        """Return the report of tools.captioning.score for ``folder / "results.json"``."""
+        """Return the report of ``tools.caption score`` for ``folder / "results.json"``."""
         scores = folder / "scores.json"
-        arguments = [folder / "results.json", captions, *splits, "--json", scores]
-        run("tools.captioning.score", arguments, folder / "score.log")
+        arguments = ["score", folder / "results.json", captions, *splits, "--json", scores]
+        run("tools.caption", arguments, folder / "score.log")
         return json.loads(scores.read_text(encoding="utf-8"))
 
     def generate(self, folder: Path, checkpoints: Sequence[Path], task: str) -> dict[str, Any]:
@@ -226,14 +226,15 @@ def prepare(output: Path, options: argparse.Namespace) -> tuple[Path, dict[str, 
         detector.append("--resume")
     extraction = shlex.split(options.regions) or [*shlex.split(REGIONS), "--checkpoint", weights]
     extraction += ["--splits", data / "splits.json"]
+    training = "tools.captioning.train_attributes", [data, output / "detector", *detector]
     steps = [
-        ("attributes", [data / "attributes.json"], "train_attributes", [data, output / "detector", *detector]),
-        ("regions", regions, "extract_regions", [data / "images", regions[0], *extraction]),
+        ("attributes", [data / "attributes.json"], *training),
+        ("regions", regions, "tools.caption", ["extract", data / "images", regions[0], *extraction]),
     ]
     recipes = {"scenes": f"{SCENES} {options.scenes}", "attributes": f"{DETECTOR} {options.detector}"}
     if options.data is None:
         scenes = [data, *shlex.split(recipes["scenes"])]
-        steps.insert(0, ("scenes", [data / "splits.json"], "captioned_scenes", scenes))
+        steps.insert(0, ("scenes", [data / "splits.json"], "tools.datasets.captioned_scenes", scenes))
     recipes["regions"] = options.regions or REGIONS
     for name in ("images", "captions.json", "splits.json") if options.data else ():
         if not (data / name).exists():
@@ -241,14 +242,13 @@ def prepare(output: Path, options: argparse.Namespace) -> tuple[Path, dict[str, 
     lacking = not options.regions and not any(file.exists() for file in (*regions, weights))
     if lacking and (data / "attributes.json").exists():
         raise StudyError(
-            f"{data} has attributes.json, but no regions: create them with tools.captioning.extract_regions, or remove "
+            f"{data} has attributes.json, but no regions: create them with tools.caption extract, or remove "
             f"attributes.json to create both with a detector that is trained in {output / 'detector'}"
         )
     for name, results, module, arguments in steps:
         if not any(result.exists() for result in results):
             print(f"{name}: making {results[0]}", flush=True)
-            package = "datasets" if name == "scenes" else "captioning"
-            seconds = run(f"tools.{package}.{module}", arguments, output / f"{name}.log")
+            seconds = run(module, arguments, output / f"{name}.log")
             made[name] = {"options": recipes[name].strip(), "cpu_seconds": round(seconds, 1)}
             write_text(path, json.dumps(made, indent=1) + "\n")
         elif name in made and made[name]["options"] != recipes[name].strip():
@@ -309,10 +309,7 @@ def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, dict[str, Se
         "--detector", default="", metavar="OPTIONS", help="options of tools.captioning.train_attributes"
     )
     parser.add_argument(
-        "--regions",
-        default="",
-        metavar="OPTIONS",
-        help="options of tools.captioning.extract_regions, for other regions",
+        "--regions", default="", metavar="OPTIONS", help="options of tools.caption extract, for other regions"
     )
     options = parser.parse_args(arguments)
     settings = dict(SETTINGS)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from PIL import Image, ImageDraw
 
-from tools.captioning.lettering import lettering_for
 from tools.label_places import Rectangle, overlap, place
+from tools.lettering import lettering_for
 from tools.picture_sheet import MARGIN, justified, save, sheet
 from tools.pictures import open_picture
 

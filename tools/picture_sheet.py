@@ -7,7 +7,7 @@ from pathlib import Path
 
 from PIL import Image, ImageDraw
 
-from tools.captioning.lettering import lettering_for
+from tools.lettering import lettering_for
 
 Place = tuple[int, int, int, int]  # left, top, width, height, relative to the margin
 MARGIN, GAP = 16, 16

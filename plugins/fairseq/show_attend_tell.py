@@ -3,7 +3,7 @@
 The model of Xu et al. 2015 as in the lecture ("Image Captioning"): the decoder, which is
 :class:`attn_plugins.modules.ShowAttendTell`, attends to the stored features directly. The criterion
 ``doubly_stochastic_cross_entropy`` adds the paper's regularisation. Regions may be the cells of a grid
-(``extract_regions --grid``) or those of a detector.
+(``tools.caption extract --grid``) or those of a detector.
 """
 
 # ruff: noqa: UP045  fairseq reads the types of the fields

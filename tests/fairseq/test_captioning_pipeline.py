@@ -23,11 +23,11 @@ from attn_plugins.captioning.region_features import RegionFeatures
 SMALLER = {
     "tools.datasets.captioned_scenes": "--train 30 --val 6 --test 6 --size 64",
     "tools.captioning.train_attributes": "--backbone test_resnet --size 64 --epochs 2 --batch-size 10 --device cpu",
-    "tools.captioning.extract_regions": "--grid test_resnet --grid-size 2 --device cpu",
+    "tools.caption extract": "--grid test_resnet --grid-size 2 --device cpu",
     "fairseq-train": "--embed-dim 32 --ffn-dim 32 --max-epoch 2 --lr 0.01 --warmup-updates 4",
     "fairseq-generate": "--beam 2 --max-len-b 12",
-    "tools.captioning.score": "--json work_dirs/scores.json",
-    "tools.caption": "--beam 2 --max-len 12 --device cpu",
+    "tools.caption score": "--json work_dirs/scores.json",
+    "tools.caption caption": "--beam 2 --max-len 12 --device cpu",
 }
 DOCUMENTS = ("docs/howto/captioning.md", "configs/fairseq/captioning/README.md")
 
@@ -36,7 +36,7 @@ def sequence(document: str) -> str:
     """Return the lines of the shell block that creates the scenes, or nothing if a document has no such block."""
     text = (ROOT / document).read_text(encoding="utf-8")
     blocks = re.findall(r"^```bash\n(python -m tools\.datasets\.captioned_scenes.*?)^```$", text, flags=re.M | re.S)
-    return next((block for block in blocks if "tools.caption " in block), "")
+    return next((block for block in blocks if "tools.caption caption" in block), "")
 
 
 def commands() -> list[str]:
@@ -45,7 +45,7 @@ def commands() -> list[str]:
 
 def run(command: str, folder: Path) -> str:
     """Run a line of the sequence in a shell, with its reduced options, and return its output."""
-    name = re.search(r"^(?:python -m )?(\S+)", command)[1]
+    name = re.search(r"^(?:python -m )?(tools\.caption \w+|\S+)", command)[1]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
     command = re.sub(r"/\d{6}\.jpg", "/000042.jpg", f"{command} {SMALLER[name]}")  # the last occurrence counts

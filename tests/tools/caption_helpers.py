@@ -1,4 +1,4 @@
-"""Captioned scenes with a detector and small captioning models, and runs of ``tools.caption`` on them."""
+"""Captioned scenes with a detector and small captioning models, and runs of ``tools.caption caption`` on them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.trainer import Trainer
 
 import attn_plugins.fairseq  # noqa: F401
-from tools import caption as tool
-from tools.captioning import extract_regions, train_attributes
-from tools.captioning.attributes import AttributeDetector, frequent_words
-from tools.captioning.timm_backbone import TimmBackbone
+from tools.caption.__main__ import main
+from tools.caption.attributes import AttributeDetector, frequent_words
+from tools.caption.backbones import TimmBackbone
+from tools.captioning import train_attributes
 from tools.datasets.captioned_scenes import Recipe, build
 from tools.pictures import open_picture
 
@@ -67,7 +67,7 @@ def create(folder: Path) -> Path:
     assert train_attributes.main([str(data), str(folder), "--predict", "--top", "3", "--device", "cpu"]) == 0
     grid = ["--grid", "test_resnet", "--checkpoint", str(folder / "best.safetensors"), "--grid-size", "3"]
     splits = ["--splits", str(data / "splits.json"), "--device", "cpu"]
-    assert extract_regions.main([str(data / "images"), str(data / "regions.npz"), *grid, *splits]) == 0
+    assert main(["extract", str(data / "images"), str(data / "regions.npz"), *grid, *splits]) == 0
     for fusion in FUSIONS:
         checkpoint(folder / f"{fusion}.pt", data, "--fusion", fusion)
     for name, seen in CAPTIONERS.items():
@@ -81,8 +81,21 @@ def run(data: Path, out: Path, *pictures: Any, path: str = "entangled", options:
     folder = data.parent
     models = ":".join(str(folder / f"{name}.pt") for name in path.split(":"))
     detector = () if path in ("visual", "show_attend_tell") else ("--detector", folder / "best.safetensors")
-    given = [*pictures, "--path", models, *detector, "--out", out, "--device", "cpu", "--max-len", 6, *options]
-    return tool.main(list(map(str, given)))
+    given = [
+        "caption",
+        *pictures,
+        "--path",
+        models,
+        *detector,
+        "--out",
+        out,
+        "--device",
+        "cpu",
+        "--max-len",
+        6,
+        *options,
+    ]
+    return main(list(map(str, given)))
 
 
 def read(path: Path) -> Any:

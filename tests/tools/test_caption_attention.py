@@ -12,10 +12,10 @@ pytest.importorskip("fairseq")
 
 from attn_plugins.modules import MultiheadAttention
 from tests.tools.caption_helpers import CAPTIONERS, read, run
-from tools.captioning.attributes import AttributeDetector, load_detector
-from tools.captioning.captioner import Captioner, Search
-from tools.captioning.timm_backbone import TimmBackbone
-from tools.captioning.word_attention import summary, word_attention
+from tools.caption.attributes import AttributeDetector, load_detector
+from tools.caption.backbones import TimmBackbone
+from tools.caption.captioner import Captioner
+from tools.caption.word_attention import summary, word_attention
 from tools.pictures import open_picture
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def captioner(captioned) -> Captioner:
     folder = captioned.parent
     detector = load_detector(folder / "best.safetensors")
-    return Captioner([folder / "entangled.pt"], detector=detector, search=Search(max_len=6))
+    return Captioner([folder / "entangled.pt"], detector=detector, max_len=6)
 
 
 @pytest.mark.parametrize("fusion", ["entangled", "stacked-visual"])
@@ -123,7 +123,7 @@ def test_models_together_show_their_mean(captioner, captioned):
     folder = captioned.parent
     paths = [folder / f"{name}.pt" for name in ("entangled", "other", "visual")]
     picture = open_picture(captioned / "images/000006.jpg")
-    found = Captioner(paths, detector=captioner.detector, search=Search(max_len=6))(picture)
+    found = Captioner(paths, detector=captioner.detector, max_len=6)(picture)
     shown = summary(found.attention)
     last = [attention.weights["regions"][-1].mean(0) for attention in found.attention]
     assert [len(attention.weights["regions"]) for attention in found.attention] == [2, 3, 2]

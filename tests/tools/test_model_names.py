@@ -34,7 +34,7 @@ def test_names_that_need_no_answer():
 
 
 def test_every_tool_asks_here(tmp_path, capsys):
-    from tools.captioning.timm_backbone import BadBackbone, TimmBackbone
+    from tools.caption.backbones import BadBackbone, TimmBackbone
     from tools.show_attention import main as show
     from tools.train_classifier import main as train
 

@@ -14,9 +14,9 @@ import torch
 from sklearn.metrics import average_precision_score
 
 from attn_plugins.captioning.region_features import RegionFeatures
-from tools.captioning import extract_regions
+from tools.caption.__main__ import main as caption
+from tools.caption.attributes import average_precision, frequent_words, labels, load_detector
 from tools.captioning import train_attributes as tool
-from tools.captioning.attributes import average_precision, frequent_words, labels, load_detector
 from tools.captioning.noisy_or import NoisyOrHead, noisy_or, noisy_or_loss
 from tools.datasets.captioned_scenes import Recipe, build
 from tools.pictures import open_picture
@@ -130,7 +130,7 @@ def test_training_lowers_the_loss_and_keeps_the_best(trained):
     assert rows[-1]["loss"] < 0.95 * rows[0]["loss"]
     assert all(0 < row["map"] <= 1 for row in rows)
     best = max(rows, key=lambda row: row["map"])
-    from tools.captioning.timm_backbone import read_weights
+    from tools.caption.backbones import read_weights
 
     _, metadata = read_weights(trained / "best.safetensors")
     assert json.loads(metadata["map"]) == best["map"]
@@ -200,13 +200,13 @@ def test_its_backbone_gives_grid_features(trained, scenes, tmp_path, capsys):
     out = tmp_path / "regions.npz"
     grid = [str(scenes / "images"), str(out), "--device", "cpu", "--dtype", "float32", "--checkpoint"]
     weights = str(trained / "best.safetensors")
-    assert extract_regions.main([*grid, weights, "--grid", "test_resnet", "--grid-size", "1"]) == 0
+    assert caption(["extract", *grid, weights, "--grid", "test_resnet", "--grid-size", "1"]) == 0
     detector = load_detector(trained / "best.safetensors")
     picture = detector.backbone.prepare(open_picture(scenes / "images/000005.jpg"))
     with torch.no_grad():  # at its training size, 64 pixels
         expected = detector.backbone(picture[None]).mean((2, 3))
     np.testing.assert_allclose(RegionFeatures(out).regions("000005")["features"], expected, rtol=1e-4, atol=1e-5)
-    assert extract_regions.main([*grid, weights, "--grid", "resnet18", "--overwrite"]) == 2
+    assert caption(["extract", *grid, weights, "--grid", "resnet18", "--overwrite"]) == 2
     assert "holds a test_resnet, but the backbone is a resnet18" in capsys.readouterr().err
 
 

@@ -15,12 +15,11 @@ from timm.models.vgg import VGG
 from torch import nn
 from torchvision.models.vgg import make_layers
 
-from tools.captioning import extract_regions
+from tools.caption.__main__ import main as caption
+from tools.caption.attributes import AttributeDetector, load_detector
+from tools.caption.backbones import BadBackbone, TimmBackbone, VggFc7, from_torchvision, make_backbone, read_weights
 from tools.captioning import train_attributes as tool
-from tools.captioning.attributes import AttributeDetector, load_detector
 from tools.captioning.noisy_or import noisy_or
-from tools.captioning.timm_backbone import BadBackbone, TimmBackbone, from_torchvision, read_weights
-from tools.captioning.vgg import VggFc7, make_backbone
 from tools.datasets.captioned_scenes import Recipe, build
 from tools.pictures import open_picture
 
@@ -244,7 +243,7 @@ def test_the_tool_trains_from_torchvisions_weights_and_resumes(pair, scenes, tmp
     assert tool.main([str(scenes), str(out), "--resume", "--fc7", *options]) == 0
     # Its convolutions give grid features, as in the thesis' Table 2.4.
     regions = [str(scenes / "images"), str(tmp_path / "regions.npz"), "--device", "cpu", "--grid", "tiny_vgg_of_tests"]
-    assert extract_regions.main([*regions, "--grid-size", "3", "--checkpoint", str(out / "best.safetensors")]) == 0
+    assert caption(["extract", *regions, "--grid-size", "3", "--checkpoint", str(out / "best.safetensors")]) == 0
 
 
 def test_vgg16_is_the_default_with_fc7():

@@ -13,9 +13,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from attn_plugins.captioning.caption_files import Problems, read_splits
-from tools.captioning.image_list import ListedImage, listed_images
-from tools.captioning.json_files import BadFile
-from tools.captioning.timm_backbone import TimmBackbone
+from tools.caption.backbones import TimmBackbone
+from tools.caption.lists import BadFile, ListedImage, listed_images
 from tools.pictures import BadPicture, open_picture
 
 
@@ -74,7 +73,7 @@ class Data:
             raise BadFile(f"DATA {folder}: no such folder")
         splits = _found("splits", options.splits, folder / "splits.json")
         if splits is None:
-            raise BadFile(f"--splits: {folder} has no splits.json; python -m tools.captioning.make_splits creates it")
+            raise BadFile(f"--splits: {folder} has no splits.json; python -m tools.caption splits creates it")
         captions = _found("captions", options.captions, folder / "captions.json")
         pictures = options.images or (folder / "images" if (folder / "images").is_dir() else folder)
         self.splits = splits

@@ -39,12 +39,11 @@ import torch
 from torch.utils.data import DataLoader
 
 from tools import files
+from tools.caption.attributes import AttributeDetector, average_precision, frequent_words, labels, load_detector, top
+from tools.caption.backbones import BadBackbone, TimmBackbone, make_backbone
+from tools.caption.lists import BadFile
 from tools.captioning.attribute_data import Data, Pictures, collate
-from tools.captioning.attributes import AttributeDetector, average_precision, frequent_words, labels, load_detector, top
-from tools.captioning.json_files import BadFile
 from tools.captioning.noisy_or import noisy_or, noisy_or_loss
-from tools.captioning.timm_backbone import BadBackbone, TimmBackbone
-from tools.captioning.vgg import make_backbone
 from tools.pictures import BadPicture
 
 # Options that a resumed training must not change.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -31,7 +32,7 @@ def help_of(command: str) -> str:
         RuntimeError: the command fails.
     """
     done = subprocess.run(
-        [sys.executable, "-m", command, "--help"],
+        [sys.executable, "-m", *command.split(), "--help"],
         cwd=ROOT, capture_output=True, text=True, env={**os.environ, "COLUMNS": "100", "NO_COLOR": "1"},
     )  # fmt: skip
     if done.returncode:
@@ -43,6 +44,9 @@ def page() -> str:
     """Return the page with one section per command."""
     names = ["attn_plugins", *commands()]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        texts = list(pool.map(help_of, names))
-    sections = [f"## {name}\n\n```text\n{text}\n```\n" for name, text in zip(names, texts)]
+        texts = dict(zip(names, pool.map(help_of, names)))
+        listed = {name: text.partition("\n  COMMAND\n")[2] for name, text in texts.items()}
+        parts = [f"{name} {part}" for name, text in listed.items() for part in re.findall(r"^    (\w+) ", text, re.M)]
+        texts |= zip(parts, pool.map(help_of, parts))
+    sections = [f"## {name}\n\n```text\n{texts[name]}\n```\n" for name in sorted(texts)]
     return "# Command lines\n\nGenerated from `--help`.\n\n" + "\n".join(sections)

@@ -10,8 +10,8 @@ from PIL import Image
 from torch import Tensor
 from torch.nn import functional
 
-from tools.captioning.regions import BadExtractor, Regions, as_regions, seeded
-from tools.captioning.timm_backbone import BadBackbone, TimmBackbone, read_weights
+from tools.caption.backbones import BadBackbone, TimmBackbone, read_weights
+from tools.caption.regions import BadExtractor, Regions, as_regions, seeded
 
 
 class GridRegions:

@@ -1,4 +1,4 @@
-"""Splitting a captioned set into parts."""
+"""``tools.caption splits``: a captioned set in parts."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from attn_plugins.captioning.caption_files import Problems, read_splits
-from tools.captioning import make_splits as tool
-from tools.captioning.image_list import listed_images
+from tools.caption.__main__ import main
+from tools.caption.lists import listed_images
 
 
 def write(folder: Path, ids: list[Any], captions: list[Any] | None = None) -> Path:
@@ -23,45 +23,47 @@ def write(folder: Path, ids: list[Any], captions: list[Any] | None = None) -> Pa
 
 
 def parts(folder: Path) -> dict[Any, str]:
-    content = json.loads((folder / "splits.json").read_text())["images"]
-    assert all(row["filename"] == f"{row['cocoid']}.jpg" for row in content)
-    return {row["cocoid"]: row["split"] for row in content}
+    return {row["cocoid"]: row["split"] for row in json.loads((folder / "splits.json").read_text())["images"]}
 
 
 def test_shares_and_seeds(tmp_path, capsys):
     ids = list(range(10, 60))
-    assert tool.main([str(write(tmp_path / "one", ids))]) == 0
+    assert main(["splits", str(write(tmp_path / "one", ids))]) == 0
     assert capsys.readouterr().out.endswith("splits.json: 40 train, 5 val, 5 test\n")
-    assert tool.main([str(write(tmp_path / "two", ids[::-1], ids * 2))]) == 0
+    assert main(["splits", str(write(tmp_path / "two", ids[::-1], ids * 2))]) == 0
     first = parts(tmp_path / "one")
     assert first == parts(tmp_path / "two")  # for any order and number of captions
     assert Counter(first.values()) == dict(train=40, val=5, test=5)
-    assert tool.main([str(tmp_path / "one")]) == 2
+    assert main(["splits", str(tmp_path / "one")]) == 2
     assert "already exists: --overwrite replaces it" in capsys.readouterr().err
-    assert tool.main([str(tmp_path / "one"), "--overwrite", "--seed", "1", "--shares", ".6", ".4", "0"]) == 0
+    assert main(["splits", str(tmp_path / "one"), "--overwrite", "--seed", "1", "--shares", ".6", ".4", "0"]) == 0
     second = parts(tmp_path / "one")
     assert Counter(second.values()) == dict(train=30, val=20)
     assert [i for i in ids if first[i] == "val"] != [i for i in ids if second[i] == "val"][:5]
 
 
-def test_few_images_and_images_without_captions(tmp_path, capsys):
+def test_images_without_captions_are_left_out(tmp_path, capsys):
     folder = write(tmp_path / "set", ["a", "b", "c", "d"], ["a", "c", "d", "c"])
-    assert tool.main([str(folder)]) == 0
+    assert main(["splits", str(folder)]) == 0
     assert "skipped: no caption for image b" in capsys.readouterr().err
     assert sorted(parts(folder).values()) == ["test", "train", "val"]
     assert set(parts(folder)) == {"a", "c", "d"}
-    assert tool.main([str(write(folder, ["a", "b"])), "--overwrite"]) == 2
-    assert "2 images are too few for train val test of shares 80.0 10.0 10.0" in capsys.readouterr().err
+
+
+BAD = {
+    None: "captions.json cannot be read",
+    '{"images": [': "captions.json is not JSON",
+    '{"images": [{"id": 3}], "annotations": []}': "must have 'file_name' of type str",
+    '{"images": [{"id": 7, "file_name": "x"}, {"id": "7", "file_name": "y"}]}': "image 7 is repeated",
+    '{"images": [], "annotations": []}': "0 images are too few for the parts train val test",
+    '{"images": [], "annotations": [{"image_id": 3, "caption": "a", "id": 8}]}': "caption 8 is of image 3",
+}
 
 
 @pytest.mark.parametrize(
     ("content", "options", "message"),
     [
-        (None, [], r"captions.json cannot be read"),
-        ('{"images": [', [], "captions.json is not JSON"),
-        ('{"images": [{"id": 3}], "annotations": []}', [], "must have 'file_name' of type str"),
-        ('{"images": [], "annotations": []}', [], "0 images are too few"),
-        ('{"images": [], "annotations": [{"image_id": 3, "caption": "a", "id": 8}]}', [], "caption 8 is of image 3"),
+        *((content, [], message) for content, message in BAD.items()),
         ("", ["--shares", "0", "1", "1"], "--shares must be positive, that of TEST may be 0, got 0.0 1.0 1.0"),
         ("", ["--shares", "1", "nan", "1"], "--shares must be positive"),
         ("", ["--seed", "-1"], "--seed must be 0 or more, got -1"),
@@ -70,28 +72,22 @@ def test_few_images_and_images_without_captions(tmp_path, capsys):
 def test_bad_input_is_reported(tmp_path, content, options, message, capsys):
     if content is not None:
         (tmp_path / "captions.json").write_text(content)
-    assert tool.main([str(tmp_path), *options]) == 2
+    assert main(["splits", str(tmp_path), *options]) == 2
     error = capsys.readouterr().err
+    assert error.startswith("splits: ")
     assert message in error
     assert error.count("\n") == 1
     assert not (tmp_path / "splits.json").exists()
 
 
 @pytest.mark.parametrize("ids", [[1, 2, 3], ["a b", "c", "d"], ["1", "2", "3"]], ids=["numbers", "names", "text"])
-def test_the_tools_take_it(tmp_path, ids):
-    """A folder of pictures and captions.json is all the input that a user needs."""
+def test_a_folder_of_pictures_and_captions_is_enough(tmp_path, ids):
     folder = write(tmp_path / "set", ids)
     (folder / "images").mkdir()
     for i in ids:
         (folder / f"images/{i}.jpg").write_bytes(b"a picture")
-    assert tool.main([str(folder)]) == 0
-    found = listed_images(folder / "images", folder / "captions.json", folder / "splits.json")
-    assert {image.id: image.path.name for image in found} == {i: f"{i}.jpg" for i in ids}
+    assert main(["splits", str(folder)]) == 0
+    images = listed_images(folder / "images", folder / "captions.json", folder / "splits.json")
+    assert {image.id: image.path.name for image in images} == {i: f"{i}.jpg" for i in ids}
     captions = read_splits([folder / "captions.json"], folder / "splits.json", Problems(skip=False))
-    assert {part: list(own) for part, own in captions.items()} == {image.part: [image.id] for image in found}
-    assert captions.keys() == {"train", "val", "test"}
-
-
-def test_an_image_that_is_there_twice(tmp_path, capsys):
-    assert tool.main([str(write(tmp_path / "set", [7, "7"]))]) == 2
-    assert "captions.json: image 7 is repeated" in capsys.readouterr().err
+    assert {part: list(own) for part, own in captions.items()} == {image.part: [image.id] for image in images}

@@ -12,18 +12,26 @@ import math
 import shutil
 import string
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 PACKAGE = "pycocoevalcap"
 PTB, PLAIN = "PTBTokenizer", "plain"
-SPICE_MODELS = ("stanford-corenlp-3.6.0.jar", "stanford-corenlp-3.6.0-models.jar")
+CORENLP = "spice/lib/stanford-corenlp-3.6.0"
+JAVA = {  # files that scores run by Java need
+    "METEOR": ("meteor/meteor-1.5.jar", "meteor/data/paraphrase-en.gz"),
+    "SPICE": ("spice/spice-1.0.jar", f"{CORENLP}.jar", f"{CORENLP}-models.jar"),
+}
+SCORES = {  # names, and the package's class
+    ("BLEU-1", "BLEU-2", "BLEU-3", "BLEU-4"): "Bleu",
+    ("METEOR",): "Meteor",
+    ("ROUGE-L",): "Rouge",
+    ("CIDEr-D",): "Cider",
+    ("SPICE",): "Spice",
+}
 Tokens = Mapping[int | str, list[str]]  # sentences of each image, with words separated by single spaces
-
-
-class MissingPackage(RuntimeError):
-    """The standard evaluation package is not installed."""
 
 
 @dataclass
@@ -45,26 +53,12 @@ class Report:
     tokenizer_note: str = ""
 
 
-def package_folder() -> Path:
-    """Return the folder of the evaluation package.
-
-    Raises:
-        MissingPackage: the package is not installed.
-    """
-    spec = importlib.util.find_spec(PACKAGE)
-    if spec is None or not spec.submodule_search_locations:
-        install = "python -m attn_plugins install captioning"
-        raise MissingPackage(f"scores need {PACKAGE}, which is not installed: {install}")
-    return Path(next(iter(spec.submodule_search_locations)))
-
-
 def plain_words(sentence: str) -> str:
     """Return the words in lower case without punctuation at their ends, which approximates the PTB tokeniser.
 
     The PTB tokeniser also splits clitics ("dog's" into "dog 's") and words at some slashes and hyphens.
     """
-    words = (word.strip(string.punctuation) for word in sentence.lower().split())
-    return " ".join(word for word in words if word)
+    return " ".join(filter(None, (word.strip(string.punctuation) for word in sentence.lower().split())))
 
 
 def _ptb(sets: Sequence[Tokens]) -> list[Tokens]:
@@ -86,9 +80,8 @@ def _ptb(sets: Sequence[Tokens]) -> list[Tokens]:
 
 def tokenize(*sets: Tokens) -> tuple[list[Tokens], str]:
     """Tokenise each set; return the sets and the reason for using the plain tokeniser, if any."""
-    if shutil.which("java") is None:
-        note = "there is no java on the PATH"
-    else:
+    note = "there is no java on the PATH"
+    if shutil.which("java") is not None:
         try:
             return _ptb(sets), ""
         except (OSError, RuntimeError, ValueError) as error:
@@ -96,20 +89,11 @@ def tokenize(*sets: Tokens) -> tuple[list[Tokens], str]:
     return [{image: [plain_words(s) for s in own] for image, own in sentences.items()} for sentences in sets], note
 
 
-def _bleu(references: Tokens, results: Tokens) -> list[float]:
-    from pycocoevalcap.bleu.bleu import Bleu
-
-    return Bleu(4).compute_score(references, results, verbose=0)[0]
-
-
-def _meteor(references: Tokens, results: Tokens) -> list[float]:
-    from pycocoevalcap.meteor.meteor import Meteor
-
+def _meteor(meteor: Any, references: Tokens, results: Tokens) -> float:
     # Its own protocol separates sentences by "|||".
     free = ({i: [s.replace("|||", " ") for s in own] for i, own in part.items()} for part in (references, results))
-    meteor = Meteor()
     try:
-        return [meteor.compute_score(*free)[0]]
+        return meteor.compute_score(*free)[0]
     except (OSError, ValueError) as error:  # Java has ended: remove what the scorer's clean-up would wait for
         if meteor.lock.locked():
             meteor.lock.release()
@@ -120,48 +104,26 @@ def _meteor(references: Tokens, results: Tokens) -> list[float]:
         raise RuntimeError(said[-1] if said else str(error)) from error
 
 
-def _rouge(references: Tokens, results: Tokens) -> list[float]:
-    from pycocoevalcap.rouge.rouge import Rouge
-
-    return [Rouge().compute_score(references, results)[0]]
-
-
-def _cider(references: Tokens, results: Tokens) -> list[float]:
-    from pycocoevalcap.cider.cider import Cider
-
-    return [Cider().compute_score(references, results)[0]]
-
-
-def _spice(references: Tokens, results: Tokens) -> list[float]:
-    from pycocoevalcap.spice.spice import Spice
-
-    return [Spice().compute_score(references, results)[0]]
+def _values(name: str, references: Tokens, results: Tokens) -> list[float]:
+    """Return the scores of one of the package's classes."""
+    scorer = getattr(importlib.import_module(f"{PACKAGE}.{name.lower()}.{name.lower()}"), name)
+    if name == "Meteor":
+        return [_meteor(scorer(), references, results)]
+    if name == "Bleu":
+        return scorer(4).compute_score(references, results, verbose=0)[0]
+    return [scorer().compute_score(references, results)[0]]
 
 
 def _missing(name: str, folder: Path) -> str:
     """Return what a score lacks to run Java, or an empty text."""
     if shutil.which("java") is None:
         return "there is no java on the PATH"
-    needed = {
-        "METEOR": [folder / "meteor" / file for file in ("meteor-1.5.jar", "data/paraphrase-en.gz")],
-        "SPICE": [folder / "spice/spice-1.0.jar", *(folder / "spice/lib" / file for file in SPICE_MODELS)],
-    }[name]
-    files = [file for file in needed if not file.is_file()]
+    files = [folder / file for file in JAVA[name] if not (folder / file).is_file()]
     if not files:
         return ""
-    reason = f"{' and '.join(file.name for file in files)} missing in {files[0].parent}"
-    if name == "SPICE":
-        reason += f"; python -m {PACKAGE}.spice.get_stanford_models downloads Stanford's models"
-    return reason
-
-
-SCORES: tuple[tuple[tuple[str, ...], Callable[[Tokens, Tokens], list[float]], bool], ...] = (
-    (("BLEU-1", "BLEU-2", "BLEU-3", "BLEU-4"), _bleu, False),
-    (("METEOR",), _meteor, True),
-    (("ROUGE-L",), _rouge, False),
-    (("CIDEr-D",), _cider, False),
-    (("SPICE",), _spice, True),
-)  # names, function, whether Java runs it
+    download = f"; python -m {PACKAGE}.spice.get_stanford_models downloads Stanford's models"
+    names = " and ".join(file.name for file in files)
+    return f"{names} missing in {files[0].parent}{download if name == 'SPICE' else ''}"
 
 
 def evaluate(results: Mapping[int | str, str], references: Mapping[int | str, Sequence[str]]) -> Report:
@@ -169,28 +131,32 @@ def evaluate(results: Mapping[int | str, str], references: Mapping[int | str, Se
 
     Raises:
         ValueError: the two have different images or none, or a sentence has no words.
-        MissingPackage: the evaluation package is not installed.
+        ModuleNotFoundError: the evaluation package is not installed.
     """
     if not references or results.keys() != references.keys():
         apart = sorted(results.keys() ^ references.keys(), key=str)[:5]
         raise ValueError(f"results and references must be of the same images, one at least; not in both: {apart}")
-    folder = package_folder()
-    (truth, found), note = tokenize(
+    spec = importlib.util.find_spec(PACKAGE)
+    if spec is None or not spec.submodule_search_locations:
+        install = "python -m attn_plugins install captioning"
+        raise ModuleNotFoundError(f"scores need {PACKAGE}, which is not installed: {install}")
+    folder = Path(next(iter(spec.submodule_search_locations)))
+    (truth, captions), note = tokenize(
         {image: list(own) for image, own in references.items()}, {image: [results[image]] for image in references}
     )
-    for what, sentences in (("caption", found), ("reference", truth)):
+    for what, sentences in (("caption", captions), ("reference", truth)):
         for image, own in sentences.items():
             if not all(own):
                 given = results[image] if what == "caption" else references[image][own.index("")]
                 raise ValueError(f"image {image}: the {what} {given!r} holds no word")
     report = Report(len(truth), tokenizer=PLAIN if note else PTB, tokenizer_note=note)
-    for names, function, java in SCORES:
-        reason = _missing(names[0], folder) if java else ""
+    for names, scorer in SCORES.items():
+        reason = _missing(names[0], folder) if names[0] in JAVA else ""
         if not reason:
             try:
-                values = function(truth, found)
+                values = _values(scorer, truth, captions)
             except (OSError, RuntimeError, ValueError, subprocess.CalledProcessError) as error:
-                if not java:
+                if names[0] not in JAVA:
                     raise
                 reason = f"its Java part failed: {error}"
             else:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from PIL import Image, ImageColor, ImageDraw
 
-from tools.captioning.lettering import Lettering, lettering_for
+from tools.lettering import Lettering, lettering_for
 
-WIDTH, MARGIN, GAP, COLUMNS = 1200, 24, 20, 5
+WIDTH, MARGIN, GAP, COLUMNS, ROWS = 1200, 24, 20, 5, 4  # ROWS: attributes in a word's panel
 PANEL = (WIDTH - 2 * MARGIN - (COLUMNS - 1) * GAP) // COLUMNS
-TEXT, FAINT, TRACK = "#1a202c", "#5a6577", "#e6e9ee"
+TEXT, FAINT, TRACK, BAR = "#1a202c", "#5a6577", "#e6e9ee", "#f3c6a5"
 VISUAL, SEMANTIC, HEAT = "#2563a8", "#c2571a", "#ffd23f"
 ASPECT = 4.0  # narrower pictures are stretched: regions are relative to the sides
 
@@ -39,10 +39,7 @@ class Explanation:
     attribute_words: Sequence[str] = ()
     attributes: np.ndarray | None = None
     visual_share: np.ndarray | None = None
-    notes: Sequence[str] = field(default_factory=tuple)
-
-
-# --- attention on the picture -----------------------------------------------------------------------------------------
+    notes: Sequence[str] = ()
 
 
 def grid_of(boxes: np.ndarray) -> tuple[np.ndarray, tuple[int, int]] | None:
@@ -66,31 +63,26 @@ def attended(picture: Image.Image, boxes: np.ndarray, weights: np.ndarray) -> Im
     """
     strength = weights / max(float(weights.max()), 1e-12)
     grid = grid_of(boxes)
-    grey = np.asarray(picture.convert("L").convert("RGB"), np.float32)
     pixels = np.asarray(picture, np.float32)
-    dim = 0.5 * (0.5 * pixels + 0.5 * grey)
+    dim = 0.25 * (pixels + np.asarray(picture.convert("L").convert("RGB"), np.float32))
+    (W, H), yellow = picture.size, ImageColor.getrgb(HEAT)
     if grid is not None:
         cells, (rows, columns) = grid
-        cell_map = np.zeros(rows * columns, np.float32)
-        cell_map[cells] = strength
-        H, W = pixels.shape[:2]
-        # The cell of each pixel in the grid.
+        heat = np.zeros(rows * columns, np.float32)
+        heat[cells] = strength
         y, x = ((np.arange(size) * number) // size for size, number in ((H, rows), (W, columns)))
-        heat = cell_map.reshape(rows, columns)[y][:, x][..., None]
-        lit = 0.66 * pixels + 0.34 * np.array(ImageColor.getrgb(HEAT), np.float32)
-        return Image.fromarray((dim + heat * (lit - dim)).round().clip(0, 255).astype(np.uint8))
+        lit = 0.66 * pixels + 0.34 * np.array(yellow, np.float32)
+        mixed = dim + heat.reshape(rows, columns)[y][:, x][..., None] * (lit - dim)
+        return Image.fromarray(mixed.round().clip(0, 255).astype(np.uint8))
     shown = Image.fromarray(dim.astype(np.uint8))
-    W, H = picture.size
     order = np.argsort(-weights, kind="stable")[:6]
     corners = [_pixels(boxes[i], W, H) for i in order]
     shown.paste(picture.crop(corners[0]), corners[0][:2])
     layer = Image.new("RGBA", (W, H))
     draw = ImageDraw.Draw(layer)
     for i, (x0, y0, x1, y1) in reversed(list(zip(order, corners))):  # the strongest on top
-        opacity = round(255 * min(1.0, 0.15 + float(strength[i])))
-        draw.rectangle(
-            (x0, y0, x1 - 1, y1 - 1), outline=(*ImageColor.getrgb(HEAT), opacity), width=1 + round(2 * strength[i])
-        )
+        colour = (*yellow, round(255 * min(1.0, 0.15 + float(strength[i]))))
+        draw.rectangle((x0, y0, x1 - 1, y1 - 1), outline=colour, width=1 + round(2 * strength[i]))
     return Image.alpha_composite(shown.convert("RGBA"), layer).convert("RGB")
 
 
@@ -100,21 +92,11 @@ def _pixels(box: np.ndarray, W: int, H: int) -> tuple[int, int, int, int]:
     return x0, y0, min(max(round(float(box[2] * W)), x0 + 1), W), min(max(round(float(box[3] * H)), y0 + 1), H)
 
 
-# --- the page ---------------------------------------------------------------------------------------------------------
-
-
-def page(picture: Image.Image, shown: Explanation, attributes: int = 4) -> Image.Image:
-    """Draw the whole page of a caption.
-
-    Args:
-        picture: The picture, in RGB, of any size.
-        shown: Content of the page.
-        attributes: Number of attributes in a word's panel, by falling weight.
-    """
-    small = scaled(picture, PANEL, PANEL) if shown.regions is not None else None
-    rows = min(attributes, len(shown.attribute_words)) if shown.attributes is not None else 0
-    height = 36 + (small.height + 24 if small is not None else 0) + (40 if shown.visual_share is not None else 0)
-    height += 22 * rows + 8
+def page(picture: Image.Image, shown: Explanation) -> Image.Image:
+    """Draw the whole page of a caption, given the picture in RGB, of any size."""
+    small = _scaled(picture, PANEL, PANEL) if shown.regions is not None else None
+    height = 44 + (small.height + 24 if small else 0) + (40 if shown.visual_share is not None else 0)
+    height += 22 * min(ROWS, len(shown.attribute_words)) if shown.attributes is not None else 0
     letters = lettering_for(" ".join([shown.caption, *shown.words, *shown.attribute_words, *shown.notes]))
     head = _head(picture, shown, letters)
     lines = -(-len(shown.words) // COLUMNS)
@@ -122,22 +104,20 @@ def page(picture: Image.Image, shown: Explanation, attributes: int = 4) -> Image
     canvas.paste(head)
     for t in range(len(shown.words)):
         x = MARGIN + (t % COLUMNS) * (PANEL + GAP)
-        _panel(canvas, (x, head.height + (t // COLUMNS) * (height + GAP)), shown, t, small, rows, letters)
+        _panel(canvas, x, head.height + (t // COLUMNS) * (height + GAP), shown, t, small, letters)
     return canvas
 
 
-def scaled(picture: Image.Image, width: int, height: int) -> Image.Image:
+def _scaled(picture: Image.Image, width: int, height: int) -> Image.Image:
     """Scale a picture up or down to fit this size."""
-    W, H = picture.size
-    aspect = min(max(W / H, 1 / ASPECT), ASPECT)
+    aspect = min(max(picture.width / picture.height, 1 / ASPECT), ASPECT)
     size = (width, width / aspect) if width / aspect <= height else (height * aspect, height)
-    w, h = (max(1, round(side)) for side in size)
-    return picture.resize((w, h), Image.Resampling.LANCZOS)
+    return picture.resize((max(1, round(size[0])), max(1, round(size[1]))), Image.Resampling.LANCZOS)
 
 
 def _head(picture: Image.Image, shown: Explanation, letters: Lettering) -> Image.Image:
     """Draw the picture, the caption next to it, and a legend of the colours."""
-    preview = scaled(picture, 400, 300)
+    preview = _scaled(picture, 400, 300)
     left = MARGIN + preview.width + MARGIN
     width = WIDTH - left - MARGIN
     size = 34 if len(shown.caption) <= 120 else 24
@@ -164,60 +144,45 @@ def _head(picture: Image.Image, shown: Explanation, letters: Lettering) -> Image
 
 
 def _legend(shown: Explanation) -> list[tuple[str, str]]:
-    found = []
+    rows = []
     if shown.regions is not None:
-        found.append((HEAT, "regions that the word attends to, brighter for larger weights"))
+        rows.append((HEAT, "regions that the word attends to, brighter for larger weights"))
     if shown.visual_share is not None:
-        found.append((VISUAL, "the gate's share of the regions"))
-        found.append((SEMANTIC, "the gate's share of the attributes; below: attributes and their weights"))
+        rows.append((VISUAL, "the gate's share of the regions"))
+        rows.append((SEMANTIC, "the gate's share of the attributes; below: attributes and their weights"))
     elif shown.attributes is not None:
-        found.append((SEMANTIC, "attributes that the word attends to, and their weights"))
-    return found
+        rows.append((SEMANTIC, "attributes that the word attends to, and their weights"))
+    return rows
 
 
 def _panel(
-    canvas: Image.Image,
-    place: tuple[int, int],
-    shown: Explanation,
-    t: int,
-    small: Image.Image | None,
-    rows: int,
-    letters: Lettering,
+    canvas: Image.Image, x: int, y: int, shown: Explanation, t: int, small: Image.Image | None, letters: Lettering
 ) -> None:
-    """Draw the panel of one word."""
-    draw = ImageDraw.Draw(canvas)
-    x, y = place
+    """Draw the panel of word ``t``, from its upper left corner."""
+    draw, font, right = ImageDraw.Draw(canvas), letters.font(14), x + PANEL - 1
     word, size = letters.fitted(shown.words[t], 22, 13, PANEL)
     draw.text((x, y + 27), word, TEXT, letters.font(size), anchor="ls")
     y += 36
     if small is not None and shown.regions is not None and shown.boxes is not None:
-        weights = shown.regions[t]
-        canvas.paste(attended(small, shown.boxes, weights), (x, y))
+        canvas.paste(attended(small, shown.boxes, shown.regions[t]), (x, y))
         y += small.height + 4
-        draw.text((x, y), f"strongest region: {_percent(weights.max())}", FAINT, letters.font(14))
+        draw.text((x, y), f"strongest region: {shown.regions[t].max():.0%}", FAINT, font)
         y += 20
     if shown.visual_share is not None:
         share = float(shown.visual_share[t])
         split = x + round(share * (PANEL - 1))
-        draw.rectangle((x, y, x + PANEL - 1, y + 11), SEMANTIC)
+        draw.rectangle((x, y, right, y + 11), SEMANTIC)
         if split > x:
             draw.rectangle((x, y, split, y + 11), VISUAL)
-        draw.text((x, y + 15), f"visual {_percent(share)}", VISUAL, letters.font(14))
-        draw.text((x + PANEL - 1, y + 15), f"semantic {_percent(1 - share)}", SEMANTIC, letters.font(14), anchor="ra")
+        draw.text((x, y + 15), f"visual {share:.0%}", VISUAL, font)
+        draw.text((right, y + 15), f"semantic {1 - share:.0%}", SEMANTIC, font, anchor="ra")
         y += 40
-    if rows and shown.attributes is not None:
-        weights = shown.attributes[t]
-        for k in np.argsort(-weights, kind="stable")[:rows]:
-            percent = _percent(weights[k])
-            room = PANEL - 48
+    if shown.attributes is not None:
+        room = PANEL - 48
+        for k in np.argsort(-shown.attributes[t], kind="stable")[:ROWS]:
+            weight = float(shown.attributes[t][k])
             draw.rectangle((x, y, x + room - 1, y + 18), TRACK)
-            draw.rectangle((x, y, x + max(1, round(room * float(weights[k]))) - 1, y + 18), "#f3c6a5")
-            draw.text(
-                (x + 5, y + 1), letters.shortened(shown.attribute_words[k], 14, room - 10), TEXT, letters.font(14)
-            )
-            draw.text((x + PANEL - 1, y + 1), percent, FAINT, letters.font(14), anchor="ra")
+            draw.rectangle((x, y, x + max(1, round(room * weight)) - 1, y + 18), BAR)
+            draw.text((x + 5, y + 1), letters.shortened(shown.attribute_words[k], 14, room - 10), TEXT, font)
+            draw.text((right, y + 1), f"{weight:.0%}", FAINT, font, anchor="ra")
             y += 22
-
-
-def _percent(share: float) -> str:
-    return f"{100 * float(share):.0f} %"

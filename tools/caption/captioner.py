@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from fairseq import checkpoint_utils, tasks
 from fairseq.dataclass.configs import GenerationConfig
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
@@ -24,10 +23,10 @@ from attn_plugins.captioning.region_features import RegionFeatures
 from attn_plugins.fairseq.captioner import CaptionerModel
 from attn_plugins.fairseq.captioning import CaptioningTask
 from attn_plugins.fairseq.captioning_dataset import CaptionedImage, CaptioningDataset
-from tools.captioning.attributes import AttributeDetector
-from tools.captioning.region_recipe import RecordedExtractor
-from tools.captioning.regions import Regions
-from tools.captioning.word_attention import WordAttention, word_attention
+from tools.caption.attributes import AttributeDetector
+from tools.caption.recipe import RecordedExtractor
+from tools.caption.regions import Regions
+from tools.caption.word_attention import WordAttention, word_attention
 
 # Another data folder replaces these options of the training.
 FILES = ("splits", "captions", "regions", "attributes", "dictionary")
@@ -35,26 +34,6 @@ FILES = ("splits", "captions", "regions", "attributes", "dictionary")
 
 class BadCaptioner(ValueError):
     """Checkpoints or their files are unsuitable for captioning pictures."""
-
-
-@dataclass(frozen=True)
-class Search:
-    """Options of fairseq's beam search.
-
-    Attributes:
-        beam: Width of the beam.
-        max_len: Maximum number of words in a caption.
-        lenpen: Above 1 for longer captions, below 1 for shorter ones.
-    """
-
-    beam: int = 3
-    max_len: int = 50
-    lenpen: float = 1.0
-
-    def __post_init__(self) -> None:
-        for name in ("beam", "max_len"):
-            if getattr(self, name) < 1:
-                raise BadCaptioner(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
 
 
 @dataclass(frozen=True)
@@ -85,11 +64,11 @@ class CaptionedPicture:
 class _Computed(RegionFeatures):
     """Computed regions of one picture, in place of a file."""
 
-    def __init__(self, found: Regions) -> None:
-        self.found = found
+    def __init__(self, own: Regions) -> None:
+        self.own = own
 
-    def regions(self, image_id: Any) -> dict[str, np.ndarray]:
-        return self.found
+    def regions(self, image_id: Any) -> Regions:
+        return self.own
 
 
 class Captioner:
@@ -99,7 +78,9 @@ class Captioner:
         paths: The checkpoints.
         data: The data folder; None: folder and files of the first checkpoint's training.
         detector: Checkpoint of the attribute detector; None for models of regions alone.
-        search: Options of the beam search.
+        beam: Width of the beam.
+        max_len: Maximum number of words in a caption.
+        lenpen: Above 1 for longer captions, below 1 for shorter ones.
         device: Device of the networks.
         region_checkpoint: Weights of the region extractor, in place of those in the recipe.
         region_config: Config of mmdet, likewise.
@@ -114,11 +95,16 @@ class Captioner:
         paths: Sequence[Path],
         data: Path | None = None,
         detector: AttributeDetector | None = None,
-        search: Search = Search(),
+        beam: int = 3,
+        max_len: int = 50,
+        lenpen: float = 1.0,
         device: str = "cpu",
         region_checkpoint: Path | None = None,
         region_config: Path | None = None,
     ) -> None:
+        for name, value in (("--beam", beam), ("--max-len", max_len)):
+            if value < 1:
+                raise BadCaptioner(f"{name} must be at least 1, got {value}")
         self.paths, self.detector, self.device = list(paths), detector, device
         overrides: dict[str, Any] = dict(results_json=None)
         if data is not None:
@@ -132,15 +118,14 @@ class Captioner:
         if self.sees_attributes and detector is None:
             names = ", ".join(sorted(fusions))
             raise BadCaptioner(f"--detector is needed: the fusion of --path {self.paths[0]} is {names}")
-        regions: RegionFeatures | None = self.task.regions if self.sees_regions else None
-        self.extractor = (
-            None if regions is None else RecordedExtractor(regions, device, region_checkpoint, region_config)
-        )
-        if self.extractor is not None and (region_checkpoint or region_config):
-            self.extractor(Image.new("RGB", (64, 64)))  # report a wrong width once, not for every picture
+        self.extractor: RecordedExtractor | None = None
+        if self.sees_regions and self.task.regions is not None:
+            self.extractor = RecordedExtractor(self.task.regions, device, region_checkpoint, region_config)
+            if region_checkpoint or region_config:
+                self.extractor(Image.new("RGB", (64, 64)))  # report a wrong width once, not for every picture
         self.number = self._attribute_number() if self.sees_attributes else 0
-        options = GenerationConfig(beam=search.beam, max_len_b=search.max_len, lenpen=search.lenpen)
-        self.generator = self.task.build_generator(self.models, options)
+        search = GenerationConfig(beam=beam, max_len_b=max_len, lenpen=lenpen)
+        self.generator = self.task.build_generator(self.models, search)
 
     def _load(self, path: Path, overrides: dict[str, Any]) -> None:
         """Add a model; all share the task of the first one, as in ``fairseq-generate``."""
@@ -201,8 +186,8 @@ class Captioner:
         regions = None if self.extractor is None else self.extractor(picture)
         attributes: list[tuple[str, float]] = []
         if self.detector is not None and self.sees_attributes:
-            [found] = self.detector.predict([picture], self.number)
-            attributes = [(word.lower(), probability) for word, probability in found]
+            [pairs] = self.detector.predict([picture], self.number)
+            attributes = [(word.lower(), probability) for word, probability in pairs]
         known = [pair for pair in attributes if self._known(pair[0])]
         if self.sees_attributes and not known:
             raise ValueError(f"none of its {len(attributes)} attributes is in the dictionary")

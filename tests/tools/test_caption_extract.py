@@ -1,12 +1,9 @@
-"""Region features of tiny scenes by mmdet, torchvision and a grid; interruptions, corrupt pictures."""
+"""``tools.caption extract``: regions by mmdet, torchvision and a grid, their recipes, and pictures that are broken."""
 
 from __future__ import annotations
 
 import json
 import shutil
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -17,10 +14,10 @@ from PIL import Image
 from torch.nn import functional
 
 from attn_plugins.captioning.region_features import RegionFeatures, write_region_features
-from tools.captioning import extract_regions as tool
-from tools.captioning.region_recipe import TOOL, BadRecipe, RecordedExtractor
-from tools.captioning.regions import Selection
-from tools.captioning.timm_backbone import TimmBackbone
+from tools.caption.__main__ import main
+from tools.caption.backbones import TimmBackbone
+from tools.caption.recipe import BadRecipe, RecordedExtractor
+from tools.caption.regions import BadExtractor, Selection
 from tools.classification.checkpoint import save_weights
 from tools.classification.config import Config
 from tools.datasets.captioned_scenes import Recipe, build
@@ -87,9 +84,9 @@ def config(tmp_path_factory) -> Path:
 
 
 def run(scenes: Path, out: Path, *options: str) -> int:
-    splits = ["--splits", str(scenes / "splits.json")]
-    ids = [] if {"--splits", "--captions"} & set(options) else splits
-    return tool.main([str(scenes / "images"), str(out), *ids, "--device", "cpu", *map(str, options)])
+    ids = [] if {"--splits", "--captions"} & set(options) else ["--splits", scenes / "splits.json"]
+    given = ["extract", scenes / "images", out, *ids, "--device", "cpu", *options]
+    return main(list(map(str, given)))
 
 
 def content(path: Path) -> list[tuple]:
@@ -102,7 +99,7 @@ def test_every_way_gives_regions_of_every_picture(way, scenes, config, tmp_path,
     options = dict(grid=GRID, torchvision=TORCHVISION, mmdet=["--mmdet", str(config), "--no-weights"])[way]
     out = tmp_path / "regions.npz"
     assert run(scenes, out, *options, "--max-regions", "20", "--batch-size", "3") == 0
-    assert "8/8 images" in capsys.readouterr().out
+    assert "8/8" in capsys.readouterr().err
     found = RegionFeatures(out)
     assert found.image_ids == list(range(1, 9))
     assert found.feature_dim == dict(grid=TimmBackbone("test_resnet").num_features, torchvision=1024, mmdet=24)[way]
@@ -162,7 +159,7 @@ def test_backbones_of_every_layout_give_maps(name):
 def test_mmdet_features_are_what_the_classifier_reads_of_the_boxes(kind, scenes, config, tmp_path):
     from mmdet.structures.bbox import bbox2roi
 
-    from tools.captioning.mmdet_regions import MmdetRegions
+    from tools.caption.mmdet_regions import MmdetRegions
 
     if kind == "cascade":
         config = tmp_path / "cascade.py"
@@ -190,7 +187,7 @@ def test_mmdet_features_are_what_the_classifier_reads_of_the_boxes(kind, scenes,
 
 
 def test_mmdet_takes_its_checkpoint_and_no_other(scenes, config, tmp_path, capsys):
-    from tools.captioning.mmdet_regions import MmdetRegions
+    from tools.caption.mmdet_regions import MmdetRegions
 
     trained = MmdetRegions(config, Selection(), seed=7).model.state_dict()
     torch.save(dict(state_dict=trained), tmp_path / "trained.pth")
@@ -206,42 +203,6 @@ def test_mmdet_takes_its_checkpoint_and_no_other(scenes, config, tmp_path, capsy
     one_stage = ROOT / "configs/mmdet/digits/atss_narrow-r50_fpn_digits.py"
     assert run(scenes, tmp_path / "d.npz", "--mmdet", one_stage, "--no-weights") == 2
     assert "must be a two-stage detector" in capsys.readouterr().err
-
-
-KILLED = """
-import os, signal, sys
-from tools.captioning import extract_regions, grid_regions
-
-class Killed(grid_regions.GridRegions):
-    calls = 0
-    def __call__(self, batch):
-        Killed.calls += 1
-        if Killed.calls == 3:
-            assert not {"mmdet", "fairseq", "mmcv"} & set(sys.modules)
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super().__call__(batch)
-
-grid_regions.GridRegions = Killed
-extract_regions.main(sys.argv[1:])
-"""
-
-
-def test_a_killed_run_resumes_and_writes_the_same_file(scenes, tmp_path, capsys):
-    out, whole = tmp_path / "regions.npz", tmp_path / "whole.npz"
-    options = [*GRID, "--batch-size", "2", "--captions", str(scenes / "captions.json")]
-    command = [sys.executable, "-c", KILLED, str(scenes / "images"), str(out), *options, "--device", "cpu"]
-    assert subprocess.run(command, cwd=ROOT, capture_output=True, check=False).returncode == -signal.SIGKILL
-    assert not out.exists()
-    assert run(scenes, out, *options, "--seed", "1") == 2
-    assert "interrupted run with seed = 0, not 1: --restart discards it" in capsys.readouterr().err
-    assert run(scenes, out, *options) == 0
-    assert "resuming after 4 of 8 images" in capsys.readouterr().out
-    assert run(scenes, whole, *options) == 0
-    assert content(out) == content(whole)
-    assert run(scenes, out, *options) == 2
-    assert "--overwrite" in capsys.readouterr().err
-    assert run(scenes, out, *options, "--seed", "1", "--overwrite", "--restart") == 0
-    assert content(out) != content(whole)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -263,7 +224,7 @@ def test_broken_pictures_are_named_and_the_others_are_there(workers, scenes, tmp
 
 
 def test_a_picture_that_fails_in_the_network_does_not_take_its_batch_along(scenes, tmp_path, capsys, monkeypatch):
-    from tools.captioning.grid_regions import GridRegions
+    from tools.caption.grid_regions import GridRegions
 
     network = GridRegions.__call__
     odd = GridRegions("test_resnet", 3, "none", size=(64, 64)).prepare(open_picture(scenes / "images/000006.jpg"))
@@ -298,7 +259,7 @@ def test_the_recipe_gives_the_regions_of_a_picture_again(way, scenes, config, tm
     elif way == "torchvision":
         options = [*TORCHVISION, "--feature", "map", "--max-regions", "12"]
     else:
-        from tools.captioning.mmdet_regions import MmdetRegions
+        from tools.caption.mmdet_regions import MmdetRegions
 
         torch.save(MmdetRegions(config, Selection(), seed=7).model.state_dict(), weights / "x.pth")
         options = ["--mmdet", config, weights / "x.pth", "--max-regions", "12"]
@@ -326,11 +287,13 @@ def test_weights_that_the_recipe_names_and_that_are_gone(scenes, tmp_path):
     with pytest.raises(BadRecipe, match=r"checkpoint .*x\.pth, which is neither .*x\.pth: pass --region-checkp"):
         RecordedExtractor(RegionFeatures(out))
     torch.save({name: tensor + 1 for name, tensor in state.items()}, tmp_path / "x.pth")
-    with pytest.raises(BadRecipe, match=r"x\.pth has another content now: pass --region-checkpoint"):
+    with pytest.raises(BadRecipe, match=r"x\.pth has changed: pass --region-checkpoint"):
         RecordedExtractor(RegionFeatures(out))
     with pytest.raises(BadRecipe, match="--region-checkpoint: nowhere does not exist"):
         RecordedExtractor(RegionFeatures(out), checkpoint=Path("nowhere"))
-    found = RecordedExtractor(RegionFeatures(out), checkpoint=tmp_path / "y.pth")
+    recipe = {**RegionFeatures(out).recipe, "tool": "tools.captioning.extract_regions"}  # of an older file
+    write_region_features(tmp_path / "old.npz", [(1, RegionFeatures(out).regions(1))], recipe=recipe)
+    found = RecordedExtractor(RegionFeatures(tmp_path / "old.npz"), checkpoint=tmp_path / "y.pth")
     picture = open_picture(scenes / "images/000001.jpg")
     expected = RegionFeatures(out).regions(1)["features"].astype(np.float32)
     np.testing.assert_allclose(found(picture)["features"].astype(np.float32), expected, atol=2e-3, rtol=2e-3)
@@ -339,15 +302,15 @@ def test_weights_that_the_recipe_names_and_that_are_gone(scenes, tmp_path):
 @pytest.mark.parametrize(
     ("recipe", "message"),
     [
-        (None, "regions.npz has no recipe"),
-        (dict(tool="another"), "regions.npz has a recipe of 'another', not of 'tools.captioning.extract_regions'"),
-        (dict(tool=TOOL, options=dict(grid="x")), "regions.npz has a recipe without mmdet, torchvision, grid_size"),
+        (None, "has no recipe of"),
+        (dict(tool="another"), "has no recipe of"),
+        (dict(tool="tools.captioning.extract_regions", options=dict(grid="x")), "without mmdet, torchvision, grid_siz"),
     ],
 )
 def test_recipes_that_are_none(recipe, message, tmp_path):
     regions = dict(features=np.ones((1, 2)), boxes=np.array([[0, 0, 1, 1]]), scores=np.ones(1))
     write_region_features(tmp_path / "regions.npz", [(1, regions)], recipe=recipe)
-    with pytest.raises(BadRecipe, match=f"{message}.*extract_regions --overwrite creates it again"):
+    with pytest.raises(BadRecipe, match=f"{message}.*extract --overwrite writes it"):
         RecordedExtractor(RegionFeatures(tmp_path / "regions.npz"))
 
 
@@ -356,7 +319,7 @@ def test_without_captions_the_names_are_the_ids(scenes, tmp_path):
     Image.new("L", (70, 30), 99).save(tmp_path / "grey.PNG")
     (tmp_path / "notes.txt").write_text("not a picture")
     out = tmp_path / "regions.npz"
-    assert tool.main([str(tmp_path), str(out), *GRID]) == 0
+    assert main(["extract", str(tmp_path), str(out), *GRID]) == 0
     assert RegionFeatures(out).image_ids == ["cat", "grey"]
 
 
@@ -383,7 +346,7 @@ def test_bad_options_are_reported_before_anything_runs(options, message, scenes,
 def test_bad_lists_are_reported(scenes, tmp_path, capsys):
     captions = json.loads((scenes / "captions.json").read_text())
     for n, change, message in [
-        (0, dict(images=captions["images"][:1] * 2), "an image is there twice"),
+        (0, dict(images=captions["images"][:1] * 2), "image 1 is repeated"),
         (1, dict(images=[]), "has no pictures"),
         (2, dict(images=[dict(id=1, file_name="gone.jpg")]), "has none of the 1 pictures"),
     ]:
@@ -391,5 +354,55 @@ def test_bad_lists_are_reported(scenes, tmp_path, capsys):
         file.write_text(json.dumps({**captions, **change}))
         assert run(scenes, tmp_path / "regions.npz", *GRID, "--captions", str(file)) == 2
         assert message in capsys.readouterr().err
-    assert tool.main([str(tmp_path), str(tmp_path / "regions.csv"), *GRID]) == 2
+    assert main(["extract", str(tmp_path), str(tmp_path / "regions.csv"), *GRID]) == 2
     assert "regions.csv" in capsys.readouterr().err
+
+
+def test_a_network_that_fails_is_not_the_pictures_fault(scenes, tmp_path, monkeypatch):
+    from tools.caption.grid_regions import GridRegions
+
+    def broken(self, batch):
+        raise RuntimeError("no kernel")
+
+    monkeypatch.setattr(GridRegions, "__call__", broken)
+    with pytest.raises(RuntimeError, match="no kernel"):
+        run(scenes, tmp_path / "regions.npz", *GRID)
+    assert not list(tmp_path.iterdir())
+
+
+def overlap(a, b):
+    low, high = np.maximum(a[:2], b[:2]), np.minimum(a[2:], b[2:])
+    both = np.prod(np.clip(high - low, 0, None))
+    return both / (np.prod(a[2:] - a[:2]) + np.prod(b[2:] - b[:2]) - both)
+
+
+@pytest.mark.parametrize(
+    ("minimum", "maximum", "threshold"), [(1, 100, 0.6), (10, 100, 0.99), (2, 4, 0.1), (50, 60, 0)]
+)
+def test_selection_is_that_of_plain_loops(minimum, maximum, threshold):
+    rng = np.random.default_rng(0)
+    corners = rng.uniform(-10, 60, (40, 3, 2))
+    boxes = np.concatenate([corners, corners + rng.uniform(5, 50, (40, 3, 2))], 2)
+    scores = rng.uniform(0, 1, (40, 3)) ** 2
+    best = scores.argmax(1)
+    own = np.clip(boxes[np.arange(40), best], 0, [80, 50, 80, 50])
+    sides = (own[:, 2:] - own[:, :2]).min(1)
+    order = [i for i in np.argsort(-scores.max(1)) if sides[i] >= 1]
+    kept = []
+    for i in order:
+        if all(best[i] != best[k] or overlap(own[i], own[k]) <= 0.3 for k in kept):
+            kept.append(i)
+    number = np.clip(sum(scores[i].max() >= threshold for i in kept), minimum, maximum)
+    expected = sorted((kept + [i for i in order if i not in kept])[:number], key=lambda i: -scores[i].max())
+    found, confidence = Selection(minimum, maximum, threshold)(torch.tensor(boxes), torch.tensor(scores), 50, 80)
+    np.testing.assert_allclose(found, own[expected], rtol=1e-6)
+    np.testing.assert_allclose(confidence, scores.max(1)[expected], rtol=1e-6)
+
+
+def test_selection_without_proposals_is_the_whole_picture():
+    for scores in (torch.zeros(0, 5), torch.full((2, 5), float("nan"))):
+        boxes, confidence = Selection()(torch.zeros(len(scores), 5, 4), scores, 30, 40)
+        assert boxes.tolist() == [[0, 0, 40, 30]]
+        assert confidence.tolist() == [0]
+    with pytest.raises(BadExtractor, match="--min-regions must be from 1 to --max-regions, got 5 and 4"):
+        Selection(5, 4)

@@ -1,4 +1,4 @@
-"""Recipes of regions: the options and files of ``extract_regions``, recorded in its output.
+"""Recipes of regions: the options and files of ``extract``, recorded in its output.
 
 A recipe makes it possible to compute the regions of another picture in the same way. Its files are searched first at
 their path relative to the features' file, then at the absolute path, then at the path as given; their content must be
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,9 +19,10 @@ import numpy as np
 from PIL import Image
 
 from attn_plugins.captioning.region_features import RegionFeatures
-from tools.captioning.regions import BadExtractor, Extractor, Regions, Selection
+from tools.caption.regions import BadExtractor, Extractor, Regions, Selection
 
-TOOL = "tools.captioning.extract_regions"
+TOOL = "tools.caption extract"
+TOOLS = (TOOL, "tools.captioning.extract_regions")  # the latter in older files
 # Options that change the features.
 OPTIONS = (
     "mmdet", "torchvision", "grid", "grid_size", "checkpoint", "no_weights", "feature", "min_regions", "max_regions",
@@ -35,23 +37,26 @@ class BadRecipe(ValueError):
 def make_extractor(options: argparse.Namespace, device: str) -> Extractor:
     """Return the requested one of the three extractors; only its own toolkit is imported."""
     weights: Any = Path(options.checkpoint) if options.checkpoint else "none" if options.no_weights else "default"
+    size, selection = (
+        options.size,
+        Selection(options.min_regions, options.max_regions, options.score_threshold, options.nms),
+    )
     if options.grid:
-        from tools.captioning.grid_regions import GridRegions
+        from tools.caption.grid_regions import GridRegions
 
-        size = tuple(options.size) * (2 if len(options.size) == 1 else 1) if options.size else None
+        size = size and (size[0], size[-1])
         return GridRegions(options.grid, options.grid_size, weights, device, options.seed, size)
-    selection = Selection(options.min_regions, options.max_regions, options.score_threshold, options.nms)
     if options.torchvision:
-        from tools.captioning.torchvision_regions import TorchvisionRegions
+        from tools.caption.torchvision_regions import TorchvisionRegions
 
-        size = (options.size[0], options.size[-1] if len(options.size) > 1 else 1333) if options.size else None
+        size = size and (size[0], size[-1] if len(size) > 1 else 1333)
         return TorchvisionRegions(options.torchvision, selection, weights, options.feature, device, options.seed, size)
-    if options.size:
+    if size:
         raise BadExtractor("--size goes without --mmdet: the config's test pipeline sets the size")
     config, checkpoint = mmdet_files(options)
     if checkpoint is None and not options.no_weights:
         raise BadExtractor("--mmdet CONFIG needs a CHECKPOINT, or --no-weights for random ones")
-    from tools.captioning.mmdet_regions import MmdetRegions
+    from tools.caption.mmdet_regions import MmdetRegions
 
     return MmdetRegions(config, selection, checkpoint, options.feature, device, options.seed)
 
@@ -82,6 +87,11 @@ def _located(path: Path, out: Path) -> dict[str, Any]:
     )
 
 
+def digest(values: Any) -> str:
+    """Return the hash of JSON values."""
+    return hashlib.sha256(json.dumps(values).encode()).hexdigest()
+
+
 def sha256_of(path: Path) -> str:
     """Return the hash of a file's content."""
     digest = hashlib.sha256()
@@ -97,7 +107,7 @@ class RecordedExtractor:
     A detector's regions may differ in the last digits from the file's, which were computed in batches.
 
     Args:
-        features: A file that ``extract_regions`` wrote.
+        features: A file that ``extract`` wrote.
         device: Device of the network.
         checkpoint: Weights in place of those in the recipe; their content is not checked.
         config: Config of mmdet, likewise.
@@ -111,45 +121,39 @@ class RecordedExtractor:
         self, features: RegionFeatures, device: str = "cpu", checkpoint: Path | None = None, config: Path | None = None
     ) -> None:
         self.features = features
-        recipe = features.recipe
-        again = "python -m tools.captioning.extract_regions --overwrite creates it again, with a recipe"
-        if recipe is None:
-            raise BadRecipe(f"{features.path} has no recipe, which is needed for the regions of a new picture: {again}")
-        if recipe.get("tool") != TOOL or not isinstance(recipe.get("options"), dict):
-            raise BadRecipe(f"{features.path} has a recipe of {recipe.get('tool')!r}, not of {TOOL!r}: {again}")
-        options = recipe["options"]
-        missing = [name for name in OPTIONS if name not in options]
-        if missing:
-            raise BadRecipe(f"{features.path} has a recipe without {', '.join(missing)}: {again}")
-        options = argparse.Namespace(**options)
-        files = recipe.get("files", {})
-        options.checkpoint = self._file("checkpoint", files, checkpoint) or options.checkpoint
-        if options.mmdet:
-            options.mmdet = [self._file("config", files, config) or options.mmdet[0]]
-        self.dtype = np.dtype(options.dtype)
-        self.extractor = make_extractor(options, device)
+        recipe = features.recipe or {}
+        options = recipe.get("options") if recipe.get("tool") in TOOLS else None
+        missing = [name for name in OPTIONS if name not in options] if isinstance(options, dict) else []
+        if not isinstance(options, dict) or missing:
+            lacks = f"a recipe without {', '.join(missing)}" if missing else "no recipe of tools.caption extract"
+            raise BadRecipe(
+                f"{features.path} has {lacks}, which the regions of a new picture need: "
+                "python -m tools.caption extract --overwrite writes it"
+            )
+        chosen = argparse.Namespace(**options)
+        chosen.checkpoint = self._file("checkpoint", recipe, checkpoint) or chosen.checkpoint
+        if chosen.mmdet:
+            chosen.mmdet = [self._file("config", recipe, config) or chosen.mmdet[0]]
+        self.dtype = np.dtype(chosen.dtype)
+        self.extractor = make_extractor(chosen, device)
 
-    def _file(self, name: str, files: Mapping[str, Mapping[str, str]], given: Path | None) -> str | None:
+    def _file(self, name: str, recipe: Mapping[str, Any], given: Path | None) -> str | None:
         """Return the path of a file of the recipe, or None if the recipe has no such file."""
         if given is not None:
             if not given.is_file():
                 raise BadRecipe(f"--region-{name}: {given} does not exist")
             return str(given)
-        if name not in files:
+        file = recipe.get("files", {}).get(name)
+        if file is None:
             return None
-        file, features = files[name], self.features.path
-        places = [features.resolve().parent / file["relative"], Path(file["absolute"]), Path(file["given"])]
-        found = [path for path in places if path.is_file()]
-        for path in found:
-            if sha256_of(path) == file["sha256"]:
-                return str(path)
-        if found:
-            what = f"but {found[0]} has another content now"
-        else:
-            what = f"which is neither {file['absolute']} nor {places[0]}"
-        raise BadRecipe(
-            f"the regions in {features} were made with the {name} {file['given']}, {what}: pass --region-{name}"
-        )
+        path = self.features.path
+        places = [path.resolve().parent / file["relative"], Path(file["absolute"]), Path(file["given"])]
+        present = [place for place in places if place.is_file()]
+        for place in present:
+            if sha256_of(place) == file["sha256"]:
+                return str(place)
+        what = f"but {present[0]} has changed" if present else f"which is neither {places[1]} nor {places[0]}"
+        raise BadRecipe(f"the regions in {path} are of the {name} {file['given']}, {what}: pass --region-{name}")
 
     def __call__(self, picture: Image.Image) -> Regions:
         """Compute the regions of a picture in RGB, with features in the file's precision.
@@ -157,14 +161,12 @@ class RecordedExtractor:
         Raises:
             ValueError: the width of the features differs from the file's.
         """
-        [found] = self.extractor([self.extractor.prepare(picture)])
+        [regions] = self.extractor([self.extractor.prepare(picture)])
         with np.errstate(over="ignore"):
-            found["features"] = found["features"].astype(self.dtype)
-        if not np.isfinite(found["features"]).all():
+            regions["features"] = regions["features"].astype(self.dtype)
+        if not np.isfinite(regions["features"]).all():
             raise ValueError(f"features are NaN, infinite or beyond {self.dtype}")
-        width = found["features"].shape[1]
-        if width != self.features.feature_dim:
-            raise ValueError(
-                f"the regions have {width} channels, but those of {self.features.path} {self.features.feature_dim}"
-            )
-        return found
+        width, expected = regions["features"].shape[1], self.features.feature_dim
+        if width != expected:
+            raise ValueError(f"the regions have {width} channels, but those of {self.features.path} {expected}")
+        return regions

@@ -2,7 +2,7 @@ r"""Score captions: BLEU-1 to 4, METEOR, ROUGE-L, CIDEr-D and SPICE, with the st
 
 ::
 
-    python -m tools.captioning.score results.json data/scenes/captions.json \
+    python -m tools.caption score results.json data/scenes/captions.json \
         --splits data/scenes/splits.json test --json scores.json
 
 RESULTS is COCO's format of results, ``[{"image_id": 42, "caption": "a cat on grass"}, ...]``, one caption per image;
@@ -26,43 +26,22 @@ from dataclasses import asdict
 from pathlib import Path
 
 from tools import files
-from tools.captioning.json_files import BadFile, ImageId, items, read_json, some
-from tools.captioning.metrics import PTB, MissingPackage, Report, evaluate
+from tools.caption.lists import BadFile, ImageId, read_captions, read_items, read_splits, some
+from tools.caption.metrics import PTB, evaluate
 
 
 def read_references(path: Path) -> dict[ImageId, list[str]]:
-    """Read the captions of every image of a COCO caption file.
-
-    Raises:
-        BadFile: an annotation is empty, or its image is unknown.
-    """
-    content = read_json(path)
-    if not isinstance(content, dict):
-        raise BadFile(f"{path} must hold 'images' and 'annotations', got {type(content).__name__}")
-    images = items(path, content.get("images"), "'images'", {"id": (int, str)})
-    rows = items(path, content.get("annotations"), "'annotations'", {"image_id": (int, str), "caption": str})
-    references: dict[ImageId, list[str]] = {image["id"]: [] for image in images}
-    for row in rows:
-        name = f"annotation {row.get('id')} of image {row['image_id']}"
-        if row["image_id"] not in references:
-            raise BadFile(f"{path}: {name}: 'images' has no such image")
-        if not row["caption"].strip():
-            raise BadFile(f"{path}: {name}: an empty caption")
-        references[row["image_id"]].append(row["caption"])
+    """Read the captions of every image of a COCO caption file, none of which may be empty."""
+    references = read_captions(path)
+    for image, own in references.items():
+        if not all(map(str.strip, own)):
+            raise BadFile(f"{path}: image {image}: an empty caption")
     return references
 
 
 def read_split(path: Path, part: str) -> list[ImageId]:
-    """Read the ids of the images of ``part`` in Karpathy's file.
-
-    Raises:
-        BadFile: the file has no such part, or an image has no id.
-    """
-    content = read_json(path)
-    rows = content.get("images") if isinstance(content, dict) else None
-    rows = items(path, rows, "'images'", {"split": str})
-    rows = [{"cocoid": row.get("imgid"), **row} for row in rows]
-    rows = items(path, rows, "'images'", {"cocoid": (int, str)})
+    """Read the ids of the images of ``part`` in Karpathy's file, which must have some."""
+    rows = read_splits(path)
     chosen = [row["cocoid"] for row in rows if row["split"] == part]
     if not chosen:
         counts = ", ".join(f"{name} ({count})" for name, count in Counter(row["split"] for row in rows).items())
@@ -71,13 +50,9 @@ def read_split(path: Path, part: str) -> list[ImageId]:
 
 
 def read_results(path: Path) -> dict[ImageId, str]:
-    """Read one caption for each image of a COCO results file.
-
-    Raises:
-        BadFile: an image has two results, or a caption is empty.
-    """
+    """Read one caption for each image of a COCO results file; an image must not have two, nor an empty one."""
     results: dict[ImageId, str] = {}
-    for row in items(path, read_json(path), "the results", {"image_id": (int, str), "caption": str}):
+    for row in read_items(path, None, image_id=(int, str), caption=str):
         image = row["image_id"]
         if image in results:
             raise BadFile(f"{path}: image {image} has two results, {results[image]!r} and {row['caption']!r}")
@@ -104,11 +79,10 @@ def match(
     references = read_references(captions_file)
     known = {str(image): image for image in references}
     results = {known.get(str(image), image): caption for image, caption in read_results(results_file).items()}
-    if unknown := [image for image in results if image not in references]:
-        raise BadFile(f"{results_file}: results for {some(unknown)} that {captions_file} does not know")
     wanted = [known.get(str(image), image) for image in read_split(*split)] if split else list(references)
-    if unknown := [image for image in wanted if image not in references]:
-        raise BadFile(f"{split[0] if split else ''}: {some(unknown)} that {captions_file} does not know")
+    for file, images in ((results_file, list(results)), (split[0] if split else "", wanted)):
+        if unknown := [image for image in images if image not in references]:
+            raise BadFile(f"{file}: {some(unknown)} that {captions_file} does not know")
     if bare := [image for image in wanted if not references[image]]:
         raise BadFile(f"{captions_file}: no caption for {some(bare)}")
     if lacking := [image for image in wanted if image not in results]:
@@ -121,40 +95,32 @@ def match(
     return {image: results[image] for image in wanted}, {image: references[image] for image in wanted}, others
 
 
-def table(report: Report) -> str:
-    """Format the scores in hundredths, then the scores left out and the tokeniser."""
-    lines = [f"{name:8s} {100 * value:6.1f}" for name, value in report.scores.items()]
-    lines += [f"{name:8s} left out: {reason}" for name, reason in report.left_out.items()]
-    if report.tokenizer != PTB:
-        lines.append(f"tokeniser: plain, since {report.tokenizer_note}; scores differ a little from published ones")
-    return "\n".join(lines)
-
-
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.captioning.score",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
     parser.add_argument("results", type=Path, metavar="RESULTS.json")
     parser.add_argument("captions", type=Path, metavar="CAPTIONS.json")
     parser.add_argument("--splits", nargs=2, metavar=("SPLITS.json", "PART"), help="score the images of one part")
     parser.add_argument("--skip-invalid-samples", action="store_true", help="leave out images without a result")
     parser.add_argument("--json", type=Path, metavar="OUT", help="also write the scores there")
-    options = parser.parse_args(arguments)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the command; return the exit code.
+
+    Raises:
+        ValueError: a file is invalid.
+        ModuleNotFoundError: the evaluation package is not installed.
+    """
     split = (Path(options.splits[0]), options.splits[1]) if options.splits else None
-    try:
-        results, references, others = match(options.results, options.captions, split, options.skip_invalid_samples)
-        report = evaluate(results, references)
-    except (ValueError, MissingPackage) as error:
-        print(f"score: {error}", file=sys.stderr)
-        return 2
+    results, references, others = match(options.results, options.captions, split, options.skip_invalid_samples)
+    report = evaluate(results, references)
     print(f"{report.images} images" + (f"; {others} results of other images not read" if others else ""))
-    print(table(report))
+    for name, value in report.scores.items():
+        print(f"{name:8s} {100 * value:6.1f}")
+    for name, reason in report.left_out.items():
+        print(f"{name:8s} left out: {reason}")
+    if report.tokenizer != PTB:
+        print(f"tokeniser: plain, since {report.tokenizer_note}; scores differ a little from published ones")
     if options.json:
         files.write_text(options.json, json.dumps(asdict(report), indent=1) + "\n")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -19,7 +19,7 @@ from mmengine.runner import load_checkpoint
 from PIL import Image
 from torch import Tensor
 
-from tools.captioning.regions import BadExtractor, Regions, Selection, as_regions, seeded
+from tools.caption.regions import BadExtractor, Regions, Selection, as_regions, seeded
 
 
 class MmdetRegions:

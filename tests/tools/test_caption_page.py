@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tools.captioning.caption_picture import WIDTH, Explanation, attended, grid_of, page
-from tools.captioning.lettering import Lettering, lettering_for
+from tools.caption.page import WIDTH, Explanation, attended, grid_of, page
+from tools.lettering import Lettering, lettering_for
 
 
 def cells(rows: int, columns: int) -> np.ndarray:

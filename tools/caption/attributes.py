@@ -19,10 +19,9 @@ from safetensors.torch import save as serialize
 from torch import Tensor, nn
 
 from tools import files
-from tools.captioning.json_files import BadFile
+from tools.caption.backbones import BadBackbone, TimmBackbone, VggFc7, in_json, make_backbone, read_weights
+from tools.caption.lists import BadFile
 from tools.captioning.noisy_or import NoisyOrHead, noisy_or
-from tools.captioning.timm_backbone import BadBackbone, TimmBackbone, in_json, read_weights
-from tools.captioning.vgg import VggFc7, make_backbone
 
 Attributes = list[list[Any]]  # [word, probability], by falling probability
 
@@ -125,27 +124,15 @@ def labels(captions: Iterable[Sequence[Sequence[str]]], words: Sequence[str]) ->
     """Return labels (N, K): 1 if one of an image's captions has the word, else 0."""
     index = {word: k for k, word in enumerate(words)}
     rows = [{index[word] for caption in own for word in caption if word in index} for own in captions]
-    found = torch.zeros(len(rows), len(words), dtype=torch.uint8)
+    targets = torch.zeros(len(rows), len(words), dtype=torch.uint8)
     for i, row in enumerate(rows):
-        found[i, list(row)] = 1
-    return found
+        targets[i, list(row)] = 1
+    return targets
 
 
 def average_precision(scores: np.ndarray, targets: np.ndarray) -> np.ndarray:
-    """Compute the area under each word's precision-recall steps: Σ (R_n − R_{n−1}) P_n, equal scores at once.
+    """Return each word's average precision (K,), NaN for a word that describes no image; both arguments are (N, K)."""
+    from sklearn.metrics import average_precision_score
 
-    Args:
-        scores: (N, K).
-        targets: (N, K), 0 or 1.
-
-    Returns:
-        (K,), NaN for a word that describes no image.
-    """
-    found = np.full(scores.shape[1], np.nan)
-    for k in np.flatnonzero(targets.any(0)):
-        order = np.argsort(-scores[:, k], kind="stable")
-        ranked = scores[order, k]
-        last = np.flatnonzero(np.append(ranked[1:] != ranked[:-1], True))  # of each run of equal scores
-        hits = np.cumsum(targets[order, k], dtype=np.int64)[last]
-        found[k] = (np.diff(hits, prepend=0) / hits[-1] * (hits / (last + 1))).sum()
-    return found
+    described = targets.any(0)
+    return np.array([average_precision_score(t, s) if d else np.nan for t, s, d in zip(targets.T, scores.T, described)])

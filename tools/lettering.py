@@ -6,6 +6,7 @@ matplotlib provides it.
 
 from __future__ import annotations
 
+import bisect
 import importlib.util
 from functools import cache
 from pathlib import Path
@@ -43,10 +44,9 @@ class Lettering:
             if self.length(longer, size) <= width:
                 line = longer
                 continue
-            if line:
-                lines.append(line)
+            lines += [line] if line else []
             while self.length(word, size) > width:
-                number = max(1, len(self._fitting(word, size, width)))
+                number = max(1, self._fitting(word, size, width))
                 lines.append(word[:number])
                 word = word[number:]
             line = word
@@ -59,7 +59,7 @@ class Lettering:
         """Return ``text``, truncated with three dots if it is wider than ``width``."""
         if self.length(text, size) <= width:
             return text
-        return self._fitting(text, size, width - self.length("...", size)) + "..."
+        return text[: self._fitting(text, size, width - self.length("...", size))] + "..."
 
     def fitted(self, text: str, size: int, least: int, width: float) -> tuple[str, int]:
         """Return the text and the largest size from ``size`` down to ``least`` that fits, else the truncated text."""
@@ -67,20 +67,15 @@ class Lettering:
             size -= 1
         return self.shortened(text, size, width), size
 
-    def _fitting(self, text: str, size: int, width: float) -> str:
-        """Return as many of the first characters as fit."""
-        low, high = 0, len(text)
-        while low < high:
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if self.length(text[:middle], size) <= width else (low, middle - 1)
-        return text[:low]
+    def _fitting(self, text: str, size: int, width: float) -> int:
+        """Return how many of the first characters fit."""
+        ends = range(1, len(text) + 1)
+        return bisect.bisect_right(ends, width, key=lambda end: self.length(text[:end], size))
 
 
 def lettering_for(text: str) -> Lettering:
     """Return Pillow's own font if it has all letters of ``text``, else the fallback if there is one."""
-    if all(_has(None, letter) for letter in set(text) if not letter.isspace()):
-        return Lettering()
-    return Lettering(_fallback())
+    return Lettering(None if all(map(_has, set("".join(text.split())))) else _fallback())
 
 
 @cache
@@ -89,18 +84,18 @@ def _font(file: str | None, size: int) -> Any:
 
 
 @cache
-def _has(file: str | None, letter: str) -> bool:
-    font = _font(file, 20)
+def _has(letter: str) -> bool:
+    """Return whether Pillow's own font has a letter."""
+    font = _font(None, 20)
     return bytes(font.getmask(letter)) != bytes(font.getmask(MISSING))
 
 
 @cache
 def _fallback() -> str | None:
     """Return the file of the fallback font, or None."""
-    names = [FALLBACK]
-    found = importlib.util.find_spec("matplotlib")
-    if found is not None and found.origin is not None:
-        names.append(str(Path(found.origin).parent / "mpl-data/fonts/ttf" / FALLBACK))
+    names, matplotlib = [FALLBACK], importlib.util.find_spec("matplotlib")
+    if matplotlib is not None and matplotlib.origin is not None:
+        names.append(str(Path(matplotlib.origin).parent / "mpl-data/fonts/ttf" / FALLBACK))
     for name in names:
         try:
             _font(name, 20)

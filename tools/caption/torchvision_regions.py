@@ -13,8 +13,8 @@ from torch import Tensor
 from torchvision.models import get_model, list_models
 from torchvision.models.detection.generalized_rcnn import GeneralizedRCNN
 
-from tools.captioning.regions import BadExtractor, Regions, Selection, as_regions, seeded
-from tools.captioning.timm_backbone import read_weights
+from tools.caption.backbones import read_weights
+from tools.caption.regions import BadExtractor, Regions, Selection, as_regions, seeded
 
 _CLASSES = "roi_heads.box_predictor.cls_score.weight"
 

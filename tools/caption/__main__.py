@@ -1,0 +1,54 @@
+"""Region features, captions with the attention of every word, and scores.
+
+::
+
+    python -m tools.caption splits data/own
+    python -m tools.caption extract data/own/images data/own/regions.npz --splits data/own/splits.json --grid resnet50
+    python -m tools.caption caption photo.jpg --path checkpoints/own/checkpoint_best.pt --detector best.safetensors
+    python -m tools.caption score results.json data/own/captions.json --splits data/own/splits.json test
+
+``extract`` and ``caption`` resume an interrupted run. With ``--shard i/n`` several processes or machines share the
+pictures, and ``merge`` writes the same files as one process::
+
+    for i in 1 2 3 4; do python -m tools.caption extract IMAGES regions.h5 ... --shard $i/4 & done; wait
+    python -m tools.caption merge regions.h5
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+
+COMMANDS = {
+    "splits": "divide a captioned set into train, val and test",
+    "extract": "extract region features of a folder of pictures",
+    "caption": "caption pictures, and show what every word attends to",
+    "merge": "merge the shards of extract or caption",
+    "score": "score captions: BLEU, METEOR, ROUGE-L, CIDEr-D, SPICE",
+}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run a command; return its exit code, 2 for bad input."""
+    given = sys.argv[1:] if arguments is None else arguments
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog="python -m tools.caption", description=__doc__, formatter_class=layout)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for name, text in COMMANDS.items():
+        command = commands.add_parser(name, help=text, formatter_class=layout)
+        if name in given[:1]:  # import only what this command needs
+            module = importlib.import_module(f"tools.caption.{name}")
+            command.description = module.__doc__
+            module.add_arguments(command)
+            command.set_defaults(run=module.run)
+    options = parser.parse_args(given)
+    try:
+        return options.run(options)
+    except (ValueError, ModuleNotFoundError) as error:  # such as h5py, for the regions' format
+        print(f"{given[0]}: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
