@@ -210,7 +210,7 @@ def test_missing_data(data, tmp_path, capsys, name):
 
 
 def test_other_regions(data, tmp_path, capsys):
-    """The options reach extract_regions, which finds no pictures here."""
+    """The options reach ``tools.caption extract``, which finds no pictures here."""
     shutil.copytree(data, tmp_path / "data")
     (tmp_path / "data" / "regions.npz").unlink()
     regions = "--grid resnet10t --no-weights --grid-size 2"

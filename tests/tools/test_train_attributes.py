@@ -249,7 +249,7 @@ def test_bad_input_is_reported(scenes, tmp_path, capsys):
         assert tool.main([str(scenes), str(tmp_path / "out"), *options]) == 2
         assert message in capsys.readouterr().err
     assert tool.main([str(tmp_path), str(tmp_path / "out"), *SMALL]) == 2
-    assert "has no splits.json; python -m tools.captioning.make_splits creates it" in capsys.readouterr().err
+    assert "has no splits.json; python -m tools.caption splits creates it" in capsys.readouterr().err
 
 
 def test_captions_of_the_splits_file_and_no_fairseq(scenes, tmp_path):

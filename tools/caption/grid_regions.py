@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from tools.caption.backbones import BadBackbone, TimmBackbone, read_weights
-from tools.caption.regions import BadExtractor, Regions, as_regions, seeded
+from tools.caption.regions import BadExtractor, Regions, as_regions
 
 
 class GridRegions:
@@ -42,7 +42,7 @@ class GridRegions:
     ) -> None:
         if cells < 1:
             raise BadExtractor(f"--grid-size must be at least 1, got {cells}")
-        seeded(seed)
+        torch.manual_seed(seed)
         stride = None
         if isinstance(weights, Path):  # the training size, if the file stores it
             metadata = read_weights(weights)[1]

@@ -19,7 +19,7 @@ from mmengine.runner import load_checkpoint
 from PIL import Image
 from torch import Tensor
 
-from tools.caption.regions import BadExtractor, Regions, Selection, as_regions, seeded
+from tools.caption.regions import BadExtractor, Regions, Selection, as_regions
 
 
 class MmdetRegions:
@@ -49,7 +49,7 @@ class MmdetRegions:
         except Exception as error:  # a config is a program
             raise BadExtractor(f"--mmdet {config} cannot be read as a config: {error}") from error
         scope = loaded.get("default_scope", "mmdet")
-        seeded(seed)
+        torch.manual_seed(seed)
         with DefaultScope.overwrite_default_scope(scope):
             model: Any = MODELS.build(loaded.model)
         head = getattr(model, "roi_head", None)

@@ -37,15 +37,13 @@ class BadRecipe(ValueError):
 def make_extractor(options: argparse.Namespace, device: str) -> Extractor:
     """Return the requested one of the three extractors; only its own toolkit is imported."""
     weights: Any = Path(options.checkpoint) if options.checkpoint else "none" if options.no_weights else "default"
-    size, selection = (
-        options.size,
-        Selection(options.min_regions, options.max_regions, options.score_threshold, options.nms),
-    )
+    size = options.size
     if options.grid:
         from tools.caption.grid_regions import GridRegions
 
         size = size and (size[0], size[-1])
         return GridRegions(options.grid, options.grid_size, weights, device, options.seed, size)
+    selection = Selection(options.min_regions, options.max_regions, options.score_threshold, options.nms)
     if options.torchvision:
         from tools.caption.torchvision_regions import TorchvisionRegions
 
@@ -62,7 +60,7 @@ def make_extractor(options: argparse.Namespace, device: str) -> Extractor:
 
 
 def mmdet_files(options: argparse.Namespace) -> tuple[str, str | None]:
-    """Return config and checkpoint; the latter is the second argument of ``--mmdet`` or that of ``--checkpoint``."""
+    """Return config and checkpoint; the latter follows the config or ``--checkpoint``."""
     config, *checkpoint = options.mmdet
     if len(checkpoint) > 1 or (checkpoint and options.checkpoint):
         raise BadExtractor(f"--mmdet takes a config and at most one checkpoint, got {' '.join(options.mmdet)}")

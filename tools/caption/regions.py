@@ -90,8 +90,3 @@ def as_regions(features: Tensor, boxes: Tensor, scores: Tensor, height: float, w
     relative = boxes.double() / boxes.new_tensor([width, height, width, height]).double()
     found = dict(features=features, boxes=relative.clamp(0, 1), scores=scores)
     return {name: tensor.detach().float().cpu().numpy() for name, tensor in found.items()}
-
-
-def seeded(seed: int) -> None:
-    """Draw random weights from ``seed``."""
-    torch.manual_seed(seed)

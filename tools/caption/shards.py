@@ -104,7 +104,7 @@ class Run:
             if other and not self.restart and complete_lines(part / RECORDS):
                 raise BadFile(f"{part} is of an interrupted run with {other}: --restart discards it")
             if other or (self.restart and part not in siblings):
-                shutil.rmtree(part, ignore_errors=True)
+                _remove(part)
         self.part.mkdir(exist_ok=True)
         files.write_text(self.part / PLAN, json.dumps(self.plan))
         (self.part / SKIPPED).unlink(missing_ok=True)  # tried again
@@ -133,7 +133,7 @@ class Run:
         """Release the shard; remove what failed before any result."""
         self._lock.close()
         if kind is not None and not complete_lines(self.part / RECORDS):
-            shutil.rmtree(self.part, ignore_errors=True)
+            _remove(self.part)
             (self.folder / f"{self.part.name}.lock").unlink(missing_ok=True)
             with contextlib.suppress(OSError):  # other shards are there
                 self.folder.rmdir()
@@ -174,6 +174,11 @@ def _parts(folder: Path) -> list[Path]:
     return sorted(parts, key=lambda part: [int(number) for number in part.name.split("-of-")])
 
 
+def _remove(part: Path) -> None:
+    (part / RECORDS).unlink(missing_ok=True)  # first, so that nothing else counts after an interruption
+    shutil.rmtree(part, ignore_errors=True)
+
+
 def _ids(parts: list[Path]) -> set[str]:
     """Return the ids of finished pictures, as text."""
     return {str(json.loads(line)[0]) for part in parts for line in complete_lines(part / RECORDS)}
@@ -181,7 +186,10 @@ def _ids(parts: list[Path]) -> set[str]:
 
 def _difference(part: Path, plan: Mapping[str, Any]) -> str:
     """Describe the first setting of a shard that differs from the plan; an empty text if there is none."""
-    theirs = json.loads((part / PLAN).read_text())
+    try:
+        theirs = json.loads((part / PLAN).read_text())
+    except FileNotFoundError:  # another shard has just removed it
+        return ""
     for name in {**plan["settings"], **theirs["settings"]}:
         before, now = (settings.get(name) for settings in (theirs["settings"], plan["settings"]))
         if before != now:

@@ -14,7 +14,7 @@ from torchvision.models import get_model, list_models
 from torchvision.models.detection.generalized_rcnn import GeneralizedRCNN
 
 from tools.caption.backbones import read_weights
-from tools.caption.regions import BadExtractor, Regions, Selection, as_regions, seeded
+from tools.caption.regions import BadExtractor, Regions, Selection, as_regions
 
 _CLASSES = "roi_heads.box_predictor.cls_score.weight"
 
@@ -52,7 +52,7 @@ class TorchvisionRegions:
             if _CLASSES not in state:
                 raise BadExtractor(f"{weights} does not fit {name}: it has no {_CLASSES}")
             options["num_classes"] = len(state[_CLASSES])
-        seeded(seed)
+        torch.manual_seed(seed)
         try:
             default = "DEFAULT" if weights == "default" else None
             model = get_model(name, weights=default, weights_backbone=None, **options)

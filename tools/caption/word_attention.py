@@ -63,13 +63,11 @@ def word_attention(model: Any, net_input: Mapping[str, Any]) -> WordAttention:
     blocks = [m for m in model.decoder.blocks if isinstance(m, MultimodalDecoderBlock)]
     with capture_attention(model.decoder, "blocks.*") as captured, visual_shares(blocks) as shares:
         model(**net_input)
-    found: dict[str, list[Tensor]] = {}
-    for i in range(len(blocks)):
-        for place, name in PLACES.items():
-            call = captured.get(f"blocks.{i}.{place}.attention")
-            if call is not None:
-                found.setdefault(name, []).append(call.maps()[0, :, :-1])
-    weights = {name: torch.stack(maps).float().cpu() for name, maps in found.items()}
+    weights = {}
+    for place, name in PLACES.items():
+        calls = [captured.get(f"blocks.{i}.{place}.attention") for i in range(len(blocks))]
+        if maps := [call.maps()[0, :, :-1] for call in calls if call is not None]:
+            weights[name] = torch.stack(maps).float().cpu()
     return WordAttention(weights, torch.stack([share[0, :-1] for share in shares]).float().cpu() if shares else None)
 
 
@@ -103,15 +101,14 @@ def summary(attentions: Sequence[WordAttention], layer: int | None = None) -> di
     Raises:
         ValueError: a model does not have this block.
     """
-    found: dict[str, list[Tensor]] = {}
-    for attention in attentions:
-        parts = {name: weights.mean(1) for name, weights in attention.weights.items() if name in PLACES.values()}
-        if attention.visual_share is not None:
-            parts["visual_share"] = attention.visual_share
-        for name in ("regions", "attributes", "visual_share"):
-            if name in parts:
-                found.setdefault(name, []).append(_of_layer(parts[name], layer))
-    return {name: torch.stack(own).mean(0) for name, own in found.items()}
+    shown: dict[str, Tensor] = {}
+    for name in ("regions", "attributes", "visual_share"):
+        own = [attention.weights[name].mean(1) for attention in attentions if name in attention.weights]
+        if name == "visual_share":
+            own = [attention.visual_share for attention in attentions if attention.visual_share is not None]
+        if own:
+            shown[name] = torch.stack([_of_layer(x, layer) for x in own]).mean(0)
+    return shown
 
 
 def _of_layer(x: Tensor, layer: int | None) -> Tensor:
