@@ -81,21 +81,8 @@ def run(data: Path, out: Path, *pictures: Any, path: str = "entangled", options:
     folder = data.parent
     models = ":".join(str(folder / f"{name}.pt") for name in path.split(":"))
     detector = () if path in ("visual", "show_attend_tell") else ("--detector", folder / "best.safetensors")
-    given = [
-        "caption",
-        *pictures,
-        "--path",
-        models,
-        *detector,
-        "--out",
-        out,
-        "--device",
-        "cpu",
-        "--max-len",
-        6,
-        *options,
-    ]
-    return main(list(map(str, given)))
+    given = ["caption", *pictures, "--path", models, *detector, "--out", out, "--device", "cpu", "--max-len", 6]
+    return main(list(map(str, [*given, *options])))
 
 
 def read(path: Path) -> Any:

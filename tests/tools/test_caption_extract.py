@@ -299,19 +299,17 @@ def test_weights_that_the_recipe_names_and_that_are_gone(scenes, tmp_path):
     np.testing.assert_allclose(found(picture)["features"].astype(np.float32), expected, atol=2e-3, rtol=2e-3)
 
 
-@pytest.mark.parametrize(
-    ("recipe", "message"),
-    [
-        (None, "has no recipe of"),
-        (dict(tool="another"), "has no recipe of"),
-        (dict(tool="tools.captioning.extract_regions", options=dict(grid="x")), "without mmdet, torchvision, grid_siz"),
-    ],
-)
-def test_recipes_that_are_none(recipe, message, tmp_path):
+def test_recipes_that_are_none(tmp_path):
     regions = dict(features=np.ones((1, 2)), boxes=np.array([[0, 0, 1, 1]]), scores=np.ones(1))
-    write_region_features(tmp_path / "regions.npz", [(1, regions)], recipe=recipe)
-    with pytest.raises(BadRecipe, match=f"{message}.*extract --overwrite writes it"):
-        RecordedExtractor(RegionFeatures(tmp_path / "regions.npz"))
+    partial = dict(tool="tools.caption extract", options=dict(grid="x"))
+    for recipe, lacks in (
+        (None, "no recipe of"),
+        (dict(tool="x"), "no recipe of"),
+        (partial, "a recipe without mmdet"),
+    ):
+        write_region_features(tmp_path / "regions.npz", [(1, regions)], recipe=recipe)
+        with pytest.raises(BadRecipe, match=f"has {lacks}.*extract --overwrite writes it"):
+            RecordedExtractor(RegionFeatures(tmp_path / "regions.npz"))
 
 
 def test_without_captions_the_names_are_the_ids(scenes, tmp_path):
