@@ -4,7 +4,6 @@ The dataclasses serve both the command line (``--encoder-attention``) and hydra 
 """
 
 # ruff: noqa: UP045  fairseq reads the types of the fields: neither as strings nor as X | None
-import warnings
 from argparse import Namespace
 from dataclasses import dataclass, field, fields, make_dataclass
 from typing import Any, Optional, get_args
@@ -16,7 +15,6 @@ from fairseq.models.transformer_lm import TransformerLanguageModelConfig
 from omegaconf import OmegaConf
 
 from ..modules.bilateral_1d import SequenceSmoothing
-from ..modules.renamed import REMOVAL
 from ..terms.attention_type import is_attention_type, parse_attention_type
 from ..terms.nonlocal_position import Outside
 
@@ -75,9 +73,6 @@ class SharedOptions(FairseqDataclass):
     )
     bilateral_outside: ChoiceEnum(get_args(Outside)) = field(  # type: ignore[valid-type]
         default="zero", metadata={"help": "position logits of bilateral outside its kernel; write ...-outside=-inf"}
-    )
-    bilateral_padding: Optional[str] = field(
-        default=None, metadata={"help": "old name of --bilateral-outside, found in checkpoints"}
     )
     bilateral_smoothing: ChoiceEnum(get_args(SequenceSmoothing)) = field(  # type: ignore[valid-type]
         default="sqrt_d",
@@ -177,7 +172,6 @@ def checked(options: Any, defaults: type, sides: tuple[str, ...] = ("encoder", "
     _default(args, "decoder_output_dim", args.decoder_embed_dim)
     for side in sides:
         _check_side(args, side)
-    _take_old_name(args, sides)
     args.bilateral_outside, args.bilateral_smoothing = str(args.bilateral_outside), str(args.bilateral_smoothing)
     _check_shared(args, sides)
     return args
@@ -186,23 +180,6 @@ def checked(options: Any, defaults: type, sides: tuple[str, ...] = ("encoder", "
 def _default(args: Namespace, name: str, value: Any) -> None:
     if getattr(args, name) is None:
         setattr(args, name, value)
-
-
-def _take_old_name(args: Namespace, sides: tuple[str, ...]) -> None:
-    """Read ``bilateral_padding``, the name of ``bilateral_outside`` in older configurations and checkpoints."""
-    old = args.bilateral_padding
-    del args.bilateral_padding
-    if old is None:
-        return
-    if str(args.bilateral_outside) not in (SharedOptions.bilateral_outside, str(old)):
-        raise ValueError(
-            f"--bilateral-padding is the old name of --bilateral-outside: give one of them, got {old} and "
-            f"{args.bilateral_outside}"
-        )
-    args.bilateral_outside = old
-    if any(getattr(args, f"{side}_attention") == "bilateral" for side in sides):
-        message = f"--bilateral-padding is the old name of --bilateral-outside and {REMOVAL}"
-        warnings.warn(message, DeprecationWarning, stacklevel=3)
 
 
 def _check_side(args: Namespace, side: str) -> None:

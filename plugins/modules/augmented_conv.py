@@ -21,7 +21,6 @@ from .capture import logits_of, maps_of
 from .checks import check_map, check_table_size, one_of, pair, positive
 from .memory_format import in_format_of, to_channels_last
 from .relative_tables import load_resized
-from .renamed import renamed_method
 from .scripting import attend_everywhere
 
 Position = Literal["relative", "none", "sine", "coordconv"]
@@ -190,8 +189,6 @@ class AAConv2d(nn.Module):
         for table in (self.height_rel, self.width_rel):
             if table is not None:
                 nn.init.normal_(table, std=table.shape[1] ** -0.5)
-
-    reset_attention = renamed_method("reset_attention")
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the layer: (B, in_channels, H, W) -> (B, out_channels, ⌈H / stride⌉, ⌈W / stride⌉).

@@ -28,7 +28,6 @@ from .capture import checked_queries, softmax_over_keys
 from .checks import check_map, one_of, pair, positive
 from .criss_cross import CrissCross
 from .memory_format import in_format_of, to_channels_last
-from .renamed import renamed_argument, renamed_attribute, renamed_method
 from .zero_conv import ZeroConv2d
 
 CHUNK = 1 << 26  # maximum number of logits that BilateralNonLocal2d holds at once
@@ -47,8 +46,6 @@ class PositionPredictor(nn.Sequential):
 
 class _Bilateral(nn.Module):
     """Common base of both modules: arguments, smoothing and the size of attention maps."""
-
-    padding = renamed_attribute("padding", "outside")
 
     def __init__(
         self, in_channels: int, reduction: int, kernel_size: int | Sequence[int], outside: Outside, smoothing: Smoothing
@@ -105,7 +102,6 @@ class BilateralNonLocal2d(_Bilateral):
         ValueError: an argument is out of range or inconsistent with the others.
     """
 
-    @renamed_argument("padding", "outside")
     def __init__(
         self,
         in_channels: int,
@@ -132,8 +128,6 @@ class BilateralNonLocal2d(_Bilateral):
             assert module.bias is not None
             nn.init.normal_(module.weight, std=0.0 if module is self.conv_out else 0.01)
             nn.init.zeros_(module.bias)
-
-    init_weights = renamed_method("init_weights")
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the layer: (B, C, H, W) -> (B, C, H, W)."""
@@ -238,7 +232,6 @@ class BilateralCrissCross2d(CrissCross, _Bilateral):
         ValueError: an argument is out of range or inconsistent with the others.
     """
 
-    @renamed_argument("padding", "outside")
     def __init__(
         self,
         in_channels: int,

@@ -15,7 +15,6 @@ from ..terms.nonlocal_band import counted_keys, standardised_band
 from ..terms.nonlocal_position import Outside, check_smoothing, predicted_values, with_outside
 from .banded_maps import BandedMaps
 from .checks import check_heads, check_padding_mask, check_sequence, one_of
-from .renamed import renamed_argument, renamed_attribute, renamed_method
 from .sequence_cache import SequenceCache, check_cache
 from .sequence_heads import attended, split_heads
 
@@ -49,7 +48,6 @@ class BilateralSelfAttention(BandedMaps):
         ValueError: an argument is out of range or inconsistent with the others.
     """
 
-    @renamed_argument("padding", "outside")
     def __init__(
         self,
         embed_dim: int,
@@ -95,9 +93,6 @@ class BilateralSelfAttention(BandedMaps):
             nn.init.xavier_uniform_(layer.weight, gain=1 / math.sqrt(2) if layer in joint else 1.0)
             if layer.bias is not None:
                 nn.init.zeros_(layer.bias)
-
-    init_weights = renamed_method("init_weights")
-    padding = renamed_attribute("padding", "outside")
 
     def forward(
         self, query: Tensor, *, key_padding_mask: Tensor | None = None, cache: SequenceCache | None = None

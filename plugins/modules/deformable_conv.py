@@ -13,7 +13,6 @@ from torch.nn import functional as F
 from ..ops import deform_conv1d
 from ..ops.arguments import expand
 from .checks import check_convolved, check_tensor
-from .renamed import keyword_only, renamed_method
 from .scripting import convolve_deformably
 from .sequence_cache import SequenceCache, check_cache
 from .zero_conv import ZeroConv1d, ZeroConv2d
@@ -26,7 +25,6 @@ class _DeformableConv(nn.Module):
     _components: int  # offset components per tap
     _predictor: Any  # ZeroConv1d or ZeroConv2d
 
-    @keyword_only("device", "dtype", "offset_scale")
     def __init__(
         self,
         in_channels: int,
@@ -86,8 +84,6 @@ class _DeformableConv(nn.Module):
             nn.init.zeros_(self.bias)
         for parameter in self.conv_offset.parameters():
             nn.init.zeros_(parameter)
-
-    zero_offset = renamed_method("zero_offset", "conv_offset.reset_parameters")
 
     def predict(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """Predict the operator's offsets and, if modulated, its masks."""
@@ -206,7 +202,6 @@ class CausalDeformableConv1d(_DeformableConv):
 
     _dims, _components, _predictor = 1, 1, ZeroConv1d
 
-    @keyword_only("device", "dtype", "offset_scale")
     def __init__(
         self,
         in_channels: int,

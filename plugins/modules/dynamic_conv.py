@@ -16,7 +16,6 @@ from ..ops import window_attention
 from .capture import window_maps_of
 from .checks import check_map, check_padding_mask, check_tensor, pair, positive
 from .memory_format import in_format_of, to_channels_last
-from .renamed import renamed_method
 from .scripting import attend_in_windows
 from .sequence_cache import SequenceCache, check_cache
 
@@ -78,8 +77,6 @@ class DynamicConv2d(nn.Module):
                 nn.init.zeros_(layer.bias)
         if self.gamma is not None:
             nn.init.zeros_(self.gamma)
-
-    init_weights = renamed_method("init_weights")
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the layer: (B, C, H, W) -> (B, C, H, W)."""
@@ -172,8 +169,6 @@ class DynamicConv1d(nn.Module):
             nn.init.xavier_uniform_(layer.weight)
             if layer.bias is not None:
                 nn.init.zeros_(layer.bias)
-
-    init_weights = renamed_method("init_weights")
 
     def forward(
         self, x: Tensor, *, key_padding_mask: Tensor | None = None, cache: SequenceCache | None = None

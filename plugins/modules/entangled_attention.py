@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from .checks import check_fits, check_tensor, one_of, positive
 from .multihead_attention import MultiheadAttention
-from .renamed import renamed_method
 from .sequence_cache import SequenceCache
 
 Activation = Literal["identity", "relu", "sigmoid", "tanh"]
@@ -170,8 +169,6 @@ class GatedBilateralController(nn.Module):
         """Draw W_c by Glorot uniform initialisation and zero its bias."""
         nn.init.xavier_uniform_(self.gate.weight)
         nn.init.zeros_(self.gate.bias)
-
-    init_weights = renamed_method("init_weights")
 
     def forward(self, pathways: Entangled, x: Tensor) -> Tensor:
         """Combine the pathways, (B, T, C) each, into (B, T, C); ``x`` is the words' self-attention, a.

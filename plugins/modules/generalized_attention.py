@@ -21,7 +21,6 @@ from .capture import maps_of
 from .checks import check_map, positive
 from .generalized_positions import AxisPositions
 from .memory_format import in_format_of, to_channels_last
-from .renamed import renamed_method
 from .scripting import attend_everywhere, attend_in_windows
 
 
@@ -183,8 +182,6 @@ class GeneralizedAttention2d(AxisPositions):
             if vector is not None:
                 nn.init.uniform_(vector, -bound, bound)
         nn.init.zeros_(self.gamma)
-
-    init_weights = renamed_method("init_weights")
 
     def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
         """Attend from the pixels of ``x`` to those of ``context``.

@@ -17,7 +17,6 @@ from .checks import check_map
 from .memory_format import in_format_of, to_channels_last
 from .non_local_block import Mode, NonLocalBlock, check_block
 from .relative_tables import Position, RelativeTables
-from .renamed import renamed_method
 from .zero_conv import ZeroConv2d
 
 
@@ -95,8 +94,6 @@ class NonLocal2d(NonLocalBlock, RelativeTables):
         """Draw embeddings with deviation 0.01, and zero ``conv_out`` or the normalisation after it, as mmcv does."""
         NonLocalBlock.reset_parameters(self)
         RelativeTables.reset_parameters(self)
-
-    init_weights = renamed_method("init_weights")
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the layer: (B, C, H, W) -> (B, C, H, W).

@@ -15,7 +15,6 @@ from torch.nn import functional as F
 from .capture import maps_of
 from .checks import check_fits, check_tensor
 from .non_local_block import Mode, NonLocalBlock, check_block
-from .renamed import renamed_method
 from .zero_conv import ZeroConv1d, ZeroConv3d
 
 
@@ -41,8 +40,6 @@ class _NonLocalTokens(NonLocalBlock):
         factory: dict[str, Any] = dict(device=device, dtype=dtype)
         self.make(in_channels, reduction, mode, use_scale, sub_sample, norm_layer, factory)
         self.reset_parameters()
-
-    init_weights = renamed_method("init_weights")
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the layer: (B, C, *size) -> (B, C, *size).

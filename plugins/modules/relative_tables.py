@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from ..terms.relative_position import relative_logits
 from ..terms.relative_table import resize_table
 from .checks import check_table_size, one_of, pair
-from .renamed import renamed_method
 
 Position = Literal["none", "relative"]
 
@@ -59,8 +58,6 @@ class RelativeTables(nn.Module):
         for table in (self.height_rel, self.width_rel):
             if table is not None:
                 nn.init.normal_(table, std=table.shape[1] ** -0.5)
-
-    reset_tables = renamed_method("reset_tables")
 
     def table_logits(
         self, query: Tensor, scale: float, keys: Sequence[int], stride: Sequence[int] = (1, 1)

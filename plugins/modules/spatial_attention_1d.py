@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from ..terms.attention_type import parse_attention_type
 from ..terms.saliency import key_saliency
 from .checks import check_heads, check_padding_mask, check_sequence
-from .renamed import renamed_method
 from .sequence_cache import SequenceCache, check_cache
 from .sequence_heads import attended, logits_of, split_heads, weights_of
 from .sequence_positions import SequencePositions
@@ -136,8 +135,6 @@ class MultiheadSpatialAttention(SequencePositions):
         for vector in (self.content_bias, self.position_bias):
             if vector is not None:
                 nn.init.uniform_(vector, -bound, bound)
-
-    init_weights = renamed_method("init_weights")
 
     def forward(
         self,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import shutil
-import warnings
 from typing import Any
 
 import pytest
@@ -288,32 +287,6 @@ def test_language_model_has_the_options_of_fairseqs():
     assert model(torch.tensor([[2, 5]]))[0].shape == (1, 2, 32)
     with pytest.raises(ValueError, match="--decoder-kernel-sizes applies to dynamic and bilateral"):
         build_language_model(decoder_kernel_sizes="3")
-
-
-# --- the old name of --bilateral-outside ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("build", [build, build_language_model])
-def test_bilateral_padding_is_read_with_a_warning(build):
-    """Older configurations and checkpoints contain the option."""
-    with pytest.warns(DeprecationWarning, match="--bilateral-padding is the old name of --bilateral-outside"):
-        old = build(decoder_attention="bilateral", bilateral_padding="learned")
-    new = build(decoder_attention="bilateral", bilateral_outside="learned")
-    assert old.decoder.layers[0].self_attn.attention.outside == "learned"
-    for name, tensor in new.state_dict().items():
-        assert torch.equal(old.state_dict()[name], tensor), name
-
-
-def test_bilateral_padding_of_another_attention_is_silent():
-    """Every older checkpoint contains the option."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", DeprecationWarning)
-        assert build(encoder_attention="0110", bilateral_padding="zero").encoder.layers
-
-
-def test_bilateral_padding_and_outside_that_differ():
-    with pytest.raises(ValueError, match="give one of them, got min and learned"):
-        build(encoder_attention="bilateral", bilateral_padding="min", bilateral_outside="learned")
 
 
 # --- console scripts ------------------------------------------------------------------------------------------------

@@ -112,6 +112,12 @@ def test_a_closed_form_is_explained():
     torch.testing.assert_close(forced, global_attention(None, None, value))
 
 
+def test_windows_behind_the_last_key_are_a_closed_form():
+    (value,), (band,) = maps((1, 2, 16, 8)), maps((1, 2, 4, 3))
+    choice = explain(sequence_attention, None, None, value, band_logits=band, outside_logits=float("-inf"), start=1000)
+    assert choice.serves == "closed form"
+
+
 def test_a_graph_has_the_backend_that_was_forced_as_it_was_made():
     operator, args, _ = criss_cross()
     graphs = []

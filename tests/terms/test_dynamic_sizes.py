@@ -7,11 +7,8 @@ import torch
 from torch import nn
 
 from attn_plugins.terms.decomposed import decomposed_logits
-from attn_plugins.terms.linear_distance import alibi_slopes, manhattan_map_logits
 from attn_plugins.terms.log_positions import log_coordinates
-from attn_plugins.terms.position_buckets import bucket_map_logits
 from attn_plugins.terms.position_table import table_index
-from attn_plugins.terms.rotary import axial_angles, centred_frequencies, centred_positions, rotate, rotation
 
 
 class Terms(nn.Module):
@@ -20,19 +17,10 @@ class Terms(nn.Module):
         torch.manual_seed(0)
         # The export decides whether a table is interpolated; a table longer than any axis always is.
         self.tables = nn.Parameter(torch.randn(2, 2 * 64 - 1, 8))
-        self.buckets = nn.Parameter(torch.randn(2, 8, 3))
 
     def forward(self, x):
         size = x.shape[2:4]
-        turned = rotation(axial_angles(centred_positions(size), centred_frequencies(8)))
-        return (
-            rotate(x.flatten(2, 3), turned, halves=True),
-            *decomposed_logits(x, *self.tables),
-            *bucket_map_logits(*self.buckets, size, 20),
-            *manhattan_map_logits(alibi_slopes(3), size),
-            table_index(size),
-            log_coordinates(size),
-        )
+        return (*decomposed_logits(x, *self.tables), table_index(size), log_coordinates(size))
 
 
 @pytest.mark.parametrize("strict", [False, True])

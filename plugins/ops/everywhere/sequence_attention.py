@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 
 from .. import triton_launch
 from ..arguments import LARGEST, arithmetic_dtype, check_dim, check_padding_mask, check_tensors, finite
-from ..backends import forced
+from ..backends import closed_form, forced
 from ..operator import Operator, counts_of_products
 from ..window.window_attention import window_attention
 from . import chunked_sequence as chunked
@@ -120,7 +120,7 @@ def _attend_in_range(
     K = band_logits.shape[3]
     first = start - band_reach(K, causal)[0]  # the key of the first query's first tap
     drop, padding = max(0, first), max(0, -first)
-    if drop >= S:  # all windows lie behind the last key
+    if drop >= S and closed_form():  # all windows lie behind the last key
         outputs = value.new_zeros(B, M, T, dv)
         terms = [t for t in (query, key, value, band_logits) if t is not None and t.requires_grad]
         return outputs + sum(t.flatten()[:0].sum() for t in terms) if terms else outputs  # gradients are 0
