@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..ops import global_attention
 from ..terms.relative_position import relative_logits
 from ..terms.relative_table import resize_table
 from ..terms.remembered import remembered
@@ -21,7 +22,6 @@ from .capture import logits_of, maps_of
 from .checks import check_map, check_table_size, one_of, pair, positive
 from .memory_format import in_format_of, to_channels_last
 from .relative_tables import load_resized
-from .scripting import attend_everywhere
 
 Position = Literal["relative", "none", "sine", "coordconv"]
 
@@ -204,7 +204,6 @@ class AAConv2d(nn.Module):
         else:
             return torch.cat((self.conv(x), self._attend(x)), 1)
 
-    @torch.jit.unused
     def attention_maps(self, x: Tensor, queries: Tensor | None = None) -> Tensor:
         """Compute the attention weights for inspection, in O(N²) memory without ``queries``.
 
@@ -223,7 +222,6 @@ class AAConv2d(nn.Module):
             raise ValueError("dv is 0: a plain convolution has no attention")
         return maps_of((*self._terms(x), None), self.scale, self.attention_size(list(x.shape[2:])), queries)
 
-    @torch.jit.unused
     def attention_logits(self, x: Tensor, queries: Tensor | None = None) -> dict[str, Tensor]:
         """Compute the logits of content and of relative position.
 
@@ -242,7 +240,7 @@ class AAConv2d(nn.Module):
     def _attend(self, x: Tensor) -> Tensor:
         """Compute the attention channels, (B, dv, ⌈H / stride⌉, ⌈W / stride⌉)."""
         query, key, value, row, column = self._terms(x)
-        attended = attend_everywhere(query, key, value, row, column, None, self.scale)
+        attended = global_attention(query, key, value, row_logits=row, column_logits=column, scale=self.scale)
         attended = attended.permute(0, 1, 4, 2, 3).flatten(1, 2)
         if self.proj is not None:
             attended = self.proj(attended)

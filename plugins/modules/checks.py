@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, get_args
 
-import torch
 from torch import Tensor
 
 from ..ops.arguments import autocast_dtype, check_padding_mask
@@ -90,34 +89,27 @@ def check_source(name: str, x: Tensor, channels: int, batch: int, weight: Tensor
     check_fits(name, x, weight)
 
 
-# --- checks called by scripted modules; TorchScript skips them ---- -----------------------------------------------
-
-
 def check_map(x: Tensor, channels: int, weight: Tensor, name: str = "x") -> None:
     """Check that ``x`` is a non-empty (B, channels, H, W), and has the device and the dtype of ``weight``."""
-    if not torch.jit.is_scripting():
-        check_tensor(name, x)
-        if x.dim() != 4 or x.shape[1] != channels or 0 in x.shape[2:]:
-            raise ValueError(
-                f"{name} must have shape (B, {channels}, H, W) with at least one pixel, got {tuple(x.shape)}"
-            )
-        check_fits(name, x, weight)
+    check_tensor(name, x)
+    if x.dim() != 4 or x.shape[1] != channels or 0 in x.shape[2:]:
+        raise ValueError(f"{name} must have shape (B, {channels}, H, W) with at least one pixel, got {tuple(x.shape)}")
+    check_fits(name, x, weight)
 
 
 def check_window(x: Tensor, kernel_size: list[int], padding: list[int], dilation: list[int]) -> None:
     """Check that a window fits on the padded map ``x``, (B, C, H, W)."""
-    if not torch.jit.is_scripting():
-        sizes = zip(x.shape[2:], kernel_size, padding, dilation)
-        if any(size + 2 * p <= d * (k - 1) for size, k, p, d in sizes):
-            raise ValueError(
-                f"x of size {tuple(x.shape[2:])} with padding {tuple(padding)} is smaller than a window of "
-                f"kernel_size {tuple(kernel_size)} and dilation {tuple(dilation)}"
-            )
+    sizes = zip(x.shape[2:], kernel_size, padding, dilation)
+    if any(size + 2 * p <= d * (k - 1) for size, k, p, d in sizes):
+        raise ValueError(
+            f"x of size {tuple(x.shape[2:])} with padding {tuple(padding)} is smaller than a window of "
+            f"kernel_size {tuple(kernel_size)} and dilation {tuple(dilation)}"
+        )
 
 
 def check_table_size(x: Tensor, made: tuple[int, int], found: tuple[int, int], input_size: tuple[int, int]) -> None:
     """Check that the map's size that relative tables were ``made`` for is the size ``found``."""
-    if not torch.jit.is_scripting() and made != found:
+    if made != found:
         raise ValueError(
             f"x of size {tuple(x.shape[2:])} attends on a {found} map, but the relative tables are made for {made} "
             f"(input_size={input_size}): use inputs of that size or resize_tables=True"
@@ -128,22 +120,19 @@ def check_convolved(
     x: Tensor, channels: int, weight: Tensor, kernel_size: list[int], padding: list[int], dilation: list[int]
 ) -> None:
     """Check a convolution's input, with clearer messages than those of the stock convolution."""
-    if not torch.jit.is_scripting():
-        check_tensor("input", x)
-        axes = ("L",) if len(kernel_size) == 1 else ("H", "W")
-        if x.dim() != 2 + len(axes) or x.shape[1] != channels:
-            raise ValueError(
-                f"input must have shape (B, C, {', '.join(axes)}) with C = {channels}, got {tuple(x.shape)}"
-            )
-        if not x.is_floating_point():
-            raise TypeError(f"input must be floating-point, got {x.dtype}")
-        if x.device != weight.device:
-            raise ValueError(f"input must be on the weight's device {weight.device}, got {x.device}")
-        if x.dtype != weight.dtype and autocast_dtype(x.device.type) is None:
-            raise TypeError(f"input must have the weight's dtype {weight.dtype}, got {x.dtype}")
-        sizes = zip(x.shape[2:], kernel_size, padding, dilation)
-        if any(size + 2 * p <= d * (k - 1) for size, k, p, d in sizes):
-            raise ValueError(
-                f"input is too small: {tuple(x.shape[2:])} with padding {tuple(padding)} has no room for a kernel of "
-                f"{tuple(kernel_size)} with dilation {tuple(dilation)}"
-            )
+    check_tensor("input", x)
+    axes = ("L",) if len(kernel_size) == 1 else ("H", "W")
+    if x.dim() != 2 + len(axes) or x.shape[1] != channels:
+        raise ValueError(f"input must have shape (B, C, {', '.join(axes)}) with C = {channels}, got {tuple(x.shape)}")
+    if not x.is_floating_point():
+        raise TypeError(f"input must be floating-point, got {x.dtype}")
+    if x.device != weight.device:
+        raise ValueError(f"input must be on the weight's device {weight.device}, got {x.device}")
+    if x.dtype != weight.dtype and autocast_dtype(x.device.type) is None:
+        raise TypeError(f"input must have the weight's dtype {weight.dtype}, got {x.dtype}")
+    sizes = zip(x.shape[2:], kernel_size, padding, dilation)
+    if any(size + 2 * p <= d * (k - 1) for size, k, p, d in sizes):
+        raise ValueError(
+            f"input is too small: {tuple(x.shape[2:])} with padding {tuple(padding)} has no room for a kernel of "
+            f"{tuple(kernel_size)} with dilation {tuple(dilation)}"
+        )

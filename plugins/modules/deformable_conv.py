@@ -10,10 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..ops import deform_conv1d
+from ..ops import deform_conv1d, deform_conv2d
 from ..ops.arguments import expand
 from .checks import check_convolved, check_tensor
-from .scripting import convolve_deformably
 from .sequence_cache import SequenceCache, check_cache
 from .zero_conv import ZeroConv1d, ZeroConv2d
 
@@ -150,9 +149,7 @@ class DeformableConv2d(_DeformableConv):
         stride, padding, dilation = list(self.stride), list(self.padding), list(self.dilation)
         check_convolved(x, self.in_channels, self.weight, list(self.kernel_size), padding, dilation)
         offset, mask = self.predict(x)
-        return convolve_deformably(
-            x, offset, self.weight, self.bias, mask, stride, padding, dilation, self.groups, self.offset_groups
-        )
+        return deform_conv2d(x, offset, self.weight, self.bias, stride, padding, dilation, mask)
 
 
 class DeformableConv1d(_DeformableConv):

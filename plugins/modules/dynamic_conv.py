@@ -16,7 +16,6 @@ from ..ops import window_attention
 from .capture import window_maps_of
 from .checks import check_map, check_padding_mask, check_tensor, pair, positive
 from .memory_format import in_format_of, to_channels_last
-from .scripting import attend_in_windows
 from .sequence_cache import SequenceCache, check_cache
 
 
@@ -82,7 +81,9 @@ class DynamicConv2d(nn.Module):
         """Apply the layer: (B, C, H, W) -> (B, C, H, W)."""
         value, logits = self._terms(x)
         kernel_size, padding, dilation = list(self.kernel_size), list(self.padding), list(self.dilation)
-        convolved = attend_in_windows(None, None, value, logits, kernel_size, [1, 1], padding, dilation, True)
+        convolved = window_attention(
+            None, None, value, logits, kernel_size, padding=padding, dilation=dilation, border="zero"
+        )
         output = in_format_of(x, self.output(convolved.permute(0, 1, 4, 2, 3).flatten(1, 2)))
         return output if self.gamma is None else x + self.gamma * output
 
@@ -90,7 +91,6 @@ class DynamicConv2d(nn.Module):
         """Return the size of the map of queries for an input of ``size`` (H, W)."""
         return size[0], size[1]
 
-    @torch.jit.unused
     def attention_maps(self, x: Tensor, queries: Tensor | None = None) -> Tensor:
         """Lay out the kernels on the map for inspection, in O(N²) memory without ``queries``.
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..ops import global_attention, window_attention
 from ..terms.attention_type import parse_attention_type
 from ..terms.remembered import remembered
 from ..terms.saliency import add_vector, key_saliency
@@ -21,7 +22,6 @@ from .capture import maps_of
 from .checks import check_map, positive
 from .generalized_positions import AxisPositions
 from .memory_format import in_format_of, to_channels_last
-from .scripting import attend_everywhere, attend_in_windows
 
 
 class GeneralizedAttention2d(AxisPositions):
@@ -80,9 +80,6 @@ class GeneralizedAttention2d(AxisPositions):
         if not isinstance(in_channels, int) or in_channels < num_heads:
             raise ValueError(f"in_channels must be an int of at least num_heads = {num_heads}, got {in_channels!r}")
         self.attention_type = attention_type
-        # Instance attributes, as TorchScript does not read class attributes.
-        self.wavelength, self.offset_sign = type(self).wavelength, type(self).offset_sign
-        self.position_factor = type(self).position_factor
         self.terms = terms = parse_attention_type(attention_type)
         self.in_channels, self.num_heads = in_channels, num_heads
         self.spatial_range, self.q_stride, self.kv_stride = spatial_range, q_stride, kv_stride
@@ -99,7 +96,6 @@ class GeneralizedAttention2d(AxisPositions):
         def table() -> nn.Linear:
             return nn.Linear(self.axis_width(), width, bias=False, **factory)
 
-        # Unused parameters are None, as TorchScript requires every name to exist.
         self.query_conv = projection() if terms.queries else None
         self.key_conv = projection() if terms.keys else None
         self.value_conv = projection()
@@ -214,7 +210,6 @@ class GeneralizedAttention2d(AxisPositions):
         H, W = (-(-n // self.q_stride) for n in size)
         return H, W
 
-    @torch.jit.unused
     def attention_maps(self, x: Tensor, context: Tensor | None = None, queries: Tensor | None = None) -> Tensor:
         """Compute the attention weights for inspection, in O(N²) memory without ``queries``.
 
@@ -234,7 +229,7 @@ class GeneralizedAttention2d(AxisPositions):
     def _attend(self, x: Tensor, context: Tensor | None) -> Tensor:
         """Attend to all keys, (B, M, Hq, Wq, d)."""
         query, key, value, row, column, key_logits = self._terms(x, context)
-        return attend_everywhere(query, key, value, row, column, key_logits, 1.0)
+        return global_attention(query, key, value, row_logits=row, column_logits=column, key_logits=key_logits)
 
     def _attend_in_windows(self, x: Tensor) -> Tensor:
         """Attend to the keys in a window around the query, (B, M, H, W, d)."""
@@ -256,7 +251,7 @@ class GeneralizedAttention2d(AxisPositions):
             taps = (2 * radius[0] + 1) * (2 * radius[1] + 1)
             position = value.new_zeros(1).expand(1, self.num_heads, H, W, taps)
         kernel = [2 * radius[0] + 1, 2 * radius[1] + 1]
-        return attend_in_windows(query, key, value, position, kernel, [1, 1], radius, [1, 1], False)
+        return window_attention(query, key, value, position, kernel, padding=radius)
 
     def _terms(
         self, x: Tensor, context: Tensor | None
@@ -277,7 +272,7 @@ class GeneralizedAttention2d(AxisPositions):
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor, Tensor | None]:
         """Compute the position terms' query, the content term's query (with u) and key, value, and key logits."""
         query, key, value = self._features(x, context)
-        by_content, by_position, _, _ = self.terms  # TorchScript sees a plain tuple
+        by_content, by_position, _, _ = self.terms
         content = query if by_content else None
         key_logits: Tensor | None = None
         if self.appr_bias is not None and key is not None:

@@ -21,7 +21,7 @@ from .capture import logits_of
 class AxisPositions(nn.Module):
     """Base of generalized attention: position logits of each axis."""
 
-    if TYPE_CHECKING:  # TorchScript infers these types from the values
+    if TYPE_CHECKING:
         terms: AttentionTerms
         appr_geom_fc_x: nn.Linear | None
         appr_geom_fc_y: nn.Linear | None
@@ -71,7 +71,6 @@ class AxisPositions(nn.Module):
         rows, columns = self.axis_range(queries[0], keys[0], like), self.axis_range(queries[1], keys[1], like)
         return _along(rows.unsqueeze(0), "row"), _along(columns.unsqueeze(0), "column")
 
-    @torch.jit.unused
     def attention_logits(
         self, x: Tensor, context: Tensor | None = None, queries: Tensor | None = None
     ) -> dict[str, Tensor]:

@@ -13,9 +13,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..ops import global_attention, sequence_attention, window_attention
-from ..terms.relative_position import relative_logits
-from ..terms.saliency import key_saliency
-from ..terms.window import axis_window
 from .grid_terms import Grid, GridTerms
 
 
@@ -205,33 +202,6 @@ class GridAttention(GridTerms):
                 found[first] = found[first] + mask
         order = (*self.terms._fields, "predicted")
         return {name: (found[name] + left_out).expand(len(q), q.shape[1], -1, -1) for name in order if name in found}
-
-    def scripted_attend(
-        self, q: Tensor, k: Tensor, v: Tensor, H: int, W: int, prefix: int, mask: Tensor | None
-    ) -> Tensor:
-        """Run :meth:`attend` in TorchScript, with the weights in memory, without predicted logits and dropout."""
-        by_content, _, _, _ = self.terms
-        logits = q.new_zeros(1, 1, 1, 1)
-        if by_content:
-            logits = logits + torch.matmul(q, k.transpose(2, 3))
-        if self.saliency is not None:
-            logits = logits + key_saliency(k, self.saliency_query()[0, :, 0, 0]).unsqueeze(2)
-        if self.row_table is not None and self.column_table is not None:
-            moved = self._position_query(q[:, :, prefix:].unflatten(2, [H, W])).expand(-1, -1, H, W, -1)
-            rows = self._table(self.row_table.weight, H)
-            columns = self._table(self.column_table.weight, W)
-            pairs = relative_logits(moved, rows, H, "row").unsqueeze(5)
-            pairs = pairs + relative_logits(moved, columns, W, "column").unsqueeze(4)
-            logits = logits + F.pad(pairs.flatten(4, 5).flatten(2, 3), [prefix, 0, prefix, 0])
-        radius = self.radius
-        if radius is not None:
-            near = axis_window(H, H, radius, 1, 1, q.device)[:, None, :, None]
-            near = near + axis_window(W, W, radius, 1, 1, q.device)[None, :, None, :]
-            logits = logits + F.pad(near.flatten(2, 3).flatten(0, 1).to(q.dtype), [prefix, 0, prefix, 0])
-        if mask is not None:
-            logits = logits.masked_fill(mask, -math.inf) if mask.dtype == torch.bool else logits + mask
-        logits = logits.expand(v.shape[0], v.shape[1], -1, v.shape[2])
-        return torch.matmul(logits.float().softmax(-1).to(v.dtype), v)
 
     def _content(self, q: Tensor, k: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Return query and key of ε1 + ε3 of tokens or maps, or, without ε1, ε3 as logits of the keys."""

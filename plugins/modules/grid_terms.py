@@ -249,7 +249,7 @@ class GridTerms(nn.Module):
 
     def _position_query(self, q: Tensor) -> Tensor:
         """Return q + v, gated, whose product with R is ε2 + ε4: (B, M, H, W, d), or (1, M, 1, 1, d) without ε2."""
-        _, by_position, _, _ = self.terms  # TorchScript sees a plain tuple
+        _, by_position, _, _ = self.terms
         moved = q if by_position else q.new_zeros(1, self.num_heads, 1, 1, q.shape[-1])
         if self.position is not None:
             moved = moved + (self.scale * self._heads(self.position))[:, None, None]

@@ -11,10 +11,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from ..ops import window_attention
 from .capture import window_logits_of, window_maps_of
 from .checks import check_map, check_window, one_of, pair, positive
 from .memory_format import in_format_of, to_channels_last
-from .scripting import attend_in_windows
 
 Activation = Literal["none", "relu"]
 
@@ -143,7 +143,6 @@ class LocalBilateralConv2d(nn.Module):
             size[1] + 2 * p[1] - d[1] * (k[1] - 1) - 1
         ) // s[1] + 1
 
-    @torch.jit.unused
     def attention_maps(self, x: Tensor, queries: Tensor | None = None) -> Tensor:
         """Compute the attention weights for inspection, in O(N²) memory without ``queries``.
 
@@ -158,7 +157,6 @@ class LocalBilateralConv2d(nn.Module):
         geometry = (self.kernel_size, self.stride, self.padding, self.dilation)
         return window_maps_of(query, key, logits, x.shape[2:], geometry, queries)
 
-    @torch.jit.unused
     def attention_logits(self, x: Tensor, queries: Tensor | None = None) -> dict[str, Tensor]:
         """Compute the refined content logits and the geometric logits, -inf outside the windows.
 
@@ -194,7 +192,7 @@ class LocalBilateralConv2d(nn.Module):
 
     def _attend(self, query: Tensor | None, key: Tensor | None, value: Tensor, logits: Tensor | None) -> Tensor:
         k, s, p, d = list(self.kernel_size), list(self.stride), list(self.padding), list(self.dilation)
-        return attend_in_windows(query, key, value, logits, k, s, p, d, False)
+        return window_attention(query, key, value, logits, k, stride=s, padding=p, dilation=d)
 
     def _centres(self, x: Tensor) -> Tensor:
         """Return the centre of every window."""

@@ -36,19 +36,14 @@ def in_format_of(x: Tensor, output: Tensor) -> Tensor:
 
 def in_memory_format(x: Tensor, channels_last: bool) -> Tensor:
     """Return ``x`` in channels-last or contiguous memory, copied if needed."""
-    if torch.jit.is_scripting():
-        if channels_last:
-            return x.contiguous(memory_format=torch.channels_last)
-        return x.contiguous()
-    else:
-        memory_format = torch.channels_last if channels_last else torch.contiguous_format
-        if x.is_contiguous(memory_format=memory_format):
-            return x
-        if _is_compiling() or torch.jit.is_tracing():  # these choose the layout themselves
-            return x.contiguous(memory_format=memory_format)
-        if torch.is_grad_enabled() and x.requires_grad:
-            return _Converted.apply(x, channels_last)
-        return _copied(x, channels_last)
+    memory_format = torch.channels_last if channels_last else torch.contiguous_format
+    if x.is_contiguous(memory_format=memory_format):
+        return x
+    if _is_compiling() or torch.jit.is_tracing():  # these choose the layout themselves
+        return x.contiguous(memory_format=memory_format)
+    if torch.is_grad_enabled() and x.requires_grad:
+        return _Converted.apply(x, channels_last)
+    return _copied(x, channels_last)
 
 
 class _Converted(torch.autograd.Function):

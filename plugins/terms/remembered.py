@@ -35,7 +35,6 @@ def remembered(function: Callable[P, T]) -> Callable[P, T]:
     The arguments are numbers, tuples of ints, a dtype, and the device of all tensors in the result. For any other
     argument (symbolic sizes, proxies, no device), on other devices than the CPU and CUDA, and while PyTorch compiles,
     traces, transforms or captures the call, ``function`` runs as if it were not decorated, and nothing is kept.
-    TorchScript compiles ``function`` itself.
 
     Args:
         function: Computes tensors, or a tuple with tensors, from its arguments alone. It must not read the default
@@ -63,7 +62,7 @@ def remembered(function: Callable[P, T]) -> Callable[P, T]:
             stream = torch.cuda.current_stream(device).cuda_stream
         return kept(stream, device, *arguments, **named)  # type: ignore[arg-type]
 
-    vars(call).update(kept=kept, __prepare_scriptable__=lambda: function)
+    vars(call).update(kept=kept)
     return call
 
 

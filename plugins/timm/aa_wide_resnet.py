@@ -201,7 +201,7 @@ class AAWideResNet(nn.Module):
         self.fc.train(self.training)
 
     def _stage(self, stage: nn.Module, x: Tensor) -> Tensor:
-        if self.grad_checkpointing and not torch.jit.is_scripting():
+        if self.grad_checkpointing:
             return checkpoint_seq(stage, x)
         return stage(x)
 
@@ -258,7 +258,7 @@ class AAWideResNet(nn.Module):
     def forward_features(self, x: Tensor) -> Tensor:
         """Compute features, (B, in_chans, H, W) -> (B, 64 * width, ⌈H / 4⌉, ⌈W / 4⌉)."""
         x = self.conv1(x)
-        if self.grad_checkpointing and not torch.jit.is_scripting():
+        if self.grad_checkpointing:
             x = checkpoint_seq([self.layer1, self.layer2, self.layer3], x, flatten=True)
         else:
             x = self.layer1(x)  # type: ignore[operator]

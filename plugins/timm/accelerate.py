@@ -32,8 +32,8 @@ def accelerate(model: nn.Module) -> list[str]:
     decomposed positions of SAM (``samvit_*``) and MViTv2 (``mvitv2_*``). Outputs and gradients equal timm's up to
     rounding, in training and evaluation, except that masks of shifted windows are -inf instead of -100. timm's own code
     runs where attention weights are needed: for dropout of weights in training, and for hooks on them.
-    ``torch.jit.script`` restores timm's layers, also in ``model``. ``torch.compile(fullgraph=True, dynamic=True)``
-    supports Swin with symbolic sizes, and recompiles for another image size as it does for timm's layers.
+    ``torch.compile(fullgraph=True, dynamic=True)`` supports Swin with symbolic sizes, and recompiles for another image
+    size as it does for timm's layers.
 
     Args:
         model: A model of timm, or a module that contains one.
@@ -63,15 +63,7 @@ def accelerate(model: nn.Module) -> list[str]:
     return list(found)
 
 
-class _Scriptable:
-    """Mixin that restores timm's class for TorchScript, in place because torch tracks modules by their ids."""
-
-    def __prepare_scriptable__(self) -> Any:
-        self.__class__ = next(kind.stock for kind in KINDS if type(self) is kind.ours)  # type: ignore[assignment]
-        return self
-
-
-class AcceleratedSwinBlock(_Scriptable, swin_transformer.SwinTransformerBlock):
+class AcceleratedSwinBlock(swin_transformer.SwinTransformerBlock):
     """Swin block of timm whose window attention uses this package's operator."""
 
     def _attn(self, x: Tensor) -> Tensor:
@@ -82,7 +74,7 @@ class AcceleratedSwinBlock(_Scriptable, swin_transformer.SwinTransformerBlock):
         return _attend_windows(self, x, attn.qkv, TableAttention(logits, attn.scale))
 
 
-class AcceleratedSwinV2Block(_Scriptable, swin_transformer_v2.SwinTransformerV2Block):
+class AcceleratedSwinV2Block(swin_transformer_v2.SwinTransformerV2Block):
     """Swin V2 block of timm whose window attention uses this package's operator."""
 
     def _attn(self, x: Tensor) -> Tensor:
@@ -99,7 +91,7 @@ class AcceleratedSwinV2Block(_Scriptable, swin_transformer_v2.SwinTransformerV2B
         return _attend_windows(self, x, project, attend)
 
 
-class AcceleratedSAMAttention(_Scriptable, vision_transformer_sam.Attention):
+class AcceleratedSAMAttention(vision_transformer_sam.Attention):
     """SAM attention of timm, with decomposed positions as logits of rows and of columns."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -112,7 +104,7 @@ class AcceleratedSAMAttention(_Scriptable, vision_transformer_sam.Attention):
         return self.proj_drop(self.proj(output.permute(0, 2, 3, 1, 4).flatten(3)))
 
 
-class AcceleratedMViTAttention(_Scriptable, mvitv2.MultiScaleAttention):
+class AcceleratedMViTAttention(mvitv2.MultiScaleAttention):
     """Pooled attention of timm's MViTv2, with decomposed positions as logits of rows and of columns."""
 
     def forward(self, x: Tensor, feat_size: list[int]) -> tuple[Tensor, list[int]]:

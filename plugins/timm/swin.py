@@ -7,7 +7,7 @@ block is replaced. Weights are initialised like timm's, and timm's weights load 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from timm.layers import register_notrace_module
@@ -145,30 +145,6 @@ class _Block:
         """Set the input size; see timm."""
         super().set_input_size(*args, **kwargs)  # type: ignore[misc]
         self.attn.shift_size = self.shift_size
-
-    def __prepare_scriptable__(self) -> Any:
-        """Convert the block to timm's class with the same weights, which TorchScript compiles."""
-        ours, block = self.attn, cast(Any, self)
-        if ours.position_kind != "table":
-            raise NotImplementedError(f"TorchScript needs position='table', got {ours.position_kind!r}")
-        if ours.window != "partition":
-            raise NotImplementedError(f"TorchScript needs window='partition', got {ours.window!r}")
-        weight = ours.qkv.weight
-        arguments: dict[str, Any] = dict(dim=ours.embed_dim, num_heads=ours.num_heads, window_size=ours.window_size)
-        arguments |= dict(attn_drop=ours.dropout, device=weight.device, dtype=weight.dtype)
-        if ours.version == "v1":
-            block.__class__ = swin_transformer.SwinTransformerBlock
-            block.attn = swin_transformer.WindowAttention(**arguments)
-        else:
-            block.__class__ = v2.SwinTransformerV2Block
-            arguments |= dict(qkv_bias=ours.q_bias is not None)
-            block.attn = v2.WindowAttention(**arguments, pretrained_window_size=ours.pretrained_window_size or (0, 0))
-        for name in SHARED:
-            if hasattr(block.attn, name):
-                setattr(block.attn, name, getattr(ours, name))
-        block.attn.proj_drop = ours.proj_drop
-        block._init_buffers()
-        return block.train(ours.training)
 
 
 @register_notrace_module  # a leaf module for timm's feature extraction by FX

@@ -68,9 +68,6 @@ class SpaceTimeBlock(SpaceTimeSelfAttention):
         self.mlp = mlp_layer(dim, int(dim * mlp_ratio), act_layer=act_layer, bias=proj_bias, drop=proj_drop, **given)
         self.drop2 = DropPath(drop_path)
 
-    def __prepare_scriptable__(self) -> SpaceTimeBlock:
-        raise ValueError("TorchScript does not support TimeSformer: use torch.export or torch.compile")
-
     def init_weights(self) -> None:
         """Set the added steps' ``fc`` to 0 again; timm calls this after initialising all linear layers."""
         self.reset_added()

@@ -81,7 +81,6 @@ class ViTAttention(GridAttention):
         self.proj_drop = nn.Dropout(proj_drop)
         self.make_terms(**factory)
         self.places: Places | None = None  # set by the model that contains the layer
-        self.script_grid, self.script_prefix = (1, 1), 0  # copies for TorchScript
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -106,20 +105,14 @@ class ViTAttention(GridAttention):
         """
         if is_causal:
             raise ValueError("is_causal must be False: patches of an image have no order, got True")
-        if not torch.jit.is_scripting():
-            check_sequence("x", x, self.embed_dim, self.qkv.weight)
+        check_sequence("x", x, self.embed_dim, self.qkv.weight)
         B, T, C = x.shape
         q, k, v = self._projected(x)
         if attn_mask is not None and attn_mask.dtype == torch.bool:
             attn_mask = ~attn_mask
-        if torch.jit.is_scripting():
-            output = self.scripted_attend(
-                q, k, v, self.script_grid[0], self.script_grid[1], self.script_prefix, attn_mask
-            )
-        else:
-            grid, prefix = self._places(T)
-            dropout = self.attn_drop.p if self.training else 0.0
-            output = self.attend(x, q, k, v, grid, prefix, mask=attn_mask, dropout=dropout)
+        grid, prefix = self._places(T)
+        dropout = self.attn_drop.p if self.training else 0.0
+        output = self.attend(x, q, k, v, grid, prefix, mask=attn_mask, dropout=dropout)
         output = output.expand(B, -1, T, -1).transpose(1, 2).reshape(B, T, C)  # one query if all are equal
         return self.proj_drop(self.proj(self.norm(output)))
 
@@ -218,20 +211,6 @@ class ViTAttention(GridAttention):
         if len(logits) < 2:
             return {}
         return {name: _of_patches(softmax_over_keys(part), grid, prefix, queries) for name, part in logits.items()}
-
-    def __prepare_scriptable__(self) -> ViTAttention:
-        """Store the grid for ``torch.jit.script``, which supports only models of one image size."""
-        if self.predictor is not None or self.attn_drop.p:
-            raise ValueError("TorchScript supports neither predicted position logits (kernel_size) nor attn_drop")
-        if self.needs_grid:
-            if self.places is None or self.places.watched:
-                raise ValueError(
-                    f"TorchScript supports {self.described()} only in a VisionTransformer of one image size"
-                )
-            grid = self.places.grid
-            assert grid is not None
-            self.script_grid, self.script_prefix = grid, self.places.prefix
-        return self
 
     def _places(self, T: int) -> tuple[tuple[int, int], int]:
         """Return the grid of T tokens and the number of tokens before it; a line if no term needs positions."""

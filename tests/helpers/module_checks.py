@@ -9,14 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.helpers.operator_checks import check_compiled_and_exported
-
-
-def check_compile_export_and_script(module: nn.Module, x: Tensor) -> None:
-    """Check torch.compile, export and TorchScript."""
-    check_compiled_and_exported(module, (x,))
-    torch.testing.assert_close(torch.jit.script(module)(x), module(x))
-
 
 def check_half_precision(module: nn.Module, x: Tensor) -> None:
     """Check autocast, and a module in bfloat16."""

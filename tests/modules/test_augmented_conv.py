@@ -298,16 +298,12 @@ def test_no_map_of_all_pairs_is_stored():
 
 
 @pytest.mark.parametrize("position", ["relative", "none", "sine", "coordconv"])
-def test_compile_export_and_script(position):
+def test_compile_export_and_trace(position):
     layer = make(position=position, stride=2, pool=True, size=(8, 10), dtype=torch.float32).eval()
     x = torch.randn(2, 16, 8, 10)
     expected = layer(x)
     torch.testing.assert_close(torch.compile(layer, fullgraph=True, backend="aot_eager")(x), expected)
     torch.testing.assert_close(torch.export.export(layer, (x,)).module()(x), expected)
-    scripted = torch.jit.script(layer)
-    torch.testing.assert_close(scripted(x), expected)
-    other = torch.randn(1, 16, 5, 12)
-    torch.testing.assert_close(scripted(other), layer(other))
     torch.testing.assert_close(torch.jit.trace(layer, x)(x), expected)
 
 
@@ -317,14 +313,6 @@ def test_compiled_to_machine_code(position):
     layer = make(position=position, stride=2, pool=True, size=(8, 10), dtype=torch.float32).eval()
     x = torch.randn(2, 16, 8, 10)
     torch.testing.assert_close(torch.compile(layer, fullgraph=True)(x), layer(x), rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("options", [dict(), dict(dv=32), dict(dv=0)])
-def test_a_scripted_layer_can_be_saved(options, tmp_path):
-    layer = make(**options)
-    x = torch.randn(1, 16, 5, 7, dtype=torch.float64)
-    torch.jit.script(layer).save(str(tmp_path / "layer.pt"))
-    torch.testing.assert_close(torch.jit.load(str(tmp_path / "layer.pt"))(x), layer(x))
 
 
 # --- bad input --------------------------------------------------------------------------------------------------

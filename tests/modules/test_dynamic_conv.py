@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from attn_plugins.modules import DynamicConv1d, DynamicConv2d, SequenceCache
-from tests.helpers.module_checks import check_compile_export_and_script
+from tests.helpers.operator_checks import check_compiled_and_exported
 
 
 def map_layer(*, dtype=torch.float64, **options) -> DynamicConv2d:
@@ -114,9 +114,9 @@ def test_gradients_and_every_parameter_learns():
     assert torch.autograd.gradgradcheck(module, (x,))
 
 
-def test_compile_export_and_script():
+def test_compile_and_export():
     module, x = map_layer(dtype=torch.float32), torch.randn(2, 6, 4, 5)
-    check_compile_export_and_script(module, x)
+    check_compiled_and_exported(module, (x,))
     sequence, s = DynamicConv1d(8, 3, 4), torch.randn(2, 8, 6)
     torch.testing.assert_close(torch.compile(sequence, fullgraph=True, backend="aot_eager")(s), sequence(s))
 

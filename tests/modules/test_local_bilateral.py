@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from attn_plugins.modules import LocalBilateralConv2d
-from tests.helpers.module_checks import check_compile_export_and_script
+from tests.helpers.operator_checks import check_compiled_and_exported
 
 KINDS = [
     dict(geometric=False),
@@ -176,10 +176,10 @@ def test_gradients():
 
 
 @pytest.mark.parametrize("options", KINDS, ids=str)
-def test_compile_export_and_script(options):
+def test_compile_and_export(options):
     torch._dynamo.reset()  # torch compiles a limited number of variants of a function
     module, x = layer(dtype=torch.float32, **options), torch.randn(2, 6, 5, 7)
-    check_compile_export_and_script(module, x)
+    check_compiled_and_exported(module, (x,))
 
 
 def test_half_precision():

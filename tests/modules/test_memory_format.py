@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 
 import pytest
@@ -54,24 +53,7 @@ def test_a_layer_answers_in_the_format_of_its_input(name, size, autocast):
     check_memory_format(LAYERS[name](), (2, 16, *size), autocast)
 
 
-SCRIPTED = [
-    name
-    for name in LAYERS
-    if name.startswith(("AAConv2d", "DeformableConv2d", "DynamicConv2d", "GeneralizedAttention2d", "LocalBilateral"))
-]
 TRACED = ("AAConv2d", "CrissCrossAttention2d", "GeneralizedAttention2d", "LocalBilateralConv2d")
-
-
-@pytest.mark.parametrize("name", SCRIPTED)
-def test_a_scripted_layer_does(name):
-    torch.manual_seed(0)
-    layer = LAYERS[name]().eval()
-    scripted = torch.jit.script(copy.deepcopy(layer))
-    x = torch.randn(2, 16, 6, 9)
-    for kind, layout in FORMATS.items():
-        output = scripted(x.contiguous(memory_format=layout))
-        assert has_format(output, kind)
-        torch.testing.assert_close(output, layer(x), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(

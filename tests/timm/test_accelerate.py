@@ -8,7 +8,6 @@ import io
 import pytest
 import timm
 import torch
-from timm.layers import set_scriptable
 from timm.models._features_fx import GraphExtractNet
 from timm.models.vision_transformer_sam import Attention
 from torch import Tensor, nn
@@ -165,18 +164,6 @@ def test_compile_with_symbolic_sizes():
     for size in ((40, 72), (56, 88)):
         x = torch.randn(2, 3, *size).double()
         torch.testing.assert_close(compiled(x), model(x))
-
-
-@pytest.mark.parametrize("name", ["swin_tiny_patch4_window7_224", "swinv2_tiny_window8_256", "samvit_base_patch16"])
-def test_torchscript_compiles_timms(name):
-    with set_scriptable(True):
-        model = build(name).eval()
-    x = picture(model, name)
-    expected = model(x)
-    accelerate(model)
-    torch.testing.assert_close(torch.jit.script(model)(x), expected)
-    assert len(accelerate(model)) == MODELS[name][1]  # torch puts timm's layers into the model
-    torch.testing.assert_close(model(x), expected)
 
 
 def test_within_another_model():

@@ -196,12 +196,6 @@ def test_exported(name):
         torch.testing.assert_close(exported(more), model(more), rtol=1e-4, atol=1e-4)
 
 
-def test_scripted(name):
-    model, x = small(name), torch.randn(2, 3, *SIZE)
-    with torch.no_grad():
-        torch.testing.assert_close(torch.jit.script(model)(x), model(x), rtol=1e-4, atol=1e-4)
-
-
 @pytest.mark.parametrize("name", ["aa_resnet34", "attn0010_dcn_resnet50"])
 def test_onnx_runtime_gives_the_same(name, tmp_path):
     onnxruntime = pytest.importorskip("onnxruntime")

@@ -7,7 +7,6 @@ import copy
 import pytest
 import timm
 import torch
-from timm.layers import set_scriptable
 from torch import Tensor, nn
 
 import attn_plugins.timm
@@ -223,19 +222,6 @@ def test_features_checkpointing_dropout_and_copies():
     dropped.load_state_dict(model.state_dict())
     assert close(dropped(picture()), expected)
     assert not close(dropped.train()(picture()), expected)
-
-
-@pytest.mark.parametrize("name", [V1, V2])
-def test_torchscript_compiles_timms(name):
-    with set_scriptable(True):
-        model = build(name)
-    expected = model(picture())
-    torch.testing.assert_close(torch.jit.script(model)(picture()), expected, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(model(picture()), expected, rtol=1e-5, atol=1e-6)
-    with pytest.raises(NotImplementedError, match="TorchScript needs position='table', got 'relative'"):
-        torch.jit.script(build(name, position="relative"))
-    with pytest.raises(NotImplementedError, match="TorchScript needs window='partition', got 'centred'"):
-        torch.jit.script(build(name, window="centred", window_size=5))
 
 
 def test_no_masks_are_kept():

@@ -289,11 +289,6 @@ def test_features_by_fx(pattern):
         torch.testing.assert_close(traced(x)["head"], model(x))
 
 
-def test_torchscript_is_refused():
-    with pytest.raises(ValueError, match=r"TorchScript does not support TimeSformer: use torch.export"):
-        torch.jit.script(build())
-
-
 @pytest.mark.parametrize("size", ["small", "base"])
 def test_default_configuration(size):
     name = f"timesformer_{size}_patch16_224"

@@ -159,21 +159,6 @@ def test_features_copies_and_pickles(name):
     torch.testing.assert_close(torch.load(file, weights_only=False)(picture()), expected)
 
 
-@pytest.mark.parametrize("name", [name for name in LAYERS if name != "attn_bilateral"])
-def test_scripted(name):
-    model = open_gates(build(name, reg_tokens=2))
-    torch.testing.assert_close(torch.jit.script(model)(picture()), model(picture()), rtol=1e-4, atol=1e-5)
-
-
-def test_what_cannot_be_scripted_says_so():
-    with pytest.raises(ValueError, match="TorchScript supports neither predicted position logits"):
-        torch.jit.script(build("attn_bilateral"))
-    with pytest.raises(
-        ValueError, match=r"TorchScript supports attention_type '1111' only in a VisionTransformer of one image"
-    ):
-        torch.jit.script(build(dynamic_img_size=True))
-
-
 def test_features_by_fx():
     """With timm's feature extraction by torch.fx, the layer is a leaf."""
     from timm.models._features_fx import create_feature_extractor

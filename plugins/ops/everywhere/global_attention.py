@@ -89,19 +89,6 @@ def global_attention(
     return ATTEND(terms, GlobalOptions(scale))
 
 
-def scripted_global_attention(
-    query: Tensor | None,
-    key: Tensor | None,
-    value: Tensor,
-    row_logits: Tensor | None,
-    column_logits: Tensor | None,
-    key_logits: Tensor | None,
-    scale: float,
-) -> Tensor:
-    """Compute :func:`global_attention` in TorchScript, which supports neither keyword-only arguments nor the checks."""
-    return torch.ops.attn_plugins.global_attention(query, key, value, row_logits, column_logits, key_logits, scale)[0]
-
-
 def _attend_by_keys(value: Tensor, key_logits: Tensor | None) -> Tensor:
     """Compute a single query, since all have the same weights ('0010' in the paper, or plain averaging)."""
     values = value.flatten(2, 3).to(arithmetic_dtype(value.dtype))

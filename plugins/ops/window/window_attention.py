@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
-import torch
 from torch import Tensor
 
 from ..arguments import arithmetic_dtype, check_tensors, expand, finite
@@ -78,24 +77,6 @@ def window_attention(
     if axes == 2:
         return ATTEND(terms, options)
     return ATTEND(Terms(*(t if t is None else t.unsqueeze(2) for t in terms)), options).squeeze(2)  # type: ignore[arg-type]
-
-
-def scripted_window_attention(
-    query: Tensor | None,
-    key: Tensor | None,
-    value: Tensor,
-    position_logits: Tensor | None,
-    kernel_size: list[int],
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    zero_border: bool,
-    scale: float,
-) -> Tensor:
-    """Compute :func:`window_attention` of maps in TorchScript, without keyword-only arguments and checks."""
-    return torch.ops.attn_plugins.window_attention(
-        query, key, value, position_logits, kernel_size, stride, padding, dilation, zero_border, scale
-    )[0]
 
 
 def _options(
