@@ -12,7 +12,6 @@ import torch
 from attn_plugins.ops import triton_launch
 from attn_plugins.ops.criss_cross import criss_cross_attention as criss_cross
 from attn_plugins.ops.everywhere import global_attention, sequence_attention
-from attn_plugins.ops.sampled import deform_conv
 from tools.idle_device import idle_device
 
 def drawn(*shape, dtype, shift):
@@ -34,9 +33,6 @@ def calls():
             options = None, 0, False, 0.5, ids if shift else None
             yield sequence_attention.ATTEND, (sequence(d), sequence(d), sequence(d), *logits), options
             yield criss_cross.ATTEND, (maps(d), maps(d), maps(d), None), (0.5, True)
-            x, offset = (drawn(2, n, H, W, dtype=dtype, shift=shift) for n in (16 * (1 + shift), 18))
-            weight = drawn(4 + shift, 16 * (1 + shift), 3, 3, dtype=dtype, shift=0)
-            yield deform_conv.CONVOLVE, (x, offset, weight, None, None), ((1, 1), (1, 1), (1, 1), 1, 1)
 
 def run():
     found = []

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..arguments import check_dim, check_tensors, expand
 from ..operator import Operator
-from . import compiled, plain, triton_deform_conv
+from . import compiled, plain
 from .operands import Options, Terms
 
 
@@ -207,7 +207,7 @@ CONVOLVE = Operator(
     fake=_results,
     fake_gradient=_gradient,
     reference=plain.forward,
-    table=[compiled.CPU, compiled.CUDA, triton_deform_conv.BACKEND, plain.BACKEND],
+    table=[compiled.CPU, compiled.CUDA, plain.BACKEND],
     operations=_operations,
     backward_operations=_backward_operations,
 )
