@@ -89,8 +89,9 @@ def by_loops(module, x, grid, P) -> Tensor:
     return torch.stack(outputs)
 
 
+@pytest.mark.sampled(75)
 @pytest.mark.parametrize("P", [0, 1, 3])
-@pytest.mark.parametrize("grid", [EVEN, ODD, (1, 3, 2), (2, 1, 1)])
+@pytest.mark.parametrize("grid", [EVEN, ODD, (1, 3, 2), (2, 1, 1), (2, 1, 3)])
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_patterns_in_plain_loops(pattern, grid, P):
     module, x = build(pattern), clip(grid, P, B=1)
