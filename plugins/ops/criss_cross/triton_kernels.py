@@ -2,8 +2,7 @@
 
 A kernel attends along the lines of a map: all columns (``COLUMN``) or all rows. A line has ``length`` places; its
 queries attend to its own keys, so that one kernel serves both kinds of lines by other strides. Strides are multiples
-of ``UNIT`` and counted in it, apart from those of position logits: what Triton knows of their divisibility is the
-same for maps of all sizes.
+of ``UNIT`` and counted in it: what Triton knows of their divisibility is the same for maps of all sizes.
 
 Shapes: Q a block of queries, K a block of keys, D and DV the widths of a head, V a block of DV.
 """
@@ -16,10 +15,10 @@ import triton.language as tl
 from ..triton_math import multiply
 
 _STRIDED = (
-    "value", "query", "key", "output", "slopes", "grad_value", "grad_query", "grad_key", "position", "grad_position",
+    "value", "query", "key", "output", "slopes", "grad_value", "grad_query", "grad_key",
 )  # fmt: skip
 # Another size of map compiles nothing.
-_SIZES = ["heads", "lines", "length", "position_start"]
+_SIZES = ["heads", "lines", "length"]
 _SIZES += [f"{name}_{axis}" for name in _STRIDED for axis in ("batch", "head", "line", "place")]
 
 
@@ -81,8 +80,8 @@ def _store(
 
 @triton.jit
 def _logits(
-    left, right, queries, keys, position_ptr, position_place, length, scale,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, COLUMN: tl.constexpr, CONTENT: tl.constexpr,
+    left, right, queries, keys, length, scale,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, COLUMN: tl.constexpr,
     PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Logits of queries (Q, 1) and keys (1, K), or (1, Q) and (K, 1); -inf outside, and of a column's own place.
@@ -93,11 +92,7 @@ def _logits(
     if COLUMN:
         inside = inside & (queries != keys)
     logits = tl.zeros((ROWS, COLUMNS), tl.float32)
-    if CONTENT:
-        logits = multiply(left, tl.trans(right), logits, PRECISION, UPCAST) * scale
-    if position_ptr is not None:
-        pointers = position_ptr + queries.to(tl.int64) * position_place + keys
-        logits += tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
+    logits = multiply(left, tl.trans(right), logits, PRECISION, UPCAST) * scale
     return tl.where(inside, logits, float("-inf"))
 
 
@@ -118,16 +113,15 @@ def _products(
 
 @_kernel
 def attend(
-    value_ptr, query_ptr, key_ptr, position_ptr, output_ptr, partial_ptr, log_sum_exp_ptr,
-    scale, heads, lines, length, position_start,
+    value_ptr, query_ptr, key_ptr, output_ptr, partial_ptr, log_sum_exp_ptr,
+    scale, heads, lines, length,
     value_batch, value_head, value_line, value_place,
     query_batch, query_head, query_line, query_place,
     key_batch, key_head, key_line, key_place,
     output_batch, output_head, output_line, output_place,
-    position_batch, position_head, position_line, position_place,
     D: tl.constexpr, DV: tl.constexpr, UNIT: tl.constexpr, PARTS: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
-    COLUMN: tl.constexpr, CONTENT: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    COLUMN: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Attend along columns and write the output and log-sum-exp of these alone; or along rows, and join both.
 
@@ -140,13 +134,9 @@ def attend(
     inside = queries < length
     value_ptr += (batch * value_batch + head * value_head + line * value_line) * UNIT
     output_ptr += (batch * output_batch + head * output_head + line * output_line) * UNIT
-    query = queries
-    if CONTENT:
-        key_ptr += (batch * key_batch + head * key_head + line * key_line) * UNIT
-        query_ptr += (batch * query_batch + head * query_head + line * query_line) * UNIT
-        query = _load(query_ptr, queries, query_place, length, 0, D, BLOCK_D, UNIT)
-    if position_ptr is not None:
-        position_ptr += batch * position_batch + head * position_head + line * position_line + position_start
+    key_ptr += (batch * key_batch + head * key_head + line * key_line) * UNIT
+    query_ptr += (batch * query_batch + head * query_head + line * query_line) * UNIT
+    query = _load(query_ptr, queries, query_place, length, 0, D, BLOCK_D, UNIT)
     on_map = _on_map(queries, batch, head, line, heads, lines, length, COLUMN)
 
     highest = tl.full((BLOCK_Q,), float("-inf"), tl.float32)
@@ -158,12 +148,10 @@ def attend(
         mixed = _load(output_ptr, queries, output_place, length, first, DV, BLOCK_V, UNIT).to(tl.float32)
     for start in range(0, length, BLOCK_K):
         keys = start + tl.arange(0, BLOCK_K)
-        key = keys
-        if CONTENT:
-            key = _load(key_ptr, keys, key_place, length, 0, D, BLOCK_D, UNIT)
+        key = _load(key_ptr, keys, key_place, length, 0, D, BLOCK_D, UNIT)
         logits = _logits(
-            query, key, queries[:, None], keys[None, :], position_ptr, position_place, length, scale,
-            BLOCK_Q, BLOCK_K, COLUMN, CONTENT, PRECISION, UPCAST,
+            query, key, queries[:, None], keys[None, :], length, scale,
+            BLOCK_Q, BLOCK_K, COLUMN, PRECISION, UPCAST,
         )  # fmt: skip
         higher = tl.maximum(highest, tl.max(logits, 1))
         finite = tl.where(higher > float("-inf"), higher, 0.0)  # all masked so far: every weight is exp(-inf)
@@ -187,19 +175,17 @@ def attend(
 
 @triton.jit
 def _weights_and_slopes(
-    query, queries, log_sum_exp, key_ptr, position_ptr, slopes_ptr, value_ptr, keys,
-    key_place, position_place, slopes_place, value_place, length, scale,
+    query, queries, log_sum_exp, key_ptr, slopes_ptr, value_ptr, keys,
+    key_place, slopes_place, value_place, length, scale,
     D: tl.constexpr, DV: tl.constexpr, UNIT: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
-    COLUMN: tl.constexpr, CONTENT: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    COLUMN: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Weights (Q, K), their gradients, and the keys' vectors."""
-    key = keys
-    if CONTENT:
-        key = _load(key_ptr, keys, key_place, length, 0, D, BLOCK_D, UNIT)
+    key = _load(key_ptr, keys, key_place, length, 0, D, BLOCK_D, UNIT)
     logits = _logits(
-        query, key, queries[:, None], keys[None, :], position_ptr, position_place, length, scale,
-        BLOCK_Q, BLOCK_K, COLUMN, CONTENT, PRECISION, UPCAST,
+        query, key, queries[:, None], keys[None, :], length, scale,
+        BLOCK_Q, BLOCK_K, COLUMN, PRECISION, UPCAST,
     )  # fmt: skip
     of_weights = _products(
         slopes_ptr, queries, slopes_place, value_ptr, keys, value_place, length,
@@ -210,23 +196,20 @@ def _weights_and_slopes(
 
 @_kernel
 def gradients_of_queries(
-    value_ptr, query_ptr, key_ptr, position_ptr, slopes_ptr, log_sum_exp_ptr, output_ptr, mean_ptr, grad_query_ptr,
-    grad_position_ptr,
-    scale, heads, lines, length, position_start,
+    value_ptr, query_ptr, key_ptr, slopes_ptr, log_sum_exp_ptr, output_ptr, mean_ptr, grad_query_ptr,
+    scale, heads, lines, length,
     value_batch, value_head, value_line, value_place,
     query_batch, query_head, query_line, query_place,
     key_batch, key_head, key_line, key_place,
     slopes_batch, slopes_head, slopes_line, slopes_place,
     output_batch, output_head, output_line, output_place,
     grad_query_batch, grad_query_head, grad_query_line, grad_query_place,
-    position_batch, position_head, position_line, position_place,
-    grad_position_batch, grad_position_head, grad_position_line, grad_position_place,
     D: tl.constexpr, DV: tl.constexpr, UNIT: tl.constexpr, PARTS: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
-    COLUMN: tl.constexpr, CONTENT: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
-    MEAN: tl.constexpr, GRADIENTS: tl.constexpr, ADD: tl.constexpr,
+    COLUMN: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    MEAN: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of a block of queries along columns or rows, and of its position logits.
+    """Gradients of a block of queries along columns or rows.
 
     The gradient of a logit is its weight times what the gradient of the weight, slopes·value, is above its mean over
     the query's keys. With ``MEAN`` that mean, slopes·output, is computed and stored; otherwise it is read. ``ADD`` adds
@@ -237,13 +220,9 @@ def gradients_of_queries(
     inside = queries < length
     value_ptr += (batch * value_batch + head * value_head + line * value_line) * UNIT
     slopes_ptr += (batch * slopes_batch + head * slopes_head + line * slopes_line) * UNIT
-    query = queries
-    if CONTENT:
-        key_ptr += (batch * key_batch + head * key_head + line * key_line) * UNIT
-        query_ptr += (batch * query_batch + head * query_head + line * query_line) * UNIT
-        query = _load(query_ptr, queries, query_place, length, 0, D, BLOCK_D, UNIT)
-    if position_ptr is not None:
-        position_ptr += batch * position_batch + head * position_head + line * position_line + position_start
+    key_ptr += (batch * key_batch + head * key_head + line * key_line) * UNIT
+    query_ptr += (batch * query_batch + head * query_head + line * query_line) * UNIT
+    query = _load(query_ptr, queries, query_place, length, 0, D, BLOCK_D, UNIT)
     on_map = _on_map(queries, batch, head, line, heads, lines, length, COLUMN)
     log_sum_exp = tl.load(log_sum_exp_ptr + on_map, mask=inside, other=float("inf"))
     if MEAN:
@@ -257,42 +236,34 @@ def gradients_of_queries(
     else:
         mean = tl.load(mean_ptr + on_map, mask=inside, other=0.0)
 
-    if GRADIENTS:
+    if grad_query_ptr is not None:
         total = tl.zeros((BLOCK_Q, BLOCK_D), tl.float32)
         for start in range(0, length, BLOCK_K):
             keys = start + tl.arange(0, BLOCK_K)
             weights, of_weights, key = _weights_and_slopes(
-                query, queries, log_sum_exp, key_ptr, position_ptr, slopes_ptr, value_ptr,
-                keys, key_place, position_place, slopes_place, value_place, length, scale,
-                D, DV, UNIT, BLOCK_Q, BLOCK_K, BLOCK_D, BLOCK_V, COLUMN, CONTENT, PRECISION, UPCAST,
+                query, queries, log_sum_exp, key_ptr, slopes_ptr, value_ptr,
+                keys, key_place, slopes_place, value_place, length, scale,
+                D, DV, UNIT, BLOCK_Q, BLOCK_K, BLOCK_D, BLOCK_V, COLUMN, PRECISION, UPCAST,
             )  # fmt: skip
             of_logits = weights * (of_weights - mean[:, None])
-            if grad_position_ptr is not None:
-                pointers = grad_position_ptr + queries.to(tl.int64)[:, None] * grad_position_place + keys[None, :]
-                pointers += batch * grad_position_batch + head * grad_position_head + line * grad_position_line
-                there = inside[:, None] & (keys < length)[None, :]
-                tl.store(pointers + position_start, of_logits.to(grad_position_ptr.dtype.element_ty), mask=there)
-            if grad_query_ptr is not None:
-                total = multiply(of_logits.to(key.dtype), key, total, PRECISION, UPCAST)
-        if grad_query_ptr is not None:
-            grad_query_ptr += (batch * grad_query_batch + head * grad_query_head + line * grad_query_line) * UNIT
-            _store(grad_query_ptr, total * scale, queries, grad_query_place, length, 0, ADD, D, BLOCK_D, UNIT)
+            total = multiply(of_logits.to(key.dtype), key, total, PRECISION, UPCAST)
+        grad_query_ptr += (batch * grad_query_batch + head * grad_query_head + line * grad_query_line) * UNIT
+        _store(grad_query_ptr, total * scale, queries, grad_query_place, length, 0, ADD, D, BLOCK_D, UNIT)
 
 
 @_kernel
 def gradients_of_keys(
-    value_ptr, query_ptr, key_ptr, position_ptr, slopes_ptr, log_sum_exp_ptr, mean_ptr, grad_key_ptr, grad_value_ptr,
-    scale, heads, lines, length, position_start,
+    value_ptr, query_ptr, key_ptr, slopes_ptr, log_sum_exp_ptr, mean_ptr, grad_key_ptr, grad_value_ptr,
+    scale, heads, lines, length,
     value_batch, value_head, value_line, value_place,
     query_batch, query_head, query_line, query_place,
     key_batch, key_head, key_line, key_place,
     slopes_batch, slopes_head, slopes_line, slopes_place,
     grad_key_batch, grad_key_head, grad_key_line, grad_key_place,
     grad_value_batch, grad_value_head, grad_value_line, grad_value_place,
-    position_batch, position_head, position_line, position_place,
     D: tl.constexpr, DV: tl.constexpr, UNIT: tl.constexpr, PARTS: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
-    COLUMN: tl.constexpr, CONTENT: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    COLUMN: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
     VALUE_PARTS: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
     """Gradients of a block of keys and values along columns or rows.
@@ -303,13 +274,9 @@ def gradients_of_keys(
     part, block, line, head, batch = _place(heads, lines, length, BLOCK_K, PARTS)
     keys = block * BLOCK_K + tl.arange(0, BLOCK_K)
     slopes_ptr += (batch * slopes_batch + head * slopes_head + line * slopes_line) * UNIT
-    key = keys
-    if CONTENT:
-        query_ptr += (batch * query_batch + head * query_head + line * query_line) * UNIT
-        key_ptr += (batch * key_batch + head * key_head + line * key_line) * UNIT
-        key = _load(key_ptr, keys, key_place, length, 0, D, BLOCK_D, UNIT)
-    if position_ptr is not None:
-        position_ptr += batch * position_batch + head * position_head + line * position_line + position_start
+    query_ptr += (batch * query_batch + head * query_head + line * query_line) * UNIT
+    key_ptr += (batch * key_batch + head * key_head + line * key_line) * UNIT
+    key = _load(key_ptr, keys, key_place, length, 0, D, BLOCK_D, UNIT)
 
     if part < VALUE_PARTS:
         if grad_value_ptr is not None:  # else no part is, which is not known as this is compiled
@@ -317,12 +284,10 @@ def gradients_of_keys(
             of_value = tl.zeros((BLOCK_K, BLOCK_V), tl.float32)
             for start in range(0, length, BLOCK_Q):
                 queries = start + tl.arange(0, BLOCK_Q)
-                query = queries
-                if CONTENT:
-                    query = _load(query_ptr, queries, query_place, length, 0, D, BLOCK_D, UNIT)
+                query = _load(query_ptr, queries, query_place, length, 0, D, BLOCK_D, UNIT)
                 logits = _logits(
-                    key, query, queries[None, :], keys[:, None], position_ptr, position_place, length, scale,
-                    BLOCK_K, BLOCK_Q, COLUMN, CONTENT, PRECISION, UPCAST,
+                    key, query, queries[None, :], keys[:, None], length, scale,
+                    BLOCK_K, BLOCK_Q, COLUMN, PRECISION, UPCAST,
                 )  # fmt: skip
                 on_map = _on_map(queries, batch, head, line, heads, lines, length, COLUMN)
                 log_sum_exp = tl.load(log_sum_exp_ptr + on_map, mask=queries < length, other=float("inf"))
@@ -338,8 +303,8 @@ def gradients_of_keys(
             queries = start + tl.arange(0, BLOCK_Q)
             query = _load(query_ptr, queries, query_place, length, 0, D, BLOCK_D, UNIT)
             logits = _logits(
-                key, query, queries[None, :], keys[:, None], position_ptr, position_place, length, scale,
-                BLOCK_K, BLOCK_Q, COLUMN, CONTENT, PRECISION, UPCAST,
+                key, query, queries[None, :], keys[:, None], length, scale,
+                BLOCK_K, BLOCK_Q, COLUMN, PRECISION, UPCAST,
             )  # fmt: skip
             on_map = _on_map(queries, batch, head, line, heads, lines, length, COLUMN)
             log_sum_exp = tl.load(log_sum_exp_ptr + on_map, mask=queries < length, other=float("inf"))

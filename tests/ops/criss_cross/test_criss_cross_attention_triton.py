@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import subprocess
 import sys
@@ -18,36 +17,30 @@ from attn_plugins.ops.criss_cross import triton_criss_cross
 from attn_plugins.ops.criss_cross.criss_cross_attention import ATTEND
 from attn_plugins.ops.criss_cross.operands import Options, Terms
 from tests.conftest import ROOT
-from tests.helpers.triton_checks import DEVICE, DTYPES, TOLERANCES, check, definition, needs_triton, randn
-from tests.ops.criss_cross.operands import LOGITS
+from tests.helpers.triton_checks import DEVICE, TOLERANCES, check, definition, needs_triton, randn
 
 pytestmark = needs_triton
-SERVES = "in float32 and with position logits, batched products serve"
+TAKES = "its kernels take content alone, in float16 and bfloat16"
 RECOMPUTE = Options(0.7, True)
+DTYPES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
 
 
-def terms(size=(2, 3), logits="both", *, batch=1, heads=1, d=4, dv=5, dtype=torch.float32) -> Terms:
-    content = logits in ("content", "both")
-    return Terms(
-        randn(batch, heads, *size, d, dtype=dtype) if content else None,
-        randn(batch, heads, *size, d, dtype=dtype, seed=1) if content else None,
-        randn(batch, heads, *size, dv, dtype=dtype, seed=2),
-        randn(batch, heads, *size, sum(size), dtype=dtype, seed=3) if logits in ("position", "both") else None,
-    )
+def terms(size=(2, 3), *, batch=1, heads=1, d=4, dv=5, dtype=torch.float16) -> Terms:
+    query, key = (randn(batch, heads, *size, d, dtype=dtype, seed=seed) for seed in (0, 1))
+    return Terms(query, key, randn(batch, heads, *size, dv, dtype=dtype, seed=2), None)
 
 
 @pytest.fixture
 def small_blocks(monkeypatch):
     """Blocks of 16 places and 16 channels: many of them in small maps."""
-    for kinds in (*triton_criss_cross.BLOCKS.values(), *triton_criss_cross.OTHER_BLOCKS.values()):
-        for kind, blocks in kinds.items():
-            monkeypatch.setitem(kinds, kind, blocks._replace(queries=16, keys=16, channels=16))
+    for table in (triton_criss_cross.BLOCKS, triton_criss_cross.OTHER_BLOCKS):
+        for kernel, blocks in table.items():
+            monkeypatch.setitem(table, kernel, blocks._replace(queries=16, keys=16, channels=16))
 
 
-@pytest.mark.parametrize("logits", LOGITS)
 @DTYPES
-def test_equals_the_definition(dtype, logits):
-    check(ATTEND, terms((3, 2), logits, dtype=dtype), RECOMPUTE)
+def test_equals_the_definition(dtype):
+    check(ATTEND, terms((3, 2), batch=2, heads=2, dtype=dtype), RECOMPUTE)
 
 
 @pytest.mark.parametrize("size", [(1, 3), (3, 1), (1, 1)])
@@ -58,43 +51,6 @@ def test_lines_of_one_place(size):
 @pytest.mark.parametrize("size", [(18, 1), (2, 18)])
 def test_several_blocks(size, small_blocks):
     check(ATTEND, terms(size, d=17, dv=18), RECOMPUTE)
-
-
-@pytest.mark.parametrize("shape", [(1, 2), (2, 1), (1, 1)])
-def test_shared_position_logits(shape):
-    query, key, value, position = terms((1, 2), batch=2, heads=2)
-    check(ATTEND, Terms(query, key, value, position[: shape[0], : shape[1]]), RECOMPUTE)
-
-
-def test_stretched_position_logits():
-    query, key, value, position = terms((2, 1), batch=2, heads=2)
-    check(ATTEND, Terms(query, key, value, position[:1, :1].expand_as(position)), RECOMPUTE)
-
-
-@DTYPES
-def test_masks_and_masked_queries(dtype):
-    query, key, value, position = terms((3, 2), dtype=dtype)
-    position[0, 0, 1, 1] = -math.inf  # a query without keys
-    position[0, 0, 2, 1, :3] = -math.inf  # one without its column
-    position[0, 0, 0, 1, 3:] = -math.inf  # one without its row
-    position[0, 0, 1, 0, 4] = -math.inf
-    with backend("triton"):
-        output = criss_cross_attention(query, key, value, position)
-    assert not output[0, 0, 1, 1].any()
-    check(ATTEND, Terms(query, key, value, position), RECOMPUTE)
-
-
-@pytest.mark.parametrize("number", [math.nan, math.inf])
-def test_the_own_entry_of_the_column_is_not_read(number):
-    arguments = terms((2, 2))
-    own = arguments.position_logits[..., :2].diagonal(dim1=2, dim2=4)
-    own.fill_(number)
-    grad_output = torch.randn_like(arguments.value)
-    found = results(arguments, grad_output)
-    own.fill_(0)
-    for ours, theirs in zip(found, results(arguments, grad_output)):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
-    assert not found[-1][..., :2].diagonal(dim1=2, dim2=4).any()
 
 
 def results(arguments: Terms, grad_output: Tensor, scale: float = 1.0) -> list[Tensor]:
@@ -108,36 +64,41 @@ def results(arguments: Terms, grad_output: Tensor, scale: float = 1.0) -> list[T
 
 @DTYPES
 def test_extreme_logits(dtype):
-    position = torch.full((1, 1, 2, 2, 4), 3e4, device=DEVICE, dtype=dtype)
-    position[..., 2] = 6e4  # column 0 of the own row
+    query = torch.full((1, 1, 2, 2, 4), 100.0, device=DEVICE, dtype=dtype)
+    key = query.clone()
+    key[:, :, :, 0] *= 2  # column 0 of the own row, and of column 0 all
     value = randn(1, 1, 2, 2, 3, dtype=dtype)
     with backend("triton"):
-        found = criss_cross_attention(None, None, value, position)
-    torch.testing.assert_close(found, value[:, :, :, :1].expand_as(value))
+        found = criss_cross_attention(query, key, value)
+    torch.testing.assert_close(found[:, :, :, 1], value[:, :, :, 0])
+    mean = value[:, :, :, 0].mean(2, keepdim=True).expand(1, 1, 2, 3)
+    torch.testing.assert_close(found[:, :, :, 0], mean, rtol=1e-2, atol=1e-2)
 
 
 def test_views_are_read_in_place():
     """Channels-last projections, fused ones, channels first, a crop, a stretched head: all but one without a copy."""
     B, M, H, W, d = 1, 2, 2, 1, 4
-    fused = randn(B, H, W, 3 * M * d)
+    fused = randn(B, H, W, 3 * M * d, dtype=torch.float16)
     views = {
-        "projections": [randn(B, H, W, M * d, seed=n).unflatten(-1, (M, d)).permute(0, 3, 1, 2, 4) for n in range(3)],
+        "projections": [
+            randn(B, H, W, M * d, dtype=torch.float16, seed=n).unflatten(-1, (M, d)).permute(0, 3, 1, 2, 4)
+            for n in range(3)
+        ],
         "fused": [part.unflatten(-1, (M, d)).permute(0, 3, 1, 2, 4) for part in fused.chunk(3, -1)],
-        "channels first": [randn(B, M, d, H, W, seed=n).permute(0, 1, 3, 4, 2) for n in range(3)],
-        "crop": [randn(B, M, H + 2, W + 3, d, seed=n)[:, :, 1:-1, 2:-1] for n in range(3)],
-        "stretched": [randn(B, 1, H, W, d, seed=n).expand(B, M, H, W, d) for n in range(3)],
+        "channels first": [randn(B, M, d, H, W, dtype=torch.float16, seed=n).permute(0, 1, 3, 4, 2) for n in range(3)],
+        "crop": [randn(B, M, H + 2, W + 3, d, dtype=torch.float16, seed=n)[:, :, 1:-1, 2:-1] for n in range(3)],
+        "stretched": [randn(B, 1, H, W, d, dtype=torch.float16, seed=n).expand(B, M, H, W, d) for n in range(3)],
     }
-    position = randn(B, H, W, M, H + W).permute(0, 3, 1, 2, 4)
     for name, tensors in views.items():
-        check(ATTEND, Terms(*tensors, position), RECOMPUTE)
-        copied = [t.data_ptr() for t in triton_criss_cross._Launches(Terms(*tensors, position), RECOMPUTE).terms]
-        kept = [t.data_ptr() for t in (*tensors, position)]
+        check(ATTEND, Terms(*tensors, None), RECOMPUTE)
+        copied = [t.data_ptr() for t in triton_criss_cross._Launches(Terms(*tensors, None), RECOMPUTE).terms]
+        kept = [t.data_ptr() for t in tensors]
         assert (copied == kept) == (name != "channels first"), name
 
 
 def test_overlapping_windows():
     """Places and channels have the same stride; the gradient's channels are contiguous nevertheless."""
-    windows = [randn(1, 1, 2, 6, seed=n).unfold(3, 4, 1) for n in range(3)]
+    windows = [randn(1, 1, 2, 6, dtype=torch.float16, seed=n).unfold(3, 4, 1) for n in range(3)]
     assert windows[0].stride()[3:] == (1, 1)
     check(ATTEND, Terms(*windows, None), RECOMPUTE)
 
@@ -147,25 +108,25 @@ def test_gradients_of_every_kind_alone():
     grad_output = torch.randn_like(arguments.value)
     every = results(arguments, grad_output)[1:]
     for n, expected in enumerate(every):
-        leaves = [t.detach().requires_grad_(n == m) for m, t in enumerate(arguments)]
+        leaves = [t.detach().requires_grad_(n == m) for m, t in enumerate(arguments[:3])]
         with backend("triton"):
             found = torch.autograd.grad(criss_cross_attention(*leaves), leaves[n], grad_output)[0]
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("batch, d, dv", [(0, 4, 5), (1, 0, 5), (1, 4, 0)])
+@pytest.mark.parametrize("batch, d, dv", [(0, 4, 5), (1, 4, 0)])
 def test_nothing_in_an_axis(batch, d, dv):
     arguments = terms((2, 2), batch=batch, d=d, dv=dv)
     grad_output = torch.randn_like(arguments.value)
     found = results(arguments, grad_output, RECOMPUTE.scale)
     expected = definition(ATTEND, arguments, RECOMPUTE, grad_output)
     for ours, theirs in zip(found, expected):
-        torch.testing.assert_close(ours.double(), theirs, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(ours.double(), theirs, rtol=1e-2, atol=1e-3)
 
 
 def test_a_result_that_was_changed_has_no_gradients():
     """As with PyTorch's own attention: the backward reads the output."""
-    leaves = [t.requires_grad_() for t in terms((2, 1))]
+    leaves = [t.requires_grad_() for t in terms((2, 1))[:3]]
     with backend("triton"):
         output = criss_cross_attention(*leaves)
         output += 1
@@ -184,21 +145,10 @@ def test_forward_and_backward_by_different_backends(dtype, first, second, keeps_
         output, *kept = ATTEND._forward(*arguments, *RECOMPUTE)
     with backend(second):
         found = output if keeps_output else None
-        grads = ATTEND._backward(grad_output, *arguments, found, *kept, *RECOMPUTE, [True] * 4)
+        grads = ATTEND._backward(grad_output, *arguments, found, *kept, *RECOMPUTE, [True] * 3 + [False])
     expected = definition(ATTEND, arguments, RECOMPUTE, grad_output)
-    for ours, theirs in zip((output, *grads), expected):
+    for ours, theirs in zip((output, *grads[:3]), expected):
         assert (ours.double() - theirs).norm() < TOLERANCES[dtype] * theirs.norm()
-
-
-def test_log_sum_exp_of_masked_queries():
-    arguments = terms((2, 3))
-    arguments.position_logits[0, 0, 1, 2] = -math.inf
-    kept = []
-    for name in ("triton", "torch"):
-        with backend(name):
-            kept.append(ATTEND._forward(*arguments, *RECOMPUTE)[2])
-    torch.testing.assert_close(*kept)
-    assert kept[0][0, 0, 1, 2] == math.inf
 
 
 # --- what serves --------------------------------------------------------------------------------------------------
@@ -209,20 +159,25 @@ def test_explained():
     with backend("triton"):
         assert explain(criss_cross_attention, *arguments).serves == "triton"
     choice = explain(criss_cross_attention, *arguments)
-    assert choice.serves == "torch"
-    words = "are on cpu" if DEVICE == "cpu" else SERVES
-    assert words in choice.refusals["triton"]
+    if DEVICE == "cpu":
+        assert choice.serves == "torch"
+        assert "are on cpu" in choice.refusals["triton"]
+    assert explain(criss_cross_attention, *terms(dtype=torch.float32)).refusals["triton"] == TAKES
 
 
 def test_refusals():
-    arguments, many = terms((1, 1)), randn(1, 1, 1, 1, 1).expand(2**30, 1, 1, 1, 1)
-    with backend("triton"), pytest.raises(ValueError, match=SERVES):
-        ATTEND._forward(*arguments, *RECOMPUTE._replace(recompute=False))
+    arguments, many = terms((1, 1)), randn(1, 1, 1, 1, 1, dtype=torch.float16).expand(2**30, 1, 1, 1, 1)
+    position = Terms(None, None, arguments.value, randn(1, 1, 1, 1, 2, dtype=torch.float16))
+    for refused in (terms((1, 1), dtype=torch.float32), position):
+        with backend("triton"), pytest.raises(ValueError, match=TAKES):
+            criss_cross_attention(*refused)
     with backend("triton"):
-        assert "query and key up to 128, got 129" in triton_criss_cross.refuses(terms((1, 1), d=129), RECOMPUTE)
-        wide = terms((1, 1), d=257, dtype=torch.float16)
-        assert "query and key up to 256, got 257" in triton_criss_cross.refuses(wide, RECOMPUTE)
-        found = triton_criss_cross.refuses(Terms(None, None, many, randn(1, 1, 1, 1, 2)), RECOMPUTE)
+        kept = triton_criss_cross.refuses(arguments, RECOMPUTE._replace(recompute=False))
+        assert kept == "the weights are to be kept"
+        for d in (0, 257):
+            refused = triton_criss_cross.refuses(terms((1, 1), d=d), RECOMPUTE)
+            assert refused == f"its kernels take widths of query and key from 1 to 256, got {d}"
+        found = triton_criss_cross.refuses(Terms(many, many, many, None), RECOMPUTE)
         assert found == "its kernels might need 2147483648 programs, and a grid has at most 2147483647"
 
 
@@ -270,7 +225,7 @@ def test_dynamo_sees_whether_triton_serves(reason, monkeypatch):
 def test_compiled_in_one_graph():
     torch._dynamo.reset()
     arguments = terms((2, 2))
-    leaves = [t.requires_grad_() for t in arguments]
+    leaves = [t.requires_grad_() for t in arguments[:3]]
     grad_output = torch.randn_like(arguments.value)
     expected = results(arguments, grad_output)
     with backend("triton"):
@@ -280,13 +235,14 @@ def test_compiled_in_one_graph():
     for ours, theirs in zip(found, expected):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
     unforced = compiled(*leaves)  # what the graph keeps it keeps, whoever serves
-    torch.testing.assert_close(torch.autograd.grad(unforced, leaves, grad_output), tuple(expected[1:]))
+    found = torch.autograd.grad(unforced, leaves, grad_output)
+    torch.testing.assert_close(found, tuple(expected[1:]), rtol=1e-2, atol=5e-3)
 
 
 def test_opcheck():
-    arguments = [t.requires_grad_() for t in terms((2, 1))]
+    arguments = [t.requires_grad_() for t in terms((2, 1))[:3]]
     with backend("triton"):
-        torch.library.opcheck(torch.ops.attn_plugins.criss_cross_attention, (*arguments, *RECOMPUTE))
+        torch.library.opcheck(torch.ops.attn_plugins.criss_cross_attention, (*arguments, None, *RECOMPUTE))
 
 
 # --- what is compiled ---------------------------------------------------------------------------------------------
@@ -301,7 +257,7 @@ from tools.triton_report import compiled, launches, variants
 def call(H, W, d, dtype=torch.float16):
     def meta(width):
         return torch.empty(2, H, W, 3, width, device="meta", dtype=dtype).permute(0, 3, 1, 2, 4)
-    terms = Terms(meta(d), meta(d), meta(d), torch.empty(2, 3, H, W, H + W, device="meta", dtype=dtype))
+    terms = Terms(meta(d), meta(d), meta(d), None)
     return lambda: (ATTEND, terms, Options(1.0, True))
 
 for d in (32, 24, 5):
