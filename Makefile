@@ -91,18 +91,18 @@ docs: env  ## build the site in build/site, strictly, and look at it in a browse
 	$(PY) -m pytest -m site $(PYTEST) tests/tools/test_built_site.py
 
 benchmark: env-peers  ## our operators beside their peers, to benchmarks/, README and the site (25 minutes on 2 quiet cores)
-	$(PY) -m tools.benchmark
-	$(PY) -m tools.benchmark table
+	$(PY) -m tools.bench
+	$(PY) -m tools.bench table
 
 benchmark-end-to-end: env-peers  ## whole mmdet and mmsegmentation models, stock beside drop-in (30 minutes on 2 quiet cores)
-	$(PY) -m tools.benchmark end_to_end
-	$(PY) -m tools.benchmark table
+	$(PY) -m tools.bench end_to_end
+	$(PY) -m tools.bench table
 
 benchmark-table: env  ## the tables of README and the site from benchmarks/*.json
-	$(PY) -m tools.benchmark table
+	$(PY) -m tools.bench table
 
-gpu-check:  ## check and measure the operators on this GPU (PYTHON=python3, one with torch for CUDA; 17 minutes at most)
-	@status=0; for command in check measure; do $(or $(PYTHON),python3) -m tools.gpu_check $$command || status=$$?; done; exit $$status
+gpu-check:  ## check and measure the operators on this GPU (PYTHON=python3, one with torch for CUDA; about 25 minutes)
+	tools/check_gpu.sh
 
 doctor: env  ## what is installed, loaded and registered
 	$(PY) -m attn_plugins

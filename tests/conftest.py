@@ -40,6 +40,21 @@ def pytest_terminal_summary(terminalreporter, config):
         terminalreporter.write_line(pytest_report_header(config))
 
 
+def pytest_itemcollected(item):
+    if getattr(getattr(item, "module", None), "DEVICE", None) == "cuda":  # of a file that uses either device
+        item.add_marker("cuda")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item):
+    """After an error that leaves the device unusable, end this worker of pytest-xdist, which starts another."""
+    if "PYTEST_XDIST_WORKER" in os.environ and item.get_closest_marker("cuda"):
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError:
+            os._exit(71)
+
+
 @pytest.hookimpl(trylast=True)  # of the cases that -m and -k select
 def pytest_collection_modifyitems(config, items):
     left_out = [marker for marker in ("install", "site") if marker not in config.option.markexpr]
@@ -87,7 +102,7 @@ def sample(cases: list[pytest.Item], seed: str) -> list[pytest.Item]:
 
 def missing_mmcv() -> str | None:
     """Return why there is no compiled mmcv to compare with, or None."""
-    from tools.benchmark import compiled_mmcv
+    from tools.bench import compiled_mmcv
 
     try:
         return None if compiled_mmcv.is_compiled() else compiled_mmcv.NOT_COMPILED

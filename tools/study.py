@@ -15,7 +15,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tools.benchmark.report import machine
+from tools.bench.report import machine
 
 ROOT = Path(__file__).resolve().parents[1]
 USER_DIR = ROOT / "plugins" / "fairseq"

@@ -82,7 +82,7 @@ def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Ten
 
 
 def compiled_variants(make: Callable[[], tuple[Operator, Any, Any]]) -> set:
-    """The variants of kernels that a call compiles; see :mod:`tools.triton_report`."""
-    from tools.triton_report import launches, variants
+    """The variants of kernels that a call compiles; see :mod:`.triton_compile`."""
+    from tests.helpers.triton_compile import launches, variants
 
     return set(variants(launches(*make())))

@@ -14,7 +14,7 @@ import numpy as np
 from mmcv.ops import deform_conv2d, modulated_deform_conv2d
 
 from tests.mm.mmcv_deform_conv import RECORDED, RECORDED_CASES, case_name, offset_gradient
-from tools.benchmark.compiled_mmcv import NOT_COMPILED, is_compiled
+from tools.bench.compiled_mmcv import NOT_COMPILED, is_compiled
 
 
 def main() -> int:

@@ -12,7 +12,7 @@ import torch
 from attn_plugins.ops import triton_launch
 from attn_plugins.ops.criss_cross import criss_cross_attention as criss_cross
 from attn_plugins.ops.everywhere import global_attention, sequence_attention
-from tools.idle_device import idle_device
+from tools.bench.idle_device import idle_device
 
 def drawn(*shape, dtype, shift):
     return torch.randn(shape[:-1] + (shape[-1] + shift,)).to(dtype)[..., shift:]

@@ -47,3 +47,15 @@ def test_imports_no_unstable_symbol(binary):
     unstable = [name for name in symbols if re.search(r"\b(at|c10|torch|caffe2)::", name)]
     assert not unstable
     assert not [name for name in symbols if re.match(r"_?Py[A-Z_]", name)]
+
+
+@pytest.mark.skipif(not (PLUGINS / "_C_cuda.abi3.so").exists(), reason="no CUDA kernels are compiled (make cuda)")
+def test_cuda_kernels_do_not_spill():
+    pytest.importorskip("triton", reason="cuobjdump is in the triton package")
+    from tests.helpers.triton_compile import stacks
+
+    found = stacks(PLUGINS / "_C_cuda.abi3.so")
+    assert len(found) > 100
+    spilling = {name: size for name, size in found.items() if size}
+    # One gradient of windows in half precision on sm_90 spills 16 bytes, outside of its loop.
+    assert all("window_key_gradient_kernel" in name and size <= 16 for name, size in spilling.items()), spilling

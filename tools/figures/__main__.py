@@ -3,6 +3,7 @@
 python -m tools.figures                                             # every paper
 python -m tools.figures aaconv --markdown benchmarks/figures-aaconv.md
 python -m tools.figures --plot                                      # Zhu et al.'s Fig. 3: accuracy over operations
+python -m tools.figures space_time --help                           # cost of TimeSformer's patterns
 """
 
 from __future__ import annotations
@@ -37,6 +38,11 @@ def draw(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
 
 
 def main(arguments: list[str] | None = None) -> int:
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments[:1] == ["space_time"]:
+        from . import space_time
+
+        return space_time.main(arguments[1:])
     parser = argparse.ArgumentParser(
         prog="python -m tools.figures", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

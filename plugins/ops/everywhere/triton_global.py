@@ -34,9 +34,8 @@ class Block(NamedTuple):
 
 
 # By kernel, arithmetic ("tf32" is float32, as one or as three products) and the greater of both widths. Chosen by times
-# on an H100, but for float32 of width 128, and by what `python -m tools.triton_report --only global` shows: registers,
-# and shared memory, below the 99 KiB that smaller devices have where the widths allow it. Eight warps gave wrong
-# results in float32 (Triton 3.6).
+# on an H100, but for float32 of width 128, and by registers and shared memory, below the 99 KiB that smaller devices
+# have where the widths allow it. Eight warps gave wrong results in float32 (Triton 3.6).
 BLOCKS = {
     ("forward", "half", 32): Block(64, 32, 4, 3),
     ("forward", "half", 64): Block(64, 64, 4, 3),

@@ -31,7 +31,7 @@ class Tile(NamedTuple):
 
 # By arithmetic ("tf32" is float32, as one or as three products), then by the largest width: tiles of the forward, of
 # queries' gradients, of keys', of position logits'. Up to a width of 64 chosen by times on an H100; the others by
-# registers (tools.triton_report). Float32's kernels of eight warps accessed memory out of bounds (Triton 3.6).
+# registers. Float32's kernels of eight warps accessed memory out of bounds (Triton 3.6).
 TILES = {
     "half": {
         64: (Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), Tile(64, 64, 4, 2), Tile(64, 32, 4, 3)),

@@ -252,7 +252,7 @@ import torch
 from attn_plugins.ops.criss_cross.criss_cross_attention import ATTEND
 from attn_plugins.ops.criss_cross.operands import Options, Terms
 from tests.helpers.triton_checks import compiled_variants
-from tools.triton_report import compiled, launches, variants
+from tests.helpers.triton_compile import compiled, launches, variants
 
 def call(H, W, d, dtype=torch.float16):
     def meta(width):
@@ -282,7 +282,7 @@ import torch
 from attn_plugins.ops import backend, triton_launch
 from attn_plugins.ops.criss_cross import triton_criss_cross
 from attn_plugins.ops.criss_cross.operands import Options, Terms
-from tools.triton_report import compiled, variants
+from tests.helpers.triton_compile import compiled, variants
 
 def meta(width, dtype=torch.float16):
     return torch.empty(1, 1, 5, 7, *width, dtype=dtype, device="meta")

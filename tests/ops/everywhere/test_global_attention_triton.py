@@ -265,7 +265,7 @@ import torch
 from attn_plugins.ops.everywhere.global_attention import ATTEND
 from attn_plugins.ops.everywhere.operands import GlobalOptions
 from tests.helpers.triton_checks import compiled_variants
-from tools.triton_cases import everywhere
+from tests.helpers.triton_compile import everywhere
 
 def variants(*maps, dtype=torch.float16, present="1111"):
     return compiled_variants(everywhere(2, 4, *maps, 32, dtype, present))
@@ -300,7 +300,7 @@ def test_ahead_of_time(python, tmp_path):
     python(
         COMPILED
         + """
-from tools.triton_report import compiled, launches, variants
+from tests.helpers.triton_compile import compiled, launches, variants
 found = variants(launches(*everywhere(2, 4, (50, 84), (25, 42), 32, torch.bfloat16)()))
 for each, kernel in found.items():
     row = compiled(each, kernel, 90)

@@ -193,7 +193,7 @@ def test_threads_change_nothing():
 
 def test_memory_is_that_of_the_arguments(path):
     """Neither pass stores all logits: the test counts bytes beyond arguments and their gradients."""
-    from tools.benchmark.measure import peak_memory
+    from tools.bench.memory import peak_memory
 
     B, M, T, d = 1, 4, 2048, 16
     arguments = operands((True, True, True, False), B=B, M=M, T=T, S=T, d=d, dv=d, K=7, dtype=torch.float32)

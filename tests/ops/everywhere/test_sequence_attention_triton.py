@@ -246,7 +246,7 @@ def test_kernels_compile_without_spills(python):
     code = (
         VARIANTS
         + """
-from tools.triton_report import compiled, launches, variants
+from tests.helpers.triton_compile import compiled, launches, variants
 
 for each, kernel in variants(launches(*call(200, 300, 21, 0, causal=True), passes="forward")).items():
     found = compiled(each, kernel, 90)

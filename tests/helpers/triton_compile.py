@@ -1,0 +1,150 @@
+"""Triton's kernels compiled ahead of time, without a device: launches are recorded from meta tensors, not executed."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from attn_plugins.ops import backends, triton_launch
+from attn_plugins.ops.everywhere.global_attention import ATTEND
+from attn_plugins.ops.everywhere.operands import GlobalOptions, GlobalTerms
+from attn_plugins.ops.operator import Operator
+from attn_plugins.ops.triton_launch import Launch
+
+_TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int32: "i32", torch.int64: "i64",
+          torch.bool: "i1", torch.uint8: "u8"}  # fmt: skip
+_OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg")
+
+
+class Variant(NamedTuple):
+    """A compilation: a kernel, its arguments' types, constants and hints, and its options."""
+
+    kernel: str
+    signature: tuple[tuple[str, str], ...]
+    constants: tuple[tuple[str, Any], ...]
+    divisible: tuple[int, ...]
+    options: tuple[tuple[str, Any], ...]
+
+
+def everywhere(
+    B: int, M: int, queries: tuple[int, int], keys: tuple[int, int], d: int, dtype: torch.dtype, present: str = "1111"
+) -> Callable[[], tuple[Operator, Any, Any]]:
+    """Return a call of attention between maps, stored as (B, H, W, M, d), with the terms that ``present`` flags."""
+
+    def meta(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    def heads(size: tuple[int, int]) -> torch.Tensor:
+        return meta(B, *size, M, d).permute(0, 3, 1, 2, 4)
+
+    def make() -> tuple[Operator, Any, Any]:
+        content, row, column, key = (each == "1" for each in present)
+        terms = GlobalTerms(
+            heads(queries) if content else None,
+            heads(keys) if content else None,
+            heads(keys),
+            meta(B, M, *queries, keys[0]) if row else None,
+            meta(B, M, *queries, keys[1]) if column else None,
+            meta(B, M, *keys) if key else None,
+        )
+        return ATTEND, terms, GlobalOptions(0.125)
+
+    return make
+
+
+def launches(operator: Operator, terms: Any, options: Any, passes: str = "both", capability: int = 80) -> list[Launch]:
+    """Record the launches of Triton's backend in a forward pass, a backward pass, or both.
+
+    Args:
+        operator: The operator.
+        terms: Its terms, as ``meta`` tensors.
+        options: Its options.
+        passes: ``forward``, ``backward`` or ``both``.
+        capability: Of the device, 80 for 8.0: tiles may depend on it.
+    """
+    results = operator.fake(terms, options)
+    serving = next(each for each in operator.table if each.name == triton_launch.NAME)
+    needs = [term is not None for term in terms]
+    device = divmod(capability, 10)
+    with backends.backend(triton_launch.NAME), triton_launch.recorded((device[0], device[1])) as found:
+        if reason := backends.refusal(serving, terms, options, passes != "forward"):
+            raise ValueError(f"{operator.name}: {reason}")
+        if passes != "backward":
+            serving.forward(terms, options) if serving.allocates else serving.forward(terms, options, *results)
+        if passes != "forward":
+            kept = [results[n] for n in operator._kept]
+            grad = torch.empty_like(results[0])
+            wanted = needs if serving.allocates else operator._gradients(terms, needs)
+            serving.backward(grad, terms, options, *kept, wanted)
+    return found
+
+
+def variant(launch: Launch) -> Variant:
+    """Return the variant that a launch compiles, by Triton's specialization of arguments, for aligned tensors."""
+    kernel = launch.kernel
+    names = list(kernel.arg_names)
+    values = dict(zip(names, launch.args))
+    values |= {name: value for name, value in launch.constants.items() if name in names}
+    constexprs = {names[n] for n in kernel.constexprs}
+    plain = {name if isinstance(name, str) else names[name] for name in kernel.do_not_specialize or ()}
+    signature, constants, divisible = [], [], []
+    for number, name in enumerate(names):
+        value = values[name]
+        kind = "constexpr"
+        if name in constexprs or value is None:
+            constants.append((name, value))
+        elif isinstance(value, torch.Tensor):
+            kind = f"*{_TYPES[value.dtype]}"
+            divisible.append(number)
+        elif isinstance(value, float):
+            kind = "fp32"
+        elif value == 1 and name not in plain:
+            constants.append((name, value))
+        else:
+            kind = "i32" if abs(value) < 2**31 else "i64"
+            if value % 16 == 0 and name not in plain:
+                divisible.append(number)
+        signature.append((name, kind))
+    options = tuple((name, launch.constants[name]) for name in _OPTIONS if name in launch.constants)
+    return Variant(kernel.__name__, tuple(signature), tuple(constants), tuple(divisible), options)
+
+
+def variants(found: Iterable[Launch]) -> dict[Variant, Any]:
+    """Return the distinct variants and their kernels."""
+    return {variant(launch): launch.kernel for launch in found}
+
+
+def compiled(each: Variant, kernel: Any, capability: int) -> dict[str, int]:
+    """Compile for ``sm_<capability>``; return bytes of ``stack`` per thread and of ``shared`` memory per block."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    hints = {(number,): [["tt.divisibility", 16]] for number in each.divisible}
+    source = ASTSource(kernel, dict(each.signature), dict(each.constants), hints)
+    with triton.knobs.compilation.scope():
+        triton.knobs.compilation.always_compile = True
+        binary = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=dict(each.options))
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary.asm["cubin"])
+        file.flush()
+        (stack,) = stacks(file.name).values()
+    return {"stack": stack, "shared": binary.metadata.shared}
+
+
+def stacks(binary: str | Path) -> dict[str, int]:
+    """Return the bytes of stack per thread of each kernel in a binary, where spilled registers are kept."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    usage = subprocess.run([tool, "-res-usage", binary], capture_output=True, text=True, check=True).stdout
+    found: dict[str, int] = {}
+    for name, size in re.findall(r"Function (\S+):\s+REG:\d+ STACK:(\d+)", usage):
+        found[name] = max(found.get(name, 0), int(size))  # of all architectures
+    return found

@@ -1,0 +1,432 @@
+"""Benchmarks: what is measured, by which command, and what is kept when a process crashes or the time is over."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from attn_plugins import mmcv_ext, modules, ops
+from tools.bench import against, compiled_mmcv, load, memory, registry, report, results, run, serving, timing
+from tools.bench.__main__ import main
+from tools.bench.case import Case, problem
+from tools.bench.cases import calls, deform_conv, end_to_end
+from tools.bench.cases.modules import MODULES
+from tools.bench.measure import measure
+from tools.bench.summary import better_peer, noisy, summarize
+from tools.bench.timing import Contestant, Settings, race
+
+QUICK = ["--threads", "1", "--seconds", "0", "--min-rounds", "2", "--attempts", "1", "--wait", "0"]
+STEADY = {"ours": [1.0, 1.1, 1.2], "a": [3.0, 3.1, 3.2], "b": [2.0, 2.1, 2.2]}
+
+
+def nothing():
+    """Prepare a run that does nothing."""
+    return lambda: None
+
+
+def taking(*attempts):
+    """Return a timer of prepared times, one dict for each attempt."""
+    left = list(attempts)
+    return lambda contestants, device, settings: left.pop(0)
+
+
+CASE = Case("c", nothing, dict(a=nothing, b=nothing), 1.5)
+
+
+@pytest.fixture
+def bench(one_thread):
+    return lambda *arguments: main([*map(str, arguments), *QUICK])
+
+
+# --- a row --------------------------------------------------------------------------------------------------------
+
+
+def test_statistics():
+    found = summarize([4.0, 1.0, 3.0, 2.0, 5.0])
+    assert found == {"min": 1.0, "q1": 2.0, "median": 3.0, "q3": 4.0, "times": [4.0, 1.0, 3.0, 2.0, 5.0]}
+    outlier = summarize([1.0, 1.0, 1.0, 1.0, 9.0])
+    assert not noisy([outlier])
+    assert noisy([outlier, summarize([1.0, 1.0, 1.4, 1.4])])
+    assert better_peer({"median": outlier, "best": summarize([0.5, 9.0]), "broken": {"error": "x"}}) == "best"
+    assert better_peer({"broken": {"error": "x"}}) is None
+
+
+def test_a_row_compares_best_with_best():
+    row = measure(CASE, "cpu", Settings(), timer=taking(STEADY))
+    assert (row["better_peer"], row["ratio"], row["attempts"], row["noisy"]) == ("b", 2.0, 1, False)
+    assert (row["goal"], row["peers"]["a"]["min"]) == (1.5, 3.0)
+    assert json.loads(results.dump({"rows": [row]}))["rows"] == [row]
+
+
+def test_a_noisy_row_is_measured_again():
+    wild = {**STEADY, "ours": [1.0, 2.0, 4.0]}
+    row = measure(CASE, "cpu", Settings(attempts=3), timer=taking(wild, wild, STEADY))
+    assert (row["attempts"], row["noisy"], row["ours"]["times"]) == (3, False, STEADY["ours"])
+    row = measure(CASE, "cpu", Settings(attempts=2), timer=taking(wild, wild))
+    assert report.marks(row) == "noisy, attempt 2"
+    row = measure(CASE, "cpu", Settings(), timer=taking({**STEADY, "a": [3, 6, 9]}))  # not the better peer
+    assert (row["attempts"], row["noisy"]) == (1, False)
+
+
+def test_a_row_on_a_loaded_machine_is_marked(monkeypatch):
+    monkeypatch.setattr(load.Watch, "read", lambda self: {"others": 0.8, "switches": 5})
+    row = measure(CASE, "cpu", Settings(), timer=taking(STEADY))
+    assert "| 0.80 | loaded |" in "\n".join(report.table([row]))
+
+
+def test_a_peer_that_cannot_run_is_named():
+    def broken():
+        raise ImportError("no module named peer\nand more")
+
+    row = measure(Case("c", nothing, dict(a=broken)), "cpu", Settings(), timer=taking(STEADY))
+    assert row["peers"]["a"] == {"error": "cannot run: no module named peer"}
+    assert row["ratio"] is None
+
+
+def test_our_operators_are_not_measured_as_mmcvs(monkeypatch):
+    mmcv_ops = pytest.importorskip("mmcv.ops", reason="mmcv is not installed")
+    monkeypatch.setattr(mmcv_ops, "get_compiler_version", lambda: mmcv_ext.NOT_COMPILED)
+    case = Case("c", nothing, dict(mmcv=deform_conv.cases("cpu")[0].peers["mmcv"]))
+    row = measure(case, "cpu", Settings(), timer=taking(STEADY))
+    assert row["peers"]["mmcv"] == {"error": "cannot run: mmcv is not compiled here: make env-peers"}
+    if importlib.util.find_spec("mmdet") and importlib.util.find_spec("mmseg"):
+        with pytest.raises(ImportError, match="mmcv is not compiled here: make env-peers"):
+            end_to_end.cases("cpu")
+    monkeypatch.setattr(mmcv_ops, "get_compiler_version", lambda: "GCC 12.2")
+    assert compiled_mmcv.operators() is mmcv_ops
+
+
+def test_calls_take_turns():
+    order: list[str] = []
+    runs = {name: Contestant(lambda name=name: order.append(name), "cpu", calls=2) for name in ("ours", "a")}
+    times = race(runs, "cpu", Settings(seconds=60, rounds=3, min_rounds=1))
+    assert order == ["ours", "ours", "a", "a"] * 3
+    assert [len(each) for each in times.values()] == [3, 3]
+    assert len(race(runs, "cpu", Settings(seconds=0, rounds=40, min_rounds=4))["a"]) == 4
+
+
+class Clock:
+    """Stands in for a device's events: a run takes the time that it adds."""
+
+    now = 0.0
+
+    def __init__(self, enable_timing):
+        assert enable_timing
+
+    def record(self):
+        self.at = Clock.now
+
+    def elapsed_time(self, end):
+        return (end.at - self.at) * 1e3
+
+    @staticmethod
+    def taking(seconds):
+        def run():
+            Clock.now += seconds
+
+        return run
+
+
+def test_short_runs_on_cuda_are_timed_by_graphs_and_long_ones_by_events(monkeypatch):
+    flushed = []
+    monkeypatch.setattr(torch.cuda, "Event", Clock)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(timing, "flush", flushed.append)
+    monkeypatch.setattr(timing, "captured", lambda run: Clock.taking(1e-5))
+    runs = {"short": Contestant(Clock.taking(1e-4), "cuda"), "long": Contestant(Clock.taking(1e-1), "cuda")}
+    assert runs["short"].how == {"how": "graph", "eager": pytest.approx(1e-4)}  # with the host's time
+    assert runs["long"].how["how"] == "events"
+    times = race(runs, "cuda", Settings(seconds=0, min_rounds=3))
+    assert len(flushed) == 2 * 3  # caches are flushed before each run
+    assert times == {"short": [pytest.approx(1e-5)] * 3, "long": [pytest.approx(1e-1)] * 3}
+
+    def refuse(run):
+        raise RuntimeError("called a synchronizing CUDA operation\nand more")
+
+    monkeypatch.setattr(timing, "captured", refuse)
+    how = Contestant(Clock.taking(1e-4), "cuda").how["how"]
+    assert how == "events, with the host's time: no graph (called a synchronizing CUDA operation)"
+
+
+def test_rows_have_their_own_threads():
+    seen = []
+    before = torch.get_num_threads()
+    case = Case("c", lambda: lambda: seen.append(torch.get_num_threads()), threads=1)
+    assert measure(case, "cpu", Settings(seconds=0, min_rounds=1))["threads"] == 1
+    assert set(seen) == {1}
+    assert torch.get_num_threads() == before
+
+
+def test_memory_beyond_the_results_is_compared_with_a_buffer():
+    def inputs(dtype):
+        return torch.randn(2, 1024, 1024, dtype=dtype), torch.randn(1024, 1024, dtype=dtype)
+
+    def wasteful(a, b):
+        return a @ b + torch.zeros(4, 1024, 1024).sum()
+
+    case, _ = problem("c", "cpu", inputs, lambda: torch.matmul, dict(w=lambda: wasteful), buffer="buffer")
+    row = measure(case, "cpu", Settings(seconds=0, min_rounds=1))
+    assert row["buffer"] == dict(name="buffer", size=9 * 2**23)
+    assert row["ours"]["results"] == row["peers"]["w"]["results"] == 2**23
+    assert report.working_memory(row["ours"]) < 2**20
+    assert report.working_memory(row["peers"]["w"]) >= 2**24
+    assert report.memory_table([row])[-1].startswith("| c, float32, forward | 72.0 | ")
+
+
+def test_memory_that_torch_does_not_see_counts_in_the_process():
+    def held():
+        kept = bytearray(b"x") * 2**26
+        return torch.zeros(len(kept) // 2**20)
+
+    peak, size = memory.resident_peak(held)
+    assert peak >= 0.9 * 2**26
+    assert size == 64 * 4
+    assert memory.peak_memory(held, "cpu") < 2**20
+
+
+def test_runs_compute_all_gradients_in_their_arithmetic():
+    def inputs(dtype):
+        return [torch.ones(2, 3, dtype=dtype), {"n": torch.ones(3, dtype=dtype)}, None, torch.tensor([1])]
+
+    layer = torch.nn.Linear(3, 3)
+
+    def forward(x, other, none, number):
+        return layer.weight.sum() * x * other["n"] * number
+
+    layer.forward = forward
+    for kind, dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16)):
+        both = problem("c", "cpu", inputs, lambda: layer, kinds=(kind,))
+        output, gradients = (case.ours()() for case in both)
+        assert (output.dtype, output.requires_grad) == (dtype, False)
+        assert [g if g is None else tuple(g.shape) for g in gradients] == [(2, 3), (3,), (3, 3), None]
+    case, _ = problem("c", "cpu", lambda dtype: [torch.ones(2, 2)], lambda: torch.mm, kinds=("autocast to bfloat16",))
+    assert case.name == "c, autocast to bfloat16, forward"
+
+
+def test_load_of_others_leaves_out_our_own(tmp_path, monkeypatch):
+    file = tmp_path / "stat"
+    monkeypatch.setattr(load, "STAT", file)
+    assert load.Watch().read()["others"] is None
+    hertz = load.os.sysconf("SC_CLK_TCK")
+    monkeypatch.setattr(load, "own_seconds", iter((1.0, 3.0)).__next__)
+    monkeypatch.setattr(load.time, "perf_counter", iter((100.0, 102.0)).__next__)
+    file.write_text("cpu  0 0 0 9999 9999 0 0 0 0 0\n")
+    watch = load.Watch()
+    file.write_text(f"cpu  {hertz} {hertz} 0 9999 9999 {hertz} 0 {hertz} 0 0\n")
+    assert watch.read()["others"] == 1.0  # (4 - 2) / 2
+
+
+def test_others_that_end_are_waited_for():
+    readings = iter((1.7, 0.9, 0.02))
+    assert load.wait_until_quiet(60, lambda: next(readings)) == 0.02
+    assert load.wait_until_quiet(0, lambda: 1.7) == 1.7
+
+
+# --- which rows ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_rows_have_names_of_their_own(device):
+    """Rows of a GPU are listed without one."""
+    for name in (*registry.NAMES, "modules"):
+        found = registry.cases(name, device)
+        names = [case.name for case in found]
+        assert len(names) == len(set(names)) > 1
+        if device == "cuda" and name != "calls":
+            assert any(case.main for case in found)
+            assert found[0].kind in ("bfloat16", "autocast to bfloat16")
+
+
+def test_every_operator_and_module_has_a_row():
+    assert set(calls.arguments("cpu")) == set(ops.__all__) - {"backend", "explain"}
+    public = [getattr(modules, name) for name in modules.__all__]
+    wanted = {kind.__name__ for kind in public if isinstance(kind, type) and issubclass(kind, torch.nn.Module)}
+    assert {name.split(",")[0] for name in MODULES} == wanted
+
+
+def test_host_time_is_measured_without_a_device(python):
+    code = (
+        "from tools.bench.cases import host; from tools.bench.measure import measure; host.CALLS = 2\n"
+        "from tools.bench.timing import Settings\n"
+        "for case in host.cases('cpu')[::5]:\n"
+        "    row = measure(case, 'cpu', Settings(0, min_rounds=1))\n"
+        "    print(case.name, row['ratio'] > 0, sorted(row['peers']))\n"
+    )
+    pytest.importorskip("triton")
+    lines = python(code, TRITON_INTERPRET="0", PYTHONPATH=str(run.ROOT)).stdout.splitlines()
+    assert lines[0] == "sequence_attention, content, 1 thread, forward True ['SDPA', \"Triton's route\"]"
+    assert len(lines) == 4
+
+
+# --- the command --------------------------------------------------------------------------------------------------
+
+
+def test_one_benchmark_from_command_to_page(bench, tmp_path, capsys):
+    assert bench("calls", "--out", tmp_path, "--name", "small", "-k", "window|criss") == 0
+    data = results.read(tmp_path / "small.json")
+    command = (
+        "python -m tools.bench calls --device cpu --threads 1 --seconds 0 --rounds 40 --min-rounds 2 --attempts 1 "
+        f"--wait 0 -k 'window|criss' --name small --out {tmp_path}"
+    )
+    assert data["command"] == command
+    assert set(data["load"]) == {"before", "after"}
+    names = [row["case"].split(",")[0] for row in data["rows"]]
+    assert names == ["window_attention"] * 2 + ["criss_cross_attention"] * 2
+    assert all(len(row["ours"]["times"]) == 2 for row in data["rows"])
+    page = (tmp_path / "small.md").read_text()
+    assert page == report.page(data)
+    assert f"`{command}`" in page
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["small.json", "small.md"]
+    assert "cannot run" not in page
+
+
+def test_a_part_of_the_rows_writes_nothing(bench, tmp_path, capsys):
+    assert bench("calls", "--out", tmp_path, "-k", "window.*forward") == 0
+    assert "| window_attention, 1 thread, forward |" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
+
+
+def test_details_are_our_other_backends_and_the_roofline(bench, tmp_path):
+    assert bench("calls", "--out", tmp_path, "--name", "d", "-k", "^calls: window_attention.*forward", "--details") == 0
+    (row,) = results.read(tmp_path / "d.json")["rows"]
+    (served,) = row["served_by"]["window_attention"]
+    others = set(serving.backends_of("window_attention")) - {served}
+    assert {*row["backends"], *row["refusals"]} == others
+    assert all(difference < 1e-5 for difference in row["differences"].values())
+    assert row["work"]["moved"] > 4 * 3 * 2 * 16 * 8
+    assert 0 < row["share"] < 1
+    page = (tmp_path / "d.md").read_text()
+    assert "Ceilings, measured here: bfloat16" in page
+    assert "% |" in page
+
+
+CRASHES = """
+import os, sys, time, types
+from tools.bench.case import Case
+
+def prepare(run):
+    return lambda: run
+
+fine = prepare(lambda: None)
+rooms = types.ModuleType("tools.bench.cases.calls")
+rooms.cases = lambda device: [
+    Case("fine", fine),
+    Case("peer", fine, {"bad": prepare(lambda: os._exit(3)), "good": fine}),
+    Case("ours", prepare(lambda: os.abort())),
+    Case("hangs", fine, {"slow": prepare(lambda: time.sleep(60))}),
+    Case("raises", prepare(lambda: 1 / 0)),
+    Case("last", fine),
+]
+sys.modules["tools.bench.cases.calls"] = rooms
+from tools.bench.worker import main
+main()
+"""
+
+
+def test_a_crash_costs_one_contestant(bench, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(run, "WORK", CRASHES)
+    assert bench("calls", "--out", tmp_path, "--row-seconds", 4) == 1
+    rows = {row["case"]: row for row in results.read(tmp_path / "calls-cpu.json")["rows"]}
+    assert list(rows) == ["fine", "peer", "ours", "hangs", "raises", "last"]
+    assert not {"error"} & {*rows["fine"], *rows["last"]}
+    assert rows["peer"]["better_peer"] == "good"
+    assert "its process ended with status 3" in rows["peer"]["peers"]["bad"]["error"]
+    assert "its process ended with status -6" in rows["ours"]["error"]
+    assert rows["hangs"]["peers"]["slow"]["error"] == "cannot run: took more than 4 s"
+    assert rows["raises"]["error"] == "ZeroDivisionError: division by zero"
+    assert "## Not measured" in (tmp_path / "calls-cpu.md").read_text()
+
+
+def test_what_was_not_measured_in_time_is_resumed(bench, tmp_path, capsys):
+    options = ["calls", "--out", tmp_path, "--name", "part", "-k", "window"]
+    assert bench(*options, "--minutes", 1e-9) == 0
+    assert "no row in this time" in capsys.readouterr().out
+    record = tmp_path / "part.jsonl"
+    first = "window_attention, 1 thread, forward"
+    kept = {"room": "calls", "case": first, "error": "as it was"}
+    with record.open("a") as file:
+        file.write(json.dumps({"done": f"calls: {first}", "rows": [kept]}) + '\n{"start": "calls: wind')
+    assert bench(*options, "--resume") == 1
+    rows = results.read(tmp_path / "part.json")["rows"]
+    assert rows[0] == kept
+    assert [row["case"] for row in rows] == [first, "window_attention, 1 thread, gradients recorded"]
+    assert not record.exists()
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["nothing"], "no benchmark named nothing"),
+        (["--rounds", "0"], "rounds must be at least 1, got 0"),
+        (["--seconds", "-1"], "seconds must not be negative, got -1"),
+        (["--threads", "0"], "--threads must be at least 1, got 0"),
+        (["--against", "nowhere"], "must be a checkout of this project, got nowhere"),
+        (["--against", "{empty}"], "its operators are not built there"),
+    ],
+)
+def test_bad_options_are_one_error(arguments, message, capsys, tmp_path):
+    (tmp_path / "plugins").mkdir()
+    (tmp_path / "plugins" / "__init__.py").touch()
+    with pytest.raises(SystemExit):
+        main([argument.format(empty=tmp_path) for argument in arguments])
+    assert message in capsys.readouterr().err
+
+
+def test_a_comparison_with_another_checkout(tmp_path):
+    """The other checkout is a copy of this one."""
+    shutil.copytree(run.ROOT / "plugins", tmp_path / "plugins", ignore=shutil.ignore_patterns("__pycache__"))
+    if not list((tmp_path / "plugins").glob("_C.*")):
+        (tmp_path / "plugins" / "_C.none").touch()  # only the reference is installed
+    code = "import sys; from tools.bench import against, __main__; against.PROCESSES = 1; sys.exit(__main__.main())"
+    options = ["--against", str(tmp_path), "calls", "-k", "window_attention", *QUICK]
+    done = subprocess.run([sys.executable, "-c", code, *options], cwd=run.ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    rows = [line for line in done.stdout.splitlines() if line.startswith("| calls: window_attention")]
+    assert len(rows) == 2
+    assert all(" → " in row for row in rows)
+
+
+def test_what_another_checkout_lacks_is_reported():
+    fast, slow = {"ours": {"times": [1.0, 1.0]}}, {"ours": {"times": [2.0, 2.0]}}
+    lines = against.table([{"a": fast, "b": {"error": "ImportError: x"}}], [{"a": slow, "b": fast, "c": fast}])
+    assert lines[2] == "| a | 1000 → 2000 | 1000 → 2000 | 2.00 |  |"
+    assert lines[3].endswith("before: ImportError: x |")
+    assert lines[4].endswith("before: no such row |")
+
+
+# --- whole models -------------------------------------------------------------------------------------------------
+
+needs_models = pytest.mark.skipif(
+    not all(map(importlib.util.find_spec, ("mmdet", "mmseg"))), reason="mmdet or mmsegmentation is not installed"
+)
+
+
+@needs_models
+@pytest.mark.peers
+@pytest.mark.parametrize("name", ["attention 0010", pytest.param("CCNet", marks=pytest.mark.slow)])
+def test_stock_and_drop_in_compute_the_same(name, bench, tmp_path):
+    options = ["end_to_end", "--name", "models", "--out", tmp_path, "-k", name, "--size", 97, 129, "--rounds", 1]
+    assert main([*map(str, options), *QUICK[:4], "--min-rounds", "1", "--wait", "0"]) == 0
+    rows = results.read(tmp_path / "models.json")["rows"]
+    assert [row["case"].rsplit(", ", 1)[1] for row in rows] == list(end_to_end.PASSES)
+    for row in rows:
+        ours, stock = row["ours"], row["peers"]["stock"]
+        assert ours["loss"] == pytest.approx(stock["loss"], rel=1e-3)
+        assert ours["min"] > ours["features"] > 0
+        assert ours["memory"] > 2**20
+        assert row["ratio"] == pytest.approx(stock["min"] / ours["min"])
+    assert "97x129, training step | 1 |" in (tmp_path / "models.md").read_text()
+
+
+@needs_models
+def test_a_process_that_fails_says_why(tmp_path):
+    (tmp_path / "weights.pth").write_text("no weights")
+    settings = dict(model=2, ours=False, size=[65, 65], threads=1, seconds=0, weights=str(tmp_path / "weights.pth"))
+    with pytest.raises(RuntimeError, match="a process ended with status 1: "):
+        end_to_end.process(**settings)

@@ -1,0 +1,115 @@
+"""Operation counts of TimeSformer's patterns."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("timm")
+
+from tools.bench import results
+from tools.bench.__main__ import main as bench
+from tools.bench.cases import space_time as cases
+from tools.figures.space_time import INFERENCE, MODEL, PARAMETERS, cost, main, printed_figures
+
+BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "space-time-cost.md"
+SMALL = ["--model", "timesformer_small_patch16_224"]
+
+
+def test_the_papers_figures():
+    rows = printed_figures()
+    assert len(rows) == len(PARAMETERS) + len(INFERENCE)
+    assert [row.name for row in rows if not row.agrees] == ["Table 3, TimeSformer-L: 96 frames of 224²"]
+    repeated = 3 * 95 * 12 * (3 + 1) * 768**2 / 1e12  # projections of the class token in 95 more frames, 12 blocks
+    assert round(rows[-1].ours + repeated, 2) == 7.14
+
+
+def test_cost_by_hand():
+    """Count the products of one block's attention, including the pairs of each pattern."""
+    T, N, P, C, depth = 8, 14 * 14, 1, 768, 12
+    tokens = P + T * N
+    once = T * N * 3 * 16**2 * C + C * 400 + depth * tokens * (4 + 8) * C**2
+    pairs = dict(joint=tokens**2, divided=N * T**2 + T * (P + N) ** 2)
+    added = depth * T * N * 5 * C**2  # qkv, proj and fc of the temporal step
+    assert cost(MODEL, "joint", 8, 224) == once + depth * 2 * pairs["joint"] * C
+    assert cost(MODEL, "divided", 8, 224) == once + added + depth * 2 * pairs["divided"] * C
+
+
+def test_the_committed_table_is_of_this_code():
+    text = BENCHMARK.read_text(encoding="utf-8")
+    names = re.search(r"\| frames \| size \| (.*) \|", text).group(1).split(" | ")
+    rows = re.findall(r"^\| (\d+) \| (\d+)² \| (.*) \|$", text, re.MULTILINE)
+    assert len(rows) == 20
+    for frames, size, cells in rows[::9]:
+        for pattern, cell in zip(names, cells.split(" | ")):
+            assert f"{cost(MODEL, pattern, int(frames), int(size)) / 1e12:.3f}" == cell, (pattern, frames, size)
+
+
+@pytest.mark.parametrize("suffix", [".svg", ".png"])
+def test_tables_and_plot(tmp_path, capsys, suffix):
+    pytest.importorskip("matplotlib")
+    arguments = [*SMALL, "--frames", "2", "4", "--sizes", "32", "48", "--patterns", "divided", "axial"]
+    pictures = []
+    for run in ("first", "second"):
+        folder = tmp_path / run
+        folder.mkdir()
+        plot = folder / f"cost{suffix}"
+        assert main([*arguments, "--markdown", str(folder / "cost.md"), "--plot", str(plot)]) == 0
+        pictures.append(plot.read_bytes())
+    assert pictures[0] == pictures[1]
+    text = (tmp_path / "first" / "cost.md").read_text()
+    assert text.rstrip() == capsys.readouterr().out.split("# What")[1].join(["# What", ""]).rstrip()
+    assert f"![Cost over size and over frames](cost{suffix})" in text
+    assert len(re.findall(r"^\| [24] \| (32|48)² \|", text, re.MULTILINE)) == 4
+
+
+def test_measured_times(tmp_path, capsys, one_thread, monkeypatch):
+    """Measured here and shown, and the committed ones, which version 0.2.0 stored."""
+    pytest.importorskip("matplotlib")
+    code = "import tools.bench.cases.space_time as s; s.CLIPS = (1, 32), (2, 32), (1, 48); s.DEPTH = 1; "
+    monkeypatch.setattr("tools.bench.run.WORK", code + "from tools.bench.worker import main; main()")
+    quick = ["--threads", "1", "--seconds", "0", "--min-rounds", "3", "--attempts", "1", "--wait", "0"]
+    assert bench(["space_time", "--out", str(tmp_path), *quick]) == 0
+    new, old = tmp_path / "space_time-cpu.json", BENCHMARK.with_suffix(".json")
+    assert len(results.read(new)["rows"]) == 6
+    for file, clips in ((new, [(1, 32), (2, 32), (1, 48)]), (old, list(cases.CLIPS))):
+        page, drawn = tmp_path / "page.md", tmp_path / "page.png"
+        arguments = [*SMALL, "--frames", "2", "--sizes", "32", "--measured", str(file)]
+        assert main([*arguments, "--markdown", str(page), "--plot", str(drawn)]) == 0
+        text = page.read_text()
+        assert "Nothing here is a time" not in text
+        rows = re.findall(r"^\| (\d+) frames of (\d+)², (forward|training) \| [\d.]+ /", text, re.MULTILINE)
+        assert rows == [(str(t), str(s), kind) for kind in cases.KINDS for t, s in clips]
+        assert len(re.findall(r"² ?, forward \| [\d.]+ \(\d+/s\)", text)) == len(clips)
+        assert drawn.stat().st_size > 1000
+    capsys.readouterr()
+
+
+def test_stored_times_of_something_else(tmp_path, capsys):
+    (tmp_path / "other.json").write_text(results.dump({"benchmark": "calls", "rows": []}))
+    (tmp_path / "list.json").write_text("[]")
+    (tmp_path / "broken.json").write_text("{")
+    for name in ("other", "list", "broken", "none"):
+        with pytest.raises(SystemExit):
+            main([*SMALL, "--measured", str(tmp_path / f"{name}.json")])
+        assert (
+            f"--measured must be a file of tools.bench space_time, got {tmp_path / name}.json"
+            in capsys.readouterr().err
+        )
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--model", "resnet50"], "--model must be one of timesformer_base_patch16_224, .* got 'resnet50'"),
+        (["--sizes", "100"], "--sizes must be positive multiples of 16, got 100"),
+        (["--frames", "0"], "--frames must be positive, got 0"),
+        (["--plot", "cost.gif"], "--plot must end with .svg, .png or .pdf, got cost.gif"),
+    ],
+)
+def test_errors(arguments, message, capsys):
+    with pytest.raises(SystemExit):
+        main(arguments)
+    assert re.search(message, capsys.readouterr().err)

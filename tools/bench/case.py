@@ -1,0 +1,270 @@
+"""Benchmark cases: one problem for our operator and its peers, each as a function that prepares a run."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from attn_plugins.ops.operator import Operator
+
+Run = Callable[[], object]
+Maker = Callable[[], Callable[..., Any]]  # creates a function or a module on the default device
+PASSES = ("forward", "forward+backward")
+
+
+class Kind(NamedTuple):
+    """Arithmetic of a row."""
+
+    dtype: torch.dtype
+    tf32: bool = False
+    autocast: bool = False
+
+
+KINDS = {
+    "bfloat16": Kind(torch.bfloat16),
+    "float32": Kind(torch.float32),
+    "TF32": Kind(torch.float32, tf32=True),
+    "float16": Kind(torch.float16),
+    "autocast to bfloat16": Kind(torch.float32, autocast=True),
+}
+OWN = "ours by "  # begins the names of other ways of ours
+COMPILED = ("definition, compiled",)
+ON_CPU, ON_CUDA = ("float32",), ("bfloat16", "float32", "float16")
+
+
+class Buffer(NamedTuple):
+    """A buffer, its size in bytes, for comparison with memory."""
+
+    name: str
+    size: int
+
+
+class Peer(NamedTuple):
+    """A peer that is not just called.
+
+    Attributes:
+        make: Creates its function.
+        differentiated: Number of leading tensors whose gradients it computes; None for all.
+        compiled: Whether torch.compile compiles it.
+        dtype: Dtype of its tensors, None for the row's.
+    """
+
+    make: Maker
+    differentiated: int | None = None
+    compiled: bool = False
+    dtype: torch.dtype | None = None
+
+
+@dataclass
+class Case:
+    """One row of a table.
+
+    Args:
+        name: The problem, as the table shows it.
+        ours: Prepares the inputs on a device and returns the function to time.
+        peers: Likewise for every peer, by name. A peer that cannot run raises; the table shows the message. Names that
+            begin with "ours by" are other ways of ours, which are not compared with.
+        goal: Target ratio to the better peer, or None.
+        buffer: Buffer that the peers' method writes. The working memory of the row is published relative to its size.
+        calls: Calls per timed sample, for calls too short for the clock; times are per call.
+        repeats: Calls that a run itself makes; times are per call.
+        heavy: True if a round takes so long that three must suffice.
+        threads: CPU threads of this row; None for the command line's.
+        main: Whether the row is measured on CUDA without ``--all``.
+        kind: Arithmetic, a key of :data:`KINDS`.
+        rows: Measures the rows of the case in another way; None to measure this process.
+    """
+
+    name: str
+    ours: Callable[[], Run]
+    peers: dict[str, Callable[[], Run]] = field(default_factory=dict)
+    goal: float | None = None
+    buffer: Buffer | None = None
+    calls: int = 1
+    repeats: int = 1
+    heavy: bool = False
+    threads: int | None = None
+    main: bool = True
+    kind: str = "float32"
+    rows: Callable[[Any], list[dict[str, Any]]] | None = None
+
+
+def problem(
+    title: str,
+    device: str,
+    inputs: Callable[[torch.dtype], Sequence[Any]],
+    ours: Maker,
+    peers: Mapping[str, Maker | Peer] | None = None,
+    *,
+    kinds: Sequence[str] | None = None,
+    passes: Sequence[str] = PASSES,
+    goals: Sequence[float | None] = (None, None),
+    channels_last: Collection[str] = (),
+    definitions: Sequence[str] = (),
+    buffer: str | None = None,
+    heavy: bool = False,
+    main: bool = True,
+) -> list[Case]:
+    """Return the cases of a problem, one for each kind of arithmetic and pass.
+
+    Args:
+        title: Name of the problem.
+        device: ``cpu`` or ``cuda``.
+        inputs: Draws the arguments in a dtype, on the default device.
+        ours: Creates our function.
+        peers: Peers by name.
+        kinds: Keys of :data:`KINDS`; None for float32 on CPUs, and all dtypes on CUDA.
+        passes: Any of :data:`PASSES`.
+        goals: Target ratios, one for each pass.
+        channels_last: Names of contestants whose maps are in channels-last memory.
+        definitions: Our definition as a peer on CUDA, any of :data:`DEFINITIONS`.
+        buffer: Name of a buffer of nine times the first input.
+        heavy: As of the case.
+        main: As of the case.
+    """
+    cases = []
+    for kind in kinds or (ON_CPU if device == "cpu" else ON_CUDA):
+        for number, pass_name in enumerate(passes):
+            made = {name: peer if isinstance(peer, Peer) else Peer(peer) for name, peer in (peers or {}).items()}
+            prepared = {
+                name: _preparation(peer, inputs, kind, pass_name, device, name in channels_last)
+                for name, peer in {"ours": Peer(ours), **made}.items()
+            }
+            for name in definitions if device == "cuda" else ():
+                run = _preparation(
+                    Peer(ours, compiled="compiled" in name), inputs, kind, pass_name, device, "ours" in channels_last
+                )
+                prepared[name] = run if name.startswith(OWN) else by_definition(run)
+            with torch.device("meta"):
+                size = Buffer(buffer, 9 * inputs(KINDS[kind].dtype)[0].nbytes) if buffer else None
+            cases.append(
+                Case(
+                    f"{title}, {kind}, {pass_name}",
+                    prepared.pop("ours"),
+                    prepared,
+                    goals[number],
+                    size,
+                    heavy=heavy,
+                    main=main and kind in ("bfloat16", "float32", "autocast to bfloat16"),
+                    kind=kind,
+                )
+            )
+    return cases
+
+
+def normal(*shapes: Sequence[int] | None, scale: float = 1.0) -> Callable[[torch.dtype], list[Tensor | None]]:
+    """Return a function that draws normal tensors of these shapes, None for None."""
+    return lambda dtype: [None if shape is None else torch.randn(*shape, dtype=dtype) * scale for shape in shapes]
+
+
+def _preparation(
+    peer: Peer, inputs: Callable[[torch.dtype], Sequence[Any]], kind: str, passes: str, device: str, last: bool
+) -> Callable[[], Run]:
+    def prepared() -> Run:
+        dtype = peer.dtype or KINDS[kind].dtype
+        torch.backends.cuda.matmul.allow_tf32 = KINDS[kind].tf32
+        torch.manual_seed(0)
+        with torch.device(device):
+            function = peer.make()
+            torch.manual_seed(0)
+            arguments = inputs(dtype)
+        if last:
+            arguments = pytree.tree_map_only(Tensor, _channels_last, arguments)
+        if isinstance(function, nn.Module):
+            function = function.to(device, dtype).train(passes != "forward")
+        return prepare(function, arguments, kind, passes, device, peer.differentiated, peer.compiled)
+
+    return prepared
+
+
+def _channels_last(tensor: Tensor) -> Tensor:
+    return tensor.contiguous(memory_format=torch.channels_last) if tensor.ndim == 4 else tensor
+
+
+def prepare(
+    function: Callable[..., Any],
+    arguments: Sequence[Any],
+    kind: str = "float32",
+    passes: str = "forward",
+    device: str = "cpu",
+    differentiated: int | None = None,
+    compiled: bool = False,
+) -> Run:
+    """Return a run of ``function``: without gradients, or with those of all its tensors and parameters."""
+    call = torch.compile(with_own_code(function), dynamic=False) if compiled else function
+    if KINDS[kind].autocast:
+        call = torch.autocast(device, torch.bfloat16)(with_own_code(call))
+    if passes == "forward":
+
+        def forward() -> object:
+            with torch.no_grad():
+                return call(*arguments)
+
+        return forward
+    kept = len(arguments) if differentiated is None else differentiated
+    arguments = [pytree.tree_map_only(Tensor, _leaf, a) if n < kept else a for n, a in enumerate(arguments)]
+    wanted = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    if isinstance(function, nn.Module):
+        wanted += [parameter for parameter in function.parameters() if parameter.requires_grad]
+    grads = [torch.randn_like(output) for output in _outputs(call(*arguments))]
+    return lambda: torch.autograd.grad(_outputs(call(*arguments)), wanted, grads, allow_unused=True)
+
+
+def _leaf(tensor: Tensor) -> Tensor:
+    return tensor.detach().requires_grad_(tensor.is_floating_point())
+
+
+def _outputs(result: Any) -> list[Tensor]:
+    leaves = [result] if isinstance(result, Tensor) else pytree.tree_leaves(result)
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+
+
+# --- our definitions as peers -------------------------------------------------------------------------------------
+
+DEFINITIONS = ("definition", *COMPILED, f"{OWN}torch.compile")
+
+
+@contextmanager
+def definitions() -> Iterator[None]:
+    """Compute every operator by its definition, also while torch.compile traces."""
+    before = Operator._by_reference
+    Operator._by_reference = lambda self: True  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Operator._by_reference = before  # type: ignore[method-assign]
+
+
+def by_definition(prepared: Callable[[], Run]) -> Callable[[], Run]:
+    """Return a preparation of the same run on the operators' definitions."""
+
+    def make() -> Run:
+        with definitions():
+            run = prepared()
+
+        def defined() -> object:
+            with definitions():
+                return run()
+
+        return defined
+
+    return make
+
+
+def with_own_code(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function with a code object of its own, for which torch.compile reuses nothing.
+
+    What was compiled from the definition would otherwise serve the module itself.
+    """
+
+    def run(*arguments: Any) -> Any:
+        return call(*arguments)
+
+    return types.FunctionType(run.__code__.replace(), globals(), run.__name__, None, run.__closure__)

@@ -1,0 +1,1 @@
+"""Rows of the benchmarks: a file for each, with ``cases(device)``."""

@@ -1,0 +1,296 @@
+"""Whole models of mmdet and mmsegmentation from their own configs: stock, and with our layers by the drop-in.
+
+Each measurement is a fresh process; stock and ours take turns. Both have the same random weights; pictures, boxes and
+masks are synthetic. A training step is forward, loss, backward and the optimizer's step.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tools import need
+
+from .. import compiled_mmcv, load
+from ..case import Case
+from ..memory import ResidentPeak
+from ..summary import noisy, summarize
+
+ROOT = Path(__file__).parents[3]
+CHILD = "from tools.bench.cases.end_to_end import main; main()"
+MARK = "end to end: "
+PASSES = ("prediction", "training step")
+PROCESSES, LEAST, SECONDS = 5, 2, 210.0  # of each kind for a model: at most, at least, and the time for all of them
+LEARNING_RATE = 1e-8  # the step costs the same, and synthetic data drive no weight out of range
+Batch = dict[str, list]
+
+
+@dataclass(frozen=True)
+class Model:
+    """An upstream model, and the same model with our layers.
+
+    Args:
+        title: Title in the table.
+        package: Package of the config, ``mmdet`` or ``mmseg``, which determines the synthetic data: boxes or masks.
+        config: The upstream config, below the package's ``configs``.
+        size: Height and width of the picture.
+    """
+
+    title: str
+    package: str
+    config: str
+    size: tuple[int, int] = (800, 1344)
+
+
+MODELS = (
+    Model("Faster R-CNN R-50, attention 0010 and DCN", "mmdet",
+          "empirical_attention/faster-rcnn_r50-attn0010-dcn_fpn_1x_coco.py"),
+    Model("Faster R-CNN R-50, attention 1111", "mmdet", "empirical_attention/faster-rcnn_r50-attn1111_fpn_1x_coco.py"),
+    Model("CCNet R-50", "mmseg", "ccnet/ccnet_r50-d8_4xb2-80k_cityscapes-769x769.py", (769, 769)),
+    Model("Deformable DETR R-50", "mmdet", "deformable_detr/deformable-detr_r50_16xb2-50e_coco.py"),
+    Model("DINO R-50, 4 scales", "mmdet", "dino/dino-4scale_r50_8xb2-12e_coco.py"),
+    Model("Mask R-CNN Swin-T", "mmdet", "swin/mask-rcnn_swin-t-p4-w7_fpn_1x_coco.py"),
+    Model("Mask2Former R-50, instances", "mmdet", "mask2former/mask2former_r50_8xb2-lsj-50e_coco.py"),
+    Model("Mask2Former Swin-T, instances", "mmdet", "mask2former/mask2former_swin-t-p4-w7-224_8xb2-lsj-50e_coco.py"),
+    Model("Mask2Former R-50, semantic (mmseg)", "mmseg",
+          "mask2former/mask2former_r50_8xb2-90k_cityscapes-512x1024.py", (512, 1024)),
+)  # fmt: skip
+
+
+def cases(device: str) -> list[Case]:
+    if device != "cpu":
+        return []
+    need("mmdet", "mmseg")
+    if not compiled_mmcv.is_compiled():  # stock models would run on our operators
+        raise ImportError(compiled_mmcv.NOT_COMPILED)
+    return [Case(model.title, lambda: lambda: None, heavy=True, rows=partial(rows, model)) for model in MODELS]
+
+
+def rows(model: Model, settings: Any) -> list[dict[str, Any]]:
+    """Measure a model with settings of :mod:`..measure`, and return a row for each pass."""
+    found: dict[str, list[dict[str, Any]]] = {"stock": [], "ours": []}
+    size = settings.size or model.size
+    begin = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        for number in range(min(PROCESSES, settings.rounds)):
+            spent = time.perf_counter() - begin
+            if number >= min(LEAST, settings.min_rounds) and spent * (number + 1) / number > SECONDS:
+                break
+            for kind, processes in found.items():
+                processes.append(
+                    process(
+                        model=MODELS.index(model),
+                        ours=kind == "ours",
+                        size=size,
+                        threads=torch.get_num_threads(),
+                        seconds=settings.seconds,
+                        weights=str(Path(folder) / "weights.pth"),
+                    )
+                )
+    return [row(model, each, found["ours"], found["stock"], size) for each in PASSES]
+
+
+def process(**settings: Any) -> dict[str, Any]:
+    """Run a fresh process and return its measurements.
+
+    Raises:
+        RuntimeError: the process ended with an error.
+    """
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", CHILD, json.dumps(settings)],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode:
+        lines = done.stderr.rstrip().splitlines() or [""]
+        raise RuntimeError(f"a process ended with status {done.returncode}: {lines[-1]}")
+    return json.loads(next(line for line in done.stdout.splitlines() if line.startswith(MARK))[len(MARK) :])
+
+
+def row(
+    model: Model, each: str, ours: Sequence[Mapping], stock: Sequence[Mapping], size: Sequence[int]
+) -> dict[str, Any]:
+    """Return the row of one pass from the measurements of both kinds of processes."""
+    both = {}
+    for kind, processes in (("ours", ours), ("stock", stock)):
+        passes = [found["passes"][each] for found in processes]
+        both[kind] = summarize([t for found in passes for t in found["times"]])
+        both[kind] |= {
+            "memory": max(found["memory"] for found in passes),
+            "features": min(t for found in passes for t in found["features"]),
+            "loss": float(f"{processes[0]['loss']:.6g}"),
+        }
+    loads = [found["load"] for found in (*ours, *stock)]
+    others = max((found["others"] for found in loads if found["others"] is not None), default=None)
+    return {
+        "case": f"{model.title}, {size[0]}x{size[1]}, {each}",
+        "config": f"{model.package}::{model.config}",
+        "ours": both["ours"],
+        "peers": {"stock": both["stock"]},
+        "better_peer": "stock",
+        "ratio": both["stock"]["min"] / both["ours"]["min"],
+        "memory_ratio": both["ours"]["memory"] / max(1, both["stock"]["memory"]),
+        "noisy": noisy(both.values()),
+        "attempts": 1,
+        "rounds": len(ours),
+        "load": {"others": others, "switches": sum(found["switches"] for found in loads)},
+        "loaded": (others or 0) > load.LOADED,
+        "goal": None,
+    }
+
+
+# --- in the fresh process -----------------------------------------------------------------------------------------
+
+
+def load_config(model: Model) -> Any:
+    """Return the upstream config for one CPU process: no downloads, BatchNorm for SyncBN."""
+    from mmengine.config import Config
+    from mmengine.registry import init_default_scope
+
+    package = Path(importlib.import_module(model.package).__file__ or "").parent
+    config = Config.fromfile(package / ".mim" / "configs" / model.config)
+    init_default_scope(model.package)
+    config.model.pop("pretrained", None)
+    for_one_process(config.model)
+    config.model.data_preprocessor.pop("batch_augments", None)
+    if config.model.data_preprocessor.get("size") is not None:
+        config.model.data_preprocessor.size = model.size
+    config.optim_wrapper.optimizer.lr = LEARNING_RATE
+    return config
+
+
+def for_one_process(node: Any) -> None:
+    """Remove pretrained weights and SyncBN from a config, in place."""
+    if isinstance(node, dict):
+        if node.get("type") == "SyncBN":
+            node["type"] = "BN"
+        init = node.get("init_cfg")
+        if isinstance(init, dict) and init.get("type") == "Pretrained":
+            node["init_cfg"] = None
+    for value in node.values() if isinstance(node, dict) else node if isinstance(node, (list, tuple)) else ():
+        for_one_process(value)
+
+
+def build(model: Model, ours: bool) -> tuple[torch.nn.Module, Any]:
+    """Return the model with random weights, stock or with our layers, and its optimizer wrapper."""
+    if ours:
+        importlib.import_module("attn_plugins.mmcv.drop_in")
+    config = load_config(model)
+    registry = importlib.import_module(f"{model.package}.registry").MODELS
+    torch.manual_seed(0)
+    made = registry.build(config.model)
+    made.init_weights()
+    from mmengine.optim import build_optim_wrapper
+
+    return made, build_optim_wrapper(made, config.optim_wrapper)
+
+
+def batch(model: Model) -> Batch:
+    """Return a synthetic picture with boxes or a mask, in the format of the package's collate function."""
+    H, W = model.size
+    generator = torch.Generator().manual_seed(0)
+    picture = torch.randint(0, 256, (3, H, W), generator=generator, dtype=torch.uint8)
+    shapes = dict(img_shape=(H, W), ori_shape=(H, W), pad_shape=(H, W))
+    if model.package == "mmseg":
+        from mmengine.structures import PixelData
+        from mmseg.structures import SegDataSample
+
+        sample = SegDataSample(metainfo=shapes)
+        blocks = torch.randint(0, 19, (1, 1, -(-H // 64), -(-W // 64)), generator=generator).float()
+        mask = torch.nn.functional.interpolate(blocks, size=(H, W))[0].long()
+        sample.gt_sem_seg = PixelData(data=mask)
+        return dict(inputs=[picture], data_samples=[sample])
+    from mmdet.structures import DetDataSample
+    from mmdet.structures.mask import BitmapMasks
+    from mmengine.structures import InstanceData
+
+    corners = torch.rand(8, 2, generator=generator) * torch.tensor([0.6 * W, 0.6 * H])
+    sides = (0.1 + 0.3 * torch.rand(8, 2, generator=generator)) * torch.tensor([W, H])
+    boxes = torch.cat((corners, corners + sides), 1)
+    sample = DetDataSample(metainfo=dict(shapes, scale_factor=(1.0, 1.0), img_id=0))
+    ys, xs = torch.arange(H).view(H, 1), torch.arange(W)
+    inside = [(xs >= x0) & (xs < x1) & (ys >= y0) & (ys < y1) for x0, y0, x1, y1 in boxes]
+    sample.gt_instances = InstanceData(
+        bboxes=boxes,
+        labels=torch.randint(0, 80, (8,), generator=generator),
+        masks=BitmapMasks(torch.stack(inside).byte().numpy(), H, W),
+    )
+    sample.ignored_instances = InstanceData(bboxes=torch.zeros(0, 4), labels=torch.zeros(0, dtype=torch.long))
+    return dict(inputs=[picture], data_samples=[sample])
+
+
+class Features:
+    """Timer of a model's backbone and neck."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.seconds, self._run = 0.0, model.extract_feat
+        model.extract_feat = self  # type: ignore[assignment]
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        begin = time.perf_counter()
+        try:
+            return self._run(*args, **options)
+        finally:
+            self.seconds += time.perf_counter() - begin
+
+
+def timed(step: Callable[[Batch], Any], make: Callable[[], Batch], features: Features, limit: float) -> dict[str, list]:
+    """Return times of ``step``, after a warm-up call, until ``limit`` seconds have passed; at least one."""
+    step(make())
+    found: dict[str, list] = {"times": [], "features": []}
+    begin = time.perf_counter()
+    while not found["times"] or time.perf_counter() - begin < limit:
+        data, features.seconds = make(), 0.0
+        start = time.perf_counter()
+        step(data)
+        found["times"].append(time.perf_counter() - start)
+        found["features"].append(features.seconds)
+    return found
+
+
+def main() -> None:
+    """Measure what the first argument describes in JSON, and print times and memory above the built model's level.
+
+    All processes load the weights that the first one writes, so that all compute the same.
+    """
+    settings = json.loads(sys.argv[1])
+    entry = MODELS[settings["model"]]
+    entry = Model(**{**vars(entry), "size": tuple(settings["size"])})
+    torch.set_num_threads(settings["threads"])
+    model, optimizer = build(entry, settings["ours"])
+    weights = Path(settings["weights"])
+    if weights.exists():
+        model.load_state_dict(torch.load(weights), strict=True)
+    else:
+        torch.save(model.state_dict(), weights)
+    features, losses = Features(model), []
+
+    def predict(data: Batch) -> None:
+        with torch.no_grad():
+            model.test_step(data)
+
+    def train(data: Batch) -> None:
+        torch.manual_seed(1)  # for box samplers and dropout
+        losses.append(float(model.train_step(data, optimizer)["loss"]))
+
+    passes: dict[str, Any] = {}
+    peak, watch = ResidentPeak(), load.Watch()
+    for name, step in zip(PASSES, (predict, train)):
+        model.train(step is train)
+        peak.reset()
+        passes[name] = timed(step, lambda: batch(entry), features, settings["seconds"]) | {"memory": peak.read()}
+    print(MARK + json.dumps({"passes": passes, "loss": losses[0], "load": watch.read()}))

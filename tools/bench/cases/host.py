@@ -1,0 +1,104 @@
+"""Time that the host takes for Triton's operators and for layers that use them, on one thread, without a GPU.
+
+Tensors are tiny and on the CPU, and Triton's launches do nothing: what remains is Python, the dispatcher and autograd.
+The peer launches every kernel as Triton does, by looking at all arguments anew. PyTorch's own operations in a layer,
+and its attention, compute on the CPU: their times are only upper bounds of the host's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import timm
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+
+from attn_plugins import ops
+from attn_plugins.modules import AAConv2d, CrissCrossAttention2d
+from attn_plugins.ops import triton_launch
+
+from ..case import PASSES, Case, Run, prepare
+from ..idle_device import Device, idle_device
+
+CALLS = 50  # in one timed sample
+ROUTE = "Triton's route"
+
+
+def logits_of_pairs(query: Tensor, key: Tensor, value: Tensor, logits: Tensor) -> Tensor:
+    return ops.sequence_attention(query, key, value, position_logits=logits)
+
+
+def rows_and_columns(query: Tensor, key: Tensor, value: Tensor, row: Tensor, column: Tensor) -> Tensor:
+    return ops.global_attention(query, key, value, row_logits=row, column_logits=column)
+
+
+def swin(block: int) -> nn.Module:
+    return timm.create_model("attn_swin_tiny_patch4_window7_224", img_size=56, window_size=7).layers[0].blocks[block]
+
+
+def timm_swin(block: int) -> nn.Module:
+    return timm.create_model("swin_tiny_patch4_window7_224", img_size=56, window_size=7).layers[0].blocks[block]
+
+
+SEQUENCE, MAPS, SWIN = [(2, 2, 16, 16)] * 3, [(1, 2, 4, 4, 16)] * 3, [(1, 14, 14, 96)]
+# Functions or makers of layers, shapes of their inputs, and peers that do not launch Triton's kernels.
+CALLED: dict[str, tuple[Any, Sequence[tuple[int, ...]], dict[str, Any]]] = {
+    "sequence_attention, content": (ops.sequence_attention, SEQUENCE, {"SDPA": scaled_dot_product_attention}),
+    "sequence_attention, logits of pairs": (logits_of_pairs, [*SEQUENCE, (1, 2, 16, 16)], {}),
+    "global_attention, rows and columns": (rows_and_columns, [*MAPS, (1, 2, 4, 4, 4), (1, 2, 4, 4, 4)], {}),
+    "criss_cross_attention, content": (ops.criss_cross_attention, MAPS, {}),
+    "AAConv2d": (lambda: AAConv2d(16, 16, 3, dk=16, dv=8, num_heads=2, input_size=7), [(1, 16, 7, 7)], {}),
+    "CrissCrossAttention2d": (lambda: CrissCrossAttention2d(64), [(1, 64, 7, 7)], {}),
+    "Swin layer": (lambda: swin(0), SWIN, {"timm": lambda: timm_swin(0)}),
+    "Swin layer, shifted": (lambda: swin(1), SWIN, {"timm": lambda: timm_swin(1)}),
+}
+
+
+def prepared(function: Any, shapes: Sequence[tuple[int, ...]], passes: str, known: bool | None) -> Callable[[], Run]:
+    """Return a preparation by our launches (``known``), by Triton's, or without a device that launches nothing."""
+
+    def make() -> Run:
+        called = function() if len(shapes) == 1 else function
+        if isinstance(called, nn.Module):
+            called = called.bfloat16().eval()
+        tensors = [torch.randn(shape, dtype=torch.bfloat16) for shape in shapes]
+        device = Device()
+
+        @contextmanager
+        def idle() -> Iterator[None]:
+            if known is None:
+                yield
+                return
+            with idle_device(device=device), patch.object(triton_launch, "_launches_are_known", lambda: known):
+                yield
+
+        with idle():
+            run = prepare(called, tensors, passes=passes)
+
+        def calls() -> None:
+            with idle():
+                for _ in range(CALLS):
+                    run()
+
+        return calls
+
+    return make
+
+
+def cases(device: str) -> list[Case]:
+    if triton_launch.interpreted():
+        raise RuntimeError("TRITON_INTERPRET must not be set: nothing is launched in Triton's interpreter")
+    found = []
+    for name, (function, shapes, others) in CALLED.items():
+        for passes in PASSES:
+            peers = {ROUTE: prepared(function, shapes, passes, False)}
+            peers |= {peer: prepared(each, shapes, passes, None) for peer, each in others.items()}
+            case = Case(
+                f"{name}, 1 thread, {passes}", prepared(function, shapes, passes, True), peers, repeats=CALLS, threads=1
+            )
+            found.append(case)
+    return found if device == "cpu" else []

@@ -1,0 +1,163 @@
+"""Attention of vision transformers: Swin's windows, SAM's decomposed positions, a Swin block and a Swin network.
+
+Peers are timm's eager and fused (SDPA) code; tables and their gradients are included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from attn_plugins.ops import global_attention, sequence_attention
+from attn_plugins.terms.decomposed import decomposed_logits
+from attn_plugins.terms.position_table import table_logits
+from attn_plugins.terms.window import shifted_window_segments
+
+from ..case import Case, Maker, normal, problem
+
+BATCH, MAP, HEADS, WIDTH, WINDOW = 4, 56, 3, 32, 7  # Swin-T's first stage at 224x224
+TOKENS, WINDOWS = WINDOW**2, MAP // WINDOW
+WINDOW_GOALS = {False: (1.4, 1.2), True: (1.5, 2.0)}
+SAM_GOALS = (4.0, 2.5)
+FASTER = (1.0, 1.0)
+SWIN = "swin_tiny_patch4_window7_224"
+
+
+# --- windows ------------------------------------------------------------------------------------------------------
+
+
+def windows(dtype: torch.dtype) -> list[Tensor]:
+    """Return a table, and the projections of a batch's windows."""
+    projected = torch.randn(BATCH * WINDOWS**2, TOKENS, 3, HEADS, WIDTH, dtype=dtype)
+    return [torch.randn((2 * WINDOW - 1) ** 2, HEADS, dtype=dtype), *projected.permute(2, 0, 3, 1, 4).unbind(0)]
+
+
+def segments_of(shift: int) -> Tensor:
+    """Return the segments of a map's windows, (windows, tokens)."""
+    return shifted_window_segments((WINDOWS, WINDOWS), (WINDOW, WINDOW), (shift, shift), torch.get_default_device())
+
+
+def windows_ours(shift: int) -> Callable[..., Tensor]:
+    """Return a function for our windows, with the segments of shifted ones, as the layer calls the operator."""
+    segments = segments_of(shift) if shift else None
+
+    def run(table: Tensor, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        logits = table_logits(table, (WINDOW, WINDOW))[None]
+        scale = WIDTH**-0.5
+        return sequence_attention(query, key, value, position_logits=logits, scale=scale, segment_ids=segments)
+
+    return run
+
+
+def windows_timm(shift: int, fused: bool, masked: float = -100.0) -> Callable[..., Tensor]:
+    """Return timm's eager or fused attention; its masks are -100."""
+    mask = None
+    if shift:
+        segments = segments_of(shift)
+        others = segments.unsqueeze(1) != segments.unsqueeze(2)
+        mask = torch.zeros(others.shape).masked_fill(others, masked)
+
+    def run(table: Tensor, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        logits = table_logits(table, (WINDOW, WINDOW))[None]
+        pairs_mask = None if mask is None else mask.to(query.dtype)
+        if fused:
+            if pairs_mask is not None:
+                every = pairs_mask.view(1, -1, 1, TOKENS, TOKENS).expand(BATCH, -1, HEADS, -1, -1)
+                logits = logits + every.reshape(-1, HEADS, TOKENS, TOKENS)
+            return nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=logits)
+        pairs = (query * WIDTH**-0.5) @ key.mT + logits
+        if pairs_mask is not None:
+            pairs = pairs.view(BATCH, -1, HEADS, TOKENS, TOKENS) + pairs_mask[:, None]
+            pairs = pairs.view(-1, HEADS, TOKENS, TOKENS)
+        return pairs.softmax(-1) @ value
+
+    return run
+
+
+# --- decomposed positions -----------------------------------------------------------------------------------------
+
+
+def decomposed_ours(query: Tensor, key: Tensor, value: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+    row_logits, column_logits = decomposed_logits(query, rows, columns)
+    scale = query.shape[-1] ** -0.5
+    return global_attention(query, key, value, row_logits=row_logits, column_logits=column_logits, scale=scale)
+
+
+def decomposed_timm(fused: bool) -> Callable[..., Tensor]:
+    def run(query: Tensor, key: Tensor, value: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+        from timm.models.vision_transformer_sam import get_decomposed_rel_pos_bias
+
+        size = query.shape[2:4]
+        q, k, v = (t.flatten(2, 3).flatten(0, 1) for t in (query, key, value))
+        bias = get_decomposed_rel_pos_bias(q, rows, columns, size, size)
+        if fused:
+            output = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+        else:
+            output = ((q * q.shape[-1] ** -0.5) @ k.mT + bias).softmax(-1) @ v
+        return output.view(query.shape)
+
+    return run
+
+
+# --- timm's layers and models -------------------------------------------------------------------------------------
+
+
+def built(fused: bool, ours: bool, block: int | None = None) -> nn.Module:
+    """Build Swin-T, or the attention of a block with projections and window partitioning, as timm's or ours."""
+    import timm
+    from timm.layers import set_fused_attn
+
+    from attn_plugins.timm import accelerate
+
+    set_fused_attn(fused)
+    try:
+        model = timm.create_model(SWIN)
+    finally:
+        set_fused_attn(True)
+    if ours:
+        accelerate(model)
+    if block is not None:
+        model = model.get_submodule(f"layers.0.blocks.{block}")
+        model.forward = model._attn
+    return model
+
+
+def cases(device: str) -> list[Case]:
+    cpu, found = device == "cpu", []
+    for shift in (0, WINDOW // 2):
+        peers: dict[str, Maker] = {
+            "timm, eager": lambda shift=shift: windows_timm(shift, False),
+            "timm, SDPA": lambda shift=shift: windows_timm(shift, True),
+        }
+        if shift:
+            peers["eager, masks of -inf"] = lambda shift=shift: windows_timm(shift, False, float("-inf"))
+        found += problem(
+            f"Swin's windows{', shifted' if shift else ''}, batch {BATCH}, {MAP}x{MAP}, {HEADS} heads x {WIDTH}",
+            device, windows, lambda shift=shift: windows_ours(shift), peers,
+            goals=WINDOW_GOALS[bool(shift)] if cpu else FASTER,
+        )  # fmt: skip
+    M, d = 12, 64
+    for S in (32, 64):
+        found += problem(
+            f"decomposed positions (SAM), {S}x{S}, {M} heads x {d}",
+            device, normal(*[(1, M, S, S, d)] * 3, *[(2 * S - 1, d)] * 2, scale=d**-0.25), lambda: decomposed_ours,
+            {"timm, eager": lambda: decomposed_timm(False), "timm, SDPA": lambda: decomposed_timm(True)},
+            goals=SAM_GOALS if cpu else FASTER, heavy=S == 64, main=S == 64,
+        )  # fmt: skip
+    batch = 2 if cpu else 64
+    layers = [
+        (f"{SWIN}'s first stage, {kind} layer, batch {BATCH}", n) for n, kind in enumerate(("unshifted", "shifted"))
+    ]
+    for title, block in (*layers, (f"{SWIN}, 224x224, batch {batch}", None)):
+        shape = (batch, 3, 224, 224) if block is None else (BATCH, MAP, MAP, HEADS * WIDTH)
+        found += problem(
+            title, device, normal(shape), lambda block=block: built(True, True, block),
+            {
+                "timm, eager": lambda block=block: built(False, False, block),
+                "timm, SDPA": lambda block=block: built(True, False, block),
+            },
+            goals=FASTER, main=block is None,
+        )  # fmt: skip
+    return found

@@ -1,0 +1,189 @@
+"""Measurement of a case: ours and its peers in turns, call by call, in rounds, repeated if a row is noisy."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from attn_plugins import ops
+
+from . import roofline
+from .case import OWN, Case, Run
+from .load import LOADED, Watch
+from .memory import peak_memory, resident_peak, size
+from .serving import backends_of, calling_thread, served_by
+from .summary import better_peer, noisy, summarize
+from .timing import Contestant, Settings, race
+
+UNUSABLE = 71  # exit status of a process whose device fails after an error
+
+
+def measure(
+    case: Case,
+    device: str,
+    settings: Settings,
+    *,
+    details: bool = False,
+    ceilings: Mapping[str, float] | None = None,
+    crashed: Mapping[str, str] | None = None,
+    begin: Callable[[str], None] = lambda name: None,
+    timer: Callable[..., dict[str, list[float]]] = race,
+) -> dict[str, Any]:
+    """Return one row: statistics and memory of each, and the ratios of the better peer to ours, by minimum.
+
+    Args:
+        case: The case to measure.
+        device: ``cpu`` or ``cuda``.
+        settings: Rounds and attempts.
+        details: Measure our other backends and count operations and bytes as well.
+        ceilings: Speeds that the device reaches, for the share of the roofline.
+        crashed: Contestants that ended an earlier process, with the reasons: they are left out.
+        begin: Called with the name of each contestant before it runs.
+        timer: Function that takes the times.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(case.threads or threads)
+    _reset()
+    try:
+        with calling_thread():
+            return _measure(case, device, settings, details, ceilings, crashed or {}, begin, timer)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _reset() -> None:
+    """Reset what the last row changed: flags, compiled code and its limits, memory."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+        torch._dynamo.reset()
+        torch.cuda.empty_cache()
+
+
+def _measure(
+    case: Case, device: str, settings: Settings, details: bool, ceilings: Any, crashed: Any, begin: Any, timer: Any
+) -> dict[str, Any]:
+    if "ours" in crashed:
+        raise RuntimeError(crashed["ours"])
+    begin("ours")
+    ours = case.ours()
+    facts: dict[str, Any] = {}
+    prepared: dict[str, Callable[[], Run]] = {"ours": lambda: ours}
+    if details:
+        facts = {"kind": case.kind, "served_by": served_by(ours), "work": roofline.work_of(ours)._asdict()}
+        facts |= {"refusals": {}, "differences": {}}
+        expected = ours()
+        prepared |= {f"{OWN}{name}": lambda name=name: forced(ours, name) for name in others(facts["served_by"])}
+    contestants: dict[str, Contestant] = {}
+    memory: dict[str, dict[str, int]] = {}
+    errors = {name: {"error": f"cannot run: {reason}"} for name, reason in crashed.items()}
+    for name, prepare in {**prepared, **case.peers}.items():
+        if name in errors:
+            continue
+        begin(name)
+        try:
+            run = prepare()
+            if name in prepared and name != "ours":
+                facts["differences"][name.removeprefix(OWN)] = difference(run(), expected)
+            memory[name] = _memory(run, device, case)
+            contestants[name] = Contestant(run, device, case.calls)
+        except Exception as error:
+            fatal(device, error)
+            if name == "ours":
+                raise
+            if isinstance(error, ValueError) and name in prepared:
+                facts["refusals"][name.removeprefix(OWN)] = first_line(error)
+            else:
+                errors[name] = {"error": f"cannot run: {first_line(error)}"}
+    if case.heavy:
+        settings = replace(settings, min_rounds=min(3, settings.min_rounds))
+    begin("all in turns")
+    attempts, is_noisy = 0, True
+    while is_noisy and attempts < settings.attempts:
+        attempts += 1
+        watch = Watch()
+        times = timer(contestants, device, settings)
+        load = watch.read()
+        found = {
+            name: summarize([t / case.repeats for t in times[name]]) | memory[name] | each.how
+            for name, each in contestants.items()
+        }
+        mine = found.pop("ours")
+        best = better_peer({name: each for name, each in found.items() if not name.startswith(OWN)})
+        is_noisy = noisy([mine, *([found[best]] if best else [])])
+    if details:
+        facts["backends"] = {n.removeprefix(OWN): (found | errors)[n] for n in found | errors if n.startswith(OWN)}
+        facts["share"] = ceilings and roofline.floor(facts["work"], case.kind, ceilings) / mine["min"]
+    row = {
+        "case": case.name,
+        "ours": mine,
+        "peers": {name: found.get(name) or errors[name] for name in case.peers if not name.startswith(OWN)},
+        "better_peer": best,
+        "ratio": None if best is None else found[best]["min"] / mine["min"],
+        "memory_ratio": None if best is None else mine["memory"] / max(1, found[best]["memory"]),
+        "noisy": is_noisy,
+        "attempts": attempts,
+        "load": load,
+        "loaded": device == "cpu" and (load["others"] or 0) > LOADED,
+        "goal": case.goal,
+        "threads": torch.get_num_threads(),
+        **facts,
+    }
+    return row | ({"buffer": case.buffer._asdict()} if case.buffer else {})
+
+
+def others(served: Mapping[str, list[str]]) -> list[str]:
+    """Return the backends of the operators that ran, but for the only one that served."""
+    serving = {name for names in served.values() for name in names}
+    found = dict.fromkeys(name for operator in served for name in backends_of(operator))
+    return [name for name in found if serving != {name}]
+
+
+def forced(run: Run, backend: str) -> Run:
+    """Return ``run`` with one backend for all operators."""
+
+    def by_backend() -> object:
+        with ops.backend(backend):
+            return run()
+
+    return by_backend
+
+
+def difference(found: Any, expected: Any) -> float:
+    """Return the relative norm of the difference between the first tensors of two results."""
+    a, b = (next(filter(torch.is_tensor, pytree.tree_leaves(each))).double() for each in (found, expected))
+    return float((a - b).norm() / b.norm().clamp_min(1e-30))
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, with its type where it is an unusual one."""
+    line = (str(error).strip().splitlines() or [""])[0][:120]
+    return line if line and isinstance(error, (ImportError, RuntimeError)) else f"{type(error).__name__}: {line}"
+
+
+def fatal(device: str, error: BaseException) -> None:
+    """End the process if ``error`` left the device unusable.
+
+    Raises:
+        SystemExit: the device is unusable.
+    """
+    if device == "cuda":
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError:
+            raise SystemExit(UNUSABLE) from error
+
+
+def _memory(run: Run, device: str, case: Case) -> dict[str, int]:
+    """Measure peak memory, which also warms up; with a buffer, also that of the results and of the process."""
+    found = {"memory": peak_memory(run, device)}
+    if case.buffer is not None and device == "cpu":
+        found["resident"], found["results"] = resident_peak(run)
+    elif case.buffer is not None:
+        found["results"] = size(run())
+    return found

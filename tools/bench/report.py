@@ -1,0 +1,220 @@
+"""Page of a benchmark: its rows as a Markdown table, with the command, the machine, the versions and the load."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .load import LOADED, words
+from .summary import NOISY
+
+PACKAGES = ("torch", "torchvision", "mmcv", "onedl-mmcv", "timm", "attn-plugins")
+PEERS = ("onedl-mmdetection", "onedl-mmsegmentation", "fairseq-fixed")
+EXPLANATION = f"""Each cell: minimum / lower quartile · median · upper quartile of the time in {{unit}} (peak extra
+memory of torch's allocator in MiB). Ours and its peers take turns, call by call, in one process. Ratio: the better
+peer's minimum over ours. Memory: ours over that peer's. Noisy: ours or the better peer varies more than {NOISY}-fold
+between quartiles, after the attempts shown; loaded: other processes used more than {LOADED} CPUs meanwhile."""
+ON_CUDA = """ Runs under
+50 ms are replayed from a CUDA graph, with caches flushed before each. Share: the least time of the device for the
+operations or bytes, over our time."""
+WHOLE = f"""One picture, CPU, float32. Each cell: minimum / lower quartile · median · upper quartile of the
+time in {{unit}} (MiB: the peak resident memory of the process during the pass, above its level with the model built).
+Stock is the upstream config as it is, ours the same config with the drop-in. Each measurement is a fresh process, in
+turns, with the same random weights (offsets and gates at their start, zero), after one call that warms up. Ratio: the
+minimum of stock over ours. Noisy: one of the two varies more than {NOISY}-fold between quartiles; loaded: other
+processes used more than {LOADED} CPUs meanwhile."""
+MISMATCH = {"bfloat16": 8e-2, "float16": 2e-2, "TF32": 1e-2, "float32": 1e-3}  # of another backend's result
+
+
+def machine(device: str, more: Sequence[str] = ()) -> dict[str, str]:
+    """Return the conditions of a run: CPU or GPU, date, versions of ``PACKAGES`` and of ``more``."""
+    name = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        models = [
+            line.split(":")[1].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")
+        ]
+        name = models[0] if models else name
+    facts = {
+        "date": date.today().isoformat(),
+        "cpu": f"{name}, {os.cpu_count()} cores, {torch.get_num_threads()} threads",
+        "python": platform.python_version(),
+    }
+    if device == "cuda":
+        facts["gpu"] = torch.cuda.get_device_name()
+        facts["cuda"] = str(torch.version.cuda)
+    for package in (*PACKAGES, *more):
+        try:
+            facts[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return facts
+
+
+def milliseconds(seconds: float | None) -> str:
+    """Format milliseconds with three digits; "–" for None."""
+    return "–" if seconds is None else f"{seconds * 1e3:.3g}" if seconds < 1 else f"{seconds * 1e3:.0f}"
+
+
+def megabytes(size: int | None) -> str:
+    """Format MiB with one decimal; "–" for None."""
+    return "–" if size is None else f"{size / 2**20:.1f}"
+
+
+def head(title: str, data: Mapping[str, Any]) -> list[str]:
+    """Return the lines above a table: title, command, machine, load."""
+    load = data["load"]
+    return [
+        f"# {title}",
+        "",
+        f"`{data['command']}`",
+        "",
+        ", ".join(f"{k} {v}" for k, v in data["machine"].items()),
+        "",
+        f"Other processes used {words(load['before'])} before and {words(load['after'])} after.",
+        "",
+    ]
+
+
+def line(row: Mapping[str, Any]) -> str:
+    """Return the line of a row that the command prints as it ends."""
+    if "error" in row:
+        return f"{row['case']:60s} not measured: {row['error']}"
+    share = f", {100 * row['share']:.0f} % of the roofline" if row.get("share") else ""
+    ratio = "" if row["ratio"] is None else f"{row['ratio']:6.2f}x over {row['better_peer']}"
+    text = f"{row['case']:60s} {milliseconds(row['ours']['min']):>8s} ms {ratio}{share}"
+    return text + (f"  [{marks(row)}]" if marks(row) else "")
+
+
+def page(data: Mapping[str, Any]) -> str:
+    """Return the whole page of one file."""
+    lines = head(f"{data['benchmark']}, {data['device']}", data)
+    if data.get("ceilings"):
+        speeds = ", ".join(f"{kind} {rate / 1e12:.4g} T/s" for kind, rate in data["ceilings"].items())
+        lines += [f"Ceilings, measured here: {speeds} (bytes of a copy are those read and written).", ""]
+    rows = [row for row in data["rows"] if "error" not in row]
+    rooms = list(dict.fromkeys(row.get("room", "") for row in rows))
+    for room in rooms:
+        own = [row for row in rows if row.get("room", "") == room]
+        whole = "rounds" in own[0]
+        lines += [f"## {room}", ""] if len(rooms) > 1 else []
+        lines += table(own, WHOLE if whole else EXPLANATION + (ON_CUDA if data["device"] == "cuda" else ""))
+        lines += ["", *features_table(own)] if whole else []
+        if memory := [row for row in own if "buffer" in row]:
+            lines += ["", *memory_table(memory)]
+        lines += [""] if len(rooms) > 1 else []
+    if failed := [row for row in data["rows"] if "error" in row]:
+        lines += ["", "## Not measured", "", *(f"* {row['room']}: {row['case']}: {row['error']}" for row in failed)]
+    return "\n".join(lines).rstrip("\n") + "\n"
+
+
+def table(rows: Sequence[Mapping[str, Any]], explanation: str = EXPLANATION) -> list[str]:
+    """Return the lines of the rows' explanation, with its ``{unit}`` replaced, and of their table."""
+    peers = list(dict.fromkeys(name for row in rows for name in row["peers"]))
+    detailed = any("backends" in row for row in rows)
+    medians = [row["ours"]["median"] for row in rows]
+    unit, factor = ("µs", 1e3) if max(medians) < 1e-3 else ("s", 1e-3) if min(medians) >= 1 else ("ms", 1.0)
+    header = ["case", "ours", *(["served by", "our other backends"] if detailed else []), *peers]
+    header += [
+        *(["ratio", "goal", "memory"] if peers else []),
+        *(["share"] if detailed else []),
+        "others, CPUs",
+        "marks",
+    ]
+    lines = [explanation.format(unit=unit), "", "| " + " | ".join(header) + " |", "| --- " * len(header) + "|"]
+    for row in rows:
+        cells = [row["case"], cell(row["ours"], factor)]
+        if detailed:
+            served = dict.fromkeys(name for names in row["served_by"].values() for name in names)
+            times = [f"{name} {cell(each, factor)}" for name, each in row["backends"].items()]
+            cells += ["+".join(served), "; ".join([*times, *row["refusals"].values()])]
+        cells += [cell(row["peers"].get(name), factor) for name in peers]
+        if peers:
+            goal = row["goal"]
+            cells.append("" if row["ratio"] is None else f"{row['ratio']:.2f}× over {row['better_peer']}")
+            cells.append("" if goal is None else f"≥ {goal:.3g}×")
+            cells.append("" if row["memory_ratio"] is None else f"{row['memory_ratio']:.2f}")
+        if detailed:
+            cells.append(f"{100 * row['share']:.0f} %" if row["share"] else "")
+        others = row["load"]["others"]
+        lines.append("| " + " | ".join([*cells, "?" if others is None else f"{others:.2f}", marks(row)]) + " |")
+    return lines
+
+
+def features_table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the lines of the second table of whole models."""
+    lines = [
+        "Forward time of backbone and neck, the least of all calls, and the loss of the first training step, in which",
+        "both start from the same weights:",
+        "",
+        "| case | rounds | ours, s | stock, s | loss of ours | loss of stock | config |",
+        "| --- " * 7 + "|",
+    ]
+    for row in rows:
+        ours, stock = row["ours"], row["peers"]["stock"]
+        cells = [row["case"], str(row["rounds"]), f"{ours['features']:.3g}", f"{stock['features']:.3g}"]
+        lines.append("| " + " | ".join([*cells, f"{ours['loss']:g}", f"{stock['loss']:g}", row["config"]]) + " |")
+    return lines
+
+
+def cell(found: Mapping[str, Any] | None, factor: float = 1.0) -> str:
+    """Return times and memory of one contestant, or the reason why it could not run; empty for None."""
+    if found is None:
+        return ""
+    if "error" in found:
+        return found["error"]
+    least, *quartiles = (milliseconds(found[key] * factor) for key in ("min", "q1", "median", "q3"))
+    return f"{least} / {' · '.join(quartiles)} ({megabytes(found['memory'])})"
+
+
+def marks(row: Mapping[str, Any]) -> str:
+    """Return the reservations about a row."""
+    attempts = f"attempt {row['attempts']}" if row["attempts"] > 1 else ""
+    host = "host's time" * host_bound(row)
+    limit = MISMATCH.get(row.get("kind", ""), 0.1)
+    wrong = [f"{name} differs by {d:.1g}" for name, d in row.get("differences", {}).items() if not d < limit]
+    return ", ".join(filter(None, ("noisy" * row["noisy"], "loaded" * row["loaded"], host, *wrong, attempts)))
+
+
+def host_bound(row: Mapping[str, Any]) -> bool:
+    """Return whether the time of ours or the better peer on CUDA includes the host's."""
+    return any("host" in each.get("how", "") for each in (row["ours"], row["peers"].get(row["better_peer"], {})))
+
+
+def memory_table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the lines of working memory: memory of a call beyond its results, relative to a buffer."""
+    peers = list(dict.fromkeys(name for row in rows for name in row["peers"]))
+    buffer = rows[0]["buffer"]["name"]
+    lines = [
+        f"Working memory: the most that a call holds beyond its results, in MiB and as share of the {buffer}. First by",
+        "torch's allocator, then of the whole process, with kernels' own scratch and without pages never touched.",
+        "",
+        f"| case | {buffer} | ours | " + " | ".join(peers) + " |",
+        "| --- " * (3 + len(peers)) + "|",
+    ]
+    for row in rows:
+        size = row["buffer"]["size"]
+        cells = [row["case"], megabytes(size)]
+        cells += [shares(found, size) for found in (row["ours"], *(row["peers"].get(name) for name in peers))]
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
+def working_memory(found: Mapping[str, Any], key: str = "memory") -> int:
+    """Return the bytes of ``memory`` or ``resident`` beyond the results."""
+    return max(0, found[key] - found["results"])
+
+
+def shares(found: Mapping[str, Any] | None, size: int) -> str:
+    """Return working memory by both counts, with its share of ``size``."""
+    if found is None or "error" in found:
+        return ""
+    both = (working_memory(found, key) for key in ("memory", "resident") if key in found)
+    return "; ".join(f"{megabytes(used)} ({100 * used / size:.0f} %)" for used in both)

@@ -1,0 +1,93 @@
+"""Files of measured rows: format, command, reading and writing.
+
+A file holds ``format``, ``benchmark``, ``device``, ``command`` (as run, with all its options), ``machine`` (CPU,
+versions, date), ``load`` (of other processes before and after) and ``rows`` from :mod:`.measure`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shlex
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from tools.files import write_text
+
+from .summary import better_peer, noisy
+
+FORMAT = 2
+FOLDER = Path(__file__).parents[2] / "benchmarks"
+
+
+def command_line(program: str, positional: Iterable[str], options: argparse.Namespace, names: Iterable[str]) -> str:
+    """Return the command that was run, with every option, including defaults.
+
+    Args:
+        program: Program as called, ``python -m …``.
+        positional: Positional arguments.
+        options: Parsed options.
+        names: Names of the options, in order. Options without a value (None, empty, False) are left out, and so is the
+            default folder of results.
+    """
+    words = [*program.split(), *positional]
+    for name in names:
+        value = getattr(options, name)
+        if value is None or value is False or value in ("", [], FOLDER):
+            continue
+        words.append(f"-{name}" if len(name) == 1 else f"--{name.replace('_', '-')}")
+        if value is not True:
+            values = value if isinstance(value, list) else [value]
+            words += [f"{v:g}" if isinstance(v, float) else str(v) for v in values]
+    return shlex.join(words)
+
+
+def write(folder: Path, name: str, data: dict[str, Any], text: str) -> Path:
+    """Write ``name.json`` and the page ``name.md`` made from it; return the page's path."""
+    write_text(folder / f"{name}.json", dump(data))
+    write_text(folder / f"{name}.md", text)
+    return folder / f"{name}.md"
+
+
+def dump(data: dict[str, Any]) -> str:
+    """Return JSON with lists of numbers on one line each."""
+    text = json.dumps({"format": FORMAT, **data}, indent=1, ensure_ascii=False)
+    return re.sub(r"\[\s+(-?\d[-+.\deE,\s]*?)\s+\]", lambda found: f"[{' '.join(found[1].split())}]", text) + "\n"
+
+
+def read(path: Path) -> dict[str, Any] | None:
+    """Return a file's content; None if it is missing or of another format."""
+    if not path.exists():
+        return None
+    data = json.loads(path.read_text(encoding="utf-8"))
+    if data.get("format") != FORMAT:
+        return None
+    return data | {"rows": [_of_version_0_2(row) if "end" in row else row for row in data["rows"]]}
+
+
+def _of_version_0_2(entry: dict[str, Any]) -> dict[str, Any]:
+    """Return a row that the GPU's measurement of version 0.2.0 wrote in the present form."""
+    room, _, case = entry["end"].partition(": ")
+    row = entry["row"]
+    if "entries" not in row:
+        return {"room": room, "case": case, "error": row.get("error", "?")}
+    entries = dict(row["entries"])
+    ours = entries.pop("ours")
+    backends = {name: entries.pop(name) for name in list(entries) if name.startswith("ours, ")}
+    best = better_peer(entries)
+    return {
+        **{key: row[key] for key in ("goal", "kind", "served_by", "refusals", "differences", "work") if key in row},
+        "room": room,
+        "case": case,
+        "ours": ours,
+        "backends": {name.removeprefix("ours, ").removeprefix("by "): each for name, each in backends.items()},
+        "peers": entries | {n: {"error": why} for n, why in row["errors"].items() if not n.startswith("ours")},
+        "better_peer": best,
+        "ratio": None if best is None else entries[best]["min"] / ours["min"],
+        "memory_ratio": None if best is None else ours["memory"] / max(1, entries[best]["memory"]),
+        "noisy": noisy([ours, *([entries[best]] if best else [])]),
+        "loaded": False,
+        "attempts": 1,
+    }

@@ -1,0 +1,326 @@
+"""Write the performance tables of the README and the site, and the pages of benchmarks, from ``benchmarks/*.json``.
+
+python -m tools.bench table            # rewrite them
+python -m tools.bench table --check    # status 1 if a page differs from the files
+
+A page holds ``<!-- benchmark NAME: begin -->`` and ``<!-- benchmark NAME: end -->`` around each table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from tools.files import write_text
+
+from . import report, results
+from .report import megabytes, milliseconds, working_memory
+from .serving import backends_of, operators
+
+ROOT = results.FOLDER.parent
+PAGES = (ROOT / "README.md", ROOT / "docs/performance.md", ROOT / "docs/howto/faster.md")
+_MARKER = re.compile(r"<!-- benchmark (\w+): (begin|end) -->")
+
+
+class Entry(NamedTuple):
+    """A row of a table.
+
+    Attributes:
+        title: Title on the page.
+        file: Name of the file in ``benchmarks``, without ``.json``.
+        case: Name of the row in it, up to the pass.
+        passes: Names of both passes.
+    """
+
+    title: str
+    file: str
+    case: str
+    passes: tuple[str, str] = ("forward", "forward+backward")
+
+
+_TABLES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+STEPS = ("prediction", "training step")
+OPERATORS = tuple(Entry(*entry) for entry in _TABLES["operators"])
+MODELS = tuple(Entry(*entry, STEPS) for entry in _TABLES["models"])
+SHORT, GPU_SHORT = _TABLES["short"], _TABLES["gpu_short"]
+GPU = "gpu-h100"
+COLUMN_BUFFER = ("deform_conv-cpu", "2-D (2,256,100,152), 1 offset group, float32")
+
+# Descriptions of backends for readers.
+BACKENDS = {
+    "cpu": "C++ kernels",
+    "cuda": "CUDA kernels",
+    "triton": "Triton kernels",
+    "sdpa": "PyTorch's SDPA",
+    "amx": "PyTorch's SDPA (bfloat16 with AMX)",
+    "flash": "PyTorch's flash attention",
+    "torch": "PyTorch operations",
+}
+
+
+class Rows:
+    """Rows of the files in a folder, and the names of missing files."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._files = folder, dict[str, Any]()
+        self.missing: dict[str, None] = {}
+
+    def file(self, name: str) -> dict[str, Any] | None:
+        """Return the content of a file; record it and return None if it is missing or of an older format."""
+        if name not in self._files:
+            self._files[name] = results.read(self._folder / f"{name}.json")
+        if self._files[name] is None:
+            self.missing[name] = None
+        return self._files[name]
+
+    def find(self, file: str, case: str) -> Mapping[str, Any] | None:
+        """Return a row, or None if its file is missing.
+
+        Raises:
+            ValueError: the file has no such row.
+        """
+        data = self.file(file)
+        if data is None:
+            return None
+        for row in data["rows"]:
+            if row["case"] == case:
+                return row
+        raise ValueError(f"{self._folder / file}.json has no row {case!r}, which a page shows")
+
+
+def everything(rows: Rows) -> list[str]:
+    """Return all rows, a legend, and the backends of each operator."""
+    lines: list[str] = []
+    for entries, title in ((OPERATORS, "operator or module"), (MODELS, "whole model, stock config with the drop-in")):
+        lines += rows_table(rows, entries, title)
+    return [*lines, *sentences(rows), *unmeasured(rows), *backends()]
+
+
+def models(rows: Rows) -> list[str]:
+    """Return the rows of whole models."""
+    return [*rows_table(rows, MODELS, "whole model"), *reading(rows, MODELS), *unmeasured(rows)]
+
+
+def short(rows: Rows) -> list[str]:
+    """Return README's rows."""
+    by_title = {entry.title: entry for entry in (*OPERATORS, *MODELS)}
+    entries = [by_title[title] for title in SHORT]
+    made = [line for entry in entries if (line := entry_line(rows, entry))]
+    passes = " | ".join(map(" / ".join, zip(OPERATORS[0].passes, STEPS)))
+    head = [f"| operator or model | peers | {passes} | memory |", "| --- " * 5 + "|"]
+    return [*(head if made else []), *made, "", *reading(rows, entries), *unmeasured(rows)]
+
+
+def gpu(rows: Rows) -> list[str]:
+    """Return all rows of the GPU."""
+    data = rows.file(GPU)
+    measured = [f"{row['room']}: {row['case']}" for row in data["rows"] if "error" not in row] if data else []
+    names = dict.fromkeys(name.rsplit(", ", 1)[0] for name in measured)
+    return gpu_lines(rows, {name: name for name in names})
+
+
+def gpu_short(rows: Rows) -> list[str]:
+    """Return README's rows of the GPU."""
+    return gpu_lines(rows, GPU_SHORT)
+
+
+def gpu_lines(rows: Rows, names: Mapping[str, str]) -> list[str]:
+    """Return the table of the GPU's rows by title, and its legend.
+
+    Raises:
+        ValueError: the file has no such row.
+    """
+    data = rows.file(GPU)
+    if data is None:
+        return unmeasured(rows)
+    by_name = {f"{row['room']}: {row['case']}": row for row in data["rows"] if "error" not in row}
+    lines = ["| operator or module | peers | forward | forward+backward | memory |", "| --- " * 5 + "|"]
+    for title, name in names.items():
+        both = [by_name.get(f"{name}, {each}") for each in ("forward", "forward+backward")]
+        if not any(both):
+            raise ValueError(f"{GPU}.json has no row {name!r}, which a page shows")
+        lines.append(row_line(title, both))
+    machine = data["machine"]
+    return [
+        *lines,
+        "",
+        f"Best times of ours on an {machine['gpu']}, replayed from CUDA graphs with caches flushed (torch "
+        f"{machine['torch']}, CUDA {machine['cuda']}, Triton {machine['triton']}, {machine['date']}).",
+        "×: the better peer's best time over ours, in bold from 1.05× on.",
+        "Memory: peak extra bytes of ours over that peer's, in both passes.",
+        "† the peer synchronizes with the host and is host-bound, or its time is noisy.",
+        "",
+    ]
+
+
+TABLES: dict[str, Callable[[Rows], list[str]]] = {
+    "all": everything, "models": models, "short": short, "gpu": gpu, "gpu_short": gpu_short,
+}  # fmt: skip
+
+
+def generate(folder: Path, table: str) -> str:
+    """Return the content between the markers of a table.
+
+    Raises:
+        ValueError: a file lacks a row of the table, or there is no such table.
+    """
+    if table not in TABLES:
+        raise ValueError(f"the table of a page must be one of {', '.join(TABLES)}, got {table!r}")
+    return "\n".join(TABLES[table](Rows(folder))).strip("\n") + "\n"
+
+
+def rows_table(rows: Rows, entries: Sequence[Entry], title: str) -> list[str]:
+    """Return a table of the measured rows; empty if there are none."""
+    body = [line for entry in entries if (line := entry_line(rows, entry))]
+    head = [f"| {title} | peers | {' | '.join(entries[0].passes)} | memory |", "| --- " * 5 + "|"]
+    return [*head, *body, ""] if body else []
+
+
+def unmeasured(rows: Rows) -> list[str]:
+    """Return a line that names the files that are missing."""
+    names = ", ".join(f"`{name}`" for name in rows.missing)
+    return [f"Not measured yet in this way: {names}.", ""] if names else []
+
+
+def entry_line(rows: Rows, entry: Entry) -> str | None:
+    """Return the line of an entry, or None if its file is missing."""
+    found = [rows.find(entry.file, f"{entry.case}, {each}") for each in entry.passes]
+    return row_line(entry.title, found) if all(found) else None
+
+
+def row_line(title: str, both: Sequence[Mapping[str, Any] | None]) -> str:
+    """Return the line of a title, from the rows of its passes, None for one that was not measured."""
+    found = [row for row in both if row is not None]
+    peers = dict.fromkeys(name for row in found for name, peer in row["peers"].items() if "error" not in peer)
+    ratios = ("–" if row is None or row["memory_ratio"] is None else f"{row['memory_ratio']:.2f}" for row in both)
+    return f"| {title} | {'; '.join(peers)} | {' | '.join(map(ratio, both))} | {' / '.join(ratios)} |"
+
+
+def ratio(row: Mapping[str, Any] | None) -> str:
+    """Return our time and the speed-up, bold from 1.05 on; a dagger marks a noisy, loaded or host-bound row."""
+    if row is None:
+        return "–"
+    least = row["ours"]["min"]
+    text = f"{milliseconds(least)} ms" if least < 1 else f"{least:.3g} s"
+    if row["ratio"] is not None:
+        digits = 0 if row["ratio"] >= 10 else 1 if row["ratio"] >= 1.05 else 2
+        speedup = f"{row['ratio']:.{digits}f}×"
+        text += f", **{speedup}**" if row["ratio"] >= 1.05 else f", {speedup}"
+    return text + "†" * bool(row["noisy"] or row["loaded"] or report.host_bound(row))
+
+
+def reading(rows: Rows, entries: Sequence[Entry]) -> Iterator[str]:
+    """Yield the legend of the rows of ``entries``."""
+    shown = [row for entry in entries for row in _rows(rows, entry)]
+    if shown:
+        files = [rows.file(name) for name in dict.fromkeys(entry.file for entry in entries)]
+        machines = [file["machine"] for file in files if file is not None and "machine" in file]
+        dates = [machine["date"] for machine in machines]
+        when = " to ".join(dict.fromkeys((min(dates), max(dates)))) if dates else ""
+        where = f" ({machines[0]['cpu']}, torch {machines[0]['torch']}, {when})" if machines else ""
+        yield f"Best times of ours, float32{where}."
+        yield "×: the better peer's best time over ours, in bold from 1.05× on."
+        yield "Memory: peak extra bytes of ours over that peer's, in both passes."
+        if any(row["noisy"] or row["loaded"] for row in shown):
+            yield "† noisy: measured on a busy machine, or varying more than 1.3-fold between quartiles."
+        yield ""
+
+
+def sentences(rows: Rows) -> Iterator[str]:
+    """Yield the sentences below all tables: legend, memory, calls."""
+    yield from reading(rows, (*OPERATORS, *MODELS))
+    both = [rows.find(COLUMN_BUFFER[0], f"{COLUMN_BUFFER[1]}, {each}") for each in ("forward", "forward+backward")]
+    if both[0] is not None and both[1] is not None:
+        size = both[0]["buffer"]["size"]
+        found = []
+        for name in ("ours", *both[0]["peers"]):
+            each = [row["ours"] if name == "ours" else row["peers"][name] for row in both]
+            if not any("error" in one for one in each):
+                shares = " and ".join(f"{100 * working_memory(one, 'resident') / size:.0f} %" for one in each)
+                found.append(f"{name} {shares}")
+        yield "Peak working memory of `deform_conv2d` (2,256,100,152) as a share of the"
+        yield f"{megabytes(size)} MiB column buffer, forward and forward+backward: {', '.join(found)}."
+        yield ""
+    calls = rows.file("calls-cpu")
+    if calls is not None:
+        ranges = []
+        for kind in ("forward", "gradients recorded"):
+            times = [row["ours"]["min"] * 1e6 for row in calls["rows"] if row["case"].endswith(kind)]
+            ranges.append(f"{min(times):.0f} to {max(times):.0f} µs")
+        yield f"Overhead of a call on tiny inputs, one thread: {ranges[0]} without autograd, {ranges[1]} with it."
+        yield ""
+
+
+def _rows(rows: Rows, entry: Entry) -> list[Mapping[str, Any]]:
+    found = (rows.find(entry.file, f"{entry.case}, {each}") for each in entry.passes)
+    return [row for row in found if row is not None]
+
+
+def backends() -> list[str]:
+    """Return the lines of the table of each operator's backends on CPUs and on CUDA."""
+    lines = ["| operator | on CPUs | on CUDA |", "| --- | --- | --- |"]
+    for name in sorted(operators()):
+        table = backends_of(name)
+        cells = []
+        for absent in (("cuda", "triton", "flash"), ("cpu", "amx")):
+            cells.append(", then ".join(BACKENDS.get(each, each) for each in table if each not in absent))
+        lines.append(f"| `{name}` | {' | '.join(cells)} |")
+    return lines
+
+
+def filled(text: str, folder: Path) -> str:
+    """Return a page with its tables filled from the files of ``folder``.
+
+    Raises:
+        ValueError: the page has no markers, markers are not in pairs, or a row is missing.
+    """
+    found = list(_MARKER.finditer(text))
+    begins, ends = found[::2], found[1::2]
+    paired = len(begins) == len(ends) and all(
+        begin[2] == "begin" and end[2] == "end" and begin[1] == end[1] for begin, end in zip(begins, ends)
+    )
+    if not found or not paired:
+        raise ValueError("each table needs <!-- benchmark NAME: begin --> and, below it, <!-- benchmark NAME: end -->")
+    parts, last = [], 0
+    for begin, end in zip(begins, ends):
+        parts += [text[last : begin.end()], "\n", generate(folder, begin[1])]
+        last = end.start()
+    return "".join([*parts, text[last:]])
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.bench table", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    parser.add_argument("--pages", nargs="+", type=Path, default=PAGES, help="default: README's and the site's")
+    parser.add_argument("--benchmarks", type=Path, default=results.FOLDER, help="the folder of JSON files")
+    options = parser.parse_args(arguments)
+    status = 0
+    pages: dict[Path, Callable[[], str]] = {
+        page: lambda page=page: filled(page.read_text(encoding="utf-8"), options.benchmarks) for page in options.pages
+    }
+    for file in sorted(options.benchmarks.glob("*.json")):
+        data = results.read(file)
+        if data is not None and {"benchmark", "load"} <= data.keys() and "patterns" not in data:  # not by tools.figures
+            pages[file.with_suffix(".md")] = lambda data=data: report.page(data)
+    for page, write in pages.items():
+        try:
+            after = write()
+        except ValueError as error:
+            print(f"bench: {page}: {error}", file=sys.stderr)
+            status = 1
+            continue
+        if options.check and (not page.exists() or after != page.read_text(encoding="utf-8")):
+            print(f"bench: {page} differs from {options.benchmarks} (make benchmark-table)")
+            status = 1
+        elif not options.check:
+            write_text(page, after)
+            print(f"written to {page}")
+    return status

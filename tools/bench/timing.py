@@ -1,0 +1,140 @@
+"""Timing in turns: by the clock on CPUs; on CUDA by events, graphs for short runs, and caches flushed before each."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .case import Run
+
+GRAPHS_UNDER = 5e-2  # seconds with the host's time, which the first runs of a short run consist of
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Duration of the measurement of a row.
+
+    Args:
+        seconds: Time for the rounds of one attempt.
+        rounds: Maximum rounds; they end earlier when ``seconds`` have passed.
+        min_rounds: Minimum rounds, however long they take; at most three for heavy cases.
+        attempts: Maximum measurements of a noisy row.
+        size: Height and width of the pictures of whole models, for a quick look; None for the usual ones.
+    """
+
+    seconds: float = 5.0
+    rounds: int = 40
+    min_rounds: int = 5
+    attempts: int = 3
+    size: tuple[int, int] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("rounds", "min_rounds", "attempts"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.seconds < 0:
+            raise ValueError(f"seconds must not be negative, got {self.seconds}")
+
+
+class Contestant:
+    """A function to time, which has run before; on CUDA by a graph if it is short and can be captured."""
+
+    def __init__(self, run: Run, device: str, calls: int = 1) -> None:
+        self.run, self.calls, self.device = run, calls, device
+        self.how: dict[str, Any] = {}
+        if device != "cuda":
+            return
+        self.how = {"how": "events", "eager": self.once()}
+        if self.how["eager"] < GRAPHS_UNDER:
+            try:
+                self.run, self.how["how"] = captured(run), "graph"
+            except RuntimeError as error:
+                torch.cuda.synchronize()
+                self.how["how"] = f"events, with the host's time: no graph ({str(error).splitlines()[0][:60]})"
+
+    def start(self) -> Any:
+        """Run; return the seconds of one call, or on CUDA the events around it."""
+        if self.device != "cuda":
+            begin = time.perf_counter()
+            for _ in range(self.calls):
+                self.run()
+            return (time.perf_counter() - begin) / self.calls
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        events[0].record()
+        for _ in range(self.calls):
+            self.run()
+        events[1].record()
+        return events
+
+    def seconds(self, started: Any) -> float:
+        """Return the seconds of one call that :meth:`start` started."""
+        return started if self.device != "cuda" else started[0].elapsed_time(started[1]) / 1e3 / self.calls
+
+    def once(self) -> float:
+        """Return about how long a call takes, measured in two runs."""
+        found = []
+        for _ in range(2):
+            started = self.start()
+            if self.device == "cuda":
+                torch.cuda.synchronize()
+            found.append(self.seconds(started))
+        return min(found)
+
+
+def captured(run: Run) -> Run:
+    """Capture a run in a CUDA graph and return a function that replays it.
+
+    Raises:
+        RuntimeError: the run waits for the device, or does something else that a graph cannot contain.
+    """
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run()
+        torch.cuda.synchronize()
+        # Runs that wait for the device cannot be captured, and an attempt would leave the allocator in a bad state.
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            run()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        kept = run()
+
+    def replay() -> object:
+        graph.replay()
+        return kept
+
+    return replay
+
+
+def flush(device: str, kept: dict[str, torch.Tensor] = {}) -> None:  # noqa: B006 - the buffer is kept
+    """Flush the device's L2 cache, by writing more than it holds; also keeps it busy while the host runs ahead."""
+    if device == "cuda":
+        if not kept:
+            size = getattr(torch.cuda.get_device_properties(0), "L2_cache_size", 0) or 64 << 20
+            kept["buffer"] = torch.empty(4 * size, dtype=torch.int8, device="cuda")
+        kept["buffer"].zero_()
+
+
+def race(contestants: dict[str, Contestant], device: str, settings: Settings) -> dict[str, list[float]]:
+    """Return times of all, in turns A B A B …, so that a slowdown of the machine affects all of them alike."""
+    times: dict[str, list[float]] = {name: [] for name in contestants}
+    begin = time.perf_counter()
+    for number in range(max(settings.rounds, settings.min_rounds)):
+        if number >= settings.min_rounds and time.perf_counter() - begin > settings.seconds:
+            break
+        started = {}
+        for name, each in contestants.items():
+            flush(device)
+            started[name] = each.start()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        for name, each in contestants.items():
+            times[name].append(each.seconds(started[name]))
+    return times

@@ -1,0 +1,171 @@
+"""A process that measures rows one after another, and appends each to a file of JSON lines as it ends.
+
+``{"start": row}``, ``{"at": contestant}`` and ``{"done": row, "rows": [...]}`` let :mod:`.run` name what ended a
+process early, and let a later process measure the rest.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import report, roofline
+from .case import Case
+from .measure import UNUSABLE, fatal, first_line, measure
+from .registry import cases
+from .timing import Settings
+
+
+@dataclass
+class Job:
+    """What a worker measures.
+
+    Attributes:
+        names: Benchmarks.
+        device: ``cpu`` or ``cuda``.
+        record: File of JSON lines; with a ``share`` it is only read.
+        pattern: Regular expression for the names of rows.
+        every: All rows on CUDA, not the main ones.
+        threads: CPU threads.
+        details: As for :func:`.measure.measure`.
+        alone: Our times only: no peers, and the package that was measured.
+        until: Time of the system's clock after which no further row starts.
+        row_seconds: Time after which a row is abandoned and the process ends.
+        settings: Of :class:`.timing.Settings`.
+        share: (number, count) of the rows that this worker only runs once, to fill the compilers' caches.
+    """
+
+    names: list[str]
+    device: str
+    record: str
+    pattern: str = ""
+    every: bool = False
+    threads: int = 1
+    details: bool = False
+    alone: bool = False
+    until: float = float("inf")
+    row_seconds: float = 900.0
+    settings: dict[str, Any] = field(default_factory=dict)
+    share: tuple[int, int] | None = None
+
+
+def read(record: Path) -> list[dict[str, Any]]:
+    """Return the complete lines of a file."""
+    lines = []
+    for line in record.read_text(encoding="utf-8").splitlines() if record.exists() else ():
+        try:
+            lines.append(json.loads(line))
+        except ValueError:  # the process died while it wrote
+            continue
+    return lines
+
+
+def crashes(lines: list[dict[str, Any]]) -> dict[str, dict[str, str]]:
+    """Return the contestants that ended a process, with the reasons, by row."""
+    found: dict[str, dict[str, str]] = {}
+    for line in lines:
+        if "crash" in line:
+            found.setdefault(line["crash"], {})[line["contestant"]] = line["reason"]
+    return found
+
+
+def chosen(job: Job) -> Iterator[tuple[str, Case]]:
+    """Yield the rows with the names of their benchmarks, or a row without contestants for one that has none."""
+    wanted = re.compile(job.pattern)
+    for name in job.names:
+        try:
+            found = cases(name, job.device)
+        except Exception as error:
+            yield name, Case("every row", lambda error=error: _raise(error))
+            continue
+        for case in found:
+            if wanted.search(f"{name}: {case.name}") and (case.main or job.every or job.pattern or job.device == "cpu"):
+                yield name, case
+
+
+def _raise(error: Exception) -> Any:
+    raise error
+
+
+def work(job: Job) -> None:
+    """Measure all rows that the record lacks."""
+    record = Path(job.record)
+    torch.set_num_threads(job.threads)
+
+    def write(**line: Any) -> None:
+        if job.share is not None:
+            return
+        with record.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+    lines = read(record)
+    done, crashed = {line["done"] for line in lines if "done" in line}, crashes(lines)
+    rates = next((line["ceilings"] for line in lines if "ceilings" in line), None)
+    if job.details and rates is None and job.share is None:
+        rates = roofline.ceilings(job.device)
+        write(ceilings=rates)
+    settings = Settings(**job.settings)
+    for number, (name, case) in enumerate(chosen(job)):
+        key = f"{name}: {case.name}"
+        if key in done or (job.share and number % job.share[1] != job.share[0]):
+            continue
+        if time.time() > job.until:
+            write(over=True)
+            return
+        if job.alone:
+            case.peers = {}
+        write(start=key)
+        faulthandler.dump_traceback_later(job.row_seconds, exit=True)
+        try:
+            try:
+                rows = _rows(case, job, settings, rates, crashed.get(key, {}), lambda at: write(at=at))
+                if job.device == "cuda":
+                    torch.cuda.synchronize()
+            except Exception as error:
+                fatal(job.device, error)
+                rows = [{"case": case.name, "error": first_line(error)}]
+        except SystemExit as error:  # the device is unusable, and this process with it
+            print(first_line(error.__cause__ or error), file=sys.stderr, flush=True)
+            os._exit(UNUSABLE)
+        faulthandler.cancel_dump_traceback_later()
+        write(done=key, rows=[{"room": name, **row} for row in rows])
+        if job.share is None:
+            for row in rows:
+                print(f"{name}: {report.line(row)}", flush=True)
+
+
+def _rows(case: Case, job: Job, settings: Settings, rates: Any, crashed: Any, begin: Any) -> list[dict[str, Any]]:
+    torch.manual_seed(0)
+    if job.share is not None:
+        for prepare in (case.ours, *case.peers.values()):
+            prepare()()
+        return []
+    if case.rows is not None:
+        if "at the start" in crashed:
+            raise RuntimeError(crashed["at the start"])
+        return case.rows(settings)
+    return [measure(case, job.device, settings, details=job.details, ceilings=rates, crashed=crashed, begin=begin)]
+
+
+def main() -> None:
+    """Run the job that the first argument describes in JSON."""
+    import attn_plugins
+    from attn_plugins.autoload import stand_in_for_mmcv_ext
+
+    stand_in_for_mmcv_ext()  # mmcv's Python code may be here without its binary
+    job = Job(**json.loads(sys.argv[1]))
+    if job.alone:
+        with Path(job.record).open("a", encoding="utf-8") as file:
+            package = str(Path(attn_plugins.__file__ or "").resolve().parent)
+            file.write(json.dumps({"package": package}) + "\n")
+    work(job)

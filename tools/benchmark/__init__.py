@@ -1,1 +1,0 @@
-"""Benchmarks of our operators against their peers: ``python -m tools.benchmark --help``."""

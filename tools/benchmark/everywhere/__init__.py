@@ -1,1 +1,0 @@
-"""Benchmarks of attention to all keys, on maps and on sequences."""

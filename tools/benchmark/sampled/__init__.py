@@ -1,1 +1,0 @@
-"""Benchmarks of values at learned, fractional positions."""

@@ -1,1 +1,0 @@
-"""Benchmarks of attention to the keys around each query."""

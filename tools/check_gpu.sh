@@ -1,0 +1,115 @@
+#!/usr/bin/env bash
+# Checks and measures the operators on this machine's GPU, without installing anything: all stages, or those named.
+# Every stage ends within a few minutes, so that they can run one at a time; `bench` is resumed where it stopped.
+#
+#   tools/check_gpu.sh                    # build tests fuzz memory bench
+#   tools/check_gpu.sh build tests        # some stages
+#   PYTEST="-k window" tools/check_gpu.sh tests
+#   BENCH="--all -k sequence" tools/check_gpu.sh bench
+#
+# PYTHON: one with torch for CUDA, pytest, pytest-xdist and pytest-timeout. OUT: folder of logs and results. build/gpu keeps
+# what a later call needs. JOBS: parallel
+# processes. SECONDS_EACH: of random calls of an operator. mmcv's Python files can be copied to build/peers:
+#   cp -r .venv/lib/python3*/site-packages/{mmcv,mmengine,addict,termcolor,*mmcv*.dist-info} build/peers; rm build/peers/mmcv/_ext*
+set -uo pipefail
+cd "$(dirname "$0")/.."
+
+PYTHON=${PYTHON:-python3}
+OUT=${OUT:-build/gpu/out}
+JOBS=${JOBS:-$(($(nproc) > 3 ? $(nproc) - 2 : 1))}
+SECONDS_EACH=${SECONDS_EACH:-60}
+OPERATORS=(window_attention global_attention sequence_attention criss_cross_attention deform_conv2d deformable_attention)
+mkdir -p "$OUT" build/gpu
+ln -sfn ../../plugins build/gpu/attn_plugins # imported without an installation, and before an installed one
+export PYTHONPATH=$PWD/build/gpu:$PWD${PYTHONPATH:+:$PYTHONPATH}:$PWD/build/peers
+export TORCH_DEVICE_BACKEND_AUTOLOAD=0 CUBLAS_WORKSPACE_CONFIG=:4096:8 PYTHONUNBUFFERED=1
+export TORCHINDUCTOR_COMPILE_THREADS=2 TORCHINDUCTOR_CACHE_DIR=$PWD/build/gpu/inductor TRITON_CACHE_DIR=$PWD/build/gpu/triton
+
+if ! "$PYTHON" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
+    echo "tools/check_gpu.sh: torch finds no CUDA device here" >&2
+    exit 2
+fi
+
+loads() { # status 0 if the CUDA binary loads and has code for this device
+    "$PYTHON" -W ignore -c 'import sys; from attn_plugins.ops import library; sys.exit(library.refusal("cuda", "cuda"))'
+}
+
+build() {
+    loads 2>/dev/null && { echo "the binaries load, nothing was compiled"; return; }
+    local arch
+    arch=$("$PYTHON" -c 'import torch; print(".".join(map(str, torch.cuda.get_device_capability())))')
+    ATTN_PLUGINS_BUILD=cuda TORCH_CUDA_ARCH_LIST=${TORCH_CUDA_ARCH_LIST:-$arch} \
+        "$PYTHON" setup.py -q build_ext --inplace >"$OUT/build.log" 2>&1 || tail -n 20 "$OUT/build.log"
+    loads
+}
+
+tests() { # a test that crashes or hangs costs its worker, which is replaced
+    OMP_NUM_THREADS=1 "$PYTHON" -m pytest -q -m cuda --all-cases -n "$JOBS" --max-worker-restart 200 --timeout 90 \
+        -p no:cacheprovider ${PYTEST:-} tests/ops tests/terms tests/modules tests/timm 2>&1 | tee "$OUT/tests.log"
+}
+
+each_operator() { # runs $1 OPERATOR for all operators at once, with a log for each
+    local name status=0 ids=()
+    for name in "${OPERATORS[@]}"; do "$1" "$name" >"$OUT/$1-$name.log" 2>&1 & ids+=($!); done
+    for name in "${!ids[@]}"; do
+        wait "${ids[$name]}" || { status=1; echo "FAILED: $OUT/$1-${OPERATORS[$name]}.log"; tail -n 3 "$OUT/$1-${OPERATORS[$name]}.log"; }
+    done
+    return "$status"
+}
+
+compare() { # random calls beside the reference; running out of time is no failure
+    timeout -k 5 "$SECONDS_EACH" "$PYTHON" -m tools.fuzz "$1" --device cuda --calls 400 --workers 2
+    local status=$?
+    ! grep -e --only "$OUT/compare-$1.log" && ((status == 0 || status == 124))
+}
+
+fuzz() { each_operator compare; }
+
+# Random calls under compute-sanitizer, forward and backward. memcheck and synccheck observe our kernels, in C++ and by
+# Triton. initcheck has to observe all, or it would take what other kernels wrote as unwritten; reports on others are
+# ignored, and those on the kernel that reads cuBLAS's products of halves, whose bulk copies initcheck does not see.
+sanitize() {
+    local tool kernels=(--kernel-name kns=attn_plugins) name log bad=0
+    for name in $(grep -hA8 '^@triton.jit\|^@jit\|^@_kernel' plugins/ops/*/*.py | sed -n 's/^def \(\w*\)(.*/\1/p' | sort -u); do
+        kernels+=(--kernel-name "kne=$name")
+    done
+    for tool in memcheck synccheck initcheck; do
+        log=$OUT/sanitize-$1-$tool.log
+        [[ $tool == initcheck ]] && kernels=()
+        PYTORCH_NO_CUDA_MEMORY_CACHING=1 timeout -k 5 "$SECONDS_EACH" compute-sanitizer --tool "$tool" \
+            --report-api-errors no --print-limit 100000 "${kernels[@]}" \
+            "$PYTHON" -m tools.fuzz "$1" --device cuda --share 0:400:1 >"$log" 2>&1
+        if [[ $tool == initcheck ]]; then
+            grep -A2 Uninitialized "$log" | grep 'attn_plugins::' | grep -v sample_backward_kernel && bad=1
+        else
+            grep -E '^=+ (Invalid|Barrier|Divergent|Misaligned)' "$log" && bad=1
+        fi
+        grep -q '^fuzz ended' "$log" || { echo "$tool ran no call:"; tail -n 3 "$log"; bad=1; }
+    done
+    return "$bad"
+}
+
+memory() {
+    command -v compute-sanitizer >/dev/null || PATH=$PATH:${CUDA_HOME:-/usr/local/cuda}/bin
+    command -v compute-sanitizer >/dev/null || { echo "no compute-sanitizer: memory was not checked"; return 1; }
+    each_operator sanitize
+}
+
+bench() {
+    "$PYTHON" -m tools.bench --device cuda --name gpu --out build/gpu --minutes "${MINUTES:-8}" --warm "$JOBS" --wait 5 --resume \
+        ${BENCH:-} 2>&1 | tee "$OUT/bench.log"
+    local status=$?
+    cp build/gpu/gpu.* "$OUT"
+    return "$status"
+}
+
+failed=()
+for stage in "${@:-build tests fuzz memory bench}"; do
+    for name in $stage; do
+        echo "=== $name"
+        started=$SECONDS
+        "$name" || failed+=("$name")
+        echo "=== $name: $((SECONDS - started)) s"
+    done
+done
+((${#failed[@]} == 0)) || { echo "failed: ${failed[*]}"; exit 1; }

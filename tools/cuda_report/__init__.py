@@ -1,1 +1,0 @@
-"""Report on the compiled CUDA kernels: registers, spills, and the instructions of the hottest loops."""

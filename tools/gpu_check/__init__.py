@@ -1,1 +1,0 @@
-"""Check and measure the operators on a GPU, by two commands with time limits that write partial results."""
