@@ -69,10 +69,9 @@ fuzz() { each_operator compare; }
 # Triton. initcheck has to observe all, or it would take what other kernels wrote as unwritten; reports on others are
 # ignored, and those on the kernel that reads cuBLAS's products of halves, whose bulk copies initcheck does not see.
 sanitize() {
-    local tool kernels=(--kernel-name kns=attn_plugins) name log bad=0
-    for name in $(grep -hA8 '^@triton.jit\|^@jit\|^@_kernel' plugins/ops/*/*.py | sed -n 's/^def \(\w*\)(.*/\1/p' | sort -u); do
-        kernels+=(--kernel-name "kne=$name")
-    done
+    local tool kernels=(--kernel-name kns=attn_plugins) name names log bad=0
+    names=$(grep -hA8 '^@triton.jit\|^@_kernel' plugins/ops/*/*.py | sed -n 's/^def \(\w*\)(.*/\1/p' | sort -u)
+    for name in $names; do kernels+=(--kernel-name "kne=$name"); done
     for tool in memcheck synccheck initcheck; do
         log=$OUT/sanitize-$1-$tool.log
         [[ $tool == initcheck ]] && kernels=()
@@ -80,7 +79,8 @@ sanitize() {
             --report-api-errors no --print-limit 100000 "${kernels[@]}" \
             "$PYTHON" -m tools.fuzz "$1" --device cuda --share 0:400:1 >"$log" 2>&1
         if [[ $tool == initcheck ]]; then
-            grep -A2 Uninitialized "$log" | grep 'attn_plugins::' | grep -v sample_backward_kernel && bad=1
+            grep -A2 Uninitialized "$log" | grep -E "attn_plugins::| at (${names//$'\n'/|})[+(]" |
+                grep -v sample_backward_kernel && bad=1
         else
             grep -E '^=+ (Invalid|Barrier|Divergent|Misaligned)' "$log" && bad=1
         fi
