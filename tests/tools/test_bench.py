@@ -366,6 +366,7 @@ def test_what_was_not_measured_in_time_is_resumed(bench, tmp_path, capsys):
         (["nothing"], "no benchmark named nothing"),
         (["--rounds", "0"], "rounds must be at least 1, got 0"),
         (["--seconds", "-1"], "seconds must not be negative, got -1"),
+        (["-k", "1-D (8"], "missing ), unterminated subpattern"),
         (["--threads", "0"], "--threads must be at least 1, got 0"),
         (["--against", "nowhere"], "must be a checkout of this project, got nowhere"),
         (["--against", "{empty}"], "its operators are not built there"),

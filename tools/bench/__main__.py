@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 import tempfile
 import time
@@ -88,7 +89,8 @@ def main(arguments: list[str] | None = None) -> int:
     options.details |= options.device == "cuda"
     try:
         settings = Settings(options.seconds, options.rounds, options.min_rounds, options.attempts, options.size)
-    except ValueError as error:
+        re.compile(options.k)
+    except (ValueError, re.error) as error:
         parser.error(str(error))
     if not options.names:
         options.names = [*registry.NAMES, *(["modules"] if options.device == "cuda" else [])]

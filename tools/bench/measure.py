@@ -97,7 +97,7 @@ def _measure(
             if name == "ours":
                 raise
             if isinstance(error, ValueError) and name in prepared:
-                facts["refusals"][name.removeprefix(OWN)] = first_line(error)
+                facts["refusals"][name.removeprefix(OWN)] = str(error).splitlines()[0]
             else:
                 errors[name] = {"error": f"cannot run: {first_line(error)}"}
     if case.heavy:

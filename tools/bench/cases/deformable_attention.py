@@ -43,8 +43,11 @@ def operands(shapes: tuple, queries: int | None) -> Callable[[torch.dtype], list
     return draw
 
 
-def mmcv(shapes: tuple, compiled: bool) -> Callable[..., Tensor]:
-    """Return mmcv's function, which casts locations and weights to the value's dtype; CUDA has a compiled one."""
+def mmcv(shapes: tuple, compiled: bool, numbers: bool = False) -> Callable[..., Tensor]:
+    """Return mmcv's function, which casts locations and weights to the value's dtype.
+
+    CUDA has a compiled one. The one in plain PyTorch need not wait for the sizes if they are ``numbers``.
+    """
     from mmcv.ops.multi_scale_deform_attn import multi_scale_deformable_attn_pytorch
 
     function = compiled_mmcv.operators().multi_scale_deform_attn.MultiScaleDeformableAttnFunction if compiled else None
@@ -54,18 +57,8 @@ def mmcv(shapes: tuple, compiled: bool) -> Callable[..., Tensor]:
     def run(value: Tensor, locations: Tensor, weights: Tensor) -> Tensor:
         locations, weights = locations.to(value.dtype), weights.to(value.dtype)
         if function is None:
-            return multi_scale_deformable_attn_pytorch(value, sizes, locations, weights)
+            return multi_scale_deformable_attn_pytorch(value, shapes if numbers else sizes, locations, weights)
         return function.apply(value, sizes, starts, locations, weights, 64)
-
-    return run
-
-
-def mmcv_plain(shapes: tuple) -> Callable[..., Tensor]:
-    """Return mmcv's function in plain PyTorch, which needs no binary; it takes numbers, and need not wait for them."""
-    from mmcv.ops.multi_scale_deform_attn import multi_scale_deformable_attn_pytorch
-
-    def run(value: Tensor, locations: Tensor, weights: Tensor) -> Tensor:
-        return multi_scale_deformable_attn_pytorch(value, shapes, locations.to(value.dtype), weights.to(value.dtype))
 
     return run
 
@@ -98,7 +91,7 @@ def cases(device: str) -> list[Case]:
             compiled = device == "cuda" and kind != "bfloat16"
             peers: dict[str, Maker] = {"mmcv": lambda s=shapes, c=compiled: mmcv(s, c)}
             if device == "cuda":
-                peers["mmcv, plain PyTorch"] = lambda s=shapes: mmcv_plain(s)
+                peers["mmcv, plain PyTorch"] = lambda s=shapes: mmcv(s, False, True)
                 peers["grid_sample"] = lambda s=shapes: grid_sample(s)
             found += problem(
                 f"{name} (Q {Q}, L {len(shapes)}, K {K}, {M} x {D})",

@@ -36,12 +36,9 @@ def rows_and_columns(query: Tensor, key: Tensor, value: Tensor, row: Tensor, col
     return ops.global_attention(query, key, value, row_logits=row, column_logits=column)
 
 
-def swin(block: int) -> nn.Module:
-    return timm.create_model("attn_swin_tiny_patch4_window7_224", img_size=56, window_size=7).layers[0].blocks[block]
-
-
-def timm_swin(block: int) -> nn.Module:
-    return timm.create_model("swin_tiny_patch4_window7_224", img_size=56, window_size=7).layers[0].blocks[block]
+def swin(block: int, prefix: str = "attn_") -> nn.Module:
+    name = f"{prefix}swin_tiny_patch4_window7_224"
+    return timm.create_model(name, img_size=56, window_size=7).layers[0].blocks[block]
 
 
 SEQUENCE, MAPS, SWIN = [(2, 2, 16, 16)] * 3, [(1, 2, 4, 4, 16)] * 3, [(1, 14, 14, 96)]
@@ -53,8 +50,8 @@ CALLED: dict[str, tuple[Any, Sequence[tuple[int, ...]], dict[str, Any]]] = {
     "criss_cross_attention, content": (ops.criss_cross_attention, MAPS, {}),
     "AAConv2d": (lambda: AAConv2d(16, 16, 3, dk=16, dv=8, num_heads=2, input_size=7), [(1, 16, 7, 7)], {}),
     "CrissCrossAttention2d": (lambda: CrissCrossAttention2d(64), [(1, 64, 7, 7)], {}),
-    "Swin layer": (lambda: swin(0), SWIN, {"timm": lambda: timm_swin(0)}),
-    "Swin layer, shifted": (lambda: swin(1), SWIN, {"timm": lambda: timm_swin(1)}),
+    "Swin layer": (lambda: swin(0), SWIN, {"timm": lambda: swin(0, "")}),
+    "Swin layer, shifted": (lambda: swin(1), SWIN, {"timm": lambda: swin(1, "")}),
 }
 
 
