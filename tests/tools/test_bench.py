@@ -252,6 +252,8 @@ def test_every_operator_and_module_has_a_row():
 
 
 def test_host_time_is_measured_without_a_device(python):
+    pytest.importorskip("triton")
+    pytest.importorskip("timm")
     code = (
         "from tools.bench.cases import host; from tools.bench.measure import measure; host.CALLS = 2\n"
         "from tools.bench.timing import Settings\n"
@@ -259,7 +261,6 @@ def test_host_time_is_measured_without_a_device(python):
         "    row = measure(case, 'cpu', Settings(0, min_rounds=1))\n"
         "    print(case.name, row['ratio'] > 0, sorted(row['peers']))\n"
     )
-    pytest.importorskip("triton")
     lines = python(code, TRITON_INTERPRET="0", PYTHONPATH=str(run.ROOT)).stdout.splitlines()
     assert lines[0] == "sequence_attention, content, 1 thread, forward True ['SDPA', \"Triton's route\"]"
     assert len(lines) == 4
