@@ -13,7 +13,6 @@ checkpoint. An interrupted run resumes from its last checkpoint; a finished one 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
 import re
@@ -28,8 +27,8 @@ from tools import need
 from tools.datasets.digits_on_photographs import Recipe, build
 from tools.detections_picture import Found, draw, known_objects
 from tools.show_sampling import distinct, show
+from tools.study.commands import ROOT, training_tool
 
-ROOT = Path(__file__).parent.parent
 DATA = ROOT / "data/digits"
 CONFIGS = ROOT / "configs/mmdet/digits"
 # The score is low because it is the product of a class's probability and a centredness. With threshold 0.15 the
@@ -37,14 +36,6 @@ CONFIGS = ROOT / "configs/mmdet/digits"
 SCORE = 0.15
 PROGRESS = re.compile(r"Epoch\(train\)\s+\[(\d+)\]\[ *(\d+)/(\d+)\].*?eta: (\S+).*?loss: (\S+)")
 ACCURACY = re.compile(r"coco/bbox_mAP: (\S+)\s+coco/bbox_mAP_50: (\S+)")
-
-
-def training_tool() -> Path:
-    """Return the path of mmdet's ``tools/train.py``, which its package contains."""
-    spec = importlib.util.find_spec("mmdet")
-    if spec is None or spec.origin is None:
-        raise SystemExit("tools.demo: mmdet's package has no files: `make demo` installs it completely")
-    return Path(spec.origin).parent / ".mim/tools/train.py"
 
 
 def final_checkpoint(work_dir: Path) -> Path | None:
@@ -66,7 +57,7 @@ def show_progress(line: str) -> None:
 
 def train(config: Path, work_dir: Path) -> Path:
     """Run mmdet's tool on ``config``, showing its progress, and return the last checkpoint."""
-    command = [sys.executable, "-u", str(training_tool()), str(config), "--work-dir", str(work_dir), "--resume"]
+    command = [sys.executable, "-u", str(training_tool("mmdet")), str(config), "--work-dir", str(work_dir), "--resume"]
     # Threads that spin at a barrier slow a busy machine down tenfold: let them sleep.
     environment = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ}
     began, recent = time.monotonic(), deque[str](maxlen=40)

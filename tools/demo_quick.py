@@ -14,8 +14,9 @@ import argparse
 import sys
 from pathlib import Path
 
-from tools import show_attention, train_classifier
+from tools import show_attention
 from tools.datasets import image_folders
+from tools.train.__main__ import main as train
 
 ROOT = Path(__file__).parents[1]
 
@@ -35,7 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
     config = ROOT / "configs/timm/digits.yaml"
     training = [str(config), "--data", str(options.data), "--output", str(options.output), "--device", "cpu",
                 "--epochs", str(options.epochs), "--set", "precision=float32"]  # fmt: skip
-    if train_classifier.main(training):
+    if train(training):
         return 1
     picture = sorted((options.data / "val/eight").iterdir())[0]
     drawing = ["aa_wide_resnet28_10", str(picture), "--checkpoint", str(options.output / "best.safetensors"),

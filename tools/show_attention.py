@@ -16,7 +16,7 @@
 MODEL is a timm model name, or a config (a file or 'mmdet::…') of mmdet or mmseg, of a model that contains any of our
 attention modules or is a transformer, stock or with our layers: timm's VisionTransformer and NaFlexVit (ViT, DeiT,
 DINOv2), Swin and Swin V2, or TimeSformer, DETR and its relatives, MaskFormer, Mask2Former. A timm model receives the
-whole picture, resized to --input-size, else to the size that a checkpoint of tools.train_classifier was trained at,
+whole picture, resized to --input-size, else to the size that a checkpoint of tools.train was trained at,
 else to the model's own; a printed line says which.
 
 The tool writes a PNG grid for every layer (heads in rows, pixels in columns, as in Bello et al. 2019, Fig. 9 and 10)
@@ -227,7 +227,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--checkpoint", type=Path, metavar="FILE", help="weights; without them the maps show noise")
     parser.add_argument(
         "--model-args", action="append", default=[], metavar="KEY=VALUE",
-        help="argument of a timm model; a checkpoint of tools.train_classifier brings its own; may be repeated",
+        help="argument of a timm model; a checkpoint of tools.train brings its own; may be repeated",
     )  # fmt: skip
     parser.add_argument(
         "--layers", action="append", default=[], metavar="PATTERN",

@@ -22,7 +22,7 @@ from attn_plugins.captioning.region_features import RegionFeatures
 # Options that make each command small. If an option occurs twice, the last one counts.
 SMALLER = {
     "tools.datasets.captioned_scenes": "--train 30 --val 6 --test 6 --size 64",
-    "tools.captioning.train_attributes": "--backbone test_resnet --size 64 --epochs 2 --batch-size 10 --device cpu",
+    "tools.train attributes": "--backbone test_resnet --size 64 --epochs 2 --batch-size 10 --device cpu",
     "tools.caption extract": "--grid test_resnet --grid-size 2 --device cpu",
     "fairseq-train": "--embed-dim 32 --ffn-dim 32 --max-epoch 2 --lr 0.01 --warmup-updates 4",
     "fairseq-generate": "--beam 2 --max-len-b 12",
@@ -45,7 +45,7 @@ def commands() -> list[str]:
 
 def run(command: str, folder: Path) -> str:
     """Run a line of the sequence in a shell, with its reduced options, and return its output."""
-    name = re.search(r"^(?:python -m )?(tools\.caption \w+|\S+)", command)[1]
+    name = re.search(r"^(?:python -m )?(tools\.(?:caption|train) \w+|\S+)", command)[1]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
     command = re.sub(r"/\d{6}\.jpg", "/000042.jpg", f"{command} {SMALLER[name]}")  # the last occurrence counts

@@ -1,4 +1,4 @@
-"""Small folders of photographs in the layout of ``tools.train_classifier``."""
+"""Small folders of photographs in the layout of ``tools.train``."""
 
 from __future__ import annotations
 

@@ -16,9 +16,9 @@ import attn_plugins.fairseq  # noqa: F401
 from tools.caption.__main__ import main
 from tools.caption.attributes import AttributeDetector, frequent_words
 from tools.caption.backbones import TimmBackbone
-from tools.captioning import train_attributes
 from tools.datasets.captioned_scenes import Recipe, build
 from tools.pictures import open_picture
+from tools.train import attributes as train_attributes
 
 FUSIONS = {
     "entangled": {"regions", "attributes", "visual_share"},

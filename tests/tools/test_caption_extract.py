@@ -18,10 +18,10 @@ from tools.caption.__main__ import main
 from tools.caption.backbones import TimmBackbone
 from tools.caption.recipe import BadRecipe, RecordedExtractor
 from tools.caption.regions import BadExtractor, Selection
-from tools.classification.checkpoint import save_weights
-from tools.classification.config import Config
 from tools.datasets.captioned_scenes import Recipe, build
 from tools.pictures import open_picture
+from tools.train.checkpoint import save_weights
+from tools.train.config import Config
 
 ROOT = Path(__file__).parents[2]
 GRID = ["--grid", "test_resnet", "--no-weights", "--size", "64", "--grid-size", "3"]

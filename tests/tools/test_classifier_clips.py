@@ -17,14 +17,14 @@ pytest.importorskip("skimage")
 
 from PIL import Image
 
-from tools.classification.clips import ClipFolder, ClipTransform
-from tools.classification.config import Config, ConfigError, load
-from tools.classification.data import Transformed, datasets, training_transform
-from tools.classification.model import create_model, draw_parameters
 from tools.clips import open_clip, read_whole, sampled, segments, strided
 from tools.datasets import moving_digits
 from tools.pictures import BadPicture
-from tools.train_classifier import main
+from tools.train.__main__ import main
+from tools.train.clips import ClipFolder, ClipTransform
+from tools.train.config import Config, ConfigError, load
+from tools.train.data import Transformed, datasets, training_transform
+from tools.train.model import create_model, draw_parameters
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs/timm").glob("*.yaml"))
 TINY = [

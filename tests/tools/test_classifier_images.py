@@ -15,10 +15,10 @@ import torch
 pytest.importorskip("timm")
 
 from tests.helpers.photo_folders import make_photographs
-from tools.classification.broken import Broken, summary
-from tools.classification.config import Config, ConfigError
-from tools.classification.data import loaders
-from tools.train_classifier import main
+from tools.train.__main__ import main
+from tools.train.broken import Broken, summary
+from tools.train.config import Config, ConfigError
+from tools.train.data import loaders
 
 ROOT = Path(__file__).parents[2]
 TINY = ["--model", "aa_resnet34", "--set", "model_args={'layers': [1, 1, 1, 1]}", "--set", "input_size=32"]
@@ -107,7 +107,7 @@ def test_a_broken_image_ends_the_training_in_one_line(photographs, tmp_path, cap
     (photographs / "val/coffee/001.jpg").write_bytes(b"no picture")
     assert train(photographs, tmp_path / "out", "--set", "workers=2") == 2
     (error,) = capsys.readouterr().err.splitlines()
-    assert error.startswith(f"train_classifier: {photographs}/val/coffee/001.jpg cannot be read as a picture: ")
+    assert error.startswith(f"train: {photographs}/val/coffee/001.jpg cannot be read as a picture: ")
     assert error.endswith("; --check lists every broken image, --skip-broken trains without them")
 
 
@@ -130,7 +130,7 @@ def test_two_processes_leave_out_the_same_images(photographs, tmp_path):
     break_images(photographs)
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m",
-        "tools.train_classifier", "--data", str(photographs), "--output", str(tmp_path / "out"), "--epochs", "1",
+        "tools.train", "--data", str(photographs), "--output", str(tmp_path / "out"), "--epochs", "1",
         "--device", "cpu", "--set", "workers=0", "--skip-broken", *TINY,
     ]  # fmt: skip
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}

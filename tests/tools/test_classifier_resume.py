@@ -15,12 +15,12 @@ import yaml
 pytest.importorskip("timm")
 
 from tests.helpers.photo_folders import make_photographs
-from tools import train_classifier
-from tools.classification.checkpoint import read_weights
-from tools.classification.config import FIELDS
-from tools.classification.log import Log
-from tools.classification.state import FIXED
-from tools.train_classifier import main
+from tools.train import __main__ as command
+from tools.train.__main__ import main
+from tools.train.checkpoint import read_weights
+from tools.train.config import FIELDS
+from tools.train.log import Log
+from tools.train.state import FIXED
 
 VALUES = dict(
     model="aa_resnet34", model_args=dict(layers=[1, 1, 1, 1]), input_size=[32, 32], epochs=5, batch_size=256, hflip=0.5,
@@ -126,14 +126,12 @@ def test_another_training(run, photographs, arguments, words, capsys):
     assert resume(run, photographs, *arguments) == 2
     (error,) = capsys.readouterr().err.splitlines()
     assert words in error
-    assert error.startswith("train_classifier: --resume: ")
+    assert error.startswith("train: --resume: ")
     assert {file.name: file.read_bytes() for file in (run / "parts").iterdir()} == before
 
 
 def test_the_help_names_every_setting_that_may_change():
-    sentence = re.search(
-        r"The command line may change (.*?) for the\s+remaining epochs", train_classifier.__doc__, re.S
-    )
+    sentence = re.search(r"The command line may change (.*?) for the\s+remaining epochs", command.__doc__, re.S)
     assert sentence is not None
     assert set(re.findall(r"\w+", sentence[1])) & set(FIELDS) == set(FIELDS) - set(FIXED)
 

@@ -10,7 +10,7 @@ import yaml
 
 pytest.importorskip("timm")
 
-from tools.classification.config import load
+from tools.train.config import load
 
 ROOT = Path(__file__).parents[2]
 TABLE = yaml.safe_load((Path(__file__).parent / "paper_values.yaml").read_text(encoding="utf-8"))

@@ -25,10 +25,10 @@ from attn_plugins.modules import (  # noqa: E402
 )
 from tests.tools.show_attention_helpers import page_data, same_picture  # noqa: E402
 from tools.attention_view import mm, page, view  # noqa: E402
-from tools.classification.checkpoint import read_weights, save_weights  # noqa: E402
-from tools.classification.config import Config  # noqa: E402
 from tools.pictures import open_picture  # noqa: E402
 from tools.show_attention import main  # noqa: E402
+from tools.train.checkpoint import read_weights, save_weights  # noqa: E402
+from tools.train.config import Config  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 
@@ -107,7 +107,7 @@ def test_pixels_find_their_cells(photograph):
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory) -> dict[str, Path]:
-    """Save a small model like ``tools.train_classifier``, by input size: 16×24, and one without a recorded size."""
+    """Save a small model like ``tools.train``, by input size: 16×24, and one without a recorded size."""
     root, options, found = tmp_path_factory.mktemp("checkpoints"), dict(depth=10, width=5, position="sine"), {}
     for name, size in (("sized", (16, 24)), ("unsized", None)):
         torch.manual_seed(1)

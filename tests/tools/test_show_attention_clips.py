@@ -18,9 +18,9 @@ timm = pytest.importorskip("timm")
 from attn_plugins.modules.space_time_attention import STEPS  # noqa: E402
 from tests.tools.show_attention_helpers import page_data, painted  # noqa: E402
 from tools.attention_view import clips, page, space_time  # noqa: E402
-from tools.classification.checkpoint import save_weights  # noqa: E402
-from tools.classification.config import Config  # noqa: E402
 from tools.show_attention import main  # noqa: E402
+from tools.train.checkpoint import save_weights  # noqa: E402
+from tools.train.config import Config  # noqa: E402
 
 NAME = "timesformer_small_patch16_224"
 SMALL = dict(img_size=(48, 64), embed_dim=32, depth=2, num_heads=2, num_frames=4)

@@ -16,10 +16,10 @@ from sklearn.metrics import average_precision_score
 from attn_plugins.captioning.region_features import RegionFeatures
 from tools.caption.__main__ import main as caption
 from tools.caption.attributes import average_precision, frequent_words, labels, load_detector
-from tools.captioning import train_attributes as tool
-from tools.captioning.noisy_or import NoisyOrHead, noisy_or, noisy_or_loss
+from tools.caption.noisy_or import NoisyOrHead, noisy_or, noisy_or_loss
 from tools.datasets.captioned_scenes import Recipe, build
 from tools.pictures import open_picture
+from tools.train import attributes as tool
 
 ROOT = Path(__file__).parents[2]
 SMALL = [
@@ -220,7 +220,7 @@ def test_missing_and_broken_pictures(scenes, tmp_path, capsys):
     shutil.copy(scenes / "images/000001.jpg", folder / "images/000002.jpg")
     (folder / "images/000033.jpg").write_text("no picture")
     assert tool.main([*arguments, "--workers", "1"]) == 2
-    assert "train_attributes: image 33: " in capsys.readouterr().err
+    assert "train attributes: image 33: " in capsys.readouterr().err
     assert tool.main([*arguments, "--resume", "--skip-invalid-samples"]) == 0
     assert "skipped image 33: " in capsys.readouterr().err
     assert set(json.loads((folder / "attributes.json").read_text())) == {str(n) for n in range(1, 35)} - {"33"}
@@ -257,7 +257,7 @@ def test_captions_of_the_splits_file_and_no_fairseq(scenes, tmp_path):
     shutil.copytree(scenes, tmp_path / "set", ignore=shutil.ignore_patterns("attributes.json"))
     (tmp_path / "set/captions.json").unlink()
     code = "import sys\nfor name in ('fairseq', 'mmdet', 'mmengine', 'mmcv'): sys.modules[name] = None\n"
-    code += "from tools.captioning import train_attributes as tool\nsys.exit(tool.main(sys.argv[1:]))\n"
+    code += "from tools.train import attributes as tool\nsys.exit(tool.main(sys.argv[1:]))\n"
     arguments = [str(tmp_path / "set"), str(tmp_path / "out"), *SMALL, "--epochs", "1"]
     command = [sys.executable, "-c", code, *arguments]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1800)

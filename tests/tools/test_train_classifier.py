@@ -18,11 +18,11 @@ from PIL import Image
 
 timm = pytest.importorskip("timm")
 
-from tools.classification.checkpoint import read_weights  # noqa: E402
-from tools.classification.config import ConfigError, load  # noqa: E402
-from tools.classification.trainer import create_scheduler  # noqa: E402
 from tools.datasets import image_folders  # noqa: E402
-from tools.train_classifier import main  # noqa: E402
+from tools.train.__main__ import main  # noqa: E402
+from tools.train.checkpoint import read_weights  # noqa: E402
+from tools.train.config import ConfigError, load  # noqa: E402
+from tools.train.trainer import create_scheduler  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs/timm").glob("*.yaml"))
@@ -110,7 +110,7 @@ def test_a_killed_training_resumes_exactly(few_digits, tmp_path, monkeypatch):
     options = ["--epochs", "3", "--set", "ema=0.9", "--set", "accumulate=2", "--set", "clip_grad=1", "--set",
                "mixup=0.2", "--set", "label_smoothing=0.1"]  # fmt: skip
     assert run(few_digits, tmp_path / "whole", *options) == 0
-    from tools.classification.log import Log
+    from tools.train.log import Log
 
     row = Log.row
 
@@ -133,7 +133,7 @@ def test_a_killed_training_resumes_exactly(few_digits, tmp_path, monkeypatch):
 def test_two_processes(few_digits, tmp_path, capsys):
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m",
-        "tools.train_classifier", "configs/timm/digits.yaml", "--data", str(few_digits), "--output",
+        "tools.train", "configs/timm/digits.yaml", "--data", str(few_digits), "--output",
         str(tmp_path / "out"), "--epochs", "2", "--device", "cpu", *SMALL,
     ]  # fmt: skip
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
@@ -252,7 +252,7 @@ def test_a_diverging_training_stops_and_keeps_what_it_has(digits, tmp_path, caps
 )
 def test_bad_arguments(digits, tmp_path, capsys, arguments, words):
     assert run(digits, tmp_path / "out", *arguments) == 2
-    (error,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("train_classifier: ")]
+    (error,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("train: ")]
     assert re.search(words if ".*" in words else re.escape(words), error)
     assert not (tmp_path / "out").exists()
 
@@ -261,7 +261,7 @@ def test_bad_arguments(digits, tmp_path, capsys, arguments, words):
 def test_a_gpu_that_is_not_there(digits, tmp_path, capsys):
     assert run(digits, tmp_path / "out", "--device", "cuda") == 2
     (error,) = capsys.readouterr().err.splitlines()
-    assert error.startswith("train_classifier: --device must be cpu here, got 'cuda': torch ")
+    assert error.startswith("train: --device must be cpu here, got 'cuda': torch ")
     assert error.endswith("finds no CUDA GPU")
 
 

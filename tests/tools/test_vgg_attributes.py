@@ -18,10 +18,10 @@ from torchvision.models.vgg import make_layers
 from tools.caption.__main__ import main as caption
 from tools.caption.attributes import AttributeDetector, load_detector
 from tools.caption.backbones import BadBackbone, TimmBackbone, VggFc7, from_torchvision, make_backbone, read_weights
-from tools.captioning import train_attributes as tool
-from tools.captioning.noisy_or import noisy_or
+from tools.caption.noisy_or import noisy_or
 from tools.datasets.captioned_scenes import Recipe, build
 from tools.pictures import open_picture
+from tools.train import attributes as tool
 
 LAYERS = [4, "M", 6, "M", 8, "M"]  # three poolings: a window of 7 cells is 56 pixels
 HIDDEN = 4096 // 64
@@ -256,4 +256,4 @@ def test_vgg16_is_the_default_with_fc7():
 def test_a_missing_vgg_is_reported(scenes, tmp_path, capsys):
     options = ["--fc7", "--backbone", "test_resnet", "--no-pretrained", "--device", "cpu"]
     assert tool.main([str(scenes), str(tmp_path / "out"), *options]) == 2
-    assert "train_attributes: fc7: the backbone must be a VGG of timm" in capsys.readouterr().err
+    assert "train attributes: fc7: the backbone must be a VGG of timm" in capsys.readouterr().err

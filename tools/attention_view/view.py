@@ -153,8 +153,8 @@ def load_timm(name: str, checkpoint: Path | None, options: dict[str, Any]) -> nn
     import timm
     from timm.models import load_checkpoint
 
-    from tools.classification.checkpoint import model_options, read_weights
-    from tools.classification.config import ConfigError
+    from tools.train.checkpoint import model_options, read_weights
+    from tools.train.config import ConfigError
 
     if (wrong := check_model_name(name)) is not None:
         raise ViewError(f"MODEL must be a model of timm or a config file (*.py) of mmdet or mmseg, got {wrong}")
@@ -185,12 +185,12 @@ def timm_size(model: nn.Module, checkpoint: Path | None, given: Sequence[int] | 
 
     Args:
         model: The model, whose own size is the default.
-        checkpoint: A checkpoint, which may store the size of its training by ``tools.train_classifier``.
+        checkpoint: A checkpoint, which may store the size of its training by ``tools.train``.
         given: Size given by the user, which takes precedence.
     """
     from timm.data import resolve_model_data_config
 
-    from tools.classification.checkpoint import trained_size
+    from tools.train.checkpoint import trained_size
 
     if given is not None:
         return (given[0], given[1]), "as given"

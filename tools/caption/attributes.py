@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from tools import files
 from tools.caption.backbones import BadBackbone, TimmBackbone, VggFc7, in_json, make_backbone, read_weights
 from tools.caption.lists import BadFile
-from tools.captioning.noisy_or import NoisyOrHead, noisy_or
+from tools.caption.noisy_or import NoisyOrHead, noisy_or
 
 Attributes = list[list[Any]]  # [word, probability], by falling probability
 

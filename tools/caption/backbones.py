@@ -82,7 +82,7 @@ class TimmBackbone(nn.Module):
             raise BadBackbone(f"timm's weights of {self.name} are unavailable: {error}") from error
 
     def load(self, path: Path) -> None:
-        """Load ``.safetensors`` of ``tools.train_classifier`` or of the attribute detector, or a file of torch.
+        """Load ``.safetensors`` of ``tools.train`` or of the attribute detector, or a file of torch.
 
         The weights of a VGG may also be torchvision's (:func:`from_torchvision`).
 

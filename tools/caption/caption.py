@@ -7,7 +7,7 @@ r"""Caption pictures, and show which regions and attributes each word attends to
 
 ``--path`` names a checkpoint of fairseq's task ``captioning``, or several separated by colons, whose word probabilities
 are averaged. Regions are extracted by the recipe stored in the data folder's ``regions.npz`` (or ``.h5``, ``.lmdb``),
-attributes by ``--detector`` (trained by ``tools.captioning.train_attributes``). Models of regions alone
+attributes by ``--detector`` (trained by ``tools.train attributes``). Models of regions alone
 (``--fusion visual``, ``show_attend_tell``) need no detector. IMAGE may be a folder, for all pictures in it.
 
 OUT gets ``captions.json``, ``[{"image_id": "photo", "file_name": "photo.jpg", "caption": "..."}]``, and for each
@@ -242,7 +242,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     option("images", type=Path, nargs="+", metavar="IMAGE")
     option("--path", required=True, metavar="FILE[:FILE]", help="checkpoints of the captioner")
-    option("--detector", type=Path, metavar="FILE", help="attribute detector: best.safetensors of train_attributes")
+    option(
+        "--detector", type=Path, metavar="FILE", help="attribute detector: best.safetensors of tools.train attributes"
+    )
     option("--data", type=Path, metavar="DIR", help="data folder, with all its files; default: the one of the training")
     option("--out", type=Path, default=Path("work_dirs/captions"), metavar="DIR", help="default %(default)s")
     option("--beam", type=int, default=3, help="default %(default)s")

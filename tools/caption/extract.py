@@ -223,7 +223,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     weights = parser.add_mutually_exclusive_group()
     weights.add_argument(
         "--checkpoint", metavar="FILE",
-        help="weights instead of the library's own; --grid also takes those of train_attributes and train_classifier",
+        help="weights instead of the library's own; --grid also takes those of tools.train",
     )  # fmt: skip
     weights.add_argument("--no-weights", action="store_true", help="random weights, the same for the same --seed")
     parser.add_argument("--grid-size", type=int, default=7, metavar="N", help="cells of a side, default %(default)s")

@@ -54,7 +54,7 @@ def main(arguments: list[str] | None = None) -> int:
     )  # fmt: skip
     parser.add_argument(
         "--runs", type=Path, default=tradeoff.RUNS, metavar="FILE",
-        help=f"with --plot: our small runs, of tools.translation_study; default {tradeoff.RUNS}",
+        help=f"with --plot: our small runs, of tools.study; default {tradeoff.RUNS}",
     )  # fmt: skip
     options = parser.parse_args(arguments)
     if options.plot is not None:

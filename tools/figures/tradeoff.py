@@ -106,7 +106,7 @@ def measured(runs: Path = RUNS) -> dict[str, list[Point]]:
     """Return our small translators by panel: self-attention, and attention of the decoder to the encoder.
 
     Args:
-        runs: JSON of ``tools.translation_study``.
+        runs: JSON of ``tools.study``.
 
     Raises:
         ValueError: the file is invalid.
@@ -126,7 +126,7 @@ def measured(runs: Path = RUNS) -> dict[str, list[Point]]:
                     point = Point(row["setting"].removeprefix("cross-"), million, row["bleu"], row["bleu_interval"])
                     panels.setdefault(f"BLEU, ours, {words}, {updates}", []).append(point)
     except (OSError, KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
-        raise ValueError(f"RUNS must be a file of tools.translation_study, got {runs}: {error!r}") from error
+        raise ValueError(f"RUNS must be a file of tools.study, got {runs}: {error!r}") from error
     return {panel: points for panel, points in panels.items() if len(points) > 1}
 
 

@@ -1,1 +1,0 @@
-"""Parts of ``tools.train_classifier``: configuration, data, training and files."""

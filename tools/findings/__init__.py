@@ -1,1 +1,0 @@
-"""Comparison of the documents' claims with small trainings: python -m tools.findings."""

@@ -1,0 +1,1 @@
+"""Small trainings that compare settings, described in ``configs/studies``: python -m tools.study NAME."""

@@ -1,0 +1,106 @@
+"""Commands of the studies, each on one thread with its CPU time, and the machine they run on."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import re
+import resource
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from tools import need
+
+ROOT = Path(__file__).resolve().parents[2]
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONUTF8": "1"}
+
+
+class StudyError(Exception):
+    """An error for the user to correct, or a command that failed."""
+
+
+def training_tool(toolkit: str) -> Path:
+    """Return the path of ``tools/train.py`` of mmdet or mmseg, which their packages contain."""
+    need(toolkit)
+    spec = importlib.util.find_spec(toolkit)
+    if spec is None or spec.origin is None:
+        raise StudyError(f"{toolkit}'s package has no files: install it with python -m attn_plugins install mm")
+    return Path(spec.origin).parent / ".mim/tools/train.py"
+
+
+def run(command: str, arguments: Sequence[str | Path], log: Path) -> float:
+    """Run a command on one thread; return its CPU seconds.
+
+    Args:
+        command: A module of ours (``tools.…``) with its sub-command if any, ``mmdet`` or ``mmseg`` for its training
+            tool, or a console command.
+        arguments: Its arguments.
+        log: File for its output.
+
+    Raises:
+        StudyError: the command is not installed, or failed.
+    """
+    if command in ("mmdet", "mmseg"):
+        words = [sys.executable, str(training_tool(command))]
+    elif command.startswith("tools."):
+        words = [sys.executable, "-m", *command.split()]
+    else:
+        executable = Path(sys.executable).with_name(command)
+        if not executable.exists():
+            raise StudyError(f"{command} is not in {executable.parent}: python -m attn_plugins install fairseq")
+        words = [str(executable)]
+    words += map(str, arguments)
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    log.parent.mkdir(parents=True, exist_ok=True)
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    with log.open("w", encoding="utf-8") as out:
+        out.write(f"{shlex.join(words)}\n")
+        out.flush()
+        environment = {**os.environ, **ONE_THREAD, "PYTHONPATH": path}
+        status = subprocess.run(words, stdout=out, stderr=subprocess.STDOUT, env=environment).returncode
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    if status:
+        end = log.read_text(encoding="utf-8", errors="replace").rstrip().split("\n")[-1]
+        raise StudyError(f"{shlex.join(words)} ended with status {status}, see {log}, whose last line is: {end}")
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def make(folder: Path, command: str, log: Path) -> None:
+    """Run ``command`` with ``folder`` as its last argument, unless the folder exists."""
+    if not folder.exists():
+        print(f"making {folder}", flush=True)
+        module, *options = shlex.split(command)
+        run(module, [*options, folder], log)
+
+
+def fairseq_log(file: Path) -> tuple[int, list[dict[str, Any]]]:
+    """Return the number of parameters in fairseq-train's log, and its JSON rows."""
+    text = file.read_text(encoding="utf-8")
+    counts = re.findall(r"num\. (?:shared|expert) model params: ([\d,]+)", text)
+    rows = [json.loads(row) for row in re.findall(r"\{\"epoch\".*\}", text)]
+    return sum(int(count.replace(",", "")) for count in counts), rows
+
+
+def facts(*modules: str) -> dict[str, str]:
+    """Return the date, the machine, and the versions of torch, of ours and of the packages of ``modules``."""
+    cpu = platform.processor() or platform.machine()
+    if Path("/proc/cpuinfo").exists():
+        names = re.findall(r"^model name\s*:\s*(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        cpu = names[0] if names else cpu
+    lines = {
+        "date": date.today().isoformat(),
+        "cpu": f"{cpu}, {os.cpu_count()} cores, 1 thread",
+        "python": platform.python_version(),
+    }
+    packages = importlib.metadata.packages_distributions()
+    for package in ("torch", "attn-plugins", *(packages[module][0] for module in modules if module in packages)):
+        lines[package] = importlib.metadata.version(package)
+    return lines

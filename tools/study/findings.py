@@ -1,0 +1,284 @@
+"""Compare the documents' claims with small trainings: run missing studies, write ``benchmarks/findings.md``.
+
+::
+
+    python -m tools.study findings --list              # studies, their state, and the time of missing ones
+    python -m tools.study findings                     # run missing studies, two at a time, the shortest first
+    python -m tools.study findings --studies sharing paddings --jobs 1
+    python -m tools.study findings --write             # only write the page, from the files in benchmarks/
+    python -m tools.study findings --collect           # copy the figures of unfinished studies to benchmarks/ first
+
+Studies and claims are those of ``configs/studies/findings.yaml``. Run it in the repository's root. A study works in
+``work_dirs/findings``, continues where it stopped, and copies its figures to ``benchmarks`` when all settings and seeds
+are finished; the page is rewritten after each study. Collected figures of an unfinished study are reused on another
+machine. Each training runs on one CPU thread. In the background: ``nohup nice python -m tools.study findings &``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import shlex
+import sys
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tools.files import write_text
+from tools.study.commands import ROOT, StudyError, run
+from tools.study.rules import CANNOT, MISSING, NOT, SEEN, Outcome, Sample, outcome
+from tools.study.settings import FOLDER, Study
+from tools.study.table import value
+
+BENCHMARKS, WORK = Path("benchmarks"), Path("work_dirs/findings")
+DATA_SETS = threading.Lock()  # two studies may need the same data set
+INTRODUCTION = """\
+# Claims of the documents, tested on small data
+
+`python -m tools.study findings` runs the missing studies and generates this page from the figures in this folder. Each
+row is a claim of one of the four documents, with the document's figures in brackets, and a study that tests it.
+
+* **seen**: every seed of one setting is above every seed of the other (for three against three, one time in twenty by
+  chance); for a single seed, the difference is beyond a 95 % interval, or the paired bootstrap of the study's page has
+  p < 0.01. "As good" is seen if a setting is behind by less than one point, chance included.
+* **not seen**: the order is the opposite, or the interval of the difference excludes the document's difference.
+* **cannot be seen at this size**: both differences are within chance, or no small study tests the claim.
+* ± is the standard deviation over seeds; "of the texts" is half of the 95 % interval over the test sentences of
+  one seed.
+
+The networks have about a million parameters and are trained for minutes. A claim that is seen here does not confirm the
+document's figures, and one that is not seen does not refute them.
+"""
+
+
+class Record:
+    """A study that tests claims: an entry of ``studies`` in ``findings.yaml``.
+
+    Its keys are ``data``, in words; ``file`` in ``benchmarks``; ``minutes`` of one core; ``sample``, ``value`` and
+    ``factor``, which read samples from the results, or ``samples``, which are those of a page; ``steps`` with the file
+    that marks one as made; ``product``, which the last step writes, or else the ``page`` of a study that was measured
+    by hand; ``needed`` samples of ``seeds`` values; and ``resumed``, whether its trainings depend on no file of each
+    other, so that they resume from ``file`` on another machine.
+    """
+
+    def __init__(self, name: str, content: dict[str, Any], root: Path = ROOT) -> None:
+        self.name, self.content, self.root = name, content, root
+        self.file = root / BENCHMARKS / content["file"]
+
+    @cached_property
+    def samples(self) -> dict[str, Sample]:
+        """Samples of the file; empty if it is missing."""
+        content = self.content
+        if not self.file.is_file():
+            return {}
+        if "samples" in content:
+            return {name: Sample(tuple(values)) for name, values in content["samples"].items()}
+        samples: dict[str, Sample] = {}
+        for row in rows(json.loads(self.file.read_text(encoding="utf-8"))):
+            name = content["sample"].format_map(row)
+            number = value(row, content["value"]) * content.get("factor", 1)
+            values = (*(samples[name].values if name in samples else ()), number)
+            samples[name] = Sample(values, row.get("bleu_interval") if len(values) == 1 else None)
+            if "multiply_adds" in row:
+                samples[f"{name}/operations"] = Sample((value(row, "operations"),), exact=True)
+        return samples
+
+    @property
+    def complete(self) -> dict[str, Sample]:
+        """Samples without the needed ones that lack seeds."""
+        needed, seeds = self.content.get("needed", ()), self.content.get("seeds", 3)
+        return {n: s for n, s in self.samples.items() if n not in needed or len(s.values) >= seeds}
+
+    @property
+    def finished(self) -> bool:
+        """Whether every setting has all its seeds."""
+        return bool(self.samples) and all(name in self.complete for name in self.content.get("needed", ()))
+
+    @property
+    def product(self) -> Path:
+        """File that the last step writes."""
+        return self.root / self.content["product"]
+
+    def restore(self) -> None:
+        """Write the results of the trainings in ``benchmarks`` to their folders, so that they are not repeated."""
+        if self.content.get("resumed") and self.file.is_file():
+            study = Study(Path(self.content["product"]).stem)
+            for result in json.loads(self.file.read_text(encoding="utf-8"))["results"]:
+                path = self.product.parent / study.run_of(result).folder / "result.json"
+                if not path.exists():
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    write_text(path, json.dumps(result, indent=1) + "\n")
+
+    def collect(self) -> None:
+        """Copy the figures to ``benchmarks``, if there are any."""
+        if self.product.is_file():
+            write_text(self.file, self.product.read_text(encoding="utf-8"))
+            self.__dict__.pop("samples", None)
+
+    def carry_out(self) -> None:
+        """Resume the study in the current folder, which is the root, and collect its figures.
+
+        Raises:
+            StudyError: a command failed.
+        """
+        self.restore()
+        for number, step in enumerate(self.content["steps"], 1):
+            command, *arguments = shlex.split(step["run"])
+            with DATA_SETS if command.startswith("tools.datasets.") else contextlib.nullcontext():
+                if not ("made" in step and (self.root / step["made"]).exists()):
+                    log = self.root / WORK / f"{self.name}-{number}.log"
+                    print(f"{self.name}: {shell(step['run'])}, see {log}", flush=True)
+                    run(command, arguments, log)
+        if not self.product.is_file():
+            raise StudyError(f"{self.name}: its last command wrote no {self.content['product']}")
+        self.collect()
+
+
+def rows(content: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the results of a file; those of several lists have the list's name as their ``part``."""
+    if "results" in content:
+        return content["results"]
+    parts = {name: part for name, part in content.items() if isinstance(part, list)}
+    return [{**row, "part": name} for name, part in parts.items() for row in part]
+
+
+def shell(words: str) -> str:
+    """Return a step's command as typed in a shell."""
+    command, _, arguments = words.partition(" ")
+    return f"python {'$TOOLS/train.py' if command in ('mmdet', 'mmseg') else f'-m {command}'} {arguments}".rstrip()
+
+
+def load(root: Path = ROOT) -> tuple[dict[str, Record], list[dict[str, Any]]]:
+    """Return the studies and the claims."""
+    content = yaml.safe_load((FOLDER / "findings.yaml").read_text(encoding="utf-8"))
+    return {name: Record(name, study, root) for name, study in content["studies"].items()}, content["claims"]
+
+
+def judge(claim: dict[str, Any], records: dict[str, Record]) -> Outcome:
+    """Return the verdict on a claim, which is missing with its samples."""
+    record = records.get(claim.get("study", ""))
+    try:
+        return outcome(claim, record.complete if record else {})
+    except KeyError as error:
+        assert record is not None
+        how = f"`python -m tools.study findings --studies {record.name}`, about {record.content['minutes']} minutes"
+        return Outcome(MISSING, why=f"`{error.args[0]}` is missing: {how} of one core")
+
+
+def claim_row(claim: dict[str, Any], found: Outcome) -> str:
+    """Return a claim's line of the table."""
+    study = f"[{claim['study']}](#studies)" if "study" in claim else ""
+    why = "; ".join(part for part in (found.why, claim.get("note")) if part)
+    cells = [claim["claim"], f"{claim['document']}, {claim['place']}", study, found.result, f"**{found.verdict}**", why]
+    return f"| {' | '.join(cells)} |"
+
+
+def study_row(record: Record) -> str:
+    """Return a study's line of the table."""
+    content = record.content
+    commands = "<br>".join(f"`{shell(step['run'])}`" for step in content["steps"])
+    if page := content.get("page"):
+        commands += f"<br>measured before, see [{page}]({page})"
+    where = f"[{content['file']}]({content['file']})" if record.samples else MISSING
+    seeds = Counter(len(sample.values) for sample in record.samples.values() if not sample.exact)
+    counted = ", ".join(f"{count}: {n} settings" for count, n in sorted(seeds.items(), reverse=True))
+    return f"| {record.name} | {content['data']} | {commands} | {content['minutes']} | {counted} | {where} |"
+
+
+def page(records: dict[str, Record], claims: Sequence[dict[str, Any]]) -> str:
+    """Return the page with a table of all claims and one of the studies."""
+    outcomes = [judge(claim, records) for claim in claims]
+    lines = [
+        INTRODUCTION, f"{len(claims)} claims: {counts(outcomes)}.", "",
+        "| claim | where | study | result | verdict | why |", "|---|---|---|---|---|---|",
+        *(claim_row(claim, found) for claim, found in zip(claims, outcomes)), "",
+        "## Studies", "",
+        "Minutes are of one core, for all seeds; `$TOOLS` is the folder of mmdet's or mmsegmentation's own tools "
+        "(`.mim/tools` of the package). Seeds are counted for each setting.", "",
+        "| study | data, metric | command | minutes | seeds | figures |", "|---|---|---|---:|---|---|",
+        *(study_row(record) for record in records.values()),
+    ]  # fmt: skip
+    return "\n".join(lines) + "\n"
+
+
+def counts(outcomes: Sequence[Outcome]) -> str:
+    """Return the numbers of claims by verdict."""
+    number = Counter(found.verdict for found in outcomes)
+    return ", ".join(f"{number[verdict]} {verdict}" for verdict in (SEEN, NOT, CANNOT, MISSING) if number[verdict])
+
+
+def listing(records: dict[str, Record], missing: Sequence[str]) -> str:
+    """Return a line for each study, and the total of missing ones."""
+    lines = []
+    for name in [*missing, *(name for name in records if name not in missing)]:
+        content = records[name].content
+        state = f"missing, about {content['minutes']} minutes of one core" if name in missing else "measured"
+        lines.append(f"{name:20s} {state}: {content['data']}")
+    minutes = sum(records[name].content["minutes"] for name in missing)
+    return "\n".join([*lines, f"missing: {len(missing)} studies, about {minutes} minutes of one core"])
+
+
+def carry_out_all(names: Sequence[str], jobs: int, root: Path = ROOT) -> list[str]:
+    """Run studies, ``jobs`` at a time, and rewrite the page after each; return the errors of failed ones."""
+    records, claims = load(root)
+    errors = []
+    with ThreadPoolExecutor(jobs) as pool:
+        running = {pool.submit(records[name].carry_out): name for name in names}
+        for done in as_completed(running):
+            if isinstance(error := done.exception(), StudyError):
+                errors.append(f"{running[done]}: {error}")
+                print(f"findings: {errors[-1]}", file=sys.stderr, flush=True)
+            elif error:
+                raise error
+            else:
+                print(f"{running[done]}: finished", flush=True)
+            write_text(root / BENCHMARKS / "findings.md", page(records, claims))
+    return errors
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.study findings", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--list", action="store_true", help="list the studies and stop")
+    what.add_argument("--write", action="store_true", help="write the page and stop")
+    what.add_argument(
+        "--collect", action="store_true", help="copy figures of unfinished studies, write the page and stop"
+    )
+    what.add_argument("--studies", nargs="+", metavar="NAME", help="studies to run; default: all missing ones")
+    parser.add_argument("--jobs", type=int, default=2, metavar="N", help="studies at a time, default %(default)s")
+    options = parser.parse_args(arguments)
+    records, claims = load()
+    runnable = [name for name, record in records.items() if "product" in record.content]
+    unfinished = [name for name in runnable if not records[name].finished]
+    missing = sorted(unfinished, key=lambda name: records[name].content["minutes"])
+    for name in options.studies or ():
+        if name not in runnable:
+            parser.error(f"--studies must be among {', '.join(runnable)}, got {name!r}")
+    if options.jobs < 1:
+        parser.error(f"--jobs must be at least 1, got {options.jobs}")
+    if options.list:
+        print(listing(records, missing))
+        return 0
+    errors: list[str] = []
+    if options.collect:
+        for name in missing:
+            records[name].collect()
+    elif not options.write:
+        if Path.cwd() != ROOT:
+            parser.error(f"studies run in the repository's root, {ROOT}, not in {Path.cwd()}")
+        print(listing(records, missing), flush=True)
+        errors = carry_out_all(options.studies or missing, options.jobs)
+        records, claims = load()
+    write_text(ROOT / BENCHMARKS / "findings.md", page(records, claims))
+    print(counts([judge(claim, records) for claim in claims]))
+    print(f"written: {BENCHMARKS / 'findings.md'}")
+    return 2 if errors else 0

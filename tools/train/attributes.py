@@ -1,0 +1,340 @@
+r"""Train the attribute detector on captioned pictures, and write the attributes for the captioner.
+
+::
+
+    python -m tools.train attributes data/scenes work_dirs/attributes \
+        --backbone resnet10t --no-pretrained --size 96 --epochs 30
+
+The vocabulary is the ``--words`` most frequent words of the training captions that occur at least ``--min-word-count``
+times (as counted by the captioning task); stop words stay unless ``--skip-words`` lists them. An image has a word if
+one of its captions has it. Loss: binary cross-entropy of p = 1 − Π(1 − p_cell), the noisy-OR over the cells of the
+backbone's last map (Fang et al., 2015). Pictures are stretched to ``--size`` and shifted by up to ``--shift`` of it,
+but not mirrored, because captions distinguish left from right.
+
+DATA is the folder of the captioning task: ``images/``, ``splits.json`` (Karpathy's format) and ``captions.json``
+(COCO's; without it the captions in ``splits.json``); each has an option for another path. The backbone starts from
+timm's weights (a download; resnet50 by default, see ``--backbone``), from those of ``--weights FILE``, or with
+``--no-pretrained`` from random weights, which suits a small one. ``--fc7`` is the network of Fang et al.: VGG-16 with
+fc6 and fc7 as convolutions, whose cells are the 4,096 features of fc7. Its pictures keep their aspect ratio, with
+``--size`` (565) pixels on the longer side, and its weights may be torchvision's.
+
+OUT gets ``best.safetensors`` (of the epoch with the best mAP over words on ``val``), ``last.pth`` (for ``--resume``)
+and ``log.json``. At the end DATA gets ``attributes.json``: the ``--top`` most probable words of every image of
+``splits.json``, ``{image id: [[word, probability], ...]}``. ``--predict`` writes it again, without training.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader
+
+from tools import files
+from tools.caption.attributes import AttributeDetector, average_precision, frequent_words, labels, load_detector, top
+from tools.caption.backbones import BadBackbone, TimmBackbone, make_backbone
+from tools.caption.lists import BadFile
+from tools.caption.noisy_or import noisy_or, noisy_or_loss
+from tools.pictures import BadPicture
+from tools.train.attribute_data import Data, Pictures, collate
+
+# Options that a resumed training must not change.
+FIXED = (
+    "backbone", "fc7", "size", "output_stride", "weights", "no_pretrained", "words", "min_word_count", "skip_words",
+    "epochs", "batch_size", "lr", "weight_decay", "shift", "seed",
+)  # fmt: skip
+TRAINING, VALIDATION = ("train", "restval"), ("val",)
+
+
+class BadOption(ValueError):
+    """An invalid option value."""
+
+
+class Course:
+    """Schedule of the learning rate: warm-up over a tenth of all steps, then a cosine decay to 0."""
+
+    def __init__(self, steps: int) -> None:
+        self.warmup = max(1, steps // 10)
+        self.rest = max(1, steps - self.warmup)
+
+    def __call__(self, step: int) -> float:
+        if step < self.warmup:
+            return (step + 1) / self.warmup
+        return (1 + math.cos(math.pi * min(1.0, (step - self.warmup) / self.rest))) / 2
+
+
+class Training:
+    """A new or resumed training."""
+
+    def __init__(self, options: argparse.Namespace, data: Data, device: torch.device) -> None:
+        self.options, self.device = options, device
+        train, captions = data.part(TRAINING)
+        val, val_captions = data.part(VALIDATION)
+        words = frequent_words(captions, options.words, options.min_word_count, options.skip_words)
+        if not words:
+            raise BadFile(
+                f"no word is left: none of the captions to train on occurs {options.min_word_count} times "
+                f"(--min-word-count) and is not skipped"
+            )
+        torch.manual_seed(options.seed)
+        size = (options.size,) * 2 if options.size else None
+        backbone = make_backbone(options.backbone, size, options.output_stride, options.fc7)
+        state = self._state()
+        if state is None:
+            self._first_weights(backbone)
+        self.detector = AttributeDetector(backbone, words).to(device)
+        targets = labels(captions, words)
+        if state is None:
+            with torch.no_grad():
+                cells = backbone.eval()(torch.zeros(1, 3, *backbone.size, device=device))[0, 0].numel()
+            self.detector.head.start_at(targets.float().mean(0), cells)
+        skip = options.skip_invalid_samples
+        self.train = Pictures(train, targets, backbone, options.shift, skip)
+        self.val = Pictures(val, labels(val_captions, words), backbone, 0.0, skip)
+        decay = [p for p in self.detector.parameters() if p.ndim > 1]
+        other = [p for p in self.detector.parameters() if p.ndim <= 1]
+        groups: list[dict[str, Any]] = [dict(params=decay), dict(params=other, weight_decay=0.0)]
+        self.optimizer = torch.optim.AdamW(groups, options.lr, weight_decay=options.weight_decay)
+        self.steps = -(-len(train) // options.batch_size)
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, Course(options.epochs * self.steps))
+        self.rows: list[dict[str, float]] = []
+        if state is not None:
+            if state["vocabulary"] != words:
+                raise BadFile(f"{options.out / 'last.pth'} was trained on other captions: its words differ")
+            self.detector.load_state_dict(state["detector"])
+            self.optimizer.load_state_dict(state["optimizer"])
+            self.schedule.load_state_dict(state["schedule"])
+            self.rows = state["rows"]
+
+    def _first_weights(self, backbone: TimmBackbone) -> None:
+        if self.options.weights is not None:
+            backbone.load(self.options.weights)
+        elif not self.options.no_pretrained:
+            try:
+                backbone.load_pretrained()
+            except BadBackbone as error:
+                raise BadBackbone(
+                    f"{error}; pass --weights FILE, or --no-pretrained with a small backbone, such as resnet10t"
+                ) from error
+
+    def _state(self) -> dict[str, Any] | None:
+        """Return the state after the last epoch, or None at the beginning."""
+        file = self.options.out / "last.pth"
+        if not file.is_file():
+            return None
+        if not self.options.resume:
+            raise BadOption(f"OUT {self.options.out} already holds a training: --resume continues it")
+        try:
+            state = torch.load(file, map_location="cpu", weights_only=True)
+            before = json.loads(state["options"])
+        except Exception as error:
+            raise BadFile(f"{file} cannot be read: {error}") from error
+        for name, value in json.loads(_fixed(self.options)).items():
+            if (then := before.get(name, build_parser().get_default(name))) != value:
+                option = "--" + name.replace("_", "-")
+                raise BadOption(f"{file} was trained with {option} {then}, but now it is {value}")
+        return state
+
+    def run(self) -> float:
+        """Run the remaining epochs; return the best mAP.
+
+        Raises:
+            FloatingPointError: the loss is not finite.
+        """
+        frequencies = self.val.targets.float().mean(0)
+        chance = frequencies[frequencies > 0].mean().item()
+        print(
+            f"{len(self.train)} images to train on, {len(self.val)} to validate, {len(self.detector.words)} words; mAP "
+            f"of chance {100 * chance:.1f}",
+            flush=True,
+        )
+        for epoch in range(len(self.rows), self.options.epochs):
+            began = time.monotonic()
+            loss = self._epoch(epoch)
+            row = dict(epoch=epoch + 1, loss=loss, **self._validate(), seconds=round(time.monotonic() - began, 1))
+            best = max((other["map"] for other in self.rows), default=-1.0)
+            self.rows.append(row)
+            if row["map"] > best:
+                self.detector.save(self.options.out / "best.safetensors", map=row["map"], epoch=epoch + 1)
+            self._save()
+            print(
+                f"epoch {epoch + 1:>3}/{self.options.epochs}  loss {loss:.4f}  val loss {row['val_loss']:.4f}  "
+                f"mAP {100 * row['map']:.1f}  {row['seconds']:.0f} s",
+                flush=True,
+            )
+        return max(row["map"] for row in self.rows)
+
+    def _loader(self, pictures: Pictures, order: Sequence[int]) -> Any:
+        batch, workers = self.options.batch_size, self.options.workers
+        batches = [order[i : i + batch] for i in range(0, len(order), batch)]
+        return DataLoader(pictures, batch_sampler=batches, num_workers=workers, collate_fn=collate)  # type: ignore[arg-type]
+
+    def _epoch(self, number: int) -> float:
+        generator = torch.Generator().manual_seed(self.options.seed * 1_000_003 + number)
+        torch.manual_seed(self.options.seed * 1_000_003 + number)
+        self.train.epoch = (self.options.seed, number)
+        self.detector.train()
+        total, count = 0.0, 0
+        for batch in self._loader(self.train, torch.randperm(len(self.train), generator=generator).tolist()):
+            if batch is not None:
+                loss = noisy_or_loss(self.detector(batch[1].to(self.device)), batch[2].to(self.device))
+                if not loss.isfinite():
+                    raise FloatingPointError(f"the loss is {loss.item()} in epoch {number + 1}: try a smaller --lr")
+                self.optimizer.zero_grad()
+                loss.backward()
+                torch.nn.utils.clip_grad_norm_(self.detector.parameters(), 5.0)
+                self.optimizer.step()
+                total, count = total + loss.item() * len(batch[0]), count + len(batch[0])
+            self.schedule.step()
+        if count == 0:
+            raise BadFile("none of the pictures to train on can be read")
+        return total / count
+
+    @torch.inference_mode()
+    def _validate(self) -> dict[str, float]:
+        self.detector.eval()
+        scores, targets, losses = [], [], []
+        for batch in self._loader(self.val, range(len(self.val))):
+            if batch is not None:
+                logits = self.detector(batch[1].to(self.device))
+                log_p, log_not = noisy_or(logits)
+                scores.append((log_p - log_not).cpu().numpy())
+                targets.append(batch[2].numpy())
+                losses += [noisy_or_loss(logits, batch[2].to(self.device)).item()] * len(batch[0])
+        if not scores:
+            raise BadFile("none of the pictures to validate can be read")
+        precision = average_precision(np.concatenate(scores), np.concatenate(targets))
+        if np.isnan(precision).all():
+            raise BadFile("the captions to validate have none of the words")
+        return dict(val_loss=float(np.mean(losses)), map=float(np.nanmean(precision)))
+
+    def _save(self) -> None:
+        state = dict(options=_fixed(self.options), vocabulary=self.detector.words, rows=self.rows)
+        for name in ("detector", "optimizer", "schedule"):
+            state[name] = getattr(self, name).state_dict()
+        files.write(self.options.out / "last.pth", lambda partial: torch.save(state, partial))
+        files.write_text(self.options.out / "log.json", json.dumps(self.rows, indent=1) + "\n")
+
+
+def _fixed(options: argparse.Namespace) -> str:
+    return json.dumps({name: getattr(options, name) for name in FIXED}, default=str)
+
+
+def predict(options: argparse.Namespace, data: Data, device: torch.device) -> int:
+    """Write the attributes of all images with the best weights; return how many could not be read."""
+    weights = options.out / "best.safetensors"
+    detector = load_detector(weights, device)
+    if options.backbone_given and options.backbone != detector.backbone.name:
+        raise BadOption(f"{weights} holds a {detector.backbone.name}, but --backbone is {options.backbone}")
+    none = torch.zeros(len(data.images), 0)
+    pictures = Pictures(data.images, none, detector.backbone, 0.0, options.skip_invalid_samples)
+    loader: Any = DataLoader(pictures, options.batch_size, num_workers=options.workers, collate_fn=collate)
+    found: dict[str, list] = {}
+    for batch in filter(None, loader):
+        for index, own in zip(batch[0].tolist(), detector.log_odds(batch[1].to(device)).cpu()):
+            found[str(data.images[index].id)] = top(own, detector.words, options.top)
+    if not found:
+        raise BadFile("none of the pictures can be read")
+    out = options.attributes or options.data / "attributes.json"
+    files.write_text(out, json.dumps(found))
+    print(f"{out}: {len(found)} images, {len(next(iter(found.values())))} words each")
+    return len(data.images) - len(found)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.train attributes",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("data", type=Path, metavar="DATA")
+    parser.add_argument("out", type=Path, metavar="OUT")
+    parser.add_argument("--splits", type=Path, metavar="JSON", help="default: DATA/splits.json")
+    parser.add_argument("--captions", type=Path, metavar="JSON", help="default: DATA/captions.json, if it is there")
+    parser.add_argument("--images", type=Path, metavar="DIR", help="default: DATA/images, else DATA")
+    parser.add_argument("--attributes", type=Path, metavar="FILE", help="output file, default: DATA/attributes.json")
+    parser.add_argument("--backbone", metavar="NAME", help="model of timm, default resnet50; with --fc7 vgg16")
+    parser.add_argument("--fc7", action="store_true", help="use a VGG up to fc7, with fc6 and fc7 as convolutions")
+    weights = parser.add_mutually_exclusive_group()
+    weights.add_argument("--weights", type=Path, metavar="FILE", help="weights of the backbone, instead of timm's")
+    weights.add_argument("--no-pretrained", action="store_true", help="train from random weights")
+    parser.add_argument(
+        "--size", type=int, metavar="PIXELS", help="side of the pictures, default: the backbone's own; with --fc7 565"
+    )
+    parser.add_argument(
+        "--output-stride", type=int, metavar="PIXELS", help="pixels per cell, if the backbone can change it"
+    )
+    parser.add_argument("--words", type=int, default=1000, help="default %(default)s")
+    parser.add_argument("--min-word-count", type=int, default=5, help="default %(default)s")
+    parser.add_argument(
+        "--skip-words", nargs="*", default=[], metavar="WORD", help="words to exclude from the attributes"
+    )
+    parser.add_argument("--epochs", type=int, default=20, help="default %(default)s")
+    parser.add_argument("--batch-size", type=int, default=32, help="default %(default)s")
+    parser.add_argument("--lr", type=float, help="default 0.002 with --no-pretrained, else 0.0002")
+    parser.add_argument("--weight-decay", type=float, default=0.05, help="default %(default)s")
+    parser.add_argument(
+        "--shift", type=float, default=0.1, help="maximum shift relative to a side, default %(default)s"
+    )
+    parser.add_argument("--workers", type=int, default=0, help="processes that read pictures, default %(default)s")
+    parser.add_argument("--device", help="default: cuda where there is one, else cpu")
+    parser.add_argument("--seed", type=int, default=0, help="default %(default)s")
+    parser.add_argument("--resume", action="store_true", help="continue the training of OUT")
+    parser.add_argument("--predict", action="store_true", help="only write the attributes, with OUT/best.safetensors")
+    parser.add_argument(
+        "--top", type=int, default=20, metavar="WORDS", help="attributes of each image, default %(default)s"
+    )
+    parser.add_argument(
+        "--skip-invalid-samples", action="store_true", help="leave out bad captions and pictures, with a line each"
+    )
+    return parser
+
+
+def check(options: argparse.Namespace) -> None:
+    """Fill in defaults that depend on other options.
+
+    Raises:
+        BadOption: a value is invalid.
+    """
+    for name in ("words", "min_word_count", "epochs", "batch_size", "top"):
+        if getattr(options, name) < 1:
+            raise BadOption(f"--{name.replace('_', '-')} must be at least 1, got {getattr(options, name)}")
+    if options.size is not None and options.size < 16:
+        raise BadOption(f"--size must be at least 16 pixels, got {options.size}")
+    if not 0 <= options.shift < 0.5:
+        raise BadOption(f"--shift must be from 0 to 0.5, got {options.shift}")
+    options.backbone_given = options.backbone is not None
+    options.backbone = options.backbone or ("vgg16" if options.fc7 else "resnet50")
+    options.lr = options.lr or (2e-3 if options.no_pretrained else 2e-4)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = build_parser().parse_args(arguments)
+    try:
+        check(options)
+        device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        data = Data(options)
+        if not options.predict:
+            best = Training(options, data, device).run()
+            print(f"best mAP {100 * best:.1f}")
+        predict(options, data, device)
+    except (ValueError, BadPicture, FloatingPointError) as error:
+        message = str(error).strip()
+        if isinstance(error, BadPicture):  # a loading process prepends its traceback
+            message = message.splitlines()[-1].removeprefix("tools.pictures.BadPicture: ")
+        print(f"train attributes: {message}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
