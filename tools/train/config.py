@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import difflib
 from collections.abc import Mapping, Sequence
@@ -11,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from tools.clips import SAMPLINGS
 
@@ -114,6 +115,12 @@ class Config:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        for name in ("input_size", "milestones", "scale"):
+            if isinstance(value := getattr(self, name), list):
+                object.__setattr__(self, name, tuple(value))
+        for name in ("input_size", "scale"):
+            if getattr(self, name) is not None and len(getattr(self, name)) != 2:
+                raise ConfigError(f"{name} must be two numbers, got {getattr(self, name)!r}")
         for name, choices in (
             ("schedule", SCHEDULES), ("crop", CROPS), ("precision", PRECISIONS), ("frame_sampling", tuple(SAMPLINGS)),
         ):  # fmt: skip
@@ -228,33 +235,19 @@ def build(values: Mapping[str, Any], overrides: Sequence[str] = (), **more: Any)
     values.update({key: value for key, value in more.items() if value is not None})
     if "model" not in values:
         raise ConfigError("no model is given: name one in CONFIG or by --model NAME")
-    return Config(**{key: _value(key, value) for key, value in values.items()})
-
-
-def _value(key: str, value: Any) -> Any:
-    """Convert ``value`` to the type of its field."""
-    if key not in FIELDS:
-        near = difflib.get_close_matches(str(key), FIELDS, 1)
-        raise ConfigError(f"unknown key {key!r}" + (f": did you mean {near[0]!r}?" if near else ""))
-    kind = str(FIELDS[key].type)
-    if value is None:
-        if "None" not in kind:
-            raise ConfigError(f"{key} must be {kind}, got nothing")
-        return None
-    kind = kind.removesuffix(" | None")
-    if kind.startswith("tuple"):
-        of = int if "int" in kind else float
-        fixed = None if "..." in kind else 2
-        if isinstance(value, int) and key == "input_size":
-            value = (value, value)
-        good = isinstance(value, (list, tuple)) and fixed in (None, len(value))
-        if not good or not all(isinstance(v, (int, of)) and not isinstance(v, bool) for v in value):
+    if isinstance(side := values.get("input_size"), int):
+        values["input_size"] = (side, side)
+    config = OmegaConf.structured(Config)
+    OmegaConf.set_readonly(config, False)  # the dataclass is frozen
+    for key, value in values.items():
+        if key not in FIELDS:
+            near = difflib.get_close_matches(str(key), FIELDS, 1)
+            raise ConfigError(f"unknown key {key!r}" + (f": did you mean {near[0]!r}?" if near else ""))
+        kind = FIELDS[key].type
+        try:
+            OmegaConf.update(config, key, value, merge=False)
+        except OmegaConfBaseException as error:
+            raise ConfigError(f"{key} must be {kind}, got {value!r}") from error
+        if isinstance(value, float) and config[key] != value:  # OmegaConf truncates
             raise ConfigError(f"{key} must be {kind}, got {value!r}")
-        return tuple(of(v) for v in value)
-    if kind == "float" and isinstance(value, str):
-        with contextlib.suppress(ValueError):
-            value = float(value)  # YAML reads 5e-4 as a string
-    kinds = {"str": str, "int": int, "float": (int, float), "bool": bool, "dict[str, Any]": dict}
-    if not isinstance(value, kinds[kind]) or (isinstance(value, bool) and kind != "bool"):
-        raise ConfigError(f"{key} must be {kind}, got {value!r}")
-    return float(value) if kind == "float" else value
+    return OmegaConf.to_object(config)

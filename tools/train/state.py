@@ -107,10 +107,7 @@ def read_state(file: Path) -> State:
         )
     try:
         content = torch.load(file, map_location="cpu", weights_only=True)
-        if "settings" in content:
-            found = json.loads(content["settings"])
-        else:  # up to 0.1 only the configuration was saved
-            found = dict(config=json.loads(content["config"]), asked=json.loads(content["config"]))
+        found = json.loads(content["settings"])
         for key in ("config", "asked"):
             found[key] = build(found[key])
         return State(Settings(**found), content["epoch"], content["best"], content["rows"], content["parts"])
