@@ -26,8 +26,8 @@ import sys
 from pathlib import Path
 
 from tools.study import findings
-from tools.study.commands import StudyError
-from tools.study.runner import carry_out, default_output, recorded, toolkit_of
+from tools.study.commands import ROOT, StudyError
+from tools.study.runner import carry_out, recorded, toolkit_of
 from tools.study.settings import NAMES, Run, Study
 
 CAPTIONING = {
@@ -95,7 +95,7 @@ def main(arguments: list[str] | None = None) -> int:
         if options.table:
             print(recorded(study, options.table), end="")
             return 0
-        output = (options.output or default_output(study.name)).resolve()
+        output = (options.output or ROOT / "work_dirs/studies" / study.name).resolve()
         toolkit = toolkit_of(study)(study, output, options)
         chosen = [Run(*one) for one in product(options.settings, options.parts, options.seeds)]
         runs = toolkit.runs(chosen) if hasattr(toolkit, "runs") else chosen

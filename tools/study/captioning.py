@@ -42,19 +42,14 @@ class Captioning:
         if options.stages and self.first not in options.stages:
             raise StudyError(f"--stages must include {self.first}, from which the other stage starts")
 
-    def setting(self, name: str) -> dict[str, Any]:
-        """Return a setting; the user's has options alone, and both stages."""
-        content = self.study.settings[name]
-        if isinstance(content, dict):
-            return content
-        return {"what": content if "--arch" in content else f"ETA, {content}", "options": content, "stages": 2}
-
     def runs(self, chosen: list[Run]) -> list[Run]:
         """Return baselines, trainings and then ensembles."""
-        stages = {name: self.setting(name).get("stages", 1) for name in dict.fromkeys(one.setting for one in chosen)}
+        stages = {
+            name: self.study.settings[name].get("stages", 1) for name in dict.fromkeys(one.setting for one in chosen)
+        }
         trained = [one for one in chosen if one.part == self.first or stages[one.setting] == 2]
-        trained = [one for one in trained if "fused" not in self.setting(one.setting)]
-        ensembles = [Run(one.setting, one.part) for one in chosen if "fused" in self.setting(one.setting)]
+        trained = [one for one in trained if "fused" not in self.study.settings[one.setting]]
+        ensembles = [Run(one.setting, one.part) for one in chosen if "fused" in self.study.settings[one.setting]]
         self.seeds = list(dict.fromkeys(one.seed for one in chosen))
         return [*(Run(name) for name in self.study.data["baselines"]), *trained, *dict.fromkeys(ensembles)]
 
@@ -80,7 +75,7 @@ class Captioning:
             "regions": (given.regions or study["regions"]).strip(),
         }
         source = ["--splits", data / "splits.json", *([] if given.regions else ["--checkpoint", weights])]
-        steps: dict[str, tuple[list[Path], str, list[Path | str]]] = {
+        steps: dict[str, tuple[list[Path], str, list[Any]]] = {
             "scenes": ([data / "splits.json"], "tools.datasets.captioned_scenes", [data]),
             "attributes": ([data / "attributes.json"], "tools.train attributes", [data, detector, *resume]),
             "regions": (regions, "tools.caption extract", [data / "images", regions[0], *source]),
@@ -109,7 +104,7 @@ class Captioning:
 
     def checkpoints(self, one: Run) -> list[Path]:
         """Return the checkpoints of an ensemble: of all seeds of one setting, or of the first seed of several."""
-        names = self.setting(one.setting)["fused"]
+        names = self.study.settings[one.setting]["fused"]
         seeds = self.seeds if len(names) == 1 else self.seeds[:1]
         folders = [self.output / Run(name, one.part, seed).folder for name in names for seed in seeds]
         return [folder / "checkpoint_best.pt" for folder in folders if (folder / "result.json").exists()]
@@ -118,7 +113,7 @@ class Captioning:
         """Return what a stored result must have been run with; None for an ensemble of fewer than two."""
         if not one.part:
             return {"captions": one.setting, "part": self.part}
-        setting = self.setting(one.setting)
+        setting = self.study.settings[one.setting]
         if one.seed is None:
             paths = self.checkpoints(one)
             scores = {str(path.parent.relative_to(self.output)): self.result(path)["scores"] for path in paths}
@@ -136,7 +131,7 @@ class Captioning:
         """Train, caption and score; or only the last two, or the last."""
         if not one.part:
             return self.baseline(one.setting, folder)
-        setting = self.setting(one.setting)
+        setting = self.study.settings[one.setting]
         task = setting.get("task", "")
         if one.seed is None:
             paths = self.checkpoints(one)

@@ -36,7 +36,7 @@ def training_tool(toolkit: str) -> Path:
     return Path(spec.origin).parent / ".mim/tools/train.py"
 
 
-def run(command: str, arguments: Sequence[str | Path], log: Path) -> float:
+def run(command: str, arguments: Sequence[object], log: Path) -> float:
     """Run a command on one thread; return its CPU seconds.
 
     Args:
@@ -79,6 +79,22 @@ def make(folder: Path, command: str, log: Path) -> None:
         print(f"making {folder}", flush=True)
         module, *options = shlex.split(command)
         run(module, [*options, folder], log)
+
+
+def kept(path: Path, options: Any, derived: bool = False) -> dict[str, Any] | None:
+    """Return the result stored in ``path``, or None if there is none.
+
+    Raises:
+        StudyError: the result was obtained with other options, and does not derive from other results.
+    """
+    if not path.exists():
+        return None
+    result = json.loads(path.read_text(encoding="utf-8"))
+    if result["options"] == options:
+        return result
+    if derived:
+        return None
+    raise StudyError(f"{path} was obtained with other options: name another OUT, or remove {path.parent}")
 
 
 def fairseq_log(file: Path) -> tuple[int, list[dict[str, Any]]]:

@@ -13,11 +13,11 @@ from typing import Any
 
 from tools.datasets.digits_on_photographs import Recipe, build
 from tools.files import write, write_text
-from tools.study.commands import ROOT, StudyError, run
+from tools.study.commands import ROOT, StudyError, kept, run
 from tools.study.settings import Run, Study
 
 
-def read_log(folder: Path, epochs: bool, curves: dict[str, str]) -> dict[str, list[float]]:
+def read_log(folder: Path, epochs: bool, curves: dict[str, str]) -> dict[str, Any]:
     """Read mmengine's log in a work directory.
 
     Args:
@@ -49,17 +49,14 @@ def read_log(folder: Path, epochs: bool, curves: dict[str, str]) -> dict[str, li
     }
 
 
-def keep_backbone(folder: Path) -> Path:
-    """Write the backbone's weights of a finished training to ``backbone.pth``, once; return its path."""
+def keep_backbone(folder: Path) -> None:
+    """Write the backbone's weights of a finished training to ``backbone.pth``."""
     import torch
 
-    path = folder / "backbone.pth"
-    if not path.is_file():
-        last = folder / Path((folder / "last_checkpoint").read_text(encoding="utf-8").strip()).name
-        weights = torch.load(last, map_location="cpu", weights_only=False)["state_dict"]
-        backbone = {key: value for key, value in weights.items() if key.startswith("backbone.")}
-        write(path, lambda partial: torch.save({"state_dict": backbone}, partial))
-    return path
+    last = folder / Path((folder / "last_checkpoint").read_text(encoding="utf-8").strip()).name
+    weights = torch.load(last, map_location="cpu", weights_only=False)["state_dict"]
+    backbone = {key: value for key, value in weights.items() if key.startswith("backbone.")}
+    write(folder / "backbone.pth", lambda partial: torch.save({"state_dict": backbone}, partial))
 
 
 def one_class(data: Path) -> None:
@@ -102,12 +99,13 @@ class MM:
         if self.study.data.get("classes") == "one":
             one_class(self.data)
         folder = self.output / "pretrained"
-        if not (folder / "backbone.pth").is_file():
+        options = [self.study.data["pretrained"], *shlex.split(self.more)]
+        if not kept(folder / "result.json", options):
             print(f"training the backbone, see {folder / 'train.log'}", flush=True)
             shutil.rmtree(folder, ignore_errors=True)
-            words = [self.study.data["pretrained"], *self.data_options(self.folder / "digits"), *shlex.split(self.more)]
-            self.call(words, 0, folder)
+            self.call([options[0], *self.data_options(self.folder / "digits"), *options[1:]], 0, folder)
             keep_backbone(folder)
+            write_text(folder / "result.json", json.dumps({"setting": "pretrained", "options": options}))
 
     def config_file(self, name: str) -> Path:
         """Return the file of a config."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from tools import need
 from tools.files import write_text
-from tools.study.commands import ROOT, StudyError, facts
+from tools.study.commands import StudyError, facts, kept
 from tools.study.settings import Run, Study
 from tools.study.table import markdown
 
@@ -36,22 +36,6 @@ def toolkit_of(study: Study) -> Callable[..., Any]:
     toolkit = getattr(import_module(f"tools.study.{module}"), name)
     need(*toolkit.needs)
     return toolkit
-
-
-def kept(path: Path, options: Any, derived: bool) -> dict[str, Any] | None:
-    """Return the result stored in ``path``, or None if there is none.
-
-    Raises:
-        StudyError: the result was obtained with other options, and does not derive from other results.
-    """
-    if not path.exists():
-        return None
-    result = json.loads(path.read_text(encoding="utf-8"))
-    if result["options"] == options:
-        return result
-    if derived:
-        return None
-    raise StudyError(f"{path} was obtained with other options: name another OUT, or remove {path.parent}")
 
 
 def carry_out(study: Study, toolkit: Any, runs: Sequence[Run], output: Path) -> str:
@@ -122,8 +106,3 @@ def recorded(study: Study, path: Path) -> str:
         return markdown(study, content["results"], content["facts"], content.get("made"))
     except (OSError, ValueError, KeyError) as error:
         raise StudyError(f"--table {path} holds no results of {study.name}: {error!r}") from error
-
-
-def default_output(name: str) -> Path:
-    """Return the folder of a study that names no OUT."""
-    return ROOT / "work_dirs/studies" / name

@@ -92,4 +92,5 @@ class Study:
         )
         if not (equals and re.fullmatch(r"[\w+-][\w.+-]*", name)) or name in taken:
             raise ValueError(f"--add must be NAME=OPTIONS, with a new NAME of letters, digits and ._+-, got {text!r}")
-        self.settings[name] = options
+        described = self.data["toolkit"] == "captioning"
+        self.settings[name] = {"what": options, "options": options, "stages": 2} if described else options

@@ -75,8 +75,7 @@ def _numbers(rows: Sequence[Row], name: str, factor: float = 1) -> list[float]:
 def what(study: Study, rows: Sequence[Row]) -> str:
     """Return the description of a setting or baseline."""
     name = rows[0]["setting"]
-    setting = study.settings.get(name, study.data.get("baselines", {}).get(name, name))
-    return setting["what"] if isinstance(setting, dict) else setting
+    return study.settings[name]["what"] if name in study.settings else study.data["baselines"].get(name, name)
 
 
 def mean(values: Sequence[float], form: str) -> str:

@@ -250,4 +250,4 @@ def build(values: Mapping[str, Any], overrides: Sequence[str] = (), **more: Any)
             raise ConfigError(f"{key} must be {kind}, got {value!r}") from error
         if isinstance(value, float) and config[key] != value:  # OmegaConf truncates
             raise ConfigError(f"{key} must be {kind}, got {value!r}")
-    return OmegaConf.to_object(config)
+    return OmegaConf.to_object(config)  # type: ignore[return-value]
