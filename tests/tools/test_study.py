@@ -303,6 +303,8 @@ def test_captioning(scenes, tmp_path, capsys):
     assert json.loads(fused.read_text()) == json.loads(one.read_text())
     assert result_of(fused.parent)["parameters"] == 2 * first["parameters"]
     assert "| `eta-fused` | ETA of all seeds, fused | cross-entropy | 1 2 |" in capsys.readouterr().out
+    assert main([*arguments, "semantic"]) == 0  # of one seed
+    assert "| `eta-fused` | ETA of all seeds, fused | cross-entropy | 1 2 |" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -44,12 +44,10 @@ class Captioning:
 
     def runs(self, chosen: list[Run]) -> list[Run]:
         """Return baselines, trainings and then ensembles."""
-        stages = {
-            name: self.study.settings[name].get("stages", 1) for name in dict.fromkeys(one.setting for one in chosen)
-        }
-        trained = [one for one in chosen if one.part == self.first or stages[one.setting] == 2]
-        trained = [one for one in trained if "fused" not in self.study.settings[one.setting]]
-        ensembles = [Run(one.setting, one.part) for one in chosen if "fused" in self.study.settings[one.setting]]
+        settings = self.study.settings
+        ensembles = [Run(one.setting, one.part) for one in chosen if "fused" in settings[one.setting]]
+        trained = [one for one in chosen if "fused" not in settings[one.setting]]
+        trained = [one for one in trained if one.part == self.first or settings[one.setting].get("stages") == 2]
         self.seeds = list(dict.fromkeys(one.seed for one in chosen))
         return [*(Run(name) for name in self.study.data["baselines"]), *trained, *dict.fromkeys(ensembles)]
 

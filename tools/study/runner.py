@@ -68,7 +68,10 @@ def finished(study: Study, toolkit: Any, output: Path) -> list[dict[str, Any]]:
     results = []
     for path in output.rglob("result.json"):
         row = json.loads(path.read_text(encoding="utf-8"))
-        if row["setting"] in names and row["options"] == toolkit.options(study.run_of(row)):
+        if row["setting"] not in names:
+            continue
+        derived = "seed" not in row  # of the seeds of another call, perhaps
+        if row["options"]["part"] == toolkit.part if derived else row["options"] == toolkit.options(study.run_of(row)):
             results.append(row)
     parts = ["", *study.parts]
     stages = study.kind == "stages"  # of one table

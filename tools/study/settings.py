@@ -1,4 +1,9 @@
-"""Studies as data: a YAML file of ``configs/studies`` names the toolkit, the settings to train and the table."""
+"""Studies as data: a YAML file of ``configs/studies`` names the toolkit, the settings to train and the table.
+
+Every study has ``title``, ``toolkit``, ``settings`` (name to the toolkit's options), ``seeds`` and ``columns`` of the
+table; ``train`` are options for all settings, ``like`` another study whose content it changes, ``curve`` a figure.
+``sets``, ``tasks`` or ``stages`` divide it. The other keys are the toolkit's.
+"""
 
 from __future__ import annotations
 

@@ -7,6 +7,8 @@ one, the last item of a curve) or a name in :data:`VALUES`.
 
 from __future__ import annotations
 
+import itertools
+import shlex
 import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -61,11 +63,13 @@ def bleu(rows: Sequence[Row]) -> str:
     return f"{spread([row['bleu'] for row in rows], '.1f')} ({len(rows)} seeds)"
 
 
-def options(study: Study, rows: Sequence[Row]) -> str:
-    """Return the options that a setting adds to the study's, and the study's own."""
-    if isinstance(rows[0]["options"], list):
-        return " ".join(rows[0]["options"])
-    return " ".join([*study.options(rows[0]["setting"]), study.data.get("train", "")])
+def options(row: Row) -> str:
+    """Return the options of a result, without its seed."""
+    if isinstance(row["options"], list):
+        return " ".join(row["options"])
+    words = shlex.split(row["command"])
+    changes = [change for name, change in itertools.pairwise(words) if name == "--set"]
+    return " ".join(change for change in changes if not change.startswith("seed="))
 
 
 def _numbers(rows: Sequence[Row], name: str, factor: float = 1) -> list[float]:
@@ -87,7 +91,7 @@ TEXTS: dict[str, Callable[..., str]] = {  # left-aligned
     "setting": lambda study, rows: f"`{rows[0]['setting']}`",
     "name": lambda study, rows: rows[0]["setting"],
     "what": what,
-    "options": lambda study, rows: f"`{options(study, rows)}`",
+    "options": lambda study, rows: f"`{options(rows[0])}`",
     "seeds": lambda study, rows: " ".join(map(str, sorted({seed for row in rows for seed in seeds(row)}))),
     "text": lambda study, rows, name: rows[0].get(name) or "",
     "every": lambda study, rows, name, form: " ".join(f"{number:{form}}" for number in _numbers(rows, name)),
