@@ -16,7 +16,6 @@ pytest.importorskip("timm")
 
 from tests.helpers.photo_folders import make_photographs
 from tools.train.__main__ import main
-from tools.train.broken import Broken, summary
 from tools.train.config import Config, ConfigError
 from tools.train.data import loaders
 
@@ -151,10 +150,3 @@ def test_no_image_is_left(photographs, tmp_path, capsys):
         file.write_bytes(b"")
     assert train(photographs, tmp_path / "out", "--skip-broken") == 2
     assert f"a readable image to validate with, and {photographs}/val has none" in capsys.readouterr().err
-
-
-def test_a_terminal_shows_ten_names():
-    broken = [Broken(f"train/a/{n}.jpg", "the file is empty") for n in range(12)]
-    line = summary(broken, 50, Path("out/broken.txt"))
-    assert line.startswith("left out 12 of 50 images, which cannot be read: train/a/0.jpg, train/a/1.jpg, ")
-    assert line.endswith("train/a/9.jpg and 2 more (reasons in out/broken.txt)")

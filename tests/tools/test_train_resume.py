@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import re
 import shutil
 from pathlib import Path
 
@@ -15,12 +14,9 @@ import yaml
 pytest.importorskip("timm")
 
 from tests.helpers.photo_folders import make_photographs
-from tools.train import __main__ as command
 from tools.train.__main__ import main
 from tools.train.checkpoint import read_weights
-from tools.train.config import FIELDS
 from tools.train.log import Log
-from tools.train.state import FIXED
 
 VALUES = dict(
     model="aa_resnet34", model_args=dict(layers=[1, 1, 1, 1]), input_size=[32, 32], epochs=5, batch_size=256, hflip=0.5,
@@ -128,12 +124,6 @@ def test_another_training(run, photographs, arguments, words, capsys):
     assert words in error
     assert error.startswith("train: --resume: ")
     assert {file.name: file.read_bytes() for file in (run / "parts").iterdir()} == before
-
-
-def test_the_help_names_every_setting_that_may_change():
-    sentence = re.search(r"The command line may change (.*?) for the\s+remaining epochs", command.__doc__, re.S)
-    assert sentence is not None
-    assert set(re.findall(r"\w+", sentence[1])) & set(FIELDS) == set(FIELDS) - set(FIXED)
 
 
 def test_there_is_nothing_to_resume(run, photographs, tmp_path, capsys, monkeypatch):
