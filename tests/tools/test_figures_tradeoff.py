@@ -116,7 +116,7 @@ def test_bad_input(tmp_path, capsys):
     for arguments, words in (
         (["--plot", "figure.jpg"], "--plot must be a .png or .svg file, got figure.jpg"),
         (["aaconv", "--plot", str(tmp_path / "x.png")], "--plot draws only empirical, got aaconv"),
-        (["--plot", str(tmp_path / "x.png"), "--runs", str(other)], "RUNS must be a file of tools.translation_study"),
+        (["--plot", str(tmp_path / "x.png"), "--runs", str(other)], "RUNS must be a file of tools.study"),
         (["--plot", str(tmp_path / "x.png"), "--runs", str(tmp_path / "no.json")], "RUNS must be a file of tools."),
     ):
         with pytest.raises(SystemExit):
