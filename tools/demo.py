@@ -26,8 +26,9 @@ from pathlib import Path
 from tools import need
 from tools.datasets.digits_on_photographs import Recipe, build
 from tools.detections_picture import Found, draw, known_objects
-from tools.show_sampling import distinct, show
 from tools.study.commands import ROOT, training_tool
+from tools.view.follow import distinct, follow_picture
+from tools.view.models import load_mm
 
 DATA = ROOT / "data/digits"
 CONFIGS = ROOT / "configs/mmdet/digits"
@@ -143,7 +144,8 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"  {picture}\n    {draw_detections(config, checkpoint, picture)}", flush=True)
     if not options.no_attention:
         picture = work_dir / "sampling.png"
-        line = show(config, checkpoint, DATA / "val/000001.png", picture, layer="layer3.5.conv2")
+        model = load_mm(str(config), checkpoint)
+        line = follow_picture(model, DATA / "val/000001.png", picture, patterns=["*layer3.5.conv2"])
         print(f"  {picture}\n    {line}")
     return 0
 

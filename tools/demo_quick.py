@@ -14,9 +14,9 @@ import argparse
 import sys
 from pathlib import Path
 
-from tools import show_attention
 from tools.datasets import image_folders
 from tools.train.__main__ import main as train
+from tools.view.__main__ import main as view
 
 ROOT = Path(__file__).parents[1]
 
@@ -41,7 +41,7 @@ def main(arguments: list[str] | None = None) -> int:
     picture = sorted((options.data / "val/eight").iterdir())[0]
     drawing = ["aa_wide_resnet28_10", str(picture), "--checkpoint", str(options.output / "best.safetensors"),
                "--pixels", "2,4", "--pixels", "5,3", "--output", str(options.output / "attention")]  # fmt: skip
-    status = show_attention.main(drawing)
+    status = view(drawing)
     if not status:
         print(f"open {options.output / 'attention' / 'attention.html'} in a browser")
     return status or 0

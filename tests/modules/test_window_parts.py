@@ -65,23 +65,3 @@ def test_what_is_captured_has_parts():
     torch.testing.assert_close(parts["table"], layer.attention_parts(x, queries)["table"])
     with pytest.raises(ValueError, match="queries must lie on the map"):
         captured["layer"].parts(torch.tensor([[4, 0]]))
-
-
-@pytest.mark.parametrize("name", ["swin_tiny_patch4_window7_224", "swinv2_tiny_window8_256"])
-def test_blocks_of_timm_have_parts(name):
-    timm = pytest.importorskip("timm")
-    from tools.attention_view.parts import parts_of
-    from tools.attention_view.swin import capture_swin
-
-    torch.manual_seed(0)
-    model = timm.create_model(name, img_size=64, window_size=4, embed_dim=24, depths=(2,), num_heads=(2,)).eval()
-    for parameter in model.parameters():
-        nn.init.normal_(parameter, std=0.1)
-    with capture_swin(model) as captured, torch.no_grad():
-        model(torch.randn(1, 3, 64, 64))
-    queries = torch.tensor([[0, 1], [5, 15]])
-    for layer in captured.values():
-        parts = parts_of(layer)
-        assert list(parts) == ["content", "table"]
-        product = parts["content"].maps(queries) * parts["table"].maps(queries)
-        torch.testing.assert_close(product / product.sum((-2, -1), keepdim=True), layer.maps(queries))

@@ -108,5 +108,5 @@ def test_every_command_has_help():
     from tools.site.commands import commands
 
     found = commands()
-    assert {"tools.show_attention", "tools.bench", "tools.caption", "tools.study"} <= set(found)
+    assert {"tools.view", "tools.bench", "tools.caption", "tools.study"} <= set(found)
     assert not [command for command in found if ".site" in command]

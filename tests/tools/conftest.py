@@ -1,14 +1,8 @@
-"""Fixtures of the tools' tests, among them a headless Chromium.
-
-The browser is controlled through a pipe by its DevTools protocol, which needs no package.
-"""
+"""Fixtures of the tools' tests, among them a headless Chromium, the machine's own."""
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,92 +15,42 @@ NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 class Browser:
     """A page of the browser, and every request that it made."""
 
-    def __init__(self, executable: str, profile: Path) -> None:
-        read_there, self._write = os.pipe()
-        self._read, write_there = os.pipe()
-
-        def place() -> None:  # the browser reads commands from descriptor 3 and writes replies to 4
-            spare = [os.dup(fd) for fd in (read_there, write_there)]
-            os.dup2(spare[0], 3)
-            os.dup2(spare[1], 4)
-
-        command = [
-            executable, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
-            "--remote-debugging-pipe", f"--user-data-dir={profile}", "--window-size=1000,900", "about:blank",
-        ]  # fmt: skip
-        self._process = subprocess.Popen(
-            command, preexec_fn=place, close_fds=False, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
-        os.close(read_there)
-        os.close(write_there)
-        self._buffer, self._number, self.requests = b"", 0, list[str]()
-        self._session: str | None = None
-        target = self.send("Target.createTarget", url="about:blank")["targetId"]
-        self._session = self.send("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
-        for domain in ("Page", "Runtime", "Network"):
-            self.send(f"{domain}.enable")
+    def __init__(self, page: Any) -> None:
+        self._page, self.requests = page, list[str]()
+        self._tools = page.context.new_cdp_session(page)
+        page.on("request", lambda request: self.requests.append(request.url))
 
     def send(self, method: str, **parameters: Any) -> dict:
-        """Send a command and return its result."""
-        self._number += 1
-        message: dict[str, Any] = dict(id=self._number, method=method, params=parameters)
-        if self._session is not None:
-            message["sessionId"] = self._session
-        os.write(self._write, json.dumps(message).encode() + b"\0")
-        while True:
-            answer = self._receive()
-            if answer.get("method") == "Network.requestWillBeSent":
-                self.requests.append(answer["params"]["request"]["url"])
-            if answer.get("id") == self._number:
-                assert "error" not in answer, answer["error"]
-                return answer["result"]
+        """Send a command of the DevTools protocol and return its result."""
+        return self._tools.send(method, parameters)
 
-    def _receive(self) -> dict:
-        while b"\0" not in self._buffer:
-            part = os.read(self._read, 1 << 20)
-            assert part, "the browser has gone"
-            self._buffer += part
-        text, _, self._buffer = self._buffer.partition(b"\0")
-        return json.loads(text)
-
-    def open(self, file: Path) -> None:
-        """Load a file and wait for its pictures and scripts."""
+    def open(self, page: Path | str) -> None:
+        """Load a file or an address and wait for its pictures and scripts."""
         self.requests.clear()
-        self.send("Page.navigate", url=file.as_uri())
-        self.run("new Promise(done => document.readyState === 'complete' ? done() : addEventListener('load', done))")
+        self._page.goto(page.as_uri() if isinstance(page, Path) else page)
 
     def run(self, script: str) -> Any:
         """Return the awaited value of a JavaScript expression."""
-        result = self.send("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
-        assert "exceptionDetails" not in result, result["exceptionDetails"]
-        return result["result"].get("value")
+        return self._page.evaluate(script)
 
-    def key(self, name: str, **more: Any) -> None:
-        """Press a key."""
-        for kind in ("rawKeyDown", "keyUp"):
-            self.send("Input.dispatchKeyEvent", type=kind, key=name, code=name, **more)
+    def key(self, name: str) -> None:
+        """Press a key, such as ``'Shift+ArrowLeft'``."""
+        self._page.keyboard.press(name)
 
     def click(self, x: float, y: float) -> None:
         """Click a point of the window."""
-        for kind in ("mousePressed", "mouseReleased"):
-            self.send("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
-
-    def close(self) -> None:
-        """Close the browser."""
-        self._process.kill()
-        self._process.wait()
-        os.close(self._write)
-        os.close(self._read)
+        self._page.mouse.click(x, y)
 
 
 @pytest.fixture(scope="module")
-def browser(tmp_path_factory) -> Iterator[Browser]:
+def browser() -> Iterator[Browser]:
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     executable = next(filter(None, map(shutil.which, NAMES)), None)
     if executable is None:
         pytest.skip(f"no browser: none of {', '.join(NAMES)} is installed")
-    browser = Browser(executable, tmp_path_factory.mktemp("profile"))
-    yield browser
-    browser.close()
+    options: Any = dict(executable_path=executable, args=["--no-sandbox", "--disable-dev-shm-usage"])
+    with playwright.sync_playwright() as driver, driver.chromium.launch(**options) as chromium:
+        yield Browser(chromium.new_page(viewport=dict(width=1000, height=900)))
 
 
 @pytest.fixture

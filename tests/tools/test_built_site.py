@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import http.server
 import threading
@@ -50,19 +49,6 @@ def page(browser):
     return browser
 
 
-def visit(browser, url: str) -> None:
-    """Open a page that records its errors in ``window.errors``."""
-    browser.send("Page.navigate", url=url)
-    ready = "new Promise(done => document.readyState === 'complete' ? done() : addEventListener('load', done))"
-    for _ in range(100):  # the previous page may still reply once
-        with contextlib.suppress(AssertionError):
-            browser.run(ready)
-            if browser.run("location.href").split("#")[0] == url and browser.run("document.readyState") == "complete":
-                return
-        time.sleep(0.1)
-    raise AssertionError(f"{url} does not load")
-
-
 PAGES = sorted(page.relative_to(SITE).as_posix() for page in SITE.rglob("*.html")) if SITE.is_dir() else []
 
 
@@ -72,7 +58,7 @@ def test_the_site_is_built():
 
 @pytest.mark.parametrize("name", [name for name in PAGES if not name.startswith(("benchmarks/", "404"))])
 def test_no_error_and_every_picture(name, address, page):
-    visit(page, f"{address}/{name}")
+    page.open(f"{address}/{name}")
     assert page.run("window.errors") == []
     broken = "[...document.images].filter(i => i.complete && !i.naturalWidth).map(i => i.src)"
     assert page.run(broken) == []
@@ -80,7 +66,7 @@ def test_no_error_and_every_picture(name, address, page):
 
 @pytest.mark.parametrize("words, wanted", [("window_attention", "reference/ops.html"), ("shaw", "start/fairseq.html")])
 def test_search(words, wanted, address, page):
-    visit(page, f"{address}/index.html")
+    page.open(f"{address}/index.html")
     page.run("document.querySelector('[data-md-toggle=search]').click()")
     page.run(f"""(() => {{
         const box = document.querySelector('[data-md-component=search-query]');
@@ -104,7 +90,7 @@ def test_every_public_name_is_on_the_site():
 
 
 def test_the_attention_page_answers_a_click(address, page):
-    visit(page, f"{address}/attention/index.html")
+    page.open(f"{address}/attention/index.html")
     page.run("image.decode()")
     before = page.run("where.textContent")
     left, top, width, height = page.run(

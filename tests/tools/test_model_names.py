@@ -35,8 +35,8 @@ def test_names_that_need_no_answer():
 
 def test_every_tool_asks_here(tmp_path, capsys):
     from tools.caption.backbones import BadBackbone, TimmBackbone
-    from tools.show_attention import main as show
     from tools.train.__main__ import main as train
+    from tools.view.__main__ import main as show
 
     assert show(["aa_resnet51", "--list"]) == 2
     assert "did you mean aa_resnet50" in capsys.readouterr().err

@@ -204,7 +204,7 @@ def test_offsets_learn_at_a_tenth_of_the_rate(ten_digits, tmp_path):
 
 
 def test_a_model_that_is_built_for_one_size_takes_the_configured_one(ten_digits, tmp_path):
-    from tools.attention_view.view import load_timm
+    from tools.view.models import load_timm
 
     options = ["--model", "vit_tiny_patch16_224", "--set", "model_args={'depth': 1}", "--set", "input_size=[32, 48]"]
     assert run(ten_digits, tmp_path / "out", *options, "--epochs", "1") == 0

@@ -14,8 +14,8 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
-from tools.attention_view.page import page_of  # noqa: E402
 from tools.site import commands, reference  # noqa: E402
+from tools.view.page import page_of  # noqa: E402
 
 # Files of the repository that are pages of the site under another name.
 PAGES = {
@@ -47,7 +47,7 @@ def on_files(files: Files, config: Any) -> Files:
     files.append(
         File.generated(config, "contributing.md", content=_outside((ROOT / "CONTRIBUTING.md").read_text(), ""))
     )
-    kept = json.loads((ROOT / "docs/attention.json").read_text())  # from one call of tools.show_attention
+    kept = json.loads((ROOT / "docs/attention.json").read_text())  # from one call of tools.view
     page_file = File.generated(config, "attention/index.html", content=page_of(**kept))
     files.append(page_file)
     return files

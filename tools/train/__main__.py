@@ -17,7 +17,7 @@ fields of tools.train.config.Config, which documents them; --set changes one. A 
 number of training images is reduced to fit, and the learning rate is scaled in proportion; a printed line says so.
 
 The folder --output gets log.csv; best.safetensors and last.safetensors (the weights of the best and of the last epoch,
-for timm.create_model(..., checkpoint_path=FILE), tools.show_attention and our mmdet backbone); state.pt, which --resume
+for timm.create_model(..., checkpoint_path=FILE), tools.view and our mmdet backbone); state.pt, which --resume
 needs; and broken.txt, the images that --skip-broken left out.
 
 A resumed training keeps the settings it started with, whatever CONFIG says now; a printed line names the differences.

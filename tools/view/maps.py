@@ -1,0 +1,171 @@
+"""The interface of every kind of attention after a forward pass: the weights of a query over a map of keys.
+
+Shapes: M heads, Q queries, (Hq, Wq) the map of queries, (Hk, Wk) that of keys, P keys with no place on the map.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from attn_plugins.modules.capture import Captured, attention_layers, remember_calls
+
+CLS: Literal["cls"] = "cls"
+Query = Sequence[int] | int | str  # row and column on the map of queries, the number of an object, or the cls token
+Weights = tuple[Tensor, Tensor | None]  # (M, Q, Hk, Wk), and (M, Q, P) of keys with no place
+WHOLE = "all terms"
+EXPLAINED = "each part is the softmax of its own logits; all terms: of their sum"
+# Titles of the four terms of Zhu et al. (2019) and of terms added to them; other terms keep their names.
+FOUR_TERMS = dict(
+    content="ε1: query and key content",
+    content_position="ε2: query content and position",
+    saliency="ε3: key content",
+    position="ε4: position",
+    predicted="predicted position",
+    table="position table",
+    positions="positions",
+)
+
+
+class ViewError(ValueError):
+    """A model, a picture or a query that cannot be shown."""
+
+
+@dataclass
+class Looked:
+    """Attention of some queries, by map: each head, or their mean and each head.
+
+    Attributes:
+        names: Names of the N maps.
+        maps: (N, Q, Hk, Wk).
+        keys: (Q, Hk, Wk), True at a query's keys.
+        uniform: (Q,), 1 / number of a query's keys.
+        elsewhere: (N, Q), the weight of keys that have no place on the map; None if there are none.
+    """
+
+    names: list[str]
+    maps: Tensor
+    keys: Tensor
+    uniform: Tensor
+    elsewhere: Tensor | None = None
+
+
+@dataclass(kw_only=True)
+class Maps:
+    """An attention layer and its inputs in the last forward pass; weights are computed on demand.
+
+    Attributes:
+        name: Name of the layer in its model.
+        size: (Hq, Wq); None if the queries are objects.
+        prefix: Names of the keys before the map's, such as the cls token.
+        part: The only term of the logits to take; empty for all terms.
+        rolled: Whether this is a rollout over layers.
+    """
+
+    name: str
+    size: tuple[int, int] | None = None
+    prefix: list[str] = field(default_factory=list)
+    part: str = ""
+    rolled: bool = False
+    mean_first = False
+
+    def weigh(self, queries: Sequence[Query], blank: bool = False) -> Weights:
+        """Return the weights in the first picture; with ``blank`` for inputs of zeros, where only non-keys have 0."""
+        raise NotImplementedError
+
+    def terms(self) -> dict[str, str]:
+        """Return the terms of the logits by title."""
+        return {}
+
+    @torch.no_grad()
+    def parts(self) -> dict[str, Maps]:
+        """Return the terms of the logits by title, each as a layer of its own; empty for fewer than two terms."""
+        terms = {} if self.part else self.terms()
+        return {title: replace(self, part=name) for title, name in terms.items()} if len(terms) > 1 else {}
+
+    @property
+    def cls(self) -> bool:
+        """Whether the cls token may be a query."""
+        return self.prefix[:1] == [CLS]
+
+    @property
+    def prefix_words(self) -> str:
+        """Return the names of the tokens before the map's as text."""
+        return " and ".join(dict.fromkeys(self.prefix))
+
+    @torch.no_grad()
+    def look(self, queries: Sequence[Query]) -> Looked:
+        """Return the attention of queries.
+
+        Raises:
+            ValueError: the layer has no cls token.
+        """
+        if CLS in queries and not self.cls:
+            raise ValueError(f"{self.name} has no cls token")
+        maps, before = self.weigh(queries)
+        blank, more = self.weigh(queries, blank=True)
+        keys = (blank != 0).any(0)
+        count = keys.flatten(1).sum(1) + (0 if more is None else (more != 0).any(0).sum(1))
+        names = head_names(len(maps), self.mean_first) if not self.rolled else ["rollout"]
+        maps, before = (n if n is None or len(names) == len(n) else with_mean(n) for n in (maps.float(), before))
+        return Looked(names, maps, keys, 1 / count.clamp(min=1), None if before is None else before.float().sum(2))
+
+
+def head_names(heads: int, mean_first: bool = True) -> list[str]:
+    """Return the names of the maps of all heads, with their mean first."""
+    names = [f"head {n + 1}" for n in range(heads)]
+    return ["mean of heads", *names] if mean_first and heads > 1 else names
+
+
+def with_mean(weights: Tensor) -> Tensor:
+    """Prepend the mean of several heads to weights (M, ...)."""
+    return weights if len(weights) == 1 else torch.cat((weights.mean(0, keepdim=True), weights))
+
+
+def title_of(module: Any, name: str) -> str:
+    """Return the title of a term, given its name in a layer's ``attention_logits``."""
+    return FOUR_TERMS[name] if hasattr(getattr(module, "terms", None), "_fields") else name
+
+
+@dataclass(kw_only=True)
+class Ours(Maps):
+    """A layer with our interface: ``attention_maps`` and, for several terms, its parts."""
+
+    call: Captured
+
+    def weigh(self, queries: Sequence[Query], blank: bool = False) -> Weights:
+        """See :meth:`Maps.weigh`."""
+        call, chosen = self.call, torch.tensor(queries)
+        if blank:
+            keywords = {key: _zeros(value) for key, value in call.keywords.items()}
+            call = Captured(call.name, call.layer, tuple(map(_zeros, call.arguments)), keywords)
+        elif self.part:
+            return call.parts(chosen)[self.part][0], None
+        return call.maps(chosen)[0], None
+
+    def terms(self) -> dict[str, str]:
+        """See :meth:`Maps.terms`."""
+        names = self.call.parts(torch.zeros(1, 2, dtype=torch.long))
+        return {title_of(self.call.layer, name): name for name in names}
+
+
+def _zeros(value: Any) -> Any:
+    return torch.zeros_like(value) if isinstance(value, Tensor) else value
+
+
+def ours(model: nn.Module) -> dict[str, str]:
+    """Return the layers with our interface by name; kinds are empty."""
+    return dict.fromkeys(attention_layers(model), "")
+
+
+def watch_ours(model: nn.Module, names: Iterable[str], keep: Callable[[Maps], None]) -> Any:
+    """Pass the layers to ``keep`` when they are called, within the returned context."""
+
+    def record(call: Captured) -> None:
+        keep(Ours(name=call.name, size=call.size, call=call))
+
+    return remember_calls({name: model.get_submodule(name) for name in names}, record)

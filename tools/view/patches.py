@@ -1,0 +1,200 @@
+"""Attention of timm's vision transformers, stock or with our layers, and its rollout over the layers.
+
+Shapes: B batch, M heads, T tokens: P class tokens and registers, then H * W patches, row by row.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from attn_plugins.modules.capture import softmax_over_keys
+
+from .maps import CLS, FOUR_TERMS, Maps, Query, Weights
+
+
+@dataclass(kw_only=True)
+class Patches(Maps):
+    """An attention layer of a vision transformer.
+
+    Attributes:
+        layer: The layer.
+        given: Further arguments of its forward.
+        x: Its input, (B, T, C).
+    """
+
+    layer: Any
+    given: dict[str, Any]
+    x: Tensor
+    mean_first = True
+
+    @torch.no_grad()
+    def weights(self, x: Tensor | None = None) -> Tensor:
+        """Return the weights (B, M, T, T) as the layer used them, or for another input."""
+        x = self.x if x is None else x
+        if self.part:
+            return softmax_over_keys(self.layer.token_logits(x, **self.given)[self.part])
+        weigh = getattr(self.layer, "token_weights", None) or partial(stock_weights, self.layer)
+        return weigh(x, **self.given)
+
+    def weigh(self, queries: Sequence[Query], blank: bool = False) -> Weights:
+        """See :meth:`.Maps.weigh`."""
+        return self.rows(self.weights(torch.zeros_like(self.x) if blank else None)[0], queries)
+
+    def rows(self, weights: Tensor, queries: Sequence[Query]) -> Weights:
+        """Take the queries' rows from weights (M, T, T)."""
+        assert self.size is not None
+        P, W = len(self.prefix), self.size[1]
+        numbers = [0 if n == CLS else P + n[0] * W + n[1] for n in queries]  # type: ignore[index,operator]
+        rows = weights[:, torch.tensor(numbers)]
+        return rows[..., P:].unflatten(-1, self.size), rows[..., :P] if P else None
+
+    def terms(self) -> dict[str, str]:
+        """See :meth:`.Maps.terms`."""
+        names = self.layer.token_logits(self.x, **self.given) if hasattr(self.layer, "token_logits") else ()
+        return {FOUR_TERMS[name]: name for name in names}
+
+
+@dataclass(kw_only=True)
+class Rollout(Maps):
+    """Attention rollout (Abnar and Zuidema 2020, section 3): the product of all layers' weights and residuals.
+
+    For every layer, heads are averaged, the identity is added, rows are normalised to a sum of 1, and the matrix is
+    multiplied from the left with that of the layers before.
+
+    Attributes:
+        layers: From the first layer to the last.
+    """
+
+    layers: Sequence[Patches]
+    rolled: bool = True
+
+    @torch.no_grad()
+    def weights(self) -> Tensor:
+        """Return (B, T, T): row t is the share of every input token in token t."""
+        product: Tensor | None = None
+        for layer in self.layers:
+            mixed = layer.weights().float().mean(1)
+            mixed = mixed + torch.eye(mixed.shape[-1], device=mixed.device)
+            mixed = mixed / mixed.sum(-1, keepdim=True)
+            product = mixed if product is None else mixed @ product
+        assert product is not None
+        return product
+
+    def weigh(self, queries: Sequence[Query], blank: bool = False) -> Weights:
+        """See :meth:`.Maps.weigh`; all tokens are keys."""
+        T = self.layers[0].x.shape[1]
+        return self.layers[0].rows(torch.ones(1, T, T) if blank else self.weights()[:1], queries)
+
+
+def vision_transformers(model: nn.Module) -> dict[str, Any]:
+    """Return timm's ``VisionTransformer`` and ``NaFlexVit`` in ``model`` by name; ``''`` is the model itself."""
+    # Modules that no model has imported are not needed, and timm may be missing.
+    modules = [sys.modules.get(f"timm.models.{name}") for name in ("vision_transformer", "naflexvit")]
+    names = ("VisionTransformer", "NaFlexVit")
+    classes = tuple(getattr(module, name) for module, name in zip(modules, names) if module is not None)
+    return {name: module for name, module in model.named_modules() if isinstance(module, classes)}
+
+
+def path(start: str, name: str) -> str:
+    """Return the name of a module of the submodule ``start``."""
+    return f"{start}.{name}" if start else name
+
+
+def patches(model: nn.Module) -> dict[str, str]:
+    """Return the attention layers of vision transformers, timm's ``Attention`` and ours, by name."""
+    return {
+        name: "pixels to pixels"
+        for start, vit in vision_transformers(model).items()
+        for name, module in vit.blocks.named_modules(prefix=path(start, "blocks"))
+        if callable(getattr(module, "token_weights", None)) or _is_stock(module)
+    }
+
+
+def _is_stock(module: nn.Module) -> bool:
+    return type(module).__name__ == "Attention" and type(module).__module__ in (
+        "timm.layers.attention",
+        "timm.models.vision_transformer",  # before timm 1.0.20
+    )
+
+
+def stock_weights(attention: Any, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+    """Return the weights (B, M, T, T) of timm's ``Attention``, fused or not, without dropout, for its arguments."""
+    q, k, _ = attention.qkv(x).unflatten(2, (3, attention.num_heads, -1)).permute(2, 0, 3, 1, 4)
+    logits = (attention.q_norm(q) * attention.scale) @ attention.k_norm(k).mT
+    if is_causal:
+        attn_mask = torch.ones(logits.shape[-2:], dtype=torch.bool, device=x.device).tril()
+    if attn_mask is not None:
+        logits = logits.masked_fill(~attn_mask, -torch.inf) if attn_mask.dtype == torch.bool else logits + attn_mask
+    return logits.softmax(-1)
+
+
+def prefix_names(vit: Any) -> list[str]:
+    """Return the names of the tokens before a vision transformer's patches: cls, dist and registers."""
+    holder = getattr(vit, "embeds", vit)  # NaFlexVit has `embeds`
+    named = [name for name in (CLS, "dist") if getattr(holder, f"{name}_token", None) is not None]
+    return named + ["registers"] * (vit.num_prefix_tokens - len(named))
+
+
+def has_cls(model: nn.Module) -> bool:
+    """Return whether a vision transformer in ``model`` has a cls token."""
+    return any(prefix_names(vit)[:1] == [CLS] for vit in vision_transformers(model).values())
+
+
+@contextmanager
+def watch_patches(model: nn.Module, names: Iterable[str], keep: Callable[[Maps], None]) -> Iterator[None]:
+    """Pass the layers to ``keep`` when they are called."""
+
+    def hook(name: str, vit: Any, grid: list[tuple[int, int]], layer: Any, arguments: Any, keywords: Any) -> None:
+        given = dict(inspect.signature(layer.forward).bind(*arguments, **keywords).arguments)
+        x = given.pop("x")
+        keep(Patches(name=name, size=grid[-1], prefix=prefix_names(vit), layer=layer, given=given, x=x))
+
+    with ExitStack() as stack:
+        for start, vit in vision_transformers(model).items():
+            grid: list[tuple[int, int]] = []
+            embed = vit.embeds if hasattr(vit, "embeds") else vit.patch_embed
+            stack.callback(embed.register_forward_hook(partial(_note_grid, grid)).remove)
+            for name in names:
+                if name.startswith(path(start, "blocks")):
+                    watch = partial(hook, name, vit, grid)
+                    layer = model.get_submodule(name)
+                    stack.callback(layer.register_forward_pre_hook(watch, with_kwargs=True).remove)
+        yield
+
+
+def _note_grid(grid: list[tuple[int, int]], embed: Any, inputs: Any, output: Any) -> None:
+    if isinstance(output, tuple):  # from NaFlexVit
+        grid.append(tuple(output[1]))
+    else:  # (B, H, W, C), or (B, H * W, C) for the model's own size
+        grid.append(tuple(output.shape[1:3] if output.dim() == 4 else embed.grid_size))
+
+
+def rollouts(model: nn.Module, captured: dict[str, Any]) -> dict[str, Maps]:
+    """Return the rollout of every vision transformer over all its layers that ran."""
+    vits = vision_transformers(model)
+    if not vits:
+        raise ValueError(f"--rollout needs a vision transformer of timm, and {type(model).__name__} has none")
+    found: dict[str, Maps] = {}
+    for start, vit in vits.items():
+        for number in range(len(vit.blocks)):
+            own = [name for name in patches(vit) if name.startswith(f"blocks.{number}.")]
+            if len(own) != 1:
+                raise ValueError(
+                    f"--rollout needs blocks of one attention layer that can be shown, blocks.{number} has {len(own)}"
+                )
+        layers = [captured[path(start, name)] for name in patches(vit) if path(start, name) in captured]
+        if not layers:
+            raise ValueError(f"--rollout needs a vision transformer that runs, and {start or 'the model'} did not")
+        last = layers[-1]
+        name = path(start, "rollout")
+        found[name] = Rollout(name=name, size=last.size, prefix=last.prefix, layers=layers)
+    return found

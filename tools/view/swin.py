@@ -1,0 +1,142 @@
+"""Attention of timm's Swin and Swin V2, stock or after ``attn_plugins.timm.accelerate``.
+
+Shapes: B batch, M heads, (H, W) the map, N tokens of a window.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from attn_plugins.modules.capture import Captured
+from attn_plugins.modules.window_parts import window_parts
+from attn_plugins.modules.windows import masked, pair_weights, predicted_logits, project_v2, window_maps
+from attn_plugins.terms.cosine_scale import cosine_operands
+from attn_plugins.terms.position_table import table_logits
+
+from .maps import Maps, Ours
+
+SECOND = "swin_transformer_v2"
+KINDS = {"swin_transformer": "SwinTransformer", SECOND: "SwinTransformerV2"}  # timm's modules, and their models
+
+
+def is_swin(model: nn.Module) -> bool:
+    """Return whether ``model`` is timm's Swin or Swin V2, with any attention."""
+    return isinstance(model, tuple(getattr(module, name) for module, name in _imported()))
+
+
+def swin_blocks(model: nn.Module) -> dict[str, Any]:
+    """Return the blocks of timm's Swin with timm's own attention, by the names of the attention layers.
+
+    Blocks with our layers are excluded: :func:`attn_plugins.modules.capture.attention_layers` finds them.
+    """
+    found = {}
+    for file, kind in _imported():
+        block = getattr(file, f"{kind}Block")
+        for name, module in model.named_modules():
+            if isinstance(module, block) and type(module.attn) is file.WindowAttention:
+                found[f"{name}.attn" if name else "attn"] = module
+    return found
+
+
+def _imported() -> list[tuple[Any, str]]:
+    """Return timm's modules that are imported, as those of any of their models are, and their models' names."""
+    files = {sys.modules.get(f"timm.models.{name}"): kind for name, kind in KINDS.items()}
+    return [(file, kind) for file, kind in files.items() if file is not None]
+
+
+def swins(model: nn.Module) -> dict[str, str]:
+    """Return the names of :func:`swin_blocks`; kinds are empty."""
+    return dict.fromkeys(swin_blocks(model), "")
+
+
+class StockWindows:
+    """A block's attention with the interface that :class:`attn_plugins.modules.capture.Captured` expects.
+
+    Args:
+        block: timm's block, of either version.
+    """
+
+    map_axes = slice(1, 3)  # of an input
+
+    def __init__(self, block: Any) -> None:
+        self.block, self.second = block, type(block.attn).__module__.endswith(SECOND)
+
+    def attention_size(self, size: Sequence[int]) -> tuple[int, int]:
+        """Return the size of the map of queries, for an input of ``size`` (H, W)."""
+        return size[0], size[1]
+
+    def attention_maps(self, x: Tensor, queries: Tensor | None = None) -> Tensor:
+        """Return the weights for an input (B, H, W, C) of the attention.
+
+        Masks of shifted windows are -inf; timm's -100 is equivalent up to rounding.
+
+        Returns:
+            (B, M, H, W, H, W), or (B, M, Q, H, W) for ``queries``.
+        """
+        block, table = self.block, self._table()
+
+        def weigh(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, tokens: Tensor) -> Tensor:
+            q, k = self._operands(q, k)
+            return pair_weights(q, k, masked(table.unsqueeze(0), mask, q))
+
+        heads = block.attn.num_heads
+        return window_maps(x, block.window_size, block.shift_size, heads, self._project, weigh, queries)
+
+    def attention_parts(self, x: Tensor, queries: Tensor | None = None) -> dict[str, Tensor]:
+        """Return the weights of content and of the table alone, each the softmax of its own logits.
+
+        Returns:
+            Maps as of :meth:`attention_maps`, by name.
+        """
+        block = self.block
+
+        def term(name: str, q: Tensor, k: Tensor, mask: Tensor | None, tokens: Tensor) -> Tensor:
+            return q @ k.mT if name == "content" else self._table().unsqueeze(0)
+
+        windows = block.window_size, block.shift_size, block.attn.num_heads, self._project
+        return window_parts(x, *windows, self._operands, term, ["content", "table"], queries)
+
+    def _table(self) -> Tensor:
+        """Return the logits of the table, (M, N, N)."""
+        attn = self.block.attn
+        if not self.second:
+            return table_logits(attn.relative_position_bias_table, attn.window_size)
+        pretrained = attn.pretrained_window_size if attn.pretrained_window_size[0] > 0 else None
+        return predicted_logits(attn.cpb_mlp, attn.window_size, pretrained)
+
+    def _project(self, tokens: Tensor) -> Tensor:
+        attn = self.block.attn
+        return project_v2(tokens, attn.qkv, attn.q_bias, attn.v_bias) if self.second else attn.qkv(tokens)
+
+    def _operands(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Return queries and keys whose product is the content term."""
+        attn = self.block.attn
+        return cosine_operands(q, k, attn.logit_scale) if self.second else (q * attn.scale, k)
+
+
+@contextmanager
+def watch_swin(model: nn.Module, names: Iterable[str], keep: Callable[[Maps], None]) -> Iterator[None]:
+    """Pass the layers to ``keep`` when they are called."""
+
+    def record(name: str, block: Any, x: Tensor) -> None:
+        call = Captured(name, StockWindows(block), (x,), {})
+        keep(Ours(name=name, size=call.size, call=call))
+
+    with ExitStack() as stack:
+        for name, block in swin_blocks(model).items():
+            if name not in names:
+                continue
+            note = partial(record, name, block)
+            # V2 normalises after its attention, V1 before.
+            if type(block.attn).__module__.endswith(SECOND):
+                handle = block.register_forward_pre_hook(lambda _, inputs, note=note: note(inputs[0]))
+            else:
+                handle = block.norm1.register_forward_hook(lambda _, inputs, output, note=note: note(output))
+            stack.callback(handle.remove)
+        yield

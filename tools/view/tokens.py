@@ -1,0 +1,250 @@
+"""Attention over tokens in mmdet's and mmseg's transformers: of torch's layers, of mmdet's, and of ours.
+
+Shapes: B batch, M heads, Q queries, S keys, C channels, d width per head.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from attn_plugins.modules import SpatialSelfAttention
+from attn_plugins.modules.capture import softmax_over_keys
+
+from .maps import Maps, Query, Weights, title_of
+from .points import Points
+
+PIXELS, OBJECTS = "pixels to pixels", "objects to pixels"
+SAMPLED_PIXELS, SAMPLED_OBJECTS = "pixels to sampled points", "objects to sampled points"
+_DECODER = re.compile(r"(^|\.)(transformer_)?decoder\.layers\.")  # layers with object queries in mmdet and mmseg
+
+
+@dataclass(kw_only=True)
+class Tokens(Maps):
+    """An attention layer over tokens.
+
+    Attributes:
+        attention: The layer.
+        query: Its query, in its own layout.
+        key: Its key, likewise.
+        masks: ``key_padding_mask`` and ``attn_mask``, as passed to it.
+        keys: (Hk, Wk).
+    """
+
+    attention: Any
+    query: Tensor
+    key: Tensor
+    masks: dict[str, Tensor | None]
+    keys: tuple[int, int]
+    _probed: dict[bool, Tensor] = field(default_factory=dict, repr=False)
+
+    @torch.no_grad()
+    def weights(self, chosen: Tensor | None = None, blank: bool = False) -> Tensor:
+        """Return the weights (B, M, Q, S) of all or of the chosen queries."""
+        query, key = (torch.zeros_like(n) if blank else n for n in (self.query, self.key))
+        if isinstance(self.attention, nn.MultiheadAttention):
+            return stock_weights(self.attention, query, key, self.masks, chosen)
+        if hasattr(self.attention, "forward_attn"):
+            return product_weights(self.attention, query, key, self.masks, chosen)
+        if self.part:
+            weights = softmax_over_keys(self._logits(query, key)[self.part])
+        else:  # all queries cost as much as one
+            weights = self._probed.get(blank)
+            if weights is None:
+                weights = self._probed[blank] = probed_weights(self.attention, query, key, self.masks)
+        return weights if chosen is None else weights.index_select(2, chosen)
+
+    def weigh(self, queries: Sequence[Query], blank: bool = False) -> Weights:
+        """See :meth:`.Maps.weigh`."""
+        chosen = torch.as_tensor(queries)
+        if self.size is not None:
+            chosen = chosen[:, 0] * self.size[1] + chosen[:, 1]
+        return self.weights(chosen, blank)[0].unflatten(-1, self.keys), None
+
+    def terms(self) -> dict[str, str]:
+        """See :meth:`.Maps.terms`."""
+        names = self._logits(self.query, self.key) if hasattr(self.attention, "token_logits") else ()
+        return {title_of(self.attention, name): name for name in names}
+
+    def _logits(self, query: Tensor, key: Tensor) -> dict[str, Tensor]:
+        return self.attention.token_logits(query, key, self.masks.get("key_padding_mask"), self.masks.get("attn_mask"))
+
+
+def stock_weights(
+    attention: nn.MultiheadAttention, query: Tensor, key: Tensor, masks: dict[str, Any], chosen: Tensor | None
+) -> Tensor:
+    """Return the weights (B, M, Q, S) of torch's layer, whose layout ``query`` and ``key`` have."""
+    mask = masks.get("attn_mask")
+    if chosen is not None:
+        query = query.index_select(1 if attention.batch_first else 0, chosen)
+        mask = None if mask is None else mask.index_select(-2, chosen)
+    # Not a call of the module: its hooks must not record another pass.
+    _, weights = attention.forward(
+        query, key, key, key_padding_mask=masks.get("key_padding_mask"), attn_mask=mask, average_attn_weights=False
+    )
+    assert weights is not None
+    return weights
+
+
+def product_weights(attention: Any, query: Tensor, key: Tensor, masks: dict[str, Any], chosen: Tensor | None) -> Tensor:
+    """Return the weights (B, M, Q, S) of Conditional DETR's attention, whose query and key are already projected."""
+    heads, mask, padding = attention.num_heads, masks.get("attn_mask"), masks.get("key_padding_mask")
+    if chosen is not None:
+        query = query.index_select(1, chosen)
+        mask = None if mask is None else mask.index_select(-2, chosen)
+    q, k = (tokens.unflatten(2, (heads, -1)).transpose(1, 2) for tokens in (query, key))
+    logits = (q * q.shape[-1] ** -0.5) @ k.mT
+    if mask is not None:
+        mask = mask.unflatten(0, (-1, heads)) if mask.dim() == 3 else mask
+        logits = logits.masked_fill(mask, -torch.inf) if mask.dtype == torch.bool else logits + mask
+    if padding is not None:
+        logits = logits.masked_fill(padding.bool()[:, None, None], -torch.inf)
+    return logits.softmax(-1)
+
+
+def probed_weights(attention: nn.Module, query: Tensor, key: Tensor, masks: dict[str, Any]) -> Tensor:
+    """Recover a layer's weights, for any kind of logits, from its outputs for values that are 1 at one key.
+
+    The layer's output is linear in its values. Without the projections of values and outputs, channel j of a head
+    carries the weight of key j among d keys at a time, in S / d passes.
+
+    Args:
+        attention: As ``attn_plugins.mmcv.attended.TokenAttention`` (``in_proj_weight``, ``out_proj``), called with
+            tokens first.
+        query: (Q, B, C).
+        key: (S, B, C).
+        masks: ``key_padding_mask`` and ``attn_mask``.
+
+    Returns:
+        (B, M, Q, S).
+    """
+    S, B, C = key.shape
+    heads: int = attention.num_heads  # type: ignore[assignment]
+    d = C // heads
+    own = dict(attention.named_parameters())
+    plain = {"in_proj_weight": own["in_proj_weight"].detach().clone()}
+    plain["out_proj.weight"] = torch.eye(C).to(own["out_proj.weight"])
+    plain["in_proj_weight"][2 * C :] = plain["out_proj.weight"]
+    if "in_proj_bias" in own:
+        plain["in_proj_bias"] = own["in_proj_bias"].detach().clone()
+        plain["in_proj_bias"][2 * C :] = 0
+        plain["out_proj.bias"] = torch.zeros_like(own["out_proj.bias"])
+    columns = []
+    for start in range(0, S, d):
+        one = torch.eye(S, d if start + d <= S else S - start, dtype=key.dtype, device=key.device).roll(start, 0)
+        value = torch.zeros(S, B, heads, d, dtype=key.dtype, device=key.device)
+        value[..., : one.shape[1]] = one[:, None, None]
+        output = functional_call(attention, plain, (query, key, value.flatten(2)), masks)[0]
+        columns.append(output.unflatten(2, (heads, d))[..., : one.shape[1]])
+    return torch.cat(columns, -1).permute(1, 2, 0, 3)
+
+
+def tokens(model: nn.Module) -> dict[str, str]:
+    """Return the attention layers whose keys are the picture, by name, each with its kinds of queries and keys.
+
+    Attention among object queries is left out.
+    """
+    kinds = {}
+    for name, module in model.named_modules():
+        objects = bool(_DECODER.search(name))
+        if _deformable(module):
+            kinds[name] = SAMPLED_OBJECTS if objects else SAMPLED_PIXELS
+        elif (_inner(module) is not None or _conditional(module)) and not (objects and name.endswith("self_attn")):
+            kinds[name] = OBJECTS if objects else PIXELS
+    return kinds
+
+
+def _deformable(module: nn.Module) -> bool:
+    return all(hasattr(module, part) for part in ("sampling_offsets", "attention_weights", "value_proj", "num_points"))
+
+
+def _inner(module: nn.Module) -> nn.Module | None:
+    """Return the attention inside mmcv's ``MultiheadAttention``, torch's or ours."""
+    inner = getattr(module, "attn", None) if type(module).__name__ == "MultiheadAttention" else None
+    return inner if isinstance(inner, (nn.MultiheadAttention, SpatialSelfAttention)) else None
+
+
+def _conditional(module: nn.Module) -> bool:
+    return hasattr(module, "qcontent_proj") and hasattr(module, "forward_attn")
+
+
+@contextmanager
+def watch_tokens(model: nn.Module, names: Iterable[str], keep: Callable[[Maps | Points], None]) -> Iterator[None]:
+    """Pass the layers to ``keep`` when they are called, without those whose keys are no map of encoded positions."""
+    kinds = tokens(model)
+    grids: dict[int, tuple[int, int]] = {}  # by number of pixels
+
+    def note(module: nn.Module, inputs: Any, output: Tensor) -> None:
+        H, W = output.shape[-2:]
+        grids[H * W] = (H, W)
+
+    def record(name: str, attention: Any, batch_first: bool, given: dict[str, Any]) -> None:
+        if _deformable(attention):
+            keep(Points(name, attention, given, kinds[name] == SAMPLED_OBJECTS))
+            return
+        query, key, axis = given["query"], given["key"], 1 if batch_first else 0
+        grid = grids.get(key.shape[axis])
+        size = grid if kinds[name] == PIXELS else None
+        if grid is not None and (size is None or query.shape[axis] == key.shape[axis]):
+            masks = {mask: given.get(mask) for mask in ("key_padding_mask", "attn_mask")}
+            keep(Tokens(name=name, size=size, attention=attention, query=query, key=key, masks=masks, keys=grid))
+
+    with ExitStack() as stack:
+        for module in model.modules():
+            if type(module).__name__.endswith("PositionalEncoding"):
+                stack.callback(module.register_forward_hook(note).remove)
+        for name in names:
+            layer = model.get_submodule(name)
+            inner = _inner(layer) or layer
+            watched = partial(record, name, inner, _conditional(layer) or getattr(inner, "batch_first", False))
+            stack.enter_context(_watch_method(layer, watched) if _conditional(layer) else _watch(inner, watched))
+        yield
+
+
+@contextmanager
+def _watch(module: nn.Module, record: Callable[[dict[str, Any]], None]) -> Iterator[None]:
+    """Pass the arguments of every call of a module, by name, to ``record``."""
+    signature = inspect.signature(module.forward)
+
+    def hook(_: nn.Module, arguments: Any, keywords: dict[str, Any]) -> None:
+        record(_named(signature, arguments, keywords))
+
+    handle = module.register_forward_pre_hook(hook, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def _watch_method(layer: Any, record: Callable[[dict[str, Any]], None]) -> Iterator[None]:
+    """Watch the method ``forward_attn``, which hooks do not reach, like :func:`_watch`."""
+    method = layer.forward_attn
+    signature = inspect.signature(method)
+
+    def watched(*arguments: Any, **keywords: Any) -> Any:
+        record(_named(signature, arguments, keywords))
+        return method(*arguments, **keywords)
+
+    layer.forward_attn = watched
+    try:
+        yield
+    finally:
+        del layer.forward_attn
+
+
+def _named(signature: inspect.Signature, arguments: Any, keywords: dict[str, Any]) -> dict[str, Any]:
+    given = dict(signature.bind(*arguments, **keywords).arguments)
+    for name, parameter in signature.parameters.items():
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            given |= given.pop(name, {})
+    return given
