@@ -66,7 +66,7 @@ class Steps(Maps):
             if cell == CLS:
                 row[:, 0] = 1 / S
             else:
-                y, x = cell  # type: ignore[misc]
+                y, x = cell  # type: ignore[misc,str-unpack]
                 number = ((y // H * across + x // W) * H + y % H) * W + x % W
                 row[number // N, P + number % N] = 1
         weights = self.products(rows, blank)

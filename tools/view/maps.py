@@ -111,8 +111,11 @@ class Maps:
         keys = (blank != 0).any(0)
         count = keys.flatten(1).sum(1) + (0 if more is None else (more != 0).any(0).sum(1))
         names = head_names(len(maps), self.mean_first) if not self.rolled else ["rollout"]
-        maps, before = (n if n is None or len(names) == len(n) else with_mean(n) for n in (maps.float(), before))
-        return Looked(names, maps, keys, 1 / count.clamp(min=1), None if before is None else before.float().sum(2))
+        maps, uniform = maps.float(), 1 / count.clamp(min=1)
+        elsewhere = None if before is None else before.float().sum(2)
+        if len(names) > len(maps):
+            maps, elsewhere = with_mean(maps), None if elsewhere is None else with_mean(elsewhere)
+        return Looked(names, maps, keys, uniform, elsewhere)
 
 
 def head_names(heads: int, mean_first: bool = True) -> list[str]:
