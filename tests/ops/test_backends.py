@@ -83,7 +83,8 @@ def test_explaining_computes_nothing(call):
     operator, args, kwargs = call(device="meta")
     choice = explain(operator, *args, **kwargs)
     assert choice.serves == "torch"
-    assert all("meta" in reason or "float64" in reason or "CPUs" in reason for reason in choice.refusals.values())
+    words = ("meta", "float64", "float16", "CPUs")
+    assert all(any(word in reason for word in words) for reason in choice.refusals.values())
 
 
 @pytest.mark.parametrize("call", CALLS)

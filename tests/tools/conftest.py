@@ -53,9 +53,9 @@ def browser() -> Iterator[Browser]:
         yield Browser(chromium.new_page(viewport=dict(width=1000, height=900)))
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
-    """Use one thread, as started processes do: sums differ by rounding with the number of threads."""
+    """Use one thread: sums differ by rounding with the number of threads."""
     import torch
 
     before = torch.get_num_threads()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import subprocess
@@ -48,7 +49,7 @@ def scenes(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def expected(scenes, tmp_path_factory) -> bytes:
+def expected(scenes, tmp_path_factory, one_thread) -> bytes:
     """Return the file that one process writes."""
     out = tmp_path_factory.mktemp("whole") / "regions.npz"
     assert extract(scenes, out) == 1
@@ -69,7 +70,8 @@ def extract(scenes: Path, out: Path, *options: str) -> int:
 def kill(scenes: Path, out: Path, *options: str) -> None:
     """Run the command in a process that is killed in its third batch."""
     words = [sys.executable, "-c", KILLED, *command(scenes, out, *options)]
-    ended = subprocess.run(words, cwd=ROOT, capture_output=True, check=False)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, check=False)
     assert ended.returncode == -signal.SIGKILL, ended.stderr.decode()
     assert not out.exists()
 
