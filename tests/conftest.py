@@ -26,6 +26,7 @@ SAMPLE = 8  # cases of a product of parameters, where the mark `sampled` says no
 def pytest_addoption(parser):
     group = parser.getgroup("sampling")
     group.addoption("--all-cases", action="store_true", help="run all cases of products of parameters")
+    group.addoption("--at-most", type=int, metavar="N", help="run at most N cases of a function, where tests are slow")
     group.addoption("--sample-seed", default="0", metavar="SEED", help="choose other cases of products (default 0)")
 
 
@@ -65,7 +66,8 @@ def pytest_collection_modifyitems(config, items):
         functions = defaultdict(list)
         for item in kept:
             functions[item.nodeid.partition("[")[0]].append(item)
-        chosen = {item for name, cases in functions.items() for item in sample(cases, config.option.sample_seed + name)}
+        seed, most = config.option.sample_seed, config.option.at_most
+        chosen = {item for name, cases in functions.items() for item in sample(cases, seed + name)[:most]}
         kept = [item for item in kept if item in chosen]
     remaining = set(kept)
     config.hook.pytest_deselected(items=[item for item in items if item not in remaining])

@@ -136,7 +136,7 @@ for name in OPERATORS:
 sys.exit(failures > 0)
 FUZZ
 
-few_tests=(-m pytest -q -p no:cacheprovider -p tests.helpers.few_cases --few-cases "$CASES" -m "not slow and not cuda"
+few_tests=(-m pytest -q -p no:cacheprovider --at-most "$CASES" -m "not slow and not cuda"
     -k "not (compile or export or onnx or opcheck or gradcheck or gradgradcheck or both_orders or memory)"
     --ignore-glob=*_triton.py --ignore-glob=*_emulation.py --ignore-glob=*_cuda.py --ignore-glob=*/emulation/*
     --ignore-glob=*/test_triton_launch.py --ignore-glob=*/test_fuzz.py)

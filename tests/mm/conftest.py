@@ -10,6 +10,14 @@ import pytest
 collect_ignore_glob = [] if importlib.util.find_spec("mmdet") else ["test_*.py"]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def no_log_of_an_earlier_run() -> None:
+    """Forget mmengine's loggers: models write to the newest one's file, which fairseq's Hydra closes."""
+    from mmengine.logging import MMLogger
+
+    MMLogger._instance_dict.clear()
+
+
 @pytest.fixture(scope="session")
 def digits(tmp_path_factory) -> Path:
     """Return a digits-on-photographs set of 16 training and 4 validation images."""

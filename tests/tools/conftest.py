@@ -24,6 +24,10 @@ class Browser:
         """Send a command of the DevTools protocol and return its result."""
         return self._tools.send(method, parameters)
 
+    def before_each_page(self, script: str) -> None:
+        """Run JavaScript in every page that is opened later, before the page's own."""
+        self._page.add_init_script(script)
+
     def open(self, page: Path | str) -> None:
         """Load a file or an address and wait for its pictures and scripts."""
         self.requests.clear()

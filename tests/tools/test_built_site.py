@@ -45,7 +45,7 @@ KEEP_ERRORS = """{
 @pytest.fixture(scope="module")
 def page(browser):
     """Return the browser, which records errors of its pages."""
-    browser.send("Page.addScriptToEvaluateOnNewDocument", source=KEEP_ERRORS)
+    browser.before_each_page(KEEP_ERRORS)
     return browser
 
 
