@@ -21,15 +21,6 @@ def relative_error(a: Tensor, b: Tensor) -> float:
     return float((a - b).norm() / b.norm().clamp_min(1e-30))
 
 
-def check_autocast(call: Callable[..., Tensor], terms: Sequence[Tensor], device: str) -> None:
-    """Check that float32 arguments give bfloat16 results under autocast and get float32 gradients."""
-    with torch.autocast(device, torch.bfloat16):
-        output = call(*terms)
-    assert output.dtype == torch.bfloat16
-    output.sum().backward()
-    assert all(t.grad.dtype == torch.float32 for t in terms)
-
-
 def check_compiled_and_exported(call: Callable[..., Tensor], terms: Sequence[Tensor | None]) -> None:
     """Check that the operator compiles to one graph and exports, with the results of eager mode."""
 

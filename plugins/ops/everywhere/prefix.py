@@ -66,8 +66,12 @@ def with_prefix(terms: GlobalTerms, prefix_key: Tensor | None, prefix_value: Ten
 
 def corner(H: int, W: int, P: int) -> tuple[int, int]:
     """Return the numbers of rows and columns to add for P keys that make the smallest map."""
-    shapes = [(a, -(-P // a)) for a in range(1, P + 1)]
-    return min(shapes, key=lambda shape: (H + shape[0]) * (W + shape[1]))
+    best = (1, P)
+    for a in range(2, P + 1):  # `min` with a key would break the graph of `torch.compile`
+        b = -(-P // a)
+        if (H + a) * (W + b) < (H + best[0]) * (W + best[1]):
+            best = (a, b)
+    return best
 
 
 def _line(prefix: Tensor, cells: Tensor) -> Tensor:

@@ -217,7 +217,8 @@ def _check_segments(segment_ids: Tensor, terms: SequenceTerms, start: int) -> No
     if not isinstance(segment_ids, Tensor) or segment_ids.dtype != torch.int32:
         kind = getattr(segment_ids, "dtype", type(segment_ids).__name__)
         raise TypeError(f"segment_ids must be an int32 Tensor, got {kind}")
-    if segment_ids.dim() != 2 or segment_ids.shape[1] != S or segment_ids.shape[0] == 0 or B % segment_ids.shape[0]:
+    n = segment_ids.shape[0] if segment_ids.dim() == 2 and segment_ids.shape[1] == S else None
+    if n is None or (n != B and (n == 0 or B % n)):
         raise ValueError(
             f"segment_ids must have shape (n, {S}), keys of value, where n divides the batch of {B}, "
             f"got {tuple(segment_ids.shape)}"

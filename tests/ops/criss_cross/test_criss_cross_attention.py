@@ -121,19 +121,6 @@ def test_probabilities_are_the_weights():
     assert not found[..., :H].diagonal(dim1=2, dim2=4).any()
 
 
-@pytest.mark.parametrize("shape", [(1, 3), (2, 1), (1, 1)])
-def test_shared_position_logits(shape):
-    query, key, value, position = operands()
-    shared = position[: shape[0], : shape[1]].detach().requires_grad_()
-    spread = shared.detach().expand_as(position).clone().requires_grad_()
-    one, other = criss_cross_attention(query, key, value, shared), criss_cross_attention(query, key, value, spread)
-    torch.testing.assert_close(one, other)
-    grad = torch.randn_like(one)
-    one.backward(grad)
-    other.backward(grad)
-    torch.testing.assert_close(shared.grad, spread.grad.sum_to_size(shared.shape))
-
-
 @pytest.mark.parametrize("device", DEVICES)
 def test_masked_positions_and_extreme_logits(device):
     query, key, value, position = operands((3, 4), device=device, grad=False)
@@ -166,3 +153,68 @@ def test_the_own_entry_of_the_column_is_not_read(number):
     gradient = torch.autograd.grad(found.square().sum(), other)[0]
     torch.testing.assert_close(gradient, torch.autograd.grad(expected.square().sum(), position)[0])
     assert not gradient[..., :3].diagonal(dim1=2, dim2=4).any()
+
+
+@pytest.mark.parametrize("logits", LOGITS)
+@pytest.mark.parametrize("recompute", [False, True])
+def test_opcheck_of_what_is_kept(recompute, logits):
+    terms = operands((4, 9), logits, batch=1, heads=2, dtype=torch.float32)
+    torch.library.opcheck(torch.ops.attn_plugins.criss_cross_attention, (*terms, 0.5, recompute))
+    output, *kept = torch.ops.attn_plugins.criss_cross_attention(*terms, 0.5, recompute)
+    assert [each.numel() > 0 for each in kept] == [not recompute, recompute]
+    needs = [t is not None for t in terms]
+    detached = [None if t is None else t.detach() for t in terms]
+    torch.library.opcheck(
+        torch.ops.attn_plugins.criss_cross_attention_backward,
+        (torch.randn_like(output), *detached, *(each.detach() for each in (output, *kept)), 0.5, recompute, needs),
+    )
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_logits_of_half_precision_are_not_rounded(device):
+    """Two keys have logits that differ by 1 in 2000, which half precision could not represent."""
+    query = torch.zeros(1, 1, 1, 2, 2, dtype=torch.bfloat16, device=device)
+    key, value = torch.zeros_like(query), torch.zeros_like(query)
+    query[..., :] = torch.tensor([44.0, 1.0])
+    key[..., 0, :], key[..., 1, :] = torch.tensor([44.0, 0.0]), torch.tensor([44.0, 1.0])
+    value[..., 1, :] = 1
+    found = criss_cross_attention(query, key, value)
+    expected = torch.full_like(found, 1 / (1 + math.exp(-1)))
+    torch.testing.assert_close(found, expected)
+
+
+def test_projections_are_read_in_few_products():
+    """Channels-last heads need no copy: one product per head for rows, one per image for columns."""
+    B, M, H, W, d = 2, 3, 5, 6, 4
+    query, key = (torch.randn(B, H, W, M, d).permute(0, 3, 1, 2, 4) for _ in range(2))
+    logits = torch.empty(B, H, W, M, 16).permute(0, 3, 1, 2, 4)
+    column, row = logits[..., :H].transpose(2, 3), logits[..., 8 : 8 + W]
+    batches = list(products._batches(row, query, key.mT))
+    assert len(batches) == M
+    assert all(view.data_ptr() < query.data_ptr() + query.nbytes for _, view, _ in batches)
+    assert len(list(products._batches(column, query.transpose(2, 3), key.transpose(2, 3).mT))) == B
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (dict(key=None), "query and key must be given together"),
+        (dict(query=None, key=None, position_logits=None), "query and key, or position_logits, must be given"),
+        (dict(value=torch.randn(2, 3, 0, 7, 5)), "value must have at least one position"),
+        (dict(value=torch.randn(2, 3, 5, 5)), r"value must have shape \(B, M, H, W, dv\), got \(2, 3, 5, 5\)"),
+        (dict(key=torch.randn(2, 3, 5, 6, 4)), r"key must have query's shape \(2, 3, 5, 7, 4\)"),
+        (dict(query=torch.randn(2, 2, 5, 7, 4)), r"query must have value's first axes \(2, 3, 5, 7\)"),
+        (dict(query=torch.randn(2, 3, 5, 4)), r"query must have shape \(B, M, H, W, d\)"),
+        (
+            dict(position_logits=torch.randn(2, 3, 5, 7, 11)),
+            r"must have shape \(2, 3, 5, 7, 12\), H \+ W logits per position of value",
+        ),
+        (dict(position_logits=torch.randn(2, 2, 5, 7, 12)), "or size 1 in either of the first two axes"),
+        (dict(position_logits=torch.randn(5, 7, 12)), r"position_logits must have shape \(B, M, H, W, H \+ W\)"),
+    ],
+)
+def test_bad_input_is_one_clear_error(change, words):
+    query, key, value, position = operands(dtype=torch.float32, grad=False)
+    arguments = dict(query=query, key=key, value=value, position_logits=position) | change
+    with pytest.raises((ValueError, TypeError), match=words):
+        criss_cross_attention(**arguments)

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from attn_plugins.ops import backend, global_attention
 from attn_plugins.ops.everywhere.prefix import corner
-from tests.helpers.operator_checks import check_autocast, check_compiled_and_exported, given
 
 COMBINATIONS = list(itertools.product((True, False), repeat=4))
 B, M, D, DV, GRID, KEYS = 2, 2, 3, 4, (2, 3), (3, 4)
@@ -79,19 +78,6 @@ def test_formula(terms, P, path):
     torch.testing.assert_close(global_attention(**arguments, scale=0.7), by_loops(arguments, 0.7))
 
 
-@pytest.mark.parametrize("terms", COMBINATIONS)
-def test_gradients_of_both_orders(terms):
-    arguments = draw(terms, 2, grad=True)
-    leaves = given(*arguments.values())
-    names = [name for name, term in arguments.items() if term is not None]
-
-    def call(*tensors):
-        return global_attention(**{**arguments, **dict(zip(names, tensors))}, scale=0.7)
-
-    assert torch.autograd.gradcheck(call, leaves)
-    assert torch.autograd.gradgradcheck(call, leaves)
-
-
 def test_a_query_that_no_place_has_a_key_for_sees_the_prefix():
     arguments = draw(P=2)
     arguments["row_logits"] = torch.full((1, 1, 1, 1, KEYS[0]), -math.inf, dtype=torch.float64)
@@ -105,22 +91,6 @@ def test_the_corner_has_few_cells(size, P, expected):
     a, b = corner(*size, P)
     assert a * b >= P
     assert sorted((a, b)) == sorted(expected)
-
-
-@pytest.mark.parametrize("terms", [(True,) * 4, (True, False, False, False)])
-def test_compiled_exported_and_autocast(terms):
-    arguments = draw(terms, dtype=torch.float32, grad=True)
-    names = [name for name, term in arguments.items() if term is not None]
-
-    def call(*tensors):
-        return global_attention(**dict(arguments, **dict(zip(names, tensors))))
-
-    class Call(torch.nn.Module):
-        def forward(self, *tensors):
-            return call(*tensors)
-
-    check_compiled_and_exported(Call(), given(*arguments.values()))
-    check_autocast(call, given(*arguments.values()), "cpu")
 
 
 @pytest.mark.parametrize(

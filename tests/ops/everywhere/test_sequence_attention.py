@@ -11,7 +11,10 @@ from torch import Tensor
 
 from attn_plugins.ops import backend, reference, sequence_attention
 from attn_plugins.ops.everywhere import chunks
+from tests.helpers.operator_checks import given
 from tests.ops.everywhere.sequence_operands import TERMS, attend, gradients, operands, padding, taking
+
+NAMES = ("query", "key", "value", "band_logits", "outside_logits", "position_logits")
 
 
 def define(operands, mask=None, *, start=0, causal=False, scale=1.0) -> Tensor:
@@ -297,3 +300,57 @@ def test_no_queries(outside):
     with backend("reference"):
         found = sequence_attention(None, None, value, band_logits=band, position_logits=position)
     assert found.shape == (2, 1, 0, 4)
+
+
+def test_memory_is_that_of_the_arguments(path):
+    """Neither pass stores all logits: the test counts bytes beyond arguments and their gradients."""
+    from tools.bench.memory import peak_memory
+
+    if path == "plain, one query a chunk":
+        pytest.skip("a loop of many queries")
+    B, M, T, d = 1, 4, 2048, 16
+    arguments = operands((True, True, True, False), B=B, M=M, T=T, S=T, d=d, dv=d, K=7, dtype=torch.float32)
+    logits = B * M * T * T * 4
+    held = peak_memory(
+        lambda: torch.autograd.grad(attend(arguments, causal=True).square().sum(), given(*arguments)), "cpu"
+    )
+    assert held < logits // 4
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (dict(band_logits=torch.randn(2, 3, 5, 4)), "an odd number of them unless causal, got 4"),
+        (dict(band_logits=torch.randn(2, 3, 5, 0)), "band_logits must have at least one tap"),
+        (dict(band_logits=torch.randn(2, 3, 4, 3)), r"band_logits must have shape \(2, 3, 5, 3\), batch and heads"),
+        (dict(outside_logits=torch.randn(2, 3)), r"outside_logits must have shape \(B, M, T\)"),
+        (dict(outside_logits=torch.randn(2, 2, 5)), r"outside_logits must have shape \(2, 3, 5\)"),
+        (dict(outside_logits=math.inf), "outside_logits must be finite or -inf, got inf"),
+        (dict(outside_logits=math.nan), "outside_logits must be finite or -inf, got nan"),
+        (dict(outside_logits="zero"), "outside_logits must be a Tensor, got str"),
+        (dict(band_logits=None), "outside_logits needs band_logits"),
+        (dict(position_logits=torch.randn(2, 3, 5, 5)), r"position_logits must have shape \(2, 3, 5, 7\)"),
+        (dict(key=None), "query and key must be given together"),
+        (
+            dict(query=None, key=None, band_logits=None, outside_logits=None, position_logits=None),
+            "query and key, band_logits or position_logits must be given",
+        ),
+        (dict(value=torch.randn(2, 3, 0, 5)), "value must have at least one key"),
+        (dict(value=torch.randn(2, 3)), r"value must have shape \(B, M, S, dv\)"),
+        (dict(key=torch.randn(2, 3, 6, 4)), r"key must have shape \(2, 3, 7, 4\)"),
+        (dict(query=torch.randn(2, 2, 5, 4)), r"query must have value's batch and heads \(2, 3\)"),
+        (dict(key_padding_mask=torch.zeros(2, 7)), "key_padding_mask must be a bool Tensor, True for padding, got"),
+        (dict(key_padding_mask=[False]), "key_padding_mask must be a bool Tensor, True for padding, got list"),
+        (dict(key_padding_mask=torch.zeros(2, 5, dtype=torch.bool)), r"must have shape \(2, 7\)"),
+        (dict(start=-1), "start must be at least 0 and below 2"),
+        (
+            dict(query=torch.randn(2, 3, 8, 4), band_logits=None, outside_logits=None, position_logits=None,
+                 causal=True),
+            "takes the 8 queries of query as the last positions of value, which has only 7 keys",
+        ),
+    ],
+)  # fmt: skip
+def test_bad_input_is_one_clear_error(change, words):
+    arguments = dict(zip(NAMES, operands(dtype=torch.float32, grad=False))) | change
+    with pytest.raises((ValueError, TypeError), match=words):
+        sequence_attention(**arguments)

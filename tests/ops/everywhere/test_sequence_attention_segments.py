@@ -12,7 +12,6 @@ from attn_plugins.ops import backend, explain, reference, sequence_attention
 from attn_plugins.ops.everywhere import chunks, sdpa_sequence
 from attn_plugins.ops.everywhere.operands import SequenceOptions
 from attn_plugins.ops.everywhere.sequence_attention import ATTEND
-from tests.helpers.operator_checks import DEVICES, given
 from tests.helpers.triton_checks import DEVICE, DTYPES, check, needs_triton
 from tests.ops.everywhere.sequence_operands import ALL, TERMS, attend, gradients, operands, padding, taking
 from tests.ops.everywhere.test_sequence_attention_triton import operands as triton_operands
@@ -76,35 +75,6 @@ def test_sizes_around_blocks_and_vectors(dtype, T, S):
     grad = torch.randn_like(found)
     for one, right in zip(gradients(found, arguments, grad), gradients(expected, exact, grad.double())):
         torch.testing.assert_close(one.double(), right, rtol=tolerance, atol=tolerance * (1 + right.abs().max().item()))
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("terms", [ALL, (True, False, False, True)])
-def test_gradients_of_both_orders(terms, device):
-    arguments = operands(terms, T=3, S=4, B=2, M=2, d=2, dv=2, device=device, shared=True)
-    ids = torch.tensor([[0, 1, 0, 1]], dtype=torch.int32, device=device)
-
-    def function(*tensors: Tensor) -> Tensor:
-        found = iter(tensors)
-        given_or_not = tuple(None if t is None else next(found) for t in arguments)
-        return attend(given_or_not, start=1, scale=0.7, segment_ids=ids)
-
-    assert torch.autograd.gradcheck(function, given(*arguments), fast_mode=True)
-    assert torch.autograd.gradgradcheck(function, given(*arguments), fast_mode=True)
-
-
-def test_opcheck_and_compilation():
-    arguments = (*operands(ALL, dtype=torch.float32, T=5, S=7), padding(2, 7), 2, True, 0.5, drawn(1, 7))
-    torch.library.opcheck(torch.ops.attn_plugins.sequence_attention, arguments)
-    query, key, value = (torch.randn(2, 3, 9, 8) for _ in range(3))
-    ids = drawn(2, 9)
-
-    @torch.compile(fullgraph=True)
-    def function(*tensors, segment_ids):
-        return sequence_attention(*tensors, segment_ids=segment_ids)
-
-    found = function(query, key, value, segment_ids=ids)
-    torch.testing.assert_close(found, sequence_attention(query, key, value, segment_ids=ids))
 
 
 @needs_triton

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attn_plugins.ops import deform_conv1d, deform_conv2d, library
+from attn_plugins.ops import deform_conv2d, library
 from tests.helpers.cuda_checks import DTYPES, exact, on_cuda
 from tests.helpers.operator_checks import relative_error
 from tests.ops.sampled.deform_conv_operands import GEOMETRIES, make, through_reference
@@ -123,15 +123,6 @@ def test_input_gradient_by_either_kernel(name, spread, scatter, dtype, monkeypat
 
 
 @cuda
-@pytest.mark.parametrize("empty", ["batch"])
-def test_empty(empty):
-    operands = on_cuda(make((0, *GEOMETRIES["square"][1:])))
-    output, *grads = cuda_gradients(deform_conv2d, operands)
-    assert output.shape == (0, 3, 6, 6)
-    assert all(torch.equal(g, torch.zeros_like(g)) for g in grads)
-
-
-@cuda
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 6e4, -6e4, 1e9, -1e9])
 def test_far_offsets_read_zero(value, dtype):
@@ -151,78 +142,6 @@ def test_infinite_pixels_stay_where_they_are():
     finite = torch.isfinite(deform_conv2d(**operands))
     expected = torch.isfinite(through_reference(**exact(operands)))
     assert torch.equal(finite, expected)
-
-
-@cuda
-def test_1d():
-    random = torch.Generator().manual_seed(0)
-    shapes = ((2, 24, 40), (2, 6, 40), (16, 24, 3))
-    x, offset, weight = (torch.randn(s, generator=random, dtype=torch.float64) for s in shapes)
-    found = deform_conv1d(x.cuda(), offset.cuda(), weight.cuda(), padding=1)
-    assert relative_error(found.cpu(), deform_conv1d(x, offset, weight, padding=1)) < 1e-12
-
-
-@cuda
-@pytest.mark.parametrize("masked", [True, False])
-def test_gradcheck_of_both_orders(masked):
-    operands = on_cuda(make((1, 4, 4, 5, 2, (3, 2), 1, 1, 1, 1, 2), masked=masked, spread=0.7))
-    # away from pixel borders, where the derivative jumps
-    offset = operands["offset"]
-    offset = offset.floor() + 0.1 + 0.8 * (offset - offset.floor())
-    rest = [operands[n] for n in ("input", "weight", "bias", "mask")]
-    leaves = [t if t is None else t.clone().requires_grad_() for t in (offset, *rest)]
-
-    def function(offset, input, weight, bias, mask):
-        parameters = (operands["stride"], operands["padding"], operands["dilation"])
-        return deform_conv2d(input, offset, weight, bias, *parameters, mask)
-
-    torch.autograd.gradcheck(function, leaves, nondet_tol=1e-10)
-    torch.autograd.gradgradcheck(function, leaves, nondet_tol=1e-10)
-
-
-@cuda
-@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
-def test_opcheck(layout):
-    operands = on_cuda(make(GEOMETRIES["groups cut offset groups"], dtype=torch.float32))
-    names = ("input", "offset", "weight", "bias", "mask")
-    leaves = [operands[n].clone().requires_grad_() for n in names]
-    leaves[0] = operands["input"].to(memory_format=layout).detach().requires_grad_()
-    parameters = ([1, 1], [0, 1], [1, 1], 3, 2)
-    torch.library.opcheck(torch.ops.attn_plugins.deform_conv2d.default, (*leaves, *parameters), rtol=1e-4, atol=1e-4)
-
-
-@cuda
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_compiles_without_graph_breaks(dynamic):
-    operands = on_cuda(make(GEOMETRIES["wide"], dtype=torch.float32))
-    compiled = torch.compile(deform_conv2d, fullgraph=True, dynamic=dynamic)
-    for found, wanted in zip(cuda_gradients(compiled, operands), cuda_gradients(deform_conv2d, operands)):
-        assert relative_error(found, wanted) < 1e-5
-
-
-@cuda
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_autocast(dtype):
-    operands = on_cuda(make(CASES["vectors"], dtype=torch.float32))
-    with torch.autocast("cuda", dtype):
-        found = cuda_gradients(deform_conv2d, operands)
-    assert found[0].dtype == dtype
-    assert all(g.dtype == torch.float32 for g in found[1:])
-    # offsets are rounded as well
-    rounded = {k: v.to(dtype) if isinstance(v, Tensor) else v for k, v in operands.items()}
-    for a, b in zip(found, cuda_gradients(through_reference, exact(rounded))):
-        assert relative_error(a, b) < DTYPES[dtype]
-
-
-@cuda
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_deterministic_mode(deterministic, dtype):
-    operands = on_cuda(make(CASES["vectors"], dtype=dtype, spread=0.2))  # many samples per pixel
-    first = cuda_gradients(deform_conv2d, operands)
-    for _ in range(3):
-        assert all(torch.equal(a, b) for a, b in zip(first, cuda_gradients(deform_conv2d, operands)))
-    for a, b in zip(first, cuda_gradients(through_reference, exact(operands))):
-        assert relative_error(a, b) < DTYPES[dtype]
 
 
 @cuda
@@ -251,13 +170,6 @@ def test_runs_where_its_input_is():
     assert all(t.device.index == 1 for t in found)
     for a, b in zip(found, cuda_gradients(through_reference, exact(operands))):
         assert relative_error(a, b) < 1e-11
-
-
-@cuda
-def test_devices_must_agree():
-    operands = on_cuda(make(GEOMETRIES["square"]))
-    with pytest.raises(ValueError, match=r"offset must be on input's device cuda:0, got cpu"):
-        deform_conv2d(**{**operands, "offset": operands["offset"].cpu()})
 
 
 @cuda
