@@ -128,12 +128,12 @@ ATTN_INLINE void scatter(const View<T>& view, const Problem<T>& p, int64_t b, in
   }
 }
 
-// Computes the attention weights of queries first ... first + count - 1 into s.weights, 0 in the padding. If
-// `known`, the log-sum-exp is read; otherwise it is written, and the caller multiplies the weights by
-// s.scale.
+// Computes the attention weights of queries first ... first + count - 1 into s.weights, 0 in the padding,
+// which the caller multiplies by s.scale. The backward computes the same weights anew: with a rounded
+// log-sum-exp, those of large logits would not sum to 1.
 template <typename T>
 ATTN_INLINE void attention_weights(const Problem<T>& p, Scratch<T>& s, int64_t b, int64_t m, int64_t first,
-                                   int64_t count, bool known) {
+                                   int64_t count, bool forward) {
   const int64_t keys = p.Hk * p.Wk, head = b * p.M + m;
   T* weights = s.weights.data();
   if (p.query.data) {
@@ -154,17 +154,13 @@ ATTN_INLINE void attention_weights(const Problem<T>& p, Scratch<T>& s, int64_t b
     const T* key = p.key_logits.data ? p.key_logits.at(b, m, 0, 0) : nullptr;
     if (row || key || p.column.data) add_logits(line, p.Hk, p.Wk, row, p.row.stride[4], s.column.data(), key);
     for (int64_t k = keys; k < p.keys_padded; ++k) line[k] = -std::numeric_limits<T>::infinity();
-    T* stored = p.log_sum_exp.at(b, m, h, w);
-    if (known) {
-      exponentials(line, p.keys_padded, *stored);
-      continue;
-    }
-    // A fully masked query has weights of 0; a log-sum-exp of +inf gives the same in the backward.
+    // A fully masked query has weights of 0 and a log-sum-exp of +inf.
     const T top = maximum(line, p.keys_padded);
     const bool masked = top == -std::numeric_limits<T>::infinity();
     const T sum = exponentials(line, p.keys_padded, masked ? T(0) : top);
     s.scale[i] = masked ? T(0) : T(1) / sum;
-    *stored = masked ? std::numeric_limits<T>::infinity() : top + std::log(sum);
+    if (forward)
+      *p.log_sum_exp.at(b, m, h, w) = masked ? std::numeric_limits<T>::infinity() : top + std::log(sum);
   }
 }
 
@@ -176,7 +172,7 @@ void forward_tasks(const Problem<T>& p, int64_t begin, int64_t end) {
   for (int64_t task = begin; task < end; ++task) {
     const int64_t m = task / blocks % p.M, b = task / blocks / p.M, first = task % blocks * BLOCK;
     const int64_t count = std::min(BLOCK, queries - first);
-    attention_weights(p, s, b, m, first, count, false);
+    attention_weights(p, s, b, m, first, count, true);
     T* mixed = s.mixed.data();
     if (p.value_columns) {
       dot_product(s.weights.data(), p.keys_padded, p.value_columns + (b * p.M + m) * p.dv * p.keys_padded,
@@ -204,8 +200,10 @@ void backward_tasks(const Problem<T>& p, int64_t begin, int64_t end) {
     const int64_t slot = task % p.slots, head = task / p.slots, m = head % p.M, b = head / p.M;
     for (int64_t block = blocks * slot / p.slots; block < blocks * (slot + 1) / p.slots; ++block) {
       const int64_t first = block * BLOCK, count = std::min(BLOCK, queries - first);
-      attention_weights(p, s, b, m, first, count, true);
+      attention_weights(p, s, b, m, first, count, false);
       gather(p.grad_output, p, b, m, first, count, p.dv, p.dv_padded, s.gradient.data());
+      for (int64_t i = 0; i < count; ++i)
+        for (int64_t c = 0; c < p.dv; ++c) s.gradient[i * p.dv_padded + c] *= s.scale[i];
       if (p.grad_value)
         product(s.gradient.data(), int64_t(1), p.dv_padded, weights, line, p.grad_value + task * p.dv * line,
                 line, p.dv, line, count, true);
@@ -216,7 +214,7 @@ void backward_tasks(const Problem<T>& p, int64_t begin, int64_t end) {
         const int64_t h = (first + i) / p.Wq, w = (first + i) % p.Wq;
         const T* __restrict weight = weights + i * line;
         T* __restrict slope = slopes + i * line;
-        const T mean = dot(weight, slope, line);
+        const T mean = dot(weight, slope, line) * s.scale[i];  // slopes have that factor already
         for (int64_t k = 0; k < line; ++k) slope[k] = weight[k] * (slope[k] - mean);
         if (p.grad_key_logits) {
           T* __restrict total = p.grad_key_logits + task * keys;

@@ -102,11 +102,11 @@ ATTN_INLINE T complete(T* line, const E* position, int64_t keys, int64_t columns
 }
 
 // Computes the attention weights of queries first ... first + count - 1 over `columns` keys into s.weights, 0
-// where there is no key. If `known`, the log-sum-exp is read; otherwise it is written, and the caller
-// multiplies the weights by s.scale.
+// where there is no key, which the caller multiplies by s.scale. The backward computes the same weights anew:
+// with a rounded log-sum-exp, those of large logits would not sum to 1.
 template <typename T>
 ATTN_INLINE void attention_weights(const Problem<T>& p, Scratch<T>& s, int64_t b, int64_t m, int64_t first,
-                                   int64_t count, int64_t columns, bool known) {
+                                   int64_t count, int64_t columns, bool forward) {
   constexpr T masked = -std::numeric_limits<T>::infinity();
   T* weights = s.weights.data();
   if (p.query.data) {
@@ -156,16 +156,11 @@ ATTN_INLINE void attention_weights(const Problem<T>& p, Scratch<T>& s, int64_t b
                     [&](const auto* from) { top = complete(line, from, reach.keys, columns); });
     else
       top = complete(line, static_cast<const T*>(nullptr), reach.keys, columns);
-    if (known) {
-      exponentials(line, columns, *p.log_sum_exp.at(b, m, 0, first + i));
-      continue;
-    }
     s.top[i] = top;
     s.scale[i] = exponentials(line, columns, s.top[i] == masked ? T(0) : s.top[i]);
   }
-  if (known) return;
   finish(count, s.top.data(), s.scale.data());
-  for (int64_t i = 0; i < count; ++i) *p.log_sum_exp.at(b, m, 0, first + i) = s.top[i];
+  for (int64_t i = 0; forward && i < count; ++i) *p.log_sum_exp.at(b, m, 0, first + i) = s.top[i];
 }
 
 // The segments of a batch entry's keys, nullptr where they all are one: most of a map's windows, for example.
@@ -198,7 +193,7 @@ void forward_tasks(const Problem<T>& p, int64_t begin, int64_t end) {
     for (int64_t block = slot; block < blocks; block += p.slots) {
       const int64_t first = block * size, count = std::min(size, p.queries - first);
       const int64_t columns = columns_of(p, first + count - 1);
-      attention_weights(p, s, b, m, first, count, columns, false);
+      attention_weights(p, s, b, m, first, count, columns, true);
       const int64_t keys = std::min(p.S, columns);
       if (p.direct)
         direct_mixture(p, s, b, m, count, keys);
@@ -255,8 +250,10 @@ void backward_head(const Problem<T>& p, Scratch<T>& s, int64_t group, int64_t b,
   for (int64_t block = slot; block < blocks; block += p.slots) {
     const int64_t first = block * size, count = std::min(size, p.queries - first);
     const int64_t columns = columns_of(p, first + count - 1), keys = std::min(p.S, columns);
-    attention_weights(p, s, b, m, first, count, columns, true);
+    attention_weights(p, s, b, m, first, count, columns, false);
     gather(p.grad_output, b, m, first, count, p.dv, p.dv_padded, one, s.gradient.data());
+    for (int64_t i = 0; i < count; ++i)
+      for (int64_t c = 0; c < p.dv_padded; ++c) s.gradient[i * p.dv_padded + c] *= s.scale[i];
     if (p.grad_value.data)
       product(weights, int64_t(1), line, s.gradient.data(), p.dv_padded, s.grad_value.data(), p.dv_padded,
               keys, p.dv_padded, count, true);
@@ -265,7 +262,7 @@ void backward_head(const Problem<T>& p, Scratch<T>& s, int64_t group, int64_t b,
     for (int64_t i = 0; i < count; ++i) {
       const T* __restrict weight = weights + i * line;
       T* __restrict slope = slopes + i * line;
-      const T mean = dot(weight, slope, columns);
+      const T mean = dot(weight, slope, columns) * s.scale[i];  // slopes have that factor already
       for (int64_t k = 0; k < columns; ++k) slope[k] = weight[k] * (slope[k] - mean);
       add_logit_gradients(p, group, b, m, slot, first + i, slope);
     }

@@ -196,6 +196,29 @@ ATTN_INLINE void scatter(const View<T>& view, int64_t b, int64_t m, int64_t y, i
   });
 }
 
+// Replaces the logits of a vector of queries by their exponentials, and returns the maximum, -inf where there
+// is no key, with the factor that makes them weights. The backward computes the same weights anew: with a
+// rounded log-sum-exp, those of large logits would not sum to 1.
+template <typename T>
+ATTN_INLINE typename Vector<T>::type exponentials_of_taps(T* logits, int64_t taps, int64_t step,
+                                                          typename Vector<T>::type& factor) {
+  using V = typename Vector<T>::type;
+  const V lowest = V{} - std::numeric_limits<T>::infinity();
+  V top = lowest, sum = {};
+  for (int64_t t = 0; t < taps; ++t) {
+    const V l = *reinterpret_cast<const V*>(logits + t * step);
+    top = (l > top) | (l != l) ? l : top;  // NaN stays NaN
+  }
+  const V shift = top == lowest ? V{} : top;
+  for (int64_t t = 0; t < taps; ++t) {
+    V* at = reinterpret_cast<V*>(logits + t * step);
+    *at = exponential<T>(*at - shift);
+    sum += *at;
+  }
+  factor = top == lowest ? V{} : T(1) / sum;
+  return top;
+}
+
 template <typename T>
 void forward_tasks(const Problem<T>& p, int64_t begin, int64_t end) {
   using V = typename Vector<T>::type;
@@ -210,26 +233,13 @@ void forward_tasks(const Problem<T>& p, int64_t begin, int64_t end) {
     list_taps(p, s, head, y, x0, weights, static_cast<T*>(nullptr), TILE);
     tile_logits(p, s, head, b, m, y, x0, count, padded, weights, TILE);
     for (int64_t x = 0; x < padded; x += lanes) {
-      const V lowest = V{} - std::numeric_limits<T>::infinity();
-      V top = lowest;
-      for (int64_t t = 0; t < taps; ++t) {
-        const V l = *reinterpret_cast<const V*>(weights + t * TILE + x);
-        top = (l > top) | (l != l) ? l : top;  // NaN stays NaN
-      }
-      const V shift = top == lowest ? V{} : top;
-      V sum = {};
-      for (int64_t t = 0; t < taps; ++t) {
-        V* at = reinterpret_cast<V*>(weights + t * TILE + x);
-        *at = exponential<T>(*at - shift);
-        sum += *at;
-      }
+      V scale;
+      const V top = exponentials_of_taps<T>(weights + x, taps, TILE, scale);
       mixes(s.weight_rows.data(), x, s.values.data(), x, int64_t(s.values.size()), p.dv, p.line,
             s.mixed.data() + x);
-      // A query without keys has weights of 0; a log-sum-exp of +inf gives the same in the backward.
-      const V scale = top == lowest ? V{} : T(1) / sum;
       for (int64_t c = 0; c < p.dv; ++c) *reinterpret_cast<V*>(s.mixed.data() + c * TILE + x) *= scale;
       const V infinite = V{} + std::numeric_limits<T>::infinity();
-      const V log_sum_exp = top == lowest ? infinite : shift + logarithm<T>(sum);
+      const V log_sum_exp = top == -infinite ? infinite : top - logarithm<T>(scale);
       for (int64_t l = 0; l < lanes && x + l < count; ++l)
         *p.log_sum_exp.at(b, m, y, x0 + x + l) = log_sum_exp[l];
     }
@@ -256,17 +266,13 @@ void query_tasks(const Problem<T>& p, int64_t begin, int64_t end) {
     const int64_t step = keep ? p.line : TILE;
     list_taps(p, s, head, y, x0, weights, slopes, step);
     tile_logits(p, s, head, b, m, y, x0, count, padded, weights, step);
-    T lse[TILE] = {};
-    for (int64_t x = 0; x < count; ++x) lse[x] = *p.log_sum_exp.at(b, m, y, x0 + x);
     for (int64_t t = 0; t < taps; ++t)
       for (int64_t x = 0; x < padded; x += lanes) *reinterpret_cast<V*>(slopes + t * step + x) = V{};
     const T* left = p.gradient + (head * p.Hq + y) * p.dv * p.line + p.margin + x0;
     for (int64_t x = 0; x < padded; x += lanes) {
-      const V shift = *reinterpret_cast<const V*>(lse + x);
-      for (int64_t t = 0; t < taps; ++t) {
-        V* at = reinterpret_cast<V*>(weights + t * step + x);
-        *at = exponential<T>(*at - shift);
-      }
+      V scale;
+      exponentials_of_taps<T>(weights + x, taps, step, scale);
+      for (int64_t t = 0; t < taps; ++t) *reinterpret_cast<V*>(weights + t * step + x) *= scale;
       if (!p.logits_wanted) continue;
       dots(left + x, s.values.data(), int64_t(s.values.size()), x, p.dv, p.line, s.slope_out.data(), x, T(1));
       V mean = {};

@@ -216,6 +216,8 @@ def backward(
     _multiply(column, _columns(gradient), _columns(value).mT)
     _multiply(row, gradient, value.mT)
     scratch, probabilities = heads_innermost(slopes), heads_innermost(weights.to(arithmetic))
+    if weights.dtype != arithmetic:  # rounded weights do not sum to 1
+        probabilities = probabilities / probabilities.sum(-1, keepdim=True).clamp_min_(torch.finfo(arithmetic).tiny)
     torch.ops.aten._softmax_backward_data.out(scratch, probabilities, -1, arithmetic, grad_input=scratch)
     if grad_position is not None:
         shape = (*grad_position.shape[:4], H)

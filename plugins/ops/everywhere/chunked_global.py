@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..arguments import arithmetic_dtype
 from ..backends import Backend, never
+from ..softmax import softmax_
 from .chunks import WORKSPACE, chunks
 from .operands import GlobalOptions, GlobalTerms
 
@@ -58,28 +59,24 @@ class Problem:
         b, h, w = chunk
         return matrices.view(b.stop - b.start, self.shape[1], h.stop - h.start, w.stop - w.start, matrices.shape[-1])
 
-    def probabilities(self, workspace: Tensor, chunk: tuple[slice, slice, slice], lse: Tensor, known: bool) -> Tensor:
-        """Fill the workspace with the attention weights of a chunk, (b * M, h * w, keys).
-
-        ``lse`` is the log-sum-exp of all queries, (B, M, Hq, Wq), which is read if ``known``, else written. It is
-        +inf for fully masked queries, so that their weights are 0 in the backward too.
-        """
+    def probabilities(self, workspace: Tensor, chunk: tuple[slice, slice, slice]) -> tuple[Tensor, Tensor]:
+        """Fill the workspace with a chunk's weights (b * M, h * w, keys), return it and log-sum-exps (b, M, h, w)."""
         b, h, w = chunk
         matrices = self.matrices(workspace, chunk)
         if self.query is not None and self.key is not None:
             query = rows_of(self.query[b, :, h, w])
             torch.bmm(query, self.key[b].flatten(0, 1).transpose(1, 2), out=matrices)
-        _softmax_(
-            self.grid(matrices, chunk),
-            None if self.row is None else self.row[b, :, h, w],
-            None if self.column is None else self.column[b, :, h, w],
-            None if self.key_logits is None else self.key_logits[b],
-            lse[b, :, h, w],
-            self.Hk,
-            self.query is not None,
-            known,
-        )
-        return matrices
+        else:
+            matrices.zero_()
+        logits = self.grid(matrices, chunk)
+        grid = logits.unflatten(-1, (self.Hk, -1))
+        if self.row is not None:
+            grid += self.row[b, :, h, w].unsqueeze(-1)
+        if self.column is not None:
+            grid += self.column[b, :, h, w].unsqueeze(-2)
+        if self.key_logits is not None:
+            logits += self.key_logits[b, :, None, None]
+        return matrices, softmax_(logits)
 
 
 def rows_of(block: Tensor) -> Tensor:
@@ -101,7 +98,7 @@ def forward(terms: GlobalTerms, options: GlobalOptions, output: Tensor, lse: Ten
     workspace = problem.workspace()
     for chunk in problem.chunks:
         b, h, w = chunk
-        weights = problem.probabilities(workspace, chunk, lse, known=False)
+        weights, lse[b, :, h, w] = problem.probabilities(workspace, chunk)
         mixed = torch.bmm(weights, problem.value[b].flatten(0, 1))
         output[b, :, h, w] = problem.grid(mixed, chunk)
 
@@ -132,7 +129,7 @@ def backward(
     second = problem.workspace() if any(g is not None for i, g in enumerate(grads) if i != 2) else None
     for chunk in problem.chunks:
         b, h, w = chunk
-        weights = problem.probabilities(first, chunk, lse, known=True)
+        weights, _ = problem.probabilities(first, chunk)
         grad = rows_of(grad_output[b, :, h, w]).to(problem.dtype)
         if sum_value is not None:
             sum_value[b].flatten(0, 1).baddbmm_(weights.transpose(1, 2), grad)
@@ -198,34 +195,6 @@ class _BroadcastSum:
     def finish(self) -> None:
         if self.grad is not None and not self.direct:
             self.grad.copy_(self.sum)
-
-
-# --- softmax and its gradient -------------------------------------------------------------------------------------
-
-
-def _softmax_(
-    logits: Tensor,
-    row_logits: Tensor | None,
-    column_logits: Tensor | None,
-    key_logits: Tensor | None,
-    log_sum_exp: Tensor,
-    key_rows: int,
-    content: bool,
-    known: bool,
-) -> None:
-    grid = logits.unflatten(-1, (key_rows, -1))
-    if not content:
-        logits.zero_()
-    if row_logits is not None:
-        grid += row_logits.unsqueeze(-1)
-    if column_logits is not None:
-        grid += column_logits.unsqueeze(-2)
-    if key_logits is not None:
-        logits += key_logits[:, :, None, None]
-    if not known:
-        total = logits.logsumexp(-1)
-        log_sum_exp.copy_(torch.where(total == float("-inf"), float("inf"), total))
-    logits.sub_(log_sum_exp.unsqueeze(-1)).exp_()
 
 
 def _logit_gradient_(

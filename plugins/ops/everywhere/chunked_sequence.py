@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..arguments import arithmetic_dtype
 from ..backends import Backend, never
+from ..softmax import softmax_
 from .chunks import WORKSPACE, chunks
 from .operands import SequenceOptions, SequenceTerms
 
@@ -131,14 +132,8 @@ def forward(terms: SequenceTerms, options: SequenceOptions, output: Tensor, lse:
             lse[b, :, t] = float("inf")
             continue
         weights = problem.logits(workspace, chunk)
-        top = weights.amax(-1, keepdim=True)
-        masked = top == float("-inf")
-        top.masked_fill_(masked, 0)
-        total = weights.sub_(top).exp_().sum(-1, keepdim=True)
-        mixed = torch.bmm(weights, problem.value[b, :, :keys].flatten(0, 1)).div_(total.masked_fill(masked, 1))
-        output[b, :, t] = mixed.unflatten(0, (-1, problem.M))
-        log_sum_exp = total.log_().add_(top).masked_fill_(masked, float("inf"))
-        lse[b, :, t] = log_sum_exp.squeeze(-1).unflatten(0, (-1, problem.M))
+        lse[b, :, t] = softmax_(weights).unflatten(0, (-1, problem.M))
+        output[b, :, t] = torch.bmm(weights, problem.value[b, :, :keys].flatten(0, 1)).unflatten(0, (-1, problem.M))
 
 
 def backward(
@@ -160,7 +155,8 @@ def backward(
         keys = problem.keys(t)
         if keys == 0:
             continue
-        weights = problem.logits(first, chunk).sub_(lse[b, :, t].flatten(0, 1).unsqueeze(-1)).exp_()
+        weights = problem.logits(first, chunk)
+        softmax_(weights)
         grad = grad_output[b, :, t].to(problem.dtype).flatten(0, 1)
         if sum_value is not None:
             sum_value[b, :, :keys] += torch.bmm(weights.transpose(1, 2), grad).unflatten(0, (-1, problem.M))

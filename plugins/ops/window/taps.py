@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..backends import Backend, never
+from ..softmax import softmax_
 from .operands import Options, Terms
 
 Slices = tuple[slice, slice]
@@ -58,10 +59,8 @@ def _logits(terms: Terms, options: Options, shape: Sequence[int], dtype: torch.d
 def forward(terms: Terms, options: Options, output: Tensor, lse: Tensor) -> None:
     """Write the output (B, M, Hq, Wq, dv) and the log-sum-exp (B, M, Hq, Wq), +inf where all keys are masked."""
     value = terms[2]
-    logits = _logits(terms, options, lse.shape, lse.dtype)
-    torch.logsumexp(logits, -1, out=lse)
-    lse.masked_fill_(lse == float("-inf"), float("inf"))
-    weights = logits.sub_(lse.unsqueeze(-1)).exp_()
+    weights = _logits(terms, options, lse.shape, lse.dtype)
+    lse.copy_(softmax_(weights))
     total = torch.zeros_like(output, dtype=lse.dtype)
     for t, queries, keys in _taps(lse.shape[2:], value.shape[2:4], options):
         total[queries] += weights[queries][..., t, None] * value[keys]
@@ -74,7 +73,8 @@ def backward(
     """Fill the wanted gradients (those not None) of query, key, value and position logits."""
     query, key, value, _ = terms
     dtype, grid, size = lse.dtype, lse.shape[2:], value.shape[2:4]
-    weights = _logits(terms, options, lse.shape, dtype).sub_(lse.unsqueeze(-1)).exp_()
+    weights = _logits(terms, options, lse.shape, dtype)
+    softmax_(weights)
     slopes = torch.zeros_like(weights)
     gradient = grad_output.to(dtype)
     for t, queries, keys in _taps(grid, size, options):

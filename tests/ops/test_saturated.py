@@ -1,0 +1,93 @@
+"""Gradients where softmax saturates: large logits and few keys, against float64, beside the plain definition."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from attn_plugins import ops
+from tests.helpers.operator_checks import DEVICES
+
+Call = tuple[dict[str, Tensor], dict]
+# Roundings that are always allowed, where the plain definition happens to be exact.
+LEAST = 8
+
+
+def global_attention(keys: int, draw) -> Call:
+    rows = 1 if keys < 8 else 4
+    map = (2, 3, rows, keys // rows)
+    return dict(
+        query=draw(2, 3, 4, 5, 16), key=draw(*map, 16), value=draw(*map, 16), row_logits=draw(2, 3, 4, 5, rows)
+    ), {}
+
+
+def sequence_attention(keys: int, draw) -> Call:
+    line = (2, 3, keys, 16)
+    return dict(query=draw(2, 3, 7, 16), key=draw(*line), value=draw(*line), position_logits=draw(1, 3, 7, keys)), {}
+
+
+def window_attention(keys: int, draw) -> Call:
+    kernel = {1: (1, 1), 2: (1, 3), 8: (3, 3), 64: (7, 9)}[keys]
+    map = (2, 3, 6, 11)
+    terms = dict(
+        query=draw(*map, 16),
+        key=draw(*map, 16),
+        value=draw(*map, 16),
+        position_logits=draw(*map, kernel[0] * kernel[1]),
+    )
+    return terms, dict(kernel_size=kernel)
+
+
+def criss_cross_attention(keys: int, draw) -> Call:
+    map = {1: (2, 3, 1, 1), 2: (2, 3, 1, 2), 8: (2, 3, 4, 5), 64: (2, 3, 31, 34)}[keys]
+    return dict(
+        query=draw(*map, 16), key=draw(*map, 16), value=draw(*map, 16), position_logits=draw(*map, map[2] + map[3])
+    ), {}
+
+
+CALLS = [global_attention, sequence_attention, window_attention, criss_cross_attention]
+
+
+def differentiate(backend: str | None, dtype: torch.dtype, tensors: dict[str, Tensor], call) -> dict[str, Tensor]:
+    """Return the gradients, in float64."""
+    leaves = {name: t.to(dtype).requires_grad_() for name, t in tensors.items()}
+    with ops.backend(backend) if backend else contextlib.nullcontext():
+        output = call(**leaves)
+        grad = torch.randn(output.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        grads = torch.autograd.grad(output, [*leaves.values()], grad.to(output))
+    return {name: gradient.double() for name, gradient in zip(leaves, grads)}
+
+
+@pytest.mark.sampled(48)
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("backend", [None, "torch"])
+@pytest.mark.parametrize("size", [1, 30, 1000])
+@pytest.mark.parametrize("keys", [1, 2, 8, 64])
+@pytest.mark.parametrize("operator", CALLS, ids=lambda operator: operator.__name__)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_errors_are_those_of_the_definition(operator, keys, size, dtype, backend, device):
+    """Of eight calls, no gradient's largest error is over three times that of the plain definition."""
+    function = getattr(ops, operator.__name__)
+    ours, plain, sizes = Counter[str](), Counter[str](), Counter[str]()
+    for seed in range(8):
+        terms, options = operator(keys, partial(torch.randn, generator=torch.Generator().manual_seed(seed)))
+        for name in ("query", "row_logits", "position_logits"):
+            if name in terms:
+                terms[name] *= size / (4 if name == "query" else 1)
+        tensors = {name: t.to(device, dtype) for name, t in terms.items()}
+        call = partial(function, **options)
+        exact = differentiate("reference", torch.float64, tensors, call)
+        for found, by in ((ours, backend), (plain, "reference")):
+            for name, gradient in differentiate(by, dtype, tensors, call).items():
+                found[name] = max(found[name], float((gradient - exact[name]).abs().max()))
+                sizes[name] = max(sizes[name], float(exact[name].abs().max()))
+    for name in ours:
+        allowed = 3 * max(plain[name], LEAST * torch.finfo(dtype).eps * sizes[name])
+        assert ours[name] <= allowed, f"{name}: {ours[name]:.2g}, plain {plain[name]:.2g}, of {sizes[name]:.2g}"
+        if keys == 1 and name in ("query", "key"):
+            assert ours[name] == 0
