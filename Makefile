@@ -8,9 +8,9 @@ BIN := $(VENV)/bin
 CXX_SOURCES := $(wildcard csrc/*.cpp csrc/*/*.cpp csrc/*/*.h csrc/*/*.cu csrc/*/*.cuh)
 PYTHON_SOURCES := plugins tools tests setup.py $(wildcard configs benchmarks)
 PYTEST ?= -q --durations=10
-# A file's tests stay in one process, for what they share; passive waiting, since the processes' threads share the cores.
+# A file's tests stay in one process, for what they share. One thread a process: more only wait for each other.
 WORKERS ?= $(shell nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
-RUN_TESTS := OMP_NUM_THREADS=2 OMP_WAIT_POLICY=PASSIVE $(PY) -m pytest -n $(WORKERS) --dist loadfile --max-worker-restart=0
+RUN_TESTS := OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist loadfile --max-worker-restart=0
 CALLS ?= 10000
 SEED ?= 0
 export VENV

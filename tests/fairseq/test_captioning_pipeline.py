@@ -61,6 +61,7 @@ def test_the_documents_have_the_same_sequence():
     assert found[0] == found[1]
 
 
+@pytest.mark.slow
 def test_the_documented_sequence(tmp_path):
     """Run the sequence in a folder that looks like the root of a clone."""
     for name in ("tools", "plugins", "configs"):
