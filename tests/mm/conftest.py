@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 from pathlib import Path
 
 import pytest
 
 collect_ignore_glob = [] if importlib.util.find_spec("mmdet") else ["test_*.py"]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def index_of_configs() -> None:
+    """Read the index of upstream's configs once, not for every ``_base_ = "mmdet::…"``, which takes 0.1 s."""
+    from mmengine.config import utils
+
+    utils.load = functools.cache(utils.load)
 
 
 @pytest.fixture(scope="module", autouse=True)
