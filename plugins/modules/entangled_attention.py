@@ -177,6 +177,8 @@ class GatedBilateralController(nn.Module):
             ValueError: a shape or a device does not match.
             TypeError: a tensor does not have the module's dtype.
         """
+        if not isinstance(pathways, Entangled):
+            raise TypeError(f"pathways must be an Entangled, got {type(pathways).__name__}")
         for name, tensor in (("x", x), *pathways._asdict().items()):
             check_tensor(name, tensor)
             if tensor.dim() != 3 or tensor.shape != x.shape or tensor.shape[2] != self.embed_dim:

@@ -10,14 +10,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 
-def check_half_precision(module: nn.Module, x: Tensor) -> None:
-    """Check autocast, and a module in bfloat16."""
-    expected = module(x)
-    with torch.autocast("cpu", torch.bfloat16):
-        torch.testing.assert_close(module(x).float(), expected, rtol=0.1, atol=0.2)
-    torch.testing.assert_close(module.bfloat16()(x.bfloat16()).float(), expected, rtol=0.1, atol=0.2)
-
-
 def check_maps_that_do_not_fit(build: Callable[[], nn.Module]) -> None:
     """Check the errors for maps of wrong shapes; ``build`` makes a float64 module for maps of 6 channels."""
     for shape in ((1, 5, 4, 4), (6, 4, 4), (1, 6, 0, 4)):

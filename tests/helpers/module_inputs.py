@@ -44,10 +44,13 @@ def deformable() -> Call:
     return (torch.randn(T, B, 16),), dict(value=value, reference_points=torch.rand(B, T, 4, 2), spatial_shapes=LEVELS)
 
 
-# Inputs by class name. Maps are 5 × 7.
+# Inputs by name of the variant, else of the class. Maps are 5 × 7.
 INPUTS: dict[str, Callable[[], Call]] = {
     "AAConv2d": over(6, 5, 7),
+    "AAConv2d, sine": over(8, 5, 7),
     "AlignmentAttention": lambda: ((torch.randn(B, T, 8), torch.randn(B, S, 6), mask(S)), {}),
+    "AlignmentAttention, cosine": lambda: ((torch.randn(B, T, 8), torch.randn(B, S, 8), mask(S)), {}),
+    "AlignmentAttention, dot": lambda: ((torch.randn(B, T, 8), torch.randn(B, S, 8), mask(S)), {}),
     "AttendedLSTM": lambda: ((torch.randn(B, 4, 8), narrow_sources()), {}),
     "BilateralCrissCross2d": over(16, 5, 7),
     "BilateralNonLocal2d": over(16, 5, 7),
@@ -85,4 +88,4 @@ INPUTS: dict[str, Callable[[], Call]] = {
 def inputs(name: str, seed: int = 0) -> Call:
     """Return the arguments of one of ``VARIANTS``, in float32 on the CPU."""
     torch.manual_seed(seed)
-    return INPUTS[name.split(",")[0]]()
+    return (INPUTS.get(name) or INPUTS[name.split(",")[0]])()

@@ -69,6 +69,46 @@ VARIANTS: dict[str, Build] = {
     "NonLocal2d, normalised": lambda **f: modules.NonLocal2d(16, norm_layer=nn.BatchNorm2d, **f),
     "NonLocal2d, relative": lambda **f: modules.NonLocal2d(16, position="relative", input_size=(5, 7), **f),
     "RelativeSelfAttention, per head": lambda **f: modules.RelativeSelfAttention(16, 2, 3, per_head=True, **f),
+    "AAConv2d, pooled": lambda **f: modules.AAConv2d(6, 8, 3, 4, 4, 2, stride=2, pool=True, input_size=(5, 7), **f),
+    "AAConv2d, sine": lambda **f: modules.AAConv2d(8, 8, 3, 4, 4, 2, position="sine", **f),
+    "AlignmentAttention, cosine": lambda **f: modules.AlignmentAttention("cosine", 8, 8, **f),
+    "AlignmentAttention, dot": lambda **f: modules.AlignmentAttention("dot", 8, 8, **f),
+    "BilateralCrissCross2d, zero": lambda **f: modules.BilateralCrissCross2d(16, kernel_size=3, outside="zero", **f),
+    "BilateralSelfAttention, causal": lambda **f: modules.BilateralSelfAttention(
+        16, 2, kernel_size=3, outside="zero", causal=True, **f
+    ),
+    "BilateralSelfAttention, window": lambda **f: modules.BilateralSelfAttention(16, 2, 3, outside="-inf", **f),
+    "CausalDeformableConv1d, modulated": lambda **f: modules.CausalDeformableConv1d(4, 4, 3, modulated=True, **f),
+    "DeformableConv1d, modulated": lambda **f: modules.DeformableConv1d(4, 4, 3, padding=1, modulated=True, **f),
+    "DynamicConv1d, causal": lambda **f: modules.DynamicConv1d(16, kernel_size=3, causal=True, **f),
+    "GeneralizedAttention2d, 0010": lambda **f: modules.GeneralizedAttention2d(16, 2, "0010", **f),
+    "GeneralizedAttention2d, 0110": lambda **f: modules.GeneralizedAttention2d(16, 2, "0110", **f),
+    "GeneralizedAttention2d, range": lambda **f: modules.GeneralizedAttention2d(16, 2, spatial_range=5, **f),
+    "GeneralizedAttention2d, strides": lambda **f: modules.GeneralizedAttention2d(
+        16, 2, "0001", q_stride=2, kv_stride=2, **f
+    ),
+    "LocalBilateralConv2d, refined": lambda **f: modules.LocalBilateralConv2d(16, 16, 3, 2, iterations=3, **f),
+    "MultiheadAttention, causal": lambda **f: modules.MultiheadAttention(16, 2, causal=True, **f),
+    "MultiheadSpatialAttention, causal": lambda **f: modules.MultiheadSpatialAttention(16, 2, causal=True, **f),
+    "MultiheadSpatialAttention, 0010": lambda **f: modules.MultiheadSpatialAttention(16, 2, "0010", **f),
+    "MultiheadSpatialAttention, range": lambda **f: modules.MultiheadSpatialAttention(
+        16, 2, "0111", attention_range=3, **f
+    ),
+    "MultimodalDecoderBlock, parallel": lambda **f: modules.MultimodalDecoderBlock(
+        16, 2, ffn_dim=8, fusion="parallel", **f
+    ),
+    "MultimodalDecoderBlock, stacked-visual": lambda **f: modules.MultimodalDecoderBlock(
+        16, 2, ffn_dim=8, fusion="stacked-visual", **f
+    ),
+    "NonLocal1d, gaussian": lambda **f: modules.NonLocal1d(16, mode="gaussian", sub_sample=True, **f),
+    "NonLocal2d, dot product": lambda **f: modules.NonLocal2d(16, mode="dot_product", **f),
+    "NonLocal2d, sub-sampled": lambda **f: modules.NonLocal2d(16, mode="gaussian", sub_sample=True, **f),
+    "NonLocal3d, concatenation": lambda **f: modules.NonLocal3d(16, mode="concatenation", **f),
+    "RelativeSelfAttention, causal": lambda **f: modules.RelativeSelfAttention(
+        16, 2, 3, values=False, causal=True, **f
+    ),
+    "SpaceTimeSelfAttention, joint": lambda **f: modules.SpaceTimeSelfAttention(16, 2, "joint", **f),
+    "SpaceTimeSelfAttention, local_global": lambda **f: modules.SpaceTimeSelfAttention(16, 2, "local_global", **f),
     "WindowSelfAttention, relative": lambda **f: modules.WindowSelfAttention(16, 2, 3, 1, position="relative", **f),
     "WindowSelfAttention, bilateral": lambda **f: modules.WindowSelfAttention(
         16, 2, 3, 1, position="table+bilateral", **f

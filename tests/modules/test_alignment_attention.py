@@ -107,76 +107,11 @@ def test_a_source_of_padding_alone_gives_zeros(score):
         assert torch.isfinite(x.grad).all()
 
 
-@pytest.mark.parametrize("score", SCORES)
-def test_gradients(score):
-    module = layer(score)
-    query, source = (x.requires_grad_() for x in states(module, B=2, T=2, S=3))
-    mask = torch.tensor([[False, False, True], [False, False, False]])
-    names, parameters = zip(*module.named_parameters()) if list(module.parameters()) else ((), ())
-
-    def run(query, source, *values):
-        return torch.func.functional_call(module, dict(zip(names, values)), (query, source, mask))
-
-    assert torch.autograd.gradcheck(run, (query, source, *parameters))
-    assert torch.autograd.gradgradcheck(run, (query, source, *parameters))
-    output, _ = module(query, source, mask)
-    for gradient in torch.autograd.grad(output.square().sum(), parameters) if parameters else ():
-        assert gradient.any()
-
-
-@pytest.mark.parametrize("score", SCORES)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_low_precision_stays_near_float64(score, dtype):
-    module = layer(score, dtype=dtype, width=32)
-    query, source = states(module, dtype=dtype)
-    mask = torch.tensor([[False, True, False, False, True]] * 3)
-    context, alignment = module(query, source, mask)
-    assert context.dtype == alignment.dtype == dtype
-    wide = module.double()(query.double(), source.double(), mask)
-    # Rounding of a logit as large as 15 (a dot product of 32 channels), then of the probability.
-    tolerance = 40 * torch.finfo(dtype).eps
-    torch.testing.assert_close(context.double(), wide[0], rtol=tolerance, atol=tolerance)
-    torch.testing.assert_close(alignment.double(), wide[1], rtol=tolerance, atol=tolerance)
-
-
-@pytest.mark.parametrize("score", SCORES)
-def test_autocast(score):
-    module = layer(score, dtype=torch.float32)
-    query, source = states(module, dtype=torch.float32)
-    expected = module(query, source)
-    with torch.autocast("cpu", torch.bfloat16):
-        for got, wanted in zip(module(query, source.bfloat16()), expected):
-            torch.testing.assert_close(got.float(), wanted, rtol=0.1, atol=0.1)
-
-
 def test_half_cosine_of_long_vectors_does_not_overflow():
     x = torch.full((1, 2, 16), 300.0, dtype=torch.float16)  # its square exceeds float16's 65504
     scores = terms.cosine_scores(x, -x)
     torch.testing.assert_close(scores, torch.full((1, 2, 2), -1.0, dtype=torch.float16), rtol=2e-3, atol=0)
     assert not terms.cosine_scores(torch.zeros(1, 2, 16), x.float()).any()
-
-
-@pytest.mark.parametrize("score", SCORES)
-def test_strided_states_and_an_empty_batch(score):
-    """A (T, B, C) decoder passes transposed views."""
-    module = layer(score)
-    query, source = states(module)
-    strided = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in (query, source)]
-    for got, expected in zip(module(*strided), module(query, source)):
-        torch.testing.assert_close(got, expected)
-    context, alignment = module(query[:0], source[:0], torch.zeros(0, 5, dtype=torch.bool))
-    assert context.shape == (0, 4, module.source_channels)
-    assert alignment.shape == (0, 4, 5)
-
-
-@pytest.mark.parametrize("score", SCORES)
-def test_compiles_to_one_graph(score):
-    module = layer(score, dtype=torch.float32)
-    query, source = states(module, dtype=torch.float32)
-    mask = torch.tensor([[False, True, False, False, True]] * 3)
-    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
-    for got, expected in zip(compiled(query, source, mask), module(query, source, mask)):
-        torch.testing.assert_close(got, expected)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 
 import numpy as np
@@ -237,56 +236,6 @@ def test_ratios():
     assert widths(72, 0.1, 0.05, 4, 1, 1) == (4, 4)
 
 
-# --- as a module ----------------------------------------------------------------------------------------------
-
-
-def test_every_parameter_gets_a_gradient_and_it_is_right():
-    layer = make(dk=4, dv=4, heads=2, channels=3, out=6, size=(2, 3), pool=True, stride=2)
-    x = torch.randn(1, 3, 4, 5, dtype=torch.float64, requires_grad=True)
-    layer(x).square().sum().backward()
-    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in layer.parameters())
-    names = list(dict(layer.named_parameters()))
-
-    def function(x, *parameters):
-        return torch.func.functional_call(layer, dict(zip(names, parameters)), (x,))
-
-    assert torch.autograd.gradcheck(function, (x, *layer.parameters()))
-    assert torch.autograd.gradgradcheck(function, (x, *layer.parameters()))
-
-
-def test_state_dict_round_trip():
-    one, other = make(seed=1), make(seed=2)
-    x = torch.randn(2, 16, 5, 7, dtype=torch.float64)
-    assert not torch.allclose(one(x), other(x))
-    other.load_state_dict(one.state_dict())
-    torch.testing.assert_close(one(x), other(x))
-    torch.testing.assert_close(copy.deepcopy(one)(x), other(x))
-
-
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float16, 5e-3), (torch.bfloat16, 4e-2)])
-def test_half_precision(dtype, tolerance):
-    layer = make(dtype=torch.float32)
-    x = torch.randn(2, 16, 5, 7)
-    expected = layer(x)
-    scale = expected.abs().max().item()
-    with torch.autocast("cpu", dtype):
-        mixed = layer(x)
-    assert mixed.dtype == dtype
-    torch.testing.assert_close(mixed.float(), expected, rtol=0, atol=tolerance * scale)
-    half = layer.to(dtype)(x.to(dtype))
-    assert half.dtype == dtype
-    torch.testing.assert_close(half.float(), expected, rtol=0, atol=tolerance * scale)
-
-
-def test_any_memory_format_and_batch():
-    layer = make()
-    x = torch.randn(2, 16, 5, 7, dtype=torch.float64)
-    torch.testing.assert_close(layer(x.contiguous(memory_format=torch.channels_last)), layer(x))
-    wide = torch.randn(2, 32, 5, 14, dtype=torch.float64)[:, ::2, :, ::2]
-    torch.testing.assert_close(layer(wide), layer(wide.contiguous()))
-    assert layer(x[:0]).shape == (0, 32, 5, 7)
-
-
 def test_no_map_of_all_pairs_is_stored():
     """Storing all pairs would take 1 GiB: 2 * 8 * 64^4 floats."""
     layer = make(dk=160, dv=8, heads=8, out=8, size=(64, 64), dtype=torch.float32)
@@ -295,16 +244,6 @@ def test_no_map_of_all_pairs_is_stored():
         layer(x).sum().backward()
     largest = max(e.nbytes() for e in profile.profiler.kineto_results.events() if e.name() == "[memory]")
     assert largest < 64 * 2**20
-
-
-@pytest.mark.parametrize("position", ["relative", "none", "sine", "coordconv"])
-def test_compile_export_and_trace(position):
-    layer = make(position=position, stride=2, pool=True, size=(8, 10), dtype=torch.float32).eval()
-    x = torch.randn(2, 16, 8, 10)
-    expected = layer(x)
-    torch.testing.assert_close(torch.compile(layer, fullgraph=True, backend="aot_eager")(x), expected)
-    torch.testing.assert_close(torch.export.export(layer, (x,)).module()(x), expected)
-    torch.testing.assert_close(torch.jit.trace(layer, x)(x), expected)
 
 
 @pytest.mark.slow

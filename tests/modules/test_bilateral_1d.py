@@ -168,22 +168,6 @@ def test_one_token_only_padding_and_an_empty_batch(causal, outside, smoothing):
     assert module(tokens(B=0)).shape == (0, 7, 6)
 
 
-@pytest.mark.parametrize("outside, smoothing", CHOICES)
-@pytest.mark.parametrize("causal", [False, True])
-def test_gradients_and_every_parameter_learns(causal, outside, smoothing):
-    module = build(causal=causal, outside=outside, smoothing=smoothing)
-    x = tokens(T=4, B=1).requires_grad_()
-    module(x).square().sum().backward()
-    for name, parameter in module.named_parameters():
-        # Adding a constant to all keys adds a constant to all logits of a query.
-        assert parameter.grad.abs().max() > 1e-9 or name == "k_proj.bias", name
-    for parameter in module.parameters():
-        parameter.requires_grad_(False)
-    mask = torch.tensor([[False, False, True, False]])
-    assert torch.autograd.gradcheck(lambda x: module(x, key_padding_mask=mask), (x,))
-    assert torch.autograd.gradgradcheck(module, (x,))
-
-
 @pytest.mark.parametrize(
     "outside, smoothing, causal", [("zero", "sqrt_d", False), ("learned", "zscore", True), ("-inf", "sqrt_d", True)]
 )
@@ -196,18 +180,6 @@ def test_compile_and_export(outside, smoothing, causal):
     length = torch.export.Dim("length", min=4, max=512)
     exported = torch.export.export(module, (x,), dynamic_shapes={"query": {1: length}}).module()
     torch.testing.assert_close(exported(longer), module(longer))
-
-
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("outside, smoothing", CHOICES)
-def test_half_precision(outside, smoothing, causal):
-    module, x = build(dtype=torch.float32, causal=causal, outside=outside, smoothing=smoothing), tokens().float()
-    expected = module(x)
-    with torch.autocast("cpu", torch.bfloat16):
-        torch.testing.assert_close(module(x).float(), expected, rtol=0.1, atol=0.15)
-    output = module.bfloat16()(x.bfloat16())
-    assert output.dtype == torch.bfloat16
-    torch.testing.assert_close(output.float(), expected, rtol=0.1, atol=0.15)
 
 
 @pytest.mark.parametrize("outside, smoothing", CHOICES)

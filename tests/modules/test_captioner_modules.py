@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import math
 
@@ -226,62 +225,6 @@ def test_neither_the_future_nor_padding_is_seen(name):
     torch.testing.assert_close(decoder.run(words, sources)[0], before)
     sources["visual"] = Modality(torch.cat((visual, visual), 1), torch.cat((mask, torch.ones_like(mask)), 1))
     torch.testing.assert_close(decoder.run(words, sources)[0], before)
-
-
-@every_decoder
-def test_gradients(name):
-    decoder = Decoder(name, names=BOTH)
-    words, sources = decoder.inputs()
-    words, sources = words[:2, :2], {k: Modality(f[:2], None if m is None else m[:2]) for k, (f, m) in sources.items()}
-    names, parameters = zip(*decoder.module.named_parameters())
-
-    def run(words, features, *values):
-        own = copy.copy(decoder)
-        own.module = lambda *inputs: torch.func.functional_call(decoder.module, dict(zip(names, values)), inputs)
-        return own.run(words, {**sources, "visual": Modality(features, sources["visual"].padding_mask)})[0]
-
-    inputs = (words.requires_grad_(), sources["visual"].features.requires_grad_(), *parameters)
-    assert torch.autograd.gradcheck(run, inputs, fast_mode=True)
-    found = torch.autograd.grad(run(*inputs).square().sum(), inputs)
-    assert all(gradient.any() for gradient in found)
-
-
-@torch.no_grad()
-@every_decoder
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_low_precision_stays_near_float64(name, dtype):
-    decoder = Decoder(name, dtype)
-    words, sources = decoder.inputs(dtype)
-    features, weights, _ = decoder.run(words, sources)
-    assert features.dtype == dtype
-    decoder.module.double()
-    wide = decoder.run(words.double(), {k: Modality(f.double(), m) for k, (f, m) in sources.items()})
-    tolerance = 30 * torch.finfo(dtype).eps
-    torch.testing.assert_close(features.double(), wide[0], rtol=tolerance, atol=tolerance)
-    for key in decoder.names:
-        torch.testing.assert_close(weights[key].double(), wide[1][key], rtol=tolerance, atol=tolerance)
-
-
-@every_decoder
-def test_autocast(name):
-    decoder = Decoder(name, torch.float32)
-    words, sources = decoder.inputs(torch.float32)
-    expected = decoder.run(words, sources)[0]
-    with torch.autocast("cpu", torch.bfloat16):
-        first, _, state = decoder.run(words[:, :2], sources)
-        found = torch.cat((first, decoder.run(words[:, 2:], sources, state)[0]), 1)
-    torch.testing.assert_close(found.float(), expected, rtol=0.1, atol=0.1)
-    found.float().square().sum().backward()
-    assert all(parameter.grad.isfinite().all() for parameter in decoder.module.parameters())
-
-
-@every_decoder
-def test_state_dict(name):
-    decoder, other = Decoder(name), Decoder(name)
-    words, sources = decoder.inputs()
-    nn.init.ones_(next(other.module.parameters()))
-    other.module.load_state_dict(decoder.module.state_dict())
-    torch.testing.assert_close(other.run(words, sources)[0], decoder.run(words, sources)[0], rtol=0, atol=0)
 
 
 @every_decoder

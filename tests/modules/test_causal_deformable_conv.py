@@ -123,25 +123,6 @@ def test_one_input_after_the_other(options):
     torch.testing.assert_close(torch.cat(found, 2), expected)
 
 
-def test_gradients():
-    module = trained(dict(kernel_size=3, modulated=True, offset_groups=2))
-    x = torch.randn(2, 6, 5, dtype=torch.float64, requires_grad=True)
-    torch.autograd.gradcheck(lambda x, *_: module(x), (x, *module.parameters()))
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision(dtype):
-    module = CausalDeformableConv1d(6, 4, 3, modulated=True).to(dtype)
-    x = torch.randn(2, 6, 9, dtype=dtype)
-    torch.testing.assert_close(module(x).float(), module.float()(x.float()), rtol=0.02, atol=0.02)
-
-
-def test_compiles():
-    module, x = trained(OPTIONS["dilated"], torch.float32), torch.randn(2, 6, 9)
-    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(x), module(x))
-
-
 def test_weights_are_those_of_the_layer_that_looks_ahead():
     module = trained(OPTIONS["plain"])
     DeformableConv1d(6, 4, 3).load_state_dict(module.state_dict())

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from attn_plugins.modules import MultiScaleDeformableAttention
-from tests.helpers.operator_checks import check_compiled_and_exported
 from tests.ops.sampled.deformable_attention_operands import pixel
 
 SHAPES = ((4, 6), (2, 3))
@@ -128,32 +127,6 @@ def test_batch_second_identity_and_defaults():
     assert wide(**given).shape == (2, 5, 12)
 
 
-@pytest.mark.parametrize("key_saliency", [False, True])
-def test_gradients(key_saliency):
-    layer, given = module(key_saliency=key_saliency), inputs()
-    names = ("query", "value", "reference_points")
-    leaves = [given[name].requires_grad_() for name in names]
-
-    def function(*tensors):
-        return layer(**{**given, **dict(zip(names, tensors))})
-
-    assert torch.autograd.gradcheck(function, leaves)
-    layer(**given).sum().backward()
-    assert all(p.grad is not None and p.grad.any() for p in layer.parameters())
-
-
-@pytest.mark.parametrize("key_saliency", [False, True])
-def test_half_precision(key_saliency):
-    layer, given = module(dtype=torch.float32, key_saliency=key_saliency), inputs(dtype=torch.float32)
-    expected = layer(**given)
-    with torch.autocast("cpu", torch.bfloat16):
-        torch.testing.assert_close(layer(**given).float(), expected, rtol=0.05, atol=0.05)
-    half = {k: v.bfloat16() if v.is_floating_point() and k != "reference_points" else v for k, v in given.items()}
-    found = layer.bfloat16()(**half)
-    assert found.dtype == torch.bfloat16
-    torch.testing.assert_close(found.float(), expected, rtol=0.05, atol=0.05)
-
-
 def test_dropout_in_training_alone():
     layer, given = module(dropout=0.5), inputs()
     expected = layer.eval()(**given) - given["query"]
@@ -161,22 +134,6 @@ def test_dropout_in_training_alone():
     dropped = found == 0
     assert 0.2 < dropped.double().mean() < 0.8
     torch.testing.assert_close(found[~dropped], 2 * expected[~dropped])
-
-
-@pytest.mark.parametrize("key_saliency", [False, True])
-def test_compiled_and_exported(key_saliency):
-    layer = module(dtype=torch.float32, key_saliency=key_saliency)
-
-    class Layer(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = layer
-
-        def forward(self, query, value, points):
-            return self.layer(query, value=value, reference_points=points, spatial_shapes=SHAPES)
-
-    given = inputs(dtype=torch.float32)
-    check_compiled_and_exported(Layer(), [given[k] for k in ("query", "value", "reference_points")])
 
 
 def test_shapes_are_copied_to_the_host_once_and_again_when_they_change():

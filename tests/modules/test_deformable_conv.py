@@ -81,27 +81,6 @@ def test_state_dict_round_trip(layer: str, modulated: bool) -> None:
     assert torch.equal(copy.deepcopy(module)(x), module(x))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("layer", LAYERS)
-def test_dtypes(layer: str, dtype: torch.dtype) -> None:
-    cls, shape, _ = LAYERS[layer]
-    module = cls(6, 4, 3, padding=1, modulated=True).to(dtype)
-    x = torch.randn(shape, dtype=dtype)
-    output = module(x)
-    assert output.dtype == dtype
-    torch.testing.assert_close(output.float(), module.float()(x.float()), rtol=0.02, atol=0.02)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert module(x.float()).dtype == torch.bfloat16
-
-
-@pytest.mark.parametrize("layer", LAYERS)
-def test_compiles(layer: str) -> None:
-    cls, shape, _ = LAYERS[layer]
-    module, x = perturbed(cls(6, 4, 3, padding=1, modulated=True)), torch.randn(shape)
-    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(x), module(x))
-
-
 @pytest.mark.parametrize(
     "change,message",
     [

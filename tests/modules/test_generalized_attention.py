@@ -178,26 +178,6 @@ def test_state_dict():
     assert torch.equal(first(x), second(x))
 
 
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.float16, 1e-2), (torch.bfloat16, 6e-2)])
-def test_lower_precision(dtype, tolerance):
-    for attention_type in SETTINGS:
-        module, (x,) = build(attention_type, spatial_range=5), maps((1, 8, 4, 6))
-        expected = module(x)
-        output = module.to(dtype)(x.to(dtype))
-        assert output.dtype == dtype
-        torch.testing.assert_close(output.double(), expected, rtol=tolerance, atol=tolerance)
-
-
-@pytest.mark.parametrize("attention_type", SETTINGS)
-def test_autocast(attention_type):
-    module, (x,) = build(attention_type, dtype=torch.float32), maps((1, 8, 4, 6), dtype=torch.float32)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        output = module(x)
-        output.float().square().sum().backward()
-    torch.testing.assert_close(output.float(), module(x), rtol=6e-2, atol=6e-2)
-    assert all(p.grad.isfinite().all() and p.grad.dtype == torch.float32 for p in module.parameters())
-
-
 @pytest.mark.parametrize("size", [(1, 1), (1, 5), (7, 1), (2, 2)])
 @pytest.mark.parametrize("attention_type", ["1111", "0100", "0011", "0001"])
 def test_any_size(attention_type, size):
@@ -226,32 +206,6 @@ def test_saliency_alone_computes_one_query():
         N = 20 * 30
         # Key and value projection, output projection of one pixel, saliency, and weighted mean.
         assert counter.get_total_flops() <= 2 * (projections * N * 64 + 64 + 2 * N * 8)
-
-
-def test_memory_formats_and_strides():
-    module, (x,) = build(), maps((2, 8, 4, 6))
-    expected = module(x)
-    torch.testing.assert_close(module(x.contiguous(memory_format=torch.channels_last)), expected)
-    torch.testing.assert_close(module(x.transpose(2, 3).contiguous().transpose(2, 3)), expected)
-    torch.testing.assert_close(module(torch.cat((x, x), 3)[..., :6]), expected)
-
-
-@pytest.mark.parametrize("attention_type", ["1111", "0110", "0010", "0001"])
-def test_compile_fullgraph(attention_type):
-    torch._dynamo.reset()
-    module, plain = build(attention_type, spatial_range=5), build(attention_type, spatial_range=5)
-    compiled = torch.compile(module, fullgraph=True, backend="aot_eager", dynamic=False)
-    (x,) = maps((1, 8, 3, 5))
-    compiled(x).square().sum().backward()
-    plain(x).square().sum().backward()
-    for (name, actual), (_, expected) in zip(module.named_parameters(), plain.named_parameters()):
-        torch.testing.assert_close(actual.grad, expected.grad, msg=name)
-
-
-def test_export():
-    module, (x,) = build().eval(), maps((1, 8, 3, 5))
-    program = torch.export.export(module, (x,))
-    torch.testing.assert_close(program.module()(x), module(x))
 
 
 @pytest.mark.parametrize(

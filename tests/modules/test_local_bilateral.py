@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from attn_plugins.modules import LocalBilateralConv2d
-from tests.helpers.operator_checks import check_compiled_and_exported
 
 KINDS = [
     dict(geometric=False),
@@ -153,50 +152,6 @@ def test_any_size_and_an_empty_batch(size):
     module = layer(dtype=torch.float32, iterations=2, kernel_size=5)
     assert module(torch.randn(2, 6, *size)).isfinite().all()
     assert module(torch.randn(0, 6, *size)).shape == (0, 8, *size)
-
-
-@pytest.mark.parametrize("options", KINDS, ids=str)
-def test_every_parameter_learns(options):
-    module = layer(**options)  # in evaluation mode: in training, a BatchNorm subtracts a preceding bias
-    module(torch.randn(2, 6, 5, 7, dtype=torch.float64)).square().sum().backward()
-    for name, parameter in module.named_parameters():
-        if name.startswith("key") and name.endswith("bias") and not options.get("iterations"):
-            continue  # a constant added to every key of a window adds to all of its logits
-        assert parameter.grad is not None, name
-        assert parameter.grad.abs().max() > 1e-9, name
-
-
-def test_gradients():
-    module = layer(4, 4, iterations=2, stride=2)
-    for parameter in module.parameters():
-        parameter.requires_grad_(False)
-    x = torch.randn(1, 4, 4, 3, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(module, (x,))
-    assert torch.autograd.gradgradcheck(module, (x,))
-
-
-@pytest.mark.parametrize("options", KINDS, ids=str)
-def test_compile_and_export(options):
-    torch._dynamo.reset()  # torch compiles a limited number of variants of a function
-    module, x = layer(dtype=torch.float32, **options), torch.randn(2, 6, 5, 7)
-    check_compiled_and_exported(module, (x,))
-
-
-def test_half_precision():
-    module, x = layer(dtype=torch.float32, iterations=3), torch.randn(2, 6, 5, 7)
-    expected = module(x)
-    with torch.autocast("cpu", torch.bfloat16):
-        torch.testing.assert_close(module(x).float(), expected, rtol=0.1, atol=0.1)
-    torch.testing.assert_close(module.bfloat16()(x.bfloat16()).float(), expected, rtol=0.1, atol=0.1)
-
-
-def test_state_dict_round_trip():
-    module, other = layer(), layer(in_channels=6)
-    for parameter in other.parameters():
-        nn.init.normal_(parameter)
-    other.load_state_dict(module.state_dict())
-    x = torch.randn(1, 6, 5, 7, dtype=torch.float64)
-    torch.testing.assert_close(other(x), module(x))
 
 
 @pytest.mark.parametrize("options", [dict(), dict(shared=True, iterations=3, stride=2)])

@@ -15,7 +15,6 @@ from attn_plugins.modules.non_local_block import MODES
 from attn_plugins.modules.non_local_sums import rectified_sums
 from attn_plugins.terms.relative_table import resize_table
 from tests.helpers.module_checks import check_maps_that_do_not_fit
-from tests.helpers.operator_checks import check_compiled_and_exported
 
 GAUSSIAN = ["gaussian", "embedded_gaussian"]
 KINDS = [(mode, "none") for mode in MODES] + [(mode, "relative") for mode in GAUSSIAN]
@@ -106,43 +105,6 @@ def test_any_size_and_an_empty_batch(mode, position, sub_sample):
     for size in ((1, 1), (1, 6), (7, 1), (3, 8)):
         assert module(torch.randn(2, 6, *size)).isfinite().all()
         assert module(torch.randn(0, 6, *size)).shape == (0, 6, *size)
-
-
-@pytest.mark.parametrize("sub_sample", [False, True])
-@pytest.mark.parametrize("mode, position", KINDS)
-def test_gradients_and_every_parameter_learns(mode, position, sub_sample):
-    size = (4, 4) if sub_sample else (2, 3)
-    module = build(mode, position, size=size, sub_sample=sub_sample)
-    x = torch.randn(2, 6, *size, dtype=torch.float64, requires_grad=True)
-    module(x).square().sum().backward()
-    for name, parameter in module.named_parameters():
-        # Adding a constant to all keys adds a constant to all logits of a query.
-        assert parameter.grad.abs().max() > 1e-9 or ("gaussian" in mode and name == "phi.bias"), name
-    names = [name for name, _ in module.named_parameters() if name in ("theta.weight", "concat_project.weight")]
-    names += ["height_rel"] * (position == "relative")
-    chosen = [module.get_parameter(name) for name in names]
-
-    def function(x, *parameters):
-        return torch.func.functional_call(module, dict(zip(names, parameters)), (x,))
-
-    assert torch.autograd.gradcheck(function, (x, *chosen))
-    assert torch.autograd.gradgradcheck(function, (x[:1], *chosen))
-
-
-@pytest.mark.parametrize("mode, position", KINDS)
-def test_compile_and_export(mode, position):
-    module, x = build(mode, position, dtype=torch.float32, sub_sample=True), torch.randn(2, 6, 4, 5)
-    check_compiled_and_exported(module, (x,))
-
-
-@pytest.mark.parametrize("mode, position", KINDS)
-def test_half_precision(mode, position):
-    module, x = build(mode, position, dtype=torch.float32), torch.randn(2, 6, 4, 5)
-    expected = module(x)
-    scale = expected.abs().max().item()
-    with torch.autocast("cpu", torch.bfloat16):
-        torch.testing.assert_close(module(x).float(), expected, rtol=0, atol=0.05 * scale)
-    torch.testing.assert_close(module.bfloat16()(x.bfloat16()).float(), expected, rtol=0, atol=0.05 * scale)
 
 
 def test_dot_products_of_many_keys_stay_in_float16():

@@ -174,18 +174,6 @@ def test_compile_and_export(values, causal):
 
 @every_choice
 @pytest.mark.parametrize("causal", [False, True])
-def test_half_precision(causal, choice):
-    module, x = build(dtype=torch.float32, causal=causal, **choice), tokens().float()
-    expected = module(x)
-    with torch.autocast("cpu", torch.bfloat16):
-        torch.testing.assert_close(module(x).float(), expected, rtol=0.1, atol=0.15)
-    output = module.bfloat16()(x.bfloat16())
-    assert output.dtype == torch.bfloat16
-    torch.testing.assert_close(output.float(), expected, rtol=0.1, atol=0.15)
-
-
-@every_choice
-@pytest.mark.parametrize("causal", [False, True])
 def test_attention_maps_and_logits(causal, choice):
     module, x = build(causal=causal, **{**choice, "values": False}), tokens()
     maps = module.attention_maps(x)

@@ -9,7 +9,6 @@ from torch.nn import functional as F
 
 from attn_plugins.modules import SpaceTimeSelfAttention
 from attn_plugins.modules.space_time_attention import STEPS
-from tests.helpers.operator_checks import check_compiled_and_exported
 
 C, M = 8, 2
 PATTERNS = list(STEPS)
@@ -113,12 +112,6 @@ def test_gradients(pattern, grid):
         torch.testing.assert_close(ours, expected)
 
 
-def test_second_derivatives():
-    module = build("local_global")
-    call, x = (lambda x: module(x, (2, 2, 1), 1)), clip((2, 2, 1), B=1)
-    assert torch.autograd.gradgradcheck(call, x.requires_grad_(), fast_mode=True)
-
-
 @pytest.mark.parametrize("P", [0, 1])
 @pytest.mark.parametrize("pattern", ["divided", "local_global", "axial"])
 def test_the_start_is_the_last_step_alone(pattern, P):
@@ -163,36 +156,6 @@ def test_with_norms_the_module_is_the_official_half_block(pattern):
         tokens = torch.cat((tokens[:, :1], tokens[:, 1:] + fc(attention(norm(tokens[:, 1:]), ODD, 0))), 1)
     expected = tokens + module.attn(module.norm1(tokens), ODD, 1)
     torch.testing.assert_close(x + module(x, ODD, 1), expected)
-
-
-@pytest.mark.parametrize("pattern", PATTERNS)
-def test_half_precision(pattern):
-    module, x = build(pattern, dtype=torch.float32), clip(dtype=torch.float32)
-    expected = module(x, ODD, 1)
-    tolerance = dict(rtol=0.1, atol=0.1 * expected.abs().max().item())
-    with torch.autocast("cpu", torch.bfloat16):
-        torch.testing.assert_close(module(x, ODD, 1).float(), expected, **tolerance)
-    halved = module.bfloat16()(x.bfloat16(), ODD, 1)
-    assert halved.dtype == torch.bfloat16
-    torch.testing.assert_close(halved.float(), expected, **tolerance)
-
-
-@pytest.mark.parametrize(
-    "pattern, grid", [*((pattern, EVEN) for pattern in PATTERNS), ("divided", ODD), ("local_global", (2, 3, 2))]
-)
-def test_compiled_and_exported(pattern, grid):
-    torch._dynamo.reset()
-    module = build(pattern)
-
-    class Fixed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.module = module
-
-        def forward(self, x):
-            return self.module(x, grid, 1)
-
-    check_compiled_and_exported(Fixed(), (clip(grid),))
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)

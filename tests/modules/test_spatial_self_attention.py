@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from attn_plugins.modules import SpatialSelfAttention
-from tests.helpers.operator_checks import check_compiled_and_exported
 
 GRID = (3, 4)
 N, C, M = 12, 8, 2
@@ -247,46 +246,6 @@ def test_dropout_drops_weights_in_training_alone(attention_type):
     assert not torch.allclose(draws[0], draws[1])
     deviation = draws.std(0) / 20  # standard error of the mean of 400 draws
     assert ((draws.mean(0) - expected).abs() < 6 * deviation + 1e-9).all()
-
-
-@pytest.mark.parametrize(
-    "options", [{}, dict(spatial_range=3), dict(kernel_size=3), dict(kernel_size=3, outside="-inf", smoothing="sqrt_d")]
-)
-def test_gradients_reach_everything(options):
-    layer, given = module(gate=False, **options), [t.requires_grad_() for t in tokens()]
-    assert torch.autograd.gradcheck(lambda *t: layer(*t, grid=GRID), given)
-    layer(*given, grid=GRID).square().sum().backward()
-    assert layer.gate.grad.abs().min() > 0  # with a gate of 0, first only the gate learns
-    with torch.no_grad():
-        layer.gate.fill_(0.5)
-    layer.zero_grad()
-    layer(*given, grid=GRID).square().sum().backward()
-    for name, parameter in layer.named_parameters():
-        assert parameter.grad.abs().sum() > 0, name
-
-
-@pytest.mark.parametrize("options", [{}, dict(spatial_range=3), dict(kernel_size=3)])
-def test_half_precision(options):
-    layer, given = module(dtype=torch.float32, **options), [t.float() for t in tokens()]
-    expected = layer(*given, grid=GRID)
-    with torch.autocast("cpu", torch.bfloat16):
-        torch.testing.assert_close(layer(*given, grid=GRID).float(), expected, rtol=0.1, atol=0.1)
-    found = layer.bfloat16()(*(t.bfloat16() for t in given), grid=GRID)
-    assert found.dtype == torch.bfloat16
-    torch.testing.assert_close(found.float(), expected, rtol=0.1, atol=0.1)
-
-
-@pytest.mark.parametrize("options", [{}, dict(spatial_range=3), dict(kernel_size=3)])
-def test_compiled_and_exported(options):
-    class Layer(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = module(dtype=torch.float32, **options)
-
-        def forward(self, x):
-            return self.layer(x, grid=GRID)
-
-    check_compiled_and_exported(Layer(), [torch.randn(2, N, C)])
 
 
 @pytest.mark.parametrize(

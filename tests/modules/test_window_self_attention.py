@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from attn_plugins import ops
 from attn_plugins.modules import WindowSelfAttention, capture_attention, windows
@@ -198,3 +199,45 @@ def test_windows_share_masks(monkeypatch):
 def test_errors(call, error, message):
     with pytest.raises(error, match=message):
         call()
+
+
+@pytest.mark.parametrize("window", ["partition", "centred"])
+@pytest.mark.parametrize("position", ["table", "relative", "bilateral"])
+@pytest.mark.parametrize("version", ["v1", "v2"])
+def test_dropout_writes_the_same_weights_out(version, position, window):
+    """A dropout probability near 0 drops nothing."""
+    shift = int(window == "partition")
+    module = layer(window_size=3, shift_size=shift, version=version, position=position, window=window)
+    x = tokens((5, 6))
+    expected = module(x)
+    module.train().dropout = 1e-12
+    torch.testing.assert_close(module(x), expected)
+    module.dropout = 0.5
+    assert not torch.allclose(module(x), expected)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("options", "backend"),
+    [
+        (dict(shift_size=1), "eager"),
+        (dict(version="v2"), "eager"),
+        (dict(position="relative"), "eager"),
+        (dict(position="bilateral"), "eager"),
+        (dict(window="centred", position="table+bilateral"), "eager"),
+        (dict(), "aot_eager"),
+    ],
+    ids=str,
+)
+def test_compile_with_symbolic_sizes(options, backend):
+    """One graph serves all maps that are split and padded alike."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend(backend)
+    module = layer(torch.float32, window_size=3, **options)
+    compiled = torch.compile(module, fullgraph=True, backend=counter, dynamic=True)
+    frames = []
+    for size in ((7, 11), (8, 8), (13, 17)):
+        x = tokens(size, torch.float32)
+        torch.testing.assert_close(compiled(x), module(x))
+        frames.append(counter.frame_count)
+    assert frames[0] == frames[-1]

@@ -1,0 +1,342 @@
+"""What every public module promises on every device, beside its own formula.
+
+Results and gradients are those of the same module on the CPU in float64; modules compile and export; state dicts,
+copies and pickles give the same results; ``reset_parameters`` draws what the constructor does.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils import _pytree as pytree
+
+from attn_plugins import modules
+from attn_plugins.modules.checks import one_of
+from attn_plugins.modules.non_local_block import Mode
+from tests.helpers.cuda_checks import check_module, floating, moved, no_tf32, randomised, results  # noqa: F401
+from tests.helpers.memory_format_checks import has_format
+from tests.helpers.module_inputs import INPUTS, inputs
+from tests.helpers.operator_checks import DEVICES
+from tests.helpers.public_modules import MODULES, VARIANTS, public_modules
+
+pytestmark = pytest.mark.usefixtures("no_tf32")
+every_variant = pytest.mark.parametrize("name", VARIANTS)
+every_device = pytest.mark.parametrize("device", DEVICES)
+# In half precision, a sample may move across a pixel border, or a logit across 0, where its gradient jumps.
+JUMPING = (
+    "CausalDeformableConv1d", "DeformableConv1d", "DeformableConv2d", "MultiScaleDeformableAttention",
+    "NonLocal3d, concatenation",
+)  # fmt: skip
+# Adding a constant to all keys adds a constant to all logits of a query, which softmax ignores.
+WITHOUT_EFFECT = ("k_proj.bias", "key_conv.bias", "phi.bias", "key.0.bias", "key.1.bias")
+
+
+def factor(name: str) -> float:
+    return 2.0 if name.startswith(JUMPING) else 1.0
+
+
+def made(name: str, **options: Any) -> nn.Module:
+    """Return a variant in evaluation mode, with random parameters that all have an effect."""
+    return randomised(VARIANTS[name](**options)).eval()
+
+
+def call(module: nn.Module, arguments: tuple[Any, Any]) -> list[Tensor]:
+    args, kwargs = arguments
+    return floating(module(*args, **kwargs))
+
+
+def test_every_public_module_is_tested():
+    assert set(MODULES) == set(public_modules()) == {name for name in INPUTS if "," not in name}
+
+
+# --- results and gradients --------------------------------------------------------------------------------------------
+
+
+@every_device
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@every_variant
+def test_equals_float64_on_the_cpu(name, dtype, device):
+    check_module(made(name), inputs(name), device, dtype, factor=factor(name))
+
+
+@every_device
+@pytest.mark.parametrize("autocast", [torch.float16, torch.bfloat16], ids=str)
+@every_variant
+def test_autocast(name, autocast, device):
+    check_module(made(name), inputs(name), device, torch.float32, autocast=autocast, factor=2 * factor(name))
+
+
+@every_variant
+def test_gradients_of_both_orders(name):
+    """Finite differences along random directions, of all inputs and parameters; every parameter learns."""
+    module = made(name, dtype=torch.float64)
+    args, kwargs = moved(inputs(name), "cpu", torch.float64)
+    tensors, structure = pytree.tree_flatten((args, kwargs))
+    places = [n for n, t in enumerate(tensors) if isinstance(t, Tensor) and t.is_floating_point()]
+    names, parameters = zip(*module.named_parameters()) if [*module.parameters()] else ((), ())
+
+    def function(*values: Tensor) -> tuple[Tensor, ...]:
+        given = list(tensors)
+        for place, value in zip(places, values):
+            given[place] = value
+        args, kwargs = pytree.tree_unflatten(given, structure)
+        state = dict(zip(names, values[len(places) :]))
+        return tuple(floating(torch.func.functional_call(module, state, args, kwargs)))
+
+    leaves = [tensors[place] for place in places]
+    assert torch.autograd.gradcheck(function, (*leaves, *parameters), fast_mode=True)
+    assert torch.autograd.gradgradcheck(function, leaves, fast_mode=True)
+    total = sum(t.square().sum() for t in function(*leaves, *parameters))
+    for parameter, gradient in zip(names, torch.autograd.grad(total, parameters) if parameters else ()):
+        assert gradient.abs().max() > 1e-12 or parameter.endswith(WITHOUT_EFFECT), parameter
+
+
+def _without_batch(name: str, tensor: Any) -> Any:
+    if not isinstance(tensor, Tensor):
+        return tensor
+    time_first = name.startswith("MultiScaleDeformableAttention") and tensor.dim() == 3
+    return tensor[:, :0] if time_first else tensor[:0]
+
+
+@every_variant
+def test_strided_inputs_and_an_empty_batch(name):
+    module, arguments = made(name), inputs(name)
+    spread = lambda t: torch.stack((t, t), -1)[..., 0] if isinstance(t, Tensor) else t  # noqa: E731
+    for found, expected in zip(call(module, pytree.tree_map(spread, arguments)), call(module, arguments)):
+        torch.testing.assert_close(found, expected)
+    empty = call(module, pytree.tree_map(partial(_without_batch, name), arguments))
+    assert empty
+    assert all(0 in t.shape for t in empty)
+
+
+# --- copies -----------------------------------------------------------------------------------------------------------
+
+
+@every_device
+@every_variant
+def test_state_dict_copy_and_pickle(name, device):
+    """A state dict of the CPU loads into a module made on the device, and back."""
+    module = made(name)
+    there = VARIANTS[name](device=device, dtype=torch.float32).eval()
+    there.load_state_dict(module.state_dict())
+    arguments = moved(inputs(name), device, torch.float32)
+    with torch.no_grad():
+        expected = call(copy.deepcopy(module).to(device), arguments)
+        for other in (there, copy.deepcopy(there), pickle.loads(pickle.dumps(there))):
+            found = call(other, arguments)
+            assert len(found) == len(expected) > 0
+            for a, b in zip(found, expected):
+                assert a.device.type == device
+                torch.testing.assert_close(a, b)
+        back = VARIANTS[name]().eval()
+        back.load_state_dict(there.cpu().state_dict())
+        for a, b in zip(call(back, inputs(name)), expected):
+            torch.testing.assert_close(a, b.cpu(), rtol=1e-3, atol=1e-4)
+
+
+@every_device
+@every_variant
+def test_compiled(name, device):
+    """On CUDA, inductor compiles; on the CPU, graphs run as they are, which needs no compiler."""
+    torch._dynamo.reset()
+    backend = "inductor" if device == "cuda" else "aot_eager"
+    compiled = partial(torch.compile, backend=backend, fullgraph=True)
+    check_module(made(name), inputs(name), device, torch.float32, compiled=compiled)
+
+
+# torch's guards on the sizes of named tuples' fields are no valid Python.
+@pytest.mark.parametrize("name", [name for name in VARIANTS if name != "GatedBilateralController"])
+def test_exported(name):
+    module, (args, kwargs) = made(name), inputs(name)
+    exported = torch.export.export(module, args, kwargs).module()
+    for found, expected in zip(call(exported, (args, kwargs)), call(module, (args, kwargs))):
+        torch.testing.assert_close(found, expected)
+
+
+# Sizes at which kernels work on whole and partial tiles, for layers that have kernels.
+LARGE = {
+    "BilateralCrissCross2d": lambda: modules.BilateralCrissCross2d(64, kernel_size=9),
+    "DeformableConv2d": lambda: modules.DeformableConv2d(64, 48, 3, padding=1, modulated=True, offset_groups=2),
+    "DynamicConv2d": lambda: modules.DynamicConv2d(64, kernel_size=7),
+    "GeneralizedAttention2d": lambda: modules.GeneralizedAttention2d(64, num_heads=4, kv_stride=2),
+    "LocalBilateralConv2d": lambda: modules.LocalBilateralConv2d(64, 64, 7),
+}
+
+
+@every_device
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", LARGE)
+def test_larger_maps_in_both_memory_formats(name, dtype, layout, device):
+    torch.manual_seed(0)
+    x = torch.randn(2, 64, 33, 50)
+    if layout == "channels_last":
+        x = x.contiguous(memory_format=torch.channels_last)
+    module = randomised(LARGE[name](), 0.05)
+    check_module(module, ((x,), {}), device, dtype, factor=factor(name))
+    args, _ = moved(((x,), {}), device, dtype)
+    output = module.to(device, dtype)(*args)
+    assert has_format(output, layout)
+
+
+@every_variant
+def test_no_input_is_a_type_error(name):
+    (_, *rest), kwargs = inputs(name)
+    with pytest.raises(TypeError, match=r"must be an? \w+, got NoneType"):
+        VARIANTS[name]()(None, *rest, **kwargs)
+
+
+# --- reset_parameters -------------------------------------------------------------------------------------------------
+
+# Their parameters are drawn in another order than by apply, so a seed gives other numbers of the same distribution.
+OTHER_ORDER = {
+    "CrissCrossAttention2d, relative", "DualWayEncoder", "EntangledAttention", "MultiheadAttention",
+    "MultiheadAttention, causal", "MultimodalDecoderBlock", "MultimodalDecoderBlock, parallel",
+    "MultimodalDecoderBlock, stacked-visual", "NonLocal2d, relative",
+}  # fmt: skip
+UNCHANGING = [
+    "BilateralCrissCross2d", "BilateralNonLocal2d", "CrissCrossAttention2d", "CrissCrossAttention2d, relative",
+    "DynamicConv2d", "GeneralizedAttention2d", "GeneralizedAttention2d, as mmcv's", "NonLocal2d",
+    "NonLocal2d, concatenation", "NonLocal2d, relative",
+]  # fmt: skip
+
+
+def reset(module: nn.Module) -> None:
+    if hasattr(module, "reset_parameters"):
+        module.reset_parameters()
+
+
+def spoil(module: nn.Module) -> None:
+    with torch.no_grad():
+        for tensor in module.state_dict().values():
+            tensor.fill_(7)
+
+
+def kind_of(parameter: Tensor) -> tuple[float, float]:
+    """Return mean and standard deviation."""
+    return parameter.float().mean().item(), parameter.float().std(correction=0).item()
+
+
+def test_what_owns_parameters_draws_them():
+    for name, make in VARIANTS.items():
+        for module in make().modules():
+            if list(module.parameters(recurse=False)):
+                assert callable(getattr(module, "reset_parameters", None)), (name, type(module))
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_reset_from_the_children_on_draws_what_the_constructor_does(name):
+    torch.manual_seed(3)
+    made = VARIANTS[name]()
+    module = VARIANTS[name]()
+    spoil(module)
+    torch.manual_seed(3)
+    module.apply(reset)
+    for key, tensor in module.state_dict().items():
+        expected = made.state_dict()[key]
+        if name not in OTHER_ORDER or tensor.numel() == 1 or expected.std() == 0:
+            torch.testing.assert_close(tensor, expected, rtol=0, atol=0, msg=key)
+        elif tensor.numel() < 16:  # too few numbers to estimate a deviation
+            assert tensor.abs().max() < 1, key
+        else:
+            (mean, deviation), (wanted_mean, wanted) = kind_of(tensor), kind_of(expected)
+            assert deviation == pytest.approx(wanted, rel=0.5), key
+            assert abs(mean - wanted_mean) < wanted, key
+
+
+@pytest.mark.parametrize("children_first", [True, False])
+@pytest.mark.parametrize("name", UNCHANGING)
+def test_reset_in_any_order_is_the_identity_again(name, children_first):
+    module, x = VARIANTS[name](), torch.randn(2, 16, 5, 7)
+    spoil(module)
+    assert not torch.allclose(module(x), x)
+    parts = list(module.modules())
+    for part in reversed(parts) if children_first else parts:
+        reset(part)
+    assert torch.equal(module(x), x)
+
+
+def test_a_normalised_residual_is_the_identity_again():
+    module, x = VARIANTS["NonLocal2d, normalised"](), torch.randn(2, 16, 5, 7)
+    spoil(module)
+    module.apply(reset)
+    assert torch.equal(module(x), x)
+
+
+@pytest.mark.parametrize("children_first", [True, False])
+def test_reset_in_any_order_is_the_plain_convolution_again(children_first):
+    module, x = MODULES["DeformableConv2d"](), torch.randn(2, 4, 5, 7)
+    spoil(module)
+    parts = list(module.modules())
+    for part in reversed(parts) if children_first else parts:
+        reset(part)
+    torch.testing.assert_close(module(x), F.conv2d(x, module.weight, module.bias, padding=1))
+
+
+def test_made_without_memory_and_then_drawn():
+    for name, make in VARIANTS.items():
+        module = make(device="meta").to_empty(device="cpu")
+        spoil(module)
+        module.apply(reset)
+        assert all(tensor.isfinite().all() for tensor in module.state_dict().values()), name
+        assert not any((parameter == 7).any() for parameter in module.parameters()), name
+
+
+# --- device and dtype -------------------------------------------------------------------------------------------------
+
+
+def test_factory_arguments_are_keyword_only():
+    for name, module in public_modules().items():
+        parameters = inspect.signature(module).parameters
+        for argument in ("device", "dtype"):
+            assert parameters[argument].kind is inspect.Parameter.KEYWORD_ONLY, name
+            assert parameters[argument].default is None, name
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+def test_parameters_and_buffers_follow(device, dtype):
+    for name, make in VARIANTS.items():
+        module = make(device=device, dtype=dtype)
+        tensors = [*module.parameters(), *module.buffers()]
+        assert tensors or name in ("AlignmentAttention, cosine", "AlignmentAttention, dot")
+        for tensor in tensors:
+            assert tensor.device.type == device, name
+            assert tensor.dtype == dtype or not tensor.is_floating_point(), name  # the counter of a BatchNorm
+
+
+# --- choices ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "build, message",
+    [
+        (lambda: modules.AAConv2d(8, 8, 3, 4, 4, 2, position="polar"), "position must be one of relative, none, sine"),
+        (lambda: modules.AlignmentAttention("bilinear", 4), "score must be one of cosine, additive, general, dot"),
+        (lambda: modules.BilateralNonLocal2d(8, outside="same"), "outside must be one of -inf, zero, learned, min"),
+        (
+            lambda: modules.BilateralSelfAttention(8, smoothing="none"),
+            "smoothing must be one of sqrt_d, sqrt_embed_dim, ",
+        ),
+        (lambda: modules.CrissCrossAttention2d(8, position=None), "position must be one of none, relative, got None"),
+        (lambda: modules.GatedBilateralController(8, ["relu"]), "activation must be one of identity, relu, .* got "),
+        (lambda: modules.MultimodalDecoderBlock(fusion="mean"), "fusion must be one of entangled, parallel, stacked"),
+        (lambda: modules.NonLocal2d(8, mode="softmax"), "mode must be one of gaussian, embedded_gaussian, dot_product"),
+    ],
+)
+def test_a_choice_that_there_is_not(build, message):
+    with pytest.raises(ValueError, match=f"^{message}"):
+        build()
+
+
+def test_one_of_takes_each_choice():
+    for mode in ("gaussian", "embedded_gaussian", "dot_product", "concatenation"):
+        one_of(Mode, mode=mode)
