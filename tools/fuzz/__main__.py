@@ -12,6 +12,7 @@ if anything failed.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import faulthandler
 import os
 import sys
@@ -73,15 +74,18 @@ def _parser() -> argparse.ArgumentParser:
 def _fuzz(name: str, options: argparse.Namespace, command: Sequence[str]) -> list[str]:
     """Run all calls of one operator; print a line for each failure at once, and return all failures."""
     line = [name, "--seed", str(options.seed), *(["--device", "cuda"] if options.device == "cuda" else [])]
-    start, failures, largest = time.perf_counter(), [], 0.0
-    for result in workers.run([*command, *line], options.calls, options.workers):
-        largest = max(largest, result.roundings)
+    start, failures, errors = time.perf_counter(), list[str](), [0.0]
+
+    def report(result: workers.Result) -> None:
+        errors.append(result.roundings)
         for fault in result.faults:
             failures.append(f"python -m tools.fuzz {' '.join(line)} --only {result.number}  # {fault}")
             print(failures[-1], flush=True)
+
+    asyncio.run(workers.run([*command, *line], options.calls, options.workers, report))
     took = time.perf_counter() - start
     print(
-        f"{name}: {options.calls} calls, seed {options.seed}, {took:.0f} s, errors up to {largest:.3g} roundings, "
+        f"{name}: {options.calls} calls, seed {options.seed}, {took:.0f} s, errors up to {max(errors):.3g} roundings, "
         f"{len(failures)} failures",
         flush=True,
     )

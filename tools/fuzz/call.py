@@ -98,3 +98,10 @@ def in_words(value: Any) -> str:
         return f"{kind} strides {value.stride()}" if value.layout == torch.strided else f"{kind} {value.layout}"
     text = repr(value)
     return text if len(text) < 60 else f"{type(value).__name__} {text[:50]}..."
+
+
+def largest(tensor: Any) -> float:
+    """Return the largest finite number of a tensor, or 0 if there is none."""
+    if not isinstance(tensor, Tensor) or tensor.numel() == 0:
+        return 0.0
+    return float(tensor.detach().double().nan_to_num(0, 0, 0).abs().max())

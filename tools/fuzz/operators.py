@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import NamedTuple
 
 from torch import Tensor
 
-from . import broken, check, mmcv_ext
+from . import attention, broken, check, mmcv_ext, sampled
 from .call import Call
 from .draw import Draw
 
-OPERATORS = {  # name -> room
-    "window_attention": "window",
-    "global_attention": "everywhere",
-    "sequence_attention": "everywhere",
-    "criss_cross_attention": "criss_cross",
-    "deform_conv2d": "sampled",
-    "deformable_attention": "sampled",
+OPERATORS = {
+    "window_attention": attention.window,
+    "global_attention": attention.everywhere,
+    "sequence_attention": attention.sequence,
+    "criss_cross_attention": attention.criss_cross,
+    "deform_conv2d": sampled.convolution,
+    "deformable_attention": sampled.deformable,
 }
 STAND_IN = "mmcv_ext"
 NAMES = (*OPERATORS, STAND_IN)
@@ -33,7 +32,7 @@ class Verdict(NamedTuple):
 def legal_call(operator: str, seed: int, index: int, device: str = "cpu") -> tuple[Draw, Call, Tensor]:
     """Return call number ``index`` of a run, its source of random numbers, and a gradient of its output."""
     source = Draw(operator, seed, index, device)
-    call = importlib.import_module(f"{__package__}.{OPERATORS[operator]}.{operator}").draw(source)
+    call = OPERATORS[operator](source)
     call.deterministic = source.chance(0.3)
     call.backend = "torch" if source.chance(0.2) else None
     call.workspace = source.choice((1 << 10, 1 << 13)) if source.chance(0.5) else None

@@ -1,1 +1,0 @@
-"""Random calls of the operators of region "criss-cross"."""
