@@ -6,6 +6,7 @@ import types
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -47,53 +48,34 @@ class Buffer(NamedTuple):
 
 
 class Peer(NamedTuple):
-    """A peer that is not just called.
-
-    Attributes:
-        make: Creates its function.
-        differentiated: Number of leading tensors whose gradients it computes; None for all.
-        compiled: Whether torch.compile compiles it.
-        dtype: Dtype of its tensors, None for the row's.
-    """
+    """A peer that is not just called."""
 
     make: Maker
-    differentiated: int | None = None
-    compiled: bool = False
-    dtype: torch.dtype | None = None
+    differentiated: int | None = None  # number of leading tensors whose gradients it computes; None: all
+    compiled: bool = False  # by torch.compile
+    dtype: torch.dtype | None = None  # of its tensors; None: the row's
 
 
 @dataclass
 class Case:
     """One row of a table.
 
-    Args:
-        name: The problem, as the table shows it.
-        ours: Prepares the inputs on a device and returns the function to time.
-        peers: Likewise for every peer, by name. A peer that cannot run raises; the table shows the message. Names that
-            begin with "ours by" are other ways of ours, which are not compared with.
-        goal: Target ratio to the better peer, or None.
-        buffer: Buffer that the peers' method writes. The working memory of the row is published relative to its size.
-        calls: Calls per timed sample, for calls too short for the clock; times are per call.
-        repeats: Calls that a run itself makes; times are per call.
-        heavy: True if a round takes so long that three must suffice.
-        threads: CPU threads of this row; None for the command line's.
-        main: Whether the row is measured on CUDA without ``--all``.
-        kind: Arithmetic, a key of :data:`KINDS`.
-        rows: Measures the rows of the case in another way; None to measure this process.
+    Contestants prepare their inputs and return the function to time. One that cannot run raises; the table shows the
+    message.
     """
 
     name: str
     ours: Callable[[], Run]
-    peers: dict[str, Callable[[], Run]] = field(default_factory=dict)
-    goal: float | None = None
-    buffer: Buffer | None = None
-    calls: int = 1
-    repeats: int = 1
-    heavy: bool = False
-    threads: int | None = None
-    main: bool = True
-    kind: str = "float32"
-    rows: Callable[[Any], list[dict[str, Any]]] | None = None
+    peers: dict[str, Callable[[], Run]] = field(default_factory=dict)  # "ours by …" are not compared with
+    goal: float | None = None  # ratio to the better peer
+    buffer: Buffer | None = None  # that the peers' method writes; working memory is published relative to it
+    calls: int = 1  # in a timed sample, for calls too short for the clock; times are of one
+    repeats: int = 1  # calls that a run itself makes, likewise
+    heavy: bool = False  # a round takes so long that three must suffice
+    threads: int | None = None  # of the CPU; None: the command line's
+    main: bool = True  # measured on CUDA without --all
+    kind: str = "float32"  # a key of KINDS
+    rows: Callable[[Any], list[dict[str, Any]]] | None = None  # measures in another way than in this process
 
 
 def problem(
@@ -121,35 +103,32 @@ def problem(
         ours: Creates our function.
         peers: Peers by name.
         kinds: Keys of :data:`KINDS`; None for float32 on CPUs, and all dtypes on CUDA.
-        passes: Any of :data:`PASSES`.
-        goals: Target ratios, one for each pass.
+        passes: Any of :data:`PASSES`, with as many ``goals``.
+        goals: Of the cases, like ``heavy`` and ``main``.
         channels_last: Names of contestants whose maps are in channels-last memory.
         definitions: Our definition as a peer on CUDA, any of :data:`DEFINITIONS`.
         buffer: Name of a buffer of nine times the first input.
-        heavy: As of the case.
-        main: As of the case.
     """
     cases = []
     for kind in kinds or (ON_CPU if device == "cpu" else ON_CUDA):
-        for number, pass_name in enumerate(passes):
-            made = {name: peer if isinstance(peer, Peer) else Peer(peer) for name, peer in (peers or {}).items()}
-            prepared = {
-                name: _preparation(peer, inputs, kind, pass_name, device, name in channels_last)
-                for name, peer in {"ours": Peer(ours), **made}.items()
-            }
+        for goal, pass_name in zip(goals, passes):
+
+            def preparation(name: str, peer: Maker | Peer, kind: str = kind, passes: str = pass_name) -> Any:
+                peer = peer if isinstance(peer, Peer) else Peer(peer)
+                return partial(_prepared, peer, inputs, kind, passes, device, name in channels_last)
+
+            prepared = {name: preparation(name, peer) for name, peer in (peers or {}).items()}
             for name in definitions if device == "cuda" else ():
-                run = _preparation(
-                    Peer(ours, compiled="compiled" in name), inputs, kind, pass_name, device, "ours" in channels_last
-                )
+                run = preparation("ours", Peer(ours, compiled="compiled" in name))
                 prepared[name] = run if name.startswith(OWN) else by_definition(run)
             with torch.device("meta"):
                 size = Buffer(buffer, 9 * inputs(KINDS[kind].dtype)[0].nbytes) if buffer else None
             cases.append(
                 Case(
                     f"{title}, {kind}, {pass_name}",
-                    prepared.pop("ours"),
+                    preparation("ours", ours),
                     prepared,
-                    goals[number],
+                    goal,
                     size,
                     heavy=heavy,
                     main=main and kind in ("bfloat16", "float32", "autocast to bfloat16"),
@@ -164,24 +143,21 @@ def normal(*shapes: Sequence[int] | None, scale: float = 1.0) -> Callable[[torch
     return lambda dtype: [None if shape is None else torch.randn(*shape, dtype=dtype) * scale for shape in shapes]
 
 
-def _preparation(
+def _prepared(
     peer: Peer, inputs: Callable[[torch.dtype], Sequence[Any]], kind: str, passes: str, device: str, last: bool
-) -> Callable[[], Run]:
-    def prepared() -> Run:
-        dtype = peer.dtype or KINDS[kind].dtype
-        torch.backends.cuda.matmul.allow_tf32 = KINDS[kind].tf32
+) -> Run:
+    dtype = peer.dtype or KINDS[kind].dtype
+    torch.backends.cuda.matmul.allow_tf32 = KINDS[kind].tf32
+    torch.manual_seed(0)
+    with torch.device(device):
+        function = peer.make()
         torch.manual_seed(0)
-        with torch.device(device):
-            function = peer.make()
-            torch.manual_seed(0)
-            arguments = inputs(dtype)
-        if last:
-            arguments = pytree.tree_map_only(Tensor, _channels_last, arguments)
-        if isinstance(function, nn.Module):
-            function = function.to(device, dtype).train(passes != "forward")
-        return prepare(function, arguments, kind, passes, device, peer.differentiated, peer.compiled)
-
-    return prepared
+        arguments = inputs(dtype)
+    if last:
+        arguments = pytree.tree_map_only(Tensor, _channels_last, arguments)
+    if isinstance(function, nn.Module):
+        function = function.to(device, dtype).train(passes != "forward")
+    return prepare(function, arguments, kind, passes, device, peer.differentiated, peer.compiled)
 
 
 def _channels_last(tensor: Tensor) -> Tensor:

@@ -16,8 +16,8 @@ from . import roofline
 from .case import OWN, Case, Run
 from .load import LOADED, Watch
 from .memory import peak_memory, resident_peak, size
-from .serving import backends_of, calling_thread, served_by
-from .summary import better_peer, noisy, summarize
+from .serving import backends_of, served_by
+from .summary import compared, summarize
 from .timing import Contestant, Settings, race
 
 UNUSABLE = 71  # exit status of a process whose device fails after an error
@@ -50,7 +50,8 @@ def measure(
     torch.set_num_threads(case.threads or threads)
     _reset()
     try:
-        with calling_thread():
+        # Gradients of CUDA tensors are computed in this thread, so that a forced backend also applies to the backward.
+        with torch.autograd.set_multithreading_enabled(False):
             return _measure(case, device, settings, details, ceilings, crashed or {}, begin, timer)
     finally:
         torch.set_num_threads(threads)
@@ -113,27 +114,14 @@ def _measure(
             name: summarize([t / case.repeats for t in times[name]]) | memory[name] | each.how
             for name, each in contestants.items()
         }
-        mine = found.pop("ours")
-        best = better_peer({name: each for name, each in found.items() if not name.startswith(OWN)})
-        is_noisy = noisy([mine, *([found[best]] if best else [])])
+        mine, peers = found["ours"], {n: found.get(n) or errors[n] for n in case.peers if not n.startswith(OWN)}
+        row = compared(case.name, mine, peers, attempts=attempts, load=load)
+        is_noisy = row["noisy"]
     if details:
-        facts["backends"] = {n.removeprefix(OWN): (found | errors)[n] for n in found | errors if n.startswith(OWN)}
+        facts["backends"] = {n.removeprefix(OWN): e for n, e in (found | errors).items() if n.startswith(OWN)}
         facts["share"] = ceilings and roofline.floor(facts["work"], case.kind, ceilings) / mine["min"]
-    row = {
-        "case": case.name,
-        "ours": mine,
-        "peers": {name: found.get(name) or errors[name] for name in case.peers if not name.startswith(OWN)},
-        "better_peer": best,
-        "ratio": None if best is None else found[best]["min"] / mine["min"],
-        "memory_ratio": None if best is None else mine["memory"] / max(1, found[best]["memory"]),
-        "noisy": is_noisy,
-        "attempts": attempts,
-        "load": load,
-        "loaded": device == "cpu" and (load["others"] or 0) > LOADED,
-        "goal": case.goal,
-        "threads": torch.get_num_threads(),
-        **facts,
-    }
+    row["loaded"] = device == "cpu" and (load["others"] or 0) > LOADED
+    row |= {"goal": case.goal, "threads": torch.get_num_threads(), **facts}
     return row | ({"buffer": case.buffer._asdict()} if case.buffer else {})
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from tools.files import write_text
 
-from .summary import better_peer, noisy
+from .summary import compared
 
 FORMAT = 2
 FOLDER = Path(__file__).parents[2] / "benchmarks"
@@ -73,21 +73,10 @@ def _of_version_0_2(entry: dict[str, Any]) -> dict[str, Any]:
     row = entry["row"]
     if "entries" not in row:
         return {"room": room, "case": case, "error": row.get("error", "?")}
-    entries = dict(row["entries"])
-    ours = entries.pop("ours")
-    backends = {name: entries.pop(name) for name in list(entries) if name.startswith("ours, ")}
-    best = better_peer(entries)
-    return {
-        **{key: row[key] for key in ("goal", "kind", "served_by", "refusals", "differences", "work") if key in row},
-        "room": room,
-        "case": case,
-        "ours": ours,
-        "backends": {name.removeprefix("ours, ").removeprefix("by "): each for name, each in backends.items()},
-        "peers": entries | {n: {"error": why} for n, why in row["errors"].items() if not n.startswith("ours")},
-        "better_peer": best,
-        "ratio": None if best is None else entries[best]["min"] / ours["min"],
-        "memory_ratio": None if best is None else ours["memory"] / max(1, entries[best]["memory"]),
-        "noisy": noisy([ours, *([entries[best]] if best else [])]),
-        "loaded": False,
-        "attempts": 1,
-    }
+    own = {name: each for name, each in row["entries"].items() if name.startswith("ours, ")}
+    peers = {name: each for name, each in row["entries"].items() if not name.startswith("ours")}
+    errors = {name: {"error": why} for name, why in row["errors"].items() if not name.startswith("ours")}
+    kept = ("goal", "kind", "served_by", "refusals", "differences", "work")
+    facts = {key: row[key] for key in kept if key in row} | dict(room=room, loaded=False, attempts=1)
+    facts["backends"] = {name.removeprefix("ours, ").removeprefix("by "): each for name, each in own.items()}
+    return compared(case, row["entries"]["ours"], peers | errors, **facts)

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
-
-import torch
 
 import attn_plugins.ops  # noqa: F401 - defines the operators
 from attn_plugins.ops import backends
@@ -25,13 +22,6 @@ def backends_of(operator: str) -> list[str]:
     """Return the backends in an operator's table, preferred ones first; empty for a functional without a table."""
     found = operators().get(operator)
     return [] if found is None else [each.name for each in found.table]
-
-
-@contextmanager
-def calling_thread() -> Iterator[None]:
-    """Compute gradients of CUDA tensors in this thread, so that a forced backend also applies to the backward."""
-    with torch.autograd.set_multithreading_enabled(False):
-        yield
 
 
 def served_by(run: Callable[[], Any]) -> dict[str, list[str]]:

@@ -34,6 +34,21 @@ def better_peer(peers: Mapping[str, Mapping[str, Any]]) -> str | None:
     return min(ran, key=lambda name: peers[name]["min"], default=None)
 
 
+def compared(case: str, ours: dict[str, Any], peers: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """Return a row: the better peer, and its ratios to ours, by minimum and by memory."""
+    best = better_peer(peers)
+    return {
+        "case": case,
+        "ours": ours,
+        "peers": peers,
+        "better_peer": best,
+        "ratio": None if best is None else peers[best]["min"] / ours["min"],
+        "memory_ratio": None if best is None else ours["memory"] / max(1, peers[best]["memory"]),
+        "noisy": noisy([ours, *([peers[best]] if best else [])]),
+        **more,
+    }
+
+
 def noisy(compared: Iterable[Mapping[str, Any]]) -> bool:
     """Return whether one of those compared varies more than :data:`NOISY`-fold between its quartiles."""
     return any(spread(found) > NOISY for found in compared)

@@ -29,18 +29,11 @@ _MARKER = re.compile(r"<!-- benchmark (\w+): (begin|end) -->")
 
 
 class Entry(NamedTuple):
-    """A row of a table.
+    """A row of a table."""
 
-    Attributes:
-        title: Title on the page.
-        file: Name of the file in ``benchmarks``, without ``.json``.
-        case: Name of the row in it, up to the pass.
-        passes: Names of both passes.
-    """
-
-    title: str
-    file: str
-    case: str
+    title: str  # on the page
+    file: str  # in benchmarks, without .json
+    case: str  # name of the row in it, up to the pass
     passes: tuple[str, str] = ("forward", "forward+backward")
 
 

@@ -15,21 +15,13 @@ GRAPHS_UNDER = 5e-2  # seconds with the host's time, which the first runs of a s
 
 @dataclass(frozen=True)
 class Settings:
-    """Duration of the measurement of a row.
+    """Duration of the measurement of a row."""
 
-    Args:
-        seconds: Time for the rounds of one attempt.
-        rounds: Maximum rounds; they end earlier when ``seconds`` have passed.
-        min_rounds: Minimum rounds, however long they take; at most three for heavy cases.
-        attempts: Maximum measurements of a noisy row.
-        size: Height and width of the pictures of whole models, for a quick look; None for the usual ones.
-    """
-
-    seconds: float = 5.0
-    rounds: int = 40
-    min_rounds: int = 5
-    attempts: int = 3
-    size: tuple[int, int] | None = None
+    seconds: float = 5.0  # for the rounds of one attempt
+    rounds: int = 40  # at most; they end earlier when the seconds have passed
+    min_rounds: int = 5  # however long they take; at most three for heavy cases
+    attempts: int = 3  # measurements of a noisy row, at most
+    size: tuple[int, int] | None = None  # height and width of whole models' pictures, for a quick look
 
     def __post_init__(self) -> None:
         for name in ("rounds", "min_rounds", "attempts"):

@@ -28,35 +28,20 @@ from .timing import Settings
 
 @dataclass
 class Job:
-    """What a worker measures.
+    """What a worker measures."""
 
-    Attributes:
-        names: Benchmarks.
-        device: ``cpu`` or ``cuda``.
-        record: File of JSON lines; with a ``share`` it is only read.
-        pattern: Regular expression for the names of rows.
-        every: All rows on CUDA, not the main ones.
-        threads: CPU threads.
-        details: As for :func:`.measure.measure`.
-        alone: Our times only: no peers, and the package that was measured.
-        until: Time of the system's clock after which no further row starts.
-        row_seconds: Time after which a row is abandoned and the process ends.
-        settings: Of :class:`.timing.Settings`.
-        share: (number, count) of the rows that this worker only runs once, to fill the compilers' caches.
-    """
-
-    names: list[str]
+    names: list[str]  # benchmarks
     device: str
-    record: str
-    pattern: str = ""
-    every: bool = False
+    record: str  # file of JSON lines; with a share it is only read
+    pattern: str = ""  # regular expression for the names of rows
+    every: bool = False  # all rows on CUDA, not the main ones
     threads: int = 1
-    details: bool = False
-    alone: bool = False
-    until: float = float("inf")
-    row_seconds: float = 900.0
-    settings: dict[str, Any] = field(default_factory=dict)
-    share: tuple[int, int] | None = None
+    details: bool = False  # as for measure
+    alone: bool = False  # our times only: no peers, and the package that was measured
+    until: float = float("inf")  # time of the system's clock after which no further row starts
+    row_seconds: float = 900.0  # after which a row is abandoned and the process ends
+    settings: dict[str, Any] = field(default_factory=dict)  # of timing.Settings
+    share: tuple[int, int] | None = None  # (number, count) of the rows to run once, to fill the compilers' caches
 
 
 def read(record: Path) -> list[dict[str, Any]]:

@@ -23,19 +23,12 @@ _NOTED = (torch.ops.aten._native_batch_norm_legit_no_training, torch.ops.aten.re
 
 @dataclass(frozen=True)
 class Call:
-    """Call of one operator.
+    """Call of one operator."""
 
-    Attributes:
-        operator: Name of the operator, such as ``'aten.bmm'``.
-        module: The dotted name of the innermost module that called it.
-        shapes: The arguments, with tensors replaced by their shapes.
-        operations: Operations by the operator's formula, two per multiply-add.
-    """
-
-    operator: str
-    module: str
-    shapes: tuple[Any, ...]
-    operations: int
+    operator: str  # such as 'aten.bmm'
+    module: str  # the innermost one that called it
+    shapes: tuple[Any, ...]  # the arguments, with tensors replaced by their shapes
+    operations: int  # by the operator's formula, two per multiply-add
 
     @property
     def products(self) -> int:

@@ -8,23 +8,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Row:
-    """One figure.
-
-    Attributes:
-        name: The quantity counted.
-        unit: ``'M parameters'``, ``'GFLOPs'``, ``'bytes'``, ...
-        printed: The paper's figure, in this unit; its digits after the point are its precision.
-        ours: Our count, in this unit.
-        remark: Reason for a difference, if any.
-        executed: Count of executed operations, in this unit, if the paper's convention charges something else.
-    """
+    """One figure."""
 
     name: str
     unit: str
-    printed: str
+    printed: str  # the paper's figure; its digits after the point are its precision
     ours: float
-    remark: str = ""
-    executed: float | None = None
+    remark: str = ""  # reason for a difference
+    executed: float | None = None  # executed operations, if the paper's convention charges something else
 
     @property
     def agrees(self) -> bool:

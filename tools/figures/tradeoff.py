@@ -62,19 +62,12 @@ LABELS = {"w/o": (5, 3), "1111": (4, 4), "0110": (4, -9), "0010 + deformable": (
 
 @dataclass(frozen=True)
 class Point:
-    """A setting.
-
-    Attributes:
-        name: Name of the setting.
-        operations: Operations of the attention under study: 10⁹ for the paper's networks, 10⁶ for ours.
-        accuracy: Accuracy in the panel's metric.
-        interval: Half of its 95 % interval; 0 if unknown.
-    """
+    """A setting."""
 
     name: str
-    operations: float
+    operations: float  # of the attention under study: 10⁹ for the paper's networks, 10⁶ for ours
     accuracy: float
-    interval: float = 0.0
+    interval: float = 0.0  # half of the 95 % interval; 0 if unknown
 
     @property
     def group(self) -> str:

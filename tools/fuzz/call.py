@@ -21,39 +21,24 @@ def allow(sizes: Sizes) -> bool:
 class Call:
     """One call of an operator.
 
-    Attributes:
-        function: A functional of :mod:`attn_plugins.ops`.
-        arguments: Arguments by name, including those at their defaults.
-        axes: Names of each tensor's axes, such as ``"B? M? Hq Wq taps"``. Axes of one name have the same size;
-            those with a question mark may have size 1 instead.
-        options: Kind of each argument that is not a tensor: ``"number"``, ``"choice"``, ``"bool"``, ``"shapes"`` or
-            ``"ints>=MINIMUM"``, ending with ``?`` if None is allowed.
-        given: Returns whether a set of tensor names, with the others None, is a valid call.
-        fits: Returns whether sizes that agree with :attr:`axes` are a valid call.
-        magnitude: Maps the gradient of the output to the size of numbers before they cancel: for the output
-            (``"output"``), for each argument's gradient, and ``"condition"``, the roundings of the result per rounding
-            of an intermediate number, by default 1.
-        buffers: Memory of which the tensors are views, NaN outside of them.
-        differentiated: Names of the tensors whose gradients are computed.
-        backend: The backend, or None for the default one.
-        workspace: Bytes of logits that plain PyTorch materialises at once, None for the default.
-        mixes: Whether tensors may have different floating dtypes, so that a different dtype is not an error.
-        deterministic: Whether it runs in torch's deterministic mode, where uninitialised memory is NaN.
+    Axes of one name have the same size; those with a question mark may have size 1 instead. Magnitudes are sizes of
+    numbers before they cancel: of the output (``"output"``) and of each argument's gradient. ``"condition"`` is the
+    roundings of the result per rounding of an intermediate number, by default 1.
     """
 
-    function: Callable[..., Tensor]
-    arguments: dict[str, Any]
-    axes: dict[str, str]
-    options: dict[str, str]
-    given: Callable[[set[str]], bool]
-    magnitude: Callable[[Tensor], dict[str, float]]
-    fits: Callable[[Sizes], bool] = allow
-    buffers: list[Tensor] = field(default_factory=list)
+    function: Callable[..., Tensor]  # a functional of attn_plugins.ops
+    arguments: dict[str, Any]  # including those at their defaults
+    axes: dict[str, str]  # of each tensor, such as "B? M? Hq Wq taps"
+    options: dict[str, str]  # number, choice, bool, shapes or ints>=MINIMUM, with ? if None is allowed
+    given: Callable[[set[str]], bool]  # whether tensors of these names, with the others None, are a valid call
+    magnitude: Callable[[Tensor], dict[str, float]]  # from the gradient of the output
+    fits: Callable[[Sizes], bool] = allow  # whether sizes that agree with the axes are a valid call
+    buffers: list[Tensor] = field(default_factory=list)  # of which the tensors are views, NaN outside of them
     differentiated: list[str] = field(default_factory=list)
-    backend: str | None = None
-    mixes: bool = False
-    deterministic: bool = False
-    workspace: int | None = None
+    backend: str | None = None  # None: the default one
+    mixes: bool = False  # tensors may have different floating dtypes
+    deterministic: bool = False  # in torch's deterministic mode, where uninitialised memory is NaN
+    workspace: int | None = None  # bytes of logits that plain PyTorch materialises at once; None: the default
 
     def tensors(self) -> dict[str, Tensor]:
         """Tensors that are not None, in the order of the arguments."""

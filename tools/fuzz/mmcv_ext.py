@@ -22,21 +22,13 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 2e-2, torc
 
 @dataclass
 class Scene:
-    """A call.
-
-    Attributes:
-        name: Name of the function.
-        arguments: Arguments by name.
-        targets: Names of the tensors that it writes and whose values count.
-        expected: Computes the results independently; None: the function itself in float64.
-        others: Names of further tensors that it writes.
-    """
+    """A call."""
 
     name: str
     arguments: dict[str, Any]
-    targets: tuple[str, ...] = ()
-    expected: Callable[[dict[str, Any]], list[Tensor]] | None = None
-    others: tuple[str, ...] = ()
+    targets: tuple[str, ...] = ()  # tensors that it writes and whose values count
+    expected: Callable[[dict[str, Any]], list[Tensor]] | None = None  # None: the function itself in float64
+    others: tuple[str, ...] = ()  # further tensors that it writes
 
     def run(self, arguments: dict[str, Any]) -> list[Tensor]:
         """Call the function on fresh targets and return all results."""

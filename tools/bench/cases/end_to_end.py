@@ -26,7 +26,7 @@ from tools import need
 from .. import compiled_mmcv, load
 from ..case import Case
 from ..memory import ResidentPeak
-from ..summary import noisy, summarize
+from ..summary import compared, summarize
 
 ROOT = Path(__file__).parents[3]
 CHILD = "from tools.bench.cases.end_to_end import main; main()"
@@ -39,19 +39,12 @@ Batch = dict[str, list]
 
 @dataclass(frozen=True)
 class Model:
-    """An upstream model, and the same model with our layers.
-
-    Args:
-        title: Title in the table.
-        package: Package of the config, ``mmdet`` or ``mmseg``, which determines the synthetic data: boxes or masks.
-        config: The upstream config, below the package's ``configs``.
-        size: Height and width of the picture.
-    """
+    """An upstream model, and the same model with our layers."""
 
     title: str
-    package: str
-    config: str
-    size: tuple[int, int] = (800, 1344)
+    package: str  # mmdet or mmseg, which determines the synthetic data: boxes or masks
+    config: str  # below the package's configs
+    size: tuple[int, int] = (800, 1344)  # height and width of the picture
 
 
 MODELS = (
@@ -136,21 +129,17 @@ def row(
         }
     loads = [found["load"] for found in (*ours, *stock)]
     others = max((found["others"] for found in loads if found["others"] is not None), default=None)
-    return {
-        "case": f"{model.title}, {size[0]}x{size[1]}, {each}",
-        "config": f"{model.package}::{model.config}",
-        "ours": both["ours"],
-        "peers": {"stock": both["stock"]},
-        "better_peer": "stock",
-        "ratio": both["stock"]["min"] / both["ours"]["min"],
-        "memory_ratio": both["ours"]["memory"] / max(1, both["stock"]["memory"]),
-        "noisy": noisy(both.values()),
-        "attempts": 1,
-        "rounds": len(ours),
-        "load": {"others": others, "switches": sum(found["switches"] for found in loads)},
-        "loaded": (others or 0) > load.LOADED,
-        "goal": None,
-    }
+    return compared(
+        f"{model.title}, {size[0]}x{size[1]}, {each}",
+        both["ours"],
+        {"stock": both["stock"]},
+        config=f"{model.package}::{model.config}",
+        attempts=1,
+        rounds=len(ours),
+        load={"others": others, "switches": sum(found["switches"] for found in loads)},
+        loaded=(others or 0) > load.LOADED,
+        goal=None,
+    )
 
 
 # --- in the fresh process -----------------------------------------------------------------------------------------

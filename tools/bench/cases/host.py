@@ -7,14 +7,14 @@ and its attention, compute on the CPU: their times are only upper bounds of the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 from unittest.mock import patch
 
 import timm
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from attn_plugins import ops
@@ -28,14 +28,6 @@ CALLS = 50  # in one timed sample
 ROUTE = "Triton's route"
 
 
-def logits_of_pairs(query: Tensor, key: Tensor, value: Tensor, logits: Tensor) -> Tensor:
-    return ops.sequence_attention(query, key, value, position_logits=logits)
-
-
-def rows_and_columns(query: Tensor, key: Tensor, value: Tensor, row: Tensor, column: Tensor) -> Tensor:
-    return ops.global_attention(query, key, value, row_logits=row, column_logits=column)
-
-
 def swin(block: int, prefix: str = "attn_") -> nn.Module:
     name = f"{prefix}swin_tiny_patch4_window7_224"
     return timm.create_model(name, img_size=56, window_size=7).layers[0].blocks[block]
@@ -45,14 +37,20 @@ SEQUENCE, MAPS, SWIN = [(2, 2, 16, 16)] * 3, [(1, 2, 4, 4, 16)] * 3, [(1, 14, 14
 # Functions or makers of layers, shapes of their inputs, and peers that do not launch Triton's kernels.
 CALLED: dict[str, tuple[Any, Sequence[tuple[int, ...]], dict[str, Any]]] = {
     "sequence_attention, content": (ops.sequence_attention, SEQUENCE, {"SDPA": scaled_dot_product_attention}),
-    "sequence_attention, logits of pairs": (logits_of_pairs, [*SEQUENCE, (1, 2, 16, 16)], {}),
-    "global_attention, rows and columns": (rows_and_columns, [*MAPS, (1, 2, 4, 4, 4), (1, 2, 4, 4, 4)], {}),
+    "sequence_attention, logits of pairs": (
+        lambda q, k, v, logits: ops.sequence_attention(q, k, v, position_logits=logits),
+        [*SEQUENCE, (1, 2, 16, 16)], {},
+    ),
+    "global_attention, rows and columns": (
+        lambda q, k, v, row, column: ops.global_attention(q, k, v, row_logits=row, column_logits=column),
+        [*MAPS, (1, 2, 4, 4, 4), (1, 2, 4, 4, 4)], {},
+    ),
     "criss_cross_attention, content": (ops.criss_cross_attention, MAPS, {}),
     "AAConv2d": (lambda: AAConv2d(16, 16, 3, dk=16, dv=8, num_heads=2, input_size=7), [(1, 16, 7, 7)], {}),
     "CrissCrossAttention2d": (lambda: CrissCrossAttention2d(64), [(1, 64, 7, 7)], {}),
     "Swin layer": (lambda: swin(0), SWIN, {"timm": lambda: swin(0, "")}),
     "Swin layer, shifted": (lambda: swin(1), SWIN, {"timm": lambda: swin(1, "")}),
-}
+}  # fmt: skip
 
 
 def prepared(function: Any, shapes: Sequence[tuple[int, ...]], passes: str, known: bool | None) -> Callable[[], Run]:
@@ -65,13 +63,12 @@ def prepared(function: Any, shapes: Sequence[tuple[int, ...]], passes: str, know
         tensors = [torch.randn(shape, dtype=torch.bfloat16) for shape in shapes]
         device = Device()
 
-        @contextmanager
-        def idle() -> Iterator[None]:
-            if known is None:
-                yield
-                return
-            with idle_device(device=device), patch.object(triton_launch, "_launches_are_known", lambda: known):
-                yield
+        def idle() -> ExitStack:
+            stack = ExitStack()
+            if known is not None:
+                stack.enter_context(idle_device(device=device))
+                stack.enter_context(patch.object(triton_launch, "_launches_are_known", lambda: known))
+            return stack
 
         with idle():
             run = prepare(called, tensors, passes=passes)
