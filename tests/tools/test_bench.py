@@ -12,13 +12,12 @@ import pytest
 import torch
 
 from attn_plugins import mmcv_ext, modules, ops
-from tools.bench import against, compiled_mmcv, load, memory, registry, report, results, run, serving, timing, worker
+from tools.bench import against, cases, compiled_mmcv, load, memory, report, results, run, timing, worker
 from tools.bench.__main__ import main
 from tools.bench.case import Case, problem
 from tools.bench.cases import calls, deform_conv, end_to_end
 from tools.bench.cases.modules import MODULES
-from tools.bench.measure import measure
-from tools.bench.summary import better_peer, noisy, summarize
+from tools.bench.measure import backends_of, measure
 from tools.bench.timing import Contestant, Settings, race
 
 QUICK = ["--threads", "1", "--seconds", "0", "--min-rounds", "2", "--attempts", "1", "--wait", "0"]
@@ -47,20 +46,18 @@ def bench(one_thread):
 # --- a row --------------------------------------------------------------------------------------------------------
 
 
-def test_statistics():
-    found = summarize([4.0, 1.0, 3.0, 2.0, 5.0])
-    assert found == {"min": 1.0, "q1": 2.0, "median": 3.0, "q3": 4.0, "times": [4.0, 1.0, 3.0, 2.0, 5.0]}
-    outlier = summarize([1.0, 1.0, 1.0, 1.0, 9.0])
-    assert not noisy([outlier])
-    assert noisy([outlier, summarize([1.0, 1.0, 1.4, 1.4])])
-    assert better_peer({"median": outlier, "best": summarize([0.5, 9.0]), "broken": {"error": "x"}}) == "best"
-    assert better_peer({"broken": {"error": "x"}}) is None
-
-
 def test_a_row_compares_best_with_best(monkeypatch):
     row = measure(CASE, "cpu", Settings(), timer=taking(STEADY))
     assert (row["better_peer"], row["ratio"], row["attempts"], row["noisy"]) == ("b", 2.0, 1, False)
     assert (row["goal"], row["peers"]["a"]["min"]) == (1.5, 3.0)
+    assert row["ours"] | {"memory": 0} == {
+        "min": 1.0,
+        "q1": 1.05,
+        "median": 1.1,
+        "q3": 1.15,
+        "memory": 0,
+        "times": STEADY["ours"],
+    }
     assert json.loads(results.dump({"rows": [row]}))["rows"] == [row]
     monkeypatch.setattr(load.Watch, "read", lambda self: {"others": 0.8, "switches": 5})
     row = measure(CASE, "cpu", Settings(), timer=taking(STEADY))
@@ -179,8 +176,7 @@ def test_memory_beyond_the_results_is_compared_with_a_buffer():
 
 def test_memory_that_torch_does_not_see_counts_in_the_process():
     def held():
-        kept = bytearray(b"x") * 2**26
-        return torch.zeros(len(kept) // 2**20)
+        return torch.zeros(len(bytearray(b"x") * 2**26) // 2**20)
 
     peak, size = memory.resident_peak(held)
     assert peak >= 0.9 * 2**26
@@ -232,8 +228,8 @@ def test_others_that_end_are_waited_for():
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_rows_have_names_of_their_own(device):
     """Rows of a GPU are listed without one."""
-    for name in (*registry.NAMES, "modules"):
-        found = registry.cases(name, device)
+    for name in (*cases.NAMES, "modules"):
+        found = cases.cases(name, device)
         names = [case.name for case in found]
         assert len(names) == len(set(names)) > 1
         if device == "cuda" and name != "calls":
@@ -252,7 +248,7 @@ def test_host_time_is_measured_without_a_device(python):
     pytest.importorskip("triton")
     pytest.importorskip("timm")
     code = (
-        "from tools.bench.cases import host; from tools.bench.measure import measure; host.CALLS = 2\n"
+        "from tools.bench.cases import host; from tools.bench.measure import backends_of, measure; host.CALLS = 2\n"
         "from tools.bench.timing import Settings\n"
         "for case in host.cases('cpu')[::5]:\n"
         "    row = measure(case, 'cpu', Settings(0, min_rounds=1))\n"
@@ -285,21 +281,17 @@ def test_one_benchmark_from_command_to_page(bench, tmp_path, capsys):
     for row in data["rows"]:
         assert len(row["ours"]["times"]) == 2
         ((operator, (served,)),) = row["served_by"].items()
-        assert {*row["backends"], *row["refusals"]} == set(serving.backends_of(operator)) - {served}
+        assert {*row["backends"], *row["refusals"]} == set(backends_of(operator)) - {served}
         assert all(difference < 1e-5 for difference in row["differences"].values())
         assert row["work"]["moved"] > 4 * 3 * 2 * 16 * 8
         assert 0 < row["share"] < 1
 
 
 def test_a_part_of_the_rows_writes_nothing(bench, tmp_path, monkeypatch, capsys):
-    row = {"room": "calls", **measure(CASE, "cpu", Settings(), timer=taking(STEADY))}
-    lines = [{"rows": [row]}, {"over": True}]
+    lines = [{"rows": [{"room": "calls", "case": "c", "error": "as it was"}]}, {"over": True}]
     monkeypatch.setattr(run, "measured", lambda job: lines)
-    assert bench("calls", "--out", tmp_path, "-k", "c") == 0
-    assert "| c | " in capsys.readouterr().out
-    lines[:1] = []
-    assert bench("calls", "--out", tmp_path, "-k", "c") == 0
-    assert "no row in this time" in capsys.readouterr().out
+    assert bench("calls", "--out", tmp_path, "-k", "c") == 1
+    assert "* calls: c: as it was" in capsys.readouterr().out
     assert not list(tmp_path.iterdir())
 
 
@@ -420,9 +412,3 @@ def test_stock_and_drop_in_compute_the_same(bench, tmp_path):
         assert ours["memory"] > 2**20
         assert row["ratio"] == pytest.approx(stock["min"] / ours["min"])
     assert "97x129, training step | 1 |" in (tmp_path / "models.md").read_text()
-
-
-def test_a_process_that_fails_says_why(monkeypatch):
-    monkeypatch.setattr(end_to_end, "CHILD", "raise ValueError('no weights')")
-    with pytest.raises(RuntimeError, match="a process ended with status 1: ValueError: no weights"):
-        end_to_end.process(model=2)

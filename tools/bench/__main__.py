@@ -24,7 +24,7 @@ from pathlib import Path
 
 import torch
 
-from . import load, registry, report, results, run
+from . import cases, load, report, results, run
 from .timing import Settings
 from .worker import Job
 
@@ -44,7 +44,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m tools.bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    names = f"any of {', '.join(registry.NAMES)} (default: all of these), {', '.join(registry.MORE)}"
+    names = f"any of {', '.join(cases.NAMES)} (default: all of these), {', '.join(cases.MORE)}"
     parser.add_argument("names", nargs="*", metavar="BENCHMARK", help=names)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="CPU threads")
@@ -77,9 +77,9 @@ def main(arguments: list[str] | None = None) -> int:
         return table.main(arguments[1:])
     parser = build_parser()
     options = parser.parse_args(arguments)
-    if unknown := set(options.names) - {*registry.NAMES, *registry.MORE}:
-        parser.error(f"no benchmark named {', '.join(sorted(unknown))}; there are {', '.join(registry.NAMES)}, "
-                     f"{', '.join(registry.MORE)}")  # fmt: skip
+    if unknown := set(options.names) - {*cases.NAMES, *cases.MORE}:
+        parser.error(f"no benchmark named {', '.join(sorted(unknown))}; there are {', '.join(cases.NAMES)}, "
+                     f"{', '.join(cases.MORE)}")  # fmt: skip
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch finds no CUDA device here")
     if options.threads < 1:
@@ -93,7 +93,7 @@ def main(arguments: list[str] | None = None) -> int:
     except (ValueError, re.error) as error:
         parser.error(str(error))
     if not options.names:
-        options.names = [*registry.NAMES, *(["modules"] if options.device == "cuda" else [])]
+        options.names = [*cases.NAMES, *(["modules"] if options.device == "cuda" else [])]
     torch.set_num_threads(options.threads)
     job = Job(
         options.names,

@@ -70,10 +70,7 @@ class ResidentPeak:
 
 
 def resident_peak(run: Run) -> tuple[int, int]:
-    """Return the peak of bytes in the process during ``run``, above the level before, and the bytes of its results.
-
-    The peak includes memory outside torch's allocator, in touched pages.
-    """
+    """Return the peak of bytes in the process during ``run``, above the level before, and the bytes of its results."""
     peak = ResidentPeak()
     peak.reset()
     result = run()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import re
 from collections.abc import Mapping, Sequence
 from datetime import date
 from pathlib import Path
@@ -37,11 +38,8 @@ def machine(device: str, more: Sequence[str] = ()) -> dict[str, str]:
     """Return the conditions of a run: CPU or GPU, date, versions of ``PACKAGES`` and of ``more``."""
     name = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        models = [
-            line.split(":")[1].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")
-        ]
-        name = models[0] if models else name
+    if cpuinfo.exists() and (model := re.search(r"^model name\s*: (.*)$", cpuinfo.read_text(), re.MULTILINE)):
+        name = model[1].strip()
     facts = {
         "date": date.today().isoformat(),
         "cpu": f"{name}, {os.cpu_count()} cores, {torch.get_num_threads()} threads",

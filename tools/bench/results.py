@@ -23,14 +23,9 @@ FOLDER = Path(__file__).parents[2] / "benchmarks"
 
 
 def command_line(program: str, positional: Iterable[str], options: argparse.Namespace, names: Iterable[str]) -> str:
-    """Return the command that was run, with every option, including defaults.
+    """Return the command that was run, with the options of these names, including defaults.
 
-    Args:
-        program: Program as called, ``python -m …``.
-        positional: Positional arguments.
-        options: Parsed options.
-        names: Names of the options, in order. Options without a value (None, empty, False) are left out, and so is the
-            default folder of results.
+    Options without a value (None, empty, False) are left out, and so is the default folder of results.
     """
     words = [*program.split(), *positional]
     for name in names:

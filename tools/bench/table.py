@@ -20,8 +20,8 @@ import yaml
 from tools.files import write_text
 
 from . import report, results
+from .measure import backends_of, operators
 from .report import megabytes, milliseconds, working_memory
-from .serving import backends_of, operators
 
 ROOT = results.FOLDER.parent
 PAGES = (ROOT / "README.md", ROOT / "docs/performance.md", ROOT / "docs/howto/faster.md")
@@ -43,7 +43,7 @@ OPERATORS = tuple(Entry(*entry) for entry in _TABLES["operators"])
 MODELS = tuple(Entry(*entry, STEPS) for entry in _TABLES["models"])
 SHORT, GPU_SHORT = _TABLES["short"], _TABLES["gpu_short"]
 GPU = "gpu-h100"
-COLUMN_BUFFER = ("deform_conv-cpu", "2-D (2,256,100,152), 1 offset group, float32")
+COLUMN_BUFFER = Entry("", "deform_conv-cpu", "2-D (2,256,100,152), 1 offset group, float32")
 
 # Descriptions of backends for readers.
 BACKENDS = {
@@ -79,19 +79,22 @@ class Rows:
             ValueError: the file has no such row.
         """
         data = self.file(file)
-        if data is None:
-            return None
-        for row in data["rows"]:
+        for row in data["rows"] if data else ():
             if row["case"] == case:
                 return row
-        raise ValueError(f"{self._folder / file}.json has no row {case!r}, which a page shows")
+        if data is not None:
+            raise ValueError(f"{self._folder / file}.json has no row {case!r}, which a page shows")
+        return None
+
+    def of(self, entry: Entry) -> list[Mapping[str, Any] | None]:
+        """Return the rows of both passes."""
+        return [self.find(entry.file, f"{entry.case}, {each}") for each in entry.passes]
 
 
 def everything(rows: Rows) -> list[str]:
     """Return all rows, a legend, and the backends of each operator."""
-    lines: list[str] = []
-    for entries, title in ((OPERATORS, "operator or module"), (MODELS, "whole model, stock config with the drop-in")):
-        lines += rows_table(rows, entries, title)
+    lines = rows_table(rows, OPERATORS, "operator or module")
+    lines += rows_table(rows, MODELS, "whole model, stock config with the drop-in")
     return [*lines, *sentences(rows), *unmeasured(rows), *backends()]
 
 
@@ -104,10 +107,8 @@ def short(rows: Rows) -> list[str]:
     """Return README's rows."""
     by_title = {entry.title: entry for entry in (*OPERATORS, *MODELS)}
     entries = [by_title[title] for title in SHORT]
-    made = [line for entry in entries if (line := entry_line(rows, entry))]
-    passes = " | ".join(map(" / ".join, zip(OPERATORS[0].passes, STEPS)))
-    head = [f"| operator or model | peers | {passes} | memory |", "| --- " * 5 + "|"]
-    return [*(head if made else []), *made, "", *reading(rows, entries), *unmeasured(rows)]
+    passes = [" / ".join(both) for both in zip(OPERATORS[0].passes, STEPS)]
+    return [*rows_table(rows, entries, "operator or model", passes), *reading(rows, entries), *unmeasured(rows)]
 
 
 def gpu(rows: Rows) -> list[str]:
@@ -116,11 +117,6 @@ def gpu(rows: Rows) -> list[str]:
     measured = [f"{row['room']}: {row['case']}" for row in data["rows"] if "error" not in row] if data else []
     names = dict.fromkeys(name.rsplit(", ", 1)[0] for name in measured)
     return gpu_lines(rows, {name: name for name in names})
-
-
-def gpu_short(rows: Rows) -> list[str]:
-    """Return README's rows of the GPU."""
-    return gpu_lines(rows, GPU_SHORT)
 
 
 def gpu_lines(rows: Rows, names: Mapping[str, str]) -> list[str]:
@@ -153,7 +149,8 @@ def gpu_lines(rows: Rows, names: Mapping[str, str]) -> list[str]:
 
 
 TABLES: dict[str, Callable[[Rows], list[str]]] = {
-    "all": everything, "models": models, "short": short, "gpu": gpu, "gpu_short": gpu_short,
+    "all": everything, "models": models, "short": short, "gpu": gpu,
+    "gpu_short": lambda rows: gpu_lines(rows, GPU_SHORT),
 }  # fmt: skip
 
 
@@ -168,10 +165,11 @@ def generate(folder: Path, table: str) -> str:
     return "\n".join(TABLES[table](Rows(folder))).strip("\n") + "\n"
 
 
-def rows_table(rows: Rows, entries: Sequence[Entry], title: str) -> list[str]:
+def rows_table(rows: Rows, entries: Sequence[Entry], title: str, passes: Sequence[str] | None = None) -> list[str]:
     """Return a table of the measured rows; empty if there are none."""
-    body = [line for entry in entries if (line := entry_line(rows, entry))]
-    head = [f"| {title} | peers | {' | '.join(entries[0].passes)} | memory |", "| --- " * 5 + "|"]
+    both = [(entry.title, rows.of(entry)) for entry in entries]
+    body = [row_line(title, found) for title, found in both if all(found)]
+    head = [f"| {title} | peers | {' | '.join(passes or entries[0].passes)} | memory |", "| --- " * 5 + "|"]
     return [*head, *body, ""] if body else []
 
 
@@ -179,12 +177,6 @@ def unmeasured(rows: Rows) -> list[str]:
     """Return a line that names the files that are missing."""
     names = ", ".join(f"`{name}`" for name in rows.missing)
     return [f"Not measured yet in this way: {names}.", ""] if names else []
-
-
-def entry_line(rows: Rows, entry: Entry) -> str | None:
-    """Return the line of an entry, or None if its file is missing."""
-    found = [rows.find(entry.file, f"{entry.case}, {each}") for each in entry.passes]
-    return row_line(entry.title, found) if all(found) else None
 
 
 def row_line(title: str, both: Sequence[Mapping[str, Any] | None]) -> str:
@@ -210,7 +202,7 @@ def ratio(row: Mapping[str, Any] | None) -> str:
 
 def reading(rows: Rows, entries: Sequence[Entry]) -> Iterator[str]:
     """Yield the legend of the rows of ``entries``."""
-    shown = [row for entry in entries for row in _rows(rows, entry)]
+    shown = [row for entry in entries for row in rows.of(entry) if row]
     if shown:
         files = [rows.file(name) for name in dict.fromkeys(entry.file for entry in entries)]
         machines = [file["machine"] for file in files if file is not None and "machine" in file]
@@ -228,7 +220,7 @@ def reading(rows: Rows, entries: Sequence[Entry]) -> Iterator[str]:
 def sentences(rows: Rows) -> Iterator[str]:
     """Yield the sentences below all tables: legend, memory, calls."""
     yield from reading(rows, (*OPERATORS, *MODELS))
-    both = [rows.find(COLUMN_BUFFER[0], f"{COLUMN_BUFFER[1]}, {each}") for each in ("forward", "forward+backward")]
+    both = rows.of(COLUMN_BUFFER)
     if both[0] is not None and both[1] is not None:
         size = both[0]["buffer"]["size"]
         found = []
@@ -248,11 +240,6 @@ def sentences(rows: Rows) -> Iterator[str]:
             ranges.append(f"{min(times):.0f} to {max(times):.0f} µs")
         yield f"Overhead of a call on tiny inputs, one thread: {ranges[0]} without autograd, {ranges[1]} with it."
         yield ""
-
-
-def _rows(rows: Rows, entry: Entry) -> list[Mapping[str, Any]]:
-    found = (rows.find(entry.file, f"{entry.case}, {each}") for each in entry.passes)
-    return [row for row in found if row is not None]
 
 
 def backends() -> list[str]:

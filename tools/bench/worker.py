@@ -21,8 +21,8 @@ import torch
 
 from . import report, roofline
 from .case import Case
+from .cases import cases
 from .measure import UNUSABLE, fatal, first_line, measure
-from .registry import cases
 from .timing import Settings
 
 

@@ -37,12 +37,7 @@ class Call:
 
 
 def calls(module: nn.Module, *shape: int) -> list[Call]:
-    """Record the counted calls of a forward pass in inference.
-
-    Args:
-        module: Module on the meta device.
-        shape: Shape of its input.
-    """
+    """Record the counted calls of a forward pass in inference of a module on the meta device."""
     found: list[Call] = []
     tracker = ModuleTracker()
 
@@ -96,18 +91,15 @@ def bello_2019(found: Sequence[Call]) -> int:
 
 
 def zhu_2019(found: Sequence[Call], positions: int, head_width: int) -> int:
-    """Count as Zhu et al. (2019): 1 per multiply-add; softmax, biases, sampling and predicted offsets are free.
+    """Count a module of stride 1 as Zhu et al. (2019): 1 per multiply-add, nothing for softmax and biases.
 
-    The paper's figures also follow from these rules:
+    Sampling and predicted offsets are free, too. The paper's figures also follow from these rules:
 
     * all projections run at every position, even where we run one for all queries;
     * a query's products with offsets (q·R) are free if its products with keys (q·k) are charged;
     * all weighted sums run over all keys at once, even where we sum over columns and then over rows.
 
-    Args:
-        found: The calls of a module of stride 1.
-        positions: N, the positions of the map.
-        head_width: d; an inner product of this length is a logit, any other a sum over keys.
+    An inner product of length ``head_width`` is a logit, any other a sum over keys.
     """
     has_content = any(call.operator in _ATTENTION and call.shapes[0] is not None for call in found)
     total, sums, keys = 0, 0, 1
@@ -129,16 +121,12 @@ def zhu_2019(found: Sequence[Call], positions: int, head_width: int) -> int:
 
 
 def zhu_2019_sequence(found: Sequence[Call], tokens: int) -> int:
-    """Count as Zhu et al. (2019) on sequences, by the rules of :func:`zhu_2019` with these additions.
+    """Count a module on N ``tokens`` as Zhu et al. (2019), by the rules of :func:`zhu_2019` with these additions.
 
     * a query's products with offsets are charged once per key, N or those in range, not per offset, 2N - 1;
     * keys out of range are free, even where we mask them.
 
     The decoder is charged like the encoder, as if it attended in both directions: count modules that are not causal.
-
-    Args:
-        found: The calls of a module on one sequence.
-        tokens: N, queries and keys.
     """
     attention = (*_ATTENTION, "attn_plugins.sequence_attention")
     has_content = any(call.operator in attention and call.shapes[0] is not None for call in found)

@@ -100,12 +100,7 @@ def operations(options: Mapping | None, activation: str = "none") -> tuple[float
 
 
 def complexity(options: Mapping | None, part: str) -> int:
-    """Count a part of Table 4.1 in a layer: weights, or operations at one position.
-
-    Args:
-        options: Arguments of the layer; None for a convolution.
-        part: A key of ``PARTS``.
-    """
+    """Count a part (of ``PARTS``) of Table 4.1 in a layer: weights, or operations at one position."""
     module = layer(256, 256, options)
     weights = {name: p.numel() for name, p in module.named_parameters() if p.ndim == 4}
     position = sum(n for name, n in weights.items() if name.startswith("position."))

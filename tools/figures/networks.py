@@ -16,8 +16,8 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 PROPOSALS = 1000  # inputs of Faster R-CNN's second stage, in the paper and in mmdet
 
 
-class _FasterRCNN(nn.Module):
-    """All layers of the detector, without the processing of boxes between them."""
+class _Detector(nn.Module):
+    """All layers of a detector, without the processing of boxes between its stages."""
 
     def __init__(self, detector: Any) -> None:
         super().__init__()
@@ -25,18 +25,17 @@ class _FasterRCNN(nn.Module):
 
     def forward(self, image: Tensor) -> Tensor:
         maps = self.detector.neck(self.detector.backbone(image))
+        if not hasattr(self.detector, "roi_head"):
+            return self.detector.bbox_head(maps)[0][0]
         scores, _ = self.detector.rpn_head(maps)
         self.detector.roi_head.bbox_head(image.new_empty(PROPOSALS, maps[0].shape[1], 7, 7))
         return scores[0]
 
 
-def faster_rcnn(config: str, height: int = 800, width: int = 1344) -> list[convention.Call]:
-    """Record the calls of a Faster R-CNN for one image.
+def detector(config: str, height: int = 800, width: int = 1344) -> tuple[int, list[convention.Call]]:
+    """Count the parameters of a detector in ``configs/mmdet``, and record its calls for one image.
 
-    Args:
-        config: One of our files in ``configs/mmdet``.
-        height: Height of the image; 800×1333 pixels are padded to 800×1344.
-        width: Width, likewise.
+    800×1333 pixels are padded to 800×1344.
     """
     from mmdet.registry import MODELS
     from mmengine.config import Config
@@ -44,47 +43,12 @@ def faster_rcnn(config: str, height: int = 800, width: int = 1344) -> list[conve
     model = Config.fromfile(CONFIGS / "mmdet" / config).model
     model.backbone.init_cfg = None
     with torch.device("meta"):
-        network = _FasterRCNN(MODELS.build(model))
-    return convention.calls(network, 1, 3, height, width)
-
-
-class _RetinaNet(nn.Module):
-    """All layers of the detector, likewise."""
-
-    def __init__(self, detector: Any) -> None:
-        super().__init__()
-        self.detector = detector
-
-    def forward(self, image: Tensor) -> Tensor:
-        scores, _ = self.detector.bbox_head(self.detector.neck(self.detector.backbone(image)))
-        return scores[0]
-
-
-def retinanet(config: str, size: int = 640) -> tuple[int, list[convention.Call]]:
-    """Count the parameters of a RetinaNet, and record its calls for one image.
-
-    Args:
-        config: One of our files in ``configs/mmdet``.
-        size: Side of the square image.
-    """
-    from mmdet.registry import MODELS
-    from mmengine.config import Config
-
-    model = Config.fromfile(CONFIGS / "mmdet" / config).model
-    model.backbone.init_cfg = None
-    with torch.device("meta"):
-        network = _RetinaNet(MODELS.build(model))
-    return convention.parameters(network), convention.calls(network, 1, 3, size, size)
+        network = _Detector(MODELS.build(model))
+    return convention.parameters(network), convention.calls(network, 1, 3, height, width)
 
 
 def segmentor(config: str, height: int = 768, width: int = 768) -> list[convention.Call]:
-    """Record the calls of a segmentor for one image.
-
-    Args:
-        config: One of our files in ``configs/mmseg``.
-        height: Height of the image.
-        width: Width, likewise.
-    """
+    """Record the calls of a segmentor in ``configs/mmseg`` for one image."""
     from mmengine.config import Config
     from mmseg.registry import MODELS
 
@@ -109,15 +73,10 @@ class _Translator(nn.Module):
         return self.model(words, lengths, words)[0]
 
 
-def translator(
-    tokens: int, architecture: str = "spatial_transformer_wmt_en_de", **options: Any
-) -> list[convention.Call]:
+def translator(tokens: int, arch: str = "spatial_transformer_wmt_en_de", **options: Any) -> list[convention.Call]:
     """Record the calls of a Transformer for a sentence and its translation, except those of the output layer.
 
-    Args:
-        tokens: Tokens of both.
-        architecture: Architecture name in fairseq; default: the base model.
-        options: Options of ``spatial_transformer``, such as ``encoder_attention='0110'``.
+    ``options`` are those of ``spatial_transformer``, such as ``encoder_attention='0110'``.
     """
     from argparse import Namespace
 
@@ -130,10 +89,10 @@ def translator(
     dictionary = Dictionary()
     word = dictionary.add_symbol("word")
     args = Namespace(**options)
-    ARCH_CONFIG_REGISTRY[architecture](args)
+    ARCH_CONFIG_REGISTRY[arch](args)
     # Not on the meta device: fairseq reads the masks. With a vocabulary of one word the model has 0.2 GB.
     task = Namespace(source_dictionary=dictionary, target_dictionary=dictionary)
-    model = ARCH_MODEL_REGISTRY[architecture].build_model(args, task)
+    model = ARCH_MODEL_REGISTRY[arch].build_model(args, task)
     model.make_generation_fast_()  # otherwise the last layer returns its weights
     found = convention.calls(_Translator(model, word), 1, tokens)
     return [call for call in found if not call.module.endswith(".output_projection")]

@@ -105,16 +105,6 @@ def stored(file: Path) -> dict[str, Any] | None:
     return {**data, **facts, "rows": rows}
 
 
-def over_sizes(frames: Sequence[int], sizes: Sequence[int]) -> list[tuple[int, int]]:
-    """Return clips of the fewest frames, in every size."""
-    return [(min(frames), size) for size in sizes]
-
-
-def over_frames(frames: Sequence[int], sizes: Sequence[int]) -> list[tuple[int, int]]:
-    """Return clips of every number of frames, in the smallest size."""
-    return [(count, min(sizes)) for count in frames]
-
-
 def section(data: Mapping[str, Any]) -> str:
     """Return the page's section of measured times."""
     patterns = data["patterns"]
@@ -193,8 +183,8 @@ def _draw(
 ) -> None:
     """Draw curves over size and over frames, with their titles."""
     for axes, title, label, ticks, clips in (
-        (pair[0], f"{min(frames)} frames", "size in pixels", sizes, over_sizes(frames, sizes)),
-        (pair[1], f"{min(sizes)}² pixels", "frames", frames, over_frames(frames, sizes)),
+        (pair[0], f"{min(frames)} frames", "size in pixels", sizes, [(min(frames), size) for size in sizes]),
+        (pair[1], f"{min(sizes)}² pixels", "frames", frames, [(count, min(sizes)) for count in frames]),
     ):
         curves(axes, ticks, clips)
         axes.set(title=start + title, xlabel=label, ylabel=unit, xticks=list(ticks), ylim=(0, None))

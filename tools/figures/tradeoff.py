@@ -7,6 +7,7 @@ the difference of the networks with and without it.
 
 from __future__ import annotations
 
+import argparse
 import json
 import shlex
 from collections.abc import Sequence
@@ -18,35 +19,6 @@ from tools.files import write
 
 from . import convention, empirical, networks, translation
 
-# Setting: mAP of detection, mIoU of segmentation, BLEU of translation.
-ACCURACY: dict[str, tuple[float, float, float]] = {
-    "w/o": (36.4, 71.9, 20.9),
-    "1111": (38.8, 76.7, 27.7),
-    "1110": (38.8, 76.7, 27.7),
-    "1101": (38.8, 76.7, 27.7),
-    "1100": (38.8, 76.7, 27.7),
-    "0111": (38.8, 76.6, 27.6),
-    "0110": (38.8, 76.6, 27.6),
-    "0101": (38.6, 76.3, 27.4),
-    "0100": (38.6, 76.3, 27.4),
-    "1111 + deformable": (41.0, 77.8, 28.0),
-    "1011 + deformable": (41.0, 77.8, 28.0),
-    "1010 + deformable": (40.9, 77.7, 28.0),
-    "1001 + deformable": (41.0, 77.8, 28.0),
-    "1000 + deformable": (40.9, 77.7, 28.0),
-    "0011 + deformable": (41.0, 77.5, 27.7),
-    "0010 + deformable": (40.8, 77.3, 27.7),
-    "0001 + deformable": (40.7, 77.3, 27.6),
-    "w/o + deformable": (39.9, 77.2, 27.3),
-    "0100 n=31": (38.6, 75.5, 27.4),
-    "0100 n=25": (38.6, 75.5, 27.4),
-    "0100 n=19": (38.6, 75.4, 27.4),
-    "0100 n=13": (38.5, 74.4, 27.3),
-    "dynamic n=31": (37.9, 74.2, 27.6),
-    "dynamic n=25": (37.8, 74.2, 27.6),
-    "dynamic n=19": (37.6, 73.7, 27.5),
-    "dynamic n=13": (37.5, 71.9, 27.4),
-}
 TASKS = {
     "detection": "mAP, detection",
     "segmentation": "mIoU, segmentation",
@@ -88,7 +60,7 @@ def printed(task: str) -> list[Point]:
         giga["w/o"] = float(empirical.TASKS[task][0])
         giga["w/o + deformable"] = giga.pop("deformable")
     found = []
-    for setting, accuracy in ACCURACY.items():
+    for setting, accuracy in translation.ACCURACY.items():
         # On images, deformable convolution costs no more than the convolution it replaces.
         own = giga[setting] if setting in giga else giga[setting.removesuffix(" + deformable")]
         found.append(Point(setting, round(own - giga["w/o"], 1), accuracy[column]))
@@ -96,10 +68,7 @@ def printed(task: str) -> list[Point]:
 
 
 def measured(runs: Path = RUNS) -> dict[str, list[Point]]:
-    """Return our small translators by panel: self-attention, and attention of the decoder to the encoder.
-
-    Args:
-        runs: JSON of ``tools.study``.
+    """Return our small translators of ``tools.study`` by panel: self-attention, and attention to the encoder.
 
     Raises:
         ValueError: the file is invalid.
@@ -124,28 +93,18 @@ def measured(runs: Path = RUNS) -> dict[str, list[Point]]:
 
 
 def options_of(text: str) -> dict[str, Any]:
-    """Parse the options of a command line by fairseq's names; those without a value are True."""
-    words, found = shlex.split(text), dict[str, Any]()
-    for n, word in enumerate(words):
-        if word.startswith("--"):
-            name, equals, value = word.removeprefix("--").partition("=")
-            follows = n + 1 < len(words) and not words[n + 1].startswith("--")
-            found[name.replace("-", "_")] = value if equals else words[n + 1] if follows else True
-    return found
+    """Parse the options of fairseq-train that determine the operations of attention."""
+    parser = argparse.ArgumentParser(argument_default=argparse.SUPPRESS, allow_abbrev=False)
+    for name in ("arch", "encoder-attention", "decoder-attention", "cross-attention"):
+        parser.add_argument(f"--{name}")
+    parser.add_argument("--attention-range", type=int)
+    parser.add_argument("--deformable", action="store_true")
+    return vars(parser.parse_known_args(shlex.split(text))[0])
 
 
 def operations(options: dict[str, Any], kind: str) -> int:
-    """Count the multiply-adds of a small translator's attention for :data:`TOKENS` source and target tokens.
-
-    Args:
-        options: Options of fairseq-train; only ``arch`` and those of attention are used.
-        kind: ``'.self_attn'`` or ``'.encoder_attn'``.
-    """
-    names = ("encoder_attention", "decoder_attention", "cross_attention", "attention_range", "deformable")
-    given = {name: options[name] for name in names if name in options}
-    if "attention_range" in given:
-        given["attention_range"] = int(given["attention_range"])
-    calls = networks.translator(TOKENS, options["arch"], **given)
+    """Count the multiply-adds of attention (of :data:`KINDS`) for :data:`TOKENS` source and target tokens."""
+    calls = networks.translator(TOKENS, **options)
     return convention.executed([call for call in calls if kind in call.module])
 
 

@@ -30,12 +30,7 @@ COMMAND = (sys.executable, "-m", "tools.fuzz")
 
 
 def main(arguments: Sequence[str] | None = None, command: Sequence[str] = COMMAND) -> int:
-    """Run the tool.
-
-    Args:
-        arguments: Arguments of the command line.
-        command: Command of a worker process, to which the arguments of its share of the calls are added.
-    """
+    """Run the tool; ``command`` starts a worker, with the arguments of its share of the calls."""
     options = _parser().parse_args(arguments)
     for name in options.operators:
         if name not in NAMES:

@@ -21,12 +21,10 @@ from .call import Call
 LIMIT = 32.0  # maximum error in roundings; the largest observed was 12, for a mean of many equal numbers
 
 
-class Results(dict[str, Tensor]):
-    """Results by name: ``"output"``, and gradients by their arguments' names."""
-
-
-def compute(call: Call, grad: Tensor, backend: str | None = None, dtype: torch.dtype | None = None) -> Results:
-    """Compute output and gradients of a call, with floats in ``dtype`` if that is not None."""
+def compute(
+    call: Call, grad: Tensor, backend: str | None = None, dtype: torch.dtype | None = None
+) -> dict[str, Tensor]:
+    """Compute ``"output"`` and gradients by name of a call, with floats in ``dtype`` if that is not None."""
     arguments = dict(call.arguments)
     leaves: dict[str, Tensor] = {}
     for name, tensor in call.floats().items():
@@ -36,7 +34,7 @@ def compute(call: Call, grad: Tensor, backend: str | None = None, dtype: torch.d
             leaves[name] = leaf
     with contextlib.nullcontext() if backend is None else ops.backend(backend):
         output = call.function(**arguments)
-        results = Results(output=output.detach())
+        results = {"output": output.detach()}
         if leaves:
             grad = grad if dtype is None else grad.to(dtype)
             results.update(zip(leaves, torch.autograd.grad(output, list(leaves.values()), grad)))
@@ -83,13 +81,7 @@ def compare(
 ) -> tuple[list[str], float]:
     """Describe how a result differs from the exact one, and by how many roundings.
 
-    Args:
-        found: Result of the operator.
-        exact: Result of the reference in float64.
-        plain: Result of the reference in ``dtype``.
-        dtype: Required dtype of the result.
-        magnitude: Size of numbers before they cancel.
-        condition: Roundings of the result per rounding of an intermediate number.
+    ``exact`` is the reference's result in float64, ``plain`` that in ``dtype``.
     """
     if found.dtype != dtype or found.shape != exact.shape:
         return [f"is {found.dtype} {tuple(found.shape)}, not {dtype} {tuple(exact.shape)}"], 0.0

@@ -14,14 +14,7 @@ EDGES = (15, 16, 17, 31, 32, 33, 47, 48, 49, 63, 64, 65, 70)  # near the sizes o
 
 
 class Draw:
-    """A source of random calls.
-
-    Args:
-        operator: Name of the functional.
-        seed: Seed of the run.
-        index: Index of the call.
-        device: Device of the tensors, which does not affect the values.
-    """
+    """A source of random calls, the values of which do not depend on the device."""
 
     def __init__(self, operator: str, seed: int, index: int, device: str = "cpu") -> None:
         self.random = random.Random(f"{operator} {seed} {index}")

@@ -34,14 +34,7 @@ def report_end(faults: Sequence[str], roundings: float) -> None:
 
 
 async def run(command: Sequence[str], calls: int, workers: int, report: Callable[[Result], None]) -> None:
-    """Report the result of every call, in the order in which they end.
-
-    Args:
-        command: Starts a worker; ``--share FIRST:STOP:STEP`` is added.
-        calls: Number of calls.
-        workers: Number of concurrent processes.
-        report: Called with each result.
-    """
+    """Report the result of every call as it ends; ``command`` starts a worker with ``--share FIRST:STOP:STEP``."""
     workers = max(1, min(workers, calls))
     await asyncio.gather(*(_share(command, first, calls, workers, report) for first in range(workers)))
 

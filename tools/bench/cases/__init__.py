@@ -1,1 +1,26 @@
-"""Rows of the benchmarks: a file for each, with ``cases(device)``."""
+"""The benchmarks, their names, and the order of their rows."""
+
+from __future__ import annotations
+
+import importlib
+
+from ..case import KINDS, Case
+
+NAMES = (
+    "deform_conv", "deformable_attention", "global_attention", "augmented_conv", "window_attention", "criss_cross",
+    "sequence_attention", "vision_transformers", "halves", "calls",
+)  # fmt: skip
+# Measured when named, and in part longer.
+MORE = ("modules", "mmcv_ext", "host", "space_time", "end_to_end")
+
+
+def cases(name: str, device: str) -> list[Case]:
+    """Return the rows of one benchmark; those of CUDA by dtype, bfloat16 first.
+
+    Raises:
+        KeyError: there is no benchmark of this name.
+    """
+    if name not in (*NAMES, *MORE):
+        raise KeyError(name)
+    found = importlib.import_module(f"{__package__}.{name}").cases(device)
+    return found if device == "cpu" else sorted(found, key=lambda case: list(KINDS).index(case.kind))

@@ -7,15 +7,13 @@ masks are synthetic. A training step is forward, loss, backward and the optimize
 from __future__ import annotations
 
 import importlib
-import json
-import os
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +26,6 @@ from ..case import Case
 from ..memory import ResidentPeak
 from ..summary import compared, summarize
 
-ROOT = Path(__file__).parents[3]
-CHILD = "from tools.bench.cases.end_to_end import main; main()"
-MARK = "end to end: "
 PASSES = ("prediction", "training step")
 PROCESSES, LEAST, SECONDS = 5, 2, 210.0  # of each kind for a model: at most, at least, and the time for all of them
 LEARNING_RATE = 1e-8  # the step costs the same, and synthetic data drive no weight out of range
@@ -84,34 +79,21 @@ def rows(model: Model, settings: Any) -> list[dict[str, Any]]:
             for kind, processes in found.items():
                 processes.append(
                     process(
-                        model=MODELS.index(model),
+                        model=model,
                         ours=kind == "ours",
                         size=size,
                         threads=torch.get_num_threads(),
                         seconds=settings.seconds,
-                        weights=str(Path(folder) / "weights.pth"),
+                        weights=Path(folder) / "weights.pth",
                     )
                 )
     return [row(model, each, found["ours"], found["stock"], size) for each in PASSES]
 
 
 def process(**settings: Any) -> dict[str, Any]:
-    """Run a fresh process and return its measurements.
-
-    Raises:
-        RuntimeError: the process ended with an error.
-    """
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", CHILD, json.dumps(settings)],
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-    )
-    if done.returncode:
-        lines = done.stderr.rstrip().splitlines() or [""]
-        raise RuntimeError(f"a process ended with status {done.returncode}: {lines[-1]}")
-    return json.loads(next(line for line in done.stdout.splitlines() if line.startswith(MARK))[len(MARK) :])
+    """Measure in a fresh process."""
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        return pool.submit(measured, **settings).result()
 
 
 def row(
@@ -251,35 +233,34 @@ def timed(step: Callable[[Batch], Any], make: Callable[[], Batch], features: Fea
     return found
 
 
-def main() -> None:
-    """Measure what the first argument describes in JSON, and print times and memory above the built model's level.
+def measured(
+    model: Model, ours: bool, size: tuple[int, int], threads: int, seconds: float, weights: Path
+) -> dict[str, Any]:
+    """Return times and memory above the built model's level.
 
     All processes load the weights that the first one writes, so that all compute the same.
     """
-    settings = json.loads(sys.argv[1])
-    entry = MODELS[settings["model"]]
-    entry = Model(**{**vars(entry), "size": tuple(settings["size"])})
-    torch.set_num_threads(settings["threads"])
-    model, optimizer = build(entry, settings["ours"])
-    weights = Path(settings["weights"])
+    entry = replace(model, size=tuple(size))
+    torch.set_num_threads(threads)
+    network, optimizer = build(entry, ours)
     if weights.exists():
-        model.load_state_dict(torch.load(weights), strict=True)
+        network.load_state_dict(torch.load(weights), strict=True)
     else:
-        torch.save(model.state_dict(), weights)
-    features, losses = Features(model), []
+        torch.save(network.state_dict(), weights)
+    features, losses = Features(network), []
 
     def predict(data: Batch) -> None:
         with torch.no_grad():
-            model.test_step(data)
+            network.test_step(data)
 
     def train(data: Batch) -> None:
         torch.manual_seed(1)  # for box samplers and dropout
-        losses.append(float(model.train_step(data, optimizer)["loss"]))
+        losses.append(float(network.train_step(data, optimizer)["loss"]))
 
     passes: dict[str, Any] = {}
     peak, watch = ResidentPeak(), load.Watch()
     for name, step in zip(PASSES, (predict, train)):
-        model.train(step is train)
+        network.train(step is train)
         peak.reset()
-        passes[name] = timed(step, lambda: batch(entry), features, settings["seconds"]) | {"memory": peak.read()}
-    print(MARK + json.dumps({"passes": passes, "loss": losses[0], "load": watch.read()}))
+        passes[name] = timed(step, lambda: batch(entry), features, seconds) | {"memory": peak.read()}
+    return {"passes": passes, "loss": losses[0], "load": watch.read()}

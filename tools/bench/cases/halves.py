@@ -13,6 +13,7 @@ from attn_plugins import ops
 
 from ..case import Case, Peer, normal, problem
 from . import criss_cross, global_attention
+from .vision_transformers import built
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, logits: Tensor | None = None) -> Tensor:
@@ -73,17 +74,6 @@ def deformable_conv(ours: bool) -> nn.Module:
     return layer
 
 
-def timm_layer(name: str, layer: str, ours: bool) -> nn.Module:
-    import timm
-
-    from attn_plugins.timm import accelerate
-
-    model = timm.create_model(name)
-    if ours:
-        accelerate(model)
-    return model.get_submodule(layer)
-
-
 # title -> maker of our layer or the peer's, its input, the peer's name
 LAYERS: dict[str, tuple[Any, tuple[int, ...], str]] = {
     "GeneralizedAttention2d 1111, (1,256,50,84), 8 heads": (
@@ -94,10 +84,10 @@ LAYERS: dict[str, tuple[Any, tuple[int, ...], str]] = {
     ),
     "DeformableConv2d, (2,256,50,68)": (deformable_conv, (2, 256, 50, 68), "torchvision"),
     "Swin-T's second block, batch 4": (
-        partial(timm_layer, "swin_tiny_patch4_window7_224", "layers.0.blocks.1"), (4, 56, 56, 96), "timm",
+        partial(built, layer="layers.0.blocks.1"), (4, 56, 56, 96), "timm",
     ),
     "SAM's attention, 32x32, 12 heads x 64": (
-        partial(timm_layer, "samvit_base_patch16_224", "blocks.2.attn"), (1, 32, 32, 768), "timm",
+        partial(built, layer="blocks.2.attn", name="samvit_base_patch16_224"), (1, 32, 32, 768), "timm",
     ),
 }  # fmt: skip
 

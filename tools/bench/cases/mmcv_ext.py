@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Callable
+from functools import cache, partial
 from types import ModuleType
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from attn_plugins import mmcv_ext
 
 from .. import compiled_mmcv
-from ..case import Case, Run
+from ..case import PASSES, Case, Run
 from .end_to_end import Model, batch, build
 
 MODELS = (
@@ -83,7 +83,7 @@ def psa_mask(extension: ModuleType) -> Run:
     return lambda: extension.psamask_forward(masks, output, psa_type=0, num_=1, **sizes)
 
 
-@functools.cache
+@cache
 def _built(model: Model) -> tuple[Any, Any]:
     return build(model, ours=False)
 
@@ -108,34 +108,22 @@ def whole(extension: ModuleType, model: Model, training: bool) -> Run:
 
 
 def cases(device: str) -> list[Case]:
+    if device != "cpu":
+        return []
     rows: list[tuple[str, Callable[[ModuleType], Run], float]] = [
-        (f"nms, {count} boxes", lambda extension, count=count: nms(extension, count), 1.0)
-        for count in (1000, 2000, 4000)
+        *((f"nms, {count} boxes", partial(nms, count=count), 1.0) for count in (1000, 2000, 4000)),
+        ("soft NMS, linear, 1000 boxes", partial(soft_nms, method=1), 1 / 1.5),
+        ("soft NMS, Gaussian, 1000 boxes", partial(soft_nms, method=2), 1 / 1.5),
     ]
-    rows += [
-        (f"soft NMS, {name}, 1000 boxes", lambda extension, method=method: soft_nms(extension, method), 1 / 1.5)
-        for method, name in ((1, "linear"), (2, "Gaussian"))
-    ]
-    rows += [
-        (
-            f"RoIAlign, 256 channels, 4 levels, {regions} regions, {size}×{size}, {passes}",
-            lambda extension, regions=regions, size=size, passes=passes: roi_align(
-                extension, regions, size, passes != "forward"
-            ),
-            1.0,
-        )
-        for regions, size in ((512, 7), (100, 14))
-        for passes in ("forward", "forward+backward")
-    ]
+    for regions, size in ((512, 7), (100, 14)):
+        for passes in PASSES:
+            run = partial(roi_align, regions=regions, size=size, backward=passes != "forward")
+            rows.append((f"RoIAlign, 256 channels, 4 levels, {regions} regions, {size}×{size}, {passes}", run, 1.0))
     rows.append(("PSA mask, 10×10", psa_mask, 1.0))
-    found = [
-        Case(name, functools.partial(run, mmcv_ext), {"mmcv": lambda run=run: run(compiled())}, goal)
-        for name, run, goal in rows
-    ]
     for model in MODELS:
         for passes, training in (("prediction", False), ("training step", True)):
-            step = functools.partial(whole, model=model, training=training)
-            peers = {"mmcv": lambda step=step: step(compiled())}
-            name = f"{model.title}, 800×1344, {passes}"
-            found.append(Case(name, functools.partial(step, mmcv_ext), peers, 1.0, heavy=True))
-    return found if device == "cpu" else []
+            rows.append((f"{model.title}, 800×1344, {passes}", partial(whole, model=model, training=training), 1.0))
+    return [
+        Case(name, partial(run, mmcv_ext), {"mmcv": lambda run=run: run(compiled())}, goal, heavy="800×1344" in name)
+        for name, run, goal in rows
+    ]

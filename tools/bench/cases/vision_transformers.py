@@ -104,8 +104,8 @@ def decomposed_timm(fused: bool) -> Callable[..., Tensor]:
 # --- timm's layers and models -------------------------------------------------------------------------------------
 
 
-def built(fused: bool, ours: bool, block: int | None = None) -> nn.Module:
-    """Build Swin-T, or the attention of a block with projections and window partitioning, as timm's or ours."""
+def built(ours: bool, fused: bool = True, layer: str | None = None, name: str = SWIN) -> nn.Module:
+    """Build a model or one of its layers, as timm's, eager or fused, or ours."""
     import timm
     from timm.layers import set_fused_attn
 
@@ -113,13 +113,18 @@ def built(fused: bool, ours: bool, block: int | None = None) -> nn.Module:
 
     set_fused_attn(fused)
     try:
-        model = timm.create_model(SWIN)
+        model = timm.create_model(name)
     finally:
         set_fused_attn(True)
     if ours:
         accelerate(model)
+    return model if layer is None else model.get_submodule(layer)
+
+
+def stage(ours: bool, fused: bool = True, block: int | None = None) -> nn.Module:
+    """Build Swin-T, or the attention of a block with projections and window partitioning."""
+    model = built(ours, fused, None if block is None else f"layers.0.blocks.{block}")
     if block is not None:
-        model = model.get_submodule(f"layers.0.blocks.{block}")
         model.forward = model._attn
     return model
 
@@ -153,10 +158,10 @@ def cases(device: str) -> list[Case]:
     for title, block in (*layers, (f"{SWIN}, 224x224, batch {batch}", None)):
         shape = (batch, 3, 224, 224) if block is None else (BATCH, MAP, MAP, HEADS * WIDTH)
         found += problem(
-            title, device, normal(shape), lambda block=block: built(True, True, block),
+            title, device, normal(shape), lambda block=block: stage(True, True, block),
             {
-                "timm, eager": lambda block=block: built(False, False, block),
-                "timm, SDPA": lambda block=block: built(True, False, block),
+                "timm, eager": lambda block=block: stage(False, False, block),
+                "timm, SDPA": lambda block=block: stage(False, True, block),
             },
             goals=FASTER, main=block is None,
         )  # fmt: skip
