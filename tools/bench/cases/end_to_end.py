@@ -7,6 +7,7 @@ masks are synthetic. A training step is forward, loss, backward and the optimize
 from __future__ import annotations
 
 import importlib
+import os
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -92,7 +93,7 @@ def rows(model: Model, settings: Any) -> list[dict[str, Any]]:
 
 def process(**settings: Any) -> dict[str, Any]:
     """Measure in a fresh process."""
-    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+    with ProcessPoolExecutor(1, get_context("spawn"), _silence) as pool:
         return pool.submit(measured, **settings).result()
 
 
@@ -231,6 +232,10 @@ def timed(step: Callable[[Batch], Any], make: Callable[[], Batch], features: Fea
         found["times"].append(time.perf_counter() - start)
         found["features"].append(features.seconds)
     return found
+
+
+def _silence() -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # mmengine logs the initialization of every parameter
 
 
 def measured(
