@@ -21,6 +21,7 @@ SMALL = dict(encoder_embed_dim=12, decoder_embed_dim=12, decoder_out_embed_dim=1
 ARCH = "--arch=aligned_lstm_tiny"
 
 
+@pytest.mark.slow
 def test_console_scripts_print_soft_alignments(data, tmp_path):
     checkpoint = train(data, tmp_path, ARCH, "--alignment=additive", "--alignment-hidden-size=24")
     lines = generate(data, checkpoint, "--print-alignment=soft")

@@ -104,6 +104,7 @@ cli_main()
 """
 
 
+@pytest.mark.slow
 def test_a_killed_training_resumes(data, trained, tmp_path):
     folder, log = trained
     command = train_command(data, tmp_path, *CPU, "--save-interval-updates=4", f"--max-update={UPDATES}")
@@ -155,6 +156,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_spawned_workers_know_our_folder(data, tmp_path):
     """On machines with GPUs, fairseq's call_main spawns fresh interpreters, which must import --user-dir."""
     (tmp_path / "spawn.py").write_text(SPAWN)

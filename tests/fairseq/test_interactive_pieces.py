@@ -18,6 +18,7 @@ from tools.datasets import gettext_corpus
 README = (ROOT / "configs/fairseq/README.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_plain_text_goes_in_and_comes_out(tmp_path):
     source = folder(tmp_path / "in", {"de/LC_MESSAGES/a.po": po(sentences())})
     corpus, save = tmp_path / "gettext", tmp_path / "checkpoints"

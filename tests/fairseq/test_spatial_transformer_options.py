@@ -313,6 +313,7 @@ def test_console_scripts_translate_and_align(data, tmp_path):
         load_model_ensemble([str(checkpoint)], {"decoder_attention": "0010", "decoder_kernel_sizes": None})
 
 
+@pytest.mark.slow
 def test_console_scripts_model_language(data, tmp_path):
     folder = tmp_path / "bin"
     folder.mkdir()

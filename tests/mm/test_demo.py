@@ -38,7 +38,7 @@ def small(monkeypatch, tmp_path, digits):
     return write
 
 
-def test_demo_trains_resumes_and_then_only_draws(small, tmp_path, capsys, monkeypatch):
+def test_demo_trains_and_draws(small, tmp_path, capsys):
     work = tmp_path / "work"
     small(epochs=1)
     assert demo.main(["--work-dir", str(work)]) == 0
@@ -50,6 +50,13 @@ def test_demo_trains_resumes_and_then_only_draws(small, tmp_path, capsys, monkey
     assert "Found from a score of 0.15 on: " in printed
     assert "Left: each ring is a query" in printed
 
+
+@pytest.mark.slow
+def test_demo_resumes_and_then_only_draws(small, tmp_path, capsys, monkeypatch):
+    work = tmp_path / "work"
+    small(epochs=1)
+    assert demo.main(["--work-dir", str(work)]) == 0
+    capsys.readouterr()
     small(epochs=2)
     (work / "finished.json").unlink()  # as if interrupted after its first epoch
     assert demo.main(["--work-dir", str(work)]) == 0

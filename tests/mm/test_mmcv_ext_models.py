@@ -69,7 +69,11 @@ segformer/segformer_mit-b0_8xb2-160k_ade20k-512x512
 NAMES = [*(f"mmdet::{name}.py" for name in MMDET), *(f"mmseg::{name}.py" for name in MMSEG)]
 # Random corners of one class do not agree on a centre.
 NO_PREDICTIONS = ["mmdet::centripetalnet/centripetalnet_hourglass104_16xb6-crop511-210e-mstest_coco.py"]
-QUICK = [f"mmdet::{MMDET[0]}.py", "mmdet::dcnv2/faster-rcnn_r50_fpn_mdpool_1x_coco.py", f"mmseg::{MMSEG[4]}.py"]
+QUICK = [
+    f"mmdet::{MMDET[0]}.py",
+    f"mmseg::{MMSEG[4]}.py",
+    pytest.param("mmdet::dcnv2/faster-rcnn_r50_fpn_mdpool_1x_coco.py", marks=pytest.mark.slow),
+]
 # Random weights give half of CenterNet's best peaks the same float32 score, and top-k leaves their order open: it
 # changes with the number of threads on compiled mmcv as well.
 FLOAT64 = ["mmdet::centernet/centernet_r18-dcnv2_8xb16-crop512-140e_coco.py"]

@@ -58,6 +58,7 @@ def test_the_loss_falls(uninterrupted):
     assert losses[ITERATIONS_PER_EPOCH * EPOCHS] < losses[1]
 
 
+@pytest.mark.slow
 def test_two_processes_give_the_curve_of_one_with_the_doubled_batch(uninterrupted, digits, tmp_path):
     run = training(tmp_path / "two", digits)
     run.finish(processes=2, batch_size=2)

@@ -50,7 +50,11 @@ def test_pages_with_code_are_found():
     assert names >= {"README.md", "docs/start/pytorch.md", "docs/start/timm.md", "docs/howto/new-module.md"}
 
 
-@pytest.mark.parametrize("page", WITH_CODE, ids=name)
+# Exports a detector's backbone, which takes a third of a minute.
+LONG = [pytest.param(page, marks=pytest.mark.slow) if page.stem == "export" else page for page in WITH_CODE]
+
+
+@pytest.mark.parametrize("page", LONG, ids=name)
 def test_code_runs(page, tmp_path):
     """Run all blocks of a page in order, as a reader would. Another test covers the config."""
     text = code(page)

@@ -43,10 +43,12 @@ def installed(wheel, tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_tag_is_that_of_the_stable_abi(wheel):
     assert wheel.name.split("-")[2:4] == ["cp310", "abi3"]
 
 
+@pytest.mark.slow
 def test_contents(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     assert "attn_plugins/_C.abi3.so" in names

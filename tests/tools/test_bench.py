@@ -368,6 +368,7 @@ def test_bad_options_are_one_error(arguments, message, capsys, tmp_path):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_comparison_with_another_checkout(tmp_path):
     """The other checkout is a copy of this one."""
     shutil.copytree(run.ROOT / "plugins", tmp_path / "plugins", ignore=shutil.ignore_patterns("__pycache__"))

@@ -61,6 +61,7 @@ def test_tables_and_plot(tmp_path, capsys):
     assert len(re.findall(r"^\| [24] \| (32|48)² \|", text, re.MULTILINE)) == 4
 
 
+@pytest.mark.slow
 def test_measured_times(tmp_path, capsys, one_thread, monkeypatch):
     """Measured here and shown, and the committed ones, which version 0.2.0 stored."""
     pytest.importorskip("matplotlib")

@@ -130,6 +130,7 @@ def test_a_killed_training_resumes_exactly(few_digits, tmp_path, monkeypatch):
     assert all(torch.equal(whole[key], parts[key]) for key in whole)
 
 
+@pytest.mark.slow
 def test_two_processes(few_digits, tmp_path, capsys):
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m",

@@ -140,6 +140,7 @@ def test_two_processes_leave_out_the_same_images(photographs, tmp_path):
     assert len((tmp_path / "out/broken.txt").read_text().splitlines()) == 3
 
 
+@pytest.mark.slow
 def test_no_image_is_left(photographs, tmp_path, capsys):
     for file in (photographs / "train/cat").iterdir():
         file.write_bytes(b"")
