@@ -34,6 +34,7 @@ def test_console_scripts_print_soft_alignments(data, tmp_path):
             assert sum(row) == pytest.approx(1, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_console_scripts_print_hard_alignments(data, tmp_path):
     """Alignments from one padded batch equal the most probable words of each sentence alone, computed in Python."""
     checkpoint = train(data, tmp_path, ARCH, "--alignment=dot", "--recurrence=bahdanau")

@@ -268,7 +268,7 @@ def test_the_surest_objects():
     assert objects.title(2) == "c 0.70 (query 5)"
 
 
-@pytest.mark.parametrize("name", [MASKFORMER, MASK2FORMER])
+@pytest.mark.parametrize("name", [MASKFORMER, pytest.param(MASK2FORMER, marks=pytest.mark.slow)])
 def test_masks_are_the_models_predictions(name):
     model = build("mmdet", name)
     model.panoptic_fusion_head.test_cfg.update(panoptic_on=False, instance_on=True, max_per_image=100 * 80)

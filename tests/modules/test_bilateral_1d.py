@@ -168,6 +168,7 @@ def test_one_token_only_padding_and_an_empty_batch(causal, outside, smoothing):
     assert module(tokens(B=0)).shape == (0, 7, 6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "outside, smoothing, causal", [("zero", "sqrt_d", False), ("learned", "zscore", True), ("-inf", "sqrt_d", True)]
 )

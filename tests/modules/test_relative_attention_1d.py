@@ -160,6 +160,7 @@ def test_gradients_and_every_parameter_learns(causal, choice):
     assert torch.autograd.gradgradcheck(module, (x,))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("values, causal", [(True, False), (False, True)])
 def test_compile_and_export(values, causal):
     module = build(dtype=torch.float32, values=values, causal=causal)

@@ -123,6 +123,7 @@ def test_layers_keep_nothing_themselves(layer):
         assert torch.equal(pickle.loads(pickle.dumps(layer))(x), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in LAYERS if not name.startswith("swin")])  # these have such a test
 def test_compile_with_symbolic_sizes(name):
     torch._dynamo.reset()

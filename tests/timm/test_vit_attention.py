@@ -171,9 +171,8 @@ def test_features_by_fx():
     torch.testing.assert_close(found, seen[0])
 
 
-@pytest.mark.parametrize(
-    "name", ["attn_bilateral", *(pytest.param(name, marks=pytest.mark.slow) for name in ("attn1111", "attn_range7"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["attn_bilateral", "attn1111", "attn_range7"])
 def test_compiled_exported_and_half(name):
     model = open_gates(build(name))
     expected = model(picture())

@@ -19,7 +19,7 @@ from attn_plugins.ops.criss_cross.operands import Options, Terms
 from tests.conftest import ROOT
 from tests.helpers.triton_checks import DEVICE, TOLERANCES, check, definition, needs_triton, randn
 
-pytestmark = [needs_triton, pytest.mark.sampled(4)]
+pytestmark = [needs_triton, pytest.mark.sampled(3)]
 TAKES = "its kernels take content alone, in float16 and bfloat16"
 RECOMPUTE = Options(0.7, True)
 DTYPES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])

@@ -15,7 +15,7 @@ from attn_plugins.ops.everywhere.operands import GlobalOptions, GlobalTerms
 from tests.conftest import ROOT
 from tests.helpers.triton_checks import DEVICE, DTYPES, check, needs_triton, randn, results_and_gradients
 
-pytestmark = [needs_triton, pytest.mark.sampled(4)]
+pytestmark = [needs_triton, pytest.mark.sampled(3)]
 OPTIONS = GlobalOptions(0.7)
 LOGITS = ("row_logits", "column_logits", "key_logits")
 NAMES = ("query", "key", "value", *LOGITS)
