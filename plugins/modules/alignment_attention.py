@@ -117,7 +117,8 @@ class AlignmentAttention(nn.Module):
     The softmax runs in float32 for half inputs. Fully masked queries return zeros.
 
     Args:
-        score: 'cosine', 'additive' (concatenation-based), 'general', 'dot' or 'scaled-dot'.
+        score: 'cosine', 'additive' (concatenation-based), 'general', 'dot' or 'scaled-dot'. Only 'additive' and
+            'general' have parameters.
         query_channels: Width of s.
         source_channels: Width of h; must equal that of s for scores without parameters. Defaults to that of s.
         hidden_channels: A, width of the additive score's hidden layer. Defaults to ``query_channels``.

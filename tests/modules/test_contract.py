@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
-from attn_plugins import modules
+from attn_plugins import modules, ops
 from attn_plugins.modules.checks import one_of
 from attn_plugins.modules.non_local_block import Mode
 from tests.helpers.cuda_checks import check_module, floating, moved, no_tf32, randomised, results  # noqa: F401
@@ -72,6 +72,20 @@ def test_equals_float64_on_the_cpu(name, dtype, device):
 @every_variant
 def test_autocast(name, autocast, device):
     check_module(made(name), inputs(name), device, torch.float32, autocast=autocast, factor=2 * factor(name))
+
+
+@every_variant
+def test_float64_stays_float64_inside(name):
+    """Nothing is rounded to float32 on the way: results equal those of the operators' definitions."""
+    module = made(name, dtype=torch.float64)
+    found = results(module, *moved(inputs(name), "cpu", torch.float64))
+    with ops.backend("reference"):
+        expected = results(module, *moved(inputs(name), "cpu", torch.float64))
+    size = {
+        kind: max(t.abs().max() for k, t in expected.items() if k.startswith(kind)) for kind in ("output", "gradient")
+    }
+    for key, wanted in expected.items():
+        assert (found[key] - wanted).abs().max() <= 1e-12 * size[key.split()[0]], key
 
 
 @every_variant
