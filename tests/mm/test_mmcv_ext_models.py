@@ -207,6 +207,15 @@ def scope() -> Iterator[None]:
     MessageHub._instance_dict.clear()
 
 
+@pytest.fixture(autouse=True)
+def two_threads() -> Iterator[None]:
+    """Random weights tie: which of equal scores wins may depend on the number of threads, on compiled mmcv as well."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture
 def one_process() -> Iterator[None]:
     """Let mmcv's SyncBatchNorm find a process group."""

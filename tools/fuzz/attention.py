@@ -31,7 +31,9 @@ def _heads(
 ) -> dict[str, Tensor | None]:  # fmt: skip
     """Draw query and key (None without ``content``) and value."""
     return dict(
-        query=source.finish(source.normal(*leading, *queries, d), dtype) if content else None,
+        query=source.finish(source.normal(*leading, *queries, d, scale=source.choice((1, 1, 1, 30, 1000))), dtype)
+        if content
+        else None,
         key=source.finish(source.normal(*leading, *keys, d), dtype) if content else None,
         value=source.finish(source.normal(*leading, *keys, dv), dtype),
     )

@@ -70,7 +70,7 @@ class Draw:
 
     def logits(self, *shape: int) -> Tensor:
         """Draw logits, sometimes large, sometimes with -inf in some places or in a whole row."""
-        found = self.normal(*shape, scale=self.choice((1.0, 1.0, 5.0)))
+        found = self.normal(*shape, scale=self.choice((1.0, 1.0, 5.0, 1000.0)))
         if self.chance(0.3):
             kept = torch.rand(shape, generator=self.generator) > self.choice((0.1, 0.5, 0.9))
             found = found.masked_fill(~kept, float("-inf"))

@@ -15,6 +15,8 @@ Content alone in half precision, with values as wide as the keys, is not folded:
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -87,7 +89,7 @@ def _logits(logits: Tensor) -> Tensor:
     return (logits if unit == 1 else logits / unit).clamp(min=_lowest(logits.dtype))
 
 
-def fold(terms: GlobalTerms, scale: float, grid: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor]:
+def fold(terms: GlobalTerms, factor: float, grid: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor]:
     """Return q' (B, M, Hq * Wq, D), k' (B, M, Hk * Wk, D) and the padded value."""
     query, key, value, row_logits, column_logits, key_logits = terms
     B, M, Hk, Wk, dv = value.shape
@@ -95,7 +97,7 @@ def fold(terms: GlobalTerms, scale: float, grid: tuple[int, int]) -> tuple[Tenso
     queries: list[Tensor] = []
     keys: list[Tensor] = []
     if query is not None and key is not None:
-        queries.append(query * scale)
+        queries.append(query * factor)
         keys.append(key)
     if row_logits is not None:
         queries.append(_logits(row_logits).expand(B, M, *grid, Hk))
@@ -122,6 +124,16 @@ def _join(parts: list[Tensor], D: int) -> Tensor:
     return torch.cat(parts, -1).flatten(2, 3).contiguous()
 
 
+def _scales(terms: GlobalTerms, scale: float) -> tuple[float, float]:
+    """Return the factor of the query in q', and that of all logits, which the kernel applies.
+
+    Content alone is scaled by the kernel: in half precision, a scaled query would be rounded once more, and a logit of
+    1000 with it by 0.5. Kernels expect a positive scale.
+    """
+    alone = all(term is None for term in terms[3:])
+    return (math.copysign(1.0, scale), abs(scale)) if alone and scale else (scale, 1.0)
+
+
 def is_flash(terms: GlobalTerms, options: GlobalOptions) -> bool:
     """Return whether CUDA's flash attention takes the terms: content alone, in half precision, of one width."""
     query, _, value, *logits = terms
@@ -137,14 +149,15 @@ def forward(terms: GlobalTerms, options: GlobalOptions, output: Tensor, lse: Ten
         output.copy_(found.unflatten(2, output.shape[2:4]))
         lse.copy_(total.view(lse.shape))
         return
-    query, key, value = fold(terms, options.scale, (output.shape[2], output.shape[3]))
+    factor, scale = _scales(terms, options.scale)
+    query, key, value = fold(terms, factor, (output.shape[2], output.shape[3]))
     if value.is_cuda:
         folded, total, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
-            query, key, value, None, True, 0.0, False, scale=1.0
+            query, key, value, None, True, 0.0, False, scale=scale
         )
     else:
         folded, total = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            query, key, value, 0.0, False, scale=1.0
+            query, key, value, 0.0, False, scale=scale
         )
     total = total[..., : query.shape[2]].view(lse.shape)
     masked = total < _lowest(value.dtype) * _unit(value.dtype) / 2
@@ -165,7 +178,8 @@ def backward(
     if is_flash(terms, options):
         return _flash_backward(grad_output, terms, options, output, lse, grads)
     grid = (output.shape[2], output.shape[3])
-    query, key, value = fold(terms, options.scale, grid)
+    factor, scale = _scales(terms, options.scale)
+    query, key, value = fold(terms, factor, grid)
     DV = value.shape[-1]
     grad_output, output = _join([grad_output], DV), _join([output], DV)
     lse = lse.flatten(2)
@@ -178,13 +192,13 @@ def backward(
         unused = torch.empty((), dtype=torch.long, device=value.device)  # state of the dropout, which is off
         grad_query, grad_key, grad_value, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
             grad_output, query, key, value, None, output, lse, unused, unused, 0.0,
-            [True, True, True, False], False, scale=1.0,
+            [True, True, True, False], False, scale=scale,
         )  # fmt: skip
     else:
         grad_query, grad_key, grad_value = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad_output, query, key, value, output, lse, 0.0, False, scale=1.0
+            grad_output, query, key, value, output, lse, 0.0, False, scale=scale
         )
-    _unfold(terms, options.scale, grid, grad_query, grad_key, grad_value, grads)
+    _unfold(terms, factor, grid, grad_query, grad_key, grad_value, grads)
 
 
 def _flash_backward(
@@ -205,7 +219,7 @@ def _flash_backward(
 
 def _unfold(
     terms: GlobalTerms,
-    scale: float,
+    factor: float,
     grid: tuple[int, int],
     grad_query: Tensor,
     grad_key: Tensor,
@@ -226,7 +240,7 @@ def _unfold(
             target.copy_(grad.sum_to_size(target.shape))
 
     if query is not None:
-        write(grads[0], take(grad_query, query.shape[-1]) * scale)
+        write(grads[0], take(grad_query, query.shape[-1]) * factor)
         write(grads[1], take(grad_key, query.shape[-1]))
         start += query.shape[-1]
     unit = _unit(value.dtype)

@@ -5,13 +5,14 @@ import itertools
 import pytest
 import torch
 
-from attn_plugins.ops import backend, global_attention, reference
+from attn_plugins.ops import backend, explain, global_attention, reference
 from attn_plugins.ops.everywhere import flash, folding
 from attn_plugins.ops.everywhere.operands import GlobalOptions, GlobalTerms
 from tests.ops.everywhere.global_operands import (
     COMBINATIONS,
     check_against_reference,
     close,
+    gradients,
     leaves,
     make,
     masked_arguments,
@@ -30,6 +31,21 @@ def folded(arguments):
     grads = [torch.empty_like(t) for t in arguments]
     folding.backward(torch.ones_like(output), terms, SCALE, output, lse, grads)
     return output, grads
+
+
+@pytest.mark.parametrize("scale", [0.7, -0.7, 40**-0.5, 0.0])
+def test_content_alone_is_scaled_by_the_kernel(scale):
+    """A scaled query would be rounded to half precision, and a logit of 7,000 with it by up to 2."""
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(2, 3, 5, n, 40, generator=generator).half() for n in (7, 6, 6))
+    query = query * 300
+    assert explain(global_attention, query, key, value, scale=scale).serves == "sdpa"
+    leaves = [t.requires_grad_() for t in (query, key, value)]
+    found = gradients(lambda a: global_attention(*a, scale=scale), leaves)
+    exact = [t.detach().double() for t in leaves]
+    close(global_attention(*leaves, scale=scale), global_attention(*exact, scale=scale), torch.float16)
+    for actual, wanted in zip(found, gradients(lambda a: global_attention(*a, scale=scale), exact)):
+        assert (actual - wanted).norm() <= 0.03 * wanted.norm()  # PyTorch's backward rebuilds weights from their sum
 
 
 @pytest.mark.parametrize("folded_terms", [t for t in COMBINATIONS if any(t)])
