@@ -176,6 +176,7 @@ def test_spawned_workers_know_our_folder(data, tmp_path):
     assert (tmp_path / "checkpoint_last.pt").exists()
 
 
+@pytest.mark.slow
 def test_one_process_after_another_in_one_interpreter(data, tmp_path):
     text = data.parent
     prefixes = [f"--{split}pref={text / split}.en" for split in ("train", "valid", "test")]

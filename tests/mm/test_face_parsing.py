@@ -117,6 +117,7 @@ def test_a_missing_mask_is_reported_when_the_data_set_is_created(lfw, tmp_path):
         dataset("LFWPLDataset", tmp_path / "out", "val")
 
 
+@pytest.mark.slow
 def test_names_need_mmseg_only_when_they_are_built(python):
     shown = python(
         "import sys; sys.modules['mmseg'] = None\n"

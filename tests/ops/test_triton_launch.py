@@ -49,6 +49,7 @@ def test_without_the_headers_of_python(monkeypatch, tmp_path):
     assert found == f"Triton needs Python's C headers at run time, and {tmp_path / 'Python.h'} is not there"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "switch, expected",
     [

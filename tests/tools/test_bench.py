@@ -318,6 +318,7 @@ main()
 """
 
 
+@pytest.mark.slow
 def test_a_crash_costs_one_contestant(bench, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(run, "WORK", CRASHES)
     assert bench("calls", "--out", tmp_path, "--row-seconds", 2) == 1
