@@ -88,8 +88,9 @@ class AAConv2d(nn.Module):
     ) -> None:
         super().__init__()
         positive(
-            in_channels=in_channels, out_channels=out_channels, num_heads=num_heads, stride=stride, dilation=dilation
-        )
+            in_channels=in_channels, out_channels=out_channels, num_heads=num_heads, stride=stride, dilation=dilation,
+            groups=groups,
+        )  # fmt: skip
         one_of(Position, position=position)
         if not isinstance(dv, int) or dv < 0 or dv > out_channels or dv % num_heads:
             raise ValueError(
@@ -99,6 +100,7 @@ class AAConv2d(nn.Module):
             raise ValueError(f"dk must be a positive multiple of num_heads = {num_heads}, got {dk!r}")
         if dv and position == "sine" and in_channels % 4:
             raise ValueError(f"position 'sine' needs in_channels in multiples of 4, got {in_channels}")
+        size = None if input_size is None else pair("input_size", input_size)
         kernel, same = _same_padding(kernel_size, dilation, padding)
         self.in_channels, self.out_channels, self.kernel_size, self.stride = in_channels, out_channels, kernel, stride
         self.padding, self.dilation, self.groups = same, dilation, groups
@@ -121,13 +123,13 @@ class AAConv2d(nn.Module):
         self.qkv = nn.Conv2d(in_channels + 3 * (position == "coordconv"), 2 * dk + dv, 1, bias=False, **factory)
         self.proj = nn.Conv2d(dv, dv, 1, bias=False, **factory)
         if position == "relative":
-            if input_size is None:
+            if size is None:
                 raise ValueError(
                     "position 'relative' needs input_size=(H, W), the size of the layer's input, for its tables; "
                     "'none', 'sine' and 'coordconv' need none"
                 )
-            self.input_size = pair("input_size", input_size)
-            H, W = self.attention_size(list(self.input_size))
+            self.input_size = size
+            H, W = self.attention_size(list(size))
             self.height_rel = nn.Parameter(torch.empty(2 * H - 1, dk // num_heads, **factory))
             self.width_rel = nn.Parameter(torch.empty(2 * W - 1, dk // num_heads, **factory))
         self.reset_parameters()
@@ -339,7 +341,7 @@ def _same_padding(
     if any(k % 2 == 0 for k in kernel):
         raise ValueError(f"kernel_size must be odd, so that convolution and attention align, got {kernel_size!r}")
     same = (dilation * (kernel[0] - 1) // 2, dilation * (kernel[1] - 1) // 2)
-    if padding is not None and ((padding, padding) if isinstance(padding, int) else tuple(padding)) != same:
+    if padding is not None and pair("padding", padding, minimum=0) != same:
         raise ValueError(f"padding must be None or {same}, which keeps the size as attention does, got {padding!r}")
     return kernel, same
 

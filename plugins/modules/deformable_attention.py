@@ -89,6 +89,7 @@ class MultiScaleDeformableAttention(SampledSaliency):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        positive(embed_dims=embed_dims)
         check_heads(embed_dims, num_heads, dropout)
         positive(num_levels=num_levels, num_points=num_points, im2col_step=im2col_step)
         width = int(embed_dims * value_proj_ratio)

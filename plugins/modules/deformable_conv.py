@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from ..ops import deform_conv1d, deform_conv2d
 from ..ops.arguments import expand
-from .checks import check_convolved, check_tensor
+from .checks import check_convolved, check_tensor, positive
 from .sequence_cache import SequenceCache, check_cache
 from .zero_conv import ZeroConv1d, ZeroConv2d
 
@@ -44,11 +44,12 @@ class _DeformableConv(nn.Module):
         super().__init__()
         if not 0 < offset_scale < math.inf:
             raise ValueError(f"offset_scale must be positive, got {offset_scale!r}")
+        positive(in_channels=in_channels, out_channels=out_channels, groups=groups, offset_groups=offset_groups)
         for name, value in (("groups", groups), ("offset_groups", offset_groups)):
-            if value < 1 or in_channels % value:
-                raise ValueError(f"{name} must be positive and divide in_channels {in_channels}, got {value}")
-        if out_channels < 1 or out_channels % groups:
-            raise ValueError(f"out_channels must be a positive multiple of groups {groups}, got {out_channels}")
+            if in_channels % value:
+                raise ValueError(f"{name} must divide in_channels {in_channels}, got {value}")
+        if out_channels % groups:
+            raise ValueError(f"out_channels must be a multiple of groups {groups}, got {out_channels}")
         self.kernel_size = expand("kernel_size", kernel_size, self._dims, 1)
         self.stride = expand("stride", stride, self._dims, 1)
         self.padding = expand("padding", padding, self._dims, 0)

@@ -181,6 +181,7 @@ class MultimodalDecoderBlock(nn.Module):
     ) -> None:
         super().__init__()
         one_of(Fusion, fusion=fusion)
+        one_of(Activation, activation=activation)
         factory: dict[str, Any] = dict(device=device, dtype=dtype)
         self.fusion = fusion
         self.self_attention = GuidedAttention(embed_dim, num_heads, dropout, causal=True, **factory)

@@ -79,6 +79,10 @@ class GeneralizedAttention2d(AxisPositions):
         positive(num_heads=num_heads, q_stride=q_stride, kv_stride=kv_stride)
         if not isinstance(in_channels, int) or in_channels < num_heads:
             raise ValueError(f"in_channels must be an int of at least num_heads = {num_heads}, got {in_channels!r}")
+        if not isinstance(position_embedding_dim, int) or position_embedding_dim < -1 or position_embedding_dim == 0:
+            raise ValueError(
+                f"position_embedding_dim must be a positive int, or -1 for in_channels, got {position_embedding_dim!r}"
+            )
         self.attention_type = attention_type
         self.terms = terms = parse_attention_type(attention_type)
         self.in_channels, self.num_heads = in_channels, num_heads

@@ -33,18 +33,19 @@ class RelativeTables(nn.Module):
     ) -> None:
         super().__init__()
         one_of(Position, position=position)
+        size = None if input_size is None else pair("input_size", input_size)
         self.position, self.resize_tables = position, resize_tables
         self.input_size: tuple[int, int] | None = None
         self.height_rel: nn.Parameter | None = None
         self.width_rel: nn.Parameter | None = None
         if position == "none":
             return
-        if input_size is None:
+        if size is None:
             raise ValueError(
                 "position 'relative' needs input_size=(H, W), the size of the module's input, for its tables; "
                 "'none' needs none"
             )
-        H, W = self.input_size = pair("input_size", input_size)
+        H, W = self.input_size = size
         self.height_rel = nn.Parameter(torch.empty(2 * H - 1, width, device=device, dtype=dtype))
         self.width_rel = nn.Parameter(torch.empty(2 * W - 1, width, device=device, dtype=dtype))
         RelativeTables.reset_parameters(self)

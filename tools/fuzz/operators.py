@@ -1,4 +1,4 @@
-"""What is fuzzed, and its calls by number; ``mmcv_ext`` is the stand-in for mmcv's operators."""
+"""What is fuzzed, and its calls by number: operators, ``mmcv_ext``, the stand-in for mmcv's, and ``modules``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from . import attention, broken, check, mmcv_ext, sampled
+from . import attention, broken, check, mmcv_ext, module_calls, sampled
 from .call import Call
 from .draw import Draw
 
@@ -18,8 +18,8 @@ OPERATORS = {
     "deform_conv2d": sampled.convolution,
     "deformable_attention": sampled.deformable,
 }
-STAND_IN = "mmcv_ext"
-NAMES = (*OPERATORS, STAND_IN)
+OTHERS = {"mmcv_ext": mmcv_ext, "modules": module_calls}
+NAMES = (*OPERATORS, *OTHERS)
 
 
 class Verdict(NamedTuple):
@@ -46,8 +46,8 @@ def legal_call(operator: str, seed: int, index: int, device: str = "cpu") -> tup
 
 def judge(operator: str, seed: int, index: int, device: str = "cpu") -> Verdict:
     """Run one call, then the same call with one argument broken."""
-    if operator == STAND_IN:
-        return Verdict(*mmcv_ext.judge(seed, index, device))
+    if operator in OTHERS:
+        return Verdict(*OTHERS[operator].judge(seed, index, device))
     source, call, grad = legal_call(operator, seed, index, device)
     try:
         faults, roundings = check.problems(call, grad)
@@ -60,6 +60,6 @@ def judge(operator: str, seed: int, index: int, device: str = "cpu") -> Verdict:
 
 def describe(operator: str, seed: int, index: int, device: str = "cpu") -> str:
     """Describe a call, one argument per line."""
-    if operator == STAND_IN:
-        return mmcv_ext.describe(seed, index, device)
+    if operator in OTHERS:
+        return OTHERS[operator].describe(seed, index, device)
     return legal_call(operator, seed, index, device)[1].describe()
