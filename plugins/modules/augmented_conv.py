@@ -96,7 +96,7 @@ class AAConv2d(nn.Module):
             raise ValueError(
                 f"dv must be a multiple of num_heads = {num_heads} from 0 to out_channels = {out_channels}, got {dv!r}"
             )
-        if dv and (not isinstance(dk, int) or dk < num_heads or dk % num_heads):
+        if not isinstance(dk, int) or dk < 0 or (dv and (dk == 0 or dk % num_heads)):
             raise ValueError(f"dk must be a positive multiple of num_heads = {num_heads}, got {dk!r}")
         if dv and position == "sine" and in_channels % 4:
             raise ValueError(f"position 'sine' needs in_channels in multiples of 4, got {in_channels}")
@@ -204,7 +204,8 @@ class AAConv2d(nn.Module):
         elif self.qkv is None:
             return self.conv(x)
         else:
-            return torch.cat((self.conv(x), self._attend(x)), 1)
+            # Of two single channels, cat forgets that they are channels-last.
+            return in_format_of(x, torch.cat((self.conv(x), self._attend(x)), 1))
 
     def attention_maps(self, x: Tensor, queries: Tensor | None = None) -> Tensor:
         """Compute the attention weights for inspection, in O(N²) memory without ``queries``.

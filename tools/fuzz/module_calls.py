@@ -69,6 +69,10 @@ class Scene:
         ``nudge`` is a relative change of all inputs.
         """
         module = copy.deepcopy(self.module).to(dtype)
+        # PyTorch's BatchNorm takes a gradient in channels-last memory for one in another order where the batch is 1.
+        for layer in module.modules():
+            if isinstance(layer, nn.modules.batchnorm._BatchNorm):
+                layer.register_forward_hook(_contiguous_gradient)
         args, kwargs = pytree.tree_map(lambda t: leaf(t, dtype, nudge), self.arguments)
         leaves = {f"input {n}": t for n, t in enumerate(floating((args, kwargs)))} | dict(module.named_parameters())
         outputs = [t for t in floating(module(*args, **kwargs)) if t.requires_grad]
@@ -77,6 +81,11 @@ class Scene:
         given = torch.autograd.grad(outputs, list(leaves.values()), grads, allow_unused=True)
         gradients = {f"gradient of {name}": t for name, t in zip(leaves, given) if t is not None}
         return {f"output {n}": t.detach() for n, t in enumerate(outputs)} | gradients
+
+
+def _contiguous_gradient(layer: nn.Module, args: Any, output: Tensor) -> None:
+    if output.requires_grad:
+        output.register_hook(Tensor.contiguous)
 
 
 def leaf(value: Any, dtype: torch.dtype, nudge: float) -> Any:
@@ -115,7 +124,9 @@ def _values(scene: Scene) -> tuple[list[str], float]:
     if scene.name in JUMPING or scene.made.options.get("mode") == "concatenation" or scene.training:
         return faults, 0.0
     with ops.backend("reference"):
-        plain = [scene.results(torch.float32), scene.results(torch.float64, nudge=EPSILON)]
+        # One error is a random number; those of inputs that differ by a rounding say how large they get.
+        plain = [scene.results(torch.float32, nudge) for nudge in (0.0, EPSILON, -EPSILON)]
+        plain.append(scene.results(torch.float64, EPSILON))
     found, roundings = _differences(scene.results(torch.float32), exact, plain, 128 * EPSILON)
     return faults + [f"in float32, {words}" for words in found], roundings
 
@@ -123,7 +134,7 @@ def _values(scene: Scene) -> tuple[list[str], float]:
 def _differences(
     results: dict[str, Tensor], exact: dict[str, Tensor], plain: list[dict[str, Tensor]], least: float
 ) -> tuple[list[str], float]:
-    """Describe results further from the exact ones than ``least``, or than three times the ``plain`` ones."""
+    """Describe results further from the exact ones than ``least``, or than four times the ``plain`` ones."""
     if results.keys() != exact.keys():
         return [f"has {sorted(results.keys() ^ exact.keys())} on one side alone"], 0.0
     # Gradients that cancel, as those of keys' biases, are measured on the scale of the largest one, and of the error
@@ -141,7 +152,7 @@ def _differences(
             faults.append(f"{name} has another shape, or other numbers are finite")
         elif wanted.numel() and sizes[kind]:
             error = float((results[name].double() - wanted).abs().max())
-            allowed = max(3 * errors[kind], least * sizes[kind])
+            allowed = max(4 * errors[kind], least * sizes[kind])
             largest = max(largest, 128 * error / allowed)
             if not error <= allowed:
                 faults.append(f"{name} is {error:.3g} away, {allowed:.3g} is allowed")
@@ -175,11 +186,10 @@ def _fake(scene: Scene) -> list[str]:
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
             args, kwargs = pytree.tree_map(partial(_faked, mode), (args, kwargs))
             fake = floating(module(*args, **kwargs))
-    return [
-        f"output {n} is {layout(b)} under fake tensors, {layout(a)} really"
-        for n, (a, b) in enumerate(zip(real, fake, strict=True))
-        if layout(a) != layout(b)
-    ]
+    # Strides that follow those of an expanded input differ in PyTorch's own convolutions.
+    plain = all(0 not in layout(t)[2] for t in floating(scene.arguments))
+    layouts = [(layout(a, plain), layout(b, plain)) for a, b in zip(real, fake, strict=True)]
+    return [f"output {n} is {b} under fake tensors, {a} really" for n, (a, b) in enumerate(layouts) if a != b]
 
 
 def _faked(mode: FakeTensorMode, value: Any) -> Any:
@@ -187,10 +197,10 @@ def _faked(mode: FakeTensorMode, value: Any) -> Any:
     return mode.from_tensor(value) if isinstance(value, Tensor) and value.dtype != torch.int64 else value
 
 
-def layout(tensor: Tensor) -> tuple[Any, ...]:
-    """Return dtype, shape, and the strides that say where numbers lie."""
-    strides = tuple(s for s, n in zip(tensor.stride(), tensor.shape) if n > 1) if tensor.numel() else ()
-    return tensor.dtype, tuple(tensor.shape), strides
+def layout(tensor: Tensor, strides: bool = True) -> tuple[Any, ...]:
+    """Return dtype, shape, and perhaps the strides that say where numbers lie."""
+    known = [s for s, n in zip(tensor.stride(), tensor.shape) if n > 1] if strides and tensor.numel() else []
+    return tensor.dtype, tuple(tensor.shape), known
 
 
 def _illegal(scene: Scene) -> list[str]:

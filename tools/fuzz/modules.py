@@ -251,6 +251,8 @@ def windows(draw: Draw) -> Made:
     version = draw.choice(("v1", "v2"))
     position = "table" if version == "v2" else draw.choice(("table", "relative", "bilateral", "none"))
     width = heads(draw)
+    if position == "relative":  # sines and cosines in pairs
+        width["embed_dim"] *= 2
     options: dict[str, Any] = dict(
         **width, window_size=window, version=version, position=position, dropout=dropout(draw)
     )
