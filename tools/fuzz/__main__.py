@@ -1,4 +1,4 @@
-"""Fuzz the operators: random calls against the reference, forward and backward, then with one argument broken.
+"""Fuzz operators and modules: random calls against the reference, forward and backward, then with one argument broken.
 
 python -m tools.fuzz                                        # 10,000 calls of every operator
 python -m tools.fuzz window_attention --calls 500 --seed 7  # one operator, other calls
