@@ -90,10 +90,10 @@ def test_state_dict_round_trip(layer: str, modulated: bool) -> None:
         (dict(padding=-1), "padding must be"),
         (dict(dilation=0), "dilation must be"),
         (dict(groups=4), "groups must divide in_channels 6"),
-        (dict(groups=0), "groups must be positive"),
+        (dict(groups=0), "groups must be a positive int"),
         (dict(offset_groups=5), "offset_groups must divide in_channels 6"),
         (dict(out_channels=5, groups=2), "out_channels must be a multiple of groups 2"),
-        (dict(out_channels=0), "out_channels must be a positive multiple"),
+        (dict(out_channels=0), "out_channels must be a positive int"),
     ],
 )
 def test_bad_arguments(change: dict, message: str) -> None:
