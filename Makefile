@@ -14,9 +14,11 @@ RUN_TESTS := OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist loadfile --m
 CALLS ?= 10000
 SEED ?= 0
 export VENV
+# Tests start hundreds of processes; without bytecode on disk each compiles what it imports (timm: 3 seconds more).
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help env env-peers demo demo-quick test test-all fuzz sanitize test-install test-abi lint format types build cuda aarch64 test-aarch64 wheel test-wheel docs benchmark benchmark-end-to-end benchmark-table gpu-check doctor clean
+.PHONY: help env env-peers demo demo-quick test test-all fuzz sanitize test-install test-abi lint format types build cuda aarch64 test-aarch64 wheel test-wheel docs benchmark benchmark-end-to-end benchmark-table gpu-check strangers doctor clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z0-9-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "  make %-21s %s\n", $$1, $$2}'
@@ -103,6 +105,9 @@ benchmark-table: env  ## the tables of README and the site from benchmarks/*.jso
 
 gpu-check:  ## check and measure the operators on this GPU (PYTHON=python3, one with torch for CUDA; about 25 minutes)
 	tools/check_gpu.sh
+
+strangers: env  ## other projects' tests on our classes (MMDET=, TIMM=, NATTEN=: folders with their sources; half an hour)
+	$(PY) -m tools.strangers $(if $(MMDET),--mmdet $(MMDET)) $(if $(TIMM),--timm $(TIMM)) $(if $(NATTEN),--natten $(NATTEN))
 
 doctor: env  ## what is installed, loaded and registered
 	$(PY) -m attn_plugins

@@ -59,6 +59,7 @@ def bad_input(folder: Path, names: list[str]) -> tuple[list[list[Any]], list[str
     return commands, expected
 
 
+@pytest.mark.slow
 def test_both_stages_an_interruption_captions_and_bad_input(tmp_path):
     """A run that was interrupted and resumed ends with the parameters of an uninterrupted run."""
     data, names = write_images(tmp_path / "data"), list(CAPTIONERS)

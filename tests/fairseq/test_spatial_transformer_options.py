@@ -292,6 +292,7 @@ def test_language_model_has_the_options_of_fairseqs():
 # --- console scripts ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_console_scripts_translate_and_align(data, tmp_path):
     """All choices at once; the alignment equals that of the model loaded in Python."""
     options = ["--arch=spatial_transformer_tiny", "--encoder-attention=0010", "--decoder-attention=bilateral"]

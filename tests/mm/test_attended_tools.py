@@ -154,11 +154,12 @@ default_hooks = dict(checkpoint=dict(interval=3))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [
         "mask2former_r50_pixels-saliency_8xb2-160k_ade20k-512x512",
-        pytest.param("maskformer_r50-d32_queries-1010_8xb2-160k_ade20k-512x512", marks=pytest.mark.slow),
+        "maskformer_r50-d32_queries-1010_8xb2-160k_ade20k-512x512",
     ],
 )
 def test_mmseg_trains_tests_and_infers(name, digits, tmp_path):

@@ -74,6 +74,7 @@ def test_two_processes_give_the_curve_of_one_with_the_doubled_batch(uninterrupte
         assert max(v.abs().max() for key, v in moved.items() if key.endswith(name)) > 5e-6
 
 
+@pytest.mark.slow
 def test_a_killed_run_resumes_on_its_curve(uninterrupted, digits, tmp_path):
     run = training(tmp_path / "killed", digits)
     last = ITERATIONS_PER_EPOCH + 2  # two iterations past the first checkpoint

@@ -156,7 +156,7 @@ def test_state_dict_copy_and_pickle(name, device):
             torch.testing.assert_close(a, b.cpu(), rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.sampled(32, every_value=False)
+@pytest.mark.sampled(16, every_value=False)
 @every_device
 @every_variant
 def test_compiled(name, device):

@@ -172,6 +172,7 @@ def test_autocast(name, device):
     assert_close(found, expected, 3e-2)
 
 
+@pytest.mark.sampled(9, every_value=False)
 @every_device
 @every_example
 def test_compiled_to_one_graph(name, device):

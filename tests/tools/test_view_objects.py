@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -58,15 +60,18 @@ def configs(tmp_path_factory) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def shown(configs, photograph, tmp_path_factory) -> dict[str, Path]:
-    """Return what the command wrote for every model with random weights."""
-    folders = {}
-    for name, config in configs.items():
-        folders[name] = tmp_path_factory.mktemp(name)
+def shown(configs, photograph, tmp_path_factory) -> Callable[[str], Path]:
+    """Return the folder of what the command writes for a model with random weights."""
+
+    @functools.cache
+    def folder(name: str) -> Path:
+        result = tmp_path_factory.mktemp(name)
         torch.manual_seed(0)
-        arguments = [config, str(photograph), "--output", str(folders[name]), "--objects", "4", "--least-score", "0"]
+        arguments = [configs[name], str(photograph), "--output", str(result), "--objects", "4", "--least-score", "0"]
         assert main([*arguments, "--pixels", "60,80", "--pixels", "290,440", "--parts"]) == 0
-    return folders
+        return result
+
+    return folder
 
 
 MASKS = ["pixel_decoder.encoder.layers.0.self_attn", *(f"transformer_decoder.layers.{n}.cross_attn" for n in range(3))]
@@ -76,20 +81,22 @@ BOTH = ["encoder.layers.1.self_attn", "decoder.layers.1.cross_attn"]
 @pytest.mark.parametrize(
     ("name", "files", "counts"),  # of layers, points, object_maps and object_points on the page
     [
-        ("detr", BOTH, (1, 0, 1, 0)),
+        pytest.param("detr", BOTH, (1, 0, 1, 0), marks=pytest.mark.slow),
         ("attended", [*BOTH, f"{BOTH[0]}.parts"], (1, 0, 1, 0)),
         ("deformable", BOTH, (0, 1, 0, 1)),
         ("mask2former", [*(f"panoptic_head.{n}" for n in MASKS), "masks"], (0, 1, 3, 0)),
-        ("segmentor", [*(f"decode_head.{n}" for n in MASKS), "masks"], (0, 1, 3, 0)),
+        pytest.param(
+            "segmentor", [*(f"decode_head.{n}" for n in MASKS), "masks"], (0, 1, 3, 0), marks=pytest.mark.slow
+        ),
     ],
 )
 def test_a_picture_for_every_kind_of_attention(shown, name, files, counts):
-    assert {file.name for file in shown[name].iterdir()} == {"attention.html", *(f"{n}.png" for n in files)}
-    for file in shown[name].glob("*.png"):
+    assert {file.name for file in shown(name).iterdir()} == {"attention.html", *(f"{n}.png" for n in files)}
+    for file in shown(name).glob("*.png"):
         picture = np.asarray(Image.open(file).convert("RGB"))
         assert picture.shape[1] > 300
         assert picture.std() > 20
-    held = page_data(shown[name] / "attention.html")
+    held = page_data(shown(name) / "attention.html")
     on_page = held["objects"]
     assert tuple(map(len, (held["layers"], held["points"], on_page["maps"], on_page["points"]))) == counts
     assert len(on_page["list"]) == 4
@@ -212,7 +219,7 @@ def test_a_panel_for_each_of_the_surest_slots(tmp_path):
 
 
 def test_a_click_and_the_arrow_keys_choose_the_object(shown, browser):
-    file = shown["mask2former"] / "attention.html"
+    file = shown("mask2former") / "attention.html"
     open_page(browser, file)
     held = page_data(file)["objects"]
     assert browser.run("objectPanels.length") == 1 + 3 * 9
@@ -238,7 +245,7 @@ def test_a_click_and_the_arrow_keys_choose_the_object(shown, browser):
 
 
 def test_points_follow_the_pixel_the_object_and_the_head(shown, browser):
-    file = shown["deformable"] / "attention.html"
+    file = shown("deformable") / "attention.html"
     open_page(browser, file)
     assert browser.run("pointPanels.length") == 4
     click(browser, "picture", 0.3, 0.6)

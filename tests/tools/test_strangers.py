@@ -1,0 +1,64 @@
+"""``python -m tools.strangers`` on small sources: whose failure a failure is, and the page."""
+
+import re
+
+import pytest
+
+pytest.importorskip("mmdet", reason="mmdet is not installed")
+
+from tools.strangers.__main__ import main
+
+TESTS = """
+import pytest
+from mmengine.registry import MODELS
+import mmcv.cnn, mmcv.ops
+
+
+def test_of_ours():
+    assert MODELS.get("DCNv2").__module__.startswith("attn_plugins")
+
+def test_of_stock():
+    assert MODELS.get("DCNv2").__module__.startswith("mmcv")
+
+@pytest.mark.parametrize("a", ["b-c", "d[e]"])
+def test_broken(a):
+    assert a == "f | g"
+
+def test_left_out():
+    pytest.skip("no device")
+"""
+
+
+@pytest.fixture
+def sources(tmp_path):
+    folder = tmp_path / "sources"
+    (folder / "tests/test_models/test_necks").mkdir(parents=True)
+    (folder / "tests/test_models/test_necks/test_small.py").write_text(TESTS)
+    (folder / "mmdet").mkdir()
+    (folder / "mmdet/version.py").write_text("__version__ = '3.3.9'\n")
+    return folder
+
+
+def test_a_failure_is_ours_if_it_passes_without_us(sources, tmp_path, capsys):
+    page = tmp_path / "page.md"
+    before = sorted(sources.rglob("*"))
+    assert main(["--mmdet", str(sources), "--page", str(page)]) == 1
+    assert sorted(sources.rglob("*")) == before
+    text = page.read_text()
+    assert "`make strangers MMDET=path`, with the sources of mmdet 3.3.9." in text
+    assert "| mmdet's models with the drop-in | 1 | 3 | 2 | 0 | 1 | 1 |" in text
+    file = "tests/test_models/test_necks/test_small.py"
+    assert re.search(rf"^\* `{file}::test_of_stock`: ours; `.*assert", text, re.M)
+    for case in ("b-c", "d[e]"):
+        assert f"* `{file}::test_broken[{case}]`: fails without us as well; `" in text
+    assert "test_of_stock`: ours" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [([], "give the sources of at least one project"), (["--timm", "."], "must be a folder with tests/test_models.py")],
+)
+def test_bad_input_is_one_error(arguments, message, capsys):
+    with pytest.raises(SystemExit):
+        main(arguments)
+    assert message in capsys.readouterr().err

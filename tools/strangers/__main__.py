@@ -1,0 +1,181 @@
+"""Run other projects' test suites on this package's classes, from their sources.
+
+python -m tools.strangers --mmdet PATH --timm PATH --natten PATH   # any of them; make strangers MMDET=PATH TIMM=PATH
+
+* mmdet: its tests of models, with our drop-in imported first.
+* timm: ``tests/test_models.py`` on the names that we register, and on stock models with our layers.
+* NATTEN: the cases of ``tests/test_fna.py`` in one and two dimensions, with ``window_attention`` as the backend.
+
+Nothing is fetched, and nothing is written there. The sources' own packages are imported before installed ones. A test
+that fails is run once more without our classes. The table goes to ``--page``. The exit status is 1 if a test fails that
+passes without us and that ``KNOWN`` does not explain.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+from xml.etree import ElementTree
+
+from tools.bench.report import machine
+from tools.files import write_text
+
+HERE = Path(__file__).parent
+PAGE = HERE.parents[1] / "benchmarks/other-suites.md"
+STOCK, OURS = "fails without us as well", "ours"
+
+
+class Suite(NamedTuple):
+    """A run of pytest: its title and sources, the tests, our plug-in with its variables, and the same without us."""
+
+    title: str
+    project: str
+    tests: str
+    plugin: str
+    environment: dict[str, str] = {}
+    without: tuple[str, dict[str, str]] | None = None
+
+
+TIMM = ("timm", "tests/test_models.py", "with_timm")
+SUITES = (
+    Suite("mmdet's models with the drop-in", "mmdet", "tests/test_models", "attn_plugins.mmcv.drop_in", {}, ("", {})),
+    Suite("timm's models, our names", *TIMM, {"STRANGERS": "names"}),
+    Suite(
+        "timm's models, stock names with our layers",
+        *TIMM,
+        {"STRANGERS": "layers"},
+        ("with_timm", {"STRANGERS": "stock"}),
+    ),
+    Suite(
+        "NATTEN's cases on `window_attention`",
+        *("natten", "tests/test_fna.py", "with_natten"),
+        {"NATTEN_RUN_EXTENDED_TESTS": "1"},
+    ),
+)
+# What a failure means that does not occur without us, by a part of the test's name.
+KNOWN = {
+    r"default_cfgs\[1-(attn_vit|timesformer)": "timm leaves vision transformers out of this test by their own names",
+    r"torchscript\[1-timesformer": "TorchScript takes no TimeSformer; torch.export and torch.compile do",
+}
+
+
+class Outcome(NamedTuple):
+    """What a run of pytest gave: how many tests passed, failed and were skipped, and what each failure said."""
+
+    counts: Counter[str]
+    failures: dict[str, str]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the suites whose sources are given, print the table and write the page."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.strangers", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    projects = tuple(dict.fromkeys(suite.project for suite in SUITES))
+    for project in projects:
+        parser.add_argument(f"--{project}", type=Path, metavar="PATH", help=f"a checkout or sources of {project}")
+    parser.add_argument("--page", type=Path, default=PAGE, help="the table's file; default: benchmarks/other-suites.md")
+    parser.add_argument("-k", default="", help="pytest's -k, for some of the tests; the page is not written then")
+    options = parser.parse_args(arguments)
+    sources = {name: getattr(options, name) for name in projects if getattr(options, name)}
+    if not sources:
+        parser.error(f"give the sources of at least one project: {', '.join(f'--{name}' for name in projects)}")
+    suites = [suite for suite in SUITES if suite.project in sources]
+    for suite in suites:
+        if not (sources[suite.project] / suite.tests).exists():
+            parser.error(f"--{suite.project} must be a folder with {suite.tests}, got {sources[suite.project]}")
+    lines: list[str] = []
+    notes: list[str] = []
+    ours = 0
+    for suite in suites:
+        root = sources[suite.project].resolve()
+        outcome = run(root, [suite.tests], suite.plugin, suite.environment, options.k)
+        reasons = judge(root, suite, outcome)
+        found = [f"* `{test}`: {reasons[test]}; `{said}`" for test, said in sorted(outcome.failures.items())]
+        print(line := _line(suite, outcome.counts, reasons), *found, sep="\n", flush=True)
+        lines.append(line)
+        notes += found
+        ours += list(reasons.values()).count(OURS)
+    if not options.k:
+        write_text(options.page, _page(lines, notes, sources))
+    return 1 if ours else 0
+
+
+def run(root: Path, tests: Sequence[str], plugin: str, environment: dict[str, str], k: str = "") -> Outcome:
+    """Run tests of the sources ``root``, in as many processes as there are cores."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        command = [sys.executable, "-m", "pytest", "-q", "-o", "addopts=", "-p", "no:cacheprovider", "-W", "ignore"]
+        command += ["-n", str(os.cpu_count()), f"--junitxml={report}", "-k", k, *(("-p", plugin) if plugin else ())]
+        paths = [str(root / "src"), str(root), str(HERE), os.environ.get("PYTHONPATH", "")]
+        variables = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONDONTWRITEBYTECODE": "1"}
+        variables = {**os.environ, **variables, "OMP_NUM_THREADS": "1", **environment}
+        done = subprocess.run([*command, *tests], cwd=root, env=variables, capture_output=True, text=True)
+        if not report.exists():
+            said = f"{done.stdout[-2000:]}{done.stderr[-2000:]}"
+            raise SystemExit(f"tools.strangers: pytest ended with {done.returncode} in {root}:\n{said}")
+        return read(report)
+
+
+def read(report: Path) -> Outcome:
+    """Read pytest's XML report."""
+    counts: Counter[str] = Counter()
+    failures = {}
+    for case in ElementTree.parse(report).iter("testcase"):
+        problem = next((child for child in case if child.tag in ("failure", "error")), None)
+        skipped = case.find("skipped") is not None
+        counts["failed" if problem is not None else "skipped" if skipped else "passed"] += 1
+        counts["cases"] += sum(int(p.get("value", 0)) for p in case.iter("property") if p.get("name") == "cases")
+        if problem is not None:
+            path, _, kind = case.get("classname", "").rpartition(".")
+            file, inside = (path, f"::{kind}") if kind[:1].isupper() else (f"{path}.{kind}", "")
+            name = f"{file.replace('.', '/')}.py{inside}::{case.get('name')}"
+            failures[name] = re.sub(r"\s+", " ", problem.get("message", ""))[:160]
+    return Outcome(counts, failures)
+
+
+def judge(root: Path, suite: Suite, outcome: Outcome) -> dict[str, str]:
+    """Say of every failure that it occurs without our classes, or what it means, or that it is ours."""
+    without: dict[str, str] = {}
+    if suite.without and outcome.failures:
+        without = run(root, list(outcome.failures), *suite.without).failures
+    known = {test: next((KNOWN[p] for p in KNOWN if re.search(p, test)), OURS) for test in outcome.failures}
+    return {test: STOCK if test in without else known[test] for test in outcome.failures}
+
+
+def _line(suite: Suite, counts: Counter[str], reasons: dict[str, str]) -> str:
+    said = Counter(reasons.values())
+    passed = f"{counts['passed']} ({counts['cases']} cases)" if counts["cases"] else counts["passed"]
+    known = len(reasons) - said[STOCK] - said[OURS]
+    cells = (suite.title, passed, counts["failed"], said[STOCK], known, said[OURS], counts["skipped"])
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def _version(root: Path, name: str) -> str:
+    folder = root / "src" / name if (root / "src").is_dir() else root / name
+    stated = re.search(r"__version__\s*=\s*['\"]([^'\"]+)", (folder / "version.py").read_text())
+    return stated[1] if stated else "unknown"
+
+
+def _page(lines: Sequence[str], notes: Sequence[str], sources: dict[str, Path]) -> str:
+    stated = ", ".join(f"{name} {_version(path, name)}" for name, path in sources.items())
+    return "\n".join([
+        "# Other projects' tests on our classes", "",
+        f"`make strangers {' '.join(f'{name.upper()}=path' for name in sources)}`, with the sources of {stated}.", "",
+        ", ".join(f"{name} {value}" for name, value in machine("cpu").items()), "",
+        "| suite | passed | failed | without us as well | explained below | ours | skipped |",
+        "| --- | --- | --- | --- | --- | --- | --- |", *lines, "",
+        *(["Failures:", "", *notes, ""] if notes else ()),
+    ])  # fmt: skip
+
+
+if __name__ == "__main__":
+    sys.exit(main())
