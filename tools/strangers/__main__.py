@@ -2,7 +2,7 @@
 
 python -m tools.strangers --mmdet PATH --timm PATH --natten PATH   # any of them; make strangers MMDET=PATH TIMM=PATH
 
-* mmdet: its tests of models, with our drop-in imported first.
+* mmdet: its tests of models, with our drop-in imported first (they need the package parameterized).
 * timm: ``tests/test_models.py`` on the names that we register, and on stock models with our layers.
 * NATTEN: the cases of ``tests/test_fna.py`` in one and two dimensions, with ``window_attention`` as the backend.
 
@@ -34,31 +34,21 @@ STOCK, OURS = "fails without us as well", "ours"
 
 
 class Suite(NamedTuple):
-    """A run of pytest: its title and sources, the tests, our plug-in with its variables, and the same without us."""
+    """A run of pytest: its title and sources, the tests, the variables of our plug-in, and those without us."""
 
     title: str
     project: str
     tests: str
-    plugin: str
-    environment: dict[str, str] = {}
-    without: tuple[str, dict[str, str]] | None = None
+    environment: dict[str, str]
+    without: dict[str, str] | None = None
 
 
-TIMM = ("timm", "tests/test_models.py", "with_timm")
+LAYERS, STOCK_LAYERS = {"STRANGERS": "layers"}, {"STRANGERS": "stock"}
 SUITES = (
-    Suite("mmdet's models with the drop-in", "mmdet", "tests/test_models", "attn_plugins.mmcv.drop_in", {}, ("", {})),
-    Suite("timm's models, our names", *TIMM, {"STRANGERS": "names"}),
-    Suite(
-        "timm's models, stock names with our layers",
-        *TIMM,
-        {"STRANGERS": "layers"},
-        ("with_timm", {"STRANGERS": "stock"}),
-    ),
-    Suite(
-        "NATTEN's cases on `window_attention`",
-        *("natten", "tests/test_fna.py", "with_natten"),
-        {"NATTEN_RUN_EXTENDED_TESTS": "1"},
-    ),
+    Suite("mmdet's models with the drop-in", "mmdet", "tests/test_models", LAYERS, STOCK_LAYERS),
+    Suite("timm's models, our names", "timm", "tests/test_models.py", {"STRANGERS": "names"}),
+    Suite("timm's models, stock names with our layers", "timm", "tests/test_models.py", LAYERS, STOCK_LAYERS),
+    Suite("NATTEN's cases on `window_attention`", "natten", "tests/test_fna.py", {"NATTEN_RUN_EXTENDED_TESTS": "1"}),
 )
 # What a failure means that does not occur without us, by a part of the test's name.
 KNOWN = {
@@ -97,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ours = 0
     for suite in suites:
         root = sources[suite.project].resolve()
-        outcome = run(root, [suite.tests], suite.plugin, suite.environment, options.k)
+        outcome = run(root, [suite.tests], suite.project, suite.environment, options.k)
         reasons = judge(root, suite, outcome)
         found = _explain(outcome.failures, reasons)
         print(line := _line(suite, outcome.counts, reasons), *found, sep="\n", flush=True)
@@ -109,12 +99,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if ours else 0
 
 
-def run(root: Path, tests: Sequence[str], plugin: str, environment: dict[str, str], k: str = "") -> Outcome:
-    """Run tests of the sources ``root``, in as many processes as there are cores."""
+def run(root: Path, tests: Sequence[str], project: str, environment: dict[str, str], k: str = "") -> Outcome:
+    """Run tests of the sources ``root`` with the project's plug-in, in as many processes as there are cores."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         command = [sys.executable, "-m", "pytest", "-q", "-o", "addopts=", "-p", "no:cacheprovider", "-W", "ignore"]
-        command += ["-n", str(os.cpu_count()), f"--junitxml={report}", "-k", k, *(("-p", plugin) if plugin else ())]
+        command += ["-n", str(os.cpu_count()), f"--junitxml={report}", "-k", k, "-p", f"with_{project}"]
         paths = [str(root / "src"), str(root), str(HERE), os.environ.get("PYTHONPATH", "")]
         variables = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "HF_HUB_OFFLINE": "1"}
         variables |= {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", **environment}
@@ -140,6 +130,8 @@ def read(report: Path) -> Outcome:
             path, _, kind = case.get("classname", "").rpartition(".")
             file, inside = (path, f"::{kind}") if kind[:1].isupper() else (f"{path}.{kind}", "")
             name = f"{file.replace('.', '/')}.py{inside}::{case.get('name')}"
+            if not path:  # a file that could not be imported
+                name = f"{case.get('name', '').replace('.', '/')}.py"
             failures[name] = re.sub(r"\s+", " ", problem.get("message", ""))[:160]
     return Outcome(counts, failures)
 
@@ -148,7 +140,7 @@ def judge(root: Path, suite: Suite, outcome: Outcome) -> dict[str, str]:
     """Say of every failure that it occurs without our classes, or what it means, or that it is ours."""
     without: dict[str, str] = {}
     if suite.without and outcome.failures:
-        without = run(root, list(outcome.failures), *suite.without).failures
+        without = run(root, list(outcome.failures), suite.project, suite.without).failures
     known = {test: next((KNOWN[p] for p in KNOWN if re.search(p, test)), OURS) for test in outcome.failures}
     return {test: STOCK if test in without else known[test] for test in outcome.failures}
 
@@ -162,10 +154,10 @@ def _line(suite: Suite, counts: Counter[str], reasons: dict[str, str]) -> str:
 
 
 def _explain(failures: dict[str, str], reasons: dict[str, str]) -> list[str]:
-    """List our failures one by one, and the others by test function and reason."""
+    """List our failures one by one, and the others by file and reason."""
     ours = [f"* `{test}`: {OURS}; `{failures[test]}`" for test in sorted(failures) if reasons[test] == OURS]
-    others = Counter((test.split("[")[0], why) for test, why in sorted(reasons.items()) if why != OURS)
-    return ours + [f"* `{function}`, {count} of its cases: {why}" for (function, why), count in others.items()]
+    others = Counter((test.split("::")[0], why) for test, why in sorted(reasons.items()) if why != OURS)
+    return ours + [f"* `{file}`, {count} of its cases: {why}" for (file, why), count in others.items()]
 
 
 def _version(root: Path, name: str) -> str:
