@@ -39,6 +39,7 @@ def sources(tmp_path):
     return folder
 
 
+@pytest.mark.slow
 def test_a_failure_is_ours_if_it_passes_without_us(sources, tmp_path, capsys):
     page = tmp_path / "page.md"
     before = sorted(sources.rglob("*"))
