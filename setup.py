@@ -26,10 +26,16 @@ sys.path.insert(0, str(ROOT))
 from plugins.install import toolchain  # noqa: E402
 
 TORCH_TARGET_VERSION = "0x020a000000000000"  # the oldest torch whose stable ABI we use: 2.10
-ROOMS = [".ops.everywhere", ".ops.window", ".ops.criss_cross", ".ops.sampled"]
+OPERATORS = [
+    f".ops.{name}"
+    for name in (
+        "common", "global_attention", "sequence_attention", "window_attention", "criss_cross_attention", "deform_conv",
+        "deformable_attention",
+    )
+]  # fmt: skip
 SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer", "-g"]
 ADAPTERS = [".mmcv", ".mmcv_ext", ".timm", ".fairseq"]
-PACKAGES = ["", ".install", ".ops", *ROOMS, ".terms", ".modules", ".captioning", *ADAPTERS]
+PACKAGES = ["", ".install", ".ops", *OPERATORS, ".terms", ".modules", ".captioning", *ADAPTERS]
 
 
 def version() -> str:

@@ -147,7 +147,7 @@ def is_own_user_dir(path: str | os.PathLike[str]) -> bool:
     if folder.samefile(FAIRSEQ_USER_DIR):
         return True
     ours = ("autoload.py", "fairseq/__init__.py")
-    loader = ("ops/library.py", "ops/_library.py")  # the latter is in older checkouts
+    loader = ("ops/common/library.py", "ops/library.py")  # the latter is in older checkouts
     copy = folder.parent
     if (
         folder.name == "fairseq"

@@ -77,7 +77,7 @@ def _binaries(report: Report) -> None:
     import torch
 
     try:
-        from attn_plugins.ops import library
+        from attn_plugins.ops.common import library
     except Exception as error:
         return report.fail("ops", _words(error))
     for device, name in (("cpu", "_C"), ("cuda", "_C_cuda")):
@@ -99,7 +99,7 @@ def _is_due(device: str) -> bool:
     import torch
     from packaging.version import Version
 
-    from attn_plugins.ops import library
+    from attn_plugins.ops.common import library
 
     return Version(torch.__version__) >= library.OLDEST_TORCH and (device == "cpu" or torch.version.cuda is not None)
 

@@ -121,7 +121,7 @@ check "$CALLS random calls of every operator" emulated - "$CALLS" <<'FUZZ'
 import platform
 import sys
 
-from attn_plugins.ops import library
+from attn_plugins.ops.common import library
 from tools.fuzz.operators import OPERATORS, judge
 
 assert platform.machine() == "aarch64" and library.has_kernel("cpu"), library.failures()["cpu"]

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..ops.sampled.attention_operands import Options as AttentionOptions
-from ..ops.sampled.attention_operands import Terms as AttentionTerms
-from ..ops.sampled.deform_conv import CONVOLVE
-from ..ops.sampled.deformable_attention import ATTEND, shapes_on_host
-from ..ops.sampled.operands import Options, Terms
+from ..ops.deform_conv.deform_conv import CONVOLVE
+from ..ops.deform_conv.operands import Options, Terms
+from ..ops.deformable_attention.deformable_attention import ATTEND, shapes_on_host
+from ..ops.deformable_attention.operands import Options as AttentionOptions
+from ..ops.deformable_attention.operands import Terms as AttentionTerms
 from .calls import check, operator
 from .edge_rule import on_edge
 

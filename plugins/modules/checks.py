@@ -7,7 +7,7 @@ from typing import Any, get_args
 
 from torch import Tensor
 
-from ..ops.arguments import autocast_dtype, check_padding_mask
+from ..ops.common.arguments import autocast_dtype, check_padding_mask
 
 __all__ = [
     "check_convolved",

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..ops import deformable_attention
-from ..ops.sampled.deformable_attention import shapes_on_host
+from ..ops.deformable_attention.deformable_attention import shapes_on_host
 from ..terms.saliency import sampled_saliency
 from .checks import check_heads, check_tensor, positive
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..ops import deform_conv1d, deform_conv2d
-from ..ops.arguments import expand
+from ..ops.common.arguments import expand
 from .checks import check_convolved, check_tensor, positive
 from .sequence_cache import SequenceCache, check_cache
 from .zero_conv import ZeroConv1d, ZeroConv2d

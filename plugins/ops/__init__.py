@@ -1,12 +1,12 @@
-"""Operators, one folder per key region; :func:`explain` reports the backend of a call, :func:`backend` selects it."""
+"""Operators, a folder each; :func:`explain` reports the backend of a call, :func:`backend` selects it."""
 
-from .backends import backend, explain
-from .criss_cross.criss_cross_attention import criss_cross_attention
-from .everywhere.global_attention import global_attention
-from .everywhere.sequence_attention import sequence_attention
-from .sampled.deform_conv import deform_conv1d, deform_conv2d
-from .sampled.deformable_attention import deformable_attention
-from .window.window_attention import window_attention
+from .common.backends import backend, explain
+from .criss_cross_attention.criss_cross_attention import criss_cross_attention
+from .deform_conv.deform_conv import deform_conv1d, deform_conv2d
+from .deformable_attention.deformable_attention import deformable_attention
+from .global_attention.global_attention import global_attention
+from .sequence_attention.sequence_attention import sequence_attention
+from .window_attention.window_attention import window_attention
 
 __all__ = [
     "backend",

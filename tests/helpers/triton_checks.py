@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from attn_plugins.ops import backends
-from attn_plugins.ops.operator import Operator
+from attn_plugins.ops.common import backends
+from attn_plugins.ops.common.operator import Operator
 from tests.helpers.operator_checks import relative_error
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

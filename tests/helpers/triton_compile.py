@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from attn_plugins.ops import backends, triton_launch
-from attn_plugins.ops.everywhere.global_attention import ATTEND
-from attn_plugins.ops.everywhere.operands import GlobalOptions, GlobalTerms
-from attn_plugins.ops.operator import Operator
-from attn_plugins.ops.triton_launch import Launch
+from attn_plugins.ops.common import backends, triton_launch
+from attn_plugins.ops.common.operator import Operator
+from attn_plugins.ops.common.triton_launch import Launch
+from attn_plugins.ops.global_attention.global_attention import ATTEND
+from attn_plugins.ops.global_attention.operands import Options, Terms
 
 _TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int32: "i32", torch.int64: "i64",
           torch.bool: "i1", torch.uint8: "u8"}  # fmt: skip
@@ -45,7 +45,7 @@ def everywhere(
 
     def make() -> tuple[Operator, Any, Any]:
         content, row, column, key = (each == "1" for each in present)
-        terms = GlobalTerms(
+        terms = Terms(
             heads(queries) if content else None,
             heads(keys) if content else None,
             heads(keys),
@@ -53,7 +53,7 @@ def everywhere(
             meta(B, M, *queries, keys[1]) if column else None,
             meta(B, M, *keys) if key else None,
         )
-        return ATTEND, terms, GlobalOptions(0.125)
+        return ATTEND, terms, Options(0.125)
 
     return make
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attn_plugins.modules import MultiScaleDeformableAttention
-from tests.ops.sampled.deformable_attention_operands import pixel
+from tests.ops.deformable_attention.operands import pixel
 
 SHAPES = ((4, 6), (2, 3))
 S = 30

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 import pytest
 import torch
+
+from tests.ops.emulation.kernels import EMULATION, load
+from tests.ops.sequence_attention.operands import taking
 
 # cuBLAS reads it once, at its first product; without it, products raise an error in deterministic mode.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -24,3 +28,18 @@ def deterministic():
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(scope="session")
+def emulated(tmp_path_factory):
+    """Compile the operators of ``emulation/sampling.cpp`` once: a process can define its schemas only once."""
+    arch = int(os.environ.get("EMULATED_ARCH", "900"))
+    load(EMULATION / "sampling.cpp", tmp_path_factory.mktemp("emulation"), arch)
+    return torch.ops.attn_plugins_emulated
+
+
+@pytest.fixture(params=["compiled", "plain"])
+def path(request) -> Iterator[str]:
+    """Run the test with the compiled kernels, and with their substitute on machines without them."""
+    with taking(request.param):
+        yield request.param

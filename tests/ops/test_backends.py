@@ -9,16 +9,15 @@ import torch
 
 from attn_plugins.ops import (
     backend,
-    backends,
     criss_cross_attention,
     deform_conv1d,
     deform_conv2d,
     explain,
     global_attention,
-    library,
     sequence_attention,
     window_attention,
 )
+from attn_plugins.ops.common import backends, library
 
 
 def maps(*shapes, dtype=torch.float64, device="cpu"):

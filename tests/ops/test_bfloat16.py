@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attn_plugins.ops import deform_conv2d, library, sequence_attention, window_attention
-from attn_plugins.ops.everywhere import sdpa_sequence
+from attn_plugins.ops import deform_conv2d, sequence_attention, window_attention
+from attn_plugins.ops.common import library
+from attn_plugins.ops.sequence_attention import sdpa as sdpa_sequence
 
 pytestmark = pytest.mark.skipif(not library.has_kernel("cpu"), reason="no CPU binary is compiled")
 

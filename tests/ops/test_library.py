@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from attn_plugins.ops import backend, backends, deform_conv2d, deformable_attention, explain, library, window_attention
-from attn_plugins.ops.sampled import compiled, deform_conv
-from attn_plugins.ops.window.operands import Terms as WindowTerms
-from attn_plugins.ops.window.window_attention import ATTEND
+from attn_plugins.ops import backend, deform_conv2d, deformable_attention, explain, window_attention
+from attn_plugins.ops.common import backends, library
+from attn_plugins.ops.deform_conv import cuda, deform_conv
+from attn_plugins.ops.window_attention.operands import Terms as WindowTerms
+from attn_plugins.ops.window_attention.window_attention import ATTEND
 
 NO_IMAGE = "no kernel image is available for execution on the device"
 WORDS = (
@@ -101,7 +102,7 @@ def test_a_forced_backend_says_so(gpus):
     with FakeTensorMode():
         terms = deform_conv.Terms(*calls()[deform_conv2d][:3], None, None)
     with pytest.raises(ValueError, match=r"has no code for Ancient 7"), backend("cuda"):
-        backends.choose("deform_conv2d", [compiled.CUDA], terms, None)
+        backends.choose("deform_conv2d", [cuda.BACKEND], terms, None)
 
 
 def test_without_a_gpu_the_binary_that_loaded_serves(gpus, monkeypatch):

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from attn_plugins.ops import backends, triton_launch
+from attn_plugins.ops.common import backends, triton_launch
 from tests.helpers.triton_checks import DEVICE, DTYPES, TOLERANCES, needs_triton, randn
 
 
@@ -65,9 +65,8 @@ def test_the_precision_of_float32_follows_each_switch_of_torch(switch, expected)
     """Each switch in a process of its own: torch refuses to read the old one after a new one was set."""
     if "fp32_precision" in switch and not hasattr(torch.backends.cuda.matmul, "fp32_precision"):
         pytest.skip("this torch has no fp32_precision")
-    code = (
-        f"import torch; from attn_plugins.ops.triton_launch import precision; {switch}; print(precision(torch.float32))"
-    )
+    load = "import torch; from attn_plugins.ops.common.triton_launch import precision"
+    code = f"{load}; {switch}; print(precision(torch.float32))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=600)
     assert done.stdout.split() == [expected]
 

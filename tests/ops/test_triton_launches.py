@@ -9,9 +9,10 @@ from tests.helpers.triton_checks import needs_triton
 LAUNCHES = """
 from unittest.mock import patch
 import torch
-from attn_plugins.ops import triton_launch
-from attn_plugins.ops.criss_cross import criss_cross_attention as criss_cross
-from attn_plugins.ops.everywhere import global_attention, sequence_attention
+from attn_plugins.ops.common import triton_launch
+from attn_plugins.ops.criss_cross_attention import criss_cross_attention as criss_cross
+from attn_plugins.ops.global_attention import global_attention
+from attn_plugins.ops.sequence_attention import sequence_attention
 from tools.bench.idle_device import idle_device
 
 def drawn(*shape, dtype, shift):

@@ -9,7 +9,7 @@ import torch
 
 from attn_plugins import doctor
 from attn_plugins.install import checks, packages
-from attn_plugins.ops import library
+from attn_plugins.ops.common import library
 from attn_plugins.ops.examples import drawing, examples
 
 

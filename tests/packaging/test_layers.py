@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections import deque
+from functools import cache
 from pathlib import Path
 
 PLUGINS = Path(__file__).parents[2] / "plugins"
@@ -70,12 +71,27 @@ def test_imports_follow_the_rule():
     assert not {str(file.relative_to(PLUGINS)): wrong for file in FILES if (wrong := broken_rule(file))}
 
 
+@cache
+def bound_in(init: Path) -> frozenset[str]:
+    """Return the names that a package's ``__init__`` imports from its files, as ``from .file import name``."""
+    froms = [node for node in ast.parse(init.read_text()).body if isinstance(node, ast.ImportFrom) and node.module]
+    return frozenset(alias.name for node in froms for alias in node.names)
+
+
+def bound_names(files: dict[str, Path]) -> set[str]:
+    """Return the dotted names that are functions or classes of a package although a sub-package has the same name."""
+    inits = {name: file for name, file in files.items() if file.name == "__init__.py"}
+    return {f"{name}.{bound}" for name, file in inits.items() for bound in bound_in(file)}
+
+
 def imported_files(file: Path, files: dict[str, Path]) -> set[str]:
     """Return our own files that ``file`` imports: ``from x import y`` means x.y if that is a file, else x."""
-    found = imported_modules(file)
-    parents = {name.rpartition(".")[0] for name in found}
-    return {name for name in found & files.keys() if name not in parents} | {
-        name.rpartition(".")[0] for name in found - files.keys() if name.rpartition(".")[0] in files
+    own = ".".join(["attn_plugins", *file.relative_to(PLUGINS).parent.parts])
+    found, bound = imported_modules(file), bound_names(files) - {own}
+    names = found - bound
+    parents = {name.rpartition(".")[0] for name in names}
+    return {name for name in names & files.keys() if name not in parents} | {
+        name.rpartition(".")[0] for name in (found & bound) | (names - files.keys()) if name.rpartition(".")[0] in files
     }
 
 

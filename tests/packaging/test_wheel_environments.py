@@ -74,7 +74,7 @@ def test_the_doctor_is_well_and_the_binary_loads(environment):
     text = run(environment, "-m", "attn_plugins", record="doctor")
     print(text)
     assert text.endswith("all is well\n")
-    code = "from attn_plugins.ops import library as l; assert l.has_kernel('cpu'), l.failures()"
+    code = "from attn_plugins.ops.common import library as l; assert l.has_kernel('cpu'), l.failures()"
     run(environment, "-c", code)
 
 

@@ -23,11 +23,11 @@ PLANTED = """
 import os, signal, sys
 from importlib import import_module
 
-from attn_plugins.ops.criss_cross import products
+from attn_plugins.ops.criss_cross_attention import torch as plain
 from tools.fuzz.__main__ import main
 
-functional = import_module("attn_plugins.ops.criss_cross.criss_cross_attention")
-mix, check = products._mix, functional._check
+functional = import_module("attn_plugins.ops.criss_cross_attention.criss_cross_attention")
+mix, check = plain._mix, functional._check
 
 def wrong_number(result, *arguments, **options):
     mix(result, *arguments, **options)
@@ -42,7 +42,7 @@ def wrong_errors(query, key, value, position_logits):
     if value.shape[-1] == 5 and value.shape[0] == 2 and value.device.type == "cpu":
         os.kill(os.getpid(), signal.SIGSEGV)
 
-products._mix, functional._check = wrong_number, wrong_errors
+plain._mix, functional._check = wrong_number, wrong_errors
 functional.finite = lambda name, value: value if isinstance(value, (int, float)) else 1.0
 if __name__ == "__main__":
     sys.exit(main(command=[sys.executable, __file__]))

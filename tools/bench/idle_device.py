@@ -18,7 +18,7 @@ from triton.compiler.compiler import CompiledKernel
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from attn_plugins.ops import backends, triton_launch
+from attn_plugins.ops.common import backends, triton_launch
 
 _NUMBERS = count(-1, -1)
 

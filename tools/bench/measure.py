@@ -12,8 +12,8 @@ import torch
 from torch.utils import _pytree as pytree
 
 from attn_plugins import ops
-from attn_plugins.ops import backends
-from attn_plugins.ops.operator import Operator
+from attn_plugins.ops.common import backends
+from attn_plugins.ops.common.operator import Operator
 
 from . import roofline
 from .case import OWN, Case, Run

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from attn_plugins import ops
-from attn_plugins.ops.arguments import arithmetic_dtype
-from attn_plugins.ops.everywhere.chunks import WORKSPACE
+from attn_plugins.ops.common import backends
+from attn_plugins.ops.common.arguments import arithmetic_dtype
+from attn_plugins.ops.common.chunks import WORKSPACE
 
 from .call import Call
 
@@ -60,8 +61,8 @@ def problems(call: Call, grad: Tensor) -> tuple[list[str], float]:
     before = [buffer.clone() for buffer in call.buffers]
     with mode_of(call):
         found = compute(call, grad, call.backend)
-    exact = compute(call, grad, ops.backends.REFERENCE, torch.float64)
-    plain = compute(call, grad, ops.backends.REFERENCE)
+    exact = compute(call, grad, backends.REFERENCE, torch.float64)
+    plain = compute(call, grad, backends.REFERENCE)
     wrong, largest = [], 0.0
     sizes = call.magnitude(grad)
     for name, tensor in found.items():

@@ -19,7 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from attn_plugins import ops
 from attn_plugins.modules import AAConv2d, CrissCrossAttention2d
-from attn_plugins.ops import triton_launch
+from attn_plugins.ops.common import triton_launch
 
 from ..case import PASSES, Case, Run, prepare
 from ..idle_device import Device, idle_device

@@ -1,0 +1,345 @@
+// The kernels that the drivers of deform_conv.h call on a GPU. Matrix products go to ATen, so torch's
+// switches (allow_tf32, float32_matmul_precision, reduced-precision reductions) apply to them.
+#pragma once
+
+#include <algorithm>
+#include <bit>
+#include <cstdlib>
+#include <limits>
+#include <type_traits>
+
+#include "common/dispatch.cuh"
+#include "common/transpose.cuh"
+#include "cuda_sampling.cuh"
+#include "cuda_scatter.cuh"
+#include "deform_conv.h"
+
+namespace attn_plugins {
+namespace {
+
+inline int64_t divide_up(int64_t a, int64_t b) {
+  return (a + b - 1) / b;
+}
+
+struct CudaKernels {
+  using Geometry = DeformConvGeometry;
+
+  static ScalarType compute_type(const Tensor& t) { return t.scalar_type(); }
+  static ScalarType accumulate_type(const Tensor& t) {
+    return t.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
+  }
+  // One buffer instead of two halves the memory and the cache that a block needs.
+  static constexpr bool columns_replace_gradients = true;
+
+  // Approximate number of output pixels per GEMM. The tiles of the GEMM should fill the chip: with tiles of
+  // 128 pixels x 64 output channels, one wave is multiprocessors * 128 * 64 / out_channels pixels, and a last
+  // wave that is not full costs less, the more there are. Four take the time from 2.1 ms to 1.85 ms for 16
+  // maps of 256 channels, 64 x 64, in float32 on an H100 (all pixels at once: 1.82 ms), though their columns
+  // no longer fit into the L2 cache; up to three times as much is allowed. If C = out_channels and K = 9, the
+  // columns of such a block take 78 MB in half precision and 156 MB in float32 on 132 multiprocessors, for
+  // any C. ATTN_PLUGINS_BLOCK_PIXELS overrides the number, where memory counts for more.
+  //
+  // The resulting working memory in MB, for N = 16, C = out_channels = 256, 64 x 64 pixels and K = 9 on 132
+  // multiprocessors and 50 MB of L2 cache, compared with the column buffer of the whole batch (chunks of four
+  // images, each a block of 16384 pixels):
+  //                                                     bfloat16                   float32
+  //   columns (replacing their gradients in backward)   75.5                       151.0
+  //   packed weight                                     1.2                        2.4
+  //   input of four images, channels-last               8.4                        16.8
+  //   forward                                           85.1 of 302 (28 %)         170.2 of 604 (28 %)
+  //   rows of four images, channels-last                8.4                        16.8
+  //   sums of their input gradients, float32            16.8                       16.8
+  //   sum and part of the weight gradient               2.4 + 1.2                  2.4 + 2.4
+  //   backward                                          113.9 of 302 (38 %)        208.6 of 604 (35 %)
+  // tests/ops/deform_conv/test_cuda.py checks these figures. A channels-last input needs no copies of
+  // input and rows.
+  static int64_t target_pixels(const Geometry& g, int64_t element_bytes) {
+    if (const char* forced = std::getenv("ATTN_PLUGINS_BLOCK_PIXELS")) {
+      return std::max<int64_t>(1, std::strtoll(forced, nullptr, 10));
+    }
+    const DeviceLimits device = device_limits();
+    const int64_t waves = 4 * device.multiprocessors * 128 * 64 / g.out_channels;
+    const int64_t most = device.l2_bytes * 3 / (g.taps() * g.C * element_bytes);
+    return std::max<int64_t>(256, std::min(waves, most));
+  }
+
+  // Images whose pixels make about one block. Their channels-last copies and gradient sums (float32 even for
+  // half inputs) then take a few MB and stay in cache as well.
+  static int64_t images_per_chunk(const Geometry& g, int64_t element_bytes) {
+    const int64_t image = std::max<int64_t>(1, g.Ho * g.Wo);
+    const int64_t target = target_pixels(g, element_bytes);
+    const int64_t images = std::clamp<int64_t>((target + image / 2) / image, 1, std::max<int64_t>(1, g.N));
+    return divide_up(g.N, std::max<int64_t>(1, divide_up(g.N, images)));  // for chunks of equal size
+  }
+
+  // True if the tiles of the products are aligned and few of them are cut off at the end of an image.
+  static bool writes_planes(const Geometry& g, int64_t element_bytes) {
+    const int64_t pixels = g.Ho * g.Wo;
+    return pixels * element_bytes % 16 == 0 && (pixels >= 1024 || pixels % 128 == 0);
+  }
+
+  // Images whose channels-last copy takes an eighth of the memory of a block's columns, but at least
+  // images_per_chunk, to keep the number of launches small.
+  static int64_t images_per_copy(const Geometry& g, int64_t element_bytes) {
+    const int64_t map = std::max<int64_t>(1, g.H * g.W);
+    const int64_t images = target_pixels(g, element_bytes) * g.taps() / (8 * map);
+    return std::clamp<int64_t>(images, images_per_chunk(g, element_bytes), std::max<int64_t>(1, g.N));
+  }
+
+  // Pixels per block, such that the blocks of a chunk have equal sizes, rounded up to whole tiles of 128
+  // rows.
+  static int64_t block_pixels(const Geometry& g, int64_t element_bytes) {
+    const int64_t target = target_pixels(g, element_bytes);
+    const int64_t blocks = std::max<int64_t>(1, (g.pixels() + target / 2) / target);
+    return std::max<int64_t>(1, divide_up(divide_up(g.pixels(), blocks), 128) * 128);
+  }
+
+  template <class T>
+  static SamplingProblem<T> problem(const Geometry& g, const Tensor& input, const Tensor& offset,
+                                    const Tensor& mask, int64_t start, int64_t length) {
+    // Pixel numbers, channels and their divisors are 32-bit in the kernels; addresses are 64-bit.
+    constexpr int64_t limit = std::numeric_limits<int32_t>::max();
+    const auto small = [](std::initializer_list<int64_t> numbers) {
+      return std::ranges::all_of(numbers, [](int64_t n) { return n <= limit; });
+    };
+    STD_TORCH_CHECK(small({g.C * 8, g.H * g.W, g.H + 2 * g.pad_h, g.W + 2 * g.pad_w, g.pixels(),
+                           2 * g.taps() * g.offset_groups, g.Ho * g.stride_h, g.Wo * g.stride_w,
+                           g.Kh * g.dilation_h, g.Kw * g.dilation_w}),
+                    "attn_plugins: no map, stride, dilation or number of taps of a deformable convolution "
+                    "may reach 2^31 on "
+                    "CUDA, nor channels 2^28, got input (",
+                    g.N, ", ", g.C, ", ", g.H, ", ", g.W, ") and output ", g.Ho, " x ", g.Wo);
+    SamplingProblem<T> p{};
+    p.input = data_of<const T>(input);
+    p.offset = data_of<const T>(offset);
+    p.mask = data_of<const T>(mask);
+    p.offset_strides = plane_strides(offset);
+    if (mask.defined()) p.mask_strides = plane_strides(mask);
+    p.image = g.H * g.W * g.C;
+    p.group_step = (length * g.taps() - 1) * g.channels_per_group();
+    p.start = int(start), p.length = int(length);
+    p.C = int(g.C), p.H = int(g.H), p.W = int(g.W), p.taps = int(g.taps());
+    p.stride_h = int(g.stride_h), p.stride_w = int(g.stride_w);
+    p.pad_h = int(g.pad_h), p.pad_w = int(g.pad_w);
+    p.dilation_h = int(g.dilation_h), p.dilation_w = int(g.dilation_w);
+    p.group_channels = int(g.channels_per_group());
+    p.offset_group_channels = int(g.channels_per_offset_group());
+    p.pixel_bytes = int(g.C * sizeof(T));
+    p.rows = Divisor(g.Ho), p.columns = Divisor(g.Wo), p.kernel_columns = Divisor(g.Kw);
+    p.channel_groups = Divisor(g.channels_per_group()), p.offset_groups = Divisor(g.offset_groups);
+    return p;
+  }
+
+  static PlaneStrides plane_strides(const Tensor& t) {
+    return {t.stride(0), t.stride(1), t.stride(2), t.stride(3)};
+  }
+
+  // Sets the teams for vectors of `width` channels and returns the number of thread blocks they fill. If
+  // there are too few pixels to fill the chip with warps, several teams share a pixel's taps.
+  template <class T>
+  static int64_t assign_teams(SamplingProblem<T>& p, int width, bool slice_channels) {
+    const int vectors = p.offset_group_channels / width;
+    p.lanes_log2 = slice_channels ? 0 : 2;  // sum_over_team needs 4 lanes
+    while ((1 << p.lanes_log2) < std::min(vectors, 32)) ++p.lanes_log2;
+    const int64_t slices = slice_channels ? divide_up(vectors, int64_t(1) << p.lanes_log2) : 1;
+    p.channel_slices = Divisor(slices);
+    const int64_t threads = (int64_t(p.length) * p.offset_groups.divisor * slices) << p.lanes_log2;
+    const int64_t wanted = device_limits().multiprocessors * 1024;  // threads in flight
+    const int64_t shares = std::clamp<int64_t>(wanted / std::max<int64_t>(threads, 1), 1, p.taps);
+    p.slice_taps = int(divide_up(p.taps, shares));
+    const int64_t tap_slices = divide_up(p.taps, p.slice_taps);
+    p.tap_slices = Divisor(tap_slices);
+    const int64_t teams = (threads * tap_slices) >> p.lanes_log2;
+    STD_TORCH_CHECK(teams < std::numeric_limits<int32_t>::max() - kThreads, "attn_plugins: a block of ",
+                    p.length, " output pixels is too large for CUDA");
+    return divide_up(teams, kThreads >> p.lanes_log2);
+  }
+
+  static void sample(const Geometry& g, const Tensor& input, const Tensor& offset, const Tensor& mask,
+                     const Tensor& columns, int64_t start, int64_t length) {
+    for_type(input.scalar_type(), [&](auto zero) {
+      using T = decltype(zero);
+      SamplingProblem<T> p = problem<T>(g, input, offset, mask, start, length);
+      T* out = data_of<T>(columns);
+      for_width<T>({p.group_channels, p.offset_group_channels}, {p.input, out}, [&](auto, auto width) {
+        const int64_t blocks = assign_teams(p, width, true);
+        launch(sample_kernel<T, width>, blocks, p, out);
+      });
+    });
+  }
+
+  static void sample_backward(const Geometry& g, const Tensor& input, const Tensor& offset,
+                              const Tensor& mask, const Tensor& grad_columns, const Tensor& columns,
+                              const Tensor& grad_input, const Tensor& grad_offset, const Tensor& grad_mask,
+                              int64_t start, int64_t length) {
+    for_type(input.scalar_type(), [&](auto zero) {
+      using T = decltype(zero);
+      SamplingProblem<T> p = problem<T>(g, input, offset, mask, start, length);
+      SamplingGradients<T> grads{};
+      grads.grad_columns = data_of<const T>(grad_columns);
+      grads.columns = data_of<T>(columns);
+      grads.grad_input = data_of<accumulate_t<T>>(grad_input);
+      grads.grad_offset = data_of<T>(grad_offset);
+      grads.grad_mask = data_of<T>(grad_mask);
+      if (grad_offset.defined()) grads.offset_strides = plane_strides(grad_offset);
+      if (grad_mask.defined()) grads.mask_strides = plane_strides(grad_mask);
+      if (grad_input.defined() && scatter(g, p, grads.grad_columns, grad_input)) {
+        grads.grad_input = nullptr;
+        if (!columns.defined() && !grad_offset.defined()) return;
+      }
+      const auto run = [&](auto, auto width) {
+        const int64_t blocks = assign_teams(p, width, false);
+        launch(sample_backward_kernel<T, width>, blocks, p, grads);
+      };
+      // grad_input needs no check: it is a new allocation, aligned to far more than four floats.
+      const std::initializer_list<int64_t> counts = {p.group_channels, p.offset_group_channels};
+      const std::initializer_list<const void*> pointers = {p.input, grads.grad_columns, grads.columns};
+      if (grads.grad_input) {
+        for_atomic_width<T>(counts, pointers, run);
+      } else {
+        for_width<T>(counts, pointers, run);
+      }
+    });
+  }
+
+  // Chooses the largest tiles of output pixels whose windows, with `channels` per thread, hold 1.5 times the
+  // cells that samples without offsets need. False if there are none.
+  static bool choose_tiles(const Geometry& g, int64_t window_bytes, int channels, ScatterTiles* tiles) {
+    const auto log2_up = [](int64_t n) { return n <= 1 ? 0 : 64 - std::countl_zero(uint64_t(n - 1)); };
+    tiles->cells = int(window_bytes / (128 * channels)), tiles->side = 1;
+    while ((tiles->side + 1) * (tiles->side + 1) <= tiles->cells) ++tiles->side;
+    const auto cells = [](int64_t outputs, int64_t stride, int64_t taps, int64_t dilation) {
+      return ((outputs - 1) * stride + (taps - 1) * dilation + 3) / 2;
+    };
+    tiles->rows_log2 = std::min(3, log2_up(g.Ho));
+    tiles->columns_log2 = std::clamp(log2_up(g.Wo), 3, 6 - tiles->rows_log2);
+    while (true) {
+      const int64_t high = cells(int64_t(1) << tiles->rows_log2, g.stride_h, g.Kh, g.dilation_h);
+      const int64_t wide = cells(int64_t(1) << tiles->columns_log2, g.stride_w, g.Kw, g.dilation_w);
+      if (high * wide * 3 <= int64_t(tiles->cells) * 2) return true;
+      if (tiles->columns_log2 > 3) {
+        --tiles->columns_log2;
+      } else if (tiles->rows_log2 > 1) {
+        --tiles->rows_log2;
+      } else {
+        return false;
+      }
+    }
+  }
+
+  // Adds to grad_input by scatter_kernel, or returns false: in double, where there are so few channels that
+  // most threads would be idle, where taps are too far apart for a window, and where the work is so small
+  // that one launch more costs more than it saves. ATTN_PLUGINS_SCATTER=0 or 1 replaces the last condition.
+  template <class T>
+  static bool scatter(const Geometry& g, const SamplingProblem<T>& p, const T* grad_columns,
+                      const Tensor& grad_input) {
+    if constexpr (!std::is_same_v<accumulate_t<T>, float>) {
+      return false;
+    } else {
+      const char* forced = std::getenv("ATTN_PLUGINS_SCATTER");
+      const bool large = int64_t(p.length) * p.taps * p.C >= int64_t(1) << 20;
+      if (forced != nullptr ? *forced == '0' : !large) return false;
+      if (p.offset_group_channels < 32 || p.length == 0) return false;
+      if (g.taps() * p.group_channels * int64_t(sizeof(T)) > std::numeric_limits<int32_t>::max())
+        return false;
+      constexpr int64_t kStatic = sizeof(ScatterShare) * 4 * kThreads + 128;  // 128: the extent
+      const int64_t window_bytes = (device_limits().shared_bytes - kStatic) / kWarps;
+      const bool pairs = p.offset_group_channels >= 128 &&
+                         vectors_fit<T, 2>({p.group_channels, p.offset_group_channels}, {grad_columns});
+      ScatterTiles tiles;
+      const bool paired = pairs && choose_tiles(g, window_bytes, 2, &tiles);
+      if (!paired && !choose_tiles(g, window_bytes, 1, &tiles)) return false;
+      const int64_t image_pixels = g.Ho * g.Wo;
+      const int64_t images = (p.start + p.length - 1) / image_pixels - p.start / image_pixels + 1;
+      const int64_t across = divide_up(g.Wo, int64_t(1) << tiles.columns_log2);
+      const int64_t down = divide_up(g.Ho, int64_t(1) << tiles.rows_log2);
+      const int channels = paired ? 2 : 1;
+      const int64_t slices = divide_up(p.offset_group_channels, int64_t(8) * kWarps * channels);
+      tiles.first_image = int(p.start / image_pixels);
+      tiles.across = Divisor(across), tiles.down = Divisor(down), tiles.channel_slices = Divisor(slices);
+      const int64_t blocks = images * down * across * p.offset_groups.divisor * slices;
+      const int64_t bytes = kWarps * int64_t(tiles.cells) * 128 * channels;
+      float* to = data_of<float>(grad_input);
+      if (paired) {
+        launch_with_much_shared_memory(scatter_kernel<T, 2>, blocks, bytes, p, tiles, grad_columns, to);
+      } else {
+        launch_with_much_shared_memory(scatter_kernel<T, 1>, blocks, bytes, p, tiles, grad_columns, to);
+      }
+      return true;
+    }
+  }
+
+  static void accumulate(const Tensor& sum, const Tensor& part) {
+    for_type(part.scalar_type(), [&](auto zero) {
+      using T = decltype(zero);
+      launch(accumulate_kernel<T>, divide_up(part.numel(), kThreads), data_of<accumulate_t<T>>(sum),
+             data_of<const T>(part), int64_t(part.numel()));
+    });
+  }
+
+  // Transposes t (images, rows, columns), of the given strides, into out (images, columns, rows).
+  static void transpose_images(const Tensor& t, const Tensor& out, int64_t images, int64_t rows,
+                               int64_t columns, int64_t image_stride, int64_t row_stride) {
+    const int64_t row_tiles = divide_up(rows, kTile), column_tiles = divide_up(columns, kTile);
+    const int64_t blocks = images * row_tiles * column_tiles;
+    for_type(out.scalar_type(), [&](auto zero) {
+      using Out = decltype(zero);
+      Out* to = data_of<Out>(out);
+      if (t.scalar_type() == out.scalar_type()) {
+        launch(transpose_kernel<Out, Out>, blocks, data_of<const Out>(t), to, rows, columns, image_stride,
+               row_stride, row_tiles, column_tiles);
+      } else {
+        using In = accumulate_t<Out>;  // float sums of half gradients
+        launch(transpose_kernel<In, Out>, blocks, data_of<const In>(t), to, rows, columns, image_stride,
+               row_stride, row_tiles, column_tiles);
+      }
+    });
+  }
+
+  static Tensor channels_last(const Tensor& t) {
+    const int64_t N = t.size(0), C = t.size(1), H = t.size(2), W = t.size(3);
+    const bool planes = (W == 1 || t.stride(3) == 1) && (H == 1 || t.stride(2) == W);
+    if (is_channels_last(t) || !planes || C == 1) return to_channels_last(t);
+    const Tensor out = empty_like_options(t, {N, H, W, C});
+    transpose_images(t, out, N, C, H * W, t.stride(0), t.stride(1));
+    return out;
+  }
+
+  static void channels_first(const Tensor& t, const Tensor& out) {
+    const int64_t N = t.size(0), C = t.size(3), pixels = t.size(1) * t.size(2);
+    transpose_images(t, out, N, pixels, C, pixels * C, C);
+  }
+
+  static void add_bias(const Tensor& rows, const Tensor& bias) {
+    const int64_t count = rows.size(0), width = rows.size(1);
+    const Tensor row = contiguous(bias);
+    for_type(rows.scalar_type(), [&](auto zero) {
+      using T = decltype(zero);
+      T* to = data_of<T>(rows);
+      const T* from = data_of<const T>(row);
+      for_width<T>({width}, {to, from}, [&](auto, auto n) {
+        launch(add_bias_kernel<T, n>, divide_up(count * width / n, kThreads), to, from, count, width);
+      });
+    });
+  }
+
+  static void add_plane_bias(const Tensor& planes, const Tensor& bias) {
+    const int64_t channels = planes.size(1), pixels = planes.size(2) * planes.size(3);
+    const Tensor row = contiguous(bias);
+    for_type(planes.scalar_type(), [&](auto zero) {
+      using T = decltype(zero);
+      T* to = data_of<T>(planes);
+      for_width<T>({pixels}, {to}, [&](auto, auto n) {
+        const int64_t count = planes.numel() / n;
+        STD_TORCH_CHECK(count < std::numeric_limits<int32_t>::max(), "attn_plugins: ", planes.size(0),
+                        " images of ", channels, " x ", pixels,
+                        " are too large for one block of a deformable convolution on CUDA");
+        launch(add_plane_bias_kernel<T, n>, divide_up(count, kThreads), to, data_of<const T>(row), count,
+               Divisor(pixels / n), Divisor(channels));
+      });
+    });
+  }
+};
+
+}  // namespace
+}  // namespace attn_plugins

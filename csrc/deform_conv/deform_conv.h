@@ -1,0 +1,387 @@
+// Shared by the CPU and CUDA deformable convolutions: the geometry, and the drivers, which cut the work into
+// blocks of output pixels whose columns stay in cache, fill the columns with a sampling kernel, and leave the
+// rest to GEMM.
+//
+// Shapes: N batch, C channels, H x W input, Ho x Wo output, K = Kh * Kw taps, G groups (blocks of Cg = C / G
+// channels that share weights), D offset groups (blocks of Cd = C / D channels that share offsets).
+// Everything here is channels-last: the channels of an input pixel are contiguous, and so are the
+// (tap, channel) of a column.
+#pragma once
+
+#include <algorithm>
+#include <optional>
+#include <tuple>
+
+#include "common/tensor_ops.h"
+
+namespace attn_plugins {
+
+struct DeformConvGeometry {
+  int64_t N, C, H, W, Ho, Wo, Kh, Kw, out_channels, groups, offset_groups;
+  int64_t stride_h, stride_w, pad_h, pad_w, dilation_h, dilation_w;
+
+  int64_t taps() const { return Kh * Kw; }
+  int64_t pixels() const { return N * Ho * Wo; }
+  int64_t channels_per_group() const { return C / groups; }
+  int64_t channels_per_offset_group() const { return C / offset_groups; }
+};
+
+// Strides, in elements, of offsets or masks (N, D * taps * components, Ho, Wo) with 2 or 1 components.
+struct TapStrides {
+  int64_t n, channel, y, x;
+};
+
+inline TapStrides tap_strides(const Tensor& t) {
+  return {t.stride(0), t.stride(1), t.stride(2), t.stride(3)};
+}
+
+inline DeformConvGeometry deform_conv_geometry(const Tensor& input, const Tensor& offset,
+                                               const Tensor& weight, const std::vector<int64_t>& stride,
+                                               const std::vector<int64_t>& padding,
+                                               const std::vector<int64_t>& dilation, int64_t groups,
+                                               int64_t offset_groups) {
+  return {input.size(0),  input.size(1),  input.size(2),  input.size(3), offset.size(2), offset.size(3),
+          weight.size(2), weight.size(3), weight.size(0), groups,        offset_groups,  stride[0],
+          stride[1],      padding[0],     padding[1],     dilation[0],   dilation[1]};
+}
+
+// (N, C, H, W) of any strides -> contiguous (N, H, W, C); no copy if the input is channels-last.
+inline Tensor to_channels_last(const Tensor& t) {
+  return contiguous(permuted(t, {0, 2, 3, 1}));
+}
+
+// Decides whether a result is channels-last: if its source is. The fake functions in
+// plugins/ops/deform_conv/deform_conv.py follow the same rule.
+inline bool is_channels_last(const Tensor& t) {
+  if (t.is_contiguous()) return false;
+  int64_t expected = 1;
+  for (int64_t dim : {1, 3, 2, 0}) {
+    if (t.size(dim) != 1 && t.stride(dim) != expected) return false;
+    expected *= t.size(dim);
+  }
+  return true;
+}
+
+// An uninitialised (N, channels, height, width) tensor of like_type's dtype, channels-last or contiguous.
+inline Tensor empty_images(const Tensor& like_type, bool channels_last, int64_t N, int64_t channels,
+                           int64_t height, int64_t width) {
+  return channels_last ? permuted(empty_like_options(like_type, {N, height, width, channels}), {0, 3, 1, 2})
+                       : empty_like_options(like_type, {N, channels, height, width});
+}
+
+// Images [start, start + count) of t; undefined if t is.
+inline Tensor images(const Tensor& t, int64_t start, int64_t count) {
+  return t.defined() && t.size(0) != count ? narrowed(t, 0, start, count) : t;
+}
+
+// (out_channels, Cg, Kh, Kw) -> (G, out_channels / G, K * Cg).
+inline Tensor pack_weight(const Tensor& weight, const DeformConvGeometry& g) {
+  return reshaped(permuted(weight, {0, 2, 3, 1}),
+                  {g.groups, g.out_channels / g.groups, g.taps() * g.channels_per_group()});
+}
+
+// Rows [start, start + length) of a chunk's (pixels, out_channels), viewed as (G, length, out_channels / G).
+inline Tensor group_rows(const Tensor& rows, int64_t start, int64_t length, const DeformConvGeometry& g) {
+  return permuted(reshaped(narrowed(rows, 0, start, length), {length, g.groups, g.out_channels / g.groups}),
+                  {1, 0, 2});
+}
+
+// Drops the axis of groups if there is one group, so that products are plain matrix products.
+inline Tensor matrices(const Tensor& t) {
+  return t.size(0) == 1 ? torch::stable::select(t, 0, 0) : t;
+}
+
+inline Tensor transposed(const Tensor& t) {
+  return transpose(t, -2, -1);
+}
+
+// out = a @ b, for matrices or batches of one matrix per group.
+inline void product_out(const Tensor& out, const Tensor& a, const Tensor& b) {
+  if (a.dim() == 2) {
+    mm_out(out, a, b);
+  } else {
+    bmm_out(out, a, b);
+  }
+}
+
+// The columns of the current block, in memory that all blocks of a call share.
+class __attribute__((visibility("hidden"))) Columns {
+ public:
+  // Returns uninitialised matrices (groups, length, width) of like's dtype, or (length, width) for one group.
+  const Tensor& resize(const Tensor& like, int64_t groups, int64_t length, int64_t width) {
+    if (view_.defined() && groups_ == groups && length_ == length) return view_;
+    const int64_t count = groups * length * width;
+    if (!memory_.defined() || memory_.size(0) < count) {
+      memory_ = Tensor(), view_ = Tensor();  // free the old memory before allocating the new
+      memory_ = empty_like_options(like, {count});
+    }
+    const Tensor part = memory_.size(0) == count ? memory_ : narrowed(memory_, 0, 0, count);
+    groups_ = groups, length_ = length;
+    view_ = reshaped(part, groups == 1 ? std::vector<int64_t>{length, width}
+                                       : std::vector<int64_t>{groups, length, width});
+    return view_;
+  }
+
+ private:
+  Tensor memory_, view_;
+  int64_t groups_ = 0, length_ = 0;
+};
+
+// The number of rows whose columns take about `block_bytes`.
+inline int64_t pixels_of_bytes(const DeformConvGeometry& g, int64_t element_bytes, int64_t block_bytes) {
+  const int64_t row = std::max<int64_t>(1, g.taps() * g.C * element_bytes);
+  return std::clamp<int64_t>(block_bytes / row, 64, std::max<int64_t>(64, g.pixels()));
+}
+
+// The work is cut twice: into chunks of images, so that their channels-last copies need not all exist at
+// once, and each chunk into blocks of output pixels, whose columns stay in cache.
+//
+// A `Kernels` class provides:
+//   static int64_t images_per_chunk(g, element_bytes)
+//   static int64_t block_pixels(g, element_bytes)    for the geometry g of a chunk
+//   static constexpr bool columns_replace_gradients
+//       True if sample_backward may overwrite grad_columns with columns.
+//   static Tensor channels_last(t)
+//       (N, C, H, W) of any strides -> contiguous (N, H, W, C).
+//   static void channels_first(t, out)
+//       Contiguous (N, H, W, C) -> contiguous out (N, C, H, W) of any dtype.
+//   static void sample(g, input, offset, mask, columns, start, length)
+//       Writes bilinear samples times mask of output pixels [start, start + length) to columns
+//       (G, length, K, Cg).
+//   static void sample_backward(g, input, offset, mask, grad_columns, columns, grad_input, grad_offset,
+//                               grad_mask, start, length)
+//       Writes columns as above, adds to grad_input (N, H, W, C) of dtype accumulate_type, and overwrites
+//       grad_offset and grad_mask. Results that are not needed are undefined (default-constructed) tensors.
+//   static void add_bias(rows, bias)                 rows (length, out_channels) += bias
+//   static bool writes_planes(g, element_bytes)
+//       True if products are written directly to an image's (out_channels, Ho, Wo).
+//   static int64_t images_per_copy(g, element_bytes) replaces images_per_chunk if writes_planes
+//   static void add_plane_bias(planes, bias)         planes (N, out_channels, Ho, Wo) += bias
+//   static void accumulate(sum, part)                sum += part, in accumulate_type
+//   static ScalarType accumulate_type(t)             dtype of the sums of input and weight gradients
+//   static ScalarType compute_type(t)                dtype of the computation on t
+
+// Convolves one chunk, input (N, C, H, W), into output rows (pixels, out_channels). weight: matrices of
+// (G, K * Cg, out / G).
+template <class Kernels>
+void deform_conv2d_rows(const DeformConvGeometry& g, const Tensor& input_, const Tensor& offset,
+                        const Tensor& mask, const Tensor& weight, const Tensor& bias, const Tensor& output,
+                        Columns& memory) {
+  const Tensor input = Kernels::channels_last(input_);
+  const int64_t block = Kernels::block_pixels(g, input.element_size());
+  const int64_t width = g.taps() * g.channels_per_group();
+  for (int64_t start = 0; start < g.pixels(); start += block) {
+    const int64_t length = std::min(block, g.pixels() - start);
+    const Tensor& columns = memory.resize(input, g.groups, length, width);
+    Kernels::sample(g, input, offset, mask, columns, start, length);
+    const Tensor rows = length == g.pixels() ? output : narrowed(output, 0, start, length);
+    if (g.groups == 1) {
+      mm_out(rows, columns, weight);
+    } else {
+      Tensor groups_of_rows = group_rows(output, start, length, g);
+      torch::stable::copy_(groups_of_rows, torch::stable::matmul(columns, weight));
+    }
+    if (bias.defined()) Kernels::add_bias(rows, bias);
+  }
+}
+
+// Convolves one chunk directly into planes, contiguous output (N, out_channels, Ho, Wo), which saves the rows
+// and their copy. weight: matrices of (G, out / G, K * Cg). A block covers part of one image or several whole
+// images.
+template <class Kernels>
+void deform_conv2d_planes(const DeformConvGeometry& g, const Tensor& input_, const Tensor& offset,
+                          const Tensor& mask, const Tensor& weight, const Tensor& output, Columns& memory) {
+  const Tensor input = Kernels::channels_last(input_);
+  const int64_t bytes = input.element_size(), pixels = g.Ho * g.Wo;
+  const int64_t width = g.taps() * g.channels_per_group();
+  DeformConvGeometry one = g;
+  one.N = 1;
+  const int64_t most = g.groups == 1 ? Kernels::block_pixels(g, bytes) / std::max<int64_t>(1, pixels) : 1;
+  const int64_t together = std::clamp<int64_t>(most, 1, std::max<int64_t>(1, g.N));
+  const int64_t block = together > 1 ? pixels : Kernels::block_pixels(one, bytes);
+  const Tensor planes = reshaped(output, {g.N * g.groups, g.out_channels / g.groups, pixels});
+  const auto weights = [&](int64_t count) { return count == 1 ? weight : expanded(weight, {count, -1, -1}); };
+  const Tensor repeated = weights(together);
+  for (int64_t n = 0; n < g.N; n += together) {
+    const int64_t count = std::min(together, g.N - n), matrix_count = count * g.groups;
+    const Tensor image = matrices(narrowed(planes, 0, n * g.groups, matrix_count));
+    for (int64_t start = 0; start < pixels; start += block) {
+      const int64_t length = std::min(block, pixels - start);
+      const Tensor& columns = memory.resize(input, matrix_count, length, width);
+      Kernels::sample(g, input, offset, mask, columns, n * pixels + start, count * length);
+      const Tensor out = length == pixels ? image : narrowed(image, -1, start, length);
+      product_out(out, count == together ? repeated : weights(count), transposed(columns));
+    }
+  }
+}
+
+template <class Kernels>
+Tensor deform_conv2d_driver(const Tensor& input_, const Tensor& offset_, const Tensor& weight_,
+                            std::optional<Tensor> bias_, std::optional<Tensor> mask_,
+                            std::vector<int64_t> stride, std::vector<int64_t> padding,
+                            std::vector<int64_t> dilation, int64_t groups, int64_t offset_groups) {
+  const DeformConvGeometry g =
+      deform_conv_geometry(input_, offset_, weight_, stride, padding, dilation, groups, offset_groups);
+  const ScalarType type = Kernels::compute_type(input_);
+  const Tensor input = to_dtype(input_, type);
+  const Tensor offset = to_dtype(offset_, type);
+  const Tensor mask = mask_ ? to_dtype(*mask_, type) : Tensor();
+  const Tensor bias = bias_ ? to_dtype(*bias_, type) : Tensor();
+  const Tensor packed = matrices(pack_weight(to_dtype(weight_, type), g)), weight = transposed(packed);
+
+  const bool channels_last = is_channels_last(input_);
+  const bool planes = !channels_last && Kernels::writes_planes(g, input.element_size());
+  const Tensor result = empty_images(input, channels_last, g.N, g.out_channels, g.Ho, g.Wo);
+  const int64_t chunk = planes ? Kernels::images_per_copy(g, input.element_size())
+                               : Kernels::images_per_chunk(g, input.element_size());
+  Columns columns;
+  for (int64_t n = 0; n < g.N; n += chunk) {
+    DeformConvGeometry part = g;
+    part.N = std::min(chunk, g.N - n);
+    const Tensor out = images(result, n, part.N), in = images(input, n, part.N);
+    const Tensor shifts = images(offset, n, part.N), factors = images(mask, n, part.N);
+    if (planes) {
+      deform_conv2d_planes<Kernels>(part, in, shifts, factors, packed, out, columns);
+      if (bias.defined()) Kernels::add_plane_bias(out, bias);
+      continue;
+    }
+    const Tensor rows = channels_last ? permuted(out, {0, 2, 3, 1})
+                                      : empty_like_options(input, {part.N, g.Ho, g.Wo, g.out_channels});
+    deform_conv2d_rows<Kernels>(part, in, shifts, factors, weight, bias,
+                                reshaped(rows, {part.pixels(), g.out_channels}), columns);
+    if (!channels_last) Kernels::channels_first(rows, out);
+  }
+  return to_dtype(result, input_.scalar_type());
+}
+
+// Inputs of a chunk's backward pass, and its gradients, undefined if not needed.
+struct __attribute__((visibility("hidden"))) DeformConvBackward {
+  Tensor grad_output, input, offset, mask;  // (N, channels, height, width)
+  Tensor grad_input;                        // (N, H, W, C), of dtype accumulate_type, accumulated
+  Tensor grad_offset, grad_mask;            // overwritten
+};
+
+// Shared by the chunks of the backward pass: memory for columns and their gradients (grad_columns serves both
+// if columns_replace_gradients), and the weight gradient, of dtype accumulate_type, beside one block's part.
+struct __attribute__((visibility("hidden"))) DeformConvSums {
+  Columns grad_columns, columns;
+  Tensor grad_weight, part;
+};
+
+// Computes the gradients of one chunk and adds to sums.grad_weight. weight and sums.grad_weight: matrices of
+// (G, out / G, K * Cg).
+template <class Kernels>
+void deform_conv2d_backward_rows(const DeformConvGeometry& g, const DeformConvBackward& c,
+                                 const Tensor& weight, bool needs_weight, DeformConvSums& sums) {
+  const Tensor input = Kernels::channels_last(c.input);
+  const Tensor grad_output = reshaped(Kernels::channels_last(c.grad_output), {g.pixels(), g.out_channels});
+  const int64_t block = Kernels::block_pixels(g, input.element_size());
+  const int64_t width = g.taps() * g.channels_per_group();
+  const bool needs_columns = c.grad_input.defined() || c.grad_offset.defined();
+  for (int64_t start = 0; start < g.pixels(); start += block) {
+    const int64_t length = std::min(block, g.pixels() - start);
+    // (G, length, out / G), or a matrix for one group
+    const Tensor grad_rows = g.groups > 1           ? group_rows(grad_output, start, length, g)
+                             : length == g.pixels() ? grad_output
+                                                    : narrowed(grad_output, 0, start, length);
+    Tensor grad_columns, columns;
+    if (needs_columns) {
+      grad_columns = sums.grad_columns.resize(input, g.groups, length, width);
+      product_out(grad_columns, grad_rows, weight);
+    }
+    if (needs_weight) {
+      const bool replace = Kernels::columns_replace_gradients && needs_columns;
+      columns = replace ? grad_columns : sums.columns.resize(input, g.groups, length, width);
+    }
+    if (needs_columns) {
+      Kernels::sample_backward(g, input, c.offset, c.mask, grad_columns, columns, c.grad_input, c.grad_offset,
+                               c.grad_mask, start, length);
+    } else if (needs_weight) {
+      Kernels::sample(g, input, c.offset, c.mask, columns, start, length);
+    }
+    if (!needs_weight) continue;
+    const bool first = !sums.grad_weight.defined();
+    if (first)
+      sums.grad_weight = torch::stable::new_empty(weight, sizes_of(weight), Kernels::accumulate_type(weight));
+    if (first && sums.grad_weight.scalar_type() == weight.scalar_type()) {
+      product_out(sums.grad_weight, transposed(grad_rows), columns);
+      continue;
+    }
+    if (!sums.part.defined()) sums.part = empty_like_options(weight, sizes_of(weight));
+    product_out(sums.part, transposed(grad_rows), columns);
+    if (first) {
+      torch::stable::copy_(sums.grad_weight, sums.part);
+    } else {
+      Kernels::accumulate(sums.grad_weight, sums.part);
+    }
+  }
+}
+
+template <class Kernels>
+std::tuple<Tensor, Tensor, Tensor, Tensor> deform_conv2d_backward_driver(
+    const Tensor& grad_output_, const Tensor& input_, const Tensor& offset_, const Tensor& weight_,
+    std::optional<Tensor> mask_, std::vector<int64_t> stride, std::vector<int64_t> padding,
+    std::vector<int64_t> dilation, int64_t groups, int64_t offset_groups, bool needs_input, bool needs_offset,
+    bool needs_weight) {
+  const DeformConvGeometry g =
+      deform_conv_geometry(input_, offset_, weight_, stride, padding, dilation, groups, offset_groups);
+  const ScalarType type = Kernels::compute_type(input_);
+  const Tensor input = to_dtype(input_, type);
+  const Tensor offset = to_dtype(offset_, type);
+  const Tensor mask = mask_ ? to_dtype(*mask_, type) : Tensor();
+  const Tensor grad_output = to_dtype(grad_output_, type);
+  const Tensor weight = matrices(pack_weight(to_dtype(weight_, type), g));  // of (G, out / G, K * Cg)
+  const ScalarType sum_type = Kernels::accumulate_type(input);
+
+  DeformConvSums sums;
+  Tensor grad_input, grad_weight, grad_offset, grad_mask;
+  const bool channels_last = is_channels_last(input_);
+  const bool in_place = channels_last && sum_type == type;  // accumulate directly in grad_input
+  if (needs_input) grad_input = empty_images(input, channels_last, g.N, g.C, g.H, g.W);
+  if (needs_offset) {
+    grad_offset = torch::stable::empty_like(offset);
+    if (mask_) grad_mask = torch::stable::empty_like(mask);
+  }
+
+  const int64_t chunk = Kernels::images_per_chunk(g, input.element_size());
+  for (int64_t n = 0; n < g.N; n += chunk) {
+    DeformConvGeometry part = g;
+    part.N = std::min(chunk, g.N - n);
+    DeformConvBackward c{images(grad_output, n, part.N),
+                         images(input, n, part.N),
+                         images(offset, n, part.N),
+                         images(mask, n, part.N),
+                         Tensor(),
+                         images(grad_offset, n, part.N),
+                         images(grad_mask, n, part.N)};
+    Tensor out = images(grad_input, n, part.N);
+    if (in_place && needs_input) {
+      c.grad_input = permuted(out, {0, 2, 3, 1});
+      torch::stable::zero_(c.grad_input);
+    } else if (needs_input) {
+      c.grad_input = torch::stable::new_zeros(input, std::vector<int64_t>{part.N, g.H, g.W, g.C}, sum_type);
+    }
+    deform_conv2d_backward_rows<Kernels>(part, c, weight, needs_weight, sums);
+    if (!needs_input || in_place) continue;
+    if (channels_last) {
+      torch::stable::copy_(out, permuted(c.grad_input, {0, 3, 1, 2}));
+    } else {
+      Kernels::channels_first(c.grad_input, out);
+    }
+  }
+
+  const ScalarType out = input_.scalar_type();
+  const auto none = [&] { return empty_like_options(input_, {0}); };  // results must not share memory
+  if (needs_weight) {
+    grad_weight =
+        sums.grad_weight.defined() ? sums.grad_weight : zeros_like_options(weight, sizes_of(weight));
+    grad_weight = contiguous(
+        permuted(reshaped(grad_weight, {g.out_channels, g.Kh, g.Kw, g.channels_per_group()}), {0, 3, 1, 2}));
+  }
+  return {needs_input ? to_dtype(grad_input, out) : none(),
+          needs_offset ? to_dtype(grad_offset, out) : none(),
+          needs_weight ? to_dtype(grad_weight, out) : none(),
+          needs_offset && mask_ ? to_dtype(grad_mask, out) : none()};
+}
+
+}  // namespace attn_plugins

@@ -1,0 +1,125 @@
+// Deformable attention on the CPU, without materialising samples. This file holds the entry points and the
+// choice of the instruction set; the arithmetic is in cpu_kernel.h.
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <iterator>
+#include <limits>
+#include <optional>
+#include <vector>
+
+#include "common/tensor_ops.h"
+#include "common/vectors.h"
+
+namespace {
+
+using torch::headeronly::ScalarType;
+
+constexpr int64_t BLOCK = 256;  // queries per task of the forward
+
+// For every point of a query, the size of its map and the map's first row among the values.
+template <typename T>
+struct Levels {
+  std::vector<T> height, width;
+  std::vector<int64_t> start;
+
+  Levels(const std::vector<int64_t>& shapes, const std::vector<int64_t>& points) {
+    int64_t first = 0;
+    for (size_t level = 0; level < points.size(); ++level) {
+      const int64_t rows = shapes[2 * level], columns = shapes[2 * level + 1];
+      height.insert(height.end(), points[level], T(rows));
+      width.insert(width.end(), points[level], T(columns));
+      start.insert(start.end(), points[level], first);
+      first += rows * columns;
+    }
+  }
+};
+
+// Operands of one call; absent ones are null. All except the value are contiguous (B, Q, M, ...).
+template <typename T>
+struct Problem {
+  View<T> value;  // (B, S, M, d)
+  const T *locations, *weights;
+  Levels<T> levels;
+  int64_t B, S, M, d, Q, P, blocks;
+  // With several heads, a head's rows are not contiguous; gathering from them then costs more than packing
+  // them once, if there are enough samples.
+  bool packs;
+  T* output = nullptr;
+  const T* grad_output = nullptr;
+  T *grad_value = nullptr, *grad_locations = nullptr, *grad_weights = nullptr;
+
+  Problem(const Tensor& values, const Tensor& locations, const Tensor& weights,
+          const std::vector<int64_t>& shapes, const std::vector<int64_t>& points)
+      : value(values),
+        locations(static_cast<const T*>(locations.data_ptr())),
+        weights(static_cast<const T*>(weights.data_ptr())),
+        levels(shapes, points),
+        B(values.size(0)),
+        S(values.size(1)),
+        M(values.size(2)),
+        d(values.size(3)),
+        Q(weights.size(1)),
+        P(weights.size(3)),
+        blocks((Q + BLOCK - 1) / BLOCK),
+        packs(M > 1 && Q * P >= 4 * S) {}
+};
+
+#define KERNEL "deformable_attention/cpu_kernel.h"
+#include "common/each_target.h"
+
+template <typename T>
+void forward(const Tensor& value, const Tensor& locations, const Tensor& weights, const Tensor& output,
+             const std::vector<int64_t>& shapes, const std::vector<int64_t>& points) {
+  Problem<T> p(value, locations, weights, shapes, points);
+  p.output = static_cast<T*>(output.data_ptr());
+  using Range = void (*)(const Problem<T>&, int64_t, int64_t);
+  const Range range = BEST(Range, forward_range);
+  torch::stable::parallel_for(0, p.B * p.M * p.blocks, 1,
+                              [&](int64_t begin, int64_t end) { range(p, begin, end); });
+}
+
+template <typename T>
+T* data_or_null(const std::optional<Tensor>& tensor) {
+  return tensor.has_value() ? static_cast<T*>(tensor->data_ptr()) : nullptr;
+}
+
+template <typename T>
+void backward(const Tensor& grad_output, const Tensor& value, const Tensor& locations, const Tensor& weights,
+              const std::optional<Tensor>& grad_value, const std::optional<Tensor>& grad_locations,
+              const std::optional<Tensor>& grad_weights, const std::vector<int64_t>& shapes,
+              const std::vector<int64_t>& points) {
+  Problem<T> p(value, locations, weights, shapes, points);
+  p.grad_output = static_cast<const T*>(grad_output.data_ptr());
+  p.grad_value = data_or_null<T>(grad_value);
+  p.grad_locations = data_or_null<T>(grad_locations);
+  p.grad_weights = data_or_null<T>(grad_weights);
+  using Range = void (*)(const Problem<T>&, int64_t, int64_t);
+  const Range range = BEST(Range, backward_range);
+  torch::stable::parallel_for(0, p.B * p.M, 1, [&](int64_t begin, int64_t end) { range(p, begin, end); });
+}
+
+void forward_entry(Tensor value, Tensor locations, Tensor weights, Tensor output, std::vector<int64_t> shapes,
+                   std::vector<int64_t> points) {
+  auto* typed = value.scalar_type() == ScalarType::Double ? forward<double> : forward<float>;
+  typed(value, locations, weights, output, shapes, points);
+}
+
+void backward_entry(Tensor grad_output, Tensor value, Tensor locations, Tensor weights,
+                    std::optional<Tensor> grad_value, std::optional<Tensor> grad_locations,
+                    std::optional<Tensor> grad_weights, std::vector<int64_t> shapes,
+                    std::vector<int64_t> points) {
+  auto* typed = value.scalar_type() == ScalarType::Double ? backward<double> : backward<float>;
+  typed(grad_output, value, locations, weights, grad_value, grad_locations, grad_weights, shapes, points);
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(attn_plugins, CPU, m) {
+  m.impl("deformable_attention_forward_", TORCH_BOX(&forward_entry));
+  m.impl("deformable_attention_backward_", TORCH_BOX(&backward_entry));
+}

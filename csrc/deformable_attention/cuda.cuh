@@ -1,0 +1,314 @@
+// CUDA kernels of deformable attention. A team of neighbouring threads (a power of two, at most a warp) works
+// on one head of one query; each thread takes a vector of its channels. The teams of a query's heads are
+// neighbours, so that together they read contiguous locations and write a contiguous output.
+//
+// A team goes through its points in rounds: its threads locate kRound samples each, and then all of them read
+// these samples (bilinear.cuh).
+#pragma once
+
+#include <algorithm>
+#include <limits>
+#include <optional>
+#include <vector>
+
+#include "common/dispatch.cuh"
+#include "common/divisor.cuh"
+#include "common/bilinear.cuh"
+
+namespace attn_plugins {
+
+constexpr int kMostLevels = 16;
+constexpr int kRound = 2;  // samples that a thread locates per round
+
+struct AttentionLevel {
+  int height, width, first_pixel;
+  int last_point;  // number of points of this level and the levels before it
+};
+
+struct AttentionProblem {
+  int64_t teams, S;  // teams: B * Q * M * slices
+  int M, d, P, levels;
+  int lanes_log2;
+  Divisor slices, heads, queries;  // by the slices of a head's channels (1 in the backward), by M and by Q
+  AttentionLevel level[kMostLevels];
+};
+
+// Where the data of a team's (b, q, m) begin.
+struct AttentionTeam {
+  int64_t index;  // (b * Q + q) * M + m: its row of locations, weights and outputs
+  int64_t head;   // element of pixel 0 in (B, S, M, d)
+  int slice;
+
+  // Team `number` of the block. Beyond the last team, the last one stands in.
+  __device__ __forceinline__ AttentionTeam(const AttentionProblem& p, int number) {
+    const int64_t team = int64_t(blockIdx.x) * (kThreads >> p.lanes_log2) + number;
+    int m, q;
+    const int row = p.slices.divide(static_cast<int>(min(team, p.teams - 1)), &slice);
+    const int b = p.queries.divide(p.heads.divide(row, &m), &q);
+    index = row;
+    head = (b * p.S * p.M + m) * p.d;
+  }
+};
+
+// The teams of a block, and the role of a thread in them.
+struct AttentionLayout {
+  int lanes, lane, teams, own;
+  bool writes;  // false if its team is a stand-in
+
+  __device__ __forceinline__ explicit AttentionLayout(const AttentionProblem& p) {
+    const int thread = static_cast<int>(threadIdx.x);
+    lanes = 1 << p.lanes_log2;
+    lane = thread & (lanes - 1);
+    own = thread >> p.lanes_log2;
+    teams = kThreads >> p.lanes_log2;
+    writes = int64_t(blockIdx.x) * teams + own < p.teams;
+  }
+
+  // The index of the team's point among the staged samples; those of neighbouring teams are neighbours.
+  __device__ __forceinline__ int slot(int point) const { return point * teams + own; }
+};
+
+// Locates a point's sample and returns its level. Points are ordered by level.
+template <class A>
+__device__ __forceinline__ const AttentionLevel& locate(const AttentionProblem& p, const A* locations,
+                                                        int point, Sample<A>* sample) {
+  int level = 0;
+  while (level + 1 < p.levels && point >= p.level[level].last_point) ++level;
+  const AttentionLevel& found = p.level[level];
+  const A x = __ldg(locations + 2 * point), y = __ldg(locations + 2 * point + 1);
+  *sample =
+      sample_at<A>(y * A(found.height) - A(0.5), x * A(found.width) - A(0.5), found.height, found.width);
+  return found;
+}
+
+// Stages points [first, first + count) of every team. The lanes of a team locate its points.
+template <class A, int SLOTS>
+__device__ __forceinline__ void stage(const AttentionProblem& p, const AttentionLayout& layout,
+                                      const A* locations, const A* weights, int first, int count,
+                                      Staged<A, SLOTS>* staged) {
+#pragma unroll
+  for (int i = 0; i < kRound; ++i) {
+    const int point = layout.lane + i * layout.lanes;
+    if (point >= count) break;
+    Sample<A> s;
+    const AttentionLevel& level = locate(p, locations, first + point, &s);
+    staged->put(layout.slot(point), s, __ldg(weights + first + point), level.height, level.width,
+                level.first_pixel);
+  }
+}
+
+// Adds the weighted samples of POINTS points to N channels. Their loads are in flight together.
+template <int POINTS, class T, int N, class Points>
+__device__ __forceinline__ void add_points(const Points& staged, int slot, int teams, const T* head,
+                                           int pixel_bytes, accumulate_t<T> (&total)[N]) {
+  Vector<T, N> corner[POINTS][4];
+#pragma unroll
+  for (int u = 0; u < POINTS; ++u) {
+    const Corners<const T> corners(head, staged.places[slot + u * teams], pixel_bytes);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) corner[u][i] = load_constant<T, N>(corners.at[i]);
+  }
+#pragma unroll
+  for (int u = 0; u < POINTS; ++u) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) loaded(corner[u][i]);  // or the compiler moves the loads behind the condition
+  }
+#pragma unroll
+  for (int u = 0; u < POINTS; ++u) {
+    if (!staged.places[slot + u * teams].near) continue;
+    blend<T, N>(staged.weights[slot + u * teams], corner[u], total);
+  }
+}
+
+// output = sum of weighted samples. Each thread takes N channels.
+template <class T, int N>
+__global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2 : 4)
+    attend_kernel(const AttentionProblem p, const T* __restrict__ value,
+                  const accumulate_t<T>* __restrict__ locations, const accumulate_t<T>* __restrict__ weights,
+                  T* __restrict__ output) {
+  using A = accumulate_t<T>;
+  __shared__ Staged<A, kThreads * kRound> staged;
+  const AttentionLayout layout(p);
+  const AttentionTeam team(p, layout.own);
+  const int channel = (team.slice * layout.lanes + layout.lane) * N;
+  const bool active = channel < p.d;
+  const int c = active ? channel : 0, pixel_bytes = p.M * p.d * int(sizeof(T));
+  const T* head = value + team.head + c;
+  A total[N] = {};
+  for (int first = 0; first < p.P; first += kRound * layout.lanes) {
+    const int count = min(kRound * layout.lanes, p.P - first);
+    if (first > 0) __syncthreads();  // wait until the previous round has been read
+    stage(p, layout, locations + team.index * p.P * 2, weights + team.index * p.P, first, count, &staged);
+    __syncthreads();
+    int point = 0;
+    for (; point + 2 <= count; point += 2) {
+      add_points<2, T, N>(staged, layout.slot(point), layout.teams, head, pixel_bytes, total);
+    }
+    if (point < count)
+      add_points<1, T, N>(staged, layout.slot(point), layout.teams, head, pixel_bytes, total);
+  }
+  if (active && layout.writes) store(output + team.index * p.d + c, narrow<T>(total));
+}
+
+// Results of the backward pass; nullptr if not needed. The kernel adds to the value's gradient.
+template <class A>
+struct AttentionGradients {
+  A *value, *locations, *weights;
+};
+
+template <class T, int N>
+__global__ void __launch_bounds__(kThreads, 2)
+    attend_backward_kernel(const AttentionProblem p, const T* __restrict__ grad_output,
+                           const T* __restrict__ value, const accumulate_t<T>* __restrict__ locations,
+                           const accumulate_t<T>* __restrict__ weights,
+                           const AttentionGradients<accumulate_t<T>> grads) {
+  using A = accumulate_t<T>;
+  __shared__ Staged<A, kThreads * kRound> staged;
+  __shared__ Four<A> sums[kThreads * kRound];  // <gradient, pixel> of the staged samples
+  const AttentionLayout layout(p);
+  const AttentionTeam team(p, layout.own);
+  const int pixel_bytes = p.M * p.d * int(sizeof(T)), sum_bytes = p.M * p.d * int(sizeof(A));
+  const T* head = value + team.head;
+  const T* output_gradient = grad_output + team.index * p.d;
+  const int channels = layout.writes ? p.d : 0, own_channel = layout.lane * N;
+  const bool needs_points = grads.locations || grads.weights;
+  // A thread usually has a single vector of channels, so its gradient is read only once.
+  Vector<T, N> own_gradient;
+  if (own_channel < channels) own_gradient = load_constant<T, N>(output_gradient + own_channel);
+
+  for (int first = 0; first < p.P; first += kRound * layout.lanes) {
+    const int count = min(kRound * layout.lanes, p.P - first);
+    stage(p, layout, locations + team.index * p.P * 2, weights + team.index * p.P, first, count, &staged);
+    __syncthreads();
+    for (int point = 0; point < count; ++point) {
+      const int slot = layout.slot(point);
+      const Place place = staged.places[slot];
+      const Four<A> shares = staged.weights[slot];
+      A products[4] = {};
+      for (int c = own_channel; c < channels; c += layout.lanes * N) {
+        Vector<T, N> gradient = own_gradient;
+        if (c != own_channel) gradient = load_constant<T, N>(output_gradient + c);
+        const Corners<const T> corners(head + c, place, pixel_bytes);
+        Vector<T, N> corner[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) corner[i] = load_constant<T, N>(corners.at[i]);
+        A grad[N];
+        widen(gradient, grad);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          A x[N];
+          widen(corner[i], x);
+#pragma unroll
+          for (int e = 0; e < N; ++e) products[i] += x[e] * grad[e];
+        }
+        if (!grads.value || !place.near) continue;
+        const Corners<A> targets(grads.value + team.head + c, place, sum_bytes);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          A part[N];
+#pragma unroll
+          for (int e = 0; e < N; ++e) part[e] = shares.of[i] * grad[e];
+          add_atomically(targets.at[i], part);
+        }
+      }
+      if (needs_points) sum_over_team(products, layout.lane, layout.lanes, &sums[slot]);
+    }
+    __syncthreads();
+    for (int point = layout.lane; needs_points && layout.writes && point < count; point += layout.lanes) {
+      const int64_t at = team.index * p.P + first + point;
+      Sample<A> s;
+      const AttentionLevel& level = locate(p, locations + team.index * p.P * 2, first + point, &s);
+      const PixelSums<A> found(s, sums[layout.slot(point)], level.height, level.width);
+      const A attention = __ldg(weights + at);
+      if (grads.weights) grads.weights[at] = found.sampled();
+      if (grads.locations) {
+        grads.locations[2 * at] = attention * A(level.width) * found.across();
+        grads.locations[2 * at + 1] = attention * A(level.height) * found.down();
+      }
+    }
+  }
+}
+
+namespace {
+
+// If `forward`, several teams share the channels of a head that exceed one team's, and a team may be a single
+// thread.
+inline AttentionProblem attention_problem(const Tensor& value, const Tensor& weights,
+                                          const std::vector<int64_t>& shapes,
+                                          const std::vector<int64_t>& points, int vector, bool forward) {
+  constexpr int64_t limit = std::numeric_limits<int32_t>::max();
+  const int64_t M = value.size(2), d = value.size(3), Q = weights.size(1), P = weights.size(3);
+  AttentionProblem p{};
+  while (p.lanes_log2 < 5 && (int64_t(vector) << p.lanes_log2) < d) ++p.lanes_log2;
+  const int64_t lanes = int64_t(1) << p.lanes_log2;
+  const int64_t slices = forward ? std::max<int64_t>(1, (d + lanes * vector - 1) / (lanes * vector)) : 1;
+  if (!forward) p.lanes_log2 = std::max(p.lanes_log2, 2);  // sum_over_team needs 4 lanes
+  p.S = value.size(1), p.M = static_cast<int>(M), p.d = static_cast<int>(d), p.P = static_cast<int>(P);
+  p.levels = static_cast<int>(points.size());
+  p.teams = value.size(0) * Q * M * slices;
+  STD_TORCH_CHECK(points.size() <= kMostLevels && p.teams < limit && M * d <= limit / 8 && P < limit / 2 &&
+                      p.S < limit && *std::ranges::max_element(shapes) < limit,
+                  "attn_plugins: deformable attention on CUDA takes at most 16 levels, and fewer than 2^31 "
+                  "pixels and heads of queries, got ",
+                  points.size(), ", ", p.S, " and ", p.teams);
+  p.slices = Divisor(slices), p.heads = Divisor(std::max<int64_t>(M, 1));
+  p.queries = Divisor(std::max<int64_t>(Q, 1));
+  int pixel = 0, point = 0;
+  for (int level = 0; level < p.levels; ++level) {
+    const int height = static_cast<int>(shapes[2 * level]), width = static_cast<int>(shapes[2 * level + 1]);
+    point += static_cast<int>(points[level]);
+    p.level[level] = {height, width, pixel, point};
+    pixel += height * width;
+  }
+  return p;
+}
+
+inline int64_t attention_blocks(const AttentionProblem& p) {
+  const int64_t teams = kThreads >> p.lanes_log2;
+  return (p.teams + teams - 1) / teams;
+}
+
+// All tensors are contiguous; locations and weights are of the type of the arithmetic.
+inline void deformable_attention_forward(Tensor value, Tensor locations, Tensor weights, Tensor output,
+                                         std::vector<int64_t> shapes, std::vector<int64_t> points) {
+  for_type(value.scalar_type(), [&](auto type) {
+    using T = decltype(type);
+    using A = accumulate_t<T>;
+    for_width<T>({value.size(3)}, {value.data_ptr(), output.data_ptr()}, [&](auto, auto width) {
+      constexpr int N = decltype(width)::value;
+      const auto p = attention_problem(value, weights, shapes, points, N, true);
+      launch(attend_kernel<T, N>, attention_blocks(p), p, data_of<const T>(value),
+             data_of<const A>(locations), data_of<const A>(weights), data_of<T>(output));
+    });
+  });
+}
+
+// The gradients are of the type of the arithmetic. grad_value is accumulated into.
+inline void deformable_attention_backward(Tensor grad_output, Tensor value, Tensor locations, Tensor weights,
+                                          std::optional<Tensor> grad_value,
+                                          std::optional<Tensor> grad_locations,
+                                          std::optional<Tensor> grad_weights, std::vector<int64_t> shapes,
+                                          std::vector<int64_t> points) {
+  for_type(value.scalar_type(), [&](auto type) {
+    using T = decltype(type);
+    using A = accumulate_t<T>;
+    const auto found = [](const std::optional<Tensor>& t) {
+      return t.has_value() ? static_cast<A*>(t->data_ptr()) : nullptr;
+    };
+    const AttentionGradients<A> grads{found(grad_value), found(grad_locations), found(grad_weights)};
+    const auto run = [&](auto, auto width) {
+      constexpr int N = decltype(width)::value;
+      const auto p = attention_problem(value, weights, shapes, points, N, false);
+      launch(attend_backward_kernel<T, N>, attention_blocks(p), p, data_of<const T>(grad_output),
+             data_of<const T>(value), data_of<const A>(locations), data_of<const A>(weights), grads);
+    };
+    if (grads.value) {
+      for_atomic_width<T>({value.size(3)}, {value.data_ptr(), grad_output.data_ptr()}, run);
+    } else {
+      for_width<T>({value.size(3)}, {value.data_ptr(), grad_output.data_ptr()}, run);
+    }
+  });
+}
+
+}  // namespace
+}  // namespace attn_plugins

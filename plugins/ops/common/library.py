@@ -1,0 +1,117 @@
+"""Load the compiled operators, and report which devices they run on.
+
+Backends call :func:`refusal`. If it returns a reason, the next backend of the operator's table is tried. If no binary
+runs on the device, :func:`.backends.choose` also logs the reason and the backend that is used instead.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from pathlib import Path
+
+import torch
+from packaging.version import Version
+
+from .backends import Failure
+
+OLDEST_TORCH = Version("2.10")  # the stable ABI that the binaries were compiled for
+_PACKAGE = Path(__file__).resolve().parents[2]
+
+
+def _binary(name: str) -> Path | None:
+    """Return the path of binary ``name``, or None if there is none."""
+    return next(iter(sorted(_PACKAGE.glob(f"{name}.*so")) + sorted(_PACKAGE.glob(f"{name}.*pyd"))), None)
+
+
+def _load(name: str) -> str | None:
+    """Load binary ``name``; return None on success, else the reason for the failure."""
+    if Version(torch.__version__) < OLDEST_TORCH:
+        return f"torch {torch.__version__} is older than {OLDEST_TORCH}, whose ABI the binary needs"
+    file = _binary(name)
+    if file is None:
+        return f"there is no {name} binary in {_PACKAGE.name}/: it was not compiled at installation"
+    try:
+        torch.ops.load_library(str(file))
+    except OSError as error:
+        return f"{file.name} does not load: {error}"
+    return None
+
+
+@cache
+def failures() -> dict[str, str | None]:
+    """Load the binaries, once; return for each device type why its binary did not load, or None if it did."""
+    reasons = {"cpu": _load("_C")}
+    if reasons["cpu"] is not None:  # _C defines the schemas that _C_cuda implements
+        reasons["cuda"] = reasons["cpu"]
+    elif torch.version.cuda is None:
+        reasons["cuda"] = f"torch {torch.__version__} was built without CUDA"
+    else:
+        reasons["cuda"] = _load("_C_cuda")
+    return reasons
+
+
+_FAILURES = failures()
+
+
+def _code_refusal(index: int) -> str | None:
+    """Return CUDA's reason why the CUDA binary has no code that GPU ``index`` can run, or None."""
+    ask = ctypes.CDLL(str(_binary("_C_cuda"))).attn_plugins_cuda_refusal
+    ask.restype = ctypes.c_char_p
+    with torch.cuda.device(index):
+        reason = ask()
+    return None if reason is None else reason.decode()
+
+
+@cache
+def _gpu_failure(index: int) -> str | None:
+    """Return the reason why the CUDA binary's kernels do not run on GPU ``index``, or None."""
+    reason = _code_refusal(index)
+    if reason is None:
+        return None
+    major, minor = torch.cuda.get_device_capability(index)
+    return (
+        f"the CUDA binary has no code for {torch.cuda.get_device_name(index)} of compute capability "
+        f"{major}.{minor} ({reason}): reinstall with TORCH_CUDA_ARCH_LIST={major}.{minor} to compile it"
+    )
+
+
+def _device(device: torch.device | str) -> torch.device:
+    return torch.device(device) if isinstance(device, str) else device
+
+
+def _gpu(device: torch.device) -> int | None:
+    """Return the index of a CUDA device, or None without a GPU: fake CUDA tensors exist there as well."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return None
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
+def _failure(device: torch.device | str) -> str | None:
+    """Return the reason why the compiled operators do not run on ``device``, or None."""
+    device = _device(device)
+    reason = _FAILURES.get(device.type, f"there are no kernels for {device.type}")
+    gpu = _gpu(device)
+    return _gpu_failure(gpu) if reason is None and gpu is not None else reason
+
+
+def has_kernel(device: torch.device | str) -> bool:
+    """Return whether the compiled operators run on ``device``; ``'cuda'`` is the current GPU."""
+    return _failure(device) is None
+
+
+def has_schemas() -> bool:
+    """Return whether the binary that defines the operators' schemas was loaded."""
+    return _FAILURES["cpu"] is None
+
+
+def refusal(device: torch.device | str, kind: str) -> str | None:
+    """Return the reason why the compiled kernels for device type ``kind`` cannot run on ``device``, or None.
+
+    A missing binary, or one without code for the GPU, is a :class:`.backends.Failure`.
+    """
+    device = _device(device)
+    if device.type != kind:
+        return f"its kernels are for {kind}, but the tensors are on {device.type}"
+    reason = _failure(device)
+    return None if reason is None else Failure(reason)

@@ -1,1 +1,0 @@
-"""Region "criss-cross": attention to the keys in the row and in the column of each query."""

@@ -1,0 +1,215 @@
+"""Criss-cross attention in Triton's kernels: two passes, along columns and along rows, around one softmax.
+
+Forward, the pass along rows continues the softmax of the pass along columns: nothing as large as the weights is
+stored. A program has a block of queries of one line and a block of the values' channels, and reads the line's keys.
+Values are split over programs, each of which computes the logits: 512 channels beside keys of 64 (CCNet) do not fit
+a program's registers, and the columns of one map alone do not fill a device.
+
+Backward, weights are recomputed from the log-sum-exp. A gradient is written by one program in each of both passes, the
+second of which adds to the first: no result depends on the order of programs.
+
+They take content alone in float16 and bfloat16; sums and softmax are in float32. What the first pass writes is rounded
+to the dtype of the tensors before the second adds to it, as between batched products, which serve everything else.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..common import backends, triton_launch
+from ..common.backends import Backend
+from .operands import Options, Terms
+from .torch import empty, packed
+
+WIDEST = 256  # width of query and key: a program holds them whole
+_SMALLEST = 16  # block
+
+
+class Blocks(NamedTuple):
+    """What a program holds at once, and how it is compiled."""
+
+    queries: int
+    keys: int
+    channels: int  # of the values
+    warps: int
+    stages: int
+
+
+# By times on an H100.
+BLOCKS = {"attend": Blocks(64, 32, 128, 4, 2), "queries": Blocks(64, 64, 64, 4, 2), "keys": Blocks(64, 64, 128, 4, 2)}
+# On devices other than Hopper, where none has been timed: without spills.
+OTHER_BLOCKS = {
+    "attend": Blocks(64, 32, 64, 4, 2),
+    "queries": Blocks(64, 32, 64, 4, 2),
+    "keys": Blocks(32, 64, 64, 8, 2),
+}
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def wanted(terms: Terms) -> bool:
+    """Whether these kernels are to serve, whatever the sizes are."""
+    if not _takes(terms):
+        return False
+    if (name := backends.forced()) is not None:
+        return name == triton_launch.NAME
+    return terms.value.is_cuda and triton_launch.runs_on(terms.value.device.index or 0)
+
+
+def _takes(terms: Terms) -> bool:
+    return terms.value.dtype in _HALF and terms.position_logits is None
+
+
+def refuses(terms: Terms, options: Options) -> str | None:
+    """Return the reason why the kernels do not compute this, or None."""
+    if not _takes(terms):
+        return "its kernels take content alone, in float16 and bfloat16"
+    if reason := triton_launch.refusal(terms.value):
+        return reason
+    if not options.recompute:
+        return "the weights are to be kept"
+    assert terms.query is not None
+    width = terms.query.shape[4]
+    if not 1 <= width <= WIDEST:
+        return f"its kernels take widths of query and key from 1 to {WIDEST}, got {width}"
+    B, M, H, W, dv = terms.value.shape
+    most = B * M * max(H * _blocks(W, _SMALLEST), W * _blocks(H, _SMALLEST)) * (_blocks(dv, _SMALLEST) + 1)
+    if most > triton_launch.LONGEST_GRID:
+        return f"its kernels might need {most} programs, and a grid has at most {triton_launch.LONGEST_GRID}"
+    return None
+
+
+def _blocks(size: int, block: int) -> int:
+    return -(-size // block)
+
+
+def forward(terms: Terms, options: Options, output: Tensor, weights: Tensor, log_sum_exp: Tensor) -> None:
+    """Write the output (B, M, H, W, dv) and the log-sum-exp (B, M, H, W)."""
+    from . import triton_kernels
+
+    launches = _Launches(terms, options, output)
+    query, key, value = launches.terms
+    blocks = launches.blocks("attend")
+    partial = torch.empty_like(log_sum_exp)
+    for column in (True, False):
+        launches.add(
+            triton_kernels.attend, blocks, column, blocks.queries, _blocks(value.shape[4], blocks.channels),
+            (value, query, key, output, partial, log_sum_exp), (value, query, key, output),
+        )  # fmt: skip
+
+
+def backward(
+    grad_output: Tensor,
+    terms: Terms,
+    options: Options,
+    output: Tensor | None,
+    weights: Tensor,
+    log_sum_exp: Tensor,
+    grads: Sequence[Tensor | None],
+) -> None:
+    """Fill the wanted gradients (those not None) of query, key and value."""
+    from . import triton_kernels
+
+    grad_query, grad_key, grad_value = (g if g is None or g.numel() else None for g in grads[:3])
+    slopes = packed(grad_output, grad_output.dtype)
+    if grad_query is not None or grad_key is not None:
+        if output is None:  # another backend was to compute this backward pass
+            output = empty(terms.value, terms.value.shape[4])
+            forward(terms, options, output, weights, torch.empty_like(log_sum_exp))
+        output = packed(output, output.dtype)
+    launches = _Launches(terms, options, slopes, output, grad_query, grad_key, grad_value)
+    query, key, value = launches.terms
+    mean = torch.empty_like(log_sum_exp)
+
+    blocks = launches.blocks("queries")
+    for column in (True, False):
+        if grad_query is not None or (column and grad_key is not None):
+            launches.add(
+                triton_kernels.gradients_of_queries, blocks, column, blocks.queries, 1,
+                (value, query, key, slopes, log_sum_exp, output, mean, grad_query),
+                (value, query, key, slopes, output, grad_query), MEAN=column, ADD=not column,
+            )  # fmt: skip
+
+    blocks = launches.blocks("keys")
+    value_parts = 0 if grad_value is None else _blocks(value.shape[4], blocks.channels)
+    parts = value_parts + (grad_key is not None)
+    for column in (True, False) if parts else ():
+        launches.add(
+            triton_kernels.gradients_of_keys, blocks, column, blocks.keys, parts,
+            (value, query, key, slopes, log_sum_exp, mean, grad_key, grad_value),
+            (value, query, key, slopes, grad_key, grad_value), VALUE_PARTS=value_parts, ADD=not column,
+        )  # fmt: skip
+
+
+class _Launches:
+    """What all launches of a call share.
+
+    Attributes:
+        terms: Query, key and value, with contiguous widths.
+    """
+
+    def __init__(self, terms: Terms, options: Options, *others: Tensor | None):
+        dtype = terms.value.dtype
+        self.terms = tuple(packed(t, dtype) for t in terms[:3] if t is not None)
+        query, key, value = self.terms
+        self.scale, self.shape = options.scale, value.shape
+        strides = [n for t in (query, key, value, *others) if t is not None for n in _strides(t, False)]
+        self.unit = math.gcd(16, *strides)
+        D, DV = query.shape[4], value.shape[4]
+        self.constants: dict[str, Any] = dict(
+            D=D, DV=DV, UNIT=self.unit, BLOCK_D=triton_launch.power_of_two(D),
+            PRECISION=triton_launch.precision(dtype), UPCAST=triton_launch.upcast(dtype),
+        )  # fmt: skip
+
+    def blocks(self, kernel: str) -> Blocks:
+        """Those of a kernel, with no more channels than there are; above a width of 64, of 8 warps."""
+        blocks = (BLOCKS if triton_launch.hopper(self.terms[2]) else OTHER_BLOCKS)[kernel]
+        if self.constants["D"] > 64:
+            blocks = blocks._replace(warps=8)
+        return blocks._replace(channels=min(blocks.channels, triton_launch.power_of_two(self.shape[4])))
+
+    def add(
+        self,
+        kernel: Any,
+        blocks: Blocks,
+        column: bool,
+        block: int,
+        parts: int,
+        tensors: Sequence[Tensor | None],
+        strided: Sequence[Tensor | None],
+        **constants: Any,
+    ) -> None:
+        """Launch a kernel along columns or rows.
+
+        Args:
+            block: Places of a line that a program has.
+            parts: Programs that have the same places.
+            tensors: The kernel's.
+            strided: Those whose strides, in units, it takes.
+        """
+        B, M, H, W, _ = self.shape
+        lines, length = (W, H) if column else (H, W)
+        sizes = [n // self.unit for t in strided for n in _strides(t, column)]
+        triton_launch.launch(
+            kernel, (B * M * lines * _blocks(length, block) * parts,), *tensors,
+            self.scale, M, lines, length, *sizes,
+            **self.constants, **constants, COLUMN=column, PARTS=parts,
+            BLOCK_Q=blocks.queries, BLOCK_K=blocks.keys, BLOCK_V=blocks.channels,
+            num_warps=blocks.warps, num_stages=blocks.stages,
+        )  # fmt: skip
+
+
+def _strides(tensor: Tensor | None, column: bool) -> tuple[int, ...]:
+    """Of image, head, line and place, 0 where there is but one or no tensor."""
+    if tensor is None:
+        return 0, 0, 0, 0
+    (B, M, H, W), (b, m, h, w) = tensor.shape[:4], tensor.stride()[:4]
+    b, m, h, w = 0 if B == 1 else b, 0 if M == 1 else m, 0 if H == 1 else h, 0 if W == 1 else w
+    return (b, m, w, h) if column else (b, m, h, w)
+
+
+BACKEND = Backend(triton_launch.NAME, refuses, forward, backward)

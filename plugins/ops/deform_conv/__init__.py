@@ -1,0 +1,1 @@
+"""Convolution whose taps are moved by learned offsets."""

@@ -1,0 +1,214 @@
+"""Region "sampled": deformable convolution, v1 and v2 (modulated), in one and two dimensions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..common.arguments import check_dim, check_tensors, expand
+from ..common.operator import Operator
+from . import cpu, cuda
+from . import torch as plain
+from .operands import Options, Terms
+
+
+def deform_conv2d(
+    input: Tensor,
+    offset: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: int | Sequence[int] = 1,
+    padding: int | Sequence[int] = 0,
+    dilation: int | Sequence[int] = 1,
+    mask: Tensor | None = None,
+) -> Tensor:
+    """Convolve at learned, fractional sampling positions (Zhu et al. 2019, Eq. 4; Dai et al. 2017).
+
+    Output pixel q is ``sum_k weight_k * mask_kq * input(q + p_k + offset_kq)``, where the input is interpolated
+    bilinearly and is 0 outside the map. Semantics, shapes and the order of offsets are those of
+    ``torchvision.ops.deform_conv2d``. Offsets are in pixels.
+
+    Args:
+        input: (B, C, H, W).
+        offset: (B, D * Kh * Kw * 2, Ho, Wo): for each offset group and tap the row offset, then the column offset.
+            Each of the D offset groups applies to C / D consecutive channels.
+        weight: (C_out, C / groups, Kh, Kw); its second size determines the number of groups.
+        bias: (C_out,).
+        stride: Distance between neighbouring output pixels, in input pixels.
+        padding: Zeros added on each side of the input.
+        dilation: Distance between neighbouring taps, in input pixels.
+        mask: (B, D * Kh * Kw, Ho, Wo), the modulation of v2; None for v1.
+
+    Returns:
+        (B, C_out, Ho, Wo), channels-last if ``input`` is.
+
+    Raises:
+        ValueError: a shape, a device or a convolution parameter does not match.
+        TypeError: the tensors are not floating-point or do not share one dtype.
+    """
+    stride = expand("stride", stride, 2, 1)
+    padding = expand("padding", padding, 2, 0)
+    dilation = expand("dilation", dilation, 2, 1)
+    check_tensors("input", ("offset", "weight"), input=input, offset=offset, weight=weight, bias=bias, mask=mask)
+    check_dim("input", input, "(B, C, H, W)")
+    check_dim("weight", weight, "(C_out, C / groups, Kh, Kw)")
+    check_dim("offset", offset, "(B, D * Kh * Kw * 2, Ho, Wo)")
+    groups = _check_weight(input, weight, bias)
+    B, C, *size = input.shape
+    Kh, Kw = weight.shape[2:]
+    Ho, Wo = (_output_size(*sizes) for sizes in zip(size, (Kh, Kw), stride, padding, dilation))
+    offset_groups = offset.shape[1] // (2 * Kh * Kw)
+    if offset_groups == 0 or C % offset_groups or offset.shape != (B, 2 * offset_groups * Kh * Kw, Ho, Wo):
+        raise ValueError(
+            f"offset must have shape (B, D * {2 * Kh * Kw}, Ho, Wo) = ({B}, D * {2 * Kh * Kw}, {Ho}, {Wo}), with D "
+            f"dividing the {C} channels of input, for a weight of shape {tuple(weight.shape)}, stride {stride}, "
+            f"padding {padding} and dilation {dilation}, got {tuple(offset.shape)}"
+        )
+    if mask is not None and mask.shape != (B, offset_groups * Kh * Kw, Ho, Wo):
+        raise ValueError(
+            f"mask must have shape {(B, offset_groups * Kh * Kw, Ho, Wo)}, one value a sample of offset, "
+            f"got {tuple(mask.shape)}"
+        )
+    terms = Terms(input, offset, weight, bias, mask)
+    return CONVOLVE(terms, Options(stride, padding, dilation, groups, offset_groups))
+
+
+def deform_conv1d(
+    input: Tensor,
+    offset: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: int = 1,
+    padding: int = 0,
+    dilation: int = 1,
+    mask: Tensor | None = None,
+) -> Tensor:
+    """Convolve a sequence at learned, fractional positions: :func:`deform_conv2d` in one dimension.
+
+    Args:
+        input: (B, C, L).
+        offset: (B, D * K, L_out), in positions, for D offset groups of C / D consecutive channels.
+        weight: (C_out, C / groups, K).
+        bias: (C_out,).
+        stride: Distance between neighbouring output positions.
+        padding: Zeros added at both ends.
+        dilation: Distance between neighbouring taps.
+        mask: (B, D * K, L_out), or None.
+
+    Returns:
+        (B, C_out, L_out).
+
+    Raises:
+        ValueError: a shape, a device or a convolution parameter does not match.
+        TypeError: the tensors are not floating-point or do not share one dtype.
+    """
+    (stride,) = expand("stride", stride, 1, 1)
+    (padding,) = expand("padding", padding, 1, 0)
+    (dilation,) = expand("dilation", dilation, 1, 1)
+    check_tensors("input", ("offset", "weight"), input=input, offset=offset, weight=weight, bias=bias, mask=mask)
+    check_dim("input", input, "(B, C, L)")
+    check_dim("weight", weight, "(C_out, C / groups, K)")
+    check_dim("offset", offset, "(B, D * K, L_out)")
+    _check_weight(input, weight, bias)
+    B, C, length = input.shape
+    K = weight.shape[2]
+    L_out = _output_size(length, K, stride, padding, dilation)
+    offset_groups = offset.shape[1] // K
+    if offset_groups == 0 or C % offset_groups or offset.shape != (B, offset_groups * K, L_out):
+        raise ValueError(
+            f"offset must have shape (B, D * {K}, L_out) = ({B}, D * {K}, {L_out}), with D dividing the {C} channels "
+            f"of input, for a weight of shape {tuple(weight.shape)}, stride {stride}, padding {padding} and dilation "
+            f"{dilation}, got {tuple(offset.shape)}"
+        )
+    if mask is not None and mask.shape != offset.shape:
+        raise ValueError(f"mask must have offset's shape {tuple(offset.shape)}, got {tuple(mask.shape)}")
+    # A sequence is a map with one row and row offsets of 0.
+    offset = torch.stack((torch.zeros_like(offset), offset), 2).flatten(1, 2)
+    output = deform_conv2d(
+        input.unsqueeze(2),
+        offset.unsqueeze(2),
+        weight.unsqueeze(2),
+        bias,
+        (1, stride),
+        (0, padding),
+        (1, dilation),
+        None if mask is None else mask.unsqueeze(2),
+    )
+    return output.squeeze(2)
+
+
+def _output_size(size: int, kernel: int, stride: int, padding: int, dilation: int) -> int:
+    output = (size + 2 * padding - dilation * (kernel - 1) - 1) // stride + 1
+    if output < 1:
+        raise ValueError(
+            f"input is too small: size {size} with padding {padding} has no room for weight's kernel of {kernel} with "
+            f"dilation {dilation}"
+        )
+    return output
+
+
+def _check_weight(input: Tensor, weight: Tensor, bias: Tensor | None) -> int:
+    """Check the shapes of weight and bias, and return the number of groups."""
+    C = input.shape[1]
+    out_channels, group_channels, *kernel = weight.shape
+    if min(out_channels, group_channels, *kernel) < 1:
+        raise ValueError(f"weight must have no axis of size 0, got shape {tuple(weight.shape)}")
+    groups = C // group_channels
+    if groups == 0 or groups * group_channels != C or out_channels % groups:
+        raise ValueError(
+            f"weight of shape {tuple(weight.shape)} does not fit input of {C} channels: its second size must divide "
+            f"the channels, and the number of groups so given must divide its first"
+        )
+    if bias is not None and bias.shape != (out_channels,):
+        raise ValueError(
+            f"bias must have shape ({out_channels},), one for each of weight's outputs, got {tuple(bias.shape)}"
+        )
+    return groups
+
+
+# --- the operator -------------------------------------------------------------------------------------------------
+
+
+def _results(terms: Terms, options: Options) -> tuple[Tensor]:
+    """Return an uninitialised output."""
+    input, offset, weight, *_ = terms
+    shape = (input.shape[0], weight.shape[0], offset.shape[2], offset.shape[3])
+    layout = plain.memory_format(input)
+    return (torch.empty(shape, dtype=input.dtype, device=input.device, memory_format=layout),)
+
+
+def _gradient(name: str, term: Tensor) -> Tensor:
+    """Return an uninitialised gradient in the kernels' memory format."""
+    if name == "input":
+        return torch.empty(term.shape, dtype=term.dtype, device=term.device, memory_format=plain.memory_format(term))
+    return term.new_empty(term.shape) if name == "weight" else torch.empty_like(term)
+
+
+def _operations(terms: Any, options: Options) -> int:
+    """Count two operations per multiply-add of the product with the weight, none for sampling (Zhu et al. 2019)."""
+    out_channels, group_channels, Kh, Kw = terms.weight
+    batch, _, Ho, Wo = terms.offset
+    return 2 * batch * Ho * Wo * out_channels * group_channels * Kh * Kw
+
+
+def _backward_operations(terms: Any, options: Options, needs: Sequence[bool]) -> int:
+    """Count one product for the samples' gradients and one for the weight's."""
+    needs_input, needs_offset, needs_weight, _, needs_mask = needs
+    return (int(needs_input or needs_offset or needs_mask) + int(needs_weight)) * _operations(terms, options)
+
+
+CONVOLVE = Operator(
+    "deform_conv2d",
+    Terms,
+    Options,
+    ("output",),
+    fake=_results,
+    fake_gradient=_gradient,
+    reference=plain.forward,
+    table=[cpu.BACKEND, cuda.BACKEND, plain.BACKEND],
+    operations=_operations,
+    backward_operations=_backward_operations,
+)

@@ -1,0 +1,1 @@
+"""Attention to sampled positions of feature maps."""

@@ -1,0 +1,163 @@
+"""Region "sampled": attention to a few points per query, on maps of several sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..common.arguments import FLOATS, arithmetic_dtype, autocast_dtype, check_dim, check_tensors, expand
+from ..common.operator import Operator
+from . import cpu, cuda, reference
+from . import torch as plain
+from .operands import Options, Terms
+
+
+def deformable_attention(
+    value: Tensor,
+    spatial_shapes: Tensor | Sequence[Sequence[int]],
+    sampling_locations: Tensor,
+    attention_weights: Tensor,
+    points: Sequence[int] | None = None,
+) -> Tensor:
+    """Compute multi-scale deformable attention (Zhu et al. 2021, Eq. 3), without its projections.
+
+    ::
+
+        output[b, q, m] = sum_lk attention_weights[b, q, m, l, k] * value_l(sampling_locations[b, q, m, l, k])
+
+    where ``value_l`` is interpolated bilinearly at (x, y) and is 0 outside the map. Pixel i of W spans x = i / W to
+    (i + 1) / W, as in ``torch.nn.functional.grid_sample(align_corners=False)``. A NaN location reads 0. At pixel
+    centres, where the interpolation has a kink, the derivative is the one-sided derivative to the right.
+
+    Locations and weights have the value's dtype. They may be float32 if the value is in half precision or under
+    autocast, which casts only the value. Interpolation and sums are computed in float32, or in float64 for float64
+    values.
+
+    Args:
+        value: (B, S, M, d): the pixels of L maps, one map after another in row-major order, S = sum of H_l * W_l.
+        spatial_shapes: ((H_1, W_1), ..., (H_L, W_L)), or an integer Tensor (L, 2), which is copied to the host;
+            ``torch.compile`` needs the tuple.
+        sampling_locations: (B, Q, M, L, K, 2) as (x, y), from 0 to 1 on the map; (B, Q, M, P, 2) with ``points``.
+        attention_weights: (B, Q, M, L, K); (B, Q, M, P) with ``points``. They need not sum to 1.
+        points: How many of the P points lie on each level, if levels differ; None if each has K.
+
+    Returns:
+        (B, Q, M * d), in the value's dtype.
+
+    Raises:
+        ValueError: a shape or a device does not match.
+        TypeError: an argument is not a Tensor or has an unsupported dtype.
+    """
+    check_tensors("value", value=value)
+    check_dim("value", value, "(B, S, M, d)")
+    beside = dict(sampling_locations=sampling_locations, attention_weights=attention_weights)
+    for name, tensor in beside.items():
+        _check_beside(name, tensor, value)
+    shapes = shapes_on_host(spatial_shapes)
+    B, S, M, d = value.shape
+    if sum(h * w for h, w in shapes) != S:
+        raise ValueError(f"spatial_shapes must have as many pixels as value has keys, {S}, got {shapes}")
+    L = len(shapes)
+    Q = attention_weights.shape[1] if attention_weights.dim() > 1 else 0
+    if points is None:
+        check_dim("attention_weights", attention_weights, "(B, Q, M, L, K)")
+        check_dim("sampling_locations", sampling_locations, "(B, Q, M, L, K, 2)")
+        counts: tuple[int, ...] = (attention_weights.shape[4],) * L
+        expected: tuple[int, ...] = (B, Q, M, L, counts[0])
+    else:
+        counts = expand("points", list(points) if isinstance(points, Sequence) else points, L, 0)
+        check_dim("attention_weights", attention_weights, "(B, Q, M, P)")
+        check_dim("sampling_locations", sampling_locations, "(B, Q, M, P, 2)")
+        expected = (B, Q, M, sum(counts))
+    if attention_weights.shape != expected:
+        raise ValueError(
+            f"attention_weights must have shape {expected}: batch and heads as in value, {L} levels as in "
+            f"spatial_shapes, got {tuple(attention_weights.shape)}"
+        )
+    if sampling_locations.shape != (*expected, 2):
+        raise ValueError(
+            f"sampling_locations must have shape {(*expected, 2)}, one (x, y) for each of attention_weights, "
+            f"got {tuple(sampling_locations.shape)}"
+        )
+    P = sum(counts)
+    terms = Terms(value, sampling_locations.reshape(B, Q, M, P, 2), attention_weights.reshape(B, Q, M, P))
+    sizes: list[Any] = [size for shape in shapes for size in shape]  # symbols while tracing
+    return ATTEND(terms, Options(sizes, list(counts)))
+
+
+def shapes_on_host(spatial_shapes: Any) -> list[tuple[int, int]]:
+    """Return ``spatial_shapes`` as numbers.
+
+    Raises:
+        ValueError: it does not hold (H, W) of at least one level.
+    """
+    if isinstance(spatial_shapes, Tensor):
+        if spatial_shapes.dtype.is_floating_point or spatial_shapes.dtype == torch.bool or spatial_shapes.dim() != 2:
+            raise ValueError(
+                f"spatial_shapes must be an integer Tensor (L, 2), got {spatial_shapes.dtype} of shape "
+                f"{tuple(spatial_shapes.shape)}"
+            )
+        spatial_shapes = spatial_shapes.tolist()
+    if not isinstance(spatial_shapes, Sequence) or not spatial_shapes:
+        raise ValueError(f"spatial_shapes must hold (H, W) of at least one level, got {spatial_shapes!r}")
+    return [expand("each of spatial_shapes", shape, 2, 1) for shape in spatial_shapes]  # type: ignore[misc]
+
+
+def _check_beside(name: str, tensor: Any, value: Tensor) -> None:
+    """Check that locations or weights are dense, on the value's device and of a dtype that its dtype allows."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name} must be a Tensor, got {type(tensor).__name__}")
+    if tensor.layout != torch.strided:
+        raise TypeError(f"{name} must be a dense Tensor, got one of layout {tensor.layout}")
+    if tensor.device != value.device:
+        raise ValueError(f"{name} must be on value's device {value.device}, got {tensor.device}")
+    fitting = {value.dtype, arithmetic_dtype(value.dtype)}
+    if autocast_dtype(value.device.type) is not None:
+        fitting = set(FLOATS)
+    if tensor.dtype not in fitting:
+        names = " or ".join(sorted(str(dtype) for dtype in fitting))
+        raise TypeError(f"{name} must be {names} for a value of {value.dtype}, got {tensor.dtype}")
+
+
+# --- the operator -------------------------------------------------------------------------------------------------
+
+
+def _results(terms: Terms, options: Options) -> tuple[Tensor]:
+    """Return an uninitialised output."""
+    B, _, M, d = terms.value.shape
+    return (terms.value.new_empty(B, terms.weights.shape[1], M * d),)
+
+
+def _gradient(name: str, term: Tensor) -> Tensor:
+    """Return an uninitialised gradient, contiguous for the kernels."""
+    return term.new_empty(term.shape)
+
+
+def _operations(terms: Any, options: Options) -> int:
+    """Count 4 multiply-adds for interpolation and 1 for the sum: the factor 5 of Zhu et al. (2021), section 4.1."""
+    B, Q, M, P = terms.weights
+    return 2 * 5 * B * Q * M * P * terms.value[3]
+
+
+def _backward_operations(terms: Any, options: Options, needs: Sequence[bool]) -> int:
+    """Count products of the gradient with four pixels per sample, and the addition of its share to each of them."""
+    B, Q, M, P = terms.weights
+    return 2 * 4 * (int(needs[1] or needs[2]) + int(needs[0])) * B * Q * M * P * terms.value[3]
+
+
+ATTEND = Operator(
+    "deformable_attention",
+    Terms,
+    Options,
+    ("output",),
+    fake=_results,
+    fake_gradient=_gradient,
+    reference=reference.deformable_attention,
+    table=[cpu.BACKEND, cuda.BACKEND, plain.BACKEND],
+    operations=_operations,
+    backward_operations=_backward_operations,
+    cast=("value",),
+)

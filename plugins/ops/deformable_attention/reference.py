@@ -1,0 +1,31 @@
+"""Definition of deformable attention; see :mod:`attn_plugins.ops.reference`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..common.arguments import at_least_float32
+from ..common.sampling import bilinear_samples
+from .operands import Options, Terms
+
+
+def deformable_attention(terms: Terms, options: Options) -> Tensor:
+    """See :func:`attn_plugins.ops.deformable_attention`."""
+    dtype = terms.value.dtype
+    value, locations, weights = at_least_float32(*terms)
+    B, _, M, d = value.shape
+    Q = weights.shape[1]
+    locations, weights = locations.transpose(1, 2), weights.transpose(1, 2)  # (B, M, Q, P, 2), (B, M, Q, P)
+    output = value.new_zeros(B, M, Q, d)
+    row = point = 0
+    for H, W, count in options.levels():
+        points = slice(point, point + count)
+        maps = value[:, row : row + H * W].permute(0, 2, 3, 1).reshape(B * M, d, H, W)
+        # Pixel i spans [i / W, (i + 1) / W], so its centre is at (i + 1/2) / W.
+        x = (locations[..., points, 0] * W - 0.5).reshape(B * M, Q, count)
+        y = (locations[..., points, 1] * H - 0.5).reshape(B * M, Q, count)
+        samples = bilinear_samples(maps, y, x).view(B, M, Q, count, d)
+        output = output + torch.einsum("bmqp,bmqpd->bmqd", weights[..., points], samples)
+        row, point = row + H * W, point + count
+    return output.transpose(1, 2).reshape(B, Q, M * d).to(dtype)

@@ -1,1 +1,0 @@
-"""Region "everywhere": attention to all keys, of maps and of sequences."""

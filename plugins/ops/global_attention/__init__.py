@@ -1,0 +1,1 @@
+"""Attention of maps to all keys of a map."""

@@ -1,0 +1,314 @@
+"""Global attention in Triton: what its kernels need of a call, and their launches.
+
+Half numbers are multiplied as they are and summed in float32; the softmax is in float32. Sums have a fixed order, so
+that gradients are the same each time. See :mod:`.triton_global_kernels`.
+"""
+
+from __future__ import annotations
+
+from functools import cache, reduce
+from math import gcd
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..common import backends, triton_launch
+from ..common.backends import Backend
+from ..common.triton_launch import launch, power_of_two
+from . import sdpa
+from .operands import Options, Terms
+
+WIDEST = 256  # of queries, keys and values: a block of each must fit into shared memory
+WIDEST_FLOAT = 128  # of float32, which takes three times the registers
+NARROWEST = 8  # columns of a tile
+
+
+class Block(NamedTuple):
+    """What a program holds at a time, and how it is run."""
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+
+
+# By kernel, arithmetic ("tf32" is float32, as one or as three products) and the greater of both widths. Chosen by times
+# on an H100, but for float32 of width 128, and by registers and shared memory, below the 99 KiB that smaller devices
+# have where the widths allow it. Eight warps gave wrong results in float32 (Triton 3.6).
+BLOCKS = {
+    ("forward", "half", 32): Block(64, 32, 4, 3),
+    ("forward", "half", 64): Block(64, 64, 4, 3),
+    ("forward", "half", 128): Block(64, 64, 4, 2),
+    ("forward", "half", 256): Block(64, 32, 8, 2),
+    ("forward", "tf32", 32): Block(64, 64, 4, 1),
+    ("forward", "tf32", 64): Block(64, 64, 4, 1),
+    ("forward", "tf32", 128): Block(16, 32, 4, 1),
+    ("query_gradients", "half", 32): Block(64, 64, 4, 2),
+    ("query_gradients", "half", 64): Block(64, 64, 4, 2),
+    ("query_gradients", "half", 128): Block(64, 32, 4, 1),
+    ("query_gradients", "half", 256): Block(64, 32, 8, 1),
+    ("query_gradients", "tf32", 32): Block(64, 32, 4, 1),
+    ("query_gradients", "tf32", 64): Block(64, 32, 4, 1),
+    ("query_gradients", "tf32", 128): Block(16, 32, 4, 1),
+    ("key_gradients", "half", 32): Block(64, 64, 4, 2),
+    ("key_gradients", "half", 64): Block(64, 64, 4, 3),
+    ("key_gradients", "half", 128): Block(64, 32, 4, 1),
+    ("key_gradients", "half", 256): Block(32, 32, 4, 1),
+    ("key_gradients", "tf32", 32): Block(64, 64, 4, 1),
+    ("key_gradients", "tf32", 64): Block(64, 32, 4, 1),
+    ("key_gradients", "tf32", 128): Block(16, 16, 4, 1),
+}
+# Where tensor cores take factors from registers, and the above spills in the loop.
+SMALLER_BLOCKS = {("query_gradients", "half", 64): Block(64, 32, 4, 2)}
+# The same on devices other than Hopper, where float32 is kept from spilling and has not been timed.
+SMALLER_FLOAT_BLOCKS = {
+    ("forward", "tf32", 32): Block(64, 32, 4, 1),
+    ("forward", "tf32", 64): Block(32, 64, 4, 1),
+    ("query_gradients", "tf32", 32): Block(64, 16, 4, 1),
+    ("query_gradients", "tf32", 64): Block(16, 32, 4, 1),
+    ("key_gradients", "tf32", 32): Block(32, 32, 4, 1),
+    ("key_gradients", "tf32", 64): Block(32, 32, 4, 1),
+}
+_PRODUCTS = Block(64, 16, 4, 1)
+_OF_KEYS = ("key", "value", "near", "grad_key", "grad_value", "grad_near")  # the other tensors are of queries
+_LOGITS = ("row", "column", "near", "grad_row", "grad_column", "grad_near")
+
+
+def refuses(terms: Terms, options: Options) -> str | None:
+    """Return the reason why these kernels do not compute, or None."""
+    query, _, value, *_ = terms
+    if reason := triton_launch.refusal(value):
+        return reason
+    if value.dtype == torch.float64:
+        return "its kernels take no float64"
+    widths = (0 if query is None else query.shape[4], value.shape[4])
+    widest = WIDEST if value.dtype.itemsize == 2 else WIDEST_FLOAT
+    if max(widths) > widest:
+        return f"queries are {widths[0]} and values {widths[1]} wide, and {widest} is the widest that its kernels hold"
+    B, M, Hk, Wk, _ = value.shape
+    Hq, Wq = terms.grid()
+    if max(B * M * Hq * Wq, B * M * Hk * Wk) > triton_launch.LONGEST_GRID:
+        return "there are 2**31 queries or keys, more than it counts"
+    chosen = backends.forced() is None and not torch.are_deterministic_algorithms_enabled()
+    if chosen and (query is None or sdpa.is_flash(terms, options)) and sdpa.refuses(terms, options) is None:
+        return "PyTorch's fused attention is faster without content, and for content alone in half precision"
+    return None
+
+
+class _Shape(NamedTuple):
+    B: int
+    M: int
+    Hq: int
+    Wq: int
+    Hk: int
+    Wk: int
+    D: int  # 0 without a content term
+    DV: int
+
+
+def _shape(terms: Terms) -> _Shape:
+    query, _, value, *_ = terms
+    B, M, Hk, Wk, DV = value.shape
+    return _Shape(B, M, *terms.grid(), Hk, Wk, 0 if query is None else query.shape[4], DV)
+
+
+def _tensors(terms: Terms, shape: _Shape) -> dict[str, Tensor | None]:
+    """Return the terms under the kernels' names, expanded."""
+    query, key, value, row_logits, column_logits, key_logits = terms
+    B, M, Hq, Wq, Hk, Wk, D, _ = shape
+    return {
+        "value": _readable(value),
+        "query": _readable(query) if query is not None and D else None,
+        "key": _readable(key) if key is not None and D else None,
+        "row": None if row_logits is None else _readable(row_logits).expand(B, M, Hq, Wq, Hk),
+        "column": None if column_logits is None else _readable(column_logits).expand(B, M, Hq, Wq, Wk),
+        "near": None if key_logits is None else _dense_rows(key_logits).expand(B, M, Hk, Wk),
+    }
+
+
+def _readable(tensor: Tensor) -> Tensor:
+    """Return the tensor, or a copy where its last axis is not contiguous."""
+    return tensor if _adjacent(tensor) else tensor.contiguous()
+
+
+def _dense_rows(logits: Tensor) -> Tensor:
+    """(·, ·, Hk, Wk), or a copy, so that columns are adjacent; of maps of one column, rows."""
+    return logits if logits.stride(-2 if logits.shape[-1] == 1 else -1) == 1 else logits.contiguous()
+
+
+def _adjacent(tensor: Tensor) -> bool:
+    return tensor.stride(-1) == 1 or tensor.shape[-1] == 1
+
+
+def _block(kernel: str, shape: _Shape, tensor: Tensor, both: bool = False) -> Block:
+    """Return what a program holds, for the dtype and device of ``tensor``; ``both`` for row and column logits."""
+    if kernel == "products_of_outputs":
+        return _PRODUCTS
+    key = kernel, "half" if tensor.dtype.itemsize == 2 else "tf32", power_of_two(max(shape.D, shape.DV), 32)
+    block = BLOCKS[key]
+    if not triton_launch.factors_in_shared_memory(tensor):
+        block = SMALLER_BLOCKS.get(key, block)
+    if not triton_launch.hopper(tensor):
+        block = SMALLER_FLOAT_BLOCKS.get(key, block)
+    if both and kernel == "query_gradients" and shape.Wk > block.keys:
+        return block._replace(keys=min(block.keys, 32))  # gradients of rows in pieces want registers
+    return block
+
+
+def _launch(kernel: str, shape: _Shape, scale: float, **tensors: Tensor | None) -> None:
+    """Launch a kernel.
+
+    Args:
+        kernel: Its name.
+        shape: Of the call.
+        scale: Of the content term.
+        **tensors: All that the kernel names, of their full shapes; None where one is absent or not wanted.
+    """
+    function, parameters, names = _parameters(kernel)
+    B, M, Hq, Wq, Hk, Wk, D, DV = shape
+    given = {name: each for name, each in tensors.items() if each is not None}
+    strides = {name: _strides(name, each, shape) for name, each in given.items() if each.dim() > 3}
+    tensor = next(iter(given.values()))
+    block = _block(kernel, shape, tensor, both="row" in given and "column" in given)
+    of_keys = [name for name in strides if name in _OF_KEYS]
+    if "row" not in strides and "column" not in strides and all(_even(strides[name], Wk) for name in of_keys):
+        # Neither rows nor columns matter: a tile is a piece of the sequence of keys.
+        columns = width = block.keys
+        rows = -(-Hk * Wk // columns)
+        strides |= {name: (*strides[name][:2], columns * strides[name][3], strides[name][3]) for name in of_keys}
+    else:
+        columns, width, rows = min(block.keys, power_of_two(Wk, NARROWEST)), Wk, Hk
+    tile_rows = block.keys // columns
+    row_blocks = -(-rows // tile_rows)
+    numbers = dict(
+        scale=scale, M=M, Wq=Wq, queries=Hq * Wq, Hk=rows, Wk=width, keys=Hk * Wk, row_blocks=row_blocks
+    )  # fmt: skip
+    constants = dict(
+        D=D, DV=DV, BLOCK_D=power_of_two(D), BLOCK_DV=power_of_two(DV),
+        QUERIES=block.queries, ROWS=tile_rows, COLUMNS=columns, WIDE=columns < width,
+        ALIGNED=_alignment(strides, tensor.dtype), LINE=_line(strides, Wk, tensor.dtype), LONG=_long(strides, shape),
+        FLAT=all(_even(each, Wq) for name, each in strides.items() if name not in _OF_KEYS),
+        PRECISION=triton_launch.precision(tensor.dtype), UPCAST=triton_launch.upcast(tensor.dtype),
+    )  # fmt: skip
+    over_keys = kernel == "key_gradients"
+    blocks = row_blocks * -(-width // columns) if over_keys else -(-Hq * Wq // block.queries)
+    args: list[Any] = []
+    for name, axis in parameters:
+        if axis is None:
+            args.append(numbers[name] if name in numbers else tensors[name])
+        else:
+            args.append(strides[name][axis] if name in strides else 0)
+    constants = {name: constants[name] for name in names}
+    launch(function, (B * M * blocks,), *args, **constants, num_warps=block.warps, num_stages=block.stages)
+
+
+@cache
+def _parameters(kernel: str) -> tuple[Any, list[tuple[str, int | None]], list[str]]:
+    """Return a kernel, its parameters and its ``tl.constexpr`` ones.
+
+    A parameter is the stride of a tensor along one of the axes bmhw, or else that which has its name.
+    """
+    from . import triton_kernels as kernels
+
+    function = getattr(kernels, kernel)
+    strides = {f"{name}_{axis}": (name, n) for name in kernels.TENSORS for n, axis in enumerate("bmhw")}
+    names = [name for name in function.arg_names if name.isupper() and name not in kernels.NUMBERS]
+    return function, [strides.get(name, (name, None)) for name in function.arg_names if name not in names], names
+
+
+def _strides(name: str, tensor: Tensor, shape: _Shape) -> tuple[int, int, int, int]:
+    """Of batch, heads, and rows and columns of the map; of a map of one row, its columns' times their number."""
+    H, W = (shape.Hk, shape.Wk) if name in _OF_KEYS else (shape.Hq, shape.Wq)
+    b, m, h, w = tensor.stride()[:4]
+    w = h if W == 1 else w
+    return b if shape.B > 1 else 0, m if shape.M > 1 else 0, W * w if H == 1 else h, w
+
+
+def _even(strides: tuple[int, int, int, int], width: int) -> bool:
+    """Whether the cells of a map of ``width`` columns are evenly spaced, row after row."""
+    return strides[2] == width * strides[3]
+
+
+def _alignment(strides: dict[str, tuple[int, int, int, int]], dtype: torch.dtype) -> int:
+    """Return the greatest power of two, up to 16 bytes, that divides the strides of all but the logits."""
+    common = reduce(gcd, (stride for name, four in strides.items() if name not in _LOGITS for stride in four), 0)
+    return min(common & -common or 16, 16 // dtype.itemsize)
+
+
+def _line(strides: dict[str, tuple[int, int, int, int]], width: int, dtype: torch.dtype) -> int:
+    """How many column logits are read at a time, 16 bytes or one: each further number would be one more variant."""
+    numbers = 16 // dtype.itemsize
+    fits = "column" in strides and not any(size % numbers for size in (width, *strides["column"]))
+    return numbers if fits else 1
+
+
+def _long(strides: dict[str, tuple[int, int, int, int]], shape: _Shape) -> bool:
+    """Whether a head of an image spans so much memory that its offsets need 64 bits."""
+    widest = max(shape.D, shape.DV, shape.Hk, shape.Wk)
+    rows, columns = max(shape.Hq, shape.Hk), max(shape.Wq, shape.Wk)
+    return any(rows * h + columns * w + widest >= 2**31 for _, _, h, w in strides.values())
+
+
+def forward(terms: Terms, options: Options, output: Tensor, lse: Tensor) -> None:
+    """Write the output (B, M, Hq, Wq, dv) and the log-sum-exp (B, M, Hq, Wq), +inf where all keys are masked."""
+    shape = _shape(terms)
+    written = output if _adjacent(output) else output.contiguous()
+    sums = lse.contiguous()
+    _launch("forward", shape, options.scale, **_tensors(terms, shape), output=written, lse=sums.flatten(2))
+    for result, found in ((output, written), (lse, sums)):
+        if found is not result:
+            result.copy_(found)
+
+
+def backward(
+    grad_output: Tensor, terms: Terms, options: Options, output: Tensor, lse: Tensor, grads: list[Tensor | None]
+) -> None:
+    """Fill the wanted gradients (those not None) of query, key, value, row, column and key logits."""
+    shape = _shape(terms)
+    B, M, Hq, Wq, Hk, Wk, D, DV = shape
+    wide = Wk > _block("query_gradients", shape, output).keys
+    query, key, value, row, column, near = written = [
+        _target(grads[0], (B, M, Hq, Wq, D)),
+        _target(grads[1], (B, M, Hk, Wk, D)),
+        _target(grads[2], (B, M, Hk, Wk, DV)),
+        _target(grads[3], (B, M, Hq, Wq, Hk), added=wide),
+        _target(grads[4], (B, M, Hq, Wq, Wk)),
+        _target(grads[5], (B, M, Hk, Wk)),
+    ]
+    of_queries = any(each is not None for each in (query, row, column))
+    of_keys = any(each is not None for each in (key, value, near))
+    sums, grad_output = lse.flatten(2).contiguous(), _readable(grad_output)
+    products = torch.empty_like(sums) if of_queries or key is not None or near is not None else None
+    if products is not None:
+        outputs = dict(output=_readable(output), grad_output=grad_output, products=products)
+        _launch("products_of_outputs", shape, options.scale, **outputs)
+    tensors = dict(**_tensors(terms, shape), grad_output=grad_output, lse=sums, products=products)
+    if of_queries:
+        targets = dict(grad_query=query, grad_row=row, grad_column=column)
+        _launch("query_gradients", shape, options.scale, **tensors, **targets)
+    if of_keys:
+        targets = dict(grad_key=key, grad_value=value, grad_near=near)
+        _launch("key_gradients", shape, options.scale, **tensors, **targets)
+    for grad, found in zip(grads, written):
+        if grad is not None and found is not None and found is not grad:
+            grad.copy_(found.sum_to_size(grad.shape))
+
+
+def _target(grad: Tensor | None, shape: tuple[int, ...], added: bool = False) -> Tensor | None:
+    """Where a kernel writes: the gradient itself, or a tensor of the full shape that is summed and copied to it.
+
+    Args:
+        grad: None where it is not wanted.
+        shape: With no axis broadcast.
+        added: True where the kernel adds to what it has written, for which half numbers are too coarse.
+    """
+    if grad is None or grad.numel() == 0:
+        return None
+    full = tuple(grad.shape) == shape
+    if full and _adjacent(grad) and not (added and grad.dtype.itemsize < 4):
+        return grad
+    return grad.new_empty(shape, dtype=grad.dtype if full and not added else torch.float32)
+
+
+BACKEND = Backend(triton_launch.NAME, refuses, forward, backward)

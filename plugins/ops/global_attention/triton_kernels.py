@@ -1,0 +1,365 @@
+"""Triton kernels of global attention; :mod:`.triton` launches them.
+
+Keys are visited a tile at a time: ``ROWS`` rows of the map by ``COLUMNS`` columns (a power of two, at least the map's
+width or a part of it), so that logits of rows and columns are broadcast, and their gradients summed, in registers. A
+program of ``forward`` and ``query_gradients`` holds queries and visits all keys, one of ``key_gradients`` holds a tile
+of keys and visits all queries: nothing is added by atomics, every sum has a fixed order.
+
+Shapes: B batch, M heads, (Hq, Wq) queries, (Hk, Wk) keys, D and DV widths. Strides are in elements and named by the
+axis: ``key_h`` is from one row of keys to the next. The last axis of all tensors but ``grad_near`` has stride 1. A
+tensor that is None is absent, or a gradient that is not wanted.
+
+Constants: ``BLOCK_D`` and ``BLOCK_DV`` are the widths, rounded up; ``WIDE`` says that a tile is a part of the map's
+width; ``ALIGNED`` is a power of two that divides the strides of queries, keys and values, ``LINE`` one that divides
+those of column logits; ``FLAT`` says that queries lie evenly spaced in memory; ``LONG`` that offsets within one head of
+one image need 64 bits; ``PRECISION`` and ``UPCAST`` are those of :func:`..triton_math.multiply`.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ..common.triton_math import multiply
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+NARROWEST = tl.constexpr(16)  # of what tl.dot multiplies
+# All numbers: another map size is another value, not another binary.
+TENSORS = ("query", "key", "value", "row", "column", "near", "output", "grad_output", "grad_query", "grad_key",
+            "grad_value", "grad_row", "grad_column", "grad_near")  # fmt: skip
+NUMBERS = (
+    *(f"{name}_{axis}" for name in TENSORS for axis in "bmhw"),
+    *("M", "Wq", "queries", "Hk", "Wk", "keys", "row_blocks", "scale"),
+)
+
+
+@triton.jit
+def block_of_queries(M, queries, QUERIES: tl.constexpr):
+    """Return what a program has: a head of all images, its image, the head in it, cells, and which of them exist."""
+    blocks = tl.cdiv(queries, QUERIES)
+    head = (tl.program_id(0) // blocks).to(tl.int64)
+    b, m = head // M, head % M
+    cells = tl.program_id(0) % blocks * QUERIES + tl.arange(0, QUERIES)
+    return head, b, m, cells, cells < queries
+
+
+@triton.jit
+def slab(tensor, b, m, stride_b, stride_m, ALIGNED: tl.constexpr):
+    """Return the pointer to one head of one image; None for None."""
+    if tensor is not None:
+        return tensor + tl.multiple_of(b * stride_b + m * stride_m, ALIGNED)
+
+
+@triton.jit
+def places(cells, stride_h, stride_w, width, ALIGNED: tl.constexpr, FLAT: tl.constexpr, LONG: tl.constexpr):
+    """Return the offsets of cells that are numbered row by row in a map of ``width`` columns."""
+    if LONG:
+        cells = cells.to(tl.int64)
+    if FLAT:
+        offsets = cells * stride_w
+    else:
+        offsets = cells // width * stride_h + cells % width * stride_w
+    return tl.multiple_of(offsets, ALIGNED)
+
+
+@triton.jit
+def tile_places(rows, columns, stride_h, stride_w, ALIGNED: tl.constexpr, LONG: tl.constexpr):
+    """Offsets of cells in these rows and columns."""
+    if LONG:
+        rows = rows.to(tl.int64)
+        columns = columns.to(tl.int64)
+    return tl.multiple_of(rows * stride_h + columns * stride_w, ALIGNED)
+
+
+@triton.jit
+def load_cells(tensor, offsets, there, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """(cells, BLOCK) numbers, 0 where a cell is not there and beyond ``WIDTH``; None for None."""
+    if tensor is not None:
+        width = tl.arange(0, BLOCK)
+        mask = there[:, None]
+        if WIDTH < BLOCK:
+            mask = mask & (width < WIDTH)[None, :]
+        return tl.load(tensor + offsets[:, None] + width[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def store_cells(tensor, offsets, there, numbers, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Do the reverse of :func:`load_cells`, in the tensor's dtype."""
+    width = tl.arange(0, BLOCK)
+    mask = there[:, None]
+    if WIDTH < BLOCK:
+        mask = mask & (width < WIDTH)[None, :]
+    tl.store(tensor + offsets[:, None] + width[None, :], numbers.to(tensor.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def load_lines(tensor, offsets, known, lines, length):
+    """Return (queries, lines) logits of rows or of columns in float32, -inf where there is none; None for None."""
+    if tensor is not None:
+        mask = known[:, None] & (lines < length)[None, :]
+        return tl.load(tensor + offsets[:, None] + lines[None, :], mask=mask, other=-float("inf")).to(tl.float32)
+
+
+@triton.jit
+def load_near(near, rows, columns, near_h, there, MASKED: tl.constexpr, LONG: tl.constexpr):
+    """Logits of a tile's keys in float32, -inf where there is no key; None for None where that is ``MASKED`` anyway."""
+    if near is not None:
+        if LONG:
+            rows = rows.to(tl.int64)
+        return tl.load(near + rows * near_h + columns, mask=there, other=-float("inf")).to(tl.float32)
+    elif not MASKED:
+        return tl.where(there, 0.0, -float("inf"))
+
+
+@triton.jit
+def sum_of_terms(q, k, near, row, column, scale, QUERIES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+                 PRECISION: tl.constexpr, UPCAST: tl.constexpr):  # fmt: skip
+    """Logits of queries and of a tile of keys, (QUERIES, ROWS * COLUMNS)."""
+    logits = tl.zeros((QUERIES, ROWS * COLUMNS), tl.float32)
+    if q is not None:
+        logits = multiply(q, tl.trans(k), logits, PRECISION, UPCAST) * scale
+    if near is not None:
+        logits += near[None, :]
+    # Positions are added in the products' layout: three axes are not.
+    if row is not None:
+        logits += tl.reshape(tl.broadcast_to(row[:, :, None], (QUERIES, ROWS, COLUMNS)), (QUERIES, ROWS * COLUMNS))
+    if column is not None:
+        logits += tl.reshape(tl.broadcast_to(column[:, None, :], (QUERIES, ROWS, COLUMNS)), (QUERIES, ROWS * COLUMNS))
+    return logits
+
+
+@triton.jit
+def slopes_of(weights, g, v, product, QUERIES: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr,
+              UPCAST: tl.constexpr):  # fmt: skip
+    """Gradients of logits, (QUERIES, KEYS), of gradients of outputs and the softmax's products."""
+    zeros = tl.zeros((QUERIES, KEYS), tl.float32)
+    return weights * (multiply(g, tl.trans(v), zeros, PRECISION, UPCAST) - product[:, None])
+
+
+@triton.jit(do_not_specialize=NUMBERS)
+def forward(
+    value, query, key, row, column, near, output, lse,
+    value_b, value_m, value_h, value_w, query_b, query_m, query_h, query_w, key_b, key_m, key_h, key_w,
+    row_b, row_m, row_h, row_w, column_b, column_m, column_h, column_w, near_b, near_m, near_h,
+    output_b, output_m, output_h, output_w,
+    scale, M, Wq, queries, Hk, Wk, keys,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    QUERIES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDE: tl.constexpr,
+    ALIGNED: tl.constexpr, LINE: tl.constexpr, FLAT: tl.constexpr, LONG: tl.constexpr,
+    PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """``output`` and ``lse`` (B, M, queries) of ``QUERIES`` queries a program."""
+    head, b, m, cells, known = block_of_queries(M, queries, QUERIES)
+    value = slab(value, b, m, value_b, value_m, ALIGNED)
+    query = slab(query, b, m, query_b, query_m, ALIGNED)
+    key = slab(key, b, m, key_b, key_m, ALIGNED)
+    row = slab(row, b, m, row_b, row_m, 1)
+    column = slab(column, b, m, column_b, column_m, LINE)
+    near = slab(near, b, m, near_b, near_m, 1)
+    q = load_cells(query, places(cells, query_h, query_w, Wq, ALIGNED, FLAT, LONG), known, D, BLOCK_D)
+    row_places = places(cells, row_h, row_w, Wq, 1, FLAT, LONG)
+    column_places = places(cells, column_h, column_w, Wq, LINE, FLAT, LONG)
+
+    slot = tl.arange(0, ROWS * COLUMNS)
+    MASKED: tl.constexpr = row is not None and column is not None  # beyond the map they are -inf
+    greatest = tl.full((QUERIES,), -float("inf"), tl.float32)  # of the logits, times log2(e)
+    total = tl.zeros((QUERIES,), tl.float32)
+    mixed = tl.zeros((QUERIES, BLOCK_DV), tl.float32)
+    for start in range(0, Wk if WIDE else 1, COLUMNS):
+        columns = start + slot % COLUMNS
+        column_logits = load_lines(column, column_places, known, start + tl.arange(0, COLUMNS), Wk // LINE * LINE)
+        for first in range(0, Hk, ROWS):
+            rows = first + slot // COLUMNS
+            there = (columns < Wk) & (rows * Wk + columns < keys)
+            k = load_cells(key, tile_places(rows, columns, key_h, key_w, ALIGNED, LONG), there, D, BLOCK_D)
+            v = load_cells(value, tile_places(rows, columns, value_h, value_w, ALIGNED, LONG), there, DV, BLOCK_DV)
+            near_logits = load_near(near, rows, columns, near_h, there, MASKED, LONG)
+            row_logits = load_lines(row, row_places, known, first + tl.arange(0, ROWS), Hk)
+            logits = sum_of_terms(q, k, near_logits, row_logits, column_logits, scale, QUERIES, ROWS, COLUMNS,
+                                  PRECISION, UPCAST)  # fmt: skip
+            before = greatest
+            greatest = tl.maximum(before, tl.max(logits, 1) * LOG2E)
+            shift = tl.where(greatest == -float("inf"), 0.0, greatest)  # nothing but masked keys so far
+            weights = tl.exp2(logits * LOG2E - shift[:, None])
+            shrink = tl.exp2(before - shift)
+            total = total * shrink + tl.sum(weights, 1)
+            mixed = multiply(weights.to(v.dtype), v, mixed * shrink[:, None], PRECISION, UPCAST)
+
+    masked = total == 0.0
+    total = tl.where(masked, 1.0, total)
+    output = slab(output, b, m, output_b, output_m, ALIGNED)
+    output_places = places(cells, output_h, output_w, Wq, ALIGNED, FLAT, LONG)
+    store_cells(output, output_places, known, mixed * (1.0 / total)[:, None], DV, BLOCK_DV)
+    sums = tl.where(masked, float("inf"), (greatest + tl.log2(total)) * LN2)
+    tl.store(lse + head * queries + cells, sums, mask=known)
+
+
+@triton.jit(do_not_specialize=NUMBERS)
+def products_of_outputs(
+    output, grad_output, products,
+    output_b, output_m, output_h, output_w, grad_output_b, grad_output_m, grad_output_h, grad_output_w,
+    M, Wq, queries,
+    DV: tl.constexpr, BLOCK_DV: tl.constexpr, QUERIES: tl.constexpr, ALIGNED: tl.constexpr, FLAT: tl.constexpr,
+    LONG: tl.constexpr,
+):  # fmt: skip
+    """``products`` (B, M, queries), of each query's output and its gradient: what a softmax's gradient subtracts."""
+    head, b, m, cells, known = block_of_queries(M, queries, QUERIES)
+    output = slab(output, b, m, output_b, output_m, ALIGNED)
+    grad_output = slab(grad_output, b, m, grad_output_b, grad_output_m, ALIGNED)
+    o = load_cells(output, places(cells, output_h, output_w, Wq, ALIGNED, FLAT, LONG), known, DV, BLOCK_DV)
+    grad_places = places(cells, grad_output_h, grad_output_w, Wq, ALIGNED, FLAT, LONG)
+    g = load_cells(grad_output, grad_places, known, DV, BLOCK_DV)
+    found = tl.sum(o.to(tl.float32) * g.to(tl.float32), 1)
+    tl.store(products + head * queries + cells, found, mask=known)
+
+
+@triton.jit(do_not_specialize=NUMBERS)
+def query_gradients(
+    value, query, key, row, column, near, grad_output, lse, products, grad_query, grad_row, grad_column,
+    value_b, value_m, value_h, value_w, query_b, query_m, query_h, query_w, key_b, key_m, key_h, key_w,
+    row_b, row_m, row_h, row_w, column_b, column_m, column_h, column_w, near_b, near_m, near_h,
+    grad_output_b, grad_output_m, grad_output_h, grad_output_w, grad_query_b, grad_query_m, grad_query_h, grad_query_w,
+    grad_row_b, grad_row_m, grad_row_h, grad_row_w, grad_column_b, grad_column_m, grad_column_h, grad_column_w,
+    scale, M, Wq, queries, Hk, Wk, keys,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    QUERIES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDE: tl.constexpr,
+    ALIGNED: tl.constexpr, LINE: tl.constexpr, FLAT: tl.constexpr, LONG: tl.constexpr,
+    PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Gradients of ``QUERIES`` queries a program, and of their row and column logits."""
+    head, b, m, cells, known = block_of_queries(M, queries, QUERIES)
+    value = slab(value, b, m, value_b, value_m, ALIGNED)
+    query = slab(query, b, m, query_b, query_m, ALIGNED)
+    key = slab(key, b, m, key_b, key_m, ALIGNED)
+    row = slab(row, b, m, row_b, row_m, 1)
+    column = slab(column, b, m, column_b, column_m, LINE)
+    near = slab(near, b, m, near_b, near_m, 1)
+    grad_output = slab(grad_output, b, m, grad_output_b, grad_output_m, ALIGNED)
+    grad_row = slab(grad_row, b, m, grad_row_b, grad_row_m, 1)
+    grad_column = slab(grad_column, b, m, grad_column_b, grad_column_m, 1)
+    grad_places = places(cells, grad_output_h, grad_output_w, Wq, ALIGNED, FLAT, LONG)
+    g = load_cells(grad_output, grad_places, known, DV, BLOCK_DV)
+    total = tl.load(lse + head * queries + cells, mask=known, other=float("inf")) * LOG2E
+    product = tl.load(products + head * queries + cells, mask=known, other=0.0)
+    q = load_cells(query, places(cells, query_h, query_w, Wq, ALIGNED, FLAT, LONG), known, D, BLOCK_D)
+    row_places = places(cells, row_h, row_w, Wq, 1, FLAT, LONG)
+    column_places = places(cells, column_h, column_w, Wq, LINE, FLAT, LONG)
+
+    slot = tl.arange(0, ROWS * COLUMNS)
+    MASKED: tl.constexpr = row is not None and column is not None  # beyond the map they are -inf
+    query_sum = tl.zeros((QUERIES, BLOCK_D), tl.float32)
+    for start in range(0, Wk if WIDE else 1, COLUMNS):
+        columns = start + slot % COLUMNS
+        line = start + tl.arange(0, COLUMNS)
+        column_logits = load_lines(column, column_places, known, line, Wk // LINE * LINE)
+        column_sum = tl.zeros((QUERIES, COLUMNS), tl.float32)
+        for first in range(0, Hk, ROWS):
+            rows = first + slot // COLUMNS
+            lines = first + tl.arange(0, ROWS)
+            there = (columns < Wk) & (rows * Wk + columns < keys)
+            k = load_cells(key, tile_places(rows, columns, key_h, key_w, ALIGNED, LONG), there, D, BLOCK_D)
+            v = load_cells(value, tile_places(rows, columns, value_h, value_w, ALIGNED, LONG), there, DV, BLOCK_DV)
+            near_logits = load_near(near, rows, columns, near_h, there, MASKED, LONG)
+            row_logits = load_lines(row, row_places, known, lines, Hk)
+            logits = sum_of_terms(q, k, near_logits, row_logits, column_logits, scale, QUERIES, ROWS, COLUMNS,
+                                  PRECISION, UPCAST)  # fmt: skip
+            weights = tl.exp2(logits * LOG2E - total[:, None])
+            slopes = slopes_of(weights, g, v, product, QUERIES, ROWS * COLUMNS, PRECISION, UPCAST)
+            if grad_query is not None:
+                query_sum = multiply(slopes.to(k.dtype), k, query_sum, PRECISION, UPCAST)
+            if grad_row is not None:
+                row_sum = tl.sum(tl.reshape(slopes, (QUERIES, ROWS, COLUMNS)), 2)
+                row_pointers = grad_row + places(cells, grad_row_h, grad_row_w, Wq, 1, FLAT, LONG)[:, None]
+                row_mask = known[:, None] & (lines < Hk)[None, :]
+                if WIDE:  # the row's other columns came before
+                    row_sum += tl.load(row_pointers + lines[None, :], mask=row_mask & (start > 0), other=0.0)
+                tl.store(row_pointers + lines[None, :], row_sum.to(grad_row.dtype.element_ty), mask=row_mask)
+            if grad_column is not None:
+                column_sum += tl.sum(tl.reshape(slopes, (QUERIES, ROWS, COLUMNS)), 1)
+        if grad_column is not None:
+            column_pointers = grad_column + places(cells, grad_column_h, grad_column_w, Wq, 1, FLAT, LONG)[:, None]
+            column_mask = known[:, None] & (line < Wk)[None, :]
+            tl.store(column_pointers + line[None, :], column_sum.to(grad_column.dtype.element_ty), mask=column_mask)
+        if WIDE:
+            tl.debug_barrier()  # what one thread stored of rows' gradients, another may load
+    if grad_query is not None:
+        grad_query = slab(grad_query, b, m, grad_query_b, grad_query_m, ALIGNED)
+        query_places = places(cells, grad_query_h, grad_query_w, Wq, ALIGNED, FLAT, LONG)
+        store_cells(grad_query, query_places, known, query_sum * scale, D, BLOCK_D)
+
+
+@triton.jit(do_not_specialize=NUMBERS)
+def key_gradients(
+    value, query, key, row, column, near, grad_output, lse, products, grad_key, grad_value, grad_near,
+    value_b, value_m, value_h, value_w, query_b, query_m, query_h, query_w, key_b, key_m, key_h, key_w,
+    row_b, row_m, row_h, row_w, column_b, column_m, column_h, column_w, near_b, near_m, near_h,
+    grad_output_b, grad_output_m, grad_output_h, grad_output_w, grad_key_b, grad_key_m, grad_key_h, grad_key_w,
+    grad_value_b, grad_value_m, grad_value_h, grad_value_w, grad_near_b, grad_near_m, grad_near_h, grad_near_w,
+    scale, M, Wq, queries, Hk, Wk, keys, row_blocks,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    QUERIES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    ALIGNED: tl.constexpr, LINE: tl.constexpr, FLAT: tl.constexpr, LONG: tl.constexpr,
+    PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Gradients of a tile of keys a program, of their values and of their logits."""
+    blocks = row_blocks * tl.cdiv(Wk, COLUMNS)
+    head = (tl.program_id(0) // blocks).to(tl.int64)
+    b, m = head // M, head % M
+    tile = tl.program_id(0) % blocks
+    first, start = tile % row_blocks * ROWS, tile // row_blocks * COLUMNS
+    slot = tl.arange(0, ROWS * COLUMNS)
+    MASKED: tl.constexpr = row is not None and column is not None  # beyond the map they are -inf
+    rows, columns = first + slot // COLUMNS, start + slot % COLUMNS
+    there = (columns < Wk) & (rows * Wk + columns < keys)
+    value = slab(value, b, m, value_b, value_m, ALIGNED)
+    query = slab(query, b, m, query_b, query_m, ALIGNED)
+    key = slab(key, b, m, key_b, key_m, ALIGNED)
+    row = slab(row, b, m, row_b, row_m, 1)
+    column = slab(column, b, m, column_b, column_m, LINE)
+    near = slab(near, b, m, near_b, near_m, 1)
+    grad_output = slab(grad_output, b, m, grad_output_b, grad_output_m, ALIGNED)
+    k = load_cells(key, tile_places(rows, columns, key_h, key_w, ALIGNED, LONG), there, D, BLOCK_D)
+    v = load_cells(value, tile_places(rows, columns, value_h, value_w, ALIGNED, LONG), there, DV, BLOCK_DV)
+    near_logits = load_near(near, rows, columns, near_h, there, MASKED, LONG)
+
+    key_sum = tl.zeros((ROWS * COLUMNS, BLOCK_D), tl.float32)
+    value_sum = tl.zeros((ROWS * COLUMNS, BLOCK_DV), tl.float32)
+    near_sum = tl.zeros((NARROWEST, ROWS * COLUMNS), tl.float32)  # alike in all rows: a product with ones
+    for block in range(0, queries, QUERIES):
+        cells = block + tl.arange(0, QUERIES)
+        known = cells < queries
+        q = load_cells(query, places(cells, query_h, query_w, Wq, ALIGNED, FLAT, LONG), known, D, BLOCK_D)
+        grad_places = places(cells, grad_output_h, grad_output_w, Wq, ALIGNED, FLAT, LONG)
+        g = load_cells(grad_output, grad_places, known, DV, BLOCK_DV)
+        row_places = places(cells, row_h, row_w, Wq, 1, FLAT, LONG)
+        row_logits = load_lines(row, row_places, known, first + tl.arange(0, ROWS), Hk)
+        column_places = places(cells, column_h, column_w, Wq, LINE, FLAT, LONG)
+        column_logits = load_lines(column, column_places, known, start + tl.arange(0, COLUMNS), Wk // LINE * LINE)
+        logits = sum_of_terms(q, k, near_logits, row_logits, column_logits, scale, QUERIES, ROWS, COLUMNS,
+                              PRECISION, UPCAST)  # fmt: skip
+        total = tl.load(lse + head * queries + cells, mask=known, other=float("inf")) * LOG2E
+        weights = tl.exp2(logits * LOG2E - total[:, None])
+        if grad_value is not None:
+            value_sum = multiply(tl.trans(weights.to(g.dtype)), g, value_sum, PRECISION, UPCAST)
+        if grad_key is not None or grad_near is not None:
+            product = tl.load(products + head * queries + cells, mask=known, other=0.0)
+            slopes = slopes_of(weights, g, v, product, QUERIES, ROWS * COLUMNS, PRECISION, UPCAST)
+            if grad_key is not None:
+                key_sum = multiply(tl.trans(slopes.to(q.dtype)), q, key_sum, PRECISION, UPCAST)
+            if grad_near is not None:
+                ones = tl.full((NARROWEST, QUERIES), 1.0, tl.float32).to(g.dtype)
+                near_sum = multiply(ones, slopes.to(g.dtype), near_sum, PRECISION, UPCAST)
+
+    if grad_key is not None:
+        grad_key = slab(grad_key, b, m, grad_key_b, grad_key_m, ALIGNED)
+        key_places = tile_places(rows, columns, grad_key_h, grad_key_w, ALIGNED, LONG)
+        store_cells(grad_key, key_places, there, key_sum * scale, D, BLOCK_D)
+    if grad_value is not None:
+        grad_value = slab(grad_value, b, m, grad_value_b, grad_value_m, ALIGNED)
+        value_places = tile_places(rows, columns, grad_value_h, grad_value_w, ALIGNED, LONG)
+        store_cells(grad_value, value_places, there, value_sum, DV, BLOCK_DV)
+    if grad_near is not None:
+        grad_near = slab(grad_near, b, m, grad_near_b, grad_near_m, 1)
+        near_places = tile_places(rows, columns, grad_near_h, grad_near_w, 1, LONG)
+        tl.store(grad_near + near_places, (tl.sum(near_sum, 0) / NARROWEST).to(grad_near.dtype.element_ty), mask=there)

@@ -1,1 +1,0 @@
-"""Region "sampled": values at learned, fractional positions."""

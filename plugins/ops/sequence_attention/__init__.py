@@ -1,0 +1,1 @@
+"""Attention of sequences to all keys of a sequence."""

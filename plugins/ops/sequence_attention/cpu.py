@@ -1,0 +1,126 @@
+"""Call the CPU kernels of sequence attention (``csrc/sequence_attention/cpu.cpp``).
+
+The kernels compute in float32 and read and write bfloat16 if :func:`_stored` allows; other half precision is converted
+here. Shapes are those of ``torch``, with an axis of slots after (B, M): a slot is a share of a head's
+queries that is summed separately.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..common import library
+from ..common.backends import Backend
+from .operands import Options, Terms
+
+_TASKS = 16  # minimum number of independent sums over queries, which threads share
+_BLOCK = 48  # queries in a block; a task takes at least one block
+_FEW = 4  # up to so many queries, packing the keys does not pay
+
+
+def _slots(B: int, M: int, T: int) -> int:
+    """Return the number of slots per head; it, and so the sums, do not depend on the number of threads."""
+    return max(1, min(-(-_TASKS // max(1, B * M)), -(-T // _BLOCK)))
+
+
+def _shares(B: int, M: int, T: int) -> tuple[int, int]:
+    """Return the numbers of slots per head and of groups of images, each group with sums of its own.
+
+    A sum holds gradients of (M, T, S) logits. Long sequences are split into slots, each of which holds part of them;
+    short ones into groups, since every slot packs all keys.
+    """
+    slots = max(1, min(-(-_TASKS // max(1, M)), T // (4 * _BLOCK)))
+    return slots, max(1, min(B, -(-_TASKS // max(1, M * slots))))
+
+
+def _stored(value: Tensor, lse: Tensor) -> torch.dtype:
+    """Return the dtype of the kernels' operands; the kernel for few queries reads unpacked keys, only in float32."""
+    return value.dtype if value.dtype == torch.bfloat16 and lse.shape[2] > _FEW else lse.dtype
+
+
+def _inputs(terms: Terms, options: Options, lse: Tensor) -> list[Tensor | None]:
+    B, M, T = lse.shape
+    stored = _stored(terms.value, lse)
+    query, key, value, *logits = (None if t is None else t.to(stored) for t in terms)
+    expanded = [None if t is None else t.expand(B, M, T, *t.shape[3:]) for t in logits]
+    slotted = [None if t is None else t.unsqueeze(2) for t in (query, key, value, *expanded)]
+    masks = options.key_padding_mask, options.segment_ids
+    return [*slotted, *(None if t is None else t.contiguous() for t in masks)]
+
+
+def refuses(terms: Terms, options: Options) -> str | None:
+    return library.refusal(terms.value.device, "cpu")
+
+
+def forward(terms: Terms, options: Options, output: Tensor, lse: Tensor) -> None:
+    """Write the output (B, M, T, dv) and the log-sum-exp (B, M, T), +inf where all keys are masked."""
+    stored = _stored(terms.value, lse)
+    target = output if output.dtype == stored else torch.empty_like(output, dtype=stored)
+    torch.ops.attn_plugins.sequence_attention_forward_(
+        *_inputs(terms, options, lse),
+        target.unsqueeze(2),
+        lse.unsqueeze(2),
+        options.start,
+        options.causal,
+        options.scale,
+        _slots(*lse.shape),
+    )
+    if target is not output:
+        output.copy_(target)
+
+
+def backward(
+    grad_output: Tensor, terms: Terms, options: Options, output: Tensor | None, lse: Tensor, grads: list[Tensor | None]
+) -> None:
+    """Fill the wanted gradients (those not None), in the order of :class:`.Terms`."""
+    B, M, T = lse.shape
+    dtype, stored = lse.dtype, _stored(terms.value, lse)
+    slots, groups = _slots(B, M, T), B
+    if B > 1 and any(g is not None and g.shape[0] == 1 for g in grads[3:]):
+        slots, groups = _shares(B, M, T)
+
+    def per_slot(grad: Tensor | None) -> Tensor | None:
+        """Return the tensor for sums over a slot's queries, (B, M, slots, S, width)."""
+        if grad is None:
+            return None
+        if slots == 1 and grad.dtype == stored:
+            return grad.unsqueeze(2)
+        return grad.new_empty((B, M, slots, *grad.shape[2:]), dtype=dtype)
+
+    def logits(grad: Tensor | None) -> Tensor | None:
+        """Return the tensor that the kernel adds to, (B or groups, M, slots or 1, T or 1, ...)."""
+        if grad is None:
+            return None
+        if grad.shape[:3] == (B, M, T) and grad.dtype == stored and grad.stride(-1) == 1:
+            return grad.zero_().unsqueeze(2)
+        shared = grad.shape[2] == 1 and T > 1
+        batch = groups if grad.shape[0] == 1 else B
+        return grad.new_zeros((batch, M, slots if shared else 1, *grad.shape[2:]), dtype=dtype)
+
+    query = None
+    if grads[0] is not None:
+        query = grads[0] if grads[0].dtype == stored else torch.empty_like(grads[0], dtype=stored)
+    written = [
+        None if query is None else query.unsqueeze(2),
+        *(per_slot(g) for g in grads[1:3]),
+        *(logits(g) for g in grads[3:]),
+    ]
+    torch.ops.attn_plugins.sequence_attention_backward_(
+        grad_output.to(stored).unsqueeze(2),
+        *_inputs(terms, options, lse),
+        lse.unsqueeze(2),
+        *written[:3],
+        *(None if t is None else t.expand(-1, -1, slots, T, *t.shape[4:]) for t in written[3:]),
+        options.start,
+        options.causal,
+        options.scale,
+        slots,
+        groups,
+    )
+    for grad, result in zip(grads, written):
+        if grad is not None and result is not None and result.data_ptr() != grad.data_ptr():
+            grad.copy_(result.sum(2).sum_to_size(grad.shape))
+
+
+BACKEND = Backend("cpu", refuses, forward, backward)

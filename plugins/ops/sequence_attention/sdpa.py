@@ -1,0 +1,153 @@
+"""Sequence attention by PyTorch's SDPA, in half precision, where it is faster than our kernels.
+
+``amx`` serves bfloat16 on CPUs with AMX: content alone, or with position logits, which become SDPA's mask. ``flash``
+serves content alone on CUDA.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..common import backends, flash
+from ..common.backends import Backend
+from .operands import Options, Terms
+
+# Keys below which our CPU kernels are faster: 2.0 against 3.1 ms forward for Swin's windows of 49, and backward 15
+# against 22 ms for 256 keys and 9 against 9 for 512, where for 1024 it is 34 against 30.
+SHORT = 64
+SHORT_BACKWARD = 1024
+
+
+@cache
+def multiplies_tiles() -> bool:
+    """Return whether this CPU has AMX and torch may use it."""
+    supported = getattr(torch.cpu, "_is_amx_tile_supported", None)  # torch has no public name for it
+    return bool(supported is not None and supported())
+
+
+def _refuses_terms(terms: Terms, options: Options) -> str | None:
+    query, _, value, band, *_ = terms
+    if query is None or band is not None:
+        return "it supports content and position logits only"
+    if options.causal or options.key_padding_mask is not None or options.segment_ids is not None:
+        return "it supports neither key_padding_mask nor segment_ids nor causal"
+    if query.shape[3] != value.shape[3] or 0 in query.shape:
+        return f"it needs queries and values of one width, not {query.shape[3]} and {value.shape[3]}, and no empty axis"
+    return None
+
+
+def _heads_innermost(output: Tensor) -> Tensor:
+    """Return ``output`` stored as (B, T, M, dv); SDPA stores it as the query is stored."""
+    return output.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _rows(*tensors: Tensor | None) -> list[Any]:
+    """Return tensors whose last axis is contiguous: PyTorch's kernels for AMX read others as if it were."""
+    return [t if t is None or t.stride(-1) == 1 else t.contiguous() for t in tensors]
+
+
+def _stored_like(grad: Tensor, term: Tensor) -> Tensor:
+    """Return ``grad`` with the strides that tracing assumes, those of a tensor like ``term``."""
+    like = torch.empty_like(term, device="meta")
+    return grad if grad.stride() == like.stride() else torch.empty_like(term).copy_(grad)
+
+
+# --- CPUs with AMX --------------------------------------------------------------------------------------------------
+
+
+def refuses_amx(terms: Terms, options: Options) -> str | None:
+    """Return the reason why SDPA does not compute this on the CPU, or None."""
+    value = terms.value
+    if value.device.type != "cpu" or value.dtype != torch.bfloat16:
+        return "it supports only bfloat16 on CPUs"
+    if not multiplies_tiles():
+        return "this CPU has no AMX for bfloat16"
+    if reason := _refuses_terms(terms, options):
+        return reason
+    return _few_keys(value, SHORT)
+
+
+def refuses_amx_backward(terms: Terms, options: Options) -> str | None:
+    """Return the reason why SDPA does not compute the gradients on the CPU, or None."""
+    if terms.position_logits is not None:
+        return "its backward gives no gradients of position logits"
+    return _few_keys(terms.value, SHORT_BACKWARD)
+
+
+def _few_keys(value: Tensor, limit: int) -> str | None:
+    S = value.shape[2]
+    few = limit > S and backends.forced() is None
+    return f"below {limit} keys our kernels are faster, and there are {S}" if few else None
+
+
+def forward_amx(terms: Terms, options: Options) -> tuple[Tensor, Tensor]:
+    """Return the output (B, M, T, dv) and the log-sum-exp (B, M, T), +inf where all keys are masked."""
+    query, key, value, position = _rows(*terms[:3], terms.position_logits)
+    mask = None if position is None else position.expand(*query.shape[:3], value.shape[2])
+    output, total = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query, key, value, 0.0, False, attn_mask=mask, scale=options.scale
+    )
+    lse = total.contiguous()
+    if mask is not None:
+        rows = (lse == 0).nonzero(as_tuple=True)  # fully masked queries have this sum and the output 0, others may
+        masked = mask[rows].isneginf().all(-1)
+        lse[rows] = lse[rows].masked_fill(masked, float("inf"))
+    return _heads_innermost(output), lse
+
+
+def backward_amx(
+    grad_output: Tensor, terms: Terms, options: Options, output: Tensor | None, lse: Tensor, needs: Sequence[bool]
+) -> list[Tensor | None]:
+    """Return the gradients of query, key and value, None where not needed."""
+    if output is None:  # another backend was to compute this backward pass
+        output, _ = forward_amx(terms, options)
+    found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        *_rows(grad_output, *terms[:3], output), lse, 0.0, False, scale=options.scale
+    )
+    grads = (_stored_like(grad, term) if need else None for grad, term, need in zip(found, terms, needs))  # type: ignore[arg-type]
+    return [*grads, None, None, None]
+
+
+# --- CUDA -----------------------------------------------------------------------------------------------------------
+
+
+def refuses_cuda(terms: Terms, options: Options) -> str | None:
+    """Return the reason why flash attention does not compute this, or None."""
+    if not terms.value.is_cuda:
+        return f"it runs on CUDA, and the tensors are on {terms.value.device.type}"
+    if reason := _refuses_terms(terms, options):
+        return reason
+    if terms.position_logits is not None:
+        return "it supports content only"
+    assert terms.query is not None
+    return flash.refusal(terms.query, terms.value, options.scale)
+
+
+def refuses_cuda_backward(terms: Terms, options: Options) -> str | None:
+    """Refuse deterministic mode: the backward adds with atomics."""
+    return "its backward is not deterministic" if torch.are_deterministic_algorithms_enabled() else None
+
+
+def forward_cuda(terms: Terms, options: Options) -> tuple[Tensor, Tensor]:
+    """Return the output (B, M, T, d) and the log-sum-exp (B, M, T)."""
+    output, lse = flash.forward(terms.query, terms.key, terms.value, options.scale)  # type: ignore[arg-type]
+    return _heads_innermost(output), lse.contiguous()
+
+
+def backward_cuda(
+    grad_output: Tensor, terms: Terms, options: Options, output: Tensor, lse: Tensor, needs: Sequence[bool]
+) -> list[Tensor | None]:
+    """Return the gradients of query, key and value, None where not needed."""
+    content = terms[:3]
+    found = flash.backward(grad_output, *content, output, lse, options.scale)  # type: ignore[arg-type]
+    grads = (_stored_like(grad, term) if need else None for grad, term, need in zip(found, content, needs))  # type: ignore[arg-type]
+    return [*grads, None, None, None]
+
+
+AMX = Backend("amx", refuses_amx, forward_amx, backward_amx, refuses_amx_backward, allocates=True)
+CUDA = Backend("flash", refuses_cuda, forward_cuda, backward_cuda, refuses_cuda_backward, allocates=True)

@@ -1,0 +1,279 @@
+"""Sequence attention by Triton kernels (:mod:`.triton_kernels`), without a tensor of all logits.
+
+The forward pass goes once over the keys, for each block of queries. The backward pass goes once over the keys for the
+gradients of what belongs to queries, once over the queries for those of what belongs to keys, and once more for
+position logits that are broadcast. No sum depends on the order in which blocks run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..common import backends, triton_launch
+from ..common.backends import Backend
+from ..common.triton_launch import launch, power_of_two
+from .operands import Options, Terms
+from .torch import band_reach
+
+
+class Tile(NamedTuple):
+    """Queries and keys of a program's tile of logits, warps of a program, loads that are under way in a loop."""
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+
+
+# By arithmetic ("tf32" is float32, as one or as three products), then by the largest width: tiles of the forward, of
+# queries' gradients, of keys', of position logits'. Up to a width of 64 chosen by times on an H100; the others by
+# registers. Float32's kernels of eight warps accessed memory out of bounds (Triton 3.6).
+TILES = {
+    "half": {
+        64: (Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), Tile(64, 64, 4, 2), Tile(64, 32, 4, 3)),
+        128: (Tile(128, 64, 8, 2), Tile(64, 32, 8, 2), Tile(32, 64, 8, 2), Tile(64, 32, 8, 2)),
+        256: (Tile(64, 32, 8, 2), Tile(32, 32, 8, 1), Tile(32, 32, 8, 1), Tile(32, 32, 8, 1)),
+    },
+    "tf32": {
+        64: (Tile(64, 64, 4, 1), Tile(64, 64, 4, 1), Tile(32, 64, 4, 1), Tile(64, 32, 4, 1)),
+        128: (Tile(16, 32, 4, 1), Tile(16, 32, 4, 1), Tile(16, 16, 4, 1), Tile(32, 16, 4, 1)),
+    },
+}
+# On devices other than Hopper, where no tile has been timed: those that do not spill.
+OTHER_TILES = {
+    "half": {**TILES["half"], 64: (Tile(128, 64, 8, 3), Tile(64, 32, 4, 3), Tile(32, 64, 4, 2), Tile(64, 32, 4, 3))},
+    "tf32": {
+        64: (Tile(32, 32, 4, 1), Tile(32, 16, 4, 1), Tile(16, 32, 4, 1), Tile(32, 32, 4, 1)),
+        128: (Tile(16, 32, 4, 1), Tile(16, 16, 4, 1), Tile(16, 16, 4, 1), Tile(32, 16, 4, 1)),
+    },
+}
+SHORT = 64  # queries or keys at most for which a large block is mostly empty
+PROGRAMS = 512  # into at least so many the sums over broadcast axes are parted, if there are so many addends
+# A program goes through the keys in turn, 64 in a microsecond or more (H100): where so few programs have so many keys,
+# products with all keys at once, on the whole device, need a fraction of that. Not timed.
+FEW_PROGRAMS, MANY_KEYS = 16, 2**15
+LONGEST = 2**23  # positions, taps, and numbers between rows: offsets within a tile stay below 2**31
+
+
+def refuses(terms: Terms, options: Options) -> str | None:
+    value, T = terms.value, terms.queries()
+    if reason := triton_launch.refusal(value):
+        return reason
+    widths = max(value.shape[3], 0 if terms.query is None else terms.query.shape[3])
+    widest = max(TILES[_arithmetic(value)])
+    if widths > widest:
+        return f"its tiles hold widths of up to {widest} in {str(value.dtype)[6:]}, and a head has {widths}"
+    K = 0 if terms.band_logits is None else terms.band_logits.shape[3]
+    longest = max(T, value.shape[2], K)
+    if longest > LONGEST:
+        return f"it counts up to {LONGEST} queries, keys and taps, and there are {longest}"
+    programs = value.shape[0] * value.shape[1] * -(-longest // 16)
+    if programs > triton_launch.LONGEST_GRID:
+        return f"a grid has up to {triton_launch.LONGEST_GRID} programs, and these are up to {programs}"
+    busy = value.shape[0] * value.shape[1] * -(-T // SHORT)
+    if backends.forced() is None and busy <= FEW_PROGRAMS and value.shape[2] >= MANY_KEYS:
+        return f"only {busy} programs would go through {value.shape[2]} keys, which does not pay"
+    return None
+
+
+def _arithmetic(tensor: Tensor) -> str:
+    """Return a key of :data:`TILES`."""
+    return "half" if tensor.dtype.itemsize == 2 else "tf32"
+
+
+class Call:
+    """The arguments of one call as kernels take them."""
+
+    def __init__(self, terms: Terms, options: Options):
+        mask, dtype = options.key_padding_mask, terms.value.dtype
+        self.B, self.M, self.S, self.dv = terms.value.shape
+        self.T, self.d = terms.queries(), 0 if terms.query is None else terms.query.shape[3]
+        self.K = 0 if terms.band_logits is None else terms.band_logits.shape[3]
+        query, key, value, *logits = (None if t is None else _with_rows(t) for t in terms)
+        if self.d == 0:
+            query = key = None
+        start = min(options.start, self.S + self.K)  # positions beyond all bands are alike
+        left, _ = band_reach(self.K, options.causal)
+        self.vectors = [value, query, key]
+        self.logits = logits
+        self.places, self.of_logits = _strides(self.vectors), _strides(logits)
+        self.padding = None if mask is None else mask.contiguous().view(torch.uint8)
+        ids = options.segment_ids
+        self.segments = None if ids is None else ids.contiguous()
+        period = 1 if ids is None else ids.shape[0]
+        self.numbers = (self.M, self.T, self.S, self.K, left, start, period, float(options.scale))
+        self.of_widths = (TILES if triton_launch.hopper(terms.value) else OTHER_TILES)[_arithmetic(terms.value)]
+        self.constants = dict(
+            D=self.d,
+            DV=self.dv,
+            BLOCK_D=power_of_two(self.d),
+            BLOCK_DV=power_of_two(self.dv),
+            CAUSAL=options.causal,
+            PRECISION=triton_launch.precision(dtype),
+            UPCAST=triton_launch.upcast(dtype),
+        )
+
+    @property
+    def tiles(self) -> tuple[Tile, ...]:
+        """Of the forward, of queries' gradients, of keys', of position logits'."""
+        return self.of_widths[next(width for width in self.of_widths if max(self.d, self.dv) <= width)]
+
+    def run(
+        self,
+        kernel: Any,
+        programs: int,
+        tile: Tile,
+        output: Tensor,
+        others: Sequence[Tensor | None],
+        vectors: Sequence[Tensor | None] = (),
+        logits: Sequence[Tensor | None] = (),
+        numbers: Sequence[int] = (),
+        **constants: Any,
+    ) -> None:
+        """Launch ``kernel``.
+
+        Args:
+            output: The output or its gradient, (B, M, T, dv), the first tensor behind the mask.
+            others: Tensors without strides, behind it.
+            vectors: The forward's output, gradients of query, key or value.
+            logits: Gradients of logits.
+            numbers: Integers in front of the sizes.
+        """
+        places, of_output, of_vectors = self.places, _strides([output]), _strides(vectors)
+        unit = 16 // output.element_size()
+        if any(n % unit for n in places + of_output + of_vectors):
+            unit = 1
+        places, of_output, of_vectors = ([n // unit for n in each] for each in (places, of_output, of_vectors))
+        padding = 0 if self.padding is None else self.padding.stride(0)
+        launch(
+            kernel, (programs,),
+            *self.vectors, *self.logits, self.padding, self.segments, output, *others, *vectors, *logits,
+            *places, *self.of_logits, padding, *of_output, *of_vectors, *_strides(logits), *numbers, *self.numbers,
+            BLOCK_T=tile.queries, BLOCK_S=tile.keys, UNIT=unit, num_warps=tile.warps, num_stages=tile.stages,
+            **self.constants, **constants,
+        )  # fmt: skip
+
+
+def _near(step: int) -> int:
+    """Keys, or queries, that a loop takes at a time where a band touches them; 16 is the least of ``tl.dot``."""
+    return max(16, step // 2)
+
+
+def _has_rows(tensor: Tensor) -> bool:
+    """Whether kernels can address ``tensor``, (B, M, rows) or (B, M, rows, width)."""
+    together = tensor.dim() == 3 or tensor.shape[3] <= 1 or tensor.stride(3) == 1
+    return together and (tensor.shape[2] == 1 or tensor.stride(2) <= LONGEST)
+
+
+def _with_rows(tensor: Tensor) -> Tensor:
+    """``tensor``, or a copy whose last axis is contiguous."""
+    return tensor if _has_rows(tensor) else tensor.contiguous()
+
+
+def _strides(tensors: Sequence[Tensor | None]) -> list[int]:
+    """Of batch, head and row of each; 0 along axes of size 1, and of None."""
+    found: list[int] = []
+    for tensor in tensors:
+        if tensor is None:
+            found += (0, 0, 0)
+        else:
+            (B, M, rows), (b, m, row) = tensor.shape[:3], tensor.stride()[:3]
+            found += (b if B > 1 else 0, m if M > 1 else 0, row if rows > 1 else 0)
+    return found
+
+
+def forward(terms: Terms, options: Options, output: Tensor, lse: Tensor) -> None:
+    """Write the output (B, M, T, dv) and the log-sum-exp (B, M, T), +inf where all keys are masked."""
+    from . import triton_kernels as kernels
+
+    call = Call(terms, options)
+    tile = call.tiles[0]
+    if call.T <= SHORT < tile.queries:
+        tile = tile._replace(queries=tile.queries // 2, warps=tile.warps // 2)
+    if call.S <= SHORT:
+        tile = tile._replace(keys=min(tile.keys, SHORT // 2))
+    programs = call.B * call.M * -(-call.T // tile.queries)
+    call.run(kernels.attend, programs, tile, output, [lse], NEAR=_near(tile.keys))
+
+
+def backward(
+    grad_output: Tensor, terms: Terms, options: Options, output: Tensor | None, lse: Tensor, grads: list[Tensor | None]
+) -> None:
+    """Fill the wanted gradients (those not None), in the order of :class:`.Terms`."""
+    from . import triton_kernels as kernels
+
+    call = Call(terms, options)
+    B, M, T, S = call.B, call.M, call.T, call.S
+    grad_output, lse = _with_rows(grad_output), lse.contiguous()
+    if call.d == 0:
+        grads = [None, None, *grads[2:]]
+    shape = (B, M, T)
+    shared = grads[5] if grads[5] is not None and grads[5].shape[:3] != shape else None
+    targets = [
+        None if g is None or g is shared else _target(g, g.shape if i < 3 else (*shape, *g.shape[3:]))
+        for i, g in enumerate(grads)
+    ]
+    query, key, value, band, outside, position = targets
+    delta = None
+    if any(g is not None for i, g in enumerate(grads) if i != 2):
+        if output is None:  # another backend was to compute this backward pass
+            output = grad_output.new_empty(grad_output.shape)
+            forward(terms, options, output, torch.empty_like(lse))
+        delta = torch.empty_like(lse)
+        if band is not None:  # at the ends of a sequence, bands have taps without keys
+            band.zero_()
+        if position is not None and options.causal:  # what no query of a block sees is left out
+            position.zero_()
+        tile = call.tiles[1]
+        programs = B * M * -(-T // tile.queries)
+        own = any(t is not None for t in (query, band, outside, position))
+        call.run(
+            kernels.differentiate_queries, programs, tile, grad_output, [lse, delta], [_with_rows(output), query],
+            [band, outside, position], OWN=own, NEAR=_near(tile.keys),
+        )  # fmt: skip
+    if key is not None or value is not None:
+        tile = call.tiles[2]
+        programs = B * M * -(-S // tile.keys)
+        call.run(
+            kernels.differentiate_keys, programs, tile, grad_output, [lse, delta], [key, value],
+            NEAR=_near(tile.queries),
+        )  # fmt: skip
+    if shared is not None:
+        targets[5] = _sum_position(kernels.differentiate_position, call, grad_output, [lse, delta], shared.shape)
+    for grad, found in zip(grads, targets):
+        if grad is not None and found is not None and found is not grad:
+            grad.copy_(found.sum_to_size(grad.shape))
+
+
+def _target(grad: Tensor, shape: Sequence[int]) -> Tensor:
+    """Where a kernel writes a gradient: there, or to what is summed and copied to it."""
+    if grad.shape != shape:
+        return grad.new_empty(shape, dtype=torch.float32)
+    return grad if _has_rows(grad) else torch.empty(shape, dtype=grad.dtype, device=grad.device)
+
+
+def _sum_position(
+    kernel: Any, call: Call, grad_output: Tensor, others: Sequence[Tensor | None], shape: Sequence[int]
+) -> Tensor:
+    """Return the gradient of position logits that are broadcast, in float32."""
+    B, M, T, S = call.B, call.M, call.T, call.S
+    tile = call.tiles[3]
+    blocks = -(-T // tile.queries)
+    every_query = shape[2] != T
+    own = [shape[0] * shape[1], -(-S // tile.keys) * (1 if every_query else blocks)]  # heads, tiles of a head
+    steps = [B // shape[0], M // shape[1], blocks if every_query else 1]  # along the axes that are summed
+    count = steps[0] * steps[1] * steps[2]
+    share = -(-count // min(count, -(-PROGRAMS // (own[0] * own[1]))))
+    parts = -(-count // share)
+    sums = grad_output.new_empty((parts, *shape), dtype=torch.float32)
+    programs = parts * own[0] * own[1]
+    numbers = [own[0], *steps, share]
+    call.run(kernel, programs, tile, grad_output, [*others, sums], numbers=numbers, EVERY_QUERY=every_query)
+    return sums.sum(0)
+
+
+BACKEND = Backend(triton_launch.NAME, refuses, forward, backward)

@@ -1,0 +1,299 @@
+"""Flash-style kernels of sequence attention; :mod:`.triton` launches them.
+
+Shapes: B batch, M heads, T queries, S keys, K taps of the band, D and DV widths. A program has one (b, m) and a block
+of queries or keys; its tiles of logits are those of :mod:`.triton_sequence_logits`. Strides of query, key, value and
+the output come divided by ``UNIT``: the compiler sees that rows are aligned. Pointers that are None are terms, or
+gradients, that the call has not.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ..common.triton_math import matrix_of, multiply, rows, store_rows
+from .triton_logits import (
+    ALL,
+    AT,
+    BEFORE,
+    BEHIND,
+    LOG2E,
+    bounds,
+    far_logits,
+    ids_of,
+    keys_seen,
+    logits_of,
+    segments_of,
+    tile_of,
+    tile_of_band,
+    weights_and_gradients,
+)
+
+# Arguments that differ from call to call, for which nothing is compiled again.
+PLAIN = [
+    *("M", "T", "S", "K", "left", "start", "padding_b", "period"),
+    *("reduced_b", "reduced_m", "reduced_t", "share", "heads"),
+    *(f"{tensor}_{axis}" for tensor in ("query", "key", "value", "band", "outside", "position", "output", "attended",
+                                        "grad_query", "grad_key", "grad_value", "grad_band", "grad_outside",
+                                        "grad_position")
+      for axis in "bmt"),
+]  # fmt: skip
+
+
+@triton.jit(do_not_specialize=PLAIN)
+def attend(
+    value, query, key, band, outside, position, padding, segments, output, lse,
+    value_b, value_m, value_t, query_b, query_m, query_t, key_b, key_m, key_t, band_b, band_m, band_t,
+    outside_b, outside_m, outside_t, position_b, position_m, position_t, padding_b, output_b, output_m, output_t,
+    M, T, S, K, left, start, period, scale,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, NEAR: tl.constexpr, CAUSAL: tl.constexpr, UNIT: tl.constexpr,
+    PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Write the outputs and log-sum-exps of a block of queries, +inf where all keys are masked."""
+    blocks = tl.cdiv(T, BLOCK_T)
+    head = tl.program_id(0) // blocks
+    b, m = head // M, head % M
+    t0 = (blocks - 1 - tl.program_id(0) % blocks) * BLOCK_T  # with causal, the long ones first
+    t = t0 + tl.arange(0, BLOCK_T)
+    query = matrix_of(query, b, m, query_b, query_m, UNIT)
+    key = matrix_of(key, b, m, key_b, key_m, UNIT)
+    value = matrix_of(value, b, m, value_b, value_m, UNIT)
+    band = matrix_of(band, b, m, band_b, band_m, 1)
+    outside = matrix_of(outside, b, m, outside_b, outside_m, 1)
+    position = matrix_of(position, b, m, position_b, position_m, 1)
+    padding = matrix_of(padding, b, m, padding_b, padding_b * 0, 1)
+    far = far_logits(outside, t0, T, outside_t, BLOCK_T)
+    segments = segments_of(segments, b, period, S)
+    own = ids_of(segments, t0 + start, S, BLOCK_T)
+    q = rows(query, t0, T, query_t, BLOCK_T, D, BLOCK_D, UNIT)
+    top = tl.full((BLOCK_T,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_T,), tl.float32)
+    mixed = tl.zeros((BLOCK_T, BLOCK_DV), tl.float32)
+    end = keys_seen(t0, S, start, BLOCK_T, CAUSAL)
+    first_part: tl.constexpr = ALL if band is None else BEFORE
+    last_part: tl.constexpr = ALL if band is None else AT if CAUSAL else BEHIND
+    for PART in tl.static_range(first_part, last_part + 1):
+        low, high = bounds(PART, 0, end, t0 + start - left, K + BLOCK_T - 1, BLOCK_S, NEAR)
+        for s0 in tl.range(low, high, NEAR if PART == AT else BLOCK_S, num_stages=1 if PART == AT else None):
+            k = rows(key, s0, S, key_t, NEAR if PART == AT else BLOCK_S, D, BLOCK_D, UNIT)
+            logits = logits_of(
+                q, k, t0, s0, far, own, band, position, padding, segments, band_t, position_t, T, S, K, left, start,
+                scale, BLOCK_T, NEAR if PART == AT else BLOCK_S, CAUSAL, PART, False, PRECISION, UPCAST,
+            )  # fmt: skip
+            higher = tl.maximum(top, tl.max(logits, 1))
+            finite = tl.where(higher == float("-inf"), 0.0, higher)
+            weights = tl.exp2(logits - finite[:, None])
+            less = tl.exp2(top - finite)
+            total = total * less + tl.sum(weights, 1)
+            v = rows(value, s0, S, value_t, NEAR if PART == AT else BLOCK_S, DV, BLOCK_DV, UNIT)
+            mixed = multiply(weights.to(v.dtype), v, mixed * less[:, None], PRECISION, UPCAST)
+            top = higher
+    masked = total == 0
+    mixed = mixed / tl.where(masked, 1.0, total)[:, None]
+    store_rows(matrix_of(output, b, m, output_b, output_m, UNIT), t0, T, output_t, mixed, BLOCK_T, DV, BLOCK_DV, UNIT)
+    found = tl.where(masked, float("inf"), (top + tl.log2(tl.where(masked, 1.0, total))) / LOG2E)
+    tl.store(lse + head.to(tl.int64) * T + t, found, mask=t < T)
+
+
+@triton.jit(do_not_specialize=PLAIN)
+def differentiate_queries(
+    value, query, key, band, outside, position, padding, segments, grad_output, lse, delta, attended, grad_query,
+    grad_band, grad_outside, grad_position,
+    value_b, value_m, value_t, query_b, query_m, query_t, key_b, key_m, key_t, band_b, band_m, band_t,
+    outside_b, outside_m, outside_t, position_b, position_m, position_t, padding_b, output_b, output_m, output_t,
+    attended_b, attended_m, attended_t,
+    grad_query_b, grad_query_m, grad_query_t, grad_band_b, grad_band_m, grad_band_t,
+    grad_outside_b, grad_outside_m, grad_outside_t, grad_position_b, grad_position_m, grad_position_t,
+    M, T, S, K, left, start, period, scale,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, NEAR: tl.constexpr, CAUSAL: tl.constexpr, UNIT: tl.constexpr,
+    PRECISION: tl.constexpr, UPCAST: tl.constexpr, OWN: tl.constexpr,
+):  # fmt: skip
+    """Write ``delta``, a block of queries' outputs times their gradients, and with ``OWN`` the gradients of its own."""
+    blocks = tl.cdiv(T, BLOCK_T)
+    head = tl.program_id(0) // blocks
+    b, m = head // M, head % M
+    t0 = (blocks - 1 - tl.program_id(0) % blocks) * BLOCK_T
+    t = t0 + tl.arange(0, BLOCK_T)
+    grad = rows(matrix_of(grad_output, b, m, output_b, output_m, UNIT), t0, T, output_t, BLOCK_T, DV, BLOCK_DV, UNIT)
+    attended = matrix_of(attended, b, m, attended_b, attended_m, UNIT)
+    attended = rows(attended, t0, T, attended_t, BLOCK_T, DV, BLOCK_DV, UNIT)
+    mean = tl.sum(grad.to(tl.float32) * attended.to(tl.float32), 1)
+    tl.store(delta + head.to(tl.int64) * T + t, mean, mask=t < T)
+    if OWN:
+        query = matrix_of(query, b, m, query_b, query_m, UNIT)
+        key = matrix_of(key, b, m, key_b, key_m, UNIT)
+        value = matrix_of(value, b, m, value_b, value_m, UNIT)
+        band = matrix_of(band, b, m, band_b, band_m, 1)
+        outside = matrix_of(outside, b, m, outside_b, outside_m, 1)
+        position = matrix_of(position, b, m, position_b, position_m, 1)
+        padding = matrix_of(padding, b, m, padding_b, padding_b * 0, 1)
+        far = far_logits(outside, t0, T, outside_t, BLOCK_T)
+        segments = segments_of(segments, b, period, S)
+        own = ids_of(segments, t0 + start, S, BLOCK_T)
+        q = rows(query, t0, T, query_t, BLOCK_T, D, BLOCK_D, UNIT)
+        norm = tl.load(lse + head.to(tl.int64) * T + t, mask=t < T, other=float("inf")) * LOG2E
+        end = keys_seen(t0, S, start, BLOCK_T, CAUSAL)
+        sum_outside = tl.zeros((BLOCK_T,), tl.float32)
+        sum_query = tl.zeros((BLOCK_T, BLOCK_D), tl.float32)
+        grad_band = matrix_of(grad_band, b, m, grad_band_b, grad_band_m, 1)
+        grad_position = matrix_of(grad_position, b, m, grad_position_b, grad_position_m, 1)
+        first_part: tl.constexpr = ALL if band is None else BEFORE
+        last_part: tl.constexpr = ALL if band is None else AT if CAUSAL else BEHIND
+        for PART in tl.static_range(first_part, last_part + 1):
+            low, high = bounds(PART, 0, end, t0 + start - left, K + BLOCK_T - 1, BLOCK_S, NEAR)
+            for s0 in tl.range(low, high, NEAR if PART == AT else BLOCK_S, num_stages=1 if PART == AT else None):
+                k = rows(key, s0, S, key_t, NEAR if PART == AT else BLOCK_S, D, BLOCK_D, UNIT)
+                v = rows(value, s0, S, value_t, NEAR if PART == AT else BLOCK_S, DV, BLOCK_DV, UNIT)
+                weights, slopes = weights_and_gradients(
+                    q, k, v, grad, norm, t0, s0, far, own, band, position, padding, segments, band_t, position_t,
+                    T, S, K, left, start, scale,
+                    BLOCK_T, NEAR if PART == AT else BLOCK_S, CAUSAL, PART, False, PRECISION, UPCAST,
+                )  # fmt: skip
+                slopes = weights * (slopes - mean[:, None])
+                if grad_query is not None:
+                    sum_query = multiply(slopes.to(k.dtype), k, sum_query, PRECISION, UPCAST)
+                row, column = tl.arange(0, BLOCK_T)[:, None], tl.arange(0, NEAR if PART == AT else BLOCK_S)[None, :]
+                there = (row < T - t0) & (column < S - s0)
+                shift = s0 - t0 + left - start
+                tap = (column + shift) - row
+                inside = (tap >= 0) & (tap < K)
+                if grad_position is not None:
+                    place = tile_of(grad_position, grad_position_t, t0, s0, row, column)
+                    tl.store(place, slopes.to(grad_position.dtype.element_ty), mask=there)
+                if (grad_band is not None) and PART == AT:
+                    place = tile_of_band(grad_band, grad_band_t, t0, shift, row, column)
+                    tl.store(place, slopes.to(grad_band.dtype.element_ty), mask=there & inside)
+                if grad_outside is not None:
+                    sum_outside += tl.sum(tl.where(inside, 0.0, slopes), 1)
+        if grad_query is not None:
+            grad_query = matrix_of(grad_query, b, m, grad_query_b, grad_query_m, UNIT)
+            store_rows(grad_query, t0, T, grad_query_t, sum_query * scale, BLOCK_T, D, BLOCK_D, UNIT)
+        if grad_outside is not None:
+            grad_outside = matrix_of(grad_outside, b, m, grad_outside_b, grad_outside_m, 1)
+            place = grad_outside + t.to(tl.int64) * grad_outside_t
+            tl.store(place, sum_outside.to(grad_outside.dtype.element_ty), mask=t < T)
+
+
+@triton.jit(do_not_specialize=PLAIN)
+def differentiate_keys(
+    value, query, key, band, outside, position, padding, segments, grad_output, lse, delta, grad_key, grad_value,
+    value_b, value_m, value_t, query_b, query_m, query_t, key_b, key_m, key_t, band_b, band_m, band_t,
+    outside_b, outside_m, outside_t, position_b, position_m, position_t, padding_b, output_b, output_m, output_t,
+    grad_key_b, grad_key_m, grad_key_t, grad_value_b, grad_value_m, grad_value_t,
+    M, T, S, K, left, start, period, scale,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, NEAR: tl.constexpr, CAUSAL: tl.constexpr, UNIT: tl.constexpr,
+    PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Write the gradients of a block of keys and values."""
+    blocks = tl.cdiv(S, BLOCK_S)
+    head = tl.program_id(0) // blocks
+    b, m = head // M, head % M
+    s0 = (tl.program_id(0) % blocks) * BLOCK_S
+    query = matrix_of(query, b, m, query_b, query_m, UNIT)
+    key = matrix_of(key, b, m, key_b, key_m, UNIT)
+    value = matrix_of(value, b, m, value_b, value_m, UNIT)
+    band = matrix_of(band, b, m, band_b, band_m, 1)
+    outside = matrix_of(outside, b, m, outside_b, outside_m, 1)
+    position = matrix_of(position, b, m, position_b, position_m, 1)
+    padding = matrix_of(padding, b, m, padding_b, padding_b * 0, 1)
+    grad_output = matrix_of(grad_output, b, m, output_b, output_m, UNIT)
+    segments = segments_of(segments, b, period, S)
+    k = rows(key, s0, S, key_t, BLOCK_S, D, BLOCK_D, UNIT)
+    v = rows(value, s0, S, value_t, BLOCK_S, DV, BLOCK_DV, UNIT)
+    first = s0 * 0
+    if CAUSAL:  # queries before it see none of the keys
+        first = tl.maximum(s0 - start, 0) // BLOCK_T * BLOCK_T
+    sum_key = tl.zeros((BLOCK_S, BLOCK_D), tl.float32)
+    sum_value = tl.zeros((BLOCK_S, BLOCK_DV), tl.float32)
+    first_part: tl.constexpr = ALL if band is None else AT if CAUSAL else BEFORE
+    last_part: tl.constexpr = ALL if band is None else BEHIND
+    for PART in tl.static_range(first_part, last_part + 1):
+        low, high = bounds(PART, first, T, s0 - start + left - K + 1, K + BLOCK_S - 1, BLOCK_T, NEAR)
+        for t0 in tl.range(low, high, NEAR if PART == AT else BLOCK_T, num_stages=1 if PART == AT else None):
+            t = t0 + tl.arange(0, NEAR if PART == AT else BLOCK_T)
+            q = rows(query, t0, T, query_t, NEAR if PART == AT else BLOCK_T, D, BLOCK_D, UNIT)
+            grad = rows(grad_output, t0, T, output_t, NEAR if PART == AT else BLOCK_T, DV, BLOCK_DV, UNIT)
+            norm = tl.load(lse + head.to(tl.int64) * T + t, mask=t < T, other=float("inf")) * LOG2E
+            far = far_logits(outside, t0, T, outside_t, NEAR if PART == AT else BLOCK_T)
+            own = ids_of(segments, t0 + start, S, NEAR if PART == AT else BLOCK_T)
+            weights, slopes = weights_and_gradients(
+                q, k, v, grad, norm, t0, s0, far, own, band, position, padding, segments, band_t, position_t,
+                T, S, K, left, start, scale,
+                NEAR if PART == AT else BLOCK_T, BLOCK_S, CAUSAL, PART, True, PRECISION, UPCAST,
+            )  # fmt: skip
+            if grad_value is not None:
+                sum_value = multiply(weights.to(grad.dtype), grad, sum_value, PRECISION, UPCAST)
+            if grad_key is not None:
+                mean = tl.load(delta + head.to(tl.int64) * T + t, mask=t < T, other=0.0)
+                slopes = weights * (slopes - mean[None, :])
+                sum_key = multiply(slopes.to(q.dtype), q, sum_key, PRECISION, UPCAST)
+    if grad_key is not None:
+        grad_key = matrix_of(grad_key, b, m, grad_key_b, grad_key_m, UNIT)
+        store_rows(grad_key, s0, S, grad_key_t, sum_key * scale, BLOCK_S, D, BLOCK_D, UNIT)
+    if grad_value is not None:
+        grad_value = matrix_of(grad_value, b, m, grad_value_b, grad_value_m, UNIT)
+        store_rows(grad_value, s0, S, grad_value_t, sum_value, BLOCK_S, DV, BLOCK_DV, UNIT)
+
+
+@triton.jit(do_not_specialize=PLAIN)
+def differentiate_position(
+    value, query, key, band, outside, position, padding, segments, grad_output, lse, delta, sums,
+    value_b, value_m, value_t, query_b, query_m, query_t, key_b, key_m, key_t, band_b, band_m, band_t,
+    outside_b, outside_m, outside_t, position_b, position_m, position_t, padding_b, output_b, output_m, output_t,
+    heads, reduced_b, reduced_m, reduced_t, share,
+    M, T, S, K, left, start, period, scale,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, CAUSAL: tl.constexpr, UNIT: tl.constexpr,
+    PRECISION: tl.constexpr, UPCAST: tl.constexpr, EVERY_QUERY: tl.constexpr,
+):  # fmt: skip
+    """Sum the logits' gradients of a tile over a share of the axes along which position logits are broadcast.
+
+    Writes ``sums``, (parts, b, m, t, S) float32, where b, m, t are 1 or B, M, T; with ``EVERY_QUERY`` t is 1, and
+    ``heads`` is b * m. ``reduced_b``, ``reduced_m`` and ``reduced_t`` are the steps along the axes that are summed
+    (entries, heads, blocks of queries), 1 along the others; a program takes ``share`` of them.
+    """
+    blocks_t, blocks_s = tl.cdiv(T, BLOCK_T), tl.cdiv(S, BLOCK_S)
+    tiles = blocks_s if EVERY_QUERY else blocks_t * blocks_s
+    tile, head = tl.program_id(0) % tiles, tl.program_id(0) // tiles % heads
+    part = tl.program_id(0) // tiles // heads
+    own_b, own_m = head // (M // reduced_m), head % (M // reduced_m)
+    own_t, s0 = tile // blocks_s, tile % blocks_s * BLOCK_S
+    s = s0 + tl.arange(0, BLOCK_S)
+    end = tl.minimum((part + 1) * share, reduced_b * reduced_m * reduced_t)
+    if CAUSAL and not EVERY_QUERY:
+        end = tl.where(s0 < keys_seen(own_t * BLOCK_T, S, start, BLOCK_T, CAUSAL), end, 0)
+    total = tl.zeros((BLOCK_T, BLOCK_S), tl.float32)
+    part_of_all: tl.constexpr = ALL if band is None else AT  # any tile may be one that a band touches
+    for step in range(part * share, end):
+        b, m = own_b + step // reduced_t // reduced_m, own_m + step // reduced_t % reduced_m
+        t0 = (own_t + step % reduced_t) * BLOCK_T
+        t = t0 + tl.arange(0, BLOCK_T)
+        q = rows(matrix_of(query, b, m, query_b, query_m, UNIT), t0, T, query_t, BLOCK_T, D, BLOCK_D, UNIT)
+        k = rows(matrix_of(key, b, m, key_b, key_m, UNIT), s0, S, key_t, BLOCK_S, D, BLOCK_D, UNIT)
+        v = rows(matrix_of(value, b, m, value_b, value_m, UNIT), s0, S, value_t, BLOCK_S, DV, BLOCK_DV, UNIT)
+        grad = rows(
+            matrix_of(grad_output, b, m, output_b, output_m, UNIT), t0, T, output_t, BLOCK_T, DV, BLOCK_DV, UNIT
+        )
+        row = (b.to(tl.int64) * M + m) * T + t
+        norm = tl.load(lse + row, mask=t < T, other=float("inf")) * LOG2E
+        mean = tl.load(delta + row, mask=t < T, other=0.0)
+        far = far_logits(matrix_of(outside, b, m, outside_b, outside_m, 1), t0, T, outside_t, BLOCK_T)
+        lines = segments_of(segments, b, period, S)
+        own = ids_of(lines, t0 + start, S, BLOCK_T)
+        weights, slopes = weights_and_gradients(
+            q, k, v, grad, norm, t0, s0, far, own, matrix_of(band, b, m, band_b, band_m, 1),
+            matrix_of(position, b, m, position_b, position_m, 1), matrix_of(padding, b, m, padding_b, padding_b * 0, 1),
+            lines, band_t, position_t, T, S, K, left, start, scale,
+            BLOCK_T, BLOCK_S, CAUSAL, part_of_all, False, PRECISION, UPCAST,
+        )  # fmt: skip
+        total += weights * (slopes - mean[:, None])
+    place = part.to(tl.int64) * heads + head
+    if EVERY_QUERY:
+        tl.store(sums + place * S + s, tl.sum(total, 0), mask=s < S)
+    else:
+        t = own_t * BLOCK_T + tl.arange(0, BLOCK_T)
+        there = (t < T)[:, None] & (s < S)[None, :]
+        tl.store(sums + (place * T + t)[:, None] * S + s[None, :], total, mask=there)

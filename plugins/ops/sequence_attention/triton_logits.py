@@ -1,0 +1,166 @@
+"""What the kernels of sequence attention compute alike: a tile of logits, its weights and their gradients.
+
+A tile is (queries, keys), or (keys, queries) with ``KEYS_FIRST``. Logits are in units of log(2), for ``exp2``. Names
+and shapes are those of :mod:`.triton_sequence_kernels`.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ..common.triton_math import multiply
+
+LOG2E = tl.constexpr(1.4426950408889634)
+# Parts of a loop: tiles before those that a band touches, these, those behind them; or all, where there is no band.
+# A band's logits take many registers: its part goes by steps of NEAR, fewer than the others', and loads nothing ahead.
+BEFORE, AT, BEHIND, ALL = (tl.constexpr(n) for n in range(4))
+
+
+@triton.jit
+def of_queries(found, KEYS_FIRST: tl.constexpr):
+    """Return (queries) as an axis of a tile."""
+    if KEYS_FIRST:
+        return found[None, :]
+    else:
+        return found[:, None]
+
+
+@triton.jit
+def of_keys(found, KEYS_FIRST: tl.constexpr):
+    """(keys) as an axis of a tile."""
+    if KEYS_FIRST:
+        return found[:, None]
+    else:
+        return found[None, :]
+
+
+@triton.jit
+def tile_of(matrix, stride, t0, s0, row, column):
+    """Pointers to a tile's elements of a matrix (T, S)."""
+    begin = matrix + stride.to(tl.int64) * t0 + s0
+    return (begin + row * stride) + column
+
+
+@triton.jit
+def tile_of_band(band, stride, t0, shift, row, column):
+    """Pointers to a tile's elements of a band (T, K), of whose first query the first key has tap ``shift``."""
+    begin = band + stride.to(tl.int64) * t0 + shift
+    return (begin + row * (stride - 1)) + column
+
+
+@triton.jit
+def far_logits(outside, t0, T, stride, BLOCK_T: tl.constexpr):
+    """Outside logits of a block of queries; None for None."""
+    if outside is not None:
+        row = tl.arange(0, BLOCK_T)
+        begin = outside + stride.to(tl.int64) * t0
+        return tl.load(begin + row * stride, mask=row < T - t0, other=0.0).to(tl.float32) * LOG2E
+
+
+@triton.jit
+def ids_of(segments, first, limit, BLOCK: tl.constexpr):
+    """Numbers of the segments of keys from ``first`` on, below ``limit``; None for None."""
+    if segments is not None:
+        key = first + tl.arange(0, BLOCK)
+        return tl.load(segments + key, mask=key < limit, other=0)
+
+
+@triton.jit
+def segments_of(segments, b, period, S):
+    """Where the segments of batch entry b begin; None for None."""
+    if segments is not None:
+        return segments + (b % period).to(tl.int64) * S
+
+
+@triton.jit
+def bounds(PART: tl.constexpr, begin, end, first, count, BLOCK: tl.constexpr, NEAR: tl.constexpr):
+    """Begin and end of a part of a loop from ``begin`` to ``end``, of whose steps a band touches ``count`` places."""
+    low = begin + tl.maximum(first - begin, 0) // BLOCK * BLOCK
+    high = low + tl.cdiv(tl.maximum(first + count - low, 0), NEAR) * NEAR
+    if PART == BEFORE:
+        return begin, tl.minimum(low, end)
+    elif PART == AT:
+        return low, tl.minimum(high, end)
+    elif PART == BEHIND:
+        return high, end
+    else:
+        return begin, end
+
+
+@triton.jit
+def logits_of(
+    q, k, t0, s0, far, own, band, position, padding, segments, band_t, position_t, T, S, K, left, start, scale,
+    BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, CAUSAL: tl.constexpr, PART: tl.constexpr, KEYS_FIRST: tl.constexpr,
+    PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Return a tile of logits in units of log(2), -inf where a key is masked or there is none.
+
+    Loads come before the product: Triton then lays all sums out as the product lies.
+    """
+    row = of_queries(tl.arange(0, BLOCK_T), KEYS_FIRST)
+    column = of_keys(tl.arange(0, BLOCK_S), KEYS_FIRST)
+    there = (row < T - t0) & (column < S - s0)
+    if position is not None:
+        addend = tl.load(tile_of(position, position_t, t0, s0, row, column), mask=there, other=0.0)
+    if PART == AT:
+        shift = s0 - t0 + left - start
+        tap = (column + shift) - row
+        inside = (tap >= 0) & (tap < K)
+        near = tl.load(tile_of_band(band, band_t, t0, shift, row, column), mask=inside & there, other=0.0)
+    seen = column < S - s0
+    if CAUSAL and PART != BEFORE and PART != BEHIND:  # no key outside the band comes later than the query
+        seen = seen & (column + (s0 - t0 - start) <= row)
+    if padding is not None:
+        keys = tl.arange(0, BLOCK_S)
+        kept = tl.load(padding + s0 + keys, mask=keys < S - s0, other=1) == 0
+        seen = seen & of_keys(kept, KEYS_FIRST)
+    if segments is not None:
+        seen = seen & (of_keys(ids_of(segments, s0, S, BLOCK_S), KEYS_FIRST) == of_queries(own, KEYS_FIRST))
+    if KEYS_FIRST:
+        logits = tl.zeros((BLOCK_S, BLOCK_T), tl.float32)
+    else:
+        logits = tl.zeros((BLOCK_T, BLOCK_S), tl.float32)
+    if q is not None:
+        if KEYS_FIRST:
+            logits = multiply(k, tl.trans(q), logits, PRECISION, UPCAST) * (scale * LOG2E)
+        else:
+            logits = multiply(q, tl.trans(k), logits, PRECISION, UPCAST) * (scale * LOG2E)
+    if position is not None:
+        logits += addend.to(tl.float32) * LOG2E
+    if PART == AT:
+        if far is None:
+            logits += near.to(tl.float32) * LOG2E
+        else:
+            logits += tl.where(inside, near.to(tl.float32) * LOG2E, of_queries(far, KEYS_FIRST))
+    elif far is not None:
+        logits += of_queries(far, KEYS_FIRST)
+    return tl.where(seen, logits, float("-inf"))
+
+
+@triton.jit
+def keys_seen(t0, S, start, BLOCK_T: tl.constexpr, CAUSAL: tl.constexpr):
+    """Return the first key that no query of a block sees."""
+    if CAUSAL:
+        return tl.minimum(S, t0 + BLOCK_T + start)
+    else:
+        return S
+
+
+@triton.jit
+def weights_and_gradients(
+    q, k, v, grad, norm, t0, s0, far, own, band, position, padding, segments, band_t, position_t, T, S, K, left, start,
+    scale,
+    BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, CAUSAL: tl.constexpr, PART: tl.constexpr, KEYS_FIRST: tl.constexpr,
+    PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Return a tile of weights and one of their gradients; ``norm``: the queries' log-sum-exp in units of log(2)."""
+    logits = logits_of(
+        q, k, t0, s0, far, own, band, position, padding, segments, band_t, position_t, T, S, K, left, start, scale,
+        BLOCK_T, BLOCK_S, CAUSAL, PART, KEYS_FIRST, PRECISION, UPCAST,
+    )  # fmt: skip
+    if KEYS_FIRST:
+        slopes = multiply(v, tl.trans(grad), tl.zeros((BLOCK_S, BLOCK_T), tl.float32), PRECISION, UPCAST)
+    else:
+        slopes = multiply(grad, tl.trans(v), tl.zeros((BLOCK_T, BLOCK_S), tl.float32), PRECISION, UPCAST)
+    return tl.exp2(logits - of_queries(norm, KEYS_FIRST)), slopes

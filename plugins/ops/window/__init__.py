@@ -1,1 +1,0 @@
-"""Region "window": attention to the keys around each query."""

@@ -1,0 +1,1 @@
+"""Attention to the keys around each query."""

@@ -1,0 +1,83 @@
+"""Call the CUDA kernels of window attention (``csrc/window_attention/cuda.cuh``).
+
+They read float16, bfloat16 and float32 with any strides whose last axis is contiguous, and compute in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..common import library
+from ..common.backends import Backend
+from .operands import Options, Terms
+
+WIDEST_HEAD = 512  # channels that fit the registers of a team of 32 lanes
+
+
+def forward_kernels(*arguments: Any) -> None:
+    torch.ops.attn_plugins.window_attention_forward_(*arguments)
+
+
+def backward_kernels(*arguments: Any) -> None:
+    torch.ops.attn_plugins.window_attention_gather_backward_(*arguments)
+
+
+def refuses(terms: Terms, options: Options) -> str | None:
+    """Return the reason why the kernels cannot compute these terms, or None."""
+    query, _, value, _ = terms
+    if value.dtype == torch.float64:
+        return "its kernels compute in float32, but the tensors are float64"
+    width = max(value.shape[-1], 0 if query is None else query.shape[-1])
+    if width > WIDEST_HEAD:
+        return f"its kernels take heads of up to {WIDEST_HEAD} channels, got {width}"
+    return library.refusal(value.device, "cuda")
+
+
+def _rows(tensor: Tensor | None) -> Tensor | None:
+    """Return ``tensor`` with contiguous channels."""
+    if tensor is None or tensor.stride(-1) == 1 or tensor.shape[-1] == 1:
+        return tensor
+    return tensor.contiguous()
+
+
+def _operands(terms: Terms) -> list[Tensor | None]:
+    query, key, value, position_logits = terms
+    if position_logits is not None:
+        position_logits = position_logits.expand(*value.shape[:2], -1, -1, -1)
+    return [_rows(query), _rows(key), _rows(value), position_logits]
+
+
+def forward(terms: Terms, options: Options, output: Tensor, lse: Tensor) -> None:
+    """Write the output (B, M, Hq, Wq, dv) and the log-sum-exp (B, M, Hq, Wq), +inf where all keys are masked."""
+    forward_kernels(*_operands(terms), output, lse, options.numbers(), options.zero_border, options.scale)
+
+
+def backward(
+    grad_output: Tensor, terms: Terms, options: Options, output: Tensor, lse: Tensor, grads: Sequence[Tensor | None]
+) -> None:
+    """Fill the wanted gradients (those not None) of query, key, value and position logits."""
+    value = terms[2]
+
+    def full(grad: Tensor | None, any_strides: bool) -> Tensor | None:
+        """Return the tensor that the kernel writes: the gradient unless it broadcasts or its channels are strided."""
+        if grad is None:
+            return None
+        shape = (*value.shape[:2], *grad.shape[2:])
+        fits = grad.shape == shape and (any_strides or grad.stride(-1) == 1 or grad.shape[-1] == 1)
+        return grad if fits else grad.new_empty(shape)
+
+    written = [full(grad, any_strides=n == 3) for n, grad in enumerate(grads)]
+    backward_kernels(
+        _rows(grad_output), *_operands(terms), _rows(output), lse.contiguous(), *written,
+        options.numbers(), options.zero_border, options.scale,
+    )  # fmt: skip
+    for grad, result in zip(grads, written):
+        if grad is not None and result is not None and grad is not result:
+            grad.copy_(result.sum_to_size(grad.shape))
+
+
+BACKEND = Backend("cuda", refuses, forward, backward)

@@ -1,0 +1,94 @@
+"""Definition of window attention; see :mod:`attn_plugins.ops.reference`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..common.arguments import at_least_float32
+from ..common.softmax import masked_softmax
+
+
+class Windows:
+    """Position of each query's taps among the keys: query * stride - padding + tap * dilation, along both axes."""
+
+    def __init__(
+        self,
+        queries: Sequence[int],
+        keys: Sequence[int],
+        kernel_size: Sequence[int],
+        stride: Sequence[int],
+        padding: Sequence[int],
+        dilation: Sequence[int],
+        device: torch.device,
+    ) -> None:
+        def positions(axis: int) -> Tensor:
+            first = torch.arange(queries[axis], device=device) * stride[axis] - padding[axis]
+            return first.unsqueeze(1) + torch.arange(kernel_size[axis], device=device) * dilation[axis]
+
+        rows, columns = positions(0), positions(1)  # (Hq, Ky), (Wq, Kx)
+        inside = [(line >= 0) & (line < size) for line, size in zip((rows, columns), keys)]
+        self.rows, self.columns = rows.clamp(0, keys[0] - 1), columns.clamp(0, keys[1] - 1)
+        self.inside = inside[0][:, None, :, None] & inside[1][:, None, :]  # (Hq, Wq, Ky, Kx)
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """Gather each query's window, (B, M, Hk, Wk, width) -> (B, M, Hq, Wq, taps, width), 0 outside the map."""
+        windows = tensor[:, :, self.rows][:, :, :, :, self.columns].transpose(3, 4)
+        return torch.where(self.inside[..., None], windows, 0).flatten(4, 5)
+
+
+def window_attention_logits(
+    query: Tensor | None,
+    key: Tensor | None,
+    position_logits: Tensor | None,
+    windows: Windows,
+    zero_border: bool,
+    scale: float,
+) -> Tensor:
+    """Return the sum of all logits, (B, M, Hq, Wq, taps); B and M are 1 if they are in all arguments."""
+    query, key, position_logits = at_least_float32(query, key, position_logits)
+    terms = []
+    if query is not None and key is not None:
+        terms.append(torch.einsum("bmhwd,bmhwtd->bmhwt", query, windows.gather(key)) * scale)
+    if position_logits is not None:
+        terms.append(position_logits)
+    logits = sum(terms[1:], terms[0])
+    if not zero_border:
+        logits = logits.masked_fill(~windows.inside.flatten(2), float("-inf"))
+    return logits
+
+
+def window_attention_probabilities(
+    query: Tensor | None,
+    key: Tensor | None,
+    position_logits: Tensor | None,
+    windows: Windows,
+    zero_border: bool,
+    scale: float,
+) -> Tensor:
+    """Return the attention weights, (B, M, Hq, Wq, taps); B and M are 1 if they are in all arguments."""
+    return masked_softmax(window_attention_logits(query, key, position_logits, windows, zero_border, scale))
+
+
+def window_attention(
+    query: Tensor | None,
+    key: Tensor | None,
+    value: Tensor,
+    position_logits: Tensor | None,
+    kernel_size: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    zero_border: bool,
+    scale: float,
+) -> Tensor:
+    """See :func:`attn_plugins.ops.window_attention`; this one takes maps, and gathers every query's keys."""
+    leader = position_logits if query is None else query
+    assert leader is not None
+    windows = Windows(leader.shape[2:4], value.shape[2:4], kernel_size, stride, padding, dilation, value.device)
+    weights = window_attention_probabilities(query, key, position_logits, windows, zero_border, scale)
+    (values,) = at_least_float32(value)
+    weights = weights.expand(*value.shape[:2], -1, -1, -1)
+    return torch.einsum("bmhwt,bmhwtd->bmhwd", weights, windows.gather(values)).to(value.dtype)

@@ -1,0 +1,99 @@
+"""Window attention in plain PyTorch, tap by tap, for devices without a kernel.
+
+Each tap pairs one slice of the queries with one slice of the keys, so nothing is unfolded; the weights of all taps are
+stored. No sum depends on the order in which threads run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from ..common.backends import Backend, never
+from ..common.softmax import softmax_
+from .operands import Options, Terms
+
+Slices = tuple[slice, slice]
+
+
+def _axis(queries: int, keys: int, stride: int, start: int) -> Slices:
+    """Return the queries whose key, query * stride + start, is inside the map, and these keys."""
+    first = max(0, -(start // stride))
+    last = min(queries, (keys - 1 - start) // stride + 1)
+    if last <= first:
+        return slice(0, 0), slice(0, 0)
+    return slice(first, last), slice(first * stride + start, (last - 1) * stride + start + 1, stride)
+
+
+def _taps(grid: Sequence[int], size: Sequence[int], options: Options) -> Iterator[tuple[int, tuple, tuple]]:
+    """Yield each tap that has keys inside the map, the index of its queries and that of their keys."""
+    kernel, stride, padding, dilation, *_ = options
+    for t in range(kernel[0] * kernel[1]):
+        tap = t // kernel[1], t % kernel[1]
+        rows, columns = (_axis(grid[n], size[n], stride[n], tap[n] * dilation[n] - padding[n]) for n in range(2))
+        if rows[0].stop and columns[0].stop:
+            yield t, (..., rows[0], columns[0], slice(None)), (..., rows[1], columns[1], slice(None))
+
+
+def _logits(terms: Terms, options: Options, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Return the logits (B, M, Hq, Wq, taps), -inf outside the map unless the border counts as zeros."""
+    query, key, value, position_logits = terms
+    taps = options.kernel_size[0] * options.kernel_size[1]
+    start = 0.0 if options.zero_border else float("-inf")
+    logits = value.new_full((*shape, taps), start, dtype=dtype)
+    if options.zero_border and position_logits is not None:
+        logits += position_logits
+    for t, queries, keys in _taps(shape[2:], value.shape[2:4], options):
+        part = logits[queries][..., t]
+        if not options.zero_border:
+            part.zero_()
+            if position_logits is not None:
+                part += position_logits[queries][..., t]
+        if query is not None and key is not None:
+            part += (query[queries].to(dtype) * key[keys].to(dtype)).sum(-1) * options.scale
+    return logits
+
+
+def forward(terms: Terms, options: Options, output: Tensor, lse: Tensor) -> None:
+    """Write the output (B, M, Hq, Wq, dv) and the log-sum-exp (B, M, Hq, Wq), +inf where all keys are masked."""
+    value = terms[2]
+    weights = _logits(terms, options, lse.shape, lse.dtype)
+    lse.copy_(softmax_(weights))
+    total = torch.zeros_like(output, dtype=lse.dtype)
+    for t, queries, keys in _taps(lse.shape[2:], value.shape[2:4], options):
+        total[queries] += weights[queries][..., t, None] * value[keys]
+    output.copy_(total)
+
+
+def backward(
+    grad_output: Tensor, terms: Terms, options: Options, output: Tensor, lse: Tensor, grads: Sequence[Tensor | None]
+) -> None:
+    """Fill the wanted gradients (those not None) of query, key, value and position logits."""
+    query, key, value, _ = terms
+    dtype, grid, size = lse.dtype, lse.shape[2:], value.shape[2:4]
+    weights = _logits(terms, options, lse.shape, dtype)
+    softmax_(weights)
+    slopes = torch.zeros_like(weights)
+    gradient = grad_output.to(dtype)
+    for t, queries, keys in _taps(grid, size, options):
+        slopes[queries][..., t] = (gradient[queries] * value[keys]).sum(-1)
+    slopes = weights * (slopes - (weights * slopes).sum(-1, keepdim=True))
+    grad_query, grad_key, grad_value = (
+        None if grad is None else torch.zeros_like(grad, dtype=dtype) for grad in grads[:3]
+    )
+    for t, queries, keys in _taps(grid, size, options):
+        if grad_value is not None:
+            grad_value[keys] += weights[queries][..., t, None] * gradient[queries]
+        slope = slopes[queries][..., t, None] * options.scale
+        if grad_query is not None and key is not None:
+            grad_query[queries] += slope * key[keys]
+        if grad_key is not None and query is not None:
+            grad_key[keys] += slope * query[queries]
+    for grad, result in zip(grads, (grad_query, grad_key, grad_value, slopes)):
+        if grad is not None and result is not None:
+            grad.copy_(result.sum_to_size(grad.shape))
+
+
+BACKEND = Backend("torch", never, forward, backward)

@@ -1,0 +1,175 @@
+"""Region "window": attention to the keys around each query, of sequences and of maps.
+
+Local bilateral attention, dynamic convolution, stand-alone local attention and range-limited generalized attention
+use this operator with different logits. Compiled kernels (``csrc/window_attention``) compute it on CPUs and on CUDA;
+elsewhere it is computed in plain PyTorch, tap by tap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, get_args
+
+from torch import Tensor
+
+from ..common.arguments import arithmetic_dtype, check_tensors, expand, finite
+from ..common.operator import Operator, counts_of_products
+from . import cpu, cuda, reference
+from . import torch as plain
+from .operands import Options, Terms
+
+Border = Literal["exclude", "zero"]
+
+
+def window_attention(
+    query: Tensor | None,
+    key: Tensor | None,
+    value: Tensor,
+    position_logits: Tensor | None,
+    kernel_size: int | Sequence[int],
+    *,
+    dilation: int | Sequence[int] = 1,
+    scale: float = 1.0,
+    stride: int | Sequence[int] = 1,
+    padding: int | Sequence[int] | None = None,
+    border: Border = "exclude",
+) -> Tensor:
+    """Attend from every position to the keys of a window around it (Thesis, Eq. 4.9; Zhu et al. 2019, section 3).
+
+    The weight of tap t for query q, whose key is k = q * stride - padding + t * dilation, is the softmax over the
+    window's taps of
+
+        scale * query[q]·key[k] + position_logits[q, t]
+
+    where an absent term counts as 0. Taps are in row-major order. Sequences have one spatial axis, maps have two.
+    Nothing is unfolded: the only extra memory is packed copies of queries, keys and values and, in the backward, the
+    weights of one or more heads. Second derivatives hold all windows.
+
+    Args:
+        query: (B, M, *spatial_q, d); None, together with ``key``, for position logits alone.
+        key: (B, M, *spatial, d).
+        value: (B, M, *spatial, dv).
+        position_logits: (B, M, *spatial_q, taps), or size 1 in the first two axes to share logits between images or
+            heads; None for content alone.
+        kernel_size: Taps along each axis.
+        dilation: Distance between neighbouring taps, in keys.
+        scale: Factor of the content term.
+        stride: Distance between neighbouring queries, in keys.
+        padding: How many keys before the map the first tap of the first query lies. None centres the windows, which
+            needs an odd ``kernel_size``; ``dilation * (kernel_size - 1)`` makes a sequence causal.
+        border: ``'exclude'`` gives keys outside the map no weight. ``'zero'`` counts them as zero keys with zero
+            values: they take part in the softmax with their position logit, as in fairseq's dynamic convolution.
+
+    Returns:
+        (B, M, *spatial_q, dv); 0 if every key of a window is outside the map or has the logit -inf.
+
+    Raises:
+        ValueError: a shape, a device or a number does not match, or the map is empty.
+        TypeError: the tensors are not floating-point or do not share one dtype.
+    """
+    terms = Terms(query, key, value, position_logits)
+    check_tensors("value", **terms._asdict())
+    if value.dim() not in (4, 5):
+        raise ValueError(f"value must have shape (B, M, T, dv) or (B, M, H, W, dv), got {tuple(value.shape)}")
+    axes = value.dim() - 3
+    _check_axes(terms, axes)
+    options = _options(axes, kernel_size, stride, padding, dilation, border, finite("scale", scale))
+    _check(terms, options)
+    if axes == 2:
+        return ATTEND(terms, options)
+    return ATTEND(Terms(*(t if t is None else t.unsqueeze(2) for t in terms)), options).squeeze(2)  # type: ignore[arg-type]
+
+
+def _options(
+    axes: int, kernel_size: Any, stride: Any, padding: Any, dilation: Any, border: str, scale: float
+) -> Options:
+    if border not in get_args(Border):
+        raise ValueError(f"border must be one of {', '.join(get_args(Border))}, got {border!r}")
+    kernel = expand("kernel_size", kernel_size, axes, 1)
+    dilations = expand("dilation", dilation, axes, 1)
+    if padding is None:
+        if any(size % 2 == 0 for size in kernel):
+            raise ValueError(
+                f"kernel_size must be odd if padding is None, which centres the window, got {kernel_size!r}"
+            )
+        paddings = tuple(size // 2 * step for size, step in zip(kernel, dilations))
+    else:
+        paddings = expand("padding", padding, axes, 0)
+    lone, none = (1,) * (2 - axes), (0,) * (2 - axes)
+    strides = expand("stride", stride, axes, 1)
+    return Options(lone + kernel, lone + strides, none + paddings, lone + dilations, border == "zero", scale)
+
+
+def _check_axes(terms: Terms, axes: int) -> None:
+    """Check the numbers of axes, before the options, which depend on them."""
+    spatial = "T" if axes == 1 else "H, W"
+    for name, tensor, last in (("query", terms.query, "d"), ("position_logits", terms.position_logits, "taps")):
+        if tensor is not None and tensor.dim() != axes + 3:
+            raise ValueError(
+                f"{name} must have shape (B, M, {spatial}, {last}), as many axes as value, got {tuple(tensor.shape)}"
+            )
+
+
+def _check(terms: Terms, options: Options) -> None:
+    query, key, value, position_logits = terms
+    B, M = value.shape[:2]
+    if 0 in value.shape[2:-1]:
+        raise ValueError(f"value must have at least one key, got shape {tuple(value.shape)}")
+    if (query is None) != (key is None):
+        raise ValueError("query and key must be given together, or both be None for position logits alone")
+    if query is None and position_logits is None:
+        raise ValueError("query or position_logits must be given: without both there are no queries")
+    if query is not None and key is not None:
+        if query.shape[:2] != (B, M):
+            raise ValueError(f"query must have value's batch and heads ({B}, {M}), got shape {tuple(query.shape)}")
+        if key.shape != (*value.shape[:-1], query.shape[-1]):
+            raise ValueError(
+                f"key must have shape {(*value.shape[:-1], query.shape[-1])}, value's axes and query's width, "
+                f"got {tuple(key.shape)}"
+            )
+    if position_logits is not None:
+        taps = options.kernel_size[0] * options.kernel_size[1]
+        grid = position_logits.shape[2:-1] if query is None else query.shape[2:-1]
+        shape = (B, M, *grid, taps)
+        of_query = "" if query is None else ", positions of query"
+        fits = position_logits.shape[2:] == shape[2:]
+        if not fits or any(n != 1 and n != m for n, m in zip(position_logits.shape[:2], shape[:2])):
+            raise ValueError(
+                f"position_logits must have shape {shape}, batch and heads of value{of_query} and {taps} taps of "
+                f"kernel_size, or size 1 in either of the first two axes, got {tuple(position_logits.shape)}"
+            )
+
+
+# --- the operator -------------------------------------------------------------------------------------------------
+
+
+def _results(terms: Terms, options: Options) -> tuple[Tensor, Tensor]:
+    """Return an uninitialised output, stored as (B, Hq, Wq, M, dv) for the projection that follows, and log-sum-exp."""
+    query, _, value, position_logits = terms
+    leader = position_logits if query is None else query
+    assert leader is not None
+    B, M, dv = value.shape[0], value.shape[1], value.shape[4]
+    Hq, Wq = leader.shape[2:4]
+    lse = value.new_empty((B, M, Hq, Wq), dtype=arithmetic_dtype(value.dtype))
+    return value.new_empty((B, Hq, Wq, M, dv)).permute(0, 3, 1, 2, 4), lse
+
+
+def _products(terms: Any, options: Options) -> tuple[int, int]:
+    """Count the operations of one content and of one value product, including taps outside the map."""
+    query, _, value, position_logits = terms
+    leader = query or position_logits
+    pairs = 2 * value[0] * value[1] * leader[2] * leader[3] * options.kernel_size[0] * options.kernel_size[1]
+    return (0 if query is None else pairs * query[4]), pairs * value[4]
+
+
+ATTEND = Operator(
+    "window_attention",
+    Terms,
+    Options,
+    ("output", "log_sum_exp"),
+    keeps=("output", "log_sum_exp"),
+    fake=_results,
+    reference=lambda terms, options: reference.window_attention(*terms, *options),
+    table=[cpu.BACKEND, cuda.BACKEND, plain.BACKEND],
+    **counts_of_products(_products),
+)

@@ -1,0 +1,220 @@
+"""Criss-cross attention: the reference against plain loops, the implementation by products against the reference."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from attn_plugins.ops import criss_cross_attention, global_attention, reference
+from attn_plugins.ops.criss_cross_attention import torch as products
+from tests.helpers.operator_checks import DEVICES, given
+from tests.ops.criss_cross_attention.operands import LOGITS, operands
+
+SIZES = [(5, 7), (7, 5), (8, 8), (1, 6), (6, 1), (1, 1), (17, 3)]
+
+
+def by_loops(query, key, value, position, scale) -> Tensor:
+    """Compute the definition for every query, key and channel; the query's own position counts once, in its row."""
+    B, M, H, W, _ = value.shape
+    output = torch.zeros_like(value)
+    for b, m, h, w in itertools.product(range(B), range(M), range(H), range(W)):
+        keys = {(i, w): i for i in range(H) if i != h} | {(h, j): H + j for j in range(W)}
+        assert len(keys) == H + W - 1
+        weights = {}
+        for (i, j), entry in keys.items():
+            logit = 0.0 if position is None else position[b, m, h, w, entry].item()
+            if query is not None:
+                logit += scale * sum(
+                    query[b, m, h, w, n].item() * key[b, m, i, j, n].item() for n in range(query.shape[-1])
+                )
+            weights[i, j] = math.exp(logit)
+        for (i, j), weight in weights.items():
+            output[b, m, h, w] += weight / sum(weights.values()) * value[b, m, i, j]
+    return output
+
+
+@pytest.mark.parametrize("logits", LOGITS)
+@pytest.mark.parametrize("size", [(3, 4), (4, 2), (1, 3), (3, 1), (1, 1)])
+def test_reference_is_the_formula(size, logits):
+    terms = operands(size, logits, batch=1, heads=2, grad=False)
+    torch.testing.assert_close(reference.criss_cross_attention(*terms, 0.7), by_loops(*terms, 0.7))
+
+
+@pytest.mark.sampled(24)
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("logits", LOGITS)
+@pytest.mark.parametrize("batch, heads", [(1, 1), (2, 1), (1, 3), (2, 3)])
+@pytest.mark.parametrize("size", SIZES)
+def test_products_equal_the_reference(size, batch, heads, logits, dtype, device):
+    torch.manual_seed(0)
+    terms = operands(size, logits, batch=batch, heads=heads, d=19, dv=18, dtype=dtype, device=device)
+    expected = reference.criss_cross_attention(*terms, 0.3)
+    found = criss_cross_attention(*terms, scale=0.3)
+    torch.testing.assert_close(found, expected)
+    grad = torch.randn_like(expected)
+    wanted = torch.autograd.grad(expected, given(*terms), grad)
+    for gradient, other in zip(torch.autograd.grad(found, given(*terms), grad), wanted):
+        torch.testing.assert_close(gradient, other, rtol=1e-4 if dtype == torch.float32 else 1e-9, atol=1e-5)
+
+
+@pytest.mark.parametrize("logits", LOGITS)
+def test_a_scale_of_0(logits):
+    """Results do not depend on uninitialised memory, which deterministic mode fills with NaN."""
+    terms = operands((5, 7), logits, batch=2, heads=2)
+    expected = reference.criss_cross_attention(*terms, 0.0)
+    wanted = torch.autograd.grad(expected.square().sum(), given(*terms))
+    torch.use_deterministic_algorithms(True)
+    try:
+        found = criss_cross_attention(*terms, scale=0.0)
+        gradients = torch.autograd.grad(found.square().sum(), given(*terms))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(gradients, wanted)
+
+
+def test_mmcv_agrees():
+    """mmcv's module around our operator: the query's own position counts in its row, and logits are not scaled."""
+    module = pytest.importorskip("mmcv.ops.cc_attention").CrissCrossAttention(16).double()
+    torch.nn.init.ones_(module.gamma.scale)
+    x = torch.randn(2, 16, 6, 5, dtype=torch.float64)
+    query, key, value = (
+        conv(x).unsqueeze(1).permute(0, 1, 3, 4, 2) for conv in (module.query_conv, module.key_conv, module.value_conv)
+    )
+    output = criss_cross_attention(query, key, value).squeeze(1).permute(0, 3, 1, 2)
+    torch.testing.assert_close(x + output, module(x))
+
+
+def test_a_map_of_one_row_or_column_is_global_attention():
+    for size in ((1, 9), (9, 1)):
+        query, key, value, _ = operands(size, grad=False)
+        torch.testing.assert_close(
+            criss_cross_attention(query, key, value, scale=0.5), global_attention(query, key, value, scale=0.5)
+        )
+
+
+def test_two_rounds_reach_every_position():
+    """After one round a value reaches its cross, after two it reaches every position: the purpose of recurrence."""
+    query, key, value, _ = operands((4, 5), batch=1, heads=1, grad=False)
+    changed = value.clone()
+    changed[:, :, 1, 2] += 1
+    once, again = criss_cross_attention(query, key, value), criss_cross_attention(query, key, changed)
+    cross = torch.zeros(4, 5, dtype=torch.bool)
+    cross[1], cross[:, 2] = True, True
+    assert torch.equal((once != again).any(-1)[0, 0], cross)
+    assert (criss_cross_attention(query, key, once) != criss_cross_attention(query, key, again)).any(-1).all()
+
+
+def test_probabilities_are_the_weights():
+    terms = operands(grad=False)
+    H, W = terms[2].shape[2:4]
+    found = reference.criss_cross_probabilities(*terms, 0.3)
+    weights = torch.ops.attn_plugins.criss_cross_attention(*terms, 0.3, False)[1]
+    torch.testing.assert_close(found.sum(-1), torch.ones_like(found[..., 0]))
+    torch.testing.assert_close(weights[..., :H], found[..., :H])
+    torch.testing.assert_close(weights[..., products.aligned(H) :][..., :W], found[..., H:])
+    assert not found[..., :H].diagonal(dim1=2, dim2=4).any()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_masked_positions_and_extreme_logits(device):
+    query, key, value, position = operands((3, 4), device=device, grad=False)
+    position[0, 0, 1, 2] = -math.inf
+    position[1, :, :, :, 5] = -math.inf
+    leaves = [t.requires_grad_() for t in (query, key, value, position)]
+    output = criss_cross_attention(*leaves)
+    torch.testing.assert_close(output, reference.criss_cross_attention(*leaves, 1.0))
+    assert not output[0, 0, 1, 2].any()
+    gradients = torch.autograd.grad(output.square().sum(), leaves)
+    assert all(gradient.isfinite().all() for gradient in gradients)
+    assert not gradients[3][0, 0, 1, 2].any()
+    assert not gradients[3][1, :, :, :, 5].any()
+    large = torch.full((1, 1, 2, 2, 4), 3e4, device=device)
+    large[..., 2] = 6e4  # column 0 of the own row
+    one = torch.randn(1, 1, 2, 2, 3, device=device)
+    expected = one[:, :, :, :1].expand_as(one)
+    torch.testing.assert_close(criss_cross_attention(None, None, one, large), expected)
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf, 7.0])
+def test_the_own_entry_of_the_column_is_not_read(number):
+    query, key, value, position = operands((3, 4))
+    expected = criss_cross_attention(query, key, value, position)
+    other = position.detach().clone()
+    other[..., :3].diagonal(dim1=2, dim2=4).fill_(number)
+    other.requires_grad_()
+    found = criss_cross_attention(query, key, value, other)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    gradient = torch.autograd.grad(found.square().sum(), other)[0]
+    torch.testing.assert_close(gradient, torch.autograd.grad(expected.square().sum(), position)[0])
+    assert not gradient[..., :3].diagonal(dim1=2, dim2=4).any()
+
+
+@pytest.mark.parametrize("logits", LOGITS)
+@pytest.mark.parametrize("recompute", [False, True])
+def test_opcheck_of_what_is_kept(recompute, logits):
+    terms = operands((4, 9), logits, batch=1, heads=2, dtype=torch.float32)
+    torch.library.opcheck(torch.ops.attn_plugins.criss_cross_attention, (*terms, 0.5, recompute))
+    output, *kept = torch.ops.attn_plugins.criss_cross_attention(*terms, 0.5, recompute)
+    assert [each.numel() > 0 for each in kept] == [not recompute, recompute]
+    needs = [t is not None for t in terms]
+    detached = [None if t is None else t.detach() for t in terms]
+    torch.library.opcheck(
+        torch.ops.attn_plugins.criss_cross_attention_backward,
+        (torch.randn_like(output), *detached, *(each.detach() for each in (output, *kept)), 0.5, recompute, needs),
+    )
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_logits_of_half_precision_are_not_rounded(device):
+    """Two keys have logits that differ by 1 in 2000, which half precision could not represent."""
+    query = torch.zeros(1, 1, 1, 2, 2, dtype=torch.bfloat16, device=device)
+    key, value = torch.zeros_like(query), torch.zeros_like(query)
+    query[..., :] = torch.tensor([44.0, 1.0])
+    key[..., 0, :], key[..., 1, :] = torch.tensor([44.0, 0.0]), torch.tensor([44.0, 1.0])
+    value[..., 1, :] = 1
+    found = criss_cross_attention(query, key, value)
+    expected = torch.full_like(found, 1 / (1 + math.exp(-1)))
+    torch.testing.assert_close(found, expected)
+
+
+def test_projections_are_read_in_few_products():
+    """Channels-last heads need no copy: one product per head for rows, one per image for columns."""
+    B, M, H, W, d = 2, 3, 5, 6, 4
+    query, key = (torch.randn(B, H, W, M, d).permute(0, 3, 1, 2, 4) for _ in range(2))
+    logits = torch.empty(B, H, W, M, 16).permute(0, 3, 1, 2, 4)
+    column, row = logits[..., :H].transpose(2, 3), logits[..., 8 : 8 + W]
+    batches = list(products._batches(row, query, key.mT))
+    assert len(batches) == M
+    assert all(view.data_ptr() < query.data_ptr() + query.nbytes for _, view, _ in batches)
+    assert len(list(products._batches(column, query.transpose(2, 3), key.transpose(2, 3).mT))) == B
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (dict(key=None), "query and key must be given together"),
+        (dict(query=None, key=None, position_logits=None), "query and key, or position_logits, must be given"),
+        (dict(value=torch.randn(2, 3, 0, 7, 5)), "value must have at least one position"),
+        (dict(value=torch.randn(2, 3, 5, 5)), r"value must have shape \(B, M, H, W, dv\), got \(2, 3, 5, 5\)"),
+        (dict(key=torch.randn(2, 3, 5, 6, 4)), r"key must have query's shape \(2, 3, 5, 7, 4\)"),
+        (dict(query=torch.randn(2, 2, 5, 7, 4)), r"query must have value's first axes \(2, 3, 5, 7\)"),
+        (dict(query=torch.randn(2, 3, 5, 4)), r"query must have shape \(B, M, H, W, d\)"),
+        (
+            dict(position_logits=torch.randn(2, 3, 5, 7, 11)),
+            r"must have shape \(2, 3, 5, 7, 12\), H \+ W logits per position of value",
+        ),
+        (dict(position_logits=torch.randn(2, 2, 5, 7, 12)), "or size 1 in either of the first two axes"),
+        (dict(position_logits=torch.randn(5, 7, 12)), r"position_logits must have shape \(B, M, H, W, H \+ W\)"),
+    ],
+)
+def test_bad_input_is_one_clear_error(change, words):
+    query, key, value, position = operands(dtype=torch.float32, grad=False)
+    arguments = dict(query=query, key=key, value=value, position_logits=position) | change
+    with pytest.raises((ValueError, TypeError), match=words):
+        criss_cross_attention(**arguments)

@@ -1,0 +1,216 @@
+"""deform_conv2d and deform_conv1d against plain loops and torchvision."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from attn_plugins.ops import backend, deform_conv1d, deform_conv2d
+from attn_plugins.ops.common import library
+from tests.helpers.operator_checks import relative_error
+from tests.ops.deform_conv.operands import GEOMETRIES, make, through_reference
+
+try:
+    import torchvision
+except ImportError:  # another version of torch may have no matching torchvision
+    torchvision = None
+needs_torchvision = pytest.mark.skipif(torchvision is None, reason="torchvision is not installed")
+
+
+def loops(input, offset, weight, bias, stride, padding, dilation, mask) -> Tensor:
+    """Compute the definition, one multiplication at a time."""
+    B, C, H, W = input.shape
+    C_out, group_channels, Kh, Kw = weight.shape
+    D = offset.shape[1] // (2 * Kh * Kw)
+    output = torch.zeros(B, C_out, *offset.shape[2:], dtype=input.dtype)
+    for b, o, oy, ox in itertools.product(*map(range, output.shape)):
+        group = o // (C_out // (C // group_channels))
+        total = float(bias[o]) if bias is not None else 0.0
+        for i, ky, kx in itertools.product(range(group_channels), range(Kh), range(Kw)):
+            c = group * group_channels + i
+            tap = ((c // (C // D)) * Kh + ky) * Kw + kx
+            y = oy * stride[0] - padding[0] + ky * dilation[0] + float(offset[b, 2 * tap, oy, ox])
+            x = ox * stride[1] - padding[1] + kx * dilation[1] + float(offset[b, 2 * tap + 1, oy, ox])
+            sample = 0.0
+            for py in (math.floor(y), math.floor(y) + 1):
+                for px in (math.floor(x), math.floor(x) + 1):
+                    if 0 <= py < H and 0 <= px < W:
+                        sample += (1 - abs(y - py)) * (1 - abs(x - px)) * float(input[b, c, py, px])
+            total += float(weight[o, i, ky, kx]) * sample * (float(mask[b, tap, oy, ox]) if mask is not None else 1)
+        output[b, o, oy, ox] = total
+    return output
+
+
+def gradients(function, operands: dict, grad_seed: int = 1) -> list[Tensor]:
+    names = [n for n in ("input", "offset", "weight", "bias", "mask") if operands[n] is not None]
+    leaves = {n: operands[n].detach().clone(memory_format=torch.preserve_format).requires_grad_() for n in names}
+    output = function(**{**operands, **leaves})
+    grad = torch.randn(output.shape, generator=torch.Generator().manual_seed(grad_seed), dtype=torch.float64)
+    return [output, *torch.autograd.grad(output, list(leaves.values()), grad.to(output.dtype))]
+
+
+def test_the_binary_is_there() -> None:
+    """Without the binary, everything below would only test the reference."""
+    assert library.has_kernel("cpu"), library.failures()["cpu"]
+
+
+@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize("name", [n for n in GEOMETRIES if n != "many pixels"])
+def test_equals_plain_loops(name: str, masked: bool) -> None:
+    operands = make(GEOMETRIES[name], masked=masked)
+    expected = loops(**operands)
+    assert relative_error(deform_conv2d(**operands), expected) < 1e-12
+    assert relative_error(through_reference(**operands), expected) < 1e-12
+
+
+@pytest.mark.sampled(16)
+@needs_torchvision
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize("name", GEOMETRIES)
+def test_equals_torchvision(name: str, masked: bool, dtype: torch.dtype) -> None:
+    operands = make(GEOMETRIES[name], dtype=dtype, masked=masked)
+    ours = gradients(deform_conv2d, operands)
+    theirs = gradients(torchvision.ops.deform_conv2d, operands)
+    for a, b in zip(ours, theirs):
+        assert relative_error(a, b) < (1e-12 if dtype == torch.float64 else 2e-6)
+
+
+@pytest.mark.parametrize("name", GEOMETRIES)
+def test_reference_has_the_same_gradients(name: str) -> None:
+    operands = make(GEOMETRIES[name])
+    for a, b in zip(gradients(deform_conv2d, operands), gradients(through_reference, operands)):
+        assert relative_error(a, b) < 1e-12
+
+
+@needs_torchvision
+def test_derivative_at_a_pixel_is_the_one_to_its_right() -> None:
+    operands = make(GEOMETRIES["wide"])
+    operands["offset"].round_()
+    ours = gradients(deform_conv2d, operands)
+    for other in (torchvision.ops.deform_conv2d, through_reference):
+        for a, b in zip(ours, gradients(other, operands)):
+            assert relative_error(a, b) < 1e-12
+
+
+@pytest.mark.parametrize("kind", ["cpu", "torch"])
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
+def test_the_output_has_the_memory_format_of_the_input(layout, kind: str) -> None:
+    operands = make(GEOMETRIES["wide"])
+    strided = {n: t.contiguous(memory_format=layout) if n in ("input", "mask") else t for n, t in operands.items()}
+    with backend(kind):
+        results = gradients(deform_conv2d, strided)
+        for a, b in zip(results, gradients(deform_conv2d, operands)):
+            assert relative_error(a, b) < 1e-14
+    assert results[0].is_contiguous(memory_format=layout)
+
+
+@pytest.mark.parametrize("value", [1e9, -1e9, 1e30, float("inf"), float("-inf"), float("nan")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_far_offsets_read_zero(value: float, dtype: torch.dtype) -> None:
+    operands = make(GEOMETRIES["wide"], dtype=dtype)
+    operands["offset"] = torch.full_like(operands["offset"], value)
+    for function in (deform_conv2d, through_reference):
+        output, *grads = gradients(function, operands)
+        assert torch.equal(output, operands["bias"].view(-1, 1, 1).expand_as(output))
+        assert all(torch.isfinite(g).all() for g in grads)
+
+
+def test_infinite_pixels_stay_where_they_are() -> None:
+    """Samples outside the map read 0, even if a pixel of the map is infinite."""
+    operands = make(GEOMETRIES["one pixel"])
+    operands["input"][:] = math.inf
+    operands["offset"][:] = 5.0
+    for function in (deform_conv2d, through_reference):
+        assert torch.isfinite(function(**operands)).all()
+
+
+# --- one dimension --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize("geometry", [(2, 6, 9, 4, 3, 1, 1, 1, 2, 3), (1, 4, 8, 4, 2, 2, 0, 3, 1, 1)])
+def test_1d_equals_plain_loops(geometry: tuple, masked: bool) -> None:
+    B, C, L, C_out, K, stride, padding, dilation, groups, D = geometry
+    L_out = (L + 2 * padding - dilation * (K - 1) - 1) // stride + 1
+    torch.manual_seed(0)
+    input, weight, bias = (
+        torch.randn(B, C, L).double(),
+        torch.randn(C_out, C // groups, K).double(),
+        torch.randn(C_out).double(),
+    )
+    offset = 2 * torch.randn(B, D * K, L_out).double()
+    mask = torch.rand(B, D * K, L_out).double() if masked else None
+    expected = torch.zeros(B, C_out, L_out).double()
+    for b, o, t in itertools.product(range(B), range(C_out), range(L_out)):
+        total = float(bias[o])
+        for i, k in itertools.product(range(C // groups), range(K)):
+            c = o // (C_out // groups) * (C // groups) + i
+            tap = c // (C // D) * K + k
+            x = t * stride - padding + k * dilation + float(offset[b, tap, t])
+            sample = sum(
+                max(0.0, 1 - abs(x - p)) * float(input[b, c, p]) for p in range(L)
+            )  # Equation 4's g(a, b) = max(0, 1 - |a - b|)
+            total += float(weight[o, i, k]) * sample * (float(mask[b, tap, t]) if masked else 1)
+        expected[b, o, t] = total
+    output = deform_conv1d(input, offset, weight, bias, stride, padding, dilation, mask)
+    assert relative_error(output, expected) < 1e-12
+
+
+# --- bad input ------------------------------------------------------------------------------------------------
+
+GOOD = (1, 4, 5, 6, 2, (3, 3), 1, 1, 1, 2, 2)
+
+BAD = {
+    "input not an image": (
+        dict(input=torch.zeros(4, 5, 6).double()),
+        ValueError,
+        r"input must have shape \(B, C, H, W\)",
+    ),
+    "offset channels": (dict(offset=torch.zeros(1, 35, 5, 6).double()), ValueError, "offset must have shape"),
+    "offset size": (dict(offset=torch.zeros(1, 36, 6, 5).double()), ValueError, "offset must have shape"),
+    "offset batch": (dict(offset=torch.zeros(2, 36, 5, 6).double()), ValueError, "offset must have shape"),
+    "offset groups": (dict(offset=torch.zeros(1, 54, 5, 6).double()), ValueError, "D dividing the 4 channels"),
+    "mask shape": (dict(mask=torch.zeros(1, 9, 5, 6).double()), ValueError, "mask must have shape"),
+    "weight channels": (dict(weight=torch.zeros(2, 3, 3, 3).double()), ValueError, "does not fit input of 4 channels"),
+    "weight groups": (dict(weight=torch.zeros(3, 2, 3, 3).double()), ValueError, "does not fit input of 4 channels"),
+    "kernel of 0": (dict(weight=torch.zeros(2, 2, 0, 3).double()), ValueError, "no axis of size 0"),
+    "bias shape": (dict(bias=torch.zeros(3).double()), ValueError, "bias must have shape"),
+    "stride 0": (dict(stride=0), ValueError, "stride must be"),
+    "three strides": (dict(stride=(1, 1, 1)), ValueError, "stride must be"),
+    "negative padding": (dict(padding=-1), ValueError, "padding must be"),
+    "dilation 0": (dict(dilation=(1, 0)), ValueError, "dilation must be"),
+    "fractional stride": (dict(stride=1.5), ValueError, "stride must be"),
+    "too small": (dict(dilation=9), ValueError, "input is too small"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input(name: str) -> None:
+    change, error, message = BAD[name]
+    operands = make(GOOD)
+    deform_conv2d(**operands)
+    with pytest.raises(error, match=message):
+        deform_conv2d(**{**operands, **change})
+
+
+@pytest.mark.parametrize(
+    "change,error,message",
+    [
+        (dict(input=torch.zeros(1, 4, 5, 6)), ValueError, r"input must have shape \(B, C, L\)"),
+        (dict(offset=torch.zeros(1, 4, 5)), ValueError, "offset must have shape"),
+        (dict(offset=torch.zeros(1, 3, 4)), ValueError, "offset must have shape"),
+        (dict(mask=torch.zeros(1, 6, 5)), ValueError, "mask must have offset's shape"),
+        (dict(stride=(1, 1)), ValueError, "stride must be"),
+        (dict(input=torch.zeros(1, 4, 5, dtype=torch.int32)), TypeError, "input must be float"),
+    ],
+)
+def test_bad_input_1d(change: dict, error: type[Exception], message: str) -> None:
+    operands = dict(input=torch.zeros(1, 4, 5), offset=torch.zeros(1, 3, 5), weight=torch.zeros(2, 4, 3), padding=1)
+    deform_conv1d(**operands)
+    with pytest.raises(error, match=message):
+        deform_conv1d(**{**operands, **change})

@@ -1,0 +1,195 @@
+"""Deformable attention: its definition in loops, and its behaviour in torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from attn_plugins import ops
+from attn_plugins.ops import deformable_attention
+from tests.helpers.operator_checks import DEVICES, relative_error
+from tests.ops.deformable_attention.operands import SHAPES, by_loops, operands
+
+BACKENDS = ["cpu", "torch", "reference"]
+CASES = {
+    "levels": {},
+    "one level, one pixel": dict(shapes=((1, 1),), queries=3),
+    "one head": dict(heads=1, d=16, queries=5),
+    "a width of no vector": dict(d=5),
+    "a width of many vectors": dict(d=72, batch=1, queries=2, heads=2),
+    "many queries": dict(shapes=((3, 2),), queries=300, K=1, heads=2, batch=1),  # more than a task, and packed
+    "far beside the map": dict(margin=1e7, batch=1),
+}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("case", CASES)
+def test_definition(case, backend):
+    torch.manual_seed(0)
+    value, locations, weights = operands(**CASES[case], grad=False)
+    shapes = CASES[case].get("shapes", SHAPES)
+    with ops.backend(backend):
+        found = deformable_attention(value, shapes, locations, weights)
+    torch.testing.assert_close(found, by_loops(value, shapes, locations, weights))
+
+
+def by_grid_sample(value: Tensor, shapes, locations: Tensor, weights: Tensor) -> Tensor:
+    """Compute deformable attention with torch's grid_sample, level by level."""
+    B, _, M, d = value.shape
+    Q = weights.shape[1]
+    output, first = 0, 0
+    for level, (H, W) in enumerate(shapes):
+        maps = value[:, first : first + H * W].permute(0, 2, 3, 1).reshape(B * M, d, H, W)
+        grid = 2 * locations[:, :, :, level].transpose(1, 2).flatten(0, 1) - 1  # (B * M, Q, K, 2)
+        samples = F.grid_sample(maps, grid, align_corners=False).view(B, M, d, Q, -1)
+        output = output + torch.einsum("bmdqk,bqmk->bqmd", samples, weights[:, :, :, level])
+        first += H * W
+    return output.flatten(2)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("case", CASES)
+def test_grid_sample_gives_the_same_with_its_gradients(case, dtype, device):
+    if case == "far beside the map" and dtype == torch.float32:
+        pytest.skip("grid_sample rounds such positions on another way")
+    torch.manual_seed(1)
+    terms = operands(**CASES[case], dtype=dtype, device=device)
+    shapes = CASES[case].get("shapes", SHAPES)
+    found = deformable_attention(terms[0], shapes, *terms[1:])
+    expected = by_grid_sample(terms[0], shapes, *terms[1:])
+    torch.testing.assert_close(found, expected)
+    gradient = torch.randn_like(found)
+    bound = 1e-12 if dtype == torch.float64 else 2e-5
+    pairs = zip(torch.autograd.grad(found, terms, gradient), torch.autograd.grad(expected, terms, gradient))
+    assert all(relative_error(a, b) < bound for a, b in pairs)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_at_a_whole_pixel_the_derivative_is_that_to_its_right(backend):
+    """Interpolation has a kink where a new module's sampling offsets lie; beyond the map, the derivative is 0."""
+    value = torch.tensor([1.0, 3.0, 10.0, 30.0], dtype=torch.float64).view(1, 4, 1, 1)
+    #                      on every pixel; one pixel left and one right of the map; far to the left
+    x = (torch.tensor([0.0, 1.0, 2.0, 3.0, -1.0, 4.0, -2.0], dtype=torch.float64) + 0.5) / 4
+    locations = torch.stack((x, torch.full_like(x, 0.5)), -1).view(1, 7, 1, 1, 1, 2).requires_grad_()
+    weights = torch.ones(1, 7, 1, 1, 1, dtype=torch.float64)
+    with ops.backend(backend):
+        output = deformable_attention(value, ((1, 4),), locations, weights)
+        output.sum().backward()
+    assert output.flatten().tolist() == [1, 3, 10, 30, 0, 0, 0]
+    assert (locations.grad[..., 0].flatten() / 4).tolist() == [2, 7, 20, -30, 1, 0, 0]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_nothing_is_read_for_nan_or_beside_the_map(backend):
+    value = torch.full((1, 4, 1, 2), float("inf"))
+    locations = torch.tensor([[float("nan"), 0.5], [0.5, float("nan")], [3.0, 0.5], [float("inf"), 0.5], [-1e30, 0.5]])
+    terms = (value, ((2, 2),), locations.view(1, 5, 1, 1, 1, 2), torch.ones(1, 5, 1, 1, 1))
+    with ops.backend(backend):
+        assert not deformable_attention(*terms).any()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_points_that_differ_by_level(device):
+    """One call equals the sum of one call per level."""
+    points = (3, 0, 2)
+    value, *_ = operands(device=device)
+    locations = torch.rand(2, 6, 3, 5, 2, dtype=torch.float64, device=device)
+    weights = torch.rand(2, 6, 3, 5, dtype=torch.float64, device=device)
+    found = deformable_attention(value, SHAPES, locations, weights, points)
+    expected, row, point = 0, 0, 0
+    for (H, W), count in zip(SHAPES, points):
+        one = slice(point, point + count)
+        maps = value[:, row : row + H * W]
+        if count:
+            expected = expected + deformable_attention(
+                maps, ((H, W),), locations[..., None, one, :], weights[..., None, one]
+            )
+        row, point = row + H * W, point + count
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_autocast_casts_the_value_alone(device):
+    terms = operands(((3, 200),), queries=20, dtype=torch.float32, device=device)
+    with torch.autocast(device, torch.bfloat16):
+        found = deformable_attention(terms[0], ((3, 200),), *terms[1:])
+    rounded = terms[0].detach().bfloat16()
+    assert torch.equal(found, deformable_attention(rounded, ((3, 200),), *terms[1:]))
+    found.sum().backward()
+    assert all(t.grad.dtype == torch.float32 for t in terms)
+
+
+def test_compiled_gradients_of_any_size():
+    torch._dynamo.reset()
+
+    def attend(map: Tensor, locations: Tensor, weights: Tensor) -> Tensor:
+        return deformable_attention(map.flatten(1, 2), (map.shape[1:3],), locations, weights)
+
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager", dynamic=True)
+    for size in ((5, 7), (9, 4), (6, 8)):
+        value, *beside = operands((size,), dtype=torch.float32)
+        terms = (value.detach().unflatten(1, size).requires_grad_(), *beside)
+        gradient = torch.randn(2, 6, 12)
+        wanted = torch.autograd.grad(attend(*terms), terms, gradient)
+        for a, b in zip(torch.autograd.grad(compiled(*terms), terms, gradient), wanted):
+            torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("empty", [dict(batch=0), dict(queries=0), dict(K=0), {}])
+def test_nothing_to_do_and_shapes_without_data(empty, device):
+    if device == "meta":
+        terms = [t.to("meta").requires_grad_() for t in operands(**empty, dtype=torch.float32, grad=False)]
+    else:
+        terms = operands(**empty, dtype=torch.float32)
+    output = deformable_attention(terms[0], SHAPES, *terms[1:])
+    assert output.shape == (empty.get("batch", 2), empty.get("queries", 6), 12)
+    if device == "cpu":
+        if "K" in empty:
+            assert not output.any()
+        output.sum().backward()
+        assert all(t.grad.shape == t.shape for t in terms)
+        assert terms[0].grad.any() == (not empty)
+
+
+def test_shapes_as_a_tensor():
+    terms = operands()
+    as_tensor = deformable_attention(terms[0], torch.tensor(SHAPES), *terms[1:])
+    assert torch.equal(as_tensor, deformable_attention(terms[0], SHAPES, *terms[1:]))
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (dict(value=None), "value must be a Tensor, got NoneType"),
+        (dict(sampling_locations=None), "sampling_locations must be a Tensor, got NoneType"),
+        (dict(attention_weights=None), "attention_weights must be a Tensor, got NoneType"),
+        (dict(value=torch.zeros(2, 49, 12)), r"value must have shape \(B, S, M, d\), got \(2, 49, 12\)"),
+        (dict(spatial_shapes=((5, 7), (3, 4))), r"spatial_shapes must have as many pixels as value has keys, 49, got"),
+        (dict(spatial_shapes=()), r"spatial_shapes must hold \(H, W\) of at least one level, got \(\)"),
+        (dict(spatial_shapes=5), r"spatial_shapes must hold \(H, W\) of at least one level, got 5"),
+        (dict(spatial_shapes=((5, 7), (3, 4), (2,))), r"each of spatial_shapes must be .* 2 ints"),
+        (dict(spatial_shapes=((7, 7), (0, 4))), "each of spatial_shapes must be .* at least 1"),
+        (dict(spatial_shapes=torch.ones(3, 2)), r"must be an integer Tensor \(L, 2\), got torch.float32"),
+        (dict(attention_weights=torch.zeros(2, 6, 3, 2, 2)), r"must have shape \(2, 6, 3, 3, 2\): .* got \(2, 6, 3, 2"),
+        (dict(attention_weights=torch.zeros(2, 6, 3, 6)), r"weights must have shape \(B, Q, M, L, K\), got"),
+        (dict(attention_weights=torch.zeros(())), r"attention_weights must have shape \(B, Q, M, L, K\), got \(\)"),
+        (dict(sampling_locations=torch.zeros(2, 6, 3, 3, 2, 3)), r"locations must have shape \(2, 6, 3, 3, 2, 2"),
+        (dict(sampling_locations=torch.zeros(2, 5, 3, 3, 2, 2)), r"locations must have shape \(2, 6, 3, 3, 2, 2"),
+        (dict(sampling_locations=torch.zeros(2, 6, 3, 6, 2)), r"must have shape \(B, Q, M, L, K, 2\), got"),
+        (dict(points=(2, 2, 2)), r"attention_weights must have shape \(B, Q, M, P\), got \(2, 6, 3, 3, 2\)"),
+        (dict(points=(2, 2)), "points must be an int or 3 ints"),
+        (dict(points=(2, 2, -2)), "points must be an int or 3 ints, each at least 0"),
+        (dict(sampling_locations=torch.zeros(2, 6, 3, 3, 2, 2).double()), "must be torch.float32 for a value"),
+        (dict(attention_weights=torch.zeros(2, 6, 3, 3, 2, dtype=torch.float16)), "must be torch.float32 for a value"),
+        (dict(sampling_locations=torch.zeros(2, 6, 3, 3, 2, 2, device="meta")), "be on value's device cpu, got meta"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_one_clear_error(change, words):
+    value, locations, weights = operands(dtype=torch.float32, grad=False)
+    arguments = dict(value=value, spatial_shapes=SHAPES, sampling_locations=locations, attention_weights=weights)
+    with pytest.raises((ValueError, TypeError), match=words):
+        deformable_attention(**{**arguments, **change})

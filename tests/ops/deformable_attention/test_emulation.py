@@ -1,0 +1,123 @@
+"""The CUDA kernels' source, run thread by thread on the CPU; see ``test_deform_conv_emulation.py``."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from attn_plugins.ops.deformable_attention.operands import Options, Terms
+from attn_plugins.ops.deformable_attention.reference import deformable_attention as reference
+from tests.ops.deformable_attention.operands import SHAPES, operands
+from tests.ops.emulation.kernels import NEEDS, error
+
+pytestmark = [*NEEDS, pytest.mark.slow]
+
+CASES = {
+    "a vector a thread": dict(d=32),
+    "a vector a thread, the last ones idle": dict(d=24),
+    "several vectors a thread": dict(d=144, batch=1, queries=3, heads=2),
+    "pairs": dict(d=6),
+    "no vectors": dict(d=5),
+    "one number": dict(d=1, heads=1),
+    "more points than a round locates": dict(d=4, K=7),
+    "an odd number of points": dict(d=32, K=1, heads=8),
+    "one level, one pixel": dict(shapes=((1, 1),), K=3),
+    "more than a block": dict(shapes=((3, 2),), queries=150, K=1),
+    "far beside the map": dict(margin=1e7),
+    "no queries": dict(queries=0),
+}
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+
+
+def problem(**case):
+    """Return contiguous operands in float64 that are exact in bfloat16, and the options."""
+    torch.manual_seed(0)
+    shapes = case.get("shapes", SHAPES)
+    value, locations, weights = operands(**case, grad=False)
+    terms = Terms(value.bfloat16().double(), locations.flatten(3, 4).float().double(), weights.flatten(3))
+    return terms, Options([n for shape in shapes for n in shape], [case.get("K", 2)] * len(shapes))
+
+
+def in_dtype(terms, dtype):
+    beside = dtype if dtype == torch.float64 else torch.float32
+    return terms.value.to(dtype), terms.locations.to(beside), terms.weights.to(beside)
+
+
+@pytest.fixture(autouse=True, params=[0, 1], ids="order {}".format)
+def order(request, monkeypatch):
+    """Set the order of blocks and threads."""
+    monkeypatch.setenv("EMULATOR_SEED", str(request.param))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("case", CASES)
+def test_forward(emulated, case, dtype):
+    terms, options = problem(**CASES[case])
+    expected = reference(terms, options)
+    output = torch.full_like(expected, float("nan"), dtype=dtype)
+    emulated.deformable_attention_forward_(*in_dtype(terms, dtype), output, *options)
+    assert error(output, expected) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("wanted", [(0, 1, 2), (0,), (1,), (2,)])
+def test_backward(emulated, case, dtype, wanted):
+    terms, options = problem(**CASES[case])
+    leaves = Terms(*(t.clone().requires_grad_() for t in terms))
+    output = reference(leaves, options)
+    gradient = torch.randn_like(output).bfloat16().double()
+    expected = torch.autograd.grad(output, leaves, gradient)
+    given = in_dtype(terms, dtype)
+    found = [torch.zeros_like(t, dtype=given[1].dtype) if n in wanted else None for n, t in enumerate(terms)]
+    emulated.deformable_attention_backward_(gradient.to(dtype), *given, *found, *options)
+    for n in wanted:
+        # Sums are in float32, whatever the dtype of the values.
+        assert error(found[n], expected[n]) < (TOLERANCE[dtype] if dtype == torch.float64 else 1e-5)
+
+
+def test_nan_reads_nothing(emulated):
+    value = torch.full((1, 4, 1, 4), float("inf"))
+    locations = torch.tensor([[float("nan"), 0.5], [0.5, float("nan")], [3.0, 0.5], [-1e30, 0.5]]).view(1, 4, 1, 1, 2)
+    output = torch.ones(1, 4, 4)
+    emulated.deformable_attention_forward_(value, locations, torch.ones(1, 4, 1, 1), output, [2, 2], [1])
+    assert not output.any()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("d", [4, 5, 32])
+def test_infinite_pixels_spoil_their_own_samples_alone(emulated, value, d):
+    """This includes the borders, where pixels inside substitute for those outside."""
+    terms, options = problem(d=d, queries=20, margin=0.5)
+    for pixel in (0, 6, 34, 35, 46):  # corners of the first two levels
+        terms.value[0, pixel] = value
+    expected = reference(terms, options)
+    assert 0 < expected.isfinite().sum() < expected.numel()
+    output = torch.empty_like(expected)
+    emulated.deformable_attention_forward_(*terms, output, *options)
+    torch.testing.assert_close(output, expected, rtol=1e-12, atol=1e-12, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_a_map_that_no_point_reaches_is_not_read(emulated, dtype):
+    terms, options = problem(d=8)
+    value, locations, weights = in_dtype(terms, dtype)
+    value, locations = torch.full_like(value, float("inf")), torch.full_like(locations, 3.0)
+    output = torch.ones_like(reference(terms, options), dtype=dtype)
+    emulated.deformable_attention_forward_(value, locations, weights, output, *options)
+    assert not output.any()
+    found = [torch.zeros_like(t, dtype=weights.dtype) for t in terms]
+    gradient = torch.full_like(output, float("inf"))
+    emulated.deformable_attention_backward_(gradient, value, locations, weights, *found, *options)
+    assert not found[0].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_misaligned_value(emulated, dtype):
+    terms, options = problem(d=8)
+    value, locations, weights = in_dtype(terms, dtype)
+    shifted = torch.empty(value.numel() + 1, dtype=dtype)[1:].view(value.shape).copy_(value)
+    outputs = [torch.empty_like(reference(terms, options), dtype=dtype) for _ in range(2)]
+    for source, output in zip((value, shifted), outputs):
+        emulated.deformable_attention_forward_(source, locations, weights, output, *options)
+    assert torch.equal(*outputs)

@@ -1,0 +1,86 @@
+// csrc/deform_conv/*.cuh and csrc/deformable_attention/*.cuh on CPU tensors, as operators of attn_plugins_emulated with the schemas of schema.cpp.
+#include "cuda_emulator.h"  // first
+
+#include "deform_conv/cuda.cuh"
+#include "deformable_attention/cuda.cuh"
+
+namespace {
+
+// Replaces the columns of numbers (n, 2), int64, by the quotient and remainder of the first column.
+void divide_(attn_plugins::Tensor numbers, int64_t divisor) {
+  const attn_plugins::Divisor by(divisor);
+  auto* number = static_cast<int64_t*>(numbers.data_ptr());
+  for (int64_t i = 0; i < numbers.size(0); ++i, number += 2) {
+    int rest;
+    number[0] = by.divide(static_cast<int>(number[0]), &rest);
+    number[1] = rest;
+  }
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY(attn_plugins_emulated, m) {
+  m.def("divide_(Tensor(a!) numbers, int divisor) -> ()");
+  m.def(
+      "deform_conv2d(Tensor input, Tensor offset, Tensor weight, Tensor? bias, Tensor? mask, int[] stride, "
+      "int[] padding, int[] dilation, int groups, int offset_groups) -> Tensor");
+  m.def(
+      "deform_conv2d_backward(Tensor grad_output, Tensor input, Tensor offset, Tensor weight, Tensor? mask, "
+      "int[] stride, int[] padding, int[] dilation, int groups, int offset_groups, bool needs_input, "
+      "bool needs_offset, bool needs_weight) -> (Tensor, Tensor, Tensor, Tensor)");
+  m.def(
+      "deformable_attention_forward_(Tensor value, Tensor locations, Tensor weights, Tensor(a!) output, "
+      "int[] shapes, int[] points) -> ()");
+  m.def(
+      "deformable_attention_backward_(Tensor grad_output, Tensor value, Tensor locations, Tensor weights, "
+      "Tensor(a!)? grad_value, Tensor(b!)? grad_locations, Tensor(c!)? grad_weights, int[] shapes, "
+      "int[] points) -> ()");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(attn_plugins_emulated, CPU, m) {
+  using namespace attn_plugins;
+  m.impl("divide_", TORCH_BOX(&divide_));
+  m.impl("deform_conv2d", EMULATED(deform_conv2d_driver<CudaKernels>));
+  m.impl("deform_conv2d_backward", EMULATED(deform_conv2d_backward_driver<CudaKernels>));
+  m.impl("deformable_attention_forward_", EMULATED(deformable_attention_forward));
+  m.impl("deformable_attention_backward_", EMULATED(deformable_attention_backward));
+}
+
+namespace attn_plugins {
+namespace {
+
+// Returns how a convolution is cut on the device: images per chunk, and pixels per block of such a chunk.
+// sizes: N, C, H, W, Ho, Wo, Kh, Kw, out_channels.
+std::tuple<int64_t, int64_t> cut(std::vector<int64_t> sizes, int64_t element_bytes) {
+  DeformConvGeometry g{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5],
+                       sizes[6], sizes[7], sizes[8], 1,        1,        1,
+                       1,        0,        0,        1,        1};
+  const int64_t images = CudaKernels::images_per_chunk(g, element_bytes);
+  g.N = images;
+  return {images, CudaKernels::block_pixels(g, element_bytes)};
+}
+
+// Returns the tiles of scatter_kernel: rows, columns and cells; all 0 if windows of that size do not serve.
+// sizes: Ho, Wo, Kh, Kw, stride, dilation.
+std::tuple<int64_t, int64_t, int64_t> tiles(std::vector<int64_t> sizes, int64_t window_bytes,
+                                            int64_t channels) {
+  DeformConvGeometry g{};
+  g.Ho = sizes[0], g.Wo = sizes[1], g.Kh = sizes[2], g.Kw = sizes[3];
+  g.stride_h = g.stride_w = sizes[4], g.dilation_h = g.dilation_w = sizes[5];
+  ScatterTiles found;
+  if (!CudaKernels::choose_tiles(g, window_bytes, int(channels), &found)) return {0, 0, 0};
+  return {int64_t(1) << found.rows_log2, int64_t(1) << found.columns_log2, found.cells};
+}
+
+}  // namespace
+}  // namespace attn_plugins
+
+STABLE_TORCH_LIBRARY_FRAGMENT(attn_plugins_emulated, m) {
+  m.def("cut(int[] sizes, int element_bytes) -> (int, int)");
+  m.def("tiles(int[] sizes, int window_bytes, int channels) -> (int, int, int)");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(attn_plugins_emulated, CompositeExplicitAutograd, m) {
+  m.impl("cut", TORCH_BOX(&attn_plugins::cut));
+  m.impl("tiles", TORCH_BOX(&attn_plugins::tiles));
+}

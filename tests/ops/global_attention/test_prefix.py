@@ -1,0 +1,118 @@
+"""Keys without a position before those of a map, in ``ops.global_attention``: plain loops, on every path."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from attn_plugins.ops import backend, global_attention
+from attn_plugins.ops.global_attention.prefix import corner
+
+COMBINATIONS = list(itertools.product((True, False), repeat=4))
+B, M, D, DV, GRID, KEYS = 2, 2, 3, 4, (2, 3), (3, 4)
+
+
+def draw(terms=(True,) * 4, P=3, dtype=torch.float64, grad=False) -> dict[str, Tensor | None]:
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_(grad)
+
+    content, row, column, key = terms
+    return dict(
+        query=random(B, M, *GRID, D) if content else None,
+        key=random(B, M, *KEYS, D) if content else None,
+        value=random(B, M, *KEYS, DV),
+        row_logits=random(B, M, *GRID, KEYS[0]) if row else None,
+        column_logits=random(B, 1, 1, GRID[1], KEYS[1]) if column else None,
+        key_logits=random(1, M, *KEYS) if key else None,
+        prefix_key=random(B, M, P, D) if content else None,
+        prefix_value=random(B, M, P, DV),
+    )
+
+
+def by_loops(a: dict[str, Tensor | None], scale: float) -> Tensor:
+    """Compute the definition for every query, prefix key and key separately."""
+    Hq, Wq = GRID if a["query"] is not None or a["row_logits"] is not None else (1, 1)
+    if a["query"] is None and a["row_logits"] is None and a["column_logits"] is not None:
+        Wq = GRID[1]
+    output = torch.zeros(B, M, Hq, Wq, DV, dtype=torch.float64)
+
+    def at(name, *index):
+        tensor = a[name]
+        return 0.0 if tensor is None else float(tensor[tuple(min(i, n - 1) for i, n in zip(index, tensor.shape))])
+
+    for b, m, y, x in itertools.product(range(B), range(M), range(Hq), range(Wq)):
+        weights, values = [], []
+        for p in range(a["prefix_value"].shape[2]):
+            logit = 0.0 if a["query"] is None else scale * float(a["query"][b, m, y, x] @ a["prefix_key"][b, m, p])
+            weights.append(math.exp(logit))
+            values.append(a["prefix_value"][b, m, p])
+        for r, c in itertools.product(range(KEYS[0]), range(KEYS[1])):
+            logit = at("row_logits", b, m, y, x, r) + at("column_logits", b, m, y, x, c) + at("key_logits", b, m, r, c)
+            if a["query"] is not None:
+                logit += scale * float(a["query"][b, m, y, x] @ a["key"][b, m, r, c])
+            weights.append(math.exp(logit))
+            values.append(a["value"][b, m, r, c])
+        output[b, m, y, x] = sum(w * v for w, v in zip(weights, values)) / sum(weights)
+    return output
+
+
+@pytest.fixture(params=["auto", "reference", "torch"])
+def path(request):
+    if request.param == "auto":
+        yield
+    else:
+        with backend(request.param):
+            yield
+
+
+@pytest.mark.parametrize("P", [0, 1, 3, 5])
+@pytest.mark.parametrize("terms", COMBINATIONS)
+def test_formula(terms, P, path):
+    arguments = draw(terms, P)
+    torch.testing.assert_close(global_attention(**arguments, scale=0.7), by_loops(arguments, 0.7))
+
+
+def test_a_query_that_no_place_has_a_key_for_sees_the_prefix():
+    arguments = draw(P=2)
+    arguments["row_logits"] = torch.full((1, 1, 1, 1, KEYS[0]), -math.inf, dtype=torch.float64)
+    found = global_attention(**arguments)
+    weights = (arguments["query"].flatten(2, 3) @ arguments["prefix_key"].mT).softmax(-1)
+    torch.testing.assert_close(found.flatten(2, 3), weights @ arguments["prefix_value"])
+
+
+@pytest.mark.parametrize("size, P, expected", [((14, 14), 1, (1, 1)), ((37, 37), 5, (2, 3)), ((2, 50), 3, (1, 3))])
+def test_the_corner_has_few_cells(size, P, expected):
+    a, b = corner(*size, P)
+    assert a * b >= P
+    assert sorted((a, b)) == sorted(expected)
+
+
+@pytest.mark.parametrize(
+    "change, error, words",
+    [
+        (dict(prefix_key=None), ValueError, "prefix_key and prefix_value must be given together"),
+        (dict(prefix_value=None), ValueError, "prefix_key and prefix_value must be given together"),
+        (dict(query=None, key=None), ValueError, "prefix_key must be None where query and key are"),
+        (
+            dict(prefix_value=torch.zeros(B, M, 3, 5).double()),
+            ValueError,
+            r"prefix_value must have shape .* got \(2, 2, 3",
+        ),
+        (
+            dict(prefix_value=torch.zeros(B, M, 3).double()),
+            ValueError,
+            r"prefix_value must have shape .* got \(2, 2, 3\)",
+        ),
+        (dict(prefix_key=torch.zeros(B, M, 2, D).double()), ValueError, r"prefix_key must have shape \(2, 2, 3, 3\)"),
+        (dict(prefix_key=torch.zeros(B, M, 3, D)), TypeError, "prefix_key must have value's dtype"),
+    ],
+)
+def test_bad_input_is_one_clear_error(change, error, words):
+    with pytest.raises(error, match=words):
+        global_attention(**{**draw(), **change})

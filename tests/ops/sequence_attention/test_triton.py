@@ -1,0 +1,266 @@
+"""Sequence attention by Triton: interpreted on the CPU where there is no device."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from attn_plugins.ops import backend, explain, sequence_attention
+from attn_plugins.ops.common import triton_launch
+from attn_plugins.ops.sequence_attention import triton as triton_sequence
+from attn_plugins.ops.sequence_attention.operands import Options, Terms
+from attn_plugins.ops.sequence_attention.sequence_attention import ATTEND
+from attn_plugins.ops.sequence_attention.triton import Tile
+from tests.helpers.triton_checks import DEVICE, DTYPES, check, needs_triton, randn, results_and_gradients
+from tests.ops.sequence_attention.operands import ALL, TERMS, padding
+
+pytestmark = [needs_triton, pytest.mark.sampled(3)]
+
+
+def operands(terms=ALL, *, T=20, S=37, K=5, B=2, M=1, d=8, dv=5, dtype=torch.float32, shared=(0, 1, 2)):
+    """Random terms; axis ``shared[i]`` of band, outside, position logits is of size 1, or none where it is None."""
+    content, band, outside, position = terms
+
+    def logits(seed: int, *last: int) -> torch.Tensor:
+        shape = [B, M, T]
+        axis = shared[seed]
+        if axis is not None and (axis != 2 or content):
+            shape[axis] = 1
+        return randn(*shape, *last, dtype=dtype, seed=seed)
+
+    return Terms(
+        randn(B, M, T, d, dtype=dtype, seed=3) if content else None,
+        randn(B, M, S, d, dtype=dtype, seed=4) if content else None,
+        randn(B, M, S, dv, dtype=dtype, seed=5),
+        logits(0, K) if band else None,
+        logits(1) if outside else None,
+        logits(2, S) if position else None,
+    )
+
+
+def options(mask=None, start=0, causal=False, scale=0.4) -> Options:
+    return Options(None if mask is None else mask.to(DEVICE), start, causal, scale)
+
+
+@pytest.fixture
+def small_tiles(monkeypatch):
+    """Several blocks even of short sequences."""
+    tiles = (Tile(16, 32, 1, 1), Tile(16, 32, 1, 1), Tile(32, 16, 1, 1), Tile(16, 16, 1, 1))
+    for kinds in (triton_sequence.TILES, triton_sequence.OTHER_TILES):
+        for widths in kinds.values():
+            for width in widths:
+                monkeypatch.setitem(widths, width, tiles)
+
+
+@pytest.mark.parametrize("causal, start", [(False, 9), (True, 17)])
+@pytest.mark.parametrize("terms", TERMS)
+def test_every_combination_of_terms(terms, causal, start, small_tiles):
+    shared = (None, 0, 2) if causal else (2, None, 0)
+    check(ATTEND, operands(terms, T=19, shared=shared), options(padding(2, 37) if start else None, start, causal))
+
+
+@DTYPES
+@pytest.mark.parametrize("terms", [ALL, (True, True, False, False)])
+def test_dtypes_and_real_tiles(terms, dtype):
+    terms = operands(terms, T=70, S=97, K=9, B=1, d=16, dv=16, dtype=dtype, shared=(None, None, None))
+    check(ATTEND, terms, options(causal=True, start=27))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    "T, S, K, d, dv, start",
+    [(1, 1, 1, 1, 1, 0), (1, 50, 7, 16, 20, 49), (49, 49, 3, 32, 32, 0), (40, 17, 101, 3, 64, 2), (5, 40, 3, 4, 4, 200),
+     (33, 33, 5, 70, 128, 0), (5, 9, 3, 0, 4, 1)],
+)  # fmt: skip
+def test_sizes(T, S, K, d, dv, start, causal):
+    far = start > S + K  # then all outside logits have the gradient 0
+    terms = operands((True, True, not far, True), T=T, S=S, K=K, d=d, dv=dv, B=1, shared=(None, None, None))
+    # A single query's gradient of an outside logit is one sum that is nearly 0.
+    check(ATTEND, terms, options(start=start, causal=causal), 1e-4 if T == 1 else None)
+
+
+@pytest.mark.parametrize("axes", [axes for n in (1, 2, 3) for axes in itertools.combinations(range(3), n)])
+def test_shared_logits(axes, small_tiles):
+    """Their gradients are sums over the axes along which they are broadcast."""
+    terms = operands(B=2, M=2, T=18, S=20, shared=(None, None, None))
+
+    def narrow(logits):
+        for axis in axes:
+            logits = logits.narrow(axis, 0, 1)
+        return logits.contiguous()
+
+    terms = Terms(*terms[:3], *map(narrow, terms[3:]))
+    check(ATTEND, terms, options(scale=0.2))
+
+
+def test_a_large_batch_shares_position_logits(monkeypatch, small_tiles):
+    """A batch is parted where it has more entries than programs are wanted; the last part is smaller."""
+    monkeypatch.setattr(triton_sequence, "PROGRAMS", 3)
+    terms = operands((True, False, False, True), B=7, T=9, S=12, shared=(None, None, 0))
+    check(ATTEND, terms, options())
+
+
+@DTYPES
+@pytest.mark.parametrize("causal", [False, True])
+def test_masked_logits_and_queries(causal, dtype, small_tiles):
+    terms = operands(B=3, T=12, S=36, dtype=dtype, shared=(None, None, None))
+    inf = float("-inf")
+    terms.band_logits[:, :, ::3, 1:4] = inf
+    terms.outside_logits[:, :, ::2] = inf
+    terms.position_logits[:, :, 4, 3:] = inf
+    terms.position_logits[:, :, 7] = inf
+    check(ATTEND, terms, options(padding(3, 36), 6, causal))
+    with backend("triton"):
+        output = ATTEND(terms, options(padding(3, 36), 6, causal))
+    assert not output[:, :, 7].any()
+    assert not output[2].any()
+
+
+def test_only_the_band_is_seen(small_tiles):
+    """An outside logit of -inf, as a number is handed on: its gradient is 0, and not rounding noise."""
+    terms = operands((True, True, True, False), shared=(None, None, None))
+    terms = terms._replace(outside_logits=terms.value.new_full((1, 1, 1), -math.inf))
+    check(ATTEND, terms, options())
+
+
+def views() -> list[Terms]:
+    """Heads of one projection, time first; every other channel; expanded heads."""
+    T, B, M, d, K = 20, 2, 2, 8, 5
+    projected = randn(T, B, M * (3 * d + K))
+    q, k, v = (t.unflatten(-1, (M, d)).permute(1, 2, 0, 3) for t in projected[..., : 3 * M * d].chunk(3, -1))
+    band = projected[..., 3 * M * d :].unflatten(-1, (M, K)).permute(1, 2, 0, 3)
+    position = randn(B, M, T, 2 * T)[..., ::2]
+    return [
+        Terms(q, k, v, band, None, position),
+        Terms(q[..., ::2], k[..., ::2], v[..., 1::2], band[..., ::2], None, None),
+        Terms(q, k, v[:, :1].expand(-1, M, -1, -1), band[:1].expand(B, -1, -1, -1), None, None),
+    ]
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_views(number, small_tiles):
+    check(ATTEND, views()[number], options(causal=number == 0))
+
+
+def test_an_expanded_gradient(small_tiles):
+    terms = operands((True, False, False, False))
+    shape = terms.query.shape[:3] + terms.value.shape[3:]
+    found = results_and_gradients(ATTEND, terms, options(), torch.ones(1, device=DEVICE).expand(shape))
+    wanted = results_and_gradients(ATTEND, terms, options(), torch.ones(shape, device=DEVICE))
+    for a, b in zip(found, wanted):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+def test_only_wanted_gradients(small_tiles):
+    terms, how = operands(T=19, shared=(0, 1, 0)), options(causal=True)
+    with backend("triton"):
+        output, lse = ATTEND._forward(*terms, *how)
+        every = ATTEND._backward(torch.ones_like(output), *terms, output, lse, *how, [True] * 6)
+        anew = ATTEND._backward(torch.ones_like(output), *terms, None, lse, *how, [True] * 6)
+        for one, other in zip(every, anew):  # a forward by another backend may not have kept the output
+            torch.testing.assert_close(one, other, rtol=0, atol=0)
+        for wanted in range(6):
+            needs = [n == wanted for n in range(6)]
+            grads = ATTEND._backward(torch.ones_like(output), *terms, output, lse, *how, needs)
+            torch.testing.assert_close(grads[wanted], every[wanted], rtol=0, atol=0)
+            assert all(grad.numel() == 0 for grad, need in zip(grads, needs) if not need)
+
+
+@pytest.mark.parametrize("B, M, T, dv", [(0, 2, 5, 4), (2, 0, 5, 4), (2, 2, 0, 4), (2, 2, 5, 0)])
+def test_nothing_to_compute(B, M, T, dv):
+    terms = operands(B=B, M=M, T=T, dv=dv, shared=(None, None, None))
+    found = results_and_gradients(ATTEND, terms, options(), torch.zeros(B, M, T, dv, device=DEVICE))
+    assert found[0].shape == (B, M, T, dv)
+    assert all(not grad.any() for grad in found[1:])
+
+
+def test_what_it_refuses_in_words():
+    query = torch.zeros(1, 1, 3, 129, device="meta")
+    assert explain(sequence_attention, query, query, query).refusals["triton"].startswith("its kernels are for CUDA")
+    query = torch.zeros(1, 1, 3, 129, device=DEVICE)
+    with backend("triton"), pytest.raises(ValueError, match="hold widths of up to 128 in float32, and a head has 129"):
+        sequence_attention(query, query, query)
+    value = torch.zeros(1, 1, 1, 1, device=DEVICE).expand(1, 1, 2**23 + 1, 1)
+    with backend("triton"), pytest.raises(ValueError, match="counts up to 8388608 queries, keys and taps, and there"):
+        sequence_attention(None, None, value, position_logits=value[..., 0].unsqueeze(2))
+
+
+def test_leaves_few_queries_of_many_keys_to_products(monkeypatch):
+    """Not where it is asked for, nor where batch and heads fill a device."""
+    monkeypatch.setattr(triton_launch, "refusal", lambda tensor: None)
+
+    def reason(B: int, M: int, T: int, S: int) -> str | None:
+        value = torch.empty(B, M, S, 64, dtype=torch.bfloat16, device="meta")
+        terms = Terms(value[:, :, :T], value, value, None, None, value.new_empty(1, M, T, S))
+        return triton_sequence.refuses(terms, options())
+
+    assert reason(1, 8, 65, 40000) == "only 16 programs would go through 40000 keys, which does not pay"
+    assert reason(1, 9, 65, 40000) is None
+    assert reason(1, 8, 65, 2000) is None
+    with backend("triton"):
+        assert reason(1, 1, 1, 40000) is None
+
+
+VARIANTS = """
+import torch
+from attn_plugins.ops.sequence_attention.operands import Options, Terms
+from attn_plugins.ops.sequence_attention.sequence_attention import ATTEND
+from tests.helpers.triton_checks import compiled_variants
+
+def meta(*shape):
+    return torch.empty(shape, device="meta", dtype=torch.bfloat16)
+
+def call(T, S, K, start, d=64, B=2, M=4, causal=False):
+    heads = [meta(B, n, M, d).transpose(1, 2) for n in (T, S, S)]
+    terms = Terms(*heads, meta(B, M, T, K), meta(1, M, T), meta(1, M, T, S))
+    return ATTEND, terms, Options(meta(B, S).bool(), start, causal, 0.125)
+"""
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="launches are recorded in a process of their own")
+def test_no_length_is_compiled_for(python):
+    """Twenty lengths compile what one does; short queries and keys have tiles of their own.
+
+    Batch and heads do not matter.
+    """
+    code = (
+        VARIANTS
+        + """
+lengths = [(65 + 37 * n, 70 + 16 * n, 2 * n + 1, n * n) for n in range(20)]
+found = [compiled_variants(lambda: call(*each)) for each in lengths]
+assert all(each == found[0] for each in found), [len(each) for each in found]
+assert len(found[0]) == 4
+every = set().union(*found)
+for n in range(1, 70):
+    every |= compiled_variants(lambda: call(n, n % 7 + 1, 1 + 2 * (n % 5), n, B=n % 3 + 2, M=n % 4 + 1))
+assert len(every) == 6, len(every)
+"""
+    )
+    python(code, TRITON_INTERPRET="0", PYTHONPATH=_path())
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="kernels are compiled ahead of time in a process of their own")
+def test_kernels_compile_without_spills(python):
+    code = (
+        VARIANTS
+        + """
+from tests.helpers.triton_compile import compiled, launches, variants
+
+for each, kernel in variants(launches(*call(200, 300, 21, 0, causal=True), passes="forward")).items():
+    found = compiled(each, kernel, 90)
+    assert found["stack"] == 0, found
+    assert found["shared"] <= 163 * 1024, found
+"""
+    )
+    python(code, TRITON_INTERPRET="0", PYTHONPATH=_path())
+
+
+def _path() -> str:
+    """Where the package, the tests' helpers and the tools are."""
+    import os
+    import sys
+
+    return os.pathsep.join(sys.path)

@@ -1,0 +1,268 @@
+"""Window attention: the reference against plain loops, the kernels against the reference, and behaviour in torch."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from attn_plugins.ops import backend, explain, reference, window_attention
+from attn_plugins.ops.common import library
+from tests.helpers.operator_checks import DEVICES, given
+
+needs_kernel = pytest.mark.skipif(not library.has_kernel("cpu"), reason="no CPU binary is compiled")
+LOGITS = ["content", "position", "both"]
+
+
+def operands(
+    size=(5, 7), kernel=(3, 3), logits="both", *, batch=2, heads=3, d=4, dv=5, stride=(1, 1), dtype=torch.float64,
+    device="cpu", grad=True,
+) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor | None]:  # fmt: skip
+    grid = tuple(-(-n // s) for n, s in zip(size, stride))
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(batch, heads, *shape, dtype=dtype, device=device, requires_grad=grad)
+
+    content = logits in ("content", "both")
+    return (
+        draw(*grid, d) if content else None,
+        draw(*size, d) if content else None,
+        draw(*size, dv),
+        draw(*grid, math.prod(kernel)) if logits in ("position", "both") else None,
+    )
+
+
+def by_loops(query, key, value, position, kernel, stride, padding, dilation, zero_border, scale) -> Tensor:
+    """Compute the definition for every query, tap and channel separately."""
+    B, M, H, W, dv = value.shape
+    grid = (query if position is None else position).shape[2:4]
+    output = value.new_zeros(B, M, *grid, dv)
+    for b, m, y, x in itertools.product(range(B), range(M), range(grid[0]), range(grid[1])):
+        pairs = []
+        for i, j in itertools.product(range(kernel[0]), range(kernel[1])):
+            r = y * stride[0] - padding[0] + i * dilation[0]
+            c = x * stride[1] - padding[1] + j * dilation[1]
+            inside = 0 <= r < H and 0 <= c < W
+            if not inside and not zero_border:
+                continue
+            logit = 0.0 if position is None else position[b, m, y, x, i * kernel[1] + j].item()
+            if query is not None and inside:
+                logit += scale * sum(
+                    query[b, m, y, x, n].item() * key[b, m, r, c, n].item() for n in range(query.shape[-1])
+                )
+            pairs.append((logit, value[b, m, r, c] if inside else value.new_zeros(dv)))
+        total = sum(math.exp(logit) for logit, _ in pairs)
+        for logit, v in pairs:
+            output[b, m, y, x] += math.exp(logit) / total * v
+    return output
+
+
+GEOMETRIES = [  # kernel, stride, padding, dilation
+    ((3, 3), (1, 1), (1, 1), (1, 1)),
+    ((1, 5), (1, 2), (0, 2), (1, 1)),
+    ((5, 3), (2, 3), (4, 2), (2, 2)),
+    ((2, 4), (1, 1), (1, 3), (1, 1)),
+    ((3, 3), (2, 2), (0, 0), (1, 3)),
+    ((3, 9), (1, 1), (1, 4), (1, 1)),  # wide enough for the CPU's kernel of position logits alone
+]
+
+
+@pytest.mark.parametrize("border", ["exclude", "zero"])
+@pytest.mark.parametrize("logits", LOGITS)
+@pytest.mark.parametrize("kernel, stride, padding, dilation", GEOMETRIES)
+def test_reference_is_the_formula(kernel, stride, padding, dilation, logits, border):
+    terms = operands((4, 5), kernel, logits, batch=1, heads=2, stride=stride, grad=False)
+    expected = by_loops(*terms, kernel, stride, padding, dilation, border == "zero", 0.7)
+    found = reference.window_attention(*terms, kernel, stride, padding, dilation, border == "zero", 0.7)
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.sampled(40)
+@needs_kernel
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("border", ["exclude", "zero"])
+@pytest.mark.parametrize("logits", LOGITS)
+@pytest.mark.parametrize("size", [(6, 7), (1, 1), (9, 1), (1, 130), (3, 70)])
+@pytest.mark.parametrize("kernel, stride, padding, dilation", GEOMETRIES)
+def test_kernel_equals_the_reference(kernel, stride, padding, dilation, size, logits, border, dtype):
+    torch.manual_seed(0)
+    terms = operands(size, kernel, logits, stride=stride, dtype=dtype, d=19, dv=18)
+    arguments = (kernel, stride, padding, dilation)
+    expected = reference.window_attention(*terms, *arguments, border == "zero", 0.3)
+    found = window_attention(
+        *terms, kernel, stride=stride, padding=padding, dilation=dilation, border=border, scale=0.3
+    )
+    torch.testing.assert_close(found, expected)
+    grad = torch.randn_like(expected)
+    wanted = torch.autograd.grad(expected, given(*terms), grad)
+    for gradient, other in zip(torch.autograd.grad(found, given(*terms), grad), wanted):
+        torch.testing.assert_close(gradient, other, rtol=1e-4 if dtype == torch.float32 else 1e-9, atol=1e-5)
+
+
+@needs_kernel
+@pytest.mark.parametrize("dv", [7, 8, 16, 48])
+@pytest.mark.parametrize("border", ["exclude", "zero"])
+@pytest.mark.parametrize("kernel, padding", [((1, 7), (0, 6)), ((2, 8), (1, 4)), ((1, 31), (0, 15))])
+def test_position_logits_alone_over_strided_heads(kernel, padding, border, dv):
+    """Interleaved heads, logits of one sequence for all, a masked tap. An infinite value affects only its windows."""
+    K = math.prod(kernel)
+    value = torch.randn(21, 2, 3, dv).permute(1, 2, 0, 3).unsqueeze(2)
+    logits = torch.randn(21, 3, K).permute(1, 0, 2)[None, :, None].expand(2, -1, -1, -1, -1).clone()
+    logits[..., 2] = -math.inf
+    value[0, 1, 0, 9] = math.inf
+    arguments = (None, None, value, logits[:1] if border == "zero" else logits)
+    size = 21 + 2 * padding[1] - kernel[1] + 1, 1 + 2 * padding[0] - kernel[0] + 1
+    if size != (21, 1):  # as many queries as the geometry has
+        arguments = (None, None, value, torch.randn(2, 3, size[1], size[0], K))
+    expected = reference.window_attention(*arguments, kernel, (1, 1), padding, (1, 1), border == "zero", 1.0)
+    found = window_attention(*arguments, kernel, padding=padding, border=border)
+    assert 0 < found.isfinite().sum() < found.numel()
+    torch.testing.assert_close(found, expected, equal_nan=True)
+
+
+@needs_kernel
+@pytest.mark.parametrize("border", ["exclude", "zero"])
+def test_content_without_a_width(border):
+    """Without dot products and position logits, at a kernel wide enough for the special case, the result is a mean."""
+    query, key, value = (torch.randn(1, 3, 9, 12, width, dtype=torch.float64) for width in (0, 0, 24))
+    expected = reference.window_attention(
+        query, key, value, None, (1, 7), (1, 1), (0, 3), (1, 1), border == "zero", 1.0
+    )
+    torch.testing.assert_close(window_attention(query, key, value, None, (1, 7), border=border), expected)
+
+
+@pytest.mark.parametrize("geometry", [dict(dilation=10**9), dict(stride=10**9), dict(padding=2 * 10**9)])
+def test_windows_far_beyond_the_map(geometry):
+    """The kernel's packed rows would be as long as the windows reach."""
+    terms = operands((4, 5))
+    output = window_attention(*terms, 3, **geometry)
+    grads = torch.autograd.grad(output.sum(), terms)
+    with backend("reference"):
+        expected = window_attention(*terms, 3, **geometry)
+    torch.testing.assert_close(output, expected)
+    for found, other in zip(grads, torch.autograd.grad(expected.sum(), terms)):
+        torch.testing.assert_close(found, other)
+    assert "a row of 5" in explain(window_attention, *terms, 3, **geometry).refusals["cpu"]
+
+
+@needs_kernel
+def test_a_workspace_smaller_than_all_heads():
+    """Sixteen heads' weights exceed the workspace of 2^23 elements and four heads' do not; the gradients agree."""
+    terms = operands((40, 129), (9, 9), batch=1, heads=4, d=2, dv=3, dtype=torch.float32)
+    big = [None if t is None else t.detach().repeat(1, 4, 1, 1, 1).requires_grad_() for t in terms]
+    grad = torch.randn(1, 4, 40, 129, 3)
+    few = torch.autograd.grad(window_attention(*terms, 9), terms, grad)
+    many = torch.autograd.grad(window_attention(*big, 9), big, grad.repeat(1, 4, 1, 1, 1))
+    for a, b in zip(few, many):
+        torch.testing.assert_close(a.repeat(1, 4, 1, 1, 1), b, rtol=0, atol=0)
+
+
+@pytest.mark.sampled(16)
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("border", ["exclude", "zero"])
+@pytest.mark.parametrize("logits", LOGITS)
+@pytest.mark.parametrize("kernel, stride, padding, dilation", GEOMETRIES)
+def test_plain_path_equals_the_reference(kernel, stride, padding, dilation, logits, border, device):
+    terms = operands((7, 5), kernel, logits, stride=stride, device=device)
+    expected = reference.window_attention(*terms, kernel, stride, padding, dilation, border == "zero", 0.3)
+    geometry = dict(stride=stride, padding=padding, dilation=dilation, border=border)
+    grad = torch.randn_like(expected)
+    wanted = torch.autograd.grad(expected, given(*terms), grad)
+    with backend("torch"):
+        found = window_attention(*terms, kernel, **geometry, scale=0.3)
+        gradients = torch.autograd.grad(found, given(*terms), grad)
+    torch.testing.assert_close(found, expected)
+    for gradient, other in zip(gradients, wanted):
+        torch.testing.assert_close(gradient, other)
+
+
+def test_sequences_are_maps_of_one_row():
+    terms = operands((1, 9), (1, 5))
+    flat = [t.squeeze(2) for t in terms]
+    torch.testing.assert_close(
+        window_attention(*flat, 5, dilation=2, border="zero"),
+        window_attention(*terms, (1, 5), dilation=(1, 2), border="zero").squeeze(2),
+    )
+
+
+def test_a_causal_sequence_sees_nothing_of_the_future():
+    query, key, value, position = operands((9,), (4,), grad=False)
+    before = window_attention(query, key, value, position, 4, padding=3)
+    assert before.shape == (2, 3, 9, 5)
+    value[:, :, 5:] += 1
+    key[:, :, 5:] += 1
+    after = window_attention(query, key, value, position, 4, padding=3)
+    torch.testing.assert_close(after[:, :, :5], before[:, :, :5], rtol=0, atol=0)
+    assert (after[:, :, 5:] != before[:, :, 5:]).all()
+
+
+def test_a_window_over_everything_is_global_attention():
+    from attn_plugins.ops import global_attention
+
+    query, key, value, _ = operands((4, 5), grad=False)
+    torch.testing.assert_close(
+        window_attention(query, key, value, None, (7, 9), scale=0.5), global_attention(query, key, value, scale=0.5)
+    )
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_position_logits_are_dynamic_convolution(device):
+    """One softmax weight per tap for a group of channels, with borders of zeros, equals an unfold and a product."""
+    B, M, C, H, W, k = 2, 4, 12, 6, 5, 3
+    x = torch.randn(B, C, H, W, dtype=torch.float64, device=device)
+    logits = torch.randn(B, M, H, W, k * k, dtype=torch.float64, device=device)
+    columns = torch.nn.functional.unfold(x, k, padding=1).view(B, M, C // M, k * k, H, W)
+    expected = torch.einsum("bmcthw,bmhwt->bmchw", columns, logits.softmax(-1)).reshape(B, C, H, W)
+    value = x.view(B, M, C // M, H, W).permute(0, 1, 3, 4, 2)
+    found = window_attention(None, None, value, logits, k, border="zero").permute(0, 1, 4, 2, 3).reshape(B, C, H, W)
+    torch.testing.assert_close(found, expected)
+
+
+def test_masked_windows_and_extreme_logits():
+    query, key, value, position = operands((3, 4), grad=False)
+    position[0, 0, 1, 2] = -math.inf
+    position.requires_grad_()
+    output = window_attention(query, key, value, position, 3)
+    assert not output[0, 0, 1, 2].any()
+    output.sum().backward()
+    assert position.grad.isfinite().all()
+    assert not position.grad[0, 0, 1, 2].any()
+    large = torch.full((1, 1, 2, 2, 9), 3e4)
+    large[..., 4] = 6e4
+    one = torch.randn(1, 1, 2, 2, 3)
+    torch.testing.assert_close(window_attention(None, None, one, large, 3), one)
+    # A query beyond the map has no keys.
+    beyond = window_attention(None, None, one, torch.zeros(1, 1, 2, 6, 9), 3)
+    assert beyond[:, :, :, :3].any()
+    assert not beyond[:, :, :, 3:].any()
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (dict(kernel_size=4), "kernel_size must be odd if padding is None, which centres the window, got 4"),
+        (dict(kernel_size=0), "kernel_size must be an int or 2 ints, each at least 1 and below"),
+        (dict(kernel_size=(3, 3, 3)), "kernel_size must be an int or 2 ints"),
+        (dict(dilation=0), "dilation must be"),
+        (dict(stride=0), "stride must be"),
+        (dict(padding=-1), "padding must be"),
+        (dict(border="reflect"), "border must be one of exclude, zero, got 'reflect'"),
+        (dict(kernel_size=5), r"position_logits must have shape \(2, 3, 5, 7, 25\), batch and heads of value"),
+        (dict(key=None), "query and key must be given together"),
+        (dict(query=None, key=None, position_logits=None), "query or position_logits must be given"),
+        (dict(value=torch.randn(2, 3, 0, 7, 5)), "value must have at least one key"),
+        (dict(value=torch.randn(2, 3)), r"value must have shape \(B, M, T, dv\) or \(B, M, H, W, dv\)"),
+        (dict(key=torch.randn(2, 3, 5, 6, 4)), r"key must have shape \(2, 3, 5, 7, 4\)"),
+        (dict(query=torch.randn(2, 2, 5, 7, 4)), r"query must have value's batch and heads \(2, 3\)"),
+        (dict(query=torch.randn(2, 3, 5, 4)), r"query must have shape \(B, M, H, W, d\)"),
+        (dict(position_logits=torch.randn(2, 3, 4, 7, 9)), "position_logits must have shape"),
+    ],
+)
+def test_bad_input_is_one_clear_error(change, words):
+    query, key, value, position = operands(dtype=torch.float32, grad=False)
+    arguments = dict(query=query, key=key, value=value, position_logits=position, kernel_size=3) | change
+    with pytest.raises((ValueError, TypeError), match=words):
+        window_attention(**arguments)
