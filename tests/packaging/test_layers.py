@@ -81,7 +81,7 @@ def bound_in(init: Path) -> frozenset[str]:
 def bound_names(files: dict[str, Path]) -> set[str]:
     """Return the dotted names that are functions or classes of a package although a sub-package has the same name."""
     inits = {name: file for name, file in files.items() if file.name == "__init__.py"}
-    return {f"{name}.{bound}" for name, file in inits.items() for bound in bound_in(file)}
+    return {f"{name}.{bound}" for name, file in inits.items() for bound in bound_in(file)} & files.keys()
 
 
 def imported_files(file: Path, files: dict[str, Path]) -> set[str]:
