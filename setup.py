@@ -26,16 +26,9 @@ sys.path.insert(0, str(ROOT))
 from plugins.install import toolchain  # noqa: E402
 
 TORCH_TARGET_VERSION = "0x020a000000000000"  # the oldest torch whose stable ABI we use: 2.10
-OPERATORS = [
-    f".ops.{name}"
-    for name in (
-        "common", "global_attention", "sequence_attention", "window_attention", "criss_cross_attention", "deform_conv",
-        "deformable_attention",
-    )
-]  # fmt: skip
 SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer", "-g"]
-ADAPTERS = [".mmcv", ".mmcv_ext", ".timm", ".fairseq"]
-PACKAGES = ["", ".install", ".ops", *OPERATORS, ".terms", ".modules", ".captioning", *ADAPTERS]
+FOLDERS = sorted(file.parent.relative_to(ROOT / "plugins").parts for file in (ROOT / "plugins").rglob("__init__.py"))
+PACKAGES = ["".join(f".{name}" for name in names) for names in FOLDERS]
 
 
 def version() -> str:

@@ -29,7 +29,7 @@ from fairseq.models.lstm import Linear, LSTMCell, LSTMDecoder, LSTMEncoder, LSTM
 from torch import Tensor, nn
 
 from ..modules import AlignmentAttention
-from ..modules.alignment_attention import ALIGNMENT_SCORES, AlignmentScore
+from ..modules.sequences.alignment_attention import ALIGNMENT_SCORES, AlignmentScore
 
 IncrementalState = dict[str, dict[str, Tensor | None]]
 Recurrence = Literal["luong", "bahdanau"]

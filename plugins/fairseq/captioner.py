@@ -13,7 +13,7 @@ from fairseq.models import FairseqEncoder, FairseqEncoderDecoderModel
 from omegaconf import OmegaConf
 from torch import Tensor, nn
 
-from ..modules.entangled_attention import Modality
+from ..modules.captioning.entangled_attention import Modality
 
 EncoderOut = dict[str, list[Tensor]]
 MODALITIES = ("visual", "semantic")

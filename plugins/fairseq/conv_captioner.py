@@ -16,7 +16,7 @@ from fairseq.models import register_model, register_model_architecture
 from torch import Tensor, nn
 
 from ..modules import GatedConvBlock, Modality
-from ..modules.gated_conv import NormalisedConv1d
+from ..modules.captioning.gated_conv import NormalisedConv1d
 from .captioner import set_sizes
 from .plain_captioner import SOURCES, CaptionerDecoder, FusingConfig, FusingModel
 

@@ -18,7 +18,7 @@ from fairseq.criterions.label_smoothed_cross_entropy import (
 from fairseq.logging import metrics
 from torch import Tensor
 
-from ..modules.show_attend_tell import doubly_stochastic_penalty
+from ..modules.captioning.show_attend_tell import doubly_stochastic_penalty
 
 
 @dataclass

@@ -17,8 +17,8 @@ from fairseq.modules import SinusoidalPositionalEmbedding
 from torch import Tensor, nn
 
 from ..modules import SequenceCache
-from ..modules.entangled_attention import ACTIVATIONS, Modality
-from ..modules.eta_transformer import FUSIONS, DualWayEncoder, MultimodalDecoderBlock, reorder_caches
+from ..modules.captioning.entangled_attention import ACTIVATIONS, Modality
+from ..modules.captioning.eta_transformer import FUSIONS, DualWayEncoder, MultimodalDecoderBlock, reorder_caches
 from .captioner import (
     CaptionerModel,
     EncoderOut,

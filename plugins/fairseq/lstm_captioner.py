@@ -17,8 +17,8 @@ from fairseq.models import register_model, register_model_architecture
 from torch import Tensor, nn
 
 from ..modules import AttendedLSTM, Modality
-from ..modules.alignment_attention import ALIGNMENT_SCORES
-from ..modules.attended_lstm import AttendedLSTMState
+from ..modules.sequences.alignment_attention import ALIGNMENT_SCORES
+from ..modules.sequences.attended_lstm import AttendedLSTMState
 from .captioner import set_sizes
 from .plain_captioner import SOURCES, CaptionerDecoder, FusingConfig, FusingModel
 

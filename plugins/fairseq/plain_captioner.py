@@ -13,7 +13,7 @@ from fairseq.models import FairseqIncrementalDecoder
 from torch import Tensor, nn
 
 from ..modules import Modality
-from ..modules.sequence_cache import reordered
+from ..modules.common.sequence_cache import reordered
 from .captioner import (
     CaptionerModel,
     EncoderOut,

@@ -15,7 +15,7 @@ from fairseq.models import register_model, register_model_architecture
 from torch import Tensor, nn
 
 from ..modules import Modality, ShowAttendTell
-from ..modules.show_attend_tell import ShowAttendTellState
+from ..modules.captioning.show_attend_tell import ShowAttendTellState
 from .captioner import (
     CaptionerModel,
     ModalitiesEncoder,

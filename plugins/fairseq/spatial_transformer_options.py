@@ -14,7 +14,7 @@ from fairseq.models.transformer.transformer_config import DecoderConfig, EncDecB
 from fairseq.models.transformer_lm import TransformerLanguageModelConfig
 from omegaconf import OmegaConf
 
-from ..modules.bilateral_1d import SequenceSmoothing
+from ..modules.sequences.bilateral_1d import SequenceSmoothing
 from ..terms.attention_type import is_attention_type, parse_attention_type
 from ..terms.nonlocal_position import Outside
 

@@ -13,7 +13,7 @@ from mmengine.registry import MODELS
 from torch import Tensor, nn
 
 from .. import modules
-from ..modules.deformable_attention import SampledSaliency
+from ..modules.tokens.deformable_attention import SampledSaliency
 from .transformer import deformable_forward
 
 Grid = tuple[int, int]

@@ -35,7 +35,7 @@ from torch import Tensor
 from .. import ops
 from ..mmcv_ext.edge_rule import without_edge_gradients
 from ..modules import CrissCrossAttention2d
-from ..modules.generalized_attention import GeneralizedAttention2d, MMCVGeneralizedAttention2d
+from ..modules.maps.generalized_attention import GeneralizedAttention2d, MMCVGeneralizedAttention2d
 from . import transformer, window_attention
 from .layers import Reinitialised
 

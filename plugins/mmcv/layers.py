@@ -13,7 +13,7 @@ from mmengine.model import constant_init
 from torch import nn
 
 from .. import modules
-from ..modules.augmented_conv import widths
+from ..modules.maps.augmented_conv import widths
 
 
 def _offset_groups(options: dict[str, Any]) -> dict[str, Any]:

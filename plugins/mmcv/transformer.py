@@ -14,7 +14,7 @@ from mmengine.utils import deprecated_api_warning
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
-from ..modules.deformable_attention import attend
+from ..modules.tokens.deformable_attention import attend
 
 
 @deprecated_api_warning({"residual": "identity"}, cls_name="MultiScaleDeformableAttention")

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..autoload import after_import
-from ..modules.windows import TableAttention, in_windows
+from ..modules.tokens.windows import TableAttention, in_windows
 from ..terms.position_table import table_logits
 
 MODULES = ("mmdet.models.backbones.swin", "mmseg.models.backbones.swin")

@@ -7,31 +7,31 @@ projections. For a model created on the ``meta`` device, call it on children bef
     model.apply(lambda module: module.reset_parameters() if hasattr(module, "reset_parameters") else None)
 """
 
-from .alignment_attention import AlignmentAttention
-from .attended_lstm import AttendedLSTM
-from .augmented_conv import AAConv2d
-from .bilateral import BilateralCrissCross2d, BilateralNonLocal2d
-from .bilateral_1d import BilateralSelfAttention
-from .capture import attention_layers, capture_attention
-from .criss_cross import CrissCrossAttention2d
-from .deformable_attention import MultiScaleDeformableAttention
-from .deformable_conv import CausalDeformableConv1d, DeformableConv1d, DeformableConv2d
-from .dynamic_conv import DynamicConv1d, DynamicConv2d
-from .entangled_attention import EntangledAttention, GatedBilateralController, Modality
-from .eta_transformer import DualWayEncoder, MultimodalDecoderBlock
-from .gated_conv import GatedConvBlock
-from .generalized_attention import GeneralizedAttention2d
-from .local_bilateral import LocalBilateralConv2d
-from .multihead_attention import MultiheadAttention
-from .non_local import NonLocal2d
-from .non_local_1d_3d import NonLocal1d, NonLocal3d
-from .relative_attention_1d import RelativeSelfAttention
-from .sequence_cache import SequenceCache
-from .show_attend_tell import ShowAttendTell
-from .space_time_attention import SpaceTimeSelfAttention
-from .spatial_attention_1d import MultiheadSpatialAttention
-from .spatial_self_attention import SpatialSelfAttention
-from .window_self_attention import WindowSelfAttention
+from .captioning.entangled_attention import EntangledAttention, GatedBilateralController, Modality
+from .captioning.eta_transformer import DualWayEncoder, MultimodalDecoderBlock
+from .captioning.gated_conv import GatedConvBlock
+from .captioning.show_attend_tell import ShowAttendTell
+from .common.capture import attention_layers, capture_attention
+from .common.sequence_cache import SequenceCache
+from .maps.augmented_conv import AAConv2d
+from .maps.bilateral import BilateralCrissCross2d, BilateralNonLocal2d
+from .maps.criss_cross import CrissCrossAttention2d
+from .maps.deformable_conv import CausalDeformableConv1d, DeformableConv1d, DeformableConv2d
+from .maps.dynamic_conv import DynamicConv1d, DynamicConv2d
+from .maps.generalized_attention import GeneralizedAttention2d
+from .maps.local_bilateral import LocalBilateralConv2d
+from .maps.non_local import NonLocal2d
+from .maps.non_local_1d_3d import NonLocal1d, NonLocal3d
+from .sequences.alignment_attention import AlignmentAttention
+from .sequences.attended_lstm import AttendedLSTM
+from .sequences.bilateral_1d import BilateralSelfAttention
+from .sequences.multihead_attention import MultiheadAttention
+from .sequences.relative_attention_1d import RelativeSelfAttention
+from .sequences.spatial_attention_1d import MultiheadSpatialAttention
+from .tokens.deformable_attention import MultiScaleDeformableAttention
+from .tokens.space_time_attention import SpaceTimeSelfAttention
+from .tokens.spatial_self_attention import SpatialSelfAttention
+from .tokens.window_self_attention import WindowSelfAttention
 
 __all__ = [
     "AAConv2d",

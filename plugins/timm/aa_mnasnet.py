@@ -13,7 +13,7 @@ from timm.models._efficientnet_builder import decode_arch_def, round_channels
 from timm.models.efficientnet import EfficientNet
 from torch import nn
 
-from ..modules.augmented_conv import AAConv2d, Position
+from ..modules.maps.augmented_conv import AAConv2d, Position
 from .aa_resnet import augment
 from .conventions import imagenet_cfg, table_names
 

@@ -15,7 +15,7 @@ from timm.models import build_model_with_cfg, generate_default_cfgs, register_mo
 from timm.models.resnet import BasicBlock, Bottleneck, ResNet
 from torch import nn
 
-from ..modules.augmented_conv import AAConv2d, Position
+from ..modules.maps.augmented_conv import AAConv2d, Position
 from .conventions import imagenet_cfg, initialise_ours, table_names
 
 LAYERS = {34: (3, 4, 6, 3), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}

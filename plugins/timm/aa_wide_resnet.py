@@ -10,7 +10,7 @@ from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..modules.augmented_conv import AAConv2d, Position
+from ..modules.maps.augmented_conv import AAConv2d, Position
 from .conventions import imagenet_cfg, initialise_ours, table_names
 
 

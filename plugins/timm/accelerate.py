@@ -19,7 +19,7 @@ from timm.layers import register_notrace_module
 from timm.models import mvitv2, swin_transformer, swin_transformer_v2, vision_transformer_sam
 from torch import Tensor, nn
 
-from ..modules.windows import Attend, TableAttention, in_windows, predicted_logits, project_v2
+from ..modules.tokens.windows import Attend, TableAttention, in_windows, predicted_logits, project_v2
 from ..ops import global_attention, sequence_attention
 from ..terms.decomposed import decomposed_logits
 from ..terms.position_table import table_logits

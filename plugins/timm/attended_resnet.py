@@ -9,8 +9,8 @@ from timm.models import build_model_with_cfg, generate_default_cfgs, register_mo
 from timm.models.resnet import Bottleneck, ResNet
 from torch import Tensor, nn
 
-from ..modules.deformable_conv import DeformableConv2d
-from ..modules.generalized_attention import GeneralizedAttention2d
+from ..modules.maps.deformable_conv import DeformableConv2d
+from ..modules.maps.generalized_attention import GeneralizedAttention2d
 from .conventions import imagenet_cfg, initialise_ours
 
 

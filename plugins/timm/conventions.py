@@ -8,9 +8,9 @@ from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.layers import register_notrace_module
 from torch import nn
 
-from ..modules.augmented_conv import AAConv2d
-from ..modules.deformable_conv import DeformableConv2d
-from ..modules.generalized_attention import GeneralizedAttention2d
+from ..modules.maps.augmented_conv import AAConv2d
+from ..modules.maps.deformable_conv import DeformableConv2d
+from ..modules.maps.generalized_attention import GeneralizedAttention2d
 
 OURS = (AAConv2d, DeformableConv2d, GeneralizedAttention2d)  # this package's layers in the timm models
 

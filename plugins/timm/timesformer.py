@@ -16,9 +16,9 @@ from timm.models.vision_transformer import Attention, VisionTransformer, checkpo
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ..modules.checks import check_tensor, one_of, positive
-from ..modules.space_time_attention import Pattern, SpaceTimeSelfAttention
-from ..modules.space_time_regions import ClipGrid
+from ..modules.common.checks import check_tensor, one_of, positive
+from ..modules.tokens.space_time_attention import Pattern, SpaceTimeSelfAttention
+from ..modules.tokens.space_time_regions import ClipGrid
 from .conventions import imagenet_cfg
 from .timesformer_weights import complete, resized_in_time, unwrap
 

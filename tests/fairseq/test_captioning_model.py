@@ -16,8 +16,8 @@ from fairseq.sequence_generator import SequenceGenerator
 from omegaconf import OmegaConf
 
 from attn_plugins.fairseq.eta_transformer import EtaTransformerConfig, EtaTransformerModel, eta_transformer_tiny
-from attn_plugins.modules.capture import attention_layers
-from attn_plugins.modules.eta_transformer import FUSIONS, Modality
+from attn_plugins.modules.captioning.eta_transformer import FUSIONS, Modality
+from attn_plugins.modules.common.capture import attention_layers
 from tests.fairseq.captioning_helpers import COLOURS, THINGS, model_of, task_of, write_images
 
 SETTINGS = [

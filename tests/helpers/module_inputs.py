@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attn_plugins.modules import Modality
-from attn_plugins.modules.entangled_attention import Entangled
+from attn_plugins.modules.captioning.entangled_attention import Entangled
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]  # positional and keyword arguments
 B, T, S = 2, 9, 6  # batch, words, regions

@@ -16,7 +16,7 @@ from mmengine.structures import InstanceData, PixelData
 
 from attn_plugins.mmcv.attended import DeformableAttention, TokenAttention
 from attn_plugins.modules import DeformableConv2d, DynamicConv2d
-from attn_plugins.modules.generalized_attention import GeneralizedAttention2d
+from attn_plugins.modules.maps.generalized_attention import GeneralizedAttention2d
 from tests.mm.mm_helpers import ROOT, training_step, without_downloads, without_gradient
 
 CONFIGS = sorted(p for p in (ROOT / "configs/mmdet").glob("*/*.py"))

@@ -7,7 +7,7 @@ import pytest
 import torch
 from mmcv.cnn.bricks.generalized_attention import GeneralizedAttention
 
-from attn_plugins.modules.generalized_attention import GeneralizedAttention2d
+from attn_plugins.modules.maps.generalized_attention import GeneralizedAttention2d
 
 SETTINGS = ["".join(bits) for bits in itertools.product("01", repeat=4)]
 WRONG_IN_MMCV = ("0100", "0110", "1100", "1110")

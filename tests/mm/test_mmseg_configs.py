@@ -15,7 +15,7 @@ from mmseg.registry import MODELS
 from mmseg.structures import SegDataSample
 
 from attn_plugins import modules
-from attn_plugins.modules.deformable_attention import SampledSaliency
+from attn_plugins.modules.tokens.deformable_attention import SampledSaliency
 from tests.mm.mm_helpers import ROOT, training_step, without_downloads, without_gradient
 
 CONFIGS = sorted(p for p in (ROOT / "configs/mmseg").glob("*/*.py"))

@@ -11,7 +11,7 @@ from mmengine.registry import MODELS
 
 import attn_plugins.mmcv
 from attn_plugins import modules
-from attn_plugins.modules.generalized_attention import GeneralizedAttention2d
+from attn_plugins.modules.maps.generalized_attention import GeneralizedAttention2d
 
 
 def resnet(**options):

@@ -11,7 +11,7 @@ from mmengine.registry import init_default_scope
 from PIL import Image
 
 from attn_plugins.modules import DeformableConv2d
-from attn_plugins.modules.capture import Captured
+from attn_plugins.modules.common.capture import Captured
 from attn_plugins.ops import deform_conv2d
 from tests.mm.mm_helpers import ROOT
 from tools.view import follow

@@ -19,8 +19,8 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from attn_plugins import modules, ops
-from attn_plugins.modules.checks import one_of
-from attn_plugins.modules.non_local_block import Mode
+from attn_plugins.modules.common.checks import one_of
+from attn_plugins.modules.maps.non_local_block import Mode
 from tests.helpers.cuda_checks import check_module, floating, moved, no_tf32, randomised, results  # noqa: F401
 from tests.helpers.memory_format_checks import has_format
 from tests.helpers.module_inputs import INPUTS, inputs

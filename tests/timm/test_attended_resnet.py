@@ -12,8 +12,8 @@ timm = pytest.importorskip("timm")
 from timm.optim import create_optimizer_v2, param_groups_weight_decay  # noqa: E402
 from timm.scheduler import create_scheduler_v2  # noqa: E402
 
-from attn_plugins.modules.deformable_conv import DeformableConv2d  # noqa: E402
-from attn_plugins.modules.generalized_attention import GeneralizedAttention2d  # noqa: E402
+from attn_plugins.modules.maps.deformable_conv import DeformableConv2d  # noqa: E402
+from attn_plugins.modules.maps.generalized_attention import GeneralizedAttention2d  # noqa: E402
 from attn_plugins.timm import param_groups  # noqa: E402
 
 MODELS = timm.list_models(module="attended_resnet")

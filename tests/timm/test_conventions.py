@@ -13,8 +13,8 @@ timm = pytest.importorskip("timm")
 from timm.optim import create_optimizer_v2  # noqa: E402
 
 import attn_plugins.timm  # noqa: E402
-from attn_plugins.modules.deformable_conv import DeformableConv2d  # noqa: E402
-from attn_plugins.modules.generalized_attention import GeneralizedAttention2d  # noqa: E402
+from attn_plugins.modules.maps.deformable_conv import DeformableConv2d  # noqa: E402
+from attn_plugins.modules.maps.generalized_attention import GeneralizedAttention2d  # noqa: E402
 
 # Each function draws other models.
 pytestmark = pytest.mark.sampled(3, every_value=False)

@@ -9,7 +9,7 @@ from timm.models._features_fx import create_feature_extractor
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from attn_plugins.modules.space_time_attention import STEPS, RegionAttention
+from attn_plugins.modules.tokens.space_time_attention import STEPS, RegionAttention
 from attn_plugins.timm import TimeSformer
 
 PATTERNS = list(STEPS)

@@ -20,7 +20,7 @@ from attn_plugins.modules import (  # noqa: E402
     NonLocal2d,
     capture_attention,
 )
-from attn_plugins.modules.space_time_attention import STEPS  # noqa: E402
+from attn_plugins.modules.tokens.space_time_attention import STEPS  # noqa: E402
 from attn_plugins.timm import ViTAttention, accelerate  # noqa: E402
 from tests.tools.view_helpers import CLIP, SMALL_CLIP, SMALL_VIT, VIT, seen_by  # noqa: E402
 from tools.view import clips, models, patches  # noqa: E402

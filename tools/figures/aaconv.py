@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from attn_plugins.modules.augmented_conv import AAConv2d
+from attn_plugins.modules.maps.augmented_conv import AAConv2d
 
 from . import convention, networks
 from .convention import parameters

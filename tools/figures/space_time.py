@@ -21,7 +21,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import attn_plugins.timm  # noqa: F401 - registers the models
-from attn_plugins.modules.space_time_attention import STEPS
+from attn_plugins.modules.tokens.space_time_attention import STEPS
 from tools.bench import report, results
 from tools.bench.cases import space_time as cases
 from tools.files import write, write_text

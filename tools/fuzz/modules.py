@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from attn_plugins import modules
-from attn_plugins.modules.alignment_attention import AlignmentScore
-from attn_plugins.modules.bilateral_1d import SequenceSmoothing
-from attn_plugins.modules.entangled_attention import Activation, Entangled
-from attn_plugins.modules.eta_transformer import Fusion
-from attn_plugins.modules.non_local_block import Mode
-from attn_plugins.modules.space_time_attention import Pattern
+from attn_plugins.modules.captioning.entangled_attention import Activation, Entangled
+from attn_plugins.modules.captioning.eta_transformer import Fusion
+from attn_plugins.modules.maps.non_local_block import Mode
+from attn_plugins.modules.sequences.alignment_attention import AlignmentScore
+from attn_plugins.modules.sequences.bilateral_1d import SequenceSmoothing
+from attn_plugins.modules.tokens.space_time_attention import Pattern
 from attn_plugins.terms.nonlocal_position import Outside, Smoothing
 
 from .draw import Draw

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attn_plugins.modules.space_time_attention import RegionAttention
-from attn_plugins.modules.space_time_regions import ClipGrid, grouped, ungrouped
+from attn_plugins.modules.tokens.space_time_attention import RegionAttention
+from attn_plugins.modules.tokens.space_time_regions import ClipGrid, grouped, ungrouped
 
 from .maps import CLS, Maps, Query, Weights
 from .patches import path, prefix_names, vision_transformers

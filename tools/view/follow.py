@@ -17,8 +17,8 @@ from PIL import Image, ImageDraw
 from torch import nn
 
 from attn_plugins.modules import DeformableConv2d
-from attn_plugins.modules.capture import Captured, remember_calls
-from attn_plugins.modules.generalized_attention import GeneralizedAttention2d
+from attn_plugins.modules.common.capture import Captured, remember_calls
+from attn_plugins.modules.maps.generalized_attention import GeneralizedAttention2d
 from tools import picture_sheet
 from tools.files import write
 from tools.picture_sheet import GAP, INK, MARGIN, PAPER, TITLE_HEIGHT, WIDTH, Place, sheet, title

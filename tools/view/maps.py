@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from attn_plugins.modules.capture import Captured, attention_layers, remember_calls
+from attn_plugins.modules.common.capture import Captured, attention_layers, remember_calls
 
 CLS: Literal["cls"] = "cls"
 Query = Sequence[int] | int | str  # row and column on the map of queries, the number of an object, or the cls token

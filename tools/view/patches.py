@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attn_plugins.modules.capture import softmax_over_keys
+from attn_plugins.modules.common.capture import softmax_over_keys
 
 from .maps import CLS, FOUR_TERMS, Maps, Query, Weights
 

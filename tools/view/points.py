@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_plugins.modules.deformable_attention import on_host, samples
+from attn_plugins.modules.tokens.deformable_attention import on_host, samples
 
 
 @dataclass

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from attn_plugins.modules import AlignmentAttention
-from attn_plugins.modules.capture import Captured, attention_layers
+from attn_plugins.modules.common.capture import Captured, attention_layers
 from tools import need
 from tools.logs import quiet
 

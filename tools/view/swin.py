@@ -13,9 +13,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from attn_plugins.modules.capture import Captured
-from attn_plugins.modules.window_parts import window_parts
-from attn_plugins.modules.windows import masked, pair_weights, predicted_logits, project_v2, window_maps
+from attn_plugins.modules.common.capture import Captured
+from attn_plugins.modules.tokens.window_parts import window_parts
+from attn_plugins.modules.tokens.windows import masked, pair_weights, predicted_logits, project_v2, window_maps
 from attn_plugins.terms.cosine_scale import cosine_operands
 from attn_plugins.terms.position_table import table_logits
 
@@ -33,7 +33,7 @@ def is_swin(model: nn.Module) -> bool:
 def swin_blocks(model: nn.Module) -> dict[str, Any]:
     """Return the blocks of timm's Swin with timm's own attention, by the names of the attention layers.
 
-    Blocks with our layers are excluded: :func:`attn_plugins.modules.capture.attention_layers` finds them.
+    Blocks with our layers are excluded: :func:`attn_plugins.modules.common.capture.attention_layers` finds them.
     """
     found = {}
     for file, kind in _imported():
@@ -56,7 +56,7 @@ def swins(model: nn.Module) -> dict[str, str]:
 
 
 class StockWindows:
-    """A block's attention with the interface that :class:`attn_plugins.modules.capture.Captured` expects.
+    """A block's attention with the interface that :class:`attn_plugins.modules.common.capture.Captured` expects.
 
     Args:
         block: timm's block, of either version.

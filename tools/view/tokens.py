@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from attn_plugins.modules import SpatialSelfAttention
-from attn_plugins.modules.capture import softmax_over_keys
+from attn_plugins.modules.common.capture import softmax_over_keys
 
 from .maps import Maps, Query, Weights, title_of
 from .points import Points

@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from attn_plugins import modules
 from attn_plugins.modules import Modality
-from attn_plugins.modules.entangled_attention import Entangled
+from attn_plugins.modules.captioning.entangled_attention import Entangled
 
 from ..case import DEFINITIONS, Case, Maker, problem
 

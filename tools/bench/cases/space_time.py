@@ -11,7 +11,7 @@ import timm
 import torch
 
 import attn_plugins.timm  # noqa: F401 - registers the models
-from attn_plugins.modules.space_time_attention import STEPS
+from attn_plugins.modules.tokens.space_time_attention import STEPS
 
 from ..case import Case, Run, prepare
 

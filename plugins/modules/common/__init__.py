@@ -1,0 +1,1 @@
+"""What modules of several folders share."""

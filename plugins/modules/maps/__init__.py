@@ -1,0 +1,1 @@
+"""Layers on feature maps (B, C, H, W), and the same ones on sequences and clips."""

@@ -1,0 +1,387 @@
+"""Generalized attention on maps: any of the four terms of Transformer attention (Zhu et al. 2019).
+
+Shapes: B batch, C channels, M heads, d width per head, (Hq, Wq) queries, (Hk, Wk) keys, D offsets of one axis.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ...ops import global_attention, window_attention
+from ...terms.attention_type import parse_attention_type
+from ...terms.remembered import remembered
+from ...terms.saliency import add_vector, key_saliency
+from ...terms.window import shared_axis_window, window_logits, window_position_logits
+from ..common.capture import maps_of
+from ..common.checks import check_map, positive
+from .generalized_positions import AxisPositions
+from .memory_format import in_format_of, to_channels_last
+
+
+class GeneralizedAttention2d(AxisPositions):
+    """Multi-head attention on a map as ``x + gamma * f(x)``, with any of the four terms as logits.
+
+    Source: Zhu et al. (2019), Eq. 1, 2 and 8. The logit of key k for query q is the sum of the chosen terms:
+
+        1000  ε1 = q·k            query content and key content
+        0100  ε2 = q·R[k - q]     query content and relative position
+        0010  ε3 = u·k            key content alone; computed once, as it is the same for all queries
+        0001  ε4 = v·R[k - q]     relative position alone
+
+    With ``'0000'`` the values are averaged. gamma starts at 0, so a new module is the identity.
+
+    Args:
+        in_channels: C, channels of the map and of ``context``.
+        num_heads: M; must divide C.
+        attention_type: Four bits, ε1 to ε4.
+        spatial_range: n_k, odd: keys are limited to |Δ| <= (n_k - 1) / 2 pixels on both axes; -1 for all keys. A query
+            without any key in range (possible if ``kv_stride`` > 1) returns only the output projection's bias.
+        q_stride: Only every q_stride-th pixel is a query. The result is interpolated bilinearly between these pixels,
+            and repeated beyond the last of them.
+        kv_stride: Only every kv_stride-th pixel is a key, at pixel j * kv_stride.
+        position_embedding_dim: Width of the sine encoding of each axis, even; -1: C.
+        position_magnitude: Factor of the offsets before encoding.
+        scale: Factor of the sum of all terms, such as d ** -0.5; the paper uses 1.
+
+    Raises:
+        ValueError: an argument is out of range.
+    """
+
+    _abbr_ = "gen_attention_block"  # mmengine's and mmcv's name of the plug-in in checkpoints
+
+    wavelength = 10000.0
+    offset_sign = 1  # R encodes k - q
+    position_factor = 1.0  # factor of the projected R
+    windowed = True  # the range is a window centred on the query
+
+    def __init__(
+        self,
+        in_channels: int,
+        num_heads: int = 8,
+        attention_type: str = "1111",
+        spatial_range: int = -1,
+        q_stride: int = 1,
+        kv_stride: int = 1,
+        position_embedding_dim: int = -1,
+        position_magnitude: float = 1,
+        *,
+        scale: float = 1.0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        positive(num_heads=num_heads, q_stride=q_stride, kv_stride=kv_stride)
+        if not isinstance(in_channels, int) or in_channels < num_heads:
+            raise ValueError(f"in_channels must be an int of at least num_heads = {num_heads}, got {in_channels!r}")
+        if not isinstance(position_embedding_dim, int) or position_embedding_dim < -1 or position_embedding_dim == 0:
+            raise ValueError(
+                f"position_embedding_dim must be a positive int, or -1 for in_channels, got {position_embedding_dim!r}"
+            )
+        self.attention_type = attention_type
+        self.terms = terms = parse_attention_type(attention_type)
+        self.in_channels, self.num_heads = in_channels, num_heads
+        self.spatial_range, self.q_stride, self.kv_stride = spatial_range, q_stride, kv_stride
+        self.position_embedding_dim = position_embedding_dim if position_embedding_dim > 0 else in_channels
+        self.position_magnitude, self.scale = position_magnitude, scale
+        self.check_variant()
+        self.in_windows = self.windowed and spatial_range != -1 and q_stride == kv_stride == 1
+        width = in_channels // num_heads * num_heads
+        factory: dict[str, Any] = dict(device=device, dtype=dtype)
+
+        def projection() -> nn.Conv2d:
+            return nn.Conv2d(in_channels, width, 1, bias=False, **factory)
+
+        def table() -> nn.Linear:
+            return nn.Linear(self.axis_width(), width, bias=False, **factory)
+
+        self.query_conv = projection() if terms.queries else None
+        self.key_conv = projection() if terms.keys else None
+        self.value_conv = projection()
+        self.appr_geom_fc_x = table() if terms.relative else None
+        self.appr_geom_fc_y = table() if terms.relative else None
+        self.appr_bias = nn.Parameter(torch.empty(width, **factory)) if terms.saliency else None  # u
+        self.geom_bias = nn.Parameter(torch.empty(width, **factory)) if terms.position else None  # v
+        self.proj_conv = nn.Conv2d(width, in_channels, 1, **factory)
+        self.gamma = nn.Parameter(torch.empty(1, **factory))
+        self.reset_parameters()
+
+    @staticmethod
+    def mmcv_compatible(
+        in_channels: int,
+        spatial_range: int = -1,
+        num_heads: int = 9,
+        position_embedding_dim: int = -1,
+        position_magnitude: float = 1,
+        kv_stride: int = 2,
+        q_stride: int = 1,
+        attention_type: str = "1111",
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> MMCVGeneralizedAttention2d:
+        """Create a :class:`MMCVGeneralizedAttention2d`, the variant of mmcv's ``GeneralizedAttention``."""
+        return MMCVGeneralizedAttention2d(
+            in_channels=in_channels,
+            num_heads=num_heads,
+            attention_type=attention_type,
+            spatial_range=spatial_range,
+            q_stride=q_stride,
+            kv_stride=kv_stride,
+            position_embedding_dim=position_embedding_dim,
+            position_magnitude=position_magnitude,
+            device=device,
+            dtype=dtype,
+        )
+
+    # --- differences between the paper's and mmcv's variants ------------------------------------------------------
+
+    def check_variant(self) -> None:
+        """Raise a ValueError if the arguments are invalid for this variant."""
+        if self.in_channels % self.num_heads:
+            raise ValueError(f"num_heads must divide in_channels = {self.in_channels}, got {self.num_heads}")
+        n_k = self.spatial_range
+        if not isinstance(n_k, int) or (n_k != -1 and (n_k < 1 or n_k % 2 == 0)):
+            raise ValueError(f"spatial_range must be -1 (all keys) or a positive odd int (n_k), got {n_k!r}")
+        if self.terms.relative and self.position_embedding_dim % 2:
+            raise ValueError(
+                f"position_embedding_dim must be even (sines and cosines), got {self.position_embedding_dim}"
+            )
+
+    def axis_width(self) -> int:
+        """Return the width of one axis's position encoding."""
+        return self.position_embedding_dim
+
+    def axis_range(self, queries: int, keys: int, like: Tensor) -> Tensor:
+        """Return (queries, keys) logits of one axis: 0 for keys in range, else -inf. Callers do not write to them."""
+        radius = (self.spatial_range - 1) // 2
+        return shared_axis_window(queries, keys, radius, self.q_stride, self.kv_stride, like.device, like.dtype)
+
+    def upsample(self, output: Tensor, size: list[int]) -> Tensor:
+        """Interpolate the queries' outputs, at every ``q_stride``-th pixel, to all pixels."""
+        covered = [(n - 1) * self.q_stride + 1 for n in output.shape[2:]]
+        output = F.interpolate(output, covered, mode="bilinear", align_corners=True)
+        return F.pad(output, (0, size[1] - covered[1], 0, size[0] - covered[0]), mode="replicate")
+
+    # --------------------------------------------------------------------------------------------------------------
+
+    def reset_parameters(self) -> None:
+        """Draw projections uniformly by fan-in, and u and v uniformly; zero gamma and the output bias."""
+        for module in self.children():
+            assert isinstance(module, (nn.Conv2d, nn.Linear))
+            nn.init.kaiming_uniform_(module.weight, a=1)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+        bound = 1 / math.sqrt(2 * (self.in_channels // self.num_heads))
+        for vector in (self.appr_bias, self.geom_bias):
+            if vector is not None:
+                nn.init.uniform_(vector, -bound, bound)
+        nn.init.zeros_(self.gamma)
+
+    def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
+        """Attend from the pixels of ``x`` to those of ``context``.
+
+        Args:
+            x: (B, C, H, W), of any size and memory format.
+            context: (B, C, H', W'), another map in the same coordinates (cross-attention); None for ``x``.
+
+        Returns:
+            (B, C, H, W), in the memory format of ``x``.
+
+        Raises:
+            ValueError: a shape or a device does not match.
+            TypeError: a map does not have the module's dtype.
+        """
+        if self.in_windows and context is None:
+            output = self._attend_in_windows(x)
+        else:
+            output = self._attend(x, context)
+        output = self.proj_conv(output.permute(0, 1, 4, 2, 3).flatten(1, 2))
+        if self.q_stride > 1 and output.shape[2] * output.shape[3] > 1:
+            output = self.upsample(output, [x.shape[2], x.shape[3]])
+        output = in_format_of(x, output)
+        if output.dtype == x.dtype and output.shape == x.shape:
+            return torch.addcmul(x, self.gamma, output)
+        return x + self.gamma * output  # ε3 alone: one pixel for all queries; its gradient is summed before the product
+
+    def attention_size(self, size: Sequence[int]) -> tuple[int, int]:
+        """Return the size of the map of queries for an input of ``size`` (H, W)."""
+        H, W = (-(-n // self.q_stride) for n in size)
+        return H, W
+
+    def attention_maps(self, x: Tensor, context: Tensor | None = None, queries: Tensor | None = None) -> Tensor:
+        """Compute the attention weights for inspection, in O(N²) memory without ``queries``.
+
+        Args:
+            x: As in :meth:`forward`.
+            context: As in :meth:`forward`.
+            queries: (Q, 2), rows and columns on the map of queries; None for all.
+
+        Returns:
+            (B, M, Hq, Wq, Hk, Wk), or (B, M, Q, Hk, Wk) with ``queries``.
+
+        Raises:
+            ValueError: as in :meth:`forward`, or a query lies outside the map.
+        """
+        return maps_of(self._terms(x, context), 1.0, self.attention_size(x.shape[2:]), queries)
+
+    def _attend(self, x: Tensor, context: Tensor | None) -> Tensor:
+        """Attend to all keys, (B, M, Hq, Wq, d)."""
+        query, key, value, row, column, key_logits = self._terms(x, context)
+        return global_attention(query, key, value, row_logits=row, column_logits=column, key_logits=key_logits)
+
+    def _attend_in_windows(self, x: Tensor) -> Tensor:
+        """Attend to the keys in a window around the query, (B, M, H, W, d)."""
+        position_query, query, key, value, key_logits = self._projected(x, None)
+        # A larger radius than the map's size minus 1 would add no keys.
+        H, W = x.shape[2], x.shape[3]
+        radius = [min(self.spatial_range // 2, H - 1), min(self.spatial_range // 2, W - 1)]
+        if key_logits is not None:  # write a key's own logit as its product with a query of 1
+            query, key = torch.ones_like(key_logits).unsqueeze(-1), key_logits.unsqueeze(-1)
+        position: Tensor | None = None
+        if self.appr_geom_fc_y is not None and self.appr_geom_fc_x is not None:
+            position = window_position_logits(
+                self._along_window(self.appr_geom_fc_y.weight, position_query, radius[0]),
+                self._along_window(self.appr_geom_fc_x.weight, position_query, radius[1]),
+                H,
+                W,
+            )
+        elif query is None:
+            taps = (2 * radius[0] + 1) * (2 * radius[1] + 1)
+            position = value.new_zeros(1).expand(1, self.num_heads, H, W, taps)
+        kernel = [2 * radius[0] + 1, 2 * radius[1] + 1]
+        return window_attention(query, key, value, position, kernel, padding=radius)
+
+    def _terms(
+        self, x: Tensor, context: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor | None, Tensor | None, Tensor | None]:
+        """Compute the arguments of ``global_attention``: query, key, value, row, column and key logits."""
+        position_query, query, key, value, key_logits = self._projected(x, context)
+        Hq, Wq = -(-x.shape[2] // self.q_stride), -(-x.shape[3] // self.q_stride)
+        Hk, Wk = value.shape[2], value.shape[3]
+        v: Tensor | None = None
+        if self.geom_bias is not None:
+            v = self._scaled(self._vector(self.geom_bias))
+        row, column = self._both_axes(position_query, v, [Hq, Wq], [Hk, Wk])
+        rows_in_range, columns_in_range = self._range_logits([Hq, Wq], [Hk, Wk], x)
+        return query, key, value, _sum(row, rows_in_range), _sum(column, columns_in_range), key_logits
+
+    def _projected(
+        self, x: Tensor, context: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor, Tensor | None]:
+        """Compute the position terms' query, the content term's query (with u) and key, value, and key logits."""
+        query, key, value = self._features(x, context)
+        by_content, by_position, _, _ = self.terms
+        content = query if by_content else None
+        key_logits: Tensor | None = None
+        if self.appr_bias is not None and key is not None:
+            u = self._scaled(self._vector(self.appr_bias))
+            if content is not None:
+                content = add_vector(content, u)
+            else:
+                key_logits = key_saliency(key, u)
+        position_query = query if by_position else None
+        return position_query, content, key if by_content else None, value, key_logits
+
+    def _features(self, x: Tensor, context: Tensor | None) -> tuple[Tensor | None, Tensor | None, Tensor]:
+        """Compute scaled query, key and value, (B, M, ·, ·, d), as far as the terms need them."""
+        check_map(x, self.in_channels, self.value_conv.weight)
+        if context is not None:
+            check_map(context, self.in_channels, self.value_conv.weight, "context")
+            if context.shape[0] != x.shape[0]:
+                raise ValueError(f"context must have x's batch size {x.shape[0]}, got {context.shape[0]}")
+        # In channels-last memory a projection is a plain GEMM and its heads are views with a contiguous width.
+        query: Tensor | None = None
+        key: Tensor | None = None
+        if self.query_conv is not None:
+            x = to_channels_last(x)
+            query = self._scaled(self._heads(self.query_conv(_every(x, self.q_stride))))
+        keys = to_channels_last(_every(x if context is None else context, self.kv_stride))
+        value = self._heads(self.value_conv(keys))
+        if self.key_conv is not None:
+            key = self._heads(self.key_conv(keys))
+        return query, key, value
+
+    def _heads(self, projected: Tensor) -> Tensor:
+        """View (B, M * d, H, W) as (B, M, H, W, d)."""
+        return projected.unflatten(1, (self.num_heads, -1)).permute(0, 1, 3, 4, 2)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        # mmcv stores the range as a constant (84, 84, ...) mask, which follows from the arguments.
+        state_dict.pop(prefix + "local_constraint_map", None)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+    def extra_repr(self) -> str:
+        text = f"{self.in_channels}, num_heads={self.num_heads}, attention_type={self.attention_type!r}"
+        for name, default in (("spatial_range", -1), ("q_stride", 1), ("kv_stride", 1), ("scale", 1.0)):
+            if getattr(self, name) != default:
+                text += f", {name}={getattr(self, name)}"
+        return text
+
+
+class MMCVGeneralizedAttention2d(GeneralizedAttention2d):
+    """Generalized attention with the numerics and the state_dict of mmcv's ``GeneralizedAttention``.
+
+    Differences from :class:`GeneralizedAttention2d`:
+
+    * R encodes q - k, with wavelength 1000 and half of ``position_embedding_dim`` per axis, and is divided by √2.
+    * A head has C // M channels, even if M does not divide C.
+    * Outputs are interpolated from ``q_stride`` with half-pixel centres.
+    * ``spatial_range`` r is a half-range in pixels, at least 0: key j is in range of the query at pixel p if
+      ⌊(p - r) / kv_stride⌋ <= j <= ⌊(p + r + 1) / kv_stride⌋, on maps of any size and channel count. mmcv's own mask
+      ends at 84 pixels, needs 256 or 512 channels, and ignores ``q_stride``.
+
+    mmcv's results for '0100', '0110', '1100' and '1110' are wrong (queries are transposed, and H ≠ W raises an error);
+    this class computes these four correctly.
+    """
+
+    wavelength = 1000.0
+    offset_sign = -1
+    position_factor = 1 / math.sqrt(2)
+    windowed = False  # the range is not centred on the query
+
+    def check_variant(self) -> None:
+        r = self.spatial_range
+        if not isinstance(r, int) or r < -1:
+            raise ValueError(f"spatial_range must be -1 (all keys) or a half-range of at least 0, got {r!r}")
+        if self.terms.relative and self.position_embedding_dim % 4:
+            raise ValueError(
+                "position_embedding_dim must be a multiple of 4 (sines and cosines of two axes), "
+                f"got {self.position_embedding_dim}"
+            )
+
+    def axis_width(self) -> int:
+        return self.position_embedding_dim // 2
+
+    def axis_range(self, queries: int, keys: int, like: Tensor) -> Tensor:
+        return _half_range(queries, keys, self.spatial_range, self.q_stride, self.kv_stride, like.device, like.dtype)
+
+    def upsample(self, output: Tensor, size: list[int]) -> Tensor:
+        return F.interpolate(output, size, mode="bilinear", align_corners=False)
+
+
+@remembered
+def _half_range(
+    queries: int, keys: int, reach: int, q_stride: int, kv_stride: int, device: torch.device, dtype: torch.dtype
+) -> Tensor:
+    """Return the range of :class:`MMCVGeneralizedAttention2d` along one axis."""
+    pixel = torch.arange(queries, device=device).unsqueeze(1) * q_stride
+    key = torch.arange(keys, device=device)
+    first = (pixel - reach).div(kv_stride, rounding_mode="floor")
+    last = (pixel + reach + 1).div(kv_stride, rounding_mode="floor")
+    return window_logits((first <= key) & (key <= last)).to(dtype)
+
+
+def _every(x: Tensor, stride: int) -> Tensor:
+    return x if stride == 1 else x[:, :, ::stride, ::stride]
+
+
+def _sum(logits: Tensor | None, more: Tensor | None) -> Tensor | None:
+    if logits is None:
+        return more
+    return logits if more is None else logits + more

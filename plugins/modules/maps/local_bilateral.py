@@ -1,0 +1,226 @@
+"""Local bilateral attention as a replacement for convolution, with iterative refinement (Thesis, chapter 4).
+
+Shapes: B batch, M heads, d = out_channels / M, (H, W) the input's map, (Hq, Wq) the output's, taps of the window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from ...ops import window_attention
+from ..common.capture import window_logits_of, window_maps_of
+from ..common.checks import check_map, check_window, one_of, pair, positive
+from .memory_format import in_format_of, to_channels_last
+
+Activation = Literal["none", "relu"]
+
+
+class Projection(nn.Sequential):
+    """A 1×1 convolution; if normalised, with ``bias``, followed by BatchNorm and an activation."""
+
+    def __init__(
+        self, in_channels: int, out_channels: int, bias: bool, norm: bool, activation: Activation, **factory: Any
+    ) -> None:
+        layers: list[nn.Module] = [nn.Conv2d(in_channels, out_channels, 1, bias=bias and norm, **factory)]
+        if norm:
+            layers.append(nn.BatchNorm2d(out_channels, **factory))
+        if norm and activation == "relu":
+            layers.append(nn.ReLU())
+        super().__init__(*layers)
+
+
+class LocalBilateralConv2d(nn.Module):
+    """A replacement for ``nn.Conv2d``: attention over the k × k window around each position.
+
+    Source: Thesis, Eq. 4.6 to 4.9. With v_i = W_σ x_i the logit of position j in i's window, in every head, is
+
+        v_i·W_φ x_j + W_γ[j - i]·v_i
+
+    (the content and the geometric part), and the output is W_M applied to the weighted sum of W_β x_j. Refinement
+    (Algorithm 1) repeats the following ``iterations`` - 1 times for the content part: the weighted sum of the window's
+    keys is squashed to u_i, and u_i·W_φ x_j is added to the logits; that is, u_i is added to the content's query.
+
+    Args:
+        in_channels: Channels of the input.
+        out_channels: Channels of the output, queries, keys and values; a multiple of ``num_heads``.
+        kernel_size: Height and width of the window, odd.
+        stride: Stride, as in a convolution.
+        padding: None for ``dilation * (kernel_size - 1) / 2``, which preserves the size. Larger values are invalid, as
+            every window's centre must be on the map. Positions outside the map are masked.
+        dilation: Distance between neighbouring positions of a window.
+        groups: Must be 1; accepted because convolutions have it.
+        bias: Whether the normalised projections have biases.
+        num_heads: M.
+        content: Whether the logits have the content part.
+        geometric: Whether the logits have the geometric part.
+        iterations: 1 for no refinement; more require ``content``.
+        shared: Whether to use one normalised projection W_φ = W_σ = W_β for queries, keys and values. The output
+            projection and the geometric layer then have no bias and no BatchNorm (the thesis' parameter counts).
+        activation: ``'none'`` for linear projections (Eq. 4.4), or ``'relu'`` after every BatchNorm except that of the
+            geometric logits, which reproduces the GFLOPs of Table 4.2.
+
+    Shapes:
+        (B, in_channels, H, W) -> (B, out_channels, Hq, Wq), the size of a convolution with these arguments
+
+    Raises:
+        ValueError: an argument is out of range or inconsistent with the others, or the map is too small.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int | Sequence[int] = 3,
+        stride: int | Sequence[int] = 1,
+        padding: int | Sequence[int] | None = None,
+        dilation: int | Sequence[int] = 1,
+        groups: int = 1,
+        bias: bool = True,
+        num_heads: int = 8,
+        content: bool = True,
+        geometric: bool = True,
+        iterations: int = 1,
+        shared: bool = False,
+        activation: Activation = "none",
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        positive(in_channels=in_channels, out_channels=out_channels, num_heads=num_heads, iterations=iterations)
+        one_of(Activation, activation=activation)
+        if out_channels % num_heads:
+            raise ValueError(f"out_channels must be a multiple of num_heads = {num_heads}, got {out_channels}")
+        if groups != 1:
+            raise ValueError(f"groups must be 1: attention has heads instead, got {groups!r}")
+        if not content and not geometric:
+            raise ValueError("content or geometric must be True, got False for both")
+        if iterations > 1 and not content:
+            raise ValueError(f"iterations must be 1 without content, got {iterations}")
+        self.in_channels, self.out_channels, self.num_heads = in_channels, out_channels, num_heads
+        self.kernel_size = pair("kernel_size", kernel_size)
+        self.stride, self.dilation = pair("stride", stride), pair("dilation", dilation)
+        if any(n % 2 == 0 for n in self.kernel_size):
+            raise ValueError(f"kernel_size must be odd, got {kernel_size!r}")
+        centre = tuple(k // 2 * step for k, step in zip(self.kernel_size, self.dilation))
+        self.padding = centre if padding is None else pair("padding", padding, minimum=0)
+        if any(p > c for p, c in zip(self.padding, centre)):
+            raise ValueError(
+                f"padding must be at most {centre}, dilation * (kernel_size - 1) / 2, so that a window's centre is on "
+                f"the map, got {padding!r}"
+            )
+        self.first_centre = centre[0] - self.padding[0], centre[1] - self.padding[1]
+        self.groups, self.iterations, self.shared = groups, iterations, shared
+        self.content, self.geometric, self.activation = content, geometric, activation
+        factory: dict[str, Any] = dict(device=device, dtype=dtype)
+        self.query = Projection(in_channels, out_channels, bias, True, activation, **factory)
+        self.key: Projection | None = None
+        self.value: Projection | None = None
+        if not shared:
+            if content:
+                self.key = Projection(in_channels, out_channels, bias, True, activation, **factory)
+            self.value = Projection(in_channels, out_channels, bias, True, activation, **factory)
+        self.position: Projection | None = None
+        if geometric:
+            taps = self.kernel_size[0] * self.kernel_size[1]
+            self.position = Projection(out_channels, num_heads * taps, bias, not shared, "none", **factory)
+        self.output = Projection(out_channels, out_channels, bias, not shared, activation, **factory)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the layer: (B, in_channels, H, W) -> (B, out_channels, Hq, Wq)."""
+        query, key, value, logits = self._terms(x)
+        attended = self._attend(query, key, value, logits)
+        return in_format_of(x, self.output(attended.permute(0, 1, 4, 2, 3).flatten(1, 2)))
+
+    def attention_size(self, size: list[int]) -> tuple[int, int]:
+        """Return (Hq, Wq) for an input of ``size`` (H, W)."""
+        k, s, p, d = self.kernel_size, self.stride, self.padding, self.dilation
+        return (size[0] + 2 * p[0] - d[0] * (k[0] - 1) - 1) // s[0] + 1, (
+            size[1] + 2 * p[1] - d[1] * (k[1] - 1) - 1
+        ) // s[1] + 1
+
+    def attention_maps(self, x: Tensor, queries: Tensor | None = None) -> Tensor:
+        """Compute the attention weights for inspection, in O(N²) memory without ``queries``.
+
+        Args:
+            x: As in :meth:`forward`.
+            queries: (Q, 2), rows and columns of the output's map; None for all.
+
+        Returns:
+            (B, M, Hq, Wq, H, W), or (B, M, Q, H, W) with ``queries``; 0 outside the windows.
+        """
+        query, key, _, logits = self._terms(x)
+        geometry = (self.kernel_size, self.stride, self.padding, self.dilation)
+        return window_maps_of(query, key, logits, x.shape[2:], geometry, queries)
+
+    def attention_logits(self, x: Tensor, queries: Tensor | None = None) -> dict[str, Tensor]:
+        """Compute the refined content logits and the geometric logits, -inf outside the windows.
+
+        The softmax of their sum is :meth:`attention_maps`, whose arguments and axes are the same.
+        """
+        query, key, _, logits = self._terms(x)
+        found, geometry = {}, (self.kernel_size, self.stride, self.padding, self.dilation)
+        if query is not None:
+            found["content"] = window_logits_of(query, key, None, x.shape[2:], geometry, queries)
+        if logits is not None:
+            found["geometric"] = window_logits_of(None, None, logits, x.shape[2:], geometry, queries)
+        return found
+
+    def _terms(self, x: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor | None]:
+        """Compute refined query, key and value (B, M, ·, ·, d), and geometric logits (B, M, Hq, Wq, taps)."""
+        check_map(x, self.in_channels, self.query[0].weight)  # type: ignore[arg-type]
+        check_window(x, list(self.kernel_size), list(self.padding), list(self.dilation))
+        # In channels-last memory a projection is a plain GEMM and the heads are views with a contiguous width.
+        x = to_channels_last(x)
+        projected = self.query(x)
+        value = self._heads(projected if self.value is None else self.value(x))
+        key = self._heads(projected if self.key is None else self.key(x)) if self.content else None
+        centres = self._centres(projected)
+        logits: Tensor | None = None
+        if self.position is not None:
+            logits = self._heads(self.position(centres))
+        if key is None:
+            return None, None, value, logits
+        query = self._heads(centres)
+        for _ in range(self.iterations - 1):
+            query = query + squash(self._attend(query, key, key, None))
+        return query, key, value, logits
+
+    def _attend(self, query: Tensor | None, key: Tensor | None, value: Tensor, logits: Tensor | None) -> Tensor:
+        k, s, p, d = list(self.kernel_size), list(self.stride), list(self.padding), list(self.dilation)
+        return window_attention(query, key, value, logits, k, stride=s, padding=p, dilation=d)
+
+    def _centres(self, x: Tensor) -> Tensor:
+        """Return the centre of every window."""
+        if self.stride == (1, 1) and self.first_centre == (0, 0):
+            return x
+        Hq, Wq = self.attention_size([x.shape[2], x.shape[3]])
+        top, left = self.first_centre
+        down, right = self.stride
+        x = x[:, :, top : top + (Hq - 1) * down + 1 : down, left : left + (Wq - 1) * right + 1 : right]
+        return x.contiguous(memory_format=torch.channels_last)
+
+    def _heads(self, projected: Tensor) -> Tensor:
+        """View (B, M * d, H, W) as (B, M, H, W, d)."""
+        return projected.unflatten(1, (self.num_heads, -1)).permute(0, 1, 3, 4, 2)
+
+    def extra_repr(self) -> str:
+        text = f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, num_heads={self.num_heads}"
+        for name, default in (
+            ("stride", (1, 1)), ("dilation", (1, 1)), ("content", True), ("geometric", True), ("iterations", 1),
+            ("shared", False), ("activation", "none"),
+        ):  # fmt: skip
+            if getattr(self, name) != default:
+                text += f", {name}={getattr(self, name)}"
+        return text
+
+
+def squash(x: Tensor, eps: float = 1e-6) -> Tensor:
+    """Compute |x|² / (1 + |x|²) · x / |x| over the last axis (Thesis, 4.3.2); ``eps`` keeps the slope finite at 0."""
+    wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+    square = wide.square().sum(-1, keepdim=True)
+    return (wide * ((square + eps).sqrt() / (1 + square))).to(x.dtype)

@@ -1,0 +1,103 @@
+"""Learned relative positions of both axes, for modules that add them to content-only attention."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from ...terms.relative_position import relative_logits
+from ...terms.relative_table import resize_table
+from ..common.checks import check_table_size, one_of, pair
+
+Position = Literal["none", "relative"]
+
+
+class RelativeTables(nn.Module):
+    """Base of modules with optional tables ``height_rel`` (2H - 1, d) and ``width_rel`` (2W - 1, d).
+
+    Row H - 1 + o of ``height_rel`` is for keys o rows below the query (Shaw et al. 2018; Bello et al. 2019).
+    """
+
+    def __init__(
+        self,
+        position: Position,
+        input_size: int | Sequence[int] | None,
+        width: int,
+        resize_tables: bool,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        one_of(Position, position=position)
+        size = None if input_size is None else pair("input_size", input_size)
+        self.position, self.resize_tables = position, resize_tables
+        self.input_size: tuple[int, int] | None = None
+        self.height_rel: nn.Parameter | None = None
+        self.width_rel: nn.Parameter | None = None
+        if position == "none":
+            return
+        if size is None:
+            raise ValueError(
+                "position 'relative' needs input_size=(H, W), the size of the module's input, for its tables; "
+                "'none' needs none"
+            )
+        H, W = self.input_size = size
+        self.height_rel = nn.Parameter(torch.empty(2 * H - 1, width, device=device, dtype=dtype))
+        self.width_rel = nn.Parameter(torch.empty(2 * W - 1, width, device=device, dtype=dtype))
+        RelativeTables.reset_parameters(self)
+
+    def attention_size(self, size: Sequence[int]) -> tuple[int, int]:
+        """Return the size of the map of queries for an input of ``size`` (H, W)."""
+        return size[0], size[1]
+
+    def reset_parameters(self) -> None:
+        """Draw the tables with deviation d^-1/2 (Bello et al. 2019, Figure 8)."""
+        for table in (self.height_rel, self.width_rel):
+            if table is not None:
+                nn.init.normal_(table, std=table.shape[1] ** -0.5)
+
+    def table_logits(
+        self, query: Tensor, scale: float, keys: Sequence[int], stride: Sequence[int] = (1, 1)
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Compute the scaled products of queries and tables.
+
+        Args:
+            query: (B, 1, H, W, d).
+            scale: Factor of the products.
+            keys: Number of key rows and of key columns.
+            stride: Distance between keys, in rows and columns of queries.
+
+        Returns:
+            (B, 1, H, W, keys[0]) and (B, 1, H, W, keys[1]); None, None without tables.
+        """
+        if self.height_rel is None or self.width_rel is None:
+            return None, None
+        logits = []
+        for n, (axis, table) in enumerate((("row", self.height_rel), ("column", self.width_rel))):
+            size = query.shape[2 + n]
+            # Strided keys may end before the last row of queries; drop the offsets beyond.
+            offsets = resize_table(table, size)[: size + (keys[n] - 1) * stride[n]]
+            encoded = (offsets.t() * scale).unsqueeze(0)  # scale the table, which is smaller than the queries
+            logits.append(relative_logits(query, encoded, keys[n], axis, 1, stride[n]))
+        return logits[0], logits[1]
+
+    def check_size(self, x: Tensor) -> None:
+        """Check that the tables fit the size of ``x``."""
+        if self.input_size is not None and not self.resize_tables:
+            check_table_size(x, self.input_size, (x.shape[2], x.shape[3]), self.input_size)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        load_resized(self, state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+
+def load_resized(module: Any, state_dict: dict[str, Any], prefix: str) -> None:
+    """Resize the tables of a checkpoint from another image size to ``module``'s, with its forward's interpolation."""
+    for name in ("height_rel", "width_rel"):
+        made, loaded = getattr(module, name), state_dict.get(prefix + name)
+        if module.resize_tables and made is not None and loaded is not None and loaded.shape[1:] == made.shape[1:]:
+            state_dict[prefix + name] = resize_table(loaded, (made.shape[0] + 1) // 2)

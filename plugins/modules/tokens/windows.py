@@ -1,0 +1,224 @@
+"""Attention inside the windows of a partitioned map, shifted or not (Liu et al. 2021, section 3.2).
+
+Shapes: B batch, (H, W) the map, C channels, (Wh, Ww) a window, (nH, nW) numbers of windows, N = Wh * Ww tokens of a
+window row by row, n windows of one group in the whole batch, M heads, d width per head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ...ops import sequence_attention
+from ...terms.cosine_scale import cosine_operands
+from ...terms.log_positions import bounded_logits, log_coordinates
+from ...terms.position_table import table_logits
+from ...terms.remembered import remembered
+from ...terms.window import shifted_window_masks, shifted_window_segments
+from ..common.capture import checked_queries
+from .token_moves import inverse, reorder, split_heads
+
+Pair = tuple[int, int]
+Project = Callable[[Tensor], Tensor]  # (n, N, C) -> (n, N, 3 * M * d)
+# From query, key, value (n, M, N, d), the windows' mask (N, N) or None, and their tokens (n, N, C) to (n, M, N, width).
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor], Tensor]
+
+
+def in_windows(x: Tensor, window: Pair, shift: Pair, num_heads: int, project: Project, attend: Attend) -> Tensor:
+    """Attend from every token of a map to the tokens of its window.
+
+    The map is rolled by -shift, then padded at the bottom and the right to whole windows, in timm's order. It is padded
+    with zeros before the projection, so padding tokens are keys too, with the projection's biases. ``attend`` is called
+    once for all windows that share a mask, or, if it is a :class:`TableAttention` without dropout, for all windows.
+
+    Args:
+        x: (B, H, W, C).
+        window: (Wh, Ww).
+        shift: Rows and columns, each less than the window's.
+        num_heads: M.
+        project: Function from tokens to queries, keys and values, in this order.
+        attend: Attention of windows that share a mask.
+
+    Returns:
+        (B, H, W, M * width), with the width of the results of ``attend``.
+    """
+    B, H, W, C = x.shape
+    h, w = window
+    nH, nW = (H + h - 1) // h, (W + w - 1) // w
+    below, right = nH * h - H, nW * w - W
+    if below or right:
+        # Roll before padding, as timm does; without padding, the order of tokens includes the roll.
+        x = x.roll((-shift[0], -shift[1]), (1, 2)) if any(shift) else x
+        x = F.pad(x, (0, 0, 0, right, 0, below))
+    rolled = (0, 0) if below or right else shift
+    at_once = any(shift) and isinstance(attend, TableAttention) and not attend.dropout
+    sizes, order, back = _window_order(B, (nH, nW), window, rolled, (0, 0) if at_once else shift, x.device)
+    tokens = reorder(x.reshape(-1, C), order, back).view(-1, h * w, C)
+    heads = split_heads(project(tokens), sizes, num_heads)  # one product for all groups
+    if at_once:
+        segments = shifted_window_segments((nH, nW), window, shift, x.device)
+        attended = [cast(TableAttention, attend).in_segments(*heads[0], segments)]
+    else:
+        masks = shifted_window_masks((nH, nW), window, shift, x.device, x.dtype)
+        groups = zip(heads, masks, tokens.split(sizes))
+        attended = [attend(q, k, v, mask, part) for (q, k, v), mask, part in groups]
+    attended = [each.transpose(1, 2).flatten(2) for each in attended]
+    width = attended[0].shape[2]
+    joined = reorder(_cat(attended, 0).reshape(-1, width), back, order).view(B, nH * h, nW * w, width)
+    if below or right:
+        joined = joined[:, :H, :W]
+        return joined.roll(shift, (1, 2)) if any(shift) else joined
+    return joined
+
+
+@remembered
+def _window_order(
+    B: int, windows: Pair, window: Pair, rolled: Pair, shift: Pair, device: torch.device
+) -> tuple[tuple[int, ...], Tensor, Tensor]:
+    """Return the number of windows in each group, and the map index of their tokens with its inverse."""
+    (nH, nW), (h, w) = windows, window
+    places = torch.arange(B * nH * h * nW * w, device=device).view(B, nH * h, nW * w)
+    if any(rolled):
+        places = places.roll((-rolled[0], -rolled[1]), (1, 2))
+    rows, columns = ([n - 1, 1] if moved and n > 1 else [n] for n, moved in zip(windows, shift))
+    parts = [
+        part.reshape(-1)
+        for row in places.view(B, nH, h, nW, w).transpose(2, 3).split(rows, 1)
+        for part in row.split(columns, 2)
+    ]
+    order = _cat(parts, 0)
+    return tuple(B * row * column for row in rows for column in columns), order, inverse(order)
+
+
+class TableAttention:
+    """Attention with the same position logits in all windows, apart from the masks of shifted ones.
+
+    It is an argument ``attend`` of :func:`in_windows`.
+
+    Args:
+        logits: (M, N, N), or None.
+        scale: Factor of the content term.
+        dropout: Dropout probability of the attention weights, which are then held in memory.
+        logit_scale: Logarithm of a head's scale, (M, 1, 1), for scaled cosine attention (Liu et al. 2022, Eq. 2).
+    """
+
+    def __init__(
+        self, logits: Tensor | None, scale: float = 1.0, dropout: float = 0.0, logit_scale: Tensor | None = None
+    ) -> None:
+        self.logits = None if logits is None else logits.unsqueeze(0)
+        self.scale, self.dropout, self.logit_scale = scale, dropout, logit_scale
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, tokens: Tensor) -> Tensor:
+        q, k = self._operands(q, k)
+        return attend_pairs(q, k, v, masked(self.logits, mask, q), self.scale, self.dropout)
+
+    def in_segments(self, q: Tensor, k: Tensor, v: Tensor, segment_ids: Tensor) -> Tensor:
+        """Attend in all windows at once, without dropout; ``segment_ids``: those of :func:`shifted_window_segments`."""
+        q, k = self._operands(q, k)
+        return sequence_attention(q, k, v, position_logits=self.logits, scale=self.scale, segment_ids=segment_ids)
+
+    def _operands(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        return (q, k) if self.logit_scale is None else cosine_operands(q, k, self.logit_scale)
+
+
+def masked(logits: Tensor | None, mask: Tensor | None, like: Tensor) -> Tensor | None:
+    """Add a mask (N, N) to position logits (n or 1, M, N, N), or without logits return it in the dtype of ``like``."""
+    if mask is None:
+        return logits
+    return mask.to(like.dtype)[None, None] if logits is None else logits + mask.to(logits.dtype)
+
+
+def attend_pairs(
+    q: Tensor, k: Tensor, v: Tensor, position_logits: Tensor | None, scale: float = 1.0, dropout: float = 0.0
+) -> Tensor:
+    """Apply ``sequence_attention`` with position logits; with dropout, hold the weights in memory."""
+    if not dropout:
+        return sequence_attention(q, k, v, position_logits=position_logits, scale=scale)
+    logits = scale * (q @ k.mT)
+    weights = (logits if position_logits is None else logits + position_logits).softmax(-1)
+    return F.dropout(weights.to(v.dtype), dropout) @ v
+
+
+def project_v2(tokens: Tensor, qkv: nn.Linear, q_bias: Tensor | None, v_bias: Tensor | None) -> Tensor:
+    """Apply Swin V2's projection, whose keys have no bias: (n, N, C) -> (n, N, 3 * M * d)."""
+    if q_bias is None or v_bias is None:
+        return F.linear(tokens, qkv.weight)
+    return F.linear(tokens, qkv.weight, torch.cat((q_bias, torch.zeros_like(q_bias), v_bias)))
+
+
+def predicted_logits(net: nn.Module, window: Pair, pretrained: Pair | None = None) -> Tensor:
+    """Compute Swin V2's position logits, (M, N, N), from its network ``cpb_mlp``.
+
+    Args:
+        net: Network from coordinates (..., 2) to one number per head.
+        window: (Wh, Ww).
+        pretrained: The window that offsets are scaled by; None for ``window``.
+    """
+    return table_logits(predicted_table(net, window, pretrained), window)
+
+
+def predicted_table(net: nn.Module, window: Pair, pretrained: Pair | None = None) -> Tensor:
+    """Compute the table over offsets for :func:`predicted_logits`, ((2 Wh - 1) * (2 Ww - 1), M)."""
+    weight = next(net.parameters())
+    pretrained = window if pretrained is None else pretrained
+    return bounded_logits(net(_coordinates(window, pretrained, weight.device, weight.dtype)))
+
+
+@remembered
+def _coordinates(window: Pair, pretrained: Pair, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Return the coordinates of all offsets, ((2 Wh - 1) * (2 Ww - 1), 2)."""
+    return log_coordinates(window, pretrained, device=device).to(dtype).flatten(0, 1)
+
+
+def pair_weights(q: Tensor, k: Tensor, position_logits: Tensor | None, scale: float = 1.0) -> Tensor:
+    """Compute the attention weights of :func:`attend_pairs` without dropout, (n, M, N, N), float32 at least."""
+    logits = scale * (q @ k.mT)
+    logits = logits if position_logits is None else logits + position_logits
+    return logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
+
+
+def window_maps(
+    x: Tensor, window: Pair, shift: Pair, num_heads: int, project: Project, weigh: Attend, queries: Tensor | None
+) -> Tensor:
+    """Compute the ``attention_maps`` of windows: weights on the whole map, 0 outside the query's window.
+
+    The weights of padding tokens are not part of the map, so a query's weights may sum to less than 1.
+
+    Args:
+        x: See :func:`in_windows`.
+        window: See :func:`in_windows`.
+        shift: See :func:`in_windows`.
+        num_heads: See :func:`in_windows`.
+        project: See :func:`in_windows`.
+        weigh: Replaces ``attend``; returns the weights (n, M, N, N) of queries and keys.
+        queries: (Q, 2), rows and columns; None for all.
+
+    Returns:
+        (B, M, H, W, H, W), or (B, M, Q, H, W) with ``queries``.
+
+    Raises:
+        ValueError: ``queries`` are not positions on the map.
+    """
+    H, W = x.shape[1:3]
+    N = window[0] * window[1]
+    weights = in_windows(x, window, shift, num_heads, project, weigh).unflatten(3, (num_heads, N)).flatten(1, 2)
+    # Find the keys of each query by sending token numbers through the same steps: from 1 on the map, 0 in the padding.
+    numbers = torch.arange(1, H * W + 1, dtype=torch.float64, device=x.device).view(1, H, W, 1)
+    places = in_windows(
+        numbers, window, shift, 1, lambda n: n.repeat(1, 1, 3), lambda q, k, v, *_: v.mT.expand(-1, -1, N, -1)
+    )
+    index = places.long().view(1, H * W, 1, N)
+    if queries is not None:
+        row, column = checked_queries(queries, (H, W), x.device)
+        weights, index = weights[:, row * W + column], index[:, row * W + column]
+    maps = weights.new_zeros((*weights.shape[:3], 1 + H * W)).scatter_add_(3, index.expand_as(weights), weights)
+    maps = maps[..., 1:].unflatten(3, (H, W)).transpose(1, 2)
+    return maps.unflatten(2, (H, W)) if queries is None else maps
+
+
+def _cat(tensors: list[Tensor], dim: int) -> Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim)

@@ -1,0 +1,323 @@
+"""The captioners' decoders: formulas in plain loops, step-by-step decoding, padding and low precision."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from attn_plugins.modules import AttendedLSTM, GatedConvBlock, Modality, ShowAttendTell
+from attn_plugins.modules.captioning.show_attend_tell import doubly_stochastic_penalty
+from attn_plugins.modules.common.sequence_cache import reordered
+
+B, T, S, C, D, N, A = 3, 5, 4, 6, 7, 5, 3
+MASK = torch.tensor([[False] * 4, [False, True, False, True], [False, False, False, True]])
+BOTH = ("visual", "semantic")
+
+
+def randomised(module: nn.Module, dtype=torch.float64) -> nn.Module:
+    torch.manual_seed(0)
+    for parameter in module.parameters():
+        nn.init.normal_(parameter, std=0.4)
+    return module.to(dtype)
+
+
+class Decoder:
+    """A common interface to the three modules: ``run(words, sources, state)``."""
+
+    def __init__(self, name: str, dtype=torch.float64, names=BOTH, **options) -> None:
+        self.name, self.names = name, ("visual",) if name == "show_attend_tell" else names
+        build = {
+            "show_attend_tell": lambda: ShowAttendTell(C, D, N, A, **options),
+            "lstm": lambda: AttendedLSTM(C, names, 2, **options),
+            "conv": lambda: GatedConvBlock(C, 3, names, **options),
+        }[name]
+        self.module = randomised(build(), dtype)
+
+    def inputs(self, dtype=torch.float64):
+        """Return words, a source of 4 positions with some padding, and a source of 3."""
+        torch.manual_seed(1)
+        width = D if self.name == "show_attend_tell" else C
+        visual = Modality(torch.randn(B, S, width, dtype=torch.float64).to(dtype), MASK)
+        semantic = Modality(torch.randn(B, 3, width, dtype=torch.float64).to(dtype))
+        return torch.randn(B, T, C, dtype=torch.float64).to(dtype), {"visual": visual, "semantic": semantic}
+
+    def run(self, words, sources, state=None):
+        if self.name == "show_attend_tell":
+            features, alignment, state = self.module(words, *sources["visual"], state)
+            return features, {"visual": alignment}, state
+        if self.name == "conv":
+            return self.module(words.flip(2), words, sources, state)
+        return self.module(words, sources, state)
+
+
+every_decoder = pytest.mark.parametrize("name", ["show_attend_tell", "lstm", "conv"])
+
+
+# --- formulas, one number at a time -----------------------------------------------------------------------------------
+
+
+def sigmoid(x):
+    return 1 / (1 + np.exp(-x))
+
+
+def linear(layer: nn.Linear, x: np.ndarray) -> np.ndarray:
+    found = np.array([sum(w * v for w, v in zip(row, x)) for row in layer.weight.tolist()])
+    return found if layer.bias is None else found + np.array(layer.bias.tolist())
+
+
+def lstm(cell: nn.LSTMCell, x: np.ndarray, h: np.ndarray, c: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Eq. 1 to 3 of Xu et al.; torch orders the gates as i, f, g, o."""
+    w, u = (np.array(weight.tolist()) for weight in (cell.weight_ih, cell.weight_hh))
+    i, f, g, o = np.split(w @ x + u @ h + np.array((cell.bias_ih + cell.bias_hh).tolist()), 4)
+    c = sigmoid(f) * c + sigmoid(i) * np.tanh(g)
+    return sigmoid(o) * np.tanh(c), c
+
+
+def additive(attention, state: np.ndarray, places: list[np.ndarray]) -> list[float]:
+    score = attention.score
+    both = torch.cat([score.query.weight, score.source.weight], 1).tolist()
+    hidden = [np.tanh(np.array(both) @ [*state, *place] + score.query.bias.tolist()) for place in places]
+    logits = [float(np.dot(score.vector.tolist(), h)) for h in hidden]
+    return softmax(logits)
+
+
+def softmax(logits: list[float]) -> list[float]:
+    exponentials = [math.exp(x) for x in logits]
+    return [x / sum(exponentials) for x in exponentials]
+
+
+def seen(modality: Modality, b: int) -> tuple[list[int], list[np.ndarray]]:
+    features, mask = modality
+    kept = [i for i in range(features.shape[1]) if mask is None or not mask[b, i]]
+    return kept, [np.array(features[b, i].tolist()) for i in kept]
+
+
+def average(weights: list[float], places: list[np.ndarray]) -> np.ndarray:
+    return sum(w * place for w, place in zip(weights, places))
+
+
+def show_attend_tell_by_loops(module, words, sources, b):
+    kept, places = seen(sources["visual"], b)
+    mean = sum(places) / len(places)
+    h, c = np.tanh(linear(module.first_hidden, mean)), np.tanh(linear(module.first_cell, mean))
+    for word in words[b].numpy():
+        weights = additive(module.attention, h, places)
+        z = sigmoid(linear(module.gate, h)) * average(weights, places)
+        h, c = lstm(module.cell, np.concatenate([word, z]), h, c)
+        yield word + linear(module.hidden_output, h) + linear(module.context_output, z), {"visual": (kept, weights)}
+
+
+def lstm_by_loops(module, words, sources, b):
+    states, attended = [(np.zeros(C), np.zeros(C)) for _ in module.cells], np.zeros(C)
+    for word in words[b].numpy():
+        x, found = np.concatenate([word, attended]), {}
+        for i, cell in enumerate(module.cells):
+            states[i] = lstm(cell, x, *states[i])
+            x = states[i][0]
+        parts = [x]
+        for name, attention in module.attentions.items():
+            kept, places = seen(sources[name], b)
+            weights = additive(attention, x, places)
+            found[name] = kept, weights
+            parts.append(average(weights, places))
+        attended = np.tanh(linear(module.output, np.concatenate(parts)))
+        yield attended, found
+
+
+def normalised(layer) -> np.ndarray:
+    v, g = (np.array(x.tolist()) for x in (layer.direction, layer.length))
+    return np.stack([g[o, 0, 0] * v[o] / math.sqrt((v[o] ** 2).sum()) for o in range(len(v))])
+
+
+def conv_by_loops(module, words, sources, b):
+    x, weight, bias = words[b].flip(1).numpy(), normalised(module.conv), np.array(module.conv.bias.tolist())
+    for t, word in enumerate(words[b].numpy()):
+        taps = [x[t - 2 + j] if t - 2 + j >= 0 else np.zeros(C) for j in range(3)]
+        out = sum(weight[:, :, j] @ taps[j] for j in range(3)) + bias
+        h = out[:C] * sigmoid(out[C:])
+        y, found = h, {}
+        for name in module.names:
+            kept, places = seen(sources[name], b)
+            d = (normalised(module.queries[name])[:, :, 0] @ h + module.queries[name].bias.tolist() + word) * 0.5**0.5
+            weights = softmax([float(d @ place) for place in places])
+            found[name] = kept, weights
+            mean = math.sqrt(len(places)) * average(weights, places)
+            y = y + normalised(module.contexts[name])[:, :, 0] @ mean + module.contexts[name].bias.tolist()
+        yield (x[t] + y / math.sqrt(1 + len(module.names))) / math.sqrt(2), found
+
+
+LOOPS = {"show_attend_tell": show_attend_tell_by_loops, "lstm": lstm_by_loops, "conv": conv_by_loops}
+
+
+@torch.no_grad()
+@every_decoder
+@pytest.mark.parametrize("names", [BOTH, ("semantic",)], ids="-".join)
+def test_equals_the_formulas(name, names):
+    decoder = Decoder(name, names=names)
+    words, sources = decoder.inputs()
+    features, weights, _ = decoder.run(words, sources)
+    assert set(weights) == set(decoder.names)
+    for b in range(B):
+        steps = list(LOOPS[name](decoder.module, words, sources, b))
+        torch.testing.assert_close(features[b], torch.tensor(np.array([f for f, _ in steps])))
+        for t, (_, found) in enumerate(steps):
+            for source, (kept, expected) in found.items():
+                torch.testing.assert_close(weights[source][b, t, kept], torch.tensor(expected, dtype=torch.float64))
+                assert weights[source][b, t].sum() == pytest.approx(1)
+
+
+def test_the_penalty_of_places_that_are_overlooked():
+    """Eq. 14 over the words and positions that are not padding."""
+    alignment = torch.rand(B, T, S, dtype=torch.float64).masked_fill(MASK.unsqueeze(1), 0)
+    alignment /= alignment.sum(2, keepdim=True)
+    ends = [5, 2, 3]
+    words = torch.arange(T) >= torch.tensor(ends).unsqueeze(1)
+    expected = [
+        sum((1 - sum(float(alignment[b, t, i]) for t in range(ends[b]))) ** 2 for i in range(S) if not MASK[b, i])
+        for b in range(B)
+    ]
+    found = doubly_stochastic_penalty(alignment, words, MASK)
+    torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64))
+    even = torch.full((1, S, S), 1 / S)
+    assert not doubly_stochastic_penalty(even).any()
+    assert doubly_stochastic_penalty(even.half()).dtype == torch.float32
+
+
+# --- decoding, padding, gradients -------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+@every_decoder
+def test_steps_are_those_of_the_whole(name):
+    """Start with two words, then decode one by one, with rows that a beam search has reordered."""
+    decoder = Decoder(name)
+    words, sources = decoder.inputs()
+    whole, weights, _ = decoder.run(words, sources)
+    first, _, state = decoder.run(words[:, :2], sources)
+    torch.testing.assert_close(first, whole[:, :2])
+    order = torch.tensor([2, 0, 0, 1])
+    state = reordered(state, order)
+    words, whole = words[order], whole[order]
+    sources = {key: Modality(f[order], None if m is None else m[order]) for key, (f, m) in sources.items()}
+    for t in range(2, T):
+        features, found, state = decoder.run(words[:, t : t + 1], sources, state)
+        torch.testing.assert_close(features, whole[:, t : t + 1], rtol=1e-12, atol=1e-12)
+        for key in decoder.names:
+            torch.testing.assert_close(found[key], weights[key][order, t : t + 1], rtol=1e-12, atol=1e-12)
+
+
+@torch.no_grad()
+@every_decoder
+def test_neither_the_future_nor_padding_is_seen(name):
+    decoder = Decoder(name)
+    words, sources = decoder.inputs()
+    before = decoder.run(words, sources)[0]
+    changed = words.clone()
+    changed[:, 3:] += 1
+    torch.testing.assert_close(decoder.run(changed, sources)[0][:, :3], before[:, :3])
+    visual, mask = sources["visual"]
+    sources["visual"] = Modality(visual.masked_fill(mask.unsqueeze(2), 1e6), mask)
+    torch.testing.assert_close(decoder.run(words, sources)[0], before)
+    sources["visual"] = Modality(torch.cat((visual, visual), 1), torch.cat((mask, torch.ones_like(mask)), 1))
+    torch.testing.assert_close(decoder.run(words, sources)[0], before)
+
+
+@every_decoder
+def test_dropout_is_of_training_alone(name):
+    decoder = Decoder(name, dropout=0.5)
+    words, sources = decoder.inputs()
+    found = [decoder.run(words, sources)[0] for _ in range(2)]
+    assert not torch.equal(*found)
+    decoder.module.eval()
+    found = [decoder.run(words, sources)[0] for _ in range(2)]
+    assert torch.equal(*found)
+
+
+@torch.no_grad()
+def test_weight_normalisation():
+    """At first the weights are v, and the output has the requested variance. Later, |w| is g."""
+    torch.manual_seed(0)
+    layer = GatedConvBlock(64, 3, dropout=0.5).conv
+    torch.testing.assert_close(torch.from_numpy(normalised(layer)).float(), layer.direction)
+    assert layer(torch.randn(50, 40, 64)).var().item() == pytest.approx(4 * 0.5, rel=0.1)
+    layer.direction *= 7
+    torch.testing.assert_close(
+        torch.tensor(np.linalg.norm(normalised(layer), axis=(1, 2))).float(), layer.length.flatten()
+    )
+
+
+# --- bad input --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: ShowAttendTell(0), "word_dim must be a positive int, got 0"),
+        (lambda: ShowAttendTell(attention_dim=0), "attention_dim must be a positive int, got 0"),
+        (lambda: AttendedLSTM(8, num_layers=0), "num_layers must be a positive int, got 0"),
+        (lambda: AttendedLSTM(8, ()), r"sources must be one name or more, each once.*, got \(\)"),
+        (lambda: AttendedLSTM(8, "visual"), "sources must be one name or more, each once.*, got 'visual'"),
+        (lambda: AttendedLSTM(8, score="sum"), "score must be one of cosine, additive"),
+        (lambda: GatedConvBlock(8, 0), "kernel_size must be a positive int, got 0"),
+        (lambda: GatedConvBlock(8, 3, ("a", "a")), "sources must be one name or more, each once"),
+    ],
+)
+def test_arguments_that_cannot_be(build, message):
+    with pytest.raises(ValueError, match=message):
+        build()
+
+
+@every_decoder
+def test_inputs_that_cannot_be(name):
+    decoder = Decoder(name)
+    words, sources = decoder.inputs()
+    place = "source" if name == "show_attend_tell" else r"sources\['visual'\]"
+    width = D if name == "show_attend_tell" else C
+    visual, mask = sources["visual"]
+    for features, message in (
+        (visual[:2], rf"{place} must have shape \(3, S, {width}\) with S > 0, got \(2, 4, {width}\)"),
+        (visual[:, :0], rf"{place} must have shape \(3, S, {width}\) with S > 0, got \(3, 0, {width}\)"),
+        (visual[:, :, :2], rf"{place} must have shape .* got \(3, 4, 2\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            decoder.run(words, {**sources, "visual": Modality(features, mask)})
+    with pytest.raises(TypeError, match=rf"{place} must be a Tensor, got NoneType"):
+        decoder.run(words, {**sources, "visual": Modality(None, mask)})
+    with pytest.raises(TypeError, match=rf"{place} must have the module's dtype torch.float64, got torch.float32"):
+        decoder.run(words, {**sources, "visual": Modality(visual.float(), mask)})
+    with pytest.raises(ValueError, match=r"key_padding_mask must have shape \(3, 4\)"):
+        decoder.run(words, {**sources, "visual": Modality(visual, mask[:, :2])})
+    with pytest.raises(
+        ValueError, match=r"(words|x) must have shape \(B, T, 6\) with at least one token, got \(3, 5, 2\)"
+    ):
+        decoder.run(words[:, :, :2], sources)
+    if name != "show_attend_tell":
+        with pytest.raises(ValueError, match="sources must have visual, semantic, got visual"):
+            decoder.run(words, {"visual": sources["visual"]})
+
+
+def test_words_of_another_shape():
+    decoder = Decoder("conv")
+    words, sources = decoder.inputs()
+    with pytest.raises(ValueError, match=r"words must have x's shape \(3, 5, 6\), got \(3, 4, 6\)"):
+        decoder.module(words, words[:, :4], sources)
+    with pytest.raises(ValueError, match=r"alignment must have shape \(B, T, S\), got \(3, 4\)"):
+        doubly_stochastic_penalty(torch.rand(3, 4))
+
+
+@torch.no_grad()
+@every_decoder
+def test_any_size(name):
+    """One word, one position, one picture."""
+    decoder = Decoder(name)
+    for b, t, s in itertools.product((1, 2), (1, 3), (1, 5)):
+        width = D if name == "show_attend_tell" else C
+        sources = {key: Modality(torch.randn(b, s, width).double()) for key in BOTH}
+        features, weights, _ = decoder.run(torch.randn(b, t, C).double(), sources)
+        assert features.shape == (b, t, C)
+        assert weights["visual"].shape == (b, t, s)

@@ -1,0 +1,231 @@
+"""The blocks of the ETA-Transformer: the thesis' Eq. 2.4 to 2.12 in plain loops, and parameter counts."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from attn_plugins.modules import (
+    DualWayEncoder,
+    EntangledAttention,
+    GatedBilateralController,
+    Modality,
+    MultiheadAttention,
+    MultimodalDecoderBlock,
+)
+from attn_plugins.modules.captioning.entangled_attention import ACTIVATIONS, Entangled
+from attn_plugins.modules.captioning.eta_transformer import FUSIONS, reorder_caches
+
+C, HEADS, WIDTH = 6, 3, 8
+F = {"identity": lambda x: x, "relu": lambda x: max(x, 0.0), "tanh": math.tanh,
+     "sigmoid": lambda x: 1 / (1 + math.exp(-x))}  # fmt: skip
+
+
+def randomised(module: nn.Module, dtype=torch.float64) -> nn.Module:
+    torch.manual_seed(0)
+    for parameter in module.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    return module.to(dtype)
+
+
+def block(fusion="entangled", dtype=torch.float64, **options) -> MultimodalDecoderBlock:
+    return randomised(MultimodalDecoderBlock(C, HEADS, WIDTH, fusion=fusion, **options), dtype)
+
+
+def modalities(B=2, dtype=torch.float64) -> tuple[Modality, Modality]:
+    """Return regions, of which the last two of the second picture are padding, and attributes."""
+    torch.manual_seed(1)
+    mask = torch.zeros(B, 4, dtype=torch.bool)
+    mask[1:, 2:] = True
+    return Modality(torch.randn(B, 4, C, dtype=dtype), mask), Modality(torch.randn(B, 3, C, dtype=dtype))
+
+
+def words(T=5, B=2, dtype=torch.float64) -> torch.Tensor:
+    torch.manual_seed(2)
+    return torch.randn(B, T, C, dtype=dtype)
+
+
+# --- the thesis' equations, one vector at a time ---------------------------------------------------------------------
+
+
+def linear(layer: nn.Linear, x: np.ndarray) -> np.ndarray:
+    return np.array([sum(w * v for w, v in zip(row, x)) for row in layer.weight.tolist()]) + layer.bias.detach().numpy()
+
+
+def norm(layer: nn.LayerNorm, x: np.ndarray) -> np.ndarray:
+    normalised = (x - x.mean()) / math.sqrt(x.var() + layer.eps)
+    return normalised * layer.weight.detach().numpy() + layer.bias.detach().numpy()
+
+
+def multihead(module: MultiheadAttention, query: np.ndarray, keys: list[np.ndarray]) -> np.ndarray:
+    """Compute MultiHead(query, keys, keys) for one query."""
+    d = C // HEADS
+    q = linear(module.q_proj, query)
+    pairs = [(linear(module.k_proj, k), linear(module.v_proj, k)) for k in keys]
+    heads = []
+    for m in range(HEADS):
+        part = slice(m * d, (m + 1) * d)
+        weights = [math.exp(q[part] @ k[part] / math.sqrt(d)) for k, _ in pairs]
+        heads.append(sum(w / sum(weights) * v[part] for w, (_, v) in zip(weights, pairs)))
+    return linear(module.out_proj, np.concatenate(heads))
+
+
+def guided(layer, query: np.ndarray, keys: list[np.ndarray]) -> np.ndarray:
+    return norm(layer.norm, query + multihead(layer.attention, query, keys))
+
+
+def feed_forward(layer, x: np.ndarray) -> np.ndarray:
+    return norm(layer.norm, x + linear(layer.output, np.maximum(linear(layer.input, x), 0)))
+
+
+def seen(modality: Modality, b: int) -> list[np.ndarray]:
+    hidden = modality.padding_mask
+    return [row for i, row in enumerate(modality.features[b].numpy()) if hidden is None or not hidden[b, i]]
+
+
+def gated(controller: GatedBilateralController, v, s, guide_s, guide_v, a) -> np.ndarray:
+    c = [F["sigmoid"](x) for x in linear(controller.gate, np.concatenate([guide_s, guide_v, a]))]
+    f = F[controller.activation]
+    return np.array([f(v[i]) * c[i] + f(s[i]) * (1 - c[i]) for i in range(C)])
+
+
+def by_loops(module: MultimodalDecoderBlock, x: torch.Tensor, visual: Modality, semantic: Modality) -> torch.Tensor:
+    output = torch.zeros_like(x)
+    for b, t in itertools.product(range(x.shape[0]), range(x.shape[1])):
+        V, S = seen(visual, b), seen(semantic, b)
+        past = list(x[b, : t + 1].numpy())
+        a = guided(module.self_attention, past[-1], past)
+        if module.fusion == "entangled":
+            eta = module.entangled
+            guide_s, guide_v = guided(eta.semantic_injection, a, S), guided(eta.visual_injection, a, V)
+            v, s = guided(eta.visual_attention, guide_s, V), guided(eta.semantic_attention, guide_v, S)
+            e = gated(module.controller, v, s, guide_s, guide_v, a)
+        elif module.fusion == "parallel":
+            v, s = guided(module.attentions["visual"], a, V), guided(module.attentions["semantic"], a, S)
+            e = gated(module.controller, v, s, s, v, a)
+        else:
+            e = a
+            order = {"stacked-visual": "sv", "stacked-semantic": "vs", "visual": "v", "semantic": "s"}[module.fusion]
+            for letter in order:
+                name, keys = ("visual", V) if letter == "v" else ("semantic", S)
+                e = guided(module.attentions[name], e, keys)
+        output[b, t] = torch.from_numpy(feed_forward(module.feed_forward, e))
+    return output
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("fusion", FUSIONS)
+def test_decoder_equals_the_formulas(fusion):
+    module, x = block(fusion), words()
+    torch.testing.assert_close(module(x, *modalities()), by_loops(module, x, *modalities()))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_activations_of_the_gate(activation):
+    module, x = block(activation=activation), words(T=2)
+    torch.testing.assert_close(module(x, *modalities()), by_loops(module, x, *modalities()))
+
+
+@torch.no_grad()
+def test_encoder_equals_the_formulas():
+    module = randomised(DualWayEncoder(5, C, 2, HEADS, WIDTH))
+    regions, attributes = torch.randn(2, 4, 5, dtype=torch.float64), modalities()[1].features
+    mask = modalities()[0].padding_mask
+    found = module(regions, attributes, mask)
+    inputs = [np.array([linear(module.projection, r) for r in picture.numpy()]) for picture in regions]
+    for modality, stack, start in zip(found, (module.visual, module.semantic), (inputs, list(attributes.numpy()))):
+        for b in range(2):
+            kept = [i for i in range(len(start[b])) if modality.padding_mask is None or not modality.padding_mask[b, i]]
+            tokens = [start[b][i] for i in kept]
+            for attention, ffn in stack.layers:
+                tokens = [feed_forward(ffn, guided(attention, x, tokens)) for x in tokens]
+            torch.testing.assert_close(modality.features[b, kept], torch.from_numpy(np.array(tokens)))
+    without = randomised(DualWayEncoder(5, C, 0, HEADS, WIDTH))
+    projected, same = without(regions, attributes)
+    torch.testing.assert_close(projected.features[1, 2], torch.from_numpy(linear(without.projection, regions[1, 2])))
+    assert same.features is attributes
+
+
+def test_parameters_are_the_thesis():
+    """Compare with counts derived from the thesis: d 512, d_ff 2048, visual features of 2048 channels, biases."""
+    both_ways = 2 * 3_152_384
+    counts = {
+        "encoder layer": (both_ways, DualWayEncoder(num_layers=1), DualWayEncoder(num_layers=0)),
+        "decoder layer": (8_145_920, MultimodalDecoderBlock()),
+        "entangled attention": (4_206_592, EntangledAttention(512)),  # 4 attention layers with a norm each
+        "gated bilateral controller": (786_944, GatedBilateralController(512)),
+        "visual projection": (1_049_088, DualWayEncoder(num_layers=0)),
+        "multi-head attention": (1_050_624, MultiheadAttention(512)),
+    }
+    for name, (expected, module, *without) in counts.items():
+        number = sum(p.numel() for p in module.parameters())
+        number -= sum(p.numel() for other in without for p in other.parameters())
+        assert number == expected, name
+
+
+# --- decoding, padding, gradients ------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("fusion", FUSIONS)
+def test_step_by_step_equals_the_full_pass_after_a_reorder(fusion):
+    module, x, (visual, semantic) = block(fusion), words(), modalities()
+    caches: dict = {}
+    first = torch.cat([module(x[:, t : t + 1], visual, semantic, caches=caches) for t in range(3)], 1)
+    torch.testing.assert_close(first, module(x, visual, semantic)[:, :3])
+    order, rest = torch.tensor([1, 0, 1]), torch.randn(3, 2, C, dtype=torch.float64)
+    reorder_caches(caches, order)
+    visual, semantic = (Modality(f[order], None if m is None else m[order]) for f, m in (visual, semantic))
+    expected = module(torch.cat((x[order, :3], rest), 1), visual, semantic)[:, 3:]
+    torch.testing.assert_close(module(rest, visual, semantic, caches=caches), expected)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("fusion", FUSIONS)
+def test_neither_the_future_nor_padding_is_seen(fusion):
+    module, x, (visual, semantic) = block(fusion), words(), modalities()
+    before = module(x, visual, semantic)
+    changed = x.clone()
+    changed[:, 3:] += 1
+    torch.testing.assert_close(module(changed, visual, semantic)[:, :3], before[:, :3])
+    features = visual.features.clone()
+    features[1, 2:] = 100.0
+    torch.testing.assert_close(module(x, Modality(features, visual.padding_mask), semantic), before)
+    ahead = torch.cat((torch.randn(2, 2, C, dtype=torch.float64), x), 1)
+    mask = torch.tensor([[True] * 2 + [False] * 5] * 2)
+    torch.testing.assert_close(module(ahead, visual, semantic, mask)[:, 2:], before)
+
+
+def test_dropout_is_of_training_alone():
+    module = block(dropout=0.4)
+    x, (visual, semantic) = words(), modalities()
+    torch.testing.assert_close(module.eval()(x, visual, semantic), block()(x, visual, semantic))
+    assert not torch.allclose(module.train()(x, visual, semantic), module(x, visual, semantic))
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda: MultimodalDecoderBlock(C, HEADS, WIDTH, fusion="late"), "fusion must be one of entangled, .* 'late'"),
+        (lambda: GatedBilateralController(C, "gelu"), "activation must be one of identity, .* 'gelu'"),
+        (lambda: EntangledAttention(7, 2), "num_heads must divide embed_dim = 7, got 2"),
+        (lambda: DualWayEncoder(5, C, -1), "num_layers must be an int, at least 0, got -1"),
+        (lambda: DualWayEncoder(5, C, 1, HEADS)(torch.zeros(2, 3, 4), torch.zeros(2, 3, C)), "regions must have shape"),
+        (lambda: DualWayEncoder(5, C, 1, HEADS)(torch.zeros(2, 0, 5), torch.zeros(2, 3, C)), "with S > 0, got"),
+        (lambda: DualWayEncoder(5, C, 1, HEADS)(torch.zeros(2, 3, 5), torch.zeros(1, 3, C)), "attributes must have"),
+        (
+            lambda: GatedBilateralController(C)(Entangled(*[torch.zeros(1, 2, C)] * 3, torch.zeros(1, 1, C)),
+                                                torch.zeros(1, 2, C)),
+            "visual_guidance must have shape",
+        ),
+    ],
+)  # fmt: skip
+def test_bad_input(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()

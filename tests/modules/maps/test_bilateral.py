@@ -1,0 +1,181 @@
+"""Bilateral non-local and criss-cross attention: the thesis' Eq. 3.9 to 3.12 in plain loops."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from attn_plugins.modules import BilateralCrissCross2d, BilateralNonLocal2d
+from attn_plugins.modules.maps import bilateral as bilateral_module
+from attn_plugins.terms.nonlocal_position import axis_index, realign, standardised, with_outside
+
+MODULES = [BilateralNonLocal2d, BilateralCrissCross2d]
+CHOICES = [
+    (outside, smoothing)
+    for outside, smoothing in itertools.product(("learned", "zero", "min", "mean", "-inf"), ("zscore", "sqrt_d"))
+    if (outside, smoothing) != ("-inf", "zscore")
+]
+
+
+def build(kind, *, dtype=torch.float64, **options) -> nn.Module:
+    torch.manual_seed(0)
+    module = kind(**{"in_channels": 6, "reduction": 2, "kernel_size": 3, **options}).to(dtype)
+    for parameter in module.parameters():
+        nn.init.normal_(parameter, std=0.7)
+    return module
+
+
+@torch.no_grad()
+def by_loops(module: nn.Module, image: torch.Tensor) -> torch.Tensor:
+    """Compute the definition for every query and key separately."""
+    _, C, H, W = image.shape
+    cross = isinstance(module, BilateralCrissCross2d)
+    (ky, kx), d = module.kernel_size, module.width
+    layers = (module.query_conv, module.key_conv, module.value_conv) if cross else (module.theta, module.phi, module.g)
+    q, k, v, f = (layer(image)[0].numpy() for layer in (*layers, module.position))
+    output = np.zeros((v.shape[0], H, W))
+    for y, x in itertools.product(range(H), range(W)):
+        predicted = f[:, y, x]
+        window = predicted[:-1] if module.outside == "learned" else predicted
+        beyond = {
+            "learned": predicted[-1], "zero": 0.0, "min": window.min(), "mean": window.mean(), "-inf": -math.inf
+        }[module.outside]  # fmt: skip
+        keys = [(r, c) for r, c in itertools.product(range(H), range(W)) if not cross or r == y or c == x]
+        position = []
+        for r, c in keys:
+            i, j = r - y + ky // 2, c - x + kx // 2
+            if not cross:
+                inside = 0 <= i < ky and 0 <= j < kx
+                position.append(window[i * kx + j] if inside else beyond)
+            elif c == x:  # the query's column, including the query
+                position.append(window[i] if 0 <= i < ky else beyond)
+            else:  # the query's row, whose centre is not predicted a second time
+                position.append(window[ky + j - (j > kx // 2)] if 0 <= j < kx else beyond)
+        position = np.array(position)
+        if module.smoothing == "sqrt_d":
+            position = position / math.sqrt(d)
+        else:
+            position = (position - position.mean()) / math.sqrt(position.var() + 1e-6)
+        scale = module.scale if cross else 1 / math.sqrt(d)
+        logits = np.array([scale * (q[:, y, x] @ k[:, r, c]) for r, c in keys]) + position
+        weights = np.exp(logits - logits.max())
+        weights /= weights.sum()
+        output[:, y, x] = sum(w * v[:, r, c] for w, (r, c) in zip(weights, keys))
+    attended = torch.from_numpy(output)[None]
+    return image + (module.gamma.scale * attended if cross else module.conv_out(attended))
+
+
+@pytest.mark.parametrize("outside, smoothing", CHOICES)
+@pytest.mark.parametrize("kind", MODULES)
+@pytest.mark.parametrize("kernel_size", [3, (5, 1), 15])
+def test_equals_the_formula(kind, outside, smoothing, kernel_size):
+    module = build(kind, outside=outside, smoothing=smoothing, kernel_size=kernel_size)
+    image = torch.randn(1, 6, 4, 5, dtype=torch.float64)
+    torch.testing.assert_close(module(image), by_loops(module, image))
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_chunks_change_nothing(rows, monkeypatch):
+    module, x = build(BilateralNonLocal2d), torch.randn(2, 6, 7, 4, dtype=torch.float64, requires_grad=True)
+    results = []
+    for chunk in (1 << 26, 2 * 4 * 28 * rows):
+        monkeypatch.setattr(bilateral_module, "CHUNK", chunk)
+        output = module(x)
+        results.append([output, *torch.autograd.grad(output.square().sum(), [x, *module.parameters()])])
+    for whole, parts in zip(*results):
+        torch.testing.assert_close(parts, whole)
+
+
+@pytest.mark.parametrize("kind", MODULES)
+@pytest.mark.parametrize("size", [(1, 1), (1, 6), (6, 1), (3, 8)])
+def test_any_size_and_an_empty_batch(kind, size):
+    module = build(kind, dtype=torch.float32, kernel_size=5)
+    assert module(torch.randn(2, 6, *size)).isfinite().all()
+    assert module(torch.randn(0, 6, *size)).shape == (0, 6, *size)
+
+
+@pytest.mark.parametrize("kind", MODULES)
+def test_attention_maps(kind):
+    module, x = build(kind), torch.randn(2, 6, 4, 5, dtype=torch.float64)
+    maps = module.attention_maps(x)
+    assert maps.shape == (2, 1, 4, 5, 4, 5)
+    torch.testing.assert_close(maps.sum((-2, -1)), torch.ones(2, 1, 4, 5, dtype=torch.float64))
+    if kind is BilateralCrissCross2d:
+        off = torch.ones(4, 5, 4, 5, dtype=torch.bool)
+        for y, z in itertools.product(range(4), range(5)):
+            off[y, z, y, :] = off[y, z, :, z] = False
+        assert not maps[:, :, off].any()
+    queries = torch.tensor([[1, 4], [3, 0]])
+    torch.testing.assert_close(module.attention_maps(x, queries), torch.stack([maps[:, :, 1, 4], maps[:, :, 3, 0]], 2))
+    with pytest.raises(ValueError, match="queries must lie on the map of 4 rows and 5 columns"):
+        module.attention_maps(x, torch.tensor([[4, 0]]))
+
+
+def test_a_criss_cross_checkpoint_of_mmcv_loads():
+    ops = pytest.importorskip("mmcv.ops", reason="mmcv is not installed")
+    theirs = ops.CrissCrossAttention(16)
+    ours = BilateralCrissCross2d(16, content_scale=1.0, outside="zero", smoothing="sqrt_d")
+    for parameter in theirs.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    missing, unexpected = ours.load_state_dict(theirs.state_dict(), strict=False)
+    assert not unexpected
+    assert all(key.startswith("position.") for key in missing)
+    for parameter in ours.position.parameters():
+        nn.init.zeros_(parameter)  # without position logits, this is criss-cross attention
+    x = torch.randn(2, 16, 6, 9)
+    torch.testing.assert_close(ours(x), theirs(x), rtol=1e-4, atol=1e-5)
+
+
+def test_a_non_local_checkpoint_of_mmcv_gives_its_results():
+    bricks = pytest.importorskip("mmcv.cnn", reason="mmcv is not installed")
+    theirs = bricks.NonLocal2d(16)
+    for parameter in theirs.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    ours = BilateralNonLocal2d(16, outside="zero", smoothing="sqrt_d")
+    ours.load_state_dict({k.replace(".conv.", "."): v for k, v in theirs.state_dict().items()}, strict=False)
+    for parameter in ours.position.parameters():
+        nn.init.zeros_(parameter)
+    x = torch.randn(2, 16, 6, 9)
+    torch.testing.assert_close(ours(x), theirs(x), rtol=1e-4, atol=1e-5)
+
+
+def test_the_terms():
+    values = torch.tensor([[1.0, 2.0, 4.0]])
+    for outside, value in (("zero", 0.0), ("min", 1.0), ("mean", 7 / 3), ("-inf", -math.inf)):
+        torch.testing.assert_close(with_outside(values, outside), torch.tensor([[1.0, 2.0, 4.0, value]]))
+    index = axis_index(torch.tensor([0]), 5, 3)
+    assert index.tolist() == [[1, 2, -1, -1, -1]]
+    assert realign(with_outside(values, "mean"), index)[0].tolist() == pytest.approx([2, 4, 7 / 3, 7 / 3, 7 / 3])
+    logits = torch.randn(4, 9)
+    torch.testing.assert_close(standardised(logits).mean(-1), torch.zeros(4))
+    torch.testing.assert_close(standardised(logits).std(-1, correction=0), torch.ones(4), rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("kind", MODULES)
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        (dict(kernel_size=4), "kernel_size must be odd, got 4"),
+        (dict(kernel_size=0), "kernel_size must be an int or two ints"),
+        (dict(outside="reflect"), "outside must be one of -inf, zero, learned, min, mean, got 'reflect'"),
+        (dict(smoothing="none"), "smoothing must be one of sqrt_d, zscore, got 'none'"),
+        (dict(outside="-inf"), "smoothing 'zscore' needs another outside than '-inf'"),
+        (dict(reduction=0), "reduction must be a positive int, got 0"),
+    ],
+)
+def test_bad_arguments(kind, options, words):
+    with pytest.raises(ValueError, match=words):
+        build(kind, **options)
+
+
+@pytest.mark.parametrize("kind", MODULES)
+def test_bad_input(kind):
+    with pytest.raises(ValueError, match=r"x must have shape \(B, 6, H, W\)"):
+        build(kind)(torch.randn(1, 5, 4, 4))
+    with pytest.raises(TypeError, match=r"x must have the module's dtype torch.float64, got torch.float32"):
+        build(kind)(torch.randn(1, 6, 4, 4))

@@ -1,0 +1,268 @@
+"""GeneralizedAttention2d: Equations 1, 2 and 8 of Zhu et al. (2019) in plain loops, for all 16 settings."""
+
+import itertools
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from attn_plugins.modules.maps.generalized_attention import GeneralizedAttention2d, parse_attention_type
+
+SETTINGS = ["".join(bits) for bits in itertools.product("01", repeat=4)]
+VARIANTS = {
+    "plain": dict(),
+    "range": dict(spatial_range=3),
+    "key stride": dict(kv_stride=2),
+    "both strides": dict(kv_stride=3, q_stride=2),
+    "range and stride": dict(spatial_range=5, kv_stride=2),
+    "options": dict(position_embedding_dim=6, position_magnitude=2, scale=0.5),
+}
+
+
+def randomise(module, seed=0):
+    """Give every parameter a random value, including those that start at zero."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.4)
+    return module
+
+
+def build(attention_type="1111", in_channels=8, num_heads=2, dtype=torch.float64, **options):
+    return randomise(GeneralizedAttention2d(in_channels, num_heads, attention_type, **options)).to(dtype)
+
+
+def maps(*shapes, dtype=torch.float64, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
+
+
+def encode(offset, width, wavelength=10000):
+    """Compute R of one axis, one number at a time."""
+    angles = [offset / wavelength ** (2 * i / width) for i in range(width // 2)]
+    return torch.tensor([math.sin(a) for a in angles] + [math.cos(a) for a in angles], dtype=torch.float64)
+
+
+def attention_in_loops(module, x, context=None):
+    """Return f(x) before the output projection, (B, C, Hq, Wq), and the weights (B, M, Hq, Wq, Hk, Wk)."""
+    context = x if context is None else context
+    e1, e2, e3, e4 = (bit == "1" for bit in module.attention_type)
+    M, qs, ks = module.num_heads, module.q_stride, module.kv_stride
+    z, k = x[:, :, ::qs, ::qs], context[:, :, ::ks, ::ks]
+    d = module.in_channels // M
+
+    def heads(conv, tensor):
+        weight = conv.weight[:, :, 0, 0]
+        return torch.einsum("oc,bchw->bohw", weight, tensor).view(tensor.shape[0], M, d, *tensor.shape[2:])
+
+    q = heads(module.query_conv, z) if e1 or e2 else None
+    key = heads(module.key_conv, k) if e1 or e3 else None
+    value = heads(module.value_conv, k)
+    B, (Hq, Wq), (Hk, Wk) = x.shape[0], z.shape[2:], k.shape[2:]
+    logits = torch.zeros(B, M, Hq, Wq, Hk, Wk, dtype=torch.float64)
+    width, magnitude = module.position_embedding_dim, module.position_magnitude
+    for hq, wq, hk, wk in itertools.product(range(Hq), range(Wq), range(Hk), range(Wk)):
+        dy, dx = hk * ks - hq * qs, wk * ks - wq * qs
+        if module.spatial_range > 0 and max(abs(dy), abs(dx)) > (module.spatial_range - 1) / 2:
+            logits[:, :, hq, wq, hk, wk] = -math.inf
+            continue
+        if e2 or e4:
+            R = module.appr_geom_fc_y.weight @ encode(dy * magnitude, width)
+            R = (R + module.appr_geom_fc_x.weight @ encode(dx * magnitude, width)).view(M, d)
+        logit = torch.zeros(B, M, dtype=torch.float64)
+        if e1:
+            logit = logit + (q[..., hq, wq] * key[..., hk, wk]).sum(-1)
+        if e2:
+            logit = logit + (q[..., hq, wq] * R).sum(-1)
+        if e3:
+            logit = logit + (module.appr_bias.view(M, d) * key[..., hk, wk]).sum(-1)
+        if e4:
+            logit = logit + (module.geom_bias.view(M, d) * R).sum(-1)
+        logits[:, :, hq, wq, hk, wk] = logit * module.scale
+    weights = logits.flatten(4).softmax(-1).nan_to_num(0).view_as(logits)
+    mixed = torch.zeros(B, M, d, Hq, Wq, dtype=torch.float64)
+    for hk, wk in itertools.product(range(Hk), range(Wk)):
+        mixed += weights[..., hk, wk].unsqueeze(2) * value[..., hk, wk][..., None, None]
+    return mixed.flatten(1, 2), weights
+
+
+@torch.no_grad()
+def loops(module, x, context=None):
+    mixed, weights = attention_in_loops(module, x, context)
+    output = F.conv2d(mixed, module.proj_conv.weight, module.proj_conv.bias)
+    if module.q_stride > 1:
+        output = interpolate(output, module.q_stride, x.shape[2:])
+    return x + module.gamma * output, weights
+
+
+def interpolate(output, stride, size):
+    """Interpolate bilinearly, with sample i at pixel i * stride. The last sample extends to the border."""
+    result = output.new_zeros(*output.shape[:2], *size)
+    for y, x in itertools.product(range(size[0]), range(size[1])):
+        total = 0
+        for i, j in itertools.product(range(output.shape[2]), range(output.shape[3])):
+            py = min(y, (output.shape[2] - 1) * stride)
+            px = min(x, (output.shape[3] - 1) * stride)
+            weight = max(0, 1 - abs(py / stride - i)) * max(0, 1 - abs(px / stride - j))
+            total = total + weight * output[:, :, i, j]
+        result[:, :, y, x] = total
+    return result
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("attention_type", SETTINGS)
+def test_equals_the_equations(attention_type, variant):
+    module = build(attention_type, **VARIANTS[variant])
+    (x,) = maps((2, 8, 4, 6))
+    expected, weights = loops(module, x)
+    torch.testing.assert_close(module(x), expected, rtol=1e-10, atol=1e-10)
+    output, attention = module(x), module.attention_maps(x)
+    torch.testing.assert_close(output, expected, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(attention, weights, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("attention_type", ["1111", "1000", "0110", "0010", "0001", "0000"])
+def test_cross_attention(attention_type):
+    module = build(attention_type, kv_stride=2)
+    x, context = maps((2, 8, 3, 5), (2, 8, 7, 4))
+    torch.testing.assert_close(module(x, context), loops(module, x, context)[0], rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("attention_type", SETTINGS)
+def test_every_parameter_gets_the_gradient_of_the_equations(attention_type):
+    module = build(attention_type, spatial_range=5)
+    (x,) = maps((1, 8, 3, 4))
+    mixed, _ = attention_in_loops(module, x)
+    expected = F.conv2d(mixed, module.proj_conv.weight, module.proj_conv.bias)
+    (x + module.gamma * expected).square().sum().backward()
+    wanted = {name: p.grad.clone() for name, p in module.named_parameters()}
+    module.zero_grad()
+    module(x).square().sum().backward()
+    for name, parameter in module.named_parameters():
+        torch.testing.assert_close(
+            parameter.grad, wanted[name], rtol=1e-8, atol=1e-8, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+@pytest.mark.parametrize("attention_type", ["1111", "0110", "0010"])
+def test_starts_as_the_identity(attention_type):
+    for options in (dict(), dict(spatial_range=1, kv_stride=2), dict(q_stride=2)):
+        (x,) = maps((2, 8, 5, 7), dtype=torch.float32)
+        assert torch.equal(GeneralizedAttention2d(8, 2, attention_type, **options)(x), x)
+        compatible = dict(options, spatial_range=2) if "spatial_range" in options else options
+        assert torch.equal(GeneralizedAttention2d.mmcv_compatible(8, num_heads=2, **compatible)(x), x)
+
+
+def test_state_dict():
+    names = {
+        "query_conv": "11..", "key_conv": "1.1.", "value_conv": "....", "appr_geom_fc_x": ".1.1",
+        "appr_geom_fc_y": ".1.1", "appr_bias": "..1.", "geom_bias": "...1", "proj_conv": "....", "gamma": "....",
+    }  # fmt: skip
+    for attention_type in SETTINGS:
+        for module in (
+            GeneralizedAttention2d(8, 2, attention_type),
+            GeneralizedAttention2d.mmcv_compatible(8, num_heads=3, attention_type=attention_type),
+        ):
+            needed = {
+                name
+                for name, bits in names.items()
+                if set(bits) == {"."} or any(b == "1" == a for a, b in zip(attention_type, bits))
+            }
+            assert {key.split(".")[0] for key in module.state_dict()} == needed
+            assert module._abbr_ == "gen_attention_block"
+    first, second = build(), build()
+    randomise(second, seed=5)
+    second.load_state_dict(first.state_dict())
+    (x,) = maps((1, 8, 3, 4))
+    assert torch.equal(first(x), second(x))
+
+
+@pytest.mark.parametrize("size", [(1, 1), (1, 5), (7, 1), (2, 2)])
+@pytest.mark.parametrize("attention_type", ["1111", "0100", "0011", "0001"])
+def test_any_size(attention_type, size):
+    for options in (dict(), dict(q_stride=3, kv_stride=2), dict(spatial_range=31)):
+        module, (x,) = build(attention_type, **options), maps((1, 8, *size))
+        torch.testing.assert_close(module(x), loops(module, x)[0], rtol=1e-10, atol=1e-10)
+        assert module(x[:0]).shape == (0, 8, *size)
+
+
+def test_a_query_without_keys_in_range_gets_the_bias_alone():
+    module, (x,) = build("1111", spatial_range=1, kv_stride=2), maps((1, 8, 4, 4))
+    output = module(x)
+    bias = (module.gamma * module.proj_conv.bias).view(1, -1, 1)
+    torch.testing.assert_close(output[:, :, 1], x[:, :, 1] + bias)
+    assert output.isfinite().all()
+
+
+def test_saliency_alone_computes_one_query():
+    """The cost of '0010' and '0000' must grow with the queries only by their projections."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    for attention_type, projections in (("0010", 2), ("0000", 1)):
+        module, (x,) = build(attention_type), maps((1, 8, 20, 30))
+        with FlopCounterMode(display=False) as counter:
+            module(x)
+        N = 20 * 30
+        # Key and value projection, output projection of one pixel, saliency, and weighted mean.
+        assert counter.get_total_flops() <= 2 * (projections * N * 64 + 64 + 2 * N * 8)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (dict(attention_type="01012"), "four bits"),
+        (dict(attention_type="012"), "four bits"),
+        (dict(attention_type="0120"), "four bits"),
+        (dict(attention_type=110), "four bits"),
+        (dict(num_heads=3), "num_heads must divide in_channels = 8"),
+        (dict(num_heads=0), "num_heads must be a positive int"),
+        (dict(num_heads=16), "in_channels must be an int of at least num_heads"),
+        (dict(spatial_range=4), "spatial_range must be -1"),
+        (dict(spatial_range=0), "spatial_range must be -1"),
+        (dict(spatial_range=-3), "spatial_range must be -1"),
+        (dict(spatial_range=2.5), "spatial_range must be -1"),
+        (dict(kv_stride=0), "kv_stride must be a positive int"),
+        (dict(q_stride=-1), "q_stride must be a positive int"),
+        (dict(position_embedding_dim=7), "position_embedding_dim must be even"),
+    ],
+)
+def test_bad_arguments(options, message):
+    with pytest.raises(ValueError, match=message):
+        GeneralizedAttention2d(**{"in_channels": 8, "num_heads": 2, **options})
+
+
+def test_bad_arguments_of_the_compatible_variant():
+    build = GeneralizedAttention2d.mmcv_compatible
+    for options, message in (
+        (dict(spatial_range=-2), "half-range of at least 0"),
+        (dict(position_embedding_dim=6), "multiple of 4"),
+        (dict(attention_type="11"), "four bits"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            build(9, num_heads=3, **{"position_embedding_dim": 8, **options})
+
+
+@pytest.mark.parametrize(
+    "x, context, error, message",
+    [
+        (torch.randn(1, 9, 3, 4), None, ValueError, r"x must have shape \(B, 8, H, W\)"),
+        (torch.randn(8, 3, 4), None, ValueError, r"x must have shape \(B, 8, H, W\)"),
+        (torch.randn(1, 8, 0, 4), None, ValueError, "at least one pixel"),
+        (torch.randn(1, 8, 3, 4).double(), None, TypeError, "x must have the module's dtype"),
+        (torch.ones(1, 8, 3, 4, dtype=torch.long), None, TypeError, "x must have the module's dtype"),
+        (torch.randn(1, 8, 3, 4, device="meta"), None, ValueError, "x must be on the module's device"),
+        (torch.randn(1, 8, 3, 4), torch.randn(1, 4, 3, 4), ValueError, "context must have shape"),
+        (torch.randn(1, 8, 3, 4), torch.randn(2, 8, 3, 4), ValueError, "context must have x's batch size"),
+        (torch.randn(1, 8, 3, 4), torch.randn(1, 8, 3, 4).half(), TypeError, "context must have the module's dtype"),
+        ([1.0], None, TypeError, "x must be a Tensor"),
+    ],
+)
+def test_bad_input(x, context, error, message):
+    module = build(dtype=torch.float32)
+    with pytest.raises(error, match=message):
+        module(x, context)
+
+
+def test_parse_attention_type():
+    assert parse_attention_type("0110") == (False, True, True, False)
