@@ -316,6 +316,24 @@ def test_floating_point_operations(name):
 
 
 @every_device
+@every_operator
+def test_forward_mode_is_refused(name, device):
+    """Without a rule of its own, an operator would drop tangents silently."""
+    some = example(name, "tiny", device, torch.float64)
+    leaves = some.leaves()
+    first = next(iter(some.floats()))
+
+    def function(x: Tensor) -> Tensor:
+        return some.call(**{**leaves, first: x})
+
+    x = leaves[first].detach()
+    with pytest.raises(NotImplementedError, match="has no forward-mode derivative"):
+        torch.func.jvp(function, (x,), (x,))
+    with ops.backend("reference"):
+        assert torch.func.jvp(function, (x,), (x,))[1].abs().sum() > 0
+
+
+@every_device
 @every_example
 def test_only_wanted_gradients(name, device):
     some = example(name, device=device, dtype=torch.float64)

@@ -10,6 +10,7 @@ import torch
 
 from .case import Run
 
+HOST_SECONDS = 0.2  # for the host's time of a call
 GRAPHS_UNDER = 5e-2  # seconds with the host's time, which the first runs of a short run consist of
 
 
@@ -40,6 +41,7 @@ class Contestant:
         if device != "cuda":
             return
         self.how = {"how": "events", "eager": self.once()}
+        self.how["host"] = self.host_seconds()
         if self.how["eager"] < GRAPHS_UNDER:
             try:
                 self.run, self.how["how"] = captured(run), "graph"
@@ -64,6 +66,19 @@ class Contestant:
     def seconds(self, started: Any) -> float:
         """Return the seconds of one call that :meth:`start` started."""
         return started if self.device != "cuda" else started[0].elapsed_time(started[1]) / 1e3 / self.calls
+
+    def host_seconds(self, calls: int = 100) -> float:
+        """Return the host's time of a warm call, of calls back to back that do not wait for the device."""
+        torch.cuda.synchronize()
+        for _ in range(3):
+            self.run()
+        begin, done = time.perf_counter(), 0
+        while done < calls and time.perf_counter() - begin < HOST_SECONDS:
+            self.run()
+            done += 1
+        passed = time.perf_counter() - begin
+        torch.cuda.synchronize()
+        return passed / done
 
     def once(self) -> float:
         """Return about how long a call takes, measured in two runs."""
@@ -106,12 +121,16 @@ def captured(run: Run) -> Run:
 
 
 def flush(device: str, kept: dict[str, torch.Tensor] = {}) -> None:  # noqa: B006 - the buffer is kept
-    """Flush the device's L2 cache, by writing more than it holds; also keeps it busy while the host runs ahead."""
+    """Flush the device's L2 cache, by reading more than it holds; also keeps it busy while the host runs ahead.
+
+    Written lines would be written back while the next run is timed.
+    """
     if device == "cuda":
         if not kept:
             size = getattr(torch.cuda.get_device_properties(0), "L2_cache_size", 0) or 64 << 20
-            kept["buffer"] = torch.empty(4 * size, dtype=torch.int8, device="cuda")
-        kept["buffer"].zero_()
+            kept["buffer"] = torch.zeros(size, dtype=torch.float32, device="cuda")  # four times its bytes
+            kept["sum"] = torch.zeros((), dtype=torch.float32, device="cuda")
+        torch.sum(kept["buffer"], 0, out=kept["sum"])
 
 
 def race(contestants: dict[str, Contestant], device: str, settings: Settings) -> dict[str, list[float]]:

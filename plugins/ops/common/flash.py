@@ -30,8 +30,9 @@ def refusal(query: Tensor, value: Tensor, scale: float) -> str | None:
             f"flash attention needs queries and values of one width, a multiple of {MULTIPLE} up to {WIDEST}, "
             f"not {d} and {dv}"
         )
-    if scale < 0:  # it subtracts the products' maximum before it scales them
-        return f"flash attention overflows where the scale is negative, and it is {scale:g}"
+    # It subtracts the products' maximum before it scales them, and multiplies the -inf of absent keys by the scale.
+    if scale <= 0:
+        return f"flash attention overflows where the scale is not positive, and it is {scale:g}"
     if max(value.shape[:2]) > MOST:
         return f"flash attention takes up to {MOST} images and heads, not {value.shape[0]} and {value.shape[1]}"
     if (sums := _sums(query)) > MOST_SUMS:

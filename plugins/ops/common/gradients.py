@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 
 def differentiable(operator: Any, setup_context: Callable[..., None], backward: Callable[..., tuple]) -> Callable:
@@ -33,12 +34,21 @@ def differentiable(operator: Any, setup_context: Callable[..., None], backward: 
     )
 
     def kernel(keyset: Any, *args: Any) -> Any:
+        if forward_ad._current_level >= 0 and any(_has_tangent(t) for t in args):
+            raise NotImplementedError(
+                f"{operator._opname} has no forward-mode derivative: use reverse mode, or the definition, "
+                'within `with attn_plugins.ops.backend("reference"):`'
+            )
         if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in args):
             return function.apply(keyset, *args)  # type: ignore[attr-defined]
         with torch._C._AutoDispatchBelowAutograd():
             return operator.redispatch(keyset & torch._C._after_autograd_keyset, *args)
 
     return kernel
+
+
+def _has_tangent(argument: Any) -> bool:
+    return isinstance(argument, Tensor) and forward_ad.unpack_dual(argument).tangent is not None
 
 
 def second_gradients(

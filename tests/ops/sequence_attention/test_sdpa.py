@@ -220,7 +220,8 @@ def test_flash_attention_is_refused_in_words(monkeypatch):
         assert reason(query, key, value, position_logits=position) == "it supports content only"
         assert reason(query, key, value, causal=True) == ROWS_ALONE
         assert "one width, not 16 and 8" in reason(query, key, value[..., :8])
-        assert "overflows where the scale is negative, and it is -2" in reason(query, key, value, scale=-2.0)
+        for scale in (-2.0, 0.0):
+            assert f"the scale is not positive, and it is {scale:g}" in reason(query, key, value, scale=scale)
         many = query.expand(65536, 2, 4, 16)
         assert "up to 65535 images and heads, not 65536 and 2" in reason(many, many, many)
         long = torch.empty(1, 32, 2**19, 128, device="cuda", dtype=torch.float16)
