@@ -71,7 +71,7 @@ def test_batches(folder):
     task.load_dataset("train")
     regions = RegionFeatures(folder / "regions.npz")
     pad, eos = task.dictionary.pad(), task.dictionary.eos()
-    batches = batches_of(task, "train", num_workers=1)
+    batches = batches_of(task, "train", num_workers=0)
     assert sum(batch["nsentences"] for batch in batches) == 32
     widths = []
     for batch in batches:
