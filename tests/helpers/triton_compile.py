@@ -81,7 +81,7 @@ def launches(operator: Operator, terms: Any, options: Any, passes: str = "both",
             kept = [results[n] for n in operator._kept]
             grad = torch.empty_like(results[0])
             wanted = needs if serving.allocates else operator._gradients(terms, needs)
-            serving.backward(grad, terms, options, *kept, wanted)
+            serving.backward(grad, terms, options, *kept, dict(zip(terms._fields, wanted)))
     return found
 
 

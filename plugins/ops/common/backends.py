@@ -16,8 +16,11 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
 logger = logging.getLogger("attn_plugins")
 REFERENCE = "reference"
+Gradients = dict[str, Tensor | None]  # by the names of the terms
 _SERVING = {"torch": "its PyTorch implementation", "triton": "its Triton kernels"}
 
 
@@ -32,10 +35,12 @@ class Backend(NamedTuple):
         name: As :func:`backend` and :func:`explain` know it.
         refuses: The reason, in words, why it does not compute these terms with these options, or None.
         forward: ``(terms, options, *results)``, which fills the results.
-        backward: ``(grad_output, terms, options, *kept, grads)``, which fills the gradients that are not None.
+        backward: ``(grad_output, terms, options, *kept, grads)``: ``grads`` maps the terms' names to uninitialised
+            gradients, None where not needed. It fills some of them and returns the others by name, in any dtype, and of
+            full size along axes where a term broadcasts.
         refuses_backward: Reasons that hold for the backward alone; ``refuses`` applies to it as well.
         allocates: True where ``forward(terms, options)`` returns the results, and
-            ``backward(grad_output, terms, options, *kept, needs)`` the gradients, None where not needed.
+            ``backward(grad_output, terms, options, *kept, needs)`` the gradients, both by name.
     """
 
     name: str

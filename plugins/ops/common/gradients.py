@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from .backends import Gradients
+
 
 def differentiable(operator: Any, setup_context: Callable[..., None], backward: Callable[..., tuple]) -> Callable:
     """Return an operator's autograd kernel, in place of the one that ``torch.library.register_autograd`` registers.
@@ -49,6 +51,13 @@ def differentiable(operator: Any, setup_context: Callable[..., None], backward: 
 
 def _has_tangent(argument: Any) -> bool:
     return isinstance(argument, Tensor) and forward_ad.unpack_dual(argument).tangent is not None
+
+
+def fill(grads: Gradients, results: Gradients) -> None:
+    """Write what a backend's backward returned to the gradients, summed over the axes where a term broadcasts."""
+    for name, result in results.items():
+        if (grad := grads[name]) is not None and result is not None and result is not grad:
+            grad.copy_(result.sum_to_size(grad.shape))
 
 
 def second_gradients(

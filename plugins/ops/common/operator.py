@@ -25,7 +25,7 @@ from torch import Tensor
 from . import backends
 from .arguments import autocast_dtype
 from .backends import Backend
-from .gradients import differentiable, second_gradients
+from .gradients import differentiable, fill, second_gradients
 
 NAMESPACE = "attn_plugins"
 HAS_OPERATORS = hasattr(torch.library, "register_autograd")  # torch >= 2.4
@@ -224,11 +224,11 @@ class Operator:
             return tuple(grad_output.new_empty(0) if grad is None else grad.zero_() for grad in grads)
         serving = backends.choose(self.name, self.table, terms, options, backward=True)
         if serving.allocates:
-            grads = serving.backward(grad_output, terms, options, *kept, needs)
+            found = serving.backward(grad_output, terms, options, *kept, dict(zip(terms._fields, needs)))
         else:
-            grads = self._gradients(terms, needs)
-            serving.backward(grad_output, terms, options, *kept, grads)
-        return tuple(grad_output.new_empty(0) if grad is None else grad for grad in grads)
+            found = dict(zip(terms._fields, self._gradients(terms, needs)))
+            fill(found, serving.backward(grad_output, terms, options, *kept, found))
+        return tuple(grad_output.new_empty(0) if grad is None else grad for grad in map(found.get, terms._fields))
 
     def _gradients(self, terms: Any, needs: Sequence[bool]) -> list[Tensor | None]:
         """Uninitialised gradients, None where not needed."""

@@ -14,7 +14,7 @@ Shapes: B batch, M heads, (H, W) the map, d and dv widths per head, S the padded
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import lru_cache
 from itertools import pairwise, permutations, product
 
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ..common.arguments import arithmetic_dtype
-from ..common.backends import Backend, never
+from ..common.backends import Backend, Gradients, never
 from .operands import Options, Terms
 
 _ALIGNMENT = 8  # elements to which both parts of a query's logits are padded: tensor cores read halves by 16 bytes
@@ -192,15 +192,15 @@ def backward(
     output: Tensor | None,
     weights: Tensor,
     log_sum_exp: Tensor,
-    grads: Sequence[Tensor | None],
-) -> None:
-    """Fill the wanted gradients (those not None) of query, key, value and position logits."""
+    grads: Gradients,
+) -> Gradients:
+    """Fill the gradients that are not None."""
     H, W = terms[2].shape[2:4]
     dtype, arithmetic = _operand_dtype(terms[2]), arithmetic_dtype(terms[2].dtype)
     query, key, value, gradient = (None if t is None else packed(t, dtype) for t in (*terms[:3], grad_output))
     assert value is not None
     assert gradient is not None
-    grad_query, grad_key, grad_value, grad_position = grads
+    grad_query, grad_key, grad_value, grad_position = grads.values()
     if options.recompute:
         weights = scratch_of_weights(value, arithmetic)
         _write_weights(query, key, terms[3], options.scale, weights)
@@ -209,7 +209,7 @@ def backward(
         column, row = _parts(weights_read, H, W)
         _mix(grad_value, column.mT, row.mT, gradient)
     if grad_query is None and grad_key is None and grad_position is None:
-        return
+        return {}
     slopes = torch.empty_like(weights, dtype=arithmetic)
     _fill_padding(slopes, H, W, 0)
     column, row = _parts(slopes, H, W)
@@ -228,6 +228,7 @@ def backward(
         _mix(grad_query, column, row, key, options.scale)
     if grad_key is not None and query is not None:
         _mix(grad_key, column.mT, row.mT, query, options.scale)
+    return {}
 
 
 BACKEND = Backend("torch", never, forward, backward)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ..common import backends, triton_launch
-from ..common.backends import Backend
+from ..common.backends import Backend, Gradients
 from .operands import Options, Terms
 from .torch import empty, packed
 
@@ -109,12 +109,14 @@ def backward(
     output: Tensor | None,
     weights: Tensor,
     log_sum_exp: Tensor,
-    grads: Sequence[Tensor | None],
-) -> None:
-    """Fill the wanted gradients (those not None) of query, key and value."""
+    grads: Gradients,
+) -> Gradients:
+    """Fill the gradients of query, key and value that are not None."""
     from . import triton_kernels
 
-    grad_query, grad_key, grad_value = (g if g is None or g.numel() else None for g in grads[:3])
+    grad_query, grad_key, grad_value = (
+        g if g is None or g.numel() else None for g in map(grads.get, ("query", "key", "value"))
+    )
     slopes = packed(grad_output, grad_output.dtype)
     if grad_query is not None or grad_key is not None:
         if output is None:  # another backend was to compute this backward pass
@@ -143,6 +145,7 @@ def backward(
             (value, query, key, slopes, log_sum_exp, mean, grad_key, grad_value),
             (value, query, key, slopes, grad_key, grad_value), VALUE_PARTS=value_parts, ADD=not column,
         )  # fmt: skip
+    return {}
 
 
 class _Launches:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from ..common import library
-from ..common.backends import Backend
+from ..common.backends import Backend, Gradients
 from .operands import Options, Terms
 
 
@@ -20,20 +18,19 @@ def forward(terms: Terms, options: Options) -> Tensor:
     return torch.ops.attn_plugins.deform_conv2d_forward_kernel(*terms, *options)
 
 
-def backward(grad_output: Tensor, terms: Terms, options: Options, needs: Sequence[bool]) -> list[Tensor | None]:
+def backward(grad_output: Tensor, terms: Terms, options: Options, needs: dict[str, bool]) -> Gradients:
     """Return the needed gradients; those of offset and mask are computed together."""
     input, offset, weight, bias, mask = terms
-    needs_input, needs_offset, needs_weight, needs_bias, needs_mask = needs
-    samples = needs_offset or needs_mask
-    grads: list[Tensor | None] = [None] * 5
-    if needs_input or samples or needs_weight:
+    samples = needs["offset"] or needs["mask"]
+    grads: Gradients = {}
+    if needs["input"] or samples or needs["weight"]:
         computed = torch.ops.attn_plugins.deform_conv2d_backward_kernel(
-            grad_output, input, offset, weight, mask, *options, needs_input, samples, needs_weight
+            grad_output, input, offset, weight, mask, *options, needs["input"], samples, needs["weight"]
         )
-        grads = [computed[0], computed[1], computed[2], None, computed[3]]
-    if needs_bias and bias is not None:
-        grads[3] = grad_output.sum((0, 2, 3))
-    return [grad if need else None for grad, need in zip(grads, needs)]
+        grads = dict(zip(("input", "offset", "weight", "mask"), computed))
+    if needs["bias"] and bias is not None:
+        grads["bias"] = grad_output.sum((0, 2, 3))
+    return {name: grad for name, grad in grads.items() if needs[name]}
 
 
 BACKEND = Backend("cpu", refuses, forward, backward, allocates=True)

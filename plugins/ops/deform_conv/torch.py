@@ -5,12 +5,10 @@ The backward differentiates the definition one image at a time, since it stores 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
-from ..common.backends import Backend, never
+from ..common.backends import Backend, Gradients, never
 from ..common.gradients import autograd_within_operator
 from . import reference
 from .operands import Options, Terms
@@ -28,32 +26,26 @@ def forward(terms: Terms, options: Options) -> Tensor:
     return output.contiguous(memory_format=memory_format(terms.input))
 
 
-def backward(grad_output: Tensor, terms: Terms, options: Options, needs: Sequence[bool]) -> list[Tensor | None]:
+def backward(grad_output: Tensor, terms: Terms, options: Options, needs: dict[str, bool]) -> Gradients:
     images = len(terms.input)
     if images < 2:
-        return _backward(grad_output, terms, options, needs)
+        return {**_backward(grad_output, terms, options, needs)}
     parts = []
     for n in range(images):
         one = slice(n, n + 1)
         mask = None if terms.mask is None else terms.mask[one]
         image = terms._replace(input=terms.input[one], offset=terms.offset[one], mask=mask)
         parts.append(_backward(grad_output[one], image, options, needs))
-    grads: list[Tensor | None] = []
-    for number, gradients in enumerate(zip(*parts)):
-        if gradients[0] is None:
-            grads.append(None)
-        else:  # gradients of weight and bias are summed over images, all others concatenated
-            grads.append(torch.stack(gradients).sum(0) if number in (2, 3) else torch.cat(gradients))
-    return grads
+    found = {name: [part[name] for part in parts] for name in parts[0]}
+    return {n: torch.stack(g).sum(0) if n in ("weight", "bias") else torch.cat(g) for n, g in found.items()}
 
 
-def _backward(grad_output: Tensor, terms: Terms, options: Options, needs: Sequence[bool]) -> list[Tensor | None]:
+def _backward(grad_output: Tensor, terms: Terms, options: Options, needs: dict[str, bool]) -> dict[str, Tensor]:
     with autograd_within_operator():
         leaves = Terms(*(None if t is None else t.detach().requires_grad_() for t in terms))  # type: ignore[arg-type]
         output = reference.deform_conv2d(*leaves, *options[:3])
-        wanted = [t for t, need in zip(leaves, needs) if t is not None and need]
-        gradients = iter(torch.autograd.grad(output, wanted, grad_output))
-    return [next(gradients) if t is not None and need else None for t, need in zip(leaves, needs)]
+        wanted = {name: t for name, t in zip(terms._fields, leaves) if t is not None and needs[name]}
+        return dict(zip(wanted, torch.autograd.grad(output, [*wanted.values()], grad_output)))
 
 
 BACKEND = Backend("torch", never, forward, backward, allocates=True)

@@ -6,14 +6,12 @@ float32, and threads that read the values of a head often pack them first.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from ..common import library
 from ..common.arguments import arithmetic_dtype
-from ..common.backends import Backend
+from ..common.backends import Backend, Gradients
 from .operands import Options, Terms
 
 
@@ -40,21 +38,19 @@ def forward(terms: Terms, options: Options, output: Tensor) -> None:
         output.copy_(target)
 
 
-def backward(grad_output: Tensor, terms: Terms, options: Options, grads: Sequence[Tensor | None]) -> None:
+def backward(grad_output: Tensor, terms: Terms, options: Options, grads: Gradients) -> Gradients:
     operands = _operands(terms)
     dtype = operands[0].dtype
-    written = [g if g is None or g.dtype == dtype else torch.empty_like(g, dtype=dtype) for g in grads]
+    written = in_dtype(grads, dtype)
     torch.ops.attn_plugins.deformable_attention_backward_(
-        grad_output.to(dtype).contiguous(), *operands, *written, *options
+        grad_output.to(dtype).contiguous(), *operands, *written.values(), *options
     )
-    copy(written, grads)
+    return written
 
 
-def copy(written: Sequence[Tensor | None], grads: Sequence[Tensor | None]) -> None:
-    """Copy gradients that were computed in another dtype to their results."""
-    for grad, result in zip(grads, written):
-        if grad is not None and result is not None and result is not grad:
-            grad.copy_(result)
+def in_dtype(grads: Gradients, dtype: torch.dtype) -> Gradients:
+    """Return the tensors that kernels write: the gradients themselves where they have the dtype of the arithmetic."""
+    return {n: g if g is None or g.dtype == dtype else torch.empty_like(g, dtype=dtype) for n, g in grads.items()}
 
 
 BACKEND = Backend("cpu", refuses, forward, backward)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from ..common import library
 from ..common.arguments import arithmetic_dtype
-from ..common.backends import Backend
-from .cpu import beside, copy
+from ..common.backends import Backend, Gradients
+from .cpu import beside, in_dtype
 from .operands import Options, Terms
 
 _MOST_LEVELS = 16  # as in cuda.cuh
@@ -33,15 +31,15 @@ def forward(terms: Terms, options: Options, output: Tensor) -> None:
     torch.ops.attn_plugins.deformable_attention_forward_(terms.value.contiguous(), *others, output, *options)
 
 
-def backward(grad_output: Tensor, terms: Terms, options: Options, grads: Sequence[Tensor | None]) -> None:
+def backward(grad_output: Tensor, terms: Terms, options: Options, grads: Gradients) -> Gradients:
     dtype = arithmetic_dtype(terms.value.dtype)
-    written = [g if g is None or g.dtype == dtype else torch.empty_like(g, dtype=dtype) for g in grads]
-    if written[0] is not None:
-        written[0].zero_()
+    written = in_dtype(grads, dtype)
+    if (of_values := written["value"]) is not None:
+        of_values.zero_()
     torch.ops.attn_plugins.deformable_attention_backward_(
-        grad_output.contiguous(), terms.value.contiguous(), *beside(terms, dtype), *written, *options
+        grad_output.contiguous(), terms.value.contiguous(), *beside(terms, dtype), *written.values(), *options
     )
-    copy(written, grads)
+    return written
 
 
 BACKEND = Backend("cuda", refuses, forward, backward, refuses_backward)

@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
-from ..common.backends import Backend, never
+from ..common.backends import Backend, Gradients, never
 from ..common.gradients import autograd_within_operator
 from . import reference
 from .operands import Options, Terms
 
 
-def backward(grad_output: Tensor, terms: Terms, options: Options, needs: Sequence[bool]) -> list[Tensor | None]:
+def backward(grad_output: Tensor, terms: Terms, options: Options, needs: dict[str, bool]) -> Gradients:
     """Return the gradients of the definition, one image at a time, since it stores all samples of its input."""
+    needed = [name for name in terms._fields if needs[name]]
     parts = []
     for n in range(len(terms.value)):
-        one = Terms(*(t[n : n + 1].detach().requires_grad_(need) for t, need in zip(terms, needs)))
+        one = Terms(*(t[n : n + 1].detach().requires_grad_() for t in terms))
         with autograd_within_operator():
             output = reference.deformable_attention(one, options)
-            gradients = iter(
-                torch.autograd.grad(output, [t for t, need in zip(one, needs) if need], grad_output[n : n + 1])
-            )
-        parts.append([next(gradients) if need else None for need in needs])
-    return [torch.cat(images) if need else None for need, images in zip(needs, zip(*parts))]
+            wanted = [getattr(one, name) for name in needed]
+            parts.append(torch.autograd.grad(output, wanted, grad_output[n : n + 1]))
+    return {name: torch.cat(images) for name, images in zip(needed, zip(*parts))}
 
 
 BACKEND = Backend("torch", never, reference.deformable_attention, backward, allocates=True)

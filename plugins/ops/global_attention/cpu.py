@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..common import library
-from ..common.backends import Backend
+from ..common.backends import Backend, Gradients
 from .operands import Options, Terms
 
 _VECTOR = 64  # bytes; packed rows are padded to a multiple
@@ -80,9 +80,9 @@ def forward(terms: Terms, options: Options, output: Tensor, lse: Tensor) -> None
 
 
 def backward(
-    grad_output: Tensor, terms: Terms, options: Options, output: Tensor, lse: Tensor, grads: list[Tensor | None]
-) -> None:
-    """Fill the wanted gradients (those not None) of query, key, value, row, column and key logits."""
+    grad_output: Tensor, terms: Terms, options: Options, output: Tensor, lse: Tensor, grads: Gradients
+) -> Gradients:
+    """Fill or return the gradients that are not None."""
     query, key, value, *_ = terms
     dtype = lse.dtype
     B, M, Hk, Wk, dv = value.shape
@@ -98,13 +98,13 @@ def backward(
     def sums(grad: Tensor | None, *shape: int) -> Tensor | None:
         return None if grad is None else value.new_zeros((B, M, slots, *shape), dtype=dtype)
 
-    written = (
-        full(grads[0], *lse.shape, d),
-        sums(grads[1], d, _padded(keys, dtype)),
-        sums(grads[2], dv, _padded(keys, dtype)),
-        full(grads[3], *lse.shape, Hk),
-        full(grads[4], *lse.shape, Wk),
-        sums(grads[5], keys),
+    written = dict(
+        query=full(grads["query"], *lse.shape, d),
+        key=sums(grads["key"], d, _padded(keys, dtype)),
+        value=sums(grads["value"], dv, _padded(keys, dtype)),
+        row_logits=full(grads["row_logits"], *lse.shape, Hk),
+        column_logits=full(grads["column_logits"], *lse.shape, Wk),
+        key_logits=sums(grads["key_logits"], keys),
     )
     torch.ops.attn_plugins.global_attention_backward_(
         grad_output.to(dtype),
@@ -114,20 +114,17 @@ def backward(
         _columns(value, dtype),
         *_logits(terms, lse.shape, dtype),
         lse,
-        *written,
+        *written.values(),
         keys,
         Hk,
         slots,
     )
-    for i, (grad, result) in enumerate(zip(grads, written)):
-        if grad is None or result is None or grad is result:
-            continue
-        if i in (1, 2, 5):
-            result = result.sum(2)
-            if i != 5:
-                result = _scaled(result[..., :keys].transpose(2, 3), options.scale if i == 1 else 1)
-            result = result.unflatten(2, (Hk, Wk))
-        grad.copy_(result.sum_to_size(grad.shape))
+    for name, scale in (("key", options.scale), ("value", 1.0)):  # (B, M, slots, width, keys)
+        if (of_keys := written[name]) is not None:
+            written[name] = _scaled(of_keys.sum(2)[..., :keys].mT, scale).unflatten(2, (Hk, Wk))
+    if (of_logits := written["key_logits"]) is not None:
+        written["key_logits"] = of_logits.sum(2).unflatten(2, (Hk, Wk))
+    return written
 
 
 BACKEND = Backend("cpu", refuses, forward, backward)

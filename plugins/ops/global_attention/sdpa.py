@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ..common import flash
-from ..common.backends import Backend
+from ..common.backends import Backend, Gradients
 from .operands import Options, Terms
 
 WIDEST = 256  # width of q' beyond which the fused kernels take slow paths
@@ -167,11 +167,11 @@ def forward(terms: Terms, options: Options, output: Tensor, lse: Tensor) -> None
 
 
 def backward(
-    grad_output: Tensor, terms: Terms, options: Options, output: Tensor, lse: Tensor, grads: list[Tensor | None]
-) -> None:
-    """Fill the wanted gradients (those not None) of query, key, value, row, column and key logits."""
+    grad_output: Tensor, terms: Terms, options: Options, output: Tensor, lse: Tensor, grads: Gradients
+) -> Gradients:
+    """Return the gradients, also those that are not needed."""
     if is_flash(terms, options):
-        return _flash_backward(grad_output, terms, options, output, lse, grads)
+        return _flash_backward(grad_output, terms, options, output, lse)
     grid = (output.shape[2], output.shape[3])
     factor, scale = _scales(terms, options.scale)
     query, key, value = fold(terms, factor, grid)
@@ -193,31 +193,23 @@ def backward(
         grad_query, grad_key, grad_value = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad_output, query, key, value, output, lse, 0.0, False, scale=scale
         )
-    _unfold(terms, factor, grid, grad_query, grad_key, grad_value, grads)
+    return _unfold(terms, factor, grid, grad_query, grad_key, grad_value)
 
 
-def _flash_backward(
-    grad_output: Tensor, terms: Terms, options: Options, output: Tensor, lse: Tensor, grads: list[Tensor | None]
-) -> None:
+def _flash_backward(grad_output: Tensor, terms: Terms, options: Options, output: Tensor, lse: Tensor) -> Gradients:
     query, key, value = (term.flatten(2, 3) for term in terms[:3] if term is not None)
     rows = (grad_output.flatten(2, 3), query, key, value, output.flatten(2, 3))
     found = flash.backward(*rows, lse.flatten(2), options.scale)
-    for grad, each in zip(grads, found):
-        if grad is not None:
-            grad.copy_(each.unflatten(2, grad.shape[2:4]))
+    grids = (output.shape[2:4], terms.value.shape[2:4], terms.value.shape[2:4])
+    return {name: grad.unflatten(2, grid) for name, grad, grid in zip(terms._fields, found, grids)}
 
 
 def _unfold(
-    terms: Terms,
-    factor: float,
-    grid: tuple[int, int],
-    grad_query: Tensor,
-    grad_key: Tensor,
-    grad_value: Tensor,
-    grads: list[Tensor | None],
-) -> None:
-    """Extract the terms' gradients from those of q', k' and the padded value, and sum them over broadcast axes."""
+    terms: Terms, factor: float, grid: tuple[int, int], grad_query: Tensor, grad_key: Tensor, grad_value: Tensor
+) -> Gradients:
+    """Extract the terms' gradients from those of q', k' and the padded value."""
     query, _, value, row_logits, column_logits, key_logits = terms
+    found: Gradients = {"value": grad_value.unflatten(2, value.shape[2:4])[..., : value.shape[-1]]}
     grad_query = grad_query.unflatten(2, grid)
     grad_key = grad_key.unflatten(2, value.shape[2:4])
     start = 0
@@ -225,24 +217,20 @@ def _unfold(
     def take(grad: Tensor, size: int) -> Tensor:
         return grad[..., start : start + size]
 
-    def write(target: Tensor | None, grad: Tensor) -> None:
-        if target is not None:
-            target.copy_(grad.sum_to_size(target.shape))
-
     if query is not None:
-        write(grads[0], take(grad_query, query.shape[-1]) * factor)
-        write(grads[1], take(grad_key, query.shape[-1]))
+        found["query"] = take(grad_query, query.shape[-1]) * factor
+        found["key"] = take(grad_key, query.shape[-1])
         start += query.shape[-1]
     unit = _unit(value.dtype)
     if row_logits is not None:
-        write(grads[3], take(grad_query, value.shape[2]) / unit)
+        found["row_logits"] = take(grad_query, value.shape[2]) / unit
         start += value.shape[2]
     if column_logits is not None:
-        write(grads[4], take(grad_query, value.shape[3]) / unit)
+        found["column_logits"] = take(grad_query, value.shape[3]) / unit
         start += value.shape[3]
     if key_logits is not None:
-        write(grads[5], take(grad_key, 1).squeeze(-1) / unit)
-    write(grads[2], grad_value.unflatten(2, value.shape[2:4])[..., : value.shape[-1]])
+        found["key_logits"] = take(grad_key, 1).squeeze(-1) / unit
+    return found
 
 
 BACKEND = Backend("sdpa", refuses, forward, backward, refuses_backward)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..common.arguments import arithmetic_dtype
-from ..common.backends import Backend, never
+from ..common.backends import Backend, Gradients, never
 from ..common.chunks import WORKSPACE, chunks
 from ..common.softmax import softmax_
 from .operands import Options, Terms
@@ -104,24 +104,24 @@ def forward(terms: Terms, options: Options, output: Tensor, lse: Tensor) -> None
 
 
 def backward(
-    grad_output: Tensor, terms: Terms, options: Options, output: Tensor, lse: Tensor, grads: list[Tensor | None]
-) -> None:
-    """Fill the wanted gradients (those not None) of query, key, value, row, column and key logits."""
+    grad_output: Tensor, terms: Terms, options: Options, output: Tensor, lse: Tensor, grads: Gradients
+) -> Gradients:
+    """Fill or return the gradients that are not None."""
     problem = Problem(terms, options)
-    grad_query, grad_key, grad_value, grad_row, grad_column, grad_key_logits = grads
+    grad_query = grads["query"]
     B, M, Hq, Wq = problem.shape
-    row_sum = _BroadcastSum(grad_row, (*problem.shape, problem.Hk), problem.dtype)
-    column_sum = _BroadcastSum(grad_column, (*problem.shape, problem.Wk), problem.dtype)
+    row_sum = _BroadcastSum(grads["row_logits"], (*problem.shape, problem.Hk), problem.dtype)
+    column_sum = _BroadcastSum(grads["column_logits"], (*problem.shape, problem.Wk), problem.dtype)
     value = problem.value
 
     def zeros(grad: Tensor | None, *shape: int) -> Tensor | None:
         return None if grad is None else value.new_zeros(B, M, *shape)
 
-    sum_value = zeros(grad_value, problem.keys, value.shape[-1])
-    sum_key = zeros(grad_key, problem.keys, 0 if problem.key is None else problem.key.shape[-1])
-    key_sums = zeros(grad_key_logits, problem.keys)
+    sum_value = zeros(grads["value"], problem.keys, value.shape[-1])
+    sum_key = zeros(grads["key"], problem.keys, 0 if problem.key is None else problem.key.shape[-1])
+    key_sums = zeros(grads["key_logits"], problem.keys)
     first = problem.workspace()
-    second = problem.workspace() if any(g is not None for i, g in enumerate(grads) if i != 2) else None
+    second = problem.workspace() if any(g is not None for name, g in grads.items() if name != "value") else None
     for chunk in problem.chunks:
         b, h, w = chunk
         weights, _ = problem.probabilities(first, chunk)
@@ -148,13 +148,10 @@ def backward(
             sum_key[b].flatten(0, 1).baddbmm_(slopes.transpose(1, 2), rows_of(problem.query[b, :, h, w]))
     row_sum.finish()
     column_sum.finish()
-    if grad_value is not None and sum_value is not None:
-        grad_value.copy_(sum_value.view(grad_value.shape))
-    if grad_key is not None and sum_key is not None:
-        grad_key.copy_(sum_key.mul_(options.scale).view(grad_key.shape))
-    if grad_key_logits is not None and key_sums is not None:
-        total = key_sums.view(B, M, problem.Hk, problem.Wk)
-        grad_key_logits.copy_(total.sum_to_size(grad_key_logits.shape))
+    if sum_key is not None:
+        sum_key *= options.scale
+    found = dict(key=sum_key, value=sum_value, key_logits=key_sums)
+    return {name: None if t is None else t.unflatten(2, (problem.Hk, problem.Wk)) for name, t in found.items()}
 
 
 class _BroadcastSum:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..common import backends, triton_launch
-from ..common.backends import Backend
+from ..common.backends import Backend, Gradients
 from ..common.triton_launch import launch, power_of_two
 from . import sdpa
 from .operands import Options, Terms
@@ -262,20 +262,21 @@ def forward(terms: Terms, options: Options, output: Tensor, lse: Tensor) -> None
 
 
 def backward(
-    grad_output: Tensor, terms: Terms, options: Options, output: Tensor, lse: Tensor, grads: list[Tensor | None]
-) -> None:
-    """Fill the wanted gradients (those not None) of query, key, value, row, column and key logits."""
+    grad_output: Tensor, terms: Terms, options: Options, output: Tensor, lse: Tensor, grads: Gradients
+) -> Gradients:
+    """Fill or return the gradients that are not None."""
     shape = _shape(terms)
     B, M, Hq, Wq, Hk, Wk, D, DV = shape
     wide = Wk > _block("query_gradients", shape, output).keys
-    query, key, value, row, column, near = written = [
-        _target(grads[0], (B, M, Hq, Wq, D)),
-        _target(grads[1], (B, M, Hk, Wk, D)),
-        _target(grads[2], (B, M, Hk, Wk, DV)),
-        _target(grads[3], (B, M, Hq, Wq, Hk), added=wide),
-        _target(grads[4], (B, M, Hq, Wq, Wk)),
-        _target(grads[5], (B, M, Hk, Wk)),
-    ]
+    written = dict(
+        query=_target(grads["query"], (B, M, Hq, Wq, D)),
+        key=_target(grads["key"], (B, M, Hk, Wk, D)),
+        value=_target(grads["value"], (B, M, Hk, Wk, DV)),
+        row_logits=_target(grads["row_logits"], (B, M, Hq, Wq, Hk), added=wide),
+        column_logits=_target(grads["column_logits"], (B, M, Hq, Wq, Wk)),
+        key_logits=_target(grads["key_logits"], (B, M, Hk, Wk)),
+    )
+    query, key, value, row, column, near = written.values()
     of_queries = any(each is not None for each in (query, row, column))
     of_keys = any(each is not None for each in (key, value, near))
     sums, grad_output = lse.flatten(2).contiguous(), _readable(grad_output)
@@ -290,13 +291,11 @@ def backward(
     if of_keys:
         targets = dict(grad_key=key, grad_value=value, grad_near=near)
         _launch("key_gradients", shape, options.scale, **tensors, **targets)
-    for grad, found in zip(grads, written):
-        if grad is not None and found is not None and found is not grad:
-            grad.copy_(found.sum_to_size(grad.shape))
+    return written
 
 
 def _target(grad: Tensor | None, shape: tuple[int, ...], added: bool = False) -> Tensor | None:
-    """Where a kernel writes: the gradient itself, or a tensor of the full shape that is summed and copied to it.
+    """Where a kernel writes: the gradient itself, or a tensor of the full shape.
 
     Args:
         grad: None where it is not wanted.

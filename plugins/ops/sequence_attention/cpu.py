@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from ..common import library
-from ..common.backends import Backend
+from ..common.backends import Backend, Gradients
 from .operands import Options, Terms
 
+_CONTENT, _LOGITS = Terms._fields[:3], Terms._fields[3:]
 _TASKS = 16  # minimum number of independent sums over queries, which threads share
 _BLOCK = 48  # queries in a block; a task takes at least one block
 _FEW = 4  # up to so many queries, packing the keys does not pay
@@ -71,13 +72,13 @@ def forward(terms: Terms, options: Options, output: Tensor, lse: Tensor) -> None
 
 
 def backward(
-    grad_output: Tensor, terms: Terms, options: Options, output: Tensor | None, lse: Tensor, grads: list[Tensor | None]
-) -> None:
-    """Fill the wanted gradients (those not None), in the order of :class:`.Terms`."""
+    grad_output: Tensor, terms: Terms, options: Options, output: Tensor | None, lse: Tensor, grads: Gradients
+) -> Gradients:
+    """Fill or return the gradients that are not None."""
     B, M, T = lse.shape
     dtype, stored = lse.dtype, _stored(terms.value, lse)
     slots, groups = _slots(B, M, T), B
-    if B > 1 and any(g is not None and g.shape[0] == 1 for g in grads[3:]):
+    if B > 1 and any(g is not None and g.shape[0] == 1 for name, g in grads.items() if name in _LOGITS):
         slots, groups = _shares(B, M, T)
 
     def per_slot(grad: Tensor | None) -> Tensor | None:
@@ -98,14 +99,11 @@ def backward(
         batch = groups if grad.shape[0] == 1 else B
         return grad.new_zeros((batch, M, slots if shared else 1, *grad.shape[2:]), dtype=dtype)
 
-    query = None
-    if grads[0] is not None:
-        query = grads[0] if grads[0].dtype == stored else torch.empty_like(grads[0], dtype=stored)
-    written = [
-        None if query is None else query.unsqueeze(2),
-        *(per_slot(g) for g in grads[1:3]),
-        *(logits(g) for g in grads[3:]),
-    ]
+    query = grads["query"]
+    if query is not None:
+        query = (query if query.dtype == stored else torch.empty_like(query, dtype=stored)).unsqueeze(2)
+    written = [query, *(per_slot(grads[name]) for name in _CONTENT[1:])]
+    written += [logits(grads[name]) for name in _LOGITS]
     torch.ops.attn_plugins.sequence_attention_backward_(
         grad_output.to(stored).unsqueeze(2),
         *_inputs(terms, options, lse),
@@ -118,9 +116,11 @@ def backward(
         slots,
         groups,
     )
-    for grad, result in zip(grads, written):
-        if grad is not None and result is not None and result.data_ptr() != grad.data_ptr():
-            grad.copy_(result.sum(2).sum_to_size(grad.shape))
+    found: Gradients = {}
+    for (name, grad), sums in zip(grads.items(), written):
+        if grad is not None and sums is not None and sums.data_ptr() != grad.data_ptr():
+            found[name] = sums.sum(2)
+    return found
 
 
 BACKEND = Backend("cpu", refuses, forward, backward)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..common import backends, flash
-from ..common.backends import Backend
+from ..common.backends import Backend, Gradients
 from .operands import Options, Terms
 
 # Keys below which our CPU kernels are faster: 2.0 against 3.1 ms forward for Swin's windows of 49, and backward 15
@@ -49,6 +49,12 @@ def _heads_innermost(output: Tensor) -> Tensor:
 def _rows(*tensors: Tensor | None) -> list[Any]:
     """Return tensors whose last axis is contiguous: PyTorch's kernels for AMX read others as if it were."""
     return [t if t is None or t.stride(-1) == 1 else t.contiguous() for t in tensors]
+
+
+def _needed(grads: Sequence[Tensor], terms: Terms, needs: dict[str, bool]) -> Gradients:
+    """Return the gradients that are needed, stored as tracing assumes."""
+    found = zip(terms._fields, grads, terms)
+    return {name: _stored_like(grad, term) for name, grad, term in found if needs[name] and term is not None}
 
 
 def _stored_like(grad: Tensor, term: Tensor) -> Tensor:
@@ -101,16 +107,15 @@ def forward_amx(terms: Terms, options: Options) -> tuple[Tensor, Tensor]:
 
 
 def backward_amx(
-    grad_output: Tensor, terms: Terms, options: Options, output: Tensor | None, lse: Tensor, needs: Sequence[bool]
-) -> list[Tensor | None]:
-    """Return the gradients of query, key and value, None where not needed."""
+    grad_output: Tensor, terms: Terms, options: Options, output: Tensor | None, lse: Tensor, needs: dict[str, bool]
+) -> Gradients:
+    """Return the gradients of query, key and value that are needed."""
     if output is None:  # another backend was to compute this backward pass
         output, _ = forward_amx(terms, options)
     found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         *_rows(grad_output, *terms[:3], output), lse, 0.0, False, scale=options.scale
     )
-    grads = (_stored_like(grad, term) if need else None for grad, term, need in zip(found, terms, needs))  # type: ignore[arg-type]
-    return [*grads, None, None, None]
+    return _needed(found, terms, needs)
 
 
 # --- CUDA -----------------------------------------------------------------------------------------------------------
@@ -140,13 +145,12 @@ def forward_cuda(terms: Terms, options: Options) -> tuple[Tensor, Tensor]:
 
 
 def backward_cuda(
-    grad_output: Tensor, terms: Terms, options: Options, output: Tensor, lse: Tensor, needs: Sequence[bool]
-) -> list[Tensor | None]:
-    """Return the gradients of query, key and value, None where not needed."""
+    grad_output: Tensor, terms: Terms, options: Options, output: Tensor, lse: Tensor, needs: dict[str, bool]
+) -> Gradients:
+    """Return the gradients of query, key and value that are needed."""
     content = terms[:3]
     found = flash.backward(grad_output, *content, output, lse, options.scale)  # type: ignore[arg-type]
-    grads = (_stored_like(grad, term) if need else None for grad, term, need in zip(found, content, needs))  # type: ignore[arg-type]
-    return [*grads, None, None, None]
+    return _needed(found, terms, needs)
 
 
 AMX = Backend("amx", refuses_amx, forward_amx, backward_amx, refuses_amx_backward, allocates=True)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..common.arguments import arithmetic_dtype
-from ..common.backends import Backend, never
+from ..common.backends import Backend, Gradients, never
 from ..common.chunks import WORKSPACE, chunks
 from ..common.softmax import softmax_
 from .operands import Options, Terms
@@ -137,14 +137,16 @@ def forward(terms: Terms, options: Options, output: Tensor, lse: Tensor) -> None
 
 
 def backward(
-    grad_output: Tensor, terms: Terms, options: Options, output: Tensor | None, lse: Tensor, grads: list[Tensor | None]
-) -> None:
-    """Fill the wanted gradients (those not None), in the order of :class:`.Terms`."""
+    grad_output: Tensor, terms: Terms, options: Options, output: Tensor | None, lse: Tensor, grads: Gradients
+) -> Gradients:
+    """Fill or return the gradients that are not None."""
     problem = Problem(terms, options)
-    sums = [None if g is None else torch.zeros(g.shape, dtype=problem.dtype, device=g.device) for g in grads]
-    sum_query, sum_key, sum_value, sum_band, sum_outside, sum_position = sums
+    sums = {
+        n: None if g is None else torch.zeros(g.shape, dtype=problem.dtype, device=g.device) for n, g in grads.items()
+    }
+    sum_query, sum_key, sum_value, sum_band, sum_outside, sum_position = sums.values()
     first = problem.workspace()
-    second = problem.workspace() if any(g is not None for i, g in enumerate(grads) if i != 2) else None
+    second = problem.workspace() if any(g is not None for name, g in grads.items() if name != "value") else None
     for chunk in problem.chunks:
         b, t = chunk
         keys = problem.keys(t)
@@ -177,9 +179,7 @@ def backward(
                 _add(sum_outside, chunk, band.sum(-1).neg_())
     if sum_key is not None:
         sum_key *= options.scale
-    for wanted, total in zip(grads, sums):
-        if wanted is not None and total is not None:
-            wanted.copy_(total)
+    return sums
 
 
 def _add(total: Tensor, chunk: tuple[slice, slice], addend: Tensor) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..common import backends, triton_launch
-from ..common.backends import Backend
+from ..common.backends import Backend, Gradients
 from ..common.triton_launch import launch, power_of_two
 from .operands import Options, Terms
 from .torch import band_reach
@@ -201,25 +201,26 @@ def forward(terms: Terms, options: Options, output: Tensor, lse: Tensor) -> None
 
 
 def backward(
-    grad_output: Tensor, terms: Terms, options: Options, output: Tensor | None, lse: Tensor, grads: list[Tensor | None]
-) -> None:
-    """Fill the wanted gradients (those not None), in the order of :class:`.Terms`."""
+    grad_output: Tensor, terms: Terms, options: Options, output: Tensor | None, lse: Tensor, grads: Gradients
+) -> Gradients:
+    """Fill or return the gradients that are not None."""
     from . import triton_kernels as kernels
 
     call = Call(terms, options)
     B, M, T, S = call.B, call.M, call.T, call.S
     grad_output, lse = _with_rows(grad_output), lse.contiguous()
     if call.d == 0:
-        grads = [None, None, *grads[2:]]
+        grads = grads | dict(query=None, key=None)
     shape = (B, M, T)
-    shared = grads[5] if grads[5] is not None and grads[5].shape[:3] != shape else None
-    targets = [
-        None if g is None or g is shared else _target(g, g.shape if i < 3 else (*shape, *g.shape[3:]))
-        for i, g in enumerate(grads)
-    ]
-    query, key, value, band, outside, position = targets
+    shared = grads["position_logits"]
+    shared = None if shared is None or shared.shape[:3] == shape else shared
+    targets = {
+        name: None if g is None or g is shared else _target(g, (*shape, *g.shape[3:]) if "logits" in name else g.shape)
+        for name, g in grads.items()
+    }
+    query, key, value, band, outside, position = targets.values()
     delta = None
-    if any(g is not None for i, g in enumerate(grads) if i != 2):
+    if any(g is not None for name, g in grads.items() if name != "value"):
         if output is None:  # another backend was to compute this backward pass
             output = grad_output.new_empty(grad_output.shape)
             forward(terms, options, output, torch.empty_like(lse))
@@ -243,14 +244,13 @@ def backward(
             NEAR=_near(tile.queries),
         )  # fmt: skip
     if shared is not None:
-        targets[5] = _sum_position(kernels.differentiate_position, call, grad_output, [lse, delta], shared.shape)
-    for grad, found in zip(grads, targets):
-        if grad is not None and found is not None and found is not grad:
-            grad.copy_(found.sum_to_size(grad.shape))
+        summed = _sum_position(kernels.differentiate_position, call, grad_output, [lse, delta], shared.shape)
+        targets["position_logits"] = summed
+    return targets
 
 
 def _target(grad: Tensor, shape: Sequence[int]) -> Tensor:
-    """Where a kernel writes a gradient: there, or to what is summed and copied to it."""
+    """Where a kernel writes a gradient: there, or to a tensor of the full shape."""
     if grad.shape != shape:
         return grad.new_empty(shape, dtype=torch.float32)
     return grad if _has_rows(grad) else torch.empty(shape, dtype=grad.dtype, device=grad.device)

@@ -5,13 +5,11 @@ The kernels compute in float32 and read and write bfloat16; float16 is converted
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from ..common import library
-from ..common.backends import Backend
+from ..common.backends import Backend, Gradients
 from .operands import Options, Terms
 
 _REACH = 1 << 14  # keys that the windows of a row may cover beyond eight times its length
@@ -55,9 +53,9 @@ def forward(terms: Terms, options: Options, output: Tensor, lse: Tensor) -> None
 
 
 def backward(
-    grad_output: Tensor, terms: Terms, options: Options, output: Tensor, lse: Tensor, grads: Sequence[Tensor | None]
-) -> None:
-    """Fill the wanted gradients (those not None) of query, key, value and position logits."""
+    grad_output: Tensor, terms: Terms, options: Options, output: Tensor, lse: Tensor, grads: Gradients
+) -> Gradients:
+    """Fill or return the gradients that are not None."""
     value = terms.value
     stored = _stored(value, lse.dtype)
 
@@ -68,14 +66,12 @@ def backward(
         shape = (*value.shape[:2], *grad.shape[2:])
         return grad if grad.shape == shape and grad.dtype == stored else value.new_empty(shape, dtype=lse.dtype)
 
-    written = [full(grad) for grad in grads]
+    written = {name: full(grad) for name, grad in grads.items()}
     geometry = (options.numbers(), options.zero_border, options.scale)
     torch.ops.attn_plugins.window_attention_backward_(
-        grad_output.to(stored), *_operands(terms, stored), lse, *written, *geometry
+        grad_output.to(stored), *_operands(terms, stored), lse, *written.values(), *geometry
     )
-    for grad, result in zip(grads, written):
-        if grad is not None and result is not None and grad is not result:
-            grad.copy_(result.sum_to_size(grad.shape))
+    return written
 
 
 BACKEND = Backend("cpu", refuses, forward, backward)

@@ -5,14 +5,13 @@ They read float16, bfloat16 and float32 with any strides whose last axis is cont
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..common import library
-from ..common.backends import Backend
+from ..common.backends import Backend, Gradients
 from .operands import Options, Terms
 
 WIDEST_HEAD = 512  # channels that fit the registers of a team of 32 lanes
@@ -57,9 +56,9 @@ def forward(terms: Terms, options: Options, output: Tensor, lse: Tensor) -> None
 
 
 def backward(
-    grad_output: Tensor, terms: Terms, options: Options, output: Tensor, lse: Tensor, grads: Sequence[Tensor | None]
-) -> None:
-    """Fill the wanted gradients (those not None) of query, key, value and position logits."""
+    grad_output: Tensor, terms: Terms, options: Options, output: Tensor, lse: Tensor, grads: Gradients
+) -> Gradients:
+    """Fill or return the gradients that are not None."""
     value = terms[2]
 
     def full(grad: Tensor | None, any_strides: bool) -> Tensor | None:
@@ -70,14 +69,12 @@ def backward(
         fits = grad.shape == shape and (any_strides or grad.stride(-1) == 1 or grad.shape[-1] == 1)
         return grad if fits else grad.new_empty(shape)
 
-    written = [full(grad, any_strides=n == 3) for n, grad in enumerate(grads)]
+    written = {name: full(grad, any_strides=name == "position_logits") for name, grad in grads.items()}
     backward_kernels(
-        _rows(grad_output), *_operands(terms), _rows(output), lse.contiguous(), *written,
+        _rows(grad_output), *_operands(terms), _rows(output), lse.contiguous(), *written.values(),
         options.numbers(), options.zero_border, options.scale,
     )  # fmt: skip
-    for grad, result in zip(grads, written):
-        if grad is not None and result is not None and grad is not result:
-            grad.copy_(result.sum_to_size(grad.shape))
+    return written
 
 
 BACKEND = Backend("cuda", refuses, forward, backward)

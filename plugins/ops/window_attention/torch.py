@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from ..common.backends import Backend, never
+from ..common.backends import Backend, Gradients, never
 from ..common.softmax import softmax_
 from .operands import Options, Terms
 
@@ -68,9 +68,9 @@ def forward(terms: Terms, options: Options, output: Tensor, lse: Tensor) -> None
 
 
 def backward(
-    grad_output: Tensor, terms: Terms, options: Options, output: Tensor, lse: Tensor, grads: Sequence[Tensor | None]
-) -> None:
-    """Fill the wanted gradients (those not None) of query, key, value and position logits."""
+    grad_output: Tensor, terms: Terms, options: Options, output: Tensor, lse: Tensor, grads: Gradients
+) -> Gradients:
+    """Fill or return the gradients that are not None."""
     query, key, value, _ = terms
     dtype, grid, size = lse.dtype, lse.shape[2:], value.shape[2:4]
     weights = _logits(terms, options, lse.shape, dtype)
@@ -80,9 +80,9 @@ def backward(
     for t, queries, keys in _taps(grid, size, options):
         slopes[queries][..., t] = (gradient[queries] * value[keys]).sum(-1)
     slopes = weights * (slopes - (weights * slopes).sum(-1, keepdim=True))
-    grad_query, grad_key, grad_value = (
-        None if grad is None else torch.zeros_like(grad, dtype=dtype) for grad in grads[:3]
-    )
+    sums = {name: None if grad is None else torch.zeros_like(grad, dtype=dtype) for name, grad in grads.items()}
+    sums["position_logits"] = slopes
+    grad_query, grad_key, grad_value, _ = sums.values()
     for t, queries, keys in _taps(grid, size, options):
         if grad_value is not None:
             grad_value[keys] += weights[queries][..., t, None] * gradient[queries]
@@ -91,9 +91,7 @@ def backward(
             grad_query[queries] += slope * key[keys]
         if grad_key is not None and query is not None:
             grad_key[keys] += slope * query[queries]
-    for grad, result in zip(grads, (grad_query, grad_key, grad_value, slopes)):
-        if grad is not None and result is not None:
-            grad.copy_(result.sum_to_size(grad.shape))
+    return sums
 
 
 BACKEND = Backend("torch", never, forward, backward)

@@ -291,7 +291,8 @@ def meta(width, dtype=torch.float16):
 
 with backend("triton"), triton_launch.recorded((9, 0)) as found:
     terms = Terms(meta([16]), meta([16]), meta([16]), None)
-    sums, grads = meta([], torch.float32), (meta([16]), meta([16]), None, None)
+    sums, wanted = meta([], torch.float32), (meta([16]), meta([16]), None, None)
+    grads = dict(zip(Terms._fields, wanted))
     triton_criss_cross.backward(meta([16]), terms, Options(1.0, True), meta([16]), meta([0]), sums, grads)
 for each, kernel in variants(found).items():
     compiled(each, kernel, 90)

@@ -7,6 +7,7 @@ import torch
 
 from attn_plugins.ops import backend, explain, global_attention, reference
 from attn_plugins.ops.common import flash
+from attn_plugins.ops.common.gradients import fill
 from attn_plugins.ops.global_attention import sdpa as folding
 from attn_plugins.ops.global_attention.operands import Options, Terms
 from tests.ops.global_attention.operands import (
@@ -29,9 +30,9 @@ def folded(arguments):
     output = terms.value.new_empty(*shape, terms.value.shape[4])
     lse = terms.value.new_empty(shape, dtype=torch.float32)
     folding.forward(terms, SCALE, output, lse)
-    grads = [torch.empty_like(t) for t in arguments]
-    folding.backward(torch.ones_like(output), terms, SCALE, output, lse, grads)
-    return output, grads
+    grads = {name: torch.empty_like(t) for name, t in zip(Terms._fields, arguments)}
+    fill(grads, folding.backward(torch.ones_like(output), terms, SCALE, output, lse, grads))
+    return output, [*grads.values()]
 
 
 @pytest.mark.parametrize("scale", [0.7, -0.7, 40**-0.5, 0.0])
@@ -64,9 +65,9 @@ def test_folding(folded_terms):
         grad = torch.randn_like(expected)
         present = [t for t in inputs if t is not None]
         wanted = torch.autograd.grad(reference.global_attention(*inputs, 0.7), present, grad)
-        grads = [None if t is None else torch.empty_like(t) for t in arguments]
-        folding.backward(grad, Terms(*arguments), SCALE, output, lse, grads)
-        for actual, one in zip([g for g in grads if g is not None], wanted):
+        grads = {name: None if t is None else torch.empty_like(t) for name, t in zip(Terms._fields, arguments)}
+        fill(grads, folding.backward(grad, Terms(*arguments), SCALE, output, lse, grads))
+        for actual, one in zip([g for g in grads.values() if g is not None], wanted):
             close(actual, one, dtype, factor=20 if half else 4)
 
 
@@ -119,10 +120,11 @@ def test_folding_calls_what_cuda_offers():
     with FakeTensorMode():
         terms = Terms(*(t.to("cuda", torch.float16) for t in make(broadcast=True)))
         output, lse = torch.empty(2, 3, 3, 4, 6, device="cuda").half(), torch.empty(2, 3, 3, 4, device="cuda")
-        grads = [torch.empty_like(t) for t in terms]
+        grads = {name: torch.empty_like(t) for name, t in zip(terms._fields, terms)}
         folding.forward(terms, SCALE, output, lse)
-        folding.backward(torch.empty_like(output), terms, SCALE, output, lse, grads)
-        assert [g.shape for g in grads] == [t.shape for t in terms]
+        found = folding.backward(torch.empty_like(output), terms, SCALE, output, lse, grads)
+        assert found.keys() == grads.keys()
+        fill(grads, found)
 
 
 @pytest.mark.skipif(torch.version.cuda is None, reason="a CPU-only torch")
@@ -147,9 +149,9 @@ def test_flash_attention_takes_what_cuda_offers_of_content_alone(layout, monkeyp
         assert not folding.is_flash(terms._replace(value=terms.value[..., :6]), SCALE)
         assert not folding.is_flash(Terms(*(None if t is None else t.float() for t in terms)), SCALE)
         output, lse = torch.empty(2, 3, 3, 4, 8, device="cuda").half(), torch.empty(2, 3, 3, 4, device="cuda")
-        grads = [None if t is None else torch.empty_like(t) for t in terms]
         folding.forward(terms, SCALE, output, lse)
-        folding.backward(torch.empty_like(output), terms, SCALE, output, lse, grads)
+        found = folding.backward(torch.empty_like(output), terms, SCALE, output, lse, {})
+        assert [grad.shape for grad in found.values()] == [t.shape for t in terms if t is not None]
 
 
 @pytest.mark.cuda

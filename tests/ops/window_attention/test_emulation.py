@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from attn_plugins.ops import reference
+from attn_plugins.ops.common.gradients import fill
 from attn_plugins.ops.window_attention import cuda
 from attn_plugins.ops.window_attention.operands import Options, Terms
 from tests.ops.emulation.kernels import NEEDS, error, load, reserved
@@ -50,11 +51,12 @@ def compute(request, monkeypatch):
         lse = value.new_full(grad_output.shape[:-1], math.nan, dtype=torch.float32)
         terms, options = Terms(*terms), geometry._replace(scale=scale)
         cuda.forward(terms, options, output, lse)
-        grads = [
-            None if t is None or not need else torch.empty_like(t).fill_(math.nan) for t, need in zip(terms, needs)
-        ]
-        cuda.backward(grad_output, terms, options, output, lse, grads)
-        return output.cpu(), [None if g is None else g.cpu() for g in grads]
+        grads = {
+            name: None if t is None or not need else torch.empty_like(t).fill_(math.nan)
+            for name, t, need in zip(terms._fields, terms, needs)
+        }
+        fill(grads, cuda.backward(grad_output, terms, options, output, lse, grads))
+        return output.cpu(), [None if g is None else g.cpu() for g in grads.values()]
 
     return run
 
