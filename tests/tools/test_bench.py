@@ -17,7 +17,7 @@ from tools.bench.__main__ import main
 from tools.bench.case import Case, problem
 from tools.bench.cases import calls, deform_conv, end_to_end
 from tools.bench.cases.modules import MODULES
-from tools.bench.measure import backends_of, measure
+from tools.bench.measure import backends_of, difference, measure
 from tools.bench.timing import Contestant, Settings, race
 
 QUICK = ["--threads", "1", "--seconds", "0", "--min-rounds", "2", "--attempts", "1", "--wait", "0"]
@@ -148,6 +148,11 @@ def test_short_runs_on_cuda_are_timed_by_graphs_and_long_ones_by_events(monkeypa
     monkeypatch.setattr(timing, "captured", refuse)
     how = Contestant(Clock.taking(1e-4), "cuda").how["how"]
     assert how == "events, with the host's time: no graph (called a synchronizing CUDA operation)"
+
+
+def test_differences_are_relative():
+    assert difference(torch.tensor([3.0, 8.0]), torch.tensor([0.0, 4.0])) == pytest.approx(5 / 4)
+    assert difference((torch.ones(2), None), (torch.ones(2), None)) == 0
 
 
 def test_rows_have_their_own_threads():

@@ -241,6 +241,18 @@ def test_mean_shape_is_of_the_training_faces_alone(faces, tmp_path):
     assert not np.allclose(whole.matrices["5_1"], changed.matrices["5_1"])
 
 
+def test_points_are_scaled_from_corner_to_corner(faces, tmp_path):
+    """The centre of the first pixel is (0, 0): a picture of twice the size begins at (-0.5, -0.5) as well."""
+    images, pictures = tmp_path / "images", tmp_path / "pictures"
+    for folder, size in ((images, (170, 150)), (pictures, (340, 300))):
+        folder.mkdir()
+        Image.new("RGB", size).save(folder / "1_1.jpg")
+    request = Request(faces[1], pictures, SIZE)
+    aligned = Alignment(request, {"1_1": images / "1_1.jpg"}, ["1_1"])
+    points = read_landmarks(faces[1])["1_1"]
+    assert np.allclose(2 * (aligned.points["1_1"] + 0.5), points + 0.5)
+
+
 def test_points_of_larger_pictures_are_scaled(faces, tmp_path):
     source, annotation = faces
     plain = face_parsing.build("helen", source, tmp_path / "plain", align=Request(annotation, size=SIZE))
@@ -300,6 +312,10 @@ def add_twice(annotation):
         (
             edited(lambda lines: [lines[0], *["-9 , 3", "-8 , 4"] * 97]),
             r"0 of the 194 landmarks of 2_1 are on its face",
+        ),
+        (
+            edited(lambda lines: [lines[0], *lines[45:125], *["-9 , 3", "-8 , 4"] * 57]),
+            r"80 of the 194 landmarks of 2_1 are on its face",
         ),
     ],
 )

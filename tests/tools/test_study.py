@@ -19,6 +19,7 @@ from tools.study.commands import ROOT, StudyError
 from tools.study.rules import CANNOT, MISSING, NOT, SEEN, Sample, outcome
 from tools.study.runner import toolkit_of
 from tools.study.settings import NAMES, Run, Study
+from tools.study.table import reached
 
 MM = ("mmdet", "mmseg", "skimage", "sklearn")
 
@@ -352,6 +353,13 @@ def test_rules(rule, one, other, effect, p, verdict):
     found = outcome(claim, {"a": one, "b": other})
     assert found.verdict == verdict
     assert f"{one.mean - other.mean:+.1f}" in found.result
+
+
+def test_the_first_epoch_at_a_level():
+    rows = [dict(epochs=[5, 10, 15], top1=[20, 50, 60]), dict(epochs=[5, 10, 15], top1=[50, 60, 70])]
+    assert reached(rows, "top1", 50) == "8 ± 4"
+    assert reached(rows, "top1", 65) == "15 (1 of 2)"
+    assert reached(rows, "top1", 80) == "> 15"
 
 
 def test_every_comparison_of_a_claim_counts():
