@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from mmcv.cnn import build_norm_layer
 from mmengine.model import constant_init
 from torch import nn
 
@@ -38,12 +39,21 @@ class Reinitialised(nn.Module):
         self.reset_parameters()  # type: ignore[operator]
 
 
-class GeneralizedAttention2d(Reinitialised, modules.GeneralizedAttention2d):
-    """:class:`attn_plugins.modules.GeneralizedAttention2d`."""
+class Normalised(Reinitialised):
+    """Mixin that accepts ``norm_cfg``, such as ``dict(type="SyncBN")``, for ``norm_layer``."""
+
+    def __init__(self, *args: Any, norm_cfg: dict[str, Any] | None = None, **options: Any):
+        if norm_cfg is not None:
+            options["norm_layer"] = lambda channels: build_norm_layer(norm_cfg, channels)[1]
+        super().__init__(*args, **options)
 
 
-class DynamicConv2d(Reinitialised, modules.DynamicConv2d):
-    """:class:`attn_plugins.modules.DynamicConv2d`."""
+class GeneralizedAttention2d(Normalised, modules.GeneralizedAttention2d):
+    """:class:`attn_plugins.modules.GeneralizedAttention2d`, which also accepts ``norm_cfg``."""
+
+
+class DynamicConv2d(Normalised, modules.DynamicConv2d):
+    """:class:`attn_plugins.modules.DynamicConv2d`, which also accepts ``norm_cfg``."""
 
 
 class BilateralNonLocal2d(Reinitialised, modules.BilateralNonLocal2d):

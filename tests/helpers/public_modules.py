@@ -81,6 +81,10 @@ VARIANTS: dict[str, Build] = {
     "CausalDeformableConv1d, modulated": lambda **f: modules.CausalDeformableConv1d(4, 4, 3, modulated=True, **f),
     "DeformableConv1d, modulated": lambda **f: modules.DeformableConv1d(4, 4, 3, padding=1, modulated=True, **f),
     "DynamicConv1d, causal": lambda **f: modules.DynamicConv1d(16, kernel_size=3, causal=True, **f),
+    "DynamicConv2d, normalised": lambda **f: modules.DynamicConv2d(16, 3, norm_layer=nn.BatchNorm2d, **f),
+    "GeneralizedAttention2d, normalised": lambda **f: modules.GeneralizedAttention2d(
+        16, 2, norm_layer=nn.BatchNorm2d, **f
+    ),
     "GeneralizedAttention2d, 0010": lambda **f: modules.GeneralizedAttention2d(16, 2, "0010", **f),
     "GeneralizedAttention2d, 0110": lambda **f: modules.GeneralizedAttention2d(16, 2, "0110", **f),
     "GeneralizedAttention2d, range": lambda **f: modules.GeneralizedAttention2d(16, 2, spatial_range=5, **f),

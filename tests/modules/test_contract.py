@@ -36,7 +36,7 @@ JUMPING = (
     "NonLocal3d, concatenation",
 )  # fmt: skip
 # Adding a constant to all keys adds a constant to all logits of a query, which softmax ignores.
-WITHOUT_EFFECT = ("k_proj.bias", "key_conv.bias", "phi.bias", "key.0.bias", "key.1.bias")
+WITHOUT_EFFECT = ("k_proj.bias", "key_conv.bias", "key_conv.1.bias", "phi.bias", "key.0.bias", "key.1.bias")
 
 
 def factor(name: str) -> float:

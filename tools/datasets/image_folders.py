@@ -4,10 +4,14 @@
 
     python -m tools.datasets.image_folders digits data/digit_folders       # handwritten digits, 8×8 pixels
     python -m tools.datasets.image_folders crops data/photograph_crops     # which photograph is this crop from?
+    python -m tools.datasets.image_folders upright data/upright_digits     # digits on 128×128 pixels, of one size
+    python -m tools.datasets.image_folders deformed data/deformed_digits   # … turned, sheared and scaled
 
 ``digits``: scikit-learn's 1,797 digits, every fifth of a class for validation. ``crops``: random crops of the
 photographs in scikit-learn and scikit-image, one class per photograph; validation crops come from the right part of
-each photograph, which no training crop touches. The same recipe gives the same pixels on every run.
+each photograph, which no training crop touches. ``upright`` and ``deformed``: the digits of ``digits`` in the same
+halves, ``--copies`` of each at random places; the deformed ones are turned by up to 60° and sheared, and their sides
+are 25 to 100 pixels. The same recipe gives the same pixels on every run.
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ from PIL import Image
 from tools import need
 from tools.datasets.digits_on_photographs import CLASSES, GAP, PHOTOGRAPHS, TRAIN_WIDTH, digit_samples, photographs
 
+PLACED = 128  # pixels of a side
 ZOOM = (1.0, 2.0)  # pixels of the photograph per pixel of a crop
 
 
@@ -35,6 +40,24 @@ def digits() -> Iterator[tuple[str, str, np.ndarray]]:
         seen[int(label)] += 1
         half = "val" if seen[int(label)] % 5 == 0 else "train"
         yield half, CLASSES[label], np.repeat((image * 255).round().astype(np.uint8)[..., None], 3, 2)
+
+
+def placed_digits(deformed: bool, copies: int, seed: int) -> Iterator[tuple[str, str, np.ndarray]]:
+    """Yield (half, class, image): ``copies`` of every digit, each at a place, size, angle and shear of its own."""
+    for number, (half, name, pixels) in enumerate(digits()):
+        rng = np.random.default_rng((seed, deformed, number))
+        for _ in range(copies):
+            size = np.exp(rng.uniform(np.log(25), np.log(100))) if deformed else 50.0
+            angle, shear = (rng.uniform(-np.pi / 3, np.pi / 3), rng.uniform(-0.4, 0.4)) if deformed else (0.0, 0.0)
+            turn = np.array([[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]])
+            back = np.linalg.inv(turn @ np.array([[1, shear], [0, 1]])) * (pixels.shape[0] / size)
+            centre = PLACED / 2 + rng.uniform(-1, 1, 2) * max(0.0, (PLACED - size) / 2)
+            shift = np.array(pixels.shape[:2]) / 2 - back @ centre
+            data = (*back[0], shift[0], *back[1], shift[1])
+            image = Image.fromarray(pixels[..., 0]).transform(
+                (PLACED, PLACED), Image.Transform.AFFINE, data, Image.Resampling.BICUBIC
+            )
+            yield half, name, np.repeat(np.asarray(image)[..., None], 3, 2)
 
 
 def crops(train: int, val: int, side: int, seed: int) -> Iterator[tuple[str, str, np.ndarray]]:
@@ -73,19 +96,25 @@ def main(arguments: list[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("set", choices=("digits", "crops"))
+    parser.add_argument("set", choices=("digits", "crops", "upright", "deformed"))
     parser.add_argument("output", type=Path, metavar="DIR")
     parser.add_argument("--train", type=int, default=200, help="training crops of each photograph")
     parser.add_argument("--val", type=int, default=50, help="validation crops of each photograph")
     parser.add_argument("--side", type=int, default=32, help="side of a crop, in pixels")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the crops")
+    parser.add_argument("--copies", type=int, default=4, help="upright or deformed copies of each digit")
+    parser.add_argument("--seed", type=int, default=0, help="seed of crops and copies")
     options = parser.parse_args(arguments)
-    for name in ("train", "val", "side"):
+    for name in ("train", "val", "side", "copies"):
         if getattr(options, name) < 1:
             parser.error(f"--{name} must be at least 1, got {getattr(options, name)}")
     need("sklearn", *(["skimage"] if options.set == "crops" else []))
     options.output.parent.mkdir(parents=True, exist_ok=True)
-    images = digits() if options.set == "digits" else crops(options.train, options.val, options.side, options.seed)
+    images = {
+        "digits": digits,
+        "crops": lambda: crops(options.train, options.val, options.side, options.seed),
+        "upright": lambda: placed_digits(False, options.copies, options.seed),
+        "deformed": lambda: placed_digits(True, options.copies, options.seed),
+    }[options.set]()
     print(f"{build(options.output, images)} images in {options.output}")
     return 0
 

@@ -150,6 +150,8 @@ def train(settings: Settings, state: State | None, options: argparse.Namespace, 
     torch.manual_seed(config.seed)
     model = build_model(config, len(classes), place)
     draw_parameters(model, config.init_std)
+    if config.init is not None and state is None:
+        notes.append(checkpoint.start_from(model, Path(config.init)))
     data = data_config(config, model)
     val_loader = load_validation(validation, config, data, place)
     transformed = Transformed(training, training_transform(config, data))

@@ -90,6 +90,20 @@ def load_weights(model: nn.Module, file: Path, config: Config, classes: Sequence
     model.load_state_dict(tensors)
 
 
+def start_from(model: nn.Module, file: Path) -> str:
+    """Load the parameters of a file whose names and shapes the model has; return how many, in words.
+
+    Raises:
+        ConfigError: the file cannot be read, or shares no parameter with the model.
+    """
+    tensors, own = read_weights(file, "init")[0], model.state_dict()
+    shared = {name: tensor for name, tensor in tensors.items() if name in own and own[name].shape == tensor.shape}
+    if not shared:
+        raise ConfigError(f"init {file} has no parameter of a name and shape of the model")
+    model.load_state_dict(shared, strict=False)
+    return f"{len(shared)} of {len(own)} tensors of the model start from {file}"
+
+
 def classes_apart(before: Sequence[str], now: Sequence[str], file: Path) -> str:
     """Describe how the classes of a checkpoint and those of ``--data`` differ."""
     for names, others, where in ((before, now, str(file)), (now, before, "--data")):

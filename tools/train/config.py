@@ -34,6 +34,8 @@ class Config:
         init_std: Parameter names with the standard deviation of the normal distribution from which they are drawn,
             instead of the model's own initialisation. TimeSformer's ``time_embed`` starts at 0, for pretrained weights;
             trained from scratch, ``time_embed`` and ``pos_embed`` need more.
+        init: Weights (safetensors) of a training of this or of another model, from which the parameters of equal names
+            and shapes start; None: from nothing, or as ``model_args`` says.
         dataset: ``'folder'`` (``train/CLASS/*.png`` and ``val/CLASS/*.png``), ``'clips'`` (``train/CLASS/*.mp4``, or
             folders of frames ``train/CLASS/CLIP/*.png``, and ``val`` likewise), or one of timm's datasets, such as
             ``'torch/cifar100'``.
@@ -79,6 +81,7 @@ class Config:
     model: str
     model_args: dict[str, Any] = field(default_factory=dict)
     init_std: dict[str, Any] = field(default_factory=dict)
+    init: str | None = None
     dataset: str = "folder"
     frames: int = 8
     frame_sampling: str = "uniform"

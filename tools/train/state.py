@@ -18,7 +18,7 @@ from .config import Config, ConfigError, build, read_yaml
 
 # Settings that a resumed training must not change: they affect the weights, the learning rate or the optimizer.
 FIXED = (
-    "model", "model_args", "init_std", "dataset", "frames", "input_size", "epochs", "batch_size", "optimizer",
+    "model", "model_args", "init_std", "init", "dataset", "frames", "input_size", "epochs", "batch_size", "optimizer",
     "optimizer_args", "momentum", "weight_decay", "lr", "lr_batch_size", "offset_lr_scale", "schedule", "warmup",
     "milestones", "decay_epochs", "decay_rate", "precision", "ema", "seed",
 )  # fmt: skip

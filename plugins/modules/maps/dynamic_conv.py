@@ -5,7 +5,7 @@ Shapes: B batch, G groups, C channels, (H, W) or T positions, taps of the kernel
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from ..common.capture import window_maps_of
 from ..common.checks import check_map, check_padding_mask, check_tensor, pair, positive
 from ..common.sequence_cache import SequenceCache, check_cache
 from .memory_format import in_format_of, to_channels_last
+from .normalised import normalise, projections
 
 
 class DynamicConv2d(nn.Module):
@@ -33,6 +34,8 @@ class DynamicConv2d(nn.Module):
         dilation: Distance between neighbouring taps.
         bias: Whether both linear layers have biases; the kernels' predictor has none.
         residual: Whether to return ``x + gamma * f(x)``; else f(x), without ``gamma``.
+        norm_layer: Creates a normalisation of a number of channels, such as ``nn.SyncBatchNorm``, after each
+            projection; None for none. Zhu et al. have one in their segmentation networks (section 4.1).
 
     Shapes:
         (B, C, H, W) -> (B, C, H, W)
@@ -50,6 +53,7 @@ class DynamicConv2d(nn.Module):
         bias: bool = True,
         residual: bool = True,
         *,
+        norm_layer: Callable[[int], nn.Module] | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -66,11 +70,13 @@ class DynamicConv2d(nn.Module):
         self.kernel = nn.Conv2d(in_channels, num_groups * taps, 1, bias=False, **factory)
         self.output = nn.Conv2d(in_channels, in_channels, 1, bias=bias, **factory)
         self.gamma = nn.Parameter(torch.empty(1, **factory)) if residual else None
+        if norm_layer is not None:
+            normalise(self, ("input", "kernel", "output"), norm_layer)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Draw all layers by Glorot uniform initialisation, and zero biases and ``gamma``."""
-        for layer in (self.input, self.kernel, self.output):
+        for layer in projections(self):
             nn.init.xavier_uniform_(layer.weight)
             if layer.bias is not None:
                 nn.init.zeros_(layer.bias)
@@ -109,7 +115,7 @@ class DynamicConv2d(nn.Module):
 
     def _terms(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Compute values (B, G, H, W, C / G) and the kernels' logits (B, G, H, W, taps)."""
-        check_map(x, self.in_channels, self.input.weight)
+        check_map(x, self.in_channels, next(self.parameters()))
         # In channels-last memory a projection is a plain GEMM and the groups are views with a contiguous width.
         value = to_channels_last(F.glu(self.input(to_channels_last(x)), 1))
         return self._grouped(value), self._grouped(self.kernel(value))

@@ -6,7 +6,7 @@ Shapes: B batch, C channels, M heads, d width per head, (Hq, Wq) queries, (Hk, W
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from ..common.capture import maps_of
 from ..common.checks import check_map, positive
 from .generalized_positions import AxisPositions
 from .memory_format import in_format_of, to_channels_last
+from .normalised import normalise, projections
 
 
 class GeneralizedAttention2d(AxisPositions):
@@ -48,6 +49,8 @@ class GeneralizedAttention2d(AxisPositions):
         position_embedding_dim: Width of the sine encoding of each axis, even; -1: C.
         position_magnitude: Factor of the offsets before encoding.
         scale: Factor of the sum of all terms, such as d ** -0.5; the paper uses 1.
+        norm_layer: Creates a normalisation of a number of channels, such as ``nn.SyncBatchNorm``, after each
+            projection; None for none. The paper has one in its segmentation networks (section 4.1).
 
     Raises:
         ValueError: an argument is out of range.
@@ -72,6 +75,7 @@ class GeneralizedAttention2d(AxisPositions):
         position_magnitude: float = 1,
         *,
         scale: float = 1.0,
+        norm_layer: Callable[[int], nn.Module] | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -109,6 +113,8 @@ class GeneralizedAttention2d(AxisPositions):
         self.geom_bias = nn.Parameter(torch.empty(width, **factory)) if terms.position else None  # v
         self.proj_conv = nn.Conv2d(width, in_channels, 1, **factory)
         self.gamma = nn.Parameter(torch.empty(1, **factory))
+        if norm_layer is not None:
+            normalise(self, ("query_conv", "key_conv", "value_conv", "proj_conv"), norm_layer)
         self.reset_parameters()
 
     @staticmethod
@@ -172,8 +178,7 @@ class GeneralizedAttention2d(AxisPositions):
 
     def reset_parameters(self) -> None:
         """Draw projections uniformly by fan-in, and u and v uniformly; zero gamma and the output bias."""
-        for module in self.children():
-            assert isinstance(module, (nn.Conv2d, nn.Linear))
+        for module in projections(self):
             nn.init.kaiming_uniform_(module.weight, a=1)
             if module.bias is not None:
                 nn.init.zeros_(module.bias)
@@ -290,9 +295,9 @@ class GeneralizedAttention2d(AxisPositions):
 
     def _features(self, x: Tensor, context: Tensor | None) -> tuple[Tensor | None, Tensor | None, Tensor]:
         """Compute scaled query, key and value, (B, M, ·, ·, d), as far as the terms need them."""
-        check_map(x, self.in_channels, self.value_conv.weight)
+        check_map(x, self.in_channels, self.gamma)
         if context is not None:
-            check_map(context, self.in_channels, self.value_conv.weight, "context")
+            check_map(context, self.in_channels, self.gamma, "context")
             if context.shape[0] != x.shape[0]:
                 raise ValueError(f"context must have x's batch size {x.shape[0]}, got {context.shape[0]}")
         # In channels-last memory a projection is a plain GEMM and its heads are views with a contiguous width.
