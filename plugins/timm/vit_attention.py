@@ -40,6 +40,7 @@ class ViTAttention(GridAttention):
         kernel_size: k of the predicted position logits, odd; None: no such logits.
         outside: Value of the predicted logits outside their window.
         smoothing: Divisor of the predicted logits.
+        gate_init: Initial gate of the added terms.
 
     Shapes:
         (B, P + H * W, C) -> (B, P + H * W, C)
@@ -64,6 +65,7 @@ class ViTAttention(GridAttention):
         attn_drop: float = 0.0,
         proj_drop: float = 0.0,
         norm_layer: Any = None,
+        gate_init: float = 0.0,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -71,6 +73,7 @@ class ViTAttention(GridAttention):
         super().__init__(dim, num_heads, attention_type, spatial_range, kernel_size, outside, smoothing)
         if (qk_norm or scale_norm) and norm_layer is None:
             raise ValueError("norm_layer must be given for qk_norm and scale_norm, got None")
+        self.gate_init = gate_init
         factory: dict[str, Any] = dict(device=device, dtype=dtype)
         width = dim // num_heads
         self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias, **factory)

@@ -40,7 +40,7 @@ class GridTerms(nn.Module):
     Its methods compute logits, gated if they are added to the content term; subclasses attend with them.
     """
 
-    __jit_unused_properties__ = ["needs_grid"]
+    gate_init = 0.0  # initial gate of the added terms
 
     def __init__(
         self,
@@ -99,9 +99,9 @@ class GridTerms(nn.Module):
         self.gate = nn.Parameter(torch.empty(M, **factory)) if added else None
 
     def reset_terms(self) -> None:
-        """Draw tables and the predictor by Glorot initialisation, u and v uniformly by fan-in; zero the gate."""
+        """Draw tables and the predictor by Glorot initialisation, u and v uniformly by fan-in; reset the gate."""
         if self.gate is not None:
-            nn.init.zeros_(self.gate)
+            nn.init.constant_(self.gate, self.gate_init)
         for table in (self.row_table, self.column_table):
             if table is not None:
                 nn.init.xavier_uniform_(table.weight)

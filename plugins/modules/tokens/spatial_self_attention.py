@@ -46,6 +46,7 @@ class SpatialSelfAttention(GridAttention):
         outside: δ beyond the window: ``'learned'`` (one more predicted value), ``'zero'``, ``'min'``, ``'mean'``, or
             ``'-inf'``, which limits keys to the window regardless of the gate.
         smoothing: σ: ``'zscore'`` standardises a query's δ over its keys, ``'sqrt_d'`` divides them by √d.
+        gate_init: Initial gate. At 0 a layer without the content term starts with equal weights for all keys.
 
     Raises:
         ValueError: an argument is out of range or inconsistent with the others.
@@ -63,12 +64,13 @@ class SpatialSelfAttention(GridAttention):
         outside: Outside = "learned",
         smoothing: Smoothing = "zscore",
         *,
+        gate_init: float = 0.0,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         check_heads(embed_dim, num_heads, dropout)
         super().__init__(embed_dim, num_heads, attention_type, spatial_range, kernel_size, outside, smoothing)
-        self.dropout = dropout
+        self.dropout, self.gate_init = dropout, gate_init
         factory: dict[str, Any] = dict(device=device, dtype=dtype)
         self.in_proj_weight = nn.Parameter(torch.empty(3 * embed_dim, embed_dim, **factory))
         self.in_proj_bias = nn.Parameter(torch.empty(3 * embed_dim, **factory)) if bias else None

@@ -296,3 +296,13 @@ def test_bad_input_is_one_clear_error(change, words):
     given = dict(query=query, key=key, value=value, grid=GRID)
     with pytest.raises((ValueError, TypeError), match=words):
         module()(**{**given, **change})
+
+
+def test_a_gate_that_starts_open():
+    """Without the content term, a closed gate gives all keys the same weight: all outputs are alike."""
+    torch.manual_seed(0)
+    x = torch.randn(2, 12, 16)
+    layers = [SpatialSelfAttention(16, 2, "0110", gate_init=start) for start in (0.0, 1.0)]
+    assert [float(layer.gate.detach().mean()) for layer in layers] == [0, 1]
+    closed, opened = (layer(x, grid=(3, 4)).std(1).max() for layer in layers)
+    assert closed < 1e-6 < 1e-3 < opened
