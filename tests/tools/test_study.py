@@ -16,7 +16,7 @@ pytest.importorskip("yaml")
 from tools.study import findings
 from tools.study.__main__ import main, parse
 from tools.study.commands import ROOT, StudyError
-from tools.study.rules import CANNOT, MISSING, NOT, SEEN, Sample, outcome
+from tools.study.rules import CANNOT, MISSING, NOT, SEEN, Sample, difference, outcome
 from tools.study.runner import toolkit_of
 from tools.study.settings import NAMES, Run, Study
 from tools.study.table import reached
@@ -324,35 +324,58 @@ def test_captioning_from_nothing(tmp_path):
 FAR, NEAR = Sample((5.0, 6.0, 7.0)), Sample((5.1, 6.1, 6.9))
 
 
+def seeded(*values):
+    return Sample(values, seeds=tuple(range(len(values))))
+
+
 @pytest.mark.parametrize(
-    ("rule", "one", "other", "effect", "p", "verdict"),
+    ("rule", "one", "other", "p", "verdict", "half"),
     [
-        ("above", FAR, Sample((1.0, 2.0, 4.9)), None, None, SEEN),
-        ("above", Sample((1.0, 2.0, 4.9)), FAR, None, None, NOT),
-        ("above", FAR, Sample((1.0, 2.0, 5.1)), None, None, CANNOT),
-        ("above", FAR, NEAR, 9.0, None, NOT),  # chance excludes the document's difference
-        ("above", FAR, NEAR, 0.5, None, CANNOT),
-        ("above", Sample((5.0, 6.0)), Sample((1.0, 2.0)), None, None, CANNOT),  # two seeds are not enough
-        ("above", Sample((30.0,)), Sample((10.0, 11.0, 12.0)), None, None, SEEN),  # beyond 4.97 deviations
-        ("above", Sample((15.0,)), Sample((10.0, 11.0, 12.0)), None, None, CANNOT),
-        ("above", Sample((30.0,)), Sample((10.0,)), 5.0, None, CANNOT),  # one seed, whose variation is unknown
-        ("above", Sample((30.0,), 3.0), Sample((25.0,), 3.0), None, None, SEEN),  # 4.24 by both intervals
-        ("above", Sample((30.0,), 3.0), Sample((26.0,), 3.0), None, None, CANNOT),
-        ("above", Sample((30.0,), 3.0), Sample((26.0,), 3.0), None, 0.001, SEEN),
-        ("above", Sample((26.0,), 3.0), Sample((30.0,), 3.0), None, 0.001, NOT),
-        ("above", Sample((2.0,), exact=True), Sample((1.9,), exact=True), None, None, SEEN),
-        ("as_good", Sample((5.0, 5.1, 5.2)), Sample((5.5, 5.6, 5.7)), None, None, SEEN),  # by less than the margin
-        ("as_good", FAR, Sample((5.1, 6.1, 7.1)), None, None, CANNOT),
-        ("as_good", Sample((1.0, 2.0, 3.0)), FAR, None, None, NOT),
-        ("as_good", Sample((25.0,), 3.0), Sample((28.0,), 3.0), None, 0.001, NOT),
-        ("as_good", Sample((30.0,)), Sample((30.0,)), None, None, CANNOT),
+        (
+            "above",
+            seeded(5.0, 6.0, 7.0),
+            seeded(1.0, 2.1, 2.9),
+            None,
+            SEEN,
+            4.303 * 0.1 / 3**0.5,
+        ),  # differences 4 ± 0.1
+        ("above", seeded(1.0, 2.1, 2.9), seeded(5.0, 6.0, 7.0), None, NOT, 0.25),
+        ("above", seeded(5.0, 6.0, 7.0), seeded(4.0, 6.0, 5.0), None, CANNOT, 4.303 / 3**0.5),  # 1, 0, 2
+        ("above", FAR, Sample((1.0, 2.0, 3.0)), None, SEEN, 2.776 * (2 / 3) ** 0.5),  # no seeds: Welch, 4 degrees
+        ("above", Sample((5.0, 6.0)), Sample((2.0, 4.0)), None, CANNOT, 12.706 * 1.25**0.5),  # one degree of freedom
+        ("above", Sample((30.0,)), Sample((10.0, 11.0, 12.0)), None, SEEN, 4.303 * (4 / 3) ** 0.5),
+        ("above", Sample((15.0,)), Sample((10.0, 11.0, 12.0)), None, CANNOT, 4.97),
+        ("above", Sample((30.0,)), Sample((10.0,)), None, CANNOT, None),  # one seed, whose variation is unknown
+        ("above", Sample((30.0,), 3.0), Sample((25.0,), 3.0), None, SEEN, 18**0.5),
+        ("above", Sample((30.0,), 3.0), Sample((26.0,), 3.0), None, CANNOT, 18**0.5),
+        ("above", Sample((30.0,), 3.0), Sample((26.0,), 3.0), 0.001, SEEN, None),
+        ("above", Sample((26.0,), 3.0), Sample((30.0,), 3.0), 0.001, NOT, None),
+        ("above", Sample((2.0,), exact=True), Sample((1.9,), exact=True), None, SEEN, None),
+        ("as_good", seeded(5.0, 5.1, 5.2), seeded(5.5, 5.6, 5.7), None, SEEN, None),  # behind by 0.5 in each pair
+        ("as_good", seeded(5.0, 6.0, 7.0), seeded(5.0, 7.0, 7.0), None, CANNOT, 4.303 / 3),
+        ("as_good", seeded(1.0, 2.0, 3.0), seeded(5.0, 6.0, 7.1), None, NOT, 0.14),
+        ("as_good", Sample((25.0,), 3.0), Sample((28.0,), 3.0), 0.001, NOT, None),
+        ("as_good", Sample((30.0,)), Sample((30.0,)), None, CANNOT, None),
     ],
 )
-def test_rules(rule, one, other, effect, p, verdict):
-    claim = {rule: [["a", "b", effect]], "p": p}
-    found = outcome(claim, {"a": one, "b": other})
+def test_rules(rule, one, other, p, verdict, half):
+    found = outcome({rule: [["a", "b"]], "p": p}, {"a": one, "b": other})
     assert found.verdict == verdict
     assert f"{one.mean - other.mean:+.1f}" in found.result
+    assert half is None or f"± {half:.1f} of" in found.why
+
+
+def test_pairs_are_of_equal_seeds():
+    one, other = Sample((1.0, 5.0, 3.0), seeds=(0, 2, 1)), Sample((2.9, 0.9, 9.0), seeds=(1, 0, 7))
+    shift, half, _ = difference(one, other)
+    assert shift == pytest.approx(0.1)
+    assert half == pytest.approx(0, abs=1e-9)
+
+
+def test_a_margin_of_a_claim():
+    samples = {"a": seeded(5.0, 5.1, 5.2), "b": seeded(5.5, 5.6, 5.7)}
+    for margin, verdict in ((0.4, NOT), (0.6, SEEN)):
+        assert outcome({"as_good": [["a", "b"]], "margin": margin}, samples).verdict == verdict
 
 
 def test_the_first_epoch_at_a_level():

@@ -45,11 +45,13 @@ INTRODUCTION = """\
 `python -m tools.study findings` runs the missing studies and generates this page from the figures in this folder. Each
 row is a claim of one of the four documents, with the document's figures in brackets, and a study that tests it.
 
-* **seen**: every seed of one setting is above every seed of the other (for three against three, one time in twenty by
-  chance); for a single seed, the difference is beyond a 95 % interval, or the paired bootstrap of the study's page has
-  p < 0.01. "As good" is seen if a setting is behind by less than one point, chance included.
-* **not seen**: the order is the opposite, or the interval of the difference excludes the document's difference.
-* **cannot be seen at this size**: both differences are within chance, or no small study tests the claim.
+* A claim that one setting is ahead is tested by its sign: **seen** if the 95 % interval of the difference is above 0,
+  **not seen** if it is below. The interval is Student's, of the differences of equal seeds where settings share them.
+  The sizes of the documents' differences are not tested: they are on the scale of other data and metrics.
+* A claim that one is as good is tested by a margin that was set before, one point of the study's metric: **seen** if
+  the setting is behind by less, interval included, **not seen** if by more.
+* A single seed is judged by the interval over the test sentences, or by the study's paired bootstrap if its p < 0.01.
+* **cannot be seen at this size**: the interval holds both answers, or no small study tests the claim.
 * ± is the standard deviation over seeds; "of the texts" is half of the 95 % interval over the test sentences of
   one seed.
 
@@ -84,8 +86,10 @@ class Record:
         for row in rows(json.loads(self.file.read_text(encoding="utf-8"))):
             name = content["sample"].format_map(row)
             number = value(row, content["value"]) * content.get("factor", 1)
-            values = (*(samples[name].values if name in samples else ()), number)
-            samples[name] = Sample(values, row.get("bleu_interval") if len(values) == 1 else None)
+            before = samples.get(name, Sample(()))
+            seeds = (*before.seeds, row["seed"]) if "seed" in row else ()
+            interval = None if before.values else row.get("bleu_interval")
+            samples[name] = Sample((*before.values, number), interval, seeds=seeds)
             if "multiply_adds" in row:
                 samples[f"{name}/operations"] = Sample((value(row, "operations"),), exact=True)
         return samples
@@ -176,7 +180,8 @@ def claim_row(claim: dict[str, Any], found: Outcome) -> str:
     """Return a claim's line of the table."""
     study = f"[{claim['study']}](#studies)" if "study" in claim else ""
     why = "; ".join(part for part in (found.why, claim.get("note")) if part)
-    cells = [claim["claim"], f"{claim['document']}, {claim['place']}", study, found.result, f"**{found.verdict}**", why]
+    text = f"{claim['claim']}{' *(other data)*' if claim.get('repeats') else ''}"
+    cells = [text, f"{claim['document']}, {claim['place']}", study, found.result, f"**{found.verdict}**", why]
     return f"| {' | '.join(cells)} |"
 
 
@@ -196,7 +201,7 @@ def page(records: dict[str, Record], claims: Sequence[dict[str, Any]]) -> str:
     """Return the page with a table of all claims and one of the studies."""
     outcomes = [judge(claim, records) for claim in claims]
     lines = [
-        INTRODUCTION, f"{len(claims)} claims: {counts(outcomes)}.", "",
+        INTRODUCTION, f"{len(claims)} claims: {counts(outcomes)}. {asides(claims, outcomes)}", "",
         "| claim | where | study | result | verdict | why |", "|---|---|---|---|---|---|",
         *(claim_row(claim, found) for claim, found in zip(claims, outcomes)), "",
         "## Studies", "",
@@ -212,6 +217,14 @@ def counts(outcomes: Sequence[Outcome]) -> str:
     """Return the numbers of claims by verdict."""
     number = Counter(found.verdict for found in outcomes)
     return ", ".join(f"{number[verdict]} {verdict}" for verdict in (SEEN, NOT, CANNOT, MISSING) if number[verdict])
+
+
+def asides(claims: Sequence[dict[str, Any]], outcomes: Sequence[Outcome]) -> str:
+    """Return how many of the claims that are seen count operations, and how many repeat another on other data."""
+    seen = [claim for claim, found in zip(claims, outcomes) if found.verdict == SEEN]
+    operations = sum("/operations" in str(claim.get("above")) for claim in seen)
+    repeated = sum("repeats" in claim for claim in seen)
+    return f"Of those seen, {operations} only count operations, and {repeated} repeat another claim on other data."
 
 
 def listing(records: dict[str, Record], missing: Sequence[str]) -> str:

@@ -1,10 +1,13 @@
 """Rules that decide from samples whether a claim is seen.
 
-Three seeds per side are few, so the rules are strict. One setting is *above* another if each of its seeds is above each
-of the other's (for three against three, one time in twenty by chance). If the seeds overlap, the claim is *not seen* if
-the difference that the document reports is larger than the difference here and twice its standard error, and *cannot be
-seen at this size* otherwise. For a single seed, the spread is that of the other side's seeds (a 95 % prediction
-interval), or the 95 % interval over the test sentences; without either, a single seed decides nothing.
+The interval of a difference is Student's, at 95 %: of the differences of equal seeds if both settings have at least two
+seeds in common, else Welch's of two means. A single seed is compared with the other setting's seeds by their prediction
+interval, or with another single seed by the intervals over the test sentences; without either it decides nothing.
+
+A claim that one setting is *above* another is a claim of sign: it is seen if the interval lies above 0, and not seen if
+it lies below. The sizes of the documents' differences are not tested, since they are on the scale of another metric. A
+claim that one is *as good* is a claim of equivalence: it is seen if it is behind by less than a margin, interval
+included, and not seen if by more.
 """
 
 from __future__ import annotations
@@ -16,9 +19,9 @@ from dataclasses import dataclass
 from typing import Any
 
 SEEN, NOT, CANNOT, MISSING = "seen", "not seen", "cannot be seen at this size", "not measured yet"
-SEEDS = 3  # per side, for a verdict by the seeds' order
-STUDENT = {2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447}  # 97.5 % of Student's t by degrees of freedom
-MARGIN = 1.0  # differences that "as good" ignores
+# 97.5 % of Student's t, by degrees of freedom
+STUDENT = (math.inf, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
+MARGIN = 1.0  # of "as good", in points of the study's metric, if the claim states no other
 
 
 @dataclass(frozen=True)
@@ -29,11 +32,13 @@ class Sample:
         values: One value per seed.
         interval: Half of the 95 % interval over test sentences, if the study has one.
         exact: Whether the value only depends on the architecture, not on seeds.
+        seeds: The seed of each value; empty if unknown.
     """
 
     values: tuple[float, ...]
     interval: float | None = None
     exact: bool = False
+    seeds: tuple[int, ...] = ()
 
     @property
     def mean(self) -> float:
@@ -63,81 +68,67 @@ class Outcome:
     why: str = ""
 
 
-def width(a: Sample, b: Sample) -> float | None:
-    """Return half the interval of the difference of two means, or None if unknown."""
+def student(freedom: float) -> float:
+    """Return the 97.5 % quantile of Student's t, rounded up for a fraction of a degree and beyond the table."""
+    return STUDENT[min(int(freedom), len(STUDENT) - 1)]
+
+
+def difference(a: Sample, b: Sample) -> tuple[float, float | None, str]:
+    """Return the difference a - b, half of its 95 % interval (None if unknown), and what the interval is of."""
+    mean = a.mean - b.mean
     if a.exact and b.exact:
-        return 0.0
+        return mean, 0.0, "operations, which have no variation"
+    common = sorted(set(a.seeds) & set(b.seeds))
+    if len(common) > 1:
+        pairs = [a.values[a.seeds.index(seed)] - b.values[b.seeds.index(seed)] for seed in common]
+        half = student(len(pairs) - 1) * statistics.stdev(pairs) / math.sqrt(len(pairs))
+        return statistics.fmean(pairs), half, f"{len(pairs)} paired seeds"
     few, many = sorted((a, b), key=lambda sample: len(sample.values))
-    n = len(many.values)
     if len(few.values) > 1:
-        return 2 * math.hypot(*(sample.deviation / math.sqrt(len(sample.values)) for sample in (a, b)))
-    if n > 2:
-        return STUDENT.get(n - 1, 2.0) * many.deviation * math.sqrt(1 + 1 / n)
+        parts = [(sample.deviation**2 / len(sample.values), len(sample.values) - 1) for sample in (a, b)]
+        total = sum(part for part, _ in parts)
+        freedom = total**2 / sum(part**2 / n for part, n in parts) if total else math.inf
+        return mean, student(min(freedom, 1e9)) * math.sqrt(total), "seeds"
+    if (n := len(many.values)) > 2:
+        return mean, student(n - 1) * many.deviation * math.sqrt(1 + 1 / n), "one seed against several"
     if a.interval is not None and b.interval is not None:
-        return math.hypot(a.interval, b.interval)
-    return None
+        return mean, math.hypot(a.interval, b.interval), "test sentences, one seed"
+    return mean, None, "one seed, whose variation is unknown"
 
 
-def apart(a: Sample, b: Sample) -> bool:
-    """Return whether ``a`` is above ``b`` by more than the variation of seeds or test sentences."""
-    if a.exact and b.exact:
-        return a.mean > b.mean
-    few = min(len(a.values), len(b.values))
-    if few >= SEEDS:
-        return min(a.values) > max(b.values)
-    chance = width(a, b) if few == 1 else None  # two seeds are apart too often by chance
-    return chance is not None and a.mean - b.mean > chance
-
-
-def above(high: Sample, low: Sample, effect: float | None, p: float | None) -> tuple[str, str]:
-    """Return verdict and reason of "``high`` is better than ``low``".
-
-    Args:
-        high: The better setting.
-        low: The other one.
-        effect: Difference in the document, in the same unit; None if it reports none.
-        p: p-value of the paired test in the study's page, if any; it then decides.
-    """
-    difference, chance = high.mean - low.mean, width(high, low)
+def above(shift: float, half: float | None, p: float | None, margin: float) -> str:
+    """Return the verdict on "the first is better", by the sign; a ``p`` of a paired bootstrap below 0.01 decides."""
+    if half is None:
+        return CANNOT
     if p is not None and p < 0.01:
-        return SEEN if difference > 0 else NOT, f"paired bootstrap over the test sentences: p = {p}"
-    if apart(high, low):
-        return SEEN, "larger than the variation of seeds or test sentences"
-    if apart(low, high):
-        return NOT, "the opposite order"
-    if chance is None:
-        return CANNOT, ""
-    if effect is not None and difference + chance < effect:
-        return NOT, f"chance makes ± {chance:.1f}, which excludes the document's {effect:+.1f}"
-    return CANNOT, f"within chance, ± {chance:.1f}"
+        half = 0.0
+    return SEEN if shift > half else NOT if shift < -half else CANNOT
 
 
-def as_good(one: Sample, other: Sample, effect: float | None, p: float | None) -> tuple[str, str]:
-    """Return verdict and reason of "``one`` is as good as ``other``, or better"; ``effect`` is not used."""
-    behind, chance = other.mean - one.mean, width(one, other)
-    if p is not None and p < 0.01 and behind > MARGIN:
-        return NOT, f"paired bootstrap over the test sentences: p = {p}"
-    if chance is None:
-        return CANNOT, ""
-    if behind + chance <= MARGIN:
-        return SEEN, f"behind by less than {MARGIN:g}, chance included"
-    if behind > MARGIN and apart(other, one):
-        return NOT, f"behind by more than {MARGIN:g}, beyond chance"
-    return CANNOT, f"within chance, ± {chance:.1f}; differences up to {MARGIN:g} are ignored"
+def as_good(shift: float, half: float | None, p: float | None, margin: float) -> str:
+    """Return the verdict on "the first is behind by less than ``margin``"."""
+    if half is None:
+        return CANNOT
+    if p is not None and p < 0.01 and shift < -margin:
+        return NOT
+    return SEEN if shift - half > -margin else NOT if shift + half < -margin else CANNOT
 
 
 RULES = {"above": above, "as_good": as_good}
 
 
-def compare(samples: Samples, rule: str, pair: list[Any], p: float | None) -> Outcome:
-    """Apply a rule to a pair of settings, which may have the document's difference as a third item."""
-    first, second, effect = [*pair, None][:3]
-    a, b = samples[first], samples[second]
-    verdict, why = RULES[rule](a, b, effect, p)
-    exact = a.exact and b.exact
-    seeds = "" if min(len(a.values), len(b.values)) > 1 or exact else " (one seed)"
-    result = f"`{first}` {a}, `{second}` {b}: {a.mean - b.mean:+.1f}"
-    return Outcome(verdict, result, why + seeds if why else "one seed, whose variation is unknown")
+def compare(samples: Samples, rule: str, pair: list[str], claim: Mapping[str, Any]) -> Outcome:
+    """Apply a rule to a pair of settings."""
+    a, b = (samples[name] for name in pair)
+    shift, half, of = difference(a, b)
+    p, margin = claim.get("p"), claim.get("margin", MARGIN)
+    verdict = RULES[rule](shift, half, p, margin)
+    why = of if not half else f"± {half:.1f} of {of}"
+    if p is not None and p < 0.01:
+        why = f"paired bootstrap over the test sentences, one seed: p = {p}"
+    if rule == "as_good":
+        why += f"; margin {margin:g}"
+    return Outcome(verdict, f"`{pair[0]}` {a}, `{pair[1]}` {b}: {shift:+.1f}", why)
 
 
 def outcome(claim: Mapping[str, Any], samples: Samples) -> Outcome:
@@ -149,7 +140,7 @@ def outcome(claim: Mapping[str, Any], samples: Samples) -> Outcome:
     if "beyond" in claim:
         return Outcome(CANNOT, "", claim["beyond"])
     rule = next(name for name in RULES if name in claim)
-    outcomes = [compare(samples, rule, pair, claim.get("p")) for pair in claim[rule]]
+    outcomes = [compare(samples, rule, pair, claim) for pair in claim[rule]]
     verdicts = [part.verdict for part in outcomes]
     verdict = next((v for v in (NOT, CANNOT) if v in verdicts), SEEN)
     reasons = dict.fromkeys(part.why for part in outcomes if part.verdict == verdict)
