@@ -106,6 +106,26 @@ def test_the_weights_load_into_timm_and_evaluate_the_same(trained, digits, capsy
     assert f"top-1 {best:.2f} %" in capsys.readouterr().out
 
 
+def test_a_training_starts_from_weights_of_another_model(trained, ten_digits, tmp_path, capsys):
+    weights = trained / "last.safetensors"
+    changes = ["--set", f"init={weights}", "--set", "model_args.nu=0.0", "--set", "lr=1e-9", "--set", "weight_decay=0"]
+    assert run(ten_digits, tmp_path / "plain", "--epochs", "1", *changes) == 0
+    before, after = read_weights(weights)[0], read_weights(tmp_path / "plain/last.safetensors")[0]
+    shared = [name for name, tensor in before.items() if name in after and after[name].shape == tensor.shape]
+    assert f"{len(shared)} of {len(after)} tensors of the model start from {weights}" in capsys.readouterr().out
+    assert 0 < len(shared) < len(after)
+    learned = [name for name in shared if name.endswith(("weight", "bias"))]
+    assert all(torch.allclose(before[name], after[name], atol=1e-5) for name in learned)
+    for wrong, words in (
+        (tmp_path / "none", "init must be weights in safetensors"),
+        (weights, "has no parameter of a name"),
+    ):
+        model = ["--model", "vit_tiny_patch16_224"] if wrong == weights else []
+        options = ["--set", f"init={wrong}", *(["--set", "model_args={}", "--set", "input_size=224"] if model else [])]
+        assert run(ten_digits, tmp_path / "wrong", "--epochs", "1", *model, *options) == 2
+        assert words in capsys.readouterr().err
+
+
 def test_a_killed_training_resumes_exactly(few_digits, tmp_path, monkeypatch):
     options = ["--epochs", "3", "--set", "ema=0.9", "--set", "accumulate=2", "--set", "clip_grad=1", "--set",
                "mixup=0.2", "--set", "label_smoothing=0.1"]  # fmt: skip
@@ -305,6 +325,23 @@ def test_a_config_file_that_is_none(tmp_path):
         load(tmp_path / "y.yaml")
     with pytest.raises(ConfigError, match="no model is given"):
         load(None)
+
+
+def test_placed_digits(monkeypatch):
+    """Upright digits are the plain ones enlarged, in the same halves; deformed ones have other sizes."""
+    own = list(image_folders.digits())[:40]
+    monkeypatch.setattr(image_folders, "digits", lambda: iter(own))
+    upright = list(image_folders.placed_digits(False, 2, 0))
+    assert [(half, name) for half, name, _ in upright[::2]] == [(half, name) for half, name, _ in own]
+    for (_, _, pixels), (_, _, image) in zip(own, upright[::2]):
+        assert image.shape == (128, 128, 3)
+        rows, columns = (np.flatnonzero(image[..., 0].max(axis) > 60) for axis in (1, 0))
+        assert max(np.ptp(rows), np.ptp(columns)) <= 60  # of 50 pixels, and interpolated
+        assert image.astype(float).mean() == pytest.approx(pixels.astype(float).mean() * (50 / 128) ** 2, rel=0.1)
+    areas = [(image > 60).mean() for _, _, image in image_folders.placed_digits(True, 2, 0)]
+    assert max(areas) > 4 * min(areas)
+    again = list(image_folders.placed_digits(False, 2, 0))
+    assert all((one == other).all() for (_, _, one), (_, _, other) in zip(upright, again))
 
 
 def test_crops_keep_their_halves_apart(tmp_path):

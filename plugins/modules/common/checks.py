@@ -97,7 +97,7 @@ def check_map(x: Tensor, channels: int, weight: Tensor, name: str = "x") -> None
     check_fits(name, x, weight)
 
 
-def check_window(x: Tensor, kernel_size: list[int], padding: list[int], dilation: list[int]) -> None:
+def check_window(x: Tensor, kernel_size: Sequence[int], padding: Sequence[int], dilation: Sequence[int]) -> None:
     """Check that a window fits on the padded map ``x``, (B, C, H, W)."""
     sizes = zip(x.shape[2:], kernel_size, padding, dilation)
     if any(size + 2 * p <= d * (k - 1) for size, k, p, d in sizes):
@@ -117,7 +117,12 @@ def check_table_size(x: Tensor, made: tuple[int, int], found: tuple[int, int], i
 
 
 def check_convolved(
-    x: Tensor, channels: int, weight: Tensor, kernel_size: list[int], padding: list[int], dilation: list[int]
+    x: Tensor,
+    channels: int,
+    weight: Tensor,
+    kernel_size: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
 ) -> None:
     """Check a convolution's input, with clearer messages than those of the stock convolution."""
     check_tensor("input", x)

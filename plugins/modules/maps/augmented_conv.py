@@ -175,7 +175,7 @@ class AAConv2d(nn.Module):
             **options,
         )
 
-    def attention_size(self, size: list[int]) -> tuple[int, int]:
+    def attention_size(self, size: Sequence[int]) -> tuple[int, int]:
         """Return the size of the map on which attention runs for an input of ``size`` (H, W)."""
         H, W = -(-size[0] // self.stride), -(-size[1] // self.stride)
         return (-(-H // 2), -(-W // 2)) if self.pool else (H, W)

@@ -98,8 +98,7 @@ class _DeformableConv(nn.Module):
         return offset if self.offset_scale == 1.0 else offset * self.offset_scale
 
     def _check(self, x: Tensor) -> None:
-        geometry = list(self.kernel_size), list(self.padding), list(self.dilation)
-        check_convolved(x, self.in_channels, self.weight, *geometry)
+        check_convolved(x, self.in_channels, self.weight, self.kernel_size, self.padding, self.dilation)
 
     def extra_repr(self) -> str:
         return (
@@ -147,10 +146,9 @@ class DeformableConv2d(_DeformableConv):
     _dims, _components, _predictor = 2, 2, ZeroConv2d
 
     def forward(self, x: Tensor) -> Tensor:
-        stride, padding, dilation = list(self.stride), list(self.padding), list(self.dilation)
-        check_convolved(x, self.in_channels, self.weight, list(self.kernel_size), padding, dilation)
+        self._check(x)
         offset, mask = self.predict(x)
-        return deform_conv2d(x, offset, self.weight, self.bias, stride, padding, dilation, mask)
+        return deform_conv2d(x, offset, self.weight, self.bias, self.stride, self.padding, self.dilation, mask)
 
 
 class DeformableConv1d(_DeformableConv):

@@ -86,10 +86,8 @@ class DynamicConv2d(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Apply the layer: (B, C, H, W) -> (B, C, H, W)."""
         value, logits = self._terms(x)
-        kernel_size, padding, dilation = list(self.kernel_size), list(self.padding), list(self.dilation)
-        convolved = window_attention(
-            None, None, value, logits, kernel_size, padding=padding, dilation=dilation, border="zero"
-        )
+        k, p, d = self.kernel_size, self.padding, self.dilation
+        convolved = window_attention(None, None, value, logits, k, padding=p, dilation=d, border="zero")
         output = in_format_of(x, self.output(convolved.permute(0, 1, 4, 2, 3).flatten(1, 2)))
         return output if self.gamma is None else x + self.gamma * output
 

@@ -168,7 +168,7 @@ class GeneralizedAttention2d(AxisPositions):
         radius = (self.spatial_range - 1) // 2
         return shared_axis_window(queries, keys, radius, self.q_stride, self.kv_stride, like.device, like.dtype)
 
-    def upsample(self, output: Tensor, size: list[int]) -> Tensor:
+    def upsample(self, output: Tensor, size: Sequence[int]) -> Tensor:
         """Interpolate the queries' outputs, at every ``q_stride``-th pixel, to all pixels."""
         covered = [(n - 1) * self.q_stride + 1 for n in output.shape[2:]]
         output = F.interpolate(output, covered, mode="bilinear", align_corners=True)
@@ -208,7 +208,7 @@ class GeneralizedAttention2d(AxisPositions):
             output = self._attend(x, context)
         output = self.proj_conv(output.permute(0, 1, 4, 2, 3).flatten(1, 2))
         if self.q_stride > 1 and output.shape[2] * output.shape[3] > 1:
-            output = self.upsample(output, [x.shape[2], x.shape[3]])
+            output = self.upsample(output, x.shape[2:])
         output = in_format_of(x, output)
         if output.dtype == x.dtype and output.shape == x.shape:
             return torch.addcmul(x, self.gamma, output)
@@ -366,8 +366,8 @@ class MMCVGeneralizedAttention2d(GeneralizedAttention2d):
     def axis_range(self, queries: int, keys: int, like: Tensor) -> Tensor:
         return _half_range(queries, keys, self.spatial_range, self.q_stride, self.kv_stride, like.device, like.dtype)
 
-    def upsample(self, output: Tensor, size: list[int]) -> Tensor:
-        return F.interpolate(output, size, mode="bilinear", align_corners=False)
+    def upsample(self, output: Tensor, size: Sequence[int]) -> Tensor:
+        return F.interpolate(output, list(size), mode="bilinear", align_corners=False)
 
 
 @remembered

@@ -64,7 +64,9 @@ class AxisPositions(nn.Module):
         assert v is not None
         return torch.einsum("md,mdn->mn", v, table)[None, :, None, None]
 
-    def _range_logits(self, queries: list[int], keys: list[int], like: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    def _range_logits(
+        self, queries: Sequence[int], keys: Sequence[int], like: Tensor
+    ) -> tuple[Tensor | None, Tensor | None]:
         """Return row and column logits, 0 in range and -inf out of range; None if all keys are in range."""
         if self.spatial_range == -1:
             return None, None
@@ -104,7 +106,7 @@ class AxisPositions(nn.Module):
         return {name: found[name] for name in terms._fields if name in found}
 
     def _both_axes(
-        self, query: Tensor | None, v: Tensor | None, queries: list[int], keys: list[int]
+        self, query: Tensor | None, v: Tensor | None, queries: Sequence[int], keys: Sequence[int]
     ) -> tuple[Tensor | None, Tensor | None]:
         """Compute scaled ε2 of ``query`` plus ε4 of ``v``, or one of them, as row and column logits, or None."""
         if self.appr_geom_fc_y is None or self.appr_geom_fc_x is None:

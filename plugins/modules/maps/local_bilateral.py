@@ -136,7 +136,7 @@ class LocalBilateralConv2d(nn.Module):
         attended = self._attend(query, key, value, logits)
         return in_format_of(x, self.output(attended.permute(0, 1, 4, 2, 3).flatten(1, 2)))
 
-    def attention_size(self, size: list[int]) -> tuple[int, int]:
+    def attention_size(self, size: Sequence[int]) -> tuple[int, int]:
         """Return (Hq, Wq) for an input of ``size`` (H, W)."""
         k, s, p, d = self.kernel_size, self.stride, self.padding, self.dilation
         return (size[0] + 2 * p[0] - d[0] * (k[0] - 1) - 1) // s[0] + 1, (
@@ -173,7 +173,7 @@ class LocalBilateralConv2d(nn.Module):
     def _terms(self, x: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor | None]:
         """Compute refined query, key and value (B, M, ·, ·, d), and geometric logits (B, M, Hq, Wq, taps)."""
         check_map(x, self.in_channels, self.query[0].weight)  # type: ignore[arg-type]
-        check_window(x, list(self.kernel_size), list(self.padding), list(self.dilation))
+        check_window(x, self.kernel_size, self.padding, self.dilation)
         # In channels-last memory a projection is a plain GEMM and the heads are views with a contiguous width.
         x = to_channels_last(x)
         projected = self.query(x)
@@ -191,14 +191,14 @@ class LocalBilateralConv2d(nn.Module):
         return query, key, value, logits
 
     def _attend(self, query: Tensor | None, key: Tensor | None, value: Tensor, logits: Tensor | None) -> Tensor:
-        k, s, p, d = list(self.kernel_size), list(self.stride), list(self.padding), list(self.dilation)
+        k, s, p, d = self.kernel_size, self.stride, self.padding, self.dilation
         return window_attention(query, key, value, logits, k, stride=s, padding=p, dilation=d)
 
     def _centres(self, x: Tensor) -> Tensor:
         """Return the centre of every window."""
         if self.stride == (1, 1) and self.first_centre == (0, 0):
             return x
-        Hq, Wq = self.attention_size([x.shape[2], x.shape[3]])
+        Hq, Wq = self.attention_size(x.shape[2:])
         top, left = self.first_centre
         down, right = self.stride
         x = x[:, :, top : top + (Hq - 1) * down + 1 : down, left : left + (Wq - 1) * right + 1 : right]
