@@ -7,8 +7,8 @@
 // neighbouring pixels share a block, so that their overlapping reads hit the L1 cache.
 #pragma once
 
-#include "common/divisor.cuh"
 #include "common/bilinear.cuh"
+#include "common/divisor.cuh"
 
 namespace attn_plugins {
 

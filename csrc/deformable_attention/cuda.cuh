@@ -11,9 +11,9 @@
 #include <optional>
 #include <vector>
 
+#include "common/bilinear.cuh"
 #include "common/dispatch.cuh"
 #include "common/divisor.cuh"
-#include "common/bilinear.cuh"
 
 namespace attn_plugins {
 

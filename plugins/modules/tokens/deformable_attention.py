@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...ops import deformable_attention
 from ...ops.deformable_attention.deformable_attention import shapes_on_host
@@ -258,13 +259,13 @@ def on_host(spatial_shapes: Tensor | Sequence[Sequence[int]]) -> list[tuple[int,
     """Return shapes as ints; a Tensor is copied from its device once for all layers of a transformer."""
     if not isinstance(spatial_shapes, Tensor):
         return shapes_on_host(spatial_shapes)
-    if torch.compiler.is_compiling() or spatial_shapes.is_inference():  # no attributes, or no version counter
+    if torch.compiler.is_compiling() or spatial_shapes.is_inference():  # no version counter
         return shapes_on_host(spatial_shapes)
-    version, shapes = getattr(spatial_shapes, _KEPT, (None, []))
+    version, shapes = _ON_HOST.get(spatial_shapes, (None, []))
     if version != spatial_shapes._version:
         shapes = shapes_on_host(spatial_shapes)
-        setattr(spatial_shapes, _KEPT, (spatial_shapes._version, shapes))
+        _ON_HOST[spatial_shapes] = spatial_shapes._version, shapes
     return shapes
 
 
-_KEPT = "_attn_plugins_shapes"
+_ON_HOST = WeakTensorKeyDictionary()  # version and shapes of each Tensor that exists
