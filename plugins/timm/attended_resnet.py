@@ -10,6 +10,7 @@ from timm.models.resnet import Bottleneck, ResNet
 from torch import Tensor, nn
 
 from ..modules.maps.deformable_conv import DeformableConv2d
+from ..modules.maps.dynamic_conv import DynamicConv2d
 from ..modules.maps.generalized_attention import GeneralizedAttention2d
 from .conventions import imagenet_cfg, initialise_ours
 
@@ -21,7 +22,9 @@ class AttendedBottleneck(Bottleneck):
     with the same weights. Other arguments are those of timm's ``Bottleneck``.
 
     Args:
-        attention_type: The four bits of :class:`GeneralizedAttention2d`; None for no attention.
+        attention_type: The four bits of :class:`GeneralizedAttention2d`; ``'dynamic'`` for :class:`DynamicConv2d`;
+            ``'none'`` for neither.
+        spatial_range: n_k, odd: the side of the window of keys, or of the dynamic kernel; -1 for all keys.
         deformable: Replace the 3×3 convolution by a deformable one.
         num_heads: Number of heads.
 
@@ -32,7 +35,8 @@ class AttendedBottleneck(Bottleneck):
     def __init__(
         self,
         *args: Any,
-        attention_type: str | None = "1111",
+        attention_type: str = "1111",
+        spatial_range: int = -1,
         deformable: bool = False,
         num_heads: int = 8,
         **kwargs: Any,
@@ -41,8 +45,14 @@ class AttendedBottleneck(Bottleneck):
         options: dict[str, Any] = dict(device=kwargs.get("device"), dtype=kwargs.get("dtype"))
         conv: Any = self.conv2
         self.attention: nn.Module | None = None
-        if attention_type is not None:
-            self.attention = GeneralizedAttention2d(conv.out_channels, num_heads, attention_type, **options)
+        if attention_type == "dynamic":
+            if spatial_range < 1:
+                raise ValueError(f"spatial_range must be n_k of attention_type 'dynamic', odd, got {spatial_range!r}")
+            self.attention = DynamicConv2d(conv.out_channels, spatial_range, **options)
+        elif attention_type != "none":
+            self.attention = GeneralizedAttention2d(
+                conv.out_channels, num_heads, attention_type, spatial_range, **options
+            )
         if deformable:
             self.conv2 = DeformableConv2d(  # type: ignore[assignment]
                 conv.in_channels,
@@ -85,9 +95,11 @@ default_cfgs = generate_default_cfgs(
 
 
 def _create(
-    variant: str, pretrained: bool, attention_type: str | None, deformable: bool, **kwargs: Any
+    variant: str, pretrained: bool, attention_type: str, deformable: bool, spatial_range: int = -1, **kwargs: Any
 ) -> AttendedResNet:
-    attended = partial(AttendedBottleneck, attention_type=attention_type, deformable=deformable)
+    attended = partial(
+        AttendedBottleneck, attention_type=attention_type, spatial_range=spatial_range, deformable=deformable
+    )
     attended.expansion = Bottleneck.expansion  # type: ignore[attr-defined]
     arguments = dict(block=(Bottleneck, Bottleneck, attended, attended), layers=(3, 4, 6, 3))
     return build_model_with_cfg(AttendedResNet, variant, pretrained, **{**arguments, **kwargs})
@@ -97,7 +109,10 @@ def _create(
 def attn_resnet50(
     pretrained: bool = False, attention_type: str = "1111", deformable: bool = False, **kwargs: Any
 ) -> AttendedResNet:
-    """Create a ResNet-50 with the attention ``attention_type`` and optional deformable convolutions in conv4, conv5."""
+    """Create a ResNet-50 with attention and optional deformable convolutions in conv4 and conv5.
+
+    ``attention_type``, ``deformable`` and ``spatial_range`` are those of :class:`AttendedBottleneck`.
+    """
     return _create("attn_resnet50", pretrained, attention_type, deformable, **kwargs)
 
 
@@ -116,4 +131,4 @@ def attn0010_dcn_resnet50(pretrained: bool = False, **kwargs: Any) -> AttendedRe
 @register_model
 def dcn_resnet50(pretrained: bool = False, **kwargs: Any) -> AttendedResNet:
     """Create a ResNet-50 with deformable convolution and no attention."""
-    return _create("dcn_resnet50", pretrained, None, True, **kwargs)
+    return _create("dcn_resnet50", pretrained, "none", True, **kwargs)

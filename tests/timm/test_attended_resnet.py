@@ -13,6 +13,7 @@ from timm.optim import create_optimizer_v2, param_groups_weight_decay  # noqa: E
 from timm.scheduler import create_scheduler_v2  # noqa: E402
 
 from attn_plugins.modules.maps.deformable_conv import DeformableConv2d  # noqa: E402
+from attn_plugins.modules.maps.dynamic_conv import DynamicConv2d  # noqa: E402
 from attn_plugins.modules.maps.generalized_attention import GeneralizedAttention2d  # noqa: E402
 from attn_plugins.timm import param_groups  # noqa: E402
 
@@ -101,6 +102,26 @@ def test_options_reach_the_blocks():
     assert model.layer4[0].conv2.weight.grad.any()
     assert model.layer4[1].conv2.dilation == (4, 4)
     assert timm.create_model("dcn_resnet50").layer4[0].attention is None
+
+
+@pytest.mark.parametrize(
+    "attention_type, deformable", [("none", False), ("none", True), ("0100", False), ("dynamic", False)]
+)
+def test_layers_of_the_attention_type(attention_type, deformable):
+    options = dict(attention_type=attention_type, deformable=deformable, spatial_range=5)
+    block = timm.create_model("attn_resnet50", layers=[1, 1, 1, 1], **options).layer3[0]
+    kinds = {"none": type(None), "0100": GeneralizedAttention2d, "dynamic": DynamicConv2d}
+    assert type(block.attention) is kinds[attention_type]
+    assert isinstance(block.conv2, DeformableConv2d) == deformable
+    if attention_type == "0100":
+        assert block.attention.spatial_range == 5
+    if attention_type == "dynamic":
+        assert block.attention.kernel_size == (5, 5)
+
+
+def test_dynamic_needs_a_range():
+    with pytest.raises(ValueError, match="spatial_range must be n_k of attention_type 'dynamic', odd, got -1"):
+        timm.create_model("attn_resnet50", attention_type="dynamic")
 
 
 @pytest.mark.parametrize("attention_type", ["011", "01012", "01a0", ""])
