@@ -16,6 +16,8 @@ LARGEST = 2**31 - 1  # largest option; the product of two fits the kernels' 64-b
 
 def expand(name: str, value: int | Sequence[int], length: int, minimum: int) -> tuple[int, ...]:
     """Return ``value`` as a tuple of ``length`` ints of at least ``minimum``; a single int is repeated."""
+    if type(value) is int and minimum <= value <= LARGEST:  # most calls; the rest takes three times as long
+        return (value,) * length
     values = tuple(value) if isinstance(value, Sequence) else (value,) * length
     if len(values) != length or not all(isinstance(v, int) and minimum <= v <= LARGEST for v in values):
         raise ValueError(

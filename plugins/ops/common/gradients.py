@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,41 +13,87 @@ from torch.autograd import forward_ad
 
 from .backends import Gradients
 
+_PLAIN = (Tensor, torch.nn.Parameter)
+_is_compiling = getattr(torch.compiler, "is_compiling", lambda: False)  # torch >= 2.3
 
-def differentiable(operator: Any, setup_context: Callable[..., None], backward: Callable[..., tuple]) -> Callable:
-    """Return an operator's autograd kernel, in place of the one that ``torch.library.register_autograd`` registers.
+
+class Differentiable:
+    """An operator's autograd kernel, in place of the one that ``torch.library.register_autograd`` registers.
 
     The latter looks for default arguments in the schema at every call, 27 of 60 µs for a small one; our schemas have
     no defaults.
+
+    Args:
+        operator: An overload of ``torch.ops``.
+        setup_context: As an autograd Function's.
+        backward: Likewise, without a gradient of the function that :meth:`record` takes.
     """
 
-    def forward(ctx: Any, keyset: Any, *args: Any) -> Any:
-        with torch._C._AutoDispatchBelowAutograd():
-            result = operator.redispatch(keyset & torch._C._after_autograd_keyset, *args)
-            setup_context(ctx, args, result)
-        return result
+    def __init__(self, operator: Any, setup_context: Callable[..., None], backward: Callable[..., tuple]):
+        def forward(ctx: Any, compute: Callable[..., Any], *args: Any) -> Any:
+            with torch._C._AutoDispatchBelowAutograd():
+                result = compute(*args)
+                setup_context(ctx, args, result)
+            return result
 
-    def differentiate(ctx: Any, *grads: Any) -> tuple:
-        return (None, *backward(ctx, *grads))
+        def differentiate(ctx: Any, *grads: Any) -> tuple:
+            return (None, *backward(ctx, *grads))
 
-    function = type(
-        f"{operator._opname}_function",
-        (torch.autograd.Function,),
-        {"forward": staticmethod(forward), "backward": staticmethod(differentiate)},
-    )
+        self.operator = operator
+        members = {"forward": staticmethod(forward), "backward": staticmethod(differentiate)}
+        self.function: Any = type(f"{operator._opname}_function", (torch.autograd.Function,), members)
 
-    def kernel(keyset: Any, *args: Any) -> Any:
+    def kernel(self, keyset: Any, *args: Any) -> Any:
+        """Compute what the dispatcher calls at the key of autograd."""
         if forward_ad._current_level >= 0 and any(_has_tangent(t) for t in args):
             raise NotImplementedError(
-                f"{operator._opname} has no forward-mode derivative: use reverse mode, or the definition, "
+                f"{self.operator._opname} has no forward-mode derivative: use reverse mode, or the definition, "
                 'within `with attn_plugins.ops.backend("reference"):`'
             )
-        if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in args):
-            return function.apply(keyset, *args)  # type: ignore[attr-defined]
-        with torch._C._AutoDispatchBelowAutograd():
-            return operator.redispatch(keyset & torch._C._after_autograd_keyset, *args)
+        compute = partial(self.operator.redispatch, keyset & torch._C._after_autograd_keyset)
+        return self.record(compute, args, self.function.apply)
 
-    return kernel
+    def direct(self, compute: Callable[..., Any], args: Sequence[Any]) -> Any:
+        """Compute without the dispatcher; see :func:`unobserved`."""
+        # Function.apply, but for its search for functorch's tensors, a third of its time
+        return self.record(compute, args, super(torch.autograd.Function, self.function).apply)
+
+    def record(self, compute: Callable[..., Any], args: Sequence[Any], apply: Callable[..., Any]) -> Any:
+        """Return ``compute(*args)``, with a node of the graph where a gradient may be asked for."""
+        if torch.is_grad_enabled():
+            for t in args:
+                if isinstance(t, Tensor) and t.requires_grad:
+                    return apply(compute, *args)
+        with torch._C._AutoDispatchBelowAutograd():
+            return compute(*args)
+
+
+def unobserved(args: Sequence[Any]) -> bool:
+    """Return whether a call passes the dispatcher unseen, by anything but autograd in reverse mode.
+
+    Without compilation, tracing, modes, transforms, autocast or a profiler, plain tensors on a CPU or a GPU take the
+    same way through the dispatcher every time, which two crossings between Python and C++ make slow.
+    """
+    if (
+        _is_compiling()
+        or torch._C._get_tracing_state() is not None
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._len_torch_function_stack()
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.AutogradFunctionality)
+        or torch.is_inference_mode_enabled()
+        or torch.is_autocast_enabled("cpu")
+        or torch.is_autocast_enabled("cuda")
+        or torch._C._autograd._profiler_enabled()
+        or forward_ad._current_level >= 0
+    ):
+        return False
+    for t in args:
+        if isinstance(t, Tensor) and (
+            type(t) not in _PLAIN or not (t.is_cpu or t.is_cuda) or t.is_neg() or t._is_zerotensor()
+        ):
+            return False
+    return True
 
 
 def _has_tangent(argument: Any) -> bool:

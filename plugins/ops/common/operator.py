@@ -25,7 +25,7 @@ from torch import Tensor
 from . import backends
 from .arguments import autocast_dtype
 from .backends import Backend
-from .gradients import differentiable, fill, second_gradients
+from .gradients import Differentiable, fill, second_gradients, unobserved
 
 NAMESPACE = "attn_plugins"
 HAS_OPERATORS = hasattr(torch.library, "register_autograd")  # torch >= 2.4
@@ -99,9 +99,13 @@ class Operator:
         """Compute the output of checked terms."""
         if backends.explaining():
             raise backends.Explained(self._explain(terms, options))
-        if self._by_reference():
+        args = (*terms, *options)
+        if HAS_OPERATORS and backends.forced() != backends.REFERENCE and unobserved(args):
+            found = self._once.direct(self._forward, args)
+        elif self._by_reference():
             return under_autocast(lambda *cast: self.reference(self.terms(*cast), options), terms, self._to)
-        found = self._forward_operator(*terms, *options)
+        else:
+            found = self._forward_operator(*args)
         return found if isinstance(found, Tensor) else found[0]
 
     def gradients(self, grad_output: Tensor, terms: Any, options: Any, needs: Sequence[bool]) -> list[Tensor | None]:
@@ -173,10 +177,10 @@ class Operator:
         operators = getattr(torch.ops, NAMESPACE)
         self._forward_operator = getattr(operators, self.name).default
         self._backward_operator = getattr(operators, backward).default
-        differentiated = differentiable(self._forward_operator, self._setup_context, self._differentiate)
-        library.impl(self.name, differentiated, "Autograd", with_keyset=True)
-        differentiated = differentiable(self._backward_operator, self._setup_context_twice, self._differentiate_twice)
-        library.impl(backward, differentiated, "Autograd", with_keyset=True)
+        self._once = Differentiable(self._forward_operator, self._setup_context, self._differentiate)
+        twice = Differentiable(self._backward_operator, self._setup_context_twice, self._differentiate_twice)
+        library.impl(self.name, self._once.kernel, "Autograd", with_keyset=True)
+        library.impl(backward, twice.kernel, "Autograd", with_keyset=True)
         for device_type, key in _AUTOCAST_KEYS.items():
             library.impl(self.name, self._autocast_rule(self._forward_operator, device_type, key, casts=True), key)
             library.impl(backward, self._autocast_rule(self._backward_operator, device_type, key, casts=False), key)
@@ -276,7 +280,8 @@ class Operator:
         if grad_output is None or not any(needs):
             return (None,) * (count + others)
         tensors, options = self._saved(ctx)
-        grads = self._backward_operator(grad_output, *tensors, *options, needs)
+        direct = not torch.is_grad_enabled() and unobserved((grad_output, *tensors))
+        grads = (self._backward if direct else self._backward_operator)(grad_output, *tensors, *options, needs)
         return (*(grad if need else None for grad, need in zip(grads, needs)), *[None] * others)
 
     def _setup_context_twice(self, ctx: Any, inputs: tuple, output: Any) -> None:
