@@ -7,8 +7,8 @@ import random
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Callable
-from itertools import combinations
+from collections.abc import Callable, Iterator
+from itertools import combinations, count
 from pathlib import Path
 
 import pytest
@@ -69,6 +69,9 @@ def pytest_collection_modifyitems(config, items):
         seed, most = config.option.sample_seed, config.option.at_most
         chosen = {item for name, cases in functions.items() for item in sample(cases, seed + name)[:most]}
         kept = [item for item in kept if item in chosen]
+    if torch.cuda.is_available():  # a time limit may end a run: a case of every function comes before its others
+        numbers: dict[str, Iterator[int]] = defaultdict(count)
+        kept.sort(key=lambda item: next(numbers[item.nodeid.partition("[")[0]]))
     remaining = set(kept)
     config.hook.pytest_deselected(items=[item for item in items if item not in remaining])
     items[:] = kept
