@@ -68,6 +68,9 @@ STABLE_TORCH_LIBRARY(attn_plugins, m) {
       "deformable_attention_backward_(Tensor grad_output, Tensor value, Tensor locations, Tensor weights, "
       "Tensor(a!)? grad_value, Tensor(b!)? grad_locations, Tensor(c!)? grad_weights, int[] shapes, "
       "int[] points) -> ()");
+  // CUDA's copy of maps between memory formats: addend + scale * the transposes of (N, rows, columns), scale
+  // having one element.
+  m.def("transposed_kernel(Tensor matrices, Tensor? addend, Tensor? scale) -> Tensor");
   // Soft non-maximum suppression on the CPU, for plugins/mmcv_ext. The first rows of dets and indices are
   // written; their number is returned.
   m.def(

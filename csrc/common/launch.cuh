@@ -25,6 +25,7 @@ struct OnDeviceOf {
 
 struct DeviceLimits {
   int64_t multiprocessors, l2_bytes;
+  int64_t block_bytes;   // shared memory of a block
   int64_t shared_bytes;  // of each of two blocks on a multiprocessor
 };
 
@@ -37,7 +38,7 @@ inline DeviceLimits device_limits() {
   STD_CUDA_CHECK(cudaDeviceGetAttribute(&block_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
   STD_CUDA_CHECK(cudaDeviceGetAttribute(&shared_bytes, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device));
   constexpr int kReserved = 1024;  // by CUDA, per block
-  return {multiprocessors, l2_bytes, std::min(block_bytes, shared_bytes / 2 - kReserved)};
+  return {multiprocessors, l2_bytes, block_bytes, std::min(block_bytes, shared_bytes / 2 - kReserved)};
 }
 
 // Compiled for every target, as all kernels are, so the runtime's answer for this one holds for the others.

@@ -229,7 +229,8 @@ struct CudaKernels {
 
   // Adds to grad_input by scatter_kernel, or returns false: in double, where there are so few channels that
   // most threads would be idle, where taps are too far apart for a window, and where the work is so small
-  // that one launch more costs more than it saves. ATTN_PLUGINS_SCATTER=0 or 1 replaces the last condition.
+  // that one launch more costs more than it saves. ATTN_PLUGINS_SCATTER replaces the last condition: 0 never,
+  // else the most channels of a thread.
   template <class T>
   static bool scatter(const Geometry& g, const SamplingProblem<T>& p, const T* grad_columns,
                       const Tensor& grad_input) {
@@ -238,35 +239,40 @@ struct CudaKernels {
     } else {
       const char* forced = std::getenv("ATTN_PLUGINS_SCATTER");
       const bool large = int64_t(p.length) * p.taps * p.C >= int64_t(1) << 20;
-      if (forced != nullptr ? *forced == '0' : !large) return false;
+      const int64_t most = forced ? std::strtoll(forced, nullptr, 10) : large ? 4 : 0;
       if (p.offset_group_channels < 32 || p.length == 0) return false;
       if (g.taps() * p.group_channels * int64_t(sizeof(T)) > std::numeric_limits<int32_t>::max())
         return false;
-      constexpr int64_t kStatic = sizeof(ScatterShare) * 4 * kThreads + 128;  // 128: the extent
-      const int64_t window_bytes = (device_limits().shared_bytes - kStatic) / kWarps;
-      const bool pairs = p.offset_group_channels >= 128 &&
-                         vectors_fit<T, 2>({p.group_channels, p.offset_group_channels}, {grad_columns});
-      ScatterTiles tiles;
-      const bool paired = pairs && choose_tiles(g, window_bytes, 2, &tiles);
-      if (!paired && !choose_tiles(g, window_bytes, 1, &tiles)) return false;
-      const int64_t image_pixels = g.Ho * g.Wo;
-      const int64_t images = (p.start + p.length - 1) / image_pixels - p.start / image_pixels + 1;
-      const int64_t across = divide_up(g.Wo, int64_t(1) << tiles.columns_log2);
-      const int64_t down = divide_up(g.Ho, int64_t(1) << tiles.rows_log2);
-      const int channels = paired ? 2 : 1;
-      const int64_t slices = divide_up(p.offset_group_channels, int64_t(8) * kWarps * channels);
-      tiles.first_image = int(p.start / image_pixels);
-      tiles.across = Divisor(across), tiles.down = Divisor(down), tiles.channel_slices = Divisor(slices);
-      const int64_t blocks = images * down * across * p.offset_groups.divisor * slices;
-      const int64_t bytes = kWarps * int64_t(tiles.cells) * 128 * channels;
       float* to = data_of<float>(grad_input);
-      if (paired) {
-        launch_with_much_shared_memory(scatter_kernel<T, 2>, blocks, bytes, p, tiles, grad_columns, to);
-      } else {
-        launch_with_much_shared_memory(scatter_kernel<T, 1>, blocks, bytes, p, tiles, grad_columns, to);
-      }
-      return true;
+      return (most >= 4 && scatter_by<T, 4>(g, p, grad_columns, to)) ||
+             (most >= 2 && scatter_by<T, 2>(g, p, grad_columns, to)) ||
+             (most >= 1 && scatter_by<T, 1>(g, p, grad_columns, to));
     }
+  }
+
+  // Launches scatter_kernel with N channels a thread, or returns false if the warps of a block have too few
+  // channels for that, if vectors of N do not fit, or if there is no window.
+  template <class T, int N>
+  static bool scatter_by(const Geometry& g, const SamplingProblem<T>& p, const T* grad_columns,
+                         float* grad_input) {
+    constexpr int64_t kStatic = sizeof(ScatterShare) * 4 * kThreads + 128;  // 128: the extent
+    if (N > 1 && p.offset_group_channels < 8 * kWarps * N) return false;
+    if (!vectors_fit<T, N>({p.group_channels, p.offset_group_channels}, {grad_columns})) return false;
+    const DeviceLimits device = device_limits();
+    const int64_t bytes = kScatterBlocks<N> == 1 ? device.block_bytes : device.shared_bytes;
+    ScatterTiles tiles;
+    if (!choose_tiles(g, (bytes - kStatic) / kWarps, N, &tiles)) return false;
+    const int64_t image_pixels = g.Ho * g.Wo;
+    const int64_t images = (p.start + p.length - 1) / image_pixels - p.start / image_pixels + 1;
+    const int64_t across = divide_up(g.Wo, int64_t(1) << tiles.columns_log2);
+    const int64_t down = divide_up(g.Ho, int64_t(1) << tiles.rows_log2);
+    const int64_t slices = divide_up(p.offset_group_channels, int64_t(8) * kWarps * N);
+    tiles.first_image = int(p.start / image_pixels);
+    tiles.across = Divisor(across), tiles.down = Divisor(down), tiles.channel_slices = Divisor(slices);
+    launch_with_much_shared_memory(
+        scatter_kernel<T, N>, images * down * across * p.offset_groups.divisor * slices,
+        kWarps * int64_t(tiles.cells) * 128 * N, p, tiles, grad_columns, grad_input);
+    return true;
   }
 
   static void accumulate(const Tensor& sum, const Tensor& part) {
@@ -274,25 +280,6 @@ struct CudaKernels {
       using T = decltype(zero);
       launch(accumulate_kernel<T>, divide_up(part.numel(), kThreads), data_of<accumulate_t<T>>(sum),
              data_of<const T>(part), int64_t(part.numel()));
-    });
-  }
-
-  // Transposes t (images, rows, columns), of the given strides, into out (images, columns, rows).
-  static void transpose_images(const Tensor& t, const Tensor& out, int64_t images, int64_t rows,
-                               int64_t columns, int64_t image_stride, int64_t row_stride) {
-    const int64_t row_tiles = divide_up(rows, kTile), column_tiles = divide_up(columns, kTile);
-    const int64_t blocks = images * row_tiles * column_tiles;
-    for_type(out.scalar_type(), [&](auto zero) {
-      using Out = decltype(zero);
-      Out* to = data_of<Out>(out);
-      if (t.scalar_type() == out.scalar_type()) {
-        launch(transpose_kernel<Out, Out>, blocks, data_of<const Out>(t), to, rows, columns, image_stride,
-               row_stride, row_tiles, column_tiles);
-      } else {
-        using In = accumulate_t<Out>;  // float sums of half gradients
-        launch(transpose_kernel<In, Out>, blocks, data_of<const In>(t), to, rows, columns, image_stride,
-               row_stride, row_tiles, column_tiles);
-      }
     });
   }
 

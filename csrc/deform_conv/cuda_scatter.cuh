@@ -21,6 +21,11 @@ constexpr int kWarps = kThreads / 32;
 constexpr int kScatterRun = 8;  // output pixels of a row whose column gradients are loaded together
 constexpr int kNowhere = -1;    // the target of a share that no pixel of the map receives
 
+// Blocks on a multiprocessor. Windows of four channels a thread have as many cells as those of two channels
+// of two blocks, and half as many instructions serve a channel.
+template <int N>
+constexpr int kScatterBlocks = N == 4 ? 1 : 2;
+
 // How a convolution's output is cut into tiles of output pixels.
 struct ScatterTiles {
   int rows_log2, columns_log2;           // of a tile; its columns are a multiple of kScatterRun
@@ -156,10 +161,10 @@ __device__ __forceinline__ void add_share(float weight, const Vector<T, N>& grad
 
 // grad_input (N, H, W, C) += the shares of all samples of the block of output pixels.
 template <class T, int N>
-__global__ void __launch_bounds__(kThreads, 2)
+__global__ void __launch_bounds__(kThreads, kScatterBlocks<N>)
     scatter_kernel(const SamplingProblem<T> p, const ScatterTiles tiles, const T* __restrict__ grad_columns,
                    float* __restrict__ grad_input) {
-  extern __shared__ float windows[];
+  extern __shared__ __align__(16) float windows[];
   __shared__ ScatterShare shares[kThreads][4];
   __shared__ ScatterExtent total;
   const int thread = static_cast<int>(threadIdx.x), corner = thread % 32 / 8;

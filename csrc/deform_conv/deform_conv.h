@@ -262,7 +262,8 @@ struct __attribute__((visibility("hidden"))) DeformConvBackward {
 };
 
 // Shared by the chunks of the backward pass: memory for columns and their gradients (grad_columns serves both
-// if columns_replace_gradients), and the weight gradient, of dtype accumulate_type, beside one block's part.
+// if columns_replace_gradients), and the weight gradient, of dtype accumulate_type from the second block on,
+// beside one block's part.
 struct __attribute__((visibility("hidden"))) DeformConvSums {
   Columns grad_columns, columns;
   Tensor grad_weight, part;
@@ -301,19 +302,12 @@ void deform_conv2d_backward_rows(const DeformConvGeometry& g, const DeformConvBa
     }
     if (!needs_weight) continue;
     const bool first = !sums.grad_weight.defined();
-    if (first)
-      sums.grad_weight = torch::stable::new_empty(weight, sizes_of(weight), Kernels::accumulate_type(weight));
-    if (first && sums.grad_weight.scalar_type() == weight.scalar_type()) {
-      product_out(sums.grad_weight, transposed(grad_rows), columns);
-      continue;
-    }
-    if (!sums.part.defined()) sums.part = empty_like_options(weight, sizes_of(weight));
-    product_out(sums.part, transposed(grad_rows), columns);
-    if (first) {
-      torch::stable::copy_(sums.grad_weight, sums.part);
-    } else {
-      Kernels::accumulate(sums.grad_weight, sums.part);
-    }
+    Tensor& product = first ? sums.grad_weight : sums.part;
+    if (!product.defined()) product = empty_like_options(weight, sizes_of(weight));
+    product_out(product, transposed(grad_rows), columns);
+    if (first) continue;
+    sums.grad_weight = to_dtype(sums.grad_weight, Kernels::accumulate_type(weight));
+    Kernels::accumulate(sums.grad_weight, sums.part);
   }
 }
 

@@ -10,13 +10,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...ops.common import transposition
+
 # A plain copy accesses another page for every element of a pixel or of a plane. On two threads (1, 512, 97, 97) took
 # 1.2 to 18 ms to channels-last and 6 ms back; (4, 1024, 32, 32) took 7 and 6 ms. PyTorch copies a transposed matrix in
-# tiles on one thread: 2.4 to 2.8 ms and 2.2 ms in either direction. With more threads a plain copy is as fast.
+# tiles on one thread: 2.4 to 2.8 ms and 2.2 ms in either direction. With more threads a plain copy is as fast. On CUDA,
+# where a plain copy coalesces only one of its two sides, a kernel copies in tiles.
 _LARGE_IMAGE = 1 << 18  # elements
 _FEW_THREADS = 4
 
 _is_compiling = getattr(torch.compiler, "is_compiling", lambda: False)  # torch >= 2.3
+
+
+def _is_traced() -> bool:
+    """Return whether a compiler or a tracer records the operations; these choose the layout themselves."""
+    return _is_compiling() or torch.jit.is_tracing()
 
 
 def is_channels_last(x: Tensor) -> bool:
@@ -34,12 +42,26 @@ def in_format_of(x: Tensor, output: Tensor) -> Tensor:
     return in_memory_format(output, is_channels_last(x))
 
 
+def add_scaled(x: Tensor, scale: Tensor, output: Tensor) -> Tensor:
+    """Return ``x + scale * output``, of two (B, C, H, W) maps, in the memory format of ``x``.
+
+    On CUDA a channels-last ``output`` is transposed while it is added to a contiguous ``x``.
+    """
+    if x.dtype != output.dtype:
+        return x + scale * in_format_of(x, output)
+    formats = x.is_contiguous() and is_channels_last(output) and x.shape == output.shape
+    if formats and x.dtype == scale.dtype and transposition.has_kernel(x) and not _is_traced():
+        return _ScaledSum.apply(x, scale, output)
+    # Convert before the sum, which is ten times slower for mixed memory formats.
+    return torch.addcmul(x, scale, in_format_of(x, output))
+
+
 def in_memory_format(x: Tensor, channels_last: bool) -> Tensor:
     """Return ``x`` in channels-last or contiguous memory, copied if needed."""
     memory_format = torch.channels_last if channels_last else torch.contiguous_format
     if x.is_contiguous(memory_format=memory_format):
         return x
-    if _is_compiling() or torch.jit.is_tracing():  # these choose the layout themselves
+    if _is_traced():
         return x.contiguous(memory_format=memory_format)
     if torch.is_grad_enabled() and x.requires_grad:
         return _Converted.apply(x, channels_last)
@@ -62,15 +84,44 @@ class _Converted(torch.autograd.Function):
         return in_memory_format(grad, ctx.was_channels_last), None
 
 
+class _ScaledSum(torch.autograd.Function):
+    """The sum of a contiguous map and a multiple of a channels-last map."""
+
+    @staticmethod
+    def forward(x: Tensor, scale: Tensor, output: Tensor) -> Tensor:
+        return transposition.transposed(_matrices(output, False), _matrices(x, True), scale).view_as(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], total: Tensor) -> None:
+        ctx.save_for_backward(*inputs[1:])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        scale, output = ctx.saved_tensors
+        _, needs_scale, needs_output = ctx.needs_input_grad
+        converted = to_channels_last(grad) if needs_scale or needs_output else grad
+        grad_scale = (converted * output).sum().view_as(scale) if needs_scale else None
+        return grad, grad_scale, scale * converted if needs_output else None
+
+
+def _matrices(x: Tensor, contiguous: bool) -> Tensor:
+    """View a contiguous map as (B, C, H * W), a channels-last one as (B, H * W, C)."""
+    return x.flatten(2) if contiguous else x.permute(0, 2, 3, 1).flatten(1, 2)
+
+
 def _copied(x: Tensor, channels_last: bool) -> Tensor:
     """Copy ``x`` to channels-last or contiguous memory."""
     B, C, H, W = x.shape
     transposed = x.is_contiguous() if channels_last else is_channels_last(x)
-    few = x.device.type == "cpu" and torch.get_num_threads() <= _FEW_THREADS
-    if not (transposed and few and C * H * W >= _LARGE_IMAGE):
+    tiled = transposition.has_kernel(x)
+    large = x.device.type == "cpu" and torch.get_num_threads() <= _FEW_THREADS and C * H * W >= _LARGE_IMAGE
+    if not transposed or not (tiled or large):
         return x.contiguous(memory_format=torch.channels_last if channels_last else torch.contiguous_format)
-    matrices = x.view(B, C, H * W) if channels_last else x.permute(0, 2, 3, 1).view(B, H * W, C)
-    copy = x.new_empty((B, matrices.shape[2], matrices.shape[1]))
-    for image, original in zip(copy.unbind(), matrices.unbind()):
-        image.copy_(original.t())
+    matrices = _matrices(x, channels_last)
+    if tiled:
+        copy = transposition.transposed(matrices)
+    else:
+        copy = x.new_empty(matrices.mT.shape)
+        for image, original in zip(copy.unbind(), matrices.unbind()):
+            image.copy_(original.t())
     return copy.view(B, H, W, C).permute(0, 3, 1, 2) if channels_last else copy.view(B, C, H, W)

@@ -56,7 +56,8 @@ class Differentiable:
     def direct(self, compute: Callable[..., Any], args: Sequence[Any]) -> Any:
         """Compute without the dispatcher; see :func:`unobserved`."""
         # Function.apply, but for its search for functorch's tensors, a third of its time
-        return self.record(compute, args, super(torch.autograd.Function, self.function).apply)
+        apply = super(torch.autograd.Function, self.function).apply  # type: ignore[misc]
+        return self.record(compute, args, apply)
 
     def record(self, compute: Callable[..., Any], args: Sequence[Any], apply: Callable[..., Any]) -> Any:
         """Return ``compute(*args)``, with a node of the graph where a gradient may be asked for."""

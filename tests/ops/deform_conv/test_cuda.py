@@ -108,7 +108,7 @@ def test_any_block_size(name, pixels, monkeypatch):
 
 @cuda
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("scatter", ["0", "1"], ids=["global memory", "shared memory"])
+@pytest.mark.parametrize("scatter", ["0", "1", "2", "4"])  # channels a thread in shared memory; 0: global memory
 @pytest.mark.parametrize("spread", [0.0, 1.0, 30.0])
 @pytest.mark.parametrize("name", ["a block and more", "three slices", "32 channels a group", "one row"])
 def test_input_gradient_by_either_kernel(name, spread, scatter, dtype, monkeypatch):

@@ -222,3 +222,18 @@ def test_division_by_multiplication(emulated):
         pairs = torch.stack((numbers, torch.zeros_like(numbers)), 1)
         emulated.divide_(pairs, divisor)
         assert torch.equal(pairs, torch.stack((numbers // divisor, numbers % divisor), 1)), divisor
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("shape", [(2, 33, 70), (1, 1, 40), (3, 64, 1), (0, 3, 4)], ids=str)
+def test_transposition(emulated, shape, dtype):
+    """Rows may lie apart; a scale and an addend are rounded once, as ``torch.addcmul`` does."""
+    N, rows, columns = shape
+    wide = torch.randn(N, rows, columns + 3, generator=torch.Generator().manual_seed(0)).to(dtype)
+    matrices = wide[..., 1 : columns + 1]
+    assert torch.equal(emulated.transposed(matrices, None, None), matrices.mT)
+    scale, addend = torch.tensor(0.3).to(dtype), torch.randn(N, columns, rows).to(dtype)
+    found = emulated.transposed(matrices, addend, scale)
+    assert found.is_contiguous()
+    torch.testing.assert_close(found, torch.addcmul(addend, scale, matrices.mT))
+    torch.testing.assert_close(emulated.transposed(matrices, None, scale), scale * matrices.mT)

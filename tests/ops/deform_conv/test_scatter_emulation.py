@@ -10,6 +10,8 @@ from tests.ops.emulation.kernels import NEEDS, error
 
 pytestmark = [*NEEDS, pytest.mark.slow]
 CASES = {
+    "four channels a thread": dict(C=256, B=1, H=7, W=11, out=4),
+    "four channels, not all threads": dict(C=300, B=1, H=5, W=9, out=3, mask=False),
     "two channels a thread": dict(C=128, H=9, W=11, out=4),
     "two channels, not all threads": dict(C=140, B=1, H=6, W=9, out=3, mask=False),
     "one channel a thread": dict(C=40, H=9, W=18, out=4),
@@ -30,7 +32,7 @@ LARGE, SMALL = 227 << 10, 80 << 10  # shared memory of a block: an H100's, and o
 
 @pytest.fixture(params=[LARGE, SMALL], ids=["large windows", "small windows"], autouse=True)
 def windows(request, monkeypatch):
-    monkeypatch.setenv("ATTN_PLUGINS_SCATTER", "1")
+    monkeypatch.setenv("ATTN_PLUGINS_SCATTER", "4")
     monkeypatch.setenv("EMULATOR_SHARED", str(request.param))
     return request.param
 
@@ -63,7 +65,9 @@ def test_equals_the_reference(emulated, monkeypatch, pixels, case, dtype):
         assert error(found, gradient) < TOLERANCE[dtype], name
 
 
-@pytest.mark.parametrize("case", ["two channels a thread", "one channel a thread", "wide offsets"])
+@pytest.mark.parametrize(
+    "case", ["four channels a thread", "two channels a thread", "one channel a thread", "wide offsets"]
+)
 def test_sums_in_another_order_than_global_memory(emulated, monkeypatch, case):
     """The results differ in their last bits, which shows that the windows serve."""
     tensors, parameters = problem(**CASES[case])
@@ -75,6 +79,16 @@ def test_sums_in_another_order_than_global_memory(emulated, monkeypatch, case):
     directly, *_ = input_gradient(emulated, tensors, parameters, grad_output, torch.float32)
     assert not torch.equal(directly, by_windows)
     assert error(directly, by_windows.double()) < 1e-6
+
+
+@pytest.mark.parametrize("channels", ["1", "2"])
+def test_fewer_channels_a_thread(emulated, monkeypatch, channels):
+    monkeypatch.setenv("ATTN_PLUGINS_SCATTER", channels)
+    tensors, parameters = problem(**CASES["four channels a thread"])
+    grad_output = gradient_of(tensors)
+    _, gradients = expected_gradients(tensors, parameters, grad_output)
+    found, *_ = input_gradient(emulated, tensors, parameters, grad_output, torch.float32)
+    assert error(found, gradients[0]) < 2e-6
 
 
 @pytest.mark.parametrize("seed", range(2, 5))
@@ -131,6 +145,7 @@ def test_tiles(emulated):
     h100, a100, ada = (((bytes << 10) // 2 - (9 << 10)) // 8 for bytes in (228, 164, 100))
     assert emulated.tiles([50, 68, 3, 3, 1, 1], h100, 1) == (8, 8, 105)
     assert emulated.tiles([50, 68, 3, 3, 1, 1], h100, 2) == (4, 8, 52)
+    assert emulated.tiles([50, 68, 3, 3, 1, 1], ((227 << 10) - (9 << 10)) // 8, 4) == (8, 8, 54)  # one block
     assert emulated.tiles([50, 68, 3, 3, 1, 1], a100, 2) == (4, 8, 36)
     assert emulated.tiles([50, 68, 3, 3, 1, 1], ada, 1) == (4, 8, 41)
     assert emulated.tiles([25, 34, 3, 3, 2, 1], h100, 1) == (4, 8, 105)

@@ -1,4 +1,4 @@
-// csrc/deform_conv/*.cuh and csrc/deformable_attention/*.cuh on CPU tensors, as operators of attn_plugins_emulated with the schemas of schema.cpp.
+// The kernels of csrc/deform_conv/*.cuh, csrc/deformable_attention/*.cuh and csrc/common/transpose.cuh on CPU tensors, as operators of attn_plugins_emulated with the schemas of schema.cpp.
 #include "cuda_emulator.h"  // first
 
 #include "deform_conv/cuda.cuh"
@@ -21,6 +21,7 @@ void divide_(attn_plugins::Tensor numbers, int64_t divisor) {
 
 STABLE_TORCH_LIBRARY(attn_plugins_emulated, m) {
   m.def("divide_(Tensor(a!) numbers, int divisor) -> ()");
+  m.def("transposed(Tensor matrices, Tensor? addend, Tensor? scale) -> Tensor");
   m.def(
       "deform_conv2d(Tensor input, Tensor offset, Tensor weight, Tensor? bias, Tensor? mask, int[] stride, "
       "int[] padding, int[] dilation, int groups, int offset_groups) -> Tensor");
@@ -40,6 +41,7 @@ STABLE_TORCH_LIBRARY(attn_plugins_emulated, m) {
 STABLE_TORCH_LIBRARY_IMPL(attn_plugins_emulated, CPU, m) {
   using namespace attn_plugins;
   m.impl("divide_", TORCH_BOX(&divide_));
+  m.impl("transposed", EMULATED(transposed_matrices));
   m.impl("deform_conv2d", EMULATED(deform_conv2d_driver<CudaKernels>));
   m.impl("deform_conv2d_backward", EMULATED(deform_conv2d_backward_driver<CudaKernels>));
   m.impl("deformable_attention_forward_", EMULATED(deformable_attention_forward));
