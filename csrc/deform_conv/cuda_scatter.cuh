@@ -1,30 +1,13 @@
-// Input gradient of deformable convolution, summed in shared memory.
-//
-// Every sample adds its share of a column's gradient to four input pixels: for 3 x 3 taps, 36 additions per
-// output pixel and channel, most of them to pixels that the taps and the neighbouring output pixels also add
-// to. A block takes a tile of output pixels, sums their shares in a window of the input map, and adds each
-// pixel of the window to global memory once. Samples outside the window are added to global memory directly.
-//
-// Each warp takes 8 * N channels and has its own window. The window consists of cells of 2 x 2 pixels; the
-// thread with number 8 * corner + i takes N channels of that corner of every cell. The four pixels of a
-// sample lie in different corners, so that no two threads ever share an address: additions to a window need
-// neither atomics nor barriers, and have no bank conflicts.
+// Input gradient of deformable convolution, summed in shared memory (common/scatter.cuh): for 3 x 3 taps,
+// there are 36 additions per output pixel and channel, most of them to pixels that the taps and the
+// neighbouring output pixels also add to. A block takes a tile of output pixels, and its warps different
+// channels.
 #pragma once
 
-#include <climits>
-
+#include "common/scatter.cuh"
 #include "cuda_sampling.cuh"
 
 namespace attn_plugins {
-
-constexpr int kWarps = kThreads / 32;
-constexpr int kScatterRun = 8;  // output pixels of a row whose column gradients are loaded together
-constexpr int kNowhere = -1;    // the target of a share that no pixel of the map receives
-
-// Blocks on a multiprocessor. Windows of four channels a thread have as many cells as those of two channels
-// of two blocks, and half as many instructions serve a channel.
-template <int N>
-constexpr int kScatterBlocks = N == 4 ? 1 : 2;
 
 // How a convolution's output is cut into tiles of output pixels.
 struct ScatterTiles {
@@ -39,79 +22,6 @@ struct ScatterTiles {
     *tap = number >> (rows_log2 + columns_log2);
     *y = (number >> columns_log2) & ((1 << rows_log2) - 1);
     *x = number & ((1 << columns_log2) - 1);
-  }
-};
-
-// What a sample adds to one of its pixels. `target` is the element of a warp's window, kNowhere, or -2 - the
-// number of a pixel outside the window.
-struct alignas(8) ScatterShare {
-  float weight;
-  int target;
-};
-
-// The upper left pixels of a tile's samples: their extent, and their sum and number.
-struct ScatterExtent {
-  int top, left, bottom, right;
-  float rows, columns, count;
-
-  __device__ __forceinline__ static ScatterExtent none() {
-    return {INT_MAX, INT_MAX, INT_MIN, INT_MIN, 0.0f, 0.0f, 0.0f};
-  }
-
-  __device__ __forceinline__ void include(const Sample<float>& s) {
-    if (!s.near) return;
-    top = min(top, s.row), bottom = max(bottom, s.row);
-    left = min(left, s.column), right = max(right, s.column);
-    rows += float(s.row), columns += float(s.column), count += 1.0f;
-  }
-
-  // Sets *total, in shared memory, to the extent of the whole block. Ends with a barrier.
-  __device__ __forceinline__ void reduce(ScatterExtent* total) {
-    if (threadIdx.x == 0) *total = none();
-    __syncthreads();
-    constexpr unsigned kAll = 0xffffffffu;
-#pragma unroll
-    for (int step = 16; step > 0; step /= 2) {
-      top = min(top, __shfl_xor_sync(kAll, top, step)),
-      bottom = max(bottom, __shfl_xor_sync(kAll, bottom, step));
-      left = min(left, __shfl_xor_sync(kAll, left, step)),
-      right = max(right, __shfl_xor_sync(kAll, right, step));
-      rows += __shfl_xor_sync(kAll, rows, step), columns += __shfl_xor_sync(kAll, columns, step);
-      count += __shfl_xor_sync(kAll, count, step);
-    }
-    if (threadIdx.x % 32 == 0) {
-      atomicMin(&total->top, top), atomicMax(&total->bottom, bottom);
-      atomicMin(&total->left, left), atomicMax(&total->right, right);
-      atomicAdd(&total->rows, rows), atomicAdd(&total->columns, columns), atomicAdd(&total->count, count);
-    }
-    __syncthreads();
-  }
-};
-
-// A window of the map: its upper left pixel, which may lie outside, and its cells.
-struct ScatterWindow {
-  int row, column, rows, columns;
-
-  // The samples' extent if it has few enough cells, or else a part of it around their mean.
-  __device__ __forceinline__ ScatterWindow(const ScatterExtent& e, const ScatterTiles& tiles) {
-    const int high = (e.bottom - e.top + 3) / 2, wide = (e.right - e.left + 3) / 2;
-    columns = min(wide, tiles.cells / min(high, tiles.side));
-    rows = min(high, tiles.cells / columns);
-    row = place(e.rows / e.count, rows, e.top, e.bottom);
-    column = place(e.columns / e.count, columns, e.left, e.right);
-  }
-
-  // The first pixel of `cells` cells around `mean`, none of them beyond the samples from `first` to `last`.
-  __device__ __forceinline__ static int place(float mean, int cells, int first, int last) {
-    return max(first, min(static_cast<int>(mean) - cells + 1, last + 2 - 2 * cells));
-  }
-
-  // The target of a pixel of the map. A corner of a cell has `stride` elements for each of the four corners.
-  __device__ __forceinline__ int target(int y, int x, int H, int W, int stride) const {
-    if (y < 0 || y >= H || x < 0 || x >= W) return kNowhere;
-    const int down = y - row, across = x - column;
-    const bool inside = down >= 0 && across >= 0 && down < 2 * rows && across < 2 * columns;
-    return inside ? ((down >> 1) * columns + (across >> 1)) * stride : -2 - (y * W + x);
   }
 };
 
@@ -150,15 +60,6 @@ struct ScatterTile {
   }
 };
 
-// sum += weight * gradient
-template <class T, int N>
-__device__ __forceinline__ void add_share(float weight, const Vector<T, N>& gradient, float (&sum)[N]) {
-  float x[N];
-  widen(gradient, x);
-#pragma unroll
-  for (int e = 0; e < N; ++e) sum[e] += weight * x[e];
-}
-
 // grad_input (N, H, W, C) += the shares of all samples of the block of output pixels.
 template <class T, int N>
 __global__ void __launch_bounds__(kThreads, kScatterBlocks<N>)
@@ -178,17 +79,16 @@ __global__ void __launch_bounds__(kThreads, kScatterBlocks<N>)
   }
   extent.reduce(&total);
   if (total.count == 0.0f) return;
-  const ScatterWindow window(total, tiles);
+  const ScatterWindow window(total, tiles.cells, tiles.side);
 
   const int v = ((tile.channel_slice * kWarps + thread / 32) * 8 + thread % 8) * N;
   const bool active = v < p.offset_group_channels;
   const int c = tile.offset_group * p.offset_group_channels + (active ? v : 0);
   const T* column = grad_columns + column_index(p, c);
   float* image = grad_input + tile.n * p.image + c;
-  // The first of the thread's own elements; those of other cells are 32 * N elements apart.
   float* own = windows + (thread / 32 * tiles.cells * 32 + thread % 32) * N;
-  const int cells = window.rows * window.columns, column_bytes = p.taps * p.group_channels * int(sizeof(T));
-  for (int cell = 0; active && cell < cells; ++cell) store(own + cell * 32 * N, Vector<float, N>());
+  const int column_bytes = p.taps * p.group_channels * int(sizeof(T));
+  if (active) clear_window<N>(window, own);
 
   for (int first = 0; first < samples; first += kThreads) {
     const int count = min(kThreads, samples - first);
@@ -197,13 +97,7 @@ __global__ void __launch_bounds__(kThreads, kScatterBlocks<N>)
       float mask;
       const Sample<float> s = tile.sample(p, tiles, first + thread, &mask);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        // Pixel (down, across) of the sample lies in corner i of its cell.
-        const int down = ((s.row - window.row) ^ (i >> 1)) & 1, across = ((s.column - window.column) ^ i) & 1;
-        const float weight = (down ? s.dy : 1.0f - s.dy) * (across ? s.dx : 1.0f - s.dx);
-        const int target = window.target(s.row + down, s.column + across, p.H, p.W, 32 * N);
-        shares[thread][i] = {weight * mask, s.near ? target : kNowhere};
-      }
+      for (int i = 0; i < 4; ++i) shares[thread][i] = window.share(s, mask, i, p.H, p.W, 32 * N);
     }
     __syncthreads();
     for (int j = 0; active && j < count; j += kScatterRun) {
@@ -213,49 +107,13 @@ __global__ void __launch_bounds__(kThreads, kScatterBlocks<N>)
       const int64_t pixel = tile.pixel(p, y, x);
       const int run = static_cast<int>(min(max(pixel, int64_t(-kScatterRun)), int64_t(p.length)));
       const T* tap_column = column + tap * int64_t(p.group_channels);
-      ScatterShare share[kScatterRun];
-      Vector<T, N> gradient[kScatterRun];
-      bool beyond = false;
-#pragma unroll
-      for (int u = 0; u < kScatterRun; ++u) {
-        gradient[u] =
-            load_constant<T, N>(pixel_at(tap_column, min(max(run + u, 0), p.length - 1), column_bytes));
-      }
-#pragma unroll
-      for (int u = 0; u < kScatterRun; ++u) {
-        share[u] = shares[j + u][corner];
-        beyond |= share[u].target < kNowhere;
-      }
-#pragma unroll
-      for (int u = 0; u < kScatterRun; ++u) {
-        if (share[u].target < 0) continue;
-        Vector<float, N> sum = load<float, N>(own + share[u].target);
-        add_share(share[u].weight, gradient[u], sum.element);
-        store(own + share[u].target, sum);
-      }
-      if (!beyond) continue;
-#pragma unroll 1
-      for (int u = 0; u < kScatterRun; ++u) {
-        const ScatterShare one = shares[j + u][corner];
-        if (one.target >= kNowhere) continue;
-        float part[N] = {};
-        add_share(one.weight, load_constant<T, N>(pixel_at(tap_column, run + u, column_bytes)), part);
-        add_atomically(image + int64_t(-2 - one.target) * p.C, part);
-      }
+      const auto at = [&](int u) {
+        return pixel_at(tap_column, min(max(run + u, 0), p.length - 1), column_bytes);
+      };
+      add_run<T, N>(shares + j, corner, at, own, image, p.C);
     }
   }
-
-  for (int y = 0; active && y < window.rows; ++y) {
-    for (int x = 0; x < window.columns; ++x, own += 32 * N) {
-      const Vector<float, N> sum = load<float, N>(own);
-      bool touched = false;  // pixels outside the map are not
-      float part[N];
-#pragma unroll
-      for (int e = 0; e < N; ++e) part[e] = sum.element[e], touched |= part[e] != 0.0f;
-      const int64_t row = window.row + 2 * y + corner / 2, at = window.column + 2 * x + corner % 2;
-      if (touched) add_atomically(image + (row * p.W + at) * p.C, part);
-    }
-  }
+  if (active) add_window<N>(window, own, corner, image, p.W, p.C);
 }
 
 }  // namespace attn_plugins

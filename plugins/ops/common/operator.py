@@ -261,11 +261,9 @@ class Operator:
         self._save(ctx, [*terms, *(results[n] for n in self._kept)], options)
 
     def _save(self, ctx: Any, tensors: Sequence[Tensor | None], options: Sequence[Any]) -> None:
-        ctx.options = list(options)
-        masks = [ctx.options[n] for n in self._tensor_options]
-        for n in self._tensor_options:
-            ctx.options[n] = None
-        ctx.save_for_backward(*tensors, *masks)
+        masks = self._tensor_options
+        ctx.options = [None if n in masks else option for n, option in enumerate(options)]
+        ctx.save_for_backward(*tensors, *[options[n] for n in masks])
 
     def _saved(self, ctx: Any) -> tuple[list[Tensor | None], list[Any]]:
         """Return what :meth:`_save` was given."""
