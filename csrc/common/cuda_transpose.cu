@@ -3,17 +3,6 @@
 
 #include "transpose.cuh"
 
-namespace attn_plugins {
-namespace {
-
-Tensor transposed(const Tensor& in, std::optional<Tensor> addend, std::optional<Tensor> scale) {
-  const OnDeviceOf guard(in);
-  return transposed_matrices(in, addend, scale);
-}
-
-}  // namespace
-}  // namespace attn_plugins
-
 STABLE_TORCH_LIBRARY_IMPL(attn_plugins, CUDA, m) {
-  m.impl("transposed_kernel", TORCH_BOX(&attn_plugins::transposed));
+  m.impl("transposed_kernel", ON_DEVICE(attn_plugins::transposed_matrices));
 }

@@ -23,6 +23,33 @@ struct OnDeviceOf {
   torch::stable::accelerator::DeviceGuard guard;
 };
 
+inline const torch::stable::Tensor* tensor_among(const torch::stable::Tensor& t) {
+  return &t;
+}
+template <class T>
+const torch::stable::Tensor* tensor_among(const T&) {
+  return nullptr;
+}
+
+// Wraps an operator: its first Tensor's device is current during a call.
+template <auto function>
+struct OnDevice;
+template <class Result, class... Parameters, Result (*function)(Parameters...)>
+struct OnDevice<function> {
+  static Result call(Parameters... arguments) {
+    const torch::stable::Tensor* tensor = nullptr;
+    ((tensor = tensor ? tensor : tensor_among(arguments)), ...);
+    const OnDeviceOf guard(*tensor);
+    return function(arguments...);
+  }
+};
+
+#define ON_DEVICE(function) TORCH_BOX(&attn_plugins::OnDevice<&function>::call)
+
+inline int64_t divide_up(int64_t a, int64_t b) {
+  return (a + b - 1) / b;
+}
+
 struct DeviceLimits {
   int64_t multiprocessors, l2_bytes;
   int64_t block_bytes;   // shared memory of a block

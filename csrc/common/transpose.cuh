@@ -98,7 +98,7 @@ namespace {
 inline void transpose_images(const Tensor& in, const Tensor& out, int64_t images, int64_t rows,
                              int64_t columns, int64_t image_stride, int64_t row_stride,
                              const Tensor& addend = Tensor(), const Tensor& scale = Tensor()) {
-  const int64_t row_tiles = (rows + kTile - 1) / kTile, column_tiles = (columns + kTile - 1) / kTile;
+  const int64_t row_tiles = divide_up(rows, kTile), column_tiles = divide_up(columns, kTile);
   for_type(out.scalar_type(), [&](auto zero) {
     using Out = decltype(zero);
     const auto run = [&](auto from) {

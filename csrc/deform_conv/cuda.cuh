@@ -17,10 +17,6 @@
 namespace attn_plugins {
 namespace {
 
-inline int64_t divide_up(int64_t a, int64_t b) {
-  return (a + b - 1) / b;
-}
-
 struct CudaKernels {
   using Geometry = DeformConvGeometry;
 
@@ -113,8 +109,8 @@ struct CudaKernels {
     p.input = data_of<const T>(input);
     p.offset = data_of<const T>(offset);
     p.mask = data_of<const T>(mask);
-    p.offset_strides = plane_strides(offset);
-    if (mask.defined()) p.mask_strides = plane_strides(mask);
+    p.offset_strides = tap_strides(offset);
+    if (mask.defined()) p.mask_strides = tap_strides(mask);
     p.image = g.H * g.W * g.C;
     p.group_step = (length * g.taps() - 1) * g.channels_per_group();
     p.start = int(start), p.length = int(length);
@@ -128,10 +124,6 @@ struct CudaKernels {
     p.rows = Divisor(g.Ho), p.columns = Divisor(g.Wo), p.kernel_columns = Divisor(g.Kw);
     p.channel_groups = Divisor(g.channels_per_group()), p.offset_groups = Divisor(g.offset_groups);
     return p;
-  }
-
-  static PlaneStrides plane_strides(const Tensor& t) {
-    return {t.stride(0), t.stride(1), t.stride(2), t.stride(3)};
   }
 
   // Sets the teams for vectors of `width` channels and returns the number of thread blocks they fill. If
@@ -181,8 +173,8 @@ struct CudaKernels {
       grads.grad_input = data_of<accumulate_t<T>>(grad_input);
       grads.grad_offset = data_of<T>(grad_offset);
       grads.grad_mask = data_of<T>(grad_mask);
-      if (grad_offset.defined()) grads.offset_strides = plane_strides(grad_offset);
-      if (grad_mask.defined()) grads.mask_strides = plane_strides(grad_mask);
+      if (grad_offset.defined()) grads.offset_strides = tap_strides(grad_offset);
+      if (grad_mask.defined()) grads.mask_strides = tap_strides(grad_mask);
       if (grad_input.defined() && scatter(g, p, grads.grad_columns, grad_input)) {
         grads.grad_input = nullptr;
         if (!columns.defined() && !grad_offset.defined()) return;

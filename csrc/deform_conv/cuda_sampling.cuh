@@ -9,19 +9,16 @@
 
 #include "common/bilinear.cuh"
 #include "common/divisor.cuh"
+#include "deform_conv.h"
 
 namespace attn_plugins {
-
-struct PlaneStrides {  // in elements, of (N, channels, Ho, Wo)
-  int64_t n, channel, y, x;
-};
 
 template <class T>
 struct SamplingProblem {
   const T* input;   // (N, H, W, C)
   const T* offset;  // (N, D * K * 2, Ho, Wo)
   const T* mask;    // (N, D * K, Ho, Wo); nullptr: every mask is 1
-  PlaneStrides offset_strides, mask_strides;
+  TapStrides offset_strides, mask_strides;
   int64_t image;       // elements per image: H * W * C
   int64_t group_step;  // elements between the columns of consecutive groups, minus Cg
   int start, length;   // the block of output pixels
@@ -83,7 +80,7 @@ struct TeamLayout {
 };
 
 // The index of a tap's value in a tensor with one channel per (offset group, tap, component).
-__device__ __forceinline__ int64_t plane_index(const PlaneStrides& s, const Team& t, int64_t channel) {
+__device__ __forceinline__ int64_t plane_index(const TapStrides& s, const Team& t, int64_t channel) {
   return t.n * s.n + channel * s.channel + t.oy * s.y + t.ox * s.x;
 }
 
@@ -183,7 +180,7 @@ struct SamplingGradients {
   accumulate_t<T>* grad_input;  // (N, H, W, C), +=
   T* grad_offset;
   T* grad_mask;
-  PlaneStrides offset_strides, mask_strides;
+  TapStrides offset_strides, mask_strides;
 };
 
 // Stores the gradients of a sample's coordinates and mask, which are combinations of

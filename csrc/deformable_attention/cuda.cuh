@@ -217,8 +217,7 @@ __global__ void __launch_bounds__(kThreads, 2)
 namespace {
 
 inline int64_t attention_blocks(const AttentionProblem& p) {
-  const int64_t teams = kThreads >> p.lanes_log2;
-  return (p.teams + teams - 1) / teams;
+  return divide_up(p.teams, kThreads >> p.lanes_log2);
 }
 
 // All tensors are contiguous; locations and weights are of the type of the arithmetic.

@@ -37,7 +37,7 @@ inline AttentionProblem attention_problem(const Tensor& value, const Tensor& wei
   AttentionProblem p{};
   while (p.lanes_log2 < 5 && (int64_t(vector) << p.lanes_log2) < d) ++p.lanes_log2;
   const int64_t lanes = int64_t(1) << p.lanes_log2;
-  const int64_t slices = forward ? std::max<int64_t>(1, (d + lanes * vector - 1) / (lanes * vector)) : 1;
+  const int64_t slices = forward ? std::max<int64_t>(1, divide_up(d, lanes * vector)) : 1;
   if (!forward) p.lanes_log2 = std::max(p.lanes_log2, 2);  // sum_over_team needs 4 lanes
   p.S = value.size(1), p.M = static_cast<int>(M), p.d = static_cast<int>(d), p.P = static_cast<int>(P);
   p.levels = static_cast<int>(points.size());

@@ -128,15 +128,15 @@ bool attend_scatter(const AttentionProblem& p, int64_t B, int64_t Q, const T* gr
   int64_t count = 0;
   for (int l = 0; l < p.levels; ++l) {
     const auto [height, width, first_pixel, last_point] = p.level[l];
-    const int64_t across = (int64_t(width) + 7) >> kTileLog2;
+    const int64_t across = divide_up(width, 1 << kTileLog2);
     tiles.across[l] = Divisor(across);
-    tiles.last[l] = int(count += across * ((int64_t(height) + 7) >> kTileLog2));
+    tiles.last[l] = int(count += across * divide_up(height, 1 << kTileLog2));
   }
-  const int64_t slices = (p.d + 8 * N - 1) / (8 * N), warps = B * count * p.levels * p.M * slices;
+  const int64_t slices = divide_up(p.d, 8 * N), warps = B * count * p.levels * p.M * slices;
   if (warps >= std::numeric_limits<int32_t>::max()) return false;
   tiles.warps = int(warps);
   tiles.tiles = Divisor(count), tiles.levels = Divisor(p.levels), tiles.slices = Divisor(slices);
-  launch_with_much_shared_memory(attend_scatter_kernel<T, N>, (warps + kWarps - 1) / kWarps,
+  launch_with_much_shared_memory(attend_scatter_kernel<T, N>, divide_up(warps, kWarps),
                                  kWarps * int64_t(tiles.cells) * 128 * N, p, tiles, grad_output, locations,
                                  weights, grad_value);
   return true;

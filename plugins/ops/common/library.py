@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from packaging.version import Version
@@ -115,3 +116,8 @@ def refusal(device: torch.device | str, kind: str) -> str | None:
         return f"its kernels are for {kind}, but the tensors are on {device.type}"
     reason = _failure(device)
     return None if reason is None else Failure(reason)
+
+
+def refuses_determinism(terms: Any, options: Any) -> str | None:
+    """Refuse the backward in deterministic mode: kernels add with atomics, the reference's index_add need not."""
+    return "its backward is not deterministic" if torch.are_deterministic_algorithms_enabled() else None

@@ -21,11 +21,6 @@ def refuses(terms: Terms, options: Options) -> str | None:
     return f"it takes at most {_MOST_LEVELS} levels, got {levels}" if levels > _MOST_LEVELS else None
 
 
-def refuses_backward(terms: Terms, options: Options) -> str | None:
-    """Refuse deterministic mode: the kernel adds with atomics, but the reference's index_add can be deterministic."""
-    return "its backward is not deterministic" if torch.are_deterministic_algorithms_enabled() else None
-
-
 def forward(terms: Terms, options: Options, output: Tensor) -> None:
     others = beside(terms, arithmetic_dtype(terms.value.dtype))
     torch.ops.attn_plugins.deformable_attention_forward_(terms.value.contiguous(), *others, output, *options)
@@ -42,4 +37,4 @@ def backward(grad_output: Tensor, terms: Terms, options: Options, grads: Gradien
     return written
 
 
-BACKEND = Backend("cuda", refuses, forward, backward, refuses_backward)
+BACKEND = Backend("cuda", refuses, forward, backward, library.refuses_determinism)
