@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ...ops.common import transposition
+from ...ops.common.gradients import traced
 
 # A plain copy accesses another page for every element of a pixel or of a plane. On two threads (1, 512, 97, 97) took
 # 1.2 to 18 ms to channels-last and 6 ms back; (4, 1024, 32, 32) took 7 and 6 ms. PyTorch copies a transposed matrix in
@@ -18,13 +19,6 @@ from ...ops.common import transposition
 # where a plain copy coalesces only one of its two sides, a kernel copies in tiles.
 _LARGE_IMAGE = 1 << 18  # elements
 _FEW_THREADS = 4
-
-_is_compiling = getattr(torch.compiler, "is_compiling", lambda: False)  # torch >= 2.3
-
-
-def _is_traced() -> bool:
-    """Return whether a compiler or a tracer records the operations; these choose the layout themselves."""
-    return _is_compiling() or torch.jit.is_tracing()
 
 
 def is_channels_last(x: Tensor) -> bool:
@@ -50,7 +44,7 @@ def add_scaled(x: Tensor, scale: Tensor, output: Tensor) -> Tensor:
     if x.dtype != output.dtype:
         return x + scale * in_format_of(x, output)
     formats = x.is_contiguous() and is_channels_last(output) and x.shape == output.shape
-    if formats and x.dtype == scale.dtype and transposition.has_kernel(x) and not _is_traced():
+    if formats and x.dtype == scale.dtype and transposition.has_kernel(x) and not traced():
         return _ScaledSum.apply(x, scale, output)
     # Convert before the sum, which is ten times slower for mixed memory formats.
     return torch.addcmul(x, scale, in_format_of(x, output))
@@ -61,7 +55,7 @@ def in_memory_format(x: Tensor, channels_last: bool) -> Tensor:
     memory_format = torch.channels_last if channels_last else torch.contiguous_format
     if x.is_contiguous(memory_format=memory_format):
         return x
-    if _is_traced():
+    if traced():  # compilers and tracers choose the layout themselves
         return x.contiguous(memory_format=memory_format)
     if torch.is_grad_enabled() and x.requires_grad:
         return _Converted.apply(x, channels_last)

@@ -69,6 +69,11 @@ class Differentiable:
             return compute(*args)
 
 
+def traced() -> bool:
+    """Return whether a compiler or a tracer records operations."""
+    return _is_compiling() or torch._C._get_tracing_state() is not None
+
+
 def unobserved(args: Sequence[Any]) -> bool:
     """Return whether a call passes the dispatcher unseen, by anything but autograd in reverse mode.
 
@@ -76,8 +81,7 @@ def unobserved(args: Sequence[Any]) -> bool:
     same way through the dispatcher every time, which two crossings between Python and C++ make slow.
     """
     if (
-        _is_compiling()
-        or torch._C._get_tracing_state() is not None
+        traced()
         or torch._C._len_torch_dispatch_stack()
         or torch._C._len_torch_function_stack()
         or torch._C._are_functorch_transforms_active()

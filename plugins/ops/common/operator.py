@@ -25,7 +25,7 @@ from torch import Tensor
 from . import backends
 from .arguments import autocast_dtype
 from .backends import Backend
-from .gradients import Differentiable, fill, second_gradients, unobserved
+from .gradients import Differentiable, fill, second_gradients, traced, unobserved
 
 NAMESPACE = "attn_plugins"
 HAS_OPERATORS = hasattr(torch.library, "register_autograd")  # torch >= 2.4
@@ -99,13 +99,10 @@ class Operator:
         """Compute the output of checked terms."""
         if backends.explaining():
             raise backends.Explained(self._explain(terms, options))
-        args = (*terms, *options)
-        if HAS_OPERATORS and backends.forced() != backends.REFERENCE and unobserved(args):
-            found = self._once.direct(self._forward, args)
-        elif self._by_reference():
+        if self._by_reference():
             return under_autocast(lambda *cast: self.reference(self.terms(*cast), options), terms, self._to)
-        else:
-            found = self._forward_operator(*args)
+        args = (*terms, *options)
+        found = self._once.direct(self._forward, args) if unobserved(args) else self._forward_operator(*args)
         return found if isinstance(found, Tensor) else found[0]
 
     def gradients(self, grad_output: Tensor, terms: Any, options: Any, needs: Sequence[bool]) -> list[Tensor | None]:
@@ -137,7 +134,9 @@ class Operator:
 
     def _by_reference(self) -> bool:
         """Return True where the definition must serve: an older torch has no operators, ONNX knows none of ours."""
-        return not HAS_OPERATORS or backends.forced() == backends.REFERENCE or torch.onnx.is_in_onnx_export()
+        if not HAS_OPERATORS or backends.forced() == backends.REFERENCE:
+            return True
+        return traced() and torch.onnx.is_in_onnx_export()  # the latter alone takes 5 µs
 
     def _explain(self, terms: Any, options: Any) -> backends.Choice:
         if not HAS_OPERATORS:
