@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import subprocess
@@ -69,9 +70,8 @@ def pytest_collection_modifyitems(config, items):
         seed, most = config.option.sample_seed, config.option.at_most
         chosen = {item for name, cases in functions.items() for item in sample(cases, seed + name)[:most]}
         kept = [item for item in kept if item in chosen]
-    if torch.cuda.is_available():  # a time limit may end a run: a case of every function comes before its others
-        numbers: dict[str, Iterator[int]] = defaultdict(count)
-        kept.sort(key=lambda item: next(numbers[item.nodeid.partition("[")[0]]))
+    if torch.cuda.is_available():
+        put_cuda_first(kept)
     remaining = set(kept)
     config.hook.pytest_deselected(items=[item for item in items if item not in remaining])
     items[:] = kept
@@ -80,6 +80,16 @@ def pytest_collection_modifyitems(config, items):
     if peers and (reason := missing_mmcv()):
         for item in peers:
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def put_cuda_first(items: list[pytest.Item]) -> None:
+    """Begin with one case of every function marked cuda, then its second: a time limit may end a run on a GPU."""
+    numbers: dict[str, Iterator[int]] = defaultdict(count)
+
+    def rank(item: pytest.Item) -> float:
+        return next(numbers[item.nodeid.partition("[")[0]]) if item.get_closest_marker("cuda") else math.inf
+
+    items.sort(key=rank)
 
 
 def sample(cases: list[pytest.Item], seed: str) -> list[pytest.Item]:

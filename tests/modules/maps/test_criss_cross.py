@@ -162,6 +162,8 @@ def test_one_product_projects(position, monkeypatch):
     expected = module(x)
     grads = torch.autograd.grad(expected.sum(), list(module.parameters()))
     monkeypatch.setattr(criss_cross, "joins_products", lambda x: True)
+    compiled = torch.compile(module, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), expected)
     calls = []
     for hooked in (False, True):
         if hooked:
