@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from attn_plugins.modules import CrissCrossAttention2d, capture_attention
-from attn_plugins.modules.maps import criss_cross
 from attn_plugins.terms.relative_table import resize_table
 from tests.helpers.module_checks import check_maps_that_do_not_fit
 
@@ -153,25 +152,6 @@ def test_equals_mmcv(channels):
     expected = dict(theirs.named_parameters())
     for name, parameter in ours.named_parameters():
         torch.testing.assert_close(parameter.grad, expected[name].grad, msg=name)
-
-
-@pytest.mark.parametrize("position", POSITIONS)
-def test_one_product_projects(position, monkeypatch):
-    """It gives what three layers give; a layer that somebody observes is still called."""
-    module, x = build(position), torch.randn(2, 6, 4, 5, dtype=torch.float64)
-    expected = module(x)
-    grads = torch.autograd.grad(expected.sum(), list(module.parameters()))
-    monkeypatch.setattr(criss_cross, "joins_products", lambda x: True)
-    compiled = torch.compile(module, backend="eager", fullgraph=True)
-    torch.testing.assert_close(compiled(x), expected)
-    calls = []
-    for hooked in (False, True):
-        if hooked:
-            module.key_conv.register_forward_hook(lambda *_: calls.append(1))
-        found = module(x)
-        torch.testing.assert_close(found, expected)
-        torch.testing.assert_close(torch.autograd.grad(found.sum(), list(module.parameters())), grads)
-        assert len(calls) == hooked
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,7 @@ from torch import nn
 
 from attn_plugins import modules
 from attn_plugins.modules.maps import memory_format
-from attn_plugins.modules.maps.memory_format import add_scaled, in_format_of, to_channels_last
-from attn_plugins.ops.common import transposition
+from attn_plugins.modules.maps.memory_format import in_format_of, to_channels_last
 from tests.helpers.memory_format_checks import FORMATS, check_memory_format, has_format
 
 LAYERS = {
@@ -132,56 +131,3 @@ def test_a_strided_view_is_converted():
         assert torch.equal(to_channels_last(view), view)
         assert to_channels_last(view).is_contiguous(memory_format=torch.channels_last)
         assert in_format_of(x, view).is_contiguous()
-
-
-@pytest.fixture(params=["definition", pytest.param("cuda", marks=pytest.mark.cuda)])
-def device(request, monkeypatch):
-    """Return a device whose maps a kernel transposes: a GPU, or the CPU with the kernel's definition."""
-    if request.param == "cuda":
-        return "cuda"
-
-    def transposed(matrices, addend=None, scale=None):
-        product = matrices.mT if scale is None else matrices.mT * scale
-        return (product if addend is None else addend + product).contiguous()
-
-    monkeypatch.setattr(transposition, "has_kernel", lambda tensor: True)
-    monkeypatch.setattr(transposition, "transposed", transposed)
-    return "cpu"
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES)
-def test_conversions_by_a_kernel(shape, dtype, device):
-    x = torch.randn(shape).to(device, dtype)
-    last = to_channels_last(x)
-    assert torch.equal(last, x)
-    assert last.is_contiguous(memory_format=torch.channels_last)
-    back = in_format_of(x, last)
-    assert torch.equal(back, x)
-    assert back.is_contiguous()
-
-
-@pytest.mark.parametrize("shape", [(2, 33, 5, 7), (1, 3, 1, 40), (0, 3, 4, 5), (2, 1, 4, 5)], ids=str)
-def test_a_scaled_sum_by_a_kernel(shape, device):
-    """Values and gradients of both orders are those of the plain sum, whose formats they have."""
-    x, scale, output = (torch.randn(s, device=device, dtype=torch.float64) for s in (shape, (), shape))
-    leaves = [x, scale, output.contiguous(memory_format=torch.channels_last)]
-    found, expected = [], []
-    for results, function in ((found, add_scaled), (expected, torch.addcmul)):
-        terms = [t.clone().requires_grad_() for t in leaves]
-        total = function(*terms)
-        grads = torch.autograd.grad(total.square().sum(), terms, create_graph=True)
-        results += [total, *grads, *torch.autograd.grad(sum(g.square().sum() for g in grads), terms)]
-    for one, other in zip(found, expected):
-        torch.testing.assert_close(one, other)
-    assert found[0].is_contiguous()
-    assert found[1].is_contiguous()
-    assert 0 in shape or found[3].is_contiguous(memory_format=torch.channels_last)
-
-
-def test_a_scaled_sum_of_other_dtypes_and_shapes(device):
-    x, output = torch.randn(2, 3, 4, 5, device=device), torch.randn(2, 3, 1, 1, device=device)
-    scale = torch.tensor(0.5, device=device)
-    torch.testing.assert_close(add_scaled(x, scale, output), x + 0.5 * output)
-    half = torch.randn(2, 4, 5, 3, device=device).half().permute(0, 3, 1, 2)
-    torch.testing.assert_close(add_scaled(x, scale, half), x + scale * half)
