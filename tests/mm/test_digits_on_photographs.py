@@ -21,7 +21,7 @@ def test_the_same_recipe_gives_the_same_bytes_and_another_seed_others(digits, tm
     assert files(tmp_path / "again") == files(digits)
     assert tool.build(tmp_path / "other", tool.Recipe(train=16, val=4, seed=4))
     assert files(tmp_path / "other") != files(digits)
-    assert not (tmp_path / "again.partial").exists()
+    assert not (tmp_path / ".again.partial").exists()
 
 
 def test_mmdet_reads_it_and_boxes_masks_and_semantics_agree(digits):
@@ -81,7 +81,7 @@ def test_it_spares_what_it_did_not_make(digits, tmp_path):
         tool.build(digits, tool.Recipe(train=17, val=4, seed=3))
     assert files(digits) == before
     (tmp_path / "mine").write_text("keep")
-    with pytest.raises(ValueError, match="holds other files"):
+    with pytest.raises(ValueError, match="exists already; remove it"):
         tool.build(tmp_path, recipe)
     assert (tmp_path / "mine").read_text() == "keep"
 

@@ -185,31 +185,12 @@ def test_every_caption_is_true(scenes):
     assert len(vocabulary) > 90
 
 
-SWAPS = {
-    "above": "below", "left": "right", "right": "left", "top": "bottom", "red": "green", "two": "three", "coin": "cat",
-    "small": "large", "pagoda": "rocket", "gravel": "grass", "seven": "eight", "sevens": "eights", "digits": "coins",
-}  # fmt: skip
-
-
-def test_the_check_finds_what_is_not_true(scenes):
-    """A caption with one word changed fails the check."""
-    found = set()
-    for picture, captions in pictures(scenes).values():
-        for caption in captions:
-            for word in SWAPS.keys() & set(caption.split()):
-                wrong = re.sub(rf"\b{word}\b", SWAPS[word], caption)
-                with pytest.raises(AssertionError):
-                    check(picture, wrong)
-                found.add(word)
-    assert found == set(SWAPS)
-
-
 def test_the_files_agree_and_coco_s_own_reader_takes_them(scenes, capsys):
     objects, captions = COCO(scenes / "annotations/objects.json"), COCO(scenes / "captions.json")
     split = load(scenes, "splits")
     assert len(objects.getImgIds()) == len(captions.getImgIds()) == len(split["images"]) == 110
     assert {c["name"] for c in objects.loadCats(objects.getCatIds())} == set(NOUNS)
-    seen = set()
+    seen, right = set(), []
     for image in split["images"]:
         number = image["cocoid"]
         row = captions.loadImgs(number)[0]
@@ -219,6 +200,7 @@ def test_the_files_agree_and_coco_s_own_reader_takes_them(scenes, capsys):
         assert all(s["tokens"] == s["raw"].split() for s in image["sentences"])
         with Image.open(scenes / "images" / row["file_name"]) as picture:
             assert (picture.size, picture.mode, picture.format) == ((96, 96), "RGB", "JPEG")
+            pixels = np.asarray(picture, float)
         covered = np.zeros((96, 96), int)
         for annotation in objects.imgToAnns[number]:
             mask = objects.annToMask(annotation)
@@ -228,8 +210,13 @@ def test_the_files_agree_and_coco_s_own_reader_takes_them(scenes, capsys):
             assert annotation["area"] == mask.sum() > 40
             covered += mask
             seen.add(annotation["category_id"])
+            if annotation["colour"]:
+                distances = np.linalg.norm(np.median(pixels[mask > 0], 0) - list(COLOURS.values()), axis=1)
+                right.append(list(COLOURS)[distances.argmin()] == annotation["colour"])
         assert covered.max() == 1  # nothing is hidden
     assert len(seen) == len(NOUNS)
+    assert len(right) > 100
+    assert np.mean(right) > 0.95  # thin strokes lose some colour in the JPEG
     for part, count in (("train", 80), ("val", 15), ("test", 15)):
         chosen = {image["cocoid"] for image in split["images"] if image["split"] == part}
         content = load(scenes, f"annotations/objects_{part}")
@@ -238,24 +225,7 @@ def test_the_files_agree_and_coco_s_own_reader_takes_them(scenes, capsys):
         assert {a["image_id"] for a in content["annotations"]} == chosen
 
 
-def test_objects_have_their_colour(scenes):
-    """The median colour of a digit's mask, read from the JPEG."""
-    objects = COCO(scenes / "annotations/objects.json")
-    checked = 0
-    for number in objects.getImgIds():
-        with Image.open(scenes / "images" / objects.loadImgs(number)[0]["file_name"]) as picture:
-            pixels = np.asarray(picture, float)
-        for annotation in objects.imgToAnns[number]:
-            if annotation["colour"]:
-                ink = np.median(pixels[objects.annToMask(annotation) > 0], 0)
-                nearest = min(COLOURS, key=lambda name: np.linalg.norm(ink - COLOURS[name]))
-                checked += nearest == annotation["colour"]
-    coloured = sum(a["colour"] is not None for a in objects.loadAnns(objects.getAnnIds()))
-    assert coloured > 100
-    assert checked / coloured > 0.95  # thin strokes lose some colour in the JPEG
-
-
-def test_the_same_recipe_gives_the_same_annotations(scenes, tmp_path):
+def test_the_same_recipe_gives_the_same_annotations(tmp_path):
     small = tool.Recipe(train=4, val=1, test=1, size=64, seed=5)
     for name in ("one", "two"):
         assert tool.build(tmp_path / name, small)
@@ -265,9 +235,6 @@ def test_the_same_recipe_gives_the_same_annotations(scenes, tmp_path):
         assert (tmp_path / "one" / file).read_bytes() == (tmp_path / "two" / file).read_bytes()
     assert tool.build(tmp_path / "other", tool.Recipe(train=4, val=1, test=1, size=64, seed=6))
     assert load(tmp_path / "other", "captions") != load(tmp_path / "one", "captions")
-    assert not tool.build(tmp_path / "one", small)
-    with pytest.raises(ValueError, match="another recipe"):
-        tool.build(tmp_path / "one", RECIPE)
 
 
 def test_no_handwritten_digit_is_in_two_parts(monkeypatch, tmp_path):
@@ -304,7 +271,8 @@ def test_command_line(tmp_path, capsys):
     assert "images already in" in capsys.readouterr().out
     (tmp_path / "mine").write_text("keep")
     for arguments, message in (
-        ([str(tmp_path), *counts], "holds other files"),
+        ([str(tmp_path), *counts], "exists already; remove it"),
+        ([str(tmp_path / "set"), *counts, "--seed", "1"], "holds a set of another recipe"),
         ([str(tmp_path / "new"), "--val", "0"], "val must be at least 1 image, got 0"),
         ([str(tmp_path / "new"), "--size", "32"], "size must be at least 64 pixels, got 32"),
         ([str(tmp_path / "new"), "--captions", "1"], "captions must be 2 to 10 a picture, got 1"),

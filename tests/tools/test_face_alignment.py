@@ -1,4 +1,4 @@
-"""Alignment of HELEN's faces: similarities and means in plain loops, and drawn faces of known rotation and scale."""
+"""Alignment of HELEN's faces: means and warping in plain loops, and drawn faces of known rotation and scale."""
 
 from __future__ import annotations
 
@@ -89,38 +89,7 @@ def faces(tmp_path):
     return source, tmp_path / "annotation"
 
 
-# Similarities and means
-
-
-def test_a_known_similarity_is_recovered():
-    rng = np.random.default_rng(0)
-    for degrees, scale in ((0, 1), (30, 2.5), (-170, 0.3), (90, 1e-3)):
-        source = rng.normal(size=(194, 2)) * 50 + [300, -40]
-        matrix = turned(degrees, scale, -7, 90)
-        np.testing.assert_allclose(similarity(source, applied(matrix, source)), matrix, atol=1e-9)
-
-
-def test_similarity_is_the_least_squares_solution():
-    rng = np.random.default_rng(1)
-    source, target = rng.normal(size=(2, 30, 2))
-    rows, values = [], []
-    for (x, y), (u, v) in zip(source, target):  # u = c x - s y + t, v = s x + c y + t'
-        rows += [[x, -y, 1, 0], [y, x, 0, 1]]
-        values += [u, v]
-    c, s, t, other = np.linalg.lstsq(np.array(rows), np.array(values), rcond=None)[0]
-    np.testing.assert_allclose(similarity(source, target), [[c, -s, t], [s, c, other]], atol=1e-12)
-
-
-def test_a_mirrored_face_is_not_mirrored_back():
-    points = own_points() + np.random.default_rng(2).normal(size=(194, 2))
-    matrix = similarity(points * [-1, 1], points)
-    assert np.linalg.det(matrix[:, :2]) > 0
-
-
-def test_mean_of_turned_copies_is_the_face():
-    shapes = [applied(turned(degrees, scale, 9, 9), own_points()) for degrees, scale in ((10, 3), (-10, 1), (0, 0.2))]
-    own = own_points() - own_points().mean(0)
-    np.testing.assert_allclose(mean_shape(shapes), own / np.linalg.norm(own), atol=1e-9)
+# Means and warping
 
 
 def test_mean_is_that_of_repeated_alignment():
@@ -142,9 +111,6 @@ def test_canvas_has_the_shape_where_it_is_documented():
     low, high = shape.min(0), shape.max(0)
     assert (high - low).max() == pytest.approx(100)
     np.testing.assert_allclose((low + high) / 2, [100, 120])
-
-
-# Warping
 
 
 def test_labels_are_those_of_the_nearest_pixel():

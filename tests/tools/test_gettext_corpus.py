@@ -234,7 +234,7 @@ def test_refusals(tmp_path, capsys):
     few = folder(tmp_path / "few", {"de/LC_MESSAGES/a.po": po({"Save": "Sichern"})})
     assert "1 pairs leave" in refusal(capsys, out, few)
     assert not out.exists()
-    out.mkdir()
+    out.write_text("mine")
     assert f"{out} exists already" in refusal(capsys, out, good)
 
 

@@ -10,6 +10,7 @@ pytest.importorskip("sklearn")
 pytest.importorskip("skimage")
 
 from tools.datasets import moving_digits as tool
+from tools.datasets.pasting import digit_samples
 
 SMALL = dict(train=8, val=4, frames=6, height=32, width=48, speed=(0.1, 0.15))
 
@@ -65,7 +66,7 @@ def test_the_digit_moves_in_its_direction_and_stays_in_the_picture(name, white_o
     rng = np.random.default_rng(5)
     recipe = tool.Recipe(**{**SMALL, "frames": 5, "directions": 2})
     for _ in range(10):
-        clip = tool.compose(rng, [], tool.digit_samples()[0], tool.DIRECTIONS[name], recipe)
+        clip = tool.compose(rng, [], digit_samples()[0], tool.DIRECTIONS[name], recipe)
         assert clip.shape == (5, 32, 48, 3)
         rows, columns = np.transpose(corners(clip))
         assert len(set(rows)) == 1
@@ -87,7 +88,7 @@ def test_one_digit_moves_and_the_other_one_jumps(name, monkeypatch):
 
     monkeypatch.setattr(tool, "places", record)
     rng, recipe = np.random.default_rng(0), tool.Recipe(**SMALL)
-    regions, samples = tool.photographs(), tool.digit_samples()[0]
+    regions, samples = tool.photographs(), digit_samples()[0]
     for _ in range(5):
         tool.compose(rng, regions, samples, tool.DIRECTIONS[name], recipe)
     own = int(tool.DIRECTIONS[name][0] == 0)
@@ -138,26 +139,6 @@ def test_videos_hold_the_frames(tmp_path):
         assert np.abs(found - expected).mean() < 12  # of 255, because the codec is lossy
 
 
-def test_train_and_val_share_no_digit_and_no_pixel(monkeypatch, tmp_path):
-    given = []
-    real = tool.compose
-
-    def compose(rng, regions, samples, direction, recipe):
-        given.append((regions, samples))
-        return real(rng, regions, samples, direction, recipe)
-
-    monkeypatch.setattr(tool, "compose", compose)
-    tool.build(tmp_path / "set", tool.Recipe(**SMALL))
-    (train, digits), (val, others) = given[0], given[-1]
-    assert len(digits) + len(others) == 1797
-    whole = tool.photographs()
-    for one, other, photograph in zip(train, val, whole):
-        assert one.shape[1] + other.shape[1] < photograph.shape[1]
-        assert np.shares_memory(one, photograph) or photograph.base is None
-        assert np.array_equal(one, photograph[:, : one.shape[1]])
-        assert np.array_equal(other, photograph[:, -other.shape[1] :])
-
-
 @pytest.mark.parametrize(
     "arguments, message",
     [
@@ -184,8 +165,3 @@ def test_the_command(tmp_path, capsys):
         assert tool.main(arguments) == 0
         assert capsys.readouterr().out.splitlines()[-1] == f"4 training and 4 validation clips {state} {tmp_path}/set"
     assert sorted(path.name for path in (tmp_path / "set/train").iterdir()) == ["left", "right"]
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine/file").touch()
-    with pytest.raises(SystemExit):
-        tool.main([str(tmp_path / "mine"), *arguments[1:]])
-    assert "holds other files" in capsys.readouterr().err

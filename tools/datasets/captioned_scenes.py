@@ -22,11 +22,9 @@ the same annotations, byte for byte.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +33,7 @@ from PIL import Image
 
 from tools import need
 from tools.datasets.pasting import annotation, digit_samples
-from tools.datasets.recipes import is_made, new_folder
+from tools.datasets.recipes import BaseRecipe, Show, builder, command, option
 from tools.datasets.scene_captions import NOUNS, Scene, describe
 from tools.datasets.scene_pictures import Painter
 
@@ -45,15 +43,15 @@ SMALLEST = 64  # pixels: objects in smaller pictures are too small to recognise
 
 
 @dataclass(frozen=True)
-class Recipe:
+class Recipe(BaseRecipe):
     """Parameters of the set: pictures of each part, side in pixels, captions per picture."""
 
-    train: int = 400
-    val: int = 100
-    test: int = 100
-    size: int = 128
-    captions: int = 5
-    seed: int = 0
+    train: int = option(400, "images")
+    val: int = option(100, "images")
+    test: int = option(100, "images")
+    size: int = option(128, "side in pixels")
+    captions: int = option(5, "per image")
+    seed: int = option(0, "of all random numbers")
     version: int = 2
 
     def __post_init__(self) -> None:
@@ -111,63 +109,32 @@ class Annotations:
         return content
 
 
-def build(folder: Path, recipe: Recipe, show: Callable[[str], None] = lambda line: None) -> bool:
-    """Write the set to ``folder``; return False if it already existed.
-
-    Raises:
-        ValueError: ``folder`` holds something else, or a set of another recipe.
-    """
-    if is_made(folder, asdict(recipe)):
-        return False
-    with new_folder(folder, asdict(recipe)) as partial:
-        (partial / "images").mkdir()
-        (partial / "annotations").mkdir()
-        rng = np.random.default_rng(recipe.seed)
-        samples, targets = digit_samples()
-        cuts = (np.cumsum(SHARES)[:-1] * len(samples)).astype(int)
-        annotations = Annotations(recipe)
-        for part, chosen in zip(PARTS, np.split(rng.permutation(len(samples)), cuts)):
-            painter = Painter(rng, recipe.size, samples[chosen], targets[chosen])
-            count = getattr(recipe, part)
-            for index in range(count):
-                scene, pixels, masks = painter.paint()
-                name = f"{len(annotations.images) + 1:06d}.jpg"
-                Image.fromarray(pixels).save(partial / "images" / name, quality=92)
-                annotations.add(part, name, scene, masks, describe(rng, scene, recipe.captions))
-                show(f"{part}: {index + 1}/{count} images")
-        for file, content in annotations.files().items():
-            (partial / file).write_text(json.dumps(content))
-    return True
+@builder
+def build(folder: Path, recipe: Recipe, show: Show) -> None:
+    """Write the set to ``folder``."""
+    need("pycocotools")
+    (folder / "images").mkdir()
+    (folder / "annotations").mkdir()
+    rng = np.random.default_rng(recipe.seed)
+    samples, targets = digit_samples()
+    cuts = (np.cumsum(SHARES)[:-1] * len(samples)).astype(int)
+    annotations = Annotations(recipe)
+    for part, chosen in zip(PARTS, np.split(rng.permutation(len(samples)), cuts)):
+        painter = Painter(rng, recipe.size, samples[chosen], targets[chosen])
+        count = getattr(recipe, part)
+        for index in range(count):
+            scene, pixels, masks = painter.paint()
+            name = f"{len(annotations.images) + 1:06d}.jpg"
+            Image.fromarray(pixels).save(folder / "images" / name, quality=92)
+            annotations.add(part, name, scene, masks, describe(rng, scene, recipe.captions))
+            show(f"{part}: {index + 1}/{count} images")
+    for file, content in annotations.files().items():
+        (folder / file).write_text(json.dumps(content))
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.datasets.captioned_scenes",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("folder", type=Path, help="output folder")
-    for part in PARTS:
-        parser.add_argument(f"--{part}", type=int, default=getattr(Recipe, part), help="images, default %(default)s")
-    parser.add_argument("--size", type=int, default=Recipe.size, help="side in pixels, default %(default)s")
-    parser.add_argument("--captions", type=int, default=Recipe.captions, help="per image, default %(default)s")
-    parser.add_argument("--seed", type=int, default=Recipe.seed, help="default %(default)s")
-    options = parser.parse_args(arguments)
-    need("sklearn", "skimage", "pycocotools")
-    terminal = sys.stdout.isatty()
-
-    def show(line: str) -> None:
-        if terminal or line.split("/")[0].endswith("00"):
-            print(f"{line}   ", end="\r" if terminal else "\n", flush=True)
-
-    values = {name: getattr(options, name) for name in (*PARTS, "size", "captions", "seed")}
-    try:
-        written = build(options.folder, Recipe(**values), show)
-    except ValueError as error:
-        parser.exit(2, f"captioned_scenes: {error}\n")
-    counts = ", ".join(f"{getattr(options, part)} {part}" for part in PARTS)
-    print(f"{counts} images {'written to' if written else 'already in'} {options.folder}")
-    return 0
+    content = "{train} train, {val} val, {test} test images"
+    return command("captioned_scenes", __doc__, Recipe, build, content, arguments)
 
 
 if __name__ == "__main__":

@@ -26,22 +26,21 @@ The same recipe gives the same bytes on every run.
 
 from __future__ import annotations
 
-import argparse
+import colorsys
 import json
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
 
 from tools import need
-from tools.datasets import pasting
-from tools.datasets.pasting import SAMPLE_IMAGES, annotation, digit_samples, draw_digit, free_place, photograph
-from tools.datasets.recipes import is_made, new_folder
+from tools.datasets.pasting import DIGITS as CLASSES
+from tools.datasets.pasting import TURN, annotation, digit_samples, draw_digit, free_place, paste, photograph
+from tools.datasets.recipes import BaseRecipe, Show, builder, command, option
 
-CLASSES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 SIZES = ((144, 208), (208, 144), (160, 192))  # (H, W): never square, so that swapped axes are noticed
 DIGIT_SIDE = (26, 60)  # pixels
 LARGEST = int((min(min(size) for size in SIZES) - 2) / 2**0.5)  # a rotated digit of this side fits every image
@@ -49,29 +48,23 @@ DIGITS_PER_IMAGE = (2, 6)
 ZOOM = (1.0, 1.6)  # pixels of the photograph per pixel of a crop
 TRAIN_WIDTH, GAP = 0.66, 0.02  # share of each photograph's width for training crops, then unused columns
 MIN_CONTRAST = 90.0  # between the colours of a digit and the mean below it, in grey levels
-OTHERS = ("astronaut", "chelsea", "coffee", "rocket", "camera", "coins", "brick", "grass", "gravel")
-PHOTOGRAPHS = (*SAMPLE_IMAGES, *OTHERS)
+PHOTOGRAPHS = (
+    "china", "flower", "astronaut", "chelsea", "coffee", "rocket", "camera", "coins", "brick", "grass", "gravel",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """Parameters that determine the set, byte for byte.
+class Recipe(BaseRecipe):
+    """Parameters of the set; without ``sides`` and ``turn``, ``DIGIT_SIDE`` and ``pasting.TURN`` hold."""
 
-    Attributes:
-        train: Training images.
-        val: Validation images.
-        seed: Seed of all random numbers.
-        version: Version of this module.
-        sides: Smallest and largest side of a digit in pixels, log-uniform; None: uniform in ``DIGIT_SIDE``.
-        turn: Maximum rotation of a digit in degrees, either way, uniform; None: ``pasting.TURN``.
-    """
-
-    train: int = 400
-    val: int = 100
-    seed: int = 0
+    train: int = option(400, "training images")
+    val: int = option(100, "validation images")
+    seed: int = option(0, "of all random numbers")
     version: int = 1
-    sides: tuple[int, int] | None = None
-    turn: float | None = None
+    sides: tuple[int, int] | None = option(
+        None, "sides of digits in pixels, log-uniform; see above", type=int, nargs=2, metavar=("MIN", "MAX")
+    )
+    turn: float | None = option(None, "maximum rotation of digits, either way", type=float, metavar="DEGREES")
 
     def __post_init__(self) -> None:
         for name in ("train", "val"):
@@ -81,10 +74,6 @@ class Recipe:
             raise ValueError(f"sides must be two rising numbers from 10 to {LARGEST} pixels, got {self.sides}")
         if self.turn is not None and not 0 <= self.turn <= 180:
             raise ValueError(f"turn must be between 0 and 180 degrees, got {self.turn}")
-
-    def stamp(self) -> dict:
-        """Return the content of ``recipe.json``, without parameters that are None."""
-        return json.loads(json.dumps({name: value for name, value in asdict(self).items() if value is not None}))
 
     def side(self, rng: np.random.Generator) -> int:
         """Draw a digit's side in pixels."""
@@ -96,6 +85,22 @@ class Recipe:
 def photographs() -> list[np.ndarray]:
     """Return the packaged photographs, each (H, W, 3) uint8."""
     return [photograph(name) for name in PHOTOGRAPHS]
+
+
+def parted(photograph: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the columns of a photograph (H, W, 3) for training, and those for validation."""
+    W = photograph.shape[1]
+    return photograph[:, : int(TRAIN_WIDTH * W)], photograph[:, int((TRAIN_WIDTH + GAP) * W) :]
+
+
+def halves(
+    rng: np.random.Generator, pictures: list[np.ndarray]
+) -> Iterator[tuple[str, np.ndarray, np.ndarray, list[np.ndarray]]]:
+    """Yield train and val with their handwritten digits (N, 8, 8), what these show (N,), and parts of ``pictures``."""
+    samples, targets = digit_samples()
+    chosen = np.split(rng.permutation(len(samples)), [int(TRAIN_WIDTH * len(samples))])
+    for split, own, regions in zip(("train", "val"), chosen, zip(*map(parted, pictures))):
+        yield split, samples[own], targets[own], list(regions)
 
 
 def crop_background(rng: np.random.Generator, regions: list[np.ndarray], size: tuple[int, int]) -> np.ndarray:
@@ -129,15 +134,15 @@ def compose(
     wanted = rng.integers(DIGITS_PER_IMAGE[0], DIGITS_PER_IMAGE[1] + 1)
     while len(objects) < wanted:
         which = rng.integers(len(samples))
-        turn = pasting.TURN if recipe.turn is None else recipe.turn
+        turn = TURN if recipe.turn is None else recipe.turn
         opacity = draw_digit(rng, samples[which], recipe.side(rng), turn)
         place = free_place(rng, taken, opacity.shape)
         if place is None:
             wanted -= 1  # crowded: fewer digits; there is always room for the first one
             continue
-        window = slice(place[0], place[0] + opacity.shape[0]), slice(place[1], place[1] + opacity.shape[1])
-        colour, alpha = contrasting_colour(rng, canvas[window]), opacity[..., None]
-        canvas[window] = alpha * colour + (1 - alpha) * canvas[window]
+        (top, left), (height, width) = place, opacity.shape
+        colour = contrasting_colour(rng, canvas[top : top + height, left : left + width])
+        window = paste(canvas, place, opacity, colour)
         taken[window] = True
         mask = np.zeros(size, bool)
         mask[window] = opacity > 0.5
@@ -147,18 +152,12 @@ def compose(
 
 def palette() -> list[int]:
     """Return the colours of the semantic label images: black, then ten hues."""
-    import colorsys
-
     hues = [colorsys.hsv_to_rgb(digit / 10, 0.8, 0.95) for digit in range(10)]
     return [0, 0, 0] + [round(255 * channel) for hue in hues for channel in hue]
 
 
 def write_split(
-    folder: Path,
-    split: str,
-    images: Iterator[tuple[np.ndarray, list[tuple[int, np.ndarray]]]],
-    count: int,
-    show: Callable[[str], None],
+    folder: Path, split: str, images: Iterator[tuple[np.ndarray, list[tuple[int, np.ndarray]]]], count: int, show: Show
 ) -> None:
     (folder / split).mkdir()
     (folder / "semantic" / split).mkdir(parents=True)
@@ -181,61 +180,22 @@ def write_split(
     (folder / "annotations" / f"{split}.json").write_text(json.dumps(content))
 
 
-def build(folder: Path, recipe: Recipe, show: Callable[[str], None] = lambda line: None) -> bool:
-    """Write the set to ``folder``; return False if it already existed.
-
-    Raises:
-        ValueError: ``folder`` holds something else, or a set of another recipe.
-    """
-    if is_made(folder, recipe.stamp()):
-        return False
-    with new_folder(folder, recipe.stamp()) as partial:
-        (partial / "annotations").mkdir()
-        rng = np.random.default_rng(recipe.seed)
-        samples, targets = digit_samples()
-        order = rng.permutation(len(samples))
-        cut = int(TRAIN_WIDTH * len(samples))
-        pictures = photographs()
-        parts = {
-            "train": (order[:cut], [p[:, : int(TRAIN_WIDTH * p.shape[1])] for p in pictures]),
-            "val": (order[cut:], [p[:, int((TRAIN_WIDTH + GAP) * p.shape[1]) :] for p in pictures]),
-        }
-        for split, (chosen, regions) in parts.items():
-            count = getattr(recipe, split)
-            images = (compose(rng, regions, samples[chosen], targets[chosen], recipe) for _ in range(count))
-            write_split(partial, split, images, count, show)
-    return True
+@builder
+def build(folder: Path, recipe: Recipe, show: Show) -> None:
+    """Write the set to ``folder``."""
+    need("pycocotools")
+    (folder / "annotations").mkdir()
+    rng = np.random.default_rng(recipe.seed)
+    for split, samples, targets, regions in halves(rng, photographs()):
+        count = getattr(recipe, split)
+        images = (compose(rng, regions, samples, targets, recipe) for _ in range(count))
+        write_split(folder, split, images, count, show)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    plain = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=plain)
-    parser.add_argument("folder", type=Path, help="output folder")
-    parser.add_argument("--train", type=int, default=Recipe.train, help="training images, default %(default)s")
-    parser.add_argument("--val", type=int, default=Recipe.val, help="validation images, default %(default)s")
-    parser.add_argument("--seed", type=int, default=Recipe.seed, help="default %(default)s")
-    parser.add_argument(
-        "--sides", type=int, nargs=2, metavar=("MIN", "MAX"), help="sides of digits in pixels, log-uniform; see above"
-    )
-    parser.add_argument("--turn", type=float, metavar="DEGREES", help="maximum rotation of digits, either way")
-    options = parser.parse_args(arguments)
-    need("sklearn", "skimage", "pycocotools")
-    end = "\r" if sys.stdout.isatty() else "\n"
-
-    def show(line: str) -> None:
-        if sys.stdout.isatty() or line.split("/")[0].endswith("00"):
-            print(f"{line}   ", end=end, flush=True)
-
-    try:
-        sides = options.sides and tuple(options.sides)
-        recipe = Recipe(options.train, options.val, options.seed, sides=sides, turn=options.turn)
-        written = build(options.folder, recipe, show)
-    except ValueError as error:
-        parser.exit(2, f"digits_on_photographs: {error}\n")
-    state = "written to" if written else "already in"
-    print(f"{options.train} training and {options.val} validation images {state} {options.folder}")
-    return 0
+    content = "{train} training and {val} validation images"
+    return command("digits_on_photographs", __doc__, Recipe, build, content, arguments)
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(main())

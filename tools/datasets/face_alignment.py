@@ -86,20 +86,10 @@ def _read_file(file: Path) -> tuple[str, np.ndarray]:
 
 
 def similarity(source: np.ndarray, target: np.ndarray) -> np.ndarray:
-    """Return the similarity without reflection from ``source`` to ``target`` with the least squared distances.
+    """Return the similarity (2, 3) without reflection from ``source`` to ``target``, (P, 2), by least squares."""
+    from skimage.transform import estimate_transform
 
-    Args:
-        source: (P, 2), not all equal.
-        target: (P, 2).
-
-    Returns:
-        (2, 3).
-    """
-    z, w = _complex(source), _complex(target)
-    centred = z - z.mean()
-    turn = np.vdot(centred, w - w.mean()) / np.vdot(centred, centred).real  # rotation and scale of x + iy
-    shift = w.mean() - turn * z.mean()
-    return np.array([[turn.real, -turn.imag, shift.real], [turn.imag, turn.real, shift.imag]])
+    return estimate_transform("similarity", source, target).params[:2]
 
 
 def mean_shape(shapes: Iterable[np.ndarray]) -> np.ndarray:
@@ -111,17 +101,13 @@ def mean_shape(shapes: Iterable[np.ndarray]) -> np.ndarray:
     Args:
         shapes: Each (P, 2).
     """
-    z = np.stack([_complex(shape) for shape in shapes])
+    z = np.stack([shape @ [1, 1j] for shape in shapes])
     z -= z.mean(1, keepdims=True)
     z /= np.linalg.norm(z, axis=1, keepdims=True)
     mean = np.linalg.eigh(z.T @ z.conj())[1][:, -1]
     turn = np.vdot(mean, z.mean(0))
     mean *= turn / abs(turn)
     return np.stack((mean.real, mean.imag), 1)
-
-
-def _complex(points: np.ndarray) -> np.ndarray:
-    return points[:, 0] + 1j * points[:, 1]
 
 
 def on_canvas(shape: np.ndarray, size: int) -> np.ndarray:

@@ -33,9 +33,7 @@ their folder if SOURCE has resized ones. ``alignment.json`` has the mean shape a
 
 from __future__ import annotations
 
-import argparse
 import re
-import shutil
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -44,7 +42,9 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+from tools import need
 from tools.datasets.face_alignment import SIZE, Alignment, Request
+from tools.datasets.recipes import Show, build_parser, check_free, new_folder, show_progress
 
 SPLITS = ("train", "val", "test")
 ORIENTATION = 0x0112  # EXIF: how a viewer should rotate the picture
@@ -249,9 +249,9 @@ def write_face(layout: Layout, face: Face, folder: Path, split: str, alignment: 
 
 
 def build(
-    name: str, source: Path, output: Path, show: Callable[[str], None] = lambda line: None, align: Request | None = None
+    name: str, source: Path, output: Path, show: Show = lambda line: None, align: Request | None = None
 ) -> dict[str, int]:
-    """Write the set next to ``output``, then rename it; return the number of faces of each split.
+    """Write the set; return the number of faces of each split.
 
     Raises:
         ValueError: ``output`` is not empty, ``source`` is not as published, or the faces cannot be aligned.
@@ -259,17 +259,14 @@ def build(
     layout = LAYOUTS[name]
     if align is not None and name != "helen":
         raise ValueError(f"landmarks are HELEN's: {name} cannot be aligned by them")
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise ValueError(f"{output} exists already; remove it or name another folder")
+    check_free(output)
     faces = read_lists(layout, source)
     check_files(face for split in SPLITS for face in faces[split])
     alignment = None
     if align is not None:
         images = {face.name: face.image for split in SPLITS for face in faces[split]}
         alignment = Alignment(align, images, [face.name for face in faces["train"]])
-    partial = output.with_name(f".{output.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    try:
+    with new_folder(output) as partial:
         for split in SPLITS:
             for kind in ("images", "labels"):
                 (partial / kind / split).mkdir(parents=True)
@@ -278,20 +275,11 @@ def build(
                 show(f"{split}: {done}/{len(faces[split])} faces")
         if alignment is not None:
             alignment.write(partial / "alignment.json")
-        if output.is_dir():
-            output.rmdir()  # empty, as checked above
-        partial.rename(output)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
     return {split: len(faces[split]) for split in SPLITS}
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.datasets.face_parsing",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = build_parser("face_parsing", __doc__)
     parser.add_argument("set", choices=tuple(LAYOUTS))
     parser.add_argument("source", type=Path, help="folder of the published files")
     parser.add_argument("output", type=Path, help="output folder")
@@ -303,18 +291,13 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     align = None
     if options.landmarks is not None:
+        need("skimage")
         size = SIZE if options.size is None else options.size
         align = Request(options.landmarks, options.landmark_pictures, size)
     elif options.landmark_pictures is not None or options.size is not None:
         parser.error("--landmark-pictures and --size apply to aligned faces: add --landmarks")
-    tty = sys.stdout.isatty()
-
-    def show(line: str) -> None:
-        if tty or line.split("/")[0].endswith("00"):
-            print(f"{line}   ", end="\r" if tty else "\n", flush=True)
-
     try:
-        counts = build(options.set, options.source, options.output, show, align)
+        counts = build(options.set, options.source, options.output, show_progress, align)
     except ValueError as error:
         parser.exit(2, f"face_parsing: {error}\n")
     for split, (name, published) in zip(SPLITS, LAYOUTS[options.set].lists):

@@ -33,7 +33,6 @@ import hashlib
 import io
 import json
 import re
-import shutil
 import subprocess
 import sys
 import unicodedata
@@ -43,6 +42,7 @@ from pathlib import Path
 
 from tools import need
 from tools.datasets.gettext_catalogues import Package, canonical, entries, installed, named
+from tools.datasets.recipes import build_parser, check_free, new_folder
 
 PARTS = ("train", "valid", "test")
 PACKAGES = ("Django==5.2.19", "pretix==2026.8.0", "Sphinx==9.0.4", "wagtail==8.0.1", "Weblate==5.14.3")
@@ -189,7 +189,7 @@ def build(
     shortest: int = 1,
     coverage: float = 1.0,
 ) -> dict:
-    """Write the corpus next to ``output``, then rename it; return its recipe.
+    """Write the corpus; return its recipe.
 
     Args:
         output: The corpus's folder.
@@ -203,10 +203,9 @@ def build(
         coverage: Share of the characters that the pieces consist of.
 
     Raises:
-        ValueError: ``output`` exists, a part would be empty, or ``bpe`` does not fit the corpus.
+        ValueError: ``output`` holds something, a part would be empty, or ``bpe`` does not fit the corpus.
     """
-    if output.exists():
-        raise ValueError(f"{output} exists already: name another folder, or remove it")
+    check_free(output)
     pairs, left_out, report = gather(packages, longest, shortest)
     split: dict[str, list[str]] = {name: [] for name in PARTS}
     for source in pairs:
@@ -224,19 +223,13 @@ def build(
     )
     if shortest > 1:
         recipe["shortest"] = shortest
-    partial = output.with_name(f".{output.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
+    with new_folder(output) as partial:
         for name, sources in split.items():
             write_lines(partial / f"{name}.en", sources)
             write_lines(partial / f"{name}.{language}", map(pairs.__getitem__, sources))
         if bpe is not None:
             recipe["bpe"] = write_pieces(partial, ("en", language), bpe, coverage)
         (partial / "recipe.json").write_text(json.dumps(recipe, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-        partial.rename(output)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
     return recipe
 
 
@@ -277,11 +270,7 @@ def find(sources: list[Path], language: str) -> list[Package]:
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.datasets.gettext_corpus",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = build_parser("gettext_corpus", __doc__)
     parser.add_argument("output", type=Path, metavar="DIR")
     parser.add_argument(
         "sources", type=Path, nargs="*", metavar="SOURCE", help="wheel, archive or folder; default: installed packages"
@@ -323,8 +312,7 @@ def main(arguments: list[str] | None = None) -> int:
         need("sentencepiece")
     output, language, sources = options.output, options.language, options.sources
     try:
-        if output.exists():  # before anything is downloaded or read
-            raise ValueError(f"{output} exists already: name another folder, or remove it")
+        check_free(output)  # before anything is downloaded or read
         if options.download:
             download(options.cache)
             sources = [*sources, options.cache]

@@ -16,8 +16,6 @@ are 25 to 100 pixels. The same recipe gives the same pixels on every run.
 
 from __future__ import annotations
 
-import argparse
-import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,7 +24,8 @@ import numpy as np
 from PIL import Image
 
 from tools import need
-from tools.datasets.digits_on_photographs import CLASSES, GAP, PHOTOGRAPHS, TRAIN_WIDTH, digit_samples, photographs
+from tools.datasets.digits_on_photographs import CLASSES, PHOTOGRAPHS, digit_samples, parted, photographs
+from tools.datasets.recipes import build_parser, new_folder
 
 PLACED = 128  # pixels of a side
 ZOOM = (1.0, 2.0)  # pixels of the photograph per pixel of a crop
@@ -63,9 +62,7 @@ def placed_digits(deformed: bool, copies: int, seed: int) -> Iterator[tuple[str,
 def crops(train: int, val: int, side: int, seed: int) -> Iterator[tuple[str, str, np.ndarray]]:
     """Yield (half, class, image): ``train`` and ``val`` random crops of every photograph."""
     for n, (name, photograph) in enumerate(zip(PHOTOGRAPHS, photographs(), strict=True)):
-        W = photograph.shape[1]
-        border, next_one = int(W * TRAIN_WIDTH), int(W * (TRAIN_WIDTH + GAP))
-        for half, region, count in (("train", photograph[:, :border], train), ("val", photograph[:, next_one:], val)):
+        for half, region, count in zip(("train", "val"), parted(photograph), (train, val)):
             rng = np.random.default_rng((seed, n, half == "val"))
             for _ in range(count):
                 zoom = min(rng.uniform(*ZOOM), min(region.shape[:2]) / side)
@@ -76,26 +73,18 @@ def crops(train: int, val: int, side: int, seed: int) -> Iterator[tuple[str, str
 
 
 def build(output: Path, images: Iterator[tuple[str, str, np.ndarray]]) -> int:
-    """Write the images next to ``output``, then rename; return their number."""
-    if output.exists():
-        raise SystemExit(f"image_folders: {output} exists already: name another folder, or remove it")
-    partial = output.with_name(f".{output.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
+    """Write the images; return their number."""
     count = 0
-    for count, (half, name, pixels) in enumerate(images, 1):
-        folder = partial / half / name
-        folder.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(pixels).save(folder / f"{count:05d}.png")
-    partial.rename(output)
+    with new_folder(output) as partial:
+        for count, (half, name, pixels) in enumerate(images, 1):
+            folder = partial / half / name
+            folder.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(pixels).save(folder / f"{count:05d}.png")
     return count
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.datasets.image_folders",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = build_parser("image_folders", __doc__)
     parser.add_argument("set", choices=("digits", "crops", "upright", "deformed"))
     parser.add_argument("output", type=Path, metavar="DIR")
     parser.add_argument("--train", type=int, default=200, help="training crops of each photograph")
@@ -108,14 +97,16 @@ def main(arguments: list[str] | None = None) -> int:
         if getattr(options, name) < 1:
             parser.error(f"--{name} must be at least 1, got {getattr(options, name)}")
     need("sklearn", *(["skimage"] if options.set == "crops" else []))
-    options.output.parent.mkdir(parents=True, exist_ok=True)
     images = {
         "digits": digits,
         "crops": lambda: crops(options.train, options.val, options.side, options.seed),
         "upright": lambda: placed_digits(False, options.copies, options.seed),
         "deformed": lambda: placed_digits(True, options.copies, options.seed),
     }[options.set]()
-    print(f"{build(options.output, images)} images in {options.output}")
+    try:
+        print(f"{build(options.output, images)} images in {options.output}")
+    except ValueError as error:
+        parser.exit(2, f"image_folders: {error}\n")
     return 0
 
 

@@ -32,21 +32,17 @@ traces of them: use PNG if single frames must not contain any information on the
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from PIL import Image
 
 from tools import need
-from tools.datasets.digits_on_photographs import GAP, TRAIN_WIDTH, crop_background, photographs
-from tools.datasets.pasting import digit_samples, draw_digit
-from tools.datasets.recipes import is_made, new_folder
+from tools.datasets.digits_on_photographs import crop_background, halves, photographs
+from tools.datasets.pasting import draw_digit, paste
+from tools.datasets.recipes import BaseRecipe, Show, builder, command, option
 
 DIRECTIONS = {"down": (1, 0), "left": (0, -1), "right": (0, 1), "up": (-1, 0)}  # in rows and columns
 CHOICES = {2: ("left", "right"), 4: ("down", "left", "right", "up")}
@@ -55,35 +51,23 @@ BACKGROUND = 0.35  # factor of a photograph's brightness
 COLOUR = (170.0, 255.0)  # range of a digit's red, green and blue
 FRAME_RATE = 8.0
 SMALLEST = 32  # minimum side in pixels
+RANGE = dict(type=float, nargs=2, metavar=("LEAST", "GREATEST"))
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """Parameters of the set.
+class Recipe(BaseRecipe):
+    """Parameters of the set; MPEG-4 requires an even height and width."""
 
-    Attributes:
-        train: Training clips, of all classes in turn.
-        val: Validation clips.
-        frames: Frames of a clip.
-        height: Height in pixels, even, as MPEG-4 requires.
-        width: Width, likewise.
-        directions: 4, or 2: left and right.
-        speed: Minimum and maximum speed per frame, relative to the picture's height.
-        side: Minimum and maximum side of a digit, relative to the picture's height.
-        format: ``'png'``: a clip is a folder of frames, or ``'mp4'``.
-        seed: Seed of all random numbers.
-    """
-
-    train: int = 8000
-    val: int = 400
-    frames: int = 4
-    height: int = 32
-    width: int = 32
-    directions: int = 4
-    speed: tuple[float, float] = (0.15, 0.2)
-    side: tuple[float, float] = (0.3, 0.4)
-    format: str = "png"
-    seed: int = 0
+    train: int = option(8000, "training clips, of all classes in turn")
+    val: int = option(400, "validation clips")
+    frames: int = option(4, "frames of a clip")
+    height: int = option(32, "in pixels")
+    width: int = option(32, "in pixels")
+    directions: int = option(4, "4, or 2: left and right")
+    speed: tuple[float, float] = option((0.15, 0.2), "speed of a digit, in heights per frame", **RANGE)
+    side: tuple[float, float] = option((0.3, 0.4), "side of a digit, in heights", **RANGE)
+    format: str = option("png", "png (folders of frames) or mp4")
+    seed: int = option(0, "of all random numbers")
     version: int = 2
 
     def __post_init__(self) -> None:
@@ -103,10 +87,6 @@ class Recipe:
             raise ValueError(f"side must be at least 6 pixels, got {self.side[0]} of {self.height}")
         if self.format not in FORMATS:
             raise ValueError(f"format must be one of {', '.join(FORMATS)}, got {self.format!r}")
-
-    def stamp(self) -> dict[str, Any]:
-        """Return the recipe as JSON stores it."""
-        return json.loads(json.dumps(asdict(self)))
 
 
 def places(rng: np.random.Generator, shape: tuple[int, int], axis: int, recipe: Recipe) -> np.ndarray:
@@ -132,13 +112,12 @@ def compose(
     for along, order in orders.items():
         side = round(recipe.height * rng.uniform(*recipe.side))
         digit = draw_digit(rng, samples[rng.integers(len(samples))], side)
-        digits.append((digit[..., None], rng.uniform(*COLOUR, 3), places(rng, digit.shape, along, recipe)[order]))
+        digits.append((digit, rng.uniform(*COLOUR, 3), places(rng, digit.shape, along, recipe)[order]))
     frames = np.repeat(background[None], T, 0)
     for which in rng.permutation(len(digits)):
-        alpha, colour, corners = digits[which]
-        for frame, (top, left) in zip(frames, corners):
-            window = frame[top : top + alpha.shape[0], left : left + alpha.shape[1]]
-            window[:] = alpha * colour + (1 - alpha) * window
+        opacity, colour, corners = digits[which]
+        for frame, corner in zip(frames, corners):
+            paste(frame, corner, opacity, colour)
     return frames.round().clip(0, 255).astype(np.uint8)
 
 
@@ -166,74 +145,28 @@ def write_mp4(path: Path, frames: np.ndarray) -> None:
     encoder.release()
 
 
-def build(folder: Path, recipe: Recipe, show: Callable[[str], None] = lambda line: None) -> bool:
-    """Write the set to ``folder``; return False if it already existed.
-
-    Raises:
-        ValueError: ``folder`` holds something else, or a set of another recipe.
-    """
-    if is_made(folder, recipe.stamp()):
-        return False
+@builder
+def build(folder: Path, recipe: Recipe, show: Show) -> None:
+    """Write the set to ``folder``."""
+    if recipe.format == "mp4":
+        need("cv2")
     write = write_mp4 if recipe.format == "mp4" else write_png
-    with new_folder(folder, recipe.stamp()) as partial:
-        rng = np.random.default_rng(recipe.seed)
-        samples, _ = digit_samples()
-        order, pictures = rng.permutation(len(samples)), photographs()
-        cut = int(TRAIN_WIDTH * len(samples))
-        parts = {
-            "train": (order[:cut], [p[:, : int(TRAIN_WIDTH * p.shape[1])] for p in pictures]),
-            "val": (order[cut:], [p[:, int((TRAIN_WIDTH + GAP) * p.shape[1]) :] for p in pictures]),
-        }
-        for split, (chosen, regions) in parts.items():
-            names = CHOICES[recipe.directions]
-            for name in names:
-                (partial / split / name).mkdir(parents=True)
-            count = getattr(recipe, split)
-            for index in range(count):
-                name = names[index % len(names)]
-                frames = compose(rng, regions, samples[chosen], DIRECTIONS[name], recipe)
-                write(partial / split / name / f"{index:06d}", frames)
-                show(f"{split}: {index + 1}/{count} clips")
-    return True
+    rng, names = np.random.default_rng(recipe.seed), CHOICES[recipe.directions]
+    for split, samples, _, regions in halves(rng, photographs()):
+        for name in names:
+            (folder / split / name).mkdir(parents=True)
+        count = getattr(recipe, split)
+        for index in range(count):
+            name = names[index % len(names)]
+            frames = compose(rng, regions, samples, DIRECTIONS[name], recipe)
+            write(folder / split / name / f"{index:06d}", frames)
+            show(f"{split}: {index + 1}/{count} clips")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.datasets.moving_digits",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("folder", type=Path, help="output folder")
-    for name, text in (
-        ("train", "training clips"), ("val", "validation clips"), ("frames", "frames of a clip"),
-        ("height", "in pixels"), ("width", "in pixels"), ("seed", "of all random numbers"),
-    ):  # fmt: skip
-        parser.add_argument(f"--{name}", type=int, default=getattr(Recipe, name), help=f"{text}, default %(default)s")
-    parser.add_argument("--directions", type=int, default=Recipe.directions, help="4 (default), or 2: left and right")
-    for name, text in (("speed", "speed of a digit per frame"), ("side", "side of a digit")):
-        parser.add_argument(
-            f"--{name}", type=float, nargs=2, default=getattr(Recipe, name), metavar=("LEAST", "GREATEST"),
-            help=f"{text}, relative to the height, default %(default)s",
-        )  # fmt: skip
-    parser.add_argument("--format", default=Recipe.format, help="png (folders of frames) or mp4; default %(default)s")
-    options = vars(parser.parse_args(arguments))
-    folder = options.pop("folder")
-    need("sklearn", "skimage", *(["cv2"] if options["format"] == "mp4" else []))
-    end = "\r" if sys.stdout.isatty() else "\n"
-
-    def show(line: str) -> None:
-        if sys.stdout.isatty() or line.split("/")[0].endswith("00"):
-            print(f"{line}   ", end=end, flush=True)
-
-    try:
-        recipe = Recipe(**{**options, "speed": tuple(options["speed"]), "side": tuple(options["side"])})
-        written = build(folder, recipe, show)
-    except (RuntimeError, ValueError) as error:
-        parser.exit(2, f"moving_digits: {error}\n")
-    state = "written to" if written else "already in"
-    print(f"{recipe.train} training and {recipe.val} validation clips {state} {folder}")
-    return 0
+    content = "{train} training and {val} validation clips"
+    return command("moving_digits", __doc__, Recipe, build, content, arguments)
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(main())

@@ -7,6 +7,7 @@ from functools import cache
 import numpy as np
 from PIL import Image
 
+DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 TURN = 18.0  # maximum rotation of a digit in degrees, either way
 SAMPLE_IMAGES = ("china", "flower")  # scikit-learn's; all others are scikit-image's
 
@@ -54,6 +55,21 @@ def free_place(
         if not taken[top : top + shape[0], left : left + shape[1]].any():
             return top, left
     return None
+
+
+def paste(canvas: np.ndarray, corner: tuple[int, int], opacity: np.ndarray, colour: np.ndarray) -> tuple[slice, slice]:
+    """Blend an object into ``canvas`` (H, W, 3) at its top-left corner; return its window.
+
+    Args:
+        canvas: Changed in place.
+        corner: Row and column.
+        opacity: (h, w) in 0..1.
+        colour: Of every pixel, (3,) or (h, w, 3).
+    """
+    (top, left), (height, width), alpha = corner, opacity.shape, opacity[..., None]
+    window = slice(top, top + height), slice(left, left + width)
+    canvas[window] = alpha * colour + (1 - alpha) * canvas[window]
+    return window
 
 
 def annotation(number: int, image: int, category: int, mask: np.ndarray) -> dict:

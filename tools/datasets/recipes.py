@@ -1,38 +1,124 @@
-"""Folders created from a recipe, completely or not at all."""
+"""Data sets made from a recipe, completely or not at all, and their command lines."""
 
 from __future__ import annotations
 
+import argparse
+import functools
 import json
 import shutil
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
+from typing import Any
+
+from tools import need
+
+Show = Callable[[str], None]  # prints progress
 
 
-def is_made(folder: Path, recipe: dict) -> bool:
-    """Return whether ``folder`` holds a set made from ``recipe``; False if it is empty or missing.
+@dataclass(frozen=True)
+class BaseRecipe:
+    """Parameters that determine a set, byte for byte."""
 
-    Raises:
-        ValueError: ``folder`` holds something else, or a set of another recipe.
-    """
-    stamp = folder / "recipe.json"
-    if stamp.is_file() and json.loads(stamp.read_text()) == recipe:
-        return True
+    def stamp(self) -> dict[str, Any]:
+        """Return the content of ``recipe.json``, without parameters that are None."""
+        return json.loads(json.dumps({name: value for name, value in asdict(self).items() if value is not None}))
+
+
+def option(default: Any, text: str, **more: Any) -> Any:
+    """Return a field that the command line sets by ``--NAME``; ``more`` are further arguments of argparse."""
+    shown = text if default is None else f"{text}, default %(default)s"
+    return field(default=default, metadata={"default": default, "type": type(default), "help": shown, **more})
+
+
+def build_parser(name: str, description: str | None) -> argparse.ArgumentParser:
+    """Return a parser without arguments for ``python -m tools.datasets.NAME``."""
+    layout = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(f"python -m tools.datasets.{name}", description=description, formatter_class=layout)
+
+
+def show_progress(line: str) -> None:
+    """Print a line that the next one replaces; without a terminal, one line in a hundred."""
+    terminal = sys.stdout.isatty()
+    if terminal or line.split("/")[0].endswith("00"):
+        print(f"{line}   ", end="\r" if terminal else "\n", flush=True)
+
+
+def check_free(folder: Path) -> None:
+    """Raise a ValueError if ``folder`` is a file or holds something."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        what = f"a set of another recipe ({stamp.read_text()})" if stamp.is_file() else "other files"
-        raise ValueError(f"{folder} holds {what}; remove it or name another folder")
-    return False
+        raise ValueError(f"{folder} exists already; remove it or name another folder")
 
 
 @contextmanager
-def new_folder(folder: Path, recipe: dict) -> Iterator[Path]:
-    """Yield a new folder next to ``folder``; afterwards write ``recipe.json`` to it and rename it to ``folder``."""
-    partial = folder.with_name(folder.name + ".partial")
-    if partial.exists():
-        shutil.rmtree(partial)
+def new_folder(folder: Path) -> Iterator[Path]:
+    """Yield a new folder next to ``folder``, which it becomes afterwards, or is removed after an error.
+
+    Raises:
+        ValueError: ``folder`` is a file or holds something.
+    """
+    check_free(folder)
+    partial = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    yield partial
-    (partial / "recipe.json").write_text(json.dumps(recipe, indent=1))
-    if folder.is_dir():
-        folder.rmdir()
-    partial.rename(folder)
+    try:
+        yield partial
+        if folder.is_dir():
+            folder.rmdir()
+        partial.rename(folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def builder(write: Callable[[Path, Any, Show], None]) -> Callable[..., bool]:
+    """Turn ``write(folder, recipe, show)`` into a function that returns False if ``folder`` holds the set already.
+
+    It raises a ValueError if ``folder`` holds anything else.
+    """
+
+    @functools.wraps(write)
+    def build(folder: Path, recipe: BaseRecipe, show: Show = lambda line: None) -> bool:
+        file, stamp = folder / "recipe.json", recipe.stamp()
+        if file.is_file():
+            if json.loads(file.read_text()) == stamp:
+                return False
+            raise ValueError(
+                f"{folder} holds a set of another recipe ({file.read_text()}); remove it or name another folder"
+            )
+        with new_folder(folder) as partial:
+            write(partial, recipe, show)
+            (partial / "recipe.json").write_text(json.dumps(stamp, indent=1))
+        return True
+
+    return build
+
+
+def command(
+    name: str,
+    description: str | None,
+    recipe: type[BaseRecipe],
+    build: Callable[..., bool],
+    content: str,
+    arguments: list[str] | None,
+) -> int:
+    """Run the command line of a set of pasted digits: the options are the fields of ``recipe`` by :func:`option`.
+
+    ``content`` describes the set by a format with the recipe's fields.
+    """
+    parser = build_parser(name, description)
+    parser.add_argument("folder", type=Path, help="output folder")
+    for own in fields(recipe):
+        if own.metadata:
+            parser.add_argument(f"--{own.name}", **own.metadata)
+    options = vars(parser.parse_args(arguments))
+    folder = options.pop("folder")
+    need("sklearn", "skimage")
+    try:
+        chosen = recipe(**{key: tuple(value) if isinstance(value, list) else value for key, value in options.items()})
+        written = build(folder, chosen, show_progress)
+    except (RuntimeError, ValueError) as error:
+        parser.exit(2, f"{name}: {error}\n")
+    print(f"{content.format_map(vars(chosen))} {'written to' if written else 'already in'} {folder}")
+    return 0

@@ -13,9 +13,10 @@ from itertools import permutations
 
 import numpy as np
 
+from tools.datasets.pasting import DIGITS
+
 Box = tuple[float, float, float, float]  # left, top, right, bottom, in pixels
 
-DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 NOUNS: dict[str, tuple[tuple[str, str], ...]] = {  # names of each kind of object, singular and plural
     **{digit: ((digit, f"{digit}es" if digit == "six" else f"{digit}s"),) for digit in DIGITS},
     "horse": (("horse", "horses"),),

@@ -8,8 +8,8 @@ from functools import cache
 import numpy as np
 from PIL import Image, ImageDraw
 
-from tools.datasets.pasting import draw_digit, free_place, photograph
-from tools.datasets.scene_captions import BACKGROUNDS, DIGITS, NOUNS, Box, Group, Scene
+from tools.datasets.pasting import DIGITS, draw_digit, free_place, paste, photograph
+from tools.datasets.scene_captions import BACKGROUNDS, NOUNS, Box, Group, Scene
 
 COLOURS = {
     "red": (215, 25, 30),
@@ -223,14 +223,12 @@ class Painter:
             if corner is None:
                 return None
             top, left = window[0].start + corner[0], window[1].start + corner[1]
-            here = slice(top, top + opacity.shape[0]), slice(left, left + opacity.shape[1])
             seen = opacity > 0.5
             if colour:
-                distances = np.linalg.norm(canvas[here][seen] - pixels, axis=1)
-                if (distances >= MIN_CONTRAST).mean() < CONTRASTING:
+                below = canvas[top : top + opacity.shape[0], left : left + opacity.shape[1]][seen]
+                if (np.linalg.norm(below - pixels, axis=1) >= MIN_CONTRAST).mean() < CONTRASTING:
                     continue
-            alpha = opacity[..., None]
-            canvas[here] = alpha * pixels + (1 - alpha) * canvas[here]
+            here = paste(canvas, (top, left), opacity, pixels)
             taken[here] = True
             mask = np.zeros(taken.shape, bool)
             mask[here] = seen
