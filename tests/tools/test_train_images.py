@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -122,22 +120,6 @@ def test_broken_images_are_left_out_and_named(photographs, tmp_path, capsys):
     rows = dict(line.split("\t") for line in file.read_text().splitlines())
     assert list(rows) == list(expected)
     assert all(reason in rows[name] for name, reason in expected.items())
-
-
-@pytest.mark.slow
-def test_two_processes_leave_out_the_same_images(photographs, tmp_path):
-    break_images(photographs)
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m",
-        "tools.train", "--data", str(photographs), "--output", str(tmp_path / "out"), "--epochs", "1",
-        "--device", "cpu", "--set", "workers=0", "--skip-broken", *TINY,
-    ]  # fmt: skip
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1800)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.count("left out 3 of 18 images") == 1
-    assert "batch_size 256 is more than the 10 images of an epoch: training with batch_size 4" in result.stdout
-    assert len((tmp_path / "out/broken.txt").read_text().splitlines()) == 3
 
 
 @pytest.mark.slow

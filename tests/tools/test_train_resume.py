@@ -20,7 +20,7 @@ from tools.train.log import Log
 
 VALUES = dict(
     model="aa_resnet34", model_args=dict(layers=[1, 1, 1, 1]), input_size=[32, 32], epochs=5, batch_size=256, hflip=0.5,
-    label_smoothing=0.1, color_jitter=0.4,
+    label_smoothing=0.1, color_jitter=0.4, ema=0.9, accumulate=2, clip_grad=1.0, mixup=0.2,
 )  # fmt: skip
 BEGUN = ["--epochs", "3", "--set", "workers=0", "--set", "input_size=48", "--set", "model_args.nu=0.25"]
 
@@ -98,7 +98,7 @@ def test_a_changed_config_is_named_and_changes_nothing(run, photographs, capsys)
 
 def test_what_may_change_on_the_command_line_does(run, photographs, capsys):
     assert resume(run, photographs, "--set", "clip_grad=0.01", "--set", "hflip=0.5") == 0
-    assert capsys.readouterr().out.splitlines()[0] == "resuming with clip_grad = 0.01, which was None"
+    assert capsys.readouterr().out.splitlines()[0] == "resuming with clip_grad = 0.01, which was 1.0"
     assert not same_as_whole(run)
     assert json.loads(torch.load(run / "parts/state.pt")["settings"])["config"]["clip_grad"] == 0.01
 

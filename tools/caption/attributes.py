@@ -15,11 +15,10 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
-from safetensors.torch import save as serialize
 from torch import Tensor, nn
 
 from tools import files
-from tools.caption.backbones import BadBackbone, TimmBackbone, VggFc7, in_json, make_backbone, read_weights
+from tools.caption.backbones import BadBackbone, TimmBackbone, VggFc7, make_backbone, read_weights
 from tools.caption.lists import BadFile
 from tools.caption.noisy_or import NoisyOrHead, noisy_or
 
@@ -65,13 +64,10 @@ class AttributeDetector(nn.Module):
 
     def save(self, path: Path, **facts: Any) -> None:
         """Write ``.safetensors``; the metadata hold what :func:`load_detector` needs, and ``facts``."""
-        metadata: dict[str, Any] = dict(
-            model=self.backbone.name, size=self.backbone.size, words=self.words, format="pt"
-        )
-        metadata.update(output_stride=self.backbone.output_stride, fc7=isinstance(self.backbone, VggFc7))
-        tensors = {key: value.detach().cpu().contiguous() for key, value in self.state_dict().items()}
-        content = serialize(tensors, in_json(**metadata, **facts))
-        files.write(path, lambda partial: partial.write_bytes(content))
+        backbone = self.backbone
+        facts |= dict(model=backbone.name, size=backbone.size, words=self.words)
+        facts |= dict(output_stride=backbone.output_stride, fc7=isinstance(backbone, VggFc7))
+        files.write_weights(path, self, facts)
 
 
 def load_detector(path: Path, device: str | torch.device = "cpu") -> AttributeDetector:

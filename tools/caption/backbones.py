@@ -8,7 +8,6 @@ pixels from its neighbours. The classifier of the words is fc8, and the noisy-OR
 from __future__ import annotations
 
 import contextlib
-import json
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,11 @@ import numpy as np
 import timm
 import torch
 from PIL import Image
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from timm.models.vgg import VGG
 from torch import Tensor, nn
 
+from tools import files
 from tools.caption.lists import BadFile
 from tools.model_names import check_model_name
 
@@ -246,8 +246,7 @@ def read_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         raise BadFile(f"weights {path}: no such file")
     try:
         if path.suffix == ".safetensors":
-            with safe_open(str(path), "pt") as opened:
-                return {key: opened.get_tensor(key) for key in opened.keys()}, opened.metadata() or {}  # noqa: SIM118
+            return files.read_weights(path)
         content = torch.load(path, map_location="cpu", weights_only=True)
     except (OSError, SafetensorError, RuntimeError, EOFError, ValueError, KeyError) as error:
         raise BadFile(f"weights {path} cannot be read: {error}") from error
@@ -258,8 +257,3 @@ def read_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
         raise BadFile(f"weights {path} must hold a dict of tensors, got {type(content).__name__}")
     return content, {}
-
-
-def in_json(**facts: Any) -> dict[str, str]:
-    """Return metadata for a safetensors file: text unchanged, anything else as JSON."""
-    return {key: value if isinstance(value, str) else json.dumps(value) for key, value in facts.items()}

@@ -64,8 +64,8 @@ def check(options: argparse.Namespace) -> int:
     training, validation, _ = datasets(config, options.data)
     halves = broken.folders([training, validation])
     found = broken.find_broken(halves, options.data, config)
-    for one in found:
-        print(f"{options.data / one.file}: {one.reason}")
+    for name, reason in found.items():
+        print(f"{options.data / name}: {reason}")
     images = sum(len(half) for half in halves)
     print(f"{len(found)} of {images} images cannot be read" if found else f"all {images} images can be read")
     return int(bool(found))
@@ -106,11 +106,9 @@ def read_images(settings: Settings, options: argparse.Namespace, place: Place) -
     halves, notes = broken.folders([training, validation]), list[str]()
     if settings.left_out is None:
         found, file = broken.find_broken(halves, options.data, settings.config, place), options.output / "broken.txt"
-        settings.left_out = [one.file for one in found]
+        settings.left_out = list(found)
         if found:
-            notes = [broken.summary(found, len(training) + len(validation), file)]
-            if place.rank == 0:
-                broken.write_list(found, file)
+            notes = [broken.report(found, len(training) + len(validation), file, write=place.rank == 0)]
     elif settings.left_out:
         notes = [f"left out {len(settings.left_out)} broken images, those that the training began without"]
     broken.leave_out(halves, options.data, settings.left_out)

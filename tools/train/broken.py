@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +18,6 @@ from .data import loaders
 from .place import Place
 
 NAMED = 10  # names printed on the terminal; the file lists all
-
-
-@dataclass(frozen=True)
-class Broken:
-    """An image that cannot be read.
-
-    Attributes:
-        file: Path relative to the folder of ``--data``, with slashes.
-        reason: Reason, in one line.
-    """
-
-    file: str
-    reason: str
 
 
 class _Reasons(Dataset):
@@ -65,22 +51,20 @@ def folders(halves: Sequence[Any]) -> list[ImageFolder]:
     return list(halves)
 
 
-def find_broken(halves: Sequence[ImageFolder], root: Path, config: Config, place: Place | None = None) -> list[Broken]:
-    """Read every image, each process its share; return all broken ones, sorted by name."""
-    files = [file for half in halves for file, _ in half.samples]
+def find_broken(
+    halves: Sequence[ImageFolder], root: Path, config: Config, place: Place | None = None
+) -> dict[str, str]:
+    """Read every image, each process its share; return the broken ones by their path below ``root``, with reasons."""
+    reasons = _Reasons(halves)
     rank, processes = (place.rank, place.processes) if place else (0, 1)
-    own = range(rank, len(files), processes)
-    reasons = DataLoader(Subset(_Reasons(halves), own), batch_size=32, num_workers=loaders(config), collate_fn=list)
-    found = [
-        Broken(Path(files[index]).relative_to(root).as_posix(), reason)
-        for index, reason in zip(own, (reason for batch in reasons for reason in batch))
-        if reason
-    ]
+    own = range(rank, len(reasons), processes)
+    loader = DataLoader(Subset(reasons, own), batch_size=32, num_workers=loaders(config), collate_fn=list)
+    parts: list[Any] = [dict(zip(own, (reason for batch in loader for reason in batch)))]
     if processes > 1:
-        parts: list[Any] = [None] * processes
-        torch.distributed.all_gather_object(parts, found)
-        found = [broken for part in parts for broken in part]
-    return sorted(found, key=lambda broken: broken.file)
+        parts *= processes
+        torch.distributed.all_gather_object(parts, parts[rank])
+    files = {Path(reasons.files[i][0]): reason for part in parts for i, reason in part.items() if reason}
+    return dict(sorted((file.relative_to(root).as_posix(), reason) for file, reason in files.items()))
 
 
 def leave_out(halves: Sequence[ImageFolder], root: Path, broken: Collection[str]) -> None:
@@ -103,13 +87,10 @@ def leave_out(halves: Sequence[ImageFolder], root: Path, broken: Collection[str]
         raise ConfigError(f"--data must hold a readable image to validate with, and {root}/val has none")
 
 
-def summary(broken: Sequence[Broken], images: int, file: Path) -> str:
-    """Return a line that says which images are left out."""
-    names = ", ".join(one.file for one in broken[:NAMED])
+def report(broken: Mapping[str, str], images: int, file: Path, write: bool) -> str:
+    """Return a line that says which images are left out; ``write`` a file with a line for each: name, tab, reason."""
+    if write:
+        write_text(file, "".join(f"{name}\t{reason}\n" for name, reason in broken.items()))
     more = f" and {len(broken) - NAMED} more" if len(broken) > NAMED else ""
+    names = ", ".join(list(broken)[:NAMED])
     return f"left out {len(broken)} of {images} images, which cannot be read: {names}{more} (reasons in {file})"
-
-
-def write_list(broken: Sequence[Broken], file: Path) -> None:
-    """Write a line for every broken image: its name, a tab, the reason."""
-    write_text(file, "".join(f"{one.file}\t{one.reason}\n" for one in broken))

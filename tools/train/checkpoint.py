@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save as serialize
+from safetensors import SafetensorError
 from torch import nn
 
-from tools.files import write
+from tools import files
 from tools.model_names import is_built_for_a_size
 
 from .config import Config, ConfigError
@@ -23,18 +22,9 @@ def save_weights(file: Path, model: nn.Module, config: Config, classes: list[str
 
     The file's metadata describe the model, for :func:`read_weights`.
     """
-    metadata = {
-        "format": "pt",
-        "model": config.model,
-        "model_args": json.dumps(config.model_args),
-        "input_size": json.dumps(config.input_size),
-        "classes": json.dumps(classes),
-        **({"frames": json.dumps(config.frames)} if config.dataset == "clips" else {}),
-        **{key: json.dumps(value) for key, value in facts.items()},
-    }
-    tensors = {key: value.detach().cpu().contiguous() for key, value in model.state_dict().items()}
-    content = serialize(tensors, metadata)
-    write(file, lambda partial: partial.write_bytes(content))
+    own = {name: getattr(config, name) for name in ("model", "model_args", "input_size")}
+    frames = dict(frames=config.frames) if config.dataset == "clips" else {}
+    files.write_weights(file, model, {**own, **frames, "classes": classes, **facts})
 
 
 def read_weights(file: Path, argument: str = "file") -> tuple[dict[str, torch.Tensor], dict[str, str]]:
@@ -44,8 +34,7 @@ def read_weights(file: Path, argument: str = "file") -> tuple[dict[str, torch.Te
         ConfigError: the file, which the user passed as ``argument``, is not in safetensors format.
     """
     try:
-        with safe_open(str(file), "pt") as opened:
-            return {key: opened.get_tensor(key) for key in opened.keys()}, opened.metadata() or {}  # noqa: SIM118
+        return files.read_weights(file)
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"{argument} must be weights in safetensors, got {file}: {error}") from error
 
