@@ -240,14 +240,6 @@ def test_a_picture_that_fails_in_the_network_does_not_take_its_batch_along(scene
     assert "image 6: RuntimeError: too odd" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("suffix", "package"), [("h5", "h5py"), ("lmdb", "lmdb")])
-def test_every_format_holds_the_same(suffix, package, scenes, tmp_path):
-    pytest.importorskip(package)
-    for name in (f"regions.{suffix}", "regions.npz"):
-        assert run(scenes, tmp_path / name, *GRID) == 0
-    assert content(tmp_path / f"regions.{suffix}") == content(tmp_path / "regions.npz")
-
-
 @pytest.mark.parametrize("way", ["grid", "torchvision", "mmdet"])
 def test_the_recipe_gives_the_regions_of_a_picture_again(way, scenes, config, tmp_path, monkeypatch):
     weights = tmp_path / "weights"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -200,28 +201,20 @@ def of_other_file(data: Path, tmp_path: Path) -> list:
     return ["--path", tmp_path / "other.pt"]
 
 
-def without_recipe(data: Path, tmp_path: Path) -> list:
+def of_other_regions(data: Path, tmp_path: Path, width: int | None = None, **changes: Any) -> list:
+    """Return a data folder with features of another width, and a recipe with other options or, without any, none."""
     folder, features = copied(data, tmp_path), RegionFeatures(data / "regions.npz")
-    write_region_features(folder / "regions.npz", [(i, features.regions(i)) for i in features.image_ids])
-    return ["--data", folder]
-
-
-def of_another_width(data: Path, tmp_path: Path) -> list:
-    folder, features = copied(data, tmp_path), RegionFeatures(data / "regions.npz")
-    images = [(1, {**features.regions(1), "features": features.regions(1)["features"][:, :5]})]
-    write_region_features(folder / "regions.npz", images, recipe=features.recipe)
+    images = [(i, features.regions(i)) for i in features.image_ids]
+    recipe = {**features.recipe, "options": features.recipe["options"] | changes} if changes else None
+    images = [(i, {**own, "features": own["features"][:, :width]}) for i, own in images]
+    write_region_features(folder / "regions.npz", images, recipe=recipe)
     return ["--data", folder]
 
 
 def of_another_recipe(data: Path, tmp_path: Path) -> list:
-    folder, features = copied(data, tmp_path), RegionFeatures(data / "regions.npz")
-    recipe = features.recipe
-    recipe["options"].update(grid="test_vit")
-    images = [(i, features.regions(i)) for i in features.image_ids]
-    write_region_features(folder / "regions.npz", images, recipe=recipe)
-    vit = TimmBackbone("test_vit")
-    torch.save(vit.model.state_dict(), tmp_path / "vit.pth")
-    return ["--data", folder, "--region-checkpoint", tmp_path / "vit.pth"]
+    torch.save(TimmBackbone("test_vit").model.state_dict(), tmp_path / "vit.pth")
+    options = of_other_regions(data, tmp_path, grid="test_vit")
+    return [*options, "--region-checkpoint", tmp_path / "vit.pth"]
 
 
 def without_vocabulary(data: Path, tmp_path: Path) -> list:
@@ -247,8 +240,11 @@ def another_vocabulary(data: Path, tmp_path: Path) -> list:
         (of_other_file, r"--path: .*other\.pt cannot be read as a fairseq checkpoint"),
         (["--path", "nowhere.pt"], r"--path: nowhere\.pt does not exist"),
         (["--path", __file__], r"test_caption_pictures\.py cannot be read as a fairseq checkpoint"),
-        (without_recipe, r"regions\.npz has no recipe.*caption extract --overwrite writes it"),
-        (of_another_width, r"the checkpoint has \d+ channels per region; those of .*regions\.npz have 5"),
+        (of_other_regions, r"regions\.npz has no recipe.*caption extract --overwrite writes it"),
+        (
+            partial(of_other_regions, width=5, seed=0),
+            r"the checkpoint has \d+ channels per region; those of .*regions\.npz have 5",
+        ),
         (of_another_recipe, r"the regions have 64 channels, but those of .*regions\.npz \d+"),
         (without_vocabulary, r"the vocabulary .*dict\.txt does not exist: .*--data takes another folder"),
         (another_vocabulary, r"the checkpoint has \d+ words; the task's dictionary has \d+"),

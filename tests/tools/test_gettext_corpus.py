@@ -35,7 +35,7 @@ def parts(output: Path, language: str = "de") -> dict[str, dict[str, str]]:
 
 
 def make(output: Path, *sources: Path, **options) -> dict[str, dict[str, str]]:
-    corpus.build(output, corpus.find(list(sources), "de"), **options)
+    corpus.build(output, corpus.find(list(sources), "de"), corpus.Recipe(**options))
     return parts(output)
 
 
@@ -254,9 +254,7 @@ def test_refusals(tmp_path, capsys):
     ],
 )
 def test_options_are_checked(tmp_path, capsys, arguments, said):
-    with pytest.raises(SystemExit):
-        corpus.main([str(tmp_path / "out"), *arguments])
-    assert said in capsys.readouterr().err
+    assert said in refusal(capsys, tmp_path / "out", *arguments)
 
 
 def test_pieces(tmp_path, capsys):
@@ -341,7 +339,7 @@ def test_real_catalogues(tmp_path):
         pytest.skip(
             f"fewer than 10 German catalogues in the installed packages and in {' and '.join(map(str, system))}"
         )
-    corpus.build(tmp_path / "out", packages)
+    corpus.build(tmp_path / "out", packages, corpus.Recipe())
     found = parts(tmp_path / "out")
     assert sum(map(len, found.values())) > 500
     for one, other in itertools.combinations(corpus.PARTS, 2):

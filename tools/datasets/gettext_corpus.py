@@ -28,7 +28,6 @@ same packages give the same bytes. The texts keep the licences of their packages
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import io
 import json
@@ -38,11 +37,13 @@ import sys
 import unicodedata
 from collections import Counter, defaultdict
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tools import need
 from tools.datasets.gettext_catalogues import Package, canonical, entries, installed, named
-from tools.datasets.recipes import build_parser, check_free, new_folder
+from tools.datasets.recipes import BaseRecipe, add_options, build_parser, check_free, new_folder, option
 
 PARTS = ("train", "valid", "test")
 PACKAGES = ("Django==5.2.19", "pretix==2026.8.0", "Sphinx==9.0.4", "wagtail==8.0.1", "Weblate==5.14.3")
@@ -55,6 +56,34 @@ PLACEHOLDER = re.compile(
 )
 CONTROLS = [code for code in (*range(32), *range(127, 160)) if not chr(code).isspace()]
 INVISIBLE = dict.fromkeys([*CONTROLS, *map(ord, "\u00ad\u200b\u2060\ufeff")])  # and soft hyphen, zero-width spaces
+
+
+@dataclass(frozen=True)
+class Recipe(BaseRecipe):
+    """Options of the corpus."""
+
+    language: str = option("de", "target language")
+    bpe: int | None = option(None, "also write the corpus in N byte-pair pieces", type=int, metavar="N")
+    valid: float = option(0.05, "share of the sources")
+    test: float = option(0.05, "share of the sources")
+    longest: int = option(80, "most words of a pair's longer side", metavar="WORDS")
+    shortest: int = option(1, "fewest words of a pair's English side", metavar="WORDS")
+    coverage: float = option(1.0, "share of the characters that pieces consist of", metavar="SHARE")
+
+    def __post_init__(self) -> None:
+        for name in ("valid", "test"):
+            if not 0 < getattr(self, name) < 0.5:
+                raise ValueError(f"--{name} must be between 0 and 0.5, got {getattr(self, name)}")
+        if not 0.98 <= self.coverage <= 1:
+            raise ValueError(f"--coverage must be between 0.98 and 1, got {self.coverage}")
+        for name in ("longest", "shortest", "bpe"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ValueError(f"--{name} must be at least 1, got {value}")
+        if self.shortest > self.longest:
+            raise ValueError(f"--shortest must be at most --longest, {self.longest}, got {self.shortest}")
+        if not re.fullmatch(r"[A-Za-z]{2,}([_@-][A-Za-z0-9]+)*", self.language) or canonical(self.language) == "en":
+            raise ValueError(f"--language must be a language other than en, such as de or pt_BR, got {self.language!r}")
+        object.__setattr__(self, "language", self.language.replace("-", "_"))  # fairseq separates languages by hyphens
 
 
 def normalise(text: str) -> str:
@@ -138,8 +167,6 @@ def write_lines(path: Path, lines: Iterable[str]) -> None:
 def write_pieces(folder: Path, languages: tuple[str, str], size: int, coverage: float = 1.0) -> dict:
     """Learn ``size`` pieces on train of both languages, write all files in pieces to ``folder``/bpe; return the recipe.
 
-    ``coverage`` is the share of train's characters that pieces consist of; the others stay unchanged.
-
     Raises:
         ValueError: the corpus is too small for this many pieces, or has more letters.
     """
@@ -178,59 +205,38 @@ def write_pieces(folder: Path, languages: tuple[str, str], size: int, coverage: 
     return recipe if coverage == 1 else {**recipe, "coverage": coverage}
 
 
-def build(
-    output: Path,
-    packages: list[Package],
-    language: str = "de",
-    valid: float = 0.05,
-    test: float = 0.05,
-    longest: int = 80,
-    bpe: int | None = None,
-    shortest: int = 1,
-    coverage: float = 1.0,
-) -> dict:
-    """Write the corpus; return its recipe.
-
-    Args:
-        output: The corpus's folder.
-        packages: Packages with catalogues of ``language``.
-        language: Target language.
-        valid: Share of the sources for validation.
-        test: Share of the sources for testing.
-        longest: Maximum number of words on a pair's longer side.
-        bpe: Number of pieces; None writes none.
-        shortest: Minimum number of words on a pair's English side.
-        coverage: Share of the characters that the pieces consist of.
+def build(output: Path, packages: list[Package], recipe: Recipe) -> dict[str, Any]:
+    """Write the corpus of the catalogues in ``packages``; return the content of its ``recipe.json``.
 
     Raises:
-        ValueError: ``output`` holds something, a part would be empty, or ``bpe`` does not fit the corpus.
+        ValueError: ``output`` holds something, a part would be empty, or ``recipe.bpe`` does not fit the corpus.
     """
     check_free(output)
-    pairs, left_out, report = gather(packages, longest, shortest)
+    pairs, left_out, report = gather(packages, recipe.longest, recipe.shortest)
     split: dict[str, list[str]] = {name: [] for name in PARTS}
     for source in pairs:
-        split[part(source, valid, test)].append(source)
+        split[part(source, recipe.valid, recipe.test)].append(source)
     counts = {name: len(sources) for name, sources in split.items()}
     if empty := [name for name in PARTS if not counts[name]]:
         raise ValueError(f"{len(pairs)} pairs leave {' and '.join(empty)} empty: name more packages or other shares")
-    recipe = dict(
-        languages=["en", language],
+    content = dict(
+        languages=["en", recipe.language],
         pairs=counts,
         left_out=left_out,
-        shares=dict(valid=valid, test=test),
-        longest=longest,
+        shares=dict(valid=recipe.valid, test=recipe.test),
+        longest=recipe.longest,
         packages=[row for row in report if row["catalogues"]],
+        **({"shortest": recipe.shortest} if recipe.shortest > 1 else {}),
     )
-    if shortest > 1:
-        recipe["shortest"] = shortest
     with new_folder(output) as partial:
         for name, sources in split.items():
             write_lines(partial / f"{name}.en", sources)
-            write_lines(partial / f"{name}.{language}", map(pairs.__getitem__, sources))
-        if bpe is not None:
-            recipe["bpe"] = write_pieces(partial, ("en", language), bpe, coverage)
-        (partial / "recipe.json").write_text(json.dumps(recipe, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    return recipe
+            write_lines(partial / f"{name}.{recipe.language}", map(pairs.__getitem__, sources))
+        if recipe.bpe is not None:
+            content["bpe"] = write_pieces(partial, ("en", recipe.language), recipe.bpe, recipe.coverage)
+        text = json.dumps(content, indent=1, ensure_ascii=False) + "\n"
+        (partial / "recipe.json").write_text(text, encoding="utf-8")
+    return content
 
 
 def download(cache: Path) -> None:
@@ -269,7 +275,7 @@ def find(sources: list[Path], language: str) -> list[Package]:
     return with_catalogues
 
 
-def parse(arguments: list[str] | None) -> argparse.Namespace:
+def main(arguments: list[str] | None = None) -> int:
     parser = build_parser("gettext_corpus", __doc__)
     parser.add_argument("output", type=Path, metavar="DIR")
     parser.add_argument(
@@ -279,60 +285,32 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--cache", type=Path, default=CACHE, metavar="DIR", help="cache of --download, default %(default)s"
     )
-    parser.add_argument("--language", default="de", help="target language, default %(default)s")
-    parser.add_argument("--bpe", type=int, metavar="N", help="also write the corpus in N byte-pair pieces")
-    parser.add_argument("--valid", type=float, default=0.05, help="share of the sources, default %(default)s")
-    parser.add_argument("--test", type=float, default=0.05, help="share of the sources, default %(default)s")
-    parser.add_argument("--longest", type=int, default=80, metavar="WORDS", help="at most, default %(default)s")
-    parser.add_argument("--shortest", type=int, default=1, metavar="WORDS", help="at least, default %(default)s")
-    parser.add_argument(
-        "--coverage", type=float, default=1.0, metavar="SHARE",
-        help="share of the characters that pieces consist of, default %(default)s",
-    )  # fmt: skip
-    options = parser.parse_args(arguments)
-    for name in ("valid", "test"):
-        if not 0 < getattr(options, name) < 0.5:
-            parser.error(f"--{name} must be between 0 and 0.5, got {getattr(options, name)}")
-    if not 0.98 <= options.coverage <= 1:
-        parser.error(f"--coverage must be between 0.98 and 1, got {options.coverage}")
-    for name in ("longest", "shortest", "bpe"):
-        if (value := getattr(options, name)) is not None and value < 1:
-            parser.error(f"--{name} must be at least 1, got {value}")
-    if options.shortest > options.longest:
-        parser.error(f"--shortest must be at most --longest, {options.longest}, got {options.shortest}")
-    if not re.fullmatch(r"[A-Za-z]{2,}([_@-][A-Za-z0-9]+)*", options.language) or canonical(options.language) == "en":
-        parser.error(f"--language must be a language other than en, such as de or pt_BR, got {options.language!r}")
-    options.language = options.language.replace("-", "_")  # fairseq separates the two languages by a hyphen
-    return options
-
-
-def main(arguments: list[str] | None = None) -> int:
-    options = parse(arguments)
-    if options.bpe:
-        need("sentencepiece")
-    output, language, sources = options.output, options.language, options.sources
+    add_options(parser, Recipe)
+    options = vars(parser.parse_args(arguments))
+    output, sources, fetch, cache = (options.pop(name) for name in ("output", "sources", "download", "cache"))
     try:
+        recipe = Recipe(**options)
+        if recipe.bpe:
+            need("sentencepiece")
         check_free(output)  # before anything is downloaded or read
-        if options.download:
-            download(options.cache)
-            sources = [*sources, options.cache]
-        packages = find(sources, language)
-        recipe = build(
-            output, packages, language, options.valid, options.test, options.longest, options.bpe,
-            options.shortest, options.coverage,
-        )  # fmt: skip
+        if fetch:
+            download(cache)
+            sources = [*sources, cache]
+        content = build(output, find(sources, recipe.language), recipe)
     except ValueError as error:
         print(f"gettext_corpus: {error}", file=sys.stderr)
         return 2
-    for row in recipe["packages"]:
+    for row in content["packages"]:
         print(f"{row['pairs']:7d} pairs in {row['name']} {row['version'] or ''}".rstrip())
     print(
-        "left out:", ", ".join(f"{count} {reason}" for reason, count in recipe["left_out"].items() if count) or "none"
+        "left out:", ", ".join(f"{count} {reason}" for reason, count in content["left_out"].items() if count) or "none"
     )
-    print("written:", ", ".join(f"{count} {name}" for name, count in recipe["pairs"].items()), "to", output)
-    text = output / "bpe" if options.bpe else output
+    print("written:", ", ".join(f"{count} {name}" for name, count in content["pairs"].items()), "to", output)
+    text = output / "bpe" if recipe.bpe else output
     prefixes = " ".join(f"--{name}pref {text / name}" for name in PARTS)
-    print(f"next: fairseq-preprocess -s en -t {language} {prefixes} --joined-dictionary --destdir {output / 'bin'}")
+    print(
+        f"next: fairseq-preprocess -s en -t {recipe.language} {prefixes} --joined-dictionary --destdir {output / 'bin'}"
+    )
     return 0
 
 

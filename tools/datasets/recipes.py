@@ -39,6 +39,13 @@ def build_parser(name: str, description: str | None) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(f"python -m tools.datasets.{name}", description=description, formatter_class=layout)
 
 
+def add_options(parser: argparse.ArgumentParser, recipe: type[BaseRecipe]) -> None:
+    """Add the fields of a recipe by :func:`option`."""
+    for own in fields(recipe):
+        if own.metadata:
+            parser.add_argument(f"--{own.name}", **own.metadata)
+
+
 def show_progress(line: str) -> None:
     """Print a line that the next one replaces; without a terminal, one line in a hundred."""
     terminal = sys.stdout.isatty()
@@ -109,9 +116,7 @@ def command(
     """
     parser = build_parser(name, description)
     parser.add_argument("folder", type=Path, help="output folder")
-    for own in fields(recipe):
-        if own.metadata:
-            parser.add_argument(f"--{own.name}", **own.metadata)
+    add_options(parser, recipe)
     options = vars(parser.parse_args(arguments))
     folder = options.pop("folder")
     need("sklearn", "skimage")
