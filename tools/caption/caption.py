@@ -236,15 +236,11 @@ def layer(text: str) -> int:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
-
-    def option(name: str, **more: Any) -> None:
-        parser.add_argument(name, **more)
-
+    option = parser.add_argument
     option("images", type=Path, nargs="+", metavar="IMAGE")
     option("--path", required=True, metavar="FILE[:FILE]", help="checkpoints of the captioner")
-    option(
-        "--detector", type=Path, metavar="FILE", help="attribute detector: best.safetensors of tools.train attributes"
-    )
+    text = "attribute detector: best.safetensors of tools.train attributes"
+    option("--detector", type=Path, metavar="FILE", help=text)
     option("--data", type=Path, metavar="DIR", help="data folder, with all its files; default: the one of the training")
     option("--out", type=Path, default=Path("work_dirs/captions"), metavar="DIR", help="default %(default)s")
     option("--beam", type=int, default=3, help="default %(default)s")

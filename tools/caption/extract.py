@@ -212,33 +212,30 @@ def merge(out: Path, overwrite: bool) -> int:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
-    parser.add_argument("images", type=Path, metavar="IMAGES", help="folder of the pictures")
-    parser.add_argument("out", type=Path, metavar="OUT", help=".npz, .h5, .hdf5 or .lmdb")
-    parser.add_argument("--captions", type=Path, metavar="JSON", help="file in COCO's format with the images' ids")
-    parser.add_argument("--splits", type=Path, metavar="JSON", help="Karpathy's file with the images' ids")
+    option = parser.add_argument
+    option("images", type=Path, metavar="IMAGES", help="folder of the pictures")
+    option("out", type=Path, metavar="OUT", help=".npz, .h5, .hdf5 or .lmdb")
+    option("--captions", type=Path, metavar="JSON", help="file in COCO's format with the images' ids")
+    option("--splits", type=Path, metavar="JSON", help="Karpathy's file with the images' ids")
     way = parser.add_mutually_exclusive_group(required=True)
     way.add_argument("--mmdet", nargs="+", metavar=("CONFIG", "CHECKPOINT"))
     way.add_argument("--torchvision", metavar="NAME")
     way.add_argument("--grid", metavar="NAME")
     weights = parser.add_mutually_exclusive_group()
-    weights.add_argument(
-        "--checkpoint", metavar="FILE",
-        help="weights instead of the library's own; --grid also takes those of tools.train",
-    )  # fmt: skip
+    text = "weights instead of the library's own; --grid also takes those of tools.train"
+    weights.add_argument("--checkpoint", metavar="FILE", help=text)
     weights.add_argument("--no-weights", action="store_true", help="random weights, the same for the same --seed")
-    parser.add_argument("--grid-size", type=int, default=7, metavar="N", help="cells of a side, default %(default)s")
-    parser.add_argument(
-        "--size", type=int, nargs="+", metavar="PIXELS",
-        help="--grid: height and width; --torchvision: shorter and longer side; default: the model's own",
-    )  # fmt: skip
-    parser.add_argument("--feature", choices=("classifier", "map"), default="classifier")
-    parser.add_argument("--min-regions", type=int, default=Selection.minimum, help="default %(default)s")
-    parser.add_argument("--max-regions", type=int, default=Selection.maximum, help="default %(default)s")
-    parser.add_argument("--score-threshold", type=float, default=Selection.threshold, help="default %(default)s")
-    parser.add_argument("--nms", type=float, default=Selection.iou, metavar="IOU", help="default %(default)s")
-    parser.add_argument("--batch-size", type=int, default=4, help="default %(default)s")
-    parser.add_argument("--workers", type=int, default=0, help="processes that read pictures, default %(default)s")
-    parser.add_argument("--dtype", choices=("float16", "float32"), default="float16", help="default %(default)s")
-    parser.add_argument("--seed", type=int, default=0, help="seed of random weights, default %(default)s")
-    parser.add_argument("--overwrite", action="store_true", help="replace OUT")
+    option("--grid-size", type=int, default=7, metavar="N", help="cells of a side, default %(default)s")
+    text = "--grid: height and width; --torchvision: shorter and longer side; default: the model's own"
+    option("--size", type=int, nargs="+", metavar="PIXELS", help=text)
+    option("--feature", choices=("classifier", "map"), default="classifier")
+    option("--min-regions", type=int, default=Selection.minimum, help="default %(default)s")
+    option("--max-regions", type=int, default=Selection.maximum, help="default %(default)s")
+    option("--score-threshold", type=float, default=Selection.threshold, help="default %(default)s")
+    option("--nms", type=float, default=Selection.iou, metavar="IOU", help="default %(default)s")
+    option("--batch-size", type=int, default=4, help="default %(default)s")
+    option("--workers", type=int, default=0, help="processes that read pictures, default %(default)s")
+    option("--dtype", choices=("float16", "float32"), default="float16", help="default %(default)s")
+    option("--seed", type=int, default=0, help="seed of random weights, default %(default)s")
+    option("--overwrite", action="store_true", help="replace OUT")
     shards.add_arguments(parser)

@@ -223,46 +223,30 @@ def begin(options: argparse.Namespace) -> tuple[Settings, State | None]:
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.train", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "config", nargs="?", type=Path, metavar="CONFIG", help="a YAML file, such as those of configs/timm"
-    )
-    parser.add_argument("--data", type=Path, required=True, metavar="DIR", help="folder with train/ and val/")
-    parser.add_argument("--model", metavar="NAME", help="timm's name of the model, instead of CONFIG's")
-    parser.add_argument("--epochs", type=int, metavar="N", help="the same as --set epochs=N")
-    parser.add_argument("--batch-size", type=int, metavar="N", help="the same as --set batch_size=N")
-    parser.add_argument("--lr", type=float, help="the same as --set lr=LR")
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE",
-        help="set a key of CONFIG, or one inside a key (model_args.nu=0.25); may be repeated",
-    )  # fmt: skip
-    parser.add_argument(
-        "--output", type=Path, metavar="DIR", help="default: work_dirs/CONFIG without its suffix, else work_dirs/MODEL"
-    )
-    task = parser.add_mutually_exclusive_group()
-    task.add_argument(
-        "--resume", action="store_true",
-        help="continue the training of --output after its last whole epoch, with the settings it began with",
-    )  # fmt: skip
-    task.add_argument(
-        "--evaluate", type=Path, metavar="FILE",
-        help="only evaluate these weights (.safetensors) on val/, at the size they were trained at unless CONFIG or "
-        "--set names another",
-    )  # fmt: skip
-    task.add_argument(
-        "--check", action="store_true",
-        help="only read all images and print the broken ones with their reasons; exit status 1 if there are any",
-    )  # fmt: skip
-    parser.add_argument(
-        "--skip-broken", action="store_true",
-        help="read all images first, leave the broken ones out and list them in broken.txt",
-    )  # fmt: skip
-    parser.add_argument(
-        "--tensorboard", action="store_true", help="also write TensorBoard's files, to --output/tensorboard"
-    )
-    parser.add_argument("--device", help="cpu, cuda or cuda:N; default: cuda where there is a GPU, else cpu")
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("python -m tools.train", description=__doc__, formatter_class=layout)
+    option = parser.add_argument
+    option("config", nargs="?", type=Path, metavar="CONFIG", help="a YAML file, such as those of configs/timm")
+    option("--data", type=Path, required=True, metavar="DIR", help="folder with train/ and val/")
+    option("--model", metavar="NAME", help="timm's name of the model, instead of CONFIG's")
+    option("--epochs", type=int, metavar="N", help="the same as --set epochs=N")
+    option("--batch-size", type=int, metavar="N", help="the same as --set batch_size=N")
+    option("--lr", type=float, help="the same as --set lr=LR")
+    text = "set a key of CONFIG, or one inside a key (model_args.nu=0.25); may be repeated"
+    option("--set", action="append", default=[], metavar="KEY=VALUE", help=text)
+    text = "default: work_dirs/CONFIG without its suffix, else work_dirs/MODEL"
+    option("--output", type=Path, metavar="DIR", help=text)
+    task = parser.add_mutually_exclusive_group().add_argument
+    text = "continue the training of --output after its last whole epoch, with the settings it began with"
+    task("--resume", action="store_true", help=text)
+    text = "only evaluate these weights (.safetensors) on val/, at their training size unless another is configured"
+    task("--evaluate", type=Path, metavar="FILE", help=text)
+    text = "only read all images and print the broken ones with their reasons; exit status 1 if there are any"
+    task("--check", action="store_true", help=text)
+    text = "read all images first, leave the broken ones out and list them in broken.txt"
+    option("--skip-broken", action="store_true", help=text)
+    option("--tensorboard", action="store_true", help="also write TensorBoard's files, to --output/tensorboard")
+    option("--device", help="cpu, cuda or cuda:N; default: cuda where there is a GPU, else cpu")
     return parser
 
 

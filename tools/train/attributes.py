@@ -31,6 +31,7 @@ import math
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,17 +59,12 @@ class BadOption(ValueError):
     """An invalid option value."""
 
 
-class Course:
-    """Schedule of the learning rate: warm-up over a tenth of all steps, then a cosine decay to 0."""
-
-    def __init__(self, steps: int) -> None:
-        self.warmup = max(1, steps // 10)
-        self.rest = max(1, steps - self.warmup)
-
-    def __call__(self, step: int) -> float:
-        if step < self.warmup:
-            return (step + 1) / self.warmup
-        return (1 + math.cos(math.pi * min(1.0, (step - self.warmup) / self.rest))) / 2
+def course(step: int, steps: int) -> float:
+    """Return the factor of the learning rate: warm-up over a tenth of all steps, then a cosine decay to 0."""
+    warmup = max(1, steps // 10)
+    if step < warmup:
+        return (step + 1) / warmup
+    return (1 + math.cos(math.pi * min(1.0, (step - warmup) / max(1, steps - warmup)))) / 2
 
 
 class Training:
@@ -99,12 +95,12 @@ class Training:
         skip = options.skip_invalid_samples
         self.train = Pictures(train, targets, backbone, options.shift, skip)
         self.val = Pictures(val, labels(val_captions, words), backbone, 0.0, skip)
-        decay = [p for p in self.detector.parameters() if p.ndim > 1]
-        other = [p for p in self.detector.parameters() if p.ndim <= 1]
-        groups: list[dict[str, Any]] = [dict(params=decay), dict(params=other, weight_decay=0.0)]
+        parameters = list(self.detector.parameters())
+        groups: list[dict[str, Any]] = [dict(params=[p for p in parameters if p.ndim > 1])]
+        groups.append(dict(params=[p for p in parameters if p.ndim <= 1], weight_decay=0.0))
         self.optimizer = torch.optim.AdamW(groups, options.lr, weight_decay=options.weight_decay)
-        self.steps = -(-len(train) // options.batch_size)
-        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, Course(options.epochs * self.steps))
+        factor = partial(course, steps=options.epochs * -(-len(train) // options.batch_size))
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, factor)
         self.rows: list[dict[str, float]] = []
         if state is not None:
             if state["vocabulary"] != words:
@@ -251,51 +247,37 @@ def predict(options: argparse.Namespace, data: Data, device: torch.device) -> in
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.train attributes",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("data", type=Path, metavar="DATA")
-    parser.add_argument("out", type=Path, metavar="OUT")
-    parser.add_argument("--splits", type=Path, metavar="JSON", help="default: DATA/splits.json")
-    parser.add_argument("--captions", type=Path, metavar="JSON", help="default: DATA/captions.json, if it is there")
-    parser.add_argument("--images", type=Path, metavar="DIR", help="default: DATA/images, else DATA")
-    parser.add_argument("--attributes", type=Path, metavar="FILE", help="output file, default: DATA/attributes.json")
-    parser.add_argument("--backbone", metavar="NAME", help="model of timm, default resnet50; with --fc7 vgg16")
-    parser.add_argument("--fc7", action="store_true", help="use a VGG up to fc7, with fc6 and fc7 as convolutions")
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("python -m tools.train attributes", description=__doc__, formatter_class=layout)
+    option = parser.add_argument
+    option("data", type=Path, metavar="DATA")
+    option("out", type=Path, metavar="OUT")
+    option("--splits", type=Path, metavar="JSON", help="default: DATA/splits.json")
+    option("--captions", type=Path, metavar="JSON", help="default: DATA/captions.json, if it is there")
+    option("--images", type=Path, metavar="DIR", help="default: DATA/images, else DATA")
+    option("--attributes", type=Path, metavar="FILE", help="output file, default: DATA/attributes.json")
+    option("--backbone", metavar="NAME", help="model of timm, default resnet50; with --fc7 vgg16")
+    option("--fc7", action="store_true", help="use a VGG up to fc7, with fc6 and fc7 as convolutions")
     weights = parser.add_mutually_exclusive_group()
     weights.add_argument("--weights", type=Path, metavar="FILE", help="weights of the backbone, instead of timm's")
     weights.add_argument("--no-pretrained", action="store_true", help="train from random weights")
-    parser.add_argument(
-        "--size", type=int, metavar="PIXELS", help="side of the pictures, default: the backbone's own; with --fc7 565"
-    )
-    parser.add_argument(
-        "--output-stride", type=int, metavar="PIXELS", help="pixels per cell, if the backbone can change it"
-    )
-    parser.add_argument("--words", type=int, default=1000, help="default %(default)s")
-    parser.add_argument("--min-word-count", type=int, default=5, help="default %(default)s")
-    parser.add_argument(
-        "--skip-words", nargs="*", default=[], metavar="WORD", help="words to exclude from the attributes"
-    )
-    parser.add_argument("--epochs", type=int, default=20, help="default %(default)s")
-    parser.add_argument("--batch-size", type=int, default=32, help="default %(default)s")
-    parser.add_argument("--lr", type=float, help="default 0.002 with --no-pretrained, else 0.0002")
-    parser.add_argument("--weight-decay", type=float, default=0.05, help="default %(default)s")
-    parser.add_argument(
-        "--shift", type=float, default=0.1, help="maximum shift relative to a side, default %(default)s"
-    )
-    parser.add_argument("--workers", type=int, default=0, help="processes that read pictures, default %(default)s")
-    parser.add_argument("--device", help="default: cuda where there is one, else cpu")
-    parser.add_argument("--seed", type=int, default=0, help="default %(default)s")
-    parser.add_argument("--resume", action="store_true", help="continue the training of OUT")
-    parser.add_argument("--predict", action="store_true", help="only write the attributes, with OUT/best.safetensors")
-    parser.add_argument(
-        "--top", type=int, default=20, metavar="WORDS", help="attributes of each image, default %(default)s"
-    )
-    parser.add_argument(
-        "--skip-invalid-samples", action="store_true", help="leave out bad captions and pictures, with a line each"
-    )
+    option("--size", type=int, metavar="PIXELS", help="side of the pictures, default: the backbone's, with --fc7 565")
+    option("--output-stride", type=int, metavar="PIXELS", help="pixels per cell, if the backbone can change it")
+    option("--words", type=int, default=1000, help="default %(default)s")
+    option("--min-word-count", type=int, default=5, help="default %(default)s")
+    option("--skip-words", nargs="*", default=[], metavar="WORD", help="words to exclude from the attributes")
+    option("--epochs", type=int, default=20, help="default %(default)s")
+    option("--batch-size", type=int, default=32, help="default %(default)s")
+    option("--lr", type=float, help="default 0.002 with --no-pretrained, else 0.0002")
+    option("--weight-decay", type=float, default=0.05, help="default %(default)s")
+    option("--shift", type=float, default=0.1, help="maximum shift relative to a side, default %(default)s")
+    option("--workers", type=int, default=0, help="processes that read pictures, default %(default)s")
+    option("--device", help="default: cuda where there is one, else cpu")
+    option("--seed", type=int, default=0, help="default %(default)s")
+    option("--resume", action="store_true", help="continue the training of OUT")
+    option("--predict", action="store_true", help="only write the attributes, with OUT/best.safetensors")
+    option("--top", type=int, default=20, metavar="WORDS", help="attributes of each image, default %(default)s")
+    option("--skip-invalid-samples", action="store_true", help="leave out bad captions and pictures, with a line each")
     return parser
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,10 +73,12 @@ def load_weights(model: nn.Module, file: Path, config: Config, classes: Sequence
         raise ConfigError(
             f"--evaluate must be weights for the classes of --data: {classes_apart(saved, classes, file)}"
         )
-    if (reason := mismatch(model, tensors)) is not None:
+    try:
+        model.load_state_dict(tensors)
+    except RuntimeError as error:
         trained = f" (trained with model_args {metadata['model_args']})" if "model_args" in metadata else ""
-        raise ConfigError(f"--evaluate {file} does not fit {config.model} {config.model_args}: {reason}{trained}")
-    model.load_state_dict(tensors)
+        reason = f"{error}"[:300] + trained
+        raise ConfigError(f"--evaluate {file} does not fit {config.model} {config.model_args}: {reason}") from error
 
 
 def start_from(model: nn.Module, file: Path) -> str:
@@ -101,15 +103,3 @@ def classes_apart(before: Sequence[str], now: Sequence[str], file: Path) -> str:
             more = f" and {len(odd) - 3} more" if len(odd) > 3 else ""
             return f"only {where} has {', '.join(odd[:3])}{more}"
     return "they are in another order"
-
-
-def mismatch(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> str | None:
-    """Return the reason why ``tensors`` are not weights of ``model``, or None if they are."""
-    wanted = model.state_dict()
-    for name, value in wanted.items():
-        if name not in tensors:
-            return f"it lacks {name}"
-        if tensors[name].shape != value.shape:
-            return f"its {name} is {tuple(tensors[name].shape)}, the model's {tuple(value.shape)}"
-    extra = sorted(tensors.keys() - wanted.keys())
-    return f"the model has no {extra[0]}" if extra else None

@@ -76,7 +76,7 @@ class Transformed(Dataset):
 
 def training_transform(config: Config, data: dict[str, Any]) -> Any:
     """Return the transform of training images; ``data`` is timm's data configuration."""
-    size, interpolation = data["input_size"], data["interpolation"]
+    size = data["input_size"]
     if config.crop == "random_resized":
         return create_transform(
             size,
@@ -86,30 +86,27 @@ def training_transform(config: Config, data: dict[str, Any]) -> Any:
             color_jitter=config.color_jitter or None,
             auto_augment=config.auto_augment,
             re_prob=config.erasing,
-            interpolation=interpolation,
-            mean=data["mean"],
-            std=data["std"],
+            **{name: data[name] for name in ("interpolation", "mean", "std")},
         )
     if config.color_jitter or config.auto_augment or config.erasing:
         raise ConfigError(f"crop {config.crop!r} does not support color_jitter, auto_augment and erasing")
-    mode = transforms.InterpolationMode(interpolation)
-    steps: list[Any] = [transforms.Resize(size[1:], mode)]
-    if config.crop == "pad":
-        steps.append(transforms.RandomCrop(size[1:], padding=[size[2] // 8, size[1] // 8]))
-    if config.hflip:
-        steps.append(transforms.RandomHorizontalFlip(config.hflip))
-    return transforms.Compose([*steps, transforms.ToTensor(), transforms.Normalize(data["mean"], data["std"])])
+    resize, *rest = _whole(data)
+    crop = [transforms.RandomCrop(size[1:], padding=[size[2] // 8, size[1] // 8])] if config.crop == "pad" else []
+    flip = [transforms.RandomHorizontalFlip(config.hflip)] if config.hflip else []
+    return transforms.Compose([resize, *crop, *flip, *rest])
 
 
 def validation_transform(config: Config, data: dict[str, Any]) -> Any:
     """Return the transform for validation: the whole image if training uses whole images, else a centre crop."""
-    size, mode = data["input_size"], transforms.InterpolationMode(data["interpolation"])
     if config.crop == "random_resized":
-        return create_transform(
-            size, crop_pct=data["crop_pct"], interpolation=data["interpolation"], mean=data["mean"], std=data["std"]
-        )
-    normalize = transforms.Normalize(data["mean"], data["std"])
-    return transforms.Compose([transforms.Resize(size[1:], mode), transforms.ToTensor(), normalize])
+        names = ("input_size", "crop_pct", "interpolation", "mean", "std")
+        return create_transform(**{name: data[name] for name in names})
+    return transforms.Compose(_whole(data))
+
+
+def _whole(data: dict[str, Any]) -> list[Any]:
+    resize = transforms.Resize(data["input_size"][1:], transforms.InterpolationMode(data["interpolation"]))
+    return [resize, transforms.ToTensor(), transforms.Normalize(data["mean"], data["std"])]
 
 
 def loaders(config: Config) -> int:
