@@ -26,12 +26,7 @@ Attributes = list[list[Any]]  # [word, probability], by falling probability
 
 
 class AttributeDetector(nn.Module):
-    """Detector of words in the cells of a picture.
-
-    Args:
-        backbone: Computes the feature map.
-        words: The vocabulary, K words.
-    """
+    """Detector of K ``words`` in the cells of a picture, by the feature map of ``backbone``."""
 
     def __init__(self, backbone: TimmBackbone, words: Sequence[str]) -> None:
         super().__init__()
@@ -39,14 +34,7 @@ class AttributeDetector(nn.Module):
         self.head = NoisyOrHead(backbone.num_features, len(self.words))
 
     def forward(self, images: Tensor) -> Tensor:
-        """Compute the logits of every word in every cell.
-
-        Args:
-            images (Tensor[B, 3, H, W]): Results of :meth:`TimmBackbone.prepare`.
-
-        Returns:
-            (Tensor[B, K, h, w]).
-        """
+        """Compute the logits of every word in every cell, (Tensor[B, K, h, w]), of prepared images."""
         return self.head(self.backbone(images))
 
     @torch.inference_mode()
@@ -63,7 +51,7 @@ class AttributeDetector(nn.Module):
         return [top(own, self.words, number) for own in self.log_odds(images).cpu()]
 
     def save(self, path: Path, **facts: Any) -> None:
-        """Write ``.safetensors``; the metadata hold what :func:`load_detector` needs, and ``facts``."""
+        """Write ``.safetensors``, whose metadata hold ``facts`` and what :func:`load_detector` needs."""
         backbone = self.backbone
         facts |= dict(model=backbone.name, size=backbone.size, words=self.words)
         facts |= dict(output_stride=backbone.output_stride, fc7=isinstance(backbone, VggFc7))
@@ -101,13 +89,9 @@ def top(log_odds: Tensor, words: Sequence[str], number: int) -> Attributes:
 def frequent_words(
     captions: Iterable[Sequence[Sequence[str]]], number: int, least: int = 1, skip: Iterable[str] = ()
 ) -> list[str]:
-    """Return the most frequent words of the captions; words of equal frequency are in alphabetical order.
+    """Return at most ``number`` words that occur ``least`` times in each image's captions, without ``skip``.
 
-    Args:
-        captions: Captions of each image, as words.
-        number: Maximum number of words.
-        least: Minimum number of occurrences of a word.
-        skip: Words to leave out.
+    They are sorted by falling frequency, then by the alphabet.
     """
     counts = Counter(word for own in captions for caption in own for word in caption)
     for word in skip:

@@ -102,11 +102,9 @@ class TimmBackbone(nn.Module):
         self.model.load_state_dict({key: found[key] for key in wanted})
 
     def prepare(self, picture: Image.Image, shift: tuple[float, float] = (0.0, 0.0)) -> Tensor:
-        """Stretch the whole picture to ``size`` and normalise it: (3, H, W).
+        """Stretch the whole picture, in RGB, to ``size`` and normalise it: (3, H, W).
 
-        Args:
-            picture: The picture, in RGB.
-            shift: Shift to the right and down, relative to the sides; the border is repeated.
+        ``shift`` moves it to the right and down, relative to the sides; the border is repeated.
         """
         return self.normalised(picture, self.size, shift)
 
@@ -121,14 +119,7 @@ class TimmBackbone(nn.Module):
         return torch.from_numpy(((array - self.mean) / self.std).transpose(2, 0, 1).copy())
 
     def forward(self, images: Tensor) -> Tensor:
-        """Compute the feature map.
-
-        Args:
-            images (Tensor[B, 3, H, W]): Normalised.
-
-        Returns:
-            (Tensor[B, C, h, w]).
-        """
+        """Compute the feature map, (Tensor[B, C, h, w]), of normalised images, (Tensor[B, 3, H, W])."""
         x = self.model.forward_features(images)
         C = self.num_features
         if x.ndim == 4:
@@ -146,17 +137,8 @@ class VggFc7(TimmBackbone):
     The pooling layers round up, as in Fang et al.: 565 pixels give a grid of 12 cells per side. At 224 × 224 pixels,
     one cell, the features equal those of the fully connected layers.
 
-    Args:
-        name: Model name in timm: ``vgg11`` to ``vgg19_bn``.
-        size: (H, W) of the images in pixels; None: 565 × 565.
-        output_stride: As for :class:`TimmBackbone`; a VGG allows only 32.
-
-    Attributes:
-        num_features: 4,096.
-        size: (H, W).
-
-    Raises:
-        BadBackbone: the model is not a VGG, or the images are smaller than the window.
+    Its arguments are those of :class:`TimmBackbone`: a name from ``vgg11`` to ``vgg19_bn``, a size of 565 × 565 by
+    default, and only 32 as output stride. It raises BadBackbone also for images that are smaller than the window.
     """
 
     def __init__(self, name: str, size: tuple[int, int] | None = None, output_stride: int | None = None) -> None:
@@ -183,11 +165,7 @@ class VggFc7(TimmBackbone):
     def prepare(self, picture: Image.Image, shift: tuple[float, float] = (0.0, 0.0)) -> Tensor:
         """Scale the whole picture to fit ``size``, with its own aspect ratio, and normalise it: (3, H, W).
 
-        The picture starts at the upper left corner; the rest has the mean colour.
-
-        Args:
-            picture: The picture, in RGB.
-            shift: As for :meth:`TimmBackbone.prepare`.
+        The picture starts at the upper left corner; the rest has the mean colour. ``shift`` is that of TimmBackbone.
         """
         H, W = self.size
         scale = min(H / picture.height, W / picture.width)
@@ -197,14 +175,7 @@ class VggFc7(TimmBackbone):
         return image
 
     def forward(self, images: Tensor) -> Tensor:
-        """Compute the feature map.
-
-        Args:
-            images (Tensor[B, 3, H, W]): Normalised.
-
-        Returns:
-            (Tensor[B, C, h, w]).
-        """
+        """Compute the feature map, (Tensor[B, 4096, h, w]), of normalised images, (Tensor[B, 3, H, W])."""
         return self.drop(self.model.pre_logits(self.model.forward_features(images)))
 
 
@@ -219,11 +190,7 @@ def from_torchvision(weights: dict[str, Tensor], wanted: dict[str, Tensor]) -> d
     """Convert torchvision's VGG weights to timm's names and shapes; return any other weights unchanged.
 
     The first two layers of torchvision's classifier, fc6 and fc7, are convolutions of 7 × 7 and 1 × 1 in timm. Their
-    rows are the kernels, channels first, row by row.
-
-    Args:
-        weights: Weights of a file.
-        wanted: Weights of timm's model.
+    rows are the kernels, channels first, row by row. ``wanted`` are the weights of timm's model.
     """
     found = dict(weights)
     for theirs, ours in (("classifier.0", "pre_logits.fc1"), ("classifier.3", "pre_logits.fc2")):

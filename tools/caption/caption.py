@@ -190,16 +190,13 @@ def run(options: argparse.Namespace) -> int:
                 except BadPicture as error:  # continue with the others
                     print(f"skipped {pictures[name]}: {error}", file=sys.stderr, flush=True)
                     work.skip(name, str(error))
-                    continue
-                rows.write(json.dumps([name, row]) + "\n")
-                print(f"{pictures[name]}: {row['caption']}", flush=True)
-        if options.shard.count == 1:
-            return merge(options.out)
+                else:
+                    rows.write(json.dumps([name, row]) + "\n")
+                    print(f"{pictures[name]}: {row['caption']}", flush=True)
+        return shards.end(work, options.out, lambda: merge(options.out))
     finally:
         with contextlib.suppress(OSError):  # it has something
             options.out.rmdir()
-    print(f"shard {options.shard} is complete; when all are: python -m tools.caption merge {options.out}")
-    return 1 if work.skipped else 0
 
 
 def work_folder(out: Path) -> Path:

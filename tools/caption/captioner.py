@@ -81,7 +81,6 @@ class Captioner:
         beam: Width of the beam.
         max_len: Maximum number of words in a caption.
         lenpen: Above 1 for longer captions, below 1 for shorter ones.
-        device: Device of the networks.
         region_checkpoint: Weights of the region extractor, in place of those in the recipe.
         region_config: Config of mmdet, likewise.
 

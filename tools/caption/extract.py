@@ -181,10 +181,7 @@ def run(options: argparse.Namespace) -> int:
             f"{options.grid_size} regions some are the same: a larger --size, or --grid-size {min(h, w)}",
             file=sys.stderr,
         )
-    if options.shard.count == 1:
-        return merge(options.out, options.overwrite)
-    print(f"shard {options.shard} is complete; when all are: python -m tools.caption merge {options.out}")
-    return 1 if work.skipped else 0
+    return shards.end(work, options.out, lambda: merge(options.out, options.overwrite))
 
 
 def work_folder(out: Path) -> Path:

@@ -20,9 +20,7 @@ class GridRegions:
     Args:
         name: Model name in timm.
         cells: Number of cells per side.
-        weights: ``"default"`` for timm's weights, ``"none"`` for random ones, or a file.
-        device: Device of the network.
-        seed: Seed of random weights.
+        weights: ``"default"`` for timm's weights, ``"none"`` for random ones by ``seed``, or a file.
         size: (H, W) in pixels; None: the size stored in the file ``weights``, else the model's own.
 
     Attributes:

@@ -28,11 +28,9 @@ class MmdetRegions:
     Args:
         config: A config file with an RPN and a box head.
         selection: Selection of the regions to keep.
-        checkpoint: Checkpoint; None: random weights.
+        checkpoint: Checkpoint; None: random weights by ``seed``.
         feature: ``"classifier"``: the input of the last stage's classifier (for a head without ``fc_cls`` and for
             ``"map"``: the mean of the RoI-aligned map).
-        device: Device of the network.
-        seed: Seed of random weights.
     """
 
     def __init__(

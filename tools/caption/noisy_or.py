@@ -17,13 +17,9 @@ _SMALL = -7.0  # of log s; below it log(1 − exp(−s)) is log s − s/2 + s²/
 
 
 def noisy_or(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute log p and log(1 − p) of each word over the cells, in float32 or better, with finite gradients.
+    """Compute log p and log(1 − p) of each word, (Tensor[B, K]), from the logits of the cells, (Tensor[B, K, H, W]).
 
-    Args:
-        logits (Tensor[B, K, H, W]): Logits of the cells.
-
-    Returns:
-        Two tensors (Tensor[B, K]).
+    They are in float32 or better, and their gradients are finite.
     """
     z = logits.flatten(2)
     z = z.float() if z.dtype in (torch.float16, torch.bfloat16) else z
@@ -45,9 +41,7 @@ def noisy_or(logits: Tensor) -> tuple[Tensor, Tensor]:
 def noisy_or_loss(logits: Tensor, targets: Tensor) -> Tensor:
     """Compute the binary cross-entropy of the images' probabilities, averaged over images and words.
 
-    Args:
-        logits (Tensor[B, K, H, W]): Logits of the cells.
-        targets (Tensor[B, K]): 1 where the word describes the image, else 0.
+    ``targets`` (Tensor[B, K]) are 1 where the word describes the image, else 0.
     """
     log_p, log_not = noisy_or(logits)
     targets = targets.to(log_p.dtype)
@@ -55,12 +49,7 @@ def noisy_or_loss(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 class NoisyOrHead(nn.Module):
-    """Linear head: logits of every word in every cell of a feature map.
-
-    Args:
-        in_channels: C.
-        words: K.
-    """
+    """Linear head: logits of K words in every cell of a feature map of C channels."""
 
     def __init__(self, in_channels: int, words: int) -> None:
         super().__init__()
@@ -69,23 +58,11 @@ class NoisyOrHead(nn.Module):
 
     @torch.no_grad()
     def start_at(self, frequencies: Tensor, cells: int) -> None:
-        """Initialise the biases so that images of ``cells`` cells have these probabilities.
-
-        Args:
-            frequencies (Tensor[K]): The share of images that each word describes.
-            cells: H·W.
-        """
+        """Initialise the biases so that images of ``cells`` cells have the probabilities ``frequencies``, (K,)."""
         miss = torch.log1p(-frequencies.double().clamp(1e-4, 1 - 1e-4)) / cells  # log(1 − p_cell)
         assert self.classifier.bias is not None
         self.classifier.bias.copy_((-torch.expm1(miss)).log() - miss)
 
     def forward(self, features: Tensor) -> Tensor:
-        """Compute the logits of the cells.
-
-        Args:
-            features (Tensor[B, C, H, W]): The map.
-
-        Returns:
-            (Tensor[B, K, H, W]).
-        """
+        """Compute the logits of the cells, (Tensor[B, K, H, W]), of a map, (Tensor[B, C, H, W])."""
         return self.classifier(features)

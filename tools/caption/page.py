@@ -54,12 +54,9 @@ def grid_of(boxes: np.ndarray) -> tuple[np.ndarray, tuple[int, int]] | None:
 
 
 def attended(picture: Image.Image, boxes: np.ndarray, weights: np.ndarray) -> Image.Image:
-    """Draw the weights of regions on the picture: a heat map for grid cells, outlines for detected boxes.
+    """Draw a word's weights (n,) of regions on a picture in RGB: a heat map for grid cells, outlines for other boxes.
 
-    Args:
-        picture: The picture, in RGB.
-        boxes: (n, 4), relative.
-        weights: (n,), weights for one word.
+    ``boxes`` (n, 4) are relative to the picture.
     """
     strength = weights / max(float(weights.max()), 1e-12)
     grid = grid_of(boxes)

@@ -106,7 +106,6 @@ class RecordedExtractor:
 
     Args:
         features: A file that ``extract`` wrote.
-        device: Device of the network.
         checkpoint: Weights in place of those in the recipe; their content is not checked.
         config: Config of mmdet, likewise.
 

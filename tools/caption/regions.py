@@ -48,13 +48,11 @@ class Selection:
                 raise BadExtractor(f"{name} must be from 0 to 1, got {value}")
 
     def __call__(self, boxes: Tensor, scores: Tensor, height: float, width: float) -> tuple[Tensor, Tensor]:
-        """Select regions among a detector's proposals.
+        """Select regions among a detector's proposals on a picture of ``height`` × ``width`` pixels.
 
         Args:
             boxes (Tensor[P, K, 4] or Tensor[P, 1, 4]): Boxes of each proposal and class, x0, y0, x1, y1 in pixels.
             scores (Tensor[P, K]): Scores of the classes without the background.
-            height: Height of the picture, in the same pixels.
-            width: Width, likewise.
 
         Returns:
             boxes (Tensor[n, 4]) within the picture and scores (Tensor[n]), by falling score; without any proposal of a
@@ -62,9 +60,8 @@ class Selection:
         """
         from torchvision.ops import batched_nms
 
-        scores, classes = (
-            scores.float().max(1) if len(scores) else (scores.new_zeros(0).float(), scores.new_zeros(0).long())
-        )
+        empty = scores.new_zeros(0)
+        scores, classes = scores.float().max(1) if len(scores) else (empty.float(), empty.long())
         own = classes if boxes.shape[1] > 1 else torch.zeros_like(classes)
         boxes = boxes.float()[torch.arange(len(boxes), device=boxes.device), own]
         limit = boxes.new_tensor([width, height, width, height])

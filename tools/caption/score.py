@@ -67,11 +67,7 @@ def match(
 ) -> tuple[dict[ImageId, str], dict[ImageId, list[str]], int]:
     """Return results and references of the images to score, and the number of results of other parts.
 
-    Args:
-        results_file: Results with the ids of ``captions_file``, as numbers or as text.
-        captions_file: All references.
-        split: Karpathy's file, and the part to score.
-        skip: Whether to leave out images without a result, with a message.
+    Ids may be numbers in one file and text in another. ``skip`` leaves out images without a result, with a message.
 
     Raises:
         BadFile: an image is unknown, or has no result or no references.

@@ -139,12 +139,18 @@ class Run:
                 self.folder.rmdir()
 
 
+def end(run: Run, out: Path, merge_all: Callable[[], int]) -> int:
+    """Merge a run of one shard, or print how to merge several; return the exit code."""
+    if run.shard.count == 1:
+        return merge_all()
+    print(f"shard {run.shard} is complete; when all are: python -m tools.caption merge {out}")
+    return int(run.skipped > 0)
+
+
 def merge(folder: Path, save: Callable[[list[Path], dict[str, Any]], None]) -> int:
     """Write the result of all shards and remove the work folder; list the pictures left out, and return the exit code.
 
-    Args:
-        folder: Work folder of the run.
-        save: Writes the result of the shards' folders, by their common plan.
+    ``save`` writes the result of the shards' folders, by their common plan.
 
     Raises:
         BadFile: there are no shards, their plans differ, or a picture is neither finished nor left out.

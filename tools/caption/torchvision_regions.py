@@ -25,10 +25,8 @@ class TorchvisionRegions:
     Args:
         name: Model name in torchvision, such as ``fasterrcnn_resnet50_fpn``.
         selection: Selection of the regions to keep.
-        weights: ``"default"`` for torchvision's COCO weights, ``"none"`` for random ones, or a file.
+        weights: ``"default"`` for torchvision's COCO weights, ``"none"`` for random ones by ``seed``, or a file.
         feature: ``"classifier"``: the input of the classifier; ``"map"``: the mean of the RoI-aligned map.
-        device: Device of the network.
-        seed: Seed of random weights.
         size: Shorter and longer side of the scaled pictures in pixels; None: the model's own.
     """
 

@@ -89,10 +89,10 @@ def visual_shares(blocks: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
 
 
 def summary(attentions: Sequence[WordAttention], layer: int | None = None) -> dict[str, Tensor]:
-    """Average one block over heads and models.
+    """Average one block over heads and over the models of an ensemble, as far as they have such weights.
 
     Args:
-        attentions: Attention of the models of an ensemble; what some lack is averaged over the others.
+        attentions: Attention of each model.
         layer: Number of the block, from 1; None: each model's last; 0: the mean of all.
 
     Returns:
@@ -101,14 +101,11 @@ def summary(attentions: Sequence[WordAttention], layer: int | None = None) -> di
     Raises:
         ValueError: a model does not have this block.
     """
-    shown: dict[str, Tensor] = {}
-    for name in ("regions", "attributes", "visual_share"):
-        own = [attention.weights[name].mean(1) for attention in attentions if name in attention.weights]
-        if name == "visual_share":
-            own = [attention.visual_share for attention in attentions if attention.visual_share is not None]
-        if own:
-            shown[name] = torch.stack([_of_layer(x, layer) for x in own]).mean(0)
-    return shown
+    own = {
+        name: [a.weights[name].mean(1) for a in attentions if name in a.weights] for name in ("regions", "attributes")
+    }
+    own["visual_share"] = [a.visual_share for a in attentions if a.visual_share is not None]
+    return {name: torch.stack([_of_layer(x, layer) for x in found]).mean(0) for name, found in own.items() if found}
 
 
 def _of_layer(x: Tensor, layer: int | None) -> Tensor:

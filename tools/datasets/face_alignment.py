@@ -31,13 +31,7 @@ _LINE = re.compile(rf"\s*({_NUMBER})\s*,\s*({_NUMBER})\s*")
 
 @dataclass(frozen=True)
 class Request:
-    """Options of an alignment.
-
-    Args:
-        landmarks: Folder of HELEN's annotation.
-        pictures: Folder of the annotated pictures, if those to align are resized; subfolders are searched.
-        size: Side of the aligned images in pixels.
-    """
+    """Options of an alignment: folder of HELEN's annotation, of the annotated pictures if others are aligned, size."""
 
     landmarks: Path
     pictures: Path | None = None
@@ -97,9 +91,6 @@ def mean_shape(shapes: Iterable[np.ndarray]) -> np.ndarray:
 
     It is the leading eigenvector of Σ z z* over the centred shapes of norm 1 as complex vectors (Kent 1994), rotated to
     match their plain average, which is as upright as the faces in their pictures.
-
-    Args:
-        shapes: Each (P, 2).
     """
     z = np.stack([shape @ [1, 1j] for shape in shapes])
     z -= z.mean(1, keepdims=True)
@@ -118,15 +109,10 @@ def on_canvas(shape: np.ndarray, size: int) -> np.ndarray:
 
 
 def warp(image: Image.Image, matrix: np.ndarray, size: int, nearest: bool = False, fill: int = 0) -> Image.Image:
-    """Warp the image by a similarity to ``size`` pixels per side.
+    """Warp an image, in RGB or of labels, by the similarity ``matrix`` (2, 3) to ``size`` pixels per side.
 
-    Args:
-        image: In RGB, or of labels.
-        matrix: (2, 3), from the image's pixels to the result's.
-        size: Side of the result.
-        nearest: Take the nearest pixel, as for labels; otherwise interpolate linearly, on means of blocks if the image
-            shrinks to half or less.
-        fill: Value of pixels outside the image, in every channel.
+    ``nearest`` takes the nearest pixel, as for labels; otherwise interpolation is linear, on means of blocks if
+    the image shrinks to half or less. Pixels outside the image are ``fill`` in every channel.
     """
     back = np.linalg.inv(matrix[:, :2])
     shift = -back @ matrix[:, 2]
@@ -142,12 +128,7 @@ def warp(image: Image.Image, matrix: np.ndarray, size: int, nearest: bool = Fals
 
 
 class Alignment:
-    """Similarities that align faces.
-
-    Args:
-        request: Options of the user.
-        images: The picture of each face, by its name.
-        training: Names of the faces that define the mean shape.
+    """Similarities that align faces, whose ``images`` are given by name; ``training`` ones define the mean shape.
 
     Attributes:
         size: Side of the aligned images.
@@ -191,12 +172,7 @@ class Alignment:
             self.points[name] = (self.points[name] + 0.5) * ratio - 0.5
 
     def align(self, name: str, image: Image.Image, labels: np.ndarray) -> tuple[Image.Image, np.ndarray]:
-        """Align an image and its labels; pixels outside the photograph are :data:`IGNORED`.
-
-        Args:
-            name: Name of the face.
-            image: In RGB.
-            labels: (H, W) uint8, HELEN's labels.
+        """Align an image in RGB and HELEN's labels (H, W) uint8; pixels outside the photograph are :data:`IGNORED`.
 
         Raises:
             ValueError: most landmarks are not on the face.

@@ -58,14 +58,7 @@ def free_place(
 
 
 def paste(canvas: np.ndarray, corner: tuple[int, int], opacity: np.ndarray, colour: np.ndarray) -> tuple[slice, slice]:
-    """Blend an object into ``canvas`` (H, W, 3) at its top-left corner; return its window.
-
-    Args:
-        canvas: Changed in place.
-        corner: Row and column.
-        opacity: (h, w) in 0..1.
-        colour: Of every pixel, (3,) or (h, w, 3).
-    """
+    """Blend ``opacity`` (h, w) of a ``colour``, (3,) or (h, w, 3), into ``canvas`` (H, W, 3); return its window."""
     (top, left), (height, width), alpha = corner, opacity.shape, opacity[..., None]
     window = slice(top, top + height), slice(left, left + width)
     canvas[window] = alpha * colour + (1 - alpha) * canvas[window]

@@ -19,14 +19,9 @@ from tools.pictures import BadPicture, open_picture
 
 
 class Pictures(Dataset):
-    """Prepared pictures with their labels; None for a broken picture to skip.
+    """Pictures prepared by ``backbone``, with their labels (N, K); None for a broken picture to ``skip``.
 
-    Args:
-        images: The pictures.
-        targets: (N, K), labels of the pictures.
-        backbone: Backbone that prepares the pictures.
-        shift: Maximum random shift, relative to the sides.
-        skip: Leave out broken pictures.
+    ``shift`` is the maximum random shift, relative to the sides.
     """
 
     def __init__(

@@ -13,13 +13,9 @@ from tools.files import write_text
 
 
 class Log:
-    """Log with one row per epoch, which also shows progress.
+    """Log with one row per epoch, which also shows progress; a ``silent`` one prints and writes nothing.
 
-    Args:
-        folder: Folder of ``log.csv`` and TensorBoard's files.
-        tensorboard: Whether to write TensorBoard's files.
-        rows: Earlier rows of a resumed training.
-        silent: Whether this process prints and writes nothing.
+    ``folder`` gets ``log.csv`` and TensorBoard's files; ``rows`` are the earlier ones of a resumed training.
     """
 
     def __init__(self, folder: Path, tensorboard: bool = False, rows: list[dict] | None = None, silent: bool = False):

@@ -35,11 +35,7 @@ class Place:
 
 
 def find_place(device: str | None, config: Config) -> Place:
-    """Join the other processes of ``torchrun``, if any, and select this one's device.
-
-    Args:
-        device: Device given by the user; None: ``cuda`` if available, else ``cpu``.
-        config: Configuration, which sets the precision.
+    """Join the other processes of ``torchrun``, if any, and select this one's device: None is a GPU, else the CPU.
 
     Raises:
         ConfigError: the device is missing, or does not support the precision.

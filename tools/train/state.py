@@ -121,14 +121,9 @@ def read_state(file: Path) -> State:
 def resumed(
     settings: Settings, folder: Path, file: Path | None, overrides: Sequence[str] = (), **more: Any
 ) -> tuple[Config, list[str]]:
-    """Return the configuration of a resumed training, and notes to print.
+    """Return the configuration of the training in ``folder`` as the command line resumes it, and notes to print.
 
-    Args:
-        settings: Settings of the training.
-        folder: Folder of the training.
-        file: The current CONFIG of the command line, if any.
-        overrides: Overrides of the command line, as for :func:`tools.train.config.build`.
-        **more: Likewise.
+    ``file`` is the current CONFIG, if any; ``overrides`` and ``more`` are those of :func:`tools.train.config.build`.
 
     Raises:
         ConfigError: the command line describes another training.
